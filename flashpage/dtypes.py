@@ -1,0 +1,60 @@
+"""The element types that kernels know, and their names in torch and in C++."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DType(enum.Enum):
+    """An element type. The value is the name in specs, caches and messages; torch uses the same names."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT8_E4M3 = "float8_e4m3fn"
+    FLOAT8_E5M2 = "float8_e5m2"
+
+    @property
+    def size(self) -> int:
+        """Bytes of one element."""
+        return {"float32": 4, "float16": 2, "bfloat16": 2}.get(self.value, 1)
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.size == 1
+
+    @property
+    def cpp(self) -> str:
+        """The C++ type of include/flashpage/common/types.h."""
+        return _CPP[self]
+
+    @property
+    def torch(self) -> torch.dtype:
+        import torch
+
+        return getattr(torch, self.value)
+
+    @staticmethod
+    def of(value: torch.dtype | str | DType) -> DType:
+        """From a torch dtype, its name ("bfloat16", "torch.bfloat16") or a DType; KeyError where kernels do not know it."""
+        if isinstance(value, DType):
+            return value
+        found = _BY_NAME.get(value)  # torch dtypes are memoised here after their first look-up
+        if found is None:
+            found = _BY_NAME[str(value).removeprefix("torch.")]
+            _BY_NAME[value] = found
+        return found
+
+
+_CPP = {
+    DType.FLOAT32: "float",
+    DType.FLOAT16: "flashpage::Half",
+    DType.BFLOAT16: "flashpage::Bf16",
+    DType.FLOAT8_E4M3: "flashpage::E4m3",
+    DType.FLOAT8_E5M2: "flashpage::E5m2",
+}
+_BY_NAME: dict[object, DType] = {d.value: d for d in DType} | {"half": DType.FLOAT16, "float": DType.FLOAT32}

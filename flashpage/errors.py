@@ -1,0 +1,35 @@
+"""Every error that flashpage raises. Messages name the argument, its value and the fix."""
+
+from __future__ import annotations
+
+
+class FlashpageError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class PlanError(FlashpageError, ValueError):
+    """An argument of `plan` (or of a constructor) is wrong."""
+
+
+class RunError(FlashpageError, ValueError):
+    """An argument of `run`, or of a function that runs at once, is wrong or does not fit the plan."""
+
+
+class CapabilityError(FlashpageError, NotImplementedError):
+    """No kernel can honour the request; the message lists every kernel's reason."""
+
+
+class VariantError(FlashpageError, ValueError):
+    """A user's variant uses something that cannot be traced or compiled; the message shows the user's line."""
+
+
+class CompileError(FlashpageError, RuntimeError):
+    """A compiler failed; for a user's variant the message shows the user's line first."""
+
+
+class KernelMissingError(FlashpageError, RuntimeError):
+    """A kernel is neither in the AOT folder nor in the cache, and it may not or cannot be compiled here."""
+
+
+class DeviceError(FlashpageError, RuntimeError):
+    """The CUDA driver refused a call."""

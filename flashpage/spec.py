@@ -1,0 +1,100 @@
+"""KernelSpec: the identity of one compiled kernel. Name, hash, template context and AOT entry derive from its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from typing import Any
+
+from .dtypes import DType
+from .tiles import Tile
+
+
+@dataclasses.dataclass(frozen=True)
+class VariantSpec:
+    """The source of a logit transform and a mask, and the values they capture (flashpage/variants.py makes it).
+
+    `logit` and `mask` are C++ expressions (or statements ending in a return) over `score, b, h, q_idx, kv_idx` and the
+    captured names; empty: identity, all visible. Values change from run to run; names, types and ranks are compiled in.
+    """
+
+    logit: str = ""
+    mask: str = ""
+    tensors: tuple[tuple[str, str, int], ...] = ()  # (name, element type as DType.value or "int32" | "int64" | "bool", rank)
+    scalars: tuple[tuple[str, str], ...] = ()  # (name, "float" | "int")
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSpec:
+    """Everything that is compiled in; nothing that changes from batch to batch (lengths, head counts, page size)."""
+
+    kernel: str  # the template: cpu_attention, attention_sm80, merge, merge_states, append
+    q_dtype: DType = DType.BFLOAT16
+    kv_dtype: DType = DType.BFLOAT16
+    out_dtype: DType = DType.BFLOAT16
+    head_dim_qk: int = 0
+    head_dim_vo: int = 0
+    kv_source: str = "paged"  # paged | ragged
+    mask_source: str = "implicit"  # implicit (causal and window at run time) | packed_bits
+    position_encoding: str = "none"  # none | rope
+    tile: Tile | None = None
+    variant: VariantSpec = VariantSpec()
+
+    @property
+    def backend(self) -> str:
+        return "cpu" if self.kernel.startswith("cpu_") else "cuda"
+
+    @property
+    def entry(self) -> str:
+        """The extern "C" symbol."""
+        return f"flashpage_{self.kernel}"
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Readable and unique: what messages, the cache and ptxas reports show."""
+        parts = [self.kernel]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "kernel" or value == field.default:
+                continue
+            parts.append(_short(field.name, value))
+        return "-".join(parts) + "-" + self.digest[:8]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """sha256 of the fields' canonical JSON."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self, dict_factory=_plain_dict)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> KernelSpec:
+        values = dict(data)
+        for key in ("q_dtype", "kv_dtype", "out_dtype"):
+            values[key] = DType(values[key])
+        if values.get("tile"):
+            values["tile"] = Tile(**values["tile"])
+        variant = dict(values.get("variant") or {})
+        for key in ("tensors", "scalars"):
+            variant[key] = tuple(tuple(entry) for entry in variant.get(key, ()))
+        values["variant"] = VariantSpec(**variant)
+        return KernelSpec(**values)
+
+
+def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value.value if isinstance(value, DType) else value for key, value in items}
+
+
+def _short(field: str, value: Any) -> str:
+    if isinstance(value, DType):
+        return field.split("_")[0] + "_" + {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(value.value, value.value)
+    if isinstance(value, Tile):
+        return f"t{value.tile_q}x{value.tile_kv}"
+    if isinstance(value, VariantSpec):
+        return "variant"
+    if field.startswith("head_dim"):
+        return f"{field[-2:]}{value}"
+    return str(value)

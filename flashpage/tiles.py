@@ -1,0 +1,52 @@
+"""The one tile table: shapes are rendered into a kernel's Traits and handed to the planner, with their measured costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .dtypes import DType
+
+WALK_TEAMS, WALK_RUNS = 0, 1  # csrc/flashpage.h, fp_walk
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The shape of one kernel's work: rendered into Traits, part of the spec's identity."""
+
+    tile_q: int  # packed rows of a unit
+    tile_kv: int  # tokens of an inner step
+    warps_q: int  # warps side by side along the rows
+    warps_kv: int  # warps side by side along the tokens
+    stages: int  # KV tiles in flight
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What the planner needs to balance and cut (csrc/flashpage.h, fp_schedule). Not part of the spec."""
+
+    walk: int
+    ns_per_token: float  # one unit, one token
+    ns_per_unit: float
+    ns_per_piece: float
+    min_piece_tokens: int
+    max_pieces: int  # of one unit; 0: no limit
+    merge_rows: int
+
+
+def cpu_tile(head_dim_qk: int, head_dim_vo: int, packed_rows: int) -> tuple[Tile, Cost]:
+    """The CPU backend: few rows (decode) or many."""
+    if packed_rows <= 16:
+        return Tile(16, 64, 1, 1, 1), Cost(WALK_RUNS, 1.0, 200.0, 2000.0, 256, 0, 64)
+    return Tile(64, 128, 1, 1, 1), Cost(WALK_RUNS, 8.0, 500.0, 4000.0, 256, 0, 64)
+
+
+def sm80_tile(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int) -> tuple[Tile, Cost]:
+    """The general tensor-core kernel (mma.sync, cp.async); `packed_rows` is the batch's average per request and KV head."""
+    widest = max(head_dim_qk, head_dim_vo)
+    if packed_rows <= 16:
+        tile_kv = 64 if widest <= 256 else 32
+        return Tile(16, tile_kv, 1, 4, 2), Cost(WALK_TEAMS, 3.6, 400.0, 1500.0, 128, 32, 8)
+    if packed_rows <= 64 or widest > 128:
+        tile_kv = 64 if widest <= 128 else 32
+        return Tile(64, tile_kv, 4, 1, 2), Cost(WALK_RUNS, 7.0, 800.0, 3000.0, 256, 32, 8)
+    return Tile(128, 64, 4, 1, 2), Cost(WALK_RUNS, 12.0, 1000.0, 5000.0, 256, 32, 8)

@@ -1,0 +1,53 @@
+// Small integer and constant helpers shared by host and device.
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage {
+
+inline constexpr float log2_e = 1.4426950408889634f;
+inline constexpr float ln_2 = 0.6931471805599453f;
+
+template <class T>
+FP_HOST_DEVICE constexpr T ceil_div(T a, T b) {
+  return (a + b - 1) / b;
+}
+template <class T>
+FP_HOST_DEVICE constexpr T round_up(T a, T b) {
+  return ceil_div(a, b) * b;
+}
+template <class T>
+FP_HOST_DEVICE constexpr T min_of(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+FP_HOST_DEVICE constexpr T max_of(T a, T b) {
+  return a > b ? a : b;
+}
+
+// Division of 0 <= n < 2^31 by a divisor that is fixed for a launch: one wide multiply instead of a division sequence.
+struct FastDiv {
+  u32 divisor;
+  u32 multiplier;
+  u32 shift;  // the quotient is (n * multiplier) >> (32 + shift); a power of two has multiplier 0 and is shifted
+
+  FP_HOST_DEVICE u32 div(u32 n) const {
+    if (multiplier == 0) return n >> shift;
+    return static_cast<u32>((static_cast<u64>(n) * multiplier) >> 32) >> shift;
+  }
+  FP_HOST_DEVICE void divmod(u32 n, u32& quotient, u32& remainder) const {
+    quotient = div(n);
+    remainder = n - quotient * divisor;
+  }
+};
+
+inline constexpr FastDiv make_fast_div(u32 divisor) {
+  u32 log = 0;
+  while ((1ull << log) < divisor) ++log;
+  if ((1u << log) == divisor) return {divisor, 0, log};
+  // Round-up method: m = ceil(2^(32 + s) / d) with s = floor(log2 d) is exact for every n < 2^31.
+  u32 shift = log - 1;
+  u64 multiplier = ((1ull << (32 + shift)) + divisor - 1) / divisor;
+  return {divisor, static_cast<u32>(multiplier), shift};
+}
+
+}  // namespace flashpage

@@ -1,0 +1,49 @@
+// Fixed-width integers and storage-only element types, with no include: device code built by NVRTC sees no other header.
+#pragma once
+
+#if defined(__CUDACC__)
+#define FP_HOST_DEVICE __host__ __device__ __forceinline__
+#define FP_DEVICE __device__ __forceinline__
+#else
+#define FP_HOST_DEVICE inline
+#define FP_DEVICE inline
+#endif
+
+namespace flashpage {
+
+using i8 = signed char;
+using u8 = unsigned char;
+using i16 = short;
+using u16 = unsigned short;
+using i32 = int;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+
+// Bits only; conversions live in ptx/convert.h (device) and cpu/convert.h (host).
+struct Half {
+  u16 bits;
+};
+struct Bf16 {
+  u16 bits;
+};
+struct E4m3 {
+  u8 bits;
+};
+struct E5m2 {
+  u8 bits;
+};
+
+template <class A, class B>
+inline constexpr bool is_same = false;
+template <class A>
+inline constexpr bool is_same<A, A> = true;
+
+template <class T>
+inline constexpr bool is_fp8 = is_same<T, E4m3> || is_same<T, E5m2>;
+
+enum class KvSource { paged, ragged };
+enum class MaskSource { implicit, packed_bits };  // implicit: causal and window from run-time values
+enum class PositionEncoding { none, rope };
+
+}  // namespace flashpage

@@ -1,0 +1,103 @@
+// What a kernel is launched with. The same structs on the CPU, on the card and in Python (flashpage/host.py mirrors them and
+// checks sizeof at load). Strides are in elements; the last dimension of every tensor is contiguous.
+#pragma once
+#include "flashpage/common/math.h"
+#include "flashpage/plan/work_item.h"
+
+namespace flashpage {
+
+// One of K and V. Paged: element (page, token in page, head, 0); ragged: page_stride is unused, token is the row.
+struct KvView {
+  const void* data;
+  i64 page_stride;
+  i64 token_stride;
+  i64 head_stride;
+};
+
+struct AttentionParams {
+  const void* q;           // [total_q, num_q_heads, head_dim_qk]
+  void* out;               // [total_q, num_q_heads, head_dim_vo]
+  float* lse;              // [total_q, num_q_heads], base 2, contiguous; null: not wanted
+  i64 q_row_stride;
+  i64 q_head_stride;
+  i64 out_row_stride;
+  i64 out_head_stride;
+  KvView k;
+  KvView v;
+  const i32* kv_indices;   // paged: page numbers, WorkItem::kv_offset indexes it
+  const PlanHeader* plan;  // header, cta_items, items and merges lie behind it
+  float* partial_out;      // [partial rows, head_dim_vo]
+  float* partial_lse;      // [partial rows], base 2
+  const u8* custom_mask;   // packed bits, little-endian; bit row * kv_len + token, each request starts on a byte
+  const float* sinks;      // [num_q_heads], natural-log units, joins the denominator; null: none
+  const float* q_scale;    // device scalars or per-head vectors that multiply the float scales; null: 1
+  const float* k_scale;
+  const float* v_scale;
+  i32 q_scale_stride;      // 0: one value; 1: [num_q_heads]
+  i32 k_scale_stride;      // 0: one value; 1: [num_kv_heads]
+  i32 v_scale_stride;      // 0: one value; 1: [num_kv_heads]
+  float score_scale;       // sm_scale times the float q and k scales
+  float value_scale;       // the float v scale
+  i32 num_q_heads;
+  i32 num_kv_heads;
+  i32 causal;              // right-aligned: row r sees tokens <= kv_len - q_len + r
+  i32 window_left;         // tokens visible left of the row's own; -1: all
+  float rope_scale;        // positions are divided by it
+  float rope_theta;
+  FastDiv group;           // query heads a KV head
+  FastDiv page;            // tokens a page (ragged: 1)
+};
+
+// Values a variant captured. Slots are numbered by the spec; strides in elements.
+struct VariantTensor {
+  const void* data;
+  i64 stride[4];
+};
+struct VariantArgs {
+  VariantTensor tensors[8];
+  double scalars[8];
+};
+
+// Combine the partials of one plan; the launch reads num_merges from the plan.
+struct MergeParams {
+  const PlanHeader* plan;
+  const float* partial_out;  // [partial rows, head_dim_vo]
+  const float* partial_lse;  // [partial rows], base 2
+  void* out;                 // [total_q, num_q_heads, head_dim_vo]
+  float* lse;                // [total_q, num_q_heads]; null: not wanted
+  i64 out_row_stride;
+  i64 out_head_stride;
+  i32 head_dim_vo;
+  i32 num_q_heads;
+  FastDiv group;
+};
+
+// merge_state, merge_state_in_place, merge_states: out[r, h] over `num_states` states of (v, s), s base 2.
+struct MergeStatesParams {
+  const void* v;       // state i at v + i * v_state_stride; [rows, num_heads, head_dim], rows and heads strided
+  const float* s;      // state i at s + i * s_state_stride; [rows, num_heads]
+  const void* v_other; // merge_state: the second state; null otherwise
+  const float* s_other;
+  const u8* mask;      // merge_state_in_place: rows to merge, [rows]; null: all
+  void* out;           // [rows, num_heads, head_dim], contiguous
+  float* lse;          // [rows, num_heads], contiguous
+  i64 v_state_stride, v_row_stride, v_head_stride;
+  i64 s_state_stride, s_row_stride;
+  i32 num_states, rows, num_heads, head_dim;
+};
+
+// append_paged_kv_cache: token i of append_key/append_value goes to position positions[i] of request batch_indices[i].
+struct AppendParams {
+  const void* append_key;    // [nnz, num_kv_heads, head_dim_qk]
+  const void* append_value;  // [nnz, num_kv_heads, head_dim_vo]
+  i64 key_row_stride, key_head_stride, value_row_stride, value_head_stride;
+  KvView k, v;               // the cache (written)
+  const i32* batch_indices;  // [nnz]
+  const i32* positions;      // [nnz]
+  const i32* kv_indptr;      // [batch + 1]
+  const i32* kv_indices;
+  i32 nnz, num_kv_heads, head_dim_qk, head_dim_vo;
+  FastDiv page;
+};
+
+}  // namespace flashpage

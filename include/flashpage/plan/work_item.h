@@ -1,0 +1,56 @@
+// What the planner writes and every kernel reads. Pure data, the same bytes on host and device.
+//
+// A request's query rows are packed with the query heads of one KV head: packed row = row * group_size + head in group.
+// A row tile is `tile_q` consecutive packed rows; a unit is one row tile of one KV head. A work item is a run of units of
+// one request over one token range; a CTA's items lie side by side: cta_items[c] .. cta_items[c + 1].
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage {
+
+struct alignas(16) WorkItem {
+  i64 kv_offset;         // paged: index in kv_indices of the request's first page; ragged: the request's first KV row
+  i64 mask_offset;       // packed custom mask: index of the request's first byte
+  i32 request;           // index in the batch
+  i32 q_begin;           // the request's first row of q (rows)
+  i32 q_len;             // rows of the request
+  i32 kv_len;            // tokens of the request
+  i32 first_packed_row;  // of the first unit, within the request
+  i32 kv_head;           // of the first unit
+  i32 num_units;         // run length: next row tile; after the request's last row tile, the first one of the next KV head
+  i32 kv_begin;          // tokens; each unit clips it further by causal and window
+  i32 kv_end;            // tokens
+  i32 partial_row;       // row of the partial buffers for this unit's first packed row; -1: straight to out.
+                         // An item with partial_row >= 0 has num_units == 1.
+  i32 piece;             // which piece of its unit this is; piece 0 takes the attention sink
+  i32 tile_class;        // which tile shape of the kernel; 0 where a kernel has one
+};
+static_assert(sizeof(WorkItem) == 64);
+
+// Packed rows of one unit whose KV range was cut: combine partials in order, write to out. At most `merge_rows` rows an item.
+struct alignas(16) MergeItem {
+  i32 request;
+  i32 q_begin;           // the request's first row of q (rows)
+  i32 first_packed_row;  // within the request
+  i32 num_rows;          // packed rows
+  i32 kv_head;
+  i32 partial_row;     // row of partial 0 for first_packed_row
+  i32 partial_stride;  // rows between one partial and the next
+  i32 num_partials;
+};
+static_assert(sizeof(MergeItem) == 32);
+
+// First bytes of a plan in the int workspace; the offsets are bytes from the header.
+struct alignas(16) PlanHeader {
+  i32 num_ctas;
+  i32 num_items;
+  i32 num_merges;
+  i32 num_partial_rows;
+  i32 cta_items_offset;  // i32 [num_ctas + 1]
+  i32 items_offset;      // WorkItem [num_items]
+  i32 merges_offset;     // MergeItem [num_merges]
+  i32 used_bytes;
+};
+static_assert(sizeof(PlanHeader) == 32);
+
+}  // namespace flashpage
