@@ -1,0 +1,40 @@
+// What Python checks when it loads the library: the ABI's version and the size of every struct it mirrors.
+#include <cstring>
+
+#include "flashpage.h"
+
+using namespace flashpage;
+
+int32_t fp_abi_version() { return 1; }
+
+int64_t fp_sizeof(const char* struct_name) {
+  // The name in flashpage/host.py, which differs from the C name where the C struct is part of the C ABI.
+  struct Entry {
+    const char* name;
+    int64_t size;
+  };
+  static constexpr Entry entries[] = {
+      {"FastDiv", sizeof(FastDiv)},
+      {"KvView", sizeof(KvView)},
+      {"AttentionParams", sizeof(AttentionParams)},
+      {"VariantTensor", sizeof(VariantTensor)},
+      {"VariantArgs", sizeof(VariantArgs)},
+      {"MergeParams", sizeof(MergeParams)},
+      {"MergeStatesParams", sizeof(MergeStatesParams)},
+      {"AppendParams", sizeof(AppendParams)},
+      {"WorkItem", sizeof(WorkItem)},
+      {"MergeItem", sizeof(MergeItem)},
+      {"PlanHeader", sizeof(PlanHeader)},
+      {"IndexArray", sizeof(fp_index_array)},
+      {"ProblemStruct", sizeof(fp_problem)},
+      {"Schedule", sizeof(fp_schedule)},
+      {"PlanResult", sizeof(fp_plan_result)},
+      {"KernelInfo", sizeof(fp_kernel_info)},
+      {"DeviceInfo", sizeof(fp_device_info)},
+      {"RunArgs", sizeof(fp_run_args)},
+  };
+  for (const Entry& entry : entries) {
+    if (std::strcmp(entry.name, struct_name) == 0) return entry.size;
+  }
+  return -1;
+}

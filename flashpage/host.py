@@ -1,0 +1,250 @@
+"""The host library (csrc/) through ctypes: mirrors of its structs, its functions, and the numpy types of a plan's bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
+
+import numpy as np
+
+from . import paths
+from .errors import DeviceError, FlashpageError, PlanError
+
+ABI_VERSION = 1  # csrc/abi.cpp
+
+OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL = range(6)  # csrc/flashpage.h, fp_status
+
+
+def _all(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+# include/flashpage/params.h. Comments on meaning, shape and unit are there.
+
+
+class FastDiv(ctypes.Structure):
+    _fields_ = _all(c_uint32, "divisor multiplier shift")
+
+
+class KvView(ctypes.Structure):
+    _fields_ = [("data", c_void_p), *_all(c_int64, "page_stride token_stride head_stride")]
+
+
+class AttentionParams(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "q out lse"),
+        *_all(c_int64, "q_row_stride q_head_stride out_row_stride out_head_stride"),
+        *_all(KvView, "k v"),
+        *_all(c_void_p, "kv_indices plan partial_out partial_lse custom_mask sinks q_scale k_scale v_scale"),
+        *_all(c_int32, "q_scale_stride k_scale_stride v_scale_stride"),
+        *_all(c_float, "score_scale value_scale"),
+        *_all(c_int32, "num_q_heads num_kv_heads causal window_left"),
+        *_all(c_float, "rope_scale rope_theta"),
+        *_all(FastDiv, "group page"),
+    ]
+
+
+class VariantTensor(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("stride", c_int64 * 4)]
+
+
+class VariantArgs(ctypes.Structure):
+    _fields_ = [("tensors", VariantTensor * 8), ("scalars", c_double * 8)]
+
+
+class MergeParams(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "plan partial_out partial_lse out lse"),
+        *_all(c_int64, "out_row_stride out_head_stride"),
+        *_all(c_int32, "head_dim_vo num_q_heads"),
+        ("group", FastDiv),
+    ]
+
+
+class MergeStatesParams(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "v s v_other s_other mask out lse"),
+        *_all(c_int64, "v_state_stride v_row_stride v_head_stride s_state_stride s_row_stride"),
+        *_all(c_int32, "num_states rows num_heads head_dim"),
+    ]
+
+
+class AppendParams(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "append_key append_value"),
+        *_all(c_int64, "key_row_stride key_head_stride value_row_stride value_head_stride"),
+        *_all(KvView, "k v"),
+        *_all(c_void_p, "batch_indices positions kv_indptr kv_indices"),
+        *_all(c_int32, "nnz num_kv_heads head_dim_qk head_dim_vo"),
+        ("page", FastDiv),
+    ]
+
+
+# csrc/flashpage.h
+
+
+class IndexArray(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("stride", c_int64), *_all(c_int32, "is_int64 length")]
+
+
+class ProblemStruct(ctypes.Structure):
+    _fields_ = [
+        *_all(c_int32, "batch q_len_per_request"),
+        *_all(IndexArray, "q_indptr kv_indptr last_page_len kv_lens"),
+        *_all(c_int32, "page_size num_q_heads num_kv_heads causal window_left has_custom_mask"),
+    ]
+
+
+class Schedule(ctypes.Structure):
+    _fields_ = [
+        *_all(c_int32, "num_ctas walk tile_q tile_kv"),
+        *_all(c_float, "ns_per_token ns_per_unit ns_per_piece"),
+        *_all(c_int32, "min_piece_tokens max_pieces fixed_piece_tokens merge_rows"),
+    ]
+
+
+class PlanResult(ctypes.Structure):
+    _fields_ = [
+        *_all(c_int32, "num_ctas num_items num_merges num_partial_rows"),
+        *_all(c_int64, "used_bytes total_q total_kv total_pages"),
+        *_all(c_int32, "max_q_len max_kv_len"),
+        *_all(c_double, "cost_total_ns cost_max_ns"),
+        ("mask_bytes", c_int64),
+        *_all(c_int32, "error_array error_reason"),
+        *_all(c_int64, "error_index error_value error_limit"),
+    ]
+
+
+class KernelInfo(ctypes.Structure):
+    _fields_ = _all(c_int32, "threads shared_bytes ctas_per_sm num_sms registers local_bytes")
+
+
+class DeviceInfo(ctypes.Structure):
+    _fields_ = [
+        ("name", c_char * 128),
+        *_all(c_int32, "sm num_sms"),
+        *_all(c_int64, "memory_bytes l2_bytes"),
+        *_all(c_int32, "shared_bytes_per_cta driver_version"),
+    ]
+
+
+class RunArgs(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "attention merge params variant merge_params stream"),
+        *_all(c_int32, "num_ctas num_merges enable_pdl out_dtype"),
+    ]
+
+
+# include/flashpage/plan/work_item.h
+
+WORK_ITEM = np.dtype(
+    [(n, np.int64) for n in ("kv_offset", "mask_offset")]
+    + [
+        (n, np.int32)
+        for n in "request q_begin q_len kv_len first_packed_row kv_head num_units kv_begin kv_end "
+        "partial_row piece tile_class".split()
+    ]
+)
+MERGE_ITEM = np.dtype(
+    [
+        (n, np.int32)
+        for n in "request q_begin first_packed_row num_rows kv_head partial_row partial_stride num_partials".split()
+    ]
+)
+PLAN_HEADER = np.dtype(
+    [
+        (n, np.int32)
+        for n in "num_ctas num_items num_merges num_partial_rows cta_items_offset items_offset "
+        "merges_offset used_bytes".split()
+    ]
+)
+
+STRUCTS = (
+    *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
+    *(IndexArray, ProblemStruct, Schedule, PlanResult, KernelInfo, DeviceInfo, RunArgs),
+)
+RECORDS = {"WorkItem": WORK_ITEM, "MergeItem": MERGE_ITEM, "PlanHeader": PLAN_HEADER}
+
+# Structs may be passed as ctypes.byref(struct) or, once per object, as a kept ctypes.pointer or address: a kept one is faster.
+_FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
+    "fp_last_error": (c_char_p, []),
+    "fp_abi_version": (c_int32, []),
+    "fp_sizeof": (c_int64, [c_char_p]),
+    "fp_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),
+    "fp_plan_bounds": (
+        c_int32,
+        [c_int32, c_int64, c_int64, c_int32, c_int32, c_void_p, POINTER(c_int64), POINTER(c_int64)],
+    ),
+    "fp_slots_create": (c_void_p, [c_int32, c_int64]),
+    "fp_slots_destroy": (None, [c_void_p]),
+    "fp_slots_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "fp_slots_last": (c_void_p, [c_void_p]),
+    "fp_kernel_from_function": (c_void_p, [c_void_p]),
+    "fp_cuda_device_count": (c_int32, []),
+    "fp_cuda_device_info": (c_int32, [c_int32, POINTER(DeviceInfo)]),
+    "fp_cuda_kernel_load": (c_void_p, [c_int32, c_char_p, c_int64, c_char_p]),
+    "fp_kernel_destroy": (None, [c_void_p]),
+    "fp_kernel_describe": (c_int32, [c_void_p, POINTER(KernelInfo)]),
+    "fp_run": (c_int32, [c_void_p]),
+    "fp_launch": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_int32]),
+    "fp_cpu_threads": (c_int32, []),
+    "fp_cpu_set_threads": (c_int32, [c_int32]),
+    "fp_cpu_features": (c_int32, [c_char_p, c_int32]),
+    "fp_cpu_merge_states": (c_int32, [c_void_p, c_int32]),
+    "fp_cpu_append": (c_int32, [c_void_p, c_int32]),
+}
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The host library, loaded once a process; its structs are checked against the mirrors above."""
+    path = paths.library()
+    if not path.is_file():
+        raise FlashpageError(f"the host library {path} is missing: build it with `python setup.py build_host`")
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    _check_layout(library, path)
+    return library
+
+
+def _check_layout(library: ctypes.CDLL, path: object) -> None:
+    rebuild = "rebuild it with `python setup.py build_host`"
+    if (version := library.fp_abi_version()) != ABI_VERSION:
+        raise FlashpageError(f"{path} has ABI version {version}, this package needs {ABI_VERSION}: {rebuild}")
+    sizes = {struct.__name__: ctypes.sizeof(struct) for struct in STRUCTS}
+    sizes |= {name: record.itemsize for name, record in RECORDS.items()}
+    for name, size in sizes.items():
+        if (found := library.fp_sizeof(name.encode())) != size:
+            raise FlashpageError(f"{path}: {name} has {found} bytes, flashpage/host.py says {size}: {rebuild}")
+
+
+def last_error() -> str:
+    """What the last failed call of this thread said."""
+    return load().fp_last_error().decode(errors="replace")
+
+
+def check(status: int) -> None:
+    """Raises what a status says: PlanError for lengths and workspaces, DeviceError for the rest."""
+    if status == OK:
+        return
+    raise (PlanError if status in (BAD_LENGTHS, WORKSPACE_TOO_SMALL) else DeviceError)(last_error())
+
+
+def check_handle(handle: int | None) -> int:
+    """The handle; raises DeviceError where a function that makes one returned null."""
+    if not handle:
+        raise DeviceError(last_error())
+    return handle
+
+
+def make_fast_div(divisor: int) -> FastDiv:
+    """The struct that divides by `divisor` (include/flashpage/common/math.h, make_fast_div)."""
+    assert 1 <= divisor < 2**31, divisor
+    log = (divisor - 1).bit_length()
+    if 1 << log == divisor:
+        return FastDiv(divisor, 0, log)
+    shift = log - 1
+    return FastDiv(divisor, -(-(1 << (32 + shift)) // divisor), shift)

@@ -1,0 +1,54 @@
+"""Where the package's folders are: beside the package in a checkout (editable install), inside it in a wheel."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def include_dir() -> Path:
+    """The folder to give a compiler as -I: it holds flashpage/params.h and the rest."""
+    return _data_dir("include")
+
+
+def templates_dir() -> Path:
+    """The folder of the jinja2 templates."""
+    return _data_dir("templates")
+
+
+def aot_dir() -> Path:
+    """The folder of kernels built ahead of time; it exists only where some were built or shipped."""
+    return PACKAGE / "aot_kernels"
+
+
+def library() -> Path:
+    """The host library, libflashpage.so."""
+    return PACKAGE / "lib" / "libflashpage.so"
+
+
+@functools.cache
+def source_hash() -> str:
+    """sha256 of the include tree and the templates: frozen when a wheel is built, computed once a process in a checkout."""
+    if (frozen := PACKAGE / "_build_info.json").is_file():
+        return json.loads(frozen.read_text())["source_hash"]
+    return hash_sources(include_dir(), templates_dir())
+
+
+def hash_sources(*folders: Path) -> str:
+    """sha256 over the relative names and bytes of all files below the folders."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(p for p in folder.rglob("*") if p.suffix in (".h", ".jinja")):
+            content = path.read_bytes()
+            digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _data_dir(name: str) -> Path:
+    inside = PACKAGE / name
+    return inside if inside.is_dir() else PACKAGE.parent / name
