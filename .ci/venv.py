@@ -1,0 +1,89 @@
+"""Makes the virtual environment of `make` and CI, or brings it up to date: `python3 .ci/venv.py FOLDER [--own-torch]`.
+
+A torch (2.9 or newer) that the calling python3 has is left alone and used from where it is; otherwise the pinned one is
+installed. Two calls at once take turns. A call that finds everything in place takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
+
+
+def installed_torch() -> Path | None:
+    """The site-packages folder of this python's torch, where it is 2.9 or newer."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version = importlib.metadata.version("torch")
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if numbers < (2, 9):
+        print(f"torch {version} is installed but flashpage needs 2.9 or newer: installing the pinned one", flush=True)
+        return None
+    print(f"using the installed torch {version}", flush=True)
+    return Path(spec.origin).parent.parent
+
+
+def run(*command: object) -> None:
+    done = subprocess.run([str(part) for part in command], cwd=ROOT)
+    if done.returncode:
+        sys.exit(f"venv.py: `{' '.join(map(str, command[1:]))}` failed with exit code {done.returncode}")
+
+
+def create(folder: Path, torch_home: Path | None) -> None:
+    """A fresh environment with the pinned packages and flashpage itself, editable."""
+    shutil.rmtree(folder, ignore_errors=True)
+    run(sys.executable, "-m", "venv", folder)
+    python = folder / "bin" / "python"
+    pins = CONSTRAINTS.read_text()
+    if torch_home is not None:
+        site = sysconfig.get_path("purelib", "venv", vars={"base": str(folder)})
+        Path(site, "installed_torch.pth").write_text(f"{torch_home}\n")
+        pins = re.sub(r"(?m)^torch==.*\n", "", pins)
+    constraints = folder / "constraints.txt"
+    constraints.write_text(pins)
+    # Through the environment, so that a build pip starts by itself obeys it too.
+    os.environ["PIP_CONSTRAINT"] = str(constraints)
+    os.environ["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    print(f"installing the pinned packages into {folder.name} ...", flush=True)
+    run(python, "-m", "pip", "install", "-q", "setuptools", "wheel")
+    run(python, "-m", "pip", "install", "-q", "--no-build-isolation", "-e", ".[dev]")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--own-torch", action="store_true", help="install the pinned torch even where there is one")
+    arguments = parser.parse_args()
+    if sys.version_info < (3, 10):
+        sys.exit(f"flashpage needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}: set PYTHON=")
+    folder = arguments.folder.absolute()
+    torch_home = None if arguments.own_torch else installed_torch()
+    identity = f"{sys.executable} {sys.version} {torch_home}".encode()
+    identity += CONSTRAINTS.read_bytes() + (ROOT / "pyproject.toml").read_bytes()
+    key = hashlib.sha256(identity).hexdigest()
+    stamp = folder / "made-from"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.is_file() or stamp.read_text() != key:
+            create(folder, torch_home)
+            stamp.write_text(key)
+        run(folder / "bin" / "python", "setup.py", "-q", "build_host")
+
+
+if __name__ == "__main__":
+    main()

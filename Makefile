@@ -1,0 +1,46 @@
+# `make demo` and `make test` are all that a newcomer needs; both start from python3 and g++ alone.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
+CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc/*.cpp' 2>/dev/null)
+
+.PHONY: help venv demo test bench lint format aot clean
+
+help:
+	@echo 'make demo    a small model decodes a batch through paged KV; its tokens are checked against torch'
+	@echo 'make test    the test suite'
+	@echo 'make bench   the benchmarks of tests/bench/ that this machine can run'
+	@echo 'make lint    linter, format check and type check'
+	@echo 'make format  format every file in place'
+	@echo 'make aot     build the kernels of the AOT list into flashpage/aot_kernels'
+	@echo 'make clean   remove what make built (the kernel cache stays: `flashpage cache clear`)'
+
+venv:
+	@$(PYTHON) .ci/venv.py $(VENV)
+
+demo: venv
+	@$(PY) -m flashpage demo $(ARGS)
+
+test: venv
+	@$(PY) -m pytest -q tests $(ARGS)
+
+bench: venv
+	@$(PY) -m flashpage bench $(ARGS)
+
+aot: venv
+	@$(PY) -m flashpage build $(ARGS)
+
+lint: venv
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(CLANG_FORMAT) --dry-run -Werror $(CPP_FILES)
+	$(PY) -m mypy
+
+format: venv
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(CLANG_FORMAT) -i $(CPP_FILES)
+
+clean:
+	rm -rf $(VENV) $(VENV).lock build flashpage/lib *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
