@@ -24,6 +24,7 @@ int64_t fp_sizeof(const char* struct_name) {
       {"AppendParams", sizeof(AppendParams)},
       {"WorkItem", sizeof(WorkItem)},
       {"MergeItem", sizeof(MergeItem)},
+      {"CtaItems", sizeof(CtaItems)},
       {"PlanHeader", sizeof(PlanHeader)},
       {"IndexArray", sizeof(fp_index_array)},
       {"ProblemStruct", sizeof(fp_problem)},

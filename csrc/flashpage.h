@@ -88,7 +88,7 @@ enum fp_length_error : int32_t {
   FP_LENGTH_OVERFLOW = 5,        // a total does not fit in 31 bits
 };
 
-// Writes header, cta_items, items and merges into `buffer` (any memory the host can write).
+// Writes header, CTA ranges, items and merges into `buffer` (any memory the host can write).
 FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int64_t capacity, fp_plan_result*);
 // Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers.
 FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,

@@ -152,10 +152,11 @@ MERGE_ITEM = np.dtype(
         for n in "request q_begin first_packed_row num_rows kv_head partial_row partial_stride num_partials".split()
     ]
 )
+CTA_ITEMS = np.dtype([(n, np.int32) for n in "begin end kv_head partial_row".split()])
 PLAN_HEADER = np.dtype(
     [
         (n, np.int32)
-        for n in "num_ctas num_items num_merges num_partial_rows cta_items_offset items_offset "
+        for n in "num_ctas num_items num_merges num_partial_rows ctas_offset items_offset "
         "merges_offset used_bytes".split()
     ]
 )
@@ -164,7 +165,7 @@ STRUCTS = (
     *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
     *(IndexArray, ProblemStruct, Schedule, PlanResult, KernelInfo, DeviceInfo, RunArgs),
 )
-RECORDS = {"WorkItem": WORK_ITEM, "MergeItem": MERGE_ITEM, "PlanHeader": PLAN_HEADER}
+RECORDS = {"WorkItem": WORK_ITEM, "MergeItem": MERGE_ITEM, "CtaItems": CTA_ITEMS, "PlanHeader": PLAN_HEADER}
 
 # Structs may be passed as ctypes.byref(struct) or, once per object, as a kept ctypes.pointer or address: a kept one is faster.
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {

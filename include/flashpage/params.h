@@ -25,7 +25,7 @@ struct AttentionParams {
   KvView k;
   KvView v;
   const i32* kv_indices;   // paged: page numbers, WorkItem::kv_offset indexes it
-  const PlanHeader* plan;  // header, cta_items, items and merges lie behind it
+  const PlanHeader* plan;  // header; CTA ranges, items and merges lie behind it
   float* partial_out;      // [partial rows, head_dim_vo]
   float* partial_lse;      // [partial rows], base 2
   const u8* custom_mask;   // packed bits, little-endian; bit row * kv_len + token, each request starts on a byte

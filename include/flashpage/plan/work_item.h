@@ -2,7 +2,9 @@
 //
 // A request's query rows are packed with the query heads of one KV head: packed row = row * group_size + head in group.
 // A row tile is `tile_q` consecutive packed rows; a unit is one row tile of one KV head. A work item is a run of units of
-// one request over one token range; a CTA's items lie side by side: cta_items[c] .. cta_items[c + 1].
+// one request over one token range; a CTA's items lie side by side. CTAs that walk the same token ranges for different KV
+// heads (a team) share one list, so a decode plan has one item a request and cut, not one a KV head. Read it through
+// for_each_item, which gives each member its own head and partial row.
 #pragma once
 #include "flashpage/common/types.h"
 
@@ -40,17 +42,42 @@ struct alignas(16) MergeItem {
 };
 static_assert(sizeof(MergeItem) == 32);
 
+// What one CTA does: items [begin, end), moved by this CTA's place in its team.
+struct alignas(16) CtaItems {
+  i32 begin;
+  i32 end;
+  i32 kv_head;      // added to WorkItem::kv_head
+  i32 partial_row;  // added to WorkItem::partial_row where that is not -1
+};
+static_assert(sizeof(CtaItems) == 16);
+
 // First bytes of a plan in the int workspace; the offsets are bytes from the header.
 struct alignas(16) PlanHeader {
   i32 num_ctas;
   i32 num_items;
   i32 num_merges;
   i32 num_partial_rows;
-  i32 cta_items_offset;  // i32 [num_ctas + 1]
-  i32 items_offset;      // WorkItem [num_items]
-  i32 merges_offset;     // MergeItem [num_merges]
+  i32 ctas_offset;    // CtaItems [schedule's num_ctas], right behind the header; CTAs without work have an empty range
+  i32 items_offset;   // WorkItem [num_items]
+  i32 merges_offset;  // MergeItem [num_merges]
   i32 used_bytes;
 };
 static_assert(sizeof(PlanHeader) == 32);
+
+FP_HOST_DEVICE WorkItem item_of_member(WorkItem item, const CtaItems& cta) {
+  item.kv_head += cta.kv_head;
+  if (item.partial_row >= 0) item.partial_row += cta.partial_row;
+  return item;
+}
+
+// Calls body(item) for every item of a CTA, in order. `cta` may be any CTA that the schedule counted.
+template <class Body>
+FP_HOST_DEVICE void for_each_item(const PlanHeader* plan, i32 cta, Body&& body) {
+  // The range does not depend on the header's bytes: its load and the header's go out together.
+  const CtaItems mine = reinterpret_cast<const CtaItems*>(plan + 1)[cta];
+  const WorkItem* items =
+      reinterpret_cast<const WorkItem*>(reinterpret_cast<const char*>(plan) + plan->items_offset);
+  for (i32 i = mine.begin; i < mine.end; ++i) body(item_of_member(items[i], mine));
+}
 
 }  // namespace flashpage
