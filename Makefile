@@ -17,7 +17,7 @@ help:
 	@echo 'make clean   remove what make built (the kernel cache stays: `flashpage cache clear`)'
 
 venv:
-	@$(PYTHON) .ci/venv.py $(VENV)
+	@$(PYTHON) .ci/venv.py $(VENV) $(VENV_FLAGS)
 
 demo: venv
 	@$(PY) -m flashpage demo $(ARGS)

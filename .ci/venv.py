@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--own-torch", action="store_true", help="install the pinned torch even where there is one")
     arguments = parser.parse_args()
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 - run by whatever python3 is
         sys.exit(f"flashpage needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}: set PYTHON=")
     folder = arguments.folder.absolute()
     torch_home = None if arguments.own_torch else installed_torch()

@@ -1,0 +1,7 @@
+"""`python -m flashpage`: the console command."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

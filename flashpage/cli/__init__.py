@@ -1,0 +1,49 @@
+"""The console command `flashpage`: one module a subcommand, each with `add_arguments(parser)` and `run(arguments)`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+from ..errors import FlashpageError, PlanError
+
+_COMMANDS = {
+    "info": "what is here: devices, compilers, torch, the kernel cache",
+    "demo": "a small model decodes a batch through paged KV, checked against torch",
+    "plan": "plan a batch of lengths and show it: picture and explanation",
+    "bench": "the benchmarks that this machine can run (needs a checkout)",
+    "build": "compile kernels ahead of time: the AOT list or a manifest",
+    "cache": "list or clear the kernel cache, or tell its path",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a wrong argument in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0, 1 failed, 2 wrong argument, 130 interrupted."""
+    parser = _Parser(prog="flashpage", description="Attention for LLM servers: plan once a step, run once a layer.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    modules = {}
+    for name, summary in _COMMANDS.items():
+        modules[name] = importlib.import_module(f".{name}", __name__)
+        modules[name].add_arguments(commands.add_parser(name, help=summary, description=modules[name].__doc__))
+    parsed = parser.parse_args(arguments)
+    try:
+        return modules[parsed.command].run(parsed)
+    except FlashpageError as error:
+        print(f"flashpage {parsed.command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, PlanError) else 1
+    except KeyboardInterrupt:
+        print(f"flashpage {parsed.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `flashpage ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

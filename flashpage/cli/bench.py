@@ -1,0 +1,25 @@
+"""Run the benchmarks of tests/bench/ that this machine can run, or the named ones."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import flashpage
+
+from ..errors import FlashpageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of a benchmark; none: all that can run here")
+    parser.add_argument("--list", action="store_true", help="tell what there is")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    program = Path(flashpage.__file__).parent.parent / "tests" / "bench" / "run.py"
+    if not program.is_file():
+        raise FlashpageError("the benchmarks are in the source tree, not in the wheel: run `make bench` in a checkout")
+    options = ["--list"] if arguments.list else arguments.names
+    return subprocess.run([sys.executable, str(program), *options]).returncode

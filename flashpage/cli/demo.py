@@ -1,0 +1,21 @@
+"""A small Llama-architecture model decodes a batch through paged KV; its tokens are checked against torch."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import values
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=values.count, default=12, help="requests in the batch (default: 12)")
+    parser.add_argument("--new-tokens", type=values.count, default=64, help="most tokens a request gets (default: 64)")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPU if there is one"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ..demo.main import run_demo
+
+    return run_demo(arguments.requests, arguments.new_tokens, arguments.device)

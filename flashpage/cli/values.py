@@ -1,0 +1,78 @@
+"""Values of command-line options, with errors that argparse shows in one line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return value
+
+
+def lengths(text: str) -> list[int]:
+    """Lengths of a batch: `300,17,4096`, with `100x64` for a hundred of 64; or `zipf:64:4096` (kind, batch, mean)."""
+    kind, *rest = text.split(":")
+    try:
+        if rest:
+            batch, mean = map(int, rest)
+            return distribution(kind, batch, mean)
+        return [int(n) for part in text.split(",") for n in _repeat(part)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of lengths: use 300,17,4096 or 100x64 (a hundred of 64) or KIND:BATCH:MEAN "
+            f"with a KIND of {', '.join(KINDS)}"
+        ) from None
+
+
+def _repeat(part: str) -> list[str]:
+    times, _, length = part.rpartition("x")
+    if not length.isdigit():
+        raise ValueError(part)
+    return [length] * (int(times) if times else 1)
+
+
+KINDS = ("uniform", "one-long", "lognormal", "zipf")
+
+
+def distribution(kind: str, batch: int, mean: int) -> list[int]:
+    """Lengths [batch] with the given mean: what a serving batch looks like. Always the same for the same arguments."""
+    if kind not in KINDS or batch < 1 or mean < 1:
+        raise ValueError(kind)
+    if kind == "uniform":
+        return [mean] * batch
+    if kind == "one-long":
+        short = max(1, mean // 16)
+        return [mean * batch - short * (batch - 1)] + [short] * (batch - 1)
+    if kind == "lognormal":  # quantiles of exp(normal)
+        weights = [math.exp(_normal_quantile((i + 0.5) / batch)) for i in range(batch)]
+    else:
+        weights = [1 / (i + 1) for i in range(batch)]
+    return [max(1, round(w / sum(weights) * mean * batch)) for w in weights]
+
+
+def _normal_quantile(p: float) -> float:
+    import statistics
+
+    return statistics.NormalDist().inv_cdf(p)
+
+
+def heads(text: str) -> tuple[int, int]:
+    """Query and KV heads, `32/8`; one number alone means as many of both."""
+    first, _, second = text.partition("/")
+    try:
+        num_q_heads, num_kv_heads = int(first), int(second or first)
+        if min(num_q_heads, num_kv_heads) < 1 or num_q_heads % num_kv_heads:
+            raise ValueError(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not QUERY/KV heads, the first a multiple of the second, like 32/8"
+        ) from None
+    return num_q_heads, num_kv_heads

@@ -1,0 +1,102 @@
+"""A small model of the Llama architecture in plain torch: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+Attention itself is a callable from outside: the paged engine and the unpaged reference share every other line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# attend(layer, q [rows, num_q_heads, head_dim], k, v [rows, num_kv_heads, head_dim]) -> [rows, num_q_heads, head_dim]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The shape of the model."""
+
+    vocabulary: int = 4096
+    hidden: int = 512
+    num_layers: int = 4
+    num_q_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 1024
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+
+class Layer:
+    """The weights of one layer; matrices are stored [in, out]."""
+
+    def __init__(self, config: Config, make: Callable[..., Tensor]) -> None:
+        c = config
+        self.attention_norm = make(c.hidden)
+        # Sharp scores and a loud output: the next token shall depend on what attention found, not on the last alone.
+        self.wq = make(c.hidden, c.num_q_heads * c.head_dim, gain=2.0)
+        self.wk = make(c.hidden, c.num_kv_heads * c.head_dim, gain=2.0)
+        self.wv = make(c.hidden, c.num_kv_heads * c.head_dim)
+        self.wo = make(c.num_q_heads * c.head_dim, c.hidden, gain=3.0)
+        self.mlp_norm = make(c.hidden)
+        self.gate = make(c.hidden, c.intermediate)
+        self.up = make(c.hidden, c.intermediate)
+        self.down = make(c.intermediate, c.hidden)
+
+
+class Llama:
+    """Seeded random weights; the embedding is not tied to the output, so tokens do not simply repeat."""
+
+    def __init__(self, config: Config, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def make(*shape: int, gain: float = 1.0) -> Tensor:
+            values = torch.randn(*shape, generator=generator)
+            values = 1 + 0.1 * values if len(shape) == 1 else values * (gain * shape[0] ** -0.5)
+            return values.to(device, dtype)
+
+        self.config, self.device, self.dtype = config, device, dtype
+        self.embedding = make(config.vocabulary, config.hidden) * config.vocabulary**0.5
+        self.layers = [Layer(config, make) for _ in range(config.num_layers)]
+        self.norm = make(config.hidden)
+        self.output = make(config.hidden, config.vocabulary)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [rows, hidden] of tokens [rows] at their positions in their requests [rows]."""
+        c = self.config
+        x = self.embedding[tokens]
+        turn = rope_angles(positions, c.head_dim, c.rope_theta)
+        for index, layer in enumerate(self.layers):
+            h = rms_norm(x, layer.attention_norm, c.norm_eps)
+            q = rotate((h @ layer.wq).view(-1, c.num_q_heads, c.head_dim), turn)
+            k = rotate((h @ layer.wk).view(-1, c.num_kv_heads, c.head_dim), turn)
+            v = (h @ layer.wv).view(-1, c.num_kv_heads, c.head_dim)
+            x = x + attend(index, q, k, v).reshape(-1, c.num_q_heads * c.head_dim) @ layer.wo
+            h = rms_norm(x, layer.mlp_norm, c.norm_eps)
+            x = x + (torch.nn.functional.silu(h @ layer.gate) * (h @ layer.up)) @ layer.down
+        return rms_norm(x, self.norm, c.norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary], fp32."""
+        return (hidden @ self.output).float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    return (x.float() * scale).to(x.dtype) * weight
+
+
+def rope_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [rows, 1, head_dim / 2] of the rotate-half pairs (i, i + head_dim / 2)."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angle = positions[:, None, None].float() * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = turn
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

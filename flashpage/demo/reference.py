@@ -1,0 +1,50 @@
+"""The same model with torch's own attention, unpaged, one request at a time: what the demo is checked against."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from .engine import Request
+from .model import Llama
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """How the generated tokens compare with the reference's, given the same tokens before them."""
+
+    agree: int  # tokens that are the reference's arg max
+    ties: int  # tokens whose reference logit is within rounding of the arg max
+    wrong: int
+
+    @property
+    def total(self) -> int:
+        return self.agree + self.ties + self.wrong
+
+
+def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention over one whole request; q [rows, num_q_heads, head_dim], k and v [rows, num_kv_heads, head_dim]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def check_tokens(model: Llama, requests: list[Request]) -> Verdict:
+    """Runs every request once, whole, and compares each generated token with the arg max at its position."""
+    agree = ties = wrong = 0
+    for request in requests:
+        tokens = torch.tensor(request.tokens, device=model.device)
+        positions = torch.arange(len(tokens) - 1, device=model.device)
+        hidden = model.forward(tokens[:-1], positions, causal_attention)
+        logits = model.logits(hidden[request.prompt_len - 1 :])
+        chosen = tokens[request.prompt_len :]
+        best, best_token = logits.max(-1)
+        gap = best - logits.gather(1, chosen[:, None])[:, 0]
+        same = chosen == best_token
+        rounding = 16 * torch.finfo(model.dtype).eps * logits.abs().amax(-1)
+        near = ~same & (gap <= rounding)
+        agree, ties = agree + int(same.sum()), ties + int(near.sum())
+        wrong += int((~same & ~near).sum())
+    return Verdict(agree, ties, wrong)
