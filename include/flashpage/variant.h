@@ -1,17 +1,19 @@
-// Variants: the functions that a rendered logit transform or mask is made of, in namespace flashpage::vm, for scalars on
-// host and device. flashpage/variants.py renders `struct Variant`; kernels are templates over it:
+// Variants: the functions that a rendered logit transform or mask is made of, in namespace flashpage::vm, for scalars
+// on host and device. flashpage/variants.py renders `struct Variant`; kernels are templates over it:
 //
 //   static constexpr bool has_logit, has_mask;
 //   template <class F, class I> static F logit(const VariantArgs&, F score, i32 b, i32 h, i32 q_idx, I kv_idx);
 //   template <class I> static auto mask(const VariantArgs&, i32 b, i32 h, i32 q_idx, I kv_idx);  // true: visible
 //
-// score is in natural-log units, after sm_scale. b is the request in the plan, h the query head, kv_idx the position in the
-// request, q_idx = KV length - query length + row. Loads are not bounds-checked: a kernel whose tile reaches past the request
-// passes min(kv_idx, kv_len - 1) and discards the result, and rows past the last query row pass an existing row. Both
-// functions are pure, so a kernel may call them for tokens that it then hides.
+// score is in natural-log units, after sm_scale. b is the request in the plan, h the query head, kv_idx the position in
+// the request, q_idx = KV length - query length + row. Loads are not bounds-checked: a kernel whose tile reaches past
+// the request passes min(kv_idx, kv_len - 1) and discards the result, and rows past the last query row pass an existing
+// row. Both functions are pure, so a kernel may call them for tokens that it then hides. logit may return -infinity:
+// hidden too.
 //
 // On the card F = float and I = i32. The CPU backend passes vectors of lanes; a lane type works with every variant when
-// its header, included before the rendered struct, provides, for classes F (float lanes), I (i32 lanes), M (mask lanes):
+// its header, included before the rendered struct, provides, for classes F (float lanes), I (i32 lanes), M (mask
+// lanes):
 //   F constructible from float, i32, I and F; I from i32
 //   operators between two lanes of one kind, lanes and a scalar on either side, and F with I (I converts to F):
 //     + - * /  unary -     F; I too, but for / of two I
@@ -36,6 +38,8 @@ namespace flashpage::vm {
 
 template <class T>
 concept Scalar = is_same<T, float> || is_same<T, double> || is_same<T, i32> || is_same<T, bool>;
+
+inline constexpr float infinity = __builtin_bit_cast(float, 0x7f800000u);
 
 template <class T>
 inline constexpr bool is_floating = is_same<T, float> || is_same<T, double>;
@@ -114,16 +118,16 @@ FP_HOST_DEVICE auto abs(X x) {
 
 // One-argument float functions: the device's own single-precision function, the compiler's on the host.
 #if defined(__CUDA_ARCH__)
-#define FP_VM_FUNCTION(name)           \
-  template <Scalar X>                  \
-  FP_HOST_DEVICE float name(X x) {     \
-    return ::name##f(to_float(x));     \
+#define FP_VM_FUNCTION(name)       \
+  template <Scalar X>              \
+  FP_HOST_DEVICE float name(X x) { \
+    return ::name##f(to_float(x)); \
   }
 #else
-#define FP_VM_FUNCTION(name)                  \
-  template <Scalar X>                         \
-  FP_HOST_DEVICE float name(X x) {            \
-    return __builtin_##name##f(to_float(x));  \
+#define FP_VM_FUNCTION(name)                 \
+  template <Scalar X>                        \
+  FP_HOST_DEVICE float name(X x) {           \
+    return __builtin_##name##f(to_float(x)); \
   }
 #endif
 FP_VM_FUNCTION(exp)
@@ -224,8 +228,8 @@ struct Element<Half> {
   }
 };
 
-// Elements from the tensor's start. The innermost stride fits 32 bits (checked at capture), so that the index that varies
-// fastest costs one multiply-add.
+// Elements from the tensor's start. The innermost stride fits 32 bits (checked at capture), so that the index that
+// varies fastest costs one multiply-add.
 template <class... Index>
 FP_HOST_DEVICE i64 element_offset(const VariantTensor& tensor, Index... index) {
   constexpr int rank = sizeof...(Index);
