@@ -1,0 +1,223 @@
+// Attention of few packed rows (decode, speculative verify) on mma.sync: reading K and V is all the work.
+//
+// The warps of a CTA share one row tile and take turns on the tokens. Each warp has its own ring of cp.async stages and never
+// waits for another one before the unit ends, when their partial softmax states are combined through shared memory.
+#pragma once
+#include "flashpage/memory/kv_rows.h"
+#include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/tile/epilogue.h"
+#include "flashpage/tile/mask.h"
+#include "flashpage/tile/query.h"
+#include "flashpage/tile/softmax.h"
+#include "flashpage/tile/values.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct FewRowsShared {
+  using S = Shape<Traits>;
+  static constexpr int key_bytes = S::CacheKeyRows::bytes(S::warp_tokens);
+  static constexpr int value_bytes = S::ValueRows::bytes(S::warp_tokens);
+  static constexpr int stage_bytes = key_bytes + value_bytes;
+  // After the loop a warp's ring holds its accumulator, fp32.
+  static constexpr int value_pitch = S::value_columns + 4;  // floats; the pad spreads rows over banks
+  static constexpr int exchange_bytes = Traits::tile_q * value_pitch * 4;
+  static constexpr int ring_bytes = round_up(max_of(Traits::stages * stage_bytes, exchange_bytes), 128);
+
+  alignas(128) u8 query[S::QueryRows::bytes(Traits::tile_q)];
+  alignas(128) u8 ring[Traits::warps_kv][ring_bytes];
+  alignas(128) u8 rotated[Traits::warps_kv][S::rotate ? S::KeyRows::bytes(S::warp_tokens) : 16];
+  float maximum[Traits::warps_kv][Traits::tile_q];
+  float sum[Traits::warps_kv][Traits::tile_q];
+};
+
+template <class Traits>
+struct FewRows {
+  using S = Shape<Traits>;
+  using Cache = typename S::Cache;
+  using Shared = FewRowsShared<Traits>;
+  static constexpr int tokens = S::warp_tokens;  // of one stage
+  static constexpr int stages = Traits::stages;
+  static constexpr int step_tokens = Traits::tile_kv;  // of all warps
+  static constexpr bool query_in_registers = S::key_steps * S::row_tiles <= 8;
+  static_assert(Traits::warps_q == 1 && stages >= 2 && (tokens == 16 || tokens == 32));
+
+  Shared& shared;
+  const AttentionParams& params;
+  const VariantArgs& args;
+  int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+  FP_DEVICE FewRows(Shared& shared, const AttentionParams& params, const VariantArgs& args)
+      : shared(shared), params(params), args(args) {
+    for (int stage = 0; stage < stages; ++stage)
+      zero_padding<Cache, Traits::head_dim_qk>(shared.ring[warp] + stage * Shared::stage_bytes, tokens, lane, 32);
+    zero_padding<typename S::Query, Traits::head_dim_qk>(shared.query, Traits::tile_q, thread, S::threads);
+    if constexpr (S::rotate)
+      zero_padding<typename S::Key, Traits::head_dim_qk>(shared.rotated[warp], tokens, lane, 32);
+  }
+
+  FP_DEVICE u8* key_stage(int step) { return shared.ring[warp] + step % stages * Shared::stage_bytes; }
+
+  // The token of a step that this lane looks up for its warp.
+  FP_DEVICE i32 first_token(const Unit& unit, int step) const {
+    return unit.kv_begin + step * step_tokens + warp * tokens;
+  }
+  FP_DEVICE i32 look_up(const KvRows<Traits::kv_source>& rows, const Unit& unit, int step) const {
+    i32 token = first_token(unit, step) + lane % tokens;
+    return token < unit.kv_end ? rows.look_up(token) : 0;
+  }
+
+  FP_DEVICE void load_rows(const Unit& unit, const KvRows<Traits::kv_source>& rows, i32 found, int step, int value_column) {
+    i32 first = first_token(unit, step), count = unit.kv_end - first;
+    i32 token = min_of(first + lane % tokens, max_of(unit.kv_end - 1, 0));
+    auto valid = [&](u32 row) { return static_cast<i32>(row) < count; };
+    auto copy = [&]<int columns, int chunk_bytes>(const KvView& view, u8* stage, int column) {
+      i64 mine = rows.offset(view, found, token) + unit.kv_head * view.head_stride + column;
+      auto source = [&](u32 row) {
+        return static_cast<const Cache*>(view.data) + __shfl_sync(0xffffffff, mine, row);
+      };
+      RowCopy<Cache, columns, 32, chunk_bytes>::template run<tokens>(ptx::shared_address(stage), lane, source, valid);
+    };
+    u8* stage = key_stage(step);
+    copy.template operator()<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(params.k, stage, 0);
+    copy.template operator()<S::value_columns, S::value_copy_bytes>(params.v, stage + Shared::key_bytes, value_column);
+  }
+
+  // The shared address of the keys that the score product reads.
+  FP_DEVICE u32 finished_keys(int step, i32 first) {
+    if constexpr (S::rotate) {
+      rotate_rows<Cache, typename S::Key, Traits::head_dim_qk>(
+          key_stage(step), shared.rotated[warp], tokens, params.rope_scale, params.rope_theta, lane, 32,
+          [&](int row) { return static_cast<float>(first + row); });
+      __syncwarp();
+      return ptx::shared_address(shared.rotated[warp]);
+    }
+    return ptx::shared_address(key_stage(step));
+  }
+
+  FP_DEVICE void run(const WorkItem& item, const Unit& unit, int pass) {
+    int column = S::first_value_column(pass);
+    KvRows<Traits::kv_source> rows(params, item);
+    int steps = ceil_div(unit.kv_end - unit.kv_begin, step_tokens);
+    i32 found[stages];
+#pragma unroll
+    for (int i = 0; i < stages; ++i) found[i] = look_up(rows, unit, i);
+    load_query<Traits>(ptx::shared_address(shared.query), params, item, unit, thread);
+#pragma unroll
+    for (int i = 0; i < stages - 1; ++i) {
+      load_rows(unit, rows, found[i], i, column);
+      ptx::cp_async_commit();
+    }
+    i32 next = found[stages - 1];
+
+    float values[S::row_tiles][S::value_tiles][4] = {};
+    SoftmaxState<S::row_tiles> state;
+    start(state, item, unit);
+    LaneRows<Traits> lane_rows(params, unit, 0, lane);
+    ptx::cp_async_wait<stages - 2>();
+    __syncthreads();  // every thread's part of Q
+    if constexpr (S::rotate) {
+      rotate_query<Traits>(shared.query, params, item, unit, thread);
+      __syncthreads();
+    }
+    u32 query = ptx::shared_address(shared.query);
+    u32 query_registers[query_in_registers ? S::key_steps : 1][S::row_tiles][4];
+    if constexpr (query_in_registers) {
+#pragma unroll
+      for (int i = 0; i < S::key_steps; ++i) load_query_fragment<Traits>(query_registers[i], query, i, lane);
+    }
+    auto query_fragment = [&](u32(&a)[S::row_tiles][4], int step) {
+      if constexpr (query_in_registers) {
+#pragma unroll
+        for (int m = 0; m < S::row_tiles; ++m)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[m][i] = query_registers[step][m][i];
+      } else {
+        load_query_fragment<Traits>(a, query, step, lane);
+      }
+    };
+
+    for (int step = 0; step < steps; ++step) {
+      ptx::cp_async_wait<stages - 2>();
+      __syncwarp();
+      load_rows(unit, rows, next, step + stages - 1, column);
+      ptx::cp_async_commit();
+      next = look_up(rows, unit, step + stages);
+      i32 first = first_token(unit, step);
+      if (first >= unit.kv_end) continue;
+      float scores[S::row_tiles][tokens / 8][4];
+      multiply_keys<Traits>(scores, finished_keys(step, first), lane, query_fragment);
+      finish_scores<Traits>(scores, lane_rows, params, args, item, unit, first, lane);
+      state.update(scores, values, lane_rows.scale);
+      multiply_values<Traits>(values, scores, ptx::shared_address(key_stage(step) + Shared::key_bytes), lane);
+    }
+    ptx::cp_async_wait<0>();
+    __syncwarp();
+    combine(state, values, item, unit, column);
+  }
+
+ private:
+  FP_DEVICE void start(SoftmaxState<S::row_tiles>& state, const WorkItem& item, const Unit& unit) {
+    state.clear();
+    if (warp != 0 || !params.sinks) return;
+#pragma unroll
+    for (int m = 0; m < S::row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        i32 row = min_of(m * 16 + half * 8 + lane / 4, unit.num_rows - 1);
+        state.maximum[m][half] = sink_of_row(params, item, unit, unit.first_row + row);
+        state.sum[m][half] = lane % 4 == 0 && state.maximum[m][half] != ptx::negative_infinity() ? 1.f : 0.f;
+      }
+  }
+
+  // The warps' states into one, and out.
+  FP_DEVICE void combine(SoftmaxState<S::row_tiles>& state, float (&values)[S::row_tiles][S::value_tiles][4],
+                         const WorkItem& item, const Unit& unit, int column) {
+    float* mine = reinterpret_cast<float*>(shared.ring[warp]);
+#pragma unroll
+    for (int m = 0; m < S::row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int row = m * 16 + half * 8 + lane / 4;
+        float sum = quad_sum(state.sum[m][half]);
+        if (row >= unit.num_rows) continue;
+        if (lane % 4 == 0) {
+          shared.maximum[warp][row] = state.maximum[m][half];
+          shared.sum[warp][row] = sum;
+        }
+        for_each_column_pair<Traits>(values[m], half, lane, [&](int at, float first, float second) {
+          *reinterpret_cast<float2*>(mine + row * Shared::value_pitch + at) = make_float2(first, second);
+        });
+      }
+    __syncthreads();
+    write_rows(item, unit, column);
+    __syncthreads();  // the rings and Q are free again
+  }
+
+  FP_DEVICE void write_rows(const WorkItem& item, const Unit& unit, int column) {
+    constexpr int pairs = S::value_columns / 2;
+    float value_scale = value_scale_of(params, unit.kv_head);
+    for (int i = thread; i < unit.num_rows * pairs; i += S::threads) {
+      int row = i / pairs, at = i % pairs * 2;
+      float maximum = shared.maximum[0][row];
+#pragma unroll
+      for (int w = 1; w < Traits::warps_kv; ++w) maximum = fmaxf(maximum, shared.maximum[w][row]);
+      float origin = maximum == ptx::negative_infinity() ? 0.f : maximum;
+      float total = 0.f, first = 0.f, second = 0.f;
+#pragma unroll
+      for (int w = 0; w < Traits::warps_kv; ++w) {
+        float weight = ptx::exp2_approx(shared.maximum[w][row] - origin);
+        const float* values = reinterpret_cast<const float*>(shared.ring[w]) + row * Shared::value_pitch + at;
+        total += weight * shared.sum[w][row];
+        first += weight * values[0];
+        second += weight * values[1];
+      }
+      float inverse = total > 0.f ? value_scale / total : 0.f;
+      RowTarget<Traits> target(params, item, unit, row);
+      target.store(column + at, first * inverse, second * inverse);
+      if (at == 0 && target.lse) *target.lse = row_lse(maximum, total);
+    }
+  }
+};
+
+}  // namespace flashpage

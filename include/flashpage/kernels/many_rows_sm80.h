@@ -1,0 +1,174 @@
+// Attention of many packed rows (prefill, append) on mma.sync: every warp has rows of its own, all share the K and V tiles.
+//
+// K and V of one tile are two cp.async groups. While a tile's scores are multiplied the next keys are on their way, while its
+// values are multiplied the next values are; the token offsets of the tile after that are looked up meanwhile.
+#pragma once
+#include "flashpage/memory/kv_rows.h"
+#include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/tile/epilogue.h"
+#include "flashpage/tile/mask.h"
+#include "flashpage/tile/query.h"
+#include "flashpage/tile/softmax.h"
+#include "flashpage/tile/values.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct ManyRowsShared {
+  using S = Shape<Traits>;
+  static constexpr int tokens = Traits::tile_kv;
+  alignas(128) u8 query[S::QueryRows::bytes(Traits::tile_q)];
+  alignas(128) u8 key[2][S::CacheKeyRows::bytes(tokens)];
+  alignas(128) u8 value[2][S::ValueRows::bytes(tokens)];
+  alignas(128) u8 rotated[S::rotate ? S::KeyRows::bytes(tokens) : 16];
+  // Element offsets of the tokens' rows, two tiles in turn.
+  alignas(16) i64 key_offset[2][tokens];
+  alignas(16) i64 value_offset[2][tokens];
+};
+
+template <class Traits>
+struct ManyRows {
+  using S = Shape<Traits>;
+  using Cache = typename S::Cache;
+  using Shared = ManyRowsShared<Traits>;
+  static constexpr int tokens = Traits::tile_kv;
+  static_assert(Traits::warps_kv == 1 && Traits::stages == 2 && tokens <= S::threads);
+
+  Shared& shared;
+  const AttentionParams& params;
+  const VariantArgs& args;
+  int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+  FP_DEVICE ManyRows(Shared& shared, const AttentionParams& params, const VariantArgs& args)
+      : shared(shared), params(params), args(args) {
+    for (int stage = 0; stage < 2; ++stage)
+      zero_padding<Cache, Traits::head_dim_qk>(shared.key[stage], tokens, thread, S::threads);
+    zero_padding<typename S::Query, Traits::head_dim_qk>(shared.query, Traits::tile_q, thread, S::threads);
+    if constexpr (S::rotate)
+      zero_padding<typename S::Key, Traits::head_dim_qk>(shared.rotated, tokens, thread, S::threads);
+  }
+
+  FP_DEVICE i32 look_up(const KvRows<Traits::kv_source>& rows, const Unit& unit, int tile) const {
+    i32 token = unit.kv_begin + tile * tokens + thread;
+    return thread < tokens && token < unit.kv_end ? rows.look_up(token) : 0;
+  }
+
+  FP_DEVICE void note_offsets(const KvRows<Traits::kv_source>& rows, const Unit& unit, int tile, i32 found, int column) {
+    if (thread >= tokens) return;
+    i32 token = min_of(unit.kv_begin + tile * tokens + thread, max_of(unit.kv_end - 1, 0));
+    shared.key_offset[tile % 2][thread] = rows.offset(params.k, found, token) + unit.kv_head * params.k.head_stride;
+    shared.value_offset[tile % 2][thread] =
+        rows.offset(params.v, found, token) + unit.kv_head * params.v.head_stride + column;
+  }
+
+  template <int columns, int chunk_bytes>
+  FP_DEVICE void load_tile(u8* destination, const KvView& view, const i64* offsets, const Unit& unit, int tile) {
+    i32 count = unit.kv_end - unit.kv_begin - tile * tokens;
+    RowCopy<Cache, columns, S::threads, chunk_bytes>::template run<tokens>(
+        ptx::shared_address(destination), thread,
+        [&](u32 row) { return static_cast<const Cache*>(view.data) + offsets[row]; },
+        [&](u32 row) { return static_cast<i32>(row) < count; });
+  }
+  FP_DEVICE void load_keys(const Unit& unit, int tile) {
+    load_tile<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(shared.key[tile % 2], params.k,
+                                                                          shared.key_offset[tile % 2], unit, tile);
+    ptx::cp_async_commit();
+  }
+  FP_DEVICE void load_values(const Unit& unit, int tile) {
+    load_tile<S::value_columns, S::value_copy_bytes>(shared.value[tile % 2], params.v, shared.value_offset[tile % 2], unit,
+                                                     tile);
+    ptx::cp_async_commit();
+  }
+
+  FP_DEVICE u32 finished_keys(const Unit& unit, int tile) {
+    if constexpr (S::rotate) {
+      i32 first = unit.kv_begin + tile * tokens;
+      rotate_rows<Cache, typename S::Key, Traits::head_dim_qk>(
+          shared.key[tile % 2], shared.rotated, tokens, params.rope_scale, params.rope_theta, thread, S::threads,
+          [&](int row) { return static_cast<float>(first + row); });
+      __syncthreads();
+      return ptx::shared_address(shared.rotated);
+    }
+    return ptx::shared_address(shared.key[tile % 2]);
+  }
+
+  FP_DEVICE void run(const WorkItem& item, const Unit& unit, int pass) {
+    int column = S::first_value_column(pass), warp_row = warp * S::rows_a_warp;
+    KvRows<Traits::kv_source> rows(params, item);
+    int tiles = ceil_div(unit.kv_end - unit.kv_begin, tokens);
+    i32 found = look_up(rows, unit, 0), next = look_up(rows, unit, 1);
+    load_query<Traits>(ptx::shared_address(shared.query), params, item, unit, thread);
+    note_offsets(rows, unit, 0, found, column);
+    note_offsets(rows, unit, 1, next, column);
+    __syncthreads();
+    load_keys(unit, 0);
+    load_values(unit, 0);
+
+    float values[S::row_tiles][S::value_tiles][4] = {};
+    SoftmaxState<S::row_tiles> state;
+    start(state, item, unit, warp_row);
+    LaneRows<Traits> lane_rows(params, unit, warp_row, lane);
+    u32 query = ptx::shared_address(shared.query) + warp_row * S::QueryRows::stride;
+    if constexpr (S::rotate) {
+      ptx::cp_async_wait<1>();
+      __syncthreads();
+      rotate_query<Traits>(shared.query, params, item, unit, thread);
+    }
+    auto query_fragment = [&](u32(&a)[S::row_tiles][4], int step) { load_query_fragment<Traits>(a, query, step, lane); };
+
+    for (int tile = 0; tile < tiles; ++tile) {
+      ptx::cp_async_wait<1>();
+      __syncthreads();  // this tile's keys are here, the other key stage is free
+      load_keys(unit, tile + 1);
+      next = look_up(rows, unit, tile + 2);
+      float scores[S::row_tiles][tokens / 8][4];
+      multiply_keys<Traits>(scores, finished_keys(unit, tile), lane, query_fragment);
+      i32 first = unit.kv_begin + tile * tokens;
+      finish_scores<Traits>(scores, lane_rows, params, args, item, unit, first, lane);
+      state.update(scores, values, lane_rows.scale);
+      ptx::cp_async_wait<1>();
+      __syncthreads();  // this tile's values are here, the other value stage is free
+      load_values(unit, tile + 1);
+      note_offsets(rows, unit, tile + 2, next, column);
+      multiply_values<Traits>(values, scores, ptx::shared_address(shared.value[tile % 2]), lane);
+    }
+    ptx::cp_async_wait<0>();
+    write_rows(state, values, item, unit, warp_row, column);
+    __syncthreads();  // all stages and Q are free again
+  }
+
+ private:
+  FP_DEVICE void start(SoftmaxState<S::row_tiles>& state, const WorkItem& item, const Unit& unit, int warp_row) {
+    state.clear();
+    if (!params.sinks) return;
+#pragma unroll
+    for (int m = 0; m < S::row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        i32 row = min_of(warp_row + m * 16 + half * 8 + lane / 4, unit.num_rows - 1);
+        state.maximum[m][half] = sink_of_row(params, item, unit, unit.first_row + row);
+        state.sum[m][half] = lane % 4 == 0 && state.maximum[m][half] != ptx::negative_infinity() ? 1.f : 0.f;
+      }
+  }
+
+  FP_DEVICE void write_rows(SoftmaxState<S::row_tiles>& state, float (&values)[S::row_tiles][S::value_tiles][4],
+                            const WorkItem& item, const Unit& unit, int warp_row, int column) {
+    float value_scale = value_scale_of(params, unit.kv_head);
+#pragma unroll
+    for (int m = 0; m < S::row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int row = warp_row + m * 16 + half * 8 + lane / 4;
+        float sum = quad_sum(state.sum[m][half]);
+        if (row >= unit.num_rows) continue;
+        float inverse = sum > 0.f ? value_scale / sum : 0.f;
+        RowTarget<Traits> target(params, item, unit, row);
+        for_each_column_pair<Traits>(values[m], half, lane, [&](int at, float first, float second) {
+          target.store(column + at, first * inverse, second * inverse);
+        });
+        if (lane % 4 == 0 && target.lse) *target.lse = row_lse(state.maximum[m][half], sum);
+      }
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,35 @@
+// Where a token's K and V rows lie: paged and ragged caches behind one interface.
+#pragma once
+#include "flashpage/params.h"
+
+namespace flashpage {
+
+// The page (or ragged row) of a token, looked up ahead of its use; then the element offset of its row in K or V. The look-up
+// is the only dependent load on the way to data, so kernels issue it at least one tile before the copy.
+template <KvSource source>
+struct KvRows {
+  const i32* indices;  // paged: the request's page numbers
+  i64 first_row;       // ragged: the request's first row
+  FastDiv page;
+
+  FP_DEVICE KvRows(const AttentionParams& params, const WorkItem& item)
+      : indices(params.kv_indices + (source == KvSource::paged ? item.kv_offset : 0)),
+        first_row(item.kv_offset),
+        page(params.page) {}
+
+  // Page number of a token below the request's length.
+  FP_DEVICE i32 look_up(i32 token) const {
+    if constexpr (source == KvSource::paged) return __ldg(indices + page.div(token));
+    return 0;
+  }
+
+  FP_DEVICE i64 offset(const KvView& view, i32 found, i32 token) const {
+    if constexpr (source == KvSource::paged) {
+      u32 in_page = token - page.div(token) * page.divisor;
+      return found * view.page_stride + in_page * view.token_stride;
+    }
+    return (first_row + token) * view.token_stride;
+  }
+};
+
+}  // namespace flashpage

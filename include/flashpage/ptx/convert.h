@@ -1,0 +1,96 @@
+// Conversions between fp32, 16-bit and 8-bit elements on the device. Pairs are packed low element first.
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage::ptx {
+
+// {low, high} rounded to nearest even.
+template <class T>
+FP_DEVICE u32 pack2(float low, float high) {
+  u32 packed;
+  if constexpr (is_same<T, Half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    static_assert(is_same<T, Bf16>);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+template <class T>
+FP_DEVICE T from_float(float value) {
+  if constexpr (is_same<T, float>) {
+    return value;
+  } else {
+    return T{static_cast<u16>(pack2<T>(value, 0.f))};
+  }
+}
+
+FP_DEVICE float half_bits_to_float(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+template <class T>
+FP_DEVICE float to_float(T value) {
+  if constexpr (is_same<T, float>) {
+    return value;
+  } else if constexpr (is_same<T, Bf16>) {
+    return __uint_as_float(static_cast<u32>(value.bits) << 16);
+  } else if constexpr (is_same<T, Half>) {
+    return half_bits_to_float(value.bits);
+  } else if constexpr (is_same<T, E5m2>) {
+    return half_bits_to_float(static_cast<u16>(value.bits << 8));
+  } else {
+    static_assert(is_same<T, E4m3>);
+    // Magnitude into fp16's field, times 2^8 for the difference of the exponent biases; 0x7f is the only NaN.
+    u32 magnitude = value.bits & 0x7f;
+    float scaled = half_bits_to_float(static_cast<u16>(magnitude << 7)) * 256.f;
+    if (magnitude == 0x7f) scaled = __uint_as_float(0x7fffffff);
+    return value.bits & 0x80 ? -scaled : scaled;
+  }
+}
+
+FP_DEVICE u32 byte_permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+
+FP_DEVICE u32 mul_half2(u32 a, u32 b) {
+  u32 product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+FP_DEVICE u32 mul_bf162(u32 a, u32 b) {
+  u32 product;  // fma with -0: a bf16 multiply that sm_80 has too
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+  return product;
+}
+
+// Four fp8 bytes to two pairs of 16-bit elements, exact for every finite value: the magnitude is shifted into the wider
+// format's exponent and mantissa, and a power of two makes up for the difference of the exponent biases.
+template <class Wide, class Narrow>
+FP_DEVICE void widen4(u32 four, u32& pair0, u32& pair1) {
+  static_assert(is_fp8<Narrow>);
+  u32 spread0 = byte_permute(four, 0, 0x1404);  // each byte to the high half of 16 bits
+  u32 spread1 = byte_permute(four, 0, 0x3424);
+  if constexpr (is_same<Wide, Half> && is_same<Narrow, E5m2>) {
+    pair0 = spread0;
+    pair1 = spread1;
+  } else if constexpr (is_same<Wide, Half>) {
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair0) : "h"(static_cast<u16>(four)));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair1) : "h"(static_cast<u16>(four >> 16)));
+#else
+    constexpr u32 two_to_8 = 0x5c005c00;
+    pair0 = mul_half2((spread0 & 0x80008000) | ((spread0 & 0x7f007f00) >> 1), two_to_8);
+    pair1 = mul_half2((spread1 & 0x80008000) | ((spread1 & 0x7f007f00) >> 1), two_to_8);
+#endif
+  } else {
+    constexpr int shift = is_same<Narrow, E4m3> ? 4 : 3;
+    constexpr u32 bias = is_same<Narrow, E4m3> ? 0x7b807b80 : 0x77807780;  // 2^120, 2^112
+    pair0 = mul_bf162((spread0 & 0x80008000) | ((spread0 & 0x7f007f00) >> shift), bias);
+    pair1 = mul_bf162((spread1 & 0x80008000) | ((spread1 & 0x7f007f00) >> shift), bias);
+  }
+}
+
+}  // namespace flashpage::ptx

@@ -1,0 +1,27 @@
+// cp.async: global to shared memory without registers, sm_80 and newer.
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage::ptx {
+
+// Copies `bytes` (4, 8 or 16) to shared memory; only the first `valid_bytes` are read, the rest is written as zero.
+template <int bytes>
+FP_DEVICE void cp_async(u32 shared, const void* global, int valid_bytes) {
+  static_assert(bytes == 4 || bytes == 8 || bytes == 16);
+  if constexpr (bytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid_bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(bytes), "r"(valid_bytes)
+                 : "memory");
+  }
+}
+
+FP_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `pending` of this thread's newest groups are in flight.
+template <int pending>
+FP_DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+}  // namespace flashpage::ptx

@@ -1,0 +1,20 @@
+// Programmatic dependent launch (sm_90; nothing elsewhere). Rule: every CTA, an empty one included, waits before its first
+// access to global memory.
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage::ptx {
+
+FP_DEVICE void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+FP_DEVICE void grid_dependency_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace flashpage::ptx

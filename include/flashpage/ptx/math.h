@@ -1,0 +1,21 @@
+// The special-function unit: fast exp2 and log2.
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage::ptx {
+
+FP_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+FP_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+FP_DEVICE float negative_infinity() { return __int_as_float(0xff800000); }
+
+}  // namespace flashpage::ptx

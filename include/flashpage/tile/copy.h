@@ -1,0 +1,60 @@
+// Rows from global to shared memory by cp.async, cut into the largest chunks that rows divide into.
+#pragma once
+#include "flashpage/ptx/cp_async.h"
+#include "flashpage/ptx/shared.h"
+#include "flashpage/tile/shared_rows.h"
+
+namespace flashpage {
+
+// 16 bytes a copy; fp8 rows of an odd multiple of 8 elements take 8.
+template <class Element, int columns>
+inline constexpr int copy_bytes = (columns * sizeof(Element)) % 16 ? 8 : 16;
+
+// The part that one thread of `threads` copies of a tile: the same column chunk of every `rows_a_pass`-th row, so that the
+// column arithmetic is done once.
+template <class Element, int columns, int threads, int chunk_bytes = copy_bytes<Element, columns>>
+struct RowCopy {
+  using Rows = SharedRows<Element, columns>;
+  static constexpr int chunks = Rows::used_bytes / chunk_bytes;
+  static_assert(Rows::used_bytes % chunk_bytes == 0);
+
+  // source(row) gives the row's first element, valid(row) whether it exists (zero-filled otherwise). Both are called by every
+  // thread at every step, so they may be warp-wide.
+  template <int num_rows, class Source, class Valid>
+  FP_DEVICE static void run(u32 destination, int thread, Source&& source, Valid&& valid) {
+    constexpr bool fixed_chunk = threads % chunks == 0;
+#pragma unroll 8
+    for (int first = 0; first < num_rows * chunks; first += threads) {
+      u32 i = first + thread;
+      u32 row = fixed_chunk ? first / chunks + thread / chunks : i / chunks;
+      u32 chunk = fixed_chunk ? thread % chunks : i % chunks;
+      bool inside = (num_rows * chunks) % threads == 0 || i < num_rows * chunks;
+      u32 safe_row = inside ? row : num_rows - 1;
+      const Element* from = source(safe_row);
+      bool exists = valid(safe_row);
+      if (inside) copy(destination, row, chunk, from, exists);
+    }
+  }
+
+ private:
+  FP_DEVICE static void copy(u32 destination, u32 row, u32 chunk, const Element* source, bool exists) {
+    u32 byte = chunk * chunk_bytes;
+    ptx::cp_async<chunk_bytes>(destination + Rows::byte_offset(row, byte), reinterpret_cast<const u8*>(source) + byte,
+                               exists ? chunk_bytes : 0);
+  }
+};
+
+// The columns between a row's end and its padding to whole k16 steps take part in Q K^T: they must be zero.
+template <class Element, int columns>
+FP_DEVICE void zero_padding(u8* tile, int num_rows, int thread, int threads) {
+  using Rows = SharedRows<Element, columns>;
+  constexpr int words = (Rows::padded_bytes - Rows::used_bytes) / 8;
+  if constexpr (words > 0) {
+    for (int i = thread; i < num_rows * words; i += threads) {
+      u32 offset = Rows::byte_offset(i / words, Rows::used_bytes + (i % words) * 8);
+      *reinterpret_cast<u64*>(tile + offset) = 0;
+    }
+  }
+}
+
+}  // namespace flashpage

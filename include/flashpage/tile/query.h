@@ -1,0 +1,46 @@
+// A unit's query rows into shared memory, in the column order that the score product wants.
+#pragma once
+#include "flashpage/tile/copy.h"
+#include "flashpage/tile/rope.h"
+#include "flashpage/tile/scores.h"
+#include "flashpage/tile/unit.h"
+
+namespace flashpage {
+
+// Issues the copies of all threads of the CTA; rows beyond the unit become zero.
+template <class Traits>
+FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const WorkItem& item, const Unit& unit, int thread) {
+  using S = Shape<Traits>;
+  using Query = typename S::Query;
+  auto valid = [&](u32 row) { return static_cast<i32>(row) < unit.num_rows; };
+  auto source = [&](u32 row) {
+    PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + min_of<i32>(row, unit.num_rows - 1));
+    return static_cast<const Query*>(params.q) + static_cast<i64>(item.q_begin + at.row) * params.q_row_stride +
+           at.head * params.q_head_stride;
+  };
+  if constexpr (is_fp8<typename S::Key>) {
+    constexpr int pairs = Traits::head_dim_qk / 2;
+#pragma unroll 4
+    for (int i = thread; i < Traits::tile_q * pairs; i += S::threads) {
+      u32 row = i / pairs, pair = i % pairs;
+      ptx::cp_async<4>(destination + S::QueryRows::byte_offset(row, fp8_pair_order(pair) * 4), source(row) + pair * 2,
+                       valid(row) ? 4 : 0);
+    }
+  } else {
+    RowCopy<Query, Traits::head_dim_qk, S::threads>::template run<Traits::tile_q>(destination, thread, source, valid);
+  }
+}
+
+// After the copies have landed and the CTA has met.
+template <class Traits>
+FP_DEVICE void rotate_query(u8* tile, const AttentionParams& params, const WorkItem& item, const Unit& unit, int thread) {
+  using S = Shape<Traits>;
+  using Query = typename S::Query;
+  rotate_rows<Query, Query, Traits::head_dim_qk>(
+      tile, tile, Traits::tile_q, params.rope_scale, params.rope_theta, thread, S::threads, [&](int row) {
+        i32 packed = unit.first_row + min_of(row, unit.num_rows - 1);
+        return static_cast<float>(query_position(item, unpack_row(params, unit.kv_head, packed).row));
+      });
+}
+
+}  // namespace flashpage

@@ -1,0 +1,32 @@
+// In-kernel rotary position embedding, LLaMA's halves: columns i and i + d / 2 turn by position / scale * theta^(-2 i / d).
+#pragma once
+#include "flashpage/ptx/convert.h"
+#include "flashpage/tile/shared_rows.h"
+
+namespace flashpage {
+
+// Rotates `num_rows` rows from one shared tile into another (or in place); `position(row)` is the row's token position.
+template <class From, class To, int columns, class Position>
+FP_DEVICE void rotate_rows(const u8* from, u8* to, int num_rows, float rope_scale, float rope_theta, int thread, int threads,
+                           Position&& position) {
+  using Source = SharedRows<From, columns>;
+  using Target = SharedRows<To, columns>;
+  constexpr int half = columns / 2;
+  float log2_theta = log2f(rope_theta);
+  for (int i = thread; i < num_rows * half; i += threads) {
+    int row = i / half, column = i % half;
+    // Turns modulo 1 keep the argument of sine small: no slow range reduction, and its accuracy.
+    float frequency = exp2f(log2_theta * (-2.f * column / columns)) / rope_scale;
+    float turns = position(row) * frequency * 0.15915494309189535f;
+    float sine, cosine;
+    sincospif(2.f * (turns - floorf(turns)), &sine, &cosine);
+    u32 low = column * sizeof(From), high = (column + half) * sizeof(From);
+    float a = ptx::to_float(*reinterpret_cast<const From*>(from + Source::byte_offset(row, low)));
+    float b = ptx::to_float(*reinterpret_cast<const From*>(from + Source::byte_offset(row, high)));
+    low = column * sizeof(To), high = (column + half) * sizeof(To);
+    *reinterpret_cast<To*>(to + Target::byte_offset(row, low)) = ptx::from_float<To>(a * cosine - b * sine);
+    *reinterpret_cast<To*>(to + Target::byte_offset(row, high)) = ptx::from_float<To>(b * cosine + a * sine);
+  }
+}
+
+}  // namespace flashpage

@@ -1,0 +1,61 @@
+// Everything that follows from a kernel's Traits: element types along the way and the shapes of its shared tiles.
+#pragma once
+#include "flashpage/tile/copy.h"
+#include "flashpage/tile/shared_rows.h"
+
+namespace flashpage {
+
+template <bool condition, class A, class B>
+struct select_type {
+  using type = A;
+};
+template <class A, class B>
+struct select_type<false, A, B> {
+  using type = B;
+};
+
+template <class Traits>
+struct Shape {
+  using Query = typename Traits::Query;
+  using Cache = typename Traits::Cache;
+  static constexpr bool rotate = Traits::position_encoding == PositionEncoding::rope;
+  // What the score product reads: the cache's own bytes, or rotated keys widened to the query's type.
+  using Key = typename select_type<rotate, Query, Cache>::type;
+  // Probabilities meet fp8 values as fp16 (exact for both formats), others in their own type.
+  using Probability = typename select_type<is_fp8<Cache>, Half, Query>::type;
+
+  static constexpr int threads = 32 * Traits::warps_q * Traits::warps_kv;
+  static constexpr int rows_a_warp = Traits::tile_q / Traits::warps_q;
+  static constexpr int row_tiles = rows_a_warp / 16;                   // m16 tiles of one warp
+  static constexpr int warp_tokens = Traits::tile_kv / Traits::warps_kv;
+  static constexpr int key_steps = ceil_div(Traits::head_dim_qk, 16);  // k16 steps of Q K^T
+
+  // More than 256 value columns do not fit in registers: the unit is run once for each part, the last one overlapping.
+  static constexpr int value_passes = ceil_div(Traits::head_dim_vo, 256);
+  static constexpr int value_columns =
+      value_passes == 1 ? Traits::head_dim_vo : round_up(ceil_div(Traits::head_dim_vo, value_passes), 16);
+  static constexpr int value_tiles = round_up(value_columns, 16) / 8;  // n8 tiles of one warp's accumulator
+
+  using QueryRows = SharedRows<Query, Traits::head_dim_qk>;
+  using CacheKeyRows = SharedRows<Cache, Traits::head_dim_qk>;
+  using KeyRows = SharedRows<Key, Traits::head_dim_qk>;
+  using ValueRows = SharedRows<Cache, value_columns>;
+  static constexpr int value_copy_bytes = copy_bytes<Cache, Traits::head_dim_vo>;
+
+  FP_DEVICE static constexpr int first_value_column(int pass) {
+    return pass + 1 == value_passes ? Traits::head_dim_vo - value_columns : pass * value_columns;
+  }
+
+  static_assert(Traits::tile_q == 16 * row_tiles * Traits::warps_q && warp_tokens % 16 == 0);
+  static_assert(Traits::warps_q == 1 || Traits::warps_kv == 1);
+};
+
+// The accumulators of one warp, in mma's layout.
+template <class Traits>
+struct Accumulators {
+  using S = Shape<Traits>;
+  float scores[S::row_tiles][S::warp_tokens / 8][4];
+  float values[S::row_tiles][S::value_tiles][4];
+};
+
+}  // namespace flashpage

@@ -1,0 +1,29 @@
+// A tile of rows in shared memory, laid out so that ldmatrix meets no bank conflicts.
+#pragma once
+#include "flashpage/common/math.h"
+
+namespace flashpage {
+
+// `columns` elements of `Element` a row, in chunks of 16 bytes. Rows of a multiple of 128 bytes are XOR-swizzled (eight
+// neighbouring rows touch eight different bank groups); others get an odd number of chunks, which has the same effect.
+template <class Element, int columns>
+struct SharedRows {
+  static constexpr int used_bytes = columns * static_cast<int>(sizeof(Element));
+  // An fp8 or 16-bit row is padded to whole k16 steps of the tensor core.
+  static constexpr int padded_columns = round_up(columns, 16);
+  static constexpr int padded_bytes = padded_columns * static_cast<int>(sizeof(Element));
+  static constexpr int chunks = ceil_div(padded_bytes, 16);
+  static constexpr bool swizzled = padded_bytes % 128 == 0;
+  static constexpr int stride = swizzled ? padded_bytes : (chunks | 1) * 16;  // bytes
+
+  static constexpr int bytes(int rows) { return rows * stride; }
+
+  // Byte offset of a 16-byte chunk.
+  FP_DEVICE static u32 chunk_offset(u32 row, u32 chunk) {
+    if constexpr (swizzled) chunk ^= row & 7;
+    return row * stride + chunk * 16;
+  }
+  FP_DEVICE static u32 byte_offset(u32 row, u32 byte) { return chunk_offset(row, byte / 16) + byte % 16; }
+};
+
+}  // namespace flashpage

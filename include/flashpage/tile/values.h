@@ -1,0 +1,74 @@
+// values += P V of one warp, and where the columns of its accumulator lie.
+#pragma once
+#include "flashpage/ptx/convert.h"
+#include "flashpage/ptx/ldmatrix.h"
+#include "flashpage/ptx/mma.h"
+#include "flashpage/tile/shape.h"
+
+namespace flashpage {
+
+// `value`: shared address of the tile's first token. `probabilities` are the scores after softmax.
+template <class Traits, int token_tiles>
+FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<Traits>::value_tiles][4],
+                               const float (&probabilities)[Shape<Traits>::row_tiles][token_tiles][4], u32 value, int lane) {
+  using S = Shape<Traits>;
+  using Rows = typename S::ValueRows;
+  using P = typename S::Probability;
+  // 8 columns of 16 bits, or 16 of 8 bits, are one chunk; ldmatrix takes two chunks of 16 tokens.
+  constexpr int chunks = Rows::chunks;
+#pragma unroll
+  for (int step = 0; step < token_tiles / 2; ++step) {
+    u32 a[S::row_tiles][4];
+#pragma unroll
+    for (int m = 0; m < S::row_tiles; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        a[m][i] = ptx::pack2<P>(probabilities[m][2 * step + i / 2][i % 2 * 2], probabilities[m][2 * step + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+    for (int chunk = 0; chunk < chunks; chunk += 2) {
+      u32 mine = chunk + lane / 16;
+      if (chunks % 2 && chunk == chunks - 1) mine = chunk;
+      u32 b[4];
+      ptx::ldmatrix_x4_trans(b, value + step * 16 * Rows::stride + Rows::chunk_offset(lane % 16, mine));
+      if constexpr (!is_fp8<typename S::Cache>) {
+#pragma unroll
+        for (int m = 0; m < S::row_tiles; ++m) {
+          ptx::mma_m16n8k16<P>(values[m][chunk], a[m], b[0], b[1]);
+          ptx::mma_m16n8k16<P>(values[m][chunk + 1], a[m], b[2], b[3]);
+        }
+      } else {
+        // A transposed register holds two tokens of two neighbouring columns: even columns go to one n8 tile, odd to the next.
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i >= 2 && chunk + 1 >= chunks) continue;
+          u32 pair = ptx::byte_permute(b[i / 2 * 2], b[i / 2 * 2 + 1], i % 2 ? 0x7531 : 0x6420);
+          u32 b0, b1;
+          ptx::widen4<P, typename S::Cache>(pair, b0, b1);
+#pragma unroll
+          for (int m = 0; m < S::row_tiles; ++m) ptx::mma_m16n8k16<P>(values[m][2 * chunk + i], a[m], b0, b1);
+        }
+      }
+    }
+  }
+}
+
+// Calls store(column, first, second) for every pair of neighbouring columns that this lane holds of one of its rows
+// (half 0: lane / 4, half 1: lane / 4 + 8).
+template <class Traits, class Store>
+FP_DEVICE void for_each_column_pair(const float (&row_tile)[Shape<Traits>::value_tiles][4], int half, int lane, Store&& store) {
+  using S = Shape<Traits>;
+  int t = lane % 4, e = half * 2;
+#pragma unroll
+  for (int n = 0; n < S::value_tiles; n += 2) {
+    if constexpr (is_fp8<typename S::Cache>) {
+      int column = n * 8 + t * 4;
+      if (column < S::value_columns) store(column, row_tile[n][e], row_tile[n + 1][e]);
+      if (column + 2 < S::value_columns) store(column + 2, row_tile[n][e + 1], row_tile[n + 1][e + 1]);
+    } else {
+      store(n * 8 + t * 2, row_tile[n][e], row_tile[n][e + 1]);
+      if (n * 8 + 8 < S::value_columns) store(n * 8 + 8 + t * 2, row_tile[n + 1][e], row_tile[n + 1][e + 1]);
+    }
+  }
+}
+
+}  // namespace flashpage
