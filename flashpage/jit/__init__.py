@@ -1,0 +1,30 @@
+"""From a KernelSpec to a kernel that runs on a device: found in the AOT folder or the cache, else rendered and compiled.
+
+* targets    what a kernel is compiled for
+* render     spec -> source
+* compilers  g++, nvcc, NVRTC and their flags (nvrtc.py: NVRTC as a command line)
+* cache      entries: folders of compiled kernels
+* build      specs -> entries, one or many (process: children; progress: what the user sees; diagnostics: what compilers say)
+* loader     spec, device -> LoadedKernel
+* manifest   which kernels a process has used
+"""
+
+from .build import BuildResult, build_kernels, build_specs
+from .loader import LoadedKernel, get_kernel, prebuild
+from .manifest import read_manifest, used_specs, write_manifest
+from .targets import Target, cuda_target, host_target
+
+__all__ = [
+    "BuildResult",
+    "LoadedKernel",
+    "Target",
+    "build_kernels",
+    "build_specs",
+    "cuda_target",
+    "get_kernel",
+    "host_target",
+    "prebuild",
+    "read_manifest",
+    "used_specs",
+    "write_manifest",
+]

@@ -1,0 +1,158 @@
+"""Compiled kernels in a folder. An entry is a folder `<key>/` with the binary and meta.json, published by one rename.
+
+The same layout holds the kernels of a wheel (AOT) and those compiled on this machine (the cache). An entry is proven by the
+size and sha256 of its binary and by its own key, never by times or paths, so a folder may be copied or moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import env, paths
+from ..spec import KernelSpec
+from .targets import Target
+
+META = "meta.json"
+_PRIVATE = ".private-"  # prefix of folders that are being filled or thrown away
+_LOCKS = ".locks"
+FAILED = ".failed"  # source and log of compiles that failed, one folder a key
+_KEY = re.compile("[0-9a-f]{40}")
+
+
+def key_of(spec: KernelSpec, target: Target) -> str:
+    """The look-up key. The compiler and its flags are not in it: any compiler's build of the same source serves."""
+    return hashlib.sha256(f"{spec.digest} {paths.source_hash()} {target.name}".encode()).hexdigest()[:40]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One compiled kernel. `meta`: key, spec, target, binary, size, sha256, compiler, flags, seconds, registers, ..."""
+
+    folder: Path
+    meta: dict[str, Any]
+    image: bytes = dataclasses.field(repr=False)
+    is_kept: bool = True  # False: lies in a temporary folder, to be removed once loaded
+
+    @property
+    def path(self) -> Path:
+        """The binary."""
+        return self.folder / self.meta["binary"]
+
+    @property
+    def spec(self) -> KernelSpec:
+        return KernelSpec.from_json(self.meta["spec"])
+
+    @property
+    def target(self) -> Target:
+        return Target.parse(self.meta["target"])
+
+
+def read_entry(folder: Path, key: str, is_kept: bool = True) -> Entry | None:
+    """The entry in `folder`, or None where there is none or it is not what it says: missing, cut, swapped, unreadable."""
+    try:
+        meta = json.loads((folder / META).read_bytes())
+        image = (folder / meta["binary"]).read_bytes()
+        proven = (
+            meta["key"] == key and meta["size"] == len(image) and meta["sha256"] == hashlib.sha256(image).hexdigest()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Entry(folder, meta, image, is_kept) if proven else None
+
+
+def write_entry(folder: Path, binary: Path, meta: dict[str, Any]) -> None:
+    """Fills `folder` with a copy of the binary and its meta.json, to which size and sha256 are added."""
+    image = binary.read_bytes()
+    proof = {"binary": binary.name, "size": len(image), "sha256": hashlib.sha256(image).hexdigest()}
+    (folder / binary.name).write_bytes(image)
+    (folder / META).write_text(json.dumps(meta | proof, indent=1) + "\n")
+
+
+class Store:
+    """A folder of entries. Only `lock` and `publish` write; they raise OSError where the folder cannot be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, key: str) -> Entry | None:
+        return read_entry(self.folder / key, key)
+
+    @contextlib.contextmanager
+    def lock(self, key: str, blocking: bool = True) -> Iterator[None]:
+        """Among processes and threads, one at a time builds a key. Kept by the kernel: a killed process leaves none behind.
+
+        Not `blocking`: raises BlockingIOError where another holds it.
+        """
+        locks = self.folder / _LOCKS
+        locks.mkdir(parents=True, exist_ok=True)
+        with open(locks / key, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+            yield
+
+    def publish(self, key: str, binary: Path, meta: dict[str, Any]) -> Entry:
+        """Makes the entry of `key` from a compiled binary; the caller holds the key's lock. What was there was broken."""
+        private = Path(tempfile.mkdtemp(prefix=_PRIVATE, dir=self.folder))
+        try:
+            private.chmod(0o755)
+            (private / "new").mkdir()
+            write_entry(private / "new", binary, meta | {"key": key})
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(self.folder / key, 0o700)  # one that nobody may read could not be moved either
+                os.rename(self.folder / key, private / "old")
+            os.rename(private / "new", self.folder / key)
+        finally:
+            shutil.rmtree(private, ignore_errors=True)
+        if (entry := self.read(key)) is None:
+            raise OSError(f"{self.folder / key} does not read back as it was written")
+        return entry
+
+    def entries(self) -> list[Entry]:
+        """All sound entries, by name."""
+        found = [entry for f in _list(self.folder) if _KEY.fullmatch(f.name) and (entry := read_entry(f, f.name))]
+        return sorted(found, key=lambda entry: (entry.meta["name"], entry.meta["target"]))
+
+    def clear(self) -> int:
+        """Removes everything that this module made, broken entries and leftovers too; returns how many entries."""
+        kernels = [f for f in _list(self.folder) if _KEY.fullmatch(f.name)]
+        leftovers = [f for f in _list(self.folder) if f.name.startswith(_PRIVATE) or f.name in (_LOCKS, FAILED)]
+        for folder in kernels + leftovers:
+            shutil.rmtree(folder, ignore_errors=True)
+        return len(kernels)
+
+
+def _list(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def jit_store() -> Store:
+    """Kernels compiled on this machine."""
+    return Store(env.cache_dir())
+
+
+def aot_store() -> Store:
+    """Kernels that came with the package, or were built into it."""
+    return Store(paths.aot_dir())
+
+
+def entries() -> list[Entry]:
+    """The cache's entries (flashpage cache list)."""
+    return jit_store().entries()
+
+
+def clear() -> int:
+    """Empties the cache; returns how many entries there were (flashpage cache clear)."""
+    return jit_store().clear()

@@ -1,0 +1,112 @@
+"""Compilers and their flags: g++ for the CPU, nvcc or NVRTC for CUDA. Each is a command line: source in, binary out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import glob
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from .. import env, paths
+from .targets import CPU_LEVELS, PTX, Target
+
+_NVRTC_SCRIPT = Path(__file__).with_name("nvrtc.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """A compiler found on this machine."""
+
+    name: str  # g++ | nvcc | nvrtc
+    program: tuple[str, ...]  # what starts it
+
+    @functools.cached_property
+    def version(self) -> str:
+        """For the entry's record; one run of the compiler a process."""
+        if self.name == "nvrtc":
+            return os.path.basename(os.path.realpath(self.program[-1]))
+        text = subprocess.run([*self.program, "--version"], capture_output=True, text=True, check=False).stdout
+        found = re.search(r"release [\d.]+, V[\d.]+", text)
+        return found[0] if found else text.partition("\n")[0]
+
+    def command(self, source: Path, binary: Path, target: Target) -> list[str]:
+        """Compiles `source` for `target` into `binary`; errors and ptxas' report go to stdout and stderr."""
+        return [*self.program, *self.flags(target), *self._files(source, binary)]
+
+    def flags(self, target: Target) -> list[str]:
+        """What the entry records: all but the names of files and folders."""
+        if self.name == "g++":
+            # Contraction is what CUDA does too; the math flags drop errno and traps, not NaN and infinity.
+            math = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+            assert isinstance(target.arch, str)
+            features = [f"-m{feature}" for feature in CPU_LEVELS[target.arch]]
+            runtime = ["-static-libstdc++", "-static-libgcc"]  # a wheel's kernels run on any distribution
+            return ["-std=c++20", "-O3", "-fPIC", "-shared", *math, *features, *runtime]
+        virtual = target.name.replace("sm_", "compute_")
+        if self.name == "nvrtc":
+            return ["-std=c++20", "-default-device", f"--gpu-architecture={target.name}", "--ptxas-options=-v"]
+        if target.arch == PTX:
+            return ["-ptx", "-std=c++20", "-O3", f"-arch={PTX}"]
+        return ["-cubin", "-std=c++20", "-O3", f"-gencode=arch={virtual},code={target.name}", "-Xptxas=-v"]
+
+    def _files(self, source: Path, binary: Path) -> list[str]:
+        include = f"-I{paths.include_dir()}"
+        if self.name == "nvrtc":
+            return [include, str(source), str(binary)]
+        return [include, str(source), "-o", str(binary)]
+
+
+def find_compiler(target: Target) -> Compiler | None:
+    """The compiler for a target, None where this machine has none. FLASHPAGE_CXX and FLASHPAGE_NVCC choose."""
+    return find_cxx() if target.backend == "cpu" else find_nvcc() or find_nvrtc()
+
+
+def looked_for(target: Target) -> str:
+    """What find_compiler looked for, for a message."""
+    if target.backend == "cpu":
+        return f"{env.get('FLASHPAGE_CXX') or 'g++'} on PATH (FLASHPAGE_CXX names another C++20 compiler)"
+    nvcc = (
+        "nvcc (switched off by FLASHPAGE_NVCC)"
+        if env.is_off("FLASHPAGE_NVCC")
+        else "nvcc on PATH or in /usr/local/cuda"
+    )
+    return f"{nvcc} with g++, and NVRTC (libnvrtc.so of the package nvidia-cuda-nvrtc or of a CUDA toolkit)"
+
+
+def find_cxx() -> Compiler | None:
+    program = shlex.split(env.get("FLASHPAGE_CXX")) or ["g++"]
+    return Compiler("g++", tuple(program)) if shutil.which(program[0]) else None
+
+
+def find_nvcc() -> Compiler | None:
+    """nvcc, where there is the host compiler that it preprocesses with."""
+    if env.is_off("FLASHPAGE_NVCC"):
+        return None
+    nvcc = shutil.which(env.get("FLASHPAGE_NVCC") or "nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    cxx = find_cxx()
+    if nvcc is None or cxx is None:
+        return None
+    host_compiler = ["-ccbin", cxx.program[0]] if env.get("FLASHPAGE_CXX") else []
+    return Compiler("nvcc", (nvcc, *host_compiler))
+
+
+def find_nvrtc() -> Compiler | None:
+    library = nvrtc_library()
+    return Compiler("nvrtc", (sys.executable, "-I", "-S", str(_NVRTC_SCRIPT), library)) if library else None
+
+
+def nvrtc_library() -> str | None:
+    """libnvrtc.so of a package (torch's CUDA wheels bring it) or of a toolkit; the newest in the first place that has one."""
+    packages = [os.path.join(folder, "nvidia", "*", "lib") for folder in sys.path if folder]
+    toolkits = ["/usr/local/cuda/lib64", "/usr/local/cuda-*/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64"]
+    for place in packages + toolkits:
+        found = [p for p in glob.glob(os.path.join(place, "libnvrtc.so.*")) if ".alt." not in p]
+        if found:
+            return max(found, key=lambda p: [int(part) for part in re.findall(r"\d+", p.rpartition(".so.")[2])])
+    return None

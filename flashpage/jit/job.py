@@ -1,0 +1,126 @@
+"""One compile: a private folder with the source, the compiler's command, and what becomes of its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+from ..errors import CompileError, KernelMissingError
+from ..spec import KernelSpec
+from . import diagnostics, manifest, process
+from .cache import FAILED, Entry, Store, key_of, read_entry, write_entry
+from .compilers import Compiler, find_compiler, looked_for
+from .render import render, source_suffix
+from .targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One compile in a private folder."""
+
+    spec: KernelSpec
+    target: Target
+    key: str
+    compiler: Compiler
+    folder: Path
+
+    @staticmethod
+    def prepare(spec: KernelSpec, target: Target, work: Path, compiler: Compiler | None) -> Job:
+        """Finds the compiler and writes the source into a folder of its own under `work`."""
+        compiler = compiler or find_compiler(target)
+        if compiler is None:
+            raise missing_error(spec, target, f"there is no compiler for it here (looked for {looked_for(target)})")
+        job = Job(spec, target, key_of(spec, target), compiler, work / key_of(spec, target))
+        job.folder.mkdir()
+        job.source.write_text(render(spec))
+        return job
+
+    @property
+    def source(self) -> Path:
+        return self.folder / f"kernel{source_suffix(self.spec)}"
+
+    @property
+    def binary(self) -> Path:
+        return self.folder / self.target.binary
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
+
+    @property
+    def started(self) -> Path:
+        """An empty file whose time is the start of the compile."""
+        return self.folder / "started"
+
+    @property
+    def command(self) -> list[str]:
+        return self.compiler.command(self.source, self.binary, self.target)
+
+    def run_alone(self) -> None:
+        """Runs the compiler; `finish` tells success from failure."""
+        self.started.touch()
+        try:
+            with open(self.log, "w") as log, process.running(self.command, log):
+                pass
+        except OSError as error:
+            raise CompileError(f"{self.command[0]} could not be started: {error}") from error
+
+    def ninja_rule(self) -> str:
+        """`build` statement and command, with the job's key as description (what ninja prints when it is done)."""
+        files = [shlex.quote(str(path)) for path in (self.started, self.log)]
+        command = f": > {files[0]}; {shlex.join(self.command)} > {files[1]} 2>&1".replace("$", "$$")
+        paths = [
+            str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:") for path in (self.binary, self.source)
+        ]
+        rule = f"rule r{self.key}\n  command = {command}\n  description = {self.key}\n"
+        return f"{rule}build {paths[0]}: r{self.key} {paths[1]}\n"
+
+    def finish(self, store: Store) -> Entry:
+        """Publishes the binary; raises CompileError, with the log kept, where there is none."""
+        log = self.log.read_text(errors="replace") if self.log.exists() else ""
+        if not self.binary.exists():
+            kept = self._keep_failure(store)
+            command = shlex.join([*self.compiler.program, *self.compiler.flags(self.target)])
+            raise diagnostics.compile_error(self.spec, self.target, command, log, str(kept))
+        meta = {
+            "name": self.spec.name,
+            "spec": self.spec.to_json(),
+            "target": self.target.name,
+            "compiler": f"{self.compiler.name} ({self.compiler.version})",
+            "flags": self.compiler.flags(self.target),
+            "seconds": round(self.binary.stat().st_mtime - self.started.stat().st_mtime, 3),
+            **diagnostics.read_ptxas(log),
+        }
+        try:
+            return store.publish(self.key, self.binary, meta)
+        except OSError as error:
+            warnings.warn(f"flashpage: {self.spec.name} is not kept: {error}", RuntimeWarning, stacklevel=2)
+        folder = Path(tempfile.mkdtemp(prefix="flashpage-"))
+        write_entry(folder, self.binary, meta | {"key": self.key})
+        entry = read_entry(folder, self.key, is_kept=False)
+        assert entry is not None
+        return entry
+
+    def _keep_failure(self, store: Store) -> Path:
+        """Copies source and log to where they outlive the build."""
+        try:
+            kept = store.folder / FAILED / self.key
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(self.folder, kept)
+        except OSError:
+            kept = Path(tempfile.mkdtemp(prefix="flashpage-failed-"))
+            shutil.copytree(self.folder, kept, dirs_exist_ok=True)
+        return kept
+
+
+def missing_error(spec: KernelSpec, target: Target, reason: str) -> KernelMissingError:
+    """A kernel that is not built and cannot be built here, with the command that does it elsewhere."""
+    text = shlex.quote(manifest.spec_text(spec))
+    return KernelMissingError(
+        f"kernel {spec.name} is not built for {target.name}, and {reason}. "
+        f"Build it with: flashpage build --target {target.name} --spec {text}"
+    )

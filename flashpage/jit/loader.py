@@ -1,0 +1,149 @@
+"""get_kernel: from a spec and a device to a kernel that can be launched, found, compiled or loaded once a process."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import shutil
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from .. import env, host
+from ..errors import DeviceError
+from ..spec import KernelSpec
+from . import manifest
+from .build import build_kernels, obtain
+from .cache import Entry, aot_store, jit_store, key_of
+from .job import missing_error
+from .targets import Target, runnable
+
+if TYPE_CHECKING:
+    import torch
+
+    Device = torch.device | str | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedKernel:
+    """A kernel of one device. Never unloaded: plans and captured graphs hold its handle."""
+
+    spec: KernelSpec
+    target: Target
+    handle: int  # fp_kernel*
+    info: host.KernelInfo
+    library: ctypes.CDLL | None = dataclasses.field(default=None, repr=False)  # CPU: keeps the code mapped
+
+
+_kernels: dict[tuple[KernelSpec, Device], LoadedKernel] = {}
+_locks: defaultdict[tuple[KernelSpec, int | None], threading.Lock] = defaultdict(threading.Lock)
+_locks_lock = threading.Lock()
+
+
+def get_kernel(spec: KernelSpec, device: Device = None) -> LoadedKernel:
+    """The kernel of `spec` for `device` (None: the CPU): from memory, else AOT folder, else cache, else compiled now.
+
+    Raises KernelMissingError where it is not built and may not or cannot be compiled here, CompileError where it does not
+    compile, DeviceError where the driver refuses it.
+    """
+    found = _kernels.get((spec, device))
+    return found if found is not None else _resolve(spec, device)
+
+
+def prebuild(specs: Iterable[KernelSpec], device: Device = None) -> list[LoadedKernel]:
+    """get_kernel of several specs; what must be compiled is compiled side by side."""
+    specs = list(specs)
+    index = device_index(device)
+    missing = [s for s in specs if (s, _canonical(index)) not in _kernels and next(_built(s, index), None) is None]
+    if len(missing) > 1 and not env.is_off("FLASHPAGE_JIT"):
+        for result in build_kernels([(spec, runnable(index)[0]) for spec in missing]):
+            if result.error:
+                raise result.error
+            assert result.entry is not None
+            _kernels.setdefault((result.spec, _canonical(index)), _load(result.entry, index))
+    return [get_kernel(spec, device) for spec in specs]
+
+
+def device_index(device: Device) -> int | None:
+    """The CUDA device's index, None for the CPU; "cuda" is the current device."""
+    if device is None or str(device) == "cpu":
+        return None
+    import torch
+
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise DeviceError(f"device is {device}: kernels run on cpu or cuda")
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _resolve(spec: KernelSpec, device: Device) -> LoadedKernel:
+    index = device_index(device)
+    if (spec.backend == "cpu") != (index is None):
+        raise DeviceError(f"kernel {spec.name} runs on {spec.backend}, and device is {device}")
+    canonical = _canonical(index)
+    with _locks_lock:
+        lock = _locks[spec, index]
+    with lock:
+        found = _kernels.get((spec, canonical)) or _find(spec, index)
+        _kernels[spec, canonical] = found
+    if index is None or str(device) == canonical:  # not "cuda": the current device changes
+        _kernels[spec, device] = found
+    return found
+
+
+def _canonical(index: int | None) -> str | None:
+    return None if index is None else f"cuda:{index}"
+
+
+def _find(spec: KernelSpec, index: int | None) -> LoadedKernel:
+    """Takes the first build that loads; compiles where none does."""
+    unusable = failure = None
+    for entry in _built(spec, index):
+        try:
+            return _load(entry, index)
+        except DeviceError as error:  # built for another driver or another libc: as good as missing
+            unusable, failure = entry, error
+    target = runnable(index)[0]
+    if env.is_off("FLASHPAGE_JIT"):
+        raise missing_error(spec, target, "FLASHPAGE_JIT=off forbids compiling it now") from failure
+    entry, _ = obtain(spec, target, jit_store(), unusable=unusable)
+    return _load(entry, index)
+
+
+def _built(spec: KernelSpec, index: int | None) -> Iterator[Entry]:
+    """Builds that this device can run, in the order in which they are tried."""
+    targets = runnable(index)
+    places = [(aot_store(), target) for target in targets] + [(jit_store(), targets[0])]
+    for store, target in places:
+        if entry := store.read(key_of(spec, target)):
+            yield entry
+
+
+def _load(entry: Entry, index: int | None) -> LoadedKernel:
+    """Maps the binary and resolves its entry; DeviceError where it does not load."""
+    try:
+        spec, target = entry.spec, entry.target
+        library = None
+        if index is None:
+            library, handle = _load_function(entry, spec)
+        else:
+            image = entry.image + b"\0"  # PTX must end in one; behind a cubin it is outside
+            load = host.load().fp_cuda_kernel_load
+            handle = host.check_handle(load(index, image, len(entry.image), spec.entry.encode()))
+        info = host.KernelInfo()
+        host.check(host.load().fp_kernel_describe(handle, ctypes.byref(info)))
+    finally:
+        if not entry.is_kept:
+            shutil.rmtree(entry.folder, ignore_errors=True)
+    manifest.note_use(spec, target)
+    return LoadedKernel(spec, target, handle, info, library)
+
+
+def _load_function(entry: Entry, spec: KernelSpec) -> tuple[ctypes.CDLL, int]:
+    try:
+        library = ctypes.CDLL(str(entry.path))
+        function = ctypes.cast(getattr(library, spec.entry), ctypes.c_void_p)
+    except (OSError, AttributeError) as error:
+        raise DeviceError(f"{entry.path} does not load: {error}") from error
+    return library, host.check_handle(host.load().fp_kernel_from_function(function))

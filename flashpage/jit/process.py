@@ -1,0 +1,85 @@
+"""Compilers as child processes: how many fit side by side, one run to its end, and none left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from .. import env
+
+_BYTES_PER_JOB = 1 << 30  # a compiler of one attention kernel stays below this
+_GRACE_SECONDS = 3.0
+
+
+def job_count(num_kernels: int) -> int:
+    """Compilers to run side by side: FLASHPAGE_JOBS, else as many as cores and free memory allow."""
+    if text := env.get("FLASHPAGE_JOBS"):
+        if not text.isdigit() or int(text) < 1:
+            raise ValueError(f"FLASHPAGE_JOBS is {text!r}: give a number of compilers, 1 or more")
+        return int(text)
+    return max(1, min(num_kernels, len(os.sched_getaffinity(0)), free_memory() // _BYTES_PER_JOB))
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: of the machine, or of its container where that is less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+        group = Path("/sys/fs/cgroup")
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return free
+
+
+def ninja_program() -> str | None:
+    """The ninja package's binary, else one on PATH."""
+    with contextlib.suppress(ImportError):
+        import ninja
+
+        program = os.path.join(ninja.BIN_DIR, "ninja")
+        if os.access(program, os.X_OK):
+            return program
+    return shutil.which("ninja")
+
+
+@contextlib.contextmanager
+def running(
+    command: list[str], stdout: IO[str] | int, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A child in a process group of its own, waited for at the end; whatever interrupts the block ends the whole group.
+
+    Its errors go to `stdout` too.
+    """
+    environment = os.environ | {"LC_ALL": "C"} | (environment or {})  # errors are read, so not translated
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        yield child
+        child.wait()
+    except BaseException:
+        _end(child)
+        raise
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """SIGTERM first: ninja passes it on to its compilers, and g++ removes its temporary files."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE_SECONDS)
+            return

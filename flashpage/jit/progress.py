@@ -1,0 +1,48 @@
+"""What the user sees while kernels are compiled: a line before and after one, a bar for many; FLASHPAGE_PROGRESS=off: nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from .. import env
+
+_BAR_CELLS = 30
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    if not env.is_off("FLASHPAGE_PROGRESS"):
+        print(f"flashpage: {text}", file=sys.stderr, flush=True)
+
+
+class Bar:
+    """Progress of `total` compiles: redrawn in place on a terminal, elsewhere only its last line."""
+
+    def __init__(self, total: int, what: str) -> None:
+        self._total, self._done, self._failed, self._what = total, 0, 0, what
+        self._start = time.monotonic()
+        self._is_shown = not env.is_off("FLASHPAGE_PROGRESS")
+        self._is_redrawn = sys.stderr.isatty()
+        self._draw("")
+
+    def advance(self, name: str, failed: bool) -> None:
+        """One more is done."""
+        self._done += 1
+        self._failed += failed
+        self._draw(name)
+
+    def close(self) -> None:
+        if self._is_shown and self._is_redrawn:
+            sys.stderr.write("\r\033[K")
+        failed = f", {self._failed} failed" if self._failed else ""
+        say(
+            f"{self._what}: {self._done - self._failed} of {self._total} in {time.monotonic() - self._start:.1f} s{failed}"
+        )
+
+    def _draw(self, name: str) -> None:
+        if self._is_shown and self._is_redrawn:
+            filled = _BAR_CELLS * self._done // max(self._total, 1)
+            bar = "█" * filled + "░" * (_BAR_CELLS - filled)
+            sys.stderr.write(f"\r\033[K{self._what} {bar} {self._done}/{self._total} {name[:60]}")
+            sys.stderr.flush()

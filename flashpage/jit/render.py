@@ -1,0 +1,38 @@
+"""From a KernelSpec to the source of one kernel: a jinja2 template of templates/, and the spec's variant."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from .. import paths
+from ..spec import KernelSpec
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+def source_suffix(spec: KernelSpec) -> str:
+    """What compilers tell the language by."""
+    return ".cpp" if spec.backend == "cpu" else ".cu"
+
+
+def render(spec: KernelSpec) -> str:
+    """The whole translation unit, less what it includes from include/flashpage."""
+    from .. import variants
+
+    template = _environment().get_template(f"{spec.kernel}{source_suffix(spec)}.jinja")
+    return template.render(spec=spec, variant_source=variants.render(spec.variant))
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    import jinja2  # here: a hit renders nothing
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(paths.templates_dir()),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )

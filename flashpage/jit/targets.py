@@ -1,0 +1,97 @@
+"""What a kernel is compiled for: a level of CPU features, or an architecture of NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+
+from .. import host
+from ..errors import DeviceError
+
+# Best first: the features a machine must have, which are the compiler's -m flags too (never -march=native: a cache is
+# copied between machines). Each level includes the ones after it.
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+CPU_LEVELS: dict[str, tuple[str, ...]] = {
+    "avx512bf16": (*_AVX2, *_AVX512, "avx512bf16"),
+    "avx512": (*_AVX2, *_AVX512),
+    "avx2": _AVX2,
+}
+# Architectures whose own instructions (wgmma, TMA's multicast ...) need the "a" target: such a cubin runs there alone.
+_ACCELERATED = (90,)
+PTX = "compute_80"  # of a general kernel: the driver compiles it for a card that has no cubin
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """`arch`: a key of CPU_LEVELS, or a compute capability times ten (90), or PTX."""
+
+    backend: str  # cpu | cuda
+    arch: str | int
+
+    @property
+    def name(self) -> str:
+        """avx512, sm_80, sm_90a, compute_80: part of the cache key, shown to the user, and what compilers call it."""
+        if isinstance(self.arch, str):
+            return self.arch
+        return f"sm_{self.arch}{'a' if self.arch in _ACCELERATED else ''}"
+
+    @property
+    def binary(self) -> str:
+        """The file name of a compiled kernel."""
+        if self.backend == "cpu":
+            return "kernel.so"
+        return "kernel.ptx" if self.arch == PTX else "kernel.cubin"
+
+    @staticmethod
+    def parse(name: str) -> Target:
+        """From a name as above; 90, sm_90 and sm_90a are the same."""
+        if name in CPU_LEVELS:
+            return Target("cpu", name)
+        if name == PTX:
+            return Target("cuda", PTX)
+        digits = name.removeprefix("sm_").removesuffix("a")
+        if not digits.isdigit():
+            raise ValueError(
+                f"target {name!r} is not known: use sm_80, sm_90a, {PTX} or one of {', '.join(CPU_LEVELS)}"
+            )
+        return Target("cuda", int(digits))
+
+
+@functools.cache
+def host_target() -> Target:
+    """The best CPU level that this machine can run."""
+    return runnable(None)[0]
+
+
+@functools.cache
+def cuda_target(device_index: int) -> Target:
+    """The target of a CUDA device; makes no context."""
+    info = host.DeviceInfo()
+    host.check(host.load().fp_cuda_device_info(device_index, ctypes.byref(info)))
+    return Target("cuda", info.sm)
+
+
+@functools.cache
+def runnable(device_index: int | None) -> tuple[Target, ...]:
+    """Targets whose kernels run here, best first: what an AOT folder is searched for. None: the CPU."""
+    if device_index is not None:
+        own = cuda_target(device_index)
+        assert isinstance(own.arch, int)
+        # A cubin runs on later minor versions of its architecture, unless it is an accelerated one.
+        same_major = [Target("cuda", sm) for sm in range(own.arch - 1, own.arch // 10 * 10 - 1, -1)]
+        return (own, *(t for t in same_major if t.arch not in _ACCELERATED), Target("cuda", PTX))
+    found = cpu_features()
+    levels = [level for level, needs in CPU_LEVELS.items() if found.issuperset(needs)]
+    if not levels:
+        missing = ", ".join(feature for feature in _AVX2 if feature not in found)
+        raise DeviceError(f"this CPU cannot run flashpage's kernels: it lacks {missing} (x86-64 with AVX2 is needed)")
+    return tuple(Target("cpu", level) for level in levels)
+
+
+def cpu_features() -> frozenset[str]:
+    """The features this machine can run, by the names that -m flags use."""
+    text = ctypes.create_string_buffer(1024)
+    host.check(host.load().fp_cpu_features(text, len(text)))
+    return frozenset(text.value.decode().replace("_", "").split(","))
