@@ -66,7 +66,7 @@ class Engine:
         self.first_decode_plan: flashpage.Plan | None = None
 
     def generate(self, requests: list[Request], progress: Callable[[int], None] = lambda active: None) -> None:
-        """Extends every request by its `max_new_tokens` (greedy); `progress` is called once a step with the requests in it."""
+        """Extends every request to its `max_new_tokens`, greedily; `progress` hears of each step and its requests."""
         active = [request for request in requests if not request.done]
         self._step(active, [request.prompt_len for request in active])
         progress(len(active))

@@ -1,0 +1,75 @@
+"""What is here: devices, compilers, torch, environment variables, and the kernels that are built."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+
+from .. import env, host, paths
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    rows = [*_versions(), *_devices(), *_compilers(), *_kernels(), *_environment()]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def _versions() -> list[tuple[str, str]]:
+    torch = "not installed"
+    if importlib.util.find_spec("torch"):
+        torch = importlib.metadata.version("torch")
+    return [
+        ("flashpage", f"{importlib.metadata.version('flashpage')} in {paths.PACKAGE}"),
+        ("python", f"{platform.python_version()}, torch {torch}"),
+    ]
+
+
+def _devices() -> list[tuple[str, str]]:
+    from ..jit import targets
+
+    library = host.load()
+    levels = ", ".join(target.name for target in targets.runnable(None))
+    rows = [("cpu", f"{library.fp_cpu_threads()} threads of {os.cpu_count()} cores; runs kernels for {levels}")]
+    for index in range(library.fp_cuda_device_count()):
+        info = host.DeviceInfo()
+        host.check(library.fp_cuda_device_info(index, ctypes.byref(info)))
+        what = f"{info.name.decode()}, sm_{info.sm}, {info.num_sms} SMs, {info.memory_bytes / 2**30:.0f} GiB"
+        rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}"))
+    return rows if len(rows) > 1 else [*rows, ("cuda", "no device")]
+
+
+def _compilers() -> list[tuple[str, str]]:
+    from ..jit import compilers
+
+    found = {"g++": compilers.find_cxx(), "nvcc": compilers.find_nvcc(), "nvrtc": compilers.find_nvrtc()}
+    return [
+        (name, f"{compiler.version} ({compiler.program[-1]})" if compiler else "not found")
+        for name, compiler in found.items()
+    ]
+
+
+def _kernels() -> list[tuple[str, str]]:
+    from ..jit import cache
+
+    rows = []
+    for name, store in (("built ahead", cache.aot_store()), ("cache", cache.jit_store())):
+        entries = store.entries()
+        targets = sorted({entry.meta["target"] for entry in entries})
+        size = sum(entry.meta["size"] for entry in entries) / 2**20
+        for_what = f", {size:.1f} MiB, for {', '.join(targets)}" if entries else ""
+        rows.append((name, f"{len(entries)} kernels{for_what} in {store.folder}"))
+    return rows
+
+
+def _environment() -> list[tuple[str, str]]:
+    return [(name, f"{env.get(name) or '-'}  ({meaning})") for name, meaning in env.VARIABLES.items()]

@@ -1,0 +1,111 @@
+"""Host time of `plan` and `run`, in microseconds: medians, with the device idle and lengths on the host.
+
+A target in parentheses was missed. On a CPU `run` is timed on one token of context: next to nothing is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from workloads import Paged, indptr
+
+import flashpage
+from flashpage.cli.values import distribution
+
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
+HEADS = (NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE)
+# Microseconds by batch; none stated for 4,096 prefill requests.
+PLAN_TARGETS = {
+    "decode": {1: 15, 64: 18, 256: 22, 4096: 80},
+    "prefill, 1 row a request": {1: 15, 64: 18, 256: 22},
+    "prefill, 1,024 rows a request": {1: 18, 64: 25, 256: 40},
+}
+RUN_TARGET = 6
+
+
+def median_us(call: Callable[[], object], repeats: int, synchronize: Callable[[], None]) -> float:
+    """Median wall time of `call`, microseconds; the device is idle when it starts."""
+    for _ in range(5):
+        call()
+    times = []
+    for _ in range(repeats):
+        synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def report(what: str, batch: int, us: float, target: float | None) -> bool:
+    missed = target is not None and us > target
+    shown = "" if target is None else f"({target})" if missed else f"{target}"
+    print(f"| {what} | {batch} | {us:.1f} | {shown} |", flush=True)
+    return not missed
+
+
+class Subject:
+    """The wrappers under test, on one device."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+        self.decode = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+        self.prefill = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        self.dtype = torch.bfloat16
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def time(self, call: Callable[[], object]) -> float:
+        return median_us(call, self.repeats, self.synchronize)
+
+    def plan_decode(self, table: Paged) -> Callable[[], object]:
+        pages = (table.indptr, table.indices, table.last_page_len)
+        return lambda: self.decode.plan(*pages, *HEADS, q_data_type=self.dtype)
+
+    def plan_prefill(self, table: Paged, rows: int) -> Callable[[], object]:
+        q_indptr = indptr([rows] * table.batch)
+        pages = (table.indptr, table.indices, table.last_page_len)
+        return lambda: self.prefill.plan(q_indptr, *pages, *HEADS, causal=True, q_data_type=self.dtype)
+
+    def time_run(self, wrapper_name: str) -> float:
+        """One call with `out=` given."""
+        length = 1 if self.device.type == "cpu" else 1024
+        table = Paged([length], PAGE_SIZE, self.device)
+        (self.plan_decode(table) if wrapper_name == "decode" else self.plan_prefill(table, 1))()
+        wrapper = getattr(self, wrapper_name)
+        q = torch.randn(1, NUM_Q_HEADS, HEAD_DIM, device=self.device, dtype=self.dtype)
+        cache = table.cache(NUM_KV_HEADS, HEAD_DIM, self.dtype)
+        out = torch.empty_like(q)
+        return self.time(lambda: wrapper.run(q, cache, out=out))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
+    arguments = parser.parse_args()
+    subject = Subject(torch.device(arguments.device), arguments.repeats)
+    print(f"on {arguments.device}\n\n| what | batch | us | target |\n| --- | --- | --- | --- |")
+    good = True
+    for what, targets in PLAN_TARGETS.items():
+        for batch, target in targets.items():
+            rows = 1024 if "1,024" in what else 1
+            lens = [1024] * batch if rows > 1 else distribution("lognormal", batch, 1024)
+            table = Paged(lens, PAGE_SIZE, subject.device)
+            plan = subject.plan_decode(table) if what == "decode" else subject.plan_prefill(table, rows)
+            good &= report(f"plan, {what}", batch, subject.time(plan), target)
+    for name in ("decode", "prefill"):
+        good &= report(f"run, {name}, out= given", 1, subject.time_run(name), RUN_TARGET)
+    return 1 if arguments.check and not good else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The libraries that gpu.py times: each turns a batch into a call that computes its output. Same tensors for all."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from workloads import Case, Paged, indptr
+
+Call = Callable[[], Tensor]
+
+
+class Batch:
+    """The tensors of one case."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.q_lens, self.kv_lens = case.q_lens, case.kv_lens
+        self.q_indptr = indptr(self.q_lens)
+        self.kv_indptr = indptr(self.kv_lens)  # tokens
+        self.q = torch.randn(sum(self.q_lens), case.num_q_heads, case.head_dim, device=device, dtype=torch.bfloat16)
+        if case.page_size:
+            self.table = Paged(self.kv_lens, case.page_size, device)
+            self.cache = self.table.cache(case.num_kv_heads, case.head_dim, case.kv_dtype)
+        else:
+            shape = (sum(self.kv_lens), case.num_kv_heads, case.head_dim)
+            self.k = torch.randn(shape, device=device, dtype=torch.bfloat16)
+            self.v = torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    def keys_and_values(self, i: int) -> tuple[Tensor, Tensor]:
+        """Of one request, [kv_len, num_kv_heads, head_dim]."""
+        if self.case.page_size:
+            return self.table.request(self.cache, i)
+        begin, end = self.kv_indptr[i : i + 2].tolist()
+        return self.k[begin:end], self.v[begin:end]
+
+    def error(self, out: Tensor) -> float:
+        """Relative error against fp32 torch: the last 64 rows at most of the first and the last request."""
+        worst = 0.0
+        for i in {0, len(self.q_lens) - 1}:
+            end = int(self.q_indptr[i + 1])
+            begin = max(int(self.q_indptr[i]), end - 64)
+            expected = reference(self.q[begin:end], *self.keys_and_values(i), self.case.causal)
+            difference = out[begin:end].float() - expected
+            worst = max(worst, (difference.norm() / expected.norm()).item())
+        return worst
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """fp32 attention of the last rows of one request."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def wrapper_call(module_name: str, batch: Batch, **options: object) -> Call:
+    """flashpage and what has its interface."""
+    module, case = importlib.import_module(module_name), batch.case
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
+    heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
+    if not case.page_size:
+        ragged = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", **options)
+        ragged.plan(batch.q_indptr, batch.kv_indptr, *heads, causal=case.causal, q_data_type=torch.bfloat16)
+        return lambda: ragged.run(batch.q, batch.k, batch.v)
+    table, dtypes = batch.table, {"q_data_type": torch.bfloat16, "kv_data_type": case.kv_dtype}
+    pages = (table.indptr, table.indices, table.last_page_len)
+    if case.q_len == 1:
+        paged = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **options)
+        paged.plan(*pages, *heads, case.page_size, **dtypes)
+    else:
+        paged = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **options)
+        paged.plan(batch.q_indptr, *pages, *heads, case.page_size, causal=case.causal, **dtypes)
+    return lambda: paged.run(batch.q, batch.cache)
+
+
+def torch_call(backend: SDPBackend, batch: Batch) -> Call | None:
+    """torch's own attention, where the batch is rectangular, ragged and prefill."""
+    case = batch.case
+    if case.page_size or len(set(batch.q_lens)) > 1 or batch.q_lens != batch.kv_lens:
+        return None
+    q, k, v = (x.view(case.batch, -1, *x.shape[1:]).transpose(1, 2) for x in (batch.q, batch.k, batch.v))
+
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return call
+
+
+def fa3_call(batch: Batch) -> Call | None:
+    """FlashAttention-3's package."""
+    import flash_attn_interface as fa3
+
+    case, device = batch.case, batch.device
+    q_starts, longest_q = batch.q_indptr.to(device), max(batch.q_lens)
+    if not case.page_size:
+        k_starts = batch.kv_indptr.to(device)
+        lengths = (q_starts, k_starts, longest_q, max(batch.kv_lens))
+        return lambda: fa3.flash_attn_varlen_func(batch.q, batch.k, batch.v, *lengths, causal=case.causal)
+    if case.kv_dtype != torch.bfloat16:
+        return None  # it would need an fp8 query too
+    options = {
+        "cache_seqlens": torch.tensor(batch.kv_lens, dtype=torch.int32, device=device),
+        "page_table": batch.table.rectangular(),
+        "cu_seqlens_q": q_starts,
+        "max_seqlen_q": longest_q,
+        "causal": case.causal,
+    }
+    k, v = batch.cache[:, 0], batch.cache[:, 1]
+    return lambda: fa3.flash_attn_with_kvcache(batch.q, k, v, **options)
+
+
+PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: module that must be there, how it is called
+    "flashpage": ("flashpage", lambda batch: wrapper_call("flashpage", batch)),
+    "flashinfer fa2": ("flashinfer", lambda batch: wrapper_call("flashinfer", batch, **_flashinfer(batch, "fa2"))),
+    "flashinfer fa3": (
+        "flashinfer",
+        lambda batch: wrapper_call("flashinfer", batch, backend="fa3") if batch.case.q_len > 1 else None,
+    ),
+    "fa3": ("flash_attn_interface", fa3_call),
+    "torch cudnn": ("torch", lambda batch: torch_call(SDPBackend.CUDNN_ATTENTION, batch)),
+    "torch flash": ("torch", lambda batch: torch_call(SDPBackend.FLASH_ATTENTION, batch)),
+}
+
+
+def _flashinfer(batch: Batch, backend: str) -> dict[str, object]:
+    """Its tensor cores must be asked for in decode."""
+    return {"use_tensor_cores": True} if batch.case.q_len == 1 else {"backend": backend}
+
+
+def installed() -> list[str]:
+    """Labels of the peers that can be imported here."""
+    return [label for label, (module, _) in PEERS.items() if importlib.util.find_spec(module)]

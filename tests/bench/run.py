@@ -1,0 +1,80 @@
+"""Runs the benchmarks of this folder: `flashpage bench [NAME ...]`. Each is a program with options of its own."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """One program of this folder."""
+
+    program: tuple[str, ...]  # file and arguments
+    summary: str
+    needs_gpu: bool = False
+
+
+BENCHMARKS = {
+    "host": Benchmark(("host.py",), "host time of plan and run, against their targets"),
+    "plan": Benchmark(("plan_arithmetic.py",), "balance and host time of the partition, up to a million requests"),
+    "cpu": Benchmark(("cpu_vs_torch.py",), "the CPU backend against torch's scaled_dot_product_attention"),
+    "decode": Benchmark(("gpu.py", "decode"), "decode on the GPU beside whichever peers are installed", needs_gpu=True),
+    "prefill": Benchmark(("gpu.py", "prefill"), "prefill and append on the GPU beside the peers", needs_gpu=True),
+}
+
+
+def machine() -> str:
+    """The CPU, and the GPU where there is one: figures mean nothing without it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    gpu = f"; {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{cpu}, {len(os.sched_getaffinity(0))} cores{gpu}; {versions}"
+
+
+def commit() -> str:
+    """The commit that is measured, with a plus where the tree differs from it."""
+    git = ["git", "-C", str(HERE)]
+    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
+    return (name.stdout.strip() or "unknown") + ("+" if changed.stdout.strip() else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="flashpage bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--list", action="store_true")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in BENCHMARKS]:
+        print(f"flashpage bench: no benchmark {unknown[0]!r}: there are {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    if arguments.list:
+        for name, benchmark in BENCHMARKS.items():
+            print(f"{name:<8} {benchmark.summary}{' (needs a GPU)' if benchmark.needs_gpu else ''}")
+        return 0
+    print(f"{machine()}\n{time.strftime('%Y-%m-%d')}, commit {commit()}")
+    failed = 0
+    for name in arguments.names or BENCHMARKS:
+        benchmark = BENCHMARKS[name]
+        if benchmark.needs_gpu and not torch.cuda.is_available():
+            print(f"\n== {name}: left out, torch finds no GPU here", flush=True)
+            failed += name in arguments.names
+            continue
+        print(f"\n== {name}: {benchmark.summary}", flush=True)
+        failed += subprocess.run([sys.executable, *benchmark.program], cwd=HERE).returncode != 0
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

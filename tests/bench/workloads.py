@@ -1,0 +1,118 @@
+"""What the benchmarks run: batches with page tables, and the named cases of decode and prefill."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from flashpage.cli.values import distribution
+
+
+def indptr(lens: list[int]) -> Tensor:
+    """Start of each request and the total, int32 [batch + 1], on the host."""
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+
+class Paged:
+    """The page table of a batch, its pages shuffled; lengths on the host, indices on the device."""
+
+    def __init__(self, kv_lens: list[int], page_size: int, device: torch.device) -> None:
+        self.kv_lens, self.page_size, self.device = kv_lens, page_size, device
+        self.batch = len(kv_lens)
+        pages = [-(-n // page_size) for n in kv_lens]
+        self.indptr = indptr(pages)
+        self.num_pages = sum(pages)
+        self.shuffled = torch.randperm(self.num_pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+        self.indices = self.shuffled.to(device)
+        self.last_page_len = torch.tensor([(n - 1) % page_size + 1 for n in kv_lens], dtype=torch.int32)
+
+    def cache(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """Random keys and values [pages, 2, page_size, num_kv_heads, head_dim]."""
+        shape = (self.num_pages, 2, self.page_size, num_kv_heads, head_dim)
+        values = torch.empty(shape, device=self.device, dtype=torch.bfloat16).normal_()
+        return values if dtype == torch.bfloat16 else (values * 0.5).to(dtype)
+
+    def rectangular(self) -> Tensor:
+        """The table as [batch, most pages], zero-padded, on the device: what some peers take."""
+        table = torch.zeros(self.batch, int(self.indptr.diff().max()), dtype=torch.int32)
+        for i in range(self.batch):
+            own = self.shuffled[int(self.indptr[i]) : int(self.indptr[i + 1])]
+            table[i, : len(own)] = own
+        return table.to(self.device)
+
+    def request(self, cache: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [kv_len, num_kv_heads, head_dim] of one request."""
+        pages = cache[self.indices[int(self.indptr[i]) : int(self.indptr[i + 1])].long()].to(torch.bfloat16)
+        k, v = (pages[:, j].reshape(-1, *cache.shape[3:])[: self.kv_lens[i]] for j in (0, 1))
+        return k, v
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of a table. `page_size` 0: ragged."""
+
+    name: str
+    batch: int
+    q_len: int  # mean rows a request
+    kv_len: int  # mean tokens a request
+    kind: str = "uniform"  # of flashpage.cli.values.KINDS
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    causal: bool = True
+    kv_dtype: torch.dtype = torch.bfloat16
+
+    def lens(self, mean: int) -> list[int]:
+        return distribution(self.kind, self.batch, mean)
+
+    @property
+    def q_lens(self) -> list[int]:
+        return [1] * self.batch if self.q_len == 1 else self.lens(self.q_len)
+
+    @property
+    def kv_lens(self) -> list[int]:
+        return self.q_lens if self.kv_len == self.q_len else self.lens(self.kv_len)
+
+    def shrunk(self) -> Case:
+        """The same shape in a size that a CPU runs at once: to see that the benchmark itself works."""
+        batch = min(self.batch, 2)
+        q_len, kv_len = min(self.q_len, 16), min(self.kv_len, 16 if self.kv_len == self.q_len else 48)
+        return dataclasses.replace(self, batch=batch, q_len=q_len, kv_len=kv_len)
+
+
+DECODE = [
+    Case("batch 1, context 1k", 1, 1, 1024),
+    Case("batch 1, context 32k", 1, 1, 32768),
+    Case("batch 1, context 128k", 1, 1, 131072),
+    Case("batch 16, context 4k", 16, 1, 4096),
+    Case("batch 64, context 4k", 64, 1, 4096),
+    Case("batch 64, context 4k, page 1", 64, 1, 4096, page_size=1),
+    Case("batch 64, context 4k, page 64", 64, 1, 4096, page_size=64),
+    Case("batch 64, context 4k, lognormal", 64, 1, 4096, "lognormal"),
+    Case("batch 64, context 4k, Zipf", 64, 1, 4096, "zipf"),
+    Case("batch 64, context 4k, one long", 64, 1, 4096, "one-long"),
+    Case("batch 256, context 1k", 256, 1, 1024),
+    Case("70B at TP8, batch 64, context 8k", 64, 1, 8192, num_q_heads=8, num_kv_heads=1),
+    Case("MHA 32/32, batch 32, context 4k", 32, 1, 4096, num_kv_heads=32),
+    Case("d 64, batch 64, context 4k", 64, 1, 4096, head_dim=64),
+    Case("d 256, batch 32, context 4k", 32, 1, 4096, num_q_heads=16, head_dim=256),
+    Case("e4m3 KV, batch 64, context 4k", 64, 1, 4096, kv_dtype=torch.float8_e4m3fn),
+]
+
+PREFILL = [
+    Case("ragged 16 x 1k", 16, 1024, 1024, page_size=0),
+    Case("ragged 4 x 4k", 4, 4096, 4096, page_size=0),
+    Case("ragged 1 x 16k", 1, 16384, 16384, page_size=0),
+    Case("ragged 1 x 16k, not causal", 1, 16384, 16384, page_size=0, causal=False),
+    Case("ragged d 64, 1 x 16k", 1, 16384, 16384, head_dim=64, page_size=0),
+    Case("ragged d 256, 1 x 16k", 1, 16384, 16384, num_q_heads=16, head_dim=256, page_size=0),
+    Case("ragged, 16 lognormal, mean 2k", 16, 2048, 2048, "lognormal", page_size=0),
+    Case("page 16, 4 x 4k", 4, 4096, 4096),
+    Case("page 1, 4 x 4k", 4, 4096, 4096, page_size=1),
+    Case("page 16, 1 x 16k", 1, 16384, 16384),
+    Case("append 512 rows on 16k, 4 requests", 4, 512, 16384),
+    Case("append 8 rows on 8k, 32 requests", 32, 8, 8192),
+]
