@@ -1,0 +1,68 @@
+"""A row of the case table: a batch, a cache form and options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+TILE_EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129)  # 0, 1 and tile - 1, tile, tile + 1 of tiles 16, 64, 128
+MIXED_Q = (1, 17, 64, 5)
+MIXED_KV = (130, 17, 200, 69)  # a decode row, a whole prompt, two appended chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row. Lengths are per request; everything else as the wrappers' own arguments say."""
+
+    name: str
+    why: str
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    entry: str = "paged"  # decode | paged | ragged | single_decode | single_prefill
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    head_dim_vo: int = 0  # 0: head_dim
+    q_dtype: str = "bfloat16"
+    kv_dtype: str = ""  # "": q's
+    page_size: int = 16
+    kv_layout: str = "NHD"
+    cache: str = "tuple"  # tests/caches.py, FORMS
+    causal: bool = False
+    window_left: int = -1
+    soft_cap: float = 0.0
+    sm_scale: float = 0.0  # 0: the default
+    position: str = "NONE"  # NONE | ROPE_LLAMA | ALIBI
+    rope_scale: float = 0.0  # 0: the default
+    rope_theta: float = 0.0
+    sinks: bool = False
+    scales: str = ""  # "" | float | tensor (one value on the device) | per_head
+    mask: str = ""  # "" | dense | packed
+    variant: str = ""  # tests/case_variants.py, VARIANTS
+    fixed_split_size: int = 0  # pages; 0: balanced
+    disable_split_kv: bool = False
+    at_run: bool = False  # causal, window, soft cap and sm_scale through forward(); plan gets other values
+    q_strides: str = "contiguous"  # contiguous | fused_qkv
+    outputs: str = "given"  # given: out= and lse= inside guard bands | returned | no_lse
+    reduced: bool = False  # part of the short table for compute-sanitizer
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_vo or self.head_dim
+
+    @property
+    def kv_type(self) -> str:
+        return self.kv_dtype or self.q_dtype
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def decode(name: str, why: str, kv_lens: Iterable[int], *, q_len: int = 1, **options: Any) -> Case:
+    kv_lens = tuple(kv_lens)
+    return Case(name, why, kv_lens, (q_len,) * len(kv_lens), entry="decode", **options)
+
+
+def prefill(name: str, why: str, q_lens: Iterable[int], kv_lens: Iterable[int], **options: Any) -> Case:
+    return Case(name, why, tuple(kv_lens), tuple(q_lens), **options)

@@ -1,0 +1,15 @@
+"""The case table: every row is there for the reason in its `why`.
+
+The CPU backend and every CUDA kernel run the same rows (tests/test_cases.py, tests/harness.py). Compiled kernels are
+shared: most rows use head dim 64 and one of few dtype pairs, and vary what is given at run time.
+"""
+
+from __future__ import annotations
+
+import case_options
+import case_pairs
+import case_shapes
+from case import Case
+
+CASES: list[Case] = [*case_shapes.rows(), *case_options.rows(), *case_pairs.rows()]
+REDUCED: list[Case] = [case for case in CASES if case.reduced]  # a short table for compute-sanitizer

@@ -1,0 +1,106 @@
+"""Compares a run's outputs with the reference, row by row, and says where they differ."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from case import Case
+from reference import State
+from tolerance import Limits, limits
+
+GUARD_BYTES, GUARD_VALUE = 4096, 0xAB
+
+
+@dataclasses.dataclass
+class Outputs:
+    """out [rows, num_q_heads, head_dim_vo] and lse [rows, num_q_heads] of a run, and the memory around them."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    guards: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # name: whole buffer, bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """How far off a case was: relative Frobenius norm, and each limit's used share."""
+
+    frobenius: float
+    row: float
+    element: float
+    lse: float
+
+    def __str__(self) -> str:
+        shares = f"row {self.row:.2f} element {self.element:.2f} lse {self.lse:.2f}"
+        return f"frobenius {self.frobenius:.1e}, of limits: {shares}"
+
+
+class Mismatch(AssertionError):
+    """A result is wrong; the message says which request, row, head and by how much."""
+
+
+def compare(case: Case, outputs: Outputs, states: list[State]) -> Report:
+    """Raises Mismatch at the first thing that is wrong."""
+    for name, memory in outputs.guards.items():
+        bands = torch.cat([memory[:GUARD_BYTES], memory[-GUARD_BYTES:]]).cpu()
+        if not bool((bands == GUARD_VALUE).all()):
+            raise Mismatch(f"{case}: memory beside {name} was written")
+    out = outputs.out.cpu().double()
+    lse = None if outputs.lse is None else outputs.lse.cpu().double()
+    expected = (sum(case.q_lens), case.num_q_heads, case.value_dim)
+    if tuple(out.shape) != expected or (lse is not None and tuple(lse.shape) != expected[:2]):
+        raise Mismatch(f"{case}: out has shape {tuple(out.shape)}, expected {expected}")
+    if outputs.out.dtype != getattr(torch, case.q_dtype) or (lse is not None and outputs.lse.dtype != torch.float32):
+        raise Mismatch(f"{case}: out is {outputs.out.dtype}, lse {outputs.lse.dtype if lse is not None else None}")
+    used, begin = [], 0
+    for request, state in enumerate(states):
+        end = begin + len(state.out)
+        used.append(_compare_request(case, request, out[begin:end], None if lse is None else lse[begin:end], state))
+        begin = end
+    exact = torch.cat([state.out for state in states])
+    frobenius = float((out - exact).norm() / exact.norm()) if exact.norm() > 0 else 0.0
+    return Report(frobenius, *(max(column, default=0.0) for column in zip(*used, strict=True)))
+
+
+def _compare_request(
+    case: Case, request: int, out: torch.Tensor, lse: torch.Tensor | None, state: State
+) -> tuple[float, float, float]:
+    """Each limit's used share; at most 1."""
+    allowed: Limits = limits(case, state)
+    error = (out - state.out).abs()
+    shares = {"row": error.norm(dim=-1) / allowed.row, "element": error / allowed.element}
+    if lse is not None:
+        same = (lse == state.lse) | ((lse - state.lse).abs() <= allowed.lse)  # -inf equals itself alone
+        shares["lse"] = torch.where(same & lse.isinf(), 0.0, (lse - state.lse).abs() / allowed.lse)
+    for name, share in shares.items():
+        wrong = ~(share <= 1)  # NaN is wrong
+        if bool(wrong.any()):
+            raise Mismatch(_describe(case, request, name, wrong, share, out, lse, state))
+    none = torch.zeros(1)
+    return tuple(float(shares.get(name, none).max()) if out.numel() else 0.0 for name in ("row", "element", "lse"))
+
+
+def _describe(
+    case: Case,
+    request: int,
+    name: str,
+    wrong: torch.Tensor,
+    share: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    state: State,
+) -> str:
+    where = tuple(int(i) for i in wrong.nonzero()[0])
+    row, head = where[:2]
+    sizes = f"q_len {case.q_lens[request]}, kv_len {case.kv_lens[request]}"
+    if name == "lse":
+        found, expected = float(lse[row, head]), float(state.lse[row, head])
+    else:
+        dim = where[2] if len(where) > 2 else int((out[row, head] - state.out[row, head]).abs().argmax())
+        found, expected = float(out[row, head, dim]), float(state.out[row, head, dim])
+    heads = sorted({int(i) for i in wrong.nonzero()[:, 1]})
+    rows = sorted({int(i) for i in wrong.nonzero()[:, 0]})
+    return (
+        f"{case}: {name} of request {request} ({sizes}) is wrong at row {row}, head {head}: {found:.6g}, expected "
+        f"{expected:.6g} ({float(share[where]):.3g} of the limit); {len(rows)} rows {rows[:8]}, heads {heads[:8]}"
+    )

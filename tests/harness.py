@@ -1,0 +1,178 @@
+"""Runs a row of the case table through the public wrappers on a device and compares it with the reference.
+
+Everything that a kernel must not read is NaN (unused pages, tail slots, gaps between rows, workspaces), everything
+that it must write is NaN before, and out and lse stand between guard bands that must not change. tests/test_cases.py
+runs the whole table; without pytest: `python tests/harness.py --device cuda --reduced`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from caches import poison
+from case import Case
+from case_variants import VARIANTS
+from comparison import GUARD_BYTES, GUARD_VALUE, Outputs, Report, compare
+from inputs import Inputs, is_ragged, make_inputs, pack_bits, reference_states
+
+WORKSPACE_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
+
+
+class Runner:
+    """One case on one device, through the wrapper or function that its entry names."""
+
+    def __init__(self, inputs: Inputs, device: str, library: Any) -> None:
+        self.inputs, self.case, self.device, self.library = inputs, inputs.case, device, library
+        self.outputs: Outputs | None = None
+
+    def run(self) -> Outputs:
+        if self.case.entry.startswith("single"):
+            return self._run_single()
+        wrapper = self.planned()
+        q, kv = self.q(), self.kv()
+        if self.case.at_run:
+            forward = wrapper.forward_return_lse if self.case.outputs != "no_lse" else wrapper.forward
+            return self._outputs(forward(q, *kv, **self._run_values()))
+        extra = self._scale_arguments()
+        if self.inputs.sinks is not None:
+            extra["sinks"] = self.inputs.sinks.to(self.device)
+        if self.case.outputs == "given":
+            given = self.make_outputs()
+            result = wrapper.run(q, *kv, out=given.out, lse=given.lse, return_lse=True, **extra)
+            assert result[0].data_ptr() == given.out.data_ptr() and result[1].data_ptr() == given.lse.data_ptr()
+            return given
+        return self._outputs(wrapper.run(q, *kv, return_lse=self.case.outputs == "returned", **extra))
+
+    def planned(self) -> Any:
+        """A wrapper with a plan of the case."""
+        inputs, case = self.inputs, self.case
+        workspace = poison(
+            torch.empty(WORKSPACE_BYTES[self.device.split(":")[0]], dtype=torch.uint8, device=self.device)
+        )
+        names = {"decode": "BatchDecodeWithPagedKVCache", "paged": "BatchPrefillWithPagedKVCache"}
+        name = names.get(case.entry, "BatchPrefillWithRaggedKVCache")
+        wrapper = getattr(self.library, f"{name}Wrapper")(workspace, case.kv_layout)
+        poison(wrapper._int_workspace_buffer)
+        heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
+        pages = (inputs.indptr, inputs.indices.to(self.device), inputs.last_page_len)
+        values = self._plan_values()
+        if case.entry == "decode":
+            wrapper.plan(*pages, *heads, case.page_size, q_len_per_req=case.q_lens[0], **values)
+            return wrapper
+        values |= {
+            "head_dim_vo": case.head_dim_vo or None,
+            "causal": case.causal ^ case.at_run,
+            **self._mask_arguments(),
+        }
+        if case.entry == "paged":
+            wrapper.plan(inputs.qo_indptr, *pages, *heads, case.page_size, **values)
+        else:
+            wrapper.plan(inputs.qo_indptr, inputs.indptr, *heads, **values)
+        return wrapper
+
+    def q(self) -> torch.Tensor:
+        q = torch.cat(self.inputs.q)
+        if self.case.q_strides == "fused_qkv":
+            heads = self.case.num_q_heads + 2 * self.case.num_kv_heads
+            row = poison(torch.empty(len(q), heads, self.case.head_dim, dtype=q.dtype)).to(self.device)
+            row[:, : self.case.num_q_heads] = q.to(self.device)
+            return row[:, : self.case.num_q_heads]
+        return q.to(self.device)
+
+    def kv(self) -> tuple[Any, ...]:
+        """The cache as one argument, or K and V as two."""
+        argument = self.inputs.cache.argument(self.device)
+        return tuple(half[0] for half in argument) if is_ragged(self.case) else (argument,)
+
+    def make_outputs(self) -> Outputs:
+        """NaN between guard bands."""
+        rows, heads = sum(self.case.q_lens), self.case.num_q_heads
+        shapes = {
+            "out": ((rows, heads, self.case.value_dim), getattr(torch, self.case.q_dtype)),
+            "lse": ((rows, heads), torch.float32),
+        }
+        made, guards = {}, {}
+        for name, (shape, dtype) in shapes.items():
+            size = math.prod(shape) * dtype.itemsize
+            memory = torch.full((size + 2 * GUARD_BYTES,), GUARD_VALUE, dtype=torch.uint8, device=self.device)
+            made[name] = poison(memory[GUARD_BYTES : GUARD_BYTES + size]).view(dtype).view(shape)
+            guards[name] = memory
+        return Outputs(made["out"], made["lse"], guards)
+
+    def _outputs(self, result: Any) -> Outputs:
+        return Outputs(*result) if isinstance(result, tuple) else Outputs(result, None)
+
+    def _plan_values(self) -> dict[str, Any]:
+        """Keywords of every plan. A case `at_run` plans with other values, which forward must replace."""
+        case = self.case
+        values: dict[str, Any] = {
+            "q_data_type": getattr(torch, case.q_dtype),
+            "kv_data_type": getattr(torch, case.kv_type),
+            "pos_encoding_mode": case.position,
+            "window_left": 5 if case.at_run else case.window_left,
+            "logits_soft_cap": 7.0 if case.at_run else case.soft_cap or None,
+            "sm_scale": 0.77 if case.at_run else case.sm_scale or None,
+            "rope_scale": case.rope_scale or None,
+            "rope_theta": case.rope_theta or None,
+            "fixed_split_size": case.fixed_split_size or None,
+            "disable_split_kv": case.disable_split_kv,
+        }
+        if case.variant:
+            values["variant"] = self.library.Variant(**VARIANTS[case.variant](self.device).arguments)
+        return values
+
+    def _run_values(self) -> dict[str, Any]:
+        case = self.case
+        values = {
+            "window_left": case.window_left,
+            "logits_soft_cap": case.soft_cap,
+            "sm_scale": case.sm_scale or case.head_dim**-0.5,
+        }
+        return values if case.entry == "decode" else {"causal": case.causal, **values}
+
+    def _mask_arguments(self) -> dict[str, Any]:
+        if self.inputs.masks is None:
+            return {}
+        if self.case.mask == "packed":
+            return {"packed_custom_mask": pack_bits(self.inputs.masks).to(self.device)}
+        return {"custom_mask": torch.cat([mask.flatten() for mask in self.inputs.masks]).to(self.device)}
+
+    def _scale_arguments(self) -> dict[str, Any]:
+        scales = self.inputs.scales.items()
+        return {name: value.to(self.device) if isinstance(value, torch.Tensor) else value for name, value in scales}
+
+    def _run_single(self) -> Outputs:
+        case = self.case
+        values: dict[str, Any] = {
+            "kv_layout": case.kv_layout,
+            "pos_encoding_mode": case.position,
+            "sm_scale": case.sm_scale or None,
+            "window_left": case.window_left,
+            "logits_soft_cap": case.soft_cap or None,
+            "rope_scale": case.rope_scale or None,
+            "rope_theta": case.rope_theta or None,
+            "return_lse": case.outputs == "returned",
+        }
+        scales = self._scale_arguments()
+        if case.entry == "single_decode":
+            result = self.library.single_decode_with_kv_cache(self.q()[0], *self.kv(), **values, **scales)
+            return self._outputs(tuple(r[None] for r in result) if isinstance(result, tuple) else result[None])
+        scales = {f"scale_{name[0]}": value for name, value in scales.items()}
+        mask = self._mask_arguments()
+        if mask.get("custom_mask") is not None:
+            mask["custom_mask"] = mask["custom_mask"].reshape(case.q_lens[0], case.kv_lens[0])
+        result = self.library.single_prefill_with_kv_cache(
+            self.q(), *self.kv(), causal=case.causal, **mask, **values, **scales
+        )
+        return self._outputs(result)
+
+
+def run_case(case: Case, device: str, library: Any = None) -> Report:
+    """The whole way: inputs, run, reference, comparison."""
+    if library is None:
+        import flashpage as library
+    inputs = make_inputs(case)
+    outputs = Runner(inputs, device, library).run()
+    return compare(case, outputs, reference_states(inputs))

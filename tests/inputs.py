@@ -1,0 +1,137 @@
+"""A case's tensors: rows for the reference, memory for the wrappers, index arrays, masks and scales."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import torch
+from caches import Cache, Shape, write_pages
+from case import Case
+from case_variants import VARIANTS
+from reference import Options, State, alibi_slopes, attention
+
+SPARE_PAGES = 3  # pages of no request
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A case's tensors on the CPU: what the reference reads, and the memory from which the device's copies are made."""
+
+    case: Case
+    q: list[torch.Tensor]  # per request [q_len, num_q_heads, head_dim]
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    cache: Cache
+    indptr: torch.Tensor  # paged: pages; ragged: tokens
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+    masks: list[torch.Tensor] | None  # per request [q_len, kv_len] bool
+    scales: dict[str, Any]  # q_scale, k_scale, v_scale: floats, or tensors
+    sinks: torch.Tensor | None
+
+    @property
+    def qo_indptr(self) -> torch.Tensor:
+        return torch.tensor([0, *self.case.q_lens]).cumsum(0).to(torch.int32)
+
+    def options(self) -> Options:
+        """The reference's view of the case. A custom mask stands for itself: causal does not apply beside it."""
+        case = self.case
+        variant = VARIANTS[case.variant]("cpu") if case.variant else None
+        return Options(
+            sm_scale=case.sm_scale or case.head_dim**-0.5,
+            causal=case.causal and not case.mask,
+            window_left=case.window_left,
+            soft_cap=case.soft_cap,
+            alibi_slopes=alibi_slopes(case.num_q_heads) if case.position == "ALIBI" else None,
+            rope=(case.rope_scale or 1.0, case.rope_theta or 1e4) if case.position == "ROPE_LLAMA" else None,
+            sinks=self.sinks,
+            score_mod=variant.score_mod if variant else None,
+            mask_mod=variant.mask_mod if variant else None,
+            **self.scales,
+        )
+
+
+def make_inputs(case: Case) -> Inputs:
+    """Standard normal rows in the case's element types, the same on every machine."""
+    generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+
+    def rows(count: int, heads: int, dim: int, dtype: str) -> torch.Tensor:
+        return torch.randn(count, heads, dim, generator=generator).to(getattr(torch, dtype))
+
+    q = [rows(n, case.num_q_heads, case.head_dim, case.q_dtype) for n in case.q_lens]
+    k = [rows(n, case.num_kv_heads, case.head_dim, case.kv_type) for n in case.kv_lens]
+    v = [rows(n, case.num_kv_heads, case.value_dim, case.kv_type) for n in case.kv_lens]
+    masks = [_mask(*shape, generator) for shape in zip(case.q_lens, case.kv_lens, strict=True)] if case.mask else None
+    sinks = torch.randn(case.num_q_heads, generator=generator) if case.sinks else None
+    cache, indptr, indices, last_page_len = _ragged(case, k, v) if is_ragged(case) else _paged(case, k, v)
+    return Inputs(case, q, k, v, cache, indptr, indices, last_page_len, masks, _scales(case), sinks)
+
+
+def is_ragged(case: Case) -> bool:
+    return case.entry not in ("decode", "paged")
+
+
+def _paged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[Cache, Any, Any, Any]:
+    pages = sum(-(-n // case.page_size) for n in case.kv_lens) + SPARE_PAGES
+    shape = Shape(pages, case.page_size, case.num_kv_heads, case.head_dim, case.value_dim)
+    cache = Cache.make(case.cache, shape, case.kv_layout, getattr(torch, case.kv_type))
+    indptr, indices, last_page_len = write_pages(cache, case.kv_lens, k, v, seed=len(case.name))
+    if case.cache == "indexed":
+        indices = torch.cat([indices, torch.full((256,), 2**30, dtype=torch.int32)])
+    return cache, indptr, indices, last_page_len
+
+
+def _ragged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[Cache, Any, Any, Any]:
+    """One "page" holds all requests' rows; its spare rows stay NaN."""
+    spare = 0 if case.entry.startswith("single") else 5
+    shape = Shape(1, sum(case.kv_lens) + spare, case.num_kv_heads, case.head_dim, case.value_dim)
+    layout = case.kv_layout if case.entry.startswith("single") else "NHD"
+    cache = Cache.make(case.cache, shape, layout, getattr(torch, case.kv_type))
+    for memory, given in zip(cache.rows(), (k, v), strict=True):
+        memory[0, : sum(case.kv_lens)] = torch.cat(given)
+    indptr = torch.tensor([0, *case.kv_lens]).cumsum(0).to(torch.int32)
+    return cache, indptr, torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+
+
+def _mask(q_len: int, kv_len: int, generator: torch.Generator) -> torch.Tensor:
+    """Random, with a row that sees nothing and one that sees its last token alone."""
+    mask = torch.rand(q_len, kv_len, generator=generator) < 0.6
+    if q_len > 2:
+        mask[1] = False
+        mask[2, :-1] = False
+    return mask
+
+
+def _scales(case: Case) -> dict[str, Any]:
+    values = {
+        "q_scale": (0.9, case.num_q_heads),
+        "k_scale": (1.3, case.num_kv_heads),
+        "v_scale": (0.6, case.num_kv_heads),
+    }
+    if not case.scales:
+        return {}
+    if case.scales == "float":
+        return {name: value for name, (value, _) in values.items()}
+    if case.scales == "tensor":
+        return {name: torch.tensor([value]) for name, (value, _) in values.items()}
+    return {name: torch.linspace(0.5 * value, value, heads) for name, (value, heads) in values.items()}
+
+
+def pack_bits(masks: list[torch.Tensor]) -> torch.Tensor:
+    """Little-endian bits, each request from a byte of its own; the bits behind a request's last are ones."""
+    packed = []
+    for mask in masks:
+        bits = torch.ones(-(-mask.numel() // 8) * 8, dtype=torch.uint8)
+        bits[: mask.numel()] = mask.flatten()
+        packed.append((bits.reshape(-1, 8) << torch.arange(8)).sum(-1).to(torch.uint8))
+    return torch.cat(packed)
+
+
+def reference_states(inputs: Inputs) -> list[State]:
+    """The exact result of every request."""
+    options = inputs.options()
+    masks = inputs.masks or [None] * len(inputs.q)
+    rows = zip(inputs.q, inputs.k, inputs.v, masks, strict=True)
+    return [attention(q, k, v, options, request=i, custom_mask=mask) for i, (q, k, v, mask) in enumerate(rows)]

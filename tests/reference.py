@@ -1,0 +1,145 @@
+"""The one reference of the test table: attention and state merging in fp64, in plain torch on the CPU.
+
+It shares no code with the package and knows nothing of pages, tiles or plans: dense rows of one request in, the exact
+result out, together with the two sums from which tests/tolerance.py derives how far a kernel may be off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What changes a score or an output; everything that is not a length or a tensor of rows."""
+
+    sm_scale: float
+    causal: bool = False  # right-aligned: the last row sees the last token
+    window_left: int = -1  # tokens visible left of the row's own; -1: all
+    soft_cap: float = 0.0  # 0: none
+    alibi_slopes: torch.Tensor | None = None  # [num_q_heads]
+    rope: tuple[float, float] | None = None  # (scale, theta)
+    sinks: torch.Tensor | None = None  # [num_q_heads], natural-log units
+    q_scale: torch.Tensor | float = 1.0  # one value or [num_q_heads]
+    k_scale: torch.Tensor | float = 1.0  # one value or [num_kv_heads]
+    v_scale: torch.Tensor | float = 1.0  # one value or [num_kv_heads]
+    score_mod: Callable[..., torch.Tensor] | None = None  # (score, b, h, q_idx, kv_idx), after soft cap and ALiBi
+    mask_mod: Callable[..., torch.Tensor] | None = None  # (b, h, q_idx, kv_idx)
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The result of one request, fp64."""
+
+    out: torch.Tensor  # [rows, num_q_heads, head_dim_vo]
+    lse: torch.Tensor  # [rows, num_q_heads], base 2
+    magnitude: torch.Tensor  # sum of p |v|, like out: what a relative error of every p can move
+    spread: torch.Tensor  # square root of the sum of (p v)^2, like out: what independent errors of p move
+
+
+def attention(
+    q: torch.Tensor,  # [rows, num_q_heads, head_dim_qk]
+    k: torch.Tensor,  # [tokens, num_kv_heads, head_dim_qk]
+    v: torch.Tensor,  # [tokens, num_kv_heads, head_dim_vo]
+    options: Options,
+    *,
+    request: int = 0,
+    custom_mask: torch.Tensor | None = None,  # [rows, tokens] bool, True: visible
+) -> State:
+    """One request. A row that sees no token has out = 0; its lse is -inf, or the sink alone where there is one."""
+    rows, num_q_heads, _ = q.shape
+    tokens, num_kv_heads, _ = k.shape
+    q_idx = torch.arange(rows).reshape(rows, 1) + tokens - rows
+    kv_idx = torch.arange(tokens).reshape(1, tokens)
+    q, k, v = q.double(), k.double(), v.double() * _per_head(options.v_scale)
+    if options.rope is not None:
+        q, k = rotate(q, q_idx.flatten(), *options.rope), rotate(k, kv_idx.flatten(), *options.rope)
+    q, k = q * _per_head(options.q_scale), k * _per_head(options.k_scale)
+    group = num_q_heads // num_kv_heads
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+    scores = torch.einsum("rhd,thd->hrt", q, k) * options.sm_scale
+    visible = torch.ones(num_q_heads, rows, tokens, dtype=torch.bool)
+    for head in range(num_q_heads):
+        scores[head] = transform_scores(scores[head], options, request, head, q_idx, kv_idx)
+        if options.mask_mod is not None:
+            visible[head] = options.mask_mod(request, head, q_idx, kv_idx)
+    visible &= visible_tokens(options, q_idx, kv_idx)
+    if custom_mask is not None:
+        visible &= custom_mask.bool()
+    return _softmax(scores.masked_fill(~visible, -math.inf), v, options.sinks)
+
+
+def transform_scores(
+    score: torch.Tensor, options: Options, request: int, head: int, q_idx: torch.Tensor, kv_idx: torch.Tensor
+) -> torch.Tensor:
+    """Soft cap, then ALiBi, then the user's score_mod, on one head's scores in natural-log units."""
+    if options.soft_cap:
+        score = options.soft_cap * torch.tanh(score / options.soft_cap)
+    if options.alibi_slopes is not None:
+        score = score + options.alibi_slopes[head].double() * (kv_idx - q_idx)
+    if options.score_mod is not None:
+        score = options.score_mod(score, request, head, q_idx, kv_idx)
+    return score
+
+
+def visible_tokens(options: Options, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+    """Causal and window, [rows, tokens]."""
+    visible = torch.ones_like(q_idx + kv_idx, dtype=torch.bool)
+    if options.causal:
+        visible &= kv_idx <= q_idx
+    if options.window_left >= 0:
+        visible &= kv_idx >= q_idx - options.window_left
+    return visible
+
+
+def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine states over disjoint tokens: out [rows, heads, dim], lse [rows, heads] base 2; -inf counts nothing."""
+    lse = torch.stack([s.double() for s in lses])
+    total = torch.logsumexp(lse / LOG2_E, 0) * LOG2_E
+    weights = torch.exp2(lse - total).nan_to_num(0.0).unsqueeze(-1)
+    stacked = torch.stack([o.double() for o in outs])
+    return (torch.where(weights > 0, stacked, 0.0) * weights).sum(0), total
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, scale: float, theta: float) -> torch.Tensor:
+    """Rotary positions of the LLaMA kind, pairs (i, i + d / 2): x [rows, heads, d], positions [rows]."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = (positions.double() / scale).reshape(-1, 1, 1) * frequency
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def alibi_slopes(num_heads: int) -> torch.Tensor:
+    """ALiBi's geometric slopes; past the largest power of two they interleave the finer series."""
+    base = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / base) for i in range(base)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / base) for i in range(num_heads - base)]
+    return torch.tensor(slopes, dtype=torch.float64)
+
+
+def _softmax(scores: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
+    """scores [heads, rows, tokens] with -inf where masked; v [tokens, heads, dim]."""
+    logits = scores
+    if sinks is not None:
+        sink = sinks.double().reshape(-1, 1, 1).expand(scores.shape[0], scores.shape[1], 1)
+        logits = torch.cat([scores, sink], -1)
+    lse = torch.logsumexp(logits, -1)  # [heads, rows]; -inf where there is nothing
+    p = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
+
+    def times(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("hrt,thd->rhd", weights, values)
+
+    return State(times(p, v), lse.T * LOG2_E, times(p, v.abs()), times(p * p, v * v).sqrt())
+
+
+def _per_head(scale: torch.Tensor | float) -> torch.Tensor | float:
+    return scale.double().reshape(1, -1, 1) if isinstance(scale, torch.Tensor) else scale

@@ -1,0 +1,187 @@
+"""The harness judged itself: a library made of the reference passes every case, one with a planted fault fails.
+
+The fakes read pages with torch, so what they prove is that inputs, comparison and tolerances notice a wrong kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from case import Case
+from cases import CASES
+from comparison import Mismatch, compare
+from harness import Runner
+from inputs import Inputs, make_inputs, reference_states
+from reference import LOG2_E, Options, State, attention
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+class Honest:
+    """Answers like a correct library: gathers rows from the pages it is given, rounds like a kernel."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self.case = inputs, inputs.case
+
+    def outputs(self) -> Any:
+        made = Runner(self.inputs, "cpu", None).make_outputs()
+        begin = 0
+        for request, rows in enumerate(self.inputs.q):
+            state = self.request(request, rows)
+            made.out[begin : begin + len(rows)] = state.out.to(made.out.dtype)
+            made.lse[begin : begin + len(rows)] = state.lse.float()
+            begin += len(rows)
+        return made
+
+    def request(self, request: int, q: torch.Tensor) -> State:
+        k, v = (self.tokens(request, memory) for memory in self.inputs.cache.rows())
+        masks = self.inputs.masks
+        return attention(
+            q, k, v, self.options(), request=request, custom_mask=None if masks is None else masks[request]
+        )
+
+    def options(self) -> Options:
+        return self.inputs.options()
+
+    def length(self, request: int) -> int:
+        return self.case.kv_lens[request]
+
+    def tokens(self, request: int, memory: torch.Tensor) -> torch.Tensor:
+        length = self.length(request)
+        if self.case.entry in ("decode", "paged"):
+            pages = self.inputs.indices[self.inputs.indptr[request] : self.inputs.indptr[request + 1]]
+            return memory[pages].flatten(0, 1)[:length]
+        begin = int(self.inputs.indptr[request])
+        return memory[0, begin : begin + length]
+
+
+def faulty(change: Callable[[State], State]) -> type[Honest]:
+    class Faulty(Honest):
+        def request(self, request: int, q: torch.Tensor) -> State:
+            return change(super().request(request, q))
+
+    return Faulty
+
+
+def other_options(**values: Any) -> type[Honest]:
+    class Faulty(Honest):
+        def options(self) -> Options:
+            return dataclasses.replace(super().options(), **values)
+
+    return Faulty
+
+
+class MissingTail(Honest):
+    """The last token of every request is lost."""
+
+    def length(self, request: int) -> int:
+        return max(0, super().length(request) - 1)
+
+
+class PastTheEnd(Honest):
+    """One slot too many is read: NaN, or another request's token."""
+
+    def length(self, request: int) -> int:
+        return super().length(request) + 1
+
+
+class WrongHeads(Honest):
+    """Query heads are dealt to KV heads in turn instead of in groups."""
+
+    def request(self, request: int, q: torch.Tensor) -> State:
+        order = torch.arange(q.shape[1]).reshape(self.case.num_kv_heads, -1).T.flatten()
+        state = super().request(request, q[:, order])
+        back = torch.argsort(order)
+        return State(state.out[:, back], state.lse[:, back], state.magnitude, state.spread)
+
+
+class ShiftedMask(Honest):
+    """A custom mask read one bit off."""
+
+    def request(self, request: int, q: torch.Tensor) -> State:
+        shifted = [mask.flatten().roll(1).reshape(mask.shape) for mask in self.inputs.masks]
+        honest = Honest(dataclasses.replace(self.inputs, masks=shifted))
+        return honest.request(request, q)
+
+
+class LeftAlignedCausal(Honest):
+    """Causal counted from the first token."""
+
+    def request(self, request: int, q: torch.Tensor) -> State:
+        tokens = torch.arange(self.length(request))
+        rows = torch.arange(len(q)).reshape(-1, 1)
+        honest = Honest(dataclasses.replace(self.inputs, masks=None))
+        honest.options = lambda: dataclasses.replace(
+            self.inputs.options(), causal=False, mask_mod=lambda b, h, q_idx, kv_idx: tokens <= rows
+        )
+        return honest.request(request, q)
+
+
+def _unwritten(state: State) -> State:
+    out = state.out.clone()
+    if len(out):
+        out[-1, -1] = math.nan
+    return dataclasses.replace(state, out=out)
+
+
+def _one_bad_element(state: State) -> State:
+    out = state.out.clone()
+    if out.numel():
+        out[0, 0, -1] += 0.03 * state.magnitude[0, 0, -1] + 1e-3
+    return dataclasses.replace(state, out=out)
+
+
+FAULTS = {
+    "missing tail": (MissingTail, "decode-long-among-short"),
+    "missing tail of a prompt": (MissingTail, "prefill-squares"),
+    "slot past the end": (PastTheEnd, "decode-edges"),
+    "wrong head mapping": (WrongHeads, "heads-32-8"),
+    "lse in base e": (faulty(lambda s: dataclasses.replace(s, lse=s.lse / LOG2_E)), "decode-batch-70"),
+    "lse of masked rows finite": (
+        faulty(lambda s: dataclasses.replace(s, lse=s.lse.clamp(min=-1e30))),
+        "prefill-q-over-kv",
+    ),
+    "rows never written": (faulty(_unwritten), "ragged-squares"),
+    "one element off": (faulty(_one_bad_element), "prefill-mixed"),
+    "causal left-aligned": (LeftAlignedCausal, "prefill-append"),
+    "causal ignored": (other_options(causal=False), "prefill-squares"),
+    "window one too wide": (other_options(window_left=64), "window-63-decode"),
+    "window one too narrow": (other_options(window_left=126), "sinks-window"),
+    "mask one bit off": (ShiftedMask, "mask-packed-paged"),
+    "soft cap ignored": (other_options(soft_cap=0.0), "cap-30"),
+    "slopes ignored": (other_options(alibi_slopes=None), "alibi-decode"),
+    "sinks ignored": (other_options(sinks=None), "sinks-split"),
+    "rope scale ignored": (other_options(rope=(1.0, 5e5)), "rope-scaled"),
+    "k scale ignored": (other_options(k_scale=1.0), "scales-float"),
+    "v scale by the wrong head": (other_options(v_scale=torch.tensor([0.6, 0.3])), "scales-per_head-decode"),
+    "variant's mask ignored": (other_options(mask_mod=None), "variant-documents"),
+    "scale off by half a percent": (other_options(sm_scale=0.125 * 1.005), "dtype-float32-same"),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_honest_library_passes(case: Case) -> None:
+    inputs = make_inputs(case)
+    report = compare(case, Honest(inputs).outputs(), reference_states(inputs))
+    assert report.row <= 1
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_noticed(name: str) -> None:
+    library, case_name = FAULTS[name]
+    inputs = make_inputs(BY_NAME[case_name])
+    with pytest.raises(Mismatch):
+        compare(inputs.case, library(inputs).outputs(), reference_states(inputs))
+
+
+def test_write_beside_the_output_is_noticed() -> None:
+    inputs = make_inputs(BY_NAME["decode-edges"])
+    outputs = Honest(inputs).outputs()
+    outputs.guards["lse"][-1] = 0
+    with pytest.raises(Mismatch, match="beside lse"):
+        compare(inputs.case, outputs, reference_states(inputs))

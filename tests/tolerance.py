@@ -1,0 +1,70 @@
+"""How far a kernel may be from the fp64 reference, derived from what the numerical contract lets it round.
+
+Inputs are compared as stored, so they carry no error. Three roundings remain.
+
+* Weights p enter the second product as 16-bit numbers where q is 16-bit (unit roundoff u: 2^-8 for bf16, 2^-11 for
+  fp16), and the output is rounded to q's type. So an element is off by at most u * sum(p |v|) + u * |out|. The errors
+  of the weights are independent, so the norm of one row of one head is off by about u / sqrt(3) times the norm of
+  sqrt(sum((p v)^2) + out^2); where one weight dominates it reaches u times that.
+* A score is a sum of head_dim products in fp32, then scaled, capped or shifted. Its absolute error s moves its weight
+  by the factor 1 +- s, and the lse by at most s.
+* RoPE rounds rotated q and k to q's type, which moves a score by up to the spread of the scores times u; positions
+  times frequencies are fp32 angles.
+
+fp32 has u = 2^-24 and the same formulas. Each limit is what the formula gives times the slack named there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from case import Case
+from reference import LOG2_E, State
+
+UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+FP32 = 2.0**-24
+ROW_SLACK = 1.25  # a row whose dominant weights all fall just above a power of two
+SUM_SLACK = 4.0  # fp32 sums of n terms err by about sqrt(n) units; four standard deviations
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits on |error|, one for each thing compared."""
+
+    row: torch.Tensor  # norm over head_dim, [rows, num_q_heads]
+    element: torch.Tensor  # [rows, num_q_heads, head_dim_vo]
+    lse: torch.Tensor  # [rows, num_q_heads], base-2 units
+
+
+def limits(case: Case, expected: State) -> Limits:
+    """The limits of one request of a case, from the sums that the reference returns."""
+    unit = UNIT[case.q_dtype]
+    score = score_error(case)
+    weight = unit + 2 * score + SUM_SLACK * FP32 * math.sqrt(max(case.kv_lens))
+    smallest = (
+        2.0**-24 * math.sqrt(max(max(case.kv_lens), 1)) if case.q_dtype == "float16" else 1e-30
+    )  # subnormal weights
+    spread = (expected.spread.square() + expected.out.square()).sum(-1).sqrt()
+    row = ROW_SLACK * weight * spread + smallest * math.sqrt(case.value_dim)
+    element = 1.05 * weight * expected.magnitude + 1.05 * unit * expected.out.abs() + smallest
+    finite = torch.where(expected.lse.isinf(), 0.0, expected.lse.abs())
+    lse = LOG2_E * score + SUM_SLACK * FP32 * (math.sqrt(max(case.kv_lens)) + finite)
+    return Limits(row, element, lse)
+
+
+def score_error(case: Case) -> float:
+    """Absolute error of one score in natural-log units; q and k are standard normal."""
+    scale = (case.sm_scale or case.head_dim**-0.5) * (1.6 if case.scales else 1.0)
+    spread = scale * math.sqrt(case.head_dim)  # standard deviation of a score
+    largest = 6 * spread if not case.soft_cap else min(6 * spread, case.soft_cap)
+    products = SUM_SLACK * FP32 * math.sqrt(case.head_dim) * spread + 4 * FP32 * largest
+    transforms = 0.0
+    if case.soft_cap:
+        transforms += 8 * FP32 * case.soft_cap  # tanh within a few units of its largest value
+    if case.position == "ALIBI" or case.variant:
+        transforms += 8 * FP32 * max(case.kv_lens)  # slope times distance, added to the score
+    if case.position == "ROPE_LLAMA":
+        transforms += 4 * spread * (UNIT[case.q_dtype] + 2 * FP32 * max(*case.kv_lens, *case.q_lens))
+    return products + transforms
