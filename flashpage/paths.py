@@ -9,6 +9,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 
+_SOURCES = (".h", ".jinja")
+_WRITERS = ("variants.py", "jit/render.py")  # what they write is compiled, so they count as sources
+
 
 def include_dir() -> Path:
     """The folder to give a compiler as -I: it holds flashpage/params.h and the rest."""
@@ -39,13 +42,16 @@ def source_hash() -> str:
 
 
 def hash_sources(*folders: Path) -> str:
-    """sha256 over the relative names and bytes of all files below the folders."""
+    """sha256 over the relative names and bytes of all files below the folders, and of the modules that write C++."""
+    files = {
+        f"{f.name}/{p.relative_to(f).as_posix()}": p for f in folders for p in f.rglob("*") if p.suffix in _SOURCES
+    }
+    files |= {name: PACKAGE / name for name in _WRITERS}
     digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(p for p in folder.rglob("*") if p.suffix in (".h", ".jinja")):
-            content = path.read_bytes()
-            digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
-            digest.update(content)
+    for name, path in sorted(files.items()):
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
     return digest.hexdigest()
 
 

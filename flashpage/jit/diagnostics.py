@@ -9,8 +9,6 @@ from ..errors import CompileError
 from ..spec import KernelSpec
 from .targets import Target
 
-# variants.render marks a user's lines with `#line N "flashpage variant: <where>"`.
-VARIANT_FILE = "flashpage variant: "
 _TAIL_LINES = 12
 _ERROR_LINES = (
     re.compile(r"^(?P<file>.+?):(?P<line>\d+):(?:\d+:)? (?:fatal )?error: (?P<message>.*)$"),  # g++, clang
@@ -44,24 +42,29 @@ def read_errors(log: str) -> list[Diagnostic]:
 
 
 def compile_error(spec: KernelSpec, target: Target, command: str, log: str, log_file: str) -> CompileError:
-    """The first error, a user's own line before all others; then the kernel, the command and the end of the log."""
+    """A user's own line before all else; then the first error, the kernel, the command and the end of the log."""
     errors = read_errors(log)
-    first = next((error for error in errors if error.file.startswith(VARIANT_FILE)), errors[0] if errors else None)
     lines = []
-    if first is not None:
-        where = f"{first.file}, line {first.line}"
-        source = _variant_line(spec, first) or first.excerpt
-        lines += [f"{where}: {first.message}", f"    {source}"] if source else [f"{where}: {first.message}"]
-    lines += [f"kernel {spec.name} did not compile for {target.name}; source and whole log: {log_file}", f"  {command}"]
+    if blamed := _variant_error(spec, errors, log):
+        lines += ["this line of the variant does not compile:", f"    {blamed[0]}", f"  {blamed[1]}"]
+    elif errors:
+        lines += [f"{errors[0].file}, line {errors[0].line}: {errors[0].message}", f"    {errors[0].excerpt}".rstrip()]
+    lines += [f"kernel {spec.name} did not compile for {target.name}; source and log: {log_file}", f"  {command}"]
     lines += [f"  | {text}" for text in log.splitlines()[-_TAIL_LINES:]]
-    return CompileError("\n".join(lines))
+    return CompileError("\n".join(line for line in lines if line))
 
 
-def _variant_line(spec: KernelSpec, error: Diagnostic) -> str:
-    """The line of the user's expression, from the spec itself: compilers show it after macros and not always."""
-    part = error.file.removeprefix(VARIANT_FILE)
-    source = {"logit": spec.variant.logit, "mask": spec.variant.mask}.get(part, "").splitlines()
-    return source[error.line - 1].strip() if error.line <= len(source) else ""
+def _variant_error(spec: KernelSpec, errors: list[Diagnostic], log: str) -> tuple[str, str] | None:
+    """The user's line and the message, where the error is in it or in a function that it calls."""
+    from ..variants import SOURCE_NAME, source_line
+
+    for error in errors:
+        if error.file == SOURCE_NAME:
+            return source_line(spec.variant, error.line), error.message
+    callers = rf"^{SOURCE_NAME}:(\d+):|at line (\d+) of \"?{SOURCE_NAME}\"?"  # g++; nvcc and NVRTC
+    if errors and (caller := re.search(callers, log, re.MULTILINE)):
+        return source_line(spec.variant, int(caller[1] or caller[2])), errors[0].message
+    return None
 
 
 def read_ptxas(log: str) -> dict[str, int]:
