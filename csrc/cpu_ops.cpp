@@ -1,0 +1,209 @@
+#include "cpu_ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "elements.h"
+#include "errors.h"
+#include "threads.h"
+
+namespace flashpage::host {
+namespace {
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr int chunk = 128;                  // elements of a row that are summed in registers and L1
+constexpr i64 bytes_per_task = 256 * 1024;  // less is not worth waking a thread
+
+// The states of one output row: values [num_states][head_dim] and their LSEs (base 2), each at its own stride in elements.
+template <class T>
+struct States {
+  const T* values;
+  const float* lse;
+  i64 value_stride;
+  i64 lse_stride;
+  int count;
+};
+
+// out = sum of 2^(lse_i - max) * values_i over the sum of the weights, in the states' order; returns the joint LSE.
+// A state with LSE = -inf saw no token: its values are not read. All of them: out = 0, LSE = -inf.
+template <class In, class Out>
+[[gnu::always_inline]] inline float combine(const States<In>& states, int head_dim, Out* out) {
+  float highest = -infinity;
+  for (int i = 0; i < states.count; ++i) highest = std::max(highest, states.lse[i * states.lse_stride]);
+  float total = 0;
+  for (int begin = 0; begin < head_dim; begin += chunk) {
+    const int n = std::min(chunk, head_dim - begin);
+    float sum[chunk] = {};
+    total = 0;
+    for (int i = 0; i < states.count; ++i) {
+      const float lse = states.lse[i * states.lse_stride];
+      if (lse == -infinity) continue;
+      const float weight = std::exp2(lse - highest);
+      total += weight;
+      const In* values = states.values + i * states.value_stride + begin;
+      for (int d = 0; d < n; ++d) sum[d] += weight * to_float(values[d]);
+    }
+    const float scale = total == 0 ? 0.0f : 1 / total;
+    for (int d = 0; d < n; ++d) out[begin + d] = from_float<Out>(sum[d] * scale);
+  }
+  return total == 0 ? -infinity : highest + std::log2(total);
+}
+
+template <class Out>
+[[gnu::always_inline]] inline void merge_item_rows(const MergeParams& params, const MergeItem& item) {
+  for (int r = 0; r < item.num_rows; ++r) {
+    u32 row, head_in_group;
+    params.group.divmod(item.first_packed_row + r, row, head_in_group);
+    const i64 q_row = item.q_begin + static_cast<i64>(row);
+    const i64 head = static_cast<i64>(item.kv_head) * params.group.divisor + head_in_group;
+    const i64 first = item.partial_row + static_cast<i64>(r);
+    const States<float> states{params.partial_out + first * params.head_dim_vo, params.partial_lse + first,
+                               static_cast<i64>(item.partial_stride) * params.head_dim_vo, item.partial_stride,
+                               item.num_partials};
+    Out* out = static_cast<Out*>(params.out) + q_row * params.out_row_stride + head * params.out_head_stride;
+    const float lse = combine(states, params.head_dim_vo, out);
+    if (params.lse != nullptr) params.lse[q_row * params.num_q_heads + head] = lse;
+  }
+}
+
+// In elements, between any two addresses.
+template <class T>
+i64 distance(const void* from, const void* to) {
+  return (reinterpret_cast<i64>(to) - reinterpret_cast<i64>(from)) / static_cast<i64>(sizeof(T));
+}
+
+// Rows that the mask leaves out are not written.
+template <class T>
+[[gnu::always_inline]] inline void merge_state_row(const MergeStatesParams& params, i64 row) {
+  if (params.mask != nullptr && params.mask[row] == 0) return;
+  for (i64 head = 0; head < params.num_heads; ++head) {
+    const i64 value_offset = row * params.v_row_stride + head * params.v_head_stride;
+    const i64 lse_offset = row * params.s_row_stride + head;
+    States<T> states{static_cast<const T*>(params.v) + value_offset, params.s + lse_offset, params.v_state_stride,
+                     params.s_state_stride, params.num_states};
+    if (params.v_other != nullptr) {  // two states in tensors of their own: the stride is what lies between them
+      states.value_stride = distance<T>(params.v, params.v_other);
+      states.lse_stride = distance<float>(params.s, params.s_other);
+      states.count = 2;
+    }
+    T* out = static_cast<T*>(params.out) + (row * params.num_heads + head) * params.head_dim;
+    params.lse[row * params.num_heads + head] = combine(states, params.head_dim, out);
+  }
+}
+
+// The library is built for any x86-64; the two loops above are compiled a second time for AVX2 and chosen at run time.
+template <class Out>
+void merge_item_baseline(const MergeParams& params, const MergeItem& item) {
+  merge_item_rows<Out>(params, item);
+}
+template <class Out>
+[[gnu::target("avx2,fma")]] void merge_item_avx2(const MergeParams& params, const MergeItem& item) {
+  merge_item_rows<Out>(params, item);
+}
+template <class T>
+void merge_state_baseline(const MergeStatesParams& params, i64 row) {
+  merge_state_row<T>(params, row);
+}
+template <class T>
+[[gnu::target("avx2,fma")]] void merge_state_avx2(const MergeStatesParams& params, i64 row) {
+  merge_state_row<T>(params, row);
+}
+
+bool has_avx2() {
+  static const bool found = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return found;
+}
+
+template <class Out>
+void merge_all(const MergeParams& params) {
+  const auto base = reinterpret_cast<const char*>(params.plan);
+  const auto items = reinterpret_cast<const MergeItem*>(base + params.plan->merges_offset);
+  const auto merge_item = has_avx2() ? merge_item_avx2<Out> : merge_item_baseline<Out>;
+  parallel_for(params.plan->num_merges, [&](int i) { merge_item(params, items[i]); });
+}
+
+// Calls body(first, last) over ranges of [0, count) that are worth a thread each; a step reads and writes `bytes`.
+template <class F>
+void parallel_ranges(i64 count, i64 bytes, F&& body) {
+  const i64 step = std::max<i64>(1, bytes_per_task / std::max<i64>(1, bytes));
+  parallel_for(static_cast<int>((count + step - 1) / step),
+               [&](int task) { body(task * step, std::min(count, (task + 1) * step)); });
+}
+
+template <class T>
+void merge_states(const MergeStatesParams& params) {
+  const auto merge_row = has_avx2() ? merge_state_avx2<T> : merge_state_baseline<T>;
+  const i64 bytes = static_cast<i64>(params.num_states + 1) * params.num_heads * params.head_dim * sizeof(T);
+  parallel_ranges(params.rows, bytes, [&](i64 first, i64 last) {
+    for (i64 row = first; row < last; ++row) merge_row(params, row);
+  });
+}
+
+// One token's heads from one place to another; one copy where the heads lie side by side in both.
+struct HeadCopy {
+  i64 bytes;        // of one head
+  i64 from_stride;  // bytes between heads
+  i64 to_stride;
+  int heads;
+
+  void operator()(const char* from, char* to) const {
+    if (from_stride == bytes && to_stride == bytes) {
+      std::memcpy(to, from, bytes * heads);
+      return;
+    }
+    for (int head = 0; head < heads; ++head) std::memcpy(to + head * to_stride, from + head * from_stride, bytes);
+  }
+};
+
+void append(const AppendParams& params, i64 element) {
+  const HeadCopy copy_key{params.head_dim_qk * element, params.key_head_stride * element, params.k.head_stride * element,
+                          params.num_kv_heads};
+  const HeadCopy copy_value{params.head_dim_vo * element, params.value_head_stride * element,
+                            params.v.head_stride * element, params.num_kv_heads};
+  const auto keys = static_cast<const char*>(params.append_key);
+  const auto values = static_cast<const char*>(params.append_value);
+  const auto k = static_cast<char*>(const_cast<void*>(params.k.data));
+  const auto v = static_cast<char*>(const_cast<void*>(params.v.data));
+  parallel_ranges(params.nnz, 2 * (copy_key.bytes + copy_value.bytes) * params.num_kv_heads, [&](i64 first, i64 last) {
+    for (i64 i = first; i < last; ++i) {
+      u32 page_in_request, token;
+      params.page.divmod(params.positions[i], page_in_request, token);
+      const i64 page = params.kv_indices[params.kv_indptr[params.batch_indices[i]] + static_cast<i64>(page_in_request)];
+      copy_key(keys + i * params.key_row_stride * element,
+               k + (page * params.k.page_stride + token * params.k.token_stride) * element);
+      copy_value(values + i * params.value_row_stride * element,
+                 v + (page * params.v.page_stride + token * params.v.token_stride) * element);
+    }
+  });
+}
+
+int32_t bad_element_type(int32_t element_type) {
+  return fail(FP_INTERNAL, "element type %d is none of 0 (fp32), 1 (fp16), 2 (bf16)", element_type);
+}
+
+}  // namespace
+
+int32_t merge_partials(const MergeParams& params, int32_t out_dtype) {
+  if (out_dtype == 0) return merge_all<float>(params), FP_OK;
+  if (out_dtype == 1) return merge_all<Half>(params), FP_OK;
+  if (out_dtype == 2) return merge_all<Bf16>(params), FP_OK;
+  return bad_element_type(out_dtype);
+}
+
+}  // namespace flashpage::host
+
+using namespace flashpage::host;
+
+int32_t fp_cpu_merge_states(const flashpage::MergeStatesParams* params, int32_t element_type) {
+  if (element_type == 0) return merge_states<float>(*params), FP_OK;
+  if (element_type == 1) return merge_states<flashpage::Half>(*params), FP_OK;
+  if (element_type == 2) return merge_states<flashpage::Bf16>(*params), FP_OK;
+  return bad_element_type(element_type);
+}
+
+int32_t fp_cpu_append(const flashpage::AppendParams* params, int32_t element_bytes) {
+  append(*params, element_bytes);
+  return FP_OK;
+}

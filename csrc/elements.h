@@ -1,0 +1,50 @@
+// fp32, fp16 and bf16 values one by one, without branches, so that plain loops over them vectorise on any x86-64.
+// (The attention kernels' own conversions, on whole vectors, are in include/flashpage/cpu/.)
+#pragma once
+#include <bit>
+
+#include "flashpage/common/types.h"
+
+namespace flashpage::host {
+
+[[gnu::always_inline]] inline float to_float(float x) { return x; }
+[[gnu::always_inline]] inline float to_float(Bf16 x) { return std::bit_cast<float>(static_cast<u32>(x.bits) << 16); }
+[[gnu::always_inline]] inline float to_float(Half x) {
+  const u32 sign = static_cast<u32>(x.bits & 0x8000) << 16;
+  const u32 magnitude = static_cast<u32>(x.bits & 0x7fff) << 13;
+  const u32 normal = magnitude + (112u << 23);                                  // bias 15 -> 127
+  const u32 special = magnitude + (224u << 23);                                 // infinity and NaN
+  const float denormal = std::bit_cast<float>(normal + (1u << 23)) - 0x1p-14f;  // exact
+  const u32 bits = magnitude < (1u << 23)    ? std::bit_cast<u32>(denormal)
+                   : magnitude < (31u << 23) ? normal
+                                             : special;
+  return std::bit_cast<float>(bits | sign);
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+template <class T>
+T from_float(float x);
+
+template <>
+[[gnu::always_inline]] inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+[[gnu::always_inline]] inline Bf16 from_float<Bf16>(float x) {
+  const u32 bits = std::bit_cast<u32>(x);
+  const u32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const u32 nan = (bits >> 16) | 0x40;
+  return {static_cast<u16>((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded)};
+}
+template <>
+[[gnu::always_inline]] inline Half from_float<Half>(float x) {
+  const u32 bits = std::bit_cast<u32>(x);
+  const u32 magnitude = bits & 0x7fffffff;
+  const u32 normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const u32 denormal = std::bit_cast<u32>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<u32>(0.5f);
+  const u32 special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  const u32 rounded = magnitude >= (143u << 23) ? special : magnitude < (113u << 23) ? denormal : normal;
+  return {static_cast<u16>(rounded | ((bits >> 16) & 0x8000))};
+}
+
+}  // namespace flashpage::host

@@ -1,0 +1,157 @@
+// Staging slots: where a plan is written before one copy takes it to the int workspace.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "driver.h"
+
+using namespace flashpage;
+
+namespace {
+
+constexpr int first_slots = 2;  // one being copied, one being written
+
+enum class SlotState {
+  free,
+  in_flight,  // `copied` fires when the copy is done
+  kept,       // a captured graph copies from it at every replay: neither written nor freed again
+};
+
+struct Slot {
+  void* bytes = nullptr;
+  cuda::Event copied = nullptr;
+  SlotState state = SlotState::free;
+};
+
+}  // namespace
+
+struct fp_slots {
+  const cuda::Driver* driver = nullptr;  // null: plain memory
+  cuda::Context context = nullptr;
+  int64_t slot_bytes = 0;
+  std::vector<Slot> slots;
+  size_t next = 0;  // the ring's oldest slot
+  const void* last = nullptr;
+};
+
+namespace {
+
+int32_t add_slot(fp_slots& ring) {
+  Slot slot;
+  if (ring.driver != nullptr) {
+    const cuda::Driver& cuda = *ring.driver;
+    FP_CUDA_TRY(event_create, &slot.copied, cuda::event_disable_timing);
+    if (auto result = cuda.mem_host_alloc(&slot.bytes, ring.slot_bytes, cuda::host_alloc_portable)) {
+      cuda.event_destroy(slot.copied);
+      return cuda::fail(result, "allocating pinned memory for a plan");
+    }
+  } else if (slot.bytes = std::aligned_alloc(64, (ring.slot_bytes + 63) / 64 * 64); slot.bytes == nullptr) {
+    return host::fail(FP_INTERNAL, "no memory for a plan of %lld bytes", static_cast<long long>(ring.slot_bytes));
+  }
+  ring.slots.insert(ring.slots.begin() + ring.next, slot);
+  return FP_OK;
+}
+
+bool is_free(const fp_slots& ring, Slot& slot) {
+  if (slot.state == SlotState::in_flight && ring.driver->event_query(slot.copied) == cuda::success) {
+    slot.state = SlotState::free;
+  }
+  return slot.state == SlotState::free;
+}
+
+// Turns the ring until its oldest slot is free; when all are taken, a new one is put in.
+int32_t find_slot(fp_slots& ring) {
+  for (size_t tried = 0; tried < ring.slots.size(); ++tried) {
+    if (is_free(ring, ring.slots[ring.next])) return FP_OK;
+    ring.next = (ring.next + 1) % ring.slots.size();
+  }
+  return add_slot(ring);
+}
+
+int32_t copy_on_device(fp_slots& ring, Slot& slot, void* destination, int64_t bytes, cuda::Stream stream) {
+  const cuda::Driver& cuda = *ring.driver;
+  int capture;
+  FP_CUDA_TRY(stream_is_capturing, stream, &capture);
+  FP_CUDA_TRY(memcpy_htod_async, reinterpret_cast<cuda::DevicePointer>(destination), slot.bytes, bytes, stream);
+  slot.state = SlotState::kept;  // also where recording fails: no event would tell when this copy is done
+  if (capture != cuda::capture_status_none) return FP_OK;
+  FP_CUDA_TRY(event_record, slot.copied, stream);
+  slot.state = SlotState::in_flight;
+  return FP_OK;
+}
+
+void release(fp_slots& ring, Slot& slot) {
+  if (ring.driver == nullptr) {
+    std::free(slot.bytes);
+    return;
+  }
+  if (slot.state == SlotState::kept) return;
+  if (slot.state == SlotState::in_flight) ring.driver->event_synchronize(slot.copied);
+  ring.driver->event_destroy(slot.copied);
+  ring.driver->mem_free_host(slot.bytes);
+}
+
+int32_t plan_into_slot(fp_slots& ring, const fp_problem* problem, const fp_schedule* schedule, int64_t capacity,
+                       fp_plan_result* result) {
+  if (int32_t status = find_slot(ring); status != FP_OK) return status;
+  return fp_plan(problem, schedule, ring.slots[ring.next].bytes, std::min(capacity, ring.slot_bytes), result);
+}
+
+}  // namespace
+
+fp_slots* fp_slots_create(int32_t device, int64_t slot_bytes) {
+  auto ring = new fp_slots;
+  ring->slot_bytes = std::max<int64_t>(slot_bytes, 64);
+  int32_t status = FP_OK;
+  if (device < 0) {
+    status = add_slot(*ring);
+  } else if (ring->context = cuda::primary_context(device); ring->context != nullptr) {
+    ring->driver = cuda::driver();
+    cuda::RelaxedCapture relaxed(*ring->driver);
+    cuda::CurrentContext current(*ring->driver, ring->context);
+    for (int i = 0; i < first_slots && status == FP_OK; ++i) status = add_slot(*ring);
+  } else {
+    status = FP_CUDA_ERROR;
+  }
+  if (status == FP_OK) return ring;
+  fp_slots_destroy(ring);
+  return nullptr;
+}
+
+void fp_slots_destroy(fp_slots* ring) {
+  if (ring == nullptr) return;
+  if (ring->driver == nullptr) {
+    for (Slot& slot : ring->slots) release(*ring, slot);
+  } else {
+    cuda::RelaxedCapture relaxed(*ring->driver);
+    cuda::CurrentContext current(*ring->driver, ring->context);
+    for (Slot& slot : ring->slots) release(*ring, slot);
+  }
+  delete ring;
+}
+
+int32_t fp_slots_plan(fp_slots* ring, const fp_problem* problem, const fp_schedule* schedule, void* destination,
+                      int64_t capacity, void* stream, fp_plan_result* result) {
+  if (ring->driver == nullptr) {
+    int32_t status = plan_into_slot(*ring, problem, schedule, capacity, result);
+    if (status != FP_OK) return status;
+    ring->last = ring->slots[ring->next].bytes;
+    std::memcpy(destination, ring->last, result->used_bytes);
+    return FP_OK;
+  }
+  cuda::CurrentContext current(*ring->driver, ring->context);
+  {
+    cuda::RelaxedCapture relaxed(*ring->driver);
+    int32_t status = plan_into_slot(*ring, problem, schedule, capacity, result);
+    if (status != FP_OK) return status;
+  }
+  Slot& slot = ring->slots[ring->next];
+  int32_t status = copy_on_device(*ring, slot, destination, result->used_bytes, static_cast<cuda::Stream>(stream));
+  if (status != FP_OK) return status;
+  ring->last = slot.bytes;
+  ring->next = (ring->next + 1) % ring->slots.size();
+  return FP_OK;
+}
+
+const void* fp_slots_last(const fp_slots* ring) { return ring->last; }
