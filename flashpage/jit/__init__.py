@@ -1,10 +1,11 @@
-"""From a KernelSpec to a kernel that runs on a device: found in the AOT folder or the cache, else rendered and compiled.
+"""From a KernelSpec to a kernel that runs on a device: from the AOT folder, else the cache, else compiled.
 
 * targets    what a kernel is compiled for
 * render     spec -> source
 * compilers  g++, nvcc, NVRTC and their flags (nvrtc.py: NVRTC as a command line)
 * cache      entries: folders of compiled kernels
-* build      specs -> entries, one or many (process: children; progress: what the user sees; diagnostics: what compilers say)
+* job        one compile (process: child processes; progress: what the user sees; diagnostics: what compilers say)
+* build      specs -> entries, one or many side by side
 * loader     spec, device -> LoadedKernel
 * manifest   which kernels a process has used
 """

@@ -86,8 +86,8 @@ def obtain(
 ) -> tuple[Entry, bool]:
     """The store's entry, compiled now where there is none; and whether it was. `unusable`: one that does not load.
 
-    Where the store cannot be written (read-only, full, no home folder) the entry lies in a temporary folder, for the caller
-    to remove (Entry.is_kept), and a warning says why.
+    Where the store cannot be written (read-only, full, no home folder) the entry lies in a temporary folder, for the
+    caller to remove (Entry.is_kept), and a warning says why.
     """
     key = key_of(spec, target)
     with contextlib.ExitStack() as stack:

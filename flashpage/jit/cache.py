@@ -1,7 +1,7 @@
 """Compiled kernels in a folder. An entry is a folder `<key>/` with the binary and meta.json, published by one rename.
 
-The same layout holds the kernels of a wheel (AOT) and those compiled on this machine (the cache). An entry is proven by the
-size and sha256 of its binary and by its own key, never by times or paths, so a folder may be copied or moved.
+The same layout holds the kernels of a wheel (AOT) and those compiled on this machine (the cache). An entry is proven by
+the size and sha256 of its binary and by its own key, never by times or paths, so a folder may be copied or moved.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Entry:
 
 
 def read_entry(folder: Path, key: str, is_kept: bool = True) -> Entry | None:
-    """The entry in `folder`, or None where there is none or it is not what it says: missing, cut, swapped, unreadable."""
+    """The entry in `folder`; None where there is none or it is not what it says: cut, swapped, unreadable."""
     try:
         meta = json.loads((folder / META).read_bytes())
         image = (folder / meta["binary"]).read_bytes()
@@ -90,7 +90,7 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, key: str, blocking: bool = True) -> Iterator[None]:
-        """Among processes and threads, one at a time builds a key. Kept by the kernel: a killed process leaves none behind.
+        """Among processes and threads, one at a time builds a key. A killed process leaves no lock behind.
 
         Not `blocking`: raises BlockingIOError where another holds it.
         """
@@ -101,7 +101,8 @@ class Store:
             yield
 
     def publish(self, key: str, binary: Path, meta: dict[str, Any]) -> Entry:
-        """Makes the entry of `key` from a compiled binary; the caller holds the key's lock. What was there was broken."""
+        """Makes the entry of `key` from a compiled binary; the caller holds the key's lock, and knows that what is there
+        is no good."""
         private = Path(tempfile.mkdtemp(prefix=_PRIVATE, dir=self.folder))
         try:
             private.chmod(0o755)

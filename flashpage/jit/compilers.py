@@ -102,7 +102,7 @@ def find_nvrtc() -> Compiler | None:
 
 
 def nvrtc_library() -> str | None:
-    """libnvrtc.so of a package (torch's CUDA wheels bring it) or of a toolkit; the newest in the first place that has one."""
+    """libnvrtc.so: of a package (torch's CUDA wheels bring it), else of a toolkit; the newest in a place."""
     packages = [os.path.join(folder, "nvidia", "*", "lib") for folder in sys.path if folder]
     toolkits = ["/usr/local/cuda/lib64", "/usr/local/cuda-*/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64"]
     for place in packages + toolkits:

@@ -44,8 +44,8 @@ _locks_lock = threading.Lock()
 def get_kernel(spec: KernelSpec, device: Device = None) -> LoadedKernel:
     """The kernel of `spec` for `device` (None: the CPU): from memory, else AOT folder, else cache, else compiled now.
 
-    Raises KernelMissingError where it is not built and may not or cannot be compiled here, CompileError where it does not
-    compile, DeviceError where the driver refuses it.
+    Raises KernelMissingError where it is not built and may not or cannot be compiled here, CompileError where it does
+    not compile, DeviceError where the driver refuses it.
     """
     found = _kernels.get((spec, device))
     return found if found is not None else _resolve(spec, device)

@@ -1,6 +1,6 @@
 """NVRTC as a command line: `python nvrtc.py LIBRARY OPTIONS... SOURCE BINARY`. Run as a file: it imports no flashpage.
 
-A process of its own, so that compiles run side by side under ninja, can be interrupted, and cannot take the server down.
+A process of its own: compiles run side by side under ninja, can be interrupted, and cannot take the server down.
 """
 
 import ctypes

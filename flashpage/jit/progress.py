@@ -1,4 +1,4 @@
-"""What the user sees while kernels are compiled: a line before and after one, a bar for many; FLASHPAGE_PROGRESS=off: nothing."""
+"""What the user sees of long work: a line before and after one compile, a bar for many. FLASHPAGE_PROGRESS=off: nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def say(text: str) -> None:
 
 
 class Bar:
-    """Progress of `total` compiles: redrawn in place on a terminal, elsewhere only its last line."""
+    """Progress of `total` steps: redrawn in place on a terminal, elsewhere only its last line."""
 
     def __init__(self, total: int, what: str) -> None:
         self._total, self._done, self._failed, self._what = total, 0, 0, what
@@ -26,7 +26,7 @@ class Bar:
         self._is_redrawn = sys.stderr.isatty()
         self._draw("")
 
-    def advance(self, name: str, failed: bool) -> None:
+    def advance(self, name: str, *, failed: bool = False) -> None:
         """One more is done."""
         self._done += 1
         self._failed += failed
@@ -36,9 +36,8 @@ class Bar:
         if self._is_shown and self._is_redrawn:
             sys.stderr.write("\r\033[K")
         failed = f", {self._failed} failed" if self._failed else ""
-        say(
-            f"{self._what}: {self._done - self._failed} of {self._total} in {time.monotonic() - self._start:.1f} s{failed}"
-        )
+        seconds = time.monotonic() - self._start
+        say(f"{self._what}: {self._done - self._failed} of {self._total} in {seconds:.1f} s{failed}")
 
     def _draw(self, name: str) -> None:
         if self._is_shown and self._is_redrawn:
