@@ -1,0 +1,136 @@
+// The planner's C ABI over include/flashpage/plan/: lengths -> cost axis -> cuts -> the plan's bytes.
+#include "errors.h"
+#include "flashpage/plan/bounds.h"
+#include "flashpage/plan/emit.h"
+
+using namespace flashpage;
+using host::fail;
+
+static plan::IndexArray to_index(const fp_index_array& array) {
+  return {array.data, array.stride, array.is_int64 != 0};
+}
+
+static plan::Schedule to_schedule(const fp_schedule& schedule) {
+  return {.num_ctas = schedule.num_ctas,
+          .walk = schedule.walk == FP_WALK_TEAMS ? plan::Walk::teams : plan::Walk::runs,
+          .tile_q = schedule.tile_q,
+          .tile_kv = schedule.tile_kv,
+          .ns_per_token = schedule.ns_per_token,
+          .ns_per_unit = schedule.ns_per_unit,
+          .ns_per_piece = schedule.ns_per_piece,
+          .min_piece_tokens = schedule.min_piece_tokens,
+          .max_pieces = schedule.max_pieces,
+          .fixed_piece_tokens = schedule.fixed_piece_tokens,
+          .merge_rows = schedule.merge_rows};
+}
+
+static int32_t check_schedule(const fp_schedule& schedule, int32_t num_q_heads, int32_t num_kv_heads) {
+  if (schedule.num_ctas < 1 || schedule.tile_q < 1 || schedule.merge_rows < 1) {
+    return fail(FP_INTERNAL, "schedule has num_ctas %d, tile_q %d, merge_rows %d: each must be at least 1",
+                schedule.num_ctas, schedule.tile_q, schedule.merge_rows);
+  }
+  if (num_kv_heads < 1 || num_q_heads < 1 || num_q_heads % num_kv_heads != 0) {
+    return fail(FP_INTERNAL, "num_q_heads %d is not a multiple of num_kv_heads %d", num_q_heads, num_kv_heads);
+  }
+  return FP_OK;
+}
+
+// The codes are what Python makes its sentence of; the text here serves callers from C.
+static int32_t fail_lengths(const plan::LengthFault& fault, fp_plan_result* result) {
+  static constexpr const char* names[] = {"", "q_indptr", "kv_indptr", "last_page_len", "kv_lens"};
+  static constexpr const char* faults[] = {
+      "", "is negative", "is below the entry before it", "is outside 1..page_size (0 for a request without pages)",
+      "exceeds what the request's pages hold", "makes a total that does not fit in 31 bits"};
+  result->error_array = static_cast<int32_t>(fault.array);
+  result->error_reason = static_cast<int32_t>(fault.error);
+  result->error_index = fault.index;
+  result->error_value = fault.value;
+  result->error_limit = fault.limit;
+  return fail(FP_BAD_LENGTHS, "%s[%lld] = %lld %s (%lld)", names[result->error_array], fault.index, fault.value,
+              faults[result->error_reason], fault.limit);
+}
+
+static void fill_result(const plan::Totals& totals, fp_plan_result* result) {
+  result->total_q = totals.q_rows;
+  result->total_kv = totals.kv_tokens;
+  result->total_pages = totals.kv_entries;
+  result->max_q_len = totals.max_q_len;
+  result->max_kv_len = totals.max_kv_len;
+  result->mask_bytes = totals.mask_bytes;
+}
+
+// Kept from plan to plan: no allocation once a batch of this size has been seen.
+struct Scratch {
+  std::vector<plan::Request> requests;
+  std::vector<plan::Lane> lanes;
+  plan::Partition partition;
+};
+
+int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffer, int64_t capacity,
+                fp_plan_result* result) {
+  *result = {};
+  if (int32_t status = check_schedule(*given, problem->num_q_heads, problem->num_kv_heads)) return status;
+  if (problem->batch < 0 || !problem->kv_indptr.data) {
+    return fail(FP_INTERNAL, "batch is %d, kv_indptr is %sgiven", problem->batch, problem->kv_indptr.data ? "" : "not ");
+  }
+  static thread_local Scratch scratch;
+  const plan::Schedule schedule = to_schedule(*given);
+  const plan::Heads heads{problem->num_q_heads, problem->num_kv_heads, problem->causal != 0, problem->window_left};
+  const plan::Lengths lengths{problem->batch,
+                              problem->q_len_per_request,
+                              to_index(problem->q_indptr),
+                              to_index(problem->kv_indptr),
+                              to_index(problem->last_page_len),
+                              to_index(problem->kv_lens),
+                              problem->page_size,
+                              problem->has_custom_mask != 0};
+  if (scratch.requests.size() <= static_cast<size_t>(problem->batch)) scratch.requests.resize(problem->batch + 1);
+  plan::Request* requests = scratch.requests.data();
+
+  plan::Totals totals;
+  const plan::LengthFault fault =
+      plan::read_lengths(lengths, heads.num_kv_heads, heads.group(), schedule.tile_q, requests, totals);
+  fill_result(totals, result);
+  if (fault.error != plan::LengthError::none) return fail_lengths(fault, result);
+
+  const plan::CostModel model(heads, schedule);
+  const bool teams = schedule.walk == plan::Walk::teams;
+  const int32_t copies = teams ? 1 : heads.num_kv_heads;
+  plan::lay_on_axis(model, copies, problem->batch, requests);
+  plan::make_lanes(schedule, heads.num_kv_heads, scratch.lanes);
+  plan::Partitioner(model, schedule, requests, problem->batch, copies, totals.units / (heads.num_kv_heads / copies),
+                    scratch.lanes)
+      .run(scratch.partition);
+  plan::Emitter emitter(model, schedule, requests, problem->batch, heads.num_kv_heads, buffer, capacity);
+  PlanHeader header;
+  result->used_bytes = emitter.run(scratch.lanes, scratch.partition, header);
+  if (result->used_bytes > plan::max_i32 || emitter.num_partial_rows() > plan::max_i32) {
+    return fail_lengths({plan::LengthArray::q_indptr, plan::LengthError::overflow, problem->batch,
+                         max_of<i64>(result->used_bytes, emitter.num_partial_rows()), plan::max_i32},
+                        result);
+  }
+  result->num_ctas = header.num_ctas;
+  result->num_items = header.num_items;
+  result->num_merges = header.num_merges;
+  result->num_partial_rows = header.num_partial_rows;
+  result->cost_total_ns = scratch.partition.total * (teams ? heads.num_kv_heads : 1);
+  result->cost_max_ns = scratch.partition.max;
+  if (result->used_bytes > capacity) {
+    return fail(FP_WORKSPACE_TOO_SMALL, "the plan needs %lld bytes but the int workspace has %lld: pass a larger one",
+                static_cast<i64>(result->used_bytes), static_cast<i64>(capacity));
+  }
+  return FP_OK;
+}
+
+int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
+                       int32_t num_kv_heads, const fp_schedule* given, int64_t* plan_bytes, int64_t* partial_rows) {
+  if (int32_t status = check_schedule(*given, num_q_heads, num_kv_heads)) return status;
+  const plan::Schedule schedule = to_schedule(*given);
+  std::vector<plan::Lane> lanes;
+  plan::make_lanes(schedule, num_kv_heads, lanes);
+  const plan::Bounds bounds = plan::bounds({max_batch, max_q_rows, max_kv_tokens},
+                                           {num_q_heads, num_kv_heads, false, -1}, schedule, lanes);
+  *plan_bytes = bounds.bytes;
+  *partial_rows = bounds.partial_rows;
+  return FP_OK;
+}

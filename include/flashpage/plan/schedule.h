@@ -1,0 +1,36 @@
+// What the planner is told besides the lengths: heads, visibility, and how a tile's work may be cut and what it costs.
+#pragma once
+#include "flashpage/common/math.h"
+
+namespace flashpage::plan {
+
+enum class Walk { teams, runs };  // csrc/flashpage.h, fp_walk
+
+// Heads and visibility: the same for every request of a batch.
+struct Heads {
+  i32 num_q_heads;
+  i32 num_kv_heads;
+  bool causal;
+  i32 window_left;  // tokens; -1: all
+
+  i32 group() const { return num_q_heads / num_kv_heads; }
+};
+
+struct Schedule {
+  i32 num_ctas;
+  Walk walk;
+  i32 tile_q;   // packed rows
+  i32 tile_kv;  // tokens
+  double ns_per_token;
+  double ns_per_unit;
+  double ns_per_piece;
+  i32 min_piece_tokens;
+  i32 max_pieces;          // of one unit; 0: no limit
+  i32 fixed_piece_tokens;  // > 0: cut every unit at its multiples; -1: never cut; 0: balance
+  i32 merge_rows;          // packed rows
+
+  bool balanced() const { return fixed_piece_tokens == 0; }
+  bool fixed() const { return fixed_piece_tokens > 0; }
+};
+
+}  // namespace flashpage::plan

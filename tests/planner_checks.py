@@ -1,0 +1,331 @@
+"""What must hold of any plan, judged from the plan's bytes alone: the lengths are expanded to row tiles with plain loops
+over numpy arrays, and nothing here shares code or formulas with include/flashpage/plan/."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import numpy as np
+
+from flashpage import host
+
+RUNS, TEAMS = 1, 0
+
+
+@dataclasses.dataclass
+class Batch:
+    """Lengths of one batch and what the kernel can see."""
+
+    q_lens: np.ndarray
+    kv_lens: np.ndarray
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    page_size: int = 16
+    causal: bool = False
+    window_left: int = -1
+    has_custom_mask: bool = False
+    q_start: int = 0
+    kv_start: int = 0
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass
+class Cutting:
+    """fp_schedule with defaults near the sm80 kernel's."""
+
+    num_ctas: int = 132
+    walk: int = RUNS
+    tile_q: int = 16
+    tile_kv: int = 64
+    ns_per_token: float = 3.6
+    ns_per_unit: float = 400.0
+    ns_per_piece: float = 1500.0
+    min_piece_tokens: int = 128
+    max_pieces: int = 0
+    fixed_piece_tokens: int = 0
+    merge_rows: int = 8
+
+    def struct(self) -> host.Schedule:
+        return host.Schedule(**dataclasses.asdict(self))
+
+
+@dataclasses.dataclass
+class Planned:
+    batch: Batch
+    cutting: Cutting
+    result: host.PlanResult
+    header: np.void
+    ctas: np.ndarray
+    items: np.ndarray
+    merges: np.ndarray
+
+
+def index_array(values: np.ndarray | None) -> host.IndexArray:
+    if values is None:
+        return host.IndexArray(None, 1, 0, 0)
+    size = values.itemsize
+    return host.IndexArray(values.ctypes.data, values.strides[0] // size, int(size == 8), len(values))
+
+
+def indptr(lens: np.ndarray, start: int = 0) -> np.ndarray:
+    return np.concatenate([[start], start + np.cumsum(lens, dtype=np.int64)])
+
+
+def arrays_of(batch: Batch, dtype: type = np.int32, stride: int = 1, use_kv_lens: bool = False) -> dict[str, np.ndarray | None]:
+    """The index arrays that a caller would pass for these lengths."""
+    pages = -(-batch.kv_lens // batch.page_size) if batch.page_size else batch.kv_lens
+    last = batch.kv_lens - np.maximum(pages - 1, 0) * batch.page_size
+    arrays = {
+        "q_indptr": indptr(batch.q_lens, batch.q_start),
+        "kv_indptr": indptr(pages, batch.kv_start),
+        "last_page_len": last if batch.page_size and not use_kv_lens else None,
+        "kv_lens": batch.kv_lens if use_kv_lens else None,
+    }
+    return {name: None if a is None else _spread(a, dtype, stride) for name, a in arrays.items()}
+
+
+def _spread(values: np.ndarray, dtype: type, stride: int) -> np.ndarray:
+    wide = np.full(max(1, len(values)) * stride, -(2**30), dtype)
+    wide[::stride][: len(values)] = values
+    return wide[::stride][: len(values)]
+
+
+def problem_of(batch: Batch, arrays: dict[str, np.ndarray | None]) -> host.ProblemStruct:
+    return host.ProblemStruct(
+        len(batch.q_lens),
+        0,
+        *(index_array(arrays[name]) for name in ("q_indptr", "kv_indptr", "last_page_len", "kv_lens")),
+        batch.page_size,
+        batch.num_q_heads,
+        batch.num_kv_heads,
+        int(batch.causal),
+        batch.window_left,
+        int(batch.has_custom_mask),
+    )
+
+
+def call(problem: host.ProblemStruct, cutting: Cutting, capacity: int) -> tuple[int, np.ndarray, host.PlanResult]:
+    buffer = np.full(capacity + 64, 0xA5, np.uint8)
+    result = host.PlanResult()
+    status = host.load().fp_plan(
+        ctypes.byref(problem), ctypes.byref(cutting.struct()), buffer.ctypes.data, capacity, ctypes.byref(result)
+    )
+    assert (buffer[capacity:] == 0xA5).all(), "wrote past the buffer"
+    return status, buffer, result
+
+
+def plan(batch: Batch, cutting: Cutting, capacity: int | None = None, **forms: object) -> Planned:
+    """Plans within what fp_plan_bounds promises for exactly these capacities, which must therefore be enough."""
+    limit_bytes, limit_rows = bounds(batch, cutting)
+    arrays = arrays_of(batch, **forms)
+    status, buffer, result = call(problem_of(batch, arrays), cutting, limit_bytes if capacity is None else capacity)
+    assert status == host.OK, host.last_error()
+    assert result.num_partial_rows <= limit_rows
+    return unpack(batch, cutting, buffer, result)
+
+
+def unpack(batch: Batch, cutting: Cutting, buffer: np.ndarray, result: host.PlanResult) -> Planned:
+    header = buffer[: host.PLAN_HEADER.itemsize].view(host.PLAN_HEADER)[0]
+
+    def records(kind: np.dtype, offset: int, count: int) -> np.ndarray:
+        return buffer[offset : offset + count * kind.itemsize].view(kind)
+
+    ctas = records(host.CTA_ITEMS, int(header["ctas_offset"]), cutting.num_ctas)
+    items = records(host.WORK_ITEM, int(header["items_offset"]), int(header["num_items"]))
+    merges = records(host.MERGE_ITEM, int(header["merges_offset"]), int(header["num_merges"]))
+    return Planned(batch, cutting, result, header, ctas, items, merges)
+
+
+def bounds(batch: Batch, cutting: Cutting, one_row: bool = False) -> tuple[int, int]:
+    plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
+    status = host.load().fp_plan_bounds(
+        *(len(batch.q_lens), 0 if one_row else max(1, int(batch.q_lens.sum())), int(batch.kv_lens.sum())),
+        *(batch.num_q_heads, batch.num_kv_heads, ctypes.byref(cutting.struct())),
+        *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
+    )
+    assert status == host.OK
+    return plan_bytes.value, partial_rows.value
+
+
+def all_units(batch: Batch, tile_q: int) -> dict[str, np.ndarray]:
+    """Every (request, KV head, row tile) of a batch with the token range that any of its rows sees."""
+    tiles = -(-(batch.q_lens.astype(np.int64) * batch.group) // tile_q)
+    request = np.repeat(np.arange(len(tiles)), tiles)
+    tile = np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    q_len, kv_len = batch.q_lens[request].astype(np.int64), batch.kv_lens[request].astype(np.int64)
+    first_row = tile * tile_q // batch.group
+    last_row = np.minimum((tile + 1) * tile_q, q_len * batch.group) - 1
+    rows = last_row + 1 - tile * tile_q
+    last_row //= batch.group
+    begin, end = np.zeros_like(kv_len), kv_len.copy()
+    if batch.causal:
+        end = np.maximum(0, kv_len - q_len + last_row + 1)
+    if batch.window_left >= 0:
+        begin = np.minimum(np.maximum(0, kv_len - q_len + first_row - batch.window_left), end)
+    heads = np.arange(batch.num_kv_heads)
+    per_head = {"request": request, "tile": tile, "rows": rows, "begin": begin, "end": end}
+    out = {name: np.repeat(a, len(heads)) for name, a in per_head.items()}
+    out["kv_head"] = np.tile(heads, len(request))
+    return out
+
+
+def expand(planned: Planned) -> dict[str, np.ndarray]:
+    """Every item as its CTAs see it, one row a unit, in the order in which the CTA walks."""
+    batch, cutting = planned.batch, planned.cutting
+    ctas = planned.ctas
+    count = ctas["end"] - ctas["begin"]
+    assert (count >= 0).all()
+    cta = np.repeat(np.arange(len(ctas)), count)
+    item_index = np.arange(len(cta)) - np.repeat(np.cumsum(count) - count, count) + ctas["begin"][cta]
+    items = planned.items[item_index]
+    units = items["num_units"].astype(np.int64)
+    assert (units >= 1).all()
+    row = np.repeat(np.arange(len(items)), units)
+    step = np.arange(len(row)) - np.repeat(np.cumsum(units) - units, units)
+    items, cta, item_index = items[row], cta[row], item_index[row]
+    assert (items["first_packed_row"] % cutting.tile_q == 0).all()
+    tiles = -(-(items["q_len"].astype(np.int64) * batch.group) // cutting.tile_q)
+    position = items["first_packed_row"] // cutting.tile_q + step
+    is_partial = items["partial_row"] >= 0
+    assert (items["num_units"][is_partial] == 1).all()
+    return {
+        "cta": cta,
+        "item": item_index,
+        "request": items["request"],
+        "kv_head": items["kv_head"] + ctas["kv_head"][cta] + position // tiles,
+        "tile": position % tiles,
+        "kv_begin": items["kv_begin"].astype(np.int64),
+        "kv_end": items["kv_end"].astype(np.int64),
+        "partial_row": np.where(is_partial, items["partial_row"] + ctas["partial_row"][cta], -1),
+        "piece": items["piece"],
+    }
+
+
+def check(planned: Planned) -> dict[str, np.ndarray]:
+    """Everything but balance. Returns the expanded units with their cost."""
+    batch, cutting = planned.batch, planned.cutting
+    _check_result(planned)
+    _check_items(planned)
+    units = all_units(batch, cutting.tile_q)
+    seen = expand(planned)
+    order = np.lexsort((seen["piece"], seen["tile"], seen["kv_head"], seen["request"]))
+    pieces = {name: a[order] for name, a in seen.items()}
+    key_order = np.lexsort((units["tile"], units["kv_head"], units["request"]))
+    units = {name: a[key_order] for name, a in units.items()}
+
+    # Units in both lists are in the same order: every one appears, none twice without being cut.
+    same = np.ones(len(order), bool)
+    same[1:] = False
+    for name in ("request", "kv_head", "tile"):
+        same[1:] |= pieces[name][1:] != pieces[name][:-1]
+    starts = np.flatnonzero(same)
+    assert len(starts) == len(units["request"]), "a row tile is missing or made up"
+    for name in ("request", "kv_head", "tile"):
+        assert (pieces[name][starts] == units[name]).all(), f"{name} of a unit is wrong"
+    unit_of = np.cumsum(same) - 1
+    count = np.diff(np.append(starts, len(order)))
+    is_cut = pieces["partial_row"] >= 0
+    assert (is_cut == (count[unit_of] > 1)).all(), "exactly the cut units have partials"
+    assert (pieces["piece"] == np.arange(len(order)) - starts[unit_of]).all()
+
+    # Tokens: whole units are clipped by the kernel, pieces of a cut unit lie end to end over exactly what is visible.
+    begin, end = units["begin"][unit_of], units["end"][unit_of]
+    whole = ~is_cut
+    assert (pieces["kv_begin"][whole] <= begin[whole]).all() and (pieces["kv_end"][whole] >= end[whole]).all()
+    first, last = same, np.append(same[1:], True)
+    assert (pieces["kv_begin"][is_cut & first] == begin[is_cut & first]).all()
+    assert (pieces["kv_end"][is_cut & last] == end[is_cut & last]).all()
+    inner = np.flatnonzero(is_cut & ~first)
+    assert (pieces["kv_begin"][inner] == pieces["kv_end"][inner - 1]).all()
+    assert (pieces["kv_begin"][inner] % cutting.tile_kv == 0).all() or cutting.fixed_piece_tokens
+    assert (pieces["kv_end"][is_cut] > pieces["kv_begin"][is_cut]).all()
+    _check_pieces(planned, pieces, units, unit_of, count, is_cut)
+    _check_merges(planned, pieces, units, unit_of, starts, count, is_cut)
+
+    tokens = np.where(is_cut, pieces["kv_end"] - pieces["kv_begin"], end - begin)
+    fixed = np.where(pieces["piece"] > 0, cutting.ns_per_piece, cutting.ns_per_unit)
+    pieces["cost"] = fixed + cutting.ns_per_token * tokens
+    return pieces
+
+
+def _check_result(planned: Planned) -> None:
+    batch, result, header = planned.batch, planned.result, planned.header
+    for name in ("num_ctas", "num_items", "num_merges", "num_partial_rows", "used_bytes"):
+        assert header[name] == getattr(result, name), name
+    assert result.total_q == batch.q_start + batch.q_lens.sum()
+    assert result.total_kv == batch.kv_lens.sum()
+    assert result.max_q_len == max(batch.q_lens, default=0) and result.max_kv_len == max(batch.kv_lens, default=0)
+    used = planned.ctas["end"] > planned.ctas["begin"]
+    assert header["num_ctas"] == (np.flatnonzero(used)[-1] + 1 if used.any() else 0)
+    size = host.PLAN_HEADER.itemsize + len(used) * host.CTA_ITEMS.itemsize
+    size += len(planned.items) * host.WORK_ITEM.itemsize + len(planned.merges) * host.MERGE_ITEM.itemsize
+    assert header["used_bytes"] == size
+
+
+def _check_items(planned: Planned) -> None:
+    batch, items = planned.batch, planned.items
+    request = items["request"]
+    pages = -(-batch.kv_lens.astype(np.int64) // batch.page_size) if batch.page_size else batch.kv_lens.astype(np.int64)
+    mask_bytes = -(-(batch.q_lens.astype(np.int64) * batch.kv_lens) // 8) * batch.has_custom_mask
+    expected = {
+        "kv_offset": indptr(pages, batch.kv_start)[:-1],
+        "mask_offset": indptr(mask_bytes)[:-1],
+        "q_begin": indptr(batch.q_lens, batch.q_start)[:-1],
+        "q_len": batch.q_lens,
+        "kv_len": batch.kv_lens,
+    }
+    for name, values in expected.items():
+        assert (items[name] == values[request]).all(), name
+    assert planned.result.mask_bytes == mask_bytes.sum()
+    assert (items["kv_begin"] >= 0).all() and (items["kv_end"] <= items["kv_len"]).all()
+
+
+def _check_pieces(planned, pieces, units, unit_of, count, is_cut) -> None:
+    cutting = planned.cutting
+    length = pieces["kv_end"] - pieces["kv_begin"]
+    if cutting.fixed_piece_tokens > 0:
+        chunk = cutting.fixed_piece_tokens
+        chunks = np.maximum(1, -(-units["end"] // chunk) - units["begin"] // chunk)
+        chunks[units["end"] == units["begin"]] = 1
+        assert (count == chunks).all(), "a fixed split has one piece a chunk"
+        assert (pieces["kv_begin"][is_cut & (pieces["piece"] > 0)] % chunk == 0).all()
+        return
+    if cutting.fixed_piece_tokens < 0:
+        assert not is_cut.any()
+    assert (length[is_cut] >= cutting.min_piece_tokens).all(), "a piece is too short"
+    if cutting.max_pieces:
+        assert (count <= cutting.max_pieces).all(), "a unit has too many pieces"
+
+
+def _check_merges(planned, pieces, units, unit_of, starts, count, is_cut) -> None:
+    """Partials lie end to end and unshared; the merges name them all, in the order of pieces, every row once."""
+    rows = units["rows"]
+    partial_rows = np.zeros(int(planned.header["num_partial_rows"]), np.int64)
+    for row, size in zip(pieces["partial_row"][is_cut], rows[unit_of][is_cut]):
+        partial_rows[row : row + size] += 1
+    assert (partial_rows == 1).all(), "partials overlap, or rows are allotted to none"
+
+    merges = planned.merges
+    assert (merges["num_rows"] >= 1).all() and (merges["num_rows"] <= planned.cutting.merge_rows).all()
+    key = {(r, h, t): i for i, (r, h, t) in enumerate(zip(units["request"], units["kv_head"], units["tile"])) if count[i] > 1}
+    covered = {i: np.zeros(rows[i], int) for i in key.values()}
+    for merge in merges:
+        tile, offset = divmod(int(merge["first_packed_row"]), planned.cutting.tile_q)
+        i = key[int(merge["request"]), int(merge["kv_head"]), tile]
+        assert merge["q_begin"] == planned.batch.q_start + planned.batch.q_lens[: merge["request"]].sum()
+        covered[i][offset : offset + merge["num_rows"]] += 1
+        assert offset + merge["num_rows"] <= rows[i]
+        assert merge["num_partials"] == count[i]
+        own = pieces["partial_row"][starts[i] : starts[i] + count[i]]
+        listed = merge["partial_row"] - offset + np.arange(count[i]) * merge["partial_stride"]
+        assert (own == listed).all(), "a merge reads other partials than its unit's, or in another order"
+    assert all((c == 1).all() for c in covered.values())
+
+
+def loads(planned: Planned, pieces: dict[str, np.ndarray]) -> np.ndarray:
+    """Nanoseconds of each of the schedule's CTAs."""
+    return np.bincount(pieces["cta"], pieces["cost"], planned.cutting.num_ctas)
