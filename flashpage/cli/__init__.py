@@ -9,6 +9,7 @@ import sys
 from typing import NoReturn
 
 from ..errors import FlashpageError, PlanError
+from .values import ArgumentError
 
 _COMMANDS = {
     "info": "what is here: devices, compilers, torch, the kernel cache",
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         return modules[parsed.command].run(parsed)
     except FlashpageError as error:
         print(f"flashpage {parsed.command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, PlanError) else 1
+        return 2 if isinstance(error, PlanError | ArgumentError) else 1
     except KeyboardInterrupt:
         print(f"flashpage {parsed.command}: interrupted", file=sys.stderr)
         return 130

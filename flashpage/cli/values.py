@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
+
+from ..errors import FlashpageError
+
+
+class ArgumentError(FlashpageError):
+    """An argument that is wrong in a way that only the command itself can tell."""
 
 
 def count(text: str) -> int:
@@ -59,8 +66,6 @@ def distribution(kind: str, batch: int, mean: int) -> list[int]:
 
 
 def _normal_quantile(p: float) -> float:
-    import statistics
-
     return statistics.NormalDist().inv_cdf(p)
 
 

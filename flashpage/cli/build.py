@@ -1,0 +1,111 @@
+"""Compile kernels ahead of time: those of a manifest or --spec into the cache, else the AOT list into the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import env, paths
+from ..errors import FlashpageError
+from . import values
+
+if TYPE_CHECKING:
+    from ..jit import Target
+    from ..spec import KernelSpec
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("manifest", nargs="?", type=Path, help="written by flashpage.jit.write_manifest")
+    parser.add_argument("--spec", action="append", default=[], help="one kernel as JSON, as a message showed it")
+    parser.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        help="sm_80, sm_90a, avx512, avx2 ...; default: the manifest's, else here",
+    )
+    parser.add_argument(
+        "--output", type=Path, help="folder to fill (default: the cache, or the package for the AOT list)"
+    )
+    parser.add_argument("--jobs", type=values.count, help="compilers side by side (default: by cores and memory)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.manifest is None and not arguments.spec:
+        return _build_aot_list(arguments)
+    from .. import jit
+
+    kernels = _kernels(arguments)
+    results = jit.build_kernels(kernels, arguments.output, arguments.jobs)
+    for result in results:
+        if result.error:
+            print(f"{result.spec.name} for {result.target.name}: {result.error}", file=sys.stderr)
+    failed = sum(result.error is not None for result in results)
+    new = sum(result.is_new for result in results)
+    folder = arguments.output or env.cache_dir()
+    print(f"{new} built, {len(results) - new - failed} there already, {failed} failed: {folder}")
+    return 1 if failed else 0
+
+
+def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
+    """What to build, and for what; ArgumentError's sentence where an argument says neither."""
+    from .. import jit
+    from ..jit.manifest import parse_spec
+    from ..jit.targets import Target
+
+    try:
+        targets = [Target.parse(name) for name in arguments.target]
+    except ValueError as error:
+        raise values.ArgumentError(f"--target: {error}") from None
+    kernels = []
+    for text in arguments.spec:
+        try:
+            spec = parse_spec(json.loads(text))
+        except (ValueError, KeyError, TypeError) as error:
+            raise values.ArgumentError(f"--spec: not a kernel: {type(error).__name__}: {error}") from None
+        fitting = [target for target in targets or _targets_here(spec.backend) if target.backend == spec.backend]
+        if not fitting:
+            raise values.ArgumentError(f"--target: none of the given is for {spec.backend}, which the spec needs")
+        kernels += [(spec, target) for target in fitting]
+    if arguments.manifest is not None:
+        try:
+            listed = jit.read_manifest(arguments.manifest)
+        except (OSError, ValueError, KeyError) as error:
+            raise values.ArgumentError(f"{arguments.manifest}: not a manifest: {error}") from None
+        kernels += [
+            (spec, target)
+            for spec, own in listed
+            for target in ([t for t in targets if t.backend == spec.backend] if targets else [own])
+        ]
+    return kernels
+
+
+def _targets_here(backend: str) -> list[Target]:
+    """What this machine runs best."""
+    from .. import host, jit
+
+    if backend == "cpu":
+        return [jit.host_target()]
+    count = host.load().fp_cuda_device_count()
+    if not count:
+        raise values.ArgumentError("--target: there is no GPU here to build for: name one, like --target sm_90a")
+    return list({jit.cuda_target(index) for index in range(count)})
+
+
+def _build_aot_list(arguments: argparse.Namespace) -> int:
+    root = paths.PACKAGE.parent
+    if not (root / "aot" / "build.py").is_file():
+        raise FlashpageError(
+            "the AOT list is in the source tree, not in the wheel: give a manifest, or run in a checkout"
+        )
+    command = [sys.executable, "-m", "aot.build"]
+    for target in arguments.target:
+        command += ["--target", target]
+    if arguments.output:
+        command += ["--output", str(arguments.output.absolute())]
+    if arguments.jobs:
+        command += ["--jobs", str(arguments.jobs)]
+    return subprocess.run(command, cwd=root).returncode

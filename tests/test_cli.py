@@ -1,0 +1,167 @@
+"""The console command: what each subcommand prints, and that a wrong argument is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flashpage.cli import main, values
+from flashpage.env import VARIABLES
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    try:
+        code = main(list(arguments))
+    except SystemExit as stop:  # argparse
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+WRONG = [  # arguments, what the line must name
+    ((), "COMMAND"),
+    (("nonsense",), "nonsense"),
+    (("cache",), "action"),
+    (("cache", "burn"), "burn"),
+    (("plan",), "kv_lens"),
+    (("plan", "12,zwölf"), "zwölf"),
+    (("plan", "0x"), "0x"),
+    (("plan", "zipf:4"), "zipf:4"),
+    (("plan", "bell:4:100"), "bell"),
+    (("plan", "100", "--heads", "7/2"), "7/2"),
+    (("plan", "100", "--ctas", "0"), "--ctas"),
+    (("plan", "100,200", "--q-lens", "1,2,3"), "q_lens"),
+    (("plan", "100", "--page-size", "-3"), "page_size"),
+    (("demo", "--requests", "0"), "--requests"),
+    (("demo", "--device", "tpu"), "tpu"),
+    (("build", "no-such-file"), "no-such-file"),
+    (("build", "--spec", "{}"), "--spec"),
+    (("build", "--spec", "["), "--spec"),
+    (("build", "--target", "sm_eighty", "--spec", '{"kernel": "merge"}'), "sm_eighty"),
+    (("build", "--target", "avx2", "--spec", '{"kernel": "merge"}'), "cuda"),
+    (("info", "everything"), "everything"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), WRONG, ids=[" ".join(a) or "nothing" for a, _ in WRONG])
+def test_wrong_argument(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], named: str) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert named in err
+
+
+def test_wrong_benchmark() -> None:
+    done = subprocess.run([sys.executable, "-m", "flashpage", "bench", "sleep"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "sleep" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+LENGTHS = [
+    ("300,17,4096", [300, 17, 4096]),
+    ("3x64,5", [64, 64, 64, 5]),
+    ("0", [0]),
+    ("uniform:3:100", [100, 100, 100]),
+    ("one-long:3:160", [460, 10, 10]),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), LENGTHS)
+def test_lengths(text: str, expected: list[int]) -> None:
+    assert values.lengths(text) == expected
+
+
+@pytest.mark.parametrize("kind", values.KINDS)
+def test_distributions_keep_their_mean(kind: str) -> None:
+    lens = values.distribution(kind, 64, 4096)
+    assert len(lens) == 64 and min(lens) >= 1
+    assert abs(sum(lens) - 64 * 4096) <= 64  # rounding
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "info")
+    assert code == 0
+    rows = {line.split()[0] for line in out.splitlines()}
+    assert {"flashpage", "python", "cpu", "g++", "nvcc", "nvrtc", "cache"} <= rows
+    assert set(VARIABLES) <= rows
+
+
+def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: os.PathLike[str]) -> None:
+    svg = os.path.join(tmp_path, "plan.svg")
+    code, out, _ = run(capsys, "plan", "5000,3,0,77", "--ctas", "8", "--items", "--svg", svg)
+    assert code == 0
+    for request in (0, 1, 3):  # each request that has tokens is in some work item
+        assert f"request {request}" in out
+    with open(svg) as file:
+        assert file.read().lstrip().startswith("<svg")
+
+
+def test_plan_of_prefill(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plan", "100,200", "--q-lens", "100,16", "--page-size", "0", "--backend", "cpu")
+    assert code == 0 and out
+
+
+def test_build_fills_the_cache(
+    capsys: pytest.CaptureFixture[str], tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest of a kernel, built twice: compiled, then found; listed; cleared."""
+    from flashpage import jit
+    from flashpage.dtypes import DType
+    from flashpage.spec import KernelSpec
+    from flashpage.tiles import cpu_tile
+
+    monkeypatch.setenv("FLASHPAGE_CACHE_DIR", os.path.join(tmp_path, "cache"))
+    f32 = DType.FLOAT32
+    tile, _ = cpu_tile(16, 16, 1)
+    spec = KernelSpec("cpu_attention", f32, f32, f32, 16, 16, tile=tile)
+    manifest = os.path.join(tmp_path, "kernels.json")
+    jit.write_manifest(manifest, [(spec, jit.host_target())])
+    code, out, _ = run(capsys, "build", manifest)
+    assert code == 0 and out.startswith("1 built, 0 there already")
+    code, out, _ = run(capsys, "build", "--spec", json.dumps(spec.to_json()))
+    assert code == 0 and out.startswith("0 built, 1 there already")
+    assert spec.name in run(capsys, "cache", "list")[1]
+    assert run(capsys, "cache", "path")[1].strip() == os.environ["FLASHPAGE_CACHE_DIR"]
+    assert run(capsys, "cache", "clear")[1].startswith("removed 1 kernels")
+    assert run(capsys, "cache", "list")[1].startswith("0 kernels")
+
+
+def test_build_tells_what_failed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPAGE_CXX", "no-such-compiler")
+    code, _, err = run(capsys, "build", "--spec", '{"kernel": "cpu_attention", "head_dim_qk": 24, "head_dim_vo": 24}')
+    assert code == 1
+    assert "no-such-compiler" in err
+
+
+def test_interrupted_compile_leaves_nothing_behind(tmp_path: os.PathLike[str]) -> None:
+    """Ctrl-C while the compiler runs: exit code 130, one line, no child, no half entry; the next call works."""
+    slow = os.path.join(tmp_path, "slow-g++")
+    with open(slow, "w") as file:
+        file.write('#!/bin/sh\necho $$ > "$0.pid"\nsleep 60\n')
+    os.chmod(slow, 0o755)
+    cache = os.path.join(tmp_path, "cache")
+    environment = os.environ | {"FLASHPAGE_CACHE_DIR": cache, "FLASHPAGE_CXX": slow}
+    spec = '{"kernel": "cpu_attention", "head_dim_qk": 40, "head_dim_vo": 40}'
+    command = [sys.executable, "-m", "flashpage", "build", "--spec", spec]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not os.path.exists(slow + ".pid") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == "flashpage build: interrupted"
+    with open(slow + ".pid") as file, pytest.raises(ProcessLookupError):
+        os.kill(int(file.read()), 0)
+    listed = subprocess.run(
+        [sys.executable, "-m", "flashpage", "cache", "list"], env=environment, capture_output=True, text=True
+    )
+    assert listed.stdout.startswith("0 kernels")
