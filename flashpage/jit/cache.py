@@ -101,8 +101,7 @@ class Store:
             yield
 
     def publish(self, key: str, binary: Path, meta: dict[str, Any]) -> Entry:
-        """Makes the entry of `key` from a compiled binary; the caller holds the key's lock, and knows that what is there
-        is no good."""
+        """Makes the entry of `key` from a compiled binary, in place of a broken one. The caller holds the lock."""
         private = Path(tempfile.mkdtemp(prefix=_PRIVATE, dir=self.folder))
         try:
             private.chmod(0o755)

@@ -7,6 +7,7 @@ import re
 
 from ..errors import CompileError
 from ..spec import KernelSpec
+from ..variant_source import SOURCE_NAME
 from .targets import Target
 
 _TAIL_LINES = 12
@@ -46,7 +47,7 @@ def compile_error(spec: KernelSpec, target: Target, command: str, log: str, log_
     errors = read_errors(log)
     lines = []
     if blamed := _variant_error(spec, errors, log):
-        lines += ["this line of the variant does not compile:", f"    {blamed[0]}", f"  {blamed[1]}"]
+        lines += [f"variant: {blamed[0]}", f"  does not compile: {blamed[1]}"]
     elif errors:
         lines += [f"{errors[0].file}, line {errors[0].line}: {errors[0].message}", f"    {errors[0].excerpt}".rstrip()]
     lines += [f"kernel {spec.name} did not compile for {target.name}; source and log: {log_file}", f"  {command}"]
@@ -56,15 +57,21 @@ def compile_error(spec: KernelSpec, target: Target, command: str, log: str, log_
 
 def _variant_error(spec: KernelSpec, errors: list[Diagnostic], log: str) -> tuple[str, str] | None:
     """The user's line and the message, where the error is in it or in a function that it calls."""
-    from ..variants import SOURCE_NAME, source_line
-
     for error in errors:
-        if error.file == SOURCE_NAME:
-            return source_line(spec.variant, error.line), error.message
-    callers = rf"^{SOURCE_NAME}:(\d+):|at line (\d+) of \"?{SOURCE_NAME}\"?"  # g++; nvcc and NVRTC
+        if error.file.startswith(SOURCE_NAME):
+            return _variant_line(spec, error.file, error.line), error.message
+    # Where templates were instantiated from: g++'s form, then that of nvcc and NVRTC.
+    callers = rf'^(?P<file>{SOURCE_NAME}\w+):(?P<line>\d+):|at line (?P<line2>\d+) of "?(?P<file2>{SOURCE_NAME}\w+)'
     if errors and (caller := re.search(callers, log, re.MULTILINE)):
-        return source_line(spec.variant, int(caller[1] or caller[2])), errors[0].message
+        file, line = caller["file"] or caller["file2"], int(caller["line"] or caller["line2"])
+        return _variant_line(spec, file, line), errors[0].message
     return None
+
+
+def _variant_line(spec: KernelSpec, file: str, line: int) -> str:
+    """The user's text, from the spec: compilers show it with macros expanded, or not at all."""
+    part = {"logit": spec.variant.logit, "mask": spec.variant.mask}[file.removeprefix(SOURCE_NAME)]
+    return part.splitlines()[line - 1]
 
 
 def read_ptxas(log: str) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import shutil
 import tempfile
@@ -48,6 +49,11 @@ class Job:
         return self.folder / self.target.binary
 
     @property
+    def partial(self) -> Path:
+        """What the compiler writes: the binary's name is for a compile that succeeded."""
+        return self.folder / "partial"
+
+    @property
     def log(self) -> Path:
         return self.folder / "log.txt"
 
@@ -58,24 +64,25 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        return self.compiler.command(self.source, self.binary, self.target)
+        return self.compiler.command(self.source, self.partial, self.target)
 
     def run_alone(self) -> None:
         """Runs the compiler; `finish` tells success from failure."""
         self.started.touch()
         try:
-            with open(self.log, "w") as log, process.running(self.command, log):
+            with open(self.log, "w") as log, process.running(self.command, log) as compiler:
                 pass
         except OSError as error:
             raise CompileError(f"{self.command[0]} could not be started: {error}") from error
+        if compiler.returncode == 0:
+            self.partial.rename(self.binary)
 
     def ninja_rule(self) -> str:
         """`build` statement and command, with the job's key as description (what ninja prints when it is done)."""
-        files = [shlex.quote(str(path)) for path in (self.started, self.log)]
-        command = f": > {files[0]}; {shlex.join(self.command)} > {files[1]} 2>&1".replace("$", "$$")
-        paths = [
-            str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:") for path in (self.binary, self.source)
-        ]
+        started, log = shlex.quote(str(self.started)), shlex.quote(str(self.log))
+        move = shlex.join(["mv", str(self.partial), str(self.binary)])
+        command = f": > {started}; {shlex.join(self.command)} > {log} 2>&1 && {move}".replace("$", "$$")
+        paths = [re.sub(r"([$ :])", r"$\1", str(path)) for path in (self.binary, self.source)]
         rule = f"rule r{self.key}\n  command = {command}\n  description = {self.key}\n"
         return f"{rule}build {paths[0]}: r{self.key} {paths[1]}\n"
 
@@ -84,8 +91,8 @@ class Job:
         log = self.log.read_text(errors="replace") if self.log.exists() else ""
         if not self.binary.exists():
             kept = self._keep_failure(store)
-            command = shlex.join([*self.compiler.program, *self.compiler.flags(self.target)])
-            raise diagnostics.compile_error(self.spec, self.target, command, log, str(kept))
+            command = self.compiler.command(kept / self.source.name, kept / self.binary.name, self.target)
+            raise diagnostics.compile_error(self.spec, self.target, shlex.join(command), log, str(kept))
         meta = {
             "name": self.spec.name,
             "spec": self.spec.to_json(),

@@ -1,4 +1,4 @@
-"""What the user sees of long work: a line before and after one compile, a bar for many. FLASHPAGE_PROGRESS=off: nothing."""
+"""What the user sees of long work: a line before and after a compile, a bar for many. FLASHPAGE_PROGRESS=off: none."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .. import paths
 from ..spec import KernelSpec
+from ..variant_source import render as render_variant
 
 if TYPE_CHECKING:
     import jinja2
@@ -19,10 +20,8 @@ def source_suffix(spec: KernelSpec) -> str:
 
 def render(spec: KernelSpec) -> str:
     """The whole translation unit, less what it includes from include/flashpage."""
-    from .. import variants
-
     template = _environment().get_template(f"{spec.kernel}{source_suffix(spec)}.jinja")
-    return template.render(spec=spec, variant_source=variants.render(spec.variant))
+    return template.render(spec=spec, variant_source=render_variant(spec.variant))
 
 
 @functools.cache
