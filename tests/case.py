@@ -55,6 +55,10 @@ class Case:
     def kv_type(self) -> str:
         return self.kv_dtype or self.q_dtype
 
+    def runs_on(self, device: str) -> bool:
+        """fp32 queries are the CPU's: the card's kernels multiply 16-bit numbers."""
+        return device == "cpu" or self.q_dtype != "float32"
+
     def __str__(self) -> str:
         return self.name
 

@@ -7,7 +7,10 @@ runs the whole table; without pytest: `python tests/harness.py --device cuda --r
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
+import time
 from typing import Any
 
 import torch
@@ -176,3 +179,37 @@ def run_case(case: Case, device: str, library: Any = None) -> Report:
     inputs = make_inputs(case)
     outputs = Runner(inputs, device, library).run()
     return compare(case, outputs, reference_states(inputs))
+
+
+def main() -> int:
+    """Runs cases without pytest: one line a case, and a summary."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
+    parser.add_argument("--reduced", action="store_true", help="the short table for compute-sanitizer")
+    parser.add_argument("--select", default="", help="cases whose name holds this text")
+    parser.add_argument("--no-prebuild", action="store_true", help="compile kernels one by one, as cases need them")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the references are small
+    from cases import CASES, REDUCED
+    from prebuild import prebuild
+
+    table = REDUCED if arguments.reduced else CASES
+    cases = [case for case in table if arguments.select in case.name and case.runs_on(arguments.device)]
+    start = time.perf_counter()
+    if not arguments.no_prebuild:
+        print(f"{prebuild(cases, arguments.device)} kernels in {time.perf_counter() - start:.1f} s", flush=True)
+    failed = []
+    for case in cases:
+        start = time.perf_counter()
+        try:
+            outcome = f"ok    {run_case(case, arguments.device)}"
+        except Exception as error:
+            failed.append(case.name)
+            outcome = f"FAIL  {type(error).__name__}: {error}"
+        print(f"{case.name:32} {time.perf_counter() - start:6.2f} s  {outcome}", flush=True)
+    print(f"{len(cases) - len(failed)} of {len(cases)} cases pass on {arguments.device}; failed: {failed}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

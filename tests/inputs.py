@@ -24,16 +24,13 @@ class Inputs:
     k: list[torch.Tensor]
     v: list[torch.Tensor]
     cache: Cache
+    qo_indptr: torch.Tensor
     indptr: torch.Tensor  # paged: pages; ragged: tokens
     indices: torch.Tensor
     last_page_len: torch.Tensor
     masks: list[torch.Tensor] | None  # per request [q_len, kv_len] bool
     scales: dict[str, Any]  # q_scale, k_scale, v_scale: floats, or tensors
     sinks: torch.Tensor | None
-
-    @property
-    def qo_indptr(self) -> torch.Tensor:
-        return torch.tensor([0, *self.case.q_lens]).cumsum(0).to(torch.int32)
 
     def options(self) -> Options:
         """The reference's view of the case. A custom mask stands for itself: causal does not apply beside it."""
@@ -57,16 +54,39 @@ def make_inputs(case: Case) -> Inputs:
     """Standard normal rows in the case's element types, the same on every machine."""
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
 
-    def rows(count: int, heads: int, dim: int, dtype: str) -> torch.Tensor:
-        return torch.randn(count, heads, dim, generator=generator).to(getattr(torch, dtype))
+    def rows(lengths: tuple[int, ...], heads: int, dim: int, dtype: str) -> list[torch.Tensor]:
+        return [torch.randn(n, heads, dim, generator=generator).to(getattr(torch, dtype)) for n in lengths]
 
-    q = [rows(n, case.num_q_heads, case.head_dim, case.q_dtype) for n in case.q_lens]
-    k = [rows(n, case.num_kv_heads, case.head_dim, case.kv_type) for n in case.kv_lens]
-    v = [rows(n, case.num_kv_heads, case.value_dim, case.kv_type) for n in case.kv_lens]
+    q = rows(case.q_lens, case.num_q_heads, case.head_dim, case.q_dtype)
+    k = rows(case.kv_lens, case.num_kv_heads, case.head_dim, case.kv_type)
+    v = rows(case.kv_lens, case.num_kv_heads, case.value_dim, case.kv_type)
     masks = [_mask(*shape, generator) for shape in zip(case.q_lens, case.kv_lens, strict=True)] if case.mask else None
     sinks = torch.randn(case.num_q_heads, generator=generator) if case.sinks else None
-    cache, indptr, indices, last_page_len = _ragged(case, k, v) if is_ragged(case) else _paged(case, k, v)
-    return Inputs(case, q, k, v, cache, indptr, indices, last_page_len, masks, _scales(case), sinks)
+    return assemble(case, q, k, v, masks, sinks)
+
+
+def one_request(inputs: Inputs, request: int) -> Inputs:
+    """The same rows as a batch of one."""
+    case = inputs.case
+    mine = slice(request, request + 1)
+    alone = dataclasses.replace(case, q_lens=case.q_lens[mine], kv_lens=case.kv_lens[mine])
+    masks = None if inputs.masks is None else inputs.masks[mine]
+    return assemble(alone, inputs.q[mine], inputs.k[mine], inputs.v[mine], masks, inputs.sinks)
+
+
+def assemble(
+    case: Case,
+    q: list[torch.Tensor],
+    k: list[torch.Tensor],
+    v: list[torch.Tensor],
+    masks: list[torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
+) -> Inputs:
+    """Given rows in the case's form of memory."""
+    place = _ragged if is_ragged(case) else _paged
+    cache, indptr, indices, last_page_len = place(case, k, v)
+    qo_indptr = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32)
+    return Inputs(case, q, k, v, cache, qo_indptr, indptr, indices, last_page_len, masks, _scales(case), sinks)
 
 
 def is_ragged(case: Case) -> bool:

@@ -29,7 +29,7 @@ class Options:
     q_scale: torch.Tensor | float = 1.0  # one value or [num_q_heads]
     k_scale: torch.Tensor | float = 1.0  # one value or [num_kv_heads]
     v_scale: torch.Tensor | float = 1.0  # one value or [num_kv_heads]
-    score_mod: Callable[..., torch.Tensor] | None = None  # (score, b, h, q_idx, kv_idx), after soft cap and ALiBi
+    score_mod: Callable[..., torch.Tensor] | None = None  # (score, b, h, q_idx, kv_idx), after ALiBi and soft cap
     mask_mod: Callable[..., torch.Tensor] | None = None  # (b, h, q_idx, kv_idx)
 
 
@@ -79,11 +79,11 @@ def attention(
 def transform_scores(
     score: torch.Tensor, options: Options, request: int, head: int, q_idx: torch.Tensor, kv_idx: torch.Tensor
 ) -> torch.Tensor:
-    """Soft cap, then ALiBi, then the user's score_mod, on one head's scores in natural-log units."""
-    if options.soft_cap:
-        score = options.soft_cap * torch.tanh(score / options.soft_cap)
+    """ALiBi, then soft cap, then the user's score_mod, on one head's scores in natural-log units."""
     if options.alibi_slopes is not None:
         score = score + options.alibi_slopes[head].double() * (kv_idx - q_idx)
+    if options.soft_cap:
+        score = options.soft_cap * torch.tanh(score / options.soft_cap)
     if options.score_mod is not None:
         score = options.score_mod(score, request, head, q_idx, kv_idx)
     return score

@@ -1,0 +1,50 @@
+"""Devices, markers, and one parallel build of all kernels that the collected cases need."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from case import Case
+
+MARKERS = {"slow": "takes more than a few seconds", "cuda": "needs an NVIDIA card"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    torch.set_num_threads(1)  # references are small: threads that spin would only take cores from the kernels
+
+
+def devices() -> list[str]:
+    """The CPU always; the first card where there is one, and the second where there are two."""
+    return ["cpu", *(f"cuda:{i}" for i in range(min(torch.cuda.device_count(), 1)))]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        marks = {"cuda": [pytest.mark.cuda]}
+        values = [pytest.param(name, marks=marks.get(name.split(":")[0], [])) for name in devices()]
+        metafunc.parametrize("device", values, scope="session")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    card = pytest.mark.skip(reason="no NVIDIA card")
+    for item in items:
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(card)
+
+
+@pytest.fixture(scope="session")
+def kernels(request: pytest.FixtureRequest) -> None:
+    """Kernels of all collected tests that take a `case` and a `device`, compiled side by side."""
+    from prebuild import prebuild
+
+    wanted: dict[str, list[Case]] = defaultdict(list)
+    for item in request.session.items:
+        values = getattr(getattr(item, "callspec", None), "params", {})
+        if isinstance(values.get("case"), Case) and "device" in values and values["case"].runs_on(values["device"]):
+            wanted[values["device"]].append(values["case"])
+    for device, cases in wanted.items():
+        prebuild(cases, device)

@@ -1,0 +1,60 @@
+"""Compiles the kernels of many cases side by side before the first of them runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from case import Case
+from harness import Runner
+from inputs import make_inputs
+
+
+class _Planned(Exception):
+    """Ends a plan where it has asked for its last kernel."""
+
+
+@contextlib.contextmanager
+def _recording(specs: dict[Any, None]) -> Iterator[None]:
+    """Plans ask for kernels as always; instead of a kernel they leave its spec here."""
+    from flashpage import jit
+
+    def record(spec: Any, device: Any = None) -> Any:
+        specs[spec] = None
+        if spec.backend == "cpu" or spec.kernel == "merge":
+            raise _Planned
+        return SimpleNamespace(info=SimpleNamespace(num_sms=1, ctas_per_sm=1))
+
+    original, jit.get_kernel = jit.get_kernel, record
+    try:
+        yield
+    finally:
+        jit.get_kernel = original
+
+
+def specs_of(cases: Iterable[Case], device: str) -> list[Any]:
+    """Specs of all kernels that the cases plan and run."""
+    import flashpage
+
+    specs: dict[Any, None] = {}
+    with _recording(specs):
+        for case in cases:
+            # A case `at_run` plans with other values first, and then with its own.
+            for variation in {case, dataclasses.replace(case, at_run=False)}:
+                with contextlib.suppress(_Planned):
+                    Runner(make_inputs(variation), device, flashpage).run()
+                    raise AssertionError(f"{case} planned without asking for a kernel")
+    return list(specs)
+
+
+def prebuild(cases: Iterable[Case], device: str) -> int:
+    """Builds what is not built yet; returns how many kernels the cases need."""
+    from flashpage import jit
+
+    specs = specs_of(cases, device)
+    jit.prebuild(specs, None if device == "cpu" else torch.device(device))
+    return len(specs)

@@ -1,0 +1,33 @@
+"""Every row of the case table on every device, through the public wrappers, against the fp64 reference."""
+
+from __future__ import annotations
+
+import case_pairs
+import pytest
+from case import Case
+from cases import CASES, REDUCED
+from harness import run_case
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: Case, device: str, kernels: None) -> None:
+    if not case.runs_on(device):
+        pytest.skip("fp32 queries are the CPU's")
+    run_case(case, device)
+
+
+def test_names_are_unique_and_reasons_given() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert all(case.why for case in CASES)
+    assert 20 <= len(REDUCED) <= 40
+
+
+def test_pairs_are_covered() -> None:
+    """Every two values of two factors meet in a row, but for those that exclude each other."""
+    rows = case_pairs.cover(case_pairs.AT_RUN, lambda row: True)
+    names = list(case_pairs.AT_RUN)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            for x in case_pairs.AT_RUN[a]:
+                for y in case_pairs.AT_RUN[b]:
+                    assert any(row[a] == x and row[b] == y for row in rows), (a, x, b, y)
