@@ -25,7 +25,8 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{ROOT / 'include'}"]
 # One library for every distribution: the C++ runtime inside, only libc, libdl and libpthread outside.
-LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,--no-undefined", "-s"]
+LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined", "-Wl,-z,nodelete", "-s"]
+LINK += [f"-Wl,--version-script={ROOT / 'csrc' / 'exports.map'}"]
 LIBRARIES = ["-ldl", "-lpthread"]
 
 

@@ -1,5 +1,5 @@
 // The part of the CUDA driver API that the host library uses, declared here so that it builds where there is no CUDA.
-// tests/test_host_cuda_api.py compares every layout, constant and signature with the toolkit's cuda.h where one is installed.
+// tests/test_host_layout.py compares every layout, constant and signature with the toolkit's cuda.h where one is installed.
 #pragma once
 #include <cstddef>
 
@@ -16,7 +16,6 @@ using Kernel = struct KernelHandle*;
 using Function = struct FunctionHandle*;
 
 inline constexpr Result success = 0;
-inline constexpr Result error_not_ready = 600;
 
 inline constexpr int device_multiprocessor_count = 16;
 inline constexpr int device_l2_cache_size = 38;
@@ -29,7 +28,6 @@ inline constexpr int function_num_regs = 4;
 inline constexpr int function_max_dynamic_shared_size_bytes = 8;
 
 inline constexpr int capture_status_none = 0;
-inline constexpr int capture_status_active = 1;
 inline constexpr int capture_mode_relaxed = 2;
 
 inline constexpr unsigned host_alloc_portable = 1;

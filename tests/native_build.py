@@ -1,0 +1,28 @@
+"""Compiles the tests' own C++ against the library's headers, once a session."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS = ["-std=c++20", "-O1", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
+
+
+@functools.cache
+def shared_library(source: str, name: str = "") -> Path:
+    """tests/native/<source> as a shared library called `name` in a folder of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="flashpage-test-"))
+    library = folder / (name or Path(source).with_suffix(".so").name)
+    command = ["g++", *FLAGS, "-shared", str(ROOT / "tests" / "native" / source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
+
+
+def check_syntax(code: str, *flags: str) -> None:
+    """Passes the code to the compiler; a static_assert that fails is a CalledProcessError with the compiler's text."""
+    command = ["g++", *FLAGS, *flags, "-fsyntax-only", "-x", "c++", "-"]
+    result = subprocess.run(command, input=code, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr
