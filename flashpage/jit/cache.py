@@ -117,18 +117,28 @@ class Store:
             raise OSError(f"{self.folder / key} does not read back as it was written")
         return entry
 
+    def folders(self) -> list[Path]:
+        """Of all entries, sound or not."""
+        return [folder for folder in _list(self.folder) if _KEY.fullmatch(folder.name)]
+
     def entries(self) -> list[Entry]:
         """All sound entries, by name."""
-        found = [entry for f in _list(self.folder) if _KEY.fullmatch(f.name) and (entry := read_entry(f, f.name))]
+        found = [entry for folder in self.folders() if (entry := read_entry(folder, folder.name))]
         return sorted(found, key=lambda entry: (entry.meta["name"], entry.meta["target"]))
 
+    def tidy(self) -> None:
+        """Removes locks, logs of failures and what killed processes left."""
+        for path in _list(self.folder):
+            if path.name.startswith(_PRIVATE) or path.name in (_LOCKS, FAILED):
+                shutil.rmtree(path, ignore_errors=True)
+
     def clear(self) -> int:
-        """Removes everything that this module made, broken entries and leftovers too; returns how many entries."""
-        kernels = [f for f in _list(self.folder) if _KEY.fullmatch(f.name)]
-        leftovers = [f for f in _list(self.folder) if f.name.startswith(_PRIVATE) or f.name in (_LOCKS, FAILED)]
-        for folder in kernels + leftovers:
+        """Removes everything that this module made; returns how many entries there were."""
+        folders = self.folders()
+        for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
-        return len(kernels)
+        self.tidy()
+        return len(folders)
 
 
 def _list(folder: Path) -> list[Path]:

@@ -1,0 +1,86 @@
+"""Builds the AOT list into flashpage/aot_kernels, which `pip wheel -C--build-option=--aot` ships.
+
+`--check` compiles into a folder that is thrown away and fails where a kernel does not compile or spills registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from flashpage.jit import BuildResult, Target, build_kernels
+from flashpage.jit.cache import Store, aot_store, key_of
+from flashpage.spec import KernelSpec
+
+from . import specs
+
+# compute_80: PTX that the driver compiles for a card without its own cubin.
+WHEEL_TARGETS = ("sm_80", "sm_90a", "compute_80", "avx2", "avx512")
+CHECK_TARGETS = ("sm_80", "sm_90a")
+
+Kernel = tuple[KernelSpec, Target]
+
+
+def listed(targets: Iterable[str], default_only: bool = False) -> list[Kernel]:
+    """The list's specs for those of the targets that fit them."""
+    cuda = specs.default_cuda_specs() if default_only else specs.cuda_specs()
+    of_backend = {"cuda": cuda, "cpu": specs.cpu_specs()}
+    return [(spec, target) for target in map(Target.parse, targets) for spec in of_backend[target.backend]]
+
+
+def build_into(folder: Path, kernels: Iterable[Kernel], jobs: int | None = None) -> list[BuildResult]:
+    """Makes `folder` hold these kernels and no others: what other sources or lists left there is removed."""
+    kernels = list(kernels)
+    wanted = {key_of(*kernel) for kernel in kernels}
+    store = Store(folder)
+    for entry in store.folders():
+        if entry.name not in wanted:
+            shutil.rmtree(entry)
+    results = build_kernels(kernels, folder, jobs)
+    store.tidy()
+    return results
+
+
+def check(kernels: Iterable[Kernel], jobs: int | None = None) -> list[BuildResult]:
+    """Compiles every kernel anew, into a folder that is then removed."""
+    with tempfile.TemporaryDirectory(prefix="flashpage-check-") as folder:
+        return build_kernels(kernels, Path(folder), jobs)
+
+
+def report(results: list[BuildResult]) -> None:
+    """One line a kernel: seconds, registers, spilled bytes."""
+    for result in results:
+        numbers = f"{result.seconds:6.1f} s"
+        if result.registers is not None:
+            numbers += f" {result.registers:4d} registers {result.spill_bytes or 0:5d} bytes spilled"
+        print(f"{result.target.name:10s} {numbers}  {result.spec.name}{'  FAILED' if result.error else ''}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m aot.build", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        *("--target", "--arch"), action="append", help=f"default: {', '.join(WHEEL_TARGETS)}; repeat for several"
+    )
+    parser.add_argument("--output", type=Path, default=aot_store().folder, help="default: %(default)s")
+    parser.add_argument("--jobs", type=int, help="compilers at a time; default: by cores and memory")
+    parser.add_argument("--check", action="store_true", help="keep nothing; fail on errors and on spilled registers")
+    parser.add_argument("--default-only", action="store_true", help="CUDA: the default specs alone")
+    given = parser.parse_args(arguments)
+    targets = given.target or (CHECK_TARGETS if given.check else WHEEL_TARGETS)
+    kernels = listed(targets, given.default_only)
+    results = check(kernels, given.jobs) if given.check else build_into(given.output, kernels, given.jobs)
+    report(results)
+    failed = [result for result in results if result.error]
+    spilled = [result for result in results if given.check and result.spill_bytes]
+    for result in failed:
+        print(f"\n{result.error}", file=sys.stderr)
+    print(f"{len(results)} kernels, {len(failed)} failed, {len(spilled)} spill registers")
+    return 1 if failed or spilled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
