@@ -1,0 +1,51 @@
+// The attention kernel of the CPU: the plan's units and tiles, on vector registers and the thread that calls.
+#pragma once
+#include "flashpage/cpu/scores.h"
+#include "flashpage/cpu/softmax.h"
+#include "flashpage/cpu/values.h"
+
+namespace flashpage::cpu {
+
+// Scores of all blocks come before values: both are read from the same panels, packed once a tile.
+template <class Traits>
+void attend_tile(Work<Traits>& work) {
+  const i32 num_rows = work.unit.num_rows;
+  locate_rows<Traits::kv_source>(work.params, *work.unit.item, work.unit.kv_head, work.tile);
+  pack_tile_keys(work);
+  for (i32 row = 0; row < num_rows; row += block_rows) {
+    const Block block = work.block(row);
+    score_block(work, block);
+    softmax_block(work, block);
+  }
+  pack_tile_values(work);
+  for (i32 row = 0; row < num_rows; row += block_rows) value_block(work, work.block(row));
+}
+
+template <class Traits>
+void attend_unit(Work<Traits>& work) {
+  load_queries(work);
+  start_softmax(work);
+  __builtin_memset(work.out, 0, sizeof(float) * work.unit.num_rows * Work<Traits>::out_stride);
+  for (i32 token = work.unit.begin; token < work.unit.end; token += Traits::tile_kv) {
+    work.tile.begin = token;
+    work.tile.count = min_of(Traits::tile_kv, work.unit.end - token);
+    __builtin_memset(work.seen, 0, sizeof(work.seen));
+    attend_tile(work);
+  }
+  write_outputs(work);
+}
+
+// Runs the items of CTAs [cta_begin, cta_end).
+template <class Traits>
+void attention(const AttentionParams& params, const VariantArgs& args, i32 cta_begin, i32 cta_end) {
+  Work<Traits> work(params, args);
+  for (i32 cta = cta_begin; cta < cta_end; ++cta)
+    for_each_item(params.plan, cta, [&](const WorkItem& item) {
+      for (i32 u = 0; u < item.num_units; ++u) {
+        make_unit(params, item, u, work.unit);
+        attend_unit(work);
+      }
+    });
+}
+
+}  // namespace flashpage::cpu

@@ -1,0 +1,94 @@
+// Element types of tensors and the two types that kernels compute with: float, and pairs of Bf16 where the CPU multiplies them.
+#pragma once
+#include "flashpage/cpu/lanes.h"
+
+namespace flashpage::cpu {
+
+// e4m3 through half: the same fields with 7 for a bias of 15, so that small numbers need no care.
+inline FloatLanes e4m3_to_float(ShortLanes bits) {
+  const ShortLanes magnitude = bits & 0x7f;
+  const ShortLanes half = ((bits & 0x80) << 8) | (magnitude << 7);
+  return half_to_float(magnitude == 0x7f ? ShortLanes{} + 0x7e00 : half) * 256.0f;
+}
+
+inline ShortLanes load_bytes(const void* source) {
+  u8 __attribute__((vector_size(num_lanes))) bytes;
+  __builtin_memcpy(&bytes, source, num_lanes);
+  return __builtin_convertvector(bytes, ShortLanes);
+}
+
+inline FloatLanes bf16_to_float(ShortLanes bits) {
+  return (FloatLanes)(__builtin_convertvector(bits, IntLanes) << 16);
+}
+
+// num_lanes elements as floats.
+template <class T>
+inline FloatLanes load(const T* source) {
+  if constexpr (is_same<T, float>) return load_bits(source);
+  if constexpr (is_same<T, Half>) return half_to_float(load_shorts(source));
+  if constexpr (is_same<T, Bf16>) return bf16_to_float(load_shorts(source));
+  if constexpr (is_same<T, E4m3>) return e4m3_to_float(load_bytes(source));
+  if constexpr (is_same<T, E5m2>) return half_to_float(load_bytes(source) << 8);
+}
+
+template <class T>
+inline void store(T* destination, FloatLanes x) {
+  if constexpr (is_same<T, float>) store_bits(destination, x);
+  if constexpr (is_same<T, Half>) store_shorts(destination, float_to_half(x));
+  if constexpr (is_same<T, Bf16>) store_shorts(destination, float_to_bf16(x));
+}
+
+// The first `count` lanes; the others are 0 and not touched in memory. `count` is a constant after inlining.
+template <class T>
+inline FloatLanes load_first(const T* source, int count) {
+  if (count >= num_lanes) return load(source);
+  T part[num_lanes] = {};
+  __builtin_memcpy(part, source, count * sizeof(T));
+  return load(part);
+}
+template <class T>
+inline void store_first(T* destination, FloatLanes x, int count) {
+  if (count >= num_lanes) return store(destination, x);
+  T part[num_lanes];
+  store(part, x);
+  __builtin_memcpy(destination, part, count * sizeof(T));
+}
+
+// Query and KV types decide what is multiplied. Everything but bf16 queries over bf16 or fp8 (which bf16 holds exactly) is float.
+template <class Query, class Kv>
+struct ChooseOperand {
+  using type = float;
+};
+#if defined(__AVX512BF16__)
+template <class Kv>
+struct ChooseOperand<Bf16, Kv> {
+  using type = Bf16;
+};
+#endif
+template <class Query, class Kv>
+using Operand = typename ChooseOperand<Query, Kv>::type;
+
+// Elements of a word (intrinsics.h, multiply_add).
+template <class Operand>
+inline constexpr int word_elements = 4 / sizeof(Operand);
+
+// The first `count` words of a row as operands; the others are 0.
+template <class Operand, class T>
+inline FloatLanes load_words(const T* source, int count) {
+  if constexpr (is_same<Operand, float>) {
+    return load_first(source, count);
+  } else if constexpr (is_same<T, Operand>) {
+    if (count >= num_lanes) return load_bits(source);
+    u32 part[num_lanes] = {};
+    __builtin_memcpy(part, source, count * 4);
+    return load_bits(part);
+  } else {
+    Operand part[2 * num_lanes];
+    const int elements = 2 * count;
+    store(part, load_first(source, min_of(elements, num_lanes)));
+    store(part + num_lanes, elements > num_lanes ? load_first(source + num_lanes, elements - num_lanes) : FloatLanes{});
+    return load_bits(part);
+  }
+}
+
+}  // namespace flashpage::cpu

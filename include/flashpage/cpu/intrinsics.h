@@ -1,0 +1,99 @@
+// The instructions that GCC's vector extensions cannot express, by what they do. Nothing else contains intrinsics.
+#pragma once
+#include <immintrin.h>
+
+#include "flashpage/common/types.h"
+
+#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
+#error "flashpage's CPU kernels need AVX2, FMA and F16C"
+#endif
+
+namespace flashpage::cpu {
+
+#if defined(__AVX512F__)
+inline constexpr int num_lanes = 16;
+#else
+inline constexpr int num_lanes = 8;
+#endif
+
+// One vector register of 32-bit lanes. A comparison gives an IntLanes mask, -1 where true.
+using FloatLanes = float __attribute__((vector_size(num_lanes * 4)));
+using IntLanes = i32 __attribute__((vector_size(num_lanes * 4)));
+using ShortLanes = u16 __attribute__((vector_size(num_lanes * 2)));
+
+#if defined(__AVX512F__)
+
+inline FloatLanes half_to_float(ShortLanes bits) {
+  return (FloatLanes)_mm512_cvtph_ps((__m256i)bits);
+}
+inline ShortLanes float_to_half(FloatLanes x) {
+  return (ShortLanes)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// x * 2^n for integral n, with a gradual and then a full underflow to 0.
+inline FloatLanes scale_by_power(FloatLanes x, FloatLanes n) {
+  return (FloatLanes)_mm512_scalef_ps((__m512)x, (__m512)n);
+}
+inline FloatLanes square_root(FloatLanes x) {
+  return (FloatLanes)_mm512_sqrt_ps((__m512)x);
+}
+inline FloatLanes round_down(FloatLanes x) {
+  return (FloatLanes)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+
+#else
+
+inline FloatLanes half_to_float(ShortLanes bits) {
+  return (FloatLanes)_mm256_cvtph_ps((__m128i)bits);
+}
+inline ShortLanes float_to_half(FloatLanes x) {
+  return (ShortLanes)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// Two factors, as 2^n alone leaves the exponent's range before the product does.
+inline FloatLanes scale_by_power(FloatLanes x, FloatLanes n) {
+  const IntLanes power = __builtin_convertvector(n, IntLanes), half = power >> 1, rest = power - half;
+  return x * (FloatLanes)((half + 127) << 23) * (FloatLanes)((rest + 127) << 23);
+}
+inline FloatLanes square_root(FloatLanes x) {
+  return (FloatLanes)_mm256_sqrt_ps((__m256)x);
+}
+inline FloatLanes round_down(FloatLanes x) {
+  return (FloatLanes)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+
+#endif
+
+// sum + a * b over words: 32 bits that hold a float, or a pair of Bf16 that are neighbours along the contraction.
+template <class Operand>
+inline FloatLanes multiply_add(FloatLanes sum, FloatLanes a, FloatLanes b) {
+  static_assert(is_same<Operand, float>);
+  return sum + a * b;
+}
+
+#if defined(__AVX512BF16__)
+
+inline ShortLanes float_to_bf16(FloatLanes x) {
+  return (ShortLanes)_mm512_cvtneps_pbh((__m512)x);
+}
+// sum + a.low * b.low + a.high * b.high in every lane, fp32 accumulation.
+template <>
+inline FloatLanes multiply_add<Bf16>(FloatLanes sum, FloatLanes a, FloatLanes b) {
+  return (FloatLanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
+}
+
+#else
+
+// Round to nearest even; a NaN stays one.
+inline ShortLanes float_to_bf16(FloatLanes x) {
+  const IntLanes bits = (IntLanes)x;
+  const IntLanes rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
+  return __builtin_convertvector(x == x ? rounded : quiet, ShortLanes);
+}
+
+#endif
+
+// Into the second cache level: the next tile's rows arrive while this tile's are computed with.
+inline void prefetch(const void* address) {
+  __builtin_prefetch(address, 0, 2);
+}
+
+}  // namespace flashpage::cpu

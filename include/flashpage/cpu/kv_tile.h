@@ -1,0 +1,112 @@
+// A tile of tokens: where their rows of K and V lie, and how they are packed into the panels that products read.
+#pragma once
+#include "flashpage/cpu/product.h"
+#include "flashpage/params.h"
+
+namespace flashpage::cpu {
+
+// Slots that hold no token of the tile point here, so that packing needs no tail.
+template <class Kv>
+inline constexpr Kv zero_row[512] = {};
+
+template <class Kv, int tile_kv>
+struct KvTile {
+  i32 begin, count;  // tokens of the request
+  const Kv* keys[tile_kv];
+  const Kv* values[tile_kv];
+};
+
+template <class Kv>
+inline const Kv* kv_row(const KvView& view, i64 page, i64 token, i64 head) {
+  return static_cast<const Kv*>(view.data) + page * view.page_stride + token * view.token_stride +
+         head * view.head_stride;
+}
+
+template <KvSource source, class Kv, int tile_kv>
+void locate_rows(const AttentionParams& params, const WorkItem& item, i32 kv_head, KvTile<Kv, tile_kv>& tile) {
+  const i32 end = tile.begin + tile.count;
+  for (i32 token = tile.begin; token < end;) {
+    i64 page = 0, in_page = item.kv_offset + token;
+    i32 run = end - token;  // tokens that lie one stride apart
+    if constexpr (source == KvSource::paged) {
+      u32 number, slot;
+      params.page.divmod(token, number, slot);
+      page = params.kv_indices[item.kv_offset + number];
+      in_page = slot;
+      run = min_of(run, static_cast<i32>(params.page.divisor - slot));
+    }
+    const Kv* key = kv_row<Kv>(params.k, page, in_page, kv_head);
+    const Kv* value = kv_row<Kv>(params.v, page, in_page, kv_head);
+    for (i32 i = 0, slot = token - tile.begin; i < run; ++i, ++slot) {
+      tile.keys[slot] = key + i * params.k.token_stride;
+      tile.values[slot] = value + i * params.v.token_stride;
+    }
+    token += run;
+  }
+  for (i32 slot = tile.count; slot < round_up(tile.count, num_lanes); ++slot) {
+    tile.keys[slot] = zero_row<Kv>;
+    tile.values[slot] = zero_row<Kv>;
+  }
+}
+
+// A square of words. Each round exchanges the off-diagonal quarters of all blocks of 2 * size.
+template <int size = num_lanes / 2>
+inline void transpose(FloatLanes (&square)[num_lanes]) {
+  IntLanes low, high;
+  for (int i = 0; i < num_lanes; ++i) {
+    low[i] = i & size ? num_lanes + i - size : i;
+    high[i] = i & size ? num_lanes + i : i + size;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < num_lanes; ++i) {
+    if (i & size) continue;
+    const FloatLanes a = square[i], b = square[i + size];
+    square[i] = __builtin_shuffle(a, b, low);
+    square[i + size] = __builtin_shuffle(a, b, high);
+  }
+  if constexpr (size > 1) transpose<size / 2>(square);
+}
+
+// Keys to panels of tokens: step = a word of head_dim, column = token.
+template <class Operand, int head_dim, class Source>
+void pack_keys(const Source* const* rows, int count, u32* panels) {
+  constexpr int words = head_dim / word_elements<Operand>;
+  for (int token = 0; token < count; token += num_lanes) {
+    u32* panel = panels + (token / panel_width) * (words * panel_width) + token % panel_width;
+    for (int word = 0; word < words; word += num_lanes) {
+      FloatLanes square[num_lanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < num_lanes; ++i)
+        square[i] = load_words<Operand>(rows[token + i] + word * word_elements<Operand>, words - word);
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < num_lanes; ++i)
+        if (word + i < words) store_bits(panel + (word + i) * panel_width, square[i]);
+    }
+  }
+}
+
+// The same column of one token, or of two in the halves of a word.
+template <class Operand, class Kv>
+inline FloatLanes value_words(const Kv* const* rows, int column, int count) {
+  const FloatLanes first = load_first(rows[0] + column, count);
+  if constexpr (is_same<Operand, float>) {
+    return first;
+  } else {
+    const FloatLanes second = load_first(rows[1] + column, count);
+    return (FloatLanes)(((IntLanes)first >> 16 & 0xffff) | (IntLanes)second);
+  }
+}
+
+// Values to panels of head_dim: step = a token (or two), column = element.
+template <class Operand, int head_dim, int max_steps, class Kv>
+void pack_values(const Kv* const* rows, int count, u32* panels) {
+  for (int step = 0; step * word_elements<Operand> < count; ++step)
+    for (int column = 0; column < head_dim; column += num_lanes) {
+      u32* panel = panels + (column / panel_width) * (max_steps * panel_width) + column % panel_width;
+      store_bits(panel + step * panel_width,
+                 value_words<Operand>(rows + step * word_elements<Operand>, column, head_dim - column));
+    }
+}
+
+}  // namespace flashpage::cpu

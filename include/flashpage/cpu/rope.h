@@ -1,0 +1,54 @@
+// LLaMA rotary embedding: the pair (i, i + head_dim / 2) of a row at position p turns by p / scale * theta^(-2 i / head_dim).
+#pragma once
+#include <cmath>
+
+#include "flashpage/cpu/convert.h"
+
+namespace flashpage::cpu {
+
+template <int head_dim>
+class Rotation {
+ public:
+  static constexpr int num_pairs = head_dim / 2;
+
+  Rotation(float scale, float theta) {
+    for (int i = 0; i < num_pairs; ++i) {
+      angle_[i] = std::pow(double{theta}, -2.0 * i / head_dim) / scale;
+      step_cos_[i] = std::cos(angle_[i]);
+      step_sin_[i] = std::sin(angle_[i]);
+    }
+  }
+
+  void start(i32 position) {
+    for (int i = 0; i < num_pairs; ++i) {
+      cos_[i] = std::cos(position * angle_[i]);
+      sin_[i] = std::sin(position * angle_[i]);
+    }
+  }
+
+  // To the next position: one product of unit vectors, in double so that a tile of steps stays exact to fp32.
+  void advance() {
+    for (int i = 0; i < num_pairs; ++i) {
+      const double cos = cos_[i] * step_cos_[i] - sin_[i] * step_sin_[i];
+      sin_[i] = sin_[i] * step_cos_[i] + cos_[i] * step_sin_[i];
+      cos_[i] = cos;
+    }
+  }
+
+  template <class Operand, class T>
+  void rotate(const T* source, Operand* destination) const {
+    float row[round_up(head_dim, num_lanes)], turned[round_up(head_dim, num_lanes)];
+    for (int i = 0; i < head_dim; i += num_lanes) store(row + i, load_first(source + i, head_dim - i));
+    for (int i = 0; i < num_pairs; ++i) {
+      const float cos = static_cast<float>(cos_[i]), sin = static_cast<float>(sin_[i]);
+      turned[i] = row[i] * cos - row[i + num_pairs] * sin;
+      turned[i + num_pairs] = row[i + num_pairs] * cos + row[i] * sin;
+    }
+    for (int i = 0; i < head_dim; i += num_lanes) store_first(destination + i, load(turned + i), head_dim - i);
+  }
+
+ private:
+  double angle_[num_pairs], step_cos_[num_pairs], step_sin_[num_pairs], cos_[num_pairs], sin_[num_pairs];
+};
+
+}  // namespace flashpage::cpu

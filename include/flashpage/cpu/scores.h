@@ -1,0 +1,66 @@
+// Queries and keys to dot products.
+#pragma once
+#include "flashpage/cpu/work.h"
+
+namespace flashpage::cpu {
+
+// The unit's rows of q as operands, rotated where the kernel encodes positions.
+template <class Traits>
+void load_queries(Work<Traits>& work) {
+  using Operand = typename Work<Traits>::Operand;
+  constexpr int head_dim = Traits::head_dim_qk;
+  const AttentionParams& params = work.params;
+  i32 position = 0;
+  for (i32 r = 0; r < work.unit.num_rows; ++r) {
+    const Row& row = work.unit.rows[r];
+    const auto* source = static_cast<const typename Traits::Query*>(params.q) +
+                         (i64{work.unit.item->q_begin} + row.row) * params.q_row_stride + row.head * params.q_head_stride;
+    Operand* destination = work.queries + r * head_dim;
+    if constexpr (Work<Traits>::has_rope) {
+      if (r == 0) work.rotation.start(row.position);
+      if (r > 0 && row.position != position) work.rotation.advance();
+      position = row.position;
+      work.rotation.rotate(source, destination);
+    } else {
+      for (int i = 0; i < head_dim; i += num_lanes) store_first(destination + i, load_first(source + i, head_dim - i), head_dim - i);
+    }
+  }
+}
+
+template <class Traits>
+void pack_tile_keys(Work<Traits>& work) {
+  using Operand = typename Work<Traits>::Operand;
+  constexpr int head_dim = Traits::head_dim_qk;
+  auto& tile = work.tile;
+  if constexpr (Work<Traits>::has_rope) {
+    const Operand* rows[Traits::tile_kv];
+    work.rotation.start(tile.begin);
+    for (i32 i = 0; i < tile.count; ++i) {
+      work.rotation.rotate(tile.keys[i], work.turned_keys + i * head_dim);
+      rows[i] = work.turned_keys + i * head_dim;
+      work.rotation.advance();
+    }
+    for (i32 i = tile.count; i < round_up(tile.count, num_lanes); ++i) rows[i] = zero_row<Operand>;
+    pack_keys<Operand, head_dim>(rows, tile.count, work.panels);
+  } else {
+    pack_keys<Operand, head_dim>(tile.keys, tile.count, work.panels);
+  }
+}
+
+// Dot products of the block's rows with the tokens it sees, to work.scores.
+template <class Traits>
+void score_block(Work<Traits>& work, const Block& block) {
+  using W = Work<Traits>;
+  const Product product = {.rows = reinterpret_cast<const u32*>(work.queries) + block.row * W::qk_words,
+                           .row_stride = W::qk_words,
+                           .panels = work.panels,
+                           .panel_words = W::qk_words * panel_width,
+                           .step_begin = 0,
+                           .step_end = W::qk_words,
+                           .sums = work.scores,
+                           .sums_stride = W::tile_kv,
+                           .carry = nullptr};
+  multiply<typename W::Operand>(product, block.num_rows, block.vector_begin(), block.vector_end());
+}
+
+}  // namespace flashpage::cpu

@@ -1,0 +1,67 @@
+// Online softmax: dot products of a block and one tile to weights, with each row's running maximum and sum.
+#pragma once
+#include "flashpage/cpu/mask.h"
+#include "flashpage/cpu/work.h"
+
+namespace flashpage::cpu {
+
+// A sink is a token without a value that piece 0 has seen before all others.
+template <class Traits>
+void start_softmax(Work<Traits>& work) {
+  const bool has_sink = work.params.sinks && work.unit.item->piece == 0;
+  for (i32 r = 0; r < work.unit.num_rows; ++r) {
+    const float sink = has_sink ? work.params.sinks[work.unit.rows[r].head] * log2_e : -infinity;
+    work.softmax.max[r] = sink;
+    work.softmax.sum[r] = sink == -infinity ? 0.0f : 1.0f;
+  }
+}
+
+// The scores, in base-2 units, of the tile's vector after scale, variant and masks.
+template <class Traits>
+inline FloatLanes final_scores(Work<Traits>& work, const Row& row, int vector, FloatLanes dots) {
+  using Variant = typename Traits::Variant;
+  const WorkItem& item = *work.unit.item;
+  const i32 first = work.tile.begin + vector * num_lanes;
+  // Variants look up tensors by token: lanes past the request repeat its last one.
+  const IntLanes count = count_from(first), last = IntLanes{} + (item.kv_len - 1), tokens = count < last ? count : last;
+  if constexpr (Variant::has_logit) {
+    const vm::Floats score = dots * row.scale;
+    dots = vm::Floats(Variant::logit(work.args, score, item.request, row.head, row.position, vm::Ints(tokens))).lanes * log2_e;
+  } else {
+    dots = dots * (row.scale * log2_e);
+  }
+  const IntLanes visible = visible_tokens<Traits>(work.params, work.args, item, row, first, tokens);
+  if constexpr (has_custom_mask<Traits>) work.seen[vector] |= visible;
+  return visible ? dots : splat(-infinity);
+}
+
+template <class Traits>
+void softmax_row(Work<Traits>& work, const Block& block, i32 r) {
+  using Operand = typename Work<Traits>::Operand;
+  float* scores = work.scores + (r - block.row) * Traits::tile_kv;
+  Operand* weights = work.weights + r * Traits::tile_kv;
+  float& max = work.softmax.max[r];
+  FloatLanes maxima = splat(max), sums{};
+  for (int v = block.vector_begin(); v < block.vector_end(); ++v) {
+    const FloatLanes x = final_scores(work, work.unit.rows[r], v, load(scores + v * num_lanes));
+    store(scores + v * num_lanes, x);
+    maxima = x > maxima ? x : maxima;
+  }
+  const float new_max = horizontal_max(maxima), base = new_max == -infinity ? 0.0f : new_max;
+  for (int v = block.vector_begin(); v < block.vector_end(); ++v) {
+    const FloatLanes weight = exp2_of_negative(load(scores + v * num_lanes) - base);
+    store(weights + v * num_lanes, weight);
+    sums += weight;
+  }
+  const float carry = exp2_of_negative(splat(max - base))[0];
+  work.softmax.carry[r] = carry;
+  work.softmax.sum[r] = work.softmax.sum[r] * carry + horizontal_sum(sums);
+  max = new_max;
+}
+
+template <class Traits>
+void softmax_block(Work<Traits>& work, const Block& block) {
+  for (i32 r = block.row; r < block.row + block.num_rows; ++r) softmax_row(work, block, r);
+}
+
+}  // namespace flashpage::cpu

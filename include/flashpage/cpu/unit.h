@@ -1,0 +1,69 @@
+// One unit of a work item: which rows of q it has, and which tokens each of them may see.
+#pragma once
+#include "flashpage/cpu/lanes.h"
+#include "flashpage/params.h"
+
+namespace flashpage::cpu {
+
+struct Row {
+  i32 row;         // of the request
+  i32 head;        // query head
+  i32 position;    // in the request's tokens
+  i32 begin, end;  // tokens that causality and window leave
+  float scale;     // of the dot product, natural-log units
+};
+
+template <int tile_q>
+struct Unit {
+  const WorkItem* item;
+  i32 kv_head;
+  i32 num_rows;
+  i32 begin, end;  // tokens that any row may see
+  float value_scale;
+  Row rows[tile_q];
+};
+
+inline i32 clamp(i32 x, i32 low, i32 high) {
+  return max_of(low, min_of(x, high));
+}
+
+inline float scale_of(const float* scales, i32 stride, i32 head) {
+  return scales ? scales[head * stride] : 1.0f;
+}
+
+// `begin` and `end` never decrease from row to row.
+inline Row make_row(const AttentionParams& params, const WorkItem& item, i32 kv_head, i32 packed_row) {
+  const i32 row = static_cast<i32>(params.group.div(packed_row));
+  const i32 group = static_cast<i32>(params.group.divisor);
+  Row result;
+  result.row = row;
+  result.head = kv_head * group + packed_row - row * group;
+  result.position = item.kv_len - item.q_len + row;
+  result.begin = item.kv_begin;
+  result.end = item.kv_end;
+  if (params.window_left >= 0) {
+    const i32 oldest = result.position > params.window_left ? result.position - params.window_left : 0;
+    result.begin = clamp(oldest, item.kv_begin, item.kv_end);
+  }
+  if (params.causal) result.end = clamp(result.position + 1, result.begin, item.kv_end);
+  result.scale = params.score_scale * scale_of(params.q_scale, params.q_scale_stride, result.head) *
+                 scale_of(params.k_scale, params.k_scale_stride, kv_head);
+  return result;
+}
+
+// The item's run goes through the row tiles of one KV head, then to the next head.
+template <int tile_q>
+void make_unit(const AttentionParams& params, const WorkItem& item, i32 index, Unit<tile_q>& unit) {
+  const i32 packed_rows = item.q_len * static_cast<i32>(params.group.divisor);
+  const i32 tiles = max_of(ceil_div(packed_rows, tile_q), 1), tile = item.first_packed_row / tile_q + index;
+  const i32 first = tile % tiles * tile_q;
+  unit.item = &item;
+  unit.kv_head = item.kv_head + tile / tiles;
+  unit.num_rows = min_of(tile_q, packed_rows - first);
+  unit.value_scale = params.value_scale * scale_of(params.v_scale, params.v_scale_stride, unit.kv_head);
+  for (i32 r = 0; r < unit.num_rows; ++r) unit.rows[r] = make_row(params, item, unit.kv_head, first + r);
+  unit.begin = unit.rows[0].begin;
+  unit.end = unit.rows[unit.num_rows - 1].end;
+}
+
+}  // namespace flashpage::cpu

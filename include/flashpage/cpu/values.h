@@ -1,0 +1,71 @@
+// Weights and values to outputs, and outputs to memory.
+#pragma once
+#include <cmath>
+
+#include "flashpage/cpu/mask.h"
+#include "flashpage/cpu/work.h"
+
+namespace flashpage::cpu {
+
+// A token that a custom mask hides from every row may hold anything: 0 * NaN must not reach a sum.
+template <class Traits>
+void drop_unseen_values(Work<Traits>& work) {
+  for (i32 i = 0; i < work.tile.count; ++i)
+    if (!work.seen[i / num_lanes][i % num_lanes]) work.tile.values[i] = zero_row<typename Traits::Kv>;
+}
+
+template <class Traits>
+void pack_tile_values(Work<Traits>& work) {
+  using W = Work<Traits>;
+  if constexpr (has_custom_mask<Traits>) drop_unseen_values(work);
+  pack_values<typename W::Operand, W::head_dim_vo, W::kv_steps>(work.tile.values, work.tile.count, work.panels);
+}
+
+// work.out of the block's rows: rescaled to the new maximum, plus this tile's part.
+template <class Traits>
+void value_block(Work<Traits>& work, const Block& block) {
+  using W = Work<Traits>;
+  const Product product = {.rows = reinterpret_cast<const u32*>(work.weights) + block.row * W::kv_steps,
+                           .row_stride = W::kv_steps,
+                           .panels = work.panels,
+                           .panel_words = W::kv_steps * panel_width,
+                           .step_begin = block.begin / W::pack,
+                           .step_end = ceil_div(block.end, W::pack),
+                           .sums = work.out + block.row * W::out_stride,
+                           .sums_stride = W::out_stride,
+                           .carry = work.softmax.carry + block.row};
+  multiply<typename W::Operand>(product, block.num_rows, 0, W::out_vectors);
+}
+
+template <class Out, int head_dim>
+void write_row(const float* source, float factor, Out* destination) {
+  for (int i = 0; i < head_dim; i += num_lanes) store_first(destination + i, load(source + i) * factor, head_dim - i);
+}
+
+// To out and lse, or to the partial buffers where the unit was cut.
+template <class Traits>
+void write_outputs(const Work<Traits>& work) {
+  constexpr int head_dim = Traits::head_dim_vo;
+  const AttentionParams& params = work.params;
+  const WorkItem& item = *work.unit.item;
+  for (i32 r = 0; r < work.unit.num_rows; ++r) {
+    const Row& row = work.unit.rows[r];
+    const float* source = work.out + r * Work<Traits>::out_stride;
+    const float sum = work.softmax.sum[r];
+    const float factor = sum == 0.0f ? 0.0f : work.unit.value_scale / sum;
+    const float lse = sum == 0.0f ? -infinity : work.softmax.max[r] + std::log2(sum);
+    if (item.partial_row >= 0) {
+      const i64 place = i64{item.partial_row} + r;
+      write_row<float, head_dim>(source, factor, params.partial_out + place * head_dim);
+      params.partial_lse[place] = lse;
+    } else {
+      const i64 place = i64{item.q_begin} + row.row;
+      auto* out = static_cast<typename Traits::Out*>(params.out);
+      write_row<typename Traits::Out, head_dim>(source, factor,
+                                                out + place * params.out_row_stride + row.head * params.out_head_stride);
+      if (params.lse) params.lse[place * params.num_q_heads + row.head] = lse;
+    }
+  }
+}
+
+}  // namespace flashpage::cpu

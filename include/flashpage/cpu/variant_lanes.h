@@ -1,0 +1,240 @@
+// The lanes that a variant computes with on the CPU: operators, promotion and functions as flashpage/variant.h asks of them.
+#pragma once
+#include "flashpage/cpu/lanes.h"
+#include "flashpage/variant.h"
+
+namespace flashpage::vm {
+
+using cpu::FloatLanes;
+using cpu::IntLanes;
+using cpu::num_lanes;
+
+struct Mask {
+  IntLanes lanes;  // -1: true
+  Mask(IntLanes x) : lanes(x) {}
+  Mask(bool x) : lanes(IntLanes{} - static_cast<i32>(x)) {}
+};
+
+struct Ints {
+  IntLanes lanes;
+  Ints(IntLanes x) : lanes(x) {}
+  Ints(Mask x) : lanes(x.lanes & 1) {}
+  template <Scalar T>
+    requires(!is_floating<T>)
+  Ints(T x) : lanes(IntLanes{} + static_cast<i32>(x)) {}
+};
+
+struct Floats {
+  FloatLanes lanes;
+  Floats(FloatLanes x) : lanes(x) {}
+  Floats(Ints x) : lanes(__builtin_convertvector(x.lanes, FloatLanes)) {}
+  Floats(Mask x) : Floats(Ints(x)) {}
+  template <Scalar T>
+  Floats(T x) : lanes(cpu::splat(static_cast<float>(x))) {}
+};
+
+template <class T>
+concept Lanes = is_same<T, Floats> || is_same<T, Ints> || is_same<T, Mask>;
+template <class... T>
+concept SomeLanes = (Lanes<T> || ...) && ((Lanes<T> || Scalar<T>) && ...);
+
+template <class T>
+inline constexpr bool is_float_like = is_same<T, Floats> || is_floating<T>;
+template <class T>
+inline constexpr bool is_mask_like = is_same<T, Mask> || is_same<T, bool>;
+
+template <bool floating>
+struct PromotedLanes {
+  using type = Ints;
+};
+template <>
+struct PromotedLanes<true> {
+  using type = Floats;
+};
+// bool -> i32 -> float, as for scalars.
+template <class... T>
+using promoted_lanes = typename PromotedLanes<(is_float_like<T> || ...)>::type;
+
+#define FP_LANES_OPERATOR(op, ...)                 \
+  template <class A, class B>                      \
+    requires SomeLanes<A, B>                       \
+  inline __VA_ARGS__ operator op(A a, B b) {       \
+    using T = promoted_lanes<A, B>;                \
+    return T(a).lanes op T(b).lanes;               \
+  }
+FP_LANES_OPERATOR(+, promoted_lanes<A, B>)
+FP_LANES_OPERATOR(-, promoted_lanes<A, B>)
+FP_LANES_OPERATOR(*, promoted_lanes<A, B>)
+FP_LANES_OPERATOR(/, promoted_lanes<A, B>)
+FP_LANES_OPERATOR(<, Mask)
+FP_LANES_OPERATOR(<=, Mask)
+FP_LANES_OPERATOR(>, Mask)
+FP_LANES_OPERATOR(>=, Mask)
+FP_LANES_OPERATOR(==, Mask)
+FP_LANES_OPERATOR(!=, Mask)
+FP_LANES_OPERATOR(%, Ints)
+FP_LANES_OPERATOR(&, Ints)
+FP_LANES_OPERATOR(|, Ints)
+FP_LANES_OPERATOR(^, Ints)
+FP_LANES_OPERATOR(<<, Ints)
+FP_LANES_OPERATOR(>>, Ints)
+#undef FP_LANES_OPERATOR
+
+inline Floats operator-(Floats x) { return -x.lanes; }
+inline Ints operator-(Ints x) { return -x.lanes; }
+inline Ints operator~(Ints x) { return ~x.lanes; }
+
+template <class X>
+  requires Lanes<X>
+inline Floats to_float(X x) {
+  return x;
+}
+inline Ints to_int(Floats x) { return __builtin_convertvector(x.lanes, IntLanes); }
+inline Ints to_int(Ints x) { return x; }
+inline Ints to_int(Mask x) { return x; }
+inline Mask to_bool(Floats x) { return x != 0.0f; }
+inline Mask to_bool(Ints x) { return x != 0; }
+inline Mask to_bool(Mask x) { return x; }
+
+template <class T>
+  requires(Lanes<T> || Scalar<T>)
+inline Mask truth(T x) {
+  return to_bool(x);
+}
+template <class A, class B>
+  requires SomeLanes<A, B>
+inline Mask logical_and(A a, B b) {
+  return truth(a).lanes & truth(b).lanes;
+}
+template <class A, class B>
+  requires SomeLanes<A, B>
+inline Mask logical_or(A a, B b) {
+  return truth(a).lanes | truth(b).lanes;
+}
+template <class A, class B>
+  requires SomeLanes<A, B>
+inline Mask logical_xor(A a, B b) {
+  return truth(a).lanes ^ truth(b).lanes;
+}
+inline Mask logical_not(Mask x) { return ~x.lanes; }
+inline Mask operator!(Mask x) { return ~x.lanes; }
+template <class A, class B>
+  requires SomeLanes<A, B>
+inline Mask operator&&(A a, B b) {
+  return logical_and(a, b);
+}
+template <class A, class B>
+  requires SomeLanes<A, B>
+inline Mask operator||(A a, B b) {
+  return logical_or(a, b);
+}
+
+// What mask() returns; the first argument says which lane type.
+template <class M>
+inline Mask as_mask(Ints, M visible) {
+  return truth(visible);
+}
+
+template <class C, class X, class Y>
+  requires SomeLanes<C, X, Y>
+inline auto select(C condition, X x, Y y) {
+  if constexpr (is_mask_like<X> && is_mask_like<Y>) {
+    return Mask(truth(condition).lanes ? Mask(x).lanes : Mask(y).lanes);
+  } else {
+    using T = promoted_lanes<X, Y>;
+    return T(truth(condition).lanes ? T(x).lanes : T(y).lanes);
+  }
+}
+template <class A, class B>
+  requires SomeLanes<A, B>
+inline auto min(A a, B b) {
+  using T = promoted_lanes<A, B>;
+  return select(T(a) < T(b), T(a), T(b));
+}
+template <class A, class B>
+  requires SomeLanes<A, B>
+inline auto max(A a, B b) {
+  using T = promoted_lanes<A, B>;
+  return select(T(a) > T(b), T(a), T(b));
+}
+inline Floats abs(Floats x) { return (FloatLanes)((IntLanes)x.lanes & 0x7fffffff); }
+inline Ints abs(Ints x) { return x.lanes < 0 ? -x.lanes : x.lanes; }
+
+// ln 2 in two parts: a whole number's product with the first is exact.
+inline constexpr float ln_2_high = 0.693359375f, ln_2_low = -2.12194440e-4f;
+
+inline Floats exp(Floats value) {
+  const FloatLanes x = value.lanes, whole = cpu::round_to_integer(cpu::clamp_number(x * log2_e, cpu::lowest_power, cpu::highest_power));
+  // Far out, where the power is clamped, the rest is of no use: it only has to stay in the polynomial's range.
+  const FloatLanes rest = cpu::clamp_number((x - whole * ln_2_high) - whole * ln_2_low, -0.5f, 0.5f);
+  return cpu::scale_by_power(cpu::exp2_of_fraction(rest * log2_e), whole);
+}
+
+inline Floats log(Floats value) {
+  constexpr float coefficients[] = {0.33333331347f, 0.20000196993f, 0.14267280698f, 0.11812818050f};
+  const FloatLanes x = value.lanes;
+  const IntLanes is_small = x < 1.17549435e-38f;
+  const FloatLanes scaled = is_small ? x * 16777216.0f : x;  // 2^24: out of the subnormals
+  constexpr i32 sqrt_half = 0x3f3504f3;                      // mantissas run from sqrt(1/2) to sqrt(2)
+  const IntLanes bits = (IntLanes)scaled - sqrt_half;
+  const FloatLanes power = __builtin_convertvector((bits >> 23) - (is_small & 24), FloatLanes);
+  const FloatLanes f = (FloatLanes)((bits & 0x7fffff) + sqrt_half) - 1.0f;
+  // log(1 + f) = 2 atanh(s), s = f / (2 + f), written as f - s * (f - series) so that f itself is not rounded.
+  const FloatLanes s = f / (f + 2.0f), z = s * s, series = 2.0f * z * cpu::polynomial(z, coefficients);
+  FloatLanes result = power * ln_2_high + (f - (s * (f - series) - power * ln_2_low));
+  result = x == 0.0f ? cpu::splat(-cpu::infinity) : result;
+  result = x == cpu::infinity ? x : result;
+  return x >= 0.0f ? result : cpu::splat(__builtin_nanf(""));
+}
+
+inline Floats sqrt(Floats x) { return cpu::square_root(x.lanes); }
+inline Floats floor(Floats x) { return cpu::round_down(x.lanes); }
+inline Floats tanh(Floats x) { return tanh_rational(Floats(cpu::clamp_number(x.lanes, -tanh_limit, tanh_limit))); }
+inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+
+template <class A, class B>
+  requires SomeLanes<A, B>
+inline Floats div(A a, B b) {
+  return Floats(a) / Floats(b);
+}
+template <class A, class B>
+  requires SomeLanes<A, B>
+inline auto floor_div(A a, B b) {
+  if constexpr (is_float_like<A> || is_float_like<B>) {
+    return floor(div(a, b));
+  } else {
+    const IntLanes x = Ints(a).lanes, y = Ints(b).lanes, quotient = x / y;
+    return Ints(quotient + ((x - quotient * y != 0) & ((x ^ y) < 0)));
+  }
+}
+template <class A, class B>
+  requires SomeLanes<A, B>
+inline auto mod(A a, B b) {
+  return a - floor_div(a, b) * b;
+}
+
+inline i32 lane(Ints x, int i) { return x.lanes[i]; }
+template <Scalar T>
+inline i32 lane(T x, int) {
+  return static_cast<i32>(x);
+}
+
+inline Floats gathered(const float (&values)[num_lanes]) { return cpu::load_bits(values); }
+inline Ints gathered(const i32 (&values)[num_lanes]) { return (IntLanes)cpu::load_bits(values); }
+inline Mask gathered(const bool (&values)[num_lanes]) {
+  i32 bits[num_lanes];
+  for (int i = 0; i < num_lanes; ++i) bits[i] = -static_cast<i32>(values[i]);
+  return (IntLanes)cpu::load_bits(bits);
+}
+
+// Elements by lane.
+template <class T, class... Index>
+  requires SomeLanes<Index...>
+inline auto load(const VariantTensor& tensor, Index... index) {
+  const auto* data = static_cast<const typename Element<T>::Stored*>(tensor.data);
+  typename Element<T>::Value values[num_lanes];
+  for (int i = 0; i < num_lanes; ++i) values[i] = Element<T>::value(data[element_offset(tensor, lane(index, i)...)]);
+  return gathered(values);
+}
+
+}  // namespace flashpage::vm

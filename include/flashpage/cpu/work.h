@@ -1,0 +1,66 @@
+// Everything one thread needs while it works on a unit. Functions of the kernel take it and name what they change.
+#pragma once
+#include "flashpage/cpu/kv_tile.h"
+#include "flashpage/cpu/rope.h"
+#include "flashpage/cpu/unit.h"
+
+namespace flashpage::cpu {
+
+// Of all rows of a unit, in base-2 units.
+template <int tile_q>
+struct SoftmaxState {
+  float max[tile_q];
+  float sum[tile_q];
+  float carry[tile_q];  // what a new maximum multiplies older sums and outputs by
+};
+
+// Rows that are multiplied together, and the tokens of the tile that any of them sees.
+struct Block {
+  i32 row, num_rows;
+  i32 begin, end;  // from the tile's first token
+
+  int vector_begin() const { return begin / num_lanes; }
+  int vector_end() const { return ceil_div(end, num_lanes); }
+};
+
+template <class T>
+struct Work {
+  using Traits = T;
+  using Kv = typename Traits::Kv;
+  using Operand = cpu::Operand<typename Traits::Query, Kv>;
+  static constexpr int tile_q = Traits::tile_q, tile_kv = Traits::tile_kv;
+  static constexpr int head_dim_qk = Traits::head_dim_qk, head_dim_vo = Traits::head_dim_vo;
+  static constexpr int pack = word_elements<Operand>;
+  static constexpr int qk_words = head_dim_qk / pack, kv_steps = tile_kv / pack;
+  static constexpr int out_vectors = ceil_div(head_dim_vo, num_lanes), out_stride = out_vectors * num_lanes;
+  static constexpr int key_words = qk_words * round_up(tile_kv, panel_width);
+  static constexpr int value_words = kv_steps * round_up(head_dim_vo, panel_width);
+  static constexpr bool has_rope = Traits::position_encoding == PositionEncoding::rope;
+  static_assert(tile_kv % num_lanes == 0 && head_dim_qk % 8 == 0 && head_dim_vo % 8 == 0);
+
+  const AttentionParams& params;
+  const VariantArgs& args;
+  Rotation<has_rope ? head_dim_qk : 0> rotation;
+
+  Unit<tile_q> unit;
+  SoftmaxState<tile_q> softmax;
+  KvTile<Kv, tile_kv> tile;
+  IntLanes seen[tile_kv / num_lanes];  // custom masks: the tile's tokens that any row sees
+
+  alignas(64) Operand queries[tile_q * head_dim_qk];
+  alignas(64) Operand turned_keys[has_rope ? tile_kv * head_dim_qk : 1];
+  alignas(64) u32 panels[max_of(key_words, value_words)];  // the tile's keys, later its values
+  alignas(64) float scores[block_rows * tile_kv];
+  alignas(64) Operand weights[tile_q * tile_kv];
+  alignas(64) float out[tile_q * out_stride];
+
+  Work(const AttentionParams& p, const VariantArgs& a) : params(p), args(a), rotation(p.rope_scale, p.rope_theta) {}
+
+  Block block(i32 row) const {
+    const i32 rows = min_of(block_rows, unit.num_rows - row), last = row + rows - 1;
+    return {row, rows, clamp(unit.rows[row].begin - tile.begin, 0, tile.count),
+            clamp(unit.rows[last].end - tile.begin, 0, tile.count)};
+  }
+};
+
+}  // namespace flashpage::cpu
