@@ -1,0 +1,102 @@
+"""What a callable captures: a copy with its numbers replaced, and what decides whether to trace again."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_STABLE_MODULES = ("torch", "math", "numpy", "builtins")
+_STABLE_TYPES = (type(None), bool, str, type, torch.dtype, torch.device, types.BuiltinFunctionType)
+
+
+class Captures:
+    """Closure cells, defaults and globals of callables, those of the functions that they call included.
+
+    `make_scalar(name, value)` gives what stands for a captured Python float or int. Numbers that are reached in another
+    way (attributes of an object, elements of a list) stay what they are.
+    """
+
+    def __init__(self, make_scalar: Callable[[str, float | int], Any]) -> None:
+        self.objects: list[Any] = []  # everything that was captured: the same objects give the same trace ...
+        self.stable = True  # ... unless one of them may change inside without becoming another object
+        self.tensor_names: dict[int, str] = {}  # by id
+        self._make_scalar = make_scalar
+        self._functions: dict[types.FunctionType, types.FunctionType] = {}
+        self._places: dict[Any, Any] = {}  # a cell or a global: one scalar, however many functions see it
+
+    def replaced(self, value: Any, name: str) -> Any:
+        """The value as the traced copy sees it."""
+        if type(value) in (int, float):
+            self.objects.append(value)
+            return self._make_scalar(name, value)
+        return self._replaced_object(value, name)
+
+    def _replaced_object(self, value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            self.tensor_names.setdefault(id(value), name)
+        elif isinstance(value, types.FunctionType):
+            return self._function(value)
+        elif isinstance(value, types.MethodType):
+            self.stable = False
+            return types.MethodType(self.replaced(value.__func__, name), value.__self__)
+        elif isinstance(value, functools.partial):
+            keywords = {key: self.replaced(item, key) for key, item in value.keywords.items()}
+            return functools.partial(self.replaced(value.func, name), *self._elements(value.args, name), **keywords)
+        elif type(value) in (tuple, list):
+            return type(value)(self._elements(value, name))
+        elif type(value) is dict:
+            return dict(zip(value, self._elements(value.values(), name), strict=True))
+        elif isinstance(value, types.ModuleType):
+            self.stable &= value.__name__.partition(".")[0] in _STABLE_MODULES
+        elif not isinstance(value, (*_STABLE_TYPES, int, float)):
+            self.stable = False
+        self.objects.append(value)
+        return value
+
+    def _place(self, key: Any, value: Any, name: str) -> Any:
+        if key not in self._places:
+            self._places[key] = self.replaced(value, name)
+        return self._places[key]
+
+    def _elements(self, values: Any, name: str) -> list[Any]:
+        return [self._replaced_object(value, name) for value in values]
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        if function in self._functions:
+            return self._functions[function]
+        code = function.__code__
+        scope = function.__globals__
+        if (function.__module__ or "").partition(".")[0] != "torch":
+            scope = dict(scope)
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        copy = types.FunctionType(code, scope, function.__name__, None, cells)
+        self._functions[function] = copy  # before what it captures, which may be itself
+        self.objects.append(code)
+        if scope is not function.__globals__:
+            for name in sorted(_names(code)):
+                if name in scope:
+                    scope[name] = self._place((id(function.__globals__), name), scope[name], name)
+        for cell, source, name in zip(cells, function.__closure__ or (), code.co_freevars, strict=True):
+            try:
+                cell.cell_contents = self._place(id(source), source.cell_contents, name)
+            except ValueError:
+                continue  # not assigned yet: an error only where it is read
+        defaults = function.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        copy.__defaults__ = tuple(self.replaced(value, name) for value, name in zip(defaults, names, strict=True))
+        copy.__kwdefaults__ = {
+            name: self.replaced(value, name) for name, value in (function.__kwdefaults__ or {}).items()
+        }
+        return copy
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names that the code, or code inside it, may look up in its globals."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

@@ -1,0 +1,141 @@
+"""A VariantSpec as C++: the names and types that it may hold, and `struct Variant` of include/flashpage/variant.h."""
+
+from __future__ import annotations
+
+import re
+
+from .dtypes import DType
+from .spec import VariantSpec
+
+# A compiler's message about a user's text names the file "flashpage variant: logit" (or mask) and the line in the spec.
+SOURCE_NAME = "flashpage variant: "
+
+ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
+# Of include/flashpage/variant.h, usable in expressions.
+FUNCTIONS = frozenset(
+    """
+    to_float to_int to_bool div floor_div mod select min max abs exp log tanh sigmoid sqrt floor infinity
+    logical_and logical_or logical_xor logical_not
+    """.split()  # noqa: SIM905
+)
+_KEYWORDS = frozenset(
+    """
+    alignas alignof and asm auto bitand bitor bool break case catch char class co_await co_return co_yield compl
+    concept const consteval constexpr constinit continue decltype default delete do double else enum explicit
+    export extern false float for friend goto if inline int long mutable namespace new noexcept not nullptr
+    operator or private protected public register requires return short signed sizeof static struct switch
+    template this throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t
+    while xor F I Variant flashpage captured visible index
+    """.split()  # noqa: SIM905
+)
+ELEMENT_CPP = {d.value: d.cpp for d in DType if not d.is_fp8} | {
+    "int8": "flashpage::i8",
+    "uint8": "flashpage::u8",
+    "int16": "flashpage::i16",
+    "int32": "flashpage::i32",
+    "int64": "flashpage::i64",
+    "bool": "bool",
+}
+_SCALAR_CPP = {"float": "float", "int": "flashpage::i32"}
+NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+_RETURN = re.compile(r"\breturn\b")
+_PARAMETERS = (
+    "[[maybe_unused]] flashpage::i32 b, [[maybe_unused]] flashpage::i32 h, [[maybe_unused]] flashpage::i32 q_idx,"
+    " [[maybe_unused]] I kv_idx"
+)
+
+
+def is_free_name(name: str) -> bool:
+    """Whether a captured value may have this name in C++."""
+    taken = name in FUNCTIONS or name in _KEYWORDS or name in ARGUMENTS or "__" in name or name.startswith("FP_")
+    return not taken and name.isascii() and name.isidentifier()
+
+
+def unique_name(name: str, taken: set[str]) -> str:
+    """The name, or the name with the first free number behind it; taken from then on."""
+    number, candidate = 1, name
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    taken.add(candidate)
+    return candidate
+
+
+def has_return(text: str) -> bool:
+    """Whether a stage is statements that end in a return, not an expression."""
+    return _RETURN.search(text) is not None
+
+
+def render(spec: VariantSpec) -> str:
+    """`struct Variant`, at any namespace level; variant.h (for the CPU the lanes' header too) must come before it.
+
+    Each line of `spec.logit` is one transform, applied in order; each line of `spec.mask` one condition, all must hold.
+    """
+    logits, masks = spec.logit.splitlines(), spec.mask.splitlines()
+    text = _Lines()
+    text.add(
+        "struct Variant {",
+        f"  static constexpr bool has_logit = {str(bool(logits)).lower()};",
+        f"  static constexpr bool has_mask = {str(bool(masks)).lower()};",
+        "",
+        "  template <class F, class I>",
+        "  static FP_DEVICE F logit([[maybe_unused]] const flashpage::VariantArgs& captured, F score,",
+        f"                           {_PARAMETERS}) {{",
+        *_captures(spec, logits),
+    )
+    for number, stage in enumerate(logits, 1):
+        text.add("    score = F(")
+        text.add_stage("logit", number, stage)
+        text.add("    );")
+    text.add(
+        "    return score;",
+        "  }",
+        "",
+        "  template <class I>",
+        "  static FP_DEVICE auto mask([[maybe_unused]] const flashpage::VariantArgs& captured,",
+        f"                             {_PARAMETERS}) {{",
+        *_captures(spec, masks),
+        "    auto visible = flashpage::vm::as_mask(kv_idx, true);",
+    )
+    for number, stage in enumerate(masks, 1):
+        text.add("    visible = flashpage::vm::logical_and(visible, flashpage::vm::as_mask(kv_idx,")
+        text.add_stage("mask", number, stage)
+        text.add("    ));")
+    text.add("    return visible;", "  }", "};")
+    return "\n".join(text.lines) + "\n"
+
+
+class _Lines:
+    """Source text that knows its line numbers."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, *lines: str) -> None:
+        self.lines += lines
+
+    def add_stage(self, part: str, number: int, stage: str) -> None:
+        """A user's text, on a line of its own."""
+        if has_return(stage):
+            stage = "[&]() { " + stage + " }()"
+        self.add(f'#line {number} "{SOURCE_NAME}{part}"', stage)
+        self.add(f'#line {len(self.lines) + 2} "flashpage rendered variant"')
+
+
+def _captures(spec: VariantSpec, stages: list[str]) -> list[str]:
+    """Declarations of what the stages use. Functions by name: a global of that name (cmath's) is then not looked at."""
+    used = {name for stage in stages for name in NAME.findall(stage)}
+    lines = [f"    using flashpage::vm::{name};" for name in sorted(used & FUNCTIONS)]
+    for slot, (name, element, rank) in enumerate(spec.tensors):
+        if name in used:
+            lines += [
+                f"    const auto {name} = [&](auto... index) {{",
+                f'      static_assert(sizeof...(index) == {rank}, "the number of dimensions of {name} is {rank}");',
+                f"      return flashpage::vm::load<{ELEMENT_CPP[element]}>(captured.tensors[{slot}], index...);",
+                "    };",
+            ]
+    for slot, (name, kind) in enumerate(spec.scalars):
+        if name in used:
+            cpp = _SCALAR_CPP[kind]
+            lines.append(f"    const {cpp} {name} = flashpage::vm::scalar<{cpp}>(captured, {slot});")
+    return lines
