@@ -1,0 +1,142 @@
+// A libcuda.so.1 that records calls instead of driving a card, for tests/test_host_cuda.py: what the host library asks of the
+// driver, in which order, under which context and capture mode. It refuses what a driver refuses while a stream is captured.
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cuda_api.h"
+
+using namespace flashpage::cuda;
+
+namespace {
+
+struct FakeEvent {
+  bool recorded = false;
+  int copies_before = 0;  // of all copies, how many it waits for
+};
+
+std::string record;
+int copies = 0, copies_done = 0;  // asynchronous copies to the device
+bool capturing = false;
+int failing_launches = 0;
+thread_local Context current = nullptr;
+thread_local int capture_mode = 0;
+constexpr int threads_and_shared_bytes[2] = {384, 100000};
+
+Context context_of(int device) { return reinterpret_cast<Context>(static_cast<size_t>(1000 + device)); }
+
+// One line of the record: the text, then context and capture mode of the calling thread.
+void note(const std::string& text) {
+  record += text + " ctx=" + std::to_string(reinterpret_cast<size_t>(current)) + " mode=" + std::to_string(capture_mode) + "\n";
+}
+
+Result unsafe(const char* name) {
+  note(name);
+  return capturing && capture_mode != capture_mode_relaxed ? 900 : success;
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT const char* fake_record() { return record.c_str(); }
+EXPORT void fake_clear() { record.clear(); }
+EXPORT void fake_capture(int on) { capturing = on; }
+EXPORT void fake_finish_copies() { copies_done = copies; }
+EXPORT void fake_fail_launches(int count) { failing_launches = count; }
+
+EXPORT Result cuInit(unsigned) { return success; }
+EXPORT Result cuDriverGetVersion(int* version) { return *version = 13000, success; }
+EXPORT Result cuGetErrorName(Result, const char** text) { return *text = "CUDA_ERROR_FAKE", success; }
+EXPORT Result cuGetErrorString(Result, const char** text) { return *text = "refused by the fake", success; }
+EXPORT Result cuDeviceGetCount(int* count) { return *count = 2, success; }
+EXPORT Result cuDeviceGet(Device* device, int ordinal) { return *device = ordinal, ordinal < 2 ? success : 101; }
+EXPORT Result cuDeviceGetName(char* name, int length, Device) { return strncpy(name, "Fake", length), success; }
+EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device) { return *value = 100 + attribute, success; }
+EXPORT Result cuDeviceTotalMem_v2(size_t* bytes, Device) { return *bytes = 1ull << 37, success; }
+EXPORT Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
+  return *context = context_of(device), unsafe("retain");
+}
+EXPORT Result cuCtxGetCurrent(Context* context) { return *context = current, success; }
+EXPORT Result cuCtxSetCurrent(Context context) { return current = context, success; }
+
+EXPORT Result cuLibraryLoadData(Library* library, const void* code, int*, void**, unsigned, int*, void**, unsigned) {
+  *library = reinterpret_cast<Library>(const_cast<void*>(code));
+  return strcmp(static_cast<const char*>(code), "broken") == 0 ? 200 : unsafe("load");
+}
+EXPORT Result cuLibraryUnload(Library) { return unsafe("unload"); }
+EXPORT Result cuLibraryGetKernel(Kernel* kernel, Library, const char* name) {
+  *kernel = reinterpret_cast<Kernel>(strdup(name));
+  return strcmp(name, "absent") == 0 ? 500 : success;
+}
+EXPORT Result cuKernelGetFunction(Function* function, Kernel kernel) {
+  return *function = reinterpret_cast<Function>(kernel), success;
+}
+EXPORT Result cuLibraryGetGlobal(DevicePointer* address, size_t* bytes, Library, const char* name) {
+  *address = reinterpret_cast<DevicePointer>(threads_and_shared_bytes);
+  *bytes = sizeof(threads_and_shared_bytes);
+  return strcmp(name, "flashpage_launch") == 0 ? success : 500;
+}
+EXPORT Result cuFuncGetAttribute(int* value, int attribute, Function) { return *value = 60 + attribute, success; }
+EXPORT Result cuFuncSetAttribute(Function, int attribute, int value) {
+  return note("attribute " + std::to_string(attribute) + "=" + std::to_string(value)), success;
+}
+EXPORT Result cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function, int threads, size_t shared) {
+  return *blocks = threads == 384 && shared == 100000 ? 2 : 0, success;
+}
+EXPORT Result cuLaunchKernelEx(const LaunchConfig* config, Function function, void** params, void** extra) {
+  std::string text = std::string("launch ") + reinterpret_cast<const char*>(function);
+  text += " grid=" + std::to_string(config->grid_x * config->grid_y * config->grid_z);
+  text += " block=" + std::to_string(config->block_x * config->block_y * config->block_z);
+  text += " shared=" + std::to_string(config->shared_bytes);
+  text += " stream=" + std::to_string(reinterpret_cast<size_t>(config->stream));
+  for (unsigned i = 0; i < config->num_attributes; ++i) {
+    const LaunchAttribute& attribute = config->attributes[i];
+    text += " attribute" + std::to_string(attribute.id) + "=" +
+            std::to_string(attribute.value.programmatic_stream_serialization_allowed);
+  }
+  text += " first=" + std::to_string(*static_cast<const unsigned long long*>(params[0]));
+  note(text);
+  if (extra != nullptr) return 1;
+  return failing_launches > 0 ? (--failing_launches, 700) : success;
+}
+EXPORT Result cuMemHostAlloc(void** address, size_t bytes, unsigned) {
+  return *address = malloc(bytes), unsafe("host_alloc");
+}
+EXPORT Result cuMemFreeHost(void* address) { return free(address), unsafe("host_free"); }
+EXPORT Result cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, size_t bytes, Stream) {
+  note("copy " + std::to_string(bytes) + " from " + std::to_string(reinterpret_cast<size_t>(from)));
+  if (!capturing) ++copies;
+  return memcpy(reinterpret_cast<void*>(to), from, bytes), success;
+}
+EXPORT Result cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, size_t bytes, Stream) {
+  return memcpy(to, reinterpret_cast<void*>(from), bytes), unsafe("copy_back");
+}
+EXPORT Result cuEventCreate(Event* event, unsigned) {
+  return *event = reinterpret_cast<Event>(new FakeEvent), note("event_create"), success;
+}
+EXPORT Result cuEventDestroy_v2(Event event) {
+  return delete reinterpret_cast<FakeEvent*>(event), note("event_destroy"), success;
+}
+EXPORT Result cuEventRecord(Event event, Stream) {
+  *reinterpret_cast<FakeEvent*>(event) = {true, copies};
+  return note("event_record"), capturing ? 901 : success;
+}
+EXPORT Result cuEventQuery(Event event) {
+  if (Result refused = unsafe("event_query")) return refused;
+  return reinterpret_cast<FakeEvent*>(event)->copies_before <= copies_done ? success : 600;
+}
+EXPORT Result cuEventSynchronize(Event event) {
+  copies_done = std::max(copies_done, reinterpret_cast<FakeEvent*>(event)->copies_before);
+  return unsafe("event_synchronize");
+}
+EXPORT Result cuStreamCreate(Stream* stream, unsigned flags) {
+  return *stream = reinterpret_cast<Stream>(77), flags == stream_non_blocking ? unsafe("stream_create") : 1;
+}
+EXPORT Result cuStreamDestroy_v2(Stream) { return success; }
+EXPORT Result cuStreamSynchronize(Stream) { return unsafe("stream_synchronize"); }
+EXPORT Result cuStreamIsCapturing(Stream, int* status) { return *status = capturing, success; }
+EXPORT Result cuThreadExchangeStreamCaptureMode(int* mode) {
+  return std::swap(*mode, capture_mode), success;
+}

@@ -1,0 +1,268 @@
+"""What the host library asks of the CUDA driver, against a driver that records calls: this needs no card.
+
+Each test runs in a process of its own, where tests/native/fake_cuda.cpp is found as libcuda.so.1.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from native_build import shared_library
+
+PRELUDE = """
+import ctypes, threading
+from ctypes import addressof, byref
+from flashpage import host
+lib = host.load()
+fake = ctypes.CDLL("libcuda.so.1")
+fake.fake_record.restype = ctypes.c_char_p
+
+def record():
+    lines = fake.fake_record().decode().splitlines()
+    fake.fake_clear()
+    return lines
+
+def kernel(name, device=0):
+    return host.check_handle(lib.fp_cuda_kernel_load(device, b"image", 5, name))
+
+params = host.AttentionParams(q=4242)
+merge_params = host.MergeParams(plan=5353)
+
+def run(attention, merge=None, **values):
+    values = dict(num_ctas=132, num_merges=0, enable_pdl=0, stream=7) | values
+    args = host.RunArgs(attention=attention, merge=merge, params=addressof(params), merge_params=addressof(merge_params), **values)
+    return lib.fp_run(byref(args))
+
+class Planning:
+    def __init__(self, device=0, slot_bytes=1 << 16):
+        import numpy as np
+        self.slots = host.check_handle(lib.fp_slots_create(device, slot_bytes))
+        self.destination = np.zeros(slot_bytes, np.uint8)
+        self.kv_indptr = np.zeros(9, np.int32)
+        self.last_page_len = np.zeros(8, np.int32)
+        self.result = host.PlanResult()
+
+    def problem(self, tokens):
+        import numpy as np
+        self.kv_indptr[:] = np.arange(9) * -(-tokens // 16)
+        self.last_page_len[:] = (tokens - 1) % 16 + 1
+        return host.ProblemStruct(
+            batch=8, q_len_per_request=1, page_size=16, num_q_heads=8, num_kv_heads=2, window_left=-1,
+            kv_indptr=host.IndexArray(self.kv_indptr.ctypes.data, 1, 0, 9),
+            last_page_len=host.IndexArray(self.last_page_len.ctypes.data, 1, 0, 8),
+        )
+
+    schedule = host.Schedule(num_ctas=16, walk=0, tile_q=16, tile_kv=64, ns_per_token=4, ns_per_unit=400, ns_per_piece=1500,
+                             min_piece_tokens=128, max_pieces=32, merge_rows=8)
+
+    def plan(self, tokens=1000, capacity=None):
+        problem = self.problem(tokens)
+        return lib.fp_slots_plan(self.slots, byref(problem), byref(self.schedule), self.destination.ctypes.data,
+                                 capacity or self.destination.nbytes, 7, byref(self.result))
+
+    def arrived(self):
+        last = ctypes.string_at(lib.fp_slots_last(self.slots), self.result.used_bytes)
+        return self.destination[: self.result.used_bytes].tobytes() == last
+"""
+
+
+def with_fake_driver(code: str) -> None:
+    driver = shared_library("fake_cuda.cpp", "libcuda.so.1")
+    environment = os.environ | {"LD_LIBRARY_PATH": str(driver.parent)}
+    result = subprocess.run([sys.executable, "-c", PRELUDE + code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_loading_the_library_calls_no_driver() -> None:
+    code = "from flashpage import host; host.load(); print('libcuda' in open('/proc/self/maps').read())"
+    environment = os.environ | {"LD_LIBRARY_PATH": str(shared_library("fake_cuda.cpp", "libcuda.so.1").parent)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr
+
+
+def test_devices_are_described_without_a_context() -> None:
+    with_fake_driver("""
+assert lib.fp_cuda_device_count() == 2
+info = host.DeviceInfo()
+host.check(lib.fp_cuda_device_info(1, byref(info)))
+assert (info.name, info.sm, info.num_sms, info.l2_bytes) == (b"Fake", 10 * 175 + 176, 116, 138)
+assert (info.memory_bytes, info.shared_bytes_per_cta, info.driver_version) == (2**37, 197, 13000)
+assert lib.fp_cuda_device_info(2, byref(info)) == host.CUDA_ERROR
+assert host.last_error() == "cuDeviceGet: CUDA_ERROR_FAKE (101, refused by the fake)"
+assert record() == []
+""")
+
+
+def test_a_kernel_is_resolved_at_load_even_while_a_stream_is_captured() -> None:
+    with_fake_driver("""
+fake.fake_capture(1)
+handle = kernel(b"attention", device=1)
+info = host.KernelInfo()
+host.check(lib.fp_kernel_describe(handle, byref(info)))
+assert (info.threads, info.shared_bytes, info.ctas_per_sm) == (384, 100000, 2)
+assert (info.num_sms, info.registers, info.local_bytes) == (116, 64, 63)
+lines = record()
+assert "attribute 8=100000 ctx=1001 mode=2" in lines
+assert all(line.endswith("mode=2") for line in lines), lines
+context = ctypes.c_void_p(1)
+fake.cuCtxGetCurrent(byref(context))
+assert context.value is None
+lib.fp_kernel_destroy(handle)
+assert record() == ["unload ctx=0 mode=2"]
+""")
+
+
+@pytest.mark.parametrize(
+    ("image", "entry", "ordinal", "message"),
+    [
+        ("broken", "attention", 0, "cuLibraryLoadData: CUDA_ERROR_FAKE (200, refused by the fake)"),
+        ("image", "absent", 0, "cuLibraryGetKernel: CUDA_ERROR_FAKE (500, refused by the fake)"),
+        ("image", "attention", 5, "cuDeviceGet: CUDA_ERROR_FAKE (101, refused by the fake)"),
+        ("image", "attention", -1, "device is -1: give the index of a CUDA device"),
+    ],
+)
+def test_a_kernel_that_does_not_load_is_told(image: str, entry: str, ordinal: int, message: str) -> None:
+    with_fake_driver(f"""
+assert lib.fp_cuda_kernel_load({ordinal}, b"{image}", 5, b"{entry}") is None
+assert host.last_error() == {message!r}, host.last_error()
+""")
+
+
+def test_a_run_is_one_launch_and_a_merge_another() -> None:
+    with_fake_driver("""
+attention, merge = kernel(b"attention"), kernel(b"merge")
+fake.cuCtxSetCurrent(ctypes.c_void_p(1000))
+record()
+shape = "block=384 shared=100000 stream=7"
+host.check(run(attention))
+assert record() == [f"launch attention grid=132 {shape} first=4242 ctx=1000 mode=0"]
+host.check(run(attention, merge, num_merges=0))
+assert len(record()) == 1
+host.check(run(attention, merge, num_merges=10, enable_pdl=1))
+assert record() == [
+    f"launch attention grid=132 {shape} attribute6=1 first=4242 ctx=1000 mode=0",
+    f"launch merge grid=10 {shape} attribute6=1 first=5353 ctx=1000 mode=0",
+]
+host.check(run(attention, merge, num_merges=10**6))
+assert record()[1].startswith("launch merge grid=464 ")  # 4 a multiprocessor
+host.check(run(attention, num_ctas=0))
+host.check(lib.fp_launch(attention, byref(params), 3, 9, 1))
+assert record() == ["launch attention grid=3 block=384 shared=100000 stream=9 attribute6=1 first=4242 ctx=1000 mode=0"]
+""")
+
+
+def test_a_launch_makes_its_devices_context_current_and_puts_the_old_one_back() -> None:
+    with_fake_driver("""
+kernels = [kernel(b"attention", device) for device in (0, 1)]
+record()
+seen = []
+
+def use(before):
+    fake.cuCtxSetCurrent(ctypes.c_void_p(before))
+    for k in kernels:
+        host.check(run(k))
+        host.check(lib.fp_launch(k, byref(params), 1, 0, 0))
+    context = ctypes.c_void_p()
+    fake.cuCtxGetCurrent(byref(context))
+    seen.append((context.value or 0) == before)
+
+for before in (0, 1000, 1001):
+    thread = threading.Thread(target=use, args=(before,))
+    thread.start()
+    thread.join()
+assert seen == [True] * 3
+used = [line.split("ctx=")[1] for line in record()]
+assert used == (["1000 mode=0"] * 2 + ["1001 mode=0"] * 2) * 3, used
+""")
+
+
+def test_a_failed_launch_is_told_and_the_merge_left_out() -> None:
+    with_fake_driver("""
+attention, merge = kernel(b"attention"), kernel(b"merge")
+record()
+fake.fake_fail_launches(1)
+assert run(attention, merge, num_merges=4) == host.CUDA_ERROR
+assert host.last_error() == "launching the attention kernel: CUDA_ERROR_FAKE (700, refused by the fake)"
+assert len(record()) == 1
+fake.fake_fail_launches(1)
+assert lib.fp_launch(merge, byref(merge_params), 1, 0, 0) == host.CUDA_ERROR
+other = []
+thread = threading.Thread(target=lambda: other.append(host.last_error()))
+thread.start()
+thread.join()
+assert other == [""] and host.last_error().startswith("launching the kernel")
+""")
+
+
+def test_plans_in_flight_keep_their_slots() -> None:
+    with_fake_driver("""
+planning = Planning()
+assert sum("host_alloc" in line for line in record()) == 2
+sources = []
+for step in range(5):  # no copy is ever done: every plan takes a slot of its own, and the host never waits
+    host.check(planning.plan(1000 + step))
+    assert planning.arrived()
+    lines = record()
+    sources += [line.split()[3] for line in lines if line.startswith("copy")]
+    assert not any("synchronize" in line for line in lines), lines
+assert len(set(sources)) == 5
+fake.fake_finish_copies()
+again = []
+for step in range(20):
+    host.check(planning.plan(500 + step))
+    fake.fake_finish_copies()
+    again += [line.split()[3] for line in record() if line.startswith("copy")]
+assert set(again) == set(sources)
+lib.fp_slots_destroy(planning.slots)
+assert sum("host_free" in line for line in record()) == 5
+""")
+
+
+def test_a_captured_plans_slot_is_never_written_again() -> None:
+    with_fake_driver("""
+planning = Planning()
+host.check(planning.plan())
+record()
+fake.fake_capture(1)
+host.check(planning.plan(700))
+lines = record()
+captured = next(line.split()[3] for line in lines if line.startswith("copy"))
+assert not any(line.startswith("event_record") for line in lines), lines
+assert planning.arrived()
+host.check(planning.plan(700))
+fake.fake_capture(0)
+fake.fake_finish_copies()
+for step in range(20):
+    host.check(planning.plan(500 + step))
+    fake.fake_finish_copies()
+assert captured not in [line.split()[3] for line in record() if line.startswith("copy")]
+lib.fp_slots_destroy(planning.slots)
+assert sum("host_free" in line for line in record()) == 1  # of three: the two that the graph copies from stay
+""")
+
+
+def test_slots_are_made_and_destroyed_while_another_thread_captures() -> None:
+    with_fake_driver("""
+fake.fake_capture(1)
+planning = Planning(device=1)
+fake.fake_capture(0)
+host.check(planning.plan())
+fake.fake_capture(1)
+lib.fp_slots_destroy(planning.slots)
+assert all("mode=2" in line for line in record() if line.startswith(("host_", "event_synchronize", "retain")))
+""")
+
+
+def test_a_plan_that_fails_takes_no_slot() -> None:
+    with_fake_driver("""
+planning = Planning()
+host.check(planning.plan())
+record()
+for _ in range(5):
+    assert planning.plan(1000, capacity=64) == host.WORKSPACE_TOO_SMALL
+assert not any(line.startswith(("copy", "host_alloc")) for line in record())
+assert planning.arrived()
+""")

@@ -1,0 +1,125 @@
+"""Plan slots on plain memory (the CPU's), and the sentences that failed plans leave."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import byref
+
+import numpy as np
+import pytest
+
+from flashpage import host
+
+SCHEDULE = host.Schedule(
+    num_ctas=8,
+    walk=1,
+    tile_q=16,
+    tile_kv=64,
+    ns_per_token=1,
+    ns_per_unit=200,
+    ns_per_piece=2000,
+    min_piece_tokens=256,
+    merge_rows=64,
+)
+
+
+class Batch:
+    """Requests of the given lengths over pages of 16 tokens."""
+
+    def __init__(self, *tokens: int) -> None:
+        lengths = np.array(tokens, np.int32)
+        self.kv_indptr = np.concatenate([[0], np.cumsum((lengths + 15) // 16)]).astype(np.int32)
+        self.last_page_len = np.where(lengths > 0, (lengths - 1) % 16 + 1, 0).astype(np.int32)
+        self.problem = host.ProblemStruct(
+            batch=len(tokens),
+            q_len_per_request=1,
+            page_size=16,
+            num_q_heads=8,
+            num_kv_heads=2,
+            window_left=-1,
+            kv_indptr=host.IndexArray(self.kv_indptr.ctypes.data, 1, 0, len(self.kv_indptr)),
+            last_page_len=host.IndexArray(self.last_page_len.ctypes.data, 1, 0, len(tokens)),
+        )
+
+
+def plan(slots: int, batch: Batch, destination: np.ndarray, capacity: int | None = None) -> tuple[int, host.PlanResult]:
+    result = host.PlanResult()
+    size = destination.nbytes if capacity is None else capacity
+    status = host.load().fp_slots_plan(
+        slots, byref(batch.problem), byref(SCHEDULE), destination.ctypes.data, size, None, byref(result)
+    )
+    return status, result
+
+
+def test_the_plan_arrives_and_stays_readable() -> None:
+    library = host.load()
+    slots = host.check_handle(library.fp_slots_create(-1, 1 << 16))
+    assert library.fp_slots_last(slots) is None
+    for tokens in ((5000, 3, 700), (1,), (0, 40000, 0, 9)):
+        batch, destination, direct = Batch(*tokens), np.zeros(1 << 16, np.uint8), np.zeros(1 << 16, np.uint8)
+        status, result = plan(slots, batch, destination)
+        host.check(status)
+        host.check(
+            library.fp_plan(byref(batch.problem), byref(SCHEDULE), direct.ctypes.data, direct.nbytes, byref(host.PlanResult()))
+        )
+        used = result.used_bytes
+        last = np.frombuffer(ctypes.string_at(library.fp_slots_last(slots), used), np.uint8)
+        np.testing.assert_array_equal(destination[:used], direct[:used])
+        np.testing.assert_array_equal(last, direct[:used])
+        assert (destination[used:] == 0).all()
+    library.fp_slots_destroy(slots)
+
+
+def test_a_workspace_too_small_is_told_and_nothing_is_copied() -> None:
+    slots = host.check_handle(host.load().fp_slots_create(-1, 1 << 16))
+    destination = np.zeros(1 << 16, np.uint8)
+    batch = Batch(*range(1, 400))
+    status, result = plan(slots, batch, destination, capacity=1000)
+    assert status == host.WORKSPACE_TOO_SMALL and result.used_bytes > 1000
+    with pytest.raises(host.PlanError, match=str(result.used_bytes)):
+        host.check(status)
+    assert (destination == 0).all()
+    host.check(plan(slots, batch, destination, capacity=result.used_bytes)[0])
+    host.load().fp_slots_destroy(slots)
+
+
+def test_a_slot_smaller_than_the_workspace_is_the_limit() -> None:
+    slots = host.check_handle(host.load().fp_slots_create(-1, 256))
+    status, _ = plan(slots, Batch(*range(1, 400)), np.zeros(1 << 16, np.uint8))
+    assert status == host.WORKSPACE_TOO_SMALL
+    host.load().fp_slots_destroy(slots)
+
+
+def test_wrong_lengths_are_told() -> None:
+    slots = host.check_handle(host.load().fp_slots_create(-1, 1 << 16))
+    batch = Batch(100, 100)
+    batch.last_page_len[1] = 17
+    status, result = plan(slots, batch, np.zeros(1 << 16, np.uint8))
+    assert (status, result.error_array, result.error_index, result.error_value) == (host.BAD_LENGTHS, 3, 1, 17)
+    with pytest.raises(host.PlanError, match="17"):
+        host.check(status)
+    host.load().fp_slots_destroy(slots)
+
+
+def test_slots_of_a_card_where_there_is_none_are_told() -> None:
+    if host.load().fp_cuda_device_count() > 0:
+        pytest.skip("this machine has a card")
+    with pytest.raises(host.DeviceError, match="no CUDA driver|cuInit"):
+        host.check_handle(host.load().fp_slots_create(0, 4096))
+
+
+def test_errors_belong_to_their_thread() -> None:
+    library = host.load()
+    assert library.fp_cpu_set_threads(-5) == host.INTERNAL
+    seen: list[str] = []
+    other = threading.Thread(target=lambda: seen.append(host.last_error()))
+    other.start()
+    other.join()
+    assert seen == [""] and "-5" in host.last_error()
+
+
+def test_a_missing_library_names_the_command_that_builds_it(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(host.paths, "library", lambda: tmp_path / "absent.so")
+    with pytest.raises(host.FlashpageError, match="absent.so is missing: .*build_host"):
+        host.load.__wrapped__()
