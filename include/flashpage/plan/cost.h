@@ -25,15 +25,19 @@ struct CostModel {
                      (schedule.fixed() ? schedule.ns_per_piece / schedule.fixed_piece_tokens : 0.0)) {}
 
   // Tokens that any row of this row tile sees.
-  TokenRange visible(const Request& request, i64 tile) const {
-    const i64 kv_len = request.kv_len, shift = kv_len - request.q_len;
-    i64 begin = 0, end = kv_len;
-    if (causal) {
-      const i64 end_row = min_of<i64>(request.q_len, ceil_div<i64>((tile + 1) * tile_q, group));
-      end = max_of<i64>(0, shift + end_row);
+  TokenRange visible(const Request& request, i32 tile) const {
+    const i32 kv_len = request.kv_len, shift = kv_len - request.q_len;
+    const u32 first_packed_row = static_cast<u32>(tile) * tile_q, heads = group;  // 32-bit division is the fast one
+    i32 begin = 0, end = kv_len;
+    if (causal && tile + 1 < request.tiles) {
+      const i32 end_row = static_cast<i32>((first_packed_row + tile_q - 1) / heads + 1);
+      end = max_of(0, shift + end_row);
     }
-    if (window_left >= 0) begin = min_of(end, max_of<i64>(0, shift + tile * tile_q / group - window_left));
-    return {static_cast<i32>(begin), static_cast<i32>(end)};
+    if (window_left >= 0) {
+      const i64 first = static_cast<i64>(shift) + first_packed_row / heads - window_left;
+      begin = static_cast<i32>(min_of<i64>(end, max_of<i64>(0, first)));
+    }
+    return {begin, end};
   }
 
   bool causal;

@@ -22,7 +22,6 @@ struct Partition {
   std::vector<Cut> ends;  // lane l walks from ends[l - 1] (the first one from the start) to ends[l]
   double total = 0.0;     // of all CTAs, ns
   double max = 0.0;       // of the costliest CTA
-  double mean = 0.0;      // over the CTAs that were to be filled
   i32 inside = 0;         // cuts inside a unit
 };
 
@@ -41,45 +40,57 @@ class Partitioner {
         max_pieces_(schedule.fixed() ? 0 : schedule.max_pieces),
         ns_per_piece_(schedule.fixed() ? 0.0 : schedule.ns_per_piece),
         total_(requests[batch].cost),
-        mean_unit_(units_on_axis > 0 ? total_ / static_cast<double>(units_on_axis) : 0.0) {
+        units_on_axis_(units_on_axis) {
     for (const Lane& lane : lanes) {
       shares_ += lane.share;
       widest_ = max_of(widest_, lane.share);
     }
   }
 
-  // Pieces cost something, and how many there will be is known only afterwards: guess, cut, and correct the guess.
+  // Finds the lowest level (load of a CTA) at which the lanes, each filled up to it, take everything. What is lost at the
+  // lanes' ends (a shortfall before an edge, or one more piece) is known only afterwards: guess, fill, and correct, between
+  // the highest level known to be too low and the lowest known to be enough.
   void run(Partition& best) const {
     static thread_local Partition trial;
-    double inside_share = first_guess();
+    const double loss = expected_loss();
+    double too_low = 0.0, level = total_ / shares_ + loss;
     for (int attempt = 0; attempt < max_attempts; ++attempt) {
-      Partition& target = attempt == 0 ? best : trial;
-      cut_all(inside_share, target);
-      if (attempt > 0 && trial.max < best.max) std::swap(best, trial);
-      if (best.max <= best.mean * (1.0 + snap_tolerance)) return;
-      const double found = target.inside / max_of(1.0, static_cast<double>(lanes_.size()) - 1.0);
-      if (found == inside_share) return;
-      inside_share = found;
+      Partition& filled = attempt == 0 ? best : trial;
+      const Fill fill = fill_all(level, loss, filled);
+      const double max = filled.max, mean = filled.total / shares_;
+      if (attempt > 0 && max < best.max) std::swap(best, trial);
+      if (max <= mean * (1.0 + good_enough)) return;
+      if (fill.excess > 0.0) {
+        too_low = level;
+        level = max_of(level + fill.excess / shares_, fill.next_level);
+      } else {
+        if (max > level) return;  // a unit that cannot be cut: no lower level helps
+        level = min_of(level + fill.excess / shares_, max * (1.0 - tolerance));
+      }
+      if (max_of(too_low, level) >= best.max * (1.0 - tolerance)) return;
+      if (level <= too_low) level = 0.5 * (too_low + best.max);
     }
   }
 
  private:
   static constexpr int max_attempts = 4;
-  // A unit's edge within this of the lane's share is taken instead of a cut; 3% are promised.
-  static constexpr double snap_tolerance = 0.02;
-  // What all later lanes together may be asked to take over because a lane stopped at an edge before its share.
-  static constexpr double drift_tolerance = 0.01;
+  static constexpr double good_enough = 0.01;  // over the mean
+  static constexpr double tolerance = 0.005;  // of a load: nothing is worked on for less
+  static constexpr double infinite = 1e300;
 
   // A lane while it is being filled; costs are on the axis, without what starting inside a unit costs extra.
   struct Filling {
     Cut begin;
-    double at;        // of begin
+    double at = 0.0;  // of begin
     double overhead;  // of starting inside a unit
-    double target;    // what to take, beyond `at`
-    double most;      // what may be taken
-    double mean;      // per share
-    double shares_after, left_after;  // shares and cost of the later lanes if exactly `target` is taken
+    double room;      // what fits beyond `at`
+    double floor;     // no CTA that gets a piece can be cheaper than the cheapest piece: this one may take as much
     bool may_stay_empty;
+  };
+
+  struct Fill {
+    double excess;      // what did not fit at the level (below 0: what more would have); on the axis
+    double next_level;  // below it, no lane would take more
   };
 
   struct Choice {
@@ -87,34 +98,39 @@ class Partitioner {
     double cost;  // beyond Filling::at
   };
 
-  double first_guess() const {
-    const double mean = total_ / shares_;
-    if (!cuttable_ || mean_unit_ < 2.0 * min_piece_ * model_.ns_per_token) return 0.0;
-    return max_of(0.0, 1.0 - 2.0 * snap_tolerance * mean / mean_unit_);
+  // Of a lane's end somewhere in a unit of mean cost: the distance to the edge before it, or a piece where that is less.
+  double expected_loss() const {
+    const double unit = units_on_axis_ > 0 ? total_ / static_cast<double>(units_on_axis_) : 0.0;
+    if (!cuttable_ || ns_per_piece_ >= unit) return 0.5 * unit;
+    return ns_per_piece_ - 0.5 * ns_per_piece_ * ns_per_piece_ / unit;
   }
 
-  void cut_all(double inside_share, Partition& partition) const {
-    const double expected = inside_share * ns_per_piece_;  // at each lane's end
+  // The level is raised for the lanes to come where what is left, with their expected losses, would overflow the last one.
+  Fill fill_all(double level, double loss, Partition& partition) const {
     const i32 num_lanes = static_cast<i32>(lanes_.size());
     partition.ends.resize(lanes_.size());
     partition.max = 0.0;
     partition.inside = 0;
-    Filling lane{};
-    lane.mean = (total_ + expected * (num_lanes - 1)) / shares_;
+    Filling lane;
+    Fill fill{0.0, infinite};
     double shares = shares_;
     for (i32 l = 0; l < num_lanes; ++l) {
-      const double share = lanes_[l].share;
-      const double left = total_ - lane.at;
+      const double share = lanes_[l].share, left = total_ - lane.at;
       lane.overhead = lane.begin.inside() ? ns_per_piece_ : 0.0;
-      lane.target = (left + lane.overhead + expected * (num_lanes - 1 - l)) / shares * share - lane.overhead;
-      lane.most = lane.mean * share * (1.0 + snap_tolerance) - lane.overhead;
-      lane.shares_after = shares - share;
-      lane.left_after = left - lane.target + expected * (num_lanes - 1 - l);
+      const double needed = (left + lane.overhead + loss * (num_lanes - 1 - l)) / shares;
+      const double raised = max_of(level, needed);
+      lane.room = raised * share - lane.overhead;
+      lane.floor = cheapest_piece() * share - lane.overhead;
       lane.may_stay_empty = share < widest_;
       Choice choice{{batch_, 0, -1}, left};
-      if (l + 1 < num_lanes && lane.target < left && left > 0.0) choice = end_of(lane);
-      const double load = choice.cost > 0.0 ? choice.cost + lane.overhead : 0.0;
-      partition.max = max_of(partition.max, load / share);
+      if (l + 1 < num_lanes && lane.room < left && left > 0.0) {
+        double next_cost;
+        choice = end_of(lane, next_cost);
+        fill.next_level = min_of(fill.next_level, (next_cost + lane.overhead) / share);
+      }
+      const double load = choice.cost > 0.0 ? (choice.cost + lane.overhead) / share : 0.0;
+      fill.excess += (l + 1 < num_lanes ? raised - level : load - level) * share;
+      partition.max = max_of(partition.max, load);
       partition.inside += choice.cut.inside();
       partition.ends[l] = choice.cut;
       lane.begin = choice.cut;
@@ -122,68 +138,65 @@ class Partitioner {
       shares -= share;
     }
     partition.total = total_ + partition.inside * ns_per_piece_;
-    partition.mean = partition.total / shares_;
+    return fill;
   }
 
-  Choice end_of(const Filling& lane) const {
-    const double goal = lane.at + lane.target;
+  // Fills one lane: up to the unit that would overflow it, and into that unit where this places more than a piece costs.
+  // `next_cost` is the least cost at which the lane would take more.
+  Choice end_of(const Filling& lane, double& next_cost) const {
+    const double goal = lane.at + max_of(lane.room, 0.0);
     const i32 index = request_at(lane.begin.request, goal);
     const Request& request = requests_[index];
-    if (request.tiles == 0) return {{index, 0, -1}, request.cost - lane.at};
-
-    // The unit that holds the goal: its place on the axis and its tokens.
     const TileCosts costs(model_, request);
     const double one_copy = (requests_[index + 1].cost - request.cost) / copies_;
     const double in_request = goal - request.cost;
     const i32 copy = one_copy > 0.0 ? min_of(copies_ - 1, static_cast<i32>(in_request / one_copy)) : 0;
     const i32 tile = costs.tile_at(in_request - copy * one_copy);
-    const double base = request.cost + copy * one_copy;
-    const double unit_begin = base + costs.prefix(tile), unit_end = base + costs.prefix(tile + 1);
-    const Cut before{index, copy * request.tiles + tile, -1};
-    const Cut after = before.unit + 1 < copies_ * request.tiles ? Cut{index, before.unit + 1, -1} : Cut{index + 1, 0, -1};
-    const bool has_before = !before.same_unit(lane.begin) && unit_begin > lane.at;
-    return choose(lane, has_before, {before, unit_begin - lane.at}, {after, unit_end - lane.at}, tile);
-  }
+    const double copy_begin = request.cost + copy * one_copy - lane.at;
+    const i32 unit = copy * request.tiles + tile;
 
-  Choice choose(const Filling& lane, bool has_before, const Choice& before, const Choice& after, i32 tile) const {
-    const double over = after.cost - lane.target, under = lane.target - before.cost;
-    const bool after_fits = after.cost <= lane.most || after.cost + lane.overhead <= cheapest_piece();
-    const bool before_fits =
-        has_before && lane.left_after + under <= lane.mean * (1.0 + drift_tolerance) * lane.shares_after;
-    if (after_fits && (!before_fits || over <= under)) return after;
-    if (before_fits) return before;
-
-    Choice best = has_before && under < over ? before : after;
+    const Choice before{{index, unit, -1}, copy_begin + costs.prefix(tile)};
+    const bool is_last = unit + 1 == copies_ * request.tiles;
+    const Choice after{is_last ? Cut{index + 1, 0, -1} : Cut{index, unit + 1, -1}, copy_begin + costs.prefix(tile + 1)};
+    const bool has_before = before.cost > 0.0 && !before.cut.same_unit(lane.begin);
     const Choice inside = cut_inside(lane, before, tile);
-    if (inside.cut.inside() && distance(inside, lane) < distance(best, lane)) best = inside;
-    if (lane.may_stay_empty && best.cost > lane.most) {
-      return has_before ? before : Choice{lane.begin, 0.0};
+
+    const double step = step_ * model_.ns_per_token;
+    next_cost = after.cost;
+    if (has_before) {
+      const double worth = before.cost + max_of(ns_per_piece_, tolerance * lane.room);
+      if (!inside.cut.inside()) return before;
+      next_cost = min_of(next_cost, max_of(inside.cost, worth) + step);
+      return inside.cost > worth && inside.cost <= lane.room ? inside : before;
     }
-    return best;
+    const bool whole = !inside.cut.inside() || after.cost <= lane.floor;
+    const Choice forced = whole ? after : inside;
+    if (lane.may_stay_empty && forced.cost > lane.room) return {lane.begin, 0.0};
+    if (!whole) next_cost = min_of(next_cost, inside.cost + step);
+    return forced;
   }
 
-  static double distance(const Choice& choice, const Filling& lane) {
-    return choice.cost > lane.target ? choice.cost - lane.target : lane.target - choice.cost;
-  }
-
-  // The cut nearest to the lane's target that leaves no piece too short; without a token where there is none.
+  // The last cut that the lane has room for and that leaves no piece too short; without a token where there is none.
   Choice cut_inside(const Filling& lane, const Choice& unit, i32 tile) const {
     Choice none{{unit.cut.request, unit.cut.unit, -1}, 0.0};
     if (!cuttable_) return none;
     const TokenRange range = model_.visible(requests_[unit.cut.request], tile);
     const bool resumed = lane.begin.inside() && lane.begin.same_unit(unit.cut);
-    const i64 piece_begin = resumed ? lane.begin.token : range.begin;
-    const i64 shortest = max_pieces_ > 0 ? max_of(min_piece_, ceil_div(range.size(), max_pieces_)) : min_piece_;
-    const i64 first = round_up<i64>(piece_begin + shortest, step_);
-    const i64 last = (range.end - shortest) / step_ * step_;
+    const i32 piece_begin = resumed ? lane.begin.token : range.begin, left = range.end - piece_begin;
+    const i32 shortest = max_pieces_ > 0 ? max_of(min_piece_, ceil_div(range.size(), max_pieces_)) : min_piece_;
+    if (left / 2 < shortest) return none;
+    const u32 step = step_, first = round_up<u32>(piece_begin + shortest, step), last = (range.end - shortest) / step * step;
     if (first > last) return none;
 
-    // No CTA that gets a piece can be cheaper than the cheapest piece: this one may take as much.
-    const double goal = max_of(lane.target, cheapest_piece() - lane.overhead);
     const double token_0 = unit.cost + model_.ns_per_unit - range.begin * model_.ns_per_token;  // beyond lane.at
+    const double goal = max_of(lane.room, lane.floor);
     const double wanted = model_.ns_per_token > 0.0 ? (goal - token_0) / model_.ns_per_token : 0.0;
-    const i64 nearest = static_cast<i64>(max_of(wanted, 0.0) / step_ + 0.5) * step_;
-    const i64 token = max_of(first, min_of(last, nearest));
+    u32 token = static_cast<u32>(min_of<double>(max_of(wanted, 0.0), last)) / step * step;
+    if (token < first) {
+      // Shortest pieces all along: make them equal, so that the last one is not nearly twice as long.
+      token = (piece_begin + left / (left / shortest) + step / 2) / step * step;
+    }
+    token = max_of(first, min_of(last, token));
     return {{unit.cut.request, unit.cut.unit, static_cast<i32>(token)}, token_0 + token * model_.ns_per_token};
   }
 
@@ -215,7 +228,7 @@ class Partitioner {
   i32 max_pieces_;
   double ns_per_piece_;
   double total_;
-  double mean_unit_;
+  i64 units_on_axis_;
   double shares_ = 0.0;
   double widest_ = 0.0;
 };
