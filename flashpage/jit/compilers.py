@@ -26,14 +26,12 @@ class Compiler:
     name: str  # g++ | nvcc | nvrtc
     program: tuple[str, ...]  # what starts it
 
-    @functools.cached_property
+    @property
     def version(self) -> str:
-        """For the entry's record; one run of the compiler a process."""
+        """For the entry's record."""
         if self.name == "nvrtc":
             return os.path.basename(os.path.realpath(self.program[-1]))
-        text = subprocess.run([*self.program, "--version"], capture_output=True, text=True, check=False).stdout
-        found = re.search(r"release [\d.]+, V[\d.]+", text)
-        return found[0] if found else text.partition("\n")[0]
+        return _version(self.program)
 
     def command(self, source: Path, binary: Path, target: Target) -> list[str]:
         """Compiles `source` for `target` into `binary`; errors and ptxas' report go to stdout and stderr."""
@@ -62,6 +60,14 @@ class Compiler:
         return [include, str(source), "-o", str(binary)]
 
 
+@functools.cache
+def _version(program: tuple[str, ...]) -> str:
+    """What the compiler says of itself."""
+    text = subprocess.run([*program, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release [\d.]+, V[\d.]+", text)  # nvcc
+    return release[0] if release else text.partition("\n")[0]
+
+
 def find_compiler(target: Target) -> Compiler | None:
     """The compiler for a target, None where this machine has none. FLASHPAGE_CXX and FLASHPAGE_NVCC choose."""
     return find_cxx() if target.backend == "cpu" else find_nvcc() or find_nvrtc()
@@ -71,12 +77,9 @@ def looked_for(target: Target) -> str:
     """What find_compiler looked for, for a message."""
     if target.backend == "cpu":
         return f"{env.get('FLASHPAGE_CXX') or 'g++'} on PATH (FLASHPAGE_CXX names another C++20 compiler)"
-    nvcc = (
-        "nvcc (switched off by FLASHPAGE_NVCC)"
-        if env.is_off("FLASHPAGE_NVCC")
-        else "nvcc on PATH or in /usr/local/cuda"
-    )
-    return f"{nvcc} with g++, and NVRTC (libnvrtc.so of the package nvidia-cuda-nvrtc or of a CUDA toolkit)"
+    is_off = env.is_off("FLASHPAGE_NVCC")
+    nvcc = "nvcc (switched off by FLASHPAGE_NVCC)" if is_off else "nvcc, on PATH or in /usr/local/cuda, with g++"
+    return f"{nvcc}, and NVRTC (libnvrtc.so of the package nvidia-cuda-nvrtc or of a CUDA toolkit)"
 
 
 def find_cxx() -> Compiler | None:

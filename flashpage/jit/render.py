@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import paths
@@ -20,16 +21,16 @@ def source_suffix(spec: KernelSpec) -> str:
 
 def render(spec: KernelSpec) -> str:
     """The whole translation unit, less what it includes from include/flashpage."""
-    template = _environment().get_template(f"{spec.kernel}{source_suffix(spec)}.jinja")
+    template = _environment(paths.templates_dir()).get_template(f"{spec.kernel}{source_suffix(spec)}.jinja")
     return template.render(spec=spec, variant_source=render_variant(spec.variant))
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def _environment(folder: Path) -> jinja2.Environment:
     import jinja2  # here: a hit renders nothing
 
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(paths.templates_dir()),
+        loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

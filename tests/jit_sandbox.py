@@ -1,0 +1,107 @@
+"""A toy kernel in a folder of its own: tests of the JIT, their child processes too, compile in a tenth of a second."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashpage import paths
+from flashpage.jit import loader
+from flashpage.spec import KernelSpec, VariantSpec
+
+TESTS = Path(__file__).resolve().parent
+TEMPLATE = """#include "flashpage/params.h"
+namespace flashpage::vm {
+inline i32 as_mask(i32, bool visible) { return visible; }
+inline bool logical_and(bool x, bool y) { return x && y; }
+}
+{{ variant_source }}
+using namespace flashpage;
+extern "C" void flashpage_cpu_attention(const AttentionParams*, const VariantArgs* args, int, int) {
+  [[maybe_unused]] float x = {{ spec.head_dim_qk }};
+  if constexpr (Variant::has_logit) x = Variant::logit(*args, x, 0, 0, 0, 0);
+}
+"""
+# A compiler that leaves a line in $COMPILES for each start, waits, and hands over to g++.
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exec g++ --version
+echo $$ >> "$COMPILES"
+sleep "${COMPILE_SECONDS:-0}"
+exec /usr/bin/env g++ "$@"
+"""
+
+
+class Sandbox:
+    """Templates, cache, AOT folder and compiler below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cache, self.aot, self.compiles = folder / "cache", folder / "aot", folder / "compiles"
+        self.templates, self.compiler = folder / "templates", folder / "compiler"
+
+    @staticmethod
+    def create(folder: Path) -> Sandbox:
+        sandbox = Sandbox(folder)
+        sandbox.templates.mkdir(parents=True)
+        (sandbox.templates / "cpu_attention.cpp.jinja").write_text(TEMPLATE)
+        sandbox.compiler.write_text(COMPILER)
+        sandbox.compiler.chmod(0o755)
+        return sandbox
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "FLASHPAGE_CACHE_DIR": str(self.cache),
+            "FLASHPAGE_CXX": str(self.compiler),
+            "COMPILES": str(self.compiles),
+            "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+        }
+
+    def enter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For this process, with nothing loaded yet; until the test ends."""
+        for name, value in self.environment.items():
+            monkeypatch.setenv(name, value)
+        self.redirect(monkeypatch.setattr)
+        monkeypatch.setattr(loader, "_kernels", {})
+
+    def redirect(self, setter: Callable[[Any, str, Any], None] = setattr) -> None:
+        """Points the package's folders here."""
+        setter(paths, "templates_dir", lambda: self.templates)
+        setter(paths, "aot_dir", lambda: self.aot)
+        setter(paths, "source_hash", lambda: "sandbox")
+
+    def num_compiles(self) -> int:
+        return len(self.compiles.read_text().split()) if self.compiles.exists() else 0
+
+    def start(self, code: str, **environment: str) -> subprocess.Popen[str]:
+        """A new process that runs `code` with the package pointed here; `get`, `toy` and `time` are there."""
+        prelude = (
+            "import time\nfrom pathlib import Path\nfrom jit_sandbox import Sandbox, toy\n"
+            f"Sandbox(Path({str(self.folder)!r})).redirect()\n"
+            "from flashpage.jit import get_kernel as get\n"
+        )
+        return subprocess.Popen(
+            [sys.executable, "-c", prelude + code],
+            env=os.environ | self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, code: str, **environment: str) -> str:
+        """`start`, to its end; what it printed."""
+        child = self.start(code, **environment)
+        out, err = child.communicate(timeout=120)
+        assert child.returncode == 0, err
+        return out
+
+
+def toy(number: int = 0, logit: str = "") -> KernelSpec:
+    """The spec of a toy kernel."""
+    return KernelSpec("cpu_attention", head_dim_qk=number, variant=VariantSpec(logit=logit))
