@@ -1,0 +1,143 @@
+"""The wheel: built from the checkout with g++ alone, tagged for every Python, and complete where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flashpage import paths
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKOUT = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "csrc", "include", "templates", "flashpage")
+
+
+def copy_of_checkout(folder: Path) -> Path:
+    """What a build reads, without what earlier builds left."""
+    folder.mkdir()
+    left_out = shutil.ignore_patterns("__pycache__", "lib", "aot_kernels", "*.egg-info")
+    for name in CHECKOUT:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=left_out)
+        else:
+            shutil.copy2(source, folder / name)
+    (folder / "README.md").touch()
+    return folder
+
+
+def build_wheel(checkout: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from setuptools.build_meta import build_wheel as b; b(sys.argv[1], {'--build-option': sys.argv[2:]})"
+    command = [sys.executable, "-c", code, str(folder), *options]
+    # No torch and no CUDA at build time: neither can be found here.
+    environment = os.environ | {"CUDA_HOME": "/nonexistent", "PYTHONPATH": str(_without_torch(checkout))}
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+
+
+def _without_torch(checkout: Path) -> Path:
+    folder = checkout.parent / "no_torch"
+    folder.mkdir(exist_ok=True)
+    for name in ("torch", "numpy", "jinja2"):
+        (folder / f"{name}.py").write_text(f"raise ImportError('{name} is not for builds')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_of_checkout(tmp_path_factory.mktemp("package") / "checkout")
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    folder = checkout.parent / "wheel"
+    begin = time.monotonic()
+    result = build_wheel(checkout, folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert time.monotonic() - begin < 60, "30 s on two free cores is the limit; twice that on busy ones"
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_one_wheel_for_every_python(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        dist_info = next(n for n in names if n.endswith(".dist-info/WHEEL")).rpartition("/")[0]
+        assert "Root-Is-Purelib: false" in archive.read(f"{dist_info}/WHEEL").decode()
+        metadata = archive.read(f"{dist_info}/METADATA").decode()
+        info = json.loads(archive.read("flashpage/_build_info.json"))
+    assert "Requires-Python: >=3.10" in metadata
+    assert info["source_hash"] == paths.hash_sources(ROOT / "include", ROOT / "templates")
+    sources = {
+        f"flashpage/{p.relative_to(ROOT).as_posix()}"
+        for folder in ("include", "templates")
+        for p in (ROOT / folder).rglob("*")
+        if p.is_file()
+    }
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "flashpage").rglob("*.py")}
+    assert sources | modules | {"flashpage/lib/libflashpage.so", "flashpage/py.typed"} <= names
+    assert not any(n.startswith(("tests/", "csrc/", "aot/", "flashpage/aot_kernels/")) for n in names)
+
+
+def test_the_library_needs_only_the_c_library(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.extract("flashpage/lib/libflashpage.so", tmp_path)
+    dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    needed = {line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "(NEEDED)" in line}
+    assert needed <= {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2"}
+    symbols = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    assert {line.split()[-1][:3] for line in symbols.splitlines()} == {"fp_"}
+
+
+def test_an_installed_wheel_finds_its_folders(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, check=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # after the wheel's own folder
+    code = """
+import flashpage
+from flashpage import host, paths
+assert (paths.include_dir() / "flashpage" / "params.h").is_file() and paths.include_dir().parent == paths.PACKAGE
+assert paths.templates_dir().is_dir() and paths.templates_dir().parent == paths.PACKAGE
+assert not paths.aot_dir().exists()
+assert host.load().fp_cpu_threads() > 0
+print(paths.PACKAGE, paths.source_hash())
+"""
+    result = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    package, digest = result.stdout.split()
+    assert Path(package) == site / "flashpage"
+    assert digest == paths.hash_sources(ROOT / "include", ROOT / "templates")
+
+
+def test_aot_kernels_are_shipped_on_demand_alone(checkout: Path, tmp_path: Path) -> None:
+    result = build_wheel(checkout, tmp_path, "--aot")
+    assert result.returncode != 0 and "aot_kernels does not exist" in result.stdout + result.stderr
+    (checkout / "flashpage" / "aot_kernels").mkdir()
+    (checkout / "flashpage" / "aot_kernels" / "entry").write_text("kernel")
+    result = build_wheel(checkout, tmp_path, "--aot")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read("flashpage/aot_kernels/entry") == b"kernel"
+
+
+def test_a_missing_compiler_is_named(checkout: Path) -> None:
+    shutil.rmtree(checkout / "build" / "host", ignore_errors=True)
+    environment = os.environ | {"FLASHPAGE_CXX": "/nonexistent/g++"}
+    command = [sys.executable, "setup.py", "-q", "build_host"]
+    result = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert result.returncode != 0 and "/nonexistent/g++ is missing: install g++" in result.stderr
