@@ -34,6 +34,6 @@ def is_on(name: str) -> bool:
 def cache_dir() -> Path:
     """The folder of compiled kernels; not created here."""
     if folder := get("FLASHPAGE_CACHE_DIR"):
-        return Path(folder)
+        return Path(folder).absolute()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "flashpage"

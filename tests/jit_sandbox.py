@@ -23,6 +23,7 @@ inline bool logical_and(bool x, bool y) { return x && y; }
 }
 {{ variant_source }}
 using namespace flashpage;
+extern "C" const int toy_number = {{ spec.head_dim_qk }};
 extern "C" void flashpage_cpu_attention(const AttentionParams*, const VariantArgs* args, int, int) {
   [[maybe_unused]] float x = {{ spec.head_dim_qk }};
   if constexpr (Variant::has_logit) x = Variant::logit(*args, x, 0, 0, 0, 0);

@@ -94,15 +94,15 @@ class Store:
 
         Not `blocking`: raises BlockingIOError where another holds it.
         """
-        locks = self.folder / _LOCKS
-        locks.mkdir(parents=True, exist_ok=True)
+        locks = self._make() / _LOCKS
+        locks.mkdir(exist_ok=True)
         with open(locks / key, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
             yield
 
     def publish(self, key: str, binary: Path, meta: dict[str, Any]) -> Entry:
         """Makes the entry of `key` from a compiled binary, in place of a broken one. The caller holds the lock."""
-        private = Path(tempfile.mkdtemp(prefix=_PRIVATE, dir=self.folder))
+        private = Path(tempfile.mkdtemp(prefix=_PRIVATE, dir=self._make()))
         try:
             private.chmod(0o755)
             (private / "new").mkdir()
@@ -116,6 +116,13 @@ class Store:
         if (entry := self.read(key)) is None:
             raise OSError(f"{self.folder / key} does not read back as it was written")
         return entry
+
+    def _make(self) -> Path:
+        """The folder, made where it is missing."""
+        if not self.folder.is_absolute():  # "~" stands for itself
+            raise OSError("this user has no home folder; FLASHPAGE_CACHE_DIR names another")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder
 
     def folders(self) -> list[Path]:
         """Of all entries, sound or not."""
