@@ -43,7 +43,7 @@ def build_library(library: Path, objects: Path) -> None:
         targets = [objects / f"{source.stem}.o" for source in sources]
         stale = [
             (source, target)
-            for source, target in zip(sources, targets)
+            for source, target in zip(sources, targets, strict=True)
             if not target.exists() or target.stat().st_mtime <= max(newest, source.stat().st_mtime)
         ]
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

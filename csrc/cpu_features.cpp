@@ -28,7 +28,8 @@ int32_t fp_cpu_features(char* text, int32_t size) {
     found += feature.name;
   }
   if (static_cast<int32_t>(found.size()) >= size) {
-    return flashpage::host::fail(FP_INTERNAL, "%d bytes do not hold the features' names: give %zu", size, found.size() + 1);
+    return flashpage::host::fail(FP_INTERNAL, "%d bytes do not hold the features' names: give %zu", size,
+                                 found.size() + 1);
   }
   found.copy(text, found.size());
   text[found.size()] = '\0';

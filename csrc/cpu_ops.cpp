@@ -16,7 +16,8 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 constexpr int chunk = 128;                  // elements of a row that are summed in registers and L1
 constexpr i64 bytes_per_task = 256 * 1024;  // less is not worth waking a thread
 
-// The states of one output row: values [num_states][head_dim] and their LSEs (base 2), each at its own stride in elements.
+// The states of one output row: values [num_states][head_dim] and their LSEs (base 2), each at its own stride in
+// elements.
 template <class T>
 struct States {
   const T* values;
@@ -158,8 +159,8 @@ struct HeadCopy {
 };
 
 void append(const AppendParams& params, i64 element) {
-  const HeadCopy copy_key{params.head_dim_qk * element, params.key_head_stride * element, params.k.head_stride * element,
-                          params.num_kv_heads};
+  const HeadCopy copy_key{params.head_dim_qk * element, params.key_head_stride * element,
+                          params.k.head_stride * element, params.num_kv_heads};
   const HeadCopy copy_value{params.head_dim_vo * element, params.value_head_stride * element,
                             params.v.head_stride * element, params.num_kv_heads};
   const auto keys = static_cast<const char*>(params.append_key);

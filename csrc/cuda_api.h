@@ -1,5 +1,6 @@
 // The part of the CUDA driver API that the host library uses, declared here so that it builds where there is no CUDA.
-// tests/test_host_layout.py compares every layout, constant and signature with the toolkit's cuda.h where one is installed.
+// tests/test_host_layout.py compares every layout, constant and signature with the toolkit's cuda.h where one is
+// installed.
 #pragma once
 #include <cstddef>
 
@@ -56,45 +57,46 @@ struct LaunchConfig {
 
 // X(member, exported symbol, parameters): one line a driver function; all return Result.
 // The symbols carry the version suffix that cuda.h's macros hide.
-#define FP_CUDA_FUNCTIONS(X)                                                                                              \
-  X(init, cuInit, (unsigned flags))                                                                                       \
-  X(driver_get_version, cuDriverGetVersion, (int* version))                                                               \
-  X(get_error_name, cuGetErrorName, (Result error, const char** text))                                                    \
-  X(get_error_string, cuGetErrorString, (Result error, const char** text))                                                \
-  X(device_get_count, cuDeviceGetCount, (int* count))                                                                     \
-  X(device_get, cuDeviceGet, (Device * device, int ordinal))                                                              \
-  X(device_get_name, cuDeviceGetName, (char* name, int length, Device device))                                            \
-  X(device_get_attribute, cuDeviceGetAttribute, (int* value, int attribute, Device device))                               \
-  X(device_total_mem, cuDeviceTotalMem_v2, (size_t * bytes, Device device))                                               \
-  X(device_primary_ctx_retain, cuDevicePrimaryCtxRetain, (Context * context, Device device))                              \
-  X(ctx_get_current, cuCtxGetCurrent, (Context * context))                                                                \
-  X(ctx_set_current, cuCtxSetCurrent, (Context context))                                                                  \
-  X(library_load_data, cuLibraryLoadData,                                                                                 \
-    (Library * library, const void* code, int* jit_options, void** jit_values, unsigned num_jit, int* library_options,    \
-     void** library_values, unsigned num_library))                                                                        \
-  X(library_unload, cuLibraryUnload, (Library library))                                                                   \
-  X(library_get_kernel, cuLibraryGetKernel, (Kernel * kernel, Library library, const char* name))                         \
-  X(library_get_global, cuLibraryGetGlobal, (DevicePointer * address, size_t* bytes, Library library, const char* name))  \
-  X(kernel_get_function, cuKernelGetFunction, (Function * function, Kernel kernel))                                       \
-  X(func_get_attribute, cuFuncGetAttribute, (int* value, int attribute, Function function))                               \
-  X(func_set_attribute, cuFuncSetAttribute, (Function function, int attribute, int value))                                \
-  X(occupancy, cuOccupancyMaxActiveBlocksPerMultiprocessor,                                                               \
-    (int* blocks, Function function, int block_size, size_t dynamic_shared_bytes))                                        \
-  X(launch_kernel_ex, cuLaunchKernelEx,                                                                                   \
-    (const LaunchConfig* config, Function function, void** kernel_params, void** extra))                                  \
-  X(mem_host_alloc, cuMemHostAlloc, (void** address, size_t bytes, unsigned flags))                                       \
-  X(mem_free_host, cuMemFreeHost, (void* address))                                                                        \
-  X(memcpy_htod_async, cuMemcpyHtoDAsync_v2, (DevicePointer to, const void* from, size_t bytes, Stream stream))           \
-  X(memcpy_dtoh_async, cuMemcpyDtoHAsync_v2, (void* to, DevicePointer from, size_t bytes, Stream stream))                 \
-  X(event_create, cuEventCreate, (Event * event, unsigned flags))                                                         \
-  X(event_destroy, cuEventDestroy_v2, (Event event))                                                                      \
-  X(event_record, cuEventRecord, (Event event, Stream stream))                                                            \
-  X(event_query, cuEventQuery, (Event event))                                                                             \
-  X(event_synchronize, cuEventSynchronize, (Event event))                                                                 \
-  X(stream_create, cuStreamCreate, (Stream * stream, unsigned flags))                                                     \
-  X(stream_destroy, cuStreamDestroy_v2, (Stream stream))                                                                  \
-  X(stream_synchronize, cuStreamSynchronize, (Stream stream))                                                             \
-  X(stream_is_capturing, cuStreamIsCapturing, (Stream stream, int* status))                                               \
+#define FP_CUDA_FUNCTIONS(X)                                                                                           \
+  X(init, cuInit, (unsigned flags))                                                                                    \
+  X(driver_get_version, cuDriverGetVersion, (int* version))                                                            \
+  X(get_error_name, cuGetErrorName, (Result error, const char** text))                                                 \
+  X(get_error_string, cuGetErrorString, (Result error, const char** text))                                             \
+  X(device_get_count, cuDeviceGetCount, (int* count))                                                                  \
+  X(device_get, cuDeviceGet, (Device * device, int ordinal))                                                           \
+  X(device_get_name, cuDeviceGetName, (char* name, int length, Device device))                                         \
+  X(device_get_attribute, cuDeviceGetAttribute, (int* value, int attribute, Device device))                            \
+  X(device_total_mem, cuDeviceTotalMem_v2, (size_t* bytes, Device device))                                             \
+  X(device_primary_ctx_retain, cuDevicePrimaryCtxRetain, (Context * context, Device device))                           \
+  X(ctx_get_current, cuCtxGetCurrent, (Context * context))                                                             \
+  X(ctx_set_current, cuCtxSetCurrent, (Context context))                                                               \
+  X(library_load_data, cuLibraryLoadData,                                                                              \
+    (Library * library, const void* code, int* jit_options, void** jit_values, unsigned num_jit, int* library_options, \
+     void** library_values, unsigned num_library))                                                                     \
+  X(library_unload, cuLibraryUnload, (Library library))                                                                \
+  X(library_get_kernel, cuLibraryGetKernel, (Kernel * kernel, Library library, const char* name))                      \
+  X(library_get_global, cuLibraryGetGlobal,                                                                            \
+    (DevicePointer * address, size_t* bytes, Library library, const char* name))                                       \
+  X(kernel_get_function, cuKernelGetFunction, (Function * function, Kernel kernel))                                    \
+  X(func_get_attribute, cuFuncGetAttribute, (int* value, int attribute, Function function))                            \
+  X(func_set_attribute, cuFuncSetAttribute, (Function function, int attribute, int value))                             \
+  X(occupancy, cuOccupancyMaxActiveBlocksPerMultiprocessor,                                                            \
+    (int* blocks, Function function, int block_size, size_t dynamic_shared_bytes))                                     \
+  X(launch_kernel_ex, cuLaunchKernelEx,                                                                                \
+    (const LaunchConfig* config, Function function, void** kernel_params, void** extra))                               \
+  X(mem_host_alloc, cuMemHostAlloc, (void** address, size_t bytes, unsigned flags))                                    \
+  X(mem_free_host, cuMemFreeHost, (void* address))                                                                     \
+  X(memcpy_htod_async, cuMemcpyHtoDAsync_v2, (DevicePointer to, const void* from, size_t bytes, Stream stream))        \
+  X(memcpy_dtoh_async, cuMemcpyDtoHAsync_v2, (void* to, DevicePointer from, size_t bytes, Stream stream))              \
+  X(event_create, cuEventCreate, (Event * event, unsigned flags))                                                      \
+  X(event_destroy, cuEventDestroy_v2, (Event event))                                                                   \
+  X(event_record, cuEventRecord, (Event event, Stream stream))                                                         \
+  X(event_query, cuEventQuery, (Event event))                                                                          \
+  X(event_synchronize, cuEventSynchronize, (Event event))                                                              \
+  X(stream_create, cuStreamCreate, (Stream * stream, unsigned flags))                                                  \
+  X(stream_destroy, cuStreamDestroy_v2, (Stream stream))                                                               \
+  X(stream_synchronize, cuStreamSynchronize, (Stream stream))                                                          \
+  X(stream_is_capturing, cuStreamIsCapturing, (Stream stream, int* status))                                            \
   X(thread_exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))
 
 }  // namespace flashpage::cuda

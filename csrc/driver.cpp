@@ -20,11 +20,11 @@ struct Loaded {
       why_not = "no CUDA driver: libcuda.so.1 is not on this machine";
       return;
     }
-#define FP_CUDA_LOAD(member, symbol, parameters)                                             \
-  functions.member = reinterpret_cast<decltype(functions.member)>(dlsym(library, #symbol));  \
-  if (functions.member == nullptr) {                                                         \
+#define FP_CUDA_LOAD(member, symbol, parameters)                                                  \
+  functions.member = reinterpret_cast<decltype(functions.member)>(dlsym(library, #symbol));       \
+  if (functions.member == nullptr) {                                                              \
     why_not = "the CUDA driver has no " #symbol ": flashpage needs a driver of CUDA 12 or newer"; \
-    return;                                                                                  \
+    return;                                                                                       \
   }
     FP_CUDA_FUNCTIONS(FP_CUDA_LOAD)
 #undef FP_CUDA_LOAD
@@ -110,7 +110,8 @@ static int32_t describe_device(const cuda::Driver& cuda, int device, fp_device_i
   FP_CUDA_TRY(device_get_attribute, &minor, cuda::device_compute_capability_minor, ordinal);
   FP_CUDA_TRY(device_get_attribute, &info.num_sms, cuda::device_multiprocessor_count, ordinal);
   FP_CUDA_TRY(device_get_attribute, &l2_bytes, cuda::device_l2_cache_size, ordinal);
-  FP_CUDA_TRY(device_get_attribute, &info.shared_bytes_per_cta, cuda::device_max_shared_memory_per_block_optin, ordinal);
+  FP_CUDA_TRY(device_get_attribute, &info.shared_bytes_per_cta, cuda::device_max_shared_memory_per_block_optin,
+              ordinal);
   FP_CUDA_TRY(device_total_mem, &memory_bytes, ordinal);
   FP_CUDA_TRY(driver_get_version, &info.driver_version);
   info.sm = 10 * major + minor;

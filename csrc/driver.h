@@ -47,8 +47,8 @@ class CurrentContext {
   bool changed_;
 };
 
-// Allows this thread calls that a capture in global mode, anywhere in the process, would refuse and be broken by (allocations,
-// event queries). They must not touch a stream that is being captured.
+// Allows this thread calls that a capture in global mode, anywhere in the process, would refuse and be broken by
+// (allocations, event queries). They must not touch a stream that is being captured.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver) : driver_(driver) { driver_.thread_exchange_capture_mode(&mode_); }

@@ -15,9 +15,7 @@ namespace flashpage::host {
   const u32 normal = magnitude + (112u << 23);                                  // bias 15 -> 127
   const u32 special = magnitude + (224u << 23);                                 // infinity and NaN
   const float denormal = std::bit_cast<float>(normal + (1u << 23)) - 0x1p-14f;  // exact
-  const u32 bits = magnitude < (1u << 23)    ? std::bit_cast<u32>(denormal)
-                   : magnitude < (31u << 23) ? normal
-                                             : special;
+  const u32 bits = magnitude < (1u << 23) ? std::bit_cast<u32>(denormal) : magnitude < (31u << 23) ? normal : special;
   return std::bit_cast<float>(bits | sign);
 }
 

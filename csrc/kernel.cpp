@@ -25,7 +25,8 @@ int32_t resolve(const Driver& cuda, int device, const char* entry, fp_kernel& ke
   FP_CUDA_TRY(kernel_get_function, &kernel.function, handle);
   FP_CUDA_TRY(library_get_global, &launch_address, &launch_bytes, kernel.library, "flashpage_launch");
   if (launch_bytes != sizeof(launch)) {
-    return host::fail(FP_INTERNAL, "%s: flashpage_launch has %zu bytes, expected %zu", entry, launch_bytes, sizeof(launch));
+    return host::fail(FP_INTERNAL, "%s: flashpage_launch has %zu bytes, expected %zu", entry, launch_bytes,
+                      sizeof(launch));
   }
   if (int32_t status = read_device(cuda, launch_address, launch, sizeof(launch)); status != FP_OK) return status;
   fp_kernel_info& info = kernel.info;
@@ -39,8 +40,8 @@ int32_t resolve(const Driver& cuda, int device, const char* entry, fp_kernel& ke
   FP_CUDA_TRY(device_get, &ordinal, device);
   FP_CUDA_TRY(device_get_attribute, &info.num_sms, device_multiprocessor_count, ordinal);
   if (info.ctas_per_sm < 1) {
-    return host::fail(FP_CUDA_ERROR, "%s: no CTA of %d threads with %d bytes of shared memory fits an SM of device %d", entry,
-                      info.threads, info.shared_bytes, device);
+    return host::fail(FP_CUDA_ERROR, "%s: no CTA of %d threads with %d bytes of shared memory fits an SM of device %d",
+                      entry, info.threads, info.shared_bytes, device);
   }
   return FP_OK;
 }

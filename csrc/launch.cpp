@@ -1,5 +1,5 @@
-// fp_run and fp_launch: once a layer, so nothing here allocates, locks, waits or asks the device anything, and every call may
-// stand in a stream capture.
+// fp_run and fp_launch: once a layer, so nothing here allocates, locks, waits or asks the device anything, and every
+// call may stand in a stream capture.
 #include <algorithm>
 
 #include "cpu_ops.h"
@@ -47,8 +47,7 @@ cuda::Result launch_kernel(const Launch& launch, void** params) {
 int32_t run_on_cuda(const fp_run_args& args) {
   const fp_kernel* attention = args.attention;
   cuda::CurrentContext current(*attention->driver, attention->context);
-  void* attention_params[] = {const_cast<AttentionParams*>(args.params),
-                              const_cast<VariantArgs*>(variant_of(args))};
+  void* attention_params[] = {const_cast<AttentionParams*>(args.params), const_cast<VariantArgs*>(variant_of(args))};
   auto result = launch_kernel({attention, args.num_ctas, args.stream, args.enable_pdl != 0}, attention_params);
   if (result != cuda::success) return cuda::fail(result, "launching the attention kernel");
   if (args.merge == nullptr || args.num_merges <= 0) return FP_OK;
@@ -77,7 +76,8 @@ int32_t fp_run(const fp_run_args* args) {
 
 int32_t fp_launch(const fp_kernel* kernel, const void* params, int32_t grid, void* stream, int32_t enable_pdl) {
   if (grid <= 0) return FP_OK;
-  if (kernel->cpu != nullptr) return host::fail(FP_INTERNAL, "fp_launch takes CUDA kernels; a CPU kernel runs through fp_run");
+  if (kernel->cpu != nullptr)
+    return host::fail(FP_INTERNAL, "fp_launch takes CUDA kernels; a CPU kernel runs through fp_run");
   cuda::CurrentContext current(*kernel->driver, kernel->context);
   void* kernel_params[] = {const_cast<void*>(params)};
   auto result = host::launch_kernel({kernel, grid, stream, enable_pdl != 0}, kernel_params);

@@ -21,10 +21,12 @@ namespace flashpage::host {
 namespace {
 
 constexpr int max_threads = 1024;
-constexpr int max_loops = 16;     // of different callers at a time; a further caller runs its loop alone
-constexpr int spin_pauses = 500;  // before a thread sleeps: some 10 us, more than the gap between attention and its merge
+constexpr int max_loops = 16;  // of different callers at a time; a further caller runs its loop alone
+constexpr int spin_pauses =
+    500;  // before a thread sleeps: some 10 us, more than the gap between attention and its merge
 
-// An integer to wait on: a few microseconds awake, then asleep in the kernel. Waking costs a system call only where one sleeps.
+// An integer to wait on: a few microseconds awake, then asleep in the kernel. Waking costs a system call only where one
+// sleeps.
 struct Word {
   std::atomic<int> value{0};
   std::atomic<int> sleepers{0};
@@ -63,10 +65,12 @@ struct alignas(64) Loop {
     inside_loop = false;
   }
 
-  bool has_work() const { return open.load() && next.load(std::memory_order_relaxed) < count.load(std::memory_order_relaxed); }
+  bool has_work() const {
+    return open.load() && next.load(std::memory_order_relaxed) < count.load(std::memory_order_relaxed);
+  }
 
-  // `inside` rises before `open` is read, and the caller clears `open` before it reads `inside`: a worker that saw the loop
-  // open is seen by the caller (both sequentially consistent).
+  // `inside` rises before `open` is read, and the caller clears `open` before it reads `inside`: a worker that saw the
+  // loop open is seen by the caller (both sequentially consistent).
   void help() {
     inside.value.fetch_add(1);
     if (open.load()) work();
@@ -86,7 +90,8 @@ struct Pool {
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
     for (size = 1; size < threads; ++size) {
       pthread_t thread;
-      if (pthread_create(&thread, nullptr, [](void* pool) { return static_cast<Pool*>(pool)->serve(); }, this) != 0) break;
+      if (pthread_create(&thread, nullptr, [](void* pool) { return static_cast<Pool*>(pool)->serve(); }, this) != 0)
+        break;
       pthread_detach(thread);
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -158,8 +163,8 @@ Pool& pool() {
   if (Pool* ready = current.load(std::memory_order_acquire)) return *ready;
   std::lock_guard lock(creation);
   if (Pool* ready = current.load(std::memory_order_acquire)) return *ready;
-  // fork() copies the memory but not the workers: the child forgets the pool and makes its own at first use. The lock is held
-  // across the fork so that no copy of it stays locked.
+  // fork() copies the memory but not the workers: the child forgets the pool and makes its own at first use. The lock
+  // is held across the fork so that no copy of it stays locked.
   static bool handlers = [] {
     pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); },
                    [] {
@@ -191,7 +196,8 @@ using namespace flashpage::host;
 int32_t fp_cpu_threads() { return pool().size; }
 
 int32_t fp_cpu_set_threads(int32_t n) {
-  if (n < 0 || n > max_threads) return fail(FP_INTERNAL, "threads is %d: give 1 to %d, or 0 for the default", n, max_threads);
+  if (n < 0 || n > max_threads)
+    return fail(FP_INTERNAL, "threads is %d: give 1 to %d, or 0 for the default", n, max_threads);
   std::lock_guard lock(creation);
   wanted_threads = n;
   if (Pool* old = current.exchange(nullptr)) old->retire();

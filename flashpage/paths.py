@@ -35,7 +35,7 @@ def library() -> Path:
 
 @functools.cache
 def source_hash() -> str:
-    """sha256 of the include tree and the templates: frozen when a wheel is built, computed once a process in a checkout."""
+    """sha256 of what kernels are made from: frozen when a wheel is built, computed once a process in a checkout."""
     if (frozen := PACKAGE / "_build_info.json").is_file():
         return json.loads(frozen.read_text())["source_hash"]
     return hash_sources(include_dir(), templates_dir())

@@ -33,7 +33,8 @@ merge_params = host.MergeParams(plan=5353)
 
 def run(attention, merge=None, **values):
     values = dict(num_ctas=132, num_merges=0, enable_pdl=0, stream=7) | values
-    args = host.RunArgs(attention=attention, merge=merge, params=addressof(params), merge_params=addressof(merge_params), **values)
+    pointers = dict(params=addressof(params), merge_params=addressof(merge_params))
+    args = host.RunArgs(attention=attention, merge=merge, **pointers, **values)
     return lib.fp_run(byref(args))
 
 class Planning:
@@ -55,8 +56,8 @@ class Planning:
             last_page_len=host.IndexArray(self.last_page_len.ctypes.data, 1, 0, 8),
         )
 
-    schedule = host.Schedule(num_ctas=16, walk=0, tile_q=16, tile_kv=64, ns_per_token=4, ns_per_unit=400, ns_per_piece=1500,
-                             min_piece_tokens=128, max_pieces=32, merge_rows=8)
+    schedule = host.Schedule(num_ctas=16, walk=0, tile_q=16, tile_kv=64, ns_per_token=4, ns_per_unit=400,
+                             ns_per_piece=1500, min_piece_tokens=128, max_pieces=32, merge_rows=8)
 
     def plan(self, tokens=1000, capacity=None):
         problem = self.problem(tokens)

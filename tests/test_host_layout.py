@@ -97,7 +97,8 @@ constexpr bool same_text(const char* a, const char* b) { return *a == *b && (*a 
   static_assert(same_signature<decltype(symbol), fp::Result parameters>, #symbol);
 namespace flashpage::cuda { FP_CUDA_FUNCTIONS(CHECK) }
 
-static_assert(sizeof(fp::LaunchConfig) == sizeof(CUlaunchConfig) && sizeof(fp::LaunchAttribute) == sizeof(CUlaunchAttribute));
+static_assert(sizeof(fp::LaunchConfig) == sizeof(CUlaunchConfig));
+static_assert(sizeof(fp::LaunchAttribute) == sizeof(CUlaunchAttribute));
 #define FIELD(ours, our_field, theirs, their_field) \
   static_assert(offsetof(ours, our_field) == offsetof(theirs, their_field) && \
                 sizeof(ours::our_field) == sizeof(theirs::their_field));

@@ -68,15 +68,15 @@ class Partials:
             for kv_head in range(self.num_kv_heads):
                 rows = q_len * self.group
                 for first in range(0, rows, 8):
-                    items.append(
-                        (request, q_begin, first, min(8, rows - first), kv_head, row + first, rows, count)
-                    )
+                    items.append((request, q_begin, first, min(8, rows - first), kv_head, row + first, rows, count))
                 chunks.append((request, kv_head, row, rows, count))
                 row += rows * count
         self.out = rng.standard_normal((row, self.head_dim), np.float32)
         self.lse = rng.standard_normal(row).astype(np.float32) * 20
         self.chunks = chunks
-        merges = np.array(items, dtype=host.MERGE_ITEM)
+        self.set_merges(np.array(items, dtype=host.MERGE_ITEM))
+
+    def set_merges(self, merges: np.ndarray) -> None:
         header = np.zeros(1, host.PLAN_HEADER)
         header["num_merges"], header["merges_offset"] = len(merges), header.nbytes
         self.plan = np.frombuffer(header.tobytes() + merges.tobytes(), np.uint8)
@@ -151,7 +151,9 @@ def test_a_partial_that_saw_no_token_has_no_say(element: tuple[int, int, float])
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5)
 
 
-def merge_states(v: np.ndarray, s: np.ndarray, element: tuple[int, int, float], **other: int) -> tuple[np.ndarray, np.ndarray]:
+def merge_states(
+    v: np.ndarray, s: np.ndarray, element: tuple[int, int, float], **other: int
+) -> tuple[np.ndarray, np.ndarray]:
     """v [num_states, rows, heads, dim] as floats, s the same without dim; returns decoded (v, s)."""
     stored = encode(v, element)
     num_states, rows, heads, dim = v.shape
@@ -234,7 +236,7 @@ def test_merge_state_in_place_leaves_rows_outside_its_mask_alone(element: tuple[
 
 @pytest.mark.parametrize("element", [FP16, BF16], ids=["fp16", "bf16"])
 def test_rounding_is_that_of_numpy_for_every_kind_of_value(element: tuple[int, int, float]) -> None:
-    """One state of fp32 partials is a plain conversion: denormals, ties, overflow, infinities, NaN; and all 16-bit values back."""
+    """Combining one state is a plain conversion: denormals, ties, overflow, infinities, NaN; all 16-bit values back."""
     every = np.arange(2**16, dtype=np.uint16)
     out, _ = merge_states(decode(every, element).reshape(1, -1, 1, 128), np.zeros((1, 512, 1), np.float32), element)
     np.testing.assert_array_equal(out.ravel(), decode(every, element))
@@ -249,9 +251,7 @@ def test_rounding_is_that_of_numpy_for_every_kind_of_value(element: tuple[int, i
     partials.out = np.resize(values, (rows, 200)).astype(np.float32)
     partials.lse = np.zeros(rows, np.float32)
     item = np.array([(0, 0, 0, rows, 0, 0, rows, 1)], host.MERGE_ITEM)
-    partials.plan = np.frombuffer(partials.plan.tobytes()[: host.PLAN_HEADER.itemsize] + item.tobytes(), np.uint8).copy()
-    partials.plan[8:12] = np.array([1], np.int32).view(np.uint8)
-    partials.num_merges = 1
+    partials.set_merges(item)
     found, _ = partials.run(element)
     np.testing.assert_array_equal(found[:, 0], decode(encode(partials.out, element), element))
 
@@ -278,7 +278,7 @@ def test_append(bytes_: int, layout: str, page_size: int, nnz: int) -> None:
     indptr = (np.arange(batch + 1) * pages_each).astype(np.int32)
     indices = rng.permutation(batch * pages_each).astype(np.int32)
     slots = rng.permutation(batch * pages_each * page_size)[:nnz]
-    requests, positions = (slots // (pages_each * page_size)).astype(np.int32), (slots % (pages_each * page_size)).astype(np.int32)
+    requests, positions = np.divmod(slots.astype(np.int32), np.int32(pages_each * page_size))
     key, value = numbers(len(slots), heads + 1, dim_k)[:, :heads], numbers(len(slots), heads, dim_v)
     shape = (page_size, heads) if layout == "NHD" else (heads, page_size)
     k_cache, v_cache = (numbers(batch * pages_each, *shape, d) for d in (dim_k, dim_v))

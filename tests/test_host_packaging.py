@@ -38,7 +38,8 @@ def copy_of_checkout(folder: Path) -> Path:
 
 
 def build_wheel(checkout: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from setuptools.build_meta import build_wheel as b; b(sys.argv[1], {'--build-option': sys.argv[2:]})"
+    code = "import sys; from setuptools.build_meta import build_wheel\n"
+    code += "build_wheel(sys.argv[1], {'--build-option': sys.argv[2:]})"
     command = [sys.executable, "-c", code, str(folder), *options]
     # No torch and no CUDA at build time: neither can be found here.
     environment = os.environ | {"CUDA_HOME": "/nonexistent", "PYTHONPATH": str(_without_torch(checkout))}

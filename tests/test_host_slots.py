@@ -61,7 +61,9 @@ def test_the_plan_arrives_and_stays_readable() -> None:
         status, result = plan(slots, batch, destination)
         host.check(status)
         host.check(
-            library.fp_plan(byref(batch.problem), byref(SCHEDULE), direct.ctypes.data, direct.nbytes, byref(host.PlanResult()))
+            library.fp_plan(
+                byref(batch.problem), byref(SCHEDULE), direct.ctypes.data, direct.nbytes, byref(host.PlanResult())
+            )
         )
         used = result.used_bytes
         last = np.frombuffer(ctypes.string_at(library.fp_slots_last(slots), used), np.uint8)

@@ -1,4 +1,4 @@
-"""The CPU's thread pool, seen through fp_run: every CTA runs once, whoever calls, however many call, also after a fork."""
+"""The CPU's thread pool, seen through fp_run: every CTA runs once, for any number of callers, also after a fork."""
 
 from __future__ import annotations
 

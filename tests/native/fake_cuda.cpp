@@ -1,5 +1,6 @@
-// A libcuda.so.1 that records calls instead of driving a card, for tests/test_host_cuda.py: what the host library asks of the
-// driver, in which order, under which context and capture mode. It refuses what a driver refuses while a stream is captured.
+// A libcuda.so.1 that records calls instead of driving a card, for tests/test_host_cuda.py: what the host library asks
+// of the driver, in which order, under which context and capture mode. It refuses what a driver refuses while a stream
+// is captured.
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -28,7 +29,8 @@ Context context_of(int device) { return reinterpret_cast<Context>(static_cast<si
 
 // One line of the record: the text, then context and capture mode of the calling thread.
 void note(const std::string& text) {
-  record += text + " ctx=" + std::to_string(reinterpret_cast<size_t>(current)) + " mode=" + std::to_string(capture_mode) + "\n";
+  record += text + " ctx=" + std::to_string(reinterpret_cast<size_t>(current)) +
+            " mode=" + std::to_string(capture_mode) + "\n";
 }
 
 Result unsafe(const char* name) {
@@ -137,6 +139,4 @@ EXPORT Result cuStreamCreate(Stream* stream, unsigned flags) {
 EXPORT Result cuStreamDestroy_v2(Stream) { return success; }
 EXPORT Result cuStreamSynchronize(Stream) { return unsafe("stream_synchronize"); }
 EXPORT Result cuStreamIsCapturing(Stream, int* status) { return *status = capturing, success; }
-EXPORT Result cuThreadExchangeStreamCaptureMode(int* mode) {
-  return std::swap(*mode, capture_mode), success;
-}
+EXPORT Result cuThreadExchangeStreamCaptureMode(int* mode) { return std::swap(*mode, capture_mode), success; }

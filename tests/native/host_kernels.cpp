@@ -3,7 +3,8 @@
 
 static thread_local char thread_mark;
 
-// Counts each CTA's runs in params->out, i32 [num_ctas], and leaves a mark of the thread in params->q, void* [num_ctas].
+// Counts each CTA's runs in params->out, i32 [num_ctas], and leaves a mark of the thread in params->q, void*
+// [num_ctas].
 extern "C" void count_ctas(const flashpage::AttentionParams* params, const flashpage::VariantArgs*, int32_t begin,
                            int32_t end) {
   for (int32_t cta = begin; cta < end; ++cta) {
@@ -17,7 +18,8 @@ extern "C" void count_ctas(const flashpage::AttentionParams* params, const flash
 extern "C" void nothing(const flashpage::AttentionParams*, const flashpage::VariantArgs*, int32_t, int32_t) {}
 
 // A run inside each CTA of a run: params->k.data is fp_run, params->v.data its array of arguments, one a CTA.
-extern "C" void run_inside(const flashpage::AttentionParams* params, const flashpage::VariantArgs*, int32_t begin, int32_t) {
+extern "C" void run_inside(const flashpage::AttentionParams* params, const flashpage::VariantArgs*, int32_t begin,
+                           int32_t) {
   auto run = reinterpret_cast<int32_t (*)(const fp_run_args*)>(const_cast<void*>(params->k.data));
   run(static_cast<const fp_run_args*>(params->v.data) + begin);
 }
