@@ -75,7 +75,9 @@ def indptr(lens: np.ndarray, start: int = 0) -> np.ndarray:
     return np.concatenate([[start], start + np.cumsum(lens, dtype=np.int64)])
 
 
-def arrays_of(batch: Batch, dtype: type = np.int32, stride: int = 1, use_kv_lens: bool = False) -> dict[str, np.ndarray | None]:
+def arrays_of(
+    batch: Batch, dtype: type = np.int32, stride: int = 1, use_kv_lens: bool = False
+) -> dict[str, np.ndarray | None]:
     """The index arrays that a caller would pass for these lengths."""
     pages = -(-batch.kv_lens // batch.page_size) if batch.page_size else batch.kv_lens
     last = batch.kv_lens - np.maximum(pages - 1, 0) * batch.page_size
@@ -311,7 +313,11 @@ def _check_merges(planned, pieces, units, unit_of, starts, count, is_cut) -> Non
 
     merges = planned.merges
     assert (merges["num_rows"] >= 1).all() and (merges["num_rows"] <= planned.cutting.merge_rows).all()
-    key = {(r, h, t): i for i, (r, h, t) in enumerate(zip(units["request"], units["kv_head"], units["tile"])) if count[i] > 1}
+    key = {
+        (r, h, t): i
+        for i, (r, h, t) in enumerate(zip(units["request"], units["kv_head"], units["tile"]))
+        if count[i] > 1
+    }
     covered = {i: np.zeros(rows[i], int) for i in key.values()}
     for merge in merges:
         tile, offset = divmod(int(merge["first_packed_row"]), planned.cutting.tile_q)

@@ -29,9 +29,9 @@ MAY_INCLUDE = {
 LAYERS = [
     {"dtypes", "errors", "env", "paths"},
     {"spec", "tiles", "host"},
-    {"variants", "variant_source", "variant_trace"},
+    {"variants", "variant_source", "variant_trace", "variant_values", "variant_operations", "variant_capture"},
     {"jit"},
-    {"problem", "backends", "arguments", "lengths", "caches", "prepare", "slots", "plan", "plan_picture"},
+    {"problem", "backends", "arguments", "lengths", "caches", "prepare", "slots", "plan", "plan_picture", "plan_units"},
     {"binding", "combination", "wrapper", "ops"},
     {"decode", "prefill", "mla", "cascade", "page", "sink", "single", "quantization"},
     {"__init__", "integrations"},

@@ -1,0 +1,243 @@
+"""The public Plan: what `plan` decided, item by item, and why; `plan_lengths` plans host lengths without a wrapper."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from . import backends, host
+from .dtypes import DType
+from .plan_picture import Segment, svg, terminal
+from .plan_units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
+from .problem import Options, Problem
+from .spec import KernelSpec
+from .tiles import WALK_TEAMS, Cost, Tile
+
+# Measured ceilings: bytes a second from memory, bf16 floating-point operations a second. (H200: bulk reads; cuBLAS 8192^3.)
+CEILINGS = {"H200": (4.69e12, 788e12)}
+
+
+class Plan:
+    """One planned batch. Reads the bytes that the kernels read, so it shows what will run."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: host.Schedule,
+        result: host.PlanResult,
+        data: bytes,
+        *,
+        spec: KernelSpec | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.options: Options = problem.options
+        self.schedule = schedule
+        self.result = result
+        self.spec = spec
+        self.notes = tuple(notes)
+        self._bytes = PlanBytes.of(data, schedule.num_ctas)
+
+    def __repr__(self) -> str:
+        result = self.result
+        return f"<Plan: {result.num_items} work items, {result.num_merges} merges, {result.num_ctas} CTAs>"
+
+    @functools.cached_property
+    def _items(self) -> np.ndarray:
+        return self._bytes.items_by_cta()
+
+    @functools.cached_property
+    def _units(self) -> Units:
+        return units_of(self._items, self.options, self.schedule.tile_q)
+
+    @functools.cached_property
+    def _costs(self) -> np.ndarray:
+        return item_costs(self._items, self._units, self.schedule)
+
+    def work_items(self) -> np.ndarray:
+        """A structured array, one row a (CTA, work item), in the order in which the CTAs work.
+
+        Fields: `cta`, and those of WorkItem: request, q_begin, q_len, kv_len, first_packed_row, kv_head, num_units, kv_begin,
+        kv_end, partial_row (-1: not cut), piece, kv_offset, mask_offset, tile_class.
+        """
+        return self._items.copy()
+
+    def merge_items(self) -> np.ndarray:
+        """A structured array: the packed rows whose partial results are merged, and where the partials are."""
+        return self._bytes.merges.copy()
+
+    def cta_loads(self) -> np.ndarray:
+        """Nanoseconds of each CTA by the planner's cost model, [CTAs of the schedule]."""
+        return np.bincount(self._items["cta"], self._costs, self.schedule.num_ctas)
+
+    def traffic(self) -> Traffic:
+        """Bytes and floating-point operations of one run."""
+        return traffic_of(self._items, self._units, self.options, self.result.num_partial_rows)
+
+    def explain(self, device: str = "H200") -> str:
+        """Why this kernel, tile and split; the load of the CTAs; bytes, flops and the floor of a run on `device`.
+
+        `device` is looked up in CEILINGS by part of its name; without measured ceilings no floor is given.
+        """
+        return "\n".join([*self.notes, *self._explain_split(), *self._explain_loads(), *self._explain_floor(device)])
+
+    def _explain_split(self) -> list[str]:
+        schedule, items = self.schedule, self._items
+        heads = self.options.num_kv_heads
+        if schedule.walk == WALK_TEAMS:
+            walk = f"teams of {heads} neighbouring CTAs take the {heads} KV heads of one token range at the same step"
+        else:
+            walk = "each CTA takes a run of (KV head, row tile) units"
+        cut = items[items["partial_row"] >= 0]
+        units = len(np.unique(cut[["request", "kv_head", "first_packed_row"]]))
+        if schedule.fixed_piece_tokens > 0:
+            split = f"batch-invariant: every unit is cut at multiples of {schedule.fixed_piece_tokens} tokens"
+        elif schedule.fixed_piece_tokens < 0:
+            split = "no unit is cut, as asked"
+        else:
+            split = f"cut where a piece ({_time(schedule.ns_per_piece)}) costs less than the imbalance it removes"
+        pieces = f"{units} units cut into {len(cut)} pieces; {self.result.num_partial_rows} partial rows"
+        return [f"walk: {walk}", f"split: {split}", f"split: {pieces}, {self.result.num_merges} merge items"]
+
+    def _explain_loads(self) -> list[str]:
+        loads = self.cta_loads()
+        mean, most = float(loads.mean()), float(loads.max(initial=0.0))
+        over = 100.0 * (most / mean - 1.0) if mean > 0.0 else 0.0
+        return [
+            f"work: {len(self._units.item)} units in {self.result.num_items} items, {self.result.used_bytes} bytes of plan",
+            f"load: {self.result.num_ctas} of {len(loads)} CTAs work; mean {_time(mean)}, costliest {_time(most)} "
+            f"(+{over:.1f}%), by the cost model {_time(self.schedule.ns_per_unit)} a unit + "
+            f"{self.schedule.ns_per_token:.3g} ns a token",
+        ]
+
+    def _explain_floor(self, device: str) -> list[str]:
+        traffic = self.traffic()
+        lines = [
+            f"bytes: {_size(traffic.bytes)} (KV {_size(traffic.kv_bytes)}, rows {_size(traffic.row_bytes)}, partials "
+            f"{_size(traffic.partial_bytes)}); {traffic.flops / 1e9:.3g} GFLOP",
+        ]
+        for name, (bandwidth, flops) in CEILINGS.items():
+            if name in device:
+                memory, tensor = traffic.bytes / bandwidth * 1e9, traffic.flops / flops * 1e9
+                bound = "memory" if memory > tensor else "tensor cores"
+                lines.append(
+                    f"floor on {name}: {_time(max(memory, tensor))}, bound by {bound} (memory {_time(memory)}, tensor cores "
+                    f"{_time(tensor)})"
+                )
+        return lines
+
+    def segments(self) -> list[Segment]:
+        """What the pictures draw: one bar piece a (CTA, work item)."""
+        items, costs = self._items, self._costs
+        ends = np.cumsum(costs)
+        starts = ends - costs
+        first = np.searchsorted(items["cta"], items["cta"])
+        starts, ends = starts - starts[first], ends - starts[first]
+        columns = (items["cta"], items["request"], starts, ends, items["partial_row"] >= 0)
+        return [Segment(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def picture(self, width: int = 100, *, max_rows: int = 40, color: bool | None = None) -> str:
+        """The plan for a terminal: CTAs as rows, work items coloured by request.
+
+        `color` None: where stdout is a terminal; else letters stand for requests, capitals for pieces of cut units.
+        """
+        return terminal(self.segments(), self.schedule.num_ctas, width, max_rows, color)
+
+    def to_svg(self, path: str | Path) -> None:
+        """Draws the plan to a file: CTAs as rows, time to the right, one colour a request, an edge around each item."""
+        Path(path).write_text(svg(self.segments(), self.schedule.num_ctas, repr(self)[1:-1]))
+
+
+def plan_lengths(
+    q_lens: Sequence[int] | None,
+    kv_lens: Sequence[int],
+    num_q_heads: int = 32,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    *,
+    head_dim_vo: int | None = None,
+    page_size: int = 16,
+    num_ctas: int = 132,
+    causal: bool = True,
+    window_left: int = -1,
+    backend: str = "cuda",
+    dtype: DType = DType.BFLOAT16,
+    fixed_piece_tokens: int = 0,
+    tile: Tile | None = None,
+    cost: Cost | None = None,
+) -> Plan:
+    """Plans lengths on the host alone: no wrapper, no device, no kernel.
+
+    `q_lens` None: one row a request (decode). `tile` and `cost` are the backend's of flashpage/tiles.py unless given.
+    `page_size` 0: ragged. PlanError where the lengths do not fit together.
+    """
+    rows = [1] * len(kv_lens) if q_lens is None else list(q_lens)
+    vo = head_dim if head_dim_vo is None else head_dim_vo
+    source = "paged" if page_size else "ragged"
+    options = Options(
+        *(source, num_q_heads, num_kv_heads, head_dim, vo, page_size, dtype, dtype, dtype),
+        causal=causal,
+        window_left=window_left,
+        fixed_piece_tokens=fixed_piece_tokens,
+        uniform_q_len=1 if q_lens is None else 0,
+    )
+    problem = Problem(options, backends.packed_rows(options, len(rows), sum(rows)))
+    capability = next(c for c in backends.CAPABILITIES if c.device == backend)
+    table_tile, table_cost = capability.schedule(options, problem.packed_rows)
+    spec = KernelSpec(
+        capability.kernel, head_dim_qk=head_dim, head_dim_vo=vo, kv_source=source, tile=tile or table_tile
+    )
+    choice = backends.Choice(spec, cost or table_cost, capability, ())
+    schedule = backends.schedule(choice, options, num_ctas)
+    result, data = _plan_arrays(options, schedule, rows, list(kv_lens))
+    notes = (
+        f"kernel {spec.kernel}, tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, for about "
+        f"{problem.packed_rows} packed rows a request and KV head",
+    )
+    return Plan(problem, schedule, result, data, spec=spec, notes=notes)
+
+
+def _plan_arrays(
+    options: Options, schedule: host.Schedule, q_lens: list[int], kv_lens: list[int]
+) -> tuple[host.PlanResult, bytes]:
+    lens = np.asarray(kv_lens, np.int64)
+    entries = -(-lens // options.page_size) if options.page_size else lens
+    arrays = [_indptr(np.asarray(q_lens, np.int64)), _indptr(entries), lens]
+    pointers = [host.IndexArray(a.ctypes.data, 1, 1, len(a)) for a in arrays]
+    problem = host.ProblemStruct(
+        *(len(lens), 0, pointers[0], pointers[1], host.IndexArray(), pointers[2]),
+        *(options.page_size, options.num_q_heads, options.num_kv_heads, int(options.causal), options.window_left, 0),
+    )
+    library, result = host.load(), host.PlanResult()
+    addresses = ctypes.addressof(problem), ctypes.addressof(schedule)
+    capacity = 1 << 16
+    while True:
+        buffer = np.empty(capacity, np.uint8)
+        status = library.fp_plan(*addresses, buffer.ctypes.data, capacity, ctypes.addressof(result))
+        if status != host.WORKSPACE_TOO_SMALL:
+            break
+        capacity = result.used_bytes
+    host.check(status)
+    return result, buffer[: result.used_bytes].tobytes()
+
+
+def _indptr(lens: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lens)])
+
+
+def _time(ns: float) -> str:
+    for limit, unit in ((1e3, "ns"), (1e6, "us"), (1e9, "ms")):
+        if ns < limit:
+            return f"{ns / limit * 1e3:.3g} {unit}"
+    return f"{ns / 1e9:.3g} s"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

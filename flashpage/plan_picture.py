@@ -1,0 +1,120 @@
+"""Pictures of a plan: CTAs as rows, time to the right, work items coloured by request."""
+
+from __future__ import annotations
+
+import colorsys
+import os
+import sys
+from typing import NamedTuple
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_PALETTE = (
+    33,
+    208,
+    40,
+    199,
+    226,
+    51,
+    129,
+    118,
+    203,
+    27,
+    214,
+    48,
+    171,
+    190,
+    39,
+    160,
+    82,
+    219,
+    100,
+    75,
+    202,
+    35,
+    93,
+    184,
+)
+
+
+class Segment(NamedTuple):
+    """One work item of one CTA."""
+
+    cta: int
+    request: int
+    start: float  # ns, since the CTA began
+    end: float
+    is_piece: bool  # of a unit whose KV range was cut
+
+
+def terminal(segments: list[Segment], num_ctas: int, width: int, max_rows: int, color: bool | None) -> str:
+    """At most `max_rows` rows; where CTAs share a row, the costliest of them is drawn."""
+    if color is None:
+        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    rows: list[list[Segment]] = [[] for _ in range(num_ctas)]
+    for segment in segments:
+        rows[segment.cta].append(segment)
+    longest = max((row[-1].end for row in rows if row), default=0.0)
+    together = -(-num_ctas // max_rows)
+    label_width = len(str(max(0, num_ctas - 1)))
+    cells = max(8, width - label_width - 2)
+    scale = cells / longest if longest else 0.0
+    lines = []
+    for first in range(0, num_ctas, together):
+        drawn = max(range(first, min(first + together, num_ctas)), key=lambda c: rows[c][-1].end if rows[c] else 0.0)
+        lines.append(f"{drawn:>{label_width}} |{_bar(rows[drawn], scale, color)}")
+    shared = f", the costliest of every {together}" if together > 1 else ""
+    lines.append(f"{num_ctas} CTAs as rows{shared}; {longest / 1e3:.3g} us to the longest bar's end; {_legend(color)}")
+    return "\n".join(lines)
+
+
+def _legend(color: bool) -> str:
+    if color:
+        return "one colour a request, shaded: a piece of a unit whose KV was cut"
+    return "one letter a request, capitals: a piece of a unit whose KV was cut"
+
+
+def _bar(row: list[Segment], scale: float, color: bool) -> str:
+    """Cell i belongs to the item at its middle."""
+    out, at = [], 0
+    for segment in row:
+        end = int(segment.end * scale + 0.5)
+        count, at = max(0, end - at), max(at, end)
+        if not count:
+            continue
+        if color:
+            tone = _PALETTE[segment.request % len(_PALETTE)]
+            out.append(f"\x1b[38;5;{tone}m{('▒' if segment.is_piece else '█') * count}\x1b[0m")
+        else:
+            letter = _LETTERS[segment.request % len(_LETTERS)]
+            out.append((letter.upper() if segment.is_piece else letter) * count)
+    return "".join(out)
+
+
+def svg(segments: list[Segment], num_ctas: int, title: str) -> str:
+    """A drawing 1000 wide. Hovering over an item names its request and time."""
+    height, left = max(3, min(14, 1400 // max(1, num_ctas))), 46
+    longest = max((segment.end for segment in segments), default=0.0)
+    scale = (1000 - left - 4) / longest if longest else 0.0
+    total = num_ctas * height
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {total + 44}" font-family="sans-serif" font-size="11">',
+        f'<rect width="1000" height="{total + 44}" fill="white"/><text x="{left}" y="14">{title}</text>',
+    ]
+    for cta in range(0, num_ctas, max(1, -(-14 // height))):
+        lines.append(f'<text x="{left - 6}" y="{22 + cta * height + 9}" text-anchor="end" fill="#777">{cta}</text>')
+    for s in segments:
+        x, w = left + s.start * scale, (s.end - s.start) * scale
+        lines.append(
+            f'<rect x="{x:.2f}" y="{22 + s.cta * height}" width="{w:.2f}" height="{height}" fill="{_tone(s.request)}" '
+            f'fill-opacity="{0.6 if s.is_piece else 1}" stroke="white" stroke-width="0.4"><title>CTA {s.cta}, request '
+            f"{s.request}{', piece of a cut unit' if s.is_piece else ''}: {(s.end - s.start) / 1e3:.2f} us</title></rect>"
+        )
+    lines.append(f'<text x="{left}" y="{total + 38}" fill="#777">0</text>')
+    lines.append(f'<text x="996" y="{total + 38}" text-anchor="end" fill="#777">{longest / 1e3:.4g} us</text></svg>')
+    return "\n".join(lines)
+
+
+def _tone(request: int) -> str:
+    """Neighbouring requests lie far apart on the colour circle (the golden ratio)."""
+    red, green, blue = colorsys.hls_to_rgb(request * 0.6180339887 % 1.0, 0.45 + 0.15 * (request % 3) / 2, 0.7)
+    return f"#{int(red * 255):02x}{int(green * 255):02x}{int(blue * 255):02x}"

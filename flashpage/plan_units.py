@@ -1,0 +1,123 @@
+"""A plan's bytes as numpy records, and what they amount to: one row a (CTA, work item), one row a unit, loads, traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from . import host
+from .problem import Options
+
+CTA_WORK_ITEM = np.dtype([("cta", np.int32), *((name, host.WORK_ITEM[name]) for name in host.WORK_ITEM.names or ())])
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanBytes:
+    """The parts of a plan as kernels read them; include/flashpage/plan/work_item.h says what the fields mean."""
+
+    header: np.void
+    ctas: np.ndarray  # host.CTA_ITEMS [schedule's num_ctas]
+    items: np.ndarray  # host.WORK_ITEM [num_items]
+    merges: np.ndarray  # host.MERGE_ITEM [num_merges]
+
+    @staticmethod
+    def of(data: bytes, num_ctas: int) -> PlanBytes:
+        header = np.frombuffer(data, host.PLAN_HEADER, 1)[0]
+
+        def records(kind: np.dtype, count: int, name: str) -> np.ndarray:
+            return np.frombuffer(data, kind, count, int(header[name])) if count else np.zeros(0, kind)
+
+        return PlanBytes(
+            header,
+            records(host.CTA_ITEMS, num_ctas, "ctas_offset"),
+            records(host.WORK_ITEM, int(header["num_items"]), "items_offset"),
+            records(host.MERGE_ITEM, int(header["num_merges"]), "merges_offset"),
+        )
+
+    def items_by_cta(self) -> np.ndarray:
+        """CTA_WORK_ITEM: the list of each CTA in the order in which it works, with its own KV heads and partial rows."""
+        count = self.ctas["end"] - self.ctas["begin"]
+        cta, step = _runs(count)
+        items = self.items[self.ctas["begin"][cta] + step]
+        out = np.empty(len(cta), CTA_WORK_ITEM)
+        out["cta"] = cta
+        for name in items.dtype.names or ():
+            out[name] = items[name]
+        out["kv_head"] += self.ctas["kv_head"][cta]
+        out["partial_row"] += np.where(items["partial_row"] >= 0, self.ctas["partial_row"][cta], 0)
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """One row a unit that some item walks: a row tile of one KV head over one token range."""
+
+    item: np.ndarray  # index in items_by_cta
+    rows: np.ndarray  # packed rows
+    tokens: np.ndarray  # that any row sees
+    pairs: np.ndarray  # (packed row, token) that are visible
+
+
+def units_of(items: np.ndarray, options: Options, tile_q: int) -> Units:
+    """Expands runs and clips every unit as the kernel does."""
+    item, step = _runs(items["num_units"])
+    group = options.group_size
+    q_len, kv_len = items["q_len"].astype(np.int64)[item], items["kv_len"].astype(np.int64)[item]
+    tiles = -(-q_len * group // tile_q)
+    first = (items["first_packed_row"][item] // tile_q + step) % tiles * tile_q
+    rows = np.minimum(tile_q, q_len * group - first)
+    begin, end = items["kv_begin"].astype(np.int64)[item], items["kv_end"].astype(np.int64)[item]
+    shift = kv_len - q_len
+    first_q, last_q = first // group, (first + rows - 1) // group
+    if options.causal:
+        end = np.minimum(end, np.maximum(0, shift + last_q + 1))
+    if options.window_left >= 0:
+        begin = np.maximum(begin, shift + first_q - options.window_left)
+    tokens = np.maximum(0, end - begin)
+    pairs = rows * tokens
+    if options.causal:  # the triangle above the diagonal, of as many query rows as end inside the range
+        missing = np.minimum(last_q - first_q, tokens)
+        pairs -= np.maximum(0, missing * (missing + 1) // 2) * group * (end > shift + first_q + 1)
+    return Units(item, rows, tokens, np.maximum(0, pairs))
+
+
+def item_costs(items: np.ndarray, units: Units, schedule: host.Schedule) -> np.ndarray:
+    """Nanoseconds of each item by the planner's cost model."""
+    per_unit = np.where(items["piece"][units.item] > 0, schedule.ns_per_piece, schedule.ns_per_unit)
+    return np.bincount(units.item, per_unit + schedule.ns_per_token * units.tokens, len(items))
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one run must move and compute."""
+
+    kv_bytes: int  # each visible token of K and V once
+    row_bytes: int  # q read, out written
+    partial_bytes: int  # written, then read by the merge
+    flops: int
+
+    @property
+    def bytes(self) -> int:
+        return self.kv_bytes + self.row_bytes + self.partial_bytes
+
+
+def traffic_of(items: np.ndarray, units: Units, options: Options, num_partial_rows: int) -> Traffic:
+    token_bytes = (options.head_dim_qk + options.head_dim_vo) * options.kv_dtype.size
+    row_bytes = options.head_dim_qk * options.q_dtype.size + options.head_dim_vo * options.out_dtype.size
+    requests, index = np.unique(items["request"], return_index=True)
+    kv_lens, q_lens = items["kv_len"][index].astype(np.int64), items["q_len"][index].astype(np.int64)
+    if options.window_left >= 0:
+        kv_lens = np.minimum(kv_lens, q_lens + options.window_left)
+    return Traffic(
+        kv_bytes=int(kv_lens.sum()) * options.num_kv_heads * token_bytes,
+        row_bytes=int(q_lens.sum()) * options.num_q_heads * row_bytes,
+        partial_bytes=2 * num_partial_rows * (options.head_dim_vo + 1) * 4,
+        flops=2 * int(units.pairs.sum()) * (options.head_dim_qk + options.head_dim_vo),
+    )
+
+
+def _runs(count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Index of the run and step in it, for runs of `count` entries."""
+    run = np.repeat(np.arange(len(count)), count)
+    return run, np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
