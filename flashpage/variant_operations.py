@@ -41,6 +41,8 @@ def _add(x: Traced, y: Traced, alpha: Any = 1) -> Traced:
 
 @_operation("sub", "subtract")
 def _sub(x: Traced, y: Traced, alpha: Any = 1) -> Traced:
+    if "bool" in (x.kind, y.kind):
+        refuse("- of a bool", "use ~ to invert it, torch.where to count with it")
     return _same_kind(x, y if alpha == 1 else _mul(y, alpha), "-")
 
 
@@ -173,7 +175,9 @@ _ne = _operation("ne", "not_equal")(_comparison("!="))
 
 @_operation("neg", "negative")
 def _neg(x: Traced) -> Traced:
-    return Traced(x.kind, "(-{0})", x) if x.kind != "bool" else _neg(to_int(x))
+    if x.kind == "bool":
+        refuse("- of a bool", "use ~ to invert it")
+    return Traced(x.kind, "(-{0})", x)
 
 
 @_operation("abs", "absolute")

@@ -85,8 +85,7 @@ def render(spec: VariantSpec) -> str:
     )
     for number, stage in enumerate(logits, 1):
         text.add("    score = F(")
-        text.add_stage("logit", number, stage)
-        text.add("    );")
+        text.add_stage("logit", number, stage, "    );")
     text.add(
         "    return score;",
         "  }",
@@ -99,8 +98,7 @@ def render(spec: VariantSpec) -> str:
     )
     for number, stage in enumerate(masks, 1):
         text.add("    visible = flashpage::vm::logical_and(visible, flashpage::vm::as_mask(kv_idx,")
-        text.add_stage("mask", number, stage)
-        text.add("    ));")
+        text.add_stage("mask", number, stage, "    ));")
     text.add("    return visible;", "  }", "};")
     return "\n".join(text.lines) + "\n"
 
@@ -114,11 +112,12 @@ class _Lines:
     def add(self, *lines: str) -> None:
         self.lines += lines
 
-    def add_stage(self, part: str, number: int, stage: str) -> None:
-        """A user's text, on a line of its own."""
+    def add_stage(self, part: str, number: int, stage: str, closing: str) -> None:
+        """A user's text on a line of its own. What closes it counts as the same line: there compilers miss its end."""
         if has_return(stage):
             stage = "[&]() { " + stage + " }()"
-        self.add(f'#line {number} "{SOURCE_NAME}{part}"', stage)
+        where = f'#line {number} "{SOURCE_NAME}{part}"'
+        self.add(where, stage, where, closing)
         self.add(f'#line {len(self.lines) + 2} "flashpage rendered variant"')
 
 

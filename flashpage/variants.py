@@ -2,7 +2,7 @@
 
     cap = 30.0
     wrapper.plan(..., variant=Variant(score_mod=lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap)))
-    wrapper.plan(..., variant=Variant(logit="score + bias(h, q_idx, kv_idx)", tensors={"bias": bias}))
+    wrapper.plan(..., variant=Variant(logit="score + bias[h, q_idx, kv_idx]", tensors={"bias": bias}))
 
 `score` is in natural-log units, after sm_scale; `b` is the request in the plan, `h` the query head, `kv_idx` the
 position in the request, `q_idx` = KV length - query length + row. Expressions compute in fp32 and 32-bit integers
@@ -67,7 +67,7 @@ class Variant:
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, True where the token is visible.
         logit: a C++ expression (or statements that end in a return) instead of `score_mod`.
         mask: the same instead of `mask_mod`.
-        tensors: by the names that the C++ expressions index as `bias(h, q_idx, kv_idx)`; 0 to 4 dimensions.
+        tensors: by name, indexed as `bias[h, q_idx, kv_idx]` or `bias(h, q_idx, kv_idx)`; 0 to 4 dimensions.
         scalars: numbers, by name. A change of value compiles nothing.
     """
 
@@ -141,7 +141,7 @@ def _from_expressions(
     for name in (*tensors, *scalars):
         if not is_free_name(name) or (name in tensors and name in scalars):
             raise VariantError(f"a captured value cannot be called {name!r}: the name is taken or is no C++ name")
-    stages = _stage("logit", logit), _stage("mask", mask)
+    stages = _stage("logit", logit, tuple(tensors)), _stage("mask", mask, tuple(tensors))
     used = {name for stage in stages for name in NAME.findall(stage)}
     if unused := [name for name in (*tensors, *scalars) if name not in used]:
         raise VariantError(f"{', '.join(unused)} is captured but in no expression: use it or leave it out")
@@ -154,22 +154,36 @@ def _from_expressions(
 
 
 @functools.lru_cache(maxsize=256)
-def _stage(argument: str, text: str) -> str:
-    """A user's text as one line; floating literals become single precision."""
+def _stage(argument: str, text: str, tensors: tuple[str, ...]) -> str:
+    """A user's text as one line; `bias[h, q_idx]` becomes `bias(h, q_idx)`, floating literals single precision."""
     line = " ".join(_COMMENT.sub(" ", text).split())
     if "#" in line or '"' in line:
         raise VariantError(f"{argument} holds a preprocessor line or a string, expected an expression: {line}")
     if ";" in line and not has_return(line):
         raise VariantError(f"{argument} holds statements that do not end in a return: {line}")
-    expected: list[str] = []
+    return _FLOAT_LITERAL.sub(r"\1f", _brackets(argument, line, tensors))
+
+
+def _brackets(argument: str, line: str, tensors: tuple[str, ...]) -> str:
+    """Checks that brackets match, and gives a tensor's indices round ones."""
+    closing = {"(": ")", "[": "]", "{": "}"}
+    expected: list[tuple[str, str]] = []  # the bracket that closes, and what is written for it
+    result = ""
     for character in line:
-        if character in "([{":
-            expected.append(")]}"["([{".index(character)])
-        elif character in ")]}" and (not expected or expected.pop() != character):
-            raise VariantError(f"{argument} has a {character!r} that closes nothing: {line}")
+        if character in closing:
+            name = re.search(r"(?<![\w.])(\w+) ?$", result)
+            called = character == "[" and name is not None and name[1] in tensors
+            expected.append((closing[character], ")" if called else closing[character]))
+            result += "(" if called else character
+        elif character in closing.values():
+            if not expected or expected[-1][0] != character:
+                raise VariantError(f"{argument} has a {character!r} that closes nothing: {line}")
+            result += expected.pop()[1]
+        else:
+            result += character
     if expected:
-        raise VariantError(f"{argument} lacks a {expected[-1]!r}: {line}")
-    return _FLOAT_LITERAL.sub(r"\1f", line)
+        raise VariantError(f"{argument} lacks a {expected[-1][0]!r}: {line}")
+    return result
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:

@@ -105,17 +105,6 @@ FP_HOST_DEVICE auto max(X x, Y y) {
 #endif
   return static_cast<T>(x) > static_cast<T>(y) ? static_cast<T>(x) : static_cast<T>(y);
 }
-template <Scalar X>
-FP_HOST_DEVICE auto abs(X x) {
-  using T = promoted<X>;
-  T value = static_cast<T>(x);
-  if constexpr (is_floating<T>) {
-    return __builtin_fabsf(value);
-  } else {
-    return value < 0 ? -value : value;
-  }
-}
-
 // One-argument float functions: the device's own single-precision function, the compiler's on the host.
 #if defined(__CUDA_ARCH__)
 #define FP_VM_FUNCTION(name)       \
@@ -134,7 +123,18 @@ FP_VM_FUNCTION(exp)
 FP_VM_FUNCTION(log)
 FP_VM_FUNCTION(sqrt)
 FP_VM_FUNCTION(floor)
+FP_VM_FUNCTION(fabs)
 #undef FP_VM_FUNCTION
+
+template <Scalar X>
+FP_HOST_DEVICE auto abs(X x) {
+  if constexpr (is_floating<X>) {
+    return fabs(x);
+  } else {
+    i32 value = x;
+    return value < 0 ? -value : value;
+  }
+}
 
 template <Scalar X, Scalar Y>
 FP_HOST_DEVICE float div(X x, Y y) {
