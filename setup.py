@@ -1,7 +1,8 @@
 """Builds the host library with g++ alone and puts headers and templates into the wheel.
 
 `python setup.py build_host` builds flashpage/lib/libflashpage.so in a checkout (only what changed).
-`python -m build --wheel -C--build-option=--aot` (or pip wheel) ships the kernels of flashpage/aot_kernels too.
+`pip wheel --no-build-isolation -C--build-option=--aot=all .` makes a wheel with the kernels of aot/specs.py; instead of
+all: names of targets (`--aot=sm_90a,avx512`), or a program's manifest of its kernels (`--aot=used.json`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{ROOT / 'include'}"]
+COMPILE = [
+    "-std=c++20",
+    "-O3",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    f"-I{ROOT / 'include'}",
+]
 # One library for every distribution: the C++ runtime inside, only libc, libdl and libpthread outside.
 LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined", "-Wl,-z,nodelete", "-s"]
 LINK += [f"-Wl,--version-script={ROOT / 'csrc' / 'exports.map'}"]
@@ -71,6 +81,19 @@ def _run(command: list[str]) -> None:
         sys.exit(f"the host library did not build: `{shlex.join(command)}` exited with {error.returncode}")
 
 
+def build_kernels(which: str) -> None:
+    """Brings flashpage/aot_kernels up to date, by the package itself in a process of its own."""
+    command = [sys.executable, "-m", "aot.build"]
+    if which.endswith(".json"):
+        command += ["--manifest", which]
+    elif which != "all":
+        command += [f"--target={target}" for target in which.split(",")]
+    if subprocess.run(command, cwd=ROOT).returncode:
+        sys.exit(
+            "--aot: not all kernels were built (it needs --no-build-isolation and flashpage's dependencies installed)"
+        )
+
+
 def _paths_module():
     """flashpage/paths.py alone: the package itself needs the library that is being built."""
     spec = importlib.util.spec_from_file_location("flashpage_paths", ROOT / "flashpage" / "paths.py")
@@ -112,26 +135,26 @@ class BuildPackage(build_py):
         digest = _paths_module().hash_sources(ROOT / "include", ROOT / "templates")
         info = {"version": self.distribution.get_version(), "source_hash": digest}
         (package / "_build_info.json").write_text(json.dumps(info) + "\n")
-        if self.distribution.ship_aot_kernels:
-            kernels = ROOT / "flashpage" / "aot_kernels"
-            if not kernels.is_dir():
-                sys.exit(f"--aot: {kernels} does not exist: build the kernels first (`make aot`)")
-            shutil.copytree(kernels, package / "aot_kernels")
+        if self.distribution.aot:
+            build_kernels(self.distribution.aot)
+            shutil.copytree(ROOT / "flashpage" / "aot_kernels", package / "aot_kernels")
 
 
 class BuildWheel(bdist_wheel):
     """One wheel for every Python and every torch version."""
 
-    user_options = [*bdist_wheel.user_options, ("aot", None, "ship the kernels of flashpage/aot_kernels")]
-    boolean_options = [*bdist_wheel.boolean_options, "aot"]
+    user_options = [
+        *bdist_wheel.user_options,
+        ("aot=", None, "ship kernels: all, names of targets, or a manifest.json"),
+    ]
 
     def initialize_options(self) -> None:
         super().initialize_options()
-        self.aot = False
+        self.aot = ""
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.distribution.ship_aot_kernels = bool(self.aot)
+        self.distribution.aot = self.aot
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", "linux_x86_64"
@@ -140,7 +163,7 @@ class BuildWheel(bdist_wheel):
 class PlatformDistribution(Distribution):
     """Not pure: the wheel goes to platlib."""
 
-    ship_aot_kernels = False
+    aot = ""
 
     def has_ext_modules(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Builds the AOT list into flashpage/aot_kernels, which `pip wheel -C--build-option=--aot` ships.
+"""Builds the AOT list into flashpage/aot_kernels, which `pip wheel -C--build-option=--aot=all` ships.
 
 `--check` compiles into a folder that is thrown away and fails where a kernel does not compile or spills registers.
 """
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashpage.jit import BuildResult, Target, build_kernels
+from flashpage.jit import BuildResult, Target, build_kernels, read_manifest
 from flashpage.jit.cache import Store, aot_store, key_of
 from flashpage.spec import KernelSpec
 
@@ -30,6 +30,15 @@ def listed(targets: Iterable[str], default_only: bool = False) -> list[Kernel]:
     cuda = specs.default_cuda_specs() if default_only else specs.cuda_specs()
     of_backend = {"cuda": cuda, "cpu": specs.cpu_specs()}
     return [(spec, target) for target in map(Target.parse, targets) for spec in of_backend[target.backend]]
+
+
+def from_manifest(path: Path, targets: Iterable[str] = ()) -> list[Kernel]:
+    """What a program has used (flashpage.jit.write_manifest): for the targets it ran on, or for `targets` instead."""
+    used = read_manifest(path)
+    if not targets:
+        return used
+    kernels = [(spec, Target.parse(name)) for spec, _ in used for name in targets]
+    return list(dict.fromkeys((spec, target) for spec, target in kernels if spec.backend == target.backend))
 
 
 def build_into(folder: Path, kernels: Iterable[Kernel], jobs: int | None = None) -> list[BuildResult]:
@@ -69,9 +78,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, help="compilers at a time; default: by cores and memory")
     parser.add_argument("--check", action="store_true", help="keep nothing; fail on errors and on spilled registers")
     parser.add_argument("--default-only", action="store_true", help="CUDA: the default specs alone")
+    parser.add_argument(
+        "--manifest", type=Path, help="a program's kernels (flashpage.jit.write_manifest), not the list"
+    )
     given = parser.parse_args(arguments)
-    targets = given.target or (CHECK_TARGETS if given.check else WHEEL_TARGETS)
-    kernels = listed(targets, given.default_only)
+    if given.manifest:
+        kernels = from_manifest(given.manifest, given.target or ())
+    else:
+        targets = given.target or (CHECK_TARGETS if given.check else WHEEL_TARGETS)
+        kernels = listed(targets, given.default_only)
     results = check(kernels, given.jobs) if given.check else build_into(given.output, kernels, given.jobs)
     report(results)
     failed = [result for result in results if result.error]

@@ -1,0 +1,217 @@
+"""Kernels built ahead of time: the list, its build and check, the look-up, NVRTC, and a wheel without a compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from jit_sandbox import Sandbox, toy
+
+from aot import build as aot_build
+from aot import specs
+from flashpage import backends, jit, paths
+from flashpage.jit import cache, compilers
+from flashpage.problem import Options, Problem
+from flashpage.spec import KernelSpec
+from flashpage.variants import builtin
+
+ROOT = Path(__file__).resolve().parents[1]
+# As many live values as head_dim_qk says, in at most 32 registers a thread.
+CUDA_TEMPLATE = """#include "flashpage/params.h"
+extern "C" __device__ const int flashpage_launch[2] = {1024, 0};
+using flashpage::MergeParams;
+extern "C" __global__ void __launch_bounds__(1024, 2) {{ spec.entry }}(const __grid_constant__ MergeParams p) {
+  constexpr int n = {{ spec.head_dim_qk }};
+  float x[n];
+#pragma unroll
+  for (int i = 0; i < n; i++) x[i] = p.partial_out[i + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < n; i++) p.lse[i * threadIdx.x] = x[i];
+}
+"""
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    sandbox = Sandbox.create(tmp_path)
+    sandbox.enter(monkeypatch)
+    monkeypatch.delenv("FLASHPAGE_CXX")  # nvcc's host compiler is no matter of these tests
+    (sandbox.templates / "merge.cu.jinja").write_text(CUDA_TEMPLATE)
+    return sandbox
+
+
+def cuda_toy(live_values: int) -> KernelSpec:
+    return KernelSpec("merge", head_dim_qk=live_values)
+
+
+def cuda_compilers() -> list[compilers.Compiler]:
+    return [found for found in (compilers.find_nvcc(), compilers.find_nvrtc()) if found]
+
+
+def test_list_is_lean() -> None:
+    listed = specs.cuda_specs()
+    assert len(listed) == len(set(listed)) <= 150
+    assert set(specs.default_cuda_specs()) <= set(listed)
+    assert all(spec.backend == "cuda" for spec in listed)
+    assert all(spec.backend == "cpu" for spec in specs.cpu_specs())
+    kernels = aot_build.listed(aot_build.WHEEL_TARGETS)
+    assert {target.name for _, target in kernels} == set(aot_build.WHEEL_TARGETS)
+    assert all(spec.backend == target.backend for spec, target in kernels)
+
+
+@pytest.mark.parametrize(
+    "spec", [s for s in specs.cuda_specs() + specs.cpu_specs() if "attention" in s.kernel], ids=lambda spec: spec.name
+)
+def test_list_is_what_plans_ask_for(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some number of packed rows leads to this very spec: else a wheel would hold kernels that nobody finds."""
+    monkeypatch.setattr(backends, "device_sm", lambda _: 80)
+    options = Options(
+        kv_source=spec.kv_source,
+        num_q_heads=8,
+        num_kv_heads=8,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_vo=spec.head_dim_vo,
+        page_size=16 if spec.kv_source == "paged" else 0,
+        q_dtype=spec.q_dtype,
+        kv_dtype=spec.kv_dtype,
+        out_dtype=spec.out_dtype,
+        has_soft_cap=spec.variant == specs.SOFT_CAP,
+        position_encoding="ROPE_LLAMA" if spec.position_encoding == "rope" else "NONE",
+        has_mask=spec.mask_source == "packed_bits",
+    )
+    variant = builtin(soft_cap=30.0).spec if options.has_soft_cap else spec.variant
+    device = torch.device("cpu" if spec.backend == "cpu" else "cuda:0")
+    chosen = [backends.choose(Problem(options, 1 << i), device, variant).spec for i in range(12)]
+    assert spec in chosen
+
+
+def test_aot_folder_is_looked_at_first(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = [jit.Target("cpu", level) for level in ("avx2", "avx512")]
+    aot_build.build_into(sandbox.aot, [(toy(1), target) for target in levels])
+    monkeypatch.setenv("FLASHPAGE_CXX", "no-such-compiler")
+    monkeypatch.setattr("flashpage.jit.loader.runnable", lambda _: (jit.Target("cpu", "avx512bf16"), *reversed(levels)))
+    assert jit.get_kernel(toy(1)).target.name == "avx512"  # the best of those that are there
+    assert not sandbox.cache.exists()
+
+
+def test_a_broken_aot_entry_is_a_miss(sandbox: Sandbox) -> None:
+    (result,) = aot_build.build_into(sandbox.aot, [(toy(), jit.host_target())])
+    os.truncate(result.entry.path, 100)
+    assert jit.get_kernel(toy()).handle
+    assert len(cache.entries()) == 1
+
+
+def test_build_into_holds_the_list_and_nothing_else(sandbox: Sandbox) -> None:
+    target = jit.host_target()
+    aot_build.build_into(sandbox.aot, [(toy(1), target), (toy(2), target)])
+    results = aot_build.build_into(sandbox.aot, [(toy(2), target), (toy(3), target)])
+    assert [r.is_new for r in results] == [False, True]
+    assert [e.spec for e in cache.Store(sandbox.aot).entries()] == [toy(2), toy(3)]
+    assert len(list(sandbox.aot.iterdir())) == 2
+
+
+def test_manifest_is_an_aot_list(sandbox: Sandbox) -> None:
+    path = sandbox.folder / "used.json"
+    jit.write_manifest(path, [(toy(1), jit.host_target()), (cuda_toy(4), jit.Target("cuda", 90))])
+    assert aot_build.from_manifest(path) == [(toy(1), jit.host_target()), (cuda_toy(4), jit.Target("cuda", 90))]
+    assert aot_build.from_manifest(path, ["sm_80", "avx2"]) == [
+        (toy(1), jit.Target("cpu", "avx2")),
+        (cuda_toy(4), jit.Target("cuda", 80)),
+    ]
+    assert aot_build.main(["--manifest", str(path), "--target", "avx2", "--output", str(sandbox.aot)]) == 0
+    assert [e.target.name for e in cache.Store(sandbox.aot).entries()] == ["avx2"]
+
+
+@pytest.mark.parametrize("compiler", cuda_compilers(), ids=lambda compiler: compiler.name)
+def test_cuda_compilers(sandbox: Sandbox, compiler: compilers.Compiler) -> None:
+    """Cubins of their architecture with the entry in them, PTX that any driver takes, ptxas' numbers, and errors."""
+    targets = [jit.Target("cuda", 80), jit.Target("cuda", 90), jit.Target.parse("compute_80")]
+    results = jit.build_kernels([(cuda_toy(4), target) for target in targets], compiler=compiler)
+    for result, mark in zip(results, (b"sm_80", b"sm_90a", b".target sm_80"), strict=True):
+        assert result.entry is not None, result.error
+        assert b"flashpage_merge" in result.entry.image
+        assert b"flashpage_launch" in result.entry.image
+        assert mark in result.entry.image or result.target.binary == "kernel.cubin"
+        assert result.entry.meta["compiler"].startswith(compiler.name)
+    sm_80, sm_90a, ptx = results
+    assert sm_80.entry.image[:4] == sm_90a.entry.image[:4] == b"\x7fELF"
+    assert sm_80.entry.image != sm_90a.entry.image
+    assert 0 < sm_80.registers <= 32
+    assert sm_80.spill_bytes == sm_90a.spill_bytes == 0
+    assert ptx.entry.path.name == "kernel.ptx"
+    (sandbox.templates / "merge.cu.jinja").write_text("int x = y;\n")
+    (bad,) = jit.build_kernels([(cuda_toy(5), targets[0])], compiler=compiler)
+    assert 'kernel.cu, line 1: identifier "y" is undefined\n    int x = y;\n' in str(bad.error)
+
+
+def test_check_fails_on_spilled_registers(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    if not cuda_compilers():
+        pytest.skip("neither nvcc nor NVRTC is here")
+    monkeypatch.setattr(specs, "cuda_specs", lambda: [cuda_toy(4)])
+    assert aot_build.main(["--check"]) == 0
+    assert "2 kernels, 0 failed, 0 spill registers" in capsys.readouterr().out
+    monkeypatch.setattr(specs, "cuda_specs", lambda: [cuda_toy(4), cuda_toy(128)])
+    assert aot_build.main(["--check", "--arch", "80"]) == 1
+    assert "2 kernels, 0 failed, 1 spill registers" in capsys.readouterr().out
+    assert not sandbox.cache.exists()
+    assert not sandbox.aot.exists()
+
+
+def test_nvrtc_compiles_a_default_kernel_without_another_include_path(tmp_path: Path) -> None:
+    """The real templates; CI compiles all default specs this way."""
+    nvrtc = compilers.find_nvrtc()
+    if nvrtc is None:
+        pytest.skip("NVRTC is not here: pip install nvidia-cuda-nvrtc")
+    options = [*nvrtc.flags(jit.Target("cuda", 90)), *nvrtc.command(tmp_path, tmp_path, jit.Target("cuda", 90))[5:]]
+    assert {o for o in options if o.startswith(("-I", "--include-path"))} == {f"-I{paths.include_dir()}"}
+    results = jit.build_kernels(
+        [(specs.default_cuda_specs()[0], jit.Target("cuda", sm)) for sm in (80, 90)], tmp_path, compiler=nvrtc
+    )
+    assert [str(result.error) for result in results if result.error] == []
+
+
+def test_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
+    """Built with the switch, unpacked, and run with nothing on PATH."""
+    source = tmp_path / "source"
+    unwanted = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "aot_kernels", "dist", "*.egg-info")
+    shutil.copytree(ROOT, source, ignore=unwanted)
+    spec = specs.cpu_specs()[0]
+    manifest = tmp_path / "used.json"
+    jit.write_manifest(manifest, [(spec, jit.Target("cpu", "avx2"))])
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        f"-C--build-option=--aot={manifest}",
+    ]
+    subprocess.run([*command, "-w", str(tmp_path), str(source)], check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    code = f"""
+import json, flashpage
+from flashpage.jit import get_kernel
+from flashpage.jit.manifest import parse_spec
+assert flashpage.__file__.startswith({str(tmp_path / "installed")!r})
+print(get_kernel(parse_spec(json.loads({json.dumps(spec.to_json())!r}))).target.name)
+"""
+    environment = {
+        "PATH": "",
+        "PYTHONPATH": str(tmp_path / "installed"),
+        "FLASHPAGE_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    out = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (out.stdout, out.returncode) == ("avx2\n", 0), out.stderr
+    assert not (tmp_path / "cache").exists()
