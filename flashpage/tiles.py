@@ -41,24 +41,30 @@ def cpu_tile(head_dim_qk: int, head_dim_vo: int, packed_rows: int) -> tuple[Tile
     return Tile(64, 128, 1, 1, 1), Cost(WALK_RUNS, 8.0, 500.0, 4000.0, 256, 0, 64)
 
 
-def sm80_tile(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int) -> tuple[Tile, Cost]:
-    """The general tensor-core kernel (mma.sync, cp.async); `packed_rows` is the batch's average per request and KV head."""
+def sm80_tile(
+    head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int, narrow: bool = False
+) -> tuple[Tile, Cost]:
+    """The general tensor-core kernel (mma.sync, cp.async); `packed_rows` is the batch's average per request and KV head.
+
+    `narrow`: options that need registers in the inner loop (custom mask, RoPE, a user's variant) get at most 64 rows.
+    """
     widest = max(head_dim_qk, head_dim_vo)
     if packed_rows <= 16 or (packed_rows <= 32 and widest <= 128):
         return _few_rows_sm80(head_dim_qk, head_dim_vo, kv_dtype, 16 if packed_rows <= 16 else 32)
     if widest > 256:
-        return Tile(32, 16, 2, 1, 2, 1), Cost(WALK_RUNS, 8.0, 800.0, 3000.0, 256, 32, 8)
+        return Tile(32, 32 if kv_dtype.is_fp8 else 16, 2, 1, 2, 1), Cost(WALK_RUNS, 8.0, 800.0, 3000.0, 256, 32, 8)
     if widest > 128:
         return Tile(64, 32, 4, 1, 2, 2), Cost(WALK_RUNS, 14.0, 1000.0, 3000.0, 256, 32, 8)
-    if packed_rows <= 64:
+    if packed_rows <= 64 or narrow or kv_dtype.is_fp8:
         return Tile(64, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 7.0, 800.0, 3000.0, 256, 32, 8)
-    return Tile(128, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 12.0, 1000.0, 5000.0, 256, 32, 8)
+    tile_kv = 64 if widest <= 96 else 48  # 64 spills: 128 value and 64 score registers leave too few
+    return Tile(128, tile_kv, 4, 1, 2, 2), Cost(WALK_RUNS, 12.0, 1000.0, 5000.0, 256, 32, 8)
 
 
 def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: int) -> tuple[Tile, Cost]:
     """Four warps take turns on the tokens, each with a ring of its own: about 8 KiB a stage, 96 KiB a CTA, two CTAs an SM."""
     token_bytes = (head_dim_qk + min(head_dim_vo, 256)) * kv_dtype.size
-    tokens = 32 if token_bytes * 32 <= 8192 else 16
+    tokens = 32 if token_bytes * 32 <= 8192 or kv_dtype.is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
     warps = 4 if token_bytes * tokens <= 16384 else 2
     stages = max(2, min(4, 98304 // (warps * tokens * token_bytes)))
     ctas_per_sm = 2 if warps * stages * tokens * token_bytes <= 98304 and max(head_dim_qk, head_dim_vo) <= 256 else 1

@@ -9,19 +9,29 @@ namespace flashpage {
 template <class Traits>
 struct AttentionSm80 {
   using Kernel = typename select_type<(Traits::warps_kv > 1), FewRows<Traits>, ManyRows<Traits>>::type;
-  using Shared = typename Kernel::Shared;
   static constexpr int threads = Shape<Traits>::threads;
+
+  // The place in the plan lives here too: in registers it would push out accumulators.
+  struct Shared {
+    typename Kernel::Shared tiles;
+    UnitCursor cursor;
+  };
   static constexpr int shared_bytes = sizeof(Shared);
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
     ptx::grid_dependency_wait();
-    Kernel kernel(*reinterpret_cast<Shared*>(memory), params, args);
-    for_each_item(params.plan, [&](const WorkItem& item) {
-      for_each_unit(params, item, Traits::tile_q, [&](const Unit& unit) {
-        for (int pass = 0; pass < Shape<Traits>::value_passes; ++pass) kernel.run(item, unit, pass);
-      });
-    });
+    Kernel kernel(shared.tiles, params, args);
+    if (threadIdx.x == 0) shared.cursor.start(params.plan, blockIdx.x);
+    while (true) {
+      // A unit ends with a barrier, so nobody still reads the last one.
+      if (threadIdx.x == 0) shared.cursor.advance(params, Traits::tile_q);
+      __syncthreads();
+      if (shared.cursor.done) break;
+      for (int pass = 0; pass < Shape<Traits>::value_passes; ++pass)
+        kernel.run(shared.cursor.item, shared.cursor.unit, pass);
+    }
     ptx::grid_dependency_launch();
   }
 };

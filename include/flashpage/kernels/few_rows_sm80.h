@@ -113,18 +113,18 @@ struct FewRows {
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
     start(state, item, unit);
-    LaneRows<Traits> lane_rows(params, unit, 0, lane);
+    float scale = score_scale_of<Traits>(params, unit);
     ptx::cp_async_wait<stages - 2>();
     __syncthreads();  // every thread's part of Q
     if constexpr (S::rotate) {
       rotate_query<Traits>(shared.query, params, item, unit, thread);
       __syncthreads();
     }
-    u32 query = ptx::shared_address(shared.query);
+    u32 query = query_lane_address<Traits>(ptx::shared_address(shared.query), lane);
     u32 query_registers[query_in_registers ? S::key_steps : 1][S::row_tiles][4];
     if constexpr (query_in_registers) {
 #pragma unroll
-      for (int i = 0; i < S::key_steps; ++i) load_query_fragment<Traits>(query_registers[i], query, i, lane);
+      for (int i = 0; i < S::key_steps; ++i) load_query_fragment<Traits>(query_registers[i], query, i);
     }
     auto query_fragment = [&](u32(&a)[S::row_tiles][4], int step) {
       if constexpr (query_in_registers) {
@@ -133,7 +133,7 @@ struct FewRows {
 #pragma unroll
           for (int i = 0; i < 4; ++i) a[m][i] = query_registers[step][m][i];
       } else {
-        load_query_fragment<Traits>(a, query, step, lane);
+        load_query_fragment<Traits>(a, ptx::opaque(query), step);
       }
     };
 
@@ -147,9 +147,10 @@ struct FewRows {
       if (first >= unit.kv_end) continue;
       float scores[S::row_tiles][tokens / 8][4];
       multiply_keys<Traits>(scores, finished_keys(step, first), lane, query_fragment);
-      finish_scores<Traits>(scores, lane_rows, params, args, item, unit, first, lane);
-      state.update(scores, values, lane_rows.scale);
-      multiply_values<Traits>(values, scores, ptx::shared_address(key_stage(step) + Shared::key_bytes), lane);
+      finish_scores<Traits>(scores, scale, params, args, item, unit, 0, first, lane);
+      state.update(scores, values, softmax_scale_of<Traits>(scale));
+      Probabilities<Traits, tokens / 8> probabilities(scores);
+      multiply_values(values, probabilities, ptx::shared_address(key_stage(step) + Shared::key_bytes), lane);
     }
     ptx::cp_async_wait<0>();
     __syncwarp();

@@ -107,14 +107,16 @@ struct ManyRows {
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
     start(state, item, unit, warp_row);
-    LaneRows<Traits> lane_rows(params, unit, warp_row, lane);
-    u32 query = ptx::shared_address(shared.query) + warp_row * S::QueryRows::stride;
+    float scale = score_scale_of<Traits>(params, unit);
+    u32 query = query_lane_address<Traits>(ptx::shared_address(shared.query) + warp_row * S::QueryRows::stride, lane);
     if constexpr (S::rotate) {
       ptx::cp_async_wait<1>();
       __syncthreads();
       rotate_query<Traits>(shared.query, params, item, unit, thread);
     }
-    auto query_fragment = [&](u32(&a)[S::row_tiles][4], int step) { load_query_fragment<Traits>(a, query, step, lane); };
+    auto query_fragment = [&](u32(&a)[S::row_tiles][4], int step) {
+      load_query_fragment<Traits>(a, ptx::opaque(query), step);
+    };
 
     for (int tile = 0; tile < tiles; ++tile) {
       ptx::cp_async_wait<1>();
@@ -124,13 +126,14 @@ struct ManyRows {
       float scores[S::row_tiles][tokens / 8][4];
       multiply_keys<Traits>(scores, finished_keys(unit, tile), lane, query_fragment);
       i32 first = unit.kv_begin + tile * tokens;
-      finish_scores<Traits>(scores, lane_rows, params, args, item, unit, first, lane);
-      state.update(scores, values, lane_rows.scale);
+      finish_scores<Traits>(scores, scale, params, args, item, unit, warp_row, first, lane);
+      state.update(scores, values, softmax_scale_of<Traits>(scale));
+      Probabilities<Traits, tokens / 8> probabilities(scores);
       ptx::cp_async_wait<1>();
       __syncthreads();  // this tile's values are here, the other value stage is free
       load_values(unit, tile + 1);
       note_offsets(rows, unit, tile + 2, next, column);
-      multiply_values<Traits>(values, scores, ptx::shared_address(shared.value[tile % 2]), lane);
+      multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % 2]), lane);
     }
     ptx::cp_async_wait<0>();
     write_rows(state, values, item, unit, warp_row, column);

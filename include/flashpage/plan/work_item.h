@@ -70,13 +70,20 @@ FP_HOST_DEVICE WorkItem item_of_member(WorkItem item, const CtaItems& cta) {
   return item;
 }
 
-// Calls body(item) for every item of a CTA, in order. `cta` may be any CTA that the schedule counted.
+// What CTA `cta` does; any CTA that the schedule counted. Does not depend on the header's bytes: its load and the header's go
+// out together.
+FP_HOST_DEVICE CtaItems cta_items(const PlanHeader* plan, i32 cta) {
+  return reinterpret_cast<const CtaItems*>(plan + 1)[cta];
+}
+FP_HOST_DEVICE const WorkItem* plan_items(const PlanHeader* plan) {
+  return reinterpret_cast<const WorkItem*>(reinterpret_cast<const char*>(plan) + plan->items_offset);
+}
+
+// Calls body(item) for every item of a CTA, in order.
 template <class Body>
 FP_HOST_DEVICE void for_each_item(const PlanHeader* plan, i32 cta, Body&& body) {
-  // The range does not depend on the header's bytes: its load and the header's go out together.
-  const CtaItems mine = reinterpret_cast<const CtaItems*>(plan + 1)[cta];
-  const WorkItem* items =
-      reinterpret_cast<const WorkItem*>(reinterpret_cast<const char*>(plan) + plan->items_offset);
+  const CtaItems mine = cta_items(plan, cta);
+  const WorkItem* items = plan_items(plan);
   for (i32 i = mine.begin; i < mine.end; ++i) body(item_of_member(items[i], mine));
 }
 

@@ -23,7 +23,8 @@ struct RowCopy {
   template <int num_rows, class Source, class Valid>
   FP_DEVICE static void run(u32 destination, int thread, Source&& source, Valid&& valid) {
     constexpr bool fixed_chunk = threads % chunks == 0;
-#pragma unroll 8
+    constexpr int unroll = fixed_chunk ? (chunks <= 16 ? 8 : 4) : 2;  // more costs the registers of the accumulators
+#pragma unroll unroll
     for (int first = 0; first < num_rows * chunks; first += threads) {
       u32 i = first + thread;
       u32 row = fixed_chunk ? first / chunks + thread / chunks : i / chunks;

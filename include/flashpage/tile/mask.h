@@ -7,99 +7,122 @@
 
 namespace flashpage {
 
-// The rows of one lane: where they stand and how their scores are scaled.
-template <class Traits>
-struct LaneRows {
-  using S = Shape<Traits>;
-  i32 packed[S::row_tiles][2];   // clamped to the unit's last row
-  float scale[S::row_tiles][2];  // raw score to base 2; with a logit transform to natural units
+// A packed row of one lane, clamped to the unit's last row: m16 tile m, half 0 or 1, `first_row` the warp's first in the unit.
+FP_DEVICE PackedRow lane_row(const AttentionParams& params, const Unit& unit, int first_row, int m, int half, int lane) {
+  i32 row = first_row + m * 16 + half * 8 + lane / 4;
+  return unpack_row(params, unit.kv_head, unit.first_row + min_of(row, unit.num_rows - 1));
+}
 
-  FP_DEVICE LaneRows(const AttentionParams& params, const Unit& unit, int first_row, int lane) {
-    float unit_scale = params.score_scale;
-    if (params.k_scale) unit_scale *= params.k_scale[params.k_scale_stride * unit.kv_head];
-    if (!Traits::Variant::has_logit) unit_scale *= log2_e;
+// Raw score to base 2; with a logit transform to natural units. A per-head q_scale is applied by transform_scores.
+template <class Traits>
+FP_DEVICE float score_scale_of(const AttentionParams& params, const Unit& unit) {
+  float scale = params.score_scale;
+  if (params.k_scale) scale *= params.k_scale[params.k_scale_stride * unit.kv_head];
+  if (params.q_scale && params.q_scale_stride == 0) scale *= *params.q_scale;
+  return Traits::Variant::has_logit ? scale : scale * log2_e;
+}
+
+// What softmax still multiplies: a logit transform has already scaled.
+template <class Traits>
+FP_DEVICE float softmax_scale_of(float score_scale) {
+  return Traits::Variant::has_logit ? 1.f : score_scale;
+}
+
+template <class Traits, int token_tiles>
+FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
+                                const AttentionParams& params, const VariantArgs& args, const WorkItem& item,
+                                const Unit& unit, int first_row, i32 first_token, int lane) {
+  using Variant = typename Traits::Variant;
+  bool per_head = params.q_scale && params.q_scale_stride;
+  if (!Variant::has_logit && !per_head) return;
 #pragma unroll
-    for (int m = 0; m < S::row_tiles; ++m)
+  for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        i32 row = first_row + m * 16 + half * 8 + lane / 4;
-        packed[m][half] = unit.first_row + min_of(row, unit.num_rows - 1);
-        scale[m][half] = unit_scale;
-        if (params.q_scale) {
-          i32 head = unpack_row(params, unit.kv_head, packed[m][half]).head;
-          scale[m][half] *= params.q_scale[params.q_scale_stride * head];
+    for (int half = 0; half < 2; ++half) {
+      PackedRow row = lane_row(params, unit, first_row, m, half, lane);
+      float row_scale = per_head ? params.q_scale[row.head] : 1.f;
+      if constexpr (Variant::has_logit) row_scale *= scale;
+      i32 position = query_position(item, row.row);
+#pragma unroll
+      for (int n = 0; n < token_tiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = scores[m][n][half * 2 + e];
+          score *= row_scale;
+          if constexpr (Variant::has_logit) {
+            // A token past the end is masked later; a variant may not load beyond the request.
+            i32 token = min_of(first_token + n * 8 + lane % 4 * 2 + e, item.kv_len - 1);
+            score = Variant::logit(args, score, item.request, row.head, position, token) * log2_e;
+          }
         }
-      }
+    }
+}
+
+// The packed custom mask of one row from a tile's first token on, 16 tokens a lane of the row's quad. Rows start at any bit, so
+// 16 tokens straddle three bytes.
+struct MaskBits {
+  u32 sixteen;
+
+  MaskBits() = default;
+  FP_DEVICE MaskBits(const AttentionParams& params, const WorkItem& item, i32 row, i32 first_token, int lane) {
+    i64 row_bit = static_cast<i64>(row) * item.kv_len, bit = row_bit + first_token + lane % 4 * 16;
+    i64 last = (row_bit + item.kv_len - 1) >> 3;  // no byte beyond the row's last token is read
+    const u8* bytes = params.custom_mask + item.mask_offset;
+    u32 word = 0;
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      if ((bit >> 3) + i <= last) word |= bytes[(bit >> 3) + i] << 8 * i;
+    sixteen = word >> (bit & 7);
+  }
+  // This lane's two tokens of the tile's n-th eight, in bits 0 and 1.
+  FP_DEVICE u32 pair(int n, int lane) const {
+    u32 other = __shfl_sync(0xffffffff, sixteen, (lane & ~3) + n / 2);
+    return other >> (n % 2 * 8 + lane % 4 * 2);
   }
 };
 
-template <class Traits, int token_tiles>
-FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], LaneRows<Traits>& rows,
-                                const AttentionParams& params, const VariantArgs& args, const WorkItem& item,
-                                const Unit& unit, i32 first_token, int lane) {
-  using Variant = typename Traits::Variant;
-  if constexpr (Variant::has_logit) {
-#pragma unroll
-    for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        PackedRow row = unpack_row(params, unit.kv_head, rows.packed[m][half]);
-        i32 position = query_position(item, row.row);
-#pragma unroll
-        for (int n = 0; n < token_tiles; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            // A token past the end is masked later; a variant may not load beyond the request.
-            i32 token = min_of(first_token + n * 8 + lane % 4 * 2 + e, item.kv_len - 1);
-            float& score = scores[m][n][half * 2 + e];
-            score = Variant::logit(args, score * rows.scale[m][half], item.request, row.head, position, token) * log2_e;
-          }
-      }
-  }
-}
-
 // Hides tokens of a tile that is not wholly visible.
 template <class Traits, int token_tiles>
-FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const LaneRows<Traits>& rows,
-                           const AttentionParams& params, const VariantArgs& args, const WorkItem& item, const Unit& unit,
-                           i32 first_token, int lane) {
+FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
+                           const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row, i32 first_token,
+                           int lane) {
   using Variant = typename Traits::Variant;
 #pragma unroll
   for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      PackedRow row = unpack_row(params, unit.kv_head, rows.packed[m][half]);
+      PackedRow row = lane_row(params, unit, first_row, m, half, lane);
       i32 position = query_position(item, row.row);
       TokenRange range = visible_range(params, item, position);
-      const u8* bits = params.custom_mask + item.mask_offset;
-      i64 first_bit = static_cast<i64>(row.row) * item.kv_len;
+      constexpr bool custom = Traits::mask_source == MaskSource::packed_bits;
+      MaskBits bits{};
+      if constexpr (custom) bits = MaskBits(params, item, row.row, first_token, lane);
 #pragma unroll
-      for (int n = 0; n < token_tiles; ++n)
+      for (int n = 0; n < token_tiles; ++n) {
+        u32 pair = custom ? bits.pair(n, lane) : 0;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           i32 token = first_token + n * 8 + lane % 4 * 2 + e;
           bool visible = token >= range.begin && token < range.end;
-          if constexpr (Traits::mask_source == MaskSource::packed_bits) {
-            i64 bit = first_bit + token;
-            if (visible) visible = bits[bit >> 3] >> (bit & 7) & 1;
-          }
+          if constexpr (custom) visible = visible && (pair >> e & 1);
           if constexpr (Variant::has_mask) {
             visible = visible && Variant::mask(args, item.request, row.head, position, min_of(token, item.kv_len - 1));
           }
           if (!visible) scores[m][n][half * 2 + e] = ptx::negative_infinity();
         }
+      }
     }
 }
 
-// Both, and the factor that softmax still has to apply.
+// Both: what stands between the score product and softmax.
 template <class Traits, int token_tiles>
-FP_DEVICE void finish_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], LaneRows<Traits>& rows,
+FP_DEVICE void finish_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
                              const AttentionParams& params, const VariantArgs& args, const WorkItem& item, const Unit& unit,
-                             i32 first_token, int lane) {
-  transform_scores<Traits>(scores, rows, params, args, item, unit, first_token, lane);
-  bool always = Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask;
+                             int first_row, i32 first_token, int lane) {
+  transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first_token, lane);
+  constexpr bool always = Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask;
   if (always || first_token < unit.all_begin || first_token + token_tiles * 8 > unit.all_end) {
-    mask_scores<Traits>(scores, rows, params, args, item, unit, first_token, lane);
+    mask_scores<Traits>(scores, params, args, item, unit, first_row, first_token, lane);
   }
 }
 

@@ -12,23 +12,29 @@ namespace flashpage {
 // pairs 0 2 4 6 1 3 5 7.
 FP_DEVICE u32 fp8_pair_order(u32 pair) { return (pair & 8 ? 8 : 0) + (pair & 7) / 2 + (pair & 1) * 4; }
 
+// This lane's part of the address of Q's fragments; `query` is the warp's first row.
+template <class Traits>
+FP_DEVICE u32 query_lane_address(u32 query, int lane) {
+  return Shape<Traits>::QueryRows::lane_address(query, lane % 16, lane / 16);
+}
+
 // Q's fragments of one k16 step, m16 tile by m16 tile.
 template <class Traits>
-FP_DEVICE void load_query_fragment(u32 (&a)[Shape<Traits>::row_tiles][4], u32 query, int step, int lane) {
-  using S = Shape<Traits>;
+FP_DEVICE void load_query_fragment(u32 (&a)[Shape<Traits>::row_tiles][4], u32 lane_address, int step) {
+  using Rows = typename Shape<Traits>::QueryRows;
 #pragma unroll
-  for (int m = 0; m < S::row_tiles; ++m) {
-    ptx::ldmatrix_x4(a[m], query + m * 16 * S::QueryRows::stride + S::QueryRows::chunk_offset(lane % 16, 2 * step + lane / 16));
+  for (int m = 0; m < Shape<Traits>::row_tiles; ++m) {
+    ptx::ldmatrix_x4(a[m], Rows::at_chunk(lane_address, 2 * step) + m * 16 * Rows::stride);
   }
 }
 
-// `query`: shared address of the warp's first row; `key`: of the tile's first token. query_fragment(a, step) delivers Q.
+// `key`: shared address of the tile's first token. query_fragment(a, step) delivers Q.
 template <class Traits, class QueryFragment, int token_tiles>
 FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], u32 key, int lane,
                              QueryFragment&& query_fragment) {
   using S = Shape<Traits>;
   using Query = typename S::Query;
-  u32 token = lane % 8 + lane / 16 * 8, half = lane / 8 % 2;
+  using Rows = typename S::KeyRows;
 #pragma unroll
   for (int m = 0; m < S::row_tiles; ++m)
 #pragma unroll
@@ -37,14 +43,15 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
       for (int e = 0; e < 4; ++e) scores[m][n][e] = 0.f;
 
   if constexpr (!is_fp8<typename S::Key>) {
-#pragma unroll
+    u32 lane_address = Rows::lane_address(key, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll S::key_unroll
     for (int step = 0; step < S::key_steps; ++step) {
       u32 a[S::row_tiles][4];
       query_fragment(a, step);
 #pragma unroll
       for (int n = 0; n < token_tiles; n += 2) {
         u32 b[4];
-        ptx::ldmatrix_x4(b, key + n * 8 * S::KeyRows::stride + S::KeyRows::chunk_offset(token, 2 * step + half));
+        ptx::ldmatrix_x4(b, Rows::at_chunk(lane_address, 2 * step) + n * 8 * Rows::stride);
 #pragma unroll
         for (int m = 0; m < S::row_tiles; ++m) {
           ptx::mma_m16n8k16<Query>(scores[m][n], a[m], b[0], b[1]);
@@ -53,25 +60,23 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
       }
     }
   } else {
-    // A 16-byte chunk is a whole k16 step: one ldmatrix serves two steps (the odd last one reads its own chunk twice).
+    // A 16-byte chunk is a whole k16 step, so one ldmatrix takes the step of 32 tokens.
+    static_assert(token_tiles % 4 == 0);
+    u32 lane_address = Rows::lane_address(key, lane, 0);
+#pragma unroll S::key_unroll
+    for (int step = 0; step < S::key_steps; ++step) {
+      u32 a[S::row_tiles][4];
+      query_fragment(a, step);
 #pragma unroll
-    for (int step = 0; step < S::key_steps; step += 2) {
-      constexpr int last = S::key_steps - 1;
-      u32 a[2][S::row_tiles][4];
-      query_fragment(a[0], step);
-      if (step < last) query_fragment(a[1], step + 1);
-#pragma unroll
-      for (int n = 0; n < token_tiles; n += 2) {
+      for (int n = 0; n < token_tiles; n += 4) {
         u32 b[4];
-        u32 chunk = step < last ? step + half : step;
-        ptx::ldmatrix_x4(b, key + n * 8 * S::KeyRows::stride + S::KeyRows::chunk_offset(token, chunk));
+        ptx::ldmatrix_x4(b, Rows::at_chunk(lane_address, step) + n * 8 * Rows::stride);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (i % 2 == 1 && step == last) continue;
           u32 b0, b1;
           ptx::widen4<Query, typename S::Key>(b[i], b0, b1);
 #pragma unroll
-          for (int m = 0; m < S::row_tiles; ++m) ptx::mma_m16n8k16<Query>(scores[m][n + i / 2], a[i % 2][m], b0, b1);
+          for (int m = 0; m < S::row_tiles; ++m) ptx::mma_m16n8k16<Query>(scores[m][n + i], a[m], b0, b1);
         }
       }
     }

@@ -33,7 +33,7 @@ struct SoftmaxState {
   // Scores become probabilities, relative to the new maximum; `values` is rescaled to it. `scale` turns raw scores to base 2.
   template <int token_tiles, int value_tiles>
   FP_DEVICE void update(float (&scores)[row_tiles][token_tiles][4], float (&values)[row_tiles][value_tiles][4],
-                        const float (&scale)[row_tiles][2]) {
+                        float scale) {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
@@ -42,7 +42,7 @@ struct SoftmaxState {
         float top = fmaxf(scores[m][0][e], scores[m][0][e + 1]);
 #pragma unroll
         for (int n = 1; n < token_tiles; ++n) top = fmaxf(top, fmaxf(scores[m][n][e], scores[m][n][e + 1]));
-        float next = fmaxf(maximum[m][half], quad_max(top) * scale[m][half]);
+        float next = fmaxf(maximum[m][half], quad_max(top) * scale);
         // A row that has seen nothing yet: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
         float origin = next == ptx::negative_infinity() ? 0.f : next;
         float rescale = ptx::exp2_approx(maximum[m][half] - origin);
@@ -50,8 +50,8 @@ struct SoftmaxState {
         float total = sum[m][half] * rescale;
 #pragma unroll
         for (int n = 0; n < token_tiles; ++n) {
-          scores[m][n][e] = ptx::exp2_approx(fmaf(scores[m][n][e], scale[m][half], -origin));
-          scores[m][n][e + 1] = ptx::exp2_approx(fmaf(scores[m][n][e + 1], scale[m][half], -origin));
+          scores[m][n][e] = ptx::exp2_approx(fmaf(scores[m][n][e], scale, -origin));
+          scores[m][n][e + 1] = ptx::exp2_approx(fmaf(scores[m][n][e + 1], scale, -origin));
           total += scores[m][n][e] + scores[m][n][e + 1];
         }
         sum[m][half] = total;

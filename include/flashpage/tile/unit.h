@@ -50,25 +50,37 @@ FP_DEVICE Unit make_unit(const AttentionParams& params, const WorkItem& item, i3
   return {first_row, num_rows, kv_head, first.begin, max_of(first.begin, last.end), last.begin, first.end};
 }
 
-// The run of an item: next row tile, and after the last one the first row tile of the next KV head.
-template <class Body>
-FP_DEVICE void for_each_unit(const AttentionParams& params, const WorkItem& item, i32 tile_q, Body&& body) {
-  i32 packed_rows = item.q_len * static_cast<i32>(params.group.divisor);
-  i32 first_row = item.first_packed_row, kv_head = item.kv_head;
-  for (i32 i = 0; i < item.num_units; ++i) {
-    body(make_unit(params, item, tile_q, first_row, kv_head));
-    first_row += tile_q;
-    if (first_row >= packed_rows) {
-      first_row = 0;
-      ++kv_head;
+// Walks the units of one CTA's items. One thread moves it, the CTA reads it.
+struct UnitCursor {
+  CtaItems cta;
+  WorkItem item;
+  Unit unit;
+  i32 next_item;
+  i32 units_left;  // of the item, after this unit
+  bool done;
+
+  FP_DEVICE void start(const PlanHeader* plan, i32 index) {
+    cta = cta_items(plan, index);
+    next_item = cta.begin;
+    units_left = 0;
+    done = false;
+  }
+
+  FP_DEVICE void advance(const AttentionParams& params, i32 tile_q) {
+    if (units_left > 0) {
+      --units_left;
+      i32 packed_rows = item.q_len * static_cast<i32>(params.group.divisor);
+      i32 row = unit.first_row + tile_q;
+      unit = row < packed_rows ? make_unit(params, item, tile_q, row, unit.kv_head)
+                               : make_unit(params, item, tile_q, 0, unit.kv_head + 1);
+    } else if (next_item < cta.end) {
+      item = item_of_member(plan_items(params.plan)[next_item++], cta);
+      units_left = item.num_units - 1;
+      unit = make_unit(params, item, tile_q, item.first_packed_row, item.kv_head);
+    } else {
+      done = true;
     }
   }
-}
-
-// The items of this CTA.
-template <class Body>
-FP_DEVICE void for_each_item(const PlanHeader* plan, Body&& body) {
-  for_each_item(plan, static_cast<i32>(blockIdx.x), body);
-}
+};
 
 }  // namespace flashpage

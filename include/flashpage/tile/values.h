@@ -7,29 +7,42 @@
 
 namespace flashpage {
 
-// `value`: shared address of the tile's first token. `probabilities` are the scores after softmax.
+// The scores after softmax as fragments of the value product, one a k16 step: half the registers of the scores.
+template <class Traits, int token_tiles>
+struct Probabilities {
+  u32 fragment[token_tiles / 2][Shape<Traits>::row_tiles][4];
+
+  FP_DEVICE explicit Probabilities(const float (&scores)[Shape<Traits>::row_tiles][token_tiles][4]) {
+#pragma unroll
+    for (int step = 0; step < token_tiles / 2; ++step)
+#pragma unroll
+      for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float(&pair)[4] = scores[m][2 * step + i / 2];
+          fragment[step][m][i] = ptx::pack2<typename Shape<Traits>::Probability>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+        }
+  }
+};
+
+// `value`: shared address of the tile's first token.
 template <class Traits, int token_tiles>
 FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<Traits>::value_tiles][4],
-                               const float (&probabilities)[Shape<Traits>::row_tiles][token_tiles][4], u32 value, int lane) {
+                               const Probabilities<Traits, token_tiles>& probabilities, u32 value, int lane) {
   using S = Shape<Traits>;
   using Rows = typename S::ValueRows;
   using P = typename S::Probability;
-  // 8 columns of 16 bits, or 16 of 8 bits, are one chunk; ldmatrix takes two chunks of 16 tokens.
+  // 8 columns of 16 bits, or 16 of 8 bits, are one chunk; ldmatrix takes two chunks of 16 tokens (an odd last one comes with
+  // bytes that nobody uses).
   constexpr int chunks = Rows::chunks;
+  u32 lane_address = Rows::lane_address(value, lane % 16, lane / 16);
 #pragma unroll
   for (int step = 0; step < token_tiles / 2; ++step) {
-    u32 a[S::row_tiles][4];
-#pragma unroll
-    for (int m = 0; m < S::row_tiles; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        a[m][i] = ptx::pack2<P>(probabilities[m][2 * step + i / 2][i % 2 * 2], probabilities[m][2 * step + i / 2][i % 2 * 2 + 1]);
+    const u32(&a)[S::row_tiles][4] = probabilities.fragment[step];
 #pragma unroll
     for (int chunk = 0; chunk < chunks; chunk += 2) {
-      u32 mine = chunk + lane / 16;
-      if (chunks % 2 && chunk == chunks - 1) mine = chunk;
       u32 b[4];
-      ptx::ldmatrix_x4_trans(b, value + step * 16 * Rows::stride + Rows::chunk_offset(lane % 16, mine));
+      ptx::ldmatrix_x4_trans(b, Rows::at_chunk(lane_address, chunk) + step * 16 * Rows::stride);
       if constexpr (!is_fp8<typename S::Cache>) {
 #pragma unroll
         for (int m = 0; m < S::row_tiles; ++m) {
