@@ -5,15 +5,15 @@
 #include <cstring>
 #include <limits>
 
-#include "elements.h"
 #include "errors.h"
+#include "row_ops.h"
 #include "threads.h"
 
 namespace flashpage::host {
 namespace {
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
-constexpr int chunk = 128;                  // elements of a row that are summed in registers and L1
+constexpr int chunk = 128;                  // elements of a row that are summed at a time
 constexpr i64 bytes_per_task = 256 * 1024;  // less is not worth waking a thread
 
 // The states of one output row: values [num_states][head_dim] and their LSEs (base 2), each at its own stride in
@@ -30,7 +30,9 @@ struct States {
 // out = sum of 2^(lse_i - max) * values_i over the sum of the weights, in the states' order; returns the joint LSE.
 // A state with LSE = -inf saw no token: its values are not read. All of them: out = 0, LSE = -inf.
 template <class In, class Out>
-[[gnu::always_inline]] inline float combine(const States<In>& states, int head_dim, Out* out) {
+float combine(const States<In>& states, int head_dim, Out* out) {
+  const RowOps<In>& in = row_ops<In>();
+  const RowOps<Out>& rounded = row_ops<Out>();
   float highest = -infinity;
   for (int i = 0; i < states.count; ++i) highest = std::max(highest, states.lse[i * states.lse_stride]);
   float total = 0;
@@ -43,17 +45,15 @@ template <class In, class Out>
       if (lse == -infinity) continue;
       const float weight = std::exp2(lse - highest);
       total += weight;
-      const In* values = states.values + i * states.value_stride + begin;
-      for (int d = 0; d < n; ++d) sum[d] += weight * to_float(values[d]);
+      in.add_weighted(sum, states.values + i * states.value_stride + begin, weight, n);
     }
-    const float scale = total == 0 ? 0.0f : 1 / total;
-    for (int d = 0; d < n; ++d) out[begin + d] = from_float<Out>(sum[d] * scale);
+    rounded.store_scaled(out + begin, sum, total == 0 ? 0.0f : 1 / total, n);
   }
   return total == 0 ? -infinity : highest + std::log2(total);
 }
 
 template <class Out>
-[[gnu::always_inline]] inline void merge_item_rows(const MergeParams& params, const MergeItem& item) {
+void merge_item(const MergeParams& params, const MergeItem& item) {
   for (int r = 0; r < item.num_rows; ++r) {
     u32 row, head_in_group;
     params.group.divmod(item.first_packed_row + r, row, head_in_group);
@@ -77,7 +77,7 @@ i64 distance(const void* from, const void* to) {
 
 // Rows that the mask leaves out are not written.
 template <class T>
-[[gnu::always_inline]] inline void merge_state_row(const MergeStatesParams& params, i64 row) {
+void merge_row(const MergeStatesParams& params, i64 row) {
   if (params.mask != nullptr && params.mask[row] == 0) return;
   for (i64 head = 0; head < params.num_heads; ++head) {
     const i64 value_offset = row * params.v_row_stride + head * params.v_head_stride;
@@ -94,35 +94,11 @@ template <class T>
   }
 }
 
-// The library is built for any x86-64; the two loops above are compiled a second time for AVX2 and chosen at run time.
-template <class Out>
-void merge_item_baseline(const MergeParams& params, const MergeItem& item) {
-  merge_item_rows<Out>(params, item);
-}
-template <class Out>
-[[gnu::target("avx2,fma")]] void merge_item_avx2(const MergeParams& params, const MergeItem& item) {
-  merge_item_rows<Out>(params, item);
-}
-template <class T>
-void merge_state_baseline(const MergeStatesParams& params, i64 row) {
-  merge_state_row<T>(params, row);
-}
-template <class T>
-[[gnu::target("avx2,fma")]] void merge_state_avx2(const MergeStatesParams& params, i64 row) {
-  merge_state_row<T>(params, row);
-}
-
-bool has_avx2() {
-  static const bool found = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return found;
-}
-
 template <class Out>
 void merge_all(const MergeParams& params) {
   const auto base = reinterpret_cast<const char*>(params.plan);
   const auto items = reinterpret_cast<const MergeItem*>(base + params.plan->merges_offset);
-  const auto merge_item = has_avx2() ? merge_item_avx2<Out> : merge_item_baseline<Out>;
-  parallel_for(params.plan->num_merges, [&](int i) { merge_item(params, items[i]); });
+  parallel_for(params.plan->num_merges, [&](int i) { merge_item<Out>(params, items[i]); });
 }
 
 // Calls body(first, last) over ranges of [0, count) that are worth a thread each; a step reads and writes `bytes`.
@@ -135,10 +111,9 @@ void parallel_ranges(i64 count, i64 bytes, F&& body) {
 
 template <class T>
 void merge_states(const MergeStatesParams& params) {
-  const auto merge_row = has_avx2() ? merge_state_avx2<T> : merge_state_baseline<T>;
   const i64 bytes = static_cast<i64>(params.num_states + 1) * params.num_heads * params.head_dim * sizeof(T);
   parallel_ranges(params.rows, bytes, [&](i64 first, i64 last) {
-    for (i64 row = first; row < last; ++row) merge_row(params, row);
+    for (i64 row = first; row < last; ++row) merge_row<T>(params, row);
   });
 }
 

@@ -256,6 +256,14 @@ def test_rounding_is_that_of_numpy_for_every_kind_of_value(element: tuple[int, i
     np.testing.assert_array_equal(found[:, 0], decode(encode(partials.out, element), element))
 
 
+def test_every_form_of_the_row_loops_agrees() -> None:
+    """The forms for other machines than this one: plain x86-64, AVX2, AVX2 with half conversions."""
+    differences = ctypes.CDLL(str(shared_library("row_ops_check.cpp"))).count_differences()
+    if differences < 0:
+        pytest.skip("this machine has no AVX2")
+    assert differences == 0
+
+
 @pytest.mark.parametrize("element_type", [-1, 3])
 def test_an_unknown_element_type_is_told(element_type: int) -> None:
     status = host.load().fp_cpu_merge_states(ctypes.byref(host.MergeStatesParams()), element_type)
