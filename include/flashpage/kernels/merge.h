@@ -1,0 +1,62 @@
+// The partials of cut units into out, one warp a row, in the plan's fixed order: the same bits every time.
+#pragma once
+#include "flashpage/params.h"
+#include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/tile/merge_weights.h"
+#include "flashpage/tile/vector4.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct Merge {
+  using Out = typename Traits::Out;
+  static constexpr int warps = 8;
+  static constexpr int threads = 32 * warps;
+  static constexpr int columns_a_step = 32 * 4;
+
+  FP_DEVICE static void run(const MergeParams& params) {
+    ptx::grid_dependency_wait();
+    const PlanHeader* plan = params.plan;
+    const MergeItem* merges = reinterpret_cast<const MergeItem*>(reinterpret_cast<const char*>(plan) + plan->merges_offset);
+    for (i32 i = blockIdx.x; i < plan->num_merges; i += gridDim.x) {
+      MergeItem item = merges[i];
+      for (i32 row = threadIdx.x / 32; row < item.num_rows; row += warps) merge_row(params, item, row);
+    }
+    ptx::grid_dependency_launch();
+  }
+
+ private:
+  FP_DEVICE static void merge_row(const MergeParams& params, const MergeItem& item, i32 row) {
+    int lane = threadIdx.x % 32;
+    i64 first = item.partial_row + row;
+    u32 q_row, head_in_group;
+    params.group.divmod(item.first_packed_row + row, q_row, head_in_group);
+    i64 out_row = item.q_begin + q_row;
+    i32 head = item.kv_head * params.group.divisor + head_in_group;
+    Out* out = static_cast<Out*>(params.out) + out_row * params.out_row_stride + head * params.out_head_stride;
+
+    for (int step = 0; step < params.head_dim_vo; step += columns_a_step) {
+      int column = step + lane * 4;
+      bool inside = column < params.head_dim_vo;
+      MergeWeights weights;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int begin = 0; begin < item.num_partials; begin += 32) {
+        int count = min_of(32, item.num_partials - begin);
+        i64 base = first + static_cast<i64>(begin) * item.partial_stride;
+        weights.add_group(lane < count ? params.partial_lse[base + static_cast<i64>(lane) * item.partial_stride]
+                                       : ptx::negative_infinity());
+        sum = scaled(sum, weights.rescale);
+#pragma unroll 4
+        for (int p = 0; p < count; ++p) {
+          float weight = weights.weight(p);
+          i64 partial = base + static_cast<i64>(p) * item.partial_stride;
+          if (inside) sum = add_scaled(sum, load4(params.partial_out + partial * params.head_dim_vo + column), weight);
+        }
+      }
+      if (inside) store4(out + column, scaled(sum, weights.inverse()));
+      if (step == 0 && lane == 0 && params.lse) params.lse[out_row * params.num_q_heads + head] = weights.lse();
+    }
+  }
+};
+
+}  // namespace flashpage

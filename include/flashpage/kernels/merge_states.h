@@ -1,0 +1,64 @@
+// merge_state, merge_state_in_place and merge_states: one warp a (row, head), any number of states, any number of heads.
+#pragma once
+#include "flashpage/params.h"
+#include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/tile/merge_weights.h"
+#include "flashpage/tile/vector4.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct MergeStates {
+  using Element = typename Traits::Query;
+  static constexpr int warps = 8;
+  static constexpr int threads = 32 * warps;
+
+  FP_DEVICE static void run(const MergeStatesParams& params) {
+    ptx::grid_dependency_wait();
+    // A 64-bit division here would be a call; rows x heads of real tensors fit in 32 bits.
+    u32 states = static_cast<u32>(params.rows) * params.num_heads;
+    for (u32 i = blockIdx.x * warps + threadIdx.x / 32; i < states; i += gridDim.x * warps)
+      merge_one(params, i / params.num_heads, static_cast<i32>(i % params.num_heads));
+    ptx::grid_dependency_launch();
+  }
+
+ private:
+  // State 1 of merge_state is a second pair of tensors; otherwise states are slices of one.
+  FP_DEVICE static const Element* values_of(const MergeStatesParams& p, i32 state, i64 row, i32 head) {
+    const void* base = state == 1 && p.v_other ? p.v_other : p.v;
+    i64 slice = p.v_other ? 0 : state * p.v_state_stride;
+    return static_cast<const Element*>(base) + slice + row * p.v_row_stride + head * p.v_head_stride;
+  }
+  FP_DEVICE static float lse_of(const MergeStatesParams& p, i32 state, i64 row, i32 head) {
+    const float* base = state == 1 && p.s_other ? p.s_other : p.s;
+    return base[(p.s_other ? 0 : state * p.s_state_stride) + row * p.s_row_stride + head];
+  }
+
+  FP_DEVICE static void merge_one(const MergeStatesParams& p, i64 row, i32 head) {
+    int lane = threadIdx.x % 32;
+    // A row that a mask leaves alone still has to arrive in out, which may be the same memory.
+    i32 num_states = p.mask && !p.mask[row] ? 1 : p.num_states;
+    i64 at = row * p.num_heads + head;
+    for (int first = 0; first < p.head_dim; first += 32 * 4) {
+      int column = first + lane * 4;
+      bool inside = column < p.head_dim;
+      MergeWeights weights;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (i32 begin = 0; begin < num_states; begin += 32) {
+        i32 count = min_of(32, num_states - begin);
+        weights.add_group(lane < count ? lse_of(p, begin + lane, row, head) : ptx::negative_infinity());
+        sum = scaled(sum, weights.rescale);
+        for (i32 i = 0; i < count; ++i) {
+          float weight = weights.weight(i);
+          // A state without tokens may hold anything.
+          if (inside && weight > 0.f) sum = add_scaled(sum, load4(values_of(p, begin + i, row, head) + column), weight);
+        }
+      }
+      if (inside) store4(static_cast<Element*>(p.out) + at * p.head_dim + column, scaled(sum, weights.inverse()));
+      // merge_state_in_place: the lse is this row's own input and is read again for the next columns.
+      if (first + 32 * 4 >= p.head_dim && lane == 0) p.lse[at] = weights.lse();
+    }
+  }
+};
+
+}  // namespace flashpage

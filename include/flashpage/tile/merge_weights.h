@@ -1,0 +1,34 @@
+// Combining attention states by their base-2 log-sum-exp: the weights of up to 32 states at a time, one a lane.
+#pragma once
+#include "flashpage/ptx/math.h"
+
+namespace flashpage {
+
+// Runs over any number of states in groups of 32; every lane of the warp sees the same totals.
+struct MergeWeights {
+  float maximum = ptx::negative_infinity();
+  float total = 0.f;
+  float mine = 0.f;     // this lane's state of the group, relative to the maximum so far
+  float rescale = 0.f;  // what sums of earlier groups are multiplied by
+
+  // `lse` of this lane's state, -inf where it has none.
+  FP_DEVICE void add_group(float lse) {
+    float top = lse;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
+    float next = fmaxf(maximum, top);
+    float origin = next == ptx::negative_infinity() ? 0.f : next;
+    rescale = ptx::exp2_approx(maximum - origin);
+    mine = ptx::exp2_approx(lse - origin);
+    float sum = mine;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+    total = total * rescale + sum;
+    maximum = next;
+  }
+  FP_DEVICE float weight(int state) const { return __shfl_sync(0xffffffff, mine, state); }
+  FP_DEVICE float inverse() const { return total > 0.f ? 1.f / total : 0.f; }
+  FP_DEVICE float lse() const { return total > 0.f ? maximum + log2f(total) : ptx::negative_infinity(); }
+};
+
+}  // namespace flashpage
