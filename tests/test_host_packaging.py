@@ -124,18 +124,6 @@ print(paths.PACKAGE, paths.source_hash())
     assert digest == paths.hash_sources(ROOT / "include", ROOT / "templates")
 
 
-def test_aot_kernels_are_shipped_on_demand_alone(checkout: Path, tmp_path: Path) -> None:
-    result = build_wheel(checkout, tmp_path, "--aot")
-    assert result.returncode != 0 and "aot_kernels does not exist" in result.stdout + result.stderr
-    (checkout / "flashpage" / "aot_kernels").mkdir()
-    (checkout / "flashpage" / "aot_kernels" / "entry").write_text("kernel")
-    result = build_wheel(checkout, tmp_path, "--aot")
-    assert result.returncode == 0, result.stdout + result.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        assert archive.read("flashpage/aot_kernels/entry") == b"kernel"
-
-
 def test_a_missing_compiler_is_named(checkout: Path) -> None:
     shutil.rmtree(checkout / "build" / "host", ignore_errors=True)
     environment = os.environ | {"FLASHPAGE_CXX": "/nonexistent/g++"}

@@ -174,6 +174,15 @@ def test_error_outside_a_variant(sandbox: Sandbox) -> None:
         jit.get_kernel(toy())
 
 
+def test_no_template(sandbox: Sandbox) -> None:
+    unknown = KernelSpec("cpu_nothing")
+    with pytest.raises(CompileError, match=f"{unknown.name} has no template"):
+        jit.get_kernel(unknown)
+    bad, good = jit.build_specs([unknown, toy()], [jit.host_target()])
+    assert bad.error is not None
+    assert good.entry is not None
+
+
 def test_compiler_that_does_not_start(sandbox: Sandbox) -> None:
     sandbox.compiler.write_text("#!/no/such/shell\n")
     with pytest.raises(CompileError, match="could not be started"):

@@ -140,8 +140,12 @@ class _Batch:
                 self.results[spec, target] = BuildResult(spec, target, entry)
                 lock.close()
                 continue
-            self._jobs[key] = Job.prepare(spec, target, self._work, self._compiler)
-            self._locks[key] = lock
+            try:
+                self._jobs[key] = Job.prepare(spec, target, self._work, self._compiler)
+                self._locks[key] = lock
+            except CompileError as error:
+                self.results[spec, target] = BuildResult(spec, target, error=error)
+                lock.close()
 
     def run(self, ninja: str, jobs: int | None) -> None:
         """Compiles all jobs."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import paths
+from ..errors import CompileError
 from ..spec import KernelSpec
 from ..variant_source import render as render_variant
 
@@ -20,8 +21,11 @@ def source_suffix(spec: KernelSpec) -> str:
 
 
 def render(spec: KernelSpec) -> str:
-    """The whole translation unit, less what it includes from include/flashpage."""
-    template = _environment(paths.templates_dir()).get_template(f"{spec.kernel}{source_suffix(spec)}.jinja")
+    """The whole translation unit, less what it includes from include/flashpage. CompileError where there is no template."""
+    name = f"{spec.kernel}{source_suffix(spec)}.jinja"
+    if not (paths.templates_dir() / name).is_file():
+        raise CompileError(f"kernel {spec.name} has no template: {paths.templates_dir()} holds no {name}")
+    template = _environment(paths.templates_dir()).get_template(name)
     return template.render(spec=spec, variant_source=render_variant(spec.variant))
 
 
