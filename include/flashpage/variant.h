@@ -32,6 +32,7 @@
 #include "flashpage/params.h"
 #if defined(__CUDACC__)
 #include "flashpage/ptx/convert.h"
+#include "flashpage/ptx/rcp.h"
 #endif
 
 namespace flashpage::vm {
@@ -170,7 +171,7 @@ FP_HOST_DEVICE F tanh_rational(F x) {
   F p = (((u * -6.142296e-09f + 7.1624972e-06f) * u + 0.0026964089f) * u + 0.1271231f) * u + 0.99999976f;
   F q = ((u * 0.00019674511f + 0.022850297f) * u + 0.4604547f) * u + 1.f;
 #if defined(__CUDA_ARCH__)
-  return __fdividef(x * p, q);  // 1 <= q < 2^8: the approximate reciprocal loses one bit
+  return x * p * ptx::reciprocal_approx(q);  // 1 <= q < 2^8
 #else
   return x * p / q;
 #endif
@@ -247,7 +248,11 @@ FP_HOST_DEVICE auto load(const VariantTensor& tensor, Index... index) {
   using Stored = typename Element<T>::Stored;
   const Stored* element = static_cast<const Stored*>(tensor.data) + element_offset(tensor, index...);
 #if defined(__CUDA_ARCH__)
-  return Element<T>::value(__ldg(element));  // captured tensors are read-only while a kernel runs
+  // Captured tensors are read-only while a kernel runs. Of 64 bits the low half is the value.
+  if constexpr (is_same<T, i64>)
+    return __ldg(reinterpret_cast<const i32*>(element));
+  else
+    return Element<T>::value(__ldg(element));
 #else
   return Element<T>::value(*element);
 #endif
