@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from flashpage import paths
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,10 +35,9 @@ def copy_of_checkout(folder: Path) -> Path:
     return folder
 
 
-def build_wheel(checkout: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from setuptools.build_meta import build_wheel\n"
-    code += "build_wheel(sys.argv[1], {'--build-option': sys.argv[2:]})"
-    command = [sys.executable, "-c", code, str(folder), *options]
+def build_wheel(checkout: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(folder)]
     # No torch and no CUDA at build time: neither can be found here.
     environment = os.environ | {"CUDA_HOME": "/nonexistent", "PYTHONPATH": str(_without_torch(checkout))}
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
@@ -59,6 +56,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_of_checkout(tmp_path_factory.mktemp("package") / "checkout")
 
 
+def source_hash(checkout: Path) -> str:
+    """What a process in the checkout computes for itself."""
+    command = [sys.executable, "-c", "from flashpage import paths; print(paths.source_hash())"]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
+
+
 @pytest.fixture(scope="module")
 def wheel(checkout: Path) -> Path:
     folder = checkout.parent / "wheel"
@@ -70,7 +73,7 @@ def wheel(checkout: Path) -> Path:
     return found
 
 
-def test_one_wheel_for_every_python(wheel: Path) -> None:
+def test_one_wheel_for_every_python(checkout: Path, wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -79,14 +82,14 @@ def test_one_wheel_for_every_python(wheel: Path) -> None:
         metadata = archive.read(f"{dist_info}/METADATA").decode()
         info = json.loads(archive.read("flashpage/_build_info.json"))
     assert "Requires-Python: >=3.10" in metadata
-    assert info["source_hash"] == paths.hash_sources(ROOT / "include", ROOT / "templates")
+    assert info["source_hash"] == source_hash(checkout)
     sources = {
-        f"flashpage/{p.relative_to(ROOT).as_posix()}"
+        f"flashpage/{p.relative_to(checkout).as_posix()}"
         for folder in ("include", "templates")
-        for p in (ROOT / folder).rglob("*")
+        for p in (checkout / folder).rglob("*")
         if p.is_file()
     }
-    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "flashpage").rglob("*.py")}
+    modules = {p.relative_to(checkout).as_posix() for p in (checkout / "flashpage").rglob("*.py")}
     assert sources | modules | {"flashpage/lib/libflashpage.so", "flashpage/py.typed"} <= names
     assert not any(n.startswith(("tests/", "csrc/", "aot/", "flashpage/aot_kernels/")) for n in names)
 
@@ -101,7 +104,7 @@ def test_the_library_needs_only_the_c_library(wheel: Path, tmp_path: Path) -> No
     assert {line.split()[-1][:3] for line in symbols.splitlines()} == {"fp_"}
 
 
-def test_an_installed_wheel_finds_its_folders(wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_finds_its_folders(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     python = str(tmp_path / "venv" / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
@@ -121,7 +124,7 @@ print(paths.PACKAGE, paths.source_hash())
     assert result.returncode == 0, result.stderr
     package, digest = result.stdout.split()
     assert Path(package) == site / "flashpage"
-    assert digest == paths.hash_sources(ROOT / "include", ROOT / "templates")
+    assert digest == source_hash(checkout)
 
 
 def test_a_missing_compiler_is_named(checkout: Path) -> None:
