@@ -1,0 +1,83 @@
+"""flashpage: the attention layer of an LLM server. `wrapper.plan(...)` once a step, `wrapper.run(q, kv)` once a layer.
+
+Importing does nothing: names are found at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
+    "decode": (
+        *("BatchDecodeWithPagedKVCacheWrapper", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan"),
+        "single_decode_with_kv_cache",
+    ),
+    "errors": (
+        *("CapabilityError", "CompileError", "DeviceError", "FlashpageError", "KernelMissingError", "PlanError"),
+        *("RunError", "VariantError"),
+    ),
+    "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "plan": ("Plan",),
+    "prefill": (
+        *("BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"),
+        *("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),
+    ),
+    "quantization": ("packbits", "segment_packbits"),
+    "sink": ("BatchAttentionWithAttentionSinkWrapper",),
+    "variants": ("Variant",),
+}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+if TYPE_CHECKING:
+    from .cascade import merge_state, merge_state_in_place, merge_states
+    from .decode import (
+        BatchDecodeWithPagedKVCacheWrapper,
+        CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+        fast_decode_plan,
+        single_decode_with_kv_cache,
+    )
+    from .errors import (
+        CapabilityError,
+        CompileError,
+        DeviceError,
+        FlashpageError,
+        KernelMissingError,
+        PlanError,
+        RunError,
+        VariantError,
+    )
+    from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+    from .plan import Plan
+    from .prefill import (
+        BatchPrefillWithPagedKVCacheWrapper,
+        BatchPrefillWithRaggedKVCacheWrapper,
+        single_prefill_with_kv_cache,
+        single_prefill_with_kv_cache_return_lse,
+    )
+    from .quantization import packbits, segment_packbits
+    from .sink import BatchAttentionWithAttentionSinkWrapper
+    from .variants import Variant
+
+
+_SUBMODULES = ("cascade", "decode", "jit", "ops", "page", "prefill", "quantization", "variants")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -1,0 +1,151 @@
+"""Small judgements of single arguments, shared by every public function: each message names argument, value and fix."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, NoReturn
+
+import torch
+
+from .dtypes import DType
+from .errors import CapabilityError, FlashpageError, PlanError
+
+LAYOUTS = ("NHD", "HND")
+POSITION_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
+BACKENDS = ("auto", "fa2", "fa3")  # FlashInfer's names of what one kernel choice covers here
+DEFAULT_ROPE_SCALE, DEFAULT_ROPE_THETA = 1.0, 1e4
+
+_VARIANT_HINT = "pass plan(..., variant=flashpage.Variant(...)), whose one source runs on the CPU and on the card"
+_REASONS = {
+    "use_fp16_qk_reduction": "scores are accumulated in fp32: leave it False",
+    "jit_args": f"FlashInfer's C++ variants are not compiled here: {_VARIANT_HINT}",
+    "jit_kwargs": f"FlashInfer's C++ variants are not compiled here: {_VARIANT_HINT}",
+    "kv_cache_sf": "nvfp4 caches need Blackwell kernels: use a 16-bit or fp8 cache and leave it None",
+    "skip_softmax_threshold_scale_factor": "it belongs to the trtllm-gen kernels: leave it None",
+    "use_fp16_softmax": "softmax is computed in fp32: leave it None",
+    "uses_spcompress": "it belongs to the trtllm-gen kernels: leave it None",
+    "o_scale": "outputs are 16 or 32 bits wide and need no scale: leave it None",
+    "window_right": "decode rows see no later tokens: leave it 0",
+    "lse_base": "LSE is base 2: pass 'log2', and multiply by ln 2 for natural logarithms",
+    "lse_layout": "LSE is [rows, heads]: pass 'NH', and transpose where another layout is needed",
+    "v_indptr": "K and V share kv_indptr: leave it None",
+    "o_indptr": "out has the rows of q: leave it None",
+    "seq_lens_q": "rows of a request come from qo_indptr: leave it None",
+}
+
+
+def refuse(name: str, value: object) -> NoReturn:
+    """An option that no kernel honours."""
+    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    raise CapabilityError(f"{name}={shown} is not supported: {_REASONS[name]}.")
+
+
+def refuse_given(**values: Any) -> None:
+    """Every value must be None, False or 0."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, torch.Tensor) or value):
+            refuse(name, value)
+
+
+def refuse_run_options(
+    kv_cache_sf: Any, skip_softmax: Any, use_fp16_softmax: Any, uses_spcompress: Any, lse_base: str, lse_layout: str
+) -> None:
+    """What other kernels of FlashInfer take at run."""
+    if not (kv_cache_sf is None and skip_softmax is None and use_fp16_softmax is None and uses_spcompress is None):
+        refuse_given(
+            kv_cache_sf=kv_cache_sf,
+            skip_softmax_threshold_scale_factor=skip_softmax,
+            use_fp16_softmax=use_fp16_softmax,
+            uses_spcompress=uses_spcompress,
+        )
+    if lse_base != "log2":
+        refuse("lse_base", lse_base)
+    if lse_layout != "NH":
+        refuse("lse_layout", lse_layout)
+
+
+def extra_positions(args: tuple[Any, ...]) -> str:
+    return (
+        f"run was given {len(args)} positional arguments behind the cache: FlashInfer takes those for jit_args variants; "
+        f"{_VARIANT_HINT}."
+    )
+
+
+def check_block_tables(block_tables: Any, batch: int) -> None:
+    """A second form of the page numbers; kernels read the first one, so only its batch can be wrong."""
+    tensor(block_tables, "block_tables", PlanError)
+    if block_tables.dim() != 2 or block_tables.shape[0] < batch:
+        raise PlanError(f"block_tables has shape {tuple(block_tables.shape)}: pass one row a request, [{batch}, pages].")
+
+
+def layout(kv_layout: str, error: type[FlashpageError] = PlanError) -> str:
+    if kv_layout not in LAYOUTS:
+        raise error(f"kv_layout={kv_layout!r} is unknown: pass 'NHD' or 'HND'.")
+    return kv_layout
+
+
+def backend(name: str) -> str:
+    if name not in BACKENDS:
+        raise CapabilityError(
+            f"backend={name!r} is not part of flashpage: pass 'auto' ('fa2' and 'fa3' mean the same here; kernels are "
+            "chosen from the card, the dtypes and the options)."
+        )
+    return name
+
+
+def position_encoding(mode: str) -> str:
+    if mode not in POSITION_ENCODINGS:
+        raise PlanError(f"pos_encoding_mode={mode!r} is unknown: pass one of {', '.join(POSITION_ENCODINGS)}.")
+    return mode
+
+
+def whole(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
+    """An integer within [low, high]."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise PlanError(f"{name}={value!r} is a {type(value).__name__}: pass an integer.") from None
+    if not low <= number <= high:
+        bound = f"at least {low}" if number < low else f"at most {high}"
+        raise PlanError(f"{name}={number} is out of range: pass {bound}.")
+    return number
+
+
+def real(name: str, value: Any, *, positive: bool = False) -> float:
+    """A finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise PlanError(f"{name}={value!r} is a {type(value).__name__}: pass a number.") from None
+    if not math.isfinite(number) or (positive and number <= 0):
+        raise PlanError(f"{name}={number} cannot be used: pass a finite {'positive ' if positive else ''}number.")
+    return number
+
+
+def dtype(name: str, value: Any) -> DType:
+    try:
+        return DType.of(value)
+    except (KeyError, TypeError):
+        known = ", ".join(d.value for d in DType)
+        raise PlanError(f"{name}={value!r} is not an element type of any kernel: pass one of {known}.") from None
+
+
+def same_device(tensor: torch.Tensor, device: torch.device, name: str, error: type[FlashpageError]) -> None:
+    if tensor.device != device:
+        raise error(f"{name} is on {tensor.device} but the work is on {device}: move it with {name}.to('{device}').")
+
+
+def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise error(f"{name}={value!r} is a {type(value).__name__}: pass a torch.Tensor.")
+    return value
+
+
+def dense_last(value: torch.Tensor, name: str, error: type[FlashpageError]) -> None:
+    """Rows must be contiguous along the head dimension; every other stride is free."""
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise error(
+            f"{name} has strides {tuple(value.stride())}: its last dimension must be contiguous; "
+            f"pass {name}.contiguous() or lay out the head dimension innermost."
+        )

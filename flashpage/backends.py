@@ -1,0 +1,166 @@
+"""What every attention kernel can do, and the choice among them; a refusal tells each kernel's reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+
+from . import host
+from .dtypes import DType
+from .errors import CapabilityError
+from .problem import SPLIT_BALANCED, Options, Problem
+from .spec import KernelSpec, VariantSpec
+from .tiles import Cost, Tile, cpu_tile, sm80_tile
+
+_FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+_HALF = (DType.FLOAT16, DType.BFLOAT16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """One row of the table: what a kernel honours. What is not named here, every kernel honours."""
+
+    kernel: str
+    device: str  # cpu | cuda
+    q_dtypes: tuple[DType, ...]
+    out_dtypes: tuple[DType, ...]
+    schedule: Callable[[Options, int], tuple[Tile, Cost]]  # from the packed rows of a request and KV head
+    min_sm: int = 0
+    fp8_kv: bool = True  # beside KV of q's own type
+    head_dims: tuple[int, int, int] = (16, 512, 8)  # smallest, largest, step
+    row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it
+
+    def refusals(self, options: Options, sm: int) -> list[str]:
+        """Why this kernel cannot; empty: it can."""
+        found = []
+        if sm < self.min_sm:
+            found.append(f"it needs compute capability {_sm_name(self.min_sm)}, this card has {_sm_name(sm)}")
+        if options.q_dtype not in self.q_dtypes:
+            found.append(f"q_data_type {options.q_dtype.value} is not among {_names(self.q_dtypes)}")
+        if options.out_dtype not in self.out_dtypes:
+            found.append(f"o_data_type {options.out_dtype.value} is not among {_names(self.out_dtypes)}")
+        if options.kv_dtype is not options.q_dtype and not (self.fp8_kv and options.kv_dtype.is_fp8):
+            others = " or fp8 (float8_e4m3fn, float8_e5m2)" if self.fp8_kv else ""
+            found.append(f"kv_data_type {options.kv_dtype.value} is neither q's {options.q_dtype.value}{others}")
+        low, high, step = self.head_dims
+        for name in ("head_dim_qk", "head_dim_vo"):
+            dim = getattr(options, name)
+            if not low <= dim <= high or dim % step:
+                found.append(f"{name} {dim} is not a multiple of {step} from {low} to {high}")
+        if options.position_encoding == "ROPE_LLAMA" and options.head_dim_qk % 16:
+            found.append(f"ROPE_LLAMA turns pairs of two halves: head_dim_qk {options.head_dim_qk} is no multiple of 16")
+        return found
+
+
+CAPABILITIES = (
+    Capability("cpu_attention", "cpu", _FLOAT, _FLOAT, lambda o, rows: cpu_tile(o.head_dim_qk, o.head_dim_vo, rows)),
+    Capability(
+        *("attention_sm80", "cuda", _HALF, _HALF),
+        lambda o, rows: sm80_tile(o.head_dim_qk, o.head_dim_vo, o.kv_dtype, rows),
+        min_sm=80,
+        row_alignment=16,
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The kernel for a problem, and why."""
+
+    spec: KernelSpec
+    cost: Cost
+    capability: Capability
+    reasons: tuple[str, ...]  # for Plan.explain()
+
+
+@functools.cache
+def device_sm(device: torch.device) -> int:
+    """90 for compute capability 9.0; 0 for the CPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def packed_rows(options: Options, batch: int, total_rows: int) -> int:
+    """Rows that choose the tile, rounded up to a power of two so that batches alike share one choice.
+
+    In the batch-invariant mode they follow from the options alone: decode's rows of a request, else a prefill's.
+    """
+    if options.uniform_q_len:
+        rows = options.uniform_q_len
+    elif options.is_batch_invariant:
+        rows = 64
+    else:
+        rows = -(-total_rows // batch) if batch else 1
+    return 1 << (max(1, rows * options.group_size) - 1).bit_length()
+
+
+def choose(problem: Problem, device: torch.device, variant: VariantSpec = VariantSpec()) -> Choice:
+    """The first kernel of the table that can; CapabilityError with every kernel's reasons where none can."""
+    options, sm = problem.options, device_sm(device)
+    refused = []
+    for capability in CAPABILITIES:
+        if capability.device != device.type:
+            refused.append(f"{capability.kernel}: it runs on {capability.device}, the work is on {device.type}")
+            continue
+        reasons = capability.refusals(options, sm)
+        if not reasons:
+            tile, cost = capability.schedule(options, problem.packed_rows)
+            notes = (
+                f"kernel {capability.kernel}: the first that can",
+                *(f"refused {reason}" for reason in refused),
+                f"tile {tile.tile_q} packed rows x {tile.tile_kv} tokens, for about {problem.packed_rows} packed rows a "
+                "request and KV head",
+            )
+            return Choice(_spec(options, capability, tile, variant), cost, capability, notes)
+        refused.append(f"{capability.kernel}: {'; '.join(reasons)}")
+    raise CapabilityError("no kernel can honour this request:\n  " + "\n  ".join(refused))
+
+
+def _spec(options: Options, capability: Capability, tile: Tile, variant: VariantSpec) -> KernelSpec:
+    return KernelSpec(
+        kernel=capability.kernel,
+        q_dtype=options.q_dtype,
+        kv_dtype=options.kv_dtype,
+        out_dtype=options.out_dtype,
+        head_dim_qk=options.head_dim_qk,
+        head_dim_vo=options.head_dim_vo,
+        kv_source=options.kv_source,
+        mask_source="packed_bits" if options.has_mask else "implicit",
+        position_encoding="rope" if options.position_encoding == "ROPE_LLAMA" else "none",
+        tile=tile,
+        variant=variant,
+    )
+
+
+def schedule(choice: Choice, options: Options, num_ctas: int) -> host.Schedule:
+    """The planner's struct; a fixed piece is rounded up to whole inner steps of the tile."""
+    tile, cost, piece = choice.spec.tile, choice.cost, options.fixed_piece_tokens
+    assert tile is not None
+    if piece > 0:
+        piece = -(-piece // tile.tile_kv) * tile.tile_kv
+    return host.Schedule(
+        num_ctas=num_ctas,
+        walk=cost.walk,
+        tile_q=tile.tile_q,
+        tile_kv=tile.tile_kv,
+        ns_per_token=cost.ns_per_token,
+        ns_per_unit=cost.ns_per_unit,
+        ns_per_piece=cost.ns_per_piece,
+        min_piece_tokens=cost.min_piece_tokens,
+        max_pieces=cost.max_pieces if piece == SPLIT_BALANCED else 0,
+        fixed_piece_tokens=piece,
+        merge_rows=cost.merge_rows,
+    )
+
+
+def _sm_name(sm: int) -> str:
+    return f"{sm // 10}.{sm % 10}"
+
+
+def _names(dtypes: tuple[DType, ...]) -> str:
+    return ", ".join(d.value for d in dtypes)

@@ -1,0 +1,187 @@
+"""What one thread launches: argument structs bound once to the shapes, strides and options of a run, then only re-pointed.
+
+A run whose signature equals the last one's writes five pointers and makes one foreign call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import arguments, caches, host
+from .caches import Cache
+from .dtypes import DType
+from .errors import RunError
+from .prepare import fill_variant, trace
+from .problem import Values, check_rope, check_scale
+from .run_checks import NO_SCALES, Tensors
+
+if TYPE_CHECKING:
+    from .combination import Combination
+    from .planner import Planner
+
+_CPU_OUT_DTYPE = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}  # csrc/flashpage.h, fp_run_args::out_dtype
+class Binding:
+    """Structs for one signature; refreshed after every plan."""
+
+    __slots__ = (
+        *("alignment_mask", "args", "args_address", "combination", "device", "fused_offset", "generation"),
+        *("head_dim_vo", "k", "merge", "out_dtype", "params", "pdl", "scales", "signature", "sinks"),
+        *("sm_scale", "traced", "v", "values", "variant"),
+    )
+
+    def __init__(self, planner: Planner, kv_layout: str, values: Values, combination: Combination, tensors: Tensors) -> None:
+        self.values, self.combination, self.device = values, combination, planner.device
+        self.params, self.merge = host.AttentionParams(), host.MergeParams()
+        self.variant, self.args = host.VariantArgs(), host.RunArgs()
+        self.args_address = ctypes.addressof(self.args)
+        self.k, self.v = self.params.k, self.params.v  # views into params: setting them costs no second look-up
+        self.generation, self.signature, self.sinks, self.pdl = 0, None, None, False
+        self.out_dtype, self.head_dim_vo = combination.options.out_dtype.torch, combination.options.head_dim_vo
+        self._bind_options(values)
+        self._bind_tensors(kv_layout, tensors)
+        self.scales = ("not set",) * 3
+        self.set_scales(NO_SCALES)
+
+    def _bind_options(self, values: Values) -> None:
+        options, params = self.combination.options, self.params
+        self.sm_scale = check_scale(values.sm_scale, options.head_dim_qk)
+        params.rope_scale, params.rope_theta = check_rope(values.rope_scale, values.rope_theta)
+        params.num_q_heads, params.num_kv_heads = options.num_q_heads, options.num_kv_heads
+        params.causal, params.window_left = options.causal, options.window_left
+        params.group = host.make_fast_div(options.group_size)
+        params.page = host.make_fast_div(options.page_size or 1)
+        merge = self.merge
+        merge.head_dim_vo, merge.num_q_heads, merge.group = options.head_dim_vo, options.num_q_heads, params.group
+        args = self.args
+        args.params, args.merge_params = ctypes.addressof(params), ctypes.addressof(merge)
+        args.variant = ctypes.addressof(self.variant)
+        args.out_dtype = _CPU_OUT_DTYPE[options.out_dtype]
+
+    def _bind_tensors(self, kv_layout: str, tensors: Tensors) -> None:
+        """Strides and offsets; everything that the signature stands for is judged here."""
+        options, params = self.combination.options, self.params
+        q, cache, out, lse = tensors
+        params.q_row_stride, params.q_head_stride = caches.rows_strides(q, "q")
+        if options.kv_source == "paged":
+            k, v = caches.paged_views(cache, kv_layout)
+        else:
+            k, v = (caches.ragged_view(t, kv_layout, n) for t, n in zip(cache, ("k", "v"), strict=True))
+        for view, found in ((self.k, k), (self.v, v)):
+            view.page_stride, view.token_stride, view.head_stride = found.page_stride, found.token_stride, found.head_stride
+        self.fused_offset = v.offset * options.kv_dtype.size
+        heads, dim = options.num_q_heads, options.head_dim_vo
+        if out is None:
+            strides = (heads * dim, dim)
+        else:
+            strides = caches.rows_strides(out, "out")
+        params.out_row_stride, params.out_head_stride = self.merge.out_row_stride, self.merge.out_head_stride = strides
+        self._bind_alignment(strides, k, v)
+
+    def _bind_alignment(self, out_strides: tuple[int, int], k: caches.View, v: caches.View) -> None:
+        options, params = self.combination.options, self.params
+        kernel = self.combination.prepared.choice.capability.row_alignment
+        self.alignment_mask = 0
+        rows = (
+            ("q", (params.q_row_stride, params.q_head_stride), options.head_dim_qk, options.q_dtype),
+            ("K", k[4:], options.head_dim_qk, options.kv_dtype),
+            ("V", v[4:], options.head_dim_vo, options.kv_dtype),
+            ("out", out_strides, options.head_dim_vo, options.out_dtype),
+        )
+        for name, strides, dim, dtype in rows:
+            alignment = caches.row_alignment(kernel, dim, dtype.size)
+            caches.check_alignment(tuple(strides), dtype.size, alignment, name)
+            self.alignment_mask |= alignment - 1
+
+    def refresh(self, planner: Planner) -> None:
+        """Takes over the newest plan."""
+        combination, params, merge, args = self.combination, self.params, self.merge, self.args
+        params.plan = merge.plan = combination.slot.memory.data_ptr()
+        params.kv_indices = planner.indices.address
+        params.custom_mask = planner.mask.address
+        partial_out, partial_lse = planner.partials(combination.options.head_dim_vo)
+        params.partial_out = merge.partial_out = partial_out
+        params.partial_lse = merge.partial_lse = partial_lse
+        prepared = combination.prepared
+        args.attention = prepared.attention.handle
+        args.merge = None if prepared.merge is None else prepared.merge.handle
+        args.num_ctas, args.num_merges = combination.num_ctas, combination.num_merges
+        if combination.options.needs_variant:
+            self.traced = trace(combination.options, self.values.logits_soft_cap, self.device)
+            fill_variant(self.variant, self.traced)
+        self.generation = planner.generation
+
+    def point(self, q: torch.Tensor, cache: Cache, out: torch.Tensor, lse: torch.Tensor | None, stream: int) -> None:
+        """Addresses of one run; the only thing that changes from layer to layer."""
+        params, merge = self.params, self.merge
+        q_address, out_address = q.data_ptr(), out.data_ptr()
+        if cache.__class__ is tuple:
+            k_address, v_address = cache[0].data_ptr(), cache[1].data_ptr()
+        else:
+            k_address = cache.data_ptr()
+            v_address = k_address + self.fused_offset
+        if (q_address | k_address | v_address | out_address) & self.alignment_mask:
+            raise self._misaligned(q_address, k_address, v_address, out_address)
+        params.q, params.out = q_address, out_address
+        self.k.data, self.v.data = k_address, v_address
+        merge.out = out_address
+        params.lse = merge.lse = None if lse is None else lse.data_ptr()
+        self.args.stream = stream
+
+    def _misaligned(self, *addresses: int) -> RunError:
+        found = [
+            f"{name} starts at {address:#x}"
+            for name, address in zip(("q", "K", "V", "out"), addresses, strict=True)
+            if address & self.alignment_mask
+        ]
+        return RunError(
+            f"{', '.join(found)}: this kernel reads rows that start on {self.alignment_mask + 1} bytes; pass tensors (or "
+            "views) that do, such as a clone."
+        )
+
+    def set_pdl(self, is_enabled: bool) -> None:
+        self.pdl = is_enabled
+        self.args.enable_pdl = is_enabled
+
+    def set_scales(self, scales: tuple[Any, Any, Any]) -> None:
+        """q, k, v: numbers are folded into the score's and the output's scale; tensors are read by the kernel."""
+        before = self.scales
+        if all(new is old and (new is None or new.__class__ is float) for new, old in zip(scales, before, strict=True)):
+            return
+        params, options = self.params, self.combination.options
+        q, params.q_scale, params.q_scale_stride = self._scale(scales[0], "q_scale", options.num_q_heads)
+        k, params.k_scale, params.k_scale_stride = self._scale(scales[1], "k_scale", options.num_kv_heads)
+        v, params.v_scale, params.v_scale_stride = self._scale(scales[2], "v_scale", options.num_kv_heads)
+        params.score_scale, params.value_scale = self.sm_scale * q * k, v
+        self.scales = scales
+
+    def _scale(self, value: Any, name: str, heads: int) -> tuple[float, int | None, int]:
+        """(number, address, stride)"""
+        if value is None:
+            return 1.0, None, 0
+        if not isinstance(value, torch.Tensor):
+            return arguments.real(name, value), None, 0
+        if value.numel() == 1 and value.is_cpu:
+            return float(value), None, 0
+        arguments.same_device(value, self.device, name, RunError)
+        if value.numel() not in (1, heads):
+            raise RunError(f"{name} has {value.numel()} entries: pass one, or one a head ({heads}).")
+        if value.dtype != torch.float32 or not value.is_contiguous():
+            raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
+        return 1.0, value.data_ptr(), int(value.numel() > 1)
+
+    def set_sinks(self, sinks: torch.Tensor | None) -> None:
+        """[num_qo_heads] fp32 logits that join every row's denominator."""
+        if sinks is not None:
+            arguments.tensor(sinks, "sinks", RunError)
+            heads = self.combination.options.num_q_heads
+            if sinks.shape != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
+                raise RunError(
+                    f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}: pass one contiguous float32 value a "
+                    f"query head, [{heads}]."
+                )
+            arguments.same_device(sinks, self.device, "sinks", RunError)
+        self.params.sinks = None if sinks is None else sinks.data_ptr()
+        self.sinks = sinks

@@ -1,0 +1,101 @@
+"""KV caches as callers hold them, read as strides: one tensor or a pair, NHD or HND, pages or single slots, any strides."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import arguments
+from .errors import RunError
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class View(NamedTuple):
+    """Where element (page, token, head, 0) of K or V lies: elements from its data pointer."""
+
+    num_pages: int  # ragged: tokens
+    page_size: int
+    num_heads: int
+    head_dim: int
+    page_stride: int
+    token_stride: int
+    head_stride: int
+    offset: int = 0  # elements from the tensor's own data pointer (V of a cache that is one tensor)
+
+
+def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> tuple[View, View]:
+    """K and V of any accepted form:
+
+    one tensor [pages, 2, page, heads, dim] (NHD) or [pages, 2, heads, page, dim] (HND), or [pages, 2, heads, dim] with
+    pages of one token; or a (K, V) pair of [pages, page, heads, dim] / [pages, heads, page, dim], or [slots, heads, dim].
+    """
+    if isinstance(cache, (tuple, list)):
+        if len(cache) != 2:
+            raise RunError(f"{name} is a {type(cache).__name__} of {len(cache)}: pass (k_cache, v_cache).")
+        k = _paged_view(cache[0], kv_layout, f"{name}[0]")
+        v = _paged_view(cache[1], kv_layout, f"{name}[1]")
+        if k[:3] != v[:3]:
+            raise RunError(
+                f"{name} holds K of shape {tuple(cache[0].shape)} and V of shape {tuple(cache[1].shape)}: both need the "
+                "same pages, page size and heads."
+            )
+        return k, v
+    arguments.tensor(cache, name, RunError)
+    if cache.dim() not in (4, 5) or cache.shape[1] != 2:
+        raise RunError(
+            f"{name} has shape {tuple(cache.shape)}: pass [pages, 2, ...] with 4 or 5 dimensions, or a (K, V) pair."
+        )
+    k = _paged_view(cache.select(1, 0), kv_layout, name)
+    return k, k._replace(offset=cache.stride(1))
+
+
+def _paged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:
+    arguments.tensor(tensor, name, RunError)
+    if tensor.dim() not in (3, 4):
+        raise RunError(f"{name} has {tensor.dim()} dimensions: pass 4 (pages), or 3 (slots: pages of one token).")
+    arguments.dense_last(tensor, name, RunError)
+    if tensor.dim() == 3:
+        slots, heads, dim = tensor.shape
+        return View(slots, 1, heads, dim, _stride(tensor, 0), 0, _stride(tensor, 1))
+    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    shape = tensor.shape
+    strides = (_stride(tensor, 0), _stride(tensor, token), _stride(tensor, head))
+    return View(shape[0], shape[token], shape[head], shape[3], *strides)
+
+
+def ragged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:
+    """[tokens, heads, dim] (NHD) or [heads, tokens, dim] (HND)."""
+    arguments.tensor(tensor, name, RunError)
+    if tensor.dim() != 3:
+        raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, tokens, heads and head_dim.")
+    arguments.dense_last(tensor, name, RunError)
+    token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
+    shape = tensor.shape
+    return View(shape[token], 1, shape[head], shape[2], 0, _stride(tensor, token), _stride(tensor, head))
+
+
+def rows_strides(tensor: torch.Tensor, name: str) -> tuple[int, int]:
+    """Strides of rows and heads of q or out, [rows, heads, dim]."""
+    arguments.dense_last(tensor, name, RunError)
+    return _stride(tensor, 0), _stride(tensor, 1)
+
+
+def _stride(tensor: torch.Tensor, dim: int) -> int:
+    """A dimension of size 1 is never stepped over: its stride, which torch lets be anything, must not count."""
+    return tensor.stride(dim) if tensor.shape[dim] > 1 else 0
+
+
+def check_alignment(view_strides: tuple[int, ...], element_size: int, alignment: int, name: str) -> None:
+    for stride in view_strides:
+        if stride * element_size % alignment:
+            raise RunError(
+                f"{name} has a stride of {stride} elements ({stride * element_size} bytes): this kernel reads rows that "
+                f"start on {alignment} bytes; pad the allocation or pass {name}.contiguous()."
+            )
+
+
+def row_alignment(kernel_alignment: int, head_dim: int, element_size: int) -> int:
+    """Bytes on which rows must start: the kernel's, or 8 where rows of that length do not divide into it."""
+    return kernel_alignment if head_dim * element_size % kernel_alignment == 0 else min(8, kernel_alignment)

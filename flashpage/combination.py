@@ -1,0 +1,106 @@
+"""One combination of options of a wrapper, and the plan it has for the present batch.
+
+A wrapper has the combination that was planned, and one more for each set of run-time options (causal, window_left, ...) that
+asked for another plan or another kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import backends, host
+from .errors import PlanError
+from .prepare import Prepared, trace
+from .problem import Options
+from .slots import PlanSlot
+from .spec import VariantSpec
+
+if TYPE_CHECKING:
+    from .plan import Plan
+    from .planner import Planner
+
+_ALL_MERGES = 2**31 - 1  # the launcher bounds the merge's grid itself
+_MOST_PREPARED = 64  # classes of rows (powers of two) and variants
+
+
+class Combination:
+    """Options, the slot that holds their plan, and the kernels for each class of rows met so far."""
+
+    __slots__ = ("_frozen_rows", "_prepared", "generation", "num_ctas", "num_merges", "options", "prepared", "slot")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.slot: PlanSlot
+        self.prepared: Prepared
+        self.generation = 0  # of the wrapper's plan that this one belongs to
+        self.num_ctas = self.num_merges = 0
+        self._frozen_rows = 0
+        self._prepared: dict[tuple[int, VariantSpec | None], Prepared] = {}
+
+    def plan(self, planner: Planner, slot: PlanSlot, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
+        """Plans the batch that `problem` points at, into the slot."""
+        options, result = self.options, slot.result
+        self.slot = slot
+        self.prepared = prepared = self._prepared_for(planner, problem.batch, total_rows)
+        problem.causal, problem.window_left = options.causal, options.window_left
+        problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
+        slot.plan(ctypes.addressof(problem), prepared, stream, planner.length_names)
+        if result.num_partial_rows > planner.partial_rows(options.head_dim_vo):
+            raise self._too_many_partials(planner, result.num_partial_rows)
+        if planner.is_graph:
+            # A captured launch serves every later plan: all CTAs, which leave at once where the plan has less for them.
+            self.num_ctas, self.num_merges = prepared.schedule.num_ctas, _ALL_MERGES
+        else:
+            self.num_ctas, self.num_merges = result.num_ctas, result.num_merges
+        self.generation = planner.generation
+
+    def _prepared_for(self, planner: Planner, batch: int, total_rows: int) -> Prepared:
+        options = self.options
+        rows = self._frozen_rows or backends.packed_rows(options, batch, total_rows)
+        if planner.is_graph:
+            self._frozen_rows = rows  # one kernel for all batches of a graph
+        variant = None if options.variant is None else trace(options, 1.0, planner.device).spec
+        prepared = self._prepared.get((rows, variant))
+        if prepared is None:
+            prepared = Prepared(options, rows, planner.device)
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[rows, variant] = prepared
+        return prepared
+
+    def _too_many_partials(self, planner: Planner, rows: int) -> PlanError:
+        needed = partial_bytes(rows, self.options.head_dim_vo)
+        return PlanError(
+            f"float_workspace_buffer has {planner.float_bytes} bytes but this plan needs {needed}, for {rows} partial rows: "
+            "pass a larger one (workspace_size gives a bound), or disable_split_kv=True."
+        )
+
+    def make_plan(self) -> Plan:
+        """The public object, from the bytes that were planned last."""
+        from .plan import Plan
+
+        prepared = self.prepared
+        result = host.PlanResult.from_buffer_copy(self.slot.result)
+        spec, notes = prepared.choice.spec, prepared.choice.reasons
+        return Plan(prepared.problem, prepared.schedule, result, self.slot.last_bytes(), spec=spec, notes=notes)
+
+
+def workspace_bounds(options: Options, batch: int, total_q: int, total_kv: int, device: torch.device) -> tuple[int, int]:
+    """Bytes of the float and the int workspace that no batch within these sizes exceeds."""
+    prepared = Prepared(options, backends.packed_rows(options, batch, total_q), device)
+    plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
+    host.check(
+        host.load().fp_plan_bounds(
+            *(batch, total_q, total_kv, options.num_q_heads, options.num_kv_heads, prepared.schedule_address),
+            *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
+        )
+    )
+    return partial_bytes(partial_rows.value, options.head_dim_vo), plan_bytes.value
+
+
+def partial_bytes(rows: int, head_dim_vo: int) -> int:
+    """Of partial outputs and their LSEs, fp32; room for the LSEs to start on 16 bytes."""
+    return -(-rows // 4) * 4 * (head_dim_vo + 1) * 4

@@ -1,0 +1,408 @@
+"""Decode: few query rows a request over a paged KV cache."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+
+from . import arguments
+from .errors import PlanError, RunError
+from .lengths import Lengths, batch_of
+from .problem import Options, Values, check_options, check_soft_cap, check_window
+from .run_checks import Tensors, as_cache, scales_of
+from .single import single_decode_with_kv_cache
+from .wrapper import PlanRunWrapper
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+]
+
+# What FlashInfer once took by position behind page_size, in this order.
+_DEPRECATED_POSITIONS = (
+    *("pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type"),
+    *("sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size"),
+    *("disable_split_kv", "q_len_per_req"),
+)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
+    """Attention of a batch of decode steps: `plan` once a step, `run` once a layer.
+
+    Args:
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty); on the
+            CPU: the CPU backend.
+        kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
+        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size.
+        use_tensor_cores: accepted; kernels are chosen from shapes.
+        paged_kv_indptr_buffer, paged_kv_last_page_len_buffer: with `use_cuda_graph`; their lengths fix the batch size.
+        paged_kv_indices_buffer: with `use_cuda_graph`; int32, plan copies the page numbers there.
+        backend: "auto" ("fa2", "fa3": the same).
+    """
+
+    _length_names = ("qo_indptr", "indptr", "last_page_len", "seq_lens")
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        self._use_tensor_cores = use_tensor_cores
+        self._take_graph_buffers(
+            paged_kv_indptr_buffer=paged_kv_indptr_buffer,
+            paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
+            paged_kv_indices_buffer=paged_kv_indices_buffer,
+        )
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """What the constructor was given."""
+        return self._use_tensor_cores
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *deprecated_positional_args: Any,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        window_right: int = 0,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        variant: Any = None,
+    ) -> None:
+        """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
+
+        Args:
+            indptr: [batch + 1], where each request's pages begin in `indices`.
+            indices: page numbers, at least indptr[-1] of them.
+            last_page_len: [batch], tokens in each request's last page (0 for a request without pages).
+            num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
+            head_dim: of q, K and V.
+            page_size: tokens a page.
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI".
+            window_left: tokens visible left of the row's own; -1: all.
+            logits_soft_cap: scores become cap * tanh(score / cap); None or 0: as they are.
+            q_data_type, kv_data_type, o_data_type: of q ("float16"), of the cache (q's) and of the output (q's).
+            data_type: the cache's type, where kv_data_type is not given.
+            sm_scale: of the scores; None: head_dim ** -0.5.
+            rope_scale, rope_theta: of ROPE_LLAMA; None: 1 and 1e4.
+            non_blocking: whether copies of page numbers may be asynchronous.
+            block_tables: accepted beside `indices`, which say the same.
+            seq_lens: [batch], tokens of each request; wins over `last_page_len`.
+            fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that results
+                do not depend on the batch. None or -1: balanced.
+            disable_split_kv: no request is cut.
+            q_len_per_req: query rows of each request (more than one: causal among them).
+            variant: a flashpage.Variant.
+        """
+        if deprecated_positional_args:
+            named = _named(deprecated_positional_args)
+            keywords = {
+                **{"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "window_right": window_right},
+                **{"logits_soft_cap": logits_soft_cap, "q_data_type": q_data_type, "kv_data_type": kv_data_type},
+                **{"o_data_type": o_data_type, "data_type": data_type, "sm_scale": sm_scale, "rope_scale": rope_scale},
+                **{"rope_theta": rope_theta, "non_blocking": non_blocking, "block_tables": block_tables},
+                **{"seq_lens": seq_lens, "fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv},
+                **{"q_len_per_req": q_len_per_req, "variant": variant},
+            }
+            heads = (num_qo_heads, num_kv_heads, head_dim, page_size)
+            return self.plan(indptr, indices, last_page_len, *heads, **{**keywords, **named})
+        key = (
+            *(num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, window_right),
+            *(logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta),
+            *(fixed_split_size, disable_split_kv, q_len_per_req, id(variant)),
+        )
+        if not self._is_configured(key):
+            self._configure(key, *_options(*key[:-1], variant))
+        batch = batch_of(indptr, "indptr")
+        if block_tables is not None:
+            arguments.check_block_tables(block_tables, batch)
+        self._check_graph_batch(batch)
+        self._planner.plan(batch, Lengths(None, indptr, last_page_len, seq_lens), indices, non_blocking)
+
+    begin_forward = plan
+
+    def workspace_size(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        variant: Any = None,
+    ) -> tuple[int, int]:
+        """Bytes of the float and of the int workspace that serve this batch and every smaller one."""
+        options, _ = _options(
+            *(num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, 0, logits_soft_cap),
+            *(q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta),
+            *(fixed_split_size, disable_split_kv, q_len_per_req, variant),
+        )
+        return self._workspace_size(options, Lengths(None, indptr, last_page_len, seq_lens))
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Any,
+        *args: Any,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:
+        """Attention of the planned batch.
+
+        Args:
+            q: [batch * q_len_per_req, num_qo_heads, head_dim], any strides, last dimension contiguous.
+            paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V) without the
+                2; without the page_size dimension: pages of one token.
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
+            out: [batch * q_len_per_req, num_qo_heads, head_dim], written in place; None: allocated.
+            lse: [batch * q_len_per_req, num_qo_heads] fp32, base 2, written in place.
+            return_lse: also return lse.
+            enable_pdl: programmatic dependent launch; None: where the card has it.
+            window_left: in place of the planned one, for this run.
+            sinks: [num_qo_heads] fp32, natural-log units, joins the denominator.
+        """
+        if args:
+            raise RunError(arguments.extra_positions(args))
+        if not (q_len_per_req is None and skip_softmax_threshold_scale_factor is None and kv_cache_sf is None):
+            arguments.refuse_given(
+                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
+            )
+            self._check_q_len(q_len_per_req)
+        values, tensors = self._values(window_left), Tensors(q, as_cache(paged_kv_cache), out, lse)
+        return self._dispatch(values, tensors, return_lse, scales_of(q_scale, k_scale, v_scale), sinks, enable_pdl)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def _check_q_len(self, q_len_per_req: int | None) -> None:
+        self._require_plan("run")
+        if q_len_per_req is not None and q_len_per_req != self._options.uniform_q_len:
+            raise RunError(
+                f"q_len_per_req={q_len_per_req} but the plan is for {self._options.uniform_q_len}: give it to plan."
+            )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Any,
+        pos_encoding_mode: str | None = None,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """`run` with options in place of the planned ones, defaults included (pos_encoding_mode None: as planned)."""
+        self._take_values(
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
+    def end_forward(self) -> None:
+        """Nothing: plans need no end."""
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """The decode wrapper with `use_cuda_graph=True` and its three buffers."""
+
+    def __init__(
+        self,
+        workspace_buffer: torch.Tensor,
+        indptr_buffer: torch.Tensor,
+        indices_buffer: torch.Tensor,
+        last_page_len_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(
+            workspace_buffer,
+            kv_layout,
+            use_cuda_graph=True,
+            use_tensor_cores=use_tensor_cores,
+            paged_kv_indptr_buffer=indptr_buffer,
+            paged_kv_indices_buffer=indices_buffer,
+            paged_kv_last_page_len_buffer=last_page_len_buffer,
+        )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: Any = None,
+    kv_data_type: Any = None,
+    data_type: Any = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: torch.Tensor | None = None,
+) -> None:
+    """`plan` under the name that engines install for graph replays (`functools.partial(fast_decode_plan, wrapper)`).
+
+    `data_type` stands for both types where neither is given; `global_override_indptr_cpu` is indptr on the host.
+    """
+    if q_data_type is None:
+        q_data_type = "float16" if data_type is None else data_type
+    type(self).plan(
+        self,
+        *(indptr if global_override_indptr_cpu is None else global_override_indptr_cpu, indices, last_page_len),
+        *(num_qo_heads, num_kv_heads, head_dim, page_size),
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        q_data_type=q_data_type,
+        kv_data_type=kv_data_type,
+        data_type=data_type,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+        non_blocking=non_blocking,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+    )
+
+
+def _options(
+    num_qo_heads: Any,
+    num_kv_heads: Any,
+    head_dim: Any,
+    page_size: Any,
+    pos_encoding_mode: str,
+    window_left: Any,
+    window_right: Any,
+    logits_soft_cap: Any,
+    q_data_type: Any,
+    kv_data_type: Any,
+    o_data_type: Any,
+    data_type: Any,
+    sm_scale: Any,
+    rope_scale: Any,
+    rope_theta: Any,
+    fixed_split_size: Any,
+    disable_split_kv: bool,
+    q_len_per_req: Any,
+    variant: Any,
+) -> tuple[Options, Values]:
+    """Of plan's arguments, in the order of its key."""
+    arguments.refuse_given(window_right=window_right)
+    q_len_per_req = arguments.whole("q_len_per_req", q_len_per_req, 1)
+    if q_data_type is None:
+        q_data_type = "float16" if data_type is None else data_type
+    options = check_options(
+        kv_source="paged",
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=arguments.whole("head_dim", head_dim, 1),
+        head_dim_vo=None,
+        page_size=page_size,
+        q_data_type=q_data_type,
+        kv_data_type=data_type if kv_data_type is None else kv_data_type,
+        o_data_type=o_data_type,
+        causal=q_len_per_req > 1,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        pos_encoding_mode=pos_encoding_mode,
+        has_mask=False,
+        variant=variant,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+        uniform_q_len=q_len_per_req,
+    )
+    cap, window = check_soft_cap(logits_soft_cap), check_window(window_left)
+    return options, Values(options.causal, window, cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
+
+
+def _named(positional: tuple[Any, ...]) -> dict[str, Any]:
+    if len(positional) > len(_DEPRECATED_POSITIONS):
+        raise PlanError(
+            f"plan was given {7 + len(positional)} positional arguments, at most {7 + len(_DEPRECATED_POSITIONS)}: pass "
+            "options by keyword."
+        )
+    names = _DEPRECATED_POSITIONS[: len(positional)]
+    warnings.warn(
+        f"positional arguments of plan after page_size are deprecated: pass {', '.join(names)} by keyword",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return dict(zip(names, positional, strict=True))

@@ -1,0 +1,290 @@
+"""flashpage's operators in torch: schemas, mutated arguments, fake implementations. torch.ops.flashpage.<name>.
+
+Eager calls go straight to the implementations; the operators are taken while torch.compile traces or a dispatch mode watches.
+A wrapper's run is an operator with the wrapper's handle, never its plan: planning again compiles nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import caches, host, jit
+from .dtypes import DType
+from .errors import CapabilityError, RunError
+from .planner import current_stream
+from .problem import Values
+from .run_checks import Tensors, check_places, scales_of
+from .spec import KernelSpec
+
+if TYPE_CHECKING:
+    from .wrapper import PlanRunWrapper
+
+_ROWS_PER_CTA = 8  # merge_states and append: a warp each
+_MOST_CTAS = 1 << 16
+_APPEND_DTYPES = {1: DType.FLOAT8_E4M3, 2: DType.FLOAT16, 4: DType.FLOAT32}  # one kernel an element size: bytes are copied
+_ELEMENT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/flashpage.h, fp_cpu_merge_states
+
+_library = torch.library.Library("flashpage", "DEF")
+
+
+def call(name: str, *args: Any) -> Any:
+    """An operator's implementation at once, or the operator where torch traces or watches."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return getattr(torch.ops.flashpage, name)(*args)
+    return _IMPLEMENTATIONS[name](*args)
+
+
+# ---------------------------------------------------------------- run
+
+
+def run(
+    wrapper: PlanRunWrapper,
+    values: Values,
+    tensors: Tensors,
+    return_lse: bool,
+    scales: tuple[Any, Any, Any],
+    sinks: torch.Tensor | None,
+    enable_pdl: bool | None,
+) -> Any:
+    """A wrapper's run as an operator; outputs are allocated here, so that the graph knows their shapes."""
+    q, cache, out, lse = tensors
+    if out is None:
+        out = q.new_empty((q.shape[0], q.shape[1], wrapper._options.head_dim_vo), dtype=wrapper._out_dtype)
+    if return_lse and lse is None:
+        lse = q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
+    numbers = [None if isinstance(s, torch.Tensor) else s for s in scales]
+    arrays = [s if isinstance(s, torch.Tensor) else None for s in scales]
+    operator = torch.ops.flashpage.run_paged if wrapper._options.kv_source == "paged" else torch.ops.flashpage.run_ragged
+    parts = list(cache) if isinstance(cache, tuple) else [cache]
+    operator(wrapper._handle, q, parts, out, lse, *values, *numbers, *arrays, sinks, enable_pdl)
+    return (out, lse) if return_lse else out
+
+
+def _run(
+    handle: int,
+    q: torch.Tensor,
+    cache: list[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    causal: bool,
+    window_left: int,
+    logits_soft_cap: float,
+    sm_scale: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+    pos_encoding_mode: str,
+    q_scale: float | None,
+    k_scale: float | None,
+    v_scale: float | None,
+    q_scales: torch.Tensor | None,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    enable_pdl: bool | None,
+) -> None:
+    from .wrapper import WRAPPERS
+
+    wrapper = WRAPPERS.get(handle)
+    if wrapper is None:
+        raise RunError(f"handle={handle} is of a wrapper that no longer exists: keep the wrapper as long as its graph runs.")
+    values = Values(causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
+    tensors = Tensors(q, tuple(cache) if len(cache) == 2 else cache[0], out, lse)
+    scales = scales_of(
+        q_scale if q_scales is None else q_scales,
+        k_scale if k_scales is None else k_scales,
+        v_scale if v_scales is None else v_scales,
+    )
+    wrapper._launch(values, tensors, False, scales, sinks, enable_pdl)
+
+
+# ---------------------------------------------------------------- merging
+
+
+def _merge(params: host.MergeStatesParams, v: torch.Tensor) -> None:
+    """Fills in what all merges share, and launches."""
+    if params.rows * params.num_heads * params.head_dim == 0:
+        return
+    address = ctypes.addressof(params)
+    if v.device.type == "cpu":
+        host.check(host.load().fp_cpu_merge_states(address, _ELEMENT_TYPES[v.dtype]))
+        return
+    if params.head_dim % 4:
+        raise CapabilityError(f"head_dim={params.head_dim} is not a multiple of 4: the merge kernel reads four at a time.")
+    kernel = jit.get_kernel(KernelSpec("merge_states", q_dtype=DType.of(v.dtype)), v.device)
+    _launch(kernel, address, params.rows * params.num_heads, v.device)
+
+
+def _launch(kernel: jit.LoadedKernel, address: int, warps: int, device: torch.device) -> None:
+    grid = min(-(-warps // _ROWS_PER_CTA), _MOST_CTAS)
+    host.check(host.load().fp_launch(kernel.handle, address, grid, current_stream(device.index), 0))
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous within a row: the last dimension."""
+    return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _merge_pair(
+    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor,
+) -> None:  # fmt: skip
+    v, v_other, s, s_other = _rows(v), _rows(v_other), _rows(s), _rows(s_other)
+    if v.stride() != v_other.stride():
+        v_other = v_other.contiguous() if v.is_contiguous() else torch.empty_like(v).copy_(v_other)
+        v = v if v.stride() == v_other.stride() else v.contiguous()
+    if s.stride() != s_other.stride():
+        s, s_other = s.contiguous(), s_other.contiguous()
+    params = host.MergeStatesParams(
+        v=v.data_ptr(),
+        s=s.data_ptr(),
+        v_other=v_other.data_ptr(),
+        s_other=s_other.data_ptr(),
+        mask=None if mask is None else mask.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        v_row_stride=v.stride(0),
+        v_head_stride=v.stride(1),
+        s_row_stride=s.stride(0),
+        num_states=2,
+        rows=v.shape[0],
+        num_heads=v.shape[1],
+        head_dim=v.shape[2],
+    )
+    _merge(params, v)
+
+
+def _merge_state(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _merge_state_fake(v_a, s_a, v_b, s_b)
+    _merge_pair(v_a, s_a, v_b, s_b, None, out, lse)
+    return out, lse
+
+
+def _merge_state_fake(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return v_a.new_empty(v_a.shape), s_a.new_empty(s_a.shape)
+
+
+def _merge_state_in_place(
+    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None
+) -> None:
+    _merge_pair(v, s, v_other, s_other, None if mask is None else mask.contiguous(), v, s)
+
+
+def _merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _merge_states_fake(v, s)
+    v, s = _rows(v), _rows(s)
+    params = host.MergeStatesParams(
+        v=v.data_ptr(),
+        s=s.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        v_state_stride=v.stride(1),
+        v_row_stride=v.stride(0),
+        v_head_stride=v.stride(2),
+        s_state_stride=s.stride(1),
+        s_row_stride=s.stride(0),
+        num_states=v.shape[1],
+        rows=v.shape[0],
+        num_heads=v.shape[2],
+        head_dim=v.shape[3],
+    )
+    _merge(params, v)
+    return out, lse
+
+
+def _merge_states_fake(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, _, heads, dim = v.shape
+    return v.new_empty((rows, heads, dim)), s.new_empty((rows, heads))
+
+
+# ---------------------------------------------------------------- append
+
+
+def _append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    cache: list[torch.Tensor],
+    kv_layout: str,
+) -> None:
+    nnz, num_kv_heads, head_dim_qk = append_key.shape
+    if nnz == 0:
+        return
+    k, v = caches.paged_views((cache[0], cache[1]) if len(cache) == 2 else cache[0], kv_layout)
+    if append_key.is_cpu:
+        check_places(batch_indices, positions, kv_indices, kv_indptr, k)
+    size = append_key.element_size()
+    params = host.AppendParams(
+        append_key=append_key.data_ptr(),
+        append_value=append_value.data_ptr(),
+        key_row_stride=append_key.stride(0),
+        key_head_stride=append_key.stride(1),
+        value_row_stride=append_value.stride(0),
+        value_head_stride=append_value.stride(1),
+        k=host.KvView(cache[0].data_ptr(), k.page_stride, k.token_stride, k.head_stride),
+        v=host.KvView(cache[-1].data_ptr() + v.offset * size, v.page_stride, v.token_stride, v.head_stride),
+        batch_indices=batch_indices.data_ptr(),
+        positions=positions.data_ptr(),
+        kv_indptr=kv_indptr.data_ptr(),
+        kv_indices=kv_indices.data_ptr(),
+        nnz=nnz,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=head_dim_qk,
+        head_dim_vo=append_value.shape[2],
+        page=host.make_fast_div(k.page_size),
+    )
+    address = ctypes.addressof(params)
+    if append_key.device.type == "cpu":
+        host.check(host.load().fp_cpu_append(address, size))
+        return
+    kernel = jit.get_kernel(KernelSpec("append", kv_dtype=_APPEND_DTYPES[size]), append_key.device)
+    _launch(kernel, address, nnz * num_kv_heads, append_key.device)
+
+
+def _nothing(*_: Any) -> None:
+    """The fake of an operator that only writes into its arguments."""
+
+
+_RUN_SCHEMA = (
+    "(int handle, Tensor q, Tensor[] cache, Tensor(a!) out, Tensor(b!)? lse, bool causal, int window_left, "
+    "float logits_soft_cap, float? sm_scale, float? rope_scale, float? rope_theta, str pos_encoding_mode, "
+    "float? q_scale, float? k_scale, float? v_scale, Tensor? q_scales, Tensor? k_scales, Tensor? v_scales, "
+    "Tensor? sinks, bool? enable_pdl) -> ()"
+)
+_OPERATORS = (
+    ("run_paged", _RUN_SCHEMA, _run, _nothing),
+    ("run_ragged", _RUN_SCHEMA, _run, _nothing),
+    (
+        "merge_state",
+        "(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b) -> (Tensor, Tensor)",
+        *(_merge_state, _merge_state_fake),
+    ),
+    (
+        "merge_state_in_place",
+        "(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, Tensor? mask) -> ()",
+        *(_merge_state_in_place, _nothing),
+    ),
+    ("merge_states", "(Tensor v, Tensor s) -> (Tensor, Tensor)", _merge_states, _merge_states_fake),
+    (
+        "append_paged_kv_cache",
+        "(Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions, Tensor kv_indices, "
+        "Tensor kv_indptr, Tensor(a!)[] cache, str kv_layout) -> ()",
+        *(_append_paged_kv_cache, _nothing),
+    ),
+)
+_IMPLEMENTATIONS = {name: implementation for name, _, implementation, _ in _OPERATORS}
+
+for _name, _schema, _implementation, _fake in _OPERATORS:
+    _library.define(_name + _schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _key)
+    torch.library.register_fake(f"flashpage::{_name}", _fake, lib=_library)

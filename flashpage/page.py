@@ -1,0 +1,136 @@
+"""Paged KV caches beside attention: appending tokens, and the index arithmetic around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import arguments, caches, ops
+from .errors import RunError
+
+__all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: Any,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Writes keys and values of new tokens to their pages.
+
+    Args:
+        append_key, append_value: [nnz, num_kv_heads, head_dim], of the cache's type, last dimension contiguous.
+        batch_indices, positions: [nnz], the request of each token and its position there (get_batch_indices_positions).
+        paged_kv_cache: as in the wrappers' run; written.
+        kv_indices, kv_indptr: page numbers, and where each request's begin, [batch + 1].
+        kv_last_page_len: [batch]; positions say it too, so only its length is looked at.
+        kv_layout: "NHD" or "HND".
+    """
+    arguments.layout(kv_layout, RunError)
+    for name, tensor in (("append_key", append_key), ("append_value", append_value)):
+        arguments.tensor(tensor, name, RunError)
+        if tensor.dim() != 3:
+            raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [nnz, num_kv_heads, head_dim].")
+        arguments.dense_last(tensor, name, RunError)
+    cache = list(paged_kv_cache) if isinstance(paged_kv_cache, (tuple, list)) else [paged_kv_cache]
+    views = caches.paged_views(tuple(cache) if len(cache) == 2 else cache[0], kv_layout)
+    nnz, device = append_key.shape[0], append_key.device
+    for name, tensor, view in (("append_key", append_key, views[0]), ("append_value", append_value, views[1])):
+        if tensor.shape != (nnz, view.num_heads, view.head_dim) or tensor.dtype != cache[0].dtype:
+            raise RunError(
+                f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype} but the cache takes "
+                f"{(nnz, view.num_heads, view.head_dim)} of {cache[0].dtype}: convert it first."
+            )
+    for name, tensor in (("append_value", append_value), *(("paged_kv_cache", t) for t in cache)):
+        arguments.same_device(tensor, device, name, RunError)
+        if tensor.dtype != cache[0].dtype:
+            raise RunError(f"{name} has dtype {tensor.dtype} and another part of the cache {cache[0].dtype}: make them alike.")
+    arguments.tensor(kv_indptr, "kv_indptr", RunError)
+    batch = kv_indptr.numel() - 1
+    indices = [
+        _index(tensor, name, length, device)
+        for name, tensor, length in (
+            ("batch_indices", batch_indices, nnz),
+            ("positions", positions, nnz),
+            ("kv_indices", kv_indices, None),
+            ("kv_indptr", kv_indptr, batch + 1),
+            ("kv_last_page_len", kv_last_page_len, batch),
+        )
+    ]
+    ops.call("append_paged_kv_cache", append_key, append_value, *indices[:4], cache, kv_layout)
+
+
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The request of each new token, and its position there.
+
+    Args:
+        append_indptr: [batch + 1], where each request's new tokens begin.
+        seq_lens: [batch], tokens of each request, the new ones included.
+        nnz: new tokens of all requests; entries past append_indptr[-1] get -1, which append_paged_kv_cache leaves out.
+        batch_indices, positions: [nnz] int32, written in place; None: allocated.
+
+    Returns:
+        batch_indices and positions, int32, [nnz].
+    """
+    batch = arguments.tensor(append_indptr, "append_indptr", RunError).numel() - 1
+    if arguments.tensor(seq_lens, "seq_lens", RunError).shape != (batch,):
+        raise RunError(f"seq_lens has shape {tuple(seq_lens.shape)}: pass one length a request, [{batch}].")
+    arguments.same_device(seq_lens, append_indptr.device, "seq_lens", RunError)
+    token = torch.arange(nnz, device=append_indptr.device, dtype=append_indptr.dtype)
+    request = torch.searchsorted(append_indptr[1:].contiguous(), token, right=True)
+    if batch > 0:
+        inside = request < batch
+        request.clamp_(max=batch - 1)
+        # The last new token of a request stands at its last position.
+        position = token - append_indptr[1:][request] + seq_lens[request]
+        request, position = torch.where(inside, request, -1), torch.where(inside, position, -1)
+    else:
+        request, position = torch.full_like(token, -1), torch.full_like(token, -1)
+    return _into(batch_indices, request, "batch_indices"), _into(positions, position, "positions")
+
+
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Tokens of each request, [batch], from its pages: kv_indptr [batch + 1] and kv_last_page_len [batch]."""
+    arguments.tensor(kv_indptr, "kv_indptr", RunError)
+    batch = kv_indptr.numel() - 1
+    if arguments.tensor(kv_last_page_len, "kv_last_page_len", RunError).shape != (batch,):
+        raise RunError(
+            f"kv_last_page_len has shape {tuple(kv_last_page_len.shape)}: pass one entry a request, [{batch}]."
+        )
+    arguments.same_device(kv_last_page_len, kv_indptr.device, "kv_last_page_len", RunError)
+    pages = kv_indptr[1:] - kv_indptr[:-1]
+    return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0)
+
+
+def _into(given: torch.Tensor | None, values: torch.Tensor, name: str) -> torch.Tensor:
+    if given is None:
+        return values.to(torch.int32)
+    if arguments.tensor(given, name, RunError).shape != values.shape or given.dtype != torch.int32:
+        raise RunError(
+            f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}: pass int32 of {tuple(values.shape)}, or None."
+        )
+    return given.copy_(values)
+
+
+def _index(tensor: torch.Tensor, name: str, length: int | None, device: torch.device) -> torch.Tensor:
+    """Contiguous int32."""
+    arguments.tensor(tensor, name, RunError)
+    arguments.same_device(tensor, device, name, RunError)
+    if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
+        raise RunError(f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass int32 or int64, one dimension.")
+    if length is not None and tensor.shape[0] != length:
+        raise RunError(f"{name} has {tensor.shape[0]} entries but {length} are expected: pass one for each.")
+    return tensor.to(torch.int32).contiguous()

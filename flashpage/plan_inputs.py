@@ -1,0 +1,120 @@
+"""What a plan keeps for the kernels beside its lengths: page numbers and mask bits, in device memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import arguments, env, quantization
+from .errors import PlanError
+
+
+class KvIndices:
+    """Page numbers, contiguous int32 on the device: the caller's own tensor where it already is, else a copy."""
+
+    def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
+        self.device, self.buffer = device, buffer
+        self._device_index = -1 if device.index is None else device.index
+        self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
+        self.tensor: torch.Tensor | None = None
+        self.address = 0
+        self.max_page = -1  # -1: not known, the numbers are on the device
+
+    def set(self, indices: Any, first: int, end: int, non_blocking: bool, name: str) -> None:
+        """Entries [first, end) are in use; more may follow."""
+        arguments.tensor(indices, name, PlanError)
+        if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+            raise PlanError(
+                f"{name} has shape {tuple(indices.shape)} and dtype {indices.dtype}: pass page numbers, int32 or int64, "
+                "one dimension."
+            )
+        if indices.shape[0] < end:
+            raise PlanError(f"{name} has {indices.shape[0]} entries but the indptr ends at {end}: pass every page number.")
+        self.max_page = -1
+        if indices.is_cpu or self._check_on_device:
+            self.max_page = _check_range(indices, first, end, name)
+        elif indices.get_device() != self._device_index:
+            arguments.same_device(indices, self.device, name, PlanError)
+        if self.buffer is not None:
+            self._copy(indices, non_blocking, name)
+        else:
+            is_here = indices.get_device() == self._device_index
+            if indices.dtype is not torch.int32 or not is_here or not indices.is_contiguous():
+                indices = indices.to(device=self.device, dtype=torch.int32, non_blocking=non_blocking).contiguous()
+            self.tensor = indices
+        self.address = self.tensor.data_ptr()  # type: ignore[union-attr]
+
+    def _copy(self, indices: torch.Tensor, non_blocking: bool, name: str) -> None:
+        """Graph mode: into the buffer that captured launches read."""
+        self.tensor = buffer = self.buffer
+        assert buffer is not None
+        if indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype:
+            return
+        if indices.shape[0] > buffer.shape[0]:
+            raise PlanError(
+                f"{name} has {indices.shape[0]} entries but the wrapper's indices buffer holds {buffer.shape[0]}: make "
+                "the buffer as large as the largest batch needs."
+            )
+        buffer[: indices.shape[0]].copy_(indices, non_blocking=non_blocking)
+
+
+def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
+    """The largest page number; none may be negative. On the device: one copy back."""
+    if first >= end:
+        return -1
+    used = indices[first:end]
+    low, high = torch.aminmax(used) if used.is_cpu else torch.stack(torch.aminmax(used)).cpu()
+    if low < 0:
+        where = first + int(used.argmin())
+        raise PlanError(f"{name}[{where}]={int(low)} is no page number: every page in use is 0 or more.")
+    return int(high)
+
+
+class MaskBits:
+    """A custom mask as packed bits on the device, each request's q_len x kv_len bits starting on a byte."""
+
+    def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
+        self.device, self.buffer = device, buffer
+        self.tensor: torch.Tensor | None = None
+        self.address: int | None = None
+
+    def set(self, mask: Any, is_packed: bool, bits: torch.Tensor, non_blocking: bool) -> None:
+        """`bits`: q_len x kv_len of each request, int64 on the host. None: no mask."""
+        if mask is None:
+            self.tensor = self.address = None
+            return
+        name = "packed_custom_mask" if is_packed else "custom_mask"
+        arguments.tensor(mask, name, PlanError)
+        packed = self._packed(mask, bits, name) if is_packed else self._pack(mask, bits, name)
+        if self.buffer is None:
+            self.tensor = packed.to(self.device, non_blocking=non_blocking)
+        else:
+            if packed.numel() > self.buffer.numel():
+                raise PlanError(
+                    f"{name} needs {packed.numel()} bytes but custom_mask_buf holds {self.buffer.numel()}: make the buffer "
+                    "as large as the largest batch needs."
+                )
+            self.tensor = self.buffer
+            self.buffer[: packed.numel()].copy_(packed, non_blocking=non_blocking)
+        self.address = self.tensor.data_ptr()
+
+    @staticmethod
+    def _pack(mask: torch.Tensor, bits: torch.Tensor, name: str) -> torch.Tensor:
+        expected = int(bits.sum())
+        if mask.dtype not in (torch.bool, torch.uint8) or mask.numel() != expected:
+            raise PlanError(
+                f"{name} has {mask.numel()} values of {mask.dtype} but the batch needs {expected} of bool or uint8: pass "
+                "every request's q_len x kv_len values (True: visible), flattened and joined."
+            )
+        return quantization.pack_segments(mask.reshape(-1).ne(0).to(torch.uint8), bits, "little")[0]
+
+    @staticmethod
+    def _packed(mask: torch.Tensor, bits: torch.Tensor, name: str) -> torch.Tensor:
+        expected = int(((bits + 7) // 8).sum())
+        if mask.dtype != torch.uint8 or mask.dim() != 1 or mask.numel() < expected or not mask.is_contiguous():
+            raise PlanError(
+                f"{name} has {mask.numel()} values of {mask.dtype} but the batch needs {expected} bytes of uint8: pass what "
+                "segment_packbits(mask, indptr, bitorder='little') returns."
+            )
+        return mask

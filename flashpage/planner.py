@@ -1,0 +1,213 @@
+"""The plan side of a wrapper: workspaces, lengths in, one plan for every combination of options in use."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from . import arguments, host, lengths
+from .combination import Combination, partial_bytes
+from .errors import PlanError, RunError
+from .lengths import Lengths
+from .plan_inputs import KvIndices, MaskBits
+from .problem import Options, Variation
+from .slots import PlanSlot
+
+INT_WORKSPACE_BYTES = 8 << 20
+_MOST_KNOWN = 64  # combinations kept with their kernels
+_INDICES_NAME = {"indptr": "indices", "paged_kv_indptr": "paged_kv_indices"}
+
+
+def current_stream(device_index: int) -> int:
+    """The raw stream of a CUDA device (torch.cuda.current_stream() would cost three microseconds); 0 on the CPU."""
+    return torch._C._cuda_getCurrentRawStream(device_index) if device_index >= 0 else 0
+
+
+class Planner:
+    """Plans of one wrapper; made by one thread at a time."""
+
+    def __init__(
+        self, device: torch.device, is_graph: bool, length_names: tuple[str, str, str, str], float_buffer: torch.Tensor
+    ) -> None:
+        self.device, self.is_graph, self.length_names = device, is_graph, length_names
+        self.generation = 0  # of plans; structs bound to an older one are bound again
+        self.is_planned = False
+        self.device_index = -1 if device.type == "cpu" else device.index
+        self.float_buffer = self.int_buffer = float_buffer
+        self.use_float_buffer(float_buffer)
+        self._slots: list[PlanSlot] = []
+        self.use_int_buffer(torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
+        self._problem = host.ProblemStruct()
+        self._arrays = (
+            *(self._problem.q_indptr, self._problem.kv_indptr),
+            *(self._problem.last_page_len, self._problem.kv_lens),
+        )
+        self._known: dict[Options, Combination] = {}
+        self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
+        self._variations: dict[Variation, Combination] = {}
+        self._snapshots: list[bytes | None] = []
+        self._total_rows = 0
+        self.indices, self.mask = KvIndices(device), MaskBits(device)
+
+    # ---------------------------------------------------------------- workspaces
+
+    def use_float_buffer(self, buffer: torch.Tensor) -> None:
+        self._check_buffer(buffer, "float_workspace_buffer")
+        self.float_buffer = buffer
+        self.invalidate()
+        self.float_bytes = buffer.numel() * buffer.element_size()
+
+    def use_int_buffer(self, buffer: torch.Tensor) -> None:
+        """Takes another workspace; the plan in the old one is gone."""
+        self._check_buffer(buffer, "int_workspace_buffer")
+        self.int_buffer = buffer
+        self.invalidate()
+        if self._slots:
+            self._slots[0].use_memory(buffer)
+        else:
+            self._slots.append(PlanSlot(self.device_index, buffer))
+
+    def _check_buffer(self, buffer: Any, name: str) -> None:
+        arguments.tensor(buffer, name, PlanError)
+        arguments.same_device(buffer, self.device, name, PlanError)
+        if not buffer.is_contiguous() or buffer.data_ptr() % 16:
+            raise PlanError(
+                f"{name} starts at {buffer.data_ptr():#x} with strides {tuple(buffer.stride())}: pass a contiguous tensor "
+                "that starts on 16 bytes."
+            )
+
+    def partial_rows(self, head_dim_vo: int) -> int:
+        """Rows of partial results that the float workspace holds."""
+        return self.float_bytes // partial_bytes(4, head_dim_vo) * 4
+
+    def partials(self, head_dim_vo: int) -> tuple[int, int]:
+        """Addresses of partial outputs and LSEs: the same for every plan, so that captured graphs stay right."""
+        base = self.float_buffer.data_ptr()
+        return base, base + self.partial_rows(head_dim_vo) * head_dim_vo * 4
+
+    # ---------------------------------------------------------------- plans
+
+    def invalidate(self) -> None:
+        """From here to the next complete plan nothing may run."""
+        self.generation += 1
+        self.is_planned = False
+
+    @property
+    def total_q(self) -> int:
+        """Rows of the present plan."""
+        return self._slots[0].result.total_q
+
+    @property
+    def kv_end(self) -> int:
+        """Where the present plan's kv_indptr ends: pages, ragged: tokens."""
+        return self._slots[0].result.total_pages
+
+    def configure(self, options: Options) -> None:
+        """Takes options that differ from the last plan's; run-time variations stay on top of them."""
+        self.invalidate()
+        same_heads = bool(self.active) and _heads(self.active[0].options) == _heads(options)
+        remembered = [v for v in self._variations if same_heads]
+        self.active, self._variations = [self._combination(options)], {}
+        for variation in remembered:
+            self._activate(variation)
+
+    def plan(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
+        """Lengths and page numbers -> a plan for every active combination."""
+        self.invalidate()
+        options, problem, names = self.active[0].options, self._problem, self.length_names
+        arrays = self._arrays
+        if options.page_size == 1 and given.last_page_len is not None and not given.last_page_len.is_cpu:
+            given = given._replace(last_page_len=None)  # pages of one token: nothing to read back from the device
+        given = lengths.to_host(given)
+        problem.batch, problem.page_size = batch, options.page_size
+        problem.q_len_per_request, problem.has_custom_mask = options.uniform_q_len, options.has_mask
+        lengths.fill(arrays[0], given.q_indptr, batch + 1, names[0])
+        lengths.fill(arrays[1], given.kv_indptr, batch + 1, names[1])
+        lengths.fill(arrays[2], given.last_page_len, batch, names[2])
+        lengths.fill(arrays[3], given.kv_lens, batch, names[3])
+        self._total_rows = 0
+        if given.q_indptr is not None:
+            self._total_rows = lengths.entry(arrays[0], batch) - lengths.entry(arrays[0], 0)
+        stream = current_stream(self.device_index)
+        for i, combination in enumerate(self.active):
+            combination.plan(self, self._slots[i], problem, self._total_rows, stream)
+        if kv_indices is not None:
+            first, name = lengths.entry(arrays[1], 0), _INDICES_NAME[names[1]]
+            self.indices.set(kv_indices, first, self._slots[0].result.total_pages, non_blocking, name)
+        self._snapshots = [lengths.snapshot(array) for array in arrays]
+        self.is_planned = True
+
+    def check_longest(self, max_q_len: int | None, max_kv_len: int | None) -> None:
+        """Bounds that the caller gave beside the lengths."""
+        result = self._slots[0].result
+        for name, bound, longest in (
+            ("max_token_per_sequence", max_q_len, result.max_q_len),
+            ("max_sequence_kv", max_kv_len, result.max_kv_len),
+        ):
+            if bound is not None and longest > bound:
+                self.is_planned = False
+                raise PlanError(f"{name}={bound} but a request of the batch has {longest}: pass at least that, or None.")
+
+    def bits(self) -> torch.Tensor:
+        """Mask bits of each request of the present plan, q_len x kv_len, int64."""
+        q_indptr, kv_indptr, last_page_len, kv_lens = (lengths.numbers(array) for array in self._arrays)
+        assert q_indptr is not None and kv_indptr is not None
+        page_size = self._problem.page_size
+        if kv_lens is None:
+            kv_lens = kv_indptr.diff()
+            if page_size and last_page_len is not None:
+                kv_lens = (kv_lens * page_size + last_page_len - page_size).clamp(min=0)
+        return q_indptr.diff() * kv_lens
+
+    def find(self, variation: Variation) -> Combination:
+        """The combination for a run's options; where it is new, it is planned now, and at every plan from now on."""
+        found = self._variations.get(variation)
+        if found is not None and found.generation == self.generation:
+            return found
+        known = self._combination(variation.over(self.active[0].options))
+        if known.generation != self.generation and self.device_index >= 0 and torch.cuda.is_current_stream_capturing():
+            raise self._new_in_capture(variation)
+        self._activate(variation)
+        if known.generation != self.generation:
+            self._derive(known)
+        return known
+
+    def _activate(self, variation: Variation) -> None:
+        combination = self._combination(variation.over(self.active[0].options))
+        if combination not in self.active:
+            self.active.append(combination)
+        while len(self._slots) < len(self.active):
+            self._slots.append(PlanSlot(self.device_index, torch.empty_like(self.int_buffer)))
+        self._variations[variation] = combination
+
+    def _derive(self, combination: Combination) -> None:
+        kept = [lengths.restore(array, data) for array, data in zip(self._arrays, self._snapshots, strict=True)]
+        slot = self._slots[self.active.index(combination)]
+        combination.plan(self, slot, self._problem, self._total_rows, current_stream(self.device_index))
+        del kept
+
+    def _new_in_capture(self, variation: Variation) -> RunError:
+        planned = Variation.of_options(self.active[0].options)
+        changed = ", ".join(
+            f"{name}={value!r} (planned: {before!r})"
+            for name, value, before in zip(Variation._fields, variation, planned, strict=True)
+            if value != before
+        )
+        return RunError(
+            f"{changed} is new to this wrapper while a graph is being captured: run once with it before the capture, or give "
+            "it to plan."
+        )
+
+    def _combination(self, options: Options) -> Combination:
+        found = self._known.get(options)
+        if found is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            found = self._known[options] = Combination(options)
+        return found
+
+
+def _heads(options: Options) -> tuple[int, int]:
+    return options.num_q_heads, options.num_kv_heads

@@ -1,0 +1,273 @@
+"""Prefill and append over a paged KV cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from . import arguments
+from .errors import RunError
+from .lengths import Lengths, batch_of
+from .prefill_common import PrefillWrapper, only_items, prefill_options
+from .run_checks import Tensors, as_cache, scales_of
+
+
+class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
+    """Attention of a batch of prefills or appends over a paged KV cache: `plan` once a step, `run` once a layer.
+
+    Args:
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty); on the
+            CPU: the CPU backend.
+        kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
+        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size.
+        qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf: with `use_cuda_graph`; their lengths fix the batch.
+        paged_kv_indices_buf: with `use_cuda_graph`; int32, plan copies the page numbers there.
+        custom_mask_buf, mask_indptr_buf: with `use_cuda_graph` and masks; plan copies the packed bits to the first.
+        backend: "auto" ("fa2", "fa3": the same).
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
+        self._take_graph_buffers(
+            qo_indptr_buf=qo_indptr_buf,
+            paged_kv_indptr_buf=paged_kv_indptr_buf,
+            paged_kv_indices_buf=paged_kv_indices_buf,
+            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
+            custom_mask_buf=custom_mask_buf,
+            mask_indptr_buf=mask_indptr_buf,
+        )
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        *,
+        variant: Any = None,
+    ) -> None:
+        """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
+
+        Args:
+            qo_indptr: [batch + 1], where each request's rows begin in q.
+            paged_kv_indptr: [batch + 1], where each request's pages begin in `paged_kv_indices`.
+            paged_kv_indices: page numbers, at least paged_kv_indptr[-1] of them.
+            paged_kv_last_page_len: [batch], tokens in each request's last page (0 for a request without pages).
+            num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
+            head_dim_qk, head_dim_vo: of q and K; of V and the output (None: the same).
+            page_size: tokens a page.
+            custom_mask: each request's q_len x kv_len truth values (True: visible), flattened and joined; causal does not
+                apply beside it.
+            packed_custom_mask: the same as bits, `segment_packbits(mask, indptr, bitorder="little")`.
+            causal: row r of a request sees tokens up to kv_len - q_len + r.
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI".
+            sm_scale: of the scores; None: head_dim_qk ** -0.5.
+            window_left: tokens visible left of the row's own; -1: all.
+            logits_soft_cap: scores become cap * tanh(score / cap); None or 0: as they are.
+            rope_scale, rope_theta: of ROPE_LLAMA; None: 1 and 1e4.
+            q_data_type, kv_data_type, o_data_type: of q ("float16"), of the cache (q's) and of the output (q's).
+            non_blocking: whether copies of page numbers and masks may be asynchronous.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring: [batch] tokens of the shared
+                prefix; each later token's position in its item (0 at a delimiter), joined with a common length a request.
+            max_item_len_ptr: accepted; the positions say it.
+            seq_lens: [batch], tokens of each request; wins over `paged_kv_last_page_len`.
+            block_tables: accepted beside `paged_kv_indices`, which say the same.
+            max_token_per_sequence, max_sequence_kv: bounds that the batch is checked against.
+            fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that results
+                do not depend on the batch. None or -1: balanced.
+            disable_split_kv: no request is cut.
+            variant: a flashpage.Variant.
+        """
+        batch = batch_of(qo_indptr, "qo_indptr")
+        if not (seq_lens_q is None and block_tables is None):
+            arguments.refuse_given(seq_lens_q=seq_lens_q)
+            arguments.check_block_tables(block_tables, batch)
+        if not (custom_mask is None and packed_custom_mask is None and prefix_len_ptr is None and token_pos_in_items_ptr is None):
+            masks = (custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+            items = self._masks(*masks, batch)
+            if items is not None:
+                variant, causal = only_items(items, variant), True
+        has_mask = custom_mask is not None or packed_custom_mask is not None
+        key = (
+            *(num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, has_mask, causal, pos_encoding_mode),
+            *(use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
+            *(kv_data_type, o_data_type, fixed_split_size, disable_split_kv, id(variant)),
+        )
+        if not self._is_configured(key):
+            self._configure(key, *prefill_options("paged", *key[:-1], variant))
+        lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
+        longest = (max_token_per_sequence, max_sequence_kv)
+        self._plan_prefill(lengths, paged_kv_indices, (custom_mask, packed_custom_mask), non_blocking, longest)
+
+    begin_forward = plan
+
+    def workspace_size(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        *,
+        variant: Any = None,
+    ) -> tuple[int, int]:
+        """Bytes of the float and of the int workspace that serve this batch and every smaller one."""
+        has_mask = custom_mask is not None or packed_custom_mask is not None
+        options, _ = prefill_options(
+            *("paged", num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, has_mask, causal, pos_encoding_mode),
+            *(use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
+            *(kv_data_type, o_data_type, fixed_split_size, disable_split_kv, variant),
+        )
+        lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
+        return self._workspace_size(options, lengths)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Any,
+        *args: Any,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+    ) -> Any:
+        """Attention of the planned batch.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim_qk], any strides, last dimension contiguous.
+            paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V) without the
+                2; without the page_size dimension: pages of one token.
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
+            out: [qo_indptr[-1], num_qo_heads, head_dim_vo], written in place; None: allocated.
+            lse: [qo_indptr[-1], num_qo_heads] fp32, base 2, written in place.
+            return_lse: also return lse.
+            enable_pdl: programmatic dependent launch; None: where the card has it.
+            window_left: in place of the planned one, for this run.
+            sinks: [num_qo_heads] fp32, natural-log units, joins the denominator.
+            lse_base, lse_layout: "log2" and "NH" ([rows, heads]).
+        """
+        if args:
+            raise RunError(arguments.extra_positions(args))
+        arguments.refuse_runprefill_options(
+            kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, lse_base, lse_layout
+        )
+        values, tensors = self._values(window_left), Tensors(q, as_cache(paged_kv_cache), out, lse)
+        return self._dispatch(values, tensors, return_lse, scales_of(q_scale, k_scale, v_scale), sinks, enable_pdl)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Any,
+        causal: bool = False,
+        pos_encoding_mode: str | None = None,
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """`run` with options in place of the planned ones, defaults included (pos_encoding_mode None: as planned)."""
+        arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        self._take_values(
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)

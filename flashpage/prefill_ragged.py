@@ -1,0 +1,192 @@
+"""Prefill over K and V that lie side by side, request after request."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from . import arguments
+from .errors import RunError
+from .lengths import Lengths, batch_of
+from .prefill_common import PrefillWrapper, only_items, prefill_options
+from .run_checks import Tensors, scales_of
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
+    """Attention of a batch of prefills over ragged K and V: `plan` once a step, `run` once a layer.
+
+    Args:
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty); on the
+            CPU: the CPU backend.
+        kv_layout: of k and v: "NHD": [tokens, heads, dim]; "HND": [heads, tokens, dim].
+        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size.
+        qo_indptr_buf, kv_indptr_buf: with `use_cuda_graph`; their lengths fix the batch.
+        custom_mask_buf, mask_indptr_buf: with `use_cuda_graph` and masks; plan copies the packed bits to the first.
+        backend: "auto" ("fa2", "fa3": the same).
+    """
+
+    _length_names = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
+        self._take_graph_buffers(
+            qo_indptr_buf=qo_indptr_buf,
+            kv_indptr_buf=kv_indptr_buf,
+            custom_mask_buf=custom_mask_buf,
+            mask_indptr_buf=mask_indptr_buf,
+        )
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: torch.Tensor | None = None,
+        o_indptr: torch.Tensor | None = None,
+        *,
+        variant: Any = None,
+    ) -> None:
+        """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
+
+        Args:
+            qo_indptr: [batch + 1], where each request's rows begin in q.
+            kv_indptr: [batch + 1], where each request's tokens begin in k and v.
+            fixed_split_size: tokens.
+            seq_lens: [batch], tokens of each request where they are fewer than kv_indptr says.
+
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
+        """
+        batch = batch_of(qo_indptr, "qo_indptr")
+        arguments.refuse_given(seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
+        if not (custom_mask is None and packed_custom_mask is None and prefix_len_ptr is None and token_pos_in_items_ptr is None):
+            masks = (custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+            items = self._masks(*masks, batch)
+            if items is not None:
+                variant, causal = only_items(items, variant), True
+        has_mask = custom_mask is not None or packed_custom_mask is not None
+        key = (
+            *(num_qo_heads, num_kv_heads, head_dim_qk, 0, head_dim_vo, has_mask, causal, pos_encoding_mode),
+            *(use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
+            *(kv_data_type, o_data_type, fixed_split_size, disable_split_kv, id(variant)),
+        )
+        if not self._is_configured(key):
+            self._configure(key, *prefill_options("ragged", *key[:-1], variant))
+        lengths, longest = Lengths(qo_indptr, kv_indptr, None, seq_lens), (max_token_per_sequence, max_sequence_kv)
+        self._plan_prefill(lengths, None, (custom_mask, packed_custom_mask), non_blocking, longest)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: Any,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        o_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
+        sinks: torch.Tensor | None = None,
+        window_left: int | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+    ) -> Any:
+        """Attention of the planned batch.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim_qk], any strides, last dimension contiguous.
+            k, v: [tokens, num_kv_heads, head_dim_qk or head_dim_vo] (HND: heads first), any strides.
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
+            out: [qo_indptr[-1], num_qo_heads, head_dim_vo], written in place; None: allocated.
+            lse: [qo_indptr[-1], num_qo_heads] fp32, base 2, written in place.
+            return_lse: also return lse.
+            enable_pdl: programmatic dependent launch; None: where the card has it.
+            sinks: [num_qo_heads] fp32, natural-log units, joins the denominator.
+            window_left: in place of the planned one, for this run.
+            lse_base, lse_layout: "log2" and "NH" ([rows, heads]).
+        """
+        if args:
+            raise RunError(arguments.extra_positions(args))
+        arguments.refuse_run_options(kv_cache_sf, None, None, None, lse_base, lse_layout)
+        if o_scale is not None:
+            arguments.refuse("o_scale", o_scale)
+        values, tensors = self._values(window_left), Tensors(q, (k, v), out, lse)
+        return self._dispatch(values, tensors, return_lse, scales_of(q_scale, k_scale, v_scale), sinks, enable_pdl)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str | None = None,
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """`run` with options in place of the planned ones, defaults included (pos_encoding_mode None: as planned)."""
+        arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        self._take_values(
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run(q, k, v, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)

@@ -1,0 +1,59 @@
+"""From options to something that plans and runs: the kernel chosen, compiled or found, loaded, and its schedule made."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from . import backends, host, jit, variants
+from .errors import PlanError
+from .problem import Options, Problem
+from .spec import KernelSpec
+
+CPU_CTAS_PER_THREAD = 4  # shares small enough that threads which start late still find work
+
+
+class Prepared:
+    """One combination of options on one device, for one class of rows: kernels loaded, schedule made. Shared by threads."""
+
+    __slots__ = ("attention", "choice", "merge", "options", "problem", "schedule", "schedule_address")
+
+    def __init__(self, options: Options, packed_rows: int, device: torch.device) -> None:
+        self.options = options
+        self.problem = Problem(options, packed_rows)
+        self.choice = backends.choose(self.problem, device, trace(options, 1.0, device).spec)
+        self.attention = jit.get_kernel(self.choice.spec, device)
+        self.merge = None
+        if device.type == "cuda":
+            self.merge = jit.get_kernel(KernelSpec("merge", out_dtype=options.out_dtype), device)
+            num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm
+        else:
+            num_ctas = host.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
+        self.schedule = backends.schedule(self.choice, options, num_ctas)
+        self.schedule_address = ctypes.addressof(self.schedule)
+
+
+def trace(options: Options, soft_cap: float, device: torch.device) -> variants.TracedVariant:
+    """The built-in transforms and the user's, as one variant: slopes and cap first, then the user's own."""
+    has_alibi = options.position_encoding == "ALIBI"
+    slopes = variants.alibi_slopes(options.num_q_heads).to(device) if has_alibi else None
+    traced = variants.builtin(soft_cap if options.has_soft_cap else None, slopes)
+    if options.variant is not None:
+        traced = variants.compose(traced, options.variant.traced())
+    for (name, _, _), tensor in zip(traced.spec.tensors, traced.tensors, strict=True):
+        if tensor.device != device:
+            raise PlanError(
+                f"variant captures {name} on {tensor.device} but the work is on {device}: move it with .to('{device}')."
+            )
+    return traced
+
+
+def fill_variant(arguments: host.VariantArgs, traced: variants.TracedVariant) -> None:
+    """Pointers, strides and numbers that a variant captured; the caller keeps `traced` alive."""
+    for i, tensor in enumerate(traced.tensors):
+        arguments.tensors[i].data = tensor.data_ptr()
+        for axis in range(tensor.dim()):
+            arguments.tensors[i].stride[axis] = tensor.stride(axis)
+    for i, number in enumerate(traced.scalars):
+        arguments.scalars[i] = number

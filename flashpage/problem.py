@@ -1,0 +1,193 @@
+"""What a caller asks of `plan`, checked: the only place where its arguments are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from . import arguments
+from .dtypes import DType
+from .errors import PlanError
+
+SPLIT_BALANCED, SPLIT_NEVER = 0, -1  # csrc/flashpage.h, fp_schedule::fixed_piece_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Everything of a plan but its lengths: with the rows of a request, one kernel and one schedule follow from it."""
+
+    kv_source: str  # paged | ragged
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    page_size: int  # tokens; 0: ragged
+    q_dtype: DType
+    kv_dtype: DType
+    out_dtype: DType
+    causal: bool = False
+    window_left: int = -1  # tokens visible left of the row's own; -1: all
+    has_soft_cap: bool = False  # its value is given at every run
+    position_encoding: str = "NONE"  # NONE | ROPE_LLAMA | ALIBI
+    has_mask: bool = False  # it says itself what a row sees: causal is False beside it, as in FlashInfer
+    variant: Any = None  # variants.Variant | None, compared by identity
+    fixed_piece_tokens: int = SPLIT_BALANCED  # > 0: every request is cut at multiples of it, in any batch
+    uniform_q_len: int = 0  # rows of every request, where they all have as many (decode); 0: lengths say
+
+    @property
+    def group_size(self) -> int:
+        """Query heads a KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def needs_variant(self) -> bool:
+        """Whether the kernel is given captured values."""
+        return self.has_soft_cap or self.position_encoding == "ALIBI" or self.variant is not None
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Tile and split are functions of a request's own lengths."""
+        return self.fixed_piece_tokens != SPLIT_BALANCED
+
+
+class Values(NamedTuple):
+    """Options that engines give at run, as the wrapper's attributes hold them; they win over planned ones."""
+
+    causal: bool
+    window_left: int
+    logits_soft_cap: float
+    sm_scale: float | None
+    rope_scale: float | None
+    rope_theta: float | None
+    pos_encoding_mode: str
+
+
+class Variation(NamedTuple):
+    """Those of a run's values and shapes that ask for a plan or a kernel of their own."""
+
+    causal: bool
+    window_left: int
+    has_soft_cap: bool
+    position_encoding: str
+    num_q_heads: int
+    num_kv_heads: int
+
+    @staticmethod
+    def of(values: Values, num_q_heads: int, num_kv_heads: int) -> Variation:
+        cap, mode = values.logits_soft_cap > 0, arguments.position_encoding(values.pos_encoding_mode)
+        return Variation(bool(values.causal), values.window_left, cap, mode, num_q_heads, num_kv_heads)
+
+    @staticmethod
+    def of_options(options: Options) -> Variation:
+        return Variation(*(getattr(options, name) for name in Variation._fields))
+
+    def over(self, planned: Options) -> Options:
+        """The planned options with these in their place."""
+        changed = self._asdict()
+        changed["causal"] = self.causal and not planned.has_mask
+        return dataclasses.replace(planned, **changed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Options and the sizes of one batch that choose a tile; the lengths themselves go to the planner as arrays."""
+
+    options: Options
+    packed_rows: int  # query rows x group_size of a request and KV head, the batch's average
+    batch: int = 0
+
+
+def check_options(
+    *,
+    kv_source: str,
+    num_qo_heads: Any,
+    num_kv_heads: Any,
+    head_dim_qk: Any,
+    head_dim_vo: Any,
+    page_size: Any,
+    q_data_type: Any,
+    kv_data_type: Any,
+    o_data_type: Any,
+    causal: bool,
+    window_left: Any,
+    logits_soft_cap: Any,
+    pos_encoding_mode: str,
+    has_mask: bool,
+    variant: Any,
+    fixed_split_size: Any,
+    disable_split_kv: bool,
+    uniform_q_len: Any = 0,
+) -> Options:
+    """Judges everything that is not a length; what a kernel cannot do is refused later, by backends.choose."""
+    page_size = arguments.whole("page_size", page_size, 1) if kv_source == "paged" else 0
+    num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
+    q_dtype = arguments.dtype("q_data_type", q_data_type)
+    return Options(
+        kv_source=kv_source,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=arguments.whole("head_dim_qk", head_dim_qk, 1),
+        head_dim_vo=arguments.whole("head_dim_vo", head_dim_qk if head_dim_vo is None else head_dim_vo, 1),
+        page_size=page_size,
+        q_dtype=q_dtype,
+        kv_dtype=q_dtype if kv_data_type is None else arguments.dtype("kv_data_type", kv_data_type),
+        out_dtype=q_dtype if o_data_type is None else arguments.dtype("o_data_type", o_data_type),
+        causal=bool(causal) and not has_mask,
+        window_left=check_window(window_left),
+        has_soft_cap=check_soft_cap(logits_soft_cap) > 0,
+        position_encoding=arguments.position_encoding(pos_encoding_mode),
+        has_mask=has_mask,
+        variant=check_variant(variant),
+        fixed_piece_tokens=_check_split(fixed_split_size, disable_split_kv, page_size or 1),
+        uniform_q_len=arguments.whole("q_len_per_req", uniform_q_len, 0),
+    )
+
+
+def check_heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
+    num_qo_heads = arguments.whole("num_qo_heads", num_qo_heads, 1)
+    num_kv_heads = arguments.whole("num_kv_heads", num_kv_heads, 1)
+    if num_qo_heads % num_kv_heads:
+        raise PlanError(
+            f"num_qo_heads={num_qo_heads} is not a multiple of num_kv_heads={num_kv_heads}: every KV head serves the "
+            "same number of query heads."
+        )
+    return num_qo_heads, num_kv_heads
+
+
+def check_window(window_left: Any) -> int:
+    """-1 and every other negative number: no window."""
+    return max(-1, arguments.whole("window_left", window_left, -(2**31)))
+
+
+def check_soft_cap(logits_soft_cap: Any) -> float:
+    """None, 0 and negative numbers: no cap."""
+    return 0.0 if logits_soft_cap is None else max(0.0, arguments.real("logits_soft_cap", logits_soft_cap))
+
+
+def check_variant(variant: Any) -> Any:
+    if variant is not None and not hasattr(variant, "traced"):
+        raise PlanError(
+            f"variant={variant!r} is a {type(variant).__name__}: pass a flashpage.Variant, such as "
+            "flashpage.Variant(score_mod=function)."
+        )
+    return variant
+
+
+def check_scale(sm_scale: Any, head_dim_qk: int) -> float:
+    """Scores are multiplied by it; None: head_dim ** -0.5."""
+    return head_dim_qk**-0.5 if sm_scale is None else arguments.real("sm_scale", sm_scale)
+
+
+def check_rope(rope_scale: Any, rope_theta: Any) -> tuple[float, float]:
+    scale = arguments.DEFAULT_ROPE_SCALE if rope_scale is None else rope_scale
+    theta = arguments.DEFAULT_ROPE_THETA if rope_theta is None else rope_theta
+    return arguments.real("rope_scale", scale, positive=True), arguments.real("rope_theta", theta, positive=True)
+
+
+def _check_split(fixed_split_size: Any, disable_split_kv: bool, tokens: int) -> int:
+    """fixed_split_size counts pages (ragged: tokens); None and -1: balanced."""
+    if disable_split_kv:
+        return SPLIT_NEVER
+    if fixed_split_size is None or fixed_split_size == -1:
+        return SPLIT_BALANCED
+    return arguments.whole("fixed_split_size", fixed_split_size, 1) * tokens

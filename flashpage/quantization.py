@@ -1,0 +1,80 @@
+"""Bits of masks packed into bytes, each segment starting on a byte."""
+
+from __future__ import annotations
+
+import torch
+
+from . import arguments
+from .errors import RunError
+
+_BIT_WEIGHTS = {"little": (1, 2, 4, 8, 16, 32, 64, 128), "big": (128, 64, 32, 16, 8, 4, 2, 1)}
+
+
+def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
+    """Packs a tensor of truth values into uint8, eight a byte; the last byte is filled with zeros.
+
+    Args:
+        x: any shape, flattened; bool or uint8, not zero is one.
+        bitorder: "big": the first value is a byte's highest bit; "little": its lowest.
+
+    Returns:
+        uint8, [ceil(x.numel() / 8)].
+    """
+    bits = _flat_bits(x)
+    return _pack(torch.nn.functional.pad(bits, (0, -bits.numel() % 8)), bitorder)
+
+
+def segment_packbits(
+    x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packs segments of truth values, each starting on a byte of its own.
+
+    Args:
+        x: [indptr[-1]], bool or uint8.
+        indptr: [segments + 1], where each segment begins, on any device (one copy back where it is not on the host).
+        bitorder: as in `packbits`.
+
+    Returns:
+        The packed bytes, uint8, and their indptr, int32, [segments + 1], both on x's device.
+    """
+    arguments.tensor(indptr, "indptr", RunError)
+    if indptr.dim() != 1 or indptr.numel() < 1 or indptr.is_floating_point():
+        raise RunError(f"indptr has shape {tuple(indptr.shape)} and dtype {indptr.dtype}: pass integers, [segments + 1].")
+    bits, begins = _flat_bits(x), indptr.cpu().long()
+    lengths = begins.diff()
+    if begins[0] != 0 or bool((lengths < 0).any()) or int(begins[-1]) != bits.numel():
+        raise RunError(
+            f"indptr={begins.tolist() if begins.numel() <= 9 else '...'} does not cut x's {bits.numel()} values into "
+            "segments: start at 0, never decrease, end at the number of values."
+        )
+    packed, byte_indptr = pack_segments(bits, lengths, bitorder)
+    return packed, byte_indptr.to(device=x.device, dtype=torch.int32)
+
+
+def pack_segments(bits: torch.Tensor, lengths: torch.Tensor, bitorder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes on bits' device, and their indptr (int64) on the host; `lengths` are bits a segment, int64 on the host."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    byte_indptr = torch.cat([zero, ((lengths + 7) // 8).cumsum(0)])
+    shifts = byte_indptr[:-1] * 8 - (lengths.cumsum(0) - lengths)  # how far a segment's bits move
+    if not bool(shifts.any()):
+        spread = torch.nn.functional.pad(bits, (0, int(byte_indptr[-1]) * 8 - bits.numel()))
+    else:
+        spread = torch.zeros(int(byte_indptr[-1]) * 8, dtype=torch.uint8, device=bits.device)
+        moved = torch.repeat_interleave(shifts.to(bits.device), lengths.to(bits.device), output_size=bits.numel())
+        spread[torch.arange(bits.numel(), device=bits.device) + moved] = bits
+    return _pack(spread, bitorder), byte_indptr
+
+
+def _flat_bits(x: torch.Tensor) -> torch.Tensor:
+    """0 or 1 a value, uint8."""
+    arguments.tensor(x, "x", RunError)
+    if x.dtype not in (torch.bool, torch.uint8):
+        raise RunError(f"x has dtype {x.dtype}: pass bool or uint8.")
+    return x.reshape(-1).ne(0).to(torch.uint8)
+
+
+def _pack(bits: torch.Tensor, bitorder: str) -> torch.Tensor:
+    if bitorder not in _BIT_WEIGHTS:
+        raise RunError(f"bitorder={bitorder!r} is unknown: pass 'big' or 'little'.")
+    weights = torch.tensor(_BIT_WEIGHTS[bitorder], dtype=torch.uint8, device=bits.device)
+    return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)

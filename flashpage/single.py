@@ -1,0 +1,167 @@
+"""Attention of one request without a page table: a ragged batch of one, planned and run at once."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import arguments
+from .errors import RunError
+from .planner import current_stream
+
+if TYPE_CHECKING:
+    from .prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+
+_WORKSPACE_BYTES = 32 << 20
+
+_local = threading.local()  # wrappers of this thread, by device, stream and layout
+
+
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+    *,
+    variant: Any = None,
+) -> Any:
+    """Attention of one query row.
+
+    Args:
+        q: [num_qo_heads, head_dim].
+        k, v: [kv_len, num_kv_heads, head_dim] (HND: [num_kv_heads, kv_len, head_dim]).
+        use_tensor_cores: accepted; kernels are chosen from shapes.
+
+    Returns:
+        [num_qo_heads, head_dim], with `return_lse` also [num_qo_heads] fp32, base 2.
+    """
+    arguments.tensor(q, "q", RunError)
+    if q.dim() != 2:
+        raise RunError(f"q has shape {tuple(q.shape)}: pass one row, [num_qo_heads, head_dim].")
+    options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
+    options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "variant": variant}
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    result = _run(q.unsqueeze(0), k, v, kv_layout, options, scales, return_lse)
+    return tuple(r.squeeze(0) for r in result) if return_lse else result.squeeze(0)
+
+
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_q: Any = None,
+    scale_k: Any = None,
+    scale_v: Any = None,
+    o_dtype: Any = None,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    *,
+    variant: Any = None,
+) -> Any:
+    """Attention of the rows of one request.
+
+    Args:
+        q: [q_len, num_qo_heads, head_dim_qk].
+        k, v: [kv_len, num_kv_heads, head_dim_qk or head_dim_vo] (HND: heads first).
+        scale_q, scale_k, scale_v: numbers, or fp32 tensors of one entry or one a head; k_scale and v_scale: the same
+            under their other names.
+        o_dtype: of the output; None: q's.
+        custom_mask: [q_len, kv_len] bool, True: visible; causal does not apply beside it.
+        packed_custom_mask: the same as bits, `packbits(mask.flatten(), bitorder="little")`.
+
+    Returns:
+        [q_len, num_qo_heads, head_dim_vo], with `return_lse` also [q_len, num_qo_heads] fp32, base 2.
+    """
+    arguments.refuse_given(kv_cache_sf=kv_cache_sf, use_fp16_qk_reduction=use_fp16_qk_reduction)
+    arguments.backend(backend)
+    if custom_mask is not None and isinstance(custom_mask, torch.Tensor):
+        custom_mask = custom_mask.reshape(-1)
+    options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
+    options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "variant": variant}
+    options |= {"causal": causal, "custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
+    options |= {"o_data_type": o_dtype}
+    scales = {
+        "q_scale": scale_q,
+        "k_scale": _one_of("scale_k", scale_k, "k_scale", k_scale),
+        "v_scale": _one_of("scale_v", scale_v, "v_scale", v_scale),
+    }
+    return _run(q, k, v, kv_layout, options, scales, return_lse)
+
+
+single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
+
+
+def _run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str,
+    options: dict[str, Any],
+    scales: dict[str, Any],
+    return_lse: bool,
+) -> Any:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        arguments.tensor(tensor, name, RunError)
+        if tensor.dim() != 3:
+            raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, [rows, heads, head_dim].")
+    arguments.layout(kv_layout, RunError)
+    token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
+    wrapper = _wrapper(q.device, kv_layout)
+    wrapper.plan(
+        *(_indptr(q.shape[0]), _indptr(k.shape[token])),
+        *(q.shape[1], k.shape[head], q.shape[2], v.shape[2]),
+        q_data_type=q.dtype,
+        kv_data_type=k.dtype,
+        **options,
+    )
+    return wrapper.run(q, k, v, return_lse=return_lse, **scales)
+
+
+def _wrapper(device: torch.device, kv_layout: str) -> BatchPrefillWithRaggedKVCacheWrapper:
+    """One for each stream, so that work on two streams shares no memory."""
+    from .prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+
+    key = (device, current_stream(device.index) if device.type == "cuda" else 0, kv_layout)
+    wrappers = _local.__dict__.setdefault("wrappers", {})
+    if key not in wrappers:
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        wrappers[key] = BatchPrefillWithRaggedKVCacheWrapper(workspace, kv_layout)
+    return wrappers[key]
+
+
+def _indptr(length: int) -> torch.Tensor:
+    return torch.tensor([0, length], dtype=torch.int32)
+
+
+def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+    if value is not None and other is not None:
+        raise RunError(f"{name} and {other_name} are both given: they are the same; give one of them.")
+    return other if value is None else value

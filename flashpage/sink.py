@@ -1,0 +1,101 @@
+"""The paged prefill wrapper with attention sinks as positional arguments of run, as FlashInfer has it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from . import arguments
+from .errors import PlanError, RunError
+from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+
+
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """`run(q, paged_kv_cache, sinks, sm_scale)`; what the constructor is told of types, dims and window, plan must repeat.
+
+    Args:
+        q_data_type, kv_data_type, head_dim_qk, head_dim_vo: of every plan.
+        window_left: of every plan that does not give its own.
+        The others are those of BatchPrefillWithPagedKVCacheWrapper.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        q_data_type: Any = torch.bfloat16,
+        kv_data_type: Any = torch.bfloat16,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        window_left: int = -1,
+    ) -> None:
+        arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        super().__init__(
+            *(float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf),
+            *(paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend),
+        )
+        self._told = {
+            "pos_encoding_mode": arguments.position_encoding(pos_encoding_mode),
+            "q_data_type": arguments.dtype("q_data_type", q_data_type),
+            "kv_data_type": arguments.dtype("kv_data_type", kv_data_type),
+            "head_dim_qk": arguments.whole("head_dim_qk", head_dim_qk, 1),
+            "head_dim_vo": arguments.whole("head_dim_vo", head_dim_vo, 1),
+        }
+        self._told_window = arguments.whole("window_left", window_left, -(2**31))
+
+    @functools.wraps(BatchPrefillWithPagedKVCacheWrapper.plan)
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("window_left", -1) == -1 and len(args) < _WINDOW_POSITION:
+            kwargs["window_left"] = self._told_window
+        super().plan(*args, **kwargs)
+        options = self._options
+        planned = {
+            "pos_encoding_mode": options.position_encoding,
+            "q_data_type": options.q_dtype,
+            "kv_data_type": options.kv_dtype,
+            "head_dim_qk": options.head_dim_qk,
+            "head_dim_vo": options.head_dim_vo,
+        }
+        for name, told in self._told.items():
+            if planned[name] != told:
+                self._planner.invalidate()
+                raise PlanError(f"{name}={planned[name]} in plan but {told} in the constructor: pass the same to both.")
+
+    begin_forward = plan
+
+    def run(  # type: ignore[override]
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Any,
+        sinks: torch.Tensor | None = None,
+        sm_scale: float | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """`run` of the paged prefill wrapper with [num_qo_heads] fp32 `sinks`, and `sm_scale` in place of the planned one."""
+        if args:
+            raise RunError(arguments.extra_positions(args))
+        planned = self._sm_scale
+        if sm_scale is not None:
+            self._sm_scale = float(sm_scale)
+        try:
+            return super().run(q, paged_kv_cache, sinks=sinks, **kwargs)
+        finally:
+            self._sm_scale = planned
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+_WINDOW_POSITION = 16  # of window_left among plan's positional arguments, counted from 1

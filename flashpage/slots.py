@@ -1,0 +1,69 @@
+"""Where plans lie: device memory that kernels read, and a ring of staging slots on the host that is copied there."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+import torch
+
+from . import host, lengths
+from .errors import DeviceError, PlanError
+from .prepare import Prepared
+
+
+_STAGING_BYTES = 256 << 10  # a plan of some thousand requests; larger ones get a larger ring
+
+
+class PlanSlot:
+    """Holds one plan at a time. The address of `memory` stays the same, so a captured graph reads whatever plan is newest."""
+
+    __slots__ = (
+        *("__weakref__", "_address", "_capacity", "_destroy", "_device_index", "_handle", "_plan", "_result_address"),
+        *("_staging_bytes", "memory", "result"),
+    )
+
+    def __init__(self, device_index: int, memory: torch.Tensor) -> None:
+        self._device_index = device_index
+        self.use_memory(memory)
+        self.result = host.PlanResult()
+        self._result_address = ctypes.addressof(self.result)
+        self._plan = host.load().fp_slots_plan
+        self._make_ring(_STAGING_BYTES)
+
+    def use_memory(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._address = memory.data_ptr()
+        self._capacity = memory.numel() * memory.element_size()
+
+    def plan(self, problem_address: int, prepared: Prepared, stream: int, names: tuple[str, str, str, str]) -> None:
+        """Plans and starts the copy, in the stream's order; `result` has the numbers."""
+        schedule, result = prepared.schedule_address, self._result_address
+        status = self._plan(self._handle, problem_address, schedule, self._address, self._capacity, stream, result)
+        if status == host.WORKSPACE_TOO_SMALL and self._staging_bytes < self.result.used_bytes <= self._capacity:
+            self._destroy()
+            self._make_ring(1 << (self.result.used_bytes - 1).bit_length())
+            status = self._plan(self._handle, problem_address, schedule, self._address, self._capacity, stream, result)
+        if status:
+            raise self._error(status, prepared, names)
+
+    def last_bytes(self) -> bytes:
+        """The newest plan, copied."""
+        return ctypes.string_at(host.load().fp_slots_last(self._handle), self.result.used_bytes)
+
+    def _make_ring(self, staging_bytes: int) -> None:
+        library = host.load()
+        self._staging_bytes = staging_bytes
+        self._handle = host.check_handle(library.fp_slots_create(self._device_index, staging_bytes))
+        self._destroy = weakref.finalize(self, library.fp_slots_destroy, self._handle)
+        self._destroy.atexit = False  # the process' end frees it; by then the device may be gone
+
+    def _error(self, status: int, prepared: Prepared, names: tuple[str, str, str, str]) -> Exception:
+        if status == host.BAD_LENGTHS:
+            return lengths.complaint(self.result, names, prepared.options.page_size)
+        if status == host.WORKSPACE_TOO_SMALL:
+            return PlanError(
+                f"int_workspace_buffer has {self._capacity} bytes but this plan needs {self.result.used_bytes}: pass a "
+                "larger one to reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)."
+            )
+        return DeviceError(host.last_error())

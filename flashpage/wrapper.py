@@ -1,0 +1,318 @@
+"""Run once a layer: what the public wrappers share. (planner.py is the plan side.)
+
+A run whose signature (options, shapes, strides, dtypes, devices) equals the last one's re-points the thread's Binding and
+makes one foreign call; any other signature is judged, bound and kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from . import arguments, backends, host
+from .binding import Binding
+from .combination import Combination, workspace_bounds
+from .errors import PlanError, RunError
+from .lengths import Lengths, batch_of, to_host
+from .planner import Planner, current_stream
+from .problem import Options, Values, Variation, check_rope, check_scale, check_soft_cap, check_window
+from .run_checks import (
+    NO_SCALES,
+    Tensors,
+    check_cache,
+    check_output,
+    check_run_heads,
+    check_run_tensors,
+    flat,
+    geometry,
+    not_a_tensor,
+    signature_of,
+)
+
+_MOST_BINDINGS = 64  # signatures that a thread keeps: layers with other strides or options
+_DEFAULTS = Values(False, -1, 0.0, None, None, None, "NONE")
+
+WRAPPERS: weakref.WeakValueDictionary[int, PlanRunWrapper] = weakref.WeakValueDictionary()  # by handle, for ops.py
+_handles = itertools.count(1)
+
+
+class _Local(threading.local):
+    """What a thread has bound: the last run's structs, and all of them by geometry."""
+
+    bound: Binding | None = None
+
+    def __init__(self) -> None:
+        self.bindings: dict[Any, Binding] = {}
+
+
+class PlanRunWrapper:
+    """Plans of one wrapper are made by one thread at a time; any thread may run them, one at a time on one stream."""
+
+    _length_names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens")  # the caller's words
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str,
+        use_cuda_graph: bool,
+        backend: str,
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+    ) -> None:
+        arguments.refuse_given(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        self._kv_layout = arguments.layout(kv_layout)
+        self._backend = arguments.backend(backend)
+        self.device = device = arguments.tensor(float_workspace_buffer, "float_workspace_buffer", PlanError).device
+        if device.type not in ("cpu", "cuda"):
+            raise PlanError(f"float_workspace_buffer is on {device}: pass one on the CPU or on a CUDA device.")
+        self._planner = Planner(device, bool(use_cuda_graph), self._length_names, float_workspace_buffer)
+        self._device_index = self._planner.device_index
+        self._default_pdl = backends.device_sm(device) >= 90
+        self._run_kernels = host.load().fp_run
+        self._local = _Local()
+        self._key: Any = None  # options as they were given, compared to skip judging them again
+        self._planned = _DEFAULTS
+        self._set_values(_DEFAULTS)
+        self._handle = next(_handles)
+        WRAPPERS[self._handle] = self
+
+    # ---------------------------------------------------------------- what engines read and write
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether runs may be captured and replayed after later plans."""
+        return self._planner.is_graph
+
+    @property
+    def _float_workspace_buffer(self) -> torch.Tensor:
+        return self._planner.float_buffer
+
+    @property
+    def _int_workspace_buffer(self) -> torch.Tensor:
+        return self._planner.int_buffer
+
+    @_int_workspace_buffer.setter
+    def _int_workspace_buffer(self, buffer: torch.Tensor) -> None:
+        self._planner.use_int_buffer(buffer)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Takes other workspaces; plan again before the next run."""
+        self._planner.use_float_buffer(float_workspace_buffer)
+        self._planner.use_int_buffer(int_workspace_buffer)
+
+    def _take_graph_buffers(self, **buffers: torch.Tensor | None) -> None:
+        """Named as the constructor has them. Kernels read the plan, page numbers and mask bits; the others fix the batch."""
+        self._graph_buffers = buffers if self.is_cuda_graph_enabled else {}
+        self._fixed_batch_size = None
+        for name, buffer in self._graph_buffers.items():
+            if buffer is None:
+                if "mask" in name:
+                    continue
+                raise PlanError(f"{name}=None with use_cuda_graph=True: pass the buffer that captured runs read.")
+            arguments.tensor(buffer, name, PlanError)
+            arguments.same_device(buffer, self.device, name, PlanError)
+            if not buffer.is_contiguous():
+                raise PlanError(f"{name} has strides {tuple(buffer.stride())}: pass a contiguous tensor.")
+            if "indices" in name:
+                if buffer.dtype != torch.int32:
+                    raise PlanError(f"{name} has dtype {buffer.dtype}: captured kernels read int32.")
+                self._planner.indices.buffer = buffer
+            elif "custom_mask" in name:
+                self._planner.mask.buffer = buffer
+            elif "indptr" in name and "mask" not in name:
+                self._fix_batch_size(name, buffer.numel() - 1)
+            elif "last_page_len" in name:
+                self._fix_batch_size(name, buffer.numel())
+
+    def _fix_batch_size(self, name: str, batch: int) -> None:
+        if self._fixed_batch_size not in (None, batch):
+            raise PlanError(f"{name} is for {batch} requests but another buffer is for {self._fixed_batch_size}: match them.")
+        self._fixed_batch_size = batch
+
+    def _check_graph_batch(self, batch: int) -> None:
+        if self._fixed_batch_size is not None and batch != self._fixed_batch_size:
+            raise PlanError(
+                f"the batch has {batch} requests but the wrapper's graph buffers fix it at {self._fixed_batch_size}: pad the "
+                "batch with empty requests, or make a wrapper for this size."
+            )
+
+    @property
+    def _paged_kv_indices_buf(self) -> torch.Tensor | None:
+        indices = self._planner.indices
+        return indices.tensor if indices.buffer is None else indices.buffer
+
+    @property
+    def _custom_mask_buf(self) -> torch.Tensor | None:
+        mask = self._planner.mask
+        return mask.tensor if mask.buffer is None else mask.buffer
+
+    @property
+    def resolved_backend(self) -> str:
+        """The name of the kernel that the present plan runs."""
+        return self._last_combination().prepared.choice.spec.kernel
+
+    @property
+    def last_plan(self) -> Any:
+        """The Plan of the last run, or the one just made: work_items(), explain(), to_svg(path)."""
+        return self._last_combination().make_plan()
+
+    def _last_combination(self) -> Combination:
+        self._require_plan("last_plan")
+        bound = getattr(self._local, "bound", None)
+        if bound is not None and bound.generation == self._planner.generation:
+            return bound.combination
+        return self._planner.active[0]
+
+    def _require_plan(self, name: str) -> None:
+        if not self._planner.is_planned:
+            raise RunError(f"{name}: {type(self).__name__} has no plan: call plan(...) first (again, where it failed).")
+
+    # ---------------------------------------------------------------- plan
+
+    def _workspace_size(self, options: Options, lengths: Lengths) -> tuple[int, int]:
+        batch = batch_of(lengths.kv_indptr, self._length_names[1])
+        lengths = to_host(lengths)
+        total_q = options.uniform_q_len * batch if lengths.q_indptr is None else int(lengths.q_indptr[-1])
+        if lengths.kv_lens is None:
+            total_kv = int(lengths.kv_indptr[-1] - lengths.kv_indptr[0]) * max(1, options.page_size)
+        else:
+            total_kv = int(lengths.kv_lens.sum())
+        return workspace_bounds(options, batch, total_q, total_kv, self.device)
+
+    def _is_configured(self, key: Any) -> bool:
+        """Whether the options are those of the last plan; the attributes are then what was planned."""
+        if key != self._key:
+            return False
+        self._set_values(self._planned)
+        return True
+
+    def _configure(self, key: Any, options: Options, values: Values) -> None:
+        self._key = None
+        self._planner.is_planned = False
+        check_scale(values.sm_scale, options.head_dim_qk)
+        check_rope(values.rope_scale, values.rope_theta)
+        self._planner.configure(options)
+        self._planned = values
+        self._set_values(values)
+        self._options, self._out_dtype = options, options.out_dtype.torch
+        self._key = key
+
+    def _set_values(self, values: Values) -> None:
+        (
+            self._causal,
+            self._window_left,
+            self._logits_soft_cap,
+            self._sm_scale,
+            self._rope_scale,
+            self._rope_theta,
+            self._pos_encoding_mode,
+        ) = values
+
+    def _take_values(self, **changed: Any) -> None:
+        """`forward` sets the attributes for this run and those that follow, its defaults included, as FlashInfer's does."""
+        if changed.get("pos_encoding_mode") is None:
+            changed["pos_encoding_mode"] = self._pos_encoding_mode
+        changed["window_left"] = check_window(changed["window_left"])
+        changed["logits_soft_cap"] = check_soft_cap(changed["logits_soft_cap"])
+        self._set_values(self._values(None)._replace(**changed))
+
+    def _values(self, window_left: int | None) -> Values:
+        return Values(
+            self._causal,
+            self._window_left if window_left is None else window_left,
+            self._logits_soft_cap,
+            self._sm_scale,
+            self._rope_scale,
+            self._rope_theta,
+            self._pos_encoding_mode,
+        )
+
+    # ---------------------------------------------------------------- run
+
+    def _dispatch(
+        self,
+        values: Values,
+        tensors: Tensors,
+        return_lse: bool,
+        scales: tuple[Any, Any, Any],
+        sinks: torch.Tensor | None,
+        enable_pdl: bool | None,
+    ) -> Any:
+        """One layer: straight to C, or through the operator where torch traces or watches."""
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            from . import ops
+
+            return ops.run(self, values, tensors, return_lse, scales, sinks, enable_pdl)
+        return self._launch(values, tensors, return_lse, scales, sinks, enable_pdl)
+
+    def _launch(
+        self,
+        values: Values,
+        tensors: Tensors,
+        return_lse: bool,
+        scales: tuple[Any, Any, Any],
+        sinks: torch.Tensor | None,
+        enable_pdl: bool | None,
+    ) -> Any:
+        q, cache, out, lse = tensors
+        try:
+            signature = signature_of(values, tensors)
+        except AttributeError:
+            raise not_a_tensor(tensors) from None
+        bound = self._local.bound
+        if bound is None or bound.signature != signature or bound.generation != self._planner.generation:
+            bound = self._bind(signature, values, tensors)
+        if out is None:
+            out = torch.empty((*q.shape[:-1], bound.head_dim_vo), dtype=bound.out_dtype, device=self.device)
+        if return_lse and lse is None:
+            lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=self.device)
+        if scales is not NO_SCALES or bound.scales is not NO_SCALES:
+            bound.set_scales(scales)
+        if sinks is not None or bound.sinks is not None:
+            bound.set_sinks(sinks)
+        if enable_pdl is not None or bound.pdl is not self._default_pdl:
+            bound.set_pdl(self._default_pdl if enable_pdl is None else bool(enable_pdl))
+        bound.point(q, cache, out, lse, current_stream(self._device_index))
+        status = self._run_kernels(bound.args_address)
+        if status:
+            host.check(status)
+        return (out, lse) if return_lse else out
+
+    def _bind(self, signature: Any, values: Values, tensors: Tensors) -> Binding:
+        """Judges a run that differs from the last one, and finds or makes its structs."""
+        self._require_plan("run")
+        combination = self._judge(values, tensors)
+        key = (combination, values, *(geometry(t) for t in flat(tensors)))
+        bindings = self._local.bindings
+        bound = bindings.get(key)
+        if bound is None:
+            if len(bindings) >= _MOST_BINDINGS:
+                bindings.clear()
+            bound = Binding(self._planner, self._kv_layout, values, combination, tensors)
+            bindings[key] = bound
+        if bound.generation != self._planner.generation:
+            bound.refresh(self._planner)
+        bound.signature = signature
+        self._local.bound = bound
+        return bound
+
+    def _judge(self, values: Values, tensors: Tensors) -> Combination:
+        """Shapes, dtypes and devices of a run against the plan; the combination of options that it needs."""
+        planner, options = self._planner, self._options
+        q = check_run_tensors(tensors, options, self.device)
+        num_kv_heads = check_cache(tensors.cache, options, self._kv_layout, planner.indices.max_page, planner.kv_end)
+        heads = check_run_heads(q.shape[1], num_kv_heads, options)
+        rows = planner.total_q
+        if q.shape[0] != rows and not (planner.is_graph and q.shape[0] > rows):
+            raise RunError(f"q has {q.shape[0]} rows but the plan is for {rows}: plan again for this batch.")
+        for name, found, shape, dtype in (
+            ("out", tensors.out, (*q.shape[:2], options.head_dim_vo), self._out_dtype),
+            ("lse", tensors.lse, tuple(q.shape[:2]), torch.float32),
+        ):
+            if found is not None:
+                check_output(found, name, shape, dtype, self.device)
+        return planner.find(Variation.of(values, *heads))
