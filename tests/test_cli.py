@@ -12,7 +12,10 @@ import time
 import pytest
 
 from flashpage.cli import main, values
+from flashpage.dtypes import DType
 from flashpage.env import VARIABLES
+from flashpage.spec import KernelSpec
+from flashpage.tiles import cpu_tile
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -37,13 +40,18 @@ WRONG = [  # arguments, what the line must name
     (("plan", "bell:4:100"), "bell"),
     (("plan", "100", "--heads", "7/2"), "7/2"),
     (("plan", "100", "--ctas", "0"), "--ctas"),
-    (("plan", "100,200", "--q-lens", "1,2,3"), "q_lens"),
-    (("plan", "100", "--page-size", "-3"), "page_size"),
+    (("plan", "100", "--head-dim", "20"), "--head-dim"),
+    (("plan", "100", "--window-left", "-2"), "--window-left"),
+    (("plan", "99999999999"), "31 bits"),
+    (("plan", "100,200", "--q-lens", "1,2,3"), "--q-lens"),
+    (("plan", "100", "--page-size", "-3"), "--page-size"),
     (("demo", "--requests", "0"), "--requests"),
     (("demo", "--device", "tpu"), "tpu"),
     (("build", "no-such-file"), "no-such-file"),
     (("build", "--spec", "{}"), "--spec"),
     (("build", "--spec", "["), "--spec"),
+    (("build", "--spec", '{"kernel": "cpu_attention"}'), "tile"),
+    (("build", "--spec", '{"kernel": "telepathy"}'), "telepathy"),
     (("build", "--target", "sm_eighty", "--spec", '{"kernel": "merge"}'), "sm_eighty"),
     (("build", "--target", "avx2", "--spec", '{"kernel": "merge"}'), "cuda"),
     (("info", "everything"), "everything"),
@@ -109,19 +117,21 @@ def test_plan_of_prefill(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and out
 
 
+def cpu_spec(head_dim: int) -> KernelSpec:
+    """A kernel that compiles in few seconds."""
+    tile, _ = cpu_tile(head_dim, head_dim, 1)
+    f32 = DType.FLOAT32
+    return KernelSpec("cpu_attention", f32, f32, f32, head_dim, head_dim, tile=tile)
+
+
 def test_build_fills_the_cache(
     capsys: pytest.CaptureFixture[str], tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manifest of a kernel, built twice: compiled, then found; listed; cleared."""
     from flashpage import jit
-    from flashpage.dtypes import DType
-    from flashpage.spec import KernelSpec
-    from flashpage.tiles import cpu_tile
 
     monkeypatch.setenv("FLASHPAGE_CACHE_DIR", os.path.join(tmp_path, "cache"))
-    f32 = DType.FLOAT32
-    tile, _ = cpu_tile(16, 16, 1)
-    spec = KernelSpec("cpu_attention", f32, f32, f32, 16, 16, tile=tile)
+    spec = cpu_spec(16)
     manifest = os.path.join(tmp_path, "kernels.json")
     jit.write_manifest(manifest, [(spec, jit.host_target())])
     code, out, _ = run(capsys, "build", manifest)
@@ -136,7 +146,7 @@ def test_build_fills_the_cache(
 
 def test_build_tells_what_failed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPAGE_CXX", "no-such-compiler")
-    code, _, err = run(capsys, "build", "--spec", '{"kernel": "cpu_attention", "head_dim_qk": 24, "head_dim_vo": 24}')
+    code, _, err = run(capsys, "build", "--spec", json.dumps(cpu_spec(24).to_json()))
     assert code == 1
     assert "no-such-compiler" in err
 
@@ -149,8 +159,7 @@ def test_interrupted_compile_leaves_nothing_behind(tmp_path: os.PathLike[str]) -
     os.chmod(slow, 0o755)
     cache = os.path.join(tmp_path, "cache")
     environment = os.environ | {"FLASHPAGE_CACHE_DIR": cache, "FLASHPAGE_CXX": slow}
-    spec = '{"kernel": "cpu_attention", "head_dim_qk": 40, "head_dim_vo": 40}'
-    command = [sys.executable, "-m", "flashpage", "build", "--spec", spec]
+    command = [sys.executable, "-m", "flashpage", "build", "--spec", json.dumps(cpu_spec(40).to_json())]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 30
     while not os.path.exists(slow + ".pid") and time.monotonic() < deadline:

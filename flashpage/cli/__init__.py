@@ -42,9 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
     except FlashpageError as error:
         print(f"flashpage {parsed.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, PlanError | ArgumentError) else 1
-    except KeyboardInterrupt:
-        print(f"flashpage {parsed.command}: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # `flashpage ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a file that cannot be written, a full disk
+        print(f"flashpage {parsed.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"flashpage {parsed.command}: interrupted", file=sys.stderr)
+        return 130

@@ -52,8 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
     """What to build, and for what; ArgumentError's sentence where an argument says neither."""
+    import jinja2
+
     from .. import jit
     from ..jit.manifest import parse_spec
+    from ..jit.render import render
     from ..jit.targets import Target
 
     try:
@@ -64,8 +67,9 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
     for text in arguments.spec:
         try:
             spec = parse_spec(json.loads(text))
-        except (ValueError, KeyError, TypeError) as error:
-            raise values.ArgumentError(f"--spec: not a kernel: {type(error).__name__}: {error}") from None
+            render(spec)
+        except (ValueError, KeyError, TypeError, jinja2.TemplateError, FlashpageError) as error:
+            raise values.ArgumentError(f"--spec: not a kernel: {error!r}") from None
         fitting = [target for target in targets or _targets_here(spec.backend) if target.backend == spec.backend]
         if not fitting:
             raise values.ArgumentError(f"--target: none of the given is for {spec.backend}, which the spec needs")

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import platform
 
-from .. import env, host, paths
+from .. import __version__, env, host, paths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def _versions() -> list[tuple[str, str]]:
     if importlib.util.find_spec("torch"):
         torch = importlib.metadata.version("torch")
     return [
-        ("flashpage", f"{importlib.metadata.version('flashpage')} in {paths.PACKAGE}"),
+        ("flashpage", f"{__version__} in {paths.PACKAGE}"),
         ("python", f"{platform.python_version()}, torch {torch}"),
     ]
 
@@ -72,4 +72,4 @@ def _kernels() -> list[tuple[str, str]]:
 
 
 def _environment() -> list[tuple[str, str]]:
-    return [(name, f"{env.get(name) or '-'}  ({meaning})") for name, meaning in env.VARIABLES.items()]
+    return [(name, f"{env.get(name) or '(not set)'}: {meaning}") for name, meaning in env.VARIABLES.items()]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import values
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--q-lens", type=values.lengths, help="query rows of each request, in the same forms (default: 1)"
     )
     parser.add_argument("--heads", type=values.heads, default=(32, 8), help="query/KV heads (default: 32/8)")
-    parser.add_argument("--head-dim", type=values.count, default=128, help="default: 128")
+    parser.add_argument("--head-dim", type=values.head_dim, default=128, help="default: 128")
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page; 0: ragged (default: 16)")
     parser.add_argument("--not-causal", action="store_true")
     parser.add_argument("--window-left", type=int, default=-1, help="tokens; -1: all (default)")
@@ -29,4 +33,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    raise NotImplementedError
+    from ..plan import plan_lengths
+
+    kv_lens, q_lens = arguments.kv_lens, arguments.q_lens
+    if q_lens is not None and len(q_lens) != len(kv_lens):
+        raise values.ArgumentError(f"--q-lens has {len(q_lens)} entries but the batch has {len(kv_lens)} requests")
+    if arguments.page_size < 0:
+        raise values.ArgumentError(f"--page-size is {arguments.page_size}: give tokens a page, or 0 for ragged")
+    if arguments.window_left < -1:
+        raise values.ArgumentError(f"--window-left is {arguments.window_left}: give tokens, or -1 for all")
+    plan = plan_lengths(
+        q_lens,
+        kv_lens,
+        *arguments.heads,
+        arguments.head_dim,
+        page_size=arguments.page_size,
+        num_ctas=arguments.ctas,
+        causal=not arguments.not_causal,
+        window_left=arguments.window_left,
+        backend=arguments.backend,
+    )
+    print(plan.picture())
+    print(plan.explain("H200" if arguments.backend == "cuda" else ""))
+    if arguments.items:
+        _print_items(plan.work_items())
+    if arguments.svg:
+        plan.to_svg(arguments.svg)
+        print(f"drawn to {arguments.svg}")
+    return 0
+
+
+def _print_items(items: np.ndarray) -> None:
+    """One line a work item."""
+    for item in items:
+        where = f"CTA {item['cta']}: request {item['request']}, KV head {item['kv_head']}"
+        what = f"{item['num_units']} units from packed row {item['first_packed_row']}"
+        cut = f", piece {item['piece']}" if item["partial_row"] >= 0 else ""
+        print(f"{where}, {what}, tokens {item['kv_begin']} to {item['kv_end']}{cut}")

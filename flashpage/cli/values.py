@@ -24,6 +24,14 @@ def count(text: str) -> int:
     return value
 
 
+def head_dim(text: str) -> int:
+    """What kernels take."""
+    value = count(text)
+    if value % 8 or not 16 <= value <= 512:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 8 from 16 to 512")
+    return value
+
+
 def lengths(text: str) -> list[int]:
     """Lengths of a batch: `300,17,4096`, with `100x64` for a hundred of 64; or `zipf:64:4096` (kind, batch, mean)."""
     kind, *rest = text.split(":")

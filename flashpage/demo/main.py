@@ -20,7 +20,7 @@ from .reference import check_tokens
 def choose_device(name: str) -> torch.device:
     """The torch device of `auto`, `cpu` or `cuda`."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise FlashpageError("--device cuda: torch finds no GPU here; leave the option out to run on the CPU")
+        raise FlashpageError("device cuda: torch finds no GPU here; leave the option out to run on the CPU")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
