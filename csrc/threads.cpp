@@ -22,6 +22,7 @@ namespace {
 
 constexpr int max_threads = 1024;
 constexpr int max_loops = 16;  // of different callers at a time; a further caller runs its loop alone
+constexpr int wakes_each = 2;     // threads that one thread wakes: a tree, as one waker would need a microsecond for each
 constexpr int spin_pauses =
     500;  // before a thread sleeps: some 10 us, more than the gap between attention and its merge
 
@@ -65,8 +66,8 @@ struct alignas(64) Loop {
     inside_loop = false;
   }
 
-  bool has_work() const {
-    return open.load() && next.load(std::memory_order_relaxed) < count.load(std::memory_order_relaxed);
+  int indices_left() const {
+    return open.load() ? count.load(std::memory_order_relaxed) - next.load(std::memory_order_relaxed) : 0;
   }
 
   // `inside` rises before `open` is read, and the caller clears `open` before it reads `inside`: a worker that saw the
@@ -109,7 +110,7 @@ struct Pool {
     loop->next.store(0, std::memory_order_relaxed);
     loop->open.store(true);
     calls.value.fetch_add(1);
-    calls.wake(count - 1);
+    calls.wake(std::min(count - 1, wakes_each));
     loop->work();
     loop->close_and_wait();
     loop->taken.store(false, std::memory_order_release);
@@ -119,7 +120,10 @@ struct Pool {
     while (!retired.load()) {
       const int seen = calls.value.load();
       for (Loop& loop : loops) {
-        if (loop.has_work()) loop.help();
+        const int left = loop.indices_left();
+        if (left <= 0) continue;
+        if (left > 1) calls.wake(std::min(left - 1, wakes_each));
+        loop.help();
       }
       calls.wait_while(seen);
     }
