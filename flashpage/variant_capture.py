@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class Captures:
         self._functions[function] = copy  # before what it captures, which may be itself
         self.objects.append(code)
         if scope is not function.__globals__:
-            for name in sorted(_names(code)):
+            for name in _names(code):
                 if name in scope:
                     scope[name] = self._place((id(function.__globals__), name), scope[name], name)
         for cell, source, name in zip(cells, function.__closure__ or (), code.co_freevars, strict=True):
@@ -94,9 +94,8 @@ class Captures:
         return copy
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+@functools.lru_cache(maxsize=256)
+def _names(code: types.CodeType) -> tuple[str, ...]:
     """Names that the code, or code inside it, may look up in its globals."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+    inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
+    return tuple(sorted({*code.co_names, *inner}))

@@ -63,16 +63,18 @@ def _div(x: Traced, y: Traced, rounding_mode: str | None = None) -> Traced:
     return Traced("float", "({0} / {1})", a, b)
 
 
-@_operation("floor_divide")
-def _floor_div(x: Traced, y: Traced) -> Traced:
-    a, b = promoted(x, y, least="int")
-    return Traced(a.kind, "floor_div({0}, {1})", a, b)
+def _function_of_two(name: str) -> Callable[[Traced, Traced], Traced]:
+    def compute(x: Traced, y: Traced) -> Traced:
+        a, b = promoted(x, y, least="int")
+        return Traced(a.kind, f"{name}({{0}}, {{1}})", a, b)
+
+    return compute
 
 
-@_operation("remainder")
-def _mod(x: Traced, y: Traced) -> Traced:
-    a, b = promoted(x, y, least="int")
-    return Traced(a.kind, "mod({0}, {1})", a, b)
+_floor_div = _operation("floor_divide")(_function_of_two("floor_div"))
+_mod = _operation("remainder")(_function_of_two("mod"))
+_minimum = _operation("minimum", "min", "fmin")(_function_of_two("min"))
+_maximum = _operation("maximum", "max", "fmax")(_function_of_two("max"))
 
 
 @_operation("pow")
@@ -97,37 +99,34 @@ def _pow(x: Traced, y: Traced) -> Traced:
     return result if result is not None else lift(1 if x.kind == "int" else 1.0)
 
 
-def _bits(x: Traced, y: Traced, symbol: str, logical: Callable[..., Traced]) -> Traced:
-    if x.kind == y.kind == "bool":
-        return logical(x, y)
-    if "float" in (x.kind, y.kind):
-        refuse(f"{symbol} of a float", "compare it first")
-    return _same_kind(x, y, symbol)
+def _logical(name: str) -> Callable[[Traced, Traced], Traced]:
+    return lambda x, y: Traced("bool", f"logical_{name}({{0}}, {{1}})", to_bool(x), to_bool(y))
 
 
-@_operation("bitwise_and")
-def _bitwise_and(x: Traced, y: Traced) -> Traced:
-    return _bits(x, y, "&", _logical_and)
+_logical_and = _operation("logical_and")(_logical("and"))
+_logical_or = _operation("logical_or")(_logical("or"))
+_logical_xor = _operation("logical_xor")(_logical("xor"))
 
 
-@_operation("bitwise_or")
-def _bitwise_or(x: Traced, y: Traced) -> Traced:
-    return _bits(x, y, "|", _logical_or)
+@_operation("logical_not")
+def _logical_not(x: Traced) -> Traced:
+    return Traced("bool", "logical_not({0})", to_bool(x))
 
 
-@_operation("bitwise_xor")
-def _bitwise_xor(x: Traced, y: Traced) -> Traced:
-    return _bits(x, y, "^", _logical_xor)
+def _bitwise(symbol: str, of_bools: Callable[..., Traced] | None = None) -> Callable[[Traced, Traced], Traced]:
+    def compute(x: Traced, y: Traced) -> Traced:
+        if "float" in (x.kind, y.kind):
+            refuse(f"{symbol} of a float", "compare it first")
+        return of_bools(x, y) if of_bools and x.kind == y.kind == "bool" else _same_kind(x, y, symbol)
+
+    return compute
 
 
-@_operation("bitwise_left_shift")
-def _left_shift(x: Traced, y: Traced) -> Traced:
-    return _bits(to_int(x), y, "<<", _logical_and)
-
-
-@_operation("bitwise_right_shift")
-def _right_shift(x: Traced, y: Traced) -> Traced:
-    return _bits(to_int(x), y, ">>", _logical_and)
+_bitwise_and = _operation("bitwise_and")(_bitwise("&", _logical_and))
+_bitwise_or = _operation("bitwise_or")(_bitwise("|", _logical_or))
+_bitwise_xor = _operation("bitwise_xor")(_bitwise("^", _logical_xor))
+_left_shift = _operation("bitwise_left_shift")(_bitwise("<<"))
+_right_shift = _operation("bitwise_right_shift")(_bitwise(">>"))
 
 
 @_operation("bitwise_not")
@@ -135,26 +134,6 @@ def _bitwise_not(x: Traced) -> Traced:
     if x.kind == "float":
         refuse("~ of a float", "compare it first")
     return _logical_not(x) if x.kind == "bool" else Traced("int", "(~{0})", x)
-
-
-@_operation("logical_and")
-def _logical_and(x: Traced, y: Traced) -> Traced:
-    return Traced("bool", "logical_and({0}, {1})", to_bool(x), to_bool(y))
-
-
-@_operation("logical_or")
-def _logical_or(x: Traced, y: Traced) -> Traced:
-    return Traced("bool", "logical_or({0}, {1})", to_bool(x), to_bool(y))
-
-
-@_operation("logical_xor")
-def _logical_xor(x: Traced, y: Traced) -> Traced:
-    return Traced("bool", "logical_xor({0}, {1})", to_bool(x), to_bool(y))
-
-
-@_operation("logical_not")
-def _logical_not(x: Traced) -> Traced:
-    return Traced("bool", "logical_not({0})", to_bool(x))
 
 
 def _comparison(symbol: str) -> Callable[[Traced, Traced], Traced]:
@@ -192,18 +171,6 @@ def _where(condition: Traced, x: Traced, y: Traced) -> Traced:
     return Traced(a.kind, "select({0}, {1}, {2})", to_bool(condition), a, b)
 
 
-@_operation("minimum", "min", "fmin")
-def _minimum(x: Traced, y: Traced) -> Traced:
-    a, b = promoted(x, y, least="int")
-    return Traced(a.kind, "min({0}, {1})", a, b)
-
-
-@_operation("maximum", "max", "fmax")
-def _maximum(x: Traced, y: Traced) -> Traced:
-    a, b = promoted(x, y, least="int")
-    return Traced(a.kind, "max({0}, {1})", a, b)
-
-
 @_operation("clamp", "clip")
 def _clamp(x: Traced, *bounds: Traced, min: Any = None, max: Any = None) -> Traced:
     low, high = (*bounds, min, max)[:2] if len(bounds) != 1 else (bounds[0], max)
@@ -232,34 +199,12 @@ def _ceil(x: Traced) -> Traced:
     return _neg(_floor(_neg(x)))
 
 
-@_operation("exp2")
-def _exp2(x: Traced) -> Traced:
-    return _exp(_mul(x, math.log(2.0)))
-
-
-@_operation("log2")
-def _log2(x: Traced) -> Traced:
-    return _mul(_log(x), 1.0 / math.log(2.0))
-
-
-@_operation("rsqrt")
-def _rsqrt(x: Traced) -> Traced:
-    return _div(1.0, _sqrt(x))
-
-
-@_operation("reciprocal")
-def _reciprocal(x: Traced) -> Traced:
-    return _div(1.0, x)
-
-
-@_operation("square")
-def _square(x: Traced) -> Traced:
-    return _mul(x, x)
-
-
-@_operation("relu")
-def _relu(x: Traced) -> Traced:
-    return _maximum(x, 0)
+_operation("exp2")(lambda x: _exp(_mul(x, math.log(2.0))))
+_operation("log2")(lambda x: _mul(_log(x), 1.0 / math.log(2.0)))
+_operation("rsqrt")(lambda x: _div(1.0, _sqrt(x)))
+_operation("reciprocal")(lambda x: _div(1.0, x))
+_operation("square")(lambda x: _mul(x, x))
+_operation("relu")(lambda x: _maximum(x, 0))
 
 
 # Conversions and constants
@@ -306,26 +251,9 @@ OPERATIONS["new_full"] = lambda x, size, value, dtype=None, **_: _constant(value
 
 # Python's operators
 
-_BINARY = {
-    "add": _add,
-    "sub": _sub,
-    "mul": _mul,
-    "truediv": _div,
-    "floordiv": _floor_div,
-    "mod": _mod,
-    "pow": _pow,
-    "and": _bitwise_and,
-    "or": _bitwise_or,
-    "xor": _bitwise_xor,
-    "lshift": _left_shift,
-    "rshift": _right_shift,
-    "lt": _lt,
-    "le": _le,
-    "gt": _gt,
-    "ge": _ge,
-    "eq": _eq,
-    "ne": _ne,
-}
+_ARITHMETIC = {"add": _add, "sub": _sub, "mul": _mul, "truediv": _div, "floordiv": _floor_div, "mod": _mod, "pow": _pow}
+_BITS = {"and": _bitwise_and, "or": _bitwise_or, "xor": _bitwise_xor, "lshift": _left_shift, "rshift": _right_shift}
+_COMPARISONS = {"lt": _lt, "le": _le, "gt": _gt, "ge": _ge, "eq": _eq, "ne": _ne}
 _UNARY = {"neg": _neg, "abs": _abs, "invert": _bitwise_not, "pos": _same}
 
 
@@ -343,10 +271,8 @@ def _install(
     setattr(Traced, name, method)
 
 
-for _name, _implementation in _BINARY.items():
+for _name, _implementation in (_ARITHMETIC | _BITS | _COMPARISONS | _UNARY).items():
     _python = getattr(operator, f"__{_name}__")
     _install(f"__{_name}__", _implementation, _python)
-    if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
+    if _name in _ARITHMETIC | _BITS:
         _install(f"__r{_name}__", _implementation, _python, swapped=True)
-for _name, _implementation in _UNARY.items():
-    _install(f"__{_name}__", _implementation, getattr(operator, f"__{_name}__"))
