@@ -92,7 +92,11 @@ def obtain(
     key = key_of(spec, target)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # publish meets the same error, and tells it
-            stack.enter_context(store.lock(key))
+            try:
+                stack.enter_context(store.lock(key, blocking=False))
+            except BlockingIOError:
+                progress.say(f"waiting for another process that compiles {spec.name}")
+                stack.enter_context(store.lock(key))
         entry = store.read(key)
         if entry and not (unusable and unusable.meta["sha256"] == entry.meta["sha256"]):
             return entry, False
@@ -153,6 +157,7 @@ class _Batch:
             return
         (self._work / "build.ninja").write_text("".join(job.ninja_rule() for job in self._jobs.values()))
         count = jobs or process.job_count(len(self._jobs))
+        progress.say(f"compiling {len(self._jobs)} kernels, {count} at a time")
         command = [ninja, "-C", str(self._work), "-k", "0", "-j", str(count)]
         bar = progress.Bar(len(self._jobs), "compiled kernels")
         with process.running(command, subprocess.PIPE, {"NINJA_STATUS": _DONE}) as child:

@@ -21,7 +21,7 @@ def source_suffix(spec: KernelSpec) -> str:
 
 
 def render(spec: KernelSpec) -> str:
-    """The whole translation unit, less what it includes from include/flashpage. CompileError where there is no template."""
+    """The whole translation unit, less what it includes; CompileError where the spec has no template."""
     name = f"{spec.kernel}{source_suffix(spec)}.jinja"
     if not (paths.templates_dir() / name).is_file():
         raise CompileError(f"kernel {spec.name} has no template: {paths.templates_dir()} holds no {name}")
