@@ -64,8 +64,9 @@ class Case:
 
 
 def decode(name: str, why: str, kv_lens: Iterable[int], *, q_len: int = 1, **options: Any) -> Case:
+    """Several rows a request are causal among themselves, as the decode wrapper has them."""
     kv_lens = tuple(kv_lens)
-    return Case(name, why, kv_lens, (q_len,) * len(kv_lens), entry="decode", **options)
+    return Case(name, why, kv_lens, (q_len,) * len(kv_lens), entry="decode", causal=q_len > 1, **options)
 
 
 def prefill(name: str, why: str, q_lens: Iterable[int], kv_lens: Iterable[int], **options: Any) -> Case:

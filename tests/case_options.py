@@ -139,7 +139,7 @@ def split_rows() -> list[Case]:
             "split-one-long", "one request must fill all CTAs", (3000,), num_q_heads=2, num_kv_heads=1, reduced=True
         ),
         decode("split-two-long", "two requests of unlike length", (2500, 700), page_size=5),
-        decode("split-multi-token", "pieces that some rows do not see", (1000,), q_len=8, causal=True),
+        decode("split-multi-token", "pieces that some rows do not see", (1000,), q_len=8),
         prefill("split-append", "a short chunk over a long context", (5,), (2000,), causal=True, reduced=True),
         prefill("split-window", "a window that ends in another piece", (40,), (1500,), causal=True, window_left=200),
         prefill("split-mask", "custom mask bits of a later piece", (20,), (1200,), mask="packed"),

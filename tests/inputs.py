@@ -107,8 +107,7 @@ def _ragged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[C
     """One "page" holds all requests' rows; its spare rows stay NaN."""
     spare = 0 if case.entry.startswith("single") else 5
     shape = Shape(1, sum(case.kv_lens) + spare, case.num_kv_heads, case.head_dim, case.value_dim)
-    layout = case.kv_layout if case.entry.startswith("single") else "NHD"
-    cache = Cache.make(case.cache, shape, layout, getattr(torch, case.kv_type))
+    cache = Cache.make(case.cache, shape, case.kv_layout, getattr(torch, case.kv_type))
     for memory, given in zip(cache.rows(), (k, v), strict=True):
         memory[0, : sum(case.kv_lens)] = torch.cat(given)
     indptr = torch.tensor([0, *case.kv_lens]).cumsum(0).to(torch.int32)
