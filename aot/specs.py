@@ -23,8 +23,15 @@ def default_cuda_specs() -> list[KernelSpec]:
         _sm80(dtype, dtype, dims, 128, kv_source="ragged")
         for dtype, dims in itertools.product(HALF, (*HEAD_DIMS, (192, 128)))
     ]
-    helpers = [KernelSpec("merge", out_dtype=dtype) for dtype in HALF]
-    return _distinct(paged + ragged + helpers)
+    return _distinct(paged + ragged + helper_specs())
+
+
+def helper_specs() -> list[KernelSpec]:
+    """Merging of split KV and of states, and appending: elements of one, two and four bytes."""
+    merge = [KernelSpec("merge", out_dtype=dtype) for dtype in HALF]
+    states = [KernelSpec("merge_states", q_dtype=dtype) for dtype in (*HALF, DType.FLOAT32)]
+    append = [KernelSpec("append", kv_dtype=d) for d in (DType.FLOAT8_E4M3, DType.FLOAT16, DType.FLOAT32)]
+    return merge + states + append
 
 
 def other_cuda_specs() -> list[KernelSpec]:

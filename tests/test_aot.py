@@ -16,7 +16,8 @@ from jit_sandbox import Sandbox, toy
 
 from aot import build as aot_build
 from aot import specs
-from flashpage import backends, jit, paths
+from flashpage import backends, jit, ops, paths
+from flashpage.dtypes import DType
 from flashpage.jit import cache, compilers
 from flashpage.problem import Options, Problem
 from flashpage.spec import KernelSpec
@@ -91,6 +92,12 @@ def test_list_is_what_plans_ask_for(spec: KernelSpec, monkeypatch: pytest.Monkey
     device = torch.device("cpu" if spec.backend == "cpu" else "cuda:0")
     chosen = [backends.choose(Problem(options, 1 << i), device, variant).spec for i in range(12)]
     assert spec in chosen
+
+
+def test_helper_specs_are_what_operators_ask_for() -> None:
+    listed = set(specs.helper_specs())
+    assert {KernelSpec("append", kv_dtype=dtype) for dtype in ops._APPEND_DTYPES.values()} <= listed
+    assert {KernelSpec("merge_states", q_dtype=DType.of(dtype)) for dtype in ops._ELEMENT_TYPES} <= listed
 
 
 def test_aot_folder_is_looked_at_first(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
