@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import cpu_plan
+import cpu_kernel
 import pytest
 import reference
 import torch
-from cpu_plan import Inputs, KernelCase
+from cpu_kernel import Inputs, KernelCase
 
+from flashpage.jit import Target, build_kernels
 from flashpage.jit.targets import runnable
 from flashpage.spec import VariantSpec
 
@@ -84,11 +85,25 @@ def options(case: KernelCase, inputs: Inputs) -> reference.Options:
     )
 
 
-@pytest.mark.parametrize("target", runnable(None), ids=lambda target: target.name)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.reason)
-def test_kernel(case: KernelCase, target) -> None:
+def runs() -> list[pytest.param]:
+    """Every case at the best level and at the lowest, where vectors are half as wide; one at the level in between."""
+    levels = runnable(None)
+    found = [(case, target) for target in dict.fromkeys((levels[0], levels[-1])) for case in CASES]
+    found += [(CASES[1], target) for target in levels[1:-1]]
+    return [pytest.param(*run, id=f"{run[1].name}-{run[0].reason}") for run in found]
+
+
+@pytest.fixture(scope="module")
+def kernels(request: pytest.FixtureRequest) -> None:
+    """All kernels of the collected tests, compiled side by side."""
+    params = [getattr(getattr(item, "callspec", None), "params", {}) for item in request.session.items]
+    build_kernels((p["case"].spec, p["target"]) for p in params if isinstance(p.get("case"), KernelCase))
+
+
+@pytest.mark.parametrize(("case", "target"), runs())
+def test_kernel(case: KernelCase, target: Target, kernels: None) -> None:
     inputs = Inputs(case)
-    results = cpu_plan.run(case, inputs, cpu_plan.load_kernel(case.spec, target))
+    results = cpu_kernel.run(case, inputs, cpu_kernel.load_kernel(case.spec, target))
     starts = [sum(case.q_lens[:i]) for i in range(len(case.q_lens))]
     for request, (out, lse) in enumerate(results):
         rows = slice(starts[request], starts[request] + case.q_lens[request])

@@ -6,11 +6,19 @@
 
 namespace flashpage::cpu {
 
+// The tile that starts at a token of the unit; empty at its end.
+template <class Traits>
+void locate_tile(const Work<Traits>& work, i32 begin, KvTile<typename Traits::Kv, Traits::tile_kv>& tile) {
+  tile.begin = begin;
+  tile.count = min_of(Traits::tile_kv, work.unit.end - begin);
+  locate_rows<Traits::kv_source>(work.params, *work.unit.item, work.unit.kv_head, tile);
+}
+
 // Scores of all blocks come before values: both are read from the same panels, packed once a tile.
 template <class Traits>
 void attend_tile(Work<Traits>& work) {
   const i32 num_rows = work.unit.num_rows;
-  locate_rows<Traits::kv_source>(work.params, *work.unit.item, work.unit.kv_head, work.tile);
+  __builtin_memset(work.seen, 0, sizeof(work.seen));
   pack_tile_keys(work);
   for (i32 row = 0; row < num_rows; row += block_rows) {
     const Block block = work.block(row);
@@ -26,10 +34,10 @@ void attend_unit(Work<Traits>& work) {
   load_queries(work);
   start_softmax(work);
   __builtin_memset(work.out, 0, sizeof(float) * work.unit.num_rows * Work<Traits>::out_stride);
-  for (i32 token = work.unit.begin; token < work.unit.end; token += Traits::tile_kv) {
-    work.tile.begin = token;
-    work.tile.count = min_of(Traits::tile_kv, work.unit.end - token);
-    __builtin_memset(work.seen, 0, sizeof(work.seen));
+  locate_tile(work, work.unit.begin, work.next);
+  while (work.next.count > 0) {
+    work.tile = work.next;
+    locate_tile(work, work.tile.begin + work.tile.count, work.next);
     attend_tile(work);
   }
   write_outputs(work);

@@ -33,6 +33,9 @@ inline ShortLanes float_to_half(FloatLanes x) {
 inline FloatLanes scale_by_power(FloatLanes x, FloatLanes n) {
   return (FloatLanes)_mm512_scalef_ps((__m512)x, (__m512)n);
 }
+inline bool all_true(IntLanes mask) {
+  return _mm512_movepi32_mask((__m512i)mask) == 0xffff;
+}
 inline FloatLanes square_root(FloatLanes x) {
   return (FloatLanes)_mm512_sqrt_ps((__m512)x);
 }
@@ -52,6 +55,9 @@ inline ShortLanes float_to_half(FloatLanes x) {
 inline FloatLanes scale_by_power(FloatLanes x, FloatLanes n) {
   const IntLanes power = __builtin_convertvector(n, IntLanes), half = power >> 1, rest = power - half;
   return x * (FloatLanes)((half + 127) << 23) * (FloatLanes)((rest + 127) << 23);
+}
+inline bool all_true(IntLanes mask) {
+  return _mm256_movemask_ps((__m256)mask) == 0xff;
 }
 inline FloatLanes square_root(FloatLanes x) {
   return (FloatLanes)_mm256_sqrt_ps((__m256)x);

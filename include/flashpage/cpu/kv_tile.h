@@ -49,6 +49,19 @@ void locate_rows(const AttentionParams& params, const WorkItem& item, i32 kv_hea
   }
 }
 
+// Rows that are packed next: asked for while others are packed.
+template <class Kv, int head_dim>
+struct Ahead {
+  const Kv* const* rows;
+  i32 count;
+
+  void prefetch(i32 first, i32 num_rows) const {
+    for (i32 i = first; i < min_of(first + num_rows, count); ++i)
+      for (int byte = 0; byte < head_dim * i32{sizeof(Kv)}; byte += 64)
+        cpu::prefetch(reinterpret_cast<const u8*>(rows[i]) + byte);
+  }
+};
+
 // A square of words. Each round exchanges the off-diagonal quarters of all blocks of 2 * size.
 template <int size = num_lanes / 2>
 inline void transpose(FloatLanes (&square)[num_lanes]) {
@@ -68,10 +81,11 @@ inline void transpose(FloatLanes (&square)[num_lanes]) {
 }
 
 // Keys to panels of tokens: step = a word of head_dim, column = token.
-template <class Operand, int head_dim, class Source>
-void pack_keys(const Source* const* rows, int count, u32* panels) {
+template <class Operand, int head_dim, class Source, class Ahead>
+void pack_keys(const Source* const* rows, int count, u32* panels, const Ahead& ahead) {
   constexpr int words = head_dim / word_elements<Operand>;
   for (int token = 0; token < count; token += num_lanes) {
+    ahead.prefetch(token, num_lanes);
     u32* panel = panels + (token / panel_width) * (words * panel_width) + token % panel_width;
     for (int word = 0; word < words; word += num_lanes) {
       FloatLanes square[num_lanes];
@@ -99,14 +113,16 @@ inline FloatLanes value_words(const Kv* const* rows, int column, int count) {
 }
 
 // Values to panels of head_dim: step = a token (or two), column = element.
-template <class Operand, int head_dim, int max_steps, class Kv>
-void pack_values(const Kv* const* rows, int count, u32* panels) {
-  for (int step = 0; step * word_elements<Operand> < count; ++step)
+template <class Operand, int head_dim, int max_steps, class Kv, class Ahead>
+void pack_values(const Kv* const* rows, int count, u32* panels, const Ahead& ahead) {
+  for (int step = 0; step * word_elements<Operand> < count; ++step) {
+    ahead.prefetch(step * word_elements<Operand>, word_elements<Operand>);
     for (int column = 0; column < head_dim; column += num_lanes) {
       u32* panel = panels + (column / panel_width) * (max_steps * panel_width) + column % panel_width;
       store_bits(panel + step * panel_width,
                  value_words<Operand>(rows + step * word_elements<Operand>, column, head_dim - column));
     }
+  }
 }
 
 }  // namespace flashpage::cpu

@@ -32,6 +32,7 @@ void pack_tile_keys(Work<Traits>& work) {
   using Operand = typename Work<Traits>::Operand;
   constexpr int head_dim = Traits::head_dim_qk;
   auto& tile = work.tile;
+  const Ahead<typename Traits::Kv, Traits::head_dim_vo> values = {tile.values, tile.count};
   if constexpr (Work<Traits>::has_rope) {
     const Operand* rows[Traits::tile_kv];
     work.rotation.start(tile.begin);
@@ -41,9 +42,9 @@ void pack_tile_keys(Work<Traits>& work) {
       work.rotation.advance();
     }
     for (i32 i = tile.count; i < round_up(tile.count, num_lanes); ++i) rows[i] = zero_row<Operand>;
-    pack_keys<Operand, head_dim>(rows, tile.count, work.panels);
+    pack_keys<Operand, head_dim>(rows, tile.count, work.panels, values);
   } else {
-    pack_keys<Operand, head_dim>(tile.keys, tile.count, work.panels);
+    pack_keys<Operand, head_dim>(tile.keys, tile.count, work.panels, values);
   }
 }
 

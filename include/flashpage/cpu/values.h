@@ -18,7 +18,9 @@ template <class Traits>
 void pack_tile_values(Work<Traits>& work) {
   using W = Work<Traits>;
   if constexpr (has_custom_mask<Traits>) drop_unseen_values(work);
-  pack_values<typename W::Operand, W::head_dim_vo, W::kv_steps>(work.tile.values, work.tile.count, work.panels);
+  const Ahead<typename Traits::Kv, Traits::head_dim_qk> next_keys = {work.next.keys, work.next.count};
+  pack_values<typename W::Operand, W::head_dim_vo, W::kv_steps>(work.tile.values, work.tile.count, work.panels,
+                                                                next_keys);
 }
 
 // work.out of the block's rows: rescaled to the new maximum, plus this tile's part.

@@ -1,6 +1,6 @@
 // The lanes that a variant computes with on the CPU: operators, promotion and functions as flashpage/variant.h asks of them.
 #pragma once
-#include "flashpage/cpu/lanes.h"
+#include "flashpage/cpu/convert.h"
 #include "flashpage/variant.h"
 
 namespace flashpage::vm {
@@ -219,22 +219,51 @@ inline i32 lane(T x, int) {
   return static_cast<i32>(x);
 }
 
-inline Floats gathered(const float (&values)[num_lanes]) { return cpu::load_bits(values); }
-inline Ints gathered(const i32 (&values)[num_lanes]) { return (IntLanes)cpu::load_bits(values); }
-inline Mask gathered(const bool (&values)[num_lanes]) {
-  i32 bits[num_lanes];
-  for (int i = 0; i < num_lanes; ++i) bits[i] = -static_cast<i32>(values[i]);
-  return (IntLanes)cpu::load_bits(bits);
+// num_lanes neighbours in memory.
+template <class T>
+inline auto load_neighbours(const typename Element<T>::Stored* data) {
+  using Value = typename Element<T>::Value;
+  if constexpr (is_same<Value, float>) {
+    return Floats(cpu::load(reinterpret_cast<const T*>(data)));
+  } else {
+    i32 values[num_lanes];
+    for (int i = 0; i < num_lanes; ++i) values[i] = static_cast<i32>(Element<T>::value(data[i]));
+    const Ints ints = (IntLanes)cpu::load_bits(values);
+    if constexpr (is_same<Value, bool>) {
+      return ints != 0;
+    } else {
+      return ints;
+    }
+  }
 }
 
-// Elements by lane.
+template <class... Index>
+inline constexpr bool only_last_is_lanes = false;
+template <Lanes Last>
+inline constexpr bool only_last_is_lanes<Last> = true;
+template <Scalar First, class... Rest>
+inline constexpr bool only_last_is_lanes<First, Rest...> = only_last_is_lanes<Rest...>;
+
+// Whether lanes are elements that lie side by side: then one load does, as for a bias along the tokens.
+template <class... Index>
+inline bool are_neighbours(const VariantTensor& tensor, Index... index) {
+  if constexpr (only_last_is_lanes<Index...>) {
+    const IntLanes last = (index, ...).lanes;
+    return tensor.stride[sizeof...(Index) - 1] == 1 && cpu::all_true(last == cpu::count_from(last[0]));
+  } else {
+    return false;
+  }
+}
+
 template <class T, class... Index>
   requires SomeLanes<Index...>
 inline auto load(const VariantTensor& tensor, Index... index) {
   const auto* data = static_cast<const typename Element<T>::Stored*>(tensor.data);
-  typename Element<T>::Value values[num_lanes];
+  if (are_neighbours(tensor, index...)) return load_neighbours<T>(data + element_offset(tensor, lane(index, 0)...));
+  using Value = typename Element<T>::Value;
+  typename Element<Value>::Stored values[num_lanes];
   for (int i = 0; i < num_lanes; ++i) values[i] = Element<T>::value(data[element_offset(tensor, lane(index, i)...)]);
-  return gathered(values);
+  return load_neighbours<Value>(values);
 }
 
 }  // namespace flashpage::vm

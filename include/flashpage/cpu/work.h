@@ -44,7 +44,7 @@ struct Work {
 
   Unit<tile_q> unit;
   SoftmaxState<tile_q> softmax;
-  KvTile<Kv, tile_kv> tile;
+  KvTile<Kv, tile_kv> tile, next;
   IntLanes seen[tile_kv / num_lanes];  // custom masks: the tile's tokens that any row sees
 
   alignas(64) Operand queries[tile_q * head_dim_qk];
