@@ -27,7 +27,7 @@ class Capability:
     device: str  # cpu | cuda
     q_dtypes: tuple[DType, ...]
     out_dtypes: tuple[DType, ...]
-    schedule: Callable[[Options, int], tuple[Tile, Cost]]  # from the packed rows of a request and KV head
+    schedule: Callable[[Options, int, VariantSpec], tuple[Tile, Cost]]  # from the packed rows of a request and KV head
     min_sm: int = 0
     fp8_kv: bool = True  # beside KV of q's own type
     head_dims: tuple[int, int, int] = (16, 512, 8)  # smallest, largest, step
@@ -55,11 +55,16 @@ class Capability:
         return found
 
 
+def _needs_registers(options: Options, variant: VariantSpec) -> bool:
+    """Whether the inner loop does more per score than scale it: masks, loads and rotations need registers of their own."""
+    return options.has_mask or options.position_encoding == "ROPE_LLAMA" or bool(variant.mask or variant.tensors)
+
+
 CAPABILITIES = (
-    Capability("cpu_attention", "cpu", _FLOAT, _FLOAT, lambda o, rows: cpu_tile(o.head_dim_qk, o.head_dim_vo, rows)),
+    Capability("cpu_attention", "cpu", _FLOAT, _FLOAT, lambda o, rows, _: cpu_tile(o.head_dim_qk, o.head_dim_vo, rows)),
     Capability(
         *("attention_sm80", "cuda", _HALF, _HALF),
-        lambda o, rows: sm80_tile(o.head_dim_qk, o.head_dim_vo, o.kv_dtype, rows),
+        lambda o, rows, v: sm80_tile(o.head_dim_qk, o.head_dim_vo, o.kv_dtype, rows, _needs_registers(o, v)),
         min_sm=80,
         row_alignment=16,
     ),
@@ -109,7 +114,7 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = Varian
             continue
         reasons = capability.refusals(options, sm)
         if not reasons:
-            tile, cost = capability.schedule(options, problem.packed_rows)
+            tile, cost = capability.schedule(options, problem.packed_rows, variant)
             notes = (
                 f"kernel {capability.kernel}: the first that can",
                 *(f"refused {reason}" for reason in refused),
