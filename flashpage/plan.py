@@ -14,7 +14,7 @@ from .dtypes import DType
 from .plan_picture import Segment, svg, terminal
 from .plan_units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
 from .problem import Options, Problem
-from .spec import KernelSpec
+from .spec import KernelSpec, VariantSpec
 from .tiles import WALK_TEAMS, Cost, Tile
 
 # Measured ceilings: bytes a second from memory, bf16 floating-point operations a second. (H200: bulk reads; cuBLAS 8192^3.)
@@ -186,7 +186,7 @@ def plan_lengths(
     )
     problem = Problem(options, backends.packed_rows(options, len(rows), sum(rows)))
     capability = next(c for c in backends.CAPABILITIES if c.device == backend)
-    table_tile, table_cost = capability.schedule(options, problem.packed_rows)
+    table_tile, table_cost = capability.schedule(options, problem.packed_rows, VariantSpec())
     spec = KernelSpec(
         capability.kernel, head_dim_qk=head_dim, head_dim_vo=vo, kv_source=source, tile=tile or table_tile
     )
