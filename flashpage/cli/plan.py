@@ -42,10 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise values.ArgumentError(f"--page-size is {arguments.page_size}: give tokens a page, or 0 for ragged")
     if arguments.window_left < -1:
         raise values.ArgumentError(f"--window-left is {arguments.window_left}: give tokens, or -1 for all")
+    num_q_heads, num_kv_heads = arguments.heads
     plan = plan_lengths(
         q_lens,
         kv_lens,
-        *arguments.heads,
+        num_q_heads,
+        num_kv_heads,
         arguments.head_dim,
         page_size=arguments.page_size,
         num_ctas=arguments.ctas,
