@@ -11,7 +11,7 @@ from . import arguments
 from .errors import RunError
 from .lengths import Lengths, batch_of
 from .prefill_common import PrefillWrapper, only_items, prefill_options
-from .run_checks import Tensors, as_cache, scales_of
+from .run_checks import as_cache, scales_of
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
@@ -233,11 +233,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         """
         if args:
             raise RunError(arguments.extra_positions(args))
-        arguments.refuse_runprefill_options(
+        arguments.refuse_run_options(
             kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, lse_base, lse_layout
         )
-        values, tensors = self._values(window_left), Tensors(q, as_cache(paged_kv_cache), out, lse)
-        return self._dispatch(values, tensors, return_lse, scales_of(q_scale, k_scale, v_scale), sinks, enable_pdl)
+        values, scales = self._values(window_left), scales_of(q_scale, k_scale, v_scale)
+        return self._run(values, q, as_cache(paged_kv_cache), out, lse, return_lse, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

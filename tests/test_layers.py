@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HEADERS = ROOT / "include" / "flashpage"
 PACKAGE = ROOT / "flashpage"
 MAX_LINES = 400
+LONG_FILES: dict[str, str] = {}  # path: why it is one concept all the same
 
 # C++: which folders of include/flashpage a folder may include. "." are the files beside the folders.
 MAY_INCLUDE = {
@@ -28,12 +29,24 @@ MAY_INCLUDE = {
 # Python: layers from the bottom; a module imports its own layer and those below.
 LAYERS = [
     {"dtypes", "errors", "env", "paths"},
-    {"spec", "tiles", "host"},
-    {"variants", "variant_source", "variant_trace", "variant_values", "variant_operations", "variant_capture"},
+    {"spec", "tiles", "host", "arguments"},
+    {"variants", "variant_capture", "variant_operations", "variant_source", "variant_trace", "variant_values"},
     {"jit"},
-    {"problem", "backends", "arguments", "lengths", "caches", "prepare", "slots", "plan", "plan_picture", "plan_units"},
-    {"binding", "combination", "wrapper", "ops"},
-    {"decode", "prefill", "mla", "cascade", "page", "sink", "single", "quantization"},
+    {"problem", "backends", "lengths", "caches", "multi_item", "prepare", "quantization", "slots"},
+    {"plan", "plan_picture", "plan_units"},
+    {"binding", "combination", "ops", "plan_inputs", "planner", "run_checks", "wrapper"},
+    {
+        "cascade",
+        "decode",
+        "mla",
+        "page",
+        "prefill",
+        "prefill_common",
+        "prefill_paged",
+        "prefill_ragged",
+        "single",
+        "sink",
+    },
     {"__init__", "integrations"},
     {"demo", "cli", "__main__"},
 ]
@@ -170,4 +183,5 @@ def test_files_are_short() -> None:
         if path.suffix in (".h", ".cpp", ".py", ".jinja")
     ]
     long = {str(path.relative_to(ROOT)): n for path in files if (n := len(path.read_text().splitlines())) > MAX_LINES}
-    assert not long
+    assert set(long) <= set(LONG_FILES), {path: n for path, n in long.items() if path not in LONG_FILES}
+    assert set(LONG_FILES) <= set(long), "a file is short again: take it off the list"
