@@ -37,7 +37,7 @@ class Cost:
 def cpu_tile(head_dim_qk: int, head_dim_vo: int, packed_rows: int) -> tuple[Tile, Cost]:
     """The CPU backend: one tile for few rows and many, as rows that are not there cost nothing. Only the cost differs.
 
-    96 rows reuse a packed tile of K and V often enough (within 3% of 192), and all of a thread's memory stays in 1 MB of L2.
+    96 rows reuse a packed tile of K and V often enough (within 3% of 192), and a thread's memory stays in 1 MB of L2.
     Costs are of a Zen 4 core with bf16: 3 ns a row and token, and reading, converting and packing the token.
     """
     widest = max(head_dim_qk, head_dim_vo)
@@ -60,11 +60,10 @@ def sm80_tile(
     if widest > 256:
         return Tile(32, 32 if kv_dtype.is_fp8 else 16, 2, 1, 2, 1), Cost(WALK_RUNS, 8.0, 800.0, 3000.0, 256, 32, 8)
     if widest > 128:
-        return Tile(64, 32, 4, 1, 2, 2), Cost(WALK_RUNS, 14.0, 1000.0, 3000.0, 256, 32, 8)
+        return Tile(64, 64, 4, 1, 1, 2), Cost(WALK_RUNS, 14.0, 1000.0, 3000.0, 256, 32, 8)
     if packed_rows <= 64 or narrow or kv_dtype.is_fp8:
         return Tile(64, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 7.0, 800.0, 3000.0, 256, 32, 8)
-    tile_kv = 64 if widest <= 96 else 48  # 64 spills: 128 value and 64 score registers leave too few
-    return Tile(128, tile_kv, 4, 1, 2, 2), Cost(WALK_RUNS, 12.0, 1000.0, 5000.0, 256, 32, 8)
+    return Tile(128, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 12.0, 1000.0, 5000.0, 256, 32, 8)
 
 
 def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: int) -> tuple[Tile, Cost]:

@@ -1,7 +1,8 @@
 // Attention of many packed rows (prefill, append) on mma.sync: every warp has rows of its own, all share the K and V tiles.
 //
-// K and V of one tile are two cp.async groups. While a tile's scores are multiplied the next keys are on their way, while its
-// values are multiplied the next values are; the token offsets of the tile after that are looked up meanwhile.
+// K and V of one tile are two cp.async groups. Two stages: while a tile's scores are multiplied the next keys are on their way,
+// while its values are multiplied the next values are. One stage, where two leave no room for a wide tile: the scores hide the
+// way of the tile's own values, the values that of the next keys. The token offsets of later tiles are looked up meanwhile.
 #pragma once
 #include "flashpage/memory/kv_rows.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -18,8 +19,8 @@ struct ManyRowsShared {
   using S = Shape<Traits>;
   static constexpr int tokens = Traits::tile_kv;
   alignas(128) u8 query[S::QueryRows::bytes(Traits::tile_q)];
-  alignas(128) u8 key[2][S::CacheKeyRows::bytes(tokens)];
-  alignas(128) u8 value[2][S::ValueRows::bytes(tokens)];
+  alignas(128) u8 key[Traits::stages][S::CacheKeyRows::bytes(tokens)];
+  alignas(128) u8 value[Traits::stages][S::ValueRows::bytes(tokens)];
   alignas(128) u8 rotated[S::rotate ? S::KeyRows::bytes(tokens) : 16];
   // Element offsets of the tokens' rows, two tiles in turn.
   alignas(16) i64 key_offset[2][tokens];
@@ -32,7 +33,8 @@ struct ManyRows {
   using Cache = typename S::Cache;
   using Shared = ManyRowsShared<Traits>;
   static constexpr int tokens = Traits::tile_kv;
-  static_assert(Traits::warps_kv == 1 && Traits::stages == 2 && tokens <= S::threads);
+  static constexpr int stages = Traits::stages;
+  static_assert(Traits::warps_kv == 1 && (stages == 1 || stages == 2) && tokens <= S::threads);
 
   Shared& shared;
   const AttentionParams& params;
@@ -41,7 +43,7 @@ struct ManyRows {
 
   FP_DEVICE ManyRows(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {
-    for (int stage = 0; stage < 2; ++stage)
+    for (int stage = 0; stage < stages; ++stage)
       zero_padding<Cache, Traits::head_dim_qk>(shared.key[stage], tokens, thread, S::threads);
     zero_padding<typename S::Query, Traits::head_dim_qk>(shared.query, Traits::tile_q, thread, S::threads);
     if constexpr (S::rotate)
@@ -70,12 +72,12 @@ struct ManyRows {
         [&](u32 row) { return static_cast<i32>(row) < count; });
   }
   FP_DEVICE void load_keys(const Unit& unit, int tile) {
-    load_tile<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(shared.key[tile % 2], params.k,
+    load_tile<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(shared.key[tile % stages], params.k,
                                                                           shared.key_offset[tile % 2], unit, tile);
     ptx::cp_async_commit();
   }
   FP_DEVICE void load_values(const Unit& unit, int tile) {
-    load_tile<S::value_columns, S::value_copy_bytes>(shared.value[tile % 2], params.v, shared.value_offset[tile % 2], unit,
+    load_tile<S::value_columns, S::value_copy_bytes>(shared.value[tile % stages], params.v, shared.value_offset[tile % 2], unit,
                                                      tile);
     ptx::cp_async_commit();
   }
@@ -84,12 +86,12 @@ struct ManyRows {
     if constexpr (S::rotate) {
       i32 first = unit.kv_begin + tile * tokens;
       rotate_rows<Cache, typename S::Key, Traits::head_dim_qk>(
-          shared.key[tile % 2], shared.rotated, tokens, params.rope_scale, params.rope_theta, thread, S::threads,
+          shared.key[tile % stages], shared.rotated, tokens, params.rope_scale, params.rope_theta, thread, S::threads,
           [&](int row) { return static_cast<float>(first + row); });
       __syncthreads();
       return ptx::shared_address(shared.rotated);
     }
-    return ptx::shared_address(shared.key[tile % 2]);
+    return ptx::shared_address(shared.key[tile % stages]);
   }
 
   FP_DEVICE void run(const WorkItem& item, const Unit& unit, int pass) {
@@ -102,7 +104,7 @@ struct ManyRows {
     note_offsets(rows, unit, 1, next, column);
     __syncthreads();
     load_keys(unit, 0);
-    load_values(unit, 0);
+    if (stages == 2) load_values(unit, 0);
 
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
@@ -110,7 +112,7 @@ struct ManyRows {
     float scale = score_scale_of<Traits>(params, unit);
     u32 query = query_lane_address<Traits>(ptx::shared_address(shared.query) + warp_row * S::QueryRows::stride, lane);
     if constexpr (S::rotate) {
-      ptx::cp_async_wait<1>();
+      ptx::cp_async_wait<stages - 1>();
       __syncthreads();
       rotate_query<Traits>(shared.query, params, item, unit, thread);
     }
@@ -119,9 +121,9 @@ struct ManyRows {
     };
 
     for (int tile = 0; tile < tiles; ++tile) {
-      ptx::cp_async_wait<1>();
-      __syncthreads();  // this tile's keys are here, the other key stage is free
-      load_keys(unit, tile + 1);
+      ptx::cp_async_wait<stages - 1>();
+      __syncthreads();  // this tile's keys are here, and what the last tile read is free
+      stages == 2 ? load_keys(unit, tile + 1) : load_values(unit, tile);
       next = look_up(rows, unit, tile + 2);
       float scores[S::row_tiles][tokens / 8][4];
       multiply_keys<Traits>(scores, finished_keys(unit, tile), lane, query_fragment);
@@ -129,11 +131,11 @@ struct ManyRows {
       finish_scores<Traits>(scores, scale, params, args, item, unit, warp_row, first, lane);
       state.update(scores, values, softmax_scale_of<Traits>(scale));
       Probabilities<Traits, tokens / 8> probabilities(scores);
-      ptx::cp_async_wait<1>();
-      __syncthreads();  // this tile's values are here, the other value stage is free
-      load_values(unit, tile + 1);
+      ptx::cp_async_wait<stages - 1>();
+      __syncthreads();  // this tile's values are here, and its keys are read
+      stages == 2 ? load_values(unit, tile + 1) : load_keys(unit, tile + 1);
       note_offsets(rows, unit, tile + 2, next, column);
-      multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % 2]), lane);
+      multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % stages]), lane);
     }
     ptx::cp_async_wait<0>();
     write_rows(state, values, item, unit, warp_row, column);

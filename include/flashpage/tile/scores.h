@@ -10,7 +10,7 @@ namespace flashpage {
 // An fp8 key's four neighbouring columns land in one register of ldmatrix, where a 16-bit fragment has columns 2t, 2t + 1 and
 // 2t + 8, 2t + 9. The product does not care about the order of columns as long as Q has the same one: within 16 columns, Q's
 // pairs 0 2 4 6 1 3 5 7.
-FP_DEVICE u32 fp8_pair_order(u32 pair) { return (pair & 8 ? 8 : 0) + (pair & 7) / 2 + (pair & 1) * 4; }
+FP_DEVICE u32 fp8_pair_order(u32 pair) { return (pair & ~7u) + (pair & 7) / 2 + (pair & 1) * 4; }
 
 // This lane's part of the address of Q's fragments; `query` is the warp's first row.
 template <class Traits>

@@ -30,10 +30,15 @@ struct SoftmaxState {
       }
   }
 
-  // Scores become probabilities, relative to the new maximum; `values` is rescaled to it. `scale` turns raw scores to base 2.
+  // Scores become probabilities, relative to the maximum. `scale` turns raw scores to base 2.
+  //
+  // The maximum moves, and `values` are rescaled to it, only when some row of the warp outgrew it by 2^8: after the first tiles
+  // that is rare, and 256 times larger probabilities cost fp32 sums and 16-bit factors no precision.
   template <int token_tiles, int value_tiles>
-  FP_DEVICE void update(float (&scores)[row_tiles][token_tiles][4], float (&values)[row_tiles][value_tiles][4],
-                        float scale) {
+  FP_DEVICE void update(float (&scores)[row_tiles][token_tiles][4], float (&values)[row_tiles][value_tiles][4], float scale) {
+    constexpr float headroom = 8.f;
+    float next[row_tiles][2];
+    bool outgrown = false;
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
@@ -42,12 +47,17 @@ struct SoftmaxState {
         float top = fmaxf(scores[m][0][e], scores[m][0][e + 1]);
 #pragma unroll
         for (int n = 1; n < token_tiles; ++n) top = fmaxf(top, fmaxf(scores[m][n][e], scores[m][n][e + 1]));
-        float next = fmaxf(maximum[m][half], quad_max(top) * scale);
-        // A row that has seen nothing yet: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
-        float origin = next == ptx::negative_infinity() ? 0.f : next;
-        float rescale = ptx::exp2_approx(maximum[m][half] - origin);
-        maximum[m][half] = next;
-        float total = sum[m][half] * rescale;
+        next[m][half] = quad_max(top) * scale;
+        outgrown = outgrown || next[m][half] > maximum[m][half] + headroom;
+      }
+    if (__any_sync(0xffffffff, outgrown)) rescale(next, values);
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int e = half * 2;
+        float origin = finite_or_zero(maximum[m][half]);
+        float total = sum[m][half];
 #pragma unroll
         for (int n = 0; n < token_tiles; ++n) {
           scores[m][n][e] = ptx::exp2_approx(fmaf(scores[m][n][e], scale, -origin));
@@ -55,10 +65,27 @@ struct SoftmaxState {
           total += scores[m][n][e] + scores[m][n][e + 1];
         }
         sum[m][half] = total;
+      }
+  }
+
+ private:
+  // A row that has seen nothing yet: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
+  FP_DEVICE static float finite_or_zero(float x) { return x == ptx::negative_infinity() ? 0.f : x; }
+
+  template <int value_tiles>
+  FP_DEVICE void rescale(const float (&next)[row_tiles][2], float (&values)[row_tiles][value_tiles][4]) {
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = fmaxf(maximum[m][half], next[m][half]);
+        float factor = ptx::exp2_approx(maximum[m][half] - finite_or_zero(top));
+        maximum[m][half] = top;
+        sum[m][half] *= factor;
 #pragma unroll
         for (int n = 0; n < value_tiles; ++n) {
-          values[m][n][e] *= rescale;
-          values[m][n][e + 1] *= rescale;
+          values[m][n][half * 2] *= factor;
+          values[m][n][half * 2 + 1] *= factor;
         }
       }
   }
