@@ -1,4 +1,4 @@
-"""Plans by hand and direct calls of a CPU kernel: what a test of the kernel alone needs, without planner and wrappers."""
+"""Plans by hand and direct calls of a CPU kernel: for tests of the kernel alone, without planner and wrappers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-// What one core can multiply: sums kept in registers, nothing loaded. Argument: seconds to run. Prints Gflop/s: fp32, bf16.
-#include <ctime>
+// What one core can multiply: sums kept in registers, nothing loaded. Argument: seconds to run. Prints Gflop/s: fp32,
+// bf16.
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 
 #include "flashpage/cpu/convert.h"
 

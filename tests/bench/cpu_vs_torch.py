@@ -1,8 +1,8 @@
-"""The CPU backend beside torch's scaled_dot_product_attention: same values, same threads, timed in turns in one process.
+"""The CPU backend beside torch's scaled_dot_product_attention: same values and threads, timed in turns in one process.
 
 Torch gets its best layout, contiguous [batch, heads, tokens, head_dim], with grouped heads and with repeated ones; the
 faster counts. flashpage reads shuffled pages of 16 tokens (decode) or ragged rows (prefill). The floor is the larger of
-flops by what this machine's cores can multiply (measured, in the operands' type) and bytes by what they can read (measured).
+flops by what this machine's cores multiply in the operands' type, and bytes by what they read from memory, both measured.
 Exit status 1 where torch is faster, or where flashpage's error is more than twice torch's.
 """
 
@@ -135,7 +135,7 @@ def main() -> int:
     print(f"{threads} threads, {host_target().name}: ", end="")
     print(f"{flops[torch.float32] / 1e9:.0f} Gflop/s in fp32, {flops[torch.bfloat16] / 1e9:.0f} in bf16, ", end="")
     print(f"{bandwidth / 1e9:.0f} GB/s read; medians of {repeats}")
-    print("| case | type | floor ms | flashpage ms | torch ms | torch, heads repeated ms | speedup | error over torch's |")
+    print("| case | type | floor ms | flashpage ms | torch ms | torch, repeated ms | speedup | error over torch's |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     passed = True
     for case in CASES:

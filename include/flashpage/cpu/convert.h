@@ -1,4 +1,5 @@
-// Element types of tensors and the two types that kernels compute with: float, and pairs of Bf16 where the CPU multiplies them.
+// Element types of tensors and the two types that kernels compute with: float, and pairs of Bf16 where the CPU
+// multiplies them.
 #pragma once
 #include "flashpage/cpu/lanes.h"
 
@@ -17,9 +18,7 @@ inline ShortLanes load_bytes(const void* source) {
   return __builtin_convertvector(bytes, ShortLanes);
 }
 
-inline FloatLanes bf16_to_float(ShortLanes bits) {
-  return (FloatLanes)(__builtin_convertvector(bits, IntLanes) << 16);
-}
+inline FloatLanes bf16_to_float(ShortLanes bits) { return (FloatLanes)(__builtin_convertvector(bits, IntLanes) << 16); }
 
 // num_lanes elements as floats.
 template <class T>
@@ -54,7 +53,8 @@ inline void store_first(T* destination, FloatLanes x, int count) {
   __builtin_memcpy(destination, part, count * sizeof(T));
 }
 
-// Query and KV types decide what is multiplied. Everything but bf16 queries over bf16 or fp8 (which bf16 holds exactly) is float.
+// Query and KV types decide what is multiplied. Everything but bf16 queries over bf16 or fp8 (which bf16 holds exactly)
+// is float.
 template <class Query, class Kv>
 struct ChooseOperand {
   using type = float;

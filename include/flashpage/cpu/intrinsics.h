@@ -23,9 +23,7 @@ using ShortLanes = u16 __attribute__((vector_size(num_lanes * 2)));
 
 #if defined(__AVX512F__)
 
-inline FloatLanes half_to_float(ShortLanes bits) {
-  return (FloatLanes)_mm512_cvtph_ps((__m256i)bits);
-}
+inline FloatLanes half_to_float(ShortLanes bits) { return (FloatLanes)_mm512_cvtph_ps((__m256i)bits); }
 inline ShortLanes float_to_half(FloatLanes x) {
   return (ShortLanes)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -33,21 +31,15 @@ inline ShortLanes float_to_half(FloatLanes x) {
 inline FloatLanes scale_by_power(FloatLanes x, FloatLanes n) {
   return (FloatLanes)_mm512_scalef_ps((__m512)x, (__m512)n);
 }
-inline bool all_true(IntLanes mask) {
-  return _mm512_movepi32_mask((__m512i)mask) == 0xffff;
-}
-inline FloatLanes square_root(FloatLanes x) {
-  return (FloatLanes)_mm512_sqrt_ps((__m512)x);
-}
+inline bool all_true(IntLanes mask) { return _mm512_movepi32_mask((__m512i)mask) == 0xffff; }
+inline FloatLanes square_root(FloatLanes x) { return (FloatLanes)_mm512_sqrt_ps((__m512)x); }
 inline FloatLanes round_down(FloatLanes x) {
   return (FloatLanes)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 
 #else
 
-inline FloatLanes half_to_float(ShortLanes bits) {
-  return (FloatLanes)_mm256_cvtph_ps((__m128i)bits);
-}
+inline FloatLanes half_to_float(ShortLanes bits) { return (FloatLanes)_mm256_cvtph_ps((__m128i)bits); }
 inline ShortLanes float_to_half(FloatLanes x) {
   return (ShortLanes)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -56,12 +48,8 @@ inline FloatLanes scale_by_power(FloatLanes x, FloatLanes n) {
   const IntLanes power = __builtin_convertvector(n, IntLanes), half = power >> 1, rest = power - half;
   return x * (FloatLanes)((half + 127) << 23) * (FloatLanes)((rest + 127) << 23);
 }
-inline bool all_true(IntLanes mask) {
-  return _mm256_movemask_ps((__m256)mask) == 0xff;
-}
-inline FloatLanes square_root(FloatLanes x) {
-  return (FloatLanes)_mm256_sqrt_ps((__m256)x);
-}
+inline bool all_true(IntLanes mask) { return _mm256_movemask_ps((__m256)mask) == 0xff; }
+inline FloatLanes square_root(FloatLanes x) { return (FloatLanes)_mm256_sqrt_ps((__m256)x); }
 inline FloatLanes round_down(FloatLanes x) {
   return (FloatLanes)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
@@ -77,9 +65,7 @@ inline FloatLanes multiply_add(FloatLanes sum, FloatLanes a, FloatLanes b) {
 
 #if defined(__AVX512BF16__)
 
-inline ShortLanes float_to_bf16(FloatLanes x) {
-  return (ShortLanes)_mm512_cvtneps_pbh((__m512)x);
-}
+inline ShortLanes float_to_bf16(FloatLanes x) { return (ShortLanes)_mm512_cvtneps_pbh((__m512)x); }
 // sum + a.low * b.low + a.high * b.high in every lane, fp32 accumulation.
 template <>
 inline FloatLanes multiply_add<Bf16>(FloatLanes sum, FloatLanes a, FloatLanes b) {
@@ -98,8 +84,6 @@ inline ShortLanes float_to_bf16(FloatLanes x) {
 #endif
 
 // Into the second cache level: the next tile's rows arrive while this tile's are computed with.
-inline void prefetch(const void* address) {
-  __builtin_prefetch(address, 0, 2);
-}
+inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 }  // namespace flashpage::cpu

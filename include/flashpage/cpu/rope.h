@@ -1,4 +1,5 @@
-// LLaMA rotary embedding: the pair (i, i + head_dim / 2) of a row at position p turns by p / scale * theta^(-2 i / head_dim).
+// LLaMA rotary embedding: the pair (i, i + head_dim / 2) of a row at position p turns by p / scale * theta^(-2 i /
+// head_dim).
 #pragma once
 #include <cmath>
 

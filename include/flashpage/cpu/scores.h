@@ -14,7 +14,8 @@ void load_queries(Work<Traits>& work) {
   for (i32 r = 0; r < work.unit.num_rows; ++r) {
     const Row& row = work.unit.rows[r];
     const auto* source = static_cast<const typename Traits::Query*>(params.q) +
-                         (i64{work.unit.item->q_begin} + row.row) * params.q_row_stride + row.head * params.q_head_stride;
+                         (i64{work.unit.item->q_begin} + row.row) * params.q_row_stride +
+                         row.head * params.q_head_stride;
     Operand* destination = work.queries + r * head_dim;
     if constexpr (Work<Traits>::has_rope) {
       if (r == 0) work.rotation.start(row.position);
@@ -22,7 +23,8 @@ void load_queries(Work<Traits>& work) {
       position = row.position;
       work.rotation.rotate(source, destination);
     } else {
-      for (int i = 0; i < head_dim; i += num_lanes) store_first(destination + i, load_first(source + i, head_dim - i), head_dim - i);
+      for (int i = 0; i < head_dim; i += num_lanes)
+        store_first(destination + i, load_first(source + i, head_dim - i), head_dim - i);
     }
   }
 }

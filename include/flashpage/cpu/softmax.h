@@ -26,7 +26,8 @@ inline FloatLanes final_scores(Work<Traits>& work, const Row& row, int vector, F
   const IntLanes count = count_from(first), last = IntLanes{} + (item.kv_len - 1), tokens = count < last ? count : last;
   if constexpr (Variant::has_logit) {
     const vm::Floats score = dots * row.scale;
-    dots = vm::Floats(Variant::logit(work.args, score, item.request, row.head, row.position, vm::Ints(tokens))).lanes * log2_e;
+    dots = vm::Floats(Variant::logit(work.args, score, item.request, row.head, row.position, vm::Ints(tokens))).lanes *
+           log2_e;
   } else {
     dots = dots * (row.scale * log2_e);
   }

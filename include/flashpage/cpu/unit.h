@@ -23,13 +23,9 @@ struct Unit {
   Row rows[tile_q];
 };
 
-inline i32 clamp(i32 x, i32 low, i32 high) {
-  return max_of(low, min_of(x, high));
-}
+inline i32 clamp(i32 x, i32 low, i32 high) { return max_of(low, min_of(x, high)); }
 
-inline float scale_of(const float* scales, i32 stride, i32 head) {
-  return scales ? scales[head * stride] : 1.0f;
-}
+inline float scale_of(const float* scales, i32 stride, i32 head) { return scales ? scales[head * stride] : 1.0f; }
 
 // `begin` and `end` never decrease from row to row.
 inline Row make_row(const AttentionParams& params, const WorkItem& item, i32 kv_head, i32 packed_row) {

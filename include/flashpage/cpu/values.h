@@ -63,8 +63,8 @@ void write_outputs(const Work<Traits>& work) {
     } else {
       const i64 place = i64{item.q_begin} + row.row;
       auto* out = static_cast<typename Traits::Out*>(params.out);
-      write_row<typename Traits::Out, head_dim>(source, factor,
-                                                out + place * params.out_row_stride + row.head * params.out_head_stride);
+      write_row<typename Traits::Out, head_dim>(
+          source, factor, out + place * params.out_row_stride + row.head * params.out_head_stride);
       if (params.lse) params.lse[place * params.num_q_heads + row.head] = lse;
     }
   }

@@ -1,4 +1,5 @@
-// The lanes that a variant computes with on the CPU: operators, promotion and functions as flashpage/variant.h asks of them.
+// The lanes that a variant computes with on the CPU: operators, promotion and functions as flashpage/variant.h asks of
+// them.
 #pragma once
 #include "flashpage/cpu/convert.h"
 #include "flashpage/variant.h"
@@ -55,12 +56,12 @@ struct PromotedLanes<true> {
 template <class... T>
 using promoted_lanes = typename PromotedLanes<(is_float_like<T> || ...)>::type;
 
-#define FP_LANES_OPERATOR(op, ...)                 \
-  template <class A, class B>                      \
-    requires SomeLanes<A, B>                       \
-  inline __VA_ARGS__ operator op(A a, B b) {       \
-    using T = promoted_lanes<A, B>;                \
-    return T(a).lanes op T(b).lanes;               \
+#define FP_LANES_OPERATOR(op, ...)           \
+  template <class A, class B>                \
+    requires SomeLanes<A, B>                 \
+  inline __VA_ARGS__ operator op(A a, B b) { \
+    using T = promoted_lanes<A, B>;          \
+    return T(a).lanes op T(b).lanes;         \
   }
 FP_LANES_OPERATOR(+, promoted_lanes<A, B>)
 FP_LANES_OPERATOR(-, promoted_lanes<A, B>)
@@ -164,7 +165,8 @@ inline Ints abs(Ints x) { return x.lanes < 0 ? -x.lanes : x.lanes; }
 inline constexpr float ln_2_high = 0.693359375f, ln_2_low = -2.12194440e-4f;
 
 inline Floats exp(Floats value) {
-  const FloatLanes x = value.lanes, whole = cpu::round_to_integer(cpu::clamp_number(x * log2_e, cpu::lowest_power, cpu::highest_power));
+  const FloatLanes x = value.lanes,
+                   whole = cpu::round_to_integer(cpu::clamp_number(x * log2_e, cpu::lowest_power, cpu::highest_power));
   // Far out, where the power is clamped, the rest is of no use: it only has to stay in the polynomial's range.
   const FloatLanes rest = cpu::clamp_number((x - whole * ln_2_high) - whole * ln_2_low, -0.5f, 0.5f);
   return cpu::scale_by_power(cpu::exp2_of_fraction(rest * log2_e), whole);
