@@ -76,5 +76,5 @@ def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: 
     ns_per_token = token_bytes / 36.0 * ctas_per_sm  # an SM's share of the memory's 4.7 TB/s is 36 bytes a nanosecond
     return (
         Tile(tile_q, tokens * warps, 1, warps, stages, ctas_per_sm),
-        Cost(WALK_TEAMS, ns_per_token, 1500.0, 1500.0, 128, 32, 8),
+        Cost(WALK_TEAMS, ns_per_token, 1500.0, 1500.0, 128, 0, 8),
     )

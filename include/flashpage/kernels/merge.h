@@ -43,20 +43,35 @@ struct Merge {
       for (int begin = 0; begin < item.num_partials; begin += 32) {
         int count = min_of(32, item.num_partials - begin);
         i64 base = first + static_cast<i64>(begin) * item.partial_stride;
+        Batch batch(params, item, base, 0, inside ? count : 0, column);  // on its way before the weights are known
         weights.add_group(lane < count ? params.partial_lse[base + static_cast<i64>(lane) * item.partial_stride]
                                        : ptx::negative_infinity());
         sum = scaled(sum, weights.rescale);
-#pragma unroll 4
-        for (int p = 0; p < count; ++p) {
-          float weight = weights.weight(p);
-          i64 partial = base + static_cast<i64>(p) * item.partial_stride;
-          if (inside) sum = add_scaled(sum, load4(params.partial_out + partial * params.head_dim_vo + column), weight);
+        for (int p = 0; p < count; p += Batch::size) {
+          if (p > 0) batch = Batch(params, item, base, p, inside ? count : 0, column);
+#pragma unroll
+          for (int i = 0; i < Batch::size; ++i) sum = add_scaled(sum, batch.values[i], weights.weight((p + i) % 32));
         }
       }
       if (inside) store4(out + column, scaled(sum, weights.inverse()));
       if (step == 0 && lane == 0 && params.lse) params.lse[out_row * params.num_q_heads + head] = weights.lse();
     }
   }
+
+  // Neighbouring partials of one row, all loads in flight at once; those from `count` on are zero.
+  struct Batch {
+    static constexpr int size = 8;
+    float4 values[size];
+
+    FP_DEVICE Batch(const MergeParams& params, const MergeItem& item, i64 base, int first, int count, int column) {
+#pragma unroll
+      for (int i = 0; i < size; ++i) {
+        i64 partial = base + static_cast<i64>(first + i) * item.partial_stride;
+        values[i] = first + i < count ? load4(params.partial_out + partial * params.head_dim_vo + column)
+                                      : make_float4(0.f, 0.f, 0.f, 0.f);
+      }
+    }
+  };
 };
 
 }  // namespace flashpage

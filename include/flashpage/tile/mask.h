@@ -106,7 +106,7 @@ FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles
           bool visible = token >= range.begin && token < range.end;
           if constexpr (custom) visible = visible && (pair >> e & 1);
           if constexpr (Variant::has_mask) {
-            visible = visible && Variant::mask(args, item.request, row.head, position, min_of(token, item.kv_len - 1));
+            visible = visible & Variant::mask(args, item.request, row.head, position, min_of(token, item.kv_len - 1));
           }
           if (!visible) scores[m][n][half * 2 + e] = ptx::negative_infinity();
         }
