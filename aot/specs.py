@@ -81,13 +81,14 @@ def _sm80(
     position_encoding: str = "none",
     variant: VariantSpec = _NO_VARIANT,
 ) -> KernelSpec:
+    needs_registers = mask_source != "implicit" or position_encoding != "none" or bool(variant.mask or variant.tensors)
     return KernelSpec(
         "attention_sm80",
         *(q_dtype, kv_dtype, q_dtype, *head_dims),
         kv_source=kv_source,
         mask_source=mask_source,
         position_encoding=position_encoding,
-        tile=sm80_tile(*head_dims, kv_dtype, rows)[0],
+        tile=sm80_tile(*head_dims, kv_dtype, rows, needs_registers)[0],
         variant=variant,
     )
 
