@@ -5,9 +5,11 @@
 
 namespace flashpage::cpu {
 
+inline constexpr int max_head_dim = 512;
+
 // Slots that hold no token of the tile point here, so that packing needs no tail.
 template <class Kv>
-inline constexpr Kv zero_row[512] = {};
+inline constexpr Kv zero_row[max_head_dim] = {};
 
 template <class Kv, int tile_kv>
 struct KvTile {

@@ -37,10 +37,11 @@ struct Work {
   static constexpr int value_words = kv_steps * round_up(head_dim_vo, panel_width);
   static constexpr bool has_rope = Traits::position_encoding == PositionEncoding::rope;
   static_assert(tile_kv % num_lanes == 0 && head_dim_qk % 8 == 0 && head_dim_vo % 8 == 0);
+  static_assert(head_dim_qk <= max_head_dim && head_dim_vo <= max_head_dim);
 
   const AttentionParams& params;
   const VariantArgs& args;
-  Rotation<has_rope ? head_dim_qk : 0> rotation;
+  Rotation<has_rope ? head_dim_qk : 2> rotation;
 
   Unit<tile_q> unit;
   SoftmaxState<tile_q> softmax;

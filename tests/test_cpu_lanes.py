@@ -1,0 +1,104 @@
+"""The functions on vector lanes: accuracy in units of the last place, and what they do at the edges of fp32."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashpage.jit import Target
+from flashpage.jit.compilers import find_cxx
+from flashpage.jit.targets import runnable
+
+_SOURCE = """
+#include "flashpage/cpu/variant_lanes.h"
+using namespace flashpage;
+#define FUNCTION(name, expression)                                          \\
+  extern "C" void name(const float* source, float* destination, int count) { \\
+    for (int i = 0; i < count; i += cpu::num_lanes) {                       \\
+      const vm::Floats x = cpu::load(source + i);                           \\
+      const vm::Floats y = expression;                                      \\
+      cpu::store(destination + i, y.lanes);                                 \\
+    }                                                                       \\
+  }
+FUNCTION(exp2_of_negative, cpu::exp2_of_negative(x.lanes))
+FUNCTION(exp, vm::exp(x))
+FUNCTION(log, vm::log(x))
+FUNCTION(tanh, vm::tanh(x))
+FUNCTION(sigmoid, vm::sigmoid(x))
+FUNCTION(bf16, cpu::bf16_to_float(cpu::float_to_bf16(x.lanes)))
+FUNCTION(half, cpu::half_to_float(cpu::float_to_half(x.lanes)))
+"""
+EDGES = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 1e-38, 3.4e38, -3.4e38], np.float32)
+
+
+@pytest.fixture(scope="module", params=dict.fromkeys((runnable(None)[0], runnable(None)[-1])), ids=lambda t: t.name)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    target: Target = request.param
+    folder: Path = tmp_path_factory.mktemp(target.name)
+    compiler = find_cxx()
+    assert compiler is not None
+    (folder / "lanes.cpp").write_text(_SOURCE)
+    subprocess.run(compiler.command(folder / "lanes.cpp", folder / "lanes.so", target), check=True)
+    return ctypes.CDLL(str(folder / "lanes.so"))
+
+
+def evaluate(library: ctypes.CDLL, name: str, x: np.ndarray) -> np.ndarray:
+    padded = np.resize(x.astype(np.float32), -(-len(x) // 16) * 16)
+    result = np.empty_like(padded)
+    library[name](ctypes.c_void_p(padded.ctypes.data), ctypes.c_void_p(result.ctypes.data), len(padded))
+    return result[: len(x)]
+
+
+# name, function in fp64, range, units in the last place
+ACCURACY: list[tuple[str, Callable[[np.ndarray], np.ndarray], tuple[float, float], float]] = [
+    ("exp2_of_negative", np.exp2, (-125.0, 0.0), 1.5),
+    ("exp", np.exp, (-87.0, 88.0), 2.0),
+    ("log", np.log, (1e-37, 1e37), 1.5),
+    ("log", np.log, (0.4, 2.5), 1.5),
+    ("tanh", np.tanh, (-20.0, 20.0), 8.0),
+    ("tanh", np.tanh, (-1e-3, 1e-3), 8.0),
+    ("sigmoid", lambda x: 1 / (1 + np.exp(-x)), (-80.0, 80.0), 4.0),
+]
+
+
+@pytest.mark.parametrize(("name", "exact", "limits", "units"), ACCURACY, ids=lambda value: str(value))
+def test_accuracy(library: ctypes.CDLL, name: str, exact, limits: tuple[float, float], units: float) -> None:
+    generator = np.random.default_rng(0)
+    low, high = limits
+    points = generator.uniform(low, high, 200_000)
+    if low > 0:
+        points = np.exp(generator.uniform(np.log(low), np.log(high), 200_000))
+    points = points.astype(np.float32)
+    expected = exact(points.astype(np.float64))
+    error = np.abs(evaluate(library, name, points) - expected) / np.spacing(np.abs(expected).astype(np.float32))
+    assert error.max() <= units, f"{error.max():.2f} at {points[error.argmax()]}"
+
+
+def test_edges(library: ctypes.CDLL) -> None:
+    with np.errstate(all="ignore"):
+        exact = EDGES.astype(np.float64)
+        np.testing.assert_allclose(evaluate(library, "exp", EDGES), np.exp(exact).astype(np.float32), rtol=1e-6)
+        logs = np.log(exact)
+        np.testing.assert_allclose(evaluate(library, "log", EDGES), logs.astype(np.float32), rtol=1e-6)
+        np.testing.assert_allclose(evaluate(library, "tanh", EDGES), np.tanh(exact).astype(np.float32), rtol=1e-6)
+    powers = np.array([-np.inf, -1e9, -160.0, 0.0, np.nan])
+    np.testing.assert_array_equal(evaluate(library, "exp2_of_negative", powers), [0, 0, 0, 1, np.nan])
+
+
+def test_conversions_round_to_nearest_even(library: ctypes.CDLL) -> None:
+    generator = np.random.default_rng(1)
+    points = np.concatenate(
+        [EDGES[:5], generator.standard_normal(100_000) * 10.0 ** generator.integers(-4, 4, 100_000)]
+    )
+    points = points.astype(np.float32)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(evaluate(library, "half", points), points.astype(np.float16).astype(np.float32))
+    import torch
+
+    expected = torch.from_numpy(points).bfloat16().float().numpy()
+    np.testing.assert_array_equal(evaluate(library, "bf16", points), expected)
