@@ -67,7 +67,8 @@ def refuse_run_options(
 
 def extra_positions(args: tuple[Any, ...]) -> str:
     return (
-        f"run was given {len(args)} positional arguments behind the cache: FlashInfer takes those for jit_args variants; "
+        f"run was given {len(args)} positional arguments behind the cache: FlashInfer takes "
+        "those for jit_args variants; "
         f"{_VARIANT_HINT}."
     )
 
@@ -76,7 +77,9 @@ def check_block_tables(block_tables: Any, batch: int) -> None:
     """A second form of the page numbers; kernels read the first one, so only its batch can be wrong."""
     tensor(block_tables, "block_tables", PlanError)
     if block_tables.dim() != 2 or block_tables.shape[0] < batch:
-        raise PlanError(f"block_tables has shape {tuple(block_tables.shape)}: pass one row a request, [{batch}, pages].")
+        raise PlanError(
+            f"block_tables has shape {tuple(block_tables.shape)}: pass one row a request, [{batch}, pages]."
+        )
 
 
 def layout(kv_layout: str, error: type[FlashpageError] = PlanError) -> str:

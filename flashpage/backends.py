@@ -16,6 +16,7 @@ from .spec import KernelSpec, VariantSpec
 from .tiles import Cost, Tile, cpu_tile, sm80_tile
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+_NO_VARIANT = VariantSpec()
 _HALF = (DType.FLOAT16, DType.BFLOAT16)
 
 
@@ -51,12 +52,15 @@ class Capability:
             if not low <= dim <= high or dim % step:
                 found.append(f"{name} {dim} is not a multiple of {step} from {low} to {high}")
         if options.position_encoding == "ROPE_LLAMA" and options.head_dim_qk % 16:
-            found.append(f"ROPE_LLAMA turns pairs of two halves: head_dim_qk {options.head_dim_qk} is no multiple of 16")
+            found.append(
+                f"ROPE_LLAMA turns pairs of two halves: head_dim_qk {options.head_dim_qk} is no multiple of 16"
+            )
         return found
 
 
 def _needs_registers(options: Options, variant: VariantSpec) -> bool:
-    """Whether the inner loop does more per score than scale it: masks, loads and rotations need registers of their own."""
+    """Whether the inner loop does more per score than scale it: masks, loads and rotations need registers of their
+    own."""
     return options.has_mask or options.position_encoding == "ROPE_LLAMA" or bool(variant.mask or variant.tensors)
 
 
@@ -104,7 +108,7 @@ def packed_rows(options: Options, batch: int, total_rows: int) -> int:
     return 1 << (max(1, rows * options.group_size) - 1).bit_length()
 
 
-def choose(problem: Problem, device: torch.device, variant: VariantSpec = VariantSpec()) -> Choice:
+def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VARIANT) -> Choice:
     """The first kernel of the table that can; CapabilityError with every kernel's reasons where none can."""
     options, sm = problem.options, device_sm(device)
     refused = []
@@ -118,7 +122,8 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = Varian
             notes = (
                 f"kernel {capability.kernel}: the first that can",
                 *(f"refused {reason}" for reason in refused),
-                f"tile {tile.tile_q} packed rows x {tile.tile_kv} tokens, for about {problem.packed_rows} packed rows a "
+                f"tile {tile.tile_q} packed rows x {tile.tile_kv} tokens, for about "
+                f"{problem.packed_rows} packed rows a "
                 "request and KV head",
             )
             return Choice(_spec(options, capability, tile, variant), cost, capability, notes)

@@ -1,4 +1,5 @@
-"""What one thread launches: argument structs bound once to the shapes, strides and options of a run, then only re-pointed.
+"""What one thread launches: argument structs bound once to the shapes, strides and options of a run, then only
+re-pointed.
 
 A run whose signature equals the last one's writes five pointers and makes one foreign call.
 """
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import arguments, caches, host
+from .backends import device_sm
 from .caches import Cache
 from .dtypes import DType
 from .errors import RunError
@@ -23,27 +25,41 @@ if TYPE_CHECKING:
     from .planner import Planner
 
 _CPU_OUT_DTYPE = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}  # csrc/flashpage.h, fp_run_args::out_dtype
+
+
 class Binding:
     """Structs for one signature; refreshed after every plan."""
 
     __slots__ = (
-        *("alignment_mask", "args", "args_address", "combination", "device", "fused_offset", "generation"),
-        *("head_dim_vo", "k", "merge", "out_dtype", "params", "pdl", "scales", "signature", "sinks"),
-        *("sm_scale", "traced", "v", "values", "variant"),
+        *(
+            "alignment_mask",
+            "args",
+            "args_address",
+            "combination",
+            "device",
+            "enable_pdl",
+            "fused_offset",
+            "generation",
+        ),
+        *("has_lse", "has_merge", "has_numbers", "head_dim_vo", "k", "merge", "out_dtype", "params", "scales"),
+        *("signature", "sinks", "sm_scale", "traced", "v", "values", "variant"),
     )
 
-    def __init__(self, planner: Planner, kv_layout: str, values: Values, combination: Combination, tensors: Tensors) -> None:
+    def __init__(
+        self, planner: Planner, kv_layout: str, values: Values, combination: Combination, tensors: Tensors
+    ) -> None:
         self.values, self.combination, self.device = values, combination, planner.device
         self.params, self.merge = host.AttentionParams(), host.MergeParams()
         self.variant, self.args = host.VariantArgs(), host.RunArgs()
         self.args_address = ctypes.addressof(self.args)
         self.k, self.v = self.params.k, self.params.v  # views into params: setting them costs no second look-up
-        self.generation, self.signature, self.sinks, self.pdl = 0, None, None, False
+        self.generation, self.signature, self.sinks = 0, None, None
         self.out_dtype, self.head_dim_vo = combination.options.out_dtype.torch, combination.options.head_dim_vo
         self._bind_options(values)
         self._bind_tensors(kv_layout, tensors)
-        self.scales = ("not set",) * 3
+        self.has_numbers = self.has_lse = self.has_merge = False
         self.set_scales(NO_SCALES)
+        self.set_pdl(None)
 
     def _bind_options(self, values: Values) -> None:
         options, params = self.combination.options, self.params
@@ -70,7 +86,11 @@ class Binding:
         else:
             k, v = (caches.ragged_view(t, kv_layout, n) for t, n in zip(cache, ("k", "v"), strict=True))
         for view, found in ((self.k, k), (self.v, v)):
-            view.page_stride, view.token_stride, view.head_stride = found.page_stride, found.token_stride, found.head_stride
+            view.page_stride, view.token_stride, view.head_stride = (
+                found.page_stride,
+                found.token_stride,
+                found.head_stride,
+            )
         self.fused_offset = v.offset * options.kv_dtype.size
         heads, dim = options.num_q_heads, options.head_dim_vo
         if out is None:
@@ -108,14 +128,15 @@ class Binding:
         args.attention = prepared.attention.handle
         args.merge = None if prepared.merge is None else prepared.merge.handle
         args.num_ctas, args.num_merges = combination.num_ctas, combination.num_merges
+        self.has_merge = combination.num_merges > 0
         if combination.options.needs_variant:
             self.traced = trace(combination.options, self.values.logits_soft_cap, self.device)
             fill_variant(self.variant, self.traced)
         self.generation = planner.generation
 
-    def point(self, q: torch.Tensor, cache: Cache, out: torch.Tensor, lse: torch.Tensor | None, stream: int) -> None:
+    def point(self, q: torch.Tensor, cache: Cache, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Addresses of one run; the only thing that changes from layer to layer."""
-        params, merge = self.params, self.merge
+        params = self.params
         q_address, out_address = q.data_ptr(), out.data_ptr()
         if cache.__class__ is tuple:
             k_address, v_address = cache[0].data_ptr(), cache[1].data_ptr()
@@ -126,9 +147,15 @@ class Binding:
             raise self._misaligned(q_address, k_address, v_address, out_address)
         params.q, params.out = q_address, out_address
         self.k.data, self.v.data = k_address, v_address
-        merge.out = out_address
-        params.lse = merge.lse = None if lse is None else lse.data_ptr()
-        self.args.stream = stream
+        if lse is None:
+            if self.has_lse:
+                self.has_lse = False
+                params.lse = self.merge.lse = None
+        else:
+            self.has_lse = True
+            params.lse = self.merge.lse = lse.data_ptr()
+        if self.has_merge:
+            self.merge.out = out_address
 
     def _misaligned(self, *addresses: int) -> RunError:
         found = [
@@ -137,25 +164,26 @@ class Binding:
             if address & self.alignment_mask
         ]
         return RunError(
-            f"{', '.join(found)}: this kernel reads rows that start on {self.alignment_mask + 1} bytes; pass tensors (or "
+            f"{', '.join(found)}: this kernel reads rows that start on {self.alignment_mask + 1} "
+            "bytes; pass tensors (or "
             "views) that do, such as a clone."
         )
 
-    def set_pdl(self, is_enabled: bool) -> None:
-        self.pdl = is_enabled
-        self.args.enable_pdl = is_enabled
+    def set_pdl(self, enable_pdl: bool | None) -> None:
+        """None: on cards that have programmatic dependent launch."""
+        self.enable_pdl = enable_pdl
+        self.args.enable_pdl = device_sm(self.device) >= 90 if enable_pdl is None else bool(enable_pdl)
 
     def set_scales(self, scales: tuple[Any, Any, Any]) -> None:
         """q, k, v: numbers are folded into the score's and the output's scale; tensors are read by the kernel."""
-        before = self.scales
-        if all(new is old and (new is None or new.__class__ is float) for new, old in zip(scales, before, strict=True)):
+        if self.has_numbers and all(s.__class__ is float for s in scales) and scales == self.scales:
             return
         params, options = self.params, self.combination.options
         q, params.q_scale, params.q_scale_stride = self._scale(scales[0], "q_scale", options.num_q_heads)
         k, params.k_scale, params.k_scale_stride = self._scale(scales[1], "k_scale", options.num_kv_heads)
         v, params.v_scale, params.v_scale_stride = self._scale(scales[2], "v_scale", options.num_kv_heads)
         params.score_scale, params.value_scale = self.sm_scale * q * k, v
-        self.scales = scales
+        self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
 
     def _scale(self, value: Any, name: str, heads: int) -> tuple[float, int | None, int]:
         """(number, address, stride)"""
@@ -179,7 +207,8 @@ class Binding:
             heads = self.combination.options.num_q_heads
             if sinks.shape != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
                 raise RunError(
-                    f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}: pass one contiguous float32 value a "
+                    f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}: pass one "
+                    "contiguous float32 value a "
                     f"query head, [{heads}]."
                 )
             arguments.same_device(sinks, self.device, "sinks", RunError)

@@ -1,4 +1,5 @@
-"""KV caches as callers hold them, read as strides: one tensor or a pair, NHD or HND, pages or single slots, any strides."""
+"""KV caches as callers hold them, read as strides: one tensor or a pair, NHD or HND, pages or single slots, any
+strides."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> t
     """K and V of any accepted form:
 
     one tensor [pages, 2, page, heads, dim] (NHD) or [pages, 2, heads, page, dim] (HND), or [pages, 2, heads, dim] with
-    pages of one token; or a (K, V) pair of [pages, page, heads, dim] / [pages, heads, page, dim], or [slots, heads, dim].
+    pages of one token; or a (K, V) pair of [pages, page, heads, dim] / [pages, heads, page, dim], or [slots, heads,
+    dim].
     """
     if isinstance(cache, (tuple, list)):
         if len(cache) != 2:
@@ -38,7 +40,8 @@ def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> t
         v = _paged_view(cache[1], kv_layout, f"{name}[1]")
         if k[:3] != v[:3]:
             raise RunError(
-                f"{name} holds K of shape {tuple(cache[0].shape)} and V of shape {tuple(cache[1].shape)}: both need the "
+                f"{name} holds K of shape {tuple(cache[0].shape)} and V of shape "
+                f"{tuple(cache[1].shape)}: both need the "
                 "same pages, page size and heads."
             )
         return k, v
@@ -91,7 +94,8 @@ def check_alignment(view_strides: tuple[int, ...], element_size: int, alignment:
     for stride in view_strides:
         if stride * element_size % alignment:
             raise RunError(
-                f"{name} has a stride of {stride} elements ({stride * element_size} bytes): this kernel reads rows that "
+                f"{name} has a stride of {stride} elements ({stride * element_size} bytes): this "
+                "kernel reads rows that "
                 f"start on {alignment} bytes; pad the allocation or pass {name}.contiguous()."
             )
 

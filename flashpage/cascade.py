@@ -47,7 +47,8 @@ def merge_state_in_place(
         arguments.same_device(mask, v.device, "mask", RunError)
         if mask.shape != v.shape[:1] or mask.dtype not in (torch.bool, torch.uint8):
             raise RunError(
-                f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: pass one bool or uint8 a row, [{v.shape[0]}]."
+                f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: pass one bool or "
+                f"uint8 a row, [{v.shape[0]}]."
             )
     ops.call("merge_state_in_place", v, s, v_other, s_other, mask)
 
@@ -64,7 +65,9 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     """
     _check(v, s, "v", "s", 4)
     if v.shape[1] < 1:
-        raise RunError(f"v has shape {tuple(v.shape)}: pass at least one state, [rows, num_states, num_heads, head_dim].")
+        raise RunError(
+            f"v has shape {tuple(v.shape)}: pass at least one state, [rows, num_states, num_heads, head_dim]."
+        )
     return ops.call("merge_states", v, s)
 
 
@@ -75,7 +78,8 @@ def _check_pair(
     _check(v_other, s_other, names[2], names[3], 3)
     if v_other.shape != v.shape or v_other.dtype != v.dtype:
         raise RunError(
-            f"{names[2]} has shape {tuple(v_other.shape)} and dtype {v_other.dtype} but {names[0]} has {tuple(v.shape)} and "
+            f"{names[2]} has shape {tuple(v_other.shape)} and dtype {v_other.dtype} but "
+            f"{names[0]} has {tuple(v.shape)} and "
             f"{v.dtype}: states that are merged are alike."
         )
     arguments.same_device(v_other, v.device, names[2], RunError)

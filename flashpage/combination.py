@@ -1,7 +1,7 @@
 """One combination of options of a wrapper, and the plan it has for the present batch.
 
-A wrapper has the combination that was planned, and one more for each set of run-time options (causal, window_left, ...) that
-asked for another plan or another kernel.
+A wrapper has the combination that was planned, and one more for each set of run-time options (causal, window_left,
+...) that asked for another plan or another kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Combination:
         self.prepared: Prepared
         self.generation = 0  # of the wrapper's plan that this one belongs to
         self.num_ctas = self.num_merges = 0
-        self._frozen_rows = 0
+        # Where a batch does not change the class of rows, it is known now.
+        is_constant = options.uniform_q_len or options.is_batch_invariant
+        self._frozen_rows = backends.packed_rows(options, 0, 0) if is_constant else 0
         self._prepared: dict[tuple[int, VariantSpec | None], Prepared] = {}
 
     def plan(self, planner: Planner, slot: PlanSlot, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
@@ -45,11 +47,14 @@ class Combination:
         options, result = self.options, slot.result
         self.slot = slot
         self.prepared = prepared = self._prepared_for(planner, problem.batch, total_rows)
-        problem.causal, problem.window_left = options.causal, options.window_left
-        problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
-        slot.plan(ctypes.addressof(problem), prepared, stream, planner.length_names)
-        if result.num_partial_rows > planner.partial_rows(options.head_dim_vo):
-            raise self._too_many_partials(planner, result.num_partial_rows)
+        if planner.problem_options is not options:
+            planner.problem_options = options
+            problem.causal, problem.window_left = options.causal, options.window_left
+            problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
+        slot.plan(planner.problem_address, prepared, stream, planner.length_names)
+        partial_rows = result.num_partial_rows
+        if partial_rows and partial_rows > planner.partial_rows(options.head_dim_vo):
+            raise self._too_many_partials(planner, partial_rows)
         if planner.is_graph:
             # A captured launch serves every later plan: all CTAs, which leave at once where the plan has less for them.
             self.num_ctas, self.num_merges = prepared.schedule.num_ctas, _ALL_MERGES
@@ -74,7 +79,8 @@ class Combination:
     def _too_many_partials(self, planner: Planner, rows: int) -> PlanError:
         needed = partial_bytes(rows, self.options.head_dim_vo)
         return PlanError(
-            f"float_workspace_buffer has {planner.float_bytes} bytes but this plan needs {needed}, for {rows} partial rows: "
+            f"float_workspace_buffer has {planner.float_bytes} bytes but this plan needs "
+            f"{needed}, for {rows} partial rows: "
             "pass a larger one (workspace_size gives a bound), or disable_split_kv=True."
         )
 
@@ -88,7 +94,9 @@ class Combination:
         return Plan(prepared.problem, prepared.schedule, result, self.slot.last_bytes(), spec=spec, notes=notes)
 
 
-def workspace_bounds(options: Options, batch: int, total_q: int, total_kv: int, device: torch.device) -> tuple[int, int]:
+def workspace_bounds(
+    options: Options, batch: int, total_q: int, total_kv: int, device: torch.device
+) -> tuple[int, int]:
     """Bytes of the float and the int workspace that no batch within these sizes exceeds."""
     prepared = Prepared(options, backends.packed_rows(options, batch, total_q), device)
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
 
 from . import arguments
-from .errors import PlanError, RunError
+from .decode_options import decode_options, named_options
+from .errors import RunError
 from .lengths import Lengths, batch_of
-from .problem import Options, Values, check_options, check_soft_cap, check_window
-from .run_checks import Tensors, as_cache, scales_of
+from .run_checks import as_cache, scales_of
 from .single import single_decode_with_kv_cache
 from .wrapper import PlanRunWrapper
 
@@ -23,19 +22,13 @@ __all__ = [
     "single_decode_with_kv_cache",
 ]
 
-# What FlashInfer once took by position behind page_size, in this order.
-_DEPRECATED_POSITIONS = (
-    *("pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type"),
-    *("sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size"),
-    *("disable_split_kv", "q_len_per_req"),
-)
-
 
 class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
     """Attention of a batch of decode steps: `plan` once a step, `run` once a layer.
 
     Args:
-        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty); on the
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
+            on the
             CPU: the CPU backend.
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
         use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size.
@@ -120,31 +113,44 @@ class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
             non_blocking: whether copies of page numbers may be asynchronous.
             block_tables: accepted beside `indices`, which say the same.
             seq_lens: [batch], tokens of each request; wins over `last_page_len`.
-            fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that results
-                do not depend on the batch. None or -1: balanced.
+            fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that
+                results do not depend on the batch. None or -1: balanced.
             disable_split_kv: no request is cut.
             q_len_per_req: query rows of each request (more than one: causal among them).
             variant: a flashpage.Variant.
         """
         if deprecated_positional_args:
-            named = _named(deprecated_positional_args)
-            keywords = {
-                **{"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "window_right": window_right},
-                **{"logits_soft_cap": logits_soft_cap, "q_data_type": q_data_type, "kv_data_type": kv_data_type},
-                **{"o_data_type": o_data_type, "data_type": data_type, "sm_scale": sm_scale, "rope_scale": rope_scale},
-                **{"rope_theta": rope_theta, "non_blocking": non_blocking, "block_tables": block_tables},
-                **{"seq_lens": seq_lens, "fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv},
-                **{"q_len_per_req": q_len_per_req, "variant": variant},
-            }
+            named = named_options(deprecated_positional_args)
+            keywords = dict(  # noqa: C408
+                pos_encoding_mode=pos_encoding_mode,
+                window_left=window_left,
+                window_right=window_right,
+                logits_soft_cap=logits_soft_cap,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+                o_data_type=o_data_type,
+                data_type=data_type,
+                sm_scale=sm_scale,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                non_blocking=non_blocking,
+                block_tables=block_tables,
+                seq_lens=seq_lens,
+                fixed_split_size=fixed_split_size,
+                disable_split_kv=disable_split_kv,
+                q_len_per_req=q_len_per_req,
+                variant=variant,
+            )
             heads = (num_qo_heads, num_kv_heads, head_dim, page_size)
-            return self.plan(indptr, indices, last_page_len, *heads, **{**keywords, **named})
+            self.plan(indptr, indices, last_page_len, *heads, **(keywords | named))
+            return
         key = (
             *(num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, window_right),
             *(logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta),
             *(fixed_split_size, disable_split_kv, q_len_per_req, id(variant)),
         )
         if not self._is_configured(key):
-            self._configure(key, *_options(*key[:-1], variant))
+            self._configure(key, *decode_options(*key[:-1], variant))
         batch = batch_of(indptr, "indptr")
         if block_tables is not None:
             arguments.check_block_tables(block_tables, batch)
@@ -180,7 +186,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
         variant: Any = None,
     ) -> tuple[int, int]:
         """Bytes of the float and of the int workspace that serve this batch and every smaller one."""
-        options, _ = _options(
+        options, _ = decode_options(
             *(num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, 0, logits_soft_cap),
             *(q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta),
             *(fixed_split_size, disable_split_kv, q_len_per_req, variant),
@@ -209,8 +215,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
 
         Args:
             q: [batch * q_len_per_req, num_qo_heads, head_dim], any strides, last dimension contiguous.
-            paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V) without the
-                2; without the page_size dimension: pages of one token.
+            paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V)
+                without the 2; without the page_size dimension: pages of one token.
             q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
             out: [batch * q_len_per_req, num_qo_heads, head_dim], written in place; None: allocated.
             lse: [batch * q_len_per_req, num_qo_heads] fp32, base 2, written in place.
@@ -226,8 +232,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
             )
             self._check_q_len(q_len_per_req)
-        values, tensors = self._values(window_left), Tensors(q, as_cache(paged_kv_cache), out, lse)
-        return self._dispatch(values, tensors, return_lse, scales_of(q_scale, k_scale, v_scale), sinks, enable_pdl)
+        values, scales = self._values(window_left), scales_of(q_scale, k_scale, v_scale)
+        return self._run(values, q, as_cache(paged_kv_cache), out, lse, return_lse, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -341,68 +347,3 @@ def fast_decode_plan(
         disable_split_kv=disable_split_kv,
         q_len_per_req=q_len_per_req,
     )
-
-
-def _options(
-    num_qo_heads: Any,
-    num_kv_heads: Any,
-    head_dim: Any,
-    page_size: Any,
-    pos_encoding_mode: str,
-    window_left: Any,
-    window_right: Any,
-    logits_soft_cap: Any,
-    q_data_type: Any,
-    kv_data_type: Any,
-    o_data_type: Any,
-    data_type: Any,
-    sm_scale: Any,
-    rope_scale: Any,
-    rope_theta: Any,
-    fixed_split_size: Any,
-    disable_split_kv: bool,
-    q_len_per_req: Any,
-    variant: Any,
-) -> tuple[Options, Values]:
-    """Of plan's arguments, in the order of its key."""
-    arguments.refuse_given(window_right=window_right)
-    q_len_per_req = arguments.whole("q_len_per_req", q_len_per_req, 1)
-    if q_data_type is None:
-        q_data_type = "float16" if data_type is None else data_type
-    options = check_options(
-        kv_source="paged",
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim_qk=arguments.whole("head_dim", head_dim, 1),
-        head_dim_vo=None,
-        page_size=page_size,
-        q_data_type=q_data_type,
-        kv_data_type=data_type if kv_data_type is None else kv_data_type,
-        o_data_type=o_data_type,
-        causal=q_len_per_req > 1,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        pos_encoding_mode=pos_encoding_mode,
-        has_mask=False,
-        variant=variant,
-        fixed_split_size=fixed_split_size,
-        disable_split_kv=disable_split_kv,
-        uniform_q_len=q_len_per_req,
-    )
-    cap, window = check_soft_cap(logits_soft_cap), check_window(window_left)
-    return options, Values(options.causal, window, cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
-
-
-def _named(positional: tuple[Any, ...]) -> dict[str, Any]:
-    if len(positional) > len(_DEPRECATED_POSITIONS):
-        raise PlanError(
-            f"plan was given {7 + len(positional)} positional arguments, at most {7 + len(_DEPRECATED_POSITIONS)}: pass "
-            "options by keyword."
-        )
-    names = _DEPRECATED_POSITIONS[: len(positional)]
-    warnings.warn(
-        f"positional arguments of plan after page_size are deprecated: pass {', '.join(names)} by keyword",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return dict(zip(names, positional, strict=True))

@@ -25,8 +25,8 @@ class MultiItemMask:
         self._variant: Variant | None = None
 
     def set(self, prefix_len: Any, token_pos: Any, token_pos_len: int, batch: int) -> Variant:
-        """prefix_len: [batch] tokens. token_pos: [batch x token_pos_len], each token's distance from its item's delimiter,
-        from the prefix's end on."""
+        """prefix_len: [batch] tokens. token_pos: [batch x token_pos_len], each token's distance from its item's
+        delimiter, from the prefix's end on."""
         for name, value in (("prefix_len_ptr", prefix_len), ("token_pos_in_items_ptr", token_pos)):
             if value is None:
                 raise PlanError(f"{name}=None: multi-item scoring needs prefix_len_ptr and token_pos_in_items_ptr.")
@@ -35,8 +35,10 @@ class MultiItemMask:
             token_pos_len = token_pos.numel()
         if prefix_len.numel() != batch or token_pos_len < 1 or token_pos.numel() != batch * token_pos_len:
             raise PlanError(
-                f"prefix_len_ptr has {prefix_len.numel()} entries and token_pos_in_items_ptr {token_pos.numel()} but the batch "
-                f"has {batch} requests and token_pos_in_items_len={token_pos_len}: pass one prefix length a request and "
+                f"prefix_len_ptr has {prefix_len.numel()} entries and token_pos_in_items_ptr "
+                f"{token_pos.numel()} but the batch "
+                f"has {batch} requests and token_pos_in_items_len={token_pos_len}: pass one "
+                "prefix length a request and "
                 "token_pos_in_items_len positions a request, filled up with zeros."
             )
         tensors = {

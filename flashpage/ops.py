@@ -1,7 +1,7 @@
 """flashpage's operators in torch: schemas, mutated arguments, fake implementations. torch.ops.flashpage.<name>.
 
-Eager calls go straight to the implementations; the operators are taken while torch.compile traces or a dispatch mode watches.
-A wrapper's run is an operator with the wrapper's handle, never its plan: planning again compiles nothing.
+Eager calls go straight to the implementations; the operators are taken while torch.compile traces or a dispatch mode
+watches. A wrapper's run is an operator with the wrapper's handle, never its plan: planning again compiles nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from . import caches, host, jit
 from .dtypes import DType
 from .errors import CapabilityError, RunError
 from .planner import current_stream
-from .problem import Values
 from .run_checks import Tensors, check_places, scales_of
 from .spec import KernelSpec
 
@@ -24,7 +23,11 @@ if TYPE_CHECKING:
 
 _ROWS_PER_CTA = 8  # merge_states and append: a warp each
 _MOST_CTAS = 1 << 16
-_APPEND_DTYPES = {1: DType.FLOAT8_E4M3, 2: DType.FLOAT16, 4: DType.FLOAT32}  # one kernel an element size: bytes are copied
+_APPEND_DTYPES = {
+    1: DType.FLOAT8_E4M3,
+    2: DType.FLOAT16,
+    4: DType.FLOAT32,
+}  # one kernel an element size: bytes are copied
 _ELEMENT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/flashpage.h, fp_cpu_merge_states
 
 _library = torch.library.Library("flashpage", "DEF")
@@ -42,7 +45,7 @@ def call(name: str, *args: Any) -> Any:
 
 def run(
     wrapper: PlanRunWrapper,
-    values: Values,
+    values: tuple[Any, ...],
     tensors: Tensors,
     return_lse: bool,
     scales: tuple[Any, Any, Any],
@@ -57,7 +60,9 @@ def run(
         lse = q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
     numbers = [None if isinstance(s, torch.Tensor) else s for s in scales]
     arrays = [s if isinstance(s, torch.Tensor) else None for s in scales]
-    operator = torch.ops.flashpage.run_paged if wrapper._options.kv_source == "paged" else torch.ops.flashpage.run_ragged
+    operator = (
+        torch.ops.flashpage.run_paged if wrapper._options.kv_source == "paged" else torch.ops.flashpage.run_ragged
+    )
     parts = list(cache) if isinstance(cache, tuple) else [cache]
     operator(wrapper._handle, q, parts, out, lse, *values, *numbers, *arrays, sinks, enable_pdl)
     return (out, lse) if return_lse else out
@@ -89,15 +94,17 @@ def _run(
 
     wrapper = WRAPPERS.get(handle)
     if wrapper is None:
-        raise RunError(f"handle={handle} is of a wrapper that no longer exists: keep the wrapper as long as its graph runs.")
-    values = Values(causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
-    tensors = Tensors(q, tuple(cache) if len(cache) == 2 else cache[0], out, lse)
+        raise RunError(
+            f"handle={handle} is of a wrapper that no longer exists: keep the wrapper as long as its graph runs."
+        )
+    values = (causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
+    parts = tuple(cache) if len(cache) == 2 else cache[0]
     scales = scales_of(
         q_scale if q_scales is None else q_scales,
         k_scale if k_scales is None else k_scales,
         v_scale if v_scales is None else v_scales,
     )
-    wrapper._launch(values, tensors, False, scales, sinks, enable_pdl)
+    wrapper._run(values, q, parts, out, lse, False, scales, sinks, enable_pdl)
 
 
 # ---------------------------------------------------------------- merging
@@ -112,7 +119,9 @@ def _merge(params: host.MergeStatesParams, v: torch.Tensor) -> None:
         host.check(host.load().fp_cpu_merge_states(address, _ELEMENT_TYPES[v.dtype]))
         return
     if params.head_dim % 4:
-        raise CapabilityError(f"head_dim={params.head_dim} is not a multiple of 4: the merge kernel reads four at a time.")
+        raise CapabilityError(
+            f"head_dim={params.head_dim} is not a multiple of 4: the merge kernel reads four at a time."
+        )
     kernel = jit.get_kernel(KernelSpec("merge_states", q_dtype=DType.of(v.dtype)), v.device)
     _launch(kernel, address, params.rows * params.num_heads, v.device)
 

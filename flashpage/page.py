@@ -51,7 +51,9 @@ def append_paged_kv_cache(
     for name, tensor in (("append_value", append_value), *(("paged_kv_cache", t) for t in cache)):
         arguments.same_device(tensor, device, name, RunError)
         if tensor.dtype != cache[0].dtype:
-            raise RunError(f"{name} has dtype {tensor.dtype} and another part of the cache {cache[0].dtype}: make them alike.")
+            raise RunError(
+                f"{name} has dtype {tensor.dtype} and another part of the cache {cache[0].dtype}: make them alike."
+            )
     arguments.tensor(kv_indptr, "kv_indptr", RunError)
     batch = kv_indptr.numel() - 1
     indices = [
@@ -120,7 +122,8 @@ def _into(given: torch.Tensor | None, values: torch.Tensor, name: str) -> torch.
         return values.to(torch.int32)
     if arguments.tensor(given, name, RunError).shape != values.shape or given.dtype != torch.int32:
         raise RunError(
-            f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}: pass int32 of {tuple(values.shape)}, or None."
+            f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}: pass int32 of "
+            f"{tuple(values.shape)}, or None."
         )
     return given.copy_(values)
 
@@ -130,7 +133,9 @@ def _index(tensor: torch.Tensor, name: str, length: int | None, device: torch.de
     arguments.tensor(tensor, name, RunError)
     arguments.same_device(tensor, device, name, RunError)
     if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
-        raise RunError(f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass int32 or int64, one dimension.")
+        raise RunError(
+            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass int32 or int64, one dimension."
+        )
     if length is not None and tensor.shape[0] != length:
         raise RunError(f"{name} has {tensor.shape[0]} entries but {length} are expected: pass one for each.")
     return tensor.to(torch.int32).contiguous()

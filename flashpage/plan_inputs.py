@@ -23,24 +23,24 @@ class KvIndices:
 
     def set(self, indices: Any, first: int, end: int, non_blocking: bool, name: str) -> None:
         """Entries [first, end) are in use; more may follow."""
-        arguments.tensor(indices, name, PlanError)
-        if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+        if not isinstance(indices, torch.Tensor):
+            arguments.tensor(indices, name, PlanError)
+        shape, dtype, place = indices.shape, indices.dtype, indices.get_device()
+        if len(shape) != 1 or (dtype is not torch.int32 and dtype is not torch.int64):
             raise PlanError(
-                f"{name} has shape {tuple(indices.shape)} and dtype {indices.dtype}: pass page numbers, int32 or int64, "
-                "one dimension."
+                f"{name} has shape {tuple(shape)} and dtype {dtype}: pass page numbers, int32 or int64, one dimension."
             )
-        if indices.shape[0] < end:
-            raise PlanError(f"{name} has {indices.shape[0]} entries but the indptr ends at {end}: pass every page number.")
+        if shape[0] < end:
+            raise PlanError(f"{name} has {shape[0]} entries but the indptr ends at {end}: pass every page number.")
         self.max_page = -1
-        if indices.is_cpu or self._check_on_device:
+        if place < 0 or self._check_on_device:
             self.max_page = _check_range(indices, first, end, name)
-        elif indices.get_device() != self._device_index:
+        elif place != self._device_index:
             arguments.same_device(indices, self.device, name, PlanError)
         if self.buffer is not None:
             self._copy(indices, non_blocking, name)
         else:
-            is_here = indices.get_device() == self._device_index
-            if indices.dtype is not torch.int32 or not is_here or not indices.is_contiguous():
+            if dtype is not torch.int32 or place != self._device_index or not indices.is_contiguous():
                 indices = indices.to(device=self.device, dtype=torch.int32, non_blocking=non_blocking).contiguous()
             self.tensor = indices
         self.address = self.tensor.data_ptr()  # type: ignore[union-attr]
@@ -63,12 +63,12 @@ def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
     """The largest page number; none may be negative. On the device: one copy back."""
     if first >= end:
         return -1
-    used = indices[first:end]
+    used = indices if first == 0 and end == indices.shape[0] else indices[first:end]
     low, high = torch.aminmax(used) if used.is_cpu else torch.stack(torch.aminmax(used)).cpu()
-    if low < 0:
+    if (least := low.item()) < 0:
         where = first + int(used.argmin())
-        raise PlanError(f"{name}[{where}]={int(low)} is no page number: every page in use is 0 or more.")
-    return int(high)
+        raise PlanError(f"{name}[{where}]={least} is no page number: every page in use is 0 or more.")
+    return int(high.item())
 
 
 class MaskBits:
@@ -92,7 +92,8 @@ class MaskBits:
         else:
             if packed.numel() > self.buffer.numel():
                 raise PlanError(
-                    f"{name} needs {packed.numel()} bytes but custom_mask_buf holds {self.buffer.numel()}: make the buffer "
+                    f"{name} needs {packed.numel()} bytes but custom_mask_buf holds "
+                    f"{self.buffer.numel()}: make the buffer "
                     "as large as the largest batch needs."
                 )
             self.tensor = self.buffer
@@ -104,7 +105,8 @@ class MaskBits:
         expected = int(bits.sum())
         if mask.dtype not in (torch.bool, torch.uint8) or mask.numel() != expected:
             raise PlanError(
-                f"{name} has {mask.numel()} values of {mask.dtype} but the batch needs {expected} of bool or uint8: pass "
+                f"{name} has {mask.numel()} values of {mask.dtype} but the batch needs "
+                f"{expected} of bool or uint8: pass "
                 "every request's q_len x kv_len values (True: visible), flattened and joined."
             )
         return quantization.pack_segments(mask.reshape(-1).ne(0).to(torch.uint8), bits, "little")[0]
@@ -114,7 +116,8 @@ class MaskBits:
         expected = int(((bits + 7) // 8).sum())
         if mask.dtype != torch.uint8 or mask.dim() != 1 or mask.numel() < expected or not mask.is_contiguous():
             raise PlanError(
-                f"{name} has {mask.numel()} values of {mask.dtype} but the batch needs {expected} bytes of uint8: pass what "
+                f"{name} has {mask.numel()} values of {mask.dtype} but the batch needs "
+                f"{expected} bytes of uint8: pass what "
                 "segment_packbits(mask, indptr, bitorder='little') returns."
             )
         return mask

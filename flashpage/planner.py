@@ -16,6 +16,7 @@ from .problem import Options, Variation
 from .slots import PlanSlot
 
 INT_WORKSPACE_BYTES = 8 << 20
+_EXTRA_ENTRIES = (1, 1, 0, 0)  # of the four arrays beyond one a request
 _MOST_KNOWN = 64  # combinations kept with their kernels
 _INDICES_NAME = {"indptr": "indices", "paged_kv_indptr": "paged_kv_indices"}
 
@@ -40,6 +41,8 @@ class Planner:
         self._slots: list[PlanSlot] = []
         self.use_int_buffer(torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
         self._problem = host.ProblemStruct()
+        self.problem_address = ctypes.addressof(self._problem)
+        self.problem_options: Options | None = None  # those that the struct holds
         self._arrays = (
             *(self._problem.q_indptr, self._problem.kv_indptr),
             *(self._problem.last_page_len, self._problem.kv_lens),
@@ -47,7 +50,9 @@ class Planner:
         self._known: dict[Options, Combination] = {}
         self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
         self._variations: dict[Variation, Combination] = {}
-        self._snapshots: list[bytes | None] = []
+        self._places: list[tuple[int, int] | None] = [None] * 4  # of the arrays: address and bytes
+        self._copies: list[bytes | None] = [None] * 4  # of their numbers: callers may reuse their tensors before a run
+        self._indices_name = _INDICES_NAME.get(length_names[1], "")
         self._total_rows = 0
         self.indices, self.mask = KvIndices(device), MaskBits(device)
 
@@ -74,7 +79,8 @@ class Planner:
         arguments.same_device(buffer, self.device, name, PlanError)
         if not buffer.is_contiguous() or buffer.data_ptr() % 16:
             raise PlanError(
-                f"{name} starts at {buffer.data_ptr():#x} with strides {tuple(buffer.stride())}: pass a contiguous tensor "
+                f"{name} starts at {buffer.data_ptr():#x} with strides {tuple(buffer.stride())}: "
+                "pass a contiguous tensor "
                 "that starts on 16 bytes."
             )
 
@@ -110,34 +116,50 @@ class Planner:
         same_heads = bool(self.active) and _heads(self.active[0].options) == _heads(options)
         remembered = [v for v in self._variations if same_heads]
         self.active, self._variations = [self._combination(options)], {}
+        problem = self._problem
+        problem.page_size, problem.q_len_per_request = options.page_size, options.uniform_q_len
+        problem.has_custom_mask = options.has_mask
         for variation in remembered:
             self._activate(variation)
 
     def plan(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
         """Lengths and page numbers -> a plan for every active combination."""
         self.invalidate()
-        options, problem, names = self.active[0].options, self._problem, self.length_names
-        arrays = self._arrays
-        if options.page_size == 1 and given.last_page_len is not None and not given.last_page_len.is_cpu:
-            given = given._replace(last_page_len=None)  # pages of one token: nothing to read back from the device
-        given = lengths.to_host(given)
-        problem.batch, problem.page_size = batch, options.page_size
-        problem.q_len_per_request, problem.has_custom_mask = options.uniform_q_len, options.has_mask
-        lengths.fill(arrays[0], given.q_indptr, batch + 1, names[0])
-        lengths.fill(arrays[1], given.kv_indptr, batch + 1, names[1])
-        lengths.fill(arrays[2], given.last_page_len, batch, names[2])
-        lengths.fill(arrays[3], given.kv_lens, batch, names[3])
+        problem, arrays, names = self._problem, self._arrays, self.length_names
+        problem.batch = batch
+        places = self._places
+        for i, tensor in enumerate(given):
+            if tensor is None:
+                if places[i] is not None:
+                    arrays[i].data = places[i] = None
+                continue
+            try:
+                is_here = tensor.is_cpu
+            except AttributeError:
+                arguments.tensor(tensor, names[i], PlanError)
+            if not is_here:
+                self._plan_from_device(batch, given, kv_indices, non_blocking)
+                return
+            places[i] = lengths.fill(arrays[i], tensor, batch + _EXTRA_ENTRIES[i], names[i])
         self._total_rows = 0
-        if given.q_indptr is not None:
+        if places[0] is not None:
             self._total_rows = lengths.entry(arrays[0], batch) - lengths.entry(arrays[0], 0)
         stream = current_stream(self.device_index)
-        for i, combination in enumerate(self.active):
-            combination.plan(self, self._slots[i], problem, self._total_rows, stream)
+        for combination, slot in zip(self.active, self._slots, strict=False):
+            combination.plan(self, slot, problem, self._total_rows, stream)
         if kv_indices is not None:
-            first, name = lengths.entry(arrays[1], 0), _INDICES_NAME[names[1]]
-            self.indices.set(kv_indices, first, self._slots[0].result.total_pages, non_blocking, name)
-        self._snapshots = [lengths.snapshot(array) for array in arrays]
+            first = lengths.entry(arrays[1], 0)
+            self.indices.set(kv_indices, first, self._slots[0].result.total_pages, non_blocking, self._indices_name)
+        string_at = ctypes.string_at
+        self._copies = [None if place is None else string_at(*place) for place in places]
         self.is_planned = True
+
+    def _plan_from_device(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
+        """All index tensors that lie on the device come back in one copy."""
+        page_size, last_page_len = self._problem.page_size, given.last_page_len
+        if page_size == 1 and last_page_len is not None and not last_page_len.is_cpu:
+            given = given._replace(last_page_len=None)  # pages of one token: it says nothing
+        self.plan(batch, lengths.to_host(given), kv_indices, non_blocking)
 
     def check_longest(self, max_q_len: int | None, max_kv_len: int | None) -> None:
         """Bounds that the caller gave beside the lengths."""
@@ -148,11 +170,14 @@ class Planner:
         ):
             if bound is not None and longest > bound:
                 self.is_planned = False
-                raise PlanError(f"{name}={bound} but a request of the batch has {longest}: pass at least that, or None.")
+                raise PlanError(
+                    f"{name}={bound} but a request of the batch has {longest}: pass at least that, or None."
+                )
 
     def bits(self) -> torch.Tensor:
         """Mask bits of each request of the present plan, q_len x kv_len, int64."""
-        q_indptr, kv_indptr, last_page_len, kv_lens = (lengths.numbers(array) for array in self._arrays)
+        numbers = [lengths.numbers(array, copy) for array, copy in zip(self._arrays, self._copies, strict=True)]
+        q_indptr, kv_indptr, last_page_len, kv_lens = numbers
         assert q_indptr is not None and kv_indptr is not None
         page_size = self._problem.page_size
         if kv_lens is None:
@@ -183,7 +208,7 @@ class Planner:
         self._variations[variation] = combination
 
     def _derive(self, combination: Combination) -> None:
-        kept = [lengths.restore(array, data) for array, data in zip(self._arrays, self._snapshots, strict=True)]
+        kept = [lengths.restore(array, data) for array, data in zip(self._arrays, self._copies, strict=True)]
         slot = self._slots[self.active.index(combination)]
         combination.plan(self, slot, self._problem, self._total_rows, current_stream(self.device_index))
         del kept
@@ -196,7 +221,8 @@ class Planner:
             if value != before
         )
         return RunError(
-            f"{changed} is new to this wrapper while a graph is being captured: run once with it before the capture, or give "
+            f"{changed} is new to this wrapper while a graph is being captured: run once with it "
+            "before the capture, or give "
             "it to plan."
         )
 

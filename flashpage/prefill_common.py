@@ -26,7 +26,8 @@ class PrefillWrapper(PlanRunWrapper):
         given = [custom_mask is not None, packed_custom_mask is not None, has_items]
         if sum(given) > 1:
             raise PlanError(
-                "custom_mask, packed_custom_mask and the multi-item arguments (prefix_len_ptr, token_pos_in_items_ptr) each "
+                "custom_mask, packed_custom_mask and the multi-item arguments (prefix_len_ptr, "
+                "token_pos_in_items_ptr) each "
                 "say what a row sees: give one of them."
             )
         if given[2] is False:
@@ -72,7 +73,9 @@ class PrefillWrapper(PlanRunWrapper):
 def only_items(items: Any, variant: Any) -> Any:
     """Multi-item scoring is a variant itself."""
     if variant is not None:
-        raise PlanError("variant and prefix_len_ptr are both given: multi-item scoring is a mask of its own; give one of them.")
+        raise PlanError(
+            "variant and prefix_len_ptr are both given: multi-item scoring is a mask of its own; give one of them."
+        )
     return items
 
 

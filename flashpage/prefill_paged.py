@@ -18,11 +18,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     """Attention of a batch of prefills or appends over a paged KV cache: `plan` once a step, `run` once a layer.
 
     Args:
-        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty); on the
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
+            on the
             CPU: the CPU backend.
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
         use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size.
-        qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf: with `use_cuda_graph`; their lengths fix the batch.
+        qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf: with `use_cuda_graph`; their lengths fix the
+            batch.
         paged_kv_indices_buf: with `use_cuda_graph`; int32, plan copies the page numbers there.
         custom_mask_buf, mask_indptr_buf: with `use_cuda_graph` and masks; plan copies the packed bits to the first.
         backend: "auto" ("fa2", "fa3": the same).
@@ -102,8 +104,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
             head_dim_qk, head_dim_vo: of q and K; of V and the output (None: the same).
             page_size: tokens a page.
-            custom_mask: each request's q_len x kv_len truth values (True: visible), flattened and joined; causal does not
-                apply beside it.
+            custom_mask: each request's q_len x kv_len truth values (True: visible), flattened and joined; causal
+                does not apply beside it.
             packed_custom_mask: the same as bits, `segment_packbits(mask, indptr, bitorder="little")`.
             causal: row r of a request sees tokens up to kv_len - q_len + r.
             pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI".
@@ -113,14 +115,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             rope_scale, rope_theta: of ROPE_LLAMA; None: 1 and 1e4.
             q_data_type, kv_data_type, o_data_type: of q ("float16"), of the cache (q's) and of the output (q's).
             non_blocking: whether copies of page numbers and masks may be asynchronous.
-            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring: [batch] tokens of the shared
-                prefix; each later token's position in its item (0 at a delimiter), joined with a common length a request.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring: [batch] tokens of the
+                shared prefix; each later token's position in its item (0 at a delimiter), joined with a common length a
+                request.
             max_item_len_ptr: accepted; the positions say it.
             seq_lens: [batch], tokens of each request; wins over `paged_kv_last_page_len`.
             block_tables: accepted beside `paged_kv_indices`, which say the same.
             max_token_per_sequence, max_sequence_kv: bounds that the batch is checked against.
-            fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that results
-                do not depend on the batch. None or -1: balanced.
+            fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that
+                results do not depend on the batch. None or -1: balanced.
             disable_split_kv: no request is cut.
             variant: a flashpage.Variant.
         """
@@ -128,7 +131,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         if not (seq_lens_q is None and block_tables is None):
             arguments.refuse_given(seq_lens_q=seq_lens_q)
             arguments.check_block_tables(block_tables, batch)
-        if not (custom_mask is None and packed_custom_mask is None and prefix_len_ptr is None and token_pos_in_items_ptr is None):
+        if not (
+            custom_mask is None
+            and packed_custom_mask is None
+            and prefix_len_ptr is None
+            and token_pos_in_items_ptr is None
+        ):
             masks = (custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
             items = self._masks(*masks, batch)
             if items is not None:
@@ -188,7 +196,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         """Bytes of the float and of the int workspace that serve this batch and every smaller one."""
         has_mask = custom_mask is not None or packed_custom_mask is not None
         options, _ = prefill_options(
-            *("paged", num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, has_mask, causal, pos_encoding_mode),
+            *(
+                "paged",
+                num_qo_heads,
+                num_kv_heads,
+                head_dim_qk,
+                page_size,
+                head_dim_vo,
+                has_mask,
+                causal,
+                pos_encoding_mode,
+            ),
             *(use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
             *(kv_data_type, o_data_type, fixed_split_size, disable_split_kv, variant),
         )
@@ -220,8 +238,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim_qk], any strides, last dimension contiguous.
-            paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V) without the
-                2; without the page_size dimension: pages of one token.
+            paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V)
+                without the 2; without the page_size dimension: pages of one token.
             q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
             out: [qo_indptr[-1], num_qo_heads, head_dim_vo], written in place; None: allocated.
             lse: [qo_indptr[-1], num_qo_heads] fp32, base 2, written in place.

@@ -11,14 +11,15 @@ from . import arguments
 from .errors import RunError
 from .lengths import Lengths, batch_of
 from .prefill_common import PrefillWrapper, only_items, prefill_options
-from .run_checks import Tensors, scales_of
+from .run_checks import scales_of
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     """Attention of a batch of prefills over ragged K and V: `plan` once a step, `run` once a layer.
 
     Args:
-        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty); on the
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
+            on the
             CPU: the CPU backend.
         kv_layout: of k and v: "NHD": [tokens, heads, dim]; "HND": [heads, tokens, dim].
         use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size.
@@ -99,7 +100,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """
         batch = batch_of(qo_indptr, "qo_indptr")
         arguments.refuse_given(seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
-        if not (custom_mask is None and packed_custom_mask is None and prefix_len_ptr is None and token_pos_in_items_ptr is None):
+        if not (
+            custom_mask is None
+            and packed_custom_mask is None
+            and prefix_len_ptr is None
+            and token_pos_in_items_ptr is None
+        ):
             masks = (custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
             items = self._masks(*masks, batch)
             if items is not None:
@@ -156,8 +162,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         arguments.refuse_run_options(kv_cache_sf, None, None, None, lse_base, lse_layout)
         if o_scale is not None:
             arguments.refuse("o_scale", o_scale)
-        values, tensors = self._values(window_left), Tensors(q, (k, v), out, lse)
-        return self._dispatch(values, tensors, return_lse, scales_of(q_scale, k_scale, v_scale), sinks, enable_pdl)
+        values, scales = self._values(window_left), scales_of(q_scale, k_scale, v_scale)
+        return self._run(values, q, (k, v), out, lse, return_lse, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

@@ -1,4 +1,5 @@
-"""From options to something that plans and runs: the kernel chosen, compiled or found, loaded, and its schedule made."""
+"""From options to something that plans and runs: the kernel chosen, compiled or found, loaded, and its schedule
+made."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ CPU_CTAS_PER_THREAD = 4  # shares small enough that threads which start late sti
 
 
 class Prepared:
-    """One combination of options on one device, for one class of rows: kernels loaded, schedule made. Shared by threads."""
+    """One combination of options on one device, for one class of rows: kernels loaded, schedule made. Shared by
+    threads."""
 
     __slots__ = ("attention", "choice", "merge", "options", "problem", "schedule", "schedule_address")
 

@@ -24,9 +24,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     return _pack(torch.nn.functional.pad(bits, (0, -bits.numel() % 8)), bitorder)
 
 
-def segment_packbits(
-    x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big"
-) -> tuple[torch.Tensor, torch.Tensor]:
+def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
     """Packs segments of truth values, each starting on a byte of its own.
 
     Args:
@@ -39,7 +37,9 @@ def segment_packbits(
     """
     arguments.tensor(indptr, "indptr", RunError)
     if indptr.dim() != 1 or indptr.numel() < 1 or indptr.is_floating_point():
-        raise RunError(f"indptr has shape {tuple(indptr.shape)} and dtype {indptr.dtype}: pass integers, [segments + 1].")
+        raise RunError(
+            f"indptr has shape {tuple(indptr.shape)} and dtype {indptr.dtype}: pass integers, [segments + 1]."
+        )
     bits, begins = _flat_bits(x), indptr.cpu().long()
     lengths = begins.diff()
     if begins[0] != 0 or bool((lengths < 0).any()) or int(begins[-1]) != bits.numel():

@@ -9,7 +9,7 @@ import torch
 from . import arguments, caches
 from .caches import Cache
 from .errors import RunError
-from .problem import Options, Values
+from .problem import Options
 
 
 class Tensors(NamedTuple):
@@ -35,38 +35,22 @@ def as_cache(paged_kv_cache: Any) -> Any:
     return tuple(paged_kv_cache) if paged_kv_cache.__class__ is list else paged_kv_cache
 
 
-def signature_of(values: Values, tensors: Tensors) -> tuple[Any, ...]:
+def signature_of(
+    values: tuple[Any, ...], q: torch.Tensor, cache: Cache, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[Any, ...]:
     """Everything that decides how a run is bound, without judging it: a comparison of tuples, once a layer."""
-    q, cache, out, lse = tensors
     if cache.__class__ is tuple:
         k, v = cache
-        return (
-            values,
-            q.shape,
-            q.stride(),
-            q.dtype,
-            q.device,
-            k.shape,
-            k.stride(),
-            k.dtype,
-            k.device,
-            v.shape,
-            v.stride(),
-            v.dtype,
-            v.device,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device),
-        )
+        cache_parts = (k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device)
+    else:
+        cache_parts = (cache.shape, cache.stride(), cache.dtype, cache.device)
     return (
         values,
         q.shape,
         q.stride(),
         q.dtype,
         q.device,
-        cache.shape,
-        cache.stride(),
-        cache.dtype,
-        cache.device,
+        cache_parts,
         None if out is None else (out.shape, out.stride(), out.dtype, out.device),
         None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device),
     )
@@ -86,7 +70,7 @@ def not_a_tensor(tensors: Tensors) -> Exception:
     """The complaint about the first argument that is no tensor."""
     cache = tensors.cache if isinstance(tensors.cache, tuple) else (tensors.cache,)
     names = ("paged_kv_cache",) if len(cache) == 1 else ("k", "v")
-    for name, value in (("q", tensors.q), *zip(names, cache), ("out", tensors.out), ("lse", tensors.lse)):
+    for name, value in (("q", tensors.q), *zip(names, cache, strict=False), ("out", tensors.out), ("lse", tensors.lse)):
         if value is not None or name in ("q", *names):
             arguments.tensor(value, name, RunError)
     raise AssertionError("all arguments are tensors")
@@ -101,7 +85,8 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
         arguments.same_device(tensor, device, name, RunError)
     if q.dim() != 3 or q.shape[2] != options.head_dim_qk:
         raise RunError(
-            f"q has shape {tuple(q.shape)} but the plan is for [rows, {options.num_q_heads}, {options.head_dim_qk}]: pass "
+            f"q has shape {tuple(q.shape)} but the plan is for [rows, {options.num_q_heads}, "
+            f"{options.head_dim_qk}]: pass "
             "q as [rows, heads, head_dim]."
         )
     if q.dtype != options.q_dtype.torch:
@@ -118,7 +103,8 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
 
 
 def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, kv_end: int) -> int:
-    """K and V against the plan, whose page numbers reach `max_page` (ragged: whose tokens end at `kv_end`); their heads."""
+    """K and V against the plan, whose page numbers reach `max_page` (ragged: whose tokens end at `kv_end`); their
+    heads."""
     if options.kv_source == "paged":
         k, v = caches.paged_views(cache, kv_layout)
         if k.page_size != options.page_size:
@@ -128,14 +114,16 @@ def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, k
             )
         if max_page >= k.num_pages:
             raise RunError(
-                f"paged_kv_cache has {k.num_pages} pages but the plan's page numbers reach {max_page}: pass the cache that "
+                f"paged_kv_cache has {k.num_pages} pages but the plan's page numbers reach "
+                f"{max_page}: pass the cache that "
                 "they index, or plan with its own."
             )
     else:
         k, v = caches.ragged_view(cache[0], kv_layout, "k"), caches.ragged_view(cache[1], kv_layout, "v")
         if k.num_pages != v.num_pages or k.num_heads != v.num_heads:
             raise RunError(
-                f"k has shape {tuple(cache[0].shape)} and v {tuple(cache[1].shape)}: both need the same tokens and heads."
+                f"k has shape {tuple(cache[0].shape)} and v {tuple(cache[1].shape)}: both need "
+                "the same tokens and heads."
             )
         if k.num_pages < kv_end:
             raise RunError(f"k has {k.num_pages} tokens but the plan's kv_indptr ends at {kv_end}: pass all of them.")
@@ -150,11 +138,13 @@ def check_run_heads(num_q_heads: int, num_kv_heads: int, options: Options) -> tu
     if num_q_heads > options.num_q_heads or num_kv_heads > options.num_kv_heads:
         raise RunError(
             f"q has {num_q_heads} heads and the cache {num_kv_heads} but the plan is for num_qo_heads="
-            f"{options.num_q_heads}, num_kv_heads={options.num_kv_heads}: plan with the largest head counts of all layers."
+            f"{options.num_q_heads}, num_kv_heads={options.num_kv_heads}: plan with the largest "
+            "head counts of all layers."
         )
     if num_kv_heads < 1 or num_q_heads % num_kv_heads:
         raise RunError(
-            f"q has {num_q_heads} heads and the cache {num_kv_heads}: every KV head serves the same number of query heads."
+            f"q has {num_q_heads} heads and the cache {num_kv_heads}: every KV head serves the "
+            "same number of query heads."
         )
     return num_q_heads, num_kv_heads
 
@@ -173,22 +163,31 @@ def check_output(
 
 
 def check_places(
-    batch_indices: torch.Tensor, positions: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, k: caches.View
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    k: caches.View,
 ) -> None:
     """On the CPU a wrong place would be written to: told instead. On a card the caller answers for device tensors."""
     batch = kv_indptr.shape[0] - 1
     given = batch_indices >= 0
     requests, places = batch_indices[given], positions[given]
     if bool((requests >= batch).any()):
-        raise RunError(f"batch_indices reaches {int(requests.max())} but the batch has {batch} requests: number them from 0.")
+        raise RunError(
+            f"batch_indices reaches {int(requests.max())} but the batch has {batch} requests: number them from 0."
+        )
     pages = kv_indptr[:-1][requests] + torch.div(places, k.page_size, rounding_mode="floor")
     wrong = (places < 0) | (pages >= kv_indptr[1:][requests]) | (pages >= kv_indices.shape[0])
     if bool(wrong.any()):
         i = int(wrong.nonzero()[0])
         raise RunError(
-            f"positions: {int(places[i])} of request {int(requests[i])} lies outside the pages that kv_indptr gives it: "
+            f"positions: {int(places[i])} of request {int(requests[i])} lies outside the pages "
+            "that kv_indptr gives it: "
             "allocate its pages before appending."
         )
     used = kv_indices[pages]
     if bool(((used < 0) | (used >= k.num_pages)).any()):
-        raise RunError(f"kv_indices reaches {int(used.max())} (least {int(used.min())}) but the cache has {k.num_pages} pages.")
+        raise RunError(
+            f"kv_indices reaches {int(used.max())} (least {int(used.min())}) but the cache has {k.num_pages} pages."
+        )

@@ -13,7 +13,8 @@ from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """`run(q, paged_kv_cache, sinks, sm_scale)`; what the constructor is told of types, dims and window, plan must repeat.
+    """`run(q, paged_kv_cache, sinks, sm_scale)`; what the constructor is told of types, dims and window, plan must
+    repeat.
 
     Args:
         q_data_type, kv_data_type, head_dim_qk, head_dim_vo: of every plan.
@@ -43,7 +44,14 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     ) -> None:
         arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         super().__init__(
-            *(float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf),
+            *(
+                float_workspace_buffer,
+                kv_layout,
+                use_cuda_graph,
+                qo_indptr_buf,
+                paged_kv_indptr_buf,
+                paged_kv_indices_buf,
+            ),
             *(paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend),
         )
         self._told = {
@@ -84,7 +92,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """`run` of the paged prefill wrapper with [num_qo_heads] fp32 `sinks`, and `sm_scale` in place of the planned one."""
+        """`run` of the paged prefill wrapper with [num_qo_heads] fp32 `sinks`, and `sm_scale` in place of the
+        planned one."""
         if args:
             raise RunError(arguments.extra_positions(args))
         planned = self._sm_scale

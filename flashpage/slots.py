@@ -11,12 +11,12 @@ from . import host, lengths
 from .errors import DeviceError, PlanError
 from .prepare import Prepared
 
-
 _STAGING_BYTES = 256 << 10  # a plan of some thousand requests; larger ones get a larger ring
 
 
 class PlanSlot:
-    """Holds one plan at a time. The address of `memory` stays the same, so a captured graph reads whatever plan is newest."""
+    """Holds one plan at a time. The address of `memory` stays the same, so a captured graph reads whatever plan is
+    newest."""
 
     __slots__ = (
         *("__weakref__", "_address", "_capacity", "_destroy", "_device_index", "_handle", "_plan", "_result_address"),

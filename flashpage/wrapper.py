@@ -1,7 +1,7 @@
 """Run once a layer: what the public wrappers share. (planner.py is the plan side.)
 
-A run whose signature (options, shapes, strides, dtypes, devices) equals the last one's re-points the thread's Binding and
-makes one foreign call; any other signature is judged, bound and kept.
+A run whose signature (options, shapes, strides, dtypes, devices) equals the last one's re-points the thread's
+Binding and makes one foreign call; any other signature is judged, bound and kept.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import weakref
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
-from . import arguments, backends, host
+from . import arguments, host
 from .binding import Binding
 from .combination import Combination, workspace_bounds
 from .errors import PlanError, RunError
@@ -21,7 +22,6 @@ from .lengths import Lengths, batch_of, to_host
 from .planner import Planner, current_stream
 from .problem import Options, Values, Variation, check_rope, check_scale, check_soft_cap, check_window
 from .run_checks import (
-    NO_SCALES,
     Tensors,
     check_cache,
     check_output,
@@ -71,7 +71,6 @@ class PlanRunWrapper:
             raise PlanError(f"float_workspace_buffer is on {device}: pass one on the CPU or on a CUDA device.")
         self._planner = Planner(device, bool(use_cuda_graph), self._length_names, float_workspace_buffer)
         self._device_index = self._planner.device_index
-        self._default_pdl = backends.device_sm(device) >= 90
         self._run_kernels = host.load().fp_run
         self._local = _Local()
         self._key: Any = None  # options as they were given, compared to skip judging them again
@@ -105,7 +104,8 @@ class PlanRunWrapper:
         self._planner.use_int_buffer(int_workspace_buffer)
 
     def _take_graph_buffers(self, **buffers: torch.Tensor | None) -> None:
-        """Named as the constructor has them. Kernels read the plan, page numbers and mask bits; the others fix the batch."""
+        """Named as the constructor has them. Kernels read the plan, page numbers and mask bits; the others fix the
+        batch."""
         self._graph_buffers = buffers if self.is_cuda_graph_enabled else {}
         self._fixed_batch_size = None
         for name, buffer in self._graph_buffers.items():
@@ -130,13 +130,16 @@ class PlanRunWrapper:
 
     def _fix_batch_size(self, name: str, batch: int) -> None:
         if self._fixed_batch_size not in (None, batch):
-            raise PlanError(f"{name} is for {batch} requests but another buffer is for {self._fixed_batch_size}: match them.")
+            raise PlanError(
+                f"{name} is for {batch} requests but another buffer is for {self._fixed_batch_size}: match them."
+            )
         self._fixed_batch_size = batch
 
     def _check_graph_batch(self, batch: int) -> None:
         if self._fixed_batch_size is not None and batch != self._fixed_batch_size:
             raise PlanError(
-                f"the batch has {batch} requests but the wrapper's graph buffers fix it at {self._fixed_batch_size}: pad the "
+                f"the batch has {batch} requests but the wrapper's graph buffers fix it at "
+                f"{self._fixed_batch_size}: pad the "
                 "batch with empty requests, or make a wrapper for this size."
             )
 
@@ -213,15 +216,17 @@ class PlanRunWrapper:
         ) = values
 
     def _take_values(self, **changed: Any) -> None:
-        """`forward` sets the attributes for this run and those that follow, its defaults included, as FlashInfer's does."""
+        """`forward` sets the attributes for this run and those that follow, its defaults included, as FlashInfer's
+        does."""
         if changed.get("pos_encoding_mode") is None:
             changed["pos_encoding_mode"] = self._pos_encoding_mode
         changed["window_left"] = check_window(changed["window_left"])
         changed["logits_soft_cap"] = check_soft_cap(changed["logits_soft_cap"])
-        self._set_values(self._values(None)._replace(**changed))
+        self._set_values(Values(*self._values(None))._replace(**changed))
 
-    def _values(self, window_left: int | None) -> Values:
-        return Values(
+    def _values(self, window_left: int | None) -> tuple[Any, ...]:
+        """Values of the next run, as a plain tuple: making a named one would cost as much as comparing it."""
+        return (
             self._causal,
             self._window_left if window_left is None else window_left,
             self._logits_soft_cap,
@@ -233,52 +238,44 @@ class PlanRunWrapper:
 
     # ---------------------------------------------------------------- run
 
-    def _dispatch(
+    def _run(
         self,
-        values: Values,
-        tensors: Tensors,
+        values: tuple[Any, ...],
+        q: torch.Tensor,
+        cache: Any,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
         return_lse: bool,
         scales: tuple[Any, Any, Any],
         sinks: torch.Tensor | None,
         enable_pdl: bool | None,
     ) -> Any:
         """One layer: straight to C, or through the operator where torch traces or watches."""
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if is_compiling() or torch._C._len_torch_dispatch_stack():
             from . import ops
 
-            return ops.run(self, values, tensors, return_lse, scales, sinks, enable_pdl)
-        return self._launch(values, tensors, return_lse, scales, sinks, enable_pdl)
-
-    def _launch(
-        self,
-        values: Values,
-        tensors: Tensors,
-        return_lse: bool,
-        scales: tuple[Any, Any, Any],
-        sinks: torch.Tensor | None,
-        enable_pdl: bool | None,
-    ) -> Any:
-        q, cache, out, lse = tensors
+            return ops.run(self, values, Tensors(q, cache, out, lse), return_lse, scales, sinks, enable_pdl)
         try:
-            signature = signature_of(values, tensors)
+            signature = signature_of(values, q, cache, out, lse)
         except AttributeError:
-            raise not_a_tensor(tensors) from None
+            raise not_a_tensor(Tensors(q, cache, out, lse)) from None
         bound = self._local.bound
         if bound is None or bound.signature != signature or bound.generation != self._planner.generation:
-            bound = self._bind(signature, values, tensors)
+            bound = self._bind(signature, Values(*values), Tensors(q, cache, out, lse))
         if out is None:
             out = torch.empty((*q.shape[:-1], bound.head_dim_vo), dtype=bound.out_dtype, device=self.device)
         if return_lse and lse is None:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=self.device)
-        if scales is not NO_SCALES or bound.scales is not NO_SCALES:
+        if scales is not bound.scales:
             bound.set_scales(scales)
-        if sinks is not None or bound.sinks is not None:
+        if sinks is not bound.sinks or sinks is not None:
             bound.set_sinks(sinks)
-        if enable_pdl is not None or bound.pdl is not self._default_pdl:
-            bound.set_pdl(self._default_pdl if enable_pdl is None else bool(enable_pdl))
-        bound.point(q, cache, out, lse, current_stream(self._device_index))
-        status = self._run_kernels(bound.args_address)
-        if status:
+        if enable_pdl is not bound.enable_pdl:
+            bound.set_pdl(enable_pdl)
+        bound.point(q, cache, out, lse)
+        if self._device_index >= 0:
+            bound.args.stream = current_stream(self._device_index)
+        if status := self._run_kernels(bound.args_address):
             host.check(status)
         return (out, lse) if return_lse else out
 
