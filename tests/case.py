@@ -19,7 +19,7 @@ class Case:
     why: str
     kv_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
-    entry: str = "paged"  # decode | paged | ragged | single_decode | single_prefill
+    entry: str = "paged"  # decode | paged | sink | ragged | single_decode | single_prefill
     num_q_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
@@ -44,7 +44,7 @@ class Case:
     disable_split_kv: bool = False
     at_run: bool = False  # causal, window, soft cap and sm_scale through forward(); plan gets other values
     q_strides: str = "contiguous"  # contiguous | fused_qkv
-    outputs: str = "given"  # given: out= and lse= inside guard bands | returned | no_lse
+    outputs: str = "given"  # given: out= and lse= inside guard bands | strided | returned | no_lse
     reduced: bool = False  # part of the short table for compute-sanitizer
 
     @property

@@ -67,6 +67,14 @@ def score_rows() -> list[Case]:
             window_left=50,
         ),
     ]
+    told = {"entry": "sink", "sinks": True, "causal": True}
+    rows += [
+        prefill("sinks-wrapper", "the wrapper that engines use for sinks", MIXED_Q, MIXED_KV, **told),
+        prefill(
+            "sinks-wrapper-window", "its window and scale", MIXED_Q, MIXED_KV, window_left=60, sm_scale=0.2, **told
+        ),
+        decode("sinks-empty", "without tokens the sink alone is the denominator", (0, 5), sinks=True),
+    ]
     for cap in (0.5, 30.0):
         why = "a cap that bends most scores, and one that bends few"
         rows.append(decode(f"cap-{cap:g}-decode", why, long, soft_cap=cap, reduced=cap == 30.0))

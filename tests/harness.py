@@ -20,6 +20,12 @@ from case_variants import VARIANTS
 from comparison import GUARD_BYTES, GUARD_VALUE, Outputs, Report, compare
 from inputs import Inputs, is_ragged, make_inputs, pack_bits, reference_states
 
+WRAPPERS = {
+    "decode": "BatchDecodeWithPagedKVCache",
+    "paged": "BatchPrefillWithPagedKVCache",
+    "ragged": "BatchPrefillWithRaggedKVCache",
+    "sink": "BatchAttentionWithAttentionSink",
+}
 WORKSPACE_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 
 
@@ -41,7 +47,9 @@ class Runner:
         extra = self._scale_arguments()
         if self.inputs.sinks is not None:
             extra["sinks"] = self.inputs.sinks.to(self.device)
-        if self.case.outputs == "given":
+        if self.case.entry == "sink":
+            extra["sm_scale"] = self.case.sm_scale or None
+        if self.case.outputs in ("given", "strided"):
             given = self.make_outputs()
             result = wrapper.run(q, *kv, out=given.out, lse=given.lse, return_lse=True, **extra)
             assert result[0].data_ptr() == given.out.data_ptr() and result[1].data_ptr() == given.lse.data_ptr()
@@ -54,9 +62,7 @@ class Runner:
         workspace = poison(
             torch.empty(WORKSPACE_BYTES[self.device.split(":")[0]], dtype=torch.uint8, device=self.device)
         )
-        names = {"decode": "BatchDecodeWithPagedKVCache", "paged": "BatchPrefillWithPagedKVCache"}
-        name = names.get(case.entry, "BatchPrefillWithRaggedKVCache")
-        wrapper = getattr(self.library, f"{name}Wrapper")(workspace, case.kv_layout)
+        wrapper = getattr(self.library, f"{WRAPPERS[case.entry]}Wrapper")(workspace, case.kv_layout, **self._told())
         poison(wrapper._int_workspace_buffer)
         heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
         pages = (inputs.indptr, inputs.indices.to(self.device), inputs.last_page_len)
@@ -69,7 +75,7 @@ class Runner:
             "causal": case.causal ^ case.at_run,
             **self._mask_arguments(),
         }
-        if case.entry == "paged":
+        if not is_ragged(case):
             wrapper.plan(inputs.qo_indptr, *pages, *heads, case.page_size, **values)
         else:
             wrapper.plan(inputs.qo_indptr, inputs.indptr, *heads, **values)
@@ -90,22 +96,29 @@ class Runner:
         return tuple(half[0] for half in argument) if is_ragged(self.case) else (argument,)
 
     def make_outputs(self) -> Outputs:
-        """NaN between guard bands."""
-        rows, heads = sum(self.case.q_lens), self.case.num_q_heads
-        shapes = {
-            "out": ((rows, heads, self.case.value_dim), getattr(torch, self.case.q_dtype)),
-            "lse": ((rows, heads), torch.float32),
-        }
-        made, guards = {}, {}
-        for name, (shape, dtype) in shapes.items():
-            size = math.prod(shape) * dtype.itemsize
-            memory = torch.full((size + 2 * GUARD_BYTES,), GUARD_VALUE, dtype=torch.uint8, device=self.device)
-            made[name] = poison(memory[GUARD_BYTES : GUARD_BYTES + size]).view(dtype).view(shape)
-            guards[name] = memory
-        return Outputs(made["out"], made["lse"], guards)
+        """NaN between guard bands; strided: rows and heads of out lie apart, and the gaps are guarded too."""
+        rows, heads, dim = sum(self.case.q_lens), self.case.num_q_heads, self.case.value_dim
+        strides = ((heads + 1) * (dim + 16), dim + 16, 1) if self.case.outputs == "strided" else (heads * dim, dim, 1)
+        out, out_memory = self._guarded((rows, heads, dim), strides, getattr(torch, self.case.q_dtype))
+        lse, lse_memory = self._guarded((rows, heads), (heads, 1), torch.float32)
+        return Outputs(out, lse, {"out": out_memory, "lse": lse_memory})
+
+    def _guarded(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Any:
+        size = shape[0] * strides[0] * dtype.itemsize + 2 * GUARD_BYTES
+        memory = torch.full((size,), GUARD_VALUE, dtype=torch.uint8, device=self.device)
+        view = memory.view(dtype).as_strided(shape, strides, GUARD_BYTES // dtype.itemsize)
+        return view.fill_(math.nan), memory
 
     def _outputs(self, result: Any) -> Outputs:
         return Outputs(*result) if isinstance(result, tuple) else Outputs(result, None)
+
+    def _told(self) -> dict[str, Any]:
+        """What the constructor of the sink wrapper wants to know beforehand."""
+        if self.case.entry != "sink":
+            return {}
+        dims = {"head_dim_qk": self.case.head_dim, "head_dim_vo": self.case.value_dim}
+        names = ("q_data_type", "kv_data_type", "window_left")
+        return {**dims, **{name: value for name, value in self._plan_values().items() if name in names}}
 
     def _plan_values(self) -> dict[str, Any]:
         """Keywords of every plan. A case `at_run` plans with other values, which forward must replace."""

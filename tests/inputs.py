@@ -90,7 +90,7 @@ def assemble(
 
 
 def is_ragged(case: Case) -> bool:
-    return case.entry not in ("decode", "paged")
+    return case.entry not in ("decode", "paged", "sink")
 
 
 def _paged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[Cache, Any, Any, Any]:

@@ -16,7 +16,7 @@ from case import Case
 from cases import CASES
 from comparison import Mismatch, compare
 from harness import Runner
-from inputs import Inputs, make_inputs, reference_states
+from inputs import Inputs, is_ragged, make_inputs, reference_states
 from reference import LOG2_E, Options, State, attention
 
 BY_NAME = {case.name: case for case in CASES}
@@ -53,7 +53,7 @@ class Honest:
 
     def tokens(self, request: int, memory: torch.Tensor) -> torch.Tensor:
         length = self.length(request)
-        if self.case.entry in ("decode", "paged"):
+        if not is_ragged(self.case):
             pages = self.inputs.indices[self.inputs.indptr[request] : self.inputs.indptr[request + 1]]
             return memory[pages].flatten(0, 1)[:length]
         begin = int(self.inputs.indptr[request])
