@@ -2,7 +2,7 @@
 
 Torch gets its best layout, contiguous [batch, heads, tokens, head_dim], with grouped heads and with repeated ones; the
 faster counts. flashpage reads shuffled pages of 16 tokens (decode) or ragged rows (prefill). The floor is the larger of
-flops by what this machine's cores multiply in the operands' type, and bytes by what they read from memory, both measured.
+flops by what the cores multiply in the operands' type, and bytes by what they read from memory, both measured.
 Exit status 1 where torch is faster, or where flashpage's error is more than twice torch's.
 """
 
