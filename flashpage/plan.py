@@ -14,7 +14,7 @@ from .dtypes import DType
 from .plan_picture import Segment, svg, terminal
 from .plan_units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
 from .problem import Options, Problem
-from .spec import KernelSpec, VariantSpec
+from .spec import KernelSpec, VariantSpec, VariantSpec
 from .tiles import WALK_TEAMS, Cost, Tile
 
 # Measured ceilings: bytes a second from memory, bf16 floating-point operations a second. (H200: bulk reads; cuBLAS 8192^3.)

@@ -1,5 +1,7 @@
-"""What must hold of any plan, judged from the plan's bytes alone: the lengths are expanded to row tiles with plain loops
-over numpy arrays, and nothing here shares code or formulas with include/flashpage/plan/."""
+"""What must hold of any plan, judged from the plan's bytes alone.
+
+The lengths are expanded to every row tile; nothing here shares code or closed forms with include/flashpage/plan/.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from flashpage import host
 
-RUNS, TEAMS = 1, 0
+RUNS, TEAMS = 1, 0  # csrc/flashpage.h, fp_walk
 
 
 @dataclasses.dataclass
@@ -307,7 +309,7 @@ def _check_merges(planned, pieces, units, unit_of, starts, count, is_cut) -> Non
     """Partials lie end to end and unshared; the merges name them all, in the order of pieces, every row once."""
     rows = units["rows"]
     partial_rows = np.zeros(int(planned.header["num_partial_rows"]), np.int64)
-    for row, size in zip(pieces["partial_row"][is_cut], rows[unit_of][is_cut]):
+    for row, size in zip(pieces["partial_row"][is_cut], rows[unit_of][is_cut], strict=True):
         partial_rows[row : row + size] += 1
     assert (partial_rows == 1).all(), "partials overlap, or rows are allotted to none"
 
@@ -315,7 +317,7 @@ def _check_merges(planned, pieces, units, unit_of, starts, count, is_cut) -> Non
     assert (merges["num_rows"] >= 1).all() and (merges["num_rows"] <= planned.cutting.merge_rows).all()
     key = {
         (r, h, t): i
-        for i, (r, h, t) in enumerate(zip(units["request"], units["kv_head"], units["tile"]))
+        for i, (r, h, t) in enumerate(zip(units["request"], units["kv_head"], units["tile"], strict=True))
         if count[i] > 1
     }
     covered = {i: np.zeros(rows[i], int) for i in key.values()}
@@ -335,3 +337,39 @@ def _check_merges(planned, pieces, units, unit_of, starts, count, is_cut) -> Non
 def loads(planned: Planned, pieces: dict[str, np.ndarray]) -> np.ndarray:
     """Nanoseconds of each of the schedule's CTAs."""
     return np.bincount(pieces["cta"], pieces["cost"], planned.cutting.num_ctas)
+
+
+def granularity(batch: Batch, cutting: Cutting) -> float:
+    """Nanoseconds of the costliest stretch that cannot be divided further, and one piece.
+
+    What is shorter than two shortest pieces and a step of the tile may stay whole. Where there are more KV heads than CTAs,
+    a CTA takes each stretch for several heads.
+    """
+    units = all_units(batch, cutting.tile_q)
+    length = units["end"] - units["begin"]
+    shortest = np.full(len(length), cutting.min_piece_tokens)
+    if cutting.max_pieces:
+        shortest = np.maximum(shortest, length // (cutting.max_pieces + 1) + 1)
+    stretch = np.minimum(length, 2 * shortest + cutting.tile_kv)
+    if cutting.fixed_piece_tokens > 0:
+        stretch = np.minimum(length, cutting.fixed_piece_tokens)
+    elif cutting.fixed_piece_tokens < 0:
+        stretch = length
+    heads = 1
+    if cutting.walk == TEAMS and cutting.num_ctas < batch.num_kv_heads:
+        heads = batch.num_kv_heads // max(d for d in range(1, cutting.num_ctas + 1) if batch.num_kv_heads % d == 0)
+    costliest = cutting.ns_per_unit + cutting.ns_per_token * float(stretch.max(initial=0))
+    return heads * (costliest + cutting.ns_per_piece)
+
+
+def check_balance(planned: Planned, pieces: dict[str, np.ndarray]) -> None:
+    """The costliest CTA is at most 3% over the mean, or over it by no more than the granularity of the work.
+
+    Where the group does not divide the row tile, the planner knows a unit's tokens to within one.
+    """
+    batch, cutting = planned.batch, planned.cutting
+    load = loads(planned, pieces)
+    mean, most = float(load.mean()), float(load.max(initial=0.0))
+    inexact = cutting.tile_q % batch.group != 0 and (batch.causal or batch.window_left >= 0)
+    units = np.bincount(pieces["cta"], minlength=1).max() if inexact else 0
+    assert most <= max(1.03 * mean, mean + granularity(batch, cutting)) + units * cutting.ns_per_token

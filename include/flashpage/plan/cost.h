@@ -1,6 +1,8 @@
 // What a row tile sees and what it costs. The cost of a request's first r row tiles has a closed form: under causal and
 // window both ends of a tile's token range are clamped linear functions of the tile, and their sums are too.
 #pragma once
+#include <numeric>
+
 #include "flashpage/plan/lengths.h"
 #include "flashpage/plan/schedule.h"
 
@@ -19,6 +21,7 @@ struct CostModel {
         group(heads.group()),
         tile_q(schedule.tile_q),
         rows_per_tile(static_cast<double>(schedule.tile_q) / heads.group()),
+        rounding(0.5 * (1.0 - static_cast<double>(std::gcd(heads.group(), schedule.tile_q)) / heads.group())),
         ns_per_unit(schedule.ns_per_unit),
         // A fixed split has its pieces everywhere alike: their cost is a price per token.
         ns_per_token(schedule.ns_per_token +
@@ -45,6 +48,7 @@ struct CostModel {
   i32 group;
   i32 tile_q;
   double rows_per_tile;
+  double rounding;  // rows, on average, from a tile's exact edge to the whole row that it falls in
   double ns_per_unit;
   double ns_per_token;
 };
@@ -74,17 +78,17 @@ class ClampedSum {
   double flat_;  // first t whose value is cap
 };
 
-// Cost of the first r row tiles of one request and one KV head. Where the group does not divide the row tile, a tile's end
-// is taken as a fraction of a row, so a unit's cost here is within one token of the exact one.
+// Cost of the first r row tiles of one request and one KV head. Where the group does not divide the row tile, a tile's
+// edges are taken as fractions of a row: a unit's cost here is within one token of the exact one, and right on average.
 class TileCosts {
  public:
   TileCosts(const CostModel& model, const Request& request)
       : model_(model),
         tiles_(request.tiles),
         kv_len_(request.kv_len),
-        end_(request.kv_len - request.q_len + model.rows_per_tile, model.rows_per_tile, request.kv_len),
-        begin_(static_cast<double>(request.kv_len) - request.q_len - model.window_left, model.rows_per_tile,
-               request.kv_len) {}
+        end_(request.kv_len - request.q_len + model.rows_per_tile + model.rounding, model.rows_per_tile, request.kv_len),
+        begin_(static_cast<double>(request.kv_len) - request.q_len - model.window_left - model.rounding,
+               model.rows_per_tile, request.kv_len) {}
 
   double prefix(i32 r) const {
     double tokens = model_.causal ? end_(r) : kv_len_ * r;

@@ -61,19 +61,19 @@ class Partitioner {
       if (attempt > 0 && max < best.max) std::swap(best, trial);
       if (max <= mean * (1.0 + good_enough)) return;
       if (fill.excess > 0.0) {
-        too_low = level;
+        too_low = max_of(too_low, level);
         level = max_of(level + fill.excess / shares_, fill.next_level);
       } else {
         if (max > level) return;  // a unit that cannot be cut: no lower level helps
         level = min_of(level + fill.excess / shares_, max * (1.0 - tolerance));
       }
-      if (max_of(too_low, level) >= best.max * (1.0 - tolerance)) return;
-      if (level <= too_low) level = 0.5 * (too_low + best.max);
+      if (best.max <= max_of(too_low, level) * (1.0 + tolerance)) return;
+      if (attempt > 0 || level <= too_low) level = 0.5 * (too_low + best.max);
     }
   }
 
  private:
-  static constexpr int max_attempts = 4;
+  static constexpr int max_attempts = 6;
   static constexpr double good_enough = 0.01;  // over the mean
   static constexpr double tolerance = 0.005;  // of a load: nothing is worked on for less
   static constexpr double infinite = 1e300;
@@ -183,7 +183,7 @@ class Partitioner {
     const TokenRange range = model_.visible(requests_[unit.cut.request], tile);
     const bool resumed = lane.begin.inside() && lane.begin.same_unit(unit.cut);
     const i32 piece_begin = resumed ? lane.begin.token : range.begin, left = range.end - piece_begin;
-    const i32 shortest = max_pieces_ > 0 ? max_of(min_piece_, ceil_div(range.size(), max_pieces_)) : min_piece_;
+    const i32 shortest = max_pieces_ > 0 ? max_of(min_piece_, range.size() / (max_pieces_ + 1) + 1) : min_piece_;
     if (left / 2 < shortest) return none;
     const u32 step = step_, first = round_up<u32>(piece_begin + shortest, step), last = (range.end - shortest) / step * step;
     if (first > last) return none;

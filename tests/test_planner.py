@@ -1,0 +1,410 @@
+"""The planner, case by case: what a plan must be for batches that are there for a stated reason."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import numpy as np
+import pytest
+from planner_checks import (
+    RUNS,
+    TEAMS,
+    Batch,
+    Cutting,
+    arrays_of,
+    bounds,
+    call,
+    check,
+    check_balance,
+    expand,
+    index_array,
+    loads,
+    plan,
+    problem_of,
+)
+
+from flashpage import host
+
+DECODE = Cutting(walk=TEAMS)
+PREFILL = Cutting(walk=RUNS, tile_q=128, ns_per_token=12.0, ns_per_unit=1000.0, ns_per_piece=5000.0, min_piece_tokens=256)
+
+
+def cutting(base: Cutting, **changes: object) -> Cutting:
+    return Cutting(**{**vars(base), **changes})
+
+
+def ones(count: int) -> np.ndarray:
+    return np.ones(count, np.int64)
+
+
+def lognormal(count: int, mean: int, seed: int = 0) -> np.ndarray:
+    values = np.random.default_rng(seed).lognormal(0.0, 1.0, count)
+    return np.maximum(1, values / values.mean() * mean).astype(np.int64)
+
+
+def zipf(count: int, mean: int) -> np.ndarray:
+    weights = 1.0 / np.arange(1, count + 1)
+    return np.maximum(1, weights / weights.sum() * mean * count).astype(np.int64)
+
+
+def one_long(count: int, length: int, short: int) -> np.ndarray:
+    values = np.full(count, short, np.int64)
+    values[count // 3] = length
+    return values
+
+
+KV_LENS = {
+    "no tokens at all": np.zeros(5, np.int64),
+    "one token": np.array([1]),
+    "around the tile": np.array([63, 64, 65, 0, 127, 128, 129]),
+    "one long among a thousand short": one_long(1000, 200_000, 40),
+    "one long alone": np.array([131072]),
+    "zipf": zipf(64, 4096),
+    "lognormal": lognormal(64, 4096),
+    "alike": np.full(64, 4096),
+    "empty requests between": np.where(np.arange(40) % 3, lognormal(40, 500), 0),
+}
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 8, 40])
+@pytest.mark.parametrize("name", KV_LENS)
+@pytest.mark.parametrize("walk", [TEAMS, RUNS])
+def test_decode(name: str, num_kv_heads: int, walk: int) -> None:
+    kv_lens = KV_LENS[name]
+    batch = Batch(ones(len(kv_lens)), kv_lens, 4 * num_kv_heads, num_kv_heads, causal=True)
+    planned = plan(batch, cutting(DECODE, walk=walk))
+    check_balance(planned, check(planned))
+
+
+@pytest.mark.parametrize("window_left", [-1, 0, 100, 100_000])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("group", [1, 5, 8, 200])
+def test_prefill(causal: bool, window_left: int, group: int) -> None:
+    """Rows without tokens, tokens without rows, more rows than tokens, a group larger than the row tile."""
+    q_lens = np.array([0, 7, 300, 1, 64, 0, 129, 1000, 2])
+    kv_lens = np.array([50, 0, 100, 5000, 64, 0, 20_000, 1000, 1])
+    batch = Batch(q_lens, kv_lens, 2 * group, 2, causal=causal, window_left=window_left)
+    for walk in (RUNS, TEAMS):
+        planned = plan(batch, cutting(PREFILL, walk=walk))
+        check_balance(planned, check(planned))
+
+
+@pytest.mark.parametrize("num_ctas", [1, 2, 3, 5, 7, 8, 9, 13, 31, 33, 47, 78, 108, 131, 132, 133, 144, 160, 255, 256, 264])
+def test_any_number_of_ctas(num_ctas: int) -> None:
+    for heads in (1, 4, 5, 8, 12):
+        planned = plan(Batch(ones(48), lognormal(48, 6000), 2 * heads, heads), cutting(DECODE, num_ctas=num_ctas))
+        check_balance(planned, check(planned))
+    q_lens = lognormal(12, 700)
+    planned = plan(Batch(q_lens, q_lens, 8, 2, causal=True), cutting(PREFILL, num_ctas=num_ctas))
+    check_balance(planned, check(planned))
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 2, 3, 16, 64, 128, 256])
+def test_page_sizes(page_size: int) -> None:
+    kv_lens = np.array([0, 1, 255, 256, 257, 3000, 0, 16])
+    planned = plan(Batch(ones(8), kv_lens, page_size=page_size, kv_start=3), DECODE)
+    check(planned)
+
+
+SERVING = {  # batches whose work is fine enough for 3%: name -> (batch, cutting)
+    "decode 64 x 4k": (Batch(ones(64), KV_LENS["alike"]), DECODE),
+    "decode 64, lognormal": (Batch(ones(64), KV_LENS["lognormal"]), DECODE),
+    "decode 64, zipf": (Batch(ones(64), KV_LENS["zipf"]), DECODE),
+    "decode 1 x 128k": (Batch(ones(1), np.array([131072])), DECODE),
+    "decode 1 x 128k, 32 heads": (Batch(ones(1), np.array([131072]), 32, 32), DECODE),
+    "decode, one long": (Batch(ones(64), one_long(64, 131072, 2048)), DECODE),
+    "decode 256, lognormal": (Batch(ones(256), lognormal(256, 4096)), DECODE),
+    "decode 4096, lognormal": (Batch(ones(4096), lognormal(4096, 1024)), DECODE),
+    "decode, five heads": (Batch(ones(64), KV_LENS["lognormal"], 40, 5), DECODE),
+    "prefill 16 x 1k": (Batch(np.full(16, 1024), np.full(16, 1024), causal=True), PREFILL),
+    "prefill 4 x 4k": (Batch(np.full(4, 4096), np.full(4, 4096), causal=True), PREFILL),
+    "prefill 1 x 16k": (Batch(np.array([16384]), np.array([16384]), causal=True), PREFILL),
+    "prefill 1 x 16k, not causal": (Batch(np.array([16384]), np.array([16384])), PREFILL),
+    "prefill 1 x 16k, window": (Batch(np.array([16384]), np.array([16384]), causal=True, window_left=1000), PREFILL),
+    "prefill, lognormal": (Batch(lognormal(16, 2048), lognormal(16, 2048), causal=True), PREFILL),
+    "append 512 on 16k": (Batch(np.full(4, 512), np.full(4, 16384), causal=True), PREFILL),
+    "mixed": (Batch(np.where(np.arange(64) % 8, 1, 700), lognormal(64, 4000) + 700, causal=True), PREFILL),
+}
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_at_most_three_percent_over_the_mean(name: str) -> None:
+    planned = plan(*SERVING[name])
+    load = loads(planned, check(planned))
+    assert load.max() <= 1.03 * load.mean()
+    assert planned.result.cost_max_ns == pytest.approx(load.max(), rel=0.005)
+    assert planned.result.cost_total_ns == pytest.approx(load.sum(), rel=0.005)
+
+
+def test_prefill_items_are_runs_never_one_a_tile() -> None:
+    planned = plan(Batch(np.full(256, 1024), np.full(256, 1024), causal=True), PREFILL)
+    check(planned)
+    assert len(planned.items) <= 2 * 132 + 256
+    assert planned.items["num_units"].max() > 50
+
+
+def test_teams_walk_one_range_for_all_heads() -> None:
+    """Neighbours at the same step: member m of a team has the list of member 0, moved by m heads."""
+    planned = plan(Batch(ones(64), KV_LENS["lognormal"]), DECODE)
+    seen = expand(planned)
+    for team in range(16):
+        lists = [
+            {name: seen[name][seen["cta"] == team * 8 + member] for name in ("request", "kv_begin", "kv_end", "kv_head")}
+            for member in range(8)
+        ]
+        for member, walked in enumerate(lists):
+            assert (walked["kv_head"] == member).all()
+            for name in ("request", "kv_begin", "kv_end"):
+                assert (walked[name] == lists[0][name]).all()
+
+
+def test_left_over_ctas_form_smaller_teams() -> None:
+    planned = plan(Batch(ones(64), KV_LENS["lognormal"]), cutting(DECODE, num_ctas=16 * 8 + 6))
+    load = loads(planned, check(planned))
+    assert (load > 0.9 * load.mean()).all()  # six CTAs: four take two heads each, two take four
+    seen = expand(planned)
+    heads = [len(set(seen["kv_head"][seen["cta"] == cta])) for cta in (0, 128, 131, 132, 133)]
+    assert heads == [1, 2, 2, 4, 4]
+
+
+def test_a_decode_plan_has_one_item_a_request_and_cut() -> None:
+    planned = plan(Batch(ones(4096), lognormal(4096, 1024)), DECODE)
+    assert len(planned.items) <= 4096 + 4 * 20
+
+
+def test_small_work_uses_fewer_ctas() -> None:
+    planned = plan(Batch(ones(1), np.array([300])), DECODE)
+    assert planned.header["num_ctas"] == 8 and len(planned.merges) == 0
+    planned = plan(Batch(ones(1), np.array([1000])), DECODE)
+    assert 8 < planned.header["num_ctas"] < 64  # pieces no cheaper than what a piece costs
+
+
+@pytest.mark.parametrize("max_pieces", [1, 2, 7])
+def test_max_pieces(max_pieces: int) -> None:
+    planned = plan(Batch(ones(3), np.array([100_000, 5000, 77])), cutting(DECODE, max_pieces=max_pieces))
+    check(planned)
+    assert max(planned.merges["num_partials"], default=1) == max_pieces
+
+
+# ---------------------------------------------------------------- fixed splits
+
+
+def own_split(batch: Batch, how: Cutting, request: int) -> set[tuple[int, ...]]:
+    seen = expand(plan(batch, how))
+    mine = seen["request"] == request
+    names = ("kv_head", "tile", "piece", "kv_begin", "kv_end")
+    rows = {tuple(int(seen[name][i]) for name in names) for i in np.flatnonzero(mine & (seen["partial_row"] >= 0))}
+    whole = {(int(seen["kv_head"][i]), int(seen["tile"][i])) for i in np.flatnonzero(mine & (seen["partial_row"] < 0))}
+    return rows | whole
+
+
+@pytest.mark.parametrize("walk", [TEAMS, RUNS])
+@pytest.mark.parametrize("window_left", [-1, 700])
+def test_fixed_split_is_the_same_alone_and_in_any_batch(walk: int, window_left: int) -> None:
+    how = cutting(DECODE, walk=walk, fixed_piece_tokens=512, tile_q=32)
+    q_lens, kv_lens = np.array([1, 40, 3, 1, 200, 1]), np.array([5000, 700, 0, 512, 3000, 513])
+    together = Batch(q_lens, kv_lens, 20, 5, causal=True, window_left=window_left)
+    check(plan(together, how))
+    for request in range(len(q_lens)):
+        alone = Batch(q_lens[[request]], kv_lens[[request]], 20, 5, causal=True, window_left=window_left)
+        crowd = Batch(
+            *(np.concatenate([lognormal(30, 9), q_lens]), np.concatenate([lognormal(30, 2000), kv_lens]), 20, 5),
+            causal=True,
+            window_left=window_left,
+        )
+        split = own_split(alone, how, 0)
+        assert own_split(together, how, request) == split
+        assert own_split(crowd, how, 30 + request) == split
+        assert own_split(together, cutting(how, num_ctas=7), request) == split
+
+
+def test_never_cut() -> None:
+    planned = plan(Batch(ones(3), np.array([100_000, 10, 50_000])), cutting(DECODE, fixed_piece_tokens=-1))
+    check(planned)
+    assert planned.result.num_partial_rows == 0
+
+
+# ---------------------------------------------------------------- forms of the arguments
+
+
+FORMS = [
+    {"dtype": np.int64},
+    {"dtype": np.int32, "stride": 3},
+    {"dtype": np.int64, "stride": 2},
+    {"dtype": np.int32, "use_kv_lens": True},
+    {"dtype": np.int64, "stride": 2, "use_kv_lens": True},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_index_arrays_of_any_form_plan_alike(form: dict[str, object]) -> None:
+    batch = Batch(lognormal(30, 20), lognormal(30, 900), causal=True, has_custom_mask=True, q_start=11, kv_start=5)
+    plain, other = plan(batch, PREFILL), plan(batch, PREFILL, **form)
+    check(other)
+    for part in ("ctas", "items", "merges"):
+        assert (getattr(plain, part) == getattr(other, part)).all()
+
+
+def test_arrays_of_mixed_types() -> None:
+    batch = Batch(ones(9), lognormal(9, 900))
+    arrays = arrays_of(batch)
+    expected = plan(batch, DECODE)
+    arrays["kv_indptr"] = arrays["kv_indptr"].astype(np.int64)
+    status, buffer, result = call(problem_of(batch, arrays), DECODE, bounds(batch, DECODE)[0])
+    assert status == host.OK and result.used_bytes == expected.result.used_bytes
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_without_q_indptr(rows: int) -> None:
+    batch = Batch(np.full(20, rows), lognormal(20, 900))
+    arrays = arrays_of(batch) | {"q_indptr": None}
+    problem = problem_of(batch, arrays)
+    problem.q_len_per_request = rows
+    capacity = bounds(batch, DECODE)[0]
+    status, buffer, result = call(problem, DECODE, capacity)
+    assert status == host.OK
+    _, expected, _ = call(problem_of(batch, arrays_of(batch)), DECODE, capacity)
+    assert (buffer[: result.used_bytes] == expected[: result.used_bytes]).all()
+
+
+def test_pages_beyond_kv_lens_are_allowed() -> None:
+    """Engines allot pages ahead: kv_lens says how many tokens count."""
+    batch = Batch(ones(4), np.array([100, 0, 33, 7]), page_size=16)
+    arrays = arrays_of(batch, use_kv_lens=True)
+    arrays["kv_indptr"] = np.arange(5, dtype=np.int32) * 50
+    status, buffer, result = call(problem_of(batch, arrays), DECODE, 1 << 20)
+    assert status == host.OK and result.total_kv == 140 and result.total_pages == 200
+
+
+def test_an_empty_batch() -> None:
+    planned = plan(Batch(np.zeros(0, np.int64), np.zeros(0, np.int64)), DECODE, capacity=1 << 16)
+    check(planned)
+    assert planned.header["num_items"] == 0 and planned.header["num_ctas"] == 0
+
+
+# ---------------------------------------------------------------- wrong lengths
+
+GOOD = {"q_indptr": [0, 1, 3, 4], "kv_indptr": [0, 2, 2, 5], "last_page_len": [16, 0, 7]}
+NOT_ZERO_FIRST, DECREASES, OUTSIDE, TOO_MANY, OVERFLOW = range(1, 6)
+BIG = 2**31 - 1
+FAULTS = [  # (changes, array, reason, index, value, limit)
+    ({"q_indptr": [-1, 1, 3, 4]}, 1, NOT_ZERO_FIRST, 0, -1, 0),
+    ({"kv_indptr": [-5, 2, 2, 5]}, 2, NOT_ZERO_FIRST, 0, -5, 0),
+    ({"q_indptr": [0, 3, 1, 4]}, 1, DECREASES, 2, 1, 3),
+    ({"kv_indptr": [0, 2, 1, 5]}, 2, DECREASES, 2, 1, 2),
+    ({"kv_indptr": [0, 2, 2, 1]}, 2, DECREASES, 3, 1, 2),
+    ({"last_page_len": [0, 0, 7]}, 3, OUTSIDE, 0, 0, 16),
+    ({"last_page_len": [17, 0, 7]}, 3, OUTSIDE, 0, 17, 16),
+    ({"last_page_len": [-1, 0, 7]}, 3, OUTSIDE, 0, -1, 16),
+    ({"last_page_len": [16, 1, 7]}, 3, OUTSIDE, 1, 1, 0),
+    ({"kv_lens": [32, 0, -1]}, 4, OUTSIDE, 2, -1, 48),
+    ({"kv_lens": [33, 0, 48]}, 4, TOO_MANY, 0, 33, 32),
+    ({"kv_lens": [32, 1, 48]}, 4, TOO_MANY, 1, 1, 0),
+    ({"q_indptr": [0, 1, 3, BIG + 1]}, 1, OVERFLOW, 3, BIG + 1, BIG),
+    ({"kv_indptr": [0, 2, 2, BIG + 1]}, 2, OVERFLOW, 3, BIG + 1, BIG),
+    ({"kv_indptr": [0, 2, 2, 2**28]}, 2, OVERFLOW, 3, (2**28 - 3) * 16 + 7, BIG),  # tokens of one request
+    ({"q_indptr": [0, 1, 3, 2**30]}, 1, OVERFLOW, 3, 2**30 - 3, BIG // 4),  # packed rows of one request
+]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_wrong_lengths_are_told(fault: tuple, dtype: type) -> None:
+    changes, array, reason, index, value, limit = fault
+    given = GOOD | changes
+    if dtype is np.int32 and max(max(v) for v in given.values()) > BIG:
+        pytest.skip("does not fit the type")
+    arrays = {name: np.array(values, dtype) for name, values in given.items()}
+    arrays.setdefault("kv_lens", None)
+    problem = problem_of(Batch(ones(3), ones(3)), arrays)
+    status, _, result = call(problem, DECODE, 1 << 20)
+    assert status == host.BAD_LENGTHS
+    found = (result.error_array, result.error_reason, result.error_index, result.error_value, result.error_limit)
+    assert found == (array, reason, index, value, limit)
+    assert str(value) in host.load().fp_last_error().decode()
+
+
+def test_good_lengths_pass() -> None:
+    """What the faults above change is otherwise fine."""
+    arrays = {name: np.array(values, np.int32) for name, values in GOOD.items()} | {"kv_lens": None}
+    status, _, _ = call(problem_of(Batch(ones(3), ones(3)), arrays), DECODE, 1 << 20)
+    assert status == host.OK
+
+
+@pytest.mark.parametrize("change", [{"num_ctas": 0}, {"tile_q": 0}, {"merge_rows": 0}])
+def test_a_schedule_that_cannot_be_is_refused(change: dict[str, int]) -> None:
+    batch = Batch(ones(3), ones(3))
+    status, _, _ = call(problem_of(batch, arrays_of(batch)), cutting(DECODE, **change), 1 << 20)
+    assert status == host.INTERNAL
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    batch = Batch(ones(3), ones(3), 32, 5)
+    status, _, _ = call(problem_of(batch, arrays_of(batch)), DECODE, 1 << 20)
+    assert status == host.INTERNAL
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("how", [DECODE, PREFILL, cutting(DECODE, fixed_piece_tokens=256)], ids=["teams", "runs", "fixed"])
+def test_too_small_a_workspace_names_the_size_that_works(how: Cutting) -> None:
+    batch = Batch(lognormal(30, 10), lognormal(30, 3000), causal=True)
+    problem = problem_of(batch, arrays_of(batch))
+    _, whole, wanted = call(problem, how, 1 << 22)
+    needed = wanted.used_bytes
+    for capacity in (0, 16, 1000, needed // 2, needed - 1):
+        status, _, result = call(problem, how, capacity)
+        assert status == host.WORKSPACE_TOO_SMALL and result.used_bytes == needed
+        assert result.num_partial_rows == wanted.num_partial_rows
+    status, buffer, _ = call(problem, how, needed)
+    assert status == host.OK and (buffer[:needed] == whole[:needed]).all()
+
+
+def test_fixed_split_bound_of_one_row_a_request() -> None:
+    how = cutting(DECODE, fixed_piece_tokens=512)
+    batch = Batch(ones(64), KV_LENS["lognormal"])
+    plan_bytes, partial_rows = bounds(batch, how, one_row=True)
+    planned = plan(batch, how, capacity=plan_bytes)
+    assert planned.result.num_partial_rows <= partial_rows < 2 * planned.result.num_partial_rows
+
+
+def test_balanced_bound_does_not_grow_with_the_tokens() -> None:
+    bound = [bounds(Batch(ones(64), np.full(64, length)), DECODE) for length in (1000, 100_000)]
+    assert bound[0] == bound[1]
+
+
+def test_more_than_31_bits_of_tokens() -> None:
+    """A million requests: totals are 64-bit where they may be, and the plan is still made."""
+    batch = Batch(ones(1_000_000), np.full(1_000_000, 4096), page_size=64)
+    planned = plan(batch, DECODE)
+    assert planned.result.total_kv == 4096 * 10**6
+    assert planned.result.num_items >= 10**6
+
+
+def test_a_plan_is_the_same_from_any_thread_at_any_time() -> None:
+    """Scratch memory is kept from plan to plan: larger and smaller batches in between must leave nothing behind."""
+    batch = Batch(lognormal(40, 30), lognormal(40, 2000), causal=True)
+    expected = plan(batch, PREFILL)
+    same: list[bool] = []
+
+    def again() -> None:
+        for other in (1, 500, 7):
+            plan(Batch(ones(other), lognormal(other, 3000)), DECODE)
+            planned = plan(batch, PREFILL)
+            parts = ("ctas", "items", "merges")
+            same.append(all((getattr(planned, p) == getattr(expected, p)).all() for p in parts))
+
+    threads = [threading.Thread(target=again) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same == [True] * 9
+
+
+def test_the_structs_of_these_tests_are_the_library_s() -> None:
+    assert host.load().fp_sizeof(b"CtaItems") == host.CTA_ITEMS.itemsize
+    assert index_array(np.zeros((4, 2), np.int64)[:, 0]).stride == 2
+    assert ctypes.sizeof(host.Schedule) == host.load().fp_sizeof(b"Schedule")
