@@ -57,17 +57,19 @@ def cuda_specs() -> list[KernelSpec]:
 
 def cpu_specs() -> list[KernelSpec]:
     """For a machine with neither a GPU nor a compiler."""
-    return [
-        KernelSpec(
-            "cpu_attention",
-            *(dtype, dtype, dtype, dim, dim),
-            kv_source=kv_source,
-            tile=cpu_tile(dim, dim, rows)[0],
-        )
-        for dtype in (DType.FLOAT32, *HALF)
-        for dim in (64, 128)
-        for kv_source, rows in (("paged", 1), ("paged", 128), ("ragged", 128))
-    ]
+    return _distinct(
+        [
+            KernelSpec(
+                "cpu_attention",
+                *(dtype, dtype, dtype, dim, dim),
+                kv_source=kv_source,
+                tile=cpu_tile(dim, dim, rows)[0],
+            )
+            for dtype in (DType.FLOAT32, *HALF)
+            for dim in (64, 128)
+            for kv_source, rows in (("paged", 1), ("paged", 128), ("ragged", 128))
+        ]
+    )
 
 
 def _sm80(
