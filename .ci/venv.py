@@ -59,7 +59,7 @@ def create(folder: Path, torch_home: Path | None) -> None:
     os.environ["PIP_CONSTRAINT"] = str(constraints)
     os.environ["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
     run(python, "-m", "pip", "install", "-qq", "setuptools", "wheel")
-    run(python, "setup.py", "-q", "build_host")  # first: where g++ is missing, minutes of downloads would be for nothing
+    run(python, "setup.py", "-q", "build_host")  # first: without g++ all the downloads are for nothing
     size = "" if torch_home else " (torch among them: this can take minutes)"
     print(f"installing the pinned packages into {folder.name}{size} ...", flush=True)
     run(python, "-m", "pip", "install", "-qq", "--no-build-isolation", "-e", ".[dev]")

@@ -92,5 +92,6 @@ def describe(model: Llama, requests: list[Request]) -> None:
     )
     print(
         f"batch: {len(requests)} requests, prompts of {min(prompts)} to {max(prompts)} tokens, "
-        f"up to {max(request.max_new_tokens for request in requests)} new tokens each, {PAGE_SIZE} tokens a page"
+        f"up to {max(request.max_new_tokens for request in requests)} new tokens each, {PAGE_SIZE} tokens a page",
+        flush=True,  # before what compilers say on stderr
     )
