@@ -11,10 +11,12 @@ struct AttentionSm80 {
   using Kernel = typename select_type<(Traits::warps_kv > 1), FewRows<Traits>, ManyRows<Traits>>::type;
   static constexpr int threads = Shape<Traits>::threads;
 
-  // The place in the plan lives here too: in registers it would push out accumulators.
+  // The places live here too: in registers they would push out accumulators. While one is worked on the next one is written;
+  // the third is the last one, whose rows may still be on their way out.
   struct Shared {
     typename Kernel::Shared tiles;
-    UnitCursor cursor;
+    PlaceCursor cursor;
+    Place places[3];
   };
   static constexpr int shared_bytes = sizeof(Shared);
 
@@ -23,14 +25,21 @@ struct AttentionSm80 {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     ptx::grid_dependency_wait();
     Kernel kernel(shared.tiles, params, args);
-    if (threadIdx.x == 0) shared.cursor.start(params.plan, blockIdx.x);
-    while (true) {
-      // A unit ends with a barrier, so nobody still reads the last one.
-      if (threadIdx.x == 0) shared.cursor.advance(params, Traits::tile_q);
-      __syncthreads();
-      if (shared.cursor.done) break;
-      for (int pass = 0; pass < Shape<Traits>::value_passes; ++pass)
-        kernel.run(shared.cursor.item, shared.cursor.unit, pass);
+    if (threadIdx.x == 0) {
+      shared.cursor.start(params.plan, blockIdx.x);
+      shared.cursor.first(params, Traits::tile_q, shared.places[0]);
+    }
+    __syncthreads();
+    if (!shared.places[0].done) {
+      kernel.begin(shared.places[0]);
+      i32 here = 0;
+      do {
+        i32 next = here == 2 ? 0 : here + 1;
+        if (threadIdx.x == 0)
+          shared.cursor.next(params, Traits::tile_q, Shape<Traits>::value_passes, shared.places[here], shared.places[next]);
+        kernel.run(shared.places[here], shared.places[next]);
+        here = next;
+      } while (!shared.places[here].done);
     }
     ptx::grid_dependency_launch();
   }

@@ -95,8 +95,13 @@ struct FewRows {
     return ptx::shared_address(key_stage(step));
   }
 
-  FP_DEVICE void run(const WorkItem& item, const Unit& unit, int pass) {
-    int column = S::first_value_column(pass);
+  // Decode has few units a CTA and two CTAs an SM: each unit starts and ends alone.
+  FP_DEVICE void begin(const Place&) {}
+
+  FP_DEVICE void run(const Place& place, const Place&) {
+    const WorkItem& item = place.item;
+    const Unit& unit = place.unit;
+    int column = S::first_value_column(place.pass);
     KvRows<Traits::kv_source> rows(params, item);
     int steps = ceil_div(unit.kv_end - unit.kv_begin, step_tokens);
     i32 found[stages];

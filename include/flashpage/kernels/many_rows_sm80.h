@@ -2,7 +2,8 @@
 //
 // K and V of one tile are two cp.async groups. Two stages: while a tile's scores are multiplied the next keys are on their way,
 // while its values are multiplied the next values are. One stage, where two leave no room for a wide tile: the scores hide the
-// way of the tile's own values, the values that of the next keys. The token offsets of later tiles are looked up meanwhile.
+// way of the tile's own values, the values that of the next keys. The token offsets of later tiles are looked up meanwhile, and
+// the first tile of the next unit is on its way while the rows of the last one are written.
 #pragma once
 #include "flashpage/memory/kv_rows.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -50,17 +51,20 @@ struct ManyRows {
       zero_padding<typename S::Key, Traits::head_dim_qk>(shared.rotated, tokens, thread, S::threads);
   }
 
-  FP_DEVICE i32 look_up(const KvRows<Traits::kv_source>& rows, const Unit& unit, int tile) const {
-    i32 token = unit.kv_begin + tile * tokens + thread;
-    return thread < tokens && token < unit.kv_end ? rows.look_up(token) : 0;
+  FP_DEVICE i32 look_up(const Place& place, int tile) const {
+    i32 token = place.unit.kv_begin + tile * tokens + thread;
+    bool exists = thread < tokens && token < place.unit.kv_end;
+    return exists ? KvRows<Traits::kv_source>(params, place.item).look_up(token) : 0;
   }
 
-  FP_DEVICE void note_offsets(const KvRows<Traits::kv_source>& rows, const Unit& unit, int tile, i32 found, int column) {
+  FP_DEVICE void note_offsets(const Place& place, int tile, i32 found) {
     if (thread >= tokens) return;
+    const Unit& unit = place.unit;
+    KvRows<Traits::kv_source> rows(params, place.item);
     i32 token = min_of(unit.kv_begin + tile * tokens + thread, max_of(unit.kv_end - 1, 0));
     shared.key_offset[tile % 2][thread] = rows.offset(params.k, found, token) + unit.kv_head * params.k.head_stride;
-    shared.value_offset[tile % 2][thread] =
-        rows.offset(params.v, found, token) + unit.kv_head * params.v.head_stride + column;
+    shared.value_offset[tile % 2][thread] = rows.offset(params.v, found, token) + unit.kv_head * params.v.head_stride +
+                                            S::first_value_column(place.pass);
   }
 
   template <int columns, int chunk_bytes>
@@ -94,52 +98,58 @@ struct ManyRows {
     return ptx::shared_address(shared.key[tile % stages]);
   }
 
-  FP_DEVICE void run(const WorkItem& item, const Unit& unit, int pass) {
-    int column = S::first_value_column(pass), warp_row = warp * S::rows_a_warp;
-    KvRows<Traits::kv_source> rows(params, item);
-    int tiles = ceil_div(unit.kv_end - unit.kv_begin, tokens);
-    i32 found = look_up(rows, unit, 0), next = look_up(rows, unit, 1);
-    load_query<Traits>(ptx::shared_address(shared.query), params, item, unit, thread);
-    note_offsets(rows, unit, 0, found, column);
-    note_offsets(rows, unit, 1, next, column);
-    __syncthreads();
-    load_keys(unit, 0);
-    if (stages == 2) load_values(unit, 0);
+  FP_DEVICE void begin(const Place& place) { begin(place, look_up(place, 0), look_up(place, 1)); }
 
+  // Starts the copies of Q and of the first tile.
+  FP_DEVICE void begin(const Place& place, i32 found, i32 next) {
+    load_query<Traits>(ptx::shared_address(shared.query), params, place.item, place.unit, thread);
+    note_offsets(place, 0, found);
+    note_offsets(place, 1, next);
+    __syncthreads();
+    load_keys(place.unit, 0);
+    if (stages == 2) load_values(place.unit, 0);
+  }
+
+  // A place whose copies have begun; leaves with those of `after` begun.
+  FP_DEVICE void run(const Place& place, const Place& after) {
+    const Unit& unit = place.unit;
+    int warp_row = warp * S::rows_a_warp;
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
-    start(state, item, unit, warp_row);
+    start(state, place.item, unit, warp_row);
     float scale = score_scale_of<Traits>(params, unit);
     u32 query = query_lane_address<Traits>(ptx::shared_address(shared.query) + warp_row * S::QueryRows::stride, lane);
     if constexpr (S::rotate) {
       ptx::cp_async_wait<stages - 1>();
       __syncthreads();
-      rotate_query<Traits>(shared.query, params, item, unit, thread);
+      rotate_query<Traits>(shared.query, params, place.item, unit, thread);
     }
     auto query_fragment = [&](u32(&a)[S::row_tiles][4], int step) {
       load_query_fragment<Traits>(a, ptx::opaque(query), step);
     };
 
+    int tiles = ceil_div(unit.kv_end - unit.kv_begin, tokens);
     for (int tile = 0; tile < tiles; ++tile) {
       ptx::cp_async_wait<stages - 1>();
       __syncthreads();  // this tile's keys are here, and what the last tile read is free
       stages == 2 ? load_keys(unit, tile + 1) : load_values(unit, tile);
-      next = look_up(rows, unit, tile + 2);
+      i32 next = look_up(place, tile + 2);
       float scores[S::row_tiles][tokens / 8][4];
       multiply_keys<Traits>(scores, finished_keys(unit, tile), lane, query_fragment);
       i32 first = unit.kv_begin + tile * tokens;
-      finish_scores<Traits>(scores, scale, params, args, item, unit, warp_row, first, lane);
+      finish_scores<Traits>(scores, scale, params, args, place.item, unit, warp_row, first, lane);
       state.update(scores, values, softmax_scale_of<Traits>(scale));
       Probabilities<Traits, tokens / 8> probabilities(scores);
       ptx::cp_async_wait<stages - 1>();
       __syncthreads();  // this tile's values are here, and its keys are read
       stages == 2 ? load_values(unit, tile + 1) : load_keys(unit, tile + 1);
-      note_offsets(rows, unit, tile + 2, next, column);
+      note_offsets(place, tile + 2, next);
       multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % stages]), lane);
     }
     ptx::cp_async_wait<0>();
-    write_rows(state, values, item, unit, warp_row, column);
     __syncthreads();  // all stages and Q are free again
+    if (!after.done) begin(after);
+    write_rows(state, values, place.item, unit, warp_row, S::first_value_column(place.pass));
   }
 
  private:

@@ -36,16 +36,15 @@ struct MergeStates {
 
   FP_DEVICE static void merge_one(const MergeStatesParams& p, i64 row, i32 head) {
     int lane = threadIdx.x % 32;
-    // A row that a mask leaves alone still has to arrive in out, which may be the same memory.
-    i32 num_states = p.mask && !p.mask[row] ? 1 : p.num_states;
+    if (p.mask && !p.mask[row]) return;  // only merge_state_in_place has a mask: the row is in its place
     i64 at = row * p.num_heads + head;
     for (int first = 0; first < p.head_dim; first += 32 * 4) {
       int column = first + lane * 4;
       bool inside = column < p.head_dim;
       MergeWeights weights;
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-      for (i32 begin = 0; begin < num_states; begin += 32) {
-        i32 count = min_of(32, num_states - begin);
+      for (i32 begin = 0; begin < p.num_states; begin += 32) {
+        i32 count = min_of(32, p.num_states - begin);
         weights.add_group(lane < count ? lse_of(p, begin + lane, row, head) : ptx::negative_infinity());
         sum = scaled(sum, weights.rescale);
         for (i32 i = 0; i < count; ++i) {

@@ -50,35 +50,52 @@ FP_DEVICE Unit make_unit(const AttentionParams& params, const WorkItem& item, i3
   return {first_row, num_rows, kv_head, first.begin, max_of(first.begin, last.end), last.begin, first.end};
 }
 
-// Walks the units of one CTA's items. One thread moves it, the CTA reads it.
-struct UnitCursor {
-  CtaItems cta;
+// What a CTA works on at a time: a unit, and which part of its value columns.
+struct Place {
   WorkItem item;
   Unit unit;
+  i32 pass;
+  bool done;  // nothing left: the other fields mean nothing
+};
+
+// Walks the places of one CTA's items. One thread moves it and writes the places, the CTA reads them.
+struct PlaceCursor {
+  CtaItems cta;
   i32 next_item;
-  i32 units_left;  // of the item, after this unit
-  bool done;
+  i32 units_left;  // of the item, after the last unit
 
   FP_DEVICE void start(const PlanHeader* plan, i32 index) {
     cta = cta_items(plan, index);
     next_item = cta.begin;
     units_left = 0;
-    done = false;
   }
 
-  FP_DEVICE void advance(const AttentionParams& params, i32 tile_q) {
+  // The first place of the CTA, or the one after `last`.
+  FP_DEVICE void first(const AttentionParams& params, i32 tile_q, Place& place) { next_unit(params, tile_q, place, place); }
+  FP_DEVICE void next(const AttentionParams& params, i32 tile_q, i32 passes, const Place& last, Place& place) {
+    if (last.pass + 1 < passes) {
+      place = last;
+      ++place.pass;
+    } else {
+      next_unit(params, tile_q, last, place);
+    }
+  }
+
+ private:
+  FP_DEVICE void next_unit(const AttentionParams& params, i32 tile_q, const Place& last, Place& place) {
+    place.pass = 0;
+    place.done = units_left == 0 && next_item == cta.end;
     if (units_left > 0) {
       --units_left;
-      i32 packed_rows = item.q_len * static_cast<i32>(params.group.divisor);
-      i32 row = unit.first_row + tile_q;
-      unit = row < packed_rows ? make_unit(params, item, tile_q, row, unit.kv_head)
-                               : make_unit(params, item, tile_q, 0, unit.kv_head + 1);
-    } else if (next_item < cta.end) {
-      item = item_of_member(plan_items(params.plan)[next_item++], cta);
-      units_left = item.num_units - 1;
-      unit = make_unit(params, item, tile_q, item.first_packed_row, item.kv_head);
-    } else {
-      done = true;
+      place.item = last.item;
+      i32 packed_rows = last.item.q_len * static_cast<i32>(params.group.divisor);
+      i32 row = last.unit.first_row + tile_q;
+      place.unit = row < packed_rows ? make_unit(params, last.item, tile_q, row, last.unit.kv_head)
+                                     : make_unit(params, last.item, tile_q, 0, last.unit.kv_head + 1);
+    } else if (!place.done) {
+      place.item = item_of_member(plan_items(params.plan)[next_item++], cta);
+      units_left = place.item.num_units - 1;
+      place.unit = make_unit(params, place.item, tile_q, place.item.first_packed_row, place.item.kv_head);
     }
   }
 };
