@@ -38,9 +38,12 @@ static int32_t check_schedule(const fp_schedule& schedule, int32_t num_q_heads, 
 // The codes are what Python makes its sentence of; the text here serves callers from C.
 static int32_t fail_lengths(const plan::LengthFault& fault, fp_plan_result* result) {
   static constexpr const char* names[] = {"", "q_indptr", "kv_indptr", "last_page_len", "kv_lens"};
-  static constexpr const char* faults[] = {
-      "", "is negative", "is below the entry before it", "is outside 1..page_size (0 for a request without pages)",
-      "exceeds what the request's pages hold", "makes a total that does not fit in 31 bits"};
+  static constexpr const char* faults[] = {"",
+                                           "is negative",
+                                           "is below the entry before it",
+                                           "is outside 1..page_size (0 for a request without pages)",
+                                           "exceeds what the request's pages hold",
+                                           "makes a total that does not fit in 31 bits"};
   result->error_array = static_cast<int32_t>(fault.array);
   result->error_reason = static_cast<int32_t>(fault.error);
   result->error_index = fault.index;
@@ -71,7 +74,8 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   *result = {};
   if (int32_t status = check_schedule(*given, problem->num_q_heads, problem->num_kv_heads)) return status;
   if (problem->batch < 0 || !problem->kv_indptr.data) {
-    return fail(FP_INTERNAL, "batch is %d, kv_indptr is %sgiven", problem->batch, problem->kv_indptr.data ? "" : "not ");
+    return fail(FP_INTERNAL, "batch is %d, kv_indptr is %sgiven", problem->batch,
+                problem->kv_indptr.data ? "" : "not ");
   }
   static thread_local Scratch scratch;
   const plan::Schedule schedule = to_schedule(*given);
@@ -128,8 +132,8 @@ int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tok
   const plan::Schedule schedule = to_schedule(*given);
   std::vector<plan::Lane> lanes;
   plan::make_lanes(schedule, num_kv_heads, lanes);
-  const plan::Bounds bounds = plan::bounds({max_batch, max_q_rows, max_kv_tokens},
-                                           {num_q_heads, num_kv_heads, false, -1}, schedule, lanes);
+  const plan::Bounds bounds =
+      plan::bounds({max_batch, max_q_rows, max_kv_tokens}, {num_q_heads, num_kv_heads, false, -1}, schedule, lanes);
   *plan_bytes = bounds.bytes;
   *partial_rows = bounds.partial_rows;
   return FP_OK;

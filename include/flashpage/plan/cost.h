@@ -21,6 +21,7 @@ struct CostModel {
         group(heads.group()),
         tile_q(schedule.tile_q),
         rows_per_tile(static_cast<double>(schedule.tile_q) / heads.group()),
+        tiles_per_row(1.0 / rows_per_tile),
         rounding(0.5 * (1.0 - static_cast<double>(std::gcd(heads.group(), schedule.tile_q)) / heads.group())),
         ns_per_unit(schedule.ns_per_unit),
         // A fixed split has its pieces everywhere alike: their cost is a price per token.
@@ -48,6 +49,7 @@ struct CostModel {
   i32 group;
   i32 tile_q;
   double rows_per_tile;
+  double tiles_per_row;
   double rounding;  // rows, on average, from a tile's exact edge to the whole row that it falls in
   double ns_per_unit;
   double ns_per_token;
@@ -56,8 +58,14 @@ struct CostModel {
 // Sum of clamp(first + slope * t, 0, cap) over t < r.
 class ClampedSum {
  public:
-  ClampedSum(double first, double slope, double cap)
-      : first_(first), slope_(slope), cap_(cap), rise_(steps(-first)), flat_(steps(cap - first)) {}
+  ClampedSum() = default;
+  ClampedSum(double first, double slope, double per_slope, double cap)
+      : first_(first),
+        slope_(slope),
+        per_slope_(per_slope),
+        cap_(cap),
+        rise_(first < 0.0 ? steps(-first) : 0.0),
+        flat_(first < cap ? steps(cap - first) : 0.0) {}
 
   double operator()(double r) const {
     const double rise = min_of(r, rise_), flat = min_of(r, flat_);
@@ -67,15 +75,14 @@ class ClampedSum {
  private:
   // Steps until the line has risen by `height`, rounded up.
   double steps(double height) const {
-    if (height <= 0.0) return 0.0;
-    const double exact = height / slope_;
+    const double exact = height * per_slope_;
     const double whole = static_cast<double>(static_cast<i64>(exact));
     return whole < exact ? whole + 1.0 : whole;
   }
 
-  double first_, slope_, cap_;
-  double rise_;  // first t whose value is above 0
-  double flat_;  // first t whose value is cap
+  double first_ = 0.0, slope_ = 0.0, per_slope_ = 0.0, cap_ = 0.0;
+  double rise_ = 0.0;  // first t whose value is above 0
+  double flat_ = 0.0;  // first t whose value is cap
 };
 
 // Cost of the first r row tiles of one request and one KV head. Where the group does not divide the row tile, a tile's
@@ -86,9 +93,12 @@ class TileCosts {
       : model_(model),
         tiles_(request.tiles),
         kv_len_(request.kv_len),
-        end_(request.kv_len - request.q_len + model.rows_per_tile + model.rounding, model.rows_per_tile, request.kv_len),
-        begin_(static_cast<double>(request.kv_len) - request.q_len - model.window_left - model.rounding,
-               model.rows_per_tile, request.kv_len) {}
+        end_(request.kv_len - request.q_len + model.rows_per_tile + model.rounding, model.rows_per_tile,
+             model.tiles_per_row, request.kv_len),
+        begin_(model.window_left < 0 ? ClampedSum()
+                                     : ClampedSum(static_cast<double>(request.kv_len) - request.q_len -
+                                                      model.window_left - model.rounding,
+                                                  model.rows_per_tile, model.tiles_per_row, request.kv_len)) {}
 
   double prefix(i32 r) const {
     double tokens = model_.causal ? end_(r) : kv_len_ * r;

@@ -210,7 +210,8 @@ class Emitter {
 
   i64 count_merges() const {
     i64 count = 0;
-    for (const CutUnit& unit : cut_units()) count += ceil_div(rows_of({unit.request, unit.unit, 0}), schedule_.merge_rows);
+    for (const CutUnit& unit : cut_units())
+      count += ceil_div(rows_of({unit.request, unit.unit, 0}), schedule_.merge_rows);
     return count * (teams_ ? num_kv_heads_ : 1);
   }
 

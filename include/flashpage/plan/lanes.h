@@ -1,5 +1,5 @@
-// Who walks together. A lane is a group of CTAs that take the same token ranges, each for its own KV heads; a lane's share
-// is what it can take of the cost axis, so that all CTAs end up with the same load.
+// Who walks together. A lane is a group of CTAs that take the same token ranges, each for its own KV heads; a lane's
+// share is what it can take of the cost axis, so that all CTAs end up with the same load.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -15,9 +15,9 @@ struct Lane {
   double share;  // 1 / heads
 };
 
-// Runs: every CTA is a lane of its own, and the axis has every KV head. Teams: as many members as KV heads; CTAs that are
-// left over form smaller teams of a divisor of the heads. The smaller teams come first on the axis (though last in CTA
-// numbers), so that full teams, whose steps are finer, even out what they leave.
+// Runs: every CTA is a lane of its own, and the axis has every KV head. Teams: as many members as KV heads; CTAs that
+// are left over form smaller teams of a divisor of the heads. The smaller teams come first on the axis (though last in
+// CTA numbers), so that full teams, whose steps are finer, even out what they leave.
 inline void make_lanes(const Schedule& schedule, i32 num_kv_heads, std::vector<Lane>& lanes) {
   lanes.clear();
   if (schedule.walk == Walk::runs) {

@@ -117,10 +117,16 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
       known_q_len = q_len;
       tiles = ceil_div<i64>(q_len * group, tile_q);
       const i64 limit = max_i32 / max_of<i64>(group, 1);
-      if (q_len > limit || tiles * num_kv_heads > max_i32) return {LengthArray::q_indptr, overflow, i + 1, q_len, limit};
+      if (q_len > limit || tiles * num_kv_heads > max_i32)
+        return {LengthArray::q_indptr, overflow, i + 1, q_len, limit};
     }
-    requests[i] = {kv_begin, totals.mask_bytes, static_cast<i32>(q_begin), static_cast<i32>(q_len),
-                   static_cast<i32>(kv_len), static_cast<i32>(tiles), 0.0};
+    requests[i] = {kv_begin,
+                   totals.mask_bytes,
+                   static_cast<i32>(q_begin),
+                   static_cast<i32>(q_len),
+                   static_cast<i32>(kv_len),
+                   static_cast<i32>(tiles),
+                   0.0};
     totals.kv_tokens += kv_len;
     totals.units += tiles * num_kv_heads;
     totals.max_q_len = max_of(totals.max_q_len, static_cast<i32>(q_len));

@@ -47,13 +47,13 @@ class Partitioner {
     }
   }
 
-  // Finds the lowest level (load of a CTA) at which the lanes, each filled up to it, take everything. What is lost at the
-  // lanes' ends (a shortfall before an edge, or one more piece) is known only afterwards: guess, fill, and correct, between
-  // the highest level known to be too low and the lowest known to be enough.
+  // Finds the lowest level (load of a CTA) at which the lanes, each filled up to it, take everything. What is lost at
+  // the lanes' ends (a shortfall before an edge, or one more piece) is known only afterwards: guess, fill, and correct,
+  // between the highest level known to be too low and the lowest known to be enough.
   void run(Partition& best) const {
     static thread_local Partition trial;
     const double loss = expected_loss();
-    double too_low = 0.0, level = total_ / shares_ + loss;
+    double too_low = 0.0, level = total_ / shares_ + loss, likely = infinite;
     for (int attempt = 0; attempt < max_attempts; ++attempt) {
       Partition& filled = attempt == 0 ? best : trial;
       const Fill fill = fill_all(level, loss, filled);
@@ -62,20 +62,22 @@ class Partitioner {
       if (max <= mean * (1.0 + good_enough)) return;
       if (fill.excess > 0.0) {
         too_low = max_of(too_low, level);
-        level = max_of(level + fill.excess / shares_, fill.next_level);
+        likely = max_of(level + fill.excess / shares_, fill.next_level);
+        level = likely + 0.25 * (likely - level);  // a little beyond: one more level that is too low costs a filling
+        if (attempt > 1) level = 0.5 * (too_low + best.max);
       } else {
         if (max > level) return;  // a unit that cannot be cut: no lower level helps
-        level = min_of(level + fill.excess / shares_, max * (1.0 - tolerance));
+        if (attempt == 0) likely = level + fill.excess / shares_;
+        level = 0.5 * (too_low + max);
       }
-      if (best.max <= max_of(too_low, level) * (1.0 + tolerance)) return;
-      if (attempt > 0 || level <= too_low) level = 0.5 * (too_low + best.max);
+      if (best.max <= max_of(too_low, likely) * (1.0 + 2.0 * good_enough)) return;
     }
   }
 
  private:
   static constexpr int max_attempts = 6;
-  static constexpr double good_enough = 0.01;  // over the mean
-  static constexpr double tolerance = 0.005;  // of a load: nothing is worked on for less
+  static constexpr double good_enough = 0.01;  // over the mean; twice that over what the level is likely to be
+  static constexpr double tolerance = 0.005;   // of a load: no unit is cut for less
   static constexpr double infinite = 1e300;
 
   // A lane while it is being filled; costs are on the axis, without what starting inside a unit costs extra.
@@ -98,14 +100,16 @@ class Partitioner {
     double cost;  // beyond Filling::at
   };
 
-  // Of a lane's end somewhere in a unit of mean cost: the distance to the edge before it, or a piece where that is less.
+  // Of a lane's end somewhere in a unit of mean cost: the distance to the edge before it, or a piece where that is
+  // less.
   double expected_loss() const {
     const double unit = units_on_axis_ > 0 ? total_ / static_cast<double>(units_on_axis_) : 0.0;
     if (!cuttable_ || ns_per_piece_ >= unit) return 0.5 * unit;
     return ns_per_piece_ - 0.5 * ns_per_piece_ * ns_per_piece_ / unit;
   }
 
-  // The level is raised for the lanes to come where what is left, with their expected losses, would overflow the last one.
+  // The level is raised for the lanes to come where what is left, with their expected losses, would overflow the last
+  // one.
   Fill fill_all(double level, double loss, Partition& partition) const {
     const i32 num_lanes = static_cast<i32>(lanes_.size());
     partition.ends.resize(lanes_.size());
@@ -141,8 +145,8 @@ class Partitioner {
     return fill;
   }
 
-  // Fills one lane: up to the unit that would overflow it, and into that unit where this places more than a piece costs.
-  // `next_cost` is the least cost at which the lane would take more.
+  // Fills one lane: up to the unit that would overflow it, and into that unit where this places more than a piece
+  // costs. `next_cost` is the least cost at which the lane would take more.
   Choice end_of(const Filling& lane, double& next_cost) const {
     const double goal = lane.at + max_of(lane.room, 0.0);
     const i32 index = request_at(lane.begin.request, goal);
@@ -185,7 +189,8 @@ class Partitioner {
     const i32 piece_begin = resumed ? lane.begin.token : range.begin, left = range.end - piece_begin;
     const i32 shortest = max_pieces_ > 0 ? max_of(min_piece_, range.size() / (max_pieces_ + 1) + 1) : min_piece_;
     if (left / 2 < shortest) return none;
-    const u32 step = step_, first = round_up<u32>(piece_begin + shortest, step), last = (range.end - shortest) / step * step;
+    const u32 step = step_, first = round_up<u32>(piece_begin + shortest, step),
+              last = (range.end - shortest) / step * step;
     if (first > last) return none;
 
     const double token_0 = unit.cost + model_.ns_per_unit - range.begin * model_.ns_per_token;  // beyond lane.at

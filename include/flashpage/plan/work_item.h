@@ -1,10 +1,10 @@
 // What the planner writes and every kernel reads. Pure data, the same bytes on host and device.
 //
 // A request's query rows are packed with the query heads of one KV head: packed row = row * group_size + head in group.
-// A row tile is `tile_q` consecutive packed rows; a unit is one row tile of one KV head. A work item is a run of units of
-// one request over one token range; a CTA's items lie side by side. CTAs that walk the same token ranges for different KV
-// heads (a team) share one list, so a decode plan has one item a request and cut, not one a KV head. Read it through
-// for_each_item, which gives each member its own head and partial row.
+// A row tile is `tile_q` consecutive packed rows; a unit is one row tile of one KV head. A work item is a run of units
+// of one request over one token range; a CTA's items lie side by side. CTAs that walk the same token ranges for
+// different KV heads (a team) share one list, so a decode plan has one item a request and cut, not one a KV head. Read
+// it through for_each_item, which gives each member its own head and partial row.
 #pragma once
 #include "flashpage/common/types.h"
 
@@ -19,17 +19,18 @@ struct alignas(16) WorkItem {
   i32 kv_len;            // tokens of the request
   i32 first_packed_row;  // of the first unit, within the request
   i32 kv_head;           // of the first unit
-  i32 num_units;         // run length: next row tile; after the request's last row tile, the first one of the next KV head
-  i32 kv_begin;          // tokens; each unit clips it further by causal and window
-  i32 kv_end;            // tokens
-  i32 partial_row;       // row of the partial buffers for this unit's first packed row; -1: straight to out.
-                         // An item with partial_row >= 0 has num_units == 1.
-  i32 piece;             // which piece of its unit this is; piece 0 takes the attention sink
-  i32 tile_class;        // which tile shape of the kernel; 0 where a kernel has one
+  i32 num_units;    // run length: next row tile; after the request's last row tile, the first one of the next KV head
+  i32 kv_begin;     // tokens; each unit clips it further by causal and window
+  i32 kv_end;       // tokens
+  i32 partial_row;  // row of the partial buffers for this unit's first packed row; -1: straight to out.
+                    // An item with partial_row >= 0 has num_units == 1.
+  i32 piece;        // which piece of its unit this is; piece 0 takes the attention sink
+  i32 tile_class;   // which tile shape of the kernel; 0 where a kernel has one
 };
 static_assert(sizeof(WorkItem) == 64);
 
-// Packed rows of one unit whose KV range was cut: combine partials in order, write to out. At most `merge_rows` rows an item.
+// Packed rows of one unit whose KV range was cut: combine partials in order, write to out. At most `merge_rows` rows an
+// item.
 struct alignas(16) MergeItem {
   i32 request;
   i32 q_begin;           // the request's first row of q (rows)
@@ -70,8 +71,8 @@ FP_HOST_DEVICE WorkItem item_of_member(WorkItem item, const CtaItems& cta) {
   return item;
 }
 
-// What CTA `cta` does; any CTA that the schedule counted. Does not depend on the header's bytes: its load and the header's go
-// out together.
+// What CTA `cta` does; any CTA that the schedule counted. Does not depend on the header's bytes: its load and the
+// header's go out together.
 FP_HOST_DEVICE CtaItems cta_items(const PlanHeader* plan, i32 cta) {
   return reinterpret_cast<const CtaItems*>(plan + 1)[cta];
 }
