@@ -64,11 +64,15 @@ def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
     if first >= end:
         return -1
     used = indices if first == 0 and end == indices.shape[0] else indices[first:end]
-    low, high = torch.aminmax(used) if used.is_cpu else torch.stack(torch.aminmax(used)).cpu()
-    if (least := low.item()) < 0:
+    if used.is_cpu:  # not by torch's threads: on a busy machine their barrier waits milliseconds
+        numbers = used.numpy()
+        least, most = int(numbers.min()), int(numbers.max())
+    else:
+        least, most = torch.stack(torch.aminmax(used)).tolist()
+    if least < 0:
         where = first + int(used.argmin())
         raise PlanError(f"{name}[{where}]={least} is no page number: every page in use is 0 or more.")
-    return int(high.item())
+    return most
 
 
 class MaskBits:
