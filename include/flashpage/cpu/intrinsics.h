@@ -1,4 +1,4 @@
-// The instructions that GCC's vector extensions cannot express, by what they do. Nothing else contains intrinsics.
+// The instructions that GCC's vector extensions cannot express, by what they do; mask_lanes.h has those on masks.
 #pragma once
 #include <immintrin.h>
 
@@ -16,7 +16,7 @@ inline constexpr int num_lanes = 16;
 inline constexpr int num_lanes = 8;
 #endif
 
-// One vector register of 32-bit lanes. A comparison gives an IntLanes mask, -1 where true.
+// One vector register of 32-bit lanes.
 using FloatLanes = float __attribute__((vector_size(num_lanes * 4)));
 using IntLanes = i32 __attribute__((vector_size(num_lanes * 4)));
 using ShortLanes = u16 __attribute__((vector_size(num_lanes * 2)));
@@ -31,7 +31,6 @@ inline ShortLanes float_to_half(FloatLanes x) {
 inline FloatLanes scale_by_power(FloatLanes x, FloatLanes n) {
   return (FloatLanes)_mm512_scalef_ps((__m512)x, (__m512)n);
 }
-inline bool all_true(IntLanes mask) { return _mm512_movepi32_mask((__m512i)mask) == 0xffff; }
 inline FloatLanes square_root(FloatLanes x) { return (FloatLanes)_mm512_sqrt_ps((__m512)x); }
 inline FloatLanes round_down(FloatLanes x) {
   return (FloatLanes)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -48,7 +47,6 @@ inline FloatLanes scale_by_power(FloatLanes x, FloatLanes n) {
   const IntLanes power = __builtin_convertvector(n, IntLanes), half = power >> 1, rest = power - half;
   return x * (FloatLanes)((half + 127) << 23) * (FloatLanes)((rest + 127) << 23);
 }
-inline bool all_true(IntLanes mask) { return _mm256_movemask_ps((__m256)mask) == 0xff; }
 inline FloatLanes square_root(FloatLanes x) { return (FloatLanes)_mm256_sqrt_ps((__m256)x); }
 inline FloatLanes round_down(FloatLanes x) {
   return (FloatLanes)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);

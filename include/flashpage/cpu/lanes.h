@@ -1,7 +1,7 @@
 // Lanes: one vector register of floats or integers, and what kernels do with them.
 #pragma once
 #include "flashpage/common/math.h"
-#include "flashpage/cpu/intrinsics.h"
+#include "flashpage/cpu/mask_lanes.h"
 
 namespace flashpage::cpu {
 
@@ -26,7 +26,9 @@ inline IntLanes count_from(i32 first) {
   for (int i = 0; i < num_lanes; ++i) lanes[i] = i;
   return lanes + first;
 }
-inline IntLanes between(IntLanes x, i32 begin, i32 end) { return (x >= begin) & (x < end); }
+inline MaskLanes between(IntLanes x, i32 begin, i32 end) {
+  return less_equal(IntLanes{} + begin, x) & less(x, IntLanes{} + end);
+}
 
 inline float horizontal_max(FloatLanes x) {
   float result = x[0];

@@ -33,9 +33,9 @@ inline FloatLanes final_scores(Work<Traits>& work, const Row& row, int vector, F
   }
   const bool in_range = row.begin <= first && first + num_lanes <= row.end;
   if (in_range && !has_custom_mask<Traits>) return dots;
-  const IntLanes visible = visible_tokens<Traits>(work.params, work.args, item, row, first, tokens);
-  if constexpr (has_custom_mask<Traits>) work.seen[vector] |= visible;
-  return visible ? dots : splat(-infinity);
+  const MaskLanes visible = visible_tokens<Traits>(work.params, work.args, item, row, first, tokens);
+  if constexpr (has_custom_mask<Traits>) work.seen[vector] = work.seen[vector] | visible;
+  return blend(visible, dots, splat(-infinity));
 }
 
 template <class Traits>

@@ -8,18 +8,19 @@ namespace flashpage::vm {
 
 using cpu::FloatLanes;
 using cpu::IntLanes;
+using cpu::MaskLanes;
 using cpu::num_lanes;
 
 struct Mask {
-  IntLanes lanes;  // -1: true
-  Mask(IntLanes x) : lanes(x) {}
-  Mask(bool x) : lanes(IntLanes{} - static_cast<i32>(x)) {}
+  MaskLanes lanes;
+  Mask(MaskLanes x) : lanes(x) {}
+  Mask(bool x) : lanes(cpu::mask_of(x)) {}
 };
 
 struct Ints {
   IntLanes lanes;
   Ints(IntLanes x) : lanes(x) {}
-  Ints(Mask x) : lanes(x.lanes & 1) {}
+  Ints(Mask x) : lanes(cpu::blend(x.lanes, IntLanes{} + 1, IntLanes{})) {}
   template <Scalar T>
     requires(!is_floating<T>)
   Ints(T x) : lanes(IntLanes{} + static_cast<i32>(x)) {}
@@ -67,12 +68,6 @@ FP_LANES_OPERATOR(+, promoted_lanes<A, B>)
 FP_LANES_OPERATOR(-, promoted_lanes<A, B>)
 FP_LANES_OPERATOR(*, promoted_lanes<A, B>)
 FP_LANES_OPERATOR(/, promoted_lanes<A, B>)
-FP_LANES_OPERATOR(<, Mask)
-FP_LANES_OPERATOR(<=, Mask)
-FP_LANES_OPERATOR(>, Mask)
-FP_LANES_OPERATOR(>=, Mask)
-FP_LANES_OPERATOR(==, Mask)
-FP_LANES_OPERATOR(!=, Mask)
 FP_LANES_OPERATOR(%, Ints)
 FP_LANES_OPERATOR(&, Ints)
 FP_LANES_OPERATOR(|, Ints)
@@ -80,6 +75,21 @@ FP_LANES_OPERATOR(^, Ints)
 FP_LANES_OPERATOR(<<, Ints)
 FP_LANES_OPERATOR(>>, Ints)
 #undef FP_LANES_OPERATOR
+
+#define FP_LANES_COMPARISON(op, function, first, second)   \
+  template <class A, class B>                              \
+    requires SomeLanes<A, B>                               \
+  inline Mask operator op(A a, B b) {                      \
+    using T = promoted_lanes<A, B>;                        \
+    return cpu::function(T(first).lanes, T(second).lanes); \
+  }
+FP_LANES_COMPARISON(<, less, a, b)
+FP_LANES_COMPARISON(<=, less_equal, a, b)
+FP_LANES_COMPARISON(>, less, b, a)
+FP_LANES_COMPARISON(>=, less_equal, b, a)
+FP_LANES_COMPARISON(==, equal, a, b)
+FP_LANES_COMPARISON(!=, not_equal, a, b)
+#undef FP_LANES_COMPARISON
 
 inline Floats operator-(Floats x) { return -x.lanes; }
 inline Ints operator-(Ints x) { return -x.lanes; }
@@ -140,10 +150,10 @@ template <class C, class X, class Y>
   requires SomeLanes<C, X, Y>
 inline auto select(C condition, X x, Y y) {
   if constexpr (is_mask_like<X> && is_mask_like<Y>) {
-    return Mask(truth(condition).lanes ? Mask(x).lanes : Mask(y).lanes);
+    return Mask((truth(condition).lanes & Mask(x).lanes) | (~truth(condition).lanes & Mask(y).lanes));
   } else {
     using T = promoted_lanes<X, Y>;
-    return T(truth(condition).lanes ? T(x).lanes : T(y).lanes);
+    return T(cpu::blend(truth(condition).lanes, T(x).lanes, T(y).lanes));
   }
 }
 template <class A, class B>
@@ -206,7 +216,8 @@ inline auto floor_div(A a, B b) {
     return floor(div(a, b));
   } else {
     const IntLanes x = Ints(a).lanes, y = Ints(b).lanes, quotient = x / y;
-    return Ints(quotient + ((x - quotient * y != 0) & ((x ^ y) < 0)));
+    const MaskLanes inexact = cpu::not_equal(x, quotient * y), opposite = cpu::less(x ^ y, IntLanes{});
+    return Ints(cpu::blend(inexact & opposite, quotient - 1, quotient));
   }
 }
 template <class A, class B>
@@ -251,21 +262,28 @@ template <class... Index>
 inline bool are_neighbours(const VariantTensor& tensor, Index... index) {
   if constexpr (only_last_is_lanes<Index...>) {
     const IntLanes last = (index, ...).lanes;
-    return tensor.stride[sizeof...(Index) - 1] == 1 && cpu::all_true(last == cpu::count_from(last[0]));
+    return tensor.stride[sizeof...(Index) - 1] == 1 && cpu::all_true(cpu::equal(last, cpu::count_from(last[0])));
   } else {
     return false;
   }
 }
 
+// Out of line: it would take the registers of the loops that loads stand in.
 template <class T, class... Index>
-  requires SomeLanes<Index...>
-inline auto load(const VariantTensor& tensor, Index... index) {
+[[gnu::noinline]] auto gather(const VariantTensor& tensor, Index... index) {
   const auto* data = static_cast<const typename Element<T>::Stored*>(tensor.data);
-  if (are_neighbours(tensor, index...)) return load_neighbours<T>(data + element_offset(tensor, lane(index, 0)...));
   using Value = typename Element<T>::Value;
   typename Element<Value>::Stored values[num_lanes];
   for (int i = 0; i < num_lanes; ++i) values[i] = Element<T>::value(data[element_offset(tensor, lane(index, i)...)]);
   return load_neighbours<Value>(values);
+}
+
+template <class T, class... Index>
+  requires SomeLanes<Index...>
+inline auto load(const VariantTensor& tensor, Index... index) {
+  if (!are_neighbours(tensor, index...)) return gather<T>(tensor, index...);
+  const auto* data = static_cast<const typename Element<T>::Stored*>(tensor.data);
+  return load_neighbours<T>(data + element_offset(tensor, lane(index, 0)...));
 }
 
 }  // namespace flashpage::vm

@@ -46,7 +46,7 @@ struct Work {
   Unit<tile_q> unit;
   SoftmaxState<tile_q> softmax;
   KvTile<Kv, tile_kv> tile, next;
-  IntLanes seen[tile_kv / num_lanes];  // custom masks: the tile's tokens that any row sees
+  MaskLanes seen[tile_kv / num_lanes];  // custom masks: the tile's tokens that any row sees
 
   alignas(64) Operand queries[tile_q * head_dim_qk];
   alignas(64) Operand turned_keys[has_rope ? tile_kv * head_dim_qk : 1];
