@@ -27,6 +27,8 @@ class Lengths(NamedTuple):
 def to_host(lengths: Lengths) -> Lengths:
     """The same lengths on the host. All that lie on a device come back in one copy, which waits for the device."""
     there = [t for t in lengths if t is not None and not t.is_cpu]
+    if not there:
+        return lengths
     joined = there[0] if len(there) == 1 else torch.cat([t.reshape(-1).long() for t in there])
     parts = iter(joined.cpu().split([t.numel() for t in there]))
     return Lengths(*(t if t is None or t.is_cpu else next(parts) for t in lengths))

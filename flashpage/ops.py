@@ -225,6 +225,10 @@ def _append_paged_kv_cache(
     cache: list[torch.Tensor],
     kv_layout: str,
 ) -> None:
+    if append_key.is_cpu and bool((batch_indices < 0).any()):  # fillers: the kernel on the card leaves them out itself
+        given = (batch_indices >= 0).nonzero().squeeze(1)
+        append_key, append_value = append_key[given], append_value[given]
+        batch_indices, positions = batch_indices[given], positions[given]
     nnz, num_kv_heads, head_dim_qk = append_key.shape
     if nnz == 0:
         return

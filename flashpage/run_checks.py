@@ -69,6 +69,8 @@ def geometry(tensor: torch.Tensor | None) -> Any:
 def not_a_tensor(tensors: Tensors) -> Exception:
     """The complaint about the first argument that is no tensor."""
     cache = tensors.cache if isinstance(tensors.cache, tuple) else (tensors.cache,)
+    if isinstance(tensors.cache, tuple) and len(cache) != 2:
+        return RunError(f"paged_kv_cache is a tuple of {len(cache)}: pass (k_cache, v_cache).")
     names = ("paged_kv_cache",) if len(cache) == 1 else ("k", "v")
     for name, value in (("q", tensors.q), *zip(names, cache, strict=False), ("out", tensors.out), ("lse", tensors.lse)):
         if value is not None or name in ("q", *names):
@@ -171,8 +173,7 @@ def check_places(
 ) -> None:
     """On the CPU a wrong place would be written to: told instead. On a card the caller answers for device tensors."""
     batch = kv_indptr.shape[0] - 1
-    given = batch_indices >= 0
-    requests, places = batch_indices[given], positions[given]
+    requests, places = batch_indices, positions
     if bool((requests >= batch).any()):
         raise RunError(
             f"batch_indices reaches {int(requests.max())} but the batch has {batch} requests: number them from 0."

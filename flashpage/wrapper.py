@@ -189,13 +189,13 @@ class PlanRunWrapper:
     def _is_configured(self, key: Any) -> bool:
         """Whether the options are those of the last plan; the attributes are then what was planned."""
         if key != self._key:
+            self._key = None
+            self._planner.invalidate()
             return False
         self._set_values(self._planned)
         return True
 
     def _configure(self, key: Any, options: Options, values: Values) -> None:
-        self._key = None
-        self._planner.is_planned = False
         check_scale(values.sm_scale, options.head_dim_qk)
         check_rope(values.rope_scale, values.rope_theta)
         self._planner.configure(options)
@@ -257,7 +257,7 @@ class PlanRunWrapper:
             return ops.run(self, values, Tensors(q, cache, out, lse), return_lse, scales, sinks, enable_pdl)
         try:
             signature = signature_of(values, q, cache, out, lse)
-        except AttributeError:
+        except (AttributeError, ValueError):
             raise not_a_tensor(Tensors(q, cache, out, lse)) from None
         bound = self._local.bound
         if bound is None or bound.signature != signature or bound.generation != self._planner.generation:

@@ -1,0 +1,188 @@
+"""The operators in torch: opcheck, torch.compile of a decode step, dispatch modes, and an import that does nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashpage
+from flashpage import ops
+
+PAGES, PAGE, HEADS, KV_HEADS, DIM = 8, 16, 4, 2, 64
+
+
+def decode_wrapper(last_page_len: tuple[int, ...] = (3, 16, 7)) -> flashpage.BatchDecodeWithPagedKVCacheWrapper:
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    plan_decode(wrapper, last_page_len)
+    return wrapper
+
+
+def plan_decode(wrapper: flashpage.BatchDecodeWithPagedKVCacheWrapper, last_page_len: tuple[int, ...]) -> None:
+    indptr = torch.tensor([0, 2, 3, 6], dtype=torch.int32)
+    indices = torch.tensor([5, 2, 7, 0, 1, 3], dtype=torch.int32)
+    last = torch.tensor(last_page_len, dtype=torch.int32)
+    wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32)
+
+
+def ragged_wrapper() -> flashpage.BatchPrefillWithRaggedKVCacheWrapper:
+    wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    indptr = torch.tensor([0, 5, 12], dtype=torch.int32)
+    wrapper.plan(indptr, indptr, HEADS, KV_HEADS, DIM, causal=True, q_data_type=torch.float32)
+    return wrapper
+
+
+@pytest.fixture
+def q() -> torch.Tensor:
+    return torch.randn(3, HEADS, DIM)
+
+
+@pytest.fixture
+def cache() -> torch.Tensor:
+    return torch.randn(PAGES, 2, PAGE, KV_HEADS, DIM)
+
+
+def run_arguments(wrapper: object, q: torch.Tensor, parts: list[torch.Tensor]) -> tuple[object, ...]:
+    values = wrapper._values(None)  # type: ignore[attr-defined]
+    lse = torch.empty(q.shape[:2])
+    nothing = (None,) * 8
+    return (wrapper._handle, q, parts, torch.empty_like(q), lse, *values, *nothing)  # type: ignore[attr-defined]
+
+
+def test_opcheck_run(q: torch.Tensor, cache: torch.Tensor) -> None:
+    wrapper = decode_wrapper()
+    torch.library.opcheck(torch.ops.flashpage.run_paged.default, run_arguments(wrapper, q, [cache]))
+    pair = [cache[:, 0], cache[:, 1]]
+    torch.library.opcheck(torch.ops.flashpage.run_paged.default, run_arguments(wrapper, q, pair))
+    ragged, rows = ragged_wrapper(), torch.randn(12, HEADS, DIM)
+    kv = [torch.randn(12, KV_HEADS, DIM) for _ in range(2)]
+    torch.library.opcheck(torch.ops.flashpage.run_ragged.default, run_arguments(ragged, rows, kv))
+
+
+def test_opcheck_merge() -> None:
+    v, s = torch.randn(5, 3, HEADS, DIM), torch.randn(5, 3, HEADS)
+    pair = (v[:, 0], s[:, 0], v[:, 1], s[:, 1])
+    torch.library.opcheck(torch.ops.flashpage.merge_states.default, (v, s))
+    torch.library.opcheck(torch.ops.flashpage.merge_state.default, pair)
+    mask = torch.tensor([True, False, True, True, False])
+    written = (v[:, 0].contiguous(), s[:, 0].contiguous(), *pair[2:])
+    for given in (mask, None):
+        torch.library.opcheck(torch.ops.flashpage.merge_state_in_place.default, (*written, given))
+
+
+def test_opcheck_append(cache: torch.Tensor) -> None:
+    new = torch.randn(4, KV_HEADS, DIM)
+    numbers = [torch.tensor(n, dtype=torch.int32) for n in ([0, 0, 1, 1], [0, 17, 1, 2], [5, 2, 7], [0, 2, 3])]
+    torch.library.opcheck(torch.ops.flashpage.append_paged_kv_cache.default, (new, new, *numbers, [cache], "NHD"))
+
+
+def test_decode_step_compiles_whole(q: torch.Tensor, cache: torch.Tensor) -> None:
+    wrapper = decode_wrapper()
+    torch._dynamo.reset()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return wrapper.run(x * 2, cache) + 1
+
+    compiled = torch.compile(step, fullgraph=True)
+    torch.testing.assert_close(compiled(q), step(q))
+    # The operator carries the wrapper, not the plan: another plan is another result, and nothing is compiled again.
+    plan_decode(wrapper, (1, 2, 3))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found = compiled(q)
+    torch.testing.assert_close(found, step(q))
+
+
+def test_compiled_run_takes_all_arguments(q: torch.Tensor, cache: torch.Tensor) -> None:
+    wrapper = decode_wrapper()
+    torch._dynamo.reset()
+    sinks, k_scale = torch.randn(HEADS), torch.tensor([0.5, 2.0])
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
+
+    def step(out: torch.Tensor, lse: torch.Tensor) -> None:
+        pair = (cache[:, 0], cache[:, 1])
+        wrapper.run(q, pair, out=out, lse=lse, q_scale=0.5, k_scale=k_scale, sinks=sinks, window_left=9)
+
+    torch.compile(step, fullgraph=True, backend="aot_eager")(out, lse)
+    expected, expected_lse = torch.empty_like(out), torch.empty_like(lse)
+    step(expected, expected_lse)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_compiled_functions() -> None:
+    v, s = torch.randn(5, 3, HEADS, DIM), torch.randn(5, 3, HEADS)
+    torch._dynamo.reset()
+
+    def merge(v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        first = flashpage.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
+        out, lse = flashpage.merge_states(v, s)
+        return out + first[0] + lse.unsqueeze(-1)
+
+    compiled = torch.compile(merge, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(v, s), merge(v, s))
+
+
+def test_compiled_append_writes_the_cache(cache: torch.Tensor) -> None:
+    torch._dynamo.reset()
+    new = torch.randn(1, KV_HEADS, DIM)
+    numbers = [torch.tensor(n, dtype=torch.int32) for n in ([0], [17], [5, 2], [0, 2], [2])]
+
+    def append(new: torch.Tensor) -> None:
+        flashpage.append_paged_kv_cache(new, new + 1, *numbers[:2], cache, *numbers[2:])
+
+    torch.compile(append, fullgraph=True, backend="aot_eager")(new)
+    torch.testing.assert_close(cache[2, 0, 1], new[0])
+    torch.testing.assert_close(cache[2, 1, 1], new[0] + 1)
+
+
+def test_a_dispatch_mode_sees_the_operator(q: torch.Tensor, cache: torch.Tensor) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    wrapper = decode_wrapper()
+    expected = wrapper.run(q, cache)
+    with Watch():
+        found = wrapper.run(q, cache)
+    torch.testing.assert_close(found, expected)
+    assert "flashpage.run_paged.default" in seen
+
+
+def test_a_lost_wrapper_is_told(q: torch.Tensor, cache: torch.Tensor) -> None:
+    wrapper = decode_wrapper()
+    arguments = run_arguments(wrapper, q, [cache])
+    del wrapper
+    with pytest.raises(flashpage.RunError, match="no longer exists"):
+        torch.ops.flashpage.run_paged(*arguments)
+
+
+def test_every_function_is_an_operator() -> None:
+    for name in ops._IMPLEMENTATIONS:
+        assert hasattr(torch.ops.flashpage, name)
+
+
+def test_import_does_nothing(tmp_path: Path) -> None:
+    """No torch, no folder, no log handler, no CUDA context."""
+    program = (
+        "import logging, os, sys\n"
+        "import flashpage\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "assert not logging.getLogger().handlers and not logging.getLogger('flashpage').handlers\n"
+        "assert os.listdir(os.environ['HOME']) == []\n"
+        "import flashpage.decode, flashpage.prefill, flashpage.cascade, flashpage.page, torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert os.listdir(os.environ['HOME']) == []\n"
+        "assert set(flashpage.__all__) <= set(dir(flashpage))\n"
+        "for name in flashpage.__all__: getattr(flashpage, name)\n"
+    )
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
