@@ -32,10 +32,12 @@ aot: venv
 	@$(PY) -m flashpage build $(ARGS)
 
 lint: venv
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(CLANG_FORMAT) --dry-run -Werror $(CPP_FILES)
-	$(PY) -m mypy
+	@failed=; \
+	$(PY) -m ruff check . || failed=1; \
+	$(PY) -m ruff format --check . || failed=1; \
+	$(CLANG_FORMAT) --dry-run -Werror $(CPP_FILES) || failed=1; \
+	$(PY) -m mypy || failed=1; \
+	test -z "$$failed"
 
 format: venv
 	$(PY) -m ruff check --fix .
