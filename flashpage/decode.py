@@ -183,6 +183,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
+        *,
         variant: Any = None,
     ) -> tuple[int, int]:
         """Bytes of the float and of the int workspace that serve this batch and every smaller one."""

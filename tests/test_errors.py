@@ -1,4 +1,4 @@
-"""Bad input, a table: each row is told with argument, value and fix; none crashes, and the wrapper still works after."""
+"""Bad input, a table: each row is told with argument, value and fix; none crashes, and the wrapper still works."""
 
 from __future__ import annotations
 
@@ -276,6 +276,15 @@ def test_graph_buffers_are_judged() -> None:
         wrapper.plan(**decode_plan())
     with pytest.raises(PlanError, match="fix it at 2"):
         wrapper.plan(**(decode_plan() | {"indptr": ints(0, 1), "last_page_len": ints(3)}))
+
+
+def test_indices_on_the_device_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLASHPAGE_CHECK_INDICES=on. On the CPU page numbers are always checked, so the switch itself is looked at."""
+    from flashpage.plan_inputs import KvIndices
+
+    assert not KvIndices(torch.device("cpu"))._check_on_device
+    monkeypatch.setenv("FLASHPAGE_CHECK_INDICES", "on")
+    assert KvIndices(torch.device("cpu"))._check_on_device
 
 
 def test_workspaces_too_small() -> None:

@@ -38,6 +38,7 @@ LAYERS = [
     {
         "cascade",
         "decode",
+        "decode_options",
         "mla",
         "page",
         "prefill",
