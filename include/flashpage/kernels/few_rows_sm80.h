@@ -107,7 +107,8 @@ struct FewRows {
     i32 found[stages];
 #pragma unroll
     for (int i = 0; i < stages; ++i) found[i] = look_up(rows, unit, i);
-    load_query<Traits>(ptx::shared_address(shared.query), params, item, unit, thread);
+    load_query<Traits>(ptx::shared_address(shared.query), params, unit, thread,
+                       [&](u32 row) { return query_offset(params, item, unit, row); });
 #pragma unroll
     for (int i = 0; i < stages - 1; ++i) {
       load_rows(unit, rows, found[i], i, column);
@@ -219,9 +220,11 @@ struct FewRows {
         second += weight * values[1];
       }
       float inverse = total > 0.f ? value_scale / total : 0.f;
-      RowTarget<Traits> target(params, item, unit, row);
-      target.store(column + at, first * inverse, second * inverse);
-      if (at == 0 && target.lse) *target.lse = row_lse(maximum, total);
+      i64 offset = out_offset<Traits>(params, item, unit, row) + column + at;
+      store_pair<Traits>(params, item.partial_row >= 0, offset, first * inverse, second * inverse);
+      if (at == 0) {
+        if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);
+      }
     }
   }
 };

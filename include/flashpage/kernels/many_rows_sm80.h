@@ -26,6 +26,9 @@ struct ManyRowsShared {
   // Element offsets of the tokens' rows, two tiles in turn.
   alignas(16) i64 key_offset[2][tokens];
   alignas(16) i64 value_offset[2][tokens];
+  // Of the tile's rows in q and out, two places in turn: a row's arithmetic is done once, not by every lane that touches it.
+  alignas(16) i64 query_offset[Traits::tile_q];
+  alignas(16) i64 out_offset[2][Traits::tile_q];
 };
 
 template <class Traits>
@@ -35,7 +38,8 @@ struct ManyRows {
   using Shared = ManyRowsShared<Traits>;
   static constexpr int tokens = Traits::tile_kv;
   static constexpr int stages = Traits::stages;
-  static_assert(Traits::warps_kv == 1 && (stages == 1 || stages == 2) && tokens <= S::threads);
+  static_assert(Traits::warps_kv == 1 && (stages == 1 || stages == 2));
+  static_assert(tokens <= S::threads && Traits::tile_q <= S::threads);
 
   Shared& shared;
   const AttentionParams& params;
@@ -102,10 +106,16 @@ struct ManyRows {
 
   // Starts the copies of Q and of the first tile.
   FP_DEVICE void begin(const Place& place, i32 found, i32 next) {
-    load_query<Traits>(ptx::shared_address(shared.query), params, place.item, place.unit, thread);
     note_offsets(place, 0, found);
     note_offsets(place, 1, next);
+    if (thread < Traits::tile_q) {
+      shared.query_offset[thread] = query_offset(params, place.item, place.unit, thread);
+      shared.out_offset[place.turn][thread] =
+          out_offset<Traits>(params, place.item, place.unit, thread) + S::first_value_column(place.pass);
+    }
     __syncthreads();
+    load_query<Traits>(ptx::shared_address(shared.query), params, place.unit, thread,
+                       [&](u32 row) { return shared.query_offset[row]; });
     load_keys(place.unit, 0);
     if (stages == 2) load_values(place.unit, 0);
   }
@@ -149,7 +159,11 @@ struct ManyRows {
     ptx::cp_async_wait<0>();
     __syncthreads();  // all stages and Q are free again
     if (!after.done) begin(after);
-    write_rows(state, values, place.item, unit, warp_row, S::first_value_column(place.pass));
+    if (place.item.partial_row >= 0) {
+      write_rows<true>(state, values, place, warp_row);
+    } else {
+      write_rows<false>(state, values, place, warp_row);
+    }
   }
 
  private:
@@ -166,8 +180,10 @@ struct ManyRows {
       }
   }
 
+  template <bool partial>
   FP_DEVICE void write_rows(SoftmaxState<S::row_tiles>& state, float (&values)[S::row_tiles][S::value_tiles][4],
-                            const WorkItem& item, const Unit& unit, int warp_row, int column) {
+                            const Place& place, int warp_row) {
+    const Unit& unit = place.unit;
     float value_scale = value_scale_of(params, unit.kv_head);
 #pragma unroll
     for (int m = 0; m < S::row_tiles; ++m)
@@ -177,11 +193,13 @@ struct ManyRows {
         float sum = quad_sum(state.sum[m][half]);
         if (row >= unit.num_rows) continue;
         float inverse = sum > 0.f ? value_scale / sum : 0.f;
-        RowTarget<Traits> target(params, item, unit, row);
+        i64 offset = shared.out_offset[place.turn][row];
         for_each_column_pair<Traits>(values[m], half, lane, [&](int at, float first, float second) {
-          target.store(column + at, first * inverse, second * inverse);
+          store_pair<Traits>(params, partial, offset + at, first * inverse, second * inverse);
         });
-        if (lane % 4 == 0 && target.lse) *target.lse = row_lse(state.maximum[m][half], sum);
+        if (lane % 4 == 0) {
+          if (float* lse = lse_target(params, place.item, unit, row)) *lse = row_lse(state.maximum[m][half], sum);
+        }
       }
   }
 };

@@ -16,37 +16,31 @@ FP_DEVICE float value_scale_of(const AttentionParams& params, i32 kv_head) {
   return params.v_scale ? params.value_scale * params.v_scale[params.v_scale_stride * kv_head] : params.value_scale;
 }
 
-// Where one packed row of a unit is written.
+// Element offset of a unit's row in out, or in the partial buffer of a cut unit.
 template <class Traits>
-struct RowTarget {
+FP_DEVICE i64 out_offset(const AttentionParams& params, const WorkItem& item, const Unit& unit, i32 row) {
+  if (item.partial_row >= 0) return static_cast<i64>(item.partial_row + row) * Traits::head_dim_vo;
+  PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + min_of(row, unit.num_rows - 1));
+  return (item.q_begin + at.row) * params.out_row_stride + at.head * params.out_head_stride;
+}
+
+// Where a row's LSE goes; null: not wanted.
+FP_DEVICE float* lse_target(const AttentionParams& params, const WorkItem& item, const Unit& unit, i32 row) {
+  if (item.partial_row >= 0) return params.partial_lse + item.partial_row + row;
+  if (!params.lse) return nullptr;
+  PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + row);
+  return params.lse + static_cast<i64>(item.q_begin + at.row) * params.num_q_heads + at.head;
+}
+
+// Two neighbouring columns of one row at `offset`; `partial`: fp32 to the partial buffer.
+template <class Traits>
+FP_DEVICE void store_pair(const AttentionParams& params, bool partial, i64 offset, float first, float second) {
   using Out = typename Traits::Out;
-  Out* out;
-  float* partial_out;  // null: written to out
-  float* lse;          // null: not wanted
-
-  // `row` counts from the unit's first row.
-  FP_DEVICE RowTarget(const AttentionParams& params, const WorkItem& item, const Unit& unit, i32 row) {
-    if (item.partial_row >= 0) {
-      i64 partial = static_cast<i64>(item.partial_row) + row;
-      out = nullptr;
-      partial_out = params.partial_out + partial * Traits::head_dim_vo;
-      lse = params.partial_lse + partial;
-    } else {
-      PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + row);
-      i64 q_row = item.q_begin + at.row;
-      out = static_cast<Out*>(params.out) + q_row * params.out_row_stride + at.head * params.out_head_stride;
-      partial_out = nullptr;
-      lse = params.lse ? params.lse + q_row * params.num_q_heads + at.head : nullptr;
-    }
+  if (partial) {
+    *reinterpret_cast<float2*>(params.partial_out + offset) = make_float2(first, second);
+  } else {
+    *reinterpret_cast<u32*>(static_cast<Out*>(params.out) + offset) = ptx::pack2<Out>(first, second);
   }
-
-  FP_DEVICE void store(int column, float first, float second) const {
-    if (partial_out) {
-      *reinterpret_cast<float2*>(partial_out + column) = make_float2(first, second);
-    } else {
-      *reinterpret_cast<u32*>(out + column) = ptx::pack2<Out>(first, second);
-    }
-  }
-};
+}
 
 }  // namespace flashpage

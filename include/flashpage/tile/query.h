@@ -7,17 +7,19 @@
 
 namespace flashpage {
 
-// Issues the copies of all threads of the CTA; rows beyond the unit become zero.
-template <class Traits>
-FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const WorkItem& item, const Unit& unit, int thread) {
+// Element offset of a unit's row in q; a row beyond the unit gives its last one.
+FP_DEVICE i64 query_offset(const AttentionParams& params, const WorkItem& item, const Unit& unit, i32 row) {
+  PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + min_of(row, unit.num_rows - 1));
+  return (item.q_begin + at.row) * params.q_row_stride + at.head * params.q_head_stride;
+}
+
+// Issues the copies of all threads of the CTA; rows beyond the unit become zero. offset(row) is query_offset.
+template <class Traits, class Offset>
+FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int thread, Offset&& offset) {
   using S = Shape<Traits>;
   using Query = typename S::Query;
   auto valid = [&](u32 row) { return static_cast<i32>(row) < unit.num_rows; };
-  auto source = [&](u32 row) {
-    PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + min_of<i32>(row, unit.num_rows - 1));
-    return static_cast<const Query*>(params.q) + static_cast<i64>(item.q_begin + at.row) * params.q_row_stride +
-           at.head * params.q_head_stride;
-  };
+  auto source = [&](u32 row) { return static_cast<const Query*>(params.q) + offset(row); };
   if constexpr (is_fp8<typename S::Key>) {
     constexpr int pairs = Traits::head_dim_qk / 2;
 #pragma unroll 4

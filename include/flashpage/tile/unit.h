@@ -55,6 +55,7 @@ struct Place {
   WorkItem item;
   Unit unit;
   i32 pass;
+  i32 turn;   // 0 and 1 in turn
   bool done;  // nothing left: the other fields mean nothing
 };
 
@@ -71,7 +72,10 @@ struct PlaceCursor {
   }
 
   // The first place of the CTA, or the one after `last`.
-  FP_DEVICE void first(const AttentionParams& params, i32 tile_q, Place& place) { next_unit(params, tile_q, place, place); }
+  FP_DEVICE void first(const AttentionParams& params, i32 tile_q, Place& place) {
+    next_unit(params, tile_q, place, place);
+    place.turn = 0;
+  }
   FP_DEVICE void next(const AttentionParams& params, i32 tile_q, i32 passes, const Place& last, Place& place) {
     if (last.pass + 1 < passes) {
       place = last;
@@ -79,6 +83,7 @@ struct PlaceCursor {
     } else {
       next_unit(params, tile_q, last, place);
     }
+    place.turn = last.turn ^ 1;
   }
 
  private:
