@@ -2,7 +2,7 @@
 
 Everything that a kernel must not read is NaN (unused pages, tail slots, gaps between rows, workspaces), everything
 that it must write is NaN before, and out and lse stand between guard bands that must not change. tests/test_cases.py
-runs the whole table; without pytest: `python tests/harness.py --device cuda --reduced`.
+runs the whole table; without pytest and installation: `PYTHONPATH=. python tests/harness.py --device cuda --reduced`.
 """
 
 from __future__ import annotations
