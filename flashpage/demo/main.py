@@ -43,6 +43,7 @@ def num_pages(requests: list[Request]) -> int:
 def run_demo(num_requests: int, new_tokens: int, device_name: str = "auto", config: Config | None = None) -> int:
     """Decodes, checks and reports; returns 0 where every token is the reference's."""
     device = choose_device(device_name)
+    torch.set_num_threads(1)  # the model is small: threads that wait for each other would take the cores from attention
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model = Llama(config or Config(), device, dtype)
     requests = make_requests(num_requests, new_tokens, model.config.vocabulary)
