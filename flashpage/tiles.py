@@ -60,10 +60,14 @@ def sm80_tile(
     if widest > 256:
         return Tile(32, 32 if kv_dtype.is_fp8 else 16, 2, 1, 2, 1), Cost(WALK_RUNS, 8.0, 800.0, 3000.0, 256, 32, 8)
     if widest > 128:
-        return Tile(64, 64, 4, 1, 1, 2), Cost(WALK_RUNS, 14.0, 1000.0, 3000.0, 256, 32, 8)
+        if packed_rows > 64 and not narrow and not kv_dtype.is_fp8:
+            return Tile(128, 64, 8, 1, 1, 1), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 256, 32, 8)
+        return Tile(64, 64, 4, 1, 1, 2), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 256, 32, 8)
     if packed_rows <= 64 or narrow or kv_dtype.is_fp8:
-        return Tile(64, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 7.0, 800.0, 3000.0, 256, 32, 8)
-    return Tile(128, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 12.0, 1000.0, 5000.0, 256, 32, 8)
+        return Tile(64, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 32.0, 4000.0, 8000.0, 256, 32, 8)
+    if widest <= 64:
+        return Tile(128, 48, 4, 1, 2, 3), Cost(WALK_RUNS, 45.0, 5000.0, 10000.0, 256, 32, 8)
+    return Tile(128, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 256, 32, 8)
 
 
 def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: int) -> tuple[Tile, Cost]:
