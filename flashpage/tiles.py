@@ -66,7 +66,7 @@ def sm80_tile(
     if packed_rows <= 64 or narrow or kv_dtype.is_fp8:
         return Tile(64, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 32.0, 4000.0, 8000.0, 256, 32, 8)
     if widest <= 64:
-        return Tile(128, 48, 4, 1, 2, 3), Cost(WALK_RUNS, 45.0, 5000.0, 10000.0, 256, 32, 8)
+        return Tile(128, 96, 4, 1, 2, 2), Cost(WALK_RUNS, 30.0, 5000.0, 10000.0, 256, 32, 8)
     return Tile(128, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 256, 32, 8)
 
 
