@@ -13,7 +13,6 @@ import torch
 
 from . import arguments, caches, host
 from .backends import device_sm
-from .caches import Cache
 from .dtypes import DType
 from .errors import RunError
 from .prepare import fill_variant, trace
@@ -53,7 +52,9 @@ class Binding:
         self.variant, self.args = host.VariantArgs(), host.RunArgs()
         self.args_address = ctypes.addressof(self.args)
         self.k, self.v = self.params.k, self.params.v  # views into params: setting them costs no second look-up
-        self.generation, self.signature, self.sinks = 0, None, None
+        self.generation, self.signature = 0, None
+        self.sinks: torch.Tensor | None = None
+        self.scales: tuple[Any, Any, Any] = NO_SCALES
         self.out_dtype, self.head_dim_vo = combination.options.out_dtype.torch, combination.options.head_dim_vo
         self._bind_options(values)
         self._bind_tensors(kv_layout, tensors)
@@ -134,7 +135,7 @@ class Binding:
             fill_variant(self.variant, self.traced)
         self.generation = planner.generation
 
-    def point(self, q: torch.Tensor, cache: Cache, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def point(self, q: torch.Tensor, cache: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Addresses of one run; the only thing that changes from layer to layer."""
         params = self.params
         q_address, out_address = q.data_ptr(), out.data_ptr()

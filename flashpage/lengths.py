@@ -34,8 +34,11 @@ def to_host(lengths: Lengths) -> Lengths:
     return Lengths(*(t if t is None or t.is_cpu else next(parts) for t in lengths))
 
 
-def fill(array: host.IndexArray, tensor: torch.Tensor, length: int, name: str) -> tuple[int, int]:
-    """Points the planner at a host tensor of `length` entries; returns where it lies, and bytes."""
+def fill(array: host.IndexArray, tensor: torch.Tensor, length: int, name: str) -> bytes:
+    """Points the planner at a host tensor of `length` entries.
+
+    Returns a copy of its numbers, for plans that are derived after the caller may have reused the tensor.
+    """
     dtype = tensor.dtype
     if dtype is torch.int32:
         array.is_int64, size = 0, 4
@@ -49,15 +52,14 @@ def fill(array: host.IndexArray, tensor: torch.Tensor, length: int, name: str) -
     array.data = address = tensor.data_ptr()
     if tensor.is_contiguous():
         array.stride = 1
-        return address, length * size
+        return ctypes.string_at(address, length * size)
     array.stride = stride = tensor.stride(0)
-    return address, ((length - 1) * stride + 1) * size
+    return ctypes.string_at(address, ((length - 1) * stride + 1) * size)
 
 
 def batch_of(indptr: torch.Tensor, name: str) -> int:
     """Requests of an indptr."""
-    if not isinstance(indptr, torch.Tensor):
-        arguments.tensor(indptr, name, PlanError)
+    arguments.tensor(indptr, name, PlanError)
     shape = indptr.shape
     if len(shape) != 1 or shape[0] < 1:
         raise PlanError(f"{name} has shape {tuple(indptr.shape)}: pass one entry a request and the total, [batch + 1].")
@@ -74,11 +76,13 @@ def _wrong_shape(tensor: torch.Tensor, length: int, name: str) -> PlanError:
     return PlanError(f"{name} has {tensor.shape[0]} entries but {fix}")
 
 
-def entry(array: host.IndexArray, index: int) -> int:
-    """One number of a filled array, without torch."""
-    if array.is_int64:
-        return ctypes.c_int64.from_address(array.data + 8 * array.stride * index).value
-    return ctypes.c_int32.from_address(array.data + 4 * array.stride * index).value
+def first(copy: bytes, array: host.IndexArray) -> int:
+    """The first number of a copied array, without torch."""
+    return int.from_bytes(copy[:8] if array.is_int64 else copy[:4], "little", signed=True)
+
+
+def last(copy: bytes, array: host.IndexArray) -> int:
+    return int.from_bytes(copy[-8:] if array.is_int64 else copy[-4:], "little", signed=True)
 
 
 def restore(array: host.IndexArray, copy: bytes | None) -> object:

@@ -50,7 +50,6 @@ class Planner:
         self._known: dict[Options, Combination] = {}
         self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
         self._variations: dict[Variation, Combination] = {}
-        self._places: list[tuple[int, int] | None] = [None] * 4  # of the arrays: address and bytes
         self._copies: list[bytes | None] = [None] * 4  # of their numbers: callers may reuse their tensors before a run
         self._indices_name = _INDICES_NAME.get(length_names[1], "")
         self._total_rows = 0
@@ -125,13 +124,12 @@ class Planner:
     def plan(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
         """Lengths and page numbers -> a plan for every active combination."""
         self.invalidate()
-        problem, arrays, names = self._problem, self._arrays, self.length_names
+        problem, arrays, copies, names = self._problem, self._arrays, self._copies, self.length_names
         problem.batch = batch
-        places = self._places
         for i, tensor in enumerate(given):
             if tensor is None:
-                if places[i] is not None:
-                    arrays[i].data = places[i] = None
+                if copies[i] is not None:
+                    arrays[i].data = copies[i] = None
                 continue
             try:
                 is_here = tensor.is_cpu
@@ -140,18 +138,16 @@ class Planner:
             if not is_here:
                 self._plan_from_device(batch, given, kv_indices, non_blocking)
                 return
-            places[i] = lengths.fill(arrays[i], tensor, batch + _EXTRA_ENTRIES[i], names[i])
-        self._total_rows = 0
-        if places[0] is not None:
-            self._total_rows = lengths.entry(arrays[0], batch) - lengths.entry(arrays[0], 0)
+            copies[i] = lengths.fill(arrays[i], tensor, batch + _EXTRA_ENTRIES[i], names[i])
+        rows = copies[0]
+        self._total_rows = 0 if rows is None else lengths.last(rows, arrays[0]) - lengths.first(rows, arrays[0])
         stream = current_stream(self.device_index)
         for combination, slot in zip(self.active, self._slots, strict=False):
             combination.plan(self, slot, problem, self._total_rows, stream)
         if kv_indices is not None:
-            first = lengths.entry(arrays[1], 0)
+            assert copies[1] is not None
+            first = lengths.first(copies[1], arrays[1])
             self.indices.set(kv_indices, first, self._slots[0].result.total_pages, non_blocking, self._indices_name)
-        string_at = ctypes.string_at
-        self._copies = [None if place is None else string_at(*place) for place in places]
         self.is_planned = True
 
     def _plan_from_device(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:

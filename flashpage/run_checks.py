@@ -36,9 +36,10 @@ def as_cache(paged_kv_cache: Any) -> Any:
 
 
 def signature_of(
-    values: tuple[Any, ...], q: torch.Tensor, cache: Cache, out: torch.Tensor | None, lse: torch.Tensor | None
+    values: tuple[Any, ...], q: torch.Tensor, cache: Any, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> tuple[Any, ...]:
     """Everything that decides how a run is bound, without judging it: a comparison of tuples, once a layer."""
+    cache_parts: tuple[Any, ...]
     if cache.__class__ is tuple:
         k, v = cache
         cache_parts = (k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device)

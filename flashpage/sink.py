@@ -64,7 +64,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         self._told_window = arguments.whole("window_left", window_left, -(2**31))
 
     @functools.wraps(BatchPrefillWithPagedKVCacheWrapper.plan)
-    def plan(self, *args: Any, **kwargs: Any) -> None:
+    def plan(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         if kwargs.get("window_left", -1) == -1 and len(args) < _WINDOW_POSITION:
             kwargs["window_left"] = self._told_window
         super().plan(*args, **kwargs)
@@ -81,9 +81,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
                 self._planner.invalidate()
                 raise PlanError(f"{name}={planned[name]} in plan but {told} in the constructor: pass the same to both.")
 
-    begin_forward = plan
+    begin_forward = plan  # type: ignore[assignment]
 
-    def run(  # type: ignore[override]
+    def run(
         self,
         q: torch.Tensor,
         paged_kv_cache: Any,

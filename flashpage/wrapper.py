@@ -43,7 +43,7 @@ _handles = itertools.count(1)
 class _Local(threading.local):
     """What a thread has bound: the last run's structs, and all of them by geometry."""
 
-    bound: Binding | None = None
+    bound: Any = None  # Binding | None
 
     def __init__(self) -> None:
         self.bindings: dict[Any, Binding] = {}
@@ -107,7 +107,7 @@ class PlanRunWrapper:
         """Named as the constructor has them. Kernels read the plan, page numbers and mask bits; the others fix the
         batch."""
         self._graph_buffers = buffers if self.is_cuda_graph_enabled else {}
-        self._fixed_batch_size = None
+        self._fixed_batch_size: int | None = None
         for name, buffer in self._graph_buffers.items():
             if buffer is None:
                 if "mask" in name:
@@ -176,14 +176,15 @@ class PlanRunWrapper:
 
     # ---------------------------------------------------------------- plan
 
-    def _workspace_size(self, options: Options, lengths: Lengths) -> tuple[int, int]:
-        batch = batch_of(lengths.kv_indptr, self._length_names[1])
-        lengths = to_host(lengths)
-        total_q = options.uniform_q_len * batch if lengths.q_indptr is None else int(lengths.q_indptr[-1])
-        if lengths.kv_lens is None:
-            total_kv = int(lengths.kv_indptr[-1] - lengths.kv_indptr[0]) * max(1, options.page_size)
+    def _workspace_size(self, options: Options, given: Lengths) -> tuple[int, int]:
+        q_indptr, kv_indptr, _, kv_lens = to_host(given)
+        assert kv_indptr is not None
+        batch = batch_of(kv_indptr, self._length_names[1])
+        total_q = options.uniform_q_len * batch if q_indptr is None else int(q_indptr[-1])
+        if kv_lens is None:
+            total_kv = int(kv_indptr[-1] - kv_indptr[0]) * max(1, options.page_size)
         else:
-            total_kv = int(lengths.kv_lens.sum())
+            total_kv = int(kv_lens.sum())
         return workspace_bounds(options, batch, total_q, total_kv, self.device)
 
     def _is_configured(self, key: Any) -> bool:
