@@ -70,7 +70,8 @@ def distribution(kind: str, batch: int, mean: int) -> list[int]:
         weights = [math.exp(_normal_quantile((i + 0.5) / batch)) for i in range(batch)]
     else:
         weights = [1 / (i + 1) for i in range(batch)]
-    return [max(1, round(w / sum(weights) * mean * batch)) for w in weights]
+    scale = mean * batch / sum(weights)
+    return [max(1, round(weight * scale)) for weight in weights]
 
 
 def _normal_quantile(p: float) -> float:
