@@ -14,10 +14,10 @@ from .dtypes import DType
 from .plan_picture import Segment, svg, terminal
 from .plan_units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
 from .problem import Options, Problem
-from .spec import KernelSpec, VariantSpec, VariantSpec
+from .spec import KernelSpec, VariantSpec
 from .tiles import WALK_TEAMS, Cost, Tile
 
-# Measured ceilings: bytes a second from memory, bf16 floating-point operations a second. (H200: bulk reads; cuBLAS 8192^3.)
+# Measured: bytes a second read from memory (bulk copies), bf16 operations a second (cuBLAS, 8192^3).
 CEILINGS = {"H200": (4.69e12, 788e12)}
 
 
@@ -60,8 +60,8 @@ class Plan:
     def work_items(self) -> np.ndarray:
         """A structured array, one row a (CTA, work item), in the order in which the CTAs work.
 
-        Fields: `cta`, and those of WorkItem: request, q_begin, q_len, kv_len, first_packed_row, kv_head, num_units, kv_begin,
-        kv_end, partial_row (-1: not cut), piece, kv_offset, mask_offset, tile_class.
+        Fields: `cta`, and those of WorkItem: request, q_begin, q_len, kv_len, first_packed_row, kv_head, num_units,
+        kv_begin, kv_end, partial_row (-1: not cut), piece, kv_offset, mask_offset, tile_class.
         """
         return self._items.copy()
 
@@ -103,12 +103,12 @@ class Plan:
         return [f"walk: {walk}", f"split: {split}", f"split: {pieces}, {self.result.num_merges} merge items"]
 
     def _explain_loads(self) -> list[str]:
-        loads = self.cta_loads()
+        loads, result = self.cta_loads(), self.result
         mean, most = float(loads.mean()), float(loads.max(initial=0.0))
         over = 100.0 * (most / mean - 1.0) if mean > 0.0 else 0.0
         return [
-            f"work: {len(self._units.item)} units in {self.result.num_items} items, {self.result.used_bytes} bytes of plan",
-            f"load: {self.result.num_ctas} of {len(loads)} CTAs work; mean {_time(mean)}, costliest {_time(most)} "
+            f"work: {len(self._units.item)} units in {result.num_items} items, {result.used_bytes} bytes of plan",
+            f"load: {result.num_ctas} of {len(loads)} CTAs work; mean {_time(mean)}, costliest {_time(most)} "
             f"(+{over:.1f}%), by the cost model {_time(self.schedule.ns_per_unit)} a unit + "
             f"{self.schedule.ns_per_token:.3g} ns a token",
         ]
@@ -124,8 +124,8 @@ class Plan:
                 memory, tensor = traffic.bytes / bandwidth * 1e9, traffic.flops / flops * 1e9
                 bound = "memory" if memory > tensor else "tensor cores"
                 lines.append(
-                    f"floor on {name}: {_time(max(memory, tensor))}, bound by {bound} (memory {_time(memory)}, tensor cores "
-                    f"{_time(tensor)})"
+                    f"floor on {name}: {_time(max(memory, tensor))}, bound by {bound} (memory {_time(memory)}, "
+                    f"tensor cores {_time(tensor)})"
                 )
         return lines
 

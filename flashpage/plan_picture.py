@@ -55,7 +55,7 @@ def terminal(segments: list[Segment], num_ctas: int, width: int, max_rows: int, 
         rows[segment.cta].append(segment)
     longest = max((row[-1].end for row in rows if row), default=0.0)
     together = -(-num_ctas // max_rows)
-    label_width = len(str(max(0, num_ctas - 1)))
+    label_width = len(str(num_ctas - 1))
     cells = max(8, width - label_width - 2)
     scale = cells / longest if longest else 0.0
     lines = []
@@ -92,22 +92,24 @@ def _bar(row: list[Segment], scale: float, color: bool) -> str:
 
 def svg(segments: list[Segment], num_ctas: int, title: str) -> str:
     """A drawing 1000 wide. Hovering over an item names its request and time."""
-    height, left = max(3, min(14, 1400 // max(1, num_ctas))), 46
+    height, left = max(3, min(14, 1400 // num_ctas)), 46
     longest = max((segment.end for segment in segments), default=0.0)
     scale = (1000 - left - 4) / longest if longest else 0.0
     total = num_ctas * height
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {total + 44}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {total + 44}" font-family="sans-serif" '
+        'font-size="11">',
         f'<rect width="1000" height="{total + 44}" fill="white"/><text x="{left}" y="14">{title}</text>',
     ]
     for cta in range(0, num_ctas, max(1, -(-14 // height))):
         lines.append(f'<text x="{left - 6}" y="{22 + cta * height + 9}" text-anchor="end" fill="#777">{cta}</text>')
     for s in segments:
         x, w = left + s.start * scale, (s.end - s.start) * scale
+        name = f"CTA {s.cta}, request {s.request}{', piece of a cut unit' if s.is_piece else ''}"
         lines.append(
             f'<rect x="{x:.2f}" y="{22 + s.cta * height}" width="{w:.2f}" height="{height}" fill="{_tone(s.request)}" '
-            f'fill-opacity="{0.6 if s.is_piece else 1}" stroke="white" stroke-width="0.4"><title>CTA {s.cta}, request '
-            f"{s.request}{', piece of a cut unit' if s.is_piece else ''}: {(s.end - s.start) / 1e3:.2f} us</title></rect>"
+            f'fill-opacity="{0.6 if s.is_piece else 1}" stroke="white" stroke-width="0.4">'
+            f"<title>{name}: {(s.end - s.start) / 1e3:.2f} us</title></rect>"
         )
     lines.append(f'<text x="{left}" y="{total + 38}" fill="#777">0</text>')
     lines.append(f'<text x="996" y="{total + 38}" text-anchor="end" fill="#777">{longest / 1e3:.4g} us</text></svg>')

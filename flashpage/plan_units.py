@@ -1,4 +1,4 @@
-"""A plan's bytes as numpy records, and what they amount to: one row a (CTA, work item), one row a unit, loads, traffic."""
+"""A plan's bytes as numpy records, and what they amount to: items of each CTA, units, loads, traffic."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PlanBytes:
         )
 
     def items_by_cta(self) -> np.ndarray:
-        """CTA_WORK_ITEM: the list of each CTA in the order in which it works, with its own KV heads and partial rows."""
+        """CTA_WORK_ITEM: the list of each CTA in the order of its work, with its own KV heads and partial rows."""
         count = self.ctas["end"] - self.ctas["begin"]
         cta, step = _runs(count)
         items = self.items[self.ctas["begin"][cta] + step]
@@ -56,7 +56,7 @@ class Units:
     item: np.ndarray  # index in items_by_cta
     rows: np.ndarray  # packed rows
     tokens: np.ndarray  # that any row sees
-    pairs: np.ndarray  # (packed row, token) that are visible
+    pairs: np.ndarray  # visible (packed row, token); where a query row's heads lie in two units, to a row
 
 
 def units_of(items: np.ndarray, options: Options, tile_q: int) -> Units:
@@ -74,12 +74,24 @@ def units_of(items: np.ndarray, options: Options, tile_q: int) -> Units:
         end = np.minimum(end, np.maximum(0, shift + last_q + 1))
     if options.window_left >= 0:
         begin = np.maximum(begin, shift + first_q - options.window_left)
-    tokens = np.maximum(0, end - begin)
-    pairs = rows * tokens
-    if options.causal:  # the triangle above the diagonal, of as many query rows as end inside the range
-        missing = np.minimum(last_q - first_q, tokens)
-        pairs -= np.maximum(0, missing * (missing + 1) // 2) * group * (end > shift + first_q + 1)
-    return Units(item, rows, tokens, np.maximum(0, pairs))
+    end = np.maximum(begin, end)
+    # Each query row sees from one clipped edge to another; a row's heads share them.
+    count = last_q - first_q + 1
+    seen = end * count
+    if options.causal:
+        seen = _sum_clipped(shift + first_q + 1, count, begin, end)
+    hidden = begin * count
+    if options.window_left >= 0:
+        hidden = _sum_clipped(shift + first_q - options.window_left, count, begin, end)
+    return Units(item, rows, end - begin, np.maximum(0, seen - hidden) * rows // count)
+
+
+def _sum_clipped(first: np.ndarray, count: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Sum of first, first + 1, ... (`count` numbers), each clipped to low..high."""
+    below, up_to_high = np.clip(low - first, 0, count), np.clip(high - first, 0, count)
+    inside = up_to_high - below
+    rising = inside * (first + below) + inside * (inside - 1) // 2
+    return below * low + rising + (count - up_to_high) * high
 
 
 def item_costs(items: np.ndarray, units: Units, schedule: host.Schedule) -> np.ndarray:

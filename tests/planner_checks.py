@@ -40,7 +40,7 @@ class Cutting:
     """fp_schedule with defaults near the sm80 kernel's."""
 
     num_ctas: int = 132
-    walk: int = RUNS
+    walk: int = TEAMS
     tile_q: int = 16
     tile_kv: int = 64
     ns_per_token: float = 3.6
@@ -342,8 +342,8 @@ def loads(planned: Planned, pieces: dict[str, np.ndarray]) -> np.ndarray:
 def granularity(batch: Batch, cutting: Cutting) -> float:
     """Nanoseconds of the costliest stretch that cannot be divided further, and one piece.
 
-    What is shorter than two shortest pieces and a step of the tile may stay whole. Where there are more KV heads than CTAs,
-    a CTA takes each stretch for several heads.
+    What is shorter than two shortest pieces and a step of the tile may stay whole. Where there are more KV heads than
+    CTAs, a CTA takes each stretch for several heads.
     """
     units = all_units(batch, cutting.tile_q)
     length = units["end"] - units["begin"]

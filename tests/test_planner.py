@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 
 import numpy as np
@@ -18,7 +17,6 @@ from planner_checks import (
     check,
     check_balance,
     expand,
-    index_array,
     loads,
     plan,
     problem_of,
@@ -26,8 +24,10 @@ from planner_checks import (
 
 from flashpage import host
 
-DECODE = Cutting(walk=TEAMS)
-PREFILL = Cutting(walk=RUNS, tile_q=128, ns_per_token=12.0, ns_per_unit=1000.0, ns_per_piece=5000.0, min_piece_tokens=256)
+DECODE = Cutting()
+PREFILL = Cutting(
+    walk=RUNS, tile_q=128, ns_per_token=12.0, ns_per_unit=1000.0, ns_per_piece=5000.0, min_piece_tokens=256
+)
 
 
 def cutting(base: Cutting, **changes: object) -> Cutting:
@@ -90,7 +90,9 @@ def test_prefill(causal: bool, window_left: int, group: int) -> None:
         check_balance(planned, check(planned))
 
 
-@pytest.mark.parametrize("num_ctas", [1, 2, 3, 5, 7, 8, 9, 13, 31, 33, 47, 78, 108, 131, 132, 133, 144, 160, 255, 256, 264])
+@pytest.mark.parametrize(
+    "num_ctas", [1, 2, 3, 5, 7, 8, 9, 13, 31, 33, 47, 78, 108, 131, 132, 133, 144, 160, 255, 256, 264]
+)
 def test_any_number_of_ctas(num_ctas: int) -> None:
     for heads in (1, 4, 5, 8, 12):
         planned = plan(Batch(ones(48), lognormal(48, 6000), 2 * heads, heads), cutting(DECODE, num_ctas=num_ctas))
@@ -150,7 +152,10 @@ def test_teams_walk_one_range_for_all_heads() -> None:
     seen = expand(planned)
     for team in range(16):
         lists = [
-            {name: seen[name][seen["cta"] == team * 8 + member] for name in ("request", "kv_begin", "kv_end", "kv_head")}
+            {
+                name: seen[name][seen["cta"] == team * 8 + member]
+                for name in ("request", "kv_begin", "kv_end", "kv_head")
+            }
             for member in range(8)
         ]
         for member, walked in enumerate(lists):
@@ -225,130 +230,12 @@ def test_never_cut() -> None:
     assert planned.result.num_partial_rows == 0
 
 
-# ---------------------------------------------------------------- forms of the arguments
-
-
-FORMS = [
-    {"dtype": np.int64},
-    {"dtype": np.int32, "stride": 3},
-    {"dtype": np.int64, "stride": 2},
-    {"dtype": np.int32, "use_kv_lens": True},
-    {"dtype": np.int64, "stride": 2, "use_kv_lens": True},
-]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_index_arrays_of_any_form_plan_alike(form: dict[str, object]) -> None:
-    batch = Batch(lognormal(30, 20), lognormal(30, 900), causal=True, has_custom_mask=True, q_start=11, kv_start=5)
-    plain, other = plan(batch, PREFILL), plan(batch, PREFILL, **form)
-    check(other)
-    for part in ("ctas", "items", "merges"):
-        assert (getattr(plain, part) == getattr(other, part)).all()
-
-
-def test_arrays_of_mixed_types() -> None:
-    batch = Batch(ones(9), lognormal(9, 900))
-    arrays = arrays_of(batch)
-    expected = plan(batch, DECODE)
-    arrays["kv_indptr"] = arrays["kv_indptr"].astype(np.int64)
-    status, buffer, result = call(problem_of(batch, arrays), DECODE, bounds(batch, DECODE)[0])
-    assert status == host.OK and result.used_bytes == expected.result.used_bytes
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_rows_without_q_indptr(rows: int) -> None:
-    batch = Batch(np.full(20, rows), lognormal(20, 900))
-    arrays = arrays_of(batch) | {"q_indptr": None}
-    problem = problem_of(batch, arrays)
-    problem.q_len_per_request = rows
-    capacity = bounds(batch, DECODE)[0]
-    status, buffer, result = call(problem, DECODE, capacity)
-    assert status == host.OK
-    _, expected, _ = call(problem_of(batch, arrays_of(batch)), DECODE, capacity)
-    assert (buffer[: result.used_bytes] == expected[: result.used_bytes]).all()
-
-
-def test_pages_beyond_kv_lens_are_allowed() -> None:
-    """Engines allot pages ahead: kv_lens says how many tokens count."""
-    batch = Batch(ones(4), np.array([100, 0, 33, 7]), page_size=16)
-    arrays = arrays_of(batch, use_kv_lens=True)
-    arrays["kv_indptr"] = np.arange(5, dtype=np.int32) * 50
-    status, buffer, result = call(problem_of(batch, arrays), DECODE, 1 << 20)
-    assert status == host.OK and result.total_kv == 140 and result.total_pages == 200
-
-
-def test_an_empty_batch() -> None:
-    planned = plan(Batch(np.zeros(0, np.int64), np.zeros(0, np.int64)), DECODE, capacity=1 << 16)
-    check(planned)
-    assert planned.header["num_items"] == 0 and planned.header["num_ctas"] == 0
-
-
-# ---------------------------------------------------------------- wrong lengths
-
-GOOD = {"q_indptr": [0, 1, 3, 4], "kv_indptr": [0, 2, 2, 5], "last_page_len": [16, 0, 7]}
-NOT_ZERO_FIRST, DECREASES, OUTSIDE, TOO_MANY, OVERFLOW = range(1, 6)
-BIG = 2**31 - 1
-FAULTS = [  # (changes, array, reason, index, value, limit)
-    ({"q_indptr": [-1, 1, 3, 4]}, 1, NOT_ZERO_FIRST, 0, -1, 0),
-    ({"kv_indptr": [-5, 2, 2, 5]}, 2, NOT_ZERO_FIRST, 0, -5, 0),
-    ({"q_indptr": [0, 3, 1, 4]}, 1, DECREASES, 2, 1, 3),
-    ({"kv_indptr": [0, 2, 1, 5]}, 2, DECREASES, 2, 1, 2),
-    ({"kv_indptr": [0, 2, 2, 1]}, 2, DECREASES, 3, 1, 2),
-    ({"last_page_len": [0, 0, 7]}, 3, OUTSIDE, 0, 0, 16),
-    ({"last_page_len": [17, 0, 7]}, 3, OUTSIDE, 0, 17, 16),
-    ({"last_page_len": [-1, 0, 7]}, 3, OUTSIDE, 0, -1, 16),
-    ({"last_page_len": [16, 1, 7]}, 3, OUTSIDE, 1, 1, 0),
-    ({"kv_lens": [32, 0, -1]}, 4, OUTSIDE, 2, -1, 48),
-    ({"kv_lens": [33, 0, 48]}, 4, TOO_MANY, 0, 33, 32),
-    ({"kv_lens": [32, 1, 48]}, 4, TOO_MANY, 1, 1, 0),
-    ({"q_indptr": [0, 1, 3, BIG + 1]}, 1, OVERFLOW, 3, BIG + 1, BIG),
-    ({"kv_indptr": [0, 2, 2, BIG + 1]}, 2, OVERFLOW, 3, BIG + 1, BIG),
-    ({"kv_indptr": [0, 2, 2, 2**28]}, 2, OVERFLOW, 3, (2**28 - 3) * 16 + 7, BIG),  # tokens of one request
-    ({"q_indptr": [0, 1, 3, 2**30]}, 1, OVERFLOW, 3, 2**30 - 3, BIG // 4),  # packed rows of one request
-]
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_wrong_lengths_are_told(fault: tuple, dtype: type) -> None:
-    changes, array, reason, index, value, limit = fault
-    given = GOOD | changes
-    if dtype is np.int32 and max(max(v) for v in given.values()) > BIG:
-        pytest.skip("does not fit the type")
-    arrays = {name: np.array(values, dtype) for name, values in given.items()}
-    arrays.setdefault("kv_lens", None)
-    problem = problem_of(Batch(ones(3), ones(3)), arrays)
-    status, _, result = call(problem, DECODE, 1 << 20)
-    assert status == host.BAD_LENGTHS
-    found = (result.error_array, result.error_reason, result.error_index, result.error_value, result.error_limit)
-    assert found == (array, reason, index, value, limit)
-    assert str(value) in host.load().fp_last_error().decode()
-
-
-def test_good_lengths_pass() -> None:
-    """What the faults above change is otherwise fine."""
-    arrays = {name: np.array(values, np.int32) for name, values in GOOD.items()} | {"kv_lens": None}
-    status, _, _ = call(problem_of(Batch(ones(3), ones(3)), arrays), DECODE, 1 << 20)
-    assert status == host.OK
-
-
-@pytest.mark.parametrize("change", [{"num_ctas": 0}, {"tile_q": 0}, {"merge_rows": 0}])
-def test_a_schedule_that_cannot_be_is_refused(change: dict[str, int]) -> None:
-    batch = Batch(ones(3), ones(3))
-    status, _, _ = call(problem_of(batch, arrays_of(batch)), cutting(DECODE, **change), 1 << 20)
-    assert status == host.INTERNAL
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    batch = Batch(ones(3), ones(3), 32, 5)
-    status, _, _ = call(problem_of(batch, arrays_of(batch)), DECODE, 1 << 20)
-    assert status == host.INTERNAL
-
-
 # ---------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("how", [DECODE, PREFILL, cutting(DECODE, fixed_piece_tokens=256)], ids=["teams", "runs", "fixed"])
+@pytest.mark.parametrize(
+    "how", [DECODE, PREFILL, cutting(DECODE, fixed_piece_tokens=256)], ids=["teams", "runs", "fixed"]
+)
 def test_too_small_a_workspace_names_the_size_that_works(how: Cutting) -> None:
     batch = Batch(lognormal(30, 10), lognormal(30, 3000), causal=True)
     problem = problem_of(batch, arrays_of(batch))
@@ -402,9 +289,3 @@ def test_a_plan_is_the_same_from_any_thread_at_any_time() -> None:
     for thread in threads:
         thread.join()
     assert same == [True] * 9
-
-
-def test_the_structs_of_these_tests_are_the_library_s() -> None:
-    assert host.load().fp_sizeof(b"CtaItems") == host.CTA_ITEMS.itemsize
-    assert index_array(np.zeros((4, 2), np.int64)[:, 0]).stride == 2
-    assert ctypes.sizeof(host.Schedule) == host.load().fp_sizeof(b"Schedule")

@@ -1,4 +1,4 @@
-"""Properties of the planner over thousands of random batches: a fixed-seed sweep, and hypothesis for small corner cases."""
+"""Properties of the planner over thousands of random batches: a fixed-seed sweep, and hypothesis for corner cases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def random_case(rng: np.random.Generator) -> tuple[Batch, Cutting]:
     count = int(rng.integers(0, 50))
     num_kv_heads, group = int(rng.choice([1, 2, 3, 4, 5, 6, 8, 12])), int(rng.choice([1, 2, 3, 4, 7, 8, 40]))
     decode = rng.random() < 0.5
-    q_lens = np.ones(count, np.int64) if decode else rng.choice([0, 1, 1, 2, 5, 17, 64, 129, 300], count).astype(np.int64)
+    q_lens = (
+        np.ones(count, np.int64) if decode else rng.choice([0, 1, 1, 2, 5, 17, 64, 129, 300], count).astype(np.int64)
+    )
     batch = Batch(
         *(q_lens, random_kv_lens(rng, count), num_kv_heads * group, num_kv_heads),
         page_size=int(rng.choice([0, 1, 2, 16, 64, 256])),
@@ -76,7 +78,12 @@ def small_cases(draw: st.DrawFn) -> tuple[Batch, Cutting]:
     lens = st.lists(edges, min_size=count, max_size=count)
     heads = draw(st.sampled_from([1, 2, 3, 6, 8]))
     batch = Batch(
-        *(np.array(draw(lens), np.int64), np.array(draw(lens), np.int64), heads * draw(st.sampled_from([1, 3, 4])), heads),
+        *(
+            np.array(draw(lens), np.int64),
+            np.array(draw(lens), np.int64),
+            heads * draw(st.sampled_from([1, 3, 4])),
+            heads,
+        ),
         page_size=draw(st.sampled_from([0, 1, 16])),
         causal=draw(st.booleans()),
         window_left=draw(st.sampled_from([-1, 0, 1, 16, 127])),

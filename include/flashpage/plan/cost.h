@@ -106,15 +106,24 @@ class TileCosts {
     return model_.ns_per_unit * r + model_.ns_per_token * tokens;
   }
 
-  // The last tile whose prefix is at most `cost`.
-  i32 tile_at(double cost) const {
-    i32 low = 0, high = tiles_ - 1;
-    while (low < high) {
-      const i32 middle = (low + high + 1) / 2;
+  // The last tile, `from` or later, whose prefix is at most `cost`. A lane that goes on mostly ends near its beginning.
+  i32 tile_at(double cost, i32 from) const {
+    i32 low = from, high = tiles_;
+    if (from > 0) {
+      for (i32 step = 1; low + step < high; step *= 2) {
+        if (prefix(low + step) > cost) {
+          high = low + step;
+          break;
+        }
+        low += step;
+      }
+    }
+    while (high - low > 1) {
+      const i32 middle = (low + high) / 2;
       if (prefix(middle) <= cost) {
         low = middle;
       } else {
-        high = middle - 1;
+        high = middle;
       }
     }
     return low;

@@ -154,8 +154,13 @@ class Partitioner {
     const TileCosts costs(model_, request);
     const double one_copy = (requests_[index + 1].cost - request.cost) / copies_;
     const double in_request = goal - request.cost;
-    const i32 copy = one_copy > 0.0 ? min_of(copies_ - 1, static_cast<i32>(in_request / one_copy)) : 0;
-    const i32 tile = costs.tile_at(in_request - copy * one_copy);
+    i32 copy = one_copy > 0.0 ? min_of(copies_ - 1, static_cast<i32>(in_request / one_copy)) : 0;
+    i32 from = index == lane.begin.request ? lane.begin.unit - copy * request.tiles : 0;
+    if (from >= request.tiles) {  // rounding put the goal just before the lane's beginning
+      copy = lane.begin.unit / request.tiles;
+      from = lane.begin.unit - copy * request.tiles;
+    }
+    const i32 tile = costs.tile_at(in_request - copy * one_copy, max_of(from, 0));
     const double copy_begin = request.cost + copy * one_copy - lane.at;
     const i32 unit = copy * request.tiles + tile;
 

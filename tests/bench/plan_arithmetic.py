@@ -1,0 +1,131 @@
+"""The planner alone: host time of fp_plan, and the balance of its partition for batches up to a million requests.
+
+One thread, index arrays warm in the cache, the least of several rounds (half a microsecond of it is the call through
+ctypes). Loads are the cost model's: what a CTA would take if units and tokens cost what flashpage/tiles.py says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import time
+
+import numpy as np
+
+from flashpage import backends, host
+from flashpage.dtypes import DType
+from flashpage.problem import Options, Problem
+from flashpage.spec import KernelSpec, VariantSpec
+
+HEAD_DIM, PAGE_SIZE = 128, 16
+KINDS = ("uniform", "lognormal", "zipf", "one long")
+
+
+def lengths(kind: str, count: int, mean: int) -> np.ndarray:
+    """Tokens of each request, [count], with the given mean, in random order."""
+    if kind == "one long":
+        short = max(1, mean // 16)
+        values = np.full(count, short)
+        values[count // 3] = mean * count - short * (count - 1)
+        return values
+    rng = np.random.default_rng(0)
+    weights = {
+        "uniform": np.ones(count),
+        "lognormal": rng.lognormal(0.0, 1.0, count),
+        "zipf": rng.permutation(1.0 / np.arange(1, count + 1)),
+    }[kind]
+    return np.maximum(1, np.rint(weights / weights.sum() * mean * count)).astype(np.int64)
+
+
+class Batch:
+    """One batch as the planner gets it: int32 arrays and structs, kept alive."""
+
+    def __init__(self, q_len: int, kv_lens: np.ndarray, heads: tuple[int, int], num_ctas: int) -> None:
+        count = len(kv_lens)
+        pages = -(-kv_lens // PAGE_SIZE)
+        self.arrays = [
+            np.arange(count + 1, dtype=np.int32) * q_len,
+            np.concatenate([[0], np.cumsum(pages)]).astype(np.int32),
+            ((kv_lens - 1) % PAGE_SIZE + 1).astype(np.int32),
+        ]
+        pointers = [host.IndexArray(a.ctypes.data, 1, 0, len(a)) for a in self.arrays]
+        self.problem = host.ProblemStruct(count, 0, *pointers, host.IndexArray(), PAGE_SIZE, *heads, 1, -1, 0)
+        self.schedule = make_schedule(q_len, heads, num_ctas)
+        self.result = host.PlanResult()
+        plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
+        host.check(
+            host.load().fp_plan_bounds(
+                *(count, count * q_len, int(kv_lens.sum()), *heads, ctypes.addressof(self.schedule)),
+                *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
+            )
+        )
+        self.buffer = np.zeros(plan_bytes.value, np.uint8)
+
+    def microseconds(self, rounds: int) -> float:
+        """Least of the rounds; a round repeats for half a millisecond, to be shorter than a time slice."""
+        addresses = ctypes.addressof(self.problem), ctypes.addressof(self.schedule)
+        buffer = self.buffer.ctypes.data, len(self.buffer)
+        arguments = (*addresses, *buffer, ctypes.addressof(self.result))
+        fp_plan = host.load().fp_plan
+        host.check(fp_plan(*arguments))
+        repeats, best = 1, float("inf")
+        for _ in range(rounds):
+            start = time.perf_counter_ns()
+            for _ in range(repeats):
+                fp_plan(*arguments)
+            best = min(best, (time.perf_counter_ns() - start) / repeats / 1e3)
+            repeats = max(1, int(500 / best))
+        return best
+
+
+def make_schedule(q_len: int, heads: tuple[int, int], num_ctas: int) -> host.Schedule:
+    """The general CUDA kernel's tile and costs for such rows."""
+    options = Options(*("paged", *heads, HEAD_DIM, HEAD_DIM, PAGE_SIZE, *[DType.BFLOAT16] * 3), uniform_q_len=q_len)
+    problem = Problem(options, backends.packed_rows(options, 1, q_len))
+    capability = next(c for c in backends.CAPABILITIES if c.device == "cuda")
+    tile, cost = capability.schedule(options, problem.packed_rows, VariantSpec())
+    choice = backends.Choice(KernelSpec(capability.kernel, tile=tile), cost, capability, ())
+    return backends.schedule(choice, options, num_ctas)
+
+
+def row(what: str, kind: str, batch: Batch, rounds: int) -> None:
+    us, result, problem = batch.microseconds(rounds), batch.result, batch.problem
+    mean = result.cost_total_ns / batch.schedule.num_ctas
+    over = 100 * (result.cost_max_ns / mean - 1) if mean else 0.0
+    heads = f"{problem.num_q_heads}/{problem.num_kv_heads}"
+    columns = (
+        what,
+        problem.batch,
+        kind,
+        heads,
+        batch.schedule.num_ctas,
+        f"{us:.1f}",
+        f"{mean / 1e3:.1f}",
+        f"+{over:.2f}%",
+    )
+    cells = (*columns, result.num_items, result.num_merges, result.used_bytes)
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200, help="of each timing")
+    parser.add_argument("--largest", type=int, default=1_000_000, help="requests of the largest simulated batch")
+    arguments = parser.parse_args()
+    print("| | batch | lengths | heads | CTAs | host, us | mean CTA, us | costliest | items | merges | bytes |")
+    print("| --- " * 11 + "|")
+    for count in (1, 64, 256, 4096):
+        for kind in KINDS[:2] if count > 1 else KINDS[:1]:
+            for heads in ((32, 8), (8, 1)):
+                row("decode", kind, Batch(1, lengths(kind, count, 4096), heads, 132), arguments.rounds)
+    for count in (1, 64, 256):
+        row("prefill, 1,024 rows", "uniform", Batch(1024, np.full(count, 1024), (32, 8), 132), arguments.rounds)
+    for num_ctas in (132, 1056, 8448):  # one card, eight cards, sixty-four
+        for count in (10_000, 100_000, 1_000_000):
+            if count <= arguments.largest:
+                for kind in KINDS:
+                    row("decode, simulated", kind, Batch(1, lengths(kind, count, 1024), (32, 8), num_ctas), 3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The public Plan and plan_lengths: what they show must be what was planned."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planner_checks import Batch, all_units
+
+from flashpage import tiles
+from flashpage.errors import PlanError
+from flashpage.plan import Plan, plan_lengths
+
+DECODE = [100, 4096, 300, 20_000, 17, 1, 0, 900]
+PREFILL = ([300, 1, 0, 64, 129, 7], [1024, 5000, 300, 64, 100, 0])
+PLANS = {
+    "decode": lambda: plan_lengths(None, DECODE),
+    "decode, window": lambda: plan_lengths(None, DECODE, window_left=200),
+    "prefill": lambda: plan_lengths(*PREFILL, num_q_heads=6, num_kv_heads=2),
+    "prefill, all visible": lambda: plan_lengths(*PREFILL, causal=False, window_left=50, page_size=0),
+    "fixed split": lambda: plan_lengths(*PREFILL, fixed_piece_tokens=256, num_ctas=7),
+    "cpu": lambda: plan_lengths(*PREFILL, backend="cpu", num_ctas=8, head_dim_vo=64),
+}
+
+
+@pytest.fixture(params=PLANS, scope="module")
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return PLANS[request.param]()
+
+
+def visible_pairs(plan: Plan) -> int:
+    """(query head row, token) pairs by the plain definition of causal and window."""
+    options, pairs = plan.options, 0
+    items = plan.work_items()
+    for request in np.unique(items["request"]):
+        one = items[items["request"] == request][0]
+        for row in range(one["q_len"]):
+            position = one["kv_len"] - one["q_len"] + row
+            tokens = np.arange(one["kv_len"])
+            seen = tokens <= position if options.causal else np.ones(len(tokens), bool)
+            if options.window_left >= 0:
+                seen &= tokens >= position - options.window_left
+            pairs += int(seen.sum()) * options.num_q_heads
+    return pairs
+
+
+def test_items_cover_the_batch(plan: Plan) -> None:
+    items = plan.work_items()
+    lens = np.array(DECODE if plan.options.uniform_q_len else PREFILL[1])
+    q_lens = np.ones(len(lens), np.int64) if plan.options.uniform_q_len else np.array(PREFILL[0])
+    assert set(items["request"]) == set(np.flatnonzero(q_lens))
+    assert (items["kv_len"] == lens[items["request"]]).all() and (items["q_len"] == q_lens[items["request"]]).all()
+    heads = (plan.options.num_q_heads, plan.options.num_kv_heads)
+    units = all_units(Batch(q_lens, lens, *heads), plan.schedule.tile_q)
+    first_pieces = items[items["piece"] == 0]
+    assert first_pieces["num_units"].sum() == len(units["request"])
+    assert len(plan.merge_items()) == plan.result.num_merges
+
+
+def test_loads_are_the_planner_s_own(plan: Plan) -> None:
+    loads = plan.cta_loads()
+    assert loads.shape == (plan.schedule.num_ctas,)
+    if plan.schedule.fixed_piece_tokens == 0:  # a fixed split's pieces are priced by the token while it is cut
+        assert loads.max() == pytest.approx(plan.result.cost_max_ns, rel=0.01)
+        assert loads.sum() == pytest.approx(plan.result.cost_total_ns, rel=0.01)
+
+
+def test_flops_count_visible_pairs(plan: Plan) -> None:
+    options = plan.options
+    exact = 2 * visible_pairs(plan) * (options.head_dim_qk + options.head_dim_vo)
+    assert plan.traffic().flops == pytest.approx(exact, rel=0.002)
+
+
+def test_bytes_of_decode() -> None:
+    traffic = plan_lengths(None, DECODE).traffic()
+    assert traffic.kv_bytes == sum(DECODE) * 8 * 2 * 128 * 2
+    assert traffic.row_bytes == len(DECODE) * 32 * 2 * 128 * 2
+    assert plan_lengths(None, DECODE, window_left=99).traffic().kv_bytes == sum(min(n, 100) for n in DECODE) * 8 * 512
+
+
+def test_explain_names_what_was_decided(plan: Plan) -> None:
+    text = plan.explain()
+    tile = f"tile {plan.schedule.tile_q} packed rows x {plan.schedule.tile_kv} tokens"
+    over = 100 * (plan.cta_loads().max() / plan.cta_loads().mean() - 1)
+    for part in (tile, "walk: ", "split: ", f"(+{over:.1f}%)", "bytes: ", "GFLOP", "floor on H200", "bound by"):
+        assert part in text
+    assert "floor" not in plan.explain(device="a card without measured ceilings")
+    pieces = int(re.search(r"into (\d+) pieces", text).group(1))
+    assert pieces == (plan.work_items()["partial_row"] >= 0).sum()
+
+
+def test_picture_rows_are_ctas(plan: Plan) -> None:
+    lines = plan.picture(80, max_rows=1000, color=False).splitlines()
+    assert len(lines) == plan.schedule.num_ctas + 1
+    loads = plan.cta_loads()
+    bars = [line.split("|")[1] for line in lines[:-1]]
+    assert all(len(line) <= 80 for line in lines[:-1])
+    longest = max(len(bar) for bar in bars)
+    for bar, load in zip(bars, loads, strict=True):
+        assert abs(len(bar) - longest * load / loads.max()) <= 1
+    pieces = plan.work_items()["partial_row"] >= 0
+    assert any(bar != bar.lower() for bar in bars) == bool(pieces.any())
+
+
+def test_picture_shares_rows_and_keeps_the_costliest(plan: Plan) -> None:
+    lines = plan.picture(60, max_rows=5, color=True).splitlines()
+    assert len(lines) <= 6 and "\x1b[38;5;" in lines[0]
+    drawn = {int(line.split("|")[0]) for line in lines[:-1]}
+    assert int(plan.cta_loads().argmax()) in drawn or plan.cta_loads()[sorted(drawn)].max() == plan.cta_loads().max()
+
+
+def test_an_empty_plan_can_be_looked_at(tmp_path: Path) -> None:
+    plan = plan_lengths([], [], num_ctas=3)
+    assert len(plan.work_items()) == 0 and plan.traffic().bytes == 0
+    assert "0 of 3 CTAs" in plan.explain() and len(plan.picture(color=False).splitlines()) == 4
+    plan.to_svg(tmp_path / "empty.svg")
+
+
+def test_svg_has_one_box_an_item(plan: Plan, tmp_path: Path) -> None:
+    plan.to_svg(tmp_path / "plan.svg")
+    root = xml.etree.ElementTree.parse(tmp_path / "plan.svg").getroot()
+    boxes = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if len(e)]
+    assert len(boxes) == len(plan.work_items())
+
+
+def test_tile_and_cost_may_be_given() -> None:
+    tile = tiles.Tile(64, 32, 4, 1, 2)
+    cost = tiles.Cost(tiles.WALK_RUNS, 2.0, 100.0, 50.0, 32, 3, 16)
+    plan = plan_lengths(None, [5000], tile=tile, cost=cost, num_ctas=64)
+    assert (plan.schedule.tile_q, plan.schedule.tile_kv, plan.schedule.merge_rows) == (64, 32, 16)
+    assert plan.work_items()["piece"].max() == 2
+
+
+def test_wrong_lengths_are_plan_errors() -> None:
+    with pytest.raises(PlanError, match="kv_lens"):
+        plan_lengths(None, [5, -1])
+    with pytest.raises(PlanError, match="q_indptr"):
+        plan_lengths([1, -2, 5], [5, 6, 7])
