@@ -20,13 +20,14 @@ from flashpage.cli.values import distribution
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 HEADS = (NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE)
-# Microseconds by batch; none stated for 4,096 prefill requests.
-PLAN_TARGETS = {
-    "decode": {1: 15, 64: 18, 256: 22, 4096: 80},
-    "prefill, 1 row a request": {1: 15, 64: 18, 256: 22},
-    "prefill, 1,024 rows a request": {1: 18, 64: 25, 256: 40},
+# Microseconds by batch: what must be reached, and the goal.
+ONE_ROW: dict[int, tuple[int, int | None]] = {1: (15, 10), 64: (18, 12), 256: (22, 15), 4096: (80, None)}
+PLAN_TARGETS: dict[str, dict[int, tuple[int, int | None]]] = {
+    "decode": ONE_ROW,
+    "prefill, 1 row a request": ONE_ROW,
+    "prefill, 1,024 rows a request": {1: (18, 12), 64: (25, 15), 256: (40, 20)},
 }
-RUN_TARGET = 6
+RUN_TARGET = (6, 5)
 
 
 def median_us(call: Callable[[], object], repeats: int, synchronize: Callable[[], None]) -> float:
@@ -42,11 +43,11 @@ def median_us(call: Callable[[], object], repeats: int, synchronize: Callable[[]
     return statistics.median(times) * 1e6
 
 
-def report(what: str, batch: int, us: float, target: float | None) -> bool:
-    missed = target is not None and us > target
-    shown = "" if target is None else f"({target})" if missed else f"{target}"
-    print(f"| {what} | {batch} | {us:.1f} | {shown} |", flush=True)
-    return not missed
+def report(what: str, batch: int, us: float, targets: tuple[int, int | None]) -> bool:
+    """One line; whether what must be reached was."""
+    must, goal = ("" if n is None else f"({n})" if us > n else f"{n}" for n in targets)
+    print(f"| {what} | {batch} | {us:.1f} | {must} | {goal} |", flush=True)
+    return us <= targets[0]
 
 
 class Subject:
@@ -96,18 +97,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a must is missed")
     arguments = parser.parse_args()
     subject = Subject(torch.device(arguments.device), arguments.repeats)
-    print(f"on {arguments.device}\n\n| what | batch | us | target |\n| --- | --- | --- | --- |")
+    print(f"on {arguments.device}\n\n| what | batch | us | must | goal |\n| --- | --- | --- | --- | --- |")
     good = True
     for what, targets in PLAN_TARGETS.items():
-        for batch, target in targets.items():
+        for batch, limits in targets.items():
             rows = 1024 if "1,024" in what else 1
             lens = [1024] * batch if rows > 1 else distribution("lognormal", batch, 1024)
             table = Paged(lens, PAGE_SIZE, subject.device)
             plan = subject.plan_decode(table) if what == "decode" else subject.plan_prefill(table, rows)
-            good &= report(f"plan, {what}", batch, subject.time(plan), target)
+            good &= report(f"plan, {what}", batch, subject.time(plan), limits)
     for name in ("decode", "prefill"):
         good &= report(f"run, {name}, out= given", 1, subject.time_run(name), RUN_TARGET)
     return 1 if arguments.check and not good else 0

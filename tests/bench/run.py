@@ -31,6 +31,7 @@ BENCHMARKS = {
     "cpu": Benchmark(("cpu_vs_torch.py",), "the CPU backend against torch's scaled_dot_product_attention"),
     "decode": Benchmark(("gpu.py", "decode"), "decode on the GPU beside whichever peers are installed", needs_gpu=True),
     "prefill": Benchmark(("gpu.py", "prefill"), "prefill and append on the GPU beside the peers", needs_gpu=True),
+    "variants": Benchmark(("variants_bench.py",), "variants beside built-ins, options beside none", needs_gpu=True),
 }
 
 

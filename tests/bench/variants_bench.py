@@ -1,0 +1,223 @@
+"""What a user's variant costs beside the built-in option of the same content, and every option beside plain attention.
+
+A row's ratio is the time of its first column over that of its second: 1 means that the variant (the option) is free.
+Both are timed in turns by the clock of gpu.py: decode as a graph's replay, L2 flushed in between. Masks go through the
+prefill wrapper, in decode too. `--small --device cpu` shows that the program works, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu import GpuClock, HostClock
+from peers import Batch, Call
+from torch import Tensor
+from workloads import Case
+
+import flashpage
+
+CASES = {
+    "decode": Case("decode, batch 64, context 4k", 64, 1, 4096),
+    "prefill": Case("prefill, ragged 1 x 8k", 1, 8192, 8192, page_size=0),
+}
+LEAST_RATIO = 0.95  # of a user's variant
+CAP, DOCUMENTS, ROUNDS = 30.0, 8, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Arguments of one plan and run beside those of plain attention."""
+
+    plan: dict[str, Any] = dataclasses.field(default_factory=dict)
+    run: dict[str, Any] = dataclasses.field(default_factory=dict)
+    kv_dtype: torch.dtype = torch.bfloat16
+    causal: bool = True
+    as_prefill: bool = False  # decode through the paged prefill wrapper
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    name: str
+    base: Setting
+    other: Setting
+
+
+class Workload:
+    """One batch, and calls that compute it with any setting."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.batch = Batch(case, device)
+        self.q_len, self.kv_len = case.q_lens[0], case.kv_lens[0]
+        self.workspace = torch.empty(512 << 20 if device.type == "cuda" else 16 << 20, dtype=torch.uint8, device=device)
+
+    def call(self, setting: Setting) -> Call:
+        case, batch = self.case, self.batch
+        heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
+        values = {"q_data_type": torch.bfloat16, "kv_data_type": setting.kv_dtype, **setting.plan}
+        if not case.page_size:
+            ragged = flashpage.BatchPrefillWithRaggedKVCacheWrapper(self.workspace)
+            ragged.plan(batch.q_indptr, batch.kv_indptr, *heads, causal=setting.causal, **values)
+            k, v = batch.k.to(setting.kv_dtype), batch.v.to(setting.kv_dtype)
+            return lambda: output(ragged.run(batch.q, k, v, **setting.run))
+        pages = (batch.table.indptr, batch.table.indices, batch.table.last_page_len)
+        cache = batch.cache.to(setting.kv_dtype)
+        if setting.as_prefill:
+            wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(self.workspace)
+            wrapper.plan(batch.q_indptr, *pages, *heads, case.page_size, causal=setting.causal, **values)
+        else:
+            wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(self.workspace)
+            wrapper.plan(*pages, *heads, case.page_size, **values)
+        return lambda: output(wrapper.run(batch.q, cache, **setting.run))
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_()
+
+    def documents(self) -> Tensor:
+        """Each token's document, [batch, tokens] int32: DOCUMENTS of about the same length."""
+        ids = torch.arange(self.kv_len, dtype=torch.int32, device=self.device) * DOCUMENTS // self.kv_len
+        return ids.repeat(self.case.batch, 1)
+
+    def mask(self, visible: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """`visible(q_idx, kv_idx)` of every request as plan's custom_mask takes it."""
+        kv_idx = torch.arange(self.kv_len, device=self.device)
+        q_idx = kv_idx[self.kv_len - self.q_len :].unsqueeze(1)
+        return visible(q_idx, kv_idx).flatten().repeat(self.case.batch)
+
+
+def output(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def variants(work: Workload) -> list[Row]:
+    """Built-in and user's variant of the same content."""
+    document = work.documents()
+    ids = document[0]
+    mask = work.mask(lambda q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (kv_idx <= q_idx))
+    slopes = flashpage.variants.alibi_slopes(work.case.num_q_heads).to(work.device)
+    if work.q_len == 1:
+        bias, index = work.random(work.case.batch, work.case.num_q_heads, work.kv_len), "b, h, kv_idx"
+        add_bias = lambda score, b, h, q_idx, kv_idx: score + bias[b, h, kv_idx]
+    else:
+        bias, index = work.random(work.case.num_q_heads, work.kv_len, work.kv_len), "h, q_idx, kv_idx"
+        add_bias = lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx, kv_idx]
+
+    def score_mod(function: Callable[..., Any]) -> Setting:
+        return Setting({"variant": flashpage.Variant(function)})
+
+    def mask_mod(function: Callable[..., Any], causal: bool) -> Setting:
+        return Setting({"variant": flashpage.Variant(mask_mod=function)}, causal=causal, as_prefill=True)
+
+    custom = Setting({"custom_mask": mask}, causal=False, as_prefill=True)
+    same = lambda b, h, q_idx, kv_idx: document[b, q_idx] == document[b, kv_idx]
+    by_hand = Setting({"variant": flashpage.Variant(logit=f"score + bias[{index}]", tensors={"bias": bias})})
+    return [
+        Row(
+            "document mask against custom_mask",
+            custom,
+            mask_mod(lambda b, h, q_idx, kv_idx: same(b, h, q_idx, kv_idx) & (kv_idx <= q_idx), causal=False),
+        ),
+        Row("document mask and causal=True against custom_mask", custom, mask_mod(same, causal=True)),
+        Row(
+            "ALiBi against pos_encoding_mode",
+            Setting({"pos_encoding_mode": "ALIBI"}),
+            score_mod(lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)),
+        ),
+        Row(
+            "soft cap against logits_soft_cap",
+            Setting({"logits_soft_cap": CAP}),
+            score_mod(lambda score, b, h, q_idx, kv_idx: CAP * torch.tanh(score / CAP)),
+        ),
+        Row("tensor bias against the C++ expression", by_hand, score_mod(add_bias)),
+    ]
+
+
+def options(work: Workload) -> list[Row]:
+    """Plain attention and every option."""
+    heads = work.case.num_q_heads, work.case.num_kv_heads
+    per_head = {name: torch.ones(n, device=work.device) for name, n in zip(("q_scale", "k_scale"), heads, strict=True)}
+    causal = work.mask(lambda q_idx, kv_idx: kv_idx <= q_idx)
+    masked = Setting({"custom_mask": causal}, causal=False, as_prefill=True)
+    plain = Setting()
+    rows = {
+        "soft cap": Setting({"logits_soft_cap": CAP}),
+        "ALiBi": Setting({"pos_encoding_mode": "ALIBI"}),
+        "RoPE": Setting({"pos_encoding_mode": "ROPE_LLAMA"}),
+        f"window of {work.kv_len // 4}": Setting({"window_left": work.kv_len // 4}),
+        "window of everything": Setting({"window_left": work.kv_len}),
+        "sinks": Setting(run={"sinks": torch.zeros(heads[0], device=work.device)}),
+        "scales, numbers": Setting(run={"q_scale": 0.9, "k_scale": 1.1, "v_scale": 1.2}),
+        "scales, a tensor of one a head": Setting(run=per_head),
+        "LSE": Setting(run={"return_lse": True}),
+        "e4m3 KV": Setting(kv_dtype=torch.float8_e4m3fn),
+        "e5m2 KV": Setting(kv_dtype=torch.float8_e5m2),
+    }
+    return [
+        *(Row(name, plain, setting) for name, setting in rows.items()),
+        Row("custom mask against causal=False", Setting(causal=False, as_prefill=True), masked),
+    ]
+
+
+SECTIONS: dict[str, Callable[[Workload], list[Row]]] = {"variants": variants, "options": options}
+
+
+def measure(work: Workload, row: Row, clock: GpuClock | HostClock) -> tuple[list[float], float]:
+    """Seconds of both settings, and how far their outputs are apart."""
+    calls = [work.call(setting) for setting in (row.base, row.other)]
+    base, other = (call().float() for call in calls)
+    difference = float((other - base).norm() / base.norm())
+    timed = [clock.capture(call) if work.q_len == 1 else call for call in calls]
+    times: list[list[float]] = [[], []]
+    for _ in range(ROUNDS):
+        for call, spent in zip(timed, times, strict=True):
+            spent.append(clock.seconds(call))
+    return [statistics.median(spent) for spent in times], difference
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 where a variant is below {LEAST_RATIO}")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.sections if name not in SECTIONS]:
+        parser.error(f"no section {unknown[0]!r}: there are {', '.join(SECTIONS)}")
+    device = torch.device(arguments.device)
+    clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)
+    good = True
+    for name in arguments.cases.split(","):
+        case = CASES[name].shrunk() if arguments.small else CASES[name]
+        torch.manual_seed(0)
+        work = Workload(case, device)
+        for section in arguments.sections or SECTIONS:
+            first, second = ("built-in", "user's") if section == "variants" else ("without", "with")
+            print(f"\n| {section}: {case.name} | {first} us | {second} us | ratio | apart |")
+            print("| --- | --- | --- | --- | --- |")
+            for row in SECTIONS[section](work):
+                if arguments.only not in row.name:
+                    continue
+                try:
+                    (base, other), difference = measure(work, row, clock)
+                except flashpage.FlashpageError as error:
+                    good = False
+                    print(f"| {row.name} | {str(error).splitlines()[0]} | | | |", flush=True)
+                    continue
+                ratio = base / other
+                good &= section != "variants" or ratio >= LEAST_RATIO
+                apart = f"{difference:.0e}" if section == "variants" else ""
+                print(f"| {row.name} | {base * 1e6:.1f} | {other * 1e6:.1f} | {ratio:.3f} | {apart} |", flush=True)
+    return 1 if arguments.check and not good else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
