@@ -12,6 +12,7 @@ import dataclasses
 import statistics
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -167,6 +168,14 @@ def options(work: Workload) -> list[Row]:
 SECTIONS: dict[str, Callable[[Workload], list[Row]]] = {"variants": variants, "options": options}
 
 
+def build(work: Workload, rows: list[Row]) -> None:
+    """Plans of all rows in threads, so that kernels are compiled side by side; what fails, `measure` reports."""
+    with ThreadPoolExecutor(8) as pool:
+        for row in rows:
+            for setting in (row.base, row.other):
+                pool.submit(work.call, setting)
+
+
 def measure(work: Workload, row: Row, clock: GpuClock | HostClock) -> tuple[list[float], float]:
     """Seconds of both settings, and how far their outputs are apart."""
     calls = [work.call(setting) for setting in (row.base, row.other)]
@@ -203,9 +212,9 @@ def main() -> int:
             first, second = ("built-in", "user's") if section == "variants" else ("without", "with")
             print(f"\n| {section}: {case.name} | {first} us | {second} us | ratio | apart |")
             print("| --- | --- | --- | --- | --- |")
-            for row in SECTIONS[section](work):
-                if arguments.only not in row.name:
-                    continue
+            rows = [row for row in SECTIONS[section](work) if arguments.only in row.name]
+            build(work, rows)
+            for row in rows:
                 try:
                     (base, other), difference = measure(work, row, clock)
                 except flashpage.FlashpageError as error:
