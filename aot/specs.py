@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from flashpage.dtypes import DType
-from flashpage.spec import KernelSpec, VariantSpec
+from flashpage.spec import KernelSpec, VariantSpec, inner_loop
 from flashpage.tiles import cpu_tile, sm80_tile
 from flashpage.variants import builtin
 
@@ -83,14 +83,14 @@ def _sm80(
     position_encoding: str = "none",
     variant: VariantSpec = _NO_VARIANT,
 ) -> KernelSpec:
-    needs_registers = mask_source != "implicit" or position_encoding != "none" or bool(variant.mask or variant.tensors)
+    loop = inner_loop(mask_source, position_encoding, variant)
     return KernelSpec(
         "attention_sm80",
         *(q_dtype, kv_dtype, q_dtype, *head_dims),
         kv_source=kv_source,
         mask_source=mask_source,
         position_encoding=position_encoding,
-        tile=sm80_tile(*head_dims, kv_dtype, rows, needs_registers)[0],
+        tile=sm80_tile(*head_dims, kv_dtype, rows, loop)[0],
         variant=variant,
     )
 

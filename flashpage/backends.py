@@ -12,7 +12,7 @@ from . import host
 from .dtypes import DType
 from .errors import CapabilityError
 from .problem import SPLIT_BALANCED, Options, Problem
-from .spec import KernelSpec, VariantSpec
+from .spec import KernelSpec, VariantSpec, inner_loop
 from .tiles import Cost, Tile, cpu_tile, sm80_tile
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
@@ -58,17 +58,24 @@ class Capability:
         return found
 
 
-def _needs_registers(options: Options, variant: VariantSpec) -> bool:
-    """Whether the inner loop does more per score than scale it: masks, loads and rotations need registers of their
-    own."""
-    return options.has_mask or options.position_encoding == "ROPE_LLAMA" or bool(variant.mask or variant.tensors)
+def _mask_source(options: Options) -> str:
+    return "packed_bits" if options.has_mask else "implicit"
+
+
+def _encoding(options: Options) -> str:
+    return "rope" if options.position_encoding == "ROPE_LLAMA" else "none"
+
+
+def _sm80(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
+    loop = inner_loop(_mask_source(options), _encoding(options), variant)
+    return sm80_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop)
 
 
 CAPABILITIES = (
     Capability("cpu_attention", "cpu", _FLOAT, _FLOAT, lambda o, rows, _: cpu_tile(o.head_dim_qk, o.head_dim_vo, rows)),
     Capability(
         *("attention_sm80", "cuda", _HALF, _HALF),
-        lambda o, rows, v: sm80_tile(o.head_dim_qk, o.head_dim_vo, o.kv_dtype, rows, _needs_registers(o, v)),
+        _sm80,
         min_sm=80,
         row_alignment=16,
     ),
@@ -140,8 +147,8 @@ def _spec(options: Options, capability: Capability, tile: Tile, variant: Variant
         head_dim_qk=options.head_dim_qk,
         head_dim_vo=options.head_dim_vo,
         kv_source=options.kv_source,
-        mask_source="packed_bits" if options.has_mask else "implicit",
-        position_encoding="rope" if options.position_encoding == "ROPE_LLAMA" else "none",
+        mask_source=_mask_source(options),
+        position_encoding=_encoding(options),
         tile=tile,
         variant=variant,
     )

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from .dtypes import DType
-from .tiles import Tile
+from .tiles import InnerLoop, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,13 @@ class VariantSpec:
     mask: str = ""
     tensors: tuple[tuple[str, str, int], ...] = ()  # (name, element type as DType.value or "int32" | "int64" | "bool", rank)
     scalars: tuple[tuple[str, str], ...] = ()  # (name, "float" | "int")
+
+
+def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -> InnerLoop:
+    """What the options of a spec cost the inner loop: it decides the tile."""
+    if mask_source != "implicit" or position_encoding != "none" or variant.mask or variant.tensors:
+        return InnerLoop.HEAVY
+    return InnerLoop.TRANSFORM if variant.logit else InnerLoop.PLAIN
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 from .dtypes import DType
 
@@ -19,6 +20,14 @@ class Tile:
     warps_kv: int  # warps side by side along the tokens
     stages: int  # KV tiles in flight
     ctas_per_sm: int = 1  # CUDA: what registers are bounded for
+
+
+class InnerLoop(enum.Enum):
+    """What a kernel does between the two products, by the registers that it takes from accumulators."""
+
+    PLAIN = "scales scores"
+    TRANSFORM = "computes on scores (soft cap)"
+    HEAVY = "loads, rotates or masks (custom mask, RoPE, a variant with tensors)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,26 +57,28 @@ def cpu_tile(head_dim_qk: int, head_dim_vo: int, packed_rows: int) -> tuple[Tile
 
 
 def sm80_tile(
-    head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int, narrow: bool = False
+    head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int, loop: InnerLoop = InnerLoop.PLAIN
 ) -> tuple[Tile, Cost]:
     """The general tensor-core kernel (mma.sync, cp.async); `packed_rows` is the batch's average per request and KV head.
 
-    `narrow`: options that need registers in the inner loop (custom mask, RoPE, a user's variant) get at most 64 rows.
+    The largest tile that does not spill, of those measured in tests/bench/NOTES.md.
     """
+    narrow = loop is InnerLoop.HEAVY or kv_dtype.is_fp8
     widest = max(head_dim_qk, head_dim_vo)
     if packed_rows <= 16 or (packed_rows <= 32 and widest <= 128):
         return _few_rows_sm80(head_dim_qk, head_dim_vo, kv_dtype, 16 if packed_rows <= 16 else 32)
     if widest > 256:
         return Tile(32, 32 if kv_dtype.is_fp8 else 16, 2, 1, 2, 1), Cost(WALK_RUNS, 8.0, 800.0, 3000.0, 256, 32, 8)
     if widest > 128:
-        if packed_rows > 64 and not narrow and not kv_dtype.is_fp8:
+        if packed_rows > 64 and not narrow:
             return Tile(128, 64, 8, 1, 1, 1), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 256, 32, 8)
         return Tile(64, 64, 4, 1, 1, 2), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 256, 32, 8)
-    if packed_rows <= 64 or narrow or kv_dtype.is_fp8:
+    if packed_rows <= 64 or narrow:
         return Tile(64, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 32.0, 4000.0, 8000.0, 256, 32, 8)
     if widest <= 64:
         return Tile(128, 96, 4, 1, 2, 2), Cost(WALK_RUNS, 30.0, 5000.0, 10000.0, 256, 32, 8)
-    return Tile(128, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 256, 32, 8)
+    tile_kv = 64 if loop is InnerLoop.PLAIN else 48
+    return Tile(128, tile_kv, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 256, 32, 8)
 
 
 def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: int) -> tuple[Tile, Cost]:

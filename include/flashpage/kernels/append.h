@@ -21,9 +21,11 @@ struct Append {
 
  private:
   FP_DEVICE static void append_one(const AppendParams& p, i32 token, i32 head) {
+    i32 request = p.batch_indices[token];
+    if (request < 0) return;  // get_batch_indices_positions fills what is left of its buffers with -1
     u32 page_of_request, in_page;
     p.page.divmod(p.positions[token], page_of_request, in_page);
-    i64 page = p.kv_indices[p.kv_indptr[p.batch_indices[token]] + page_of_request];
+    i64 page = p.kv_indices[p.kv_indptr[request] + page_of_request];
     auto slot = [&](const KvView& view) {
       return static_cast<Element*>(const_cast<void*>(view.data)) + page * view.page_stride + in_page * view.token_stride +
              head * view.head_stride;

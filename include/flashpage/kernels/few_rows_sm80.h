@@ -70,13 +70,10 @@ struct FewRows {
   FP_DEVICE void load_rows(const Unit& unit, const KvRows<Traits::kv_source>& rows, i32 found, int step, int value_column) {
     i32 first = first_token(unit, step), count = unit.kv_end - first;
     i32 token = min_of(first + lane % tokens, max_of(unit.kv_end - 1, 0));
-    auto valid = [&](u32 row) { return static_cast<i32>(row) < count; };
     auto copy = [&]<int columns, int chunk_bytes>(const KvView& view, u8* stage, int column) {
-      i64 mine = rows.offset(view, found, token) + unit.kv_head * view.head_stride + column;
-      auto source = [&](u32 row) {
-        return static_cast<const Cache*>(view.data) + __shfl_sync(0xffffffff, mine, row);
-      };
-      RowCopy<Cache, columns, 32, chunk_bytes>::template run<tokens>(ptx::shared_address(stage), lane, source, valid);
+      u64 mine = reinterpret_cast<u64>(rows.template row<Cache>(view, found, token, unit.kv_head, column));
+      auto source = [&](u32 row) { return reinterpret_cast<const Cache*>(__shfl_sync(0xffffffff, mine, row)); };
+      RowCopy<Cache, columns, 32, chunk_bytes>::template run<tokens>(ptx::shared_address(stage), lane, count, source);
     };
     u8* stage = key_stage(step);
     copy.template operator()<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(params.k, stage, 0);

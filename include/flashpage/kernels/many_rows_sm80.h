@@ -2,7 +2,7 @@
 //
 // K and V of one tile are two cp.async groups. Two stages: while a tile's scores are multiplied the next keys are on their way,
 // while its values are multiplied the next values are. One stage, where two leave no room for a wide tile: the scores hide the
-// way of the tile's own values, the values that of the next keys. The token offsets of later tiles are looked up meanwhile, and
+// way of the tile's own values, the values that of the next keys. The rows of later tiles are looked up meanwhile, and
 // the first tile of the next unit is on its way while the rows of the last one are written.
 #pragma once
 #include "flashpage/memory/kv_rows.h"
@@ -23,9 +23,9 @@ struct ManyRowsShared {
   alignas(128) u8 key[Traits::stages][S::CacheKeyRows::bytes(tokens)];
   alignas(128) u8 value[Traits::stages][S::ValueRows::bytes(tokens)];
   alignas(128) u8 rotated[S::rotate ? S::KeyRows::bytes(tokens) : 16];
-  // Element offsets of the tokens' rows, two tiles in turn.
-  alignas(16) i64 key_offset[2][tokens];
-  alignas(16) i64 value_offset[2][tokens];
+  // Where the tokens' rows lie, two tiles in turn.
+  alignas(16) const typename S::Cache* key_row[2][tokens];
+  alignas(16) const typename S::Cache* value_row[2][tokens];
   // Of the tile's rows in q and out, two places in turn: a row's arithmetic is done once, not by every lane that touches it.
   alignas(16) i64 query_offset[Traits::tile_q];
   alignas(16) i64 out_offset[2][Traits::tile_q];
@@ -61,32 +61,29 @@ struct ManyRows {
     return exists ? KvRows<Traits::kv_source>(params, place.item).look_up(token) : 0;
   }
 
-  FP_DEVICE void note_offsets(const Place& place, int tile, i32 found) {
+  FP_DEVICE void note_rows(const Place& place, int tile, i32 found) {
     if (thread >= tokens) return;
     const Unit& unit = place.unit;
     KvRows<Traits::kv_source> rows(params, place.item);
     i32 token = min_of(unit.kv_begin + tile * tokens + thread, max_of(unit.kv_end - 1, 0));
-    shared.key_offset[tile % 2][thread] = rows.offset(params.k, found, token) + unit.kv_head * params.k.head_stride;
-    shared.value_offset[tile % 2][thread] = rows.offset(params.v, found, token) + unit.kv_head * params.v.head_stride +
-                                            S::first_value_column(place.pass);
+    shared.key_row[tile % 2][thread] = rows.template row<Cache>(params.k, found, token, unit.kv_head);
+    shared.value_row[tile % 2][thread] =
+        rows.template row<Cache>(params.v, found, token, unit.kv_head, S::first_value_column(place.pass));
   }
 
   template <int columns, int chunk_bytes>
-  FP_DEVICE void load_tile(u8* destination, const KvView& view, const i64* offsets, const Unit& unit, int tile) {
-    i32 count = unit.kv_end - unit.kv_begin - tile * tokens;
+  FP_DEVICE void load_tile(u8* destination, const Cache* const* row_of, const Unit& unit, int tile) {
     RowCopy<Cache, columns, S::threads, chunk_bytes>::template run<tokens>(
-        ptx::shared_address(destination), thread,
-        [&](u32 row) { return static_cast<const Cache*>(view.data) + offsets[row]; },
-        [&](u32 row) { return static_cast<i32>(row) < count; });
+        ptx::shared_address(destination), thread, unit.kv_end - unit.kv_begin - tile * tokens,
+        [&](u32 row) { return row_of[row]; });
   }
   FP_DEVICE void load_keys(const Unit& unit, int tile) {
-    load_tile<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(shared.key[tile % stages], params.k,
-                                                                          shared.key_offset[tile % 2], unit, tile);
+    load_tile<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(shared.key[tile % stages], shared.key_row[tile % 2],
+                                                                          unit, tile);
     ptx::cp_async_commit();
   }
   FP_DEVICE void load_values(const Unit& unit, int tile) {
-    load_tile<S::value_columns, S::value_copy_bytes>(shared.value[tile % stages], params.v, shared.value_offset[tile % 2], unit,
-                                                     tile);
+    load_tile<S::value_columns, S::value_copy_bytes>(shared.value[tile % stages], shared.value_row[tile % 2], unit, tile);
     ptx::cp_async_commit();
   }
 
@@ -106,8 +103,8 @@ struct ManyRows {
 
   // Starts the copies of Q and of the first tile.
   FP_DEVICE void begin(const Place& place, i32 found, i32 next) {
-    note_offsets(place, 0, found);
-    note_offsets(place, 1, next);
+    note_rows(place, 0, found);
+    note_rows(place, 1, next);
     if (thread < Traits::tile_q) {
       shared.query_offset[thread] = query_offset(params, place.item, place.unit, thread);
       shared.out_offset[place.turn][thread] =
@@ -153,7 +150,7 @@ struct ManyRows {
       ptx::cp_async_wait<stages - 1>();
       __syncthreads();  // this tile's values are here, and its keys are read
       stages == 2 ? load_values(unit, tile + 1) : load_keys(unit, tile + 1);
-      note_offsets(place, tile + 2, next);
+      note_rows(place, tile + 2, next);
       multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % stages]), lane);
     }
     ptx::cp_async_wait<0>();

@@ -4,7 +4,7 @@
 
 namespace flashpage {
 
-// The page (or ragged row) of a token, looked up ahead of its use; then the element offset of its row in K or V. The look-up
+// The page (or ragged row) of a token, looked up ahead of its use; then the address of its row in K or V. The look-up
 // is the only dependent load on the way to data, so kernels issue it at least one tile before the copy.
 template <KvSource source>
 struct KvRows {
@@ -23,12 +23,17 @@ struct KvRows {
     return 0;
   }
 
-  FP_DEVICE i64 offset(const KvView& view, i32 found, i32 token) const {
+  // First element of the token's row; `column` is the first that is wanted.
+  template <class Element>
+  FP_DEVICE const Element* row(const KvView& view, i32 found, i32 token, i32 head, i32 column = 0) const {
+    i64 offset = head * view.head_stride + column;
     if constexpr (source == KvSource::paged) {
       u32 in_page = token - page.div(token) * page.divisor;
-      return found * view.page_stride + in_page * view.token_stride;
+      offset += found * view.page_stride + in_page * view.token_stride;
+    } else {
+      offset += (first_row + token) * view.token_stride;
     }
-    return (first_row + token) * view.token_stride;
+    return static_cast<const Element*>(view.data) + offset;
   }
 };
 

@@ -8,16 +8,14 @@ namespace flashpage::ptx {
 FP_DEVICE void ldmatrix_x4(u32 (&r)[4], u32 shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared)
-               : "memory");
+               : "r"(shared));
 }
 
 // The same, each matrix transposed: register i holds column lane / 4, rows 2 * (lane % 4) + {0, 1}.
 FP_DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared)
-               : "memory");
+               : "r"(shared));
 }
 
 }  // namespace flashpage::ptx

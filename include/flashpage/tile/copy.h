@@ -18,30 +18,37 @@ struct RowCopy {
   static constexpr int chunks = Rows::used_bytes / chunk_bytes;
   static_assert(Rows::used_bytes % chunk_bytes == 0);
 
-  // source(row) gives the row's first element, valid(row) whether it exists (zero-filled otherwise). Both are called by every
-  // thread at every step, so they may be warp-wide.
-  template <int num_rows, class Source, class Valid>
-  FP_DEVICE static void run(u32 destination, int thread, Source&& source, Valid&& valid) {
-    constexpr bool fixed_chunk = threads % chunks == 0;
-    constexpr int unroll = fixed_chunk ? (chunks <= 16 ? 8 : 4) : 2;  // more costs the registers of the accumulators
-#pragma unroll unroll
-    for (int first = 0; first < num_rows * chunks; first += threads) {
-      u32 i = first + thread;
-      u32 row = fixed_chunk ? first / chunks + thread / chunks : i / chunks;
-      u32 chunk = fixed_chunk ? thread % chunks : i % chunks;
-      bool inside = (num_rows * chunks) % threads == 0 || i < num_rows * chunks;
-      u32 safe_row = inside ? row : num_rows - 1;
-      const Element* from = source(safe_row);
-      bool exists = valid(safe_row);
-      if (inside) copy(destination, row, chunk, from, exists);
+  // source(row) gives the row's first element; rows from `count` on do not exist and become zero. source is called by every
+  // thread at every step with a row below num_rows, so it may be warp-wide; `count` is the same for all threads.
+  template <int num_rows, class Source>
+  FP_DEVICE static void run(u32 destination, int thread, int count, Source&& source) {
+    if (count >= num_rows) {
+      copy_rows<num_rows, true>(destination, thread, count, source);
+    } else {
+      copy_rows<num_rows, false>(destination, thread, count, source);
     }
   }
 
  private:
-  FP_DEVICE static void copy(u32 destination, u32 row, u32 chunk, const Element* source, bool exists) {
-    u32 byte = chunk * chunk_bytes;
-    ptx::cp_async<chunk_bytes>(destination + Rows::byte_offset(row, byte), reinterpret_cast<const u8*>(source) + byte,
-                               exists ? chunk_bytes : 0);
+  template <int num_rows, bool full, class Source>
+  FP_DEVICE static void copy_rows(u32 destination, int thread, int count, Source&& source) {
+    constexpr bool fixed_chunk = threads % chunks == 0;
+    constexpr int unroll = fixed_chunk && full ? (chunks <= 16 ? 8 : 4) : 2;  // more costs the registers of the accumulators
+#pragma unroll unroll
+    for (int first = 0; first < num_rows * chunks; first += threads) {
+      u32 i = first + thread;
+      u32 row = fixed_chunk ? first / chunks + thread / chunks : i / chunks;
+      u32 byte = (fixed_chunk ? thread % chunks : i % chunks) * chunk_bytes;
+      bool inside = (num_rows * chunks) % threads == 0 || i < num_rows * chunks;
+      const u8* from = reinterpret_cast<const u8*>(source(inside ? row : num_rows - 1)) + byte;
+      u32 to = destination + Rows::byte_offset(row, byte);
+      if (!inside) continue;
+      if constexpr (full) {
+        ptx::cp_async<chunk_bytes>(to, from);
+      } else {
+        ptx::cp_async_or_zero<chunk_bytes>(to, from, static_cast<int>(row) < count);
+      }
+    }
   }
 };
 

@@ -18,18 +18,17 @@ template <class Traits, class Offset>
 FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int thread, Offset&& offset) {
   using S = Shape<Traits>;
   using Query = typename S::Query;
-  auto valid = [&](u32 row) { return static_cast<i32>(row) < unit.num_rows; };
   auto source = [&](u32 row) { return static_cast<const Query*>(params.q) + offset(row); };
   if constexpr (is_fp8<typename S::Key>) {
     constexpr int pairs = Traits::head_dim_qk / 2;
 #pragma unroll 4
     for (int i = thread; i < Traits::tile_q * pairs; i += S::threads) {
       u32 row = i / pairs, pair = i % pairs;
-      ptx::cp_async<4>(destination + S::QueryRows::byte_offset(row, fp8_pair_order(pair) * 4), source(row) + pair * 2,
-                       valid(row) ? 4 : 0);
+      ptx::cp_async_or_zero<4>(destination + S::QueryRows::byte_offset(row, fp8_pair_order(pair) * 4), source(row) + pair * 2,
+                               static_cast<i32>(row) < unit.num_rows);
     }
   } else {
-    RowCopy<Query, Traits::head_dim_qk, S::threads>::template run<Traits::tile_q>(destination, thread, source, valid);
+    RowCopy<Query, Traits::head_dim_qk, S::threads>::template run<Traits::tile_q>(destination, thread, unit.num_rows, source);
   }
 }
 
