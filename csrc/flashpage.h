@@ -62,7 +62,7 @@ struct fp_schedule {
   float ns_per_unit;           // fixed cost of starting and ending one unit
   float ns_per_piece;          // what one more piece of a cut unit costs (partial written, merged)
   int32_t min_piece_tokens;    // no piece shorter than this unless the unit is
-  int32_t max_pieces;          // of one unit; 0: no limit
+  int32_t max_pieces;          // of one unit; 0: no limit; a fixed split knows none
   int32_t fixed_piece_tokens;  // > 0: batch-invariant, every unit is cut at multiples of this; -1: never cut; 0: balance
   int32_t merge_rows;          // packed rows a merge item at most
 };
@@ -89,8 +89,11 @@ enum fp_length_error : int32_t {
 };
 
 // Writes header, CTA ranges, items and merges into `buffer` (any memory the host can write).
+// Balance: the costliest CTA is at most 3% over the mean, or over it by no more than one stretch that cannot be divided (a
+// unit shorter than two of its shortest pieces and a tile_kv, or that many tokens of a longer one) and one piece cost.
 FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int64_t capacity, fp_plan_result*);
-// Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers.
+// Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0: one
+// row a request, for which a fixed split's bound is far lower than where one request may have all rows.
 FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                               int32_t num_kv_heads, const fp_schedule*, int64_t* plan_bytes, int64_t* partial_rows);
 

@@ -308,30 +308,45 @@ def _check_pieces(planned, pieces, units, unit_of, count, is_cut) -> None:
 def _check_merges(planned, pieces, units, unit_of, starts, count, is_cut) -> None:
     """Partials lie end to end and unshared; the merges name them all, in the order of pieces, every row once."""
     rows = units["rows"]
-    partial_rows = np.zeros(int(planned.header["num_partial_rows"]), np.int64)
-    for row, size in zip(pieces["partial_row"][is_cut], rows[unit_of][is_cut], strict=True):
-        partial_rows[row : row + size] += 1
-    assert (partial_rows == 1).all(), "partials overlap, or rows are allotted to none"
+    begins, sizes = pieces["partial_row"][is_cut], rows[unit_of][is_cut]
+    covered = _coverage(begins, sizes, int(planned.header["num_partial_rows"]))
+    assert (covered == 1).all(), "partials overlap, or rows are allotted to none"
 
-    merges = planned.merges
+    merges, tile_q = planned.merges, planned.cutting.tile_q
     assert (merges["num_rows"] >= 1).all() and (merges["num_rows"] <= planned.cutting.merge_rows).all()
-    key = {
-        (r, h, t): i
-        for i, (r, h, t) in enumerate(zip(units["request"], units["kv_head"], units["tile"], strict=True))
-        if count[i] > 1
-    }
-    covered = {i: np.zeros(rows[i], int) for i in key.values()}
-    for merge in merges:
-        tile, offset = divmod(int(merge["first_packed_row"]), planned.cutting.tile_q)
-        i = key[int(merge["request"]), int(merge["kv_head"]), tile]
-        assert merge["q_begin"] == planned.batch.q_start + planned.batch.q_lens[: merge["request"]].sum()
-        covered[i][offset : offset + merge["num_rows"]] += 1
-        assert offset + merge["num_rows"] <= rows[i]
-        assert merge["num_partials"] == count[i]
-        own = pieces["partial_row"][starts[i] : starts[i] + count[i]]
-        listed = merge["partial_row"] - offset + np.arange(count[i]) * merge["partial_stride"]
-        assert (own == listed).all(), "a merge reads other partials than its unit's, or in another order"
-    assert all((c == 1).all() for c in covered.values())
+    tiles, offset = np.divmod(merges["first_packed_row"].astype(np.int64), tile_q)
+    code = _code(units["request"], units["kv_head"], units["tile"])
+    merge_code = _code(merges["request"], merges["kv_head"], tiles)
+    unit = np.searchsorted(code, merge_code)
+    assert (code[unit] == merge_code).all(), "a merge of a unit that does not exist"
+    assert (merges["q_begin"] == indptr(planned.batch.q_lens, planned.batch.q_start)[merges["request"]]).all()
+    assert (merges["num_partials"] == count[unit]).all() and (count[unit] > 1).all()
+    assert (offset + merges["num_rows"] <= rows[unit]).all()
+
+    rows_to_merge = np.where(count > 1, rows, 0)
+    row_base = indptr(rows_to_merge)
+    covered = _coverage(row_base[unit] + offset, merges["num_rows"], int(row_base[-1]))
+    assert (covered == 1).all(), "a row of a cut unit is merged twice or never"
+
+    merge = np.repeat(np.arange(len(merges)), merges["num_partials"])
+    partial = np.arange(len(merge)) - indptr(merges["num_partials"])[merge]
+    listed = merges["partial_row"][merge] - offset[merge] + partial * merges["partial_stride"][merge]
+    own = pieces["partial_row"][starts[unit[merge]] + partial]
+    assert (own == listed).all(), "a merge reads other partials than its unit's, or in another order"
+
+
+def _coverage(begins: np.ndarray, sizes: np.ndarray, total: int) -> np.ndarray:
+    """How often each of `total` numbers lies in one of the ranges."""
+    assert len(begins) == 0 or (begins.min() >= 0 and (begins + sizes).max() <= total)
+    steps = np.zeros(total + 1, np.int64)
+    np.add.at(steps, begins, 1)
+    np.add.at(steps, begins + sizes, -1)
+    return np.cumsum(steps)[:-1]
+
+
+def _code(request: np.ndarray, kv_head: np.ndarray, tile: np.ndarray) -> np.ndarray:
+    """One number a unit, in the order of (request, KV head, row tile)."""
+    return (request.astype(np.int64) << 36) + (kv_head.astype(np.int64) << 24) + tile
 
 
 def loads(planned: Planned, pieces: dict[str, np.ndarray]) -> np.ndarray:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planner_checks import RUNS, TEAMS, Batch, Cutting, check, check_balance, plan
 
-CASES_OF_A_SWEEP = 250
+CASES_OF_A_SWEEP = 500
 
 
 def random_kv_lens(rng: np.random.Generator, count: int) -> np.ndarray:

@@ -25,6 +25,9 @@ struct Partition {
   i32 inside = 0;         // cuts inside a unit
 };
 
+// The costliest CTA ends at most 3% over the mean, or over it by no more than one stretch that cannot be divided (less
+// than two shortest pieces and a step) and the cost of one piece: below that, evening out would cost more than it
+// gains.
 class Partitioner {
  public:
   Partitioner(const CostModel& model, const Schedule& schedule, const Request* requests, i32 batch, i32 copies,
