@@ -149,11 +149,12 @@ struct FewRows {
       i32 first = first_token(unit, step);
       if (first >= unit.kv_end) continue;
       float scores[S::row_tiles][tokens / 8][4];
-      multiply_keys<Traits>(scores, finished_keys(step, first), lane, query_fragment);
+      auto nothing = [](int) {};
+      multiply_keys<Traits>(scores, finished_keys(step, first), lane, query_fragment, nothing);
       finish_scores<Traits>(scores, scale, params, args, item, unit, 0, first, lane);
       state.update(scores, values, softmax_scale_of<Traits>(scale));
       Probabilities<Traits, tokens / 8> probabilities(scores);
-      multiply_values(values, probabilities, ptx::shared_address(key_stage(step) + Shared::key_bytes), lane);
+      multiply_values(values, probabilities, ptx::shared_address(key_stage(step) + Shared::key_bytes), lane, nothing);
     }
     ptx::cp_async_wait<0>();
     __syncwarp();

@@ -38,6 +38,8 @@ struct ManyRows {
   using Shared = ManyRowsShared<Traits>;
   static constexpr int tokens = Traits::tile_kv;
   static constexpr int stages = Traits::stages;
+  // With two stages the next tile's copies may be spread over this tile's products, where registers allow.
+  static constexpr bool spread = stages == 2 && S::row_tiles * (S::value_tiles + tokens / 8) * 4 <= 160;
   static_assert(Traits::warps_kv == 1 && (stages == 1 || stages == 2));
   static_assert(tokens <= S::threads && Traits::tile_q <= S::threads);
 
@@ -71,19 +73,30 @@ struct ManyRows {
         rows.template row<Cache>(params.v, found, token, unit.kv_head, S::first_value_column(place.pass));
   }
 
-  template <int columns, int chunk_bytes>
-  FP_DEVICE void load_tile(u8* destination, const Cache* const* row_of, const Unit& unit, int tile) {
-    RowCopy<Cache, columns, S::threads, chunk_bytes>::template run<tokens>(
-        ptx::shared_address(destination), thread, unit.kv_end - unit.kv_begin - tile * tokens,
-        [&](u32 row) { return row_of[row]; });
+  // One of `parts` parts of a tile's keys, and of its values.
+  template <int parts>
+  FP_DEVICE void load_keys(const Unit& unit, int tile, int part) {
+    using Copy = RowCopy<Cache, Traits::head_dim_qk, S::threads>;
+    load_part<Copy, parts>(shared.key[tile % stages], shared.key_row[tile % 2], unit, tile, part);
   }
-  FP_DEVICE void load_keys(const Unit& unit, int tile) {
-    load_tile<Traits::head_dim_qk, copy_bytes<Cache, Traits::head_dim_qk>>(shared.key[tile % stages], shared.key_row[tile % 2],
-                                                                          unit, tile);
+  template <int parts>
+  FP_DEVICE void load_values(const Unit& unit, int tile, int part) {
+    using Copy = RowCopy<Cache, S::value_columns, S::threads, S::value_copy_bytes>;
+    load_part<Copy, parts>(shared.value[tile % stages], shared.value_row[tile % 2], unit, tile, part);
+  }
+  template <class Copy, int parts>
+  FP_DEVICE void load_part(u8* destination, const Cache* const* row_of, const Unit& unit, int tile, int part) {
+    Copy::template run_part<tokens, parts>(ptx::shared_address(destination), thread,
+                                           unit.kv_end - unit.kv_begin - tile * tokens, part,
+                                           [&](u32 row) { return row_of[row]; });
+  }
+
+  FP_DEVICE void copy_keys(const Unit& unit, int tile) {
+    load_keys<1>(unit, tile, 0);
     ptx::cp_async_commit();
   }
-  FP_DEVICE void load_values(const Unit& unit, int tile) {
-    load_tile<S::value_columns, S::value_copy_bytes>(shared.value[tile % stages], shared.value_row[tile % 2], unit, tile);
+  FP_DEVICE void copy_values(const Unit& unit, int tile) {
+    load_values<1>(unit, tile, 0);
     ptx::cp_async_commit();
   }
 
@@ -113,8 +126,8 @@ struct ManyRows {
     __syncthreads();
     load_query<Traits>(ptx::shared_address(shared.query), params, place.unit, thread,
                        [&](u32 row) { return shared.query_offset[row]; });
-    load_keys(place.unit, 0);
-    if (stages == 2) load_values(place.unit, 0);
+    copy_keys(place.unit, 0);
+    if constexpr (stages == 2) copy_values(place.unit, 0);
   }
 
   // A place whose copies have begun; leaves with those of `after` begun.
@@ -139,19 +152,27 @@ struct ManyRows {
     for (int tile = 0; tile < tiles; ++tile) {
       ptx::cp_async_wait<stages - 1>();
       __syncthreads();  // this tile's keys are here, and what the last tile read is free
-      stages == 2 ? load_keys(unit, tile + 1) : load_values(unit, tile);
+      if constexpr (stages == 1) copy_values(unit, tile);
+      if constexpr (stages == 2 && !spread) copy_keys(unit, tile + 1);
       i32 next = look_up(place, tile + 2);
       float scores[S::row_tiles][tokens / 8][4];
-      multiply_keys<Traits>(scores, finished_keys(unit, tile), lane, query_fragment);
+      multiply_keys<Traits>(scores, finished_keys(unit, tile), lane, query_fragment, [&](int step) {
+        if constexpr (spread) load_keys<S::key_steps>(unit, tile + 1, step);
+      });
+      if constexpr (spread) ptx::cp_async_commit();
       i32 first = unit.kv_begin + tile * tokens;
       finish_scores<Traits>(scores, scale, params, args, place.item, unit, warp_row, first, lane);
       state.update(scores, values, softmax_scale_of<Traits>(scale));
       Probabilities<Traits, tokens / 8> probabilities(scores);
       ptx::cp_async_wait<stages - 1>();
       __syncthreads();  // this tile's values are here, and its keys are read
-      stages == 2 ? load_values(unit, tile + 1) : load_keys(unit, tile + 1);
+      if constexpr (stages == 1) copy_keys(unit, tile + 1);
+      if constexpr (stages == 2 && !spread) copy_values(unit, tile + 1);
       note_rows(place, tile + 2, next);
-      multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % stages]), lane);
+      multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % stages]), lane, [&](int step) {
+        if constexpr (spread) load_values<tokens / 16>(unit, tile + 1, step);
+      });
+      if constexpr (spread) ptx::cp_async_commit();
     }
     ptx::cp_async_wait<0>();
     __syncthreads();  // all stages and Q are free again

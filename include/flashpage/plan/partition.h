@@ -65,8 +65,9 @@ class Partitioner {
       if (max <= mean * (1.0 + good_enough)) return;
       if (fill.excess > 0.0) {
         too_low = max_of(too_low, level);
-        likely = max_of(level + fill.excess / shares_, fill.next_level);
-        level = likely + 0.25 * (likely - level);  // a little beyond: one more level that is too low costs a filling
+        likely = level + fill.excess / shares_;
+        // A little beyond: one more level that is too low costs a filling.
+        level = max_of(likely + 0.25 * (likely - level), fill.next_level);
         if (attempt > 1) level = 0.5 * (too_low + best.max);
       } else {
         if (max > level) return;  // a unit that cannot be cut: no lower level helps
@@ -154,6 +155,8 @@ class Partitioner {
     const double goal = lane.at + max_of(lane.room, 0.0);
     const i32 index = request_at(lane.begin.request, goal);
     const Request& request = requests_[index];
+    next_cost = infinite;
+    if (request.tiles == 0) return {{index, 0, -1}, request.cost - lane.at};  // rounding, at the axis' very end
     const TileCosts costs(model_, request);
     const double one_copy = (requests_[index + 1].cost - request.cost) / copies_;
     const double in_request = goal - request.cost;

@@ -4,21 +4,10 @@
 
 namespace flashpage::ptx {
 
-// Copies `bytes` (4, 8 or 16) to shared memory. Not ordered with ordinary accesses by itself: commit, wait and barriers are, and
-// staged tiles are touched only between them.
+// Copies `bytes` (4, 8 or 16) to shared memory, or writes zeros where there is nothing to copy. Not ordered with ordinary accesses
+// by itself: commit, wait and barriers are, and staged tiles are touched only between them.
 template <int bytes>
-FP_DEVICE void cp_async(u32 shared, const void* global) {
-  static_assert(bytes == 4 || bytes == 8 || bytes == 16);
-  if constexpr (bytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global));
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(bytes));
-  }
-}
-
-// The same, or zeros where there is nothing to copy. ptxas puts three idle shared loads before each of these: not for full tiles.
-template <int bytes>
-FP_DEVICE void cp_async_or_zero(u32 shared, const void* global, bool exists) {
+FP_DEVICE void cp_async(u32 shared, const void* global, bool exists) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16);
   int valid_bytes = exists ? bytes : 0;
   if constexpr (bytes == 16) {

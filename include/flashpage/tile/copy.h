@@ -19,35 +19,27 @@ struct RowCopy {
   static_assert(Rows::used_bytes % chunk_bytes == 0);
 
   // source(row) gives the row's first element; rows from `count` on do not exist and become zero. source is called by every
-  // thread at every step with a row below num_rows, so it may be warp-wide; `count` is the same for all threads.
+  // thread at every step with a row below num_rows, so it may be warp-wide.
   template <int num_rows, class Source>
   FP_DEVICE static void run(u32 destination, int thread, int count, Source&& source) {
-    if (count >= num_rows) {
-      copy_rows<num_rows, true>(destination, thread, count, source);
-    } else {
-      copy_rows<num_rows, false>(destination, thread, count, source);
-    }
+    run_part<num_rows, 1>(destination, thread, count, 0, source);
   }
 
- private:
-  template <int num_rows, bool full, class Source>
-  FP_DEVICE static void copy_rows(u32 destination, int thread, int count, Source&& source) {
+  // One of `parts` of the same, to be spread over other work.
+  template <int num_rows, int parts, class Source>
+  FP_DEVICE static void run_part(u32 destination, int thread, int count, int part, Source&& source) {
+    constexpr int passes = ceil_div(num_rows * chunks, threads);
     constexpr bool fixed_chunk = threads % chunks == 0;
-    constexpr int unroll = fixed_chunk && full ? (chunks <= 16 ? 8 : 4) : 2;  // more costs the registers of the accumulators
+    constexpr int unroll = parts > 1 ? passes : fixed_chunk ? (chunks <= 16 ? 8 : 4) : 2;  // more costs registers
 #pragma unroll unroll
-    for (int first = 0; first < num_rows * chunks; first += threads) {
+    for (int pass = passes * part / parts; pass < passes * (part + 1) / parts; ++pass) {
+      int first = pass * threads;
       u32 i = first + thread;
       u32 row = fixed_chunk ? first / chunks + thread / chunks : i / chunks;
       u32 byte = (fixed_chunk ? thread % chunks : i % chunks) * chunk_bytes;
       bool inside = (num_rows * chunks) % threads == 0 || i < num_rows * chunks;
       const u8* from = reinterpret_cast<const u8*>(source(inside ? row : num_rows - 1)) + byte;
-      u32 to = destination + Rows::byte_offset(row, byte);
-      if (!inside) continue;
-      if constexpr (full) {
-        ptx::cp_async<chunk_bytes>(to, from);
-      } else {
-        ptx::cp_async_or_zero<chunk_bytes>(to, from, static_cast<int>(row) < count);
-      }
+      if (inside) ptx::cp_async<chunk_bytes>(destination + Rows::byte_offset(row, byte), from, static_cast<int>(row) < count);
     }
   }
 };

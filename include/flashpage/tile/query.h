@@ -24,7 +24,7 @@ FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const 
 #pragma unroll 4
     for (int i = thread; i < Traits::tile_q * pairs; i += S::threads) {
       u32 row = i / pairs, pair = i % pairs;
-      ptx::cp_async_or_zero<4>(destination + S::QueryRows::byte_offset(row, fp8_pair_order(pair) * 4), source(row) + pair * 2,
+      ptx::cp_async<4>(destination + S::QueryRows::byte_offset(row, fp8_pair_order(pair) * 4), source(row) + pair * 2,
                                static_cast<i32>(row) < unit.num_rows);
     }
   } else {

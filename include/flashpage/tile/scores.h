@@ -28,10 +28,11 @@ FP_DEVICE void load_query_fragment(u32 (&a)[Shape<Traits>::row_tiles][4], u32 la
   }
 }
 
-// `key`: shared address of the tile's first token. query_fragment(a, step) delivers Q.
-template <class Traits, class QueryFragment, int token_tiles>
+// `key`: shared address of the tile's first token. query_fragment(a, step) delivers Q; between(step) is other work to spread over
+// the products.
+template <class Traits, class QueryFragment, class Between, int token_tiles>
 FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], u32 key, int lane,
-                             QueryFragment&& query_fragment) {
+                             QueryFragment&& query_fragment, Between&& between) {
   using S = Shape<Traits>;
   using Query = typename S::Query;
   using Rows = typename S::KeyRows;
@@ -48,6 +49,7 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
     for (int step = 0; step < S::key_steps; ++step) {
       u32 a[S::row_tiles][4];
       query_fragment(a, step);
+      between(step);
 #pragma unroll
       for (int n = 0; n < token_tiles; n += 2) {
         u32 b[4];
@@ -67,6 +69,7 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
     for (int step = 0; step < S::key_steps; ++step) {
       u32 a[S::row_tiles][4];
       query_fragment(a, step);
+      between(step);
 #pragma unroll
       for (int n = 0; n < token_tiles; n += 4) {
         u32 b[4];

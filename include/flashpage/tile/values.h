@@ -25,10 +25,11 @@ struct Probabilities {
   }
 };
 
-// `value`: shared address of the tile's first token.
-template <class Traits, int token_tiles>
+// `value`: shared address of the tile's first token; between(step) is other work to spread over the products.
+template <class Traits, class Between, int token_tiles>
 FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<Traits>::value_tiles][4],
-                               const Probabilities<Traits, token_tiles>& probabilities, u32 value, int lane) {
+                               const Probabilities<Traits, token_tiles>& probabilities, u32 value, int lane,
+                               Between&& between) {
   using S = Shape<Traits>;
   using Rows = typename S::ValueRows;
   using P = typename S::Probability;
@@ -39,6 +40,7 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
 #pragma unroll
   for (int step = 0; step < token_tiles / 2; ++step) {
     const u32(&a)[S::row_tiles][4] = probabilities.fragment[step];
+    between(step);
 #pragma unroll
     for (int chunk = 0; chunk < chunks; chunk += 2) {
       u32 b[4];
