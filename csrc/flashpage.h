@@ -90,7 +90,8 @@ enum fp_length_error : int32_t {
 
 // Writes header, CTA ranges, items and merges into `buffer` (any memory the host can write).
 // Balance: the costliest CTA is at most 3% over the mean, or over it by no more than one stretch that cannot be divided (a
-// unit shorter than two of its shortest pieces and a tile_kv, or that many tokens of a longer one) and one piece cost.
+// unit shorter than two of its shortest pieces and a tile_kv, or that many tokens of a longer one; times the KV heads that
+// one CTA takes where num_ctas is no multiple of num_kv_heads) and the cost of one piece.
 FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int64_t capacity, fp_plan_result*);
 // Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0: one
 // row a request, for which a fixed split's bound is far lower than where one request may have all rows.

@@ -357,8 +357,8 @@ def loads(planned: Planned, pieces: dict[str, np.ndarray]) -> np.ndarray:
 def granularity(batch: Batch, cutting: Cutting) -> float:
     """Nanoseconds of the costliest stretch that cannot be divided further, and one piece.
 
-    What is shorter than two shortest pieces and a step of the tile may stay whole. Where there are more KV heads than
-    CTAs, a CTA takes each stretch for several heads.
+    What is shorter than two shortest pieces and a step of the tile may stay whole. In a team that is not full, a CTA
+    takes each stretch for several KV heads.
     """
     units = all_units(batch, cutting.tile_q)
     length = units["end"] - units["begin"]
@@ -370,9 +370,7 @@ def granularity(batch: Batch, cutting: Cutting) -> float:
         stretch = np.minimum(length, cutting.fixed_piece_tokens)
     elif cutting.fixed_piece_tokens < 0:
         stretch = length
-    heads = 1
-    if cutting.walk == TEAMS and cutting.num_ctas < batch.num_kv_heads:
-        heads = batch.num_kv_heads // max(d for d in range(1, cutting.num_ctas + 1) if batch.num_kv_heads % d == 0)
+    heads = most_heads_of_a_cta(cutting.num_ctas, batch.num_kv_heads) if cutting.walk == TEAMS else 1
     costliest = cutting.ns_per_unit + cutting.ns_per_token * float(stretch.max(initial=0))
     return heads * (costliest + cutting.ns_per_piece)
 
@@ -388,3 +386,12 @@ def check_balance(planned: Planned, pieces: dict[str, np.ndarray]) -> None:
     inexact = cutting.tile_q % batch.group != 0 and (batch.causal or batch.window_left >= 0)
     units = np.bincount(pieces["cta"], minlength=1).max() if inexact else 0
     assert most <= max(1.03 * mean, mean + granularity(batch, cutting)) + units * cutting.ns_per_token
+
+
+def most_heads_of_a_cta(num_ctas: int, num_kv_heads: int) -> int:
+    """KV heads of a CTA in the smallest team: full teams, then of what is left over teams of a divisor of the heads."""
+    left, smallest = num_ctas, num_kv_heads
+    while left:
+        smallest = max(d for d in range(1, min(left, num_kv_heads) + 1) if num_kv_heads % d == 0)
+        left -= smallest
+    return num_kv_heads // smallest

@@ -26,8 +26,8 @@ struct Partition {
 };
 
 // The costliest CTA ends at most 3% over the mean, or over it by no more than one stretch that cannot be divided (less
-// than two shortest pieces and a step) and the cost of one piece: below that, evening out would cost more than it
-// gains.
+// than two shortest pieces and a step; times the KV heads that one CTA takes, where teams are not full) and the cost of
+// a piece: below that, evening out would cost more than it gains.
 class Partitioner {
  public:
   Partitioner(const CostModel& model, const Schedule& schedule, const Request* requests, i32 batch, i32 copies,
@@ -60,9 +60,10 @@ class Partitioner {
     for (int attempt = 0; attempt < max_attempts; ++attempt) {
       Partition& filled = attempt == 0 ? best : trial;
       const Fill fill = fill_all(level, loss, filled);
-      const double max = filled.max, mean = filled.total / shares_;
+      const double max = filled.max;
       if (attempt > 0 && max < best.max) std::swap(best, trial);
-      if (max <= mean * (1.0 + good_enough)) return;
+      const double mean = best.total / shares_;
+      if (best.max <= mean * (1.0 + good_enough)) return;
       if (fill.excess > 0.0) {
         too_low = max_of(too_low, level);
         likely = level + fill.excess / shares_;
@@ -74,13 +75,16 @@ class Partitioner {
         if (attempt == 0) likely = level + fill.excess / shares_;
         level = 0.5 * (too_low + max);
       }
-      if (best.max <= max_of(too_low, likely) * (1.0 + 2.0 * good_enough)) return;
+      if (best.max <= too_low * (1.0 + good_enough)) return;
+      const bool as_promised = best.max <= max_of(mean * (1.0 + promised), mean + ns_per_piece_);
+      if (as_promised && best.max <= likely * (1.0 + 2.0 * good_enough)) return;
     }
   }
 
  private:
   static constexpr int max_attempts = 6;
-  static constexpr double good_enough = 0.01;  // over the mean; twice that over what the level is likely to be
+  static constexpr double good_enough = 0.01;  // over the mean, or over a level that is too low
+  static constexpr double promised = 0.03;     // over the mean
   static constexpr double tolerance = 0.005;   // of a load: no unit is cut for less
   static constexpr double infinite = 1e300;
 
