@@ -81,37 +81,44 @@ struct MaskBits {
   }
 };
 
-// Hides tokens of a tile that is not wholly visible.
+// Hides tokens of a tile that is not wholly visible. Token by token, so that what a mask loads for a token serves all rows.
 template <class Traits, int token_tiles>
 FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
                            const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row, i32 first_token,
                            int lane) {
   using Variant = typename Traits::Variant;
+  constexpr int rows = 2 * Shape<Traits>::row_tiles;
+  constexpr bool custom = Traits::mask_source == MaskSource::packed_bits;
+  i32 head[rows], position[rows];
+  TokenRange range[rows];
+  MaskBits bits[rows];
 #pragma unroll
-  for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
+  for (int r = 0; r < rows; ++r) {
+    PackedRow row = lane_row(params, unit, first_row, r / 2, r % 2, lane);
+    head[r] = row.head;
+    position[r] = query_position(item, row.row);
+    range[r] = visible_range(params, item, position[r]);
+    if constexpr (custom) bits[r] = MaskBits(params, item, row.row, first_token, lane);
+  }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      PackedRow row = lane_row(params, unit, first_row, m, half, lane);
-      i32 position = query_position(item, row.row);
-      TokenRange range = visible_range(params, item, position);
-      constexpr bool custom = Traits::mask_source == MaskSource::packed_bits;
-      MaskBits bits{};
-      if constexpr (custom) bits = MaskBits(params, item, row.row, first_token, lane);
+  for (int n = 0; n < token_tiles; ++n) {
+    u32 pair[rows];
 #pragma unroll
-      for (int n = 0; n < token_tiles; ++n) {
-        u32 pair = custom ? bits.pair(n, lane) : 0;
+    for (int r = 0; r < rows; ++r) pair[r] = custom ? bits[r].pair(n, lane) : 0;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          i32 token = first_token + n * 8 + lane % 4 * 2 + e;
-          bool visible = token >= range.begin && token < range.end;
-          if constexpr (custom) visible = visible && (pair >> e & 1);
-          if constexpr (Variant::has_mask) {
-            visible = visible & Variant::mask(args, item.request, row.head, position, min_of(token, item.kv_len - 1));
-          }
-          if (!visible) scores[m][n][half * 2 + e] = ptx::negative_infinity();
+    for (int e = 0; e < 2; ++e) {
+      i32 token = first_token + n * 8 + lane % 4 * 2 + e;
+#pragma unroll
+      for (int r = 0; r < rows; ++r) {
+        bool visible = token >= range[r].begin && token < range[r].end;
+        if constexpr (custom) visible = visible && (pair[r] >> e & 1);
+        if constexpr (Variant::has_mask) {
+          visible = visible & Variant::mask(args, item.request, head[r], position[r], min_of(token, item.kv_len - 1));
         }
+        if (!visible) scores[r / 2][n][r % 2 * 2 + e] = ptx::negative_infinity();
       }
     }
+  }
 }
 
 // Both: what stands between the score product and softmax.
