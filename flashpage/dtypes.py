@@ -6,7 +6,7 @@ import enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    from torch import dtype as TorchDtype  # the class below has a property named torch
 
 
 class DType(enum.Enum):
@@ -33,14 +33,14 @@ class DType(enum.Enum):
         return _CPP[self]
 
     @property
-    def torch(self) -> torch.dtype:
+    def torch(self) -> TorchDtype:
         import torch
 
         return getattr(torch, self.value)
 
     @staticmethod
-    def of(value: torch.dtype | str | DType) -> DType:
-        """From a torch dtype, its name ("bfloat16", "torch.bfloat16") or a DType; KeyError where kernels do not know it."""
+    def of(value: TorchDtype | str | DType) -> DType:
+        """From a torch dtype, its name ("bfloat16", "torch.bfloat16") or a DType; KeyError for one no kernel knows."""
         if isinstance(value, DType):
             return value
         found = _BY_NAME.get(value)  # torch dtypes are memoised here after their first look-up
@@ -57,4 +57,4 @@ _CPP = {
     DType.FLOAT8_E4M3: "flashpage::E4m3",
     DType.FLOAT8_E5M2: "flashpage::E5m2",
 }
-_BY_NAME: dict[object, DType] = {d.value: d for d in DType} | {"half": DType.FLOAT16, "float": DType.FLOAT32}
+_BY_NAME: dict[object, DType] = {**{d.value: d for d in DType}, "half": DType.FLOAT16, "float": DType.FLOAT32}

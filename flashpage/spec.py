@@ -1,4 +1,4 @@
-"""KernelSpec: the identity of one compiled kernel. Name, hash, template context and AOT entry derive from its fields."""
+"""KernelSpec: the identity of one compiled kernel. Name, hash, template context and AOT entry come from its fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class VariantSpec:
 
     logit: str = ""
     mask: str = ""
-    tensors: tuple[tuple[str, str, int], ...] = ()  # (name, element type as DType.value or "int32" | "int64" | "bool", rank)
+    tensors: tuple[tuple[str, str, int], ...] = ()  # (name, DType.value or "int32" | "int64" | "bool", rank)
     scalars: tuple[tuple[str, str], ...] = ()  # (name, "float" | "int")
 
 
@@ -105,7 +105,8 @@ def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _short(field: str, value: Any) -> str:
     if isinstance(value, DType):
-        return field.split("_")[0] + "_" + {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(value.value, value.value)
+        short = value.value.removeprefix("float8_").removesuffix("fn")
+        return f"{field.split('_')[0]}_{short}"
     if isinstance(value, Tile):
         return f"t{value.tile_q}x{value.tile_kv}"
     if isinstance(value, VariantSpec):

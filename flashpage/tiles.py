@@ -1,4 +1,4 @@
-"""The one tile table: shapes are rendered into a kernel's Traits and handed to the planner, with their measured costs."""
+"""The one tile table: shapes go into a kernel's Traits and to the planner, the latter with their measured costs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cpu_tile(head_dim_qk: int, head_dim_vo: int, packed_rows: int) -> tuple[Tile
 def sm80_tile(
     head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int, loop: InnerLoop = InnerLoop.PLAIN
 ) -> tuple[Tile, Cost]:
-    """The general tensor-core kernel (mma.sync, cp.async); `packed_rows` is the batch's average per request and KV head.
+    """The general tensor-core kernel (mma.sync, cp.async); `packed_rows` is the average of a request and KV head.
 
     The largest tile that does not spill, of those measured in tests/bench/NOTES.md.
     """
@@ -82,7 +82,7 @@ def sm80_tile(
 
 
 def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: int) -> tuple[Tile, Cost]:
-    """Four warps take turns on the tokens, each with a ring of its own: about 8 KiB a stage, 96 KiB a CTA, two CTAs an SM."""
+    """Four warps take turns on the tokens, each with its own ring: 8 KiB a stage, 96 KiB a CTA, two CTAs an SM."""
     token_bytes = (head_dim_qk + min(head_dim_vo, 256)) * kv_dtype.size
     tokens = 32 if token_bytes * 32 <= 8192 or kv_dtype.is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
     warps = 4 if token_bytes * tokens <= 16384 else 2
