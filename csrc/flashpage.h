@@ -1,6 +1,6 @@
 // The C ABI of libflashpage.so, the host library: planner, pinned plan slots, CUDA driver launches, the CPU's threads.
-// Python binds it with ctypes (flashpage/host.py). Every function that can fail returns a status; fp_last_error() has the
-// sentence, of this thread. Nothing here throws, and nothing touches CUDA before the first fp_cuda_* call.
+// Python binds it with ctypes (flashpage/host.py). Every function that can fail returns a status; fp_last_error() has
+// the sentence, of this thread. Nothing here throws, and nothing touches CUDA before the first fp_cuda_* call.
 #pragma once
 #include <cstdint>
 
@@ -10,8 +10,8 @@
 
 enum fp_status : int32_t {
   FP_OK = 0,
-  FP_BAD_LENGTHS = 1,         // fp_plan_result::error says which array, where and why
-  FP_WORKSPACE_TOO_SMALL = 2, // fp_plan_result says what is needed
+  FP_BAD_LENGTHS = 1,          // fp_plan_result::error says which array, where and why
+  FP_WORKSPACE_TOO_SMALL = 2,  // fp_plan_result says what is needed
   FP_CUDA_ERROR = 3,
   FP_NO_CUDA = 4,
   FP_INTERNAL = 5,
@@ -34,17 +34,17 @@ struct fp_index_array {
 
 struct fp_problem {
   int32_t batch;
-  int32_t q_len_per_request;      // used where q_indptr is not given
-  fp_index_array q_indptr;        // rows, [batch + 1]
-  fp_index_array kv_indptr;       // paged: pages; ragged: tokens; [batch + 1]
-  fp_index_array last_page_len;   // paged; [batch]
-  fp_index_array kv_lens;         // tokens, wins over last_page_len where given; [batch]
-  int32_t page_size;              // tokens; 0: ragged
+  int32_t q_len_per_request;     // used where q_indptr is not given
+  fp_index_array q_indptr;       // rows, [batch + 1]
+  fp_index_array kv_indptr;      // paged: pages; ragged: tokens; [batch + 1]
+  fp_index_array last_page_len;  // paged; [batch]
+  fp_index_array kv_lens;        // tokens, wins over last_page_len where given; [batch]
+  int32_t page_size;             // tokens; 0: ragged
   int32_t num_q_heads;
   int32_t num_kv_heads;
   int32_t causal;
-  int32_t window_left;            // tokens; -1: all
-  int32_t has_custom_mask;        // mask offsets: each request's q_len * kv_len bits start on a byte
+  int32_t window_left;      // tokens; -1: all
+  int32_t has_custom_mask;  // mask offsets: each request's q_len * kv_len bits start on a byte
 };
 
 enum fp_walk : int32_t {
@@ -54,29 +54,31 @@ enum fp_walk : int32_t {
 
 // How to cut: the tile's shape and what it costs, from flashpage/tiles.py.
 struct fp_schedule {
-  int32_t num_ctas;            // CTAs to fill; the plan may use fewer
-  int32_t walk;                // fp_walk
-  int32_t tile_q;              // packed rows of a unit
-  int32_t tile_kv;             // tokens of an inner step; cuts fall on its multiples (from the request's token 0)
-  float ns_per_token;          // one unit, one token
-  float ns_per_unit;           // fixed cost of starting and ending one unit
-  float ns_per_piece;          // what one more piece of a cut unit costs (partial written, merged)
-  int32_t min_piece_tokens;    // no piece shorter than this unless the unit is
-  int32_t max_pieces;          // of one unit; 0: no limit; a fixed split knows none
-  int32_t fixed_piece_tokens;  // > 0: batch-invariant, every unit is cut at multiples of this; -1: never cut; 0: balance
-  int32_t merge_rows;          // packed rows a merge item at most
+  int32_t num_ctas;          // CTAs to fill; the plan may use fewer
+  int32_t walk;              // fp_walk
+  int32_t tile_q;            // packed rows of a unit
+  int32_t tile_kv;           // tokens of an inner step; cuts fall on its multiples (from the request's token 0)
+  float ns_per_token;        // one unit, one token
+  float ns_per_unit;         // fixed cost of starting and ending one unit
+  float ns_per_piece;        // what one more piece of a cut unit costs (partial written, merged)
+  int32_t min_piece_tokens;  // no piece shorter than this unless the unit is
+  int32_t max_pieces;        // of one unit; 0: no limit; a fixed split knows none
+  int32_t
+      fixed_piece_tokens;  // > 0: batch-invariant, every unit is cut at multiples of this; -1: never cut; 0: balance
+  int32_t merge_rows;      // packed rows a merge item at most
 };
 
 struct fp_plan_result {
   int32_t num_ctas, num_items, num_merges, num_partial_rows;
-  int64_t used_bytes;         // of the buffer
+  int64_t used_bytes;  // of the buffer
   int64_t total_q, total_kv, total_pages;
   int32_t max_q_len, max_kv_len;
   double cost_total_ns, cost_max_ns;  // over CTAs
   int64_t mask_bytes;
-  // status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, its value, what is wrong
+  // status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, its value, what is
+  // wrong
   int32_t error_array;
-  int32_t error_reason;       // fp_length_error
+  int32_t error_reason;  // fp_length_error
   int64_t error_index, error_value, error_limit;
 };
 
@@ -89,12 +91,12 @@ enum fp_length_error : int32_t {
 };
 
 // Writes header, CTA ranges, items and merges into `buffer` (any memory the host can write).
-// Balance: the costliest CTA is at most 3% over the mean, or over it by no more than one stretch that cannot be divided (a
-// unit shorter than two of its shortest pieces and a tile_kv, or that many tokens of a longer one; times the KV heads that
-// one CTA takes where num_ctas is no multiple of num_kv_heads) and the cost of one piece.
+// Balance: the costliest CTA is at most 3% over the mean, or over it by no more than one stretch that cannot be divided
+// (a unit shorter than two of its shortest pieces and a tile_kv, or that many tokens of a longer one; times the KV
+// heads that one CTA takes where num_ctas is no multiple of num_kv_heads) and the cost of one piece.
 FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int64_t capacity, fp_plan_result*);
-// Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0: one
-// row a request, for which a fixed split's bound is far lower than where one request may have all rows.
+// Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0:
+// one row a request, for which a fixed split's bound is far lower than where one request may have all rows.
 FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                               int32_t num_kv_heads, const fp_schedule*, int64_t* plan_bytes, int64_t* partial_rows);
 
@@ -109,7 +111,8 @@ FP_API void fp_slots_destroy(fp_slots*);
 // `stream`'s order. One foreign call a plan.
 FP_API int32_t fp_slots_plan(fp_slots*, const fp_problem*, const fp_schedule*, void* destination, int64_t capacity,
                              void* stream, fp_plan_result*);
-// The bytes of the newest plan, on the host (for work_items(), explain() and pictures); valid until the next fp_slots_plan.
+// The bytes of the newest plan, on the host (for work_items(), explain() and pictures); valid until the next
+// fp_slots_plan.
 FP_API const void* fp_slots_last(const fp_slots*);
 
 // ---------------------------------------------------------------- kernels and launches (csrc/driver.cpp, launch.cpp)
@@ -117,10 +120,10 @@ FP_API const void* fp_slots_last(const fp_slots*);
 struct fp_kernel;  // a CPU function or a CUDA function of one device
 
 struct fp_kernel_info {
-  int32_t threads;        // of a CTA
-  int32_t shared_bytes;   // dynamic shared memory
-  int32_t ctas_per_sm;    // resident, from the occupancy calculator
-  int32_t num_sms;        // CUDA: of the device; CPU: threads of the pool
+  int32_t threads;       // of a CTA
+  int32_t shared_bytes;  // dynamic shared memory
+  int32_t ctas_per_sm;   // resident, from the occupancy calculator
+  int32_t num_sms;       // CUDA: of the device; CPU: threads of the pool
   int32_t registers, local_bytes;
 };
 
@@ -131,32 +134,32 @@ FP_API fp_kernel* fp_kernel_from_function(fp_cpu_attention);
 
 struct fp_device_info {
   char name[128];
-  int32_t sm;              // 90 for compute capability 9.0
+  int32_t sm;  // 90 for compute capability 9.0
   int32_t num_sms;
   int64_t memory_bytes, l2_bytes;
   int32_t shared_bytes_per_cta, driver_version;
 };
 FP_API int32_t fp_cuda_device_count();  // 0 where there is no driver; makes no context
 FP_API int32_t fp_cuda_device_info(int32_t device, fp_device_info*);
-// Loads a cubin (cuLibraryLoadData) and resolves `entry` for this device. The image carries its launch shape as the global
-// `extern "C" __device__ const int flashpage_launch[2] = {threads, dynamic shared bytes}`.
+// Loads a cubin (cuLibraryLoadData) and resolves `entry` for this device. The image carries its launch shape as the
+// global `extern "C" __device__ const int flashpage_launch[2] = {threads, dynamic shared bytes}`.
 FP_API fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t size, const char* entry);
 FP_API void fp_kernel_destroy(fp_kernel*);
 FP_API int32_t fp_kernel_describe(const fp_kernel*, fp_kernel_info*);
 
-// One attention call: at most two launches (attention, merge) in one foreign call. CPU: runs on the pool and returns when
-// done. The merge is built in on the CPU; on the card it is a kernel of its own, launched as a dependent.
+// One attention call: at most two launches (attention, merge) in one foreign call. CPU: runs on the pool and returns
+// when done. The merge is built in on the CPU; on the card it is a kernel of its own, launched as a dependent.
 struct fp_run_args {
   const fp_kernel* attention;
-  const fp_kernel* merge;                    // CUDA: null where the plan has nothing to merge
+  const fp_kernel* merge;  // CUDA: null where the plan has nothing to merge
   const flashpage::AttentionParams* params;
   const flashpage::VariantArgs* variant;
   const flashpage::MergeParams* merge_params;
   void* stream;
-  int32_t num_ctas;                          // of the plan
-  int32_t num_merges;                        // of the plan
+  int32_t num_ctas;    // of the plan
+  int32_t num_merges;  // of the plan
   int32_t enable_pdl;
-  int32_t out_dtype;                         // CPU merge: 0 fp32, 1 fp16, 2 bf16
+  int32_t out_dtype;  // CPU merge: 0 fp32, 1 fp16, 2 bf16
 };
 FP_API int32_t fp_run(const fp_run_args*);
 // Any other kernel (merge_states, append): one struct of parameters by value.
@@ -164,8 +167,8 @@ FP_API int32_t fp_launch(const fp_kernel*, const void* params, int32_t grid, voi
 
 // ---------------------------------------------------------------- the CPU's own (csrc/threads.cpp, csrc/cpu_ops.cpp)
 
-FP_API int32_t fp_cpu_threads();                 // of the pool; FLASHPAGE_THREADS, else the cores this process may use
-FP_API int32_t fp_cpu_set_threads(int32_t n);    // 0: default
+FP_API int32_t fp_cpu_threads();               // of the pool; FLASHPAGE_THREADS, else the cores this process may use
+FP_API int32_t fp_cpu_set_threads(int32_t n);  // 0: default
 FP_API int32_t fp_cpu_features(char* text, int32_t size);  // "avx2,fma,f16c,avx512f,...": what this machine can run
 // element_type: 0 fp32, 1 fp16, 2 bf16
 FP_API int32_t fp_cpu_merge_states(const flashpage::MergeStatesParams*, int32_t element_type);

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int max_threads = 1024;
 constexpr int max_loops = 16;  // of different callers at a time; a further caller runs its loop alone
-constexpr int wakes_each = 2;     // threads that one thread wakes: a tree, as one waker would need a microsecond for each
+constexpr int wakes_each = 2;  // threads that one thread wakes: a tree, as one waker would need a microsecond for each
 constexpr int spin_pauses =
     500;  // before a thread sleeps: some 10 us, more than the gap between attention and its merge
 

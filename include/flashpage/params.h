@@ -1,5 +1,5 @@
-// What a kernel is launched with. The same structs on the CPU, on the card and in Python (flashpage/host.py mirrors them and
-// checks sizeof at load). Strides are in elements; the last dimension of every tensor is contiguous.
+// What a kernel is launched with. The same structs on the CPU, on the card and in Python (flashpage/host.py mirrors
+// them and checks sizeof at load). Strides are in elements; the last dimension of every tensor is contiguous.
 #pragma once
 #include "flashpage/common/math.h"
 #include "flashpage/plan/work_item.h"
@@ -15,9 +15,9 @@ struct KvView {
 };
 
 struct AttentionParams {
-  const void* q;           // [total_q, num_q_heads, head_dim_qk]
-  void* out;               // [total_q, num_q_heads, head_dim_vo]
-  float* lse;              // [total_q, num_q_heads], base 2, contiguous; null: not wanted
+  const void* q;  // [total_q, num_q_heads, head_dim_qk]
+  void* out;      // [total_q, num_q_heads, head_dim_vo]
+  float* lse;     // [total_q, num_q_heads], base 2, contiguous; null: not wanted
   i64 q_row_stride;
   i64 q_head_stride;
   i64 out_row_stride;
@@ -33,19 +33,19 @@ struct AttentionParams {
   const float* q_scale;    // device scalars or per-head vectors that multiply the float scales; null: 1
   const float* k_scale;
   const float* v_scale;
-  i32 q_scale_stride;      // 0: one value; 1: [num_q_heads]
-  i32 k_scale_stride;      // 0: one value; 1: [num_kv_heads]
-  i32 v_scale_stride;      // 0: one value; 1: [num_kv_heads]
-  float score_scale;       // sm_scale times the float q and k scales
-  float value_scale;       // the float v scale
+  i32 q_scale_stride;  // 0: one value; 1: [num_q_heads]
+  i32 k_scale_stride;  // 0: one value; 1: [num_kv_heads]
+  i32 v_scale_stride;  // 0: one value; 1: [num_kv_heads]
+  float score_scale;   // sm_scale times the float q and k scales
+  float value_scale;   // the float v scale
   i32 num_q_heads;
   i32 num_kv_heads;
-  i32 causal;              // right-aligned: row r sees tokens <= kv_len - q_len + r
-  i32 window_left;         // tokens visible left of the row's own; -1: all
-  float rope_scale;        // positions are divided by it
+  i32 causal;        // right-aligned: row r sees tokens <= kv_len - q_len + r
+  i32 window_left;   // tokens visible left of the row's own; -1: all
+  float rope_scale;  // positions are divided by it
   float rope_theta;
-  FastDiv group;           // query heads a KV head
-  FastDiv page;            // tokens a page (ragged: 1)
+  FastDiv group;  // query heads a KV head
+  FastDiv page;   // tokens a page (ragged: 1)
 };
 
 // Values a variant captured. Slots are numbered by the spec; strides in elements.
@@ -74,13 +74,13 @@ struct MergeParams {
 
 // merge_state, merge_state_in_place, merge_states: out[r, h] over `num_states` states of (v, s), s base 2.
 struct MergeStatesParams {
-  const void* v;       // state i at v + i * v_state_stride; [rows, num_heads, head_dim], rows and heads strided
-  const float* s;      // state i at s + i * s_state_stride; [rows, num_heads]
-  const void* v_other; // merge_state: the second state; null otherwise
+  const void* v;        // state i at v + i * v_state_stride; [rows, num_heads, head_dim], rows and heads strided
+  const float* s;       // state i at s + i * s_state_stride; [rows, num_heads]
+  const void* v_other;  // merge_state: the second state; null otherwise
   const float* s_other;
-  const u8* mask;      // merge_state_in_place: rows to merge, [rows]; null: all
-  void* out;           // [rows, num_heads, head_dim], contiguous
-  float* lse;          // [rows, num_heads], contiguous
+  const u8* mask;  // merge_state_in_place: rows to merge, [rows]; null: all
+  void* out;       // [rows, num_heads, head_dim], contiguous
+  float* lse;      // [rows, num_heads], contiguous
   i64 v_state_stride, v_row_stride, v_head_stride;
   i64 s_state_stride, s_row_stride;
   i32 num_states, rows, num_heads, head_dim;

@@ -1,4 +1,5 @@
-// Fixed-width integers and storage-only element types, with no include: device code built by NVRTC sees no other header.
+// Fixed-width integers and storage-only element types, with no include: device code built by NVRTC sees no other
+// header.
 #pragma once
 
 #if defined(__CUDACC__)

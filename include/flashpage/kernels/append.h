@@ -27,13 +27,13 @@ struct Append {
     p.page.divmod(p.positions[token], page_of_request, in_page);
     i64 page = p.kv_indices[p.kv_indptr[request] + page_of_request];
     auto slot = [&](const KvView& view) {
-      return static_cast<Element*>(const_cast<void*>(view.data)) + page * view.page_stride + in_page * view.token_stride +
-             head * view.head_stride;
+      return static_cast<Element*>(const_cast<void*>(view.data)) + page * view.page_stride +
+             in_page * view.token_stride + head * view.head_stride;
     };
     copy_row(static_cast<const Element*>(p.append_key) + token * p.key_row_stride + head * p.key_head_stride, slot(p.k),
              p.head_dim_qk);
-    copy_row(static_cast<const Element*>(p.append_value) + token * p.value_row_stride + head * p.value_head_stride, slot(p.v),
-             p.head_dim_vo);
+    copy_row(static_cast<const Element*>(p.append_value) + token * p.value_row_stride + head * p.value_head_stride,
+             slot(p.v), p.head_dim_vo);
   }
 
   // Head dims are multiples of 8, rows may start anywhere.

@@ -11,8 +11,8 @@ struct AttentionSm80 {
   using Kernel = typename select_type<(Traits::warps_kv > 1), FewRows<Traits>, ManyRows<Traits>>::type;
   static constexpr int threads = Shape<Traits>::threads;
 
-  // The places live here too: in registers they would push out accumulators. While one is worked on the next one is written;
-  // the third is the last one, whose rows may still be on their way out.
+  // The places live here too: in registers they would push out accumulators. While one is worked on the next one is
+  // written; the third is the last one, whose rows may still be on their way out.
   struct Shared {
     typename Kernel::Shared tiles;
     PlaceCursor cursor;
@@ -36,7 +36,8 @@ struct AttentionSm80 {
       do {
         i32 next = here == 2 ? 0 : here + 1;
         if (threadIdx.x == 0)
-          shared.cursor.next(params, Traits::tile_q, Shape<Traits>::value_passes, shared.places[here], shared.places[next]);
+          shared.cursor.next(params, Traits::tile_q, Shape<Traits>::value_passes, shared.places[here],
+                             shared.places[next]);
         kernel.run(shared.places[here], shared.places[next]);
         here = next;
       } while (!shared.places[here].done);

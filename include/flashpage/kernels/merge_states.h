@@ -1,4 +1,5 @@
-// merge_state, merge_state_in_place and merge_states: one warp a (row, head), any number of states, any number of heads.
+// merge_state, merge_state_in_place and merge_states: one warp a (row, head), any number of states, any number of
+// heads.
 #pragma once
 #include "flashpage/params.h"
 #include "flashpage/ptx/griddepcontrol.h"

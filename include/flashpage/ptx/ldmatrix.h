@@ -4,7 +4,8 @@
 
 namespace flashpage::ptx {
 
-// Lane l gives the address of row l % 8 of matrix l / 8; register i holds matrix i: row lane / 4, elements 2 * (lane % 4) + {0, 1}.
+// Lane l gives the address of row l % 8 of matrix l / 8; register i holds matrix i: row lane / 4, elements 2 * (lane %
+// 4) + {0, 1}.
 FP_DEVICE void ldmatrix_x4(u32 (&r)[4], u32 shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

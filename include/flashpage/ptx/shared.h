@@ -4,11 +4,10 @@
 
 namespace flashpage::ptx {
 
-FP_DEVICE u32 shared_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
+FP_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
-// The same value, but the compiler cannot tell: what is derived from it is computed where it is used, not kept in registers.
+// The same value, but the compiler cannot tell: what is derived from it is computed where it is used, not kept in
+// registers.
 FP_DEVICE u32 opaque(u32 value) {
   asm volatile("" : "+r"(value));
   return value;

@@ -7,8 +7,10 @@
 
 namespace flashpage {
 
-// A packed row of one lane, clamped to the unit's last row: m16 tile m, half 0 or 1, `first_row` the warp's first in the unit.
-FP_DEVICE PackedRow lane_row(const AttentionParams& params, const Unit& unit, int first_row, int m, int half, int lane) {
+// A packed row of one lane, clamped to the unit's last row: m16 tile m, half 0 or 1, `first_row` the warp's first in
+// the unit.
+FP_DEVICE PackedRow lane_row(const AttentionParams& params, const Unit& unit, int first_row, int m, int half,
+                             int lane) {
   i32 row = first_row + m * 16 + half * 8 + lane / 4;
   return unpack_row(params, unit.kv_head, unit.first_row + min_of(row, unit.num_rows - 1));
 }
@@ -58,8 +60,8 @@ FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_
     }
 }
 
-// The packed custom mask of one row from a tile's first token on, 16 tokens a lane of the row's quad. Rows start at any bit, so
-// 16 tokens straddle three bytes.
+// The packed custom mask of one row from a tile's first token on, 16 tokens a lane of the row's quad. Rows start at any
+// bit, so 16 tokens straddle three bytes.
 struct MaskBits {
   u32 sixteen;
 
@@ -81,11 +83,12 @@ struct MaskBits {
   }
 };
 
-// Hides tokens of a tile that is not wholly visible. Token by token, so that what a mask loads for a token serves all rows.
+// Hides tokens of a tile that is not wholly visible. Token by token, so that what a mask loads for a token serves all
+// rows.
 template <class Traits, int token_tiles>
 FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
-                           const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row, i32 first_token,
-                           int lane) {
+                           const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row,
+                           i32 first_token, int lane) {
   using Variant = typename Traits::Variant;
   constexpr int rows = 2 * Shape<Traits>::row_tiles;
   constexpr bool custom = Traits::mask_source == MaskSource::packed_bits;
@@ -124,8 +127,8 @@ FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles
 // Both: what stands between the score product and softmax.
 template <class Traits, int token_tiles>
 FP_DEVICE void finish_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
-                             const AttentionParams& params, const VariantArgs& args, const WorkItem& item, const Unit& unit,
-                             int first_row, i32 first_token, int lane) {
+                             const AttentionParams& params, const VariantArgs& args, const WorkItem& item,
+                             const Unit& unit, int first_row, i32 first_token, int lane) {
   transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first_token, lane);
   constexpr bool always = Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask;
   if (always || first_token < unit.all_begin || first_token + token_tiles * 8 > unit.all_end) {

@@ -1,4 +1,5 @@
-// In-kernel rotary position embedding, LLaMA's halves: columns i and i + d / 2 turn by position / scale * theta^(-2 i / d).
+// In-kernel rotary position embedding, LLaMA's halves: columns i and i + d / 2 turn by position / scale * theta^(-2 i /
+// d).
 #pragma once
 #include "flashpage/ptx/convert.h"
 #include "flashpage/tile/shared_rows.h"
@@ -7,8 +8,8 @@ namespace flashpage {
 
 // Rotates `num_rows` rows from one shared tile into another (or in place); `position(row)` is the row's token position.
 template <class From, class To, int columns, class Position>
-FP_DEVICE void rotate_rows(const u8* from, u8* to, int num_rows, float rope_scale, float rope_theta, int thread, int threads,
-                           Position&& position) {
+FP_DEVICE void rotate_rows(const u8* from, u8* to, int num_rows, float rope_scale, float rope_theta, int thread,
+                           int threads, Position&& position) {
   using Source = SharedRows<From, columns>;
   using Target = SharedRows<To, columns>;
   constexpr int half = columns / 2;

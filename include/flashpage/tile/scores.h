@@ -7,9 +7,9 @@
 
 namespace flashpage {
 
-// An fp8 key's four neighbouring columns land in one register of ldmatrix, where a 16-bit fragment has columns 2t, 2t + 1 and
-// 2t + 8, 2t + 9. The product does not care about the order of columns as long as Q has the same one: within 16 columns, Q's
-// pairs 0 2 4 6 1 3 5 7.
+// An fp8 key's four neighbouring columns land in one register of ldmatrix, where a 16-bit fragment has columns 2t, 2t +
+// 1 and 2t + 8, 2t + 9. The product does not care about the order of columns as long as Q has the same one: within 16
+// columns, Q's pairs 0 2 4 6 1 3 5 7.
 FP_DEVICE u32 fp8_pair_order(u32 pair) { return (pair & ~7u) + (pair & 7) / 2 + (pair & 1) * 4; }
 
 // This lane's part of the address of Q's fragments; `query` is the warp's first row.
@@ -28,8 +28,8 @@ FP_DEVICE void load_query_fragment(u32 (&a)[Shape<Traits>::row_tiles][4], u32 la
   }
 }
 
-// `key`: shared address of the tile's first token. query_fragment(a, step) delivers Q; between(step) is other work to spread over
-// the products.
+// `key`: shared address of the tile's first token. query_fragment(a, step) delivers Q; between(step) is other work to
+// spread over the products.
 template <class Traits, class QueryFragment, class Between, int token_tiles>
 FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], u32 key, int lane,
                              QueryFragment&& query_fragment, Between&& between) {

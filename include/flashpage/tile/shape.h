@@ -26,7 +26,7 @@ struct Shape {
 
   static constexpr int threads = 32 * Traits::warps_q * Traits::warps_kv;
   static constexpr int rows_a_warp = Traits::tile_q / Traits::warps_q;
-  static constexpr int row_tiles = rows_a_warp / 16;                   // m16 tiles of one warp
+  static constexpr int row_tiles = rows_a_warp / 16;  // m16 tiles of one warp
   static constexpr int warp_tokens = Traits::tile_kv / Traits::warps_kv;
   static constexpr int key_steps = ceil_div(Traits::head_dim_qk, 16);  // k16 steps of Q K^T
   static constexpr int key_unroll = key_steps <= 8 ? key_steps : 8;    // more hoists addresses into registers

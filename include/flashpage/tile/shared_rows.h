@@ -24,8 +24,8 @@ struct SharedRows {
     return row * stride + chunk * 16;
   }
 
-  // The same in two steps: the part that depends on the lane, once a tile, and a constant chunk, which costs one XOR where it is
-  // used. `lane_chunk` and `chunk` have no bit in common.
+  // The same in two steps: the part that depends on the lane, once a tile, and a constant chunk, which costs one XOR
+  // where it is used. `lane_chunk` and `chunk` have no bit in common.
   FP_DEVICE static u32 lane_address(u32 tile, u32 row, u32 lane_chunk) { return tile + chunk_offset(row, lane_chunk); }
   FP_DEVICE static u32 at_chunk(u32 lane_address, u32 chunk) {
     if constexpr (swizzled) return (lane_address ^ (chunk & 7) * 16) + (chunk & ~7u) * 16;

@@ -1,5 +1,5 @@
-// Online softmax in base 2 over the rows of one warp. A lane holds rows lane / 4 and lane / 4 + 8 of each m16 tile; the four
-// lanes of a quad share a row. Running sums stay per lane until the end.
+// Online softmax in base 2 over the rows of one warp. A lane holds rows lane / 4 and lane / 4 + 8 of each m16 tile; the
+// four lanes of a quad share a row. Running sums stay per lane until the end.
 #pragma once
 #include "flashpage/ptx/math.h"
 #include "flashpage/tile/shape.h"
@@ -32,10 +32,11 @@ struct SoftmaxState {
 
   // Scores become probabilities, relative to the maximum. `scale` turns raw scores to base 2.
   //
-  // The maximum moves, and `values` are rescaled to it, only when some row of the warp outgrew it by 2^8: after the first tiles
-  // that is rare, and 256 times larger probabilities cost fp32 sums and 16-bit factors no precision.
+  // The maximum moves, and `values` are rescaled to it, only when some row of the warp outgrew it by 2^8: after the
+  // first tiles that is rare, and 256 times larger probabilities cost fp32 sums and 16-bit factors no precision.
   template <int token_tiles, int value_tiles>
-  FP_DEVICE void update(float (&scores)[row_tiles][token_tiles][4], float (&values)[row_tiles][value_tiles][4], float scale) {
+  FP_DEVICE void update(float (&scores)[row_tiles][token_tiles][4], float (&values)[row_tiles][value_tiles][4],
+                        float scale) {
     constexpr float headroom = 8.f;
     float next[row_tiles][2];
     bool outgrown = false;

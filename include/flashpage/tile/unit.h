@@ -1,4 +1,5 @@
-// One unit of a work item: a row tile of one KV head, its token range, and the way from packed rows to q, out and partials.
+// One unit of a work item: a row tile of one KV head, its token range, and the way from packed rows to q, out and
+// partials.
 #pragma once
 #include "flashpage/params.h"
 
@@ -8,7 +9,7 @@ struct Unit {
   i32 first_row;  // packed, within the request
   i32 num_rows;   // packed rows of the tile that exist
   i32 kv_head;
-  i32 kv_begin;   // tokens that some row of the tile may see: causal and window clip the item's range
+  i32 kv_begin;  // tokens that some row of the tile may see: causal and window clip the item's range
   i32 kv_end;
   i32 all_begin;  // tokens that every row of the tile sees: tiles inside need no mask
   i32 all_end;

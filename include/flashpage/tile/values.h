@@ -19,7 +19,7 @@ struct Probabilities {
       for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float(&pair)[4] = scores[m][2 * step + i / 2];
+          const float (&pair)[4] = scores[m][2 * step + i / 2];
           fragment[step][m][i] = ptx::pack2<typename Shape<Traits>::Probability>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
         }
   }
@@ -33,8 +33,8 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
   using S = Shape<Traits>;
   using Rows = typename S::ValueRows;
   using P = typename S::Probability;
-  // 8 columns of 16 bits, or 16 of 8 bits, are one chunk; ldmatrix takes two chunks of 16 tokens (an odd last one comes with
-  // bytes that nobody uses).
+  // 8 columns of 16 bits, or 16 of 8 bits, are one chunk; ldmatrix takes two chunks of 16 tokens (an odd last one comes
+  // with bytes that nobody uses).
   constexpr int chunks = Rows::chunks;
   u32 lane_address = Rows::lane_address(value, lane % 16, lane / 16);
 #pragma unroll
@@ -52,7 +52,8 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
           ptx::mma_m16n8k16<P>(values[m][chunk + 1], a[m], b[2], b[3]);
         }
       } else {
-        // A transposed register holds two tokens of two neighbouring columns: even columns go to one n8 tile, odd to the next.
+        // A transposed register holds two tokens of two neighbouring columns: even columns go to one n8 tile, odd to
+        // the next.
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (i >= 2 && chunk + 1 >= chunks) continue;
@@ -70,7 +71,8 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
 // Calls store(column, first, second) for every pair of neighbouring columns that this lane holds of one of its rows
 // (half 0: lane / 4, half 1: lane / 4 + 8).
 template <class Traits, class Store>
-FP_DEVICE void for_each_column_pair(const float (&row_tile)[Shape<Traits>::value_tiles][4], int half, int lane, Store&& store) {
+FP_DEVICE void for_each_column_pair(const float (&row_tile)[Shape<Traits>::value_tiles][4], int half, int lane,
+                                    Store&& store) {
   using S = Shape<Traits>;
   int t = lane % 4, e = half * 2;
 #pragma unroll

@@ -25,7 +25,8 @@ FP_DEVICE void store4(T* to, float4 v) {
 }
 
 FP_DEVICE float4 add_scaled(float4 sum, float4 v, float weight) {
-  return make_float4(fmaf(v.x, weight, sum.x), fmaf(v.y, weight, sum.y), fmaf(v.z, weight, sum.z), fmaf(v.w, weight, sum.w));
+  return make_float4(fmaf(v.x, weight, sum.x), fmaf(v.y, weight, sum.y), fmaf(v.z, weight, sum.z),
+                     fmaf(v.w, weight, sum.w));
 }
 
 FP_DEVICE float4 scaled(float4 v, float factor) {
