@@ -54,18 +54,17 @@ enum fp_walk : int32_t {
 
 // How to cut: the tile's shape and what it costs, from flashpage/tiles.py.
 struct fp_schedule {
-  int32_t num_ctas;          // CTAs to fill; the plan may use fewer
-  int32_t walk;              // fp_walk
-  int32_t tile_q;            // packed rows of a unit
-  int32_t tile_kv;           // tokens of an inner step; cuts fall on its multiples (from the request's token 0)
-  float ns_per_token;        // one unit, one token
-  float ns_per_unit;         // fixed cost of starting and ending one unit
-  float ns_per_piece;        // what one more piece of a cut unit costs (partial written, merged)
-  int32_t min_piece_tokens;  // no piece shorter than this unless the unit is
-  int32_t max_pieces;        // of one unit; 0: no limit; a fixed split knows none
-  int32_t
-      fixed_piece_tokens;  // > 0: batch-invariant, every unit is cut at multiples of this; -1: never cut; 0: balance
-  int32_t merge_rows;      // packed rows a merge item at most
+  int32_t num_ctas;            // CTAs to fill; the plan may use fewer
+  int32_t walk;                // fp_walk
+  int32_t tile_q;              // packed rows of a unit
+  int32_t tile_kv;             // tokens of an inner step; cuts fall on its multiples (from the request's token 0)
+  float ns_per_token;          // one unit, one token
+  float ns_per_unit;           // fixed cost of starting and ending one unit
+  float ns_per_piece;          // what one more piece of a cut unit costs (partial written, merged)
+  int32_t min_piece_tokens;    // no piece shorter than this unless the unit is
+  int32_t max_pieces;          // of one unit; 0: no limit; a fixed split knows none
+  int32_t fixed_piece_tokens;  // > 0: batch-invariant, units are cut at its multiples; -1: never cut; 0: balance
+  int32_t merge_rows;          // packed rows a merge item at most
 };
 
 struct fp_plan_result {
@@ -75,8 +74,7 @@ struct fp_plan_result {
   int32_t max_q_len, max_kv_len;
   double cost_total_ns, cost_max_ns;  // over CTAs
   int64_t mask_bytes;
-  // status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, its value, what is
-  // wrong
+  // status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, value, reason
   int32_t error_array;
   int32_t error_reason;  // fp_length_error
   int64_t error_index, error_value, error_limit;

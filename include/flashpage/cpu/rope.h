@@ -1,5 +1,5 @@
-// LLaMA rotary embedding: the pair (i, i + head_dim / 2) of a row at position p turns by p / scale * theta^(-2 i /
-// head_dim).
+// LLaMA rotary embedding: the pair (i, i + d / 2) of a row at position p turns by p / scale * theta^(-2 i / d), where d is
+// the head_dim.
 #pragma once
 #include <cmath>
 

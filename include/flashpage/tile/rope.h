@@ -1,5 +1,5 @@
-// In-kernel rotary position embedding, LLaMA's halves: columns i and i + d / 2 turn by position / scale * theta^(-2 i /
-// d).
+// In-kernel rotary position embedding, LLaMA's halves: columns i and i + d / 2 turn by
+// position / scale * theta^(-2 i / d).
 #pragma once
 #include "flashpage/ptx/convert.h"
 #include "flashpage/tile/shared_rows.h"
