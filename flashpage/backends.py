@@ -51,10 +51,6 @@ class Capability:
             dim = getattr(options, name)
             if not low <= dim <= high or dim % step:
                 found.append(f"{name} {dim} is not a multiple of {step} from {low} to {high}")
-        if options.position_encoding == "ROPE_LLAMA" and options.head_dim_qk % 16:
-            found.append(
-                f"ROPE_LLAMA turns pairs of two halves: head_dim_qk {options.head_dim_qk} is no multiple of 16"
-            )
         return found
 
 

@@ -99,6 +99,8 @@ def score_rows() -> list[Case]:
         prefill("rope-fp32", "rotation error alone", (30, 3), (41, 70), position="ROPE_LLAMA", q_dtype="float32"),
         decode("rope-e4m3", "rotation after conversion", long, position="ROPE_LLAMA", kv_dtype="float8_e4m3fn"),
         decode("rope-dim-80", "halves that are no multiple of 16", (65, 9), position="ROPE_LLAMA", head_dim=80),
+        decode("rope-dim-24", "halves that are no multiple of 8", (65, 9), position="ROPE_LLAMA", head_dim=24),
+        prefill("rope-dim-72", "nor of a lane", (50, 3), (65, 9), position="ROPE_LLAMA", causal=True, head_dim=72),
     ]
     return rows
 

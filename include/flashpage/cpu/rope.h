@@ -1,5 +1,4 @@
-// LLaMA rotary embedding: the pair (i, i + d / 2) of a row at position p turns by p / scale * theta^(-2 i / d), where d is
-// the head_dim.
+// LLaMA rotary embedding: of a row at position p, columns i and i + d / 2 turn by p / scale * theta^(-2 i / d).
 #pragma once
 #include <cmath>
 
