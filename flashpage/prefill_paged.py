@@ -242,11 +242,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 without the 2; without the page_size dimension: pages of one token.
             q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
             out: [qo_indptr[-1], num_qo_heads, head_dim_vo], written in place; None: allocated.
-            lse: [qo_indptr[-1], num_qo_heads] fp32, base 2, written in place.
+            lse: [qo_indptr[-1], num_qo_heads] fp32, base 2, written in place. A row that sees no token has
+                out = 0 and lse = -inf, or sink * log2(e) with sinks.
             return_lse: also return lse.
             enable_pdl: programmatic dependent launch; None: where the card has it.
             window_left: in place of the planned one, for this run.
-            sinks: [num_qo_heads] fp32, natural-log units, joins the denominator.
+            sinks: [num_qo_heads] fp32, natural-log units, joins the denominator, and so lse.
             lse_base, lse_layout: "log2" and "NH" ([rows, heads]).
         """
         if args:

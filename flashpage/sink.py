@@ -92,8 +92,14 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """`run` of the paged prefill wrapper with [num_qo_heads] fp32 `sinks`, and `sm_scale` in place of the
-        planned one."""
+        """`run` of the paged prefill wrapper with `sinks`, and `sm_scale` in place of the planned one.
+
+        Args:
+            q, paged_kv_cache, kwargs: see `BatchPrefillWithPagedKVCacheWrapper.run`.
+            sinks: [num_qo_heads] fp32, natural-log units, joins the denominator, and so lse: a row that sees no token
+                has out = 0 and lse = sink * log2(e).
+            sm_scale: for this run; None: the planned one.
+        """
         if args:
             raise RunError(arguments.extra_positions(args))
         planned = self._sm_scale
