@@ -39,7 +39,7 @@ struct ManyRows {
   static constexpr int tokens = Traits::tile_kv;
   static constexpr int stages = Traits::stages;
   // With two stages the next tile's copies may be spread over this tile's products, where registers allow.
-  static constexpr bool spread = stages == 2 && S::row_tiles * (S::value_tiles + tokens / 8) * 4 <= 160;
+  static constexpr bool spread = stages == 2 && S::value_columns <= 64;
   static_assert(Traits::warps_kv == 1 && (stages == 1 || stages == 2));
   static_assert(tokens <= S::threads && Traits::tile_q <= S::threads);
 

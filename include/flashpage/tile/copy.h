@@ -29,18 +29,39 @@ struct RowCopy {
   template <int num_rows, int parts, class Source>
   FP_DEVICE static void run_part(u32 destination, int thread, int count, int part, Source&& source) {
     constexpr int passes = ceil_div(num_rows * chunks, threads);
-    constexpr bool fixed_chunk = threads % chunks == 0;
-    constexpr int unroll = parts > 1 ? passes : fixed_chunk ? (chunks <= 16 ? 8 : 4) : 2;  // more costs registers
+    constexpr int most = ceil_div(passes, parts);
+    constexpr int batch = fixed_chunk ? min_of(most, 8) : 1;  // more costs the registers of the accumulators
+    int begin = passes * part / parts, end = passes * (part + 1) / parts;
+    constexpr int unroll = fixed_chunk ? most : 2;
 #pragma unroll unroll
-    for (int pass = passes * part / parts; pass < passes * (part + 1) / parts; ++pass) {
-      int first = pass * threads;
-      u32 i = first + thread;
-      u32 row = fixed_chunk ? first / chunks + thread / chunks : i / chunks;
-      u32 byte = (fixed_chunk ? thread % chunks : i % chunks) * chunk_bytes;
-      bool inside = (num_rows * chunks) % threads == 0 || i < num_rows * chunks;
-      const u8* from = reinterpret_cast<const u8*>(source(inside ? row : num_rows - 1)) + byte;
-      if (inside) ptx::cp_async<chunk_bytes>(destination + Rows::byte_offset(row, byte), from, static_cast<int>(row) < count);
+    for (int first = 0; first < most; first += batch)
+      run_batch<num_rows, batch>(destination, thread, count, begin + first, end, source);
+  }
+
+ private:
+  static constexpr bool fixed_chunk = threads % chunks == 0;
+
+  // Sources first, then the copies: ptxas puts three idle shared loads before a cp.async that follows another shared access.
+  template <int num_rows, int batch, class Source>
+  FP_DEVICE static void run_batch(u32 destination, int thread, int count, int begin, int end, Source&& source) {
+    constexpr bool whole = (num_rows * chunks) % threads == 0;
+    const u8* from[batch];
+#pragma unroll
+    for (int n = 0; n < batch; ++n) {
+      u32 row = row_of(begin + n, thread);
+      from[n] = reinterpret_cast<const u8*>(source(whole ? row : min_of<u32>(row, num_rows - 1)));
     }
+#pragma unroll
+    for (int n = 0; n < batch; ++n) {
+      u32 row = row_of(begin + n, thread);
+      u32 byte = (fixed_chunk ? thread % chunks : ((begin + n) * threads + thread) % chunks) * chunk_bytes;
+      if (begin + n >= end || (!whole && row >= num_rows)) continue;
+      ptx::cp_async<chunk_bytes>(destination + Rows::byte_offset(row, byte), from[n] + byte, static_cast<int>(row) < count);
+    }
+  }
+
+  FP_DEVICE static u32 row_of(int pass, int thread) {
+    return fixed_chunk ? pass * (threads / chunks) + thread / chunks : (pass * threads + thread) / chunks;
   }
 };
 
