@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import defaultdict
 
 import pytest
@@ -14,6 +15,8 @@ MARKERS = {"slow": "takes more than a few seconds", "cuda": "needs an NVIDIA car
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    # A suite started in the background of a script ignores SIGINT, and so would its children, whom tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # references are small: threads that spin would only take cores from the kernels
 
 
