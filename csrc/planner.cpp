@@ -98,8 +98,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   if (fault.error != plan::LengthError::none) return fail_lengths(fault, result);
 
   const plan::CostModel model(heads, schedule);
-  const bool teams = schedule.walk == plan::Walk::teams;
-  const int32_t copies = teams ? 1 : heads.num_kv_heads;
+  const int32_t copies = plan::copies_on_axis(schedule, heads.num_kv_heads);
   plan::lay_on_axis(model, copies, problem->batch, requests);
   plan::make_lanes(schedule, heads.num_kv_heads, scratch.lanes);
   plan::Partitioner(model, schedule, requests, problem->batch, copies, totals.units / (heads.num_kv_heads / copies),
@@ -117,7 +116,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   result->num_items = header.num_items;
   result->num_merges = header.num_merges;
   result->num_partial_rows = header.num_partial_rows;
-  result->cost_total_ns = scratch.partition.total * (teams ? heads.num_kv_heads : 1);
+  result->cost_total_ns = scratch.partition.total * (heads.num_kv_heads / copies);
   result->cost_max_ns = scratch.partition.max;
   if (result->used_bytes > capacity) {
     return fail(FP_WORKSPACE_TOO_SMALL, "the plan needs %lld bytes but the int workspace has %lld: pass a larger one",

@@ -38,12 +38,12 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
     const i64 tiles = ceil_div<i64>(packed_rows, schedule.tile_q) + capacity.batch;
     const i64 tiles_of_one = ceil_div<i64>(packed_rows_of_one, schedule.tile_q);
     const i64 cut_tiles = min_of(tiles, chunks * tiles_of_one);
-    const i64 axis_copies = schedule.walk == Walk::runs ? num_kv_heads : most_heads;
+    const i64 axis_copies = max_of<i64>(copies_on_axis(schedule, heads.num_kv_heads), most_heads);
     items += axis_copies * (2 * cut_tiles + chunks * tiles_of_one);
     merges = num_kv_heads * cut_tiles * merges_of_unit;
     partial_rows = num_kv_heads * (min_of(packed_rows, chunks * packed_rows_of_one) + chunks * packed_rows_of_one);
   } else if (schedule.balanced() && capacity.kv_tokens >= 2 * static_cast<i64>(schedule.min_piece_tokens)) {
-    const i64 cuts = (num_lanes - 1) * (schedule.walk == Walk::runs ? 1 : num_kv_heads);
+    const i64 cuts = (num_lanes - 1) * (num_kv_heads / copies_on_axis(schedule, heads.num_kv_heads));
     merges = cuts * merges_of_unit;
     partial_rows = 2 * cuts * unit_rows;
   }

@@ -1,6 +1,7 @@
 // What a row tile sees and what it costs. The cost of a request's first r row tiles has a closed form: under causal and
 // window both ends of a tile's token range are clamped linear functions of the tile, and their sums are too.
 #pragma once
+#include <cmath>
 #include <numeric>
 
 #include "flashpage/plan/lengths.h"
@@ -18,7 +19,7 @@ struct CostModel {
   CostModel(const Heads& heads, const Schedule& schedule)
       : causal(heads.causal),
         window_left(heads.window_left),
-        group(heads.group()),
+        group(make_fast_div(heads.group())),
         tile_q(schedule.tile_q),
         rows_per_tile(static_cast<double>(schedule.tile_q) / heads.group()),
         tiles_per_row(1.0 / rows_per_tile),
@@ -31,14 +32,14 @@ struct CostModel {
   // Tokens that any row of this row tile sees.
   TokenRange visible(const Request& request, i32 tile) const {
     const i32 kv_len = request.kv_len, shift = kv_len - request.q_len;
-    const u32 first_packed_row = static_cast<u32>(tile) * tile_q, heads = group;  // 32-bit division is the fast one
+    const u32 first_packed_row = static_cast<u32>(tile) * tile_q;
     i32 begin = 0, end = kv_len;
     if (causal && tile + 1 < request.tiles) {
-      const i32 end_row = static_cast<i32>((first_packed_row + tile_q - 1) / heads + 1);
+      const i32 end_row = static_cast<i32>(group.div(first_packed_row + tile_q - 1)) + 1;
       end = max_of(0, shift + end_row);
     }
     if (window_left >= 0) {
-      const i64 first = static_cast<i64>(shift) + first_packed_row / heads - window_left;
+      const i64 first = static_cast<i64>(shift) + group.div(first_packed_row) - window_left;
       begin = static_cast<i32>(min_of<i64>(end, max_of<i64>(0, first)));
     }
     return {begin, end};
@@ -46,7 +47,7 @@ struct CostModel {
 
   bool causal;
   i32 window_left;
-  i32 group;
+  FastDiv group;
   i32 tile_q;
   double rows_per_tile;
   double tiles_per_row;
@@ -71,6 +72,9 @@ class ClampedSum {
     const double rise = min_of(r, rise_), flat = min_of(r, flat_);
     return (flat - rise) * (first_ + slope_ * 0.5 * (rise + flat - 1.0)) + (r - flat) * cap_;
   }
+  double at(double t) const { return min_of(max_of(first_ + slope_ * t, 0.0), cap_); }
+  double rise() const { return rise_; }
+  double flat() const { return flat_; }
 
  private:
   // Steps until the line has risen by `height`, rounded up.
@@ -89,64 +93,111 @@ class ClampedSum {
 // edges are taken as fractions of a row: a unit's cost here is within one token of the exact one, and right on average.
 class TileCosts {
  public:
+  TileCosts() = default;
   TileCosts(const CostModel& model, const Request& request)
-      : model_(model),
-        tiles_(request.tiles),
-        kv_len_(request.kv_len),
+      : tiles_(request.tiles),
+        ns_per_unit_(model.ns_per_unit),
+        ns_per_token_(model.ns_per_token),
         end_(request.kv_len - request.q_len + model.rows_per_tile + model.rounding, model.rows_per_tile,
-             model.tiles_per_row, request.kv_len),
-        begin_(model.window_left < 0 ? ClampedSum()
-                                     : ClampedSum(static_cast<double>(request.kv_len) - request.q_len -
-                                                      model.window_left - model.rounding,
-                                                  model.rows_per_tile, model.tiles_per_row, request.kv_len)) {}
-
-  double prefix(i32 r) const {
-    double tokens = model_.causal ? end_(r) : kv_len_ * r;
-    if (model_.window_left >= 0) tokens -= begin_(r);
-    return model_.ns_per_unit * r + model_.ns_per_token * tokens;
+             model.tiles_per_row, request.kv_len) {
+    if (!model.causal) end_ = ClampedSum(request.kv_len, 0.0, 0.0, request.kv_len);
+    if (model.window_left >= 0) {
+      begin_ = ClampedSum(static_cast<double>(request.kv_len) - request.q_len - model.window_left - model.rounding,
+                          model.rows_per_tile, model.tiles_per_row, request.kv_len);
+    }
+    whole_ = prefix(tiles_);
+    if (tiles_ > 1) prepare_guess(model);
   }
 
-  // The last tile, `from` or later, whose prefix is at most `cost`. A lane that goes on mostly ends near its beginning.
-  i32 tile_at(double cost, i32 from) const {
-    i32 low = from, high = tiles_;
-    if (from > 0) {
-      for (i32 step = 1; low + step < high; step *= 2) {
-        if (prefix(low + step) > cost) {
-          high = low + step;
-          break;
-        }
-        low += step;
-      }
+  double prefix(double r) const { return ns_per_unit_ * r + ns_per_token_ * (end_(r) - begin_(r)); }
+
+  struct Found {
+    i32 tile;
+    double begin;  // prefix(tile)
+    double end;    // prefix(tile + 1)
+  };
+
+  // The last tile, `from` or later, whose prefix is at most `cost`.
+  Found tile_at(double cost, i32 from) const {
+    if (tiles_ == 1) return {0, 0.0, whole_};
+    i32 low = max_of(from, min_of(tiles_ - 1, guess(cost)));
+    double begin = prefix(low);
+    for (i32 step = 1; begin > cost && low > from; step *= 2) begin = prefix(low = max_of(from, low - step));
+    i32 high = low + 1;
+    double end = prefix(high);
+    for (i32 step = 2; end <= cost && high < tiles_; step *= 2) {
+      low = high, begin = end;
+      end = prefix(high = min_of(tiles_, high + step));
     }
     while (high - low > 1) {
       const i32 middle = (low + high) / 2;
-      if (prefix(middle) <= cost) {
-        low = middle;
+      const double at = prefix(middle);
+      if (at <= cost) {
+        low = middle, begin = at;
       } else {
-        high = middle;
+        high = middle, end = at;
       }
     }
-    return low;
+    return {low, begin, end};
   }
 
  private:
-  const CostModel& model_;
-  i32 tiles_;
-  double kv_len_;
+  double unit_at(double t) const { return ns_per_unit_ + ns_per_token_ * (end_.at(t) - begin_.at(t)); }
+
+  // Units mostly cost alike at first (they see nothing, or everything), then grow by the same amount each (causal),
+  // then cost alike again (the window is full).
+  void prepare_guess(const CostModel& model) {
+    const double tiles = tiles_;
+    ramp_ = min_of(tiles, end_.rise());
+    ramp_cost_ = prefix(ramp_);
+    level_ = min_of(tiles, min_of(end_.flat(), model.window_left >= 0 ? begin_.rise() : tiles));
+    level_cost_ = prefix(level_);
+    const double growth = model.causal ? ns_per_token_ * model.rows_per_tile : 0.0;
+    half_step_ = growth > 0.0 ? unit_at(ramp_) / growth - 0.5 : 0.0;
+    steps_per_ns_ = growth > 0.0 ? 1.0 / growth : 0.0;
+    const double before = ramp_ > 0.0 ? ns_per_unit_ : 0.0, after = unit_at(min_of(tiles - 1.0, level_));
+    before_per_ns_ = before > 0.0 ? 1.0 / before : 0.0;
+    after_per_ns_ = after > 0.0 ? 1.0 / after : 0.0;
+  }
+
+  i32 guess(double cost) const {
+    double r;
+    if (cost >= level_cost_) {
+      r = level_ + (cost - level_cost_) * after_per_ns_;
+    } else if (cost >= ramp_cost_) {
+      r = ramp_ + std::sqrt(half_step_ * half_step_ + 2.0 * (cost - ramp_cost_) * steps_per_ns_) - half_step_;
+    } else {
+      r = cost * before_per_ns_;
+    }
+    return r < tiles_ ? static_cast<i32>(r) : tiles_;
+  }
+
+  i32 tiles_ = 0;
+  double whole_ = 0.0;  // prefix of all tiles
+  double ns_per_unit_ = 0.0, ns_per_token_ = 0.0;
   ClampedSum end_, begin_;
+  // For the guess: tiles and their prefix where units begin to grow and where they end to, and by how much they do.
+  double ramp_ = 0.0, ramp_cost_ = 0.0, level_ = 0.0, level_cost_ = 0.0;
+  double half_step_ = 0.0, steps_per_ns_ = 0.0, before_per_ns_ = 0.0, after_per_ns_ = 0.0;
 };
 
 // Lays the requests on one cost axis, `copies` times each (once a KV head where heads are walked one after another).
 // requests[batch] receives the total.
 inline void lay_on_axis(const CostModel& model, i32 copies, i32 batch, Request* requests) {
-  double at = 0.0;
+  double at = 0.0, known = 0.0;
+  i32 known_q_len = -1, known_kv_len = -1;  // neighbours are often alike
   for (i32 i = 0; i < batch; ++i) {
     Request& request = requests[i];
     request.cost = at;
     if (request.tiles == 1) {
       at += copies * (model.ns_per_unit + model.ns_per_token * model.visible(request, 0).size());
     } else if (request.tiles > 1) {
-      at += copies * TileCosts(model, request).prefix(request.tiles);
+      if (request.q_len != known_q_len || request.kv_len != known_kv_len) {
+        known_q_len = request.q_len;
+        known_kv_len = request.kv_len;
+        known = copies * TileCosts(model, request).prefix(request.tiles);
+      }
+      at += known;
     }
   }
   requests[batch] = {};

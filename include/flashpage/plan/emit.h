@@ -36,8 +36,9 @@ class Emitter {
         schedule_(schedule),
         requests_(requests),
         batch_(batch),
-        num_kv_heads_(num_kv_heads),
-        teams_(schedule.walk == Walk::teams),
+        copies_(copies_on_axis(schedule, num_kv_heads)),
+        members_(num_kv_heads / copies_),
+        merge_rows_(make_fast_div(schedule.merge_rows)),
         bytes_(static_cast<char*>(buffer)),
         capacity_(capacity),
         items_offset_(sizeof(PlanHeader) + schedule.num_ctas * static_cast<i64>(sizeof(CtaItems))),
@@ -58,14 +59,14 @@ class Emitter {
         CtaItems& range = ranges()[lanes[l].first_cta + member];
         range.begin = static_cast<i32>(first);
         range.end = static_cast<i32>(items_.count());
-        range.kv_head = member * lanes[l].heads;
+        range.kv_head = member * (lanes[l].heads * copies_);
       }
       num_ctas = max_of(num_ctas, lanes[l].first_cta + lanes[l].members);
     }
     const i64 merges_offset = items_offset_ + items_.count() * static_cast<i64>(sizeof(WorkItem));
-    const i64 num_merges = count_merges(), copies = teams_ ? num_kv_heads_ : 1;
+    const i64 num_merges = count_merges();
     const i64 used = merges_offset + num_merges * static_cast<i64>(sizeof(MergeItem));
-    num_partial_rows_ = rows_of_one_copy_ * copies;
+    num_partial_rows_ = rows_of_one_member_ * members_;
     header = {num_ctas,
               static_cast<i32>(items_.count()),
               static_cast<i32>(num_merges),
@@ -75,7 +76,7 @@ class Emitter {
               static_cast<i32>(merges_offset),
               static_cast<i32>(used)};
     if (used > capacity_ || used > max_i32 || num_partial_rows_ > max_i32) return used;
-    if (teams_) shift_partials(lanes);
+    shift_partials(lanes);
     std::memcpy(bytes_, &header, sizeof(header));
     std::memcpy(bytes_ + sizeof(header), ranges().data(), ranges().size() * sizeof(CtaItems));
     write_merges(reinterpret_cast<MergeItem*>(bytes_ + merges_offset));
@@ -86,8 +87,7 @@ class Emitter {
 
  private:
   struct CutUnit {
-    i32 request;
-    i32 unit;
+    Cut at;
     i32 partial_row;
     i32 pieces;
   };
@@ -107,54 +107,67 @@ class Emitter {
       if (stays && !end.inside()) return;  // an empty lane
       pieces(lane, at, at.token, stays ? end.token : unit_end);
       if (stays) return;
-      ++at.unit;
+      at = unit_after(at);
     }
-    for (; at.request < end.request; ++at.request, at.unit = 0) whole_units(lane, at, units_of(at.request));
-    if (at.request < batch_) whole_units(lane, at, end.unit);
+    if (at.request < end.request) {
+      whole_units(lane, at, units_up_to(at, {at.request, copies_, 0, -1}));
+      for (at = {at.request + 1, 0, 0, -1}; at.request < end.request; ++at.request) {
+        whole_units(lane, at, copies_ * requests_[at.request].tiles);
+      }
+    }
+    if (at.request < batch_) whole_units(lane, at, units_up_to(at, end));
     if (end.inside()) {
       open_unit(end);
       pieces(lane, end, visible(end).begin, end.token);
     }
   }
 
-  i32 units_of(i32 request) const { return requests_[request].tiles * (teams_ ? 1 : num_kv_heads_); }
-  i32 tile_of(const Cut& at) const { return at.unit % requests_[at.request].tiles; }
-  TokenRange visible(const Cut& at) const { return model_.visible(requests_[at.request], tile_of(at)); }
+  Cut unit_after(const Cut& at) const { return next_unit(at, requests_[at.request].tiles, copies_); }
+  i32 units_up_to(const Cut& at, const Cut& end) const {  // of one request
+    return (end.copy - at.copy) * requests_[at.request].tiles + end.tile - at.tile;
+  }
+  TokenRange visible(const Cut& at) const { return model_.visible(requests_[at.request], at.tile); }
   i32 rows_of(const Cut& at) const {
-    const i32 first_row = tile_of(at) * schedule_.tile_q;
-    return min_of(schedule_.tile_q, requests_[at.request].q_len * model_.group - first_row);
+    const i32 rows = requests_[at.request].q_len * static_cast<i32>(model_.group.divisor);
+    return min_of(schedule_.tile_q, rows - at.tile * schedule_.tile_q);
   }
 
-  // Units [at.unit, end) of a request: one run, but for units that a fixed split cuts.
-  void whole_units(const Lane& lane, Cut at, i32 end) {
+  // `count` units of a request: one run, but for units that a fixed split cuts.
+  void whole_units(const Lane& lane, Cut at, i32 count) {
     if (schedule_.fixed() && requests_[at.request].kv_len > schedule_.fixed_piece_tokens) {
-      i32 run_begin = at.unit;
-      for (; at.unit < end; ++at.unit) {
+      Cut run_begin = at;
+      i32 run = 0;
+      for (; count > 0; --count) {
         const TokenRange range = visible(at);
-        if (range.end <= next_cut(range.begin)) continue;
-        run_of_units(lane, {at.request, run_begin, -1}, at.unit);
-        open_unit(at);
-        pieces(lane, at, range.begin, range.end);
-        run_begin = at.unit + 1;
+        const Cut next = unit_after(at);
+        if (range.end <= next_cut(range.begin)) {
+          ++run;
+        } else {
+          run_of_units(lane, run_begin, run);
+          open_unit(at);
+          pieces(lane, at, range.begin, range.end);
+          run_begin = next;
+          run = 0;
+        }
+        at = next;
       }
-      at.unit = run_begin;
+      at = run_begin;
+      count = run;
     }
-    run_of_units(lane, at, end);
+    run_of_units(lane, at, count);
   }
 
-  void run_of_units(const Lane& lane, const Cut& at, i32 end) {
-    if (at.unit >= end) return;
+  void run_of_units(const Lane& lane, const Cut& at, i32 count) {
+    if (count <= 0) return;
     const Request& request = requests_[at.request];
-    const bool all = at.unit == 0 && end == request.tiles;  // a run goes on with the next KV head
+    const bool all = count == request.tiles && at.tile == 0;  // a run goes on with the next KV head
     for (i32 head = 0; head < (all ? 1 : lane.heads); ++head) {
       WorkItem& item = put(at, head, 0, request.kv_len);
-      item.num_units = (end - at.unit) * (all ? lane.heads : 1);
+      item.num_units = count * (all ? lane.heads : 1);
     }
   }
 
-  void open_unit(const Cut& at) {
-    cut_units().push_back({at.request, at.unit, static_cast<i32>(rows_of_one_copy_), 0});
-  }
+  void open_unit(const Cut& at) { cut_units().push_back({at, static_cast<i32>(rows_of_one_member_), 0}); }
 
   i32 next_cut(i32 token) const {
     return schedule_.fixed() ? (token / schedule_.fixed_piece_tokens + 1) * schedule_.fixed_piece_tokens
@@ -164,14 +177,15 @@ class Emitter {
   // Tokens [begin, end) of the unit that was opened last: one piece, or one for each multiple of a fixed split.
   void pieces(const Lane& lane, const Cut& at, i32 begin, i32 end) {
     CutUnit& unit = cut_units().back();
+    const i32 rows = rows_of(at);
     for (; begin < end; begin = next_cut(begin)) {
       for (i32 head = 0; head < lane.heads; ++head) {
         WorkItem& item = put(at, head, begin, min_of(end, next_cut(begin)));
-        item.partial_row = static_cast<i32>(rows_of_one_copy_);
+        item.partial_row = static_cast<i32>(rows_of_one_member_);
         item.piece = unit.pieces;
       }
       ++unit.pieces;
-      rows_of_one_copy_ += rows_of(at);
+      rows_of_one_member_ += rows;
     }
   }
 
@@ -184,8 +198,8 @@ class Emitter {
     item.q_begin = request.q_begin;
     item.q_len = request.q_len;
     item.kv_len = request.kv_len;
-    item.first_packed_row = at.unit == 0 ? 0 : tile_of(at) * schedule_.tile_q;
-    item.kv_head = at.unit < request.tiles ? head : at.unit / request.tiles;
+    item.first_packed_row = at.tile * schedule_.tile_q;
+    item.kv_head = at.copy + head;
     item.num_units = 1;
     item.kv_begin = kv_begin;
     item.kv_end = kv_end;
@@ -195,10 +209,10 @@ class Emitter {
     return item;
   }
 
-  // Teams: the partial rows of KV head h begin at h times those of one head.
+  // The partial rows of the n-th walk of the axis begin at n times those of one walk.
   void shift_partials(const std::vector<Lane>& lanes) {
-    const i32 stride = static_cast<i32>(rows_of_one_copy_);
-    for (CtaItems& range : ranges()) range.partial_row = range.kv_head * stride;
+    const i32 stride = static_cast<i32>(rows_of_one_member_);
+    for (CtaItems& range : ranges()) range.partial_row = range.kv_head / copies_ * stride;
     for (const Lane& lane : lanes) {
       if (lane.heads == 1) continue;
       const CtaItems& range = ranges()[lane.first_cta];
@@ -210,24 +224,24 @@ class Emitter {
 
   i64 count_merges() const {
     i64 count = 0;
-    for (const CutUnit& unit : cut_units())
-      count += ceil_div(rows_of({unit.request, unit.unit, 0}), schedule_.merge_rows);
-    return count * (teams_ ? num_kv_heads_ : 1);
+    for (const CutUnit& unit : cut_units()) {
+      count += merge_rows_.div(rows_of(unit.at) + schedule_.merge_rows - 1);
+    }
+    return count * members_;
   }
 
   void write_merges(MergeItem* merge) const {
     for (const CutUnit& unit : cut_units()) {
-      const Cut at{unit.request, unit.unit, 0};
-      const Request& request = requests_[unit.request];
-      const i32 rows = rows_of(at), first_row = tile_of(at) * schedule_.tile_q;
-      for (i32 copy = 0; copy < (teams_ ? num_kv_heads_ : 1); ++copy) {
-        const i32 partial_row = unit.partial_row + copy * static_cast<i32>(rows_of_one_copy_);
+      const Cut& at = unit.at;
+      const i32 q_begin = requests_[at.request].q_begin, rows = rows_of(at), first_row = at.tile * schedule_.tile_q;
+      for (i32 member = 0; member < members_; ++member) {
+        const i32 partial_row = unit.partial_row + member * static_cast<i32>(rows_of_one_member_);
         for (i32 row = 0; row < rows; row += schedule_.merge_rows) {
-          *merge++ = {unit.request,
-                      request.q_begin,
+          *merge++ = {at.request,
+                      q_begin,
                       first_row + row,
                       min_of(schedule_.merge_rows, rows - row),
-                      teams_ ? copy : unit.unit / request.tiles,
+                      at.copy + member * copies_,
                       partial_row + row,
                       rows,
                       unit.pieces};
@@ -240,13 +254,14 @@ class Emitter {
   const Schedule& schedule_;
   const Request* requests_;
   i32 batch_;
-  i32 num_kv_heads_;
-  bool teams_;
+  i32 copies_;   // of a request on the axis
+  i32 members_;  // that walk the axis alike, each for its own KV heads
+  FastDiv merge_rows_;
   char* bytes_;
   i64 capacity_;
   i64 items_offset_;
   Output<WorkItem> items_;
-  i64 rows_of_one_copy_ = 0;  // partial rows so far (teams: of one KV head)
+  i64 rows_of_one_member_ = 0;  // partial rows so far
   i64 num_partial_rows_ = 0;
 };
 

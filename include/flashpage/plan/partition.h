@@ -11,12 +11,22 @@ namespace flashpage::plan {
 // A place on the axis: the start of a unit, or a token inside it.
 struct Cut {
   i32 request = 0;
-  i32 unit = 0;    // within the request: KV head * row tiles + row tile (teams: the row tile)
+  i32 copy = 0;    // of the request on the axis: its KV head (teams: 0)
+  i32 tile = 0;    // row tile
   i32 token = -1;  // first token after the cut; -1: the unit's start
 
   bool inside() const { return token >= 0; }
-  bool same_unit(const Cut& other) const { return request == other.request && unit == other.unit; }
+  bool same_unit(const Cut& other) const {
+    return request == other.request && copy == other.copy && tile == other.tile;
+  }
 };
+
+// The start of the unit after the one that `cut` is in.
+inline Cut next_unit(const Cut& cut, i32 tiles, i32 copies) {
+  if (cut.tile + 1 < tiles) return {cut.request, cut.copy, cut.tile + 1, -1};
+  if (cut.copy + 1 < copies) return {cut.request, cut.copy + 1, 0, -1};
+  return {cut.request + 1, 0, 0, -1};
+}
 
 struct Partition {
   std::vector<Cut> ends;  // lane l walks from ends[l - 1] (the first one from the start) to ends[l]
@@ -36,12 +46,14 @@ class Partitioner {
         requests_(requests),
         batch_(batch),
         copies_(copies),
+        per_copy_(1.0 / copies),
         lanes_(lanes),
         cuttable_(schedule.fixed_piece_tokens >= 0),
-        step_(schedule.fixed() ? schedule.fixed_piece_tokens : max_of(schedule.tile_kv, 1)),
+        step_(make_fast_div(schedule.fixed() ? schedule.fixed_piece_tokens : max_of(schedule.tile_kv, 1))),
         min_piece_(schedule.fixed() ? 1 : max_of(schedule.min_piece_tokens, 1)),
-        max_pieces_(schedule.fixed() ? 0 : schedule.max_pieces),
+        max_pieces_(make_fast_div(schedule.fixed() || schedule.max_pieces == 0 ? 1 : schedule.max_pieces + 1)),
         ns_per_piece_(schedule.fixed() ? 0.0 : schedule.ns_per_piece),
+        tokens_per_ns_(model.ns_per_token > 0.0 ? 1.0 / model.ns_per_token : 0.0),
         total_(requests[batch].cost),
         units_on_axis_(units_on_axis) {
     for (const Lane& lane : lanes) {
@@ -108,6 +120,15 @@ class Partitioner {
     double cost;  // beyond Filling::at
   };
 
+  // The request that a lane ends in. Lanes mostly go on where the one before them ended, or in a request of the same
+  // lengths.
+  struct Place {
+    i32 index = -1;
+    i32 q_len = -1, kv_len = -1;
+    double one_copy, copies_per_ns;
+    TileCosts costs;
+  };
+
   // Of a lane's end somewhere in a unit of mean cost: the distance to the edge before it, or a piece where that is
   // less.
   double expected_loss() const {
@@ -124,23 +145,24 @@ class Partitioner {
     partition.max = 0.0;
     partition.inside = 0;
     Filling lane;
+    Place place;
     Fill fill{0.0, infinite};
     double shares = shares_;
     for (i32 l = 0; l < num_lanes; ++l) {
-      const double share = lanes_[l].share, left = total_ - lane.at;
+      const double share = lanes_[l].share, heads = lanes_[l].heads, left = total_ - lane.at;
       lane.overhead = lane.begin.inside() ? ns_per_piece_ : 0.0;
-      const double needed = (left + lane.overhead + loss * (num_lanes - 1 - l)) / shares;
+      const double needed = (left + lane.overhead + loss * (num_lanes - 1 - l)) * (1.0 / shares);
       const double raised = max_of(level, needed);
       lane.room = raised * share - lane.overhead;
       lane.floor = cheapest_piece() * share - lane.overhead;
       lane.may_stay_empty = share < widest_;
-      Choice choice{{batch_, 0, -1}, left};
+      Choice choice{{batch_, 0, 0, -1}, left};
       if (l + 1 < num_lanes && lane.room < left && left > 0.0) {
         double next_cost;
-        choice = end_of(lane, next_cost);
-        fill.next_level = min_of(fill.next_level, (next_cost + lane.overhead) / share);
+        choice = end_of(lane, place, next_cost);
+        fill.next_level = min_of(fill.next_level, (next_cost + lane.overhead) * heads);
       }
-      const double load = choice.cost > 0.0 ? (choice.cost + lane.overhead) / share : 0.0;
+      const double load = choice.cost > 0.0 ? (choice.cost + lane.overhead) * heads : 0.0;
       fill.excess += (l + 1 < num_lanes ? raised - level : load - level) * share;
       partition.max = max_of(partition.max, load);
       partition.inside += choice.cut.inside();
@@ -155,32 +177,28 @@ class Partitioner {
 
   // Fills one lane: up to the unit that would overflow it, and into that unit where this places more than a piece
   // costs. `next_cost` is the least cost at which the lane would take more.
-  Choice end_of(const Filling& lane, double& next_cost) const {
+  Choice end_of(const Filling& lane, Place& place, double& next_cost) const {
     const double goal = lane.at + max_of(lane.room, 0.0);
     const i32 index = request_at(lane.begin.request, goal);
     const Request& request = requests_[index];
     next_cost = infinite;
-    if (request.tiles == 0) return {{index, 0, -1}, request.cost - lane.at};  // rounding, at the axis' very end
-    const TileCosts costs(model_, request);
-    const double one_copy = (requests_[index + 1].cost - request.cost) / copies_;
+    if (request.tiles == 0) return {{index, 0, 0, -1}, request.cost - lane.at};  // rounding, at the axis' very end
+    if (index != place.index) move_to(index, place);
     const double in_request = goal - request.cost;
-    i32 copy = one_copy > 0.0 ? min_of(copies_ - 1, static_cast<i32>(in_request / one_copy)) : 0;
-    i32 from = index == lane.begin.request ? lane.begin.unit - copy * request.tiles : 0;
-    if (from >= request.tiles) {  // rounding put the goal just before the lane's beginning
-      copy = lane.begin.unit / request.tiles;
-      from = lane.begin.unit - copy * request.tiles;
+    i32 copy = min_of(copies_ - 1, static_cast<i32>(in_request * place.copies_per_ns)), from = 0;
+    if (index == lane.begin.request && copy <= lane.begin.copy) {  // less: rounding put the goal before the beginning
+      copy = lane.begin.copy;
+      from = lane.begin.tile;
     }
-    const i32 tile = costs.tile_at(in_request - copy * one_copy, max_of(from, 0));
-    const double copy_begin = request.cost + copy * one_copy - lane.at;
-    const i32 unit = copy * request.tiles + tile;
+    const TileCosts::Found found = place.costs.tile_at(in_request - copy * place.one_copy, from);
+    const double copy_begin = request.cost + copy * place.one_copy - lane.at;
 
-    const Choice before{{index, unit, -1}, copy_begin + costs.prefix(tile)};
-    const bool is_last = unit + 1 == copies_ * request.tiles;
-    const Choice after{is_last ? Cut{index + 1, 0, -1} : Cut{index, unit + 1, -1}, copy_begin + costs.prefix(tile + 1)};
+    const Choice before{{index, copy, found.tile, -1}, copy_begin + found.begin};
+    const Choice after{next_unit(before.cut, request.tiles, copies_), copy_begin + found.end};
     const bool has_before = before.cost > 0.0 && !before.cut.same_unit(lane.begin);
-    const Choice inside = cut_inside(lane, before, tile);
+    const Choice inside = cut_inside(lane, before);
 
-    const double step = step_ * model_.ns_per_token;
+    const double step = step_.divisor * model_.ns_per_token;
     next_cost = after.cost;
     if (has_before) {
       const double worth = before.cost + max_of(ns_per_piece_, tolerance * lane.room);
@@ -195,30 +213,45 @@ class Partitioner {
     return forced;
   }
 
+  void move_to(i32 index, Place& place) const {
+    const Request& request = requests_[index];
+    place.index = index;
+    place.one_copy = (requests_[index + 1].cost - request.cost) * per_copy_;
+    if (request.q_len == place.q_len && request.kv_len == place.kv_len) return;
+    place.q_len = request.q_len;
+    place.kv_len = request.kv_len;
+    place.copies_per_ns = place.one_copy > 0.0 ? 1.0 / place.one_copy : 0.0;
+    place.costs = TileCosts(model_, request);
+  }
+
   // The last cut that the lane has room for and that leaves no piece too short; without a token where there is none.
-  Choice cut_inside(const Filling& lane, const Choice& unit, i32 tile) const {
-    Choice none{{unit.cut.request, unit.cut.unit, -1}, 0.0};
+  Choice cut_inside(const Filling& lane, const Choice& unit) const {
+    Choice none{unit.cut, 0.0};
     if (!cuttable_) return none;
-    const TokenRange range = model_.visible(requests_[unit.cut.request], tile);
+    const TokenRange range = model_.visible(requests_[unit.cut.request], unit.cut.tile);
     const bool resumed = lane.begin.inside() && lane.begin.same_unit(unit.cut);
     const i32 piece_begin = resumed ? lane.begin.token : range.begin, left = range.end - piece_begin;
-    const i32 shortest = max_pieces_ > 0 ? max_of(min_piece_, range.size() / (max_pieces_ + 1) + 1) : min_piece_;
+    i32 shortest = min_piece_;
+    if (max_pieces_.divisor > 1) shortest = max_of(shortest, static_cast<i32>(max_pieces_.div(range.size())) + 1);
     if (left / 2 < shortest) return none;
-    const u32 step = step_, first = round_up<u32>(piece_begin + shortest, step),
-              last = (range.end - shortest) / step * step;
+    const i32 first = down_to_step(piece_begin + shortest + step_.divisor - 1),
+              last = down_to_step(range.end - shortest);
     if (first > last) return none;
 
     const double token_0 = unit.cost + model_.ns_per_unit - range.begin * model_.ns_per_token;  // beyond lane.at
     const double goal = max_of(lane.room, lane.floor);
-    const double wanted = model_.ns_per_token > 0.0 ? (goal - token_0) / model_.ns_per_token : 0.0;
-    u32 token = static_cast<u32>(min_of<double>(max_of(wanted, 0.0), last)) / step * step;
+    const double wanted = (goal - token_0) * tokens_per_ns_;
+    i32 token = down_to_step(static_cast<i32>(min_of<double>(max_of(wanted, 0.0), last)));
     if (token < first) {
       // Shortest pieces all along: make them equal, so that the last one is not nearly twice as long.
-      token = (piece_begin + left / (left / shortest) + step / 2) / step * step;
+      token = down_to_step(piece_begin + left / (left / shortest) + step_.divisor / 2);
     }
     token = max_of(first, min_of(last, token));
-    return {{unit.cut.request, unit.cut.unit, static_cast<i32>(token)}, token_0 + token * model_.ns_per_token};
+    none.cut.token = token;
+    return {none.cut, token_0 + token * model_.ns_per_token};
   }
+
+  i32 down_to_step(u32 token) const { return static_cast<i32>(step_.div(token) * step_.divisor); }
 
   double cheapest_piece() const { return ns_per_piece_ + min_piece_ * model_.ns_per_token; }
 
@@ -241,12 +274,14 @@ class Partitioner {
   const Request* requests_;
   i32 batch_;
   i32 copies_;
+  double per_copy_;
   const std::vector<Lane>& lanes_;
   bool cuttable_;
-  i32 step_;       // tokens
-  i32 min_piece_;  // tokens
-  i32 max_pieces_;
+  FastDiv step_;        // tokens
+  i32 min_piece_;       // tokens
+  FastDiv max_pieces_;  // and one; 1: no limit
   double ns_per_piece_;
+  double tokens_per_ns_;
   double total_;
   i64 units_on_axis_;
   double shares_ = 0.0;
