@@ -1,8 +1,9 @@
 """Builds the host library with g++ alone and puts headers and templates into the wheel.
 
 `python setup.py build_host` builds flashpage/lib/libflashpage.so in a checkout (only what changed).
-`pip wheel --no-build-isolation -C--build-option=--aot=all .` makes a wheel with the kernels of aot/specs.py; instead of
-all: names of targets (`--aot=sm_90a,avx512`), or a program's manifest of its kernels (`--aot=used.json`).
+`pip wheel --no-build-isolation --config-settings=--build-option=--aot=all .` makes a wheel with the kernels of
+aot/specs.py; instead of all: names of targets (`--aot=sm_90a,avx512`), or a program's manifest of its kernels
+(`--aot=used.json`).
 """
 
 from __future__ import annotations

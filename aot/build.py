@@ -1,4 +1,4 @@
-"""Builds the AOT list into flashpage/aot_kernels, which `pip wheel -C--build-option=--aot=all` ships.
+"""Builds the AOT list into flashpage/aot_kernels, which `pip wheel --config-settings=--build-option=--aot=all` ships.
 
 `--check` compiles into a folder that is thrown away and fails where a kernel does not compile or spills registers.
 """

@@ -201,7 +201,7 @@ def test_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
         "-q",
         "--no-deps",
         "--no-build-isolation",
-        f"-C--build-option=--aot={manifest}",
+        f"--config-settings=--build-option=--aot={manifest}",  # the short -C is not known to the pip of Python 3.10
     ]
     subprocess.run([*command, "-w", str(tmp_path), str(source)], check=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
