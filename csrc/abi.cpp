@@ -33,6 +33,9 @@ int64_t fp_sizeof(const char* struct_name) {
       {"KernelInfo", sizeof(fp_kernel_info)},
       {"DeviceInfo", sizeof(fp_device_info)},
       {"RunArgs", sizeof(fp_run_args)},
+      {"Python", sizeof(fp_python)},
+      {"TensorForm", sizeof(fp_tensor_form)},
+      {"BoundRun", sizeof(fp_bound_run)},
   };
   for (const Entry& entry : entries) {
     if (std::strcmp(entry.name, struct_name) == 0) return entry.size;

@@ -15,6 +15,7 @@ enum fp_status : int32_t {
   FP_CUDA_ERROR = 3,
   FP_NO_CUDA = 4,
   FP_INTERNAL = 5,
+  FP_OTHER_TENSORS = 6,  // fp_py_run: not the tensors that the structs were bound to; nothing was run
 };
 
 FP_API const char* fp_last_error();
@@ -162,6 +163,47 @@ struct fp_run_args {
 FP_API int32_t fp_run(const fp_run_args*);
 // Any other kernel (merge_states, append): one struct of parameters by value.
 FP_API int32_t fp_launch(const fp_kernel*, const void* params, int32_t grid, void* stream, int32_t enable_pdl);
+
+// ---------------------------------------------------------------- called by Python itself (csrc/python.cpp)
+
+// Functions of the running interpreter's stable ABI, and torch's DLPack functions.
+struct fp_python {
+  void* (*long_from_long)(long);
+  void* (*long_as_void_ptr)(void*);
+  void (*err_clear)();
+  void* (*eval_save_thread)();
+  void (*eval_restore_thread)(void*);
+  const void* none;
+  const void* tensors;  // DLPackExchangeAPI, of torch.Tensor.__dlpack_c_exchange_api__
+};
+// FP_INTERNAL where the DLPack functions are of a version that is not known here; then fp_py_* must not be called.
+FP_API int32_t fp_python_set(const fp_python*);
+
+// What decides how a tensor is bound: all but its address.
+struct fp_tensor_form {
+  int32_t device_type;  // DLPack's numbers
+  int32_t device_index;
+  int32_t dtype;
+  int32_t dims;  // -1: not given
+  int64_t shape[5];
+  int64_t strides[5];
+};
+
+// A run whose structs are bound: which tensors they fit, and where those tensors' addresses go.
+struct fp_bound_run {
+  fp_run_args* args;
+  flashpage::AttentionParams* params;
+  flashpage::MergeParams* merge_params;
+  int64_t v_offset;        // bytes from K to V where the cache is one tensor
+  int64_t alignment_mask;  // addresses have none of these bits
+  fp_tensor_form q, k, v, out, lse;
+};
+
+// METH_FASTCALL functions of (address of an fp_bound_run, q, k or the cache, v or None, out, lse or None): ctypes would
+// convert each argument in 0.06 us. Both return an int, a status.
+// fp_py_bind remembers the tensors; fp_py_run compares them, points the structs at them and calls fp_run.
+FP_API void* fp_py_bind(void* self, void* const* arguments, intptr_t count);
+FP_API void* fp_py_run(void* self, void* const* arguments, intptr_t count);
 
 // ---------------------------------------------------------------- the CPU's own (csrc/threads.cpp, csrc/cpu_ops.cpp)
 

@@ -1,7 +1,7 @@
 """What one thread launches: argument structs bound once to the shapes, strides and options of a run, then only
 re-pointed.
 
-A run whose signature equals the last one's writes five pointers and makes one foreign call.
+A run with tensors as the last one's is one call of a builtin, which compares them, writes five pointers and launches.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ class Binding:
         *(
             "alignment_mask",
             "args",
+            "address",
             "args_address",
+            "bound_run",
             "combination",
             "device",
             "enable_pdl",
             "fused_offset",
             "generation",
         ),
-        *("has_lse", "has_merge", "has_numbers", "head_dim_vo", "k", "merge", "out_dtype", "params", "scales"),
+        *("has_lse", "has_merge", "has_numbers", "head_dim_vo", "k", "lse_shape", "merge", "out_dtype", "out_shape"),
+        *("params", "scales"),
         *("signature", "sinks", "sm_scale", "traced", "v", "values", "variant"),
     )
 
@@ -51,10 +54,14 @@ class Binding:
         self.params, self.merge = host.AttentionParams(), host.MergeParams()
         self.variant, self.args = host.VariantArgs(), host.RunArgs()
         self.args_address = ctypes.addressof(self.args)
+        self.bound_run = host.BoundRun(self.args_address, ctypes.addressof(self.params), ctypes.addressof(self.merge))
+        self.address = ctypes.addressof(self.bound_run)
         self.k, self.v = self.params.k, self.params.v  # views into params: setting them costs no second look-up
         self.generation, self.signature = 0, None
         self.sinks: torch.Tensor | None = None
         self.scales: tuple[Any, Any, Any] = NO_SCALES
+        self.lse_shape: tuple[int, ...] = ()
+        self.out_shape: tuple[int, ...] = ()
         self.out_dtype, self.head_dim_vo = combination.options.out_dtype.torch, combination.options.head_dim_vo
         self._bind_options(values)
         self._bind_tensors(kv_layout, tensors)
@@ -92,7 +99,7 @@ class Binding:
                 found.token_stride,
                 found.head_stride,
             )
-        self.fused_offset = v.offset * options.kv_dtype.size
+        self.bound_run.v_offset = self.fused_offset = v.offset * options.kv_dtype.size
         heads, dim = options.num_q_heads, options.head_dim_vo
         if out is None:
             strides = (heads * dim, dim)
@@ -115,6 +122,7 @@ class Binding:
             alignment = caches.row_alignment(kernel, dim, dtype.size)
             caches.check_alignment(tuple(strides), dtype.size, alignment, name)
             self.alignment_mask |= alignment - 1
+        self.bound_run.alignment_mask = self.alignment_mask
 
     def refresh(self, planner: Planner) -> None:
         """Takes over the newest plan."""
@@ -175,9 +183,13 @@ class Binding:
         self.enable_pdl = enable_pdl
         self.args.enable_pdl = device_sm(self.device) >= 90 if enable_pdl is None else bool(enable_pdl)
 
+    def has_scales(self, scales: tuple[Any, Any, Any]) -> bool:
+        """Whether these numbers are set already; tensors may have moved."""
+        return self.has_numbers and all(s.__class__ is float for s in scales) and scales == self.scales
+
     def set_scales(self, scales: tuple[Any, Any, Any]) -> None:
         """q, k, v: numbers are folded into the score's and the output's scale; tensors are read by the kernel."""
-        if self.has_numbers and all(s.__class__ is float for s in scales) and scales == self.scales:
+        if self.has_scales(scales):
             return
         params, options = self.params, self.combination.options
         q, params.q_scale, params.q_scale_stride = self._scale(scales[0], "q_scale", options.num_q_heads)

@@ -11,7 +11,7 @@ from . import arguments
 from .decode_options import decode_options, named_options
 from .errors import RunError
 from .lengths import Lengths, batch_of
-from .run_checks import as_cache, scales_of
+from .run_checks import NO_SCALES
 from .single import single_decode_with_kv_cache
 from .wrapper import PlanRunWrapper
 
@@ -234,8 +234,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
             )
             self._check_q_len(q_len_per_req)
-        values, scales = self._values(window_left), scales_of(q_scale, k_scale, v_scale)
-        return self._run(values, q, as_cache(paged_kv_cache), out, lse, return_lse, scales, sinks, enable_pdl)
+        values = self._now if window_left is None else self._values(window_left)
+        scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
+        return self._run(values, q, paged_kv_cache, out, lse, return_lse, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

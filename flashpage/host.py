@@ -14,7 +14,7 @@ from .errors import DeviceError, FlashpageError, PlanError
 
 ABI_VERSION = 1  # csrc/abi.cpp
 
-OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL = range(6)  # csrc/flashpage.h, fp_status
+OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
 
 def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -137,6 +137,27 @@ class RunArgs(ctypes.Structure):
     ]
 
 
+class Python(ctypes.Structure):
+    _fields_ = _all(
+        c_void_p, "long_from_long long_as_void_ptr err_clear eval_save_thread eval_restore_thread none tensors"
+    )
+
+
+class TensorForm(ctypes.Structure):
+    _fields_ = [
+        *_all(c_int32, "device_type device_index dtype dims"),
+        *_all(c_int64 * 5, "shape strides"),
+    ]
+
+
+class BoundRun(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "args params merge_params"),
+        *_all(c_int64, "v_offset alignment_mask"),
+        *_all(TensorForm, "q k v out lse"),
+    ]
+
+
 # include/flashpage/plan/work_item.h
 
 WORK_ITEM = np.dtype(
@@ -155,6 +176,7 @@ PLAN_HEADER = np.dtype(
 STRUCTS = (
     *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
     *(IndexArray, ProblemStruct, Schedule, PlanResult, KernelInfo, DeviceInfo, RunArgs),
+    *(Python, TensorForm, BoundRun),
 )
 RECORDS = {"WorkItem": WORK_ITEM, "MergeItem": MERGE_ITEM, "CtaItems": CTA_ITEMS, "PlanHeader": PLAN_HEADER}
 
@@ -180,6 +202,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_kernel_describe": (c_int32, [c_void_p, POINTER(KernelInfo)]),
     "fp_run": (c_int32, [c_void_p]),
     "fp_launch": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_int32]),
+    "fp_python_set": (c_int32, [c_void_p]),
     "fp_cpu_threads": (c_int32, []),
     "fp_cpu_set_threads": (c_int32, [c_int32]),
     "fp_cpu_features": (c_int32, [c_char_p, c_int32]),

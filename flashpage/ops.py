@@ -15,6 +15,7 @@ from . import caches, host, jit
 from .dtypes import DType
 from .errors import CapabilityError, RunError
 from .planner import current_stream
+from .problem import Values
 from .run_checks import Tensors, check_places, scales_of
 from .spec import KernelSpec
 
@@ -35,7 +36,7 @@ _library = torch.library.Library("flashpage", "DEF")
 
 def call(name: str, *args: Any) -> Any:
     """An operator's implementation at once, or the operator where torch traces or watches."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
         return getattr(torch.ops.flashpage, name)(*args)
     return _IMPLEMENTATIONS[name](*args)
 
@@ -97,7 +98,7 @@ def _run(
         raise RunError(
             f"handle={handle} is of a wrapper that no longer exists: keep the wrapper as long as its graph runs."
         )
-    values = (causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
+    values = Values(causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
     parts = tuple(cache) if len(cache) == 2 else cache[0]
     scales = scales_of(
         q_scale if q_scales is None else q_scales,

@@ -11,7 +11,7 @@ from . import arguments
 from .errors import RunError
 from .lengths import Lengths, batch_of
 from .prefill_common import PrefillWrapper, only_items, prefill_options
-from .run_checks import as_cache, scales_of
+from .run_checks import NO_SCALES
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
@@ -255,8 +255,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         arguments.refuse_run_options(
             kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, lse_base, lse_layout
         )
-        values, scales = self._values(window_left), scales_of(q_scale, k_scale, v_scale)
-        return self._run(values, q, as_cache(paged_kv_cache), out, lse, return_lse, scales, sinks, enable_pdl)
+        values = self._now if window_left is None else self._values(window_left)
+        scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
+        return self._run(values, q, paged_kv_cache, out, lse, return_lse, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

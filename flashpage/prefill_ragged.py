@@ -11,7 +11,7 @@ from . import arguments
 from .errors import RunError
 from .lengths import Lengths, batch_of
 from .prefill_common import PrefillWrapper, only_items, prefill_options
-from .run_checks import scales_of
+from .run_checks import NO_SCALES
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
@@ -163,7 +163,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         arguments.refuse_run_options(kv_cache_sf, None, None, None, lse_base, lse_layout)
         if o_scale is not None:
             arguments.refuse("o_scale", o_scale)
-        values, scales = self._values(window_left), scales_of(q_scale, k_scale, v_scale)
+        values = self._now if window_left is None else self._values(window_left)
+        scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
         return self._run(values, q, (k, v), out, lse, return_lse, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -1,7 +1,8 @@
 """Run once a layer: what the public wrappers share. (planner.py is the plan side.)
 
-A run whose signature (options, shapes, strides, dtypes, devices) equals the last one's re-points the thread's
-Binding and makes one foreign call; any other signature is judged, bound and kept.
+A run with the options of the last one is one call of a builtin (direct.py), which compares the tensors' shapes,
+strides, dtypes and devices with the last run's, re-points the thread's Binding and launches. Any other run is judged,
+bound and kept.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
 
-from . import arguments, host
+from . import arguments, direct, host
 from .binding import Binding
 from .combination import Combination, workspace_bounds
 from .errors import PlanError, RunError
@@ -23,6 +25,7 @@ from .planner import Planner, current_stream
 from .problem import Options, Values, Variation, check_rope, check_scale, check_soft_cap, check_window
 from .run_checks import (
     Tensors,
+    as_cache,
     check_cache,
     check_output,
     check_run_heads,
@@ -40,6 +43,19 @@ WRAPPERS: weakref.WeakValueDictionary[int, PlanRunWrapper] = weakref.WeakValueDi
 _handles = itertools.count(1)
 
 
+class _Value:
+    """An option that engines read and write as the wrapper's attribute; runs take all of them as one tuple."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._field = name[1:]
+
+    def __get__(self, wrapper: PlanRunWrapper, owner: type) -> Any:
+        return getattr(wrapper._now, self._field)
+
+    def __set__(self, wrapper: PlanRunWrapper, value: Any) -> None:
+        wrapper._now = wrapper._now._replace(**{self._field: value})
+
+
 class _Local(threading.local):
     """What a thread has bound: the last run's structs, and all of them by geometry."""
 
@@ -53,6 +69,9 @@ class PlanRunWrapper:
     """Plans of one wrapper are made by one thread at a time; any thread may run them, one at a time on one stream."""
 
     _length_names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens")  # the caller's words
+
+    _causal, _window_left, _logits_soft_cap, _sm_scale = _Value(), _Value(), _Value(), _Value()
+    _rope_scale, _rope_theta, _pos_encoding_mode = _Value(), _Value(), _Value()
 
     def __init__(
         self,
@@ -72,10 +91,10 @@ class PlanRunWrapper:
         self._planner = Planner(device, bool(use_cuda_graph), self._length_names, float_workspace_buffer)
         self._device_index = self._planner.device_index
         self._run_kernels = host.load().fp_run
+        self._bind_tensors, self._run_tensors = direct.functions()
         self._local = _Local()
         self._key: Any = None  # options as they were given, compared to skip judging them again
-        self._planned = _DEFAULTS
-        self._set_values(_DEFAULTS)
+        self._planned = self._now = _DEFAULTS
         self._handle = next(_handles)
         WRAPPERS[self._handle] = self
 
@@ -193,28 +212,16 @@ class PlanRunWrapper:
             self._key = None
             self._planner.invalidate()
             return False
-        self._set_values(self._planned)
+        self._now = self._planned
         return True
 
     def _configure(self, key: Any, options: Options, values: Values) -> None:
         check_scale(values.sm_scale, options.head_dim_qk)
         check_rope(values.rope_scale, values.rope_theta)
         self._planner.configure(options)
-        self._planned = values
-        self._set_values(values)
+        self._planned = self._now = values
         self._options, self._out_dtype = options, options.out_dtype.torch
         self._key = key
-
-    def _set_values(self, values: Values) -> None:
-        (
-            self._causal,
-            self._window_left,
-            self._logits_soft_cap,
-            self._sm_scale,
-            self._rope_scale,
-            self._rope_theta,
-            self._pos_encoding_mode,
-        ) = values
 
     def _take_values(self, **changed: Any) -> None:
         """`forward` sets the attributes for this run and those that follow, its defaults included, as FlashInfer's
@@ -223,25 +230,17 @@ class PlanRunWrapper:
             changed["pos_encoding_mode"] = self._pos_encoding_mode
         changed["window_left"] = check_window(changed["window_left"])
         changed["logits_soft_cap"] = check_soft_cap(changed["logits_soft_cap"])
-        self._set_values(Values(*self._values(None))._replace(**changed))
+        self._now = self._now._replace(**changed)
 
-    def _values(self, window_left: int | None) -> tuple[Any, ...]:
-        """Values of the next run, as a plain tuple: making a named one would cost as much as comparing it."""
-        return (
-            self._causal,
-            self._window_left if window_left is None else window_left,
-            self._logits_soft_cap,
-            self._sm_scale,
-            self._rope_scale,
-            self._rope_theta,
-            self._pos_encoding_mode,
-        )
+    def _values(self, window_left: int | None) -> Values:
+        """Of the next run."""
+        return self._now if window_left is None else self._now._replace(window_left=window_left)
 
     # ---------------------------------------------------------------- run
 
     def _run(
         self,
-        values: tuple[Any, ...],
+        values: Values,
         q: torch.Tensor,
         cache: Any,
         out: torch.Tensor | None,
@@ -252,21 +251,60 @@ class PlanRunWrapper:
         enable_pdl: bool | None,
     ) -> Any:
         """One layer: straight to C, or through the operator where torch traces or watches."""
-        if is_compiling() or torch._C._len_torch_dispatch_stack():
+        if is_dynamo_compiling() or _len_torch_dispatch_stack():
             from . import ops
 
-            return ops.run(self, values, Tensors(q, cache, out, lse), return_lse, scales, sinks, enable_pdl)
+            return ops.run(self, values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl)
+        bound = self._local.bound
+        if (
+            bound is None
+            or bound.generation != self._planner.generation
+            or (values is not bound.values and values != bound.values)
+            or (scales is not bound.scales and not bound.has_scales(scales))
+            or sinks is not None
+            or bound.sinks is not None
+            or enable_pdl is not bound.enable_pdl
+        ):
+            return self._run_judged(
+                values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl
+            )
+        to = torch.empty(bound.out_shape, dtype=bound.out_dtype, device=self.device) if out is None else out
+        lse_to = (
+            torch.empty(bound.lse_shape, dtype=torch.float32, device=self.device) if return_lse and lse is None else lse
+        )
+        if cache.__class__ is tuple and len(cache) == 2:
+            status = self._run_tensors(bound.address, q, *cache, to, lse_to)
+        else:
+            status = self._run_tensors(bound.address, q, cache, None, to, lse_to)
+        if status:
+            if status == host.OTHER_TENSORS:
+                tensors = Tensors(q, as_cache(cache), out, lse)
+                return self._run_judged(values, tensors, return_lse, scales, sinks, enable_pdl)
+            host.check(status)
+        return (to, lse_to) if return_lse else to
+
+    def _run_judged(
+        self,
+        values: Values,
+        tensors: Tensors,
+        return_lse: bool,
+        scales: tuple[Any, Any, Any],
+        sinks: torch.Tensor | None,
+        enable_pdl: bool | None,
+    ) -> Any:
+        """A run that differs from the last one: other options or tensors, or none that C could compare."""
+        q, cache, out, lse = tensors
         try:
             signature = signature_of(values, q, cache, out, lse)
         except (AttributeError, ValueError):
-            raise not_a_tensor(Tensors(q, cache, out, lse)) from None
+            raise not_a_tensor(tensors) from None
         bound = self._local.bound
         if bound is None or bound.signature != signature or bound.generation != self._planner.generation:
-            bound = self._bind(signature, Values(*values), Tensors(q, cache, out, lse))
+            bound = self._bind(signature, values, tensors)
         if out is None:
-            out = torch.empty((*q.shape[:-1], bound.head_dim_vo), dtype=bound.out_dtype, device=self.device)
+            out = torch.empty(bound.out_shape, dtype=bound.out_dtype, device=self.device)
         if return_lse and lse is None:
-            lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=self.device)
+            lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=self.device)
         if scales is not bound.scales:
             bound.set_scales(scales)
         if sinks is not bound.sinks or sinks is not None:
@@ -274,6 +312,7 @@ class PlanRunWrapper:
         if enable_pdl is not bound.enable_pdl:
             bound.set_pdl(enable_pdl)
         bound.point(q, cache, out, lse)
+        self._bind_tensors(bound.address, q, *(cache if cache.__class__ is tuple else (cache, None)), out, lse)
         if self._device_index >= 0:
             bound.args.stream = current_stream(self._device_index)
         if status := self._run_kernels(bound.args_address):
@@ -295,6 +334,8 @@ class PlanRunWrapper:
         if bound.generation != self._planner.generation:
             bound.refresh(self._planner)
         bound.signature = signature
+        bound.lse_shape = lse_shape = tensors.q.shape[:-1]
+        bound.out_shape = (*lse_shape, bound.head_dim_vo)
         self._local.bound = bound
         return bound
 

@@ -19,6 +19,9 @@ C_NAMES = {
     "KernelInfo": "fp_kernel_info",
     "DeviceInfo": "fp_device_info",
     "RunArgs": "fp_run_args",
+    "Python": "fp_python",
+    "TensorForm": "fp_tensor_form",
+    "BoundRun": "fp_bound_run",
 }
 
 

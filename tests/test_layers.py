@@ -29,7 +29,7 @@ MAY_INCLUDE = {
 # Python: layers from the bottom; a module imports its own layer and those below.
 LAYERS = [
     {"dtypes", "errors", "env", "paths"},
-    {"spec", "tiles", "host", "arguments"},
+    {"spec", "tiles", "host", "direct", "arguments"},
     {"variants", "variant_capture", "variant_operations", "variant_source", "variant_trace", "variant_values"},
     {"jit"},
     {"problem", "backends", "lengths", "caches", "multi_item", "prepare", "quantization", "slots"},

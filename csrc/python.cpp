@@ -1,0 +1,153 @@
+// What Python calls without ctypes in between: tensors arrive as objects, and torch's DLPack functions read them.
+#include <cstring>
+
+#include "dlpack.h"
+#include "errors.h"
+
+namespace flashpage::host {
+namespace {
+
+constexpr int32_t max_dims = 5;
+
+fp_python python;
+const dlpack::ExchangeApi* torch_api;
+
+void* to_int(int32_t status) { return python.long_from_long(status); }
+
+// False where the object is no tensor of memory.
+bool read_tensor(void* object, dlpack::Tensor& tensor) {
+  if (torch_api->tensor_from_python(object, &tensor) != 0) {
+    python.err_clear();
+    return false;
+  }
+  return tensor.data != nullptr && tensor.dims <= max_dims;
+}
+
+int32_t dtype_of(const dlpack::Tensor& tensor) {
+  int32_t dtype;
+  static_assert(sizeof(dtype) == sizeof(tensor.dtype));
+  std::memcpy(&dtype, &tensor.dtype, sizeof(dtype));
+  return dtype;
+}
+
+fp_tensor_form form_of(const dlpack::Tensor& tensor) {
+  fp_tensor_form form{tensor.device.type, tensor.device.index, dtype_of(tensor), tensor.dims, {}, {}};
+  for (int32_t i = 0; i < tensor.dims; ++i) {
+    form.shape[i] = tensor.shape[i];
+    form.strides[i] = tensor.strides[i];
+  }
+  return form;
+}
+
+bool fits(const dlpack::Tensor& tensor, const fp_tensor_form& form) {
+  bool same = tensor.device.type == form.device_type && tensor.device.index == form.device_index &&
+              dtype_of(tensor) == form.dtype && tensor.dims == form.dims;
+  for (int32_t i = 0; same && i < form.dims; ++i) {
+    same = tensor.shape[i] == form.shape[i] && tensor.strides[i] == form.strides[i];
+  }
+  return same;
+}
+
+// The arguments of fp_py_bind and fp_py_run.
+struct Arguments {
+  fp_bound_run* run;
+  void *q, *k, *v, *out, *lse;
+
+  explicit Arguments(void* const* given)
+      : run(static_cast<fp_bound_run*>(python.long_as_void_ptr(given[0]))),
+        q(given[1]),
+        k(given[2]),
+        v(given[3]),
+        out(given[4]),
+        lse(given[5]) {}
+};
+
+bool remember(void* object, fp_tensor_form& form) {
+  form.dims = -1;
+  if (object == python.none) return true;
+  dlpack::Tensor tensor;
+  if (!read_tensor(object, tensor)) return false;
+  form = form_of(tensor);
+  return true;
+}
+
+// The address of a tensor that fits; null where it does not, or where the object is no tensor.
+char* address(void* object, const fp_tensor_form& form) {
+  dlpack::Tensor tensor;
+  if (!read_tensor(object, tensor) || !fits(tensor, form)) return nullptr;
+  return static_cast<char*>(tensor.data) + tensor.byte_offset;
+}
+
+// Points the structs at the tensors; false where they are not those that the structs were bound to.
+bool point(const Arguments& given) {
+  fp_bound_run& run = *given.run;
+  char* q = address(given.q, run.q);
+  char* out = q == nullptr ? nullptr : address(given.out, run.out);
+  char* k = out == nullptr ? nullptr : address(given.k, run.k);
+  if (k == nullptr) return false;
+  char* v = nullptr;
+  if (given.v != python.none) {
+    v = address(given.v, run.v);
+  } else if (run.v.dims < 0) {
+    v = k + run.v_offset;
+  }
+  char* lse = nullptr;
+  if (given.lse != python.none) {
+    lse = address(given.lse, run.lse);
+    if (lse == nullptr) return false;
+  }
+  const auto bits = [](char* pointer) { return reinterpret_cast<intptr_t>(pointer); };
+  if (v == nullptr || ((bits(q) | bits(k) | bits(v) | bits(out)) & run.alignment_mask) != 0) return false;
+  run.params->q = q;
+  run.params->k.data = k;
+  run.params->v.data = v;
+  run.params->out = run.merge_params->out = out;
+  run.params->lse = run.merge_params->lse = reinterpret_cast<float*>(lse);
+  return true;
+}
+
+int32_t run_bound(const Arguments& given) {
+  if (!point(given)) return FP_OTHER_TENSORS;
+  fp_run_args* args = given.run->args;
+  const fp_tensor_form& q = given.run->q;
+  if (q.device_type != dlpack::cpu && torch_api->current_stream(q.device_type, q.device_index, &args->stream) != 0) {
+    python.err_clear();
+    return FP_OTHER_TENSORS;
+  }
+  void* thread = python.eval_save_thread();  // others may run: the CPU works here, and a launch can wait for room
+  const int32_t status = fp_run(args);
+  python.eval_restore_thread(thread);
+  return status;
+}
+
+int32_t bind(const Arguments& given) {
+  fp_bound_run& run = *given.run;
+  const bool all = remember(given.q, run.q) && remember(given.k, run.k) && remember(given.v, run.v) &&
+                   remember(given.out, run.out) && remember(given.lse, run.lse);
+  if (!all) run.q.dims = -1;  // fits no tensor
+  return all ? FP_OK : FP_OTHER_TENSORS;
+}
+
+}  // namespace
+}  // namespace flashpage::host
+
+using namespace flashpage;
+
+int32_t fp_python_set(const fp_python* given) {
+  const auto* api = static_cast<const dlpack::ExchangeApi*>(given->tensors);
+  if (api->header.major != dlpack::major_version) {
+    return host::fail(FP_INTERNAL, "torch's DLPack functions are of version %u.%u", api->header.major,
+                      api->header.minor);
+  }
+  host::python = *given;
+  host::torch_api = api;
+  return FP_OK;
+}
+
+void* fp_py_bind(void*, void* const* arguments, intptr_t) {
+  return host::to_int(host::bind(host::Arguments(arguments)));
+}
+
+void* fp_py_run(void*, void* const* arguments, intptr_t) {
+  return host::to_int(host::run_bound(host::Arguments(arguments)));
+}
