@@ -98,11 +98,12 @@ def workspace_bounds(
     options: Options, batch: int, total_q: int, total_kv: int, device: torch.device
 ) -> tuple[int, int]:
     """Bytes of the float and the int workspace that no batch within these sizes exceeds."""
+    max_q_rows = 0 if options.uniform_q_len == 1 else total_q  # 0: one row a request, which bounds a fixed split closer
     prepared = Prepared(options, backends.packed_rows(options, batch, total_q), device)
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
     host.check(
         host.load().fp_plan_bounds(
-            *(batch, total_q, total_kv, options.num_q_heads, options.num_kv_heads, prepared.schedule_address),
+            *(batch, max_q_rows, total_kv, options.num_q_heads, options.num_kv_heads, prepared.schedule_address),
             *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
         )
     )

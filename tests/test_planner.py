@@ -146,6 +146,18 @@ def test_prefill_items_are_runs_never_one_a_tile() -> None:
     assert planned.items["num_units"].max() > 50
 
 
+@pytest.mark.parametrize(("num_ctas", "members"), [(264, 8), (132, 4), (131, 1)])
+def test_runs_are_planned_once_for_as_many_heads_as_divide_the_ctas(num_ctas: int, members: int) -> None:
+    lens = lognormal(16, 1000)
+    planned = plan(Batch(lens, lens, causal=True), cutting(PREFILL, num_ctas=num_ctas))
+    load = loads(planned, check(planned)).reshape(-1, members)
+    assert load == pytest.approx(np.broadcast_to(load[:, :1], load.shape))
+    assert len(planned.items) <= 16 + 4 * num_ctas // members
+    ctas = planned.ctas.reshape(-1, members)
+    assert (ctas["begin"] == ctas["begin"][:, :1]).all() and (ctas["end"] == ctas["end"][:, :1]).all()
+    assert (ctas["kv_head"] == np.arange(members) * (8 // members)).all()
+
+
 def test_teams_walk_one_range_for_all_heads() -> None:
     """Neighbours at the same step: member m of a team has the list of member 0, moved by m heads."""
     planned = plan(Batch(ones(64), KV_LENS["lognormal"]), DECODE)

@@ -114,12 +114,14 @@ def main() -> None:
     arguments = parser.parse_args()
     print("| | batch | lengths | heads | CTAs | host, us | mean CTA, us | costliest | items | merges | bytes |")
     print("| --- " * 11 + "|")
-    for count in (1, 64, 256, 4096):
-        for kind in KINDS[:2] if count > 1 else KINDS[:1]:
-            for heads in ((32, 8), (8, 1)):
-                row("decode", kind, Batch(1, lengths(kind, count, 4096), heads, 132), arguments.rounds)
-    for count in (1, 64, 256):
-        row("prefill, 1,024 rows", "uniform", Batch(1024, np.full(count, 1024), (32, 8), 132), arguments.rounds)
+    for num_ctas in (132, 264):  # one card, with one and two CTAs an SM
+        for count in (1, 64, 256, 4096):
+            for kind in KINDS[:2] if count > 1 else KINDS[:1]:
+                for heads in ((32, 8), (8, 1)):
+                    row("decode", kind, Batch(1, lengths(kind, count, 4096), heads, num_ctas), arguments.rounds)
+        for count in (1, 64, 256):
+            batch = Batch(1024, np.full(count, 1024), (32, 8), num_ctas)
+            row("prefill, 1,024 rows", "uniform", batch, arguments.rounds)
     for num_ctas in (132, 1056, 8448):  # one card, eight cards, sixty-four
         for count in (10_000, 100_000, 1_000_000):
             if count <= arguments.largest:

@@ -133,28 +133,32 @@ class Emitter {
   }
 
   // `count` units of a request: one run, but for units that a fixed split cuts.
-  void whole_units(const Lane& lane, Cut at, i32 count) {
+  void whole_units(const Lane& lane, const Cut& at, i32 count) {
     if (schedule_.fixed() && requests_[at.request].kv_len > schedule_.fixed_piece_tokens) {
-      Cut run_begin = at;
-      i32 run = 0;
-      for (; count > 0; --count) {
-        const TokenRange range = visible(at);
-        const Cut next = unit_after(at);
-        if (range.end <= next_cut(range.begin)) {
-          ++run;
-        } else {
-          run_of_units(lane, run_begin, run);
-          open_unit(at);
-          pieces(lane, at, range.begin, range.end);
-          run_begin = next;
-          run = 0;
-        }
-        at = next;
-      }
-      at = run_begin;
-      count = run;
+      units_of_fixed_split(lane, at, count);
+    } else {
+      run_of_units(lane, at, count);
     }
-    run_of_units(lane, at, count);
+  }
+
+  void units_of_fixed_split(const Lane& lane, Cut at, i32 count) {
+    Cut run_begin = at;
+    i32 run = 0;
+    for (; count > 0; --count) {
+      const TokenRange range = visible(at);
+      const Cut next = unit_after(at);
+      if (range.end <= next_cut(range.begin)) {
+        ++run;
+      } else {
+        run_of_units(lane, run_begin, run);
+        open_unit(at);
+        pieces(lane, at, range.begin, range.end);
+        run_begin = next;
+        run = 0;
+      }
+      at = next;
+    }
+    run_of_units(lane, run_begin, run);
   }
 
   void run_of_units(const Lane& lane, const Cut& at, i32 count) {

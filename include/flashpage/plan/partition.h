@@ -125,16 +125,16 @@ class Partitioner {
   struct Place {
     i32 index = -1;
     i32 q_len = -1, kv_len = -1;
-    double one_copy, copies_per_ns;
+    double one_copy = 0.0, copies_per_ns = 0.0;
     TileCosts costs;
   };
 
-  // Of a lane's end somewhere in a unit of mean cost: the distance to the edge before it, or a piece where that is
-  // less.
+  // Of a lane's end somewhere in a unit of mean cost: the distance to the edge before it, or a piece and half a step
+  // where that is less.
   double expected_loss() const {
     const double unit = units_on_axis_ > 0 ? total_ / static_cast<double>(units_on_axis_) : 0.0;
-    if (!cuttable_ || ns_per_piece_ >= unit) return 0.5 * unit;
-    return ns_per_piece_ - 0.5 * ns_per_piece_ * ns_per_piece_ / unit;
+    const double of_cut = ns_per_piece_ + 0.5 * step_.divisor * model_.ns_per_token;
+    return !cuttable_ || of_cut >= unit ? 0.5 * unit : of_cut - 0.5 * of_cut * of_cut / unit;
   }
 
   // The level is raised for the lanes to come where what is left, with their expected losses, would overflow the last
@@ -177,7 +177,7 @@ class Partitioner {
 
   // Fills one lane: up to the unit that would overflow it, and into that unit where this places more than a piece
   // costs. `next_cost` is the least cost at which the lane would take more.
-  Choice end_of(const Filling& lane, Place& place, double& next_cost) const {
+  [[gnu::always_inline]] Choice end_of(const Filling& lane, Place& place, double& next_cost) const {
     const double goal = lane.at + max_of(lane.room, 0.0);
     const i32 index = request_at(lane.begin.request, goal);
     const Request& request = requests_[index];
@@ -225,7 +225,7 @@ class Partitioner {
   }
 
   // The last cut that the lane has room for and that leaves no piece too short; without a token where there is none.
-  Choice cut_inside(const Filling& lane, const Choice& unit) const {
+  [[gnu::always_inline]] Choice cut_inside(const Filling& lane, const Choice& unit) const {
     Choice none{unit.cut, 0.0};
     if (!cuttable_) return none;
     const TokenRange range = model_.visible(requests_[unit.cut.request], unit.cut.tile);
