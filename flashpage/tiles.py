@@ -68,17 +68,17 @@ def sm80_tile(
     if packed_rows <= 16 or (packed_rows <= 32 and widest <= 128):
         return _few_rows_sm80(head_dim_qk, head_dim_vo, kv_dtype, 16 if packed_rows <= 16 else 32)
     if widest > 256:
-        return Tile(32, 32 if kv_dtype.is_fp8 else 16, 2, 1, 2, 1), Cost(WALK_RUNS, 8.0, 800.0, 3000.0, 256, 32, 8)
+        return Tile(32, 32 if kv_dtype.is_fp8 else 16, 2, 1, 2, 1), Cost(WALK_RUNS, 8.0, 800.0, 3000.0, 128, 0, 8)
     if widest > 128:
         if packed_rows > 64 and not narrow:
-            return Tile(128, 64, 8, 1, 1, 1), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 256, 32, 8)
-        return Tile(64, 64, 4, 1, 1, 2), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 256, 32, 8)
+            return Tile(128, 64, 8, 1, 1, 1), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 128, 0, 8)
+        return Tile(64, 64, 4, 1, 1, 2), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 128, 0, 8)
     if packed_rows <= 64 or narrow:
-        return Tile(64, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 32.0, 4000.0, 8000.0, 256, 32, 8)
+        return Tile(64, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 32.0, 4000.0, 8000.0, 128, 0, 8)
     if widest <= 64:
-        return Tile(128, 96, 4, 1, 2, 2), Cost(WALK_RUNS, 30.0, 5000.0, 10000.0, 256, 32, 8)
-    tile_kv = 64 if loop is InnerLoop.PLAIN else 48
-    return Tile(128, tile_kv, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 256, 32, 8)
+        tile_kv = 96 if loop is InnerLoop.PLAIN else 64
+        return Tile(128, tile_kv, 4, 1, 1, 2), Cost(WALK_RUNS, 30.0, 5000.0, 10000.0, 128, 0, 8)
+    return Tile(128, 48, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 128, 0, 8)
 
 
 def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: int) -> tuple[Tile, Cost]:

@@ -34,12 +34,11 @@ struct AttentionSm80 {
       kernel.begin(shared.places[0]);
       i32 here = 0;
       do {
-        i32 next = here == 2 ? 0 : here + 1;
         if (threadIdx.x == 0)
           shared.cursor.next(params, Traits::tile_q, Shape<Traits>::value_passes, shared.places[here],
-                             shared.places[next]);
-        kernel.run(shared.places[here], shared.places[next]);
-        here = next;
+                             shared.places[next_place(here)]);
+        kernel.run(shared.places, here);
+        here = next_place(here);
       } while (!shared.places[here].done);
     }
     ptx::grid_dependency_launch();

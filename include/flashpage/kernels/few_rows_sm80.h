@@ -1,7 +1,8 @@
 // Attention of few packed rows (decode, speculative verify) on mma.sync: reading K and V is all the work.
 //
-// The warps of a CTA share one row tile and take turns on the tokens. Each warp has its own ring of cp.async stages and never
-// waits for another one before the unit ends, when their partial softmax states are combined through shared memory.
+// The warps of a CTA share one row tile and take turns on the tokens. Each warp has its own ring of cp.async stages and
+// never waits for another one before the unit ends, when their partial softmax states are combined through shared
+// memory.
 #pragma once
 #include "flashpage/memory/kv_rows.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -52,8 +53,7 @@ struct FewRows {
     for (int stage = 0; stage < stages; ++stage)
       zero_padding<Cache, Traits::head_dim_qk>(shared.ring[warp] + stage * Shared::stage_bytes, tokens, lane, 32);
     zero_padding<typename S::Query, Traits::head_dim_qk>(shared.query, Traits::tile_q, thread, S::threads);
-    if constexpr (S::rotate)
-      zero_padding<typename S::Key, Traits::head_dim_qk>(shared.rotated[warp], tokens, lane, 32);
+    if constexpr (S::rotate) zero_padding<typename S::Key, Traits::head_dim_qk>(shared.rotated[warp], tokens, lane, 32);
   }
 
   FP_DEVICE u8* key_stage(int step) { return shared.ring[warp] + step % stages * Shared::stage_bytes; }
@@ -67,7 +67,8 @@ struct FewRows {
     return token < unit.kv_end ? rows.look_up(token) : 0;
   }
 
-  FP_DEVICE void load_rows(const Unit& unit, const KvRows<Traits::kv_source>& rows, i32 found, int step, int value_column) {
+  FP_DEVICE void load_rows(const Unit& unit, const KvRows<Traits::kv_source>& rows, i32 found, int step,
+                           int value_column) {
     i32 first = first_token(unit, step), count = unit.kv_end - first;
     i32 token = min_of(first + lane % tokens, max_of(unit.kv_end - 1, 0));
     auto copy = [&]<int columns, int chunk_bytes>(const KvView& view, u8* stage, int column) {
@@ -95,7 +96,8 @@ struct FewRows {
   // Decode has few units a CTA and two CTAs an SM: each unit starts and ends alone.
   FP_DEVICE void begin(const Place&) {}
 
-  FP_DEVICE void run(const Place& place, const Place&) {
+  FP_DEVICE void run(const Place* places, i32 here) {
+    const Place& place = places[here];
     const WorkItem& item = place.item;
     const Unit& unit = place.unit;
     int column = S::first_value_column(place.pass);
@@ -151,7 +153,9 @@ struct FewRows {
       float scores[S::row_tiles][tokens / 8][4];
       auto nothing = [](int) {};
       multiply_keys<Traits>(scores, finished_keys(step, first), lane, query_fragment, nothing);
-      finish_scores<Traits>(scores, scale, params, args, item, unit, 0, first, lane);
+      transform_scores<Traits>(scores, scale, params, args, item, unit, 0, first, lane);
+      if (needs_mask<Traits>(unit, first, tokens))
+        mask_scores<Traits>(scores, params, args, item, unit, 0, first, lane);
       state.update(scores, values, softmax_scale_of<Traits>(scale));
       Probabilities<Traits, tokens / 8> probabilities(scores);
       multiply_values(values, probabilities, ptx::shared_address(key_stage(step) + Shared::key_bytes), lane, nothing);

@@ -1,12 +1,14 @@
-// Attention of many packed rows (prefill, append) on mma.sync: every warp has rows of its own, all share the K and V tiles.
+// Attention of many packed rows (prefill, append) on mma.sync: every warp has rows of its own, all share the K and V
+// tiles.
 //
-// K and V of one tile are two cp.async groups. Two stages: while a tile's scores are multiplied the next keys are on their way,
-// while its values are multiplied the next values are. One stage, where two leave no room for a wide tile: the scores hide the
-// way of the tile's own values, the values that of the next keys. The rows of later tiles are looked up meanwhile, and
-// the first tile of the next unit is on its way while the rows of the last one are written.
+// K and V of one tile are two cp.async groups. Two stages: while a tile's scores are multiplied the next keys are on
+// their way, while its values are multiplied the next values are. One stage, where two leave no room for a wide tile:
+// the scores hide the way of the tile's own values, the values that of the next keys. The rows of later tiles are
+// looked up meanwhile, and the first tile of the next unit is on its way while the rows of the last one are written.
 #pragma once
 #include "flashpage/memory/kv_rows.h"
 #include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/ptx/thread_index.h"
 #include "flashpage/tile/epilogue.h"
 #include "flashpage/tile/mask.h"
 #include "flashpage/tile/query.h"
@@ -26,9 +28,11 @@ struct ManyRowsShared {
   // Where the tokens' rows lie, two tiles in turn.
   alignas(16) const typename S::Cache* key_row[2][tokens];
   alignas(16) const typename S::Cache* value_row[2][tokens];
-  // Of the tile's rows in q and out, two places in turn: a row's arithmetic is done once, not by every lane that touches it.
+  // Of the tile's rows in q and out, two places in turn: a row's arithmetic is done once, not by every lane that
+  // touches it.
   alignas(16) i64 query_offset[Traits::tile_q];
   alignas(16) i64 out_offset[2][Traits::tile_q];
+  float scale[2];  // score_scale_of the place
 };
 
 template <class Traits>
@@ -46,30 +50,33 @@ struct ManyRows {
   Shared& shared;
   const AttentionParams& params;
   const VariantArgs& args;
-  int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+  // Accumulators leave no register for these between uses.
+  FP_DEVICE static int thread() { return ptx::thread_index(); }
+  FP_DEVICE static int lane() { return ptx::thread_index() % 32; }
 
   FP_DEVICE ManyRows(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {
     for (int stage = 0; stage < stages; ++stage)
-      zero_padding<Cache, Traits::head_dim_qk>(shared.key[stage], tokens, thread, S::threads);
-    zero_padding<typename S::Query, Traits::head_dim_qk>(shared.query, Traits::tile_q, thread, S::threads);
+      zero_padding<Cache, Traits::head_dim_qk>(shared.key[stage], tokens, thread(), S::threads);
+    zero_padding<typename S::Query, Traits::head_dim_qk>(shared.query, Traits::tile_q, thread(), S::threads);
     if constexpr (S::rotate)
-      zero_padding<typename S::Key, Traits::head_dim_qk>(shared.rotated, tokens, thread, S::threads);
+      zero_padding<typename S::Key, Traits::head_dim_qk>(shared.rotated, tokens, thread(), S::threads);
   }
 
   FP_DEVICE i32 look_up(const Place& place, int tile) const {
-    i32 token = place.unit.kv_begin + tile * tokens + thread;
-    bool exists = thread < tokens && token < place.unit.kv_end;
+    i32 token = place.unit.kv_begin + tile * tokens + thread();
+    bool exists = thread() < tokens && token < place.unit.kv_end;
     return exists ? KvRows<Traits::kv_source>(params, place.item).look_up(token) : 0;
   }
 
   FP_DEVICE void note_rows(const Place& place, int tile, i32 found) {
-    if (thread >= tokens) return;
+    if (thread() >= tokens) return;
     const Unit& unit = place.unit;
     KvRows<Traits::kv_source> rows(params, place.item);
-    i32 token = min_of(unit.kv_begin + tile * tokens + thread, max_of(unit.kv_end - 1, 0));
-    shared.key_row[tile % 2][thread] = rows.template row<Cache>(params.k, found, token, unit.kv_head);
-    shared.value_row[tile % 2][thread] =
+    i32 token = min_of(unit.kv_begin + tile * tokens + thread(), max_of(unit.kv_end - 1, 0));
+    shared.key_row[tile % 2][thread()] = rows.template row<Cache>(params.k, found, token, unit.kv_head);
+    shared.value_row[tile % 2][thread()] =
         rows.template row<Cache>(params.v, found, token, unit.kv_head, S::first_value_column(place.pass));
   }
 
@@ -86,7 +93,7 @@ struct ManyRows {
   }
   template <class Copy, int parts>
   FP_DEVICE void load_part(u8* destination, const Cache* const* row_of, const Unit& unit, int tile, int part) {
-    Copy::template run_part<tokens, parts>(ptx::shared_address(destination), thread,
+    Copy::template run_part<tokens, parts>(ptx::shared_address(destination), thread(),
                                            unit.kv_end - unit.kv_begin - tile * tokens, part,
                                            [&](u32 row) { return row_of[row]; });
   }
@@ -104,7 +111,7 @@ struct ManyRows {
     if constexpr (S::rotate) {
       i32 first = unit.kv_begin + tile * tokens;
       rotate_rows<Cache, typename S::Key, Traits::head_dim_qk>(
-          shared.key[tile % stages], shared.rotated, tokens, params.rope_scale, params.rope_theta, thread, S::threads,
+          shared.key[tile % stages], shared.rotated, tokens, params.rope_scale, params.rope_theta, thread(), S::threads,
           [&](int row) { return static_cast<float>(first + row); });
       __syncthreads();
       return ptx::shared_address(shared.rotated);
@@ -118,64 +125,43 @@ struct ManyRows {
   FP_DEVICE void begin(const Place& place, i32 found, i32 next) {
     note_rows(place, 0, found);
     note_rows(place, 1, next);
-    if (thread < Traits::tile_q) {
-      shared.query_offset[thread] = query_offset(params, place.item, place.unit, thread);
-      shared.out_offset[place.turn][thread] =
-          out_offset<Traits>(params, place.item, place.unit, thread) + S::first_value_column(place.pass);
+    if (thread() == 0) shared.scale[place.turn] = score_scale_of<Traits>(params, place.unit);
+    if (thread() < Traits::tile_q) {
+      shared.query_offset[thread()] = query_offset(params, place.item, place.unit, thread());
+      shared.out_offset[place.turn][thread()] =
+          out_offset<Traits>(params, place.item, place.unit, thread()) + S::first_value_column(place.pass);
     }
     __syncthreads();
-    load_query<Traits>(ptx::shared_address(shared.query), params, place.unit, thread,
+    load_query<Traits>(ptx::shared_address(shared.query), params, place.unit, thread(),
                        [&](u32 row) { return shared.query_offset[row]; });
     copy_keys(place.unit, 0);
     if constexpr (stages == 2) copy_values(place.unit, 0);
   }
 
-  // A place whose copies have begun; leaves with those of `after` begun.
-  FP_DEVICE void run(const Place& place, const Place& after) {
+  // A place whose copies have begun; leaves with those of the next one begun.
+  FP_DEVICE void run(const Place* places, i32 here) {
+    const Place& place = places[here];
     const Unit& unit = place.unit;
-    int warp_row = warp * S::rows_a_warp;
+    int warp_row = thread() / 32 * S::rows_a_warp;
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
     start(state, place.item, unit, warp_row);
-    float scale = score_scale_of<Traits>(params, unit);
-    u32 query = query_lane_address<Traits>(ptx::shared_address(shared.query) + warp_row * S::QueryRows::stride, lane);
     if constexpr (S::rotate) {
       ptx::cp_async_wait<stages - 1>();
       __syncthreads();
-      rotate_query<Traits>(shared.query, params, place.item, unit, thread);
+      rotate_query<Traits>(shared.query, params, place.item, unit, thread());
     }
-    auto query_fragment = [&](u32(&a)[S::row_tiles][4], int step) {
-      load_query_fragment<Traits>(a, ptx::opaque(query), step);
-    };
-
-    int tiles = ceil_div(unit.kv_end - unit.kv_begin, tokens);
-    for (int tile = 0; tile < tiles; ++tile) {
-      ptx::cp_async_wait<stages - 1>();
-      __syncthreads();  // this tile's keys are here, and what the last tile read is free
-      if constexpr (stages == 1) copy_values(unit, tile);
-      if constexpr (stages == 2 && !spread) copy_keys(unit, tile + 1);
-      i32 next = look_up(place, tile + 2);
-      float scores[S::row_tiles][tokens / 8][4];
-      multiply_keys<Traits>(scores, finished_keys(unit, tile), lane, query_fragment, [&](int step) {
-        if constexpr (spread) load_keys<S::key_steps>(unit, tile + 1, step);
-      });
-      if constexpr (spread) ptx::cp_async_commit();
-      i32 first = unit.kv_begin + tile * tokens;
-      finish_scores<Traits>(scores, scale, params, args, place.item, unit, warp_row, first, lane);
-      state.update(scores, values, softmax_scale_of<Traits>(scale));
-      Probabilities<Traits, tokens / 8> probabilities(scores);
-      ptx::cp_async_wait<stages - 1>();
-      __syncthreads();  // this tile's values are here, and its keys are read
-      if constexpr (stages == 1) copy_keys(unit, tile + 1);
-      if constexpr (stages == 2 && !spread) copy_values(unit, tile + 1);
-      note_rows(place, tile + 2, next);
-      multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % stages]), lane, [&](int step) {
-        if constexpr (spread) load_values<tokens / 16>(unit, tile + 1, step);
-      });
-      if constexpr (spread) ptx::cp_async_commit();
+    for (int tile = 0; unit.kv_begin + tile * tokens < unit.kv_end; ++tile) {
+      // Two straight bodies: a branch between the products would keep the compiler from overlapping them with softmax.
+      if (needs_mask<Traits>(unit, unit.kv_begin + tile * tokens, tokens)) {
+        step<true>(place, tile, state, values);
+      } else {
+        step<false>(place, tile, state, values);
+      }
     }
     ptx::cp_async_wait<0>();
     __syncthreads();  // all stages and Q are free again
+    const Place& after = places[next_place(ptx::opaque(here))];
     if (!after.done) begin(after);
     if (place.item.partial_row >= 0) {
       write_rows<true>(state, values, place, warp_row);
@@ -185,6 +171,43 @@ struct ManyRows {
   }
 
  private:
+  // One tile of keys and values; the copies of the next one begin.
+  template <bool masked>
+  FP_DEVICE void step(const Place& place, int tile, SoftmaxState<S::row_tiles>& state,
+                      float (&values)[S::row_tiles][S::value_tiles][4]) {
+    const Unit& unit = place.unit;
+    int warp_row = thread() / 32 * S::rows_a_warp;
+    i32 first = unit.kv_begin + tile * tokens;
+    float scale = shared.scale[place.turn];
+    u32 query = query_lane_address<Traits>(ptx::shared_address(shared.query) + warp_row * S::QueryRows::stride, lane());
+    ptx::cp_async_wait<stages - 1>();
+    __syncthreads();  // this tile's keys are here, and what the last tile read is free
+    if constexpr (stages == 1) copy_values(unit, tile);
+    if constexpr (stages == 2 && !spread) copy_keys(unit, tile + 1);
+    i32 next = look_up(place, tile + 2);
+    float scores[S::row_tiles][tokens / 8][4];
+    multiply_keys<Traits>(
+        scores, finished_keys(unit, tile), lane(),
+        [&](u32(&a)[S::row_tiles][4], int step) { load_query_fragment<Traits>(a, ptx::opaque(query), step); },
+        [&](int step) {
+          if constexpr (spread) load_keys<S::key_steps>(unit, tile + 1, step);
+        });
+    if constexpr (spread) ptx::cp_async_commit();
+    transform_scores<Traits>(scores, scale, params, args, place.item, unit, warp_row, first, lane());
+    if constexpr (masked) mask_scores<Traits>(scores, params, args, place.item, unit, warp_row, first, lane());
+    state.update(scores, values, softmax_scale_of<Traits>(scale));
+    Probabilities<Traits, tokens / 8> probabilities(scores);
+    ptx::cp_async_wait<stages - 1>();
+    __syncthreads();  // this tile's values are here, and its keys are read
+    if constexpr (stages == 1) copy_keys(unit, tile + 1);
+    if constexpr (stages == 2 && !spread) copy_values(unit, tile + 1);
+    note_rows(place, tile + 2, next);
+    multiply_values(values, probabilities, ptx::shared_address(shared.value[tile % stages]), lane(), [&](int step) {
+      if constexpr (spread) load_values<tokens / 16>(unit, tile + 1, step);
+    });
+    if constexpr (spread) ptx::cp_async_commit();
+  }
+
   FP_DEVICE void start(SoftmaxState<S::row_tiles>& state, const WorkItem& item, const Unit& unit, int warp_row) {
     state.clear();
     if (!params.sinks) return;
@@ -192,9 +215,9 @@ struct ManyRows {
     for (int m = 0; m < S::row_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        i32 row = min_of(warp_row + m * 16 + half * 8 + lane / 4, unit.num_rows - 1);
+        i32 row = min_of(warp_row + m * 16 + half * 8 + lane() / 4, unit.num_rows - 1);
         state.maximum[m][half] = sink_of_row(params, item, unit, unit.first_row + row);
-        state.sum[m][half] = lane % 4 == 0 && state.maximum[m][half] != ptx::negative_infinity() ? 1.f : 0.f;
+        state.sum[m][half] = lane() % 4 == 0 && state.maximum[m][half] != ptx::negative_infinity() ? 1.f : 0.f;
       }
   }
 
@@ -207,15 +230,15 @@ struct ManyRows {
     for (int m = 0; m < S::row_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        int row = warp_row + m * 16 + half * 8 + lane / 4;
+        int row = warp_row + m * 16 + half * 8 + lane() / 4;
         float sum = quad_sum(state.sum[m][half]);
         if (row >= unit.num_rows) continue;
         float inverse = sum > 0.f ? value_scale / sum : 0.f;
         i64 offset = shared.out_offset[place.turn][row];
-        for_each_column_pair<Traits>(values[m], half, lane, [&](int at, float first, float second) {
+        for_each_column_pair<Traits>(values[m], half, lane(), [&](int at, float first, float second) {
           store_pair<Traits>(params, partial, offset + at, first * inverse, second * inverse);
         });
-        if (lane % 4 == 0) {
+        if (lane() % 4 == 0) {
           if (float* lse = lse_target(params, place.item, unit, row)) *lse = row_lse(state.maximum[m][half], sum);
         }
       }

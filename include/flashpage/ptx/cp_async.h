@@ -4,8 +4,8 @@
 
 namespace flashpage::ptx {
 
-// Copies `bytes` (4, 8 or 16) to shared memory, or writes zeros where there is nothing to copy. Not ordered with ordinary accesses
-// by itself: commit, wait and barriers are, and staged tiles are touched only between them.
+// Copies `bytes` (4, 8 or 16) to shared memory, or writes zeros where there is nothing to copy. Not ordered with
+// ordinary accesses by itself: commit, wait and barriers are, and staged tiles are touched only between them.
 template <int bytes>
 FP_DEVICE void cp_async(u32 shared, const void* global, bool exists) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16);
@@ -13,7 +13,8 @@ FP_DEVICE void cp_async(u32 shared, const void* global, bool exists) {
   if constexpr (bytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid_bytes));
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(bytes), "r"(valid_bytes));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(bytes),
+                 "r"(valid_bytes));
   }
 }
 

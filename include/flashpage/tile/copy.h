@@ -10,16 +10,16 @@ namespace flashpage {
 template <class Element, int columns>
 inline constexpr int copy_bytes = (columns * sizeof(Element)) % 16 ? 8 : 16;
 
-// The part that one thread of `threads` copies of a tile: the same column chunk of every `rows_a_pass`-th row, so that the
-// column arithmetic is done once.
+// The part that one thread of `threads` copies of a tile: the same column chunk of every `rows_a_pass`-th row, so that
+// the column arithmetic is done once.
 template <class Element, int columns, int threads, int chunk_bytes = copy_bytes<Element, columns>>
 struct RowCopy {
   using Rows = SharedRows<Element, columns>;
   static constexpr int chunks = Rows::used_bytes / chunk_bytes;
   static_assert(Rows::used_bytes % chunk_bytes == 0);
 
-  // source(row) gives the row's first element; rows from `count` on do not exist and become zero. source is called by every
-  // thread at every step with a row below num_rows, so it may be warp-wide.
+  // source(row) gives the row's first element; rows from `count` on do not exist and become zero. source is called by
+  // every thread at every step with a row below num_rows, so it may be warp-wide.
   template <int num_rows, class Source>
   FP_DEVICE static void run(u32 destination, int thread, int count, Source&& source) {
     run_part<num_rows, 1>(destination, thread, count, 0, source);
@@ -41,7 +41,8 @@ struct RowCopy {
  private:
   static constexpr bool fixed_chunk = threads % chunks == 0;
 
-  // Sources first, then the copies: ptxas puts three idle shared loads before a cp.async that follows another shared access.
+  // Sources first, then the copies: ptxas puts three idle shared loads before a cp.async that follows another shared
+  // access.
   template <int num_rows, int batch, class Source>
   FP_DEVICE static void run_batch(u32 destination, int thread, int count, int begin, int end, Source&& source) {
     constexpr bool whole = (num_rows * chunks) % threads == 0;
@@ -56,7 +57,8 @@ struct RowCopy {
       u32 row = row_of(begin + n, thread);
       u32 byte = (fixed_chunk ? thread % chunks : ((begin + n) * threads + thread) % chunks) * chunk_bytes;
       if (begin + n >= end || (!whole && row >= num_rows)) continue;
-      ptx::cp_async<chunk_bytes>(destination + Rows::byte_offset(row, byte), from[n] + byte, static_cast<int>(row) < count);
+      ptx::cp_async<chunk_bytes>(destination + Rows::byte_offset(row, byte), from[n] + byte,
+                                 static_cast<int>(row) < count);
     }
   }
 

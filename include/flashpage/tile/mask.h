@@ -83,12 +83,33 @@ struct MaskBits {
   }
 };
 
+// Causal and window alone. Row by row: one row's range takes two registers.
+template <class Traits, int token_tiles>
+FP_DEVICE void mask_by_range(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
+                             const WorkItem& item, const Unit& unit, int first_row, i32 first_token, int lane) {
+#pragma unroll
+  for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      PackedRow row = lane_row(params, unit, first_row, m, half, lane);
+      TokenRange range = visible_range(params, item, query_position(item, row.row));
+      i32 mine = first_token + lane % 4 * 2;  // this lane's first token, so that each compare has a constant offset
+#pragma unroll
+      for (int n = 0; n < token_tiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          bool visible = mine + (n * 8 + e) >= range.begin && mine + (n * 8 + e) < range.end;
+          if (!visible) scores[m][n][half * 2 + e] = ptx::negative_infinity();
+        }
+    }
+}
+
 // Hides tokens of a tile that is not wholly visible. Token by token, so that what a mask loads for a token serves all
 // rows.
 template <class Traits, int token_tiles>
-FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
-                           const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row,
-                           i32 first_token, int lane) {
+FP_DEVICE void mask_by_token(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
+                             const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row,
+                             i32 first_token, int lane) {
   using Variant = typename Traits::Variant;
   constexpr int rows = 2 * Shape<Traits>::row_tiles;
   constexpr bool custom = Traits::mask_source == MaskSource::packed_bits;
@@ -124,16 +145,23 @@ FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles
   }
 }
 
-// Both: what stands between the score product and softmax.
+// Hides tokens of a tile that is not wholly visible.
 template <class Traits, int token_tiles>
-FP_DEVICE void finish_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
-                             const AttentionParams& params, const VariantArgs& args, const WorkItem& item,
-                             const Unit& unit, int first_row, i32 first_token, int lane) {
-  transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first_token, lane);
-  constexpr bool always = Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask;
-  if (always || first_token < unit.all_begin || first_token + token_tiles * 8 > unit.all_end) {
-    mask_scores<Traits>(scores, params, args, item, unit, first_row, first_token, lane);
+FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
+                           const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row,
+                           i32 first_token, int lane) {
+  if constexpr (Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask) {
+    mask_by_token<Traits>(scores, params, args, item, unit, first_row, first_token, lane);
+  } else {
+    mask_by_range<Traits>(scores, params, item, unit, first_row, first_token, lane);
   }
+}
+
+// Whether some row of the unit does not see some token of the tile.
+template <class Traits>
+FP_DEVICE bool needs_mask(const Unit& unit, i32 first_token, int tokens) {
+  constexpr bool always = Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask;
+  return always || first_token < unit.all_begin || first_token + tokens > unit.all_end;
 }
 
 }  // namespace flashpage

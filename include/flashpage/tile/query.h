@@ -15,7 +15,8 @@ FP_DEVICE i64 query_offset(const AttentionParams& params, const WorkItem& item, 
 
 // Issues the copies of all threads of the CTA; rows beyond the unit become zero. offset(row) is query_offset.
 template <class Traits, class Offset>
-FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int thread, Offset&& offset) {
+FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int thread,
+                          Offset&& offset) {
   using S = Shape<Traits>;
   using Query = typename S::Query;
   auto source = [&](u32 row) { return static_cast<const Query*>(params.q) + offset(row); };
@@ -25,16 +26,18 @@ FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const 
     for (int i = thread; i < Traits::tile_q * pairs; i += S::threads) {
       u32 row = i / pairs, pair = i % pairs;
       ptx::cp_async<4>(destination + S::QueryRows::byte_offset(row, fp8_pair_order(pair) * 4), source(row) + pair * 2,
-                               static_cast<i32>(row) < unit.num_rows);
+                       static_cast<i32>(row) < unit.num_rows);
     }
   } else {
-    RowCopy<Query, Traits::head_dim_qk, S::threads>::template run<Traits::tile_q>(destination, thread, unit.num_rows, source);
+    RowCopy<Query, Traits::head_dim_qk, S::threads>::template run<Traits::tile_q>(destination, thread, unit.num_rows,
+                                                                                  source);
   }
 }
 
 // After the copies have landed and the CTA has met.
 template <class Traits>
-FP_DEVICE void rotate_query(u8* tile, const AttentionParams& params, const WorkItem& item, const Unit& unit, int thread) {
+FP_DEVICE void rotate_query(u8* tile, const AttentionParams& params, const WorkItem& item, const Unit& unit,
+                            int thread) {
   using S = Shape<Traits>;
   using Query = typename S::Query;
   rotate_rows<Query, Query, Traits::head_dim_qk>(

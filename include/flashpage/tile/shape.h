@@ -29,7 +29,9 @@ struct Shape {
   static constexpr int row_tiles = rows_a_warp / 16;  // m16 tiles of one warp
   static constexpr int warp_tokens = Traits::tile_kv / Traits::warps_kv;
   static constexpr int key_steps = ceil_div(Traits::head_dim_qk, 16);  // k16 steps of Q K^T
-  static constexpr int key_unroll = row_tiles * key_steps <= 8 ? key_steps : key_steps <= 8 ? 4 : 8;  // more takes registers
+  static constexpr int key_unroll = row_tiles * key_steps <= 8 ? key_steps
+                                    : key_steps <= 8           ? 4
+                                                               : 8;  // more takes registers
 
   // More than 256 value columns do not fit in registers: the unit is run once for each part, the last one overlapping.
   static constexpr int value_passes = ceil_div(Traits::head_dim_vo, 256);

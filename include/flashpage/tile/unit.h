@@ -60,6 +60,9 @@ struct Place {
   bool done;  // nothing left: the other fields mean nothing
 };
 
+// Places lie in a ring of three.
+FP_DEVICE i32 next_place(i32 here) { return here == 2 ? 0 : here + 1; }
+
 // Walks the places of one CTA's items. One thread moves it and writes the places, the CTA reads them.
 struct PlaceCursor {
   CtaItems cta;
