@@ -36,6 +36,8 @@ int64_t fp_sizeof(const char* struct_name) {
       {"Python", sizeof(fp_python)},
       {"TensorForm", sizeof(fp_tensor_form)},
       {"BoundRun", sizeof(fp_bound_run)},
+      {"LengthsStruct", sizeof(fp_lengths)},
+      {"SlotsCall", sizeof(fp_slots_call)},
   };
   for (const Entry& entry : entries) {
     if (std::strcmp(entry.name, struct_name) == 0) return entry.size;

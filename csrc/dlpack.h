@@ -7,7 +7,7 @@ namespace flashpage::dlpack {
 
 inline constexpr uint32_t major_version = 1;
 inline constexpr int32_t cpu = 1;
-inline constexpr int32_t cuda = 2;
+inline constexpr uint8_t signed_integer = 0;
 
 struct Tensor {
   void* data;

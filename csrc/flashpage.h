@@ -174,9 +174,10 @@ struct fp_python {
   void* (*eval_save_thread)();
   void (*eval_restore_thread)(void*);
   const void* none;
-  const void* tensors;  // DLPackExchangeAPI, of torch.Tensor.__dlpack_c_exchange_api__
+  const void* tensors;  // DLPackExchangeAPI, of torch.Tensor.__dlpack_c_exchange_api__; null: torch has none
 };
-// FP_INTERNAL where the DLPack functions are of a version that is not known here; then fp_py_* must not be called.
+// To be called before any fp_py_*. FP_OTHER_TENSORS where the DLPack functions are not given or of a version that is
+// not known here: then no function that takes tensors may be called.
 FP_API int32_t fp_python_set(const fp_python*);
 
 // What decides how a tensor is bound: all but its address.
@@ -199,11 +200,33 @@ struct fp_bound_run {
   fp_tensor_form q, k, v, out, lse;
 };
 
-// METH_FASTCALL functions of (address of an fp_bound_run, q, k or the cache, v or None, out, lse or None): ctypes would
-// convert each argument in 0.06 us. Both return an int, a status.
+// All fp_py_* are METH_FASTCALL functions, since ctypes would convert each argument in 0.06 us, and return an int.
+// These two take (address of an fp_bound_run, q, k or the cache, v or None, out, lse or None) and return a status:
 // fp_py_bind remembers the tensors; fp_py_run compares them, points the structs at them and calls fp_run.
 FP_API void* fp_py_bind(void* self, void* const* arguments, intptr_t count);
 FP_API void* fp_py_run(void* self, void* const* arguments, intptr_t count);
+
+// Copies of a batch's lengths, which the problem's arrays point at.
+struct fp_lengths {
+  fp_problem* problem;
+  char* copies;             // of the four arrays, one behind the other
+  int64_t bytes_of_a_copy;  // room for batch + 1 numbers of 64 bits
+  int64_t kv_begin;         // written: where kv_indptr begins
+};
+// (address of an fp_lengths, batch, q_indptr, kv_indptr, last_page_len, kv_lens; each a tensor, all but the second may
+// be None). Returns the rows of the batch as q_indptr says (0 without); -1 where an argument is no host tensor of int32
+// or int64 of the right length.
+FP_API void* fp_py_lengths(void* self, void* const* arguments, intptr_t count);
+
+struct fp_slots_call {
+  fp_slots* slots;
+  const fp_problem* problem;
+  void* destination;
+  int64_t capacity;
+  fp_plan_result* result;
+};
+// fp_slots_plan of (address of an fp_slots_call, address of an fp_schedule, stream); returns a status.
+FP_API void* fp_py_slots_plan(void* self, void* const* arguments, intptr_t count);
 
 // ---------------------------------------------------------------- the CPU's own (csrc/threads.cpp, csrc/cpu_ops.cpp)
 

@@ -12,7 +12,24 @@ constexpr int32_t max_dims = 5;
 fp_python python;
 const dlpack::ExchangeApi* torch_api;
 
-void* to_int(int32_t status) { return python.long_from_long(status); }
+void* to_int(int64_t number) { return python.long_from_long(number); }
+
+template <class T>
+T* pointer(void* integer) {
+  return static_cast<T*>(python.long_as_void_ptr(integer));
+}
+
+// Lets other threads run Python for as long as it lives.
+class WithoutInterpreter {
+ public:
+  WithoutInterpreter() : thread_(python.eval_save_thread()) {}
+  ~WithoutInterpreter() { python.eval_restore_thread(thread_); }
+  WithoutInterpreter(const WithoutInterpreter&) = delete;
+  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
+
+ private:
+  void* thread_;
+};
 
 // False where the object is no tensor of memory.
 bool read_tensor(void* object, dlpack::Tensor& tensor) {
@@ -54,12 +71,7 @@ struct Arguments {
   void *q, *k, *v, *out, *lse;
 
   explicit Arguments(void* const* given)
-      : run(static_cast<fp_bound_run*>(python.long_as_void_ptr(given[0]))),
-        q(given[1]),
-        k(given[2]),
-        v(given[3]),
-        out(given[4]),
-        lse(given[5]) {}
+      : run(pointer<fp_bound_run>(given[0])), q(given[1]), k(given[2]), v(given[3]), out(given[4]), lse(given[5]) {}
 };
 
 bool remember(void* object, fp_tensor_form& form) {
@@ -114,10 +126,8 @@ int32_t run_bound(const Arguments& given) {
     python.err_clear();
     return FP_OTHER_TENSORS;
   }
-  void* thread = python.eval_save_thread();  // others may run: the CPU works here, and a launch can wait for room
-  const int32_t status = fp_run(args);
-  python.eval_restore_thread(thread);
-  return status;
+  WithoutInterpreter others;  // the CPU works here, and a launch can wait for room
+  return fp_run(args);
 }
 
 int32_t bind(const Arguments& given) {
@@ -128,18 +138,61 @@ int32_t bind(const Arguments& given) {
   return all ? FP_OK : FP_OTHER_TENSORS;
 }
 
+int64_t number(const fp_index_array& array, int64_t i) {
+  return array.is_int64 ? static_cast<const int64_t*>(array.data)[i] : static_cast<const int32_t*>(array.data)[i];
+}
+
+template <class T>
+void copy_numbers(const dlpack::Tensor& from, void* to) {
+  const T* numbers = reinterpret_cast<const T*>(static_cast<const char*>(from.data) + from.byte_offset);
+  const int64_t count = from.shape[0], stride = from.strides[0];
+  if (stride == 1) {
+    std::memcpy(to, numbers, count * sizeof(T));
+  } else {
+    for (int64_t i = 0; i < count; ++i) static_cast<T*>(to)[i] = numbers[i * stride];
+  }
+}
+
+// False where the object is no host tensor of `count` numbers.
+bool copy_lengths(void* object, int64_t count, char* copy, fp_index_array& array) {
+  array.data = nullptr;
+  if (object == python.none) return true;
+  dlpack::Tensor tensor;
+  if (!read_tensor(object, tensor) || tensor.device.type != dlpack::cpu || tensor.dims != 1 ||
+      tensor.shape[0] != count || tensor.dtype.code != dlpack::signed_integer ||
+      (tensor.dtype.bits != 32 && tensor.dtype.bits != 64)) {
+    return false;
+  }
+  array = {copy, 1, tensor.dtype.bits == 64, static_cast<int32_t>(count)};
+  array.is_int64 ? copy_numbers<int64_t>(tensor, copy) : copy_numbers<int32_t>(tensor, copy);
+  return true;
+}
+
+// The rows of the batch; -1: see fp_py_lengths.
+int64_t take_lengths(fp_lengths& to, int64_t batch, void* const* tensors) {
+  fp_problem& problem = *to.problem;
+  fp_index_array* const arrays[] = {&problem.q_indptr, &problem.kv_indptr, &problem.last_page_len, &problem.kv_lens};
+  for (int i = 0; i < 4; ++i) {
+    const int64_t count = batch + (i < 2);  // an indptr has one entry more
+    if (!copy_lengths(tensors[i], count, to.copies + i * to.bytes_of_a_copy, *arrays[i])) return -1;
+  }
+  if (problem.kv_indptr.data == nullptr) return -1;
+  problem.batch = static_cast<int32_t>(batch);
+  to.kv_begin = number(problem.kv_indptr, 0);
+  if (problem.q_indptr.data == nullptr) return 0;
+  const int64_t rows = number(problem.q_indptr, batch) - number(problem.q_indptr, 0);
+  return rows > 0 ? rows : 0;  // less is an error that the planner tells
+}
+
 }  // namespace
 }  // namespace flashpage::host
 
 using namespace flashpage;
 
 int32_t fp_python_set(const fp_python* given) {
-  const auto* api = static_cast<const dlpack::ExchangeApi*>(given->tensors);
-  if (api->header.major != dlpack::major_version) {
-    return host::fail(FP_INTERNAL, "torch's DLPack functions are of version %u.%u", api->header.major,
-                      api->header.minor);
-  }
   host::python = *given;
+  const auto* api = static_cast<const dlpack::ExchangeApi*>(given->tensors);
+  if (api == nullptr || api->header.major != dlpack::major_version) return FP_OTHER_TENSORS;
   host::torch_api = api;
   return FP_OK;
 }
@@ -150,4 +203,23 @@ void* fp_py_bind(void*, void* const* arguments, intptr_t) {
 
 void* fp_py_run(void*, void* const* arguments, intptr_t) {
   return host::to_int(host::run_bound(host::Arguments(arguments)));
+}
+
+void* fp_py_lengths(void*, void* const* arguments, intptr_t) {
+  auto* lengths = host::pointer<fp_lengths>(arguments[0]);
+  const auto batch = reinterpret_cast<intptr_t>(host::pointer<void>(arguments[1]));
+  return host::to_int(host::take_lengths(*lengths, batch, arguments + 2));
+}
+
+void* fp_py_slots_plan(void*, void* const* arguments, intptr_t) {
+  const auto* call = host::pointer<fp_slots_call>(arguments[0]);
+  const auto* schedule = host::pointer<fp_schedule>(arguments[1]);
+  void* stream = host::pointer<void>(arguments[2]);
+  int32_t status;
+  {
+    host::WithoutInterpreter others;
+    status =
+        fp_slots_plan(call->slots, call->problem, schedule, call->destination, call->capacity, stream, call->result);
+  }
+  return host::to_int(status);
 }

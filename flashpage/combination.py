@@ -51,7 +51,7 @@ class Combination:
             planner.problem_options = options
             problem.causal, problem.window_left = options.causal, options.window_left
             problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
-        slot.plan(planner.problem_address, prepared, stream, planner.length_names)
+        slot.plan(prepared, stream, planner.length_names)
         partial_rows = result.num_partial_rows
         if partial_rows and partial_rows > planner.partial_rows(options.head_dim_vo):
             raise self._too_many_partials(planner, partial_rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,27 +29,34 @@ class _MethodDef(ctypes.Structure):
     ]
 
 
-_BIND = _MethodDef(b"fp_py_bind", None, _METH_FASTCALL, None)  # a builtin refers to its definition
-_RUN = _MethodDef(b"fp_py_run", None, _METH_FASTCALL, None)
+class Builtins(NamedTuple):
+    """Those of csrc/flashpage.h, without their prefix fp_py_; where torch has no DLPack functions, those that take
+    tensors know none."""
+
+    bind: Callable[..., int]
+    run: Callable[..., int]
+    lengths: Callable[..., int]
+    slots_plan: Callable[..., int]
+
+
+_definitions: list[_MethodDef] = []  # builtins refer to them
 
 
 @functools.cache
-def functions() -> tuple[Callable[..., int], Callable[..., int]]:
-    """(bind, run) of csrc/flashpage.h; where torch has no DLPack functions, two that know no tensor."""
-    if not _connect():
-        return _knows_no_tensor, _knows_no_tensor
-    return _builtin(_BIND), _builtin(_RUN)
+def builtins() -> Builtins:
+    """Made once a process."""
+    if _connect():
+        return Builtins(*map(_builtin, Builtins._fields))
+    return Builtins(_other_tensors, _other_tensors, lambda *_: -1, _builtin("slots_plan"))
 
 
-def _knows_no_tensor(*_: Any) -> int:
+def _other_tensors(*_: Any) -> int:
     return host.OTHER_TENSORS
 
 
 def _connect() -> bool:
-    """Gives the host library what it needs of Python and of torch."""
+    """Gives the host library what it needs of Python and of torch; whether it can read tensors."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        return False
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     python = host.Python(
@@ -59,13 +66,15 @@ def _connect() -> bool:
         eval_save_thread=_address(ctypes.pythonapi.PyEval_SaveThread),
         eval_restore_thread=_address(ctypes.pythonapi.PyEval_RestoreThread),
         none=id(None),
-        tensors=get_pointer(capsule, b"dlpack_exchange_api"),
+        tensors=None if capsule is None else get_pointer(capsule, b"dlpack_exchange_api"),
     )
     return bool(host.load().fp_python_set(ctypes.addressof(python)) == host.OK)
 
 
-def _builtin(definition: _MethodDef) -> Callable[..., int]:
-    definition.function = _address(getattr(host.load(), definition.name.decode()))
+def _builtin(name: str) -> Callable[..., int]:
+    symbol = f"fp_py_{name}"
+    definition = _MethodDef(symbol.encode(), _address(getattr(host.load(), symbol)), _METH_FASTCALL, None)
+    _definitions.append(definition)
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     function: Callable[..., int] = make(ctypes.addressof(definition), None, None)

@@ -158,6 +158,14 @@ class BoundRun(ctypes.Structure):
     ]
 
 
+class LengthsStruct(ctypes.Structure):
+    _fields_ = [*_all(c_void_p, "problem copies"), *_all(c_int64, "bytes_of_a_copy kv_begin")]
+
+
+class SlotsCall(ctypes.Structure):
+    _fields_ = [*_all(c_void_p, "slots problem destination"), ("capacity", c_int64), ("result", c_void_p)]
+
+
 # include/flashpage/plan/work_item.h
 
 WORK_ITEM = np.dtype(
@@ -176,7 +184,7 @@ PLAN_HEADER = np.dtype(
 STRUCTS = (
     *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
     *(IndexArray, ProblemStruct, Schedule, PlanResult, KernelInfo, DeviceInfo, RunArgs),
-    *(Python, TensorForm, BoundRun),
+    *(Python, TensorForm, BoundRun, LengthsStruct, SlotsCall),
 )
 RECORDS = {"WorkItem": WORK_ITEM, "MergeItem": MERGE_ITEM, "CtaItems": CTA_ITEMS, "PlanHeader": PLAN_HEADER}
 

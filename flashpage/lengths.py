@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import arguments, host
+from . import arguments, direct, host
 from .errors import PlanError
 
 _NOT_ZERO_FIRST, _DECREASES, _OUTSIDE, _TOO_MANY = 1, 2, 3, 4  # csrc/flashpage.h, fp_length_error
@@ -34,27 +34,76 @@ def to_host(lengths: Lengths) -> Lengths:
     return Lengths(*(t if t is None or t.is_cpu else next(parts) for t in lengths))
 
 
-def fill(array: host.IndexArray, tensor: torch.Tensor, length: int, name: str) -> bytes:
-    """Points the planner at a host tensor of `length` entries.
+class HeldLengths:
+    """Copies of the batch's lengths, which the planner reads: callers may reuse their tensors at once."""
 
-    Returns a copy of its numbers, for plans that are derived after the caller may have reused the tensor.
-    """
-    dtype = tensor.dtype
-    if dtype is torch.int32:
-        array.is_int64, size = 0, 4
-    elif dtype is torch.int64:
-        array.is_int64, size = 1, 8
-    else:
-        raise PlanError(f"{name} has dtype {dtype}: pass int32 or int64.")
-    shape = tensor.shape
-    if len(shape) != 1 or shape[0] != length:
-        raise _wrong_shape(tensor, length, name)
-    array.data = address = tensor.data_ptr()
-    if tensor.is_contiguous():
-        array.stride = 1
-        return ctypes.string_at(address, length * size)
-    array.stride = stride = tensor.stride(0)
-    return ctypes.string_at(address, ((length - 1) * stride + 1) * size)
+    def __init__(self, problem: host.ProblemStruct, names: tuple[str, str, str, str]) -> None:
+        self._names = names
+        self._arrays = (problem.q_indptr, problem.kv_indptr, problem.last_page_len, problem.kv_lens)
+        self._problem = problem
+        self._struct = host.LengthsStruct(problem=ctypes.addressof(problem))
+        self._address = ctypes.addressof(self._struct)
+        self._take = direct.builtins().lengths
+        self._most = 0  # requests that there is room for
+        self._make_room(1023)
+
+    def take(self, batch: int, given: Lengths) -> int | None:
+        """The rows of the batch; None where a tensor lies on a device."""
+        if batch > self._most:
+            self._make_room(batch)
+        rows = self._take(self._address, batch, *given)
+        return rows if rows >= 0 else self._take_judged(batch, given)
+
+    @property
+    def kv_begin(self) -> int:
+        """Where kv_indptr begins: pages, ragged: tokens."""
+        begin: int = self._struct.kv_begin
+        return begin
+
+    def by_request(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """q_indptr, kv_indptr, last_page_len and kv_lens, int64; the first two must have been given."""
+        found = [None if array.data is None else self._numbers(i).long() for i, array in enumerate(self._arrays)]
+        assert found[0] is not None and found[1] is not None
+        return found[0], found[1], found[2], found[3]
+
+    def _make_room(self, batch: int) -> None:
+        self._most = batch
+        self._bytes = 8 * (batch + 1)
+        self._copies = torch.empty((4, self._bytes), dtype=torch.uint8)
+        self._struct.copies, self._struct.bytes_of_a_copy = self._copies.data_ptr(), self._bytes
+
+    def _take_judged(self, batch: int, given: Lengths) -> int | None:
+        """Tensors that C could not read, judged one by one."""
+        arguments.tensor(given.kv_indptr, self._names[1], PlanError)
+        self._problem.batch = batch
+        for i, tensor in enumerate(given):
+            self._arrays[i].data = None
+            if tensor is None:
+                continue
+            if not arguments.tensor(tensor, self._names[i], PlanError).is_cpu:
+                return None
+            self._hold(i, tensor, batch + (i < 2))
+        self._struct.kv_begin = int(self._numbers(1)[0])
+        if given.q_indptr is None:
+            return 0
+        rows = self._numbers(0)
+        return max(0, int(rows[-1]) - int(rows[0]))
+
+    def _hold(self, i: int, tensor: torch.Tensor, length: int) -> None:
+        name, array = self._names[i], self._arrays[i]
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise PlanError(f"{name} has dtype {tensor.dtype}: pass int32 or int64.")
+        if tensor.dim() != 1 or tensor.shape[0] != length:
+            raise _wrong_shape(tensor, length, name)
+        array.is_int64, array.stride, array.length = int(tensor.dtype is torch.int64), 1, length
+        array.data = self._copies.data_ptr() + i * self._bytes
+        self._numbers(i).copy_(tensor)
+
+    def _numbers(self, i: int) -> torch.Tensor:
+        """Of an array, in place."""
+        array = self._arrays[i]
+        dtype = torch.int64 if array.is_int64 else torch.int32
+        return self._copies[i].view(dtype)[: array.length]
 
 
 def batch_of(indptr: torch.Tensor, name: str) -> int:
@@ -74,32 +123,6 @@ def _wrong_shape(tensor: torch.Tensor, length: int, name: str) -> PlanError:
     else:
         fix = f"the batch has {length} requests (expected {length}): pass one entry a request."
     return PlanError(f"{name} has {tensor.shape[0]} entries but {fix}")
-
-
-def first(copy: bytes, array: host.IndexArray) -> int:
-    """The first number of a copied array, without torch."""
-    return int.from_bytes(copy[:8] if array.is_int64 else copy[:4], "little", signed=True)
-
-
-def last(copy: bytes, array: host.IndexArray) -> int:
-    return int.from_bytes(copy[-8:] if array.is_int64 else copy[-4:], "little", signed=True)
-
-
-def restore(array: host.IndexArray, copy: bytes | None) -> object:
-    """Points the planner at a copy of an array; the caller holds what is returned while the planner reads it."""
-    buffer = None if copy is None else ctypes.create_string_buffer(copy, len(copy))
-    array.data = None if buffer is None else ctypes.addressof(buffer)
-    return buffer
-
-
-def numbers(array: host.IndexArray, copy: bytes | None) -> torch.Tensor | None:
-    """The numbers of a copied array, int64."""
-    if copy is None:
-        return None
-    if not copy:
-        return torch.zeros(0, dtype=torch.int64)
-    dtype = torch.int64 if array.is_int64 else torch.int32
-    return torch.frombuffer(bytearray(copy), dtype=dtype)[:: max(1, array.stride)].long()
 
 
 def complaint(result: host.PlanResult, names: tuple[str, str, str, str], page_size: int) -> PlanError:

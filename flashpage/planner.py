@@ -10,13 +10,12 @@ import torch
 from . import arguments, host, lengths
 from .combination import Combination, partial_bytes
 from .errors import PlanError, RunError
-from .lengths import Lengths
+from .lengths import HeldLengths, Lengths
 from .plan_inputs import KvIndices, MaskBits
 from .problem import Options, Variation
 from .slots import PlanSlot
 
 INT_WORKSPACE_BYTES = 8 << 20
-_EXTRA_ENTRIES = (1, 1, 0, 0)  # of the four arrays beyond one a request
 _MOST_KNOWN = 64  # combinations kept with their kernels
 _INDICES_NAME = {"indptr": "indices", "paged_kv_indptr": "paged_kv_indices"}
 
@@ -39,18 +38,14 @@ class Planner:
         self.float_buffer = self.int_buffer = float_buffer
         self.use_float_buffer(float_buffer)
         self._slots: list[PlanSlot] = []
-        self.use_int_buffer(torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
         self._problem = host.ProblemStruct()
         self.problem_address = ctypes.addressof(self._problem)
+        self.use_int_buffer(torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
         self.problem_options: Options | None = None  # those that the struct holds
-        self._arrays = (
-            *(self._problem.q_indptr, self._problem.kv_indptr),
-            *(self._problem.last_page_len, self._problem.kv_lens),
-        )
+        self._lengths = HeldLengths(self._problem, length_names)
         self._known: dict[Options, Combination] = {}
         self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
         self._variations: dict[Variation, Combination] = {}
-        self._copies: list[bytes | None] = [None] * 4  # of their numbers: callers may reuse their tensors before a run
         self._indices_name = _INDICES_NAME.get(length_names[1], "")
         self._total_rows = 0
         self.indices, self.mask = KvIndices(device), MaskBits(device)
@@ -71,7 +66,7 @@ class Planner:
         if self._slots:
             self._slots[0].use_memory(buffer)
         else:
-            self._slots.append(PlanSlot(self.device_index, buffer))
+            self._slots.append(PlanSlot(self.device_index, buffer, self.problem_address))
 
     def _check_buffer(self, buffer: Any, name: str) -> None:
         arguments.tensor(buffer, name, PlanError)
@@ -124,30 +119,16 @@ class Planner:
     def plan(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
         """Lengths and page numbers -> a plan for every active combination."""
         self.invalidate()
-        problem, arrays, copies, names = self._problem, self._arrays, self._copies, self.length_names
-        problem.batch = batch
-        for i, tensor in enumerate(given):
-            if tensor is None:
-                if copies[i] is not None:
-                    arrays[i].data = copies[i] = None
-                continue
-            try:
-                is_here = tensor.is_cpu
-            except AttributeError:
-                arguments.tensor(tensor, names[i], PlanError)
-            if not is_here:
-                self._plan_from_device(batch, given, kv_indices, non_blocking)
-                return
-            copies[i] = lengths.fill(arrays[i], tensor, batch + _EXTRA_ENTRIES[i], names[i])
-        rows = copies[0]
-        self._total_rows = 0 if rows is None else lengths.last(rows, arrays[0]) - lengths.first(rows, arrays[0])
+        rows = self._lengths.take(batch, given)
+        if rows is None:
+            self._plan_from_device(batch, given, kv_indices, non_blocking)
+            return
+        self._total_rows = rows
         stream = current_stream(self.device_index)
         for combination, slot in zip(self.active, self._slots, strict=False):
-            combination.plan(self, slot, problem, self._total_rows, stream)
+            combination.plan(self, slot, self._problem, rows, stream)
         if kv_indices is not None:
-            assert copies[1] is not None
-            first = lengths.first(copies[1], arrays[1])
-            self.indices.set(kv_indices, first, self._slots[0].result.total_pages, non_blocking, self._indices_name)
+            self.indices.set(kv_indices, self._lengths.kv_begin, self.kv_end, non_blocking, self._indices_name)
         self.is_planned = True
 
     def _plan_from_device(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
@@ -172,9 +153,7 @@ class Planner:
 
     def bits(self) -> torch.Tensor:
         """Mask bits of each request of the present plan, q_len x kv_len, int64."""
-        numbers = [lengths.numbers(array, copy) for array, copy in zip(self._arrays, self._copies, strict=True)]
-        q_indptr, kv_indptr, last_page_len, kv_lens = numbers
-        assert q_indptr is not None and kv_indptr is not None
+        q_indptr, kv_indptr, last_page_len, kv_lens = self._lengths.by_request()
         page_size = self._problem.page_size
         if kv_lens is None:
             kv_lens = kv_indptr.diff()
@@ -200,14 +179,12 @@ class Planner:
         if combination not in self.active:
             self.active.append(combination)
         while len(self._slots) < len(self.active):
-            self._slots.append(PlanSlot(self.device_index, torch.empty_like(self.int_buffer)))
+            self._slots.append(PlanSlot(self.device_index, torch.empty_like(self.int_buffer), self.problem_address))
         self._variations[variation] = combination
 
     def _derive(self, combination: Combination) -> None:
-        kept = [lengths.restore(array, data) for array, data in zip(self._arrays, self._copies, strict=True)]
         slot = self._slots[self.active.index(combination)]
         combination.plan(self, slot, self._problem, self._total_rows, current_stream(self.device_index))
-        del kept
 
     def _new_in_capture(self, variation: Variation) -> RunError:
         planned = Variation.of_options(self.active[0].options)

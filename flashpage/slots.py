@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from . import host, lengths
+from . import direct, host, lengths
 from .errors import DeviceError, PlanError
 from .prepare import Prepared
 
@@ -19,31 +19,31 @@ class PlanSlot:
     newest."""
 
     __slots__ = (
-        *("__weakref__", "_address", "_capacity", "_destroy", "_device_index", "_handle", "_plan", "_result_address"),
+        *("__weakref__", "_call", "_call_address", "_capacity", "_destroy", "_device_index", "_handle", "_plan"),
         *("_staging_bytes", "memory", "result"),
     )
 
-    def __init__(self, device_index: int, memory: torch.Tensor) -> None:
+    def __init__(self, device_index: int, memory: torch.Tensor, problem_address: int) -> None:
         self._device_index = device_index
-        self.use_memory(memory)
         self.result = host.PlanResult()
-        self._result_address = ctypes.addressof(self.result)
-        self._plan = host.load().fp_slots_plan
+        self._call = host.SlotsCall(problem=problem_address, result=ctypes.addressof(self.result))
+        self._call_address = ctypes.addressof(self._call)
+        self._plan = direct.builtins().slots_plan
+        self.use_memory(memory)
         self._make_ring(_STAGING_BYTES)
 
     def use_memory(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self._address = memory.data_ptr()
         self._capacity = memory.numel() * memory.element_size()
+        self._call.destination, self._call.capacity = memory.data_ptr(), self._capacity
 
-    def plan(self, problem_address: int, prepared: Prepared, stream: int, names: tuple[str, str, str, str]) -> None:
+    def plan(self, prepared: Prepared, stream: int, names: tuple[str, str, str, str]) -> None:
         """Plans and starts the copy, in the stream's order; `result` has the numbers."""
-        schedule, result = prepared.schedule_address, self._result_address
-        status = self._plan(self._handle, problem_address, schedule, self._address, self._capacity, stream, result)
+        status = self._plan(self._call_address, prepared.schedule_address, stream)
         if status == host.WORKSPACE_TOO_SMALL and self._staging_bytes < self.result.used_bytes <= self._capacity:
             self._destroy()
             self._make_ring(1 << (self.result.used_bytes - 1).bit_length())
-            status = self._plan(self._handle, problem_address, schedule, self._address, self._capacity, stream, result)
+            status = self._plan(self._call_address, prepared.schedule_address, stream)
         if status:
             raise self._error(status, prepared, names)
 
@@ -55,6 +55,7 @@ class PlanSlot:
         library = host.load()
         self._staging_bytes = staging_bytes
         self._handle = host.check_handle(library.fp_slots_create(self._device_index, staging_bytes))
+        self._call.slots = self._handle
         self._destroy = weakref.finalize(self, library.fp_slots_destroy, self._handle)
         self._destroy.atexit = False  # the process' end frees it; by then the device may be gone
 

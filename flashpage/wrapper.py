@@ -91,7 +91,8 @@ class PlanRunWrapper:
         self._planner = Planner(device, bool(use_cuda_graph), self._length_names, float_workspace_buffer)
         self._device_index = self._planner.device_index
         self._run_kernels = host.load().fp_run
-        self._bind_tensors, self._run_tensors = direct.functions()
+        builtins = direct.builtins()
+        self._bind_tensors, self._run_tensors = builtins.bind, builtins.run
         self._local = _Local()
         self._key: Any = None  # options as they were given, compared to skip judging them again
         self._planned = self._now = _DEFAULTS

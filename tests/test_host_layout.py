@@ -22,6 +22,8 @@ C_NAMES = {
     "Python": "fp_python",
     "TensorForm": "fp_tensor_form",
     "BoundRun": "fp_bound_run",
+    "LengthsStruct": "fp_lengths",
+    "SlotsCall": "fp_slots_call",
 }
 
 
