@@ -78,7 +78,8 @@ def sm80_tile(
     if widest <= 64:
         tile_kv = 96 if loop is InnerLoop.PLAIN else 64
         return Tile(128, tile_kv, 4, 1, 1, 2), Cost(WALK_RUNS, 30.0, 5000.0, 10000.0, 128, 0, 8)
-    return Tile(128, 48, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 128, 0, 8)
+    tile_kv = 64 if loop is InnerLoop.PLAIN else 48
+    return Tile(128, tile_kv, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 128, 0, 8)
 
 
 def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: int) -> tuple[Tile, Cost]:

@@ -44,6 +44,7 @@ struct ManyRows {
   static constexpr int stages = Traits::stages;
   // With two stages the next tile's copies may be spread over this tile's products, where registers allow.
   static constexpr bool spread = stages == 2 && S::value_columns <= 64;
+  static constexpr bool two_bodies = S::row_tiles * (S::value_tiles + tokens / 8) * 4 <= 160;
   static_assert(Traits::warps_kv == 1 && (stages == 1 || stages == 2));
   static_assert(tokens <= S::threads && Traits::tile_q <= S::threads);
 
@@ -152,11 +153,14 @@ struct ManyRows {
       rotate_query<Traits>(shared.query, params, place.item, unit, thread());
     }
     for (int tile = 0; unit.kv_begin + tile * tokens < unit.kv_end; ++tile) {
-      // Two straight bodies: a branch between the products would keep the compiler from overlapping them with softmax.
-      if (needs_mask<Traits>(unit, unit.kv_begin + tile * tokens, tokens)) {
-        step<true>(place, tile, state, values);
+      // Two straight bodies let the compiler overlap the products with softmax across what would be a branch; the
+      // widest accumulators leave no registers for both.
+      if constexpr (!two_bodies) {
+        step<Masking::where_needed>(place, tile, state, values);
+      } else if (needs_mask<Traits>(unit, unit.kv_begin + tile * tokens, tokens)) {
+        step<Masking::on>(place, tile, state, values);
       } else {
-        step<false>(place, tile, state, values);
+        step<Masking::off>(place, tile, state, values);
       }
     }
     ptx::cp_async_wait<0>();
@@ -172,7 +176,8 @@ struct ManyRows {
 
  private:
   // One tile of keys and values; the copies of the next one begin.
-  template <bool masked>
+  enum class Masking { off, on, where_needed };
+  template <Masking masking>
   FP_DEVICE void step(const Place& place, int tile, SoftmaxState<S::row_tiles>& state,
                       float (&values)[S::row_tiles][S::value_tiles][4]) {
     const Unit& unit = place.unit;
@@ -194,7 +199,8 @@ struct ManyRows {
         });
     if constexpr (spread) ptx::cp_async_commit();
     transform_scores<Traits>(scores, scale, params, args, place.item, unit, warp_row, first, lane());
-    if constexpr (masked) mask_scores<Traits>(scores, params, args, place.item, unit, warp_row, first, lane());
+    if (masking == Masking::on || (masking == Masking::where_needed && needs_mask<Traits>(unit, first, tokens)))
+      mask_scores<Traits>(scores, params, args, place.item, unit, warp_row, first, lane());
     state.update(scores, values, softmax_scale_of<Traits>(scale));
     Probabilities<Traits, tokens / 8> probabilities(scores);
     ptx::cp_async_wait<stages - 1>();
