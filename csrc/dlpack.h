@@ -31,6 +31,7 @@ struct ExchangeApi {
   } header;
   void* unused[3];
   int (*tensor_from_python)(void* object, Tensor* tensor);  // borrowed; -1: a Python error is set
+  // What follows is not used: its current stream is null where the program that gave the table knows no CUDA.
   int (*current_stream)(int32_t device_type, int32_t device_index, void** stream);
 };
 

@@ -201,8 +201,9 @@ struct fp_bound_run {
 };
 
 // All fp_py_* are METH_FASTCALL functions, since ctypes would convert each argument in 0.06 us, and return an int.
-// These two take (address of an fp_bound_run, q, k or the cache, v or None, out, lse or None) and return a status:
-// fp_py_bind remembers the tensors; fp_py_run compares them, points the structs at them and calls fp_run.
+// These two take (address of an fp_bound_run, q, k or the cache, v or None, out, lse or None) and return a status;
+// fp_py_run also takes the stream. fp_py_bind remembers the tensors; fp_py_run compares them, points the structs at
+// them and calls fp_run.
 FP_API void* fp_py_bind(void* self, void* const* arguments, intptr_t count);
 FP_API void* fp_py_run(void* self, void* const* arguments, intptr_t count);
 

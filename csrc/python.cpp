@@ -118,16 +118,11 @@ bool point(const Arguments& given) {
   return true;
 }
 
-int32_t run_bound(const Arguments& given) {
+int32_t run_bound(const Arguments& given, void* stream) {
   if (!point(given)) return FP_OTHER_TENSORS;
-  fp_run_args* args = given.run->args;
-  const fp_tensor_form& q = given.run->q;
-  if (q.device_type != dlpack::cpu && torch_api->current_stream(q.device_type, q.device_index, &args->stream) != 0) {
-    python.err_clear();
-    return FP_OTHER_TENSORS;
-  }
+  given.run->args->stream = stream;
   WithoutInterpreter others;  // the CPU works here, and a launch can wait for room
-  return fp_run(args);
+  return fp_run(given.run->args);
 }
 
 int32_t bind(const Arguments& given) {
@@ -202,7 +197,7 @@ void* fp_py_bind(void*, void* const* arguments, intptr_t) {
 }
 
 void* fp_py_run(void*, void* const* arguments, intptr_t) {
-  return host::to_int(host::run_bound(host::Arguments(arguments)));
+  return host::to_int(host::run_bound(host::Arguments(arguments), host::pointer<void>(arguments[6])));
 }
 
 void* fp_py_lengths(void*, void* const* arguments, intptr_t) {

@@ -25,13 +25,14 @@ class KvIndices:
         """Entries [first, end) are in use; more may follow."""
         if not isinstance(indices, torch.Tensor):
             arguments.tensor(indices, name, PlanError)
-        shape, dtype, place = indices.shape, indices.dtype, indices.get_device()
-        if len(shape) != 1 or (dtype is not torch.int32 and dtype is not torch.int64):
+        count, dtype, place = indices.numel(), indices.dtype, indices.get_device()
+        if indices.dim() != 1 or (dtype is not torch.int32 and dtype is not torch.int64):
             raise PlanError(
-                f"{name} has shape {tuple(shape)} and dtype {dtype}: pass page numbers, int32 or int64, one dimension."
+                f"{name} has shape {tuple(indices.shape)} and dtype {dtype}: pass page numbers, int32 or int64, one "
+                "dimension."
             )
-        if shape[0] < end:
-            raise PlanError(f"{name} has {shape[0]} entries but the indptr ends at {end}: pass every page number.")
+        if count < end:
+            raise PlanError(f"{name} has {count} entries but the indptr ends at {end}: pass every page number.")
         self.max_page = -1
         if place < 0 or self._check_on_device:
             self.max_page = _check_range(indices, first, end, name)

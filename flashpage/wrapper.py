@@ -93,6 +93,7 @@ class PlanRunWrapper:
         self._run_kernels = host.load().fp_run
         builtins = direct.builtins()
         self._bind_tensors, self._run_tensors = builtins.bind, builtins.run
+        self._raw_stream = torch._C._cuda_getCurrentRawStream if self._device_index >= 0 else None
         self._local = _Local()
         self._key: Any = None  # options as they were given, compared to skip judging them again
         self._planned = self._now = _DEFAULTS
@@ -273,10 +274,11 @@ class PlanRunWrapper:
         lse_to = (
             torch.empty(bound.lse_shape, dtype=torch.float32, device=self.device) if return_lse and lse is None else lse
         )
+        stream = 0 if self._raw_stream is None else self._raw_stream(self._device_index)
         if cache.__class__ is tuple and len(cache) == 2:
-            status = self._run_tensors(bound.address, q, *cache, to, lse_to)
+            status = self._run_tensors(bound.address, q, *cache, to, lse_to, stream)
         else:
-            status = self._run_tensors(bound.address, q, cache, None, to, lse_to)
+            status = self._run_tensors(bound.address, q, cache, None, to, lse_to, stream)
         if status:
             if status == host.OTHER_TENSORS:
                 tensors = Tensors(q, as_cache(cache), out, lse)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from native_build import check_syntax
 
 from flashpage import host
@@ -142,3 +143,35 @@ VALUE(launch_attribute_programmatic_stream_serialization, CU_LAUNCH_ATTRIBUTE_PR
 @pytest.mark.skipif(cuda_include() is None, reason="no CUDA toolkit here")
 def test_our_driver_declarations_are_those_of_cuda_h() -> None:
     check_syntax("#include <cstddef>\n" + CUDA_API_CHECK, f"-I{cuda_include()}")
+
+
+DLPACK_CHECK = r"""
+#include <ATen/dlpack.h>
+#include <cstddef>
+#include "dlpack.h"
+namespace fp = flashpage::dlpack;
+static_assert(fp::major_version == DLPACK_MAJOR_VERSION);
+static_assert(fp::cpu == kDLCPU && fp::signed_integer == kDLInt);
+static_assert(sizeof(fp::Tensor) == sizeof(DLTensor) && sizeof(fp::ExchangeApi) == sizeof(DLPackExchangeAPI));
+#define FIELD(ours, our_field, theirs, their_field) \
+  static_assert(offsetof(fp::ours, our_field) == offsetof(theirs, their_field) && \
+                sizeof(fp::ours::our_field) == sizeof(theirs::their_field));
+FIELD(Tensor, data, DLTensor, data)
+FIELD(Tensor, device.type, DLTensor, device.device_type)
+FIELD(Tensor, device.index, DLTensor, device.device_id)
+FIELD(Tensor, dims, DLTensor, ndim)
+FIELD(Tensor, dtype.code, DLTensor, dtype.code)
+FIELD(Tensor, dtype.bits, DLTensor, dtype.bits)
+FIELD(Tensor, dtype.lanes, DLTensor, dtype.lanes)
+FIELD(Tensor, shape, DLTensor, shape)
+FIELD(Tensor, strides, DLTensor, strides)
+FIELD(Tensor, byte_offset, DLTensor, byte_offset)
+FIELD(ExchangeApi, header.major, DLPackExchangeAPI, header.version.major)
+FIELD(ExchangeApi, tensor_from_python, DLPackExchangeAPI, dltensor_from_py_object_no_sync)
+FIELD(ExchangeApi, current_stream, DLPackExchangeAPI, current_work_stream)
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no DLPack functions")
+def test_our_dlpack_declarations_are_those_of_torch() -> None:
+    check_syntax(DLPACK_CHECK, f"-I{Path(torch.__file__).parent / 'include'}")
