@@ -1,0 +1,137 @@
+"""Builtins of the host library that take tensors: what they tell apart, that they are used, and doing without them."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from api_batch import DIM, HEADS, KV_HEADS, PAGE, Batch
+
+import flashpage
+from flashpage import direct, host
+
+NEEDS_DLPACK = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no DLPack functions"
+)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return Batch()
+
+
+def planned(batch: Batch) -> Any:
+    workspace = torch.empty(1 << 20, dtype=torch.uint8)
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    wrapper.plan(*batch.pages(), HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32)
+    return wrapper
+
+
+class Bound:
+    """Structs bound to tensors, of a run that has nothing to do."""
+
+    def __init__(self, dtype: torch.dtype, has_pair: bool = False) -> None:
+        self.q, self.out = torch.zeros(4, 2, 16).to(dtype), torch.zeros(4, 2, 16).to(dtype)
+        self.k = torch.zeros(3, 2, 4, 2, 16).to(dtype)
+        self.v = torch.zeros(3, 2, 4, 2, 16).to(dtype) if has_pair else None
+        self.lse = torch.zeros(4, 2)
+        self.params, self.merge, self.args = host.AttentionParams(), host.MergeParams(), host.RunArgs()
+        addresses = (ctypes.addressof(self.args), ctypes.addressof(self.params), ctypes.addressof(self.merge))
+        self.struct = host.BoundRun(*addresses, 64, 15)
+        assert direct.builtins().bind(ctypes.addressof(self.struct), *self.tensors()) == host.OK
+
+    def tensors(self) -> list[Any]:
+        return [self.q, self.k, self.v, self.out, self.lse]
+
+    def run(self, tensors: list[Any]) -> int:
+        return direct.builtins().run(ctypes.addressof(self.struct), *tensors, 77)
+
+
+@NEEDS_DLPACK
+@pytest.mark.parametrize("has_pair", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_structs_point_at_tensors_alike(dtype: torch.dtype, has_pair: bool) -> None:
+    bound = Bound(dtype, has_pair)
+    tensors = [None if t is None else t.clone() for t in bound.tensors()]
+    assert bound.run(tensors) == host.OK
+    q, k, v, out, lse = tensors
+    params, merge = bound.params, bound.merge
+    assert (params.q, params.k.data, params.out, params.lse) == tuple(t.data_ptr() for t in (q, k, out, lse))
+    assert params.v.data == (k.data_ptr() + 64 if v is None else v.data_ptr())
+    assert bound.args.stream == 77
+    assert (merge.out, merge.lse) == (out.data_ptr(), lse.data_ptr())
+    assert bound.run([*tensors[:4], None]) == host.OK
+    assert params.lse is None and merge.lse is None
+
+
+OTHERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a row less": lambda t: t[1:],
+    "other strides": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "a dimension more": lambda t: t[None],
+    "six dimensions": lambda t: t[(None,) * (6 - t.dim())],
+    "another type of the same size": lambda t: t.view(torch.float16 if t.element_size() == 2 else torch.int32),
+    "another device": lambda t: t.to("meta"),
+    "no tensor": lambda t: t.tolist(),
+    "an array": lambda t: t.new_zeros(t.shape, dtype=torch.float32).numpy(),
+    "off its alignment": lambda t: torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape),
+}
+
+
+@NEEDS_DLPACK
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_tensors_are_told_apart(which: int, other: str) -> None:
+    if other == "off its alignment" and which == 4:
+        pytest.skip("LSE needs no more than a float's")
+    bound = Bound(torch.bfloat16, has_pair=True)
+    tensors = bound.tensors()
+    tensors[which] = OTHERS[other](tensors[which])
+    before = bytes(bound.params)
+    assert bound.run(tensors) == host.OTHER_TENSORS
+    assert bytes(bound.params) == before
+
+
+@NEEDS_DLPACK
+def test_one_cache_is_no_pair() -> None:
+    pair, one = Bound(torch.float16, has_pair=True), Bound(torch.float16)
+    assert pair.run([pair.q, pair.k, None, pair.out, None]) == host.OTHER_TENSORS
+    assert one.run([one.q, one.k, one.k, one.out, None]) == host.OTHER_TENSORS
+
+
+@NEEDS_DLPACK
+def test_no_reference_is_kept() -> None:
+    bound = Bound(torch.float16)
+    tensors = bound.tensors()
+    before = [sys.getrefcount(t) for t in (*tensors[:2], *tensors[3:])]
+    for _ in range(10):
+        assert bound.run(tensors) == host.OK
+        assert bound.run([tensors[0], 3, None, None, None]) == host.OTHER_TENSORS
+    assert [sys.getrefcount(t) for t in (*tensors[:2], *tensors[3:])] == before
+
+
+@NEEDS_DLPACK
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_second_run_is_one_call(batch: Batch, return_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = planned(batch)
+    first = wrapper.run(batch.q_decode, batch.cache, return_lse=return_lse)
+    monkeypatch.setattr(wrapper, "_run_judged", None)
+    second = wrapper.run(batch.q_decode.clone(), batch.cache.clone(), return_lse=return_lse)
+    torch.testing.assert_close(second, first, rtol=0, atol=0, equal_nan=True)
+
+
+def test_without_dlpack_results_are_the_same(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = planned(batch).run(batch.q_decode, batch.cache)
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", None, raising=False)
+    direct.builtins.cache_clear()
+    try:
+        wrapper = planned(batch)
+        assert wrapper._run_tensors() == host.OTHER_TENSORS
+        for _ in range(2):
+            assert torch.equal(wrapper.run(batch.q_decode, batch.cache), expected)
+    finally:
+        monkeypatch.undo()
+        direct.builtins.cache_clear()
