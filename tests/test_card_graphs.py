@@ -25,7 +25,8 @@ def capture(call: Callable[[], object]) -> Callable[[], None]:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # A stream of the current card: torch keeps the one it makes by itself for every later capture, on whichever card.
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         call()
     return graph.replay
 
