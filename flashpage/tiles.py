@@ -72,7 +72,8 @@ def sm80_tile(
     if widest > 128:
         if packed_rows > 64 and not narrow:
             return Tile(128, 64, 8, 1, 1, 1), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 128, 0, 8)
-        return Tile(64, 48, 4, 1, 1, 2), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 128, 0, 8)
+        tile_kv = 32 if kv_dtype.is_fp8 else 48  # fp8 keys come 32 tokens at a time
+        return Tile(64, tile_kv, 4, 1, 1, 2), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 128, 0, 8)
     if packed_rows <= 64 or narrow:
         return Tile(64, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 32.0, 4000.0, 8000.0, 128, 0, 8)
     if widest <= 64:
