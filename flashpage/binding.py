@@ -195,7 +195,13 @@ class Binding:
         q, params.q_scale, params.q_scale_stride = self._scale(scales[0], "q_scale", options.num_q_heads)
         k, params.k_scale, params.k_scale_stride = self._scale(scales[1], "k_scale", options.num_kv_heads)
         v, params.v_scale, params.v_scale_stride = self._scale(scales[2], "v_scale", options.num_kv_heads)
-        params.score_scale, params.value_scale = self.sm_scale * q * k, v
+        score_scale = self.sm_scale * q * k
+        if score_scale <= 0 and self.device.type == "cuda":  # the kernel takes a row's maximum before it scales
+            raise RunError(
+                f"sm_scale {self.sm_scale} times q_scale {q} and k_scale {k} is {score_scale}: CUDA kernels need it "
+                "above 0; move the sign into q."
+            )
+        params.score_scale, params.value_scale = score_scale, v
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
 
     def _scale(self, value: Any, name: str, heads: int) -> tuple[float, int | None, int]:

@@ -53,12 +53,4 @@ struct Shape {
   static_assert(Traits::warps_q == 1 || Traits::warps_kv == 1);
 };
 
-// The accumulators of one warp, in mma's layout.
-template <class Traits>
-struct Accumulators {
-  using S = Shape<Traits>;
-  float scores[S::row_tiles][S::warp_tokens / 8][4];
-  float values[S::row_tiles][S::value_tiles][4];
-};
-
 }  // namespace flashpage
