@@ -7,15 +7,16 @@ A run with tensors as the last one's is one call of a builtin, which compares th
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import arguments, caches, host
+from . import arguments, boxes, caches, host, jit
 from .backends import device_sm
 from .dtypes import DType
 from .errors import RunError
-from .prepare import fill_variant, trace
+from .prepare import Prepared, fill_variant, trace
 from .problem import Values, check_rope, check_scale
 from .run_checks import NO_SCALES, Tensors
 
@@ -36,15 +37,16 @@ class Binding:
             "address",
             "args_address",
             "bound_run",
+            "boxes",
             "combination",
             "device",
             "enable_pdl",
             "fused_offset",
             "generation",
         ),
-        *("has_lse", "has_merge", "has_numbers", "head_dim_vo", "k", "lse_shape", "merge", "out_dtype", "out_shape"),
-        *("params", "scales"),
-        *("signature", "sinks", "sm_scale", "traced", "v", "values", "variant"),
+        *("has_lse", "has_merge", "has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "merge", "out_dtype"),
+        *("out_shape", "params", "prepared", "scales"),
+        *("signature", "sinks", "sm_scale", "stamps", "traced", "v", "values", "variant", "views"),
     )
 
     def __init__(
@@ -60,11 +62,15 @@ class Binding:
         self.generation, self.signature = 0, None
         self.sinks: torch.Tensor | None = None
         self.scales: tuple[Any, Any, Any] = NO_SCALES
+        self.prepared: Prepared | None = None
+        self.boxes: host.KvBoxes | None = None
+        self.stamps: torch.Tensor | None = None
+        self.kv_layout = kv_layout
         self.lse_shape: tuple[int, ...] = ()
         self.out_shape: tuple[int, ...] = ()
         self.out_dtype, self.head_dim_vo = combination.options.out_dtype.torch, combination.options.head_dim_vo
         self._bind_options(values)
-        self._bind_tensors(kv_layout, tensors)
+        self._bind_tensors(tensors)
         self.has_numbers = self.has_lse = self.has_merge = False
         self.set_scales(NO_SCALES)
         self.set_pdl(None)
@@ -84,15 +90,16 @@ class Binding:
         args.variant = ctypes.addressof(self.variant)
         args.out_dtype = _CPU_OUT_DTYPE[options.out_dtype]
 
-    def _bind_tensors(self, kv_layout: str, tensors: Tensors) -> None:
+    def _bind_tensors(self, tensors: Tensors) -> None:
         """Strides and offsets; everything that the signature stands for is judged here."""
         options, params = self.combination.options, self.params
         q, cache, out, lse = tensors
         params.q_row_stride, params.q_head_stride = caches.rows_strides(q, "q")
         if options.kv_source == "paged":
-            k, v = caches.paged_views(cache, kv_layout)
+            k, v = caches.paged_views(cache, self.kv_layout)
         else:
-            k, v = (caches.ragged_view(t, kv_layout, n) for t, n in zip(cache, ("k", "v"), strict=True))
+            k, v = (caches.ragged_view(t, self.kv_layout, n) for t, n in zip(cache, ("k", "v"), strict=True))
+        self.views = {"K": k, "V": v}
         for view, found in ((self.k, k), (self.v, v)):
             view.page_stride, view.token_stride, view.head_stride = (
                 found.page_stride,
@@ -136,17 +143,47 @@ class Binding:
         prepared = combination.prepared
         args.attention = prepared.attention.handle
         args.merge = None if prepared.merge is None else prepared.merge.handle
-        args.num_ctas, args.num_merges = combination.num_ctas, combination.num_merges
-        self.has_merge = combination.num_merges > 0
+        merges_in_launch = prepared.choice.capability.merges_in_launch
+        args.num_ctas, args.num_merges = combination.num_ctas, 0 if merges_in_launch else combination.num_merges
+        self.has_merge = args.num_merges > 0
+        if prepared is not self.prepared:
+            self._bind_boxes(prepared)
         if combination.options.needs_variant:
             self.traced = trace(combination.options, self.values.logits_soft_cap, self.device)
             fill_variant(self.variant, self.traced)
         self.generation = planner.generation
 
+    def _bind_boxes(self, prepared: Prepared) -> None:
+        """Tensor maps of K and V, where the kernel takes them."""
+        spec, options = prepared.choice.spec, self.combination.options
+        if spec.loader == "boxes":
+            assert spec.tile is not None
+            tokens, is_paged = boxes.box_tokens(options.page_size, spec.tile.tile_kv), options.kv_source == "paged"
+            forms = (
+                boxes.box_form(view, name, element_bytes=options.kv_dtype.size, tokens=tokens, is_paged=is_paged)
+                for name, view in self.views.items()
+            )
+            self.boxes, self.params.box_tokens = host.KvBoxes(*forms), tokens
+            self.args.boxes = ctypes.addressof(self.boxes)
+        else:
+            self.boxes, self.args.boxes, self.params.box_tokens = None, None, 0
+        self.prepared = prepared
+
+    def set_trace(self, stamps: torch.Tensor | None) -> None:
+        """For measurements: until the next plan, runs write clock stamps to `stamps`, int64 [CTAs, stamps of one]."""
+        kernel = self.combination.prepared.attention
+        if stamps is not None:
+            kernel = jit.get_kernel(dataclasses.replace(kernel.spec, trace=True), self.device)
+        self.args.attention, self.stamps = kernel.handle, stamps
+        self.params.trace = None if stamps is None else stamps.data_ptr()
+
     def point(self, q: torch.Tensor, cache: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Addresses of one run; the only thing that changes from layer to layer."""
         params = self.params
         q_address, out_address = q.data_ptr(), out.data_ptr()
+        if self.boxes is not None:
+            leading = (cache[0] if cache.__class__ is tuple else cache).shape[0]
+            boxes.resize(self.boxes, leading, self.combination.options.kv_source == "paged", self.kv_layout)
         if cache.__class__ is tuple:
             k_address, v_address = cache[0].data_ptr(), cache[1].data_ptr()
         else:
@@ -195,13 +232,7 @@ class Binding:
         q, params.q_scale, params.q_scale_stride = self._scale(scales[0], "q_scale", options.num_q_heads)
         k, params.k_scale, params.k_scale_stride = self._scale(scales[1], "k_scale", options.num_kv_heads)
         v, params.v_scale, params.v_scale_stride = self._scale(scales[2], "v_scale", options.num_kv_heads)
-        score_scale = self.sm_scale * q * k
-        if score_scale <= 0 and self.device.type == "cuda":  # the kernel takes a row's maximum before it scales
-            raise RunError(
-                f"sm_scale {self.sm_scale} times q_scale {q} and k_scale {k} is {score_scale}: CUDA kernels need it "
-                "above 0; move the sign into q."
-            )
-        params.score_scale, params.value_scale = score_scale, v
+        params.score_scale, params.value_scale = self.sm_scale * q * k, v
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
 
     def _scale(self, value: Any, name: str, heads: int) -> tuple[float, int | None, int]:

@@ -32,12 +32,14 @@ class Case:
     causal: bool = False
     window_left: int = -1
     soft_cap: float = 0.0
-    sm_scale: float = 0.0  # 0: the default
+    sm_scale: float | None = None  # None: the default
     position: str = "NONE"  # NONE | ROPE_LLAMA | ALIBI
     rope_scale: float = 0.0  # 0: the default
     rope_theta: float = 0.0
     sinks: bool = False
-    scales: str = ""  # "" | float | tensor (one value on the device) | per_head
+    scales: str = (
+        ""  # "" | float | tensor (one value on the device) | negative (such a one) | per_head | signs (by head)
+    )
     mask: str = ""  # "" | dense | packed
     variant: str = ""  # tests/case_variants.py, VARIANTS
     fixed_split_size: int = 0  # pages; 0: balanced
@@ -50,6 +52,10 @@ class Case:
     @property
     def value_dim(self) -> int:
         return self.head_dim_vo or self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
 
     @property
     def kv_type(self) -> str:

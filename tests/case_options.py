@@ -45,7 +45,21 @@ def score_rows() -> list[Case]:
         decode("scale-small", "nearly uniform weights", long, sm_scale=0.01),
         decode("scale-large", "nearly one-hot weights", long, sm_scale=1.0, reduced=True),
         prefill("scale-large-prefill", "the running maximum moves often", MIXED_Q, MIXED_KV, causal=True, sm_scale=1.0),
+        decode("scale-zero-decode", "equal weights", long, sm_scale=0.0),
+        prefill("scale-zero-prefill", "equal weights", MIXED_Q, MIXED_KV, causal=True, sm_scale=0.0),
+        decode(
+            "scale-negative-decode", "the smallest product has the largest weight", long, sm_scale=-1.0, reduced=True
+        ),
+        decode("scale-negative-split", "pieces and a sink", (3000,), sm_scale=-0.2, sinks=True),
+        decode("scale-negative-cap", "transforms see the sign", long, sm_scale=-1.0, soft_cap=5.0),
+        prefill("scale-negative-prefill", "larger tiles", MIXED_Q, MIXED_KV, causal=True, sm_scale=-1.0, reduced=True),
+        prefill("scale-negative-mask", "masked tokens", MIXED_Q, MIXED_KV, mask="packed", sm_scale=-0.2),
     ]
+    for kind in ("negative", "signs"):
+        why = "scales whose sign the kernel alone sees"
+        rows.append(decode(f"scales-{kind}-decode", why, long, scales=kind))
+        rows.append(prefill(f"scales-{kind}", why, MIXED_Q, MIXED_KV, causal=True, scales=kind))
+        rows.append(prefill(f"scales-{kind}-ragged", why, (30, 3), (41, 70), entry="ragged", scales=kind))
     for kind in ("float", "tensor", "per_head"):
         options: dict[str, Any] = {"scales": kind, "kv_dtype": "float8_e4m3fn"}
         why = "q, k and v scales"

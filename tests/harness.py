@@ -48,7 +48,7 @@ class Runner:
         if self.inputs.sinks is not None:
             extra["sinks"] = self.inputs.sinks.to(self.device)
         if self.case.entry == "sink":
-            extra["sm_scale"] = self.case.sm_scale or None
+            extra["sm_scale"] = self.case.sm_scale
         if self.case.outputs in ("given", "strided"):
             given = self.make_outputs()
             result = wrapper.run(q, *kv, out=given.out, lse=given.lse, return_lse=True, **extra)
@@ -129,7 +129,7 @@ class Runner:
             "pos_encoding_mode": case.position,
             "window_left": 5 if case.at_run else case.window_left,
             "logits_soft_cap": 7.0 if case.at_run else case.soft_cap or None,
-            "sm_scale": 0.77 if case.at_run else case.sm_scale or None,
+            "sm_scale": 0.77 if case.at_run else case.sm_scale,
             "rope_scale": case.rope_scale or None,
             "rope_theta": case.rope_theta or None,
             "fixed_split_size": case.fixed_split_size or None,
@@ -144,7 +144,7 @@ class Runner:
         values = {
             "window_left": case.window_left,
             "logits_soft_cap": case.soft_cap,
-            "sm_scale": case.sm_scale or case.head_dim**-0.5,
+            "sm_scale": case.score_scale,
         }
         return values if case.entry == "decode" else {"causal": case.causal, **values}
 
@@ -164,7 +164,7 @@ class Runner:
         values: dict[str, Any] = {
             "kv_layout": case.kv_layout,
             "pos_encoding_mode": case.position,
-            "sm_scale": case.sm_scale or None,
+            "sm_scale": case.sm_scale,
             "window_left": case.window_left,
             "logits_soft_cap": case.soft_cap or None,
             "rope_scale": case.rope_scale or None,

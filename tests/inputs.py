@@ -37,7 +37,7 @@ class Inputs:
         case = self.case
         variant = VARIANTS[case.variant]("cpu") if case.variant else None
         return Options(
-            sm_scale=case.sm_scale or case.head_dim**-0.5,
+            sm_scale=case.score_scale,
             causal=case.causal and not case.mask,
             window_left=case.window_left,
             soft_cap=case.soft_cap,
@@ -135,7 +135,13 @@ def _scales(case: Case) -> dict[str, Any]:
         return {name: value for name, (value, _) in values.items()}
     if case.scales == "tensor":
         return {name: torch.tensor([value]) for name, (value, _) in values.items()}
-    return {name: torch.linspace(0.5 * value, value, heads) for name, (value, heads) in values.items()}
+    if case.scales == "negative":
+        return {"q_scale": torch.tensor([-0.9])}
+    scales = {name: torch.linspace(0.5 * value, value, heads) for name, (value, heads) in values.items()}
+    if case.scales == "signs":
+        scales["q_scale"][::2] *= -1
+        scales["k_scale"][0] *= -1
+    return scales
 
 
 def pack_bits(masks: list[torch.Tensor]) -> torch.Tensor:

@@ -102,7 +102,7 @@ class Steps:
         inputs, case = self.inputs[i], self.cases[i]
         pages = (inputs.indptr, self.indices[i], inputs.last_page_len)
         sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
-        values = {"q_data_type": self.q.dtype, "sm_scale": case.sm_scale or None} | values
+        values = {"q_data_type": self.q.dtype, "sm_scale": case.sm_scale} | values
         plan = plan or wrapper.plan
         if case.entry == "decode":
             plan(*pages, *sizes, **values)

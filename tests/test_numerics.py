@@ -206,6 +206,23 @@ def test_rows_past_32_bits(entry: str, device: str, tmp_path: Path) -> None:
     compare(case, runner.run(), reference_states(inputs))
 
 
+NAN_SCALES = [
+    decode("nan-scale-decode", "split and merged", (3000, 7)),
+    prefill("nan-scale-prefill", "larger tiles", (40, 5), (40, 900), causal=True),
+]
+
+
+@pytest.mark.parametrize("case", NAN_SCALES, ids=str)
+def test_nan_scale_is_seen(case: Case, device: str) -> None:
+    """A scale that a calibration got wrong shows in out and lse, in those heads alone."""
+    inputs = make_inputs(case)
+    good = run(dataclasses.replace(inputs, scales={"k_scale": torch.tensor([1.0, 1.0])}), device)
+    bad = run(dataclasses.replace(inputs, scales={"k_scale": torch.tensor([1.0, math.nan])}), device)
+    half = case.num_q_heads // 2
+    assert bad.out[:, half:].isnan().all() and bad.lse[:, half:].isnan().all()
+    assert torch.equal(bad.out[:, :half], good.out[:, :half]) and torch.equal(bad.lse[:, :half], good.lse[:, :half])
+
+
 # ---------------------------------------------------------------- values at run, threads, devices
 
 AT_RUN = {

@@ -56,7 +56,7 @@ def limits(case: Case, expected: State) -> Limits:
 
 def score_error(case: Case) -> float:
     """Absolute error of one score in natural-log units; q and k are standard normal."""
-    scale = (case.sm_scale or case.head_dim**-0.5) * (1.6 if case.scales else 1.0)
+    scale = abs(case.score_scale) * (1.6 if case.scales else 1.0)
     spread = scale * math.sqrt(case.head_dim)  # standard deviation of a score
     largest = 6 * spread if not case.soft_cap else min(6 * spread, case.soft_cap)
     products = SUM_SLACK * FP32 * math.sqrt(case.head_dim) * spread + 4 * FP32 * largest

@@ -24,10 +24,17 @@ FP_DEVICE float score_scale_of(const AttentionParams& params, const Unit& unit) 
   return Traits::Variant::has_logit ? scale : scale * log2_e;
 }
 
-// What softmax still multiplies: a logit transform has already scaled.
+// Softmax takes a row's maximum before it scales, which is right for positive scales alone: others, NaN included, and
+// scales before a logit transform are transform_scores' to apply.
+template <class Traits>
+FP_DEVICE bool scales_first(float score_scale) {
+  return Traits::Variant::has_logit || !(score_scale > 0.f);
+}
+
+// What softmax still multiplies.
 template <class Traits>
 FP_DEVICE float softmax_scale_of(float score_scale) {
-  return Traits::Variant::has_logit ? 1.f : score_scale;
+  return scales_first<Traits>(score_scale) ? 1.f : score_scale;
 }
 
 template <class Traits, int token_tiles>
@@ -36,14 +43,15 @@ FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_
                                 const Unit& unit, int first_row, i32 first_token, int lane) {
   using Variant = typename Traits::Variant;
   bool per_head = params.q_scale && params.q_scale_stride;
-  if (!Variant::has_logit && !per_head) return;
+  // The vote changes nothing but what the compiler knows: the branch is the warp's, so nothing has to reconverge.
+  if (!Variant::has_logit && !per_head && !__any_sync(0xffffffff, scales_first<Traits>(scale))) return;
+  float first_scale = scales_first<Traits>(scale) ? scale : 1.f;
 #pragma unroll
   for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       PackedRow row = lane_row(params, unit, first_row, m, half, lane);
-      float row_scale = per_head ? params.q_scale[row.head] : 1.f;
-      if constexpr (Variant::has_logit) row_scale *= scale;
+      float row_scale = per_head ? params.q_scale[row.head] * first_scale : first_scale;
       i32 position = query_position(item, row.row);
 #pragma unroll
       for (int n = 0; n < token_tiles; ++n)

@@ -27,8 +27,8 @@ struct MergeWeights {
     maximum = next;
   }
   FP_DEVICE float weight(int state) const { return __shfl_sync(0xffffffff, mine, state); }
-  FP_DEVICE float inverse() const { return total > 0.f ? 1.f / total : 0.f; }
-  FP_DEVICE float lse() const { return total > 0.f ? maximum + log2f(total) : ptx::negative_infinity(); }
+  FP_DEVICE float inverse() const { return total == 0.f ? 0.f : 1.f / total; }
+  FP_DEVICE float lse() const { return total == 0.f ? ptx::negative_infinity() : maximum + log2f(total); }
 };
 
 }  // namespace flashpage

@@ -92,9 +92,9 @@ struct SoftmaxState {
   }
 };
 
-// Base-2 log-sum-exp of a row; -inf where nothing was visible.
+// Base-2 log-sum-exp of a row; -inf where nothing was visible, NaN where a score was.
 FP_DEVICE float row_lse(float maximum, float sum) {
-  return sum > 0.f ? maximum + log2f(sum) : ptx::negative_infinity();
+  return sum == 0.f ? ptx::negative_infinity() : maximum + log2f(sum);
 }
 
 }  // namespace flashpage
