@@ -96,8 +96,7 @@ void merge_row(const MergeStatesParams& params, i64 row) {
 
 template <class Out>
 void merge_all(const MergeParams& params) {
-  const auto base = reinterpret_cast<const char*>(params.plan);
-  const auto items = reinterpret_cast<const MergeItem*>(base + params.plan->merges_offset);
+  const MergeItem* items = plan_merges(params.plan);
   parallel_for(params.plan->num_merges, [&](int i) { merge_item<Out>(params, items[i]); });
 }
 

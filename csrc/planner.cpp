@@ -24,10 +24,15 @@ static plan::Schedule to_schedule(const fp_schedule& schedule) {
           .merge_rows = schedule.merge_rows};
 }
 
+static constexpr int32_t max_kv_heads = 65535;  // CtaItems::kv_head and walk are 16 bits
+
 static int32_t check_schedule(const fp_schedule& schedule, int32_t num_q_heads, int32_t num_kv_heads) {
   if (schedule.num_ctas < 1 || schedule.tile_q < 1 || schedule.merge_rows < 1) {
     return fail(FP_INTERNAL, "schedule has num_ctas %d, tile_q %d, merge_rows %d: each must be at least 1",
                 schedule.num_ctas, schedule.tile_q, schedule.merge_rows);
+  }
+  if (num_kv_heads > max_kv_heads) {
+    return fail(FP_INTERNAL, "num_kv_heads is %d: a plan has at most %d", num_kv_heads, max_kv_heads);
   }
   if (num_kv_heads < 1 || num_q_heads < 1 || num_q_heads % num_kv_heads != 0) {
     return fail(FP_INTERNAL, "num_q_heads %d is not a multiple of num_kv_heads %d", num_q_heads, num_kv_heads);

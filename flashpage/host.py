@@ -171,14 +171,15 @@ class SlotsCall(ctypes.Structure):
 WORK_ITEM = np.dtype(
     _all(np.int64, "kv_offset mask_offset")
     + _all(np.int32, "request q_begin q_len kv_len first_packed_row kv_head num_units kv_begin kv_end partial_row")
-    + _all(np.int32, "piece tile_class")
+    + _all(np.int32, "piece merge")
 )
 MERGE_ITEM = np.dtype(
     _all(np.int32, "request q_begin first_packed_row num_rows kv_head partial_row partial_stride num_partials")
 )
-CTA_ITEMS = np.dtype(_all(np.int32, "begin end kv_head partial_row"))
+CTA_ITEMS = np.dtype(_all(np.int32, "begin end") + _all(np.uint16, "kv_head walk") + _all(np.int32, "partial_row"))
 PLAN_HEADER = np.dtype(
-    _all(np.int32, "num_ctas num_items num_merges num_partial_rows ctas_offset items_offset merges_offset used_bytes")
+    _all(np.int32, "num_ctas num_items num_merges num_partial_rows")
+    + _all(np.int32, "merges_of_walk items_offset merges_offset used_bytes")
 )
 
 STRUCTS = (

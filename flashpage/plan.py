@@ -61,7 +61,8 @@ class Plan:
         """A structured array, one row a (CTA, work item), in the order in which the CTAs work.
 
         Fields: `cta`, and those of WorkItem: request, q_begin, q_len, kv_len, first_packed_row, kv_head, num_units,
-        kv_begin, kv_end, partial_row (-1: not cut), piece, kv_offset, mask_offset, tile_class.
+        kv_begin, kv_end, partial_row (-1: not cut), piece, kv_offset, mask_offset, merge (the first of its rows in
+        merge_items(); -1: not cut).
         """
         return self._items.copy()
 

@@ -25,18 +25,18 @@ class PlanBytes:
     def of(data: bytes, num_ctas: int) -> PlanBytes:
         header = np.frombuffer(data, host.PLAN_HEADER, 1)[0]
 
-        def records(kind: np.dtype, count: int, name: str) -> np.ndarray:
-            return np.frombuffer(data, kind, count, int(header[name])) if count else np.zeros(0, kind)
+        def records(kind: np.dtype, count: int, offset: int) -> np.ndarray:
+            return np.frombuffer(data, kind, count, offset) if count else np.zeros(0, kind)
 
         return PlanBytes(
             header,
-            records(host.CTA_ITEMS, num_ctas, "ctas_offset"),
-            records(host.WORK_ITEM, int(header["num_items"]), "items_offset"),
-            records(host.MERGE_ITEM, int(header["num_merges"]), "merges_offset"),
+            records(host.CTA_ITEMS, num_ctas, header.nbytes),
+            records(host.WORK_ITEM, int(header["num_items"]), int(header["items_offset"])),
+            records(host.MERGE_ITEM, int(header["num_merges"]), int(header["merges_offset"])),
         )
 
     def items_by_cta(self) -> np.ndarray:
-        """CTA_WORK_ITEM: the list of each CTA in the order of its work, with its own KV heads and partial rows."""
+        """CTA_WORK_ITEM: the list of each CTA in the order of its work, with its own KV heads, partials and merges."""
         count = self.ctas["end"] - self.ctas["begin"]
         cta, step = _runs(count)
         items = self.items[self.ctas["begin"][cta] + step]
@@ -45,7 +45,9 @@ class PlanBytes:
         for name in items.dtype.names or ():
             out[name] = items[name]
         out["kv_head"] += self.ctas["kv_head"][cta]
-        out["partial_row"] += np.where(items["partial_row"] >= 0, self.ctas["partial_row"][cta], 0)
+        is_cut = items["partial_row"] >= 0
+        out["partial_row"] += np.where(is_cut, self.ctas["partial_row"][cta], 0)
+        out["merge"] += np.where(is_cut, self.ctas["walk"][cta].astype(np.int32) * self.header["merges_of_walk"], 0)
         return out
 
 

@@ -142,7 +142,7 @@ def make_plan(case: KernelCase) -> tuple[np.ndarray, list[tuple[int, int, int, i
     ctas["begin"], ctas["end"] = [0, len(items) // 2], [len(items) // 2, len(items)]
     header = np.zeros(1, host.PLAN_HEADER)
     header["num_ctas"], header["num_items"] = 2, len(items)
-    header["ctas_offset"], header["items_offset"] = header.nbytes, header.nbytes + ctas.nbytes
+    header["items_offset"] = header.nbytes + ctas.nbytes
     return np.concatenate([part.view(np.uint8) for part in (header, ctas, records)]), partials
 
 

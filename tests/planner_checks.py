@@ -64,6 +64,7 @@ class Planned:
     ctas: np.ndarray
     items: np.ndarray
     merges: np.ndarray
+    arrivals: np.ndarray
 
 
 def index_array(values: np.ndarray | None) -> host.IndexArray:
@@ -138,10 +139,11 @@ def unpack(batch: Batch, cutting: Cutting, buffer: np.ndarray, result: host.Plan
     def records(kind: np.dtype, offset: int, count: int) -> np.ndarray:
         return buffer[offset : offset + count * kind.itemsize].view(kind)
 
-    ctas = records(host.CTA_ITEMS, int(header["ctas_offset"]), cutting.num_ctas)
+    ctas = records(host.CTA_ITEMS, header.nbytes, cutting.num_ctas)
     items = records(host.WORK_ITEM, int(header["items_offset"]), int(header["num_items"]))
     merges = records(host.MERGE_ITEM, int(header["merges_offset"]), int(header["num_merges"]))
-    return Planned(batch, cutting, result, header, ctas, items, merges)
+    arrivals = records(np.dtype(np.uint32), int(header["merges_offset"]) + merges.nbytes, len(merges))
+    return Planned(batch, cutting, result, header, ctas, items, merges, arrivals)
 
 
 def bounds(batch: Batch, cutting: Cutting, one_row: bool = False) -> tuple[int, int]:
@@ -194,8 +196,9 @@ def expand(planned: Planned) -> dict[str, np.ndarray]:
     assert (items["first_packed_row"] % cutting.tile_q == 0).all()
     tiles = -(-(items["q_len"].astype(np.int64) * batch.group) // cutting.tile_q)
     position = items["first_packed_row"] // cutting.tile_q + step
-    is_partial = items["partial_row"] >= 0
+    is_partial, walk = items["partial_row"] >= 0, ctas["walk"][cta].astype(np.int32)
     assert (items["num_units"][is_partial] == 1).all()
+    assert (items["merge"][~is_partial] == -1).all()
     return {
         "cta": cta,
         "item": item_index,
@@ -206,6 +209,7 @@ def expand(planned: Planned) -> dict[str, np.ndarray]:
         "kv_end": items["kv_end"].astype(np.int64),
         "partial_row": np.where(is_partial, items["partial_row"] + ctas["partial_row"][cta], -1),
         "piece": items["piece"],
+        "merge": np.where(is_partial, items["merge"] + walk * planned.header["merges_of_walk"], -1),
     }
 
 
@@ -266,7 +270,7 @@ def _check_result(planned: Planned) -> None:
     used = planned.ctas["end"] > planned.ctas["begin"]
     assert header["num_ctas"] == (np.flatnonzero(used)[-1] + 1 if used.any() else 0)
     size = host.PLAN_HEADER.itemsize + len(used) * host.CTA_ITEMS.itemsize
-    size += len(planned.items) * host.WORK_ITEM.itemsize + len(planned.merges) * host.MERGE_ITEM.itemsize
+    size += planned.items.nbytes + planned.merges.nbytes + planned.arrivals.nbytes
     assert header["used_bytes"] == size
 
 
@@ -333,6 +337,32 @@ def _check_merges(planned, pieces, units, unit_of, starts, count, is_cut) -> Non
     listed = merges["partial_row"][merge] - offset[merge] + partial * merges["partial_stride"][merge]
     own = pieces["partial_row"][starts[unit[merge]] + partial]
     assert (own == listed).all(), "a merge reads other partials than its unit's, or in another order"
+    _check_arrivals(planned, pieces, is_cut, rows[unit_of])
+
+
+def _check_arrivals(planned: Planned, pieces: dict[str, np.ndarray], is_cut: np.ndarray, rows: np.ndarray) -> None:
+    """Every piece comes in at the first merge of its unit, of its own head; a unit's other merges follow the first."""
+    assert (planned.arrivals == 0).all(), "a fresh plan's counters"
+    merges, index, rows = planned.merges, pieces["merge"][is_cut], rows[is_cut]
+    mine = {name: a[is_cut] for name, a in pieces.items()}
+    assert ((index >= 0) & (index < len(merges))).all()
+    merge = merges[index]
+    assert (merge["request"] == mine["request"]).all() and (merge["kv_head"] == mine["kv_head"]).all()
+    assert (merge["first_packed_row"] == mine["tile"] * planned.cutting.tile_q).all()
+    assert (merge["partial_row"] + mine["piece"] * merge["partial_stride"] == mine["partial_row"]).all()
+
+    first = np.unique(index)
+    arriving = np.bincount(index, minlength=len(merges))
+    assert (arriving[first] == merges["num_partials"][first]).all(), "a merge waits for more or fewer pieces than come"
+    length = np.zeros(len(merges), np.int64)
+    length[index] = -(-rows // planned.cutting.merge_rows)
+    length = length[first]
+    assert (first == indptr(length)[:-1]).all() and length.sum() == len(merges), "a unit's merges are not adjacent"
+    step = np.arange(len(merges)) - np.repeat(first, length)
+    for name in ("request", "kv_head", "num_partials", "partial_stride"):
+        assert (merges[name] == np.repeat(merges[name][first], length)).all(), name
+    for name in ("first_packed_row", "partial_row"):
+        assert (merges[name] == np.repeat(merges[name][first], length) + step * planned.cutting.merge_rows).all(), name
 
 
 def _coverage(begins: np.ndarray, sizes: np.ndarray, total: int) -> np.ndarray:

@@ -204,6 +204,28 @@ def test_max_pieces(max_pieces: int) -> None:
     assert max(planned.merges["num_partials"], default=1) == max_pieces
 
 
+@pytest.mark.parametrize("num_ctas", [8, 12, 13], ids=["a full team", "and half a team", "and a lone CTA"])
+@pytest.mark.parametrize("walk", [TEAMS, RUNS])
+def test_pieces_arrive_at_the_merge_of_their_own_head(walk: int, num_ctas: int) -> None:
+    """Members of a team share their items, and a unit of 16 rows has two merges."""
+    batch = Batch(np.full(5, 4), np.array([9000, 20_000, 3000, 700, 15_000]))
+    planned = plan(batch, cutting(DECODE, walk=walk, num_ctas=num_ctas, fixed_piece_tokens=1024))
+    check(planned)
+    seen = expand(planned)
+    own = planned.merges[seen["merge"]]
+    is_cut = seen["partial_row"] >= 0
+    assert (own["kv_head"] == seen["kv_head"])[is_cut].all() and set(own["kv_head"][is_cut]) == set(range(8))
+    first = np.unique(seen["merge"][is_cut])
+    assert len(planned.merges) == 2 * len(first) == 2 * 4 * 8
+    assert (planned.merges[first + 1]["first_packed_row"] == planned.merges[first]["first_packed_row"] + 8).all()
+
+
+def test_more_kv_heads_than_a_plan_can_name() -> None:
+    batch = Batch(ones(1), ones(1), 65_536, 65_536)
+    status, _, _ = call(problem_of(batch, arrays_of(batch)), DECODE, 1 << 16)
+    assert status == host.INTERNAL and "65536" in host.last_error()
+
+
 # ---------------------------------------------------------------- fixed splits
 
 

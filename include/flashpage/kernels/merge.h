@@ -17,8 +17,7 @@ struct Merge {
   FP_DEVICE static void run(const MergeParams& params) {
     ptx::grid_dependency_wait();
     const PlanHeader* plan = params.plan;
-    const MergeItem* merges =
-        reinterpret_cast<const MergeItem*>(reinterpret_cast<const char*>(plan) + plan->merges_offset);
+    const MergeItem* merges = plan_merges(plan);
     for (i32 i = blockIdx.x; i < plan->num_merges; i += gridDim.x) {
       MergeItem item = merges[i];
       for (i32 row = threadIdx.x / 32; row < item.num_rows; row += warps) merge_row(params, item, row);

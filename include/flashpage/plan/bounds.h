@@ -48,7 +48,7 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
     partial_rows = 2 * cuts * unit_rows;
   }
   const i64 bytes = static_cast<i64>(sizeof(PlanHeader)) + schedule.num_ctas * static_cast<i64>(sizeof(CtaItems)) +
-                    items * static_cast<i64>(sizeof(WorkItem)) + merges * static_cast<i64>(sizeof(MergeItem));
+                    items * static_cast<i64>(sizeof(WorkItem)) + merges * merge_bytes;
   return {bytes, partial_rows};
 }
 

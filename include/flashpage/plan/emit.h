@@ -1,4 +1,4 @@
-// From cuts to the plan's bytes: work items lane by lane, then what must be merged.
+// From cuts to the plan's bytes: work items lane by lane, then what must be merged and the counters of who has come.
 #pragma once
 #include <cstring>
 #include <vector>
@@ -59,27 +59,29 @@ class Emitter {
         CtaItems& range = ranges()[lanes[l].first_cta + member];
         range.begin = static_cast<i32>(first);
         range.end = static_cast<i32>(items_.count());
-        range.kv_head = member * (lanes[l].heads * copies_);
+        range.walk = static_cast<u16>(member * lanes[l].heads);
+        range.kv_head = static_cast<u16>(range.walk * copies_);
       }
       num_ctas = max_of(num_ctas, lanes[l].first_cta + lanes[l].members);
     }
     const i64 merges_offset = items_offset_ + items_.count() * static_cast<i64>(sizeof(WorkItem));
-    const i64 num_merges = count_merges();
-    const i64 used = merges_offset + num_merges * static_cast<i64>(sizeof(MergeItem));
-    num_partial_rows_ = rows_of_one_member_ * members_;
+    const i64 num_merges = merges_of_walk_ * members_;
+    const i64 used = merges_offset + num_merges * merge_bytes;
+    num_partial_rows_ = rows_of_walk_ * members_;
     header = {num_ctas,
               static_cast<i32>(items_.count()),
               static_cast<i32>(num_merges),
               static_cast<i32>(num_partial_rows_),
-              static_cast<i32>(sizeof(PlanHeader)),
+              static_cast<i32>(merges_of_walk_),
               static_cast<i32>(items_offset_),
               static_cast<i32>(merges_offset),
               static_cast<i32>(used)};
     if (used > capacity_ || used > max_i32 || num_partial_rows_ > max_i32) return used;
-    shift_partials(lanes);
+    shift_merges(lanes);
     std::memcpy(bytes_, &header, sizeof(header));
     std::memcpy(bytes_ + sizeof(header), ranges().data(), ranges().size() * sizeof(CtaItems));
     write_merges(reinterpret_cast<MergeItem*>(bytes_ + merges_offset));
+    std::memset(bytes_ + used - num_merges * sizeof(u32), 0, num_merges * sizeof(u32));
     return used;
   }
 
@@ -88,6 +90,7 @@ class Emitter {
  private:
   struct CutUnit {
     Cut at;
+    i32 merge;
     i32 partial_row;
     i32 pieces;
   };
@@ -171,7 +174,10 @@ class Emitter {
     }
   }
 
-  void open_unit(const Cut& at) { cut_units().push_back({at, static_cast<i32>(rows_of_one_member_), 0}); }
+  void open_unit(const Cut& at) {
+    cut_units().push_back({at, static_cast<i32>(merges_of_walk_), static_cast<i32>(rows_of_walk_), 0});
+    merges_of_walk_ += merge_rows_.div(rows_of(at) + schedule_.merge_rows - 1);
+  }
 
   i32 next_cut(i32 token) const {
     return schedule_.fixed() ? (token / schedule_.fixed_piece_tokens + 1) * schedule_.fixed_piece_tokens
@@ -185,11 +191,12 @@ class Emitter {
     for (; begin < end; begin = next_cut(begin)) {
       for (i32 head = 0; head < lane.heads; ++head) {
         WorkItem& item = put(at, head, begin, min_of(end, next_cut(begin)));
-        item.partial_row = static_cast<i32>(rows_of_one_member_);
+        item.partial_row = static_cast<i32>(rows_of_walk_);
         item.piece = unit.pieces;
+        item.merge = unit.merge;
       }
       ++unit.pieces;
-      rows_of_one_member_ += rows;
+      rows_of_walk_ += rows;
     }
   }
 
@@ -209,43 +216,39 @@ class Emitter {
     item.kv_end = kv_end;
     item.partial_row = -1;
     item.piece = 0;
-    item.tile_class = 0;
+    item.merge = -1;
     return item;
   }
 
-  // The partial rows of the n-th walk of the axis begin at n times those of one walk.
-  void shift_partials(const std::vector<Lane>& lanes) {
-    const i32 stride = static_cast<i32>(rows_of_one_member_);
-    for (CtaItems& range : ranges()) range.partial_row = range.kv_head / copies_ * stride;
+  // The partial rows of the n-th walk of the axis begin at n times those of one walk, and so do its merges.
+  void shift_merges(const std::vector<Lane>& lanes) {
+    const i32 rows = static_cast<i32>(rows_of_walk_), merges = static_cast<i32>(merges_of_walk_);
+    for (CtaItems& range : ranges()) range.partial_row = range.walk * rows;
     for (const Lane& lane : lanes) {
       if (lane.heads == 1) continue;
       const CtaItems& range = ranges()[lane.first_cta];
       for (i32 i = range.begin; i < range.end; ++i) {
-        if (items_[i].partial_row >= 0) items_[i].partial_row += items_[i].kv_head * stride;
+        WorkItem& item = items_[i];
+        if (item.partial_row < 0) continue;
+        item.partial_row += item.kv_head * rows;
+        item.merge += item.kv_head * merges;
       }
     }
   }
 
-  i64 count_merges() const {
-    i64 count = 0;
-    for (const CutUnit& unit : cut_units()) {
-      count += merge_rows_.div(rows_of(unit.at) + schedule_.merge_rows - 1);
-    }
-    return count * members_;
-  }
-
-  void write_merges(MergeItem* merge) const {
+  void write_merges(MergeItem* merges) const {
     for (const CutUnit& unit : cut_units()) {
       const Cut& at = unit.at;
       const i32 q_begin = requests_[at.request].q_begin, rows = rows_of(at), first_row = at.tile * schedule_.tile_q;
-      for (i32 member = 0; member < members_; ++member) {
-        const i32 partial_row = unit.partial_row + member * static_cast<i32>(rows_of_one_member_);
+      for (i32 walk = 0; walk < members_; ++walk) {
+        const i32 partial_row = unit.partial_row + walk * static_cast<i32>(rows_of_walk_);
+        MergeItem* merge = merges + unit.merge + walk * merges_of_walk_;
         for (i32 row = 0; row < rows; row += schedule_.merge_rows) {
           *merge++ = {at.request,
                       q_begin,
                       first_row + row,
                       min_of(schedule_.merge_rows, rows - row),
-                      at.copy + member * copies_,
+                      at.copy + walk * copies_,
                       partial_row + row,
                       rows,
                       unit.pieces};
@@ -265,7 +268,8 @@ class Emitter {
   i64 capacity_;
   i64 items_offset_;
   Output<WorkItem> items_;
-  i64 rows_of_one_member_ = 0;  // partial rows so far
+  i64 rows_of_walk_ = 0;    // partial rows so far, of one walk of the axis
+  i64 merges_of_walk_ = 0;  // so far
   i64 num_partial_rows_ = 0;
 };
 

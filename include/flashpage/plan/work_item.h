@@ -4,7 +4,7 @@
 // A row tile is `tile_q` consecutive packed rows; a unit is one row tile of one KV head. A work item is a run of units
 // of one request over one token range; a CTA's items lie side by side. CTAs that walk the same token ranges for
 // different KV heads (a team) share one list, so a decode plan has one item a request and cut, not one a KV head. Read
-// it through for_each_item, which gives each member its own head and partial row.
+// it through for_each_item, which gives each member its own head and partial row; first_merge gives it its own merge.
 #pragma once
 #include "flashpage/common/types.h"
 
@@ -25,12 +25,12 @@ struct alignas(16) WorkItem {
   i32 partial_row;  // row of the partial buffers for this unit's first packed row; -1: straight to out.
                     // An item with partial_row >= 0 has num_units == 1.
   i32 piece;        // which piece of its unit this is; piece 0 takes the attention sink
-  i32 tile_class;   // which tile shape of the kernel; 0 where a kernel has one
+  i32 merge;        // the unit's first MergeItem, before first_merge has moved it; -1 where partial_row is
 };
 static_assert(sizeof(WorkItem) == 64);
 
 // Packed rows of one unit whose KV range was cut: combine partials in order, write to out. At most `merge_rows` rows an
-// item.
+// item; a unit's items lie side by side, in the order of their rows.
 struct alignas(16) MergeItem {
   i32 request;
   i32 q_begin;           // the request's first row of q (rows)
@@ -47,23 +47,27 @@ static_assert(sizeof(MergeItem) == 32);
 struct alignas(16) CtaItems {
   i32 begin;
   i32 end;
-  i32 kv_head;      // added to WorkItem::kv_head
+  u16 kv_head;      // added to WorkItem::kv_head
+  u16 walk;         // this CTA's share of its team's merges: first_merge
   i32 partial_row;  // added to WorkItem::partial_row where that is not -1
 };
 static_assert(sizeof(CtaItems) == 16);
 
-// First bytes of a plan in the int workspace; the offsets are bytes from the header.
+// First bytes of a plan in the int workspace; the offsets are bytes from the header. Right behind it lie CtaItems, as
+// many as the schedule has CTAs: those without work have an empty range. Behind the merges lie as many arrivals.
 struct alignas(16) PlanHeader {
   i32 num_ctas;
   i32 num_items;
   i32 num_merges;
   i32 num_partial_rows;
-  i32 ctas_offset;    // CtaItems [schedule's num_ctas], right behind the header; CTAs without work have an empty range
-  i32 items_offset;   // WorkItem [num_items]
-  i32 merges_offset;  // MergeItem [num_merges]
+  i32 merges_of_walk;  // of one walk of all requests; another walk's, alike for other KV heads, lie behind them
+  i32 items_offset;    // WorkItem [num_items]
+  i32 merges_offset;   // MergeItem [num_merges]
   i32 used_bytes;
 };
 static_assert(sizeof(PlanHeader) == 32);
+
+inline constexpr i64 merge_bytes = sizeof(MergeItem) + sizeof(u32);  // with its arrivals
 
 FP_HOST_DEVICE WorkItem item_of_member(WorkItem item, const CtaItems& cta) {
   item.kv_head += cta.kv_head;
@@ -78,6 +82,18 @@ FP_HOST_DEVICE CtaItems cta_items(const PlanHeader* plan, i32 cta) {
 }
 FP_HOST_DEVICE const WorkItem* plan_items(const PlanHeader* plan) {
   return reinterpret_cast<const WorkItem*>(reinterpret_cast<const char*>(plan) + plan->items_offset);
+}
+FP_HOST_DEVICE const MergeItem* plan_merges(const PlanHeader* plan) {
+  return reinterpret_cast<const MergeItem*>(reinterpret_cast<const char*>(plan) + plan->merges_offset);
+}
+// [num_merges], for kernels that merge inside the attention launch: how many pieces of a unit are done, counted at the
+// unit's first merge. Zero in a fresh plan; whoever merges sets it back to zero, for the next run.
+FP_HOST_DEVICE u32* plan_arrivals(const PlanHeader* plan) {
+  return reinterpret_cast<u32*>(const_cast<MergeItem*>(plan_merges(plan) + plan->num_merges));
+}
+// Index of the first merge of an item's unit; only where its partial_row is not -1.
+FP_HOST_DEVICE i32 first_merge(const PlanHeader* plan, const WorkItem& item, const CtaItems& cta) {
+  return item.merge + cta.walk * plan->merges_of_walk;
 }
 
 // Calls body(item) for every item of a CTA, in order.
