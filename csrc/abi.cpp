@@ -32,6 +32,8 @@ int64_t fp_sizeof(const char* struct_name) {
       {"PlanResult", sizeof(fp_plan_result)},
       {"KernelInfo", sizeof(fp_kernel_info)},
       {"DeviceInfo", sizeof(fp_device_info)},
+      {"BoxForm", sizeof(fp_box_form)},
+      {"KvBoxes", sizeof(fp_kv_boxes)},
       {"RunArgs", sizeof(fp_run_args)},
       {"Python", sizeof(fp_python)},
       {"TensorForm", sizeof(fp_tensor_form)},

@@ -3,6 +3,7 @@
 // installed.
 #pragma once
 #include <cstddef>
+#include <cstdint>
 
 namespace flashpage::cuda {
 
@@ -36,6 +37,13 @@ inline constexpr unsigned event_disable_timing = 2;
 inline constexpr unsigned stream_non_blocking = 1;
 
 inline constexpr int launch_attribute_programmatic_stream_serialization = 6;
+
+inline constexpr int tensor_map_uint8 = 0;
+inline constexpr int tensor_map_uint16 = 1;
+inline constexpr int tensor_map_interleave_none = 0;
+inline constexpr int tensor_map_swizzle_128b = 3;
+inline constexpr int tensor_map_l2_promotion_none = 0;
+inline constexpr int tensor_map_fill_zeros = 0;  // CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 
 struct LaunchAttribute {
   int id;
@@ -84,6 +92,9 @@ struct LaunchConfig {
     (int* blocks, Function function, int block_size, size_t dynamic_shared_bytes))                                     \
   X(launch_kernel_ex, cuLaunchKernelEx,                                                                                \
     (const LaunchConfig* config, Function function, void** kernel_params, void** extra))                               \
+  X(tensor_map_encode_tiled, cuTensorMapEncodeTiled,                                                                   \
+    (void* map, int data_type, unsigned rank, void* address, const uint64_t* dims, const uint64_t* strides,            \
+     const unsigned* box, const unsigned* element_strides, int interleave, int swizzle, int l2_promotion, int fill))   \
   X(mem_host_alloc, cuMemHostAlloc, (void** address, size_t bytes, unsigned flags))                                    \
   X(mem_free_host, cuMemFreeHost, (void* address))                                                                     \
   X(memcpy_htod_async, cuMemcpyHtoDAsync_v2, (DevicePointer to, const void* from, size_t bytes, Stream stream))        \

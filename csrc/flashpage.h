@@ -146,6 +146,18 @@ FP_API fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t
 FP_API void fp_kernel_destroy(fp_kernel*);
 FP_API int32_t fp_kernel_describe(const fp_kernel*, fp_kernel_info*);
 
+// A kernel that loads K and V by boxes (tensor maps, SWIZZLE_128B) takes flashpage::KvMaps as its third parameter. Maps
+// are encoded at every run, as addresses change from layer to layer; dimensions and strides are bound beforehand.
+struct fp_box_form {
+  int32_t element_bytes;  // 1 or 2
+  int32_t box[4];         // elements
+  int64_t dims[4];        // elements: columns, tokens of a page, heads, pages
+  int64_t strides[3];     // bytes: of tokens, heads, pages
+};
+struct fp_kv_boxes {
+  fp_box_form k, v;
+};
+
 // One attention call: at most two launches (attention, merge) in one foreign call. CPU: runs on the pool and returns
 // when done. The merge is built in on the CPU; on the card it is a kernel of its own, launched as a dependent.
 struct fp_run_args {
@@ -158,7 +170,8 @@ struct fp_run_args {
   int32_t num_ctas;    // of the plan
   int32_t num_merges;  // of the plan
   int32_t enable_pdl;
-  int32_t out_dtype;  // CPU merge: 0 fp32, 1 fp16, 2 bf16
+  int32_t out_dtype;         // CPU merge: 0 fp32, 1 fp16, 2 bf16
+  const fp_kv_boxes* boxes;  // null: the kernel takes no tensor maps
 };
 FP_API int32_t fp_run(const fp_run_args*);
 // Any other kernel (merge_states, append): one struct of parameters by value.

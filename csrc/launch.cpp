@@ -5,6 +5,7 @@
 #include "cpu_ops.h"
 #include "errors.h"
 #include "kernel.h"
+#include "tensor_maps.h"
 #include "threads.h"
 
 namespace flashpage::host {
@@ -47,7 +48,13 @@ cuda::Result launch_kernel(const Launch& launch, void** params) {
 int32_t run_on_cuda(const fp_run_args& args) {
   const fp_kernel* attention = args.attention;
   cuda::CurrentContext current(*attention->driver, attention->context);
-  void* attention_params[] = {const_cast<AttentionParams*>(args.params), const_cast<VariantArgs*>(variant_of(args))};
+  KvMaps maps;  // left as it is where the kernel takes none
+  if (args.boxes != nullptr) {
+    const int32_t status = cuda::encode_maps(*attention->driver, *args.boxes, *args.params, maps);
+    if (status != FP_OK) return status;
+  }
+  void* attention_params[] = {const_cast<AttentionParams*>(args.params), const_cast<VariantArgs*>(variant_of(args)),
+                              &maps};
   auto result = launch_kernel({attention, args.num_ctas, args.stream, args.enable_pdl != 0}, attention_params);
   if (result != cuda::success) return cuda::fail(result, "launching the attention kernel");
   if (args.merge == nullptr || args.num_merges <= 0) return FP_OK;

@@ -13,7 +13,7 @@ from .dtypes import DType
 from .errors import CapabilityError
 from .problem import SPLIT_BALANCED, Options, Problem
 from .spec import KernelSpec, VariantSpec, inner_loop
-from .tiles import Cost, Tile, cpu_tile, sm80_tile
+from .tiles import Cost, Tile, cpu_tile, sm80_tile, sm90_decode_tile
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _NO_VARIANT = VariantSpec()
@@ -33,12 +33,25 @@ class Capability:
     fp8_kv: bool = True  # beside KV of q's own type
     head_dims: tuple[int, int, int] = (16, 512, 8)  # smallest, largest, step
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it
+    max_sm: int = 999
+    max_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
+    rope: bool = True  # in the kernel
+    merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
+    loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
 
-    def refusals(self, options: Options, sm: int) -> list[str]:
+    def refusals(self, problem: Problem, sm: int) -> list[str]:
         """Why this kernel cannot; empty: it can."""
-        found = []
-        if sm < self.min_sm:
-            found.append(f"it needs compute capability {_sm_name(self.min_sm)}, this card has {_sm_name(sm)}")
+        options, found = problem.options, []
+        if not self.min_sm <= sm <= self.max_sm:
+            needed = f"{_sm_name(self.max_sm)} at most" if sm > self.max_sm else _sm_name(self.min_sm)
+            found.append(f"it needs compute capability {needed}, this card has {_sm_name(sm)}")
+        if problem.packed_rows > self.max_packed_rows:
+            found.append(
+                f"a request and KV head have {problem.packed_rows} packed rows (query rows x query heads), "
+                f"it takes {self.max_packed_rows}"
+            )
+        if not self.rope and options.position_encoding == "ROPE_LLAMA":
+            found.append("it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA)")
         if options.q_dtype not in self.q_dtypes:
             found.append(f"q_data_type {options.q_dtype.value} is not among {_names(self.q_dtypes)}")
         if options.out_dtype not in self.out_dtypes:
@@ -66,6 +79,30 @@ def _sm80(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost
     loop = inner_loop(_mask_source(options), _encoding(options), variant)
     return sm80_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop)
 
+
+def _sm90_decode(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
+    loop = inner_loop(_mask_source(options), _encoding(options), variant)
+    return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop)
+
+
+def _boxes_or_rows(options: Options) -> str:
+    """Boxes start on the swizzle's 8 rows and take whole blocks of 16 bytes."""
+    row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
+    is_whole = options.page_size % 8 == 0 and all(size % 16 == 0 for size in row_bytes)  # ragged: page_size is 0
+    return "boxes" if is_whole else "rows"
+
+
+DECODE_SM90 = Capability(
+    *("decode_sm90", "cuda", _HALF, _HALF),
+    _sm90_decode,
+    min_sm=90,
+    max_sm=90,
+    max_packed_rows=64,
+    rope=False,
+    row_alignment=16,
+    loader=_boxes_or_rows,
+    merges_in_launch=True,
+)
 
 CAPABILITIES = (
     Capability("cpu_attention", "cpu", _FLOAT, _FLOAT, lambda o, rows, _: cpu_tile(o.head_dim_qk, o.head_dim_vo, rows)),
@@ -119,7 +156,7 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
         if capability.device != device.type:
             refused.append(f"{capability.kernel}: it runs on {capability.device}, the work is on {device.type}")
             continue
-        reasons = capability.refusals(options, sm)
+        reasons = capability.refusals(problem, sm)
         if not reasons:
             tile, cost = capability.schedule(options, problem.packed_rows, variant)
             notes = (
@@ -132,6 +169,12 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
             return Choice(_spec(options, capability, tile, variant), cost, capability, notes)
         refused.append(f"{capability.kernel}: {'; '.join(reasons)}")
     raise CapabilityError("no kernel can honour this request:\n  " + "\n  ".join(refused))
+
+
+def offline(problem: Problem, device_type: str) -> Capability:
+    """What `choose` would take on the newest card that a kernel is for; the most general one where none can."""
+    rows = [capability for capability in CAPABILITIES if capability.device == device_type]
+    return next((row for row in rows if not row.refusals(problem, row.min_sm)), rows[-1])
 
 
 def _spec(options: Options, capability: Capability, tile: Tile, variant: VariantSpec) -> KernelSpec:
@@ -147,6 +190,7 @@ def _spec(options: Options, capability: Capability, tile: Tile, variant: Variant
         position_encoding=_encoding(options),
         tile=tile,
         variant=variant,
+        loader=capability.loader(options),
     )
 
 

@@ -43,6 +43,8 @@ class AttentionParams(ctypes.Structure):
         *_all(c_int32, "num_q_heads num_kv_heads causal window_left"),
         *_all(c_float, "rope_scale rope_theta"),
         *_all(FastDiv, "group page"),
+        ("trace", c_void_p),
+        ("box_tokens", c_int32),
     ]
 
 
@@ -130,10 +132,24 @@ class DeviceInfo(ctypes.Structure):
     ]
 
 
+class BoxForm(ctypes.Structure):
+    _fields_ = [
+        ("element_bytes", c_int32),
+        ("box", c_int32 * 4),
+        ("dims", c_int64 * 4),
+        ("strides", c_int64 * 3),
+    ]
+
+
+class KvBoxes(ctypes.Structure):
+    _fields_ = _all(BoxForm, "k v")
+
+
 class RunArgs(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "attention merge params variant merge_params stream"),
         *_all(c_int32, "num_ctas num_merges enable_pdl out_dtype"),
+        ("boxes", c_void_p),
     ]
 
 
@@ -184,7 +200,8 @@ PLAN_HEADER = np.dtype(
 
 STRUCTS = (
     *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
-    *(IndexArray, ProblemStruct, Schedule, PlanResult, KernelInfo, DeviceInfo, RunArgs),
+    *(IndexArray, ProblemStruct, Schedule, PlanResult, KernelInfo, DeviceInfo),
+    *(BoxForm, KvBoxes, RunArgs),
     *(Python, TensorForm, BoundRun, LengthsStruct, SlotsCall),
 )
 RECORDS = {"WorkItem": WORK_ITEM, "MergeItem": MERGE_ITEM, "CtaItems": CTA_ITEMS, "PlanHeader": PLAN_HEADER}

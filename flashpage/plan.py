@@ -186,7 +186,7 @@ def plan_lengths(
         uniform_q_len=1 if q_lens is None else 0,
     )
     problem = Problem(options, backends.packed_rows(options, len(rows), sum(rows)))
-    capability = next(c for c in backends.CAPABILITIES if c.device == backend)
+    capability = backends.offline(problem, backend)
     table_tile, table_cost = capability.schedule(options, problem.packed_rows, VariantSpec())
     spec = KernelSpec(
         capability.kernel, head_dim_qk=head_dim, head_dim_vo=vo, kv_source=source, tile=tile or table_tile

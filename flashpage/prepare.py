@@ -28,7 +28,8 @@ class Prepared:
         self.attention = jit.get_kernel(self.choice.spec, device)
         self.merge = None
         if device.type == "cuda":
-            self.merge = jit.get_kernel(KernelSpec("merge", out_dtype=options.out_dtype), device)
+            if not self.choice.capability.merges_in_launch:
+                self.merge = jit.get_kernel(KernelSpec("merge", out_dtype=options.out_dtype), device)
             num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm
         else:
             num_ctas = host.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD

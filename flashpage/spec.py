@@ -48,6 +48,8 @@ class KernelSpec:
     position_encoding: str = "none"  # none | rope
     tile: Tile | None = None
     variant: VariantSpec = VariantSpec()
+    loader: str = ""  # boxes (K and V by tensor maps) | rows; empty: the kernel has one loader
+    trace: bool = False  # clock stamps go to AttentionParams::trace
 
     @property
     def backend(self) -> str:
@@ -111,6 +113,8 @@ def _short(field: str, value: Any) -> str:
         return f"t{value.tile_q}x{value.tile_kv}"
     if isinstance(value, VariantSpec):
         return "variant"
+    if isinstance(value, bool):
+        return field
     if field.startswith("head_dim"):
         return f"{field[-2:]}{value}"
     return str(value)

@@ -20,6 +20,7 @@ class Tile:
     warps_kv: int  # warps side by side along the tokens
     stages: int  # KV tiles in flight
     ctas_per_sm: int = 1  # CUDA: what registers are bounded for
+    warps_v: int = 1  # warps side by side along the value columns
 
 
 class InnerLoop(enum.Enum):
@@ -81,6 +82,27 @@ def sm80_tile(
         return Tile(128, tile_kv, 4, 1, 1, 2), Cost(WALK_RUNS, 30.0, 5000.0, 10000.0, 128, 0, 8)
     tile_kv = 64 if loop is InnerLoop.PLAIN else 48
     return Tile(128, tile_kv, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 128, 0, 8)
+
+
+def sm90_decode_tile(
+    head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int, loop: InnerLoop = InnerLoop.PLAIN
+) -> tuple[Tile, Cost]:
+    """Few rows on Hopper: one CTA an SM with a ring of 96 KiB, what its memory can use, of slots of `tile_kv` tokens.
+
+    Up to 64 packed rows of a request and KV head. A slot has room for the rows' fp32 output, which is exchanged in it.
+    """
+    token_bytes = (head_dim_qk + head_dim_vo) * kv_dtype.size
+    tile_q = next(rows for rows in (16, 32, 64) if packed_rows <= rows)
+    tile_kv = next(tokens for tokens in (16, 32, 64, 128) if tokens * token_bytes >= 4 * tile_q * head_dim_vo)
+    if kv_dtype.is_fp8 or loop is not InnerLoop.PLAIN:
+        tile_kv = max(tile_kv, 32)  # fp8 keys come 32 tokens at a time
+    warps_kv = 4 if tile_q == 16 else 2
+    stages = max(warps_kv, min(12, 98304 // (tile_kv * token_bytes)))
+    ns_per_token = token_bytes / 36.0  # an SM's share of the memory's 4.7 TB/s is 36 bytes a nanosecond
+    return (
+        Tile(tile_q, tile_kv, 1, warps_kv, stages, 1, 4 // warps_kv),
+        Cost(WALK_TEAMS, ns_per_token, 1500.0, 1500.0, 128, 0, 8),
+    )
 
 
 def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: int) -> tuple[Tile, Cost]:

@@ -155,6 +155,51 @@ assert record() == ["launch attention grid=3 block=384 shared=100000 stream=9 at
 """)
 
 
+BOXES = """
+k = host.BoxForm(2, (64, 16, 1, 1), (128, 16, 8, 1000), (2048, 256, 65536))
+v = host.BoxForm(1, (128, 16, 1, 1), (96, 16, 8, 1000), (768, 96, 32768))
+boxes = host.KvBoxes(k, v)
+params.k.data, params.v.data, params.plan = 1 << 20, 1 << 21, 1 << 22
+attention = kernel(b"boxes")
+record()
+"""
+
+
+def test_tensor_maps_are_encoded_at_every_run_and_passed_third() -> None:
+    with_fake_driver(
+        BOXES
+        + """
+host.check(run(attention, boxes=addressof(boxes)))
+lines = [line.split(" ctx=")[0] for line in record()]
+assert lines[:2] == [
+    "map type=1 rank=4 64/128,16/16@2048,1/8@256,1/1000@65536 0 3 0 0",
+    "map type=0 rank=4 128/96,16/16@768,1/8@96,1/1000@32768 0 3 0 0",
+]
+assert lines[2].endswith(f"maps={1 << 20},{1 << 21}") and len(lines) == 3
+params.k.data, params.v.data = None, 1 << 23  # a cache without tokens: its map is one all the same
+host.check(run(attention, boxes=addressof(boxes)))
+assert f"maps={1 << 22},{1 << 23}" in record()[2]
+host.check(run(kernel(b"rows")))
+assert not any(line.startswith("map") for line in record())
+"""
+    )
+
+
+def test_a_map_that_the_driver_refuses_is_told_with_its_numbers() -> None:
+    with_fake_driver(
+        BOXES
+        + """
+fake.fake_refuse_maps_of_bytes(1)
+assert run(attention, boxes=addressof(boxes)) == host.CUDA_ERROR
+assert host.last_error() == (
+    "encoding the tensor map of V: address 0x200000, 1-byte elements, box 128 x 16 x 1 x 1 of 96 columns x 16 tokens "
+    "x 8 heads x 1000 pages, strides of 768, 96 and 32768 bytes: CUDA_ERROR_FAKE (1, refused by the fake)"
+)
+assert not any(line.startswith("launch") for line in record())
+"""
+    )
+
+
 def test_a_launch_makes_its_devices_context_current_and_puts_the_old_one_back() -> None:
     with_fake_driver("""
 kernels = [kernel(b"attention", device) for device in (0, 1)]

@@ -19,6 +19,8 @@ C_NAMES = {
     "PlanResult": "fp_plan_result",
     "KernelInfo": "fp_kernel_info",
     "DeviceInfo": "fp_device_info",
+    "BoxForm": "fp_box_form",
+    "KvBoxes": "fp_kv_boxes",
     "RunArgs": "fp_run_args",
     "Python": "fp_python",
     "TensorForm": "fp_tensor_form",
@@ -83,6 +85,7 @@ def cuda_include() -> Path | None:
 CUDA_API_CHECK = r"""
 #include <cuda.h>
 #include "cuda_api.h"
+#include "flashpage.h"
 namespace fp = flashpage::cuda;
 
 // The same number of parameters, each of the same size and as much a pointer or not.
@@ -103,6 +106,7 @@ constexpr bool same_text(const char* a, const char* b) { return *a == *b && (*a 
   static_assert(same_signature<decltype(symbol), fp::Result parameters>, #symbol);
 namespace flashpage::cuda { FP_CUDA_FUNCTIONS(CHECK) }
 
+static_assert(sizeof(flashpage::TensorMap) == sizeof(CUtensorMap));
 static_assert(sizeof(fp::LaunchConfig) == sizeof(CUlaunchConfig));
 static_assert(sizeof(fp::LaunchAttribute) == sizeof(CUlaunchAttribute));
 #define FIELD(ours, our_field, theirs, their_field) \
@@ -137,6 +141,12 @@ VALUE(host_alloc_portable, CU_MEMHOSTALLOC_PORTABLE)
 VALUE(event_disable_timing, CU_EVENT_DISABLE_TIMING)
 VALUE(stream_non_blocking, CU_STREAM_NON_BLOCKING)
 VALUE(launch_attribute_programmatic_stream_serialization, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+VALUE(tensor_map_uint8, CU_TENSOR_MAP_DATA_TYPE_UINT8)
+VALUE(tensor_map_uint16, CU_TENSOR_MAP_DATA_TYPE_UINT16)
+VALUE(tensor_map_interleave_none, CU_TENSOR_MAP_INTERLEAVE_NONE)
+VALUE(tensor_map_swizzle_128b, CU_TENSOR_MAP_SWIZZLE_128B)
+VALUE(tensor_map_l2_promotion_none, CU_TENSOR_MAP_L2_PROMOTION_NONE)
+VALUE(tensor_map_fill_zeros, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
 """
 
 

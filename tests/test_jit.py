@@ -284,6 +284,8 @@ CHANGES = {
     "position_encoding": "rope",
     "tile": Tile(16, 64, 1, 4, 2),
     "variant": VariantSpec(logit="score"),
+    "loader": "rows",
+    "trace": True,
 }
 
 

@@ -32,7 +32,7 @@ LAYERS = [
     {"spec", "tiles", "host", "direct", "arguments"},
     {"variants", "variant_capture", "variant_operations", "variant_source", "variant_trace", "variant_values"},
     {"jit"},
-    {"problem", "backends", "lengths", "caches", "multi_item", "prepare", "quantization", "slots"},
+    {"problem", "backends", "boxes", "lengths", "caches", "multi_item", "prepare", "quantization", "slots"},
     {"plan", "plan_picture", "plan_units"},
     {"binding", "combination", "ops", "plan_inputs", "planner", "run_checks", "wrapper"},
     {

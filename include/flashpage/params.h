@@ -44,8 +44,19 @@ struct AttentionParams {
   i32 window_left;   // tokens visible left of the row's own; -1: all
   float rope_scale;  // positions are divided by it
   float rope_theta;
-  FastDiv group;  // query heads a KV head
-  FastDiv page;   // tokens a page (ragged: 1)
+  FastDiv group;   // query heads a KV head
+  FastDiv page;    // tokens a page (ragged: 1)
+  u64* trace;      // a traced kernel's clock stamps, [CTAs, trace_stamps]; null otherwise
+  i32 box_tokens;  // tokens of one box of the tensor maps; 0: the kernel takes none
+};
+
+// What the driver's cuTensorMapEncodeTiled writes (CUtensorMap); passed by value, where the copy engine reads it.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+// Boxes of a paged or ragged cache: [columns, tokens, heads, pages].
+struct KvMaps {
+  TensorMap k, v;
 };
 
 // Values a variant captured. Slots are numbered by the spec; strides in elements.

@@ -21,6 +21,7 @@ std::string record;
 int copies = 0, copies_done = 0;  // asynchronous copies to the device
 bool capturing = false;
 int failing_launches = 0;
+bool refusing_maps = false;
 thread_local Context current = nullptr;
 thread_local int capture_mode = 0;
 constexpr int threads_and_shared_bytes[2] = {384, 100000};
@@ -47,6 +48,8 @@ EXPORT void fake_clear() { record.clear(); }
 EXPORT void fake_capture(int on) { capturing = on; }
 EXPORT void fake_finish_copies() { copies_done = copies; }
 EXPORT void fake_fail_launches(int count) { failing_launches = count; }
+
+EXPORT void fake_refuse_maps_of_bytes(int on) { refusing_maps = on; }
 
 EXPORT Result cuInit(unsigned) { return success; }
 EXPORT Result cuDriverGetVersion(int* version) { return *version = 13000, success; }
@@ -99,9 +102,28 @@ EXPORT Result cuLaunchKernelEx(const LaunchConfig* config, Function function, vo
             std::to_string(attribute.value.programmatic_stream_serialization_allowed);
   }
   text += " first=" + std::to_string(*static_cast<const unsigned long long*>(params[0]));
+  if (strcmp(reinterpret_cast<const char*>(function), "boxes") == 0) {  // takes two maps of 128 bytes behind the others
+    const auto* maps = static_cast<const unsigned long long*>(params[2]);
+    text += " maps=" + std::to_string(maps[0]) + "," + std::to_string(maps[16]);
+  }
   note(text);
   if (extra != nullptr) return 1;
   return failing_launches > 0 ? (--failing_launches, 700) : success;
+}
+EXPORT Result cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* dims,
+                                     const uint64_t* strides, const unsigned* box, const unsigned* element_strides,
+                                     int interleave, int swizzle, int l2_promotion, int fill) {
+  std::string text = "map type=" + std::to_string(type) + " rank=" + std::to_string(rank);
+  for (unsigned i = 0; i < rank; ++i) {
+    text += (i == 0 ? " " : ",") + std::to_string(box[i]) + "/" + std::to_string(dims[i]);
+    text += i == 0 ? "" : "@" + std::to_string(strides[i - 1]);
+    if (element_strides[i] != 1) return 2;
+  }
+  for (int option : {interleave, swizzle, l2_promotion, fill}) text += " " + std::to_string(option);
+  note(text);
+  *static_cast<unsigned long long*>(map) = reinterpret_cast<size_t>(address);
+  const bool is_misplaced = reinterpret_cast<size_t>(map) % 64 != 0;
+  return is_misplaced || (refusing_maps && type == tensor_map_uint8) ? 1 : success;
 }
 EXPORT Result cuMemHostAlloc(void** address, size_t bytes, unsigned) {
   return *address = malloc(bytes), unsafe("host_alloc");

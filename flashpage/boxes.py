@@ -1,0 +1,49 @@
+"""Boxes in which a kernel takes K and V: what the tensor maps of a cache are encoded with (csrc/flashpage.h)."""
+
+from __future__ import annotations
+
+import math
+
+from . import host
+from .caches import View
+from .errors import RunError
+
+_BOX_BYTES = 128  # of a row: what SWIZZLE_128B permutes
+_STRIDE_BYTES = 16  # strides are multiples of it
+_LARGEST_STRIDE = 1 << 40  # bytes
+
+
+def box_tokens(page_size: int, tile_kv: int) -> int:
+    """Tokens of a box: the largest power of two that divides a page (0: ragged) and a tile."""
+    common = math.gcd(page_size, tile_kv)
+    return common & -common
+
+
+def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged: bool) -> host.BoxForm:
+    """K's or V's, in boxes of `tokens`; a ragged view is one page. RunError where no map can have its strides."""
+    row_bytes = view.head_dim * element_bytes
+    counts = (view.page_size, view.num_heads, view.num_pages) if is_paged else (view.num_pages, view.num_heads, 1)
+    strides = []
+    for what, count, stride in zip(
+        ("token", "head", "page"), counts, (view.token_stride, view.head_stride, view.page_stride), strict=True
+    ):
+        # What is never stepped over has no stride of its own, but the map must have one.
+        stride_bytes = stride * element_bytes if count > 1 else row_bytes
+        if stride_bytes % _STRIDE_BYTES or stride_bytes >= _LARGEST_STRIDE:
+            raise RunError(
+                f"{name} has {stride_bytes} bytes from {what} to {what}: this kernel needs a multiple of "
+                f"{_STRIDE_BYTES} below 2^40; pad the allocation or pass {name}.contiguous()."
+            )
+        strides.append(stride_bytes)
+    return host.BoxForm(
+        element_bytes,
+        (_BOX_BYTES // element_bytes, tokens, 1, 1),
+        (view.head_dim, *(max(1, count) for count in counts)),  # an empty cache has a map too
+        tuple(strides),
+    )
+
+
+def resize(boxes: host.KvBoxes, leading: int, is_paged: bool, kv_layout: str) -> None:
+    """Takes the first dimension of the present cache, in which caches of one binding may differ."""
+    axis = 3 if is_paged else 1 if kv_layout == "NHD" else 2
+    boxes.k.dims[axis] = boxes.v.dims[axis] = max(1, leading)

@@ -1,0 +1,101 @@
+"""The table of kernels: what each row refuses, and what follows from a row."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import flashpage
+from flashpage import backends, tiles
+from flashpage.backends import CAPABILITIES, DECODE_SM90
+from flashpage.dtypes import DType
+from flashpage.problem import Options, Problem
+from flashpage.spec import KernelSpec, VariantSpec
+
+BF16 = DType.BFLOAT16
+DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
+
+
+def problem(packed_rows: int = 4, **changed: Any) -> Problem:
+    return Problem(dataclasses.replace(DECODE, **changed), packed_rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "sm", "reason"),
+    [
+        (problem(), 90, ""),
+        (problem(64), 90, ""),
+        (problem(kv_dtype=DType.FLOAT8_E4M3), 90, ""),
+        (problem(position_encoding="ALIBI"), 90, ""),
+        (problem(has_mask=True), 90, ""),
+        (problem(), 80, "it needs compute capability 9.0, this card has 8.0"),
+        (problem(), 100, "it needs compute capability 9.0 at most, this card has 10.0"),
+        (problem(128), 90, "a request and KV head have 128 packed rows (query rows x query heads), it takes 64"),
+        (problem(position_encoding="ROPE_LLAMA"), 90, "it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA)"),
+        (problem(out_dtype=DType.FLOAT32), 90, "o_data_type float32 is not among float16, bfloat16"),
+    ],
+)
+def test_what_the_hopper_decode_kernel_refuses(given: Problem, sm: int, reason: str) -> None:
+    assert DECODE_SM90.refusals(given, sm) == ([reason] if reason else [])
+
+
+@pytest.mark.parametrize(
+    ("changed", "loader"),
+    [
+        ({}, "boxes"),
+        ({"page_size": 8}, "boxes"),
+        ({"page_size": 48}, "boxes"),
+        ({"page_size": 1}, "rows"),
+        ({"page_size": 12}, "rows"),
+        ({"kv_source": "ragged", "page_size": 0}, "boxes"),
+        ({"head_dim_vo": 72}, "boxes"),
+        ({"head_dim_vo": 72, "kv_dtype": DType.FLOAT8_E4M3}, "rows"),
+        ({"head_dim_qk": 24, "kv_dtype": DType.FLOAT8_E5M2}, "rows"),
+    ],
+)
+def test_boxes_are_taken_where_pages_and_rows_are_whole(changed: dict[str, Any], loader: str) -> None:
+    assert DECODE_SM90.loader(problem(**changed).options) == loader
+
+
+@pytest.mark.parametrize("row", [*CAPABILITIES, DECODE_SM90], ids=lambda row: row.kernel)
+def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: backends.Capability) -> None:
+    for rows in (1 << i for i in range(11) if 1 << i <= row.max_packed_rows):
+        for dims in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
+            for kv_dtype in (BF16, DType.FLOAT8_E4M3):
+                given = problem(rows, head_dim_qk=dims[0], head_dim_vo=dims[1], kv_dtype=kv_dtype)
+                assert not row.refusals(given, row.min_sm)
+                tile, cost = row.schedule(given.options, rows, VariantSpec())
+                assert tile.tile_q % 16 == 0 and tile.tile_kv % 16 == 0 and cost.ns_per_token > 0
+
+
+def test_without_a_device_the_first_row_that_can_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    general = next(row for row in CAPABILITIES if row.device == "cuda")
+    monkeypatch.setattr(backends, "CAPABILITIES", (DECODE_SM90, *CAPABILITIES))
+    assert backends.offline(problem(), "cuda") is DECODE_SM90
+    assert backends.offline(problem(128), "cuda").kernel == "attention_sm80"
+    assert backends.offline(problem(head_dim_qk=576), "cuda") is CAPABILITIES[-1] is general
+    assert backends.offline(problem(), "cpu").kernel == "cpu_attention"
+
+
+def test_a_spec_is_named_by_loader_and_trace() -> None:
+    spec = KernelSpec("decode_sm90", tile=tiles.Tile(16, 64, 1, 4, 3), loader="boxes", trace=True)
+    assert "-boxes-trace-" in spec.name
+    assert KernelSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize("merges_in_launch", [False, True])
+def test_who_merges_in_its_launch_is_given_no_merge(merges_in_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dataclasses.replace(CAPABILITIES[0], merges_in_launch=merges_in_launch)
+    monkeypatch.setattr(backends, "CAPABILITIES", (row,))
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    pages = torch.arange(40, dtype=torch.int32)
+    lengths = torch.tensor([0, 40], dtype=torch.int32), pages, torch.tensor([16], dtype=torch.int32)
+    wrapper.plan(*lengths, 4, 2, 64, 16, q_data_type=torch.float32, fixed_split_size=8)  # five pieces
+    wrapper.run(torch.zeros(1, 4, 64), torch.zeros(40, 2, 16, 2, 64))
+    structs = wrapper._local.bound
+    merges = structs.combination.num_merges
+    assert merges > 0
+    assert (structs.args.num_merges, structs.has_merge) == ((0, False) if merges_in_launch else (merges, True))
