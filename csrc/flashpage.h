@@ -84,7 +84,7 @@ struct fp_plan_result {
 enum fp_length_error : int32_t {
   FP_LENGTH_NOT_ZERO_FIRST = 1,  // indptr[0] is negative (a non-zero start is allowed)
   FP_LENGTH_DECREASES = 2,       // indptr[i + 1] < indptr[i]
-  FP_LENGTH_OUTSIDE = 3,         // last_page_len outside 1..page_size (or not 0 for a request without pages)
+  FP_LENGTH_OUTSIDE = 3,         // last_page_len outside 1..page_size (without pages: 0..page_size)
   FP_LENGTH_TOO_MANY = 4,        // kv_lens[i] exceeds the request's pages; error_limit is their capacity
   FP_LENGTH_OVERFLOW = 5,        // a total does not fit in 31 bits
 };

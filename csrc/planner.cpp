@@ -46,7 +46,7 @@ static int32_t fail_lengths(const plan::LengthFault& fault, fp_plan_result* resu
   static constexpr const char* faults[] = {"",
                                            "is negative",
                                            "is below the entry before it",
-                                           "is outside 1..page_size (0 for a request without pages)",
+                                           "is outside 1..page_size (0..page_size for a request without pages)",
                                            "exceeds what the request's pages hold",
                                            "makes a total that does not fit in 31 bits"};
   result->error_array = static_cast<int32_t>(fault.array);

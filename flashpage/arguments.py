@@ -31,6 +31,7 @@ _REASONS = {
     "lse_layout": "LSE is [rows, heads]: pass 'NH', and transpose where another layout is needed",
     "v_indptr": "K and V share kv_indptr: leave it None",
     "o_indptr": "out has the rows of q: leave it None",
+    "num_colocated_ctas": "plans are for the whole card: leave it 0",
     "seq_lens_q": "rows of a request come from qo_indptr: leave it None",
 }
 
@@ -71,15 +72,6 @@ def extra_positions(args: tuple[Any, ...]) -> str:
         "those for jit_args variants; "
         f"{_VARIANT_HINT}."
     )
-
-
-def check_block_tables(block_tables: Any, batch: int) -> None:
-    """A second form of the page numbers; kernels read the first one, so only its batch can be wrong."""
-    tensor(block_tables, "block_tables", PlanError)
-    if block_tables.dim() != 2 or block_tables.shape[0] < batch:
-        raise PlanError(
-            f"block_tables has shape {tuple(block_tables.shape)}: pass one row a request, [{batch}, pages]."
-        )
 
 
 def layout(kv_layout: str, error: type[FlashpageError] = PlanError) -> str:

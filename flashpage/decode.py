@@ -9,6 +9,8 @@ import torch
 
 from . import arguments
 from .decode_options import decode_options, named_options
+from .engine_plan import DecodePlanModule, PlanModule
+from .engine_state import PagedState, Written
 from .errors import RunError
 from .lengths import Lengths, batch_of
 from .run_checks import NO_SCALES
@@ -23,22 +25,22 @@ __all__ = [
 ]
 
 
-class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(PagedState, PlanRunWrapper):
     """Attention of a batch of decode steps: `plan` once a step, `run` once a layer.
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
-            on the
-            CPU: the CPU backend.
+            on the CPU: the CPU backend.
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
         use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size.
-        use_tensor_cores: accepted; kernels are chosen from shapes.
+        use_tensor_cores: accepted; kernels are chosen from shapes (`_cached_module` has either kind's arguments).
         paged_kv_indptr_buffer, paged_kv_last_page_len_buffer: with `use_cuda_graph`; their lengths fix the batch size.
         paged_kv_indices_buffer: with `use_cuda_graph`; int32, plan copies the page numbers there.
         backend: "auto" ("fa2", "fa3": the same).
     """
 
     _length_names = ("qo_indptr", "indptr", "last_page_len", "seq_lens")
+    _q_len_per_req = Written(lambda state: state._planner.options.uniform_q_len)
 
     def __init__(
         self,
@@ -64,6 +66,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
     def use_tensor_cores(self) -> bool:
         """What the constructor was given."""
         return self._use_tensor_cores
+
+    @property
+    def _cached_module(self) -> Any:
+        """Its `plan` takes what FlashInfer's kernel for this wrapper takes."""
+        if not self._planner.active:
+            return None
+        return (PlanModule if self._use_tensor_cores else DecodePlanModule)(self)
 
     def plan(
         self,
@@ -99,7 +108,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
         Args:
             indptr: [batch + 1], where each request's pages begin in `indices`.
             indices: page numbers, at least indptr[-1] of them.
-            last_page_len: [batch], tokens in each request's last page (0 for a request without pages).
+            last_page_len: [batch], tokens in each request's last page, 1 to page_size (0 too where it has no
+                pages).
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
             head_dim: of q, K and V.
             page_size: tokens a page.
@@ -111,7 +121,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
             sm_scale: of the scores; None: head_dim ** -0.5.
             rope_scale, rope_theta: of ROPE_LLAMA; None: 1 and 1e4.
             non_blocking: whether copies of page numbers may be asynchronous.
-            block_tables: accepted beside `indices`, which say the same.
+            block_tables: [batch, pages], a row of page numbers a request: in place of `indices` where that is None,
+                else checked against it (on the device: where FLASHPAGE_CHECK_INDICES is on).
             seq_lens: [batch], tokens of each request; wins over `last_page_len`.
             fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that
                 results do not depend on the batch. None or -1: balanced.
@@ -153,9 +164,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PlanRunWrapper):
             self._configure(key, *decode_options(*key[:-1], variant))
         batch = batch_of(indptr, "indptr")
         if block_tables is not None:
-            arguments.check_block_tables(block_tables, batch)
+            indices = self._planner.indices.from_tables(block_tables, indptr, indices, "indices")
         self._check_graph_batch(batch)
         self._planner.plan(batch, Lengths(None, indptr, last_page_len, seq_lens), indices, non_blocking)
+        if block_tables is not None:
+            self._planner.block_tables = block_tables
 
     begin_forward = plan
 

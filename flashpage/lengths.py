@@ -60,10 +60,10 @@ class HeldLengths:
         begin: int = self._struct.kv_begin
         return begin
 
-    def by_request(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """q_indptr, kv_indptr, last_page_len and kv_lens, int64; the first two must have been given."""
+    def by_request(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """q_indptr, kv_indptr, last_page_len and kv_lens, int64; None: not given."""
         found = [None if array.data is None else self._numbers(i).long() for i, array in enumerate(self._arrays)]
-        assert found[0] is not None and found[1] is not None
+        assert found[1] is not None
         return found[0], found[1], found[2], found[3]
 
     def _make_room(self, batch: int) -> None:
@@ -135,12 +135,10 @@ def complaint(result: host.PlanResult, names: tuple[str, str, str, str], page_si
         return PlanError(f"{found} is smaller than the entry before it, {limit}: an indptr never decreases.")
     if reason == _OUTSIDE and result.error_array == _KV_LENS:
         return PlanError(f"{found} is negative: pass the tokens of each request.")
-    if reason == _OUTSIDE and limit == 0:
-        return PlanError(f"{found} but the request has no pages: pass 0 for it.")
     if reason == _OUTSIDE:
         return PlanError(
-            f"{found} is outside 1..{page_size}, the page size: pass the tokens in the request's last page (0 for a "
-            "request without pages)."
+            f"{found} is outside 1..{page_size}, the page size: pass the tokens in the request's last page (0 is right "
+            "for a request without pages alone)."
         )
     if reason == _TOO_MANY:
         return PlanError(

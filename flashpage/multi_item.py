@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import arguments
+from . import arguments, env
 from .errors import PlanError
 from .variants import Variant
 
-# Beside causal: the prefix, and the row's own item, which began token_pos tokens before the row.
+# The prefix, and the row's own item, which began token_pos tokens before the row. Causal, whatever a run says of that.
 _MASK = (
-    "logical_or(kv_idx < prefix_len(b), "
-    "q_idx - kv_idx <= token_pos(b, min(max(q_idx - prefix_len(b), 0), max_token_pos)))"
+    "logical_and(kv_idx <= q_idx, logical_or(kv_idx < prefix_len(b), "
+    "q_idx - kv_idx <= token_pos(b, min(max(q_idx - prefix_len(b), 0), max_token_pos))))"
 )
+
+
+class ItemArguments(NamedTuple):
+    """As plan takes them."""
+
+    prefix_len: Any = None  # [batch] tokens
+    token_pos: Any = None  # [batch x token_pos_len], each token's distance from its item's delimiter, behind the prefix
+    token_pos_len: Any = 0
+    max_item_len: Any = None  # [batch] tokens of the longest item; kernels go by the positions
+
+    def is_given(self) -> bool:
+        tensors = (self.prefix_len, self.token_pos, self.max_item_len)
+        return bool(self.token_pos_len) or any(tensor is not None for tensor in tensors)
+
+
+NO_ITEMS = ItemArguments()
 
 
 class MultiItemMask:
@@ -22,11 +38,12 @@ class MultiItemMask:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._variant: Variant | None = None
+        self.given = NO_ITEMS
+        self.variant: Variant | None = None
+        self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
 
-    def set(self, prefix_len: Any, token_pos: Any, token_pos_len: int, batch: int) -> Variant:
-        """prefix_len: [batch] tokens. token_pos: [batch x token_pos_len], each token's distance from its item's
-        delimiter, from the prefix's end on."""
+    def set(self, given: ItemArguments, batch: int) -> Variant:
+        prefix_len, token_pos, token_pos_len, max_item_len = given
         for name, value in (("prefix_len_ptr", prefix_len), ("token_pos_in_items_ptr", token_pos)):
             if value is None:
                 raise PlanError(f"{name}=None: multi-item scoring needs prefix_len_ptr and token_pos_in_items_ptr.")
@@ -35,19 +52,36 @@ class MultiItemMask:
             token_pos_len = token_pos.numel()
         if prefix_len.numel() != batch or token_pos_len < 1 or token_pos.numel() != batch * token_pos_len:
             raise PlanError(
-                f"prefix_len_ptr has {prefix_len.numel()} entries and token_pos_in_items_ptr "
-                f"{token_pos.numel()} but the batch "
-                f"has {batch} requests and token_pos_in_items_len={token_pos_len}: pass one "
-                "prefix length a request and "
-                "token_pos_in_items_len positions a request, filled up with zeros."
+                f"prefix_len_ptr has {prefix_len.numel()} entries and token_pos_in_items_ptr {token_pos.numel()} but "
+                f"the batch has {batch} requests and token_pos_in_items_len={token_pos_len}: pass one prefix length a "
+                "request and token_pos_in_items_len positions a request, filled up with zeros."
             )
+        if max_item_len is not None:
+            self._check_longest(max_item_len, token_pos, batch)
         tensors = {
             "prefix_len": prefix_len.to(self.device).to(torch.int32),
             "token_pos": token_pos.to(self.device).to(torch.int32).view(batch, token_pos_len),
         }
         scalars = {"max_token_pos": token_pos_len - 1}
-        if self._variant is None:
-            self._variant = Variant(mask=_MASK, tensors=tensors, scalars=scalars)
-        self._variant.tensors.update(tensors)
-        self._variant.scalars.update(scalars)
-        return self._variant
+        if self.variant is None:
+            self.variant = Variant(mask=_MASK, tensors=tensors, scalars=scalars)
+        self.variant.tensors.update(tensors)
+        self.variant.scalars.update(scalars)
+        self.given = given
+        return self.variant
+
+    def _check_longest(self, max_item_len: Any, token_pos: torch.Tensor, batch: int) -> None:
+        """On the device: where FLASHPAGE_CHECK_INDICES is on, as it waits."""
+        arguments.tensor(max_item_len, "max_item_len_ptr", PlanError)
+        if max_item_len.numel() != batch:
+            raise PlanError(f"max_item_len_ptr has {max_item_len.numel()} entries: pass one a request, [{batch}].")
+        if not (max_item_len.is_cpu and token_pos.is_cpu) and not self._check_on_device:
+            return
+        longest = token_pos.cpu().int().view(batch, -1).amax(1)
+        told = max_item_len.cpu().int().view(-1)
+        if bool((told < longest).any()):
+            i = int((told < longest).nonzero()[0])
+            raise PlanError(
+                f"max_item_len_ptr[{i}]={int(told[i])} but an item of the request has {int(longest[i])} tokens: pass "
+                "the longest item's."
+            )

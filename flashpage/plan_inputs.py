@@ -8,6 +8,7 @@ import torch
 
 from . import arguments, env, quantization
 from .errors import PlanError
+from .lengths import Lengths, to_host
 
 
 class KvIndices:
@@ -45,6 +46,43 @@ class KvIndices:
                 indices = indices.to(device=self.device, dtype=torch.int32, non_blocking=non_blocking).contiguous()
             self.tensor = indices
         self.address = self.tensor.data_ptr()  # type: ignore[union-attr]
+
+    def from_tables(self, tables: Any, indptr: torch.Tensor, indices: torch.Tensor | None, name: str) -> Any:
+        """The page numbers of `tables`, [requests, pages], where there are no `indices`; else `indices`, which must
+        say the same (on the device: where FLASHPAGE_CHECK_INDICES is on)."""
+        batch = indptr.numel() - 1
+        if arguments.tensor(tables, "block_tables", PlanError).dim() != 2 or tables.shape[0] < batch:
+            raise PlanError(f"block_tables has shape {tuple(tables.shape)}: pass one row a request, [{batch}, pages].")
+        if tables.dtype not in (torch.int32, torch.int64):
+            raise PlanError(f"block_tables has dtype {tables.dtype}: pass int32 or int64.")
+        ends = to_host(Lengths(kv_indptr=indptr)).kv_indptr.long()  # type: ignore[union-attr]
+        first, counts = int(ends[0]), ends.diff()
+        if first < 0 or bool((counts < 0).any()):
+            return tables.new_zeros(0)  # no indptr: the planner tells
+        if batch and int(counts.max()) > tables.shape[1]:
+            raise PlanError(
+                f"block_tables has {tables.shape[1]} pages a request but request {int(counts.argmax())} has "
+                f"{int(counts.max())}: pass a column for every page."
+            )
+        places = torch.arange(int(counts.sum()))
+        places += torch.repeat_interleave(torch.arange(batch) * tables.shape[1] - (ends[:-1] - first), counts)
+        found = tables.reshape(-1)[places.to(tables.device)]
+        if indices is None:
+            return torch.cat([found.new_zeros(first), found])
+        if isinstance(indices, torch.Tensor) and indices.dim() == 1 and indices.numel() >= int(ends[-1]):
+            self._compare(found, indices[first : int(ends[-1])], first, name)
+        return indices
+
+    def _compare(self, found: torch.Tensor, used: torch.Tensor, first: int, name: str) -> None:
+        if not (found.is_cpu and used.is_cpu) and not self._check_on_device:
+            return
+        differ = found != used.to(found.device)
+        if bool(differ.any()):
+            i = int(differ.nonzero()[0])
+            raise PlanError(
+                f"block_tables has page {int(found[i])} where {name}[{first + i}]={int(used[i])}: pass the same pages "
+                f"in both, or {name}=None."
+            )
 
     def _copy(self, indices: torch.Tensor, non_blocking: bool, name: str) -> None:
         """Graph mode: into the buffer that captured launches read."""

@@ -48,6 +48,7 @@ class Planner:
         self._variations: dict[Variation, Combination] = {}
         self._indices_name = _INDICES_NAME.get(length_names[1], "")
         self._total_rows = 0
+        self._block_tables: tuple[int, torch.Tensor | None] = (-1, None)  # the generation that had them
         self.indices, self.mask = KvIndices(device), MaskBits(device)
 
     # ---------------------------------------------------------------- workspaces
@@ -95,6 +96,31 @@ class Planner:
         self.is_planned = False
 
     @property
+    def options(self) -> Options:
+        """What plan was asked for."""
+        return self.active[0].options
+
+    @property
+    def result(self) -> host.PlanResult:
+        """Numbers of the present plan."""
+        return self._slots[0].result
+
+    @property
+    def batch(self) -> int:
+        """Requests of the present plan."""
+        return self._problem.batch
+
+    @property
+    def block_tables(self) -> torch.Tensor | None:
+        """What the present plan was given beside, or in place of, its page numbers."""
+        generation, tables = self._block_tables
+        return tables if generation == self.generation else None
+
+    @block_tables.setter
+    def block_tables(self, tables: torch.Tensor | None) -> None:
+        self._block_tables = self.generation, tables
+
+    @property
     def total_q(self) -> int:
         """Rows of the present plan."""
         return self._slots[0].result.total_q
@@ -127,7 +153,7 @@ class Planner:
         stream = current_stream(self.device_index)
         for combination, slot in zip(self.active, self._slots, strict=False):
             combination.plan(self, slot, self._problem, rows, stream)
-        if kv_indices is not None:
+        if self._indices_name:
             self.indices.set(kv_indices, self._lengths.kv_begin, self.kv_end, non_blocking, self._indices_name)
         self.is_planned = True
 
@@ -153,13 +179,26 @@ class Planner:
 
     def bits(self) -> torch.Tensor:
         """Mask bits of each request of the present plan, q_len x kv_len, int64."""
+        q_indptr, _, kv_lens = self._numbers()
+        return q_indptr.diff() * kv_lens
+
+    def arrays(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q_indptr, kv_indptr and last_page_len of the present plan, int64 on the host."""
+        q_indptr, kv_indptr, kv_lens = self._numbers()
+        page_size = max(1, self._problem.page_size)
+        return q_indptr, kv_indptr, torch.where(kv_lens > 0, (kv_lens - 1) % page_size + 1, 0)
+
+    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q_indptr, kv_indptr and tokens of each request."""
         q_indptr, kv_indptr, last_page_len, kv_lens = self._lengths.by_request()
         page_size = self._problem.page_size
+        if q_indptr is None:
+            q_indptr = torch.arange(self.batch + 1) * self._problem.q_len_per_request
         if kv_lens is None:
-            kv_lens = kv_indptr.diff()
+            kv_lens = kv_indptr.diff() * max(1, page_size)
             if page_size and last_page_len is not None:
-                kv_lens = (kv_lens * page_size + last_page_len - page_size).clamp(min=0)
-        return q_indptr.diff() * kv_lens
+                kv_lens = (kv_lens + last_page_len - page_size).clamp(min=0)
+        return q_indptr, kv_indptr, kv_lens
 
     def find(self, variation: Variation) -> Combination:
         """The combination for a run's options; where it is new, it is planned now, and at every plan from now on."""

@@ -7,32 +7,36 @@ from typing import Any
 
 import torch
 
-from . import arguments
+from . import arguments, env
+from .engine_state import Buffer, Written
 from .errors import PlanError
 from .lengths import Lengths
-from .multi_item import MultiItemMask
+from .multi_item import NO_ITEMS, ItemArguments, MultiItemMask
 from .problem import Options, Values, check_options, check_soft_cap, check_window
 from .wrapper import PlanRunWrapper
+
+# In the order of ItemArguments.
+_ITEM_ATTRIBUTES = ("_prefix_len_ptr", "_token_pos_in_items_ptr", "_token_pos_in_items_len", "_max_item_len_ptr")
 
 
 class PrefillWrapper(PlanRunWrapper):
     """What the paged and the ragged wrapper share."""
 
-    def _masks(
-        self, custom_mask: Any, packed_custom_mask: Any, prefix_len: Any, token_pos: Any, token_pos_len: int, batch: int
-    ) -> Any:
+    _max_total_num_rows: int | None = None  # graph mode: of the first plan, and so of what was captured
+    _prefix_len_ptr = Written(lambda state: state._items_of_plan().prefix_len)
+    _token_pos_in_items_ptr = Written(lambda state: state._items_of_plan().token_pos)
+    _token_pos_in_items_len = Written(lambda state: state._items_of_plan().token_pos_len)
+    _max_item_len_ptr = Written(lambda state: state._items_of_plan().max_item_len)
+    _mask_indptr_buf = Buffer(lambda state: state._mask_indptr())
+
+    def _masks(self, custom_mask: Any, packed_custom_mask: Any, items: ItemArguments, batch: int) -> Any:
         """The variant of multi-item scoring, None without; judges which masks may stand together."""
-        has_items = prefix_len is not None or token_pos is not None
-        given = [custom_mask is not None, packed_custom_mask is not None, has_items]
-        if sum(given) > 1:
+        if (custom_mask is not None) + (packed_custom_mask is not None) + items.is_given() > 1:
             raise PlanError(
                 "custom_mask, packed_custom_mask and the multi-item arguments (prefix_len_ptr, "
-                "token_pos_in_items_ptr) each "
-                "say what a row sees: give one of them."
+                "token_pos_in_items_ptr) each say what a row sees: give one of them."
             )
-        if given[2] is False:
-            return None
-        return self._multi_item.set(prefix_len, token_pos, token_pos_len, batch)
+        return self._multi_item.set(items, batch) if items.is_given() else None
 
     @functools.cached_property
     def _multi_item(self) -> MultiItemMask:
@@ -50,6 +54,8 @@ class PrefillWrapper(PlanRunWrapper):
         batch = lengths.q_indptr.shape[0] - 1  # type: ignore[union-attr]
         self._check_graph_batch(batch)
         planner.plan(batch, lengths, kv_indices, non_blocking)
+        if planner.is_graph:
+            self._check_rows()
         if masks != (None, None) or planner.mask.tensor is not None:
             self._set_mask(masks, non_blocking)
         if longest != (None, None):
@@ -64,7 +70,69 @@ class PrefillWrapper(PlanRunWrapper):
             raise PlanError("custom_mask with use_cuda_graph=True needs custom_mask_buf: pass it to the constructor.")
         bits = planner.bits() if has_mask else torch.zeros(0, dtype=torch.int64)
         planner.mask.set(packed if custom_mask is None else custom_mask, packed is not None, bits, non_blocking)
+        if has_mask and planner.is_graph:
+            self._fill_mask_indptr(non_blocking)
         planner.is_planned = True
+
+    def _check_rows(self) -> None:
+        """Captured tensors have the rows of the first plan; later plans have as many or fewer."""
+        rows, most = self._planner.total_q, self._max_total_num_rows
+        if most is None:
+            self._max_total_num_rows = rows
+        elif rows > most:
+            self._planner.is_planned = False
+            raise PlanError(
+                f"qo_indptr ends at {rows} but the first plan of this wrapper (use_cuda_graph=True) had {most} rows: "
+                "plan the largest batch first."
+            )
+
+    # ---------------------------------------------------------------- what engines write (engine_state.py)
+
+    def _mask_indptr(self) -> torch.Tensor | None:
+        """Where each request's bytes begin in the packed mask, [batch + 1], int32 on the device."""
+        if not self._planner.options.has_mask:
+            return None
+        ends = ((self._planner.bits() + 7) // 8).cumsum(0)
+        return torch.cat([ends.new_zeros(1), ends]).to(self.device, torch.int32)
+
+    def _fill_mask_indptr(self, non_blocking: bool) -> None:
+        buffer, numbers = self._graph_buffers["mask_indptr_buf"], self._mask_indptr()
+        if buffer is None or numbers is None:
+            return
+        if buffer.numel() < numbers.numel():
+            raise PlanError(f"mask_indptr_buf has {buffer.numel()} entries: pass [{numbers.numel()}], batch + 1.")
+        buffer[: numbers.numel()].copy_(numbers, non_blocking=non_blocking)
+
+    def _items_of_plan(self) -> ItemArguments:
+        items = self._multi_item
+        is_used = items.variant is not None and items.variant is self._planner.options.variant
+        return items.given if is_used else NO_ITEMS
+
+    def _variant_to_plan(self, written: dict[str, Any], batch: int) -> tuple[Any, bool | None]:
+        planned, before = self._planner.options, self._items_of_plan()
+        items = ItemArguments(*(written.get(name, old) for name, old in zip(_ITEM_ATTRIBUTES, before, strict=True)))
+        if not items.is_given():
+            return None if before.is_given() else planned.variant, None
+        if planned.has_mask:
+            raise PlanError("_prefix_len_ptr is written but the last plan had a custom mask: plan without it.")
+        variant = None if before.is_given() else planned.variant
+        return only_items(self._multi_item.set(items, batch), variant), True
+
+    def _check_planned(self) -> None:
+        """The mask's bits are those that are there: engines copy them to the wrapper's buffer."""
+        planner = self._planner
+        if planner.is_graph:
+            self._check_rows()
+        if not planner.options.has_mask:
+            return
+        there, needed = planner.mask.tensor, planner.result.mask_bytes
+        if there is None or there.numel() < needed:
+            raise PlanError(f"_custom_mask_buf holds {0 if there is None else there.numel()} bytes, not {needed}.")
+        told, numbers = self._mask_indptr_buf, self._mask_indptr()
+        if told is None or numbers is None or not (told.is_cpu or env.is_on("FLASHPAGE_CHECK_INDICES")):
+            return
+        if not torch.equal(told[: numbers.numel()].to(numbers.dtype), numbers):
+            raise PlanError("_mask_indptr_buf is not the batch's: each request's bits start on a byte.")
 
     def end_forward(self) -> None:
         """Nothing: plans need no end."""

@@ -8,25 +8,28 @@ from typing import Any
 import torch
 
 from . import arguments
+from .engine_state import PagedState
 from .errors import RunError
 from .lengths import Lengths, batch_of
+from .multi_item import ItemArguments
 from .prefill_common import PrefillWrapper, only_items, prefill_options
 from .run_checks import NO_SCALES
 
 
-class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
     """Attention of a batch of prefills or appends over a paged KV cache: `plan` once a step, `run` once a layer.
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
-            on the
-            CPU: the CPU backend.
+            on the CPU: the CPU backend.
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
-        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size.
+        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size and at most the
+            first plan's rows.
         qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf: with `use_cuda_graph`; their lengths fix the
             batch.
         paged_kv_indices_buf: with `use_cuda_graph`; int32, plan copies the page numbers there.
-        custom_mask_buf, mask_indptr_buf: with `use_cuda_graph` and masks; plan copies the packed bits to the first.
+        custom_mask_buf, mask_indptr_buf: with `use_cuda_graph` and masks; plan copies the packed bits to the first, and
+            where each request's bytes begin to the second.
         backend: "auto" ("fa2", "fa3": the same).
     """
 
@@ -100,7 +103,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             qo_indptr: [batch + 1], where each request's rows begin in q.
             paged_kv_indptr: [batch + 1], where each request's pages begin in `paged_kv_indices`.
             paged_kv_indices: page numbers, at least paged_kv_indptr[-1] of them.
-            paged_kv_last_page_len: [batch], tokens in each request's last page (0 for a request without pages).
+            paged_kv_last_page_len: [batch], tokens in each request's last page, 1 to page_size (0 too
+                where it has no pages).
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
             head_dim_qk, head_dim_vo: of q and K; of V and the output (None: the same).
             page_size: tokens a page.
@@ -118,9 +122,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring: [batch] tokens of the
                 shared prefix; each later token's position in its item (0 at a delimiter), joined with a common length a
                 request.
-            max_item_len_ptr: accepted; the positions say it.
+            max_item_len_ptr: [batch], at least the longest position of each request.
             seq_lens: [batch], tokens of each request; wins over `paged_kv_last_page_len`.
-            block_tables: accepted beside `paged_kv_indices`, which say the same.
+            block_tables: [batch, pages], a row of page numbers a request: in place of `paged_kv_indices` where that is
+                None, else checked against it (on the device: where FLASHPAGE_CHECK_INDICES is on).
             max_token_per_sequence, max_sequence_kv: bounds that the batch is checked against.
             fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that
                 results do not depend on the batch. None or -1: balanced.
@@ -130,17 +135,19 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         batch = batch_of(qo_indptr, "qo_indptr")
         if not (seq_lens_q is None and block_tables is None):
             arguments.refuse_given(seq_lens_q=seq_lens_q)
-            arguments.check_block_tables(block_tables, batch)
+            names = (paged_kv_indptr, paged_kv_indices, "paged_kv_indices")
+            paged_kv_indices = self._planner.indices.from_tables(block_tables, *names)
         if not (
             custom_mask is None
             and packed_custom_mask is None
             and prefix_len_ptr is None
             and token_pos_in_items_ptr is None
+            and max_item_len_ptr is None
+            and not token_pos_in_items_len
         ):
-            masks = (custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
-            items = self._masks(*masks, batch)
-            if items is not None:
-                variant, causal = only_items(items, variant), True
+            items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+            if (mask := self._masks(custom_mask, packed_custom_mask, items, batch)) is not None:
+                variant, causal = only_items(mask, variant), True
         has_mask = custom_mask is not None or packed_custom_mask is not None
         key = (
             *(num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, has_mask, causal, pos_encoding_mode),
@@ -152,6 +159,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
         longest = (max_token_per_sequence, max_sequence_kv)
         self._plan_prefill(lengths, paged_kv_indices, (custom_mask, packed_custom_mask), non_blocking, longest)
+        if block_tables is not None:
+            self._planner.block_tables = block_tables
 
     begin_forward = plan
 

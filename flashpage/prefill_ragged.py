@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from . import arguments
+from .engine_state import array_of_plan
 from .errors import RunError
 from .lengths import Lengths, batch_of
+from .multi_item import ItemArguments
 from .prefill_common import PrefillWrapper, only_items, prefill_options
 from .run_checks import NO_SCALES
 
@@ -19,16 +21,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
-            on the
-            CPU: the CPU backend.
+            on the CPU: the CPU backend.
         kv_layout: of k and v: "NHD": [tokens, heads, dim]; "HND": [heads, tokens, dim].
-        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size.
+        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size and at most the
+            first plan's rows.
         qo_indptr_buf, kv_indptr_buf: with `use_cuda_graph`; their lengths fix the batch.
-        custom_mask_buf, mask_indptr_buf: with `use_cuda_graph` and masks; plan copies the packed bits to the first.
+        custom_mask_buf, mask_indptr_buf: with `use_cuda_graph` and masks; plan copies the packed bits to the first, and
+            where each request's bytes begin to the second.
         backend: "auto" ("fa2", "fa3": the same).
     """
 
     _length_names = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
+    _kv_indptr_buf = array_of_plan(1)
 
     def __init__(
         self,
@@ -105,11 +109,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             and packed_custom_mask is None
             and prefix_len_ptr is None
             and token_pos_in_items_ptr is None
+            and max_item_len_ptr is None
+            and not token_pos_in_items_len
         ):
-            masks = (custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
-            items = self._masks(*masks, batch)
-            if items is not None:
-                variant, causal = only_items(items, variant), True
+            items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+            if (mask := self._masks(custom_mask, packed_custom_mask, items, batch)) is not None:
+                variant, causal = only_items(mask, variant), True
         has_mask = custom_mask is not None or packed_custom_mask is not None
         key = (
             *(num_qo_heads, num_kv_heads, head_dim_qk, 0, head_dim_vo, has_mask, causal, pos_encoding_mode),

@@ -138,7 +138,7 @@ def check_options(
         position_encoding=arguments.position_encoding(pos_encoding_mode),
         has_mask=has_mask,
         variant=check_variant(variant),
-        fixed_piece_tokens=_check_split(fixed_split_size, disable_split_kv, page_size or 1),
+        fixed_piece_tokens=check_split(fixed_split_size, disable_split_kv, page_size or 1),
         uniform_q_len=arguments.whole("q_len_per_req", uniform_q_len, 0),
     )
 
@@ -184,7 +184,7 @@ def check_rope(rope_scale: Any, rope_theta: Any) -> tuple[float, float]:
     return arguments.real("rope_scale", scale, positive=True), arguments.real("rope_theta", theta, positive=True)
 
 
-def _check_split(fixed_split_size: Any, disable_split_kv: bool, tokens: int) -> int:
+def check_split(fixed_split_size: Any, disable_split_kv: bool, tokens: int) -> int:
     """fixed_split_size counts pages (ragged: tokens); None and -1: balanced."""
     if disable_split_kv:
         return SPLIT_NEVER

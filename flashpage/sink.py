@@ -68,6 +68,15 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         if kwargs.get("window_left", -1) == -1 and len(args) < _WINDOW_POSITION:
             kwargs["window_left"] = self._told_window
         super().plan(*args, **kwargs)
+        self._check_told()
+
+    begin_forward = plan  # type: ignore[assignment]
+
+    def _check_planned(self) -> None:
+        super()._check_planned()
+        self._check_told()
+
+    def _check_told(self) -> None:
         options = self._options
         planned = {
             "pos_encoding_mode": options.position_encoding,
@@ -80,8 +89,6 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             if planned[name] != told:
                 self._planner.invalidate()
                 raise PlanError(f"{name}={planned[name]} in plan but {told} in the constructor: pass the same to both.")
-
-    begin_forward = plan  # type: ignore[assignment]
 
     def run(
         self,

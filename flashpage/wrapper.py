@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from . import arguments, direct, host
 from .binding import Binding
 from .combination import Combination, workspace_bounds
+from .engine_state import EngineState
 from .errors import PlanError, RunError
 from .lengths import Lengths, batch_of, to_host
 from .planner import Planner, current_stream
@@ -65,7 +66,7 @@ class _Local(threading.local):
         self.bindings: dict[Any, Binding] = {}
 
 
-class PlanRunWrapper:
+class PlanRunWrapper(EngineState):
     """Plans of one wrapper are made by one thread at a time; any thread may run them, one at a time on one stream."""
 
     _length_names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens")  # the caller's words
@@ -99,80 +100,6 @@ class PlanRunWrapper:
         self._planned = self._now = _DEFAULTS
         self._handle = next(_handles)
         WRAPPERS[self._handle] = self
-
-    # ---------------------------------------------------------------- what engines read and write
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Whether runs may be captured and replayed after later plans."""
-        return self._planner.is_graph
-
-    @property
-    def _float_workspace_buffer(self) -> torch.Tensor:
-        return self._planner.float_buffer
-
-    @property
-    def _int_workspace_buffer(self) -> torch.Tensor:
-        return self._planner.int_buffer
-
-    @_int_workspace_buffer.setter
-    def _int_workspace_buffer(self, buffer: torch.Tensor) -> None:
-        self._planner.use_int_buffer(buffer)
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Takes other workspaces; plan again before the next run."""
-        self._planner.use_float_buffer(float_workspace_buffer)
-        self._planner.use_int_buffer(int_workspace_buffer)
-
-    def _take_graph_buffers(self, **buffers: torch.Tensor | None) -> None:
-        """Named as the constructor has them. Kernels read the plan, page numbers and mask bits; the others fix the
-        batch."""
-        self._graph_buffers = buffers if self.is_cuda_graph_enabled else {}
-        self._fixed_batch_size: int | None = None
-        for name, buffer in self._graph_buffers.items():
-            if buffer is None:
-                if "mask" in name:
-                    continue
-                raise PlanError(f"{name}=None with use_cuda_graph=True: pass the buffer that captured runs read.")
-            arguments.tensor(buffer, name, PlanError)
-            arguments.same_device(buffer, self.device, name, PlanError)
-            if not buffer.is_contiguous():
-                raise PlanError(f"{name} has strides {tuple(buffer.stride())}: pass a contiguous tensor.")
-            if "indices" in name:
-                if buffer.dtype != torch.int32:
-                    raise PlanError(f"{name} has dtype {buffer.dtype}: captured kernels read int32.")
-                self._planner.indices.buffer = buffer
-            elif "custom_mask" in name:
-                self._planner.mask.buffer = buffer
-            elif "indptr" in name and "mask" not in name:
-                self._fix_batch_size(name, buffer.numel() - 1)
-            elif "last_page_len" in name:
-                self._fix_batch_size(name, buffer.numel())
-
-    def _fix_batch_size(self, name: str, batch: int) -> None:
-        if self._fixed_batch_size not in (None, batch):
-            raise PlanError(
-                f"{name} is for {batch} requests but another buffer is for {self._fixed_batch_size}: match them."
-            )
-        self._fixed_batch_size = batch
-
-    def _check_graph_batch(self, batch: int) -> None:
-        if self._fixed_batch_size is not None and batch != self._fixed_batch_size:
-            raise PlanError(
-                f"the batch has {batch} requests but the wrapper's graph buffers fix it at "
-                f"{self._fixed_batch_size}: pad the "
-                "batch with empty requests, or make a wrapper for this size."
-            )
-
-    @property
-    def _paged_kv_indices_buf(self) -> torch.Tensor | None:
-        indices = self._planner.indices
-        return indices.tensor if indices.buffer is None else indices.buffer
-
-    @property
-    def _custom_mask_buf(self) -> torch.Tensor | None:
-        mask = self._planner.mask
-        return mask.tensor if mask.buffer is None else mask.buffer
 
     @property
     def resolved_backend(self) -> str:

@@ -34,7 +34,10 @@ LAYERS = [
     {"jit"},
     {"problem", "backends", "boxes", "lengths", "caches", "multi_item", "prepare", "quantization", "slots"},
     {"plan", "plan_picture", "plan_units"},
-    {"binding", "combination", "ops", "plan_inputs", "planner", "run_checks", "wrapper"},
+    {
+        *("binding", "combination", "engine_plan", "engine_state", "ops", "plan_inputs", "planner", "run_checks"),
+        "wrapper",
+    },
     {
         "cascade",
         "decode",

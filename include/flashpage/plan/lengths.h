@@ -106,9 +106,8 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
       kv_len = given;
     } else if (has_last_page_len) {
       const i64 given = last_page_len[i];
-      if (entries == 0 ? given != 0 : given < 1 || given > page_size) {
-        return {LengthArray::last_page_len, outside, i, given, entries == 0 ? 0 : page_size};
-      }
+      // Engines pad batches with requests that have no pages and any last_page_len that a page could have.
+      if (given < (entries > 0) || given > page_size) return {LengthArray::last_page_len, outside, i, given, page_size};
       if (entries > 0) kv_len += given - page_size;
     }
     if (kv_len > max_i32) return {LengthArray::kv_indptr, overflow, i + 1, kv_len, max_i32};

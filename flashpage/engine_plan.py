@@ -1,0 +1,279 @@
+"""`wrapper._cached_module`: plans from host arrays by position, as planning functions of engines' own do.
+
+FlashInfer's compiled modules have such a `plan`, and engines call it to skip what its wrappers do around it. Here it
+plans the wrapper through the wrapper's planner: each argument is taken or refused, and so is all that the engine wrote
+on the wrapper before (engine_state.py). What nobody gives stays as the wrapper's last plan had it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from . import arguments, env
+from .errors import PlanError
+from .lengths import Lengths, batch_of
+from .problem import Options, check_heads, check_soft_cap, check_split, check_window
+
+if TYPE_CHECKING:
+    from .planner import Planner
+
+# What engines write before they plan: the batch has exactly that, or at most.
+_EXACT = ("_qo_indptr_last", "_batch_size", "_num_qo_heads", "_num_kv_heads", "_q_len_per_req")
+_AT_MOST = ("_max_q_len", "_max_kv_len")
+_ARRAYS = ("_qo_indptr_buf", "_paged_kv_indptr_buf", "_kv_indptr_buf", "_mask_indptr_buf")  # other kernels read these
+
+
+class PlanInfo(NamedTuple):
+    """What `_cached_module.plan` returns and engines keep as `_plan_info`."""
+
+    generation: int  # of the wrapper's plans: no two have the same
+    num_ctas: int
+    num_items: int
+    num_merges: int
+    num_partial_rows: int
+    used_bytes: int  # of the int workspace
+    total_q: int
+    total_kv: int
+    max_q_len: int
+    max_kv_len: int
+
+    @classmethod
+    def of(cls, planner: Planner) -> PlanInfo:
+        return cls(planner.generation, *(getattr(planner.result, name) for name in cls._fields[1:]))
+
+
+class _Asked(NamedTuple):
+    """Options among the arguments."""
+
+    num_qo_heads: Any
+    num_kv_heads: Any
+    page_size: Any
+    head_dim_qk: Any
+    head_dim_vo: Any
+    causal: bool
+    window_left: Any
+    uniform_q_len: int
+    split: tuple[Any, bool] | None = None  # fixed_split_size, disable_split_kv; None: as planned
+    logits_soft_cap: float | None = None  # None: as planned
+    q_data_type: Any = None  # None: as written, else as planned
+    kv_data_type: Any = None
+
+
+class _Written:
+    """What the engine wrote since the last plan, or left from it; that plan is gone from here on."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.values: dict[str, Any] = wrapper._written()
+        self.indices = getattr(wrapper, "_paged_kv_indices_buf", None)
+        self.block_tables = self.values.get("_block_tables")
+        wrapper._planner.invalidate()
+
+    def check(self, wrapper: Any) -> None:
+        """Numbers of the batch; arrays on the device: where FLASHPAGE_CHECK_INDICES is on."""
+        for name, value in self.values.items():
+            if value is None or name not in (*_EXACT, *_AT_MOST, *_ARRAYS):
+                continue
+            found = getattr(wrapper, name)
+            if name not in _ARRAYS:
+                differs = value != found if name in _EXACT else value < found
+            else:
+                is_checked = value.is_cpu or env.is_on("FLASHPAGE_CHECK_INDICES")
+                differs = is_checked and (found is None or value.tolist() != found.tolist())
+            if differs:
+                raise PlanError(f"{name}={value} was written but the batch has {found}: write what is planned.")
+
+
+class PlanModule:
+    """Of a wrapper; keeps nothing itself."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def plan(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        int_workspace_buffer: torch.Tensor,
+        page_locked_int_workspace_buffer: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        total_num_rows: int,
+        batch_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        page_size: int,
+        enable_cuda_graph: bool,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        causal: bool,
+        window_left: int = -1,
+        fixed_split_size: int = -1,
+        disable_split_kv: bool = False,
+        num_colocated_ctas: int = 0,
+        uniform_q_len: int = 0,
+    ) -> PlanInfo:
+        """Plans the batch for the wrapper's next runs.
+
+        Args:
+            qo_indptr, kv_indptr, kv_len_arr: [batch + 1], [batch + 1] and [batch], on the host (as `plan` takes them).
+            total_num_rows: rows that the runs have room for, at least qo_indptr[-1].
+            fixed_split_size: pages; -1: balanced.
+            num_colocated_ctas: 0.
+            uniform_q_len: rows of every request, where they all have as many; 0: as qo_indptr says.
+        """
+        wrapper, written = self._wrapper, _Written(self._wrapper)
+        arguments.refuse_given(num_colocated_ctas=num_colocated_ctas)
+        is_uniform = wrapper._planner.options.uniform_q_len > 0
+        rows = arguments.whole("uniform_q_len", uniform_q_len, 0) or int(is_uniform)
+        if rows:
+            _check_uniform(qo_indptr, batch_size, rows)
+        asked = _Asked(
+            *(num_qo_heads, num_kv_heads, page_size, head_dim_qk, head_dim_vo, causal, window_left),
+            *(rows if is_uniform else 0, (fixed_split_size, disable_split_kv)),
+        )
+        _take_memory(wrapper, float_workspace_buffer, int_workspace_buffer, page_locked_int_workspace_buffer)
+        lengths = Lengths(None if is_uniform else qo_indptr, kv_indptr, None, kv_len_arr)
+        return _plan(wrapper, written, enable_cuda_graph, batch_size, lengths, asked, total_num_rows)
+
+
+class DecodePlanModule:
+    """The same for a decode wrapper without `use_tensor_cores`: rows and lengths are not among the arguments."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def plan(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        int_workspace_buffer: torch.Tensor,
+        page_locked_int_workspace_buffer: torch.Tensor,
+        indptr: torch.Tensor,
+        batch_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        page_size: int,
+        enable_cuda_graph: bool,
+        window_left: int,
+        logits_soft_cap: float,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        empty_q_data: torch.Tensor,
+        empty_kv_cache: torch.Tensor,
+    ) -> PlanInfo:
+        """Plans the batch for the wrapper's next runs; its lengths follow from `_paged_kv_last_page_len_buf`.
+
+        Args:
+            indptr: [batch + 1], on the host (as `plan` takes it).
+            empty_q_data, empty_kv_cache: their types are those of q and of the cache.
+        """
+        wrapper, rows = self._wrapper, self._wrapper._q_len_per_req
+        last_page_len = None if page_size == 1 else wrapper._paged_kv_last_page_len_buf
+        written = _Written(wrapper)
+        rows = wrapper._planner.options.uniform_q_len if rows is None else arguments.whole("_q_len_per_req", rows, 1)
+        asked = _Asked(
+            *(num_qo_heads, num_kv_heads, page_size, head_dim_qk, head_dim_vo, rows > 1, window_left, rows, None),
+            logits_soft_cap=check_soft_cap(logits_soft_cap),
+            q_data_type=arguments.tensor(empty_q_data, "empty_q_data", PlanError).dtype,
+            kv_data_type=arguments.tensor(empty_kv_cache, "empty_kv_cache", PlanError).dtype,
+        )
+        _take_memory(wrapper, float_workspace_buffer, int_workspace_buffer, page_locked_int_workspace_buffer)
+        lengths = Lengths(None, indptr, last_page_len)
+        return _plan(wrapper, written, enable_cuda_graph, batch_size, lengths, asked, batch_size * rows)
+
+
+def _plan(
+    wrapper: Any, written: _Written, is_graph: bool, batch: int, lengths: Lengths, asked: _Asked, room: int
+) -> PlanInfo:
+    planner, kv_indptr, indices = wrapper._planner, lengths.kv_indptr, written.indices
+    if bool(is_graph) != planner.is_graph:
+        raise PlanError(f"enable_cuda_graph={is_graph} but the wrapper has use_cuda_graph={planner.is_graph}.")
+    if batch_of(kv_indptr, "kv_indptr") != batch:  # type: ignore[arg-type]
+        raise PlanError(f"batch_size={batch} but kv_indptr is that of {batch_of(kv_indptr, 'kv_indptr')} requests.")  # type: ignore[arg-type]
+    wrapper._check_graph_batch(batch)
+    _configure(wrapper, written, batch, asked)
+    if written.block_tables is not None:
+        indices = planner.indices.from_tables(written.block_tables, kv_indptr, indices, "_paged_kv_indices_buf")
+    planner.plan(batch, lengths, indices, True)
+    planner.block_tables = written.block_tables
+    try:
+        wrapper._check_planned()
+        written.check(wrapper)
+        if planner.total_q > room:
+            raise PlanError(f"total_num_rows={room} but qo_indptr ends at {planner.total_q}: pass at least that.")
+    except PlanError:
+        planner.is_planned = False
+        raise
+    return PlanInfo.of(planner)
+
+
+def _take_memory(wrapper: Any, float_workspace: Any, int_workspace: Any, staging: Any) -> None:
+    planner = wrapper._planner
+    if float_workspace is not planner.float_buffer:
+        planner.use_float_buffer(float_workspace)
+    if int_workspace is not planner.int_buffer:
+        planner.use_int_buffer(int_workspace)
+    if staging is not wrapper._staging:
+        wrapper._pin_memory_int_workspace_buffer = staging
+
+
+def _configure(wrapper: Any, written: _Written, batch: int, asked: _Asked) -> None:
+    """Options of the last plan with those asked for in their place; the planner keeps its own where nothing differs."""
+    planner = wrapper._planner
+    variant, causal = wrapper._variant_to_plan(written.values, batch)
+    dtypes = tuple(written.values.get(f"_cached_{which}_data_type", _NOT_WRITTEN) for which in ("q", "kv", "o"))
+    key = (planner.options, variant, causal, dtypes, asked)
+    if key == wrapper._module_key:
+        return
+    if causal is not None:
+        asked = asked._replace(causal=causal)
+    options = dataclasses.replace(_options(planner.options, asked, dtypes), variant=variant)
+    if options != planner.options:
+        planner.configure(options)
+        wrapper._options, wrapper._out_dtype, wrapper._key = options, options.out_dtype.torch, None
+    wrapper._module_key = (planner.options, *key[1:])
+
+
+_NOT_WRITTEN = ""  # a written None stands for q's type
+
+
+def _options(planned: Options, asked: _Asked, dtypes: tuple[Any, ...]) -> Options:
+    num_q_heads, num_kv_heads = check_heads(asked.num_qo_heads, asked.num_kv_heads)
+    page_size = arguments.whole("page_size", asked.page_size, 1)
+    if planned.kv_source == "ragged":
+        if page_size != 1:
+            raise PlanError(f"page_size={page_size} but K and V are ragged: pass 1.")
+        page_size = 0
+    pieces, has_cap = planned.fixed_piece_tokens, planned.has_soft_cap
+    q, kv, out = dtypes
+    q, kv = asked.q_data_type or q, asked.kv_data_type or kv
+    q_dtype = arguments.dtype("_cached_q_data_type", q) if q else planned.q_dtype
+    kv_dtype = arguments.dtype("_cached_kv_data_type", kv) if kv else planned.kv_dtype if kv is not None else q_dtype
+    is_kept = out == _NOT_WRITTEN and q_dtype == planned.q_dtype
+    out_dtype = arguments.dtype("_cached_o_data_type", out) if out else planned.out_dtype if is_kept else q_dtype
+    return dataclasses.replace(
+        planned,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=arguments.whole("head_dim_qk", asked.head_dim_qk, 1),
+        head_dim_vo=arguments.whole("head_dim_vo", asked.head_dim_vo, 1),
+        page_size=page_size,
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        out_dtype=out_dtype,
+        causal=bool(asked.causal) and not planned.has_mask,
+        window_left=check_window(asked.window_left),
+        has_soft_cap=has_cap if asked.logits_soft_cap is None else asked.logits_soft_cap > 0,
+        fixed_piece_tokens=pieces if asked.split is None else check_split(*asked.split, page_size or 1),
+        uniform_q_len=asked.uniform_q_len,
+    )
+
+
+def _check_uniform(qo_indptr: Any, batch: int, rows: int) -> None:
+    """Where every request has as many rows, the planner does not look at the array."""
+    arguments.tensor(qo_indptr, "qo_indptr", PlanError)
+    expected = torch.arange(batch + 1, dtype=qo_indptr.dtype, device=qo_indptr.device) * rows
+    if not torch.equal(qo_indptr, expected):
+        raise PlanError(f"qo_indptr is not that of {batch} requests of {rows} rows each, which uniform_q_len says.")

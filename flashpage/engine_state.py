@@ -1,0 +1,216 @@
+"""What engines read and write on a wrapper beside its methods, under FlashInfer's private names.
+
+Planning functions of engines' own write here what they are about to plan and then call `_cached_module.plan`
+(engine_plan.py), which takes or checks all of it. `plan` and `run` touch none of this: values are made when read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import arguments
+from .engine_plan import PlanInfo, PlanModule
+from .errors import PlanError
+
+if TYPE_CHECKING:
+    from .planner import Planner
+
+
+class Written:
+    """Read: what was written since the last plan, else what that plan says (None without a plan)."""
+
+    def __init__(self, of_plan: Callable[[Any], Any]) -> None:
+        self._of_plan = of_plan
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, state: EngineState, owner: type) -> Any:
+        written = state._written()
+        if self._name in written:
+            return written[self._name]
+        return self._of_plan(state) if state._planner.is_planned else None
+
+    def __set__(self, state: EngineState, value: Any) -> None:
+        state._written()[self._name] = value
+
+
+class Buffer(Written):
+    """An array of the batch on the device. In graph mode: the constructor's tensor, and no other."""
+
+    def __get__(self, state: EngineState, owner: type) -> Any:
+        if state.is_cuda_graph_enabled:
+            return state._graph_buffer(self._name)
+        return super().__get__(state, owner)
+
+    def __set__(self, state: EngineState, value: Any) -> None:
+        if not state.is_cuda_graph_enabled:
+            super().__set__(state, value)
+        elif value is not state._graph_buffer(self._name):
+            raise PlanError(f"{self._name} is fixed by the constructor with use_cuda_graph=True: copy into it.")
+
+
+def array_of_plan(i: int) -> Buffer:
+    """0: q_indptr, 1: kv_indptr, 2: last_page_len."""
+    return Buffer(lambda state: state._planner.arrays()[i].to(state.device, torch.int32))
+
+
+class EngineState:
+    """A wrapper's workspaces, graph buffers and the numbers of its plan."""
+
+    _planner: Planner
+    device: torch.device
+
+    _qo_indptr_last = Written(lambda state: state._planner.total_q)
+    _max_q_len = Written(lambda state: state._planner.result.max_q_len)
+    _max_kv_len = Written(lambda state: state._planner.result.max_kv_len)
+    _batch_size = Written(lambda state: state._planner.batch)
+    _num_qo_heads = Written(lambda state: state._planner.options.num_q_heads)
+    _num_kv_heads = Written(lambda state: state._planner.options.num_kv_heads)
+    _cached_q_data_type = Written(lambda state: state._planner.options.q_dtype.torch)
+    _cached_kv_data_type = Written(lambda state: state._planner.options.kv_dtype.torch)
+    _cached_o_data_type = Written(lambda state: state._planner.options.out_dtype.torch)
+    _qo_indptr_buf = array_of_plan(0)
+
+    _written_at: tuple[int, dict[str, Any]] = (-1, {})  # the planner's generation, what was written since
+    _staging: torch.Tensor | None = None
+    _module_key: Any = None  # what _cached_module planned last, compared to skip judging it again
+    _out_dtype: torch.dtype
+    _options: Any
+    _key: Any
+
+    def _written(self) -> dict[str, Any]:
+        generation = self._planner.generation
+        if self._written_at[0] != generation:
+            self._written_at = generation, {}
+        return self._written_at[1]
+
+    # ---------------------------------------------------------------- planning without `plan`
+
+    @property
+    def _cached_module(self) -> Any:
+        """Plans this wrapper from host arrays; None before the first `plan`, which says all that these leave open."""
+        return PlanModule(self) if self._planner.active else None
+
+    @property
+    def _plan_info(self) -> PlanInfo | None:
+        """The present plan in numbers; runs use the plan itself, so no other can be put in its place."""
+        return PlanInfo.of(self._planner) if self._planner.is_planned else None
+
+    @_plan_info.setter
+    def _plan_info(self, info: Any) -> None:
+        if info is None:
+            self._planner.invalidate()
+        elif tuple(info) != self._plan_info:
+            raise PlanError("_plan_info is of a plan that is gone: write what the last _cached_module.plan returned.")
+
+    def _variant_to_plan(self, written: dict[str, Any], batch: int) -> tuple[Any, bool | None]:
+        """The variant that `_cached_module` plans with, and causal where that decides it."""
+        return self._planner.options.variant, None
+
+    def _check_planned(self) -> None:
+        """Of a plan through `_cached_module`: what `plan` would have checked behind the planner."""
+
+    # ---------------------------------------------------------------- workspaces
+
+    @property
+    def _float_workspace_buffer(self) -> torch.Tensor:
+        return self._planner.float_buffer
+
+    @property
+    def _int_workspace_buffer(self) -> torch.Tensor:
+        return self._planner.int_buffer
+
+    @_int_workspace_buffer.setter
+    def _int_workspace_buffer(self, buffer: torch.Tensor) -> None:
+        self._planner.use_int_buffer(buffer)
+
+    @property
+    def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
+        """Host memory for engines to hand on; plans are staged in the wrapper's own ring, which needs no waiting."""
+        if self._staging is None:
+            self._staging = torch.empty(0, dtype=torch.uint8)
+        return self._staging
+
+    @_pin_memory_int_workspace_buffer.setter
+    def _pin_memory_int_workspace_buffer(self, buffer: torch.Tensor) -> None:
+        name = "_pin_memory_int_workspace_buffer"
+        arguments.same_device(arguments.tensor(buffer, name, PlanError), torch.device("cpu"), name, PlanError)
+        self._staging = buffer
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Takes other workspaces; plan again before the next run."""
+        self._planner.use_float_buffer(float_workspace_buffer)
+        self._planner.use_int_buffer(int_workspace_buffer)
+
+    # ---------------------------------------------------------------- graph buffers
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether runs may be captured and replayed after later plans."""
+        return self._planner.is_graph
+
+    @property
+    def _custom_mask_buf(self) -> torch.Tensor | None:
+        mask = self._planner.mask
+        return mask.tensor if mask.buffer is None else mask.buffer
+
+    def _graph_buffer(self, attribute: str) -> torch.Tensor | None:
+        name = attribute[1:]
+        if name == "qo_indptr_buf" and name not in self._graph_buffers:  # decode: rows are as many in every request
+            assert self._fixed_batch_size is not None
+            rows = self._planner.options.uniform_q_len if self._planner.active else 1
+            numbers = torch.arange(self._fixed_batch_size + 1, dtype=torch.int32, device=self.device) * rows
+            self._graph_buffers[name] = numbers
+        return self._graph_buffers.get(name)
+
+    def _take_graph_buffers(self, **buffers: torch.Tensor | None) -> None:
+        """Named as the constructor has them. Kernels read the plan, page numbers and mask bits; the others fix the
+        batch."""
+        self._graph_buffers = {name.removesuffix("fer"): buffer for name, buffer in buffers.items()}
+        self._fixed_batch_size: int | None = None
+        for name, buffer in buffers.items() if self.is_cuda_graph_enabled else ():
+            if buffer is None:
+                if "mask" in name:
+                    continue
+                raise PlanError(f"{name}=None with use_cuda_graph=True: pass the buffer that captured runs read.")
+            arguments.tensor(buffer, name, PlanError)
+            arguments.same_device(buffer, self.device, name, PlanError)
+            if not buffer.is_contiguous():
+                raise PlanError(f"{name} has strides {tuple(buffer.stride())}: pass a contiguous tensor.")
+            if "indices" in name:
+                if buffer.dtype != torch.int32:
+                    raise PlanError(f"{name} has dtype {buffer.dtype}: captured kernels read int32.")
+                self._planner.indices.buffer = buffer
+            elif "custom_mask" in name:
+                self._planner.mask.buffer = buffer
+            elif "indptr" in name and "mask" not in name:
+                self._fix_batch_size(name, buffer.numel() - 1)
+            elif "last_page_len" in name:
+                self._fix_batch_size(name, buffer.numel())
+
+    def _fix_batch_size(self, name: str, batch: int) -> None:
+        if self._fixed_batch_size not in (None, batch):
+            raise PlanError(
+                f"{name} is for {batch} requests but another buffer is for {self._fixed_batch_size}: match them."
+            )
+        self._fixed_batch_size = batch
+
+    def _check_graph_batch(self, batch: int) -> None:
+        if self._fixed_batch_size is not None and batch != self._fixed_batch_size:
+            raise PlanError(
+                f"the batch has {batch} requests but the wrapper's graph buffers fix it at {self._fixed_batch_size}: "
+                "pad the batch with empty requests, or make a wrapper for this size."
+            )
+
+
+class PagedState:
+    """Beside EngineState, where K and V lie in pages."""
+
+    _paged_kv_indptr_buf = array_of_plan(1)
+    _paged_kv_last_page_len_buf = array_of_plan(2)
+    _paged_kv_indices_buf = Buffer(lambda state: state._planner.indices.tensor)
+    _block_tables = Written(lambda state: state._planner.block_tables)
