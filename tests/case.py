@@ -37,9 +37,7 @@ class Case:
     rope_scale: float = 0.0  # 0: the default
     rope_theta: float = 0.0
     sinks: bool = False
-    scales: str = (
-        ""  # "" | float | tensor (one value on the device) | negative (such a one) | per_head | signs (by head)
-    )
+    scales: str = ""  # "" | float | tensor (one value on the device) | negative (alike) | per_head | signs (alike)
     mask: str = ""  # "" | dense | packed
     variant: str = ""  # tests/case_variants.py, VARIANTS
     fixed_split_size: int = 0  # pages; 0: balanced
