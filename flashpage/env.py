@@ -13,7 +13,7 @@ VARIABLES = {
     "FLASHPAGE_CXX": "C++ compiler of the CPU backend (default: g++)",
     "FLASHPAGE_NVCC": "nvcc to use; 'off': use NVRTC even where nvcc is found",
     "FLASHPAGE_THREADS": "threads of the CPU backend (default: the cores this process may use)",
-    "FLASHPAGE_CHECK_INDICES": "'on': plan checks page numbers, page tables and item lengths that live on the device (copies back)",
+    "FLASHPAGE_CHECK_INDICES": "'on': plan checks page numbers and item lengths that live on the device (copies back)",
 }
 
 
