@@ -80,9 +80,9 @@ def _sm80(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost
     return sm80_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop)
 
 
-def _sm90_decode(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
-    loop = inner_loop(_mask_source(options), _encoding(options), variant)
-    return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop)
+def _sm90_decode(options: Options, rows: int, _: VariantSpec) -> tuple[Tile, Cost]:
+    loader = _boxes_or_rows(options)
+    return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loader)
 
 
 def _boxes_or_rows(options: Options) -> str:
@@ -106,6 +106,7 @@ DECODE_SM90 = Capability(
 
 CAPABILITIES = (
     Capability("cpu_attention", "cpu", _FLOAT, _FLOAT, lambda o, rows, _: cpu_tile(o.head_dim_qk, o.head_dim_vo, rows)),
+    DECODE_SM90,
     Capability(
         *("attention_sm80", "cuda", _HALF, _HALF),
         _sm80,

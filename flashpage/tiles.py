@@ -85,24 +85,34 @@ def sm80_tile(
 
 
 def sm90_decode_tile(
-    head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int, loop: InnerLoop = InnerLoop.PLAIN
+    head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int, loader: str
 ) -> tuple[Tile, Cost]:
-    """Few rows on Hopper: one CTA an SM with a ring of 96 KiB, what its memory can use, of slots of `tile_kv` tokens.
+    """Few rows on Hopper: one CTA an SM, eight warps that compute and a ring that keeps enough bytes in flight.
 
-    Up to 64 packed rows of a request and KV head. A slot has room for the rows' fp32 output, which is exchanged in it.
+    A warp has 16 rows and at most 256 value columns; warps of the same tokens share a slot. tests/bench/NOTES.md has the
+    sizes that were measured.
     """
-    token_bytes = (head_dim_qk + head_dim_vo) * kv_dtype.size
     tile_q = next(rows for rows in (16, 32, 64) if packed_rows <= rows)
-    tile_kv = next(tokens for tokens in (16, 32, 64, 128) if tokens * token_bytes >= 4 * tile_q * head_dim_vo)
-    if kv_dtype.is_fp8 or loop is not InnerLoop.PLAIN:
-        tile_kv = max(tile_kv, 32)  # fp8 keys come 32 tokens at a time
-    warps_kv = 4 if tile_q == 16 else 2
-    stages = max(warps_kv, min(12, 98304 // (tile_kv * token_bytes)))
-    ns_per_token = token_bytes / 36.0  # an SM's share of the memory's 4.7 TB/s is 36 bytes a nanosecond
+    warps_q, warps_v = tile_q // 16, 1 if head_dim_vo <= 256 else 2
+    shared_token_bytes = sum(-(-dim * kv_dtype.size // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
+    fits = min(32 if loader == "rows" else 64, _SLOT_BYTES // shared_token_bytes)
+    tile_kv = max(32 if kv_dtype.is_fp8 else 16, 1 << fits.bit_length() - 1)
+    teams = 8 // (warps_q * warps_v)
+    query_bytes = tile_q * -(-head_dim_qk // 16) * 32
+    exchange_bytes = teams * tile_q // 2 * -(-head_dim_vo // 32) * 128
+    fixed_bytes = exchange_bytes + query_bytes * (4 if query_bytes <= 4096 else 2 if query_bytes <= 16384 else 1) + 7168
+    ring_bytes = min(_RING_BYTES, _SHARED_BYTES - fixed_bytes)
+    stages = max(1, ring_bytes // (tile_kv * shared_token_bytes) // teams) * teams
+    ns_per_token = (head_dim_qk + head_dim_vo) * kv_dtype.size / 34.5  # an SM's share of 4.55 TB/s
     return (
-        Tile(tile_q, tile_kv, 1, warps_kv, stages, 1, 4 // warps_kv),
-        Cost(WALK_TEAMS, ns_per_token, 1500.0, 1500.0, 128, 0, 8),
+        Tile(tile_q, tile_kv, warps_q, teams, stages, 1, warps_v),
+        Cost(WALK_TEAMS, ns_per_token, 500.0, 1000.0, 64, 0, 64),
     )
+
+
+_SLOT_BYTES = 16384
+_RING_BYTES = 131072
+_SHARED_BYTES = 232448  # of a CTA on Hopper
 
 
 def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: int) -> tuple[Tile, Cost]:

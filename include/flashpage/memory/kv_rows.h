@@ -12,10 +12,11 @@ struct KvRows {
   i64 first_row;       // ragged: the request's first row
   FastDiv page;
 
-  FP_DEVICE KvRows(const AttentionParams& params, const WorkItem& item)
-      : indices(params.kv_indices + (source == KvSource::paged ? item.kv_offset : 0)),
-        first_row(item.kv_offset),
+  FP_DEVICE KvRows(const AttentionParams& params, i64 kv_offset)  // WorkItem::kv_offset
+      : indices(params.kv_indices + (source == KvSource::paged ? kv_offset : 0)),
+        first_row(kv_offset),
         page(params.page) {}
+  FP_DEVICE KvRows(const AttentionParams& params, const WorkItem& item) : KvRows(params, item.kv_offset) {}
 
   // Page number of a token below the request's length.
   FP_DEVICE i32 look_up(i32 token) const {

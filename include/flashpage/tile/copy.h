@@ -12,9 +12,9 @@ inline constexpr int copy_bytes = (columns * sizeof(Element)) % 16 ? 8 : 16;
 
 // The part that one thread of `threads` copies of a tile: the same column chunk of every `rows_a_pass`-th row, so that
 // the column arithmetic is done once.
-template <class Element, int columns, int threads, int chunk_bytes = copy_bytes<Element, columns>>
+template <class Element, int columns, int threads, int chunk_bytes = copy_bytes<Element, columns>,
+          class Rows = SharedRows<Element, columns>>
 struct RowCopy {
-  using Rows = SharedRows<Element, columns>;
   static constexpr int chunks = Rows::used_bytes / chunk_bytes;
   static_assert(Rows::used_bytes % chunk_bytes == 0);
 
@@ -68,9 +68,8 @@ struct RowCopy {
 };
 
 // The columns between a row's end and its padding to whole k16 steps take part in Q K^T: they must be zero.
-template <class Element, int columns>
+template <class Element, int columns, class Rows = SharedRows<Element, columns>>
 FP_DEVICE void zero_padding(u8* tile, int num_rows, int thread, int threads) {
-  using Rows = SharedRows<Element, columns>;
   constexpr int words = (Rows::padded_bytes - Rows::used_bytes) / 8;
   if constexpr (words > 0) {
     for (int i = thread; i < num_rows * words; i += threads) {

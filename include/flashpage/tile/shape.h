@@ -1,5 +1,6 @@
 // Everything that follows from a kernel's Traits: element types along the way and the shapes of its shared tiles.
 #pragma once
+#include "flashpage/tile/block_rows.h"
 #include "flashpage/tile/copy.h"
 #include "flashpage/tile/shared_rows.h"
 
@@ -24,25 +25,33 @@ struct Shape {
   // Probabilities meet fp8 values as fp16 (exact for both formats), others in their own type.
   using Probability = typename select_type<is_fp8<Cache>, Half, Query>::type;
 
-  static constexpr int threads = 32 * Traits::warps_q * Traits::warps_kv;
+  // Blocks: K and V as the copy engine writes them; a tile of `tile_kv` tokens belongs to one warp of the tokens' side.
+  static constexpr bool blocks = Traits::layout == RowsLayout::blocks;
+  static constexpr int threads = 32 * Traits::warps_q * Traits::warps_v * Traits::warps_kv;  // that compute
   static constexpr int rows_a_warp = Traits::tile_q / Traits::warps_q;
   static constexpr int row_tiles = rows_a_warp / 16;  // m16 tiles of one warp
-  static constexpr int warp_tokens = Traits::tile_kv / Traits::warps_kv;
+  static constexpr int warp_tokens = blocks ? Traits::tile_kv : Traits::tile_kv / Traits::warps_kv;
   static constexpr int key_steps = ceil_div(Traits::head_dim_qk, 16);  // k16 steps of Q K^T
   static constexpr int key_unroll = row_tiles * key_steps <= 8 ? key_steps
                                     : key_steps <= 8           ? 4
                                                                : 8;  // more takes registers
 
-  // More than 256 value columns do not fit in registers: the unit is run once for each part, the last one overlapping.
-  static constexpr int value_passes = ceil_div(Traits::head_dim_vo, 256);
+  // More than 256 value columns do not fit in registers. Blocks: warps side by side have whole blocks of them. Else the
+  // unit is run once for each part, the last one overlapping.
+  static constexpr int value_parts = blocks ? Traits::warps_v : ceil_div(Traits::head_dim_vo, 256);
+  static constexpr int value_passes = blocks ? 1 : value_parts;
   static constexpr int value_columns =
-      value_passes == 1 ? Traits::head_dim_vo : round_up(ceil_div(Traits::head_dim_vo, value_passes), 16);
+      value_parts == 1 ? Traits::head_dim_vo
+                       : round_up(ceil_div(Traits::head_dim_vo, value_parts), blocks ? 128 / int(sizeof(Cache)) : 16);
   static constexpr int value_tiles = round_up(value_columns, 16) / 8;  // n8 tiles of one warp's accumulator
 
   using QueryRows = SharedRows<Query, Traits::head_dim_qk>;
-  using CacheKeyRows = SharedRows<Cache, Traits::head_dim_qk>;
-  using KeyRows = SharedRows<Key, Traits::head_dim_qk>;
-  using ValueRows = SharedRows<Cache, value_columns>;
+  template <class Element, int columns>
+  using Rows = typename select_type<blocks, BlockRows<Element, columns, warp_tokens>,
+                                    SharedRows<Element, columns>>::type;
+  using CacheKeyRows = Rows<Cache, Traits::head_dim_qk>;
+  using KeyRows = Rows<Key, Traits::head_dim_qk>;
+  using ValueRows = Rows<Cache, value_columns>;
   static constexpr int value_copy_bytes = copy_bytes<Cache, Traits::head_dim_vo>;
 
   FP_DEVICE static constexpr int first_value_column(int pass) {
@@ -50,7 +59,7 @@ struct Shape {
   }
 
   static_assert(Traits::tile_q == 16 * row_tiles * Traits::warps_q && warp_tokens % 16 == 0);
-  static_assert(Traits::warps_q == 1 || Traits::warps_kv == 1);
+  static_assert(blocks || (Traits::warps_v == 1 && (Traits::warps_q == 1 || Traits::warps_kv == 1)));
 };
 
 }  // namespace flashpage

@@ -1,0 +1,61 @@
+// Attention of few packed rows (decode, speculative verify, short appends) on Hopper: reading K and V once, at the speed
+// of memory, is all the work.
+//
+// One CTA an SM. Four warps load: they walk the plan's units ahead of everyone else and keep a ring of slots full across
+// the units' ends. The others compute, in teams that take the slots in turn, each with its own softmax state; where a
+// unit ends the teams' states are combined through the slots that they read last. The CTA that ends the last piece of a
+// cut unit merges its partials.
+#pragma once
+#include "flashpage/kernels/decode_sm90_compute.h"
+#include "flashpage/kernels/decode_sm90_load.h"
+#include "flashpage/ptx/registers.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct DecodeSm90 {
+  using Shared = DecodeShared<Traits>;
+  static constexpr int threads = DecodeWarps<Traits>::threads;
+  static constexpr int shared_bytes = sizeof(Shared);
+
+  FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
+    extern __shared__ __align__(1024) u8 memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    using Warps = DecodeWarps<Traits>;
+    if (threadIdx.x == 0) {
+      shared.ring.init(DecodeLoad<Traits>::SlotLoader::arrivals, Warps::team);
+      shared.place_ring.init(Warps::place_arrivals, Warps::computing);
+      ptx::mbarrier_init_fence();
+      if constexpr (Traits::loader == Loader::boxes) {
+        ptx::prefetch_tensor_map(maps.k);
+        ptx::prefetch_tensor_map(maps.v);
+      }
+    }
+    clear_padding(shared);
+    __syncthreads();
+    ptx::grid_dependency_wait();
+    if (threadIdx.x < Warps::loading * 32) {
+      ptx::give_registers_back<Warps::loading_registers>();
+      DecodeLoad<Traits>(shared, params, maps).run();
+      ptx::grid_dependency_launch();
+    } else {
+      ptx::take_registers<Warps::computing_registers>();
+      DecodeCompute<Traits>(shared, params, args).run();
+    }
+  }
+
+ private:
+  // What copies never write and Q K^T reads.
+  FP_DEVICE static void clear_padding(Shared& shared) {
+    using S = Shape<Traits>;
+    for (int i = 0; i < Shared::places_ahead; ++i)
+      zero_padding<typename S::Query, Traits::head_dim_qk>(shared.query[i], Traits::tile_q, threadIdx.x, threads);
+    if constexpr (Traits::loader == Loader::rows) {
+      for (int i = 0; i < Traits::stages; ++i)
+        zero_padding<typename S::Cache, Traits::head_dim_qk, typename S::CacheKeyRows>(
+            shared.slots[i], S::warp_tokens, threadIdx.x, threads);
+    }
+  }
+};
+
+}  // namespace flashpage

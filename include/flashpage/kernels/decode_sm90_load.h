@@ -1,0 +1,86 @@
+// The loading warps of decode_sm90.
+#pragma once
+#include "flashpage/kernels/decode_sm90_shared.h"
+#include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/tile/box_loader.h"
+#include "flashpage/tile/query.h"
+#include "flashpage/tile/row_loader.h"
+#include "flashpage/tile/trace.h"
+
+namespace flashpage {
+
+// Every loading warp walks the units alike and loads every fourth slot; the first one also publishes the units, with Q.
+template <class Traits>
+struct DecodeLoad {
+  using S = Shape<Traits>;
+  using Shared = DecodeShared<Traits>;
+  using SlotLoader = typename select_type<(Traits::loader == Loader::boxes), BoxLoader<Traits, Shared>,
+                                          RowLoader<Traits, Shared>>::type;
+  using Source = typename SlotLoader::Source;
+  static constexpr int warps = Shared::loading_warps;
+
+  Shared& shared;
+  const AttentionParams& params;
+  const KvMaps& maps;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  FP_DEVICE DecodeLoad(Shared& shared, const AttentionParams& params, const KvMaps& maps)
+      : shared(shared), params(params), maps(maps) {}
+
+  FP_DEVICE void run() {
+    PlaceCursor cursor;
+    cursor.start(params.plan, blockIdx.x);
+    Place place;
+    cursor.first(params, Traits::tile_q, place);
+    if (threadIdx.x == 0) stamp<Traits>(params, Stamp::plan_known);
+    const SlotLoader loader(shared, params, maps);
+    u32 turn = 0;  // of the unit's first slot
+    Source source;
+    if (!place.done) source = loader.open(place, first_own(turn));
+    u32 unit_turn = 0;
+    while (!place.done) {
+      publish(place, source, unit_turn++, cursor.cta);
+      const int slots = source.slots, early = min_of(slots, Traits::stages);
+      int slot = first_own(turn);
+      for (; slot < early; slot += warps) loader.load(source, slot, turn + slot);
+      if (threadIdx.x == 0) stamp_first<Traits>(params, Stamp::first_load);
+      Place next;  // its first look-ups are on their way while the ring turns
+      cursor.next(params, Traits::tile_q, 1, place, next);
+      Source following;
+      if (!next.done) following = loader.open(next, first_own(turn + slots));
+      for (; slot < slots; slot += warps) loader.load(source, slot, turn + slot);
+      turn += slots;
+      place = next;
+      source = following;
+    }
+    publish(place, source, unit_turn, cursor.cta);
+  }
+
+ private:
+  FP_DEVICE int first_own(u32 turn) const { return (warp - turn) % warps; }
+
+  FP_DEVICE void publish(const Place& place, const Source& source, u32 turn, const CtaItems& cta) {
+    if (warp != 0) return;
+    shared.place_ring.wait_empty(turn);
+    u32 slot = shared.place_ring.slot(turn), barrier = shared.place_ring.full_barrier(turn);
+    if (!place.done) {
+      load_query<Traits, 32>(ptx::shared_address(shared.query[slot]), params, place.unit, lane,
+                             [&](u32 row) { return query_offset(params, place.item, place.unit, row); });
+    }
+    if (lane == 0) {
+      SlottedPlace& to = shared.places[slot];
+      to.place = place;
+      to.first_token = source.first_token;
+      to.slots = source.slots;
+      if (!place.done && place.item.partial_row >= 0) {
+        i32 merge = first_merge(params.plan, place.item, cta);
+        to.merge = plan_merges(params.plan) + merge;
+        to.arrivals = plan_arrivals(params.plan) + merge;
+      }
+      ptx::mbarrier_arrive(barrier);
+    }
+    ptx::mbarrier_arrive_after_copies(barrier);
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,62 @@
+// What the warps of decode_sm90 share: who does what, and the shared memory between them.
+#pragma once
+#include "flashpage/tile/shape.h"
+#include "flashpage/tile/slot_ring.h"
+#include "flashpage/tile/unit.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct DecodeWarps {
+  static constexpr int loading = 4;                               // a warpgroup: registers are given by warpgroups
+  static constexpr int team = Traits::warps_q * Traits::warps_v;  // warps that read the same slot
+  static constexpr int teams = Traits::warps_kv;
+  static constexpr int computing = team * teams;
+  static constexpr int threads = 32 * (loading + computing);
+  static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place itself
+  static constexpr int loading_registers = Traits::loader == Loader::boxes ? 104 : 120;
+  static constexpr int computing_registers = Traits::loader == Loader::boxes ? 200 : 184;
+  static_assert(computing == 8);
+};
+
+// A unit on its way from the loading warps to the computing ones.
+struct SlottedPlace {
+  Place place;
+  i32 first_token;  // of the first slot; it may lie before the unit's first token
+  i32 slots;
+  const MergeItem* merge;  // of a piece
+  u32* arrivals;
+};
+
+template <class Traits>
+struct DecodeShared {
+  using S = Shape<Traits>;
+  static constexpr int tokens = S::warp_tokens;  // of one slot
+  static constexpr int loading_warps = DecodeWarps<Traits>::loading;
+  static constexpr int key_bytes = BlockRows<typename S::Cache, Traits::head_dim_qk, tokens>::tile_bytes;
+  static constexpr int value_bytes = BlockRows<typename S::Cache, Traits::head_dim_vo, tokens>::tile_bytes;
+  static constexpr int query_bytes = S::QueryRows::bytes(Traits::tile_q);
+  // Units whose place and Q are known ahead of the computing warps: more where units may be short.
+  static constexpr int places_ahead = query_bytes <= 4096 ? 4 : query_bytes <= 16384 ? 2 : 1;
+
+  static constexpr int slot_bytes = key_bytes + value_bytes;
+  // At a unit's end the teams exchange half an m16 tile at a time: 8 rows a warp.
+  static constexpr int exchange_rows = 8 * Traits::warps_q;
+  static constexpr int exchange_columns = round_up(S::value_columns * S::value_parts, 32);
+  // A slot always belongs to the same team: one that came back to a slot of another team could take the phase before
+  // the last for the last one, since copies finish in any order.
+  static_assert(Traits::stages % Traits::warps_kv == 0 && slot_bytes % 1024 == 0 && S::row_tiles == 1);
+
+  alignas(1024) u8 slots[Traits::stages][slot_bytes];
+  alignas(128) float exchange[Traits::warps_kv][exchange_rows][exchange_columns];
+  alignas(128) u8 query[places_ahead][query_bytes];
+  float merge_sums[DecodeWarps<Traits>::computing][128];
+  float maximum[Traits::warps_kv][Traits::tile_q];
+  float sum[Traits::warps_kv][Traits::tile_q];
+  SlottedPlace places[places_ahead];
+  SlotRing<Traits::stages> ring;
+  SlotRing<places_ahead> place_ring;
+  u32 is_last_piece;
+};
+
+}  // namespace flashpage

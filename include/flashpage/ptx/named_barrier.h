@@ -1,0 +1,11 @@
+// bar.sync with a name: a barrier of some of the CTA's warps.
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage::ptx {
+
+FP_DEVICE void named_barrier(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+}  // namespace flashpage::ptx

@@ -1,0 +1,16 @@
+// setmaxnreg: registers from the warps that load to those that compute, sm_90a. By whole warpgroups.
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage::ptx {
+
+template <int count>
+FP_DEVICE void give_registers_back() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count>
+FP_DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+}  // namespace flashpage::ptx

@@ -1,0 +1,116 @@
+// K and V of one unit into slots by the copy engine: boxes of at most a page, one KV head and 128 bytes of its rows.
+#pragma once
+#include "flashpage/memory/kv_rows.h"
+#include "flashpage/ptx/elect.h"
+#include "flashpage/ptx/tensor_copy.h"
+#include "flashpage/tile/slot_ring.h"
+#include "flashpage/tile/unit.h"
+
+namespace flashpage {
+
+// Loads every `warps`-th slot of a unit, as one warp. A lane holds the page and row of one of the warp's next 32 boxes,
+// and of one of the 32 after them: the look-up is the only dependent load on the way to data.
+template <class Traits, class Slots>
+struct BoxLoader {
+  using Cache = typename Traits::Cache;
+  using Keys = BlockRows<Cache, Traits::head_dim_qk, Slots::tokens>;
+  using Values = BlockRows<Cache, Traits::head_dim_vo, Slots::tokens>;
+  static constexpr bool paged = Traits::kv_source == KvSource::paged;
+  static constexpr int arrivals = 1;  // at a slot's barrier, beside the bytes
+
+  struct Found {
+    i32 page;
+    i32 row;  // of the page; ragged: of the tensor
+  };
+  // One unit's K and V.
+  struct Source {
+    i64 offset;  // paged: of the first page number; ragged: of the first row
+    i32 kv_head, first_token, kv_end;
+    i32 slots = 0;
+    i32 own;  // the warp's first slot
+    Found found, found_next;
+  };
+
+  Slots& shared;
+  const AttentionParams& params;
+  const KvMaps& maps;
+  const int box_shift;  // log2 of the tokens of a box
+
+  FP_DEVICE BoxLoader(Slots& shared, const AttentionParams& params, const KvMaps& maps)
+      : shared(shared), params(params), maps(maps), box_shift(31 - __clz(params.box_tokens)) {}
+
+  FP_DEVICE Source open(const Place& place, int own) const {
+    const Unit& unit = place.unit;
+    Source source;
+    source.offset = place.item.kv_offset;
+    source.kv_head = unit.kv_head;
+    source.first_token = paged ? unit.kv_begin >> box_shift << box_shift : unit.kv_begin;
+    source.kv_end = unit.kv_end;
+    if (unit.kv_end > unit.kv_begin) source.slots = ceil_div(unit.kv_end - source.first_token, Slots::tokens);
+    source.own = own;
+    source.found = look_up(source, 0);
+    source.found_next = look_up(source, 32);
+    return source;
+  }
+
+  FP_DEVICE void load(Source& source, int slot, u32 turn) const {
+    constexpr int most = Slots::tokens / 8;
+    const int boxes = Slots::tokens >> box_shift;  // a power of two, at most `most`
+    if constexpr (most >= 8) {
+      if (boxes == 8) return load_boxes<8>(source, slot, turn);
+    }
+    if constexpr (most >= 4) {
+      if (boxes == 4) return load_boxes<4>(source, slot, turn);
+    }
+    boxes == 2 ? load_boxes<2>(source, slot, turn) : load_boxes<1>(source, slot, turn);
+  }
+
+ private:
+  // The look-ups first, then one elected lane issues without a branch: 30 cycles a box, where a loop of both costs 120.
+  template <int boxes>
+  FP_DEVICE void load_boxes(Source& source, int slot, u32 turn) const {
+    int first = (slot - source.own) / Slots::loading_warps * boxes;
+    if (first % 32 == 0 && first > 0) {
+      source.found = source.found_next;
+      source.found_next = look_up(source, first + 32);
+    }
+    Found at[boxes];
+#pragma unroll
+    for (int i = 0; i < boxes; ++i) {
+      at[i].page = paged ? __shfl_sync(0xffffffff, source.found.page, first + i) : 0;
+      at[i].row = __shfl_sync(0xffffffff, source.found.row, first + i);
+    }
+    const i32 token = source.first_token + slot * Slots::tokens;
+    const int present = min_of(boxes, (source.kv_end - token + (1 << box_shift) - 1) >> box_shift);
+    u32 barrier = shared.ring.full_barrier(turn), tile = ptx::shared_address(shared.slots[shared.ring.slot(turn)]);
+    shared.ring.wait_empty(turn);
+    if (!ptx::elect_one()) return;
+    ptx::mbarrier_arrive_expect(barrier, present * (Keys::blocks + Values::blocks) * 128 << box_shift);
+#pragma unroll
+    for (int i = 0; i < boxes; ++i) {
+      if (i >= present) continue;
+      u32 box = tile + (i * 128 << box_shift);
+#pragma unroll
+      for (int block = 0; block < Keys::blocks; ++block)
+        ptx::tensor_copy(box + block * Keys::block_bytes, maps.k, barrier, block * Keys::block_columns, at[i].row,
+                         source.kv_head, at[i].page);
+#pragma unroll
+      for (int block = 0; block < Values::blocks; ++block)
+        ptx::tensor_copy(box + Keys::tile_bytes + block * Values::block_bytes, maps.v, barrier,
+                         block * Values::block_columns, at[i].row, source.kv_head, at[i].page);
+    }
+  }
+
+  // The lane's box of the warp's 32 boxes from `first` on.
+  FP_DEVICE Found look_up(const Source& source, int first) const {
+    int box = first + static_cast<int>(threadIdx.x % 32), boxes_shift = 31 - __clz(Slots::tokens) - box_shift;
+    int slot = source.own + (box >> boxes_shift) * Slots::loading_warps, in_slot = box & ((1 << boxes_shift) - 1);
+    i32 token = source.first_token + slot * Slots::tokens + (in_slot << box_shift);
+    if constexpr (!paged) return {0, static_cast<i32>(source.offset) + token};
+    u32 page, row;
+    params.page.divmod(token, page, row);
+    return {token < source.kv_end ? __ldg(params.kv_indices + source.offset + page) : 0, static_cast<i32>(row)};
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,95 @@
+// K and V of one unit into slots by cp.async, row by row: pages of any size, where boxes would be too small.
+#pragma once
+#include "flashpage/memory/kv_rows.h"
+#include "flashpage/tile/block_rows.h"
+#include "flashpage/tile/copy.h"
+#include "flashpage/tile/slot_ring.h"
+#include "flashpage/tile/unit.h"
+
+namespace flashpage {
+
+// Loads every `warps`-th slot of a unit, as one warp. A lane holds the pages of its tokens of the warp's next slot, and
+// of the one after it.
+template <class Traits, class Slots>
+struct RowLoader {
+  using Cache = typename Traits::Cache;
+  using Rows = KvRows<Traits::kv_source>;
+  static constexpr int arrivals = 32;
+  static constexpr int groups = max_of(1, Slots::tokens / 32);  // of at most 32 tokens
+  static constexpr int group_tokens = Slots::tokens / groups;
+
+  // One unit's K and V.
+  struct Source {
+    i64 offset;  // paged: of the first page number; ragged: of the first row
+    i32 kv_head, first_token, kv_end;
+    i32 slots = 0;
+    i32 found[groups], found_next[groups];
+  };
+
+  Slots& shared;
+  const AttentionParams& params;
+
+  FP_DEVICE RowLoader(Slots& shared, const AttentionParams& params, const KvMaps&) : shared(shared), params(params) {}
+
+  FP_DEVICE Source open(const Place& place, int own) const {
+    const Unit& unit = place.unit;
+    Source source;
+    source.offset = place.item.kv_offset;
+    source.kv_head = unit.kv_head;
+    source.first_token = unit.kv_begin;
+    source.kv_end = unit.kv_end;
+    if (unit.kv_end > unit.kv_begin) source.slots = ceil_div(unit.kv_end - unit.kv_begin, Slots::tokens);
+    look_up(source, source.found, own);
+    look_up(source, source.found_next, own + Slots::loading_warps);
+    return source;
+  }
+
+  FP_DEVICE void load(Source& source, int slot, u32 turn) const {
+    shared.ring.wait_empty(turn);
+    u8* tile = shared.slots[shared.ring.slot(turn)];
+#pragma unroll
+    for (int group = 0; group < groups; ++group) {
+      copy<Traits::head_dim_qk>(source, params.k, tile, slot, group);
+      copy<Traits::head_dim_vo>(source, params.v, tile + Slots::key_bytes, slot, group);
+    }
+    ptx::mbarrier_arrive_after_copies(shared.ring.full_barrier(turn));
+#pragma unroll
+    for (int i = 0; i < groups; ++i) source.found[i] = source.found_next[i];
+    look_up(source, source.found_next, slot + 2 * Slots::loading_warps);
+  }
+
+ private:
+  FP_DEVICE void look_up(const Source& source, i32 (&to)[groups], int slot) const {
+    Rows rows(params, source.offset);
+#pragma unroll
+    for (int i = 0; i < groups; ++i) {
+      i32 token = token_of(source, slot, i);
+      to[i] = token < source.kv_end ? rows.look_up(token) : 0;
+    }
+  }
+  FP_DEVICE i32 token_of(const Source& source, int slot, int group) const {
+    return source.first_token + slot * Slots::tokens + group * group_tokens + static_cast<int>(threadIdx.x) % group_tokens;
+  }
+
+  // The rows of at most 32 tokens; what is not there becomes zero.
+  template <int columns>
+  FP_DEVICE void copy(const Source& source, const KvView& view, u8* tile, int slot, int group) const {
+    using Target = BlockRows<Cache, columns, Slots::tokens>;
+    constexpr int bytes = copy_bytes<Cache, columns>, chunks = Target::used_bytes / bytes;
+    const int lane = threadIdx.x % 32;
+    i32 count = source.kv_end - source.first_token - slot * Slots::tokens - group * group_tokens;
+    i32 token = min_of(token_of(source, slot, group), max_of(source.kv_end - 1, 0));
+    Rows rows(params, source.offset);
+    u64 mine = reinterpret_cast<u64>(rows.template row<Cache>(view, source.found[group], token, source.kv_head));
+    u32 to = ptx::shared_address(tile);
+    constexpr int pieces = group_tokens * chunks;
+#pragma unroll 4
+    for (int first = 0; first < pieces; first += 32) {
+      int piece = min_of(first + lane, pieces - 1), row = piece / chunks, byte = piece % chunks * bytes;
+      const u8* from = reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, mine, row)) + byte;
+      ptx::cp_async<bytes>(to + Target::byte_offset(group * group_tokens + row, byte), from, row < count);
+    }
+  }
+};
+
+}  // namespace flashpage

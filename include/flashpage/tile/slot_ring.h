@@ -1,0 +1,32 @@
+// A ring of shared-memory slots between warps that load and warps that compute: two barriers a slot, and a count of
+// slots so far that gives slot and phase.
+#pragma once
+#include "flashpage/ptx/mbarrier.h"
+#include "flashpage/ptx/shared.h"
+
+namespace flashpage {
+
+template <int slots>
+struct SlotRing {
+  u64 full[slots];
+  u64 empty[slots];
+
+  // By one thread, before anyone waits.
+  FP_DEVICE void init(int producers, int consumers) {
+    for (int i = 0; i < slots; ++i) {
+      ptx::mbarrier_init(ptx::shared_address(&full[i]), producers);
+      ptx::mbarrier_init(ptx::shared_address(&empty[i]), consumers);
+    }
+  }
+
+  // `turn`: which use of the ring, counted from 0 by everyone alike.
+  FP_DEVICE static u32 slot(u32 turn) { return turn % slots; }
+  FP_DEVICE u32 full_barrier(u32 turn) const { return ptx::shared_address(&full[slot(turn)]); }
+  FP_DEVICE void wait_full(u32 turn) const { ptx::mbarrier_wait(full_barrier(turn), turn / slots & 1); }
+  FP_DEVICE void wait_empty(u32 turn) const {
+    ptx::mbarrier_wait(ptx::shared_address(&empty[slot(turn)]), (turn / slots & 1) ^ 1);
+  }
+  FP_DEVICE void release(u32 turn) const { ptx::mbarrier_arrive(ptx::shared_address(&empty[slot(turn)])); }
+};
+
+}  // namespace flashpage
