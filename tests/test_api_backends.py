@@ -60,7 +60,7 @@ def test_boxes_are_taken_where_pages_and_rows_are_whole(changed: dict[str, Any],
     assert DECODE_SM90.loader(problem(**changed).options) == loader
 
 
-@pytest.mark.parametrize("row", [*CAPABILITIES, DECODE_SM90], ids=lambda row: row.kernel)
+@pytest.mark.parametrize("row", CAPABILITIES, ids=lambda row: row.kernel)
 def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: backends.Capability) -> None:
     for rows in (1 << i for i in range(11) if 1 << i <= row.max_packed_rows):
         for dims in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
@@ -71,12 +71,13 @@ def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: backends.Capability)
                 assert tile.tile_q % 16 == 0 and tile.tile_kv % 16 == 0 and cost.ns_per_token > 0
 
 
-def test_without_a_device_the_first_row_that_can_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    general = next(row for row in CAPABILITIES if row.device == "cuda")
-    monkeypatch.setattr(backends, "CAPABILITIES", (DECODE_SM90, *CAPABILITIES))
+def test_without_a_device_the_first_row_that_can_is_taken() -> None:
+    general = CAPABILITIES[-1]
     assert backends.offline(problem(), "cuda") is DECODE_SM90
-    assert backends.offline(problem(128), "cuda").kernel == "attention_sm80"
-    assert backends.offline(problem(head_dim_qk=576), "cuda") is CAPABILITIES[-1] is general
+    assert backends.offline(problem(128), "cuda") is general
+    assert backends.offline(problem(position_encoding="ROPE_LLAMA"), "cuda") is general
+    assert backends.offline(problem(head_dim_qk=576), "cuda") is general  # no kernel takes it
+    assert general.kernel == "attention_sm80"
     assert backends.offline(problem(), "cpu").kernel == "cpu_attention"
 
 

@@ -2,6 +2,7 @@
 // them and checks sizeof at load). Strides are in elements; the last dimension of every tensor is contiguous.
 #pragma once
 #include "flashpage/common/math.h"
+#include "flashpage/common/tensor_map.h"
 #include "flashpage/plan/work_item.h"
 
 namespace flashpage {
@@ -48,15 +49,6 @@ struct AttentionParams {
   FastDiv page;    // tokens a page (ragged: 1)
   u64* trace;      // a traced kernel's clock stamps, [CTAs, trace_stamps]; null otherwise
   i32 box_tokens;  // tokens of one box of the tensor maps; 0: the kernel takes none
-};
-
-// What the driver's cuTensorMapEncodeTiled writes (CUtensorMap); passed by value, where the copy engine reads it.
-struct alignas(64) TensorMap {
-  u64 words[16];
-};
-// Boxes of a paged or ragged cache: [columns, tokens, heads, pages].
-struct KvMaps {
-  TensorMap k, v;
 };
 
 // Values a variant captured. Slots are numbered by the spec; strides in elements.

@@ -1,6 +1,6 @@
 // cp.async.bulk.tensor: a box of a tensor map into shared memory by the copy engine, sm_90.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/common/tensor_map.h"
 
 namespace flashpage::ptx {
 
