@@ -6,21 +6,8 @@ import threading
 
 import numpy as np
 import pytest
-from planner_checks import (
-    RUNS,
-    TEAMS,
-    Batch,
-    Cutting,
-    arrays_of,
-    bounds,
-    call,
-    check,
-    check_balance,
-    expand,
-    loads,
-    plan,
-    problem_of,
-)
+from planner_batches import RUNS, TEAMS, Batch, Cutting, arrays_of, bounds, call, plan, problem_of
+from planner_checks import check, check_balance, expand, loads
 
 from flashpage import host
 

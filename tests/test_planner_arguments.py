@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from planner_checks import Batch, Cutting, arrays_of, bounds, call, check, plan, problem_of
+from planner_batches import Batch, Cutting, arrays_of, bounds, call, plan, problem_of
+from planner_checks import check
 
 from flashpage import host
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planner_checks import RUNS, TEAMS, Batch, Cutting, check, check_balance, plan
+from planner_batches import RUNS, TEAMS, Batch, Cutting, plan
+from planner_checks import check, check_balance
 
 CASES_OF_A_SWEEP = 500
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planner_checks import Batch, all_units
+from planner_batches import Batch
+from planner_checks import all_units
 
 from flashpage import tiles
 from flashpage.errors import PlanError

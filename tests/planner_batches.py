@@ -1,0 +1,154 @@
+"""A batch, how it is to be cut, and the plan that the host library makes of the two."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import numpy as np
+
+from flashpage import host
+
+RUNS, TEAMS = 1, 0  # csrc/flashpage.h, fp_walk
+
+
+@dataclasses.dataclass
+class Batch:
+    """Lengths of one batch and what the kernel can see."""
+
+    q_lens: np.ndarray
+    kv_lens: np.ndarray
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    page_size: int = 16
+    causal: bool = False
+    window_left: int = -1
+    has_custom_mask: bool = False
+    q_start: int = 0
+    kv_start: int = 0
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass
+class Cutting:
+    """fp_schedule with defaults near the sm80 kernel's."""
+
+    num_ctas: int = 132
+    walk: int = TEAMS
+    tile_q: int = 16
+    tile_kv: int = 64
+    ns_per_token: float = 3.6
+    ns_per_unit: float = 400.0
+    ns_per_piece: float = 1500.0
+    min_piece_tokens: int = 128
+    max_pieces: int = 0
+    fixed_piece_tokens: int = 0
+    merge_rows: int = 8
+
+    def struct(self) -> host.Schedule:
+        return host.Schedule(**dataclasses.asdict(self))
+
+
+@dataclasses.dataclass
+class Planned:
+    batch: Batch
+    cutting: Cutting
+    result: host.PlanResult
+    header: np.void
+    ctas: np.ndarray
+    items: np.ndarray
+    merges: np.ndarray
+    arrivals: np.ndarray
+
+
+def index_array(values: np.ndarray | None) -> host.IndexArray:
+    if values is None:
+        return host.IndexArray(None, 1, 0, 0)
+    size = values.itemsize
+    return host.IndexArray(values.ctypes.data, values.strides[0] // size, int(size == 8), len(values))
+
+
+def indptr(lens: np.ndarray, start: int = 0) -> np.ndarray:
+    return np.concatenate([[start], start + np.cumsum(lens, dtype=np.int64)])
+
+
+def arrays_of(
+    batch: Batch, dtype: type = np.int32, stride: int = 1, use_kv_lens: bool = False
+) -> dict[str, np.ndarray | None]:
+    """The index arrays that a caller would pass for these lengths."""
+    pages = -(-batch.kv_lens // batch.page_size) if batch.page_size else batch.kv_lens
+    last = batch.kv_lens - np.maximum(pages - 1, 0) * batch.page_size
+    arrays = {
+        "q_indptr": indptr(batch.q_lens, batch.q_start),
+        "kv_indptr": indptr(pages, batch.kv_start),
+        "last_page_len": last if batch.page_size and not use_kv_lens else None,
+        "kv_lens": batch.kv_lens if use_kv_lens else None,
+    }
+    return {name: None if a is None else _spread(a, dtype, stride) for name, a in arrays.items()}
+
+
+def _spread(values: np.ndarray, dtype: type, stride: int) -> np.ndarray:
+    wide = np.full(max(1, len(values)) * stride, -(2**30), dtype)
+    wide[::stride][: len(values)] = values
+    return wide[::stride][: len(values)]
+
+
+def problem_of(batch: Batch, arrays: dict[str, np.ndarray | None]) -> host.ProblemStruct:
+    return host.ProblemStruct(
+        len(batch.q_lens),
+        0,
+        *(index_array(arrays[name]) for name in ("q_indptr", "kv_indptr", "last_page_len", "kv_lens")),
+        batch.page_size,
+        batch.num_q_heads,
+        batch.num_kv_heads,
+        int(batch.causal),
+        batch.window_left,
+        int(batch.has_custom_mask),
+    )
+
+
+def call(problem: host.ProblemStruct, cutting: Cutting, capacity: int) -> tuple[int, np.ndarray, host.PlanResult]:
+    buffer = np.full(capacity + 64, 0xA5, np.uint8)
+    result = host.PlanResult()
+    status = host.load().fp_plan(
+        ctypes.byref(problem), ctypes.byref(cutting.struct()), buffer.ctypes.data, capacity, ctypes.byref(result)
+    )
+    assert (buffer[capacity:] == 0xA5).all(), "wrote past the buffer"
+    return status, buffer, result
+
+
+def plan(batch: Batch, cutting: Cutting, capacity: int | None = None, **forms: object) -> Planned:
+    """Plans within what fp_plan_bounds promises for exactly these capacities, which must therefore be enough."""
+    limit_bytes, limit_rows = bounds(batch, cutting)
+    arrays = arrays_of(batch, **forms)
+    status, buffer, result = call(problem_of(batch, arrays), cutting, limit_bytes if capacity is None else capacity)
+    assert status == host.OK, host.last_error()
+    assert result.num_partial_rows <= limit_rows
+    return unpack(batch, cutting, buffer, result)
+
+
+def unpack(batch: Batch, cutting: Cutting, buffer: np.ndarray, result: host.PlanResult) -> Planned:
+    header = buffer[: host.PLAN_HEADER.itemsize].view(host.PLAN_HEADER)[0]
+
+    def records(kind: np.dtype, offset: int, count: int) -> np.ndarray:
+        return buffer[offset : offset + count * kind.itemsize].view(kind)
+
+    ctas = records(host.CTA_ITEMS, header.nbytes, cutting.num_ctas)
+    items = records(host.WORK_ITEM, int(header["items_offset"]), int(header["num_items"]))
+    merges = records(host.MERGE_ITEM, int(header["merges_offset"]), int(header["num_merges"]))
+    arrivals = records(np.dtype(np.uint32), int(header["merges_offset"]) + merges.nbytes, len(merges))
+    return Planned(batch, cutting, result, header, ctas, items, merges, arrivals)
+
+
+def bounds(batch: Batch, cutting: Cutting, one_row: bool = False) -> tuple[int, int]:
+    plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
+    status = host.load().fp_plan_bounds(
+        *(len(batch.q_lens), 0 if one_row else max(1, int(batch.q_lens.sum())), int(batch.kv_lens.sum())),
+        *(batch.num_q_heads, batch.num_kv_heads, ctypes.byref(cutting.struct())),
+        *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
+    )
+    assert status == host.OK
+    return plan_bytes.value, partial_rows.value
