@@ -27,9 +27,12 @@ Kernel = tuple[KernelSpec, Target]
 
 def listed(targets: Iterable[str], default_only: bool = False) -> list[Kernel]:
     """The list's specs for those of the targets that fit them."""
-    cuda = specs.default_cuda_specs() if default_only else specs.cuda_specs()
-    of_backend = {"cuda": cuda, "cpu": specs.cpu_specs()}
-    return [(spec, target) for target in map(Target.parse, targets) for spec in of_backend[target.backend]]
+    of_cuda = specs.default_cuda_specs if default_only else specs.cuda_specs
+    return [
+        (spec, target)
+        for target in map(Target.parse, targets)
+        for spec in (specs.cpu_specs() if target.backend == "cpu" else of_cuda(target))
+    ]
 
 
 def from_manifest(path: Path, targets: Iterable[str] = ()) -> list[Kernel]:
@@ -38,7 +41,7 @@ def from_manifest(path: Path, targets: Iterable[str] = ()) -> list[Kernel]:
     if not targets:
         return used
     kernels = [(spec, Target.parse(name)) for spec, _ in used for name in targets]
-    return list(dict.fromkeys((spec, target) for spec, target in kernels if spec.backend == target.backend))
+    return list(dict.fromkeys((spec, target) for spec, target in kernels if target.fits(spec)))
 
 
 def build_into(folder: Path, kernels: Iterable[Kernel], jobs: int | None = None) -> list[BuildResult]:

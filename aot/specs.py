@@ -3,56 +3,86 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from flashpage.dtypes import DType
+from flashpage.jit import Target
 from flashpage.spec import KernelSpec, VariantSpec, inner_loop
-from flashpage.tiles import cpu_tile, sm80_tile
+from flashpage.tiles import cpu_tile, sm80_tile, sm90_decode_tile
 from flashpage.variants import builtin
 
 HALF = (DType.BFLOAT16, DType.FLOAT16)
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 ROWS = (16, 32, 64, 128)  # packed rows a request and KV head, one for each class of tiles: decode ... prefill
+DECODE_ROWS = ROWS[:3]  # those of decode_sm90
+HOPPER = 90  # Target.arch that has decode_sm90
 _NO_VARIANT = VariantSpec()
 SOFT_CAP = builtin(soft_cap=50.0).spec  # the value itself is not compiled in
 
 
-def default_cuda_specs() -> list[KernelSpec]:
+def default_cuda_specs(target: Target) -> list[KernelSpec]:
     """What most models ask for: 16-bit queries on paged or ragged KV of the same type, and what goes with them."""
-    paged = [_sm80(dtype, dtype, dims, rows) for dtype, dims, rows in itertools.product(HALF, HEAD_DIMS, ROWS)]
+    paged = [
+        _attention(target, dtype, dtype, dims, rows) for dtype, dims, rows in itertools.product(HALF, HEAD_DIMS, ROWS)
+    ]
     ragged = [
-        _sm80(dtype, dtype, dims, 128, kv_source="ragged")
+        _attention(target, dtype, dtype, dims, 128, kv_source="ragged")
         for dtype, dims in itertools.product(HALF, (*HEAD_DIMS, (192, 128)))
     ]
-    return _distinct(paged + ragged + helper_specs())
+    small_pages = [
+        _decode_sm90(dtype, dtype, dims, 16, loader="rows")
+        for dtype, dims in itertools.product(HALF, HEAD_DIMS)
+        if target.arch == HOPPER
+    ]
+    return _distinct(paged + ragged + small_pages + helper_specs())
 
 
 def helper_specs() -> list[KernelSpec]:
-    """Merging of split KV and of states, and appending: elements of one, two and four bytes."""
+    """Merging of split KV and of states, appending (elements of one, two and four bytes), and what plan asks a card."""
     merge = [KernelSpec("merge", out_dtype=dtype) for dtype in HALF]
     states = [KernelSpec("merge_states", q_dtype=dtype) for dtype in (*HALF, DType.FLOAT32)]
     append = [KernelSpec("append", kv_dtype=d) for d in (DType.FLOAT8_E4M3, DType.FLOAT16, DType.FLOAT32)]
-    return merge + states + append
+    return [*merge, *states, *append, KernelSpec("sm_groups")]
 
 
-def other_cuda_specs() -> list[KernelSpec]:
+def other_cuda_specs(target: Target) -> list[KernelSpec]:
     """fp8 KV, soft caps and custom masks, and head dims whose tiles differ from the default ones'."""
     bf16, e4m3 = DType.BFLOAT16, DType.FLOAT8_E4M3
-    fp8 = [_sm80(bf16, e4m3, dims, rows) for dims, rows in itertools.product(HEAD_DIMS, ROWS)]
-    fp8 += [_sm80(DType.FLOAT16, e4m3, (128, 128), rows) for rows in ROWS]
-    fp8 += [_sm80(bf16, DType.FLOAT8_E5M2, (128, 128), rows) for rows in ROWS]
+    fp8 = [_attention(target, bf16, e4m3, dims, rows) for dims, rows in itertools.product(HEAD_DIMS, ROWS)]
+    fp8 += [_attention(target, DType.FLOAT16, e4m3, (128, 128), rows) for rows in ROWS]
+    fp8 += [_attention(target, bf16, DType.FLOAT8_E5M2, (128, 128), rows) for rows in ROWS]
     caps = [
-        _sm80(bf16, bf16, dims, rows, variant=SOFT_CAP)
+        _attention(target, bf16, bf16, dims, rows, variant=SOFT_CAP)
         for dims, rows in itertools.product(((128, 128), (256, 256)), ROWS)
     ]
-    masks = [_sm80(bf16, bf16, (128, 128), rows, mask_source="packed_bits") for rows in ROWS]
-    rope = [_sm80(bf16, bf16, (128, 128), rows, position_encoding="rope") for rows in ROWS]
-    dims = [_sm80(bf16, bf16, (d, d), rows) for d, rows in itertools.product((80, 96, 512), (16, 128))]
-    return _distinct(fp8 + caps + masks + rope + dims)
+    masks = [_attention(target, bf16, bf16, (128, 128), rows, mask_source="packed_bits") for rows in ROWS]
+    rope = [_attention(target, bf16, bf16, (128, 128), rows, position_encoding="rope") for rows in ROWS]
+    dims = [_attention(target, bf16, bf16, (d, d), rows) for d, rows in itertools.product((80, 96, 512), (16, 128))]
+    hopper = _other_hopper_specs() if target.arch == HOPPER else []
+    return _distinct(fp8 + caps + masks + rope + dims + hopper)
 
 
-def cuda_specs() -> list[KernelSpec]:
-    """At most 150: CI compiles each for sm_80 and sm_90a."""
-    return _distinct(default_cuda_specs() + other_cuda_specs())
+def _other_hopper_specs() -> list[KernelSpec]:
+    """Few rows where the loader differs: pages below 8 tokens, ragged KV, wide rows, 64 rows over other head dims."""
+    bf16, e4m3, e5m2 = DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2
+    wide = [_decode_sm90(bf16, kv, (512, 512), rows) for kv, rows in itertools.product((bf16, e4m3), (16, 64))]
+    unlike = [_decode_sm90(bf16, kv, (192, 128), rows) for kv, rows in ((bf16, 16), (bf16, 64), (e4m3, 16))]
+    dims = [_decode_sm90(bf16, bf16, (d, d), 64) for d in (96, 192)]
+    dims += [_decode_sm90(bf16, e4m3, (d, d), 16) for d in (80, 96)]
+    small_pages = [
+        _decode_sm90(bf16, kv, (d, d), rows, loader="rows")
+        for kv, d, rows in itertools.product((bf16, e4m3), (128, 256, 512), (16, 64))
+    ]
+    small_pages += [_decode_sm90(bf16, e5m2, (128, 128), 16, loader="rows")]
+    small_pages += [_decode_sm90(bf16, bf16, (128, 128), 64, loader="rows", mask_source="packed_bits")]
+    ragged = [_decode_sm90(bf16, bf16, dims, 64, kv_source="ragged") for dims in ((128, 128), (192, 128))]
+    ragged += [_decode_sm90(bf16, bf16, (128, 128), 16, kv_source="ragged")]
+    return wide + unlike + dims + small_pages + ragged
+
+
+def cuda_specs(target: Target) -> list[KernelSpec]:
+    """At most 150 over all targets: CI compiles each for sm_80 or sm_90a, most for both."""
+    return _distinct(default_cuda_specs(target) + other_cuda_specs(target))
 
 
 def cpu_specs() -> list[KernelSpec]:
@@ -72,7 +102,8 @@ def cpu_specs() -> list[KernelSpec]:
     )
 
 
-def _sm80(
+def _attention(
+    target: Target,
     q_dtype: DType,
     kv_dtype: DType,
     head_dims: tuple[int, int],
@@ -83,6 +114,10 @@ def _sm80(
     position_encoding: str = "none",
     variant: VariantSpec = _NO_VARIANT,
 ) -> KernelSpec:
+    """What these rows are computed with on the target; pages hold a multiple of 8 tokens."""
+    if target.arch == HOPPER and rows in DECODE_ROWS and position_encoding == "none":
+        options = {"kv_source": kv_source, "mask_source": mask_source, "variant": variant}
+        return _decode_sm90(q_dtype, kv_dtype, head_dims, rows, **options)
     loop = inner_loop(mask_source, position_encoding, variant)
     return KernelSpec(
         "attention_sm80",
@@ -92,6 +127,24 @@ def _sm80(
         position_encoding=position_encoding,
         tile=sm80_tile(*head_dims, kv_dtype, rows, loop)[0],
         variant=variant,
+    )
+
+
+def _decode_sm90(
+    q_dtype: DType,
+    kv_dtype: DType,
+    head_dims: tuple[int, int],
+    rows: int,
+    *,
+    loader: str = "boxes",
+    **options: Any,
+) -> KernelSpec:
+    return KernelSpec(
+        "decode_sm90",
+        *(q_dtype, kv_dtype, q_dtype, *head_dims),
+        tile=sm90_decode_tile(*head_dims, kv_dtype, rows, loader)[0],
+        loader=loader,
+        **options,
     )
 
 

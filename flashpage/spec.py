@@ -37,7 +37,7 @@ def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -
 class KernelSpec:
     """Everything that is compiled in; nothing that changes from batch to batch (lengths, head counts, page size)."""
 
-    kernel: str  # the template: cpu_attention, attention_sm80, merge, merge_states, append
+    kernel: str  # the template: cpu_attention, attention_sm80, decode_sm90, merge, merge_states, append, sm_groups
     q_dtype: DType = DType.BFLOAT16
     kv_dtype: DType = DType.BFLOAT16
     out_dtype: DType = DType.BFLOAT16
@@ -54,6 +54,11 @@ class KernelSpec:
     @property
     def backend(self) -> str:
         return "cpu" if self.kernel.startswith("cpu_") else "cuda"
+
+    @property
+    def only_arch(self) -> int | None:
+        """Where the kernel compiles at all, if not everywhere: names that end in _sm90 have Hopper's instructions."""
+        return 90 if self.kernel.endswith("_sm90") else None
 
     @property
     def entry(self) -> str:

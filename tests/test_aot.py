@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -57,30 +58,53 @@ def cuda_compilers() -> list[compilers.Compiler]:
     return [found for found in (compilers.find_nvcc(), compilers.find_nvrtc()) if found]
 
 
+CUDA_TARGETS = [target for target in map(jit.Target.parse, aot_build.WHEEL_TARGETS) if target.backend == "cuda"]
+
+
 def test_list_is_lean() -> None:
-    listed = specs.cuda_specs()
-    assert len(listed) == len(set(listed)) <= 150
-    assert set(specs.default_cuda_specs()) <= set(listed)
-    assert all(spec.backend == "cuda" for spec in listed)
+    everything: set[KernelSpec] = set()
+    for target in CUDA_TARGETS:
+        listed = specs.cuda_specs(target)
+        assert len(listed) == len(set(listed))
+        assert set(specs.default_cuda_specs(target)) <= set(listed)
+        assert all(target.fits(spec) for spec in listed)
+        everything.update(listed)
+    assert len(everything) <= 150
     assert all(spec.backend == "cpu" for spec in specs.cpu_specs())
     kernels = aot_build.listed(aot_build.WHEEL_TARGETS)
     assert {target.name for _, target in kernels} == set(aot_build.WHEEL_TARGETS)
-    assert all(spec.backend == target.backend for spec, target in kernels)
+    assert all(target.fits(spec) for spec, target in kernels)
+
+
+def test_a_target_fits_where_a_kernel_is_chosen() -> None:
+    """What compiles for one architecture alone is asked for on it alone, and the other way round."""
+    for row in backends.CAPABILITIES:
+        own = row.min_sm == row.max_sm
+        assert KernelSpec(row.kernel).only_arch == (row.max_sm if own else None)
+    hopper, ampere = jit.Target("cuda", 90), jit.Target("cuda", 80)
+    assert hopper.fits(KernelSpec("decode_sm90")) and not ampere.fits(KernelSpec("decode_sm90"))
+    assert hopper.fits(KernelSpec("merge")) and ampere.fits(KernelSpec("merge"))
+    assert not hopper.fits(KernelSpec("cpu_attention"))
+
+
+LISTED = {(spec, target.arch == 90) for target in CUDA_TARGETS for spec in specs.cuda_specs(target)}
+LISTED |= {(spec, False) for spec in specs.cpu_specs()}
+ASKED_FOR = sorted((pair for pair in LISTED if pair[0].tile), key=lambda pair: (pair[0].name, pair[1]))
 
 
 @pytest.mark.parametrize(
-    "spec", [s for s in specs.cuda_specs() + specs.cpu_specs() if "attention" in s.kernel], ids=lambda spec: spec.name
+    ("spec", "is_hopper"), ASKED_FOR, ids=[f"{spec.name}{'-90' if hopper else ''}" for spec, hopper in ASKED_FOR]
 )
-def test_list_is_what_plans_ask_for(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_is_what_plans_ask_for(spec: KernelSpec, is_hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some number of packed rows leads to this very spec: else a wheel would hold kernels that nobody finds."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: 80)
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90 if is_hopper else 80)
     options = Options(
         kv_source=spec.kv_source,
         num_q_heads=8,
         num_kv_heads=8,
         head_dim_qk=spec.head_dim_qk,
         head_dim_vo=spec.head_dim_vo,
-        page_size=16 if spec.kv_source == "paged" else 0,
+        page_size=0 if spec.kv_source == "ragged" else 1 if spec.loader == "rows" else 16,
         q_dtype=spec.q_dtype,
         kv_dtype=spec.kv_dtype,
         out_dtype=spec.out_dtype,
@@ -92,6 +116,18 @@ def test_list_is_what_plans_ask_for(spec: KernelSpec, monkeypatch: pytest.Monkey
     device = torch.device("cpu" if spec.backend == "cpu" else "cuda:0")
     chosen = [backends.choose(Problem(options, 1 << i), device, variant).spec for i in range(12)]
     assert spec in chosen
+
+
+@pytest.mark.parametrize("page_size", [1, 16], ids=["page 1", "page 16"])
+@pytest.mark.parametrize("target", CUDA_TARGETS, ids=lambda target: target.name)
+def test_plain_decode_is_in_the_list(target: jit.Target, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any group size and any page size, for the head dims of the default list."""
+    monkeypatch.setattr(backends, "device_sm", lambda _: target.arch if isinstance(target.arch, int) else 80)
+    listed = set(specs.default_cuda_specs(target))
+    for dtype, (dim, _) in itertools.product(specs.HALF, specs.HEAD_DIMS):
+        options = Options("paged", 8, 8, dim, dim, page_size, dtype, dtype, dtype, uniform_q_len=1)
+        for rows in (1, 4, 8, 16) if page_size == 1 else (1, 4, 16, 32, 64, 128):
+            assert backends.choose(Problem(options, rows), torch.device("cuda:0")).spec in listed
 
 
 def test_helper_specs_are_what_operators_ask_for() -> None:
@@ -133,6 +169,9 @@ def test_manifest_is_an_aot_list(sandbox: Sandbox) -> None:
         (toy(1), jit.Target("cpu", "avx2")),
         (cuda_toy(4), jit.Target("cuda", 80)),
     ]
+    jit.write_manifest(path, [(KernelSpec("decode_sm90"), jit.Target("cuda", 90)), (toy(1), jit.host_target())])
+    assert aot_build.from_manifest(path, ["sm_80"]) == []  # not to be compiled there
+    assert aot_build.from_manifest(path, ["sm_90a"]) == [(KernelSpec("decode_sm90"), jit.Target("cuda", 90))]
     assert aot_build.main(["--manifest", str(path), "--target", "avx2", "--output", str(sandbox.aot)]) == 0
     assert [e.target.name for e in cache.Store(sandbox.aot).entries()] == ["avx2"]
 
@@ -162,10 +201,10 @@ def test_cuda_compilers(sandbox: Sandbox, compiler: compilers.Compiler) -> None:
 def test_check_fails_on_spilled_registers(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     if not cuda_compilers():
         pytest.skip("neither nvcc nor NVRTC is here")
-    monkeypatch.setattr(specs, "cuda_specs", lambda: [cuda_toy(4)])
+    monkeypatch.setattr(specs, "cuda_specs", lambda _: [cuda_toy(4)])
     assert aot_build.main(["--check"]) == 0
     assert "2 kernels, 0 failed, 0 spill registers" in capsys.readouterr().out
-    monkeypatch.setattr(specs, "cuda_specs", lambda: [cuda_toy(4), cuda_toy(128)])
+    monkeypatch.setattr(specs, "cuda_specs", lambda _: [cuda_toy(4), cuda_toy(128)])
     assert aot_build.main(["--check", "--arch", "80"]) == 1
     assert "2 kernels, 0 failed, 1 spill registers" in capsys.readouterr().out
     assert not sandbox.cache.exists()
@@ -179,9 +218,8 @@ def test_nvrtc_compiles_a_default_kernel_without_another_include_path(tmp_path: 
         pytest.skip("NVRTC is not here: pip install nvidia-cuda-nvrtc")
     options = [*nvrtc.flags(jit.Target("cuda", 90)), *nvrtc.command(tmp_path, tmp_path, jit.Target("cuda", 90))[5:]]
     assert {o for o in options if o.startswith(("-I", "--include-path"))} == {f"-I{paths.include_dir()}"}
-    results = jit.build_kernels(
-        [(specs.default_cuda_specs()[0], jit.Target("cuda", sm)) for sm in (80, 90)], tmp_path, compiler=nvrtc
-    )
+    kernels = [(specs.default_cuda_specs(target)[0], target) for target in CUDA_TARGETS]
+    results = jit.build_kernels(kernels, tmp_path, compiler=nvrtc)
     assert [str(result.error) for result in results if result.error] == []
 
 

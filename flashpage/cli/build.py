@@ -70,9 +70,10 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
             render(spec)
         except (ValueError, KeyError, TypeError, jinja2.TemplateError, FlashpageError) as error:
             raise values.ArgumentError(f"--spec: not a kernel: {error!r}") from None
-        fitting = [target for target in targets or _targets_here(spec.backend) if target.backend == spec.backend]
+        fitting = [target for target in targets or _targets_here(spec.backend) if target.fits(spec)]
         if not fitting:
-            raise values.ArgumentError(f"--target: none of the given is for {spec.backend}, which the spec needs")
+            needed = f"sm_{spec.only_arch}" if spec.only_arch else spec.backend
+            raise values.ArgumentError(f"--target: none of the given is for {needed}, which the spec needs")
         kernels += [(spec, target) for target in fitting]
     if arguments.manifest is not None:
         try:
@@ -82,7 +83,7 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
         kernels += [
             (spec, target)
             for spec, own in listed
-            for target in ([t for t in targets if t.backend == spec.backend] if targets else [own])
+            for target in ([t for t in targets if t.fits(spec)] if targets else [own])
         ]
     return kernels
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 from .. import host
 from ..errors import DeviceError
+
+if TYPE_CHECKING:
+    from ..spec import KernelSpec
 
 # Best first: the features a machine must have, which are the compiler's -m flags too (never -march=native: a cache is
 # copied between machines). Each level includes the ones after it.
@@ -43,6 +47,10 @@ class Target:
         if self.backend == "cpu":
             return "kernel.so"
         return "kernel.ptx" if self.arch == PTX else "kernel.cubin"
+
+    def fits(self, spec: KernelSpec) -> bool:
+        """Whether the kernel can be compiled for this."""
+        return spec.backend == self.backend and spec.only_arch in (None, self.arch)
 
     @staticmethod
     def parse(name: str) -> Target:
