@@ -12,7 +12,7 @@ import numpy as np
 from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 
-ABI_VERSION = 1  # csrc/abi.cpp
+ABI_VERSION = 2  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
@@ -226,6 +226,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_cuda_kernel_load": (c_void_p, [c_int32, c_char_p, c_int64, c_char_p]),
     "fp_kernel_destroy": (None, [c_void_p]),
     "fp_kernel_describe": (c_int32, [c_void_p, POINTER(KernelInfo)]),
+    "fp_cuda_cluster_sms": (c_int32, [c_void_p, c_int32, c_int32, c_void_p]),
     "fp_run": (c_int32, [c_void_p]),
     "fp_launch": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_int32]),
     "fp_python_set": (c_int32, [c_void_p]),

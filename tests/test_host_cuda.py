@@ -243,6 +243,26 @@ assert other == [""] and host.last_error().startswith("launching the kernel")
 """)
 
 
+def test_clusters_run_on_a_stream_of_their_own_and_tell_their_sms() -> None:
+    with_fake_driver("""
+groups = kernel(b"sm_groups", device=1)
+record()
+fake.fake_capture(1)
+sms = (ctypes.c_uint32 * 12)()
+host.check(lib.fp_cuda_cluster_sms(groups, 6, 12, sms))
+assert list(sms) == [1000 + i for i in range(12)]
+lines = record()
+launch = next(line for line in lines if line.startswith("launch"))
+assert launch.startswith("launch sm_groups grid=12 block=384 shared=100000 stream=77 attribute4=6 ")
+assert [line.split()[0] for line in lines] == "host_alloc stream_create launch stream_synchronize host_free".split()
+assert all(line.endswith("ctx=1001 mode=2") for line in lines), lines
+fake.fake_fail_launches(1)
+assert lib.fp_cuda_cluster_sms(groups, 6, 12, sms) == host.CUDA_ERROR
+assert host.last_error() == "launching clusters: CUDA_ERROR_FAKE (700, refused by the fake)"
+assert record()[-1].startswith("host_free")
+""")
+
+
 def test_plans_in_flight_keep_their_slots() -> None:
     with_fake_driver("""
 planning = Planning()
