@@ -44,6 +44,7 @@ class Case:
     disable_split_kv: bool = False
     at_run: bool = False  # causal, window, soft cap and sm_scale through forward(); plan gets other values
     q_strides: str = "contiguous"  # contiguous | fused_qkv
+    hidden_nan: bool = False  # tokens left of every row's window are NaN in the cache
     outputs: str = "given"  # given: out= and lse= inside guard bands | strided | returned | no_lse
     reduced: bool = False  # part of the short table for compute-sanitizer
 

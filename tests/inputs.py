@@ -7,7 +7,7 @@ import zlib
 from typing import Any
 
 import torch
-from caches import Cache, Shape, write_pages
+from caches import Cache, Shape, poison, write_pages
 from case import Case
 from case_variants import VARIANTS
 from reference import Options, State, alibi_slopes, attention
@@ -84,13 +84,26 @@ def assemble(
 ) -> Inputs:
     """Given rows in the case's form of memory."""
     place = _ragged if is_ragged(case) else _paged
-    cache, indptr, indices, last_page_len = place(case, k, v)
+    cache, indptr, indices, last_page_len = place(case, _hidden(case, k), _hidden(case, v))
     qo_indptr = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32)
     return Inputs(case, q, k, v, cache, qo_indptr, indptr, indices, last_page_len, masks, _scales(case), sinks)
 
 
 def is_ragged(case: Case) -> bool:
     return case.entry not in ("decode", "paged", "sink")
+
+
+def hidden_tokens(case: Case, request: int) -> int:
+    """How many of a request's first tokens are NaN in the cache, as the window of none of its rows reaches them."""
+    return max(0, case.kv_lens[request] - case.q_lens[request] - case.window_left) if case.hidden_nan else 0
+
+
+def _hidden(case: Case, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """K or V as the cache holds it."""
+    copies = [request.clone() for request in rows] if case.hidden_nan else rows
+    for request, copy in enumerate(copies):
+        poison(copy[: hidden_tokens(case, request)])
+    return copies
 
 
 def _paged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[Cache, Any, Any, Any]:

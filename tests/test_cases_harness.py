@@ -16,7 +16,7 @@ from case import Case
 from cases import CASES
 from comparison import Mismatch, compare
 from harness import Runner
-from inputs import Inputs, is_ragged, make_inputs, reference_states
+from inputs import Inputs, hidden_tokens, is_ragged, make_inputs, reference_states
 from reference import LOG2_E, Options, State, attention
 
 BY_NAME = {case.name: case for case in CASES}
@@ -39,7 +39,7 @@ class Honest:
         return made
 
     def request(self, request: int, q: torch.Tensor) -> State:
-        k, v = (self.tokens(request, memory) for memory in self.inputs.cache.rows())
+        k, v = (self.without_hidden(request, self.tokens(request, memory)) for memory in self.inputs.cache.rows())
         masks = self.inputs.masks
         return attention(
             q, k, v, self.options(), request=request, custom_mask=None if masks is None else masks[request]
@@ -58,6 +58,11 @@ class Honest:
             return memory.float()[pages].flatten(0, 1)[:length]  # torch 2.9 indexes no fp8 on the CPU
         begin = int(self.inputs.indptr[request])
         return memory[0, begin : begin + length]
+
+    def without_hidden(self, request: int, rows: torch.Tensor) -> torch.Tensor:
+        """Tokens that no row sees are not read."""
+        hidden = hidden_tokens(self.case, request)
+        return torch.cat([torch.zeros_like(rows[:hidden]), rows[hidden:]])
 
 
 def faulty(change: Callable[[State], State]) -> type[Honest]:
@@ -88,6 +93,13 @@ class PastTheEnd(Honest):
 
     def length(self, request: int) -> int:
         return super().length(request) + 1
+
+
+class LeftOfTheWindow(Honest):
+    """Tokens that no row sees are read, and weighed with zero."""
+
+    def without_hidden(self, request: int, rows: torch.Tensor) -> torch.Tensor:
+        return rows
 
 
 class WrongHeads(Honest):
@@ -140,6 +152,7 @@ FAULTS = {
     "missing tail": (MissingTail, "decode-long-among-short"),
     "missing tail of a prompt": (MissingTail, "prefill-squares"),
     "slot past the end": (PastTheEnd, "decode-edges"),
+    "tokens left of the window": (LeftOfTheWindow, "few-window-in-page"),
     "wrong head mapping": (WrongHeads, "heads-32-8"),
     "lse in base e": (faulty(lambda s: dataclasses.replace(s, lse=s.lse / LOG2_E)), "decode-batch-70"),
     "lse of masked rows finite": (

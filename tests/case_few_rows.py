@@ -1,0 +1,169 @@
+"""Rows about few packed rows (query rows x group size, up to 64): slots and boxes of a ring, teams, pieces, merges.
+
+The shapes are those of Hopper's decode kernel: slots of 32 or 64 tokens that eight warps take in turns, boxes of at
+most a page, or single rows where pages are too small for boxes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from case import Case, decode, prefill
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+EDGES_32 = (31, 32, 33, 1, 0)
+TEAM_EDGES = (255, 256, 257, 511, 512, 513)  # eight slots of 32 and of 64 tokens: every warp's last one
+
+
+def length_rows() -> list[Case]:
+    short = tuple(1 + 5 * i % 37 for i in range(300))
+    return [
+        decode("few-edges-32", "around half a slot of 64 tokens", EDGES_32),
+        decode("few-edges-32-dim-128", "around a slot of 32 tokens", (*EDGES_32, 64, 65), head_dim=128),
+        decode("few-team-edges", "every team has a last slot, or none", TEAM_EDGES, head_dim=128),
+        decode("few-short", "a CTA has more units than the ring of places", short, num_q_heads=8, num_kv_heads=4),
+        decode(
+            "few-short-64-rows",
+            "the same with room for one place",
+            short[:150],
+            q_len=16,
+            num_q_heads=8,
+            head_dim=256,
+        ),
+    ]
+
+
+def page_rows() -> list[Case]:
+    rows = []
+    for page_size, layout in ((4, "NHD"), (32, "HND"), (48, "NHD")):
+        edges = (page_size - 1, page_size, page_size + 1, 0, 200)
+        why = "boxes of half a slot, of a third of a page, and pages too small for boxes"
+        rows.append(
+            decode(f"few-page-{page_size}", why, edges, page_size=page_size, kv_layout=layout, reduced=page_size == 48)
+        )
+    for page_size, layout, form in ((1, "HND", "tuple"), (8, "NHD", "fused"), (128, "HND", "gapped")):
+        options: dict[str, Any] = {"page_size": page_size, "kv_layout": layout, "cache": form, "head_dim": 128}
+        why = "64 packed rows over the smallest and larger pages"
+        rows.append(decode(f"few-page-{page_size}-64-rows", why, (200, 5, 0, 129), q_len=16, num_q_heads=8, **options))
+    options = {"cache": "interleaved", "page_size": 32, "head_dim": 128, "kv_dtype": E4M3}
+    rows.append(decode("few-halves-e4m3", "halves of one row in bytes, HND", (70, 0, 33), kv_layout="HND", **options))
+    rows.append(decode("few-page-12", "a page that is a multiple of 4 alone", (11, 12, 13, 200), page_size=12))
+    return rows
+
+
+def packed_rows() -> list[Case]:
+    """Query rows times group size from 17 to 64."""
+    rows = []
+    for q_len, group in ((9, 2), (3, 8), (2, 16), (7, 5), (5, 7), (8, 8), (16, 4), (2, 32), (16, 1)):
+        heads = {"num_q_heads": 2 * group, "num_kv_heads": 2}
+        why = "packed rows that do and do not fill 16, 32 or 64"
+        rows.append(decode(f"few-rows-{q_len}x{group}", why, (q_len, 65, 300, 0, 9), q_len=q_len, **heads))
+    told = {"entry": "ragged", "causal": True}
+    rows += [
+        decode(
+            "few-group-32", "two tiles of 16 rows in one row of queries", (65, 0, 129), num_q_heads=32, num_kv_heads=1
+        ),
+        prefill("few-unlike", "requests above and below the tile", (1, 40, 3, 9), (300, 40, 65, 9), causal=True),
+        prefill("few-ragged", "one row a request, ragged", (1,) * 6, (1, 33, 64, 300, 0, 129), reduced=True, **told),
+        prefill("few-ragged-8", "eight rows a request, ragged", (8, 8, 8), (300, 8, 65), num_q_heads=8, **told),
+        prefill("few-ragged-e5m2", "bytes, ragged, gaps", (2, 1), (70, 200), cache="gapped", kv_dtype=E5M2, **told),
+    ]
+    return rows
+
+
+def dim_rows() -> list[Case]:
+    rows = []
+    for dim, vo, kv_dtype in (
+        *((16, 16, ""), (80, 80, ""), (256, 256, ""), (192, 128, ""), (64, 128, "")),
+        *((16, 16, E4M3), (24, 24, E5M2), (80, 80, E4M3), (96, 96, E5M2), (192, 128, E4M3)),
+        *((128, 128, E4M3), (128, 128, E5M2), (256, 256, E4M3), (256, 256, E5M2), (512, 512, E4M3)),
+    ):
+        kind = {"": "bf16", E4M3: "e4m3", E5M2: "e5m2"}[kv_dtype]
+        why = "one row: dims in whole and partial blocks of 128 bytes"
+        options: dict[str, Any] = {"head_dim": dim, "head_dim_vo": vo, "kv_dtype": kv_dtype}
+        row = prefill(f"few-dim-{dim}-{vo}-{kind}", why, (1,) * 3, (65, 0, 130), **options)
+        rows.append(dataclasses.replace(row, reduced=kind == "e4m3" and dim in (192, 256)))
+    for dim, kv_dtype, page_size in ((256, "", 1), (256, E4M3, 16), (512, "", 16), (512, E4M3, 1)):
+        kind = "e4m3" if kv_dtype else "bf16"
+        options = {"head_dim": dim, "kv_dtype": kv_dtype, "page_size": page_size}
+        why = "the widest values with all 64 rows"
+        rows.append(decode(f"few-dim-{dim}-{kind}-64-rows", why, (65, 130), q_len=16, num_q_heads=8, **options))
+    return rows
+
+
+def window_rows() -> list[Case]:
+    """Tokens that no row sees are NaN in the cache."""
+    hidden: dict[str, Any] = {"hidden_nan": True}
+    long = (300, 129, 64, 7)
+    return [
+        decode("few-window-in-page", "the first visible token is inside a page", long, window_left=21, **hidden),
+        decode("few-window-at-page", "it begins one", (300, 172), window_left=43, **hidden),
+        decode(
+            "few-window-in-box",
+            "it is inside a box of a large page",
+            long,
+            window_left=37,
+            page_size=128,
+            reduced=True,
+            **hidden,
+        ),
+        decode("few-window-page-1", "rows, not boxes", long, window_left=37, page_size=1, **hidden),
+        decode("few-window-e4m3", "NaN bytes", long, window_left=37, kv_dtype=E4M3, head_dim=128, **hidden),
+        decode("few-window-rows", "each of several rows has its own", long[:3], q_len=7, window_left=20, **hidden),
+        decode("few-window-0", "the row's own token alone", long, window_left=0, **hidden),
+        decode("few-window-fixed", "pieces before the window", (900, 64), window_left=99, fixed_split_size=4, **hidden),
+        prefill(
+            "few-window-ragged", "ragged", (3, 5), (300, 65), entry="ragged", causal=True, window_left=18, **hidden
+        ),
+    ]
+
+
+def split_rows() -> list[Case]:
+    pieces: dict[str, Any] = {"fixed_split_size": 4}  # of 64 tokens
+    return [
+        decode("few-split-79", "a merge of more than two groups of 32 pieces", (5000,), reduced=True, **pieces),
+        decode("few-split-79-group-7", "rows that do not fill it", (5000, 64), num_q_heads=14, **pieces),
+        decode("few-split-33", "one piece past a group", (33 * 64, 32 * 64, 32 * 64 + 1), **pieces),
+        decode("few-split-sinks", "the sink is in one of 40 pieces", (2550, 3), sinks=True, **pieces),
+        decode("few-split-rows", "several rows, the last piece hidden from some", (1000, 70), q_len=10, **pieces),
+        decode("few-split-rows-sinks", "and a sink", (1000, 70), q_len=10, sinks=True, num_q_heads=8, **pieces),
+        decode("few-split-64-rows", "64 partial rows a piece", (700, 9), q_len=16, num_q_heads=8, **pieces),
+        decode("few-split-dim-256", "two jobs a merged row", (700, 9), head_dim=256, **pieces),
+        decode("few-split-no-lse", "merged without lse", (2000, 9), outputs="no_lse"),
+        decode("few-no-split-rows", "never cut, several rows", (1000, 70), q_len=10, disable_split_kv=True),
+        prefill(
+            "few-split-mask",
+            "mask bits of later pieces, pages of one token",
+            (6, 9),
+            (1000, 31),
+            mask="packed",
+            page_size=1,
+            **pieces,
+        ),
+    ]
+
+
+def score_rows() -> list[Case]:
+    rows: dict[str, Any] = {"q_len": 8, "num_q_heads": 16}  # 64 packed rows
+    long = (300, 64, 9)
+    return [
+        decode("few-cap-rows", "soft cap of 64 rows, row by row", long, soft_cap=5.0, page_size=1, **rows),
+        decode("few-alibi-rows", "positions of rows and heads", long, position="ALIBI", **rows),
+        decode("few-variant-rows", "h and q_idx of 64 rows", long, variant="tensor_bias", **rows),
+        decode("few-variant-page-1", "a mask over rows without boxes", long, variant="documents", page_size=1),
+        decode("few-variant-e4m3", "bytes", long, variant="blocks_and_gain", kv_dtype=E4M3),
+        decode("few-scales-rows", "scales by head of 64 rows", long, scales="per_head", kv_dtype=E5M2, **rows),
+        decode("few-scales-split", "the value scale counts once", (3000,), scales="per_head", kv_dtype=E4M3),
+        prefill("few-mask-rows", "bits by row of 32 packed rows", (8, 8, 8), long, mask="dense", num_q_heads=8),
+        prefill(
+            "few-mask-e4m3", "bytes, one token a page", (9, 12), (65, 300), mask="packed", page_size=1, kv_dtype=E4M3
+        ),
+    ]
+
+
+def rows() -> list[Case]:
+    return [
+        *(*length_rows(), *page_rows(), *packed_rows(), *dim_rows()),
+        *(*window_rows(), *split_rows(), *score_rows()),
+    ]
