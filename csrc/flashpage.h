@@ -66,6 +66,10 @@ struct fp_schedule {
   int32_t max_pieces;          // of one unit; 0: no limit; a fixed split knows none
   int32_t fixed_piece_tokens;  // > 0: batch-invariant, units are cut at its multiples; -1: never cut; 0: balance
   int32_t merge_rows;          // packed rows a merge item at most
+  // Lists weighted by who takes them, for teams: a CTA claims the list of the SM that it runs on (PlanHeader::
+  // claims_offset). Short plans do without: all lists alike, CTA i takes list i.
+  float min_by_sm_ns;       // cost of a CTA, on average, from which on a plan is by SM
+  const float* cta_speeds;  // [num_ctas]: how fast each works, relative; null: all alike, and no plan is by SM
 };
 
 struct fp_plan_result {
@@ -73,7 +77,7 @@ struct fp_plan_result {
   int64_t used_bytes;  // of the buffer
   int64_t total_q, total_kv, total_pages;
   int32_t max_q_len, max_kv_len;
-  double cost_total_ns, cost_max_ns;  // over CTAs
+  double cost_total_ns, cost_max_ns;  // over CTAs; by SM, max is of times: cost / speed, with a mean speed of 1
   int64_t mask_bytes;
   // status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, value, reason
   int32_t error_array;
@@ -92,7 +96,7 @@ enum fp_length_error : int32_t {
 // Writes header, CTA ranges, items and merges into `buffer` (any memory the host can write).
 // Balance: the costliest CTA is at most 3% over the mean, or over it by no more than one stretch that cannot be divided
 // (a unit shorter than two of its shortest pieces and a tile_kv, or that many tokens of a longer one; times the KV
-// heads that one CTA takes where num_ctas is no multiple of num_kv_heads) and the cost of one piece.
+// heads that one CTA takes where num_ctas is no multiple of num_kv_heads) and the cost of one piece. By SM: of times.
 FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int64_t capacity, fp_plan_result*);
 // Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0:
 // one row a request, for which a fixed split's bound is far lower than where one request may have all rows.

@@ -104,6 +104,8 @@ class Schedule(ctypes.Structure):
         *_all(c_int32, "num_ctas walk tile_q tile_kv"),
         *_all(c_float, "ns_per_token ns_per_unit ns_per_piece"),
         *_all(c_int32, "min_piece_tokens max_pieces fixed_piece_tokens merge_rows"),
+        ("min_by_sm_ns", c_float),
+        ("cta_speeds", c_void_p),  # float [num_ctas], kept alive by who has the struct
     ]
 
 
@@ -195,7 +197,7 @@ MERGE_ITEM = np.dtype(
 CTA_ITEMS = np.dtype(_all(np.int32, "begin end") + _all(np.uint16, "kv_head walk") + _all(np.int32, "partial_row"))
 PLAN_HEADER = np.dtype(
     _all(np.int32, "num_ctas num_items num_merges num_partial_rows")
-    + _all(np.int32, "merges_of_walk items_offset merges_offset used_bytes")
+    + _all(np.int32, "merges_of_walk items_offset merges_offset claims_offset")
 )
 
 STRUCTS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from . import host
 from .problem import Options
 
+_FLOATS = ctypes.POINTER(ctypes.c_float)
 CTA_WORK_ITEM = np.dtype([("cta", np.int32), *((name, host.WORK_ITEM[name]) for name in host.WORK_ITEM.names or ())])
 
 
@@ -34,6 +36,13 @@ class PlanBytes:
             records(host.WORK_ITEM, int(header["num_items"]), int(header["items_offset"])),
             records(host.MERGE_ITEM, int(header["num_merges"]), int(header["merges_offset"])),
         )
+
+    def speeds(self, schedule: host.Schedule) -> np.ndarray:
+        """Of each CTA, [schedule's num_ctas], 1 on average; `schedule` is what was planned with."""
+        if not self.header["claims_offset"]:
+            return np.ones(schedule.num_ctas)
+        given = np.ctypeslib.as_array(ctypes.cast(schedule.cta_speeds, _FLOATS), (schedule.num_ctas,))
+        return given / given.mean(dtype=np.float64)
 
     def items_by_cta(self) -> np.ndarray:
         """CTA_WORK_ITEM: the list of each CTA in the order of its work, with its own KV heads, partials and merges."""

@@ -30,14 +30,15 @@ inline Cut next_unit(const Cut& cut, i32 tiles, i32 copies) {
 
 struct Partition {
   std::vector<Cut> ends;  // lane l walks from ends[l - 1] (the first one from the start) to ends[l]
-  double total = 0.0;     // of all CTAs, ns
-  double max = 0.0;       // of the costliest CTA
+  double mean = 0.0;      // time of a CTA if all ended together, ns
+  double max = 0.0;       // time of the CTA that takes longest, ns
   i32 inside = 0;         // cuts inside a unit
 };
 
 // The costliest CTA ends at most 3% over the mean, or over it by no more than one stretch that cannot be divided (less
 // than two shortest pieces and a step; times the KV heads that one CTA takes, where teams are not full) and the cost of
-// a piece: below that, evening out would cost more than it gains.
+// a piece: below that, evening out would cost more than it gains. Where CTAs differ in speed, this holds for the time
+// that each takes.
 class Partitioner {
  public:
   Partitioner(const CostModel& model, const Schedule& schedule, const Request* requests, i32 batch, i32 copies,
@@ -58,11 +59,11 @@ class Partitioner {
         units_on_axis_(units_on_axis) {
     for (const Lane& lane : lanes) {
       shares_ += lane.share;
-      widest_ = max_of(widest_, lane.share);
+      fewest_heads_ = min_of(fewest_heads_, lane.heads);
     }
   }
 
-  // Finds the lowest level (load of a CTA) at which the lanes, each filled up to it, take everything. What is lost at
+  // Finds the lowest level (time of a CTA) at which the lanes, each filled up to it, take everything. What is lost at
   // the lanes' ends (a shortfall before an edge, or one more piece) is known only afterwards: guess, fill, and correct,
   // between the highest level known to be too low and the lowest known to be enough.
   void run(Partition& best) const {
@@ -74,7 +75,7 @@ class Partitioner {
       const Fill fill = fill_all(level, loss, filled);
       const double max = filled.max;
       if (attempt > 0 && max < best.max) std::swap(best, trial);
-      const double mean = best.total / shares_;
+      const double mean = best.mean;
       if (best.max <= mean * (1.0 + good_enough)) return;
       if (fill.excess > 0.0) {
         too_low = max_of(too_low, level);
@@ -149,20 +150,20 @@ class Partitioner {
     Fill fill{0.0, infinite};
     double shares = shares_;
     for (i32 l = 0; l < num_lanes; ++l) {
-      const double share = lanes_[l].share, heads = lanes_[l].heads, left = total_ - lane.at;
+      const double share = lanes_[l].share, per_share = lanes_[l].per_share, left = total_ - lane.at;
       lane.overhead = lane.begin.inside() ? ns_per_piece_ : 0.0;
       const double needed = (left + lane.overhead + loss * (num_lanes - 1 - l)) * (1.0 / shares);
       const double raised = max_of(level, needed);
       lane.room = raised * share - lane.overhead;
       lane.floor = cheapest_piece() * share - lane.overhead;
-      lane.may_stay_empty = share < widest_;
+      lane.may_stay_empty = lanes_[l].heads > fewest_heads_;
       Choice choice{{batch_, 0, 0, -1}, left};
       if (l + 1 < num_lanes && lane.room < left && left > 0.0) {
         double next_cost;
         choice = end_of(lane, place, next_cost);
-        fill.next_level = min_of(fill.next_level, (next_cost + lane.overhead) * heads);
+        fill.next_level = min_of(fill.next_level, (next_cost + lane.overhead) * per_share);
       }
-      const double load = choice.cost > 0.0 ? (choice.cost + lane.overhead) * heads : 0.0;
+      const double load = choice.cost > 0.0 ? (choice.cost + lane.overhead) * per_share : 0.0;
       fill.excess += (l + 1 < num_lanes ? raised - level : load - level) * share;
       partition.max = max_of(partition.max, load);
       partition.inside += choice.cut.inside();
@@ -171,7 +172,7 @@ class Partitioner {
       lane.at += choice.cost;
       shares -= share;
     }
-    partition.total = total_ + partition.inside * ns_per_piece_;
+    partition.mean = (total_ + partition.inside * ns_per_piece_) / shares_;
     return fill;
   }
 
@@ -285,7 +286,7 @@ class Partitioner {
   double total_;
   i64 units_on_axis_;
   double shares_ = 0.0;
-  double widest_ = 0.0;
+  i32 fewest_heads_ = 0x7fffffff;
 };
 
 }  // namespace flashpage::plan

@@ -54,7 +54,8 @@ struct alignas(16) CtaItems {
 static_assert(sizeof(CtaItems) == 16);
 
 // First bytes of a plan in the int workspace; the offsets are bytes from the header. Right behind it lie CtaItems, as
-// many as the schedule has CTAs: those without work have an empty range. Behind the merges lie as many arrivals.
+// many as the schedule has CTAs: those without work have an empty range. Behind the merges lie as many arrivals, and
+// where the plan is by SM, list i is weighted for SM i and lies there for whoever claims it: the claims.
 struct alignas(16) PlanHeader {
   i32 num_ctas;
   i32 num_items;
@@ -63,11 +64,12 @@ struct alignas(16) PlanHeader {
   i32 merges_of_walk;  // of one walk of all requests; another walk's, alike for other KV heads, lie behind them
   i32 items_offset;    // WorkItem [num_items]
   i32 merges_offset;   // MergeItem [num_merges]
-  i32 used_bytes;
+  i32 claims_offset;   // u32 [num_ctas + 1], of a plan by SM: tile/claim.h; 0: CTA i takes list i
 };
 static_assert(sizeof(PlanHeader) == 32);
 
 inline constexpr i64 merge_bytes = sizeof(MergeItem) + sizeof(u32);  // with its arrivals
+FP_HOST_DEVICE constexpr i64 claims_bytes(i32 num_ctas) { return (num_ctas + 1) * static_cast<i64>(sizeof(u32)); }
 
 FP_HOST_DEVICE WorkItem item_of_member(WorkItem item, const CtaItems& cta) {
   item.kv_head += cta.kv_head;
@@ -90,6 +92,10 @@ FP_HOST_DEVICE const MergeItem* plan_merges(const PlanHeader* plan) {
 // unit's first merge. Zero in a fresh plan; whoever merges sets it back to zero, for the next run.
 FP_HOST_DEVICE u32* plan_arrivals(const PlanHeader* plan) {
   return reinterpret_cast<u32*>(const_cast<MergeItem*>(plan_merges(plan) + plan->num_merges));
+}
+// [num_ctas + 1]: which lists are taken, and how many CTAs have one. Zero in a fresh plan and after every launch.
+FP_HOST_DEVICE u32* plan_claims(const PlanHeader* plan) {
+  return reinterpret_cast<u32*>(const_cast<char*>(reinterpret_cast<const char*>(plan)) + plan->claims_offset);
 }
 // Index of the first merge of an item's unit; only where its partial_row is not -1.
 FP_HOST_DEVICE i32 first_merge(const PlanHeader* plan, const WorkItem& item, const CtaItems& cta) {
