@@ -12,7 +12,7 @@ import flashpage
 from flashpage import backends, tiles
 from flashpage.backends import CAPABILITIES, DECODE_SM90
 from flashpage.dtypes import DType
-from flashpage.problem import Options, Problem
+from flashpage.problem import SPLIT_BALANCED, SPLIT_NEVER, Options, Problem
 from flashpage.spec import KernelSpec, VariantSpec
 
 BF16 = DType.BFLOAT16
@@ -69,6 +69,37 @@ def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: backends.Capability)
                 assert not row.refusals(given, row.min_sm)
                 tile, cost = row.schedule(given.options, rows, VariantSpec())
                 assert tile.tile_q % 16 == 0 and tile.tile_kv % 16 == 0 and cost.ns_per_token > 0
+
+
+SPLITS = (SPLIT_BALANCED, SPLIT_NEVER, 256)
+BATCHES = [(batch, rows) for batch in (0, 1, 7, 256) for rows in (0, batch, 5 * batch, 3000)]
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("q_len", [0, 1, 3, 16, 64])  # 0: a prefill wrapper
+@pytest.mark.parametrize("group", [1, 2, 7, 8, 32, 128])
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_batch_does_not_choose_kernel_or_tile(
+    split: int, group: int, q_len: int, sm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of batch-invariant plans, and of those whose requests all have as many rows."""
+    monkeypatch.setattr(backends, "device_sm", lambda _: sm)
+    options = dataclasses.replace(
+        DECODE, num_q_heads=2 * group, num_kv_heads=2, uniform_q_len=q_len, fixed_piece_tokens=split
+    )
+
+    def chosen(batch: int, total_rows: int) -> tuple[KernelSpec, bytes]:
+        rows = backends.packed_rows(options, batch, total_rows)
+        choice = backends.choose(Problem(options, rows, batch), torch.device("cuda:0"))
+        return choice.spec, bytes(backends.schedule(choice, options, 132))
+
+    choices = {chosen(batch, q_len * batch or rows) for batch, rows in BATCHES}
+    if split == SPLIT_BALANCED and not q_len:
+        assert len(choices) > 1  # elsewhere it does
+    else:
+        assert len(choices) == 1
+        few = sm == 90 and (q_len or 64) * group <= 64
+        assert choices.pop()[0].kernel == ("decode_sm90" if few else "attention_sm80")
 
 
 def test_without_a_device_the_first_row_that_can_is_taken() -> None:

@@ -1,7 +1,9 @@
-"""At serving sizes on a card: the same bits again, and in any batch where the plan says so."""
+"""At serving sizes on a card: the same bits again; in any batch and any captured graph where the plan says so."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from comparison import Outputs
 from steps import assert_same_bits
+from test_card_graphs import capture
 
 import flashpage
 
@@ -21,44 +24,113 @@ MODES: dict[str, dict[str, Any]] = {
     "fixed split": {"fixed_split_size": 16},
     "never split": {"disable_split_kv": True},
 }
+EVERYONE = list(range(len(SERVING_LENS)))
+SOME = ([0], [7], [39], [12, 3, 30], EVERYONE[::-1])  # requests of a batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Rows of a request and how they are given; 16, 32 and 64 packed rows of few, and many."""
+
+    entry: str  # decode | prefill
+    rows: int
+    page_size: int = 16
+    kv_dtype: torch.dtype = torch.bfloat16
+    is_few: bool = True  # Hopper's decode kernel takes them
+
+    def __str__(self) -> str:
+        pages = "" if self.page_size == 16 else f", pages of {self.page_size}"
+        return f"{self.entry} {self.rows}{pages}{', e4m3' if self.kv_dtype != torch.bfloat16 else ''}"
+
+
+DECODE = (
+    Kind("decode", 1),
+    Kind("decode", 1, page_size=1),
+    Kind("decode", 1, kv_dtype=torch.float8_e4m3fn),
+    Kind("decode", 5),
+    Kind("decode", 16),
+)
+KINDS = (*DECODE, Kind("prefill", 17, is_few=False))
 
 
 class Serving:
     """A batch of the sizes that a server has; no reference, bits are compared with bits."""
 
-    def __init__(self, rows_each: int) -> None:
-        self.rows_each, self.page = rows_each, 16
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.page = kind, kind.page_size
         torch.manual_seed(3)
         self.counts = [-(-n // self.page) for n in SERVING_LENS]
         self.table = torch.randperm(sum(self.counts)).to(torch.int32).split(self.counts)
         shape = (sum(self.counts), 2, self.page, SERVING["num_kv_heads"], SERVING["head_dim"])
-        self.cache = torch.randn(shape, device=DEVICE).to(torch.bfloat16)
-        rows = (len(SERVING_LENS), rows_each, SERVING["num_q_heads"], SERVING["head_dim"])
+        self.cache = torch.randn(shape, device=DEVICE).to(torch.bfloat16).to(kind.kv_dtype)
+        rows = (len(SERVING_LENS), kind.rows, SERVING["num_q_heads"], SERVING["head_dim"])
         self.q = torch.randn(rows, device=DEVICE).to(torch.bfloat16)
+
+    def pages(self, requests: list[int], batch: int) -> tuple[torch.Tensor, ...]:
+        """indptr, pages and last_page_len of these requests, and of empty ones up to `batch`."""
+        counts = [self.counts[i] for i in requests] + [0] * (batch - len(requests))
+        last = [(SERVING_LENS[i] - 1) % self.page + 1 for i in requests] + [0] * (batch - len(requests))
+        indptr = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        return indptr, torch.cat([self.table[i] for i in requests]).to(DEVICE), torch.tensor(last, dtype=torch.int32)
+
+    def plan(self, wrapper: Any, requests: list[int], batch: int = 0, **mode: Any) -> None:
+        batch = batch or len(requests)
+        indptr, pages, last = self.pages(requests, batch)
+        values = {"q_data_type": torch.bfloat16, "kv_data_type": self.kind.kv_dtype, **mode}
+        sizes = (*SERVING.values(), self.page)
+        if self.kind.entry == "decode":
+            wrapper.plan(indptr, pages, last, *sizes, q_len_per_req=self.kind.rows, **values)
+        else:
+            q_indptr = torch.arange(batch + 1, dtype=torch.int32) * self.kind.rows
+            wrapper.plan(q_indptr, indptr, pages, last, *sizes, causal=True, **values)
+        if torch.cuda.get_device_capability() == (9, 0):
+            assert (wrapper.last_plan.spec.kernel == "decode_sm90") == self.kind.is_few
 
     def planned(self, requests: list[int], **mode: Any) -> Callable[[], Outputs]:
         """A run of these requests alone."""
-        indptr = torch.tensor([0, *(self.counts[i] for i in requests)]).cumsum(0).to(torch.int32)
-        last = torch.tensor([(SERVING_LENS[i] - 1) % self.page + 1 for i in requests], dtype=torch.int32)
-        pages = torch.cat([self.table[i] for i in requests]).to(DEVICE)
-        values = {"q_data_type": torch.bfloat16, **mode}
-        q = self.q[requests].flatten(0, 1)
         workspace = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
-        if self.rows_each == 1:
-            wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace)
-            wrapper.plan(indptr, pages, last, *SERVING.values(), self.page, **values)
-        else:
-            wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace)
-            q_indptr = torch.arange(len(requests) + 1, dtype=torch.int32) * self.rows_each
-            wrapper.plan(q_indptr, indptr, pages, last, *SERVING.values(), self.page, causal=True, **values)
+        name = {"decode": "BatchDecodeWithPagedKVCacheWrapper", "prefill": "BatchPrefillWithPagedKVCacheWrapper"}
+        wrapper = getattr(flashpage, name[self.kind.entry])(workspace)
+        self.plan(wrapper, requests, **mode)
+        q = self.q[requests].flatten(0, 1)
         return lambda: Outputs(*wrapper.run(q, self.cache, return_lse=True))
+
+    def captured(self, **mode: Any) -> Callable[[list[int]], Outputs]:
+        """A graph for a full batch, captured while it has one request; what it gives for other ones."""
+        batch = len(SERVING_LENS)
+        sizes = {"paged_kv_indptr": batch + 1, "paged_kv_last_page_len": batch, "paged_kv_indices": sum(self.counts)}
+        buffers = {f"{name}_buffer": torch.zeros(n, dtype=torch.int32, device=DEVICE) for name, n in sizes.items()}
+        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+        wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace, use_cuda_graph=True, **buffers)
+        q = torch.zeros_like(self.q).flatten(0, 1)
+        found = Outputs(torch.empty_like(q), torch.empty(q.shape[:2], device=DEVICE))
+        self.plan(wrapper, [5], batch, **mode)
+        replay = capture(lambda: wrapper.run(q, self.cache, out=found.out, lse=found.lse))
+
+        def run(requests: list[int]) -> Outputs:
+            q[: len(requests) * self.kind.rows] = self.q[requests].flatten(0, 1)
+            found.out.fill_(math.nan)
+            self.plan(wrapper, requests, batch, **mode)
+            replay()
+            return found
+
+        return run
+
+    def check(self, together: Outputs, requests: list[int], found: Outputs) -> None:
+        """These requests' rows have the bits that they have in the batch of all."""
+        rows = self.kind.rows
+        for place, request in enumerate(requests):
+            here, there = (slice(i * rows, (i + 1) * rows) for i in (place, request))
+            assert_same_bits(
+                Outputs(found.out[here], found.lse[here]), Outputs(together.out[there], together.lse[there])
+            )
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rows_each", [1, 17], ids=["decode", "prefill"])
-def test_the_same_bits_fifty_times(rows_each: int, mode: str) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_same_bits_fifty_times(kind: Kind, mode: str) -> None:
     """While another stream takes SMs away at random."""
-    run = Serving(rows_each).planned(list(range(len(SERVING_LENS))), **MODES[mode])
+    run = Serving(kind).planned(EVERYONE, **MODES[mode])
     first = run()
     busy = torch.randn(2048, 2048, device=DEVICE)
     torch.cuda.synchronize()
@@ -70,14 +142,20 @@ def test_the_same_bits_fifty_times(rows_each: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fixed split", "never split"])
-@pytest.mark.parametrize("rows_each", [1, 17], ids=["decode", "prefill"])
-def test_the_same_bits_in_any_batch(rows_each: int, mode: str) -> None:
-    serving, everyone = Serving(rows_each), list(range(len(SERVING_LENS)))
-    together = serving.planned(everyone, **MODES[mode])()
-    for requests in ([0], [7], [39], [12, 3, 30], everyone[::-1]):
-        found = serving.planned(requests, **MODES[mode])()
-        for place, request in enumerate(requests):
-            here, there = (slice(i * rows_each, (i + 1) * rows_each) for i in (place, request))
-            assert_same_bits(
-                Outputs(found.out[here], found.lse[here]), Outputs(together.out[there], together.lse[there])
-            )
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_same_bits_in_any_batch(kind: Kind, mode: str) -> None:
+    serving = Serving(kind)
+    together = serving.planned(EVERYONE, **MODES[mode])()
+    for requests in SOME:
+        serving.check(together, requests, serving.planned(requests, **MODES[mode])())
+
+
+@pytest.mark.parametrize("mode", ["fixed split", "never split"])
+@pytest.mark.parametrize("kind", DECODE, ids=str)
+def test_the_same_bits_in_a_captured_graph(kind: Kind, mode: str) -> None:
+    """One capture serves every batch, with the bits of a run without a graph."""
+    serving = Serving(kind)
+    together = serving.planned(EVERYONE, **MODES[mode])()
+    run = serving.captured(**MODES[mode])
+    for requests in (*SOME, EVERYONE):
+        serving.check(together, requests, run(requests))

@@ -70,6 +70,9 @@ def invariant_cases() -> list[Case]:
     for name, split in SPLITS.items():
         cases.append(decode(f"invariant-{name}-decode", "one row", INVARIANT_KV, **split))
         cases.append(decode(f"invariant-{name}-decode-group-8", "packed", INVARIANT_KV, num_q_heads=16, **split))
+        several: dict[str, Any] = {"q_len": 5, "num_q_heads": 8, "sinks": True, "head_dim": 128}
+        cases.append(decode(f"invariant-{name}-decode-rows", "several rows, a sink", INVARIANT_KV, **several, **split))
+        cases.append(decode(f"invariant-{name}-decode-page-1", "row by row", INVARIANT_KV, page_size=1, **split))
         cases.append(prefill(f"invariant-{name}-paged", "mixed", INVARIANT_Q, INVARIANT_KV, causal=True, **split))
         entry = {"entry": "ragged", "causal": True}
         cases.append(prefill(f"invariant-{name}-ragged", "mixed", INVARIANT_Q, INVARIANT_KV, **entry, **split))
