@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
-CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc/*.cpp' 2>/dev/null)
+CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc/*.cpp' 'tests/bench/*.cu' 2>/dev/null)
 
 .PHONY: help venv demo test bench lint format aot clean
 

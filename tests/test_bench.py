@@ -7,13 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from flashpage import jit
+from flashpage.jit import compilers
 
 BENCH = Path(__file__).resolve().parent / "bench"
 SMALL = ("--small", "--device", "cpu", "--libraries", "flashpage", "--repeats", "1")
 PROGRAMS = [  # program and arguments, a line that it prints
     (("host.py", "--device", "cpu", "--repeats", "3"), "| run, prefill, out= given | 1 |"),
     (("gpu.py", "decode", "--only", "Zipf", *SMALL), "| batch 64, context 4k, Zipf | flashpage |"),
+    (("gpu.py", "more-decode", "--only", "chat", *SMALL), "| batch 256, chat | flashpage |"),
     (("gpu.py", "prefill", "--only", "16 x 1k", *SMALL), "| ragged 16 x 1k | flashpage |"),
     (("gpu.py", "prefill", "--only", "append 8", *SMALL), "| append 8 rows on 8k, 32 requests | flashpage |"),
 ]
@@ -30,11 +35,46 @@ def test_runs(arguments: tuple[str, ...], line: str) -> None:
         assert float(row.split("|")[-2]) < 1e-2  # the error against fp32
 
 
-def test_every_benchmark_has_its_program() -> None:
-    sys.path.insert(0, str(BENCH))
-    try:
-        from run import BENCHMARKS
-    finally:
-        sys.path.remove(str(BENCH))
+@pytest.fixture
+def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmarks' modules can be imported; one of them has a name of the standard library."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.delitem(sys.modules, "trace", raising=False)
+
+
+def test_loaders_compile_alone() -> None:
+    """Against the present headers: there may be no card that would tell."""
+    if compilers.find_compiler(jit.Target("cuda", 90)) is None:
+        pytest.skip("neither nvcc nor NVRTC is here")
+    environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
+    command = [sys.executable, str(BENCH / "load_bench.py"), "--compile-only", "--rings", "96"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "6 kernels compiled\n"), done.stdout + done.stderr
+
+
+def test_trace_of_a_launch(bench_path: None) -> None:
+    """Three CTAs at work and one that only came and went."""
+    import trace
+
+    names = trace.stamp_names()
+    assert len(names) == 8  # int64 [CTAs, 8] is what the kernel writes
+    stamps = np.zeros((5, len(names)))
+    for row, (start, first_tile, end) in enumerate(((1000, 3000, 9500), (1500, 4000, 10500), (2000, 0, 2100))):
+        for name, stamp in (("start", start), ("first_tile", first_tile), ("end", end)):
+            stamps[row, names.index(name)] = stamp
+    stamps[3] = stamps[0]
+    launch = trace.Launch.of(stamps, names)
+    assert launch.num_ctas == 3
+    assert launch.steps[names.index("start")].tolist() == pytest.approx([0, 0.5 / 3, 0.5])
+    assert launch.steps[names.index("end")].tolist() == pytest.approx([8.5, 26.5 / 3, 9.5])
+    assert np.isnan(launch.steps[names.index("written")]).all()
+    assert launch.spread == pytest.approx(1 / 9.5)
+    assert trace.Launch.median([launch] * 3).spread == launch.spread
+    assert trace.Launch.of(np.zeros((5, len(names))), names) is None
+
+
+def test_every_benchmark_has_its_program(bench_path: None) -> None:
+    from run import BENCHMARKS
+
     for benchmark in BENCHMARKS.values():
         assert (BENCH / benchmark.program[0]).is_file(), benchmark.program

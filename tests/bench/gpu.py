@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 from peers import PEERS, Batch, Call, installed
-from workloads import DECODE, PREFILL, Case
+from workloads import DECODE, MORE_DECODE, PREFILL, Case
 
-SECTIONS = {"decode": DECODE, "prefill": PREFILL}
+SECTIONS = {"decode": DECODE, "more-decode": MORE_DECODE, "prefill": PREFILL}
 
 
 class GpuClock:
@@ -101,7 +101,7 @@ def show(row: dict[str, object], section: str) -> None:
     if "failed" in row:
         print(f"| {row['case']} | {row['library']} | {row['failed']} | | |", flush=True)
         return
-    rate = f"{row['gb_per_s']:,.0f} GB/s" if section == "decode" else f"{row['tflop_per_s']:,.0f} TFLOP/s"
+    rate = f"{row['gb_per_s']:,.0f} GB/s" if section.endswith("decode") else f"{row['tflop_per_s']:,.0f} TFLOP/s"
     print(f"| {row['case']} | {row['library']} | {row['us']:,.1f} us | {rate} | {row['error']:.1e} |", flush=True)
 
 

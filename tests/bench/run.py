@@ -30,6 +30,9 @@ BENCHMARKS = {
     "plan": Benchmark(("plan_arithmetic.py",), "balance and host time of the partition, up to a million requests"),
     "cpu": Benchmark(("cpu_vs_torch.py",), "the CPU backend against torch's scaled_dot_product_attention"),
     "decode": Benchmark(("gpu.py", "decode"), "decode on the GPU beside whichever peers are installed", needs_gpu=True),
+    "more-decode": Benchmark(("gpu.py", "more-decode"), "other batches, groups, pages and head dims", needs_gpu=True),
+    "trace": Benchmark(("trace.py",), "when the CTAs of a decode launch start, load, compute and end", needs_gpu=True),
+    "load": Benchmark(("load_bench.py",), "what the decode kernel's loaders read alone (Hopper)", needs_gpu=True),
     "prefill": Benchmark(("gpu.py", "prefill"), "prefill and append on the GPU beside the peers", needs_gpu=True),
     "variants": Benchmark(("variants_bench.py",), "variants beside built-ins, options beside none", needs_gpu=True),
 }
@@ -62,7 +65,7 @@ def main() -> int:
         return 2
     if arguments.list:
         for name, benchmark in BENCHMARKS.items():
-            print(f"{name:<8} {benchmark.summary}{' (needs a GPU)' if benchmark.needs_gpu else ''}")
+            print(f"{name:<12} {benchmark.summary}{' (needs a GPU)' if benchmark.needs_gpu else ''}")
         return 0
     print(f"{machine()}\n{time.strftime('%Y-%m-%d')}, commit {commit()}")
     failed = 0

@@ -49,6 +49,13 @@ class Paged:
         return k, v
 
 
+def chat(batch: int, mean: int, sigma: float = 1.1) -> list[int]:
+    """Lengths like those of chat traffic, drawn from a lognormal distribution; the same at every call."""
+    draws = torch.randn(batch, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weights = (sigma * draws).exp()
+    return [max(1, round(n)) for n in (weights * (mean * batch / weights.sum())).tolist()]
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One row of a table. `page_size` 0: ragged."""
@@ -57,7 +64,7 @@ class Case:
     batch: int
     q_len: int  # mean rows a request
     kv_len: int  # mean tokens a request
-    kind: str = "uniform"  # of flashpage.cli.values.KINDS
+    kind: str = "uniform"  # of flashpage.cli.values.KINDS, or chat
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
@@ -66,7 +73,7 @@ class Case:
     kv_dtype: torch.dtype = torch.bfloat16
 
     def lens(self, mean: int) -> list[int]:
-        return distribution(self.kind, self.batch, mean)
+        return chat(self.batch, mean) if self.kind == "chat" else distribution(self.kind, self.batch, mean)
 
     @property
     def q_lens(self) -> list[int]:
@@ -100,6 +107,19 @@ DECODE = [
     Case("d 64, batch 64, context 4k", 64, 1, 4096, head_dim=64),
     Case("d 256, batch 32, context 4k", 32, 1, 4096, num_q_heads=16, head_dim=256),
     Case("e4m3 KV, batch 64, context 4k", 64, 1, 4096, kv_dtype=torch.float8_e4m3fn),
+]
+
+_GROUP = {f"group size {group}, batch 64, context 4k": group for group in (1, 2, 5, 7, 8, 16)}
+_MQA = {"num_q_heads": 128, "num_kv_heads": 1}
+
+MORE_DECODE = [  # so that nothing is tuned to the table above
+    Case("batch 128, context 8k", 128, 1, 8192),
+    Case("batch 32, context 32k", 32, 1, 32768),
+    Case("batch 256, chat", 256, 1, 1500, "chat"),
+    *(Case(name, 64, 1, 4096, num_q_heads=8 * group, num_kv_heads=8) for name, group in _GROUP.items()),
+    Case("group size 128, batch 64, context 4k", 64, 1, 4096, **_MQA),
+    *(Case(f"batch 64, context 4k, page {page}", 64, 1, 4096, page_size=page) for page in (8, 32, 128, 256)),
+    *(Case(f"d {dim}, batch 64, context 4k", 64, 1, 4096, head_dim=dim) for dim in (80, 96)),
 ]
 
 PREFILL = [

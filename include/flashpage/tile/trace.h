@@ -5,7 +5,7 @@
 
 namespace flashpage {
 
-// flashpage/trace.py has the same list.
+// tests/bench/trace.py reads this list.
 enum class Stamp {
   start,       // the CTA runs and may read global memory
   plan_known,  // its first unit is known

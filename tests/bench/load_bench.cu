@@ -1,0 +1,105 @@
+// Reads the K and V of a plan with the decode kernel's own loaders and does nothing with them: what decode could reach.
+// tests/bench/load_bench.py puts #defines of HEAD_DIM, TOKENS, STAGES, CONSUMERS and LOADER in front.
+#include "flashpage/ptx/fence.h"
+#include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/tile/block_rows.h"
+#include "flashpage/tile/box_loader.h"
+#include "flashpage/tile/row_loader.h"
+#include "flashpage/tile/shape.h"
+
+namespace flashpage {
+
+struct Traits {
+  using Cache = Bf16;
+  static constexpr int head_dim_qk = HEAD_DIM, head_dim_vo = HEAD_DIM, tile_q = 16;
+  static constexpr KvSource kv_source = KvSource::paged;
+  static constexpr Loader loader = Loader::LOADER;
+};
+
+// What loaders ask of shared memory.
+struct Slots {
+  static constexpr int tokens = TOKENS, loading_warps = 4;
+  static constexpr int key_bytes = BlockRows<Traits::Cache, HEAD_DIM, TOKENS>::tile_bytes;
+  alignas(1024) u8 slots[STAGES][2 * key_bytes];
+  SlotRing<STAGES> ring;
+};
+
+struct LoadBench {
+  using SlotLoader =
+      select_type<(Traits::loader == Loader::boxes), BoxLoader<Traits, Slots>, RowLoader<Traits, Slots>>::type;
+  static constexpr int consumers = CONSUMERS;  // warps; a slot always belongs to the same one
+  static constexpr int threads = 32 * (Slots::loading_warps + consumers);
+  static_assert(STAGES % consumers == 0);
+
+  Slots& shared;
+  const AttentionParams& params;
+  const SlotLoader loader;
+  int warp = threadIdx.x / 32;
+
+  FP_DEVICE LoadBench(Slots& shared, const AttentionParams& params, const KvMaps& maps)
+      : shared(shared), params(params), loader(shared, params, maps) {}
+
+  // Every warp walks the units alike and takes its own slots; the next unit is looked up while the ring turns.
+  template <class Take>
+  FP_DEVICE void walk(int own, int step, const Take& take) const {
+    auto first_own = [&](u32 turn) { return (own - static_cast<int>(turn % step) + step) % step; };
+    PlaceCursor cursor;
+    cursor.start(params.plan, blockIdx.x);
+    Place place, next;
+    cursor.first(params, Traits::tile_q, place);
+    u32 turn = 0;
+    typename SlotLoader::Source source, following;
+    if (!place.done) source = loader.open(place, first_own(turn));
+    while (!place.done) {
+      const int early = min_of(source.slots, STAGES);
+      int slot = first_own(turn);
+      for (; slot < early; slot += step) take(source, slot, turn + slot);
+      cursor.next(params, Traits::tile_q, 1, place, next);
+      if (!next.done) following = loader.open(next, first_own(turn + source.slots));
+      for (; slot < source.slots; slot += step) take(source, slot, turn + slot);
+      turn += source.slots;
+      place = next;
+      source = following;
+    }
+  }
+
+  FP_DEVICE void load() const {
+    walk(warp, Slots::loading_warps, [&](auto& source, int slot, u32 turn) { loader.load(source, slot, turn); });
+  }
+
+  // Reads a slot and gives it back. The sum is used, so that the reads are made.
+  FP_DEVICE void consume() const {
+    u32 sum = 0;
+    walk(warp - Slots::loading_warps, consumers, [&](auto&, int, u32 turn) {
+      shared.ring.wait_full(turn);
+      const uint4* data = reinterpret_cast<const uint4*>(shared.slots[shared.ring.slot(turn)]);
+      for (int i = threadIdx.x % 32; i < 2 * Slots::key_bytes / 16; i += 32) sum ^= data[i].x ^ data[i].w;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) shared.ring.release(turn);
+    });
+    if (sum == 0x7fc1a5a5) static_cast<u32*>(params.out)[0] = sum;
+  }
+};
+
+extern "C" __device__ const int flashpage_launch[2] = {LoadBench::threads, sizeof(Slots)};
+
+extern "C" __global__ void __launch_bounds__(LoadBench::threads, 1)
+    flashpage_load_bench(const __grid_constant__ AttentionParams params, const __grid_constant__ VariantArgs,
+                         const __grid_constant__ KvMaps maps) {
+  extern __shared__ __align__(1024) u8 memory[];
+  Slots& shared = *reinterpret_cast<Slots*>(memory);
+  if (threadIdx.x == 0) {
+    shared.ring.init(LoadBench::SlotLoader::arrivals, 1);
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  ptx::grid_dependency_wait();
+  const LoadBench bench(shared, params, maps);
+  if (bench.warp < Slots::loading_warps) {
+    bench.load();
+  } else {
+    bench.consume();
+  }
+}
+
+}  // namespace flashpage

@@ -1,0 +1,146 @@
+"""When each CTA of a decode launch started, loaded, computed and ended: clock stamps of a kernel compiled with a trace.
+
+Microseconds after the first CTA's start, medians of several launches, each after the L2 was filled by reading another
+buffer. The figures of a CTA's steps are over the CTAs that had work; `spread` is how much earlier the first of them
+ended than the last, of the whole time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from gpu import GpuClock, work
+from peers import Batch
+from workloads import DECODE, MORE_DECODE, Case
+
+import flashpage
+
+HEADER = Path(flashpage.__file__).parent.parent / "include" / "flashpage" / "tile" / "trace.h"
+CASES = (  # without --only
+    *("batch 1, context 1k", "batch 1, context 32k", "batch 16, context 4k", "batch 64, context 4k"),
+    *("batch 64, context 4k, lognormal", "batch 64, context 4k, Zipf", "batch 64, context 4k, one long"),
+    *("batch 256, context 1k", "e4m3 KV, batch 64, context 4k", "batch 256, chat"),
+)
+
+
+def stamp_names() -> list[str]:
+    """The header's list, in its order; the last one is the number of the SM."""
+    body = re.search(r"enum class Stamp \{(.*?)\};", HEADER.read_text(), re.DOTALL)
+    assert body is not None, HEADER
+    names = re.findall(r"^\s*(\w+),", body[1], re.MULTILINE)
+    assert names[0] == "start" and names[-2:] == ["sm", "count"], names
+    return names[:-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Stamps of one launch."""
+
+    num_ctas: int  # that had work
+    steps: np.ndarray  # [stamps without the SM, (min, mean, max)] microseconds; NaN: never stamped
+    spread: float  # of the ends, a share of the time
+
+    @staticmethod
+    def of(stamps: np.ndarray, names: list[str]) -> Launch | None:
+        """From [CTAs, stamps] nanoseconds, zero where nothing happened; None where no CTA had work."""
+        busy = stamps[stamps[:, names.index("first_tile")] > 0][:, : names.index("sm")]
+        if not len(busy):
+            return None
+        starts = stamps[:, names.index("start")]
+        times = np.where(busy > 0, (busy - starts[starts > 0].min()) / 1e3, np.nan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # a step that no CTA has
+            steps = np.stack([np.nanmin(times, 0), np.nanmean(times, 0), np.nanmax(times, 0)], 1)
+        first, _, last = steps[names.index("end")]
+        return Launch(len(busy), steps, float((last - first) / last))
+
+    @staticmethod
+    def median(launches: list[Launch]) -> Launch:
+        return Launch(
+            int(np.median([launch.num_ctas for launch in launches])),
+            np.median(np.stack([launch.steps for launch in launches]), 0),
+            float(np.median([launch.spread for launch in launches])),
+        )
+
+
+class Traced:
+    """One case, planned."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.batch = case, Batch(case, device)
+        workspace = torch.empty(512 << 20, dtype=torch.uint8, device=device)
+        self.wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace)
+        table = self.batch.table
+        heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
+        dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": case.kv_dtype}
+        self.wrapper.plan(table.indptr, table.indices, table.last_page_len, *heads, **dtypes)
+        self.out = torch.empty_like(self.batch.q)
+        self.run()
+
+    def run(self) -> object:
+        return self.wrapper.run(self.batch.q, self.batch.cache, out=self.out)
+
+    def launches(self, clock: GpuClock, names: list[str]) -> list[Launch]:
+        bound, num_sms = self.wrapper._local.bound, torch.cuda.get_device_properties(0).multi_processor_count
+        stamps = torch.zeros(max(num_sms, bound.args.num_ctas), len(names), dtype=torch.int64, device="cuda")
+        bound.set_trace(stamps)
+        self.run()
+        found = []
+        for _ in range(clock.repeats):
+            stamps.zero_()
+            clock.flush.amax()
+            torch.cuda.synchronize()
+            self.run()
+            torch.cuda.synchronize()
+            found.append(Launch.of(stamps.cpu().numpy().astype(np.float64), names))
+        bound.set_trace(None)
+        return [launch for launch in found if launch is not None]
+
+
+def show(case: Case, seconds: float, kernel: str, launch: Launch | None, names: list[str]) -> None:
+    rate = work(case)[0] / seconds / 1e9
+    print(f"\n{case.name}: {kernel}, {seconds * 1e6:.1f} us as a graph, {rate:,.0f} GB/s", end="")
+    if launch is None:
+        print("; no stamps: this kernel has no trace", flush=True)
+        return
+    print(f"; {launch.num_ctas} CTAs with work, spread of their ends {launch.spread:.1%}")
+    print("| step | min | mean | max |\n| --- | --- | --- | --- |")
+    for name, (least, mean, most) in zip(names, launch.steps, strict=False):
+        print(f"| {name} | {least:.2f} | {mean:.2f} | {most:.2f} |", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="cases of `decode` and `more-decode` whose name contains this")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where ends spread by 5% or more")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("torch finds no GPU here", file=sys.stderr)
+        return 1
+    names, clock, uneven = stamp_names(), GpuClock(arguments.repeats), []
+    for case in (*DECODE, *MORE_DECODE):
+        if case.name not in CASES if arguments.only is None else arguments.only not in case.name:
+            continue
+        torch.manual_seed(0)
+        traced = Traced(case, torch.device("cuda"))
+        seconds = clock.seconds(clock.capture(traced.run))
+        launches = traced.launches(clock, names)
+        launch = Launch.median(launches) if launches else None
+        show(case, seconds, traced.wrapper.last_plan.spec.kernel, launch, names)
+        if launch is not None and launch.spread >= 0.05:
+            uneven.append(case.name)
+        del traced
+    print(f"\nends spread by 5% or more: {', '.join(uneven) or 'nowhere'}")
+    return int(arguments.check and bool(uneven))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
