@@ -42,7 +42,7 @@ def helper_specs() -> list[KernelSpec]:
     merge = [KernelSpec("merge", out_dtype=dtype) for dtype in HALF]
     states = [KernelSpec("merge_states", q_dtype=dtype) for dtype in (*HALF, DType.FLOAT32)]
     append = [KernelSpec("append", kv_dtype=d) for d in (DType.FLOAT8_E4M3, DType.FLOAT16, DType.FLOAT32)]
-    return [*merge, *states, *append, KernelSpec("sm_groups")]
+    return [*merge, *states, *append, KernelSpec("sm_speeds")]
 
 
 def other_cuda_specs(target: Target) -> list[KernelSpec]:
@@ -142,7 +142,7 @@ def _decode_sm90(
     return KernelSpec(
         "decode_sm90",
         *(q_dtype, kv_dtype, q_dtype, *head_dims),
-        tile=sm90_decode_tile(*head_dims, kv_dtype, rows, loader)[0],
+        tile=sm90_decode_tile(*head_dims, kv_dtype, rows)[0],
         loader=loader,
         **options,
     )

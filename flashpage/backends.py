@@ -82,8 +82,7 @@ def _sm80(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost
 
 
 def _sm90_decode(options: Options, rows: int, _: VariantSpec) -> tuple[Tile, Cost]:
-    loader = _boxes_or_rows(options)
-    return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loader)
+    return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows)
 
 
 def _boxes_or_rows(options: Options) -> str:
@@ -103,7 +102,7 @@ DECODE_SM90 = Capability(
     row_alignment=16,
     loader=_boxes_or_rows,
     merges_in_launch=True,
-    by_sm=True,
+    by_sm=False,
 )
 
 CAPABILITIES = (

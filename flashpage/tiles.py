@@ -85,7 +85,7 @@ def sm80_tile(
 
 
 def sm90_decode_tile(
-    head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int, loader: str
+    head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int
 ) -> tuple[Tile, Cost]:
     """Few rows on Hopper: one CTA an SM, eight warps that compute and a ring that keeps enough bytes in flight.
 
@@ -95,8 +95,7 @@ def sm90_decode_tile(
     tile_q = next(rows for rows in (16, 32, 64) if packed_rows <= rows)
     warps_q, warps_v = tile_q // 16, 1 if head_dim_vo <= 256 else 2
     shared_token_bytes = sum(-(-dim * kv_dtype.size // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
-    fits = min(32 if loader == "rows" else 64, _SLOT_BYTES // shared_token_bytes)
-    tile_kv = max(32 if kv_dtype.is_fp8 else 16, 1 << fits.bit_length() - 1)
+    tile_kv = 32 if shared_token_bytes <= 512 or kv_dtype.is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
     teams = 8 // (warps_q * warps_v)
     query_bytes = tile_q * -(-head_dim_qk // 16) * 32
     exchange_bytes = teams * tile_q // 2 * -(-head_dim_vo // 32) * 128
@@ -106,11 +105,10 @@ def sm90_decode_tile(
     ns_per_token = (head_dim_qk + head_dim_vo) * kv_dtype.size / 34.5  # an SM's share of 4.55 TB/s
     return (
         Tile(tile_q, tile_kv, warps_q, teams, stages, 1, warps_v),
-        Cost(WALK_TEAMS, ns_per_token, 500.0, 1000.0, 64, 0, 64),
+        Cost(WALK_TEAMS, ns_per_token, 500.0, 1000.0, 128, 0, 64),
     )
 
 
-_SLOT_BYTES = 16384
 _RING_BYTES = 131072
 _SHARED_BYTES = 232448  # of a CTA on Hopper
 

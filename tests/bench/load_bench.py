@@ -46,7 +46,7 @@ class Config:
     @property
     def tokens(self) -> int:
         """Of a slot: what the decode kernel has."""
-        return sm90_decode_tile(self.head_dim, self.head_dim, DType.BFLOAT16, 1, self.loader)[0].tile_kv
+        return sm90_decode_tile(self.head_dim, self.head_dim, DType.BFLOAT16, 1)[0].tile_kv
 
     @property
     def stages(self) -> int:

@@ -1,10 +1,10 @@
-// Attention of few packed rows (decode, speculative verify, short appends) on Hopper: reading K and V once, at the speed
-// of memory, is all the work.
+// Attention of few packed rows (decode, speculative verify, short appends) on Hopper: reading K and V once, at the
+// speed of memory, is all the work.
 //
-// One CTA an SM. Four warps load: they walk the plan's units ahead of everyone else and keep a ring of slots full across
-// the units' ends. The others compute, in teams that take the slots in turn, each with its own softmax state; where a
-// unit ends the teams' states are combined through the slots that they read last. The CTA that ends the last piece of a
-// cut unit merges its partials.
+// One CTA an SM. Four warps load: they walk the plan's units ahead of everyone else and keep a ring of slots full
+// across the units' ends. The others compute, in teams that take the slots in turn, each with its own softmax state;
+// where a unit ends the teams' states are combined through the slots that they read last. The CTA that ends the last
+// piece of a cut unit merges its partials.
 #pragma once
 #include "flashpage/kernels/decode_sm90_compute.h"
 #include "flashpage/kernels/decode_sm90_load.h"
@@ -52,8 +52,8 @@ struct DecodeSm90 {
       zero_padding<typename S::Query, Traits::head_dim_qk>(shared.query[i], Traits::tile_q, threadIdx.x, threads);
     if constexpr (Traits::loader == Loader::rows) {
       for (int i = 0; i < Traits::stages; ++i)
-        zero_padding<typename S::Cache, Traits::head_dim_qk, typename S::CacheKeyRows>(
-            shared.slots[i], S::warp_tokens, threadIdx.x, threads);
+        zero_padding<typename S::Cache, Traits::head_dim_qk, typename S::CacheKeyRows>(shared.slots[i], S::warp_tokens,
+                                                                                       threadIdx.x, threads);
     }
   }
 };

@@ -4,8 +4,10 @@
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/named_barrier.h"
+#include "flashpage/ptx/rcp.h"
 #include "flashpage/tile/arrival_merge.h"
 #include "flashpage/tile/epilogue.h"
+#include "flashpage/tile/half_query.h"
 #include "flashpage/tile/mask.h"
 #include "flashpage/tile/query.h"
 #include "flashpage/tile/softmax.h"
@@ -22,8 +24,10 @@ struct DecodeCompute {
   static constexpr int tokens = Shared::tokens;
   static constexpr int threads = S::threads;
   static constexpr int teams = Warps::teams;
-  static constexpr bool query_in_registers = S::key_steps * S::row_tiles <= 8;
-  static constexpr int all_barrier = 1;  // name
+  static constexpr bool query_in_registers = S::query_in_registers;
+  static constexpr int all_barrier = 1;                       // name
+  static constexpr int pairs = Traits::head_dim_vo / 2;       // of columns
+  static constexpr bool early_target = S::value_tiles <= 16;  // registers allow it
 
   Shared& shared;
   const AttentionParams& params;
@@ -57,13 +61,39 @@ struct DecodeCompute {
   }
 
  private:
+  // Where two columns of a row go, and the row's LSE with the first two.
+  struct Target {
+    void* columns;
+    float* lse;
+  };
+
+  struct Merging {
+    bool is_piece;
+    i32 field = 0;    // of the MergeItem, one a lane
+    u32 arrived = 0;  // pieces of the unit that were done when this one began; thread 0
+
+    FP_DEVICE MergeItem item() const {
+      MergeItem item;
+      i32* fields = reinterpret_cast<i32*>(&item);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) fields[i] = __shfl_sync(0xffffffff, field, i);
+      return item;
+    }
+  };
+
   FP_DEVICE void attend(const SlottedPlace& slotted, const u8* query_tile) {
     const WorkItem& item = slotted.place.item;
     const Unit unit = slotted.place.unit;
     const int slots = slotted.slots;
-    // One field a lane: it is needed at the unit's end, and must not be waited for there.
-    const bool is_piece = item.partial_row >= 0;
-    const i32 merge_field = is_piece ? __ldg(reinterpret_cast<const i32*>(slotted.merge) + lane % 8) : 0;
+    // What the merge needs is asked for here: it must not be waited for at the unit's end.
+    const Target first_target =
+        early_target ? target_of(item, unit, row_of(thread / pairs, 0), thread % pairs * 2) : Target{};
+    Merging merging;
+    merging.is_piece = item.partial_row >= 0;
+    if (merging.is_piece) {
+      merging.field = __ldg(reinterpret_cast<const i32*>(slotted.merge) + lane % 8);
+      if (thread == 0) merging.arrived = ptx::load_acquire(slotted.arrivals);
+    }
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
     start(state, item, unit);
@@ -73,6 +103,8 @@ struct DecodeCompute {
     if constexpr (query_in_registers) {
 #pragma unroll
       for (int i = 0; i < S::key_steps; ++i) load_query_fragment<Traits>(query_registers[i], query, i);
+      if constexpr (!is_same<typename S::Product, typename S::Query>)
+        scale *= to_half_query(reinterpret_cast<u32(&)[S::key_steps * 4]>(query_registers));
     }
     auto query_fragment = [&](u32(&a)[S::row_tiles][4], int step) {
       if constexpr (query_in_registers) {
@@ -107,19 +139,18 @@ struct DecodeCompute {
       if (lane == 0) shared.ring.release(turn + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
-    combine(state, values[0], item, unit);
-    if (thread == 0) stamp<Traits>(params, Stamp::written);
-    if (is_piece) merge_if_last(merge_field, slotted.arrivals);
+    combine(state, values[0], item, unit, merging, first_target, slotted.arrivals);
   }
 
-  // A box may bring tokens that the unit does not see, and leaves what was there before where it brings none: NaN maybe,
-  // which a probability of zero would not hide.
+  // A box may bring tokens that the unit does not see, and leaves what was there before where it brings none: NaN
+  // maybe, which a probability of zero would not hide.
   FP_DEVICE void clear_values(u8* tile, const Unit& unit, i32 first) {
     constexpr int chunks = Shared::value_bytes / tokens / 16;
     for (int i = lane; i < tokens * chunks; i += 32) {
       int row = i / chunks, chunk = i % chunks;
       if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
-      *reinterpret_cast<uint4*>(tile + chunk / 8 * (tokens * 128) + row * 128 + chunk % 8 * 16) = make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4*>(tile + chunk / 8 * (tokens * 128) + row * 128 + chunk % 8 * 16) =
+          make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_bulk_copies();
     __syncwarp();
@@ -138,18 +169,26 @@ struct DecodeCompute {
       }
   }
 
-  // The teams' states into one, and out.
+  // The teams' states into one, and out: to the output, or to the partials of a cut unit, whose last piece merges them.
+  // A piece that finds all others done (most do, as CTAs end with a request that others began) merges at once, its own
+  // partial still in shared memory: the same bits, 1.5 us sooner.
   FP_DEVICE void combine(SoftmaxState<S::row_tiles>& state, float (&values)[S::value_tiles][4], const WorkItem& item,
-                         const Unit& unit) {
+                         const Unit& unit, const Merging& merging, const Target& first_target, u32* arrivals) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int row = first_row + half * 8 + lane / 4;
       float sum = quad_sum(state.sum[0][half]);
       if (lane % 4 == 0 && part == 0) {
-        shared.maximum[team][row] = state.maximum[0][half];
-        shared.sum[team][row] = sum;
+        shared.maximum[row][team] = state.maximum[0][half];
+        shared.sum[row][team] = sum;
       }
     }
+    const MergeItem merge = merging.item();
+    if (thread == 0) {
+      shared.merges_now =
+          merging.is_piece && unit.num_rows <= 8 && merging.arrived == static_cast<u32>(merge.num_partials) - 1;
+    }
+    bool merges_now = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half * 8 >= unit.num_rows) break;
@@ -161,52 +200,80 @@ struct DecodeCompute {
         });
       }
       ptx::named_barrier(all_barrier, threads);
-      write_rows(item, unit, half);
+      merges_now = shared.merges_now;
+      write_rows(item, unit, half, merges_now, first_target);
       ptx::named_barrier(all_barrier, threads);
     }
+    if (thread == 0) stamp<Traits>(params, Stamp::written);
+    if (merging.is_piece) merge_pieces(merge, merges_now ? item.piece : -1, arrivals);
   }
 
-  // Rotated, so that rows of two neighbouring columns meet all banks.
-  FP_DEVICE static int exchange_column(int row, int column) { return column ^ (row & 3) * 8; }
+  // `own`: the piece that is still in the exchange; -1: it went to the partials, and all may not be there yet.
+  FP_DEVICE void merge_pieces(const MergeItem& merge, i32 own, u32* arrivals) {
+    if (own < 0) {
+      if (thread == 0) shared.is_last_piece = is_last_arrival(arrivals, merge.num_partials);
+      ptx::named_barrier(all_barrier, threads);
+      if (!shared.is_last_piece) return;
+    } else if (thread == 0) {
+      *arrivals = 0;
+    }
+    for (int half = 0; half * 8 < merge.num_rows; ++half)
+      run_merge(merge, {min_of(Shared::exchange_rows, merge.num_rows), half, own, shared.exchange[0][0], shared.own_lse,
+                        Shared::exchange_columns});
+    if (own >= 0) ptx::named_barrier(all_barrier, threads);  // the exchange is free again
+  }
 
-  FP_DEVICE void write_rows(const WorkItem& item, const Unit& unit, int half) {
-    constexpr int pairs = Traits::head_dim_vo / 2;
+  FP_DEVICE void run_merge(const MergeItem& merge, const MergeRound& round) {
+    ArrivalMerge<Traits, Warps::computing>{params, merge, round, lane}.run(shared.merge_sums, warp);
+  }
+
+  FP_DEVICE Target target_of(const WorkItem& item, const Unit& unit, int row, int column) const {
+    i64 offset = out_offset<Traits>(params, item, unit, row) + column;
+    bool partial = item.partial_row >= 0;
+    return {partial ? static_cast<void*>(params.partial_out + offset)
+                    : static_cast<void*>(static_cast<typename Traits::Out*>(params.out) + offset),
+            column == 0 ? lse_target(params, item, unit, row) : nullptr};
+  }
+  // Row `i` of the exchange, as a row of the unit.
+  FP_DEVICE static int row_of(int i, int half) { return i / 8 * 16 + half * 8 + i % 8; }
+
+  // Rows of one half of the m16 tiles; `keep`: into the first team's exchange instead.
+  FP_DEVICE void write_rows(const WorkItem& item, const Unit& unit, int half, bool keep, const Target& first_target) {
     const int rows = min_of(Shared::exchange_rows, unit.num_rows);
     float value_scale = value_scale_of(params, unit.kv_head);
     for (int i = thread; i < rows * pairs; i += threads) {
-      int from = i / pairs, at = i % pairs * 2, row = from / 8 * 16 + half * 8 + from % 8;
+      int from = i / pairs, at = i % pairs * 2, row = row_of(from, half);
       if (row >= unit.num_rows) continue;
-      float maximum = shared.maximum[0][row];
+      float2* kept = reinterpret_cast<float2*>(&shared.exchange[0][from][exchange_column(from, at)]);
+      float maxima[teams], maximum = ptx::negative_infinity(), total = 0.f, first = 0.f, second = 0.f;
 #pragma unroll
-      for (int t = 1; t < teams; ++t) maximum = fmaxf(maximum, shared.maximum[t][row]);
+      for (int t = 0; t < teams; ++t) maxima[t] = shared.maximum[row][t];
+#pragma unroll
+      for (int t = 0; t < teams; ++t) maximum = fmaxf(maximum, maxima[t]);
       float origin = maximum == ptx::negative_infinity() ? 0.f : maximum;
-      float total = 0.f, first = 0.f, second = 0.f;
 #pragma unroll
       for (int t = 0; t < teams; ++t) {
-        float weight = ptx::exp2_approx(shared.maximum[t][row] - origin);
-        float2 pair = *reinterpret_cast<const float2*>(&shared.exchange[t][from][exchange_column(from, at)]);
-        total += weight * shared.sum[t][row];
+        float weight = ptx::exp2_approx(maxima[t] - origin);
+        float2 pair = kept[t * Shared::exchange_rows * Shared::exchange_columns / 2];
+        total += weight * shared.sum[row][t];
         first += weight * pair.x;
         second += weight * pair.y;
       }
-      float inverse = total == 0.f ? 0.f : value_scale / total;
-      i64 offset = out_offset<Traits>(params, item, unit, row) + at;
-      store_pair<Traits>(params, item.partial_row >= 0, offset, first * inverse, second * inverse);
-      if (at == 0) {
-        if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);
+      float inverse = total == 0.f ? 0.f : value_scale * ptx::reciprocal_approx(total);
+      float2 result = make_float2(first * inverse, second * inverse);
+      if (keep) {
+        *kept = result;
+        if (at == 0) shared.own_lse[from] = row_lse(maximum, total);
+        continue;
       }
+      Target target = early_target && half == 0 && i == thread ? first_target : target_of(item, unit, row, at);
+      if (item.partial_row >= 0) {
+        *static_cast<float2*>(target.columns) = result;
+      } else {
+        *static_cast<u32*>(target.columns) = ptx::pack2<typename Traits::Out>(result.x, result.y);
+      }
+      if (target.lse) *target.lse = row_lse(maximum, total);
     }
-  }
-
-  // Every thread's partial rows are written: the CTA that finds all other pieces there combines them.
-  FP_DEVICE void merge_if_last(i32 field, u32* arrivals) {
-    MergeItem merge;
-    i32* fields = reinterpret_cast<i32*>(&merge);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) fields[i] = __shfl_sync(0xffffffff, field, i);
-    if (thread == 0) shared.is_last_piece = is_last_arrival(arrivals, merge.num_partials);
-    ptx::named_barrier(all_barrier, threads);
-    if (shared.is_last_piece) ArrivalMerge<Traits, Warps::computing>::run(params, merge, shared.merge_sums, warp, lane);
   }
 };
 

@@ -9,7 +9,8 @@
 
 namespace flashpage {
 
-// Every loading warp walks the units alike and loads every fourth slot; the first one also publishes the units, with Q.
+// Every loading warp walks the units alike and loads every fourth slot; the last one, whose slot is wanted last, also
+// publishes the units, with Q.
 template <class Traits>
 struct DecodeLoad {
   using S = Shape<Traits>;
@@ -60,7 +61,7 @@ struct DecodeLoad {
   FP_DEVICE int first_own(u32 turn) const { return (warp - turn) % warps; }
 
   FP_DEVICE void publish(const Place& place, const Source& source, u32 turn, const CtaItems& cta) {
-    if (warp != 0) return;
+    if (warp != warps - 1) return;
     shared.place_ring.wait_empty(turn);
     u32 slot = shared.place_ring.slot(turn), barrier = shared.place_ring.full_barrier(turn);
     if (!place.done) {

@@ -13,9 +13,10 @@ struct DecodeWarps {
   static constexpr int teams = Traits::warps_kv;
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
-  static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place itself
-  static constexpr int loading_registers = Traits::loader == Loader::boxes ? 104 : 120;
-  static constexpr int computing_registers = Traits::loader == Loader::boxes ? 200 : 184;
+  static constexpr int place_arrivals = 32 + 1;                  // the lanes' query copies, and the place itself
+  static constexpr bool wide = Shape<Traits>::value_tiles > 16;  // accumulators want more registers
+  static constexpr int loading_registers = wide ? 88 : 104;
+  static constexpr int computing_registers = wide ? 208 : 200;
   static_assert(computing == 8);
 };
 
@@ -50,12 +51,14 @@ struct DecodeShared {
   alignas(1024) u8 slots[Traits::stages][slot_bytes];
   alignas(128) float exchange[Traits::warps_kv][exchange_rows][exchange_columns];
   alignas(128) u8 query[places_ahead][query_bytes];
-  float merge_sums[DecodeWarps<Traits>::computing][128];
-  float maximum[Traits::warps_kv][Traits::tile_q];
-  float sum[Traits::warps_kv][Traits::tile_q];
+  alignas(16) float merge_sums[DecodeWarps<Traits>::computing][132];  // ArrivalMerge's
+  alignas(16) float maximum[Traits::tile_q][Traits::warps_kv];
+  alignas(16) float sum[Traits::tile_q][Traits::warps_kv];
   SlottedPlace places[places_ahead];
   SlotRing<Traits::stages> ring;
   SlotRing<places_ahead> place_ring;
+  float own_lse[exchange_rows];
+  u32 merges_now;
   u32 is_last_piece;
 };
 

@@ -68,26 +68,52 @@ struct RowLoader {
     }
   }
   FP_DEVICE i32 token_of(const Source& source, int slot, int group) const {
-    return source.first_token + slot * Slots::tokens + group * group_tokens + static_cast<int>(threadIdx.x) % group_tokens;
+    return source.first_token + slot * Slots::tokens + group * group_tokens +
+           static_cast<int>(threadIdx.x) % group_tokens;
   }
 
   // The rows of at most 32 tokens; what is not there becomes zero.
   template <int columns>
   FP_DEVICE void copy(const Source& source, const KvView& view, u8* tile, int slot, int group) const {
     using Target = BlockRows<Cache, columns, Slots::tokens>;
-    constexpr int bytes = copy_bytes<Cache, columns>, chunks = Target::used_bytes / bytes;
-    const int lane = threadIdx.x % 32;
+    constexpr int bytes = copy_bytes<Cache, columns>;
     i32 count = source.kv_end - source.first_token - slot * Slots::tokens - group * group_tokens;
     i32 token = min_of(token_of(source, slot, group), max_of(source.kv_end - 1, 0));
     Rows rows(params, source.offset);
     u64 mine = reinterpret_cast<u64>(rows.template row<Cache>(view, source.found[group], token, source.kv_head));
-    u32 to = ptx::shared_address(tile);
-    constexpr int pieces = group_tokens * chunks;
+    u32 to = ptx::shared_address(tile) + group * group_tokens * Target::stride;
+    if (count >= group_tokens) {
+      copy_rows<Target, bytes, true>(to, mine, count);
+    } else {
+      copy_rows<Target, bytes, false>(to, mine, count);
+    }
+  }
+
+  // `mine`: the row of this lane's token. `all`: no row is missing.
+  template <class Target, int bytes, bool all>
+  FP_DEVICE static void copy_rows(u32 to, u64 mine, i32 count) {
+    constexpr int chunks = Target::used_bytes / bytes;
+    const int lane = threadIdx.x % 32;
+    if constexpr (bytes == 16 && chunks <= 32 && 32 % chunks == 0) {
+      // The same chunk of every row: what depends on the lane is computed once, a row costs six instructions.
+      constexpr int rows_a_pass = 32 / chunks;
+      const int lane_row = lane / chunks, lane_chunk = lane % chunks;
+      const u32 lane_to = to + Target::chunk_offset(lane_row, lane_chunk);
+      const u32 lane_byte = lane_chunk * 16;
+#pragma unroll
+      for (int first = 0; first < group_tokens; first += rows_a_pass) {
+        const u8* from = reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, mine, first + lane_row)) + lane_byte;
+        u32 here = (lane_to ^ (first & 7) * 16) + first * Target::stride;
+        ptx::cp_async<16>(here, from, all || first + lane_row < count);
+      }
+    } else {
+      constexpr int pieces = group_tokens * chunks;
 #pragma unroll 4
-    for (int first = 0; first < pieces; first += 32) {
-      int piece = min_of(first + lane, pieces - 1), row = piece / chunks, byte = piece % chunks * bytes;
-      const u8* from = reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, mine, row)) + byte;
-      ptx::cp_async<bytes>(to + Target::byte_offset(group * group_tokens + row, byte), from, row < count);
+      for (int first = 0; first < pieces; first += 32) {
+        int piece = min_of(first + lane, pieces - 1), row = piece / chunks, byte = piece % chunks * bytes;
+        const u8* from = reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, mine, row)) + byte;
+        ptx::cp_async<bytes>(to + Target::byte_offset(row, byte), from, row < count);
+      }
     }
   }
 };

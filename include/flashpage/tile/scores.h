@@ -34,7 +34,7 @@ template <class Traits, class QueryFragment, class Between, int token_tiles>
 FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], u32 key, int lane,
                              QueryFragment&& query_fragment, Between&& between) {
   using S = Shape<Traits>;
-  using Query = typename S::Query;
+  using Product = typename S::Product;
   using Rows = typename S::KeyRows;
 #pragma unroll
   for (int m = 0; m < S::row_tiles; ++m)
@@ -56,8 +56,8 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
         ptx::ldmatrix_x4(b, Rows::at_chunk(lane_address, 2 * step) + n * 8 * Rows::stride);
 #pragma unroll
         for (int m = 0; m < S::row_tiles; ++m) {
-          ptx::mma_m16n8k16<Query>(scores[m][n], a[m], b[0], b[1]);
-          ptx::mma_m16n8k16<Query>(scores[m][n + 1], a[m], b[2], b[3]);
+          ptx::mma_m16n8k16<Product>(scores[m][n], a[m], b[0], b[1]);
+          ptx::mma_m16n8k16<Product>(scores[m][n + 1], a[m], b[2], b[3]);
         }
       }
     }
@@ -77,9 +77,9 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           u32 b0, b1;
-          ptx::widen4<Query, typename S::Key>(b[i], b0, b1);
+          ptx::widen4<Product, typename S::Key>(b[i], b0, b1);
 #pragma unroll
-          for (int m = 0; m < S::row_tiles; ++m) ptx::mma_m16n8k16<Query>(scores[m][n + i], a[m], b0, b1);
+          for (int m = 0; m < S::row_tiles; ++m) ptx::mma_m16n8k16<Product>(scores[m][n + i], a[m], b0, b1);
         }
       }
     }

@@ -22,6 +22,11 @@ struct Shape {
   static constexpr bool rotate = Traits::position_encoding == PositionEncoding::rope;
   // What the score product reads: the cache's own bytes, or rotated keys widened to the query's type.
   using Key = typename select_type<rotate, Query, Cache>::type;
+  // fp8 keys meet fp16 queries: two are widened in one instruction, where bf16 takes four. Only with Q in registers,
+  // where it is scaled into fp16's range first (tile/half_query.h).
+  static constexpr bool query_in_registers = Traits::head_dim_qk <= 128 && Traits::tile_q / Traits::warps_q <= 16;
+  using Product = typename select_type<(Traits::layout == RowsLayout::blocks && is_fp8<Key> && query_in_registers),
+                                       Half, Query>::type;
   // Probabilities meet fp8 values as fp16 (exact for both formats), others in their own type.
   using Probability = typename select_type<is_fp8<Cache>, Half, Query>::type;
 
@@ -47,8 +52,8 @@ struct Shape {
 
   using QueryRows = SharedRows<Query, Traits::head_dim_qk>;
   template <class Element, int columns>
-  using Rows = typename select_type<blocks, BlockRows<Element, columns, warp_tokens>,
-                                    SharedRows<Element, columns>>::type;
+  using Rows =
+      typename select_type<blocks, BlockRows<Element, columns, warp_tokens>, SharedRows<Element, columns>>::type;
   using CacheKeyRows = Rows<Cache, Traits::head_dim_qk>;
   using KeyRows = Rows<Key, Traits::head_dim_qk>;
   using ValueRows = Rows<Cache, value_columns>;
