@@ -36,7 +36,6 @@ inline constexpr unsigned host_alloc_portable = 1;
 inline constexpr unsigned event_disable_timing = 2;
 inline constexpr unsigned stream_non_blocking = 1;
 
-inline constexpr int launch_attribute_cluster_dimension = 4;
 inline constexpr int launch_attribute_programmatic_stream_serialization = 6;
 
 inline constexpr int tensor_map_uint8 = 0;
@@ -51,9 +50,6 @@ struct LaunchAttribute {
   char pad[4];
   union {
     char bytes[64];
-    struct {
-      unsigned x, y, z;
-    } cluster_dimension;  // CTAs
     int programmatic_stream_serialization_allowed;
   } value;
 };

@@ -150,9 +150,10 @@ FP_API fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t
 FP_API void fp_kernel_destroy(fp_kernel*);
 FP_API int32_t fp_kernel_describe(const fp_kernel*, fp_kernel_info*);
 
-// Launches the kernel sm_groups in clusters and waits; its CTAs' SM numbers go to sms [num_ctas], on the host. Not for
-// run: it allocates. May be called while streams are captured.
-FP_API int32_t fp_cuda_cluster_sms(const fp_kernel*, int32_t cluster, int32_t num_ctas, uint32_t* sms);
+// Runs the kernel sm_speeds and waits: GB/s at which each SM reads `buffer` (on the device) while all do, to speeds
+// [num_sms], on the host; zeros where they could not be made to read at once. Not for run: it allocates. May be called
+// while streams are captured.
+FP_API int32_t fp_cuda_sm_speeds(const fp_kernel*, const void* buffer, int64_t buffer_bytes, float* speeds);
 
 // A kernel that loads K and V by boxes (tensor maps, SWIZZLE_128B) takes flashpage::KvMaps as its third parameter. Maps
 // are encoded at every run, as addresses change from layer to layer; dimensions and strides are bound beforehand.

@@ -228,7 +228,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_cuda_kernel_load": (c_void_p, [c_int32, c_char_p, c_int64, c_char_p]),
     "fp_kernel_destroy": (None, [c_void_p]),
     "fp_kernel_describe": (c_int32, [c_void_p, POINTER(KernelInfo)]),
-    "fp_cuda_cluster_sms": (c_int32, [c_void_p, c_int32, c_int32, c_void_p]),
+    "fp_cuda_sm_speeds": (c_int32, [c_void_p, c_void_p, c_int64, c_void_p]),
     "fp_run": (c_int32, [c_void_p]),
     "fp_launch": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_int32]),
     "fp_python_set": (c_int32, [c_void_p]),

@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from . import backends, host, jit, sm_groups, variants
+from . import backends, host, jit, sm_speeds, variants
 from .errors import PlanError
 from .problem import Options, Problem
 from .spec import KernelSpec
@@ -45,7 +45,7 @@ class Prepared:
         """Of the SMs, each of which has one CTA; None where the plan treats them alike."""
         if not self.choice.capability.by_sm or self.options.is_batch_invariant:
             return None
-        speeds = sm_groups.speeds(device)
+        speeds = sm_speeds.speeds(device)
         return speeds if speeds is not None and len(speeds) == num_ctas else None
 
 

@@ -124,7 +124,6 @@ FIELD(fp::LaunchAttribute, id, CUlaunchAttribute, id)
 FIELD(fp::LaunchAttribute, value, CUlaunchAttribute, value)
 FIELD(fp::LaunchAttribute, value.programmatic_stream_serialization_allowed, CUlaunchAttribute,
       value.programmaticStreamSerializationAllowed)
-FIELD(fp::LaunchAttribute, value.cluster_dimension, CUlaunchAttribute, value.clusterDim)
 
 #define VALUE(ours, theirs) static_assert(static_cast<long long>(fp::ours) == static_cast<long long>(theirs));
 VALUE(success, CUDA_SUCCESS)
@@ -141,7 +140,6 @@ VALUE(capture_mode_relaxed, CU_STREAM_CAPTURE_MODE_RELAXED)
 VALUE(host_alloc_portable, CU_MEMHOSTALLOC_PORTABLE)
 VALUE(event_disable_timing, CU_EVENT_DISABLE_TIMING)
 VALUE(stream_non_blocking, CU_STREAM_NON_BLOCKING)
-VALUE(launch_attribute_cluster_dimension, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
 VALUE(launch_attribute_programmatic_stream_serialization, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
 VALUE(tensor_map_uint8, CU_TENSOR_MAP_DATA_TYPE_UINT8)
 VALUE(tensor_map_uint16, CU_TENSOR_MAP_DATA_TYPE_UINT16)

@@ -42,7 +42,7 @@ LAYERS = [
         "prepare",
         "quantization",
         "slots",
-        "sm_groups",
+        "sm_speeds",
     },
     {"plan", "plan_picture", "plan_units"},
     {
