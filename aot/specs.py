@@ -42,7 +42,7 @@ def helper_specs() -> list[KernelSpec]:
     merge = [KernelSpec("merge", out_dtype=dtype) for dtype in HALF]
     states = [KernelSpec("merge_states", q_dtype=dtype) for dtype in (*HALF, DType.FLOAT32)]
     append = [KernelSpec("append", kv_dtype=d) for d in (DType.FLOAT8_E4M3, DType.FLOAT16, DType.FLOAT32)]
-    return [*merge, *states, *append, KernelSpec("sm_speeds")]
+    return [*merge, *states, *append]
 
 
 def other_cuda_specs(target: Target) -> list[KernelSpec]:

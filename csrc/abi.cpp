@@ -5,7 +5,7 @@
 
 using namespace flashpage;
 
-int32_t fp_abi_version() { return 2; }
+int32_t fp_abi_version() { return 1; }
 
 int64_t fp_sizeof(const char* struct_name) {
   // The name in flashpage/host.py, which differs from the C name where the C struct is part of the C ABI.
@@ -25,6 +25,7 @@ int64_t fp_sizeof(const char* struct_name) {
       {"WorkItem", sizeof(WorkItem)},
       {"MergeItem", sizeof(MergeItem)},
       {"CtaItems", sizeof(CtaItems)},
+      {"CtaStart", sizeof(CtaStart)},
       {"PlanHeader", sizeof(PlanHeader)},
       {"IndexArray", sizeof(fp_index_array)},
       {"ProblemStruct", sizeof(fp_problem)},

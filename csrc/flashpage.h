@@ -66,10 +66,6 @@ struct fp_schedule {
   int32_t max_pieces;          // of one unit; 0: no limit; a fixed split knows none
   int32_t fixed_piece_tokens;  // > 0: batch-invariant, units are cut at its multiples; -1: never cut; 0: balance
   int32_t merge_rows;          // packed rows a merge item at most
-  // Lists weighted by who takes them, for teams: a CTA claims the list of the SM that it runs on (PlanHeader::
-  // claims_offset). Short plans do without: all lists alike, CTA i takes list i.
-  float min_by_sm_ns;       // cost of a CTA, on average, from which on a plan is by SM
-  const float* cta_speeds;  // [num_ctas]: how fast each works, relative; null: all alike, and no plan is by SM
 };
 
 struct fp_plan_result {
@@ -77,7 +73,7 @@ struct fp_plan_result {
   int64_t used_bytes;  // of the buffer
   int64_t total_q, total_kv, total_pages;
   int32_t max_q_len, max_kv_len;
-  double cost_total_ns, cost_max_ns;  // over CTAs; by SM, max is of times: cost / speed, with a mean speed of 1
+  double cost_total_ns, cost_max_ns;  // over CTAs
   int64_t mask_bytes;
   // status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, value, reason
   int32_t error_array;
@@ -96,7 +92,7 @@ enum fp_length_error : int32_t {
 // Writes header, CTA ranges, items and merges into `buffer` (any memory the host can write).
 // Balance: the costliest CTA is at most 3% over the mean, or over it by no more than one stretch that cannot be divided
 // (a unit shorter than two of its shortest pieces and a tile_kv, or that many tokens of a longer one; times the KV
-// heads that one CTA takes where num_ctas is no multiple of num_kv_heads) and the cost of one piece. By SM: of times.
+// heads that one CTA takes where num_ctas is no multiple of num_kv_heads) and the cost of one piece.
 FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int64_t capacity, fp_plan_result*);
 // Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0:
 // one row a request, for which a fixed split's bound is far lower than where one request may have all rows.
@@ -149,11 +145,6 @@ FP_API int32_t fp_cuda_device_info(int32_t device, fp_device_info*);
 FP_API fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t size, const char* entry);
 FP_API void fp_kernel_destroy(fp_kernel*);
 FP_API int32_t fp_kernel_describe(const fp_kernel*, fp_kernel_info*);
-
-// Runs the kernel sm_speeds and waits: GB/s at which each SM reads `buffer` (on the device) while all do, to speeds
-// [num_sms], on the host; zeros where they could not be made to read at once. Not for run: it allocates. May be called
-// while streams are captured.
-FP_API int32_t fp_cuda_sm_speeds(const fp_kernel*, const void* buffer, int64_t buffer_bytes, float* speeds);
 
 // A kernel that loads K and V by boxes (tensor maps, SWIZZLE_128B) takes flashpage::KvMaps as its third parameter. Maps
 // are encoded at every run, as addresses change from layer to layer; dimensions and strides are bound beforehand.

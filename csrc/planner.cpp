@@ -21,22 +21,10 @@ static plan::Schedule to_schedule(const fp_schedule& schedule) {
           .min_piece_tokens = schedule.min_piece_tokens,
           .max_pieces = schedule.max_pieces,
           .fixed_piece_tokens = schedule.fixed_piece_tokens,
-          .merge_rows = schedule.merge_rows,
-          .cta_speeds = schedule.cta_speeds};
+          .merge_rows = schedule.merge_rows};
 }
 
 static constexpr int32_t max_kv_heads = 65535;  // CtaItems::kv_head and walk are 16 bits
-
-static int32_t check_speeds(const fp_schedule& schedule) {
-  if (schedule.walk != FP_WALK_TEAMS) return fail(FP_INTERNAL, "cta_speeds are given, which only teams can honour");
-  for (int32_t cta = 0; cta < schedule.num_ctas; ++cta) {
-    const float speed = schedule.cta_speeds[cta];
-    if (!(speed > 0.0f && speed < 1e30f)) {
-      return fail(FP_INTERNAL, "cta_speeds[%d] is %g: each must be above 0 and finite", cta, speed);
-    }
-  }
-  return FP_OK;
-}
 
 static int32_t check_schedule(const fp_schedule& schedule, int32_t num_q_heads, int32_t num_kv_heads) {
   if (schedule.num_ctas < 1 || schedule.tile_q < 1 || schedule.merge_rows < 1) {
@@ -49,7 +37,7 @@ static int32_t check_schedule(const fp_schedule& schedule, int32_t num_q_heads, 
   if (num_kv_heads < 1 || num_q_heads < 1 || num_q_heads % num_kv_heads != 0) {
     return fail(FP_INTERNAL, "num_q_heads %d is not a multiple of num_kv_heads %d", num_q_heads, num_kv_heads);
   }
-  return schedule.cta_speeds ? check_speeds(schedule) : FP_OK;
+  return FP_OK;
 }
 
 // The codes are what Python makes its sentence of; the text here serves callers from C.
@@ -82,7 +70,7 @@ static void fill_result(const plan::Totals& totals, fp_plan_result* result) {
 // Kept from plan to plan: no allocation once a batch of this size has been seen.
 struct Scratch {
   std::vector<plan::Request> requests;
-  plan::Lanes lanes;
+  std::vector<plan::Lane> lanes;
   plan::Partition partition;
 };
 
@@ -95,7 +83,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
                 problem->kv_indptr.data ? "" : "not ");
   }
   static thread_local Scratch scratch;
-  plan::Schedule schedule = to_schedule(*given);
+  const plan::Schedule schedule = to_schedule(*given);
   const plan::Heads heads{problem->num_q_heads, problem->num_kv_heads, problem->causal != 0, problem->window_left};
   const plan::Lengths lengths{problem->batch,
                               problem->q_len_per_request,
@@ -117,11 +105,9 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   const plan::CostModel model(heads, schedule);
   const int32_t copies = plan::copies_on_axis(schedule, heads.num_kv_heads);
   plan::lay_on_axis(model, copies, problem->batch, requests);
-  const double cost = requests[problem->batch].cost * (heads.num_kv_heads / copies);
-  if (cost < static_cast<double>(given->min_by_sm_ns) * schedule.num_ctas) schedule.cta_speeds = nullptr;
   plan::make_lanes(schedule, heads.num_kv_heads, scratch.lanes);
   plan::Partitioner(model, schedule, requests, problem->batch, copies, totals.units / (heads.num_kv_heads / copies),
-                    scratch.lanes.lanes)
+                    scratch.lanes)
       .run(scratch.partition);
   plan::Emitter emitter(model, schedule, requests, problem->batch, heads.num_kv_heads, buffer, capacity);
   PlanHeader header;
@@ -147,13 +133,9 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
 int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                        int32_t num_kv_heads, const fp_schedule* given, int64_t* plan_bytes, int64_t* partial_rows) {
   if (int32_t status = check_schedule(*given, num_q_heads, num_kv_heads)) return status;
-  const plan::Capacity capacity{max_batch, max_q_rows, max_kv_tokens};
-  const plan::Heads heads{num_q_heads, num_kv_heads, false, -1};
-  plan::Schedule schedule = to_schedule(*given);
-  const plan::Bounds by_sm = plan::bounds(capacity, heads, schedule);
-  schedule.cta_speeds = nullptr;  // short batches
-  const plan::Bounds alike = plan::bounds(capacity, heads, schedule);
-  *plan_bytes = max_of(by_sm.bytes, alike.bytes);
-  *partial_rows = max_of(by_sm.partial_rows, alike.partial_rows);
+  const plan::Bounds bounds =
+      plan::bounds({max_batch, max_q_rows, max_kv_tokens}, {num_q_heads, num_kv_heads, false, -1}, to_schedule(*given));
+  *plan_bytes = bounds.bytes;
+  *partial_rows = bounds.partial_rows;
   return FP_OK;
 }

@@ -38,7 +38,6 @@ class Capability:
     rope: bool = True  # in the kernel
     merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
-    by_sm: bool = False  # CTAs can take lists of work that were weighed for the SM that they run on
 
     def refusals(self, problem: Problem, sm: int) -> list[str]:
         """Why this kernel cannot; empty: it can."""
@@ -102,7 +101,6 @@ DECODE_SM90 = Capability(
     row_alignment=16,
     loader=_boxes_or_rows,
     merges_in_launch=True,
-    by_sm=False,
 )
 
 CAPABILITIES = (

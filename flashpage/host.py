@@ -12,7 +12,7 @@ import numpy as np
 from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 
-ABI_VERSION = 2  # csrc/abi.cpp
+ABI_VERSION = 1  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
@@ -104,8 +104,6 @@ class Schedule(ctypes.Structure):
         *_all(c_int32, "num_ctas walk tile_q tile_kv"),
         *_all(c_float, "ns_per_token ns_per_unit ns_per_piece"),
         *_all(c_int32, "min_piece_tokens max_pieces fixed_piece_tokens merge_rows"),
-        ("min_by_sm_ns", c_float),
-        ("cta_speeds", c_void_p),  # float [num_ctas], kept alive by who has the struct
     ]
 
 
@@ -195,9 +193,10 @@ MERGE_ITEM = np.dtype(
     _all(np.int32, "request q_begin first_packed_row num_rows kv_head partial_row partial_stride num_partials")
 )
 CTA_ITEMS = np.dtype(_all(np.int32, "begin end") + _all(np.uint16, "kv_head walk") + _all(np.int32, "partial_row"))
+CTA_START = np.dtype([("items", CTA_ITEMS), ("first", WORK_ITEM)])
 PLAN_HEADER = np.dtype(
     _all(np.int32, "num_ctas num_items num_merges num_partial_rows")
-    + _all(np.int32, "merges_of_walk items_offset merges_offset claims_offset")
+    + _all(np.int32, "merges_of_walk items_offset merges_offset used_bytes")
 )
 
 STRUCTS = (
@@ -206,7 +205,13 @@ STRUCTS = (
     *(BoxForm, KvBoxes, RunArgs),
     *(Python, TensorForm, BoundRun, LengthsStruct, SlotsCall),
 )
-RECORDS = {"WorkItem": WORK_ITEM, "MergeItem": MERGE_ITEM, "CtaItems": CTA_ITEMS, "PlanHeader": PLAN_HEADER}
+RECORDS = {
+    "WorkItem": WORK_ITEM,
+    "MergeItem": MERGE_ITEM,
+    "CtaItems": CTA_ITEMS,
+    "CtaStart": CTA_START,
+    "PlanHeader": PLAN_HEADER,
+}
 
 # Structs are passed as ctypes.byref(struct), or as an address that was taken once: an int costs 0.04 us less a call.
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
@@ -228,7 +233,6 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_cuda_kernel_load": (c_void_p, [c_int32, c_char_p, c_int64, c_char_p]),
     "fp_kernel_destroy": (None, [c_void_p]),
     "fp_kernel_describe": (c_int32, [c_void_p, POINTER(KernelInfo)]),
-    "fp_cuda_sm_speeds": (c_int32, [c_void_p, c_void_p, c_int64, c_void_p]),
     "fp_run": (c_int32, [c_void_p]),
     "fp_launch": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_int32]),
     "fp_python_set": (c_int32, [c_void_p]),

@@ -11,7 +11,6 @@ import numpy as np
 
 from . import backends, host
 from .dtypes import DType
-from .errors import PlanError
 from .plan_picture import Segment, svg, terminal
 from .plan_units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
 from .problem import Options, Problem
@@ -41,7 +40,6 @@ class Plan:
         self.spec = spec
         self.notes = tuple(notes)
         self._bytes = PlanBytes.of(data, schedule.num_ctas)
-        self._speeds = self._bytes.speeds(schedule)
 
     def __repr__(self) -> str:
         result = self.result
@@ -57,17 +55,11 @@ class Plan:
 
     @functools.cached_property
     def _costs(self) -> np.ndarray:
-        return item_costs(self._items, self._units, self.schedule) / self._speeds[self._items["cta"]]
-
-    @property
-    def is_by_sm(self) -> bool:
-        """Whether the lists of CTAs are weighted by the speed of the SMs that take them."""
-        return bool(self._bytes.header["claims_offset"])
+        return item_costs(self._items, self._units, self.schedule)
 
     def work_items(self) -> np.ndarray:
         """A structured array, one row a (CTA, work item), in the order in which the CTAs work.
 
-        A plan by SM (is_by_sm) has one list an SM: there `cta` is the SM.
         Fields: `cta`, and those of WorkItem: request, q_begin, q_len, kv_len, first_packed_row, kv_head, num_units,
         kv_begin, kv_end, partial_row (-1: not cut), piece, kv_offset, mask_offset, merge (the first of its rows in
         merge_items(); -1: not cut).
@@ -79,7 +71,7 @@ class Plan:
         return self._bytes.merges.copy()
 
     def cta_loads(self) -> np.ndarray:
-        """Nanoseconds that each CTA takes by the planner's cost model, [CTAs of the schedule]."""
+        """Nanoseconds of each CTA by the planner's cost model, [CTAs of the schedule]."""
         return np.bincount(self._items["cta"], self._costs, self.schedule.num_ctas)
 
     def traffic(self) -> Traffic:
@@ -116,17 +108,12 @@ class Plan:
         mean, most = float(loads.mean()), float(loads.max(initial=0.0))
         over = 100.0 * (most / mean - 1.0) if mean > 0.0 else 0.0
         working = len(np.unique(self._items["cta"]))
-        lines = [
+        return [
             f"work: {len(self._units.item)} units in {result.num_items} items, {result.used_bytes} bytes of plan",
             f"load: {working} of {len(loads)} CTAs work; mean {_time(mean)}, costliest {_time(most)} "
             f"(+{over:.1f}%), by the cost model {_time(self.schedule.ns_per_unit)} a unit + "
             f"{self.schedule.ns_per_token:.3g} ns a token",
         ]
-        if self.is_by_sm:
-            classes = zip(*np.unique(self._speeds, return_counts=True), strict=True)
-            speeds = ", ".join(f"{count} at {speed:.3g}" for speed, count in classes)
-            lines.append(f"load: lists weighted by SM speed, times are cost / speed: {speeds} of the mean speed")
-        return lines
 
     def _explain_floor(self, device: str) -> list[str]:
         traffic = self.traffic()
@@ -183,13 +170,11 @@ def plan_lengths(
     fixed_piece_tokens: int = 0,
     tile: Tile | None = None,
     cost: Cost | None = None,
-    cta_speeds: Sequence[float] | None = None,
 ) -> Plan:
     """Plans lengths on the host alone: no wrapper, no device, no kernel.
 
     `q_lens` None: one row a request (decode). `tile` and `cost` are the backend's of flashpage/tiles.py unless given.
-    `page_size` 0: ragged. `cta_speeds`, [num_ctas], relative: how fast the SMs are that the lists are for. PlanError
-    where the lengths do not fit together.
+    `page_size` 0: ragged. PlanError where the lengths do not fit together.
     """
     rows = [1] * len(kv_lens) if q_lens is None else list(q_lens)
     vo = head_dim if head_dim_vo is None else head_dim_vo
@@ -209,11 +194,6 @@ def plan_lengths(
     )
     choice = backends.Choice(spec, cost or table_cost, capability, ())
     schedule = backends.schedule(choice, options, num_ctas)
-    speeds = None if cta_speeds is None else np.array(cta_speeds, np.float32)
-    if speeds is not None:
-        if len(speeds) != num_ctas:
-            raise PlanError(f"cta_speeds has {len(speeds)} entries but num_ctas is {num_ctas}: pass one a CTA.")
-        schedule.cta_speeds = speeds.ctypes.data
     result, data = _plan_arrays(options, schedule, rows, list(kv_lens))
     notes = (
         f"kernel {spec.kernel}, tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, for about "

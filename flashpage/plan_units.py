@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from . import host
 from .problem import Options
 
-_FLOATS = ctypes.POINTER(ctypes.c_float)
 CTA_WORK_ITEM = np.dtype([("cta", np.int32), *((name, host.WORK_ITEM[name]) for name in host.WORK_ITEM.names or ())])
 
 
@@ -32,17 +30,10 @@ class PlanBytes:
 
         return PlanBytes(
             header,
-            records(host.CTA_ITEMS, num_ctas, header.nbytes),
+            records(host.CTA_START, num_ctas, header.nbytes)["items"],
             records(host.WORK_ITEM, int(header["num_items"]), int(header["items_offset"])),
             records(host.MERGE_ITEM, int(header["num_merges"]), int(header["merges_offset"])),
         )
-
-    def speeds(self, schedule: host.Schedule) -> np.ndarray:
-        """Of each CTA, [schedule's num_ctas], 1 on average; `schedule` is what was planned with."""
-        if not self.header["claims_offset"]:
-            return np.ones(schedule.num_ctas)
-        given = np.ctypeslib.as_array(ctypes.cast(schedule.cta_speeds, _FLOATS), (schedule.num_ctas,))
-        return given / given.mean(dtype=np.float64)
 
     def items_by_cta(self) -> np.ndarray:
         """CTA_WORK_ITEM: the list of each CTA in the order of its work, with its own KV heads, partials and merges."""

@@ -7,20 +7,19 @@ import ctypes
 
 import torch
 
-from . import backends, host, jit, sm_speeds, variants
+from . import backends, host, jit, variants
 from .errors import PlanError
 from .problem import Options, Problem
 from .spec import KernelSpec
 
 CPU_CTAS_PER_THREAD = 4  # shares small enough that threads which start late still find work
-MIN_BY_SM_NS = 20_000.0  # of a plan's lists on average; in shorter ones, starting and ending a CTA is what counts
 
 
 class Prepared:
     """One combination of options on one device, for one class of rows: kernels loaded, schedule made. Shared by
     threads."""
 
-    __slots__ = ("attention", "choice", "merge", "options", "problem", "schedule", "schedule_address", "speeds")
+    __slots__ = ("attention", "choice", "merge", "options", "problem", "schedule", "schedule_address")
 
     def __init__(self, options: Options, packed_rows: int, device: torch.device) -> None:
         self.options = options
@@ -35,18 +34,7 @@ class Prepared:
         else:
             num_ctas = host.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
         self.schedule = backends.schedule(self.choice, options, num_ctas)
-        self.speeds = self._speeds(device, num_ctas)  # the schedule points at it
-        if self.speeds is not None:
-            self.schedule.cta_speeds = ctypes.addressof(self.speeds)
-            self.schedule.min_by_sm_ns = MIN_BY_SM_NS
         self.schedule_address = ctypes.addressof(self.schedule)
-
-    def _speeds(self, device: torch.device, num_ctas: int) -> ctypes.Array[ctypes.c_float] | None:
-        """Of the SMs, each of which has one CTA; None where the plan treats them alike."""
-        if not self.choice.capability.by_sm or self.options.is_batch_invariant:
-            return None
-        speeds = sm_speeds.speeds(device)
-        return speeds if speeds is not None and len(speeds) == num_ctas else None
 
 
 def trace(options: Options, soft_cap: float, device: torch.device) -> variants.TracedVariant:

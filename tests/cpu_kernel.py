@@ -138,8 +138,8 @@ def make_plan(case: KernelCase) -> tuple[np.ndarray, list[tuple[int, int, int, i
     for record, item in zip(records, items, strict=True):
         for name, value in item.items():
             record[name] = value
-    ctas = np.zeros(2, host.CTA_ITEMS)
-    ctas["begin"], ctas["end"] = [0, len(items) // 2], [len(items) // 2, len(items)]
+    ctas = np.zeros(2, host.CTA_START)
+    ctas["items"]["begin"], ctas["items"]["end"] = [0, len(items) // 2], [len(items) // 2, len(items)]
     header = np.zeros(1, host.PLAN_HEADER)
     header["num_ctas"], header["num_items"] = 2, len(items)
     header["items_offset"] = header.nbytes + ctas.nbytes

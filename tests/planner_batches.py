@@ -47,16 +47,9 @@ class Cutting:
     max_pieces: int = 0
     fixed_piece_tokens: int = 0
     merge_rows: int = 8
-    min_by_sm_ns: float = 0.0
-    cta_speeds: np.ndarray | None = None  # float32 [num_ctas]
 
     def struct(self) -> host.Schedule:
-        """Points at this object's speeds."""
-        fields = {**vars(self)}
-        if self.cta_speeds is not None:
-            assert self.cta_speeds.dtype == np.float32 and self.cta_speeds.shape == (self.num_ctas,)
-            fields["cta_speeds"] = self.cta_speeds.ctypes.data
-        return host.Schedule(**fields)
+        return host.Schedule(**dataclasses.asdict(self))
 
 
 @dataclasses.dataclass
@@ -66,20 +59,10 @@ class Planned:
     result: host.PlanResult
     header: np.void
     ctas: np.ndarray
+    firsts: np.ndarray  # of each CTA, the first item as its own
     items: np.ndarray
     merges: np.ndarray
     arrivals: np.ndarray
-    claims: np.ndarray
-
-    @property
-    def is_by_sm(self) -> bool:
-        return bool(self.header["claims_offset"])
-
-    @property
-    def speeds(self) -> np.ndarray:
-        """Of each CTA, as this plan counts on: 1 on average."""
-        given = self.cutting.cta_speeds if self.is_by_sm else None
-        return np.ones(self.cutting.num_ctas) if given is None else given / given.mean(dtype=np.float64)
 
 
 def index_array(values: np.ndarray | None) -> host.IndexArray:
@@ -154,12 +137,11 @@ def unpack(batch: Batch, cutting: Cutting, buffer: np.ndarray, result: host.Plan
     def records(kind: np.dtype, offset: int, count: int) -> np.ndarray:
         return buffer[offset : offset + count * kind.itemsize].view(kind)
 
-    ctas = records(host.CTA_ITEMS, header.nbytes, cutting.num_ctas)
+    starts = records(host.CTA_START, header.nbytes, cutting.num_ctas)
     items = records(host.WORK_ITEM, int(header["items_offset"]), int(header["num_items"]))
     merges = records(host.MERGE_ITEM, int(header["merges_offset"]), int(header["num_merges"]))
     arrivals = records(np.dtype(np.uint32), int(header["merges_offset"]) + merges.nbytes, len(merges))
-    claims = records(np.dtype(np.uint32), int(header["claims_offset"]), (len(ctas) + 1) * bool(header["claims_offset"]))
-    return Planned(batch, cutting, result, header, ctas, items, merges, arrivals, claims)
+    return Planned(batch, cutting, result, header, starts["items"], starts["first"], items, merges, arrivals)
 
 
 def bounds(batch: Batch, cutting: Cutting, one_row: bool = False) -> tuple[int, int]:

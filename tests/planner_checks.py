@@ -6,7 +6,7 @@ The lengths are expanded to every row tile; nothing here shares code or closed f
 from __future__ import annotations
 
 import numpy as np
-from planner_batches import TEAMS, Batch, Planned, indptr
+from planner_batches import TEAMS, Batch, Cutting, Planned, indptr
 
 from flashpage import host
 
@@ -72,6 +72,7 @@ def check(planned: Planned) -> dict[str, np.ndarray]:
     batch, cutting = planned.batch, planned.cutting
     _check_result(planned)
     _check_items(planned)
+    _check_firsts(planned)
     units = all_units(batch, cutting.tile_q)
     seen = expand(planned)
     order = np.lexsort((seen["piece"], seen["tile"], seen["kv_head"], seen["request"]))
@@ -116,20 +117,16 @@ def check(planned: Planned) -> dict[str, np.ndarray]:
 
 def _check_result(planned: Planned) -> None:
     batch, result, header = planned.batch, planned.result, planned.header
-    for name in ("num_ctas", "num_items", "num_merges", "num_partial_rows"):
+    for name in ("num_ctas", "num_items", "num_merges", "num_partial_rows", "used_bytes"):
         assert header[name] == getattr(result, name), name
     assert result.total_q == batch.q_start + batch.q_lens.sum()
     assert result.total_kv == batch.kv_lens.sum()
     assert result.max_q_len == max(batch.q_lens, default=0) and result.max_kv_len == max(batch.kv_lens, default=0)
     used = planned.ctas["end"] > planned.ctas["begin"]
-    last = len(used) if planned.is_by_sm else np.flatnonzero(used)[-1] + 1 if used.any() else 0
-    assert header["num_ctas"] == last
-    size = host.PLAN_HEADER.itemsize + len(used) * host.CTA_ITEMS.itemsize
+    assert header["num_ctas"] == (np.flatnonzero(used)[-1] + 1 if used.any() else 0)
+    size = host.PLAN_HEADER.itemsize + len(used) * host.CTA_START.itemsize
     size += planned.items.nbytes + planned.merges.nbytes + planned.arrivals.nbytes
-    assert header["claims_offset"] in (0, size) and (planned.claims == 0).all()
-    assert result.used_bytes == size + planned.claims.nbytes
-    if planned.cutting.cta_speeds is None:
-        assert not planned.is_by_sm
+    assert header["used_bytes"] == size
 
 
 def _check_items(planned: Planned) -> None:
@@ -148,6 +145,17 @@ def _check_items(planned: Planned) -> None:
         assert (items[name] == values[request]).all(), name
     assert planned.result.mask_bytes == mask_bytes.sum()
     assert (items["kv_begin"] >= 0).all() and (items["kv_end"] <= items["kv_len"]).all()
+
+
+def _check_firsts(planned: Planned) -> None:
+    """Beside its range, a CTA finds its first item as the list has it, for its own head and partials; or zeros."""
+    works = planned.ctas["end"] > planned.ctas["begin"]
+    ctas, firsts = planned.ctas[works], planned.firsts[works]
+    expected = planned.items[ctas["begin"]]
+    expected["kv_head"] += ctas["kv_head"]
+    expected["partial_row"] += np.where(expected["partial_row"] >= 0, ctas["partial_row"], 0)
+    assert (firsts == expected).all(), "a CTA's first item is not that of its list"
+    assert (planned.firsts[~works] == np.zeros(1, host.WORK_ITEM)).all()
 
 
 def _check_pieces(planned, pieces, units, unit_of, count, is_cut) -> None:
@@ -238,17 +246,16 @@ def _code(request: np.ndarray, kv_head: np.ndarray, tile: np.ndarray) -> np.ndar
 
 
 def loads(planned: Planned, pieces: dict[str, np.ndarray]) -> np.ndarray:
-    """Nanoseconds that each of the schedule's CTAs takes."""
-    return np.bincount(pieces["cta"], pieces["cost"], planned.cutting.num_ctas) / planned.speeds
+    """Nanoseconds of each of the schedule's CTAs."""
+    return np.bincount(pieces["cta"], pieces["cost"], planned.cutting.num_ctas)
 
 
-def granularity(planned: Planned) -> float:
+def granularity(batch: Batch, cutting: Cutting) -> float:
     """Nanoseconds of the costliest stretch that cannot be divided further, and one piece.
 
     What is shorter than two shortest pieces and a step of the tile may stay whole. In a team that is not full, a CTA
     takes each stretch for several KV heads.
     """
-    batch, cutting = planned.batch, planned.cutting
     units = all_units(batch, cutting.tile_q)
     length = units["end"] - units["begin"]
     shortest = np.full(len(length), cutting.min_piece_tokens)
@@ -259,27 +266,22 @@ def granularity(planned: Planned) -> float:
         stretch = np.minimum(length, cutting.fixed_piece_tokens)
     elif cutting.fixed_piece_tokens < 0:
         stretch = length
-    slowness = 1.0
-    if cutting.walk == TEAMS:
-        classes = zip(*np.unique(planned.speeds, return_counts=True), strict=True)
-        slowness = max(most_heads_of_a_cta(count, batch.num_kv_heads) / speed for speed, count in classes)
+    heads = most_heads_of_a_cta(cutting.num_ctas, batch.num_kv_heads) if cutting.walk == TEAMS else 1
     costliest = cutting.ns_per_unit + cutting.ns_per_token * float(stretch.max(initial=0))
-    return slowness * (costliest + cutting.ns_per_piece)
+    return heads * (costliest + cutting.ns_per_piece)
 
 
 def check_balance(planned: Planned, pieces: dict[str, np.ndarray]) -> None:
-    """No CTA takes more than 3% over the mean, or over it by no more than the granularity of the work.
+    """The costliest CTA is at most 3% over the mean, or over it by no more than the granularity of the work.
 
-    The mean: if all ended together, each at its speed. Where the group does not divide the row tile, the planner knows
-    a unit's tokens to within one.
+    Where the group does not divide the row tile, the planner knows a unit's tokens to within one.
     """
     batch, cutting = planned.batch, planned.cutting
     load = loads(planned, pieces)
-    mean, most = float(pieces["cost"].sum() / planned.speeds.sum()), float(load.max(initial=0.0))
+    mean, most = float(load.mean()), float(load.max(initial=0.0))
     inexact = cutting.tile_q % batch.group != 0 and (batch.causal or batch.window_left >= 0)
     units = np.bincount(pieces["cta"], minlength=1).max() if inexact else 0
-    error = units * cutting.ns_per_token / planned.speeds.min()
-    assert most <= max(1.03 * mean, mean + granularity(planned)) + error
+    assert most <= max(1.03 * mean, mean + granularity(batch, cutting)) + units * cutting.ns_per_token
 
 
 def most_heads_of_a_cta(num_ctas: int, num_kv_heads: int) -> int:

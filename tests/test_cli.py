@@ -8,13 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from flashpage import host, sm_speeds
-from flashpage.cli import info, main, values
+from flashpage.cli import main, values
 from flashpage.dtypes import DType
 from flashpage.env import VARIABLES
 from flashpage.spec import KernelSpec
@@ -103,18 +100,6 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.split()[0] for line in out.splitlines()}
     assert {"flashpage", "python", "cpu", "g++", "nvcc", "nvrtc", "cache"} <= rows
     assert set(VARIABLES) <= rows
-
-
-@pytest.mark.parametrize("planned", [[1.0] * 6 + [1.125] * 2, None], ids=["two classes", "alike"])
-def test_info_measures(planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = 61.5 if planned else 41.0
-    monkeypatch.setattr(host, "load", lambda: SimpleNamespace(fp_cuda_device_count=lambda: 1))
-    monkeypatch.setattr(sm_speeds, "measure", lambda index: np.array([41.0] * 6 + [fast] * 2))
-    monkeypatch.setattr(sm_speeds, "speeds", lambda device: planned)
-    measured, classes, speeds = (text for _, text in info._sms())
-    assert measured.endswith(f": 41.0 41.0 41.0 41.0 41.0 41.0 {fast} {fast}")
-    assert classes == ("classes: 6 SMs of 41.0, 2 SMs of 61.5" if planned else "classes: 8 SMs of 41.0")
-    assert speeds == ("planned: 6 SMs at 1.000, 2 SMs at 1.125" if planned else "planned: all alike")
 
 
 def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: os.PathLike[str]) -> None:

@@ -243,43 +243,6 @@ assert other == [""] and host.last_error().startswith("launching the kernel")
 """)
 
 
-def test_sms_are_measured_on_a_stream_of_their_own() -> None:
-    with_fake_driver("""
-speeds_kernel = kernel(b"sm_speeds", device=1)
-info = host.KernelInfo()
-host.check(lib.fp_kernel_describe(speeds_kernel, byref(info)))
-speeds = (ctypes.c_float * info.num_sms)()
-measured = [100.0 + sm for sm in range(info.num_sms)]
-
-def measure(launches):
-    fake.fake_clear()
-    status = lib.fp_cuda_sm_speeds(speeds_kernel, 4096, 1 << 24, speeds)
-    lines = record()
-    calls = ["host_alloc", "stream_create", *["launch", "stream_synchronize"] * launches, "host_free"]
-    assert [line.split()[0] for line in lines] == calls, lines
-    assert all(line.endswith("ctx=1001 mode=2") for line in lines), lines
-    shape = f"launch sm_speeds grid={info.num_sms} block=384 shared=100000 stream=77 first=4096 "
-    assert all(line.startswith(shape) for line in lines if line.startswith("launch")), lines
-    host.check(status)
-    return list(speeds)
-
-fake.fake_capture(1)
-assert measure(launches=2) == measured
-fake.fake_be_busy(3)  # the first launch, whose times nobody reads, and two more
-assert measure(launches=4) == measured
-fake.fake_be_busy(9)
-assert measure(launches=4) == [0.0] * info.num_sms
-fake.fake_be_busy(0)
-fake.fake_miss_an_sm(1)
-assert measure(launches=4) == [0.0] * info.num_sms
-fake.fake_miss_an_sm(0)
-fake.fake_fail_launches(1)
-assert lib.fp_cuda_sm_speeds(speeds_kernel, 4096, 1 << 24, speeds) == host.CUDA_ERROR
-assert host.last_error() == "measuring what SMs read: CUDA_ERROR_FAKE (700, refused by the fake)"
-assert record()[-1].startswith("host_free")
-""")
-
-
 def test_plans_in_flight_keep_their_slots() -> None:
     with_fake_driver("""
 planning = Planning()

@@ -23,7 +23,6 @@ PLANS = {
     "prefill": lambda: plan_lengths(*PREFILL, num_q_heads=6, num_kv_heads=2),
     "prefill, all visible": lambda: plan_lengths(*PREFILL, causal=False, window_left=50, page_size=0),
     "fixed split": lambda: plan_lengths(*PREFILL, fixed_piece_tokens=256, num_ctas=7),
-    "by SM": lambda: plan_lengths(None, DECODE, num_ctas=11, cta_speeds=[1.0, 1.25] * 5 + [1.0]),
     "cpu": lambda: plan_lengths(*PREFILL, backend="cpu", num_ctas=8, head_dim_vo=64),
 }
 
@@ -92,24 +91,6 @@ def test_explain_names_what_was_decided(plan: Plan) -> None:
     assert "floor" not in plan.explain(device="a card without measured ceilings")
     pieces = int(re.search(r"into (\d+) pieces", text).group(1))
     assert pieces == (plan.work_items()["partial_row"] >= 0).sum()
-
-
-def test_by_sm_times_are_alike_where_work_is_not() -> None:
-    speeds = np.where(np.arange(12) < 8, 1.0, 1.25)
-    plan = plan_lengths(None, [30_000] * 8, 32, 4, num_ctas=12, cta_speeds=speeds.tolist())
-    assert plan.is_by_sm
-    assert plan.cta_loads() == pytest.approx(plan.cta_loads().mean(), rel=0.02)
-    items = plan.work_items()
-    tokens = np.bincount(items["cta"], items["kv_end"] - items["kv_begin"])
-    assert tokens[8:].mean() == pytest.approx(1.25 * tokens[:8].mean(), rel=0.02)
-    assert "lists weighted by SM speed" in plan.explain() and "8 at 0.923, 4 at 1.15" in plan.explain()
-    ends = [segment.end for segment in plan.segments()]
-    assert max(ends) == pytest.approx(plan.result.cost_max_ns, rel=0.01)
-
-    plain = plan_lengths(None, [30_000] * 8, 32, 4, num_ctas=12)
-    assert not plain.is_by_sm and "SM speed" not in plain.explain()
-    with pytest.raises(PlanError, match="cta_speeds has 3 entries but num_ctas is 12"):
-        plan_lengths(None, [5], num_ctas=12, cta_speeds=[1.0] * 3)
 
 
 def test_picture_rows_are_ctas(plan: Plan) -> None:

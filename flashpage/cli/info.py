@@ -13,12 +13,11 @@ from .. import __version__, env, host, paths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--measure", action="store_true", help="measure what each SM reads, and how it is planned")
+    """None."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    measured = _sms() if arguments.measure else []
-    rows = [*_versions(), *_devices(), *measured, *_compilers(), *_kernels(), *_environment()]
+    rows = [*_versions(), *_devices(), *_compilers(), *_kernels(), *_environment()]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
@@ -47,28 +46,6 @@ def _devices() -> list[tuple[str, str]]:
         what = f"{info.name.decode()}, sm_{info.sm}, {info.num_sms} SMs, {info.memory_bytes / 2**30:.0f} GiB"
         rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}"))
     return rows if len(rows) > 1 else [*rows, ("cuda", "no device")]
-
-
-def _sms() -> list[tuple[str, str]]:
-    """What flashpage/sm_speeds.py measures and concludes."""
-    import numpy as np
-    import torch
-
-    from .. import sm_speeds
-
-    rows = []
-    for index in range(host.load().fp_cuda_device_count()):
-        measured = sm_speeds.measure(index)
-        planned = sm_speeds.speeds(torch.device("cuda", index))
-        found = sm_speeds.classes(measured)
-        speeds, counts = np.unique([] if found is None else found, return_counts=True)
-        text = [f"{count} SMs of {speed:.1f}" for speed, count in zip(speeds, counts, strict=True)]
-        rows.append((f"cuda:{index}", "GB/s by SM, from the L2: " + " ".join(f"{speed:.1f}" for speed in measured)))
-        rows.append(("", f"classes: {', '.join(text) or 'none'}"))
-        speeds, counts = np.unique([] if planned is None else list(planned), return_counts=True)
-        text = [f"{count} SMs at {speed:.3f}" for speed, count in zip(speeds, counts, strict=True)]
-        rows.append(("", f"planned: {', '.join(text) or 'all alike'}"))
-    return rows
 
 
 def _compilers() -> list[tuple[str, str]]:

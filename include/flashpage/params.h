@@ -103,14 +103,4 @@ struct AppendParams {
   FastDiv page;
 };
 
-// The kernel sm_speeds: what each SM reads from the L2 while all do.
-struct SmSpeedsParams {
-  const void* buffer;
-  u64 buffer_bytes;
-  u64 edge;       // nanoseconds: all read this long before and after what is measured
-  u64 window;     // nanoseconds
-  u64* begins;    // when each SM began, nanoseconds, [SMs]
-  float* speeds;  // GB/s, [SMs]
-};
-
 }  // namespace flashpage

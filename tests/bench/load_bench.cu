@@ -1,11 +1,9 @@
 // Reads the K and V of a plan with the decode kernel's own loaders and does nothing with them: what decode could reach.
 // tests/bench/load_bench.py puts #defines of HEAD_DIM, TOKENS, STAGES, CONSUMERS and LOADER in front.
-#include "flashpage/ptx/clock.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/tile/block_rows.h"
 #include "flashpage/tile/box_loader.h"
-#include "flashpage/tile/claim.h"
 #include "flashpage/tile/row_loader.h"
 #include "flashpage/tile/shape.h"
 
@@ -24,7 +22,6 @@ struct Slots {
   static constexpr int key_bytes = BlockRows<Traits::Cache, HEAD_DIM, TOKENS>::tile_bytes;
   alignas(1024) u8 slots[STAGES][2 * key_bytes];
   SlotRing<STAGES> ring;
-  i32 list;  // of the plan, which this CTA takes
 };
 
 struct LoadBench {
@@ -47,7 +44,7 @@ struct LoadBench {
   FP_DEVICE void walk(int own, int step, const Take& take) const {
     auto first_own = [&](u32 turn) { return (own - static_cast<int>(turn % step) + step) % step; };
     PlaceCursor cursor;
-    cursor.start(params.plan, shared.list);
+    cursor.start(params.plan, blockIdx.x);
     Place place, next;
     cursor.first(params, Traits::tile_q, place);
     u32 turn = 0;
@@ -95,19 +92,14 @@ extern "C" __global__ void __launch_bounds__(LoadBench::threads, 1)
     shared.ring.init(LoadBench::SlotLoader::arrivals, 1);
     ptx::mbarrier_init_fence();
   }
-  ptx::grid_dependency_wait();
-  const PlanHeader& plan = *params.plan;
-  const bool claims = threadIdx.x == 0 && plan.claims_offset != 0;
-  if (threadIdx.x == 0)
-    shared.list = claims ? claim_list(plan_claims(&plan), plan.num_ctas, ptx::sm_index()) : blockIdx.x;
   __syncthreads();
+  ptx::grid_dependency_wait();
   const LoadBench bench(shared, params, maps);
   if (bench.warp < Slots::loading_warps) {
     bench.load();
   } else {
     bench.consume();
   }
-  if (claims) release_claims(plan_claims(&plan), plan.num_ctas);
 }
 
 }  // namespace flashpage

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "cuda_api.h"
-#include "flashpage/params.h"
 
 using namespace flashpage::cuda;
 
@@ -22,8 +21,6 @@ std::string record;
 int copies = 0, copies_done = 0;  // asynchronous copies to the device
 bool capturing = false;
 int failing_launches = 0;
-int late_launches = 0;  // of sm_speeds, in which an SM begins late
-bool first_sm_is_missing = false;
 bool refusing_maps = false;
 thread_local Context current = nullptr;
 thread_local int capture_mode = 0;
@@ -51,8 +48,6 @@ EXPORT void fake_clear() { record.clear(); }
 EXPORT void fake_capture(int on) { capturing = on; }
 EXPORT void fake_finish_copies() { copies_done = copies; }
 EXPORT void fake_fail_launches(int count) { failing_launches = count; }
-EXPORT void fake_be_busy(int launches) { late_launches = launches; }
-EXPORT void fake_miss_an_sm(int on) { first_sm_is_missing = on; }
 
 EXPORT void fake_refuse_maps_of_bytes(int on) { refusing_maps = on; }
 
@@ -113,16 +108,7 @@ EXPORT Result cuLaunchKernelEx(const LaunchConfig* config, Function function, vo
   }
   note(text);
   if (extra != nullptr) return 1;
-  if (failing_launches > 0) return --failing_launches, 700;
-  if (strcmp(reinterpret_cast<const char*>(function), "sm_speeds") == 0) {
-    const auto& measured = *static_cast<flashpage::SmSpeedsParams*>(params[0]);
-    for (unsigned sm = 0; sm < config->grid_x; ++sm) {
-      measured.begins[sm] = sm == 0 && first_sm_is_missing ? 0 : 5000 + sm;
-      measured.speeds[sm] = 100.0f + sm;
-    }
-    if (late_launches > 0) measured.begins[3] += late_launches-- * measured.edge;
-  }
-  return success;
+  return failing_launches > 0 ? (--failing_launches, 700) : success;
 }
 EXPORT Result cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* dims,
                                      const uint64_t* strides, const unsigned* box, const unsigned* element_strides,

@@ -19,9 +19,8 @@ struct Bounds {
 // Balanced: pieces at most two a cut, and one cut a lane; items at most one a request and four a lane and head.
 // Fixed split: one piece a chunk and row tile; the worst batch has all rows and all tokens in one request.
 inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedule& schedule) {
-  Lanes made;
-  make_lanes(schedule, heads.num_kv_heads, made);
-  const std::vector<Lane>& lanes = made.lanes;
+  std::vector<Lane> lanes;
+  make_lanes(schedule, heads.num_kv_heads, lanes);
   const bool one_row = capacity.q_rows == 0;
   const i64 group = heads.group(), num_kv_heads = heads.num_kv_heads, num_lanes = static_cast<i64>(lanes.size());
   const i64 packed_rows = (one_row ? capacity.batch : capacity.q_rows) * group;
@@ -49,9 +48,8 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
     merges = cuts * merges_of_unit;
     partial_rows = 2 * cuts * unit_rows;
   }
-  const i64 bytes = static_cast<i64>(sizeof(PlanHeader)) + schedule.num_ctas * static_cast<i64>(sizeof(CtaItems)) +
-                    items * static_cast<i64>(sizeof(WorkItem)) + merges * merge_bytes +
-                    (schedule.by_sm() ? claims_bytes(schedule.num_ctas) : 0);
+  const i64 bytes = static_cast<i64>(sizeof(PlanHeader)) + schedule.num_ctas * static_cast<i64>(sizeof(CtaStart)) +
+                    items * static_cast<i64>(sizeof(WorkItem)) + merges * merge_bytes;
   return {bytes, partial_rows};
 }
 

@@ -41,12 +41,11 @@ class Emitter {
         merge_rows_(make_fast_div(schedule.merge_rows)),
         bytes_(static_cast<char*>(buffer)),
         capacity_(capacity),
-        items_offset_(sizeof(PlanHeader) + schedule.num_ctas * static_cast<i64>(sizeof(CtaItems))),
+        items_offset_(sizeof(PlanHeader) + schedule.num_ctas * static_cast<i64>(sizeof(CtaStart))),
         items_(bytes_ + items_offset_, max_of<i64>(0, capacity - items_offset_) / static_cast<i64>(sizeof(WorkItem))) {}
 
   // Bytes of the plan; beyond `capacity`, nothing that was written is of use.
-  i64 run(const Lanes& made, const Partition& partition, PlanHeader& header) {
-    const std::vector<Lane>& lanes = made.lanes;
+  i64 run(const std::vector<Lane>& lanes, const Partition& partition, PlanHeader& header) {
     cut_units().clear();
     ranges().assign(schedule_.num_ctas, CtaItems{});
     Cut begin;
@@ -56,29 +55,27 @@ class Emitter {
       walk(lanes[l], begin, partition.ends[l]);
       begin = partition.ends[l];
       if (items_.count() == first) continue;
-      set_ranges(made, lanes[l], first);
-      num_ctas = max_of(num_ctas, lanes[l].first + lanes[l].members);
+      set_ranges(lanes[l], first);
+      num_ctas = max_of(num_ctas, lanes[l].first_cta + lanes[l].members);
     }
     const i64 merges_offset = items_offset_ + items_.count() * static_cast<i64>(sizeof(WorkItem));
     const i64 num_merges = merges_of_walk_ * members_;
-    const i64 claims_offset = merges_offset + num_merges * merge_bytes;
-    const i64 used = claims_offset + (schedule_.by_sm() ? claims_bytes(schedule_.num_ctas) : 0);
+    const i64 used = merges_offset + num_merges * merge_bytes;
     num_partial_rows_ = rows_of_walk_ * members_;
-    header = {schedule_.by_sm() ? schedule_.num_ctas : num_ctas,  // an SM may have any list
+    header = {num_ctas,
               static_cast<i32>(items_.count()),
               static_cast<i32>(num_merges),
               static_cast<i32>(num_partial_rows_),
               static_cast<i32>(merges_of_walk_),
               static_cast<i32>(items_offset_),
               static_cast<i32>(merges_offset),
-              schedule_.by_sm() ? static_cast<i32>(claims_offset) : 0};
+              static_cast<i32>(used)};
     if (used > capacity_ || used > max_i32 || num_partial_rows_ > max_i32) return used;
-    shift_merges(made);
+    shift_merges(lanes);
     std::memcpy(bytes_, &header, sizeof(header));
-    std::memcpy(bytes_ + sizeof(header), ranges().data(), ranges().size() * sizeof(CtaItems));
+    write_starts(reinterpret_cast<CtaStart*>(bytes_ + sizeof(header)));
     write_merges(reinterpret_cast<MergeItem*>(bytes_ + merges_offset));
-    const i64 counters_offset = claims_offset - num_merges * static_cast<i64>(sizeof(u32));  // arrivals, then claims
-    std::memset(bytes_ + counters_offset, 0, used - counters_offset);
+    std::memset(bytes_ + used - num_merges * sizeof(u32), 0, num_merges * sizeof(u32));
     return used;
   }
 
@@ -101,14 +98,12 @@ class Emitter {
   }
 
   // The lane's members take what was put since item `first`.
-  [[gnu::always_inline]] void set_ranges(const Lanes& made, const Lane& lane, i64 first) {
-    CtaItems* all = ranges().data();
-    const i32* by_speed = made.by_speed.empty() ? nullptr : made.by_speed.data();
+  void set_ranges(const Lane& lane, i64 first) {
+    CtaItems* members = ranges().data() + lane.first_cta;
     const i32 begin = static_cast<i32>(first), end = static_cast<i32>(items_.count());
     for (i32 member = 0; member < lane.members; ++member) {
-      const i32 place = lane.first + member, walk = member * lane.heads;
-      all[by_speed ? by_speed[place] : place] = {begin, end, static_cast<u16>(walk * copies_), static_cast<u16>(walk),
-                                                 0};
+      const i32 walk = member * lane.heads;
+      members[member] = {begin, end, static_cast<u16>(walk * copies_), static_cast<u16>(walk), 0};
     }
   }
 
@@ -230,18 +225,26 @@ class Emitter {
   }
 
   // The partial rows of the n-th walk of the axis begin at n times those of one walk, and so do its merges.
-  void shift_merges(const Lanes& made) {
+  void shift_merges(const std::vector<Lane>& lanes) {
     const i32 rows = static_cast<i32>(rows_of_walk_), merges = static_cast<i32>(merges_of_walk_);
     for (CtaItems& range : ranges()) range.partial_row = range.walk * rows;
-    for (const Lane& lane : made.lanes) {
+    for (const Lane& lane : lanes) {
       if (lane.heads == 1) continue;
-      const CtaItems& range = ranges()[made.cta(lane.first)];
+      const CtaItems& range = ranges()[lane.first_cta];
       for (i32 i = range.begin; i < range.end; ++i) {
         WorkItem& item = items_[i];
         if (item.partial_row < 0) continue;
         item.partial_row += item.kv_head * rows;
         item.merge += item.kv_head * merges;
       }
+    }
+  }
+
+  void write_starts(CtaStart* starts) {
+    for (const CtaItems& range : ranges()) {
+      CtaStart& start = *starts++;
+      start.items = range;
+      start.first = range.begin < range.end ? item_of_member(items_[range.begin], range) : WorkItem{};
     }
   }
 

@@ -30,15 +30,14 @@ inline Cut next_unit(const Cut& cut, i32 tiles, i32 copies) {
 
 struct Partition {
   std::vector<Cut> ends;  // lane l walks from ends[l - 1] (the first one from the start) to ends[l]
-  double mean = 0.0;      // time of a CTA if all ended together, ns
-  double max = 0.0;       // time of the CTA that takes longest, ns
+  double mean = 0.0;      // load of a CTA if all were alike, ns
+  double max = 0.0;       // of the costliest CTA, ns
   i32 inside = 0;         // cuts inside a unit
 };
 
 // The costliest CTA ends at most 3% over the mean, or over it by no more than one stretch that cannot be divided (less
 // than two shortest pieces and a step; times the KV heads that one CTA takes, where teams are not full) and the cost of
-// a piece: below that, evening out would cost more than it gains. Where CTAs differ in speed, this holds for the time
-// that each takes.
+// a piece: below that, evening out would cost more than it gains.
 class Partitioner {
  public:
   Partitioner(const CostModel& model, const Schedule& schedule, const Request* requests, i32 batch, i32 copies,
@@ -63,7 +62,7 @@ class Partitioner {
     }
   }
 
-  // Finds the lowest level (time of a CTA) at which the lanes, each filled up to it, take everything. What is lost at
+  // Finds the lowest level (load of a CTA) at which the lanes, each filled up to it, take everything. What is lost at
   // the lanes' ends (a shortfall before an edge, or one more piece) is known only afterwards: guess, fill, and correct,
   // between the highest level known to be too low and the lowest known to be enough.
   void run(Partition& best) const {
@@ -150,7 +149,7 @@ class Partitioner {
     Fill fill{0.0, infinite};
     double shares = shares_;
     for (i32 l = 0; l < num_lanes; ++l) {
-      const double share = lanes_[l].share, per_share = lanes_[l].per_share, left = total_ - lane.at;
+      const double share = lanes_[l].share, heads = lanes_[l].heads, left = total_ - lane.at;
       lane.overhead = lane.begin.inside() ? ns_per_piece_ : 0.0;
       const double needed = (left + lane.overhead + loss * (num_lanes - 1 - l)) * (1.0 / shares);
       const double raised = max_of(level, needed);
@@ -161,9 +160,9 @@ class Partitioner {
       if (l + 1 < num_lanes && lane.room < left && left > 0.0) {
         double next_cost;
         choice = end_of(lane, place, next_cost);
-        fill.next_level = min_of(fill.next_level, (next_cost + lane.overhead) * per_share);
+        fill.next_level = min_of(fill.next_level, (next_cost + lane.overhead) * heads);
       }
-      const double load = choice.cost > 0.0 ? (choice.cost + lane.overhead) * per_share : 0.0;
+      const double load = choice.cost > 0.0 ? (choice.cost + lane.overhead) * heads : 0.0;
       fill.excess += (l + 1 < num_lanes ? raised - level : load - level) * share;
       partition.max = max_of(partition.max, load);
       partition.inside += choice.cut.inside();

@@ -25,12 +25,10 @@ struct Schedule {
   double ns_per_unit;
   double ns_per_piece;
   i32 min_piece_tokens;
-  i32 max_pieces;           // of one unit; 0: no limit
-  i32 fixed_piece_tokens;   // > 0: cut every unit at its multiples; -1: never cut; 0: balance
-  i32 merge_rows;           // packed rows
-  const float* cta_speeds;  // [num_ctas], relative; null: all alike
+  i32 max_pieces;          // of one unit; 0: no limit
+  i32 fixed_piece_tokens;  // > 0: cut every unit at its multiples; -1: never cut; 0: balance
+  i32 merge_rows;          // packed rows
 
-  bool by_sm() const { return cta_speeds != nullptr; }
   bool balanced() const { return fixed_piece_tokens == 0; }
   bool fixed() const { return fixed_piece_tokens > 0; }
 };

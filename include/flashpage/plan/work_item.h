@@ -5,6 +5,8 @@
 // of one request over one token range; a CTA's items lie side by side. CTAs that walk the same token ranges for
 // different KV heads (a team) share one list, so a decode plan has one item a request and cut, not one a KV head. Read
 // it through for_each_item, which gives each member its own head and partial row; first_merge gives it its own merge.
+// A CTA's first item is also there a second time, beside its range, already its own: a kernel that starts waits for one
+// load, not for the range and then for the item.
 #pragma once
 #include "flashpage/common/types.h"
 
@@ -53,9 +55,14 @@ struct alignas(16) CtaItems {
 };
 static_assert(sizeof(CtaItems) == 16);
 
-// First bytes of a plan in the int workspace; the offsets are bytes from the header. Right behind it lie CtaItems, as
-// many as the schedule has CTAs: those without work have an empty range. Behind the merges lie as many arrivals, and
-// where the plan is by SM, list i is weighted for SM i and lies there for whoever claims it: the claims.
+struct alignas(16) CtaStart {
+  CtaItems items;
+  WorkItem first;  // items.begin as item_of_member gives it; zero where the range is empty
+};
+static_assert(sizeof(CtaStart) == 80);
+
+// First bytes of a plan in the int workspace; the offsets are bytes from the header. Right behind it lie CtaStarts, as
+// many as the schedule has CTAs: those without work have an empty range. Behind the merges lie as many arrivals.
 struct alignas(16) PlanHeader {
   i32 num_ctas;
   i32 num_items;
@@ -64,12 +71,11 @@ struct alignas(16) PlanHeader {
   i32 merges_of_walk;  // of one walk of all requests; another walk's, alike for other KV heads, lie behind them
   i32 items_offset;    // WorkItem [num_items]
   i32 merges_offset;   // MergeItem [num_merges]
-  i32 claims_offset;   // u32 [num_ctas + 1], of a plan by SM: tile/claim.h; 0: CTA i takes list i
+  i32 used_bytes;
 };
 static_assert(sizeof(PlanHeader) == 32);
 
 inline constexpr i64 merge_bytes = sizeof(MergeItem) + sizeof(u32);  // with its arrivals
-FP_HOST_DEVICE constexpr i64 claims_bytes(i32 num_ctas) { return (num_ctas + 1) * static_cast<i64>(sizeof(u32)); }
 
 FP_HOST_DEVICE WorkItem item_of_member(WorkItem item, const CtaItems& cta) {
   item.kv_head += cta.kv_head;
@@ -79,9 +85,10 @@ FP_HOST_DEVICE WorkItem item_of_member(WorkItem item, const CtaItems& cta) {
 
 // What CTA `cta` does; any CTA that the schedule counted. Does not depend on the header's bytes: its load and the
 // header's go out together.
-FP_HOST_DEVICE CtaItems cta_items(const PlanHeader* plan, i32 cta) {
-  return reinterpret_cast<const CtaItems*>(plan + 1)[cta];
+FP_HOST_DEVICE const CtaStart& cta_start(const PlanHeader* plan, i32 cta) {
+  return reinterpret_cast<const CtaStart*>(plan + 1)[cta];
 }
+FP_HOST_DEVICE CtaItems cta_items(const PlanHeader* plan, i32 cta) { return cta_start(plan, cta).items; }
 FP_HOST_DEVICE const WorkItem* plan_items(const PlanHeader* plan) {
   return reinterpret_cast<const WorkItem*>(reinterpret_cast<const char*>(plan) + plan->items_offset);
 }
@@ -92,10 +99,6 @@ FP_HOST_DEVICE const MergeItem* plan_merges(const PlanHeader* plan) {
 // unit's first merge. Zero in a fresh plan; whoever merges sets it back to zero, for the next run.
 FP_HOST_DEVICE u32* plan_arrivals(const PlanHeader* plan) {
   return reinterpret_cast<u32*>(const_cast<MergeItem*>(plan_merges(plan) + plan->num_merges));
-}
-// [num_ctas + 1]: which lists are taken, and how many CTAs have one. Zero in a fresh plan and after every launch.
-FP_HOST_DEVICE u32* plan_claims(const PlanHeader* plan) {
-  return reinterpret_cast<u32*>(const_cast<char*>(reinterpret_cast<const char*>(plan)) + plan->claims_offset);
 }
 // Index of the first merge of an item's unit; only where its partial_row is not -1.
 FP_HOST_DEVICE i32 first_merge(const PlanHeader* plan, const WorkItem& item, const CtaItems& cta) {

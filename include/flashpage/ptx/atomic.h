@@ -12,13 +12,6 @@ FP_DEVICE u32 add_acquire_release(u32* counter, u32 amount) {
   return before;
 }
 
-// The value before. Orders nothing else.
-FP_DEVICE u32 exchange(u32* word, u32 value) {
-  u32 before;
-  asm volatile("atom.exch.relaxed.gpu.global.b32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
-  return before;
-}
-
 // What others wrote before they added to the counter is visible once their additions are seen.
 FP_DEVICE u32 load_acquire(const u32* counter) {
   u32 value;

@@ -68,17 +68,20 @@ struct PlaceCursor {
   CtaItems cta;
   i32 next_item;
   i32 units_left;  // of the item, after the last unit
+  const CtaStart* begin;
 
-  FP_DEVICE void start(const PlanHeader* plan, i32 index) {
-    cta = cta_items(plan, index);
-    next_item = cta.begin;
-    units_left = 0;
-  }
+  FP_DEVICE void start(const PlanHeader* plan, i32 index) { begin = &cta_start(plan, index); }
 
-  // The first place of the CTA, or the one after `last`.
+  // The first place of the CTA, or the one after `last`. The first item is read whether there is one or not: its load
+  // does not wait for the range.
   FP_DEVICE void first(const AttentionParams& params, i32 tile_q, Place& place) {
-    next_unit(params, tile_q, place, place);
+    const CtaStart start = *begin;
+    cta = start.items;
+    next_item = cta.begin;
+    place.pass = 0;
     place.turn = 0;
+    place.done = cta.begin == cta.end;
+    open_item(params, tile_q, start.first, place);
   }
   FP_DEVICE void next(const AttentionParams& params, i32 tile_q, i32 passes, const Place& last, Place& place) {
     if (last.pass + 1 < passes) {
@@ -102,10 +105,15 @@ struct PlaceCursor {
       place.unit = row < packed_rows ? make_unit(params, last.item, tile_q, row, last.unit.kv_head)
                                      : make_unit(params, last.item, tile_q, 0, last.unit.kv_head + 1);
     } else if (!place.done) {
-      place.item = item_of_member(plan_items(params.plan)[next_item++], cta);
-      units_left = place.item.num_units - 1;
-      place.unit = make_unit(params, place.item, tile_q, place.item.first_packed_row, place.item.kv_head);
+      open_item(params, tile_q, item_of_member(plan_items(params.plan)[next_item], cta), place);
     }
+  }
+
+  FP_DEVICE void open_item(const AttentionParams& params, i32 tile_q, const WorkItem& item, Place& place) {
+    ++next_item;
+    units_left = item.num_units - 1;
+    place.item = item;
+    place.unit = make_unit(params, item, tile_q, item.first_packed_row, item.kv_head);
   }
 };
 
