@@ -84,16 +84,15 @@ def sm80_tile(
     return Tile(128, tile_kv, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 128, 0, 8)
 
 
-def sm90_decode_tile(
-    head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int
-) -> tuple[Tile, Cost]:
+def sm90_decode_tile(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int) -> tuple[Tile, Cost]:
     """Few rows on Hopper: one CTA an SM, eight warps that compute and a ring that keeps enough bytes in flight.
 
-    A warp has 16 rows and at most 256 value columns; warps of the same tokens share a slot. tests/bench/NOTES.md has the
-    sizes that were measured.
+    A warp has 16 rows and up to 256 value columns; warps of the same tokens share a slot. What was measured is in
+    tests/bench/NOTES.md.
     """
     tile_q = next(rows for rows in (16, 32, 64) if packed_rows <= rows)
-    warps_q, warps_v = tile_q // 16, 1 if head_dim_vo <= 256 else 2
+    # Widening fp8 beside an accumulator of 256 columns takes more registers than there are.
+    warps_q, warps_v = tile_q // 16, 1 if head_dim_vo <= (128 if kv_dtype.is_fp8 else 256) else 2
     shared_token_bytes = sum(-(-dim * kv_dtype.size // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
     tile_kv = 32 if shared_token_bytes <= 512 or kv_dtype.is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
     teams = 8 // (warps_q * warps_v)

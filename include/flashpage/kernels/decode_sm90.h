@@ -22,14 +22,11 @@ struct DecodeSm90 {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     using Warps = DecodeWarps<Traits>;
-    if (threadIdx.x == 0) {
-      shared.ring.init(DecodeLoad<Traits>::SlotLoader::arrivals, Warps::team);
-      shared.place_ring.init(Warps::place_arrivals, Warps::computing);
-      ptx::mbarrier_init_fence();
-      if constexpr (Traits::loader == Loader::boxes) {
-        ptx::prefetch_tensor_map(maps.k);
-        ptx::prefetch_tensor_map(maps.v);
-      }
+    shared.ring.init(DecodeLoad<Traits>::SlotLoader::arrivals, Warps::team);
+    shared.place_ring.init(Warps::place_arrivals, Warps::computing);
+    if (Traits::loader == Loader::boxes && threadIdx.x == 0) {
+      ptx::prefetch_tensor_map(maps.k);
+      ptx::prefetch_tensor_map(maps.v);
     }
     clear_padding(shared);
     __syncthreads();

@@ -1,6 +1,7 @@
 // The computing warps of decode_sm90.
 #pragma once
 #include "flashpage/kernels/decode_sm90_shared.h"
+#include "flashpage/ptx/atomic.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/named_barrier.h"
@@ -69,8 +70,7 @@ struct DecodeCompute {
 
   struct Merging {
     bool is_piece;
-    i32 field = 0;    // of the MergeItem, one a lane
-    u32 arrived = 0;  // pieces of the unit that were done when this one began; thread 0
+    i32 field = 0;  // of the MergeItem, one a lane
 
     FP_DEVICE MergeItem item() const {
       MergeItem item;
@@ -85,18 +85,17 @@ struct DecodeCompute {
     const WorkItem& item = slotted.place.item;
     const Unit unit = slotted.place.unit;
     const int slots = slotted.slots;
+    // The team's place in this unit: sums go by it, so that their order does not depend on the units before.
+    const int rank = (team - turn) % teams;
     // What the merge needs is asked for here: it must not be waited for at the unit's end.
     const Target first_target =
         early_target ? target_of(item, unit, row_of(thread / pairs, 0), thread % pairs * 2) : Target{};
     Merging merging;
     merging.is_piece = item.partial_row >= 0;
-    if (merging.is_piece) {
-      merging.field = __ldg(reinterpret_cast<const i32*>(slotted.merge) + lane % 8);
-      if (thread == 0) merging.arrived = ptx::load_acquire(slotted.arrivals);
-    }
+    if (merging.is_piece) merging.field = __ldg(reinterpret_cast<const i32*>(slotted.merge) + lane % 8);
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
-    start(state, item, unit);
+    start(state, item, unit, rank);
     float scale = score_scale_of<Traits>(params, unit);
     u32 query = query_lane_address<Traits>(ptx::shared_address(query_tile) + first_row * S::QueryRows::stride, lane);
     u32 query_registers[query_in_registers ? S::key_steps : 1][S::row_tiles][4];
@@ -117,7 +116,7 @@ struct DecodeCompute {
       }
     };
 
-    for (int slot = (team - turn) % teams; slot < slots; slot += teams) {
+    for (int slot = rank; slot < slots; slot += teams) {
       shared.ring.wait_full(turn + slot);
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
       u8* tile = shared.slots[shared.ring.slot(turn + slot)];
@@ -139,7 +138,7 @@ struct DecodeCompute {
       if (lane == 0) shared.ring.release(turn + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
-    combine(state, values[0], item, unit, merging, first_target, slotted.arrivals);
+    combine(state, values[0], slotted, unit, rank, merging, first_target);
   }
 
   // A box may bring tokens that the unit does not see, and leaves what was there before where it brings none: NaN
@@ -156,9 +155,9 @@ struct DecodeCompute {
     __syncwarp();
   }
 
-  FP_DEVICE void start(SoftmaxState<S::row_tiles>& state, const WorkItem& item, const Unit& unit) {
+  FP_DEVICE void start(SoftmaxState<S::row_tiles>& state, const WorkItem& item, const Unit& unit, int rank) {
     state.clear();
-    if (team != 0 || !params.sinks) return;
+    if (rank != 0 || !params.sinks) return;
 #pragma unroll
     for (int m = 0; m < S::row_tiles; ++m)
 #pragma unroll
@@ -172,28 +171,29 @@ struct DecodeCompute {
   // The teams' states into one, and out: to the output, or to the partials of a cut unit, whose last piece merges them.
   // A piece that finds all others done (most do, as CTAs end with a request that others began) merges at once, its own
   // partial still in shared memory: the same bits, 1.5 us sooner.
-  FP_DEVICE void combine(SoftmaxState<S::row_tiles>& state, float (&values)[S::value_tiles][4], const WorkItem& item,
-                         const Unit& unit, const Merging& merging, const Target& first_target, u32* arrivals) {
+  FP_DEVICE void combine(SoftmaxState<S::row_tiles>& state, float (&values)[S::value_tiles][4],
+                         const SlottedPlace& slotted, const Unit& unit, int rank, const Merging& merging,
+                         const Target& first_target) {
+    const WorkItem& item = slotted.place.item;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (half * 8 >= unit.num_rows) break;
       int row = first_row + half * 8 + lane / 4;
       float sum = quad_sum(state.sum[0][half]);
       if (lane % 4 == 0 && part == 0) {
-        shared.maximum[row][team] = state.maximum[0][half];
-        shared.sum[row][team] = sum;
+        shared.maximum[row][rank] = state.maximum[0][half];
+        shared.sum[row][rank] = sum;
       }
     }
-    const MergeItem merge = merging.item();
     if (thread == 0) {
-      shared.merges_now =
-          merging.is_piece && unit.num_rows <= 8 && merging.arrived == static_cast<u32>(merge.num_partials) - 1;
+      shared.merges_now = merging.is_piece && unit.num_rows <= 8 && ptx::load_acquire_shared(&slotted.others_are_done);
     }
     bool merges_now = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half * 8 >= unit.num_rows) break;
       if (first_row + half * 8 + lane / 4 < unit.num_rows) {
-        float* mine = shared.exchange[team][first_row / 2 + lane / 4];
+        float* mine = shared.exchange[rank][first_row / 2 + lane / 4];
         for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
           *reinterpret_cast<float2*>(mine + exchange_column(lane / 4, part * S::value_columns + at)) =
               make_float2(first, second);
@@ -205,7 +205,7 @@ struct DecodeCompute {
       ptx::named_barrier(all_barrier, threads);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::written);
-    if (merging.is_piece) merge_pieces(merge, merges_now ? item.piece : -1, arrivals);
+    if (merging.is_piece) merge_pieces(merging.item(), merges_now ? item.piece : -1, slotted.arrivals);
   }
 
   // `own`: the piece that is still in the exchange; -1: it went to the partials, and all may not be there yet.

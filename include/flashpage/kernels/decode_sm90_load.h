@@ -1,6 +1,7 @@
 // The loading warps of decode_sm90.
 #pragma once
 #include "flashpage/kernels/decode_sm90_shared.h"
+#include "flashpage/ptx/atomic.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/tile/box_loader.h"
 #include "flashpage/tile/query.h"
@@ -50,6 +51,7 @@ struct DecodeLoad {
       Source following;
       if (!next.done) following = loader.open(next, first_own(turn + slots));
       for (; slot < slots; slot += warps) loader.load(source, slot, turn + slot);
+      if (place.item.partial_row >= 0) look_for_others(unit_turn - 1);
       turn += slots;
       place = next;
       source = following;
@@ -58,6 +60,14 @@ struct DecodeLoad {
   }
 
  private:
+  // Of a cut unit, once all its loads are issued: the computing warps then save themselves the counting in.
+  FP_DEVICE void look_for_others(u32 unit_turn) {
+    if (warp != warps - 1 || lane != 0) return;
+    SlottedPlace& place = shared.places[shared.place_ring.slot(unit_turn)];
+    const u32 others = static_cast<u32>(place.merge->num_partials) - 1;
+    if (ptx::load_acquire(place.arrivals) == others) ptx::store_release_shared(&place.others_are_done, 1);
+  }
+
   FP_DEVICE int first_own(u32 turn) const { return (warp - turn) % warps; }
 
   FP_DEVICE void publish(const Place& place, const Source& source, u32 turn, const CtaItems& cta) {
@@ -77,10 +87,15 @@ struct DecodeLoad {
         i32 merge = first_merge(params.plan, place.item, cta);
         to.merge = plan_merges(params.plan) + merge;
         to.arrivals = plan_arrivals(params.plan) + merge;
+        to.others_are_done = 0;
       }
       ptx::mbarrier_arrive(barrier);
     }
-    ptx::mbarrier_arrive_after_copies(barrier);
+    if constexpr (is_fp8<typename Traits::StoredQuery>) {
+      ptx::mbarrier_arrive(barrier);  // releases what this lane has stored
+    } else {
+      ptx::mbarrier_arrive_after_copies(barrier);
+    }
   }
 };
 

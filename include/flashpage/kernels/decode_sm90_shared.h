@@ -13,10 +13,9 @@ struct DecodeWarps {
   static constexpr int teams = Traits::warps_kv;
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
-  static constexpr int place_arrivals = 32 + 1;                  // the lanes' query copies, and the place itself
-  static constexpr bool wide = Shape<Traits>::value_tiles > 16;  // accumulators want more registers
-  static constexpr int loading_registers = wide ? 88 : 104;
-  static constexpr int computing_registers = wide ? 208 : 200;
+  static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place itself
+  static constexpr int loading_registers = 104;
+  static constexpr int computing_registers = 200;
   static_assert(computing == 8);
 };
 
@@ -27,6 +26,7 @@ struct SlottedPlace {
   i32 slots;
   const MergeItem* merge;  // of a piece
   u32* arrivals;
+  u32 others_are_done;  // all other pieces of the unit: seen shortly before this one ends
 };
 
 template <class Traits>

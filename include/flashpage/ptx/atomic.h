@@ -1,6 +1,6 @@
-// Counters in global memory.
+// Counters in global memory, and flags between warps.
 #pragma once
-#include "flashpage/common/types.h"
+#include "flashpage/ptx/shared.h"
 
 namespace flashpage::ptx {
 
@@ -17,6 +17,16 @@ FP_DEVICE u32 load_acquire(const u32* counter) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
+}
+
+// The same between warps of a CTA: what the writer saw before is visible here.
+FP_DEVICE u32 load_acquire_shared(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(shared_address(word)) : "memory");
+  return value;
+}
+FP_DEVICE void store_release_shared(u32* word, u32 value) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(word)), "r"(value) : "memory");
 }
 
 }  // namespace flashpage::ptx

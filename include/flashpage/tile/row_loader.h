@@ -100,7 +100,7 @@ struct RowLoader {
       const int lane_row = lane / chunks, lane_chunk = lane % chunks;
       const u32 lane_to = to + Target::chunk_offset(lane_row, lane_chunk);
       const u32 lane_byte = lane_chunk * 16;
-#pragma unroll
+#pragma unroll(all ? 4 : 1)
       for (int first = 0; first < group_tokens; first += rows_a_pass) {
         const u8* from = reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, mine, first + lane_row)) + lane_byte;
         u32 here = (lane_to ^ (first & 7) * 16) + first * Target::stride;

@@ -22,24 +22,23 @@ struct Shape {
   static constexpr bool rotate = Traits::position_encoding == PositionEncoding::rope;
   // What the score product reads: the cache's own bytes, or rotated keys widened to the query's type.
   using Key = typename select_type<rotate, Query, Cache>::type;
+  // Blocks: K and V as the copy engine writes them; a tile of `tile_kv` tokens belongs to one warp of the tokens' side.
+  static constexpr bool blocks = Traits::layout == RowsLayout::blocks;
   // fp8 keys meet fp16 queries: two are widened in one instruction, where bf16 takes four. Only with Q in registers,
   // where it is scaled into fp16's range first (tile/half_query.h).
   static constexpr bool query_in_registers = Traits::head_dim_qk <= 128 && Traits::tile_q / Traits::warps_q <= 16;
-  using Product = typename select_type<(Traits::layout == RowsLayout::blocks && is_fp8<Key> && query_in_registers),
-                                       Half, Query>::type;
+  using Product = typename select_type<(blocks && is_fp8<Key> && query_in_registers), Half, Query>::type;
   // Probabilities meet fp8 values as fp16 (exact for both formats), others in their own type.
   using Probability = typename select_type<is_fp8<Cache>, Half, Query>::type;
 
-  // Blocks: K and V as the copy engine writes them; a tile of `tile_kv` tokens belongs to one warp of the tokens' side.
-  static constexpr bool blocks = Traits::layout == RowsLayout::blocks;
   static constexpr int threads = 32 * Traits::warps_q * Traits::warps_v * Traits::warps_kv;  // that compute
   static constexpr int rows_a_warp = Traits::tile_q / Traits::warps_q;
   static constexpr int row_tiles = rows_a_warp / 16;  // m16 tiles of one warp
   static constexpr int warp_tokens = blocks ? Traits::tile_kv : Traits::tile_kv / Traits::warps_kv;
   static constexpr int key_steps = ceil_div(Traits::head_dim_qk, 16);  // k16 steps of Q K^T
-  static constexpr int key_unroll = row_tiles * key_steps <= 8 ? key_steps
-                                    : key_steps <= 8           ? 4
-                                                               : 8;  // more takes registers
+  static constexpr int key_unroll = row_tiles * key_steps <= 8                    ? key_steps
+                                    : key_steps <= 8 || (blocks && is_fp8<Cache>) ? 4
+                                                                                  : 8;  // more takes registers
 
   // More than 256 value columns do not fit in registers. Blocks: warps side by side have whole blocks of them. Else the
   // unit is run once for each part, the last one overlapping.

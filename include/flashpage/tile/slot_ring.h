@@ -11,12 +11,12 @@ struct SlotRing {
   u64 full[slots];
   u64 empty[slots];
 
-  // By one thread, before anyone waits.
+  // By the CTA's first threads, one a slot, before a CTA barrier.
   FP_DEVICE void init(int producers, int consumers) {
-    for (int i = 0; i < slots; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&full[i]), producers);
-      ptx::mbarrier_init(ptx::shared_address(&empty[i]), consumers);
-    }
+    if (threadIdx.x >= slots) return;
+    ptx::mbarrier_init(ptx::shared_address(&full[threadIdx.x]), producers);
+    ptx::mbarrier_init(ptx::shared_address(&empty[threadIdx.x]), consumers);
+    ptx::mbarrier_init_fence();
   }
 
   // `turn`: which use of the ring, counted from 0 by everyone alike.
