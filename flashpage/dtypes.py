@@ -28,6 +28,11 @@ class DType(enum.Enum):
         return self.size == 1
 
     @property
+    def widened(self) -> DType:
+        """What the card computes with where this is stored: fp16 holds every fp8 number exactly."""
+        return DType.FLOAT16 if self.is_fp8 else self
+
+    @property
     def cpp(self) -> str:
         """The C++ type of include/flashpage/common/types.h."""
         return _CPP[self]

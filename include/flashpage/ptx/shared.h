@@ -6,6 +6,11 @@ namespace flashpage::ptx {
 
 FP_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
+// Not ordered with ordinary accesses by itself, like a copy: barriers are.
+FP_DEVICE void store_shared(u32 address, u32 first, u32 second) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second));
+}
+
 // The same value, but the compiler cannot tell: what is derived from it is computed where it is used, not kept in
 // registers.
 FP_DEVICE u32 opaque(u32 value) {

@@ -13,6 +13,54 @@ FP_DEVICE i64 query_offset(const AttentionParams& params, const WorkItem& item, 
   return (item.q_begin + at.row) * params.q_row_stride + at.head * params.q_head_stride;
 }
 
+// Q's pairs lie in the order of the keys' bytes (fp8_pair_order); rows then are written to the end of their padding,
+// which lies between pairs.
+template <class Traits>
+inline constexpr bool query_follows_bytes = is_fp8<typename Shape<Traits>::Key>;
+
+// Of a row in shared memory, what load_query writes.
+template <class Traits>
+inline constexpr int query_columns =
+    query_follows_bytes<Traits> ? round_up(Traits::head_dim_qk, 16) : Traits::head_dim_qk;
+
+// fp8 queries become 16 bits wide on their way through registers, eight elements at a time and `batch` of those in
+// flight a thread. Ordinary stores: a barrier makes them visible.
+template <class Traits, int threads, int batch, class Offset>
+FP_DEVICE void widen_query(u32 destination, const AttentionParams& params, const Unit& unit, int thread,
+                           Offset&& offset) {
+  using S = Shape<Traits>;
+  using Stored = typename Traits::StoredQuery;
+  constexpr int eights = query_columns<Traits> / 8, total = Traits::tile_q * eights;
+#pragma unroll 1
+  for (int first = thread; first < total; first += batch * threads) {
+    uint2 bytes[batch];
+#pragma unroll
+    for (int n = 0; n < batch; ++n) {
+      i32 row = (first + n * threads) / eights, column = (first + n * threads) % eights * 8;
+      bytes[n] = make_uint2(0, 0);
+      if (row < unit.num_rows && row < Traits::tile_q && column < Traits::head_dim_qk)
+        bytes[n] = *reinterpret_cast<const uint2*>(static_cast<const Stored*>(params.q) + offset(row) + column);
+    }
+#pragma unroll
+    for (int n = 0; n < batch; ++n) {
+      u32 row = (first + n * threads) / eights, pair = (first + n * threads) % eights * 4;
+      if (row >= Traits::tile_q) continue;
+      u32 pairs[4];
+      ptx::widen4<typename S::Query, Stored>(bytes[n].x, pairs[0], pairs[1]);
+      ptx::widen4<typename S::Query, Stored>(bytes[n].y, pairs[2], pairs[3]);
+      if constexpr (query_follows_bytes<Traits>) {
+        auto address = [&](u32 of) { return destination + S::QueryRows::byte_offset(row, fp8_pair_order(of) * 4); };
+        ptx::store_shared(address(pair), pairs[0], pairs[2]);
+        ptx::store_shared(address(pair + 1), pairs[1], pairs[3]);
+      } else {
+        u32 address = destination + S::QueryRows::byte_offset(row, pair * 4);
+        ptx::store_shared(address, pairs[0], pairs[1]);
+        ptx::store_shared(address + 8, pairs[2], pairs[3]);
+      }
+    }
+  }
+}
+
 // Issues the copies of all `threads`; rows beyond the unit become zero. offset(row) is query_offset.
 template <class Traits, int threads = Shape<Traits>::threads, class Offset>
 FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int thread,
@@ -20,13 +68,18 @@ FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const 
   using S = Shape<Traits>;
   using Query = typename S::Query;
   auto source = [&](u32 row) { return static_cast<const Query*>(params.q) + offset(row); };
-  if constexpr (is_fp8<typename S::Key>) {
-    constexpr int pairs = Traits::head_dim_qk / 2;
+  if constexpr (is_fp8<typename Traits::StoredQuery>) {
+    // One warp alone waits for every batch; beside accumulators registers are few.
+    constexpr int batch = threads == 32 ? (S::value_tiles <= 16 ? 8 : 4) : Traits::warps_q > 1 ? 2 : 4;
+    widen_query<Traits, threads, batch>(destination, params, unit, thread, offset);
+  } else if constexpr (query_follows_bytes<Traits>) {
+    constexpr int pairs = query_columns<Traits> / 2;
 #pragma unroll 4
     for (int i = thread; i < Traits::tile_q * pairs; i += threads) {
       u32 row = i / pairs, pair = i % pairs;
+      bool is_padding = pairs * 2 > Traits::head_dim_qk && pair * 2 >= Traits::head_dim_qk;
       ptx::cp_async<4>(destination + S::QueryRows::byte_offset(row, fp8_pair_order(pair) * 4), source(row) + pair * 2,
-                       static_cast<i32>(row) < unit.num_rows);
+                       static_cast<i32>(row) < unit.num_rows && !is_padding);
     }
   } else if constexpr (threads == 32) {  // few lanes: a loop, whose registers do not grow with the tile
     constexpr int bytes = copy_bytes<Query, Traits::head_dim_qk>, chunks = S::QueryRows::used_bytes / bytes;
