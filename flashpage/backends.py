@@ -18,6 +18,7 @@ from .tiles import Cost, Tile, cpu_tile, sm80_tile, sm90_decode_tile
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _NO_VARIANT = VariantSpec()
 _HALF = (DType.FLOAT16, DType.BFLOAT16)
+_FP8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _boxes_or_rows(options: Options) -> str:
 
 
 DECODE_SM90 = Capability(
-    *("decode_sm90", "cuda", _HALF, _HALF),
+    *("decode_sm90", "cuda", _HALF + _FP8, _HALF),
     _sm90_decode,
     min_sm=90,
     max_sm=90,
@@ -104,10 +105,13 @@ DECODE_SM90 = Capability(
 )
 
 CAPABILITIES = (
-    Capability("cpu_attention", "cpu", _FLOAT, _FLOAT, lambda o, rows, _: cpu_tile(o.head_dim_qk, o.head_dim_vo, rows)),
+    Capability(
+        *("cpu_attention", "cpu", _FLOAT + _FP8, _FLOAT),
+        lambda options, rows, _: cpu_tile(options.head_dim_qk, options.head_dim_vo, rows),
+    ),
     DECODE_SM90,
     Capability(
-        *("attention_sm80", "cuda", _HALF, _HALF),
+        *("attention_sm80", "cuda", _HALF + _FP8, _HALF),
         _sm80,
         min_sm=80,
         row_alignment=16,

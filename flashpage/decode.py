@@ -116,7 +116,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, PlanRunWrapper):
             pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI".
             window_left: tokens visible left of the row's own; -1: all.
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: as they are.
-            q_data_type, kv_data_type, o_data_type: of q ("float16"), of the cache (q's) and of the output (q's).
+            q_data_type, kv_data_type, o_data_type: of q ("float16"), of the cache (q's) and of the output (q's; where
+                that is fp8: "bfloat16").
             data_type: the cache's type, where kv_data_type is not given.
             sm_scale: of the scores; None: head_dim ** -0.5.
             rope_scale, rope_theta: of ROPE_LLAMA; None: 1 and 1e4.

@@ -15,7 +15,7 @@ import torch
 from . import arguments, env
 from .errors import PlanError
 from .lengths import Lengths, batch_of
-from .problem import Options, check_heads, check_soft_cap, check_split, check_window
+from .problem import Options, check_heads, check_soft_cap, check_split, check_window, out_dtype_of
 
 if TYPE_CHECKING:
     from .planner import Planner
@@ -252,7 +252,10 @@ def _options(planned: Options, asked: _Asked, dtypes: tuple[Any, ...]) -> Option
     q_dtype = arguments.dtype("_cached_q_data_type", q) if q else planned.q_dtype
     kv_dtype = arguments.dtype("_cached_kv_data_type", kv) if kv else planned.kv_dtype if kv is not None else q_dtype
     is_kept = out == _NOT_WRITTEN and q_dtype == planned.q_dtype
-    out_dtype = arguments.dtype("_cached_o_data_type", out) if out else planned.out_dtype if is_kept else q_dtype
+    if out:
+        out_dtype = arguments.dtype("_cached_o_data_type", out)
+    else:
+        out_dtype = planned.out_dtype if is_kept else out_dtype_of(q_dtype)
     return dataclasses.replace(
         planned,
         num_q_heads=num_q_heads,

@@ -117,7 +117,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             window_left: tokens visible left of the row's own; -1: all.
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: as they are.
             rope_scale, rope_theta: of ROPE_LLAMA; None: 1 and 1e4.
-            q_data_type, kv_data_type, o_data_type: of q ("float16"), of the cache (q's) and of the output (q's).
+            q_data_type, kv_data_type, o_data_type: of q ("float16"), of the cache (q's) and of the output (q's; where
+                that is fp8: "bfloat16").
             non_blocking: whether copies of page numbers and masks may be asynchronous.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring: [batch] tokens of the
                 shared prefix; each later token's position in its item (0 at a delimiter), joined with a common length a

@@ -131,7 +131,7 @@ def check_options(
         page_size=page_size,
         q_dtype=q_dtype,
         kv_dtype=q_dtype if kv_data_type is None else arguments.dtype("kv_data_type", kv_data_type),
-        out_dtype=q_dtype if o_data_type is None else arguments.dtype("o_data_type", o_data_type),
+        out_dtype=out_dtype_of(q_dtype) if o_data_type is None else arguments.dtype("o_data_type", o_data_type),
         causal=bool(causal) and not has_mask,
         window_left=check_window(window_left),
         has_soft_cap=check_soft_cap(logits_soft_cap) > 0,
@@ -141,6 +141,11 @@ def check_options(
         fixed_piece_tokens=check_split(fixed_split_size, disable_split_kv, page_size or 1),
         uniform_q_len=arguments.whole("q_len_per_req", uniform_q_len, 0),
     )
+
+
+def out_dtype_of(q_dtype: DType) -> DType:
+    """Of the output, where none is asked for: q's; no kernel writes fp8."""
+    return DType.BFLOAT16 if q_dtype.is_fp8 else q_dtype
 
 
 def check_heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:

@@ -93,7 +93,7 @@ def single_prefill_with_kv_cache(
         k, v: [kv_len, num_kv_heads, head_dim_qk or head_dim_vo] (HND: heads first).
         scale_q, scale_k, scale_v: numbers, or fp32 tensors of one entry or one a head; k_scale and v_scale: the same
             under their other names.
-        o_dtype: of the output; None: q's.
+        o_dtype: of the output; None: q's, or bfloat16 where that is fp8.
         custom_mask: [q_len, kv_len] bool, True: visible; causal does not apply beside it.
         packed_custom_mask: the same as bits, `packbits(mask.flatten(), bitorder="little")`.
 

@@ -26,6 +26,7 @@ class Case:
     head_dim_vo: int = 0  # 0: head_dim
     q_dtype: str = "bfloat16"
     kv_dtype: str = ""  # "": q's
+    o_dtype: str = ""  # "": not given: q's, or bfloat16 where that is fp8
     page_size: int = 16
     kv_layout: str = "NHD"
     cache: str = "tuple"  # tests/caches.py, FORMS
@@ -59,6 +60,14 @@ class Case:
     @property
     def kv_type(self) -> str:
         return self.kv_dtype or self.q_dtype
+
+    @property
+    def out_type(self) -> str:
+        return self.o_dtype or ("bfloat16" if self.has_fp8_query else self.q_dtype)
+
+    @property
+    def has_fp8_query(self) -> bool:
+        return self.q_dtype.startswith("float8")
 
     def runs_on(self, device: str) -> bool:
         """fp32 queries are the CPU's: the card's kernels multiply 16-bit numbers."""

@@ -7,10 +7,14 @@ shared: most rows use head dim 64 and one of few dtype pairs, and vary what is g
 from __future__ import annotations
 
 import case_few_rows
+import case_fp8_queries
 import case_options
 import case_pairs
 import case_shapes
 from case import Case
 
-CASES: list[Case] = [*case_shapes.rows(), *case_few_rows.rows(), *case_options.rows(), *case_pairs.rows()]
+CASES: list[Case] = [
+    *(*case_shapes.rows(), *case_few_rows.rows(), *case_options.rows(), *case_pairs.rows()),
+    *case_fp8_queries.rows(),
+]
 REDUCED: list[Case] = [case for case in CASES if case.reduced]  # a short table for compute-sanitizer

@@ -49,7 +49,7 @@ def compare(case: Case, outputs: Outputs, states: list[State]) -> Report:
     expected = (sum(case.q_lens), case.num_q_heads, case.value_dim)
     if tuple(out.shape) != expected or (lse is not None and tuple(lse.shape) != expected[:2]):
         raise Mismatch(f"{case}: out has shape {tuple(out.shape)}, expected {expected}")
-    if outputs.out.dtype != getattr(torch, case.q_dtype) or (lse is not None and outputs.lse.dtype != torch.float32):
+    if outputs.out.dtype != getattr(torch, case.out_type) or (lse is not None and outputs.lse.dtype != torch.float32):
         raise Mismatch(f"{case}: out is {outputs.out.dtype}, lse {outputs.lse.dtype if lse is not None else None}")
     used, begin = [], 0
     for request, state in enumerate(states):

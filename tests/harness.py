@@ -99,7 +99,7 @@ class Runner:
         """NaN between guard bands; strided: rows and heads of out lie apart, and the gaps are guarded too."""
         rows, heads, dim = sum(self.case.q_lens), self.case.num_q_heads, self.case.value_dim
         strides = ((heads + 1) * (dim + 16), dim + 16, 1) if self.case.outputs == "strided" else (heads * dim, dim, 1)
-        out, out_memory = self._guarded((rows, heads, dim), strides, getattr(torch, self.case.q_dtype))
+        out, out_memory = self._guarded((rows, heads, dim), strides, getattr(torch, self.case.out_type))
         lse, lse_memory = self._guarded((rows, heads), (heads, 1), torch.float32)
         return Outputs(out, lse, {"out": out_memory, "lse": lse_memory})
 
@@ -126,6 +126,7 @@ class Runner:
         values: dict[str, Any] = {
             "q_data_type": getattr(torch, case.q_dtype),
             "kv_data_type": getattr(torch, case.kv_type),
+            "o_data_type": case.o_dtype or None,
             "pos_encoding_mode": case.position,
             "window_left": 5 if case.at_run else case.window_left,
             "logits_soft_cap": 7.0 if case.at_run else case.soft_cap or None,
@@ -176,6 +177,7 @@ class Runner:
             result = self.library.single_decode_with_kv_cache(self.q()[0], *self.kv(), **values, **scales)
             return self._outputs(tuple(r[None] for r in result) if isinstance(result, tuple) else result[None])
         scales = {f"scale_{name[0]}": value for name, value in scales.items()}
+        values["o_dtype"] = case.o_dtype or None
         mask = self._mask_arguments()
         if mask.get("custom_mask") is not None:
             mask["custom_mask"] = mask["custom_mask"].reshape(case.q_lens[0], case.kv_lens[0])

@@ -10,6 +10,7 @@ import torch
 from api_batch import DIM, HEADS, KV_HEADS, KV_LENS, PAGE, ROWS, Batch, attention, indptr_of
 
 import flashpage
+from flashpage.errors import CapabilityError
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +208,19 @@ def test_data_type_sets_the_cache_alone(batch: Batch) -> None:
     assert wrapper._options.q_dtype.value == "float16" and wrapper._options.kv_dtype.value == "float8_e5m2"
     flashpage.fast_decode_plan(wrapper, *batch.pages(), HEADS, KV_HEADS, DIM, PAGE, data_type="bfloat16")
     assert wrapper._options.q_dtype.value == wrapper._options.kv_dtype.value == "bfloat16"
+
+
+@pytest.mark.parametrize("q_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_queries_have_16_bit_outputs(batch: Batch, q_dtype: torch.dtype) -> None:
+    """bf16, unless plan is told; the cache is of q's type, unless plan is told."""
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    for told, expected in ((None, torch.bfloat16), ("float16", torch.float16)):
+        wrapper.plan(*batch.pages(), HEADS, KV_HEADS, DIM, PAGE, q_data_type=q_dtype, o_data_type=told)
+        assert wrapper.run(batch.q_decode.to(q_dtype), batch.cache.to(q_dtype)).dtype == expected
+    with pytest.raises(CapabilityError, match="kv_data_type bfloat16 is neither"):
+        wrapper.plan(*batch.pages(), HEADS, KV_HEADS, DIM, PAGE, q_data_type=q_dtype, kv_data_type="bfloat16")
+    with pytest.raises(CapabilityError, match="o_data_type float8"):
+        wrapper.plan(*batch.pages(), HEADS, KV_HEADS, DIM, PAGE, q_data_type=q_dtype, o_data_type=q_dtype)
 
 
 def test_deprecated_positions(batch: Batch) -> None:

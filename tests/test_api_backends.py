@@ -18,6 +18,8 @@ from flashpage.spec import KernelSpec, VariantSpec
 BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
 
+UNLIKE_FP8_QUERIES = "kv_data_type bfloat16 is neither q's float8_e5m2 or fp8 (float8_e4m3fn, float8_e5m2)"
+
 
 def problem(packed_rows: int = 4, **changed: Any) -> Problem:
     return Problem(dataclasses.replace(DECODE, **changed), packed_rows)
@@ -29,6 +31,8 @@ def problem(packed_rows: int = 4, **changed: Any) -> Problem:
         (problem(), 90, ""),
         (problem(64), 90, ""),
         (problem(kv_dtype=DType.FLOAT8_E4M3), 90, ""),
+        (problem(q_dtype=DType.FLOAT8_E4M3, kv_dtype=DType.FLOAT8_E5M2), 90, ""),
+        (problem(q_dtype=DType.FLOAT8_E5M2), 90, UNLIKE_FP8_QUERIES),
         (problem(position_encoding="ALIBI"), 90, ""),
         (problem(has_mask=True), 90, ""),
         (problem(), 80, "it needs compute capability 9.0, this card has 8.0"),

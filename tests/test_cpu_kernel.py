@@ -18,6 +18,7 @@ BIAS = VariantSpec(
     scalars=(("cap", "float"),),
 )
 PARITY = VariantSpec(mask="(kv_idx % 3 != 1) || q_idx == kv_idx")
+UNLIKE_FP8 = {"q_dtype": "float8_e5m2", "kv_dtype": "float8_e4m3fn", "out_dtype": "float16"}
 
 CASES = [
     KernelCase("plain fp32, pages"),
@@ -44,6 +45,9 @@ CASES = [
     KernelCase("rope, scaled, bf16", rope=(2.0, 5e5), q_dtype="bfloat16", q_lens=(30, 1), kv_lens=(300, 77)),
     KernelCase("e4m3 under bf16", q_dtype="bfloat16", kv_dtype="float8_e4m3fn", has_scales=True),
     KernelCase("e5m2 under fp16", q_dtype="float16", kv_dtype="float8_e5m2", has_scales=True),
+    KernelCase("e4m3 under e4m3, bf16 out", q_dtype="float8_e4m3fn", out_dtype="bfloat16", has_scales=True),
+    KernelCase("e4m3 under e5m2, rope", **UNLIKE_FP8, rope=(1.0, 1e4)),
+    KernelCase("e4m3 under e5m2, no whole vector", **UNLIKE_FP8, dims=(24, 40), causal=True),
     KernelCase("e4m3 under fp32, rope", kv_dtype="float8_e4m3fn", rope=(1.0, 1e4)),
     KernelCase("e5m2 under bf16, no whole vector", q_dtype="bfloat16", kv_dtype="float8_e5m2", dims=(24, 40)),
     KernelCase("smallest head dims", dims=(16, 16), heads=(1, 1), q_dtype="bfloat16"),
@@ -116,7 +120,7 @@ def test_kernel(case: KernelCase, target: Target, kernels: None) -> None:
             request=request,
             custom_mask=mask,
         )
-        unit = UNIT[case.q_dtype]
+        unit = UNIT[case.q_dtype if case.q_dtype in UNIT else case.out_dtype]  # fp8 queries are computed in fp32
         score_error = 64 * 2.0**-24 + (8 * unit if case.rope else 0.0)
         torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-6, atol=score_error + 1e-6)
         limit = (unit + 2 * score_error) * (expected.magnitude + expected.out.abs()) + 1e-7

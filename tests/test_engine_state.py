@@ -112,6 +112,8 @@ def test_written_types_are_planned(batch: Batch) -> None:
     found = wrapper.run(OTHER.q.half(), cache)
     assert found.dtype == torch.float16 and torch.equal(found, usual.run(OTHER.q.half(), cache))
     assert wrapper._cached_q_data_type == wrapper._cached_o_data_type == torch.float16
+    engine_prefill_plan(wrapper, OTHER, q_data_type="float8_e4m3fn")
+    assert (wrapper._cached_kv_data_type, wrapper._cached_o_data_type) == (torch.float8_e4m3fn, torch.bfloat16)
     plan(wrapper, OTHER)  # the options of the first plan again, which are no longer those that were planned last
     assert wrapper.run(OTHER.q, batch.cache).dtype == torch.float32
 

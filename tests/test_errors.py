@@ -152,7 +152,6 @@ TABLE = [
         "decode", "head_dim", 12, "no kernel", "head_dim_qk 12", "multiple of 8 from 16 to 512", error=CapabilityError
     ),
     plan("decode", "head_dim", 520, "head_dim_qk 520", error=CapabilityError),
-    plan("decode", "q_data_type", torch.float8_e4m3fn, "q_data_type float8_e4m3fn", error=CapabilityError),
     plan("decode", "kv_data_type", torch.bfloat16, "kv_data_type bfloat16", "attention_sm80", error=CapabilityError),
     plan("decode", "o_data_type", torch.float8_e5m2, "o_data_type float8_e5m2", error=CapabilityError),
     refused("decode", "plan", "window_right", 3),

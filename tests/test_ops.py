@@ -21,11 +21,15 @@ def decode_wrapper(last_page_len: tuple[int, ...] = (3, 16, 7)) -> flashpage.Bat
     return wrapper
 
 
-def plan_decode(wrapper: flashpage.BatchDecodeWithPagedKVCacheWrapper, last_page_len: tuple[int, ...]) -> None:
+def plan_decode(
+    wrapper: flashpage.BatchDecodeWithPagedKVCacheWrapper,
+    last_page_len: tuple[int, ...],
+    q_dtype: torch.dtype = torch.float32,
+) -> None:
     indptr = torch.tensor([0, 2, 3, 6], dtype=torch.int32)
     indices = torch.tensor([5, 2, 7, 0, 1, 3], dtype=torch.int32)
     last = torch.tensor(last_page_len, dtype=torch.int32)
-    wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32)
+    wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE, q_data_type=q_dtype)
 
 
 def ragged_wrapper() -> flashpage.BatchPrefillWithRaggedKVCacheWrapper:
@@ -110,6 +114,19 @@ def test_compiled_run_takes_all_arguments(q: torch.Tensor, cache: torch.Tensor) 
     step(expected, expected_lse)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
+
+
+def test_a_compiled_run_of_fp8_queries_knows_its_outputs_type(q: torch.Tensor, cache: torch.Tensor) -> None:
+    torch._dynamo.reset()
+    wrapper, fp8 = decode_wrapper(), torch.float8_e4m3fn
+    plan_decode(wrapper, (5, 16, 3), fp8)
+    q, cache = q.to(fp8), cache.to(fp8)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return wrapper.run(x, cache) * 2
+
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(q)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, step(q))
 
 
 def test_compiled_functions() -> None:

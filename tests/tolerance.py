@@ -3,13 +3,14 @@
 Inputs are compared as stored, so they carry no error. Three roundings remain.
 
 * Weights p enter the second product as 16-bit numbers where q is 16-bit (unit roundoff u: 2^-8 for bf16, 2^-11 for
-  fp16), and the output is rounded to q's type. So an element is off by at most u * sum(p |v|) + u * |out|. The errors
-  of the weights are independent, so the norm of one row of one head is off by about u / sqrt(3) times the norm of
-  sqrt(sum((p v)^2) + out^2); where one weight dominates it reaches u times that.
+  fp16, which stands for fp8 too), and the output is rounded to its type; u is the larger of the two. So an element is
+  off by at most u * sum(p |v|) + u * |out|. The errors of the weights are independent, so the norm of one row of one
+  head is off by about u / sqrt(3) times the norm of sqrt(sum((p v)^2) + out^2); where one weight dominates it reaches u
+  times that.
 * A score is a sum of head_dim products in fp32, then scaled, capped or shifted. Its absolute error s moves its weight
   by the factor 1 +- s, and the lse by at most s.
-* RoPE rounds rotated q and k to q's type. Each rounding is off by about 0.4 u, so a score by 0.6 u times the spread of
-  scores, five standard deviations of which are allowed; positions times frequencies are fp32 angles.
+* RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
+  the spread of scores, five standard deviations of which are allowed; positions times frequencies are fp32 angles.
 
 fp32 has u = 2^-24 and the same formulas. Each limit is what the formula gives times the slack named there.
 """
@@ -40,12 +41,11 @@ class Limits:
 
 def limits(case: Case, expected: State) -> Limits:
     """The limits of one request of a case, from the sums that the reference returns."""
-    unit = UNIT[case.q_dtype]
+    unit = max(_query_unit(case), UNIT[case.out_type])
     score = score_error(case)
     weight = unit + score + SUM_SLACK * FP32 * math.sqrt(max(case.kv_lens))
-    smallest = (
-        2.0**-24 * math.sqrt(max(max(case.kv_lens), 1)) if case.q_dtype == "float16" else 1e-30
-    )  # subnormal weights
+    is_half = case.has_fp8_query or "float16" in (case.q_dtype, case.out_type)
+    smallest = 2.0**-24 * math.sqrt(max(max(case.kv_lens), 1)) if is_half else 1e-30  # subnormal weights
     spread = (expected.spread.square() + expected.out.square()).sum(-1).sqrt()
     row = ROW_SLACK * weight * spread + smallest * math.sqrt(case.value_dim)
     element = 1.05 * weight * expected.magnitude + 1.05 * unit * expected.out.abs() + smallest
@@ -66,5 +66,10 @@ def score_error(case: Case) -> float:
     if case.position == "ALIBI" or case.variant:
         transforms += 8 * FP32 * max(case.kv_lens)  # slope times distance, added to the score
     if case.position == "ROPE_LLAMA":
-        transforms += spread * (3.0 * UNIT[case.q_dtype] + 4 * FP32 * max(*case.kv_lens, *case.q_lens))
+        transforms += spread * (3.0 * _query_unit(case) + 4 * FP32 * max(*case.kv_lens, *case.q_lens))
     return products + transforms
+
+
+def _query_unit(case: Case) -> float:
+    """Of what queries are computed in: fp8 ones in fp16."""
+    return UNIT["float16" if case.has_fp8_query else case.q_dtype]
