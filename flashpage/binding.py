@@ -136,6 +136,7 @@ class Binding:
         combination, params, merge, args = self.combination, self.params, self.merge, self.args
         params.plan = merge.plan = combination.slot.memory.data_ptr()
         params.kv_indices = planner.indices.address
+        params.num_kv_indices = planner.kv_end if self.combination.options.kv_source == "paged" else 0
         params.custom_mask = planner.mask.address
         partial_out, partial_lse = planner.partials(combination.options.head_dim_vo)
         params.partial_out = merge.partial_out = partial_out

@@ -45,6 +45,7 @@ class AttentionParams(ctypes.Structure):
         *_all(FastDiv, "group page"),
         ("trace", c_void_p),
         ("box_tokens", c_int32),
+        ("num_kv_indices", c_int32),
     ]
 
 

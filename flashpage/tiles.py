@@ -90,9 +90,10 @@ def sm90_decode_tile(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed
     A warp has 16 rows and up to 256 value columns; warps of the same tokens share a slot. What was measured is in
     tests/bench/NOTES.md.
     """
-    tile_q = next(rows for rows in (16, 32, 64) if packed_rows <= rows)
-    # Widening fp8 beside an accumulator of 256 columns takes more registers than there are.
-    warps_q, warps_v = tile_q // 16, 1 if head_dim_vo <= (128 if kv_dtype.is_fp8 else 256) else 2
+    # Accumulators of more columns (beside widening fp8: of 256 already) take more registers than there are.
+    warps_v = 4 if head_dim_vo > 256 else 2 if head_dim_vo > 128 and kv_dtype.is_fp8 else 1
+    tile_q = next(rows for rows in (16, 32, 64) if packed_rows <= rows or rows * warps_v == 128)
+    warps_q = tile_q // 16
     shared_token_bytes = sum(-(-dim * kv_dtype.size // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
     tile_kv = 32 if shared_token_bytes <= 512 or kv_dtype.is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
     teams = 8 // (warps_q * warps_v)

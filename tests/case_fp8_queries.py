@@ -15,15 +15,13 @@ def decode_rows() -> list[Case]:
     other: dict[str, Any] = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e5m2"}
     rows = {"q_len": 8, "num_q_heads": 16}
     return [
-        decode(
-            "q8-e4m3", "output in bf16 unless told", (65, 0, 130), head_dim=128, scales="float", reduced=True, **E4M3
-        ),
+        decode("q8-e4m3", "output in bf16 unless told", (65, 0, 130), head_dim=128, scales="float", **E4M3),
         decode("q8-e5m2", "fp16 outputs", (65, 0, 130), head_dim=128, o_dtype="float16", scales="per_head", **E5M2),
         decode("q8-signs", "scales of either sign by head", LONG, scales="signs", **E4M3),
         decode("q8-page-1", "keys row by row", LONG, page_size=1, scales="tensor", kv_dtype="float8_e4m3fn", **E5M2),
         decode("q8-dim-24", "padding between the pairs of a row", (65, 9), head_dim=24, page_size=12, **other),
         decode("q8-dim-80", "rows of an odd number of chunks", (65, 9), head_dim=80, o_dtype="float16", **E4M3),
-        decode("q8-dim-256", "Q out of shared memory", (65, 130), head_dim=256, reduced=True, **E4M3),
+        decode("q8-dim-256", "Q out of shared memory", (65, 130), head_dim=256, **E4M3),
         decode("q8-dim-512-64-rows", "the most to widen", (65, 130), head_dim=512, q_len=16, num_q_heads=8, **E4M3),
         decode("q8-append-8", "64 packed rows", LONG, head_dim=128, scales="float", reduced=True, **rows, **E4M3),
         decode("q8-append-8-heads", "their scales by head", LONG, scales="per_head", o_dtype="float16", **rows, **E5M2),

@@ -45,10 +45,11 @@ struct AttentionParams {
   i32 window_left;   // tokens visible left of the row's own; -1: all
   float rope_scale;  // positions are divided by it
   float rope_theta;
-  FastDiv group;   // query heads a KV head
-  FastDiv page;    // tokens a page (ragged: 1)
-  u64* trace;      // a traced kernel's clock stamps, [CTAs, trace_stamps]; null otherwise
-  i32 box_tokens;  // tokens of one box of the tensor maps; 0: the kernel takes none
+  FastDiv group;       // query heads a KV head
+  FastDiv page;        // tokens a page (ragged: 1)
+  u64* trace;          // a traced kernel's clock stamps, [CTAs, trace_stamps]; null otherwise
+  i32 box_tokens;      // tokens of one box of the tensor maps; 0: the kernel takes none
+  i32 num_kv_indices;  // in use when the launch was bound: what may be read ahead
 };
 
 // Values a variant captured. Slots are numbered by the spec; strides in elements.

@@ -5,6 +5,7 @@
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/named_barrier.h"
+#include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/tile/arrival_merge.h"
 #include "flashpage/tile/epilogue.h"
@@ -46,6 +47,7 @@ struct DecodeCompute {
 
   FP_DEVICE void run() {
     if (thread == 0) stamp<Traits>(params, Stamp::start);
+    prefetch_indices();
     for (u32 unit_turn = 0;; ++unit_turn) {
       shared.place_ring.wait_full(unit_turn);
       const SlottedPlace& place = shared.places[shared.place_ring.slot(unit_turn)];
@@ -62,6 +64,16 @@ struct DecodeCompute {
   }
 
  private:
+  // All CTAs together bring the page numbers into the L2 while the plan is read: the look-up behind it waits for less.
+  FP_DEVICE void prefetch_indices() const {
+    if constexpr (Traits::kv_source == KvSource::paged) {
+      constexpr int line = 128 / sizeof(i32);
+      const i64 step = static_cast<i64>(gridDim.x) * threads * line;
+      for (i64 i = (static_cast<i64>(thread) * gridDim.x + blockIdx.x) * line; i < params.num_kv_indices; i += step)
+        ptx::prefetch_to_l2(params.kv_indices + i);
+    }
+  }
+
   // Where two columns of a row go, and the row's LSE with the first two.
   struct Target {
     void* columns;
