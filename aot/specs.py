@@ -116,8 +116,9 @@ def _attention(
 ) -> KernelSpec:
     """What these rows are computed with on the target; pages hold a multiple of 8 tokens."""
     if target.arch == HOPPER and rows in DECODE_ROWS and position_encoding == "none":
-        options = {"kv_source": kv_source, "mask_source": mask_source, "variant": variant}
-        return _decode_sm90(q_dtype, kv_dtype, head_dims, rows, **options)
+        return _decode_sm90(
+            *(q_dtype, kv_dtype, head_dims, rows), kv_source=kv_source, mask_source=mask_source, variant=variant
+        )
     loop = inner_loop(mask_source, position_encoding, variant)
     return KernelSpec(
         "attention_sm80",
