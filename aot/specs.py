@@ -138,12 +138,17 @@ def _decode_sm90(
     rows: int,
     *,
     loader: str = "boxes",
+    mask_source: str = "implicit",
+    variant: VariantSpec = _NO_VARIANT,
     **options: Any,
 ) -> KernelSpec:
+    loop = inner_loop(mask_source, "none", variant)
     return KernelSpec(
         "decode_sm90",
         *(q_dtype, kv_dtype, q_dtype, *head_dims),
-        tile=sm90_decode_tile(*head_dims, kv_dtype, rows)[0],
+        tile=sm90_decode_tile(*head_dims, kv_dtype, rows, loop)[0],
+        mask_source=mask_source,
+        variant=variant,
         loader=loader,
         **options,
     )

@@ -81,8 +81,9 @@ def _sm80(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost
     return sm80_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop)
 
 
-def _sm90_decode(options: Options, rows: int, _: VariantSpec) -> tuple[Tile, Cost]:
-    return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows)
+def _sm90_decode(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
+    loop = inner_loop(_mask_source(options), _encoding(options), variant)
+    return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop)
 
 
 def _boxes_or_rows(options: Options) -> str:

@@ -84,14 +84,17 @@ def sm80_tile(
     return Tile(128, tile_kv, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 128, 0, 8)
 
 
-def sm90_decode_tile(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int) -> tuple[Tile, Cost]:
+def sm90_decode_tile(
+    head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int, loop: InnerLoop = InnerLoop.PLAIN
+) -> tuple[Tile, Cost]:
     """Few rows on Hopper: one CTA an SM, eight warps that compute and a ring that keeps enough bytes in flight.
 
     A warp has 16 rows and up to 256 value columns; warps of the same tokens share a slot. What was measured is in
     tests/bench/NOTES.md.
     """
-    # Accumulators of more columns (beside widening fp8: of 256 already) take more registers than there are.
-    warps_v = 4 if head_dim_vo > 256 else 2 if head_dim_vo > 128 and kv_dtype.is_fp8 else 1
+    # Accumulators of more columns (of 256 already beside widening fp8 or computing on scores) take too many registers.
+    has_more = kv_dtype.is_fp8 or loop is not InnerLoop.PLAIN
+    warps_v = 4 if head_dim_vo > 256 else 2 if head_dim_vo > 128 and has_more else 1
     tile_q = next(rows for rows in (16, 32, 64) if packed_rows <= rows or rows * warps_v == 128)
     warps_q = tile_q // 16
     shared_token_bytes = sum(-(-dim * kv_dtype.size // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
