@@ -36,9 +36,9 @@ struct Shape {
   static constexpr int row_tiles = rows_a_warp / 16;  // m16 tiles of one warp
   static constexpr int warp_tokens = blocks ? Traits::tile_kv : Traits::tile_kv / Traits::warps_kv;
   static constexpr int key_steps = ceil_div(Traits::head_dim_qk, 16);  // k16 steps of Q K^T
-  static constexpr int key_unroll = row_tiles * key_steps <= 8                    ? key_steps
-                                    : key_steps <= 8 || (blocks && is_fp8<Cache>) ? 4
-                                                                                  : 8;  // more takes registers
+  static constexpr int key_unroll = row_tiles * key_steps <= 8 ? key_steps
+                                    : key_steps <= 8 || blocks ? 4
+                                                               : 8;  // more takes registers
 
   // More than 256 value columns do not fit in registers. Blocks: warps side by side have whole blocks of them. Else the
   // unit is run once for each part, the last one overlapping.
