@@ -47,7 +47,7 @@ struct AttentionParams {
   float rope_theta;
   FastDiv group;       // query heads a KV head
   FastDiv page;        // tokens a page (ragged: 1)
-  u64* trace;          // a traced kernel's clock stamps, [CTAs, trace_stamps]; null otherwise
+  u64* trace;          // a traced kernel's clock stamps, [CTAs, Stamp::count]; null otherwise
   i32 box_tokens;      // tokens of one box of the tensor maps; 0: the kernel takes none
   i32 num_kv_indices;  // in use when the launch was bound: what may be read ahead
 };

@@ -3,11 +3,12 @@
 //
 // One CTA an SM. Four warps load: they walk the plan's units ahead of everyone else and keep a ring of slots full
 // across the units' ends. The others compute, in teams that take the slots in turn, each with its own softmax state;
-// where a unit ends the teams' states are combined through the slots that they read last. The CTA that ends the last
-// piece of a cut unit merges its partials.
+// where a unit ends the teams' states are combined through shared memory. The CTA that ends the last piece of a cut
+// unit merges its partials.
 #pragma once
 #include "flashpage/kernels/decode_sm90_compute.h"
 #include "flashpage/kernels/decode_sm90_load.h"
+#include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/registers.h"
 
 namespace flashpage {

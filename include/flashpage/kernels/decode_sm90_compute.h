@@ -3,7 +3,6 @@
 #include "flashpage/kernels/decode_sm90_shared.h"
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/ptx/fence.h"
-#include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/rcp.h"
@@ -182,7 +181,8 @@ struct DecodeCompute {
 
   // The teams' states into one, and out: to the output, or to the partials of a cut unit, whose last piece merges them.
   // A piece that finds all others done (most do, as CTAs end with a request that others began) merges at once, its own
-  // partial still in shared memory: the same bits, 1.5 us sooner.
+  // partial still in shared memory: the same bits, 1.5 us sooner. Up to 8 rows, as the exchange has one half of them at
+  // a time.
   FP_DEVICE void combine(SoftmaxState<S::row_tiles>& state, float (&values)[S::value_tiles][4],
                          const SlottedPlace& slotted, const Unit& unit, int rank, const Merging& merging,
                          const Target& first_target) {
@@ -246,6 +246,7 @@ struct DecodeCompute {
                     : static_cast<void*>(static_cast<typename Traits::Out*>(params.out) + offset),
             column == 0 ? lse_target(params, item, unit, row) : nullptr};
   }
+
   // Row `i` of the exchange, as a row of the unit.
   FP_DEVICE static int row_of(int i, int half) { return i / 8 * 16 + half * 8 + i % 8; }
 

@@ -2,7 +2,6 @@
 #pragma once
 #include "flashpage/kernels/decode_sm90_shared.h"
 #include "flashpage/ptx/atomic.h"
-#include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/tile/box_loader.h"
 #include "flashpage/tile/query.h"
 #include "flashpage/tile/row_loader.h"

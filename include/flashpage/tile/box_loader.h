@@ -8,8 +8,8 @@
 
 namespace flashpage {
 
-// Loads every `warps`-th slot of a unit, as one warp. A lane holds the page and row of one of the warp's next 32 boxes,
-// and of one of the 32 after them: the look-up is the only dependent load on the way to data.
+// Loads every `loading_warps`-th slot of a unit, as one warp. A lane holds the page and row of one of the warp's next
+// 32 boxes, and of one of the 32 after them: the look-up is the only dependent load on the way to data.
 template <class Traits, class Slots>
 struct BoxLoader {
   using Cache = typename Traits::Cache;

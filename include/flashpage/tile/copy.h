@@ -12,9 +12,9 @@ inline constexpr int copy_bytes = (columns * sizeof(Element)) % 16 ? 8 : 16;
 
 // The part that one thread of `threads` copies of a tile: the same column chunk of every `rows_a_pass`-th row, so that
 // the column arithmetic is done once.
-template <class Element, int columns, int threads, int chunk_bytes = copy_bytes<Element, columns>,
-          class Rows = SharedRows<Element, columns>>
+template <class Element, int columns, int threads, int chunk_bytes = copy_bytes<Element, columns>>
 struct RowCopy {
+  using Rows = SharedRows<Element, columns>;
   static constexpr int chunks = Rows::used_bytes / chunk_bytes;
   static_assert(Rows::used_bytes % chunk_bytes == 0);
 

@@ -8,8 +8,8 @@
 
 namespace flashpage {
 
-// Loads every `warps`-th slot of a unit, as one warp. A lane holds the pages of its tokens of the warp's next slot, and
-// of the one after it.
+// Loads every `loading_warps`-th slot of a unit, as one warp. A lane holds the pages of its tokens of the warp's next
+// slot, and of the one after it.
 template <class Traits, class Slots>
 struct RowLoader {
   using Cache = typename Traits::Cache;
