@@ -34,7 +34,7 @@ class Capability:
     fp8_kv: bool = True  # beside KV of q's own type
     head_dims: tuple[int, int, int] = (16, 512, 8)  # smallest, largest, step
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it
-    max_sm: int = 999
+    max_sm: int = 999  # newer cards cannot run it
     max_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
     rope: bool = True  # in the kernel
     merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own

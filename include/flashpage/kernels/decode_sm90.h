@@ -18,6 +18,7 @@ struct DecodeSm90 {
   using Shared = DecodeShared<Traits>;
   static constexpr int threads = DecodeWarps<Traits>::threads;
   static constexpr int shared_bytes = sizeof(Shared);
+  static_assert(shared_bytes <= 232448, "more than a CTA has on Hopper: flashpage/tiles.py, sm90_decode_tile");
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
     extern __shared__ __align__(1024) u8 memory[];
