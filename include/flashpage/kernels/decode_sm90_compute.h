@@ -26,7 +26,7 @@ struct DecodeCompute {
   static constexpr int threads = S::threads;
   static constexpr int teams = Warps::teams;
   static constexpr bool query_in_registers = S::query_in_registers;
-  static constexpr int all_barrier = 1;                       // name
+  static constexpr int all_barrier = 1, team_barrier = 2;     // names; from team_barrier on one a team
   static constexpr int pairs = Traits::head_dim_vo / 2;       // of columns
   static constexpr bool early_target = S::value_tiles <= 16;  // registers allow it
 
@@ -155,15 +155,19 @@ struct DecodeCompute {
   // A box may bring tokens that the unit does not see, and leaves what was there before where it brings none: NaN
   // maybe, which a probability of zero would not hide.
   FP_DEVICE void clear_values(u8* tile, const Unit& unit, i32 first) {
-    constexpr int chunks = Shared::value_bytes / tokens / 16;
-    for (int i = lane; i < tokens * chunks; i += 32) {
+    constexpr int chunks = Shared::value_bytes / tokens / 16, team_threads = 32 * Warps::team;
+    for (int i = thread % team_threads; i < tokens * chunks; i += team_threads) {
       int row = i / chunks, chunk = i % chunks;
       if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
       *reinterpret_cast<uint4*>(tile + chunk / 8 * (tokens * 128) + row * 128 + chunk % 8 * 16) =
           make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_bulk_copies();
-    __syncwarp();
+    if constexpr (Warps::team > 1) {
+      ptx::named_barrier(team_barrier + team, team_threads);
+    } else {
+      __syncwarp();
+    }
   }
 
   FP_DEVICE void start(SoftmaxState<S::row_tiles>& state, const WorkItem& item, const Unit& unit, int rank) {
