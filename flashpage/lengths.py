@@ -4,6 +4,7 @@ sentences."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,12 +27,17 @@ class Lengths(NamedTuple):
 
 def to_host(lengths: Lengths) -> Lengths:
     """The same lengths on the host. All that lie on a device come back in one copy, which waits for the device."""
-    there = [t for t in lengths if t is not None and not t.is_cpu]
+    return Lengths(*all_to_host(lengths))
+
+
+def all_to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The same tensors on the host, in one copy."""
+    there = [t for t in tensors if t is not None and not t.is_cpu]
     if not there:
-        return lengths
+        return list(tensors)
     joined = there[0] if len(there) == 1 else torch.cat([t.reshape(-1).long() for t in there])
     parts = iter(joined.cpu().split([t.numel() for t in there]))
-    return Lengths(*(t if t is None or t.is_cpu else next(parts) for t in lengths))
+    return [t if t is None or t.is_cpu else next(parts) for t in tensors]
 
 
 class HeldLengths:

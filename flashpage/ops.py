@@ -188,6 +188,11 @@ def _merge_state_in_place(
 
 def _merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _merge_states_fake(v, s)
+    _merge_states_into(v, s, out, lse)
+    return out, lse
+
+
+def _merge_states_into(v: torch.Tensor, s: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     v, s = _rows(v), _rows(s)
     params = host.MergeStatesParams(
         v=v.data_ptr(),
@@ -205,7 +210,6 @@ def _merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch
         head_dim=v.shape[3],
     )
     _merge(params, v)
-    return out, lse
 
 
 def _merge_states_fake(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -288,6 +292,11 @@ _OPERATORS = (
         *(_merge_state_in_place, _nothing),
     ),
     ("merge_states", "(Tensor v, Tensor s) -> (Tensor, Tensor)", _merge_states, _merge_states_fake),
+    (
+        "merge_states_into",
+        "(Tensor v, Tensor s, Tensor(a!) out, Tensor(b!) lse) -> ()",
+        *(_merge_states_into, _nothing),
+    ),
     (
         "append_paged_kv_cache",
         "(Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions, Tensor kv_indices, "

@@ -163,10 +163,12 @@ struct DecodeCompute {
           make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_bulk_copies();
-    if constexpr (Warps::team > 1) {
-      ptx::named_barrier(team_barrier + team, team_threads);
-    } else {
+    if constexpr (Warps::team == 1) {
       __syncwarp();
+    } else {
+#pragma unroll
+      for (int t = 0; t < teams; ++t)  // constant names: racecheck loses every barrier of a kernel that computes one
+        if (t == team) ptx::named_barrier(team_barrier + t, team_threads);
     }
   }
 
