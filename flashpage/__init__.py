@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
+    "cascade": (
+        *("BatchDecodeWithSharedPrefixPagedKVCacheWrapper", "BatchPrefillWithSharedPrefixPagedKVCacheWrapper"),
+        *("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"),
+    ),
     "decode": (
         *("BatchDecodeWithPagedKVCacheWrapper", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan"),
         "single_decode_with_kv_cache",
@@ -35,7 +38,14 @@ _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in nam
 __all__ = ["__version__", *sorted(_MODULE_OF)]
 
 if TYPE_CHECKING:
-    from .cascade import merge_state, merge_state_in_place, merge_states
+    from .cascade import (
+        BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+        BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+        MultiLevelCascadeAttentionWrapper,
+        merge_state,
+        merge_state_in_place,
+        merge_states,
+    )
     from .decode import (
         BatchDecodeWithPagedKVCacheWrapper,
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper,

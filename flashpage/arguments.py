@@ -32,6 +32,8 @@ _REASONS = {
     "v_indptr": "K and V share kv_indptr: leave it None",
     "o_indptr": "out has the rows of q: leave it None",
     "num_colocated_ctas": "plans are for the whole card: leave it 0",
+    "rope_scale": "nothing is rotated in the kernel here: rotate q and K before, and leave it None",
+    "rope_theta": "nothing is rotated in the kernel here: rotate q and K before, and leave it None",
     "seq_lens_q": "rows of a request come from qo_indptr: leave it None",
 }
 

@@ -40,8 +40,12 @@ LAYERS = [
     },
     {
         "cascade",
+        "cascade_levels",
+        "cascade_prefix",
+        "cascade_window",
         "decode",
         "decode_options",
+        "merge",
         "mla",
         "page",
         "prefill",

@@ -1,0 +1,239 @@
+"""Cascade attention: requests that share tokens read them once, level by level, and the levels' states are merged."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import arguments
+from .cascade_window import LevelWindows
+from .errors import CapabilityError, PlanError, RunError
+from .lengths import all_to_host, batch_of
+from .merge import merge_parts
+from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .problem import check_window
+
+_ARRAYS = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Attention of requests whose tokens lie in levels: those that many share first, their own last.
+
+    A level is a batch of its own over the same rows: `qo_indptr_arr[level]` says which rows share each of its page
+    lists. All levels are planned from one copy of the lengths; a level without tokens costs nothing, one level alone
+    writes the output itself, and several are merged in one pass.
+
+    Args:
+        num_levels: at least one.
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
+            on the CPU: the CPU backend. The levels share it.
+        kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
+        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch sizes and at most the
+            first plan's rows.
+        qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr: with
+            `use_cuda_graph`; one tensor a level, as BatchPrefillWithPagedKVCacheWrapper has them.
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_indptr_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_indices_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_last_page_len_buf_arr: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self._num_levels = arguments.whole("num_levels", num_levels, 1)
+        self._use_cuda_graph = bool(use_cuda_graph)
+        self._kv_layout = kv_layout
+        buffers = {
+            "qo_indptr_buf": qo_indptr_buf_arr,
+            "paged_kv_indptr_buf": paged_kv_indptr_buf_arr,
+            "paged_kv_indices_buf": paged_kv_indices_buf_arr,
+            "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf_arr,
+        }
+        for name, arrays in buffers.items() if self._use_cuda_graph else ():
+            self._check_count(f"{name}_arr", arrays)
+        self._batch_prefill_wrappers = [
+            BatchPrefillWithPagedKVCacheWrapper(
+                *(float_workspace_buffer, kv_layout, self._use_cuda_graph),
+                **{name: arrays[level] for name, arrays in buffers.items() if arrays is not None and use_cuda_graph},
+            )
+            for level in range(self._num_levels)
+        ]
+        self._windows = LevelWindows(self._num_levels, float_workspace_buffer.device, self._use_cuda_graph)
+        self._active: list[BatchPrefillWithPagedKVCacheWrapper] = []  # levels with tokens; empty: no plan
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether runs may be captured and replayed after later plans."""
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor]
+    ) -> None:
+        """Takes other workspaces, an int workspace for each level; plan again before the next run."""
+        self._check_count("int_workspace_buffers", int_workspace_buffers)
+        self._active = []
+        for wrapper, buffer in zip(self._batch_prefill_wrappers, int_workspace_buffers, strict=True):
+            wrapper.reset_workspace_buffer(float_workspace_buffer, buffer)
+
+    def plan(
+        self,
+        qo_indptr_arr: Sequence[torch.Tensor],
+        paged_kv_indptr_arr: Sequence[torch.Tensor],
+        paged_kv_indices_arr: Sequence[torch.Tensor],
+        paged_kv_last_page_len: Sequence[torch.Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+    ) -> None:
+        """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
+
+        Args:
+            qo_indptr_arr: for each level [requests + 1], which rows share its page lists; all end at the same row.
+            paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: for each level its pages, as
+                BatchPrefillWithPagedKVCacheWrapper.plan takes them. A level or a request may have none.
+            num_qo_heads, num_kv_heads, head_dim, page_size: of all levels.
+            causal: of the last level; rows see all of the levels above it.
+            pos_encoding_mode: "NONE": positions inside a level are not those of the request.
+            window_left: tokens visible left of the row's own, counted across levels; -1: all.
+            The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
+        """
+        self._active = []
+        page_size = arguments.whole("page_size", page_size, 1)
+        given = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
+        for name, arrays in zip(_ARRAYS, given, strict=True):
+            self._check_count(name, arrays)
+        if self._num_levels > 1 and arguments.position_encoding(pos_encoding_mode) != "NONE":
+            raise CapabilityError(
+                f"pos_encoding_mode={pos_encoding_mode!r} is not supported with num_levels={self._num_levels}: a level "
+                "does not know where in a request its tokens stand; rotate q and K before, or add the bias with one "
+                "level."
+            )
+        qo_indptrs, kv_indptrs, last_page_lens = self._to_host(
+            qo_indptr_arr, paged_kv_indptr_arr, paged_kv_last_page_len, page_size
+        )
+        self._check_rows(qo_indptrs)
+        lengths = (qo_indptrs, kv_indptrs, last_page_lens)
+        variants, is_hidden = self._windows.plan(*lengths, page_size, check_window(window_left))
+        for i, wrapper in enumerate(self._batch_prefill_wrappers):
+            is_last = i == self._num_levels - 1
+            wrapper.plan(
+                *(qo_indptrs[i], kv_indptrs[i], paged_kv_indices_arr[i], last_page_lens[i]),
+                *(num_qo_heads, num_kv_heads, head_dim, page_size),
+                causal=causal and is_last,
+                pos_encoding_mode=pos_encoding_mode,
+                use_fp16_qk_reduction=use_fp16_qk_reduction,
+                sm_scale=sm_scale,
+                window_left=window_left if is_last else -1,
+                logits_soft_cap=logits_soft_cap,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+                variant=variants[i],
+            )
+        wrappers = self._batch_prefill_wrappers
+        self._active = [
+            wrapper
+            for wrapper, hidden in zip(wrappers, is_hidden, strict=True)
+            if self._use_cuda_graph or (wrapper._planner.result.total_kv > 0 and not hidden)
+        ] or wrappers[-1:]
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Any,
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of the planned batch over all levels.
+
+        Args:
+            q: [rows, num_qo_heads, head_dim], any strides, last dimension contiguous.
+            paged_kv_cache: the pages of all levels, as BatchPrefillWithPagedKVCacheWrapper.run takes them.
+            out: [rows, num_qo_heads, head_dim], written in place; None: allocated. Contiguous where levels are merged.
+            lse: [rows, num_qo_heads] fp32, base 2, written in place.
+            return_lse: also return lse.
+        """
+        if not self._active:
+            raise RunError("run: MultiLevelCascadeAttentionWrapper has no plan: call plan(...) first.")
+        if len(self._active) == 1:
+            return self._active[0].run(q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse)
+        arguments.tensor(q, "q", RunError)
+        if out is None:
+            out = torch.empty(q.shape, dtype=self._active[0]._out_dtype, device=q.device)
+        if return_lse and lse is None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        parts = [functools.partial(_run_level, wrapper, q, paged_kv_cache) for wrapper in self._active]
+        merge_parts(parts, out, lse)
+        return (out, lse) if return_lse else out
+
+    forward = run
+
+    def _check_count(self, name: str, arrays: Any) -> None:
+        count = None if arrays is None else len(arrays)
+        if count != self._num_levels:
+            found = "is None" if count is None else f"has {count} entries"
+            raise PlanError(f"{name} {found} but num_levels={self._num_levels}: pass one tensor a level.")
+
+    def _to_host(
+        self, qo_indptrs: Sequence[Any], kv_indptrs: Sequence[Any], last_page_lens: Sequence[Any], page_size: int
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """One copy for the lengths of all levels."""
+        for i, (qo_indptr, kv_indptr, last_page_len) in enumerate(
+            zip(qo_indptrs, kv_indptrs, last_page_lens, strict=True)
+        ):
+            batch = batch_of(qo_indptr, f"qo_indptr_arr[{i}]")
+            for name, tensor, length in (
+                (f"paged_kv_indptr_arr[{i}]", kv_indptr, batch + 1),
+                (f"paged_kv_last_page_len[{i}]", last_page_len, batch),
+            ):
+                if arguments.tensor(tensor, name, PlanError).shape != (length,):
+                    raise PlanError(
+                        f"{name} has shape {tuple(tensor.shape)} but qo_indptr_arr[{i}] is that of {batch} requests: "
+                        f"pass [{length}]."
+                    )
+        if page_size == 1:  # pages of one token: it says nothing
+            last_page_lens = [None if not t.is_cpu else t for t in last_page_lens]
+        host = all_to_host([*qo_indptrs, *kv_indptrs, *last_page_lens])
+        count = self._num_levels
+        return host[:count], host[count : 2 * count], host[2 * count :]
+
+    def _check_rows(self, qo_indptrs: list[torch.Tensor]) -> None:
+        """Every level has a state for every row."""
+        rows = int(qo_indptrs[-1][-1])
+        for i, qo_indptr in enumerate(qo_indptrs):
+            begin, end = int(qo_indptr[0]), int(qo_indptr[-1])
+            if end != rows or (begin and self._num_levels > 1):
+                raise PlanError(
+                    f"qo_indptr_arr[{i}] covers rows {begin} to {end} but the last level's end at {rows}: each level "
+                    "covers all rows from 0; give rows that share nothing a request without pages."
+                )
+
+
+def _run_level(
+    wrapper: BatchPrefillWithPagedKVCacheWrapper, q: torch.Tensor, cache: Any, out: torch.Tensor, lse: Any
+) -> None:
+    wrapper.run(q, cache, out=out, lse=lse)

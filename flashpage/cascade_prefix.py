@@ -1,0 +1,221 @@
+"""Batches over one shared prefix that lies in tensors of its own, and a paged KV cache for what follows it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from . import arguments
+from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .dtypes import DType
+from .errors import RunError
+from .lengths import Lengths, to_host
+from .merge import merge_parts
+from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+
+
+class _SharedPrefix:
+    """What both wrappers share: a ragged batch of one for the prefix, a paged batch for the rest, one merge."""
+
+    _unique: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str) -> None:
+        self._kv_layout = arguments.layout(kv_layout)
+        self._shared = BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._arguments: tuple[Any, ...] = ()  # of the last begin_forward, lengths on the host
+        self._dtypes: tuple[Any, Any] = (None, None)  # of q and the caches, as planned
+        self._seen: tuple[Any, Any] | None = None  # those of forward's tensors, where begin_forward was told others
+        self._prefix: tuple[int, int] | None = None  # tokens and rows that the prefix is planned for
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Takes other workspaces; begin_forward again before the next forward."""
+        self._arguments = ()
+        self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        self._shared.reset_workspace_buffer(float_workspace_buffer, self._shared._int_workspace_buffer)
+
+    def end_forward(self) -> None:
+        """Nothing: plans need no end."""
+
+    def _begin(self, lengths: Lengths, kv_indices: Any, sizes: tuple[Any, ...], dtypes: tuple[Any, Any]) -> None:
+        """`dtypes`: to be planned for where no tensors were seen yet."""
+        copies = [None if t is None else t.clone() for t in to_host(lengths)]  # forward may plan again
+        self._arguments = ()
+        self._plan((copies, kv_indices, sizes), self._seen or dtypes)
+
+    def _plan(self, planned: tuple[Any, ...], dtypes: tuple[Any, Any]) -> None:
+        (q_indptr, kv_indptr, last_page_len, _), kv_indices, sizes = planned
+        pages = (kv_indptr, kv_indices, last_page_len)
+        rows = () if q_indptr is None else (q_indptr,)
+        self._unique.plan(*rows, *pages, *sizes, q_data_type=dtypes[0], kv_data_type=dtypes[1])
+        self._arguments, self._dtypes = planned, dtypes
+        self._prefix = None
+
+    def _forward(
+        self,
+        q: torch.Tensor,
+        k_shared: torch.Tensor,
+        v_shared: torch.Tensor,
+        unique_kv_cache: Any,
+        causal: bool,
+        sm_scale: float | None,
+    ) -> torch.Tensor:
+        if not self._arguments:
+            raise RunError(f"forward: {type(self).__name__} has no plan: call begin_forward(...) first.")
+        for name, tensor in (("q", q), ("k_shared", k_shared), ("v_shared", v_shared)):
+            if arguments.tensor(tensor, name, RunError).dim() != 3:
+                raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
+        if (q.dtype, k_shared.dtype) != self._dtypes:
+            self._seen = (q.dtype, k_shared.dtype)
+            self._plan(self._arguments, self._seen)
+        unique, shared = self._unique, self._shared
+        prefix_len = k_shared.shape[0 if self._kv_layout == "NHD" else 1]
+        parts = []
+        if prefix_len:
+            self._plan_prefix(prefix_len)
+            shared._sm_scale = sm_scale
+            parts.append(functools.partial(_run, shared, q, k_shared, v_shared))
+        unique._sm_scale, unique._causal = sm_scale, causal
+        if unique._planner.result.total_kv or not prefix_len:
+            parts.append(functools.partial(_run, unique, q, unique_kv_cache))
+        out = torch.empty(q.shape, dtype=unique._out_dtype, device=q.device)
+        merge_parts(parts, out, None)
+        return out
+
+    def _plan_prefix(self, prefix_len: int) -> None:
+        """All rows are one request over the prefix."""
+        rows = self._unique._planner.total_q
+        if self._prefix == (prefix_len, rows):
+            return
+        num_qo_heads, num_kv_heads, head_dim, _ = self._arguments[2]
+        indptrs = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, prefix_len))
+        heads = (num_qo_heads, num_kv_heads, head_dim)
+        self._shared.plan(*indptrs, *heads, q_data_type=self._dtypes[0], kv_data_type=self._dtypes[1])
+        self._prefix = (prefix_len, rows)
+
+
+def _run(wrapper: Any, *tensors: Any) -> None:
+    *given, out, lse = tensors
+    wrapper.run(*given, out=out, lse=lse)
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
+    """Decode of a batch whose requests share a prefix.
+
+    Args:
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs.
+        kv_layout: of the prefix and of the paged cache, "NHD" or "HND".
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        super().__init__(float_workspace_buffer, kv_layout)
+        self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+
+    def begin_forward(
+        self,
+        unique_kv_indptr: torch.Tensor,
+        unique_kv_indices: torch.Tensor,
+        unique_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        data_type: Any = "float16",
+    ) -> None:
+        """Plans a batch; the prefix, whose length is not told here, is planned by the first `forward`.
+
+        Args:
+            unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len: the pages behind the prefix, as
+                BatchDecodeWithPagedKVCacheWrapper.plan takes them.
+            data_type: of q and the caches; where the tensors of `forward` differ, theirs is planned for.
+        """
+        lengths = Lengths(None, unique_kv_indptr, unique_kv_last_page_len)
+        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        self._begin(lengths, unique_kv_indices, sizes, _dtypes(data_type))
+
+    def forward(
+        self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: Any
+    ) -> torch.Tensor:
+        """Attention of one row a request over the prefix and the request's own pages.
+
+        Args:
+            q: [batch, num_qo_heads, head_dim].
+            k_shared, v_shared: [prefix_len, num_kv_heads, head_dim] (HND: heads first).
+            unique_kv_cache: as BatchDecodeWithPagedKVCacheWrapper.run takes it.
+
+        Returns:
+            [batch, num_qo_heads, head_dim].
+        """
+        return self._forward(q, k_shared, v_shared, unique_kv_cache, False, None)
+
+
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
+    """Prefill or append of a batch whose requests share a prefix.
+
+    Args:
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs.
+        kv_layout: of the prefix and of the paged cache, "NHD" or "HND".
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        super().__init__(float_workspace_buffer, kv_layout)
+        self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+
+    def begin_forward(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+    ) -> None:
+        """Plans a batch for float16; other types, and the prefix, are planned by the first `forward`.
+
+        Args:
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: rows and the pages behind the prefix,
+                as BatchPrefillWithPagedKVCacheWrapper.plan takes them.
+        """
+        lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
+        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        self._begin(lengths, paged_kv_indices, sizes, _dtypes("float16"))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_shared: torch.Tensor,
+        v_shared: torch.Tensor,
+        unique_kv_cache: Any,
+        causal: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of the planned rows over the prefix and each request's own pages.
+
+        Args:
+            q: [qo_indptr[-1], num_qo_heads, head_dim].
+            k_shared, v_shared: [prefix_len, num_kv_heads, head_dim] (HND: heads first); all rows see all of them.
+            unique_kv_cache: as BatchPrefillWithPagedKVCacheWrapper.run takes it.
+            causal: within a request's own tokens.
+            sm_scale: of the scores; None: head_dim ** -0.5.
+            rope_scale, rope_theta: None: nothing is rotated in the kernel.
+
+        Returns:
+            [qo_indptr[-1], num_qo_heads, head_dim].
+        """
+        arguments.refuse_given(
+            use_fp16_qk_reduction=use_fp16_qk_reduction, rope_scale=rope_scale, rope_theta=rope_theta
+        )
+        return self._forward(q, k_shared, v_shared, unique_kv_cache, causal, sm_scale)
+
+
+def _dtypes(data_type: Any) -> tuple[Any, Any]:
+    """Of q and the caches, torch's: q of fp8 caches is float16 until a tensor says otherwise."""
+    given = arguments.dtype("data_type", data_type)
+    return (DType.FLOAT16 if given.is_fp8 else given).torch, given.torch

@@ -1,0 +1,103 @@
+"""A sliding window over levels of tokens: what it hides of the upper levels, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .variants import Variant
+
+# Rows past a request's last one are computed beside it: their entry is any.
+_MASK = "kv_idx >= first_token(min(max(q_idx + first_row(b), 0), last_row))"
+
+
+class Level(NamedTuple):
+    """Lengths of one level, int64 on the host."""
+
+    q_indptr: torch.Tensor  # [requests + 1]
+    kv_lens: torch.Tensor  # [requests] tokens
+
+    def by_row(self, values: torch.Tensor) -> torch.Tensor:
+        """A request's value for each of its rows."""
+        return torch.repeat_interleave(values, self.q_indptr.diff())
+
+
+class LevelWindows:
+    """The masks of all levels of a wrapper."""
+
+    def __init__(self, num_levels: int, device: torch.device, is_graph: bool) -> None:
+        self._num_levels, self._is_graph = num_levels, is_graph
+        self._masks = [_LevelMask(device) for _ in range(num_levels - 1)]
+
+    def plan(
+        self,
+        q_indptrs: Sequence[torch.Tensor],
+        kv_indptrs: Sequence[torch.Tensor],
+        last_page_lens: Sequence[torch.Tensor | None],
+        page_size: int,
+        window_left: int,
+    ) -> tuple[list[Variant | None], list[bool]]:
+        """For each level its mask, None where nothing of it is hidden, and whether all of it is.
+
+        The last level has no mask: a window counts there as in a batch of its own.
+        """
+        variants: list[Variant | None] = [None] * self._num_levels
+        is_hidden = [False] * self._num_levels
+        if window_left < 0 or self._num_levels == 1:
+            return variants, is_hidden
+        levels = [_level(*lengths, page_size) for lengths in zip(q_indptrs, kv_indptrs, last_page_lens, strict=True)]
+        if any(bool((level.q_indptr.diff() < 0).any()) for level in levels):
+            return variants, is_hidden  # the planner tells
+        for i, first_token in enumerate(_first_visible(levels, window_left)):
+            is_hidden[i] = bool((first_token >= levels[i].by_row(levels[i].kv_lens)).all())
+            # What is captured has a mask in every batch or in none.
+            if self._is_graph or (not is_hidden[i] and bool((first_token > 0).any())):
+                variants[i] = self._masks[i].set(levels[i], first_token)
+        return variants, is_hidden
+
+
+def _level(
+    q_indptr: torch.Tensor, kv_indptr: torch.Tensor, last_page_len: torch.Tensor | None, page_size: int
+) -> Level:
+    lens = kv_indptr.long().diff() * page_size
+    if last_page_len is not None:
+        lens = torch.where(lens > 0, lens + last_page_len - page_size, 0)
+    return Level(q_indptr.long(), lens)
+
+
+def _first_visible(levels: Sequence[Level], window_left: int) -> list[torch.Tensor]:
+    """For every level but the last: the first of its tokens that each row sees, [rows]; 0 or less: it sees all."""
+    tokens = [level.by_row(level.kv_lens) for level in levels]
+    last = levels[-1]
+    rows = torch.arange(int(last.q_indptr[-1]))
+    # A row's place among its request's tokens of the last level: right-aligned, as causal has it.
+    place = rows - last.by_row(last.q_indptr[1:] - last.kv_lens)
+    found = []
+    for level in range(len(levels) - 1):
+        behind = torch.stack(tokens[level:-1]).sum(0)  # tokens from this level's first to the last level's first
+        found.append(place + behind - window_left)
+    return found
+
+
+class _LevelMask:
+    """The mask of one level as a variant, one for all plans of a wrapper; its tensors are the present batch's.
+
+    They keep their memory as long as they fit in it, so that captured launches read those of the newest plan.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._variant = Variant(mask=_MASK)
+
+    def set(self, level: Level, first_token: torch.Tensor) -> Variant:
+        """The variant that hides what lies before `first_token`, [rows]."""
+        first_row = level.q_indptr[1:] - level.kv_lens  # q_idx is right-aligned within the level
+        tensors = self._variant.tensors
+        for name, values in (("first_token", first_token), ("first_row", first_row)):
+            if name not in tensors or len(tensors[name]) < len(values):
+                tensors[name] = torch.zeros(max(1, len(values)), dtype=torch.int32, device=self._device)
+            tensors[name][: len(values)].copy_(values, non_blocking=True)
+        self._variant.scalars["last_row"] = len(tensors["first_token"]) - 1
+        return self._variant

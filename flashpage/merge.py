@@ -1,0 +1,133 @@
+"""Merging of attention states: outputs over parts of the tokens, with their LSEs (base 2), into one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import arguments, ops
+from .errors import RunError
+
+__all__ = ["merge_parts", "merge_state", "merge_state_in_place", "merge_states"]
+
+Part = Callable[[torch.Tensor, torch.Tensor | None], object]  # writes a state over some of the tokens to (out, lse)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def merge_state(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges two states.
+
+    Args:
+        v_a, v_b: [rows, num_heads, head_dim], outputs; the same strides, last dimension contiguous.
+        s_a, s_b: [rows, num_heads] fp32, their LSEs, base 2.
+
+    Returns:
+        The merged output and LSE, contiguous.
+    """
+    _check_pair(v_a, s_a, v_b, s_b, ("v_a", "s_a", "v_b", "s_b"))
+    return ops.call("merge_state", v_a, s_a, v_b, s_b)
+
+
+def merge_state_in_place(
+    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
+) -> None:
+    """Merges a second state into the first one.
+
+    Args:
+        v, s: [rows, num_heads, head_dim] and [rows, num_heads] fp32, contiguous, written.
+        v_other, s_other: the other state, the same shapes.
+        mask: [rows] bool or uint8, the rows to merge; None: all.
+    """
+    _check_pair(v, s, v_other, s_other, ("v", "s", "v_other", "s_other"))
+    for name, tensor in (("v", v), ("s", s)):
+        if not tensor.is_contiguous():
+            raise RunError(f"{name} has strides {tuple(tensor.stride())}: what is written in place must be contiguous.")
+    if mask is not None:
+        arguments.tensor(mask, "mask", RunError)
+        arguments.same_device(mask, v.device, "mask", RunError)
+        if mask.shape != v.shape[:1] or mask.dtype not in (torch.bool, torch.uint8):
+            raise RunError(
+                f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: pass one bool or "
+                f"uint8 a row, [{v.shape[0]}]."
+            )
+    ops.call("merge_state_in_place", v, s, v_other, s_other, mask)
+
+
+def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges any number of states.
+
+    Args:
+        v: [rows, num_states, num_heads, head_dim], outputs.
+        s: [rows, num_states, num_heads] fp32, their LSEs, base 2.
+
+    Returns:
+        The merged output [rows, num_heads, head_dim] and LSE [rows, num_heads], contiguous.
+    """
+    _check(v, s, "v", "s", 4)
+    if v.shape[1] < 1:
+        raise RunError(
+            f"v has shape {tuple(v.shape)}: pass at least one state, [rows, num_states, num_heads, head_dim]."
+        )
+    return ops.call("merge_states", v, s)
+
+
+def merge_parts(parts: Sequence[Part], out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Attention in parts over disjoint tokens, merged in one pass; one part alone writes to out and lse itself.
+
+    Args:
+        parts: at least one.
+        out: [rows, num_heads, head_dim], written; contiguous where there are several parts.
+        lse: [rows, num_heads] fp32, written; None: not wanted.
+    """
+    if len(parts) == 1:
+        parts[0](out, lse)
+        return
+    if not out.is_contiguous():
+        raise RunError(f"out has strides {tuple(out.stride())}: what is merged in place must be contiguous.")
+    if lse is None:
+        lse = out.new_empty(out.shape[:2], dtype=torch.float32)
+    if len(parts) == 2:
+        other, other_lse = torch.empty_like(out), torch.empty_like(lse)
+        parts[0](other, other_lse)
+        parts[1](out, lse)
+        ops.call("merge_state_in_place", out, lse, other, other_lse, None)
+        return
+    states, lses = out.new_empty((len(parts), *out.shape)), lse.new_empty((len(parts), *lse.shape))
+    for i, part in enumerate(parts):
+        part(states[i], lses[i])
+    ops.call("merge_states_into", states.transpose(0, 1), lses.transpose(0, 1), out, lse)
+
+
+def _check_pair(
+    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, names: tuple[str, str, str, str]
+) -> None:
+    _check(v, s, names[0], names[1], 3)
+    _check(v_other, s_other, names[2], names[3], 3)
+    if v_other.shape != v.shape or v_other.dtype != v.dtype:
+        raise RunError(
+            f"{names[2]} has shape {tuple(v_other.shape)} and dtype {v_other.dtype} but "
+            f"{names[0]} has {tuple(v.shape)} and "
+            f"{v.dtype}: states that are merged are alike."
+        )
+    arguments.same_device(v_other, v.device, names[2], RunError)
+
+
+def _check(v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str, dims: int) -> None:
+    for name, tensor in ((v_name, v), (s_name, s)):
+        arguments.tensor(tensor, name, RunError)
+    if v.dim() != dims:
+        shape = "[rows, num_heads, head_dim]" if dims == 3 else "[rows, num_states, num_heads, head_dim]"
+        raise RunError(f"{v_name} has shape {tuple(v.shape)}: pass {shape}.")
+    if v.dtype not in _DTYPES:
+        raise RunError(f"{v_name} has dtype {v.dtype}: pass float32, float16 or bfloat16.")
+    if s.shape != v.shape[:-1] or s.dtype != torch.float32:
+        raise RunError(
+            f"{s_name} has shape {tuple(s.shape)} and dtype {s.dtype}: pass one float32 LSE a row and head, "
+            f"{tuple(v.shape[:-1])}."
+        )
+    if v.device.type not in ("cpu", "cuda"):
+        raise RunError(f"{v_name} is on {v.device}: pass tensors on the CPU or on a CUDA device.")
+    arguments.same_device(s, v.device, s_name, RunError)

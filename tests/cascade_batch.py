@@ -1,0 +1,134 @@
+"""Batches whose requests share tokens: levels of pages, the same tokens request by request, and what must come out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from caches import Cache, Shape, write_pages
+from case import Case
+from comparison import Outputs, Report, compare
+from reference import Options, State, attention
+
+Tree = Sequence[Sequence[tuple[int, int]]]  # for each level its requests: (rows, tokens), in the rows' order
+
+
+def indptr_of(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class CascadeCase:
+    """A tree of shared tokens, and options."""
+
+    name: str
+    tree: Tree
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    kv_dtype: str = ""
+    kv_layout: str = "NHD"
+    cache: str = "fused"  # tests/caches.py, FORMS
+    causal: bool = False
+    window_left: int = -1
+    soft_cap: float = 0.0
+    sm_scale: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class CascadeBatch:
+    """One case's tensors on the CPU, NaN in every slot that holds no token."""
+
+    def __init__(self, case: CascadeCase) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(len(case.name))
+        dtype, kv_dtype = getattr(torch, case.dtype), getattr(torch, case.kv_dtype or case.dtype)
+        lengths = [tokens for level in case.tree for _, tokens in level]
+        self.rows = sum(rows for rows, _ in case.tree[-1])
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.q = random(self.rows, case.num_q_heads, case.head_dim).to(dtype)
+        k, v = ([random(n, case.num_kv_heads, case.head_dim).to(kv_dtype) for n in lengths] for _ in range(2))
+        pages = sum(-(-n // case.page_size) for n in lengths) + 3
+        shape = Shape(pages, case.page_size, case.num_kv_heads, case.head_dim, case.head_dim)
+        self.cache = Cache.make(case.cache, shape, case.kv_layout, kv_dtype)
+        indptr, indices, last = write_pages(self.cache, tuple(lengths), k, v, seed=len(case.name))
+        self.levels, self._tokens, first = [], [], 0
+        for level in case.tree:
+            end = first + len(level)
+            used = indices[indptr[first] : indptr[end]]
+            rows = indptr_of([rows for rows, _ in level])
+            self.levels.append((rows, indptr[first : end + 1] - indptr[first], used, last[first:end]))
+            self._tokens.append((rows, k[first:end], v[first:end]))
+            first = end
+
+    def arrays(self, device: str = "cpu", host_lengths: bool = True) -> list[list[torch.Tensor]]:
+        """The four lists of `plan`; page numbers on the device."""
+        where = ("cpu", "cpu", device, "cpu") if host_lengths else (device,) * 4
+        return [[level[i].to(to) for level in self.levels] for i, to in enumerate(where)]
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of `plan`."""
+        case = self.case
+        return {
+            "causal": case.causal,
+            "window_left": case.window_left,
+            "logits_soft_cap": case.soft_cap or None,
+            "sm_scale": case.sm_scale,
+            "q_data_type": self.q.dtype,
+            "kv_data_type": getattr(torch, case.kv_dtype or case.dtype),
+        }
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.case.num_q_heads, self.case.num_kv_heads, self.case.head_dim, self.case.page_size
+
+    def request(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows of request i of the last level, and all of its tokens, level after level."""
+        begin, end = (int(self._tokens[-1][0][j]) for j in (i, i + 1))
+        keys, values = [], []
+        for rows, k, v in self._tokens:
+            owner = int((rows[1:] <= begin).sum()) if end > begin else 0
+            keys.append(k[owner])
+            values.append(v[owner])
+        return self.q[begin:end], torch.cat(keys), torch.cat(values)
+
+    def expected(self) -> list[State]:
+        case = self.case
+        options = Options(
+            sm_scale=case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale,
+            causal=case.causal,
+            window_left=case.window_left,
+            soft_cap=case.soft_cap,
+        )
+        return [attention(*self.request(i), options) for i in range(len(case.tree[-1]))]
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor) -> Report:
+        """Against the reference on all tokens. Each level's output was rounded once before it was merged."""
+        case = self.case
+        requests = [self.request(i) for i in range(len(case.tree[-1]))]
+        as_case = Case(
+            case.name,
+            "a cascade",
+            tuple(len(k) for _, k, _ in requests),
+            tuple(len(q) for q, _, _ in requests),
+            num_q_heads=case.num_q_heads,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+            q_dtype=case.dtype,
+            kv_dtype=case.kv_dtype,
+            sm_scale=case.sm_scale,
+            soft_cap=case.soft_cap,
+        )
+        slack = 1.0 + 0.7 * (len(case.tree) > 1)
+        states = [
+            dataclasses.replace(s, magnitude=s.magnitude * slack, spread=s.spread * slack) for s in self.expected()
+        ]
+        return compare(as_case, Outputs(out, lse), states)
