@@ -51,7 +51,7 @@ class MultiLevelCascadeAttentionWrapper:
         self._num_levels = arguments.whole("num_levels", num_levels, 1)
         self._use_cuda_graph = bool(use_cuda_graph)
         self._kv_layout = kv_layout
-        buffers = {
+        buffers: dict[str, Any] = {
             "qo_indptr_buf": qo_indptr_buf_arr,
             "paged_kv_indptr_buf": paged_kv_indptr_buf_arr,
             "paged_kv_indices_buf": paged_kv_indices_buf_arr,
@@ -62,7 +62,7 @@ class MultiLevelCascadeAttentionWrapper:
         self._batch_prefill_wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(
                 *(float_workspace_buffer, kv_layout, self._use_cuda_graph),
-                **{name: arrays[level] for name, arrays in buffers.items() if arrays is not None and use_cuda_graph},
+                **{name: arrays[level] for name, arrays in buffers.items() if use_cuda_graph},
             )
             for level in range(self._num_levels)
         ]

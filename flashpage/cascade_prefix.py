@@ -49,7 +49,8 @@ class _SharedPrefix:
         (q_indptr, kv_indptr, last_page_len, _), kv_indices, sizes = planned
         pages = (kv_indptr, kv_indices, last_page_len)
         rows = () if q_indptr is None else (q_indptr,)
-        self._unique.plan(*rows, *pages, *sizes, q_data_type=dtypes[0], kv_data_type=dtypes[1])
+        plan: Any = self._unique.plan
+        plan(*rows, *pages, *sizes, q_data_type=dtypes[0], kv_data_type=dtypes[1])
         self._arguments, self._dtypes = planned, dtypes
         self._prefix = None
 
@@ -90,9 +91,10 @@ class _SharedPrefix:
         if self._prefix == (prefix_len, rows):
             return
         num_qo_heads, num_kv_heads, head_dim, _ = self._arguments[2]
-        indptrs = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, prefix_len))
+        q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, prefix_len))
         heads = (num_qo_heads, num_kv_heads, head_dim)
-        self._shared.plan(*indptrs, *heads, q_data_type=self._dtypes[0], kv_data_type=self._dtypes[1])
+        plan: Any = self._shared.plan
+        plan(q_indptr, kv_indptr, *heads, q_data_type=self._dtypes[0], kv_data_type=self._dtypes[1])
         self._prefix = (prefix_len, rows)
 
 

@@ -12,6 +12,9 @@ from case import Case
 from comparison import Outputs, Report, compare
 from reference import Options, State, attention
 
+import flashpage
+
+WORKSPACE_BYTES = 32 << 20
 Tree = Sequence[Sequence[tuple[int, int]]]  # for each level its requests: (rows, tokens), in the rows' order
 
 
@@ -132,3 +135,46 @@ class CascadeBatch:
             dataclasses.replace(s, magnitude=s.magnitude * slack, spread=s.spread * slack) for s in self.expected()
         ]
         return compare(as_case, Outputs(out, lse), states)
+
+
+DECODE = (((5, 300),), ((1, 70), (1, 0), (1, 16), (1, 1), (1, 129)))
+
+
+def wrapper_for(batch: CascadeBatch, device: str, **options: Any) -> Any:
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return flashpage.MultiLevelCascadeAttentionWrapper(len(batch.levels), workspace, batch.case.kv_layout, **options)
+
+
+def planned(batch: CascadeBatch, device: str = "cpu", host_lengths: bool = True, **changed: Any) -> Any:
+    wrapper = wrapper_for(batch, device)
+    wrapper.plan(*batch.arrays(device, host_lengths), *batch.sizes(), **(batch.options() | changed))
+    return wrapper
+
+
+def buffers_for(batches: list[CascadeBatch], device: str) -> dict[str, list[torch.Tensor]]:
+    """Of the largest batch; batches have the same number of requests in each level."""
+    levels = batches[0].levels
+
+    def zeros(sizes: list[int]) -> list[torch.Tensor]:
+        return [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
+
+    return {
+        "qo_indptr_buf_arr": zeros([len(level[0]) for level in levels]),
+        "paged_kv_indptr_buf_arr": zeros([len(level[1]) for level in levels]),
+        "paged_kv_indices_buf_arr": zeros([max(len(b.levels[i][2]) for b in batches) for i in range(len(levels))]),
+        "paged_kv_last_page_len_buf_arr": zeros([len(level[3]) for level in levels]),
+    }
+
+
+GRAPH_TREES = (
+    DECODE,
+    (((5, 0),), ((1, 1), (1, 2), (1, 3), (1, 4), (1, 500))),
+    (((5, 17),), ((1, 0), (1, 0), (1, 0), (1, 0), (1, 0))),
+    (((4, 130),), ((1, 7), (1, 0), (0, 0), (1, 65), (1, 20))),
+)
+
+
+def graph_batches(window_left: int) -> list[CascadeBatch]:
+    return [
+        CascadeBatch(CascadeCase(f"graph-{i}", tree, window_left=window_left)) for i, tree in enumerate(GRAPH_TREES)
+    ]

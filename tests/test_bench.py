@@ -21,17 +21,18 @@ PROGRAMS = [  # program and arguments, a line that it prints
     (("gpu.py", "more-decode", "--only", "chat", *SMALL), "| batch 256, chat | flashpage |"),
     (("gpu.py", "prefill", "--only", "16 x 1k", *SMALL), "| ragged 16 x 1k | flashpage |"),
     (("gpu.py", "prefill", "--only", "append 8", *SMALL), "| append 8 rows on 8k, 32 requests | flashpage |"),
+    (("cascade.py", "--only", "64 requests, 8k", *SMALL), "| 64 requests, 8k shared, 1k own | flashpage |"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "line"), PROGRAMS, ids=[f"{a[0]} {a[1]} {a[3]}" for a, _ in PROGRAMS])
+@pytest.mark.parametrize(("arguments", "line"), PROGRAMS, ids=[" ".join(a[:4]) for a, _ in PROGRAMS])
 def test_runs(arguments: tuple[str, ...], line: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
     command = [sys.executable, str(BENCH / arguments[0]), *arguments[1:]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     row = next(found for found in done.stdout.splitlines() if found.startswith(line))
-    if arguments[0] == "gpu.py":
+    if arguments[0] in ("gpu.py", "cascade.py"):
         assert float(row.split("|")[-2]) < 1e-2  # the error against fp32
 
 

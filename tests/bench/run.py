@@ -34,6 +34,7 @@ BENCHMARKS = {
     "trace": Benchmark(("trace.py",), "when the CTAs of a decode launch start, load, compute and end", needs_gpu=True),
     "load": Benchmark(("load_bench.py",), "what the decode kernel's loaders read alone (Hopper)", needs_gpu=True),
     "prefill": Benchmark(("gpu.py", "prefill"), "prefill and append on the GPU beside the peers", needs_gpu=True),
+    "cascade": Benchmark(("cascade.py",), "requests that share tokens, beside flat decode", needs_gpu=True),
     "variants": Benchmark(("variants_bench.py",), "variants beside built-ins, options beside none", needs_gpu=True),
 }
 
