@@ -11,26 +11,36 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
     "cascade": (
         *("BatchDecodeWithSharedPrefixPagedKVCacheWrapper", "BatchPrefillWithSharedPrefixPagedKVCacheWrapper"),
         *("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"),
     ),
     "decode": (
         *("BatchDecodeWithPagedKVCacheWrapper", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan"),
-        "single_decode_with_kv_cache",
+        *("single_decode_with_kv_cache", "single_decode_with_kv_cache_with_jit_module"),
     ),
     "errors": (
         *("CapabilityError", "CompileError", "DeviceError", "FlashpageError", "KernelMissingError", "PlanError"),
         *("RunError", "VariantError"),
     ),
-    "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "plan": ("Plan",),
+    "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "prefill": (
         *("BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"),
         *("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),
+        "single_prefill_with_kv_cache_with_jit_module",
     ),
     "quantization": ("packbits", "segment_packbits"),
-    "sink": ("BatchAttentionWithAttentionSinkWrapper",),
+    "refused": (
+        *("BatchDecodeMlaWithPagedKVCacheWrapper", "BatchMLAPagedAttentionWrapper", "cudnn_batch_decode_with_kv_cache"),
+        *("cudnn_batch_prefill_with_kv_cache", "nvfp4_kv_dequantize", "nvfp4_kv_quantize", "nvfp4_quantize"),
+        *("nvfp4_quantize_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"),
+        *("trtllm_fmha_v2_prefill", "xqa", "xqa_mla"),
+    ),
+    "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
+    "utils": ("next_positive_power_of_2",),
     "variants": ("Variant",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -38,6 +48,10 @@ _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in nam
 __all__ = ["__version__", *sorted(_MODULE_OF)]
 
 if TYPE_CHECKING:
+    from .attention import (
+        BatchAttention,
+        BatchAttentionWithAttentionSinkWrapper,
+    )
     from .cascade import (
         BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
         BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -51,6 +65,7 @@ if TYPE_CHECKING:
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
         fast_decode_plan,
         single_decode_with_kv_cache,
+        single_decode_with_kv_cache_with_jit_module,
     )
     from .errors import (
         CapabilityError,
@@ -62,20 +77,60 @@ if TYPE_CHECKING:
         RunError,
         VariantError,
     )
-    from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
-    from .plan import Plan
+    from .page import (
+        append_paged_kv_cache,
+        append_paged_mla_kv_cache,
+        get_batch_indices_positions,
+        get_seq_lens,
+    )
+    from .plan import (
+        Plan,
+    )
+    from .pod import (
+        BatchPODWithPagedKVCacheWrapper,
+        PODWithPagedKVCacheWrapper,
+    )
     from .prefill import (
         BatchPrefillWithPagedKVCacheWrapper,
         BatchPrefillWithRaggedKVCacheWrapper,
         single_prefill_with_kv_cache,
         single_prefill_with_kv_cache_return_lse,
+        single_prefill_with_kv_cache_with_jit_module,
     )
-    from .quantization import packbits, segment_packbits
-    from .sink import BatchAttentionWithAttentionSinkWrapper
-    from .variants import Variant
+    from .quantization import (
+        packbits,
+        segment_packbits,
+    )
+    from .refused import (
+        BatchDecodeMlaWithPagedKVCacheWrapper,
+        BatchMLAPagedAttentionWrapper,
+        cudnn_batch_decode_with_kv_cache,
+        cudnn_batch_prefill_with_kv_cache,
+        nvfp4_kv_dequantize,
+        nvfp4_kv_quantize,
+        nvfp4_quantize,
+        nvfp4_quantize_append_paged_kv_cache,
+        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+        trtllm_fmha_v2_prefill,
+        xqa,
+        xqa_mla,
+    )
+    from .sparse import (
+        BlockSparseAttentionWrapper,
+        VariableBlockSparseAttentionWrapper,
+    )
+    from .utils import (
+        next_positive_power_of_2,
+    )
+    from .variants import (
+        Variant,
+    )
 
 
-_SUBMODULES = ("cascade", "decode", "jit", "ops", "page", "prefill", "quantization", "variants")
+_SUBMODULES = (
+    *("attention", "cascade", "compat", "decode", "jit", "mla", "ops", "page", "pod", "prefill", "quantization"),
+    *("sparse", "utils", "variants"),
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -12,16 +12,28 @@ from .decode_options import decode_options, named_options
 from .engine_plan import DecodePlanModule, PlanModule
 from .engine_state import PagedState, Written
 from .errors import RunError
+from .jit_module import single_decode_with_kv_cache_with_jit_module
 from .lengths import Lengths, batch_of
+from .refused import (
+    BatchDecodeMlaWithPagedKVCacheWrapper,
+    cudnn_batch_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache,
+)
 from .run_checks import NO_SCALES
 from .single import single_decode_with_kv_cache
 from .wrapper import PlanRunWrapper
 
 __all__ = [
+    "BatchDecodeMlaWithPagedKVCacheWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "cudnn_batch_decode_with_kv_cache",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
 ]
 
 

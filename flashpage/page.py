@@ -8,8 +8,16 @@ import torch
 
 from . import arguments, caches, ops
 from .errors import RunError
+from .refused import nvfp4_quantize_append_paged_kv_cache, nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
 
-__all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+]
 
 
 def append_paged_kv_cache(
@@ -67,6 +75,37 @@ def append_paged_kv_cache(
         )
     ]
     ops.call("append_paged_kv_cache", append_key, append_value, *indices[:4], cache, kv_layout)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> None:
+    """Writes latent rows and rotated keys of new tokens to their pages.
+
+    Args:
+        append_ckv, append_kpe: [nnz, ckv_dim] and [nnz, kpe_dim], of the caches' type, last dimension contiguous.
+        ckv_cache, kpe_cache: [pages, page_size, ckv_dim] and [pages, page_size, kpe_dim], any strides; written.
+        The other arguments are those of append_paged_kv_cache.
+    """
+    caches_given = (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache))
+    for dims, shape, given in (
+        (2, "[nnz, dim]", (("append_ckv", append_ckv), ("append_kpe", append_kpe))),
+        (3, "[pages, page_size, dim]", caches_given),
+    ):
+        for name, tensor in given:
+            if arguments.tensor(tensor, name, RunError).dim() != dims:
+                raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass {shape}.")
+    cache = (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2))
+    places = (batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len)
+    append_paged_kv_cache(append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), *places)
 
 
 def get_batch_indices_positions(

@@ -6,6 +6,9 @@ import torch
 
 from . import arguments
 from .errors import RunError
+from .refused import nvfp4_kv_dequantize, nvfp4_kv_quantize, nvfp4_quantize
+
+__all__ = ["nvfp4_kv_dequantize", "nvfp4_kv_quantize", "nvfp4_quantize", "packbits", "segment_packbits"]
 
 _BIT_WEIGHTS = {"little": (1, 2, 4, 8, 16, 32, 64, 128), "big": (128, 64, 32, 16, 8, 4, 2, 1)}
 

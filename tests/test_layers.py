@@ -29,7 +29,7 @@ MAY_INCLUDE = {
 # Python: layers from the bottom; a module imports its own layer and those below.
 LAYERS = [
     {"dtypes", "errors", "env", "paths"},
-    {"spec", "tiles", "host", "direct", "arguments"},
+    {"spec", "tiles", "host", "direct", "arguments", "refused"},
     {"variants", "variant_capture", "variant_operations", "variant_source", "variant_trace", "variant_values"},
     {"jit"},
     {"problem", "backends", "boxes", "lengths", "caches", "multi_item", "prepare", "quantization", "slots"},
@@ -39,23 +39,11 @@ LAYERS = [
         "wrapper",
     },
     {
-        "cascade",
-        "cascade_levels",
-        "cascade_prefix",
-        "cascade_window",
-        "decode",
-        "decode_options",
-        "merge",
-        "mla",
-        "page",
-        "prefill",
-        "prefill_common",
-        "prefill_paged",
-        "prefill_ragged",
-        "single",
-        "sink",
+        *("attention", "cascade", "cascade_levels", "cascade_prefix", "cascade_window", "decode", "decode_options"),
+        *("jit_module", "merge", "mla", "page", "pod", "pod_batch", "prefill", "prefill_common", "prefill_paged"),
+        *("prefill_ragged", "single", "sink", "sparse", "sparse_variable", "utils"),
     },
-    {"__init__", "integrations"},
+    {"__init__", "compat", "integrations"},
     {"demo", "cli", "__main__"},
 ]
 FORBIDDEN = {  # on top of the layers: (importing module, imported modules)

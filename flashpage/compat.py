@@ -1,0 +1,76 @@
+"""flashpage under FlashInfer's module names, for programs whose imports cannot be changed.
+
+    import flashpage.compat
+    flashpage.compat.install()  # before the engine is imported
+    import flashinfer.decode  # is flashpage.decode
+
+Where an import can be changed, `import flashpage as flashinfer` does as much. What FlashInfer has beside attention
+(sampling, norms, GEMMs, MoE, communication) is not here: importing it fails as a missing module does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+from .errors import FlashpageError
+
+SUBMODULES = (*("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "sparse", "utils"),)
+FLASHINFER_VERSION = "0.7.2"  # whose names and signatures are served
+
+_NAME = "flashinfer"
+
+
+class _Facade(types.ModuleType):
+    """The module `flashinfer`: flashpage's public names; no path, so that nothing is imported a second time."""
+
+    def __getattr__(self, name: str) -> Any:
+        import flashpage
+
+        if name in SUBMODULES:
+            return importlib.import_module(f"flashpage.{name}")
+        if name in flashpage.__all__ and not name.startswith("__"):
+            return getattr(flashpage, name)
+        raise AttributeError(
+            f"module 'flashinfer' has no attribute {name!r}: flashpage, which stands in its place, has FlashInfer's "
+            "attention alone"
+        )
+
+    def __dir__(self) -> list[str]:
+        import flashpage
+
+        return sorted({*flashpage.__all__, *SUBMODULES, *super().__dir__()})
+
+
+def install() -> types.ModuleType:
+    """Registers `flashinfer` and its submodules in sys.modules; a second call changes nothing.
+
+    Returns:
+        The module `flashinfer`.
+    """
+    present = sys.modules.get(_NAME)
+    if isinstance(present, _Facade):
+        return present
+    if present is not None:
+        raise FlashpageError(
+            f"flashinfer is imported already, from {getattr(present, '__file__', None)}: call install() before "
+            "anything imports it."
+        )
+    facade = _Facade(_NAME, __doc__)
+    spec = importlib.machinery.ModuleSpec(_NAME, None, is_package=True)  # importlib.util.find_spec answers with it
+    vars(facade).update(__version__=FLASHINFER_VERSION, __path__=[], __spec__=spec)
+    modules = {name: importlib.import_module(f"flashpage.{name}") for name in SUBMODULES}
+    sys.modules[_NAME] = facade
+    for name, module in modules.items():
+        sys.modules[f"{_NAME}.{name}"] = module
+    return facade
+
+
+def uninstall() -> None:
+    """Takes the names out of sys.modules again; who has imported them keeps them."""
+    if isinstance(sys.modules.get(_NAME), _Facade):
+        for name in (_NAME, *(f"{_NAME}.{submodule}" for submodule in SUBMODULES)):
+            sys.modules.pop(name, None)

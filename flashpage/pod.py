@@ -1,0 +1,210 @@
+"""Prefills beside decodes in one call, as FlashInfer's POD wrappers take them: each side has the plan and the tile that
+it wants, both are launched on one stream. pod_batch.py has the wrapper for many prefills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import arguments
+from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .errors import RunError
+from .pod_batch import BatchPODWithPagedKVCacheWrapper
+from .prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+
+__all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
+
+
+class PODWithPagedKVCacheWrapper:
+    """One request's prefill over K and V that lie side by side, and a batch of decodes over a paged cache.
+
+    Args:
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs.
+        kv_layout: of the paged cache: "NHD" or "HND".
+        use_cuda_graph, paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer: of the decodes,
+            as BatchDecodeWithPagedKVCacheWrapper takes them.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        jit_args: list[Any] | None = None,
+    ) -> None:
+        arguments.refuse_given(jit_args=jit_args)
+        self._kv_layout = kv_layout
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(
+            *(float_workspace_buffer, kv_layout, use_cuda_graph, True),
+            *(paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer),
+        )
+        self._prefills = {  # by the layout of k_p and v_p
+            layout: BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, layout) for layout in arguments.LAYOUTS
+        }
+        self._planned: dict[str, Any] = dict.fromkeys(self._prefills)  # shapes and options of the last prefill
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether runs may be captured and replayed after later plans of the decodes."""
+        return self._decode.is_cuda_graph_enabled
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Takes other workspaces; plan again before the next run."""
+        self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        for layout, wrapper in self._prefills.items():
+            wrapper.reset_workspace_buffer(float_workspace_buffer, wrapper._int_workspace_buffer)
+            self._planned[layout] = None
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Plans the decodes, as BatchDecodeWithPagedKVCacheWrapper.plan does; `run` tells the prefill."""
+        self._decode.plan(
+            *(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            data_type=data_type,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            non_blocking=non_blocking,
+        )
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q_p: torch.Tensor,
+        k_p: torch.Tensor,
+        v_p: torch.Tensor,
+        q_d: torch.Tensor,
+        paged_kv_cache_d: Any,
+        custom_mask_p: torch.Tensor | None = None,
+        packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False,
+        kv_layout_p: str = "NHD",
+        pos_encoding_mode_p: str = "NONE",
+        sm_scale_p: float | None = None,
+        window_left_p: int = -1,
+        rope_scale_p: float | None = None,
+        rope_theta_p: float | None = None,
+        return_lse_p: bool = False,
+        custom_mask_d: torch.Tensor | None = None,
+        packed_custom_mask_d: torch.Tensor | None = None,
+        causal_d: bool = False,
+        kv_layout_d: str = "NHD",
+        pos_encoding_mode_d: str = "NONE",
+        sm_scale_d: float | None = None,
+        window_left_d: int = -1,
+        rope_scale_d: float | None = None,
+        rope_theta_d: float | None = None,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        return_lse_d: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+        *args: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the prefill and of the planned decodes.
+
+        Args:
+            q_p: [q_len, num_qo_heads, head_dim].
+            k_p, v_p: [kv_len, num_kv_heads, head_dim] (kv_layout_p HND: heads first).
+            q_d, paged_kv_cache_d: as BatchDecodeWithPagedKVCacheWrapper.run takes them.
+            custom_mask_p, packed_custom_mask_p, causal_p: what the prefill's rows see, as
+                single_prefill_with_kv_cache takes it.
+            causal_d: says nothing, since a decode has one row.
+            pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d: in place of the planned values,
+                for this run, where they are given.
+            q_scale, k_scale, v_scale: of the decodes.
+
+        Returns:
+            The outputs of the prefill and of the decodes.
+        """
+        if args:
+            raise RunError(arguments.extra_positions(args))
+        arguments.refuse_given(
+            return_lse_p=return_lse_p,
+            return_lse_d=return_lse_d,
+            custom_mask_d=custom_mask_d,
+            packed_custom_mask_d=packed_custom_mask_d,
+            use_fp16_qk_reduction=use_fp16_qk_reduction,
+        )
+        if arguments.layout(kv_layout_d, RunError) != self._kv_layout and kv_layout_d != "NHD":
+            raise RunError(f"kv_layout_d={kv_layout_d!r} but the wrapper has {self._kv_layout!r}: make one for it.")
+        self._decode._require_plan("run")
+        prefill = self._plan_prefill(
+            *(q_p, k_p, v_p, arguments.layout(kv_layout_p, RunError)),
+            {
+                "custom_mask": custom_mask_p,
+                "packed_custom_mask": packed_custom_mask_p,
+                "causal": causal_p,
+                "pos_encoding_mode": pos_encoding_mode_p,
+                "sm_scale": sm_scale_p,
+                "window_left": window_left_p,
+                "rope_scale": rope_scale_p,
+                "rope_theta": rope_theta_p,
+            },
+        )
+        decode, planned = self._decode, self._decode._now
+        given = {"sm_scale": sm_scale_d, "rope_scale": rope_scale_d, "rope_theta": rope_theta_d}
+        changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if window_left_d != -1:
+            changed["window_left"] = window_left_d
+        if pos_encoding_mode_d != "NONE":
+            changed["pos_encoding_mode"] = pos_encoding_mode_d
+        out_p = prefill.run(q_p, k_p, v_p, enable_pdl=enable_pdl)
+        try:
+            decode._now = planned._replace(**changed)
+            scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+            return out_p, decode.run(q_d, paged_kv_cache_d, enable_pdl=enable_pdl, **scales)
+        finally:
+            decode._now = planned
+
+    def _plan_prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, options: dict[str, Any]
+    ) -> BatchPrefillWithRaggedKVCacheWrapper:
+        """Once a step, in its first layer; a mask is read again in every layer."""
+        for name, tensor in (("q_p", q), ("k_p", k), ("v_p", v)):
+            if arguments.tensor(tensor, name, RunError).dim() != 3:
+                raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
+        wrapper = self._prefills[layout]
+        token, head = (0, 1) if layout == "NHD" else (1, 0)
+        is_masked = options["custom_mask"] is not None or options["packed_custom_mask"] is not None
+        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, *options.values())
+        if is_masked or self._planned[layout] is None or key != self._planned[layout]:
+            self._planned[layout] = None
+            q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (q.shape[0], k.shape[token]))
+            sizes = (q.shape[1], k.shape[head], q.shape[2], v.shape[2])
+            if isinstance(options["custom_mask"], torch.Tensor):
+                options = options | {"custom_mask": options["custom_mask"].reshape(-1)}
+            plan: Any = wrapper.plan
+            plan(q_indptr, kv_indptr, *sizes, q_data_type=q.dtype, kv_data_type=k.dtype, **options)
+            self._planned[layout] = None if is_masked else key
+        return wrapper
+
+    def end_forward(self) -> None:
+        """Nothing: plans need no end."""

@@ -1,0 +1,192 @@
+"""Block-sparse attention: rows of blocks are requests, columns of blocks are pages. sparse_variable.py has blocks of
+any sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import arguments
+from .errors import PlanError, RunError
+from .lengths import all_to_host, batch_of
+from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .problem import check_soft_cap
+from .sparse_variable import VariableBlockSparseAttentionWrapper
+
+__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
+
+
+class BlockSparseAttentionWrapper:
+    """Attention under a block-sparse matrix (BSR): blocks of R rows x C tokens.
+
+    Args:
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
+            on the CPU: the CPU backend.
+        backend: "auto" ("fa2", "fa3": the same).
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD", backend=backend)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Takes other workspaces; plan again before the next run."""
+        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def plan(
+        self,
+        indptr: torch.Tensor | None,
+        indices: torch.Tensor | None,
+        M: int,
+        N: int,
+        R: int,
+        C: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        mask: torch.Tensor | None = None,
+        packed_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = "float16",
+        non_blocking: bool = True,
+        block_mask: torch.Tensor | None = None,
+    ) -> None:
+        """Plans a matrix. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
+
+        Args:
+            indptr: [row blocks + 1], where each row block's entries begin in `indices`.
+            indices: the column of each block that is not empty.
+            M, N: rows and tokens; the last row block may have fewer than R rows, N is a multiple of C.
+            R, C: rows and tokens of a block.
+            mask: [blocks, R, C] bool, what is visible within each block; causal does not apply beside it.
+            packed_mask: the same as bits: for each row block its rows over its blocks' tokens, flattened, as
+                `segment_packbits(..., bitorder="little")` packs them.
+            causal: over the visible blocks of a row block, side by side, right-aligned.
+            o_data_type: of the output, "float16" unless told, whatever q's.
+            The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
+        """
+        self._wrapper._planner.invalidate()
+        arguments.refuse_given(block_mask=block_mask)
+        M, N = arguments.whole("M", M, 0), arguments.whole("N", N, 0)
+        R, C = arguments.whole("R", R, 1), arguments.whole("C", C, 1)
+        rows = batch_of(indptr, "indptr")  # type: ignore[arg-type]
+        arguments.tensor(indices, "indices", PlanError)
+        if N % C:
+            raise PlanError(f"N={N} is not a multiple of C={C}: fill the tokens up to whole blocks.")
+        if rows != -(-M // R):
+            raise PlanError(f"indptr has {rows} row blocks but M={M} rows are {-(-M // R)} blocks of R={R}.")
+        qo_indptr = (torch.arange(rows + 1) * R).clamp(max=M)
+        (indptr,) = all_to_host([indptr])
+        if mask is not None:
+            mask = _flattened(mask, indptr, qo_indptr, R, C)  # type: ignore[arg-type]
+        plan: Any = self._wrapper.plan
+        plan(
+            *(qo_indptr, indptr, indices, None, num_qo_heads, num_kv_heads, head_dim, C),
+            custom_mask=mask,
+            packed_custom_mask=None if mask is not None else packed_mask,
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            use_fp16_qk_reduction=use_fp16_qk_reduction,
+            sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
+            non_blocking=non_blocking,
+        )
+        if self._wrapper._planner.indices.max_page * C >= max(N, 1):
+            self._wrapper._planner.invalidate()
+            raise PlanError(
+                f"indices reach block {self._wrapper._planner.indices.max_page} but N={N} tokens are {N // C} blocks."
+            )
+        self.M, self.N, self.R, self.C = M, N, R, C
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: Any = None,
+        scale_k: Any = None,
+        scale_v: Any = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Any:
+        """Attention under the planned matrix.
+
+        Args:
+            q: [M, num_qo_heads, head_dim].
+            k, v: [N, num_kv_heads, head_dim].
+            scale_q, scale_k, scale_v: numbers, or fp32 tensors of one entry or one a head.
+            out: [M, num_qo_heads, head_dim], written in place; None: allocated.
+            lse: [M, num_qo_heads] fp32, base 2, written in place. A row that sees nothing has out = 0, lse = -inf.
+            return_lse: also return lse.
+        """
+        self._wrapper._require_plan("run")
+        pages = []
+        for name, tensor in (("k", k), ("v", v)):
+            if arguments.tensor(tensor, name, RunError).dim() != 3 or tensor.shape[0] != self.N:
+                raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [N={self.N}, num_kv_heads, head_dim].")
+            pages.append(tensor.unflatten(0, (self.N // self.C, self.C)))
+        scales = {"q_scale": scale_q, "k_scale": scale_k, "v_scale": scale_v}
+        return self._wrapper.run(
+            q, tuple(pages), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl, **scales
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: Any = None,
+        scale_k: Any = None,
+        scale_v: Any = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """`run` with options in place of the planned ones, defaults included."""
+        arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        self._wrapper._now = self._wrapper._now._replace(
+            pos_encoding_mode=arguments.position_encoding(pos_encoding_mode),
+            logits_soft_cap=check_soft_cap(logits_soft_cap),
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run(q, k, v, scale_q, scale_k, scale_v)
+
+    def end_forward(self) -> None:
+        """Nothing: plans need no end."""
+
+
+def _flattened(mask: Any, indptr: torch.Tensor, qo_indptr: torch.Tensor, R: int, C: int) -> torch.Tensor:
+    """Of a mask by blocks, [blocks, R, C]: each row block's rows over the tokens of its blocks, joined."""
+    arguments.tensor(mask, "mask", PlanError)
+    blocks = int(indptr[-1])
+    if mask.shape != (blocks, R, C) or mask.dtype not in (torch.bool, torch.uint8):
+        raise PlanError(
+            f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: pass bool or uint8, [{blocks}, {R}, {C}]."
+        )
+    parts = [
+        mask[begin:end, :rows].transpose(0, 1).reshape(-1)
+        for begin, end, rows in zip(indptr[:-1].tolist(), indptr[1:].tolist(), qo_indptr.diff().tolist(), strict=True)
+    ]
+    return torch.cat(parts) if parts else mask.reshape(-1)

@@ -1,0 +1,191 @@
+"""Block-sparse attention with blocks of any sizes, another matrix for each KV head."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from . import arguments
+from .errors import PlanError, RunError
+from .lengths import all_to_host
+from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .problem import check_heads, check_soft_cap
+
+
+class VariableBlockSparseAttentionWrapper:
+    """Attention under block masks: block (i, j) of a KV head has block_row_sz[head, i] rows x block_col_sz[head, j]
+    tokens.
+
+    Each row block of each KV head is a request over one KV head; its pages are as many tokens as divide all blocks.
+
+    Args:
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
+            on the CPU: the CPU backend.
+        backend: "auto" ("fa2", "fa3": the same).
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD", backend=backend)
+        self._sizes = (0, 0, 0, 0, 0)  # query heads, KV heads, rows, tokens, tokens of a page
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Takes other workspaces; plan again before the next run."""
+        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def plan(
+        self,
+        block_mask_map: torch.Tensor,
+        block_row_sz: torch.Tensor,
+        block_col_sz: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+    ) -> None:
+        """Plans block masks, on the host (nothing waits) or on the device (one copy back).
+
+        Args:
+            block_mask_map: [num_kv_heads, row blocks, column blocks] bool, True: visible.
+            block_row_sz: [num_kv_heads, row blocks], rows of each row block; every head has as many rows in all.
+            block_col_sz: [num_kv_heads, column blocks], tokens of each column block; the same of tokens.
+            causal: over the visible blocks of a row block, side by side, right-aligned.
+            The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
+        """
+        self._wrapper._planner.invalidate()
+        num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
+        mask, rows, columns = _checked(block_mask_map, block_row_sz, block_col_sz, num_kv_heads)
+        page = max(1, math.gcd(*columns.flatten().tolist()))
+        indptr, indices = _pages(mask, columns // page)
+        ones = torch.cat([rows.new_zeros(1), rows.flatten().cumsum(0)])
+        plan: Any = self._wrapper.plan
+        plan(
+            *(ones, indptr, indices, None, num_q_heads // num_kv_heads, 1, head_dim, page),
+            causal=causal,
+            pos_encoding_mode=pos_encoding_mode,
+            use_fp16_qk_reduction=use_fp16_qk_reduction,
+            sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            non_blocking=non_blocking,
+        )
+        self._sizes = (num_q_heads, num_kv_heads, int(rows[0].sum()), int(columns[0].sum()), page)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Any:
+        """Attention under the planned masks.
+
+        Args:
+            q: [num_qo_heads, rows, head_dim].
+            k, v: [num_kv_heads, tokens, head_dim].
+            out: [num_qo_heads, rows, head_dim], written in place; None: allocated.
+            lse: [num_qo_heads, rows] fp32, base 2, written in place. A row that sees nothing has out = 0, lse = -inf.
+            return_lse: also return lse.
+        """
+        self._wrapper._require_plan("run")
+        num_q_heads, num_kv_heads, rows, tokens, page = self._sizes
+        for name, tensor, shape in (
+            ("q", q, (num_q_heads, rows)),
+            ("k", k, (num_kv_heads, tokens)),
+            ("v", v, (num_kv_heads, tokens)),
+        ):
+            if arguments.tensor(tensor, name, RunError).dim() != 3 or tensor.shape[:2] != shape:
+                raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [{shape[0]}, {shape[1]}, head_dim].")
+        packed = _by_kv_head(q, num_kv_heads)
+        pages = tuple(t.reshape(num_kv_heads * tokens // page, page, 1, t.shape[2]) for t in (k, v))
+        found, found_lse = self._wrapper.run(packed, pages, return_lse=True, enable_pdl=enable_pdl)
+        result = _by_query_head(found, num_kv_heads, rows)
+        out = result if out is None else out.copy_(result)
+        if not return_lse and lse is None:
+            return out
+        result_lse = _by_query_head(found_lse.unsqueeze(-1), num_kv_heads, rows).squeeze(-1)
+        lse = result_lse if lse is None else lse.copy_(result_lse)
+        return (out, lse) if return_lse else out
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """`run` with options in place of the planned ones, defaults included."""
+        arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        self._wrapper._now = self._wrapper._now._replace(
+            pos_encoding_mode=arguments.position_encoding(pos_encoding_mode),
+            logits_soft_cap=check_soft_cap(logits_soft_cap),
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        return self.run(q, k, v)
+
+
+def _checked(mask: Any, rows: Any, columns: Any, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """On the host, int64 (the mask: bool)."""
+    given = {"block_mask_map": mask, "block_row_sz": rows, "block_col_sz": columns}
+    for name, tensor in given.items():
+        arguments.tensor(tensor, name, PlanError)
+    if rows.dim() != 2 or columns.dim() != 2 or mask.shape != (num_kv_heads, rows.shape[1], columns.shape[1]):
+        raise PlanError(
+            f"block_mask_map has shape {tuple(mask.shape)}, block_row_sz {tuple(rows.shape)} and block_col_sz "
+            f"{tuple(columns.shape)}: pass [{num_kv_heads}, row blocks, column blocks] and a size for each of them."
+        )
+    host = [t.reshape(s.shape) for t, s in zip(all_to_host([mask, rows, columns]), given.values(), strict=True)]  # type: ignore[union-attr]
+    for name, sizes in (("block_row_sz", host[1]), ("block_col_sz", host[2])):
+        totals = sizes.long().sum(1)
+        if sizes.shape[0] != num_kv_heads or bool((sizes < 0).any()) or bool((totals != totals[0]).any()):
+            raise PlanError(
+                f"{name} has shape {tuple(sizes.shape)} and sums {totals.tolist()}: pass one row a KV head, none "
+                "negative, with the same sum."
+            )
+    return host[0].bool(), host[1].long(), host[2].long()
+
+
+def _pages(mask: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page lists of all row blocks, head after head; `columns`: pages of each column block. A head's pages lie behind
+    those of the heads before it."""
+    begins = (columns.flatten().cumsum(0) - columns.flatten()).view_as(columns)
+    head, _, column = mask.nonzero(as_tuple=True)
+    counts = columns[head, column]
+    first = torch.repeat_interleave(begins[head, column] - (counts.cumsum(0) - counts), counts)
+    indices = (first + torch.arange(int(counts.sum()))).to(torch.int32)
+    lengths = (mask * columns.unsqueeze(1)).sum(2).flatten()
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), indices
+
+
+def _by_kv_head(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[query heads, rows, dim] -> [KV heads x rows, group, dim]; a view where there is one query head a KV head."""
+    group = q.shape[0] // num_kv_heads
+    return q.unflatten(0, (num_kv_heads, group)).transpose(1, 2).flatten(0, 1)
+
+
+def _by_query_head(rows: torch.Tensor, num_kv_heads: int, count: int) -> torch.Tensor:
+    """The other way."""
+    return rows.unflatten(0, (num_kv_heads, count)).transpose(1, 2).flatten(0, 1)
