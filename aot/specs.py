@@ -115,9 +115,13 @@ def _attention(
     variant: VariantSpec = _NO_VARIANT,
 ) -> KernelSpec:
     """What these rows are computed with on the target; pages hold a multiple of 8 tokens."""
-    if target.arch == HOPPER and rows in DECODE_ROWS and position_encoding == "none":
+    if target.arch == HOPPER and rows in DECODE_ROWS:
         return _decode_sm90(
-            *(q_dtype, kv_dtype, head_dims, rows), kv_source=kv_source, mask_source=mask_source, variant=variant
+            *(q_dtype, kv_dtype, head_dims, rows),
+            kv_source=kv_source,
+            mask_source=mask_source,
+            position_encoding=position_encoding,
+            variant=variant,
         )
     loop = inner_loop(mask_source, position_encoding, variant)
     return KernelSpec(
@@ -139,15 +143,17 @@ def _decode_sm90(
     *,
     loader: str = "boxes",
     mask_source: str = "implicit",
+    position_encoding: str = "none",
     variant: VariantSpec = _NO_VARIANT,
     **options: Any,
 ) -> KernelSpec:
-    loop = inner_loop(mask_source, "none", variant)
+    loop = inner_loop(mask_source, position_encoding, variant)
     return KernelSpec(
         "decode_sm90",
         *(q_dtype, kv_dtype, q_dtype, *head_dims),
-        tile=sm90_decode_tile(*head_dims, kv_dtype, rows, loop)[0],
+        tile=sm90_decode_tile(*head_dims, kv_dtype, rows, loop, rotates=position_encoding == "rope")[0],
         mask_source=mask_source,
+        position_encoding=position_encoding,
         variant=variant,
         loader=loader,
         **options,

@@ -36,7 +36,6 @@ class Capability:
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it
     max_sm: int = 999  # newer cards cannot run it
     max_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
-    rope: bool = True  # in the kernel
     merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
 
@@ -51,8 +50,6 @@ class Capability:
                 f"a request and KV head have {problem.packed_rows} packed rows (query rows x query heads), "
                 f"it takes {self.max_packed_rows}"
             )
-        if not self.rope and options.position_encoding == "ROPE_LLAMA":
-            found.append("it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA)")
         if options.q_dtype not in self.q_dtypes:
             found.append(f"q_data_type {options.q_dtype.value} is not among {_names(self.q_dtypes)}")
         if options.out_dtype not in self.out_dtypes:
@@ -83,7 +80,8 @@ def _sm80(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost
 
 def _sm90_decode(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
     loop = inner_loop(_mask_source(options), _encoding(options), variant)
-    return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop)
+    rotates = _encoding(options) == "rope"
+    return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop, rotates=rotates)
 
 
 def _boxes_or_rows(options: Options) -> str:
@@ -99,7 +97,6 @@ DECODE_SM90 = Capability(
     min_sm=90,
     max_sm=90,
     max_packed_rows=64,
-    rope=False,
     row_alignment=16,
     loader=_boxes_or_rows,
     merges_in_launch=True,

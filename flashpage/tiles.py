@@ -85,7 +85,13 @@ def sm80_tile(
 
 
 def sm90_decode_tile(
-    head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, packed_rows: int, loop: InnerLoop = InnerLoop.PLAIN
+    head_dim_qk: int,
+    head_dim_vo: int,
+    kv_dtype: DType,
+    packed_rows: int,
+    loop: InnerLoop = InnerLoop.PLAIN,
+    *,
+    rotates: bool = False,
 ) -> tuple[Tile, Cost]:
     """Few rows on Hopper: one CTA an SM, eight warps that compute and a ring that keeps enough bytes in flight.
 
@@ -103,6 +109,8 @@ def sm90_decode_tile(
     query_bytes = tile_q * -(-head_dim_qk // 16) * 32
     exchange_bytes = teams * tile_q // 2 * -(-head_dim_vo // 32) * 128
     fixed_bytes = exchange_bytes + query_bytes * (4 if query_bytes <= 4096 else 2 if query_bytes <= 16384 else 1) + 7168
+    if rotates:
+        fixed_bytes += -(-head_dim_qk // 16) * 640  # tile/turns.h, TurnTable
     ring_bytes = min(_RING_BYTES, _SHARED_BYTES - fixed_bytes)
     stages = max(1, ring_bytes // (tile_kv * shared_token_bytes) // teams) * teams
     ns_per_token = (head_dim_qk + head_dim_vo) * kv_dtype.size / 34.5  # an SM's share of 4.55 TB/s

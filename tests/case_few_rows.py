@@ -162,8 +162,43 @@ def score_rows() -> list[Case]:
     ]
 
 
+def rope_rows() -> list[Case]:
+    """Keys turn on their way to the tensor cores, by a table of the slot's tokens and the turn of its first one."""
+    rope: dict[str, Any] = {"position": "ROPE_LLAMA"}
+    wide: dict[str, Any] = {"head_dim": 128, **rope}
+    many: dict[str, Any] = {"q_len": 16, "num_q_heads": 8}  # 64 packed rows
+    long = (300, 64, 9)
+    rows = [
+        decode("few-rope-128", "every team has a slot, or none", (513, 0, 31), reduced=True, **wide),
+        decode("few-rope-page-1", "rows, not boxes", (*long, 0), page_size=1, **wide),
+        decode("few-rope-64-rows", "four positions a warp", long, **many, **wide),
+        decode("few-rope-group-1", "a position a row", long, q_len=16, num_q_heads=2, q_dtype="float16", **wide),
+        decode("few-rope-short", "more units than places of Q", tuple(1 + 5 * i % 37 for i in range(150)), **wide),
+        decode("few-rope-long", "turns of far tokens", (40000,), q_dtype="float16", reduced=True, **rope),
+        decode("few-rope-window", "slots that begin left of it", long, window_left=37, hidden_nan=True, **rope),
+        decode("few-rope-split", "pieces and a sink", (2550, 3), fixed_split_size=4, sinks=True, **rope),
+        decode("few-rope-cap", "scaled before the cap", long, soft_cap=5.0, kv_dtype=E4M3, **wide),
+        decode("few-rope-scales", "a negative scale", long, scales="negative", kv_dtype=E5M2, **wide),
+        decode("few-rope-e4m3-rows", "fp8, each row its position", long, **many, kv_dtype=E4M3, **wide),
+        decode("few-rope-e5m2-page-1", "fp8 by rows", long, page_size=1, kv_dtype=E5M2, **wide),
+        decode("few-rope-half-e4m3", "fp16 over fp8", long, q_dtype="float16", kv_dtype=E4M3, **wide),
+        prefill("few-rope-mask", "mask bits", (6, 9), (300, 31), mask="packed", **wide),
+        prefill("few-rope-ragged", "ragged", (8, 2), (300, 65), entry="ragged", causal=True, **wide),
+        prefill("few-rope-before", "negative positions", (7, 3), (3, 33), causal=True, kv_dtype=E4M3, **rope),
+    ]
+    for dim, vo, kv_dtype in (
+        *((16, 16, ""), (136, 136, ""), (192, 128, ""), (256, 256, ""), (512, 512, "")),
+        *((24, 24, E5M2), (32, 32, E4M3), (80, 80, E4M3), (256, 256, E4M3), (512, 512, E5M2)),
+    ):
+        kind = {"": "bf16", E4M3: "e4m3", E5M2: "e5m2"}[kv_dtype]
+        why = "halves in whole chunks of 16 bytes and not, powers of two chunks apart and not"
+        options: dict[str, Any] = {"head_dim": dim, "head_dim_vo": vo, "kv_dtype": kv_dtype, **rope}
+        rows.append(prefill(f"few-rope-dim-{dim}-{vo}-{kind}", why, (1,) * 3, (65, 0, 130), **options))
+    return rows
+
+
 def rows() -> list[Case]:
     return [
         *(*length_rows(), *page_rows(), *packed_rows(), *dim_rows()),
-        *(*window_rows(), *split_rows(), *score_rows()),
+        *(*window_rows(), *split_rows(), *score_rows(), *rope_rows()),
     ]

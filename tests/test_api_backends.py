@@ -38,7 +38,7 @@ def problem(packed_rows: int = 4, **changed: Any) -> Problem:
         (problem(), 80, "it needs compute capability 9.0, this card has 8.0"),
         (problem(), 100, "it needs compute capability 9.0 at most, this card has 10.0"),
         (problem(128), 90, "a request and KV head have 128 packed rows (query rows x query heads), it takes 64"),
-        (problem(position_encoding="ROPE_LLAMA"), 90, "it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA)"),
+        (problem(position_encoding="ROPE_LLAMA"), 90, ""),
         (problem(out_dtype=DType.FLOAT32), 90, "o_data_type float32 is not among float16, bfloat16"),
     ],
 )
@@ -73,6 +73,14 @@ def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: backends.Capability)
                 assert not row.refusals(given, row.min_sm)
                 tile, cost = row.schedule(given.options, rows, VariantSpec())
                 assert tile.tile_q % 16 == 0 and tile.tile_kv % 16 == 0 and cost.ns_per_token > 0
+
+
+def test_a_full_ring_leaves_room_for_the_turns_of_rope() -> None:
+    def stages(position: str) -> int:
+        given = problem(64, position_encoding=position, has_mask=True, head_dim_qk=464, head_dim_vo=224)
+        return DECODE_SM90.schedule(given.options, 64, VariantSpec())[0].stages
+
+    assert stages("NONE") == stages("ALIBI") > stages("ROPE_LLAMA")
 
 
 SPLITS = (SPLIT_BALANCED, SPLIT_NEVER, 256)
@@ -110,7 +118,8 @@ def test_without_a_device_the_first_row_that_can_is_taken() -> None:
     general = CAPABILITIES[-1]
     assert backends.offline(problem(), "cuda") is DECODE_SM90
     assert backends.offline(problem(128), "cuda") is general
-    assert backends.offline(problem(position_encoding="ROPE_LLAMA"), "cuda") is general
+    assert backends.offline(problem(position_encoding="ROPE_LLAMA"), "cuda") is DECODE_SM90
+    assert backends.offline(problem(128, position_encoding="ROPE_LLAMA"), "cuda") is general
     assert backends.offline(problem(head_dim_qk=576), "cuda") is general  # no kernel takes it
     assert general.kernel == "attention_sm80"
     assert backends.offline(problem(), "cpu").kernel == "cpu_attention"

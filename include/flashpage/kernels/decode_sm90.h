@@ -32,6 +32,10 @@ struct DecodeSm90 {
     }
     clear_padding(shared);
     __syncthreads();
+    if constexpr (Shape<Traits>::rotate) {
+      // While the first tiles are on their way.
+      if (threadIdx.x >= Warps::loading * 32) DecodeCompute<Traits>(shared, params, args).make_turns();
+    }
     ptx::grid_dependency_wait();
     if (threadIdx.x < Warps::loading * 32) {
       ptx::give_registers_back<Warps::loading_registers>();

@@ -10,7 +10,9 @@
 #include "flashpage/tile/epilogue.h"
 #include "flashpage/tile/half_query.h"
 #include "flashpage/tile/mask.h"
-#include "flashpage/tile/query.h"
+#include "flashpage/tile/query_fragments.h"
+#include "flashpage/tile/rotated_keys.h"
+#include "flashpage/tile/sinks.h"
 #include "flashpage/tile/softmax.h"
 #include "flashpage/tile/trace.h"
 #include "flashpage/tile/values.h"
@@ -25,7 +27,6 @@ struct DecodeCompute {
   static constexpr int tokens = Shared::tokens;
   static constexpr int threads = S::threads;
   static constexpr int teams = Warps::teams;
-  static constexpr bool query_in_registers = S::query_in_registers;
   static constexpr int all_barrier = 1, team_barrier = 2;     // names; from team_barrier on one a team
   static constexpr int pairs = Traits::head_dim_vo / 2;       // of columns
   static constexpr bool early_target = S::value_tiles <= 16;  // registers allow it
@@ -43,6 +44,14 @@ struct DecodeCompute {
 
   FP_DEVICE DecodeCompute(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
+
+  // Of rotated keys; reads no global memory.
+  FP_DEVICE void make_turns() {
+    shared.turns.fill_frequencies(params, thread, threads);
+    ptx::named_barrier(all_barrier, threads);
+    shared.turns.fill_turns(thread, threads);
+    ptx::named_barrier(all_barrier, threads);
+  }
 
   FP_DEVICE void run() {
     if (thread == 0) stamp<Traits>(params, Stamp::start);
@@ -73,6 +82,8 @@ struct DecodeCompute {
     }
   }
 
+  struct Nothing {};
+
   // Where two columns of a row go, and the row's LSE with the first two.
   struct Target {
     void* columns;
@@ -92,7 +103,7 @@ struct DecodeCompute {
     }
   };
 
-  FP_DEVICE void attend(const SlottedPlace& slotted, const u8* query_tile) {
+  FP_DEVICE void attend(const SlottedPlace& slotted, u8* query_tile) {
     const WorkItem& item = slotted.place.item;
     const Unit unit = slotted.place.unit;
     const int slots = slotted.slots;
@@ -106,28 +117,26 @@ struct DecodeCompute {
     if (merging.is_piece) merging.field = __ldg(reinterpret_cast<const i32*>(slotted.merge) + lane % 8);
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
-    start(state, item, unit, rank);
+    state.clear();
+    if (rank == 0 && params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
     float scale = score_scale_of<Traits>(params, unit);
-    u32 query = query_lane_address<Traits>(ptx::shared_address(query_tile) + first_row * S::QueryRows::stride, lane);
-    u32 query_registers[query_in_registers ? S::key_steps : 1][S::row_tiles][4];
-    if constexpr (query_in_registers) {
-#pragma unroll
-      for (int i = 0; i < S::key_steps; ++i) load_query_fragment<Traits>(query_registers[i], query, i);
-      if constexpr (!is_same<typename S::Product, typename S::Query>)
-        scale *= to_half_query(reinterpret_cast<u32(&)[S::key_steps * 4]>(query_registers));
+    if constexpr (S::rotate) {
+      turn_query<Traits>(query_tile, shared.turns, params, item, unit, thread);
+      ptx::named_barrier(all_barrier, threads);
+      scale /= Shared::Turns::key_scale;
     }
+    using Query = QueryFragments<Traits, S::query_in_registers>;
+    u32 query = Query::lane_address(ptx::shared_address(query_tile) + first_row * S::QueryRows::stride, lane);
+    typename Query::Registers query_registers;
+    Query::keep(query_registers, query, lane);
+    if constexpr (!is_same<typename S::Product, typename S::Query>)
+      scale *= to_half_query(reinterpret_cast<u32(&)[S::key_steps * 4]>(query_registers));
     auto query_fragment = [&](u32(&a)[S::row_tiles][4], int step) {
-      if constexpr (query_in_registers) {
-#pragma unroll
-        for (int m = 0; m < S::row_tiles; ++m)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) a[m][i] = query_registers[step][m][i];
-      } else {
-        load_query_fragment<Traits>(a, ptx::opaque(query), step);
-      }
+      Query::take(a, query_registers, query, lane, step);
     };
 
     for (int slot = rank; slot < slots; slot += teams) {
+      const auto origin = turns_of(slotted.first_token + slot * tokens);
       shared.ring.wait_full(turn + slot);
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
       u8* tile = shared.slots[shared.ring.slot(turn + slot)];
@@ -138,7 +147,11 @@ struct DecodeCompute {
       }
       float scores[S::row_tiles][tokens / 8][4];
       auto nothing = [](int) {};
-      multiply_keys<Traits>(scores, keys, lane, query_fragment, nothing);
+      if constexpr (S::rotate) {
+        multiply_rotated_keys<Traits>(scores, keys, lane, query_fragment, shared.turns, origin);
+      } else {
+        multiply_keys<Traits>(scores, keys, lane, query_fragment, nothing);
+      }
       transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
       if (needs_mask<Traits>(unit, first, tokens))
         mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
@@ -150,6 +163,15 @@ struct DecodeCompute {
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
     combine(state, values[0], slotted, unit, rank, merging, first_target);
+  }
+
+  // Of a slot's first token, ahead of the slot.
+  FP_DEVICE auto turns_of(i32 first) const {
+    if constexpr (S::rotate) {
+      return SpreadTurns<Traits>(shared.turns, first, lane);
+    } else {
+      return Nothing{};
+    }
   }
 
   // A box may bring tokens that the unit does not see, and leaves what was there before where it brings none: NaN
@@ -170,19 +192,6 @@ struct DecodeCompute {
       for (int t = 0; t < teams; ++t)  // constant names: racecheck loses every barrier of a kernel that computes one
         if (t == team) ptx::named_barrier(team_barrier + t, team_threads);
     }
-  }
-
-  FP_DEVICE void start(SoftmaxState<S::row_tiles>& state, const WorkItem& item, const Unit& unit, int rank) {
-    state.clear();
-    if (rank != 0 || !params.sinks) return;
-#pragma unroll
-    for (int m = 0; m < S::row_tiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        i32 row = min_of(first_row + m * 16 + half * 8 + lane / 4, unit.num_rows - 1);
-        state.maximum[m][half] = sink_of_row(params, item, unit, unit.first_row + row);
-        state.sum[m][half] = lane % 4 == 0 && state.maximum[m][half] != ptx::negative_infinity() ? 1.f : 0.f;
-      }
   }
 
   // The teams' states into one, and out: to the output, or to the partials of a cut unit, whose last piece merges them.

@@ -2,6 +2,7 @@
 #pragma once
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/slot_ring.h"
+#include "flashpage/tile/turns.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {
@@ -40,6 +41,9 @@ struct DecodeShared {
   // Units whose place and Q are known ahead of the computing warps: more where units may be short.
   static constexpr int places_ahead = query_bytes <= 4096 ? 4 : query_bytes <= 16384 ? 2 : 1;
 
+  struct None {};
+  using Turns = typename select_type<S::rotate, TurnTable<Traits>, None>::type;
+
   static constexpr int slot_bytes = key_bytes + value_bytes;
   // At a unit's end the teams exchange half an m16 tile at a time: 8 rows a warp.
   static constexpr int exchange_rows = 8 * Traits::warps_q;
@@ -60,6 +64,7 @@ struct DecodeShared {
   float own_lse[exchange_rows];
   u32 merges_now;
   u32 is_last_piece;
+  Turns turns;
 };
 
 }  // namespace flashpage

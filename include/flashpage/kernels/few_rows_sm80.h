@@ -9,6 +9,8 @@
 #include "flashpage/tile/epilogue.h"
 #include "flashpage/tile/mask.h"
 #include "flashpage/tile/query.h"
+#include "flashpage/tile/query_fragments.h"
+#include "flashpage/tile/sinks.h"
 #include "flashpage/tile/softmax.h"
 #include "flashpage/tile/values.h"
 
@@ -117,7 +119,8 @@ struct FewRows {
 
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
-    start(state, item, unit);
+    state.clear();
+    if (warp == 0 && params.sinks) begin_with_sinks(state, params, item, unit, 0, lane);
     float scale = score_scale_of<Traits>(params, unit);
     ptx::cp_async_wait<stages - 2>();
     __syncthreads();  // every thread's part of Q
@@ -125,21 +128,12 @@ struct FewRows {
       rotate_query<Traits>(shared.query, params, item, unit, thread);
       __syncthreads();
     }
-    u32 query = query_lane_address<Traits>(ptx::shared_address(shared.query), lane);
-    u32 query_registers[query_in_registers ? S::key_steps : 1][S::row_tiles][4];
-    if constexpr (query_in_registers) {
-#pragma unroll
-      for (int i = 0; i < S::key_steps; ++i) load_query_fragment<Traits>(query_registers[i], query, i);
-    }
+    using Query = QueryFragments<Traits, query_in_registers>;
+    u32 query = Query::lane_address(ptx::shared_address(shared.query), lane);
+    typename Query::Registers query_registers;
+    Query::keep(query_registers, query, lane);
     auto query_fragment = [&](u32(&a)[S::row_tiles][4], int step) {
-      if constexpr (query_in_registers) {
-#pragma unroll
-        for (int m = 0; m < S::row_tiles; ++m)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) a[m][i] = query_registers[step][m][i];
-      } else {
-        load_query_fragment<Traits>(a, ptx::opaque(query), step);
-      }
+      Query::take(a, query_registers, query, lane, step);
     };
 
     for (int step = 0; step < steps; ++step) {
@@ -166,19 +160,6 @@ struct FewRows {
   }
 
  private:
-  FP_DEVICE void start(SoftmaxState<S::row_tiles>& state, const WorkItem& item, const Unit& unit) {
-    state.clear();
-    if (warp != 0 || !params.sinks) return;
-#pragma unroll
-    for (int m = 0; m < S::row_tiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        i32 row = min_of(m * 16 + half * 8 + lane / 4, unit.num_rows - 1);
-        state.maximum[m][half] = sink_of_row(params, item, unit, unit.first_row + row);
-        state.sum[m][half] = lane % 4 == 0 && state.maximum[m][half] != ptx::negative_infinity() ? 1.f : 0.f;
-      }
-  }
-
   // The warps' states into one, and out.
   FP_DEVICE void combine(SoftmaxState<S::row_tiles>& state, float (&values)[S::row_tiles][S::value_tiles][4],
                          const WorkItem& item, const Unit& unit, int column) {

@@ -12,6 +12,7 @@
 #include "flashpage/tile/epilogue.h"
 #include "flashpage/tile/mask.h"
 #include "flashpage/tile/query.h"
+#include "flashpage/tile/sinks.h"
 #include "flashpage/tile/softmax.h"
 #include "flashpage/tile/values.h"
 

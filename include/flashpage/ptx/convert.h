@@ -52,12 +52,36 @@ FP_DEVICE float to_float(T value) {
   }
 }
 
+// {low, high} of 16-bit elements.
+template <class T>
+FP_DEVICE float2 unpack2(u32 packed) {
+  if constexpr (is_same<T, Bf16>) {
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
+  } else {
+    static_assert(is_same<T, Half>);
+    return make_float2(half_bits_to_float(static_cast<u16>(packed)),
+                       half_bits_to_float(static_cast<u16>(packed >> 16)));
+  }
+}
+
 FP_DEVICE u32 byte_permute(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 
 FP_DEVICE u32 mul_half2(u32 a, u32 b) {
   u32 product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
+}
+
+// a * b + c, and c - a * b.
+FP_DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
+  u32 sum;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+FP_DEVICE u32 negative_fma_half2(u32 a, u32 b, u32 c) {
+  u32 difference;
+  asm("{.reg .b32 n;\n neg.f16x2 n, %1;\n fma.rn.f16x2 %0, n, %2, %3;}" : "=r"(difference) : "r"(a), "r"(b), "r"(c));
+  return difference;
 }
 
 FP_DEVICE u32 mul_bf162(u32 a, u32 b) {

@@ -11,6 +11,12 @@ FP_DEVICE void store_shared(u32 address, u32 first, u32 second) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second));
 }
 
+FP_DEVICE u32 load_shared(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
 // The same value, but the compiler cannot tell: what is derived from it is computed where it is used, not kept in
 // registers.
 FP_DEVICE u32 opaque(u32 value) {

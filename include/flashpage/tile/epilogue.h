@@ -6,12 +6,6 @@
 
 namespace flashpage {
 
-// The attention sink in base 2, or -inf: only the first piece of a unit takes it.
-FP_DEVICE float sink_of_row(const AttentionParams& params, const WorkItem& item, const Unit& unit, i32 packed_row) {
-  if (!params.sinks || item.piece != 0) return __int_as_float(0xff800000);
-  return params.sinks[unpack_row(params, unit.kv_head, packed_row).head] * log2_e;
-}
-
 FP_DEVICE float value_scale_of(const AttentionParams& params, i32 kv_head) {
   return params.v_scale ? params.value_scale * params.v_scale[params.v_scale_stride * kv_head] : params.value_scale;
 }

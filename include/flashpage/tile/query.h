@@ -16,7 +16,8 @@ FP_DEVICE i64 query_offset(const AttentionParams& params, const WorkItem& item, 
 // Q's pairs lie in the order of the keys' bytes (fp8_pair_order); rows then are written to the end of their padding,
 // which lies between pairs.
 template <class Traits>
-inline constexpr bool query_follows_bytes = is_fp8<typename Shape<Traits>::Key>;
+inline constexpr bool query_follows_bytes =
+    is_fp8<typename Shape<Traits>::Key> && !(Shape<Traits>::rotate && Traits::head_dim_qk % 32 != 0);
 
 // Of a row in shared memory, what load_query writes.
 template <class Traits>

@@ -20,13 +20,17 @@ struct Shape {
   using Query = typename Traits::Query;
   using Cache = typename Traits::Cache;
   static constexpr bool rotate = Traits::position_encoding == PositionEncoding::rope;
-  // What the score product reads: the cache's own bytes, or rotated keys widened to the query's type.
-  using Key = typename select_type<rotate, Query, Cache>::type;
   // Blocks: K and V as the copy engine writes them; a tile of `tile_kv` tokens belongs to one warp of the tokens' side.
   static constexpr bool blocks = Traits::layout == RowsLayout::blocks;
+  // What the score product reads: the cache's own bytes (blocks: rotated on their way from there), or rotated keys
+  // widened to the query's type.
+  using Key = typename select_type<(rotate && !blocks), Query, Cache>::type;
   // fp8 keys meet fp16 queries: two are widened in one instruction, where bf16 takes four. Only with Q in registers,
   // where it is scaled into fp16's range first (tile/half_query.h).
-  static constexpr bool query_in_registers = Traits::head_dim_qk <= 128 && Traits::tile_q / Traits::warps_q <= 16;
+  // Turning keys takes those registers, but for fp8 keys under bf16 queries: fp16 is exact enough for their turns.
+  static constexpr bool turn_in_half = rotate && is_fp8<Cache> && is_same<Query, Bf16>;
+  static constexpr bool query_in_registers =
+      Traits::head_dim_qk <= 128 && Traits::tile_q / Traits::warps_q <= 16 && (!rotate || turn_in_half);
   using Product = typename select_type<(blocks && is_fp8<Key> && query_in_registers), Half, Query>::type;
   // Probabilities meet fp8 values as fp16 (exact for both formats), others in their own type.
   using Probability = typename select_type<is_fp8<Cache>, Half, Query>::type;

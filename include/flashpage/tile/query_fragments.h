@@ -1,0 +1,79 @@
+// Q as the score product takes it, step by step: held in registers, or loaded from shared memory when it is wanted.
+#pragma once
+#include "flashpage/ptx/shared.h"
+#include "flashpage/tile/chunk_pairs.h"
+#include "flashpage/tile/scores.h"
+
+namespace flashpage {
+
+// A step of tile/rotated_keys.h: eight columns of the lower half and their partners.
+template <class Traits>
+struct PairedQuery {
+  using Rows = typename Shape<Traits>::QueryRows;
+  static constexpr int half = Traits::head_dim_qk / 2;
+  static constexpr bool by_chunk = half % 8 == 0;
+  using Chunks = ChunkPairs<Rows, half / 8>;
+
+  FP_DEVICE static u32 lane_address(u32 query, int lane) {
+    return by_chunk ? Chunks::lane_address(query, lane % 16, lane / 16) : query;
+  }
+
+  FP_DEVICE static void load(u32 (&a)[1][4], u32 lane_address, int lane, int step) {
+    if constexpr (by_chunk) {
+      ptx::ldmatrix_x4(a[0], Chunks::at(lane_address, lane % 16, lane / 16, step));
+    } else {
+      const int column = step * 8 + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        u32 at = Rows::byte_offset(lane / 4 + i % 2 * 8, (column + i / 2 * half) * 2);
+        a[0][i] = column < half ? ptx::load_shared(lane_address + at) : 0;
+      }
+    }
+  }
+};
+
+// The kernel's choice of where Q's fragments are; `at` is lane_address of the warp's first row.
+template <class Traits, bool in_registers>
+struct QueryFragments {
+  using S = Shape<Traits>;
+  static constexpr bool paired = S::rotate && S::blocks;
+  using Registers = u32[in_registers ? S::key_steps : 1][S::row_tiles][4];
+
+  FP_DEVICE static u32 lane_address(u32 query, int lane) {
+    if constexpr (paired) {
+      return PairedQuery<Traits>::lane_address(query, lane);
+    } else {
+      return query_lane_address<Traits>(query, lane);
+    }
+  }
+
+  // Before the first step.
+  FP_DEVICE static void keep(Registers& registers, u32 at, int lane) {
+    if constexpr (in_registers) {
+#pragma unroll
+      for (int i = 0; i < S::key_steps; ++i) load(registers[i], at, lane, i);
+    }
+  }
+
+  FP_DEVICE static void take(u32 (&a)[S::row_tiles][4], const Registers& registers, u32 at, int lane, int step) {
+    if constexpr (in_registers) {
+#pragma unroll
+      for (int m = 0; m < S::row_tiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[m][i] = registers[step][m][i];
+    } else {
+      load(a, ptx::opaque(at), lane, step);
+    }
+  }
+
+ private:
+  FP_DEVICE static void load(u32 (&a)[S::row_tiles][4], u32 from, int lane, int step) {
+    if constexpr (paired) {
+      PairedQuery<Traits>::load(a, from, lane, step);
+    } else {
+      load_query_fragment<Traits>(a, from, step);
+    }
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,103 @@
+// Rotary positions of keys without a sine a key: a token's turn is that of its slot's first token (one sine and cosine
+// a column, spread over the lanes of a warp) times that of its place in the slot (a table of the CTA).
+#pragma once
+#include "flashpage/params.h"
+#include "flashpage/tile/shape.h"
+
+namespace flashpage {
+
+struct Turn {
+  float cosine, sine;
+};
+
+FP_DEVICE Turn operator*(Turn a, Turn b) {
+  return {a.cosine * b.cosine - a.sine * b.sine, a.sine * b.cosine + a.cosine * b.sine};
+}
+
+// Of two neighbouring columns of the lower half; the columns d / 2 further turn alike.
+struct alignas(16) TurnPair {
+  Turn first, second;
+};
+
+FP_DEVICE TurnPair operator*(const TurnPair& a, const TurnPair& b) { return {a.first * b.first, a.second * b.second}; }
+
+// Whole turns a token, in two parts: at position 2^20 one float would be off by some hundredths of a turn.
+struct Frequency {
+  float high, low;
+
+  FP_DEVICE Turn at(float position) const {
+    float whole = rintf(position * high);
+    float part = fmaf(position, low, fmaf(position, high, -whole));
+    Turn turn;
+    sincospif(2.f * part, &turn.sine, &turn.cosine);
+    return turn;
+  }
+};
+
+// In shared memory. A step of the score product has eight columns of the lower half and their partners; a lane has two
+// of them, of token lane / 4 of eight.
+template <class Traits>
+struct TurnTable {
+  using S = Shape<Traits>;
+  static constexpr int steps = S::key_steps;
+  static constexpr int half = Traits::head_dim_qk / 2;
+  // Bytes of a chunk of 16 fp8 columns as ldmatrix deals them out: four neighbours a lane, for two steps.
+  static constexpr bool bytes_order = is_fp8<typename S::Cache> && half % 16 == 0;
+  // Rotated fp8 keys are halved: the largest of e5m2 would leave fp16's range by the turn.
+  static constexpr float key_scale = is_fp8<typename S::Cache> ? 0.5f : 1.f;
+
+  alignas(16) Frequency frequency[steps * 8];  // by column
+  alignas(16) TurnPair turns[steps][36];       // entry i: token i / 4, columns of lane i % 4; token 8 is not scaled
+
+  FP_DEVICE static int column(int step, int lane) {
+    return bytes_order ? step / 2 * 16 + lane % 4 * 4 + step % 2 * 2 : step * 8 + lane % 4 * 2;
+  }
+
+  FP_DEVICE TurnPair at(int column, float position) const {
+    return {frequency[column].at(position), frequency[column + 1].at(position)};
+  }
+
+  // Both by all `threads`, with a barrier between and after.
+  FP_DEVICE void fill_frequencies(const AttentionParams& params, int thread, int threads) {
+    constexpr double two_pi = 6.283185307179586;
+    for (int i = thread; i < steps * 8; i += threads) {
+      double turns = exp2(log2(static_cast<double>(params.rope_theta)) * -i / half) / (params.rope_scale * two_pi);
+      frequency[i].high = static_cast<float>(turns);
+      frequency[i].low = static_cast<float>(turns - frequency[i].high);
+    }
+  }
+  FP_DEVICE void fill_turns(int thread, int threads) {
+    for (int i = thread; i < steps * 36; i += threads) {
+      int step = i / 36, entry = i % 36;
+      TurnPair pair = at(column(step, entry), static_cast<float>(entry / 4));
+      float scale = entry < 32 ? key_scale : 1.f;
+      pair.first = {pair.first.cosine * scale, pair.first.sine * scale};
+      pair.second = {pair.second.cosine * scale, pair.second.sine * scale};
+      turns[step][entry] = pair;
+    }
+  }
+};
+
+// The turns of one position: a lane computes those of every eighth step.
+template <class Traits>
+struct SpreadTurns {
+  static constexpr int steps = TurnTable<Traits>::steps;
+  TurnPair mine[ceil_div(steps, 8)];
+
+  FP_DEVICE SpreadTurns(const TurnTable<Traits>& table, i32 position, int lane) {
+#pragma unroll
+    for (int i = 0; i < ceil_div(steps, 8); ++i) {
+      int step = min_of(i * 8 + lane / 4, steps - 1);
+      mine[i] = table.at(TurnTable<Traits>::column(step, lane), static_cast<float>(position));
+    }
+  }
+
+  // Of step `eighth` * 8 + `step`; by the whole warp.
+  FP_DEVICE TurnPair of(int eighth, int step, int lane) const {
+    const TurnPair& pair = mine[eighth];
+    auto take = [&](float x) { return __shfl_sync(0xffffffff, x, step * 4 + lane % 4); };
+    return {{take(pair.first.cosine), take(pair.first.sine)}, {take(pair.second.cosine), take(pair.second.sine)}};
+  }
+};
+
+}  // namespace flashpage
