@@ -129,7 +129,7 @@ if TYPE_CHECKING:
 
 _SUBMODULES = (
     *("attention", "cascade", "compat", "decode", "jit", "mla", "ops", "page", "pod", "prefill", "quantization"),
-    *("sparse", "utils", "variants"),
+    *("sparse", "utils", "variants", "vllm_ops"),
 )
 
 

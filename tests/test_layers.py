@@ -43,7 +43,7 @@ LAYERS = [
         *("jit_module", "merge", "mla", "page", "pod", "pod_batch", "prefill", "prefill_common", "prefill_paged"),
         *("prefill_ragged", "single", "sink", "sparse", "sparse_variable", "utils"),
     },
-    {"__init__", "compat", "integrations"},
+    {"__init__", "compat", "integrations", "vllm_attention", "vllm_cache", "vllm_ops"},
     {"demo", "cli", "__main__"},
 ]
 FORBIDDEN = {  # on top of the layers: (importing module, imported modules)

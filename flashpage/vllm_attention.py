@@ -1,0 +1,214 @@
+"""What vLLM's paged_attention_v1 and _v2 compute: one row a sequence, over a cache of blocks, in partitions of tokens.
+
+The blocks in use are gathered into rows, over which the decode wrapper runs; a partition is a request of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from . import arguments, vllm_cache
+from .decode import BatchDecodeWithPagedKVCacheWrapper
+from .errors import RunError
+from .planner import current_stream
+from .variants import Variant
+
+PARTITION_TOKENS = 512  # of paged_attention_v2
+
+_WORKSPACE_BYTES = 32 << 20
+_POSITION = "kv_idx + first_token(b)"  # of a token in its sequence
+_BIAS = f"score + alibi_slopes(h) * to_float({_POSITION} - last_token(b))"
+_BLOCK = f"floor_div({_POSITION}, sparse_block)"
+_PATTERN = (
+    f"logical_or(floor_div(last_token(b), sparse_block) - {_BLOCK} < local_blocks, "
+    f"mod({_BLOCK} + head_offset(h), vert_stride) == 0)"
+)
+
+_local = threading.local()  # runners of this thread, by device and stream
+
+
+class BlockSparse(NamedTuple):
+    """The local blocks of each sequence and every `vert_stride`-th one, from another first one for each head."""
+
+    tp_rank: int = 0
+    local_blocks: int = 0
+    vert_stride: int = 0  # 1 and less: all blocks are visible
+    block_size: int = 64  # tokens
+    head_sliding_step: int = 0  # below 0: KV heads slide instead of query heads
+
+    def head_offsets(self, num_heads: int, num_kv_heads: int) -> torch.Tensor:
+        """[num_heads] int32"""
+        heads, step = torch.arange(num_heads, dtype=torch.int32), self.head_sliding_step
+        if step >= 0:
+            return (self.tp_rank * num_heads + heads) * step + 1
+        groups = heads.div(num_heads // num_kv_heads, rounding_mode="floor")
+        return (self.tp_rank * num_kv_heads + groups) * -step + 1
+
+
+class Sequences(NamedTuple):
+    """The arguments that both operators share."""
+
+    query: torch.Tensor  # [num_seqs, num_heads, head_size], any strides, last dimension contiguous
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    num_kv_heads: int
+    scale: float
+    block_tables: torch.Tensor  # [num_seqs, most blocks]
+    seq_lens: torch.Tensor  # [num_seqs]; once they are checked, int64 on the host
+    block_size: int
+    max_seq_len: int
+    alibi_slopes: torch.Tensor | None  # [num_heads] fp32
+    kv_cache_dtype: str
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+    sparse: BlockSparse
+
+    @staticmethod
+    def of(values: tuple[Any, ...]) -> Sequences:
+        """In the operators' order."""
+        count = len(values) - len(BlockSparse._fields)
+        return Sequences(*values[:count], BlockSparse(*values[count:]))  # type: ignore[call-arg]
+
+
+class Partitions(NamedTuple):
+    """Which tokens of which sequence each request of a plan has, on the host."""
+
+    sequence: torch.Tensor  # [requests]
+    first_token: torch.Tensor
+    kv_lens: torch.Tensor
+
+    @staticmethod
+    def of(seq_lens: torch.Tensor, tokens: int) -> Partitions:
+        """Pieces of `tokens`; 0: every sequence is one."""
+        if not tokens:
+            return Partitions(torch.arange(len(seq_lens)), torch.zeros_like(seq_lens), seq_lens)
+        counts = (seq_lens + tokens - 1) // tokens
+        sequence = torch.repeat_interleave(torch.arange(len(seq_lens)), counts)
+        first = (torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]) * tokens
+        return Partitions(sequence, first, (seq_lens[sequence] - first).clamp(max=tokens))
+
+
+class Runner:
+    """A decode wrapper and its variants: their tensors are those of the newest call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        )
+        self._variants = {
+            (has_bias, is_sparse): Variant(logit=_BIAS * has_bias, mask=_PATTERN * is_sparse)
+            for has_bias in (False, True)
+            for is_sparse in (False, True)
+        }
+
+    def run(
+        self, given: Sequences, partitions: Partitions, out: torch.Tensor | None, lse: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of every partition, [partitions, num_heads, head_size]."""
+        query = given.query
+        if not int(partitions.kv_lens.sum()):
+            if lse is not None:
+                lse.fill_(-torch.inf)
+            return query.new_zeros((len(partitions.kv_lens), *query.shape[1:])) if out is None else out.zero_()
+        if len(partitions.sequence) != len(query) or bool((partitions.sequence.diff() != 1).any()):
+            query = query[partitions.sequence.to(query.device)]
+        blocks, cache = _gathered(given)
+        counts = (partitions.kv_lens + given.block_size - 1) // given.block_size
+        indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        heads = (query.shape[1], given.num_kv_heads, query.shape[2])
+        self._wrapper.plan(
+            *(indptr, blocks, None, *heads, given.block_size),  # type: ignore[arg-type]
+            seq_lens=partitions.kv_lens,
+            q_data_type=query.dtype,
+            kv_data_type=cache[0].dtype,
+            sm_scale=given.scale,
+            variant=self._variant(given, partitions),
+        )
+        scales: dict[str, Any] = {}
+        if given.kv_cache_dtype != "auto":
+            scales = {"k_scale": given.k_scale.float().reshape(1), "v_scale": given.v_scale.float().reshape(1)}
+        found: torch.Tensor = self._wrapper.run(query, cache, out=out, lse=lse, **scales)
+        return found
+
+    def _variant(self, given: Sequences, partitions: Partitions) -> Variant | None:
+        device, sparse, slopes = given.query.device, given.sparse, given.alibi_slopes
+        key = (slopes is not None, sparse.vert_stride > 1)
+        if not any(key):
+            return None
+        variant, (num_heads, _) = self._variants[key], given.query.shape[1:]
+        last_token = given.seq_lens[partitions.sequence] - 1
+        variant.tensors["first_token"] = partitions.first_token.to(device, torch.int32)
+        variant.tensors["last_token"] = last_token.to(device, torch.int32)
+        if slopes is not None:
+            if slopes.shape != (num_heads,) or slopes.dtype != torch.float32:
+                raise RunError(
+                    f"alibi_slopes has shape {tuple(slopes.shape)}: pass float32, one a head, [{num_heads}]."
+                )
+            variant.tensors["alibi_slopes"] = slopes
+        if key[1]:
+            variant.tensors["head_offset"] = sparse.head_offsets(num_heads, given.num_kv_heads).to(device)
+            variant.scalars.update(
+                sparse_block=sparse.block_size, local_blocks=sparse.local_blocks, vert_stride=sparse.vert_stride
+            )
+        return variant
+
+
+def runner(device: torch.device) -> Runner:
+    """One for each stream, so that work on two streams shares no memory."""
+    key = (device, current_stream(device.index) if device.type == "cuda" else 0)
+    runners = _local.__dict__.setdefault("runners", {})
+    if key not in runners:
+        runners[key] = Runner(device)
+    found: Runner = runners[key]
+    return found
+
+
+def checked(given: Sequences, out: torch.Tensor) -> Sequences:
+    """Judges shapes, and brings the lengths to the host."""
+    sizes = vllm_cache.block_sizes(given.key_cache, given.value_cache)
+    query, tables, lens = given.query, given.block_tables, given.seq_lens
+    if query.dim() != 3 or query.shape[2] != sizes.head_size or query.shape[1] % max(1, given.num_kv_heads):
+        raise RunError(
+            f"query has shape {tuple(query.shape)} but the cache has {sizes.num_kv_heads} KV heads of "
+            f"{sizes.head_size}: pass [num_seqs, num_heads, {sizes.head_size}]."
+        )
+    for name, value, found in (
+        ("num_kv_heads", given.num_kv_heads, sizes.num_kv_heads),
+        ("block_size", given.block_size, sizes.block_size),
+    ):
+        if value != found:
+            raise RunError(f"{name}={value} but the caches have {found}: pass the caches' own.")
+    if out.shape != query.shape:
+        raise RunError(f"out has shape {tuple(out.shape)} but query {tuple(query.shape)}: make them alike.")
+    if tables.dim() != 2 or tables.shape[0] != len(query) or lens.shape != (len(query),):
+        raise RunError(
+            f"block_tables has shape {tuple(tables.shape)} and seq_lens {tuple(lens.shape)}: pass a row and a length "
+            f"for each of {len(query)} sequences."
+        )
+    for name, tensor in (("key_cache", given.key_cache), ("block_tables", tables), ("seq_lens", lens), ("out", out)):
+        arguments.same_device(tensor, query.device, name, RunError)
+    lens = lens.cpu().long()
+    room = tables.shape[1] * given.block_size
+    if lens.numel() and (int(lens.max()) > min(given.max_seq_len, room) or int(lens.min()) < 0):
+        raise RunError(
+            f"seq_lens reaches {int(lens.max())} (least {int(lens.min())}) but max_seq_len={given.max_seq_len} and "
+            f"block_tables has room for {room} tokens."
+        )
+    return given._replace(seq_lens=lens)
+
+
+def _gathered(given: Sequences) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Page numbers of all sequences, side by side, and the blocks that they name as rows [page, token, head, dim]."""
+    counts = (given.seq_lens + given.block_size - 1) // given.block_size
+    tables = given.block_tables
+    is_used = torch.arange(tables.shape[1]) < counts.unsqueeze(1)
+    blocks, numbers = tables[is_used.to(tables.device)].long().unique(return_inverse=True)
+    if blocks.is_cpu and blocks.numel() and not 0 <= int(blocks[0]) <= int(blocks[-1]) < len(given.key_cache):
+        raise RunError(f"block_tables names blocks {int(blocks[0])} to {int(blocks[-1])} of {len(given.key_cache)}.")
+    dtype = vllm_cache.element_type(given.key_cache, given.kv_cache_dtype)
+    keys, values = vllm_cache.by_token(*(vllm_cache.as_bytes(t) for t in (given.key_cache, given.value_cache)))
+    cache = (keys[blocks].flatten(3), values[blocks].contiguous())
+    return numbers.to(torch.int32), (cache[0].view(dtype), cache[1].view(dtype))

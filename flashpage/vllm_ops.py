@@ -1,0 +1,226 @@
+"""vLLM's operators of its first paged attention: torch.ops.flashpage.paged_attention_v1, paged_attention_v2,
+reshape_and_cache and reshape_and_cache_flash, with its schemas and layouts; importing this module registers them.
+
+The functions here are the operators with vLLM's defaults. v1 and v2 give the same result; v2 cuts sequences at
+multiples of 512 tokens and leaves what it found for each partition in its three further tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import ops, vllm_cache
+from .arguments import same_device
+from .errors import RunError
+from .vllm_attention import PARTITION_TOKENS, Partitions, Sequences, checked, runner
+
+__all__ = ["paged_attention_v1", "paged_attention_v2", "reshape_and_cache", "reshape_and_cache_flash", "split_kv_cache"]
+
+_LN2 = math.log(2.0)
+_COMMON = (
+    "Tensor query, Tensor key_cache, Tensor value_cache, int num_kv_heads, float scale, Tensor block_tables, "
+    "Tensor seq_lens, int block_size, int max_seq_len, Tensor? alibi_slopes, str kv_cache_dtype, Tensor k_scale, "
+    "Tensor v_scale, int tp_rank, int blocksparse_local_blocks, int blocksparse_vert_stride, "
+    "int blocksparse_block_size, int blocksparse_head_sliding_step) -> ()"
+)
+_WRITE = (
+    "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+    "str kv_cache_dtype, Tensor k_scale, Tensor v_scale) -> ()"
+)
+
+
+def paged_attention_v1(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: torch.Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """Attention of one row a sequence over a cache of blocks.
+
+    Args:
+        out: [num_seqs, num_heads, head_size], written. A sequence without tokens has 0.
+        query: [num_seqs, num_heads, head_size], any strides, last dimension contiguous.
+        key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 / bytes of an element.
+        value_cache: [num_blocks, num_kv_heads, head_size, block_size].
+        block_tables, seq_lens: [num_seqs, most blocks] and [num_seqs], int32.
+        max_seq_len: at least the longest of seq_lens; any length.
+        alibi_slopes: [num_heads] fp32: scores get slope x (token - last token).
+        kv_cache_dtype: "auto": the caches' own type; "fp8" ("fp8_e4m3") or "fp8_e5m2": uint8 caches are that, and
+            k_scale, v_scale (one fp32 value each) multiply what is read.
+        tp_rank, blocksparse_*: with blocksparse_vert_stride > 1, a row sees the blocksparse_local_blocks nearest blocks
+            of blocksparse_block_size tokens, and every blocksparse_vert_stride-th one, shifted from head to head.
+    """
+    sparse = (tp_rank, blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size)
+    caches = (key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len)
+    rest = (alibi_slopes, kv_cache_dtype, k_scale, v_scale, *sparse, blocksparse_head_sliding_step)
+    _call("paged_attention_v1", out, query, *caches, *rest)
+
+
+def paged_attention_v2(
+    out: torch.Tensor,
+    exp_sums: torch.Tensor,
+    max_logits: torch.Tensor,
+    tmp_out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: torch.Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """`paged_attention_v1` in partitions of 512 tokens.
+
+    Args:
+        exp_sums, max_logits: [num_seqs, num_heads, partitions] fp32, written where a sequence has a partition:
+            max_logits + log(exp_sums) is the log of its sum of weights (max_logits is that itself, exp_sums 1; -inf and
+            0 where nothing is visible).
+        tmp_out: [num_seqs, num_heads, partitions, head_size], written there: each partition's own attention.
+        The other arguments are those of paged_attention_v1.
+    """
+    sparse = (tp_rank, blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size)
+    caches = (key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len)
+    rest = (alibi_slopes, kv_cache_dtype, k_scale, v_scale, *sparse, blocksparse_head_sliding_step)
+    _call("paged_attention_v2", out, exp_sums, max_logits, tmp_out, query, *caches, *rest)
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Writes new tokens to their slots of a cache that paged_attention_v1 reads.
+
+    Args:
+        key, value: [tokens, num_kv_heads, head_size].
+        key_cache, value_cache: as paged_attention_v1 has them; written.
+        slot_mapping: [tokens], block x block_size + offset; negative: not written.
+        kv_cache_dtype, k_scale, v_scale: fp8 caches hold key / k_scale and value / v_scale, saturated.
+    """
+    _call("reshape_and_cache", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def reshape_and_cache_flash(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """`reshape_and_cache` for caches of rows, [num_blocks, block_size, num_kv_heads, head_size], any strides."""
+    _call("reshape_and_cache_flash", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def split_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value cache of one tensor [2, num_blocks, block_size x num_kv_heads x head_size], as views."""
+    x, blocks = 16 // kv_cache.element_size(), kv_cache.shape[1]
+    key_cache = kv_cache[0].view(blocks, num_kv_heads, head_size // x, -1, x)
+    return key_cache, kv_cache[1].view(blocks, num_kv_heads, head_size, -1)
+
+
+# ---------------------------------------------------------------- implementations
+
+
+def _paged_attention_v1(out: torch.Tensor, *values: Any) -> None:
+    given = checked(Sequences.of(values), out)
+    runner(out.device).run(given, Partitions.of(given.seq_lens, 0), out, None)
+
+
+def _paged_attention_v2(
+    out: torch.Tensor, exp_sums: torch.Tensor, max_logits: torch.Tensor, tmp_out: torch.Tensor, *values: Any
+) -> None:
+    given = checked(Sequences.of(values), out)
+    num_seqs, num_heads, head_size = given.query.shape
+    most = -(-given.max_seq_len // PARTITION_TOKENS)
+    for name, tensor, shape in (
+        ("exp_sums", exp_sums, (num_seqs, num_heads)),
+        ("max_logits", max_logits, (num_seqs, num_heads)),
+        ("tmp_out", tmp_out, (num_seqs, num_heads)),
+    ):
+        same_device(tensor, out.device, name, RunError)
+        if tensor.shape[:2] != shape or tensor.dim() != 3 + (name == "tmp_out") or tensor.shape[2] < most:
+            raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [{num_seqs}, {num_heads}, {most} or more].")
+    partitions = Partitions.of(given.seq_lens, PARTITION_TOKENS)
+    lse = out.new_empty((len(partitions.sequence), num_heads), dtype=torch.float32)
+    found = runner(out.device).run(given, partitions, None, lse)
+    where = [t.to(out.device) for t in (partitions.sequence, partitions.first_token // PARTITION_TOKENS)]
+    tmp_out[where[0], :, where[1]] = found.to(tmp_out.dtype)
+    max_logits[where[0], :, where[1]] = lse * _LN2
+    exp_sums[where[0], :, where[1]] = (lse > -math.inf).float()
+    states = lse.new_full((num_seqs, max(1, tmp_out.shape[2]), num_heads), -math.inf)
+    states[where[0], where[1]] = lse
+    merged = torch.empty_like(out, memory_format=torch.contiguous_format)
+    if tmp_out.shape[2]:
+        ops.call("merge_states_into", tmp_out.transpose(1, 2), states, merged, lse.new_empty((num_seqs, num_heads)))
+    else:
+        merged.zero_()
+    out.copy_(merged)
+
+
+def _nothing(*_: Any) -> None:
+    """All of them only write into their arguments."""
+
+
+_IMPLEMENTATIONS: dict[str, tuple[str, Callable[..., None]]] = {
+    "paged_attention_v1": ("(Tensor(a!) out, " + _COMMON, _paged_attention_v1),
+    "paged_attention_v2": (
+        "(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, " + _COMMON,
+        _paged_attention_v2,
+    ),
+    "reshape_and_cache": (_WRITE, vllm_cache.write_blocks),
+    "reshape_and_cache_flash": (_WRITE, vllm_cache.write_rows),
+}
+
+
+def _call(name: str, *args: Any) -> None:
+    """The implementation at once, or the operator where torch traces or watches."""
+    if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
+        getattr(torch.ops.flashpage, name)(*args)
+    else:
+        _IMPLEMENTATIONS[name][1](*args)
+
+
+_library = torch.library.Library("flashpage", "FRAGMENT")
+for _name, (_schema, _implementation) in _IMPLEMENTATIONS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _key)
+    torch.library.register_fake(f"flashpage::{_name}", _nothing, lib=_library)
