@@ -166,6 +166,18 @@ def test_torch_compile(window_left: int) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("num_states", [1, 3])
+def test_opcheck_of_the_merge(num_states: int) -> None:
+    """States side by side in memory, as levels leave them."""
+    v = torch.randn(num_states, 9, 4, 64).transpose(0, 1)
+    s = torch.randn(num_states, 9, 4).transpose(0, 1)
+    out, lse = torch.empty(9, 4, 64), torch.empty(9, 4)
+    ops.call("merge_states_into", v, s, out, lse)
+    for found, expected in zip((out, lse), flashpage.merge_states(v.contiguous(), s.contiguous()), strict=True):
+        assert torch.equal(found, expected)
+    torch.library.opcheck(torch.ops.flashpage.merge_states_into.default, (v, s, out, lse))
+
+
 # ---------------------------------------------------------------- graph buffers
 
 

@@ -3,6 +3,7 @@ mini-sglang, its smallest relative; both through `flashinfer`."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Iterator
@@ -184,6 +185,46 @@ def test_ragged_extend_over_a_cached_prefix(options: dict[str, Any], device: str
     ]
     torch.testing.assert_close(out.cpu().double(), torch.cat([s.out for s in flat]), rtol=2.0**-6, atol=2.0**-6)
     torch.testing.assert_close(lse.cpu().double(), torch.cat([s.lse for s in flat]), rtol=1e-5, atol=1e-4)
+
+
+def test_ragged_chunks_of_expanded_mla(device: str, flashinfer: types.ModuleType) -> None:
+    """Keys of 192 and values of 128 by keyword, chunk by chunk; causal at forward."""
+    case = prefill_case(entry="ragged", head_dim=192, head_dim_vo=128, num_q_heads=4, num_kv_heads=4, cache="tuple")
+    batch = EngineBatch(case, device)
+    k, v = (half[0] for half in batch.inputs.cache.argument(device))
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(batch.workspace(), "NHD", backend="auto")
+    qo_indptr, kv_indptr = batch.on_device("qo_indptr", "indptr")
+    wrapper.begin_forward(
+        qo_indptr=qo_indptr,
+        kv_indptr=kv_indptr,
+        num_qo_heads=4,
+        num_kv_heads=4,
+        head_dim_qk=192,
+        head_dim_vo=128,
+        q_data_type=BF16,
+        causal=False,
+    )
+    values = {"sm_scale": case.score_scale, "logits_soft_cap": 0.0}
+    found = wrapper.forward_return_lse(batch.q, k, v, causal=True, **values)
+    batch.check(found)
+    assert torch.equal(wrapper.forward(batch.q, k, v, causal=True, **values), found[0])
+    batch.check(wrapper.forward(batch.q, k, v, causal=False, **values), causal=False)
+
+
+def test_ragged_block_masks(device: str, flashinfer: types.ModuleType) -> None:
+    """A diffusion model's mask: rows see whole blocks of their own and of earlier tokens."""
+    case = prefill_case(entry="ragged", chunks=((64, 64), (32, 96)), mask="dense", cache="tuple")
+    batch = EngineBatch(case, device)
+    masks = []
+    for rows, tokens in zip(case.q_lens, case.kv_lens, strict=True):
+        own = (torch.arange(rows) + tokens - rows) // 32
+        masks.append(own.unsqueeze(1) >= torch.arange(tokens) // 32)
+    batch.inputs = dataclasses.replace(batch.inputs, masks=masks)
+    k, v = (half[0] for half in batch.inputs.cache.argument(device))
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(batch.workspace(), "NHD", backend="fa2")
+    mask = torch.cat([m.flatten() for m in masks]).to(device)
+    wrapper.begin_forward(*batch.on_device("qo_indptr", "indptr"), *batch.sizes, q_data_type=BF16, custom_mask=mask)
+    batch.check(wrapper.forward(batch.q, k, v, causal=True, sm_scale=case.score_scale))
 
 
 # ---------------------------------------------------------------- mini-sglang
