@@ -28,7 +28,9 @@ class VariantSpec:
 
 def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -> InnerLoop:
     """What the options of a spec cost the inner loop: it decides the tile."""
-    if mask_source != "implicit" or position_encoding != "none" or variant.mask or variant.tensors:
+    if variant.logit and variant.tensors:
+        return InnerLoop.LOADING
+    if mask_source != "implicit" or position_encoding != "none" or variant.mask:
         return InnerLoop.HEAVY
     return InnerLoop.TRANSFORM if variant.logit else InnerLoop.PLAIN
 

@@ -28,7 +28,8 @@ class InnerLoop(enum.Enum):
 
     PLAIN = "scales scores"
     TRANSFORM = "computes on scores (soft cap)"
-    HEAVY = "loads, rotates or masks (custom mask, RoPE, a variant with tensors)"
+    HEAVY = "rotates or masks (RoPE, a custom mask, a variant's mask)"
+    LOADING = "computes on scores with what it loads (a variant with tensors)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ def sm80_tile(
 
     The largest tile that does not spill, of those measured in tests/bench/NOTES.md.
     """
-    narrow = loop is InnerLoop.HEAVY or kv_dtype.is_fp8
+    narrow = loop in (InnerLoop.HEAVY, InnerLoop.LOADING) or kv_dtype.is_fp8
     widest = max(head_dim_qk, head_dim_vo)
     if packed_rows <= 16 or (packed_rows <= 32 and widest <= 128):
         return _few_rows_sm80(head_dim_qk, head_dim_vo, kv_dtype, 16 if packed_rows <= 16 else 32)
@@ -104,7 +105,9 @@ def sm90_decode_tile(
     tile_q = next(rows for rows in (16, 32, 64) if packed_rows <= rows or rows * warps_v == 128)
     warps_q = tile_q // 16
     shared_token_bytes = sum(-(-dim * kv_dtype.size // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
-    tile_kv = 32 if shared_token_bytes <= 512 or kv_dtype.is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
+    tile_kv = 32 if shared_token_bytes <= 512 or kv_dtype.is_fp8 else 16
+    if loop is InnerLoop.LOADING:
+        tile_kv = 16  # the loads of more tokens on their way at once take too many registers
     teams = 8 // (warps_q * warps_v)
     query_bytes = tile_q * -(-head_dim_qk // 16) * 32
     exchange_bytes = teams * tile_q // 2 * -(-head_dim_vo // 32) * 128

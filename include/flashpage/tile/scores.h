@@ -61,8 +61,30 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
         }
       }
     }
+  } else if constexpr (token_tiles == 2) {
+    // A 16-byte chunk is a whole k16 step, so one ldmatrix takes two steps of 16 tokens; of an odd last one, half.
+    u32 lane_address = Rows::lane_address(key, lane % 16, lane / 16);
+#pragma unroll S::key_unroll
+    for (int pair = 0; pair < ceil_div(S::key_steps, 2); ++pair) {
+      u32 b[4];
+      ptx::ldmatrix_x4(b, Rows::at_chunk(lane_address, 2 * pair));
+#pragma unroll
+      for (int step = 2 * pair; step < 2 * pair + 2; ++step) {
+        if (step >= S::key_steps) continue;
+        u32 a[S::row_tiles][4];
+        query_fragment(a, step);
+        between(step);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          u32 b0, b1;
+          ptx::widen4<Product, typename S::Key>(b[step % 2 * 2 + n], b0, b1);
+#pragma unroll
+          for (int m = 0; m < S::row_tiles; ++m) ptx::mma_m16n8k16<Product>(scores[m][n], a[m], b0, b1);
+        }
+      }
+    }
   } else {
-    // A 16-byte chunk is a whole k16 step, so one ldmatrix takes the step of 32 tokens.
+    // And here the step of 32 tokens.
     static_assert(token_tiles % 4 == 0);
     u32 lane_address = Rows::lane_address(key, lane, 0);
 #pragma unroll S::key_unroll

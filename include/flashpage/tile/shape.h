@@ -27,8 +27,8 @@ struct Shape {
   using Key = typename select_type<(rotate && !blocks), Query, Cache>::type;
   // fp8 keys meet fp16 queries: two are widened in one instruction, where bf16 takes four. Only with Q in registers,
   // where it is scaled into fp16's range first (tile/half_query.h).
-  // Turning keys takes those registers, but for fp8 keys under bf16 queries: fp16 is exact enough for their turns.
-  static constexpr bool turn_in_half = rotate && is_fp8<Cache> && is_same<Query, Bf16>;
+  // Turning keys takes those registers, but for fp8 keys under bf16 queries, whose turns fp16 is exact enough for.
+  static constexpr bool turn_in_half = rotate && is_fp8<Cache> && is_same<Query, Bf16> && !Traits::Variant::has_logit;
   static constexpr bool query_in_registers =
       Traits::head_dim_qk <= 128 && Traits::tile_q / Traits::warps_q <= 16 && (!rotate || turn_in_half);
   using Product = typename select_type<(blocks && is_fp8<Key> && query_in_registers), Half, Query>::type;
