@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import arguments
+from .cascade_fold import PagedLevel, folded
 from .cascade_window import LevelWindows
 from .errors import CapabilityError, PlanError, RunError
 from .lengths import all_to_host, batch_of
@@ -23,8 +24,9 @@ class MultiLevelCascadeAttentionWrapper:
     """Attention of requests whose tokens lie in levels: those that many share first, their own last.
 
     A level is a batch of its own over the same rows: `qo_indptr_arr[level]` says which rows share each of its page
-    lists. All levels are planned from one copy of the lengths; a level without tokens costs nothing, one level alone
-    writes the output itself, and several are merged in one pass.
+    lists. All levels are planned from one copy of the lengths. A level without tokens costs nothing; one whose pages
+    nobody shares is joined with the level below it, where pages are full; one level alone writes the output itself, and
+    several are merged in one pass.
 
     Args:
         num_levels: at least one.
@@ -131,12 +133,15 @@ class MultiLevelCascadeAttentionWrapper:
             qo_indptr_arr, paged_kv_indptr_arr, paged_kv_last_page_len, page_size
         )
         self._check_rows(qo_indptrs)
-        lengths = (qo_indptrs, kv_indptrs, last_page_lens)
-        variants, is_hidden = self._windows.plan(*lengths, page_size, check_window(window_left))
-        for i, wrapper in enumerate(self._batch_prefill_wrappers):
-            is_last = i == self._num_levels - 1
-            wrapper.plan(
-                *(qo_indptrs[i], kv_indptrs[i], paged_kv_indices_arr[i], last_page_lens[i]),
+        lists = zip(range(self._num_levels), qo_indptrs, kv_indptrs, paged_kv_indices_arr, last_page_lens, strict=True)
+        levels = [PagedLevel(*level) for level in lists]
+        if not self._use_cuda_graph and all(isinstance(level.indices, torch.Tensor) for level in levels):
+            levels = folded(levels, page_size, bool(causal))
+        variants, is_hidden = self._windows.plan(levels, page_size, check_window(window_left))
+        for level, variant in zip(levels, variants, strict=True):
+            is_last = level is levels[-1]
+            self._batch_prefill_wrappers[level.number].plan(
+                *level[1:],  # type: ignore[arg-type]
                 *(num_qo_heads, num_kv_heads, head_dim, page_size),
                 causal=causal and is_last,
                 pos_encoding_mode=pos_encoding_mode,
@@ -148,9 +153,9 @@ class MultiLevelCascadeAttentionWrapper:
                 rope_theta=rope_theta,
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
-                variant=variants[i],
+                variant=variant,
             )
-        wrappers = self._batch_prefill_wrappers
+        wrappers = [self._batch_prefill_wrappers[level.number] for level in levels]
         self._active = [
             wrapper
             for wrapper, hidden in zip(wrappers, is_hidden, strict=True)

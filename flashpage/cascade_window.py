@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .cascade_fold import PagedLevel
 from .variants import Variant
 
 # Rows past a request's last one are computed beside it: their entry is any.
@@ -28,43 +29,36 @@ class LevelWindows:
     """The masks of all levels of a wrapper."""
 
     def __init__(self, num_levels: int, device: torch.device, is_graph: bool) -> None:
-        self._num_levels, self._is_graph = num_levels, is_graph
+        self._is_graph = is_graph
         self._masks = [_LevelMask(device) for _ in range(num_levels - 1)]
 
     def plan(
-        self,
-        q_indptrs: Sequence[torch.Tensor],
-        kv_indptrs: Sequence[torch.Tensor],
-        last_page_lens: Sequence[torch.Tensor | None],
-        page_size: int,
-        window_left: int,
+        self, planned: Sequence[PagedLevel], page_size: int, window_left: int
     ) -> tuple[list[Variant | None], list[bool]]:
         """For each level its mask, None where nothing of it is hidden, and whether all of it is.
 
         The last level has no mask: a window counts there as in a batch of its own.
         """
-        variants: list[Variant | None] = [None] * self._num_levels
-        is_hidden = [False] * self._num_levels
-        if window_left < 0 or self._num_levels == 1:
+        variants: list[Variant | None] = [None] * len(planned)
+        is_hidden = [False] * len(planned)
+        if window_left < 0 or len(planned) == 1:
             return variants, is_hidden
-        levels = [_level(*lengths, page_size) for lengths in zip(q_indptrs, kv_indptrs, last_page_lens, strict=True)]
+        levels = [_level(level, page_size) for level in planned]
         if any(bool((level.q_indptr.diff() < 0).any()) for level in levels):
             return variants, is_hidden  # the planner tells
         for i, first_token in enumerate(_first_visible(levels, window_left)):
             is_hidden[i] = bool((first_token >= levels[i].by_row(levels[i].kv_lens)).all())
             # What is captured has a mask in every batch or in none.
             if self._is_graph or (not is_hidden[i] and bool((first_token > 0).any())):
-                variants[i] = self._masks[i].set(levels[i], first_token)
+                variants[i] = self._masks[planned[i].number].set(levels[i], first_token)
         return variants, is_hidden
 
 
-def _level(
-    q_indptr: torch.Tensor, kv_indptr: torch.Tensor, last_page_len: torch.Tensor | None, page_size: int
-) -> Level:
-    lens = kv_indptr.long().diff() * page_size
-    if last_page_len is not None:
-        lens = torch.where(lens > 0, lens + last_page_len - page_size, 0)
-    return Level(q_indptr.long(), lens)
+def _level(planned: PagedLevel, page_size: int) -> Level:
+    lens = planned.kv_indptr.long().diff() * page_size
+    if planned.last_page_len is not None:
+        lens = torch.where(lens > 0, lens + planned.last_page_len - page_size, 0)
+    return Level(planned.q_indptr.long(), lens)
 
 
 def _first_visible(levels: Sequence[Level], window_left: int) -> list[torch.Tensor]:

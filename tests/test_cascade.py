@@ -40,6 +40,13 @@ CASES = [
     CascadeCase("no-tokens", (((3, 0),), ((1, 0), (2, 0)))),
     CascadeCase("no-rows", (((0, 20),), ((0, 3), (0, 0)))),
     CascadeCase("one-level", (((1, 70), (3, 16)),), causal=True),
+    CascadeCase("one-request", (((1, 64),), ((1, 33),))),
+    CascadeCase("nobody-shares", (((3, 64), (2, 16), (1, 0)), ((3, 7), (2, 40), (1, 5))), causal=True),
+    CascadeCase("nobody-shares-half-pages", (((1, 70), (1, 64)), ((1, 0), (1, 40)))),
+    CascadeCase("half-a-page", (((1, 70),), ((1, 33),))),
+    CascadeCase("rows-without-tokens", (((2, 64),), ((2, 0),)), causal=False),
+    CascadeCase("folded-in-the-middle", (((2, 50),), ((1, 32), (1, 16)), ((1, 9), (1, 1))), page_size=1),
+    CascadeCase("folded-above", (((5, 32),), ((5, 40),), DECODE[1]), window_left=100),
     CascadeCase("window-within-the-last-level", DECODE, window_left=0),
     CascadeCase("window-into-the-prefix", DECODE, window_left=90),
     CascadeCase("window-over-everything", DECODE, window_left=1000),
@@ -115,10 +122,17 @@ def test_flat_attention_gives_the_same(case: CascadeCase, device: str) -> None:
         ("no-tokens", 1, []),
         ("window-within-the-last-level", 2, ["merge_state_in_place"]),  # a request without own tokens
         ("one-level", 1, []),
+        ("one-request", 1, []),
+        ("nobody-shares", 1, []),
+        ("nobody-shares-half-pages", 1, []),
+        ("half-a-page", 2, ["merge_state_in_place"]),
+        ("folded-in-the-middle", 2, ["merge_state_in_place"]),
+        ("folded-above", 2, ["merge_state_in_place"]),
     ],
 )
 def test_passes(name: str, runs: int, merges: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Levels without tokens are left out; others are merged in one pass, whatever their number."""
+    """Levels without tokens are left out, those that nobody shares joined; others are merged in one pass, whatever
+    their number."""
     batch = CascadeBatch(next(case for case in CASES if case.name == name))
     wrapper = planned(batch)
     called: list[str] = []
@@ -134,6 +148,12 @@ def test_a_level_that_the_window_hides_is_left_out() -> None:
     assert len(wrapper._active) == 1
     batch.check(*wrapper.run(batch.q, batch.cache.argument("cpu"), return_lse=True))
     assert len(planned(batch, window_left=40)._active) == 2
+
+
+def test_rows_without_tokens_are_not_joined() -> None:
+    """Causal counts from the last token: it would hide some of the level above."""
+    batch = CascadeBatch(CascadeCase("rows", (((2, 64),), ((2, 1),))))
+    assert [len(planned(batch, causal=is_causal)._active) for is_causal in (False, True)] == [1, 2]
 
 
 def test_one_level_is_the_prefill_wrapper() -> None:
@@ -230,6 +250,24 @@ def test_errors() -> None:
         wrapper.run(batch.q, batch.cache.argument("cpu"), out=strided)
     with pytest.raises(PlanError, match=r"int_workspace_buffers has 1 entries"):
         wrapper.reset_workspace_buffer(torch.empty(1 << 20, dtype=torch.uint8), [torch.empty(1, dtype=torch.uint8)])
+
+
+def test_errors_of_levels_that_could_be_joined() -> None:
+    """They are found before anything is joined."""
+    batch = CascadeBatch(next(case for case in CASES if case.name == "nobody-shares"))
+    wrapper, arrays = wrapper_for(batch, "cpu"), batch.arrays()
+    for i, change, says in (
+        (2, lambda t: t[:-1], r"paged_kv_indices has \d+ entries but the indptr ends at"),
+        (2, lambda t: t.view(1, -1), "paged_kv_indices has shape"),
+        (2, lambda t: t.float(), "dtype torch.float32"),
+        (1, lambda t: t.flip(0), "an indptr never decreases"),
+        (3, lambda t: t + 20, "is outside 1..16"),
+    ):
+        for level in range(2):
+            given = [list(array) for array in arrays]
+            given[i][level] = change(given[i][level])
+            with pytest.raises(PlanError, match=says):
+                wrapper.plan(*given, *batch.sizes(), **batch.options())
 
 
 def test_other_workspaces() -> None:

@@ -21,6 +21,7 @@ CASES = [
     BlockCase("fp32", dtype="float32"),
     BlockCase("long", LONG),
     BlockCase("long-fp16-mqa", LONG, num_heads=8, num_kv_heads=1, dtype="float16", block_size=32),
+    BlockCase("longer-than-shared-memory", (60_000, 5), num_heads=2, num_kv_heads=1, head_size=32),
     BlockCase("alibi", LONG, alibi=True),
     BlockCase("e4m3", LONG, kv_cache_dtype="fp8"),
     BlockCase("e5m2-alibi", kv_cache_dtype="fp8_e5m2", alibi=True, dtype="float16", head_size=128),

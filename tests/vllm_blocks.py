@@ -68,10 +68,10 @@ class Blocks:
         key_cache = poison(torch.empty(self.num_blocks, heads, size // x, case.block_size, x, dtype=self.kv_type))
         value_cache = poison(torch.empty(self.num_blocks, heads, size, case.block_size, dtype=self.kv_type))
         for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
-            for token in range(len(k)):
-                block, offset = int(self.tables[i, token // case.block_size]), token % case.block_size
-                key_cache[block, :, :, offset] = k[token].view(heads, size // x, x)
-                value_cache[block, :, :, offset] = v[token]
+            token = torch.arange(len(k))
+            block, offset = self.tables[i, token // case.block_size].long(), token % case.block_size
+            key_cache[block, :, :, offset] = k.view(-1, heads, size // x, x)
+            value_cache[block, :, :, offset] = v
         return key_cache, value_cache
 
     def arguments(self, device: str) -> list[Any]:
