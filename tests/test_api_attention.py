@@ -79,6 +79,20 @@ def test_batch_attention(name: str, options: dict[str, Any], device: str) -> Non
     compare(inputs.case, given, reference_states(inputs))
 
 
+@pytest.mark.parametrize("logits_soft_cap", [0.0, 9.0])
+def test_batch_attention_compiles(logits_soft_cap: float) -> None:
+    inputs = make_inputs(batch_case(BATCHES["prefills-first"]))
+    runner, wrapper = Runner(inputs, "cpu", flashpage), planned(inputs, "cpu")
+    kv = runner.kv()[0]
+
+    def step(q: torch.Tensor) -> Any:
+        return wrapper.run(q, kv, logits_soft_cap=logits_soft_cap)
+
+    torch._dynamo.reset()
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(runner.q())
+    assert all(torch.equal(x, y) for x, y in zip(found, step(runner.q()), strict=True))
+
+
 def test_a_soft_cap_at_run() -> None:
     """In place of the planned one; 0 leaves that."""
     inputs = make_inputs(batch_case(BATCHES["decodes-first"], soft_cap=9.0))

@@ -138,6 +138,21 @@ def test_the_output_is_float16_unless_told() -> None:
     assert wrapper.run(*matrix.tensors("cpu")).dtype == torch.float16
 
 
+def test_torch_compile() -> None:
+    matrix, wrapper = Matrix(MATRICES[0]), wrapper_on("cpu")
+    wrapper.plan(matrix.indptr, matrix.indices, *matrix.bsr.sizes, **matrix.options())
+    blocks, variable = Blocks(4, 2, 8), wrapper_on("cpu", "Variable")
+    blocks.plan(variable, "cpu")
+
+    def steps(first: list[torch.Tensor], second: list[torch.Tensor]) -> Any:
+        return *wrapper.run(*first, return_lse=True), *variable.run(*second, return_lse=True)
+
+    tensors = [list(given.tensors("cpu")) for given in (matrix, blocks)]
+    torch._dynamo.reset()
+    found = torch.compile(steps, fullgraph=True, backend="aot_eager")(*tensors)
+    assert all(torch.equal(x, y) for x, y in zip(found, steps(*tensors), strict=True))
+
+
 def test_errors() -> None:
     matrix, wrapper = Matrix(MATRICES[0]), wrapper_on("cpu")
     M, N, R, C, *heads = matrix.bsr.sizes
