@@ -10,7 +10,7 @@ import torch
 from . import arguments
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .dtypes import DType
-from .errors import RunError
+from .errors import PlanError, RunError
 from .lengths import Lengths, to_host
 from .merge import merge_parts
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
@@ -41,6 +41,9 @@ class _SharedPrefix:
 
     def _begin(self, lengths: Lengths, kv_indices: Any, sizes: tuple[Any, ...], dtypes: tuple[Any, Any]) -> None:
         """`dtypes`: to be planned for where no tensors were seen yet."""
+        for name, tensor in zip(self._unique._length_names[:3], lengths, strict=False):
+            if name != "qo_indptr" or isinstance(self._unique, BatchPrefillWithPagedKVCacheWrapper):
+                arguments.tensor(tensor, name, PlanError)
         copies = [None if t is None else t.clone() for t in to_host(lengths)]  # forward may plan again
         self._arguments = ()
         self._plan((copies, kv_indices, sizes), self._seen or dtypes)
