@@ -92,6 +92,7 @@ def test_what_is_not_attention_is_missing(flashinfer: types.ModuleType) -> None:
         importlib.import_module("flashinfer.sampling")
     with pytest.raises(ModuleNotFoundError, match=r"flashinfer\.jit"):  # flashpage's own is not imported twice
         importlib.import_module("flashinfer.jit")
+    assert importlib.util.find_spec("flashinfer.fused_moe") is None
     with pytest.raises(ImportError, match="top_k_top_p_sampling_from_probs"):
         exec("from flashinfer import top_k_top_p_sampling_from_probs")
     with pytest.raises(AttributeError, match="'rmsnorm': flashpage, which stands in its place"):
