@@ -13,7 +13,7 @@ from .dtypes import DType
 from .errors import CapabilityError
 from .problem import SPLIT_BALANCED, Options, Problem
 from .spec import KernelSpec, VariantSpec, inner_loop
-from .tiles import Cost, Tile, cpu_tile, sm80_tile, sm90_decode_tile
+from .tiles import Cost, InnerLoop, Tile, cpu_tile, sm80_tile, sm90_decode_tile
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _NO_VARIANT = VariantSpec()
@@ -80,6 +80,8 @@ def _sm80(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost
 
 def _sm90_decode(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
     loop = inner_loop(_mask_source(options), _encoding(options), variant)
+    if loop is InnerLoop.LOADING and _boxes_or_rows(options) == "rows":
+        loop = InnerLoop.HEAVY  # single rows come too slowly in slots of 16 tokens
     rotates = _encoding(options) == "rope"
     return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop, rotates=rotates)
 

@@ -77,6 +77,7 @@ def render(spec: VariantSpec) -> str:
         "struct Variant {",
         f"  static constexpr bool has_logit = {str(bool(logits)).lower()};",
         f"  static constexpr bool has_mask = {str(bool(masks)).lower()};",
+        f"  static constexpr int num_tensors = {len(spec.tensors)};",
         "",
         "  template <class F, class I>",
         "  static FP_DEVICE F logit([[maybe_unused]] const flashpage::VariantArgs& captured, F score,",

@@ -75,6 +75,16 @@ def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: backends.Capability)
                 assert tile.tile_q % 16 == 0 and tile.tile_kv % 16 == 0 and cost.ns_per_token > 0
 
 
+@pytest.mark.parametrize(("page_size", "tokens"), [(16, 16), (1, 32)])
+def test_a_variant_that_loads_has_short_slots_where_boxes_fill_them(page_size: int, tokens: int) -> None:
+    def slot(variant: VariantSpec) -> int:
+        return DECODE_SM90.schedule(problem(page_size=page_size).options, 4, variant)[0].tile_kv
+
+    bias = (("bias", "float32", 3),)
+    assert slot(VariantSpec(logit="score + bias(h, q_idx, kv_idx)", tensors=bias)) == tokens
+    assert slot(VariantSpec(mask="bias(h, q_idx, kv_idx) > 0", tensors=bias)) == 32
+
+
 def test_a_full_ring_leaves_room_for_the_turns_of_rope() -> None:
     def stages(position: str) -> int:
         given = problem(64, position_encoding=position, has_mask=True, head_dim_qk=464, head_dim_vo=224)

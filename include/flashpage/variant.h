@@ -2,6 +2,7 @@
 // on host and device. flashpage/variants.py renders `struct Variant`; kernels are templates over it:
 //
 //   static constexpr bool has_logit, has_mask;
+//   static constexpr int num_tensors;  // captured
 //   template <class F, class I> static F logit(const VariantArgs&, F score, i32 b, i32 h, i32 q_idx, I kv_idx);
 //   template <class I> static auto mask(const VariantArgs&, i32 b, i32 h, i32 q_idx, I kv_idx);  // true: visible
 //

@@ -29,8 +29,11 @@ struct Shape {
   // where it is scaled into fp16's range first (tile/half_query.h).
   // Turning keys takes those registers, but for fp8 keys under bf16 queries, whose turns fp16 is exact enough for.
   static constexpr bool turn_in_half = rotate && is_fp8<Cache> && is_same<Query, Bf16> && !Traits::Variant::has_logit;
-  static constexpr bool query_in_registers =
-      Traits::head_dim_qk <= 128 && Traits::tile_q / Traits::warps_q <= 16 && (!rotate || turn_in_half);
+  // So do a variant's loads for more than 16 tokens, on their way at once.
+  static constexpr bool loads_for_many =
+      Traits::Variant::has_logit && Traits::Variant::num_tensors > 0 && Traits::tile_kv > 16;
+  static constexpr bool query_in_registers = Traits::head_dim_qk <= 128 && Traits::tile_q / Traits::warps_q <= 16 &&
+                                             (!rotate || turn_in_half) && !loads_for_many;
   using Product = typename select_type<(blocks && is_fp8<Key> && query_in_registers), Half, Query>::type;
   // Probabilities meet fp8 values as fp16 (exact for both formats), others in their own type.
   using Probability = typename select_type<is_fp8<Cache>, Half, Query>::type;
