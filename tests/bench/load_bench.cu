@@ -11,7 +11,7 @@ namespace flashpage {
 
 struct Traits {
   using Cache = Bf16;
-  static constexpr int head_dim_qk = HEAD_DIM, head_dim_vo = HEAD_DIM, tile_q = 16;
+  static constexpr int head_dim_qk = HEAD_DIM, head_dim_vo = HEAD_DIM, tile_q = 16, stages = STAGES;
   static constexpr KvSource kv_source = KvSource::paged;
   static constexpr Loader loader = Loader::LOADER;
 };
@@ -21,6 +21,7 @@ struct Slots {
   static constexpr int tokens = TOKENS, loading_warps = 4;
   static constexpr int key_bytes = BlockRows<Traits::Cache, HEAD_DIM, TOKENS>::tile_bytes;
   alignas(1024) u8 slots[STAGES][2 * key_bytes];
+  i32 pages_ahead[STAGES][TOKENS];
   SlotRing<STAGES> ring;
 };
 

@@ -55,7 +55,8 @@ struct DecodeShared {
   alignas(1024) u8 slots[Traits::stages][slot_bytes];
   alignas(128) float exchange[Traits::warps_kv][exchange_rows][exchange_columns];
   alignas(128) u8 query[places_ahead][query_bytes];
-  alignas(16) float merge_sums[DecodeWarps<Traits>::computing][132];  // ArrivalMerge's
+  i32 pages_ahead[Traits::loader == Loader::rows ? Traits::stages : 1][tokens];  // RowLoader's
+  alignas(16) float merge_sums[DecodeWarps<Traits>::computing][132];             // ArrivalMerge's
   alignas(16) float maximum[Traits::tile_q][Traits::warps_kv];
   alignas(16) float sum[Traits::tile_q][Traits::warps_kv];
   SlottedPlace places[places_ahead];

@@ -20,9 +20,11 @@ struct KvRows {
 
   // Page number of a token below the request's length.
   FP_DEVICE i32 look_up(i32 token) const {
-    if constexpr (source == KvSource::paged) return __ldg(indices + page.div(token));
+    if constexpr (source == KvSource::paged) return __ldg(place(token));
     return 0;
   }
+  // Where it stands.
+  FP_DEVICE const i32* place(i32 token) const { return indices + page.div(token); }
 
   // First element of the token's row; `column` is the first that is wanted.
   template <class Element>

@@ -8,8 +8,10 @@
 
 namespace flashpage {
 
-// Loads every `loading_warps`-th slot of a unit, as one warp. A lane holds the pages of its tokens of the warp's next
-// slot, and of the one after it.
+// Loads every `loading_warps`-th slot of a unit, as one warp. A lane looks the pages of its tokens up: for a unit's
+// first slots into registers, when the unit is opened; for the others by a copy into shared memory that belongs to the
+// same place of the ring one round before, so that it has landed when that place is free again. A look-up into
+// registers would be waited for: under load it takes longer than a slot.
 template <class Traits, class Slots>
 struct RowLoader {
   using Cache = typename Traits::Cache;
@@ -18,12 +20,14 @@ struct RowLoader {
   static constexpr int groups = max_of(1, Slots::tokens / 32);  // of at most 32 tokens
   static constexpr int group_tokens = Slots::tokens / groups;
 
+  static constexpr int first_slots = ceil_div(Traits::stages, Slots::loading_warps);  // of one warp, in one round
+
   // One unit's K and V.
   struct Source {
     i64 offset;  // paged: of the first page number; ragged: of the first row
     i32 kv_head, first_token, kv_end;
     i32 slots = 0;
-    i32 found[groups], found_next[groups];
+    i32 first_found[first_slots][groups];  // the next one first
   };
 
   Slots& shared;
@@ -39,32 +43,43 @@ struct RowLoader {
     source.first_token = unit.kv_begin;
     source.kv_end = unit.kv_end;
     if (unit.kv_end > unit.kv_begin) source.slots = ceil_div(unit.kv_end - unit.kv_begin, Slots::tokens);
-    look_up(source, source.found, own);
-    look_up(source, source.found_next, own + Slots::loading_warps);
+    const Rows rows(params, source.offset);
+#pragma unroll
+    for (int slot = 0; slot < first_slots; ++slot)
+#pragma unroll
+      for (int group = 0; group < groups; ++group) {
+        i32 token = token_of(source, own + slot * Slots::loading_warps, group);
+        source.first_found[slot][group] = token < source.kv_end ? rows.look_up(token) : 0;
+      }
     return source;
   }
 
   FP_DEVICE void load(Source& source, int slot, u32 turn) const {
     shared.ring.wait_empty(turn);
-    u8* tile = shared.slots[shared.ring.slot(turn)];
+    const int at = shared.ring.slot(turn);
+    u8* tile = shared.slots[at];
 #pragma unroll
     for (int group = 0; group < groups; ++group) {
-      copy<Traits::head_dim_qk>(source, params.k, tile, slot, group);
-      copy<Traits::head_dim_vo>(source, params.v, tile + Slots::key_bytes, slot, group);
+      i32* ahead = shared.pages_ahead[at] + group * group_tokens + threadIdx.x % group_tokens;
+      i32 found = slot < Traits::stages ? source.first_found[0][group] : *ahead;
+      copy<Traits::head_dim_qk>(source, params.k, tile, found, slot, group);
+      copy<Traits::head_dim_vo>(source, params.v, tile + Slots::key_bytes, found, slot, group);
+      look_ahead(source, ahead, slot + Traits::stages, group);
     }
     ptx::mbarrier_arrive_after_copies(shared.ring.full_barrier(turn));
 #pragma unroll
-    for (int i = 0; i < groups; ++i) source.found[i] = source.found_next[i];
-    look_up(source, source.found_next, slot + 2 * Slots::loading_warps);
+    for (int i = 0; i + 1 < first_slots; ++i)
+#pragma unroll
+      for (int group = 0; group < groups; ++group) source.first_found[i][group] = source.first_found[i + 1][group];
   }
 
  private:
-  FP_DEVICE void look_up(const Source& source, i32 (&to)[groups], int slot) const {
-    Rows rows(params, source.offset);
-#pragma unroll
-    for (int i = 0; i < groups; ++i) {
-      i32 token = token_of(source, slot, i);
-      to[i] = token < source.kv_end ? rows.look_up(token) : 0;
+  FP_DEVICE void look_ahead(const Source& source, i32* to, int slot, int group) const {
+    if constexpr (Traits::kv_source == KvSource::paged) {
+      const Rows rows(params, source.offset);
+      i32 token = token_of(source, slot, group);
+      if (token < source.kv_end && threadIdx.x % 32 < group_tokens)
+        ptx::cp_async<4>(ptx::shared_address(to), rows.place(token), true);
     }
   }
   FP_DEVICE i32 token_of(const Source& source, int slot, int group) const {
@@ -74,13 +89,13 @@ struct RowLoader {
 
   // The rows of at most 32 tokens; what is not there becomes zero.
   template <int columns>
-  FP_DEVICE void copy(const Source& source, const KvView& view, u8* tile, int slot, int group) const {
+  FP_DEVICE void copy(const Source& source, const KvView& view, u8* tile, i32 found, int slot, int group) const {
     using Target = BlockRows<Cache, columns, Slots::tokens>;
     constexpr int bytes = copy_bytes<Cache, columns>;
     i32 count = source.kv_end - source.first_token - slot * Slots::tokens - group * group_tokens;
     i32 token = min_of(token_of(source, slot, group), max_of(source.kv_end - 1, 0));
     Rows rows(params, source.offset);
-    u64 mine = reinterpret_cast<u64>(rows.template row<Cache>(view, source.found[group], token, source.kv_head));
+    u64 mine = reinterpret_cast<u64>(rows.template row<Cache>(view, found, token, source.kv_head));
     u32 to = ptx::shared_address(tile) + group * group_tokens * Target::stride;
     if (count >= group_tokens) {
       copy_rows<Target, bytes, true>(to, mine, count);
@@ -100,11 +115,21 @@ struct RowLoader {
       const int lane_row = lane / chunks, lane_chunk = lane % chunks;
       const u32 lane_to = to + Target::chunk_offset(lane_row, lane_chunk);
       const u32 lane_byte = lane_chunk * 16;
-#pragma unroll(all ? 4 : 1)
-      for (int first = 0; first < group_tokens; first += rows_a_pass) {
-        const u8* from = reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, mine, first + lane_row)) + lane_byte;
-        u32 here = (lane_to ^ (first & 7) * 16) + first * Target::stride;
-        ptx::cp_async<16>(here, from, all || first + lane_row < count);
+      constexpr int passes = ceil_div(group_tokens, rows_a_pass);
+      constexpr int batch = all ? min_of(passes, is_fp8<Cache> || first_slots > 2 ? 2 : 4) : 1;  // what registers allow
+#pragma unroll 1
+      for (int begin = 0; begin < group_tokens; begin += batch * rows_a_pass) {
+        // Sources first: ptxas lets a cp.async wait for the accesses to shared memory before it, shuffles among them.
+        u64 from[batch];
+#pragma unroll
+        for (int i = 0; i < batch; ++i)
+          from[i] = __shfl_sync(0xffffffff, mine, begin + i * rows_a_pass + lane_row) + lane_byte;
+#pragma unroll
+        for (int i = 0; i < batch; ++i) {
+          int first = begin + i * rows_a_pass;
+          u32 here = (lane_to ^ (first & 7) * 16) + first * Target::stride;
+          ptx::cp_async<16>(here, reinterpret_cast<const void*>(from[i]), all || first + lane_row < count);
+        }
       }
     } else {
       constexpr int pieces = group_tokens * chunks;
