@@ -1,13 +1,9 @@
 // The computing warps of decode_sm90.
 #pragma once
-#include "flashpage/kernels/decode_sm90_shared.h"
-#include "flashpage/ptx/atomic.h"
+#include "flashpage/kernels/decode_sm90_combine.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/prefetch.h"
-#include "flashpage/ptx/rcp.h"
-#include "flashpage/tile/arrival_merge.h"
-#include "flashpage/tile/epilogue.h"
 #include "flashpage/tile/half_query.h"
 #include "flashpage/tile/mask.h"
 #include "flashpage/tile/query_fragments.h"
@@ -27,9 +23,7 @@ struct DecodeCompute {
   static constexpr int tokens = Shared::tokens;
   static constexpr int threads = S::threads;
   static constexpr int teams = Warps::teams;
-  static constexpr int all_barrier = 1, team_barrier = 2;     // names; from team_barrier on one a team
-  static constexpr int pairs = Traits::head_dim_vo / 2;       // of columns
-  static constexpr bool early_target = S::value_tiles <= 16;  // registers allow it
+  static constexpr int all_barrier = DecodeCombine<Traits>::barrier, team_barrier = 2;  // names; the latter one a team
 
   Shared& shared;
   const AttentionParams& params;
@@ -84,37 +78,13 @@ struct DecodeCompute {
 
   struct Nothing {};
 
-  // Where two columns of a row go, and the row's LSE with the first two.
-  struct Target {
-    void* columns;
-    float* lse;
-  };
-
-  struct Merging {
-    bool is_piece;
-    i32 field = 0;  // of the MergeItem, one a lane
-
-    FP_DEVICE MergeItem item() const {
-      MergeItem item;
-      i32* fields = reinterpret_cast<i32*>(&item);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) fields[i] = __shfl_sync(0xffffffff, field, i);
-      return item;
-    }
-  };
-
   FP_DEVICE void attend(const SlottedPlace& slotted, u8* query_tile) {
     const WorkItem& item = slotted.place.item;
     const Unit unit = slotted.place.unit;
     const int slots = slotted.slots;
     // The team's place in this unit: sums go by it, so that their order does not depend on the units before.
     const int rank = (team - turn) % teams;
-    // What the merge needs is asked for here: it must not be waited for at the unit's end.
-    const Target first_target =
-        early_target ? target_of(item, unit, row_of(thread / pairs, 0), thread % pairs * 2) : Target{};
-    Merging merging;
-    merging.is_piece = item.partial_row >= 0;
-    if (merging.is_piece) merging.field = __ldg(reinterpret_cast<const i32*>(slotted.merge) + lane % 8);
+    DecodeCombine<Traits> combine(shared, params, slotted, unit, rank, first_row, part, thread);
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
     state.clear();
@@ -162,7 +132,7 @@ struct DecodeCompute {
       if (lane == 0) shared.ring.release(turn + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
-    combine(state, values[0], slotted, unit, rank, merging, first_target);
+    combine.run(state, values[0]);
   }
 
   // Of a slot's first token, ahead of the slot.
@@ -191,116 +161,6 @@ struct DecodeCompute {
 #pragma unroll
       for (int t = 0; t < teams; ++t)  // constant names: racecheck loses every barrier of a kernel that computes one
         if (t == team) ptx::named_barrier(team_barrier + t, team_threads);
-    }
-  }
-
-  // The teams' states into one, and out: to the output, or to the partials of a cut unit, whose last piece merges them.
-  // A piece that finds all others done (most do, as CTAs end with a request that others began) merges at once, its own
-  // partial still in shared memory: the same bits, 1.5 us sooner. Up to 8 rows, as the exchange has one half of them at
-  // a time.
-  FP_DEVICE void combine(SoftmaxState<S::row_tiles>& state, float (&values)[S::value_tiles][4],
-                         const SlottedPlace& slotted, const Unit& unit, int rank, const Merging& merging,
-                         const Target& first_target) {
-    const WorkItem& item = slotted.place.item;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half * 8 >= unit.num_rows) break;
-      int row = first_row + half * 8 + lane / 4;
-      float sum = quad_sum(state.sum[0][half]);
-      if (lane % 4 == 0 && part == 0) {
-        shared.maximum[row][rank] = state.maximum[0][half];
-        shared.sum[row][rank] = sum;
-      }
-    }
-    if (thread == 0) {
-      shared.merges_now = merging.is_piece && unit.num_rows <= 8 && ptx::load_acquire_shared(&slotted.others_are_done);
-    }
-    bool merges_now = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half * 8 >= unit.num_rows) break;
-      if (first_row + half * 8 + lane / 4 < unit.num_rows) {
-        float* mine = shared.exchange[rank][first_row / 2 + lane / 4];
-        for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
-          *reinterpret_cast<float2*>(mine + exchange_column(lane / 4, part * S::value_columns + at)) =
-              make_float2(first, second);
-        });
-      }
-      ptx::named_barrier(all_barrier, threads);
-      merges_now = shared.merges_now;
-      write_rows(item, unit, half, merges_now, first_target);
-      ptx::named_barrier(all_barrier, threads);
-    }
-    if (thread == 0) stamp<Traits>(params, Stamp::written);
-    if (merging.is_piece) merge_pieces(merging.item(), merges_now ? item.piece : -1, slotted.arrivals);
-  }
-
-  // `own`: the piece that is still in the exchange; -1: it went to the partials, and all may not be there yet.
-  FP_DEVICE void merge_pieces(const MergeItem& merge, i32 own, u32* arrivals) {
-    if (own < 0) {
-      if (thread == 0) shared.is_last_piece = is_last_arrival(arrivals, merge.num_partials);
-      ptx::named_barrier(all_barrier, threads);
-      if (!shared.is_last_piece) return;
-    } else if (thread == 0) {
-      *arrivals = 0;
-    }
-    for (int half = 0; half * 8 < merge.num_rows; ++half)
-      run_merge(merge, {min_of(Shared::exchange_rows, merge.num_rows), half, own, shared.exchange[0][0], shared.own_lse,
-                        Shared::exchange_columns});
-    if (own >= 0) ptx::named_barrier(all_barrier, threads);  // the exchange is free again
-  }
-
-  FP_DEVICE void run_merge(const MergeItem& merge, const MergeRound& round) {
-    ArrivalMerge<Traits, Warps::computing>{params, merge, round, lane}.run(shared.merge_sums, warp);
-  }
-
-  FP_DEVICE Target target_of(const WorkItem& item, const Unit& unit, int row, int column) const {
-    i64 offset = out_offset<Traits>(params, item, unit, row) + column;
-    bool partial = item.partial_row >= 0;
-    return {partial ? static_cast<void*>(params.partial_out + offset)
-                    : static_cast<void*>(static_cast<typename Traits::Out*>(params.out) + offset),
-            column == 0 ? lse_target(params, item, unit, row) : nullptr};
-  }
-
-  // Row `i` of the exchange, as a row of the unit.
-  FP_DEVICE static int row_of(int i, int half) { return i / 8 * 16 + half * 8 + i % 8; }
-
-  // Rows of one half of the m16 tiles; `keep`: into the first team's exchange instead.
-  FP_DEVICE void write_rows(const WorkItem& item, const Unit& unit, int half, bool keep, const Target& first_target) {
-    const int rows = min_of(Shared::exchange_rows, unit.num_rows);
-    float value_scale = value_scale_of(params, unit.kv_head);
-    for (int i = thread; i < rows * pairs; i += threads) {
-      int from = i / pairs, at = i % pairs * 2, row = row_of(from, half);
-      if (row >= unit.num_rows) continue;
-      float2* kept = reinterpret_cast<float2*>(&shared.exchange[0][from][exchange_column(from, at)]);
-      float maxima[teams], maximum = ptx::negative_infinity(), total = 0.f, first = 0.f, second = 0.f;
-#pragma unroll
-      for (int t = 0; t < teams; ++t) maxima[t] = shared.maximum[row][t];
-#pragma unroll
-      for (int t = 0; t < teams; ++t) maximum = fmaxf(maximum, maxima[t]);
-      float origin = maximum == ptx::negative_infinity() ? 0.f : maximum;
-#pragma unroll
-      for (int t = 0; t < teams; ++t) {
-        float weight = ptx::exp2_approx(maxima[t] - origin);
-        float2 pair = kept[t * Shared::exchange_rows * Shared::exchange_columns / 2];
-        total += weight * shared.sum[row][t];
-        first += weight * pair.x;
-        second += weight * pair.y;
-      }
-      float inverse = total == 0.f ? 0.f : value_scale * ptx::reciprocal_approx(total);
-      float2 result = make_float2(first * inverse, second * inverse);
-      if (keep) {
-        *kept = result;
-        if (at == 0) shared.own_lse[from] = row_lse(maximum, total);
-        continue;
-      }
-      Target target = early_target && half == 0 && i == thread ? first_target : target_of(item, unit, row, at);
-      if (item.partial_row >= 0) {
-        *static_cast<float2*>(target.columns) = result;
-      } else {
-        *static_cast<u32*>(target.columns) = ptx::pack2<typename Traits::Out>(result.x, result.y);
-      }
-      if (target.lse) *target.lse = row_lse(maximum, total);
     }
   }
 };

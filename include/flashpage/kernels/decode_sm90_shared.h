@@ -45,15 +45,13 @@ struct DecodeShared {
   using Turns = typename select_type<S::rotate, TurnTable<Traits>, None>::type;
 
   static constexpr int slot_bytes = key_bytes + value_bytes;
-  // At a unit's end the teams exchange half an m16 tile at a time: 8 rows a warp.
-  static constexpr int exchange_rows = 8 * Traits::warps_q;
-  static constexpr int exchange_columns = round_up(S::value_columns * S::value_parts, 32);
   // A slot always belongs to the same team: one that came back to a slot of another team could take the phase before
   // the last for the last one, since copies finish in any order.
   static_assert(Traits::stages % Traits::warps_kv == 0 && slot_bytes % 1024 == 0 && S::row_tiles == 1);
 
   alignas(1024) u8 slots[Traits::stages][slot_bytes];
-  alignas(128) float exchange[Traits::warps_kv][exchange_rows][exchange_columns];
+  // At a unit's end the teams exchange half an m16 tile at a time: a lane's columns of two n8 tiles side by side.
+  alignas(128) float4 exchange[Traits::warps_kv][DecodeWarps<Traits>::team][S::value_tiles / 2][32];
   alignas(128) u8 query[places_ahead][query_bytes];
   i32 pages_ahead[Traits::loader == Loader::rows ? Traits::stages : 1][tokens];  // RowLoader's
   alignas(16) float merge_sums[DecodeWarps<Traits>::computing][132];             // ArrivalMerge's
@@ -62,8 +60,7 @@ struct DecodeShared {
   SlottedPlace places[places_ahead];
   SlotRing<Traits::stages> ring;
   SlotRing<places_ahead> place_ring;
-  float own_lse[exchange_rows];
-  u32 merges_now;
+  u32 others_were_done;
   u32 is_last_piece;
   Turns turns;
 };

@@ -19,23 +19,8 @@ FP_DEVICE bool is_last_arrival(u32* counter, i32 num_pieces) {
   return last;
 }
 
-// The rows of a unit that are merged together, and the piece among the partials that is still in shared memory.
-struct MergeRound {
-  i32 num_rows;
-  i32 half;           // row i of the round is row i / 8 * 16 + half * 8 + i % 8 of the unit
-  i32 piece;          // -1: all partials are in global memory
-  const float* rows;  // of the piece, as its exchange has them: [num_rows, pitch]
-  const float* lse;
-  i32 pitch;
-
-  FP_DEVICE i32 row(i32 i) const { return i / 8 * 16 + half * 8 + i % 8; }
-};
-
-// Columns of a row in the exchange, rotated so that rows of two neighbouring columns meet all banks.
-FP_DEVICE int exchange_column(int row, int column) { return column ^ (row & 3) * 8; }
-
 // A job is one row and 128 columns. Where there are more warps than jobs, several share one: each sums a part of the
-// partials.
+// partials. Where there are more jobs, a warp does four at a time.
 template <class Traits, int warps>
 struct ArrivalMerge {
   using Out = typename Traits::Out;
@@ -46,84 +31,134 @@ struct ArrivalMerge {
 
   const AttentionParams& params;
   const MergeItem& merge;
-  const MergeRound& round;
   int lane;
 
   // By all `warps`; sums: one row of columns for each. What is added up here is waited for: no divisions, and addresses
   // are steps from a row's first partial.
   FP_DEVICE void run(float (*sums)[sums_pitch], int warp) const {
-    const int jobs = round.num_rows * jobs_a_row;
+    const int jobs = merge.num_rows * jobs_a_row;
+    if constexpr (Traits::tile_q * jobs_a_row > warps) {
+      if (jobs > warps) return run_many(jobs, warp);
+    }
     int shift = 0;  // log2 of the warps that share a job
     while (jobs << (shift + 1) <= warps && (16 << shift) < merge.num_partials + 16) ++shift;
     const int share = warp & ((1 << shift) - 1);
-    for (int first = 0; first < jobs; first += warps >> shift) {
-      const int job = first + (warp >> shift), row = job / jobs_a_row, step = job % jobs_a_row;
-      const bool exists = job < jobs && round.row(row) < merge.num_rows;
-      if (exists) sum_partials(row, step, share, shift, sums[warp]);
-      if (shift == 0) continue;
+    Job job[1] = {Job(*this, warp >> shift)};
+    sum_partials(job, share, shift);
+    if (shift > 0) {
+      *reinterpret_cast<float4*>(sums[warp] + lane * 4) = job[0].sum;
+      if (lane == 0) sums[warp][columns_a_job] = job[0].total;
       ptx::named_barrier(barrier, warps * 32);
-      if (exists && share == 0) add_shares(row, step, 1 << shift, sums + warp);
+      if (share == 0) add_shares(job[0], 1 << shift, sums + warp);
     }
+    if (share == 0) write(job[0]);
   }
 
  private:
-  // Adds a warp's share of the partials up; who has no one to share with writes the row.
-  FP_DEVICE void sum_partials(int row, int step, int share, int shift, float* sums) const {
-    const int column = step * columns_a_job + lane * 4;
-    const bool inside = column < Traits::head_dim_vo;
-    const i64 first = merge.partial_row + round.row(row);
-    const float* values = params.partial_out + first * Traits::head_dim_vo + column;
-    const float* lses = params.partial_lse + first;
-    const float* own = round.rows + row * round.pitch + exchange_column(row, column);
+  FP_DEVICE void run_many(int jobs, int warp) const {
+    constexpr int together = 4;
+#pragma unroll 1
+    for (int first = warp; first < jobs; first += together * warps) {
+      Job mine[together] = {Job(*this, first), Job(*this, first + warps), Job(*this, first + 2 * warps),
+                            Job(*this, first + 3 * warps)};
+      sum_partials(mine, 0, 0);
+#pragma unroll
+      for (const Job& job : mine) write(job);
+    }
+  }
+
+  struct Job {
+    int row;
+    int column;           // the lane's first
+    bool inside;          // the row exists, and the column
+    const float* values;  // of the first partial
+    const float* lses;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     float maximum = ptx::negative_infinity(), total = 0.f;
+
+    FP_DEVICE Job(const ArrivalMerge& of, int index)
+        : row(index / jobs_a_row), column(index % jobs_a_row * columns_a_job + of.lane * 4) {
+      inside = row < of.merge.num_rows && column < Traits::head_dim_vo;
+      const i64 first = of.merge.partial_row + row;
+      values = of.params.partial_out + first * Traits::head_dim_vo + column;
+      lses = of.params.partial_lse + first;
+    }
+  };
+
+  // Adds a warp's share of the partials up, of all its jobs side by side.
+  template <int count>
+  FP_DEVICE void sum_partials(Job (&jobs)[count], int share, int shift) const {
+    constexpr int batch = 8 / count;  // partials of a job whose loads are in flight at once
     for (int begin = 0; begin < merge.num_partials; begin += 32) {
-      const int count = min_of(32, merge.num_partials - begin), mine = (count + (1 << shift) - 1) >> shift;
-      const int from = begin + share * mine, to = min_of(begin + count, from + mine);
-      float lse = ptx::negative_infinity();
-      if (lane < count) lse = __ldcg(lses + (begin + lane) * merge.partial_stride);
-      Batch batch(*this, values, own, from, inside ? to : 0);  // on its way before the weights are known
-      if (begin + lane == round.piece) lse = round.lse[row];
-      const float next = fmaxf(maximum, ptx::warp_max(lse));
-      const float origin = next == ptx::negative_infinity() ? 0.f : next;
-      const float weight = ptx::exp2_approx(lse - origin), rescale = ptx::exp2_approx(maximum - origin);
-      maximum = next;
-      total *= rescale;
-      sum = scaled(sum, rescale);
-      for (int p = from; p < to; p += Batch::size) {
-        if (p > from) batch = Batch(*this, values, own, p, inside ? to : 0);
+      const int here = min_of(32, merge.num_partials - begin), mine = (here + (1 << shift) - 1) >> shift;
+      const int from = begin + share * mine, to = min_of(begin + here, from + mine);
+      float lse[count];
+      float4 values[count][batch];
 #pragma unroll
-        for (int i = 0; i < Batch::size; ++i) {
-          float of_partial = __shfl_sync(0xffffffff, weight, (p - begin + i) & 31);
-          if (p + i >= to) of_partial = 0.f;
-          total += of_partial;
-          sum = add_scaled(sum, batch.values[i], of_partial);
+      for (int j = 0; j < count; ++j) {
+        const bool exists = lane < here && jobs[j].row < merge.num_rows;
+        lse[j] = exists ? __ldcg(jobs[j].lses + (begin + lane) * merge.partial_stride) : ptx::negative_infinity();
+        load_batch(values[j], jobs[j], from, to);  // on its way before the weights are known
+      }
+      float weight[count];
+#pragma unroll
+      for (int j = 0; j < count; ++j) {
+        Job& job = jobs[j];
+        const float next = fmaxf(job.maximum, ptx::warp_max(lse[j]));
+        const float origin = next == ptx::negative_infinity() ? 0.f : next;
+        const float rescale = ptx::exp2_approx(job.maximum - origin);
+        weight[j] = ptx::exp2_approx(lse[j] - origin);
+        job.maximum = next;
+        job.total *= rescale;
+        job.sum = scaled(job.sum, rescale);
+      }
+      for (int p = from; p < to; p += batch) {
+#pragma unroll
+        for (int j = 0; j < count; ++j) {
+          Job& job = jobs[j];
+          if (p > from) load_batch(values[j], job, p, to);
+#pragma unroll
+          for (int i = 0; i < batch; ++i) {
+            float of_partial = __shfl_sync(0xffffffff, weight[j], (p - begin + i) & 31);
+            if (p + i >= to) of_partial = 0.f;
+            job.total += of_partial;
+            job.sum = add_scaled(job.sum, values[j][i], of_partial);
+          }
         }
       }
     }
-    if (shift == 0) return write(row, column, sum, maximum, total);
-    *reinterpret_cast<float4*>(sums + lane * 4) = sum;
-    if (lane == 0) sums[columns_a_job] = total, sums[columns_a_job + 1] = maximum;
   }
 
-  FP_DEVICE void add_shares(int row, int step, int sharers, float (*sums)[sums_pitch]) const {
-    float4 sum = *reinterpret_cast<const float4*>(sums[0] + lane * 4);
-    float total = sums[0][columns_a_job];
+  // Neighbouring partials of one row, all loads in flight at once; those from `to` on are zero. Past the L1: other SMs
+  // wrote them.
+  template <int count>
+  FP_DEVICE void load_batch(float4 (&values)[count], const Job& job, int from, int to) const {
+    if (!job.inside) to = 0;
+    const i64 step = static_cast<i64>(merge.partial_stride) * Traits::head_dim_vo;
+    const float* row = job.values + from * step;
+#pragma unroll
+    for (int i = 0; i < count; ++i, row += step) {
+      values[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (from + i < to) values[i] = __ldcg(reinterpret_cast<const float4*>(row));
+    }
+  }
+
+  FP_DEVICE void add_shares(Job& job, int sharers, float (*sums)[sums_pitch]) const {
 #pragma unroll
     for (int i = 1; i < warps; ++i) {
       if (i >= sharers) continue;
-      sum = add_scaled(sum, *reinterpret_cast<const float4*>(sums[i] + lane * 4), 1.f);
-      total += sums[i][columns_a_job];
+      job.sum = add_scaled(job.sum, *reinterpret_cast<const float4*>(sums[i] + lane * 4), 1.f);
+      job.total += sums[i][columns_a_job];
     }
-    write(row, step * columns_a_job + lane * 4, sum, sums[0][columns_a_job + 1], total);
   }
 
-  FP_DEVICE void write(int row, int column, const float4& sum, float maximum, float total) const {
-    if (column >= Traits::head_dim_vo) return;
-    PackedRow at = unpack_row(params, merge.kv_head, merge.first_packed_row + round.row(row));
-    store4(out_row(at) + column, scaled(sum, total == 0.f ? 0.f : ptx::reciprocal_approx(total)));
-    if (column == 0 && params.lse) {
-      params.lse[static_cast<i64>(merge.q_begin + at.row) * params.num_q_heads + at.head] = row_lse(maximum, total);
+  FP_DEVICE void write(const Job& job) const {
+    if (!job.inside) return;
+    PackedRow at = unpack_row(params, merge.kv_head, merge.first_packed_row + job.row);
+    store4(out_row(at) + job.column, scaled(job.sum, job.total == 0.f ? 0.f : ptx::reciprocal_approx(job.total)));
+    if (job.column == 0 && params.lse) {
+      params.lse[static_cast<i64>(merge.q_begin + at.row) * params.num_q_heads + at.head] =
+          row_lse(job.maximum, job.total);
     }
   }
 
@@ -131,26 +166,6 @@ struct ArrivalMerge {
     return static_cast<Out*>(params.out) + (merge.q_begin + at.row) * params.out_row_stride +
            at.head * params.out_head_stride;
   }
-
-  // Neighbouring partials of one row, all loads in flight at once; those from `to` on are zero. Past the L1: other SMs
-  // wrote them.
-  struct Batch {
-    static constexpr int size = 8;
-    float4 values[size];
-
-    FP_DEVICE Batch(const ArrivalMerge& of, const float* rows, const float* own, int from, int to) {
-      const i64 step = static_cast<i64>(of.merge.partial_stride) * Traits::head_dim_vo;
-      const float* row = rows + from * step;
-#pragma unroll
-      for (int i = 0; i < size; ++i, row += step) {
-        values[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (from + i < to && from + i != of.round.piece) values[i] = __ldcg(reinterpret_cast<const float4*>(row));
-      }
-#pragma unroll
-      for (int i = 0; i < size; ++i)
-        if (from + i < to && from + i == of.round.piece) values[i] = *reinterpret_cast<const float4*>(own);
-    }
-  };
 };
 
 }  // namespace flashpage

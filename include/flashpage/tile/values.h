@@ -69,22 +69,30 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
 }
 
 // Calls store(column, first, second) for every pair of neighbouring columns that this lane holds of one of its rows
-// (half 0: lane / 4, half 1: lane / 4 + 8).
+// (half 0: lane / 4, half 1: lane / 4 + 8) in two neighbouring n8 tiles; columns count from the first tile's.
+template <class Traits, class Store>
+FP_DEVICE void for_each_column_of_pair(const float (&even)[4], const float (&odd)[4], int half, int lane,
+                                       Store&& store) {
+  int t = lane % 4, e = half * 2;
+  if constexpr (is_fp8<typename Shape<Traits>::Cache>) {
+    store(t * 4, even[e], odd[e]);
+    store(t * 4 + 2, even[e + 1], odd[e + 1]);
+  } else {
+    store(t * 2, even[e], even[e + 1]);
+    store(8 + t * 2, odd[e], odd[e + 1]);
+  }
+}
+
+// The same for all tiles of the row; columns that do not exist are left out.
 template <class Traits, class Store>
 FP_DEVICE void for_each_column_pair(const float (&row_tile)[Shape<Traits>::value_tiles][4], int half, int lane,
                                     Store&& store) {
   using S = Shape<Traits>;
-  int t = lane % 4, e = half * 2;
 #pragma unroll
   for (int n = 0; n < S::value_tiles; n += 2) {
-    if constexpr (is_fp8<typename S::Cache>) {
-      int column = n * 8 + t * 4;
-      if (column < S::value_columns) store(column, row_tile[n][e], row_tile[n + 1][e]);
-      if (column + 2 < S::value_columns) store(column + 2, row_tile[n][e + 1], row_tile[n + 1][e + 1]);
-    } else {
-      store(n * 8 + t * 2, row_tile[n][e], row_tile[n][e + 1]);
-      if (n * 8 + 8 < S::value_columns) store(n * 8 + 8 + t * 2, row_tile[n + 1][e], row_tile[n + 1][e + 1]);
-    }
+    for_each_column_of_pair<Traits>(row_tile[n], row_tile[n + 1], half, lane, [&](int at, float first, float second) {
+      if (n * 8 + at < S::value_columns) store(n * 8 + at, first, second);
+    });
   }
 }
 

@@ -1,0 +1,151 @@
+// The end of a unit in decode_sm90: the teams' states into one, and out or into the merge.
+#pragma once
+#include "flashpage/kernels/decode_sm90_shared.h"
+#include "flashpage/ptx/atomic.h"
+#include "flashpage/ptx/named_barrier.h"
+#include "flashpage/ptx/rcp.h"
+#include "flashpage/tile/arrival_merge.h"
+#include "flashpage/tile/epilogue.h"
+#include "flashpage/tile/softmax.h"
+#include "flashpage/tile/trace.h"
+#include "flashpage/tile/values.h"
+
+namespace flashpage {
+
+// To the output, or to the partials of a cut unit, whose last piece merges them. A piece that finds all others done
+// (most do, as CTAs end with a request that others began) need not count itself in: 0.7 us.
+//
+// Made at a unit's start by every computing warp: what the end needs must not be waited for there.
+template <class Traits>
+struct DecodeCombine {
+  using S = Shape<Traits>;
+  using Warps = DecodeWarps<Traits>;
+  using Shared = DecodeShared<Traits>;
+  using Out = typename Traits::Out;
+  static constexpr int threads = S::threads, teams = Warps::teams;
+  static constexpr int barrier = 1;                            // name
+  static constexpr bool has_registers = S::value_tiles <= 16;  // to know more early and do more at once
+
+  Shared& shared;
+  const AttentionParams& params;
+  const SlottedPlace& slotted;
+  const WorkItem& item;
+  const Unit& unit;
+  int rank;       // of the team in this unit: sums go by it
+  int first_row;  // of the warp
+  int part;       // of the value columns, the warp's
+  int thread, lane = threadIdx.x % 32;
+  int team = thread / 32 / Warps::team, place = thread / 32 % Warps::team;  // of the warp in its team
+  i64 first_offset = 0;  // of the lane's first row, in the output or the partials
+  i32 merge_field = 0;   // of the MergeItem, one a lane
+
+  FP_DEVICE DecodeCombine(Shared& shared, const AttentionParams& params, const SlottedPlace& slotted, const Unit& unit,
+                          int rank, int first_row, int part, int thread)
+      : shared(shared),
+        params(params),
+        slotted(slotted),
+        item(slotted.place.item),
+        unit(unit),
+        rank(rank),
+        first_row(first_row),
+        part(part),
+        thread(thread) {
+    if (has_registers) first_offset = out_offset<Traits>(params, item, unit, row_of_lane(0));
+    if (is_piece()) merge_field = __ldg(reinterpret_cast<const i32*>(slotted.merge) + lane % 8);
+  }
+
+  FP_DEVICE void run(SoftmaxState<1>& state, float (&values)[S::value_tiles][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half * 8 >= unit.num_rows) break;
+      if (half > 0) ptx::named_barrier(barrier, threads);  // the exchange was read
+      hand_over(state, values, half);
+      ptx::named_barrier(barrier, threads);
+      write_rows(half);
+    }
+    if (thread == 0) stamp<Traits>(params, Stamp::written);
+    if (is_piece()) {
+      merge();
+    } else {
+      ptx::named_barrier(barrier, threads);
+    }
+  }
+
+ private:
+  FP_DEVICE bool is_piece() const { return item.partial_row >= 0; }
+  FP_DEVICE int row_of_lane(int half) const { return first_row + half * 8 + lane / 4; }
+
+  // Half of the warp's rows into the exchange, as its lanes hold them.
+  FP_DEVICE void hand_over(const SoftmaxState<1>& state, const float (&values)[S::value_tiles][4], int half) {
+    const float sum = quad_sum(state.sum[0][half]);
+    if (lane % 4 == 0 && part == 0) {
+      shared.maximum[row_of_lane(half)][rank] = state.maximum[0][half];
+      shared.sum[row_of_lane(half)][rank] = sum;
+    }
+    const int e = half * 2;
+#pragma unroll
+    for (int n = 0; n < S::value_tiles; n += 2)
+      shared.exchange[rank][place][n / 2][lane] =
+          make_float4(values[n][e], values[n][e + 1], values[n + 1][e], values[n + 1][e + 1]);
+  }
+
+  // The same rows of all teams, and the columns that are this team's to add up: pairs of n8 tiles.
+  FP_DEVICE void write_rows(int half) {
+    constexpr int pairs = S::value_tiles / 2, own = ceil_div(pairs, teams);
+    const int row = row_of_lane(half);
+    if (row >= unit.num_rows) return;
+    float weight[teams], maximum = ptx::negative_infinity(), total = 0.f;
+#pragma unroll
+    for (int t = 0; t < teams; ++t) maximum = fmaxf(maximum, shared.maximum[row][t]);
+    const float origin = maximum == ptx::negative_infinity() ? 0.f : maximum;
+#pragma unroll
+    for (int t = 0; t < teams; ++t) {
+      weight[t] = ptx::exp2_approx(shared.maximum[row][t] - origin);
+      total += weight[t] * shared.sum[row][t];
+    }
+    const float inverse = total == 0.f ? 0.f : value_scale_of(params, unit.kv_head) * ptx::reciprocal_approx(total);
+    const i64 offset = has_registers && half == 0 ? first_offset : out_offset<Traits>(params, item, unit, row);
+#pragma unroll(has_registers ? own : 1)
+    for (int i = 0; i < own; ++i) {
+      const int pair = team * own + i;
+      if (pair >= pairs) break;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int t = 0; t < teams; ++t) sum = add_scaled(sum, shared.exchange[t][place][pair][lane], weight[t]);
+      write_pair(offset, pair, scaled(sum, inverse));
+    }
+    if (team > 0 || part > 0 || lane % 4 > 0) return;
+    if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);
+  }
+
+  // A lane's columns of two n8 tiles (for_each_column_pair).
+  FP_DEVICE void write_pair(i64 offset, int pair, const float4& v) const {
+    const float tiles[2][4] = {{v.x, v.y}, {v.z, v.w}};
+    for_each_column_of_pair<Traits>(tiles[0], tiles[1], 0, lane, [&](int column, float first, float second) {
+      column += pair * 16;
+      if (column >= S::value_columns || part * S::value_columns + column >= Traits::head_dim_vo) return;
+      store_pair<Traits>(params, is_piece(), offset + part * S::value_columns + column, first, second);
+    });
+  }
+
+  FP_DEVICE void merge() {
+    MergeItem merge;
+    i32* fields = reinterpret_cast<i32*>(&merge);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) fields[i] = __shfl_sync(0xffffffff, merge_field, i);
+    // The CTA's own rows are ordered by the barriers.
+    if (thread == 0) {
+      shared.others_were_done = ptx::load_acquire_shared(&slotted.others_are_done);
+      if (shared.others_were_done) *slotted.arrivals = 0;
+    }
+    ptx::named_barrier(barrier, threads);
+    if (!shared.others_were_done) {
+      if (thread == 0) shared.is_last_piece = is_last_arrival(slotted.arrivals, merge.num_partials);
+      ptx::named_barrier(barrier, threads);
+      if (!shared.is_last_piece) return;
+    }
+    ArrivalMerge<Traits, Warps::computing>{params, merge, lane}.run(shared.merge_sums, thread / 32);
+  }
+};
+
+}  // namespace flashpage
