@@ -31,6 +31,7 @@ struct DecodeLoad {
   FP_DEVICE void run() {
     PlaceCursor cursor;
     cursor.start(params.plan, blockIdx.x);
+    const PlanHeader header = *params.plan;  // beside the CTA's start: who publishes must not wait for it later
     Place place;
     cursor.first(params, Traits::tile_q, place);
     if (threadIdx.x == 0) stamp<Traits>(params, Stamp::plan_known);
@@ -40,7 +41,7 @@ struct DecodeLoad {
     if (!place.done) source = loader.open(place, first_own(turn));
     u32 unit_turn = 0;
     while (!place.done) {
-      publish(place, source, unit_turn++, cursor.cta);
+      publish(place, source, unit_turn++, header, cursor.cta);
       const int slots = source.slots, early = min_of(slots, Traits::stages);
       int slot = first_own(turn);
       for (; slot < early; slot += warps) loader.load(source, slot, turn + slot);
@@ -55,7 +56,7 @@ struct DecodeLoad {
       place = next;
       source = following;
     }
-    publish(place, source, unit_turn, cursor.cta);
+    publish(place, source, unit_turn, header, cursor.cta);
   }
 
  private:
@@ -69,7 +70,8 @@ struct DecodeLoad {
 
   FP_DEVICE int first_own(u32 turn) const { return (warp - turn) % warps; }
 
-  FP_DEVICE void publish(const Place& place, const Source& source, u32 turn, const CtaItems& cta) {
+  FP_DEVICE void publish(const Place& place, const Source& source, u32 turn, const PlanHeader& header,
+                         const CtaItems& cta) {
     if (warp != warps - 1) return;
     shared.place_ring.wait_empty(turn);
     u32 slot = shared.place_ring.slot(turn), barrier = shared.place_ring.full_barrier(turn);
@@ -83,9 +85,9 @@ struct DecodeLoad {
       to.first_token = source.first_token;
       to.slots = source.slots;
       if (!place.done && place.item.partial_row >= 0) {
-        i32 merge = first_merge(params.plan, place.item, cta);
-        to.merge = plan_merges(params.plan) + merge;
-        to.arrivals = plan_arrivals(params.plan) + merge;
+        const i32 merge = first_merge(header, place.item, cta);
+        to.merge = plan_merges(params.plan, header) + merge;
+        to.arrivals = plan_arrivals(params.plan, header) + merge;
         to.others_are_done = 0;
       }
       ptx::mbarrier_arrive(barrier);

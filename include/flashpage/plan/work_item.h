@@ -92,17 +92,19 @@ FP_HOST_DEVICE CtaItems cta_items(const PlanHeader* plan, i32 cta) { return cta_
 FP_HOST_DEVICE const WorkItem* plan_items(const PlanHeader* plan) {
   return reinterpret_cast<const WorkItem*>(reinterpret_cast<const char*>(plan) + plan->items_offset);
 }
-FP_HOST_DEVICE const MergeItem* plan_merges(const PlanHeader* plan) {
-  return reinterpret_cast<const MergeItem*>(reinterpret_cast<const char*>(plan) + plan->merges_offset);
+// `header`: a copy of *plan, read earlier.
+FP_HOST_DEVICE const MergeItem* plan_merges(const PlanHeader* plan, const PlanHeader& header) {
+  return reinterpret_cast<const MergeItem*>(reinterpret_cast<const char*>(plan) + header.merges_offset);
 }
+FP_HOST_DEVICE const MergeItem* plan_merges(const PlanHeader* plan) { return plan_merges(plan, *plan); }
 // [num_merges], for kernels that merge inside the attention launch: how many pieces of a unit are done, counted at the
 // unit's first merge. Zero in a fresh plan; whoever merges sets it back to zero, for the next run.
-FP_HOST_DEVICE u32* plan_arrivals(const PlanHeader* plan) {
-  return reinterpret_cast<u32*>(const_cast<MergeItem*>(plan_merges(plan) + plan->num_merges));
+FP_HOST_DEVICE u32* plan_arrivals(const PlanHeader* plan, const PlanHeader& header) {
+  return reinterpret_cast<u32*>(const_cast<MergeItem*>(plan_merges(plan, header) + header.num_merges));
 }
 // Index of the first merge of an item's unit; only where its partial_row is not -1.
-FP_HOST_DEVICE i32 first_merge(const PlanHeader* plan, const WorkItem& item, const CtaItems& cta) {
-  return item.merge + cta.walk * plan->merges_of_walk;
+FP_HOST_DEVICE i32 first_merge(const PlanHeader& header, const WorkItem& item, const CtaItems& cta) {
+  return item.merge + cta.walk * header.merges_of_walk;
 }
 
 // Calls body(item) for every item of a CTA, in order.
