@@ -1,6 +1,7 @@
 // K and V of one unit into slots by the copy engine: boxes of at most a page, one KV head and 128 bytes of its rows.
 #pragma once
 #include "flashpage/memory/kv_rows.h"
+#include "flashpage/ptx/cache_policy.h"
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/tensor_copy.h"
 #include "flashpage/tile/slot_ring.h"
@@ -35,6 +36,7 @@ struct BoxLoader {
   const AttentionParams& params;
   const KvMaps& maps;
   const int box_shift;  // log2 of the tokens of a box
+  const u64 policy = ptx::evict_first();
 
   FP_DEVICE BoxLoader(Slots& shared, const AttentionParams& params, const KvMaps& maps)
       : shared(shared), params(params), maps(maps), box_shift(31 - __clz(params.box_tokens)) {}
@@ -93,11 +95,11 @@ struct BoxLoader {
 #pragma unroll
       for (int block = 0; block < Keys::blocks; ++block)
         ptx::tensor_copy(box + block * Keys::block_bytes, maps.k, barrier, block * Keys::block_columns, at[i].row,
-                         source.kv_head, at[i].page);
+                         source.kv_head, at[i].page, policy);
 #pragma unroll
       for (int block = 0; block < Values::blocks; ++block)
         ptx::tensor_copy(box + Keys::tile_bytes + block * Values::block_bytes, maps.v, barrier,
-                         block * Values::block_columns, at[i].row, source.kv_head, at[i].page);
+                         block * Values::block_columns, at[i].row, source.kv_head, at[i].page, policy);
     }
   }
 
