@@ -18,6 +18,20 @@ FP_DEVICE void cp_async(u32 shared, const void* global, bool exists) {
   }
 }
 
+// The same; `policy` is one of cache_policy.h.
+template <int bytes>
+FP_DEVICE void cp_async(u32 shared, const void* global, bool exists, u64 policy) {
+  static_assert(bytes == 4 || bytes == 8 || bytes == 16);
+  int valid_bytes = exists ? bytes : 0;
+  if constexpr (bytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+                 "r"(valid_bytes), "l"(policy));
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3, %4;" ::"r"(shared), "l"(global),
+                 "n"(bytes), "r"(valid_bytes), "l"(policy));
+  }
+}
+
 FP_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `pending` of this thread's newest groups are in flight.

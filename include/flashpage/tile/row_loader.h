@@ -1,6 +1,7 @@
 // K and V of one unit into slots by cp.async, row by row: pages of any size, where boxes would be too small.
 #pragma once
 #include "flashpage/memory/kv_rows.h"
+#include "flashpage/ptx/cache_policy.h"
 #include "flashpage/tile/block_rows.h"
 #include "flashpage/tile/copy.h"
 #include "flashpage/tile/slot_ring.h"
@@ -32,6 +33,7 @@ struct RowLoader {
 
   Slots& shared;
   const AttentionParams& params;
+  const u64 policy = ptx::evict_first();
 
   FP_DEVICE RowLoader(Slots& shared, const AttentionParams& params, const KvMaps&) : shared(shared), params(params) {}
 
@@ -106,7 +108,7 @@ struct RowLoader {
 
   // `mine`: the row of this lane's token. `all`: no row is missing.
   template <class Target, int bytes, bool all>
-  FP_DEVICE static void copy_rows(u32 to, u64 mine, i32 count) {
+  FP_DEVICE void copy_rows(u32 to, u64 mine, i32 count) const {
     constexpr int chunks = Target::used_bytes / bytes;
     const int lane = threadIdx.x % 32;
     if constexpr (bytes == 16 && chunks <= 32 && 32 % chunks == 0) {
@@ -128,7 +130,7 @@ struct RowLoader {
         for (int i = 0; i < batch; ++i) {
           int first = begin + i * rows_a_pass;
           u32 here = (lane_to ^ (first & 7) * 16) + first * Target::stride;
-          ptx::cp_async<16>(here, reinterpret_cast<const void*>(from[i]), all || first + lane_row < count);
+          ptx::cp_async<16>(here, reinterpret_cast<const void*>(from[i]), all || first + lane_row < count, policy);
         }
       }
     } else {
@@ -137,7 +139,7 @@ struct RowLoader {
       for (int first = 0; first < pieces; first += 32) {
         int piece = min_of(first + lane, pieces - 1), row = piece / chunks, byte = piece % chunks * bytes;
         const u8* from = reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, mine, row)) + byte;
-        ptx::cp_async<bytes>(to + Target::byte_offset(row, byte), from, row < count);
+        ptx::cp_async<bytes>(to + Target::byte_offset(row, byte), from, row < count, policy);
       }
     }
   }
