@@ -8,14 +8,14 @@ from typing import Any
 from flashpage.dtypes import DType
 from flashpage.jit import Target
 from flashpage.spec import KernelSpec, VariantSpec, inner_loop
-from flashpage.tiles import cpu_tile, sm80_tile, sm90_decode_tile
+from flashpage.tiles import cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile
 from flashpage.variants import builtin
 
 HALF = (DType.BFLOAT16, DType.FLOAT16)
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 ROWS = (16, 32, 64, 128)  # packed rows a request and KV head, one for each class of tiles: decode ... prefill
 DECODE_ROWS = ROWS[:3]  # those of decode_sm90
-HOPPER = 90  # Target.arch that has decode_sm90
+HOPPER = 90  # Target.arch that has decode_sm90 and prefill_sm90
 _NO_VARIANT = VariantSpec()
 SOFT_CAP = builtin(soft_cap=50.0).spec  # the value itself is not compiled in
 
@@ -27,13 +27,15 @@ def default_cuda_specs(target: Target) -> list[KernelSpec]:
     ]
     ragged = [
         _attention(target, dtype, dtype, dims, 128, kv_source="ragged")
-        for dtype, dims in itertools.product(HALF, (*HEAD_DIMS, (192, 128)))
+        for dtype, dims in (*itertools.product(HALF[:1], (*HEAD_DIMS, (192, 128))), (DType.FLOAT16, (128, 128)))
     ]
     small_pages = [
         _decode_sm90(dtype, dtype, dims, 16, loader="rows")
         for dtype, dims in itertools.product(HALF, HEAD_DIMS)
         if target.arch == HOPPER
     ]
+    if target.arch == HOPPER:
+        small_pages.append(_prefill_sm90(DType.BFLOAT16, (128, 128), loader="rows"))
     return _distinct(paged + ragged + small_pages + helper_specs())
 
 
@@ -49,13 +51,13 @@ def other_cuda_specs(target: Target) -> list[KernelSpec]:
     """fp8 KV, soft caps and custom masks, and head dims whose tiles differ from the default ones'."""
     bf16, e4m3 = DType.BFLOAT16, DType.FLOAT8_E4M3
     fp8 = [_attention(target, bf16, e4m3, dims, rows) for dims, rows in itertools.product(HEAD_DIMS, ROWS)]
-    fp8 += [_attention(target, DType.FLOAT16, e4m3, (128, 128), rows) for rows in ROWS]
-    fp8 += [_attention(target, bf16, DType.FLOAT8_E5M2, (128, 128), rows) for rows in ROWS]
+    fp8 += [_attention(target, DType.FLOAT16, e4m3, (128, 128), rows) for rows in (16, 128)]
+    fp8 += [_attention(target, bf16, DType.FLOAT8_E5M2, (128, 128), rows) for rows in (16, 128)]
     caps = [
         _attention(target, bf16, bf16, dims, rows, variant=SOFT_CAP)
-        for dims, rows in itertools.product(((128, 128), (256, 256)), ROWS)
+        for dims, rows in (*itertools.product(((128, 128),), ROWS), ((256, 256), 16), ((256, 256), 128))
     ]
-    masks = [_attention(target, bf16, bf16, (128, 128), rows, mask_source="packed_bits") for rows in ROWS]
+    masks = [_attention(target, bf16, bf16, (128, 128), rows, mask_source="packed_bits") for rows in ROWS[2:]]
     rope = [_attention(target, bf16, bf16, (128, 128), rows, position_encoding="rope") for rows in ROWS]
     dims = [_attention(target, bf16, bf16, (d, d), rows) for d, rows in itertools.product((80, 96, 512), (16, 128))]
     hopper = _other_hopper_specs() if target.arch == HOPPER else []
@@ -68,7 +70,6 @@ def _other_hopper_specs() -> list[KernelSpec]:
     wide = [_decode_sm90(bf16, kv, (512, 512), rows) for kv, rows in itertools.product((bf16, e4m3), (16, 64))]
     unlike = [_decode_sm90(bf16, kv, (192, 128), rows) for kv, rows in ((bf16, 16), (bf16, 64), (e4m3, 16))]
     dims = [_decode_sm90(bf16, bf16, (d, d), 64) for d in (96, 192)]
-    dims += [_decode_sm90(bf16, e4m3, (d, d), 16) for d in (80, 96)]
     small_pages = [
         _decode_sm90(bf16, kv, (d, d), rows, loader="rows")
         for kv, d, rows in itertools.product((bf16, e4m3), (128, 256, 512), (16, 64))
@@ -123,15 +124,52 @@ def _attention(
             position_encoding=position_encoding,
             variant=variant,
         )
+    options = {"kv_source": kv_source, "mask_source": mask_source, "variant": variant}
+    if target.arch == HOPPER and position_encoding == "none" and kv_dtype is q_dtype and max(head_dims) <= 256:
+        return _prefill_sm90(q_dtype, head_dims, **options)
+    return _attention_sm80(q_dtype, kv_dtype, head_dims, rows, position_encoding=position_encoding, **options)
+
+
+def _attention_sm80(
+    q_dtype: DType,
+    kv_dtype: DType,
+    head_dims: tuple[int, int],
+    rows: int,
+    *,
+    mask_source: str = "implicit",
+    position_encoding: str = "none",
+    variant: VariantSpec = _NO_VARIANT,
+    **options: Any,
+) -> KernelSpec:
     loop = inner_loop(mask_source, position_encoding, variant)
     return KernelSpec(
         "attention_sm80",
         *(q_dtype, kv_dtype, q_dtype, *head_dims),
-        kv_source=kv_source,
         mask_source=mask_source,
         position_encoding=position_encoding,
         tile=sm80_tile(*head_dims, kv_dtype, rows, loop)[0],
         variant=variant,
+        **options,
+    )
+
+
+def _prefill_sm90(
+    dtype: DType,
+    head_dims: tuple[int, int],
+    *,
+    loader: str = "boxes",
+    mask_source: str = "implicit",
+    variant: VariantSpec = _NO_VARIANT,
+    **options: Any,
+) -> KernelSpec:
+    return KernelSpec(
+        "prefill_sm90",
+        *(dtype, dtype, dtype, *head_dims),
+        mask_source=mask_source,
+        tile=sm90_prefill_tile(*head_dims, inner_loop(mask_source, "none", variant))[0],
+        variant=variant,
+        loader=loader,
+        **options,
     )
 
 

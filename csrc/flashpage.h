@@ -156,6 +156,7 @@ struct fp_box_form {
 };
 struct fp_kv_boxes {
   fp_box_form k, v;
+  fp_box_form q;  // element_bytes 0: the kernel takes no boxes of q
 };
 
 // One attention call: at most two launches (attention, merge) in one foreign call. CPU: runs on the pool and returns

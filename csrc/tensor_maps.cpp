@@ -39,7 +39,9 @@ int32_t encode_maps(const Driver& cuda, const fp_kv_boxes& boxes, const Attentio
   const void* v = params.v.data != nullptr ? params.v.data : params.plan;
   if (const Result result = encode(cuda, boxes.k, k, maps.k)) return refused(result, "K", k, boxes.k);
   if (const Result result = encode(cuda, boxes.v, v, maps.v)) return refused(result, "V", v, boxes.v);
-  return FP_OK;
+  if (boxes.q.element_bytes == 0) return FP_OK;
+  const Result result = encode(cuda, boxes.q, params.q, maps.q);
+  return result == success ? FP_OK : refused(result, "q", params.q, boxes.q);
 }
 
 }  // namespace flashpage::cuda

@@ -13,7 +13,7 @@ from .dtypes import DType
 from .errors import CapabilityError
 from .problem import SPLIT_BALANCED, Options, Problem
 from .spec import KernelSpec, VariantSpec, inner_loop
-from .tiles import Cost, InnerLoop, Tile, cpu_tile, sm80_tile, sm90_decode_tile
+from .tiles import Cost, InnerLoop, Tile, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _NO_VARIANT = VariantSpec()
@@ -36,8 +36,10 @@ class Capability:
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it
     max_sm: int = 999  # newer cards cannot run it
     max_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
+    rope: bool = True  # in the kernel
     merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
+    query_boxes: bool = False  # it takes q by a tensor map where q has one
 
     def refusals(self, problem: Problem, sm: int) -> list[str]:
         """Why this kernel cannot; empty: it can."""
@@ -50,6 +52,8 @@ class Capability:
                 f"a request and KV head have {problem.packed_rows} packed rows (query rows x query heads), "
                 f"it takes {self.max_packed_rows}"
             )
+        if not self.rope and options.position_encoding == "ROPE_LLAMA":
+            found.append("it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA)")
         if options.q_dtype not in self.q_dtypes:
             found.append(f"q_data_type {options.q_dtype.value} is not among {_names(self.q_dtypes)}")
         if options.out_dtype not in self.out_dtypes:
@@ -86,6 +90,11 @@ def _sm90_decode(options: Options, rows: int, variant: VariantSpec) -> tuple[Til
     return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop, rotates=rotates)
 
 
+def _sm90_prefill(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
+    loop = inner_loop(_mask_source(options), _encoding(options), variant)
+    return sm90_prefill_tile(options.head_dim_qk, options.head_dim_vo, loop)
+
+
 def _boxes_or_rows(options: Options) -> str:
     """Boxes start on the swizzle's 8 rows and take whole blocks of 16 bytes."""
     row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
@@ -104,12 +113,26 @@ DECODE_SM90 = Capability(
     merges_in_launch=True,
 )
 
+PREFILL_SM90 = Capability(
+    *("prefill_sm90", "cuda", _HALF, _HALF),
+    _sm90_prefill,
+    min_sm=90,
+    max_sm=90,
+    fp8_kv=False,
+    head_dims=(16, 256, 8),
+    rope=False,
+    row_alignment=16,
+    loader=_boxes_or_rows,
+    query_boxes=True,
+)
+
 CAPABILITIES = (
     Capability(
         *("cpu_attention", "cpu", _FLOAT + _FP8, _FLOAT),
         lambda options, rows, _: cpu_tile(options.head_dim_qk, options.head_dim_vo, rows),
     ),
     DECODE_SM90,
+    PREFILL_SM90,
     Capability(
         *("attention_sm80", "cuda", _HALF + _FP8, _HALF),
         _sm80,

@@ -159,16 +159,34 @@ class Binding:
         spec, options = prepared.choice.spec, self.combination.options
         if spec.loader == "boxes":
             assert spec.tile is not None
-            tokens, is_paged = boxes.box_tokens(options.page_size, spec.tile.tile_kv), options.kv_source == "paged"
+            tile, is_paged = spec.tile, options.kv_source == "paged"
+            tokens = min(boxes.box_tokens(options.page_size, tile.tile_kv), boxes.LARGEST_BOX)
             forms = (
                 boxes.box_form(view, name, element_bytes=options.kv_dtype.size, tokens=tokens, is_paged=is_paged)
                 for name, view in self.views.items()
             )
             self.boxes, self.params.box_tokens = host.KvBoxes(*forms), tokens
+            self._bind_query_boxes(prepared)
             self.args.boxes = ctypes.addressof(self.boxes)
         else:
             self.boxes, self.args.boxes, self.params.box_tokens = None, None, 0
         self.prepared = prepared
+
+    def _bind_query_boxes(self, prepared: Prepared) -> None:
+        """A tensor map of q, where the kernel takes one and q has one."""
+        options, tile, form = self.combination.options, prepared.choice.spec.tile, None
+        if prepared.choice.capability.query_boxes:
+            form = boxes.query_form(
+                options.num_q_heads,
+                options.head_dim_qk,
+                element_bytes=options.q_dtype.size,
+                group_size=options.group_size,
+                tile_q=tile.tile_q,
+                strides=(self.params.q_row_stride, self.params.q_head_stride),
+            )
+        if form is not None:
+            self.boxes.q = form
+        self.params.query_box_rows = 0 if form is None else form.box[2]
 
     def set_trace(self, stamps: torch.Tensor | None) -> None:
         """For measurements: until the next plan, runs write clock stamps to `stamps`, int64 [CTAs, stamps of one]."""
@@ -184,7 +202,7 @@ class Binding:
         q_address, out_address = q.data_ptr(), out.data_ptr()
         if self.boxes is not None:
             leading = (cache[0] if cache.__class__ is tuple else cache).shape[0]
-            boxes.resize(self.boxes, leading, self.combination.options.kv_source == "paged", self.kv_layout)
+            boxes.resize(self.boxes, q.shape[0], leading, self.combination.options.kv_source == "paged", self.kv_layout)
         if cache.__class__ is tuple:
             k_address, v_address = cache[0].data_ptr(), cache[1].data_ptr()
         else:

@@ -8,6 +8,7 @@ from . import host
 from .caches import View
 from .errors import RunError
 
+LARGEST_BOX = 32  # tokens, as far as kernels are concerned: what a tile has beyond its unit is cleared by boxes
 _BOX_BYTES = 128  # of a row: what SWIZZLE_128B permutes
 _STRIDE_BYTES = 16  # strides are multiples of it
 _LARGEST_STRIDE = 1 << 40  # bytes
@@ -43,7 +44,27 @@ def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged
     )
 
 
-def resize(boxes: host.KvBoxes, leading: int, is_paged: bool, kv_layout: str) -> None:
-    """Takes the first dimension of the present cache, in which caches of one binding may differ."""
+def query_form(
+    heads: int, dim: int, *, element_bytes: int, group_size: int, tile_q: int, strides: tuple[int, int]
+) -> host.BoxForm | None:
+    """A row tile of q, [rows, heads, dim], as one box a KV head and 128 bytes; None where no map can have it.
+
+    Packed rows lie in a box as they do in a tile where a tile holds whole rows of the group. `strides`: elements, of
+    rows and heads. The number of rows is each run's own: resize.
+    """
+    row_stride, head_stride = (stride * element_bytes or dim * element_bytes for stride in strides)
+    if tile_q % group_size or any(s % _STRIDE_BYTES or s >= _LARGEST_STRIDE for s in (row_stride, head_stride)):
+        return None
+    return host.BoxForm(
+        element_bytes,
+        (_BOX_BYTES // element_bytes, group_size, tile_q // group_size, 1),
+        (dim, heads, 1, 1),
+        (head_stride, row_stride, row_stride),
+    )
+
+
+def resize(boxes: host.KvBoxes, rows: int, leading: int, is_paged: bool, kv_layout: str) -> None:
+    """Takes the first dimensions of the present q and cache, in which those of one binding may differ."""
+    boxes.q.dims[2] = max(1, rows)
     axis = 3 if is_paged else 1 if kv_layout == "NHD" else 2
     boxes.k.dims[axis] = boxes.v.dims[axis] = max(1, leading)

@@ -44,8 +44,7 @@ class AttentionParams(ctypes.Structure):
         *_all(c_float, "rope_scale rope_theta"),
         *_all(FastDiv, "group page"),
         ("trace", c_void_p),
-        ("box_tokens", c_int32),
-        ("num_kv_indices", c_int32),
+        *_all(c_int32, "box_tokens query_box_rows num_kv_indices"),
     ]
 
 
@@ -143,7 +142,7 @@ class BoxForm(ctypes.Structure):
 
 
 class KvBoxes(ctypes.Structure):
-    _fields_ = _all(BoxForm, "k v")
+    _fields_ = _all(BoxForm, "k v q")
 
 
 class RunArgs(ctypes.Structure):

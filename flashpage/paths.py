@@ -10,7 +10,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent
 
 _SOURCES = (".h", ".jinja")
-_WRITERS = ("variant_source.py", "jit/render.py")  # what they write is compiled, so they count as sources
+_WRITERS = (
+    "products.py",
+    "variant_source.py",
+    "jit/render.py",
+)  # what they write is compiled, so they count as sources
 
 
 def include_dir() -> Path:

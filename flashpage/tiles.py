@@ -123,6 +123,22 @@ def sm90_decode_tile(
     )
 
 
+def sm90_prefill_tile(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop = InnerLoop.PLAIN) -> tuple[Tile, Cost]:
+    """Many rows on Hopper: two warpgroups of 64 rows, and two stages of K and V.
+
+    As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for.
+    """
+    widest, plain = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN
+    if widest <= 128:
+        tile_kv = 128 if plain or loop is InnerLoop.TRANSFORM else 96 if widest <= 64 else 80
+    elif widest <= 192:
+        tile_kv = (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
+    else:
+        tile_kv = 80 if plain else 64 if loop is InnerLoop.TRANSFORM else 48
+    ns_per_token = (head_dim_qk + head_dim_vo) / 21.0  # 128 rows at 690 TFLOP/s, an SM's share
+    return Tile(128, tile_kv, 8, 1, 2), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
+
+
 _RING_BYTES = 131072
 _SHARED_BYTES = 232448  # of a CTA on Hopper
 

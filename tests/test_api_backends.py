@@ -10,7 +10,7 @@ import torch
 
 import flashpage
 from flashpage import backends, tiles
-from flashpage.backends import CAPABILITIES, DECODE_SM90
+from flashpage.backends import CAPABILITIES, DECODE_SM90, PREFILL_SM90
 from flashpage.dtypes import DType
 from flashpage.problem import SPLIT_BALANCED, SPLIT_NEVER, Options, Problem
 from flashpage.spec import KernelSpec, VariantSpec
@@ -69,8 +69,11 @@ def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: backends.Capability)
     for rows in (1 << i for i in range(11) if 1 << i <= row.max_packed_rows):
         for dims in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
             for kv_dtype in (BF16, DType.FLOAT8_E4M3):
-                given = problem(rows, head_dim_qk=dims[0], head_dim_vo=dims[1], kv_dtype=kv_dtype)
-                assert not row.refusals(given, row.min_sm)
+                given = problem(rows, head_dim_qk=dims[0], head_dim_vo=dims[1], kv_dtype=kv_dtype, page_size=16)
+                refused = (kv_dtype.is_fp8 and not row.fp8_kv) or max(dims) > row.head_dims[1]
+                assert bool(row.refusals(given, row.min_sm)) == refused
+                if refused:
+                    continue
                 tile, cost = row.schedule(given.options, rows, VariantSpec())
                 assert tile.tile_q % 16 == 0 and tile.tile_kv % 16 == 0 and cost.ns_per_token > 0
 
@@ -121,13 +124,16 @@ def test_the_batch_does_not_choose_kernel_or_tile(
     else:
         assert len(choices) == 1
         few = sm == 90 and (q_len or 64) * group <= 64
-        assert choices.pop()[0].kernel == ("decode_sm90" if few else "attention_sm80")
+        many = "prefill_sm90" if sm == 90 else "attention_sm80"
+        assert choices.pop()[0].kernel == ("decode_sm90" if few else many)
 
 
 def test_without_a_device_the_first_row_that_can_is_taken() -> None:
     general = CAPABILITIES[-1]
     assert backends.offline(problem(), "cuda") is DECODE_SM90
-    assert backends.offline(problem(128), "cuda") is general
+    assert backends.offline(problem(128, page_size=16), "cuda") is PREFILL_SM90
+    assert backends.offline(problem(128, page_size=12), "cuda") is PREFILL_SM90
+    assert backends.offline(problem(128, page_size=16, kv_dtype=DType.FLOAT8_E4M3), "cuda") is general
     assert backends.offline(problem(position_encoding="ROPE_LLAMA"), "cuda") is DECODE_SM90
     assert backends.offline(problem(128, position_encoding="ROPE_LLAMA"), "cuda") is general
     assert backends.offline(problem(head_dim_qk=576), "cuda") is general  # no kernel takes it

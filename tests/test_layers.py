@@ -30,7 +30,15 @@ MAY_INCLUDE = {
 LAYERS = [
     {"dtypes", "errors", "env", "paths"},
     {"spec", "tiles", "host", "direct", "arguments", "refused"},
-    {"variants", "variant_capture", "variant_operations", "variant_source", "variant_trace", "variant_values"},
+    {
+        "products",
+        "variants",
+        "variant_capture",
+        "variant_operations",
+        "variant_source",
+        "variant_trace",
+        "variant_values",
+    },
     {"jit"},
     {"problem", "backends", "boxes", "lengths", "caches", "multi_item", "prepare", "quantization", "slots"},
     {"plan", "plan_picture", "plan_units"},

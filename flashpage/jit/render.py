@@ -1,4 +1,4 @@
-"""From a KernelSpec to the source of one kernel: a jinja2 template of templates/, and the spec's variant."""
+"""From a KernelSpec to the source of one kernel: a jinja2 template of templates/, and what modules write for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import paths
 from ..errors import CompileError
+from ..products import render as render_products
 from ..spec import KernelSpec
 from ..variant_source import render as render_variant
 
@@ -26,7 +27,7 @@ def render(spec: KernelSpec) -> str:
     if not (paths.templates_dir() / name).is_file():
         raise CompileError(f"kernel {spec.name} has no template: {paths.templates_dir()} holds no {name}")
     template = _environment(paths.templates_dir()).get_template(name)
-    return template.render(spec=spec, variant_source=render_variant(spec.variant))
+    return template.render(spec=spec, variant_source=render_variant(spec.variant), products=render_products(spec))
 
 
 @functools.cache

@@ -49,6 +49,7 @@ struct AttentionParams {
   FastDiv page;        // tokens a page (ragged: 1)
   u64* trace;          // a traced kernel's clock stamps, [CTAs, Stamp::count]; null otherwise
   i32 box_tokens;      // tokens of one box of the tensor maps; 0: the kernel takes none
+  i32 query_box_rows;  // rows of q of one box, with all query heads of a KV head; 0: q is not taken by boxes
   i32 num_kv_indices;  // in use when the launch was bound: what may be read ahead
 };
 

@@ -8,9 +8,10 @@ namespace flashpage {
 struct alignas(64) TensorMap {
   u64 words[16];
 };
-// Boxes of a paged or ragged cache: [columns, tokens, heads, pages].
+// Boxes of a paged or ragged cache: [columns, tokens, heads, pages]; of queries: [columns, heads, rows, 1].
 struct KvMaps {
   TensorMap k, v;
+  TensorMap q;  // unset where AttentionParams::query_box_rows is 0
 };
 
 }  // namespace flashpage

@@ -122,7 +122,8 @@ struct DecodeCompute {
       } else {
         multiply_keys<Traits>(scores, keys, lane, query_fragment, nothing);
       }
-      transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
+      if (transforms_scores<Traits>(params, scale))
+        transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
       if (needs_mask<Traits>(unit, first, tokens))
         mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
       state.update(scores, values, softmax_scale_of<Traits>(scale));

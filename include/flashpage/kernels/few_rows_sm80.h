@@ -147,7 +147,8 @@ struct FewRows {
       float scores[S::row_tiles][tokens / 8][4];
       auto nothing = [](int) {};
       multiply_keys<Traits>(scores, finished_keys(step, first), lane, query_fragment, nothing);
-      transform_scores<Traits>(scores, scale, params, args, item, unit, 0, first, lane);
+      if (transforms_scores<Traits>(params, scale))
+        transform_scores<Traits>(scores, scale, params, args, item, unit, 0, first, lane);
       if (needs_mask<Traits>(unit, first, tokens))
         mask_scores<Traits>(scores, params, args, item, unit, 0, first, lane);
       state.update(scores, values, softmax_scale_of<Traits>(scale));

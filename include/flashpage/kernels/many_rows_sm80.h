@@ -199,7 +199,8 @@ struct ManyRows {
           if constexpr (spread) load_keys<S::key_steps>(unit, tile + 1, step);
         });
     if constexpr (spread) ptx::cp_async_commit();
-    transform_scores<Traits>(scores, scale, params, args, place.item, unit, warp_row, first, lane());
+    if (transforms_scores<Traits>(params, scale))
+      transform_scores<Traits>(scores, scale, params, args, place.item, unit, warp_row, first, lane());
     if (masking == Masking::on || (masking == Masking::where_needed && needs_mask<Traits>(unit, first, tokens)))
       mask_scores<Traits>(scores, params, args, place.item, unit, warp_row, first, lane());
     state.update(scores, values, softmax_scale_of<Traits>(scale));

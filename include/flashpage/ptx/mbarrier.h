@@ -24,18 +24,35 @@ FP_DEVICE void mbarrier_arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Until the phase of this parity is over (the first phase has parity 0).
-FP_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
+// Whether the phase of this parity is over (the first phase has parity 0); it may wait a while.
+FP_DEVICE bool mbarrier_try(u32 barrier, u32 parity) {
   u32 done;
-  do {
-    asm volatile(
-        "{\n.reg .pred over;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, over;\n}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  } while (!done);
+  asm volatile(
+      "{\n.reg .pred over;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, over;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
+// The same, at once.
+FP_DEVICE bool mbarrier_test(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred over;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, over;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
+// Until it is.
+FP_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
+  while (!mbarrier_try(barrier, parity)) continue;
 }
 
 }  // namespace flashpage::ptx

@@ -8,4 +8,9 @@ FP_DEVICE void named_barrier(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// Counts this warp in without waiting: what it hands over to those who wait.
+FP_DEVICE void named_barrier_arrive(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
 }  // namespace flashpage::ptx

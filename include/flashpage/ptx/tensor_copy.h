@@ -8,8 +8,16 @@ FP_DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// The box that starts at these coordinates; its bytes count on `barrier`. One thread; `shared` starts on 128 bytes;
-// `policy` is one of cache_policy.h.
+// The box that starts at these coordinates, zeros where it lies outside the tensor; its bytes count on `barrier`. One
+// thread; `shared` starts on 128 bytes.
+FP_DEVICE void tensor_copy(u32 shared, const TensorMap& map, u32 barrier, i32 column, i32 token, i32 head, i32 page) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(column), "r"(token), "r"(head), "r"(page)
+      : "memory");
+}
+// The same with a policy of cache_policy.h.
 FP_DEVICE void tensor_copy(u32 shared, const TensorMap& map, u32 barrier, i32 column, i32 token, i32 head, i32 page,
                            u64 policy) {
   asm volatile(

@@ -37,14 +37,20 @@ FP_DEVICE float softmax_scale_of(float score_scale) {
   return scales_first<Traits>(score_scale) ? 1.f : score_scale;
 }
 
+// Whether transform_scores has anything to do for a unit. The vote changes nothing but what the compiler knows: the
+// branch is the warp's, so nothing has to reconverge.
+template <class Traits>
+FP_DEVICE bool transforms_scores(const AttentionParams& params, float scale) {
+  bool per_head = params.q_scale && params.q_scale_stride;
+  return Traits::Variant::has_logit || per_head || __any_sync(0xffffffff, scales_first<Traits>(scale));
+}
+
 template <class Traits, int token_tiles>
 FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
                                 const AttentionParams& params, const VariantArgs& args, const WorkItem& item,
                                 const Unit& unit, int first_row, i32 first_token, int lane) {
   using Variant = typename Traits::Variant;
-  bool per_head = params.q_scale && params.q_scale_stride;
-  // The vote changes nothing but what the compiler knows: the branch is the warp's, so nothing has to reconverge.
-  if (!Variant::has_logit && !per_head && !__any_sync(0xffffffff, scales_first<Traits>(scale))) return;
+  const bool per_head = params.q_scale && params.q_scale_stride;
   float first_scale = scales_first<Traits>(scale) ? scale : 1.f;
 #pragma unroll
   for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
@@ -68,8 +74,8 @@ FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_
     }
 }
 
-// The packed custom mask of one row from a tile's first token on, 16 tokens a lane of the row's quad. Rows start at any
-// bit, so 16 tokens straddle three bytes.
+// The packed custom mask of one row for 64 tokens, 16 a lane of the row's quad. Rows start at any bit, so 16 tokens
+// straddle three bytes.
 struct MaskBits {
   u32 sixteen;
 
@@ -84,7 +90,7 @@ struct MaskBits {
       if ((bit >> 3) + i <= last) word |= bytes[(bit >> 3) + i] << 8 * i;
     sixteen = word >> (bit & 7);
   }
-  // This lane's two tokens of the tile's n-th eight, in bits 0 and 1.
+  // This lane's two tokens of the n-th eight, in bits 0 and 1.
   FP_DEVICE u32 pair(int n, int lane) const {
     u32 other = __shfl_sync(0xffffffff, sixteen, (lane & ~3) + n / 2);
     return other >> (n % 2 * 8 + lane % 4 * 2);
@@ -121,7 +127,7 @@ FP_DEVICE void mask_by_token(float (&scores)[Shape<Traits>::row_tiles][token_til
   using Variant = typename Traits::Variant;
   constexpr int rows = 2 * Shape<Traits>::row_tiles;
   constexpr bool custom = Traits::mask_source == MaskSource::packed_bits;
-  i32 head[rows], position[rows];
+  i32 q_row[rows], head[rows], position[rows];
   TokenRange range[rows];
   MaskBits bits[rows];
 #pragma unroll
@@ -130,13 +136,16 @@ FP_DEVICE void mask_by_token(float (&scores)[Shape<Traits>::row_tiles][token_til
     head[r] = row.head;
     position[r] = query_position(item, row.row);
     range[r] = visible_range(params, item, position[r]);
-    if constexpr (custom) bits[r] = MaskBits(params, item, row.row, first_token, lane);
+    q_row[r] = row.row;
   }
 #pragma unroll
   for (int n = 0; n < token_tiles; ++n) {
     u32 pair[rows];
 #pragma unroll
-    for (int r = 0; r < rows; ++r) pair[r] = custom ? bits[r].pair(n, lane) : 0;
+    for (int r = 0; r < rows; ++r) {
+      if (custom && n % 8 == 0) bits[r] = MaskBits(params, item, q_row[r], first_token + n * 8, lane);
+      pair[r] = custom ? bits[r].pair(n % 8, lane) : 0;
+    }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       i32 token = first_token + n * 8 + lane % 4 * 2 + e;

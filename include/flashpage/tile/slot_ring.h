@@ -23,6 +23,8 @@ struct SlotRing {
   FP_DEVICE static u32 slot(u32 turn) { return turn % slots; }
   FP_DEVICE u32 full_barrier(u32 turn) const { return ptx::shared_address(&full[slot(turn)]); }
   FP_DEVICE void wait_full(u32 turn) const { ptx::mbarrier_wait(full_barrier(turn), turn / slots & 1); }
+  // In two steps, with other work between them: is_full, and wait_full where it was not.
+  FP_DEVICE bool is_full(u32 turn) const { return ptx::mbarrier_test(full_barrier(turn), turn / slots & 1); }
   FP_DEVICE void wait_empty(u32 turn) const {
     ptx::mbarrier_wait(ptx::shared_address(&empty[slot(turn)]), (turn / slots & 1) ^ 1);
   }

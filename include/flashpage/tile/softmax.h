@@ -31,27 +31,63 @@ struct SoftmaxState {
   }
 
   // Scores become probabilities, relative to the maximum. `scale` turns raw scores to base 2.
-  //
-  // The maximum moves, and `values` are rescaled to it, only when some row of the warp outgrew it by 2^8: after the
-  // first tiles that is rare, and 256 times larger probabilities cost fp32 sums and 16-bit factors no precision.
   template <int token_tiles, int value_tiles>
   FP_DEVICE void update(float (&scores)[row_tiles][token_tiles][4], float (&values)[row_tiles][value_tiles][4],
                         float scale) {
+    float factor[row_tiles][2];
+    if (raise(scores, scale, factor)) rescale(values, factor);
+    exponentiate(scores, scale);
+  }
+
+  // Its parts, for kernels that have other work between them. The maximum moves, and values are to be rescaled by
+  // `factor` (true), only when some row of the warp outgrew it by 2^8: after the first tiles that is rare, and 256
+  // times larger probabilities cost fp32 sums and 16-bit factors no precision.
+  template <int token_tiles>
+  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2]) {
     constexpr float headroom = 8.f;
-    float next[row_tiles][2];
+    constexpr int chains = token_tiles >= 8 ? 4 : 2;
+    float top[row_tiles][2];  // of this lane's scores: no exchange is needed to find that nothing moves
     bool outgrown = false;
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int e = half * 2;
-        float top = fmaxf(scores[m][0][e], scores[m][0][e + 1]);
+        float tops[chains];  // side by side, as one chain would wait for itself
 #pragma unroll
-        for (int n = 1; n < token_tiles; ++n) top = fmaxf(top, fmaxf(scores[m][n][e], scores[m][n][e + 1]));
-        next[m][half] = quad_max(top) * scale;
-        outgrown = outgrown || next[m][half] > maximum[m][half] + headroom;
+        for (int i = 0; i < chains; ++i) tops[i] = scores[m][i / 2][e + i % 2];
+#pragma unroll
+        for (int i = chains; i < 2 * token_tiles; ++i)
+          tops[i % chains] = fmaxf(tops[i % chains], scores[m][i / 2][e + i % 2]);
+        top[m][half] = chains == 2 ? fmaxf(tops[0], tops[1])
+                                   : fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[chains - 2], tops[chains - 1]));
+        outgrown = outgrown || top[m][half] * scale > maximum[m][half] + headroom;
       }
-    if (__any_sync(0xffffffff, outgrown)) rescale(next, values);
+    if (!__any_sync(0xffffffff, outgrown)) return false;
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float next = fmaxf(maximum[m][half], quad_max(top[m][half]) * scale);
+        factor[m][half] = ptx::exp2_approx(maximum[m][half] - finite_or_zero(next));
+        maximum[m][half] = next;
+        sum[m][half] *= factor[m][half];
+      }
+    return true;
+  }
+
+  template <int value_tiles>
+  FP_DEVICE static void rescale(float (&values)[row_tiles][value_tiles][4], const float (&factor)[row_tiles][2]) {
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < value_tiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) values[m][n][e] *= factor[m][e / 2];
+  }
+
+  template <int token_tiles>
+  FP_DEVICE void exponentiate(float (&scores)[row_tiles][token_tiles][4], float scale) {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
@@ -72,24 +108,6 @@ struct SoftmaxState {
  private:
   // A row that has seen nothing yet: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
   FP_DEVICE static float finite_or_zero(float x) { return x == ptx::negative_infinity() ? 0.f : x; }
-
-  template <int value_tiles>
-  FP_DEVICE void rescale(const float (&next)[row_tiles][2], float (&values)[row_tiles][value_tiles][4]) {
-#pragma unroll
-    for (int m = 0; m < row_tiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float top = fmaxf(maximum[m][half], next[m][half]);
-        float factor = ptx::exp2_approx(maximum[m][half] - finite_or_zero(top));
-        maximum[m][half] = top;
-        sum[m][half] *= factor;
-#pragma unroll
-        for (int n = 0; n < value_tiles; ++n) {
-          values[m][n][half * 2] *= factor;
-          values[m][n][half * 2 + 1] *= factor;
-        }
-      }
-  }
 };
 
 // Base-2 log-sum-exp of a row; -inf where nothing was visible, NaN where a score was.

@@ -1,0 +1,43 @@
+"""C++ source of a kernel's warpgroup products (wgmma): an instruction names each of its registers, as many as it has
+columns, which no C++ template can write."""
+
+from __future__ import annotations
+
+from .dtypes import DType
+from .spec import KernelSpec
+
+_TYPES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "f16"}
+
+
+def render(spec: KernelSpec) -> str:
+    """KeyProduct, scores of one tile, and ValueProduct, values of it; empty for kernels that have none."""
+    if spec.kernel != "prefill_sm90":
+        return ""
+    assert spec.tile is not None
+    kind = _TYPES[spec.q_dtype]
+    keys = _product("KeyProduct", spec.tile.tile_kv, kind, a_in_registers=False, b_by_columns=False)
+    values = _product("ValueProduct", -(-spec.head_dim_vo // 16) * 16, kind, a_in_registers=True, b_by_columns=True)
+    return f"{keys}\n\n{values}"
+
+
+def _product(name: str, columns: int, kind: str, *, a_in_registers: bool, b_by_columns: bool) -> str:
+    """c += a b of 64 rows and 16 steps of the sum. `b_by_columns`: its rows in shared memory are the sum's steps."""
+    sums = columns // 2
+    a = [f"a[{i}]" for i in range(4)] if a_in_registers else ["a"]
+    b, accumulate = sums + len(a), sums + len(a) + 1
+    registers = ", ".join(f"%{sums + i}" for i in range(len(a)))
+    transposed = ("" if a_in_registers else ", 0") + f", {int(b_by_columns)}"
+    accumulators = ", ".join(f"%{i}" for i in range(sums))
+    outputs = ", ".join(f'"+f"(c[{i // 4}][{i % 4}])' for i in range(sums))
+    inputs = ", ".join(f'"{"r" if a_in_registers else "l"}"({value})' for value in a)
+    return f"""struct {name} {{
+  FP_DEVICE static void multiply(float (&c)[{columns // 8}][4], {"const u32 (&a)[4]" if a_in_registers else "u64 a"},
+                                 u64 b, bool accumulate) {{
+    asm volatile(
+        "{{\\n.reg .pred accumulate;\\nsetp.ne.b32 accumulate, %{accumulate}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{accumulators}}}, "
+        "{"{" + registers + "}" if a_in_registers else registers}, %{b}, accumulate, 1, 1{transposed};\\n}}"
+        : {outputs}
+        : {inputs}, "l"(b), "r"(static_cast<int>(accumulate)));
+  }}
+}};"""

@@ -1,0 +1,66 @@
+// Attention of many packed rows (prefill, appends) on Hopper: the tensor cores' products (wgmma) are all the work.
+//
+// One CTA an SM. A warpgroup loads: K, V and Q each by a warp of its own, ahead of everyone else. The others
+// compute, 64 rows each, over the same tiles of K and V. Partials of cut units are merged by a launch of their own.
+#pragma once
+#include "flashpage/kernels/prefill_sm90_compute.h"
+#include "flashpage/kernels/prefill_sm90_load.h"
+#include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/ptx/registers.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct PrefillSm90 {
+  using Shared = PrefillShared<Traits>;
+  using Warps = PrefillWarps<Traits>;
+  static constexpr int threads = Warps::threads;
+  static constexpr int shared_bytes = sizeof(Shared);
+  static_assert(shared_bytes <= Shared::most_bytes, "more than a CTA has: flashpage/tiles.py, sm90_prefill_tile");
+
+  FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
+    extern __shared__ __align__(1024) u8 memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    shared.key_ring.init(Warps::tile_arrivals, Warps::computing);
+    shared.value_ring.init(Warps::tile_arrivals, Warps::computing);
+    shared.place_ring.init(1, Warps::place_readers);
+    shared.query_ring.init(32, Warps::computing);
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.edge), 1);
+      ptx::mbarrier_init_fence();
+      if (!Warps::by_rows) {
+        ptx::prefetch_tensor_map(maps.k);
+        ptx::prefetch_tensor_map(maps.v);
+      }
+      if (params.query_box_rows > 0) ptx::prefetch_tensor_map(maps.q);
+    }
+    clear_padding(shared);
+    __syncthreads();
+    ptx::grid_dependency_wait();
+    if (threadIdx.x < Warps::loading * 32) {
+      ptx::give_registers_back<Warps::loading_registers>();
+      PrefillLoad<Traits>(shared, params, maps).run();
+      ptx::grid_dependency_launch();
+    } else {
+      ptx::take_registers<Warps::computing_registers>();
+      PrefillCompute<Traits>(shared, params, args).run();
+    }
+  }
+
+ private:
+  // What copies never write and Q K^T reads.
+  FP_DEVICE static void clear_padding(Shared& shared) {
+    using S = typename Shared::S;
+    for (int i = 0; i < Shared::queries; ++i)
+      zero_padding<typename S::Query, Traits::head_dim_qk, typename Shared::QueryRows>(shared.query[i], Traits::tile_q,
+                                                                                       threadIdx.x, threads);
+    if constexpr (Warps::by_rows) {
+      for (int i = 0; i < Shared::stages; ++i)
+        zero_padding<typename S::Cache, Traits::head_dim_qk, typename Shared::Keys>(shared.keys[i], Shared::tokens,
+                                                                                    threadIdx.x, threads);
+    }
+    ptx::fence_before_products();
+  }
+};
+
+}  // namespace flashpage

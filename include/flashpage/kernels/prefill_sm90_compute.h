@@ -1,0 +1,253 @@
+// The computing warpgroups of prefill_sm90.
+#pragma once
+#include "flashpage/kernels/prefill_sm90_shared.h"
+#include "flashpage/ptx/fence.h"
+#include "flashpage/ptx/named_barrier.h"
+#include "flashpage/ptx/wgmma.h"
+#include "flashpage/tile/epilogue.h"
+#include "flashpage/tile/mask.h"
+#include "flashpage/tile/sinks.h"
+#include "flashpage/tile/softmax.h"
+#include "flashpage/tile/trace.h"
+#include "flashpage/tile/values.h"
+
+namespace flashpage {
+
+// A group has 64 rows. While it exponentiates the scores of one tile, the tensor cores multiply the probabilities of
+// the tile before with their values, and another group's products: the groups take turns to issue.
+template <class Traits>
+struct PrefillCompute {
+  using S = Shape<Traits>;
+  using Warps = PrefillWarps<Traits>;
+  using Shared = PrefillShared<Traits>;
+  using Keys = typename Shared::Keys;
+  using Values = typename Shared::Values;
+  using QueryRows = typename Shared::QueryRows;
+  using OutRows = typename Shared::OutRows;
+  static constexpr int tokens = Shared::tokens;
+  static constexpr int turn_barrier = 1;                              // names: one a group
+  static constexpr int group_barrier = turn_barrier + Warps::groups;  // and one more
+
+  Shared& shared;
+  const AttentionParams& params;
+  const VariantArgs& args;
+  int thread = threadIdx.x - Warps::loading * 32;
+  int lane = threadIdx.x % 32;
+  int group = thread / 128;
+  int first_row = thread / 32 * 16;
+  u32 turn = 0;       // of the tile whose scores are multiplied
+  u32 unit_turn = 0;  // of its unit
+
+  FP_DEVICE PrefillCompute(Shared& shared, const AttentionParams& params, const VariantArgs& args)
+      : shared(shared), params(params), args(args) {}
+
+  // Where Q of two units fits, a unit's first scores are multiplied with the last values of the one before it.
+  static constexpr bool joined = Shared::queries > 1;
+
+  FP_DEVICE void run() {
+    if (thread == 0) stamp<Traits>(params, Stamp::start);
+    if (group == Warps::groups - 1) pass_turn();
+    float scores[1][tokens / 8][4];
+    first_scores(scores[0]);
+    while (!tiled_place().place.done) {
+      if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
+      attend(scores);
+    }
+    if (group == 0) ptx::named_barrier(turn_barrier, 256);  // every arrival has its wait
+    if (thread == 0) {
+      stamp<Traits>(params, Stamp::end);
+      stamp<Traits>(params, Stamp::sm);
+    }
+  }
+
+ private:
+  FP_DEVICE void await_turn() const { ptx::named_barrier(turn_barrier + group, 256); }
+  FP_DEVICE void pass_turn() const {
+    ptx::named_barrier_arrive(turn_barrier + (group + 1 == Warps::groups ? 0 : group + 1), 256);
+  }
+
+  // The present unit's.
+  FP_DEVICE const TiledPlace& tiled_place() const { return shared.places[shared.place_ring.slot(unit_turn)]; }
+  FP_DEVICE u8* query_tile(u32 unit_turn) const { return shared.query[shared.query_ring.slot(unit_turn)]; }
+
+  FP_DEVICE void await_first_keys() const {
+    shared.place_ring.wait_full(unit_turn);
+    if (tiled_place().place.done) return;
+    shared.query_ring.wait_full(unit_turn);
+    shared.key_ring.wait_full(turn);
+    if (Warps::by_rows || params.query_box_rows == 0) ptx::fence_before_products();
+  }
+  FP_DEVICE void first_scores(float (&scores)[tokens / 8][4]) const {
+    await_first_keys();
+    await_turn();
+    issue_scores(scores, turn);  // of whatever is there, where no unit is left
+    pass_turn();
+    finish_first_scores(scores);
+  }
+  FP_DEVICE void finish_first_scores(float (&scores)[tokens / 8][4]) const {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(scores);
+    if (!tiled_place().place.done) release(shared.key_ring, turn);
+  }
+
+  // Rows, and the keys before them, came by cp.async.
+  FP_DEVICE void await_values(u32 turn, bool are_there) const {
+    if (!are_there) shared.value_ring.wait_full(turn);
+    if constexpr (Warps::by_rows) ptx::fence_before_products();
+  }
+
+  // A unit whose first scores are there; leaves with those of the next one.
+  FP_DEVICE void attend(float (&scores)[1][tokens / 8][4]) {
+    const TiledPlace& tiled = tiled_place();
+    const WorkItem& item = tiled.place.item;
+    const Unit& unit = tiled.place.unit;
+    const float scale = score_scale_of<Traits>(params, unit), softmax_scale = softmax_scale_of<Traits>(scale);
+    const bool transforms = transforms_scores<Traits>(params, scale);
+    const i32 clear_begin = unit.all_begin, clear_end = unit.all_end - tokens;  // tiles that start there need no mask
+    constexpr bool masks_all = Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask;
+    i32 first = tiled.first_token;  // of the tile
+    float values[1][S::value_tiles][4] = {}, factor[1][2];
+    SoftmaxState<1> state;
+    state.clear();
+    if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
+    auto soften = [&] {
+      if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
+      if (masks_all || first < clear_begin || first > clear_end)
+        mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
+      const bool outgrown = state.raise(scores, softmax_scale, factor);
+      state.exponentiate(scores, softmax_scale);
+      ptx::wgmma_settle(scores[0]);  // while the values are multiplied, not behind them
+      return outgrown;
+    };
+    soften();
+    Probabilities<Traits, tokens / 8> probabilities(scores);
+    bool keys_there = false, values_there = false;  // seen before they are wanted
+#pragma unroll 1
+    for (int left = tiled.tiles - 1; left > 0; --left) {
+      first += tokens;
+      if (!keys_there) shared.key_ring.wait_full(turn + 1);
+      ++turn;
+      if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
+      await_turn();
+      issue_scores(scores[0], turn);
+      if constexpr (!Warps::by_rows) await_values(turn - 1, values_there);
+      issue_values(values[0], probabilities, turn - 1, true);
+      values_there = shared.value_ring.is_full(turn);
+      keys_there = shared.key_ring.is_full(turn + 1);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_settle(scores[0]);
+      release(shared.key_ring, turn);
+      const bool outgrown = soften();
+      if (outgrown) {
+        ptx::wgmma_wait_apart();  // the branch keeps the exponentials, which it follows, before the wait
+        ptx::wgmma_settle(values[0]);
+        state.rescale(values, factor);
+      } else {
+        ptx::wgmma_wait<0>();
+      }
+      ptx::wgmma_settle(values[0]);
+      release(shared.value_ring, turn - 1);
+      probabilities = Probabilities<Traits, tokens / 8>(scores);
+    }
+    await_values(turn, values_there);
+    await_turn();
+    issue_values(values[0], probabilities, turn++, false);
+    ++unit_turn;
+    if constexpr (joined) {
+      await_first_keys();
+      issue_scores(scores[0], turn);
+    }
+    pass_turn();
+    ptx::wgmma_wait<joined ? 1 : 0>();
+    ptx::wgmma_settle(values[0]);
+    release(shared.value_ring, turn - 1);
+    write(state, values, tiled.place, query_tile(unit_turn - 1));
+    if (thread == 0) stamp<Traits>(params, Stamp::written);
+    ptx::fence_before_bulk_copies();  // output was where Q will be
+    __syncwarp();
+    release(shared.place_ring, unit_turn - 1);
+    release(shared.query_ring, unit_turn - 1);
+    if constexpr (joined) {
+      finish_first_scores(scores[0]);
+    } else {
+      first_scores(scores[0]);
+    }
+  }
+
+  template <class Ring>
+  FP_DEVICE void release(const Ring& ring, u32 turn) const {
+    if (lane == 0) ring.release(turn);
+  }
+
+  // scores = Q K^T of the group's rows and one tile.
+  FP_DEVICE void issue_scores(float (&scores)[tokens / 8][4], u32 turn) const {
+    const ptx::Matrix query(ptx::shared_address(query_tile(unit_turn)) + group * 64 * 128, 0);
+    const ptx::Matrix keys(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]), 0);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < S::key_steps; ++step) {
+      const int block = step / 4, in_block = step % 4 * 32;
+      Traits::KeyProduct::multiply(scores, query.at(block * QueryRows::block_bytes + in_block),
+                                   keys.at(block * Keys::block_bytes + in_block), step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // values += P V. `pass`: the turn, shortly before the last step, so that the next group's products follow at once.
+  FP_DEVICE void issue_values(float (&values)[S::value_tiles][4],
+                              const Probabilities<Traits, tokens / 8>& probabilities, u32 turn, bool pass) const {
+    constexpr int steps = tokens / 16;
+    const ptx::Matrix tile(ptx::shared_address(shared.values[shared.value_ring.slot(turn)]), Values::block_bytes);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      if (pass && step == steps - 2) pass_turn();
+      Traits::ValueProduct::multiply(values, probabilities.fragment[step][0], tile.at(step * 16 * 128), true);
+    }
+    ptx::wgmma_commit();
+  }
+
+  FP_DEVICE void write(SoftmaxState<1>& state, float (&values)[1][S::value_tiles][4], const Place& place,
+                       u8* tile) const {
+    const Unit& unit = place.unit;
+    const bool partial = place.item.partial_row >= 0;
+    const float value_scale = value_scale_of(params, unit.kv_head);
+    ptx::named_barrier(group_barrier + group, 128);  // the group's products have read Q
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8 + lane / 4;
+      const float sum = quad_sum(state.sum[0][half]), inverse = sum > 0.f ? value_scale / sum : 0.f;
+      if (lane % 4 == 0 && row < unit.num_rows) {
+        if (float* lse = lse_target(params, place.item, unit, row)) *lse = row_lse(state.maximum[0][half], sum);
+      }
+      if (partial) {
+        if (row >= unit.num_rows) continue;
+        const i64 offset = out_offset<Traits>(params, place.item, unit, row);
+        for_each_column_pair<Traits>(values[0], half, lane, [&](int at, float first, float second) {
+          store_pair<Traits>(params, true, offset + at, first * inverse, second * inverse);
+        });
+      } else {
+        for_each_column_pair<Traits>(values[0], half, lane, [&](int at, float first, float second) {
+          *reinterpret_cast<u32*>(tile + OutRows::byte_offset(row, at * 2)) =
+              ptx::pack2<typename Traits::Out>(first * inverse, second * inverse);
+        });
+      }
+    }
+    if (!partial) copy_out(place, tile);
+  }
+
+  // The warp's rows to the output, 16 bytes a lane.
+  FP_DEVICE void copy_out(const Place& place, const u8* tile) const {
+    constexpr int chunks = Traits::head_dim_vo / 8;
+    __syncwarp();
+    for (int i = lane; i < 16 * chunks; i += 32) {
+      const int row = first_row + i / chunks, chunk = i % chunks;
+      if (row >= place.unit.num_rows) break;
+      const i64 offset = out_offset<Traits>(params, place.item, place.unit, row) + chunk * 8;
+      *reinterpret_cast<uint4*>(static_cast<typename Traits::Out*>(params.out) + offset) =
+          *reinterpret_cast<const uint4*>(tile + OutRows::chunk_offset(row, chunk));
+    }
+  }
+};
+
+}  // namespace flashpage

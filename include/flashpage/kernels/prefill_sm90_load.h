@@ -1,0 +1,205 @@
+// The loading warps of prefill_sm90: one for K, one for V (or four for the rows of both), one for Q, and one that walks
+// the plan for all.
+#pragma once
+#include "flashpage/kernels/prefill_sm90_shared.h"
+#include "flashpage/ptx/cache_policy.h"
+#include "flashpage/tile/box_tiles.h"
+#include "flashpage/tile/query.h"
+#include "flashpage/tile/row_tiles.h"
+#include "flashpage/tile/trace.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct PrefillLoad {
+  using Shared = PrefillShared<Traits>;
+  using Warps = PrefillWarps<Traits>;
+  static constexpr int tokens = Shared::tokens;
+
+  Shared& shared;
+  const AttentionParams& params;
+  const KvMaps& maps;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  FP_DEVICE PrefillLoad(Shared& shared, const AttentionParams& params, const KvMaps& maps)
+      : shared(shared), params(params), maps(maps) {}
+
+  FP_DEVICE void run() const {
+    if constexpr (Warps::by_rows) {
+      load_rows();
+    } else {
+      if (warp == 0) load_keys();
+      if (warp == 1) load_values();
+      if (warp == 2) load_queries();
+      if (warp == 3) walk_plan();
+    }
+  }
+
+ private:
+  using KeyTiles = BoxTiles<Traits, typename Shared::Keys, tokens>;
+  using ValueTiles = BoxTiles<Traits, typename Shared::Values, tokens>;
+  using BothTiles = RowTiles<Traits, tokens>;
+  using Extent = typename select_type<Warps::by_rows, BothTiles, KeyTiles>::type::Extent;
+
+  // Calls load(source, tile) for every tile of every unit.
+  template <class Tiles, class Load>
+  FP_DEVICE void for_each_tile(const Tiles& tiles, Load&& load) const {
+    for (u32 unit_turn = 0;; ++unit_turn) {
+      shared.place_ring.wait_full(unit_turn);
+      const Place& place = shared.places[shared.place_ring.slot(unit_turn)].place;
+      if (place.done) return;
+      typename Tiles::Source source = tiles.open(place);
+      __syncwarp();
+      if (lane == 0) shared.place_ring.release(unit_turn);
+      for (int tile = 0; tile < source.tiles; ++tile) load(source, tile);
+    }
+  }
+
+  FP_DEVICE void load_keys() const {
+    const KeyTiles keys(params, maps.k);
+    u32 turn = 0;
+    for_each_tile(keys, [&](typename KeyTiles::Source& source, int tile) {
+      shared.key_ring.wait_empty(turn);
+      keys.load(source, tile, ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]),
+                shared.key_ring.full_barrier(turn));
+      ++turn;
+    });
+  }
+
+  FP_DEVICE void load_values() const {
+    const ValueTiles values(params, maps.v);
+    const u32 edge = ptx::shared_address(&shared.edge);
+    u32 turn = 0, edges = 0;
+    for_each_tile(values, [&](typename ValueTiles::Source& source, int tile) {
+      shared.value_ring.wait_empty(turn);
+      u8* to = shared.values[shared.value_ring.slot(turn)];
+      const u32 full = shared.value_ring.full_barrier(turn++);
+      const bool has_hidden = values.has_hidden(source, tile);
+      values.load(source, tile, ptx::shared_address(to), has_hidden ? edge : full);
+      if (!has_hidden) return;
+      ptx::mbarrier_wait(edge, edges++ & 1);  // a probability of zero would not hide NaN
+      values.clear_hidden(source, tile, to);
+      if (lane == 0) ptx::mbarrier_arrive(full);
+    });
+  }
+
+  // K and V by all four warps; the last one also walks the plan, a unit ahead, and loads Q.
+  FP_DEVICE void load_rows() const {
+    const BothTiles both{params};
+    const bool leads = warp == Warps::loading - 1;
+    if (leads) begin_plan();
+    u32 turn = 0;
+    for (u32 unit_turn = 0;; ++unit_turn) {
+      shared.place_ring.wait_full(unit_turn);
+      const Place& place = shared.places[shared.place_ring.slot(unit_turn)].place;
+      if (place.done) return;
+      typename BothTiles::Source source = both.open(place);
+      if (leads) {
+        if (lane == 0) publish(unit_turn + 1);
+        __syncwarp();
+        load_query(place, unit_turn);
+      }
+      __syncwarp();
+      if (lane == 0) shared.place_ring.release(unit_turn);
+      for (int tile = 0; tile < source.tiles; ++tile, ++turn) {
+        const u32 slot = shared.key_ring.slot(turn);
+        shared.key_ring.wait_empty(turn);
+        both.template load<typename Shared::Keys>(source, params.k, tile, ptx::shared_address(shared.keys[slot]));
+        ptx::mbarrier_arrive_after_copies(shared.key_ring.full_barrier(turn));
+        shared.value_ring.wait_empty(turn);
+        both.template load<typename Shared::Values>(source, params.v, tile, ptx::shared_address(shared.values[slot]));
+        ptx::mbarrier_arrive_after_copies(shared.value_ring.full_barrier(turn));
+        both.advance(source, tile);
+      }
+    }
+  }
+
+  FP_DEVICE void load_queries() const {
+    for (u32 turn = 0;; ++turn) {
+      shared.place_ring.wait_full(turn);
+      const Place& place = shared.places[shared.place_ring.slot(turn)].place;
+      if (place.done) return;
+      load_query(place, turn);
+      __syncwarp();
+      if (lane == 0) shared.place_ring.release(turn);
+    }
+  }
+  FP_DEVICE void load_query(const Place& place, u32 turn) const {
+    shared.query_ring.wait_empty(turn);
+    const u32 to = ptx::shared_address(shared.query[shared.query_ring.slot(turn)]);
+    const u32 barrier = shared.query_ring.full_barrier(turn);
+    if (params.query_box_rows > 0) {
+      load_query_boxes(place.item, place.unit, to, barrier);
+    } else {
+      load_query_rows(place.item, place.unit, to);
+      ptx::mbarrier_arrive_after_copies(barrier);
+    }
+  }
+  // Rows beyond the unit are of another request, or zero: nothing comes of them.
+  FP_DEVICE void load_query_boxes(const WorkItem& item, const Unit& unit, u32 to, u32 barrier) const {
+    using Rows = typename Shared::QueryRows;
+    const i32 row = item.q_begin + static_cast<i32>(params.group.div(unit.first_row));
+    const i32 head = unit.kv_head * static_cast<i32>(params.group.divisor);
+    if (lane == 0) {
+      ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
+    } else {
+      ptx::mbarrier_arrive(barrier);
+    }
+    __syncwarp();
+    if (!ptx::elect_one()) return;
+#pragma unroll
+    for (int block = 0; block < Rows::blocks; ++block)
+      ptx::tensor_copy(to + block * Rows::block_bytes, maps.q, barrier, block * Rows::block_columns, head, row, 0,
+                       ptx::evict_first());
+  }
+  // Row by row, where the group does not divide a tile. Rows beyond the unit become zero. By value: what the copies'
+  // addresses need stays in registers.
+  FP_DEVICE void load_query_rows(const WorkItem item, const Unit unit, u32 to) const {
+    using Rows = typename Shared::QueryRows;
+    using Query = typename Shared::S::Query;
+    constexpr int chunks = Rows::used_bytes / 16;
+    const Query* first = static_cast<const Query*>(params.q);
+#pragma unroll 1
+    for (int i = lane; i < Traits::tile_q * chunks; i += 32) {
+      const int row = i / chunks, chunk = i % chunks;
+      ptx::cp_async<16>(to + Rows::chunk_offset(row, chunk), first + query_offset(params, item, unit, row) + chunk * 8,
+                        row < unit.num_rows);
+    }
+  }
+
+  FP_DEVICE Extent extent_of(const Unit& unit) const {
+    if constexpr (Warps::by_rows) {
+      return BothTiles::extent(unit);
+    } else {
+      return KeyTiles(params, maps.k).extent(unit);
+    }
+  }
+  FP_DEVICE void walk_plan() const {
+    begin_plan();
+    if (lane != 0) return;
+    for (u32 turn = 0; !shared.places[shared.place_ring.slot(turn)].place.done; ++turn) publish(turn + 1);
+  }
+  FP_DEVICE void begin_plan() const {
+    if (lane == 0) {
+      shared.cursor.start(params.plan, blockIdx.x);
+      publish(0);
+    }
+    __syncwarp();
+  }
+  // By one lane, from place to place in shared memory: a place takes many registers.
+  FP_DEVICE void publish(u32 turn) const {
+    shared.place_ring.wait_empty(turn);
+    TiledPlace& to = shared.places[shared.place_ring.slot(turn)];
+    if (turn == 0) {
+      shared.cursor.first(params, Traits::tile_q, to.place);
+    } else {
+      shared.cursor.next(params, Traits::tile_q, 1, shared.places[shared.place_ring.slot(turn - 1)].place, to.place);
+    }
+    const Extent extent = extent_of(to.place.unit);
+    to.first_token = extent.first_token;
+    to.tiles = extent.tiles;
+    ptx::mbarrier_arrive(shared.place_ring.full_barrier(turn));
+  }
+};
+
+}  // namespace flashpage

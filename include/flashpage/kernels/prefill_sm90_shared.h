@@ -1,0 +1,56 @@
+// What the warps of prefill_sm90 share: who does what, and the shared memory between them.
+#pragma once
+#include "flashpage/tile/shape.h"
+#include "flashpage/tile/slot_ring.h"
+#include "flashpage/tile/unit.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct PrefillWarps {
+  static constexpr bool by_rows = Traits::loader == Loader::rows;
+  static constexpr int loading = 4;  // a warpgroup: registers are given by warpgroups
+  static constexpr int computing = Traits::warps_q;
+  static constexpr int groups = computing / 4;  // warpgroups of 64 rows
+  static constexpr int threads = 32 * (loading + computing);
+  static constexpr int tile_arrivals = by_rows ? 32 * loading : 1;     // at a tile of K or V
+  static constexpr int place_readers = computing + (by_rows ? 4 : 3);  // warps
+  static constexpr int loading_registers = groups == 2 ? 56 : 40;
+  static constexpr int computing_registers = groups == 2 ? 224 : 152;
+  static_assert(groups == 2 || groups == 3);
+};
+
+// A unit on its way from the loading warps to the computing ones.
+struct TiledPlace {
+  Place place;
+  i32 first_token;  // of the first tile; it may lie before the unit's first token
+  i32 tiles;
+};
+
+template <class Traits>
+struct PrefillShared {
+  using S = Shape<Traits>;
+  static constexpr int tokens = Traits::tile_kv, stages = Traits::stages;
+  using Keys = typename S::KeyRows;
+  using Values = typename S::ValueRows;
+  using QueryRows = BlockRows<typename S::Query, Traits::head_dim_qk, Traits::tile_q>;
+  using OutRows = BlockRows<typename Traits::Out, Traits::head_dim_vo, Traits::tile_q>;
+  // A group's output takes the place of its rows of Q, on the way to whole lines of the output.
+  static constexpr int query_bytes = max_of(QueryRows::tile_bytes, OutRows::tile_bytes);
+  static constexpr int ring_bytes = stages * (Keys::tile_bytes + Values::tile_bytes);
+  static constexpr int most_bytes = 232448;  // of a CTA on Hopper
+  static constexpr int places_ahead = 4;     // units that are known, of the one that is computed on
+  static constexpr int queries = 2 * query_bytes + ring_bytes + 1024 <= most_bytes ? 2 : 1;  // units whose Q is there
+
+  alignas(1024) u8 query[queries][query_bytes];
+  alignas(1024) u8 keys[stages][Keys::tile_bytes];
+  alignas(1024) u8 values[stages][Values::tile_bytes];
+  TiledPlace places[places_ahead];
+  PlaceCursor cursor;  // of who walks the plan
+  SlotRing<stages> key_ring, value_ring;
+  SlotRing<places_ahead> place_ring;
+  SlotRing<queries> query_ring;
+  u64 edge;  // barrier of a tile of values that the loading warp clears before it hands it over
+};
+
+}  // namespace flashpage

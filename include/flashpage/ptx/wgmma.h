@@ -1,0 +1,47 @@
+// Around wgmma, the matrix product of a warpgroup, sm_90a: operand descriptors, and the order between products and
+// ordinary register accesses. The products themselves are rendered (flashpage/products.py).
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage::ptx {
+
+// A matrix in shared memory in blocks of 128-byte rows with the copy engine's 128-byte swizzle (tile/block_rows.h).
+// `next_block`: bytes from block to block, where the product's long side runs across them. In two halves, as moving a
+// matrix (its address, or a part of it) changes the low one only.
+struct Matrix {
+  u32 low, high;
+
+  // Lane 0's address, so that the compiler knows it for the warp's and moves it in uniform registers.
+  FP_DEVICE Matrix(u32 address, u32 next_block)
+      : low(__shfl_sync(0xffffffff, next_block / 16 << 16 | (address & 0x3ffff) / 16, 0)) {
+    constexpr u32 eight_rows = 1024 / 16, swizzle_128 = 1u << 30;
+    high = swizzle_128 | eight_rows;
+  }
+  FP_DEVICE u64 at(u32 bytes) const { return static_cast<u64>(high) << 32 | (low + bytes / 16); }
+};
+
+// Ordinary accesses to the registers of the products to come are done.
+FP_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+FP_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most `pending` of the newest committed groups are at work.
+template <int pending>
+FP_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// The same in another place, which the compiler does not join with the first: what stands before either stays there.
+FP_DEVICE void wgmma_wait_apart() { asm volatile("wgmma.wait_group.sync.aligned 0;  // apart" ::: "memory"); }
+
+// These accumulators are what they are here: behind a wait, no use of them moves before it; before one, nothing that
+// computes them moves behind it.
+template <int tiles>
+FP_DEVICE void wgmma_settle(float (&accumulators)[tiles][4]) {
+#pragma unroll
+  for (int n = 0; n < tiles; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(accumulators[n][e])::"memory");
+}
+
+}  // namespace flashpage::ptx

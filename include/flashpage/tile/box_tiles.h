@@ -1,0 +1,118 @@
+// K or V of a unit by the copy engine, tile by tile, as one warp: boxes of at most a page, one KV head and 128 bytes of
+// its rows.
+#pragma once
+#include "flashpage/memory/kv_rows.h"
+#include "flashpage/ptx/elect.h"
+#include "flashpage/ptx/fence.h"
+#include "flashpage/ptx/mbarrier.h"
+#include "flashpage/ptx/tensor_copy.h"
+#include "flashpage/tile/block_rows.h"
+#include "flashpage/tile/unit.h"
+
+namespace flashpage {
+
+// `Rows`: BlockRows of a tile.
+template <class Traits, class Rows, int tokens>
+struct BoxTiles {
+  static constexpr bool paged = Traits::kv_source == KvSource::paged;
+
+  // The lane's box of one tile: the look-up is the only dependent load on the way to data.
+  struct Found {
+    i32 page;
+    i32 row;  // of the page; ragged: of the tensor
+  };
+  // One unit's K or V.
+  struct Source {
+    i64 offset;  // paged: of the first page number; ragged: of the first row
+    i32 kv_head, first_token, kv_begin, kv_end;
+    i32 tiles;
+    Found found, found_next;
+  };
+  struct Extent {
+    i32 first_token;
+    i32 tiles;  // at least one: a unit that sees nothing has a tile of hidden tokens
+  };
+
+  const AttentionParams& params;
+  const TensorMap& map;
+  const int box_shift;  // log2 of the tokens of a box
+
+  FP_DEVICE BoxTiles(const AttentionParams& params, const TensorMap& map)
+      : params(params), map(map), box_shift(31 - __clz(params.box_tokens)) {}
+
+  FP_DEVICE Extent extent(const Unit& unit) const {
+    const i32 first_token = paged ? unit.kv_begin >> box_shift << box_shift : unit.kv_begin;
+    return {first_token, max_of(1, ceil_div(unit.kv_end - first_token, tokens))};
+  }
+
+  // Its first look-ups begin.
+  FP_DEVICE Source open(const Place& place) const {
+    const Unit& unit = place.unit;
+    Source source;
+    source.offset = place.item.kv_offset;
+    source.kv_head = unit.kv_head;
+    source.kv_begin = unit.kv_begin;
+    source.kv_end = unit.kv_end;
+    const Extent covered = extent(unit);
+    source.first_token = covered.first_token;
+    source.tiles = covered.tiles;
+    source.found = look_up(source, 0);
+    source.found_next = look_up(source, 1);
+    return source;
+  }
+
+  // Tiles in turn from 0 on; `barrier` has one arrival, and the bytes.
+  FP_DEVICE void load(Source& source, int tile, u32 to, u32 barrier) const {
+    if (ptx::elect_one()) ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
+    __syncwarp();
+    for (int i = 0; i < tokens >> box_shift; ++i) {
+      const i32 page = paged ? __shfl_sync(0xffffffff, source.found.page, i) : 0;
+      const i32 row = __shfl_sync(0xffffffff, source.found.row, i);
+      const u32 box = to + (i * 128 << box_shift);
+      if (ptx::elect_one()) {
+#pragma unroll
+        for (int block = 0; block < Rows::blocks; ++block)
+          ptx::tensor_copy(box + block * Rows::block_bytes, map, barrier, block * Rows::block_columns, row,
+                           source.kv_head, page);
+      }
+    }
+    source.found = source.found_next;
+    source.found_next = look_up(source, tile + 2);
+  }
+
+  // A box may bring tokens that the unit does not see; where it brings nothing at all there is zero already.
+  FP_DEVICE bool has_hidden(const Source& source, int tile) const {
+    const i32 token = source.first_token + tile * tokens, in_box = (1 << box_shift) - 1;
+    return token < source.kv_begin || (token + tokens > source.kv_end && (source.kv_end - token & in_box) != 0);
+  }
+  // Those rows become zero.
+  FP_DEVICE void clear_hidden(const Source& source, int tile, u8* to) const {
+    const i32 token = source.first_token + tile * tokens, in_box = (1 << box_shift) - 1;
+    const i32 end = max_of(0, source.kv_end - token);
+    clear(to, 0, source.kv_begin - token);
+    clear(to, end, min_of(tokens, (end + in_box) & ~in_box));
+    ptx::fence_before_bulk_copies();
+    __syncwarp();
+  }
+
+ private:
+  FP_DEVICE static void clear(u8* to, int begin, int end) {
+    for (int i = threadIdx.x % 32; i < (end - begin) * 8; i += 32)
+#pragma unroll
+      for (int block = 0; block < Rows::blocks; ++block)
+        *reinterpret_cast<uint4*>(to + block * Rows::block_bytes + begin * 128 + i * 16) = make_uint4(0, 0, 0, 0);
+  }
+
+  FP_DEVICE Found look_up(const Source& source, int tile) const {
+    const int box = threadIdx.x % 32;
+    const i32 token = source.first_token + tile * tokens + (box << box_shift);
+    const bool exists = token < source.kv_end && box < tokens >> box_shift;
+    constexpr i32 nowhere = 0x7fffffff;  // outside the tensor: the box is filled with zeros
+    if constexpr (!paged) return {0, exists ? static_cast<i32>(source.offset) + token : nowhere};
+    u32 page, row;
+    params.page.divmod(token, page, row);
+    return {exists ? __ldg(params.kv_indices + source.offset + page) : nowhere, static_cast<i32>(row)};
+  }
+};
+
+}  // namespace flashpage
