@@ -131,6 +131,7 @@ def sm90_prefill_tile(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop = Inne
     widest, plain = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN
     if widest <= 128:
         tile_kv = 128 if plain or loop is InnerLoop.TRANSFORM else 96 if widest <= 64 else 80
+        tile_kv = 64 if loop is InnerLoop.LOADING and widest > 64 else tile_kv
     elif widest <= 192:
         tile_kv = (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
     else:
