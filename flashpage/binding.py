@@ -157,6 +157,7 @@ class Binding:
     def _bind_boxes(self, prepared: Prepared) -> None:
         """Tensor maps of K and V, where the kernel takes them."""
         spec, options = prepared.choice.spec, self.combination.options
+        self.params.query_box_rows = 0
         if spec.loader == "boxes":
             assert spec.tile is not None
             tile, is_paged = spec.tile, options.kv_source == "paged"
@@ -165,28 +166,28 @@ class Binding:
                 boxes.box_form(view, name, element_bytes=options.kv_dtype.size, tokens=tokens, is_paged=is_paged)
                 for name, view in self.views.items()
             )
-            self.boxes, self.params.box_tokens = host.KvBoxes(*forms), tokens
-            self._bind_query_boxes(prepared)
-            self.args.boxes = ctypes.addressof(self.boxes)
+            found = host.KvBoxes(*forms)
+            self.boxes, self.params.box_tokens, self.args.boxes = found, tokens, ctypes.addressof(found)
+            if prepared.choice.capability.query_boxes:
+                self._bind_query_boxes(found, tile.tile_q)
         else:
             self.boxes, self.args.boxes, self.params.box_tokens = None, None, 0
         self.prepared = prepared
 
-    def _bind_query_boxes(self, prepared: Prepared) -> None:
-        """A tensor map of q, where the kernel takes one and q has one."""
-        options, tile, form = self.combination.options, prepared.choice.spec.tile, None
-        if prepared.choice.capability.query_boxes:
-            form = boxes.query_form(
-                options.num_q_heads,
-                options.head_dim_qk,
-                element_bytes=options.q_dtype.size,
-                group_size=options.group_size,
-                tile_q=tile.tile_q,
-                strides=(self.params.q_row_stride, self.params.q_head_stride),
-            )
+    def _bind_query_boxes(self, found: host.KvBoxes, tile_q: int) -> None:
+        """A tensor map of q, where q has one."""
+        options = self.combination.options
+        form = boxes.query_form(
+            options.num_q_heads,
+            options.head_dim_qk,
+            element_bytes=options.q_dtype.size,
+            group_size=options.group_size,
+            tile_q=tile_q,
+            strides=(self.params.q_row_stride, self.params.q_head_stride),
+        )
         if form is not None:
-            self.boxes.q = form
-        self.params.query_box_rows = 0 if form is None else form.box[2]
+            found.q = form
+            self.params.query_box_rows = form.box[2]
 
     def set_trace(self, stamps: torch.Tensor | None) -> None:
         """For measurements: until the next plan, runs write clock stamps to `stamps`, int64 [CTAs, stamps of one]."""

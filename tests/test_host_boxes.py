@@ -134,6 +134,25 @@ def test_strides_that_no_map_can_have_are_told() -> None:
             boxes.box_form(view._replace(**changed), "V", element_bytes=2, tokens=8, is_paged=True)
 
 
+QUERY = {"element_bytes": 2, "group_size": 4, "tile_q": 128}
+
+
+def test_a_box_of_queries_has_a_tiles_packed_rows_in_order() -> None:
+    q = torch.empty(100, 12, 2 * 64, dtype=torch.float16)[..., :64]
+    form = boxes.query_form(12, 64, **QUERY, strides=q.stride()[:2])
+    assert form is not None and tuple(form.box) == (64, 4, 32, 1) and tuple(form.dims) == (64, 12, 1, 1)
+    first_row, kv_head = 32, 1
+    for packed in (0, 1, 5, 127):
+        head, row = packed % form.box[1] + 4 * kv_head, packed // form.box[1] + first_row
+        offset = head * form.strides[0] + row * form.strides[1]
+        assert q.data_ptr() + offset == q[first_row + packed // 4, 4 * kv_head + packed % 4].data_ptr()
+
+
+@pytest.mark.parametrize("changed", [{"group_size": 5}, {"strides": (12 * 64 + 4, 64)}, {"strides": (1 << 39, 64)}])
+def test_queries_that_no_box_can_have_are_copied_by_rows(changed: dict[str, Any]) -> None:
+    assert boxes.query_form(12, 64, **{**QUERY, "strides": (12 * 64, 64), **changed}) is None
+
+
 @pytest.fixture
 def bound() -> Any:
     """A thread's structs after a decode on the CPU, with its wrapper and batch."""
@@ -152,11 +171,18 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     structs._bind_boxes(SimpleNamespace(choice=choice))
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.box_tokens == read.k.box[1] == boxes.box_tokens(PAGE, choice.spec.tile.tile_kv)
+    assert structs.params.query_box_rows == read.q.element_bytes == 0
     for cache in (batch.cache, torch.cat([batch.cache, batch.cache])):
         structs.point(batch.q_decode, cache, torch.empty_like(batch.q_decode), None)
         assert read.k.dims[3] == read.v.dims[3] == cache.shape[0]
+    capability = dataclasses.replace(choice.capability, query_boxes=True)
+    structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, capability=capability)))
+    structs.point(batch.q_decode, batch.cache, torch.empty_like(batch.q_decode), None)
+    read = host.KvBoxes.from_address(structs.args.boxes)
+    assert structs.params.query_box_rows == read.q.box[2] == choice.spec.tile.tile_q // (HEADS // KV_HEADS)
+    assert tuple(read.q.dims) == (DIM, HEADS, len(batch.q_decode), 1)
     structs._bind_boxes(prepared)
-    assert structs.args.boxes is None and structs.params.box_tokens == 0
+    assert structs.args.boxes is None and structs.params.box_tokens == structs.params.query_box_rows == 0
 
 
 def test_a_trace_lasts_until_it_is_taken_off(bound: Any, monkeypatch: pytest.MonkeyPatch) -> None:

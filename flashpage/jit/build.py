@@ -46,6 +46,11 @@ class BuildResult:
         """Stores and loads of registers that did not fit; None for the CPU."""
         return self.entry.meta.get("spill_bytes") if self.entry else None
 
+    @property
+    def serial_products(self) -> int | None:
+        """Warnings that warpgroup products run one after the other; None for the CPU."""
+        return self.entry.meta.get("serial_products") if self.entry else None
+
 
 def build_specs(
     specs: Iterable[KernelSpec], targets: Sequence[Target], folder: Path | None = None, jobs: int | None = None

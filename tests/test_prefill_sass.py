@@ -1,0 +1,50 @@
+"""The machine code of the Hopper prefill kernel: warpgroup products, none put one after the other, nothing spilled."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flashpage.dtypes import DType
+from flashpage.jit import Target, build_kernels
+from flashpage.jit.compilers import find_nvcc
+from flashpage.products import render
+from flashpage.spec import KernelSpec
+from flashpage.tiles import sm90_prefill_tile
+
+
+def prefill_spec(dim: int, dtype: DType = DType.BFLOAT16, loader: str = "boxes") -> KernelSpec:
+    return KernelSpec(
+        "prefill_sm90", *(3 * (dtype,)), *(2 * (dim,)), tile=sm90_prefill_tile(dim, dim)[0], loader=loader
+    )
+
+
+@pytest.mark.parametrize(("dim", "dtype", "name"), [(128, DType.BFLOAT16, "bf16"), (72, DType.FLOAT16, "f16")])
+def test_products_name_their_registers(dim: int, dtype: DType, name: str) -> None:
+    source = render(prefill_spec(dim, dtype))
+    tile = sm90_prefill_tile(dim, dim)[0]
+    shapes = re.findall(r"m64n(\d+)k16\.f32\.(\w+)\.\w+ \{([^}]*)\}", source)
+    assert [int(columns) for columns, _, _ in shapes] == [tile.tile_kv, -(-dim // 16) * 16]
+    for columns, kind, registers in shapes:
+        assert kind == name
+        assert registers == ", ".join(f"%{i}" for i in range(int(columns) // 2))
+    assert render(KernelSpec("decode_sm90")) == ""
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+@pytest.mark.parametrize(("dim", "loader"), [(128, "boxes"), (256, "boxes"), (128, "rows")])
+def test_machine_code(dim: int, loader: str, tmp_path: Path) -> None:
+    spec = prefill_spec(dim, loader=loader)
+    (result,) = build_kernels([(spec, Target("cuda", 90))], tmp_path)
+    assert result.error is None and result.entry is not None
+    assert (result.spill_bytes, result.serial_products) == (0, 0)
+    if (tool := shutil.which("cuobjdump")) is None:
+        return
+    sass = subprocess.run([tool, "--dump-sass", str(result.entry.path)], capture_output=True, text=True)
+    products = re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", sass.stdout)
+    tile = sm90_prefill_tile(dim, dim)[0]
+    assert set(products) == {str(tile.tile_kv), str(dim)}, sass.stderr
