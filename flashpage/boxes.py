@@ -52,8 +52,11 @@ def query_form(
     Packed rows lie in a box as they do in a tile where a tile holds whole rows of the group. `strides`: elements, of
     rows and heads. The number of rows is each run's own: resize.
     """
-    row_stride, head_stride = (stride * element_bytes or dim * element_bytes for stride in strides)
-    if tile_q % group_size or any(s % _STRIDE_BYTES or s >= _LARGEST_STRIDE for s in (row_stride, head_stride)):
+    row_stride, head_stride = (stride * element_bytes for stride in strides)
+    if heads == 1:
+        head_stride = dim * element_bytes  # never stepped over, but the map must have one
+    fits = all(0 < s < _LARGEST_STRIDE and s % _STRIDE_BYTES == 0 for s in (row_stride, head_stride))
+    if tile_q % group_size or not fits:
         return None
     return host.BoxForm(
         element_bytes,

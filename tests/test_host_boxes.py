@@ -148,7 +148,10 @@ def test_a_box_of_queries_has_a_tiles_packed_rows_in_order() -> None:
         assert q.data_ptr() + offset == q[first_row + packed // 4, 4 * kv_head + packed % 4].data_ptr()
 
 
-@pytest.mark.parametrize("changed", [{"group_size": 5}, {"strides": (12 * 64 + 4, 64)}, {"strides": (1 << 39, 64)}])
+@pytest.mark.parametrize(
+    "changed",
+    [{"group_size": 5}, *({"strides": s} for s in ((12 * 64 + 4, 64), (1 << 39, 64), (12 * 64, 0), (0, 64)))],
+)
 def test_queries_that_no_box_can_have_are_copied_by_rows(changed: dict[str, Any]) -> None:
     assert boxes.query_form(12, 64, **{**QUERY, "strides": (12 * 64, 64), **changed}) is None
 
