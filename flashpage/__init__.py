@@ -128,8 +128,8 @@ if TYPE_CHECKING:
 
 
 _SUBMODULES = (
-    *("attention", "cascade", "compat", "decode", "jit", "mla", "ops", "page", "pod", "prefill", "quantization"),
-    *("sparse", "utils", "variants", "vllm_ops"),
+    *("attention", "cascade", "compat", "decode", "jit", "mla", "ops", "page", "parallel", "pod"),
+    *("prefill", "quantization", "sparse", "utils", "variants", "vllm_ops"),
 )
 
 

@@ -66,7 +66,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     Returns:
         The merged output [rows, num_heads, head_dim] and LSE [rows, num_heads], contiguous.
     """
-    _check(v, s, "v", "s", 4)
+    check_states(v, s, "v", "s", 4)
     if v.shape[1] < 1:
         raise RunError(
             f"v has shape {tuple(v.shape)}: pass at least one state, [rows, num_states, num_heads, head_dim]."
@@ -104,8 +104,8 @@ def merge_parts(parts: Sequence[Part], out: torch.Tensor, lse: torch.Tensor | No
 def _check_pair(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, names: tuple[str, str, str, str]
 ) -> None:
-    _check(v, s, names[0], names[1], 3)
-    _check(v_other, s_other, names[2], names[3], 3)
+    check_states(v, s, names[0], names[1], 3)
+    check_states(v_other, s_other, names[2], names[3], 3)
     if v_other.shape != v.shape or v_other.dtype != v.dtype:
         raise RunError(
             f"{names[2]} has shape {tuple(v_other.shape)} and dtype {v_other.dtype} but "
@@ -115,7 +115,8 @@ def _check_pair(
     arguments.same_device(v_other, v.device, names[2], RunError)
 
 
-def _check(v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str, dims: int) -> None:
+def check_states(v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str, dims: int) -> None:
+    """`v` of `dims` dimensions and one LSE a row and head, of types that are merged."""
     for name, tensor in ((v_name, v), (s_name, s)):
         arguments.tensor(tensor, name, RunError)
     if v.dim() != dims:

@@ -60,6 +60,7 @@ LAYERS = [
             "prefill_common",
             "prefill_paged",
         ),
+        *("parallel", "parallel_attention", "parallel_heads", "parallel_layout", "parallel_mask", "parallel_merge"),
         *("prefill_ragged", "single", "sink", "sparse", "sparse_variable", "utils"),
     },
     {"__init__", "compat", "integrations", "vllm_attention", "vllm_cache", "vllm_ops"},

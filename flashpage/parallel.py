@@ -1,0 +1,17 @@
+"""More than one card: heads of a tensor parallel rank, and attention over a context that is spread over ranks."""
+
+from __future__ import annotations
+
+from .parallel_attention import ContextParallelAttention
+from .parallel_heads import HeadShare, head_share
+from .parallel_layout import ContextLayout, LocalPages
+from .parallel_merge import merge_over_group
+
+__all__ = [
+    "ContextLayout",
+    "ContextParallelAttention",
+    "HeadShare",
+    "LocalPages",
+    "head_share",
+    "merge_over_group",
+]

@@ -1,0 +1,255 @@
+"""Context parallel attention: each rank attends to its own pages, and the ranks' states are merged."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+
+from . import arguments
+from .errors import CapabilityError, PlanError, RunError
+from .lengths import all_to_host, batch_of
+from .parallel_layout import ContextLayout, LocalPages
+from .parallel_mask import LocalMask
+from .parallel_merge import StateGroup
+from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .problem import check_window
+from .run_checks import check_output
+
+_PAGES = ("all", "own")
+_REFUSED = {
+    "pos_encoding_mode": "a rank does not know where in a request its tokens stand: rotate q and K before",
+    "custom_mask": "its columns are a whole request's tokens: run it on one rank, or use causal and window_left",
+    "packed_custom_mask": "its bits are for a whole request's tokens: run it on one rank, or use causal and window_left",
+    "variant": "its kv_idx would count a rank's own tokens: run it on one rank, or use causal and window_left",
+}
+
+
+class ContextParallelAttention:
+    """Decode, append and prefill of few rows over a paged KV cache that is spread over a process group.
+
+    `plan` once a step, `run` once a layer, on every rank, for the same batch: all ranks have all queries (of their own
+    heads, under tensor parallelism) and their part of every request's tokens. Results are those of one device but for
+    one more rounding of each rank's output, and the same on every rank, bit by bit. `causal` and `window_left` count
+    positions of the whole request.
+
+    Args:
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
+            on the CPU: the CPU backend.
+        kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
+        group: a torch.distributed process group (NCCL for CUDA, gloo for the CPU); None: the default one.
+        order, interleave: where tokens lie, see ContextLayout.
+        pages: of the lists that `plan` takes: "all": they name every page of a request, each by its number on the rank
+            that has it; "own": those of this rank alone.
+        heads: "all": every rank gets the output of all heads; "own": of its share of them, the rank-th run of
+            neighbouring ones, [rows, num_qo_heads / world_size, head_dim], for fewer bytes.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        group: Any = None,
+        *,
+        order: str = "interleaved",
+        interleave: int = 0,
+        pages: str = "all",
+        heads: str = "all",
+    ) -> None:
+        if pages not in _PAGES:
+            raise PlanError(f"pages={pages!r} is unknown: pass 'all' or 'own'.")
+        self._states = StateGroup(group, heads)
+        self._layout = functools.partial(
+            *(ContextLayout, self._states.rank, self._states.world_size), order=order, interleave=interleave
+        )
+        self._layout(page_size=1)  # judges order and interleave
+        self._has_all_pages = pages == "all"
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._mask = LocalMask(self._wrapper.device)
+        self._is_planned = False
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+        return self._states.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return self._states.world_size
+
+    @property
+    def last_plan(self) -> Any:
+        """The Plan of this rank's part."""
+        return self._wrapper.last_plan
+
+    def layout(self, page_size: int) -> ContextLayout:
+        """Where tokens lie: which new ones this rank appends, and at which place."""
+        return self._layout(page_size=page_size)
+
+    def plan(
+        self,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        qo_indptr: torch.Tensor | None = None,
+        causal: bool = False,
+        window_left: int = -1,
+        head_dim_vo: int | None = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        pos_encoding_mode: str = "NONE",
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        variant: Any = None,
+    ) -> None:
+        """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
+
+        Args:
+            kv_indptr: [batch + 1], where each request's pages begin in `kv_indices`.
+            kv_indices: page numbers in this rank's cache; with pages="all" those of other ranks' pages are skipped.
+            seq_lens: [batch], tokens of the whole requests, on all ranks together.
+            num_qo_heads, num_kv_heads, head_dim, page_size: of q and this rank's cache.
+            qo_indptr: [batch + 1], where each request's rows begin in q; None: one row a request (decode).
+            causal: row r of a request sees its tokens up to seq_len - rows + r.
+            window_left: tokens visible left of the row's own; -1: all.
+            The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan; what follows `disable_split_kv`
+            is refused.
+        """
+        self._is_planned = False
+        if arguments.position_encoding(pos_encoding_mode) != "NONE":
+            _refuse("pos_encoding_mode", repr(pos_encoding_mode))
+        masks = {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask, "variant": variant}
+        for name, value in masks.items():
+            if value is not None:
+                _refuse(name, f"a {type(value).__name__}")
+        layout = self.layout(page_size)
+        kv_indptr, seq_lens, q_indptr = _on_host(kv_indptr, seq_lens, qo_indptr)
+        arguments.tensor(kv_indices, "kv_indices", PlanError)
+        if self._has_all_pages:
+            local = layout.pages(kv_indptr, kv_indices, seq_lens)
+        else:
+            local = LocalPages(kv_indptr, kv_indices, seq_lens, layout.tokens(seq_lens).int())
+        mask = self._mask.set(layout, q_indptr, seq_lens, (bool(causal), check_window(window_left)))
+        self._wrapper.plan(
+            *(q_indptr, local.indptr, local.indices, None),  # type: ignore[arg-type]
+            *(num_qo_heads, num_kv_heads, head_dim, page_size, head_dim_vo),
+            sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
+            seq_lens=local.seq_lens,
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+            variant=mask,
+        )
+        self._is_planned = True
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Any,
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        sinks: torch.Tensor | None = None,
+    ) -> Any:
+        """Attention of the planned batch; a collective: every rank of the group calls it.
+
+        Args:
+            q: [rows, num_qo_heads, head_dim], the same on every rank.
+            paged_kv_cache: this rank's pages, as BatchPrefillWithPagedKVCacheWrapper.run takes them.
+            out: [rows, num_qo_heads, head_dim_vo] (heads="own": num_qo_heads / world_size), contiguous, written; None:
+                allocated.
+            lse: [rows, num_qo_heads] alike, fp32, base 2, written.
+            return_lse: also return lse.
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
+            sinks: [num_qo_heads] fp32, natural-log units, given on every rank; they count once.
+        """
+        if not self._is_planned:
+            raise RunError("run: ContextParallelAttention has no plan: call plan(...) first (again, where it failed).")
+        if arguments.tensor(q, "q", RunError).dim() != 3:
+            raise RunError(f"q has shape {tuple(q.shape)}: pass [rows, num_qo_heads, head_dim].")
+        wrapper, states = self._wrapper, self._states
+        shape = (q.shape[0], q.shape[1], wrapper._options.head_dim_vo)
+        out_shape = states.out_shape(shape)
+        out = _output(out, "out", out_shape, wrapper._out_dtype, q.device)
+        lse = _output(lse, "lse", out_shape[:2], torch.float32, q.device)
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+
+        def write(to: torch.Tensor, lse_to: torch.Tensor) -> None:
+            mine = sinks if states.rank == 0 else None
+            wrapper.run(q, paged_kv_cache, out=to, lse=lse_to, sinks=mine, **scales)
+
+        if states.world_size == 1 or not q.shape[0]:
+            write(out, lse)
+        else:
+            states.merge(write, shape, out, lse)
+        return (out, lse) if return_lse else out
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+def _refuse(name: str, shown: str) -> NoReturn:
+    raise CapabilityError(f"{name}={shown} is not supported where a context is spread over ranks: {_REFUSED[name]}.")
+
+
+def _on_host(
+    kv_indptr: torch.Tensor, seq_lens: torch.Tensor, qo_indptr: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """kv_indptr, seq_lens and qo_indptr (one row a request where it is None), checked."""
+    batch = batch_of(kv_indptr, "kv_indptr")
+    given = [kv_indptr, arguments.tensor(seq_lens, "seq_lens", PlanError), qo_indptr]
+    if qo_indptr is None:
+        given[2] = torch.arange(batch + 1, dtype=torch.int32)
+    elif batch_of(qo_indptr, "qo_indptr") != batch:
+        raise PlanError(
+            f"qo_indptr has {len(qo_indptr)} entries but kv_indptr has {batch + 1}: pass the same requests."
+        )
+    if seq_lens.shape != (batch,):
+        raise PlanError(
+            f"seq_lens has shape {tuple(seq_lens.shape)} but kv_indptr is that of {batch} requests: [{batch}]."
+        )
+    kv_indptr, seq_lens, qo_indptr = all_to_host(given)  # type: ignore[assignment]
+    assert qo_indptr is not None
+    for name, tensor, steps in (
+        ("seq_lens", seq_lens, seq_lens),
+        ("kv_indptr", kv_indptr, kv_indptr.diff()),
+        ("qo_indptr", qo_indptr, qo_indptr.diff()),
+    ):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise PlanError(f"{name} has dtype {tensor.dtype}: pass int32 or int64.")
+        if bool((steps < 0).any()):
+            i = int((steps < 0).nonzero()[0]) + (steps is not tensor)
+            what = (
+                "negative: pass the tokens of each request" if steps is tensor else "smaller than the entry before it"
+            )
+            raise PlanError(f"{name}[{i}]={int(tensor[i])} is {what}.")
+    return kv_indptr, seq_lens, qo_indptr
+
+
+def _output(
+    given: torch.Tensor | None, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    if given is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    check_output(given, name, shape, dtype, device)
+    if not given.is_contiguous():
+        raise RunError(f"{name} has strides {tuple(given.stride())}: what is merged must be contiguous.")
+    return given

@@ -1,0 +1,111 @@
+"""Context parallel caches: which tokens of a request lie on which rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from . import arguments
+from .errors import PlanError
+
+ORDERS = ("interleaved", "contiguous")
+
+
+class LocalPages(NamedTuple):
+    """A rank's part of a batch, as the paged wrappers take it; requests without tokens here have no pages."""
+
+    indptr: torch.Tensor  # [batch + 1] int32, host
+    indices: torch.Tensor  # [indptr[-1]] page numbers, where the given ones are
+    last_page_len: torch.Tensor  # [batch] int32, host
+    seq_lens: torch.Tensor  # [batch] int32, host: tokens on this rank
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextLayout:
+    """Where the tokens of requests lie in a group of ranks. On its rank, a token keeps its place among the others.
+
+    Args:
+        rank, world_size: this process's place in the group, and the ranks of the group.
+        page_size: tokens a page.
+        order: "interleaved": `interleave` tokens on rank 0, as many on rank 1, and so on, round after round; a token
+            stays where it is as its request grows. "contiguous": a request's pages in `world_size` runs, as even as
+            whole pages can be; for requests that do not grow.
+        interleave: tokens; 0: a page. vLLM and SGLang interleave single tokens (1), blocks, or anything between.
+    """
+
+    rank: int
+    world_size: int
+    page_size: int
+    order: str = "interleaved"
+    interleave: int = 0
+
+    def __post_init__(self) -> None:
+        arguments.whole("world_size", self.world_size, 1)
+        arguments.whole("rank", self.rank, 0, self.world_size - 1)
+        arguments.whole("page_size", self.page_size, 1)
+        arguments.whole("interleave", self.interleave, 0)
+        if self.order not in ORDERS:
+            raise PlanError(f"order={self.order!r} is unknown: pass 'interleaved' or 'contiguous'.")
+        if self.interleave and self.order == "contiguous":
+            raise PlanError(
+                f"interleave={self.interleave} with order='contiguous': leave it 0, runs are not interleaved."
+            )
+
+    def tokens(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """Tokens of each request on this rank, int64; `seq_lens`: of the whole requests."""
+        return self.tokens_before(seq_lens, seq_lens)
+
+    def tokens_before(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        """How many of this rank's tokens stand before each position: for a token on this rank, its place here.
+
+        Args:
+            positions: in the whole request, at most its length.
+            seq_lens: of the whole request of each position.
+        """
+        positions, seq_lens = positions.long(), seq_lens.long()
+        if self.order == "contiguous":
+            pages = (seq_lens + self.page_size - 1) // self.page_size
+            begin, end = (pages * r // self.world_size * self.page_size for r in (self.rank, self.rank + 1))
+            return torch.minimum(positions, torch.minimum(end, seq_lens)).sub(begin).clamp(min=0)
+        run = self.interleave or self.page_size
+        rounds, rest = positions // (run * self.world_size), positions % (run * self.world_size)
+        return rounds * run + (rest - self.rank * run).clamp(0, run)
+
+    def is_local(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        """Whether the tokens at these positions lie on this rank: which new ones it appends, at `tokens_before`."""
+        return self.tokens_before(positions + 1, seq_lens) > self.tokens_before(positions, seq_lens)
+
+    def pages(self, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, seq_lens: torch.Tensor) -> LocalPages:
+        """This rank's part of lists that name every page of a request, each by its number on the rank that has it.
+
+        Args:
+            kv_indptr: [batch + 1], where each request's pages begin in `kv_indices`; on the host.
+            kv_indices: page numbers, on the host or the device.
+            seq_lens: [batch], tokens of the whole requests; on the host.
+        """
+        if self.interleave % self.page_size:
+            raise PlanError(
+                f"interleave={self.interleave} cuts pages of page_size={self.page_size}, so that pages of a request "
+                "are spread over ranks: pass pages='own' and lists of this rank's pages, or a multiple of page_size."
+            )
+        begin, seq_lens = kv_indptr[:-1].long(), seq_lens.long()
+        counts = (seq_lens + self.page_size - 1) // self.page_size
+        short = (counts > kv_indptr[1:].long() - begin).nonzero().flatten()
+        if len(short):
+            i = int(short[0])
+            raise PlanError(
+                f"seq_lens[{i}]={int(seq_lens[i])} exceeds the {int(kv_indptr[i + 1] - begin[i]) * self.page_size} "
+                "tokens of the request's pages: give it more pages, a smaller length, or pages='own' where the lists "
+                "name this rank's pages alone."
+            )
+        request = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        page = torch.arange(len(request)) - (counts.cumsum(0) - counts)[request]
+        is_here = self.is_local(page * self.page_size, seq_lens[request])
+        chosen = (begin[request] + page)[is_here]
+        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
+        indptr[1:] = torch.bincount(request[is_here], minlength=len(counts)).cumsum(0)
+        tokens = self.tokens(seq_lens)
+        last = torch.where(tokens > 0, (tokens - 1) % self.page_size + 1, 0)
+        return LocalPages(indptr, kv_indices[chosen.to(kv_indices.device)], last.int(), tokens.int())
