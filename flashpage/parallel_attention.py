@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ _PAGES = ("all", "own")
 _REFUSED = {
     "pos_encoding_mode": "a rank does not know where in a request its tokens stand: rotate q and K before",
     "custom_mask": "its columns are a whole request's tokens: run it on one rank, or use causal and window_left",
-    "packed_custom_mask": "its bits are for a whole request's tokens: run it on one rank, or use causal and window_left",
+    "packed_custom_mask": "its bits are a whole request's tokens: run it on one rank, or use causal and window_left",
     "variant": "its kv_idx would count a rank's own tokens: run it on one rank, or use causal and window_left",
 }
 
@@ -60,10 +61,7 @@ class ContextParallelAttention:
         if pages not in _PAGES:
             raise PlanError(f"pages={pages!r} is unknown: pass 'all' or 'own'.")
         self._states = StateGroup(group, heads)
-        self._layout = functools.partial(
-            *(ContextLayout, self._states.rank, self._states.world_size), order=order, interleave=interleave
-        )
-        self._layout(page_size=1)  # judges order and interleave
+        self._layout = ContextLayout(self._states.rank, self._states.world_size, 1, order, interleave)
         self._has_all_pages = pages == "all"
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._mask = LocalMask(self._wrapper.device)
@@ -86,7 +84,7 @@ class ContextParallelAttention:
 
     def layout(self, page_size: int) -> ContextLayout:
         """Where tokens lie: which new ones this rank appends, and at which place."""
-        return self._layout(page_size=page_size)
+        return dataclasses.replace(self._layout, page_size=page_size)
 
     def plan(
         self,
@@ -144,7 +142,8 @@ class ContextParallelAttention:
         mask = self._mask.set(layout, q_indptr, seq_lens, (bool(causal), check_window(window_left)))
         self._wrapper.plan(
             *(q_indptr, local.indptr, local.indices, None),  # type: ignore[arg-type]
-            *(num_qo_heads, num_kv_heads, head_dim, page_size, head_dim_vo),
+            *(num_qo_heads, num_kv_heads, head_dim, page_size),
+            head_dim_vo=head_dim_vo,
             sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap,
             q_data_type=q_data_type,

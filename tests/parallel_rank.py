@@ -1,0 +1,135 @@
+"""One rank of tests/test_parallel_ranks.py, a process of its own: `parallel_rank.py RANK WORLD FOLDER`."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parallel_batch import CASES, WORKSPACE_BYTES, ParallelBatch, ParallelCase
+
+import flashpage
+from flashpage import FlashpageError, parallel
+
+TIMEOUT = datetime.timedelta(seconds=60)
+GROWN = ParallelCase("grown", kv_lens=(40, 3, 0))
+NEW_TOKENS = 20  # of each request, one a step
+
+
+def workspace() -> torch.Tensor:
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
+
+
+def run_case(case: ParallelCase, world: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twice: allocated outputs and given ones, which must be the same."""
+    batch = ParallelBatch(case, case.world(world))
+    wrapper = parallel.ContextParallelAttention(
+        workspace(),
+        case.kv_layout,
+        group,
+        order=case.order,
+        interleave=case.interleave,
+        pages=case.pages,
+        heads=case.heads,
+    )
+    rows = {"qo_indptr": batch.q_indptr} if case.q_lens else {}
+    wrapper.plan(*batch.pages(wrapper.rank), batch.seq_lens, *batch.sizes(), **rows, **batch.options())
+    cache = batch.caches[wrapper.rank].argument("cpu")
+    out, lse = wrapper.run(batch.q, cache, sinks=batch.sinks, return_lse=True)
+    given = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+    assert wrapper.run(batch.q, cache, sinks=batch.sinks, out=given[0], lse=given[1]) is given[0]
+    assert torch.equal(given[0], out) and torch.equal(given[1], lse)
+    return out, lse
+
+
+def grow(rank: int, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Decode steps: each rank appends the tokens that fall to it, at their places in its own pages."""
+    tokens = grown_tokens()
+    size, num_kv_heads, dim = GROWN.page_size, GROWN.num_kv_heads, GROWN.head_dim
+    batch, most = len(GROWN.kv_lens), -(-max(len(k) for _, k, _ in tokens) // size)
+    cache = torch.full((batch * most, 2, size, num_kv_heads, dim), torch.nan, dtype=torch.bfloat16)
+    table = torch.arange(batch * most, dtype=torch.int32).reshape(batch, most)
+    wrapper = parallel.ContextParallelAttention(workspace(), pages="own")
+    layout, steps = wrapper.layout(size), []
+
+    def append(begin: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [begin, end) of each request; this rank's pages after that."""
+        request = torch.repeat_interleave(torch.arange(batch), end - begin)
+        position = torch.cat([torch.arange(int(b), int(e)) for b, e in zip(begin, end, strict=True)])
+        here = layout.is_local(position, end[request])
+        request, position = request[here], position[here]
+        counts = (layout.tokens(end) + size - 1) // size
+        indptr = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)]).int()
+        indices = torch.cat([table[i, :n] for i, n in enumerate(counts.tolist())])
+        last = ((layout.tokens(end) - 1) % size + 1).int()
+        k, v = (
+            torch.stack([tokens[r][part][p] for r, p in zip(request.tolist(), position.tolist(), strict=True)])
+            if len(request)
+            else cache.new_empty((0, num_kv_heads, dim))
+            for part in (1, 2)
+        )
+        places = layout.tokens_before(position, end[request]).int()
+        flashpage.append_paged_kv_cache(k, v, request.int(), places, cache, indices, indptr, last)
+        return indptr, indices
+
+    lens = torch.tensor(GROWN.kv_lens)
+    append(torch.zeros_like(lens), lens)
+    for step in range(NEW_TOKENS):
+        pages = append(lens, lens + 1)
+        lens = lens + 1
+        q = torch.stack([q[step] for q, _, _ in tokens])
+        wrapper.plan(*pages, lens, GROWN.num_q_heads, num_kv_heads, dim, size, q_data_type=torch.bfloat16)
+        steps.append(wrapper.run(q, cache, return_lse=True))
+    return steps
+
+
+def grown_tokens() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For each request q of its new tokens, and K and V of all."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    heads = (GROWN.num_q_heads, GROWN.num_kv_heads, GROWN.num_kv_heads)
+    return [
+        tuple(random(n, h, GROWN.head_dim) for n, h in zip((NEW_TOKENS, end, end), heads, strict=True))
+        for end in (n + NEW_TOKENS for n in GROWN.kv_lens)
+    ]
+
+
+def states_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd sizes, so that nothing is aligned by chance; rows without tokens on some ranks and on all."""
+    generator = torch.Generator().manual_seed(rank)
+    out = torch.randn(5, 4, 24, generator=generator).half()
+    lse = 4 * torch.randn(5, 4, generator=generator)
+    lse[rank % 5], lse[4] = -torch.inf, -torch.inf
+    out[lse.isinf()] = 0
+    return out, lse
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", TIMEOUT, world, rank)
+    pairs = [dist.new_group([first, first + 1], TIMEOUT) for first in range(0, world, 2)]
+    mine = pairs[rank // 2]
+    found: dict[str, Any] = {"grown": grow(rank, world)}
+    with torch.no_grad():
+        for case in CASES:
+            found[case.name] = run_case(case, world, mine if case.group else None)
+        for heads in ("all", "own"):
+            found[f"states-{heads}"] = parallel.merge_over_group(*states_of(rank), heads=heads)
+    if world > 2:
+        try:
+            parallel.merge_over_group(*states_of(rank), pairs[1 - rank // 2])
+        except FlashpageError as error:
+            found["foreign group"] = str(error)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

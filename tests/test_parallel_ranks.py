@@ -1,0 +1,112 @@
+"""Context parallel attention over 2 and 4 processes (gloo): against the reference, one process, and each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parallel_batch import CASES, WORKSPACE_BYTES, ParallelBatch, ParallelCase
+from parallel_rank import GROWN, NEW_TOKENS, grown_tokens, states_of
+from reference import Options, attention, merge
+
+import flashpage
+
+TESTS = Path(__file__).resolve().parent
+SECONDS = 120  # a rank that hangs ends then, and fails
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, by name: all cases in one start of the processes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "FLASHPAGE_THREADS": "1"}
+    started = []
+    for rank in range(request.param):
+        command = [sys.executable, str(TESTS / "parallel_rank.py"), str(rank), str(request.param), str(folder)]
+        log = (folder / f"{rank}.log").open("wb")
+        started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    try:
+        codes = [process.wait(timeout=SECONDS) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    logs = "\n".join((folder / f"{rank}.log").read_text() for rank in range(request.param))
+    assert not any(codes), logs
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+def joined(case: ParallelCase, ranks: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole output: all ranks have it, bit by bit, or each has its heads."""
+    found = [rank[case.name] for rank in ranks]
+    if case.heads == "own":
+        out, lse = (torch.cat([state[i] for state in found], 1) for i in (0, 1))
+        return out, lse
+    for out, lse in found[1:]:
+        assert torch.equal(out.view(torch.uint8), found[0][0].view(torch.uint8))
+        assert torch.equal(lse.view(torch.uint8), found[0][1].view(torch.uint8))
+    return found[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results(case: ParallelCase, ranks: list[dict[str, Any]]) -> None:
+    out, lse = joined(case, ranks)
+    ParallelBatch(case, case.world(len(ranks))).check(out, lse)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.q_lens == ()], ids=str)
+def test_one_process_gives_the_same(case: ParallelCase, ranks: list[dict[str, Any]]) -> None:
+    out, lse = joined(case, ranks)
+    batch = ParallelBatch(case, 1)
+    indptr, indices = batch.pages(0)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
+    if case.head_dim_vo:
+        flat: Any = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace, case.kv_layout)
+        flat.plan(batch.q_indptr, indptr, indices, None, *batch.sizes(), **batch.options(), seq_lens=batch.seq_lens)
+    else:
+        flat = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace, case.kv_layout)
+        options = {"window_left": case.window_left, "q_data_type": batch.q.dtype}
+        flat.plan(indptr, indices, None, *batch.sizes(), **options, seq_lens=batch.seq_lens)
+    expected = flat.run(batch.q, batch.caches[0].argument("cpu"), sinks=batch.sinks, return_lse=True)
+    batch.check(*expected, is_merged=False)
+    near = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}[case.dtype]
+    torch.testing.assert_close(out, expected[0], rtol=near, atol=near)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_own_heads_are_those_of_all(ranks: list[dict[str, Any]]) -> None:
+    """The same states, merged by the rank that keeps them: bit by bit."""
+    own = [torch.cat([rank["states-own"][i] for rank in ranks], 1) for i in (0, 1)]
+    for rank in ranks:
+        assert torch.equal(own[0], rank["states-all"][0]) and torch.equal(own[1], rank["states-all"][1])
+
+
+def test_states_are_merged(ranks: list[dict[str, Any]]) -> None:
+    out, lse = merge(*zip(*(states_of(rank) for rank in range(len(ranks))), strict=True))
+    found = ranks[0]["states-all"]
+    assert found[1][4].isinf().all() and not found[0][4].any()
+    torch.testing.assert_close(found[0], out.half(), rtol=2.0**-10, atol=2.0**-10)
+    torch.testing.assert_close(found[1], lse.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_requests_grow(ranks: list[dict[str, Any]]) -> None:
+    """Tokens that each rank appended to its own pages, step after step."""
+    for step in range(NEW_TOKENS):
+        for request, (q, k, v) in enumerate(grown_tokens()):
+            end = GROWN.kv_lens[request] + step + 1
+            state = attention(q[step : step + 1], k[:end], v[:end], Options(GROWN.head_dim**-0.5))
+            for rank in ranks:
+                out, lse = rank["grown"][step]
+                torch.testing.assert_close(out[request].double(), state.out[0], rtol=2.0**-6, atol=2.0**-6)
+                torch.testing.assert_close(lse[request].double(), state.lse[0], rtol=1e-5, atol=1e-5)
+
+
+def test_foreign_groups_are_refused(ranks: list[dict[str, Any]]) -> None:
+    if len(ranks) == 2:
+        pytest.skip("both ranks are in the one group")
+    for number, rank in enumerate(ranks):
+        assert f"does not have this process (rank {number})" in rank["foreign group"]
