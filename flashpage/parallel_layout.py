@@ -68,7 +68,7 @@ class ContextLayout:
         if self.order == "contiguous":
             pages = (seq_lens + self.page_size - 1) // self.page_size
             begin, end = (pages * r // self.world_size * self.page_size for r in (self.rank, self.rank + 1))
-            return torch.minimum(positions, torch.minimum(end, seq_lens)).sub(begin).clamp(min=0)
+            return torch.minimum(positions, end).sub(begin).clamp(min=0)
         run = self.interleave or self.page_size
         rounds, rest = positions // (run * self.world_size), positions % (run * self.world_size)
         return rounds * run + (rest - self.rank * run).clamp(0, run)

@@ -101,7 +101,7 @@ def grown_tokens() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
 
 
 def states_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Odd sizes, so that nothing is aligned by chance; rows without tokens on some ranks and on all."""
+    """Rows without tokens on some ranks and on all; sizes that do not end on whole vectors."""
     generator = torch.Generator().manual_seed(rank)
     out = torch.randn(5, 4, 24, generator=generator).half()
     lse = 4 * torch.randn(5, 4, generator=generator)

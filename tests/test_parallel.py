@@ -14,7 +14,7 @@ import torch.distributed as dist
 from parallel_batch import CASES, RAGGED, WORKSPACE_BYTES, ParallelBatch, ParallelCase, owner
 
 import flashpage
-from flashpage import CapabilityError, PlanError, RunError, parallel
+from flashpage import CapabilityError, PlanError, RunError, parallel, parallel_merge
 
 GROUP_OF_ONE = [c for c in CASES if c.name in ("decode", "append-causal-sinks", "decode-window")]
 
@@ -129,6 +129,15 @@ def test_pages_of_a_rank() -> None:
     layout = parallel.ContextLayout(1, 2, 16)
     pages = layout.pages(indptr, indices, torch.tensor([61, 0, 16]))
     assert [part.tolist() for part in pages] == [[0, 2, 2, 2], [103, 105], [13, 0, 0], [29, 0, 0]]
+
+
+def test_states_that_travel_are_aligned() -> None:
+    """Kernels read them in vectors of 16 bytes; these end between two."""
+    memory = parallel_merge._memory(3, (5, 1, 24), torch.zeros(1, dtype=torch.float16))
+    out, lse = parallel_merge._views(memory, (5, 1, 24), torch.float16)
+    for states in (out, lse):
+        assert all((state.data_ptr() - memory.data_ptr()) % 16 == 0 for state in states)
+    assert (out.shape, lse.shape) == ((3, 5, 1, 24), (3, 5, 1))
 
 
 def test_import_starts_nothing() -> None:
