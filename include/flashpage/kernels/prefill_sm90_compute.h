@@ -123,8 +123,7 @@ struct PrefillCompute {
     Probabilities<Traits, tokens / 8> probabilities(scores);
     bool keys_there = false, values_there = false;  // seen before they are wanted
 #pragma unroll 1
-    for (int left = tiled.tiles - 1; left > 0; --left) {
-      first += tokens;
+    while ((first += tokens) < unit.kv_end) {
       if (!keys_there) shared.key_ring.wait_full(turn + 1);
       ++turn;
       if constexpr (Warps::by_rows) await_values(turn - 1, values_there);

@@ -195,9 +195,7 @@ struct PrefillLoad {
     } else {
       shared.cursor.next(params, Traits::tile_q, 1, shared.places[shared.place_ring.slot(turn - 1)].place, to.place);
     }
-    const Extent extent = extent_of(to.place.unit);
-    to.first_token = extent.first_token;
-    to.tiles = extent.tiles;
+    to.first_token = extent_of(to.place.unit).first_token;
     ptx::mbarrier_arrive(shared.place_ring.full_barrier(turn));
   }
 };

@@ -24,7 +24,6 @@ struct PrefillWarps {
 struct TiledPlace {
   Place place;
   i32 first_token;  // of the first tile; it may lie before the unit's first token
-  i32 tiles;
 };
 
 template <class Traits>
