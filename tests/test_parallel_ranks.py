@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +111,44 @@ def test_foreign_groups_are_refused(ranks: list[dict[str, Any]]) -> None:
         pytest.skip("both ranks are in the one group")
     for number, rank in enumerate(ranks):
         assert f"does not have this process (rank {number})" in rank["foreign group"]
+
+
+def test_readme_example(tmp_path: Path) -> None:
+    """Two ranks print what the README's first example prints on one."""
+    page = (TESTS.parent / "README.md").read_text()
+    example = re.search(r"```python\n(# torchrun.*?)```", page, re.DOTALL)
+    shown = re.search(r"```text\n(.*?)```", page, re.DOTALL)
+    assert example and shown
+    (tmp_path / "example.py").write_text(example[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example.py"]
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == shown[1].splitlines() * 2
+
+
+def test_spawned_processes_have_the_drop_in(tmp_path: Path) -> None:
+    """A launch script that installs at its top level, as the README shows, and an engine that spawns a worker."""
+    (tmp_path / "engine.py").write_text(ENGINE)
+    (tmp_path / "worker.py").write_text("import flashinfer.decode as d\n\ndef main():\n    print(d.__name__)\n")
+    launcher = re.search(r"```python\n(import runpy.*?)```", (TESTS.parent / "README.md").read_text(), re.DOTALL)
+    assert launcher
+    (tmp_path / "launch.py").write_text(launcher[1].replace("sglang.launch_server", "engine"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(tmp_path)])}
+    done = subprocess.run(
+        [sys.executable, "launch.py"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert (done.returncode, done.stdout) == (0, "flashpage.decode\n"), done.stderr
+
+
+ENGINE = """
+import multiprocessing
+
+import worker
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=worker.main)
+    process.start()
+    process.join()
+    raise SystemExit(process.exitcode)
+"""
