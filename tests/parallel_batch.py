@@ -46,6 +46,10 @@ class ParallelCase:
     def rows(self) -> tuple[int, ...]:
         return self.q_lens or (1,) * len(self.kv_lens)
 
+    def runs_on(self, kind: str) -> bool:
+        """fp32 queries are the CPU's."""
+        return kind == "cpu" or self.dtype != "float32"
+
     def world(self, ranks: int) -> int:
         """Ranks that share a request, of so many."""
         return 2 if self.group == "pairs" else ranks

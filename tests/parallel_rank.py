@@ -1,4 +1,4 @@
-"""One rank of tests/test_parallel_ranks.py, a process of its own: `parallel_rank.py RANK WORLD FOLDER`."""
+"""One rank of tests/test_parallel_ranks.py, a process of its own: `parallel_rank.py RANK WORLD FOLDER DEVICE`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ GROWN = ParallelCase("grown", kv_lens=(40, 3, 0))
 NEW_TOKENS = 20  # of each request, one a step
 
 
-def workspace() -> torch.Tensor:
-    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
+def workspace(device: str) -> torch.Tensor:
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def run_case(case: ParallelCase, world: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run_case(case: ParallelCase, world: int, group: Any, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Twice: allocated outputs and given ones, which must be the same."""
     batch = ParallelBatch(case, case.world(world))
     wrapper = parallel.ContextParallelAttention(
-        workspace(),
+        workspace(device),
         case.kv_layout,
         group,
         order=case.order,
@@ -36,23 +36,25 @@ def run_case(case: ParallelCase, world: int, group: Any) -> tuple[torch.Tensor, 
         heads=case.heads,
     )
     rows = {"qo_indptr": batch.q_indptr} if case.q_lens else {}
-    wrapper.plan(*batch.pages(wrapper.rank), batch.seq_lens, *batch.sizes(), **rows, **batch.options())
-    cache = batch.caches[wrapper.rank].argument("cpu")
-    out, lse = wrapper.run(batch.q, cache, sinks=batch.sinks, return_lse=True)
+    kv_indptr, kv_indices = batch.pages(wrapper.rank)
+    wrapper.plan(kv_indptr, kv_indices.to(device), batch.seq_lens, *batch.sizes(), **rows, **batch.options())
+    q, cache = batch.q.to(device), batch.caches[wrapper.rank].argument(device)
+    sinks = None if batch.sinks is None else batch.sinks.to(device)
+    out, lse = wrapper.run(q, cache, sinks=sinks, return_lse=True)
     given = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
-    assert wrapper.run(batch.q, cache, sinks=batch.sinks, out=given[0], lse=given[1]) is given[0]
+    assert wrapper.run(q, cache, sinks=sinks, out=given[0], lse=given[1]) is given[0]
     assert torch.equal(given[0], out) and torch.equal(given[1], lse)
     return out, lse
 
 
-def grow(rank: int, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def grow(device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Decode steps: each rank appends the tokens that fall to it, at their places in its own pages."""
     tokens = grown_tokens()
     size, num_kv_heads, dim = GROWN.page_size, GROWN.num_kv_heads, GROWN.head_dim
     batch, most = len(GROWN.kv_lens), -(-max(len(k) for _, k, _ in tokens) // size)
-    cache = torch.full((batch * most, 2, size, num_kv_heads, dim), torch.nan, dtype=torch.bfloat16)
+    cache = torch.full((batch * most, 2, size, num_kv_heads, dim), torch.nan, dtype=torch.bfloat16, device=device)
     table = torch.arange(batch * most, dtype=torch.int32).reshape(batch, most)
-    wrapper = parallel.ContextParallelAttention(workspace(), pages="own")
+    wrapper = parallel.ContextParallelAttention(workspace(device), pages="own")
     layout, steps = wrapper.layout(size), []
 
     def append(begin: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,19 +70,20 @@ def grow(rank: int, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         k, v = (
             torch.stack([tokens[r][part][p] for r, p in zip(request.tolist(), position.tolist(), strict=True)])
             if len(request)
-            else cache.new_empty((0, num_kv_heads, dim))
+            else torch.empty((0, num_kv_heads, dim), dtype=torch.bfloat16)
             for part in (1, 2)
         )
         places = layout.tokens_before(position, end[request]).int()
-        flashpage.append_paged_kv_cache(k, v, request.int(), places, cache, indices, indptr, last)
-        return indptr, indices
+        lists = (part.to(device) for part in (k, v, request.int(), places))
+        flashpage.append_paged_kv_cache(*lists, cache, *(part.to(device) for part in (indices, indptr, last)))
+        return indptr, indices.to(device)
 
     lens = torch.tensor(GROWN.kv_lens)
     append(torch.zeros_like(lens), lens)
     for step in range(NEW_TOKENS):
         pages = append(lens, lens + 1)
         lens = lens + 1
-        q = torch.stack([q[step] for q, _, _ in tokens])
+        q = torch.stack([q[step] for q, _, _ in tokens]).to(device)
         wrapper.plan(*pages, lens, GROWN.num_q_heads, num_kv_heads, dim, size, q_data_type=torch.bfloat16)
         steps.append(wrapper.run(q, cache, return_lse=True))
     return steps
@@ -110,26 +113,39 @@ def states_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def main(rank: int, world: int, folder: Path) -> None:
+def _on_host(found: Any) -> Any:
+    if isinstance(found, (list, tuple)):
+        return type(found)(_on_host(part) for part in found)
+    return found.cpu() if isinstance(found, torch.Tensor) else found
+
+
+def main(rank: int, world: int, folder: Path, kind: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", TIMEOUT, world, rank)
+    device = kind if kind == "cpu" else f"{kind}:{rank}"
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo" if kind == "cpu" else "nccl", f"file://{folder}/store", TIMEOUT, world, rank)
     pairs = [dist.new_group([first, first + 1], TIMEOUT) for first in range(0, world, 2)]
     mine = pairs[rank // 2]
-    found: dict[str, Any] = {"grown": grow(rank, world)}
+    found: dict[str, Any] = {"grown": grow(device)}
     with torch.no_grad():
         for case in CASES:
-            found[case.name] = run_case(case, world, mine if case.group else None)
+            if case.runs_on(kind):
+                found[case.name] = run_case(case, world, mine if case.group else None, device)
         for heads in ("all", "own"):
-            found[f"states-{heads}"] = parallel.merge_over_group(*states_of(rank), heads=heads)
+            found[f"states-{heads}"] = parallel.merge_over_group(
+                *(part.to(device) for part in states_of(rank)), heads=heads
+            )
     if world > 2:
         try:
             parallel.merge_over_group(*states_of(rank), pairs[1 - rank // 2])
         except FlashpageError as error:
             found["foreign group"] = str(error)
+    found = {name: _on_host(value) for name, value in found.items()}
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
