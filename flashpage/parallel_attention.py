@@ -12,7 +12,7 @@ from . import arguments
 from .errors import CapabilityError, PlanError, RunError
 from .lengths import all_to_host, batch_of
 from .parallel_layout import ContextLayout, LocalPages
-from .parallel_mask import LocalMask
+from .parallel_mask import LocalMask, Visible
 from .parallel_merge import StateGroup
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from .problem import check_window
@@ -138,8 +138,11 @@ class ContextParallelAttention:
         if self._has_all_pages:
             local = layout.pages(kv_indptr, kv_indices, seq_lens)
         else:
-            local = LocalPages(kv_indptr, kv_indices, seq_lens, layout.tokens(seq_lens).int())
-        mask = self._mask.set(layout, q_indptr, seq_lens, (bool(causal), check_window(window_left)))
+            local = LocalPages(kv_indptr, kv_indices, layout.tokens(seq_lens).int())
+        visible, mask = Visible.of(layout, q_indptr, seq_lens, bool(causal), check_window(window_left)), None
+        if visible is not None:
+            visible, local = visible.trimmed(q_indptr, local, layout.page_size)
+            mask = self._mask.set(visible, q_indptr, local)
         self._wrapper.plan(
             *(q_indptr, local.indptr, local.indices, None),  # type: ignore[arg-type]
             *(num_qo_heads, num_kv_heads, head_dim, page_size),
@@ -240,7 +243,7 @@ def _on_host(
                 "negative: pass the tokens of each request" if steps is tensor else "smaller than the entry before it"
             )
             raise PlanError(f"{name}[{i}]={int(tensor[i])} is {what}.")
-    return kv_indptr, seq_lens, qo_indptr
+    return kv_indptr, seq_lens.long(), qo_indptr.long()
 
 
 def _output(

@@ -16,10 +16,24 @@ ORDERS = ("interleaved", "contiguous")
 class LocalPages(NamedTuple):
     """A rank's part of a batch, as the paged wrappers take it; requests without tokens here have no pages."""
 
-    indptr: torch.Tensor  # [batch + 1] int32, host
+    indptr: torch.Tensor  # [batch + 1], host
     indices: torch.Tensor  # [indptr[-1]] page numbers, where the given ones are
-    last_page_len: torch.Tensor  # [batch] int32, host
     seq_lens: torch.Tensor  # [batch] int32, host: tokens on this rank
+
+    def last_page_len(self, page_size: int) -> torch.Tensor:
+        """[batch], tokens in each request's last page here; 0: it has none."""
+        return torch.where(self.seq_lens > 0, (self.seq_lens - 1) % page_size + 1, 0)
+
+    def without_first(self, pages: torch.Tensor, page_size: int) -> LocalPages:
+        """Without the first pages of each request, [batch]; all of them are full."""
+        pages = torch.minimum(pages, self.indptr.long().diff())
+        begin = self.indptr[:-1].long() + pages
+        counts = self.indptr[1:].long() - begin
+        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
+        indptr[1:] = counts.cumsum(0)
+        chosen = torch.repeat_interleave(begin - indptr[:-1], counts) + torch.arange(int(indptr[-1]))
+        indices = self.indices[chosen.to(self.indices.device)]
+        return LocalPages(indptr, indices, (self.seq_lens - pages * page_size).int())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +120,4 @@ class ContextLayout:
         chosen = (begin[request] + page)[is_here]
         indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
         indptr[1:] = torch.bincount(request[is_here], minlength=len(counts)).cumsum(0)
-        tokens = self.tokens(seq_lens)
-        last = torch.where(tokens > 0, (tokens - 1) % self.page_size + 1, 0)
-        return LocalPages(indptr, kv_indices[chosen.to(kv_indices.device)], last.int(), tokens.int())
+        return LocalPages(indptr, kv_indices[chosen.to(kv_indices.device)], self.tokens(seq_lens).int())

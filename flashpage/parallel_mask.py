@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from .parallel_layout import ContextLayout
+from .parallel_layout import ContextLayout, LocalPages
 from .variants import Variant
 
 # Rows past a request's last one are computed beside it: their entry is any.
@@ -12,40 +14,59 @@ _ROW = "min(max(q_idx + first_row(b), 0), last_row)"
 _MASK = f"logical_and(kv_idx >= first_token({_ROW}), kv_idx < end_token({_ROW}))"
 
 
-class LocalMask:
-    """One variant for all plans of a wrapper; its tensors are the present batch's.
+class Visible(NamedTuple):
+    """A rank's tokens keep their order, so those that a row sees are a run of them. int64, on the host."""
 
-    A rank's tokens keep their order, so those that a row sees are a run [first_token, end_token) of them.
-    """
+    first: torch.Tensor  # [rows] tokens of the row's request on this rank
+    end: torch.Tensor  # [rows]
+
+    @staticmethod
+    def of(
+        layout: ContextLayout, q_indptr: torch.Tensor, seq_lens: torch.Tensor, causal: bool, window_left: int
+    ) -> Visible | None:
+        """None where every row of the batch sees all tokens.
+
+        Args:
+            layout: where tokens lie.
+            q_indptr, seq_lens: rows and tokens of the whole requests, on the host; int64.
+        """
+        request = torch.repeat_interleave(torch.arange(len(seq_lens)), q_indptr.diff())
+        lens = seq_lens[request]
+        q_idx = torch.arange(len(request)) + q_indptr[0] + lens - q_indptr[1:][request]
+        first, end = torch.zeros_like(lens), lens
+        if causal:
+            end = torch.minimum(q_idx + 1, lens).clamp(min=0)
+        if window_left >= 0:
+            first = torch.minimum((q_idx - window_left).clamp(min=0), lens)
+        if torch.equal(end, lens) and not bool(first.any()):
+            return None
+        return Visible(layout.tokens_before(first, lens), layout.tokens_before(end, lens))
+
+    def trimmed(self, q_indptr: torch.Tensor, local: LocalPages, page_size: int) -> tuple[Visible, LocalPages]:
+        """Without the pages that a window hides from all rows of a request; its first row sees the most to the left."""
+        rows = q_indptr.diff()
+        pages = torch.zeros_like(rows)
+        pages[rows > 0] = self.first[(q_indptr[:-1] - q_indptr[0])[rows > 0]] // page_size
+        if not bool(pages.any()):
+            return self, local
+        left = torch.repeat_interleave(pages * page_size, rows)
+        visible = Visible((self.first - left).clamp(min=0), (self.end - left).clamp(min=0))
+        return visible, local.without_first(pages, page_size)
+
+
+class LocalMask:
+    """One variant for all plans of a wrapper; its tensors are the present batch's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._variant = Variant(mask=_MASK)
 
-    def set(
-        self, layout: ContextLayout, q_indptr: torch.Tensor, seq_lens: torch.Tensor, visible: tuple[bool, int]
-    ) -> Variant | None:
-        """The variant, None where every row of the batch sees all tokens, so that all ranks decide alike.
-
-        Args:
-            layout: where tokens lie.
-            q_indptr, seq_lens: rows and tokens of the whole requests, on the host.
-            visible: causal and window_left.
-        """
-        causal, window_left = visible
-        rows = q_indptr.long().diff()
-        request = torch.repeat_interleave(torch.arange(len(rows)), rows)
-        lens = seq_lens.long()[request]
-        q_idx = torch.arange(len(request)) + (seq_lens.long() - q_indptr.long()[1:])[request] + int(q_indptr[0])
-        zero = torch.zeros_like(lens)
-        end = torch.minimum(q_idx + 1, lens).clamp(min=0) if causal else lens
-        first = torch.minimum((q_idx - window_left).clamp(min=0), lens) if window_left >= 0 else zero
-        if torch.equal(end, lens) and torch.equal(first, zero):
-            return None
-        first_row = q_indptr.long()[1:] - int(q_indptr[0]) - layout.tokens(seq_lens)  # q_idx counts a rank's tokens
+    def set(self, visible: Visible, q_indptr: torch.Tensor, local: LocalPages) -> Variant:
+        """The variant that hides all else of this rank's pages."""
+        first_row = q_indptr[1:] - q_indptr[0] - local.seq_lens  # q_idx counts these pages' tokens
         self._hold("first_row", first_row)
-        self._hold("first_token", layout.tokens_before(first, lens))
-        self._hold("end_token", layout.tokens_before(end, lens))
+        self._hold("first_token", visible.first)
+        self._hold("end_token", visible.end)
         self._variant.scalars["last_row"] = len(self._variant.tensors["end_token"]) - 1
         return self._variant
 

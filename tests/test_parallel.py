@@ -128,7 +128,17 @@ def test_pages_of_a_rank() -> None:
     indptr, indices = torch.tensor([2, 7, 7, 8]), torch.arange(100, 110)
     layout = parallel.ContextLayout(1, 2, 16)
     pages = layout.pages(indptr, indices, torch.tensor([61, 0, 16]))
-    assert [part.tolist() for part in pages] == [[0, 2, 2, 2], [103, 105], [13, 0, 0], [29, 0, 0]]
+    assert [part.tolist() for part in pages] == [[0, 2, 2, 2], [103, 105], [29, 0, 0]]
+    assert pages.last_page_len(16).tolist() == [13, 0, 0]
+    rest = pages.without_first(torch.tensor([1, 0, 0]), 16)
+    assert [part.tolist() for part in rest] == [[0, 1, 1, 1], [105], [13, 0, 0]]
+
+
+def test_pages_that_a_window_hides_are_not_read(group_of_one: None) -> None:
+    """A row of a long request reads its window and at most two pages beside it."""
+    wrapper, batch = planned(ParallelCase("window", kv_lens=(4000, 7), window_left=40))
+    assert wrapper._wrapper._planner.result.total_kv <= 41 + 2 * 16 + 7
+    batch.check(*wrapper.run(batch.q, batch.caches[0].argument("cpu"), return_lse=True), is_merged=False)
 
 
 def test_states_that_travel_are_aligned() -> None:
