@@ -10,6 +10,7 @@ from . import arguments
 from .errors import PlanError, RunError
 from .lengths import all_to_host, batch_of
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .problem import check_heads
 from .sink import BatchAttentionWithAttentionSinkWrapper
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
@@ -31,12 +32,13 @@ class BatchAttention:
 
     def __init__(self, kv_layout: str = "NHD", device: Any = "cuda") -> None:
         device = torch.device(device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise PlanError(f"device={str(device)!r}: torch finds no CUDA device here; pass device='cpu'.")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers = [BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout) for _ in range(2)]
         self._parts: list[tuple[BatchPrefillWithPagedKVCacheWrapper, int]] = []  # of the plan, and where its rows end
-        self._kv_layout = kv_layout
 
     @property
     def float_workspace_buffer(self) -> torch.Tensor:
@@ -76,13 +78,14 @@ class BatchAttention:
         """
         arguments.refuse_given(use_profiler=use_profiler)
         self._parts = []
+        num_qo_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
         batch = batch_of(qo_indptr, "qo_indptr")
         arguments.tensor(kv_indptr, "kv_indptr", PlanError)
         arguments.tensor(kv_len_arr, "kv_len_arr", PlanError)
         qo_indptr, kv_indptr, kv_len_arr = all_to_host([qo_indptr, kv_indptr, kv_len_arr])  # type: ignore[assignment]
         ends = [batch]
         if kv_indptr.shape == qo_indptr.shape and kv_len_arr.shape == (batch,):  # else the planner tells
-            ends = _ends(qo_indptr, num_qo_heads // max(1, num_kv_heads))
+            ends = _ends(qo_indptr, num_qo_heads // num_kv_heads)
         begin = 0
         for wrapper, end in zip(self._wrappers, ends, strict=False):
             plan: Any = wrapper.plan

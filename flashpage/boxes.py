@@ -8,7 +8,7 @@ from . import host
 from .caches import View
 from .errors import RunError
 
-LARGEST_BOX = 32  # tokens, as far as kernels are concerned: what a tile has beyond its unit is cleared by boxes
+LARGEST_BOX = 32  # tokens: what a unit's last box brings beyond the unit is cleared by hand
 _BOX_BYTES = 128  # of a row: what SWIZZLE_128B permutes
 _STRIDE_BYTES = 16  # strides are multiples of it
 _LARGEST_STRIDE = 1 << 40  # bytes

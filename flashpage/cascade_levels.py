@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from .cascade_fold import PagedLevel, folded
 from .cascade_window import LevelWindows
 from .errors import CapabilityError, PlanError, RunError
 from .lengths import all_to_host, batch_of
-from .merge import merge_parts
+from .merge import merge_parts, part_of
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from .problem import check_window
 
@@ -52,7 +51,6 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:
         self._num_levels = arguments.whole("num_levels", num_levels, 1)
         self._use_cuda_graph = bool(use_cuda_graph)
-        self._kv_layout = kv_layout
         buffers: dict[str, Any] = {
             "qo_indptr_buf": qo_indptr_buf_arr,
             "paged_kv_indptr_buf": paged_kv_indptr_buf_arr,
@@ -191,7 +189,7 @@ class MultiLevelCascadeAttentionWrapper:
             out = torch.empty(q.shape, dtype=self._active[0]._out_dtype, device=q.device)
         if return_lse and lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        parts = [functools.partial(_run_level, wrapper, q, paged_kv_cache) for wrapper in self._active]
+        parts = [part_of(wrapper, q, paged_kv_cache) for wrapper in self._active]
         merge_parts(parts, out, lse)
         return (out, lse) if return_lse else out
 
@@ -236,9 +234,3 @@ class MultiLevelCascadeAttentionWrapper:
                     f"qo_indptr_arr[{i}] covers rows {begin} to {end} but the last level's end at {rows}: each level "
                     "covers all rows from 0; give rows that share nothing a request without pages."
                 )
-
-
-def _run_level(
-    wrapper: BatchPrefillWithPagedKVCacheWrapper, q: torch.Tensor, cache: Any, out: torch.Tensor, lse: Any
-) -> None:
-    wrapper.run(q, cache, out=out, lse=lse)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .dtypes import DType
 from .errors import PlanError, RunError
 from .lengths import Lengths, to_host
-from .merge import merge_parts
+from .merge import merge_parts, part_of
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from .prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
 
@@ -80,10 +79,10 @@ class _SharedPrefix:
         if prefix_len:
             self._plan_prefix(prefix_len)
             shared._sm_scale = sm_scale
-            parts.append(functools.partial(_run, shared, q, k_shared, v_shared))
+            parts.append(part_of(shared, q, k_shared, v_shared))
         unique._sm_scale, unique._causal = sm_scale, causal
         if unique._planner.result.total_kv or not prefix_len:
-            parts.append(functools.partial(_run, unique, q, unique_kv_cache))
+            parts.append(part_of(unique, q, unique_kv_cache))
         out = torch.empty(q.shape, dtype=unique._out_dtype, device=q.device)
         merge_parts(parts, out, None)
         return out
@@ -99,11 +98,6 @@ class _SharedPrefix:
         plan: Any = self._shared.plan
         plan(q_indptr, kv_indptr, *heads, q_data_type=self._dtypes[0], kv_data_type=self._dtypes[1])
         self._prefix = (prefix_len, rows)
-
-
-def _run(wrapper: Any, *tensors: Any) -> None:
-    *given, out, lse = tensors
-    wrapper.run(*given, out=out, lse=lse)
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):

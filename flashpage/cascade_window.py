@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from .cascade_fold import PagedLevel
+from .row_mask import ROW, RowMask
 from .variants import Variant
 
-# Rows past a request's last one are computed beside it: their entry is any.
-_MASK = "kv_idx >= first_token(min(max(q_idx + first_row(b), 0), last_row))"
+_MASK = f"kv_idx >= first_token({ROW})"
 
 
 class Level(NamedTuple):
@@ -30,7 +30,7 @@ class LevelWindows:
 
     def __init__(self, num_levels: int, device: torch.device, is_graph: bool) -> None:
         self._is_graph = is_graph
-        self._masks = [_LevelMask(device) for _ in range(num_levels - 1)]
+        self._masks = [RowMask(_MASK, device) for _ in range(num_levels - 1)]
 
     def plan(
         self, planned: Sequence[PagedLevel], page_size: int, window_left: int
@@ -50,7 +50,8 @@ class LevelWindows:
             is_hidden[i] = bool((first_token >= levels[i].by_row(levels[i].kv_lens)).all())
             # What is captured has a mask in every batch or in none.
             if self._is_graph or (not is_hidden[i] and bool((first_token > 0).any())):
-                variants[i] = self._masks[planned[i].number].set(levels[i], first_token)
+                first_row = levels[i].q_indptr[1:] - levels[i].kv_lens  # q_idx is right-aligned within the level
+                variants[i] = self._masks[planned[i].number].set(first_row, first_token=first_token)
         return variants, is_hidden
 
 
@@ -73,25 +74,3 @@ def _first_visible(levels: Sequence[Level], window_left: int) -> list[torch.Tens
         behind = torch.stack(tokens[level:-1]).sum(0)  # tokens from this level's first to the last level's first
         found.append(place + behind - window_left)
     return found
-
-
-class _LevelMask:
-    """The mask of one level as a variant, one for all plans of a wrapper; its tensors are the present batch's.
-
-    They keep their memory as long as they fit in it, so that captured launches read those of the newest plan.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._variant = Variant(mask=_MASK)
-
-    def set(self, level: Level, first_token: torch.Tensor) -> Variant:
-        """The variant that hides what lies before `first_token`, [rows]."""
-        first_row = level.q_indptr[1:] - level.kv_lens  # q_idx is right-aligned within the level
-        tensors = self._variant.tensors
-        for name, values in (("first_token", first_token), ("first_row", first_row)):
-            if name not in tensors or len(tensors[name]) < len(values):
-                tensors[name] = torch.zeros(max(1, len(values)), dtype=torch.int32, device=self._device)
-            tensors[name][: len(values)].copy_(values, non_blocking=True)
-        self._variant.scalars["last_row"] = len(tensors["first_token"]) - 1
-        return self._variant

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from . import arguments, ops
 from .errors import RunError
 
-__all__ = ["merge_parts", "merge_state", "merge_state_in_place", "merge_states"]
+__all__ = ["merge_parts", "merge_state", "merge_state_in_place", "merge_states", "part_of"]
 
 Part = Callable[[torch.Tensor, torch.Tensor | None], object]  # writes a state over some of the tokens to (out, lse)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -72,6 +73,11 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
             f"v has shape {tuple(v.shape)}: pass at least one state, [rows, num_states, num_heads, head_dim]."
         )
     return ops.call("merge_states", v, s)
+
+
+def part_of(wrapper: Any, *tensors: Any) -> Part:
+    """What `wrapper.run(*tensors)` attends to."""
+    return lambda out, lse: wrapper.run(*tensors, out=out, lse=lse)
 
 
 def merge_parts(parts: Sequence[Part], out: torch.Tensor, lse: torch.Tensor | None) -> None:

@@ -12,7 +12,7 @@ from . import arguments
 from .errors import CapabilityError, PlanError, RunError
 from .lengths import all_to_host, batch_of
 from .parallel_layout import ContextLayout, LocalPages
-from .parallel_mask import LocalMask, Visible
+from .parallel_mask import Visible, local_mask
 from .parallel_merge import StateGroup
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from .problem import check_window
@@ -64,7 +64,7 @@ class ContextParallelAttention:
         self._layout = ContextLayout(self._states.rank, self._states.world_size, 1, order, interleave)
         self._has_all_pages = pages == "all"
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-        self._mask = LocalMask(self._wrapper.device)
+        self._mask = local_mask(self._wrapper.device)
         self._is_planned = False
 
     @property
@@ -142,7 +142,7 @@ class ContextParallelAttention:
         visible, mask = Visible.of(layout, q_indptr, seq_lens, bool(causal), check_window(window_left)), None
         if visible is not None:
             visible, local = visible.trimmed(q_indptr, local, layout.page_size)
-            mask = self._mask.set(visible, q_indptr, local)
+            mask = visible.mask(q_indptr, local, self._mask)
         self._wrapper.plan(
             *(q_indptr, local.indptr, local.indices, None),  # type: ignore[arg-type]
             *(num_qo_heads, num_kv_heads, head_dim, page_size),

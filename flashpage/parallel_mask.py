@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 
 from .parallel_layout import ContextLayout, LocalPages
+from .row_mask import ROW, RowMask
 from .variants import Variant
 
-# Rows past a request's last one are computed beside it: their entry is any.
-_ROW = "min(max(q_idx + first_row(b), 0), last_row)"
-_MASK = f"logical_and(kv_idx >= first_token({_ROW}), kv_idx < end_token({_ROW}))"
+_MASK = f"logical_and(kv_idx >= first_token({ROW}), kv_idx < end_token({ROW}))"
 
 
 class Visible(NamedTuple):
@@ -53,26 +52,12 @@ class Visible(NamedTuple):
         visible = Visible((self.first - left).clamp(min=0), (self.end - left).clamp(min=0))
         return visible, local.without_first(pages, page_size)
 
-
-class LocalMask:
-    """One variant for all plans of a wrapper; its tensors are the present batch's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._variant = Variant(mask=_MASK)
-
-    def set(self, visible: Visible, q_indptr: torch.Tensor, local: LocalPages) -> Variant:
-        """The variant that hides all else of this rank's pages."""
+    def mask(self, q_indptr: torch.Tensor, local: LocalPages, variant: RowMask) -> Variant:
+        """What hides all else of this rank's pages."""
         first_row = q_indptr[1:] - q_indptr[0] - local.seq_lens  # q_idx counts these pages' tokens
-        self._hold("first_row", first_row)
-        self._hold("first_token", visible.first)
-        self._hold("end_token", visible.end)
-        self._variant.scalars["last_row"] = len(self._variant.tensors["end_token"]) - 1
-        return self._variant
+        return variant.set(first_row, first_token=self.first, end_token=self.end)
 
-    def _hold(self, name: str, values: torch.Tensor) -> None:
-        """Captured tensors keep their memory as long as they fit in it."""
-        tensors = self._variant.tensors
-        if name not in tensors or len(tensors[name]) < len(values):
-            tensors[name] = torch.zeros(max(1, len(values)), dtype=torch.int32, device=self._device)
-        tensors[name][: len(values)].copy_(values, non_blocking=True)
+
+def local_mask(device: torch.device) -> RowMask:
+    """For Visible.mask."""
+    return RowMask(_MASK, device)

@@ -23,7 +23,6 @@ class BatchPODWithPagedKVCacheWrapper:
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        self._kv_layout = kv_layout
         self._prefill, self._decode = (
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout) for _ in range(2)
         )

@@ -11,7 +11,6 @@ from . import arguments
 from .errors import PlanError, RunError
 from .lengths import all_to_host, batch_of
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from .problem import check_soft_cap
 from .sparse_variable import VariableBlockSparseAttentionWrapper
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
@@ -79,6 +78,8 @@ class BlockSparseAttentionWrapper:
         R, C = arguments.whole("R", R, 1), arguments.whole("C", C, 1)
         rows = batch_of(indptr, "indptr")  # type: ignore[arg-type]
         arguments.tensor(indices, "indices", PlanError)
+        if mask is not None and packed_mask is not None:
+            raise PlanError("mask and packed_mask each say what is visible within the blocks: give one of them.")
         if N % C:
             raise PlanError(f"N={N} is not a multiple of C={C}: fill the tokens up to whole blocks.")
         if rows != -(-M // R):
@@ -91,7 +92,7 @@ class BlockSparseAttentionWrapper:
         plan(
             *(qo_indptr, indptr, indices, None, num_qo_heads, num_kv_heads, head_dim, C),
             custom_mask=mask,
-            packed_custom_mask=None if mask is not None else packed_mask,
+            packed_custom_mask=packed_mask,
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             use_fp16_qk_reduction=use_fp16_qk_reduction,
@@ -164,9 +165,10 @@ class BlockSparseAttentionWrapper:
     ) -> Any:
         """`run` with options in place of the planned ones, defaults included."""
         arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
-        self._wrapper._now = self._wrapper._now._replace(
-            pos_encoding_mode=arguments.position_encoding(pos_encoding_mode),
-            logits_soft_cap=check_soft_cap(logits_soft_cap),
+        self._wrapper._take_values(
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=-1,
+            logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,

@@ -11,7 +11,7 @@ from . import arguments
 from .errors import PlanError, RunError
 from .lengths import all_to_host
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from .problem import check_heads, check_soft_cap
+from .problem import check_heads
 
 
 class VariableBlockSparseAttentionWrapper:
@@ -137,9 +137,10 @@ class VariableBlockSparseAttentionWrapper:
     ) -> Any:
         """`run` with options in place of the planned ones, defaults included."""
         arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
-        self._wrapper._now = self._wrapper._now._replace(
-            pos_encoding_mode=arguments.position_encoding(pos_encoding_mode),
-            logits_soft_cap=check_soft_cap(logits_soft_cap),
+        self._wrapper._take_values(
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=-1,
+            logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,

@@ -119,6 +119,12 @@ def test_errors_of_batch_attention() -> None:
         wrapper.run(runner.q(), *runner.kv(), kv_cache_sf=torch.zeros(1))
     with pytest.raises(CapabilityError, match="profiler_buffer"):
         wrapper.run(runner.q(), *runner.kv(), profiler_buffer=torch.zeros(1))
+    lengths = (torch.tensor([0, 1], dtype=torch.int32),) * 2
+    with pytest.raises(PlanError, match="num_kv_heads=0"):
+        wrapper.plan(*lengths, torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), 4, 0, 64, 64, 16)
+    if not torch.cuda.is_available():
+        with pytest.raises(PlanError, match="device='cuda': torch finds no CUDA device"):
+            flashpage.BatchAttention()
     short = dataclasses.replace(inputs, indptr=inputs.indptr[:-1])
     with pytest.raises(PlanError, match="paged_kv_indptr has 7 entries"):
         planned(short, "cpu")

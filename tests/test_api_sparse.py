@@ -157,6 +157,7 @@ def test_errors() -> None:
     matrix, wrapper = Matrix(MATRICES[0]), wrapper_on("cpu")
     M, N, R, C, *heads = matrix.bsr.sizes
     indptr, indices = matrix.indptr, matrix.indices
+    both = {"mask": torch.ones(1), "packed_mask": torch.ones(1)}
     for arguments, options, error, says in (
         ((indptr, indices, M, N + 1, R, C), {}, PlanError, "N=129 is not a multiple of C=16"),
         ((indptr, indices, M + 1, N, R, C), {}, PlanError, "indptr has 4 row blocks but M=65 rows are 5 blocks"),
@@ -164,6 +165,7 @@ def test_errors() -> None:
         ((indptr, indices, M, N, R, C), {"block_mask": torch.ones(1)}, CapabilityError, "block_mask=a tensor of"),
         ((indptr, indices, M, N, R, C), {"mask": torch.ones(2, R, C).bool()}, PlanError, r"mask has shape \(2, 16"),
         ((None, indices, M, N, R, C), {}, PlanError, "indptr=None is a NoneType"),
+        ((indptr, indices, M, N, R, C), both, PlanError, "mask and packed_mask each say"),
     ):
         with pytest.raises(error, match=says):
             wrapper.plan(*arguments, *heads, **(options | matrix.options()))

@@ -40,7 +40,7 @@ LAYERS = [
         "variant_values",
     },
     {"jit"},
-    {"problem", "backends", "boxes", "lengths", "caches", "multi_item", "prepare", "quantization", "slots"},
+    {"problem", "backends", "boxes", "lengths", "caches", "multi_item", "row_mask", "prepare", "quantization", "slots"},
     {"plan", "plan_picture", "plan_units"},
     {
         *("binding", "combination", "engine_plan", "engine_state", "ops", "plan_inputs", "planner", "run_checks"),

@@ -104,15 +104,14 @@ struct PrefillCompute {
     const float scale = score_scale_of<Traits>(params, unit), softmax_scale = softmax_scale_of<Traits>(scale);
     const bool transforms = transforms_scores<Traits>(params, scale);
     const i32 clear_begin = unit.all_begin, clear_end = unit.all_end - tokens;  // tiles that start there need no mask
-    constexpr bool masks_all = Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask;
-    i32 first = tiled.first_token;  // of the tile
+    i32 first = tiled.first_token;                                              // of the tile
     float values[1][S::value_tiles][4] = {}, factor[1][2];
     SoftmaxState<1> state;
     state.clear();
     if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
     auto soften = [&] {
       if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
-      if (masks_all || first < clear_begin || first > clear_end)
+      if (masks_all_tiles<Traits> || first < clear_begin || first > clear_end)
         mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
       const bool outgrown = state.raise(scores, softmax_scale, factor);
       state.exponentiate(scores, softmax_scale);

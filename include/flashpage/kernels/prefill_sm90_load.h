@@ -6,7 +6,6 @@
 #include "flashpage/tile/box_tiles.h"
 #include "flashpage/tile/query.h"
 #include "flashpage/tile/row_tiles.h"
-#include "flashpage/tile/trace.h"
 
 namespace flashpage {
 

@@ -14,7 +14,7 @@ struct PrefillWarps {
   static constexpr int groups = computing / 4;  // warpgroups of 64 rows
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int tile_arrivals = by_rows ? 32 * loading : 1;     // at a tile of K or V
-  static constexpr int place_readers = computing + (by_rows ? 4 : 3);  // warps
+  static constexpr int place_readers = computing + (by_rows ? 4 : 3);  // warps: those that load K, V and Q too
   static constexpr int loading_registers = groups == 2 ? 56 : 40;
   static constexpr int computing_registers = groups == 2 ? 224 : 152;
   static_assert(groups == 2 || groups == 3);

@@ -174,11 +174,14 @@ FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles
   }
 }
 
+// Whether every tile has to be masked, wherever it lies.
+template <class Traits>
+inline constexpr bool masks_all_tiles = Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask;
+
 // Whether some row of the unit does not see some token of the tile.
 template <class Traits>
 FP_DEVICE bool needs_mask(const Unit& unit, i32 first_token, int tokens) {
-  constexpr bool always = Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask;
-  return always || first_token < unit.all_begin || first_token + tokens > unit.all_end;
+  return masks_all_tiles<Traits> || first_token < unit.all_begin || first_token + tokens > unit.all_end;
 }
 
 }  // namespace flashpage
