@@ -26,6 +26,10 @@ struct DecodeSm90 {
     using Warps = DecodeWarps<Traits>;
     shared.ring.init(DecodeLoad<Traits>::SlotLoader::arrivals, Warps::team);
     shared.place_ring.init(Warps::place_arrivals, Warps::computing);
+    if (threadIdx.x < Warps::teams) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.cleared[threadIdx.x]), Warps::team);
+      ptx::mbarrier_init_fence();
+    }
     if (Traits::loader == Loader::boxes && threadIdx.x == 0) {
       ptx::prefetch_tensor_map(maps.k);
       ptx::prefetch_tensor_map(maps.v);

@@ -23,7 +23,7 @@ struct DecodeCompute {
   static constexpr int tokens = Shared::tokens;
   static constexpr int threads = S::threads;
   static constexpr int teams = Warps::teams;
-  static constexpr int all_barrier = DecodeCombine<Traits>::barrier, team_barrier = 2;  // names; the latter one a team
+  static constexpr int all_barrier = DecodeCombine<Traits>::barrier;  // its name
 
   Shared& shared;
   const AttentionParams& params;
@@ -35,6 +35,7 @@ struct DecodeCompute {
   int first_row = warp % Warps::team / Traits::warps_v * S::rows_a_warp;
   int part = warp % Traits::warps_v;  // of the value columns
   u32 turn = 0;                       // slots before this unit
+  u32 clearings = 0;                  // that this warp's team has done
 
   FP_DEVICE DecodeCompute(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
@@ -156,12 +157,11 @@ struct DecodeCompute {
           make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_bulk_copies();
-    if constexpr (Warps::team == 1) {
-      __syncwarp();
-    } else {
-#pragma unroll
-      for (int t = 0; t < teams; ++t)  // constant names: racecheck loses every barrier of a kernel that computes one
-        if (t == team) ptx::named_barrier(team_barrier + t, team_threads);
+    __syncwarp();
+    if constexpr (Warps::team > 1) {  // in shared memory: racecheck loses the named barriers of a kernel with several
+      const u32 barrier = ptx::shared_address(&shared.cleared[team]);
+      if (lane == 0) ptx::mbarrier_arrive(barrier);
+      ptx::mbarrier_wait(barrier, clearings++ & 1);
     }
   }
 };

@@ -60,6 +60,7 @@ struct DecodeShared {
   SlottedPlace places[places_ahead];
   SlotRing<Traits::stages> ring;
   SlotRing<places_ahead> place_ring;
+  u64 cleared[Traits::warps_kv];  // a barrier for the warps of a team
   u32 others_were_done;
   u32 is_last_piece;
   Turns turns;
