@@ -22,6 +22,7 @@ int64_t fp_sizeof(const char* struct_name) {
       {"MergeParams", sizeof(MergeParams)},
       {"MergeStatesParams", sizeof(MergeStatesParams)},
       {"AppendParams", sizeof(AppendParams)},
+      {"GatherSlotsParams", sizeof(GatherSlotsParams)},
       {"WorkItem", sizeof(WorkItem)},
       {"MergeItem", sizeof(MergeItem)},
       {"CtaItems", sizeof(CtaItems)},

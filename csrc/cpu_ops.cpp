@@ -154,6 +154,18 @@ void append(const AppendParams& params, i64 element) {
   });
 }
 
+void gather_slots(const GatherSlotsParams& p) {
+  const i64 pages = p.indptr[p.batch] - p.indptr[0];
+  const i64 bytes = (pages / std::max(1, p.batch) + 1) * 2 * static_cast<i64>(sizeof(i32));
+  parallel_ranges(p.batch, bytes, [&](i64 first, i64 last) {
+    for (i64 r = first; r < last; ++r) {
+      const i32* slots = p.table + p.rows[r] * p.table_row_stride + (p.starts == nullptr ? 0 : p.starts[r]);
+      for (i64 i = 0; i < p.indptr[r + 1] - p.indptr[r]; ++i)
+        p.indices[p.indptr[r] + i] = static_cast<i32>(p.page.div(slots[i * p.page.divisor]));
+    }
+  });
+}
+
 int32_t bad_element_type(int32_t element_type) {
   return fail(FP_INTERNAL, "element type %d is none of 0 (fp32), 1 (fp16), 2 (bf16)", element_type);
 }
@@ -180,5 +192,10 @@ int32_t fp_cpu_merge_states(const flashpage::MergeStatesParams* params, int32_t 
 
 int32_t fp_cpu_append(const flashpage::AppendParams* params, int32_t element_bytes) {
   append(*params, element_bytes);
+  return FP_OK;
+}
+
+int32_t fp_cpu_gather_slots(const flashpage::GatherSlotsParams* params) {
+  gather_slots(*params);
   return FP_OK;
 }

@@ -251,3 +251,4 @@ FP_API int32_t fp_cpu_features(char* text, int32_t size);  // "avx2,fma,f16c,avx
 // element_type: 0 fp32, 1 fp16, 2 bf16
 FP_API int32_t fp_cpu_merge_states(const flashpage::MergeStatesParams*, int32_t element_type);
 FP_API int32_t fp_cpu_append(const flashpage::AppendParams*, int32_t element_bytes);
+FP_API int32_t fp_cpu_gather_slots(const flashpage::GatherSlotsParams*);

@@ -84,6 +84,15 @@ class AppendParams(ctypes.Structure):
     ]
 
 
+class GatherSlotsParams(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "table rows starts indptr indices"),
+        ("table_row_stride", c_int64),
+        ("batch", c_int32),
+        *_all(FastDiv, "page ctas_per_request"),
+    ]
+
+
 # csrc/flashpage.h
 
 
@@ -201,6 +210,7 @@ PLAN_HEADER = np.dtype(
 
 STRUCTS = (
     *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
+    GatherSlotsParams,
     *(IndexArray, ProblemStruct, Schedule, PlanResult, KernelInfo, DeviceInfo),
     *(BoxForm, KvBoxes, RunArgs),
     *(Python, TensorForm, BoundRun, LengthsStruct, SlotsCall),
@@ -241,6 +251,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_cpu_features": (c_int32, [c_char_p, c_int32]),
     "fp_cpu_merge_states": (c_int32, [c_void_p, c_int32]),
     "fp_cpu_append": (c_int32, [c_void_p, c_int32]),
+    "fp_cpu_gather_slots": (c_int32, [c_void_p]),
 }
 
 

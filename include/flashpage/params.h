@@ -105,4 +105,17 @@ struct AppendParams {
   FastDiv page;
 };
 
+// gather_slots: entry i of request r's range of `indices` is the page of its token starts[r] + i * page size.
+struct GatherSlotsParams {
+  const i32* table;      // [requests of the pool, table_row_stride], a slot a token
+  const i32* rows;       // [batch], each request's row of the table
+  const i32* starts;     // [batch], tokens that are left out, multiples of the page size; null: none
+  const i32* indptr;     // [batch + 1], where each request's pages begin in indices
+  i32* indices;          // [indptr[batch]], written
+  i64 table_row_stride;  // elements
+  i32 batch;
+  FastDiv page;              // tokens a page
+  FastDiv ctas_per_request;  // the grid is batch * ctas_per_request
+};
+
 }  // namespace flashpage
