@@ -64,6 +64,7 @@ LAYERS = [
         *("prefill_ragged", "single", "sink", "sparse", "sparse_variable", "utils"),
     },
     {"__init__", "compat", "integrations", "vllm_attention", "vllm_cache", "vllm_ops"},
+    {"engine"},
     {"demo", "cli", "__main__"},
 ]
 FORBIDDEN = {  # on top of the layers: (importing module, imported modules)

@@ -1,0 +1,79 @@
+"""What a model loop asks of attention: metadata once a step, forward once a layer."""
+
+from __future__ import annotations
+
+import abc
+
+import torch
+
+from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
+
+
+class AttentionBackend(abc.ABC):
+    """What a model runner asks of attention. The order of a step: metadata, then the layers."""
+
+    @abc.abstractmethod
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Prepares a step; once, before its first layer."""
+
+    @abc.abstractmethod
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """One layer of a DECODE step.
+
+        Args:
+            q: [new tokens, num_q_heads, head_dim].
+            k, v: [new tokens, num_kv_heads, head_dim], written to the pool first; None: nothing to write.
+        """
+
+    @abc.abstractmethod
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """One layer of an EXTEND or VERIFY step; arguments as in forward_decode."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """One layer of any step."""
+        call = self.forward_decode if batch.mode is ForwardMode.DECODE else self.forward_extend
+        return call(q, k, v, layer, batch, save_kv_cache)
+
+    # Captured steps; a backend without them keeps these.
+
+    supports_graphs = False
+
+    def init_cuda_graph_state(self, max_batch: int, max_rows: int) -> None:
+        """Memory for captured steps of at most max_batch requests and max_rows new tokens."""
+        raise NotImplementedError(f"{type(self).__name__} runs no captured steps.")
+
+    def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
+        """init_forward_metadata of a batch that is about to be captured; its sizes are fixed from here on."""
+        raise NotImplementedError(f"{type(self).__name__} runs no captured steps.")
+
+    def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
+        """The same before a replay: the batch has as many requests as the captured one."""
+        raise NotImplementedError(f"{type(self).__name__} runs no captured steps.")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Tokens of the requests that pad a batch to a captured size; 0: they are empty and cost nothing."""
+        return 0

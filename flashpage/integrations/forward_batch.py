@@ -1,0 +1,63 @@
+"""A step as attention sees it, and what a layer asks of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import torch
+
+
+class ForwardMode(enum.Enum):
+    """What the new tokens of a step are."""
+
+    DECODE = "decode"  # one a request
+    EXTEND = "extend"  # any number a request, causal: prompts, chunks of prompts, decodes among them
+    VERIFY = "verify"  # a tree of guesses a request, each of which sees its own ancestors
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer of the model. Head counts are those of this rank (flashpage.parallel deals them)."""
+
+    index: int  # into the token pool
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sm_scale: float | None = None  # None: head_dim ** -0.5
+    window_left: int = -1  # tokens visible left of the row's own; -1: all
+    logits_soft_cap: float = 0.0  # 0: none
+    is_cross: bool = False  # attends to the encoder's tokens, not to the decoder's
+    k_scale: Any = None  # numbers or fp32 tensors that multiply what the pool holds
+    v_scale: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardBatch:
+    """The tensors of one step. Lengths stay on the host, where plans are made; all others are where the model runs."""
+
+    mode: ForwardMode
+    tokens: torch.Tensor  # [new tokens] int32
+    positions: torch.Tensor  # [new tokens] int32, in their requests
+    out_slots: torch.Tensor  # [new tokens] int32, where their K and V go
+    rows: torch.Tensor  # [batch] int32, of the request table
+    seq_lens: torch.Tensor  # [batch] int32, host: tokens of each request, the new ones included
+    new_lens: torch.Tensor  # [batch] int32, host: new tokens of each request
+    tree_mask: torch.Tensor | None = None  # VERIFY: each request's new x seq_lens truth values, flattened and joined
+    encoder_lens: torch.Tensor | None = None  # [batch] int32, host: tokens of the encoder, in front of the decoder's
+    encoder_slots: torch.Tensor | None = None  # int32: where K and V of cross layers go, in steps that have them
+
+    @property
+    def batch_size(self) -> int:
+        """Requests."""
+        return len(self.seq_lens)
+
+    def to(self, device: torch.device) -> ForwardBatch:
+        """The same with all but the lengths on `device`, in one copy."""
+        names = ("tokens", "positions", "out_slots", "rows")
+        parts = [getattr(self, name) for name in names]
+        moved = torch.cat(parts).to(device, non_blocking=True).split([len(part) for part in parts])
+        others = {name: getattr(self, name) for name in ("tree_mask", "encoder_slots")}
+        others = {name: t.to(device, non_blocking=True) for name, t in others.items() if t is not None}
+        return dataclasses.replace(self, **dict(zip(names, moved, strict=True)), **others)

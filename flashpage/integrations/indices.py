@@ -1,0 +1,60 @@
+"""The indices updater: a batch's rows of the request table as CSR page tables, one for each part of the tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .forward_batch import ForwardBatch
+from .gather_slots import gather_slots
+from .kv_parts import KvPart, Span, span_of
+from .token_pool import RequestTable
+
+
+class PageTable(NamedTuple):
+    """What a paged wrapper's plan takes."""
+
+    indptr: torch.Tensor  # [batch + 1] int32, host
+    indices: torch.Tensor  # page numbers, on the device
+    last_page_len: torch.Tensor  # [batch] int32, host
+
+
+class IndicesUpdater:
+    """Makes the page tables of a batch.
+
+    Args:
+        windows: window_left of each part in use; -1 where it has none.
+    """
+
+    def __init__(self, table: RequestTable, page_size: int, windows: dict[KvPart, int]) -> None:
+        self.table, self.page_size, self.windows = table, page_size, windows
+
+    def update(
+        self, batch: ForwardBatch, part: KvPart, *, out: torch.Tensor | None = None, prefix_only: bool = False
+    ) -> PageTable:
+        """The pages of one part of every request.
+
+        Args:
+            out: room for the page numbers, which a captured step reads; None: allocated.
+            prefix_only: without the new tokens.
+        """
+        span = span_of(part, batch, self.windows[part], self.page_size)
+        if prefix_only:
+            span = Span(span.starts, span.lens - batch.new_lens)
+        pages = -(-span.lens // self.page_size)
+        indptr = indptr_of(pages)
+        last_page_len = torch.where(span.lens > 0, (span.lens - 1) % self.page_size + 1, 0)
+        device = self.table.slots.device
+        numbers = indptr if span.starts is None else torch.cat([indptr, span.starts])
+        numbers = numbers.to(device, non_blocking=True)  # one copy
+        count = len(indptr)
+        starts = None if span.starts is None else numbers[count:]
+        indices = torch.empty(int(indptr[-1]), dtype=torch.int32, device=device) if out is None else out
+        gather_slots(self.table.slots, batch.rows, numbers[:count], indices, starts, self.page_size)
+        return PageTable(indptr, indices, last_page_len)
+
+
+def indptr_of(lens: torch.Tensor) -> torch.Tensor:
+    """[0, lens[0], lens[0] + lens[1], ...], int32."""
+    return torch.cat([lens.new_zeros(1), lens.cumsum(0)]).to(torch.int32)

@@ -1,0 +1,105 @@
+"""Two levels of memory: a table that says in which slot each token of a request lies, and what lies in the slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import page
+from ..errors import FlashpageError
+
+UNOWNED_PAGE = 0  # never given to a request: rows that pad a captured batch write here
+
+
+class RequestTable:
+    """First level: a row for each running request, a slot for each of its tokens.
+
+    Args:
+        max_requests: rows.
+        max_context: tokens that a request may have.
+    """
+
+    def __init__(self, max_requests: int, max_context: int, device: torch.device | str = "cpu") -> None:
+        self.slots = torch.zeros(max_requests, max_context, dtype=torch.int32, device=device)
+        self._free = list(reversed(range(max_requests)))
+
+    @property
+    def max_requests(self) -> int:
+        return self.slots.shape[0]
+
+    @property
+    def max_context(self) -> int:
+        return self.slots.shape[1]
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no request has."""
+        return len(self._free)
+
+    def acquire(self) -> int:
+        """A row for a request."""
+        if not self._free:
+            raise FlashpageError(f"all {self.max_requests} rows of the request table are in use: release one first.")
+        return self._free.pop()
+
+    def release(self, row: int) -> None:
+        """Takes a request's row back; its numbers stay until the next request writes its own."""
+        self._free.append(row)
+
+    def write(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Token i lies at positions[i] of the request in rows[i], and its K and V in slots[i]; [tokens] each."""
+        self.slots[rows, positions] = slots
+
+
+class TokenPool:
+    """Second level: K and V of every slot of every layer. Slots are numbered page after page.
+
+    Args:
+        num_pages: pages, the one that belongs to nobody among them.
+        page_size: tokens a page; 1: every slot is a page.
+        dtype: of K and V; fp8 values are divided by the layer's scales when they are written.
+        fill: what slots hold before they are written; NaN shows at once where they are read all the same.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        fill: float = 0.0,
+    ) -> None:
+        self.num_pages, self.page_size, self.dtype = num_pages, page_size, dtype
+        shape = (num_pages, 2, page_size, num_kv_heads, head_dim)
+        self._caches = [torch.full(shape, fill, device=device).to(dtype) for _ in range(num_layers)]
+        # Appending by slot: one request whose pages are all of the pool, in order.
+        self._all_pages = torch.arange(num_pages, dtype=torch.int32, device=device)
+        self._all_indptr = torch.tensor([0, num_pages], dtype=torch.int32, device=device)
+        self._all_last = torch.tensor([page_size], dtype=torch.int32, device=device)
+        self._first_request = torch.zeros(num_pages * page_size, dtype=torch.int32, device=device)
+
+    def kv(self, layer: int) -> torch.Tensor:
+        """What wrappers run on, [num_pages, 2, page_size, num_kv_heads, head_dim]."""
+        return self._caches[layer]
+
+    def write(
+        self,
+        layer: int,
+        slots: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None:
+        """K and V of new tokens, [tokens, num_kv_heads, head_dim], to their slots, [tokens] int32."""
+        k, v = self._stored(k, k_scale), self._stored(v, v_scale)
+        everything = (self._all_pages, self._all_indptr, self._all_last)
+        page.append_paged_kv_cache(k, v, self._first_request[: len(slots)], slots, self._caches[layer], *everything)
+
+    def _stored(self, values: torch.Tensor, scale: Any) -> torch.Tensor:
+        """As the cache has it: value = stored * scale."""
+        return (values if scale is None else values / scale).to(self.dtype)

@@ -1,0 +1,33 @@
+"""Masks of speculative decoding: a request's guesses form a tree, and each sees its ancestors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def tree_mask(parents: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> torch.Tensor:
+    """What BatchPrefillWithPagedKVCacheWrapper takes as custom_mask to verify guesses.
+
+    Args:
+        parents: for each request, the parent of each of its guesses among them; -1: none, it follows the request's
+            known tokens. A parent stands before its children.
+        seq_lens: tokens of each request, its guesses included; guess i is its token seq_len - guesses + i.
+
+    Returns:
+        Each request's guesses x seq_len truth values, flattened and joined: True where guess i sees the token.
+    """
+    masks = []
+    for request, (of_request, seq_len) in enumerate(zip(parents, seq_lens, strict=True)):
+        known = seq_len - len(of_request)
+        mask = torch.zeros(len(of_request), seq_len, dtype=torch.bool)
+        mask[:, :known] = True
+        for i, parent in enumerate(of_request):
+            if not -1 <= parent < i:
+                raise ValueError(f"parents[{request}][{i}]={parent} must be -1 or an earlier guess, below {i}.")
+            if parent >= 0:
+                mask[i] |= mask[parent]
+            mask[i, known + i] = True
+        masks.append(mask.flatten())
+    return torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool)

@@ -1,0 +1,372 @@
+"""The engine's side of attention: pools, indices, the backend's dispatch and its steps, against the fp64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from reference import Options, attention
+
+from flashpage import FlashpageError, RunError
+from flashpage.errors import CapabilityError
+from flashpage.integrations import (
+    AttentionLayer,
+    ForwardBatch,
+    ForwardMode,
+    PagedAttention,
+    RequestTable,
+    TokenPool,
+    gather_slots,
+    tree_mask,
+)
+from flashpage.integrations.kv_parts import KvPart
+
+Q_HEADS, KV_HEADS, DIM, CONTEXT = 4, 2, 32, 160
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.float16
+
+
+# ---------------------------------------------------------------- gathering
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("lens", [[0], [1], [700], [5, 0, 33, 16, 1, 200], [2] * 300], ids=lambda lens: str(len(lens)))
+@pytest.mark.parametrize("with_starts", [False, True], ids=["whole rows", "from a token on"])
+def test_gathered_pages(with_starts: bool, lens: list[int], page_size: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    columns = 1024
+    table = torch.randperm(400 * columns // page_size, generator=generator).to(torch.int32)[
+        : 400 * (columns // page_size)
+    ]
+    table = (table[:, None] * page_size + torch.arange(page_size)).to(torch.int32).view(400, -1)
+    wider = torch.zeros(400, table.shape[1] + 7, dtype=torch.int32)  # rows further apart than they are long
+    wider[:, : table.shape[1]] = table
+    rows = torch.randperm(400, generator=generator)[: len(lens)].to(torch.int32)
+    starts = torch.arange(len(lens), dtype=torch.int32) % 4 * page_size if with_starts else None
+    pages = [-(-n // page_size) for n in lens]
+    indptr = torch.tensor([0, *itertools.accumulate(pages)], dtype=torch.int32)
+    indices = torch.full((sum(pages) + 3,), -7, dtype=torch.int32, device=device)
+    on_device = [t.to(device) for t in (wider, rows, indptr)]
+    gather_slots(*on_device, indices, None if starts is None else starts.to(device), page_size)
+    expected = []
+    for r, count in enumerate(pages):
+        first = 0 if starts is None else int(starts[r])
+        expected += [int(table[rows[r], first + i * page_size]) // page_size for i in range(count)]
+    assert indices.tolist() == [*expected, -7, -7, -7]
+
+
+def test_gathering_tells_bad_numbers() -> None:
+    table, one = torch.zeros(4, 32, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    indptr, room = torch.tensor([0, 2], dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    for arguments, told in (
+        ((table.long(), one, indptr, room), "table has shape"),
+        ((table, one, indptr[:1], room), "indptr has 1 entries but 2"),
+        ((table, one * 4, indptr, room), "rows="),
+        ((table, one, indptr.flip(0), room), "indptr="),
+        ((table, one, indptr * 40, room), "indptr="),
+        ((table, one, indptr, room, None, 32), "past the 32 tokens"),
+        ((table, one, indptr, room, one * 31), "past the 32 tokens"),
+        ((table, one, indptr, room, indptr), "starts has 2 entries but 1"),
+    ):
+        with pytest.raises(RunError, match=told):
+            gather_slots(*arguments)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- pools
+
+
+def test_rows_of_the_request_table() -> None:
+    table = RequestTable(2, 8)
+    rows = [table.acquire(), table.acquire()]
+    assert sorted(rows) == [0, 1] and table.num_free == 0
+    with pytest.raises(FlashpageError, match="all 2 rows"):
+        table.acquire()
+    table.release(rows[0])
+    assert table.acquire() == rows[0]
+    table.write(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([3, 0]), torch.tensor([40, 50]).int())
+    assert table.slots[0, 3] == 40 and table.slots[1, 0] == 50 and table.slots.count_nonzero() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_values_come_back_from_their_slots(dtype: torch.dtype, device: str) -> None:
+    pool = TokenPool(6, 4, 2, KV_HEADS, DIM, dtype, device)
+    slots = torch.tensor([23, 4, 9], dtype=torch.int32, device=device)
+    k, v = torch.randn(2, 3, KV_HEADS, DIM, device=device).half()
+    scales = {} if dtype is torch.float16 else {"k_scale": 0.25, "v_scale": 2.0}
+    pool.write(1, slots, k, v, **scales)
+    assert pool.kv(0).float().count_nonzero() == 0
+    for part, values, scale in ((0, k, scales.get("k_scale", 1)), (1, v, scales.get("v_scale", 1))):
+        found = pool.kv(1)[:, part].float().flatten(0, 1)
+        torch.testing.assert_close(found[slots.long()] * scale, values.float(), rtol=0.07, atol=0.01)
+        found[slots.long()] = 0
+        assert found.count_nonzero() == 0
+
+
+# ---------------------------------------------------------------- a batch with a past
+
+
+@dataclasses.dataclass
+class Past:
+    """Requests some of whose tokens are in the pool already; the same K and V, dense, for the reference."""
+
+    table: RequestTable
+    pool: TokenPool
+    rows: list[int]
+    k: list[list[torch.Tensor]]  # [layer][request], [tokens, KV_HEADS, DIM], new ones included
+    v: list[list[torch.Tensor]]
+    slots: list[torch.Tensor]
+
+    @staticmethod
+    def make(
+        lens: Sequence[int], device: str, page_size: int, num_layers: int, dtype: torch.dtype | None = None
+    ) -> Past:
+        """`lens`: of the tokens in each request's row, those that a test adds included."""
+        generator = torch.Generator().manual_seed(sum(lens) + page_size)
+        dtype = dtype or dtype_of(device)
+        table = RequestTable(len(lens) + 2, CONTEXT, device)
+        pages = [-(-n // page_size) for n in lens]
+        pool = TokenPool(sum(pages) + 3, page_size, num_layers, KV_HEADS, DIM, dtype, device, fill=float("nan"))
+        free = (1 + torch.randperm(sum(pages) + 2, generator=generator)).split([*pages, 2])
+        slots = [
+            (p[:, None] * page_size + torch.arange(page_size)).flatten()[:n] for p, n in zip(free, lens, strict=False)
+        ]
+        rows = [table.acquire() for _ in lens]
+        for row, of_request in zip(rows, slots, strict=True):
+            if n := len(of_request):
+                table.write(torch.full((n,), row).to(device), torch.arange(n).to(device), of_request.int().to(device))
+
+        def dense() -> list[list[torch.Tensor]]:
+            values = [[torch.randn(n, KV_HEADS, DIM, generator=generator) for n in lens] for _ in range(num_layers)]
+            return [[x.to(dtype_of(device)) for x in layer] for layer in values]
+
+        return Past(table, pool, rows, dense(), dense(), slots)
+
+    def fill(self, layer: AttentionLayer, counts: Sequence[int]) -> None:
+        """The first counts[r] tokens of each request are in the pool."""
+        for r, count in enumerate(counts):
+            if count:
+                values = [x[layer.index][r][:count].to(self.pool.kv(0).device) for x in (self.k, self.v)]
+                slots = self.slots[r][:count].int().to(self.pool.kv(0).device)
+                self.pool.write(layer.index, slots, *values, layer.k_scale, layer.v_scale)
+
+    def batch(
+        self, mode: ForwardMode, new: Sequence[int], lens: Sequence[int], skip: Sequence[int] | None = None, **more: Any
+    ) -> ForwardBatch:
+        """The last `new` of the first `lens` tokens behind `skip` of each request."""
+        skip = skip or [0] * len(lens)
+        places = [torch.arange(s + n - m, s + n) for s, n, m in zip(skip, lens, new, strict=True)]
+        slots = torch.cat([of[p] for of, p in zip(self.slots, places, strict=True)]).int()
+        numbers = [torch.tensor(x, dtype=torch.int32) for x in (self.rows, lens, new)]
+        host = ForwardBatch(mode, torch.zeros_like(slots), torch.cat(places).int(), slots, *numbers, **more)
+        return host.to(self.pool.kv(0).device)
+
+
+def run_layer(
+    backend: PagedAttention, past: Past, layer: AttentionLayer, batch: ForwardBatch, skip: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer of a step whose new K and V are the past's own; q and the output, on the host."""
+    rows = int(batch.new_lens.sum())
+    generator = torch.Generator().manual_seed(layer.index + rows)
+    q = torch.randn(rows, Q_HEADS, DIM, generator=generator).to(dtype_of(str(backend.device)))
+    k = v = None
+    if not layer.is_cross:
+        spans = list(zip(skip, batch.seq_lens.tolist(), batch.new_lens.tolist(), strict=True))
+        k, v = (
+            torch.cat([x[layer.index][r][s + n - m : s + n] for r, (s, n, m) in enumerate(spans)])
+            for x in (past.k, past.v)
+        )
+        k, v = k.to(backend.device), v.to(backend.device)
+    return q, backend.forward(q.to(backend.device), k, v, layer, batch).cpu()
+
+
+def check(
+    found: torch.Tensor,
+    q: torch.Tensor,
+    past: Past,
+    layer: AttentionLayer,
+    batch: ForwardBatch,
+    first: Sequence[int],
+    lens: Sequence[int],
+    *,
+    masks: Sequence[torch.Tensor] | None = None,
+    causal: bool = True,
+    atol: float | None = None,
+) -> None:
+    """Against the reference over tokens [first, first + lens) of each request."""
+    begin = 0
+    for r, count in enumerate(batch.new_lens.tolist()):
+        k, v = (x[layer.index][r][first[r] : first[r] + lens[r]] for x in (past.k, past.v))
+        options = Options(
+            sm_scale=layer.sm_scale or DIM**-0.5,
+            causal=causal and masks is None,
+            window_left=layer.window_left,
+            soft_cap=layer.logits_soft_cap,
+        )
+        mask = None if masks is None else masks[r]
+        expected = attention(q[begin : begin + count], k, v, options, custom_mask=mask).out
+        tolerance = atol or (2e-5 if found.dtype is torch.float32 else 4e-3)
+        torch.testing.assert_close(found[begin : begin + count].double(), expected, rtol=tolerance, atol=tolerance)
+        begin += count
+
+
+PLAIN = AttentionLayer(0, Q_HEADS, KV_HEADS, DIM)
+LENS = [70, 1, 33, 128]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 5.0, "sm_scale": 0.3}], ids=["plain", "soft cap"])
+def test_decode(options: dict[str, Any], page_size: int, device: str) -> None:
+    """Layers with options of their own beside the first one's: they come with run."""
+    layers = [PLAIN, dataclasses.replace(PLAIN, index=1, **options)]
+    past = Past.make(LENS, device, page_size, len(layers))
+    backend = PagedAttention(past.table, past.pool, layers, dtype_of(device))
+    batch = past.batch(ForwardMode.DECODE, [1] * 4, LENS)
+    backend.init_forward_metadata(batch)
+    for layer in layers:
+        past.fill(layer, [n - 1 for n in LENS])
+        q, found = run_layer(backend, past, layer, batch, [0] * 4)
+        check(found, q, past, layer, batch, [0] * 4, LENS)
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["paged", "ragged and paged"])
+@pytest.mark.parametrize("new", [[20, 1, 33, 7], [70, 1, 33, 128]], ids=["over prefixes", "no prefix"])
+def test_extend(new: list[int], ragged: bool, device: str) -> None:
+    """Chunks over what is in the pool; without a prefix the ragged wrapper has all."""
+    past = Past.make(LENS, device, 16, 1)
+    backend = PagedAttention(past.table, past.pool, [PLAIN], dtype_of(device), ragged_extend=ragged)
+    batch = past.batch(ForwardMode.EXTEND, new, LENS)
+    past.fill(PLAIN, [n - m for n, m in zip(LENS, new, strict=True)])
+    backend.init_forward_metadata(batch)
+    assert (backend.metadata.ragged is not None) == ragged  # type: ignore[union-attr]
+    assert backend.metadata.extend_no_prefix == (ragged and new == LENS)  # type: ignore[union-attr]
+    q, found = run_layer(backend, past, PLAIN, batch, [0] * 4)
+    check(found, q, past, PLAIN, batch, [0] * 4, LENS)
+    slots = past.slots[0][LENS[0] - new[0] :].to(past.pool.kv(0).device)
+    assert not past.pool.kv(0)[:, 0].flatten(0, 1)[slots].isnan().any()  # new tokens are in the pool, for later steps
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_sliding_window_beside_full_layers(page_size: int, mode: ForwardMode, device: str) -> None:
+    """Two wrappers; the window's page table begins with the window, so pages before it hold NaN."""
+    window = dataclasses.replace(PLAIN, window_left=20)
+    layers = [window, dataclasses.replace(PLAIN, index=1)]
+    past = Past.make(LENS, device, page_size, 2)
+    backend = PagedAttention(past.table, past.pool, layers, dtype_of(device))
+    assert list(backend.parts) == [KvPart.WINDOW, KvPart.ALL]
+    new = [1] * 4 if mode is ForwardMode.DECODE else [30, 1, 5, 60]
+    batch = past.batch(mode, new, LENS)
+    for layer in layers:
+        past.fill(layer, [n - m for n, m in zip(LENS, new, strict=True)])
+    backend.init_forward_metadata(batch)
+    pages = backend.indices.update(batch, KvPart.WINDOW)
+    seen = [n - max(0, n - m - 20) // page_size * page_size for n, m in zip(LENS, new, strict=True)]
+    assert pages.indptr.diff().tolist() == [-(-n // page_size) for n in seen]
+    for layer in layers:
+        q, found = run_layer(backend, past, layer, batch, [0] * 4)
+        check(found, q, past, layer, batch, [0] * 4, LENS)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_cross_attention_beside_the_decoders_own(page_size: int, mode: ForwardMode, device: str) -> None:
+    """The encoder's tokens lie in front; every row of a cross layer sees all of them, and none of the decoder's."""
+    cross = AttentionLayer(1, Q_HEADS, KV_HEADS, DIM, is_cross=True)
+    layers = [PLAIN, cross]
+    encoder, own = [40, 16, 0, 55], [30, 1, 33, 64]
+    skip = [-(-n // page_size) * page_size for n in encoder]
+    past = Past.make([s + n for s, n in zip(skip, own, strict=True)], device, page_size, 2)
+    backend = PagedAttention(past.table, past.pool, layers, dtype_of(device))
+    assert list(backend.parts) == [KvPart.OWN, KvPart.ENCODER]
+    new = [1] * 4 if mode is ForwardMode.DECODE else [30, 1, 8, 10]
+    batch = past.batch(mode, new, own, skip, encoder_lens=torch.tensor(encoder, dtype=torch.int32))
+    past.fill(PLAIN, [s + n - m for s, n, m in zip(skip, own, new, strict=True)])
+    past.fill(cross, encoder)
+    backend.init_forward_metadata(batch)
+    q, found = run_layer(backend, past, PLAIN, batch, skip)
+    check(found, q, past, PLAIN, batch, skip, own)
+    q, found = run_layer(backend, past, cross, batch, skip)
+    check(found, q, past, cross, batch, [0] * 4, encoder, causal=False)
+
+
+def test_the_encoders_tokens_are_written_by_the_step_that_has_them(device: str) -> None:
+    cross = AttentionLayer(1, Q_HEADS, KV_HEADS, DIM, is_cross=True)
+    past = Past.make([40], device, 16, 2)
+    backend = PagedAttention(past.table, past.pool, [PLAIN, cross], dtype_of(device))
+    slots = past.slots[0][:20].int().to(device)
+    lens = {"encoder_lens": torch.tensor([20], dtype=torch.int32), "encoder_slots": slots}
+    batch = past.batch(ForwardMode.EXTEND, [8], [8], [32], **lens)
+    backend.init_forward_metadata(batch)
+    q = torch.randn(8, Q_HEADS, DIM, generator=torch.Generator().manual_seed(3)).to(dtype_of(device))
+    k, v = past.k[1][0][:20].to(device), past.v[1][0][:20].to(device)
+    found = backend.forward(q.to(device), k, v, cross, batch).cpu()
+    check(found, q, past, cross, batch, [0], [20], causal=False)
+
+
+def test_verifying_a_tree(device: str) -> None:
+    """Each guess sees the known tokens and its own ancestors."""
+    parents = [[-1, 0, 0, 2, 1], [-1], [-1, -1, 0, 1], [-1, 0, 1, 2]]
+    new = [len(p) for p in parents]
+    lens = [n + m for n, m in zip([40, 0, 17, 100], new, strict=True)]
+    past = Past.make(lens, device, 16, 1)
+    mask = tree_mask(parents, lens)
+    masks = [
+        m.view(a, b)
+        for m, a, b in zip(mask.split([a * b for a, b in zip(new, lens, strict=True)]), new, lens, strict=True)
+    ]
+    assert masks[0][3, 40:].tolist() == [True, False, True, True, False]
+    backend = PagedAttention(past.table, past.pool, [PLAIN], dtype_of(device))
+    batch = past.batch(ForwardMode.VERIFY, new, lens, tree_mask=mask)
+    past.fill(PLAIN, [n - m for n, m in zip(lens, new, strict=True)])
+    backend.init_forward_metadata(batch)
+    q, found = run_layer(backend, past, PLAIN, batch, [0] * 4)
+    check(found, q, past, PLAIN, batch, [0] * 4, lens, masks=masks)
+
+
+def test_parents_come_first() -> None:
+    with pytest.raises(ValueError, match=r"parents\[0\]\[1\]=1"):
+        tree_mask([[-1, 1]], [2])
+
+
+def test_fp8_pool_with_scales(device: str) -> None:
+    """Written divided by the scales, read times the scales."""
+    layer = dataclasses.replace(PLAIN, k_scale=0.5, v_scale=0.25)
+    past = Past.make(LENS, device, 16, 1, torch.float8_e4m3fn)
+    backend = PagedAttention(past.table, past.pool, [layer], dtype_of(device))
+    batch = past.batch(ForwardMode.DECODE, [1] * 4, LENS)
+    past.fill(layer, [n - 1 for n in LENS])
+    backend.init_forward_metadata(batch)
+    q, found = run_layer(backend, past, layer, batch, [0] * 4)
+    check(found, q, past, layer, batch, [0] * 4, LENS, atol=0.15)
+    rounded = [
+        [(x / s).to(torch.float8_e4m3fn).to(x.dtype) * s for x in of[0]] for of, s in ((past.k, 0.5), (past.v, 0.25))
+    ]
+    past.k, past.v = [rounded[0]], [rounded[1]]
+    check(found, q, past, layer, batch, [0] * 4, LENS, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        ([dataclasses.replace(PLAIN, window_left=w) for w in (4, 8)], r"window_left is \[4, 8\]"),
+        ([dataclasses.replace(PLAIN, window_left=4), dataclasses.replace(PLAIN, is_cross=True)], "beside cross"),
+    ],
+)
+def test_parts_that_there_are_none_of(layers: list[AttentionLayer], told: str) -> None:
+    table, pool = RequestTable(1, 16), TokenPool(2, 16, 1, KV_HEADS, DIM, torch.float32)
+    with pytest.raises(CapabilityError, match=told):
+        PagedAttention(table, pool, layers, torch.float32)
+
+
+def test_cross_attention_needs_the_encoders_lengths() -> None:
+    cross = dataclasses.replace(PLAIN, is_cross=True)
+    past = Past.make([4], "cpu", 16, 1)
+    backend = PagedAttention(past.table, past.pool, [cross], torch.float32)
+    with pytest.raises(CapabilityError, match="encoder_lens=None"):
+        backend.init_forward_metadata(past.batch(ForwardMode.DECODE, [1], [4]))
