@@ -63,7 +63,7 @@ LAYERS = [
         *("parallel", "parallel_attention", "parallel_heads", "parallel_layout", "parallel_mask", "parallel_merge"),
         *("prefill_ragged", "single", "sink", "sparse", "sparse_variable", "utils"),
     },
-    {"__init__", "compat", "integrations", "vllm_attention", "vllm_cache", "vllm_ops"},
+    {"__init__", "compat", "hf", "integrations", "vllm_attention", "vllm_cache", "vllm_ops"},
     {"engine"},
     {"demo", "cli", "__main__"},
 ]

@@ -1,0 +1,96 @@
+"""Continuous batching: attention over the pages of transformers' PagedAttentionCache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import RunError
+from ..prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from . import plans
+from .call import Layer
+from .ragged import joined_to_host, packed, padded_to
+
+
+class _Slots(NamedTuple):
+    """Where a layer's tokens are: [slots, 1, num_kv_heads, head_dim], pages of one token."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def attend(
+    layer: Layer, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Stores the new tokens and attends to all of their requests' tokens.
+
+    Args:
+        index: of the layer.
+        query, key, value: [1, heads, tokens, dim], the new tokens of all requests.
+        kwargs: cache; cu_seq_lens_q [requests + 1] and cu_seq_lens_k, by layer type; read_index and write_index, by
+            group of layers: slots of all tokens of the requests, and of the new ones.
+
+    Returns:
+        [1, tokens, num_q_heads, head_dim]
+    """
+    if kwargs.get("block_table") is not None:
+        raise RunError("block_table is given: set max_blocks_per_request=0 in the ContinuousBatchingConfig.")
+    cache = kwargs["cache"]
+    is_newer = hasattr(cache, "layer_to_allocator")  # from transformers 5.18 on
+    layer_type, group, slots = (_slots_of if is_newer else _slots_of_older)(cache, index)
+    kv_ends = kwargs["cu_seq_lens_k"]
+    ends = kwargs["cu_seq_lens_q"], kv_ends[layer_type] if isinstance(kv_ends, dict) else kv_ends
+    read, write = kwargs["read_index"][group], kwargs["write_index"][group]
+    if slots is None:
+        # A window's slots are used in turn: old tokens are gathered before new ones take their place.
+        if is_newer:
+            key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=dict(kwargs))
+        else:
+            rows = cache.update(
+                key, value, layer_idx=index, read_index=kwargs["read_index"], write_index=kwargs["write_index"]
+            )
+            key, value = (t.transpose(0, 1).unsqueeze(0) for t in rows)
+        return packed(layer, query, key, value, ends)
+    slots.keys.index_copy_(0, write, key[0].transpose(0, 1).unsqueeze(1))
+    slots.values.index_copy_(0, write, value[0].transpose(0, 1).unsqueeze(1))
+    # Nothing to read: all requests begin here, and their tokens are the new ones.
+    return _paged(layer, query, slots, read if read.numel() else write, ends)
+
+
+def _paged(
+    layer: Layer, query: torch.Tensor, slots: _Slots, indices: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    kind = ("slots", layer.call, layer.window_left)
+    planned = plans.shared(query.device, kind, BatchPrefillWithPagedKVCacheWrapper)
+    if planned.is_for(ends):
+        rows = planned.batch
+    else:
+        q_indptr, kv_indptr = joined_to_host(*ends)
+        last_page_len = (kv_indptr[1:] > kv_indptr[:-1]).int()
+        planned.wrapper.plan(
+            *(q_indptr, kv_indptr, indices, last_page_len),
+            page_size=1,
+            window_left=layer.window_left,
+            **layer.call.plan_options(),
+        )
+        rows = planned.planned_for(ends, int(q_indptr[-1]))
+    q = query[0].transpose(0, 1)[:rows]
+    out = planned.wrapper.run(q, tuple(slots), window_left=layer.window_left, sinks=layer.sinks)
+    return padded_to(out, query.shape[2])
+
+
+def _slots_of(cache: Any, index: int) -> tuple[str, int, _Slots | None]:
+    """Layer type, group, and slots where they keep their tokens."""
+    allocator = cache.layer_to_allocator[index]
+    if allocator.layer_type != "full_attention":
+        return allocator.layer_type, allocator.index, None
+    keys, values = (t.flatten(0, 1).unsqueeze(1) for t in allocator.get_cache_for_block_table(index))
+    return allocator.layer_type, allocator.index, _Slots(keys, values)
+
+
+def _slots_of_older(cache: Any, index: int) -> tuple[str, int, _Slots | None]:
+    group, place = cache.layer_index_to_group_indices[index]
+    if cache.sliding_windows[index] != 1:
+        return "sliding_attention", group, None
+    return "full_attention", group, _Slots(cache.key_cache[place].unsqueeze(1), cache.value_cache[place].unsqueeze(1))

@@ -1,0 +1,169 @@
+"""The paged KV cache of a transformers model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..errors import RunError
+from ..page import append_paged_kv_cache
+from .call import Layer
+from .history import History
+from .masks import bits
+from .pages import PageTable
+from .step import Step
+
+_TAG = "_flashpage_layer"  # on the keys that a layer's update returns: they go to the attention function as they are
+
+
+def layer_of(key: torch.Tensor) -> PagedLayer | None:
+    """The layer of a PagedCache that these keys have come from."""
+    return getattr(key, _TAG, None)
+
+
+class PagedCache(Cache):
+    """Keys and values in pages: `model.generate(..., past_key_values=PagedCache(model.config))`.
+
+    Tokens of padding take no place. The batch is planned once a forward, by the first layer, for all of them.
+
+    Args:
+        config: of the model.
+        page_size: tokens a page.
+        num_pages: of each layer, allocated at once and never more; None: as many as there are tokens, by doubling.
+    """
+
+    def __init__(self, config: Any, page_size: int = 16, num_pages: int | None = None) -> None:
+        config = config.get_text_config(decoder=True)
+        if getattr(config, "kv_lora_rank", None) is not None:
+            raise RunError(
+                f"{config.model_type} caches latents, which its layers expand: pass no past_key_values, and the "
+                "expanded keys and values are attended to where they are."
+            )
+        others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if others:
+            raise RunError(f"{config.model_type} has layers of {', '.join(sorted(others))}: pass no past_key_values.")
+        self.table = PageTable(page_size, num_pages)
+        self.history = History()
+        self.step: Step | None = None
+        super().__init__(layers=[PagedLayer(self) for _ in range(config.num_hidden_layers)])
+
+    def begin(self, length: int, batch: int, mask: torch.Tensor | None) -> Step:
+        """The step in which the cache comes to have `length` tokens (of a row, padding included)."""
+        if self.step is None or self.step.length != length:
+            if self.table.batch != batch:
+                if self.history.length:
+                    raise RunError(f"the batch is {batch} but the cache holds {self.table.batch} requests: reset() it.")
+                self.table.start(batch)
+            self.step = Step(self, length, mask)
+        return self.step
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens of every row: -n. (n, of older releases: what stays.)"""
+        length = self.history.length
+        count = min(length, -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove))
+        if count:
+            self.table.shorten(self.history.crop(count, self.table.batch))
+            self._set_length()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was; rows from one share its pages."""
+        requests = beam_idx.cpu()
+        if self.history.length:
+            self.table.select(requests)
+            self.history.select(requests)
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        self.reorder_cache(torch.arange(self.table.batch).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Without tokens, as new; memory stays."""
+        self.table.reset()
+        self.history = History()
+        self._set_length()
+
+    def _set_length(self) -> None:
+        self.step = None
+        for layer in self.layers:
+            layer.length, layer.is_pending = self.history.length, False
+
+    @property
+    def batch_size(self) -> int:
+        return self.table.batch if self.history.length else -1
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's pages: keys [num_pages, page_size, num_kv_heads, head_dim] and values."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, cache: PagedCache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.length = 0  # tokens of a row, padding included
+        self.is_pending = False  # tokens were handed out that no attention has stored
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        page_size = self.cache.table.page_size
+        self.keys, self.values = (
+            torch.empty(0, page_size, t.shape[1], t.shape[3], dtype=t.dtype, device=t.device)
+            for t in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes [batch, heads, tokens, dim], and hands the new tokens to the attention function, which stores them."""
+        if self.is_pending:
+            raise RunError(
+                "keys of a PagedCache did not reach its attention: call flashpage.hf.register() and "
+                "model.set_attn_implementation(flashpage.hf.NAME), or pass no past_key_values."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.length += key_states.shape[2]
+        self.is_pending = True
+        key_states = key_states.view(key_states.shape)  # a tensor of our own to put the tag on
+        setattr(key_states, _TAG, self)
+        return key_states, value_states
+
+    def attend(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[batch, q_length, num_q_heads, head_dim_vo]"""
+        batch, q_length = query.shape[0], query.shape[2]
+        step = self.cache.begin(self.length, batch, layer.mask)
+        self.is_pending = False
+        self._fit(self.cache.table.num_pages)
+        for source, target in step.copies:
+            self.keys[target], self.values[target] = self.keys[source], self.values[source]
+        if step.rows.places is None or step.rows.places.numel():
+            pages = (self.keys, self.values)
+            append_paged_kv_cache(step.rows.pack(key), step.rows.pack(value), *step.places, pages, *step.page_lists)
+        masks = bits(layer.mask, batch, q_length, self.length)
+        return step.run(layer, query, (self.keys, self.values), masks)
+
+    def _fit(self, num_pages: int) -> None:
+        """As many pages as the table counts."""
+        old = self.keys.shape[0]
+        if old < num_pages:
+            grown = [t.new_empty(num_pages, *t.shape[1:]) for t in (self.keys, self.values)]
+            for new, t in zip(grown, (self.keys, self.values), strict=True):
+                new[:old] = t
+            self.keys, self.values = grown
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1

@@ -1,0 +1,88 @@
+"""What one layer asks of its attention, judged."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import RunError
+
+
+class Call(NamedTuple):
+    """Options of a layer that a plan is made for; layers with equal ones share it."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    dtype: torch.dtype
+    sm_scale: float | None
+    soft_cap: float | None
+    is_causal: bool
+    has_mask: bool  # 4-D: it says all that is visible
+
+    def plan_options(self) -> dict[str, Any]:
+        """Keyword arguments that `plan` of the paged and of the ragged wrapper have in common, and values beside."""
+        return {
+            "num_qo_heads": self.num_q_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim_qk": self.head_dim_qk,
+            "head_dim_vo": self.head_dim_vo,
+            "causal": self.is_causal and not self.has_mask,
+            "sm_scale": self.sm_scale,
+            "logits_soft_cap": self.soft_cap,
+            "q_data_type": self.dtype,
+        }
+
+
+class Layer(NamedTuple):
+    """A call with what may differ from layer to layer under one plan, and the mask."""
+
+    call: Call
+    window_left: int
+    sinks: torch.Tensor | None  # [num_q_heads] fp32
+    mask: torch.Tensor | None  # [batch, kv_len] bool, True: a token; or [batch or 1, 1, q_len, kv_len]
+
+
+def judge(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> Layer:
+    """Of the arguments that transformers passes to an attention function; refused by name where we cannot."""
+    _refuse(options, query)
+    if isinstance(mask, torch.Tensor) and mask.dim() not in (2, 4):
+        raise RunError(
+            f"attention_mask has shape {tuple(mask.shape)}: pass [batch, tokens] or [batch, 1, rows, tokens]."
+        )
+    is_causal, window = options["is_causal"], options["sliding_window"]
+    has_mask = mask is not None and mask.dim() == 4
+    call = Call(
+        *(query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype),
+        *(options["scaling"], options["softcap"]),
+        bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        has_mask,
+    )
+    # transformers counts the token itself, we count those on its left; a 4-D mask has the window in it.
+    window_left = -1 if window is None or has_mask or not call.is_causal else window - 1
+    sinks = options["s_aux"]
+    return Layer(call, window_left, None if sinks is None else sinks.detach().float(), mask)
+
+
+def _refuse(options: dict[str, Any], query: torch.Tensor) -> None:
+    if options["dropout"]:
+        raise RunError(f"dropout={options['dropout']}: there is none here; call model.eval().")
+    if options["position_bias"] is not None:
+        raise RunError("position_bias is given: this attention has none; use attn_implementation='sdpa'.")
+    if options.get("output_attentions"):
+        raise RunError("output_attentions=True: the weights are never in memory; use attn_implementation='eager'.")
+    if query.requires_grad and torch.is_grad_enabled():
+        raise RunError("gradients are on: there is no backward here; run the model under torch.no_grad().")
+    if query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RunError(
+            "the stream is captured: plans are made on the host; turn CUDA graphs off (use_cuda_graph=False)."
+        )

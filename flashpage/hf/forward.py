@@ -1,0 +1,58 @@
+"""Our attention function in transformers' AttentionInterface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import RunError
+from . import batching, ragged
+from .cache import layer_of
+from .call import judge
+
+
+@torch.compiler.disable
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer of a transformers model.
+
+    Args:
+        query: [batch, num_q_heads, q_length, head_dim].
+        key, value: [batch, num_kv_heads, kv_length, head_dim or head_dim_vo]; from a PagedCache: the new tokens alone.
+        attention_mask: what padding_mask made, or the user's 4-D mask.
+        scaling: of the scores; None: head_dim ** -0.5.
+        sliding_window: tokens that a row sees, itself among them.
+        softcap: scores become cap * tanh(score / cap).
+        s_aux: [num_q_heads], natural-log units, joins the denominator.
+        cache, cu_seq_lens_q, cu_seq_lens_k, read_index, write_index: of continuous batching.
+
+    Returns:
+        [batch, q_length, num_q_heads, head_dim_vo], and None: there are no weights to show.
+    """
+    options = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    options |= {"s_aux": s_aux, "is_causal": is_causal, "position_bias": position_bias} | kwargs
+    layer = judge(module, query, key, value, attention_mask, options)
+    if kwargs.get("cache") is not None:
+        return batching.attend(layer, module.layer_idx, query, key, value, kwargs), None
+    if (pages := layer_of(key)) is not None:
+        return pages.attend(layer, query, key, value), None
+    if attention_mask is None and (q_ends := kwargs.get("cu_seq_lens_q")) is not None:
+        kv_ends = kwargs.get("cu_seq_lens_k")
+        if query.shape[0] != 1:
+            raise RunError(f"cu_seq_lens_q with a batch of {query.shape[0]}: join the requests in one row.")
+        return ragged.packed(layer, query, key, value, (q_ends, q_ends if kv_ends is None else kv_ends)), None
+    return ragged.attend(layer, query, key, value), None

@@ -1,0 +1,93 @@
+"""Masks between transformers and plans: padding becomes lengths, all that is more than padding a mask of bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from ..errors import RunError
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Our entry in transformers' AttentionMaskInterface.
+
+    Returns:
+        None (no padding) or [batch, kv_length] bool where the mask is causal with a window at most, or none at all;
+        [batch, 1, q_length, kv_length] bool where something else is laid over it.
+    """
+    is_full = mask_function is bidirectional_mask_function
+    if isinstance(q_offset, torch.Tensor) or (not is_full and kv_offset + kv_length > q_offset + q_length):
+        raise RunError(
+            "the cache hands out more tokens than it has (StaticCache): pass flashpage.hf.PagedCache or none."
+        )
+    is_window = local_size is None or local_size == getattr(config, "sliding_window", None)
+    if is_full or (allow_is_causal_skip and is_window):
+        return None if attention_mask is None else attention_mask[:, -kv_length:]
+    arguments = {"mask_function": mask_function, "attention_mask": attention_mask, "local_size": local_size} | kwargs
+    arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **arguments)
+
+
+class Rows(NamedTuple):
+    """Which rows of a padded batch [batch, length] are tokens."""
+
+    is_token: torch.Tensor | None  # [batch, length] bool on the host; None: all
+    places: torch.Tensor | None  # those of the flattened batch, on the device; None: all
+    lengths: torch.Tensor  # [batch], on the host
+
+    def pack(self, padded: torch.Tensor) -> torch.Tensor:
+        """[batch, heads, length, dim] -> [tokens, heads, dim]"""
+        rows = padded.transpose(1, 2).flatten(0, 1)
+        return rows if self.places is None else rows.index_select(0, self.places)
+
+    def unpack(self, rows: torch.Tensor, length: int) -> torch.Tensor:
+        """[tokens, heads, dim] -> [batch, length, heads, dim], zeros where there is no token."""
+        batch = self.lengths.numel()
+        if self.places is not None:
+            padded = rows.new_zeros(batch * length, *rows.shape[1:])
+            rows = padded.index_copy_(0, self.places, rows)
+        return rows.view(batch, length, *rows.shape[1:])
+
+
+def all_rows(batch: int, length: int) -> Rows:
+    return Rows(None, None, torch.full((batch,), length))
+
+
+def token_rows(is_token: torch.Tensor, device: torch.device) -> Rows:
+    """Of a mask on the host, [batch, length]."""
+    if bool(is_token.all()):
+        return all_rows(*is_token.shape)
+    index = is_token.flatten().nonzero().squeeze(1).to(device)
+    return Rows(is_token, index, is_token.sum(1))
+
+
+def bits(mask: torch.Tensor | None, batch: int, q_length: int, kv_length: int) -> dict[str, torch.Tensor]:
+    """A 4-D mask as an argument of `plan`: [batch * q_length * kv_length] bool; nothing for other masks."""
+    if mask is None or mask.dim() != 4:
+        return {}
+    if mask.shape[1] != 1 or mask.shape[0] not in (1, batch) or mask.shape[2:] != (q_length, kv_length):
+        raise RunError(
+            f"attention_mask has shape {tuple(mask.shape)} but the batch needs {(batch, 1, q_length, kv_length)}: one "
+            "mask for all heads."
+        )
+    if mask.dtype != torch.bool:
+        visible = mask == 0
+        if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+            raise RunError("attention_mask adds numbers to the scores: pass one of True and False.")
+        mask = visible
+    return {"custom_mask": mask.expand(batch, 1, q_length, kv_length).flatten()}

@@ -1,0 +1,72 @@
+"""Wrappers that layers share, and their memory: one for each kind of layer, planned once a forward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..planner import current_stream
+
+_MOST_WRAPPERS = 16  # kinds of layers that a thread keeps
+_WORKSPACE_BYTES = {"cuda": 128 << 20, "cpu": 16 << 20}
+
+
+class _Local(threading.local):
+    """Work of two threads or two streams shares no memory."""
+
+    def __init__(self) -> None:
+        self.workspaces: dict[Any, torch.Tensor] = {}
+        self.planned: dict[Any, Planned] = {}
+
+
+class Planned:
+    """A wrapper and the batch that it is planned for."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self.identity: tuple[Any, ...] = ()
+        self.batch: Any = None
+
+    def is_for(self, identity: tuple[Any, ...]) -> bool:
+        """Tensors are the same where they are one object: those of a forward come to each layer as they are."""
+        old = self.identity
+        return len(old) == len(identity) and all(
+            a is b if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) else a == b
+            for a, b in zip(old, identity, strict=True)
+        )
+
+    def planned_for(self, identity: tuple[Any, ...], batch: Any) -> Any:
+        """Keeps the tensors of `identity` alive, so that no other gets their place."""
+        self.identity, self.batch = identity, batch
+        return batch
+
+
+_local = _Local()
+
+
+def place(device: torch.device) -> tuple[torch.device, int]:
+    """What runs in order: a device and its current stream."""
+    return device, current_stream(device.index or 0) if device.type == "cuda" else 0
+
+
+def workspace(device: torch.device) -> torch.Tensor:
+    """For partial results, which live as long as one run: wrappers of one stream share it."""
+    key = place(device)
+    if key not in _local.workspaces:
+        _local.workspaces[key] = torch.empty(_WORKSPACE_BYTES[device.type], dtype=torch.uint8, device=device)
+    return _local.workspaces[key]
+
+
+def shared(device: torch.device, kind: tuple[Any, ...], make: Callable[[torch.Tensor], Any]) -> Planned:
+    """This thread's wrapper of a kind, the oldest given up for a new one where there are many."""
+    key = (*place(device), *kind)
+    planned = _local.planned.pop(key, None)
+    if planned is None:
+        planned = Planned(make(workspace(device)))
+        if len(_local.planned) >= _MOST_WRAPPERS:
+            del _local.planned[next(iter(_local.planned))]
+    _local.planned[key] = planned
+    return planned

@@ -1,0 +1,87 @@
+"""Attention over keys and values as transformers' own caches hand them out: padded, [batch, heads, tokens, dim]."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+from . import plans
+from .call import Layer
+from .masks import Rows, all_rows, bits, token_rows
+
+
+class _Batch(NamedTuple):
+    queries: Rows
+    keys: Rows
+
+
+def attend(layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[batch, q_length, num_q_heads, head_dim_vo]"""
+    mask, (batch, _, q_length, _), kv_length = layer.mask, query.shape, key.shape[2]
+    planned = plans.shared(
+        query.device, ("ragged", layer.call, layer.window_left), BatchPrefillWithRaggedKVCacheWrapper
+    )
+    identity = (mask, -1 if mask is None else mask._version, batch, q_length, kv_length)
+    if planned.is_for(identity):
+        rows = planned.batch
+    else:
+        rows = _rows(layer, query, kv_length)
+        masks = bits(mask, batch, q_length, kv_length)
+        indptrs = indptr(rows.queries.lengths), indptr(rows.keys.lengths)
+        planned.wrapper.plan(*indptrs, window_left=layer.window_left, **layer.call.plan_options(), **masks)
+        planned.planned_for(identity, rows)
+    k, v = rows.keys.pack(key), rows.keys.pack(value)
+    out = planned.wrapper.run(rows.queries.pack(query), k, v, window_left=layer.window_left, sinks=layer.sinks)
+    return rows.queries.unpack(out, q_length)
+
+
+def _rows(layer: Layer, query: torch.Tensor, kv_length: int) -> _Batch:
+    """Without a causal mask rows that are no tokens are rows like others."""
+    batch, _, q_length, _ = query.shape
+    if layer.mask is None or layer.call.has_mask:
+        return _Batch(all_rows(batch, q_length), all_rows(batch, kv_length))
+    is_token = layer.mask[:, -kv_length:].bool().cpu()
+    keys = token_rows(is_token, query.device)
+    is_query = layer.call.is_causal and keys.is_token is not None
+    queries = token_rows(is_token[:, -q_length:], query.device) if is_query else all_rows(batch, q_length)
+    return _Batch(queries, keys)
+
+
+def packed(
+    layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """The same of one row of requests joined without padding, which begin at `ends`: [1, tokens, heads, dim_vo]."""
+    planned = plans.shared(
+        query.device, ("packed", layer.call, layer.window_left), BatchPrefillWithRaggedKVCacheWrapper
+    )
+    if planned.is_for(ends):
+        q_rows, kv_rows = planned.batch
+    else:
+        q_indptr, kv_indptr = joined_to_host(*ends)
+        planned.wrapper.plan(q_indptr, kv_indptr, window_left=layer.window_left, **layer.call.plan_options())
+        q_rows, kv_rows = planned.planned_for(ends, (int(q_indptr[-1]), int(kv_indptr[-1])))
+    q, k, v = (t[0].transpose(0, 1)[:rows] for t, rows in ((query, q_rows), (key, kv_rows), (value, kv_rows)))
+    out = planned.wrapper.run(q, k, v, window_left=layer.window_left, sinks=layer.sinks)
+    return padded_to(out, query.shape[2])
+
+
+def padded_to(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """[1, length, heads, dim] of the first rows, zeros after them."""
+    if rows.shape[0] < length:
+        rows = torch.cat([rows, rows.new_zeros(length - rows.shape[0], *rows.shape[1:])])
+    return rows.unsqueeze(0)
+
+
+def indptr(lengths: torch.Tensor) -> torch.Tensor:
+    """[batch + 1] int32, on the host."""
+    ends = torch.zeros(lengths.numel() + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, out=ends[1:])
+    return ends
+
+
+def joined_to_host(q_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in one copy."""
+    q_ends, kv_ends = torch.stack([q_indptr.int(), kv_indptr.int()]).cpu()
+    return q_ends, kv_ends

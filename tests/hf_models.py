@@ -1,0 +1,101 @@
+"""Tiny models of transformers with random weights, one for each thing that attention has to honour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 128
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,  # so that greedy tokens differ from one another
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, **_ALTERNATING}
+_DEEPSEEK = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": None,
+}
+
+# name: (configuration class, what it has beside the sizes)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),  # normalised queries and keys
+    "mistral": ("MistralConfig", {"sliding_window": 8}),  # a window in all layers
+    "gemma2": ("Gemma2Config", {"sliding_window": 8, "attn_logit_softcapping": 5.0, **_ALTERNATING}),  # soft cap
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, **_ALTERNATING}),  # two RoPEs, a scale of its own
+    "gpt-oss": ("GptOssConfig", _GPT_OSS),  # sinks
+    "deepseek-v3": ("DeepseekV3Config", _DEEPSEEK),  # keys of 192, values of 128, expanded from latents
+}
+
+
+def make_config(name: str, **changes: Any) -> Any:
+    config_class, own = MODELS[name]
+    options = {key: value for key, value in (_SIZES | own | changes).items() if value is not None or key != "head_dim"}
+    return getattr(transformers, config_class)(**options)
+
+
+def make_model(name: str, seed: int = 0, implementation: str = "eager", **changes: Any) -> Any:
+    """In fp32 on the CPU, in evaluation mode."""
+    torch.manual_seed(seed)
+    config = make_config(name, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
+    return model.eval()
+
+
+def left_padded(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
+    """input_ids and attention_mask of a batch of unlike lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    mask = torch.zeros(len(lengths), width, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        mask[row, width - length :] = 1
+    ids = torch.randint(1, VOCABULARY, mask.shape, generator=generator) * mask
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def greedy(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **options: Any) -> torch.Tensor:
+    """The tokens that come after the inputs."""
+    with torch.no_grad():
+        ids = model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens, **options)
+    return ids[:, inputs["input_ids"].shape[1] :]
+
+
+def with_implementation(model: Any, name: str, run: Callable[[], Any]) -> Any:
+    """What `run` gives under another attention implementation."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        return run()
+    finally:
+        model.set_attn_implementation(before)
