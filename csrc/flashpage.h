@@ -110,6 +110,8 @@ FP_API void fp_slots_destroy(fp_slots*);
 // `stream`'s order. One foreign call a plan.
 FP_API int32_t fp_slots_plan(fp_slots*, const fp_problem*, const fp_schedule*, void* destination, int64_t capacity,
                              void* stream, fp_plan_result*);
+// Copies `size` bytes, at most a slot's, from any host memory, which may be reused at once, in `stream`'s order.
+FP_API int32_t fp_slots_copy(fp_slots*, const void* bytes, int64_t size, void* destination, void* stream);
 // The bytes of the newest plan, on the host (for work_items(), explain() and pictures); valid until the next
 // fp_slots_plan.
 FP_API const void* fp_slots_last(const fp_slots*);

@@ -69,6 +69,7 @@ int32_t find_slot(fp_slots& ring) {
   return add_slot(ring);
 }
 
+// Bytes of the slot to the device, in the stream's order; the slot is not free before they are there.
 int32_t copy_on_device(fp_slots& ring, Slot& slot, void* destination, int64_t bytes, cuda::Stream stream) {
   const cuda::Driver& cuda = *ring.driver;
   int capture;
@@ -150,6 +151,27 @@ int32_t fp_slots_plan(fp_slots* ring, const fp_problem* problem, const fp_schedu
   int32_t status = copy_on_device(*ring, slot, destination, result->used_bytes, static_cast<cuda::Stream>(stream));
   if (status != FP_OK) return status;
   ring->last = slot.bytes;
+  ring->next = (ring->next + 1) % ring->slots.size();
+  return FP_OK;
+}
+
+int32_t fp_slots_copy(fp_slots* ring, const void* bytes, int64_t size, void* destination, void* stream) {
+  if (size > ring->slot_bytes) {
+    return host::fail(FP_INTERNAL, "%lld bytes do not fit a slot of %lld", static_cast<long long>(size),
+                      static_cast<long long>(ring->slot_bytes));
+  }
+  if (ring->driver == nullptr) {
+    std::memcpy(destination, bytes, size);
+    return FP_OK;
+  }
+  cuda::CurrentContext current(*ring->driver, ring->context);
+  {
+    cuda::RelaxedCapture relaxed(*ring->driver);
+    if (int32_t status = find_slot(*ring); status != FP_OK) return status;
+  }
+  Slot& slot = ring->slots[ring->next];
+  std::memcpy(slot.bytes, bytes, size);
+  if (int32_t status = copy_on_device(*ring, slot, destination, size, static_cast<cuda::Stream>(stream))) return status;
   ring->next = (ring->next + 1) % ring->slots.size();
   return FP_OK;
 }

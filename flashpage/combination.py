@@ -19,17 +19,22 @@ from .slots import PlanSlot
 from .spec import VariantSpec
 
 if TYPE_CHECKING:
+    from .capacity import Capacity
     from .plan import Plan
     from .planner import Planner
 
 _ALL_MERGES = 2**31 - 1  # the launcher bounds the merge's grid itself
 _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
+_HOW_TO_PASS = {"float": "to the constructor", "int": "with reset_workspace_buffer(float_workspace, int_workspace)"}
 
 
 class Combination:
     """Options, the slot that holds their plan, and the kernels for each class of rows met so far."""
 
-    __slots__ = ("_frozen_rows", "_prepared", "generation", "num_ctas", "num_merges", "options", "prepared", "slot")
+    __slots__ = (
+        *("_checked_for", "_frozen_rows", "_prepared", "generation", "num_ctas", "num_merges", "options", "prepared"),
+        "slot",
+    )
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -41,6 +46,7 @@ class Combination:
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = backends.packed_rows(options, 0, 0) if is_constant else 0
         self._prepared: dict[tuple[int, VariantSpec | None], Prepared] = {}
+        self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
 
     def plan(self, planner: Planner, slot: PlanSlot, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
         """Plans the batch that `problem` points at, into the slot."""
@@ -64,6 +70,9 @@ class Combination:
 
     def _prepared_for(self, planner: Planner, batch: int, total_rows: int) -> Prepared:
         options = self.options
+        capacity = planner.capacity
+        if capacity is not None:
+            batch, total_rows = capacity.batch, capacity.rows_of(options)
         rows = self._frozen_rows or backends.packed_rows(options, batch, total_rows)
         if planner.is_graph:
             self._frozen_rows = rows  # one kernel for all batches of a graph
@@ -74,7 +83,24 @@ class Combination:
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
             self._prepared[rows, variant] = prepared
+        if capacity is not None:
+            self._check_capacity(planner, capacity, prepared)
         return prepared
+
+    def _check_capacity(self, planner: Planner, capacity: Capacity, prepared: Prepared) -> None:
+        """Workspaces that hold the plan of any batch within the capacity, told at the first one."""
+        options, workspaces = self.options, (planner.float_bytes, planner.int_bytes)
+        if self._checked_for == (prepared, workspaces):
+            return
+        sizes = (capacity.batch, capacity.rows_of(options), capacity.tokens_of(options))
+        needed = bounds_of(prepared, *sizes)
+        for name, has, needs in zip(("float", "int"), workspaces, needed, strict=True):
+            if has < needs:
+                raise PlanError(
+                    f"{name}_workspace_buffer has {has} bytes but a batch of max_batch={capacity.batch} requests may "
+                    f"need {needs}: pass a larger one, {_HOW_TO_PASS[name]}."
+                )
+        self._checked_for = (prepared, workspaces)
 
     def _too_many_partials(self, planner: Planner, rows: int) -> PlanError:
         needed = partial_bytes(rows, self.options.head_dim_vo)
@@ -98,8 +124,13 @@ def workspace_bounds(
     options: Options, batch: int, total_q: int, total_kv: int, device: torch.device
 ) -> tuple[int, int]:
     """Bytes of the float and the int workspace that no batch within these sizes exceeds."""
+    return bounds_of(Prepared(options, backends.packed_rows(options, batch, total_q), device), batch, total_q, total_kv)
+
+
+def bounds_of(prepared: Prepared, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
+    """The same where kernel and schedule are known."""
+    options = prepared.options
     max_q_rows = 0 if options.uniform_q_len == 1 else total_q  # 0: one row a request, which bounds a fixed split closer
-    prepared = Prepared(options, backends.packed_rows(options, batch, total_q), device)
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
     host.check(
         host.load().fp_plan_bounds(

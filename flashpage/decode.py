@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import arguments
+from .capacity import Capacity
 from .decode_options import decode_options, named_options
 from .engine_plan import DecodePlanModule, PlanModule
 from .engine_state import PagedState, Written
@@ -44,11 +45,15 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, PlanRunWrapper):
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
             on the CPU: the CPU backend.
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
-        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size.
+        use_cuda_graph: runs may be captured, and replayed after later plans: of the same batch size with the three
+            buffers, of any batch up to `max_batch` and `max_pages` without them.
         use_tensor_cores: accepted; kernels are chosen from shapes (`_cached_module` has either kind's arguments).
         paged_kv_indptr_buffer, paged_kv_last_page_len_buffer: with `use_cuda_graph`; their lengths fix the batch size.
         paged_kv_indices_buffer: with `use_cuda_graph`; int32, plan copies the page numbers there.
         backend: "auto" ("fa2", "fa3": the same).
+        max_batch, max_pages: with `use_cuda_graph`, in place of the three buffers: the most requests of a plan, and the
+            most entries of `indices` in use. The first plan says where a workspace is too small for any such batch.
+        max_rows: the most rows of q; 0: max_batch * q_len_per_req.
     """
 
     _length_names = ("qo_indptr", "indptr", "last_page_len", "seq_lens")
@@ -65,10 +70,15 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, PlanRunWrapper):
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
         jit_args: list[Any] | None = None,
+        *,
+        max_batch: int | None = None,
+        max_pages: int | None = None,
+        max_rows: int = 0,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         self._use_tensor_cores = use_tensor_cores
         self._take_graph_buffers(
+            Capacity.of(use_cuda_graph, max_batch=max_batch, max_pages=max_pages, max_rows=max_rows),
             paged_kv_indptr_buffer=paged_kv_indptr_buffer,
             paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
             paged_kv_indices_buffer=paged_kv_indices_buffer,

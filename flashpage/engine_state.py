@@ -16,6 +16,7 @@ from .engine_plan import PlanInfo, PlanModule
 from .errors import PlanError
 
 if TYPE_CHECKING:
+    from .capacity import Capacity
     from .planner import Planner
 
 
@@ -39,15 +40,15 @@ class Written:
 
 
 class Buffer(Written):
-    """An array of the batch on the device. In graph mode: the constructor's tensor, and no other."""
+    """An array of the batch on the device. With graph buffers: the constructor's tensor, and no other."""
 
     def __get__(self, state: EngineState, owner: type) -> Any:
-        if state.is_cuda_graph_enabled:
+        if state._has_graph_buffers:
             return state._graph_buffer(self._name)
         return super().__get__(state, owner)
 
     def __set__(self, state: EngineState, value: Any) -> None:
-        if not state.is_cuda_graph_enabled:
+        if not state._has_graph_buffers:
             super().__set__(state, value)
         elif value is not state._graph_buffer(self._name):
             raise PlanError(f"{self._name} is fixed by the constructor with use_cuda_graph=True: copy into it.")
@@ -167,14 +168,23 @@ class EngineState:
             self._graph_buffers[name] = numbers
         return self._graph_buffers.get(name)
 
-    def _take_graph_buffers(self, **buffers: torch.Tensor | None) -> None:
+    @property
+    def _has_graph_buffers(self) -> bool:
+        """Whether the constructor was given the batch's arrays, which fix its size."""
+        return self._planner.is_graph and self._planner.capacity is None
+
+    def _take_graph_buffers(self, capacity: Capacity | None, **buffers: torch.Tensor | None) -> None:
         """Named as the constructor has them. Kernels read the plan, page numbers and mask bits; the others fix the
-        batch."""
+        batch, where no capacity does."""
         self._graph_buffers = {name.removesuffix("fer"): buffer for name, buffer in buffers.items()}
         self._fixed_batch_size: int | None = None
+        if capacity is not None:
+            self._planner.use_capacity(capacity, is_paged=any("indices" in name for name in buffers))
         for name, buffer in buffers.items() if self.is_cuda_graph_enabled else ():
+            if capacity is not None and buffer is not None and "mask" not in name:
+                raise PlanError(f"max_batch={capacity.batch} and {name} both size the batch: pass one of them.")
             if buffer is None:
-                if "mask" in name:
+                if "mask" in name or capacity is not None:
                     continue
                 raise PlanError(f"{name}=None with use_cuda_graph=True: pass the buffer that captured runs read.")
             arguments.tensor(buffer, name, PlanError)
@@ -200,6 +210,8 @@ class EngineState:
         self._fixed_batch_size = batch
 
     def _check_graph_batch(self, batch: int) -> None:
+        if self._planner.capacity is not None:
+            self._planner.capacity.check_batch(batch)
         if self._fixed_batch_size is not None and batch != self._fixed_batch_size:
             raise PlanError(
                 f"the batch has {batch} requests but the wrapper's graph buffers fix it at {self._fixed_batch_size}: "

@@ -236,6 +236,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_slots_create": (c_void_p, [c_int32, c_int64]),
     "fp_slots_destroy": (None, [c_void_p]),
     "fp_slots_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "fp_slots_copy": (c_int32, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
     "fp_slots_last": (c_void_p, [c_void_p]),
     "fp_kernel_from_function": (c_void_p, [c_void_p]),
     "fp_cuda_device_count": (c_int32, []),

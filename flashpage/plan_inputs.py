@@ -9,6 +9,7 @@ import torch
 from . import arguments, env, quantization
 from .errors import PlanError
 from .lengths import Lengths, to_host
+from .slots import CopyRing
 
 
 class KvIndices:
@@ -18,6 +19,7 @@ class KvIndices:
         self.device, self.buffer = device, buffer
         self._device_index = -1 if device.index is None else device.index
         self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
+        self._ring: CopyRing | None = None  # of page numbers that come from the host into the buffer
         self.tensor: torch.Tensor | None = None
         self.address = 0
         self.max_page = -1  # -1: not known, the numbers are on the device
@@ -40,7 +42,7 @@ class KvIndices:
         elif place != self._device_index:
             arguments.same_device(indices, self.device, name, PlanError)
         if self.buffer is not None:
-            self._copy(indices, non_blocking, name)
+            self._copy(indices, end, non_blocking, name)
         else:
             if dtype is not torch.int32 or place != self._device_index or not indices.is_contiguous():
                 indices = indices.to(device=self.device, dtype=torch.int32, non_blocking=non_blocking).contiguous()
@@ -84,18 +86,24 @@ class KvIndices:
                 f"in both, or {name}=None."
             )
 
-    def _copy(self, indices: torch.Tensor, non_blocking: bool, name: str) -> None:
-        """Graph mode: into the buffer that captured launches read."""
+    def _copy(self, indices: torch.Tensor, end: int, non_blocking: bool, name: str) -> None:
+        """Graph mode: what is in use, into the buffer that captured launches read."""
         self.tensor = buffer = self.buffer
         assert buffer is not None
         if indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype:
             return
-        if indices.shape[0] > buffer.shape[0]:
+        if end > buffer.shape[0]:
             raise PlanError(
-                f"{name} has {indices.shape[0]} entries but the wrapper's indices buffer holds {buffer.shape[0]}: make "
+                f"{name} has {end} entries but the wrapper's indices buffer holds {buffer.shape[0]}: make "
                 "the buffer as large as the largest batch needs."
             )
-        buffer[: indices.shape[0]].copy_(indices, non_blocking=non_blocking)
+        if indices.is_cpu and not buffer.is_cpu:
+            if self._ring is None:
+                self._ring = CopyRing(self._device_index, buffer.nbytes)
+            used = indices[:end].to(torch.int32).contiguous()
+            self._ring.copy(used, buffer, torch._C._cuda_getCurrentRawStream(self._device_index))
+        else:
+            buffer[:end].copy_(indices[:end], non_blocking=non_blocking)
 
 
 def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:

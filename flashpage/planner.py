@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import arguments, host, lengths
+from .capacity import Capacity
 from .combination import Combination, partial_bytes
 from .errors import PlanError, RunError
 from .lengths import HeldLengths, Lengths
@@ -34,6 +35,7 @@ class Planner:
         self.device, self.is_graph, self.length_names = device, is_graph, length_names
         self.generation = 0  # of plans; structs bound to an older one are bound again
         self.is_planned = False
+        self.capacity: Capacity | None = None  # graph mode: of all batches; None: buffers fix the batch
         self.device_index = -1 if device.type == "cpu" else device.index
         self.float_buffer = self.int_buffer = float_buffer
         self.use_float_buffer(float_buffer)
@@ -79,6 +81,12 @@ class Planner:
                 "that starts on 16 bytes."
             )
 
+    def use_capacity(self, capacity: Capacity, is_paged: bool) -> None:
+        """Graph mode: what captured launches read is as large as the largest batch needs."""
+        self.capacity = capacity
+        if is_paged:
+            self.indices.buffer = torch.empty(capacity.entries, dtype=torch.int32, device=self.device)
+
     def partial_rows(self, head_dim_vo: int) -> int:
         """Rows of partial results that the float workspace holds."""
         return self.float_bytes // partial_bytes(4, head_dim_vo) * 4
@@ -94,6 +102,11 @@ class Planner:
         """From here to the next complete plan nothing may run."""
         self.generation += 1
         self.is_planned = False
+
+    @property
+    def int_bytes(self) -> int:
+        """Of a plan's memory."""
+        return self.int_buffer.numel() * self.int_buffer.element_size()
 
     @property
     def options(self) -> Options:
@@ -153,6 +166,8 @@ class Planner:
         stream = current_stream(self.device_index)
         for combination, slot in zip(self.active, self._slots, strict=False):
             combination.plan(self, slot, self._problem, rows, stream)
+        if self.capacity is not None:
+            self.capacity.check_sizes(self.total_q, self.kv_end, self.options)
         if self._indices_name:
             self.indices.set(kv_indices, self._lengths.kv_begin, self.kv_end, non_blocking, self._indices_name)
         self.is_planned = True

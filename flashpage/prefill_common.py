@@ -77,6 +77,8 @@ class PrefillWrapper(PlanRunWrapper):
     def _check_rows(self) -> None:
         """Captured tensors have the rows of the first plan; later plans have as many or fewer."""
         rows, most = self._planner.total_q, self._max_total_num_rows
+        if self._planner.capacity is not None:
+            return
         if most is None:
             self._max_total_num_rows = rows
         elif rows > most:

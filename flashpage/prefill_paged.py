@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import arguments
+from .capacity import Capacity
 from .engine_state import PagedState
 from .errors import RunError
 from .lengths import Lengths, batch_of
@@ -23,14 +24,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
             on the CPU: the CPU backend.
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
-        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size and at most the
-            first plan's rows.
+        use_cuda_graph: runs may be captured, and replayed after later plans: of the same batch size and at most the
+            first plan's rows with the four buffers, of any batch within the capacities without them.
         qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf: with `use_cuda_graph`; their lengths fix the
             batch.
         paged_kv_indices_buf: with `use_cuda_graph`; int32, plan copies the page numbers there.
         custom_mask_buf, mask_indptr_buf: with `use_cuda_graph` and masks; plan copies the packed bits to the first, and
             where each request's bytes begin to the second.
         backend: "auto" ("fa2", "fa3": the same).
+        max_batch, max_pages, max_rows: with `use_cuda_graph`, in place of the four buffers: the most requests of a
+            plan, entries of `paged_kv_indices` in use, and rows of q. The first plan says where a workspace is too small for
+            any such batch. `max_rows / max_batch` chooses the kernel's tile.
     """
 
     def __init__(
@@ -47,9 +51,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        *,
+        max_batch: int | None = None,
+        max_pages: int | None = None,
+        max_rows: int | None = None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
         self._take_graph_buffers(
+            Capacity.of(use_cuda_graph, max_batch=max_batch, max_pages=max_pages, max_rows=max_rows),
             qo_indptr_buf=qo_indptr_buf,
             paged_kv_indptr_buf=paged_kv_indptr_buf,
             paged_kv_indices_buf=paged_kv_indices_buf,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import arguments
+from .capacity import Capacity
 from .engine_state import array_of_plan
 from .errors import RunError
 from .lengths import Lengths, batch_of
@@ -23,12 +24,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
             on the CPU: the CPU backend.
         kv_layout: of k and v: "NHD": [tokens, heads, dim]; "HND": [heads, tokens, dim].
-        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size and at most the
-            first plan's rows.
+        use_cuda_graph: runs may be captured, and replayed after later plans: of the same batch size and at most the
+            first plan's rows with the two buffers, of any batch within the capacities without them.
         qo_indptr_buf, kv_indptr_buf: with `use_cuda_graph`; their lengths fix the batch.
         custom_mask_buf, mask_indptr_buf: with `use_cuda_graph` and masks; plan copies the packed bits to the first, and
             where each request's bytes begin to the second.
         backend: "auto" ("fa2", "fa3": the same).
+        max_batch, max_kv_rows, max_rows: with `use_cuda_graph`, in place of the two buffers: the most requests of a
+            plan, rows of K and V, and rows of q. The first plan says where a workspace is too small for any such batch.
     """
 
     _length_names = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
@@ -46,9 +49,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        *,
+        max_batch: int | None = None,
+        max_kv_rows: int | None = None,
+        max_rows: int | None = None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
         self._take_graph_buffers(
+            Capacity.of(use_cuda_graph, max_batch=max_batch, max_kv_rows=max_kv_rows, max_rows=max_rows),
             qo_indptr_buf=qo_indptr_buf,
             kv_indptr_buf=kv_indptr_buf,
             custom_mask_buf=custom_mask_buf,

@@ -14,6 +14,21 @@ from .prepare import Prepared
 _STAGING_BYTES = 256 << 10  # a plan of some thousand requests; larger ones get a larger ring
 
 
+class CopyRing:
+    """Host memory to a device in a stream's order, through pinned slots: the source is free at once, nothing waits."""
+
+    def __init__(self, device_index: int, slot_bytes: int) -> None:
+        library = host.load()
+        self._copy = library.fp_slots_copy
+        self._handle = host.check_handle(library.fp_slots_create(device_index, slot_bytes))
+        weakref.finalize(self, library.fp_slots_destroy, self._handle).atexit = False
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, stream: int) -> None:
+        """Contiguous tensors of one type; `source` may be the shorter one."""
+        size = source.numel() * source.element_size()
+        host.check(self._copy(self._handle, source.data_ptr(), size, destination.data_ptr(), stream))
+
+
 class PlanSlot:
     """Holds one plan at a time. The address of `memory` stays the same, so a captured graph reads whatever plan is
     newest."""

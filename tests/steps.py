@@ -79,7 +79,17 @@ class Steps:
         self.out.fill_(math.nan)
         self.lse.fill_(math.nan)
 
-    def wrapper(self, workspace: torch.Tensor | None = None, *, graph: bool = False) -> Any:
+    @property
+    def capacity(self) -> dict[str, int]:
+        """Of the largest steps, as constructors take it."""
+        pages = max(int(inputs.indptr[-1]) for inputs in self.inputs)
+        return {
+            "max_batch": max(len(case.kv_lens) for case in self.cases),
+            "max_pages": pages,
+            "max_rows": max(self.rows),
+        }
+
+    def wrapper(self, workspace: torch.Tensor | None = None, *, graph: bool = False, **options: Any) -> Any:
         """A wrapper for all steps; `graph`: with buffers for the largest."""
         if workspace is None:
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
@@ -95,7 +105,7 @@ class Steps:
                 most = max(sum(mask.numel() // 8 + 1 for mask in inputs.masks or ()) for inputs in self.inputs)
                 buffers["custom_mask_buf"] = self._zeros(most).to(torch.uint8)
         name = "BatchDecodeWithPagedKVCacheWrapper" if is_decode else "BatchPrefillWithPagedKVCacheWrapper"
-        return getattr(flashpage, name)(workspace, "NHD", use_cuda_graph=graph, **buffers)
+        return getattr(flashpage, name)(workspace, "NHD", **({"use_cuda_graph": graph} | buffers | options))
 
     def plan(self, wrapper: Any, i: int, plan: Callable[..., None] | None = None, **values: Any) -> None:
         """Plans step i with host lengths and device page numbers: nothing waits."""

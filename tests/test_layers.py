@@ -43,7 +43,8 @@ LAYERS = [
     {"problem", "backends", "boxes", "lengths", "caches", "multi_item", "row_mask", "prepare", "quantization", "slots"},
     {"plan", "plan_picture", "plan_units"},
     {
-        *("binding", "combination", "engine_plan", "engine_state", "ops", "plan_inputs", "planner", "run_checks"),
+        *("binding", "capacity", "combination", "engine_plan", "engine_state", "ops", "plan_inputs", "planner"),
+        "run_checks",
         "wrapper",
     },
     {

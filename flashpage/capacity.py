@@ -1,0 +1,50 @@
+"""Graph mode by capacity: the largest batch that a captured graph will replay."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from . import arguments
+from .errors import PlanError
+from .problem import Options
+
+
+class Capacity(NamedTuple):
+    """No batch exceeds these; kernel, grid, launches and memory of a graph follow from them and the options alone."""
+
+    batch: int  # requests
+    entries: int  # page numbers of all requests, shared ones once for each; ragged: tokens
+    rows: int  # of q; 0: those of `batch` requests, which all have as many
+
+    @staticmethod
+    def of(use_cuda_graph: bool, **given: Any) -> Capacity | None:
+        """Of the constructor's max_batch, max_pages (ragged: max_kv_rows) and max_rows, in this order; 0 for what may
+        be left out. None where none is given."""
+        if all(value is None or value == 0 for value in given.values()):
+            return None
+        if not use_cuda_graph:
+            raise PlanError(f"{next(iter(given))} with use_cuda_graph=False: capacities are a graph's, pass True.")
+        for name, value in given.items():
+            if value is None:
+                raise PlanError(f"{name}=None beside other capacities: a graph has {', '.join(given)}; pass it too.")
+        return Capacity(*(arguments.whole(name, value, 0) for name, value in given.items()))
+
+    def rows_of(self, options: Options) -> int:
+        """Rows of the largest batch."""
+        return self.rows or self.batch * options.uniform_q_len
+
+    def tokens_of(self, options: Options) -> int:
+        """KV tokens of the largest batch."""
+        return min(self.entries * max(1, options.page_size), 2**31 - 1)
+
+    def check_batch(self, batch: int) -> None:
+        if batch > self.batch:
+            raise PlanError(f"the batch has {batch} requests but the wrapper has max_batch={self.batch}.")
+
+    def check_sizes(self, rows: int, entries: int, options: Options) -> None:
+        """Of a batch that has been planned."""
+        if rows > self.rows_of(options):
+            raise PlanError(f"the batch has {rows} rows but the wrapper has max_rows={self.rows_of(options)}.")
+        if entries > self.entries:
+            name = "max_pages" if options.page_size else "max_kv_rows"
+            raise PlanError(f"the batch has {entries} pages but the wrapper has {name}={self.entries}.")
