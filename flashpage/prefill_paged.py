@@ -33,8 +33,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             where each request's bytes begin to the second.
         backend: "auto" ("fa2", "fa3": the same).
         max_batch, max_pages, max_rows: with `use_cuda_graph`, in place of the four buffers: the most requests of a
-            plan, entries of `paged_kv_indices` in use, and rows of q. The first plan says where a workspace is too small for
-            any such batch. `max_rows / max_batch` chooses the kernel's tile.
+            plan, entries of `paged_kv_indices` in use, and rows of q. The first plan says where a workspace is too
+            small for any such batch. `max_rows / max_batch` chooses the kernel's tile.
     """
 
     def __init__(
