@@ -10,11 +10,15 @@ import torch
 import flashpage
 
 from .. import host
+from ..engine import Engine, EngineConfig, Request
 from ..errors import FlashpageError
+from ..integrations.kv_parts import KvPart
+from ..integrations.paged_attention import DecodeMetadata
 from ..jit.progress import Bar
-from .engine import PAGE_SIZE, Engine, Request
 from .model import Config, Llama
 from .reference import check_tokens
+
+BLOCK_SIZE = 16  # tokens
 
 
 def choose_device(name: str) -> torch.device:
@@ -25,19 +29,29 @@ def choose_device(name: str) -> torch.device:
 
 
 def make_requests(num_requests: int, new_tokens: int, vocabulary: int, seed: int = 0) -> list[Request]:
-    """Prompts of 1 to some 500 tokens, most of them short; each asks for another number of new tokens."""
+    """Prompts of 1 to some 500 tokens, most of them short; every third one begins with the same 80 tokens. Each asks
+    for another number of new tokens."""
     rng = random.Random(seed)
+    shared = [rng.randrange(vocabulary) for _ in range(80)]
     requests = []
-    for _ in range(num_requests):
+    for index in range(num_requests):
         prompt_len = min(512, max(1, int(rng.lognormvariate(4.0, 1.2))))
         prompt = [rng.randrange(vocabulary) for _ in range(prompt_len)]
+        prompt = prompt if index % 3 else shared + prompt
         requests.append(Request(prompt, rng.randint((new_tokens + 3) // 4, new_tokens)))
     return requests
 
 
-def num_pages(requests: list[Request]) -> int:
-    """Pages that all requests need at their full lengths."""
-    return sum(-(-(request.prompt_len + request.max_new_tokens) // PAGE_SIZE) for request in requests)
+def engine_config(requests: list[Request]) -> EngineConfig:
+    """Two thirds of the requests run side by side, over a pool that holds two fifths of all tokens."""
+    blocks = [-(-request.max_len // BLOCK_SIZE) for request in requests]
+    return EngineConfig(
+        num_blocks=1 + max(max(blocks), sum(blocks) * 2 // 5),
+        block_size=BLOCK_SIZE,
+        max_requests=-(-len(requests) * 2 // 3),
+        max_context=max(request.max_len for request in requests),
+        max_step_tokens=256,
+    )
 
 
 def run_demo(num_requests: int, new_tokens: int, device_name: str = "auto", config: Config | None = None) -> int:
@@ -50,21 +64,22 @@ def run_demo(num_requests: int, new_tokens: int, device_name: str = "auto", conf
     describe(model, requests)
 
     # Kernels are compiled or loaded before the clock starts: same prompts, as few tokens as reach a decode step.
-    warm = [Request(list(request.tokens), min(2, request.max_new_tokens)) for request in requests]
-    Engine(model, num_pages(warm)).generate(warm)
+    warm = [Request(request.prompt, min(2, request.max_new_tokens)) for request in requests]
+    Engine(model, engine_config(warm)).run(warm)
 
-    engine = Engine(model, num_pages(requests))
-    bar = Bar(max(request.max_new_tokens for request in requests), "decoding")
+    engine = Engine(model, engine_config(requests))
+    bar = Bar(sum(request.max_new_tokens for request in requests), "decoding")
+    watcher = Watcher(engine, requests, bar)
     start = time.perf_counter()
-    engine.generate(requests, lambda active: bar.advance(f"{active} requests"))
+    engine.run(requests, watcher.after_step)
     seconds = time.perf_counter() - start
     bar.close()
-    total = sum(len(request.generated) for request in requests)
+    total, done = sum(len(request.generated) for request in requests), engine.statistics
 
-    print(f"\n{total} tokens in {seconds:.2f} s: {total / seconds:,.0f} tokens/s", end="")
-    if engine.decode_plans:
-        print(f"; {len(engine.decode_plans)} decode steps, plan took {engine.median_plan_us():.0f} us a step", end="")
-    print()
+    print(f"\n{total} tokens in {seconds:.2f} s: {total / seconds:,.0f} tokens/s; ", end="")
+    print(f"{done.steps} steps" + (f", {done.captured_steps} of them captured graphs" if done.captured_steps else ""))
+    print(f"{done.reused_tokens} tokens of prompts were in the pool already, ", end="")
+    print(f"{done.preemptions} times a request made room for others")
     for index in range(min(2, len(requests))):
         print(f"request {index}: {' '.join(map(str, requests[index].generated[:12]))} ...")
 
@@ -72,10 +87,27 @@ def run_demo(num_requests: int, new_tokens: int, device_name: str = "auto", conf
     print(f"checked against torch's attention: {verdict.agree} of {verdict.total} tokens are its own", end="")
     print(f", {verdict.ties} within rounding of it" if verdict.ties else "", end="")
     print(f", {verdict.wrong} WRONG" if verdict.wrong else "")
-    if engine.first_decode_plan is not None:
+    if watcher.plan is not None:
         print("\nthe plan of the first decode step (rows: CTAs, colours: requests)")
-        print(engine.first_decode_plan.picture())
+        print(watcher.plan.picture())
     return 1 if verdict.wrong else 0
+
+
+class Watcher:
+    """Moves the bar on, and keeps the plan of the first decode step."""
+
+    def __init__(self, engine: Engine, requests: list[Request], bar: Bar) -> None:
+        self._engine, self._requests, self._bar, self._shown = engine, requests, bar, 0
+        self.plan: flashpage.Plan | None = None
+
+    def after_step(self, running: int) -> None:
+        generated = sum(len(request.tokens) - request.prompt_len for request in self._requests)
+        while self._shown < generated:
+            self._bar.advance(f"{running} requests")
+            self._shown += 1
+        metadata = getattr(self._engine.backend, "metadata", None)
+        if self.plan is None and isinstance(metadata, DecodeMetadata):
+            self.plan = metadata.wrappers[KvPart.ALL].last_plan
 
 
 def describe(model: Llama, requests: list[Request]) -> None:
@@ -93,6 +125,6 @@ def describe(model: Llama, requests: list[Request]) -> None:
     )
     print(
         f"batch: {len(requests)} requests, prompts of {min(prompts)} to {max(prompts)} tokens, "
-        f"up to {max(request.max_new_tokens for request in requests)} new tokens each, {PAGE_SIZE} tokens a page",
+        f"up to {max(request.max_new_tokens for request in requests)} new tokens each, {BLOCK_SIZE} tokens a page",
         flush=True,  # before what compilers say on stderr
     )

@@ -1,6 +1,6 @@
 """A small model of the Llama architecture in plain torch: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-Attention itself is a callable from outside: the paged engine and the unpaged reference share every other line.
+Attention itself is a callable from outside: the engine and the unpaged reference share every other line.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# attend(layer, q [rows, num_q_heads, head_dim], k, v [rows, num_kv_heads, head_dim]) -> [rows, num_q_heads, head_dim]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+from ..engine import Attend
 
 
 @dataclasses.dataclass(frozen=True)

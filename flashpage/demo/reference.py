@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .engine import Request
+from ..engine import Request
 from .model import Llama
 
 
@@ -35,6 +35,8 @@ def check_tokens(model: Llama, requests: list[Request]) -> Verdict:
     """Runs every request once, whole, and compares each generated token with the arg max at its position."""
     agree = ties = wrong = 0
     for request in requests:
+        if not request.generated:
+            continue
         tokens = torch.tensor(request.tokens, device=model.device)
         positions = torch.arange(len(tokens) - 1, device=model.device)
         hidden = model.forward(tokens[:-1], positions, causal_attention)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .forward_batch import ForwardBatch
-from .gather_slots import gather_slots
+from .gather import gather_slots
 from .kv_parts import KvPart, Span, span_of
 from .token_pool import RequestTable
 

@@ -1,0 +1,106 @@
+"""A step of the model: eager, or a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..integrations import (
+    AttentionBackend,
+    AttentionLayer,
+    ForwardBatch,
+    ForwardMode,
+    GraphRunner,
+    RequestTable,
+    batch_sizes_to_capture,
+)
+from .batch import make_batch
+from .scheduler import Work
+
+# attend(layer, q [rows, num_q_heads, head_dim], k, v [rows, num_kv_heads, head_dim]) -> [rows, num_q_heads, head_dim]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class ModelConfig(Protocol):
+    """What the engine must know of a model's shape."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_q_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class Model(Protocol):
+    """A model whose attention comes from outside."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [rows, hidden] of tokens [rows] at their positions in their requests [rows]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary]."""
+
+
+def layers_of(config: ModelConfig) -> list[AttentionLayer]:
+    """All of them alike."""
+    heads = (config.num_q_heads, config.num_kv_heads, config.head_dim)
+    return [AttentionLayer(index, *heads) for index in range(config.num_layers)]
+
+
+class ModelRunner:
+    """Runs steps of the engine; decode steps as captured graphs where they fit.
+
+    Args:
+        max_graph_batch: requests of the largest captured step; 0: none is captured.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        table: RequestTable,
+        backend: AttentionBackend,
+        layers: Sequence[AttentionLayer],
+        block_size: int,
+        max_graph_batch: int,
+    ) -> None:
+        self.model, self.table, self.backend, self._layers = model, table, backend, layers
+        self._block_size = block_size
+        self.graphs: GraphRunner | None = None
+        if max_graph_batch and backend.supports_graphs:
+            sizes = batch_sizes_to_capture(max_graph_batch)
+            self.graphs = GraphRunner(self._forward, backend, sizes, model.device)
+
+    def run(self, works: list[Work]) -> list[int]:
+        """The token that follows each piece of work."""
+        batch, writes = make_batch(works, self._block_size)
+        rows, positions, slots = torch.stack(writes).to(self.model.device, non_blocking=True)
+        self.table.write(rows, positions, slots)
+        if self.graphs is not None and self.graphs.can_run(batch):
+            return self.graphs.run(batch).tolist()
+        batch = batch.to(self.model.device)
+        self.backend.init_forward_metadata(batch)
+        return self._forward(batch).tolist()
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        """The next token of each request."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.backend.forward(q, k, v, self._layers[layer], batch)
+
+        hidden = self.model.forward(batch.tokens, batch.positions, attend)
+        if batch.mode is ForwardMode.EXTEND:  # the last token of each
+            hidden = hidden[(batch.new_lens.cumsum(0) - 1).to(hidden.device, non_blocking=True)]
+        return self.model.logits(hidden).argmax(-1)

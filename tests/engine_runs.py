@@ -1,0 +1,50 @@
+"""Small models and requests for tests of the engine, and what is known of their outputs without it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from flashpage.demo.model import Config, Llama
+from flashpage.demo.reference import causal_attention, check_tokens
+from flashpage.engine import Engine, Request
+
+SMALL = Config(vocabulary=512, hidden=128, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=64, intermediate=256)
+
+
+def small_model(device: str, seed: int = 0) -> Llama:
+    """fp32 on the CPU, where tokens are exact; fp16 on a card."""
+    return Llama(SMALL, torch.device(device), torch.float32 if device == "cpu" else torch.float16, seed)
+
+
+def prompts(lens: Sequence[int], seed: int = 0, shared: int = 0) -> list[list[int]]:
+    """Random ones; `shared`: their first tokens are the same."""
+    rng = random.Random(seed)
+    beginning = [rng.randrange(SMALL.vocabulary) for _ in range(shared)]
+    return [(beginning + [rng.randrange(SMALL.vocabulary) for _ in range(n)])[:n] for n in lens]
+
+
+def alone(model: Llama, prompt: list[int], new_tokens: int) -> list[int]:
+    """Greedy tokens, unbatched and uncached: the whole model over all tokens, for each of them."""
+    tokens = list(prompt)
+    for _ in range(new_tokens):
+        numbers = torch.tensor(tokens, device=model.device)
+        hidden = model.forward(numbers, torch.arange(len(tokens), device=model.device), causal_attention)
+        tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
+
+
+def check(model: Llama, requests: Sequence[Request], *, least: int) -> None:
+    """On the CPU every token is the reference's; on a card a few may be within rounding of it."""
+    verdict = check_tokens(model, list(requests))
+    assert verdict.total >= least and verdict.wrong == 0
+    assert verdict.ties <= (0 if model.dtype is torch.float32 else verdict.total // 20)
+
+
+def check_idle(engine: Engine) -> None:
+    """Everything has been given back."""
+    assert not engine.has_work
+    assert engine.table.num_free == engine.config.max_requests
+    assert engine.blocks.num_free == engine.config.num_blocks - 1

@@ -1,0 +1,216 @@
+"""The engine: its greedy tokens are those of the model alone, whatever is shared, chunked, preempted or captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import alone, check, check_idle, prompts, small_model
+
+from flashpage import FlashpageError
+from flashpage.demo.model import Llama
+from flashpage.demo.reference import check_tokens
+from flashpage.engine import Engine, EngineConfig, Request, State
+from flashpage.integrations import PagedAttention
+
+LENS = [1, 15, 16, 17, 70, 33]
+NEW = [20, 9, 9, 1, 30, 24]
+
+
+@pytest.fixture(scope="module")
+def model(device: str) -> Llama:
+    return small_model(device)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Llama) -> list[list[int]]:
+    return [alone(model, prompt, new) for prompt, new in zip(prompts(LENS), NEW, strict=True)]
+
+
+def requests_of(lens: list[int], new: list[int], **options: Any) -> list[Request]:
+    return [Request(prompt, n) for prompt, n in zip(prompts(lens, **options), new, strict=True)]
+
+
+ENGINES = {
+    "at once": EngineConfig(64, use_graphs=False),
+    "two at a time": EngineConfig(64, max_requests=2, use_graphs=False),
+    "chunks of 7 tokens": EngineConfig(64, max_step_tokens=7, use_graphs=False),
+    "blocks of one token": EngineConfig(400, block_size=1, use_graphs=False),
+    "a pool that is too small": EngineConfig(1 + 12, use_graphs=False),
+    "small pool, chunks": EngineConfig(1 + 12, max_step_tokens=24, use_graphs=False),
+    "captured": EngineConfig(64, max_requests=6, use_graphs=True),
+    "captured, some fit": EngineConfig(1 + 12, max_requests=6, max_step_tokens=40, use_graphs=True),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_tokens_are_those_of_the_model_alone(name: str, model: Llama, expected: list[list[int]]) -> None:
+    config = ENGINES[name]
+    engine, requests = Engine(model, config), requests_of(LENS, NEW)
+    engine.run(requests)
+    assert all(request.state is State.FINISHED for request in requests)
+    if model.dtype is torch.float32:
+        assert [request.generated for request in requests] == expected
+    check(model, requests, least=sum(NEW))
+    done = engine.statistics
+    assert (done.preemptions > 0) == (config.num_blocks == 13)
+    assert (done.captured_steps > 0) == bool(config.use_graphs)
+    assert done.steps > done.captured_steps  # prompts are not captured
+    assert done.computed_tokens + done.reused_tokens >= sum(LENS) + sum(NEW) - len(NEW)
+    check_idle(engine)
+
+
+def test_the_tokens_are_worth_comparing(expected: list[list[int]]) -> None:
+    assert len({token for tokens in expected for token in tokens}) > 60
+    assert all(len(set(tokens)) > len(tokens) // 2 for tokens in expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_prefixes_are_reused(block_size: int, model: Llama) -> None:
+    """The second request finds the blocks of the first one's prompt, and of what it generated."""
+    engine = Engine(model, EngineConfig(800 // block_size, block_size=block_size, use_graphs=False))
+    first = Request(prompts([50])[0], 30)
+    engine.run([first])
+    again, longer = Request(list(first.prompt), 30), Request(first.tokens[:75] + [3, 4, 5], 10)
+    other = Request([7, *first.prompt[1:]], 5)  # all of its blocks differ: each stands for the tokens before it too
+    engine.run([again])
+    assert engine.statistics.reused_tokens == 49 // block_size * block_size
+    engine.run([longer])
+    assert engine.statistics.reused_tokens == (49 // block_size + 75 // block_size) * block_size
+    before = engine.statistics.reused_tokens
+    engine.run([other])
+    assert engine.statistics.reused_tokens == before
+    assert again.generated == first.generated or model.dtype is not torch.float32
+    check(model, [first, again, longer, other], least=75)
+    check_idle(engine)
+
+
+def test_requests_that_run_share_their_blocks(model: Llama) -> None:
+    """Five times the same 64 tokens and one of their own, in a pool that could not hold five of them."""
+    lens = [65] * 5
+    engine = Engine(model, EngineConfig(1 + 4 + 5 * 2, max_requests=5, use_graphs=False))
+    first, *others = [Request([*prompts([64])[0], i], 12) for i in range(len(lens))]
+    engine.add(first)
+    engine.step()
+    engine.run(others)
+    assert engine.statistics.reused_tokens == 4 * 64 and engine.statistics.preemptions == 0
+    check(model, [first, *others], least=60)
+    check_idle(engine)
+
+
+def test_without_reuse(model: Llama) -> None:
+    engine = Engine(model, EngineConfig(64, reuse_prefixes=False, use_graphs=False))
+    for _ in range(2):
+        engine.run(requests_of([40], [4]))
+    assert engine.statistics.reused_tokens == 0
+
+
+def test_blocks_that_were_overwritten_are_not_found(model: Llama) -> None:
+    engine = Engine(model, EngineConfig(1 + 6, use_graphs=False))
+    first, other = requests_of([60, 80], [4, 4])
+    for request in (first, other):
+        engine.run([request])
+    again = Request(list(first.prompt), 4)
+    engine.run([again])
+    assert engine.statistics.reused_tokens < 48
+    check(model, [first, other, again], least=12)
+
+
+def test_cancelled_requests_leave_no_trace(model: Llama, expected: list[list[int]]) -> None:
+    """One while it waits, one while its prompt is computed in chunks, one while it decodes, one that has ended."""
+    engine = Engine(model, EngineConfig(64, max_requests=4, max_step_tokens=24, use_graphs=False))
+    requests = requests_of(LENS, NEW)
+    for request in requests:
+        engine.add(request)
+    ended = []
+    for step in range(8):
+        ended += engine.step()
+        if step == 1:
+            engine.cancel(requests[5])
+        if step == 3:
+            assert 0 < requests[4].num_computed < 70
+            engine.cancel(requests[4])
+        if step == 5:
+            assert len(requests[1].generated) > 2
+            engine.cancel(requests[1])
+    assert requests[3] in ended
+    engine.cancel(requests[3])
+    engine.run()
+    states = [request.state for request in requests]
+    assert [state is State.CANCELLED for state in states] == [False, True, False, False, True, True]
+    for i in (0, 2, 3):
+        assert requests[i].generated == expected[i] or model.dtype is not torch.float32
+    check(model, [requests[0], requests[1], requests[2]], least=31)
+    check_idle(engine)
+
+
+def test_requests_that_come_later_join_the_batch(model: Llama) -> None:
+    engine = Engine(model, EngineConfig(64, use_graphs=False))
+    requests = requests_of(LENS, NEW)
+    for request in requests:
+        engine.add(request)
+        engine.step()
+    assert len(engine.scheduler.running) > 3
+    engine.run()
+    check(model, requests, least=sum(NEW))
+
+
+def test_stop_tokens(model: Llama, expected: list[list[int]]) -> None:
+    index = 4
+    stop = expected[index][7]
+    request = Request(prompts(LENS)[index], NEW[index], frozenset({stop}))
+    Engine(model, EngineConfig(64, use_graphs=False)).run([request])
+    assert request.generated[-1] == stop and stop not in request.generated[:-1]
+
+
+def test_a_wrong_page_makes_the_check_fail(model: Llama) -> None:
+    """One entry of the request table points at another request's page for one step."""
+    engine = Engine(model, EngineConfig(64, use_graphs=False))
+    requests = requests_of([70, 70], [30, 30], seed=3)
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    slots = engine.table.slots
+    slots[requests[0].row, :16] = slots[requests[1].row, :16].clone()
+    engine.run()
+    assert check_tokens(model, requests[:1]).wrong > 0
+    assert check_tokens(model, requests[1:]).wrong == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "new"), [(0, 4), (4, 0), (30, 80), (100, 1)], ids=["no prompt", "nothing", "context", "pool"]
+)
+def test_requests_that_cannot_run_are_told(prompt_len: int, new: int) -> None:
+    engine = Engine(small_model("cpu"), EngineConfig(1 + 6, max_context=100))
+    with pytest.raises(FlashpageError, match=f"a request of {prompt_len} tokens that asks for {new} more"):
+        engine.add(Request(list(range(prompt_len)), new))
+
+
+def test_chunks_stay_within_the_steps_size(model: Llama) -> None:
+    """And decodes go on beside a long prompt's chunks."""
+    engine = Engine(model, EngineConfig(64, max_step_tokens=16, use_graphs=False))
+    short, long = requests_of([5, 120], [20, 4])
+    engine.add(short)
+    engine.step()
+    engine.add(long)
+    sizes = []
+    while engine.has_work:
+        works = engine.scheduler.schedule()
+        sizes.append([work.end - work.begin for work in works])
+        engine.scheduler.commit(works, engine.runner.run(works))
+    assert sizes[:8] == [[1, 15]] * 8  # 120 tokens of the prompt
+    assert all(sum(step) <= 16 for step in sizes)
+    check(model, [short, long], least=24)
+
+
+def test_ragged_extends_give_the_same_tokens(model: Llama) -> None:
+    """The other way to extend: new tokens as they come, merged with what is in the pool."""
+
+    def ragged(*arguments: Any) -> PagedAttention:
+        return PagedAttention(*arguments, ragged_extend=True)
+
+    engine = Engine(model, EngineConfig(64, max_step_tokens=20, use_graphs=False), ragged)
+    requests = requests_of(LENS, NEW)
+    engine.run(requests)
+    check(model, requests, least=sum(NEW))
