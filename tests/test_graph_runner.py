@@ -1,0 +1,204 @@
+"""Captured steps: every batch that fits a captured size gives what the eager step gives; others are told apart. Without
+a card the captured step is run in place of its replay, padded the same way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from paged_past import DIM, KV_HEADS, PLAIN, Q_HEADS, Past, dtype_of
+
+from flashpage.integrations import (
+    AttentionLayer,
+    ForwardBatch,
+    ForwardMode,
+    GraphRunner,
+    PagedAttention,
+    batch_sizes_to_capture,
+    tree_mask,
+)
+
+LENS = [70, 1, 33, 128, 5, 64, 17, 90]
+CROSS = dataclasses.replace(PLAIN, index=1, is_cross=True)
+WINDOW = dataclasses.replace(PLAIN, index=1, window_left=20)
+
+
+class Layers:
+    """A model of nothing but attention: what it asks follows from the tokens' numbers and positions."""
+
+    def __init__(self, past: Past, layers: list[AttentionLayer], device: str) -> None:
+        generator = torch.Generator().manual_seed(5)
+        width = (Q_HEADS + 2 * KV_HEADS) * DIM
+        self.past, self.layers, self.device = past, layers, torch.device(device)
+        self.weights = torch.randn(256, width, generator=generator).to(device, dtype_of(device))
+        self.backend = PagedAttention(past.table, past.pool, layers, dtype_of(device))
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        qkv = (self.weights[batch.tokens] + batch.positions[:, None].to(self.weights.dtype) / 64).view(-1, 8, DIM)
+        out = torch.zeros_like(qkv[:, :Q_HEADS])
+        for layer in self.layers:
+            new = (None, None) if layer.is_cross else (qkv[:, 4:6], qkv[:, 6:])
+            out = out + self.backend.forward(qkv[:, :Q_HEADS] + out, *new, layer, batch)
+        return out
+
+    def eager(self, batch: ForwardBatch) -> torch.Tensor:
+        batch = batch.to(self.device)
+        self.backend.init_forward_metadata(batch)
+        return self.forward(batch)
+
+
+def on_host(past: Past, batch: ForwardBatch, tokens: int) -> ForwardBatch:
+    """With numbers for its tokens, as runners take it."""
+    numbers = torch.arange(len(batch.out_slots), dtype=torch.int32) * 7 % 256 + tokens % 3
+    batch = dataclasses.replace(batch.to(torch.device("cpu")), tokens=numbers.int())
+    return dataclasses.replace(batch, tree_mask=None if batch.tree_mask is None else batch.tree_mask.cpu())
+
+
+def first(past: Past, count: int) -> Past:
+    return dataclasses.replace(past, rows=past.rows[:count], slots=past.slots[:count])
+
+
+def decode_batch(past: Past, layers: list[AttentionLayer], count: int) -> ForwardBatch:
+    """The first `count` requests."""
+    skip, more = [0] * count, {}
+    lens = LENS[:count]
+    if any(layer.is_cross for layer in layers):
+        skip, lens = [32] * count, [max(1, n - 32) for n in lens]
+        more = {"encoder_lens": torch.tensor([20, 0, 32, 1] * 2, dtype=torch.int32)[:count]}
+    return on_host(past, first(past, count).batch(ForwardMode.DECODE, [1] * count, lens, skip, **more), count)
+
+
+@pytest.mark.parametrize("layers", [[PLAIN], [PLAIN, WINDOW], [PLAIN, CROSS]], ids=["plain", "window", "cross"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_replays_give_what_eager_steps_give(page_size: int, layers: list[AttentionLayer], device: str) -> None:
+    """Batches of 1 to 7 in captured sizes of 1, 4 and 7, in any order."""
+    past = Past.make([max(n, 40) for n in LENS], device, page_size, len(layers))
+    for layer in layers:
+        past.fill(layer, [max(n, 40) for n in LENS])
+    model = Layers(past, layers, device)
+    runner = GraphRunner(model.forward, model.backend, [4, 1, 7], model.device)
+    assert runner.batch_sizes == [1, 4, 7]
+    for count in (3, 7, 1, 4, 5, 2, 6, 7, 1):
+        batch = decode_batch(past, layers, count)
+        assert runner.can_run(batch)
+        expected = model.eager(batch)
+        assert not expected.isnan().any()
+        pages = past.pool.kv(0)[1:].clone()
+        assert torch.equal(runner.run(batch), expected)
+        assert torch.equal(past.pool.kv(0)[1:].nan_to_num(), pages.nan_to_num())  # the padding wrote to nobody's page
+    assert runner.replays == 9
+    if device == "cpu":
+        assert past.pool.kv(0)[0, 0, 1:].isnan().all()  # slot 0 alone
+
+
+def test_batches_that_do_not_fit(device: str) -> None:
+    past = Past.make(LENS, device, 16, 1)
+    model = Layers(past, [PLAIN], device)
+    runner = GraphRunner(model.forward, model.backend, [1, 4], model.device)
+    assert runner.can_run(decode_batch(past, [PLAIN], 4))
+    assert not runner.can_run(decode_batch(past, [PLAIN], 5))
+    extend = on_host(past, past.batch(ForwardMode.EXTEND, [1] * 8, LENS), 1)
+    assert not runner.can_run(extend)
+    few = first(past, 2)
+    assert not runner.can_run(on_host(few, few.batch(ForwardMode.EXTEND, [2, 1], [4, 1]), 1))
+
+
+def test_captured_verifying(device: str) -> None:
+    """Trees of four guesses, other ones in every step; the padding has none."""
+    past = Past.make([n + 4 for n in LENS], device, 16, 1)
+    past.fill(PLAIN, LENS)
+    model = Layers(past, [PLAIN], device)
+    runner = GraphRunner(model.forward, model.backend, [2, 8], model.device, mode=ForwardMode.VERIFY, new_len=4)
+    shapes = ([-1, 0, 0, 1], [-1, 0, 1, 2], [-1, -1, -1, -1], [-1, 0, 0, 0])
+    for step, count in enumerate((1, 2, 5, 8, 3)):
+        part, lens = first(past, count), [n + 4 for n in LENS[:count]]
+        mask = tree_mask([shapes[(i + step) % 4] for i in range(count)], lens)
+        batch = on_host(past, part.batch(ForwardMode.VERIFY, [4] * count, lens, tree_mask=mask), step)
+        assert runner.can_run(batch)
+        expected = model.eager(batch)
+        assert torch.equal(runner.run(batch), expected)
+        chain = dataclasses.replace(batch, tree_mask=tree_mask([shapes[1]] * count, lens))
+        if step % 4 != 1 or count > 1:
+            assert not torch.equal(model.eager(chain), expected)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (8, [1, 2, 4, 8]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (160, [1, 2, 4, *range(8, 161, 8)]),
+    ],
+)
+def test_batch_sizes_to_capture(most: int, sizes: list[int]) -> None:
+    assert batch_sizes_to_capture(most) == sizes
+
+
+def test_the_largest_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    past = Past.make(LENS, "cpu", 16, 1)
+    model, sizes = Layers(past, [PLAIN], "cpu"), []
+    begin = model.backend.init_forward_metadata_capture_cuda_graph
+
+    def note(batch: ForwardBatch) -> None:
+        sizes.append(batch.batch_size)
+        begin(batch)
+
+    monkeypatch.setattr(model.backend, "init_forward_metadata_capture_cuda_graph", note)
+    GraphRunner(model.forward, model.backend, [1, 8, 2, 4], model.device)
+    assert sizes == [8, 4, 2, 1]
+
+
+def test_small_sizes_are_compiled() -> None:
+    """The others run the step as it is."""
+    past = Past.make(LENS, "cpu", 16, 1)
+    past.fill(PLAIN, LENS)
+    model, compiled = Layers(past, [PLAIN], "cpu"), []
+
+    def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+        traced = torch.compile(forward, backend="eager", dynamic=False)
+
+        def call(batch: ForwardBatch) -> torch.Tensor:
+            compiled.append(batch.batch_size)
+            return traced(batch)
+
+        return call
+
+    runner = GraphRunner(
+        model.forward, model.backend, [2, 4, 8], model.device, compile_forward=compile_forward, compile_limit=4
+    )
+    assert compiled == [4, 2]
+    for count in (2, 4):
+        batch = decode_batch(past, [PLAIN], count)
+        torch.testing.assert_close(runner.run(batch), model.eager(batch))
+    assert compiled == [4, 2, 2, 4]
+
+
+@pytest.mark.cuda
+def test_captures_share_one_pool_of_memory() -> None:
+    """And are made inside the caller's context."""
+    past = Past.make(LENS, "cuda", 16, 1)
+    model, entered, reserved = Layers(past, [PLAIN], "cuda"), [], []
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        scratch = torch.ones(batch.batch_size, 4 << 20, device="cuda")  # 16 MiB a request
+        return model.forward(batch) + scratch[:, :1, None].half() * 0
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        entered.append(1)
+        yield
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+
+    before = torch.cuda.memory_reserved()
+    GraphRunner(forward, model.backend, [2, 4, 6, 8], model.device, capture_context=context)
+    assert len(entered) == 4
+    assert reserved[0] - before > 100 << 20  # the largest one's scratch
+    assert reserved[-1] - reserved[0] < 40 << 20  # the others live in it
