@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,11 +90,7 @@ def greedy(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **optio
     return ids[:, inputs["input_ids"].shape[1] :]
 
 
-def with_implementation(model: Any, name: str, run: Callable[[], Any]) -> Any:
-    """What `run` gives under another attention implementation."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        return run()
-    finally:
-        model.set_attn_implementation(before)
+def prompts_of(inputs: dict[str, torch.Tensor]) -> list[list[int]]:
+    """The rows of a padded batch without their padding."""
+    rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
+    return [ids[mask].tolist() for ids, mask in rows]

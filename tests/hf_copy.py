@@ -1,0 +1,58 @@
+"""A small Llama that learns to repeat a pattern: tokens with margins that 16-bit arithmetic does not turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hf_models import greedy, make_model
+
+from flashpage import hf
+
+PERIOD = 8
+_MOST_STEPS, _ENOUGH = 1500, 0.01
+
+
+def patterns(count: int, repeats: int, vocabulary: int, device: str, seed: int) -> torch.Tensor:
+    """[count, PERIOD * repeats]: random patterns, each said several times."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocabulary, (count, PERIOD), generator=generator).repeat(1, repeats).to(device)
+
+
+def trained(device: str, length: int, batch: int, **sizes: int) -> Any:
+    """In fp32, trained on rows of `length` tokens until what follows the first pattern is certain."""
+    model = make_model("llama", num_hidden_layers=2, initializer_range=0.05, **sizes).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    vocabulary = model.config.vocab_size
+    for step in range(_MOST_STEPS):
+        ids = patterns(batch, length // PERIOD, vocabulary, device, seed=step)
+        logits = model(input_ids=ids).logits[:, PERIOD - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, PERIOD:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if loss.item() < _ENOUGH:
+            return model
+    raise AssertionError(f"the loss is still {loss.item():.4f} after {_MOST_STEPS} steps")
+
+
+def check_copies(model: Any, new_tokens: int) -> None:
+    """The model goes on with the patterns of its prompts, from a paged cache whose pages are as they should be."""
+    device, vocabulary = str(model.device), model.config.vocab_size
+    prompt = patterns(3, 2, vocabulary, device, seed=10_000)
+    goes_on = patterns(3, new_tokens // PERIOD, vocabulary, device, seed=10_000)
+    assert torch.equal(_continued(model, prompt, new_tokens, is_corrupted=False), goes_on)
+    assert not torch.equal(_continued(model, prompt, new_tokens, is_corrupted=True), goes_on)
+
+
+def _continued(model: Any, prompt: torch.Tensor, new_tokens: int, is_corrupted: bool) -> torch.Tensor:
+    """In two calls over one cache; between them the first row's second page may be taken for the second row's."""
+    cache = hf.PagedCache(model.config, page_size=4)
+    first = greedy(
+        model, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, PERIOD, past_key_values=cache
+    )
+    if is_corrupted:
+        cache.table.pages[0][1:3] = cache.table.pages[1][1:3]
+    ids = torch.cat([prompt, first], dim=1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return torch.cat([first, greedy(model, inputs, new_tokens - PERIOD, past_key_values=cache)], dim=1)

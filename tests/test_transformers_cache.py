@@ -1,0 +1,181 @@
+"""The paged cache of transformers models: one plan a forward, pages shared and given back, mistakes told."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hf_models import VOCABULARY, greedy, left_padded, make_model
+
+from flashpage import BatchPrefillWithPagedKVCacheWrapper, RunError, hf
+
+LENGTHS = [13, 5, 21]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Windows in two layers of three."""
+    hf.register()
+    return make_model("gemma3", implementation=hf.NAME)
+
+
+@pytest.fixture
+def eager(model: Any) -> Any:
+    """The same weights."""
+    other = make_model("gemma3")
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def pages_in_use(cache: hf.PagedCache) -> int:
+    return len({page for own in cache.table.pages for page in own})
+
+
+def test_one_plan_a_forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, plan = [], BatchPrefillWithPagedKVCacheWrapper.plan
+
+    def counted(self: Any, *args: Any, **options: Any) -> None:
+        plans.append(self)
+        plan(self, *args, **options)
+
+    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", counted)
+    greedy(model, left_padded(LENGTHS), 9, past_key_values=hf.PagedCache(model.config))
+    assert len(plans) == 9
+
+
+def test_memory_of_no_token_is_not_read(model: Any, eager: Any) -> None:
+    """Pages anywhere in the pool, NaN in all of it that holds no token."""
+    inputs = left_padded(LENGTHS)
+    cache = hf.PagedCache(model.config, page_size=4, num_pages=60)
+    greedy(model, inputs, 2, past_key_values=cache)
+    cache.reset()
+    assert pages_in_use(cache) == 0
+    random.Random(0).shuffle(cache.table._free)
+    for layer in cache.layers:
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
+    assert torch.equal(greedy(model, inputs, 20, past_key_values=cache), greedy(eager, inputs, 20))
+
+
+def test_a_corrupted_page_entry_changes_tokens(model: Any, eager: Any) -> None:
+    """So the comparisons of these tests can fail."""
+    inputs = left_padded([20, 20])
+    expected = greedy(eager, inputs, 16)
+    for is_corrupted in (False, True):
+        cache = hf.PagedCache(model.config, page_size=4)
+        first = greedy(model, inputs, 4, past_key_values=cache)
+        if is_corrupted:
+            cache.table.pages[0][-2] = cache.table.pages[1][-2]
+        ids = torch.cat([inputs["input_ids"], first], dim=1)
+        rest = greedy(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 12, past_key_values=cache)
+        assert torch.equal(torch.cat([first, rest], dim=1), expected) is not is_corrupted
+
+
+def test_beams_share_pages(model: Any, eager: Any) -> None:
+    inputs = left_padded(LENGTHS)
+    cache = hf.PagedCache(model.config, page_size=4)
+    beams = greedy(model, inputs, 12, past_key_values=cache, num_beams=4, num_return_sequences=2)
+    assert torch.equal(beams, greedy(eager, inputs, 12, num_beams=4, num_return_sequences=2))
+    assert pages_in_use(cache) < sum(len(own) for own in cache.table.pages)
+    cache.reset()
+    assert sorted(cache.table._free) == list(range(cache.table.num_pages))
+    assert not any(cache.table._users)
+
+
+def test_candidates_that_are_refused_are_cropped(model: Any, eager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    crops, crop = [], hf.PagedCache.crop
+    monkeypatch.setattr(hf.PagedCache, "crop", lambda self, count: (crops.append(count), crop(self, count)))
+    ids = torch.randint(1, VOCABULARY, (1, 6), generator=torch.Generator().manual_seed(3)).repeat(1, 3)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    cache = hf.PagedCache(model.config, page_size=4)
+    tokens = greedy(model, inputs, 20, past_key_values=cache, prompt_lookup_num_tokens=5)
+    assert torch.equal(tokens, greedy(eager, inputs, 20))
+    assert min(crops) < 0
+
+
+def test_crop_counts_columns_of_padded_rows(model: Any) -> None:
+    cache = hf.PagedCache(model.config, page_size=4)
+    greedy(model, left_padded(LENGTHS), 4, past_key_values=cache)
+    cache.crop(-3)  # what decoding added
+    assert (cache.get_seq_length(), cache.table.lengths.tolist()) == (21, LENGTHS)
+    cache.crop(-10)  # the second row had padding in five of these columns
+    assert (cache.get_seq_length(), cache.table.lengths.tolist()) == (11, [3, 0, 11])
+    assert [len(own) for own in cache.table.pages] == [1, 0, 3]
+
+
+def test_a_prompt_is_computed_once(model: Any, eager: Any) -> None:
+    """Its pages serve every request that begins with it; the last one is copied where requests go on differently."""
+    prompt = left_padded([18])["input_ids"]
+    ends = torch.randint(1, VOCABULARY, (3, 4), generator=torch.Generator().manual_seed(5))
+    prefix = hf.PagedCache(model.config, page_size=4)
+    with torch.no_grad():
+        model(input_ids=prompt, past_key_values=prefix)
+    cache = copy.deepcopy(prefix)
+    cache.batch_repeat_interleave(3)
+    assert pages_in_use(cache) == 5
+    ids = torch.cat([prompt.repeat(3, 1), ends], dim=1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(greedy(model, inputs, 12, past_key_values=cache), greedy(eager, inputs, 12))
+    assert pages_in_use(cache) == 4 + 3 * 5
+    assert prefix.table.lengths.tolist() == [18]
+
+
+def test_prefill_in_pieces(model: Any, eager: Any) -> None:
+    inputs = left_padded(LENGTHS)
+    cache = hf.PagedCache(model.config)
+    tokens = greedy(model, inputs, 12, past_key_values=cache, prefill_chunk_size=6)
+    assert torch.equal(tokens, greedy(eager, inputs, 12))
+
+
+def test_rows_are_selected(model: Any) -> None:
+    """Row 2 goes on as if it had been alone."""
+    inputs = left_padded(LENGTHS)
+    cache, alone = hf.PagedCache(model.config), hf.PagedCache(model.config)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([2]))
+        model(input_ids=inputs["input_ids"][2:], past_key_values=alone)
+        next_ids = torch.tensor([[7]])
+        logits = [model(input_ids=next_ids, past_key_values=c).logits for c in (cache, alone)]
+    torch.testing.assert_close(*logits)
+
+
+def test_full_pools_are_told(model: Any) -> None:
+    with pytest.raises(RunError, match="all num_pages=4 pages"):
+        greedy(model, left_padded(LENGTHS), 2, past_key_values=hf.PagedCache(model.config, num_pages=4, page_size=4))
+
+
+def test_a_mask_that_changes_is_told(model: Any) -> None:
+    cache = hf.PagedCache(model.config)
+    inputs = left_padded(LENGTHS)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        mask = torch.ones(3, inputs["input_ids"].shape[1] + 1, dtype=torch.int64)
+        with pytest.raises(RunError, match="attention_mask has 22 tokens in row 0 but the cache will have 14"):
+            model(input_ids=torch.ones(3, 1, dtype=torch.int64), attention_mask=mask, past_key_values=cache)
+
+
+def test_another_batch_is_told(model: Any) -> None:
+    cache = hf.PagedCache(model.config)
+    with torch.no_grad():
+        model(input_ids=torch.ones(2, 3, dtype=torch.int64), past_key_values=cache)
+        with pytest.raises(RunError, match="the batch is 3 but the cache holds 2"):
+            model(input_ids=torch.ones(3, 3, dtype=torch.int64), past_key_values=cache)
+        cache.reset()
+        model(input_ids=torch.ones(3, 3, dtype=torch.int64), past_key_values=cache)
+
+
+def test_another_attention_is_told(eager: Any) -> None:
+    with pytest.raises(RunError, match=r"set_attn_implementation\(flashpage.hf.NAME\)"):
+        greedy(eager, left_padded(LENGTHS), 3, past_key_values=hf.PagedCache(eager.config))
+
+
+def test_latents_are_told() -> None:
+    with pytest.raises(RunError, match="deepseek_v3 caches latents"):
+        hf.PagedCache(make_model("deepseek-v3").config)

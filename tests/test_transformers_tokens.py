@@ -1,0 +1,86 @@
+"""Greedy tokens of tiny transformers models with our attention are eager attention's, in fp32, under every cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import hf_copy
+from hf_models import MODELS, greedy, left_padded, make_model, prompts_of
+from transformers import GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
+
+from flashpage import hf
+
+NEW_TOKENS = 24
+LENGTHS = [13, 5, 21, 8]
+PAGED = [name for name in MODELS if name != "deepseek-v3"]  # whose cache holds latents
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    hf.register()
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, tuple[Any, torch.Tensor]]:
+    """Each model, and what eager attention gives for the padded batch."""
+    made = {}
+    for name in MODELS:
+        model = make_model(name)
+        tokens = greedy(model, left_padded(LENGTHS), NEW_TOKENS)
+        assert tokens.unique().numel() > NEW_TOKENS, f"{name} says too few words for a comparison"
+        model.set_attn_implementation(hf.NAME)
+        made[name] = model, tokens
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_own_cache(name: str, expected: Any) -> None:
+    model, tokens = expected[name]
+    assert torch.equal(greedy(model, left_padded(LENGTHS), NEW_TOKENS), tokens)
+
+
+@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_paged_cache(name: str, page_size: int, expected: Any) -> None:
+    model, tokens = expected[name]
+    cache = hf.PagedCache(model.config, page_size=page_size)
+    assert torch.equal(greedy(model, left_padded(LENGTHS), NEW_TOKENS, past_key_values=cache), tokens)
+    # Tokens of padding, and the last new one, which nothing attends to, are not there.
+    assert cache.table.lengths.tolist() == [length + NEW_TOKENS - 1 for length in LENGTHS]
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_continuous_batching(name: str, expected: Any) -> None:
+    """More requests than fit at once, prefilled in pieces of at most 16 tokens."""
+    model, tokens = expected[name]
+    prompts = prompts_of(left_padded(LENGTHS))
+    outputs = generate_batch(model, prompts, NEW_TOKENS, num_blocks=12, max_batch_tokens=16)
+    assert outputs == tokens.tolist()
+    assert model.config._attn_implementation == hf.NAME
+
+
+def generate_batch(model: Any, prompts: list[list[int]], new_tokens: int, **options: Any) -> list[list[int]]:
+    pages = {"page_size": 8} if hasattr(ContinuousBatchingConfig(), "page_size") else {"block_size": 8}
+    with torch.no_grad():
+        outputs = model.generate_batch(
+            prompts,
+            generation_config=GenerationConfig(
+                max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.5, **pages, **options),
+        )
+    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    return [output.generated_tokens for output in outputs.values()]
+
+
+def test_a_trained_model_in_bfloat16() -> None:
+    """Its tokens are certain, so 16-bit arithmetic of whatever order gives them; a wrong page does not."""
+    model = hf_copy.trained("cpu", length=80, batch=16, vocab_size=64).bfloat16().eval()
+    model.set_attn_implementation(hf.NAME)
+    hf_copy.check_copies(model, new_tokens=64)
