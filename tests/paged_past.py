@@ -11,7 +11,7 @@ from reference import Options, attention
 
 from flashpage.integrations import AttentionLayer, ForwardBatch, ForwardMode, PagedAttention, RequestTable, TokenPool
 
-Q_HEADS, KV_HEADS, DIM, CONTEXT = 4, 2, 32, 160
+Q_HEADS, KV_HEADS, DIM, CONTEXT = 4, 2, 64, 160
 PLAIN = AttentionLayer(0, Q_HEADS, KV_HEADS, DIM)
 
 

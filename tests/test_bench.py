@@ -23,6 +23,10 @@ PROGRAMS = [  # program and arguments, a line that it prints
     (("gpu.py", "prefill", "--only", "append 8", *SMALL), "| append 8 rows on 8k, 32 requests | flashpage |"),
     (("cascade.py", "--only", "64 requests, 8k", *SMALL), "| 64 requests, 8k shared, 1k own | flashpage |"),
     (
+        ("engine.py", "--small", "--device", "cpu", "--requests", "4", "--prompt", "40", "--new-tokens", "8"),
+        "| torch sdpa, eager | eager |",
+    ),
+    (
         ("parallel.py", "--only", "64 requests, 4k", "--small", "--device", "cpu", "--repeats", "1"),
         "| 64 requests, 4k | 2 |",
     ),
@@ -36,8 +40,8 @@ def test_runs(arguments: tuple[str, ...], line: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     row = next(found for found in done.stdout.splitlines() if found.startswith(line))
-    if arguments[0] in ("gpu.py", "cascade.py", "parallel.py"):
-        assert float(row.split("|")[-2]) < 1e-2  # the error against fp32
+    if arguments[0] in ("gpu.py", "cascade.py", "parallel.py", "engine.py"):
+        assert float(row.split("|")[-2]) < 1e-2  # the error against fp32; the engine's: wrong tokens
 
 
 @pytest.fixture

@@ -1,0 +1,138 @@
+"""Tokens per second of flashpage's engine over its own attention, FlashInfer's and torch's: one model, one trace.
+
+All requests come at once; prompts come in chunks beside the decodes of those that came before. A row is the median of
+some runs of the whole trace after one that warmed everything up. `wrong` counts tokens of the first requests that are
+neither torch's own nor within rounding of them. `--small --device cpu` shows that the program works, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sdpa_attention import SdpaAttention
+
+from flashpage.demo.model import Config, Llama
+from flashpage.demo.reference import check_tokens
+from flashpage.engine import Engine, EngineConfig, Request
+from flashpage.integrations import PagedAttention
+
+MODEL = Config(
+    vocabulary=8192, hidden=1024, num_layers=8, num_q_heads=32, num_kv_heads=8, head_dim=128, intermediate=2816
+)
+SMALL = Config(vocabulary=512, hidden=128, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=64, intermediate=256)
+COLUMNS = ("attention", "decode steps", "seconds", "tokens/s", "decode step, us", "of flashpage captured", "wrong")
+
+
+def flashinfer(backend: str) -> Callable[..., PagedAttention]:
+    """Its wrappers in the place of ours: it wants its tensor cores asked for, and padding of one token."""
+    options = {
+        "BatchDecodeWithPagedKVCacheWrapper": {"use_tensor_cores": True},
+        "BatchPrefillWithPagedKVCacheWrapper": {"backend": backend},
+    }
+    module = importlib.import_module("flashinfer")
+    return functools.partial(PagedAttention, library=module, options=options, fill_len=1)
+
+
+ATTENTION: dict[str, tuple[str, Callable[[], Any], bool]] = {  # label: module, backend, whether decodes are captured
+    "flashpage": ("flashpage", lambda: PagedAttention, True),
+    "flashinfer fa2": ("flashinfer", lambda: flashinfer("fa2"), True),
+    "flashinfer fa3": ("flashinfer", lambda: flashinfer("fa3"), True),
+    "flashpage, eager": ("flashpage", lambda: PagedAttention, False),
+    "torch sdpa, eager": ("torch", lambda: SdpaAttention, False),
+}
+
+
+def trace(num_requests: int, mean_prompt: int, new_tokens: int, vocabulary: int) -> list[tuple[list[int], int]]:
+    """Prompts and how many tokens each asks for."""
+    rng = random.Random(0)
+    found = []
+    for _ in range(num_requests):
+        count = min(4 * mean_prompt, max(1, int(mean_prompt * rng.lognormvariate(-0.18, 0.6))))
+        found.append(([rng.randrange(vocabulary) for _ in range(count)], rng.randint(new_tokens // 2, new_tokens)))
+    return found
+
+
+def run_once(
+    model: Llama, engine: Engine, work: list[tuple[list[int], int]]
+) -> tuple[float, list[float], list[Request]]:
+    """Seconds of all, of each step that decoded all requests at once, and the requests."""
+    requests, decodes = [Request(list(prompt), new) for prompt, new in work], []
+    for request in requests:
+        engine.add(request)
+    begin = last = time.perf_counter()
+    while engine.has_work:
+        is_decode = len(engine.scheduler.running) == len(requests) and all(r.num_pending == 1 for r in requests)
+        engine.step()
+        now = time.perf_counter()
+        if is_decode:
+            decodes.append(now - last)
+        last = now
+    return last - begin, decodes, requests
+
+
+def measure(label: str, model: Llama, work: list[tuple[list[int], int]], arguments: argparse.Namespace) -> list[Any]:
+    """One row, without the column of ratios."""
+    _, make, is_captured = ATTENTION[label]
+    longest = max(len(prompt) + new for prompt, new in work)
+    config = EngineConfig(
+        num_blocks=1 + sum(-(-(len(prompt) + new) // 16) for prompt, new in work),
+        max_requests=len(work),
+        max_context=longest,
+        max_step_tokens=arguments.step_tokens,
+        reuse_prefixes=False,  # every run computes the same
+        use_graphs=is_captured,
+    )
+    engine = Engine(model, config, make())
+    for layer in range(model.config.num_layers):
+        engine.pool.kv(layer).zero_()  # not everybody bears NaN behind a request's end
+    run_once(model, engine, work)
+    runs = [run_once(model, engine, work) for _ in range(arguments.repeats)]
+    seconds = statistics.median(run[0] for run in runs)
+    step = statistics.median(step for run in runs for step in run[1])
+    wrong = check_tokens(model, runs[0][2][:3]).wrong
+    return [label, "captured" if is_captured else "eager", seconds, sum(new for _, new in work) / seconds, step, wrong]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=2048, help="mean tokens of a prompt")
+    parser.add_argument("--new-tokens", type=int, default=128, help="most tokens a request asks for")
+    parser.add_argument("--step-tokens", type=int, default=4096, help="most tokens of a step")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--small", action="store_true", help="a tiny model")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = Llama(SMALL if arguments.small else MODEL, device, dtype)
+    work = trace(arguments.requests, arguments.prompt, arguments.new_tokens, model.config.vocabulary)
+    prompts = sum(len(prompt) for prompt, _ in work)
+    print(
+        f"{len(work)} requests, {prompts} tokens of prompts, {sum(new for _, new in work)} new tokens; {model.config}"
+    )
+    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
+    best = None
+    for label, (module, _, _) in ATTENTION.items():
+        if arguments.only not in label or importlib.util.find_spec(module) is None:
+            continue
+        name, how, seconds, rate, step, wrong = measure(label, model, work, arguments)
+        best = best or rate
+        print(f"| {name} | {how} | {seconds:.3f} | {rate:,.0f} | {step * 1e6:,.0f} | {rate / best:.2f} | {wrong} |")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
