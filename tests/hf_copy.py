@@ -36,13 +36,24 @@ def trained(device: str, length: int, batch: int, **sizes: int) -> Any:
     raise AssertionError(f"the loss is still {loss.item():.4f} after {_MOST_STEPS} steps")
 
 
-def check_copies(model: Any, new_tokens: int) -> None:
-    """The model goes on with the patterns of its prompts, from a paged cache whose pages are as they should be."""
+def task(model: Any, new_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of two patterns each, and what comes after them."""
     device, vocabulary = str(model.device), model.config.vocab_size
-    prompt = patterns(3, 2, vocabulary, device, seed=10_000)
-    goes_on = patterns(3, new_tokens // PERIOD, vocabulary, device, seed=10_000)
-    assert torch.equal(_continued(model, prompt, new_tokens, is_corrupted=False), goes_on)
-    assert not torch.equal(_continued(model, prompt, new_tokens, is_corrupted=True), goes_on)
+    repeats = new_tokens // PERIOD
+    return patterns(3, 2, vocabulary, device, seed=-1), patterns(3, repeats, vocabulary, device, seed=-1)
+
+
+def copied(model: Any, new_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the model says with transformers' own cache, and what it should."""
+    prompts, goes_on = task(model, new_tokens)
+    return greedy(model, {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}, new_tokens), goes_on
+
+
+def check_copies(model: Any, new_tokens: int) -> None:
+    """The model goes on with the patterns of its prompts from a paged cache, while pages are what they should be."""
+    prompts, goes_on = task(model, new_tokens)
+    assert torch.equal(_continued(model, prompts, new_tokens, is_corrupted=False), goes_on)
+    assert not torch.equal(_continued(model, prompts, new_tokens, is_corrupted=True), goes_on)
 
 
 def _continued(model: Any, prompt: torch.Tensor, new_tokens: int, is_corrupted: bool) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.generation import ContinuousBatchingConfig
 
 VOCABULARY = 128
 _SIZES = {
@@ -94,3 +95,14 @@ def prompts_of(inputs: dict[str, torch.Tensor]) -> list[list[int]]:
     """The rows of a padded batch without their padding."""
     rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
     return [ids[mask].tolist() for ids, mask in rows]
+
+
+def batch_options(new_tokens: int, page_size: int, **options: int) -> dict[str, Any]:
+    """Keyword arguments of `generate_batch`: greedy, to the last token."""
+    pages = {"page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size": page_size}
+    return {
+        "generation_config": transformers.GenerationConfig(
+            max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        "continuous_batching_config": ContinuousBatchingConfig(max_memory_percent=0.5, **pages, **options),
+    }

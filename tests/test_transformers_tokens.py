@@ -10,9 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 import hf_copy
-from hf_models import MODELS, greedy, left_padded, make_model, prompts_of
-from transformers import GenerationConfig
-from transformers.generation import ContinuousBatchingConfig
+from hf_models import MODELS, batch_options, greedy, left_padded, make_model, prompts_of
 
 from flashpage import hf
 
@@ -60,23 +58,12 @@ def test_continuous_batching(name: str, expected: Any) -> None:
     """More requests than fit at once, prefilled in pieces of at most 16 tokens."""
     model, tokens = expected[name]
     prompts = prompts_of(left_padded(LENGTHS))
-    outputs = generate_batch(model, prompts, NEW_TOKENS, num_blocks=12, max_batch_tokens=16)
-    assert outputs == tokens.tolist()
-    assert model.config._attn_implementation == hf.NAME
-
-
-def generate_batch(model: Any, prompts: list[list[int]], new_tokens: int, **options: Any) -> list[list[int]]:
-    pages = {"page_size": 8} if hasattr(ContinuousBatchingConfig(), "page_size") else {"block_size": 8}
     with torch.no_grad():
         outputs = model.generate_batch(
-            prompts,
-            generation_config=GenerationConfig(
-                max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
-            ),
-            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.5, **pages, **options),
+            prompts, **batch_options(NEW_TOKENS, page_size=8, num_blocks=12, max_batch_tokens=16)
         )
-    assert [output.error for output in outputs.values()] == [None] * len(prompts)
-    return [output.generated_tokens for output in outputs.values()]
+    assert [output.generated_tokens for output in outputs.values()] == tokens.tolist()
+    assert model.config._attn_implementation == hf.NAME
 
 
 def test_a_trained_model_in_bfloat16() -> None:

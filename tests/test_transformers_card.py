@@ -1,0 +1,98 @@
+"""transformers models on a card, in 16 bits: as close to eager attention as torch's own; a trained model exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import hf_copy
+from hf_models import MODELS, batch_options, left_padded, make_model
+from transformers import DynamicCache
+
+from flashpage import hf
+
+pytestmark = pytest.mark.cuda
+DEVICE = "cuda:0"
+NEW_TOKENS = 256
+# All experts for every token: a choice among them would turn on the last bit.
+SIZES: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "initializer_range": 0.05}
+EXPERTS = {"gpt-oss": {"num_experts_per_tok": 4}, "deepseek-v3": {"num_experts_per_tok": 4, "topk_group": 2}}
+WITHOUT_SDPA = ("gemma2", "gpt-oss")  # soft cap, sinks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    hf.register()
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Any]:
+    """Under a minute; it repeats what it reads."""
+    model = hf_copy.trained(DEVICE, length=hf_copy.PERIOD * 2 + NEW_TOKENS, batch=32, head_dim=64)
+    model = model.bfloat16().eval()
+    model.set_attn_implementation(hf.NAME)
+    yield model
+
+
+def test_a_trained_model_paged(trained: Any) -> None:
+    hf_copy.check_copies(trained, NEW_TOKENS)
+
+
+def test_a_trained_model_with_transformers_cache(trained: Any) -> None:
+    assert torch.equal(*hf_copy.copied(trained, NEW_TOKENS))
+
+
+def test_a_trained_model_in_continuous_batches(trained: Any) -> None:
+    """Three requests, two at a time in part; tokens are prefilled 24 at most."""
+    prompts, goes_on = hf_copy.task(trained, NEW_TOKENS)
+    outputs = trained.generate_batch(
+        prompts.tolist(), **batch_options(NEW_TOKENS, page_size=16, num_blocks=40, max_batch_tokens=24)
+    )
+    assert [output.generated_tokens for output in outputs.values()] == goes_on.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_paged", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name: str, is_paged: bool, dtype: torch.dtype) -> None:
+    """Of given tokens, a padded batch first and then one by one."""
+    if is_paged and name == "deepseek-v3":
+        pytest.skip("its cache holds latents")
+    sizes = SIZES | EXPERTS.get(name, {})
+    if name == "deepseek-v3":
+        sizes["head_dim"] = None
+    model = make_model(name, **sizes).to(DEVICE)
+    exact = forced_logits(model, "eager", DynamicCache()) if name in WITHOUT_SDPA else None
+    model = model.to(dtype)
+    eager = forced_logits(model, "eager", DynamicCache())
+    other = forced_logits(model, "sdpa", DynamicCache()) if exact is None else exact
+    ours = forced_logits(model, hf.NAME, hf.PagedCache(model.config) if is_paged else DynamicCache())
+    allowed, found = 2 * distance(other, eager), distance(ours, eager)
+    assert 0 < found <= allowed, f"{found:.3e} from eager attention, {allowed:.3e} allowed; logits {eager.norm():.3e}"
+
+
+@torch.no_grad()
+def forced_logits(model: Any, implementation: str, cache: Any) -> torch.Tensor:
+    """[tokens, vocabulary], fp32, without those of padding."""
+    model.set_attn_implementation(implementation)
+    inputs = {key: value.to(DEVICE) for key, value in left_padded([70, 33, 96]).items()}
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    found = []
+    for begin, end in [(0, 80), *((i, i + 1) for i in range(80, 96))]:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, begin:end]
+        found.append(
+            model(
+                input_ids=ids[:, begin:end], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache
+            ).logits
+        )
+    return torch.cat(found, dim=1)[mask.bool()].float()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Root of the mean square."""
+    return float((a - b).square().mean().sqrt())
