@@ -156,12 +156,14 @@ def test_requests_that_come_later_join_the_batch(model: Llama) -> None:
     check(model, requests, least=sum(NEW))
 
 
-def test_stop_tokens(model: Llama, expected: list[list[int]]) -> None:
-    index = 4
-    stop = expected[index][7]
-    request = Request(prompts(LENS)[index], NEW[index], frozenset({stop}))
-    Engine(model, EngineConfig(64, use_graphs=False)).run([request])
-    assert request.generated[-1] == stop and stop not in request.generated[:-1]
+def test_stop_tokens(model: Llama) -> None:
+    config = EngineConfig(64, use_graphs=False)
+    (whole,) = requests_of([70], [30])
+    Engine(model, config).run([whole])
+    stop = whole.generated[7]
+    request = Request(list(whole.prompt), 30, frozenset({stop}))
+    Engine(model, config).run([request])
+    assert request.generated == whole.generated[: whole.generated.index(stop) + 1]
 
 
 def test_a_wrong_page_makes_the_check_fail(model: Llama) -> None:

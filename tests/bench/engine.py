@@ -45,10 +45,10 @@ def flashinfer(backend: str) -> Callable[..., PagedAttention]:
 
 ATTENTION: dict[str, tuple[str, Callable[[], Any], bool]] = {  # label: module, backend, whether decodes are captured
     "flashpage": ("flashpage", lambda: PagedAttention, True),
-    "flashinfer fa2": ("flashinfer", lambda: flashinfer("fa2"), True),
-    "flashinfer fa3": ("flashinfer", lambda: flashinfer("fa3"), True),
     "flashpage, eager": ("flashpage", lambda: PagedAttention, False),
     "torch sdpa, eager": ("torch", lambda: SdpaAttention, False),
+    "flashinfer fa2": ("flashinfer", lambda: flashinfer("fa2"), True),
+    "flashinfer fa3": ("flashinfer", lambda: flashinfer("fa3"), True),
 }
 
 
