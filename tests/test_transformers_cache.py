@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 from hf_models import VOCABULARY, greedy, left_padded, make_model
 
 from flashpage import BatchPrefillWithPagedKVCacheWrapper, RunError, hf
@@ -35,6 +38,17 @@ def eager(model: Any) -> Any:
 
 def pages_in_use(cache: hf.PagedCache) -> int:
     return len({page for own in cache.table.pages for page in own})
+
+
+def test_the_readme_example_runs() -> None:
+    page = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    found = re.search(r"```python\n(import torch, flashpage\.hf\n.*?)```", page, re.DOTALL)
+    assert found, "README.md has no example of flashpage.hf"
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(found[1], names)
+    assert names["tokens"].shape == (2, 9 + 8)
+    assert names["cache"].table.lengths.tolist() == [16, 16]
 
 
 def test_one_plan_a_forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +188,11 @@ def test_another_batch_is_told(model: Any) -> None:
 def test_another_attention_is_told(eager: Any) -> None:
     with pytest.raises(RunError, match=r"set_attn_implementation\(flashpage.hf.NAME\)"):
         greedy(eager, left_padded(LENGTHS), 3, past_key_values=hf.PagedCache(eager.config))
+
+
+def test_encoders_with_decoders_are_told() -> None:
+    with pytest.raises(RunError, match="bart has layers that attend to an encoder"):
+        hf.PagedCache(transformers.BartConfig())
 
 
 def test_latents_are_told() -> None:

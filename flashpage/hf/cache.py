@@ -35,6 +35,8 @@ class PagedCache(Cache):
     """
 
     def __init__(self, config: Any, page_size: int = 16, num_pages: int | None = None) -> None:
+        if config.is_encoder_decoder:
+            raise RunError(f"{config.model_type} has layers that attend to an encoder: pass no past_key_values.")
         config = config.get_text_config(decoder=True)
         if getattr(config, "kv_lora_rank", None) is not None:
             raise RunError(
