@@ -63,8 +63,8 @@ class PagedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last tokens of every row: -n. (n, of older releases: what stays.)"""
-        length = self.history.length
-        count = min(length, -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove))
+        length, end = self.history.length, int(tokens_to_remove)  # which some releases pass as a tensor
+        count = min(length, -end if end <= 0 else max(0, length - end))
         if count:
             self.table.shorten(self.history.crop(count, self.table.batch))
             self._set_length()
