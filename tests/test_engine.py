@@ -206,6 +206,25 @@ def test_chunks_stay_within_the_steps_size(model: Llama) -> None:
     check(model, [short, long], least=24)
 
 
+def test_steps_are_filled_with_several_prompts_and_no_further() -> None:
+    engine = Engine(small_model("cpu"), EngineConfig(64, max_step_tokens=40))
+    for request in requests_of([30, 30, 30], [2, 2, 2]):
+        engine.add(request)
+    assert [work.end - work.begin for work in engine.scheduler.schedule()] == [30, 10]
+
+
+def test_who_made_room_comes_back_before_those_who_never_ran() -> None:
+    """Two run and fill the pool; the later one makes room for the other, and waits in front of the third."""
+    engine = Engine(small_model("cpu"), EngineConfig(1 + 4))
+    first, second, third = requests_of([31, 31, 31], [20, 20, 20])
+    for request in (first, second, third):
+        engine.add(request)
+    while not engine.statistics.preemptions:
+        engine.step()
+    assert engine.scheduler.running == [first] and list(engine.scheduler.waiting) == [second, third]
+    assert second.num_preemptions == 1 and second.state is State.WAITING and not second.blocks
+
+
 def test_ragged_extends_give_the_same_tokens(model: Llama) -> None:
     """The other way to extend: new tokens as they come, merged with what is in the pool."""
 
