@@ -4,6 +4,7 @@
 #pragma once
 #include <cstdint>
 
+#include "flashpage/block_params.h"
 #include "flashpage/params.h"
 
 #define FP_API extern "C" __attribute__((visibility("default")))

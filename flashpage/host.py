@@ -93,6 +93,42 @@ class GatherSlotsParams(ctypes.Structure):
     ]
 
 
+# include/flashpage/block_params.h
+
+
+class BlockPattern(ctypes.Structure):
+    _fields_ = [*_all(FastDiv, "block_size stride"), *_all(c_int32, "local_blocks first head_step kv_head_step")]
+
+
+class BlockAttentionParams(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "q out"),
+        *_all(c_int64, "q_row_stride q_head_stride out_row_stride out_head_stride"),
+        *_all(c_void_p, "k v"),
+        *_all(c_int64, "k_block_stride k_head_stride v_block_stride v_head_stride"),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        *_all(c_void_p, "seq_lens alibi_slopes k_scale v_scale partial_out partial_lse cuts"),
+        *_all(c_void_p, "tmp_out exp_sums max_logits"),
+        ("pattern", BlockPattern),
+        ("score_scale", c_float),
+        *_all(c_int32, "num_seqs num_q_heads num_kv_heads head_dim group tile_q row_tiles"),
+        *_all(c_int32, "max_tokens log_block_size partitions"),
+    ]
+
+
+class BlockWriteParams(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "key value"),
+        *_all(c_int64, "key_row_stride key_head_stride value_row_stride value_head_stride"),
+        *_all(c_void_p, "k v"),
+        *_all(c_int64, "k_block_stride k_slot_stride k_head_stride v_block_stride v_slot_stride v_head_stride"),
+        *_all(c_void_p, "slots k_scale v_scale"),
+        *_all(c_int32, "slots_are_int64 num_tokens num_kv_heads key_dim value_dim"),
+        ("block_size", FastDiv),
+    ]
+
+
 # csrc/flashpage.h
 
 
@@ -210,7 +246,7 @@ PLAN_HEADER = np.dtype(
 
 STRUCTS = (
     *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
-    GatherSlotsParams,
+    *(GatherSlotsParams, BlockPattern, BlockAttentionParams, BlockWriteParams),
     *(IndexArray, ProblemStruct, Schedule, PlanResult, KernelInfo, DeviceInfo),
     *(BoxForm, KvBoxes, RunArgs),
     *(Python, TensorForm, BoundRun, LengthsStruct, SlotsCall),

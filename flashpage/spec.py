@@ -39,7 +39,7 @@ def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -
 class KernelSpec:
     """Everything that is compiled in; nothing that changes from batch to batch (lengths, head counts, page size)."""
 
-    kernel: str  # the template: cpu_attention, attention_sm80, decode_sm90, merge, merge_states, append, gather_slots
+    kernel: str  # the template: cpu_attention, attention_sm80, decode_sm90, merge, append, ..., block_write
     q_dtype: DType = DType.BFLOAT16
     kv_dtype: DType = DType.BFLOAT16
     out_dtype: DType = DType.BFLOAT16

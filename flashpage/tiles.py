@@ -140,6 +140,13 @@ def sm90_prefill_tile(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop = Inne
     return Tile(128, tile_kv, 8, 1, 2), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
 
 
+def block_decode_tile(head_dim: int, kv_dtype: DType, group: int) -> Tile:
+    """Decode over vLLM's blocks (mma.sync, cp.async); a group's query heads are the rows."""
+    tile_q = 32 if group > 16 and head_dim <= (64 if kv_dtype.is_fp8 else 128) else 16  # more takes registers
+    tile, _ = _few_rows_sm80(head_dim, head_dim, kv_dtype, tile_q)
+    return dataclasses.replace(tile, stages=min(tile.stages, 2 if tile_q > 16 else 4))  # each stage has its own Q
+
+
 _RING_BYTES = 131072
 _SHARED_BYTES = 232448  # of a CTA on Hopper
 

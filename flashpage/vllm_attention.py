@@ -1,6 +1,7 @@
 """What vLLM's paged_attention_v1 and _v2 compute: one row a sequence, over a cache of blocks, in partitions of tokens.
 
-The blocks in use are gathered into rows, over which the decode wrapper runs; a partition is a request of its own.
+The blocks in use are gathered into rows, over which the decode wrapper runs; a partition is a request of its own. On a
+card flashpage/vllm_card.py does without, but for head sizes that its kernels do not take.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class BlockSparse(NamedTuple):
     vert_stride: int = 0  # 1 and less: all blocks are visible
     block_size: int = 64  # tokens
     head_sliding_step: int = 0  # below 0: KV heads slide instead of query heads
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.vert_stride > 1
 
     def head_offsets(self, num_heads: int, num_kv_heads: int) -> torch.Tensor:
         """[num_heads] int32"""
@@ -135,7 +140,7 @@ class Runner:
 
     def _variant(self, given: Sequences, partitions: Partitions) -> Variant | None:
         device, sparse, slopes = given.query.device, given.sparse, given.alibi_slopes
-        key = (slopes is not None, sparse.vert_stride > 1)
+        key = (slopes is not None, sparse.is_sparse)
         if not any(key):
             return None
         variant, (num_heads, _) = self._variants[key], given.query.shape[1:]
@@ -143,10 +148,7 @@ class Runner:
         variant.tensors["first_token"] = partitions.first_token.to(device, torch.int32)
         variant.tensors["last_token"] = last_token.to(device, torch.int32)
         if slopes is not None:
-            if slopes.shape != (num_heads,) or slopes.dtype != torch.float32:
-                raise RunError(
-                    f"alibi_slopes has shape {tuple(slopes.shape)}: pass float32, one a head, [{num_heads}]."
-                )
+            check_slopes(slopes, num_heads)
             variant.tensors["alibi_slopes"] = slopes
         if key[1]:
             variant.tensors["head_offset"] = sparse.head_offsets(num_heads, given.num_kv_heads).to(device)
@@ -166,8 +168,27 @@ def runner(device: torch.device) -> Runner:
     return found
 
 
+def check_slopes(slopes: torch.Tensor, num_heads: int) -> None:
+    """Judges alibi_slopes."""
+    if slopes.shape != (num_heads,) or slopes.dtype != torch.float32:
+        raise RunError(f"alibi_slopes has shape {tuple(slopes.shape)}: pass float32, one a head, [{num_heads}].")
+
+
 def checked(given: Sequences, out: torch.Tensor) -> Sequences:
-    """Judges shapes, and brings the lengths to the host."""
+    """Judges all arguments, and brings the lengths to the host."""
+    check_shapes(given, out)
+    lens = given.seq_lens.cpu().long()
+    room = given.block_tables.shape[1] * given.block_size
+    if lens.numel() and (int(lens.max()) > min(given.max_seq_len, room) or int(lens.min()) < 0):
+        raise RunError(
+            f"seq_lens reaches {int(lens.max())} (least {int(lens.min())}) but max_seq_len={given.max_seq_len} and "
+            f"block_tables has room for {room} tokens."
+        )
+    return given._replace(seq_lens=lens)
+
+
+def check_shapes(given: Sequences, out: torch.Tensor) -> None:
+    """Judges shapes and devices."""
     sizes = vllm_cache.block_sizes(given.key_cache, given.value_cache)
     query, tables, lens = given.query, given.block_tables, given.seq_lens
     if query.dim() != 3 or query.shape[2] != sizes.head_size or query.shape[1] % max(1, given.num_kv_heads):
@@ -190,14 +211,6 @@ def checked(given: Sequences, out: torch.Tensor) -> Sequences:
         )
     for name, tensor in (("key_cache", given.key_cache), ("block_tables", tables), ("seq_lens", lens), ("out", out)):
         arguments.same_device(tensor, query.device, name, RunError)
-    lens = lens.cpu().long()
-    room = tables.shape[1] * given.block_size
-    if lens.numel() and (int(lens.max()) > min(given.max_seq_len, room) or int(lens.min()) < 0):
-        raise RunError(
-            f"seq_lens reaches {int(lens.max())} (least {int(lens.min())}) but max_seq_len={given.max_seq_len} and "
-            f"block_tables has room for {room} tokens."
-        )
-    return given._replace(seq_lens=lens)
 
 
 def _gathered(given: Sequences) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

@@ -44,6 +44,15 @@ def block_sizes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> BlockSize
     return BlockSizes(blocks, heads, pieces * x, block_size)
 
 
+def row_sizes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> BlockSizes:
+    """Judges caches of rows, [num_blocks, block_size, num_kv_heads, head_size]."""
+    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if arguments.tensor(tensor, name, RunError).dim() != 4:
+            raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [num_blocks, block_size, heads, head_size].")
+    blocks, block_size, heads, head_size = key_cache.shape
+    return BlockSizes(blocks, heads, head_size, block_size)
+
+
 def by_token(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views: K [num_blocks, block_size, num_kv_heads, head_size / x, x], V [num_blocks, block_size, heads, size]."""
     return key_cache.permute(0, 3, 1, 2, 4), value_cache.permute(0, 3, 1, 2)
@@ -63,18 +72,24 @@ def element_type(cache: torch.Tensor, kv_cache_dtype: str) -> torch.dtype:
     return FP8[kv_cache_dtype]
 
 
-def stored(
-    rows: torch.Tensor, cache: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor, name: str
-) -> torch.Tensor:
-    """Keys or values, [tokens, num_kv_heads, head_size], as the cache holds them; fp8 saturates."""
+def check_rows(rows: torch.Tensor, cache: torch.Tensor, kv_cache_dtype: str, name: str) -> torch.dtype:
+    """Judges keys or values, [tokens, num_kv_heads, head_size]; the type that the cache holds them in."""
     dtype = element_type(cache, kv_cache_dtype)
     if arguments.tensor(rows, name, RunError).dim() != 3:
         raise RunError(f"{name} has shape {tuple(rows.shape)}: pass [tokens, num_kv_heads, head_size].")
     arguments.dense_last(rows, name, RunError)
     arguments.same_device(rows, cache.device, name, RunError)
+    if kv_cache_dtype == "auto" and rows.dtype != dtype:
+        raise RunError(f"{name} has dtype {rows.dtype} but the cache {dtype}: convert it, or name kv_cache_dtype.")
+    return dtype
+
+
+def stored(
+    rows: torch.Tensor, cache: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor, name: str
+) -> torch.Tensor:
+    """Keys or values as the cache holds them; fp8 saturates."""
+    dtype = check_rows(rows, cache, kv_cache_dtype, name)
     if kv_cache_dtype == "auto":
-        if rows.dtype != dtype:
-            raise RunError(f"{name} has dtype {rows.dtype} but the cache {dtype}: convert it, or name kv_cache_dtype.")
         return rows
     most = torch.finfo(dtype).max
     return (rows.float() / scale.float()).clamp(-most, most).to(dtype).view(cache.dtype)
@@ -96,7 +111,7 @@ def write_blocks(
         stored(key, key_cache, kv_cache_dtype, k_scale, "key"),
         stored(value, value_cache, kv_cache_dtype, v_scale, "value"),
     )
-    slots = _checked_slots(slot_mapping, rows, sizes, sizes.head_size)
+    slots = checked_slots(slot_mapping, rows, sizes, sizes.head_size)
     if slots.numel() == 0:
         return
     keys, values = by_token(key_cache, value_cache)
@@ -122,15 +137,13 @@ def write_rows(
     v_scale: torch.Tensor,
 ) -> None:
     """reshape_and_cache_flash: caches of rows, [num_blocks, block_size, num_kv_heads, head_size]."""
-    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if arguments.tensor(tensor, name, RunError).dim() != 4:
-            raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [num_blocks, block_size, heads, head_size].")
+    sizes = row_sizes(key_cache, value_cache)
     rows = (
         stored(key, key_cache, kv_cache_dtype, k_scale, "key"),
         stored(value, value_cache, kv_cache_dtype, v_scale, "value"),
     )
-    blocks, block_size, heads, head_size = key_cache.shape
-    slots = _checked_slots(slot_mapping, rows, BlockSizes(blocks, heads, head_size, block_size), value_cache.shape[3])
+    blocks = sizes.num_blocks
+    slots = checked_slots(slot_mapping, rows, sizes, value_cache.shape[3])
     device, whole = slots.device, torch.int32
     request = torch.where(slots < 0, -1, 0).to(whole)  # the cache is one request of all blocks
     ends = torch.tensor([0, blocks], dtype=whole).to(device)
@@ -140,7 +153,7 @@ def write_rows(
     ops.call("append_paged_kv_cache", *new, request, slots.to(whole), pages, ends, cache, "NHD")
 
 
-def _checked_slots(
+def checked_slots(
     slot_mapping: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], sizes: BlockSizes, value_size: int
 ) -> torch.Tensor:
     """[tokens]; there may be more keys and values than that (padding)."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import ops, vllm_cache
+from . import ops, vllm_cache, vllm_card, vllm_write
 from .arguments import same_device
 from .errors import RunError
 from .vllm_attention import PARTITION_TOKENS, Partitions, Sequences, checked, runner
@@ -62,7 +62,8 @@ def paged_attention_v1(
         key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 / bytes of an element.
         value_cache: [num_blocks, num_kv_heads, head_size, block_size].
         block_tables, seq_lens: [num_seqs, most blocks] and [num_seqs], int32.
-        max_seq_len: at least the longest of seq_lens; any length.
+        max_seq_len: at least the longest of seq_lens; any length. On a card lengths are not looked at by the host: what
+            is past max_seq_len or block_tables is left out there, and is an error on the CPU.
         alibi_slopes: [num_heads] fp32: scores get slope x (token - last token).
         kv_cache_dtype: "auto": the caches' own type; "fp8" ("fp8_e4m3") or "fp8_e5m2": uint8 caches are that, and
             k_scale, v_scale (one fp32 value each) multiply what is read.
@@ -103,8 +104,8 @@ def paged_attention_v2(
 
     Args:
         exp_sums, max_logits: [num_seqs, num_heads, partitions] fp32, written where a sequence has a partition:
-            max_logits + log(exp_sums) is the log of its sum of weights (max_logits is that itself, exp_sums 1; -inf and
-            0 where nothing is visible).
+            max_logits + log(exp_sums) is the log of its sum of weights (-inf and 0 where nothing is visible); how that
+            is divided between the two is the device's choice.
         tmp_out: [num_seqs, num_heads, partitions, head_size], written there: each partition's own attention.
         The other arguments are those of paged_attention_v1.
     """
@@ -160,15 +161,22 @@ def split_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int, head_size: int) ->
 
 
 def _paged_attention_v1(out: torch.Tensor, *values: Any) -> None:
-    given = checked(Sequences.of(values), out)
+    given = Sequences.of(values)
+    if vllm_card.serves(given, out):
+        vllm_card.attention(given, out, None)
+        return
+    given = checked(given, out)
     runner(out.device).run(given, Partitions.of(given.seq_lens, 0), out, None)
 
 
 def _paged_attention_v2(
     out: torch.Tensor, exp_sums: torch.Tensor, max_logits: torch.Tensor, tmp_out: torch.Tensor, *values: Any
 ) -> None:
-    given = checked(Sequences.of(values), out)
-    num_seqs, num_heads, head_size = given.query.shape
+    given = Sequences.of(values)
+    on_card = vllm_card.serves(given, out)
+    if not on_card:
+        given = checked(given, out)
+    num_seqs, num_heads = given.query.shape[:2]
     most = -(-given.max_seq_len // PARTITION_TOKENS)
     for name, tensor, shape in (
         ("exp_sums", exp_sums, (num_seqs, num_heads)),
@@ -178,6 +186,9 @@ def _paged_attention_v2(
         same_device(tensor, out.device, name, RunError)
         if tensor.shape[:2] != shape or tensor.dim() != 3 + (name == "tmp_out") or tensor.shape[2] < most:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [{num_seqs}, {num_heads}, {most} or more].")
+    if on_card:
+        vllm_card.attention(given, out, vllm_card.Partials(exp_sums, max_logits, tmp_out))
+        return
     partitions = Partitions.of(given.seq_lens, PARTITION_TOKENS)
     lse = out.new_empty((len(partitions.sequence), num_heads), dtype=torch.float32)
     found = runner(out.device).run(given, partitions, None, lse)
@@ -195,6 +206,15 @@ def _paged_attention_v2(
     out.copy_(merged)
 
 
+def _write(layout: str, on_cpu: Callable[..., None]) -> Callable[..., None]:
+    """reshape_and_cache or reshape_and_cache_flash."""
+
+    def implementation(key: torch.Tensor, *rest: Any) -> None:
+        vllm_write.write(layout, key, *rest) if key.is_cuda else on_cpu(key, *rest)
+
+    return implementation
+
+
 def _nothing(*_: Any) -> None:
     """All of them only write into their arguments."""
 
@@ -205,8 +225,8 @@ _IMPLEMENTATIONS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, " + _COMMON,
         _paged_attention_v2,
     ),
-    "reshape_and_cache": (_WRITE, vllm_cache.write_blocks),
-    "reshape_and_cache_flash": (_WRITE, vllm_cache.write_rows),
+    "reshape_and_cache": (_WRITE, _write("blocks", vllm_cache.write_blocks)),
+    "reshape_and_cache_flash": (_WRITE, _write("rows", vllm_cache.write_rows)),
 }
 
 

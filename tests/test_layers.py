@@ -64,7 +64,10 @@ LAYERS = [
         *("parallel", "parallel_attention", "parallel_heads", "parallel_layout", "parallel_mask", "parallel_merge"),
         *("prefill_ragged", "single", "sink", "sparse", "sparse_variable", "utils"),
     },
-    {"__init__", "compat", "hf", "integrations", "vllm_attention", "vllm_cache", "vllm_ops"},
+    {
+        *("__init__", "compat", "hf", "integrations"),
+        *("vllm_attention", "vllm_cache", "vllm_card", "vllm_ops", "vllm_write"),
+    },
     {"engine"},
     {"demo", "cli", "__main__"},
 ]

@@ -37,6 +37,7 @@ BENCHMARKS = {
     "cascade": Benchmark(("cascade.py",), "requests that share tokens, beside flat decode", needs_gpu=True),
     "engine": Benchmark(("engine.py",), "the engine's tokens per second over this and other attention", needs_gpu=True),
     "parallel": Benchmark(("parallel.py",), "a context spread over two cards, beside one card", needs_gpu=True),
+    "vllm": Benchmark(("vllm_bench.py",), "vLLM's operators, beside its own kernels with --peer", needs_gpu=True),
     "variants": Benchmark(("variants_bench.py",), "variants beside built-ins, options beside none", needs_gpu=True),
 }
 

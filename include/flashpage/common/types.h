@@ -46,7 +46,8 @@ inline constexpr bool is_fp8 = is_same<T, E4m3> || is_same<T, E5m2>;
 enum class KvSource { paged, ragged };
 enum class MaskSource { implicit, packed_bits };  // implicit: causal and window from run-time values
 enum class PositionEncoding { none, rope };
-enum class RowsLayout { pitched, blocks };  // of K and V in shared memory: tile/shared_rows.h, tile/block_rows.h
-enum class Loader { boxes, rows };          // who brings K and V: the copy engine box by box, or threads row by row
+// Of K and V in shared memory: tile/shared_rows.h, tile/block_rows.h; K alone: tile/piece_rows.h.
+enum class RowsLayout { pitched, blocks, pieces };
+enum class Loader { boxes, rows };  // who brings K and V: the copy engine box by box, or threads row by row
 
 }  // namespace flashpage

@@ -117,4 +117,35 @@ FP_DEVICE void widen4(u32 four, u32& pair0, u32& pair1) {
   }
 }
 
+// To fp8, nearest even; what is too large becomes the largest number.
+template <class Narrow>
+FP_DEVICE Narrow narrow(float value) {
+  static_assert(is_fp8<Narrow>);
+#if __CUDA_ARCH__ >= 890
+  u16 pair;
+  if constexpr (is_same<Narrow, E4m3>) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(value));
+  } else {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(value));
+  }
+  return {static_cast<u8>(pair)};
+#else
+  constexpr int mantissa = is_same<Narrow, E4m3> ? 3 : 2, bias = is_same<Narrow, E4m3> ? 7 : 15;
+  constexpr float largest = is_same<Narrow, E4m3> ? 448.f : 57344.f;
+  constexpr float smallest = 1.f / (1 << (bias - 1)), steps = smallest / (1 << mantissa);  // normal; between denormals
+  const u32 sign = __float_as_uint(value) >> 24 & 0x80;
+  if (value != value) return {static_cast<u8>(sign | 0x7f)};
+  const float magnitude = fminf(fabsf(value), largest);
+  u32 bits;
+  if (magnitude < smallest) {
+    bits = __float2int_rn(magnitude / steps);
+  } else {
+    constexpr int dropped = 23 - mantissa;
+    const u32 wide = __float_as_uint(magnitude);
+    bits = ((wide + (1u << (dropped - 1)) - 1 + (wide >> dropped & 1)) >> dropped) - ((127 - bias) << mantissa);
+  }
+  return {static_cast<u8>(sign | bits)};
+#endif
+}
+
 }  // namespace flashpage::ptx

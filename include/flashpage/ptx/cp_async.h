@@ -4,18 +4,23 @@
 
 namespace flashpage::ptx {
 
-// Copies `bytes` (4, 8 or 16) to shared memory, or writes zeros where there is nothing to copy. Not ordered with
-// ordinary accesses by itself: commit, wait and barriers are, and staged tiles are touched only between them.
+// Copies the first `valid_bytes` of `bytes` (4, 8 or 16) to shared memory and writes zeros behind them. Not ordered
+// with ordinary accesses by itself: commit, wait and barriers are, and staged tiles are touched only between them.
 template <int bytes>
-FP_DEVICE void cp_async(u32 shared, const void* global, bool exists) {
+FP_DEVICE void cp_async_first(u32 shared, const void* global, int valid_bytes) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16);
-  int valid_bytes = exists ? bytes : 0;
   if constexpr (bytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid_bytes));
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(bytes),
                  "r"(valid_bytes));
   }
+}
+
+// All of them, or zeros where there is nothing to copy.
+template <int bytes>
+FP_DEVICE void cp_async(u32 shared, const void* global, bool exists) {
+  cp_async_first<bytes>(shared, global, exists ? bytes : 0);
 }
 
 // The same; `policy` is one of cache_policy.h.

@@ -62,25 +62,19 @@ FP_DEVICE void widen_query(u32 destination, const AttentionParams& params, const
   }
 }
 
-// Issues the copies of all `threads`; rows beyond the unit become zero. offset(row) is query_offset.
-template <class Traits, int threads = Shape<Traits>::threads, class Offset>
-FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int thread,
-                          Offset&& offset) {
+// Issues the copies of all `threads`; rows from num_rows on become zero. source(row) is a row's first element.
+template <class Traits, int threads, class Source>
+FP_DEVICE void copy_query(u32 destination, i32 num_rows, int thread, Source&& source) {
   using S = Shape<Traits>;
   using Query = typename S::Query;
-  auto source = [&](u32 row) { return static_cast<const Query*>(params.q) + offset(row); };
-  if constexpr (is_fp8<typename Traits::StoredQuery>) {
-    // One warp alone waits for every batch; beside accumulators registers are few.
-    constexpr int batch = threads == 32 ? (S::value_tiles <= 16 ? 8 : 4) : Traits::warps_q > 1 ? 2 : 4;
-    widen_query<Traits, threads, batch>(destination, params, unit, thread, offset);
-  } else if constexpr (query_follows_bytes<Traits>) {
+  if constexpr (query_follows_bytes<Traits>) {
     constexpr int pairs = query_columns<Traits> / 2;
 #pragma unroll 4
     for (int i = thread; i < Traits::tile_q * pairs; i += threads) {
       u32 row = i / pairs, pair = i % pairs;
       bool is_padding = pairs * 2 > Traits::head_dim_qk && pair * 2 >= Traits::head_dim_qk;
       ptx::cp_async<4>(destination + S::QueryRows::byte_offset(row, fp8_pair_order(pair) * 4), source(row) + pair * 2,
-                       static_cast<i32>(row) < unit.num_rows && !is_padding);
+                       static_cast<i32>(row) < num_rows && !is_padding);
     }
   } else if constexpr (threads == 32) {  // few lanes: a loop, whose registers do not grow with the tile
     constexpr int bytes = copy_bytes<Query, Traits::head_dim_qk>, chunks = S::QueryRows::used_bytes / bytes;
@@ -88,11 +82,25 @@ FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const 
     for (int i = thread; i < Traits::tile_q * chunks; i += threads) {
       int row = i / chunks, byte = i % chunks * bytes;
       ptx::cp_async<bytes>(destination + S::QueryRows::byte_offset(row, byte),
-                           reinterpret_cast<const u8*>(source(row)) + byte, row < unit.num_rows);
+                           reinterpret_cast<const u8*>(source(row)) + byte, row < num_rows);
     }
   } else {
-    RowCopy<Query, Traits::head_dim_qk, threads>::template run<Traits::tile_q>(destination, thread, unit.num_rows,
-                                                                               source);
+    RowCopy<Query, Traits::head_dim_qk, threads>::template run<Traits::tile_q>(destination, thread, num_rows, source);
+  }
+}
+
+// The rows of a unit; offset(row) is query_offset.
+template <class Traits, int threads = Shape<Traits>::threads, class Offset>
+FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int thread,
+                          Offset&& offset) {
+  using S = Shape<Traits>;
+  if constexpr (is_fp8<typename Traits::StoredQuery>) {
+    // One warp alone waits for every batch; beside accumulators registers are few.
+    constexpr int batch = threads == 32 ? (S::value_tiles <= 16 ? 8 : 4) : Traits::warps_q > 1 ? 2 : 4;
+    widen_query<Traits, threads, batch>(destination, params, unit, thread, offset);
+  } else {
+    copy_query<Traits, threads>(destination, unit.num_rows, thread,
+                                [&](u32 row) { return static_cast<const typename S::Query*>(params.q) + offset(row); });
   }
 }
 

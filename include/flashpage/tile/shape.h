@@ -2,6 +2,7 @@
 #pragma once
 #include "flashpage/tile/block_rows.h"
 #include "flashpage/tile/copy.h"
+#include "flashpage/tile/piece_rows.h"
 #include "flashpage/tile/shared_rows.h"
 
 namespace flashpage {
@@ -58,8 +59,11 @@ struct Shape {
 
   using QueryRows = SharedRows<Query, Traits::head_dim_qk>;
   template <class Element, int columns>
-  using Rows =
+  using PitchedRows =
       typename select_type<blocks, BlockRows<Element, columns, warp_tokens>, SharedRows<Element, columns>>::type;
+  template <class Element, int columns>
+  using Rows = typename select_type<Traits::layout == RowsLayout::pieces, PieceRows<Element, columns, warp_tokens>,
+                                    PitchedRows<Element, columns>>::type;
   using CacheKeyRows = Rows<Cache, Traits::head_dim_qk>;
   using KeyRows = Rows<Key, Traits::head_dim_qk>;
   using ValueRows = Rows<Cache, value_columns>;

@@ -1,0 +1,162 @@
+// Who reads what of vLLM's sequences, found on the card by every CTA for itself: all tokens of all heads in a row, cut
+// into equal shares. No plan and no copy back, so lengths may change under a captured graph.
+#pragma once
+#include "flashpage/block_params.h"
+
+namespace flashpage {
+
+// One step of a CTA: tile_kv tokens of a sequence for the rows of one unit (query heads that share a KV head).
+struct BlockStep {
+  i32 sequence;
+  i32 kv_head;
+  i32 row_tile;  // of the KV head's query heads
+  i32 token;     // the first
+  i32 length;    // of the sequence; 0: there are no more steps
+  i32 flags;
+  enum Flags { begins = 1, ends = 2, goes_on = 4, is_continued = 8, is_live = 16 };  // goes_on: began in another CTA
+};
+
+// `tile_kv`: tokens of a step. v1 is cut anywhere between steps, v2 at its partitions alone.
+template <int tile_kv>
+struct BlockWork {
+  static constexpr int partition_tokens = 512;  // of v2
+  static constexpr int least_tokens = 128;      // of a share: shorter ones cost more to merge than to read
+  static_assert(partition_tokens % tile_kv == 0);
+
+  const BlockAttentionParams& params;
+
+  FP_DEVICE i32 heads() const { return params.num_kv_heads * params.row_tiles; }
+  FP_DEVICE i32 length(i32 sequence) const { return max_of(0, min_of(params.seq_lens[sequence], params.max_tokens)); }
+  FP_DEVICE i32 grain_tokens() const { return params.partitions ? partition_tokens : tile_kv; }
+  FP_DEVICE i32 grains(i32 length) const { return ceil_div(length, grain_tokens()); }
+  // v1: of a sequence and head, those of this step's CTA, whose last step it is, and of the CTAs behind it.
+  FP_DEVICE i32 pieces_from(const BlockStep& step, i32 share) const {
+    return 1 + ceil_div(ceil_div(step.length - step.token, tile_kv) - 1, share);
+  }
+  FP_DEVICE i32 least_grains() const { return params.partitions ? 1 : ceil_div(least_tokens, tile_kv); }
+};
+
+// What the threads of a CTA tell each other to find its share.
+template <int warps>
+struct BlockShare {
+  i32 sums[warps];
+  i32 size;            // grains of a share
+  i32 sequence, head;  // where this CTA's begins, head: kv_head * row_tiles + row_tile; sequence -1: it has nothing
+  i32 grain;           // of that sequence and head
+  i32 count;           // grains of this CTA
+};
+
+// Where the share of `cta` begins, if that is among sequences [first, last); `before`: grains of the sequences before
+// them, `total`: of all.
+template <int tile_kv, int warps>
+FP_DEVICE void locate_share(BlockShare<warps>& share, const BlockWork<tile_kv>& work, i32 first, i32 last, i32 before,
+                            i32 total, i32 cta, i32 num_ctas) {
+  const i32 size = max_of(ceil_div(total, num_ctas), work.least_grains()), begin = cta * size;
+  for (i32 i = first; i < last && before <= begin; ++i) {
+    const i32 grains = work.grains(work.length(i));
+    if (begin < before + grains * work.heads()) {
+      share.size = size;
+      share.count = min_of(size, total - begin);
+      share.sequence = i;
+      share.head = (begin - before) / grains;
+      share.grain = (begin - before) % grains;
+      return;
+    }
+    before += grains * work.heads();
+  }
+}
+
+#if defined(__CUDACC__)
+// By all threads; a CTA barrier makes the share visible.
+template <int tile_kv, int warps>
+FP_DEVICE void find_share(BlockShare<warps>& share, const BlockWork<tile_kv>& work, int thread) {
+  const int lane = thread % 32, warp = thread / 32;
+  const i32 num_seqs = work.params.num_seqs, each = ceil_div(num_seqs, warps * 32);
+  const i32 first = min_of(thread * each, num_seqs), last = min_of(first + each, num_seqs);
+  i32 mine = 0;
+  for (i32 i = first; i < last; ++i) mine += work.grains(work.length(i)) * work.heads();
+  i32 sum = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    i32 below = __shfl_up_sync(0xffffffff, sum, step);
+    if (lane >= step) sum += below;
+  }
+  if (lane == 31) share.sums[warp] = sum;
+  if (thread == 0) share.sequence = -1;
+  __syncthreads();
+  i32 before = sum - mine, total = 0;
+#pragma unroll
+  for (int w = 0; w < warps; ++w) {
+    if (w < warp) before += share.sums[w];
+    total += share.sums[w];
+  }
+  locate_share(share, work, first, last, before, total, blockIdx.x, gridDim.x);
+}
+#endif
+
+// Walks a share step by step.
+template <int tile_kv>
+class BlockCursor {
+ public:
+  template <int warps>
+  FP_DEVICE void start(const BlockWork<tile_kv>& work, const BlockShare<warps>& share) {
+    left_ = share.sequence < 0 ? 0 : share.count;
+    if (left_ == 0) return;
+    sequence_ = share.sequence;
+    kv_head_ = share.head / work.params.row_tiles;
+    row_tile_ = share.head % work.params.row_tiles;
+    token_ = share.grain * work.grain_tokens();
+    grain_end_ = token_ + work.grain_tokens();
+    length_ = work.length(sequence_);
+    is_cut_ = token_ > 0 && !work.params.partitions;
+    begins_ = true;
+    look_ahead(work);
+  }
+
+  FP_DEVICE BlockStep next(const BlockWork<tile_kv>& work) {
+    if (left_ == 0) return {};
+    BlockStep step{sequence_, kv_head_, row_tile_, token_, length_, 0};
+    step.flags = (begins_ ? BlockStep::begins : 0) | (is_cut_ ? BlockStep::goes_on : 0);
+    token_ += tile_kv;
+    begins_ = false;
+    if (token_ < length_ && token_ < grain_end_) return step;
+    --left_;
+    grain_end_ += work.grain_tokens();
+    if (token_ < length_) {
+      if (left_ > 0 && !work.params.partitions) return step;
+      if (!work.params.partitions) step.flags |= BlockStep::is_continued;
+    } else {
+      is_cut_ = false;
+      next_head(work);
+    }
+    step.flags |= BlockStep::ends;
+    begins_ = true;
+    return step;
+  }
+
+ private:
+  FP_DEVICE void next_head(const BlockWork<tile_kv>& work) {
+    token_ = 0;
+    grain_end_ = work.grain_tokens();
+    if (++row_tile_ < work.params.row_tiles) return;
+    row_tile_ = 0;
+    if (++kv_head_ < work.params.num_kv_heads || left_ == 0) return;
+    kv_head_ = 0;
+    do {
+      ++sequence_;
+      length_ = next_length_;
+      look_ahead(work);
+    } while (length_ == 0);  // ends, as there is work left
+  }
+
+  // A sequence's length is asked for while the one before is read.
+  FP_DEVICE void look_ahead(const BlockWork<tile_kv>& work) {
+    next_length_ = sequence_ + 1 < work.params.num_seqs ? work.length(sequence_ + 1) : 0;
+  }
+
+  i32 left_;  // grains of the share, the present one included
+  i32 sequence_, kv_head_, row_tile_, token_, grain_end_, length_, next_length_;
+  bool begins_, is_cut_;
+};
+
+}  // namespace flashpage
