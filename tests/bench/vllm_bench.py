@@ -23,7 +23,6 @@ from workloads import DECODE, MORE_DECODE
 from flashpage import vllm_ops
 
 BLOCK_SIZES = (8, 16, 32)
-CASES = [case for case in (*DECODE, *MORE_DECODE) if case.page_size in BLOCK_SIZES]
 
 
 class Blocks:
@@ -96,6 +95,7 @@ def host_seconds(call: Callable[[], object], device: torch.device, repeats: int 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="module that registers vLLM's own operators")
+    parser.add_argument("--more", action="store_true", help="other batches and groups instead")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--block-size", type=int, choices=BLOCK_SIZES, help="instead of the cases' own")
     parser.add_argument("--device", default="cuda")
@@ -109,8 +109,8 @@ def main() -> int:
         importlib.import_module(arguments.peer)
         libraries["vllm"] = torch.ops._C
     print("| case | library | time | rate | error | host |\n| --- | --- | --- | --- | --- | --- |")
-    for case in CASES:
-        if arguments.only not in case.name:
+    for case in MORE_DECODE if arguments.more else DECODE:
+        if arguments.only not in case.name or case.page_size not in BLOCK_SIZES:
             continue
         case = dataclasses.replace(case, page_size=arguments.block_size or case.page_size)
         case = case.shrunk() if arguments.small else case
