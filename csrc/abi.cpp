@@ -34,6 +34,7 @@ int64_t fp_sizeof(const char* struct_name) {
       {"IndexArray", sizeof(fp_index_array)},
       {"ProblemStruct", sizeof(fp_problem)},
       {"Schedule", sizeof(fp_schedule)},
+      {"Tables", sizeof(fp_tables)},
       {"PlanResult", sizeof(fp_plan_result)},
       {"KernelInfo", sizeof(fp_kernel_info)},
       {"DeviceInfo", sizeof(fp_device_info)},

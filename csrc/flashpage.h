@@ -100,6 +100,32 @@ FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int6
 FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                               int32_t num_kv_heads, const fp_schedule*, int64_t* plan_bytes, int64_t* partial_rows);
 
+// Lengths in the memory of the device that plans (csrc/table_planner.cpp, include/flashpage/plan/tables.h).
+struct fp_tables {
+  const int32_t* q_indptr;      // rows, [batch + 1]; null: q_len_per_request rows each
+  const void* seq_lens;         // tokens, [batch]
+  const int32_t* num_requests;  // [1]; null: batch
+  int64_t table_stride;         // entries between two rows of the block table, [batch, table_columns] of i32
+  int32_t table_columns;        // pages
+  int32_t seq_lens_are_int64;
+  int32_t batch;
+  int32_t q_len_per_request;
+  int32_t max_rows;  // of q, where q_indptr is given
+  int32_t page_size;
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t causal;
+  int32_t window_left;  // tokens; -1: all
+};
+// Bytes of the int workspace (the plan, and what planning needs beside it) and rows of the partial buffers that suffice
+// for all lengths.
+FP_API int32_t fp_tables_bounds(const fp_tables*, const fp_schedule*, int64_t* bytes, int64_t* partial_rows);
+// Plans into `destination`, as fp_plan would from the same lengths. A kernel: launched on `stream`, nothing waits;
+// null: the CPU, which is done when this returns.
+struct fp_kernel;
+FP_API int32_t fp_tables_plan(const fp_kernel*, const fp_tables*, const fp_schedule*, void* destination,
+                              int64_t capacity, void* stream, int32_t enable_pdl);
+
 // ---------------------------------------------------------------- plan slots (csrc/slots.cpp)
 
 // A ring of staging slots for one device: plans in flight never overwrite each other's bytes, and the host never waits

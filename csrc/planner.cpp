@@ -1,4 +1,9 @@
 // The planner's C ABI over include/flashpage/plan/: lengths -> cost axis -> cuts -> the plan's bytes.
+#include "planner.h"
+
+#include <cstring>
+#include <vector>
+
 #include "errors.h"
 #include "flashpage/plan/bounds.h"
 #include "flashpage/plan/emit.h"
@@ -10,7 +15,7 @@ static plan::IndexArray to_index(const fp_index_array& array) {
   return {array.data, array.stride, array.is_int64 != 0};
 }
 
-static plan::Schedule to_schedule(const fp_schedule& schedule) {
+plan::Schedule host::to_schedule(const fp_schedule& schedule) {
   return {.num_ctas = schedule.num_ctas,
           .walk = schedule.walk == FP_WALK_TEAMS ? plan::Walk::teams : plan::Walk::runs,
           .tile_q = schedule.tile_q,
@@ -26,7 +31,7 @@ static plan::Schedule to_schedule(const fp_schedule& schedule) {
 
 static constexpr int32_t max_kv_heads = 65535;  // CtaItems::kv_head and walk are 16 bits
 
-static int32_t check_schedule(const fp_schedule& schedule, int32_t num_q_heads, int32_t num_kv_heads) {
+int32_t host::check_schedule(const fp_schedule& schedule, int32_t num_q_heads, int32_t num_kv_heads) {
   if (schedule.num_ctas < 1 || schedule.tile_q < 1 || schedule.merge_rows < 1) {
     return fail(FP_INTERNAL, "schedule has num_ctas %d, tile_q %d, merge_rows %d: each must be at least 1",
                 schedule.num_ctas, schedule.tile_q, schedule.merge_rows);
@@ -58,7 +63,7 @@ static int32_t fail_lengths(const plan::LengthFault& fault, fp_plan_result* resu
               faults[result->error_reason], fault.limit);
 }
 
-static void fill_result(const plan::Totals& totals, fp_plan_result* result) {
+static void fill_result(const plan::LengthTotals& totals, fp_plan_result* result) {
   result->total_q = totals.q_rows;
   result->total_kv = totals.kv_tokens;
   result->total_pages = totals.kv_entries;
@@ -71,19 +76,27 @@ static void fill_result(const plan::Totals& totals, fp_plan_result* result) {
 struct Scratch {
   std::vector<plan::Request> requests;
   std::vector<plan::Lane> lanes;
-  plan::Partition partition;
+  std::vector<plan::Cut> ends;
+  std::vector<plan::Totals> before;
+  std::vector<plan::CutUnit> units;
 };
+
+template <class T>
+static T* at_least(std::vector<T>& entries, size_t count) {
+  if (entries.size() < count) entries.resize(count);
+  return entries.data();
+}
 
 int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffer, int64_t capacity,
                 fp_plan_result* result) {
   *result = {};
-  if (int32_t status = check_schedule(*given, problem->num_q_heads, problem->num_kv_heads)) return status;
+  if (int32_t status = host::check_schedule(*given, problem->num_q_heads, problem->num_kv_heads)) return status;
   if (problem->batch < 0 || !problem->kv_indptr.data) {
     return fail(FP_INTERNAL, "batch is %d, kv_indptr is %sgiven", problem->batch,
                 problem->kv_indptr.data ? "" : "not ");
   }
   static thread_local Scratch scratch;
-  const plan::Schedule schedule = to_schedule(*given);
+  const plan::Schedule schedule = host::to_schedule(*given);
   const plan::Heads heads{problem->num_q_heads, problem->num_kv_heads, problem->causal != 0, problem->window_left};
   const plan::Lengths lengths{problem->batch,
                               problem->q_len_per_request,
@@ -93,48 +106,67 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
                               to_index(problem->kv_lens),
                               problem->page_size,
                               problem->has_custom_mask != 0};
-  if (scratch.requests.size() <= static_cast<size_t>(problem->batch)) scratch.requests.resize(problem->batch + 1);
-  plan::Request* requests = scratch.requests.data();
+  plan::Request* requests = at_least(scratch.requests, problem->batch + 1);
 
-  plan::Totals totals;
+  plan::LengthTotals totals;
   const plan::LengthFault fault =
       plan::read_lengths(lengths, heads.num_kv_heads, heads.group(), schedule.tile_q, requests, totals);
   fill_result(totals, result);
   if (fault.error != plan::LengthError::none) return fail_lengths(fault, result);
 
   const plan::CostModel model(heads, schedule);
+  const plan::CutRules rules(schedule);
   const int32_t copies = plan::copies_on_axis(schedule, heads.num_kv_heads);
   plan::lay_on_axis(model, copies, problem->batch, requests);
-  plan::make_lanes(schedule, heads.num_kv_heads, scratch.lanes);
-  plan::Partitioner(model, schedule, requests, problem->batch, copies, totals.units / (heads.num_kv_heads / copies),
-                    scratch.lanes)
-      .run(scratch.partition);
-  plan::Emitter emitter(model, schedule, requests, problem->batch, heads.num_kv_heads, buffer, capacity);
-  PlanHeader header;
-  result->used_bytes = emitter.run(scratch.lanes, scratch.partition, header);
-  if (result->used_bytes > plan::max_i32 || emitter.num_partial_rows() > plan::max_i32) {
+  plan::Lane* lanes = at_least(scratch.lanes, schedule.num_ctas);
+  const auto made = plan::Lanes::make(schedule, heads.num_kv_heads, lanes);
+  for (int32_t i = 0; i < made.num_full(); ++i) made.write_full(i, lanes);
+  const plan::Division division{requests, problem->batch, copies, totals.units / (heads.num_kv_heads / copies), lanes,
+                                made};
+  plan::Cut* ends = at_least(scratch.ends, 2 * schedule.num_ctas);
+  const plan::Partition partition = plan::Partitioner(model, rules, division).run(ends, ends + schedule.num_ctas);
+
+  plan::Totals* before = at_least(scratch.before, made.count + 1);
+  const auto emitter = [&](plan::CutUnit* units) {
+    return plan::Emitter(model, schedule, division, partition.ends, heads.num_kv_heads, before, units, buffer);
+  };
+  const plan::Emitter counter = emitter(nullptr);
+  before[0] = {};
+  for (int32_t lane = 0; lane < made.count; ++lane) before[lane + 1] = before[lane] + counter.count(lane);
+  result->used_bytes = counter.used_bytes();
+  if (result->used_bytes > plan::max_i32 || counter.num_partial_rows() > plan::max_i32) {
     return fail_lengths({plan::LengthArray::q_indptr, plan::LengthError::overflow, problem->batch,
-                         max_of<i64>(result->used_bytes, emitter.num_partial_rows()), plan::max_i32},
+                         max_of<i64>(result->used_bytes, counter.num_partial_rows()), plan::max_i32},
                         result);
   }
+  const PlanHeader header = counter.header();
   result->num_ctas = header.num_ctas;
   result->num_items = header.num_items;
   result->num_merges = header.num_merges;
   result->num_partial_rows = header.num_partial_rows;
-  result->cost_total_ns = scratch.partition.mean * schedule.num_ctas;
-  result->cost_max_ns = scratch.partition.max;
+  result->cost_total_ns = partition.mean * schedule.num_ctas;
+  result->cost_max_ns = partition.max;
   if (result->used_bytes > capacity) {
     return fail(FP_WORKSPACE_TOO_SMALL, "the plan needs %lld bytes but the int workspace has %lld: pass a larger one",
                 static_cast<i64>(result->used_bytes), static_cast<i64>(capacity));
   }
+  const int32_t num_units = static_cast<int32_t>(before[made.count].units);
+  const plan::Emitter writer = emitter(at_least(scratch.units, num_units));
+  std::memcpy(buffer, &header, sizeof(header));
+  for (int32_t lane = 0; lane < made.count; ++lane) {
+    writer.write_lane(lane);
+    writer.write_resumed(lane);
+  }
+  for (int32_t lane = 0; lane < made.count; ++lane) writer.write_starts(lane);
+  for (int32_t unit = 0; unit < num_units; ++unit) writer.write_merges(unit);
   return FP_OK;
 }
 
 int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                        int32_t num_kv_heads, const fp_schedule* given, int64_t* plan_bytes, int64_t* partial_rows) {
-  if (int32_t status = check_schedule(*given, num_q_heads, num_kv_heads)) return status;
-  const plan::Bounds bounds =
-      plan::bounds({max_batch, max_q_rows, max_kv_tokens}, {num_q_heads, num_kv_heads, false, -1}, to_schedule(*given));
+  if (int32_t status = host::check_schedule(*given, num_q_heads, num_kv_heads)) return status;
+  const plan::Bounds bounds = plan::bounds({max_batch, max_q_rows, max_kv_tokens},
+                                           {num_q_heads, num_kv_heads, false, -1}, host::to_schedule(*given));
   *plan_bytes = bounds.bytes;
   *partial_rows = bounds.partial_rows;
   return FP_OK;

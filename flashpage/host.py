@@ -152,6 +152,15 @@ class Schedule(ctypes.Structure):
     ]
 
 
+class Tables(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "q_indptr seq_lens num_requests"),
+        ("table_stride", c_int64),
+        *_all(c_int32, "table_columns seq_lens_are_int64 batch q_len_per_request max_rows page_size"),
+        *_all(c_int32, "num_q_heads num_kv_heads causal window_left"),
+    ]
+
+
 class PlanResult(ctypes.Structure):
     _fields_ = [
         *_all(c_int32, "num_ctas num_items num_merges num_partial_rows"),
@@ -247,7 +256,7 @@ PLAN_HEADER = np.dtype(
 STRUCTS = (
     *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
     *(GatherSlotsParams, BlockPattern, BlockAttentionParams, BlockWriteParams),
-    *(IndexArray, ProblemStruct, Schedule, PlanResult, KernelInfo, DeviceInfo),
+    *(IndexArray, ProblemStruct, Schedule, Tables, PlanResult, KernelInfo, DeviceInfo),
     *(BoxForm, KvBoxes, RunArgs),
     *(Python, TensorForm, BoundRun, LengthsStruct, SlotsCall),
 )
@@ -269,6 +278,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         c_int32,
         [c_int32, c_int64, c_int64, c_int32, c_int32, c_void_p, POINTER(c_int64), POINTER(c_int64)],
     ),
+    "fp_tables_bounds": (c_int32, [c_void_p, c_void_p, POINTER(c_int64), POINTER(c_int64)]),
+    "fp_tables_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int32]),
     "fp_slots_create": (c_void_p, [c_int32, c_int64]),
     "fp_slots_destroy": (None, [c_void_p]),
     "fp_slots_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),

@@ -16,6 +16,7 @@ C_NAMES = {
     "IndexArray": "fp_index_array",
     "ProblemStruct": "fp_problem",
     "Schedule": "fp_schedule",
+    "Tables": "fp_tables",
     "PlanResult": "fp_plan_result",
     "KernelInfo": "fp_kernel_info",
     "DeviceInfo": "fp_device_info",

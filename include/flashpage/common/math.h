@@ -24,6 +24,32 @@ FP_HOST_DEVICE constexpr T max_of(T a, T b) {
   return a > b ? a : b;
 }
 
+FP_HOST_DEVICE constexpr i32 greatest_common_divisor(i32 a, i32 b) {
+  while (b != 0) {
+    const i32 rest = a % b;
+    a = b;
+    b = rest;
+  }
+  return a;
+}
+
+// A product that is rounded before anything is added to it: the same bits on the host and on a card, whose compiler
+// would make one instruction of both.
+FP_HOST_DEVICE double product(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+FP_HOST_DEVICE double square_root(double x) {
+#if defined(__CUDA_ARCH__)
+  return __dsqrt_rn(x);
+#else
+  return __builtin_sqrt(x);
+#endif
+}
+
 // Division of 0 <= n < 2^31 by a divisor that is fixed for a launch: one wide multiply instead of a division sequence.
 struct FastDiv {
   u32 divisor;
@@ -40,7 +66,7 @@ struct FastDiv {
   }
 };
 
-inline constexpr FastDiv make_fast_div(u32 divisor) {
+FP_HOST_DEVICE constexpr FastDiv make_fast_div(u32 divisor) {
   u32 log = 0;
   while ((1ull << log) < divisor) ++log;
   if ((1u << log) == divisor) return {divisor, 0, log};

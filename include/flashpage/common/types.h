@@ -4,9 +4,11 @@
 
 #if defined(__CUDACC__)
 #define FP_HOST_DEVICE __host__ __device__ __forceinline__
+#define FP_HOT __host__ __device__ __forceinline__
 #define FP_DEVICE __device__ __forceinline__
 #else
 #define FP_HOST_DEVICE inline
+#define FP_HOT [[gnu::always_inline]] inline  // host compilers decide about FP_HOST_DEVICE
 #define FP_DEVICE inline
 #endif
 

@@ -1,6 +1,9 @@
 // How large a plan can be for any batch within capacities: what workspaces are sized by.
 #pragma once
+#include <vector>
+
 #include "flashpage/plan/lanes.h"
+#include "flashpage/plan/lengths.h"
 #include "flashpage/plan/work_item.h"
 
 namespace flashpage::plan {
@@ -9,6 +12,7 @@ struct Capacity {
   i64 batch;
   i64 q_rows;  // of the batch; 0: one row a request
   i64 kv_tokens;
+  i64 kv_tokens_of_one = max_i32;  // of any request
 };
 
 struct Bounds {
@@ -19,32 +23,34 @@ struct Bounds {
 // Balanced: pieces at most two a cut, and one cut a lane; items at most one a request and four a lane and head.
 // Fixed split: one piece a chunk and row tile; the worst batch has all rows and all tokens in one request.
 inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedule& schedule) {
-  std::vector<Lane> lanes;
-  make_lanes(schedule, heads.num_kv_heads, lanes);
+  std::vector<Lane> small(schedule.num_ctas);
+  const Lanes lanes = Lanes::make(schedule, heads.num_kv_heads, small.data());
   const bool one_row = capacity.q_rows == 0;
-  const i64 group = heads.group(), num_kv_heads = heads.num_kv_heads, num_lanes = static_cast<i64>(lanes.size());
+  const i64 group = heads.group(), num_kv_heads = heads.num_kv_heads;
   const i64 packed_rows = (one_row ? capacity.batch : capacity.q_rows) * group;
   const i64 packed_rows_of_one = one_row ? group : packed_rows;
   const i64 unit_rows = min_of<i64>(schedule.tile_q, packed_rows_of_one);
   const i64 merges_of_unit = ceil_div<i64>(unit_rows, schedule.merge_rows);
-  i64 lane_heads = 0, most_heads = 1;
-  for (const Lane& lane : lanes) {
-    lane_heads += lane.heads;
-    most_heads = max_of<i64>(most_heads, lane.heads);
+  i64 lane_heads = lanes.num_full(), most_heads = 1;
+  for (i32 l = 0; l < lanes.num_small; ++l) {
+    lane_heads += small[l].heads;
+    most_heads = max_of<i64>(most_heads, small[l].heads);
   }
 
   i64 items = capacity.batch + 4 * lane_heads, merges = 0, partial_rows = 0;
   if (schedule.fixed()) {
     const i64 chunks = capacity.kv_tokens / schedule.fixed_piece_tokens;  // and one begun chunk a unit
+    const i64 chunks_of_one = min_of(chunks, capacity.kv_tokens_of_one / schedule.fixed_piece_tokens);
     const i64 tiles = ceil_div<i64>(packed_rows, schedule.tile_q) + capacity.batch;
     const i64 tiles_of_one = ceil_div<i64>(packed_rows_of_one, schedule.tile_q);
     const i64 cut_tiles = min_of(tiles, chunks * tiles_of_one);
     const i64 axis_copies = max_of<i64>(copies_on_axis(schedule, heads.num_kv_heads), most_heads);
-    items += axis_copies * (2 * cut_tiles + chunks * tiles_of_one);
+    items += axis_copies * (2 * cut_tiles + min_of(chunks * tiles_of_one, chunks_of_one * tiles));
     merges = num_kv_heads * cut_tiles * merges_of_unit;
-    partial_rows = num_kv_heads * (min_of(packed_rows, chunks * packed_rows_of_one) + chunks * packed_rows_of_one);
+    const i64 chunk_rows = min_of(chunks * packed_rows_of_one, chunks_of_one * packed_rows);
+    partial_rows = num_kv_heads * (min_of(packed_rows, chunks * packed_rows_of_one) + chunk_rows);
   } else if (schedule.balanced() && capacity.kv_tokens >= 2 * static_cast<i64>(schedule.min_piece_tokens)) {
-    const i64 cuts = (num_lanes - 1) * (num_kv_heads / copies_on_axis(schedule, heads.num_kv_heads));
+    const i64 cuts = (lanes.count - 1) * (num_kv_heads / copies_on_axis(schedule, heads.num_kv_heads));
     merges = cuts * merges_of_unit;
     partial_rows = 2 * cuts * unit_rows;
   }

@@ -1,9 +1,9 @@
 // What a row tile sees and what it costs. The cost of a request's first r row tiles has a closed form: under causal and
 // window both ends of a tile's token range are clamped linear functions of the tile, and their sums are too.
+//
+// Sums of costs are the same in any order, and products are rounded before they are added to: the planner of a card,
+// where many threads add, and the host's compute the same bits.
 #pragma once
-#include <cmath>
-#include <numeric>
-
 #include "flashpage/plan/lengths.h"
 #include "flashpage/plan/schedule.h"
 
@@ -12,10 +12,11 @@ namespace flashpage::plan {
 struct TokenRange {
   i32 begin;
   i32 end;
-  i32 size() const { return end - begin; }
+  FP_HOST_DEVICE i32 size() const { return end - begin; }
 };
 
 struct CostModel {
+  CostModel() = default;
   CostModel(const Heads& heads, const Schedule& schedule)
       : causal(heads.causal),
         window_left(heads.window_left),
@@ -23,14 +24,15 @@ struct CostModel {
         tile_q(schedule.tile_q),
         rows_per_tile(static_cast<double>(schedule.tile_q) / heads.group()),
         tiles_per_row(1.0 / rows_per_tile),
-        rounding(0.5 * (1.0 - static_cast<double>(std::gcd(heads.group(), schedule.tile_q)) / heads.group())),
+        rounding(0.5 *
+                 (1.0 - static_cast<double>(greatest_common_divisor(heads.group(), schedule.tile_q)) / heads.group())),
         ns_per_unit(schedule.ns_per_unit),
         // A fixed split has its pieces everywhere alike: their cost is a price per token.
         ns_per_token(schedule.ns_per_token +
                      (schedule.fixed() ? schedule.ns_per_piece / schedule.fixed_piece_tokens : 0.0)) {}
 
   // Tokens that any row of this row tile sees.
-  TokenRange visible(const Request& request, i32 tile) const {
+  FP_HOST_DEVICE TokenRange visible(const Request& request, i32 tile) const {
     const i32 kv_len = request.kv_len, shift = kv_len - request.q_len;
     const u32 first_packed_row = static_cast<u32>(tile) * tile_q;
     i32 begin = 0, end = kv_len;
@@ -60,7 +62,7 @@ struct CostModel {
 class ClampedSum {
  public:
   ClampedSum() = default;
-  ClampedSum(double first, double slope, double per_slope, double cap)
+  FP_HOST_DEVICE ClampedSum(double first, double slope, double per_slope, double cap)
       : first_(first),
         slope_(slope),
         per_slope_(per_slope),
@@ -68,17 +70,18 @@ class ClampedSum {
         rise_(first < 0.0 ? steps(-first) : 0.0),
         flat_(first < cap ? steps(cap - first) : 0.0) {}
 
-  double operator()(double r) const {
+  FP_HOST_DEVICE double operator()(double r) const {
     const double rise = min_of(r, rise_), flat = min_of(r, flat_);
-    return (flat - rise) * (first_ + slope_ * 0.5 * (rise + flat - 1.0)) + (r - flat) * cap_;
+    const double mean = first_ + product(slope_ * 0.5, rise + flat - 1.0);
+    return product(flat - rise, mean) + product(r - flat, cap_);
   }
-  double at(double t) const { return min_of(max_of(first_ + slope_ * t, 0.0), cap_); }
-  double rise() const { return rise_; }
-  double flat() const { return flat_; }
+  FP_HOST_DEVICE double at(double t) const { return min_of(max_of(first_ + product(slope_, t), 0.0), cap_); }
+  FP_HOST_DEVICE double rise() const { return rise_; }
+  FP_HOST_DEVICE double flat() const { return flat_; }
 
  private:
   // Steps until the line has risen by `height`, rounded up.
-  double steps(double height) const {
+  FP_HOST_DEVICE double steps(double height) const {
     const double exact = height * per_slope_;
     const double whole = static_cast<double>(static_cast<i64>(exact));
     return whole < exact ? whole + 1.0 : whole;
@@ -94,22 +97,25 @@ class ClampedSum {
 class TileCosts {
  public:
   TileCosts() = default;
-  TileCosts(const CostModel& model, const Request& request)
-      : tiles_(request.tiles),
-        ns_per_unit_(model.ns_per_unit),
-        ns_per_token_(model.ns_per_token),
-        end_(request.kv_len - request.q_len + model.rows_per_tile + model.rounding, model.rows_per_tile,
-             model.tiles_per_row, request.kv_len) {
-    if (!model.causal) end_ = ClampedSum(request.kv_len, 0.0, 0.0, request.kv_len);
-    if (model.window_left >= 0) {
-      begin_ = ClampedSum(static_cast<double>(request.kv_len) - request.q_len - model.window_left - model.rounding,
-                          model.rows_per_tile, model.tiles_per_row, request.kv_len);
+  FP_HOST_DEVICE TileCosts(const CostModel& model, const Request& request)
+      : tiles_(request.tiles), ns_per_unit_(model.ns_per_unit), ns_per_token_(model.ns_per_token) {
+    const double shift = static_cast<double>(request.kv_len) - request.q_len, kv_len = request.kv_len;
+    const double end = model.causal ? shift + model.rows_per_tile + model.rounding : kv_len;
+    const double begin = model.window_left >= 0 ? shift - model.window_left - model.rounding : 0.0;
+    if (tiles_ == 1) {
+      whole_ = ns_per_unit_ + product(ns_per_token_, clamp(end, kv_len) - clamp(begin, kv_len));
+      return;
     }
+    const double slope = model.rows_per_tile, per_slope = model.tiles_per_row;
+    end_ = model.causal ? ClampedSum(end, slope, per_slope, kv_len) : ClampedSum(kv_len, 0.0, 0.0, kv_len);
+    if (model.window_left >= 0) begin_ = ClampedSum(begin, slope, per_slope, kv_len);
     whole_ = prefix(tiles_);
     if (tiles_ > 1) prepare_guess(model);
   }
 
-  double prefix(double r) const { return ns_per_unit_ * r + ns_per_token_ * (end_(r) - begin_(r)); }
+  FP_HOST_DEVICE double prefix(double r) const {
+    return product(ns_per_unit_, r) + product(ns_per_token_, end_(r) - begin_(r));
+  }
 
   struct Found {
     i32 tile;
@@ -118,7 +124,7 @@ class TileCosts {
   };
 
   // The last tile, `from` or later, whose prefix is at most `cost`.
-  Found tile_at(double cost, i32 from) const {
+  FP_HOST_DEVICE Found tile_at(double cost, i32 from) const {
     if (tiles_ == 1) return {0, 0.0, whole_};
     i32 low = max_of(from, min_of(tiles_ - 1, guess(cost)));
     double begin = prefix(low);
@@ -142,11 +148,15 @@ class TileCosts {
   }
 
  private:
-  double unit_at(double t) const { return ns_per_unit_ + ns_per_token_ * (end_.at(t) - begin_.at(t)); }
+  FP_HOST_DEVICE static double clamp(double x, double cap) { return min_of(max_of(x, 0.0), cap); }
+
+  FP_HOST_DEVICE double unit_at(double t) const {
+    return ns_per_unit_ + product(ns_per_token_, end_.at(t) - begin_.at(t));
+  }
 
   // Units mostly cost alike at first (they see nothing, or everything), then grow by the same amount each (causal),
   // then cost alike again (the window is full).
-  void prepare_guess(const CostModel& model) {
+  FP_HOST_DEVICE void prepare_guess(const CostModel& model) {
     const double tiles = tiles_;
     ramp_ = min_of(tiles, end_.rise());
     ramp_cost_ = prefix(ramp_);
@@ -160,12 +170,12 @@ class TileCosts {
     after_per_ns_ = after > 0.0 ? 1.0 / after : 0.0;
   }
 
-  i32 guess(double cost) const {
+  FP_HOST_DEVICE i32 guess(double cost) const {
     double r;
     if (cost >= level_cost_) {
       r = level_ + (cost - level_cost_) * after_per_ns_;
     } else if (cost >= ramp_cost_) {
-      r = ramp_ + std::sqrt(half_step_ * half_step_ + 2.0 * (cost - ramp_cost_) * steps_per_ns_) - half_step_;
+      r = ramp_ + square_root(half_step_ * half_step_ + 2.0 * (cost - ramp_cost_) * steps_per_ns_) - half_step_;
     } else {
       r = cost * before_per_ns_;
     }
@@ -181,24 +191,30 @@ class TileCosts {
   double half_step_ = 0.0, steps_per_ns_ = 0.0, before_per_ns_ = 0.0, after_per_ns_ = 0.0;
 };
 
-// Lays the requests on one cost axis, `copies` times each (once a KV head where heads are walked one after another).
-// requests[batch] receives the total.
+// Of a request's part of the axis: `copies` times its tiles (once a KV head where heads are walked one after another).
+// A whole number of 1/1024 ns, so that sums are exact: requests may be added up in any order.
+FP_HOST_DEVICE double cost_on_axis(const CostModel& model, i32 copies, const Request& request) {
+  constexpr double steps_per_ns = 1024.0;
+  if (request.tiles == 0) return 0.0;
+  const double cost = request.tiles == 1
+                          ? model.ns_per_unit + product(model.ns_per_token, model.visible(request, 0).size())
+                          : TileCosts(model, request).prefix(request.tiles);
+  return static_cast<double>(static_cast<i64>(copies * cost * steps_per_ns + 0.5)) / steps_per_ns;
+}
+
+// Lays the requests on one cost axis. requests[batch] receives the total.
 inline void lay_on_axis(const CostModel& model, i32 copies, i32 batch, Request* requests) {
   double at = 0.0, known = 0.0;
   i32 known_q_len = -1, known_kv_len = -1;  // neighbours are often alike
   for (i32 i = 0; i < batch; ++i) {
     Request& request = requests[i];
     request.cost = at;
-    if (request.tiles == 1) {
-      at += copies * (model.ns_per_unit + model.ns_per_token * model.visible(request, 0).size());
-    } else if (request.tiles > 1) {
-      if (request.q_len != known_q_len || request.kv_len != known_kv_len) {
-        known_q_len = request.q_len;
-        known_kv_len = request.kv_len;
-        known = copies * TileCosts(model, request).prefix(request.tiles);
-      }
-      at += known;
+    if (request.q_len != known_q_len || request.kv_len != known_kv_len) {
+      known_q_len = request.q_len;
+      known_kv_len = request.kv_len;
+      known = cost_on_axis(model, copies, request);
     }
+    at += known;
   }
   requests[batch] = {};
   requests[batch].cost = at;

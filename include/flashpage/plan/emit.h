@@ -1,154 +1,200 @@
 // From cuts to the plan's bytes: work items lane by lane, then what must be merged and the counters of who has come.
+//
+// Lanes are counted first, then written, each for itself: any number of threads may do so side by side.
 #pragma once
-#include <cstring>
-#include <vector>
-
 #include "flashpage/plan/partition.h"
 #include "flashpage/plan/work_item.h"
 
 namespace flashpage::plan {
 
-// Counts what it is given and keeps what fits, so that a buffer too small yields the size it should have.
-template <class T>
-class Output {
- public:
-  Output(void* bytes, i64 capacity) : records_(static_cast<T*>(bytes)), capacity_(capacity) {}
-  T& next() {
-    const i64 at = count_++;
-    return at < capacity_ ? records_[at] : spill_;
-  }
-  i64 count() const { return count_; }
-  i64 kept() const { return min_of(count_, capacity_); }
-  T& operator[](i64 i) { return records_[i]; }
+// What lanes put into a plan; of all lanes before one: where it begins to put its own.
+struct Totals {
+  i64 items;
+  i64 units;         // that are cut, each counted where it begins
+  i64 merges;        // of one walk of the axis
+  i64 partial_rows;  // of one walk
+  i64 pieces;        // of cut units
 
- private:
-  T* records_;
-  i64 capacity_;
-  i64 count_ = 0;
-  T spill_;
+  FP_HOST_DEVICE Totals operator+(const Totals& other) const {
+    return {items + other.items, units + other.units, merges + other.merges, partial_rows + other.partial_rows,
+            pieces + other.pieces};
+  }
+};
+
+struct CutUnit {
+  Cut at;
+  i32 merge;        // its first, of one walk
+  i32 partial_row;  // its first, of one walk
+  i32 first_piece;  // of all pieces of the plan
+  i32 pieces;
 };
 
 class Emitter {
  public:
-  Emitter(const CostModel& model, const Schedule& schedule, const Request* requests, i32 batch, i32 num_kv_heads,
-          void* buffer, i64 capacity)
+  // `before`: [lanes.count + 1], of the lanes before each; once that is known, `units` has as many entries as the last
+  // one counts, and `bytes` as many bytes as header() says.
+  FP_HOST_DEVICE Emitter(const CostModel& model, const Schedule& schedule, const Division& division, const Cut* ends,
+                         i32 num_kv_heads, const Totals* before, CutUnit* units, void* bytes)
       : model_(model),
         schedule_(schedule),
-        requests_(requests),
-        batch_(batch),
-        copies_(copies_on_axis(schedule, num_kv_heads)),
-        members_(num_kv_heads / copies_),
-        merge_rows_(make_fast_div(schedule.merge_rows)),
-        bytes_(static_cast<char*>(buffer)),
-        capacity_(capacity),
-        items_offset_(sizeof(PlanHeader) + schedule.num_ctas * static_cast<i64>(sizeof(CtaStart))),
-        items_(bytes_ + items_offset_, max_of<i64>(0, capacity - items_offset_) / static_cast<i64>(sizeof(WorkItem))) {}
+        requests_(division.requests),
+        lane_(division.lane),
+        ends_(ends),
+        before_(before),
+        units_(units),
+        batch_(division.batch),
+        num_lanes_(division.lanes.count),
+        copies_(division.copies),
+        members_(num_kv_heads / division.copies),
+        bytes_(static_cast<char*>(bytes)) {}
 
-  // Bytes of the plan; beyond `capacity`, nothing that was written is of use.
-  i64 run(const std::vector<Lane>& lanes, const Partition& partition, PlanHeader& header) {
-    cut_units().clear();
-    ranges().assign(schedule_.num_ctas, CtaItems{});
-    Cut begin;
-    i32 num_ctas = 0;
-    for (size_t l = 0; l < lanes.size(); ++l) {
-      const i64 first = items_.count();
-      walk(lanes[l], begin, partition.ends[l]);
-      begin = partition.ends[l];
-      if (items_.count() == first) continue;
-      set_ranges(lanes[l], first);
-      num_ctas = max_of(num_ctas, lanes[l].first_cta + lanes[l].members);
-    }
-    const i64 merges_offset = items_offset_ + items_.count() * static_cast<i64>(sizeof(WorkItem));
-    const i64 num_merges = merges_of_walk_ * members_;
-    const i64 used = merges_offset + num_merges * merge_bytes;
-    num_partial_rows_ = rows_of_walk_ * members_;
-    header = {num_ctas,
-              static_cast<i32>(items_.count()),
-              static_cast<i32>(num_merges),
-              static_cast<i32>(num_partial_rows_),
-              static_cast<i32>(merges_of_walk_),
-              static_cast<i32>(items_offset_),
-              static_cast<i32>(merges_offset),
-              static_cast<i32>(used)};
-    if (used > capacity_ || used > max_i32 || num_partial_rows_ > max_i32) return used;
-    shift_merges(lanes);
-    std::memcpy(bytes_, &header, sizeof(header));
-    write_starts(reinterpret_cast<CtaStart*>(bytes_ + sizeof(header)));
-    write_merges(reinterpret_cast<MergeItem*>(bytes_ + merges_offset));
-    std::memset(bytes_ + used - num_merges * sizeof(u32), 0, num_merges * sizeof(u32));
-    return used;
+  FP_HOST_DEVICE Totals count(i32 lane) const {
+    Totals at{};
+    walk<false>(lane, at);
+    return at;
   }
 
-  i64 num_partial_rows() const { return num_partial_rows_; }
+  // What begins in the lane: its items, and units that it cuts.
+  FP_HOST_DEVICE void write_lane(i32 lane) const {
+    Totals at = before_[lane];
+    walk<true>(lane, at);
+  }
+
+  // Pieces of a unit that began in an earlier lane, once all lanes are written.
+  FP_HOST_DEVICE void write_resumed(i32 lane) const {
+    const Resumed resumed = resumed_by(lane);
+    if (!resumed.exists) return;
+    Totals at = before_[lane];
+    CutUnit& unit = units_[at.units - 1];
+    put_pieces(lane, begin_of(lane), resumed.begin, resumed.end, unit, at);
+    if (resumed.ends_unit) unit.pieces = static_cast<i32>(at.pieces) - unit.first_piece;
+  }
+
+  // Of the whole plan. used_bytes is counted in 64 bits by used_bytes().
+  FP_HOST_DEVICE PlanHeader header() const {
+    const Totals& all = before_[num_lanes_];
+    i32 num_ctas = 0;
+    for (i32 lane = 0; lane < num_lanes_; ++lane) {
+      if (before_[lane].items == before_[lane + 1].items) continue;
+      num_ctas = max_of(num_ctas, lane_[lane].first_cta + lane_[lane].members);
+    }
+    return {num_ctas,
+            static_cast<i32>(all.items),
+            static_cast<i32>(all.merges * members_),
+            static_cast<i32>(num_partial_rows()),
+            static_cast<i32>(all.merges),
+            static_cast<i32>(items_offset()),
+            static_cast<i32>(merges_offset()),
+            static_cast<i32>(used_bytes())};
+  }
+  FP_HOST_DEVICE i64 num_partial_rows() const { return before_[num_lanes_].partial_rows * members_; }
+  FP_HOST_DEVICE i64 used_bytes() const {
+    return merges_offset() + before_[num_lanes_].merges * members_ * merge_bytes;
+  }
+
+  // What the members of a lane start with, once all items are written.
+  FP_HOST_DEVICE void write_starts(i32 lane) const {
+    const Lane& mine = lane_[lane];
+    CtaStart* starts = reinterpret_cast<CtaStart*>(bytes_ + sizeof(PlanHeader)) + mine.first_cta;
+    const i32 begin = static_cast<i32>(before_[lane].items), end = static_cast<i32>(before_[lane + 1].items);
+    const i32 rows = static_cast<i32>(before_[num_lanes_].partial_rows);
+    for (i32 member = 0; member < mine.members; ++member) {
+      const i32 walk = member * mine.heads;
+      CtaStart start{};
+      if (begin < end) {
+        start.items = {begin, end, static_cast<u16>(walk * copies_), static_cast<u16>(walk), walk * rows};
+        start.first = item_of_member(items()[begin], start.items);
+      }
+      starts[member] = start;
+    }
+  }
+
+  // What merges a unit, once all lanes are written, those that resume it too.
+  FP_HOST_DEVICE void write_merges(i32 index) const {
+    const CutUnit& unit = units_[index];
+    const Totals& all = before_[num_lanes_];
+    const Cut& at = unit.at;
+    const i32 q_begin = requests_[at.request].q_begin, rows = rows_of(at), first_row = at.tile * schedule_.tile_q;
+    MergeItem* merges = reinterpret_cast<MergeItem*>(bytes_ + merges_offset());
+    u32* arrivals = reinterpret_cast<u32*>(merges + all.merges * members_);
+    for (i32 walk = 0; walk < members_; ++walk) {
+      const i32 partial_row = unit.partial_row + walk * static_cast<i32>(all.partial_rows);
+      i64 merge = unit.merge + walk * all.merges;
+      for (i32 row = 0; row < rows; row += schedule_.merge_rows) {
+        merges[merge] = {at.request,
+                         q_begin,
+                         first_row + row,
+                         min_of(schedule_.merge_rows, rows - row),
+                         at.copy + walk * copies_,
+                         partial_row + row,
+                         rows,
+                         unit.pieces};
+        arrivals[merge++] = 0;
+      }
+    }
+  }
 
  private:
-  struct CutUnit {
-    Cut at;
-    i32 merge;
-    i32 partial_row;
-    i32 pieces;
+  // Of a unit that began in an earlier lane.
+  struct Resumed {
+    bool exists;
+    bool ends_unit;
+    i32 begin, end;  // tokens
   };
-  static std::vector<CutUnit>& cut_units() {
-    static thread_local std::vector<CutUnit> units;
-    return units;
-  }
-  static std::vector<CtaItems>& ranges() {
-    static thread_local std::vector<CtaItems> ranges;
-    return ranges;
+
+  FP_HOST_DEVICE Cut begin_of(i32 lane) const { return lane == 0 ? Cut{} : ends_[lane - 1]; }
+
+  FP_HOST_DEVICE Resumed resumed_by(i32 lane) const {
+    const Cut begin = begin_of(lane), end = ends_[lane];
+    if (!begin.inside()) return {false, false, 0, 0};
+    const bool stays = begin.same_unit(end);
+    if (stays && !end.inside()) return {false, false, 0, 0};  // an empty lane
+    return {true, !stays, begin.token, stays ? end.token : visible(begin).end};
   }
 
-  // The lane's members take what was put since item `first`.
-  void set_ranges(const Lane& lane, i64 first) {
-    CtaItems* members = ranges().data() + lane.first_cta;
-    const i32 begin = static_cast<i32>(first), end = static_cast<i32>(items_.count());
-    for (i32 member = 0; member < lane.members; ++member) {
-      const i32 walk = member * lane.heads;
-      members[member] = {begin, end, static_cast<u16>(walk * copies_), static_cast<u16>(walk), 0};
-    }
-  }
-
-  void walk(const Lane& lane, Cut at, const Cut& end) {
+  // What the lane resumes is counted here, and written by write_resumed.
+  template <bool writes>
+  FP_HOST_DEVICE void walk(i32 lane, Totals& to) const {
+    Cut at = begin_of(lane);
+    const Cut end = ends_[lane];
     if (at.inside()) {
-      const i32 unit_end = visible(at).end;
-      const bool stays = at.same_unit(end);
-      if (stays && !end.inside()) return;  // an empty lane
-      pieces(lane, at, at.token, stays ? end.token : unit_end);
-      if (stays) return;
+      const Resumed resumed = resumed_by(lane);
+      if (resumed.exists) count_pieces(lane, at, resumed.begin, resumed.end, to);
+      if (!resumed.ends_unit) return;
       at = unit_after(at);
     }
     if (at.request < end.request) {
-      whole_units(lane, at, units_up_to(at, {at.request, copies_, 0, -1}));
+      whole_units<writes>(lane, at, units_up_to(at, {at.request, copies_, 0, -1}), to);
       for (at = {at.request + 1, 0, 0, -1}; at.request < end.request; ++at.request) {
-        whole_units(lane, at, copies_ * requests_[at.request].tiles);
+        whole_units<writes>(lane, at, copies_ * requests_[at.request].tiles, to);
       }
     }
-    if (at.request < batch_) whole_units(lane, at, units_up_to(at, end));
-    if (end.inside()) {
-      open_unit(end);
-      pieces(lane, end, visible(end).begin, end.token);
-    }
+    if (at.request < batch_) whole_units<writes>(lane, at, units_up_to(at, end), to);
+    if (end.inside()) cut_unit<writes>(lane, end, visible(end).begin, end.token, false, to);
   }
 
-  Cut unit_after(const Cut& at) const { return next_unit(at, requests_[at.request].tiles, copies_); }
-  i32 units_up_to(const Cut& at, const Cut& end) const {  // of one request
+  FP_HOST_DEVICE Cut unit_after(const Cut& at) const { return next_unit(at, requests_[at.request].tiles, copies_); }
+  FP_HOST_DEVICE i32 units_up_to(const Cut& at, const Cut& end) const {  // of one request
     return (end.copy - at.copy) * requests_[at.request].tiles + end.tile - at.tile;
   }
-  TokenRange visible(const Cut& at) const { return model_.visible(requests_[at.request], at.tile); }
-  i32 rows_of(const Cut& at) const {
+  FP_HOST_DEVICE TokenRange visible(const Cut& at) const { return model_.visible(requests_[at.request], at.tile); }
+  FP_HOST_DEVICE i32 rows_of(const Cut& at) const {
     const i32 rows = requests_[at.request].q_len * static_cast<i32>(model_.group.divisor);
     return min_of(schedule_.tile_q, rows - at.tile * schedule_.tile_q);
   }
 
   // `count` units of a request: one run, but for units that a fixed split cuts.
-  void whole_units(const Lane& lane, const Cut& at, i32 count) {
+  template <bool writes>
+  FP_HOST_DEVICE void whole_units(i32 lane, const Cut& at, i32 count, Totals& to) const {
     if (schedule_.fixed() && requests_[at.request].kv_len > schedule_.fixed_piece_tokens) {
-      units_of_fixed_split(lane, at, count);
+      units_of_fixed_split<writes>(lane, at, count, to);
     } else {
-      run_of_units(lane, at, count);
+      run_of_units<writes>(lane, at, count, to);
     }
   }
 
-  void units_of_fixed_split(const Lane& lane, Cut at, i32 count) {
+  template <bool writes>
+  FP_HOST_DEVICE void units_of_fixed_split(i32 lane, Cut at, i32 count, Totals& to) const {
     Cut run_begin = at;
     i32 run = 0;
     for (; count > 0; --count) {
@@ -157,132 +203,119 @@ class Emitter {
       if (range.end <= next_cut(range.begin)) {
         ++run;
       } else {
-        run_of_units(lane, run_begin, run);
-        open_unit(at);
-        pieces(lane, at, range.begin, range.end);
+        run_of_units<writes>(lane, run_begin, run, to);
+        cut_unit<writes>(lane, at, range.begin, range.end, true, to);
         run_begin = next;
         run = 0;
       }
       at = next;
     }
-    run_of_units(lane, run_begin, run);
+    run_of_units<writes>(lane, run_begin, run, to);
   }
 
-  void run_of_units(const Lane& lane, const Cut& at, i32 count) {
+  template <bool writes>
+  FP_HOST_DEVICE void run_of_units(i32 lane, const Cut& at, i32 count, Totals& to) const {
     if (count <= 0) return;
     const Request& request = requests_[at.request];
+    const i32 heads = lane_[lane].heads;
     const bool all = count == request.tiles && at.tile == 0;  // a run goes on with the next KV head
-    for (i32 head = 0; head < (all ? 1 : lane.heads); ++head) {
-      WorkItem& item = put(at, head, 0, request.kv_len);
-      item.num_units = count * (all ? lane.heads : 1);
+    for (i32 head = 0; head < (all ? 1 : heads); ++head) {
+      if constexpr (writes) {
+        WorkItem item = item_of(at, head, 0, request.kv_len);
+        item.num_units = count * (all ? heads : 1);
+        items()[to.items] = item;
+      }
+      ++to.items;
     }
   }
 
-  void open_unit(const Cut& at) {
-    cut_units().push_back({at, static_cast<i32>(merges_of_walk_), static_cast<i32>(rows_of_walk_), 0});
-    merges_of_walk_ += merge_rows_.div(rows_of(at) + schedule_.merge_rows - 1);
+  // The first pieces of a unit, or all.
+  template <bool writes>
+  FP_HOST_DEVICE void cut_unit(i32 lane, const Cut& at, i32 begin, i32 end, bool is_whole, Totals& to) const {
+    const Totals before = to;
+    ++to.units;
+    to.merges += ceil_div(rows_of(at), schedule_.merge_rows);
+    if constexpr (writes) {
+      CutUnit unit{at, static_cast<i32>(before.merges), static_cast<i32>(before.partial_rows),
+                   static_cast<i32>(before.pieces), 0};
+      put_pieces(lane, at, begin, end, unit, to);
+      if (is_whole) unit.pieces = static_cast<i32>(to.pieces - before.pieces);
+      units_[before.units] = unit;
+    } else {
+      count_pieces(lane, at, begin, end, to);
+    }
   }
 
-  i32 next_cut(i32 token) const {
+  FP_HOST_DEVICE i32 next_cut(i32 token) const {
     return schedule_.fixed() ? (token / schedule_.fixed_piece_tokens + 1) * schedule_.fixed_piece_tokens
                              : static_cast<i32>(max_i32);
   }
 
-  // Tokens [begin, end) of the unit that was opened last: one piece, or one for each multiple of a fixed split.
-  void pieces(const Lane& lane, const Cut& at, i32 begin, i32 end) {
-    CutUnit& unit = cut_units().back();
+  // Tokens [begin, end) of a unit: one piece, or one for each multiple of a fixed split.
+  FP_HOST_DEVICE void count_pieces(i32 lane, const Cut& at, i32 begin, i32 end, Totals& to) const {
+    if (begin >= end) return;
+    const i32 size = schedule_.fixed() ? schedule_.fixed_piece_tokens : end;
+    const i64 pieces = schedule_.fixed() ? (end - 1) / size - begin / size + 1 : 1;
+    to.items += pieces * lane_[lane].heads;
+    to.partial_rows += pieces * rows_of(at);
+    to.pieces += pieces;
+  }
+
+  FP_HOST_DEVICE void put_pieces(i32 lane, const Cut& at, i32 begin, i32 end, const CutUnit& unit, Totals& to) const {
+    const Totals& all = before_[num_lanes_];
     const i32 rows = rows_of(at);
     for (; begin < end; begin = next_cut(begin)) {
-      for (i32 head = 0; head < lane.heads; ++head) {
-        WorkItem& item = put(at, head, begin, min_of(end, next_cut(begin)));
-        item.partial_row = static_cast<i32>(rows_of_walk_);
-        item.piece = unit.pieces;
-        item.merge = unit.merge;
+      for (i32 head = 0; head < lane_[lane].heads; ++head) {
+        WorkItem item = item_of(at, head, begin, min_of(end, next_cut(begin)));
+        // The partial rows of the n-th walk of the axis begin at n times those of one walk, and so do its merges.
+        item.partial_row = static_cast<i32>(to.partial_rows + head * all.partial_rows);
+        item.piece = static_cast<i32>(to.pieces) - unit.first_piece;
+        item.merge = static_cast<i32>(unit.merge + head * all.merges);
+        items()[to.items++] = item;
       }
-      ++unit.pieces;
-      rows_of_walk_ += rows;
+      ++to.pieces;
+      to.partial_rows += rows;
     }
   }
 
-  WorkItem& put(const Cut& at, i32 head, i32 kv_begin, i32 kv_end) {
+  FP_HOST_DEVICE WorkItem item_of(const Cut& at, i32 head, i32 kv_begin, i32 kv_end) const {
     const Request& request = requests_[at.request];
-    WorkItem& item = items_.next();
-    item.kv_offset = request.kv_offset;
-    item.mask_offset = request.mask_offset;
-    item.request = at.request;
-    item.q_begin = request.q_begin;
-    item.q_len = request.q_len;
-    item.kv_len = request.kv_len;
-    item.first_packed_row = at.tile * schedule_.tile_q;
-    item.kv_head = at.copy + head;
-    item.num_units = 1;
-    item.kv_begin = kv_begin;
-    item.kv_end = kv_end;
-    item.partial_row = -1;
-    item.piece = 0;
-    item.merge = -1;
-    return item;
+    return {request.kv_offset,
+            request.mask_offset,
+            at.request,
+            request.q_begin,
+            request.q_len,
+            request.kv_len,
+            at.tile * schedule_.tile_q,
+            at.copy + head,
+            1,
+            kv_begin,
+            kv_end,
+            -1,
+            0,
+            -1};
   }
 
-  // The partial rows of the n-th walk of the axis begin at n times those of one walk, and so do its merges.
-  void shift_merges(const std::vector<Lane>& lanes) {
-    const i32 rows = static_cast<i32>(rows_of_walk_), merges = static_cast<i32>(merges_of_walk_);
-    for (CtaItems& range : ranges()) range.partial_row = range.walk * rows;
-    for (const Lane& lane : lanes) {
-      if (lane.heads == 1) continue;
-      const CtaItems& range = ranges()[lane.first_cta];
-      for (i32 i = range.begin; i < range.end; ++i) {
-        WorkItem& item = items_[i];
-        if (item.partial_row < 0) continue;
-        item.partial_row += item.kv_head * rows;
-        item.merge += item.kv_head * merges;
-      }
-    }
+  FP_HOST_DEVICE i64 items_offset() const {
+    return sizeof(PlanHeader) + schedule_.num_ctas * static_cast<i64>(sizeof(CtaStart));
   }
-
-  void write_starts(CtaStart* starts) {
-    for (const CtaItems& range : ranges()) {
-      CtaStart& start = *starts++;
-      start.items = range;
-      start.first = range.begin < range.end ? item_of_member(items_[range.begin], range) : WorkItem{};
-    }
+  FP_HOST_DEVICE i64 merges_offset() const {
+    return items_offset() + before_[num_lanes_].items * static_cast<i64>(sizeof(WorkItem));
   }
-
-  void write_merges(MergeItem* merges) const {
-    for (const CutUnit& unit : cut_units()) {
-      const Cut& at = unit.at;
-      const i32 q_begin = requests_[at.request].q_begin, rows = rows_of(at), first_row = at.tile * schedule_.tile_q;
-      for (i32 walk = 0; walk < members_; ++walk) {
-        const i32 partial_row = unit.partial_row + walk * static_cast<i32>(rows_of_walk_);
-        MergeItem* merge = merges + unit.merge + walk * merges_of_walk_;
-        for (i32 row = 0; row < rows; row += schedule_.merge_rows) {
-          *merge++ = {at.request,
-                      q_begin,
-                      first_row + row,
-                      min_of(schedule_.merge_rows, rows - row),
-                      at.copy + walk * copies_,
-                      partial_row + row,
-                      rows,
-                      unit.pieces};
-        }
-      }
-    }
-  }
+  FP_HOST_DEVICE WorkItem* items() const { return reinterpret_cast<WorkItem*>(bytes_ + items_offset()); }
 
   const CostModel& model_;
   const Schedule& schedule_;
   const Request* requests_;
+  const Lane* lane_;
+  const Cut* ends_;
+  const Totals* before_;
+  CutUnit* units_;
   i32 batch_;
+  i32 num_lanes_;
   i32 copies_;   // of a request on the axis
   i32 members_;  // that walk the axis alike, each for its own KV heads
-  FastDiv merge_rows_;
   char* bytes_;
-  i64 capacity_;
-  i64 items_offset_;
-  Output<WorkItem> items_;
-  i64 rows_of_walk_ = 0;    // partial rows so far, of one walk of the axis
-  i64 merges_of_walk_ = 0;  // so far
-  i64 num_partial_rows_ = 0;
 };
 
 }  // namespace flashpage::plan

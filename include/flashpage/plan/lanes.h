@@ -1,47 +1,77 @@
 // Who walks together. A lane is a group of CTAs that take the same token ranges, each for its own KV heads; a lane's
 // share is what it can take of the cost axis, so that all CTAs end up with the same load.
 #pragma once
-#include <algorithm>
-#include <numeric>
-#include <vector>
-
 #include "flashpage/plan/schedule.h"
 
 namespace flashpage::plan {
 
 struct Lane {
   i32 first_cta;
-  i32 members;   // CTAs
-  i32 heads;     // KV heads a member takes one after another, each like the first (runs: 1, the axis has them)
-  double share;  // 1 / heads
+  i32 members;            // CTAs
+  i32 heads;              // KV heads a member takes one after another, each like the first (runs: 1, the axis has them)
+  double share;           // 1 / heads
+  double per_share_left;  // 1 / (shares of this lane and of those behind it)
 };
 
 // How often the cost axis has each request. Its other KV heads are walked alike by the other members of a lane.
-inline i32 copies_on_axis(const Schedule& schedule, i32 num_kv_heads) {
-  return schedule.walk == Walk::teams ? 1 : num_kv_heads / std::gcd(schedule.num_ctas, num_kv_heads);
+FP_HOST_DEVICE i32 copies_on_axis(const Schedule& schedule, i32 num_kv_heads) {
+  return schedule.walk == Walk::teams ? 1 : num_kv_heads / greatest_common_divisor(schedule.num_ctas, num_kv_heads);
 }
 
 // Runs: a member takes the axis' copies of a request, as few as the number of CTAs allows: what is planned for one
 // member is then good for many. Teams: as many members as KV heads; CTAs that are left over form smaller teams of a
 // divisor of the heads. The smaller teams come first on the axis (though last in CTA numbers), so that full teams,
 // whose steps are finer, even out what they leave.
-inline void make_lanes(const Schedule& schedule, i32 num_kv_heads, std::vector<Lane>& lanes) {
-  lanes.clear();
-  if (schedule.walk == Walk::runs) {
-    const i32 members = num_kv_heads / copies_on_axis(schedule, num_kv_heads);
-    for (i32 cta = 0; cta < schedule.num_ctas; cta += members) lanes.push_back({cta, members, 1, 1.0});
-    return;
+struct Lanes {
+  i32 count;      // at most one a CTA
+  i32 num_small;  // lanes of smaller teams: the first ones
+  i32 members;    // of a full lane
+  i32 fewest_heads;
+  double shares;  // of all lanes
+
+  FP_HOST_DEVICE i32 num_full() const { return count - num_small; }
+
+  // Counts them, and writes the smaller teams to `lanes`; full lanes are written one by one, by whom ever.
+  FP_HOST_DEVICE static Lanes make(const Schedule& schedule, i32 num_kv_heads, Lane* lanes) {
+    Lanes made{};
+    const bool is_runs = schedule.walk == Walk::runs;
+    made.members = is_runs ? num_kv_heads / copies_on_axis(schedule, num_kv_heads) : num_kv_heads;
+    const i32 num_full = schedule.num_ctas / made.members, full_ctas = num_full * made.members;
+    made.num_small = 0;
+    for (i32 cta = full_ctas; cta < schedule.num_ctas; ++made.num_small) {
+      Lane& lane = lanes[made.num_small];
+      lane.members = schedule.num_ctas - cta;  // fewer than the KV heads
+      while (num_kv_heads % lane.members != 0) --lane.members;
+      lane.first_cta = cta;
+      lane.heads = num_kv_heads / lane.members;
+      lane.share = 1.0 / lane.heads;
+      cta += lane.members;
+    }
+    reverse(lanes, made.num_small);
+    made.count = made.num_small + num_full;
+    made.shares = num_full;
+    made.fewest_heads = num_full > 0 ? 1 : 0x7fffffff;
+    for (i32 l = made.num_small - 1; l >= 0; --l) {
+      made.shares += lanes[l].share;
+      lanes[l].per_share_left = 1.0 / made.shares;
+      made.fewest_heads = min_of(made.fewest_heads, lanes[l].heads);
+    }
+    return made;
   }
-  const i32 full = schedule.num_ctas / num_kv_heads * num_kv_heads;
-  for (i32 cta = full; cta < schedule.num_ctas;) {
-    i32 members = min_of(schedule.num_ctas - cta, num_kv_heads);
-    while (num_kv_heads % members != 0) --members;
-    const i32 heads = num_kv_heads / members;
-    lanes.push_back({cta, members, heads, 1.0 / heads});
-    cta += members;
+
+  // The i-th of the full lanes.
+  FP_HOST_DEVICE void write_full(i32 i, Lane* lanes) const {
+    lanes[num_small + i] = {i * members, members, 1, 1.0, 1.0 / (num_full() - i)};
   }
-  std::reverse(lanes.begin(), lanes.end());
-  for (i32 cta = 0; cta < full; cta += num_kv_heads) lanes.push_back({cta, num_kv_heads, 1, 1.0});
-}
+
+ private:
+  FP_HOST_DEVICE static void reverse(Lane* lanes, i32 count) {
+    for (i32 i = 0; i < count / 2; ++i) {
+      const Lane other = lanes[i];
+      lanes[i] = lanes[count - 1 - i];
+      lanes[count - 1 - i] = other;
+    }
+  }
+};
 
 }  // namespace flashpage::plan

@@ -46,7 +46,7 @@ struct LengthFault {
   i64 limit = 0;
 };
 
-struct Totals {
+struct LengthTotals {
   i64 q_rows = 0;  // q_indptr's last entry
   i64 kv_tokens = 0;
   i64 kv_entries = 0;  // kv_indptr's last entry: pages, ragged: tokens
@@ -75,7 +75,7 @@ struct PlainInt32 {
 // Reads and checks every request. `group` and `tile_q` give the row tiles.
 template <class Index>
 LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i32 tile_q, Request* requests,
-                         Totals& totals) {
+                         LengthTotals& totals) {
   const Index q_indptr(lengths.q_indptr), kv_indptr(lengths.kv_indptr);
   const Index last_page_len(lengths.last_page_len), kv_lens(lengths.kv_lens);
   const bool has_q_indptr = lengths.q_indptr.data, has_kv_lens = lengths.kv_lens.data;
@@ -138,7 +138,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
 }
 
 inline LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i32 tile_q, Request* requests,
-                                Totals& totals) {
+                                LengthTotals& totals) {
   const bool plain = PlainInt32::fits(lengths.q_indptr) && PlainInt32::fits(lengths.kv_indptr) &&
                      PlainInt32::fits(lengths.last_page_len) && PlainInt32::fits(lengths.kv_lens);
   return plain ? read_lengths<PlainInt32>(lengths, num_kv_heads, group, tile_q, requests, totals)

@@ -13,7 +13,7 @@ struct Heads {
   bool causal;
   i32 window_left;  // tokens; -1: all
 
-  i32 group() const { return num_q_heads / num_kv_heads; }
+  FP_HOST_DEVICE i32 group() const { return num_q_heads / num_kv_heads; }
 };
 
 struct Schedule {
@@ -29,8 +29,8 @@ struct Schedule {
   i32 fixed_piece_tokens;  // > 0: cut every unit at its multiples; -1: never cut; 0: balance
   i32 merge_rows;          // packed rows
 
-  bool balanced() const { return fixed_piece_tokens == 0; }
-  bool fixed() const { return fixed_piece_tokens > 0; }
+  FP_HOST_DEVICE bool balanced() const { return fixed_piece_tokens == 0; }
+  FP_HOST_DEVICE bool fixed() const { return fixed_piece_tokens > 0; }
 };
 
 }  // namespace flashpage::plan

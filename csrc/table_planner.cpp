@@ -1,0 +1,105 @@
+// Planning from lengths in a device's memory: the kernel's parameters and its launch, and the CPU's twin of it, whose
+// threads take their turns one by one.
+#include <cstring>
+
+#include "errors.h"
+#include "flashpage/plan/bounds.h"
+#include "flashpage/plan/tables.h"
+#include "kernel.h"
+#include "planner.h"
+
+using namespace flashpage;
+using host::fail;
+
+namespace {
+
+// From the last thread to the first: were one to need what another does in the same phase, results would be wrong.
+struct TurnedThreads {
+  template <class Body>
+  void phase(Body&& body) const {
+    for (i32 thread = plan::num_threads - 1; thread >= 0; --thread) body(thread);
+  }
+};
+
+// Where in the int workspace everything lies; the plan itself at its beginning.
+struct Layout {
+  i64 units, workspace, bytes;
+  i64 partial_rows;
+};
+
+plan::Heads heads_of(const fp_tables& tables) {
+  return {tables.num_q_heads, tables.num_kv_heads, tables.causal != 0, tables.window_left};
+}
+
+i64 most_rows(const fp_tables& tables) {
+  return tables.q_indptr != nullptr ? tables.max_rows : static_cast<i64>(tables.batch) * tables.q_len_per_request;
+}
+
+Layout layout_of(const fp_tables& tables, const plan::Schedule& schedule) {
+  const plan::Heads heads = heads_of(tables);
+  const bool one_row = tables.q_indptr == nullptr && tables.q_len_per_request == 1;
+  const i64 rows = most_rows(tables);
+  const i64 tokens = min_of(static_cast<i64>(tables.table_columns) * tables.page_size, plan::max_i32);
+  const plan::Capacity capacity{tables.batch, one_row ? 0 : rows, tables.batch * tokens, tokens};
+  const plan::Bounds bounds = plan::bounds(capacity, heads, schedule);
+  const i64 tiles = ceil_div<i64>(rows * heads.group(), schedule.tile_q) + tables.batch;
+  const i64 units = schedule.fixed() ? plan::copies_on_axis(schedule, heads.num_kv_heads) * tiles : schedule.num_ctas;
+  Layout layout{};
+  layout.units = round_up<i64>(bounds.bytes, 16);
+  layout.workspace = round_up<i64>(layout.units + units * sizeof(plan::CutUnit), 16);
+  layout.bytes = layout.workspace + plan::Workspace(nullptr, tables.batch, schedule.num_ctas).bytes;
+  layout.partial_rows = bounds.partial_rows;
+  return layout;
+}
+
+int32_t check(const fp_tables& tables, const fp_schedule& schedule) {
+  if (int32_t status = host::check_schedule(schedule, tables.num_q_heads, tables.num_kv_heads)) return status;
+  if (tables.batch < 0 || tables.page_size < 1 || (tables.batch > 0 && tables.seq_lens == nullptr)) {
+    return fail(FP_INTERNAL, "batch is %d, page_size is %d, seq_lens is %sgiven", tables.batch, tables.page_size,
+                tables.seq_lens == nullptr ? "not " : "");
+  }
+  const i64 rows = most_rows(tables) * tables.num_q_heads;
+  if (rows > plan::max_i32) {
+    return fail(FP_WORKSPACE_TOO_SMALL, "%lld rows of %d heads do not fit in 31 bits: plan fewer rows",
+                static_cast<i64>(most_rows(tables)), tables.num_q_heads);
+  }
+  return FP_OK;
+}
+
+}  // namespace
+
+int32_t fp_tables_bounds(const fp_tables* tables, const fp_schedule* schedule, int64_t* bytes, int64_t* partial_rows) {
+  if (int32_t status = check(*tables, *schedule)) return status;
+  const Layout layout = layout_of(*tables, host::to_schedule(*schedule));
+  *bytes = layout.bytes;
+  *partial_rows = layout.partial_rows;
+  return FP_OK;
+}
+
+int32_t fp_tables_plan(const fp_kernel* kernel, const fp_tables* tables, const fp_schedule* given, void* destination,
+                       int64_t capacity, void* stream, int32_t enable_pdl) {
+  if (int32_t status = check(*tables, *given)) return status;
+  const plan::Schedule schedule = host::to_schedule(*given);
+  const Layout layout = layout_of(*tables, schedule);
+  if (layout.bytes > capacity || layout.bytes > plan::max_i32) {
+    return fail(FP_WORKSPACE_TOO_SMALL, "planning on the device needs %lld bytes but the int workspace has %lld",
+                layout.bytes, static_cast<i64>(capacity));
+  }
+  const plan::Heads heads = heads_of(*tables);
+  char* const memory = static_cast<char*>(destination);
+  const plan::TablePlan params{
+      {tables->q_indptr, tables->seq_lens, tables->num_requests, tables->table_stride, tables->table_columns,
+       tables->batch, tables->q_len_per_request, tables->max_rows, tables->page_size, tables->seq_lens_are_int64 != 0},
+      heads,
+      schedule,
+      plan::CostModel(heads, schedule),
+      plan::CutRules(schedule),
+      memory,
+      reinterpret_cast<plan::CutUnit*>(memory + layout.units),
+      memory + layout.workspace};
+  if (kernel != nullptr) return fp_launch(kernel, &params, 1, stream, enable_pdl);
+  TurnedThreads threads;
+  const plan::Workspace work(params.workspace, tables->batch, schedule.num_ctas);
+  plan::TablePlanner<TurnedThreads>(threads, params, work).run();
+  return FP_OK;
+}

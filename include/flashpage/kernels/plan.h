@@ -1,0 +1,32 @@
+// A plan made on the card, by one CTA: include/flashpage/plan/tables.h says what of.
+#pragma once
+#include "flashpage/plan/tables.h"
+#include "flashpage/ptx/griddepcontrol.h"
+
+namespace flashpage {
+
+struct CtaThreads {
+  template <class Body>
+  FP_DEVICE void phase(Body&& body) const {
+    body(static_cast<i32>(threadIdx.x));
+    __syncthreads();
+  }
+};
+
+struct PlanOnDevice {
+  static constexpr int threads = plan::num_threads;
+  static constexpr int shared_bytes = 96 << 10;  // over a thousand requests; larger batches use global memory
+
+  FP_DEVICE static void run(const plan::TablePlan& given) {
+    extern __shared__ __align__(16) char shared[];
+    ptx::grid_dependency_wait();
+    const i32 batch = given.tables.batch, num_ctas = given.schedule.num_ctas;
+    const bool fits = plan::Workspace(nullptr, batch, num_ctas).bytes <= shared_bytes;
+    const plan::Workspace work(fits ? shared : given.workspace, batch, num_ctas);
+    CtaThreads threads;
+    plan::TablePlanner<CtaThreads>(threads, given, work).run();
+    ptx::grid_dependency_launch();
+  }
+};
+
+}  // namespace flashpage

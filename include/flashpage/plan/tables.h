@@ -1,0 +1,197 @@
+// Planning where the lengths are: sequence lengths and block tables in a card's memory, with no word from the host. The
+// plan is that of fp_plan on the same lengths, byte by byte; pages are read from the block tables in place.
+#pragma once
+#include "flashpage/plan/emit.h"
+#include "flashpage/plan/threads.h"
+
+namespace flashpage::plan {
+
+// Numbers out of range are taken as the nearest that is in range: nobody is there to be told.
+struct Tables {
+  const i32* q_indptr;      // rows, [batch + 1]; null: q_len_per_request rows each
+  const void* seq_lens;     // tokens, [batch], i32 or i64
+  const i32* num_requests;  // [1], at most batch; null: batch
+  i64 table_stride;         // entries from a request's row of the block table to the next one's
+  i32 table_columns;        // pages of a row
+  i32 batch;
+  i32 q_len_per_request;
+  i32 max_rows;   // of q
+  i32 page_size;  // tokens
+  bool is_int64;  // seq_lens
+
+  FP_HOST_DEVICE i32 requests() const {
+    return num_requests == nullptr ? batch : max_of(0, min_of(batch, *num_requests));
+  }
+
+  FP_HOST_DEVICE Request request(i32 i, i32 group, i32 tile_q) const {
+    const i64 given = is_int64 ? static_cast<const i64*>(seq_lens)[i] : static_cast<const i32*>(seq_lens)[i];
+    const i64 most = min_of(static_cast<i64>(table_columns) * page_size, max_i32);
+    i32 q_begin = i * q_len_per_request, q_end = q_begin + q_len_per_request;
+    if (q_indptr != nullptr) {
+      q_begin = max_of(0, min_of(q_indptr[i], max_rows));
+      q_end = max_of(q_begin, min_of(q_indptr[i + 1], max_rows));
+    }
+    const i32 q_len = q_end - q_begin;
+    return {i * table_stride,
+            0,
+            q_begin,
+            q_len,
+            static_cast<i32>(max_of<i64>(0, min_of(given, most))),
+            ceil_div(q_len * group, tile_q),
+            0.0};
+  }
+};
+
+// All that planning needs, by value.
+struct TablePlan {
+  Tables tables;
+  Heads heads;
+  Schedule schedule;
+  CostModel model;
+  CutRules rules;
+  void* plan;       // written: header and what lies behind it
+  CutUnit* units;   // written: as many as there can be
+  char* workspace;  // written: Workspace, where there is no nearer place for it
+};
+
+// Sums over requests.
+struct AxisSum {
+  double cost;
+  i64 tiles;
+  FP_HOST_DEVICE AxisSum operator+(const AxisSum& other) const { return {cost + other.cost, tiles + other.tiles}; }
+};
+
+// What threads leave for each other. Laid out in a stretch of memory that starts on 16 bytes.
+struct Workspace {
+  struct State {
+    i32 batch;
+    Lanes lanes;
+    AxisSum all;
+    Partition partition;
+  };
+  State* state;
+  Totals* sums;       // of a scan, [2 * num_threads]; AxisSums too
+  Totals* before;     // [num_ctas + 1]
+  Lane* lanes;        // [num_ctas]
+  Cut* ends;          // [2 * num_ctas]
+  Request* requests;  // [batch + 1]
+  i64 bytes;
+
+  FP_HOST_DEVICE Workspace(char* memory, i32 batch, i32 num_ctas) : bytes(0) {
+    state = take<State>(memory, 1);
+    sums = take<Totals>(memory, 2 * num_threads);
+    before = take<Totals>(memory, num_ctas + 1);
+    lanes = take<Lane>(memory, num_ctas);
+    ends = take<Cut>(memory, 2 * num_ctas);
+    requests = take<Request>(memory, batch + 1);
+  }
+
+ private:
+  template <class T>
+  FP_HOST_DEVICE T* take(char* memory, i64 count) {
+    T* taken = reinterpret_cast<T*>(memory + bytes);
+    bytes = round_up<i64>(bytes + count * sizeof(T), 16);
+    return taken;
+  }
+};
+static_assert(sizeof(AxisSum) <= sizeof(Totals));
+
+template <class Threads>
+class TablePlanner {
+ public:
+  FP_HOST_DEVICE TablePlanner(Threads& threads, const TablePlan& given, const Workspace& work)
+      : threads_(threads),
+        given_(given),
+        work_(work),
+        copies_(copies_on_axis(given.schedule, given.heads.num_kv_heads)),
+        units_(given.units) {}
+
+  FP_HOST_DEVICE void run() {
+    read_lengths();
+    lay_out();
+    threads_.phase([&](i32 thread) {
+      if (thread == 0) partition();
+    });
+    count_lanes();
+    write();
+  }
+
+ private:
+  FP_HOST_DEVICE void read_lengths() {
+    threads_.phase([&](i32 thread) {
+      const i32 batch = given_.tables.requests();
+      if (thread == num_threads - 1) {  // has no request in most batches
+        work_.state->batch = batch;
+        work_.state->lanes = Lanes::make(given_.schedule, given_.heads.num_kv_heads, work_.lanes);
+      }
+      for (i32 i = thread; i < batch; i += num_threads) {
+        Request request = given_.tables.request(i, given_.heads.group(), given_.schedule.tile_q);
+        request.cost = cost_on_axis(given_.model, copies_, request);
+        work_.requests[i] = request;
+      }
+    });
+    each(threads_, work_.state->lanes.num_full(), [&](i32 i) { work_.state->lanes.write_full(i, work_.lanes); });
+  }
+
+  // Requests on the cost axis.
+  FP_HOST_DEVICE void lay_out() {
+    Request* const requests = work_.requests;
+    const i32 batch = work_.state->batch;
+    const AxisSum* all = exclusive_scan(
+        threads_, batch, reinterpret_cast<AxisSum*>(work_.sums),
+        [&](i32 i) { return AxisSum{requests[i].cost, requests[i].tiles}; },
+        [&](i32 i, const AxisSum& before) { requests[i].cost = before.cost; });
+    threads_.phase([&](i32 thread) {
+      if (thread != 0) return;
+      requests[batch] = {};
+      requests[batch].cost = all->cost;
+      work_.state->all = *all;
+    });
+  }
+
+  FP_HOST_DEVICE void partition() {
+    const i32 num_ctas = given_.schedule.num_ctas;
+    work_.state->partition = Partitioner(given_.model, given_.rules, division()).run(work_.ends, work_.ends + num_ctas);
+  }
+
+  FP_HOST_DEVICE void count_lanes() {
+    const i32 count = work_.state->lanes.count;
+    each(threads_, count, [&](i32 lane) { work_.before[lane] = emitter().count(lane); });
+    const Totals* all = exclusive_scan(
+        threads_, count, work_.sums, [&](i32 lane) { return work_.before[lane]; },
+        [&](i32 lane, const Totals& before) { work_.before[lane] = before; });
+    threads_.phase([&](i32 thread) {
+      if (thread == 0) work_.before[count] = *all;
+    });
+  }
+
+  FP_HOST_DEVICE void write() {
+    const i32 count = work_.state->lanes.count;
+    each(threads_, count, [&](i32 lane) { emitter().write_lane(lane); });
+    each(threads_, count, [&](i32 lane) { emitter().write_resumed(lane); });
+    const i32 num_units = static_cast<i32>(work_.before[count].units);
+    threads_.phase([&](i32 thread) {
+      const Emitter emit = emitter();
+      for (i32 lane = thread; lane < count; lane += num_threads) emit.write_starts(lane);
+      for (i32 unit = thread; unit < num_units; unit += num_threads) emit.write_merges(unit);
+      if (thread == num_threads - 1) *static_cast<PlanHeader*>(given_.plan) = emit.header();
+    });
+  }
+
+  FP_HOST_DEVICE Division division() const {
+    const Workspace::State& state = *work_.state;
+    return {work_.requests, state.batch, copies_, state.all.tiles * copies_, work_.lanes, state.lanes};
+  }
+  FP_HOST_DEVICE Emitter emitter() const {
+    return Emitter(given_.model, given_.schedule, division(), work_.state->partition.ends, given_.heads.num_kv_heads,
+                   work_.before, units_, given_.plan);
+  }
+
+  Threads& threads_;
+  const TablePlan& given_;
+  const Workspace& work_;
+  const i32 copies_;
+  CutUnit* units_;
+};
+
+}  // namespace flashpage::plan

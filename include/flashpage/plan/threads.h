@@ -1,0 +1,49 @@
+// Work that several threads share. A phase gives each thread its turn and ends with a barrier: what is written in one
+// phase is read in later ones, by any thread, and in the same one by nobody else. Nothing else connects threads, so a
+// host may take them one by one (csrc/table_planner.cpp), in any order.
+#pragma once
+#include "flashpage/common/math.h"
+
+namespace flashpage::plan {
+
+inline constexpr i32 num_threads = 256;  // that plan on a card
+
+// body(i) for every i < count; ends with a barrier.
+template <class Threads, class Body>
+FP_HOST_DEVICE void each(Threads& threads, i32 count, Body&& body) {
+  threads.phase([&](i32 thread) {
+    for (i32 i = thread; i < count; i += num_threads) body(i);
+  });
+}
+
+// store(i, sum of load(j) over j < i) for every i < count; returns the place of the total. Sums must not depend on the
+// order of their terms. `sums`: [2 * num_threads].
+template <class Threads, class T, class Load, class Store>
+FP_HOST_DEVICE const T* exclusive_scan(Threads& threads, i32 count, T* sums, Load&& load, Store&& store) {
+  const i32 share = ceil_div(count, num_threads);
+  T* from = sums;
+  T* to = sums + num_threads;
+  threads.phase([&](i32 thread) {
+    T sum{};
+    for (i32 i = thread * share; i < min_of(count, (thread + 1) * share); ++i) sum = sum + load(i);
+    from[thread] = sum;
+  });
+  for (i32 distance = 1; distance < num_threads; distance *= 2) {
+    threads.phase(
+        [&](i32 thread) { to[thread] = thread < distance ? from[thread] : from[thread] + from[thread - distance]; });
+    T* const other = from;
+    from = to;
+    to = other;
+  }
+  threads.phase([&](i32 thread) {
+    T sum = thread == 0 ? T{} : from[thread - 1];
+    for (i32 i = thread * share; i < min_of(count, (thread + 1) * share); ++i) {
+      const T mine = load(i);
+      store(i, sum);
+      sum = sum + mine;
+    }
+  });
+  return from + num_threads - 1;
+}
+
+}  // namespace flashpage::plan

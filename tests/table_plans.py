@@ -1,0 +1,99 @@
+"""Plans made from lengths on a device, beside those that the host makes of the same lengths."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from planner_batches import Batch, Cutting, arrays_of, call, problem_of
+
+from flashpage import host
+
+
+@dataclasses.dataclass
+class TableBatch:
+    """A batch over block tables whose rows have `stride` entries, of which `columns` count."""
+
+    batch: Batch
+    columns: int
+    stride: int
+    has_rows: bool = True  # q_indptr is given; else every request has as many rows as the first one
+
+    @staticmethod
+    def of(batch: Batch, spare_columns: int = 0, spare_stride: int = 0, has_rows: bool = True) -> TableBatch:
+        """A table as wide as the longest request needs, and more."""
+        columns = int(-(-max(batch.kv_lens, default=0) // batch.page_size)) + spare_columns
+        return TableBatch(batch, columns, columns + spare_stride, has_rows)
+
+    def host_plan(self, cutting: Cutting, requests: int | None = None) -> bytes:
+        """Of the first `requests`; page numbers begin where the rows of the table do."""
+        batch, count = self.batch, len(self.batch.q_lens) if requests is None else requests
+        mine = dataclasses.replace(batch, q_lens=batch.q_lens[:count], kv_lens=batch.kv_lens[:count])
+        arrays = arrays_of(mine, np.int64, use_kv_lens=True)
+        arrays["kv_indptr"] = np.arange(count + 1, dtype=np.int64) * self.stride
+        status, buffer, result = call(problem_of(mine, arrays), cutting, 1 << 26)
+        assert status == host.OK, host.last_error()
+        return buffer[: result.used_bytes].tobytes()
+
+    def tables(self, device: str, dtype: torch.dtype = torch.int32, requests: int | None = None) -> Tables:
+        return Tables(self, device, dtype, requests)
+
+
+class Tables:
+    """The same as a struct over tensors of a device."""
+
+    def __init__(self, of: TableBatch, device: str, dtype: torch.dtype, requests: int | None) -> None:
+        batch = of.batch
+        self.device = device
+        ends = torch.from_numpy(np.concatenate([[0], np.cumsum(batch.q_lens)]) + batch.q_start).to(device, torch.int32)
+        self.seq_lens = torch.from_numpy(batch.kv_lens).to(device, dtype)
+        self.q_indptr = ends if of.has_rows else None
+        self.requests = None if requests is None else torch.tensor([requests], dtype=torch.int32, device=device)
+        self.struct = host.Tables(
+            q_indptr=address(self.q_indptr),
+            seq_lens=address(self.seq_lens),
+            num_requests=address(self.requests),
+            table_stride=of.stride,
+            table_columns=of.columns,
+            seq_lens_are_int64=dtype is torch.int64,
+            batch=len(batch.q_lens),
+            q_len_per_request=0 if of.has_rows else int(batch.q_lens[0]),
+            max_rows=int(ends[-1]),
+            page_size=batch.page_size,
+            num_q_heads=batch.num_q_heads,
+            num_kv_heads=batch.num_kv_heads,
+            causal=batch.causal,
+            window_left=batch.window_left,
+        )
+
+    def bounds(self, cutting: Cutting) -> tuple[int, int]:
+        """Bytes and partial rows."""
+        found = ctypes.c_int64(), ctypes.c_int64()
+        arguments = (self.struct, cutting.struct(), *found)
+        host.check(host.load().fp_tables_bounds(*map(ctypes.byref, arguments)))
+        return found[0].value, found[1].value
+
+    def plan(self, cutting: Cutting, kernel: Any = None) -> bytes:
+        """The plan's bytes, made in memory that holds exactly what the bounds promise."""
+        size, limit_rows = self.bounds(cutting)
+        memory = torch.full((size + 256,), 0xA5, dtype=torch.uint8, device=self.device)
+        start = -memory.data_ptr() % 16
+        stream = torch.cuda.current_stream().cuda_stream if memory.is_cuda else None
+        host.check(
+            host.load().fp_tables_plan(
+                *(kernel, ctypes.byref(self.struct), ctypes.byref(cutting.struct()), memory.data_ptr() + start, size),
+                *(stream, 0),
+            )
+        )
+        found = memory.cpu().numpy()
+        assert (found[:start] == 0xA5).all() and (found[start + size :] == 0xA5).all(), "wrote beside its memory"
+        header = found[start : start + host.PLAN_HEADER.itemsize].view(host.PLAN_HEADER)[0]
+        assert header["num_partial_rows"] <= limit_rows
+        return found[start : start + int(header["used_bytes"])].tobytes()
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

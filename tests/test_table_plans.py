@@ -1,0 +1,105 @@
+"""Plans from lengths on a device: byte by byte those of the host. The CPU runs the card's code, thread by thread."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from planner_batches import RUNS, TEAMS, Batch, Cutting
+from table_plans import TableBatch
+from test_planner_properties import random_case
+
+from flashpage import host, jit
+from flashpage.spec import KernelSpec
+
+
+def kernel_of(device: str) -> Any:
+    return None if device == "cpu" else jit.get_kernel(KernelSpec("plan"), device).handle
+
+
+def random_tables(rng: np.random.Generator) -> tuple[TableBatch, Cutting]:
+    batch, cutting = random_case(rng)
+    while batch.page_size == 0 or batch.has_custom_mask:
+        batch, cutting = random_case(rng)
+    spare = int(rng.integers(0, 3)), int(rng.integers(0, 9))
+    return TableBatch.of(dataclasses.replace(batch, kv_start=0), *spare), cutting
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sweep(seed: int, device: str) -> None:
+    rng, kernel = np.random.default_rng(seed), kernel_of(device)
+    for number in range(100):
+        tables, cutting = random_tables(rng)
+        dtype = torch.int64 if rng.random() < 0.3 else torch.int32
+        assert tables.tables(device, dtype).plan(cutting, kernel) == tables.host_plan(cutting), (
+            f"case {number}: {tables}"
+        )
+
+
+# Schedules of the kernels that engines meet most: flashpage/tiles.py.
+DECODE = Cutting(
+    num_ctas=132, walk=TEAMS, tile_q=16, tile_kv=32, ns_per_token=14.84, ns_per_unit=500.0, ns_per_piece=1000.0
+)
+PREFILL = Cutting(
+    num_ctas=132, walk=RUNS, tile_q=128, tile_kv=128, ns_per_token=12.19, ns_per_unit=5000.0, ns_per_piece=2500.0
+)
+
+
+@pytest.mark.parametrize("requests", [1, 17, 255, 256, 257, 1000, 5000])
+@pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
+def test_decode(requests: int, num_kv_heads: int, device: str) -> None:
+    """From one request to more than the threads, and more than shared memory holds."""
+    rng = np.random.default_rng(requests)
+    kv_lens = np.minimum(rng.lognormal(6.5, 1.2, requests), 30000).astype(np.int64)
+    batch = Batch(np.ones(requests, np.int64), kv_lens, 4 * num_kv_heads, num_kv_heads)
+    tables = TableBatch.of(batch, has_rows=False)
+    for cutting in (DECODE, dataclasses.replace(DECODE, fixed_piece_tokens=512)):
+        assert tables.tables(device).plan(cutting, kernel_of(device)) == tables.host_plan(cutting)
+
+
+@pytest.mark.parametrize("requests", [1, 64, 300])
+def test_append(requests: int, device: str) -> None:
+    rng = np.random.default_rng(requests)
+    q_lens = rng.choice([1, 1, 1, 64, 700], requests).astype(np.int64)
+    batch = Batch(q_lens, q_lens + rng.integers(0, 3000, requests), causal=True)
+    for window_left, piece in ((-1, 0), (100, 0), (-1, 1024)):
+        tables = TableBatch.of(dataclasses.replace(batch, window_left=window_left), spare_columns=1)
+        cutting = dataclasses.replace(PREFILL, fixed_piece_tokens=piece)
+        assert tables.tables(device).plan(cutting, kernel_of(device)) == tables.host_plan(cutting)
+
+
+def test_the_number_of_requests_is_on_the_device_too(device: str) -> None:
+    """Requests beyond it have no items: nothing is planned for them."""
+    batch = Batch(np.ones(9, np.int64), np.array([100, 5000, 0, 7, 300, 2, 2, 9000, 1]), 32, 8)
+    tables = TableBatch.of(batch, has_rows=False)
+    for requests in (0, 1, 5, 9, 12, -3):
+        found = tables.tables(device, requests=requests).plan(DECODE, kernel_of(device))
+        assert found == tables.host_plan(DECODE, max(0, min(9, requests)))
+
+
+def test_numbers_out_of_range_are_taken_to_its_ends(device: str) -> None:
+    given = Batch(np.array([2, 3, 1]), np.array([-5, 10**6, 40]), 8, 2)
+    clamped = dataclasses.replace(given, kv_lens=np.array([0, 64, 40]))
+    tables = TableBatch(given, 4, 4)
+    made = tables.tables(device)
+    assert made.plan(PREFILL, kernel_of(device)) == TableBatch(clamped, 4, 4).host_plan(PREFILL)
+    made.q_indptr.copy_(torch.tensor([-1, 2, 1, 99]))  # type: ignore[union-attr]
+    made.struct.max_rows = 6
+    items = items_of(made.plan(PREFILL, kernel_of(device)))
+    assert {tuple(item) for item in items[["request", "q_begin", "q_len"]].tolist()} == {(0, 0, 2), (2, 1, 5)}
+
+
+def items_of(plan: bytes) -> np.ndarray:
+    header = np.frombuffer(plan, host.PLAN_HEADER, 1)[0]
+    return np.frombuffer(plan, host.WORK_ITEM, header["num_items"], header["items_offset"])
+
+
+def test_memory_too_small_is_told() -> None:
+    tables = TableBatch.of(Batch(np.ones(3, np.int64), np.array([5, 600, 70]), 8, 2), has_rows=False).tables("cpu")
+    size, _ = tables.bounds(DECODE)
+    tables.bounds = lambda cutting: (size - 1, 1)  # type: ignore[method-assign]
+    with pytest.raises(host.PlanError, match=f"needs {size} bytes but the int workspace has {size - 1}"):
+        tables.plan(DECODE)
