@@ -124,7 +124,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   const plan::Division division{requests, problem->batch, copies, totals.units / (heads.num_kv_heads / copies), lanes,
                                 made};
   plan::Cut* ends = at_least(scratch.ends, 2 * schedule.num_ctas);
-  const plan::Partition partition = plan::Partitioner(model, rules, division).run(ends, ends + schedule.num_ctas);
+  const plan::Partition partition = plan::Partitioner(model, rules, division, plan::OneSearcher{}).run(ends, ends + schedule.num_ctas);
 
   plan::Totals* before = at_least(scratch.before, made.count + 1);
   const auto emitter = [&](plan::CutUnit* units) {
@@ -155,10 +155,11 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   std::memcpy(buffer, &header, sizeof(header));
   for (int32_t lane = 0; lane < made.count; ++lane) {
     writer.write_lane(lane);
+    writer.write_whole(lane, 0, 1);
     writer.write_resumed(lane);
   }
-  for (int32_t lane = 0; lane < made.count; ++lane) writer.write_starts(lane);
-  for (int32_t unit = 0; unit < num_units; ++unit) writer.write_merges(unit);
+  for (int32_t lane = 0; lane < made.count; ++lane) writer.write_starts(lane, 0, 1);
+  for (int32_t unit = 0; unit < num_units; ++unit) writer.write_merges(unit, 0, 1);
   return FP_OK;
 }
 

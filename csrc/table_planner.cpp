@@ -15,6 +15,10 @@ namespace {
 
 // From the last thread to the first: were one to need what another does in the same phase, results would be wrong.
 struct TurnedThreads {
+  struct Searcher : plan::OneSearcher {
+    static constexpr i32 count = 1;
+    explicit Searcher(i32) {}
+  };
   template <class Body>
   void phase(Body&& body) const {
     for (i32 thread = plan::num_threads - 1; thread >= 0; --thread) body(thread);

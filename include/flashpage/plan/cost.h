@@ -92,7 +92,7 @@ class ClampedSum {
   double flat_ = 0.0;  // first t whose value is cap
 };
 
-// Cost of the first r row tiles of one request and one KV head. Where the group does not divide the row tile, a tile's
+// Cost of the first r row tiles of one request, of two or more, and one KV head. Where the group does not divide the row tile, a tile's
 // edges are taken as fractions of a row: a unit's cost here is within one token of the exact one, and right on average.
 class TileCosts {
  public:
@@ -102,15 +102,10 @@ class TileCosts {
     const double shift = static_cast<double>(request.kv_len) - request.q_len, kv_len = request.kv_len;
     const double end = model.causal ? shift + model.rows_per_tile + model.rounding : kv_len;
     const double begin = model.window_left >= 0 ? shift - model.window_left - model.rounding : 0.0;
-    if (tiles_ == 1) {
-      whole_ = ns_per_unit_ + product(ns_per_token_, clamp(end, kv_len) - clamp(begin, kv_len));
-      return;
-    }
     const double slope = model.rows_per_tile, per_slope = model.tiles_per_row;
     end_ = model.causal ? ClampedSum(end, slope, per_slope, kv_len) : ClampedSum(kv_len, 0.0, 0.0, kv_len);
     if (model.window_left >= 0) begin_ = ClampedSum(begin, slope, per_slope, kv_len);
-    whole_ = prefix(tiles_);
-    if (tiles_ > 1) prepare_guess(model);
+    prepare_guess(model);
   }
 
   FP_HOST_DEVICE double prefix(double r) const {
@@ -125,7 +120,6 @@ class TileCosts {
 
   // The last tile, `from` or later, whose prefix is at most `cost`.
   FP_HOST_DEVICE Found tile_at(double cost, i32 from) const {
-    if (tiles_ == 1) return {0, 0.0, whole_};
     i32 low = max_of(from, min_of(tiles_ - 1, guess(cost)));
     double begin = prefix(low);
     for (i32 step = 1; begin > cost && low > from; step *= 2) begin = prefix(low = max_of(from, low - step));
@@ -148,8 +142,6 @@ class TileCosts {
   }
 
  private:
-  FP_HOST_DEVICE static double clamp(double x, double cap) { return min_of(max_of(x, 0.0), cap); }
-
   FP_HOST_DEVICE double unit_at(double t) const {
     return ns_per_unit_ + product(ns_per_token_, end_.at(t) - begin_.at(t));
   }
@@ -183,7 +175,6 @@ class TileCosts {
   }
 
   i32 tiles_ = 0;
-  double whole_ = 0.0;  // prefix of all tiles
   double ns_per_unit_ = 0.0, ns_per_token_ = 0.0;
   ClampedSum end_, begin_;
   // For the guess: tiles and their prefix where units begin to grow and where they end to, and by how much they do.
@@ -202,22 +193,26 @@ FP_HOST_DEVICE double cost_on_axis(const CostModel& model, i32 copies, const Req
   return static_cast<double>(static_cast<i64>(copies * cost * steps_per_ns + 0.5)) / steps_per_ns;
 }
 
-// Lays the requests on one cost axis. requests[batch] receives the total.
+// Lays the requests on one cost axis. requests[batch] receives the totals.
 inline void lay_on_axis(const CostModel& model, i32 copies, i32 batch, Request* requests) {
   double at = 0.0, known = 0.0;
   i32 known_q_len = -1, known_kv_len = -1;  // neighbours are often alike
+  i32 number = 0;
   for (i32 i = 0; i < batch; ++i) {
     Request& request = requests[i];
     request.cost = at;
+    request.number = number;
     if (request.q_len != known_q_len || request.kv_len != known_kv_len) {
       known_q_len = request.q_len;
       known_kv_len = request.kv_len;
       known = cost_on_axis(model, copies, request);
     }
     at += known;
+    number += request.tiles > 0;
   }
   requests[batch] = {};
   requests[batch].cost = at;
+  requests[batch].number = number;
 }
 
 }  // namespace flashpage::plan

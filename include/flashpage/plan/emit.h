@@ -44,6 +44,7 @@ class Emitter {
         units_(units),
         batch_(division.batch),
         num_lanes_(division.lanes.count),
+        num_small_(division.lanes.num_small),
         copies_(division.copies),
         members_(num_kv_heads / division.copies),
         bytes_(static_cast<char*>(bytes)) {}
@@ -54,10 +55,25 @@ class Emitter {
     return at;
   }
 
-  // What begins in the lane: its items, and units that it cuts.
+  // What begins in the lane: its items, and units that it cuts; but not what write_whole writes.
   FP_HOST_DEVICE void write_lane(i32 lane) const {
     Totals at = before_[lane];
     walk<true>(lane, at);
+  }
+
+  // Requests that lie in the lane as a whole, where a fixed split cuts none of them: one of `parts` shares of them.
+  FP_HOST_DEVICE void write_whole(i32 lane, i32 part, i32 parts) const {
+    Cut at = begin_of(lane);
+    const Cut end = ends_[lane];
+    Totals before = before_[lane];
+    if (schedule_.fixed() || !leave_resumed(lane, at, before) || at.request >= end.request) return;
+    whole_units<false>(lane, at, units_up_to(at, {at.request, copies_, 0, -1}), before);
+    const i32 first = at.request + 1, number = requests_[first].number;
+    for (i32 i = first + part; i < end.request; i += parts) {
+      Totals to = before;
+      to.items += requests_[i].number - number;
+      run_of_units<true>(lane, {i, 0, 0, -1}, copies_ * requests_[i].tiles, to);
+    }
   }
 
   // Pieces of a unit that began in an earlier lane, once all lanes are written.
@@ -73,12 +89,7 @@ class Emitter {
   // Of the whole plan. used_bytes is counted in 64 bits by used_bytes().
   FP_HOST_DEVICE PlanHeader header() const {
     const Totals& all = before_[num_lanes_];
-    i32 num_ctas = 0;
-    for (i32 lane = 0; lane < num_lanes_; ++lane) {
-      if (before_[lane].items == before_[lane + 1].items) continue;
-      num_ctas = max_of(num_ctas, lane_[lane].first_cta + lane_[lane].members);
-    }
-    return {num_ctas,
+    return {num_ctas(),
             static_cast<i32>(all.items),
             static_cast<i32>(all.merges * members_),
             static_cast<i32>(num_partial_rows()),
@@ -92,13 +103,13 @@ class Emitter {
     return merges_offset() + before_[num_lanes_].merges * members_ * merge_bytes;
   }
 
-  // What the members of a lane start with, once all items are written.
-  FP_HOST_DEVICE void write_starts(i32 lane) const {
+  // What the members of a lane start with, once all items are written: one of `parts` shares of it.
+  FP_HOST_DEVICE void write_starts(i32 lane, i32 part, i32 parts) const {
     const Lane& mine = lane_[lane];
     CtaStart* starts = reinterpret_cast<CtaStart*>(bytes_ + sizeof(PlanHeader)) + mine.first_cta;
     const i32 begin = static_cast<i32>(before_[lane].items), end = static_cast<i32>(before_[lane + 1].items);
     const i32 rows = static_cast<i32>(before_[num_lanes_].partial_rows);
-    for (i32 member = 0; member < mine.members; ++member) {
+    for (i32 member = part; member < mine.members; member += parts) {
       const i32 walk = member * mine.heads;
       CtaStart start{};
       if (begin < end) {
@@ -109,15 +120,15 @@ class Emitter {
     }
   }
 
-  // What merges a unit, once all lanes are written, those that resume it too.
-  FP_HOST_DEVICE void write_merges(i32 index) const {
+  // What merges a unit, once all lanes are written, those that resume it too: one of `parts` shares of it.
+  FP_HOST_DEVICE void write_merges(i32 index, i32 part, i32 parts) const {
     const CutUnit& unit = units_[index];
     const Totals& all = before_[num_lanes_];
     const Cut& at = unit.at;
     const i32 q_begin = requests_[at.request].q_begin, rows = rows_of(at), first_row = at.tile * schedule_.tile_q;
     MergeItem* merges = reinterpret_cast<MergeItem*>(bytes_ + merges_offset());
     u32* arrivals = reinterpret_cast<u32*>(merges + all.merges * members_);
-    for (i32 walk = 0; walk < members_; ++walk) {
+    for (i32 walk = part; walk < members_; walk += parts) {
       const i32 partial_row = unit.partial_row + walk * static_cast<i32>(all.partial_rows);
       i64 merge = unit.merge + walk * all.merges;
       for (i32 row = 0; row < rows; row += schedule_.merge_rows) {
@@ -152,21 +163,31 @@ class Emitter {
     return {true, !stays, begin.token, stays ? end.token : visible(begin).end};
   }
 
-  // What the lane resumes is counted here, and written by write_resumed.
+  // Counts what the lane resumes and moves behind it; false where the lane has nothing else.
+  FP_HOST_DEVICE bool leave_resumed(i32 lane, Cut& at, Totals& to) const {
+    if (!at.inside()) return true;
+    const Resumed resumed = resumed_by(lane);
+    if (resumed.exists) count_pieces(lane, at, resumed.begin, resumed.end, to);
+    if (resumed.ends_unit) at = unit_after(at);
+    return resumed.ends_unit;
+  }
+
+  // What the lane resumes is counted here, and written by write_resumed; whole requests by write_whole.
   template <bool writes>
   FP_HOST_DEVICE void walk(i32 lane, Totals& to) const {
     Cut at = begin_of(lane);
     const Cut end = ends_[lane];
-    if (at.inside()) {
-      const Resumed resumed = resumed_by(lane);
-      if (resumed.exists) count_pieces(lane, at, resumed.begin, resumed.end, to);
-      if (!resumed.ends_unit) return;
-      at = unit_after(at);
-    }
+    if (!leave_resumed(lane, at, to)) return;
     if (at.request < end.request) {
       whole_units<writes>(lane, at, units_up_to(at, {at.request, copies_, 0, -1}), to);
-      for (at = {at.request + 1, 0, 0, -1}; at.request < end.request; ++at.request) {
-        whole_units<writes>(lane, at, copies_ * requests_[at.request].tiles, to);
+      at = {at.request + 1, 0, 0, -1};
+      if (schedule_.fixed()) {
+        for (; at.request < end.request; ++at.request) {
+          whole_units<writes>(lane, at, copies_ * requests_[at.request].tiles, to);
+        }
+      } else {
+        to.items += requests_[end.request].number - requests_[at.request].number;
+        at.request = end.request;
       }
     }
     if (at.request < batch_) whole_units<writes>(lane, at, units_up_to(at, end), to);
@@ -296,6 +317,15 @@ class Emitter {
             -1};
   }
 
+  // Smaller teams have the last CTAs, and the last of them come first.
+  FP_HOST_DEVICE i32 num_ctas() const {
+    for (i32 i = 0; i < num_lanes_; ++i) {
+      const i32 lane = i < num_small_ ? i : num_lanes_ - 1 - (i - num_small_);
+      if (before_[lane].items < before_[lane + 1].items) return lane_[lane].first_cta + lane_[lane].members;
+    }
+    return 0;
+  }
+
   FP_HOST_DEVICE i64 items_offset() const {
     return sizeof(PlanHeader) + schedule_.num_ctas * static_cast<i64>(sizeof(CtaStart));
   }
@@ -313,6 +343,7 @@ class Emitter {
   CutUnit* units_;
   i32 batch_;
   i32 num_lanes_;
+  i32 num_small_;
   i32 copies_;   // of a request on the axis
   i32 members_;  // that walk the axis alike, each for its own KV heads
   char* bytes_;

@@ -32,6 +32,7 @@ struct Request {
   i32 q_len;        // rows
   i32 kv_len;       // tokens
   i32 tiles;        // row tiles; 0: no rows
+  i32 number;       // how many before this request have any
   double cost;      // of everything before this request on the cost axis, ns
 };
 
@@ -125,6 +126,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
                    static_cast<i32>(q_len),
                    static_cast<i32>(kv_len),
                    static_cast<i32>(tiles),
+                   0,
                    0.0};
     totals.kv_tokens += kv_len;
     totals.units += tiles * num_kv_heads;

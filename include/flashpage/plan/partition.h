@@ -59,13 +59,34 @@ struct Division {
   Lanes lanes;
 };
 
+// The last request, `from` or later, that begins on the axis at or before `cost`.
+struct OneSearcher {
+  FP_HOST_DEVICE i32 request_at(const Request* requests, i32 batch, i32 from, double cost) const {
+    i32 low = from, step = 1;
+    while (low + step < batch && requests[low + step].cost <= cost) {
+      low += step;
+      step *= 2;
+    }
+    i32 high = min_of(low + step, batch);  // the total, which is above the goal
+    while (high - low > 1) {
+      const i32 middle = low + (high - low) / 2;
+      (requests[middle].cost <= cost ? low : high) = middle;
+    }
+    return low;
+  }
+  FP_HOST_DEVICE bool writes() const { return true; }
+};
+
 // The costliest CTA ends at most 3% over the mean, or over it by no more than one stretch that cannot be divided (less
 // than two shortest pieces and a step; times the KV heads that one CTA takes, where teams are not full) and the cost of
 // a piece: below that, evening out would cost more than it gains.
+template <class Searcher>
 class Partitioner {
  public:
-  FP_HOST_DEVICE Partitioner(const CostModel& model, const CutRules& rules, const Division& division)
-      : model_(model),
+  FP_HOST_DEVICE Partitioner(const CostModel& model, const CutRules& rules, const Division& division,
+                             const Searcher& searcher)
+      : searcher_(searcher),
+        model_(model),
         rules_(rules),
         requests_(division.requests),
         batch_(division.batch),
@@ -187,7 +208,7 @@ class Partitioner {
       fill.excess += product(l + 1 < num_lanes ? raised - level : load - level, mine.share);
       partition.max = max_of(partition.max, load);
       partition.inside += choice.cut.inside();
-      partition.ends[l] = choice.cut;
+      if (searcher_.writes()) partition.ends[l] = choice.cut;
       lane.begin = choice.cut;
       lane.at += choice.cost;
     }
@@ -199,7 +220,7 @@ class Partitioner {
   // costs. `next_cost` is the least cost at which the lane would take more.
   FP_HOT Choice end_of(const Filling& lane, Place& place, double& next_cost) const {
     const double goal = lane.at + max_of(lane.room, 0.0);
-    const i32 index = request_at(lane.begin.request, goal);
+    const i32 index = searcher_.request_at(requests_, batch_, lane.begin.request, goal);
     const Request& request = requests_[index];
     next_cost = infinite;
     if (request.tiles == 0) return {{index, 0, 0, -1}, request.cost - lane.at};  // rounding, at the axis' very end
@@ -210,7 +231,8 @@ class Partitioner {
       copy = lane.begin.copy;
       from = lane.begin.tile;
     }
-    const TileCosts::Found found = place.costs.tile_at(in_request - product(copy, place.one_copy), from);
+    TileCosts::Found found{0, 0.0, place.one_copy};
+    if (request.tiles > 1) found = place.costs.tile_at(in_request - product(copy, place.one_copy), from);
     const double copy_begin = request.cost + product(copy, place.one_copy) - lane.at;
 
     const Choice before{{index, copy, found.tile, -1}, copy_begin + found.begin};
@@ -241,7 +263,7 @@ class Partitioner {
     place.q_len = request.q_len;
     place.kv_len = request.kv_len;
     place.copies_per_ns = copies_ > 1 && place.one_copy > 0.0 ? 1.0 / place.one_copy : 0.0;
-    place.costs = TileCosts(model_, request);
+    if (request.tiles > 1) place.costs = TileCosts(model_, request);
   }
 
   // The last cut that the lane has room for and that leaves no piece too short; without a token where there is none.
@@ -282,21 +304,7 @@ class Partitioner {
     return rules_.ns_per_piece + product(rules_.min_piece, model_.ns_per_token);
   }
 
-  // The last request from `from` on that begins at or before `cost`.
-  FP_HOST_DEVICE i32 request_at(i32 from, double cost) const {
-    i32 low = from, step = 1;
-    while (low + step <= batch_ && requests_[low + step].cost <= cost) {
-      low += step;
-      step *= 2;
-    }
-    i32 high = min_of(low + step, batch_);  // requests_[batch_].cost is the total, which is above the goal
-    while (high - low > 1) {
-      const i32 middle = low + (high - low) / 2;
-      (requests_[middle].cost <= cost ? low : high) = middle;
-    }
-    return low;
-  }
-
+  const Searcher& searcher_;
   const CostModel& model_;
   const CutRules& rules_;
   const Request* requests_;

@@ -38,6 +38,7 @@ struct Tables {
             q_len,
             static_cast<i32>(max_of<i64>(0, min_of(given, most))),
             ceil_div(q_len * group, tile_q),
+            0,
             0.0};
   }
 };
@@ -58,7 +59,10 @@ struct TablePlan {
 struct AxisSum {
   double cost;
   i64 tiles;
-  FP_HOST_DEVICE AxisSum operator+(const AxisSum& other) const { return {cost + other.cost, tiles + other.tiles}; }
+  i32 requests;  // that have tiles
+  FP_HOST_DEVICE AxisSum operator+(const AxisSum& other) const {
+    return {cost + other.cost, tiles + other.tiles, requests + other.requests};
+  }
 };
 
 // What threads leave for each other. Laid out in a stretch of memory that starts on 16 bytes.
@@ -110,7 +114,7 @@ class TablePlanner {
     read_lengths();
     lay_out();
     threads_.phase([&](i32 thread) {
-      if (thread == 0) partition();
+      if (thread < Threads::Searcher::count) partition(typename Threads::Searcher{thread});
     });
     count_lanes();
     write();
@@ -139,19 +143,25 @@ class TablePlanner {
     const i32 batch = work_.state->batch;
     const AxisSum* all = exclusive_scan(
         threads_, batch, reinterpret_cast<AxisSum*>(work_.sums),
-        [&](i32 i) { return AxisSum{requests[i].cost, requests[i].tiles}; },
-        [&](i32 i, const AxisSum& before) { requests[i].cost = before.cost; });
+        [&](i32 i) { return AxisSum{requests[i].cost, requests[i].tiles, requests[i].tiles > 0}; },
+        [&](i32 i, const AxisSum& before) {
+          requests[i].cost = before.cost;
+          requests[i].number = before.requests;
+        });
     threads_.phase([&](i32 thread) {
       if (thread != 0) return;
       requests[batch] = {};
       requests[batch].cost = all->cost;
+      requests[batch].number = all->requests;
       work_.state->all = *all;
     });
   }
 
-  FP_HOST_DEVICE void partition() {
+  FP_HOST_DEVICE void partition(const typename Threads::Searcher& searcher) {
     const i32 num_ctas = given_.schedule.num_ctas;
-    work_.state->partition = Partitioner(given_.model, given_.rules, division()).run(work_.ends, work_.ends + num_ctas);
+    const Partition found =
+        Partitioner(given_.model, given_.rules, division(), searcher).run(work_.ends, work_.ends + num_ctas);
+    if (searcher.writes()) work_.state->partition = found;
   }
 
   FP_HOST_DEVICE void count_lanes() {
@@ -167,13 +177,17 @@ class TablePlanner {
 
   FP_HOST_DEVICE void write() {
     const i32 count = work_.state->lanes.count;
-    each(threads_, count, [&](i32 lane) { emitter().write_lane(lane); });
+    threads_.phase([&](i32 thread) {
+      const Emitter emit = emitter();
+      by_warps(thread, count, [&](i32 lane, i32 part, i32 parts) { emit.write_whole(lane, part, parts); });
+      for (i32 lane = thread; lane < count; lane += num_threads) emit.write_lane(lane);
+    });
     each(threads_, count, [&](i32 lane) { emitter().write_resumed(lane); });
     const i32 num_units = static_cast<i32>(work_.before[count].units);
     threads_.phase([&](i32 thread) {
       const Emitter emit = emitter();
-      for (i32 lane = thread; lane < count; lane += num_threads) emit.write_starts(lane);
-      for (i32 unit = thread; unit < num_units; unit += num_threads) emit.write_merges(unit);
+      by_warps(thread, count, [&](i32 lane, i32 part, i32 parts) { emit.write_starts(lane, part, parts); });
+      by_warps(thread, num_units, [&](i32 unit, i32 part, i32 parts) { emit.write_merges(unit, part, parts); });
       if (thread == num_threads - 1) *static_cast<PlanHeader*>(given_.plan) = emit.header();
     });
   }

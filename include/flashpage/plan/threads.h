@@ -8,6 +8,14 @@ namespace flashpage::plan {
 
 inline constexpr i32 num_threads = 256;  // that plan on a card
 
+inline constexpr i32 warp = 32;
+
+// body(i, part, 32) for every i < count and part < 32: a warp's threads share what there is to do for one i.
+template <class Body>
+FP_HOST_DEVICE void by_warps(i32 thread, i32 count, Body&& body) {
+  for (i32 i = thread / warp; i < count; i += num_threads / warp) body(i, thread % warp, warp);
+}
+
 // body(i) for every i < count; ends with a barrier.
 template <class Threads, class Body>
 FP_HOST_DEVICE void each(Threads& threads, i32 count, Body&& body) {
@@ -20,7 +28,7 @@ FP_HOST_DEVICE void each(Threads& threads, i32 count, Body&& body) {
 // order of their terms. `sums`: [2 * num_threads].
 template <class Threads, class T, class Load, class Store>
 FP_HOST_DEVICE const T* exclusive_scan(Threads& threads, i32 count, T* sums, Load&& load, Store&& store) {
-  const i32 share = ceil_div(count, num_threads);
+  const i32 share = ceil_div(count, num_threads), sharers = share > 0 ? ceil_div(count, share) : 1;
   T* from = sums;
   T* to = sums + num_threads;
   threads.phase([&](i32 thread) {
@@ -28,7 +36,7 @@ FP_HOST_DEVICE const T* exclusive_scan(Threads& threads, i32 count, T* sums, Loa
     for (i32 i = thread * share; i < min_of(count, (thread + 1) * share); ++i) sum = sum + load(i);
     from[thread] = sum;
   });
-  for (i32 distance = 1; distance < num_threads; distance *= 2) {
+  for (i32 distance = 1; distance < sharers; distance *= 2) {
     threads.phase(
         [&](i32 thread) { to[thread] = thread < distance ? from[thread] : from[thread] + from[thread - distance]; });
     T* const other = from;
@@ -43,7 +51,7 @@ FP_HOST_DEVICE const T* exclusive_scan(Threads& threads, i32 count, T* sums, Loa
       sum = sum + mine;
     }
   });
-  return from + num_threads - 1;
+  return from + sharers - 1;
 }
 
 }  // namespace flashpage::plan
