@@ -56,10 +56,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_config(name: str, **changes: Any) -> Any:
-    config_class, own = MODELS[name]
+def make_config(name: str, *, config_class: str | None = None, **changes: Any) -> Any:
+    """Of a model of the table, with changes; or of another class."""
+    table_class, own = MODELS[name]
     options = {key: value for key, value in (_SIZES | own | changes).items() if value is not None or key != "head_dim"}
-    return getattr(transformers, config_class)(**options)
+    return getattr(transformers, config_class or table_class)(**options)
 
 
 def make_model(name: str, seed: int = 0, implementation: str = "eager", **changes: Any) -> Any:

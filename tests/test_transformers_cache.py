@@ -17,6 +17,7 @@ import transformers
 from hf_models import VOCABULARY, greedy, left_padded, make_model
 
 from flashpage import BatchPrefillWithPagedKVCacheWrapper, RunError, hf
+from flashpage.hf.pages import PageTable
 
 LENGTHS = [13, 5, 21]
 
@@ -138,6 +139,50 @@ def test_a_prompt_is_computed_once(model: Any, eager: Any) -> None:
     assert torch.equal(greedy(model, inputs, 12, past_key_values=cache), greedy(eager, inputs, 12))
     assert pages_in_use(cache) == 4 + 3 * 5
     assert prefix.table.lengths.tolist() == [18]
+
+
+def test_layers_that_share_keys() -> None:
+    """The last layer has no keys of its own."""
+    sizes = {"num_kv_shared_layers": 1, "vocab_size_per_layer_input": VOCABULARY}
+    model = make_model("gemma3", config_class="Gemma3nTextConfig", **sizes)
+    expected = greedy(model, left_padded(LENGTHS), 12)
+    model.set_attn_implementation(hf.NAME)
+    cache = hf.PagedCache(model.config, page_size=4)
+    assert torch.equal(greedy(model, left_padded(LENGTHS), 12, past_key_values=cache), expected)
+
+
+def test_pages_hold_what_was_written() -> None:
+    """A table through 300 random changes, against lists of the tokens of each row."""
+    random_numbers, page_size = random.Random(4), 4
+    table = PageTable(page_size, None)
+    table.start(3)
+    rows: list[list[int]] = [[], [], []]
+    written: dict[int, list[int]] = {}  # page: its tokens
+    for step in range(300):
+        change = random_numbers.random()
+        if change < 0.6 or not any(rows):
+            new = [random_numbers.randrange(7) for _ in rows]
+            for source, target in table.extend(torch.tensor(new)):
+                written[target] = list(written[source])
+            for row, count, pages in zip(rows, new, table.pages, strict=True):
+                for token in range(step * 10, step * 10 + count):
+                    slots = written.setdefault(pages[len(row) // page_size], [0] * page_size)
+                    slots[len(row) % page_size] = token
+                    row.append(token)
+        elif change < 0.8:
+            removed = [random_numbers.randint(0, len(row)) // 2 for row in rows]
+            table.shorten(torch.tensor(removed))
+            rows = [row[: len(row) - count] for row, count in zip(rows, removed, strict=True)]
+        else:
+            chosen = [random_numbers.randrange(len(rows)) for _ in range(random_numbers.randint(1, 4))]
+            table.select(torch.tensor(chosen))
+            rows = [list(rows[row]) for row in chosen]
+        read = [[token for page in pages for token in written[page]] for pages in table.pages]
+        assert [tokens[: len(row)] for tokens, row in zip(read, rows, strict=True)] == rows
+        assert table.lengths.tolist() == [len(row) for row in rows]
+        used = [page for pages in table.pages for page in pages]
+        assert [table._users[page] for page in used] == [used.count(page) for page in used]
+        assert sorted({*used, *table._free}) == list(range(table.num_pages))
 
 
 def test_prefill_in_pieces(model: Any, eager: Any) -> None:

@@ -101,6 +101,16 @@ def test_sequences_joined_in_one_row(pair: Any) -> None:
     torch.testing.assert_close(by_ends, alone)
 
 
+def test_chunks() -> None:
+    """Layers in which a row sees its chunk of 8 alone: more than a window, so a mask."""
+    sizes = {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}
+    layers = {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"]}
+    model = make_model("llama", config_class="Llama4TextConfig", **sizes, **layers)
+    expected = greedy(model, left_padded([13, 5, 21]), 12)
+    model.set_attn_implementation(hf.NAME)
+    assert torch.equal(greedy(model, left_padded([13, 5, 21]), 12), expected)
+
+
 @pytest.mark.parametrize("implementation", ["eager", hf.NAME])
 def test_encoders_see_both_sides(implementation: str) -> None:
     """Compared with each sequence alone."""
