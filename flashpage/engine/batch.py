@@ -25,15 +25,14 @@ def make_batch(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableW
     slots: list[int] = []
     writes: tuple[list[int], list[int], list[int]] = ([], [], [])
     for request, begin, end, is_first in works:
-        new = [_slot(request.blocks, i, block_size) for i in range(begin, end)]
+        first = 0 if is_first else begin  # those of the prefix that it shares are new to the table too
+        known = _slots(request.blocks, first, end, block_size)
         tokens += request.tokens[begin:end]
         positions += range(begin, end)
-        slots += new
-        if is_first:  # those of the prefix that it shares
-            new = [_slot(request.blocks, i, block_size) for i in range(begin)] + new
-        writes[0].extend([request.row] * len(new))
-        writes[1].extend(range(end - len(new), end))
-        writes[2].extend(new)
+        slots += known[begin - first :]
+        writes[0].extend([request.row] * (end - first))
+        writes[1].extend(range(first, end))
+        writes[2].extend(known)
     is_decode = all(end - begin == 1 for _, begin, end, _ in works)
     batch = ForwardBatch(
         ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
@@ -47,8 +46,11 @@ def make_batch(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableW
     return batch, TableWrites(*map(_numbers, writes))
 
 
-def _slot(blocks: list[int], position: int, block_size: int) -> int:
-    return blocks[position // block_size] * block_size + position % block_size
+def _slots(blocks: list[int], first: int, end: int, block_size: int) -> list[int]:
+    """Of tokens [first, end) of a request."""
+    if end - first == 1:
+        return [blocks[first // block_size] * block_size + first % block_size]
+    return [blocks[i // block_size] * block_size + i % block_size for i in range(first, end)]
 
 
 def _numbers(values: list[int]) -> torch.Tensor:

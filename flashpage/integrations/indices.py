@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .forward_batch import ForwardBatch
@@ -42,9 +43,9 @@ class IndicesUpdater:
         span = span_of(part, batch, self.windows[part], self.page_size)
         if prefix_only:
             span = Span(span.starts, span.lens - batch.new_lens)
-        pages = -(-span.lens // self.page_size)
-        indptr = indptr_of(pages)
-        last_page_len = torch.where(span.lens > 0, (span.lens - 1) % self.page_size + 1, 0)
+        lens = span.lens.numpy()  # a tenth of the time of torch's operators on so few numbers
+        indptr = indptr_of(torch.from_numpy(-(-lens // self.page_size)))
+        last_page_len = torch.from_numpy(np.where(lens > 0, (lens - 1) % self.page_size + 1, 0))
         device = self.table.slots.device
         numbers = indptr if span.starts is None else torch.cat([indptr, span.starts])
         numbers = numbers.to(device, non_blocking=True)  # one copy
@@ -56,5 +57,7 @@ class IndicesUpdater:
 
 
 def indptr_of(lens: torch.Tensor) -> torch.Tensor:
-    """[0, lens[0], lens[0] + lens[1], ...], int32."""
-    return torch.cat([lens.new_zeros(1), lens.cumsum(0)]).to(torch.int32)
+    """[0, lens[0], lens[0] + lens[1], ...], int32, of numbers on the host."""
+    indptr = np.zeros(len(lens) + 1, dtype=np.int32)
+    np.cumsum(lens.numpy(), out=indptr[1:])
+    return torch.from_numpy(indptr)
