@@ -14,6 +14,7 @@ from paged_past import DIM, KV_HEADS, PLAIN, Q_HEADS, Past, dtype_of
 
 from flashpage.integrations import (
     AttentionLayer,
+    DraftSteps,
     ForwardBatch,
     ForwardMode,
     GraphRunner,
@@ -124,6 +125,49 @@ def test_captured_verifying(device: str) -> None:
         chain = dataclasses.replace(batch, tree_mask=tree_mask([shapes[1]] * count, lens))
         if step % 4 != 1 or count > 1:
             assert not torch.equal(model.eager(chain), expected)
+
+
+def guess(out: torch.Tensor) -> torch.Tensor:
+    """Any token that follows from a step's output."""
+    return (out.float().sum((1, 2)).abs() * 64).int() % 256
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_drafts_are_planned_before_the_first_step(captured: bool, device: str) -> None:
+    """Three guesses a request; the same as steps that are planned one after the other. Padding leaves no trace."""
+    lens = [n + 3 for n in LENS]
+    steps, past = 3, Past.make(lens, device, 16, 1)
+    past.fill(PLAIN, [n - 1 for n in LENS])
+    model = Layers(past, [PLAIN], device)
+    drafts = DraftSteps([PagedAttention(past.table, past.pool, [PLAIN], dtype_of(device)) for _ in range(steps)])
+    plain = model.backend
+
+    def draft(batch: ForwardBatch) -> torch.Tensor:
+        """[batch, steps]"""
+        model.backend, found, tokens = drafts, [], batch.tokens  # type: ignore[assignment]
+        for step in range(steps):
+            tokens = guess(model.forward(drafts.enter(batch, step, tokens)))
+            found.append(tokens)
+        return torch.stack(found, 1)
+
+    runner = GraphRunner(draft, drafts, [2, 8], model.device) if captured else None
+    for count in (5, 1, 8, 2):
+        batch, expected = decode_batch(past, [PLAIN], count), []
+        model.backend, tokens = plain, batch.tokens
+        for step in range(steps):
+            part = first(past, count)
+            one = part.batch(ForwardMode.DECODE, [1] * count, [n + step for n in LENS[:count]])
+            tokens = guess(model.eager(dataclasses.replace(on_host(past, one, 0), tokens=tokens.cpu())))
+            expected.append(tokens)
+        pages = past.pool.kv(0)[1:].clone()
+        if runner is None:
+            drafts.init_forward_metadata(batch.to(model.device))
+            found = draft(batch.to(model.device))
+        else:
+            found = runner.run(batch)
+        assert torch.equal(found, torch.stack(expected, 1))
+        assert torch.equal(past.pool.kv(0)[1:].nan_to_num(), pages.nan_to_num())
+    assert len(set(torch.stack(expected).flatten().tolist())) > 3
 
 
 @pytest.mark.parametrize(

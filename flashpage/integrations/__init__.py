@@ -9,10 +9,12 @@
 * paged_attention PagedAttention: the backend of this library
 * graph_wrappers  its wrappers for captured steps
 * trees           masks of speculative tokens
+* drafts          steps of a draft model, planned together
 * graph_runner    captured decode steps by batch size
 """
 
 from .backend import AttentionBackend
+from .drafts import DraftSteps
 from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
 from .gather import gather_slots
 from .graph_runner import GraphRunner, batch_sizes_to_capture
@@ -24,6 +26,7 @@ from .trees import tree_mask
 __all__ = [
     "AttentionBackend",
     "AttentionLayer",
+    "DraftSteps",
     "ForwardBatch",
     "ForwardMode",
     "GraphRunner",
