@@ -124,7 +124,8 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   const plan::Division division{requests, problem->batch, copies, totals.units / (heads.num_kv_heads / copies), lanes,
                                 made};
   plan::Cut* ends = at_least(scratch.ends, 2 * schedule.num_ctas);
-  const plan::Partition partition = plan::Partitioner(model, rules, division, plan::OneSearcher{}).run(ends, ends + schedule.num_ctas);
+  const plan::Partition partition =
+      plan::Partitioner(model, rules, division, plan::OneSearcher{}).run(ends, ends + schedule.num_ctas);
 
   plan::Totals* before = at_least(scratch.before, made.count + 1);
   const auto emitter = [&](plan::CutUnit* units) {

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .capacity import Capacity
     from .plan import Plan
     from .planner import Planner
+    from .table_lengths import TableLengths
 
 _ALL_MERGES = 2**31 - 1  # the launcher bounds the merge's grid itself
 _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
@@ -68,6 +69,27 @@ class Combination:
             self.num_ctas, self.num_merges = result.num_ctas, result.num_merges
         self.generation = planner.generation
 
+    def plan_on_device(self, planner: Planner, slot: PlanSlot, tables: TableLengths, stream: int) -> None:
+        """The same from lengths that live on the device, by a launch that a graph may capture."""
+        self.slot = slot
+        self.prepared = prepared = self._prepared_for(planner, tables.batch, tables.max_rows)
+        tables.take(self.options)
+        self._check_tables(planner, prepared, tables)
+        slot.plan_tables(prepared, tables, planner.plan_kernel, stream, backends.device_sm(planner.device) >= 90)
+        self.num_ctas, self.num_merges = prepared.schedule.num_ctas, _ALL_MERGES
+        self.generation = planner.generation
+
+    def _check_tables(self, planner: Planner, prepared: Prepared, tables: TableLengths) -> None:
+        """No lengths may need more than there is: nobody would be told."""
+        int_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
+        host.check(
+            host.load().fp_tables_bounds(
+                tables.address, prepared.schedule_address, ctypes.byref(int_bytes), ctypes.byref(partial_rows)
+            )
+        )
+        needed = partial_bytes(partial_rows.value, self.options.head_dim_vo), int_bytes.value
+        self._check_workspaces(planner, needed, "batches of these sizes")
+
     def _prepared_for(self, planner: Planner, batch: int, total_rows: int) -> Prepared:
         options = self.options
         capacity = planner.capacity
@@ -94,13 +116,17 @@ class Combination:
             return
         sizes = (capacity.batch, capacity.rows_of(options), capacity.tokens_of(options))
         needed = bounds_of(prepared, *sizes)
-        for name, has, needs in zip(("float", "int"), workspaces, needed, strict=True):
+        self._check_workspaces(planner, needed, f"a batch of max_batch={capacity.batch} requests")
+        self._checked_for = (prepared, workspaces)
+
+    def _check_workspaces(self, planner: Planner, needed: tuple[int, int], what: str) -> None:
+        """Bytes of the float and the int workspace."""
+        for name, has, needs in zip(("float", "int"), (planner.float_bytes, planner.int_bytes), needed, strict=True):
             if has < needs:
                 raise PlanError(
-                    f"{name}_workspace_buffer has {has} bytes but a batch of max_batch={capacity.batch} requests may "
-                    f"need {needs}: pass a larger one, {_HOW_TO_PASS[name]}."
+                    f"{name}_workspace_buffer has {has} bytes but {what} may need {needs}: pass a larger one, "
+                    f"{_HOW_TO_PASS[name]}."
                 )
-        self._checked_for = (prepared, workspaces)
 
     def _too_many_partials(self, planner: Planner, rows: int) -> PlanError:
         needed = partial_bytes(rows, self.options.head_dim_vo)
@@ -115,9 +141,10 @@ class Combination:
         from .plan import Plan
 
         prepared = self.prepared
+        data = self.slot.last_bytes()
         result = host.PlanResult.from_buffer_copy(self.slot.result)
         spec, notes = prepared.choice.spec, prepared.choice.reasons
-        return Plan(prepared.problem, prepared.schedule, result, self.slot.last_bytes(), spec=spec, notes=notes)
+        return Plan(prepared.problem, prepared.schedule, result, data, spec=spec, notes=notes)
 
 
 def workspace_bounds(

@@ -10,6 +10,7 @@ import torch
 from . import arguments
 from .capacity import Capacity
 from .decode_options import decode_options, named_options
+from .device_plan import DecodeOnDevice
 from .engine_plan import DecodePlanModule, PlanModule
 from .engine_state import PagedState, Written
 from .errors import RunError
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 
-class BatchDecodeWithPagedKVCacheWrapper(PagedState, PlanRunWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(DecodeOnDevice, PagedState, PlanRunWrapper):
     """Attention of a batch of decode steps: `plan` once a step, `run` once a layer.
 
     Args:

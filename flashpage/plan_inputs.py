@@ -49,6 +49,10 @@ class KvIndices:
             self.tensor = indices
         self.address = self.tensor.data_ptr()  # type: ignore[union-attr]
 
+    def use_tables(self, tables: torch.Tensor, max_page: int) -> None:
+        """Kernels read them in place: a request's pages begin where its row does."""
+        self.tensor, self.address, self.max_page = tables, tables.data_ptr(), max_page
+
     def from_tables(self, tables: Any, indptr: torch.Tensor, indices: torch.Tensor | None, name: str) -> Any:
         """The page numbers of `tables`, [requests, pages], where there are no `indices`; else `indices`, which must
         say the same (on the device: where FLASHPAGE_CHECK_INDICES is on)."""

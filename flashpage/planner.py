@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import torch
 
-from . import arguments, host, lengths
+from . import arguments, host, jit, lengths
 from .capacity import Capacity
 from .combination import Combination, partial_bytes
 from .errors import PlanError, RunError
@@ -15,6 +16,8 @@ from .lengths import HeldLengths, Lengths
 from .plan_inputs import KvIndices, MaskBits
 from .problem import Options, Variation
 from .slots import PlanSlot
+from .spec import KernelSpec
+from .table_lengths import TableLengths
 
 INT_WORKSPACE_BYTES = 8 << 20
 _MOST_KNOWN = 64  # combinations kept with their kernels
@@ -50,6 +53,7 @@ class Planner:
         self._variations: dict[Variation, Combination] = {}
         self._indices_name = _INDICES_NAME.get(length_names[1], "")
         self._total_rows = 0
+        self._tables: TableLengths | None = None  # of the present plan, where the device made it
         self._block_tables: tuple[int, torch.Tensor | None] = (-1, None)  # the generation that had them
         self.indices, self.mask = KvIndices(device), MaskBits(device)
 
@@ -120,8 +124,8 @@ class Planner:
 
     @property
     def batch(self) -> int:
-        """Requests of the present plan."""
-        return self._problem.batch
+        """Requests of the present plan; where the device knows how many, at most."""
+        return self._problem.batch if self._tables is None else self._tables.batch
 
     @property
     def block_tables(self) -> torch.Tensor | None:
@@ -158,6 +162,7 @@ class Planner:
     def plan(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
         """Lengths and page numbers -> a plan for every active combination."""
         self.invalidate()
+        self._tables = None
         rows = self._lengths.take(batch, given)
         if rows is None:
             self._plan_from_device(batch, given, kv_indices, non_blocking)
@@ -178,6 +183,22 @@ class Planner:
         if page_size == 1 and last_page_len is not None and not last_page_len.is_cpu:
             given = given._replace(last_page_len=None)  # pages of one token: it says nothing
         self.plan(batch, lengths.to_host(given), kv_indices, non_blocking)
+
+    def plan_on_device(self, tables: TableLengths) -> None:
+        """A plan for every active combination, made by the device from lengths that are there."""
+        self.invalidate()
+        self._tables = tables
+        stream = current_stream(self.device_index)
+        for combination, slot in zip(self.active, self._slots, strict=False):
+            combination.plan_on_device(self, slot, tables, stream)
+        self.indices.use_tables(tables.tables, tables.max_page)
+        self.block_tables = tables.tables
+        self.is_planned = True
+
+    @functools.cached_property
+    def plan_kernel(self) -> int | None:
+        """The kernel that plans; None: the CPU does without."""
+        return None if self.device_index < 0 else jit.get_kernel(KernelSpec("plan"), self.device).handle
 
     def check_longest(self, max_q_len: int | None, max_kv_len: int | None) -> None:
         """Bounds that the caller gave beside the lengths."""
@@ -205,6 +226,8 @@ class Planner:
 
     def _numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_indptr, kv_indptr and tokens of each request."""
+        if self._tables is not None:
+            return self._tables.numbers()
         q_indptr, kv_indptr, last_page_len, kv_lens = self._lengths.by_request()
         page_size = self._problem.page_size
         if q_indptr is None:
@@ -237,8 +260,11 @@ class Planner:
         self._variations[variation] = combination
 
     def _derive(self, combination: Combination) -> None:
-        slot = self._slots[self.active.index(combination)]
-        combination.plan(self, slot, self._problem, self._total_rows, current_stream(self.device_index))
+        slot, stream = self._slots[self.active.index(combination)], current_stream(self.device_index)
+        if self._tables is None:
+            combination.plan(self, slot, self._problem, self._total_rows, stream)
+        else:
+            combination.plan_on_device(self, slot, self._tables, stream)
 
     def _new_in_capture(self, variation: Variation) -> RunError:
         planned = Variation.of_options(self.active[0].options)

@@ -9,6 +9,7 @@ import torch
 
 from . import arguments
 from .capacity import Capacity
+from .device_plan import PrefillOnDevice
 from .engine_state import PagedState
 from .errors import RunError
 from .lengths import Lengths, batch_of
@@ -17,7 +18,7 @@ from .prefill_common import PrefillWrapper, only_items, prefill_options
 from .run_checks import NO_SCALES
 
 
-class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWrapper):
     """Attention of a batch of prefills or appends over a paged KV cache: `plan` once a step, `run` once a layer.
 
     Args:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import weakref
 
+import numpy as np
 import torch
 
 from . import direct, host, lengths
 from .errors import DeviceError, PlanError
 from .prepare import Prepared
+from .table_lengths import TableLengths
 
 _STAGING_BYTES = 256 << 10  # a plan of some thousand requests; larger ones get a larger ring
 
@@ -35,7 +37,7 @@ class PlanSlot:
 
     __slots__ = (
         *("__weakref__", "_call", "_call_address", "_capacity", "_destroy", "_device_index", "_handle", "_plan"),
-        *("_staging_bytes", "memory", "result"),
+        *("_is_read_back", "_staging_bytes", "memory", "result"),
     )
 
     def __init__(self, device_index: int, memory: torch.Tensor, problem_address: int) -> None:
@@ -44,6 +46,7 @@ class PlanSlot:
         self._call = host.SlotsCall(problem=problem_address, result=ctypes.addressof(self.result))
         self._call_address = ctypes.addressof(self._call)
         self._plan = direct.builtins().slots_plan
+        self._is_read_back = False  # the plan was made where `memory` is
         self.use_memory(memory)
         self._make_ring(_STAGING_BYTES)
 
@@ -54,6 +57,7 @@ class PlanSlot:
 
     def plan(self, prepared: Prepared, stream: int, names: tuple[str, str, str, str]) -> None:
         """Plans and starts the copy, in the stream's order; `result` has the numbers."""
+        self._is_read_back = False
         status = self._plan(self._call_address, prepared.schedule_address, stream)
         if status == host.WORKSPACE_TOO_SMALL and self._staging_bytes < self.result.used_bytes <= self._capacity:
             self._destroy()
@@ -62,8 +66,26 @@ class PlanSlot:
         if status:
             raise self._error(status, prepared, names)
 
+    def plan_tables(self, prepared: Prepared, tables: TableLengths, kernel: int | None, stream: int, pdl: bool) -> None:
+        """Plans where the lengths are, in the stream's order. `result` has what the host knows: sizes, no numbers."""
+        host.check(
+            host.load().fp_tables_plan(
+                *(kernel, tables.address, prepared.schedule_address, self._call.destination, self._capacity, stream),
+                pdl,
+            )
+        )
+        self._is_read_back = True
+        ctypes.memset(ctypes.addressof(self.result), 0, ctypes.sizeof(self.result))
+        self.result.total_q = tables.max_rows
+
     def last_bytes(self) -> bytes:
-        """The newest plan, copied."""
+        """The newest plan, copied; one that a device made is waited for, and gives `result` its numbers."""
+        if self._is_read_back:
+            memory, size = self.memory.view(torch.uint8), host.PLAN_HEADER.itemsize
+            header = np.frombuffer(memory[:size].cpu().numpy().tobytes(), host.PLAN_HEADER)[0]
+            for name in ("num_ctas", "num_items", "num_merges", "num_partial_rows", "used_bytes"):
+                setattr(self.result, name, int(header[name]))
+            return memory[: self.result.used_bytes].cpu().numpy().tobytes()
         return ctypes.string_at(host.load().fp_slots_last(self._handle), self.result.used_bytes)
 
     def _make_ring(self, staging_bytes: int) -> None:

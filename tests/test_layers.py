@@ -40,7 +40,10 @@ LAYERS = [
         "variant_values",
     },
     {"jit"},
-    {"problem", "backends", "boxes", "lengths", "caches", "multi_item", "row_mask", "prepare", "quantization", "slots"},
+    {
+        *("problem", "backends", "boxes", "lengths", "caches", "multi_item", "row_mask", "prepare", "quantization"),
+        *("slots", "table_lengths"),
+    },
     {"plan", "plan_picture", "plan_units"},
     {
         *("binding", "capacity", "combination", "engine_plan", "engine_state", "ops", "plan_inputs", "planner"),
@@ -51,6 +54,7 @@ LAYERS = [
         *("attention", "cascade", "cascade_fold", "cascade_levels", "cascade_prefix", "cascade_window", "decode"),
         *(
             "decode_options",
+            "device_plan",
             "jit_module",
             "merge",
             "mla",

@@ -92,8 +92,9 @@ class ClampedSum {
   double flat_ = 0.0;  // first t whose value is cap
 };
 
-// Cost of the first r row tiles of one request, of two or more, and one KV head. Where the group does not divide the row tile, a tile's
-// edges are taken as fractions of a row: a unit's cost here is within one token of the exact one, and right on average.
+// Cost of the first r row tiles of one request, which has two or more, and one KV head. Where the group does not divide
+// the row tile, a tile's edges are taken as fractions of a row: a unit's cost here is within one token of the exact
+// one, and right on average.
 class TileCosts {
  public:
   TileCosts() = default;

@@ -1,7 +1,5 @@
 // From index arrays (int32 or int64, maybe strided) to checked requests, in one pass and without copies.
 #pragma once
-#include <type_traits>
-
 #include "flashpage/common/math.h"
 
 namespace flashpage::plan {

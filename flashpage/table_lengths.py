@@ -1,0 +1,121 @@
+"""Lengths that live on the device: what `plan_on_device` is given, judged, and as the struct that the planner takes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from . import arguments, env, host
+from .errors import PlanError
+from .lengths import batch_of
+from .problem import Options
+
+
+class TableLengths:
+    """Sequence lengths and block tables of one batch, kept alive for the graphs that read them at every replay.
+
+    Where the numbers lie on the host (the CPU backend) they are judged as `plan` judges them; on a card nobody looks,
+    and numbers out of range are taken as the nearest that is in range.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        seq_lens: Any,
+        block_tables: Any,
+        *,
+        q_indptr: Any,
+        num_requests: Any,
+        max_rows: int,
+        options: Options,
+    ) -> None:
+        self.batch = _entries(seq_lens, "seq_lens", device, (torch.int32, torch.int64))
+        self.seq_lens, self.tables, self.q_indptr = seq_lens, _check_tables(block_tables, self.batch, device), q_indptr
+        self.num_requests, self.page_size, self.rows_a_request = num_requests, options.page_size, options.uniform_q_len
+        if q_indptr is not None:
+            _entries(q_indptr, "qo_indptr", device, (torch.int32,))
+            if batch_of(q_indptr, "qo_indptr") != self.batch:
+                raise PlanError(f"qo_indptr has {len(q_indptr)} entries but seq_lens {self.batch}: pass [batch + 1].")
+        if num_requests is not None and _entries(num_requests, "num_requests", device, (torch.int32,)) != 1:
+            raise PlanError(f"num_requests has shape {tuple(num_requests.shape)}: pass one number, [1].")
+        self.max_rows = max_rows if q_indptr is not None else self.batch * options.uniform_q_len
+        self.max_page = -1
+        if device.type == "cpu" or _is_checked():
+            self._check_numbers()
+        self.struct = host.Tables(
+            q_indptr=None if q_indptr is None else q_indptr.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            num_requests=None if num_requests is None else num_requests.data_ptr(),
+            table_stride=self.tables.stride(0),
+            table_columns=self.tables.shape[1],
+            seq_lens_are_int64=seq_lens.dtype is torch.int64,
+            batch=self.batch,
+            q_len_per_request=options.uniform_q_len,
+            max_rows=self.max_rows,
+            page_size=options.page_size,
+        )
+        self.address = ctypes.addressof(self.struct)
+
+    def take(self, options: Options) -> None:
+        """Of the combination that is planned next."""
+        struct = self.struct
+        struct.num_q_heads, struct.num_kv_heads = options.num_q_heads, options.num_kv_heads
+        struct.causal, struct.window_left = options.causal, options.window_left
+
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q_indptr, where each request's pages begin in the flattened tables, and tokens; copied to the host."""
+        count = self.batch if self.num_requests is None else max(0, min(self.batch, int(self.num_requests)))
+        if self.q_indptr is None:
+            q_indptr = torch.arange(count + 1) * self.rows_a_request
+        else:
+            q_indptr = self.q_indptr[: count + 1].cpu().long()
+        return q_indptr, torch.arange(count + 1) * self.tables.stride(0), self.seq_lens[:count].cpu().long()
+
+    def _check_numbers(self) -> None:
+        q_indptr, _, lens = self.numbers()
+        most = self.tables.shape[1] * self.page_size
+        for name, numbers, wrong, says in (
+            ("seq_lens", lens, (lens < 0) | (lens > most), f"is outside 0..{most}, what a row of block_tables holds"),
+            ("qo_indptr", q_indptr[1:], q_indptr.diff() < 0, "is smaller than the entry before it"),
+            ("qo_indptr", q_indptr, q_indptr > self.max_rows, f"is beyond max_rows={self.max_rows}"),
+        ):
+            if bool(wrong.any()):
+                i = int(wrong.nonzero()[0])
+                raise PlanError(f"{name} has {int(numbers[i])} for request {i}, which {says}.")
+        pages = -(-lens // self.page_size)
+        used = self.tables[: len(lens)].cpu()[torch.arange(self.tables.shape[1]) < pages[:, None]]
+        if used.numel():
+            least, self.max_page = int(used.min()), int(used.max())
+            if least < 0:
+                raise PlanError(f"block_tables has page {least} in use: every page in use is 0 or more.")
+
+
+def _is_checked() -> bool:
+    """Whether a card's numbers are copied back to be judged; a graph captures no such copy."""
+    return env.is_on("FLASHPAGE_CHECK_INDICES") and not torch.cuda.is_current_stream_capturing()
+
+
+def _entries(tensor: Any, name: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> int:
+    """Of a contiguous tensor of one dimension on the device."""
+    arguments.same_device(arguments.tensor(tensor, name, PlanError), device, name, PlanError)
+    if tensor.dim() != 1 or tensor.dtype not in dtypes or not tensor.is_contiguous():
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise PlanError(
+            f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()} and dtype {tensor.dtype}: pass a "
+            f"contiguous tensor of one dimension, {kinds}."
+        )
+    return int(tensor.numel())
+
+
+def _check_tables(tables: Any, batch: int, device: torch.device) -> torch.Tensor:
+    arguments.same_device(arguments.tensor(tables, "block_tables", PlanError), device, "block_tables", PlanError)
+    if tables.dim() != 2 or tables.shape[0] < batch:
+        raise PlanError(f"block_tables has shape {tuple(tables.shape)}: pass one row a request, [{batch}, pages].")
+    if tables.dtype != torch.int32 or (tables.shape[1] > 1 and tables.stride(1) != 1):
+        raise PlanError(
+            f"block_tables has dtype {tables.dtype} and strides {tables.stride()}: kernels read it in place; pass "
+            "int32 with contiguous rows."
+        )
+    return tables

@@ -1,0 +1,236 @@
+"""`plan_on_device`: plans from lengths on the device, against the host's plans and the reference; and inside graphs.
+
+On the CPU nothing is captured: what a graph would replay is called again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comparison import Outputs
+from steps import WORKSPACE_BYTES, Steps
+from test_graph_capacity import decode_steps, prefill_steps
+
+import flashpage
+from flashpage import PlanError
+
+UNUSED = 2**30  # entries of block tables that nothing may look at
+
+
+@dataclasses.dataclass
+class OnDevice:
+    """Lengths and block tables of constant address, as large as the largest step needs."""
+
+    steps: Steps
+    qo_indptr: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    num_requests: torch.Tensor
+
+    @staticmethod
+    def of(steps: Steps) -> OnDevice:
+        batch = steps.capacity["max_batch"]
+        columns = max(int(inputs.indptr.diff().max()) for inputs in steps.inputs) + 1
+
+        def room(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=steps.device)
+
+        return OnDevice(steps, room(batch + 1), room(batch), room(batch, columns + 3)[:, :columns], room(1))
+
+    def load(self, i: int) -> None:
+        """Step i's, in the present stream's order; what belongs to no request holds what would be noticed."""
+        case, inputs = self.steps.cases[i], self.steps.inputs[i]
+        count = len(case.kv_lens)
+        lens = torch.full((len(self.seq_lens),), UNUSED, dtype=torch.int32)
+        lens[:count] = torch.tensor(case.kv_lens)
+        rows = torch.full((len(self.qo_indptr),), UNUSED, dtype=torch.int32)
+        rows[: count + 1] = torch.arange(count + 1) if case.entry == "decode" else inputs.qo_indptr
+        tables = torch.full(self.block_tables.shape, UNUSED, dtype=torch.int32)
+        for request, pages in enumerate(inputs.indices.tensor_split(inputs.indptr[1:-1].tolist())):
+            tables[request, : len(pages)] = pages
+        self.num_requests.fill_(count)
+        for memory, own in ((self.seq_lens, lens), (self.qo_indptr, rows), (self.block_tables, tables)):
+            memory.copy_(own)
+
+    def plan(self, wrapper: Any, i: int, **values: Any) -> None:
+        """From what is loaded; `i` says only which kind of step it is."""
+        case = self.steps.cases[i]
+        sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
+        values = {
+            "q_data_type": self.steps.q.dtype,
+            "sm_scale": case.sm_scale,
+            "num_requests": self.num_requests,
+        } | values
+        if case.entry == "decode":
+            wrapper.plan_on_device(self.seq_lens, self.block_tables, *sizes, **values)
+        else:
+            values = {"causal": case.causal, "max_rows": len(self.steps.q)} | values
+            wrapper.plan_on_device(self.qo_indptr, self.seq_lens, self.block_tables, *sizes, **values)
+
+
+def capture(call: Callable[[], None], device: str) -> Callable[[], None]:
+    call()
+    if device == "cpu":
+        return call
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        call()
+    return graph.replay
+
+
+MAKE = pytest.mark.parametrize("make", [decode_steps, prefill_steps], ids=["decode", "prefill"])
+
+
+@MAKE
+@pytest.mark.parametrize("captured", [0, 3])
+@pytest.mark.parametrize("is_graph", [False, True], ids=["eager wrapper", "capacity"])
+def test_a_graph_that_plans_itself(make: Callable[[str], Steps], captured: int, is_graph: bool, device: str) -> None:
+    """Captured once, with any lengths; replayed with whatever lies in the tensors then."""
+    steps = make(device)
+    wrapper = steps.wrapper(use_cuda_graph=True, **steps.capacity) if is_graph else steps.wrapper()
+    lengths = OnDevice.of(steps)
+
+    def step() -> None:
+        lengths.plan(wrapper, captured)
+        steps.run_loaded(wrapper)
+
+    steps.load(captured)
+    lengths.load(captured)
+    replay = capture(step, device)
+    for i in (*range(len(steps)), *reversed(range(len(steps)))):
+        steps.load(i)
+        lengths.load(i)
+        replay()
+        steps.check(i, Outputs(steps.out, steps.lse))
+        assert bool(steps.out[steps.rows[i] :].isnan().all()) and bool(steps.lse[steps.rows[i] :].isnan().all())
+
+
+@MAKE
+def test_it_is_the_hosts_plan(make: Callable[[str], Steps], device: str) -> None:
+    """Item by item, but for where page numbers lie; with two plans where a run asks for another window."""
+    steps = make(device)
+    ours, usual, lengths = steps.wrapper(), steps.wrapper(), OnDevice.of(steps)
+    for i in range(len(steps)):
+        steps.load(i)
+        lengths.load(i)
+        lengths.plan(ours, i)
+        steps.plan(usual, i)
+        for options in ({}, {"window_left": 33}):
+            usual.run(steps.own_q[i], steps.own_cache[i], **options)
+            steps.run_loaded(ours, **options)
+            steps.check(i, Outputs(steps.out, steps.lse), **options)
+            assert ours.resolved_backend == usual.resolved_backend
+            if make is decode_steps:  # a prefill's tile follows from the rows that there may be
+                found, expected = ours.last_plan, usual.last_plan
+                names = [name for name in found.work_items().dtype.names if name != "kv_offset"]
+                np.testing.assert_array_equal(found.work_items()[names], expected.work_items()[names])
+                np.testing.assert_array_equal(found.merge_items(), expected.merge_items())
+                assert found.explain() == expected.explain()
+
+
+def test_requests_all_there_and_lengths_in_64_bits(device: str) -> None:
+    steps, i = decode_steps(device), 0
+    lengths, wrapper = OnDevice.of(steps), steps.wrapper()
+    steps.load(i)
+    lengths.load(i)
+    lengths.seq_lens = lengths.seq_lens.long()
+    lengths.plan(wrapper, i, num_requests=None)
+    steps.check(i, steps.run(wrapper, i))
+
+
+def test_plans_of_host_and_device_take_turns(device: str) -> None:
+    """Whatever was planned last is what runs; reading the plan's arrays copies them back."""
+    steps = decode_steps(device)
+    lengths, wrapper = OnDevice.of(steps), steps.wrapper()
+    for i in (0, 2, 5):
+        lengths.load(i)
+        lengths.plan(wrapper, i)
+        assert wrapper._block_tables is lengths.block_tables
+        assert wrapper._paged_kv_last_page_len_buf.tolist() == steps.inputs[i].last_page_len.tolist()
+        steps.load(i)
+        steps.run_loaded(wrapper)
+        steps.check(i, Outputs(steps.out, steps.lse))
+        other = (i + 1) % len(steps)
+        steps.plan(wrapper, other)
+        assert wrapper._block_tables is None and wrapper._batch_size == len(steps.cases[other].kv_lens)
+        steps.check(other, steps.run(wrapper, other))
+
+
+def arguments(**changed: Any) -> dict[str, Any]:
+    given = {
+        "seq_lens": torch.tensor([20, 5], dtype=torch.int32),
+        "block_tables": torch.tensor([[0, 1], [2, UNUSED]], dtype=torch.int32),
+        "num_qo_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "page_size": 16,
+        "q_data_type": torch.float32,
+    }
+    return given | changed
+
+
+ERRORS = [
+    ({"seq_lens": None}, "seq_lens=None"),
+    ({"seq_lens": torch.tensor([20, 33], dtype=torch.int32)}, "seq_lens has 33 for request 1, which is outside 0..32"),
+    ({"seq_lens": torch.tensor([-1, 3], dtype=torch.int32)}, "seq_lens has -1 for request 0"),
+    (
+        {"seq_lens": torch.tensor([20.0, 5.0])},
+        "seq_lens has .* float32: pass a contiguous tensor of one dimension, int32 or",
+    ),
+    ({"seq_lens": torch.zeros((2, 1), dtype=torch.int32)}, "one dimension"),
+    ({"block_tables": torch.zeros((1, 2), dtype=torch.int32)}, r"block_tables has shape \(1, 2\): .* \[2, pages\]"),
+    ({"block_tables": torch.zeros((2, 2), dtype=torch.int64)}, "block_tables has dtype torch.int64 .* pass int32"),
+    ({"block_tables": torch.zeros((2, 2), dtype=torch.int32).t()}, "contiguous rows"),
+    ({"block_tables": torch.tensor([[0, -7], [2, 0]], dtype=torch.int32)}, "block_tables has page -7 in use"),
+    ({"num_requests": torch.zeros(2, dtype=torch.int32)}, r"num_requests has shape \(2,\): pass one number"),
+    ({"num_qo_heads": 5}, "num_qo_heads=5 is not a multiple"),
+]
+
+
+@pytest.mark.parametrize(("changed", "says"), ERRORS)
+def test_bad_arguments(changed: dict[str, Any], says: str) -> None:
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    with pytest.raises(PlanError, match=says):
+        wrapper.plan_on_device(**arguments(**changed))
+
+
+def test_bad_rows() -> None:
+    make = flashpage.BatchPrefillWithPagedKVCacheWrapper
+    wrapper = make(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8))
+    given = arguments(head_dim_qk=64, qo_indptr=torch.tensor([0, 3, 4], dtype=torch.int32))
+    del given["head_dim"]
+    with pytest.raises(PlanError, match="max_rows=None: pass the rows of q"):
+        wrapper.plan_on_device(**given)
+    with pytest.raises(PlanError, match="qo_indptr has 4 for request 2, which is beyond max_rows=3"):
+        wrapper.plan_on_device(**given, max_rows=3)
+    given["qo_indptr"] = torch.tensor([0, 3, 1], dtype=torch.int32)
+    with pytest.raises(PlanError, match="qo_indptr has 1 for request 1, which is smaller than the entry before it"):
+        wrapper.plan_on_device(**given, max_rows=4)
+    given["qo_indptr"] = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(PlanError, match=r"qo_indptr has 2 entries but seq_lens 2: pass \[batch \+ 1\]"):
+        wrapper.plan_on_device(**given, max_rows=4)
+
+
+def test_workspaces_too_small() -> None:
+    """Judged by what any lengths could need."""
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(64, dtype=torch.uint8))
+    columns = {"block_tables": torch.zeros((2, 400), dtype=torch.int32)}
+    with pytest.raises(PlanError, match=r"float_workspace_buffer has 64 bytes but .* may need \d+"):
+        wrapper.plan_on_device(**arguments(**columns))
+    wrapper.reset_workspace_buffer(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8), torch.empty(64, dtype=torch.uint8))
+    with pytest.raises(PlanError, match=r"int_workspace_buffer has 64 bytes but .* reset_workspace_buffer"):
+        wrapper.plan_on_device(**arguments(**columns))
+
+
+def test_page_numbers_beyond_the_cache_are_refused() -> None:
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8))
+    wrapper.plan_on_device(**arguments())
+    with pytest.raises(flashpage.RunError, match="has 2 pages but the plan's page numbers reach 2"):
+        wrapper.run(torch.zeros(2, 4, 64), torch.zeros(2, 2, 16, 2, 64))
