@@ -181,7 +181,7 @@ ERRORS = [
     ({"seq_lens": torch.tensor([-1, 3], dtype=torch.int32)}, "seq_lens has -1 for request 0"),
     (
         {"seq_lens": torch.tensor([20.0, 5.0])},
-        "seq_lens has .* float32: pass a contiguous tensor of one dimension, int32 or",
+        "dtype torch.float32: pass a contiguous tensor of one dimension, int32 or int64",
     ),
     ({"seq_lens": torch.zeros((2, 1), dtype=torch.int32)}, "one dimension"),
     ({"block_tables": torch.zeros((1, 2), dtype=torch.int32)}, r"block_tables has shape \(1, 2\): .* \[2, pages\]"),

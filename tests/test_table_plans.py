@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from table_plans import TableBatch
 from test_planner_properties import random_case
 
 from flashpage import host, jit
+from flashpage.jit.compilers import find_nvcc, find_nvrtc
 from flashpage.spec import KernelSpec
 
 
@@ -95,6 +97,18 @@ def test_numbers_out_of_range_are_taken_to_its_ends(device: str) -> None:
 def items_of(plan: bytes) -> np.ndarray:
     header = np.frombuffer(plan, host.PLAN_HEADER, 1)[0]
     return np.frombuffer(plan, host.WORK_ITEM, header["num_items"], header["items_offset"])
+
+
+@pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
+def test_the_kernel_spills_nothing(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (find_nvcc if compiler == "nvcc" else find_nvrtc)() is None:
+        pytest.skip(f"no {compiler}")
+    if compiler == "nvrtc":
+        monkeypatch.setenv("FLASHPAGE_NVCC", "off")
+    for arch in (80, 90):
+        (result,) = jit.build_kernels([(KernelSpec("plan"), jit.Target("cuda", arch))], tmp_path / str(arch))
+        assert result.error is None and result.entry is not None
+        assert (result.spill_bytes, result.entry.meta["compiler"].partition(" ")[0]) == (0, compiler)
 
 
 def test_memory_too_small_is_told() -> None:
