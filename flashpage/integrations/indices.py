@@ -51,7 +51,8 @@ class IndicesUpdater:
         numbers = numbers.to(device, non_blocking=True)  # one copy
         count = len(indptr)
         starts = None if span.starts is None else numbers[count:]
-        indices = torch.empty(int(indptr[-1]), dtype=torch.int32, device=device) if out is None else out
+        total = int(indptr[-1])
+        indices = torch.empty(total, dtype=torch.int32, device=device) if out is None else out[:total]
         gather_slots(self.table.slots, batch.rows, numbers[:count], indices, starts, self.page_size)
         return PageTable(indptr, indices, last_page_len)
 
