@@ -13,6 +13,7 @@ import hf_copy
 from hf_models import MODELS, batch_options, greedy, left_padded, make_model, prompts_of
 
 from flashpage import hf
+from flashpage.prefill_common import PrefillWrapper
 
 NEW_TOKENS = 24
 LENGTHS = [13, 5, 21, 8]
@@ -64,6 +65,26 @@ def test_continuous_batching(name: str, expected: Any) -> None:
         )
     assert [output.generated_tokens for output in outputs.values()] == tokens.tolist()
     assert model.config._attn_implementation == hf.NAME
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma3", 2)])
+def test_batches_are_planned_once(name: str, kinds: int, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a forward for layers with full attention, and once for those with a window."""
+    model, _ = expected[name]
+    plans, forwards, plan_prefill = [], [], PrefillWrapper._plan_prefill
+
+    def counted(self: Any, *args: Any) -> None:
+        plans.append(self)
+        plan_prefill(self, *args)
+
+    monkeypatch.setattr(PrefillWrapper, "_plan_prefill", counted)
+    hook = model.model.register_forward_pre_hook(lambda module, args: forwards.append(module))
+    model.generate_batch(
+        prompts_of(left_padded(LENGTHS)), **batch_options(8, page_size=8, num_blocks=32, max_batch_tokens=16)
+    )
+    hook.remove()
+    assert len(forwards) > 8
+    assert len(plans) == kinds * len(forwards)
 
 
 def test_a_trained_model_in_bfloat16() -> None:

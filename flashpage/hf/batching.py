@@ -75,7 +75,7 @@ def _paged(
             **layer.call.plan_options(),
         )
         rows = planned.planned_for(ends, int(q_indptr[-1]))
-    q = query[0].transpose(0, 1)[:rows]
+    q = query[0].transpose(0, 1)[:rows].contiguous()
     out = planned.wrapper.run(q, tuple(slots), window_left=layer.window_left, sinks=layer.sinks)
     return padded_to(out, query.shape[2])
 

@@ -51,7 +51,7 @@ class Rows(NamedTuple):
     lengths: torch.Tensor  # [batch], on the host
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
-        """[batch, heads, length, dim] -> [tokens, heads, dim]"""
+        """[batch, heads, length, dim] -> [tokens, heads, dim], a view where it can be one."""
         rows = padded.transpose(1, 2).flatten(0, 1)
         return rows if self.places is None else rows.index_select(0, self.places)
 

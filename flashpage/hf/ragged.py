@@ -33,7 +33,8 @@ def attend(layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Te
         planned.wrapper.plan(*indptrs, window_left=layer.window_left, **layer.call.plan_options(), **masks)
         planned.planned_for(identity, rows)
     k, v = rows.keys.pack(key), rows.keys.pack(value)
-    out = planned.wrapper.run(rows.queries.pack(query), k, v, window_left=layer.window_left, sinks=layer.sinks)
+    q = rows.queries.pack(query).contiguous()
+    out = planned.wrapper.run(q, k, v, window_left=layer.window_left, sinks=layer.sinks)
     return rows.queries.unpack(out, q_length)
 
 
@@ -63,7 +64,7 @@ def packed(
         planned.wrapper.plan(q_indptr, kv_indptr, window_left=layer.window_left, **layer.call.plan_options())
         q_rows, kv_rows = planned.planned_for(ends, (int(q_indptr[-1]), int(kv_indptr[-1])))
     q, k, v = (t[0].transpose(0, 1)[:rows] for t, rows in ((query, q_rows), (key, kv_rows), (value, kv_rows)))
-    out = planned.wrapper.run(q, k, v, window_left=layer.window_left, sinks=layer.sinks)
+    out = planned.wrapper.run(q.contiguous(), k, v, window_left=layer.window_left, sinks=layer.sinks)
     return padded_to(out, query.shape[2])
 
 

@@ -90,7 +90,7 @@ class Step:
                 **options,
             )
             planned.planned_for(identity, None)
-        rows = self.rows.pack(query)
+        rows = self.rows.pack(query).contiguous()
         out = planned.wrapper.run(rows, pages, window_left=layer.window_left, sinks=layer.sinks)
         return self.rows.unpack(out, query.shape[2])
 
