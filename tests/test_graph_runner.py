@@ -12,6 +12,7 @@ import pytest
 import torch
 from paged_past import DIM, KV_HEADS, PLAIN, Q_HEADS, Past, dtype_of
 
+from flashpage import FlashpageError
 from flashpage.integrations import (
     AttentionLayer,
     DraftSteps,
@@ -125,6 +126,24 @@ def test_captured_verifying(device: str) -> None:
         chain = dataclasses.replace(batch, tree_mask=tree_mask([shapes[1]] * count, lens))
         if step % 4 != 1 or count > 1:
             assert not torch.equal(model.eager(chain), expected)
+
+
+def test_two_runners_share_a_backend(device: str) -> None:
+    """Decoding and verifying in turns; a third one would need more memory than the first has taken."""
+    past = Past.make([n + 4 for n in LENS], device, 16, 1)
+    past.fill(PLAIN, LENS)
+    model = Layers(past, [PLAIN], device)
+    verify = GraphRunner(model.forward, model.backend, [2, 8], model.device, mode=ForwardMode.VERIFY, new_len=4)
+    decode = GraphRunner(model.forward, model.backend, [2, 8], model.device)
+    for count in (2, 5, 1):
+        lens = [n + 4 for n in LENS[:count]]
+        mask = tree_mask([[-1, 0, 0, 1]] * count, lens)
+        guesses = first(past, count).batch(ForwardMode.VERIFY, [4] * count, lens, tree_mask=mask)
+        for runner, batch in ((verify, on_host(past, guesses, 1)), (decode, decode_batch(past, [PLAIN], count))):
+            expected = model.eager(batch)
+            assert torch.equal(runner.run(batch), expected)
+    with pytest.raises(FlashpageError, match="max_batch=16, max_rows=16"):
+        GraphRunner(model.forward, model.backend, [16], model.device)
 
 
 def guess(out: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class AttentionBackend(abc.ABC):
     supports_graphs = False
 
     def init_cuda_graph_state(self, max_batch: int, max_rows: int) -> None:
-        """Memory for captured steps of at most max_batch requests and max_rows new tokens."""
+        """Memory for captured steps of at most max_batch requests and max_rows new tokens; once for each runner."""
         raise NotImplementedError(f"{type(self).__name__} runs no captured steps.")
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:

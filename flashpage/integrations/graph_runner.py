@@ -20,7 +20,7 @@ _WARM_UPS = 2
 
 
 def batch_sizes_to_capture(max_batch: int) -> list[int]:
-    """1, 2, 4 and the multiples of 8, up to the first that holds max_batch, and that itself."""
+    """1, 2, 4 and the multiples of 8 below max_batch, and max_batch itself."""
     sizes = [1, 2, 4, *range(8, max_batch, 8), max_batch]
     return sorted({size for size in sizes if size <= max_batch})
 
@@ -38,7 +38,7 @@ class GraphRunner:
         new_len: new tokens of every request; 1 for DECODE.
         capture_context: what to enter around each capture, such as that of a tensor parallel group's collectives.
         compile_forward: what to run `forward` through in batches of at most compile_limit requests, for example
-            functools.partial(torch.compile, dynamic=False).
+            functools.partial(torch.compile, dynamic=False); None: nothing is compiled.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class GraphRunner:
         self._compiled = None if compile_forward is None else compile_forward(forward)
         self._compile_limit = compile_limit
         most = self.batch_sizes[-1]
-        # One row each for tokens, positions, slots and rows of the table; a size uses the front of each.
+        # Tokens, positions, slots and rows of the table of a batch, one behind the other.
         self._inputs = torch.zeros(3 * most * new_len + most, dtype=torch.int32, device=device)
         self._graphs: dict[int, Callable[[], object]] = {}
         self._outputs: dict[int, torch.Tensor] = {}

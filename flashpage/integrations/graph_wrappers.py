@@ -22,7 +22,7 @@ class GraphWrappers:
     """
 
     def __init__(self, backend: PagedAttention, max_batch: int, max_rows: int) -> None:
-        self._backend = backend
+        self._backend, self._max_batch, self._max_rows = backend, max_batch, max_rows
         table, device = backend.table, backend.device
         pages = max_batch * -(-table.max_context // backend.pool.page_size)
 
@@ -36,6 +36,10 @@ class GraphWrappers:
         self._mask: torch.Tensor | None = None  # only verifying needs it
         self._int_workspaces = {part: zeros(_INT_WORKSPACE_BYTES, torch.uint8) for part in backend.parts}
         self._wrappers: dict[tuple[ForwardMode, int], dict[KvPart, Any]] = {}
+
+    def has_room_for(self, max_batch: int, max_rows: int) -> bool:
+        """Whether batches of another runner fit too."""
+        return max_batch <= self._max_batch and max_rows <= self._max_rows
 
     def make(self, batch: ForwardBatch) -> None:
         """Wrappers for batches of this mode and size, where there are none yet."""

@@ -10,6 +10,7 @@ import torch
 
 import flashpage
 
+from ..errors import FlashpageError
 from .backend import AttentionBackend
 from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
 from .graph_wrappers import GraphWrappers
@@ -49,8 +50,10 @@ class PagedAttention(AttentionBackend):
         q_dtype: of queries and outputs.
         ragged_extend: new tokens are attended to as they come and the ones before them from the pool, and both merged;
             else everything from the pool, in one run.
+        workspace: for partial results, uint8; None: 128 MiB of its own.
         library: flashpage, or a module with its wrappers and merge_state.
         options: for the library's wrappers, by the name of their class.
+        fill_len: tokens of requests that pad a captured batch; for libraries that cannot do with 0.
     """
 
     supports_graphs = True
@@ -196,7 +199,13 @@ class PagedAttention(AttentionBackend):
     # ---------------------------------------------------------------- captured steps
 
     def init_cuda_graph_state(self, max_batch: int, max_rows: int) -> None:
-        self._graphs = GraphWrappers(self, max_batch, max_rows)
+        if self._graphs is None:
+            self._graphs = GraphWrappers(self, max_batch, max_rows)
+        elif not self._graphs.has_room_for(max_batch, max_rows):
+            raise FlashpageError(
+                f"max_batch={max_batch}, max_rows={max_rows}: the backend's memory for captured steps is smaller and "
+                "may not move any more; make the runner with the largest batches first, or give this one its own backend."
+            )
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
         assert self._graphs is not None, "init_cuda_graph_state comes before captures"
