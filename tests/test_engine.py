@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ from flashpage.demo.reference import check_tokens
 from flashpage.engine import Engine, EngineConfig, Request, State
 from flashpage.integrations import PagedAttention
 
+ROOT = Path(__file__).resolve().parents[1]
 LENS = [1, 15, 16, 17, 70, 33]
 NEW = [20, 9, 9, 1, 30, 24]
 
@@ -235,3 +241,12 @@ def test_ragged_extends_give_the_same_tokens(model: Llama) -> None:
     requests = requests_of(LENS, NEW)
     engine.run(requests)
     check(model, requests, least=sum(NEW))
+
+
+def test_readme_example(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = (block for block in blocks if "flashpage.engine" in block)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", example]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.stdout == "[8, 4]\n", done.stderr

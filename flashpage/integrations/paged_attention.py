@@ -203,8 +203,8 @@ class PagedAttention(AttentionBackend):
             self._graphs = GraphWrappers(self, max_batch, max_rows)
         elif not self._graphs.has_room_for(max_batch, max_rows):
             raise FlashpageError(
-                f"max_batch={max_batch}, max_rows={max_rows}: the memory for captured steps is smaller and may not move "
-                "any more; make the runner with the largest batches first, or give this one a backend of its own."
+                f"max_batch={max_batch}, max_rows={max_rows}: the memory for captured steps is smaller and stays where "
+                "it is; make the runner with the largest batches first, or give this one a backend of its own."
             )
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
