@@ -11,6 +11,8 @@ import pytest
 import torch
 from comparison import Outputs
 from steps import Steps, assert_same_bits, decode_cases, prefill_cases
+from test_device_plan import OnDevice
+from test_graph_capacity import decode_steps as capacity_steps
 
 import flashpage
 from flashpage import RunError
@@ -18,6 +20,9 @@ from flashpage import RunError
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
 WINDOW = 33
+ROUNDS = 1000
+ROUNDS_ASLEEP = 40  # between two naps of a stream, in which the host plans ahead
+NAP_CYCLES = 20_000_000  # about 10 ms: hundreds of plans of host time
 
 
 def capture(call: Callable[[], object]) -> Callable[[], None]:
@@ -178,3 +183,121 @@ def test_many_graphs_share_one_wrapper(decode_steps: Steps) -> None:
         found.out.fill_(math.nan)
         replays[i % 3]()
         steps.check(i, found)
+
+
+# ---------------------------------------------------------------- a thousand rounds, planned while others replay
+
+
+class Rounds:
+    """One wrapper's steps in random order on streams, without a word from the host; each round's output is kept."""
+
+    def __init__(self, steps: Steps, seed: int, *, on_device: bool = False) -> None:
+        self.steps, self.wrapper = steps, steps.wrapper(use_cuda_graph=True, **steps.capacity)
+        self.lengths = OnDevice(steps) if on_device else None
+        self.order = torch.randint(len(steps), (ROUNDS,), generator=torch.Generator().manual_seed(seed)).tolist()
+        self.outs = torch.empty((ROUNDS, *steps.out.shape), dtype=steps.out.dtype, device=DEVICE)
+        self.lses = torch.empty((ROUNDS, *steps.lse.shape), device=DEVICE)
+        self.load(0)
+        if self.lengths is None:
+            steps.plan(self.wrapper, 0)
+        self.replay = capture(self._captured)
+
+    def _captured(self) -> None:
+        if self.lengths is not None:
+            self.lengths.plan(self.wrapper, 0)
+        self.steps.run_loaded(self.wrapper)
+
+    def load(self, i: int) -> None:
+        self.steps.load(i)
+        if self.lengths is not None:
+            self.lengths.load(i)
+
+    def go(self, number: int) -> None:
+        """One round on the present stream."""
+        if number % ROUNDS_ASLEEP == 0:
+            torch.cuda._sleep(NAP_CYCLES)
+        i = self.order[number]
+        self.load(i)
+        if self.lengths is None:
+            self.steps.plan(self.wrapper, i)
+        self.replay()
+        self.outs[number] = self.steps.out
+        self.lses[number] = self.steps.lse
+
+    def check(self) -> None:
+        """Every round against an eager run of its step, bit by bit, and that against the reference."""
+        torch.cuda.synchronize()
+        eager = self.steps.wrapper()
+        for i in range(len(self.steps)):
+            self.steps.load(i)
+            self.steps.plan(eager, i)
+            rows = self.steps.rows[i]
+            found = self.steps.run(eager, i)
+            self.steps.out[:rows], self.steps.lse[:rows] = found.out, found.lse
+            self.steps.check(i, found)
+            mine = torch.tensor([number for number in range(ROUNDS) if self.order[number] == i], device=DEVICE)
+            for kept, expected, bits in (
+                (self.outs, self.steps.out, torch.int16),
+                (self.lses, self.steps.lse, torch.int32),
+            ):
+                differ = (kept[mine].view(bits) != expected.view(bits)).flatten(1).any(1)
+                assert not bool(differ.any()), f"step {i}: rounds {mine[differ].tolist()[:10]} differ"
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host plans", "device plans"])
+def test_a_wrapper_a_stream(on_device: bool) -> None:
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    rounds = [Rounds(capacity_steps(DEVICE), seed, on_device=on_device) for seed in range(len(streams))]
+    torch.cuda.synchronize()
+    for number in range(ROUNDS):
+        for stream, mine in zip(streams, rounds, strict=True):
+            with torch.cuda.stream(stream):
+                mine.go(number)
+    for mine in rounds:
+        mine.check()
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host plans", "device plans"])
+def test_one_wrapper_on_two_streams(on_device: bool) -> None:
+    """The streams take turns, ordered by the user's events; one graph is replayed on both."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    rounds = Rounds(capacity_steps(DEVICE), 7, on_device=on_device)
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    done.record()
+    for number in range(ROUNDS):
+        stream = streams[number % 2]
+        stream.wait_event(done)
+        with torch.cuda.stream(stream):
+            rounds.go(number)
+        done = stream.record_event()
+    rounds.check()
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_plans_do_not_wait(where: str) -> None:
+    """With lengths and a million page numbers in memory of the host that is not even pinned, or on the card."""
+    pages = 1 << 20
+    room = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
+    capacity = {"max_batch": 8, "max_pages": pages}
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(room, use_cuda_graph=True, **capacity)
+    heads, options = (32, 8, 128, 16), {"q_data_type": torch.bfloat16}
+    indptr = torch.arange(9, dtype=torch.int32) * (pages // 8)
+    indices, last = torch.zeros(pages, dtype=torch.int32), torch.full((8,), 16, dtype=torch.int32)
+    lens, tables = last.to(DEVICE), indices.view(8, -1).to(DEVICE)
+
+    def plan() -> None:
+        if where == "host":
+            wrapper.plan(indptr, indices, last, *heads, **options)
+        else:
+            wrapper.plan_on_device(lens, tables, *heads, **options)
+
+    plan()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    awake = torch.cuda.Event()
+    awake.record()
+    for _ in range(5):
+        plan()
+    assert not awake.query(), "the host waited for the stream"
+    torch.cuda.synchronize()

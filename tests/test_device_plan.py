@@ -5,7 +5,6 @@ On the CPU nothing is captured: what a graph would replay is called again.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,39 +21,34 @@ from flashpage import PlanError
 UNUSED = 2**30  # entries of block tables that nothing may look at
 
 
-@dataclasses.dataclass
 class OnDevice:
-    """Lengths and block tables of constant address, as large as the largest step needs."""
+    """Lengths and block tables of constant address, as large as the largest step needs, and each step's own."""
 
-    steps: Steps
-    qo_indptr: torch.Tensor
-    seq_lens: torch.Tensor
-    block_tables: torch.Tensor
-    num_requests: torch.Tensor
-
-    @staticmethod
-    def of(steps: Steps) -> OnDevice:
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
         batch = steps.capacity["max_batch"]
         columns = max(int(inputs.indptr.diff().max()) for inputs in steps.inputs) + 1
+        shapes = ((batch + 1,), (batch,), (batch, columns + 3), (1,))
+        self.own = [[tensor.to(steps.device) for tensor in self._of(i, shapes)] for i in range(len(steps))]
+        self.qo_indptr, self.seq_lens, tables, self.num_requests = (torch.empty_like(t) for t in self.own[0])
+        self.all = (self.qo_indptr, self.seq_lens, tables, self.num_requests)
+        self.block_tables = tables[:, :columns]
 
-        def room(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=steps.device)
-
-        return OnDevice(steps, room(batch + 1), room(batch), room(batch, columns + 3)[:, :columns], room(1))
-
-    def load(self, i: int) -> None:
-        """Step i's, in the present stream's order; what belongs to no request holds what would be noticed."""
+    def _of(self, i: int, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
+        """Step i's; what belongs to no request holds what would be noticed."""
         case, inputs = self.steps.cases[i], self.steps.inputs[i]
+        rows, lens, tables, requests = (torch.full(shape, UNUSED, dtype=torch.int32) for shape in shapes)
         count = len(case.kv_lens)
-        lens = torch.full((len(self.seq_lens),), UNUSED, dtype=torch.int32)
         lens[:count] = torch.tensor(case.kv_lens)
-        rows = torch.full((len(self.qo_indptr),), UNUSED, dtype=torch.int32)
         rows[: count + 1] = torch.arange(count + 1) if case.entry == "decode" else inputs.qo_indptr
-        tables = torch.full(self.block_tables.shape, UNUSED, dtype=torch.int32)
         for request, pages in enumerate(inputs.indices.tensor_split(inputs.indptr[1:-1].tolist())):
             tables[request, : len(pages)] = pages
-        self.num_requests.fill_(count)
-        for memory, own in ((self.seq_lens, lens), (self.qo_indptr, rows), (self.block_tables, tables)):
+        requests.fill_(count)
+        return [rows, lens, tables, requests]
+
+    def load(self, i: int) -> None:
+        """Step i's, in the present stream's order."""
+        for memory, own in zip(self.all, self.own[i], strict=True):
             memory.copy_(own)
 
     def plan(self, wrapper: Any, i: int, **values: Any) -> None:
@@ -94,7 +88,7 @@ def test_a_graph_that_plans_itself(make: Callable[[str], Steps], captured: int, 
     """Captured once, with any lengths; replayed with whatever lies in the tensors then."""
     steps = make(device)
     wrapper = steps.wrapper(use_cuda_graph=True, **steps.capacity) if is_graph else steps.wrapper()
-    lengths = OnDevice.of(steps)
+    lengths = OnDevice(steps)
 
     def step() -> None:
         lengths.plan(wrapper, captured)
@@ -115,7 +109,7 @@ def test_a_graph_that_plans_itself(make: Callable[[str], Steps], captured: int, 
 def test_it_is_the_hosts_plan(make: Callable[[str], Steps], device: str) -> None:
     """Item by item, but for where page numbers lie; with two plans where a run asks for another window."""
     steps = make(device)
-    ours, usual, lengths = steps.wrapper(), steps.wrapper(), OnDevice.of(steps)
+    ours, usual, lengths = steps.wrapper(), steps.wrapper(), OnDevice(steps)
     for i in range(len(steps)):
         steps.load(i)
         lengths.load(i)
@@ -136,7 +130,7 @@ def test_it_is_the_hosts_plan(make: Callable[[str], Steps], device: str) -> None
 
 def test_requests_all_there_and_lengths_in_64_bits(device: str) -> None:
     steps, i = decode_steps(device), 0
-    lengths, wrapper = OnDevice.of(steps), steps.wrapper()
+    lengths, wrapper = OnDevice(steps), steps.wrapper()
     steps.load(i)
     lengths.load(i)
     lengths.seq_lens = lengths.seq_lens.long()
@@ -147,7 +141,7 @@ def test_requests_all_there_and_lengths_in_64_bits(device: str) -> None:
 def test_plans_of_host_and_device_take_turns(device: str) -> None:
     """Whatever was planned last is what runs; reading the plan's arrays copies them back."""
     steps = decode_steps(device)
-    lengths, wrapper = OnDevice.of(steps), steps.wrapper()
+    lengths, wrapper = OnDevice(steps), steps.wrapper()
     for i in (0, 2, 5):
         lengths.load(i)
         lengths.plan(wrapper, i)
