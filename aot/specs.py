@@ -35,7 +35,7 @@ def default_cuda_specs(target: Target) -> list[KernelSpec]:
         if target.arch == HOPPER
     ]
     if target.arch == HOPPER:
-        small_pages.append(_prefill_sm90(DType.BFLOAT16, (128, 128), loader="rows"))
+        small_pages.append(_prefill_sm90(*(2 * (DType.BFLOAT16,)), (128, 128), loader="rows"))
     return _distinct(paged + ragged + small_pages + helper_specs())
 
 
@@ -51,15 +51,17 @@ def other_cuda_specs(target: Target) -> list[KernelSpec]:
     """fp8 KV, soft caps and custom masks, and head dims whose tiles differ from the default ones'."""
     bf16, e4m3 = DType.BFLOAT16, DType.FLOAT8_E4M3
     fp8 = [_attention(target, bf16, e4m3, dims, rows) for dims, rows in itertools.product(HEAD_DIMS, ROWS)]
-    fp8 += [_attention(target, DType.FLOAT16, e4m3, (128, 128), rows) for rows in (16, 128)]
-    fp8 += [_attention(target, bf16, DType.FLOAT8_E5M2, (128, 128), rows) for rows in (16, 128)]
+    fewer_rows = (16,) if target.arch == HOPPER else (16, 128)
+    fp8 += [_attention(target, DType.FLOAT16, e4m3, (128, 128), rows) for rows in fewer_rows]
+    fp8 += [_attention(target, bf16, DType.FLOAT8_E5M2, (128, 128), rows) for rows in fewer_rows]
     caps = [
         _attention(target, bf16, bf16, dims, rows, variant=SOFT_CAP)
         for dims, rows in (*itertools.product(((128, 128),), ROWS), ((256, 256), 16), ((256, 256), 128))
     ]
     masks = [_attention(target, bf16, bf16, (128, 128), rows, mask_source="packed_bits") for rows in ROWS[2:]]
     rope = [_attention(target, bf16, bf16, (128, 128), rows, position_encoding="rope") for rows in ROWS]
-    dims = [_attention(target, bf16, bf16, (d, d), rows) for d, rows in itertools.product((80, 96, 512), (16, 128))]
+    sizes = ((80, 16), (80, 128), (96, 16), (96, 128), (512, 16))
+    dims = [_attention(target, bf16, bf16, (d, d), rows) for d, rows in sizes]
     hopper = _other_hopper_specs() if target.arch == HOPPER else []
     return _distinct(fp8 + caps + masks + rope + dims + hopper)
 
@@ -68,7 +70,7 @@ def _other_hopper_specs() -> list[KernelSpec]:
     """Few rows where the loader differs: pages below 8 tokens, ragged KV, wide rows, 64 rows over other head dims."""
     bf16, e4m3, e5m2 = DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2
     wide = [_decode_sm90(bf16, kv, (512, 512), rows) for kv, rows in itertools.product((bf16, e4m3), (16, 64))]
-    unlike = [_decode_sm90(bf16, kv, (192, 128), rows) for kv, rows in ((bf16, 16), (bf16, 64), (e4m3, 16))]
+    unlike = [_decode_sm90(bf16, bf16, (192, 128), rows) for rows in (16, 64)]
     dims = [_decode_sm90(bf16, bf16, (d, d), 64) for d in (96, 192)]
     small_pages = [
         _decode_sm90(bf16, kv, (d, d), rows, loader="rows")
@@ -125,8 +127,8 @@ def _attention(
             variant=variant,
         )
     options = {"kv_source": kv_source, "mask_source": mask_source, "variant": variant}
-    if target.arch == HOPPER and position_encoding == "none" and kv_dtype is q_dtype and max(head_dims) <= 256:
-        return _prefill_sm90(q_dtype, head_dims, **options)
+    if target.arch == HOPPER and position_encoding == "none" and max(head_dims) <= 256:
+        return _prefill_sm90(q_dtype, kv_dtype, head_dims, **options)
     return _attention_sm80(q_dtype, kv_dtype, head_dims, rows, position_encoding=position_encoding, **options)
 
 
@@ -154,7 +156,8 @@ def _attention_sm80(
 
 
 def _prefill_sm90(
-    dtype: DType,
+    q_dtype: DType,
+    kv_dtype: DType,
     head_dims: tuple[int, int],
     *,
     loader: str = "boxes",
@@ -162,13 +165,14 @@ def _prefill_sm90(
     variant: VariantSpec = _NO_VARIANT,
     **options: Any,
 ) -> KernelSpec:
+    converts = kv_dtype.is_fp8
     return KernelSpec(
         "prefill_sm90",
-        *(dtype, dtype, dtype, *head_dims),
+        *(q_dtype, kv_dtype, q_dtype, *head_dims),
         mask_source=mask_source,
-        tile=sm90_prefill_tile(*head_dims, inner_loop(mask_source, "none", variant))[0],
+        tile=sm90_prefill_tile(*head_dims, inner_loop(mask_source, "none", variant), converts=converts)[0],
         variant=variant,
-        loader=loader,
+        loader="converted" if converts else loader,
         **options,
     )
 

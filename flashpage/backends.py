@@ -31,7 +31,6 @@ class Capability:
     out_dtypes: tuple[DType, ...]
     schedule: Callable[[Options, int, VariantSpec], tuple[Tile, Cost]]  # from the packed rows of a request and KV head
     min_sm: int = 0
-    fp8_kv: bool = True  # beside KV of q's own type
     head_dims: tuple[int, int, int] = (16, 512, 8)  # smallest, largest, step
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it
     max_sm: int = 999  # newer cards cannot run it
@@ -58,9 +57,11 @@ class Capability:
             found.append(f"q_data_type {options.q_dtype.value} is not among {_names(self.q_dtypes)}")
         if options.out_dtype not in self.out_dtypes:
             found.append(f"o_data_type {options.out_dtype.value} is not among {_names(self.out_dtypes)}")
-        if options.kv_dtype is not options.q_dtype and not (self.fp8_kv and options.kv_dtype.is_fp8):
-            others = " or fp8 (float8_e4m3fn, float8_e5m2)" if self.fp8_kv else ""
-            found.append(f"kv_data_type {options.kv_dtype.value} is neither q's {options.q_dtype.value}{others}")
+        if options.kv_dtype is not options.q_dtype and not options.kv_dtype.is_fp8:
+            found.append(
+                f"kv_data_type {options.kv_dtype.value} is neither q's {options.q_dtype.value} "
+                "or fp8 (float8_e4m3fn, float8_e5m2)"
+            )
         low, high, step = self.head_dims
         for name in ("head_dim_qk", "head_dim_vo"):
             dim = getattr(options, name)
@@ -92,7 +93,8 @@ def _sm90_decode(options: Options, rows: int, variant: VariantSpec) -> tuple[Til
 
 def _sm90_prefill(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
     loop = inner_loop(_mask_source(options), _encoding(options), variant)
-    return sm90_prefill_tile(options.head_dim_qk, options.head_dim_vo, loop)
+    converts = _prefill_loader(options) == "converted"
+    return sm90_prefill_tile(options.head_dim_qk, options.head_dim_vo, loop, converts=converts)
 
 
 def _boxes_or_rows(options: Options) -> str:
@@ -100,6 +102,10 @@ def _boxes_or_rows(options: Options) -> str:
     row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
     is_whole = options.page_size % 8 == 0 and all(size % 16 == 0 for size in row_bytes)  # ragged: page_size is 0
     return "boxes" if is_whole else "rows"
+
+
+def _prefill_loader(options: Options) -> str:
+    return "converted" if options.kv_dtype.is_fp8 else _boxes_or_rows(options)
 
 
 DECODE_SM90 = Capability(
@@ -114,15 +120,14 @@ DECODE_SM90 = Capability(
 )
 
 PREFILL_SM90 = Capability(
-    *("prefill_sm90", "cuda", _HALF, _HALF),
+    *("prefill_sm90", "cuda", _HALF + _FP8, _HALF),
     _sm90_prefill,
     min_sm=90,
     max_sm=90,
-    fp8_kv=False,
     head_dims=(16, 256, 8),
     rope=False,
     row_alignment=16,
-    loader=_boxes_or_rows,
+    loader=_prefill_loader,
     query_boxes=True,
 )
 

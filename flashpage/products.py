@@ -14,7 +14,7 @@ def render(spec: KernelSpec) -> str:
     if spec.kernel != "prefill_sm90":
         return ""
     assert spec.tile is not None
-    kind = _TYPES[spec.q_dtype]
+    kind = _TYPES[spec.product_dtype]
     keys = _product("KeyProduct", spec.tile.tile_kv, kind, a_in_registers=False, b_by_columns=False)
     values = _product("ValueProduct", -(-spec.head_dim_vo // 16) * 16, kind, a_in_registers=True, b_by_columns=True)
     return f"{keys}\n\n{values}"

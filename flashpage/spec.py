@@ -50,7 +50,7 @@ class KernelSpec:
     position_encoding: str = "none"  # none | rope
     tile: Tile | None = None
     variant: VariantSpec = VariantSpec()
-    loader: str = ""  # boxes (K and V by tensor maps) | rows; empty: the kernel has one loader
+    loader: str = ""  # boxes (K and V by tensor maps) | rows | converted (fp8); empty: the kernel has one loader
     trace: bool = False  # clock stamps go to AttentionParams::trace
 
     @property
@@ -61,6 +61,11 @@ class KernelSpec:
     def only_arch(self) -> int | None:
         """Where the kernel compiles at all, if not everywhere: names that end in _sm90 have Hopper's instructions."""
         return 90 if self.kernel.endswith("_sm90") else None
+
+    @property
+    def product_dtype(self) -> DType:
+        """What a kernel that converts K and V on their way multiplies: fp16 holds every fp8 number."""
+        return self.kv_dtype.widened if self.kv_dtype.is_fp8 else self.q_dtype
 
     @property
     def entry(self) -> str:

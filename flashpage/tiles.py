@@ -123,13 +123,20 @@ def sm90_decode_tile(
     )
 
 
-def sm90_prefill_tile(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop = InnerLoop.PLAIN) -> tuple[Tile, Cost]:
+def sm90_prefill_tile(
+    head_dim_qk: int, head_dim_vo: int, loop: InnerLoop = InnerLoop.PLAIN, *, converts: bool = False
+) -> tuple[Tile, Cost]:
     """Many rows on Hopper: two warpgroups of 64 rows, and two stages of K and V.
 
-    As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for.
+    As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
+    where the loading warps convert K and V they take some of those registers.
     """
     widest, plain = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN
-    if widest <= 128:
+    stages = 2
+    if converts:
+        tile_kv = _sm90_converting_tokens(widest, head_dim_vo, loop)
+        stages = _sm90_converting_stages(head_dim_qk, head_dim_vo, tile_kv)
+    elif widest <= 128:
         tile_kv = 128 if plain or loop is InnerLoop.TRANSFORM else 96 if widest <= 64 else 80
         tile_kv = 64 if loop is InnerLoop.LOADING and widest > 64 else tile_kv
     elif widest <= 192:
@@ -137,7 +144,28 @@ def sm90_prefill_tile(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop = Inne
     else:
         tile_kv = 80 if plain else 64 if loop is InnerLoop.TRANSFORM else 48
     ns_per_token = (head_dim_qk + head_dim_vo) / 21.0  # 128 rows at 690 TFLOP/s, an SM's share
-    return Tile(128, tile_kv, 8, 1, 2), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
+    return Tile(128, tile_kv, 8, 1, stages), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
+
+
+def _sm90_converting_tokens(widest: int, head_dim_vo: int, loop: InnerLoop) -> int:
+    """Multiples of 32 where it is one or the other: all four loading warps then have as much to convert."""
+    light = loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    if widest <= 64:
+        return 96
+    if widest <= 128:
+        return 96 if light else 80 if loop is InnerLoop.HEAVY else 64
+    if widest <= 192:
+        if loop is InnerLoop.PLAIN:
+            return 96 if head_dim_vo <= 128 else 64
+        return 64 if head_dim_vo <= 128 else 48
+    return 64 if loop is InnerLoop.PLAIN else 48
+
+
+def _sm90_converting_stages(head_dim_qk: int, head_dim_vo: int, tile_kv: int) -> int:
+    """Three where there is room beside Q of two units: who converts queries meanwhile converts no keys."""
+    query_bytes, value_bytes = (-(-dim // 64) * 128 for dim in (head_dim_qk, head_dim_vo))  # of a row or token
+    query_pair = 2 * 128 * max(query_bytes, value_bytes)
+    return 3 if query_pair + 3 * tile_kv * (query_bytes + value_bytes) + 2048 <= _SHARED_BYTES else 2
 
 
 def block_decode_tile(head_dim: int, kv_dtype: DType, group: int) -> Tile:

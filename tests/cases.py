@@ -7,6 +7,7 @@ shared: most rows use head dim 64 and one of few dtype pairs, and vary what is g
 from __future__ import annotations
 
 import case_few_rows
+import case_fp8_prefill
 import case_fp8_queries
 import case_options
 import case_pairs
@@ -16,5 +17,6 @@ from case import Case
 CASES: list[Case] = [
     *(*case_shapes.rows(), *case_few_rows.rows(), *case_options.rows(), *case_pairs.rows()),
     *case_fp8_queries.rows(),
+    *case_fp8_prefill.rows(),
 ]
 REDUCED: list[Case] = [case for case in CASES if case.reduced]  # a short table for compute-sanitizer

@@ -70,7 +70,7 @@ def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: backends.Capability)
         for dims in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
             for kv_dtype in (BF16, DType.FLOAT8_E4M3):
                 given = problem(rows, head_dim_qk=dims[0], head_dim_vo=dims[1], kv_dtype=kv_dtype, page_size=16)
-                refused = (kv_dtype.is_fp8 and not row.fp8_kv) or max(dims) > row.head_dims[1]
+                refused = max(dims) > row.head_dims[1]
                 assert bool(row.refusals(given, row.min_sm)) == refused
                 if refused:
                     continue
@@ -133,7 +133,7 @@ def test_without_a_device_the_first_row_that_can_is_taken() -> None:
     assert backends.offline(problem(), "cuda") is DECODE_SM90
     assert backends.offline(problem(128, page_size=16), "cuda") is PREFILL_SM90
     assert backends.offline(problem(128, page_size=12), "cuda") is PREFILL_SM90
-    assert backends.offline(problem(128, page_size=16, kv_dtype=DType.FLOAT8_E4M3), "cuda") is general
+    assert backends.offline(problem(128, page_size=16, kv_dtype=DType.FLOAT8_E4M3), "cuda") is PREFILL_SM90
     assert backends.offline(problem(position_encoding="ROPE_LLAMA"), "cuda") is DECODE_SM90
     assert backends.offline(problem(128, position_encoding="ROPE_LLAMA"), "cuda") is general
     assert backends.offline(problem(head_dim_qk=576), "cuda") is general  # no kernel takes it

@@ -18,9 +18,10 @@ from flashpage.tiles import sm90_prefill_tile
 
 
 def prefill_spec(dim: int, dtype: DType = DType.BFLOAT16, loader: str = "boxes") -> KernelSpec:
-    return KernelSpec(
-        "prefill_sm90", *(3 * (dtype,)), *(2 * (dim,)), tile=sm90_prefill_tile(dim, dim)[0], loader=loader
-    )
+    converts = loader == "converted"
+    tile, _ = sm90_prefill_tile(dim, dim, converts=converts)
+    cache = DType.FLOAT8_E4M3 if converts else dtype
+    return KernelSpec("prefill_sm90", dtype, cache, dtype, *(2 * (dim,)), tile=tile, loader=loader)
 
 
 @pytest.mark.parametrize(("dim", "dtype", "name"), [(128, DType.BFLOAT16, "bf16"), (72, DType.FLOAT16, "f16")])
@@ -36,7 +37,9 @@ def test_products_name_their_registers(dim: int, dtype: DType, name: str) -> Non
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
-@pytest.mark.parametrize(("dim", "loader"), [(128, "boxes"), (256, "boxes"), (128, "rows")])
+@pytest.mark.parametrize(
+    ("dim", "loader"), [(128, "boxes"), (256, "boxes"), (128, "rows"), (128, "converted"), (256, "converted")]
+)
 def test_machine_code(dim: int, loader: str, tmp_path: Path) -> None:
     spec = prefill_spec(dim, loader=loader)
     (result,) = build_kernels([(spec, Target("cuda", 90))], tmp_path)
@@ -45,6 +48,7 @@ def test_machine_code(dim: int, loader: str, tmp_path: Path) -> None:
     if (tool := shutil.which("cuobjdump")) is None:
         return
     sass = subprocess.run([tool, "--dump-sass", str(result.entry.path)], capture_output=True, text=True)
-    products = re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", sass.stdout)
-    tile = sm90_prefill_tile(dim, dim)[0]
-    assert set(products) == {str(tile.tile_kv), str(dim)}, sass.stderr
+    kind = r"" if loader == "converted" else r"\.BF16"  # fp16 has no name of its own
+    products = re.findall(rf"HGMMA\.64x(\d+)x16\.F32{kind} ", sass.stdout)
+    assert spec.tile is not None
+    assert set(products) == {str(spec.tile.tile_kv), str(dim)}, sass.stderr

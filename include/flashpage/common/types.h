@@ -50,6 +50,7 @@ enum class MaskSource { implicit, packed_bits };  // implicit: causal and window
 enum class PositionEncoding { none, rope };
 // Of K and V in shared memory: tile/shared_rows.h, tile/block_rows.h; K alone: tile/piece_rows.h.
 enum class RowsLayout { pitched, blocks, pieces };
-enum class Loader { boxes, rows };  // who brings K and V: the copy engine box by box, or threads row by row
+// Who brings K and V: the copy engine box by box, threads row by row, or threads that change elements on the way.
+enum class Loader { boxes, rows, converted };
 
 }  // namespace flashpage

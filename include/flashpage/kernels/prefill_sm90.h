@@ -24,11 +24,11 @@ struct PrefillSm90 {
     shared.key_ring.init(Warps::tile_arrivals, Warps::computing);
     shared.value_ring.init(Warps::tile_arrivals, Warps::computing);
     shared.place_ring.init(1, Warps::place_readers);
-    shared.query_ring.init(32, Warps::computing);
+    shared.query_ring.init(Warps::query_arrivals, Warps::computing);
     if (threadIdx.x == 0) {
       ptx::mbarrier_init(ptx::shared_address(&shared.edge), 1);
       ptx::mbarrier_init_fence();
-      if (!Warps::by_rows) {
+      if (Traits::loader == Loader::boxes) {
         ptx::prefetch_tensor_map(maps.k);
         ptx::prefetch_tensor_map(maps.v);
       }
@@ -54,7 +54,7 @@ struct PrefillSm90 {
     for (int i = 0; i < Shared::queries; ++i)
       zero_padding<typename S::Query, Traits::head_dim_qk, typename Shared::QueryRows>(shared.query[i], Traits::tile_q,
                                                                                        threadIdx.x, threads);
-    if constexpr (Warps::by_rows) {
+    if constexpr (Traits::loader != Loader::boxes) {
       for (int i = 0; i < Shared::stages; ++i)
         zero_padding<typename S::Cache, Traits::head_dim_qk, typename Shared::Keys>(shared.keys[i], Shared::tokens,
                                                                                     threadIdx.x, threads);

@@ -75,7 +75,7 @@ struct PrefillCompute {
     if (tiled_place().place.done) return;
     shared.query_ring.wait_full(unit_turn);
     shared.key_ring.wait_full(turn);
-    if (Warps::by_rows || params.query_box_rows == 0) ptx::fence_before_products();
+    if (Warps::by_rows || (!Warps::converts && params.query_box_rows == 0)) ptx::fence_before_products();
   }
   FP_DEVICE void first_scores(float (&scores)[tokens / 8][4]) const {
     await_first_keys();
@@ -101,7 +101,9 @@ struct PrefillCompute {
     const TiledPlace& tiled = tiled_place();
     const WorkItem& item = tiled.place.item;
     const Unit& unit = tiled.place.unit;
-    const float scale = score_scale_of<Traits>(params, unit), softmax_scale = softmax_scale_of<Traits>(scale);
+    float scale = score_scale_of<Traits>(params, unit);
+    if constexpr (Warps::converts) scale *= shared.query_factors[shared.query_ring.slot(unit_turn)][first_row / 16];
+    const float softmax_scale = softmax_scale_of<Traits>(scale);
     const bool transforms = transforms_scores<Traits>(params, scale);
     const i32 clear_begin = unit.all_begin, clear_end = unit.all_end - tokens;  // tiles that start there need no mask
     i32 first = tiled.first_token;                                              // of the tile

@@ -4,6 +4,8 @@
 #include "flashpage/kernels/prefill_sm90_shared.h"
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/tile/box_tiles.h"
+#include "flashpage/tile/converted_query.h"
+#include "flashpage/tile/converted_tiles.h"
 #include "flashpage/tile/query.h"
 #include "flashpage/tile/row_tiles.h"
 
@@ -26,6 +28,8 @@ struct PrefillLoad {
   FP_DEVICE void run() const {
     if constexpr (Warps::by_rows) {
       load_rows();
+    } else if constexpr (Warps::converts) {
+      convert();
     } else {
       if (warp == 0) load_keys();
       if (warp == 1) load_values();
@@ -37,8 +41,9 @@ struct PrefillLoad {
  private:
   using KeyTiles = BoxTiles<Traits, typename Shared::Keys, tokens>;
   using ValueTiles = BoxTiles<Traits, typename Shared::Values, tokens>;
-  using BothTiles = RowTiles<Traits, tokens>;
-  using Extent = typename select_type<Warps::by_rows, BothTiles, KeyTiles>::type::Extent;
+  using BothTiles =
+      typename select_type<Warps::converts, ConvertedTiles<Traits, tokens>, RowTiles<Traits, tokens>>::type;
+  using Extent = typename select_type<Traits::loader == Loader::boxes, KeyTiles, BothTiles>::type::Extent;
 
   // Calls load(source, tile) for every tile of every unit.
   template <class Tiles, class Load>
@@ -113,6 +118,64 @@ struct PrefillLoad {
     }
   }
 
+  // Q, K and V by all four warps, through registers; the last one also walks the plan.
+  FP_DEVICE void convert() const {
+    const BothTiles both(params);
+    const bool leads = warp == Warps::loading - 1;
+    if (leads) begin_plan();
+    u32 turn = 0;
+    for (u32 unit_turn = 0;; ++unit_turn) {
+      shared.place_ring.wait_full(unit_turn);
+      const Place& place = shared.places[shared.place_ring.slot(unit_turn)].place;
+      if (place.done) return;
+      if (leads && lane == 0) publish(unit_turn + 1);
+      __syncwarp();
+      convert_query(place, unit_turn);
+      if (BothTiles::is_empty(place)) {
+        release_place(unit_turn);
+        hand_over_nothing(turn++);
+        continue;
+      }
+      typename BothTiles::Source source;
+      both.open(source, place);
+      release_place(unit_turn);
+      both.begin(source);
+      for (; source.tiles > 0; --source.tiles, ++turn) {
+        const u32 slot = shared.key_ring.slot(turn);
+        shared.key_ring.wait_empty(turn);
+        both.convert_keys(source, ptx::shared_address(shared.keys[slot]));
+        hand_over(shared.key_ring.full_barrier(turn));
+        shared.value_ring.wait_empty(turn);
+        both.convert_values(source, ptx::shared_address(shared.values[slot]));
+        hand_over(shared.value_ring.full_barrier(turn));
+      }
+    }
+  }
+  FP_DEVICE void release_place(u32 unit_turn) const {
+    __syncwarp();
+    if (lane == 0) shared.place_ring.release(unit_turn);
+  }
+  FP_DEVICE void hand_over_nothing(u32 turn) const {
+    shared.key_ring.wait_empty(turn);
+    hand_over(shared.key_ring.full_barrier(turn));
+    shared.value_ring.wait_empty(turn);
+    BothTiles::clear_values(ptx::shared_address(shared.values[shared.value_ring.slot(turn)]));
+    hand_over(shared.value_ring.full_barrier(turn));
+  }
+  FP_DEVICE void convert_query(const Place& place, u32 turn) const {
+    const u32 slot = shared.query_ring.slot(turn);
+    shared.query_ring.wait_empty(turn);
+    ConvertedQuery<Traits, typename Shared::QueryRows>(params, place)
+        .run(ptx::shared_address(shared.query[slot]), shared.query_factors[slot]);
+    hand_over(shared.query_ring.full_barrier(turn));
+  }
+  // What the warp has written.
+  FP_DEVICE void hand_over(u32 barrier) const {
+    ptx::fence_before_products();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+
   FP_DEVICE void load_queries() const {
     for (u32 turn = 0;; ++turn) {
       shared.place_ring.wait_full(turn);
@@ -167,10 +230,10 @@ struct PrefillLoad {
   }
 
   FP_DEVICE Extent extent_of(const Unit& unit) const {
-    if constexpr (Warps::by_rows) {
-      return BothTiles::extent(unit);
-    } else {
+    if constexpr (Traits::loader == Loader::boxes) {
       return KeyTiles(params, maps.k).extent(unit);
+    } else {
+      return BothTiles::extent(unit);
     }
   }
   FP_DEVICE void walk_plan() const {

@@ -9,15 +9,19 @@ namespace flashpage {
 template <class Traits>
 struct PrefillWarps {
   static constexpr bool by_rows = Traits::loader == Loader::rows;
+  static constexpr bool converts = Traits::loader == Loader::converted;
   static constexpr int loading = 4;  // a warpgroup: registers are given by warpgroups
   static constexpr int computing = Traits::warps_q;
   static constexpr int groups = computing / 4;  // warpgroups of 64 rows
   static constexpr int threads = 32 * (loading + computing);
-  static constexpr int tile_arrivals = by_rows ? 32 * loading : 1;     // at a tile of K or V
-  static constexpr int place_readers = computing + (by_rows ? 4 : 3);  // warps: those that load K, V and Q too
-  static constexpr int loading_registers = groups == 2 ? 56 : 40;
-  static constexpr int computing_registers = groups == 2 ? 224 : 152;
-  static_assert(groups == 2 || groups == 3);
+  static constexpr int tile_arrivals = by_rows ? 32 * loading : converts ? loading : 1;  // at a tile of K or V
+  static constexpr int query_arrivals = converts ? loading : 32;
+  static constexpr int place_readers = computing + (by_rows || converts ? 4 : 3);  // warps: those that load too
+  // What converts has rows in registers; accumulators of more than 192 columns leave it fewer.
+  static constexpr bool is_wide = Traits::head_dim_vo > 192;
+  static constexpr int loading_registers = converts ? (is_wide ? 72 : 88) : groups == 2 ? 56 : 40;
+  static constexpr int computing_registers = converts ? (is_wide ? 216 : 208) : groups == 2 ? 224 : 152;
+  static_assert(groups == 2 || (groups == 3 && !converts));
 };
 
 // A unit on its way from the loading warps to the computing ones.
@@ -29,6 +33,7 @@ struct TiledPlace {
 template <class Traits>
 struct PrefillShared {
   using S = Shape<Traits>;
+  using Warps = PrefillWarps<Traits>;
   static constexpr int tokens = Traits::tile_kv, stages = Traits::stages;
   using Keys = typename S::KeyRows;
   using Values = typename S::ValueRows;
@@ -50,6 +55,7 @@ struct PrefillShared {
   SlotRing<places_ahead> place_ring;
   SlotRing<queries> query_ring;
   u64 edge;  // barrier of a tile of values that the loading warp clears before it hands it over
+  float query_factors[Warps::converts ? queries : 1][Traits::tile_q / 16];  // of the scores of sixteen rows
 };
 
 }  // namespace flashpage

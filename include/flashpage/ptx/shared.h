@@ -11,6 +11,11 @@ FP_DEVICE void store_shared(u32 address, u32 first, u32 second) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second));
 }
 
+FP_DEVICE void store_shared(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(first), "r"(second), "r"(third),
+               "r"(fourth));
+}
+
 FP_DEVICE u32 load_shared(u32 address) {
   u32 value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));

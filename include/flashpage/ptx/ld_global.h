@@ -1,0 +1,17 @@
+// ld.global into registers, for what is read once and never written during the launch: it passes the L1 by.
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage::ptx {
+
+// Four or two words, aligned to their size. In the order of other accesses of this kind.
+FP_DEVICE void load_once(u32 (&words)[4], const void* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(from));
+}
+FP_DEVICE void load_once(u32 (&words)[2], const void* from) {
+  asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from));
+}
+
+}  // namespace flashpage::ptx

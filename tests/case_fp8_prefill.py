@@ -1,0 +1,59 @@
+"""Rows about many query rows over fp8 caches: K and V become 16 bits wide between the cache and the tensor cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from case import Case, prefill
+
+Q_LENS = (150, 3, 0, 70)  # with a group of 4, more packed rows than decode kernels take
+KV_LENS = (400, 3, 130, 199)
+BATCH: dict[str, Any] = {"q_lens": Q_LENS, "kv_lens": KV_LENS, "num_q_heads": 8, "causal": True}
+E4M3: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
+E5M2: dict[str, Any] = {"kv_dtype": "float8_e5m2"}
+
+
+def dims() -> list[Case]:
+    """Every class of tiles, and rows of an odd number of 8 bytes."""
+    sizes = ((16, 0), (24, 32), (40, 0), (64, 0), (72, 0), (80, 0), (96, 0), (192, 128), (192, 0), (200, 0), (256, 0))
+    return [
+        prefill(f"fp8-prefill-dim-{qk}-{vo or qk}", "tile of its own", head_dim=qk, head_dim_vo=vo, **BATCH, **E4M3)
+        for qk, vo in sizes
+    ]
+
+
+def forms() -> list[Case]:
+    wide: dict[str, Any] = {"head_dim": 128, **BATCH}
+    return [
+        prefill("fp8-prefill", "the usual form", scales="per_head", reduced=True, **wide, **E4M3),
+        prefill("fp8-prefill-full", "no mask", **{**wide, "causal": False}, **E4M3),
+        prefill("fp8-prefill-e5m2", "the other format", scales="signs", **wide, **E5M2),
+        prefill("fp8-prefill-half", "fp16 queries stay as they are", q_dtype="float16", **wide, **E4M3),
+        prefill("fp8-prefill-page-1", "pages of one token", page_size=1, **wide, **E4M3),
+        prefill("fp8-prefill-page-5", "pages that divide nothing", page_size=5, kv_layout="HND", **wide, **E5M2),
+        prefill("fp8-prefill-gapped", "strides of an engine's cache", cache="gapped", **wide, **E4M3),
+        prefill("fp8-prefill-interleaved", "K and V in one tensor", cache="interleaved", **wide, **E4M3),
+        prefill("fp8-prefill-ragged", "no pages", entry="ragged", **wide, **E4M3),
+        prefill("fp8-prefill-strides", "rows of a fused QKV", q_strides="fused_qkv", outputs="strided", **wide, **E4M3),
+        prefill("fp8-prefill-group-5", "rows of a group across tiles", **{**wide, "num_q_heads": 10}, **E4M3),
+        prefill("fp8-q8-prefill", "fp8 queries too", q_dtype="float8_e4m3fn", scales="per_head", **wide),
+        prefill("fp8-q8-prefill-dim-256", "alike", q_dtype="float8_e5m2", **{**wide, "head_dim": 256}, **E4M3),
+    ]
+
+
+def options() -> list[Case]:
+    return [
+        prefill(
+            "fp8-prefill-window", "tokens left of it are not read", window_left=50, hidden_nan=True, **BATCH, **E4M3
+        ),
+        prefill("fp8-prefill-cap", "scores are computed on", soft_cap=5.0, scales="float", **BATCH, **E4M3),
+        prefill("fp8-prefill-negative", "scaled before softmax", scales="negative", **BATCH, **E4M3),
+        prefill("fp8-prefill-sinks", "the denominator", sinks=True, **BATCH, **E4M3),
+        prefill("fp8-prefill-split", "pieces are merged", (150,), (2000,), num_q_heads=8, fixed_split_size=8, **E4M3),
+        prefill("fp8-prefill-mask", "bits", (70, 33), (70, 200), num_q_heads=8, mask="packed", head_dim=128, **E4M3),
+        prefill("fp8-prefill-empty", "no token at all", (90, 90), (0, 90), num_q_heads=8, head_dim=128, **E4M3),
+    ]
+
+
+def rows() -> list[Case]:
+    return [*dims(), *forms(), *options()]
