@@ -43,7 +43,7 @@ struct ConvertedQuery {
         if (!scales || batch < steps) load(eights, sixteen, first);
         store(eights, to, sixteen, first, scale);
       }
-      if (lane == 0) factors[sixteen] = scales ? scale.factor : 1.f;
+      if (lane == 0) factors[sixteen] = scales ? scale.factor() : 1.f;
     }
   }
 

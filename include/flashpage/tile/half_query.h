@@ -14,16 +14,17 @@ FP_DEVICE u32 raise_magnitude(u32 largest, u32 pair) {
 
 // One scale for all that a warp holds.
 struct HalfScale {
+  int shift;
   float scale;
-  float factor;  // what a product must be multiplied by
 
   // `largest`: raise_magnitude of all the lane's pairs.
   FP_DEVICE explicit HalfScale(u32 largest) {
     const int exponent = static_cast<int>(ptx::warp_max(largest) >> 7);  // 255: infinite or NaN, and stays so
-    const int shift = min_of(127 + 14 - exponent, 126);
+    shift = min_of(127 + 14 - exponent, 126);
     scale = __int_as_float((127 + shift) << 23);
-    factor = __int_as_float((127 - shift) << 23);
   }
+  // What a product must be multiplied by.
+  FP_DEVICE float factor() const { return __int_as_float((127 - shift) << 23); }
   FP_DEVICE u32 of(u32 pair) const {
     float low = __int_as_float(pair << 16), high = __int_as_float(pair & 0xffff0000);
     return ptx::pack2<Half>(low * scale, high * scale);
@@ -39,7 +40,7 @@ FP_DEVICE float to_half_query(u32 (&fragments)[count]) {
   const HalfScale scale(largest);
 #pragma unroll
   for (int i = 0; i < count; ++i) fragments[i] = scale.of(fragments[i]);
-  return scale.factor;
+  return scale.factor();
 }
 
 }  // namespace flashpage
