@@ -40,7 +40,7 @@ def check(model: Llama, requests: Sequence[Request], *, least: int) -> None:
     """On the CPU every token is the reference's; on a card a few may be within rounding of it."""
     verdict = check_tokens(model, list(requests))
     assert verdict.total >= least and verdict.wrong == 0
-    assert verdict.ties <= (0 if model.dtype is torch.float32 else verdict.total // 20)
+    assert verdict.ties <= (0 if model.dtype is torch.float32 else max(2, verdict.total // 20))
 
 
 def check_idle(engine: Engine) -> None:

@@ -53,6 +53,12 @@ class Layers:
         return self.forward(batch)
 
 
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bit by bit on the CPU; on a card padding may move the places where requests are cut."""
+    tolerance = 0.0 if found.is_cpu else 4e-3
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
 def on_host(past: Past, batch: ForwardBatch, tokens: int) -> ForwardBatch:
     """With numbers for its tokens, as runners take it."""
     numbers = torch.arange(len(batch.out_slots), dtype=torch.int32) * 7 % 256 + tokens % 3
@@ -90,7 +96,7 @@ def test_replays_give_what_eager_steps_give(page_size: int, layers: list[Attenti
         expected = model.eager(batch)
         assert not expected.isnan().any()
         pages = past.pool.kv(0)[1:].clone()
-        assert torch.equal(runner.run(batch), expected)
+        assert_same(runner.run(batch), expected)
         assert torch.equal(past.pool.kv(0)[1:].nan_to_num(), pages.nan_to_num())  # the padding wrote to nobody's page
     assert runner.replays == 9
     if device == "cpu":
@@ -122,7 +128,7 @@ def test_captured_verifying(device: str) -> None:
         batch = on_host(past, part.batch(ForwardMode.VERIFY, [4] * count, lens, tree_mask=mask), step)
         assert runner.can_run(batch)
         expected = model.eager(batch)
-        assert torch.equal(runner.run(batch), expected)
+        assert_same(runner.run(batch), expected)
         chain = dataclasses.replace(batch, tree_mask=tree_mask([shapes[1]] * count, lens))
         if step % 4 != 1 or count > 1:
             assert not torch.equal(model.eager(chain), expected)
@@ -141,14 +147,9 @@ def test_two_runners_share_a_backend(device: str) -> None:
         guesses = first(past, count).batch(ForwardMode.VERIFY, [4] * count, lens, tree_mask=mask)
         for runner, batch in ((verify, on_host(past, guesses, 1)), (decode, decode_batch(past, [PLAIN], count))):
             expected = model.eager(batch)
-            assert torch.equal(runner.run(batch), expected)
+            assert_same(runner.run(batch), expected)
     with pytest.raises(FlashpageError, match="max_batch=16, max_rows=16"):
         GraphRunner(model.forward, model.backend, [16], model.device)
-
-
-def guess(out: torch.Tensor) -> torch.Tensor:
-    """Any token that follows from a step's output."""
-    return (out.float().sum((1, 2)).abs() * 64).int() % 256
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
@@ -162,11 +163,11 @@ def test_drafts_are_planned_before_the_first_step(captured: bool, device: str) -
     plain = model.backend
 
     def draft(batch: ForwardBatch) -> torch.Tensor:
-        """[batch, steps]"""
+        """[batch, steps, heads, dim]; guesses need not be good."""
         model.backend, found, tokens = drafts, [], batch.tokens  # type: ignore[assignment]
         for step in range(steps):
-            tokens = guess(model.forward(drafts.enter(batch, step, tokens)))
-            found.append(tokens)
+            found.append(model.forward(drafts.enter(batch, step, tokens)))
+            tokens = (tokens * 7 + 3) % 256
         return torch.stack(found, 1)
 
     runner = GraphRunner(draft, drafts, [2, 8], model.device) if captured else None
@@ -176,17 +177,17 @@ def test_drafts_are_planned_before_the_first_step(captured: bool, device: str) -
         for step in range(steps):
             part = first(past, count)
             one = part.batch(ForwardMode.DECODE, [1] * count, [n + step for n in LENS[:count]])
-            tokens = guess(model.eager(dataclasses.replace(on_host(past, one, 0), tokens=tokens.cpu())))
-            expected.append(tokens)
+            expected.append(model.eager(dataclasses.replace(on_host(past, one, 0), tokens=tokens)))
+            tokens = (tokens * 7 + 3) % 256
         pages = past.pool.kv(0)[1:].clone()
         if runner is None:
             drafts.init_forward_metadata(batch.to(model.device))
             found = draft(batch.to(model.device))
         else:
             found = runner.run(batch)
-        assert torch.equal(found, torch.stack(expected, 1))
+        assert_same(found, torch.stack(expected, 1))
         assert torch.equal(past.pool.kv(0)[1:].nan_to_num(), pages.nan_to_num())
-    assert len(set(torch.stack(expected).flatten().tolist())) > 3
+        assert not torch.equal(expected[0], expected[1])
 
 
 @pytest.mark.parametrize(
