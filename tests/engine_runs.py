@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -41,6 +42,16 @@ def check(model: Llama, requests: Sequence[Request], *, least: int) -> None:
     verdict = check_tokens(model, list(requests))
     assert verdict.total >= least and verdict.wrong == 0
     assert verdict.ties <= (0 if model.dtype is torch.float32 else max(2, verdict.total // 20))
+
+
+def check_pool(engine: Engine) -> None:
+    """Every block is free or has the requests that hold it as owners; what is found by hash can be found back."""
+    pool, held = engine.blocks, Counter(block for r in engine.scheduler.running for block in r.blocks)
+    assert [held[block] for block in range(pool.num_blocks)] == pool._owners
+    assert set(pool._free) == set(range(1, pool.num_blocks)) - set(held)
+    assert {block: known for known, block in pool._block_of.items()} == pool._hash_of
+    rows = [request.row for request in engine.scheduler.running]
+    assert len(set(rows)) == len(rows) and engine.table.num_free == engine.config.max_requests - len(rows)
 
 
 def check_idle(engine: Engine) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_runs import SMALL, check, check_idle, small_model
+from engine_runs import SMALL, check, check_idle, check_pool, small_model
 
 from flashpage.demo.model import Llama
 from flashpage.engine import Engine, EngineConfig, Request, State
@@ -42,7 +42,7 @@ class Traffic:
         self.engine, self._random = engine, random.Random(seed)
         self._texts = [self._tokens(n) for n in (32, 100, 200)]
         self.open: list[Request] = []
-        self.arrived = self.cancelled = 0
+        self.steps = self.arrived = self.cancelled = 0
         self.sample: list[Request] = []  # of finished requests, one in twenty
         self.longest_queue = 0
 
@@ -61,6 +61,9 @@ class Traffic:
             if rng.random() < 0.05:
                 self.sample.append(request)
         self.open = [r for r in self.open if r.state in (State.WAITING, State.RUNNING)]
+        self.steps += 1
+        if self.steps % 25 == 0:
+            check_pool(engine)
         self.longest_queue = max(self.longest_queue, len(engine.scheduler.waiting))
         assert len(self.open) == len(engine.scheduler.waiting) + len(engine.scheduler.running)
 

@@ -134,6 +134,20 @@ def test_captured_verifying(device: str) -> None:
             assert not torch.equal(model.eager(chain), expected)
 
 
+def test_newer_engines_plan_by_one_name(device: str) -> None:
+    past = Past.make(LENS, device, 16, 1)
+    past.fill(PLAIN, LENS)
+    model = Layers(past, [PLAIN], device)
+    model.backend.init_cuda_graph_state(4, 4)
+    expected = model.eager(decode_batch(past, [PLAIN], 4))
+    for in_capture in (True, False):
+        model.backend.metadata = None
+        batch = decode_batch(past, [PLAIN], 4).to(model.device)
+        model.backend.init_forward_metadata_out_graph(batch, in_capture)
+        model.backend.init_forward_metadata_in_graph(batch)
+        assert_same(model.forward(batch), expected)
+
+
 def test_two_runners_share_a_backend(device: str) -> None:
     """Decoding and verifying in turns; a third one would need more memory than the first has taken."""
     past = Past.make([n + 4 for n in LENS], device, 16, 1)

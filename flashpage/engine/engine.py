@@ -79,7 +79,7 @@ class Engine:
         self.scheduler.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Drops a request that has not ended; its tokens so far stay in it."""
+        """Drops a request that has not ended, between two steps; its tokens so far stay in it."""
         self.scheduler.cancel(request)
 
     @property

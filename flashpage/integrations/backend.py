@@ -74,6 +74,16 @@ class AttentionBackend(abc.ABC):
         """The same before a replay: the batch has as many requests as the captured one."""
         raise NotImplementedError(f"{type(self).__name__} runs no captured steps.")
 
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Both of these under the one name that newer engines call: what is done beside the graph."""
+        if in_capture:
+            self.init_forward_metadata_capture_cuda_graph(batch)
+        else:
+            self.init_forward_metadata_replay_cuda_graph(batch)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027, a hook
+        """What such engines capture in front of the layers: nothing, plans are made beside the graph."""
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Tokens of the requests that pad a batch to a captured size; 0: they are empty and cost nothing."""
         return 0
