@@ -36,6 +36,15 @@ def trained(device: str, length: int, batch: int, **sizes: int) -> Any:
     raise AssertionError(f"the loss is still {loss.item():.4f} after {_MOST_STEPS} steps")
 
 
+def windowed(model: Any, window: int) -> Any:
+    """The same weights in layers that see `window` tokens, several patterns."""
+    sizes = {name: getattr(model.config, name) for name in ("vocab_size", "head_dim", "num_hidden_layers")}
+    other = make_model("mistral", sliding_window=window, **sizes).to(model.device, model.dtype)
+    other.load_state_dict(model.state_dict())
+    other.set_attn_implementation(model.config._attn_implementation)
+    return other
+
+
 def task(model: Any, new_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts of two patterns each, and what comes after them."""
     device, vocabulary = str(model.device), model.config.vocab_size
@@ -57,13 +66,13 @@ def check_copies(model: Any, new_tokens: int) -> None:
 
 
 def _continued(model: Any, prompt: torch.Tensor, new_tokens: int, is_corrupted: bool) -> torch.Tensor:
-    """In two calls over one cache; between them the first row's second page may be taken for the second row's."""
+    """In two calls over one cache; between them the first row may come to point to pages of the second."""
     cache = hf.PagedCache(model.config, page_size=4)
     first = greedy(
         model, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, PERIOD, past_key_values=cache
     )
     if is_corrupted:
-        cache.table.pages[0][1:3] = cache.table.pages[1][1:3]
+        cache.table.pages[0][1:5] = cache.table.pages[1][1:5]
     ids = torch.cat([prompt, first], dim=1)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return torch.cat([first, greedy(model, inputs, new_tokens - PERIOD, past_key_values=cache)], dim=1)

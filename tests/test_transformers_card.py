@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,12 +34,18 @@ def registered() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained() -> Iterator[Any]:
-    """Under a minute; it repeats what it reads."""
+def llama() -> Any:
+    """Trained in less than a minute; it repeats what it reads."""
     model = hf_copy.trained(DEVICE, length=hf_copy.PERIOD * 2 + NEW_TOKENS, batch=32, head_dim=64)
     model = model.bfloat16().eval()
     model.set_attn_implementation(hf.NAME)
-    yield model
+    return model
+
+
+@pytest.fixture(params=["all", "window"])
+def trained(request: pytest.FixtureRequest, llama: Any) -> Any:
+    """As it is, and with a window."""
+    return llama if request.param == "all" else hf_copy.windowed(llama, 24)
 
 
 def test_a_trained_model_paged(trained: Any) -> None:

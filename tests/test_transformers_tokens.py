@@ -92,3 +92,4 @@ def test_a_trained_model_in_bfloat16() -> None:
     model = hf_copy.trained("cpu", length=80, batch=16, vocab_size=64).bfloat16().eval()
     model.set_attn_implementation(hf.NAME)
     hf_copy.check_copies(model, new_tokens=64)
+    hf_copy.check_copies(hf_copy.windowed(model, 24), new_tokens=64)
