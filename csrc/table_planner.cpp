@@ -13,12 +13,23 @@ using host::fail;
 
 namespace {
 
+struct CountedVote {
+  i32 lane;
+
+  template <class Holds>
+  i32 count(Holds&& holds) const {
+    i32 found = 0;
+    for (i32 other = 0; other < plan::warp; ++other) found += holds(other);
+    return found;
+  }
+  bool leads() const { return true; }
+};
+
 // From the last thread to the first: were one to need what another does in the same phase, results would be wrong.
 struct TurnedThreads {
-  struct Searcher : plan::OneSearcher {
-    static constexpr i32 count = 1;
-    explicit Searcher(i32) {}
-  };
+  using Vote = CountedVote;
+  static constexpr i32 searching = 1;
+
   template <class Body>
   void phase(Body&& body) const {
     for (i32 thread = plan::num_threads - 1; thread >= 0; --thread) body(thread);

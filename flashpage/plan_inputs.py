@@ -94,7 +94,7 @@ class KvIndices:
         """Graph mode: what is in use, into the buffer that captured launches read."""
         self.tensor = buffer = self.buffer
         assert buffer is not None
-        if indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype:
+        if end == 0 or (indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype):
             return
         if end > buffer.shape[0]:
             raise PlanError(

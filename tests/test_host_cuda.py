@@ -267,6 +267,49 @@ assert sum("host_free" in line for line in record()) == 5
 """)
 
 
+def test_host_memory_goes_through_slots() -> None:
+    """Page numbers of captured launches: the source is free at once, and the host never waits."""
+    with_fake_driver("""
+import numpy as np
+slots = host.check_handle(lib.fp_slots_create(0, 400))
+source, destination = np.zeros(100, np.int32), np.zeros(100, np.int32)
+record()
+sources = []
+for step in range(1, 6):
+    source[:] = step
+    host.check(lib.fp_slots_copy(slots, source.ctypes.data, 40 * step, destination.ctypes.data, 7))
+    assert (destination[: 10 * step] == step).all() and not destination[10 * step :].any()
+    lines = record()
+    sources += [line.split()[3] for line in lines if line.startswith("copy")]
+    assert not any("synchronize" in line for line in lines), lines
+assert len(set(sources)) == 5 and str(source.ctypes.data) not in sources
+fake.fake_finish_copies()
+host.check(lib.fp_slots_copy(slots, source.ctypes.data, 400, destination.ctypes.data, 7))
+assert [line.split()[3] for line in record() if line.startswith("copy")][0] in sources
+assert lib.fp_slots_copy(slots, source.ctypes.data, 401, destination.ctypes.data, 7) == host.INTERNAL
+lib.fp_slots_destroy(slots)
+""")
+
+
+def test_planning_on_the_device_is_one_launch() -> None:
+    with_fake_driver("""
+import numpy as np
+planner, memory, lens = kernel(b"plan"), np.zeros(1 << 18, np.uint8), np.array([5, 700], np.int64)
+tables = host.Tables(seq_lens=lens.ctypes.data, table_stride=50, table_columns=50, seq_lens_are_int64=1, batch=2,
+                     q_len_per_request=1, page_size=16, num_q_heads=8, num_kv_heads=2, window_left=-1)
+record()
+def plan(capacity, pdl):
+    return lib.fp_tables_plan(planner, byref(tables), byref(Planning.schedule), memory.ctypes.data, capacity, 7, pdl)
+host.check(plan(memory.nbytes, 1))
+(line,) = record()
+assert line.startswith("launch plan grid=1 block=384 shared=100000 stream=7 attribute6=1 "), line
+assert not memory.any()
+assert plan(1000, 0) == host.WORKSPACE_TOO_SMALL and record() == []
+tables.batch = -1
+assert plan(memory.nbytes, 0) == host.INTERNAL
+""")
+
+
 def test_a_captured_plans_slot_is_never_written_again() -> None:
     with_fake_driver("""
 planning = Planning()

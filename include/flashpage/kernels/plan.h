@@ -5,34 +5,19 @@
 
 namespace flashpage {
 
-// A warp looks for a request, 32 at a time; all its threads know what one of them would.
-struct WarpSearcher {
-  static constexpr i32 count = plan::warp;
+struct WarpVote {
   i32 lane;
 
-  FP_DEVICE i32 request_at(const plan::Request* requests, i32 batch, i32 from, double cost) const {
-    const i32 near = advance(requests, batch, from, 1, cost);
-    if (near < from + count) return near;
-    i32 low = near;  // the next ones in strides
-    while (true) {
-      const i32 next = advance(requests, batch, low, count, cost);
-      if (next < low + count * count) return advance(requests, batch, next, 1, cost);
-      low = next;
-    }
+  template <class Holds>
+  FP_DEVICE i32 count(Holds&& holds) const {
+    return __popc(__ballot_sync(0xffffffff, holds(lane)));
   }
-  FP_DEVICE bool writes() const { return lane == 0; }
-
- private:
-  // The last of `from` and 32 others, `stride` apart, that begins at or before `cost`.
-  FP_DEVICE i32 advance(const plan::Request* requests, i32 batch, i32 from, i32 stride, double cost) const {
-    const i32 mine = from + (lane + 1) * stride;
-    const bool begins = mine < batch && requests[mine].cost <= cost;
-    return from + stride * __popc(__ballot_sync(0xffffffff, begins));
-  }
+  FP_DEVICE bool leads() const { return lane == 0; }
 };
 
 struct CtaThreads {
-  using Searcher = WarpSearcher;
+  using Vote = WarpVote;
+  static constexpr i32 searching = plan::warp;  // threads
 
   template <class Body>
   FP_DEVICE void phase(Body&& body) const {

@@ -114,7 +114,7 @@ class TablePlanner {
     read_lengths();
     lay_out();
     threads_.phase([&](i32 thread) {
-      if (thread < Threads::Searcher::count) partition(typename Threads::Searcher{thread});
+      if (thread < Threads::searching) partition({{thread}});
     });
     count_lanes();
     write();
@@ -157,7 +157,7 @@ class TablePlanner {
     });
   }
 
-  FP_HOST_DEVICE void partition(const typename Threads::Searcher& searcher) {
+  FP_HOST_DEVICE void partition(const WarpSearcher<typename Threads::Vote>& searcher) {
     const i32 num_ctas = given_.schedule.num_ctas;
     const Partition found =
         Partitioner(given_.model, given_.rules, division(), searcher).run(work_.ends, work_.ends + num_ctas);

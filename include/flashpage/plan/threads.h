@@ -2,7 +2,7 @@
 // phase is read in later ones, by any thread, and in the same one by nobody else. Nothing else connects threads, so a
 // host may take them one by one (csrc/table_planner.cpp), in any order.
 #pragma once
-#include "flashpage/common/math.h"
+#include "flashpage/plan/lengths.h"
 
 namespace flashpage::plan {
 
@@ -15,6 +15,34 @@ template <class Body>
 FP_HOST_DEVICE void by_warps(i32 thread, i32 count, Body&& body) {
   for (i32 i = thread / warp; i < count; i += num_threads / warp) body(i, thread % warp, warp);
 }
+
+// A Partitioner's searcher that looks at 32 requests at a time. Vote::count(holds): for how many lanes of a warp
+// holds(lane) is true; all of them know, and do otherwise what one thread would.
+template <class Vote>
+struct WarpSearcher {
+  Vote vote;
+
+  FP_HOST_DEVICE i32 request_at(const Request* requests, i32 batch, i32 from, double cost) const {
+    const i32 near = advance(requests, batch, from, 1, cost);
+    if (near < from + warp) return near;
+    i32 low = near;  // the next ones in strides
+    while (true) {
+      const i32 next = advance(requests, batch, low, warp, cost);
+      if (next < low + warp * warp) return advance(requests, batch, next, 1, cost);
+      low = next;
+    }
+  }
+  FP_HOST_DEVICE bool writes() const { return vote.leads(); }
+
+ private:
+  // The last of `from` and 32 others, `stride` apart, that begins at or before `cost`.
+  FP_HOST_DEVICE i32 advance(const Request* requests, i32 batch, i32 from, i32 stride, double cost) const {
+    return from + stride * vote.count([&](i32 lane) {
+      const i32 mine = from + (lane + 1) * stride;
+      return mine < batch && requests[mine].cost <= cost;
+    });
+  }
+};
 
 // body(i) for every i < count; ends with a barrier.
 template <class Threads, class Body>
