@@ -104,10 +104,13 @@ FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max
 struct fp_tables {
   const int32_t* q_indptr;      // rows, [batch + 1]; null: q_len_per_request rows each
   const void* seq_lens;         // tokens, [batch]
+  const void* table_rows;       // rows of the block tables, [batch]; null: 0, 1, 2, ...
   const int32_t* num_requests;  // [1]; null: batch
-  int64_t table_stride;         // entries between two rows of the block table, [batch, table_columns] of i32
-  int32_t table_columns;        // pages
-  int32_t seq_lens_are_int64;
+  int64_t table_stride;         // entries between two rows of the block tables, [num_table_rows, table_columns] of i32
+  int32_t num_table_rows;
+  int32_t table_columns;   // pages
+  int32_t lens_are_int64;  // seq_lens
+  int32_t rows_are_int64;  // table_rows
   int32_t batch;
   int32_t q_len_per_request;
   int32_t max_rows;  // of q, where q_indptr is given

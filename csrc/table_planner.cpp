@@ -102,16 +102,27 @@ int32_t fp_tables_plan(const fp_kernel* kernel, const fp_tables* tables, const f
   }
   const plan::Heads heads = heads_of(*tables);
   char* const memory = static_cast<char*>(destination);
-  const plan::TablePlan params{
-      {tables->q_indptr, tables->seq_lens, tables->num_requests, tables->table_stride, tables->table_columns,
-       tables->batch, tables->q_len_per_request, tables->max_rows, tables->page_size, tables->seq_lens_are_int64 != 0},
-      heads,
-      schedule,
-      plan::CostModel(heads, schedule),
-      plan::CutRules(schedule),
-      memory,
-      reinterpret_cast<plan::CutUnit*>(memory + layout.units),
-      memory + layout.workspace};
+  const plan::Tables lengths{.q_indptr = tables->q_indptr,
+                             .seq_lens = tables->seq_lens,
+                             .table_rows = tables->table_rows,
+                             .num_requests = tables->num_requests,
+                             .table_stride = tables->table_stride,
+                             .num_table_rows = tables->num_table_rows,
+                             .table_columns = tables->table_columns,
+                             .batch = tables->batch,
+                             .q_len_per_request = tables->q_len_per_request,
+                             .max_rows = tables->max_rows,
+                             .page_size = tables->page_size,
+                             .lens_are_int64 = tables->lens_are_int64 != 0,
+                             .rows_are_int64 = tables->rows_are_int64 != 0};
+  const plan::TablePlan params{lengths,
+                               heads,
+                               schedule,
+                               plan::CostModel(heads, schedule),
+                               plan::CutRules(schedule),
+                               memory,
+                               reinterpret_cast<plan::CutUnit*>(memory + layout.units),
+                               memory + layout.workspace};
   if (kernel != nullptr) return fp_launch(kernel, &params, 1, stream, enable_pdl);
   TurnedThreads threads;
   const plan::Workspace work(params.workspace, tables->batch, schedule.num_ctas);

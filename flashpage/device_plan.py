@@ -31,6 +31,7 @@ class DecodeOnDevice:
         head_dim: int,
         page_size: int,
         *,
+        table_rows: torch.Tensor | None = None,
         num_requests: torch.Tensor | None = None,
         pos_encoding_mode: str = "NONE",
         window_left: int = -1,
@@ -54,6 +55,8 @@ class DecodeOnDevice:
             seq_lens: [batch] int32 or int64 on the device, tokens of each request.
             block_tables: [batch, pages] int32 on the device, read in place: page numbers of each request, as many as
                 its tokens need; what follows is not looked at.
+            table_rows: [batch] int32 or int64 on the device, the row of `block_tables` that each request has (a pool's
+                table of all requests is read in place); None: 0, 1, 2, ...
             num_requests: [1] int32 on the device: how many of the batch's requests there are; nothing is planned and no
                 row is written for those behind them. None: all.
             The others are those of `plan`.
@@ -70,6 +73,7 @@ class DecodeOnDevice:
         tables = TableLengths(
             *(self.device, seq_lens, block_tables),
             q_indptr=None,
+            table_rows=table_rows,
             num_requests=num_requests,
             max_rows=0,
             options=self._options,
@@ -95,6 +99,7 @@ class PrefillOnDevice:
         page_size: int,
         *,
         max_rows: int | None = None,
+        table_rows: torch.Tensor | None = None,
         num_requests: torch.Tensor | None = None,
         head_dim_vo: int | None = None,
         causal: bool = False,
@@ -122,6 +127,8 @@ class PrefillOnDevice:
                 its tokens need; what follows is not looked at.
             max_rows: rows of the q that runs are given; those that belong to no request are left alone. None: the
                 constructor's.
+            table_rows: [batch] int32 or int64 on the device, the row of `block_tables` that each request has (a pool's
+                table of all requests is read in place); None: 0, 1, 2, ...
             num_requests: [1] int32 on the device: how many of the batch's requests there are; nothing is planned and no
                 row is written for those behind them. None: all.
             The others are those of `plan`.
@@ -144,6 +151,7 @@ class PrefillOnDevice:
         tables = TableLengths(
             *(self.device, seq_lens, block_tables),
             q_indptr=arguments.tensor(qo_indptr, "qo_indptr", PlanError),
+            table_rows=table_rows,
             num_requests=num_requests,
             max_rows=arguments.whole("max_rows", max_rows, 0),
             options=self._options,

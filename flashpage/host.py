@@ -154,9 +154,10 @@ class Schedule(ctypes.Structure):
 
 class Tables(ctypes.Structure):
     _fields_ = [
-        *_all(c_void_p, "q_indptr seq_lens num_requests"),
+        *_all(c_void_p, "q_indptr seq_lens table_rows num_requests"),
         ("table_stride", c_int64),
-        *_all(c_int32, "table_columns seq_lens_are_int64 batch q_len_per_request max_rows page_size"),
+        *_all(c_int32, "num_table_rows table_columns lens_are_int64 rows_are_int64"),
+        *_all(c_int32, "batch q_len_per_request max_rows page_size"),
         *_all(c_int32, "num_q_heads num_kv_heads causal window_left"),
     ]
 

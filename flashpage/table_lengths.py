@@ -12,6 +12,8 @@ from .errors import PlanError
 from .lengths import batch_of
 from .problem import Options
 
+_INTEGERS = (torch.int32, torch.int64)
+
 
 class TableLengths:
     """Sequence lengths and block tables of one batch, kept alive for the graphs that read them at every replay.
@@ -27,12 +29,16 @@ class TableLengths:
         block_tables: Any,
         *,
         q_indptr: Any,
+        table_rows: Any,
         num_requests: Any,
         max_rows: int,
         options: Options,
     ) -> None:
-        self.batch = _entries(seq_lens, "seq_lens", device, (torch.int32, torch.int64))
-        self.seq_lens, self.tables, self.q_indptr = seq_lens, _check_tables(block_tables, self.batch, device), q_indptr
+        self.batch = _entries(seq_lens, "seq_lens", device, _INTEGERS)
+        if table_rows is not None and _entries(table_rows, "table_rows", device, _INTEGERS) != self.batch:
+            raise PlanError(f"table_rows has {len(table_rows)} entries but seq_lens {self.batch}: pass one a request.")
+        self.tables = _check_tables(block_tables, self.batch if table_rows is None else 1, device)
+        self.seq_lens, self.q_indptr, self.table_rows = seq_lens, q_indptr, table_rows
         self.num_requests, self.page_size, self.rows_a_request = num_requests, options.page_size, options.uniform_q_len
         if q_indptr is not None:
             _entries(q_indptr, "qo_indptr", device, (torch.int32,))
@@ -47,10 +53,13 @@ class TableLengths:
         self.struct = host.Tables(
             q_indptr=None if q_indptr is None else q_indptr.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
+            table_rows=None if table_rows is None else table_rows.data_ptr(),
             num_requests=None if num_requests is None else num_requests.data_ptr(),
             table_stride=self.tables.stride(0),
+            num_table_rows=self.tables.shape[0],
             table_columns=self.tables.shape[1],
-            seq_lens_are_int64=seq_lens.dtype is torch.int64,
+            lens_are_int64=seq_lens.dtype is torch.int64,
+            rows_are_int64=table_rows is not None and table_rows.dtype is torch.int64,
             batch=self.batch,
             q_len_per_request=options.uniform_q_len,
             max_rows=self.max_rows,
@@ -65,13 +74,15 @@ class TableLengths:
         struct.causal, struct.window_left = options.causal, options.window_left
 
     def numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q_indptr, where each request's pages begin in the flattened tables, and tokens; copied to the host."""
+        """q_indptr, pages of one request behind the other, and tokens; copied to the host."""
         count = self.batch if self.num_requests is None else max(0, min(self.batch, int(self.num_requests)))
         if self.q_indptr is None:
             q_indptr = torch.arange(count + 1) * self.rows_a_request
         else:
             q_indptr = self.q_indptr[: count + 1].cpu().long()
-        return q_indptr, torch.arange(count + 1) * self.tables.stride(0), self.seq_lens[:count].cpu().long()
+        lens = self.seq_lens[:count].cpu().long()
+        pages = -(-lens // self.page_size)
+        return q_indptr, torch.cat([pages.new_zeros(1), pages.cumsum(0)]), lens
 
     def _check_numbers(self) -> None:
         q_indptr, _, lens = self.numbers()
@@ -84,8 +95,16 @@ class TableLengths:
             if bool(wrong.any()):
                 i = int(wrong.nonzero()[0])
                 raise PlanError(f"{name} has {int(numbers[i])} for request {i}, which {says}.")
-        pages = -(-lens // self.page_size)
-        used = self.tables[: len(lens)].cpu()[torch.arange(self.tables.shape[1]) < pages[:, None]]
+        pages, tables = -(-lens // self.page_size), self.tables
+        if self.table_rows is not None:
+            rows = self.table_rows[: len(lens)].long()
+            if bool(((rows < 0) | (rows >= len(tables))).any()):
+                raise PlanError(
+                    f"table_rows reaches {int(rows.max())} (least {int(rows.min())}) but block_tables has "
+                    f"{len(tables)} rows: pass the rows that requests have."
+                )
+            tables = tables[rows]
+        used = tables[: len(lens)].cpu()[torch.arange(tables.shape[1]) < pages[:, None]]
         if used.numel():
             least, self.max_page = int(used.min()), int(used.max())
             if least < 0:

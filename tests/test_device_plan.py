@@ -138,6 +138,23 @@ def test_requests_all_there_and_lengths_in_64_bits(device: str) -> None:
     steps.check(i, steps.run(wrapper, i))
 
 
+@MAKE
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_of_a_pools_table(make: Callable[[str], Steps], dtype: torch.dtype, device: str) -> None:
+    """Requests in any rows of one table of all requests; those of no request hold what would be noticed."""
+    steps, i = make(device), 0
+    lengths, wrapper = OnDevice(steps), steps.wrapper()
+    lengths.load(i)
+    rows = torch.tensor([6, 0, 3, 8, 5][: len(lengths.seq_lens)], device=device)
+    pool = torch.full((9, lengths.block_tables.shape[1]), UNUSED, dtype=torch.int32, device=device)
+    pool[rows] = lengths.block_tables
+    lengths.block_tables = pool
+    steps.load(i)
+    lengths.plan(wrapper, i, table_rows=rows.to(dtype))
+    steps.run_loaded(wrapper)
+    steps.check(i, Outputs(steps.out, steps.lse))
+
+
 def test_plans_of_host_and_device_take_turns(device: str) -> None:
     """Whatever was planned last is what runs; reading the plan's arrays copies them back."""
     steps = decode_steps(device)
@@ -183,6 +200,8 @@ ERRORS = [
     ({"block_tables": torch.zeros((2, 2), dtype=torch.int32).t()}, "contiguous rows"),
     ({"block_tables": torch.tensor([[0, -7], [2, 0]], dtype=torch.int32)}, "block_tables has page -7 in use"),
     ({"num_requests": torch.zeros(2, dtype=torch.int32)}, r"num_requests has shape \(2,\): pass one number"),
+    ({"table_rows": torch.zeros(3, dtype=torch.int32)}, "table_rows has 3 entries but seq_lens 2: pass one a request"),
+    ({"table_rows": torch.tensor([0, 2])}, r"table_rows reaches 2 \(least 0\) but block_tables has 2 rows"),
     ({"num_qo_heads": 5}, "num_qo_heads=5 is not a multiple"),
 ]
 

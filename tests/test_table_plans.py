@@ -88,6 +88,10 @@ def test_numbers_out_of_range_are_taken_to_its_ends(device: str) -> None:
     tables = TableBatch(given, 4, 4)
     made = tables.tables(device)
     assert made.plan(PREFILL, kernel_of(device)) == TableBatch(clamped, 4, 4).host_plan(PREFILL)
+    rows = torch.tensor([7, -7, 1], device=device)
+    made.struct.table_rows, made.struct.rows_are_int64 = rows.data_ptr(), 1
+    offsets = [int(item["kv_offset"]) for item in items_of(made.plan(PREFILL, kernel_of(device)))]
+    assert set(offsets) == {2 * 4, 0, 1 * 4}
     made.q_indptr.copy_(torch.tensor([-1, 2, 1, 99]))  # type: ignore[union-attr]
     made.struct.max_rows = 6
     items = items_of(made.plan(PREFILL, kernel_of(device)))

@@ -10,37 +10,40 @@ namespace flashpage::plan {
 struct Tables {
   const i32* q_indptr;      // rows, [batch + 1]; null: q_len_per_request rows each
   const void* seq_lens;     // tokens, [batch], i32 or i64
+  const void* table_rows;   // rows of the block tables, [batch], i32 or i64; null: 0, 1, 2, ...
   const i32* num_requests;  // [1], at most batch; null: batch
-  i64 table_stride;         // entries from a request's row of the block table to the next one's
-  i32 table_columns;        // pages of a row
+  i64 table_stride;         // entries from a row of the block tables to the next one
+  i32 num_table_rows;
+  i32 table_columns;  // pages of a row
   i32 batch;
   i32 q_len_per_request;
   i32 max_rows;   // of q
   i32 page_size;  // tokens
-  bool is_int64;  // seq_lens
+  bool lens_are_int64;
+  bool rows_are_int64;
 
   FP_HOST_DEVICE i32 requests() const {
     return num_requests == nullptr ? batch : max_of(0, min_of(batch, *num_requests));
   }
 
   FP_HOST_DEVICE Request request(i32 i, i32 group, i32 tile_q) const {
-    const i64 given = is_int64 ? static_cast<const i64*>(seq_lens)[i] : static_cast<const i32*>(seq_lens)[i];
     const i64 most = min_of(static_cast<i64>(table_columns) * page_size, max_i32);
+    const i64 kv_len = within(number(seq_lens, lens_are_int64, i), most);
+    const i64 row = table_rows == nullptr ? i : within(number(table_rows, rows_are_int64, i), num_table_rows - 1);
     i32 q_begin = i * q_len_per_request, q_end = q_begin + q_len_per_request;
     if (q_indptr != nullptr) {
       q_begin = max_of(0, min_of(q_indptr[i], max_rows));
       q_end = max_of(q_begin, min_of(q_indptr[i + 1], max_rows));
     }
-    const i32 q_len = q_end - q_begin;
-    return {i * table_stride,
-            0,
-            q_begin,
-            q_len,
-            static_cast<i32>(max_of<i64>(0, min_of(given, most))),
-            ceil_div(q_len * group, tile_q),
-            0,
-            0.0};
+    const i32 q_len = q_end - q_begin, tiles = ceil_div(q_len * group, tile_q);
+    return {row * table_stride, 0, q_begin, q_len, static_cast<i32>(kv_len), tiles, 0, 0.0};
   }
+
+ private:
+  FP_HOST_DEVICE static i64 number(const void* numbers, bool are_int64, i32 i) {
+    return are_int64 ? static_cast<const i64*>(numbers)[i] : static_cast<const i32*>(numbers)[i];
+  }
+  FP_HOST_DEVICE static i64 within(i64 number, i64 most) { return max_of<i64>(0, min_of(number, most)); }
 };
 
 // All that planning needs, by value.
