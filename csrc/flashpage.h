@@ -67,6 +67,7 @@ struct fp_schedule {
   int32_t max_pieces;          // of one unit; 0: no limit; a fixed split knows none
   int32_t fixed_piece_tokens;  // > 0: batch-invariant, units are cut at its multiples; -1: never cut; 0: balance
   int32_t merge_rows;          // packed rows a merge item at most
+  int32_t wave_tokens;         // runs: tokens of a KV head that the L2 keeps: CTAs read about so many at a time; 0: any
 };
 
 struct fp_plan_result {

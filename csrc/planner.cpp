@@ -26,7 +26,8 @@ plan::Schedule host::to_schedule(const fp_schedule& schedule) {
           .min_piece_tokens = schedule.min_piece_tokens,
           .max_pieces = schedule.max_pieces,
           .fixed_piece_tokens = schedule.fixed_piece_tokens,
-          .merge_rows = schedule.merge_rows};
+          .merge_rows = schedule.merge_rows,
+          .wave_tokens = schedule.wave_tokens};
 }
 
 static constexpr int32_t max_kv_heads = 65535;  // CtaItems::kv_head and walk are 16 bits
@@ -76,7 +77,8 @@ static void fill_result(const plan::LengthTotals& totals, fp_plan_result* result
 struct Scratch {
   std::vector<plan::Request> requests;
   std::vector<plan::Lane> lanes;
-  std::vector<plan::Cut> ends;
+  std::vector<plan::Cut> ends, early_ends;
+  std::vector<double> early_loads;
   std::vector<plan::Totals> before;
   std::vector<plan::CutUnit> units;
 };
@@ -116,20 +118,24 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
 
   const plan::CostModel model(heads, schedule);
   const plan::CutRules rules(schedule);
-  const int32_t copies = plan::copies_on_axis(schedule, heads.num_kv_heads);
-  plan::lay_on_axis(model, copies, problem->batch, requests);
+  const plan::Axis axis = plan::make_axis(schedule, heads.num_kv_heads, totals.kv_tokens, totals.max_kv_len);
+  plan::lay_on_axis(model, axis.copies, problem->batch, requests);
   plan::Lane* lanes = at_least(scratch.lanes, schedule.num_ctas);
-  const auto made = plan::Lanes::make(schedule, heads.num_kv_heads, lanes);
+  const auto made = plan::Lanes::make(schedule, heads.num_kv_heads, axis, lanes);
   for (int32_t i = 0; i < made.num_full(); ++i) made.write_full(i, lanes);
-  const plan::Division division{requests, problem->batch, copies, totals.units / (heads.num_kv_heads / copies), lanes,
-                                made};
+  const plan::Division division{
+      requests, problem->batch, axis, totals.units / (heads.num_kv_heads / axis.copies), lanes, made};
   plan::Cut* ends = at_least(scratch.ends, 2 * schedule.num_ctas);
-  const plan::Partition partition =
-      plan::Partitioner(model, rules, division, plan::OneSearcher{}).run(ends, ends + schedule.num_ctas);
+  plan::Cut* early_ends = at_least(scratch.early_ends, (axis.waves - 1) * schedule.num_ctas);
+  const plan::OneSearcher searcher;
+  const plan::Partitioner partitioner(model, rules, division, searcher);
+  const plan::Start last_wave = partitioner.early_waves(early_ends, at_least(scratch.early_loads, schedule.num_ctas));
+  const plan::Partition partition = partitioner.run(last_wave, ends, ends + schedule.num_ctas);
 
   plan::Totals* before = at_least(scratch.before, made.count + 1);
   const auto emitter = [&](plan::CutUnit* units) {
-    return plan::Emitter(model, schedule, division, partition.ends, heads.num_kv_heads, before, units, buffer);
+    return plan::Emitter(model, schedule, division, early_ends, partition.ends, heads.num_kv_heads, before, units,
+                         buffer);
   };
   const plan::Emitter counter = emitter(nullptr);
   before[0] = {};
@@ -155,8 +161,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   const plan::Emitter writer = emitter(at_least(scratch.units, num_units));
   std::memcpy(buffer, &header, sizeof(header));
   for (int32_t lane = 0; lane < made.count; ++lane) {
-    writer.write_lane(lane);
-    writer.write_whole(lane, 0, 1);
+    writer.write_all(lane);
     writer.write_resumed(lane);
   }
   for (int32_t lane = 0; lane < made.count; ++lane) writer.write_starts(lane, 0, 1);

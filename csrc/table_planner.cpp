@@ -58,7 +58,7 @@ Layout layout_of(const fp_tables& tables, const plan::Schedule& schedule) {
   const plan::Capacity capacity{tables.batch, one_row ? 0 : rows, tables.batch * tokens, tokens};
   const plan::Bounds bounds = plan::bounds(capacity, heads, schedule);
   const i64 tiles = ceil_div<i64>(rows * heads.group(), schedule.tile_q) + tables.batch;
-  const i64 units = schedule.fixed() ? plan::copies_on_axis(schedule, heads.num_kv_heads) * tiles : schedule.num_ctas;
+  const i64 units = schedule.fixed() ? plan::one_wave(schedule, heads.num_kv_heads).copies * tiles : schedule.num_ctas;
   Layout layout{};
   layout.units = round_up<i64>(bounds.bytes, 16);
   layout.workspace = round_up<i64>(layout.units + units * sizeof(plan::CutUnit), 16);

@@ -244,7 +244,15 @@ def schedule(choice: Choice, options: Options, num_ctas: int) -> host.Schedule:
         max_pieces=cost.max_pieces if piece == SPLIT_BALANCED else 0,
         fixed_piece_tokens=piece,
         merge_rows=cost.merge_rows,
+        wave_tokens=_wave_tokens(choice.spec),
     )
+
+
+_WAVE_BYTES = 16 << 20  # a third of Hopper's L2 (tests/bench/NOTES.md)
+
+
+def _wave_tokens(spec: KernelSpec) -> int:
+    return _WAVE_BYTES // ((spec.head_dim_qk + spec.head_dim_vo) * spec.kv_dtype.size) if spec.backend == "cuda" else 0
 
 
 def _sm_name(sm: int) -> str:

@@ -148,7 +148,7 @@ class Schedule(ctypes.Structure):
     _fields_ = [
         *_all(c_int32, "num_ctas walk tile_q tile_kv"),
         *_all(c_float, "ns_per_token ns_per_unit ns_per_piece"),
-        *_all(c_int32, "min_piece_tokens max_pieces fixed_piece_tokens merge_rows"),
+        *_all(c_int32, "min_piece_tokens max_pieces fixed_piece_tokens merge_rows wave_tokens"),
     ]
 
 

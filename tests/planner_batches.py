@@ -47,6 +47,7 @@ class Cutting:
     max_pieces: int = 0
     fixed_piece_tokens: int = 0
     merge_rows: int = 8
+    wave_tokens: int = 0
 
     def struct(self) -> host.Schedule:
         return host.Schedule(**dataclasses.asdict(self))

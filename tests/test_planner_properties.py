@@ -52,6 +52,7 @@ def random_case(rng: np.random.Generator) -> tuple[Batch, Cutting]:
         max_pieces=int(rng.choice([0, 0, 0, 2, 8, 32])),
         fixed_piece_tokens=int(rng.choice([0, 0, 0, 0, -1, 100, 512])),
         merge_rows=int(rng.choice([1, 8, 64])),
+        wave_tokens=int(rng.choice([0, 0, 3000, 32768])),
     )
     return batch, cutting
 
@@ -99,6 +100,7 @@ def small_cases(draw: st.DrawFn) -> tuple[Batch, Cutting]:
         max_pieces=draw(st.sampled_from([0, 1, 3])),
         fixed_piece_tokens=draw(st.sampled_from([0, 0, 0, 64, -1])),
         merge_rows=draw(st.sampled_from([1, 8])),
+        wave_tokens=draw(st.sampled_from([0, 0, 40, 1000])),
     )
     return batch, cutting
 

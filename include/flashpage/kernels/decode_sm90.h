@@ -27,7 +27,7 @@ struct DecodeSm90 {
     shared.ring.init(DecodeLoad<Traits>::SlotLoader::arrivals, Warps::team);
     shared.place_ring.init(Warps::place_arrivals, Warps::computing);
     if (threadIdx.x < Warps::teams) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.cleared[threadIdx.x]), Warps::team);
+      ptx::mbarrier_init(ptx::shared_address(&shared.cleared[threadIdx.x]), 32 * Warps::team);
       ptx::mbarrier_init_fence();
     }
     if (Traits::loader == Loader::boxes && threadIdx.x == 0) {

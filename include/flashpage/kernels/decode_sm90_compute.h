@@ -157,10 +157,11 @@ struct DecodeCompute {
           make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_bulk_copies();
-    __syncwarp();
-    if constexpr (Warps::team > 1) {  // in shared memory: racecheck loses the named barriers of a kernel with several
+    if constexpr (Warps::team == 1) {
+      __syncwarp();
+    } else {  // in shared memory: racecheck loses the named barriers of a kernel with several
       const u32 barrier = ptx::shared_address(&shared.cleared[team]);
-      if (lane == 0) ptx::mbarrier_arrive(barrier);
+      ptx::mbarrier_arrive(barrier);
       ptx::mbarrier_wait(barrier, clearings++ & 1);
     }
   }

@@ -20,11 +20,13 @@ struct Bounds {
   i64 partial_rows;
 };
 
-// Balanced: pieces at most two a cut, and one cut a lane; items at most one a request and four a lane and head.
+// Balanced: pieces at most two a cut, and one cut a lane; items at most one a request and four a wave, lane and head.
 // Fixed split: one piece a chunk and row tile; the worst batch has all rows and all tokens in one request.
 inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedule& schedule) {
   std::vector<Lane> small(schedule.num_ctas);
-  const Lanes lanes = Lanes::make(schedule, heads.num_kv_heads, small.data());
+  // The most lanes and waves are those of one request that has all tokens.
+  const Axis axis = make_axis(schedule, heads.num_kv_heads, capacity.kv_tokens, capacity.kv_tokens);
+  const Lanes lanes = Lanes::make(schedule, heads.num_kv_heads, axis, small.data());
   const bool one_row = capacity.q_rows == 0;
   const i64 group = heads.group(), num_kv_heads = heads.num_kv_heads;
   const i64 packed_rows = (one_row ? capacity.batch : capacity.q_rows) * group;
@@ -37,20 +39,20 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
     most_heads = max_of<i64>(most_heads, small[l].heads);
   }
 
-  i64 items = capacity.batch + 4 * lane_heads, merges = 0, partial_rows = 0;
+  i64 items = capacity.batch + 4 * lane_heads * axis.waves, merges = 0, partial_rows = 0;
   if (schedule.fixed()) {
     const i64 chunks = capacity.kv_tokens / schedule.fixed_piece_tokens;  // and one begun chunk a unit
     const i64 chunks_of_one = min_of(chunks, capacity.kv_tokens_of_one / schedule.fixed_piece_tokens);
     const i64 tiles = ceil_div<i64>(packed_rows, schedule.tile_q) + capacity.batch;
     const i64 tiles_of_one = ceil_div<i64>(packed_rows_of_one, schedule.tile_q);
     const i64 cut_tiles = min_of(tiles, chunks * tiles_of_one);
-    const i64 axis_copies = max_of<i64>(copies_on_axis(schedule, heads.num_kv_heads), most_heads);
+    const i64 axis_copies = max_of<i64>(axis.copies, most_heads);
     items += axis_copies * (2 * cut_tiles + min_of(chunks * tiles_of_one, chunks_of_one * tiles));
     merges = num_kv_heads * cut_tiles * merges_of_unit;
     const i64 chunk_rows = min_of(chunks * packed_rows_of_one, chunks_of_one * packed_rows);
     partial_rows = num_kv_heads * (min_of(packed_rows, chunks * packed_rows_of_one) + chunk_rows);
   } else if (schedule.balanced() && capacity.kv_tokens >= 2 * static_cast<i64>(schedule.min_piece_tokens)) {
-    const i64 cuts = (lanes.count - 1) * (num_kv_heads / copies_on_axis(schedule, heads.num_kv_heads));
+    const i64 cuts = (lanes.count - 1) * (num_kv_heads / axis.copies);
     merges = cuts * merges_of_unit;
     partial_rows = 2 * cuts * unit_rows;
   }

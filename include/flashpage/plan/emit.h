@@ -33,46 +33,53 @@ class Emitter {
  public:
   // `before`: [lanes.count + 1], of the lanes before each; once that is known, `units` has as many entries as the last
   // one counts, and `bytes` as many bytes as header() says.
-  FP_HOST_DEVICE Emitter(const CostModel& model, const Schedule& schedule, const Division& division, const Cut* ends,
-                         i32 num_kv_heads, const Totals* before, CutUnit* units, void* bytes)
+  FP_HOST_DEVICE Emitter(const CostModel& model, const Schedule& schedule, const Division& division,
+                         const Cut* early_ends, const Cut* ends, i32 num_kv_heads, const Totals* before, CutUnit* units,
+                         void* bytes)
       : model_(model),
         schedule_(schedule),
         requests_(division.requests),
         lane_(division.lane),
+        early_ends_(early_ends),
         ends_(ends),
         before_(before),
         units_(units),
         batch_(division.batch),
         num_lanes_(division.lanes.count),
         num_small_(division.lanes.num_small),
-        copies_(division.copies),
-        members_(num_kv_heads / division.copies),
+        last_wave_(division.axis.waves - 1),
+        copies_(division.axis.copies),
+        members_(num_kv_heads / division.axis.copies),
         bytes_(static_cast<char*>(bytes)) {}
 
   FP_HOST_DEVICE Totals count(i32 lane) const {
     Totals at{};
-    walk<false>(lane, at);
+    for (i32 wave = 0; wave <= last_wave_; ++wave) walk<false>(wave, lane, at);
     return at;
   }
 
   // What begins in the lane: its items, and units that it cuts; but not what write_whole writes.
   FP_HOST_DEVICE void write_lane(i32 lane) const {
     Totals at = before_[lane];
-    walk<true>(lane, at);
+    for (i32 wave = 0; wave <= last_wave_; ++wave) walk<true>(wave, lane, at);
   }
 
   // Requests that lie in the lane as a whole, where a fixed split cuts none of them: one of `parts` shares of them.
   FP_HOST_DEVICE void write_whole(i32 lane, i32 part, i32 parts) const {
-    Cut at = begin_of(lane);
-    const Cut end = ends_[lane];
+    if (schedule_.fixed()) return;
     Totals before = before_[lane];
-    if (schedule_.fixed() || !leave_resumed(lane, at, before) || at.request >= end.request) return;
-    whole_units<false>(lane, at, units_up_to(at, {at.request, copies_, 0, -1}), before);
-    const i32 first = at.request + 1, number = requests_[first].number;
-    for (i32 i = first + part; i < end.request; i += parts) {
-      Totals to = before;
-      to.items += requests_[i].number - number;
-      run_of_units<true>(lane, {i, 0, 0, -1}, copies_ * requests_[i].tiles, to);
+    for (i32 wave = 0; wave <= last_wave_; ++wave) {
+      write_whole(wave, lane, before, part, parts);
+      if (wave < last_wave_) walk<false>(wave, lane, before);
+    }
+  }
+
+  // Both, for who writes alone.
+  FP_HOST_DEVICE void write_all(i32 lane) const {
+    Totals at = before_[lane];
+    for (i32 wave = 0; wave <= last_wave_; ++wave) {
+      if (!schedule_.fixed()) write_whole(wave, lane, at, 0, 1);
+      walk<true>(wave, lane, at);
     }
   }
 
@@ -81,8 +88,9 @@ class Emitter {
     const Resumed resumed = resumed_by(lane);
     if (!resumed.exists) return;
     Totals at = before_[lane];
+    for (i32 wave = 0; wave < last_wave_; ++wave) walk<false>(wave, lane, at);
     CutUnit& unit = units_[at.units - 1];
-    put_pieces(lane, begin_of(lane), resumed.begin, resumed.end, unit, at);
+    put_pieces(lane, begin_of(last_wave_, lane), resumed.begin, resumed.end, unit, at);
     if (resumed.ends_unit) unit.pieces = static_cast<i32>(at.pieces) - unit.first_piece;
   }
 
@@ -146,17 +154,23 @@ class Emitter {
   }
 
  private:
-  // Of a unit that began in an earlier lane.
+  // Of a unit that began in an earlier lane: in the last wave, as only that one cuts units.
   struct Resumed {
     bool exists;
     bool ends_unit;
     i32 begin, end;  // tokens
   };
 
-  FP_HOST_DEVICE Cut begin_of(i32 lane) const { return lane == 0 ? Cut{} : ends_[lane - 1]; }
+  FP_HOST_DEVICE Cut end_of(i32 wave, i32 lane) const {
+    return wave == last_wave_ ? ends_[lane] : early_ends_[wave * num_lanes_ + lane];
+  }
+  FP_HOST_DEVICE Cut begin_of(i32 wave, i32 lane) const {
+    if (lane > 0) return end_of(wave, lane - 1);
+    return wave > 0 ? end_of(wave - 1, num_lanes_ - 1) : Cut{};
+  }
 
   FP_HOST_DEVICE Resumed resumed_by(i32 lane) const {
-    const Cut begin = begin_of(lane), end = ends_[lane];
+    const Cut begin = begin_of(last_wave_, lane), end = ends_[lane];
     if (!begin.inside()) return {false, false, 0, 0};
     const bool stays = begin.same_unit(end);
     if (stays && !end.inside()) return {false, false, 0, 0};  // an empty lane
@@ -172,11 +186,24 @@ class Emitter {
     return resumed.ends_unit;
   }
 
+  FP_HOST_DEVICE void write_whole(i32 wave, i32 lane, Totals before, i32 part, i32 parts) const {
+    Cut at = begin_of(wave, lane);
+    const Cut end = end_of(wave, lane);
+    if (!leave_resumed(lane, at, before) || at.request >= end.request) return;
+    whole_units<false>(lane, at, units_up_to(at, {at.request, copies_, 0, -1}), before);
+    const i32 first = at.request + 1, number = requests_[first].number;
+    for (i32 i = first + part; i < end.request; i += parts) {
+      Totals to = before;
+      to.items += requests_[i].number - number;
+      run_of_units<true>(lane, {i, 0, 0, -1}, copies_ * requests_[i].tiles, to);
+    }
+  }
+
   // What the lane resumes is counted here, and written by write_resumed; whole requests by write_whole.
   template <bool writes>
-  FP_HOST_DEVICE void walk(i32 lane, Totals& to) const {
-    Cut at = begin_of(lane);
-    const Cut end = ends_[lane];
+  FP_HOST_DEVICE void walk(i32 wave, i32 lane, Totals& to) const {
+    Cut at = begin_of(wave, lane);
+    const Cut end = end_of(wave, lane);
     if (!leave_resumed(lane, at, to)) return;
     if (at.request < end.request) {
       whole_units<writes>(lane, at, units_up_to(at, {at.request, copies_, 0, -1}), to);
@@ -338,12 +365,14 @@ class Emitter {
   const Schedule& schedule_;
   const Request* requests_;
   const Lane* lane_;
-  const Cut* ends_;
+  const Cut* early_ends_;  // [waves - 1][lanes]
+  const Cut* ends_;        // [lanes], of the last wave
   const Totals* before_;
   CutUnit* units_;
   i32 batch_;
   i32 num_lanes_;
   i32 num_small_;
+  i32 last_wave_;
   i32 copies_;   // of a request on the axis
   i32 members_;  // that walk the axis alike, each for its own KV heads
   char* bytes_;

@@ -13,15 +13,36 @@ struct Lane {
   double per_share_left;  // 1 / (shares of this lane and of those behind it)
 };
 
-// How often the cost axis has each request. Its other KV heads are walked alike by the other members of a lane.
-FP_HOST_DEVICE i32 copies_on_axis(const Schedule& schedule, i32 num_kv_heads) {
-  return schedule.walk == Walk::teams ? 1 : num_kv_heads / greatest_common_divisor(schedule.num_ctas, num_kv_heads);
+// The cost axis. A wave is a stretch of it that all lanes share, before any goes on to the next: what they read at a
+// time is then little enough for the cache to keep, although every row tile reads its whole context.
+struct Axis {
+  i32 copies;  // of each request: its other KV heads are walked alike by the other members of a lane
+  i32 waves;
+};
+
+// Each wave takes time to plan, and short contexts are read again only a few times.
+inline constexpr i32 max_waves = 8, tokens_a_wave = 256;
+
+// One wave, and as few copies as the number of CTAs allows.
+FP_HOST_DEVICE Axis one_wave(const Schedule& schedule, i32 num_kv_heads) {
+  if (schedule.walk == Walk::teams) return {1, 1};
+  return {num_kv_heads / greatest_common_divisor(schedule.num_ctas, num_kv_heads), 1};
 }
 
-// Runs: a member takes the axis' copies of a request, as few as the number of CTAs allows: what is planned for one
-// member is then good for many. Teams: as many members as KV heads; CTAs that are left over form smaller teams of a
-// divisor of the heads. The smaller teams come first on the axis (though last in CTA numbers), so that full teams,
-// whose steps are finer, even out what they leave.
+// For so many tokens of all requests, and of the longest one.
+inline Axis make_axis(const Schedule& schedule, i32 num_kv_heads, i64 kv_tokens, i64 longest) {
+  const Axis whole = one_wave(schedule, num_kv_heads);
+  if (schedule.walk == Walk::teams || schedule.wave_tokens <= 0 || schedule.fixed()) return whole;
+  const i64 waves =
+      min_of(ceil_div<i64>(kv_tokens * num_kv_heads, schedule.wave_tokens), ceil_div<i64>(longest, tokens_a_wave));
+  // Of a long request, a wave should be some heads, which its members would not walk together.
+  const bool apart = longest * num_kv_heads > schedule.wave_tokens;
+  return {apart ? num_kv_heads : whole.copies, static_cast<i32>(max_of<i64>(1, min_of<i64>(waves, max_waves)))};
+}
+
+// Runs: a member takes the axis' copies of a request: what is planned for one member is good for all. Teams: as many
+// members as KV heads; CTAs that are left over form smaller teams of a divisor of the heads. The smaller teams come
+// first on the axis (though last in CTA numbers), so that full teams, whose steps are finer, even out what they leave.
 struct Lanes {
   i32 count;      // at most one a CTA
   i32 num_small;  // lanes of smaller teams: the first ones
@@ -32,10 +53,9 @@ struct Lanes {
   FP_HOST_DEVICE i32 num_full() const { return count - num_small; }
 
   // Counts them, and writes the smaller teams to `lanes`; full lanes are written one by one, by whom ever.
-  FP_HOST_DEVICE static Lanes make(const Schedule& schedule, i32 num_kv_heads, Lane* lanes) {
+  FP_HOST_DEVICE static Lanes make(const Schedule& schedule, i32 num_kv_heads, const Axis& axis, Lane* lanes) {
     Lanes made{};
-    const bool is_runs = schedule.walk == Walk::runs;
-    made.members = is_runs ? num_kv_heads / copies_on_axis(schedule, num_kv_heads) : num_kv_heads;
+    made.members = num_kv_heads / axis.copies;
     const i32 num_full = schedule.num_ctas / made.members, full_ctas = num_full * made.members;
     made.num_small = 0;
     for (i32 cta = full_ctas; cta < schedule.num_ctas; ++made.num_small) {

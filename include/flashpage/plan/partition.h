@@ -26,7 +26,7 @@ FP_HOST_DEVICE Cut next_unit(const Cut& cut, i32 tiles, i32 copies) {
 }
 
 struct Partition {
-  Cut* ends;          // [lanes]: lane l walks from ends[l - 1] (the first one from the start) to ends[l]
+  Cut* ends;          // [lanes], of the last wave: a lane walks from where the one before it ends
   double mean = 0.0;  // load of a CTA if all were alike, ns
   double max = 0.0;   // of the costliest CTA, ns
   i32 inside = 0;     // cuts inside a unit
@@ -53,10 +53,17 @@ struct CutRules {
 struct Division {
   const Request* requests;  // [batch + 1]
   i32 batch;
-  i32 copies;         // of a request on the axis
+  Axis axis;
   i64 units_on_axis;  // row tiles of all copies
   const Lane* lane;   // [lanes.count]
   Lanes lanes;
+};
+
+// Where the last wave begins, and what has been done before.
+struct Start {
+  Cut cut;
+  double at = 0.0;                // of the cut, on the axis
+  const double* loads = nullptr;  // [lanes], of a CTA; null: nothing
 };
 
 // The last request, `from` or later, that begins on the axis at or before `cost`.
@@ -90,25 +97,52 @@ class Partitioner {
         rules_(rules),
         requests_(division.requests),
         batch_(division.batch),
-        copies_(division.copies),
-        per_copy_(1.0 / division.copies),
+        copies_(division.axis.copies),
+        waves_(division.axis.waves),
+        per_copy_(1.0 / division.axis.copies),
         lane_(division.lane),
         lanes_(division.lanes),
         tokens_per_ns_(model.ns_per_token > 0.0 ? 1.0 / model.ns_per_token : 0.0),
         total_(division.requests[division.batch].cost),
         units_on_axis_(division.units_on_axis) {}
 
+  // All waves but the last: whole units only, up to each lane's share of all waves so far. What units leave uneven, the
+  // last wave evens out. `ends`: [waves - 1][lanes.count], `loads`: [lanes.count].
+  Start early_waves(Cut* ends, double* loads) const {
+    Start start;
+    if (waves_ == 1) return start;
+    for (i32 l = 0; l < lanes_.count; ++l) loads[l] = 0.0;
+    start.loads = loads;
+    Place place;
+    for (i32 wave = 1; wave < waves_; ++wave) {
+      const double level = total_ / lanes_.shares * wave / waves_;
+      for (i32 l = 0; l < lanes_.count; ++l) {
+        const double room = level - loads[l];
+        if (room > 0.0) {
+          const Choice whole = unit_at(start.cut, start.at, start.at + room, place).before;
+          if (whole.cost > 0.0) {
+            start.cut = whole.cut;
+            start.at += whole.cost;
+            loads[l] += whole.cost;
+          }
+        }
+        *ends++ = start.cut;
+      }
+    }
+    return start;
+  }
+
   // Finds the lowest level (load of a CTA) at which the lanes, each filled up to it, take everything. What is lost at
   // the lanes' ends (a shortfall before an edge, or one more piece) is known only afterwards: guess, fill, and correct,
   // between the highest level known to be too low and the lowest known to be enough.
   //
   // `ends` and `other_ends`: [lanes.count] each; the result has one of them.
-  FP_HOST_DEVICE Partition run(Cut* ends, Cut* other_ends) const {
+  FP_HOST_DEVICE Partition run(const Start& start, Cut* ends, Cut* other_ends) const {
     Partition best{ends}, trial{other_ends};
     const double loss = expected_loss(), per_share = 1.0 / lanes_.shares;
     double too_low = 0.0, level = total_ / lanes_.shares + loss, likely = infinite;
     for (int attempt = 0; attempt < max_attempts; ++attempt) {
-      const Fill fill = fill_all(level, loss, trial);
+      const Fill fill = fill_all(start, level, loss, trial);
       const double max = trial.max;
       if (attempt == 0 || max < best.max) {
         const Partition before = best;
@@ -181,62 +215,77 @@ class Partitioner {
 
   // The level is raised for the lanes to come where what is left, with their expected losses, would overflow the last
   // one.
-  FP_HOT Fill fill_all(double level, double loss, Partition& partition) const {
+  FP_HOT Fill fill_all(const Start& start, double level, double loss, Partition& partition) const {
     const i32 num_lanes = lanes_.count;
     partition.max = 0.0;
     partition.inside = 0;
     Filling lane;
+    lane.begin = start.cut;
+    lane.at = start.at;
+    double done_by_rest = start.at;  // before this wave, by this lane and those to come
     Place place;
     Fill fill{0.0, infinite};
     for (i32 l = 0; l < num_lanes; ++l) {
       const Lane mine = lane_[l];
-      const double left = total_ - lane.at;
+      const double left = total_ - lane.at, done = start.loads != nullptr ? start.loads[l] : 0.0;
       lane.overhead = lane.begin.inside() ? rules_.ns_per_piece : 0.0;
-      const double expected = left + lane.overhead + product(loss, num_lanes - 1 - l);
+      const double expected = left + done_by_rest + lane.overhead + product(loss, num_lanes - 1 - l);
       const double needed = product(expected, mine.per_share_left);
       const double raised = max_of(level, needed);
-      lane.room = product(raised, mine.share) - lane.overhead;
+      lane.room = product(raised - done, mine.share) - lane.overhead;
       lane.floor = product(cheapest_piece(), mine.share) - lane.overhead;
-      lane.may_stay_empty = mine.heads > lanes_.fewest_heads;
+      lane.may_stay_empty = mine.heads > lanes_.fewest_heads || done > 0.0;
       Choice choice{{batch_, 0, 0, -1}, left};
       if (l + 1 < num_lanes && lane.room < left && left > 0.0) {
         double next_cost;
         choice = end_of(lane, place, next_cost);
-        fill.next_level = min_of(fill.next_level, product(next_cost + lane.overhead, mine.heads));
+        fill.next_level = min_of(fill.next_level, done + product(next_cost + lane.overhead, mine.heads));
       }
-      const double load = choice.cost > 0.0 ? product(choice.cost + lane.overhead, mine.heads) : 0.0;
+      const double load = done + (choice.cost > 0.0 ? product(choice.cost + lane.overhead, mine.heads) : 0.0);
       fill.excess += product(l + 1 < num_lanes ? raised - level : load - level, mine.share);
       partition.max = max_of(partition.max, load);
       partition.inside += choice.cut.inside();
       if (searcher_.writes()) partition.ends[l] = choice.cut;
       lane.begin = choice.cut;
       lane.at += choice.cost;
+      done_by_rest -= done;
     }
     partition.mean = (total_ + product(partition.inside, rules_.ns_per_piece)) / lanes_.shares;
     return fill;
   }
 
-  // Fills one lane: up to the unit that would overflow it, and into that unit where this places more than a piece
-  // costs. `next_cost` is the least cost at which the lane would take more.
-  FP_HOT Choice end_of(const Filling& lane, Place& place, double& next_cost) const {
-    const double goal = lane.at + max_of(lane.room, 0.0);
-    const i32 index = searcher_.request_at(requests_, batch_, lane.begin.request, goal);
+  // A unit's edges; `after` costs infinitely much at the axis' very end.
+  struct UnitEdges {
+    Choice before;
+    Choice after;
+  };
+
+  // The unit that `goal` lies in, from `begin` on, which lies at `at`.
+  FP_HOT UnitEdges unit_at(const Cut& begin, double at, double goal, Place& place) const {
+    const i32 index = searcher_.request_at(requests_, batch_, begin.request, goal);
     const Request& request = requests_[index];
-    next_cost = infinite;
-    if (request.tiles == 0) return {{index, 0, 0, -1}, request.cost - lane.at};  // rounding, at the axis' very end
+    if (request.tiles == 0) return {{{index, 0, 0, -1}, request.cost - at}, {{}, infinite}};  // by rounding
     if (index != place.index) move_to(index, place);
     const double in_request = goal - request.cost;
     i32 copy = copies_ == 1 ? 0 : min_of(copies_ - 1, static_cast<i32>(in_request * place.copies_per_ns)), from = 0;
-    if (index == lane.begin.request && copy <= lane.begin.copy) {  // less: rounding put the goal before the beginning
-      copy = lane.begin.copy;
-      from = lane.begin.tile;
+    if (index == begin.request && copy <= begin.copy) {  // less: rounding put the goal before the beginning
+      copy = begin.copy;
+      from = begin.tile;
     }
     TileCosts::Found found{0, 0.0, place.one_copy};
     if (request.tiles > 1) found = place.costs.tile_at(in_request - product(copy, place.one_copy), from);
-    const double copy_begin = request.cost + product(copy, place.one_copy) - lane.at;
+    const double copy_begin = request.cost + product(copy, place.one_copy) - at;
+    const Cut cut{index, copy, found.tile, -1};
+    return {{cut, copy_begin + found.begin}, {next_unit(cut, request.tiles, copies_), copy_begin + found.end}};
+  }
 
-    const Choice before{{index, copy, found.tile, -1}, copy_begin + found.begin};
-    const Choice after{next_unit(before.cut, request.tiles, copies_), copy_begin + found.end};
+  // Fills one lane: up to the unit that would overflow it, and into that unit where this places more than a piece
+  // costs. `next_cost` is the least cost at which the lane would take more.
+  FP_HOT Choice end_of(const Filling& lane, Place& place, double& next_cost) const {
+    const UnitEdges unit = unit_at(lane.begin, lane.at, lane.at + max_of(lane.room, 0.0), place);
+    const Choice &before = unit.before, &after = unit.after;
+    next_cost = infinite;
+    if (after.cost == infinite) return before;
     const bool has_before = before.cost > 0.0 && !before.cut.same_unit(lane.begin);
     const Choice inside = cut_inside(lane, before);
 
@@ -310,6 +359,7 @@ class Partitioner {
   const Request* requests_;
   i32 batch_;
   i32 copies_;
+  i32 waves_;
   double per_copy_;
   const Lane* lane_;
   Lanes lanes_;

@@ -28,6 +28,7 @@ struct Schedule {
   i32 max_pieces;          // of one unit; 0: no limit
   i32 fixed_piece_tokens;  // > 0: cut every unit at its multiples; -1: never cut; 0: balance
   i32 merge_rows;          // packed rows
+  i32 wave_tokens;         // of one KV head, that the cache keeps; 0: no waves
 
   FP_HOST_DEVICE bool balanced() const { return fixed_piece_tokens == 0; }
   FP_HOST_DEVICE bool fixed() const { return fixed_piece_tokens > 0; }

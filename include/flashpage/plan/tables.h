@@ -110,7 +110,7 @@ class TablePlanner {
       : threads_(threads),
         given_(given),
         work_(work),
-        copies_(copies_on_axis(given.schedule, given.heads.num_kv_heads)),
+        axis_(one_wave(given.schedule, given.heads.num_kv_heads)),
         units_(given.units) {}
 
   FP_HOST_DEVICE void run() {
@@ -129,11 +129,11 @@ class TablePlanner {
       const i32 batch = given_.tables.requests();
       if (thread == num_threads - 1) {  // has no request in most batches
         work_.state->batch = batch;
-        work_.state->lanes = Lanes::make(given_.schedule, given_.heads.num_kv_heads, work_.lanes);
+        work_.state->lanes = Lanes::make(given_.schedule, given_.heads.num_kv_heads, axis_, work_.lanes);
       }
       for (i32 i = thread; i < batch; i += num_threads) {
         Request request = given_.tables.request(i, given_.heads.group(), given_.schedule.tile_q);
-        request.cost = cost_on_axis(given_.model, copies_, request);
+        request.cost = cost_on_axis(given_.model, axis_.copies, request);
         work_.requests[i] = request;
       }
     });
@@ -163,7 +163,7 @@ class TablePlanner {
   FP_HOST_DEVICE void partition(const WarpSearcher<typename Threads::Vote>& searcher) {
     const i32 num_ctas = given_.schedule.num_ctas;
     const Partition found =
-        Partitioner(given_.model, given_.rules, division(), searcher).run(work_.ends, work_.ends + num_ctas);
+        Partitioner(given_.model, given_.rules, division(), searcher).run(Start{}, work_.ends, work_.ends + num_ctas);
     if (searcher.writes()) work_.state->partition = found;
   }
 
@@ -197,17 +197,17 @@ class TablePlanner {
 
   FP_HOST_DEVICE Division division() const {
     const Workspace::State& state = *work_.state;
-    return {work_.requests, state.batch, copies_, state.all.tiles * copies_, work_.lanes, state.lanes};
+    return {work_.requests, state.batch, axis_, state.all.tiles * axis_.copies, work_.lanes, state.lanes};
   }
   FP_HOST_DEVICE Emitter emitter() const {
-    return Emitter(given_.model, given_.schedule, division(), work_.state->partition.ends, given_.heads.num_kv_heads,
-                   work_.before, units_, given_.plan);
+    return Emitter(given_.model, given_.schedule, division(), nullptr, work_.state->partition.ends,
+                   given_.heads.num_kv_heads, work_.before, units_, given_.plan);
   }
 
   Threads& threads_;
   const TablePlan& given_;
   const Workspace& work_;
-  const i32 copies_;
+  const Axis axis_;
   CutUnit* units_;
 };
 
