@@ -25,7 +25,7 @@ struct DecodeSm90 {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     using Warps = DecodeWarps<Traits>;
     shared.ring.init(DecodeLoad<Traits>::SlotLoader::arrivals, Warps::team);
-    shared.place_ring.init(Warps::place_arrivals, Warps::computing);
+    shared.place_ring.init(Warps::place_arrivals, 32 * Warps::computing);
     if (threadIdx.x < Warps::teams) {
       ptx::mbarrier_init(ptx::shared_address(&shared.cleared[threadIdx.x]), 32 * Warps::team);
       ptx::mbarrier_init_fence();

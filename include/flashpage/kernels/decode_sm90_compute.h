@@ -57,8 +57,7 @@ struct DecodeCompute {
       if (place.place.done) break;
       attend(place, shared.query[shared.place_ring.slot(unit_turn)]);
       turn += place.slots;
-      __syncwarp();
-      if (lane == 0) shared.place_ring.release(unit_turn);
+      shared.place_ring.release(unit_turn);  // by each lane: racecheck follows no arrival for others
     }
     if (thread == 0) {
       stamp<Traits>(params, Stamp::end);
