@@ -59,6 +59,8 @@ def other_cuda_specs(target: Target) -> list[KernelSpec]:
         for dims, rows in (*itertools.product(((128, 128),), ROWS), ((256, 256), 16), ((256, 256), 128))
     ]
     masks = [_attention(target, bf16, bf16, (128, 128), rows, mask_source="packed_bits") for rows in ROWS[2:]]
+    if target.arch == HOPPER:
+        masks.append(KernelSpec("mask_tiles"))
     rope = [_attention(target, bf16, bf16, (128, 128), rows, position_encoding="rope") for rows in ROWS]
     sizes = ((80, 16), (80, 128), (96, 16), (96, 128), (512, 16))
     dims = [_attention(target, bf16, bf16, (d, d), rows) for d, rows in sizes]
@@ -170,7 +172,11 @@ def _prefill_sm90(
         "prefill_sm90",
         *(q_dtype, kv_dtype, q_dtype, *head_dims),
         mask_source=mask_source,
-        tile=sm90_prefill_tile(*head_dims, inner_loop(mask_source, "none", variant), converts=converts)[0],
+        tile=sm90_prefill_tile(
+            *(*head_dims, inner_loop(mask_source if converts else "implicit", "none", variant)),
+            converts=converts,
+            has_mask=mask_source == "packed_bits",
+        )[0],
         variant=variant,
         loader="converted" if converts else loader,
         **options,

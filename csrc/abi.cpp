@@ -5,7 +5,7 @@
 
 using namespace flashpage;
 
-int32_t fp_abi_version() { return 3; }
+int32_t fp_abi_version() { return 4; }
 
 int64_t fp_sizeof(const char* struct_name) {
   // The name in flashpage/host.py, which differs from the C name where the C struct is part of the C ABI.
@@ -19,6 +19,7 @@ int64_t fp_sizeof(const char* struct_name) {
       {"AttentionParams", sizeof(AttentionParams)},
       {"VariantTensor", sizeof(VariantTensor)},
       {"VariantArgs", sizeof(VariantArgs)},
+      {"MaskTilesParams", sizeof(MaskTilesParams)},
       {"MergeParams", sizeof(MergeParams)},
       {"MergeStatesParams", sizeof(MergeStatesParams)},
       {"AppendParams", sizeof(AppendParams)},

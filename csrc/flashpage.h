@@ -192,8 +192,15 @@ struct fp_kv_boxes {
   fp_box_form q;  // element_bytes 0: the kernel takes no boxes of q
 };
 
-// One attention call: at most two launches (attention, merge) in one foreign call. CPU: runs on the pool and returns
-// when done. The merge is built in on the CPU; on the card it is a kernel of its own, launched as a dependent.
+// Cells of 8 bytes that the tiles of a batch's custom masks and the queue of its units take (tile/mask_tiles.h): a
+// bound for every batch within these sizes. `group`: query heads a KV head; `units`: of the plan, pieces of cut ones
+// included. Writes where queue and list begin.
+FP_API int64_t fp_mask_cells(int64_t mask_bytes, int64_t rows, int32_t requests, int32_t group, int64_t units,
+                             flashpage::MaskTilesParams*);
+
+// One attention call: at most three launches (mask tiles, attention, merge) in one foreign call. CPU: runs on the pool
+// and returns when done. The merge is built in on the CPU; on the card it is a kernel of its own, launched as a
+// dependent.
 struct fp_run_args {
   const fp_kernel* attention;
   const fp_kernel* merge;  // CUDA: null where the plan has nothing to merge
@@ -206,6 +213,10 @@ struct fp_run_args {
   int32_t enable_pdl;
   int32_t out_dtype;         // CPU merge: 0 fp32, 1 fp16, 2 bf16
   const fp_kv_boxes* boxes;  // null: the kernel takes no tensor maps
+  // The kernel that looks through a custom mask before the attention kernel, which takes the parameters of both fourth;
+  // null: it takes none.
+  const fp_kernel* mask_tiles;
+  const flashpage::MaskTilesParams* mask_tiles_params;
 };
 FP_API int32_t fp_run(const fp_run_args*);
 // Any other kernel (merge_states, append): one struct of parameters by value.

@@ -53,8 +53,17 @@ int32_t run_on_cuda(const fp_run_args& args) {
     const int32_t status = cuda::encode_maps(*attention->driver, *args.boxes, *args.params, maps);
     if (status != FP_OK) return status;
   }
+  MaskTilesParams mask_tiles{};
+  if (args.mask_tiles != nullptr) {
+    mask_tiles = *args.mask_tiles_params;
+    void* mask_params[] = {&mask_tiles};
+    const fp_kernel_info& info = args.mask_tiles->info;
+    const int grid = info.ctas_per_sm * info.num_sms;
+    auto result = launch_kernel({args.mask_tiles, grid, args.stream, args.enable_pdl != 0}, mask_params);
+    if (result != cuda::success) return cuda::fail(result, "launching the kernel of mask tiles");
+  }
   void* attention_params[] = {const_cast<AttentionParams*>(args.params), const_cast<VariantArgs*>(variant_of(args)),
-                              &maps};
+                              &maps, &mask_tiles};
   auto result = launch_kernel({attention, args.num_ctas, args.stream, args.enable_pdl != 0}, attention_params);
   if (result != cuda::success) return cuda::fail(result, "launching the attention kernel");
   if (args.merge == nullptr || args.num_merges <= 0) return FP_OK;

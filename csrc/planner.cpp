@@ -7,6 +7,7 @@
 #include "errors.h"
 #include "flashpage/plan/bounds.h"
 #include "flashpage/plan/emit.h"
+#include "flashpage/tile/mask_tiles.h"
 
 using namespace flashpage;
 using host::fail;
@@ -177,4 +178,11 @@ int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tok
   *plan_bytes = bounds.bytes;
   *partial_rows = bounds.partial_rows;
   return FP_OK;
+}
+
+int64_t fp_mask_cells(int64_t mask_bytes, int64_t rows, int32_t requests, int32_t group, int64_t units,
+                      MaskTilesParams* params) {
+  params->queue_begin = round_up<i64>(mask_tile_cells(mask_bytes, rows, requests, group), unit_cells);
+  params->list_begin = params->queue_begin + units * unit_cells;
+  return params->list_begin + units * unit_cells;
 }

@@ -38,6 +38,7 @@ class Capability:
     rope: bool = True  # in the kernel
     merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
+    mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel has found
     query_boxes: bool = False  # it takes q by a tensor map where q has one
 
     def refusals(self, problem: Problem, sm: int) -> list[str]:
@@ -92,9 +93,11 @@ def _sm90_decode(options: Options, rows: int, variant: VariantSpec) -> tuple[Til
 
 
 def _sm90_prefill(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
-    loop = inner_loop(_mask_source(options), _encoding(options), variant)
     converts = _prefill_loader(options) == "converted"
-    return sm90_prefill_tile(options.head_dim_qk, options.head_dim_vo, loop, converts=converts)
+    mask_source = _mask_source(options) if converts else "implicit"  # bits are for few tiles, but where it converts
+    loop = inner_loop(mask_source, _encoding(options), variant)
+    dims = (options.head_dim_qk, options.head_dim_vo)
+    return sm90_prefill_tile(*dims, loop, converts=converts, has_mask=options.has_mask)
 
 
 def _boxes_or_rows(options: Options) -> str:
@@ -102,6 +105,10 @@ def _boxes_or_rows(options: Options) -> str:
     row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
     is_whole = options.page_size % 8 == 0 and all(size % 16 == 0 for size in row_bytes)  # ragged: page_size is 0
     return "boxes" if is_whole else "rows"
+
+
+def _has_mask_tiles(options: Options) -> bool:
+    return options.has_mask and _prefill_loader(options) != "converted"
 
 
 def _prefill_loader(options: Options) -> str:
@@ -129,6 +136,7 @@ PREFILL_SM90 = Capability(
     row_alignment=16,
     loader=_prefill_loader,
     query_boxes=True,
+    mask_tiles=_has_mask_tiles,
 )
 
 CAPABILITIES = (

@@ -44,7 +44,8 @@ class Binding:
             "fused_offset",
             "generation",
         ),
-        *("has_lse", "has_merge", "has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "merge", "out_dtype"),
+        *("has_lse", "has_merge", "has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "mask_tiles", "merge"),
+        "out_dtype",
         *("out_shape", "params", "prepared", "scales"),
         *("signature", "sinks", "sm_scale", "stamps", "traced", "v", "values", "variant", "views"),
     )
@@ -55,6 +56,7 @@ class Binding:
         self.values, self.combination, self.device = values, combination, planner.device
         self.params, self.merge = host.AttentionParams(), host.MergeParams()
         self.variant, self.args = host.VariantArgs(), host.RunArgs()
+        self.mask_tiles = host.MaskTilesParams()
         self.args_address = ctypes.addressof(self.args)
         self.bound_run = host.BoundRun(self.args_address, ctypes.addressof(self.params), ctypes.addressof(self.merge))
         self.address = ctypes.addressof(self.bound_run)
@@ -147,6 +149,11 @@ class Binding:
         merges_in_launch = prepared.choice.capability.merges_in_launch
         args.num_ctas, args.num_merges = combination.num_ctas, 0 if merges_in_launch else combination.num_merges
         self.has_merge = args.num_merges > 0
+        args.mask_tiles = None
+        if prepared.mask_tiles is not None:
+            combination.mask_tiles.bind(self.mask_tiles, planner, combination)
+            args.mask_tiles = prepared.mask_tiles.handle
+            args.mask_tiles_params = ctypes.addressof(self.mask_tiles)
         if prepared is not self.prepared:
             self._bind_boxes(prepared)
         if combination.options.needs_variant:

@@ -13,6 +13,7 @@ import torch
 
 from . import backends, host
 from .errors import PlanError
+from .mask_tiles import MaskTiles
 from .prepare import Prepared, trace
 from .problem import Options
 from .slots import PlanSlot
@@ -33,7 +34,8 @@ class Combination:
     """Options, the slot that holds their plan, and the kernels for each class of rows met so far."""
 
     __slots__ = (
-        *("_checked_for", "_frozen_rows", "_prepared", "generation", "num_ctas", "num_merges", "options", "prepared"),
+        *("_checked_for", "_frozen_rows", "_prepared", "generation", "mask_tiles", "num_ctas", "num_merges", "options"),
+        "prepared",
         "slot",
     )
 
@@ -41,6 +43,7 @@ class Combination:
         self.options = options
         self.slot: PlanSlot
         self.prepared: Prepared
+        self.mask_tiles = MaskTiles()
         self.generation = 0  # of the wrapper's plan that this one belongs to
         self.num_ctas = self.num_merges = 0
         # Where a batch does not change the class of rows, it is known now.

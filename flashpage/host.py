@@ -12,7 +12,7 @@ import numpy as np
 from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 
-ABI_VERSION = 3  # csrc/abi.cpp
+ABI_VERSION = 4  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
@@ -54,6 +54,15 @@ class VariantTensor(ctypes.Structure):
 
 class VariantArgs(ctypes.Structure):
     _fields_ = [("tensors", VariantTensor * 8), ("scalars", c_double * 8)]
+
+
+class MaskTilesParams(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "plan custom_mask cells"),
+        *_all(c_int64, "queue_begin list_begin"),
+        ("group", FastDiv),
+        *_all(c_int32, "tile_q tile_kv"),
+    ]
 
 
 class MergeParams(ctypes.Structure):
@@ -204,7 +213,7 @@ class RunArgs(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "attention merge params variant merge_params stream"),
         *_all(c_int32, "num_ctas num_merges enable_pdl out_dtype"),
-        ("boxes", c_void_p),
+        *_all(c_void_p, "boxes mask_tiles mask_tiles_params"),
     ]
 
 
@@ -256,7 +265,7 @@ PLAN_HEADER = np.dtype(
 
 STRUCTS = (
     *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
-    *(GatherSlotsParams, BlockPattern, BlockAttentionParams, BlockWriteParams),
+    *(GatherSlotsParams, BlockPattern, BlockAttentionParams, BlockWriteParams, MaskTilesParams),
     *(IndexArray, ProblemStruct, Schedule, Tables, PlanResult, KernelInfo, DeviceInfo),
     *(BoxForm, KvBoxes, RunArgs),
     *(Python, TensorForm, BoundRun, LengthsStruct, SlotsCall),
@@ -281,6 +290,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     ),
     "fp_tables_bounds": (c_int32, [c_void_p, c_void_p, POINTER(c_int64), POINTER(c_int64)]),
     "fp_tables_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int32]),
+    "fp_mask_cells": (c_int64, [c_int64, c_int64, c_int32, c_int32, c_int64, c_void_p]),
     "fp_slots_create": (c_void_p, [c_int32, c_int64]),
     "fp_slots_destroy": (None, [c_void_p]),
     "fp_slots_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),

@@ -52,7 +52,7 @@ class Planner:
         self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
         self._variations: dict[Variation, Combination] = {}
         self._indices_name = _INDICES_NAME.get(length_names[1], "")
-        self._total_rows = 0
+        self._total_rows = self.most_rows = 0  # the latter: of all plans so far
         self._tables: TableLengths | None = None  # of the present plan, where the device made it
         self._block_tables: tuple[int, torch.Tensor | None] = (-1, None)  # the generation that had them
         self.indices, self.mask = KvIndices(device), MaskBits(device)
@@ -171,6 +171,7 @@ class Planner:
         stream = current_stream(self.device_index)
         for combination, slot in zip(self.active, self._slots, strict=False):
             combination.plan(self, slot, self._problem, rows, stream)
+        self.most_rows = max(self.most_rows, self.total_q)
         if self.capacity is not None:
             self.capacity.check_sizes(self.total_q, self.kv_end, self.options)
         if self._indices_name:

@@ -19,17 +19,19 @@ class Prepared:
     """One combination of options on one device, for one class of rows: kernels loaded, schedule made. Shared by
     threads."""
 
-    __slots__ = ("attention", "choice", "merge", "options", "problem", "schedule", "schedule_address")
+    __slots__ = ("attention", "choice", "mask_tiles", "merge", "options", "problem", "schedule", "schedule_address")
 
     def __init__(self, options: Options, packed_rows: int, device: torch.device) -> None:
         self.options = options
         self.problem = Problem(options, packed_rows)
         self.choice = backends.choose(self.problem, device, trace(options, 1.0, device).spec)
         self.attention = jit.get_kernel(self.choice.spec, device)
-        self.merge = None
+        self.merge = self.mask_tiles = None
         if device.type == "cuda":
             if not self.choice.capability.merges_in_launch:
                 self.merge = jit.get_kernel(KernelSpec("merge", out_dtype=options.out_dtype), device)
+            if self.choice.capability.mask_tiles(options):
+                self.mask_tiles = jit.get_kernel(KernelSpec("mask_tiles"), device)
             num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm
         else:
             num_ctas = host.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD

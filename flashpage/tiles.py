@@ -124,13 +124,21 @@ def sm90_decode_tile(
 
 
 def sm90_prefill_tile(
-    head_dim_qk: int, head_dim_vo: int, loop: InnerLoop = InnerLoop.PLAIN, *, converts: bool = False
+    head_dim_qk: int,
+    head_dim_vo: int,
+    loop: InnerLoop = InnerLoop.PLAIN,
+    *,
+    converts: bool = False,
+    has_mask: bool = False,
 ) -> tuple[Tile, Cost]:
     """Many rows on Hopper: two warpgroups of 64 rows, and two stages of K and V.
 
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
-    where the loading warps convert K and V they take some of those registers.
+    where the loading warps convert K and V they take some of those registers. Bits of a custom mask, which are looked
+    at in few tiles, leave that room up to 192 columns.
     """
+    if has_mask and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
+        loop = InnerLoop.HEAVY
     widest, plain = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN
     stages = 2
     if converts:
@@ -143,6 +151,7 @@ def sm90_prefill_tile(
         tile_kv = (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
     else:
         tile_kv = 80 if plain else 64 if loop is InnerLoop.TRANSFORM else 48
+        tile_kv = 32 if has_mask and loop is InnerLoop.LOADING else tile_kv
     ns_per_token = (head_dim_qk + head_dim_vo) / 21.0  # 128 rows at 690 TFLOP/s, an SM's share
     return Tile(128, tile_kv, 8, 1, stages), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
 

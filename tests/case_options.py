@@ -34,6 +34,51 @@ def mask_rows() -> list[Case]:
         prefill("mask-window", "custom mask and window", MIXED_Q, MIXED_KV, mask="dense", window_left=30),
         prefill("mask-few-rows", "a speculation tree over long contexts", (8, 8, 8), (300, 64, 9), mask="packed"),
         prefill("mask-group-7", "mask rows are packed rows / group", (9, 3), (66, 9), mask="dense", num_q_heads=14),
+        *tile_rows(),
+    ]
+    return rows
+
+
+def tile_rows() -> list[Case]:
+    """Custom masks that hide whole tiles, or nothing of them: kernels with many rows a tile skip and tell apart."""
+    long = {"mask": "packed", "num_q_heads": 8, "num_kv_heads": 2}
+    q_lens, kv_lens = (200, 70, 1, 0), (700, 70, 130, 5)
+    rows = []
+    for kind, why in (
+        ("causal", "tiles all visible, on the diagonal and all hidden"),
+        ("blocks", "documents: hidden tiles before and behind"),
+        ("tree", "a speculation tree behind a long context"),
+        ("nothing", "no row sees anything"),
+        ("random", "all tiles mixed"),
+    ):
+        options = {**long, "mask_kind": kind}
+        rows.append(prefill(f"mask-tiles-{kind}", why, q_lens, kv_lens, reduced=kind == "blocks", **options))
+        rows.append(prefill(f"mask-tiles-{kind}-ragged", why, q_lens, kv_lens, entry="ragged", **options))
+    why = "pages of one token"
+    for kind in ("causal", "sparse"):
+        rows.append(prefill(f"mask-tiles-{kind}-page-1", why, q_lens, kv_lens, page_size=1, mask_kind=kind, **long))
+    many = (40,), (5000,)
+    options = {**long, "mask_kind": "sparse"}
+    rows += [
+        prefill("mask-tiles-many", "more tiles than a word has bits, pieces that see nothing", *many, **options),
+        prefill("mask-tiles-many-sinks", "those pieces, and the one with the sink", *many, sinks=True, **options),
+        prefill("mask-tiles-fixed", "pieces of a fixed split", *many, fixed_split_size=64, **options),
+        prefill(
+            "mask-tiles-window", "the window ends inside a tile", *many, window_left=1500, hidden_nan=True, **options
+        ),
+        prefill(
+            "mask-tiles-window-page-1", "by rows", *many, window_left=1500, hidden_nan=True, page_size=1, **options
+        ),
+        prefill(
+            "mask-tiles-window-ragged", "ragged", *many, window_left=999, hidden_nan=True, entry="ragged", **options
+        ),
+    ]
+    options = {**long, "mask_kind": "causal"}
+    rows += [
+        prefill("mask-tiles-dim-128", "tiles of another size", q_lens, kv_lens, head_dim=128, **options),
+        prefill("mask-tiles-dim-256", "tiles of another size", q_lens, kv_lens, head_dim=256, **options),
+        prefill("mask-tiles-cap", "scores are computed on", q_lens, kv_lens, soft_cap=3.0, **options),
+        prefill("mask-tiles-variant", "a variant's mask beside it", q_lens, kv_lens, variant="expression", **options),
     ]
     return rows
 

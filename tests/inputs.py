@@ -60,7 +60,8 @@ def make_inputs(case: Case) -> Inputs:
     q = rows(case.q_lens, case.num_q_heads, case.head_dim, case.q_dtype)
     k = rows(case.kv_lens, case.num_kv_heads, case.head_dim, case.kv_type)
     v = rows(case.kv_lens, case.num_kv_heads, case.value_dim, case.kv_type)
-    masks = [_mask(*shape, generator) for shape in zip(case.q_lens, case.kv_lens, strict=True)] if case.mask else None
+    shapes = zip(case.q_lens, case.kv_lens, strict=True)
+    masks = [_mask(case.mask_kind, *shape, generator) for shape in shapes] if case.mask else None
     sinks = torch.randn(case.num_q_heads, generator=generator) if case.sinks else None
     return assemble(case, q, k, v, masks, sinks)
 
@@ -127,10 +128,24 @@ def _ragged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[C
     return cache, indptr, torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
 
 
-def _mask(q_len: int, kv_len: int, generator: torch.Generator) -> torch.Tensor:
-    """Random, with a row that sees nothing and one that sees its last token alone."""
-    mask = torch.rand(q_len, kv_len, generator=generator) < 0.6
-    if q_len > 2:
+def _mask(kind: str, q_len: int, kv_len: int, generator: torch.Generator) -> torch.Tensor:
+    """causal: right-aligned; blocks: documents of 300 tokens; tree: all of the context, and a row's ancestors among the
+    rows; sparse: one token in a thousand, and whole tiles in between; random: with a row that sees nothing and one that
+    sees its last token alone."""
+    position = kv_len - q_len + torch.arange(q_len)[:, None]
+    token = torch.arange(kv_len)[None]
+    if kind == "causal":
+        return token <= position
+    if kind == "blocks":
+        return token // 300 == position // 300
+    if kind == "tree":
+        row, other = position - (kv_len - q_len) + 1, token - (kv_len - q_len) + 1  # numbered as in a heap
+        depth = row.float().log2().floor() - other.clamp(min=1).float().log2().floor()
+        return (other < 1) | (row >> depth.clamp(min=0).long() == other)
+    mask = torch.rand(q_len, kv_len, generator=generator) < {"random": 0.6, "sparse": 1e-3, "nothing": 0.0}[kind]
+    if kind == "sparse":
+        mask[:, kv_len // 3 : kv_len // 3 * 2] = False
+    if kind == "random" and q_len > 2:
         mask[1] = False
         mask[2, :-1] = False
     return mask

@@ -200,6 +200,24 @@ assert not any(line.startswith("launch") for line in record())
     )
 
 
+def test_the_tiles_of_a_mask_are_found_before_they_are_read() -> None:
+    with_fake_driver("""
+attention, tiles = kernel(b"attention"), kernel(b"mask_tiles")
+record()
+mask_params = host.MaskTilesParams(plan=6464)
+host.check(run(attention, mask_tiles=tiles, mask_tiles_params=addressof(mask_params), enable_pdl=1))
+shape = "block=384 shared=100000 stream=7 attribute6=1"
+assert [line.split(" ctx=")[0] for line in record()] == [
+    f"launch mask_tiles grid=232 {shape} first=6464",  # all that are resident
+    f"launch attention grid=132 {shape} first=4242",
+]
+fake.fake_fail_launches(1)
+assert run(attention, mask_tiles=tiles, mask_tiles_params=addressof(mask_params)) == host.CUDA_ERROR
+assert host.last_error().startswith("launching the kernel of mask tiles: ")
+assert len(record()) == 1
+""")
+
+
 def test_a_launch_makes_its_devices_context_current_and_puts_the_old_one_back() -> None:
     with_fake_driver("""
 kernels = [kernel(b"attention", device) for device in (0, 1)]

@@ -46,9 +46,8 @@ LAYERS = [
     },
     {"plan", "plan_picture", "plan_units"},
     {
-        *("binding", "capacity", "combination", "engine_plan", "engine_state", "ops", "plan_inputs", "planner"),
-        "run_checks",
-        "wrapper",
+        *("binding", "capacity", "combination", "engine_plan", "engine_state", "mask_tiles", "ops", "plan_inputs"),
+        *("planner", "run_checks", "wrapper"),
     },
     {
         *("attention", "cascade", "cascade_fold", "cascade_levels", "cascade_prefix", "cascade_window", "decode"),

@@ -50,6 +50,12 @@ FP_HOST_DEVICE double square_root(double x) {
 #endif
 }
 
+FP_HOST_DEVICE constexpr i32 count_ones(u32 bits) {
+  bits -= bits >> 1 & 0x55555555;
+  bits = (bits & 0x33333333) + (bits >> 2 & 0x33333333);
+  return static_cast<i32>(((bits + (bits >> 4)) & 0x0f0f0f0f) * 0x01010101 >> 24);
+}
+
 // Division of 0 <= n < 2^31 by a divisor that is fixed for a launch: one wide multiply instead of a division sequence.
 struct FastDiv {
   u32 divisor;

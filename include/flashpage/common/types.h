@@ -45,6 +45,15 @@ inline constexpr bool is_same<A, A> = true;
 template <class T>
 inline constexpr bool is_fp8 = is_same<T, E4m3> || is_same<T, E5m2>;
 
+template <bool condition, class A, class B>
+struct select_type {
+  using type = A;
+};
+template <class A, class B>
+struct select_type<false, A, B> {
+  using type = B;
+};
+
 enum class KvSource { paged, ragged };
 enum class MaskSource { implicit, packed_bits };  // implicit: causal and window from run-time values
 enum class PositionEncoding { none, rope };

@@ -18,10 +18,11 @@ struct PrefillSm90 {
   static constexpr int shared_bytes = sizeof(Shared);
   static_assert(shared_bytes <= Shared::most_bytes, "more than a CTA has: flashpage/tiles.py, sm90_prefill_tile");
 
-  FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
+  FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps,
+                            const MaskTilesParams& mask_tiles) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    shared.key_ring.init(Warps::tile_arrivals, Warps::computing);
+    shared.key_ring.init(Warps::key_arrivals, Warps::computing);
     shared.value_ring.init(Warps::tile_arrivals, Warps::computing);
     shared.place_ring.init(1, Warps::place_readers);
     shared.query_ring.init(Warps::query_arrivals, Warps::computing);
@@ -39,7 +40,7 @@ struct PrefillSm90 {
     ptx::grid_dependency_wait();
     if (threadIdx.x < Warps::loading * 32) {
       ptx::give_registers_back<Warps::loading_registers>();
-      PrefillLoad<Traits>(shared, params, maps).run();
+      PrefillLoad<Traits>(shared, params, maps, mask_tiles).run();
       ptx::grid_dependency_launch();
     } else {
       ptx::take_registers<Warps::computing_registers>();

@@ -25,6 +25,7 @@ struct PrefillCompute {
   using QueryRows = typename Shared::QueryRows;
   using OutRows = typename Shared::OutRows;
   static constexpr int tokens = Shared::tokens;
+  static constexpr bool masks_all = Traits::Variant::has_mask || (masks_all_tiles<Traits> && !has_mask_tiles<Traits>);
   static constexpr int turn_barrier = 1;                              // names: one a group
   static constexpr int group_barrier = turn_barrier + Warps::groups;  // and one more
 
@@ -35,8 +36,9 @@ struct PrefillCompute {
   int lane = threadIdx.x % 32;
   int group = thread / 128;
   int first_row = thread / 32 * 16;
-  u32 turn = 0;       // of the tile whose scores are multiplied
-  u32 unit_turn = 0;  // of its unit
+  u32 turn = 0;               // of the tile whose scores are multiplied
+  u32 unit_turn = 0;          // of its unit
+  TileInTurn<Traits> tile{};  // whose scores are multiplied, where the loading warps tell it
 
   FP_DEVICE PrefillCompute(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
@@ -70,14 +72,18 @@ struct PrefillCompute {
   FP_DEVICE const TiledPlace& tiled_place() const { return shared.places[shared.place_ring.slot(unit_turn)]; }
   FP_DEVICE u8* query_tile(u32 unit_turn) const { return shared.query[shared.query_ring.slot(unit_turn)]; }
 
-  FP_DEVICE void await_first_keys() const {
+  FP_DEVICE void take_tile() {
+    if constexpr (has_mask_tiles<Traits>) tile = shared.visited[shared.key_ring.slot(turn)];
+  }
+  FP_DEVICE void await_first_keys() {
     shared.place_ring.wait_full(unit_turn);
     if (tiled_place().place.done) return;
     shared.query_ring.wait_full(unit_turn);
     shared.key_ring.wait_full(turn);
+    take_tile();
     if (Warps::by_rows || (!Warps::converts && params.query_box_rows == 0)) ptx::fence_before_products();
   }
-  FP_DEVICE void first_scores(float (&scores)[tokens / 8][4]) const {
+  FP_DEVICE void first_scores(float (&scores)[tokens / 8][4]) {
     await_first_keys();
     await_turn();
     issue_scores(scores, turn);  // of whatever is there, where no unit is left
@@ -106,14 +112,14 @@ struct PrefillCompute {
     const float softmax_scale = softmax_scale_of<Traits>(scale);
     const bool transforms = transforms_scores<Traits>(params, scale);
     const i32 clear_begin = unit.all_begin, clear_end = unit.all_end - tokens;  // tiles that start there need no mask
-    i32 first = tiled.first_token;                                              // of the tile
+    i32 first = has_mask_tiles<Traits> ? tile.first_token : tiled.first_token;  // of the tile
     float values[1][S::value_tiles][4] = {}, factor[1][2];
     SoftmaxState<1> state;
     state.clear();
     if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
     auto soften = [&] {
       if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
-      if (masks_all_tiles<Traits> || first < clear_begin || first > clear_end)
+      if (masks_all || tile.is_mixed || first < clear_begin || first > clear_end)
         mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
       const bool outgrown = state.raise(scores, softmax_scale, factor);
       state.exponentiate(scores, softmax_scale);
@@ -124,9 +130,13 @@ struct PrefillCompute {
     Probabilities<Traits, tokens / 8> probabilities(scores);
     bool keys_there = false, values_there = false;  // seen before they are wanted
 #pragma unroll 1
-    while ((first += tokens) < unit.kv_end) {
+    while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) < unit.kv_end) {
       if (!keys_there) shared.key_ring.wait_full(turn + 1);
       ++turn;
+      if constexpr (has_mask_tiles<Traits>) {
+        take_tile();
+        first = tile.first_token;
+      }
       if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
       await_turn();
       issue_scores(scores[0], turn);

@@ -20,10 +20,12 @@ struct PrefillLoad {
   Shared& shared;
   const AttentionParams& params;
   const KvMaps& maps;
+  const MaskTilesParams& mask_tiles;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  FP_DEVICE PrefillLoad(Shared& shared, const AttentionParams& params, const KvMaps& maps)
-      : shared(shared), params(params), maps(maps) {}
+  FP_DEVICE PrefillLoad(Shared& shared, const AttentionParams& params, const KvMaps& maps,
+                        const MaskTilesParams& mask_tiles)
+      : shared(shared), params(params), maps(maps), mask_tiles(mask_tiles) {}
 
   FP_DEVICE void run() const {
     if constexpr (Warps::by_rows) {
@@ -44,27 +46,42 @@ struct PrefillLoad {
   using BothTiles =
       typename select_type<Warps::converts, ConvertedTiles<Traits, tokens>, RowTiles<Traits, tokens>>::type;
   using Extent = typename select_type<Traits::loader == Loader::boxes, KeyTiles, BothTiles>::type::Extent;
+  using Turns = TilesInTurn<Traits>;
 
-  // Calls load(source, tile) for every tile of every unit.
+  // Calls load(source, turns) for every tile in turn of every unit.
   template <class Tiles, class Load>
   FP_DEVICE void for_each_tile(const Tiles& tiles, Load&& load) const {
     for (u32 unit_turn = 0;; ++unit_turn) {
       shared.place_ring.wait_full(unit_turn);
-      const Place& place = shared.places[shared.place_ring.slot(unit_turn)].place;
-      if (place.done) return;
-      typename Tiles::Source source = tiles.open(place);
+      const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_turn)];
+      if (tiled.place.done) return;
+      typename Tiles::Source source = tiles.open(tiled.place);
+      Turns turns(mask_tiles, tiled.tile_cell, tiled.place.unit, tokens, source.tiles);
+      tiles.look_ahead(source, turns.now(), turns.next());
       __syncwarp();
       if (lane == 0) shared.place_ring.release(unit_turn);
-      for (int tile = 0; tile < source.tiles; ++tile) load(source, tile);
+      for (; turns.more(); turns.step()) load(source, turns);
+    }
+  }
+
+  // What computing warps have to know of a tile of K, before it is handed over.
+  FP_DEVICE void tell(u32 turn, const Turns& turns) const {
+    if constexpr (has_mask_tiles<Traits>) {
+      if (lane == 0) {
+        shared.visited[shared.key_ring.slot(turn)] = turns.visited();
+        if (Warps::by_rows) ptx::mbarrier_arrive(shared.key_ring.full_barrier(turn));
+      }
+      __syncwarp();
     }
   }
 
   FP_DEVICE void load_keys() const {
     const KeyTiles keys(params, maps.k);
     u32 turn = 0;
-    for_each_tile(keys, [&](typename KeyTiles::Source& source, int tile) {
+    for_each_tile(keys, [&](typename KeyTiles::Source& source, Turns& turns) {
       shared.key_ring.wait_empty(turn);
-      keys.load(source, tile, ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]),
+      tell(turn, turns);
+      keys.load(source, turns.ahead(), ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]),
                 shared.key_ring.full_barrier(turn));
       ++turn;
     });
@@ -74,15 +91,15 @@ struct PrefillLoad {
     const ValueTiles values(params, maps.v);
     const u32 edge = ptx::shared_address(&shared.edge);
     u32 turn = 0, edges = 0;
-    for_each_tile(values, [&](typename ValueTiles::Source& source, int tile) {
+    for_each_tile(values, [&](typename ValueTiles::Source& source, Turns& turns) {
       shared.value_ring.wait_empty(turn);
       u8* to = shared.values[shared.value_ring.slot(turn)];
       const u32 full = shared.value_ring.full_barrier(turn++);
-      const bool has_hidden = values.has_hidden(source, tile);
-      values.load(source, tile, ptx::shared_address(to), has_hidden ? edge : full);
+      const bool has_hidden = values.has_hidden(source, turns.now());
+      values.load(source, turns.ahead(), ptx::shared_address(to), has_hidden ? edge : full);
       if (!has_hidden) return;
       ptx::mbarrier_wait(edge, edges++ & 1);  // a probability of zero would not hide NaN
-      values.clear_hidden(source, tile, to);
+      values.clear_hidden(source, turns.now(), to);
       if (lane == 0) ptx::mbarrier_arrive(full);
     });
   }
@@ -95,9 +112,12 @@ struct PrefillLoad {
     u32 turn = 0;
     for (u32 unit_turn = 0;; ++unit_turn) {
       shared.place_ring.wait_full(unit_turn);
-      const Place& place = shared.places[shared.place_ring.slot(unit_turn)].place;
+      const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_turn)];
+      const Place& place = tiled.place;
       if (place.done) return;
       typename BothTiles::Source source = both.open(place);
+      Turns turns(mask_tiles, tiled.tile_cell, place.unit, tokens, source.tiles);
+      both.look_ahead(source, turns.now(), turns.next());
       if (leads) {
         if (lane == 0) publish(unit_turn + 1);
         __syncwarp();
@@ -105,15 +125,17 @@ struct PrefillLoad {
       }
       __syncwarp();
       if (lane == 0) shared.place_ring.release(unit_turn);
-      for (int tile = 0; tile < source.tiles; ++tile, ++turn) {
+      for (; turns.more(); turns.step(), ++turn) {
+        const int tile = turns.now();
         const u32 slot = shared.key_ring.slot(turn);
         shared.key_ring.wait_empty(turn);
+        if (leads) tell(turn, turns);
         both.template load<typename Shared::Keys>(source, params.k, tile, ptx::shared_address(shared.keys[slot]));
         ptx::mbarrier_arrive_after_copies(shared.key_ring.full_barrier(turn));
         shared.value_ring.wait_empty(turn);
         both.template load<typename Shared::Values>(source, params.v, tile, ptx::shared_address(shared.values[slot]));
         ptx::mbarrier_arrive_after_copies(shared.value_ring.full_barrier(turn));
-        both.advance(source, tile);
+        both.advance(source, turns.ahead());
       }
     }
   }
@@ -243,7 +265,11 @@ struct PrefillLoad {
   }
   FP_DEVICE void begin_plan() const {
     if (lane == 0) {
-      shared.cursor.start(params.plan, blockIdx.x);
+      if constexpr (has_mask_tiles<Traits>) {
+        shared.cursor.start(mask_tiles);
+      } else {
+        shared.cursor.start(params.plan, blockIdx.x);
+      }
       publish(0);
     }
     __syncwarp();
@@ -257,7 +283,11 @@ struct PrefillLoad {
     } else {
       shared.cursor.next(params, Traits::tile_q, 1, shared.places[shared.place_ring.slot(turn - 1)].place, to.place);
     }
-    to.first_token = extent_of(to.place.unit).first_token;
+    if constexpr (has_mask_tiles<Traits>) {
+      to.tile_cell = shared.cursor.tile_cell;
+    } else {
+      to.first_token = extent_of(to.place.unit).first_token;
+    }
     ptx::mbarrier_arrive(shared.place_ring.full_barrier(turn));
   }
 };

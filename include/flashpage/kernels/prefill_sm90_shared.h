@@ -3,6 +3,8 @@
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/slot_ring.h"
 #include "flashpage/tile/unit.h"
+#include "flashpage/tile/unit_queue.h"
+#include "flashpage/tile/visible_tiles.h"
 
 namespace flashpage {
 
@@ -15,6 +17,7 @@ struct PrefillWarps {
   static constexpr int groups = computing / 4;  // warpgroups of 64 rows
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int tile_arrivals = by_rows ? 32 * loading : converts ? loading : 1;  // at a tile of K or V
+  static constexpr int key_arrivals = tile_arrivals + (by_rows && has_mask_tiles<Traits> ? 1 : 0);
   static constexpr int query_arrivals = converts ? loading : 32;
   static constexpr int place_readers = computing + (by_rows || converts ? 4 : 3);  // warps: those that load too
   // What converts has rows in registers; accumulators of more than 192 columns leave it fewer.
@@ -27,7 +30,10 @@ struct PrefillWarps {
 // A unit on its way from the loading warps to the computing ones.
 struct TiledPlace {
   Place place;
-  i32 first_token;  // of the first tile; it may lie before the unit's first token
+  union {
+    i32 first_token;  // of the first tile; it may lie before the unit's first token
+    u32 tile_cell;    // under a custom mask: of the row block's tiles
+  };
 };
 
 template <class Traits>
@@ -50,12 +56,13 @@ struct PrefillShared {
   alignas(1024) u8 keys[stages][Keys::tile_bytes];
   alignas(1024) u8 values[stages][Values::tile_bytes];
   TiledPlace places[places_ahead];
-  PlaceCursor cursor;  // of who walks the plan
+  typename select_type<has_mask_tiles<Traits>, QueueCursor, PlaceCursor>::type cursor;  // of who walks the plan
   SlotRing<stages> key_ring, value_ring;
   SlotRing<places_ahead> place_ring;
   SlotRing<queries> query_ring;
   u64 edge;  // barrier of a tile of values that the loading warp clears before it hands it over
   float query_factors[Warps::converts ? queries : 1][Traits::tile_q / 16];  // of the scores of sixteen rows
+  typename select_type<has_mask_tiles<Traits>, VisitedTile[stages], NextTile>::type visited;  // of a slot of key_ring
 };
 
 }  // namespace flashpage

@@ -5,9 +5,11 @@
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/mbarrier.h"
+#include "flashpage/ptx/shared.h"
 #include "flashpage/ptx/tensor_copy.h"
 #include "flashpage/tile/block_rows.h"
 #include "flashpage/tile/unit.h"
+#include "flashpage/tile/visible_tiles.h"
 
 namespace flashpage {
 
@@ -41,11 +43,11 @@ struct BoxTiles {
       : params(params), map(map), box_shift(31 - __clz(params.box_tokens)) {}
 
   FP_DEVICE Extent extent(const Unit& unit) const {
+    if constexpr (has_mask_tiles<Traits>) return {};  // numbered within the request, and found elsewhere
     const i32 first_token = paged ? unit.kv_begin >> box_shift << box_shift : unit.kv_begin;
     return {first_token, max_of(1, ceil_div(unit.kv_end - first_token, tokens))};
   }
 
-  // Its first look-ups begin.
   FP_DEVICE Source open(const Place& place) const {
     const Unit& unit = place.unit;
     Source source;
@@ -56,16 +58,21 @@ struct BoxTiles {
     const Extent covered = extent(unit);
     source.first_token = covered.first_token;
     source.tiles = covered.tiles;
-    source.found = look_up(source, 0);
-    source.found_next = look_up(source, 1);
     return source;
   }
+  // The first look-ups begin: of the first two tiles in turn.
+  FP_DEVICE void look_ahead(Source& source, int tile, int next) const {
+    source.found = look_up(source, tile);
+    source.found_next = look_up(source, next);
+  }
 
-  // Tiles in turn from 0 on; `barrier` has one arrival, and the bytes.
-  FP_DEVICE void load(Source& source, int tile, u32 to, u32 barrier) const {
+  // The next tile in turn; `ahead`: the one after the tile that follows. `barrier` has one arrival, and the bytes.
+  FP_DEVICE void load(Source& source, int ahead, u32 to, u32 barrier) const {
     if (ptx::elect_one()) ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
     __syncwarp();
-    for (int i = 0; i < tokens >> box_shift; ++i) {
+    int boxes = tokens >> box_shift;
+    if constexpr (has_mask_tiles<Traits>) boxes = ptx::opaque(boxes);  // registers are few
+    for (int i = 0; i < boxes; ++i) {
       const i32 page = paged ? __shfl_sync(0xffffffff, source.found.page, i) : 0;
       const i32 row = __shfl_sync(0xffffffff, source.found.row, i);
       const u32 box = to + (i * 128 << box_shift);
@@ -77,7 +84,7 @@ struct BoxTiles {
       }
     }
     source.found = source.found_next;
-    source.found_next = look_up(source, tile + 2);
+    source.found_next = look_up(source, ahead);
   }
 
   // A box may bring tokens that the unit does not see; where it brings nothing at all there is zero already.
@@ -106,7 +113,8 @@ struct BoxTiles {
   FP_DEVICE Found look_up(const Source& source, int tile) const {
     const int box = threadIdx.x % 32;
     const i32 token = source.first_token + tile * tokens + (box << box_shift);
-    const bool exists = token < source.kv_end && box < tokens >> box_shift;
+    bool exists = token < source.kv_end && box < tokens >> box_shift;
+    if constexpr (has_mask_tiles<Traits>) exists = exists && token + (1 << box_shift) > source.kv_begin;
     constexpr i32 nowhere = 0x7fffffff;  // outside the tensor: the box is filled with zeros
     if constexpr (!paged) return {0, exists ? static_cast<i32>(source.offset) + token : nowhere};
     u32 page, row;

@@ -1,6 +1,7 @@
 // What happens to a score between Q K^T and softmax: the variant's transform, then everything that hides a token.
 #pragma once
 #include "flashpage/ptx/math.h"
+#include "flashpage/tile/packed_mask.h"
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/unit.h"
 #include "flashpage/variant.h"
@@ -74,27 +75,26 @@ FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_
     }
 }
 
-// The packed custom mask of one row for 64 tokens, 16 a lane of the row's quad. Rows start at any bit, so 16 tokens
-// straddle three bytes.
+// The packed custom mask of one row for 128 tokens, 32 a lane of the row's quad.
 struct MaskBits {
-  u32 sixteen;
+  u32 mine;
 
   MaskBits() = default;
-  FP_DEVICE MaskBits(const AttentionParams& params, const WorkItem& item, i32 row, i32 first_token, int lane) {
-    i64 row_bit = static_cast<i64>(row) * item.kv_len, bit = row_bit + first_token + lane % 4 * 16;
-    i64 last = (row_bit + item.kv_len - 1) >> 3;  // no byte beyond the row's last token is read
-    const u8* bytes = params.custom_mask + item.mask_offset;
-    u32 word = 0;
-#pragma unroll
-    for (int i = 0; i < 3; ++i)
-      if ((bit >> 3) + i <= last) word |= bytes[(bit >> 3) + i] << 8 * i;
-    sixteen = word >> (bit & 7);
-  }
+  FP_DEVICE MaskBits(const PackedMask& mask, i32 row, i32 first_token, int lane)
+      : mine(mask.bits(row, first_token + lane % 4 * 32)) {}
   // This lane's two tokens of the n-th eight, in bits 0 and 1.
   FP_DEVICE u32 pair(int n, int lane) const {
-    u32 other = __shfl_sync(0xffffffff, sixteen, (lane & ~3) + n / 2);
-    return other >> (n % 2 * 8 + lane % 4 * 2);
+    u32 other = __shfl_sync(0xffffffff, mine, (lane & ~3) + n / 4);
+    return other >> (n % 4 * 8 + lane % 4 * 2);
   }
+  // Hides all but tokens [begin, end), counted from the first of the 128.
+  FP_DEVICE void clip(i32 begin, i32 end, int lane) {
+    const i32 before = lane % 4 * 32;
+    mine &= below(end - before) & ~below(begin - before);
+  }
+
+ private:
+  FP_DEVICE static u32 below(i32 bit) { return static_cast<u32>((1ull << max_of(0, min_of(bit, 32))) - 1); }
 };
 
 // Causal and window alone. Row by row: one row's range takes two registers.
@@ -118,6 +118,33 @@ FP_DEVICE void mask_by_range(float (&scores)[Shape<Traits>::row_tiles][token_til
     }
 }
 
+// The same beside a custom mask: a row's range is folded into its bits.
+template <class Traits, int token_tiles>
+FP_DEVICE void mask_by_bits(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
+                            const WorkItem& item, const Unit& unit, int first_row, i32 first_token, int lane) {
+  const PackedMask mask(params.custom_mask, item);
+#pragma unroll
+  for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      PackedRow row = lane_row(params, unit, first_row, m, half, lane);
+      TokenRange range = visible_range(params, item, query_position(item, row.row));
+      MaskBits bits;
+#pragma unroll
+      for (int n = 0; n < token_tiles; ++n) {
+        if (n % 16 == 0) {
+          const i32 first = first_token + n * 8;
+          bits = MaskBits(mask, row.row, first, lane);
+          bits.clip(range.begin - first, range.end - first, lane);
+        }
+        const u32 pair = bits.pair(n % 16, lane);
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (!(pair >> e & 1)) scores[m][n][half * 2 + e] = ptx::negative_infinity();
+      }
+    }
+}
+
 // Hides tokens of a tile that is not wholly visible. Token by token, so that what a mask loads for a token serves all
 // rows.
 template <class Traits, int token_tiles>
@@ -130,6 +157,7 @@ FP_DEVICE void mask_by_token(float (&scores)[Shape<Traits>::row_tiles][token_til
   i32 q_row[rows], head[rows], position[rows];
   TokenRange range[rows];
   MaskBits bits[rows];
+  const PackedMask mask = custom ? PackedMask(params.custom_mask, item) : PackedMask{};
 #pragma unroll
   for (int r = 0; r < rows; ++r) {
     PackedRow row = lane_row(params, unit, first_row, r / 2, r % 2, lane);
@@ -143,8 +171,8 @@ FP_DEVICE void mask_by_token(float (&scores)[Shape<Traits>::row_tiles][token_til
     u32 pair[rows];
 #pragma unroll
     for (int r = 0; r < rows; ++r) {
-      if (custom && n % 8 == 0) bits[r] = MaskBits(params, item, q_row[r], first_token + n * 8, lane);
-      pair[r] = custom ? bits[r].pair(n % 8, lane) : 0;
+      if (custom && n % 16 == 0) bits[r] = MaskBits(mask, q_row[r], first_token + n * 8, lane);
+      pair[r] = custom ? bits[r].pair(n % 16, lane) : 0;
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -167,8 +195,10 @@ template <class Traits, int token_tiles>
 FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
                            const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row,
                            i32 first_token, int lane) {
-  if constexpr (Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask) {
+  if constexpr (Traits::Variant::has_mask) {
     mask_by_token<Traits>(scores, params, args, item, unit, first_row, first_token, lane);
+  } else if constexpr (Traits::mask_source == MaskSource::packed_bits) {
+    mask_by_bits<Traits>(scores, params, item, unit, first_row, first_token, lane);
   } else {
     mask_by_range<Traits>(scores, params, item, unit, first_row, first_token, lane);
   }

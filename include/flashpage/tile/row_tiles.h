@@ -3,6 +3,7 @@
 #include "flashpage/memory/kv_rows.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/tile/unit.h"
+#include "flashpage/tile/visible_tiles.h"
 
 namespace flashpage {
 
@@ -18,7 +19,7 @@ struct RowTiles {
   // One unit's K and V.
   struct Source {
     i64 offset;  // paged: of the first page number; ragged: of the first row
-    i32 kv_head, first_token, kv_end;
+    i32 kv_head, first_token, kv_begin, kv_end;
     i32 tiles;
     i32 found, found_next;  // pages of the lane's row of two tiles
   };
@@ -30,20 +31,23 @@ struct RowTiles {
   const AttentionParams& params;
 
   FP_DEVICE static Extent extent(const Unit& unit) {
+    if constexpr (has_mask_tiles<Traits>) return {};  // numbered within the request, and found elsewhere
     return {unit.kv_begin, max_of(1, ceil_div(unit.kv_end - unit.kv_begin, tokens))};
   }
 
-  // Its first look-ups begin.
   FP_DEVICE Source open(const Place& place) const {
     const Extent covered = extent(place.unit);
-    Source source{place.item.kv_offset, place.unit.kv_head, covered.first_token, place.unit.kv_end, covered.tiles};
-    source.found = look_up(source, 0);
-    source.found_next = look_up(source, 1);
-    return source;
+    const Unit& unit = place.unit;
+    return {place.item.kv_offset, unit.kv_head, covered.first_token, unit.kv_begin, unit.kv_end, covered.tiles, 0, 0};
   }
-  FP_DEVICE void advance(Source& source, int tile) const {
+  // The first look-ups begin: of the first two tiles in turn.
+  FP_DEVICE void look_ahead(Source& source, int tile, int next) const {
+    source.found = look_up(source, tile);
+    source.found_next = look_up(source, next);
+  }
+  FP_DEVICE void advance(Source& source, int ahead) const {
     source.found = source.found_next;
-    source.found_next = look_up(source, tile + 2);
+    source.found_next = look_up(source, ahead);
   }
 
   // What the unit does not see becomes zero. `To`: BlockRows of a tile.
@@ -51,6 +55,7 @@ struct RowTiles {
   FP_DEVICE void load(const Source& source, const KvView& view, int tile, u32 to) const {
     constexpr int chunks = To::used_bytes / 16, pieces = warp_rows * chunks;
     const i32 first = source.first_token + tile * tokens, count = source.kv_end - first;
+    const i32 hidden = has_mask_tiles<Traits> ? source.kv_begin - first : 0;  // rows before what the unit sees
     const i32 token = max_of(0, min_of(first + row_in_tile(lane()), source.kv_end - 1));
     const u64 mine = reinterpret_cast<u64>(
         Rows(params, source.offset).template row<Cache>(view, source.found, token, source.kv_head));
@@ -60,7 +65,7 @@ struct RowTiles {
       const u8* from = reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, mine, row)) + chunk * 16;
       const int at = row_in_tile(row);
       if (tokens % (8 * warps) == 0 || at < tokens)
-        ptx::cp_async<16>(to + To::chunk_offset(at, chunk), from, at < count);
+        ptx::cp_async<16>(to + To::chunk_offset(at, chunk), from, at >= hidden && at < count);
     }
   }
 

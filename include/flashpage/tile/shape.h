@@ -7,15 +7,6 @@
 
 namespace flashpage {
 
-template <bool condition, class A, class B>
-struct select_type {
-  using type = A;
-};
-template <class A, class B>
-struct select_type<false, A, B> {
-  using type = B;
-};
-
 template <class Traits>
 struct Shape {
   using Query = typename Traits::Query;

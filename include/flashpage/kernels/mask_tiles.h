@@ -1,0 +1,147 @@
+// Before the attention of a custom mask: which tiles hold anything, and which units have most of them. No bit of it
+// comes back to the host.
+#pragma once
+#include "flashpage/ptx/atomic.h"
+#include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/tile/mask_tiles.h"
+#include "flashpage/tile/packed_mask.h"
+
+namespace flashpage {
+
+struct MaskTiles {
+  static constexpr int warps = 16;
+  static constexpr int threads = 32 * warps;
+
+  struct Shared {
+    i32 found[threads];  // items that begin a request
+    i32 num_found;       // of them; then of units
+    u32 visible[warps], hidden[warps];
+    u32 places[count_classes];  // in the queue: of the next unit of a class
+    bool is_last;
+  };
+
+  Shared& shared;
+  const MaskTilesParams& params;
+  const WorkItem* items = plan_items(params.plan);
+  i32 num_items = params.plan->num_items;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  FP_DEVICE static void run(const MaskTilesParams& params) {
+    __shared__ Shared shared;
+    ptx::grid_dependency_wait();
+    ptx::grid_dependency_launch();
+    const MaskTiles kernel(shared, params);
+    kernel.classify_all();
+    if (kernel.is_last()) kernel.queue_units();
+  }
+
+ private:
+  FP_DEVICE MaskTiles(Shared& shared, const MaskTilesParams& params) : shared(shared), params(params) {}
+
+  // Each request once: at the first piece of its first unit. Items of a team stand in the plan once, for all its heads.
+  FP_DEVICE void classify_all() const {
+    for (i32 begin = 0; begin < num_items; begin += threads) {
+      if (threadIdx.x == 0) shared.num_found = 0;
+      __syncthreads();
+      const i32 i = begin + threadIdx.x;
+      if (i < num_items && items[i].first_packed_row == 0 && items[i].kv_head == 0 && items[i].piece == 0)
+        shared.found[atomicAdd(&shared.num_found, 1)] = i;
+      __syncthreads();
+      for (i32 k = 0; k < shared.num_found; ++k) classify(items[shared.found[k]]);
+      __syncthreads();
+    }
+  }
+
+  // 32 tiles of a row block at a time: a tile a lane, and the rows by all warps. Requests begin at different CTAs.
+  FP_DEVICE void classify(const WorkItem& item) const {
+    const PackedMask mask(params.custom_mask, item);
+    const RequestTiles tiles(params, item);
+    const i32 rows = item.q_len * static_cast<i32>(params.group.divisor), all = tiles.row_blocks * tiles.words;
+    for (i32 at = (blockIdx.x + item.request * 37u) % gridDim.x; at < all; at += gridDim.x) {
+      const i32 block = at / tiles.words, word = at % tiles.words;
+      const i32 begin = params.group.div(block * params.tile_q);
+      const i32 end = params.group.div(min_of(rows, (block + 1) * params.tile_q) - 1) + 1;
+      const i32 token = (word * 32 + lane) * params.tile_kv;
+      u32 visible = 0, hidden = 0;
+#pragma unroll 2
+      for (i32 row = begin + warp; row < end; row += warps)
+        mask.look(row, token, min_of(params.tile_kv, item.kv_len - token), visible, hidden);
+      const TileWord found = combine(visible != 0, hidden != 0);
+      if (threadIdx.x == 0) tile_words(params, tiles.cell(block))[word] = found;
+    }
+  }
+  FP_DEVICE TileWord combine(bool visible, bool hidden) const {
+    const u32 some_visible = __ballot_sync(0xffffffff, visible), some_hidden = __ballot_sync(0xffffffff, hidden);
+    if (lane == 0) {
+      shared.visible[warp] = some_visible;
+      shared.hidden[warp] = some_hidden;
+    }
+    __syncthreads();
+    TileWord all{};
+    for (int i = 0; i < warps; ++i) {
+      all.visible |= shared.visible[i];
+      all.hidden |= shared.hidden[i];
+    }
+    __syncthreads();
+    return all;
+  }
+
+  FP_DEVICE UnitQueue& queue() const { return *reinterpret_cast<UnitQueue*>(params.cells); }
+  FP_DEVICE bool is_last() const {
+    __syncthreads();
+    if (threadIdx.x == 0) shared.is_last = ptx::add_acquire_release(&queue().arrived, 1) == gridDim.x - 1;
+    __syncthreads();
+    return shared.is_last;
+  }
+
+  // Sorts by counting: units of one class have their order by chance. CTAs of the plan by a few lanes each, as their
+  // items come one after the other.
+  FP_DEVICE void queue_units() const {
+    constexpr int lanes = 8;
+    QueuedUnit* list = queued_units(params, params.list_begin);
+    QueuedUnit* sorted = queued_units(params, params.queue_begin);
+    for (int i = threadIdx.x; i < count_classes; i += threads) shared.places[i] = 0;
+    if (threadIdx.x == 0) shared.num_found = 0;
+    __syncthreads();
+    for (i32 cta = threadIdx.x / lanes; cta < params.plan->num_ctas; cta += threads / lanes) {
+      const CtaItems mine = cta_items(params.plan, cta);
+      for (i32 i = mine.begin; i < mine.end; ++i) {
+        const WorkItem item = item_of_member(items[i], mine);
+        for (i32 unit = threadIdx.x % lanes; unit < item.num_units; unit += lanes) {
+          const QueuedUnit found = queued_unit(params, item, i, unit);
+          list[atomicAdd(&shared.num_found, 1)] = found;
+          atomicAdd(&shared.places[found.count_class], 1);
+        }
+      }
+    }
+    __syncthreads();
+    if (warp == 0) counts_to_places();
+    if (threadIdx.x == 0) queue() = {static_cast<u32>(shared.num_found), 0, 0, 0};
+    __syncthreads();
+#pragma unroll 4
+    for (i32 i = threadIdx.x; i < shared.num_found; i += threads) {
+      const QueuedUnit unit = list[i];
+      sorted[atomicAdd(&shared.places[unit.count_class], 1)] = unit;
+    }
+  }
+  // As one warp, the highest class first.
+  FP_DEVICE void counts_to_places() const {
+    constexpr int mine = count_classes / 32;
+    u32* last = shared.places + count_classes - 1 - lane * mine;
+    u32 sum = 0;
+    for (int i = 0; i < mine; ++i) sum += last[-i];
+    u32 up_to_mine = sum;
+    for (int step = 1; step < 32; step *= 2) {
+      const u32 before = __shfl_up_sync(0xffffffff, up_to_mine, step);
+      if (lane >= step) up_to_mine += before;
+    }
+    u32 place = up_to_mine - sum;
+    for (int i = 0; i < mine; ++i) {
+      const u32 count = last[-i];
+      last[-i] = place;
+      place += count;
+    }
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,100 @@
+// Which tiles of a custom mask hold anything, and in which order a launch takes its units: the memory between
+// kernels/mask_tiles.h, which writes it before each run, and the attention kernel.
+//
+// Cells of 8 bytes: a UnitQueue, the tiles, and from MaskTilesParams::queue_begin on the units, the most visible tiles
+// first; then room for them as they come. The host planner knows no mask, so CTAs claim units as they go; who takes
+// which changes no result.
+#pragma once
+#include "flashpage/params.h"
+
+namespace flashpage {
+
+struct UnitQueue {
+  u32 num_units;
+  u32 claimed;  // by CTAs, one after the other
+  u32 arrived;  // CTAs of the kernel that writes all this
+  u32 unused;
+};
+struct alignas(16) QueuedUnit {
+  i32 item;  // of the plan
+  i32 row_block;
+  i32 kv_head;
+  i32 partial_row;  // in place of the item's
+  u32 cell;         // first of the row block's tiles
+  i32 count_class;  // of its visible tiles
+  i32 unused[2];
+};
+inline constexpr i64 unit_cells = sizeof(QueuedUnit) / sizeof(u64);
+inline constexpr i64 first_tile_cell = sizeof(UnitQueue) / sizeof(u64);
+
+// Tiles 32 * word .. 32 * word + 31 of a row block (the rows of a unit), a bit each.
+struct TileWord {
+  u32 visible;  // some row sees a token of the tile
+  u32 hidden;   // some row does not see one
+};
+static_assert(sizeof(TileWord) == sizeof(u64));
+
+// Cells before those of a request, from the sizes of all requests before it; of all requests: the cells of a batch.
+// A request of q rows and t tokens has ceil(q * group / tile_q) * ceil(t / (32 * tile_kv)) of them, which is at most
+// bytes * group / 8192 + bytes / 128 + q * group / 64 + 1 where its mask has `bytes` bytes, tile_q is 64 or more and
+// tile_kv 32 or more. One more a request is for rounding.
+FP_HOST_DEVICE i64 mask_tile_cells(i64 mask_bytes, i64 rows, i64 requests, i64 group) {
+  return first_tile_cell + (mask_bytes * (group + 64) + rows * group * 128) / 8192 + 2 * requests;
+}
+
+// The tiles of one request.
+struct RequestTiles {
+  i64 first_cell;
+  i32 row_blocks;
+  i32 words;  // of a row block
+
+  FP_HOST_DEVICE RequestTiles(const MaskTilesParams& params, const WorkItem& item) {
+    const i32 group = static_cast<i32>(params.group.divisor);
+    first_cell = mask_tile_cells(item.mask_offset, item.q_begin, item.request, group);
+    row_blocks = ceil_div(item.q_len * group, params.tile_q);
+    words = ceil_div(item.kv_len, 32 * params.tile_kv);
+  }
+  FP_HOST_DEVICE u32 cell(i32 row_block) const {
+    return static_cast<u32>(first_cell + static_cast<i64>(row_block) * words);
+  }
+};
+
+// What a kernel finds behind a cell.
+FP_HOST_DEVICE TileWord* tile_words(const MaskTilesParams& params, u32 cell) {
+  return reinterpret_cast<TileWord*>(params.cells + cell);
+}
+FP_HOST_DEVICE QueuedUnit* queued_units(const MaskTilesParams& params, i64 cell) {
+  return reinterpret_cast<QueuedUnit*>(params.cells + cell);
+}
+
+// Visible tiles among [begin, end) of a row block.
+FP_HOST_DEVICE i32 count_visible(const TileWord* words, i32 begin, i32 end) {
+  i32 count = 0;
+  for (i32 word = begin >> 5; word << 5 < end; ++word) {
+    u32 bits = words[word].visible;
+    if (word << 5 < begin) bits &= ~0u << (begin & 31);
+    if (end - (word << 5) < 32) bits &= ~(~0u << (end & 31));
+    count += count_ones(bits);
+  }
+  return count;
+}
+
+// Counts in an order of steps of an eighth: a queue need not be sorted more finely.
+inline constexpr int count_classes = 256;
+FP_HOST_DEVICE i32 count_class(u32 count) {
+  i32 exponent = 0;
+  while (count >> exponent >= 16) ++exponent;
+  return exponent * 8 + static_cast<i32>(count >> exponent);  // below 2^31: 27 * 8 + 15
+}
+
+// Unit `unit` of item number `index`, which is as its CTA has it.
+FP_HOST_DEVICE QueuedUnit queued_unit(const MaskTilesParams& params, const WorkItem& item, i32 index, i32 unit) {
+  const RequestTiles tiles(params, item);
+  const i32 at = item.first_packed_row / params.tile_q + unit, row_block = at % tiles.row_blocks;
+  const u32 cell = tiles.cell(row_block);
+  const i32 count =
+      count_visible(tile_words(params, cell), item.kv_begin / params.tile_kv, ceil_div(item.kv_end, params.tile_kv));
+  return {index, row_block, item.kv_head + at / tiles.row_blocks, item.partial_row, cell, count_class(count), {}};
+}
+
+}  // namespace flashpage

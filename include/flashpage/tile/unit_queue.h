@@ -1,0 +1,40 @@
+// Units of a plan as CTAs claim them, the longest first: PlaceCursor's interface, where a custom mask decides how long
+// a unit takes.
+#pragma once
+#include "flashpage/tile/mask_tiles.h"
+#include "flashpage/tile/unit.h"
+
+namespace flashpage {
+
+// One thread moves it. A CTA's own items are no longer its own; their order in the plan does not matter either.
+struct QueueCursor {
+  UnitQueue* queue;
+  const QueuedUnit* units;
+  u32 tile_cell;  // of the unit that was claimed last
+
+  FP_DEVICE void start(const MaskTilesParams& tiles) {
+    queue = reinterpret_cast<UnitQueue*>(tiles.cells);
+    units = queued_units(tiles, tiles.queue_begin);
+  }
+  FP_DEVICE void first(const AttentionParams& params, i32 tile_q, Place& place) { claim(params, tile_q, place); }
+  FP_DEVICE void next(const AttentionParams& params, i32 tile_q, i32, const Place&, Place& place) {
+    claim(params, tile_q, place);
+  }
+
+ private:
+  FP_DEVICE void claim(const AttentionParams& params, i32 tile_q, Place& place) {
+    const u32 turn = atomicAdd(&queue->claimed, 1);
+    place.pass = 0;
+    place.turn = 0;
+    place.done = turn >= queue->num_units;
+    if (place.done) return;
+    const QueuedUnit unit = units[turn];
+    tile_cell = unit.cell;
+    WorkItem item = plan_items(params.plan)[unit.item];
+    item.partial_row = unit.partial_row;
+    place.item = item;
+    place.unit = make_unit(params, item, tile_q, unit.row_block * tile_q, unit.kv_head);
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,106 @@
+// The tiles of a unit that kernels with a loading warpgroup visit: all of them, or, under a custom mask, those that
+// some row sees. Loading warps find them; computing warps are told with each tile.
+#pragma once
+#include "flashpage/tile/mask_tiles.h"
+#include "flashpage/tile/unit.h"
+
+namespace flashpage {
+
+// Whether a kernel's tiles lie at multiples of their size in a request, and are numbered there: those that it visits
+// are looked up in its mask's tiles.
+template <class Traits>
+inline constexpr bool has_mask_tiles =
+    Traits::mask_source == MaskSource::packed_bits && Traits::loader != Loader::converted;
+
+// What a computing warp has to know of a tile.
+struct VisitedTile {
+  i32 first_token;
+  i16 is_last;   // of its unit
+  i16 is_mixed;  // some row does not see some token
+};
+// Where it knows that without being told.
+struct NextTile {
+  static constexpr i32 first_token = 0;
+  static constexpr bool is_last = false, is_mixed = false;
+};
+template <class Traits>
+using TileInTurn = typename select_type<has_mask_tiles<Traits>, VisitedTile, NextTile>::type;
+
+// All tiles of a unit by their number, one warp's. `ahead`: the one after the next, whose place is looked up meanwhile;
+// where there is none, a number that lies behind the unit.
+struct EveryTile {
+  int tile = 0;
+  i32 count;
+
+  FP_DEVICE EveryTile(const MaskTilesParams&, u32, const Unit&, i32, i32 count) : count(count) {}
+  FP_DEVICE bool more() const { return tile < count; }
+  FP_DEVICE int now() const { return tile; }
+  FP_DEVICE int next() const { return tile + 1; }
+  FP_DEVICE int ahead() const { return tile + 2; }
+  FP_DEVICE void step() { ++tile; }
+};
+
+// The same interface. A unit that sees nothing has its first tile, all of it hidden.
+class VisibleTiles {
+ public:
+  FP_DEVICE VisibleTiles(const MaskTilesParams& params, u32 cell, const Unit& unit, i32 tokens, i32)
+      : tokens_(tokens), words_(tile_words(params, cell)) {
+    const i32 first = unit.kv_begin / tokens;
+    end_ = max_of(first + 1, ceil_div(unit.kv_end, tokens));
+    take(first >> part_bits);
+    now_ = find(first);
+    if (tile_of(now_) >= end_) now_ = first << 1 | mixed;
+    next_ = find(tile_of(now_) + 1);
+  }
+  FP_DEVICE bool more() const { return tile_of(now_) < end_; }
+  FP_DEVICE int now() const { return tile_of(now_); }
+  FP_DEVICE int next() const { return tile_of(next_); }
+  FP_DEVICE int ahead() { return tile_of(find(tile_of(next_) + 1)); }  // not kept: registers are few
+  FP_DEVICE void step() {
+    now_ = next_;
+    next_ = find(tile_of(next_) + 1);
+  }
+  FP_DEVICE VisitedTile visited() const {
+    return {tile_of(now_) * tokens_, tile_of(next_) >= end_, (now_ & mixed) != 0};
+  }
+
+ private:
+  static constexpr int part_bits = 10;  // tiles at a time: a word a lane
+  // A found tile's number is beside whether it is mixed.
+  static constexpr i32 mixed = 1;
+  FP_DEVICE static i32 tile_of(i32 found) { return found >> 1; }
+
+  FP_DEVICE void take(i32 part) {
+    part_ = part;
+    const i32 word = part * 32 + threadIdx.x % 32;
+    mine_ = word << 5 < end_ ? words_[word] : TileWord{};  // a request without tokens has room for one all the same
+  }
+  // The first visible tile from `at` on; `end_` or more: there is none.
+  FP_DEVICE i32 find(i32 at) {
+    while (at < end_) {
+      if (at >> part_bits != part_) take(at >> part_bits);
+      const int lane = at >> 5 & 31;
+      const u32 bits = __shfl_sync(0xffffffff, mine_.visible, lane) & (~0u << (at & 31));
+      if (bits != 0) {
+        const int bit = __ffs(bits) - 1;
+        const u32 hidden = __shfl_sync(0xffffffff, mine_.hidden, lane);
+        return ((at & ~31) + bit) << 1 | (hidden >> bit & mixed);
+      }
+      const u32 behind = __ballot_sync(0xffffffff, mine_.visible != 0) & ~(~0u >> (31 - lane));
+      at = (part_ * 32 + (behind != 0 ? __ffs(behind) - 1 : 32)) * 32;
+    }
+    return end_ << 1;
+  }
+
+  i32 end_;  // of the unit
+  i32 tokens_;
+  const TileWord* words_;
+  i32 part_;
+  TileWord mine_;  // the lane's, of 32 words
+  i32 now_, next_;
+};
+
+template <class Traits>
+using TilesInTurn = typename select_type<has_mask_tiles<Traits>, VisibleTiles, EveryTile>::type;
+
+}  // namespace flashpage

@@ -1,0 +1,83 @@
+// The kernel of mask tiles, what loading warps make of its result, and the mask of a mixed tile, all on the host, for
+// tests/test_mask_tiles.py.
+#include "card.h"
+#include "flashpage/kernels/mask_tiles.h"
+#include "flashpage/tile/mask.h"
+#include "flashpage/tile/visible_tiles.h"
+
+using namespace flashpage;
+
+extern "C" void find_mask_tiles(const MaskTilesParams* params, int grid) {
+  card::launch(grid, MaskTiles::threads, [&] { MaskTiles::run(*params); });
+}
+
+// The cell of a request's first tiles, or with `row_block` of that row block's.
+extern "C" u32 tile_cell(const MaskTilesParams* params, const WorkItem* item, i32 row_block) {
+  return RequestTiles(*params, *item).cell(row_block);
+}
+
+// Tiles of tokens [begin, end) as each warp that loads visits them; -1: its lanes do not agree, or look up what does not come.
+extern "C" i32 visit_tiles(const MaskTilesParams* params, u32 cell, i32 begin, i32 end, VisitedTile* visited) {
+  Unit unit{};
+  unit.kv_begin = begin;
+  unit.kv_end = end;
+  std::vector<std::vector<VisitedTile>> found(32);
+  bool right = true;
+  card::launch(1, 32, [&] {
+    std::vector<VisitedTile>& mine = found[threadIdx.x];
+    VisibleTiles tiles(*params, cell, unit, params->tile_kv, 0);
+    int next = tiles.now(), ahead = tiles.next();
+    for (; tiles.more(); tiles.step()) {
+      right = right && tiles.now() == next && tiles.next() == ahead;
+      next = ahead;
+      ahead = tiles.ahead();
+      right = right && (ahead > next || (ahead * params->tile_kv >= end && next * params->tile_kv >= end));
+      mine.push_back(tiles.visited());
+    }
+    right = right && next * params->tile_kv >= end;
+  });
+  for (const std::vector<VisitedTile>& lane : found) {
+    right = right && lane.size() == found[0].size();
+    for (size_t i = 0; right && i < lane.size(); ++i)
+      right = lane[i].first_token == found[0][i].first_token && lane[i].is_last == found[0][i].is_last &&
+              lane[i].is_mixed == found[0][i].is_mixed;
+  }
+  std::copy(found[0].begin(), found[0].end(), visited);
+  return right ? static_cast<i32>(found[0].size()) : -1;
+}
+
+template <int tokens>
+struct MaskTraits {
+  using Query = Bf16;
+  using Cache = Bf16;
+  struct Variant {
+    static constexpr bool has_logit = false, has_mask = false;
+    static constexpr int num_tensors = 0;
+  };
+  static constexpr int head_dim_qk = 64, head_dim_vo = 64, tile_q = 128, tile_kv = tokens;
+  static constexpr int warps_q = 8, warps_kv = 1, warps_v = 1;
+  static constexpr MaskSource mask_source = MaskSource::packed_bits;
+  static constexpr PositionEncoding position_encoding = PositionEncoding::none;
+  static constexpr RowsLayout layout = RowsLayout::blocks;
+};
+
+// visible [16, tokens]: which scores of a warp's 16 rows a tile's mask leaves.
+template <int tokens>
+static void mask_tile(const AttentionParams& params, const WorkItem& item, const Unit& unit, i32 first_row,
+                      i32 first_token, u8* visible) {
+  card::launch(1, 32, [&] {
+    const int lane = threadIdx.x;
+    float scores[1][tokens / 8][4] = {};
+    mask_scores<MaskTraits<tokens>>(scores, params, VariantArgs{}, item, unit, first_row, first_token, lane);
+    for (int n = 0; n < tokens / 8; ++n)
+      for (int e = 0; e < 4; ++e)
+        visible[(lane / 4 + e / 2 * 8) * tokens + n * 8 + lane % 4 * 2 + e % 2] = scores[0][n][e] == 0.f;
+  });
+}
+
+extern "C" void mask_tile_of(const AttentionParams* params, const WorkItem* item, i32 tile_q, i32 first_packed_row,
+                             i32 kv_head, i32 first_row, i32 first_token, i32 tokens, u8* visible) {
+  const Unit unit = make_unit(*params, *item, tile_q, first_packed_row, kv_head);
+  (tokens == 128 ? mask_tile<128> : tokens == 80 ? mask_tile<80> : mask_tile<48>)(*params, *item, unit, first_row,
+                                                                                 first_token, visible);
+}

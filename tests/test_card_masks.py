@@ -1,0 +1,140 @@
+"""Custom masks on a card: the tiles that the card finds, the same bits in whichever order units are claimed, and masks
+that change under a captured graph."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from inputs import pack_bits
+from test_mask_tiles import native
+
+import flashpage
+from flashpage import host
+
+pytestmark = pytest.mark.cuda
+DEVICE = "cuda:0"
+HEADS, KV_HEADS, DIM = 8, 2, 128
+Q_LENS, KV_LENS = (900, 300, 1), (2100, 300, 700)
+
+
+def indptr(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def rows(lengths: tuple[int, ...], heads: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(lengths), heads, DIM, generator=generator).to(DEVICE, torch.bfloat16)
+
+
+def masks(seed: int) -> list[torch.Tensor]:
+    """Causal, but for islands that nobody sees."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for q, kv in zip(Q_LENS, KV_LENS, strict=True):
+        mask = torch.arange(kv)[None] <= kv - q + torch.arange(q)[:, None]
+        hidden = torch.rand(q // 100 + 1, kv // 300 + 1, generator=generator) < 0.4
+        mask &= ~hidden[torch.arange(q)[:, None] // 100, torch.arange(kv)[None] // 300]
+        found.append(mask)
+    return found
+
+
+def planned(**values: Any) -> Any:
+    workspace = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
+    wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    plan(wrapper, **values)
+    return wrapper
+
+
+def plan(wrapper: Any, **values: Any) -> None:
+    wrapper.plan(indptr(Q_LENS), indptr(KV_LENS), HEADS, KV_HEADS, DIM, q_data_type=torch.bfloat16, **values)
+
+
+@pytest.fixture(scope="module")
+def tensors() -> tuple[torch.Tensor, ...]:
+    return rows(Q_LENS, HEADS, 1), rows(KV_LENS, KV_HEADS, 2), rows(KV_LENS, KV_HEADS, 3)
+
+
+def exact(tensors: tuple[torch.Tensor, ...], given: list[torch.Tensor]) -> torch.Tensor:
+    """In fp64, with zeros for rows that see nothing."""
+    q, k, v = (t.double() for t in tensors)
+    outs = []
+    parts = zip(q.split(Q_LENS), k.split(KV_LENS), v.split(KV_LENS), given, strict=True)
+    for q_rows, keys, values, mask in parts:
+        keys, values = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q_rows, keys) * DIM**-0.5
+        scores.masked_fill_(~mask.to(DEVICE), -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), values))
+    return torch.cat(outs)
+
+
+def test_a_card_finds_the_tiles_that_the_host_finds(tensors: tuple[torch.Tensor, ...]) -> None:
+    packed = pack_bits(masks(1))
+    wrapper = planned(packed_custom_mask=packed.to(DEVICE))
+    if wrapper._last_combination().prepared.mask_tiles is None:
+        pytest.skip("this card's kernel takes no mask tiles")
+    wrapper.run(*tensors)
+    planner, combination = wrapper._planner, wrapper._last_combination()
+    found = combination.mask_tiles._cells.cpu()
+    params = host.MaskTilesParams()
+    combination.mask_tiles.bind(params, planner, combination)
+    plan_bytes = np.frombuffer(combination.slot.last_bytes(), np.uint8).copy()
+    on_host = torch.zeros_like(found)
+    params.plan, params.custom_mask, params.cells = plan_bytes.ctypes.data, packed.data_ptr(), on_host.data_ptr()
+    native().find_mask_tiles(ctypes.byref(params), 3)
+    num_units = int(on_host[0]) & 0xFFFFFFFF
+    assert int(found[0]) & 0xFFFFFFFF == num_units and int(found[0]) >> 32 >= num_units, "all units are claimed"
+    assert torch.equal(found[2 : params.queue_begin], on_host[2 : params.queue_begin])
+    queues = [
+        sorted(map(tuple, cells[params.queue_begin :][: 4 * num_units].reshape(-1, 4).tolist()))
+        for cells in (found, on_host)
+    ]
+    assert queues[0] == queues[1]
+
+
+def test_the_same_bits_in_any_order_of_claims(tensors: tuple[torch.Tensor, ...]) -> None:
+    wrapper = planned(packed_custom_mask=pack_bits(masks(2)).to(DEVICE))
+    first, lse = wrapper.run(*tensors, return_lse=True)
+    assert (first.double() - exact(tensors, masks(2))).norm() < 2**-7 * first.double().norm()
+    for enable_pdl in (True, False) * 5:
+        out, again = wrapper.run(*tensors, return_lse=True, enable_pdl=enable_pdl)
+        assert torch.equal(out, first) and torch.equal(again, lse)
+
+
+def test_layers_follow_each_other(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Launches of one layer do not disturb tiles and queue of the layer before, which they overwrite."""
+    q, k, v = tensors
+    wrapper = planned(packed_custom_mask=pack_bits(masks(3)).to(DEVICE))
+    expected = q
+    for _ in range(6):
+        expected = wrapper.run(expected, k, v, enable_pdl=False)
+        torch.cuda.synchronize()
+    out = q
+    for _ in range(6):
+        out = wrapper.run(out, k, v)
+    assert torch.equal(out, expected)
+
+
+def test_a_mask_that_changes_under_a_graph(tensors: tuple[torch.Tensor, ...]) -> None:
+    """The tiles are those of the bits that are there when a graph is replayed."""
+    buffers = [torch.zeros(len(Q_LENS) + 1, dtype=torch.int32, device=DEVICE) for _ in range(3)]
+    bits = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
+    wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
+        *(torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE), "NHD", True),
+        *buffers[:2],
+        bits,
+        buffers[2],
+    )
+    plan(wrapper, packed_custom_mask=pack_bits(masks(4)).to(DEVICE))
+    out = wrapper.run(*tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        wrapper.run(*tensors, out=out)
+    for seed in (5, 6):
+        changed = pack_bits(masks(seed)).to(DEVICE)
+        bits[: changed.numel()] = changed
+        graph.replay()
+        assert (out.double() - exact(tensors, masks(seed))).norm() < 2**-7 * out.double().norm(), seed
