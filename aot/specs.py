@@ -79,7 +79,6 @@ def _other_hopper_specs() -> list[KernelSpec]:
         for kv, d, rows in itertools.product((bf16, e4m3), (128, 256, 512), (16, 64))
     ]
     small_pages += [_decode_sm90(bf16, e5m2, (128, 128), 16, loader="rows")]
-    small_pages += [_decode_sm90(bf16, bf16, (128, 128), 64, loader="rows", mask_source="packed_bits")]
     ragged = [_decode_sm90(bf16, bf16, dims, 64, kv_source="ragged") for dims in ((128, 128), (192, 128))]
     ragged += [_decode_sm90(bf16, bf16, (128, 128), 16, kv_source="ragged")]
     return wide + unlike + dims + small_pages + ragged
