@@ -27,7 +27,16 @@ def mask_rows() -> list[Case]:
     for kind, entry in itertools.product(("dense", "packed"), ("paged", "ragged")):
         options: dict[str, Any] = {"entry": entry, "mask": kind}
         why = "custom mask with a row that sees nothing; bits do not end on bytes"
-        rows.append(prefill(f"mask-{kind}-{entry}", why, MIXED_Q, MIXED_KV, reduced=kind == "packed", **options))
+        rows.append(
+            prefill(
+                f"mask-{kind}-{entry}",
+                why,
+                MIXED_Q,
+                MIXED_KV,
+                reduced=kind == "packed" and entry == "ragged",
+                **options,
+            )
+        )
         why = "requests without rows or tokens own no mask bits"
         rows.append(prefill(f"mask-{kind}-{entry}-empty", why, (0, 9, 3, 65), (12, 0, 11, 66), **options))
     rows += [
