@@ -81,6 +81,24 @@ def test_logits(name: str, is_paged: bool, dtype: torch.dtype) -> None:
     assert 0 < found <= allowed, f"{found:.3e} from eager attention, {allowed:.3e} allowed; logits {eager.norm():.3e}"
 
 
+def test_a_tree_after_a_prompt() -> None:
+    """A mask of which row sees which token, over a paged cache."""
+    model = make_model("llama", **SIZES).to(DEVICE, torch.bfloat16)
+    ids = left_padded([96, 96])["input_ids"].to(DEVICE)
+    mask = (torch.rand(1, 1, 6, 96, generator=torch.Generator().manual_seed(2)) < 0.5).to(DEVICE)
+    mask[..., :2] = True
+    found = []
+    for name in ("eager", "sdpa", hf.NAME):
+        model.set_attn_implementation(name)
+        cache = hf.PagedCache(model.config) if name == hf.NAME else DynamicCache()
+        given = torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min).bfloat16() if name == "eager" else mask
+        with torch.no_grad():
+            model(input_ids=ids[:, :90], past_key_values=cache)
+            found.append(model(input_ids=ids[:, 90:], attention_mask=given, past_key_values=cache).logits.float())
+    eager, other, ours = found
+    assert 0 < distance(ours, eager) <= 2 * distance(other, eager)
+
+
 @torch.no_grad()
 def forced_logits(model: Any, implementation: str, cache: Any) -> torch.Tensor:
     """[tokens, vocabulary], fp32, without those of padding."""
