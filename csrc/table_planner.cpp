@@ -23,6 +23,7 @@ struct CountedVote {
     return found;
   }
   bool leads() const { return true; }
+  void meet() const {}
 };
 
 // From the last thread to the first: were one to need what another does in the same phase, results would be wrong.
@@ -62,7 +63,7 @@ Layout layout_of(const fp_tables& tables, const plan::Schedule& schedule) {
   Layout layout{};
   layout.units = round_up<i64>(bounds.bytes, 16);
   layout.workspace = round_up<i64>(layout.units + units * sizeof(plan::CutUnit), 16);
-  layout.bytes = layout.workspace + plan::Workspace(nullptr, tables.batch, schedule.num_ctas).bytes;
+  layout.bytes = layout.workspace + plan::Workspace(nullptr, tables.batch, schedule).bytes;
   layout.partial_rows = bounds.partial_rows;
   return layout;
 }
@@ -125,7 +126,7 @@ int32_t fp_tables_plan(const fp_kernel* kernel, const fp_tables* tables, const f
                                memory + layout.workspace};
   if (kernel != nullptr) return fp_launch(kernel, &params, 1, stream, enable_pdl);
   TurnedThreads threads;
-  const plan::Workspace work(params.workspace, tables->batch, schedule.num_ctas);
+  const plan::Workspace work(params.workspace, tables->batch, schedule);
   plan::TablePlanner<TurnedThreads>(threads, params, work).run();
   return FP_OK;
 }

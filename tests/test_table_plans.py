@@ -27,7 +27,6 @@ def random_tables(rng: np.random.Generator) -> tuple[TableBatch, Cutting]:
     while batch.page_size == 0 or batch.has_custom_mask:
         batch, cutting = random_case(rng)
     spare = int(rng.integers(0, 3)), int(rng.integers(0, 9))
-    cutting = dataclasses.replace(cutting, wave_tokens=0)  # on a device, the axis is walked in one wave
     return TableBatch.of(dataclasses.replace(batch, kv_start=0), *spare), cutting
 
 
@@ -47,7 +46,14 @@ DECODE = Cutting(
     num_ctas=132, walk=TEAMS, tile_q=16, tile_kv=32, ns_per_token=14.84, ns_per_unit=500.0, ns_per_piece=1000.0
 )
 PREFILL = Cutting(
-    num_ctas=132, walk=RUNS, tile_q=128, tile_kv=128, ns_per_token=12.19, ns_per_unit=5000.0, ns_per_piece=2500.0
+    num_ctas=132,
+    walk=RUNS,
+    tile_q=128,
+    tile_kv=128,
+    ns_per_token=12.19,
+    ns_per_unit=5000.0,
+    ns_per_piece=2500.0,
+    wave_tokens=32768,
 )
 
 

@@ -13,6 +13,7 @@ struct WarpVote {
     return __popc(__ballot_sync(0xffffffff, holds(lane)));
   }
   FP_DEVICE bool leads() const { return lane == 0; }
+  FP_DEVICE void meet() const { __syncwarp(); }
 };
 
 struct CtaThreads {
@@ -33,9 +34,9 @@ struct PlanOnDevice {
   FP_DEVICE static void run(const plan::TablePlan& given) {
     extern __shared__ __align__(16) char shared[];
     ptx::grid_dependency_wait();
-    const i32 batch = given.tables.batch, num_ctas = given.schedule.num_ctas;
-    const bool fits = plan::Workspace(nullptr, batch, num_ctas).bytes <= shared_bytes;
-    const plan::Workspace work(fits ? shared : given.workspace, batch, num_ctas);
+    const i32 batch = given.tables.batch;
+    const bool fits = plan::Workspace(nullptr, batch, given.schedule).bytes <= shared_bytes;
+    const plan::Workspace work(fits ? shared : given.workspace, batch, given.schedule);
     CtaThreads threads;
     plan::TablePlanner<CtaThreads>(threads, given, work).run();
     ptx::grid_dependency_launch();

@@ -29,7 +29,8 @@ struct CostModel {
         ns_per_unit(schedule.ns_per_unit),
         // A fixed split has its pieces everywhere alike: their cost is a price per token.
         ns_per_token(schedule.ns_per_token +
-                     (schedule.fixed() ? schedule.ns_per_piece / schedule.fixed_piece_tokens : 0.0)) {}
+                     (schedule.fixed() ? schedule.ns_per_piece / schedule.fixed_piece_tokens : 0.0)),
+        tokens_per_ns(ns_per_token > 0.0 ? 1.0 / ns_per_token : 0.0) {}
 
   // Tokens that any row of this row tile sees.
   FP_HOST_DEVICE TokenRange visible(const Request& request, i32 tile) const {
@@ -56,6 +57,7 @@ struct CostModel {
   double rounding;  // rows, on average, from a tile's exact edge to the whole row that it falls in
   double ns_per_unit;
   double ns_per_token;
+  double tokens_per_ns;  // 0 where tokens cost nothing
 };
 
 // Sum of clamp(first + slope * t, 0, cap) over t < r.

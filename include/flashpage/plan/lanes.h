@@ -29,10 +29,14 @@ FP_HOST_DEVICE Axis one_wave(const Schedule& schedule, i32 num_kv_heads) {
   return {num_kv_heads / greatest_common_divisor(schedule.num_ctas, num_kv_heads), 1};
 }
 
+FP_HOST_DEVICE bool may_have_waves(const Schedule& schedule) {
+  return schedule.walk == Walk::runs && schedule.wave_tokens > 0 && !schedule.fixed();
+}
+
 // For so many tokens of all requests, and of the longest one.
-inline Axis make_axis(const Schedule& schedule, i32 num_kv_heads, i64 kv_tokens, i64 longest) {
+FP_HOST_DEVICE Axis make_axis(const Schedule& schedule, i32 num_kv_heads, i64 kv_tokens, i64 longest) {
   const Axis whole = one_wave(schedule, num_kv_heads);
-  if (schedule.walk == Walk::teams || schedule.wave_tokens <= 0 || schedule.fixed()) return whole;
+  if (!may_have_waves(schedule)) return whole;
   const i64 waves =
       min_of(ceil_div<i64>(kv_tokens * num_kv_heads, schedule.wave_tokens), ceil_div<i64>(longest, tokens_a_wave));
   // Of a long request, a wave should be some heads, which its members would not walk together.

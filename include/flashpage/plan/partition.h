@@ -82,6 +82,7 @@ struct OneSearcher {
     return low;
   }
   FP_HOST_DEVICE bool writes() const { return true; }
+  FP_HOST_DEVICE void meet() const {}
 };
 
 // The costliest CTA ends at most 3% over the mean, or over it by no more than one stretch that cannot be divided (less
@@ -99,35 +100,37 @@ class Partitioner {
         batch_(division.batch),
         copies_(division.axis.copies),
         waves_(division.axis.waves),
-        per_copy_(1.0 / division.axis.copies),
+        per_copy_(division.axis.copies == 1 ? 1.0 : 1.0 / division.axis.copies),
+        per_share_(1.0 / division.lanes.shares),
         lane_(division.lane),
         lanes_(division.lanes),
-        tokens_per_ns_(model.ns_per_token > 0.0 ? 1.0 / model.ns_per_token : 0.0),
         total_(division.requests[division.batch].cost),
         units_on_axis_(division.units_on_axis) {}
 
   // All waves but the last: whole units only, up to each lane's share of all waves so far. What units leave uneven, the
   // last wave evens out. `ends`: [waves - 1][lanes.count], `loads`: [lanes.count].
-  Start early_waves(Cut* ends, double* loads) const {
+  FP_HOST_DEVICE Start early_waves(Cut* ends, double* loads) const {
     Start start;
     if (waves_ == 1) return start;
-    for (i32 l = 0; l < lanes_.count; ++l) loads[l] = 0.0;
     start.loads = loads;
     Place place;
     for (i32 wave = 1; wave < waves_; ++wave) {
-      const double level = total_ / lanes_.shares * wave / waves_;
+      const double level = product(total_, per_share_) * wave / waves_;
       for (i32 l = 0; l < lanes_.count; ++l) {
-        const double room = level - loads[l];
-        if (room > 0.0) {
-          const Choice whole = unit_at(start.cut, start.at, start.at + room, place).before;
-          if (whole.cost > 0.0) {
-            start.cut = whole.cut;
-            start.at += whole.cost;
-            loads[l] += whole.cost;
-          }
+        const double done = wave == 1 ? 0.0 : loads[l], room = level - done;
+        Choice whole{start.cut, 0.0};
+        if (room > 0.0) whole = unit_at(start.cut, start.at, start.at + room, place).before;
+        if (whole.cost > 0.0) {
+          start.cut = whole.cut;
+          start.at += whole.cost;
         }
-        *ends++ = start.cut;
+        if (searcher_.writes()) {
+          ends[l] = start.cut;
+          loads[l] = done + max_of(whole.cost, 0.0);
+        }
       }
+      ends += lanes_.count;
+      searcher_.meet();
     }
     return start;
   }
@@ -139,8 +142,8 @@ class Partitioner {
   // `ends` and `other_ends`: [lanes.count] each; the result has one of them.
   FP_HOST_DEVICE Partition run(const Start& start, Cut* ends, Cut* other_ends) const {
     Partition best{ends}, trial{other_ends};
-    const double loss = expected_loss(), per_share = 1.0 / lanes_.shares;
-    double too_low = 0.0, level = total_ / lanes_.shares + loss, likely = infinite;
+    const double loss = expected_loss();
+    double too_low = 0.0, level = product(total_, per_share_) + loss, likely = infinite;
     for (int attempt = 0; attempt < max_attempts; ++attempt) {
       const Fill fill = fill_all(start, level, loss, trial);
       const double max = trial.max;
@@ -153,13 +156,13 @@ class Partitioner {
       if (best.max <= mean * (1.0 + good_enough)) break;
       if (fill.excess > 0.0) {
         too_low = max_of(too_low, level);
-        likely = level + product(fill.excess, per_share);
+        likely = level + product(fill.excess, per_share_);
         // A little beyond: one more level that is too low costs a filling.
         level = max_of(likely + 0.25 * (likely - level), fill.next_level);
         if (attempt > 1) level = 0.5 * (too_low + best.max);
       } else {
         if (max > level) break;  // a unit that cannot be cut: no lower level helps
-        if (attempt == 0) likely = level + product(fill.excess, per_share);
+        if (attempt == 0) likely = level + product(fill.excess, per_share_);
         level = 0.5 * (too_low + max);
       }
       if (best.max <= too_low * (1.0 + good_enough)) break;
@@ -196,10 +199,8 @@ class Partitioner {
     double cost;  // beyond Filling::at
   };
 
-  // The request that a lane ends in. Lanes mostly go on where the one before them ended, or in a request of the same
-  // lengths.
+  // What is known of the request that a lane ends in; lanes mostly end in requests of the same lengths.
   struct Place {
-    i32 index = -1;
     i32 q_len = -1, kv_len = -1;
     double one_copy = 0.0, copies_per_ns = 0.0;
     TileCosts costs;
@@ -250,7 +251,7 @@ class Partitioner {
       lane.at += choice.cost;
       done_by_rest -= done;
     }
-    partition.mean = (total_ + product(partition.inside, rules_.ns_per_piece)) / lanes_.shares;
+    partition.mean = product(total_ + product(partition.inside, rules_.ns_per_piece), per_share_);
     return fill;
   }
 
@@ -263,9 +264,11 @@ class Partitioner {
   // The unit that `goal` lies in, from `begin` on, which lies at `at`.
   FP_HOT UnitEdges unit_at(const Cut& begin, double at, double goal, Place& place) const {
     const i32 index = searcher_.request_at(requests_, batch_, begin.request, goal);
-    const Request& request = requests_[index];
+    const Request request = requests_[index];  // all of it at once: nothing below waits for memory
+    const double end = requests_[min_of(index + 1, batch_)].cost;
     if (request.tiles == 0) return {{{index, 0, 0, -1}, request.cost - at}, {{}, infinite}};  // by rounding
-    if (index != place.index) move_to(index, place);
+    place.one_copy = product(end - request.cost, per_copy_);
+    if (request.q_len != place.q_len || request.kv_len != place.kv_len) move_to(request, place);
     const double in_request = goal - request.cost;
     i32 copy = copies_ == 1 ? 0 : min_of(copies_ - 1, static_cast<i32>(in_request * place.copies_per_ns)), from = 0;
     if (index == begin.request && copy <= begin.copy) {  // less: rounding put the goal before the beginning
@@ -304,11 +307,7 @@ class Partitioner {
     return forced;
   }
 
-  FP_HOST_DEVICE void move_to(i32 index, Place& place) const {
-    const Request& request = requests_[index];
-    place.index = index;
-    place.one_copy = (requests_[index + 1].cost - request.cost) * per_copy_;
-    if (request.q_len == place.q_len && request.kv_len == place.kv_len) return;
+  FP_HOST_DEVICE void move_to(const Request& request, Place& place) const {
     place.q_len = request.q_len;
     place.kv_len = request.kv_len;
     place.copies_per_ns = copies_ > 1 && place.one_copy > 0.0 ? 1.0 / place.one_copy : 0.0;
@@ -334,7 +333,7 @@ class Partitioner {
     const double token_0 =
         unit.cost + model_.ns_per_unit - product(range.begin, model_.ns_per_token);  // beyond lane.at
     const double goal = max_of(lane.room, lane.floor);
-    const double wanted = (goal - token_0) * tokens_per_ns_;
+    const double wanted = (goal - token_0) * model_.tokens_per_ns;
     i32 token = down_to_step(static_cast<i32>(min_of<double>(max_of(wanted, 0.0), last)));
     if (token < first) {
       // Shortest pieces all along: make them equal, so that the last one is not nearly twice as long.
@@ -361,9 +360,9 @@ class Partitioner {
   i32 copies_;
   i32 waves_;
   double per_copy_;
+  double per_share_;
   const Lane* lane_;
   Lanes lanes_;
-  double tokens_per_ns_;
   double total_;
   i64 units_on_axis_;
 };

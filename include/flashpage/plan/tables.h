@@ -68,28 +68,42 @@ struct AxisSum {
   }
 };
 
+struct LengthSum {
+  i64 tokens;
+  i64 longest;
+  FP_HOST_DEVICE LengthSum operator+(const LengthSum& other) const {
+    return {tokens + other.tokens, max_of(longest, other.longest)};
+  }
+};
+
 // What threads leave for each other. Laid out in a stretch of memory that starts on 16 bytes.
 struct Workspace {
   struct State {
     i32 batch;
+    Axis axis;
     Lanes lanes;
     AxisSum all;
     Partition partition;
   };
   State* state;
-  Totals* sums;       // of a scan, [2 * num_threads]; AxisSums too
-  Totals* before;     // [num_ctas + 1]
-  Lane* lanes;        // [num_ctas]
-  Cut* ends;          // [2 * num_ctas]
-  Request* requests;  // [batch + 1]
+  Totals* sums;         // of a scan, [2 * num_threads]; AxisSums too
+  Totals* before;       // [num_ctas + 1]
+  Lane* lanes;          // [num_ctas]
+  Cut* ends;            // [2 * num_ctas]
+  Cut* early_ends;      // [waves - 1][lanes.count]
+  double* early_loads;  // [lanes.count]
+  Request* requests;    // [batch + 1]
   i64 bytes;
 
-  FP_HOST_DEVICE Workspace(char* memory, i32 batch, i32 num_ctas) : bytes(0) {
+  FP_HOST_DEVICE Workspace(char* memory, i32 batch, const Schedule& schedule) : bytes(0) {
+    const i32 num_ctas = schedule.num_ctas, early_waves = may_have_waves(schedule) ? max_waves - 1 : 0;
     state = take<State>(memory, 1);
     sums = take<Totals>(memory, 2 * num_threads);
     before = take<Totals>(memory, num_ctas + 1);
     lanes = take<Lane>(memory, num_ctas);
     ends = take<Cut>(memory, 2 * num_ctas);
+    early_ends = take<Cut>(memory, early_waves * num_ctas);
+    early_loads = take<double>(memory, early_waves > 0 ? num_ctas : 0);
     requests = take<Request>(memory, batch + 1);
   }
 
@@ -107,11 +121,7 @@ template <class Threads>
 class TablePlanner {
  public:
   FP_HOST_DEVICE TablePlanner(Threads& threads, const TablePlan& given, const Workspace& work)
-      : threads_(threads),
-        given_(given),
-        work_(work),
-        axis_(one_wave(given.schedule, given.heads.num_kv_heads)),
-        units_(given.units) {}
+      : threads_(threads), given_(given), work_(work), units_(given.units) {}
 
   FP_HOST_DEVICE void run() {
     read_lengths();
@@ -125,19 +135,41 @@ class TablePlanner {
 
  private:
   FP_HOST_DEVICE void read_lengths() {
+    const bool has_waves = may_have_waves(given_.schedule);
+    Request* const requests = work_.requests;
     threads_.phase([&](i32 thread) {
       const i32 batch = given_.tables.requests();
-      if (thread == num_threads - 1) {  // has no request in most batches
-        work_.state->batch = batch;
-        work_.state->lanes = Lanes::make(given_.schedule, given_.heads.num_kv_heads, axis_, work_.lanes);
-      }
       for (i32 i = thread; i < batch; i += num_threads) {
-        Request request = given_.tables.request(i, given_.heads.group(), given_.schedule.tile_q);
-        request.cost = cost_on_axis(given_.model, axis_.copies, request);
-        work_.requests[i] = request;
+        requests[i] = given_.tables.request(i, given_.heads.group(), given_.schedule.tile_q);
       }
+      if (thread != num_threads - 1) return;  // has no request in most batches
+      work_.state->batch = batch;
+      if (!has_waves) take_axis(one_wave(given_.schedule, given_.heads.num_kv_heads));
     });
-    each(threads_, work_.state->lanes.num_full(), [&](i32 i) { work_.state->lanes.write_full(i, work_.lanes); });
+    if (has_waves) find_waves();
+    const i32 batch = work_.state->batch, num_full = work_.state->lanes.num_full();
+    threads_.phase([&](i32 thread) {
+      for (i32 i = thread; i < batch; i += num_threads) {
+        requests[i].cost = cost_on_axis(given_.model, work_.state->axis.copies, requests[i]);
+      }
+      for (i32 i = thread; i < num_full; i += num_threads) work_.state->lanes.write_full(i, work_.lanes);
+    });
+  }
+
+  FP_HOST_DEVICE void find_waves() {
+    Request* const requests = work_.requests;
+    const LengthSum* all = exclusive_scan(
+        threads_, work_.state->batch, reinterpret_cast<LengthSum*>(work_.sums),
+        [&](i32 i) { return LengthSum{requests[i].kv_len, requests[i].kv_len}; }, [](i32, const LengthSum&) {});
+    threads_.phase([&](i32 thread) {
+      if (thread != 0) return;
+      take_axis(make_axis(given_.schedule, given_.heads.num_kv_heads, all->tokens, all->longest));
+    });
+  }
+
+  FP_HOST_DEVICE void take_axis(const Axis& axis) {
+    work_.state->axis = axis;
+    work_.state->lanes = Lanes::make(given_.schedule, given_.heads.num_kv_heads, axis, work_.lanes);
   }
 
   // Requests on the cost axis.
@@ -162,8 +194,9 @@ class TablePlanner {
 
   FP_HOST_DEVICE void partition(const WarpSearcher<typename Threads::Vote>& searcher) {
     const i32 num_ctas = given_.schedule.num_ctas;
-    const Partition found =
-        Partitioner(given_.model, given_.rules, division(), searcher).run(Start{}, work_.ends, work_.ends + num_ctas);
+    const Partitioner partitioner(given_.model, given_.rules, division(), searcher);
+    const Start start = partitioner.early_waves(work_.early_ends, work_.early_loads);
+    const Partition found = partitioner.run(start, work_.ends, work_.ends + num_ctas);
     if (searcher.writes()) work_.state->partition = found;
   }
 
@@ -197,17 +230,16 @@ class TablePlanner {
 
   FP_HOST_DEVICE Division division() const {
     const Workspace::State& state = *work_.state;
-    return {work_.requests, state.batch, axis_, state.all.tiles * axis_.copies, work_.lanes, state.lanes};
+    return {work_.requests, state.batch, state.axis, state.all.tiles * state.axis.copies, work_.lanes, state.lanes};
   }
   FP_HOST_DEVICE Emitter emitter() const {
-    return Emitter(given_.model, given_.schedule, division(), nullptr, work_.state->partition.ends,
+    return Emitter(given_.model, given_.schedule, division(), work_.early_ends, work_.state->partition.ends,
                    given_.heads.num_kv_heads, work_.before, units_, given_.plan);
   }
 
   Threads& threads_;
   const TablePlan& given_;
   const Workspace& work_;
-  const Axis axis_;
   CutUnit* units_;
 };
 

@@ -33,6 +33,7 @@ struct WarpSearcher {
     }
   }
   FP_HOST_DEVICE bool writes() const { return vote.leads(); }
+  FP_HOST_DEVICE void meet() const { vote.meet(); }
 
  private:
   // The last of `from` and 32 others, `stride` apart, that begins at or before `cost`.
