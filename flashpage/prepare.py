@@ -28,10 +28,10 @@ class Prepared:
         self.attention = jit.get_kernel(self.choice.spec, device)
         self.merge = self.mask_tiles = None
         if device.type == "cuda":
-            if not self.choice.capability.merges_in_launch:
-                self.merge = jit.get_kernel(KernelSpec("merge", out_dtype=options.out_dtype), device)
             if self.choice.capability.mask_tiles(options):
                 self.mask_tiles = jit.get_kernel(KernelSpec("mask_tiles"), device)
+            if not self.choice.capability.merges_in_launch:
+                self.merge = jit.get_kernel(KernelSpec("merge", out_dtype=options.out_dtype), device)
             num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm
         else:
             num_ctas = host.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import subprocess
 import tempfile
@@ -22,6 +23,14 @@ def shared_library(source: str, name: str = "", first_include: str = "") -> Path
     first = [f"-I{ROOT / 'tests' / 'native' / first_include}"] if first_include else []
     command = ["g++", *first, *FLAGS, "-shared", str(ROOT / "tests" / "native" / source), "-o", str(library)]
     subprocess.run(command, check=True)
+    return library
+
+
+@functools.cache
+def mask_tiles() -> ctypes.CDLL:
+    """The kernel of mask tiles on the host, and what follows it."""
+    library = ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card")))
+    library.tile_cell.restype = ctypes.c_uint32
     return library
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from inputs import pack_bits
-from test_mask_tiles import native
+from native_build import mask_tiles as native
 
 import flashpage
 from flashpage import host

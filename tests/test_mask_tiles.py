@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from native_build import shared_library
+from native_build import mask_tiles as native
 from planner_batches import RUNS, Batch, Cutting, Planned, arrays_of, bounds, call, problem_of, unpack
 
 import flashpage
@@ -23,13 +22,6 @@ from flashpage.problem import Options
 
 TOKENS = (48, 80, 128)  # of a tile
 GUARD = 2**64 - 1
-
-
-@functools.cache
-def native() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card")))
-    library.tile_cell.restype = ctypes.c_uint32
-    return library
 
 
 @dataclasses.dataclass(repr=False)
