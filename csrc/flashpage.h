@@ -193,10 +193,9 @@ struct fp_kv_boxes {
 };
 
 // Cells of 8 bytes that the tiles of a batch's custom masks and the queue of its units take (tile/mask_tiles.h): a
-// bound for every batch within these sizes. `group`: query heads a KV head; `units`: of the plan, pieces of cut ones
-// included. Writes where queue and list begin.
-FP_API int64_t fp_mask_cells(int64_t mask_bytes, int64_t rows, int32_t requests, int32_t group, int64_t units,
-                             flashpage::MaskTilesParams*);
+// bound for every batch within these sizes. Writes where queue and list begin.
+FP_API int64_t fp_mask_cells(int64_t mask_bytes, int64_t rows, int32_t requests, int32_t num_q_heads,
+                             int32_t num_kv_heads, const fp_schedule*, flashpage::MaskTilesParams*);
 
 // One attention call: at most three launches (mask tiles, attention, merge) in one foreign call. CPU: runs on the pool
 // and returns when done. The merge is built in on the CPU; on the card it is a kernel of its own, launched as a

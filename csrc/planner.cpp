@@ -180,9 +180,23 @@ int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tok
   return FP_OK;
 }
 
-int64_t fp_mask_cells(int64_t mask_bytes, int64_t rows, int32_t requests, int32_t group, int64_t units,
-                      MaskTilesParams* params) {
+// Of any plan within these sizes, pieces of cut units included.
+static i64 most_units(i64 mask_bytes, i64 rows, i64 requests, i64 group, i64 num_kv_heads,
+                      const fp_schedule& schedule) {
+  const i64 units = num_kv_heads * (rows * group / schedule.tile_q + requests);
+  // In each wave, a CTA's share may begin and end inside a unit.
+  if (schedule.fixed_piece_tokens == 0) return units + 2 * plan::max_waves * schedule.num_ctas;
+  if (schedule.fixed_piece_tokens < 0) return units;
+  // A unit of t tokens has at most t / piece more; a request of q rows and t tokens has q * t bits and some rows.
+  const i64 tokens_of_units = 8 * mask_bytes * (group + schedule.tile_q) / schedule.tile_q;
+  return units + num_kv_heads * (tokens_of_units / schedule.fixed_piece_tokens + 1);
+}
+
+int64_t fp_mask_cells(int64_t mask_bytes, int64_t rows, int32_t requests, int32_t num_q_heads, int32_t num_kv_heads,
+                      const fp_schedule* schedule, MaskTilesParams* params) {
+  const i32 group = num_q_heads / num_kv_heads;
+  const i64 cells = unit_cells * most_units(mask_bytes, rows, requests, group, num_kv_heads, *schedule);
   params->queue_begin = round_up<i64>(mask_tile_cells(mask_bytes, rows, requests, group), unit_cells);
-  params->list_begin = params->queue_begin + units * unit_cells;
-  return params->list_begin + units * unit_cells;
+  params->list_begin = params->queue_begin + cells;
+  return params->list_begin + cells;
 }

@@ -290,7 +290,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     ),
     "fp_tables_bounds": (c_int32, [c_void_p, c_void_p, POINTER(c_int64), POINTER(c_int64)]),
     "fp_tables_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int32]),
-    "fp_mask_cells": (c_int64, [c_int64, c_int64, c_int32, c_int32, c_int64, c_void_p]),
+    "fp_mask_cells": (c_int64, [c_int64, c_int64, c_int32, c_int32, c_int32, c_void_p, c_void_p]),
     "fp_slots_create": (c_void_p, [c_int32, c_int64]),
     "fp_slots_destroy": (None, [c_void_p]),
     "fp_slots_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),

@@ -16,9 +16,7 @@ from native_build import mask_tiles as native
 from planner_batches import RUNS, Batch, Cutting, Planned, arrays_of, bounds, call, problem_of, unpack
 
 import flashpage
-from flashpage import host, mask_tiles
-from flashpage.dtypes import DType
-from flashpage.problem import Options
+from flashpage import host
 
 TOKENS = (48, 80, 128)  # of a tile
 GUARD = 2**64 - 1
@@ -49,10 +47,10 @@ class Masked:
         garbage = np.full(8, 0b10110101, np.uint8)
         mask_bytes = np.concatenate([garbage[: 4 + first_byte], *packed, garbage])
         assert mask_bytes.ctypes.data % 4 == 0
-        units = most_units(batch, cutting, result.mask_bytes)
         params = host.MaskTilesParams()
         count = host.load().fp_mask_cells(
-            result.mask_bytes, result.total_q, len(masks), batch.group, units, ctypes.byref(params)
+            *(result.mask_bytes, result.total_q, len(masks), batch.num_q_heads, batch.num_kv_heads),
+            *(ctypes.byref(cutting.struct()), ctypes.byref(params)),
         )
         memory = np.full(count + 2, GUARD, np.uint64)
         memory = memory[memory.ctypes.data // 8 % 2 :]  # starts on 16 bytes
@@ -88,15 +86,6 @@ class Masked:
         return -(-len(self.masks[request]) * self.planned.batch.group // self.planned.cutting.tile_q)
 
 
-def most_units(batch: Batch, cutting: Cutting, mask_bytes: int) -> int:
-    options = Options(
-        *("ragged", batch.num_q_heads, batch.num_kv_heads, 64, 64, 0, *(3 * (DType.BFLOAT16,))),
-        fixed_piece_tokens=cutting.fixed_piece_tokens,
-    )
-    sizes = (len(batch.q_lens), int(batch.q_lens.sum()) + batch.q_start, mask_bytes)
-    return mask_tiles.most_units(options, cutting.tile_q, cutting.num_ctas, sizes)
-
-
 def mask_of(kind: str, rows: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
     row, token = np.arange(rows)[:, None], np.arange(tokens)[None]
     if kind == "causal":
@@ -130,10 +119,11 @@ def masked_batches(draw: st.DrawFn) -> Masked:
         window_left=draw(st.sampled_from((-1, 200))),
     )
     cutting = Cutting(
-        num_ctas=draw(st.sampled_from((1, 5, 132))),
+        num_ctas=draw(st.sampled_from((1, 5, 132, 600))),
         walk=RUNS,
         tile_q=draw(st.sampled_from((64, 128))),
         tile_kv=draw(st.sampled_from(TOKENS)),
+        wave_tokens=draw(st.sampled_from((0, 500))),
         fixed_piece_tokens=draw(st.sampled_from((0, 0, -1, 3840))),
     )
     rng = np.random.default_rng(draw(st.integers(0, 99)))

@@ -94,16 +94,16 @@ struct MaskTiles {
     return shared.is_last;
   }
 
-  // Sorts by counting: units of one class have their order by chance. CTAs of the plan by a few lanes each, as their
-  // items come one after the other.
+  // Sorts by counting: units of one class come about as they do in the plan, whose waves all CTAs walk at a time. A
+  // CTA's items come one after the other, so as many CTAs as there are have some threads each.
   FP_DEVICE void queue_units() const {
-    constexpr int lanes = 8;
+    const i32 num_ctas = params.plan->num_ctas, lanes = max_of(1, threads / max_of(1, num_ctas));
     QueuedUnit* list = queued_units(params, params.list_begin);
     QueuedUnit* sorted = queued_units(params, params.queue_begin);
     for (int i = threadIdx.x; i < count_classes; i += threads) shared.places[i] = 0;
     if (threadIdx.x == 0) shared.num_found = 0;
     __syncthreads();
-    for (i32 cta = threadIdx.x / lanes; cta < params.plan->num_ctas; cta += threads / lanes) {
+    for (i32 cta = threadIdx.x / lanes; cta < num_ctas; cta += threads / lanes) {
       const CtaItems mine = cta_items(params.plan, cta);
       for (i32 i = mine.begin; i < mine.end; ++i) {
         const WorkItem item = item_of_member(items[i], mine);
