@@ -133,6 +133,20 @@ def test_static_caches_are_refused(pair: Any) -> None:
         greedy(pair[1], left_padded([5]), 4, cache_implementation="static")
 
 
+def test_padding_is_not_forgotten_under_continuous_batching() -> None:
+    model = make_model("mistral", implementation=hf.BATCHING_NAME)
+    with pytest.raises(RunError, match="under continuous batching"):
+        logits(model, **left_padded([5, 3]))
+
+
+def test_registering_twice_wraps_once() -> None:
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    choose = ContinuousBatchingManager.switch_to_cb_friendly_attn
+    hf.register()
+    assert ContinuousBatchingManager.switch_to_cb_friendly_attn is choose
+
+
 def test_gradients_are_refused(pair: Any) -> None:
     with pytest.raises(RunError, match=r"torch\.no_grad"):
         pair[1](input_ids=tokens(1, 4))

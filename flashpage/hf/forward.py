@@ -56,3 +56,10 @@ def attention(
             raise RunError(f"cu_seq_lens_q with a batch of {query.shape[0]}: join the requests in one row.")
         return ragged.packed(layer, query, key, value, (q_ends, q_ends if kv_ends is None else kv_ends)), None
     return ragged.attend(layer, query, key, value), None
+
+
+def batched_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """The same for models that a ContinuousBatchingManager runs, which are given no masks."""
+    if kwargs.get("cache") is None:
+        raise RunError("the model is under continuous batching: stop the manager before you call it.")
+    return attention(*args, **kwargs)

@@ -7,20 +7,21 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .forward import attention
+from .forward import attention, batched_attention
 from .masks import padding_mask
 
 # transformers takes every name with "flash" in it for FlashAttention, and loads that package.
 NAME = "fpage"
 # The same while a ContinuousBatchingManager runs the model: under a name without a mask function no mask is made.
 BATCHING_NAME = "fpage_batching"
+_MARK = "_keeps_flashpage"
 
 
 def register() -> None:
     """Makes NAME an `attn_implementation` of every model that goes through transformers' attention interface."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, padding_mask)
-    AttentionInterface.register(BATCHING_NAME, attention)
+    AttentionInterface.register(BATCHING_NAME, batched_attention)
     _admit_to_batching()
 
 
@@ -29,7 +30,7 @@ def _admit_to_batching() -> None:
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
     choose = ContinuousBatchingManager.switch_to_cb_friendly_attn
-    if hasattr(choose, "__wrapped__"):
+    if getattr(choose, _MARK, False):
         return
 
     @functools.wraps(choose)
@@ -40,4 +41,5 @@ def _admit_to_batching() -> None:
         self._original_attn_impl = NAME  # what `stop` gives the model back
         return None
 
+    setattr(choose_or_keep, _MARK, True)
     ContinuousBatchingManager.switch_to_cb_friendly_attn = choose_or_keep
