@@ -77,10 +77,7 @@ class Emitter {
   // Both, for who writes alone.
   FP_HOST_DEVICE void write_all(i32 lane) const {
     Totals at = before_[lane];
-    for (i32 wave = 0; wave <= last_wave_; ++wave) {
-      if (!schedule_.fixed()) write_whole(wave, lane, at, 0, 1);
-      walk<true>(wave, lane, at);
-    }
+    for (i32 wave = 0; wave <= last_wave_; ++wave) walk<true, true>(wave, lane, at);
   }
 
   // Pieces of a unit that began in an earlier lane, once all lanes are written.
@@ -199,8 +196,8 @@ class Emitter {
     }
   }
 
-  // What the lane resumes is counted here, and written by write_resumed; whole requests by write_whole.
-  template <bool writes>
+  // What the lane resumes is counted here, and written by write_resumed; whole requests by write_whole, or here.
+  template <bool writes, bool writes_whole = false>
   FP_HOST_DEVICE void walk(i32 wave, i32 lane, Totals& to) const {
     Cut at = begin_of(wave, lane);
     const Cut end = end_of(wave, lane);
@@ -208,7 +205,7 @@ class Emitter {
     if (at.request < end.request) {
       whole_units<writes>(lane, at, units_up_to(at, {at.request, copies_, 0, -1}), to);
       at = {at.request + 1, 0, 0, -1};
-      if (schedule_.fixed()) {
+      if (writes_whole || schedule_.fixed()) {
         for (; at.request < end.request; ++at.request) {
           whole_units<writes>(lane, at, copies_ * requests_[at.request].tiles, to);
         }
