@@ -8,6 +8,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from flashpage import host
+
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ["-std=c++20", "-O1", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
 
@@ -31,6 +33,14 @@ def mask_tiles() -> ctypes.CDLL:
     """The kernel of mask tiles on the host, and what follows it."""
     library = ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card")))
     library.tile_cell.restype = ctypes.c_uint32
+    return library
+
+
+@functools.cache
+def plan_kernel() -> ctypes.CDLL:
+    """The host library's planner on the device, with the kernel itself on the host."""
+    library = ctypes.CDLL(str(shared_library("plan_kernel.cpp", first_include="card")))
+    library.fp_tables_plan.argtypes = host.load().fp_tables_plan.argtypes
     return library
 
 

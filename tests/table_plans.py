@@ -77,14 +77,14 @@ class Tables:
         host.check(host.load().fp_tables_bounds(*map(ctypes.byref, arguments)))
         return found[0].value, found[1].value
 
-    def plan(self, cutting: Cutting, kernel: Any = None) -> bytes:
+    def plan(self, cutting: Cutting, kernel: Any = None, library: Any = None) -> bytes:
         """The plan's bytes, made in memory that holds exactly what the bounds promise."""
         size, limit_rows = self.bounds(cutting)
         memory = torch.full((size + 256,), 0xA5, dtype=torch.uint8, device=self.device)
         start = -memory.data_ptr() % 16
         stream = torch.cuda.current_stream().cuda_stream if memory.is_cuda else None
         host.check(
-            host.load().fp_tables_plan(
+            (library or host.load()).fp_tables_plan(
                 *(kernel, ctypes.byref(self.struct), ctypes.byref(cutting.struct()), memory.data_ptr() + start, size),
                 *(stream, 0),
             )

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import native_build
 import numpy as np
 import pytest
 import torch
@@ -39,6 +40,21 @@ def test_sweep(seed: int, device: str) -> None:
         assert tables.tables(device, dtype).plan(cutting, kernel) == tables.host_plan(cutting), (
             f"case {number}: {tables}"
         )
+
+
+@pytest.mark.parametrize("requests", [0, 1, 5, 40, 300, 1500])
+def test_the_kernel_as_it_is(requests: int) -> None:
+    """Its warps and barriers too, on the host: threads take their turns from the first to the last here."""
+    rng, library = np.random.default_rng(requests), native_build.plan_kernel()
+    q_lens = rng.choice([1, 1, 9, 200], requests).astype(np.int64)
+    batch = Batch(q_lens, q_lens + rng.integers(0, 2000, requests), causal=True)
+    for cutting in (DECODE, PREFILL, dataclasses.replace(DECODE, num_ctas=264, fixed_piece_tokens=320)):
+        tables = TableBatch.of(batch)
+        assert tables.tables("cpu").plan(cutting, 1, library) == tables.host_plan(cutting)
+    one_row = TableBatch.of(
+        dataclasses.replace(batch, q_lens=np.ones(requests, np.int64), num_kv_heads=1, num_q_heads=8)
+    )
+    assert one_row.tables("cpu").plan(DECODE, 1, library) == one_row.host_plan(DECODE)
 
 
 # Schedules of the kernels that engines meet most: flashpage/tiles.py.
