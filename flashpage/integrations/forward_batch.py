@@ -54,10 +54,11 @@ class ForwardBatch:
         return len(self.seq_lens)
 
     def to(self, device: torch.device) -> ForwardBatch:
-        """The same with all but the lengths on `device`, in one copy."""
+        """The same with all but the lengths on `device`, in one copy. What comes to the host is there on return."""
         names = ("tokens", "positions", "out_slots", "rows")
         parts = [getattr(self, name) for name in names]
-        moved = torch.cat(parts).to(device, non_blocking=True).split([len(part) for part in parts])
+        runs_on = device.type != "cpu"  # a stream knows when its copies are done, who reads on the host does not
+        moved = torch.cat(parts).to(device, non_blocking=runs_on).split([len(part) for part in parts])
         others = {name: getattr(self, name) for name in ("tree_mask", "encoder_slots")}
-        others = {name: t.to(device, non_blocking=True) for name, t in others.items() if t is not None}
+        others = {name: t.to(device, non_blocking=runs_on) for name, t in others.items() if t is not None}
         return dataclasses.replace(self, **dict(zip(names, moved, strict=True)), **others)
