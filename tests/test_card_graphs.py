@@ -185,6 +185,31 @@ def test_many_graphs_share_one_wrapper(decode_steps: Steps) -> None:
         steps.check(i, found)
 
 
+def test_a_graph_that_plans_beside_other_work() -> None:
+    """The plan takes one multiprocessor: on a stream of its own it stands beside what comes before attention."""
+    steps, side = capacity_steps(DEVICE), torch.cuda.Stream()
+    wrapper, lengths = steps.wrapper(), OnDevice(steps)
+    product = torch.randn(1024, 1024, device=DEVICE)
+    other = torch.empty_like(product)
+
+    def step() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            lengths.plan(wrapper, 0)
+        torch.mm(product, product, out=other)
+        torch.cuda.current_stream().wait_stream(side)
+        steps.run_loaded(wrapper)
+
+    steps.load(0)
+    lengths.load(0)
+    replay = capture(step)
+    for i in (*range(len(steps)), *reversed(range(len(steps)))):
+        steps.load(i)
+        lengths.load(i)
+        replay()
+        steps.check(i, Outputs(steps.out, steps.lse))
+
+
 # ---------------------------------------------------------------- a thousand rounds, planned while others replay
 
 
