@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -230,6 +231,29 @@ def test_the_largest_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.backend, "init_forward_metadata_capture_cuda_graph", note)
     GraphRunner(model.forward, model.backend, [1, 8, 2, 4], model.device)
     assert sizes == [8, 4, 2, 1]
+
+
+def test_captures_follow_each_other_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives what a capture has freed to others on its stream alone. Without a card: what torch is asked for."""
+    asked, backend = [], MagicMock()
+    backend.get_cuda_graph_seq_len_fill_value.return_value = 0
+
+    def graph(graph: Any, pool: Any, stream: Any) -> contextlib.AbstractContextManager[None]:
+        asked.append((pool, stream))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    for name in ("Stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: MagicMock())  # another one each time
+    for name in ("current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **more: zeros(*size, **more))  # on the host
+    GraphRunner(lambda batch: batch.tokens, backend, [1, 8, 2], torch.device("cuda"))
+    pools, streams = zip(*asked, strict=True)
+    assert streams[1] is streams[0] and streams[2] is streams[0]
+    assert pools[0] is None and pools[1] is not None and pools[2] is pools[1]
 
 
 def test_small_sizes_are_compiled() -> None:

@@ -28,8 +28,9 @@ def batch_sizes_to_capture(max_batch: int) -> list[int]:
 class GraphRunner:
     """Captures a model's step at several batch sizes and replays it for any batch that fits.
 
-    The largest size is captured first, and all share one pool of memory, so that smaller ones live in what the largest
-    left. Where there is no card the step is run in place of the replay: on the same buffers, padded the same way.
+    The largest size is captured first, and all share one stream and one pool of memory, so that smaller ones live in
+    what the largest left. Where there is no card the step is run in place of the replay: on the same buffers, padded
+    the same way.
 
     Args:
         forward: a step; reads the tensors of its batch and asks the backend for attention.
@@ -64,6 +65,8 @@ class GraphRunner:
         self._inputs = torch.zeros(3 * most * new_len + most, dtype=torch.int32, device=device)
         self._graphs: dict[int, Callable[[], object]] = {}
         self._outputs: dict[int, torch.Tensor] = {}
+        # torch gives memory that a capture has freed to captures on the same stream alone.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool: Any = None
         backend.init_cuda_graph_state(most, most * new_len)
         for size in reversed(self.batch_sizes):
@@ -93,11 +96,11 @@ class GraphRunner:
         def step() -> None:
             self._outputs[size] = forward(batch)
 
-        if self.device.type != "cuda":
+        stream = self._stream
+        if stream is None:
             step()
             self._graphs[size] = step
             return
-        stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._context(), torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
