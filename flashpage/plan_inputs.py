@@ -45,7 +45,8 @@ class KvIndices:
             self._copy(indices, end, non_blocking, name)
         else:
             if dtype is not torch.int32 or place != self._device_index or not indices.is_contiguous():
-                indices = indices.to(device=self.device, dtype=torch.int32, non_blocking=non_blocking).contiguous()
+                waits = not non_blocking or self.device.type == "cpu"  # a copy to the host returns before it is there
+                indices = indices.to(device=self.device, dtype=torch.int32, non_blocking=not waits).contiguous()
             self.tensor = indices
         self.address = self.tensor.data_ptr()  # type: ignore[union-attr]
 
@@ -107,7 +108,7 @@ class KvIndices:
             used = indices[:end].to(torch.int32).contiguous()
             self._ring.copy(used, buffer, torch._C._cuda_getCurrentRawStream(self._device_index))
         else:
-            buffer[:end].copy_(indices[:end], non_blocking=non_blocking)
+            buffer[:end].copy_(indices[:end], non_blocking=non_blocking and not buffer.is_cpu)
 
 
 def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
@@ -143,7 +144,7 @@ class MaskBits:
         arguments.tensor(mask, name, PlanError)
         packed = self._packed(mask, bits, name) if is_packed else self._pack(mask, bits, name)
         if self.buffer is None:
-            self.tensor = packed.to(self.device, non_blocking=non_blocking)
+            self.tensor = packed.to(self.device, non_blocking=non_blocking and self.device.type != "cpu")
         else:
             if packed.numel() > self.buffer.numel():
                 raise PlanError(
@@ -152,7 +153,7 @@ class MaskBits:
                     "as large as the largest batch needs."
                 )
             self.tensor = self.buffer
-            self.buffer[: packed.numel()].copy_(packed, non_blocking=non_blocking)
+            self.buffer[: packed.numel()].copy_(packed, non_blocking=non_blocking and not self.buffer.is_cpu)
         self.address = self.tensor.data_ptr()
 
     @staticmethod

@@ -119,8 +119,8 @@ def test_it_is_the_hosts_plan(make: Callable[[str], Steps], device: str) -> None
             usual.run(steps.own_q[i], steps.own_cache[i], **options)
             steps.run_loaded(ours, **options)
             steps.check(i, Outputs(steps.out, steps.lse), **options)
-            assert ours.resolved_backend == usual.resolved_backend
-            if make is decode_steps:  # a prefill's tile follows from the rows that there may be
+            if make is decode_steps:  # a prefill's kernel and tile follow from the rows that there may be
+                assert ours.resolved_backend == usual.resolved_backend
                 found, expected = ours.last_plan, usual.last_plan
                 names = [name for name in found.work_items().dtype.names if name != "kv_offset"]
                 np.testing.assert_array_equal(found.work_items()[names], expected.work_items()[names])

@@ -89,10 +89,7 @@ extern "C" __global__ void __launch_bounds__(LoadBench::threads, 1)
                          const __grid_constant__ KvMaps maps) {
   extern __shared__ __align__(1024) u8 memory[];
   Slots& shared = *reinterpret_cast<Slots*>(memory);
-  if (threadIdx.x == 0) {
-    shared.ring.init(LoadBench::SlotLoader::arrivals, 1);
-    ptx::mbarrier_init_fence();
-  }
+  shared.ring.init(LoadBench::SlotLoader::arrivals, 1);
   __syncthreads();
   ptx::grid_dependency_wait();
   const LoadBench bench(shared, params, maps);

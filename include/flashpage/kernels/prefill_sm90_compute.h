@@ -7,7 +7,7 @@
 #include "flashpage/tile/epilogue.h"
 #include "flashpage/tile/mask.h"
 #include "flashpage/tile/sinks.h"
-#include "flashpage/tile/softmax.h"
+#include "flashpage/tile/softmax_ahead.h"
 #include "flashpage/tile/trace.h"
 #include "flashpage/tile/values.h"
 
@@ -26,6 +26,9 @@ struct PrefillCompute {
   using OutRows = typename Shared::OutRows;
   static constexpr int tokens = Shared::tokens;
   static constexpr bool masks_all = Traits::Variant::has_mask || (masks_all_tiles<Traits> && !has_mask_tiles<Traits>);
+  // Token tiles whose probabilities are computed ahead: with rows this short, exponentials take longer than products.
+  static constexpr int early = max_of(Traits::head_dim_qk, Traits::head_dim_vo) <= 64 ? tokens / 16 : 0;
+  using Probabilities = flashpage::Probabilities<Traits, tokens / 8>;
   static constexpr int turn_barrier = 1;                              // names: one a group
   static constexpr int group_barrier = turn_barrier + Warps::groups;  // and one more
 
@@ -117,17 +120,30 @@ struct PrefillCompute {
     SoftmaxState<1> state;
     state.clear();
     if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
+    u32 packed[max_of(early, 1)][2];
     auto soften = [&] {
       if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
       if (masks_all || tile.is_mixed || first < clear_begin || first > clear_end)
         mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
-      const bool outgrown = state.raise(scores, softmax_scale, factor);
-      state.exponentiate(scores, softmax_scale);
+      bool outgrown;
+      if constexpr (early > 0) {
+        outgrown = soften_ahead<typename S::Probability>(state, scores, packed, softmax_scale, factor);
+      } else {
+        outgrown = state.raise(scores, softmax_scale, factor);
+        state.exponentiate(scores, softmax_scale);
+      }
       ptx::wgmma_settle(scores[0]);  // while the values are multiplied, not behind them
       return outgrown;
     };
+    auto pack = [&] {
+      if constexpr (early > 0) {
+        return Probabilities(packed, scores, turn >> 31);
+      } else {
+        return Probabilities(scores);
+      }
+    };
     soften();
-    Probabilities<Traits, tokens / 8> probabilities(scores);
+    Probabilities probabilities = pack();
     bool keys_there = false, values_there = false;  // seen before they are wanted
 #pragma unroll 1
     while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) < unit.kv_end) {
@@ -157,7 +173,7 @@ struct PrefillCompute {
       }
       ptx::wgmma_settle(values[0]);
       release(shared.value_ring, turn - 1);
-      probabilities = Probabilities<Traits, tokens / 8>(scores);
+      probabilities = pack();
     }
     await_values(turn, values_there);
     await_turn();
@@ -204,8 +220,8 @@ struct PrefillCompute {
   }
 
   // values += P V. `pass`: the turn, shortly before the last step, so that the next group's products follow at once.
-  FP_DEVICE void issue_values(float (&values)[S::value_tiles][4],
-                              const Probabilities<Traits, tokens / 8>& probabilities, u32 turn, bool pass) const {
+  FP_DEVICE void issue_values(float (&values)[S::value_tiles][4], const Probabilities& probabilities, u32 turn,
+                              bool pass) const {
     constexpr int steps = tokens / 16;
     const ptx::Matrix tile(ptx::shared_address(shared.values[shared.value_ring.slot(turn)]), Values::block_bytes);
     ptx::wgmma_fence();

@@ -86,7 +86,8 @@ struct SoftmaxState {
         for (int e = 0; e < 4; ++e) values[m][n][e] *= factor[m][e / 2];
   }
 
-  template <int token_tiles>
+  // From token tile `first` on.
+  template <int first = 0, int token_tiles>
   FP_DEVICE void exponentiate(float (&scores)[row_tiles][token_tiles][4], float scale) {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
@@ -96,7 +97,7 @@ struct SoftmaxState {
         float origin = finite_or_zero(maximum[m][half]);
         float total = sum[m][half];
 #pragma unroll
-        for (int n = 0; n < token_tiles; ++n) {
+        for (int n = first; n < token_tiles; ++n) {
           scores[m][n][e] = ptx::exp2_approx(fmaf(scores[m][n][e], scale, -origin));
           scores[m][n][e + 1] = ptx::exp2_approx(fmaf(scores[m][n][e + 1], scale, -origin));
           total += scores[m][n][e] + scores[m][n][e + 1];
@@ -105,7 +106,6 @@ struct SoftmaxState {
       }
   }
 
- private:
   // A row that has seen nothing yet: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
   FP_DEVICE static float finite_or_zero(float x) { return x == ptx::negative_infinity() ? 0.f : x; }
 };
