@@ -198,7 +198,5 @@ int64_t fp_mask_cells(int64_t mask_bytes, int64_t rows, int32_t requests, int32_
   const i64 cells = unit_cells * most_units(mask_bytes, rows, requests, group, num_kv_heads, *schedule);
   params->queue_begin = round_up<i64>(mask_tile_cells(mask_bytes, rows, requests, group), unit_cells);
   params->list_begin = params->queue_begin + cells;
-  params->num_kv_heads = num_kv_heads;
-  params->wave_tokens = schedule->wave_tokens;
   return params->list_begin + cells;
 }

@@ -61,7 +61,7 @@ class MaskTilesParams(ctypes.Structure):
         *_all(c_void_p, "plan custom_mask cells"),
         *_all(c_int64, "queue_begin list_begin"),
         ("group", FastDiv),
-        *_all(c_int32, "tile_q tile_kv num_kv_heads wave_tokens"),
+        *_all(c_int32, "tile_q tile_kv"),
     ]
 
 

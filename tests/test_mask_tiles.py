@@ -155,7 +155,7 @@ def test_tiles_of_masks(masked: Masked, grid: int) -> None:
 
 @examples
 @given(masked_batches(), st.sampled_from((1, 2)))
-def test_units_are_queued_once_wave_by_wave_and_the_long_ones_first(masked: Masked, grid: int) -> None:
+def test_units_are_queued_once_and_the_long_ones_first(masked: Masked, grid: int) -> None:
     for _ in range(2):  # the second run finds what the first one left
         masked.find(grid)
     planned, tile_q, tile_kv = masked.planned, masked.planned.cutting.tile_q, masked.planned.cutting.tile_kv
@@ -172,13 +172,9 @@ def test_units_are_queued_once_wave_by_wave_and_the_long_ones_first(masked: Mask
     assert (num_units, claimed, arrived) == (len(expected), 0, 0)
     queue = masked.cells[masked.params.queue_begin :][: 4 * num_units].view(np.int32).reshape(num_units, 8)
     assert sorted(map(tuple, queue[:, :4].tolist())) == sorted(expected)
-    wave, fewest = 0, np.inf
-    for index, block, kv_head, _, cell, *_ in queue:
+    fewest = np.inf
+    for index, block, _, _, cell, *_ in queue:
         item = planned.items[index]
-        before = (item["request"] * planned.batch.num_kv_heads + kv_head) * int(item["kv_len"])
-        if (found := min(7, before // planned.cutting.wave_tokens) if planned.cutting.wave_tokens else 0) > wave:
-            wave, fewest = found, np.inf
-        assert found == wave
         assert cell == masked.cell(item["request"], block)
         visible, _ = masked.expected(item["request"], block)
         count = visible[item["kv_begin"] // tile_kv : -(-item["kv_end"] // tile_kv)].sum()

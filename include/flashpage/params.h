@@ -73,8 +73,6 @@ struct MaskTilesParams {
   FastDiv group;    // query heads a KV head
   i32 tile_q;       // packed rows of a unit
   i32 tile_kv;      // tokens of a tile
-  i32 num_kv_heads;
-  i32 wave_tokens;  // of a KV head, that the L2 keeps: as the plan has it
 };
 
 // Combine the partials of one plan; the launch reads num_merges from the plan.

@@ -16,7 +16,7 @@ struct MaskTiles {
     i32 found[threads];  // items that begin a request
     i32 num_found;       // of them; then of units
     u32 visible[warps], hidden[warps];
-    u32 places[order_classes];  // in the queue: of the next unit of a class
+    u32 places[count_classes];  // in the queue: of the next unit of a class
     bool is_last;
   };
 
@@ -100,7 +100,7 @@ struct MaskTiles {
     const i32 num_ctas = params.plan->num_ctas, lanes = max_of(1, threads / max_of(1, num_ctas));
     QueuedUnit* list = queued_units(params, params.list_begin);
     QueuedUnit* sorted = queued_units(params, params.queue_begin);
-    for (int i = threadIdx.x; i < order_classes; i += threads) shared.places[i] = 0;
+    for (int i = threadIdx.x; i < count_classes; i += threads) shared.places[i] = 0;
     if (threadIdx.x == 0) shared.num_found = 0;
     __syncthreads();
     for (i32 cta = threadIdx.x / lanes; cta < num_ctas; cta += threads / lanes) {
@@ -110,7 +110,7 @@ struct MaskTiles {
         for (i32 unit = threadIdx.x % lanes; unit < item.num_units; unit += lanes) {
           const QueuedUnit found = queued_unit(params, item, i, unit);
           list[atomicAdd(&shared.num_found, 1)] = found;
-          atomicAdd(&shared.places[found.order_class], 1);
+          atomicAdd(&shared.places[found.count_class], 1);
         }
       }
     }
@@ -121,13 +121,13 @@ struct MaskTiles {
 #pragma unroll 4
     for (i32 i = threadIdx.x; i < shared.num_found; i += threads) {
       const QueuedUnit unit = list[i];
-      sorted[atomicAdd(&shared.places[unit.order_class], 1)] = unit;
+      sorted[atomicAdd(&shared.places[unit.count_class], 1)] = unit;
     }
   }
   // As one warp, the highest class first.
   FP_DEVICE void counts_to_places() const {
-    constexpr int mine = order_classes / 32;
-    u32* last = shared.places + order_classes - 1 - lane * mine;
+    constexpr int mine = count_classes / 32;
+    u32* last = shared.places + count_classes - 1 - lane * mine;
     u32 sum = 0;
     for (int i = 0; i < mine; ++i) sum += last[-i];
     u32 up_to_mine = sum;

@@ -21,7 +21,7 @@ struct alignas(16) QueuedUnit {
   i32 kv_head;
   i32 partial_row;  // in place of the item's
   u32 cell;         // first of the row block's tiles
-  i32 order_class;  // the highest first
+  i32 count_class;  // of its visible tiles
   i32 unused[2];
 };
 inline constexpr i64 unit_cells = sizeof(QueuedUnit) / sizeof(u64);
@@ -87,14 +87,6 @@ FP_HOST_DEVICE i32 count_class(u32 count) {
   return exponent * 8 + static_cast<i32>(count >> exponent);  // below 2^31: 27 * 8 + 15
 }
 
-// In an order of the plan's waves, as far as classes go: what is read at a time is little enough for the L2 to keep.
-inline constexpr i32 queue_waves = 8, order_classes = queue_waves * count_classes;
-FP_HOST_DEVICE i32 wave_of(const MaskTilesParams& params, const WorkItem& item, i32 kv_head) {
-  if (params.wave_tokens <= 0) return 0;
-  const i64 before = (static_cast<i64>(item.request) * params.num_kv_heads + kv_head) * item.kv_len;
-  return static_cast<i32>(min_of<i64>(before / params.wave_tokens, queue_waves - 1));
-}
-
 // Unit `unit` of item number `index`, which is as its CTA has it.
 FP_HOST_DEVICE QueuedUnit queued_unit(const MaskTilesParams& params, const WorkItem& item, i32 index, i32 unit) {
   const RequestTiles tiles(params, item);
@@ -102,9 +94,7 @@ FP_HOST_DEVICE QueuedUnit queued_unit(const MaskTilesParams& params, const WorkI
   const u32 cell = tiles.cell(row_block);
   const i32 count =
       count_visible(tile_words(params, cell), item.kv_begin / params.tile_kv, ceil_div(item.kv_end, params.tile_kv));
-  const i32 kv_head = item.kv_head + at / tiles.row_blocks;
-  const i32 order = (queue_waves - 1 - wave_of(params, item, kv_head)) * count_classes + count_class(count);
-  return {index, row_block, kv_head, item.partial_row, cell, order, {}};
+  return {index, row_block, item.kv_head + at / tiles.row_blocks, item.partial_row, cell, count_class(count), {}};
 }
 
 }  // namespace flashpage
