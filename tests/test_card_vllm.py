@@ -99,7 +99,7 @@ def test_other_integers_and_scales() -> None:
     arguments[5] = torch.cat([arguments[5], arguments[5]], 1)[:, : arguments[5].shape[1]]
     assert torch.equal(run(blocks, 1, arguments), expected)
     arguments[5] = arguments[5].long()
-    arguments[10] = arguments[10].cpu()
+    arguments[11] = arguments[11].cpu()
     assert torch.equal(run(blocks, 1, arguments), expected)
     blocks.check(expected)
 

@@ -62,23 +62,28 @@ class Blocks:
         return {"v1": v1, "v2": v2}
 
 
-def measure_writes(clock: GpuClock | HostClock, device: torch.device, tokens: int) -> None:
+def measure_writes(libraries: dict[str, Any], clock: GpuClock | HostClock, device: torch.device, tokens: int) -> None:
     """reshape_and_cache and reshape_and_cache_flash, tokens side by side and in any order."""
     heads, size, block_size = 8, 128, 16
     blocks = -(-tokens // block_size)
     key, value = (torch.randn(tokens, heads, size, device=device).to(torch.bfloat16) for _ in range(2))
     one = torch.ones((), device=device)
     in_order = torch.arange(tokens, device=device)
+    of_blocks = in_order.view(-1, block_size)[torch.randperm(tokens // block_size, device=device)].flatten()
+    orders = {"in order": in_order, "blocks shuffled": of_blocks}
+    orders["shuffled"] = in_order[torch.randperm(tokens, device=device)]
     for name, shapes in (
         ("reshape_and_cache", ((blocks, heads, size // 8, block_size, 8), (blocks, heads, size, block_size))),
         ("reshape_and_cache_flash", ((blocks, block_size, heads, size),) * 2),
     ):
         caches = [torch.empty(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
-        for label, slots in (("in order", in_order), ("shuffled", in_order[torch.randperm(tokens, device=device)])):
-            call = getattr(vllm_ops, name)
-            write = clock.capture(lambda c=caches, s=slots, f=call: f(key, value, *c, s, "auto", one, one))
-            seconds, moved = clock.seconds(write), 4 * key.numel() * 2
-            print(f"| {name}, {tokens} tokens {label} | {seconds * 1e6:,.1f} us | {moved / seconds / 1e9:,.0f} GB/s |")
+        for label, slots in orders.items():
+            for library, operators in libraries.items():
+                call = getattr(operators, name)
+                write = clock.capture(lambda c=caches, s=slots, f=call: f(key, value, *c, s, "auto", one, one))
+                seconds, moved = clock.seconds(write), 4 * key.numel() * 2
+                columns = f"{seconds * 1e6:,.1f} us | {moved / seconds / 1e9:,.0f} GB/s"
+                print(f"| {name}, {tokens} tokens {label} | {library} | {columns} |", flush=True)
 
 
 def host_seconds(call: Callable[[], object], device: torch.device, repeats: int = 300) -> float:
@@ -105,9 +110,10 @@ def main() -> int:
     device = torch.device(arguments.device)
     clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)
     libraries: dict[str, Any] = {"flashpage": vllm_ops}
+    writers = dict(libraries)
     if arguments.peer:
         importlib.import_module(arguments.peer)
-        libraries["vllm"] = torch.ops._C
+        libraries["vllm"], writers["vllm"] = torch.ops._C, torch.ops._C_cache_ops
     print("| case | library | time | rate | error | host |\n| --- | --- | --- | --- | --- | --- |")
     for case in MORE_DECODE if arguments.more else DECODE:
         if arguments.only not in case.name or case.page_size not in BLOCK_SIZES:
@@ -127,8 +133,8 @@ def main() -> int:
                 columns = f"{seconds * 1e6:,.1f} us | {rate:,.0f} GB/s | {error:.1e} | {host * 1e6:.1f} us"
                 print(f"| {case.name} | {label} {name} | {columns} |", flush=True)
         del batch, blocks
-    for tokens in (64, 64 if arguments.small else 8192):
-        measure_writes(clock, device, tokens)
+    for tokens in () if arguments.only else (64, 64 if arguments.small else 8192):
+        measure_writes(writers, clock, device, tokens)
     return 0
 
 

@@ -7,6 +7,7 @@
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/tile/block_scores.h"
 #include "flashpage/tile/block_steps.h"
+#include "flashpage/tile/half_query.h"
 #include "flashpage/tile/query.h"
 #include "flashpage/tile/query_fragments.h"
 #include "flashpage/tile/softmax.h"
@@ -68,7 +69,8 @@ struct BlockDecode {
     float values[S::row_tiles][S::value_tiles][4];
     BlockRow rows[S::row_tiles][2];
     typename Fragments::Registers query_registers;
-    u32 query;  // shared address of this lane's part
+    u32 query;    // shared address of this lane's part
+    float scale;  // of scores, to base 2
   };
 
   FP_DEVICE BlockDecode(const BlockAttentionParams& params, Shared& shared) : params(params), shared(shared) {}
@@ -178,14 +180,20 @@ struct BlockDecode {
     }
   }
 
-  // By parts of a column of `bytes`, whose tokens share a block. Behind the sequence's end are zeros: probabilities are
-  // 0 there, and 0 times NaN is not.
+  // By parts of a column of `bytes`, whose tokens share a block; neighbouring lanes have what lies side by side in a
+  // block. Behind the sequence's end are zeros: probabilities are 0 there, and 0 times NaN is not.
   template <int bytes>
   FP_DEVICE void load_values(u32 tile, const BlockStep& step, i32 block) const {
     constexpr int size = sizeof(Cache), parts = tokens * size / bytes, together = 32 / parts;
     constexpr int passes = ceil_div(Traits::head_dim_vo, together);
-    static_assert(together % 8 == 0);  // byte_offset is the same for every pass
-    const int token_of_tile = lane % parts * (bytes / size), column = lane / parts;
+    static_assert(together % 8 == 0 && (parts == 2 || parts == 4));  // byte_offset is the same for every pass
+    constexpr int part_tokens = bytes / size, log_part_tokens = part_tokens == 8 ? 3 : 4;
+    static_assert(part_tokens == 1 << log_part_tokens);
+    // Lanes by block, by column, by part of what the column has in the block.
+    const int log_mine = min_of(params.log_block_size - log_part_tokens, parts == 2 ? 1 : 2),
+              mask = (1 << log_mine) - 1;
+    const int column = (lane >> log_mine) % together, blocks_before = (lane >> log_mine) / together;
+    const int token_of_tile = ((blocks_before << log_mine) + (lane & mask)) * part_tokens;
     const i32 token = first_token(step) + token_of_tile, in_block = token & ((1 << params.log_block_size) - 1);
     const i64 mine = __shfl_sync(0xffffffff, block, token_of_tile);
     const u32 to = tile + Values::byte_offset(column, token_of_tile * size);
@@ -206,6 +214,9 @@ struct BlockDecode {
     __syncthreads();  // every warp's part of Q
     state.query = Fragments::lane_address(ptx::shared_address(shared.query[query]), lane);
     Fragments::keep(state.query_registers, state.query, lane);
+    state.scale = scale;
+    if constexpr (!is_same<typename S::Product, Query>)
+      state.scale *= to_half_query(reinterpret_cast<u32(&)[S::key_steps * 4]>(state.query_registers));
     state.softmax.clear();
 #pragma unroll
     for (int m = 0; m < S::row_tiles; ++m) {
@@ -231,10 +242,10 @@ struct BlockDecode {
           Fragments::take(a, state.query_registers, state.query, lane, k_step);
         },
         [](int) {});
-    if (params.alibi_slopes) bias_scores<Traits>(scores, state.rows, scale, first, step.length, lane);
+    if (params.alibi_slopes) bias_scores<Traits>(scores, state.rows, state.scale, first, step.length, lane);
     if (first + tokens > step.length || params.pattern.stride.divisor > 0)
       hide_scores<Traits>(scores, state.rows, params.pattern, first, step.length, lane);
-    state.softmax.update(scores, state.values, params.alibi_slopes ? 1.f : scale);
+    state.softmax.update(scores, state.values, params.alibi_slopes ? 1.f : state.scale);
     Probabilities<Traits, tokens / 8> probabilities(scores);
     multiply_value_columns(state.values, probabilities, stage + Shared::key_bytes, lane);
   }

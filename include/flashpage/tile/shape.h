@@ -26,7 +26,8 @@ struct Shape {
       Traits::Variant::has_logit && Traits::Variant::num_tensors > 0 && Traits::tile_kv > 16;
   static constexpr bool query_in_registers = Traits::head_dim_qk <= 128 && Traits::tile_q / Traits::warps_q <= 16 &&
                                              (!rotate || turn_in_half) && !loads_for_many;
-  using Product = typename select_type<(blocks && is_fp8<Key> && query_in_registers), Half, Query>::type;
+  static constexpr bool can_widen_query = (blocks || Traits::layout == RowsLayout::pieces) && query_in_registers;
+  using Product = typename select_type<(is_fp8<Key> && can_widen_query), Half, Query>::type;
   // Probabilities meet fp8 values as fp16 (exact for both formats), others in their own type.
   using Probability = typename select_type<is_fp8<Cache>, Half, Query>::type;
 

@@ -8,7 +8,8 @@
 
 namespace flashpage {
 
-// `tokens` of one column after the other, in units of 16 bytes. Eight neighbouring columns touch eight bank groups.
+// `tokens` of one column after the other, in units of 16 bytes. Eight neighbouring columns touch eight bank groups, and
+// so do neighbouring units of as many columns as make eight of them.
 template <class Element, int columns, int tokens>
 struct ValueColumns {
   static constexpr int stride = tokens * static_cast<int>(sizeof(Element));  // bytes from column to column
@@ -18,6 +19,7 @@ struct ValueColumns {
 
   FP_DEVICE static u32 byte_offset(u32 column, u32 byte) {
     u32 turn = column / (8 / units) % units;  // the same every eight columns
+    if constexpr (units == 4) turn = turn % 2 * 2 + turn / 2;
     return column * stride + (byte / 16 ^ turn) * 16 + byte % 16;
   }
 };
