@@ -177,11 +177,24 @@ def _sm90_converting_stages(head_dim_qk: int, head_dim_vo: int, tile_kv: int) ->
     return 3 if query_pair + 3 * tile_kv * (query_bytes + value_bytes) + 2048 <= _SHARED_BYTES else 2
 
 
-def block_decode_tile(head_dim: int, kv_dtype: DType, group: int) -> Tile:
-    """Decode over vLLM's blocks (mma.sync, cp.async); a group's query heads are the rows."""
+def block_decode_tile(head_dim: int, kv_dtype: DType, group: int, shared_bytes: int = 0) -> Tile:
+    """Decode over vLLM's blocks (mma.sync, cp.async); a group's query heads are the rows.
+
+    `shared_bytes`: what a CTA can have on the device; 0: as on Hopper.
+    """
     tile_q = 32 if group > 16 and head_dim <= (64 if kv_dtype.is_fp8 else 128) else 16  # more takes registers
     tile, _ = _few_rows_sm80(head_dim, head_dim, kv_dtype, tile_q)
-    return dataclasses.replace(tile, stages=min(tile.stages, 2 if tile_q > 16 else 4))  # each stage has its own Q
+    stages, token_bytes = tile.stages, 2 * head_dim * kv_dtype.size
+    if tile_q > 16:
+        stages = 2
+    elif token_bytes <= 256:  # steps take a warp longer than their bytes take the memory: more warps, fewer stages
+        tile, stages = dataclasses.replace(tile, ctas_per_sm=3), max(2, min(4, 65536 // (tile.tile_kv * token_bytes)))
+    warps, tokens = tile.warps_kv, tile.tile_kv // tile.warps_kv
+    room = (shared_bytes or _SHARED_BYTES) - 4096
+    query_bytes = tile_q * (head_dim + 16) * 2  # of each stage
+    while stages * (warps * tokens * (token_bytes + 32 * kv_dtype.size) + query_bytes) > room:
+        warps, stages = (warps, stages - 1) if stages > 2 else (warps // 2, stages)
+    return dataclasses.replace(tile, stages=stages, warps_kv=warps, tile_kv=tokens * warps)
 
 
 _RING_BYTES = 131072

@@ -16,6 +16,7 @@ from . import arguments, host, jit, vllm_cache
 from .backends import device_sm
 from .dtypes import DType
 from .errors import RunError
+from .jit.targets import shared_bytes_per_cta
 from .planner import current_stream
 from .spec import KernelSpec
 from .tiles import block_decode_tile
@@ -80,7 +81,7 @@ class _Attention:
         kv_dtype = DType.of(vllm_cache.element_type(cache, given.kv_cache_dtype))
         self.has_scales = given.kv_cache_dtype != "auto"
         group = self.num_heads // given.num_kv_heads
-        tile = block_decode_tile(head_size, kv_dtype, group)
+        tile = block_decode_tile(head_size, kv_dtype, group, shared_bytes_per_cta(query.device.index))
         row_tiles = -(-group // tile.tile_q)
         decode = KernelSpec("block_decode_sm80", q_dtype, kv_dtype, q_dtype, head_size, head_size, tile=tile)
         merge = KernelSpec("block_merge", out_dtype=q_dtype)

@@ -76,9 +76,20 @@ def host_target() -> Target:
 @functools.cache
 def cuda_target(device_index: int) -> Target:
     """The target of a CUDA device; makes no context."""
+    return Target("cuda", _device_info(device_index).sm)
+
+
+@functools.cache
+def shared_bytes_per_cta(device_index: int) -> int:
+    """The most shared memory that a CTA can have on a CUDA device."""
+    found: int = _device_info(device_index).shared_bytes_per_cta
+    return found
+
+
+def _device_info(device_index: int) -> host.DeviceInfo:
     info = host.DeviceInfo()
     host.check(host.load().fp_cuda_device_info(device_index, ctypes.byref(info)))
-    return Target("cuda", info.sm)
+    return info
 
 
 @functools.cache

@@ -21,7 +21,8 @@ i32 walk(const BlockAttentionParams& params, i32 num_ctas, Row* rows) {
     locate_share(share, work, 0, params.num_seqs, 0, total, cta, num_ctas);
     BlockCursor<tile_kv> cursor;
     cursor.start(work, share);
-    for (BlockStep step = cursor.next(work); step.length > 0; step = cursor.next(work))
+    for (BlockStep step = cursor.next(work); step.length > 0;
+         step = step.left > 1 ? step.following(tile_kv) : cursor.next(work))
       rows[count++] = {cta,        step.sequence, step.kv_head, step.row_tile,
                        step.token, step.length,   step.flags,   work.pieces_from(step, share.size)};
   }

@@ -27,7 +27,7 @@ struct BlockDecodeShared {
   static_assert(exchange_begin + 8 * value_pitch * 4 <= stage_bytes);
 
   alignas(128) u8 ring[Traits::warps_kv][Traits::stages][stage_bytes];
-  alignas(128) u8 query[Traits::stages][S::QueryRows::bytes(Traits::tile_q)];  // units that stages in flight begin
+  alignas(128) u8 query[Traits::stages][S::QueryRows::bytes(Traits::tile_q)];  // of runs that stages in flight begin
   // Each warp walks for itself. Steps in flight live here as well: in registers they would push out accumulators.
   static constexpr int most_steps = 8;
   static_assert(Traits::stages + 1 <= most_steps);
@@ -54,8 +54,7 @@ struct BlockDecode {
   const BlockAttentionParams& params;
   Shared& shared;
   int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float scale;    // of scores, to base 2
-  i32 units = 0;  // that stages have begun
+  i32 left = 0;  // steps of the run that was taken from last
 
   FP_DEVICE static void run(const BlockAttentionParams& params) {
     extern __shared__ __align__(128) u8 memory[];
@@ -78,7 +77,6 @@ struct BlockDecode {
   FP_DEVICE void run() {
     zero_tile_padding();
     ptx::grid_dependency_wait();
-    scale = params.score_scale * log2_e * (params.k_scale ? *params.k_scale : 1.f);
     const Work work{params};
     find_share(shared.share, work, thread);
     __syncthreads();
@@ -92,13 +90,13 @@ struct BlockDecode {
     };
     for (int turn = 0; turn < stages - 1; ++turn) load_next(turn, turn);
     State state;
-    for (int turn = 0, slot = 0, begun = 0;; ++turn) {
+    for (int turn = 0, slot = 0;; ++turn) {
       ptx::cp_async_wait<stages - 2>();
       __syncwarp();
       const BlockStep& step = step_of(turn);
       if (step.length == 0) break;
       load_next(turn + stages - 1, slot == 0 ? stages - 1 : slot - 1);
-      if (step.flags & BlockStep::begins) begin(state, step, begun++ % stages);
+      if (step.flags & BlockStep::begins) begin(state, step);
       if (step.flags & BlockStep::is_live) compute(state, step, slot);
       if (step.flags & BlockStep::ends) combine(state, step, slot);
       slot = slot + 1 == stages ? 0 : slot + 1;
@@ -126,10 +124,17 @@ struct BlockDecode {
   FP_DEVICE BlockStep& step_of(int turn) const { return shared.steps[warp][turn % Shared::most_steps]; }
 
   // The next one. Live: this warp has tokens there that some row sees.
-  FP_DEVICE const BlockStep& take_step(const Work& work, int turn) const {
-    BlockStep& step = step_of(turn);
-    if (lane == 0) step = shared.cursors[warp].next(work);
-    __syncwarp();
+  FP_DEVICE BlockStep take_step(const Work& work, int turn) {
+    BlockStep& place = step_of(turn);
+    BlockStep step;
+    if (left > 1) {
+      step = step_of(turn - 1).following(Traits::tile_kv);
+    } else {
+      if (lane == 0) place = shared.cursors[warp].next(work);
+      __syncwarp();
+      step = place;
+    }
+    left = step.left;
     const i32 first = first_token(step), last = min_of(first + tokens, step.length) - 1;
     bool is_live = first <= last;
     if (is_live && params.pattern.stride.divisor > 0) {
@@ -137,7 +142,9 @@ struct BlockDecode {
       const i32 offset = BlockRow::of(params, head, step.kv_head).offset;
       is_live = __any_sync(0xffffffff, sees_any(params.pattern, offset, first, last, step.length));
     }
-    if (lane == 0 && is_live) step.flags |= BlockStep::is_live;
+    if (is_live) step.flags |= BlockStep::is_live;
+    __syncwarp();
+    if (lane == 0) place = step;
     __syncwarp();
     return step;
   }
@@ -153,7 +160,9 @@ struct BlockDecode {
     if (step.length > 0 && (step.flags & BlockStep::begins)) {
       const Query* rows = static_cast<const Query*>(params.q) + step.sequence * params.q_row_stride +
                           first_head(step) * params.q_head_stride;
-      copy_query<Traits, threads>(ptx::shared_address(shared.query[units++ % stages]), num_rows(step), thread,
+      // Opaque: or what follows from it would fill registers for all steps.
+      const int thread = ptx::opaque(threadIdx.x);
+      copy_query<Traits, threads>(ptx::shared_address(shared.query[step.run % stages]), num_rows(step), thread,
                                   [&](u32 row) { return rows + row * params.q_head_stride; });
     }
     if (!(step.flags & BlockStep::is_live)) return;
@@ -189,6 +198,7 @@ struct BlockDecode {
     static_assert(together % 8 == 0 && (parts == 2 || parts == 4));  // byte_offset is the same for every pass
     constexpr int part_tokens = bytes / size, log_part_tokens = part_tokens == 8 ? 3 : 4;
     static_assert(part_tokens == 1 << log_part_tokens);
+    const int lane = is_fp8<Cache> ? ptx::opaque(threadIdx.x) % 32 : threadIdx.x % 32;  // opaque: as in load
     // Lanes by block, by column, by part of what the column has in the block.
     const int log_mine = min_of(params.log_block_size - log_part_tokens, parts == 2 ? 1 : 2),
               mask = (1 << log_mine) - 1;
@@ -210,11 +220,11 @@ struct BlockDecode {
 
   // ---------------------------------------------------------------- computing
 
-  FP_DEVICE void begin(State& state, const BlockStep& step, int query) const {
+  FP_DEVICE void begin(State& state, const BlockStep& step) const {
     __syncthreads();  // every warp's part of Q
-    state.query = Fragments::lane_address(ptx::shared_address(shared.query[query]), lane);
+    state.query = Fragments::lane_address(ptx::shared_address(shared.query[step.run % stages]), lane);
     Fragments::keep(state.query_registers, state.query, lane);
-    state.scale = scale;
+    state.scale = params.score_scale * log2_e * (params.k_scale ? *params.k_scale : 1.f);
     if constexpr (!is_same<typename S::Product, Query>)
       state.scale *= to_half_query(reinterpret_cast<u32(&)[S::key_steps * 4]>(state.query_registers));
     state.softmax.clear();

@@ -67,7 +67,7 @@ struct BlockWrite {
     } else {
       const i32 tiles = ceil_div(p.num_tokens, lanes);
       for (i32 i = blockIdx.x; i < tiles * p.num_kv_heads; i += gridDim.x)
-        write_tile<whole>(i / p.num_kv_heads * lanes, i % p.num_kv_heads);
+        write_tile<whole>(i % tiles * lanes, i / tiles);
     }
   }
 

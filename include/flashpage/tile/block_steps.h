@@ -5,15 +5,28 @@
 
 namespace flashpage {
 
-// One step of a CTA: tile_kv tokens of a sequence for the rows of one unit (query heads that share a KV head).
-struct BlockStep {
+// One step of a CTA: tile_kv tokens of a sequence for the rows of one unit (query heads that share a KV head). All that
+// a CTA has of a unit (v2: of a partition) is a run of steps, which differ in little: the cursor is asked once a run.
+struct alignas(16) BlockStep {
   i32 sequence;
   i32 kv_head;
   i32 row_tile;  // of the KV head's query heads
   i32 token;     // the first
   i32 length;    // of the sequence; 0: there are no more steps
+  i32 left;      // steps of the run, this one included
   i32 flags;
-  enum Flags { begins = 1, ends = 2, goes_on = 4, is_continued = 8, is_live = 16 };  // goes_on: began in another CTA
+  i32 run;  // of the CTA's, from 0
+  // goes_on: the unit began in another CTA; is_continued: it ends in another one.
+  enum Flags { begins = 1, ends = 2, goes_on = 4, is_continued = 8, is_live = 16 };
+
+  // The run's next one.
+  FP_DEVICE BlockStep following(i32 tile_kv) const {
+    BlockStep step = *this;
+    step.token += tile_kv;
+    --step.left;
+    step.flags = (flags & (goes_on | is_continued)) | (step.left == 1 ? ends : 0);
+    return step;
+  }
 };
 
 // `tile_kv`: tokens of a step. v1 is cut anywhere between steps, v2 at its partitions alone.
@@ -94,50 +107,47 @@ FP_DEVICE void find_share(BlockShare<warps>& share, const BlockWork<tile_kv>& wo
 }
 #endif
 
-// Walks a share step by step.
+// Walks a share run by run.
 template <int tile_kv>
 class BlockCursor {
  public:
   template <int warps>
   FP_DEVICE void start(const BlockWork<tile_kv>& work, const BlockShare<warps>& share) {
     left_ = share.sequence < 0 ? 0 : share.count;
+    runs_ = 0;
     if (left_ == 0) return;
     sequence_ = share.sequence;
     kv_head_ = share.head / work.params.row_tiles;
     row_tile_ = share.head % work.params.row_tiles;
     token_ = share.grain * work.grain_tokens();
-    grain_end_ = token_ + work.grain_tokens();
     length_ = work.length(sequence_);
     is_cut_ = token_ > 0 && !work.params.partitions;
-    begins_ = true;
     look_ahead(work);
   }
 
+  // The first step of the next run.
   FP_DEVICE BlockStep next(const BlockWork<tile_kv>& work) {
     if (left_ == 0) return {};
-    BlockStep step{sequence_, kv_head_, row_tile_, token_, length_, 0};
-    step.flags = (begins_ ? BlockStep::begins : 0) | (is_cut_ ? BlockStep::goes_on : 0);
-    token_ += tile_kv;
-    begins_ = false;
-    if (token_ < length_ && token_ < grain_end_) return step;
-    --left_;
-    grain_end_ += work.grain_tokens();
+    const i32 grains = work.params.partitions ? 1 : min_of(left_, work.grains(length_ - token_));
+    const i32 end = min_of(length_, token_ + grains * work.grain_tokens());
+    BlockStep step{sequence_,         kv_head_, row_tile_, token_, length_, ceil_div(end - token_, tile_kv),
+                   BlockStep::begins, runs_++};
+    if (is_cut_) step.flags |= BlockStep::goes_on;
+    if (step.left == 1) step.flags |= BlockStep::ends;
+    left_ -= grains;
+    token_ = end;
     if (token_ < length_) {
-      if (left_ > 0 && !work.params.partitions) return step;
       if (!work.params.partitions) step.flags |= BlockStep::is_continued;
     } else {
       is_cut_ = false;
       next_head(work);
     }
-    step.flags |= BlockStep::ends;
-    begins_ = true;
     return step;
   }
 
  private:
   FP_DEVICE void next_head(const BlockWork<tile_kv>& work) {
     token_ = 0;
-    grain_end_ = work.grain_tokens();
     if (++row_tile_ < work.params.row_tiles) return;
     row_tile_ = 0;
     if (++kv_head_ < work.params.num_kv_heads || left_ == 0) return;
@@ -155,8 +165,9 @@ class BlockCursor {
   }
 
   i32 left_;  // grains of the share, the present one included
-  i32 sequence_, kv_head_, row_tile_, token_, grain_end_, length_, next_length_;
-  bool begins_, is_cut_;
+  i32 sequence_, kv_head_, row_tile_, token_, length_, next_length_;
+  i32 runs_;  // behind
+  bool is_cut_;
 };
 
 }  // namespace flashpage
