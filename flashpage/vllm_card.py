@@ -88,7 +88,10 @@ class _Attention:
         self._decode, self._merge = jit.prebuild((decode, merge), query.device)
         self._units = given.num_kv_heads * row_tiles  # of a sequence
         self._most_ctas = self._decode.info.ctas_per_sm * self._decode.info.num_sms
-        self._partial_rows, self._head_size = 2 * tile.tile_q, head_size
+        rows = self._most_ctas * 2 * tile.tile_q
+        self._lses = rows * head_size * 4  # v1's memory: where partial LSEs and cuts begin in it, and its bytes
+        self._cuts = self._lses + rows * 4
+        self._bytes = self._cuts + self._most_ctas * 16
         self._merge_rows = min(tile.tile_q, group)  # of a CTA's last unit
         self._pdl = int(device_sm(query.device) >= 90)
         size = cache.element_size()
@@ -123,11 +126,10 @@ class _Attention:
         shares = num_seqs * self._units * -(-max_tokens // (_LEAST_TOKENS if partials is None else PARTITION_TOKENS))
         ctas = max(1, min(self._most_ctas, shares))
         if partials is None:
-            rows = ctas * self._partial_rows
-            lses, cuts, end = _ends(rows * self._head_size * 4, rows * 4, ctas * 16)
-            memory = torch.empty(end, dtype=torch.uint8, device=self.device)  # in the stream's order
+            memory = torch.empty(self._bytes, dtype=torch.uint8, device=self.device)  # in the stream's order
             address = memory.data_ptr()
-            params.partial_out, params.partial_lse, params.cuts = address, address + lses, address + cuts
+            params.partial_out, params.partial_lse = address, address + self._lses
+            params.cuts = address + self._cuts
             merges = ctas * self._merge_rows
         else:
             params.partitions = max(1, _partitions(partials, out))
@@ -201,11 +203,6 @@ def _partitions(partials: Partials, out: torch.Tensor) -> int:
                 f"card all three are contiguous with as many partitions, and {name} is {dtype}."
             )
     return count
-
-
-def _ends(*sizes: int) -> list[int]:
-    """Where parts of these sizes end that lie side by side."""
-    return [sum(sizes[: i + 1]) for i in range(len(sizes))]
 
 
 def _pattern(given: Sequences, num_heads: int) -> host.BlockPattern:
