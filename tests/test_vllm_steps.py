@@ -11,6 +11,8 @@ import pytest
 from native_build import shared_library
 
 from flashpage import host
+from flashpage.dtypes import DType
+from flashpage.tiles import block_decode_tile
 
 BEGINS, ENDS, GOES_ON, IS_CONTINUED = 1, 2, 4, 8  # include/flashpage/tile/block_steps.h, BlockStep::Flags
 PARTITION = 512
@@ -105,3 +107,15 @@ def test_pieces_begin_and_end(seed: int) -> None:
             assert bool(piece[-1].flags & IS_CONTINUED) == (i + 1 < len(found))
         if len(found) > 1:
             assert found[0][-1].num_pieces == len(found)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 120, 128, 192, 256])
+@pytest.mark.parametrize("kv_dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
+@pytest.mark.parametrize("group", [4, 40])
+def test_tiles_fit_small_cards(head_dim: int, kv_dtype: DType, group: int) -> None:
+    """K and V of all stages and each stage's Q, on cards whose CTAs have 99 KiB; steps divide v2's partitions."""
+    tile = block_decode_tile(head_dim, kv_dtype, group, 99 << 10)
+    padded = -(-head_dim // 16) * 16
+    stage_bytes = tile.tile_kv * 2 * padded * kv_dtype.size + tile.tile_q * padded * 2
+    assert tile.stages >= 2 and tile.stages * stage_bytes <= (99 << 10) - 2048
+    assert PARTITION % tile.tile_kv == 0 and tile.tile_kv // tile.warps_kv in (16, 32)
