@@ -184,11 +184,14 @@ def block_decode_tile(head_dim: int, kv_dtype: DType, group: int, shared_bytes: 
     """
     tile_q = 32 if group > 16 and head_dim <= (64 if kv_dtype.is_fp8 else 128) else 16  # more takes registers
     tile, _ = _few_rows_sm80(head_dim, head_dim, kv_dtype, tile_q)
-    stages, token_bytes = tile.stages, 2 * head_dim * kv_dtype.size
+    token_bytes = 2 * head_dim * kv_dtype.size
     if tile_q > 16:
-        stages = 2
-    elif token_bytes <= 256:  # steps take a warp longer than their bytes take the memory: more warps, fewer stages
-        tile, stages = dataclasses.replace(tile, ctas_per_sm=3), max(2, min(4, 65536 // (tile.tile_kv * token_bytes)))
+        tile = dataclasses.replace(tile, stages=2)
+    elif 128 < token_bytes <= 256 and not kv_dtype.is_fp8:
+        tile = Tile(16, 64, 1, 4, 3, ctas_per_sm=4)
+    elif head_dim <= 128:  # a step's work has much to wait for, so more warps hide more than stages do
+        tile = dataclasses.replace(tile, stages=max(2, min(4, 65536 // (tile.tile_kv * token_bytes))), ctas_per_sm=3)
+    stages = tile.stages
     warps, tokens = tile.warps_kv, tile.tile_kv // tile.warps_kv
     room = (shared_bytes or _SHARED_BYTES) - 4096
     query_bytes = tile_q * (head_dim + 16) * 2  # of each stage
