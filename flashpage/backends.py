@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from . import host
+from .boxes import are_whole
 from .dtypes import DType
 from .errors import CapabilityError
 from .problem import SPLIT_BALANCED, Options, Problem
@@ -101,10 +102,8 @@ def _sm90_prefill(options: Options, rows: int, variant: VariantSpec) -> tuple[Ti
 
 
 def _boxes_or_rows(options: Options) -> str:
-    """Boxes start on the swizzle's 8 rows and take whole blocks of 16 bytes."""
     row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
-    is_whole = options.page_size % 8 == 0 and all(size % 16 == 0 for size in row_bytes)  # ragged: page_size is 0
-    return "boxes" if is_whole else "rows"
+    return "boxes" if are_whole(options.page_size, *row_bytes) else "rows"
 
 
 def _has_mask_tiles(options: Options) -> bool:

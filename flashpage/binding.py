@@ -165,17 +165,18 @@ class Binding:
         """Tensor maps of K and V, where the kernel takes them."""
         spec, options = prepared.choice.spec, self.combination.options
         self.params.query_box_rows = 0
-        if spec.loader == "boxes":
-            assert spec.tile is not None
-            tile, is_paged = spec.tile, options.kv_source == "paged"
-            tokens = min(boxes.box_tokens(options.page_size, tile.tile_kv), boxes.LARGEST_BOX)
+        tile, is_paged = spec.tile, options.kv_source == "paged"
+        element_bytes = options.kv_dtype.size
+        row_bytes = (options.head_dim_qk * element_bytes, options.head_dim_vo * element_bytes)
+        tokens = boxes.loader_tokens(spec.loader, options.page_size, tile.tile_kv, *row_bytes) if tile else 0
+        if tile and tokens:
             forms = (
-                boxes.box_form(view, name, element_bytes=options.kv_dtype.size, tokens=tokens, is_paged=is_paged)
+                boxes.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
                 for name, view in self.views.items()
             )
             found = host.KvBoxes(*forms)
             self.boxes, self.params.box_tokens, self.args.boxes = found, tokens, ctypes.addressof(found)
-            if prepared.choice.capability.query_boxes:
+            if prepared.choice.capability.query_boxes and spec.loader == "boxes":
                 self._bind_query_boxes(found, tile.tile_q)
         else:
             self.boxes, self.args.boxes, self.params.box_tokens = None, None, 0

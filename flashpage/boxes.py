@@ -20,6 +20,20 @@ def box_tokens(page_size: int, tile_kv: int) -> int:
     return common & -common
 
 
+def are_whole(page_size: int, *row_bytes: int) -> bool:
+    """Boxes start on the swizzle's 8 rows (a page_size of 0: ragged) and take whole pieces of 16 bytes."""
+    return page_size % 8 == 0 and all(size % 16 == 0 for size in row_bytes)
+
+
+def loader_tokens(loader: str, page_size: int, tile_kv: int, *row_bytes: int) -> int:
+    """Tokens of a box where the kernel's loader takes boxes of such a cache, else 0."""
+    if loader == "boxes":
+        return min(box_tokens(page_size, tile_kv), LARGEST_BOX)
+    if loader == "converted" and are_whole(page_size, *row_bytes):
+        return box_tokens(page_size, -(-tile_kv // 32) * 8)  # of a warp's rows: tile/converted_tiles.h
+    return 0
+
+
 def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged: bool) -> host.BoxForm:
     """K's or V's, in boxes of `tokens`; a ragged view is one page. RunError where no map can have its strides."""
     row_bytes = view.head_dim * element_bytes

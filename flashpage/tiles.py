@@ -134,7 +134,7 @@ def sm90_prefill_tile(
     """Many rows on Hopper: two warpgroups of 64 rows, and two stages of K and V.
 
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
-    where the loading warps convert K and V they take some of those registers. Bits of a custom mask, which are looked
+    where the loading warps convert K and V the stored ones are there too. Bits of a custom mask, which are looked
     at in few tiles, leave that room up to 192 columns.
     """
     if has_mask and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
@@ -159,10 +159,8 @@ def sm90_prefill_tile(
 def _sm90_converting_tokens(widest: int, head_dim_vo: int, loop: InnerLoop) -> int:
     """Multiples of 32 where it is one or the other: all four loading warps then have as much to convert."""
     light = loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
-    if widest <= 64:
-        return 96
     if widest <= 128:
-        return 96 if light else 80 if loop is InnerLoop.HEAVY else 64
+        return 128 if light else 96 if loop is InnerLoop.HEAVY or widest <= 64 else 64
     if widest <= 192:
         if loop is InnerLoop.PLAIN:
             return 96 if head_dim_vo <= 128 else 64
@@ -174,7 +172,9 @@ def _sm90_converting_stages(head_dim_qk: int, head_dim_vo: int, tile_kv: int) ->
     """Three where there is room beside Q of two units: who converts queries meanwhile converts no keys."""
     query_bytes, value_bytes = (-(-dim // 64) * 128 for dim in (head_dim_qk, head_dim_vo))  # of a row or token
     query_pair = 2 * 128 * max(query_bytes, value_bytes)
-    return 3 if query_pair + 3 * tile_kv * (query_bytes + value_bytes) + 2048 <= _SHARED_BYTES else 2
+    staged_bytes = -(-tile_kv // 32) * 32 * sum(-(-dim // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
+    ring_bytes = 3 * tile_kv * (query_bytes + value_bytes)
+    return 3 if query_pair + ring_bytes + staged_bytes + 2048 <= _SHARED_BYTES else 2
 
 
 def block_decode_tile(head_dim: int, kv_dtype: DType, group: int, shared_bytes: int = 0) -> Tile:

@@ -119,6 +119,18 @@ def test_ragged_boxes_are_tiles() -> None:
     assert [boxes.box_tokens(0, tile_kv) for tile_kv in (32, 64, 128)] == [32, 64, 128]
 
 
+@pytest.mark.parametrize(
+    ("page_size", "tile_kv", "row_bytes", "tokens"),
+    [(16, 128, 128, 16), (128, 128, 128, 32), (0, 128, 64, 32), (16, 96, 128, 8), (0, 80, 128, 8), (16, 48, 192, 16)]
+    + [(1, 128, 128, 0), (12, 128, 128, 0), (16, 128, 72, 0)],
+)
+def test_a_warp_that_converts_takes_boxes_of_its_rows(
+    page_size: int, tile_kv: int, row_bytes: int, tokens: int
+) -> None:
+    assert boxes.loader_tokens("converted", page_size, tile_kv, 128, row_bytes) == tokens
+    assert boxes.loader_tokens("rows", page_size, tile_kv, 128, row_bytes) == 0
+
+
 def test_a_cache_without_pages_has_a_map() -> None:
     for form, _, _ in forms(fused(empty(0, 2, SIZE, KV, WIDTH), "NHD"), True):
         assert form.dims[3] == 1
@@ -184,6 +196,14 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.query_box_rows == read.q.box[2] == choice.spec.tile.tile_q // (HEADS // KV_HEADS)
     assert tuple(read.q.dims) == (DIM, HEADS, len(batch.q_decode), 1)
+    spec = dataclasses.replace(choice.spec, loader="converted")
+    structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec)))
+    assert structs.args.boxes is None and structs.params.box_tokens == 0  # rows: such pages are too small
+    structs.combination = SimpleNamespace(options=dataclasses.replace(structs.combination.options, page_size=16))
+    structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec)))
+    read = host.KvBoxes.from_address(structs.args.boxes)
+    assert structs.params.box_tokens == read.v.box[1] == 16
+    assert structs.params.query_box_rows == read.q.element_bytes == 0  # q is not taken as it is
     structs._bind_boxes(prepared)
     assert structs.args.boxes is None and structs.params.box_tokens == structs.params.query_box_rows == 0
 

@@ -35,6 +35,9 @@ struct PrefillSm90 {
       }
       if (params.query_box_rows > 0) ptx::prefetch_tensor_map(maps.q);
     }
+    if constexpr (Warps::converts) {
+      if (threadIdx.x < Warps::loading) Shared::Tiles::init(shared.staged_barriers[threadIdx.x]);
+    }
     clear_padding(shared);
     __syncthreads();
     ptx::grid_dependency_wait();

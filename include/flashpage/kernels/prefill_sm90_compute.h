@@ -238,6 +238,8 @@ struct PrefillCompute {
     const Unit& unit = place.unit;
     const bool partial = place.item.partial_row >= 0;
     const float value_scale = value_scale_of(params, unit.kv_head);
+    // Rows as 64 bits are not kept through the tiles: registers are few.
+    const int first_row = Warps::converts ? static_cast<int>(ptx::opaque(this->first_row)) : this->first_row;
     ptx::named_barrier(group_barrier + group, 128);  // the group's products have read Q
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

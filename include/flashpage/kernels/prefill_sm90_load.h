@@ -140,42 +140,64 @@ struct PrefillLoad {
     }
   }
 
-  // Q, K and V by all four warps, through registers; the last one also walks the plan.
+  // Q, K and V by all four warps, through registers; the last one also walks the plan. A tile is asked for while the
+  // one before it is converted, a unit's first tile while Q is.
   FP_DEVICE void convert() const {
-    const BothTiles both(params);
-    const bool leads = warp == Warps::loading - 1;
-    if (leads) begin_plan();
+    const BothTiles both(params, maps, shared.staged, shared.staged_barriers);
+    if (warp == Warps::loading - 1) begin_plan();
     u32 turn = 0;
     for (u32 unit_turn = 0;; ++unit_turn) {
       shared.place_ring.wait_full(unit_turn);
       const Place& place = shared.places[shared.place_ring.slot(unit_turn)].place;
       if (place.done) return;
-      if (leads && lane == 0) publish(unit_turn + 1);
-      __syncwarp();
-      convert_query(place, unit_turn);
-      if (BothTiles::is_empty(place)) {
+      const bool is_empty = BothTiles::is_empty(place);
+      if (!is_empty) ask_first(both, place);
+      begin_unit(place, unit_turn);
+      if (is_empty) {
         release_place(unit_turn);
+        both.skip();
         hand_over_nothing(turn++);
         continue;
       }
       typename BothTiles::Source source;
-      both.open(source, place);
+      both.open(source, place, 1);
       release_place(unit_turn);
-      both.begin(source);
-      for (; source.tiles > 0; --source.tiles, ++turn) {
-        const u32 slot = shared.key_ring.slot(turn);
-        shared.key_ring.wait_empty(turn);
-        both.convert_keys(source, ptx::shared_address(shared.keys[slot]));
-        hand_over(shared.key_ring.full_barrier(turn));
-        shared.value_ring.wait_empty(turn);
-        both.convert_values(source, ptx::shared_address(shared.values[slot]));
-        hand_over(shared.value_ring.full_barrier(turn));
+      while (true) {
+        convert_keys(both, turn);
+        if (source.left > 0) both.ask_keys(source);
+        convert_values(both, source, turn++);
+        if (source.left == 0) break;
+        both.ask_values(source);
       }
     }
   }
+  FP_DEVICE void ask_first(const BothTiles& both, const Place& place) const {
+    typename BothTiles::Source source;
+    both.open(source, place, 0);
+    both.ask_keys(source);
+    both.ask_values(source);
+  }
+  FP_DEVICE void begin_unit(const Place& place, u32 unit_turn) const {
+    if (warp == Warps::loading - 1 && lane == 0) publish(ptx::opaque(unit_turn) + 1);
+    __syncwarp();
+    convert_query(place, ptx::opaque(unit_turn));
+    __syncwarp();
+  }
   FP_DEVICE void release_place(u32 unit_turn) const {
     __syncwarp();
-    if (lane == 0) shared.place_ring.release(unit_turn);
+    if (lane == 0) shared.place_ring.release(ptx::opaque(unit_turn));
+  }
+  FP_DEVICE void convert_keys(const BothTiles& both, u32 turn) const {
+    shared.key_ring.wait_empty(turn);
+    both.await_keys(turn);
+    both.convert_keys(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]));
+    hand_over(shared.key_ring.full_barrier(turn));
+  }
+  FP_DEVICE void convert_values(const BothTiles& both, typename BothTiles::Source& source, u32 turn) const {
+    shared.value_ring.wait_empty(turn);
+    both.await_values(turn);
+    both.convert_values(source, ptx::shared_address(shared.values[shared.value_ring.slot(turn)]));
+    hand_over(shared.value_ring.full_barrier(turn));
   }
   FP_DEVICE void hand_over_nothing(u32 turn) const {
     shared.key_ring.wait_empty(turn);
@@ -185,11 +207,11 @@ struct PrefillLoad {
     hand_over(shared.value_ring.full_barrier(turn));
   }
   FP_DEVICE void convert_query(const Place& place, u32 turn) const {
-    const u32 slot = shared.query_ring.slot(turn);
     shared.query_ring.wait_empty(turn);
+    const u32 slot = shared.query_ring.slot(ptx::opaque(turn));
     ConvertedQuery<Traits, typename Shared::QueryRows>(params, place)
         .run(ptx::shared_address(shared.query[slot]), shared.query_factors[slot]);
-    hand_over(shared.query_ring.full_barrier(turn));
+    hand_over(shared.query_ring.full_barrier(ptx::opaque(turn)));
   }
   // What the warp has written.
   FP_DEVICE void hand_over(u32 barrier) const {
@@ -254,6 +276,8 @@ struct PrefillLoad {
   FP_DEVICE Extent extent_of(const Unit& unit) const {
     if constexpr (Traits::loader == Loader::boxes) {
       return KeyTiles(params, maps.k).extent(unit);
+    } else if constexpr (Warps::converts) {
+      return BothTiles::extent(params, unit);
     } else {
       return BothTiles::extent(unit);
     }

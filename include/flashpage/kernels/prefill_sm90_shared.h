@@ -1,5 +1,6 @@
 // What the warps of prefill_sm90 share: who does what, and the shared memory between them.
 #pragma once
+#include "flashpage/tile/converted_tiles.h"
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/slot_ring.h"
 #include "flashpage/tile/unit.h"
@@ -20,10 +21,8 @@ struct PrefillWarps {
   static constexpr int key_arrivals = tile_arrivals + (by_rows && has_mask_tiles<Traits> ? 1 : 0);
   static constexpr int query_arrivals = converts ? loading : 32;
   static constexpr int place_readers = computing + (by_rows || converts ? 4 : 3);  // warps: those that load too
-  // What converts has rows in registers; accumulators of more than 192 columns leave it fewer.
-  static constexpr bool is_wide = Traits::head_dim_vo > 192;
-  static constexpr int loading_registers = converts ? (is_wide ? 72 : 88) : groups == 2 ? 56 : 40;
-  static constexpr int computing_registers = converts ? (is_wide ? 216 : 208) : groups == 2 ? 224 : 152;
+  static constexpr int loading_registers = groups == 2 ? 56 : 40;
+  static constexpr int computing_registers = groups == 2 ? 224 : 152;
   static_assert(groups == 2 || (groups == 3 && !converts));
 };
 
@@ -36,8 +35,21 @@ struct TiledPlace {
   };
 };
 
+// fp8 rows on their way to the ring; nothing where they come as they are multiplied.
+template <class Traits, bool converts>
+struct PrefillStaged {
+  static constexpr int staged_bytes = 0;
+};
 template <class Traits>
-struct PrefillShared {
+struct PrefillStaged<Traits, true> {
+  using Tiles = ConvertedTiles<Traits, Traits::tile_kv>;
+  static constexpr int staged_bytes = Tiles::warps * sizeof(typename Tiles::Staged);
+  typename Tiles::Staged staged[Tiles::warps];
+  typename Tiles::Barriers staged_barriers[Tiles::warps];
+};
+
+template <class Traits>
+struct PrefillShared : PrefillStaged<Traits, PrefillWarps<Traits>::converts> {
   using S = Shape<Traits>;
   using Warps = PrefillWarps<Traits>;
   static constexpr int tokens = Traits::tile_kv, stages = Traits::stages;
@@ -50,7 +62,8 @@ struct PrefillShared {
   static constexpr int ring_bytes = stages * (Keys::tile_bytes + Values::tile_bytes);
   static constexpr int most_bytes = 232448;  // of a CTA on Hopper
   static constexpr int places_ahead = 4;     // units that are known, of the one that is computed on
-  static constexpr int queries = 2 * query_bytes + ring_bytes + 1024 <= most_bytes ? 2 : 1;  // units whose Q is there
+  static constexpr int queries =             // units whose Q is there
+      2 * query_bytes + ring_bytes + PrefillShared::staged_bytes + 1024 <= most_bytes ? 2 : 1;
 
   alignas(1024) u8 query[queries][query_bytes];
   alignas(1024) u8 keys[stages][Keys::tile_bytes];

@@ -16,6 +16,15 @@ FP_DEVICE void store_shared(u32 address, u32 first, u32 second, u32 third, u32 f
                "r"(fourth));
 }
 
+FP_DEVICE void load_shared(u32 (&words)[4], u32 address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address));
+}
+FP_DEVICE void load_shared(u32 (&words)[2], u32 address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
+}
+
 FP_DEVICE u32 load_shared(u32 address) {
   u32 value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));

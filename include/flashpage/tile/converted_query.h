@@ -1,5 +1,6 @@
-// A unit's queries by four warps, through registers to the type that their products take.
+// A unit's queries by four warps, in the type that their products take.
 #pragma once
+#include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/ld_global.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/half_query.h"
@@ -7,21 +8,20 @@
 
 namespace flashpage {
 
-// `To`: BlockRows of a tile. Sixteen rows at a time, those of one computing warp.
+// `To`: BlockRows of a tile. A warp has sixteen rows at a time, those of one computing warp. 16-bit queries are copied
+// and then scaled where they lie; fp8 ones become wider in registers.
 template <class Traits, class To>
 struct ConvertedQuery {
   using Stored = typename Traits::StoredQuery;
   using Query = typename Traits::Query;
   static constexpr int warps = 4;
   static constexpr bool scales = is_same<Stored, Bf16> && is_same<Query, Half>;
-  static constexpr int words = 2 * static_cast<int>(sizeof(Stored));  // of eight elements
-  static constexpr int steps = 4 * To::blocks;                        // of four rows and 64 columns
-  static constexpr int batch = scales && steps == 8 ? 8 : 4;          // steps that are in registers
-  using Batch = u32[batch][words];                                    // eight elements of each
+  static constexpr int chunks = Traits::head_dim_qk / 8;  // of a row: 16 bytes as the products take it
+  static constexpr int pieces = 16 * chunks;
+  static constexpr int batch = scales ? 2 : 4;  // pieces that a lane has in registers
 
   const AttentionParams& params;
   const Place& place;
-  const int lane = threadIdx.x % 32;
 
   FP_DEVICE ConvertedQuery(const AttentionParams& params, const Place& place) : params(params), place(place) {}
 
@@ -29,61 +29,83 @@ struct ConvertedQuery {
   // copies of its last one.
   FP_DEVICE void run(u32 to, float* factors) const {
 #pragma unroll 1
-    for (int sixteen = threadIdx.x / 32; sixteen < Traits::tile_q / 16; sixteen += warps) {
-      Batch eights;
-      u32 largest = 0;
+    for (int first = first_row(); first < Traits::tile_q; first += warps * 16) bring(to, first);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    __syncwarp();
 #pragma unroll 1
-      for (int first = 0; scales && first < steps; first += batch) {
-        load(eights, sixteen, first);
-        largest = raise(largest, eights);
-      }
-      const HalfScale scale(largest);
-#pragma unroll 1
-      for (int first = 0; first < steps; first += batch) {
-        if (!scales || batch < steps) load(eights, sixteen, first);
-        store(eights, to, sixteen, first, scale);
-      }
-      if (lane == 0) factors[sixteen] = scales ? scale.factor() : 1.f;
+    for (int first = first_row(); first < Traits::tile_q; first += warps * 16) {
+      float factor = 1.f;
+      if constexpr (scales) factor = scale_rows(to, first);
+      if (threadIdx.x % 32 == 0) factors[first / 16] = factor;
     }
   }
 
  private:
-  FP_DEVICE int row_of(int sixteen, int step) const { return sixteen * 16 + step % 4 * 4 + lane / 8; }
-  FP_DEVICE int column_of(int step) const { return step / 4 * 64 + lane % 8 * 8; }
+  // Computed where they are used: registers are few.
+  FP_DEVICE static int lane() { return ptx::opaque(threadIdx.x) % 32; }
+  FP_DEVICE static int first_row() { return ptx::opaque(threadIdx.x) / 32 * 16; }
+  FP_DEVICE static u32 piece_offset(int first, int piece) {
+    return To::chunk_offset(first + piece / chunks, piece % chunks);
+  }
 
-  // By value: what addresses need stays in registers.
-  FP_DEVICE void load(Batch& eights, int sixteen, int first) const {
-    const WorkItem item = place.item;
-    const Unit unit = place.unit;
-#pragma unroll
-    for (int i = 0; i < batch; ++i) {
-      const int row = row_of(sixteen, i), column = column_of(first + i);
-      const i64 offset = query_offset(params, item, unit, row);
-      const bool exists = Traits::head_dim_qk % 64 == 0 || column < Traits::head_dim_qk;
-      ptx::load_once(eights[i], static_cast<const Stored*>(params.q) + offset + (exists ? column : 0));
+  FP_DEVICE const Stored* source_of(int first, int piece) const {
+    const i64 offset = query_offset(params, place.item, place.unit, first + piece / chunks) + piece % chunks * 8;
+    return static_cast<const Stored*>(params.q) + offset;
+  }
+  FP_DEVICE void bring(u32 to, int first) const {
+    if constexpr (is_fp8<Stored>) {
+      widen_rows(to, first);
+    } else {
+#pragma unroll 1
+      for (int i = lane(); i < pieces; i += 32)
+        ptx::cp_async<16>(to + piece_offset(first, i), source_of(first, i), true);
     }
   }
-  FP_DEVICE static u32 raise(u32 largest, const Batch& eights) {
+  FP_DEVICE void widen_rows(u32 to, int first) const {
+    const int lane = ConvertedQuery::lane();
+#pragma unroll 1
+    for (int begin = 0; begin < pieces; begin += 32 * batch) {
+      u32 words[batch][2];
 #pragma unroll
-    for (int i = 0; i < batch * words; ++i) largest = raise_magnitude(largest, eights[i / words][i % words]);
-    return largest;
-  }
-  FP_DEVICE void store(const Batch& eights, u32 to, int sixteen, int first, const HalfScale& scale) const {
+      for (int i = 0; i < batch; ++i)
+        ptx::load_once(words[i], source_of(first, min_of(begin + i * 32 + lane, pieces - 1)));
 #pragma unroll
-    for (int i = 0; i < batch; ++i) {
-      const int column = column_of(first + i);
-      if (To::padded_columns % 64 != 0 && column >= To::padded_columns) continue;
-      u32 pairs[4];
-      if constexpr (is_fp8<Stored>) {
-        ptx::widen4<Query, Stored>(eights[i][0], pairs[0], pairs[1]);
-        ptx::widen4<Query, Stored>(eights[i][1], pairs[2], pairs[3]);
-      } else {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) pairs[j] = scales ? scale.of(eights[i][j]) : eights[i][j];
+      for (int i = 0; i < batch; ++i) {
+        if (begin + i * 32 + lane >= pieces) continue;
+        u32 pairs[4];
+        ptx::widen4<Query, Stored>(words[i][0], pairs[0], pairs[1]);
+        ptx::widen4<Query, Stored>(words[i][1], pairs[2], pairs[3]);
+        ptx::store_shared(to + piece_offset(first, begin + i * 32 + lane), pairs[0], pairs[1], pairs[2], pairs[3]);
       }
-      if (To::padded_columns > Traits::head_dim_qk && column == Traits::head_dim_qk)
-        pairs[0] = pairs[1] = pairs[2] = pairs[3] = 0;
-      ptx::store_shared(to + To::chunk_offset(row_of(sixteen, i), column / 8), pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+
+  // Returns what makes up for it.
+  FP_DEVICE static float scale_rows(u32 to, int first) {
+    u32 largest = 0;
+    for_each_batch(to, first, [&](u32, const u32(&pairs)[4]) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) largest = raise_magnitude(largest, pairs[j]);
+    });
+    const HalfScale scale(largest);
+    for_each_batch(to, first, [&](u32 at, const u32(&pairs)[4]) {
+      ptx::store_shared(at, scale.of(pairs[0]), scale.of(pairs[1]), scale.of(pairs[2]), scale.of(pairs[3]));
+    });
+    return scale.factor();
+  }
+  template <class Visit>
+  FP_DEVICE static void for_each_batch(u32 to, int first, Visit&& visit) {
+    const int lane = ConvertedQuery::lane();
+#pragma unroll 1
+    for (int begin = 0; begin < pieces; begin += 32 * batch) {
+      u32 pairs[batch][4];
+#pragma unroll
+      for (int i = 0; i < batch; ++i)  // what does not exist is the last one once more
+        ptx::load_shared(pairs[i], to + piece_offset(first, min_of(begin + i * 32 + lane, pieces - 1)));
+#pragma unroll
+      for (int i = 0; i < batch; ++i)
+        if (begin + i * 32 + lane < pieces) visit(to + piece_offset(first, begin + i * 32 + lane), pairs[i]);
     }
   }
 };

@@ -1,17 +1,21 @@
-// fp8 K and V of a unit, tile by tile, as four warps: rows come into registers, become the products' type there, and go
-// to shared memory as the copy engine would lay them down.
+// fp8 K and V of a unit, tile by tile, as four warps: rows come to shared memory as they are, become the products' type
+// in registers, and go back as the copy engine would lay them down.
 #pragma once
 #include "flashpage/params.h"
 #include "flashpage/ptx/convert.h"
-#include "flashpage/ptx/ld_global.h"
+#include "flashpage/ptx/cp_async.h"
+#include "flashpage/ptx/elect.h"
+#include "flashpage/ptx/mbarrier.h"
 #include "flashpage/ptx/shared.h"
+#include "flashpage/ptx/tensor_copy.h"
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {
 
-// A lane has a piece of the same 64 columns of some rows, block by block of those columns. While one piece is widened,
-// `ahead` others are on their way: those of a tile's keys, then of its values, then of the next tile's keys.
+// Each warp has rows of its own, from global memory on: a warp waits for nobody else. K and V of one tile are on their
+// way while those of the tile before are widened: as boxes by the copy engine where the host has made maps, or else
+// row by row.
 template <class Traits, int tokens>
 struct ConvertedTiles {
   using S = Shape<Traits>;
@@ -20,32 +24,28 @@ struct ConvertedTiles {
   using Values = typename S::ValueRows;
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
   static constexpr int warps = 4;
-  // Rows of an odd multiple of 8 bytes come in pieces of 8.
-  static constexpr int piece_bytes = Traits::head_dim_qk % 16 || Traits::head_dim_vo % 16 ? 8 : 16;
-  static constexpr int block_lanes = 64 / piece_bytes;        // of one row
-  static constexpr int warp_rows = 32 / block_lanes;          // of one pass
-  static constexpr int pass_rows = warps * warp_rows;         // of all warps
-  static constexpr int passes = ceil_div(tokens, pass_rows);  // rows of a lane
-  static constexpr int key_pieces = passes * Keys::blocks, value_pieces = passes * Values::blocks;
-  static constexpr int pieces = key_pieces + value_pieces;
-  static_assert(passes * warp_rows <= 32 && pass_rows % 8 == 0);
+  static constexpr int warp_rows = round_up(ceil_div(tokens, warps), 8);  // the last warps may have less
+  static_assert(warp_rows <= 32);
+  using StagedKeys = BlockRows<Stored, Traits::head_dim_qk, warp_rows>;
+  using StagedValues = BlockRows<Stored, Traits::head_dim_vo, warp_rows>;
 
-  static constexpr int most_ahead(int most) { return pieces % most == 0 ? most : most_ahead(most - 1); }
-  // As registers allow; a piece's place follows from its number.
-  static constexpr int ahead = most_ahead(Traits::head_dim_vo > 192 ? 4 : 8);
-
-  struct Piece {
-    u32 words[piece_bytes / 4];
+  // A warp's rows as they are stored, and their barriers.
+  struct Staged {
+    alignas(1024) u8 keys[StagedKeys::tile_bytes];
+    alignas(1024) u8 values[StagedValues::tile_bytes];
   };
+  struct Barriers {
+    u64 keys, values;
+  };
+
   // One unit's K and V.
   struct Source {
     i64 offset;  // paged: of the first page number; ragged: of the first row
-    i32 kv_head, kv_end, tiles;
-    i32 token;           // the first of the tile that is asked for
-    i32 found;           // of a warp's rows of that tile a lane looks up one: its page
-    u64 mine;            // and where that begins
-    const u8* row;       // that is asked for
-    Piece piece[ahead];  // on their way
+    i32 kv_head, kv_begin, kv_end;
+    i32 left;   // tiles that are not asked for
+    i32 token;  // the first of the tile that is widened
+    i32 asked;  // and of the one that is asked for
+    i32 found;  // page of the lane's box (or row) of that one
   };
   struct Extent {
     i32 first_token;
@@ -53,72 +53,140 @@ struct ConvertedTiles {
   };
 
   const AttentionParams& params;
-  const int lane = threadIdx.x % 32;
-  const int first_row = threadIdx.x / 32 * warp_rows + lane / block_lanes;
-  const int first_column = lane % block_lanes * piece_bytes;  // of a block; an element is a byte
-  // In a tile; another pass is a multiple of eight rows further, which are swizzled alike.
-  const u32 first_chunk = first_row * 128 + ((first_column / 8 ^ first_row) & 7) * 16;
+  const KvMaps& maps;
+  Staged* const staged;  // a warp's, as are those
+  Barriers* const barriers;
 
-  FP_DEVICE explicit ConvertedTiles(const AttentionParams& params) : params(params) {}
+  FP_DEVICE ConvertedTiles(const AttentionParams& params, const KvMaps& maps, Staged* staged, Barriers* barriers)
+      : params(params), maps(maps), staged(staged), barriers(barriers) {}
 
-  FP_DEVICE static Extent extent(const Unit& unit) {
-    return {unit.kv_begin, max_of(1, ceil_div(unit.kv_end - unit.kv_begin, tokens))};
+  // By one thread.
+  FP_DEVICE static void init(Barriers& barriers) {
+    ptx::mbarrier_init(ptx::shared_address(&barriers.keys), 32);
+    ptx::mbarrier_init(ptx::shared_address(&barriers.values), 32);
+    ptx::mbarrier_init_fence();
   }
 
-  // Its first look-ups begin.
-  FP_DEVICE void open(Source& source, const Place& place) const {
-    const Extent covered = extent(place.unit);
+  FP_DEVICE static Extent extent(const AttentionParams& params, const Unit& unit) {
+    const i32 first_token = paged ? unit.kv_begin & -box_tokens(params) : unit.kv_begin;
+    return {first_token, max_of(1, ceil_div(unit.kv_end - first_token, tokens))};
+  }
+
+  // From here on, where `asked` tiles are on their way already. The first look-ups begin.
+  FP_DEVICE void open(Source& source, const Place& place, int asked) const {
+    const Extent covered = extent(params, place.unit);
     source.offset = place.item.kv_offset;
     source.kv_head = place.unit.kv_head;
     source.token = covered.first_token;
+    source.asked = covered.first_token + asked * tokens;
+    source.kv_begin = place.unit.kv_begin;
     source.kv_end = place.unit.kv_end;
-    source.tiles = covered.tiles;
+    source.left = covered.tiles - asked;
     source.found = look_up(source);
-  }
-  // So do the first pieces, of a unit that sees something.
-  FP_DEVICE void begin(Source& source) const {
-#pragma unroll
-    for (int i = 0; i < ahead; ++i) ask(source, i);
   }
 
   FP_DEVICE static bool is_empty(const Place& place) { return place.unit.kv_begin >= place.unit.kv_end; }
   // Of a unit that sees nothing: a probability of zero would not hide NaN.
   FP_DEVICE static void clear_values(u32 to) {
-    for (int at = threadIdx.x * 16; at < Values::tile_bytes; at += warps * 32 * 16)
+    for (int at = ptx::opaque(threadIdx.x) * 16; at < Values::tile_bytes; at += warps * 32 * 16)
       ptx::store_shared(to + at, 0, 0, 0, 0);
   }
 
-  // Tile by tile, of each the keys first. Tokens that the unit does not see are copies of the last one it sees.
-  FP_DEVICE void convert_keys(Source& source, u32 to) const {
-#pragma unroll
-    for (int i = 0; i < key_pieces; ++i) {
-      store<Keys, Traits::head_dim_qk>(source.piece[i % ahead], to, i);
-      ask(source, i + ahead);
-    }
+  // Tile by tile: its keys, then its values.
+  FP_DEVICE void ask_keys(const Source& source) const {
+    ask<StagedKeys, Traits::head_dim_qk>(source, params.k, maps.k, ptx::shared_address(staged[warp()].keys),
+                                         ptx::shared_address(&barriers[warp()].keys));
   }
+  FP_DEVICE void ask_values(Source& source) const {
+    ask<StagedValues, Traits::head_dim_vo>(source, params.v, maps.v, ptx::shared_address(staged[warp()].values),
+                                           ptx::shared_address(&barriers[warp()].values));
+    source.asked += tokens;
+    --source.left;
+    source.found = look_up(source);
+  }
+  FP_DEVICE void await_keys(u32 turn) const {
+    ptx::mbarrier_wait(ptx::shared_address(&barriers[warp()].keys), turn & 1);
+  }
+  FP_DEVICE void await_values(u32 turn) const {
+    ptx::mbarrier_wait(ptx::shared_address(&barriers[warp()].values), turn & 1);
+  }
+  // Nothing is asked for in this turn.
+  FP_DEVICE void skip() const {
+    ptx::mbarrier_arrive(ptx::shared_address(&barriers[warp()].keys));
+    ptx::mbarrier_arrive(ptx::shared_address(&barriers[warp()].values));
+  }
+  FP_DEVICE void convert_keys(u32 to) const {
+    convert<StagedKeys, Keys, Traits::head_dim_qk>(ptx::shared_address(staged[warp()].keys), to);
+  }
+  // Tokens that the unit does not see become zero.
   FP_DEVICE void convert_values(Source& source, u32 to) const {
-#pragma unroll
-    for (int i = 0; i < value_pieces; ++i) {
-      store<Values, Traits::head_dim_vo>(source.piece[(key_pieces + i) % ahead], to, i);
-      ask(source, key_pieces + i + ahead);
-    }
+    convert<StagedValues, Values, Traits::head_dim_vo>(ptx::shared_address(staged[warp()].values), to);
+    if (source.token < source.kv_begin || source.token + tokens > source.kv_end) clear_hidden(source, to);
+    source.token += tokens;
   }
 
  private:
-  // The lane's row of those that the warp has of a tile. Computed where it is used: registers are few.
-  FP_DEVICE static i32 mine_in_tile() {
-    const u32 thread = ptx::opaque(threadIdx.x), lane = thread % 32;
-    return lane / warp_rows * pass_rows + thread / 32 * warp_rows + lane % warp_rows;
+  FP_DEVICE static int lane() { return ptx::opaque(threadIdx.x) % 32; }
+  FP_DEVICE static int warp() { return ptx::opaque(threadIdx.x) / 32; }
+  FP_DEVICE static i32 box_tokens(const AttentionParams& params) { return max_of(1, params.box_tokens); }
+  FP_DEVICE static int rows() {
+    return warps * warp_rows == tokens ? warp_rows : max_of(0, min_of(warp_rows, tokens - warp() * warp_rows));
   }
-  // Its token of the tile that is asked for, or the last one there is.
+
+  // The first token of the lane's box, or of its row, of the tile that is asked for.
   FP_DEVICE i32 my_token(const Source& source) const {
-    return min_of(source.token + mine_in_tile(), source.kv_end - 1);
+    return source.asked + warp() * warp_rows + lane() * box_tokens(params);
   }
   FP_DEVICE i32 look_up(const Source& source) const {
-    return paged ? __ldg(params.kv_indices + source.offset + params.page.div(my_token(source))) : 0;
+    const i32 token = min_of(my_token(source), source.kv_end - 1);
+    return paged ? __ldg(params.kv_indices + source.offset + params.page.div(token)) : 0;
   }
-  FP_DEVICE u64 place_of_mine(const Source& source, const KvView& view) const {
+
+  template <class To, int columns>
+  FP_DEVICE void ask(const Source& source, const KvView& view, const TensorMap& map, u32 to, u32 barrier) const {
+    __syncwarp();  // what was there has been read
+    if (params.box_tokens > 0) {
+      ask_boxes<To>(source, map, to, barrier);
+    } else {
+      ask_rows<To, columns>(source, view, to, barrier);
+    }
+  }
+  template <class To>
+  FP_DEVICE void ask_boxes(const Source& source, const TensorMap& map, u32 to, u32 barrier) const {
+    const int box = ptx::opaque(params.box_tokens), boxes = (rows() + box - 1) >> (31 - __clz(box));
+    if (lane() == 0) {
+      ptx::mbarrier_arrive_expect(barrier, boxes * box * To::stride * To::blocks);
+    } else {
+      ptx::mbarrier_arrive(barrier);
+    }
+    __syncwarp();
+    constexpr i32 nowhere = 0x7fffffff;  // outside the tensor: the box is filled with zeros
     const i32 token = my_token(source);
+    i32 page = 0, row = token;
+    if constexpr (paged) {
+      page = source.found;
+      row = token - params.page.div(token) * params.page.divisor;
+    } else {
+      row = static_cast<i32>(source.offset) + token;
+    }
+    if (token >= source.kv_end) row = nowhere;
+#pragma unroll 1
+    for (int i = 0; i < boxes; ++i) {
+      const i32 box_page = paged ? __shfl_sync(0xffffffff, page, i) : 0, box_row = __shfl_sync(0xffffffff, row, i);
+      if (ptx::elect_one()) {
+#pragma unroll
+        for (int block = 0; block < To::blocks; ++block)
+          ptx::tensor_copy(to + i * box * To::stride + block * To::block_bytes, map, barrier, block * To::block_columns,
+                           box_row, source.kv_head, box_page);
+      }
+    }
+  }
+  // Rows that the unit does not see are copies of the last one it sees.
+  template <class To, int columns>
+  FP_DEVICE void ask_rows(const Source& source, const KvView& view, u32 to, u32 barrier) const {
+    constexpr int piece_bytes = columns % 16 ? 8 : 16, row_pieces = columns / piece_bytes;
+    constexpr int pieces = warp_rows * row_pieces;
+    const i32 token = min_of(my_token(source), source.kv_end - 1);
     i64 offset = static_cast<i32>(ptx::opaque(source.kv_head)) * view.head_stride;
     if constexpr (paged) {
       const i32 in_page = token - params.page.div(token) * params.page.divisor;
@@ -126,50 +194,65 @@ struct ConvertedTiles {
     } else {
       offset += (source.offset + token) * view.token_stride;
     }
-    return reinterpret_cast<u64>(view.data) + offset;
+    const u64 mine = reinterpret_cast<u64>(view.data) + offset;
+    const int lane = ConvertedTiles::lane();
+#pragma unroll 4
+    for (int i = 0; i < pieces; i += 32) {
+      const int piece = min_of(i + lane, pieces - 1), row = piece / row_pieces, in_row = piece % row_pieces;
+      const u64 from = __shfl_sync(0xffffffff, mine, row) + in_row * piece_bytes;
+      ptx::cp_async<piece_bytes>(to + To::byte_offset(row, in_row * piece_bytes), reinterpret_cast<const u8*>(from),
+                                 true);
+    }
+    ptx::mbarrier_arrive_after_copies(barrier);
   }
 
-  // Pieces are numbered on into the next tile.
-  FP_DEVICE void ask(Source& source, int number) const {
-    const int i = number % pieces;
-    if (i == 0) source.mine = place_of_mine(source, params.k);
-    if (i == key_pieces) {
-      source.mine = place_of_mine(source, params.v);
-      source.token += tokens;
-      source.found = look_up(source);
-    }
-    if (i < key_pieces) {
-      ask<Keys, Traits::head_dim_qk>(source, number, i);
-    } else {
-      ask<Values, Traits::head_dim_vo>(source, number, i - key_pieces);
-    }
-  }
-  template <class To, int columns>
-  FP_DEVICE void ask(Source& source, int number, int i) const {
-    const int pass = i / To::blocks, column = i % To::blocks * 64;
-    if (column == 0)
-      source.row =
-          reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, source.mine, pass * warp_rows + lane / block_lanes));
-    const int wanted = is_in_row<columns>(column) ? column + first_column : 0;
-    ptx::load_once(source.piece[number % ahead].words, source.row + wanted);
-  }
-  template <int columns>
-  FP_DEVICE bool is_in_row(int column) const {
-    return column + 64 <= columns || column + first_column < columns;
-  }
-
-  template <class To, int columns>
-  FP_DEVICE void store(const Piece& piece, u32 to, int i) const {
-    const int pass = i / To::blocks, block = i % To::blocks;
-    const bool is_in_tile = tokens % pass_rows == 0 || pass + 1 < passes || pass * pass_rows + first_row < tokens;
-    if (!is_in_tile || !is_in_row<columns>(block * 64)) return;
+  // A lane takes eight bytes of a row, in blocks of 64 columns; eight lanes have a row of a block, and a warp the rows
+  // 0, 4, 1, 5 or 2, 6, 3, 7 of eight: rows four apart are swizzled to different banks.
+  template <class From, class To, int columns>
+  FP_DEVICE void convert(u32 from, u32 to) const {
+    constexpr int blocks = To::blocks, eights = warp_rows / 8, steps = 2 * blocks * eights;
+    constexpr int batch = 8;  // steps whose bytes are in registers
+    const int lane = ConvertedTiles::lane(), column = lane % 8, row = (lane >> 3 & 1) * 4 + (lane >> 4);
+    const u32 source = from + row * 128 + ((column / 2 ^ row) & 7) * 16 + column % 2 * 8;
+    const u32 target = to + (warp() * warp_rows + row) * 128 + ((column ^ row) & 7) * 16;
+    // Step by step: the blocks of four rows, then those of the other four, then the next eight.
+    const auto is_there = [&](int step) {
+      const int block = step % blocks, eight = step / (2 * blocks);
+      const bool has_columns = block * 64 + 64 <= columns || block * 64 + column * 8 < columns;
+      return has_columns && (warps * warp_rows == tokens || eight * 8 < rows());
+    };
 #pragma unroll
-    for (int chunk = 0; chunk < piece_bytes / 8; ++chunk) {
-      u32 pairs[4];
-      ptx::widen4<typename S::Cache, Stored>(piece.words[2 * chunk], pairs[0], pairs[1]);
-      ptx::widen4<typename S::Cache, Stored>(piece.words[2 * chunk + 1], pairs[2], pairs[3]);
-      ptx::store_shared(to + (first_chunk ^ chunk * 16) + block * To::block_bytes + pass * pass_rows * 128, pairs[0],
-                        pairs[1], pairs[2], pairs[3]);
+    for (int first = 0; first < steps; first += batch) {
+      u32 words[batch][2];
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        const int step = first + i, block = step % blocks, half = step / blocks % 2, eight = step / (2 * blocks);
+        if (step >= steps) continue;
+        const u32 at = (source ^ (block % 2 * 64 + half * 32)) + block / 2 * From::block_bytes + half * 256;
+        ptx::load_shared(words[i], at + eight * 1024);
+      }
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        const int step = first + i, block = step % blocks, half = step / blocks % 2, eight = step / (2 * blocks);
+        if (step >= steps || !is_there(step)) continue;
+        u32 pairs[4];
+        ptx::widen4<typename S::Cache, Stored>(words[i][0], pairs[0], pairs[1]);
+        ptx::widen4<typename S::Cache, Stored>(words[i][1], pairs[2], pairs[3]);
+        const u32 at = (target ^ half * 32) + block * To::block_bytes + half * 256 + eight * 1024;
+        ptx::store_shared(at, pairs[0], pairs[1], pairs[2], pairs[3]);
+      }
+    }
+  }
+
+  FP_DEVICE void clear_hidden(const Source& source, u32 to) const {
+    const i32 begin = source.kv_begin - source.token, end = source.kv_end - source.token;
+    __syncwarp();
+    for (int i = lane(); i < rows() * 8; i += 32) {
+      const int row = warp() * warp_rows + i / 8;
+      if (row >= begin && row < end) continue;
+#pragma unroll
+      for (int block = 0; block < Values::blocks; ++block)
+        ptx::store_shared(to + block * Values::block_bytes + row * 128 + i % 8 * 16, 0, 0, 0, 0);
     }
   }
 };
