@@ -45,7 +45,6 @@ int64_t fp_sizeof(const char* struct_name) {
       {"Python", sizeof(fp_python)},
       {"TensorForm", sizeof(fp_tensor_form)},
       {"BoundRun", sizeof(fp_bound_run)},
-      {"Pointed", sizeof(fp_pointed)},
       {"LengthsStruct", sizeof(fp_lengths)},
       {"SlotsCall", sizeof(fp_slots_call)},
   };

@@ -264,17 +264,6 @@ struct fp_bound_run {
 FP_API void* fp_py_bind(void* self, void* const* arguments, intptr_t count);
 FP_API void* fp_py_run(void* self, void* const* arguments, intptr_t count);
 
-// Where the addresses of a call's tensors go: fp_py_remember keeps the forms that they have, fp_py_point compares them
-// and writes the addresses. Both take (address of an fp_pointed, its `count` tensors or Nones) and return a status.
-struct fp_pointed {
-  char* base;
-  int32_t count, aligned;  // so many of the first lie on 16 bytes
-  int32_t offsets[12];     // from base
-  fp_tensor_form forms[12];
-};
-FP_API void* fp_py_remember(void* self, void* const* arguments, intptr_t count);
-FP_API void* fp_py_point(void* self, void* const* arguments, intptr_t count);
-
 // Copies of a batch's lengths, which the problem's arrays point at.
 struct fp_lengths {
   fp_problem* problem;

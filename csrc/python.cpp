@@ -133,28 +133,6 @@ int32_t bind(const Arguments& given) {
   return all ? FP_OK : FP_OTHER_TENSORS;
 }
 
-int32_t remember_all(fp_pointed& to, void* const* tensors) {
-  bool all = true;
-  for (int32_t i = 0; i < to.count; ++i) all &= remember(tensors[i], to.forms[i]);
-  if (!all) to.forms[0].dims = max_dims + 1;  // fits no tensor
-  return all ? FP_OK : FP_OTHER_TENSORS;
-}
-
-int32_t point_all(const fp_pointed& to, void* const* tensors) {
-  for (int32_t i = 0; i < to.count; ++i) {
-    char* found = nullptr;
-    if (tensors[i] != python.none) {
-      found = address(tensors[i], to.forms[i]);
-      if (found == nullptr) return FP_OTHER_TENSORS;
-    } else if (to.forms[i].dims >= 0) {
-      return FP_OTHER_TENSORS;
-    }
-    if (i < to.aligned && reinterpret_cast<intptr_t>(found) % 16 != 0) return FP_OTHER_TENSORS;
-    std::memcpy(to.base + to.offsets[i], &found, sizeof(found));
-  }
-  return FP_OK;
-}
-
 int64_t number(const fp_index_array& array, int64_t i) {
   return array.is_int64 ? static_cast<const int64_t*>(array.data)[i] : static_cast<const int32_t*>(array.data)[i];
 }
@@ -220,14 +198,6 @@ void* fp_py_bind(void*, void* const* arguments, intptr_t) {
 
 void* fp_py_run(void*, void* const* arguments, intptr_t) {
   return host::to_int(host::run_bound(host::Arguments(arguments), host::pointer<void>(arguments[6])));
-}
-
-void* fp_py_remember(void*, void* const* arguments, intptr_t) {
-  return host::to_int(host::remember_all(*host::pointer<fp_pointed>(arguments[0]), arguments + 1));
-}
-
-void* fp_py_point(void*, void* const* arguments, intptr_t) {
-  return host::to_int(host::point_all(*host::pointer<fp_pointed>(arguments[0]), arguments + 1));
 }
 
 void* fp_py_lengths(void*, void* const* arguments, intptr_t) {

@@ -35,8 +35,6 @@ class Builtins(NamedTuple):
 
     bind: Callable[..., int]
     run: Callable[..., int]
-    remember: Callable[..., int]
-    point: Callable[..., int]
     lengths: Callable[..., int]
     slots_plan: Callable[..., int]
 
@@ -49,8 +47,7 @@ def builtins() -> Builtins:
     """Made once a process."""
     if _connect():
         return Builtins(*map(_builtin, Builtins._fields))
-    others = dict.fromkeys(("bind", "run", "remember", "point"), _other_tensors)
-    return Builtins(**others, lengths=lambda *_: -1, slots_plan=_builtin("slots_plan"))
+    return Builtins(_other_tensors, _other_tensors, lambda *_: -1, _builtin("slots_plan"))
 
 
 def _other_tensors(*_: Any) -> int:

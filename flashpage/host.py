@@ -238,15 +238,6 @@ class BoundRun(ctypes.Structure):
     ]
 
 
-class Pointed(ctypes.Structure):
-    _fields_ = [
-        *_all(c_void_p, "base"),
-        *_all(c_int32, "count aligned"),
-        *_all(c_int32 * 12, "offsets"),
-        *_all(TensorForm * 12, "forms"),
-    ]
-
-
 class LengthsStruct(ctypes.Structure):
     _fields_ = [*_all(c_void_p, "problem copies"), *_all(c_int64, "bytes_of_a_copy kv_begin")]
 
@@ -277,7 +268,7 @@ STRUCTS = (
     *(GatherSlotsParams, BlockPattern, BlockAttentionParams, BlockWriteParams, MaskTilesParams),
     *(IndexArray, ProblemStruct, Schedule, Tables, PlanResult, KernelInfo, DeviceInfo),
     *(BoxForm, KvBoxes, RunArgs),
-    *(Python, TensorForm, BoundRun, Pointed, LengthsStruct, SlotsCall),
+    *(Python, TensorForm, BoundRun, LengthsStruct, SlotsCall),
 )
 RECORDS = {
     "WorkItem": WORK_ITEM,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,21 +18,23 @@ from .dtypes import DType
 from .errors import RunError
 from .jit.targets import shared_bytes_per_cta
 from .planner import current_stream
-from .pointed import PointedTensors
 from .spec import KernelSpec
 from .tiles import block_decode_tile
 from .vllm_attention import PARTITION_TOKENS, Sequences, check_shapes, check_slopes
-from .vllm_forms import Partials, block_pattern, check_places, partition_room
 
 _LEAST_TOKENS = 128  # of a CTA's share: include/flashpage/tile/block_steps.h
 _MOST_BOUND = 256  # forms of tensors whose structs are kept
 _MOST_HEAD_SIZE = 256
-_POINTED = (  # of BlockAttentionParams, in the order of _Attention._tensors
-    *("out", "q", "k", "v", "block_tables", "seq_lens", "alibi_slopes", "k_scale", "v_scale"),
-    *("exp_sums", "max_logits", "tmp_out"),
-)
 
 _local = threading.local()  # bound calls of this thread: a struct is one call's at a time
+
+
+class Partials(NamedTuple):
+    """What paged_attention_v2 leaves of each partition."""
+
+    exp_sums: torch.Tensor  # [num_seqs, num_heads, partitions] fp32
+    max_logits: torch.Tensor  # the same
+    tmp_out: torch.Tensor  # [num_seqs, num_heads, partitions, head_size]
 
 
 def serves(given: Sequences, out: torch.Tensor) -> bool:
@@ -52,9 +54,6 @@ def serves(given: Sequences, out: torch.Tensor) -> bool:
 
 def attention(given: Sequences, out: torch.Tensor, partials: Partials | None) -> None:
     """paged_attention_v1 (no partials) or _v2. Tokens past max_seq_len or block_tables are not read."""
-    newest: _Attention | None = _local.__dict__.get("newest")
-    if newest is not None and newest.run_again(given, out, partials):
-        return
     key = (
         *(given.query.device, given.query.dtype, given.query.shape[1:], given.query.stride(), out.stride()),
         *(given.key_cache.dtype, given.key_cache.shape, given.key_cache.stride()),
@@ -68,7 +67,6 @@ def attention(given: Sequences, out: torch.Tensor, partials: Partials | None) ->
             bound.clear()
         call = bound[key] = _Attention(given, out)
     call.run(given, out, partials)
-    _local.newest = call
 
 
 class _Attention:
@@ -77,7 +75,7 @@ class _Attention:
     def __init__(self, given: Sequences, out: torch.Tensor) -> None:
         check_shapes(given, out)
         query, cache, values = given.query, given.key_cache, given.value_cache
-        check_places(query, out, cache, values)
+        _check_places(query, out, cache, values)
         self.device, (self.num_heads, head_size) = query.device, query.shape[1:]
         q_dtype = DType.of(query.dtype)
         kv_dtype = DType.of(vllm_cache.element_type(cache, given.kv_cache_dtype))
@@ -106,7 +104,7 @@ class _Attention:
             k_head_stride=cache.stride(1) * size,
             v_block_stride=values.stride(0) * size,
             v_head_stride=values.stride(1) * size,
-            pattern=block_pattern(given, self.num_heads),
+            pattern=_pattern(given, self.num_heads),
             num_q_heads=self.num_heads,
             num_kv_heads=given.num_kv_heads,
             head_dim=head_size,
@@ -116,53 +114,31 @@ class _Attention:
             log_block_size=given.block_size.bit_length() - 1,
         )
         self._address = ctypes.addressof(self.params)
-        self._pointed = PointedTensors(self.params, _POINTED, aligned=4)
-        self._scalars: tuple[Any, ...] = ()
-
-    def run_again(self, given: Sequences, out: torch.Tensor, partials: Partials | None) -> bool:
-        """The newest call's like, on tensors of the same forms; False: it is another one."""
-        if self._scalars != _scalars(given) or not self._pointed.point(*self._tensors(given, out, partials)):
-            return False
-        self._launch(is_v1=partials is None)
-        return True
-
-    def _tensors(self, given: Sequences, out: torch.Tensor, partials: Partials | None) -> tuple[Any, ...]:
-        scales = (given.k_scale, given.v_scale) if self.has_scales else (None, None)
-        numbers = (given.block_tables, given.seq_lens, given.alibi_slopes)
-        return (out, given.query, given.key_cache, given.value_cache, *numbers, *scales, *(partials or (None,) * 3))
 
     def run(self, given: Sequences, out: torch.Tensor, partials: Partials | None) -> None:
         num_seqs = len(given.query)
         self._check(given, out)
         if num_seqs == 0:
             return
-        readable = self._readable(given)
-        params = self._point(readable, out)
+        given = self._readable(given)
+        params = self._point(given, out)
         max_tokens = params.max_tokens
         shares = num_seqs * self._units * -(-max_tokens // (_LEAST_TOKENS if partials is None else PARTITION_TOKENS))
-        self._ctas = max(1, min(self._most_ctas, shares))
+        ctas = max(1, min(self._most_ctas, shares))
         if partials is None:
-            self._merges = self._ctas * self._merge_rows
-        else:
-            params.partitions = max(1, partition_room(partials, out))
-            params.tmp_out = partials.tmp_out.data_ptr()
-            params.exp_sums, params.max_logits = partials.exp_sums.data_ptr(), partials.max_logits.data_ptr()
-            self._merges = num_seqs * self.num_heads if max_tokens > PARTITION_TOKENS else 0
-        self._scalars = ()
-        if readable is given:
-            self._scalars = _scalars(given)
-            self._pointed.remember(*self._tensors(given, out, partials))
-        self._launch(is_v1=partials is None)
-
-    def _launch(self, is_v1: bool) -> None:
-        if is_v1:
             memory = torch.empty(self._bytes, dtype=torch.uint8, device=self.device)  # in the stream's order
-            params, address = self.params, memory.data_ptr()
+            address = memory.data_ptr()
             params.partial_out, params.partial_lse = address, address + self._lses
             params.cuts = address + self._cuts
+            merges = ctas * self._merge_rows
+        else:
+            params.partitions = max(1, _partitions(partials, out))
+            params.tmp_out = partials.tmp_out.data_ptr()
+            params.exp_sums, params.max_logits = partials.exp_sums.data_ptr(), partials.max_logits.data_ptr()
+            merges = num_seqs * self.num_heads if max_tokens > PARTITION_TOKENS else 0
         launch, stream = host.load().fp_launch, current_stream(self.device.index)
-        host.check(launch(self._decode.handle, self._address, self._ctas, stream, self._pdl))
-        host.check(launch(self._merge.handle, self._address, self._merges, stream, self._pdl))
+        host.check(launch(self._decode.handle, self._address, ctas, stream, self._pdl))
+        host.check(launch(self._merge.handle, self._address, merges, stream, self._pdl))
 
     def _point(self, given: Sequences, out: torch.Tensor) -> host.BlockAttentionParams:
         """The parameters, with what differs from call to call."""
@@ -170,7 +146,7 @@ class _Attention:
         params.q, params.out = given.query.data_ptr(), out.data_ptr()
         params.k, params.v = given.key_cache.data_ptr(), given.value_cache.data_ptr()
         if (params.q | params.out | params.k | params.v) % 16:
-            check_places(given.query, out, given.key_cache, given.value_cache)
+            _check_places(given.query, out, given.key_cache, given.value_cache)
         params.block_tables, params.table_stride = tables.data_ptr(), tables.stride(0)
         params.seq_lens = given.seq_lens.data_ptr()
         params.alibi_slopes = None if slopes is None else slopes.data_ptr()
@@ -203,12 +179,6 @@ class _Attention:
             arguments.same_device(slopes, self.device, "alibi_slopes", RunError)
 
 
-def _scalars(given: Sequences) -> tuple[Any, ...]:
-    """What tensors do not say."""
-    sizes = (given.num_kv_heads, given.block_size, given.max_seq_len, given.scale)
-    return (*sizes, given.kv_cache_dtype, given.sparse)
-
-
 def scale_on(device: torch.device, scale: torch.Tensor) -> torch.Tensor:
     """One fp32 value on the device."""
     if scale.dtype == torch.float32 and scale.device == device:
@@ -221,3 +191,54 @@ def _whole(numbers: torch.Tensor) -> torch.Tensor:
     if numbers.dtype == torch.int32 and (numbers.shape[-1] <= 1 or numbers.stride(-1) == 1):
         return numbers
     return numbers.to(torch.int32).contiguous()
+
+
+def _partitions(partials: Partials, out: torch.Tensor) -> int:
+    """That there is room for; judges what the kernels take for granted."""
+    count = partials.tmp_out.shape[2]
+    for name, tensor, dtype in zip(Partials._fields, partials, (torch.float32, torch.float32, out.dtype), strict=True):
+        if not tensor.is_contiguous() or tensor.shape[2] != count or tensor.dtype != dtype:
+            raise RunError(
+                f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()} and dtype {tensor.dtype}: on a "
+                f"card all three are contiguous with as many partitions, and {name} is {dtype}."
+            )
+    return count
+
+
+def _pattern(given: Sequences, num_heads: int) -> host.BlockPattern:
+    sparse = given.sparse
+    if not sparse.is_sparse:
+        return host.BlockPattern()
+    step = sparse.head_sliding_step
+    heads = num_heads if step >= 0 else given.num_kv_heads
+    return host.BlockPattern(
+        block_size=host.make_fast_div(sparse.block_size),
+        stride=host.make_fast_div(sparse.vert_stride),
+        local_blocks=sparse.local_blocks,
+        first=sparse.tp_rank * heads * abs(step) + 1,
+        head_step=max(step, 0),
+        kv_head_step=max(-step, 0),
+    )
+
+
+def _check_places(query: torch.Tensor, out: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Rows and blocks begin on 16 bytes, and a head's block is in one piece."""
+    block_size, x = key_cache.shape[3:]
+    for name, tensor, inner in (
+        ("query", query, (1,)),
+        ("out", out, (1,)),
+        ("key_cache", key_cache, (block_size * x, x, 1)),
+        ("value_cache", value_cache, (block_size, 1)),
+    ):
+        strides = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        outer, found = strides[: -len(inner)], strides[-len(inner) :]
+        if any(here not in (0, wanted) for here, wanted in zip(found, inner, strict=True)):
+            raise RunError(
+                f"{name} has strides {tensor.stride()}: on a card the last ones must be {inner}, a head's part of a "
+                "block in one piece."
+            )
+        if any(stride * tensor.element_size() % 16 for stride in outer) or tensor.data_ptr() % 16:
+            raise RunError(
+                f"{name} has strides {tensor.stride()} and address {tensor.data_ptr():#x}: on a card rows and blocks "
+                "must begin on multiples of 16 bytes."
+            )

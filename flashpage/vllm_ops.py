@@ -17,7 +17,6 @@ from . import ops, vllm_cache, vllm_card, vllm_write
 from .arguments import same_device
 from .errors import RunError
 from .vllm_attention import PARTITION_TOKENS, Partitions, Sequences, checked, runner
-from .vllm_forms import Partials
 
 __all__ = ["paged_attention_v1", "paged_attention_v2", "reshape_and_cache", "reshape_and_cache_flash", "split_kv_cache"]
 
@@ -188,7 +187,7 @@ def _paged_attention_v2(
         if tensor.shape[:2] != shape or tensor.dim() != 3 + (name == "tmp_out") or tensor.shape[2] < most:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [{num_seqs}, {num_heads}, {most} or more].")
     if on_card:
-        vllm_card.attention(given, out, Partials(exp_sums, max_logits, tmp_out))
+        vllm_card.attention(given, out, vllm_card.Partials(exp_sums, max_logits, tmp_out))
         return
     partitions = Partitions.of(given.seq_lens, PARTITION_TOKENS)
     lse = out.new_empty((len(partitions.sequence), num_heads), dtype=torch.float32)

@@ -26,7 +26,6 @@ C_NAMES = {
     "Python": "fp_python",
     "TensorForm": "fp_tensor_form",
     "BoundRun": "fp_bound_run",
-    "Pointed": "fp_pointed",
     "LengthsStruct": "fp_lengths",
     "SlotsCall": "fp_slots_call",
 }

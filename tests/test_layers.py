@@ -47,7 +47,7 @@ LAYERS = [
     {"plan", "plan_picture", "plan_units"},
     {
         *("binding", "capacity", "combination", "engine_plan", "engine_state", "mask_tiles", "ops", "plan_inputs"),
-        *("planner", "pointed", "run_checks", "wrapper"),
+        *("planner", "run_checks", "wrapper"),
     },
     {
         *("attention", "cascade", "cascade_fold", "cascade_levels", "cascade_prefix", "cascade_window", "decode"),
@@ -69,7 +69,7 @@ LAYERS = [
     },
     {
         *("__init__", "compat", "hf", "integrations"),
-        *("vllm_attention", "vllm_cache", "vllm_card", "vllm_forms", "vllm_ops", "vllm_write"),
+        *("vllm_attention", "vllm_cache", "vllm_card", "vllm_ops", "vllm_write"),
     },
     {"engine"},
     {"demo", "cli", "__main__"},
