@@ -39,12 +39,17 @@ class Capacity(NamedTuple):
 
     def check_batch(self, batch: int) -> None:
         if batch > self.batch:
-            raise PlanError(f"the batch has {batch} requests but the wrapper has max_batch={self.batch}.")
+            raise PlanError(
+                f"the batch has {batch} requests but the wrapper has max_batch={self.batch}: make it larger."
+            )
 
     def check_sizes(self, rows: int, entries: int, options: Options) -> None:
         """Of a batch that has been planned."""
         if rows > self.rows_of(options):
-            raise PlanError(f"the batch has {rows} rows but the wrapper has max_rows={self.rows_of(options)}.")
+            most = self.rows_of(options)
+            raise PlanError(f"the batch has {rows} rows but the wrapper has max_rows={most}: make it larger.")
         if entries > self.entries:
-            name = "max_pages" if options.page_size else "max_kv_rows"
-            raise PlanError(f"the batch has {entries} pages but the wrapper has {name}={self.entries}.")
+            what, name = ("pages", "max_pages") if options.page_size else ("rows of K and V", "max_kv_rows")
+            raise PlanError(
+                f"the batch has {entries} {what} but the wrapper has {name}={self.entries}: make it larger."
+            )

@@ -144,7 +144,7 @@ class Combination:
         from .plan import Plan
 
         prepared = self.prepared
-        data = self.slot.last_bytes()
+        data = self.slot.last_bytes()  # first: it gives `result` the numbers of a plan that the device made
         result = host.PlanResult.from_buffer_copy(self.slot.result)
         spec, notes = prepared.choice.spec, prepared.choice.reasons
         return Plan(prepared.problem, prepared.schedule, result, data, spec=spec, notes=notes)

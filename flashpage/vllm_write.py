@@ -39,8 +39,10 @@ def write(
     slots = vllm_cache.checked_slots(slot_mapping, (key, value), sizes, value_size).contiguous()
     if is_blocks:
         _check_places(key_cache, value_cache, sizes.block_size)
-    elif key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
-        raise RunError(f"key_cache has strides {key_cache.stride()}: its last dimension must be contiguous.")
+    else:
+        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+            if cache.stride(3) != 1:
+                raise RunError(f"{name} has strides {cache.stride()}: its last dimension must be contiguous.")
     if len(slots) == 0:
         return
     device = key.device

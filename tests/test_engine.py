@@ -195,6 +195,20 @@ def test_requests_that_cannot_run_are_told(prompt_len: int, new: int) -> None:
         engine.add(Request(list(range(prompt_len)), new))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"num_blocks": 1}, "num_blocks=1 is out of range: pass at least 2"),
+        ({"block_size": 0}, "block_size=0 is out of range: pass at least 1"),
+        ({"max_step_tokens": 0}, "max_step_tokens=0"),
+        ({"max_requests": "many"}, "max_requests='many' is a str: pass an integer"),
+    ],
+)
+def test_a_config_that_cannot_run_is_told(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(FlashpageError, match=told):
+        EngineConfig(**{"num_blocks": 8, **wrong})
+
+
 def test_chunks_stay_within_the_steps_size(model: Llama) -> None:
     """And decodes go on beside a long prompt's chunks."""
     engine = Engine(model, EngineConfig(64, max_step_tokens=16, use_graphs=False))

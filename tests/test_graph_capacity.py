@@ -125,7 +125,7 @@ def case(lens: tuple[int, ...]) -> Case:
 @pytest.mark.parametrize(
     ("capacity", "says"),
     [
-        ({"max_batch": 1, "max_pages": 99}, "has 2 requests but the wrapper has max_batch=1"),
+        ({"max_batch": 1, "max_pages": 99}, "has 2 requests but the wrapper has max_batch=1: make it larger"),
         ({"max_batch": 2, "max_pages": 4}, r"has \d+ pages but the wrapper has max_pages=4"),
         ({"max_batch": 2, "max_pages": 99, "max_rows": 1}, "has 2 rows but the wrapper has max_rows=1"),
     ],

@@ -281,6 +281,12 @@ def test_small_sizes_are_compiled() -> None:
     assert compiled == [4, 2, 2, 4]
 
 
+@pytest.mark.parametrize(("sizes", "told"), [([], "batch_sizes="), ([4, 0], "batch_sizes=0 is out of range")])
+def test_sizes_that_cannot_be_captured_are_told(sizes: list[int], told: str) -> None:
+    with pytest.raises(FlashpageError, match=told):
+        GraphRunner(lambda batch: batch.tokens, MagicMock(), sizes, torch.device("cpu"))
+
+
 @pytest.mark.cuda
 def test_captures_share_one_pool_of_memory() -> None:
     """And are made inside the caller's context."""

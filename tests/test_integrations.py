@@ -99,6 +99,17 @@ def test_rows_of_the_request_table() -> None:
     assert table.slots[0, 3] == 40 and table.slots[1, 0] == 50 and table.slots.count_nonzero() == 2
 
 
+def test_rows_are_released_once() -> None:
+    table = RequestTable(2, 8)
+    table.release(table.acquire())
+    with pytest.raises(FlashpageError, match="row=1 belongs to no request"):
+        table.release(1)
+    with pytest.raises(FlashpageError, match="max_context=0 is out of range: pass at least 1"):
+        RequestTable(2, 0)
+    with pytest.raises(FlashpageError, match="page_size=0 is out of range: pass at least 1"):
+        TokenPool(4, 0, 1, 1, 16, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 def test_values_come_back_from_their_slots(dtype: torch.dtype, device: str) -> None:
     pool = TokenPool(6, 4, 2, KV_HEADS, DIM, dtype, device)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .. import arguments
 from ..errors import FlashpageError
 from ..integrations import AttentionBackend, AttentionLayer, PagedAttention, RequestTable, TokenPool
 from .blocks import BlockPool
@@ -28,6 +29,10 @@ class EngineConfig:
     max_step_tokens: int = 512  # longer prompts come in chunks
     reuse_prefixes: bool = True
     use_graphs: bool | None = None  # None: on a card
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_requests", "max_context", "max_step_tokens"):
+            arguments.whole(name, getattr(self, name), 2 if name == "num_blocks" else 1)
 
 
 @dataclasses.dataclass

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .. import arguments
+from ..errors import FlashpageError
 from .backend import AttentionBackend
 from .forward_batch import ForwardBatch, ForwardMode
 from .token_pool import UNOWNED_PAGE
@@ -55,7 +57,10 @@ class GraphRunner:
         compile_forward: Callable[[Forward], Forward] | None = None,
         compile_limit: int = 32,
     ) -> None:
-        self.backend, self.batch_sizes, self.device = backend, sorted(batch_sizes), device
+        sizes = {arguments.whole("batch_sizes", size, 1) for size in batch_sizes}
+        if not sizes:
+            raise FlashpageError("batch_sizes=[]: pass the sizes to capture, such as [1, 2, 4, 8].")
+        self.backend, self.batch_sizes, self.device = backend, sorted(sizes), device
         self.mode, self.new_len, self.replays = mode, new_len, 0
         self._forward, self._context = forward, capture_context
         self._compiled = None if compile_forward is None else compile_forward(forward)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import page
+from .. import arguments, page
 from ..errors import FlashpageError
 
 UNOWNED_PAGE = 0  # never given to a request: rows that pad a captured batch write here
@@ -21,6 +21,8 @@ class RequestTable:
     """
 
     def __init__(self, max_requests: int, max_context: int, device: torch.device | str = "cpu") -> None:
+        arguments.whole("max_requests", max_requests, 1)
+        arguments.whole("max_context", max_context, 1)
         self.slots = torch.zeros(max_requests, max_context, dtype=torch.int32, device=device)
         self._free = list(reversed(range(max_requests)))
 
@@ -45,6 +47,8 @@ class RequestTable:
 
     def release(self, row: int) -> None:
         """Takes a request's row back; its numbers stay until the next request writes its own."""
+        if row in self._free or not 0 <= row < self.max_requests:
+            raise FlashpageError(f"row={row} belongs to no request: release what acquire gave, once.")
         self._free.append(row)
 
     def write(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
@@ -73,6 +77,9 @@ class TokenPool:
         device: torch.device | str = "cpu",
         fill: float = 0.0,
     ) -> None:
+        numbers = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
+        for name, number in {**numbers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}.items():
+            arguments.whole(name, number, 1)
         self.num_pages, self.page_size, self.dtype = num_pages, page_size, dtype
         shape = (num_pages, 2, page_size, num_kv_heads, head_dim)
         self._caches = [torch.full(shape, fill, device=device).to(dtype) for _ in range(num_layers)]
