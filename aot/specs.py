@@ -40,11 +40,11 @@ def default_cuda_specs(target: Target) -> list[KernelSpec]:
 
 
 def helper_specs() -> list[KernelSpec]:
-    """Merging of split KV and of states, appending (elements of one, two and four bytes), and what plan asks a card."""
+    """Merging of split KV and of states, appending (elements of one, two and four bytes), plans and slots on a card."""
     merge = [KernelSpec("merge", out_dtype=dtype) for dtype in HALF]
     states = [KernelSpec("merge_states", q_dtype=dtype) for dtype in (*HALF, DType.FLOAT32)]
     append = [KernelSpec("append", kv_dtype=d) for d in (DType.FLOAT8_E4M3, DType.FLOAT16, DType.FLOAT32)]
-    return [*merge, *states, *append]
+    return [*merge, *states, *append, KernelSpec("plan"), KernelSpec("gather_slots")]
 
 
 def other_cuda_specs(target: Target) -> list[KernelSpec]:
@@ -76,8 +76,9 @@ def _other_hopper_specs() -> list[KernelSpec]:
     dims = [_decode_sm90(bf16, bf16, (d, d), 64) for d in (96, 192)]
     small_pages = [
         _decode_sm90(bf16, kv, (d, d), rows, loader="rows")
-        for kv, d, rows in itertools.product((bf16, e4m3), (128, 256, 512), (16, 64))
+        for kv, d, rows in itertools.product((bf16, e4m3), (128, 256), (16, 64))
     ]
+    small_pages += [_decode_sm90(bf16, kv, (512, 512), 16, loader="rows") for kv in (bf16, e4m3)]
     small_pages += [_decode_sm90(bf16, e5m2, (128, 128), 16, loader="rows")]
     ragged = [_decode_sm90(bf16, bf16, dims, 64, kv_source="ragged") for dims in ((128, 128), (192, 128))]
     ragged += [_decode_sm90(bf16, bf16, (128, 128), 16, kv_source="ragged")]
