@@ -19,6 +19,7 @@ from aot import build as aot_build
 from aot import specs
 from flashpage import backends, jit, ops, paths
 from flashpage.dtypes import DType
+from flashpage.integrations import gather
 from flashpage.jit import cache, compilers
 from flashpage.problem import Options, Problem
 from flashpage.spec import KernelSpec
@@ -134,6 +135,7 @@ def test_helper_specs_are_what_operators_ask_for() -> None:
     listed = set(specs.helper_specs())
     assert {KernelSpec("append", kv_dtype=dtype) for dtype in ops._APPEND_DTYPES.values()} <= listed
     assert {KernelSpec("merge_states", q_dtype=DType.of(dtype)) for dtype in ops._ELEMENT_TYPES} <= listed
+    assert {KernelSpec("plan"), gather._SPEC} <= listed
 
 
 def test_aot_folder_is_looked_at_first(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
