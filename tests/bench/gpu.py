@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 from peers import PEERS, Batch, Call, installed
-from workloads import DECODE, MORE_DECODE, PREFILL, Case
+from workloads import DECODE, MORE_DECODE, MORE_PREFILL, PREFILL, Case
 
-SECTIONS = {"decode": DECODE, "more-decode": MORE_DECODE, "prefill": PREFILL}
+SECTIONS = {"decode": DECODE, "more-decode": MORE_DECODE, "prefill": PREFILL, "more-prefill": MORE_PREFILL}
 
 
 class GpuClock:
@@ -77,8 +77,7 @@ def work(case: Case) -> tuple[int, int]:
     element = case.kv_dtype.itemsize
     kv_bytes = sum(case.kv_lens) * 2 * case.num_kv_heads * case.head_dim * element
     q_bytes = sum(case.q_lens) * 2 * case.num_q_heads * case.head_dim * 2
-    pairs = zip(case.q_lens, case.kv_lens, strict=True)
-    visible = sum(q * k - (q * (q - 1) // 2 if case.causal else 0) for q, k in pairs)
+    visible = sum(case.visible(q, kv) for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
     return kv_bytes + q_bytes, 4 * case.num_q_heads * case.head_dim * visible
 
 

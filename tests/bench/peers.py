@@ -45,20 +45,22 @@ class Batch:
         for i in {0, len(self.q_lens) - 1}:
             end = int(self.q_indptr[i + 1])
             begin = max(int(self.q_indptr[i]), end - 64)
-            expected = reference(self.q[begin:end], *self.keys_and_values(i), self.case.causal)
+            expected = reference(self.q[begin:end], *self.keys_and_values(i), self.case)
             difference = out[begin:end].float() - expected
             worst = max(worst, (difference.norm() / expected.norm()).item())
         return worst
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     """fp32 attention of the last rows of one request."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * q.shape[-1] ** -0.5
-    if causal:
-        hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
-        scores = scores.masked_fill(hidden, float("-inf"))
+    before = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
+    if case.causal:
+        scores = scores.masked_fill(before < 0, float("-inf"))
+    if case.window_left >= 0:
+        scores = scores.masked_fill(before > case.window_left, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
@@ -67,9 +69,10 @@ def wrapper_call(module_name: str, batch: Batch, **options: object) -> Call:
     module, case = importlib.import_module(module_name), batch.case
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
+    masks = {"causal": case.causal, "window_left": case.window_left}
     if not case.page_size:
         ragged = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", **options)
-        ragged.plan(batch.q_indptr, batch.kv_indptr, *heads, causal=case.causal, q_data_type=torch.bfloat16)
+        ragged.plan(batch.q_indptr, batch.kv_indptr, *heads, **masks, q_data_type=torch.bfloat16)
         return lambda: ragged.run(batch.q, batch.k, batch.v)
     table, dtypes = batch.table, {"q_data_type": torch.bfloat16, "kv_data_type": case.kv_dtype}
     pages = (table.indptr, table.indices, table.last_page_len)
@@ -78,14 +81,14 @@ def wrapper_call(module_name: str, batch: Batch, **options: object) -> Call:
         paged.plan(*pages, *heads, case.page_size, **dtypes)
     else:
         paged = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **options)
-        paged.plan(batch.q_indptr, *pages, *heads, case.page_size, causal=case.causal, **dtypes)
+        paged.plan(batch.q_indptr, *pages, *heads, case.page_size, **masks, **dtypes)
     return lambda: paged.run(batch.q, batch.cache)
 
 
 def torch_call(backend: SDPBackend, batch: Batch) -> Call | None:
     """torch's own attention, where the batch is rectangular, ragged and prefill."""
     case = batch.case
-    if case.page_size or len(set(batch.q_lens)) > 1 or batch.q_lens != batch.kv_lens:
+    if case.page_size or len(set(batch.q_lens)) > 1 or batch.q_lens != batch.kv_lens or case.window_left >= 0:
         return None
     q, k, v = (x.view(case.batch, -1, *x.shape[1:]).transpose(1, 2) for x in (batch.q, batch.k, batch.v))
 
@@ -102,11 +105,12 @@ def fa3_call(batch: Batch) -> Call | None:
     import flash_attn_interface as fa3
 
     case, device = batch.case, batch.device
+    masks = {"causal": case.causal, "window_size": (case.window_left, -1)}
     q_starts, longest_q = batch.q_indptr.to(device), max(batch.q_lens)
     if not case.page_size:
         k_starts = batch.kv_indptr.to(device)
         lengths = (q_starts, k_starts, longest_q, max(batch.kv_lens))
-        return lambda: fa3.flash_attn_varlen_func(batch.q, batch.k, batch.v, *lengths, causal=case.causal)
+        return lambda: fa3.flash_attn_varlen_func(batch.q, batch.k, batch.v, *lengths, **masks)
     if case.kv_dtype != torch.bfloat16:
         return None  # it would need an fp8 query too
     options = {
@@ -114,7 +118,7 @@ def fa3_call(batch: Batch) -> Call | None:
         "page_table": batch.table.rectangular(),
         "cu_seqlens_q": q_starts,
         "max_seqlen_q": longest_q,
-        "causal": case.causal,
+        **masks,
     }
     k, v = batch.cache[:, 0], batch.cache[:, 1]
     return lambda: fa3.flash_attn_with_kvcache(batch.q, k, v, **options)

@@ -70,6 +70,7 @@ class Case:
     head_dim: int = 128
     page_size: int = 16
     causal: bool = True
+    window_left: int = -1  # tokens that a row sees before its own; -1: all
     kv_dtype: torch.dtype = torch.bfloat16
 
     def lens(self, mean: int) -> list[int]:
@@ -87,7 +88,13 @@ class Case:
         """The same shape in a size that a CPU runs at once: to see that the benchmark itself works."""
         batch = min(self.batch, 2)
         q_len, kv_len = min(self.q_len, 16), min(self.kv_len, 16 if self.kv_len == self.q_len else 48)
-        return dataclasses.replace(self, batch=batch, q_len=q_len, kv_len=kv_len)
+        return dataclasses.replace(self, batch=batch, q_len=q_len, kv_len=kv_len, window_left=min(self.window_left, 8))
+
+    def visible(self, q_len: int, kv_len: int) -> int:
+        """Pairs of a row and a token that it sees, of one request."""
+        last = torch.arange(kv_len - q_len, kv_len) if self.causal else torch.full((q_len,), kv_len - 1)
+        first = torch.arange(kv_len - q_len, kv_len) - self.window_left if self.window_left >= 0 else torch.zeros(q_len)
+        return int((last - first.clamp(min=0) + 1).sum())
 
 
 DECODE = [
@@ -135,4 +142,25 @@ PREFILL = [
     Case("page 16, 1 x 16k", 1, 16384, 16384),
     Case("append 512 rows on 16k, 4 requests", 4, 512, 16384),
     Case("append 8 rows on 8k, 32 requests", 32, 8, 8192),
+]
+
+_RAGGED_8K = {"batch": 1, "q_len": 8192, "kv_len": 8192, "page_size": 0}
+_HEADS = {1: (16, 16), 4: (32, 8), 5: (40, 8), 8: (32, 4), 64: (64, 1)}  # of each group size
+_DIMS = (16, 40, 64, 80, 96, 112, 128, 160, 192, 256, 320, 512)
+
+MORE_PREFILL = [  # so that nothing is tuned to the table above
+    Case("ragged 1 x 512", 1, 512, 512, page_size=0),
+    Case("ragged 32 x 512", 32, 512, 512, page_size=0),
+    Case("ragged, 64 lognormal, mean 1k", 64, 1024, 1024, "lognormal", page_size=0),
+    Case("ragged 1 x 64k", 1, 65536, 65536, page_size=0),
+    Case("ragged 1 x 128k", 1, 131072, 131072, page_size=0),
+    *(
+        Case(f"group size {group}, ragged 1 x 8k", num_q_heads=q_heads, num_kv_heads=kv_heads, **_RAGGED_8K)
+        for group, (q_heads, kv_heads) in _HEADS.items()
+    ),
+    Case("window 4096, page 16, 1 x 32k", 1, 32768, 32768, window_left=4095),
+    Case("chunk 2048 on 32k, page 16", 1, 2048, 32768),
+    Case("chunk 2048 on 128k, page 16", 1, 2048, 131072),
+    Case("1k rows on 3k shared before, page 16, 16 requests", 16, 1024, 4096),
+    *(Case(f"d {dim}, ragged 1 x 8k", head_dim=dim, num_q_heads=16, num_kv_heads=4, **_RAGGED_8K) for dim in _DIMS),
 ]
