@@ -15,7 +15,7 @@ FLAGS = ["-std=c++20", "-O1", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csr
 
 
 @functools.cache
-def shared_library(source: str, name: str = "", first_include: str = "") -> Path:
+def shared_library(source: str, name: str = "", first_include: str = "", flags: tuple[str, ...] = ()) -> Path:
     """tests/native/<source> as a shared library called `name` in a folder of its own.
 
     Headers in tests/native/<first_include> win over the library's.
@@ -23,7 +23,7 @@ def shared_library(source: str, name: str = "", first_include: str = "") -> Path
     folder = Path(tempfile.mkdtemp(prefix="flashpage-test-"))
     library = folder / (name or Path(source).with_suffix(".so").name)
     first = [f"-I{ROOT / 'tests' / 'native' / first_include}"] if first_include else []
-    command = ["g++", *first, *FLAGS, "-shared", str(ROOT / "tests" / "native" / source), "-o", str(library)]
+    command = ["g++", *first, *FLAGS, *flags, "-shared", str(ROOT / "tests" / "native" / source), "-o", str(library)]
     subprocess.run(command, check=True)
     return library
 

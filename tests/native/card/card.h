@@ -1,9 +1,11 @@
-// A CTA's threads as fibers of one host thread, for the headers of small kernels: what CUDA has built in, as far as they
-// use it. A thread runs until it waits for others.
+// A CTA's threads as fibers of one host thread, for the headers of small kernels: what CUDA has built in, as far as
+// they use it. A thread runs until it waits for others.
 #pragma once
 #include <ucontext.h>
 
 #include <bit>
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <vector>
 
@@ -16,6 +18,9 @@ struct Dim {
   unsigned x = 0;
 };
 inline Dim threadIdx, blockIdx, gridDim;
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 
 namespace card {
 
@@ -36,12 +41,21 @@ inline std::vector<Warp> warps;
 inline Meeting cta;
 inline std::function<void()> body;
 
-inline void yield() { swapcontext(&threads[threadIdx.x], &scheduler); }
+inline long long turns_in_vain = 0;
+// Gives others a turn. Where nobody has moved for long nobody will: the process ends, as fibers cannot be left.
+inline void yield() {
+  if (++turns_in_vain > 50'000'000) {
+    std::fprintf(stderr, "a kernel on the host: everyone waits, thread %u too\n", threadIdx.x);
+    std::abort();
+  }
+  swapcontext(&threads[threadIdx.x], &scheduler);
+}
 inline void meet(Meeting& meeting) {
   const unsigned generation = meeting.generation;
   if (++meeting.arrived == meeting.expected) {
     meeting.arrived = 0;
     ++meeting.generation;
+    turns_in_vain = 0;
     return;
   }
   while (meeting.generation == generation) yield();

@@ -1,0 +1,1 @@
+#include "../../../card/flashpage/ptx/atomic.h"

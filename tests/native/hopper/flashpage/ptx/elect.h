@@ -1,0 +1,9 @@
+// The lane that a warp elects.
+#pragma once
+#include "hopper.h"
+
+namespace flashpage::ptx {
+
+inline bool elect_one() { return threadIdx.x % 32 == 0; }
+
+}  // namespace flashpage::ptx

@@ -1,0 +1,9 @@
+// Fibers see each other's writes at once.
+#pragma once
+
+namespace flashpage::ptx {
+
+inline void fence_before_bulk_copies() {}
+inline void fence_before_products() {}
+
+}  // namespace flashpage::ptx

@@ -1,0 +1,9 @@
+// No launch before or after.
+#pragma once
+
+namespace flashpage::ptx {
+
+inline void grid_dependency_wait() {}
+inline void grid_dependency_launch() {}
+
+}  // namespace flashpage::ptx

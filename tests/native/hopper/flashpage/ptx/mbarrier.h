@@ -1,0 +1,23 @@
+// Barriers that fibers wait at in turns.
+#pragma once
+#include "hopper.h"
+
+namespace flashpage::ptx {
+
+inline void mbarrier_init(u32 barrier, u32 arrivals) { hopper::barriers[barrier] = {static_cast<int>(arrivals)}; }
+inline void mbarrier_init_fence() {}
+inline void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
+  hopper::Barrier& here = hopper::barriers.at(barrier);
+  ++here.arrived;
+  here.bytes += bytes;
+  here.settle();
+  card::turns_in_vain = 0;
+}
+inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect(barrier, 0); }
+inline void mbarrier_arrive_after_copies(u32 barrier) { mbarrier_arrive(barrier); }
+inline bool mbarrier_test(u32 barrier, u32 parity) { return (hopper::barriers.at(barrier).phase & 1) != parity; }
+inline void mbarrier_wait(u32 barrier, u32 parity) {
+  while (!mbarrier_test(barrier, parity)) card::yield();
+}
+
+}  // namespace flashpage::ptx

@@ -1,0 +1,10 @@
+// Of kernels that nobody runs here.
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage::ptx {
+
+template <class Element>
+void mma_m16n8k16(float (&)[4], const u32 (&)[4], u32, u32);
+
+}  // namespace flashpage::ptx

@@ -1,0 +1,22 @@
+// Ordinary accesses to the shared memory of fibers.
+#pragma once
+#include "hopper.h"
+
+namespace flashpage::ptx {
+
+inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - memory); }
+inline u32 opaque(u32 value) { return value; }
+inline void store_shared(u32 address, u32 first, u32 second) {
+  const u32 words[2] = {first, second};
+  std::memcpy(hopper::at(address), words, sizeof words);
+}
+inline void store_shared(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
+  const u32 words[4] = {first, second, third, fourth};
+  std::memcpy(hopper::at(address), words, sizeof words);
+}
+template <int count>
+void load_shared(u32 (&words)[count], u32 address) {
+  std::memcpy(words, hopper::at(address), sizeof words);
+}
+
+}  // namespace flashpage::ptx

@@ -1,0 +1,92 @@
+// What kernels for Hopper need beside card.h: shared memory by its 32-bit addresses, barriers, and what CUDA has built
+// in. Threads are fibers, so an access happens where it is written; copies and products are done at once.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <map>
+
+#include "../card/card.h"
+#include "flashpage/common/types.h"
+
+#undef __shared__
+#define __shared__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+struct float2 {
+  float x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline int __clz(unsigned bits) { return std::countl_zero(bits); }
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline int __float_as_int(float number) { return std::bit_cast<int>(number); }
+inline void __syncwarp() { card::meet(card::warps[threadIdx.x / 32].meeting); }
+inline bool __any_sync(unsigned lanes, bool vote) { return __ballot_sync(lanes, vote) != 0; }
+inline float __shfl_xor_sync(unsigned, float value, int other) {
+  const int lane = threadIdx.x % 32;
+  return card::exchange(std::bit_cast<unsigned>(value),
+                        [&](const unsigned* values) { return std::bit_cast<float>(values[lane ^ other]); });
+}
+inline unsigned long long __shfl_sync(unsigned lanes, const unsigned long long& value, int lane) {
+  const unsigned low = __shfl_sync(lanes, static_cast<unsigned>(value), lane);
+  return static_cast<unsigned long long>(__shfl_sync(lanes, static_cast<unsigned>(value >> 32), lane)) << 32 | low;
+}
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
+using std::exp2f, std::fmaf, std::fmaxf, std::log2f;
+void sincospif(float, float*, float*);  // of kernels with RoPE, which nobody runs here
+
+namespace flashpage {
+
+alignas(1024) inline u8 memory[1 << 18];  // kernels name their shared memory so
+
+}  // namespace flashpage
+
+namespace hopper {
+
+using namespace flashpage;
+
+[[noreturn]] inline void stop(const char* why) {  // a fiber cannot throw
+  std::fprintf(stderr, "a kernel on the host, thread %u: %s\n", threadIdx.x, why);
+  std::abort();
+}
+inline u8* at(u32 address) {
+  if (address >= sizeof memory) stop("an address outside of shared memory");
+  return memory + address;
+}
+// The 128-byte swizzle of copies and products: bits 4 to 6 of an address with bits 7 to 9.
+inline u8& swizzled(u32 address) { return *at(address ^ (address >> 7 & 7) << 4); }
+
+// The addresses, or other words, of all lanes of the warp.
+inline std::array<u32, 32> of_lanes(u32 word) {
+  return card::exchange(word, [](const unsigned* values) {
+    std::array<u32, 32> all;
+    std::copy(values, values + 32, all.begin());
+    return all;
+  });
+}
+
+struct Barrier {
+  int expected;
+  int arrived = 0;
+  i64 bytes = 0;  // on their way
+  u32 phase = 0;
+
+  void settle() {
+    if (arrived > expected) stop("more arrivals than a barrier expects");
+    if (arrived < expected || bytes != 0) return;
+    arrived = 0;
+    ++phase;
+  }
+};
+inline std::map<u32, Barrier> barriers;
+
+}  // namespace hopper

@@ -1,0 +1,96 @@
+// prefill_sm90 on the host, whole: loading and computing warps as fibers, wgmma by the PTX manual's layouts. For
+// tests/test_prefill_kernel.py, which sets TILE_Q, TILE_KV, STAGES, HEAD_DIM_QK, HEAD_DIM_VO, LOADER, MASK_SOURCE.
+#include "flashpage/kernels/prefill_sm90.h"
+#include "hopper.h"
+
+using namespace flashpage;
+
+namespace {
+
+struct NoVariant {
+  static constexpr bool has_logit = false, has_mask = false;
+  static constexpr int num_tensors = 0;
+};
+
+float element(u32 address) { return ptx::of_bits(hopper::swizzled(address) | hopper::swizzled(address + 1) << 8); }
+
+// Calls sum(row, column) for each sum that the thread holds of its warp's 16 rows.
+template <int tiles, class Sum>
+void add(float (&c)[tiles][4], bool accumulate, Sum&& sum) {
+  const int lane = threadIdx.x % 32;
+  for (int n = 0; n < tiles; ++n)
+    for (int e = 0; e < 4; ++e)
+      c[n][e] = (accumulate ? c[n][e] : 0.f) + sum(lane / 4 + e / 2 * 8, n * 8 + lane % 4 * 2 + e % 2);
+}
+
+struct KeyProduct {
+  template <int tiles>
+  static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
+    const u32 first_row = static_cast<u32>(a) + threadIdx.x % 128 / 32 * 16 * 128, keys = static_cast<u32>(b);
+    add(c, accumulate, [&](int row, int column) {
+      float sum = 0.f;
+      for (int k = 0; k < 16; ++k) sum += element(first_row + row * 128 + k * 2) * element(keys + column * 128 + k * 2);
+      return sum;
+    });
+  }
+};
+
+struct ValueProduct {
+  template <int tiles>
+  static void multiply(float (&c)[tiles][4], const u32 (&a)[4], u64 b, bool accumulate) {
+    const u32 values = static_cast<u32>(b), next_block = static_cast<u32>(b >> 32);
+    std::array<u32, 32> of_lanes[4];
+    for (int i = 0; i < 4; ++i) of_lanes[i] = hopper::of_lanes(a[i]);
+    add(c, accumulate, [&](int row, int column) {
+      float sum = 0.f;
+      for (int k = 0; k < 16; ++k) {
+        const u32 pair = of_lanes[k / 8 * 2 + row / 8][row % 8 * 4 + k % 8 / 2];
+        sum += ptx::of_bits(pair >> k % 2 * 16 & 0xffff) *
+               element(values + column / 64 * next_block + k * 128 + column % 64 * 2);
+      }
+      return sum;
+    });
+  }
+};
+
+template <KvSource source>
+struct Traits {
+  using StoredQuery = Bf16;
+  using Query = Bf16;
+  using StoredCache = Bf16;
+  using Cache = Bf16;
+  using Out = Bf16;
+  using Variant = NoVariant;
+  using KeyProduct = ::KeyProduct;
+  using ValueProduct = ::ValueProduct;
+  static constexpr int head_dim_qk = HEAD_DIM_QK, head_dim_vo = HEAD_DIM_VO;
+  static constexpr KvSource kv_source = source;
+  static constexpr Loader loader = Loader::LOADER;
+  static constexpr MaskSource mask_source = MaskSource::MASK_SOURCE;
+  static constexpr PositionEncoding position_encoding = PositionEncoding::none;
+  static constexpr RowsLayout layout = RowsLayout::blocks;
+  static constexpr int tile_q = TILE_Q, tile_kv = TILE_KV, warps_q = TILE_Q / 16, warps_kv = 1, warps_v = 1;
+  static constexpr int stages = STAGES;
+  static constexpr bool trace = false;
+};
+
+template <KvSource source>
+void run(const AttentionParams& params, const KvMaps& maps, const MaskTilesParams& mask_tiles) {
+  using Kernel = PrefillSm90<Traits<source>>;
+  card::launch(1, Kernel::threads, [&] { Kernel::run(params, VariantArgs{}, maps, mask_tiles); });
+}
+
+}  // namespace
+
+// One CTA. Returns the barriers at which somebody is still expected.
+extern "C" i32 run_prefill(i32 is_ragged, const AttentionParams* params, const hopper::Map* of_maps,
+                           const MaskTilesParams* mask_tiles) {
+  const KvMaps maps{};
+  hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}, {&maps.q, of_maps[2]}};
+  hopper::barriers.clear();
+  hopper::meetings.fill({});
+  std::memset(memory, 0x7f, sizeof memory);  // NaN
+  (is_ragged ? run<KvSource::ragged> : run<KvSource::paged>)(*params, maps, *mask_tiles);
+  return static_cast<i32>(std::count_if(hopper::barriers.begin(), hopper::barriers.end(),
+                                        [](const auto& at) { return at.second.arrived > 0 || at.second.bytes != 0; }));
+}

@@ -1,0 +1,199 @@
+"""prefill_sm90, the whole kernel on the host: loading and computing warps, rings, barriers, products and masks.
+
+Copies and products are done at once, so what is shown is who does what and who waits for whom, not what a card makes of
+accesses that overlap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from case import Case, prefill
+from inputs import Inputs, make_inputs, pack_bits, reference_states
+from native_build import mask_tiles as mask_kernel
+from native_build import shared_library
+from planner_batches import RUNS, Cutting
+from tolerance import limits
+
+from flashpage import host
+from flashpage.boxes import loader_tokens
+from flashpage.tiles import Tile, sm90_prefill_tile
+
+BF16: dict[str, Any] = {"q_dtype": "bfloat16", "num_q_heads": 8, "head_dim": 128, "causal": True}
+MASK: dict[str, Any] = {**BF16, "causal": False, "mask": "packed", "mask_kind": "blocks"}
+CASES = [
+    prefill("host-paged", "units of two heads, a short request", (70, 33, 0), (300, 33, 9), **BF16),
+    prefill("host-page-8", "small boxes, one row", (40, 1), (450, 100), page_size=8, **{**BF16, "causal": False}),
+    prefill("host-ragged", "no pages", (70, 33), (700, 40), entry="ragged", **BF16),
+    prefill("host-window", "tiles that nobody sees", (60,), (850,), window_left=150, **BF16),
+    prefill("host-group-5", "rows of q one by one", (60,), (250,), window_left=50, **{**BF16, "num_q_heads": 10}),
+    prefill("host-sinks", "sinks that scores outgrow", (40,), (500,), sinks=True, sm_scale=1.0, **BF16),
+    prefill("host-scale", "scores are scaled first", (40,), (450,), sm_scale=-0.3, **BF16),
+    prefill("host-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **BF16),
+    prefill("host-dim-64", "four heads a block of rows", (70,), (300,), page_size=64, **{**BF16, "head_dim": 64}),
+    prefill("host-dim-256", "one Q at a time", (40,), (200,), **{**BF16, "head_dim": 256}),
+    prefill("host-192-128", "values of other width", (40,), (300,), head_dim_vo=128, **{**BF16, "head_dim": 192}),
+    prefill("host-page-1", "row by row", (70, 33), (300, 33), page_size=1, **BF16),
+    prefill("host-page-12", "row by row, seven rows to a tile's end", (40,), (387,), page_size=12, **BF16),
+    prefill(
+        "host-mask",
+        "tiles of a mask",
+        (70, 40),
+        (500, 300),
+        mask="packed",
+        mask_kind="blocks",
+        **{**BF16, "causal": False},
+    ),
+    prefill(
+        "host-mask-page-1",
+        "and row by row",
+        (70,),
+        (500,),
+        mask="packed",
+        mask_kind="blocks",
+        page_size=1,
+        **{**BF16, "causal": False},
+    ),
+]
+
+_NAMES = ("request", "q_begin", "q_len", "kv_len", "first_packed_row", "kv_head")
+_MORE_NAMES = ("num_units", "kv_begin", "kv_end", "partial_row", "piece", "merge")
+# include/flashpage/plan/work_item.h, WorkItem
+ITEM = np.dtype([("kv_offset", "i8"), ("mask_offset", "i8"), *((name, "i4") for name in (*_NAMES, *_MORE_NAMES))])
+
+
+class Map(ctypes.Structure):
+    """tests/native/hopper/flashpage/ptx/tensor_copy.h"""
+
+    _fields_ = [
+        *(("data", ctypes.c_void_p), ("element_bytes", ctypes.c_int64)),
+        *((name, ctypes.c_int64 * 4) for name in ("sizes", "strides", "box")),
+    ]
+
+
+def tile_of(case: Case) -> Tile:
+    return sm90_prefill_tile(case.head_dim, case.value_dim, has_mask=bool(case.mask))[0]
+
+
+@functools.cache
+def kernel(tile: Tile, dims: tuple[int, int], loader: str, mask_source: str) -> ctypes.CDLL:
+    values = {"TILE_Q": tile.tile_q, "TILE_KV": tile.tile_kv, "STAGES": tile.stages}
+    values |= {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "LOADER": loader, "MASK_SOURCE": mask_source}
+    flags = tuple(f"-D{name}={value}" for name, value in values.items())
+    return ctypes.CDLL(str(shared_library("prefill_kernel.cpp", first_include="hopper", flags=flags)))
+
+
+def plan_of(case: Case, inputs: Inputs, tile_q: int) -> np.ndarray:
+    """One CTA, an item a request: a PlanHeader, its CtaStart and the items."""
+    items = np.zeros(sum(rows > 0 for rows in case.q_lens), ITEM)
+    group, mask_bytes = case.num_q_heads // case.num_kv_heads, 0
+    requests = [i for i, rows in enumerate(case.q_lens) if rows]
+    for item, request in zip(items, requests, strict=True):
+        rows, tokens = case.q_lens[request], case.kv_lens[request]
+        item["kv_offset"], item["request"] = int(inputs.indptr[request]), request
+        item["q_begin"], item["q_len"] = int(inputs.qo_indptr[request]), rows
+        item["kv_len"] = item["kv_end"] = tokens
+        item["num_units"] = -(-rows * group // tile_q) * case.num_kv_heads
+        item["partial_row"] = item["merge"] = -1
+        item["mask_offset"] = mask_bytes
+        mask_bytes += -(-rows * tokens // 8)
+    header = np.array([1, len(items), 0, 0, 0, 32 + 80, 0, 0], np.int32)
+    start = np.array([0, len(items), 0, 0], np.int32)
+    return np.concatenate([part.view(np.uint8) for part in (header, start, items[:1], items)])
+
+
+def find_mask_tiles(params: host.AttentionParams, case: Case, tile: Tile) -> tuple[host.MaskTilesParams, np.ndarray]:
+    """What the kernel before makes of a mask, and its memory."""
+    found = host.MaskTilesParams()
+    mask_bytes = sum(-(-q * kv // 8) for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
+    cutting = Cutting(num_ctas=1, walk=RUNS, tile_q=tile.tile_q, tile_kv=tile.tile_kv)
+    count = host.load().fp_mask_cells(
+        *(mask_bytes, sum(case.q_lens), len(case.q_lens), case.num_q_heads, case.num_kv_heads),
+        *(ctypes.byref(cutting.struct()), ctypes.byref(found)),
+    )
+    cells = np.zeros(count + 2, np.uint64)
+    found.plan, found.custom_mask, found.group = params.plan, params.custom_mask, params.group
+    found.cells = -(-cells.ctypes.data // 16) * 16
+    found.tile_q, found.tile_kv = tile.tile_q, tile.tile_kv
+    mask_kernel().find_mask_tiles(ctypes.byref(found), 1)
+    return found, cells
+
+
+def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """out, lse, and barriers that somebody still has to come to."""
+    ragged, dims, tile = case.entry == "ragged", (case.head_dim, case.value_dim), tile_of(case)
+    q, (k, v) = torch.cat(inputs.q), inputs.cache.argument("cpu")
+    out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=torch.bfloat16)
+    lse = torch.full((len(q), case.num_q_heads), math.nan)
+    plan, sinks, group = plan_of(case, inputs, tile.tile_q), inputs.sinks, case.num_q_heads // case.num_kv_heads
+    page_size = 0 if ragged else case.page_size
+    loader = "rows" if page_size % 8 else "boxes"
+    box = loader_tokens(loader, page_size, tile.tile_kv, *(dim * 2 for dim in dims))
+    rows_of_box = 0 if tile.tile_q % group or loader == "rows" else tile.tile_q // group
+    bits = None if inputs.masks is None else pack_bits(inputs.masks)
+    params = host.AttentionParams(
+        q=q.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        q_row_stride=q.stride(0),
+        q_head_stride=q.stride(1),
+        out_row_stride=out.stride(0),
+        out_head_stride=out.stride(1),
+        kv_indices=inputs.indices.data_ptr(),
+        plan=plan.ctypes.data,
+        custom_mask=None if bits is None else bits.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        score_scale=case.score_scale,
+        value_scale=1.0,
+        num_q_heads=case.num_q_heads,
+        num_kv_heads=case.num_kv_heads,
+        causal=case.causal,
+        window_left=case.window_left,
+        group=host.make_fast_div(group),
+        page=host.make_fast_div(page_size or 1),
+        box_tokens=box,
+        query_box_rows=rows_of_box,
+    )
+    for view, cache in ((params.k, k), (params.v, v)):
+        view.data = cache.data_ptr()
+        view.page_stride, view.token_stride, view.head_stride = cache.stride()[:3]
+    maps = (Map * 3)(
+        *(map_of(cache, (128, box, 1, 1)) for cache in (k, v)), map_of(q[None], (128, group, tile.tile_q // group, 1))
+    )
+    maps[2].sizes[1:3], maps[2].strides[1:3] = (q.shape[1], len(q)), (q.stride(1) * 2, q.stride(0) * 2)
+    mask_tiles, cells = host.MaskTilesParams(), np.zeros(0)
+    if bits is not None:
+        mask_tiles, cells = find_mask_tiles(params, case, tile)
+    library = kernel(tile, dims, loader, "implicit" if bits is None else "packed_bits")
+    left = library.run_prefill(ragged, ctypes.byref(params), maps, ctypes.byref(mask_tiles))
+    assert bits is None or cells.any()
+    return out, lse, left
+
+
+def map_of(cache: torch.Tensor, box: tuple[int, ...]) -> Map:
+    """[pages, tokens, heads, columns]"""
+    pages, tokens, heads, columns = cache.shape
+    strides = (1, *(2 * cache.stride(i) for i in (1, 2, 0)))
+    return Map(cache.data_ptr(), 2, (2 * columns, tokens, heads, pages), strides, box)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_on_the_host(case: Case) -> None:
+    inputs = make_inputs(case)
+    out, lse, left = run(case, inputs)
+    assert left == 0
+    begin = 0
+    for state in reference_states(inputs):
+        rows = slice(begin, begin + len(state.out))
+        begin = rows.stop
+        allowed = limits(case, state)
+        error = (out[rows].double() - state.out).abs()
+        assert (error <= allowed.element).all()
+        assert (error.norm(dim=-1) <= allowed.row).all()
+        assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()
