@@ -23,7 +23,8 @@ from tolerance import limits
 
 from flashpage import host
 from flashpage.boxes import loader_tokens
-from flashpage.tiles import Tile, sm90_prefill_tile
+from flashpage.dtypes import DType
+from flashpage.tiles import InnerLoop, Tile, sm90_prefill_tile
 
 BF16: dict[str, Any] = {"q_dtype": "bfloat16", "num_q_heads": 8, "head_dim": 128, "causal": True}
 MASK: dict[str, Any] = {**BF16, "causal": False, "mask": "packed", "mask_kind": "blocks"}
@@ -62,6 +63,20 @@ CASES = [
     ),
 ]
 
+FP8: dict[str, Any] = {**BF16, "kv_dtype": "float8_e4m3fn"}
+CASES += [
+    prefill("host-fp8", "K and V become fp16 on their way", (70, 33, 0), (300, 33, 9), **FP8),
+    prefill("host-fp8-page-8", "small boxes, one row", (40, 1), (450, 100), page_size=8, **{**FP8, "causal": False}),
+    prefill("host-fp8-page-5", "rows, in a window", (60,), (450,), page_size=5, window_left=150, **FP8),
+    prefill("host-fp8-ragged", "no pages", (40,), (300,), entry="ragged", **FP8),
+    prefill("host-fp8-group-5", "queries of other rows", (60,), (250,), **{**FP8, "num_q_heads": 10}),
+    prefill("host-fp8-e5m2", "the other format", (40, 10), (200, 0), **{**FP8, "kv_dtype": "float8_e5m2"}),
+    prefill("host-fp8-dim-256", "three blocks ahead", (40,), (200,), **{**FP8, "head_dim": 256}),
+    prefill("host-fp8-dim-72", "half a block of columns", (40,), (300,), **{**FP8, "head_dim": 72}),
+    prefill("host-fp8-queries", "fp8 too", (40,), (200,), **{**FP8, "q_dtype": "float8_e4m3fn"}),
+    prefill("host-fp8-mask", "every tile is masked", (70,), (300,), **{**MASK, "kv_dtype": "float8_e4m3fn"}),
+]
+
 _NAMES = ("request", "q_begin", "q_len", "kv_len", "first_packed_row", "kv_head")
 _MORE_NAMES = ("num_units", "kv_begin", "kv_end", "partial_row", "piece", "merge")
 # include/flashpage/plan/work_item.h, WorkItem
@@ -77,13 +92,23 @@ class Map(ctypes.Structure):
     ]
 
 
+def converts(case: Case) -> bool:
+    return case.kv_dtype.startswith("float8")
+
+
 def tile_of(case: Case) -> Tile:
-    return sm90_prefill_tile(case.head_dim, case.value_dim, has_mask=bool(case.mask))[0]
+    loop = InnerLoop.HEAVY if case.mask and converts(case) else InnerLoop.PLAIN
+    return sm90_prefill_tile(*(case.head_dim, case.value_dim, loop), converts=converts(case), has_mask=bool(case.mask))[
+        0
+    ]
 
 
 @functools.cache
-def kernel(tile: Tile, dims: tuple[int, int], loader: str, mask_source: str) -> ctypes.CDLL:
-    values = {"TILE_Q": tile.tile_q, "TILE_KV": tile.tile_kv, "STAGES": tile.stages}
+def kernel(
+    types: tuple[str, str, str], tile: Tile, dims: tuple[int, int], loader: str, mask_source: str
+) -> ctypes.CDLL:
+    values: dict[str, Any] = dict(zip(("QUERY", "CACHE", "PRODUCT"), types, strict=True))
+    values |= {"TILE_Q": tile.tile_q, "TILE_KV": tile.tile_kv, "STAGES": tile.stages}
     values |= {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "LOADER": loader, "MASK_SOURCE": mask_source}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
     return ctypes.CDLL(str(shared_library("prefill_kernel.cpp", first_include="hopper", flags=flags)))
@@ -133,9 +158,9 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     lse = torch.full((len(q), case.num_q_heads), math.nan)
     plan, sinks, group = plan_of(case, inputs, tile.tile_q), inputs.sinks, case.num_q_heads // case.num_kv_heads
     page_size = 0 if ragged else case.page_size
-    loader = "rows" if page_size % 8 else "boxes"
-    box = loader_tokens(loader, page_size, tile.tile_kv, *(dim * 2 for dim in dims))
-    rows_of_box = 0 if tile.tile_q % group or loader == "rows" else tile.tile_q // group
+    loader = "converted" if converts(case) else "rows" if page_size % 8 else "boxes"
+    box = loader_tokens(loader, page_size, tile.tile_kv, *(dim * k.element_size() for dim in dims))
+    rows_of_box = 0 if tile.tile_q % group or loader != "boxes" else tile.tile_q // group
     bits = None if inputs.masks is None else pack_bits(inputs.masks)
     params = host.AttentionParams(
         q=q.data_ptr(),
@@ -166,21 +191,26 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     maps = (Map * 3)(
         *(map_of(cache, (128, box, 1, 1)) for cache in (k, v)), map_of(q[None], (128, group, tile.tile_q // group, 1))
     )
-    maps[2].sizes[1:3], maps[2].strides[1:3] = (q.shape[1], len(q)), (q.stride(1) * 2, q.stride(0) * 2)
+    maps[2].sizes[1:3], maps[2].strides[1:3] = (
+        (q.shape[1], len(q)),
+        (q.stride(1) * q.element_size(), q.stride(0) * q.element_size()),
+    )
     mask_tiles, cells = host.MaskTilesParams(), np.zeros(0)
-    if bits is not None:
+    if bits is not None and loader != "converted":
         mask_tiles, cells = find_mask_tiles(params, case, tile)
-    library = kernel(tile, dims, loader, "implicit" if bits is None else "packed_bits")
+    types = (*(DType.of(tensor.dtype).cpp.split("::")[-1] for tensor in (q, k)), "Half" if converts(case) else "Bf16")
+    library = kernel(types, tile, dims, loader, "implicit" if bits is None else "packed_bits")
     left = library.run_prefill(ragged, ctypes.byref(params), maps, ctypes.byref(mask_tiles))
-    assert bits is None or cells.any()
+    assert len(cells) == 0 or cells.any()
     return out, lse, left
 
 
 def map_of(cache: torch.Tensor, box: tuple[int, ...]) -> Map:
     """[pages, tokens, heads, columns]"""
     pages, tokens, heads, columns = cache.shape
-    strides = (1, *(2 * cache.stride(i) for i in (1, 2, 0)))
-    return Map(cache.data_ptr(), 2, (2 * columns, tokens, heads, pages), strides, box)
+    size = cache.element_size()
+    strides = (1, *(size * cache.stride(i) for i in (1, 2, 0)))
+    return Map(cache.data_ptr(), size, (size * columns, tokens, heads, pages), strides, box)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

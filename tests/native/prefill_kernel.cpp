@@ -1,5 +1,6 @@
 // prefill_sm90 on the host, whole: loading and computing warps as fibers, wgmma by the PTX manual's layouts. For
-// tests/test_prefill_kernel.py, which sets TILE_Q, TILE_KV, STAGES, HEAD_DIM_QK, HEAD_DIM_VO, LOADER, MASK_SOURCE.
+// tests/test_prefill_kernel.py, which sets QUERY, CACHE, PRODUCT, TILE_Q, TILE_KV, STAGES, HEAD_DIM_QK, HEAD_DIM_VO,
+// LOADER and MASK_SOURCE.
 #include "flashpage/kernels/prefill_sm90.h"
 #include "hopper.h"
 
@@ -12,7 +13,8 @@ struct NoVariant {
   static constexpr int num_tensors = 0;
 };
 
-float element(u32 address) { return ptx::of_bits(hopper::swizzled(address) | hopper::swizzled(address + 1) << 8); }
+float number(u32 bits) { return is_same<PRODUCT, Half> ? hopper::of_half(bits) : hopper::of_bf16(bits); }
+float element(u32 address) { return number(hopper::swizzled(address) | hopper::swizzled(address + 1) << 8); }
 
 // Calls sum(row, column) for each sum that the thread holds of its warp's 16 rows.
 template <int tiles, class Sum>
@@ -45,7 +47,7 @@ struct ValueProduct {
       float sum = 0.f;
       for (int k = 0; k < 16; ++k) {
         const u32 pair = of_lanes[k / 8 * 2 + row / 8][row % 8 * 4 + k % 8 / 2];
-        sum += ptx::of_bits(pair >> k % 2 * 16 & 0xffff) *
+        sum += number(pair >> k % 2 * 16 & 0xffff) *
                element(values + column / 64 * next_block + k * 128 + column % 64 * 2);
       }
       return sum;
@@ -55,10 +57,10 @@ struct ValueProduct {
 
 template <KvSource source>
 struct Traits {
-  using StoredQuery = Bf16;
-  using Query = Bf16;
-  using StoredCache = Bf16;
-  using Cache = Bf16;
+  using StoredQuery = QUERY;
+  using Query = PRODUCT;
+  using StoredCache = CACHE;
+  using Cache = PRODUCT;
   using Out = Bf16;
   using Variant = NoVariant;
   using KeyProduct = ::KeyProduct;

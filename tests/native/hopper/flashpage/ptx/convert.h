@@ -1,20 +1,44 @@
-// Conversions of bf16 on the host; others are declared alone.
+// Conversions on the host: 16-bit numbers, and fp8 ones to fp16. Others are declared alone.
 #pragma once
 #include "hopper.h"
+
+namespace hopper {
+
+inline float of_half(u32 bits) { return static_cast<float>(std::bit_cast<_Float16>(static_cast<u16>(bits))); }
+inline float of_bf16(u32 bits) { return std::bit_cast<float>(bits << 16); }
+inline u32 to_half(float number) { return std::bit_cast<u16>(static_cast<_Float16>(number)); }
+inline u32 to_bf16(float number) {
+  const u32 wide = std::bit_cast<u32>(number);
+  return (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+}
+inline float of_e4m3(u8 bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if ((bits & 0x7f) == 0x7f) return NAN;
+  const float magnitude = exponent > 0 ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+  return bits & 0x80 ? -magnitude : magnitude;
+}
+
+}  // namespace hopper
 
 namespace flashpage::ptx {
 
 template <class T>
-u32 pack2(float low, float high);
-template <>
-inline u32 pack2<Bf16>(float low, float high) {
-  const auto bits = [](float number) {
-    const u32 wide = std::bit_cast<u32>(number);
-    return (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
-  };
-  return bits(low) | bits(high) << 16;
+u32 pack2(float low, float high) {
+  static_assert(is_same<T, Half> || is_same<T, Bf16>);
+  return is_same<T, Half> ? hopper::to_half(low) | hopper::to_half(high) << 16
+                          : hopper::to_bf16(low) | hopper::to_bf16(high) << 16;
 }
-inline float of_bits(u32 bf16) { return std::bit_cast<float>(bf16 << 16); }
+template <class Wide, class Narrow>
+void widen4(u32 four, u32& pair0, u32& pair1) {
+  static_assert(is_same<Wide, Half> && is_fp8<Narrow>);
+  u32 wide[4];
+  for (int i = 0; i < 4; ++i) {
+    const u8 bits = four >> 8 * i & 0xff;
+    wide[i] = is_same<Narrow, E4m3> ? hopper::to_half(hopper::of_e4m3(bits)) : bits << 8;
+  }
+  pair0 = wide[0] | wide[1] << 16;
+  pair1 = wide[2] | wide[3] << 16;
+}
 
 u32 mul_half2(u32, u32);
 u32 fma_half2(u32, u32, u32);
@@ -26,7 +50,5 @@ template <class T>
 float to_float(T value);
 template <class T>
 float2 unpack2(u32 packed);
-template <class Wide, class Narrow>
-void widen4(u32 four, u32& pair0, u32& pair1);
 
 }  // namespace flashpage::ptx

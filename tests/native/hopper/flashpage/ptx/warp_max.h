@@ -1,0 +1,13 @@
+// The largest of a warp's numbers.
+#pragma once
+#include "hopper.h"
+
+namespace flashpage::ptx {
+
+inline u32 warp_max(u32 x) {
+  const auto all = hopper::of_lanes(x);
+  return *std::max_element(all.begin(), all.end());
+}
+float warp_max(float);
+
+}  // namespace flashpage::ptx
