@@ -1,7 +1,7 @@
 """prefill_sm90, the whole kernel on the host: loading and computing warps, rings, barriers, products and masks.
 
-Copies and products are done at once, so what is shown is who does what and who waits for whom, not what a card makes of
-accesses that overlap.
+Copies land late and in any order, products are done when they are waited for; ordinary accesses happen where they are
+written.
 """
 
 from __future__ import annotations

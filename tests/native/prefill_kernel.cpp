@@ -29,10 +29,13 @@ struct KeyProduct {
   template <int tiles>
   static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
     const u32 first_row = static_cast<u32>(a) + threadIdx.x % 128 / 32 * 16 * 128, keys = static_cast<u32>(b);
-    add(c, accumulate, [&](int row, int column) {
-      float sum = 0.f;
-      for (int k = 0; k < 16; ++k) sum += element(first_row + row * 128 + k * 2) * element(keys + column * 128 + k * 2);
-      return sum;
+    hopper::multiply_later([=, &c] {
+      add(c, accumulate, [&](int row, int column) {
+        float sum = 0.f;
+        for (int k = 0; k < 16; ++k)
+          sum += element(first_row + row * 128 + k * 2) * element(keys + column * 128 + k * 2);
+        return sum;
+      });
     });
   }
 };
@@ -41,16 +44,18 @@ struct ValueProduct {
   template <int tiles>
   static void multiply(float (&c)[tiles][4], const u32 (&a)[4], u64 b, bool accumulate) {
     const u32 values = static_cast<u32>(b), next_block = static_cast<u32>(b >> 32);
-    std::array<u32, 32> of_lanes[4];
-    for (int i = 0; i < 4; ++i) of_lanes[i] = hopper::of_lanes(a[i]);
-    add(c, accumulate, [&](int row, int column) {
-      float sum = 0.f;
-      for (int k = 0; k < 16; ++k) {
-        const u32 pair = of_lanes[k / 8 * 2 + row / 8][row % 8 * 4 + k % 8 / 2];
-        sum += number(pair >> k % 2 * 16 & 0xffff) *
-               element(values + column / 64 * next_block + k * 128 + column % 64 * 2);
-      }
-      return sum;
+    hopper::multiply_later([=, &c, &a] {
+      std::array<u32, 32> of_lanes[4];
+      for (int i = 0; i < 4; ++i) of_lanes[i] = hopper::of_lanes(a[i]);
+      add(c, accumulate, [&](int row, int column) {
+        float sum = 0.f;
+        for (int k = 0; k < 16; ++k) {
+          const u32 pair = of_lanes[k / 8 * 2 + row / 8][row % 8 * 4 + k % 8 / 2];
+          sum += number(pair >> k % 2 * 16 & 0xffff) *
+                 element(values + column / 64 * next_block + k * 128 + column % 64 * 2);
+        }
+        return sum;
+      });
     });
   }
 };
@@ -91,6 +96,8 @@ extern "C" i32 run_prefill(i32 is_ragged, const AttentionParams* params, const h
   hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}, {&maps.q, of_maps[2]}};
   hopper::barriers.clear();
   hopper::meetings.fill({});
+  hopper::products.clear();
+  card::meanwhile = hopper::land_some;
   std::memset(memory, 0x7f, sizeof memory);  // NaN
   (is_ragged ? run<KvSource::ragged> : run<KvSource::paged>)(*params, maps, *mask_tiles);
   return static_cast<i32>(std::count_if(hopper::barriers.begin(), hopper::barriers.end(),

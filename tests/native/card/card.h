@@ -41,6 +41,7 @@ inline std::vector<Warp> warps;
 inline Meeting cta;
 inline std::function<void()> body;
 
+inline std::function<void()> meanwhile;  // what others than threads do
 inline long long turns_in_vain = 0;
 // Gives others a turn. Where nobody has moved for long nobody will: the process ends, as fibers cannot be left.
 inline void yield() {
@@ -48,6 +49,7 @@ inline void yield() {
     std::fprintf(stderr, "a kernel on the host: everyone waits, thread %u too\n", threadIdx.x);
     std::abort();
   }
+  if (meanwhile) meanwhile();
   swapcontext(&threads[threadIdx.x], &scheduler);
 }
 inline void meet(Meeting& meeting) {

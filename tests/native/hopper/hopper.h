@@ -1,11 +1,13 @@
 // What kernels for Hopper need beside card.h: shared memory by its 32-bit addresses, barriers, and what CUDA has built
-// in. Threads are fibers, so an access happens where it is written; copies and products are done at once.
+// in. Threads are fibers, so an access happens where it is written; copies land later, products are done when they are
+// waited for.
 #pragma once
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <random>
 
 #include "../card/card.h"
 #include "flashpage/common/types.h"
@@ -88,5 +90,17 @@ struct Barrier {
   }
 };
 inline std::map<u32, Barrier> barriers;
+
+// Copies on their way, which land in any order.
+inline std::vector<std::function<void()>> copies;
+inline void land_some() {
+  static std::minstd_rand random;
+  if (copies.empty() || random() % 2048 != 0) return;
+  std::swap(copies[random() % copies.size()], copies.back());
+  const auto land = std::move(copies.back());
+  copies.pop_back();
+  land();
+  card::turns_in_vain = 0;
+}
 
 }  // namespace hopper

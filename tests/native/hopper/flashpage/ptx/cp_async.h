@@ -1,16 +1,28 @@
-// Copies of single rows, done at once.
+// Copies of single rows: those of a thread are done when it waits for them, or some time after it said who does.
 #pragma once
+#include <utility>
+
 #include "hopper.h"
+
+namespace hopper {
+
+inline std::map<u32, std::vector<std::function<void()>>> row_copies;  // of threads
+
+inline std::vector<std::function<void()>> take_row_copies() { return std::exchange(row_copies[threadIdx.x], {}); }
+
+}  // namespace hopper
 
 namespace flashpage::ptx {
 
 template <int bytes>
 void cp_async(u32 shared, const void* global, bool exists) {
-  if (exists) {
-    std::memcpy(hopper::at(shared), global, bytes);
-  } else {
-    std::memset(hopper::at(shared), 0, bytes);
-  }
+  hopper::row_copies[threadIdx.x].push_back([=] {
+    if (exists) {
+      std::memcpy(hopper::at(shared), global, bytes);
+    } else {
+      std::memset(hopper::at(shared), 0, bytes);
+    }
+  });
 }
 template <int bytes>
 void cp_async(u32 shared, const void* global, bool exists, u64) {
@@ -18,6 +30,9 @@ void cp_async(u32 shared, const void* global, bool exists, u64) {
 }
 inline void cp_async_commit() {}
 template <int pending>
-void cp_async_wait() {}
+void cp_async_wait() {
+  static_assert(pending == 0);
+  for (const auto& copy : hopper::take_row_copies()) copy();
+}
 
 }  // namespace flashpage::ptx

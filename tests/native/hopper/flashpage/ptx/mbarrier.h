@@ -1,5 +1,6 @@
 // Barriers that fibers wait at in turns.
 #pragma once
+#include "flashpage/ptx/cp_async.h"
 #include "hopper.h"
 
 namespace flashpage::ptx {
@@ -14,7 +15,12 @@ inline void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
   card::turns_in_vain = 0;
 }
 inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect(barrier, 0); }
-inline void mbarrier_arrive_after_copies(u32 barrier) { mbarrier_arrive(barrier); }
+inline void mbarrier_arrive_after_copies(u32 barrier) {
+  hopper::copies.push_back([barrier, copies = hopper::take_row_copies()] {
+    for (const auto& copy : copies) copy();
+    mbarrier_arrive(barrier);
+  });
+}
 inline bool mbarrier_test(u32 barrier, u32 parity) { return (hopper::barriers.at(barrier).phase & 1) != parity; }
 inline void mbarrier_wait(u32 barrier, u32 parity) {
   while (!mbarrier_test(barrier, parity)) card::yield();

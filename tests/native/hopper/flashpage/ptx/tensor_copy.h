@@ -20,24 +20,24 @@ namespace flashpage::ptx {
 
 inline void prefetch_tensor_map(const TensorMap&) {}
 inline void tensor_copy(u32 shared, const TensorMap& map, u32 barrier, i32 column, i32 token, i32 head, i32 page) {
-  const hopper::Map& from = hopper::maps.at(&map);
-  const i64 rows = from.box[1] * from.box[2] * from.box[3];
-  for (i64 i = 0; i < rows * 128; ++i) {
-    const i64 row = i / 128;
-    const i64 place[4] = {column * from.element_bytes + i % 128, token + row % from.box[1],
-                          head + row / from.box[1] % from.box[2], page + row / (from.box[1] * from.box[2])};
-    i64 offset = 0;
-    bool exists = true;
-    for (int d = 0; d < 4; ++d) {
-      exists = exists && place[d] >= 0 && place[d] < from.sizes[d];
-      offset += place[d] * from.strides[d];
+  hopper::copies.push_back([=, &from = hopper::maps.at(&map)] {
+    const i64 rows = from.box[1] * from.box[2] * from.box[3];
+    for (i64 i = 0; i < rows * 128; ++i) {
+      const i64 row = i / 128;
+      const i64 place[4] = {column * from.element_bytes + i % 128, token + row % from.box[1],
+                            head + row / from.box[1] % from.box[2], page + row / (from.box[1] * from.box[2])};
+      i64 offset = 0;
+      bool exists = true;
+      for (int d = 0; d < 4; ++d) {
+        exists = exists && place[d] >= 0 && place[d] < from.sizes[d];
+        offset += place[d] * from.strides[d];
+      }
+      hopper::swizzled(shared + i) = exists ? from.data[offset] : 0;
     }
-    hopper::swizzled(shared + i) = exists ? from.data[offset] : 0;
-  }
-  hopper::Barrier& here = hopper::barriers.at(barrier);
-  here.bytes -= rows * 128;
-  here.settle();
-  card::turns_in_vain = 0;
+    hopper::Barrier& here = hopper::barriers.at(barrier);
+    here.bytes -= rows * 128;
+    here.settle();
+  });
 }
 inline void tensor_copy(u32 shared, const TensorMap& map, u32 barrier, i32 column, i32 token, i32 head, i32 page, u64) {
   tensor_copy(shared, map, barrier, column, token, head, page);

@@ -1,6 +1,20 @@
-// Products of a warpgroup that read shared memory when they are issued. Their sums are fp32.
+// Products of a warpgroup: they read their factors, registers too, when they are waited for. Their sums are fp32.
 #pragma once
 #include "hopper.h"
+
+namespace hopper {
+
+using Group = std::vector<std::function<void()>>;
+inline std::map<u32, std::vector<Group>> products;  // of threads; the last group is open
+
+template <class Product>
+void multiply_later(Product&& product) {
+  std::vector<Group>& groups = products[threadIdx.x];
+  if (groups.empty()) groups.emplace_back();
+  groups.back().push_back(product);
+}
+
+}  // namespace hopper
 
 namespace flashpage::ptx {
 
@@ -13,10 +27,17 @@ struct Matrix {
 };
 
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
+inline void wgmma_commit() { hopper::products[threadIdx.x].emplace_back(); }
 template <int pending>
-void wgmma_wait() {}
-inline void wgmma_wait_apart() {}
+void wgmma_wait() {
+  std::vector<hopper::Group>& groups = hopper::products[threadIdx.x];
+  while (static_cast<int>(groups.size()) - 1 > pending) {
+    const hopper::Group oldest = std::move(groups.front());
+    groups.erase(groups.begin());
+    for (const auto& product : oldest) product();
+  }
+}
+inline void wgmma_wait_apart() { wgmma_wait<0>(); }
 template <int tiles>
 void wgmma_settle(float (&)[tiles][4]) {}
 
