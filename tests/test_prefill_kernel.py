@@ -42,25 +42,8 @@ CASES = [
     prefill("host-192-128", "values of other width", (40,), (300,), head_dim_vo=128, **{**BF16, "head_dim": 192}),
     prefill("host-page-1", "row by row", (70, 33), (300, 33), page_size=1, **BF16),
     prefill("host-page-12", "row by row, seven rows to a tile's end", (40,), (387,), page_size=12, **BF16),
-    prefill(
-        "host-mask",
-        "tiles of a mask",
-        (70, 40),
-        (500, 300),
-        mask="packed",
-        mask_kind="blocks",
-        **{**BF16, "causal": False},
-    ),
-    prefill(
-        "host-mask-page-1",
-        "and row by row",
-        (70,),
-        (500,),
-        mask="packed",
-        mask_kind="blocks",
-        page_size=1,
-        **{**BF16, "causal": False},
-    ),
+    prefill("host-mask", "tiles of a mask", (70, 40), (500, 300), **MASK),
+    prefill("host-mask-page-1", "and row by row", (70,), (500,), page_size=1, **MASK),
 ]
 
 FP8: dict[str, Any] = {**BF16, "kv_dtype": "float8_e4m3fn"}
@@ -76,11 +59,6 @@ CASES += [
     prefill("host-fp8-queries", "fp8 too", (40,), (200,), **{**FP8, "q_dtype": "float8_e4m3fn"}),
     prefill("host-fp8-mask", "every tile is masked", (70,), (300,), **{**MASK, "kv_dtype": "float8_e4m3fn"}),
 ]
-
-_NAMES = ("request", "q_begin", "q_len", "kv_len", "first_packed_row", "kv_head")
-_MORE_NAMES = ("num_units", "kv_begin", "kv_end", "partial_row", "piece", "merge")
-# include/flashpage/plan/work_item.h, WorkItem
-ITEM = np.dtype([("kv_offset", "i8"), ("mask_offset", "i8"), *((name, "i4") for name in (*_NAMES, *_MORE_NAMES))])
 
 
 class Map(ctypes.Structure):
@@ -98,9 +76,9 @@ def converts(case: Case) -> bool:
 
 def tile_of(case: Case) -> Tile:
     loop = InnerLoop.HEAVY if case.mask and converts(case) else InnerLoop.PLAIN
-    return sm90_prefill_tile(*(case.head_dim, case.value_dim, loop), converts=converts(case), has_mask=bool(case.mask))[
-        0
-    ]
+    dims = (case.head_dim, case.value_dim)
+    tile, _ = sm90_prefill_tile(*dims, loop, converts=converts(case), has_mask=bool(case.mask))
+    return tile
 
 
 @functools.cache
@@ -116,7 +94,7 @@ def kernel(
 
 def plan_of(case: Case, inputs: Inputs, tile_q: int) -> np.ndarray:
     """One CTA, an item a request: a PlanHeader, its CtaStart and the items."""
-    items = np.zeros(sum(rows > 0 for rows in case.q_lens), ITEM)
+    items = np.zeros(sum(rows > 0 for rows in case.q_lens), host.WORK_ITEM)
     group, mask_bytes = case.num_q_heads // case.num_kv_heads, 0
     requests = [i for i, rows in enumerate(case.q_lens) if rows]
     for item, request in zip(items, requests, strict=True):
@@ -128,9 +106,11 @@ def plan_of(case: Case, inputs: Inputs, tile_q: int) -> np.ndarray:
         item["partial_row"] = item["merge"] = -1
         item["mask_offset"] = mask_bytes
         mask_bytes += -(-rows * tokens // 8)
-    header = np.array([1, len(items), 0, 0, 0, 32 + 80, 0, 0], np.int32)
-    start = np.array([0, len(items), 0, 0], np.int32)
-    return np.concatenate([part.view(np.uint8) for part in (header, start, items[:1], items)])
+    header, start = np.zeros(1, host.PLAN_HEADER), np.zeros(1, host.CTA_START)
+    header["num_ctas"], header["num_items"] = 1, len(items)
+    header["items_offset"] = header.nbytes + start.nbytes
+    start["items"]["end"], start["first"] = len(items), items[0]
+    return np.concatenate([part.view(np.uint8) for part in (header, start, items)])
 
 
 def find_mask_tiles(params: host.AttentionParams, case: Case, tile: Tile) -> tuple[host.MaskTilesParams, np.ndarray]:

@@ -78,7 +78,7 @@ def wrapper_call(module_name: str, batch: Batch, **options: object) -> Call:
     pages = (table.indptr, table.indices, table.last_page_len)
     if case.q_len == 1:
         paged = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **options)
-        paged.plan(*pages, *heads, case.page_size, **dtypes)
+        paged.plan(*pages, *heads, case.page_size, window_left=case.window_left, **dtypes)
     else:
         paged = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **options)
         paged.plan(batch.q_indptr, *pages, *heads, case.page_size, **masks, **dtypes)

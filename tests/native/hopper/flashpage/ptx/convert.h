@@ -4,9 +4,30 @@
 
 namespace hopper {
 
-inline float of_half(u32 bits) { return static_cast<float>(std::bit_cast<_Float16>(static_cast<u16>(bits))); }
+// Older compilers have no fp16; a table, as products ask for many numbers.
+inline const std::array<float, 1 << 16> halves = [] {
+  std::array<float, 1 << 16> numbers;
+  for (u32 bits = 0; bits < numbers.size(); ++bits) {
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const float normal = exponent == 31 ? (mantissa ? NAN : INFINITY) : std::ldexp(1024.f + mantissa, exponent - 25);
+    const float magnitude = exponent > 0 ? normal : std::ldexp(float(mantissa), -24);
+    numbers[bits] = bits & 0x8000 ? -magnitude : magnitude;
+  }
+  return numbers;
+}();
+inline float of_half(u16 bits) { return halves[bits]; }
+// Nearest even.
+inline u32 to_half(float number) {
+  const u32 sign = std::signbit(number) ? 0x8000 : 0;
+  const float magnitude = std::fabs(number);
+  if (std::isnan(number)) return 0x7fff;
+  if (magnitude >= 65520.f) return sign | 0x7c00;
+  const int exponent = magnitude < 0x1p-14f ? -14 : std::ilogb(magnitude);
+  // Steps of the exponent's; 1,024 of them are the next one's first, and below that there are denormals.
+  const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
+  return sign | (((exponent + 14) << 10) + steps);
+}
 inline float of_bf16(u32 bits) { return std::bit_cast<float>(bits << 16); }
-inline u32 to_half(float number) { return std::bit_cast<u16>(static_cast<_Float16>(number)); }
 inline u32 to_bf16(float number) {
   const u32 wide = std::bit_cast<u32>(number);
   return (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
