@@ -174,7 +174,7 @@ def _prefill_sm90(
         mask_source=mask_source,
         tile=sm90_prefill_tile(
             *(*head_dims, inner_loop(mask_source if converts else "implicit", "none", variant)),
-            converts=converts,
+            loader="converted" if converts else loader,
             has_mask=mask_source == "packed_bits",
         )[0],
         variant=variant,

@@ -94,11 +94,14 @@ def _sm90_decode(options: Options, rows: int, variant: VariantSpec) -> tuple[Til
 
 
 def _sm90_prefill(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
-    converts = _prefill_loader(options) == "converted"
-    mask_source = _mask_source(options) if converts else "implicit"  # bits are for few tiles, but where it converts
-    loop = inner_loop(mask_source, _encoding(options), variant)
-    dims = (options.head_dim_qk, options.head_dim_vo)
-    return sm90_prefill_tile(*dims, loop, converts=converts, has_mask=options.has_mask)
+    loader = _prefill_loader(options)
+    mask_source = _mask_source(options) if loader == "converted" else "implicit"  # else bits are for few tiles
+    return sm90_prefill_tile(
+        *(options.head_dim_qk, options.head_dim_vo, inner_loop(mask_source, _encoding(options), variant)),
+        loader=loader,
+        group_size=options.group_size,
+        has_mask=options.has_mask,
+    )
 
 
 def _boxes_or_rows(options: Options) -> str:

@@ -128,10 +128,11 @@ def sm90_prefill_tile(
     head_dim_vo: int,
     loop: InnerLoop = InnerLoop.PLAIN,
     *,
-    converts: bool = False,
+    loader: str = "boxes",
+    group_size: int = 1,
     has_mask: bool = False,
 ) -> tuple[Tile, Cost]:
-    """Many rows on Hopper: two warpgroups of 64 rows, and two stages of K and V.
+    """Many rows on Hopper: warpgroups of 64 rows, two of them, or three where rows are short.
 
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
     where the loading warps convert K and V the stored ones are there too. Bits of a custom mask, which are looked
@@ -139,21 +140,32 @@ def sm90_prefill_tile(
     """
     if has_mask and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
         loop = InnerLoop.HEAVY
-    widest, plain = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN
-    stages = 2
-    if converts:
+    widest, light = max(head_dim_qk, head_dim_vo), loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    groups, stages = 2, 2
+    if loader == "converted":
         tile_kv = _sm90_converting_tokens(widest, head_dim_vo, loop)
         stages = _sm90_converting_stages(head_dim_qk, head_dim_vo, tile_kv)
-    elif widest <= 128:
-        tile_kv = 128 if plain or loop is InnerLoop.TRANSFORM else 96 if widest <= 64 else 80
-        tile_kv = 64 if loop is InnerLoop.LOADING and widest > 64 else tile_kv
-    elif widest <= 192:
-        tile_kv = (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
+    elif widest <= 96 and light and (192 % group_size == 0 or 128 % group_size):  # whole groups come as boxes
+        groups, tile_kv, stages = (3, 96, 4) if widest <= 64 else (3, 80, 3)
     else:
-        tile_kv = 80 if plain else 64 if loop is InnerLoop.TRANSFORM else 48
-        tile_kv = 32 if has_mask and loop is InnerLoop.LOADING else tile_kv
-    ns_per_token = (head_dim_qk + head_dim_vo) / 21.0  # 128 rows at 690 TFLOP/s, an SM's share
-    return Tile(128, tile_kv, 8, 1, stages), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
+        tile_kv = _sm90_tokens(widest, head_dim_vo, loop, loader, has_mask)
+    tile_q = 64 * groups
+    ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / 2688  # 690 TFLOP/s, an SM's share
+    return Tile(tile_q, tile_kv, 4 * groups, 1, stages), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
+
+
+def _sm90_tokens(widest: int, head_dim_vo: int, loop: InnerLoop, loader: str, has_mask: bool) -> int:
+    """Of a tile of two warpgroups."""
+    plain, loads = loop is InnerLoop.PLAIN, loop is InnerLoop.LOADING
+    if widest <= 128:
+        if plain or loop is InnerLoop.TRANSFORM:
+            return 128 if loader == "rows" else 160  # 32 rows a loading warp
+        return (96 if widest <= 64 else 64) if loads else 96 if widest <= 64 else 80
+    if widest <= 192:
+        return (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
+    if loads and has_mask:
+        return 32
+    return 80 if plain else 64 if loop is InnerLoop.TRANSFORM else 48
 
 
 def _sm90_converting_tokens(widest: int, head_dim_vo: int, loop: InnerLoop) -> int:

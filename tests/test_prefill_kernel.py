@@ -77,7 +77,12 @@ def converts(case: Case) -> bool:
 def tile_of(case: Case) -> Tile:
     loop = InnerLoop.HEAVY if case.mask and converts(case) else InnerLoop.PLAIN
     dims = (case.head_dim, case.value_dim)
-    tile, _ = sm90_prefill_tile(*dims, loop, converts=converts(case), has_mask=bool(case.mask))
+    tile, _ = sm90_prefill_tile(
+        *(*dims, loop),
+        loader=loader_of(case),
+        group_size=case.num_q_heads // case.num_kv_heads,
+        has_mask=bool(case.mask),
+    )
     return tile
 
 

@@ -19,7 +19,7 @@ from flashpage.tiles import sm90_prefill_tile
 
 def prefill_spec(dim: int, dtype: DType = DType.BFLOAT16, loader: str = "boxes") -> KernelSpec:
     converts = loader == "converted"
-    tile, _ = sm90_prefill_tile(dim, dim, converts=converts)
+    tile, _ = sm90_prefill_tile(dim, dim, loader=loader)
     cache = DType.FLOAT8_E4M3 if converts else dtype
     return KernelSpec("prefill_sm90", dtype, cache, dtype, *(2 * (dim,)), tile=tile, loader=loader)
 

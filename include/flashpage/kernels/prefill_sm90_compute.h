@@ -3,11 +3,13 @@
 #include "flashpage/kernels/prefill_sm90_shared.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/named_barrier.h"
+#include "flashpage/ptx/rcp.h"
+#include "flashpage/ptx/st_global.h"
 #include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/epilogue.h"
 #include "flashpage/tile/mask.h"
 #include "flashpage/tile/sinks.h"
-#include "flashpage/tile/softmax_ahead.h"
+#include "flashpage/tile/softmax_by_sum.h"
 #include "flashpage/tile/trace.h"
 #include "flashpage/tile/values.h"
 
@@ -26,9 +28,8 @@ struct PrefillCompute {
   using OutRows = typename Shared::OutRows;
   static constexpr int tokens = Shared::tokens;
   static constexpr bool masks_all = Traits::Variant::has_mask || (masks_all_tiles<Traits> && !has_mask_tiles<Traits>);
-  // Token tiles whose probabilities are computed ahead: with rows this short, exponentials take longer than products.
-  static constexpr int early = max_of(Traits::head_dim_qk, Traits::head_dim_vo) <= 64 ? tokens / 16 : 0;
   using Probabilities = flashpage::Probabilities<Traits, tokens / 8>;
+  using Softmax = SoftmaxBySum<Traits, tokens / 8>;
   static constexpr int turn_barrier = 1;                              // names: one a group
   static constexpr int group_barrier = turn_barrier + Warps::groups;  // and one more
 
@@ -58,7 +59,7 @@ struct PrefillCompute {
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
       attend(scores);
     }
-    if (group == 0) ptx::named_barrier(turn_barrier, 256);  // every arrival has its wait
+    if (group == 0) await_turn();  // every arrival has its wait
     if (thread == 0) {
       stamp<Traits>(params, Stamp::end);
       stamp<Traits>(params, Stamp::sm);
@@ -76,7 +77,7 @@ struct PrefillCompute {
   FP_DEVICE u8* query_tile(u32 unit_turn) const { return shared.query[shared.query_ring.slot(unit_turn)]; }
 
   FP_DEVICE void take_tile() {
-    if constexpr (has_mask_tiles<Traits>) tile = shared.visited[shared.key_ring.slot(turn)];
+    if constexpr (has_mask_tiles<Traits>) tile = from_first_lane(shared.visited[shared.key_ring.slot(turn)]);
   }
   FP_DEVICE void await_first_keys() {
     shared.place_ring.wait_full(unit_turn);
@@ -110,43 +111,29 @@ struct PrefillCompute {
     const TiledPlace& tiled = tiled_place();
     const WorkItem& item = tiled.place.item;
     const Unit& unit = tiled.place.unit;
+    const UnitTokens tokens_of_unit = tiled.tokens;
     float scale = score_scale_of<Traits>(params, unit);
     if constexpr (Warps::converts) scale *= shared.query_factors[shared.query_ring.slot(unit_turn)][first_row / 16];
     const float softmax_scale = softmax_scale_of<Traits>(scale);
     const bool transforms = transforms_scores<Traits>(params, scale);
-    const i32 clear_begin = unit.all_begin, clear_end = unit.all_end - tokens;  // tiles that start there need no mask
-    i32 first = has_mask_tiles<Traits> ? tile.first_token : tiled.first_token;  // of the tile
+    i32 first = has_mask_tiles<Traits> ? tile.first_token : tokens_of_unit.first;  // of the tile
     float values[1][S::value_tiles][4] = {}, factor[1][2];
     SoftmaxState<1> state;
     state.clear();
     if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
-    u32 packed[max_of(early, 1)][2];
-    auto soften = [&] {
+    auto look_through = [&] {
+      const bool masks = masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin ||
+                         first > tokens_of_unit.clear_end;
+      if (!(transforms || masks)) return;
       if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
-      if (masks_all || tile.is_mixed || first < clear_begin || first > clear_end)
-        mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
-      bool outgrown;
-      if constexpr (early > 0) {
-        outgrown = soften_ahead<typename S::Probability>(state, scores, packed, softmax_scale, factor);
-      } else {
-        outgrown = state.raise(scores, softmax_scale, factor);
-        state.exponentiate(scores, softmax_scale);
-      }
-      ptx::wgmma_settle(scores[0]);  // while the values are multiplied, not behind them
-      return outgrown;
+      if (masks) mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
     };
-    auto pack = [&] {
-      if constexpr (early > 0) {
-        return Probabilities(packed, scores, turn >> 31);
-      } else {
-        return Probabilities(scores);
-      }
-    };
-    soften();
-    Probabilities probabilities = pack();
+    look_through();
+    Probabilities probabilities;
+    Softmax::begin(state, scores, probabilities, softmax_scale);
     bool keys_there = false, values_there = false;  // seen before they are wanted
 #pragma unroll 1
-    while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) < unit.kv_end) {
+    while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) < tokens_of_unit.end) {
       if (!keys_there) shared.key_ring.wait_full(turn + 1);
       ++turn;
       if constexpr (has_mask_tiles<Traits>) {
@@ -160,39 +147,35 @@ struct PrefillCompute {
       issue_values(values[0], probabilities, turn - 1, true);
       values_there = shared.value_ring.is_full(turn);
       keys_there = shared.key_ring.is_full(turn + 1);
-      ptx::wgmma_wait<1>();
+      // Both: the last products of values end some ten cycles after they could be issued, and what they read is free.
+      ptx::wgmma_wait<0>();
       ptx::wgmma_settle(scores[0]);
-      release(shared.key_ring, turn);
-      const bool outgrown = soften();
-      if (outgrown) {
-        ptx::wgmma_wait_apart();  // the branch keeps the exponentials, which it follows, before the wait
-        ptx::wgmma_settle(values[0]);
-        state.rescale(values, factor);
-      } else {
-        ptx::wgmma_wait<0>();
-      }
       ptx::wgmma_settle(values[0]);
+      release(shared.key_ring, turn);
       release(shared.value_ring, turn - 1);
-      probabilities = pack();
+      look_through();
+      if (Softmax::run(state, scores, probabilities, softmax_scale, factor)) state.rescale(values, factor);
     }
     await_values(turn, values_there);
-    await_turn();
-    issue_values(values[0], probabilities, turn++, false);
     ++unit_turn;
     if constexpr (joined) {
+      ++turn;
       await_first_keys();
+      await_turn();
+      issue_values(values[0], probabilities, turn - 1, false);
       issue_scores(scores[0], turn);
+    } else {
+      await_turn();
+      issue_values(values[0], probabilities, turn++, false);
     }
     pass_turn();
     ptx::wgmma_wait<joined ? 1 : 0>();
     ptx::wgmma_settle(values[0]);
     release(shared.value_ring, turn - 1);
-    write(state, values, tiled.place, query_tile(unit_turn - 1));
+    write(state, values[0], tiled.place, query_tile(unit_turn - 1));
     if (thread == 0) stamp<Traits>(params, Stamp::written);
-    ptx::fence_before_bulk_copies();  // output was where Q will be
     __syncwarp();
     release(shared.place_ring, unit_turn - 1);
-    release(shared.query_ring, unit_turn - 1);
     if constexpr (joined) {
       finish_first_scores(scores[0]);
     } else {
@@ -233,47 +216,84 @@ struct PrefillCompute {
     ptx::wgmma_commit();
   }
 
-  FP_DEVICE void write(SoftmaxState<1>& state, float (&values)[1][S::value_tiles][4], const Place& place,
+  // A finished unit: rows to the output through the tile of Q, where they become whole lines, or to the partials.
+  FP_DEVICE void write(SoftmaxState<1>& state, float (&values)[S::value_tiles][4], const Place& place,
                        u8* tile) const {
-    const Unit& unit = place.unit;
-    const bool partial = place.item.partial_row >= 0;
-    const float value_scale = value_scale_of(params, unit.kv_head);
+    const WorkItem item = place.item;  // read once: between stores the compiler would read the place again
+    const Unit unit = place.unit;
     // Rows as 64 bits are not kept through the tiles: registers are few.
-    const int first_row = Warps::converts ? static_cast<int>(ptx::opaque(this->first_row)) : this->first_row;
+    const int first_row = static_cast<int>(ptx::opaque(this->first_row));
+    const bool is_partial = item.partial_row >= 0;
+    const float value_scale = value_scale_of(params, unit.kv_head);
+    float sum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] = quad_sum(state.sum[0][half]);
+      // A row that has seen a token has seen its maximum: its sum is one or more.
+      const float inverse = sum[half] > 0.f ? value_scale * ptx::reciprocal_approx(sum[half]) : 0.f;
+#pragma unroll
+      for (int n = 0; n < S::value_tiles; ++n) {
+        values[n][half * 2] *= inverse;
+        values[n][half * 2 + 1] *= inverse;
+      }
+    }
+    if (is_partial || params.lse) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + half * 8 + lane / 4;
+        if (lane % 4 == 0 && row < unit.num_rows)
+          *lse_target(params, item, unit, row) = row_lse(state.maximum[0][half], sum[half]);
+      }
+    }
+    if (is_partial) {
+      release(shared.query_ring, unit_turn - 1);
+      store_partial(values, item, unit, first_row);
+      return;
+    }
     ptx::named_barrier(group_barrier + group, 128);  // the group's products have read Q
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row + half * 8 + lane / 4;
-      const float sum = quad_sum(state.sum[0][half]), inverse = sum > 0.f ? value_scale / sum : 0.f;
-      if (lane % 4 == 0 && row < unit.num_rows) {
-        if (float* lse = lse_target(params, place.item, unit, row)) *lse = row_lse(state.maximum[0][half], sum);
-      }
-      if (partial) {
-        if (row >= unit.num_rows) continue;
-        const i64 offset = out_offset<Traits>(params, place.item, unit, row);
-        for_each_column_pair<Traits>(values[0], half, lane, [&](int at, float first, float second) {
-          store_pair<Traits>(params, true, offset + at, first * inverse, second * inverse);
-        });
-      } else {
-        for_each_column_pair<Traits>(values[0], half, lane, [&](int at, float first, float second) {
-          *reinterpret_cast<u32*>(tile + OutRows::byte_offset(row, at * 2)) =
-              ptx::pack2<typename Traits::Out>(first * inverse, second * inverse);
-        });
-      }
+      for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
+        *reinterpret_cast<u32*>(tile + OutRows::byte_offset(first_row + half * 8 + lane / 4, at * 2)) =
+            ptx::pack2<typename Traits::Out>(first, second);
+      });
     }
-    if (!partial) copy_out(place, tile);
+    copy_out(item, unit, first_row, tile);
   }
 
-  // The warp's rows to the output, 16 bytes a lane.
-  FP_DEVICE void copy_out(const Place& place, const u8* tile) const {
-    constexpr int chunks = Traits::head_dim_vo / 8;
+  FP_DEVICE void store_partial(const float (&values)[S::value_tiles][4], const WorkItem& item, const Unit& unit,
+                               int first_row) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8 + lane / 4;
+      if (row >= unit.num_rows) continue;
+      const i64 offset = out_offset<Traits>(params, item, unit, row);
+      for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
+        store_pair<Traits>(params, true, offset + at, first, second);
+      });
+    }
+  }
+
+  // The warp's rows to the output, 16 bytes a lane. All are read before the first is stored, so that Q of a unit to
+  // come waits for no store.
+  FP_DEVICE void copy_out(const WorkItem& item, const Unit& unit, int first_row, const u8* tile) const {
+    constexpr int chunks = Traits::head_dim_vo / 8, parts = ceil_div(16 * chunks, 32);
+    uint4 part[parts];
     __syncwarp();
-    for (int i = lane; i < 16 * chunks; i += 32) {
-      const int row = first_row + i / chunks, chunk = i % chunks;
-      if (row >= place.unit.num_rows) break;
-      const i64 offset = out_offset<Traits>(params, place.item, place.unit, row) + chunk * 8;
-      *reinterpret_cast<uint4*>(static_cast<typename Traits::Out*>(params.out) + offset) =
-          *reinterpret_cast<const uint4*>(tile + OutRows::chunk_offset(row, chunk));
+#pragma unroll
+    for (int i = 0; i < parts; ++i) {
+      const int row = (i * 32 + lane) / chunks, chunk = (i * 32 + lane) % chunks;
+      if (row < 16) part[i] = *reinterpret_cast<const uint4*>(tile + OutRows::chunk_offset(first_row + row, chunk));
+    }
+    __syncwarp();
+    release(shared.query_ring, unit_turn - 1);
+    const u64 mine = out_offset<Traits>(params, item, unit, first_row + lane % 16);  // a row's is found once
+#pragma unroll
+    for (int i = 0; i < parts; ++i) {
+      const int row = (i * 32 + lane) / chunks, chunk = (i * 32 + lane) % chunks;
+      const u64 offset = __shfl_sync(0xffffffff, mine, row) + chunk * 8;
+      const bool is_there = row < min_of(16, unit.num_rows - first_row);
+      ptx::store_global(static_cast<typename Traits::Out*>(params.out) + offset, part[i], is_there);
     }
   }
 };

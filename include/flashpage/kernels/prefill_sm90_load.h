@@ -232,6 +232,7 @@ struct PrefillLoad {
   }
   FP_DEVICE void load_query(const Place& place, u32 turn) const {
     shared.query_ring.wait_empty(turn);
+    ptx::fence_before_bulk_copies();  // output was where Q will be
     const u32 to = ptx::shared_address(shared.query[shared.query_ring.slot(turn)]);
     const u32 barrier = shared.query_ring.full_barrier(turn);
     if (params.query_box_rows > 0) {
@@ -307,11 +308,14 @@ struct PrefillLoad {
     } else {
       shared.cursor.next(params, Traits::tile_q, 1, shared.places[shared.place_ring.slot(turn - 1)].place, to.place);
     }
+    const Unit& unit = to.place.unit;
+    i32 first_token = 0;
     if constexpr (has_mask_tiles<Traits>) {
       to.tile_cell = shared.cursor.tile_cell;
     } else {
-      to.first_token = extent_of(to.place.unit).first_token;
+      first_token = extent_of(unit).first_token;
     }
+    to.tokens = {first_token, unit.kv_end, unit.all_begin, unit.all_end - tokens};
     ptx::mbarrier_arrive(shared.place_ring.full_barrier(turn));
   }
 };

@@ -21,18 +21,24 @@ struct PrefillWarps {
   static constexpr int key_arrivals = tile_arrivals + (by_rows && has_mask_tiles<Traits> ? 1 : 0);
   static constexpr int query_arrivals = converts ? loading : 32;
   static constexpr int place_readers = computing + (by_rows || converts ? 4 : 3);  // warps: those that load too
-  static constexpr int loading_registers = groups == 2 ? 56 : 40;
+  static constexpr int loading_registers = 56;
   static constexpr int computing_registers = groups == 2 ? 224 : 152;
   static_assert(groups == 2 || (groups == 3 && !converts));
 };
 
+// What computing warps look at with each tile.
+struct alignas(16) UnitTokens {
+  i32 first;  // of the first tile; it may lie before the unit's first token
+  i32 end;
+  i32 clear_begin;  // tiles that start from here to clear_end need no mask
+  i32 clear_end;
+};
+
 // A unit on its way from the loading warps to the computing ones.
 struct TiledPlace {
+  UnitTokens tokens;
   Place place;
-  union {
-    i32 first_token;  // of the first tile; it may lie before the unit's first token
-    u32 tile_cell;    // under a custom mask: of the row block's tiles
-  };
+  u32 tile_cell;  // under a custom mask: of the row block's tiles
 };
 
 // fp8 rows on their way to the ring; nothing where they come as they are multiplied.

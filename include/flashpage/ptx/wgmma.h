@@ -31,9 +31,6 @@ FP_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// The same in another place, which the compiler does not join with the first: what stands before either stays there.
-FP_DEVICE void wgmma_wait_apart() { asm volatile("wgmma.wait_group.sync.aligned 0;  // apart" ::: "memory"); }
-
 // These accumulators are what they are here: behind a wait, no use of them moves before it; before one, nothing that
 // computes them moves behind it.
 template <int tiles>

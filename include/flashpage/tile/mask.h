@@ -97,24 +97,34 @@ struct MaskBits {
   FP_DEVICE static u32 below(i32 bit) { return static_cast<u32>((1ull << max_of(0, min_of(bit, 32))) - 1); }
 };
 
-// Causal and window alone. Row by row: one row's range takes two registers.
+// Causal and window alone. Row by row: one row's range takes two registers. A tile is rarely cut at both ends.
 template <class Traits, int token_tiles>
 FP_DEVICE void mask_by_range(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
                              const WorkItem& item, const Unit& unit, int first_row, i32 first_token, int lane) {
+  const bool cuts_begin = first_token < unit.all_begin, cuts_end = first_token + token_tiles * 8 > unit.all_end;
 #pragma unroll
   for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       PackedRow row = lane_row(params, unit, first_row, m, half, lane);
       TokenRange range = visible_range(params, item, query_position(item, row.row));
-      i32 mine = first_token + lane % 4 * 2;  // this lane's first token, so that each compare has a constant offset
+      const i32 mine = first_token + lane % 4 * 2;  // this lane's first token, so that each compare has a constant
+      if (cuts_end) {
+        const i32 end = range.end - mine;
 #pragma unroll
-      for (int n = 0; n < token_tiles; ++n)
+        for (int n = 0; n < token_tiles; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          bool visible = mine + (n * 8 + e) >= range.begin && mine + (n * 8 + e) < range.end;
-          if (!visible) scores[m][n][half * 2 + e] = ptx::negative_infinity();
-        }
+          for (int e = 0; e < 2; ++e)
+            if (n * 8 + e >= end) scores[m][n][half * 2 + e] = ptx::negative_infinity();
+      }
+      if (cuts_begin) {
+        const i32 begin = range.begin - mine;
+#pragma unroll
+        for (int n = 0; n < token_tiles; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (n * 8 + e < begin) scores[m][n][half * 2 + e] = ptx::negative_infinity();
+      }
     }
 }
 

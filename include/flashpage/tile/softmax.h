@@ -45,35 +45,29 @@ struct SoftmaxState {
   template <int token_tiles>
   FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2]) {
     constexpr float headroom = 8.f;
-    constexpr int chains = token_tiles >= 8 ? 4 : 2;
     float top[row_tiles][2];  // of this lane's scores: no exchange is needed to find that nothing moves
     bool outgrown = false;
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        int e = half * 2;
-        float tops[chains];  // side by side, as one chain would wait for itself
-#pragma unroll
-        for (int i = 0; i < chains; ++i) tops[i] = scores[m][i / 2][e + i % 2];
-#pragma unroll
-        for (int i = chains; i < 2 * token_tiles; ++i)
-          tops[i % chains] = fmaxf(tops[i % chains], scores[m][i / 2][e + i % 2]);
-        top[m][half] = chains == 2 ? fmaxf(tops[0], tops[1])
-                                   : fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[chains - 2], tops[chains - 1]));
+        top[m][half] = lane_maximum(scores[m], half);
         outgrown = outgrown || top[m][half] * scale > maximum[m][half] + headroom;
       }
     if (!__any_sync(0xffffffff, outgrown)) return false;
+    move_to(top, scale, factor);
+    return true;
+  }
+
+  // The maximum moves in any case.
+  template <int token_tiles>
+  FP_DEVICE void move(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2]) {
+    float top[row_tiles][2];
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float next = fmaxf(maximum[m][half], quad_max(top[m][half]) * scale);
-        factor[m][half] = ptx::exp2_approx(maximum[m][half] - finite_or_zero(next));
-        maximum[m][half] = next;
-        sum[m][half] *= factor[m][half];
-      }
-    return true;
+      for (int half = 0; half < 2; ++half) top[m][half] = lane_maximum(scores[m], half);
+    move_to(top, scale, factor);
   }
 
   template <int value_tiles>
@@ -103,6 +97,33 @@ struct SoftmaxState {
           total += scores[m][n][e] + scores[m][n][e + 1];
         }
         sum[m][half] = total;
+      }
+  }
+
+  // Of this lane's scores of a row.
+  template <int token_tiles>
+  FP_DEVICE static float lane_maximum(const float (&scores)[token_tiles][4], int half) {
+    constexpr int chains = token_tiles >= 8 ? 4 : 2;  // side by side, as one would wait for itself
+    const int e = half * 2;
+    float tops[chains];
+#pragma unroll
+    for (int i = 0; i < chains; ++i) tops[i] = scores[i / 2][e + i % 2];
+#pragma unroll
+    for (int i = chains; i < 2 * token_tiles; ++i) tops[i % chains] = fmaxf(tops[i % chains], scores[i / 2][e + i % 2]);
+    return chains == 2 ? fmaxf(tops[0], tops[1])
+                       : fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[chains - 2], tops[chains - 1]));
+  }
+
+  // `top`: of this lane's scores.
+  FP_DEVICE void move_to(const float (&top)[row_tiles][2], float scale, float (&factor)[row_tiles][2]) {
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float next = fmaxf(maximum[m][half], quad_max(top[m][half]) * scale);
+        factor[m][half] = ptx::exp2_approx(maximum[m][half] - finite_or_zero(next));
+        maximum[m][half] = next;
+        sum[m][half] *= factor[m][half];
       }
   }
 

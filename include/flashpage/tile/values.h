@@ -12,18 +12,7 @@ template <class Traits, int token_tiles>
 struct Probabilities {
   u32 fragment[token_tiles / 2][Shape<Traits>::row_tiles][4];
 
-  // Those of the first token tiles are packed. `zero`: something that ptxas takes for another number, or it puts the
-  // former into the fragments' registers while products still read them.
-  template <int early>
-  FP_DEVICE Probabilities(const u32 (&packed)[early][2],
-                          const float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], u32 zero)
-      : Probabilities(scores) {
-#pragma unroll
-    for (int n = 0; n < early; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) fragment[n / 2][0][n % 2 * 2 + half] = packed[n][half] | zero;
-  }
-
+  Probabilities() = default;
   FP_DEVICE explicit Probabilities(const float (&scores)[Shape<Traits>::row_tiles][token_tiles][4]) {
 #pragma unroll
     for (int step = 0; step < token_tiles / 2; ++step)

@@ -13,7 +13,7 @@ inline constexpr bool has_mask_tiles =
     Traits::mask_source == MaskSource::packed_bits && Traits::loader != Loader::converted;
 
 // What a computing warp has to know of a tile.
-struct VisitedTile {
+struct alignas(8) VisitedTile {
   i32 first_token;
   i16 is_last;   // of its unit
   i16 is_mixed;  // some row does not see some token
@@ -25,6 +25,14 @@ struct NextTile {
 };
 template <class Traits>
 using TileInTurn = typename select_type<has_mask_tiles<Traits>, VisitedTile, NextTile>::type;
+
+// Read by the lane that gives the tile's place back: racecheck takes a warp's reads before that for no part of it.
+FP_DEVICE VisitedTile from_first_lane(const VisitedTile& visited) {
+  u64 bits = 0;
+  if (threadIdx.x % 32 == 0) bits = *reinterpret_cast<const u64*>(&visited);
+  bits = __shfl_sync(0xffffffff, bits, 0);
+  return {static_cast<i32>(bits), static_cast<i16>(bits >> 32), static_cast<i16>(bits >> 48)};
+}
 
 // All tiles of a unit by their number, one warp's. `ahead`: the one after the next, whose place is looked up meanwhile;
 // where there is none, a number that lies behind the unit.

@@ -37,7 +37,6 @@ void wgmma_wait() {
     for (const auto& product : oldest) product();
   }
 }
-inline void wgmma_wait_apart() { wgmma_wait<0>(); }
 template <int tiles>
 void wgmma_settle(float (&)[tiles][4]) {}
 

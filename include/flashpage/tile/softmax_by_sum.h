@@ -1,0 +1,64 @@
+// Online softmax without looking for maxima: a row's sum tells when its origin has to move.
+#pragma once
+#include "flashpage/ptx/convert.h"
+#include "flashpage/tile/softmax.h"
+#include "flashpage/tile/values.h"
+
+namespace flashpage {
+
+// Probabilities are relative to an origin, the maximum of an earlier tile, and may be larger than one: fp32 sums and
+// 16-bit factors lose no precision by that. No probability is larger than the sum of its tile, which is needed anyway,
+// so only where that passes a limit are maxima looked for, and the tile's probabilities computed again.
+template <class Traits, int token_tiles>
+struct SoftmaxBySum {
+  using Probabilities = flashpage::Probabilities<Traits, token_tiles>;
+  static constexpr float sum_limit = 1024.f;  // of a lane's part of a row in one tile; far below fp16's range
+
+  // Of a unit's first tile: nothing is known of its rows.
+  FP_DEVICE static void begin(SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
+                              Probabilities& probabilities, float scale) {
+    float factor[1][2], sums[2];
+    state.move(scores, scale, factor);
+    exponentiate(state, scores, probabilities, scale, sums);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) state.sum[0][half] += sums[half];
+  }
+
+  // Of another one: whether values are to be rescaled by `factor`.
+  FP_DEVICE static bool run(SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
+                            Probabilities& probabilities, float scale, float (&factor)[1][2]) {
+    float sums[2];
+    exponentiate(state, scores, probabilities, scale, sums);
+    const bool is_outgrown = !(sums[0] <= sum_limit && sums[1] <= sum_limit);  // or NaN
+    const bool moves = __any_sync(0xffffffff, is_outgrown);
+    if (moves) {
+      state.move(scores, scale, factor);
+      exponentiate(state, scores, probabilities, scale, sums);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) state.sum[0][half] += sums[half];
+    return moves;
+  }
+
+ private:
+  FP_DEVICE static void exponentiate(const SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
+                                     Probabilities& probabilities, float scale, float (&sums)[2]) {
+    // A row that has seen nothing: whatever it sees outgrows this origin, and what it does not see is still zero.
+    constexpr float unset = -1e30f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float maximum = state.maximum[0][half];
+      const float origin = maximum == ptx::negative_infinity() ? unset : maximum;
+      sums[half] = 0.f;
+#pragma unroll
+      for (int n = 0; n < token_tiles; ++n) {
+        const float a = ptx::exp2_approx(fmaf(scores[0][n][half * 2], scale, -origin));
+        const float b = ptx::exp2_approx(fmaf(scores[0][n][half * 2 + 1], scale, -origin));
+        probabilities.fragment[n / 2][0][n % 2 * 2 + half] = ptx::pack2<typename Shape<Traits>::Probability>(a, b);
+        sums[half] += a + b;
+      }
+    }
+  }
+};
+
+}  // namespace flashpage
