@@ -179,8 +179,8 @@ FP_API fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t
 FP_API void fp_kernel_destroy(fp_kernel*);
 FP_API int32_t fp_kernel_describe(const fp_kernel*, fp_kernel_info*);
 
-// A kernel that loads K and V by boxes (tensor maps, SWIZZLE_128B) takes flashpage::KvMaps as its third parameter. Maps
-// are encoded at every run, as addresses change from layer to layer; dimensions and strides are bound beforehand.
+// A kernel that loads K, V or q by boxes (tensor maps, SWIZZLE_128B) takes flashpage::KvMaps as its third parameter.
+// Maps are encoded at every run, as addresses change from layer to layer; dimensions and strides are bound beforehand.
 struct fp_box_form {
   int32_t element_bytes;  // 1 or 2
   int32_t box[4];         // elements
@@ -188,8 +188,7 @@ struct fp_box_form {
   int64_t strides[3];     // bytes: of tokens, heads, pages
 };
 struct fp_kv_boxes {
-  fp_box_form k, v;
-  fp_box_form q;  // element_bytes 0: the kernel takes no boxes of q
+  fp_box_form k, v, q;  // element_bytes 0: the kernel takes no boxes of it
 };
 
 // Cells of 8 bytes that the tiles of a batch's custom masks and the queue of its units take (tile/mask_tiles.h): a

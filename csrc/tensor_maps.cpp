@@ -34,14 +34,20 @@ Result encode(const Driver& cuda, const fp_box_form& form, const void* address, 
 }  // namespace
 
 int32_t encode_maps(const Driver& cuda, const fp_kv_boxes& boxes, const AttentionParams& params, KvMaps& maps) {
-  // A cache without tokens has no address. Nothing is loaded through its map, but a kernel may prefetch the map.
-  const void* k = params.k.data != nullptr ? params.k.data : params.plan;
-  const void* v = params.v.data != nullptr ? params.v.data : params.plan;
-  if (const Result result = encode(cuda, boxes.k, k, maps.k)) return refused(result, "K", k, boxes.k);
-  if (const Result result = encode(cuda, boxes.v, v, maps.v)) return refused(result, "V", v, boxes.v);
-  if (boxes.q.element_bytes == 0) return FP_OK;
-  const Result result = encode(cuda, boxes.q, params.q, maps.q);
-  return result == success ? FP_OK : refused(result, "q", params.q, boxes.q);
+  const struct {
+    const char* name;
+    const fp_box_form& form;
+    const void* data;
+    TensorMap& map;
+  } tensors[] = {
+      {"K", boxes.k, params.k.data, maps.k}, {"V", boxes.v, params.v.data, maps.v}, {"q", boxes.q, params.q, maps.q}};
+  for (const auto& [name, form, data, map] : tensors) {
+    if (form.element_bytes == 0) continue;
+    // An empty tensor has no address. Nothing is loaded through its map, but a kernel may prefetch the map.
+    const void* address = data != nullptr ? data : params.plan;
+    if (const Result result = encode(cuda, form, address, map)) return refused(result, name, address, form);
+  }
+  return FP_OK;
 }
 
 }  // namespace flashpage::cuda

@@ -162,24 +162,24 @@ class Binding:
         self.generation = planner.generation
 
     def _bind_boxes(self, prepared: Prepared) -> None:
-        """Tensor maps of K and V, where the kernel takes them."""
+        """Tensor maps of K, V and q, where the kernel takes them."""
         spec, options = prepared.choice.spec, self.combination.options
         self.params.query_box_rows = 0
         tile, is_paged = spec.tile, options.kv_source == "paged"
         element_bytes = options.kv_dtype.size
         row_bytes = (options.head_dim_qk * element_bytes, options.head_dim_vo * element_bytes)
         tokens = boxes.loader_tokens(spec.loader, options.page_size, tile.tile_kv, *row_bytes) if tile else 0
-        if tile and tokens:
-            forms = (
+        found = host.KvBoxes()
+        if tokens:
+            found.k, found.v = (
                 boxes.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
                 for name, view in self.views.items()
             )
-            found = host.KvBoxes(*forms)
-            self.boxes, self.params.box_tokens, self.args.boxes = found, tokens, ctypes.addressof(found)
-            if prepared.choice.capability.query_boxes and spec.loader == "boxes":
-                self._bind_query_boxes(found, tile.tile_q)
-        else:
-            self.boxes, self.args.boxes, self.params.box_tokens = None, None, 0
+        if tile and prepared.choice.capability.query_boxes and spec.loader != "converted":
+            self._bind_query_boxes(found, tile.tile_q)
+        has_boxes = tokens > 0 or self.params.query_box_rows > 0
+        self.boxes, self.params.box_tokens = (found if has_boxes else None), tokens
+        self.args.boxes = ctypes.addressof(found) if has_boxes else None
         self.prepared = prepared
 
     def _bind_query_boxes(self, found: host.KvBoxes, tile_q: int) -> None:

@@ -196,6 +196,11 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.query_box_rows == read.q.box[2] == choice.spec.tile.tile_q // (HEADS // KV_HEADS)
     assert tuple(read.q.dims) == (DIM, HEADS, len(batch.q_decode), 1)
+    spec = dataclasses.replace(choice.spec, loader="rows")
+    structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec)))
+    read = host.KvBoxes.from_address(structs.args.boxes)
+    assert structs.params.box_tokens == read.k.element_bytes == read.v.element_bytes == 0  # of q alone
+    assert structs.params.query_box_rows == read.q.box[2] > 0
     spec = dataclasses.replace(choice.spec, loader="converted")
     structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec)))
     assert structs.args.boxes is None and structs.params.box_tokens == 0  # rows: such pages are too small

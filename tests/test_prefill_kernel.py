@@ -46,6 +46,19 @@ CASES = [
     prefill("host-mask-page-1", "and row by row", (70,), (500,), page_size=1, **MASK),
 ]
 
+ROWS: dict[str, Any] = {**BF16, "page_size": 5}
+CASES += [
+    prefill("host-rows-group-5", "rows of q too", (60,), (250,), window_left=50, **{**ROWS, "num_q_heads": 10}),
+    prefill("host-rows-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **ROWS),
+    prefill("host-rows-hnd", "heads apart", (40, 9), (200, 129), kv_layout="HND", **ROWS),
+    prefill("host-rows-dim-16", "two lanes a row", (40,), (300,), **{**ROWS, "head_dim": 16}),
+    prefill("host-rows-dim-24", "a lane of four has nothing", (40,), (300,), **{**ROWS, "head_dim": 24}),
+    prefill("host-rows-dim-80", "two lanes of eight have more", (40,), (300,), **{**ROWS, "head_dim": 80}),
+    prefill("host-rows-dim-256", "some look up one row", (40,), (200,), **{**ROWS, "head_dim": 256}),
+    prefill("host-rows-192-128", "other rows", (40,), (250,), head_dim_vo=128, **{**ROWS, "head_dim": 192}),
+    prefill("host-rows-mask-dim-16", "lanes without rows", (40,), (300,), **{**MASK, "head_dim": 16, "page_size": 3}),
+]
+
 FP8: dict[str, Any] = {**BF16, "kv_dtype": "float8_e4m3fn"}
 CASES += [
     prefill("host-fp8", "K and V become fp16 on their way", (70, 33, 0), (300, 33, 9), **FP8),
@@ -74,8 +87,14 @@ def converts(case: Case) -> bool:
     return case.kv_dtype.startswith("float8")
 
 
+def loader_of(case: Case) -> str:
+    is_small = case.entry != "ragged" and case.page_size % 8
+    return "converted" if converts(case) else "rows" if is_small else "boxes"
+
+
 def tile_of(case: Case) -> Tile:
-    loop = InnerLoop.HEAVY if case.mask and converts(case) else InnerLoop.PLAIN
+    by_rows = case.entry == "paged" and case.page_size % 8 != 0  # tiles of fewer tokens too
+    loop = InnerLoop.HEAVY if case.mask and (converts(case) or by_rows) else InnerLoop.PLAIN
     dims = (case.head_dim, case.value_dim)
     tile, _ = sm90_prefill_tile(
         *(*dims, loop),
@@ -139,13 +158,15 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     """out, lse, and barriers that somebody still has to come to."""
     ragged, dims, tile = case.entry == "ragged", (case.head_dim, case.value_dim), tile_of(case)
     q, (k, v) = torch.cat(inputs.q), inputs.cache.argument("cpu")
+    if case.kv_layout == "HND":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
     out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=torch.bfloat16)
     lse = torch.full((len(q), case.num_q_heads), math.nan)
     plan, sinks, group = plan_of(case, inputs, tile.tile_q), inputs.sinks, case.num_q_heads // case.num_kv_heads
     page_size = 0 if ragged else case.page_size
-    loader = "converted" if converts(case) else "rows" if page_size % 8 else "boxes"
+    loader = loader_of(case)
     box = loader_tokens(loader, page_size, tile.tile_kv, *(dim * k.element_size() for dim in dims))
-    rows_of_box = 0 if tile.tile_q % group or loader != "boxes" else tile.tile_q // group
+    rows_of_box = 0 if tile.tile_q % group or loader == "converted" else tile.tile_q // group
     bits = None if inputs.masks is None else pack_bits(inputs.masks)
     params = host.AttentionParams(
         q=q.data_ptr(),

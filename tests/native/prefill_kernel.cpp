@@ -99,7 +99,10 @@ extern "C" i32 run_prefill(i32 is_ragged, const AttentionParams* params, const h
   hopper::products.clear();
   card::meanwhile = hopper::land_some;
   std::memset(memory, 0x7f, sizeof memory);  // NaN
-  (is_ragged ? run<KvSource::ragged> : run<KvSource::paged>)(*params, maps, *mask_tiles);
+
+  // Rows are of pages alone.
+  constexpr KvSource ragged = Loader::LOADER == Loader::rows ? KvSource::paged : KvSource::ragged;
+  (is_ragged ? run<ragged> : run<KvSource::paged>)(*params, maps, *mask_tiles);
   return static_cast<i32>(std::count_if(hopper::barriers.begin(), hopper::barriers.end(),
                                         [](const auto& at) { return at.second.arrived > 0 || at.second.bytes != 0; }));
 }

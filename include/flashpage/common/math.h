@@ -24,6 +24,13 @@ FP_HOST_DEVICE constexpr T max_of(T a, T b) {
   return a > b ? a : b;
 }
 
+// The smallest power of two that is not below n.
+FP_HOST_DEVICE constexpr i32 power_of_two_from(i32 n) {
+  i32 power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
 FP_HOST_DEVICE constexpr i32 greatest_common_divisor(i32 a, i32 b) {
   while (b != 0) {
     const i32 rest = a % b;

@@ -10,8 +10,8 @@ struct alignas(64) TensorMap {
 };
 // Boxes of a paged or ragged cache: [columns, tokens, heads, pages]; of queries: [columns, heads, rows, 1].
 struct KvMaps {
-  TensorMap k, v;
-  TensorMap q;  // unset where AttentionParams::query_box_rows is 0
+  TensorMap k, v;  // unset where AttentionParams::box_tokens is 0
+  TensorMap q;     // unset where AttentionParams::query_box_rows is 0
 };
 
 }  // namespace flashpage

@@ -1,5 +1,5 @@
-// The loading warps of prefill_sm90: one for K, one for V (or four for the rows of both), one for Q, and one that walks
-// the plan for all.
+// The loading warps of prefill_sm90: one for K, one for V, one for Q, and one that walks the plan for all; or two for
+// the rows of K and two for those of V, the last of which does the others' work too.
 #pragma once
 #include "flashpage/kernels/prefill_sm90_shared.h"
 #include "flashpage/ptx/cache_policy.h"
@@ -29,7 +29,11 @@ struct PrefillLoad {
 
   FP_DEVICE void run() const {
     if constexpr (Warps::by_rows) {
-      load_rows();
+      if (warp < Warps::row_warps) {
+        load_key_rows();
+      } else {
+        load_value_rows();
+      }
     } else if constexpr (Warps::converts) {
       convert();
     } else {
@@ -41,20 +45,23 @@ struct PrefillLoad {
   }
 
  private:
-  using KeyTiles = BoxTiles<Traits, typename Shared::Keys, tokens>;
-  using ValueTiles = BoxTiles<Traits, typename Shared::Values, tokens>;
-  using BothTiles =
-      typename select_type<Warps::converts, ConvertedTiles<Traits, tokens>, RowTiles<Traits, tokens>>::type;
-  using Extent = typename select_type<Traits::loader == Loader::boxes, KeyTiles, BothTiles>::type::Extent;
+  template <class Rows>
+  using TilesOf = typename select_type<Warps::by_rows, RowTiles<Traits, Rows, tokens, Warps::row_warps>,
+                                       BoxTiles<Traits, Rows, tokens>>::type;
+  using KeyTiles = TilesOf<typename Shared::Keys>;
+  using ValueTiles = TilesOf<typename Shared::Values>;
+  using BothTiles = ConvertedTiles<Traits, tokens>;
+  using Extent = typename select_type<Warps::converts, BothTiles, KeyTiles>::type::Extent;
   using Turns = TilesInTurn<Traits>;
 
-  // Calls load(source, turns) for every tile in turn of every unit.
-  template <class Tiles, class Load>
-  FP_DEVICE void for_each_tile(const Tiles& tiles, Load&& load) const {
+  // Calls begin(place, unit_turn) for every unit and load(source, turns) for every tile in turn of it.
+  template <class Tiles, class Begin, class Load>
+  FP_DEVICE void for_each_tile(const Tiles& tiles, Begin&& begin, Load&& load) const {
     for (u32 unit_turn = 0;; ++unit_turn) {
       shared.place_ring.wait_full(unit_turn);
       const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_turn)];
       if (tiled.place.done) return;
+      begin(tiled.place, unit_turn);
       typename Tiles::Source source = tiles.open(tiled.place);
       Turns turns(mask_tiles, tiled.tile_cell, tiled.place.unit, tokens, source.tiles);
       tiles.look_ahead(source, turns.now(), turns.next());
@@ -62,6 +69,9 @@ struct PrefillLoad {
       if (lane == 0) shared.place_ring.release(unit_turn);
       for (; turns.more(); turns.step()) load(source, turns);
     }
+  }
+  FP_DEVICE void for_each_tile(const auto& tiles, auto&& load) const {
+    for_each_tile(tiles, [](const Place&, u32) {}, load);
   }
 
   // What computing warps have to know of a tile of K, before it is handed over.
@@ -104,40 +114,44 @@ struct PrefillLoad {
     });
   }
 
-  // K and V by all four warps; the last one also walks the plan, a unit ahead, and loads Q.
-  FP_DEVICE void load_rows() const {
-    const BothTiles both{params};
-    const bool leads = warp == Warps::loading - 1;
-    if (leads) begin_plan();
+  FP_DEVICE void load_key_rows() const {
+    const KeyTiles keys(params, params.k, shared.row_tables.keys);
     u32 turn = 0;
-    for (u32 unit_turn = 0;; ++unit_turn) {
-      shared.place_ring.wait_full(unit_turn);
-      const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_turn)];
-      const Place& place = tiled.place;
-      if (place.done) return;
-      typename BothTiles::Source source = both.open(place);
-      Turns turns(mask_tiles, tiled.tile_cell, place.unit, tokens, source.tiles);
-      both.look_ahead(source, turns.now(), turns.next());
-      if (leads) {
-        if (lane == 0) publish(unit_turn + 1);
-        __syncwarp();
-        load_query(place, unit_turn);
-      }
-      __syncwarp();
-      if (lane == 0) shared.place_ring.release(unit_turn);
-      for (; turns.more(); turns.step(), ++turn) {
-        const int tile = turns.now();
-        const u32 slot = shared.key_ring.slot(turn);
-        shared.key_ring.wait_empty(turn);
-        if (leads) tell(turn, turns);
-        both.template load<typename Shared::Keys>(source, params.k, tile, ptx::shared_address(shared.keys[slot]));
-        ptx::mbarrier_arrive_after_copies(shared.key_ring.full_barrier(turn));
-        shared.value_ring.wait_empty(turn);
-        both.template load<typename Shared::Values>(source, params.v, tile, ptx::shared_address(shared.values[slot]));
-        ptx::mbarrier_arrive_after_copies(shared.value_ring.full_barrier(turn));
-        both.advance(source, turns.ahead());
-      }
-    }
+    for_each_tile(keys, [&](typename KeyTiles::Source& source, const Turns& turns) {
+      keys.find(source);
+      shared.key_ring.wait_empty(turn);
+      if (warp == 0) tell(turn, turns);
+      load_tile(keys, source, turns, shared.keys, shared.key_ring, turn++);
+    });
+  }
+  // The last warp also walks the plan, a unit ahead, and loads Q.
+  FP_DEVICE void load_value_rows() const {
+    const bool leads = warp == Warps::loading - 1;
+    const ValueTiles values(params, params.v, shared.row_tables.values);
+    u32 turn = 0;
+    if (leads) begin_plan();
+    for_each_tile(
+        values,
+        [&](const Place& place, u32 unit_turn) {
+          if (!leads) return;
+          constexpr bool is_query_wanted_first = Shared::queries > 1;  // one Q alone waits for the unit before
+          if constexpr (is_query_wanted_first) load_query(place, unit_turn);
+          if (lane == 0) publish(unit_turn + 1);
+          __syncwarp();
+          if constexpr (!is_query_wanted_first) load_query(place, unit_turn);
+        },
+        [&](typename ValueTiles::Source& source, const Turns& turns) {
+          values.find(source);
+          shared.value_ring.wait_empty(turn);
+          load_tile(values, source, turns, shared.values, shared.value_ring, turn++);
+        });
+  }
+  template <class Tiles, class Slots, class Ring>
+  FP_DEVICE void load_tile(const Tiles& tiles, typename Tiles::Source& source, const Turns& turns, Slots& slots,
+                           const Ring& ring, u32 turn) const {
+    tiles.look_ahead(source, turns.next());
+    tiles.load(source, turns.now(), ptx::shared_address(slots[ring.slot(turn)]));
+    ptx::mbarrier_arrive_after_copies(ring.full_barrier(turn));
   }
 
   // Q, K and V by all four warps, through registers; the last one also walks the plan. A tile is asked for while the
@@ -275,12 +289,12 @@ struct PrefillLoad {
   }
 
   FP_DEVICE Extent extent_of(const Unit& unit) const {
-    if constexpr (Traits::loader == Loader::boxes) {
-      return KeyTiles(params, maps.k).extent(unit);
-    } else if constexpr (Warps::converts) {
+    if constexpr (Warps::converts) {
       return BothTiles::extent(params, unit);
+    } else if constexpr (Warps::by_rows) {
+      return KeyTiles::extent(unit);
     } else {
-      return BothTiles::extent(unit);
+      return KeyTiles(params, maps.k).extent(unit);
     }
   }
   FP_DEVICE void walk_plan() const {

@@ -1,6 +1,7 @@
 // What the warps of prefill_sm90 share: who does what, and the shared memory between them.
 #pragma once
 #include "flashpage/tile/converted_tiles.h"
+#include "flashpage/tile/row_tiles.h"
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/slot_ring.h"
 #include "flashpage/tile/unit.h"
@@ -17,7 +18,9 @@ struct PrefillWarps {
   static constexpr int computing = Traits::warps_q;
   static constexpr int groups = computing / 4;  // warpgroups of 64 rows
   static constexpr int threads = 32 * (loading + computing);
-  static constexpr int tile_arrivals = by_rows ? 32 * loading : converts ? loading : 1;  // at a tile of K or V
+  static constexpr int row_warps = 2;  // that load K, or V, by rows
+
+  static constexpr int tile_arrivals = by_rows ? 32 * row_warps : converts ? loading : 1;  // at a tile of K or V
   static constexpr int key_arrivals = tile_arrivals + (by_rows && has_mask_tiles<Traits> ? 1 : 0);
   static constexpr int query_arrivals = converts ? loading : 32;
   static constexpr int place_readers = computing + (by_rows || converts ? 4 : 3);  // warps: those that load too
@@ -54,6 +57,16 @@ struct PrefillStaged<Traits, true> {
   typename Tiles::Barriers staged_barriers[Tiles::warps];
 };
 
+// Where rows lie that are copied one by one; nothing where none are.
+template <class Traits, bool by_rows>
+struct PrefillRowTables {};
+template <class Traits>
+struct PrefillRowTables<Traits, true> {
+  static constexpr int warps = PrefillWarps<Traits>::row_warps;
+  typename RowTiles<Traits, typename Shape<Traits>::KeyRows, Traits::tile_kv, warps>::Table keys[warps];
+  typename RowTiles<Traits, typename Shape<Traits>::ValueRows, Traits::tile_kv, warps>::Table values[warps];
+};
+
 template <class Traits>
 struct PrefillShared : PrefillStaged<Traits, PrefillWarps<Traits>::converts> {
   using S = Shape<Traits>;
@@ -68,8 +81,9 @@ struct PrefillShared : PrefillStaged<Traits, PrefillWarps<Traits>::converts> {
   static constexpr int ring_bytes = stages * (Keys::tile_bytes + Values::tile_bytes);
   static constexpr int most_bytes = 232448;  // of a CTA on Hopper
   static constexpr int places_ahead = 4;     // units that are known, of the one that is computed on
-  static constexpr int queries =             // units whose Q is there
-      2 * query_bytes + ring_bytes + PrefillShared::staged_bytes + 1024 <= most_bytes ? 2 : 1;
+  using RowTables = PrefillRowTables<Traits, Warps::by_rows>;
+  static constexpr int other_bytes = PrefillShared::staged_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 1024;
+  static constexpr int queries = 2 * query_bytes + ring_bytes + other_bytes <= most_bytes ? 2 : 1;  // whose Q is there
 
   alignas(1024) u8 query[queries][query_bytes];
   alignas(1024) u8 keys[stages][Keys::tile_bytes];
@@ -82,6 +96,7 @@ struct PrefillShared : PrefillStaged<Traits, PrefillWarps<Traits>::converts> {
   u64 edge;  // barrier of a tile of values that the loading warp clears before it hands it over
   float query_factors[Warps::converts ? queries : 1][Traits::tile_q / 16];  // of the scores of sixteen rows
   typename select_type<has_mask_tiles<Traits>, VisitedTile[stages], NextTile>::type visited;  // of a slot of key_ring
+  RowTables row_tables;
 };
 
 }  // namespace flashpage

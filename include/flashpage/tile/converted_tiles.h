@@ -25,7 +25,7 @@ struct ConvertedTiles {
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
   static constexpr int warps = 4;
   static constexpr int warp_rows = round_up(ceil_div(tokens, warps), 8);  // the last warps may have less
-  static_assert(warp_rows <= 32);
+  static_assert(Traits::loader != Loader::converted || warp_rows <= 32);
   using StagedKeys = BlockRows<Stored, Traits::head_dim_qk, warp_rows>;
   using StagedValues = BlockRows<Stored, Traits::head_dim_vo, warp_rows>;
 

@@ -1,27 +1,51 @@
-// K or V of a unit by cp.async, tile by tile, as four warps: pages of any size, where boxes would be too small.
+// K or V of a unit by cp.async, tile by tile, as some warps: pages of any size, where boxes would be too small.
 #pragma once
-#include "flashpage/memory/kv_rows.h"
+#include "flashpage/params.h"
 #include "flashpage/ptx/cp_async.h"
+#include "flashpage/ptx/shared.h"
 #include "flashpage/tile/unit.h"
 #include "flashpage/tile/visible_tiles.h"
 
 namespace flashpage {
 
-// The interface of BoxTiles. Each warp takes every fourth eight of a tile's rows, and a lane looks one of its rows up.
-template <class Traits, int tokens>
+// The interface of BoxTiles. Each warp takes its share of a tile's rows, side by side. A lane looks up where one or two
+// of them lie, and tells the others through shared memory: two rows in one load, where shuffles would take four
+// instructions. `To`: BlockRows of a tile.
+template <class Traits, class To, int tokens, int warps>
 struct RowTiles {
   using Cache = typename Traits::Cache;
-  using Rows = KvRows<Traits::kv_source>;
-  static constexpr int warps = 4;
-  static constexpr int warp_rows = ceil_div(tokens, 8 * warps) * 8;  // at most; the last warps may have less
-  static_assert(Traits::loader != Loader::rows || warp_rows <= 32);
+  static constexpr int warp_rows = tokens / warps;
+  static constexpr int groups = ceil_div(warp_rows, 32);  // of rows that the lanes look up at once
 
-  // One unit's K and V.
+  static_assert(warp_rows % 8 == 0 && Traits::kv_source == KvSource::paged);  // ragged K and V are boxes
+
+  // Lanes side by side copy 16 bytes each of a row's first 128, then of the next 128: one address serves them all. A
+  // lane copies from two neighbouring rows, then from those that lie `rows_a_pair` further on.
+  static constexpr int chunks = To::used_bytes / 16;
+  static constexpr int row_lanes = min_of(8, power_of_two_from(chunks));
+  static constexpr int rows_a_pair = 2 * 32 / row_lanes;
+  static constexpr int pairs = ceil_div(warp_rows, rows_a_pair);
+  static constexpr int most_at_once = has_mask_tiles<Traits> ? 2 : 4;  // pairs whose sources are in registers
+  static constexpr int batch = ceil_div(pairs, ceil_div(pairs, most_at_once));
+
+  // Where a warp's rows of a tile lie.
+  struct alignas(16) Table {
+    u64 rows[pairs * rows_a_pair];
+  };
+
+  // Where a row is: its page, which is looked up, and its place in it.
+  struct Found {
+    u32 page, row;
+  };
+  // One unit's K or V.
   struct Source {
-    i64 offset;  // paged: of the first page number; ragged: of the first row
-    i32 kv_head, first_token, kv_begin, kv_end;
+    const i32* pages;  // of the request
+    const u8* head;    // the KV head's first row in page 0
+    i32 first_token, kv_begin, kv_end;
     i32 tiles;
-    i32 found, found_next;  // pages of the lane's row of two tiles
+    int lane, first_row;  // the warp's first
+    u32 table;
+    Found found[groups];  // the lane's rows of the tile in turn
   };
   struct Extent {
     i32 first_token;
@@ -29,6 +53,11 @@ struct RowTiles {
   };
 
   const AttentionParams& params;
+  const KvView& view;
+  const Table (&tables)[warps];
+
+  FP_DEVICE RowTiles(const AttentionParams& params, const KvView& view, const Table (&tables)[warps])
+      : params(params), view(view), tables(tables) {}
 
   FP_DEVICE static Extent extent(const Unit& unit) {
     if constexpr (has_mask_tiles<Traits>) return {};  // numbered within the request, and found elsewhere
@@ -38,45 +67,95 @@ struct RowTiles {
   FP_DEVICE Source open(const Place& place) const {
     const Extent covered = extent(place.unit);
     const Unit& unit = place.unit;
-    return {place.item.kv_offset, unit.kv_head, covered.first_token, unit.kv_begin, unit.kv_end, covered.tiles, 0, 0};
+    const Cache* head = static_cast<const Cache*>(view.data) + unit.kv_head * view.head_stride;
+    // What follows from the thread is computed anew: what happens between units needs the registers.
+    const int thread = ptx::opaque(threadIdx.x), warp = thread / 32 % warps;
+    return {params.kv_indices + place.item.kv_offset,
+            reinterpret_cast<const u8*>(head),
+            covered.first_token,
+            unit.kv_begin,
+            unit.kv_end,
+            covered.tiles,
+            thread % 32,
+            warp * warp_rows,
+            ptx::shared_address(tables) + warp * static_cast<u32>(sizeof(Table)),
+            {}};
   }
-  // The first look-ups begin: of the first two tiles in turn.
-  FP_DEVICE void look_ahead(Source& source, int tile, int next) const {
-    source.found = look_up(source, tile);
-    source.found_next = look_up(source, next);
+  // The first look-ups begin.
+  FP_DEVICE void look_ahead(Source& source, int tile, int) const { look_ahead(source, tile); }
+  // Those of a tile, in the registers of those before: a move would wait for them.
+  FP_DEVICE void look_ahead(Source& source, int tile) const {
+#pragma unroll
+    for (int group = 0; group < groups; ++group) {
+      const i32 token = source.first_token + tile * tokens + source.first_row + group * 32 + source.lane;
+      Found& found = source.found[group];
+      u32 page;
+      params.page.divmod(token, page, found.row);
+      if (is_mine(source, group) && token < source.kv_end) found.page = __ldg(source.pages + page);
+    }
   }
-  FP_DEVICE void advance(Source& source, int ahead) const {
-    source.found = source.found_next;
-    source.found_next = look_up(source, ahead);
+  // They end, and the warp knows them.
+  FP_DEVICE void find(const Source& source) const {
+    __syncwarp();  // who reads the table has read it
+#pragma unroll
+    for (int group = 0; group < groups; ++group) {
+      const Found& found = source.found[group];
+      const u64 row = reinterpret_cast<u64>(source.head) +
+                      (found.page * view.page_stride + found.row * view.token_stride) * sizeof(Cache);
+      if (is_mine(source, group))
+        ptx::store_shared(source.table + (group * 32 + source.lane) * 8, static_cast<u32>(row),
+                          static_cast<u32>(row >> 32));
+    }
+    __syncwarp();
   }
 
-  // What the unit does not see becomes zero. `To`: BlockRows of a tile.
-  template <class To>
-  FP_DEVICE void load(const Source& source, const KvView& view, int tile, u32 to) const {
-    constexpr int chunks = To::used_bytes / 16, pieces = warp_rows * chunks;
-    const i32 first = source.first_token + tile * tokens, count = source.kv_end - first;
+  // The tile in turn, whose rows have been found. What the unit does not see becomes zero.
+  FP_DEVICE void load(const Source& source, int tile, u32 to) const {
+    const i32 first = source.first_token + tile * tokens + source.first_row, count = source.kv_end - first;
     const i32 hidden = has_mask_tiles<Traits> ? source.kv_begin - first : 0;  // rows before what the unit sees
-    const i32 token = max_of(0, min_of(first + row_in_tile(lane()), source.kv_end - 1));
-    const u64 mine = reinterpret_cast<u64>(
-        Rows(params, source.offset).template row<Cache>(view, source.found, token, source.kv_head));
-#pragma unroll 2
-    for (int i = 0; i < pieces; i += 32) {
-      const int piece = min_of(i + lane(), pieces - 1), row = piece / chunks, chunk = piece % chunks;
-      const u8* from = reinterpret_cast<const u8*>(__shfl_sync(0xffffffff, mine, row)) + chunk * 16;
-      const int at = row_in_tile(row);
-      if (tokens % (8 * warps) == 0 || at < tokens)
-        ptx::cp_async<16>(to + To::chunk_offset(at, chunk), from, at >= hidden && at < count);
+    if (hidden <= 0 && count >= warp_rows) {
+      copy<true>(source, to + source.first_row * 128, 0, warp_rows);
+    } else {
+      copy<false>(source, to + source.first_row * 128, hidden, count);
     }
   }
 
  private:
-  FP_DEVICE static int lane() { return threadIdx.x % 32; }
-  // Of the warp's rows, one after the other.
-  FP_DEVICE static int row_in_tile(int row) { return row / 8 * (8 * warps) + threadIdx.x / 32 % warps * 8 + row % 8; }
+  FP_DEVICE static bool is_mine(const Source& source, int group) {
+    return group * 32 + 32 <= warp_rows || group * 32 + source.lane < warp_rows;
+  }
 
-  FP_DEVICE i32 look_up(const Source& source, int tile) const {
-    const i32 token = source.first_token + tile * tokens + row_in_tile(lane());
-    return lane() < warp_rows && token < source.kv_end ? Rows(params, source.offset).look_up(token) : 0;
+  // `all`: no row is hidden.
+  template <bool all>
+  FP_DEVICE void copy(const Source& source, u32 to, i32 hidden, i32 count) const {
+    const int chunk = source.lane % row_lanes, lane_row = source.lane / row_lanes * 2;
+    const u32 lane_to = to + To::chunk_offset(lane_row, chunk), lane_from = source.table + lane_row * 8;
+#pragma unroll(all ? pairs : 1)
+    for (int begin = 0; begin < pairs; begin += batch) {
+      // Sources first: ptxas lets a cp.async wait for the accesses to shared memory before it.
+      u32 from[batch][4];
+#pragma unroll
+      for (int i = 0; i < batch; ++i)
+        if (pairs % batch == 0 || begin + i < pairs)
+          ptx::load_shared(from[i], lane_from + (begin + i) * rows_a_pair * 8);
+#pragma unroll
+      for (int i = 0; i < batch * 2; ++i) {
+        const int before = (begin + i / 2) * rows_a_pair + i % 2, row = before + lane_row;
+        if (pairs % batch != 0 && begin + i / 2 >= pairs) break;
+        if (pairs * rows_a_pair > warp_rows && row >= warp_rows) continue;
+        const u32* words = from[i / 2] + i % 2 * 2;
+        const u64 begin_of_row = static_cast<u64>(words[1]) << 32 | words[0];
+        copy_row((lane_to ^ (before & 7) * 16) + before * 128, reinterpret_cast<const u8*>(begin_of_row) + chunk * 16,
+                 chunk, all || ((!has_mask_tiles<Traits> || row >= hidden) && row < count));
+      }
+    }
+  }
+  // The lane's pieces of one row.
+  FP_DEVICE void copy_row(u32 to, const u8* from, int chunk, bool exists) const {
+#pragma unroll
+    for (int first = 0; first < chunks; first += row_lanes)
+      if (first + row_lanes <= chunks || first + chunk < chunks)
+        ptx::cp_async<16>(to + To::chunk_offset(0, first), from + first * 16, exists);
   }
 };
 

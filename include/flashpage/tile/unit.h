@@ -84,7 +84,7 @@ struct PlaceCursor {
     open_item(params, tile_q, start.first, place);
   }
   FP_DEVICE void next(const AttentionParams& params, i32 tile_q, i32 passes, const Place& last, Place& place) {
-    if (last.pass + 1 < passes) {
+    if (passes > 1 && last.pass + 1 < passes) {
       place = last;
       ++place.pass;
     } else {
