@@ -1,8 +1,10 @@
 // What Python calls without ctypes in between: tensors arrive as objects, and torch's DLPack functions read them.
+#include <algorithm>
 #include <cstring>
 
 #include "dlpack.h"
 #include "errors.h"
+#include "slots.h"
 
 namespace flashpage::host {
 namespace {
@@ -163,6 +165,22 @@ bool copy_lengths(void* object, int64_t count, char* copy, fp_index_array& array
   return true;
 }
 
+// Rows of the requests that have the fewest and the most.
+void find_extremes(fp_lengths& to) {
+  const fp_index_array& array = to.problem->q_indptr;
+  int64_t least = INT64_MAX, most = 0;
+  if (array.data != nullptr) {
+    for (int64_t i = 1, before = number(array, 0); i < array.length; ++i) {
+      const int64_t end = number(array, i), rows = end - before;
+      before = end;
+      if (rows > 0) least = std::min(least, rows);
+      most = std::max(most, rows);
+    }
+  }
+  to.least_rows = most > 0 ? least : 0;
+  to.most_rows = most;
+}
+
 // The rows of the batch; -1: see fp_py_lengths.
 int64_t take_lengths(fp_lengths& to, int64_t batch, void* const* tensors) {
   fp_problem& problem = *to.problem;
@@ -174,6 +192,7 @@ int64_t take_lengths(fp_lengths& to, int64_t batch, void* const* tensors) {
   if (problem.kv_indptr.data == nullptr) return -1;
   problem.batch = static_cast<int32_t>(batch);
   to.kv_begin = number(problem.kv_indptr, 0);
+  find_extremes(to);
   if (problem.q_indptr.data == nullptr) return 0;
   const int64_t rows = number(problem.q_indptr, batch) - number(problem.q_indptr, 0);
   return rows > 0 ? rows : 0;  // less is an error that the planner tells
@@ -215,6 +234,18 @@ void* fp_py_slots_plan(void*, void* const* arguments, intptr_t) {
     host::WithoutInterpreter others;
     status =
         fp_slots_plan(call->slots, call->problem, schedule, call->destination, call->capacity, stream, call->result);
+  }
+  return host::to_int(status);
+}
+
+void* fp_py_slots_plan_parts(void*, void* const* arguments, intptr_t) {
+  const auto* call = host::pointer<fp_slots_call>(arguments[0]);
+  auto* parts = host::pointer<fp_parts>(arguments[1]);
+  void* stream = host::pointer<void>(arguments[2]);
+  int32_t status;
+  {
+    host::WithoutInterpreter others;
+    status = host::slots_plan_parts(*call, *parts, stream);
   }
   return host::to_int(status);
 }

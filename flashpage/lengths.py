@@ -66,6 +66,16 @@ class HeldLengths:
         begin: int = self._struct.kv_begin
         return begin
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether requests that have rows differ in how many."""
+        return self._struct.least_rows != self._struct.most_rows
+
+    @property
+    def extremes(self) -> tuple[int, int]:
+        """Rows of the requests that have the fewest and the most, of those that have any."""
+        return self._struct.least_rows, self._struct.most_rows
+
     def by_request(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """q_indptr, kv_indptr, last_page_len and kv_lens, int64; None: not given."""
         found = [None if array.data is None else self._numbers(i).long() for i, array in enumerate(self._arrays)]
@@ -90,9 +100,13 @@ class HeldLengths:
                 return None
             self._hold(i, tensor, batch + (i < 2))
         self._struct.kv_begin = int(self._numbers(1)[0])
+        self._struct.least_rows = self._struct.most_rows = 0
         if given.q_indptr is None:
             return 0
         rows = self._numbers(0)
+        counts = rows.diff()
+        if len(counts := counts[counts > 0]):
+            self._struct.least_rows, self._struct.most_rows = int(counts.min()), int(counts.max())
         return max(0, int(rows[-1]) - int(rows[0]))
 
     def _hold(self, i: int, tensor: torch.Tensor, length: int) -> None:

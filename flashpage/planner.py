@@ -143,6 +143,11 @@ class Planner:
         return self._slots[0].result.total_q
 
     @property
+    def rows_of_requests(self) -> tuple[int, int]:
+        """Of the present plan's requests that have any: the fewest and the most. (0, 0): all have as many."""
+        return self._lengths.extremes if self._lengths.is_uneven else (0, 0)
+
+    @property
     def kv_end(self) -> int:
         """Where the present plan's kv_indptr ends: pages, ragged: tokens."""
         return self._slots[0].result.total_pages

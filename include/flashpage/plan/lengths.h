@@ -21,6 +21,10 @@ struct Lengths {
   IndexArray kv_lens;
   i32 page_size;  // tokens; 0: ragged
   bool has_custom_mask;
+  i32 least_rows;  // of a request that the plan serves; others keep their place and have no row tiles
+  i32 most_rows;   // 0: any number
+
+  bool serve(i64 q_len) const { return q_len >= least_rows && (most_rows == 0 || q_len <= most_rows); }
 };
 
 struct Request {
@@ -29,7 +33,7 @@ struct Request {
   i32 q_begin;      // rows
   i32 q_len;        // rows
   i32 kv_len;       // tokens
-  i32 tiles;        // row tiles; 0: no rows
+  i32 tiles;        // row tiles; 0: no rows, or not served
   i32 number;       // how many before this request have any
   double cost;      // of everything before this request on the cost axis, ns
 };
@@ -53,6 +57,8 @@ struct LengthTotals {
   i64 units = 0;  // row tiles over all KV heads
   i32 max_q_len = 0;
   i32 max_kv_len = 0;
+  i64 served_tokens = 0;  // of requests that the plan serves
+  i32 max_served_len = 0;
 };
 
 struct AnyIndex {
@@ -87,6 +93,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
   if (kv_end < 0) return {LengthArray::kv_indptr, negative_first, 0, kv_end, 0};
 
   i64 known_q_len = 0, tiles = 0;  // neighbours mostly have the same number of rows: divide once
+  bool is_served = lengths.serve(0);
   for (i64 i = 0; i < lengths.batch; ++i) {
     const i64 q_begin = q_end, kv_begin = kv_end;
     q_end = has_q_indptr ? q_indptr[i + 1] : q_begin + lengths.q_len_per_request;
@@ -117,6 +124,8 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
       const i64 limit = max_i32 / max_of<i64>(group, 1);
       if (q_len > limit || tiles * num_kv_heads > max_i32)
         return {LengthArray::q_indptr, overflow, i + 1, q_len, limit};
+      is_served = lengths.serve(q_len);
+      if (!is_served) tiles = 0;
     }
     requests[i] = {kv_begin,
                    totals.mask_bytes,
@@ -130,6 +139,10 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
     totals.units += tiles * num_kv_heads;
     totals.max_q_len = max_of(totals.max_q_len, static_cast<i32>(q_len));
     totals.max_kv_len = max_of(totals.max_kv_len, static_cast<i32>(kv_len));
+    if (is_served) {
+      totals.served_tokens += kv_len;
+      totals.max_served_len = max_of(totals.max_served_len, static_cast<i32>(kv_len));
+    }
     if (lengths.has_custom_mask) totals.mask_bytes += ceil_div<i64>(q_len * kv_len, 8);
   }
   totals.q_rows = q_end;
