@@ -1,6 +1,7 @@
 // What Python calls without ctypes in between: tensors arrive as objects, and torch's DLPack functions read them.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "dlpack.h"
 #include "errors.h"
@@ -165,20 +166,28 @@ bool copy_lengths(void* object, int64_t count, char* copy, fp_index_array& array
   return true;
 }
 
-// Rows of the requests that have the fewest and the most.
-void find_extremes(fp_lengths& to) {
-  const fp_index_array& array = to.problem->q_indptr;
-  int64_t least = INT64_MAX, most = 0;
-  if (array.data != nullptr) {
-    for (int64_t i = 1, before = number(array, 0); i < array.length; ++i) {
-      const int64_t end = number(array, i), rows = end - before;
-      before = end;
-      if (rows > 0) least = std::min(least, rows);
-      most = std::max(most, rows);
-    }
+// Rows of the requests that have the fewest and the most. Without branches, for vector registers.
+template <class T>
+void find_extremes(const T* ends, int64_t requests, fp_lengths& to) {
+  using Count = std::make_unsigned_t<T>;
+  Count least = 0, most = 0;  // the former less one: no rows are then the most that there can be
+  --least;
+  for (int64_t i = 0; i < requests; ++i) {
+    const Count rows = static_cast<Count>(ends[i + 1]) - static_cast<Count>(ends[i]);
+    least = std::min<Count>(least, rows - 1);
+    most = std::max(most, rows);
   }
-  to.least_rows = most > 0 ? least : 0;
-  to.most_rows = most;
+  to.most_rows = static_cast<int64_t>(most);
+  to.least_rows = most > 0 ? static_cast<int64_t>(least) + 1 : 0;
+  to.is_uneven = to.least_rows != to.most_rows;
+}
+
+void find_extremes(fp_lengths& to) {
+  const fp_index_array& rows = to.problem->q_indptr;
+  to.least_rows = to.most_rows = to.is_uneven = 0;
+  if (rows.data == nullptr) return;
+  if (rows.is_int64) return find_extremes(static_cast<const int64_t*>(rows.data), rows.length - 1, to);
+  find_extremes(static_cast<const int32_t*>(rows.data), rows.length - 1, to);
 }
 
 // The rows of the batch; -1: see fp_py_lengths.

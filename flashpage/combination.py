@@ -14,7 +14,7 @@ import torch
 from . import backends, host
 from .errors import PlanError
 from .mask_tiles import MaskTiles
-from .parts import Part, Parts, most_few_rows
+from .parts import Part, Parts, may_have_parts, most_few_rows
 from .prepare import Prepared, trace
 from .problem import Options
 from .slots import PlanSlot
@@ -35,8 +35,8 @@ class Combination:
     """Options, the slot that holds their plan, and the kernels for each class of rows met so far."""
 
     __slots__ = (
-        *("_checked_for", "_frozen_rows", "_parts", "_prepared", "generation", "mask_tiles", "num_ctas", "num_merges"),
-        *("options", "prepared", "second", "slot"),
+        *("_checked_for", "_frozen_rows", "_may_have_parts", "_parts", "_prepared", "generation", "mask_tiles"),
+        *("num_ctas", "num_merges", "options", "prepared", "second", "slot"),
     )
 
     def __init__(self, options: Options) -> None:
@@ -44,6 +44,7 @@ class Combination:
         self.slot: PlanSlot
         self.prepared: Prepared  # of a batch in two parts: the first one's
         self.second: Part | None = None  # of the present plan
+        self._may_have_parts = may_have_parts(options)
         self._parts: Parts | None = None  # known at the first batch whose requests differ in rows
         self.mask_tiles = MaskTiles()
         self.generation = 0  # of the wrapper's plan that this one belongs to
@@ -63,7 +64,8 @@ class Combination:
             planner.problem_options = options
             problem.causal, problem.window_left = options.causal, options.window_left
             problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
-        if not self._plan_parts(planner, slot, stream):
+        is_uneven = self._may_have_parts and planner.lengths.struct.is_uneven
+        if not (is_uneven and self._plan_parts(planner, slot, stream)):
             self._plan_whole(planner, slot, stream)
         self.generation = planner.generation
 
@@ -81,13 +83,12 @@ class Combination:
 
     def _plan_parts(self, planner: Planner, slot: PlanSlot, stream: int) -> bool:
         """Plans a batch of requests with few rows and requests with many in two, where that is better."""
-        fewest, most = planner.rows_of_requests
-        if most == 0 or planner.is_graph:  # what a graph launches is the same for all its batches
+        if planner.is_graph:  # what a graph launches is the same for all its batches
             return False
         if self._parts is None:
             self._parts = Parts(most_few_rows(self.options, planner.device))
         parts = self._parts
-        if not fewest <= parts.most_few_rows < most:
+        if not planner.lengths.struct.least_rows <= parts.most_few_rows < planner.lengths.struct.most_rows:
             return False
         few, many = (self._prepared_for(planner, *sizes) for sizes in parts.count(planner.problem_address))
         room = planner.partial_rows(self.options.head_dim_vo)

@@ -27,13 +27,13 @@ LEAST_GAIN_NS = 6000.0  # by the cost model, which knows nothing of the second l
 _MANY_ROWS = 1 << 20
 
 
-def most_few_rows(options: Options, device: torch.device) -> int:
-    """Rows of q up to which a request belongs to the first part of a batch; 0: no batch has parts.
+def may_have_parts(options: Options) -> bool:
+    """Not with masks, whose tiles are looked up for one plan, and not where a batch must not choose tile and split."""
+    return not (options.uniform_q_len or options.is_batch_invariant or options.has_mask)
 
-    Not of masks, whose tiles are looked up for one plan, and not where tile and split must not depend on the batch.
-    """
-    if options.uniform_q_len or options.is_batch_invariant or options.has_mask:
-        return 0
+
+def most_few_rows(options: Options, device: torch.device) -> int:
+    """Rows of q up to which a request belongs to the first part of a batch; 0: no batch has parts."""
     few, many = (backends.choose(backends.Problem(options, rows), device).capability for rows in (1, _MANY_ROWS))
     works = few is not many and few.runs_beside and many.runs_beside
     return few.max_packed_rows // options.group_size if works else 0

@@ -24,7 +24,7 @@ struct Lengths {
   i32 least_rows;  // of a request that the plan serves; others keep their place and have no row tiles
   i32 most_rows;   // 0: any number
 
-  bool serve(i64 q_len) const { return q_len >= least_rows && (most_rows == 0 || q_len <= most_rows); }
+  bool serves(i64 q_len) const { return q_len >= least_rows && (most_rows == 0 || q_len <= most_rows); }
 };
 
 struct Request {
@@ -77,6 +77,18 @@ struct PlainInt32 {
   const i32* data;
 };
 
+inline void count_served(const Lengths& lengths, const Request* requests, LengthTotals& totals) {
+  totals.served_tokens = totals.kv_tokens;
+  totals.max_served_len = totals.max_kv_len;
+  if (lengths.least_rows == 0 && lengths.most_rows == 0) return;
+  totals.served_tokens = totals.max_served_len = 0;
+  for (i32 i = 0; i < lengths.batch; ++i) {
+    if (requests[i].tiles == 0) continue;
+    totals.served_tokens += requests[i].kv_len;
+    totals.max_served_len = max_of(totals.max_served_len, requests[i].kv_len);
+  }
+}
+
 // Reads and checks every request. `group` and `tile_q` give the row tiles.
 template <class Index>
 LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i32 tile_q, Request* requests,
@@ -93,7 +105,6 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
   if (kv_end < 0) return {LengthArray::kv_indptr, negative_first, 0, kv_end, 0};
 
   i64 known_q_len = 0, tiles = 0;  // neighbours mostly have the same number of rows: divide once
-  bool is_served = lengths.serve(0);
   for (i64 i = 0; i < lengths.batch; ++i) {
     const i64 q_begin = q_end, kv_begin = kv_end;
     q_end = has_q_indptr ? q_indptr[i + 1] : q_begin + lengths.q_len_per_request;
@@ -124,8 +135,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
       const i64 limit = max_i32 / max_of<i64>(group, 1);
       if (q_len > limit || tiles * num_kv_heads > max_i32)
         return {LengthArray::q_indptr, overflow, i + 1, q_len, limit};
-      is_served = lengths.serve(q_len);
-      if (!is_served) tiles = 0;
+      if (!lengths.serves(q_len)) tiles = 0;
     }
     requests[i] = {kv_begin,
                    totals.mask_bytes,
@@ -139,14 +149,11 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
     totals.units += tiles * num_kv_heads;
     totals.max_q_len = max_of(totals.max_q_len, static_cast<i32>(q_len));
     totals.max_kv_len = max_of(totals.max_kv_len, static_cast<i32>(kv_len));
-    if (is_served) {
-      totals.served_tokens += kv_len;
-      totals.max_served_len = max_of(totals.max_served_len, static_cast<i32>(kv_len));
-    }
     if (lengths.has_custom_mask) totals.mask_bytes += ceil_div<i64>(q_len * kv_len, 8);
   }
   totals.q_rows = q_end;
   totals.kv_entries = kv_end;
+  count_served(lengths, requests, totals);
   return {};
 }
 
