@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "flashpage/plan/cost.h"
-#include "flashpage/plan/lanes.h"
+#include "flashpage/plan/work_item.h"
 #include "planner.h"
 
 using namespace flashpage;
@@ -17,7 +17,6 @@ namespace {
 
 // The kernel for many rows reads keys and values more slowly than the other, however few rows look at them.
 constexpr double few_in_many = 1.1;
-constexpr i64 second_alignment = 128;  // bytes, of the second plan
 
 fp_problem few_of(const fp_problem& problem, const fp_parts& parts) {
   fp_problem few = problem;
@@ -99,7 +98,7 @@ int32_t plan_parts(const fp_problem& problem, fp_parts& parts, void* buffer, int
   parts.schedules[1].num_ctas = parts.few->num_ctas - few_ctas;
   int32_t status = fp_plan(&problems[0], &parts.schedules[0], buffer, capacity, &parts.results[0]);
   if (status != FP_OK && status != FP_WORKSPACE_TOO_SMALL) return status;
-  parts.second_offset = round_up<i64>(parts.results[0].used_bytes, second_alignment);
+  parts.second_offset = round_up<i64>(parts.results[0].used_bytes, alignof(PlanHeader));
   parts.second_partial_row = round_up<i64>(parts.results[0].num_partial_rows, 4);  // their LSEs start on 16 bytes
   const int64_t left = capacity - parts.second_offset;
   status = fp_plan(&problems[1], &parts.schedules[1], static_cast<char*>(buffer) + parts.second_offset,

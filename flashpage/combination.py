@@ -14,7 +14,7 @@ import torch
 from . import backends, host
 from .errors import PlanError
 from .mask_tiles import MaskTiles
-from .parts import Part, Parts, may_have_parts, most_few_rows
+from .parts import Part, Parts, largest_schedules, may_have_parts, most_few_rows
 from .prepare import Prepared, trace
 from .problem import Options
 from .slots import PlanSlot
@@ -185,18 +185,29 @@ class Combination:
 def workspace_bounds(
     options: Options, batch: int, total_q: int, total_kv: int, device: torch.device
 ) -> tuple[int, int]:
-    """Bytes of the float and the int workspace that no batch within these sizes exceeds."""
-    return bounds_of(Prepared(options, backends.packed_rows(options, batch, total_q), device), batch, total_q, total_kv)
+    """Bytes of the float and the int workspace that no batch within these sizes exceeds, planned as a whole or in
+    parts."""
+    prepared = Prepared(options, backends.packed_rows(options, batch, total_q), device)
+    float_bytes, int_bytes = bounds_of(prepared, batch, total_q, total_kv)
+    float_of_parts = int_of_parts = 0
+    for schedule in largest_schedules(options, prepared.schedule.num_ctas, device):
+        of_part = _bounds(options, schedule, batch, total_q, total_kv)
+        float_of_parts += of_part[0]
+        int_of_parts += -(-of_part[1] // 16) * 16  # a plan starts on 16 bytes
+    return max(float_bytes, float_of_parts), max(int_bytes, int_of_parts)
 
 
 def bounds_of(prepared: Prepared, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
-    """The same where kernel and schedule are known."""
-    options = prepared.options
+    """The same of a whole where kernel and schedule are known."""
+    return _bounds(prepared.options, prepared.schedule, batch, total_q, total_kv)
+
+
+def _bounds(options: Options, schedule: host.Schedule, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
     max_q_rows = 0 if options.uniform_q_len == 1 else total_q  # 0: one row a request, which bounds a fixed split closer
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
     host.check(
         host.load().fp_plan_bounds(
-            *(batch, max_q_rows, total_kv, options.num_q_heads, options.num_kv_heads, prepared.schedule_address),
+            *(batch, max_q_rows, total_kv, options.num_q_heads, options.num_kv_heads, ctypes.byref(schedule)),
             *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
         )
     )

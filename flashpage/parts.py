@@ -39,6 +39,16 @@ def most_few_rows(options: Options, device: torch.device) -> int:
     return few.max_packed_rows // options.group_size if works else 0
 
 
+def largest_schedules(options: Options, num_ctas: int, device: torch.device) -> list[host.Schedule]:
+    """Of both parts, with the largest row tiles: for memory that two plans need at most. Empty: no batch has parts."""
+    if not may_have_parts(options) or not (limit := most_few_rows(options, device)):
+        return []
+    choices = (
+        backends.choose(backends.Problem(options, rows), device) for rows in (limit * options.group_size, _MANY_ROWS)
+    )
+    return [backends.schedule(choice, options, num_ctas) for choice in choices]
+
+
 @dataclasses.dataclass
 class Part:
     """One of the two, for its launch."""

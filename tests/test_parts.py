@@ -339,18 +339,17 @@ def test_what_is_planned_as_a_whole(two_kernels: None) -> None:
     same(step.run(graph), step.run(step.planned()))
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_promised_workspaces_suffice(which: int, two_kernels: None) -> None:
-    step = Step()
-    wrapper = step.planned()
-    promised = wrapper.workspace_size(
-        step.rows, *step.lengths, HEADS, KV_HEADS, DIM, PAGE, causal=True, q_data_type=torch.float32
-    )
-    sizes = [16 << 20, 16 << 20]
-    sizes[which] = promised[which]
-    wrapper.reset_workspace_buffer(*(torch.empty(size, dtype=torch.uint8) for size in sizes))
-    step.plan(wrapper)
-    same(step.run(wrapper), step.run(step.planned()))
+def test_promised_workspaces_hold_both_plans(two_kernels: None) -> None:
+    for rows, kv_lens in ((ROWS, KV_LENS), ((1, 90), (6000, 90)), ((1, 900) * 5, (3000, 900) * 5)):
+        step = Step(rows, kv_lens)
+        wrapper = step.planned()
+        promised = wrapper.workspace_size(
+            *(step.rows, *step.lengths, HEADS, KV_HEADS, DIM, PAGE), causal=True, q_data_type=torch.float32
+        )
+        wrapper.reset_workspace_buffer(*(torch.empty(size, dtype=torch.uint8) for size in promised))
+        step.plan(wrapper)
+        assert isinstance(wrapper.last_plan, PartedPlan)
+        same(step.run(wrapper), step.run(step.planned()))
 
 
 def test_wrong_lengths_are_told_as_ever(two_kernels: None) -> None:
