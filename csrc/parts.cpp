@@ -116,6 +116,7 @@ int32_t plan_parts(const fp_problem& problem, fp_parts& parts, void* buffer, int
 
 void fp_parts_count(const fp_problem* problem, fp_parts* parts) {
   parts->few_requests = parts->few_rows = parts->many_requests = parts->many_rows = 0;
+  if (problem->q_indptr.data == nullptr) return;  // all have as many
   const auto row = [array = problem->q_indptr](int64_t i) {
     const int64_t at = i * array.stride;
     return array.is_int64 ? static_cast<const int64_t*>(array.data)[at] : static_cast<const int32_t*>(array.data)[at];

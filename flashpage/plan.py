@@ -175,7 +175,8 @@ def plan_lengths(
     """Plans lengths on the host alone: no wrapper, no device, no kernel.
 
     `q_lens` None: one row a request (decode). `tile` and `cost` are the backend's of flashpage/tiles.py unless given.
-    `page_size` 0: ragged. PlanError where the lengths do not fit together.
+    `page_size` 0: ragged. PlanError where the lengths do not fit together. The plan is one, also where a card would
+    take a mixed batch in two parts (parts.py).
     """
     rows = [1] * len(kv_lens) if q_lens is None else list(q_lens)
     vo = head_dim if head_dim_vo is None else head_dim_vo
