@@ -41,6 +41,7 @@ class Capability:
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
     mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel has found
     query_boxes: bool = False  # it takes q by a tensor map where q has one
+    runs_beside: bool = False  # its launch may stand beside another one's of the same run (kernels/beside.h)
 
     def refusals(self, problem: Problem, sm: int) -> list[str]:
         """Why this kernel cannot; empty: it can."""
@@ -126,6 +127,7 @@ DECODE_SM90 = Capability(
     row_alignment=16,
     loader=_boxes_or_rows,
     merges_in_launch=True,
+    runs_beside=True,
 )
 
 PREFILL_SM90 = Capability(
@@ -139,6 +141,7 @@ PREFILL_SM90 = Capability(
     loader=_prefill_loader,
     query_boxes=True,
     mask_tiles=_has_mask_tiles,
+    runs_beside=True,
 )
 
 CAPABILITIES = (

@@ -47,7 +47,7 @@ class Planner:
         self.problem_address = ctypes.addressof(self._problem)
         self.use_int_buffer(torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
         self.problem_options: Options | None = None  # those that the struct holds
-        self._lengths = HeldLengths(self._problem, length_names)
+        self.lengths = HeldLengths(self._problem, length_names)
         self._known: dict[Options, Combination] = {}
         self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
         self._variations: dict[Variation, Combination] = {}
@@ -163,7 +163,7 @@ class Planner:
         """Lengths and page numbers -> a plan for every active combination."""
         self.invalidate()
         self._tables = None
-        rows = self._lengths.take(batch, given)
+        rows = self.lengths.take(batch, given)
         if rows is None:
             self._plan_from_device(batch, given, kv_indices, non_blocking)
             return
@@ -175,7 +175,7 @@ class Planner:
         if self.capacity is not None:
             self.capacity.check_sizes(self.total_q, self.kv_end, self.options)
         if self._indices_name:
-            self.indices.set(kv_indices, self._lengths.kv_begin, self.kv_end, non_blocking, self._indices_name)
+            self.indices.set(kv_indices, self.lengths.kv_begin, self.kv_end, non_blocking, self._indices_name)
         self.is_planned = True
 
     def _plan_from_device(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
@@ -229,7 +229,7 @@ class Planner:
         """q_indptr, kv_indptr and tokens of each request."""
         if self._tables is not None:
             return self._tables.numbers()
-        q_indptr, kv_indptr, last_page_len, kv_lens = self._lengths.by_request()
+        q_indptr, kv_indptr, last_page_len, kv_lens = self.lengths.by_request()
         page_size = self._problem.page_size
         if q_indptr is None:
             q_indptr = torch.arange(self.batch + 1) * self._problem.q_len_per_request

@@ -26,6 +26,14 @@ class Batch:
     has_custom_mask: bool = False
     q_start: int = 0
     kv_start: int = 0
+    least_rows: int = 0  # of the requests that the plan serves
+    most_rows: int = 0  # 0: any number
+
+    @property
+    def served_q_lens(self) -> np.ndarray:
+        """Rows that the plan has work for."""
+        is_served = (self.q_lens >= self.least_rows) & ((self.q_lens <= self.most_rows) | (self.most_rows == 0))
+        return np.where(is_served, self.q_lens, 0)
 
     @property
     def group(self) -> int:
@@ -109,6 +117,8 @@ def problem_of(batch: Batch, arrays: dict[str, np.ndarray | None]) -> host.Probl
         int(batch.causal),
         batch.window_left,
         int(batch.has_custom_mask),
+        batch.least_rows,
+        batch.most_rows,
     )
 
 

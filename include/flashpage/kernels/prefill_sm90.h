@@ -3,9 +3,9 @@
 // One CTA an SM. A warpgroup loads: K, V and Q each by a warp of its own, ahead of everyone else. The others
 // compute, 64 rows each, over the same tiles of K and V. Partials of cut units are merged by a launch of their own.
 #pragma once
+#include "flashpage/kernels/beside.h"
 #include "flashpage/kernels/prefill_sm90_compute.h"
 #include "flashpage/kernels/prefill_sm90_load.h"
-#include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/registers.h"
 
 namespace flashpage {
@@ -40,11 +40,11 @@ struct PrefillSm90 {
     }
     clear_padding(shared);
     __syncthreads();
-    ptx::grid_dependency_wait();
+    wait_for_inputs(params.beside);
     if (threadIdx.x < Warps::loading * 32) {
       ptx::give_registers_back<Warps::loading_registers>();
       PrefillLoad<Traits>(shared, params, maps, mask_tiles).run();
-      ptx::grid_dependency_launch();
+      end_reading(params.beside);
     } else {
       ptx::take_registers<Warps::computing_registers>();
       PrefillCompute<Traits>(shared, params, args).run();
