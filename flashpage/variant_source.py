@@ -66,6 +66,11 @@ def has_return(text: str) -> bool:
     return _RETURN.search(text) is not None
 
 
+def mask_looks_at_head(spec: VariantSpec) -> bool:
+    """Whether query heads may see different tokens."""
+    return "h" in _names([spec.mask])
+
+
 def render(spec: VariantSpec) -> str:
     """`struct Variant`, at any namespace level; variant.h (for the CPU the lanes' header too) must come before it.
 
@@ -77,6 +82,7 @@ def render(spec: VariantSpec) -> str:
         "struct Variant {",
         f"  static constexpr bool has_logit = {str(bool(logits)).lower()};",
         f"  static constexpr bool has_mask = {str(bool(masks)).lower()};",
+        f"  static constexpr bool mask_has_head = {str(mask_looks_at_head(spec)).lower()};",
         f"  static constexpr int num_tensors = {len(spec.tensors)};",
         "",
         "  template <class F, class I>",
@@ -122,9 +128,13 @@ class _Lines:
         self.add(f'#line {len(self.lines) + 2} "flashpage rendered variant"')
 
 
+def _names(stages: list[str]) -> set[str]:
+    return {name for stage in stages for name in NAME.findall(stage)}
+
+
 def _captures(spec: VariantSpec, stages: list[str]) -> list[str]:
     """Declarations of what the stages use. Functions by name: a global of that name (cmath's) is then not looked at."""
-    used = {name for stage in stages for name in NAME.findall(stage)}
+    used = _names(stages)
     lines = [f"    using flashpage::vm::{name};" for name in sorted(used & FUNCTIONS)]
     for slot, (name, element, rank) in enumerate(spec.tensors):
         if name in used:

@@ -25,7 +25,10 @@ struct PrefillCompute {
   using QueryRows = typename Shared::QueryRows;
   using OutRows = typename Shared::OutRows;
   static constexpr int tokens = Shared::tokens;
-  static constexpr bool masks_all = Traits::Variant::has_mask || (masks_all_tiles<Traits> && !has_mask_tiles<Traits>);
+  // Tiles of packed bits know nothing of a function beside them.
+  static constexpr bool masks_all =
+      masks_all_tiles<Traits> &&
+      (!has_mask_tiles<Traits> || (Traits::mask_source == MaskSource::packed_bits && Traits::Variant::has_mask));
   // Token tiles whose probabilities are computed ahead: with rows this short, exponentials take longer than products.
   static constexpr int early = max_of(Traits::head_dim_qk, Traits::head_dim_vo) <= 64 ? tokens / 16 : 0;
   using Probabilities = flashpage::Probabilities<Traits, tokens / 8>;

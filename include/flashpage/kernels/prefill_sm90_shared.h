@@ -31,7 +31,7 @@ struct TiledPlace {
   Place place;
   union {
     i32 first_token;  // of the first tile; it may lie before the unit's first token
-    u32 tile_cell;    // under a custom mask: of the row block's tiles
+    u32 tile_cell;    // where tiles are looked up: of the row block's
   };
 };
 

@@ -21,11 +21,12 @@ struct Lengths {
   IndexArray kv_lens;
   i32 page_size;  // tokens; 0: ragged
   bool has_custom_mask;
+  i32 cell_tokens;  // of a cell of mask tiles (tile/mask_tiles.h), where a mask function has them; 0: none has
 };
 
 struct Request {
   i64 kv_offset;    // page index or KV row
-  i64 mask_offset;  // bytes
+  i64 mask_offset;  // bytes of packed bits, or cells
   i32 q_begin;      // rows
   i32 q_len;        // rows
   i32 kv_len;       // tokens
@@ -50,6 +51,7 @@ struct LengthTotals {
   i64 kv_tokens = 0;
   i64 kv_entries = 0;  // kv_indptr's last entry: pages, ragged: tokens
   i64 mask_bytes = 0;
+  i64 tile_cells = 0;
   i64 units = 0;  // row tiles over all KV heads
   i32 max_q_len = 0;
   i32 max_kv_len = 0;
@@ -119,7 +121,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
         return {LengthArray::q_indptr, overflow, i + 1, q_len, limit};
     }
     requests[i] = {kv_begin,
-                   totals.mask_bytes,
+                   totals.mask_bytes + totals.tile_cells,  // one of them
                    static_cast<i32>(q_begin),
                    static_cast<i32>(q_len),
                    static_cast<i32>(kv_len),
@@ -131,6 +133,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
     totals.max_q_len = max_of(totals.max_q_len, static_cast<i32>(q_len));
     totals.max_kv_len = max_of(totals.max_kv_len, static_cast<i32>(kv_len));
     if (lengths.has_custom_mask) totals.mask_bytes += ceil_div<i64>(q_len * kv_len, 8);
+    if (lengths.cell_tokens > 0) totals.tile_cells += tiles * ceil_div<i64>(kv_len, lengths.cell_tokens);
   }
   totals.q_rows = q_end;
   totals.kv_entries = kv_end;
