@@ -204,8 +204,8 @@ int64_t fp_mask_cells(const fp_masked_batch* batch, const fp_schedule* schedule,
   params->queue_begin = round_up<i64>(first_tile_cell + batch->tile_heads * tile_cells, unit_cells);
   params->list_begin = params->queue_begin + cells;
   params->group = make_fast_div(group);
-  params->tile_kv = make_fast_div(schedule->tile_kv);
   params->tile_q = schedule->tile_q;
+  params->tile_kv = schedule->tile_kv;
   params->tile_heads = batch->tile_heads;
   return params->list_begin + cells;
 }

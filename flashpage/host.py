@@ -60,8 +60,8 @@ class MaskTilesParams(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "plan custom_mask cells"),
         *_all(c_int64, "queue_begin list_begin"),
-        *_all(FastDiv, "group tile_kv"),
-        *_all(c_int32, "tile_q tile_heads causal window_left"),
+        ("group", FastDiv),
+        *_all(c_int32, "tile_q tile_kv tile_heads causal window_left"),
     ]
 
 

@@ -49,7 +49,8 @@ def mask_tiles_spec(choice: backends.Choice, options: Options) -> KernelSpec | N
         return None
     if spec.mask_source == "packed_bits":
         return KernelSpec("mask_tiles", mask_source="packed_bits")
-    return KernelSpec("mask_tiles", mask_source="function", variant=dataclasses.replace(spec.variant, logit=""))
+    variant = dataclasses.replace(spec.variant, logit="")
+    return KernelSpec("mask_tiles", mask_source="function", tile=spec.tile, variant=variant)
 
 
 def trace(options: Options, soft_cap: float, device: torch.device) -> variants.TracedVariant:

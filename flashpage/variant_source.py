@@ -39,6 +39,8 @@ ELEMENT_CPP = {d.value: d.cpp for d in DType if not d.is_fp8} | {
 _SCALAR_CPP = {"float": "float", "int": "flashpage::i32"}
 NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _RETURN = re.compile(r"\breturn\b")
+_TRACED_RESULT = re.compile(r"(?:const auto v\d+ = [^;]*; )+return ([^;]*);")  # of variant_trace.py
+_CAUSAL = ("kv_idx <= q_idx", "q_idx >= kv_idx", "kv_idx < q_idx", "q_idx > kv_idx")
 _PARAMETERS = (
     "[[maybe_unused]] flashpage::i32 b, [[maybe_unused]] flashpage::i32 h, [[maybe_unused]] flashpage::i32 q_idx,"
     " [[maybe_unused]] I kv_idx"
@@ -71,6 +73,30 @@ def mask_looks_at_head(spec: VariantSpec) -> bool:
     return "h" in _names([spec.mask])
 
 
+def mask_is_causal(spec: VariantSpec) -> bool:
+    """Whether the mask says in so many words that no row sees a token behind its own position."""
+    return any(part in _CAUSAL for line in spec.mask.splitlines() for part in _conditions(line))
+
+
+def _conditions(text: str) -> list[str]:
+    """Parts of an expression, all of which must hold."""
+    if (result := _TRACED_RESULT.fullmatch(text)) is not None:
+        text = result[1]
+    inner, depth, cut = text.strip(), 0, 0
+    if not inner.endswith(")") or not inner.startswith(("(", "logical_and(")):
+        return [inner]
+    first = inner.index("(") + 1
+    for place in range(first, len(inner) - 1):
+        depth += {"(": 1, ")": -1}.get(inner[place], 0)
+        if depth < 0:
+            return [inner]  # the first bracket is not the last one's
+        if depth == 0 and inner[place] == ",":
+            cut = place
+    if first == 1:
+        return _conditions(inner[1:-1])
+    return [*_conditions(inner[first:cut]), *_conditions(inner[cut + 1 : -1])]
+
+
 def render(spec: VariantSpec) -> str:
     """`struct Variant`, at any namespace level; variant.h (for the CPU the lanes' header too) must come before it.
 
@@ -83,6 +109,7 @@ def render(spec: VariantSpec) -> str:
         f"  static constexpr bool has_logit = {str(bool(logits)).lower()};",
         f"  static constexpr bool has_mask = {str(bool(masks)).lower()};",
         f"  static constexpr bool mask_has_head = {str(mask_looks_at_head(spec)).lower()};",
+        f"  static constexpr bool mask_is_causal = {str(mask_is_causal(spec)).lower()};",
         f"  static constexpr int num_tensors = {len(spec.tensors)};",
         "",
         "  template <class F, class I>",

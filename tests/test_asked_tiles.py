@@ -19,7 +19,8 @@ from variant_build import variant_args
 
 import flashpage
 from flashpage import backends, host
-from flashpage.variant_source import mask_looks_at_head
+from flashpage.spec import VariantSpec
+from flashpage.variant_source import mask_is_causal, mask_looks_at_head
 from flashpage.variants import Variant
 
 MOST_TOKENS, BEFORE, REQUESTS, HEADS = 4600, 300, 5, 40  # BEFORE: rows may stand before a request's first token
@@ -33,6 +34,10 @@ def documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return DOCUMENT[b, q_idx + BEFORE] == DOCUMENT[b, kv_idx + BEFORE]
 
 
+def causal_documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return documents(b, h, q_idx, kv_idx) & (kv_idx <= q_idx) & (kv_idx != 7)
+
+
 def reach_of_heads(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx - kv_idx < REACH[h]) & (kv_idx - q_idx < 40)
 
@@ -41,7 +46,7 @@ def islands(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return ((q_idx // 40 + kv_idx // 200) % 3 == 0) & (kv_idx >= FIRST[b])
 
 
-FUNCTIONS: tuple[Callable[..., Any], ...] = (documents, reach_of_heads, islands)
+FUNCTIONS: tuple[Callable[..., Any], ...] = (documents, causal_documents, reach_of_heads, islands)
 VARIANTS = {function.__name__: Variant(mask_mod=function).traced() for function in FUNCTIONS}
 
 
@@ -114,6 +119,28 @@ def test_units_are_queued_once_and_the_long_ones_first(batch: Asked, grid: int) 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_who_looks_at_the_head(function: Callable[..., Any]) -> None:
     assert mask_looks_at_head(VARIANTS[function.__name__].spec) == (function is reach_of_heads)
+    assert mask_is_causal(VARIANTS[function.__name__].spec) == (function is causal_documents)
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_causal"),
+    [
+        ("kv_idx <= q_idx", True),
+        ("(q_idx > kv_idx)", True),
+        ("logical_and(logical_and((a(b) == a(kv_idx)), (kv_idx <= q_idx)), kv_idx > 3)", True),
+        ("kv_idx > 3\nq_idx >= kv_idx", True),
+        ("const auto v0 = a(b); return logical_and((v0 == v0), (kv_idx <= q_idx));", True),
+        ("logical_or((a(b) == 1), (kv_idx <= q_idx))", False),
+        ("logical_not(logical_and((a(b) == 1), (kv_idx <= q_idx)))", False),
+        ("(kv_idx) <= (q_idx)", False),
+        ("logical_and(a(b), b) == (kv_idx <= q_idx)", False),
+        ("logical_and(select(b, a(b), (kv_idx <= q_idx)), b > 1)", False),
+        ("int q_idx = 9; return (kv_idx <= q_idx);", False),
+        ("", False),
+    ],
+)
+def test_masks_that_say_that_they_are_causal(mask: str, is_causal: bool) -> None:
+    assert mask_is_causal(VariantSpec(mask=mask)) == is_causal
 
 
 def planned(variant: Variant, is_graph: bool = False, **options: Any) -> Any:

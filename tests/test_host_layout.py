@@ -18,6 +18,7 @@ C_NAMES = {
     "Schedule": "fp_schedule",
     "Tables": "fp_tables",
     "PlanResult": "fp_plan_result",
+    "MaskedBatch": "fp_masked_batch",
     "KernelInfo": "fp_kernel_info",
     "DeviceInfo": "fp_device_info",
     "BoxForm": "fp_box_form",

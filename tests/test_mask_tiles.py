@@ -85,7 +85,7 @@ def test_visible_tiles_are_visited(sizes: tuple[int, int, int], density: float, 
     cells = np.full(-(-tiles // 32) + 2, 2**64 - 1, np.uint64)
     words = [np.packbits(np.append(bits, np.zeros(-tiles % 32, bool)), bitorder="little") for bits in (visible, hidden)]
     cells[1:-1] = np.stack([w.view(np.uint32) for w in words], 1).reshape(-1, 2).copy().view(np.uint64).ravel()
-    params = host.MaskTilesParams(cells=cells.ctypes.data, tile_kv=host.make_fast_div(80))
+    params = host.MaskTilesParams(cells=cells.ctypes.data, tile_kv=80)
     count = max(1, end - begin)
     visited = (Visited * count)()
     inside = int(rng.integers(0, 80)) if end > begin else 0

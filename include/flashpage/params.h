@@ -71,8 +71,8 @@ struct MaskTilesParams {
   i64 queue_begin;  // cell of the first queued unit
   i64 list_begin;   // and of the first one before they are sorted
   FastDiv group;    // query heads a KV head
-  FastDiv tile_kv;  // tokens of a tile
   i32 tile_q;       // packed rows of a unit
+  i32 tile_kv;      // tokens of a tile
   i32 tile_heads;   // KV heads that have tiles of their own: 1 or all
   i32 causal;       // as AttentionParams has them; bits are looked at whatever these say
   i32 window_left;

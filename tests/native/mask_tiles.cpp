@@ -1,9 +1,8 @@
 // The kernel of mask tiles, what loading warps make of its result, and the mask of a mixed tile, all on the host, for
 // tests/test_mask_tiles.py; with VARIANT, the name of a file, the kernel that asks that variant, for
 // tests/test_asked_tiles.py.
-#include "flashpage/kernels/mask_tiles.h"
-
 #include "card.h"
+#include "flashpage/kernels/mask_tiles.h"
 #include "flashpage/tile/mask.h"
 #include "flashpage/tile/visible_tiles.h"
 
@@ -12,22 +11,34 @@ using namespace flashpage;
 #ifdef VARIANT
 #include VARIANT
 
+template <int tokens>
 struct AskedTraits {
   using Variant = ::Variant;
   static constexpr MaskSource mask_source = MaskSource::function;
+  static constexpr int tile_kv = tokens;
 };
+template <int tokens>
+static void ask(const MaskTilesParams& params, const VariantArgs& args, int grid) {
+  using Kernel = MaskTiles<AskedTraits<tokens>>;
+  card::launch(grid, Kernel::threads, [&] { Kernel::run(params, args); });
+}
 extern "C" void ask_for_tiles(const MaskTilesParams* params, const VariantArgs* args, int grid) {
-  card::launch(grid, MaskTiles<AskedTraits>::threads, [&] { MaskTiles<AskedTraits>::run(*params, *args); });
+  if (params->tile_kv == 48) return ask<48>(*params, *args, grid);
+  if (params->tile_kv == 64) return ask<64>(*params, *args, grid);
+  if (params->tile_kv == 80) return ask<80>(*params, *args, grid);
+  if (params->tile_kv == 112) return ask<112>(*params, *args, grid);
+  ask<128>(*params, *args, grid);
 }
 #endif
 
 struct NoVariant {
-  static constexpr bool has_logit = false, has_mask = false, mask_has_head = false;
+  static constexpr bool has_logit = false, has_mask = false, mask_has_head = false, mask_is_causal = false;
   static constexpr int num_tensors = 0;
 };
 struct BitTraits {
   using Variant = NoVariant;
   static constexpr MaskSource mask_source = MaskSource::packed_bits;
+  static constexpr int tile_kv = 0;  // as the parameters say
 };
 extern "C" void find_mask_tiles(const MaskTilesParams* params, int grid) {
   card::launch(grid, MaskTiles<BitTraits>::threads, [&] { MaskTiles<BitTraits>::run(*params, VariantArgs{}); });
@@ -44,7 +55,7 @@ extern "C" i32 visit_tiles(const MaskTilesParams* params, u32 cell, i32 begin, i
   unit.kv_begin = begin;
   unit.kv_end = end;
   std::vector<std::vector<VisitedTile>> found(32);
-  const i32 tokens = static_cast<i32>(params->tile_kv.divisor);
+  const i32 tokens = params->tile_kv;
   bool right = true;
   card::launch(1, 32, [&] {
     std::vector<VisitedTile>& mine = found[threadIdx.x];

@@ -11,8 +11,7 @@ namespace flashpage {
 
 template <class Traits>
 struct MaskTiles {
-  using Looks = typename select_type<Traits::mask_source == MaskSource::function, AskedTiles<typename Traits::Variant>,
-                                     BitTiles>::type;
+  using Looks = typename select_type<Traits::mask_source == MaskSource::function, AskedTiles<Traits>, BitTiles>::type;
   static constexpr int warps = 16;
   static constexpr int threads = 32 * warps;
 
@@ -68,7 +67,7 @@ struct MaskTiles {
       const i32 at = turn * num_ctas + (turn % 2 == 0 ? first : num_ctas - 1 - first);
       if (at >= all) continue;
       const i32 block = at / tiles.words, word = at % tiles.words;
-      const TileWord mine = looks.look(block / tiles.row_blocks, block % tiles.row_blocks, word, warp, warps);
+      const TileWord mine = looks.template look<warps>(block / tiles.row_blocks, block % tiles.row_blocks, word, warp);
       const TileWord found = combine(mine);
       if (threadIdx.x == 0) *tile_words(params, static_cast<u32>(tiles.first_cell + at)) = found;
     }

@@ -60,7 +60,7 @@ struct RequestTiles {
     heads = params.tile_heads;
     first_cell = first_tile_cell + heads * before;
     row_blocks = ceil_div(item.q_len * group, params.tile_q);
-    words = ceil_div(item.kv_len, cell_tiles * static_cast<i32>(params.tile_kv.divisor));
+    words = ceil_div(item.kv_len, cell_tiles * params.tile_kv);
   }
   FP_HOST_DEVICE i32 cells() const { return heads * row_blocks * words; }
   FP_HOST_DEVICE u32 cell(i32 row_block, i32 kv_head) const {
@@ -101,9 +101,10 @@ FP_HOST_DEVICE i32 count_class(u32 count) {
 FP_HOST_DEVICE QueuedUnit queued_unit(const MaskTilesParams& params, const WorkItem& item, i32 index, i32 unit) {
   const RequestTiles tiles(params, item);
   const i32 at = item.first_packed_row / params.tile_q + unit, row_block = at % tiles.row_blocks;
-  const i32 kv_head = item.kv_head + at / tiles.row_blocks, tokens = static_cast<i32>(params.tile_kv.divisor);
+  const i32 kv_head = item.kv_head + at / tiles.row_blocks;
   const u32 cell = tiles.cell(row_block, kv_head);
-  const i32 count = count_visible(tile_words(params, cell), item.kv_begin / tokens, ceil_div(item.kv_end, tokens));
+  const i32 count =
+      count_visible(tile_words(params, cell), item.kv_begin / params.tile_kv, ceil_div(item.kv_end, params.tile_kv));
   return {index, row_block, kv_head, item.partial_row, cell, count_class(count), {}};
 }
 
