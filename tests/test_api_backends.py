@@ -98,19 +98,13 @@ def test_a_full_ring_leaves_room_for_the_turns_of_rope() -> None:
 
 
 FUNCTION, SCORES = VariantSpec(mask="kv_idx < 7 * h"), VariantSpec(logit="score * 2.0f")
-ASKED = tiles.Tile(128, 112, 8, 1, 2)
+ASKED = KernelSpec("mask_tiles", mask_source="function", variant=FUNCTION, tile=tiles.Tile(128, 112, 8, 1, 2))
 
 
 @pytest.mark.parametrize(
     ("changed", "variant", "is_known", "source", "kernel"),
     [
-        (
-            {},
-            FUNCTION,
-            True,
-            "function",
-            KernelSpec("mask_tiles", mask_source="function", variant=FUNCTION, tile=ASKED),
-        ),
+        ({}, FUNCTION, True, "function", ASKED),
         ({}, FUNCTION, False, "implicit", None),
         ({"kv_dtype": DType.FLOAT8_E4M3}, FUNCTION, True, "implicit", None),
         ({}, SCORES, True, "implicit", None),

@@ -29,8 +29,8 @@ struct AskedTiles {
   template <int warps>
   FP_DEVICE TileWord look(i32 kv_head, i32 row_block, i32 word, int warp) const {
     static_assert(warps * tiles == cell_tiles);
-    const i32 first = (word * cell_tiles + warp * tiles) * tokens,
-              end_token = min_of(item.kv_len, first + tiles * tokens);
+    const i32 first = (word * cell_tiles + warp * tiles) * tokens;
+    const i32 end_token = min_of(item.kv_len, first + tiles * tokens);
     const i32 packed_rows = item.q_len * static_cast<i32>(params.group.divisor);
     i32 begin = row_block * params.tile_q, end = min_of(packed_rows, begin + params.tile_q);
     if constexpr (!Variant::mask_has_head) {
@@ -56,6 +56,7 @@ struct AskedTiles {
     return visible_range(params, item, query_position(item, place_of(0, row).row));
   }
 
+  // Which of a pair.
   FP_DEVICE u32 exist(i32 first) const { return first + tokens < item.kv_len ? 3 : 1; }
 
   // clips: some row does not see some token. Tiles are numbered in the warp's pair.
