@@ -73,7 +73,7 @@ def asked(batch: Batch, cutting: Cutting, function: Callable[..., Any]) -> Asked
 
 
 @st.composite
-def asked_batches(draw: st.DrawFn) -> Asked:
+def asked_batches(draw: st.DrawFn, function: Callable[..., Any]) -> Asked:
     lengths = st.sampled_from((0, 1, 2, 7, 64, 65, 129, 300))
     tokens = st.integers(0, 700) | st.just(4500)
     requests = draw(st.lists(st.tuples(lengths, tokens), min_size=1, max_size=REQUESTS))
@@ -95,24 +95,17 @@ def asked_batches(draw: st.DrawFn) -> Asked:
         wave_tokens=draw(st.sampled_from((0, 500))),
         fixed_piece_tokens=draw(st.sampled_from((0, 0, -1, 3840))),
     )
-    return asked(batch, cutting, draw(st.sampled_from(FUNCTIONS)))
+    return asked(batch, cutting, function)
 
 
-examples = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@examples
-@given(asked_batches(), st.sampled_from((1, 3)))
-def test_tiles_of_functions(batch: Asked, grid: int) -> None:
-    batch.find(grid)
-    batch.check_tiles()
-
-
-@examples
-@given(asked_batches(), st.sampled_from((1, 2)))
-def test_units_are_queued_once_and_the_long_ones_first(batch: Asked, grid: int) -> None:
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_tiles_and_queue_of_functions(function: Callable[..., Any], data: st.DataObject) -> None:
+    batch, grid = data.draw(asked_batches(function)), data.draw(st.sampled_from((1, 3)))
     for _ in range(2):  # the second run finds what the first one left
         batch.find(grid)
+    batch.check_tiles()
     batch.check_queue()
 
 
