@@ -15,7 +15,7 @@ from .errors import CapabilityError
 from .problem import SPLIT_BALANCED, Options, Problem
 from .spec import KernelSpec, VariantSpec, inner_loop
 from .tiles import Cost, InnerLoop, Tile, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile
-from .variant_source import mask_looks_at_head
+from .variant_source import asks_much
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _NO_VARIANT = VariantSpec()
@@ -115,7 +115,7 @@ def _sm90_prefill(options: Options, rows: int, variant: VariantSpec, mask_source
         *(options.head_dim_qk, options.head_dim_vo, loop),
         converts=converts,
         has_mask=has_mask,
-        asks_each_head=mask_source == "function" and mask_looks_at_head(variant),
+        asks_much=mask_source == "function" and asks_much(variant),
     )
 
 

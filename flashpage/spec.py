@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from typing import Any
 
 from .dtypes import DType
@@ -29,7 +30,10 @@ class VariantSpec:
 def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -> InnerLoop:
     """What the options of a spec cost the inner loop: it decides the tile. Where tiles are known, a mask function is
     asked in few of them."""
-    if variant.logit and variant.tensors:
+    tensors = {name for name, _, _ in variant.tensors}
+    if mask_source == "function":
+        tensors &= set(re.findall(r"\w+", variant.logit))  # the mask's own are loaded in few tiles
+    if variant.logit and tensors:
         return InnerLoop.LOADING
     masks = mask_source == "packed_bits" or (mask_source == "implicit" and variant.mask != "")
     if masks or position_encoding != "none":

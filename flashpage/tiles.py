@@ -130,14 +130,14 @@ def sm90_prefill_tile(
     *,
     converts: bool = False,
     has_mask: bool = False,
-    asks_each_head: bool = False,
+    asks_much: bool = False,
 ) -> tuple[Tile, Cost]:
     """Many rows on Hopper: two warpgroups of 64 rows, and two stages of K and V.
 
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
     where the loading warps convert K and V the stored ones are there too. Bits of a custom mask and answers of a mask
     function, which are looked at in few tiles, leave that room up to 192 columns; a function that is asked for each
-    head takes some of it (`asks_each_head`).
+    head, or that loads much, takes some of it (`asks_much`).
     """
     if has_mask and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
         loop = InnerLoop.HEAVY
@@ -149,7 +149,7 @@ def sm90_prefill_tile(
     elif widest <= 128:
         tile_kv = 128 if plain or loop is InnerLoop.TRANSFORM else 96 if widest <= 64 else 80
         tile_kv = 64 if loop is InnerLoop.LOADING and widest > 64 else tile_kv
-        tile_kv = min(tile_kv, 112) if asks_each_head and widest > 64 else tile_kv
+        tile_kv = min(tile_kv, 112) if asks_much and widest > 64 else tile_kv
     elif widest <= 192:
         tile_kv = (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
     else:

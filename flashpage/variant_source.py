@@ -73,6 +73,11 @@ def mask_looks_at_head(spec: VariantSpec) -> bool:
     return "h" in _names([spec.mask])
 
 
+def asks_much(spec: VariantSpec) -> bool:
+    """Whether asking the mask function takes many registers: with three tensors kernels of the largest tiles spill."""
+    return mask_looks_at_head(spec) or len({name for name, _, _ in spec.tensors} & _names([spec.mask])) > 2
+
+
 def mask_is_causal(spec: VariantSpec) -> bool:
     """Whether the mask says in so many words that no row sees a token behind its own position."""
     return any(part in _CAUSAL for line in spec.mask.splitlines() for part in _conditions(line))

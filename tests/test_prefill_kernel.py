@@ -29,7 +29,7 @@ from flashpage.boxes import loader_tokens
 from flashpage.dtypes import DType
 from flashpage.spec import VariantSpec, inner_loop
 from flashpage.tiles import InnerLoop, Tile, sm90_prefill_tile
-from flashpage.variant_source import mask_looks_at_head
+from flashpage.variant_source import asks_much, mask_looks_at_head
 from flashpage.variants import TracedVariant, Variant
 
 BF16: dict[str, Any] = {"q_dtype": "bfloat16", "num_q_heads": 8, "head_dim": 128, "causal": True}
@@ -112,9 +112,9 @@ def tile_of(case: Case) -> Tile:
     source, variant = mask_source_of(case), variant_of(case).spec
     loop = InnerLoop.HEAVY if case.mask and converts(case) else inner_loop("function", "none", variant)
     dims = (case.head_dim, case.value_dim)
-    asks_each_head = source == "function" and mask_looks_at_head(variant)
+    is_asked = source == "function"
     tile, _ = sm90_prefill_tile(
-        *dims, loop, converts=converts(case), has_mask=source != "implicit", asks_each_head=asks_each_head
+        *dims, loop, converts=converts(case), has_mask=source != "implicit", asks_much=is_asked and asks_much(variant)
     )
     return tile
 
