@@ -60,7 +60,7 @@ def other_cuda_specs(target: Target) -> list[KernelSpec]:
     ]
     masks = [_attention(target, bf16, bf16, (128, 128), rows, mask_source="packed_bits") for rows in ROWS[2:]]
     if target.arch == HOPPER:
-        masks.append(KernelSpec("mask_tiles"))
+        masks.append(KernelSpec("mask_tiles", mask_source="packed_bits"))
     rope = [_attention(target, bf16, bf16, (128, 128), rows, position_encoding="rope") for rows in ROWS]
     sizes = ((80, 16), (80, 128), (96, 16), (96, 128), (512, 16))
     dims = [_attention(target, bf16, bf16, (d, d), rows) for d, rows in sizes]

@@ -38,6 +38,7 @@ int64_t fp_sizeof(const char* struct_name) {
       {"Tables", sizeof(fp_tables)},
       {"PlanResult", sizeof(fp_plan_result)},
       {"Parts", sizeof(fp_parts)},
+      {"MaskedBatch", sizeof(fp_masked_batch)},
       {"KernelInfo", sizeof(fp_kernel_info)},
       {"DeviceInfo", sizeof(fp_device_info)},
       {"BoxForm", sizeof(fp_box_form)},

@@ -47,6 +47,7 @@ struct fp_problem {
   int32_t causal;
   int32_t window_left;      // tokens; -1: all
   int32_t has_custom_mask;  // mask offsets: each request's q_len * kv_len bits start on a byte
+  int32_t has_mask_tiles;   // mask offsets, where there are no bits: cells of tiles that a mask function is asked for
   int32_t least_rows;       // of q, of a request that the plan serves: others have no work in it
   int32_t most_rows;        // 0: any number
 };
@@ -79,6 +80,7 @@ struct fp_plan_result {
   int32_t max_q_len, max_kv_len;
   double cost_total_ns, cost_max_ns;  // over CTAs
   int64_t mask_bytes;
+  int64_t tile_cells;  // of a KV head's tiles of a mask function
   // status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, value, reason
   int32_t error_array;
   int32_t error_reason;  // fp_length_error
@@ -216,10 +218,20 @@ struct fp_kv_boxes {
   fp_box_form k, v, q;  // element_bytes 0: the kernel takes no boxes of it
 };
 
-// Cells of 8 bytes that the tiles of a batch's custom masks and the queue of its units take (tile/mask_tiles.h): a
-// bound for every batch within these sizes. Writes where queue and list begin.
-FP_API int64_t fp_mask_cells(int64_t mask_bytes, int64_t rows, int32_t requests, int32_t num_q_heads,
-                             int32_t num_kv_heads, const fp_schedule*, flashpage::MaskTilesParams*);
+// A batch whose masks' tiles are looked for, or the sizes that no batch exceeds.
+struct fp_masked_batch {
+  int64_t mask_bytes;  // fp_plan_result's
+  int64_t tile_cells;  // fp_plan_result's
+  int64_t rows;
+  int32_t requests;
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t has_custom_mask;
+  int32_t tile_heads;  // KV heads that have tiles of their own: 1 or all
+};
+// Cells of 8 bytes that the tiles and the queue of units take (tile/mask_tiles.h). Writes all sizes and where queue and
+// list begin.
+FP_API int64_t fp_mask_cells(const fp_masked_batch*, const fp_schedule*, flashpage::MaskTilesParams*);
 
 // The second attention launch of a run, beside the first: what differs from fp_run_args and its params.
 struct fp_second_part {
@@ -250,8 +262,8 @@ struct fp_run_args {
   int32_t enable_pdl;
   int32_t out_dtype;         // CPU merge: 0 fp32, 1 fp16, 2 bf16
   const fp_kv_boxes* boxes;  // null: the kernel takes no tensor maps
-  // The kernel that looks through a custom mask before the attention kernel, which takes the parameters of both fourth;
-  // null: it takes none.
+  // The kernel that looks for a mask's tiles before the attention kernel, which takes these parameters fourth; null: it
+  // takes none.
   const fp_kernel* mask_tiles;
   const flashpage::MaskTilesParams* mask_tiles_params;
   const fp_second_part* second;  // null: the plan has one part

@@ -131,7 +131,7 @@ int32_t run_on_cuda(const fp_run_args& args) {
   MaskTilesParams mask_tiles{};
   if (args.mask_tiles != nullptr) {
     mask_tiles = *args.mask_tiles_params;
-    void* mask_params[] = {&mask_tiles};
+    void* mask_params[] = {&mask_tiles, const_cast<VariantArgs*>(variant_of(args))};
     const fp_kernel_info& info = args.mask_tiles->info;
     const int grid = info.ctas_per_sm * info.num_sms;
     auto result = launch_kernel({args.mask_tiles, grid, args.stream, args.enable_pdl != 0}, mask_params);

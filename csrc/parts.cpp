@@ -37,7 +37,7 @@ double cost_of(const fp_problem& problem, const fp_schedule& given) {
   const plan::Schedule schedule = to_schedule(given);
   const plan::Heads heads = heads_of(problem);
   plan::LengthTotals totals;
-  const auto fault = plan::read_lengths(lengths_of(problem), heads.num_kv_heads, heads.group(), schedule.tile_q,
+  const auto fault = plan::read_lengths(lengths_of(problem, given), heads.num_kv_heads, heads.group(), schedule.tile_q,
                                         requests.data(), totals);
   if (fault.error != plan::LengthError::none) return -1.0;
   plan::lay_on_axis(plan::CostModel(heads, schedule), heads.num_kv_heads, problem.batch, requests.data());

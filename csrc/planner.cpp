@@ -35,7 +35,7 @@ plan::Heads host::heads_of(const fp_problem& problem) {
   return {problem.num_q_heads, problem.num_kv_heads, problem.causal != 0, problem.window_left};
 }
 
-plan::Lengths host::lengths_of(const fp_problem& problem) {
+plan::Lengths host::lengths_of(const fp_problem& problem, const fp_schedule& schedule) {
   return {problem.batch,
           problem.q_len_per_request,
           to_index(problem.q_indptr),
@@ -44,6 +44,7 @@ plan::Lengths host::lengths_of(const fp_problem& problem) {
           to_index(problem.kv_lens),
           problem.page_size,
           problem.has_custom_mask != 0,
+          problem.has_mask_tiles && !problem.has_custom_mask ? cell_tiles * schedule.tile_kv : 0,
           problem.least_rows,
           problem.most_rows};
 }
@@ -89,6 +90,7 @@ static void fill_result(const plan::LengthTotals& totals, fp_plan_result* result
   result->max_q_len = totals.max_q_len;
   result->max_kv_len = totals.max_kv_len;
   result->mask_bytes = totals.mask_bytes;
+  result->tile_cells = totals.tile_cells;
 }
 
 // Kept from plan to plan: no allocation once a batch of this size has been seen.
@@ -118,7 +120,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   static thread_local Scratch scratch;
   const plan::Schedule schedule = host::to_schedule(*given);
   const plan::Heads heads = host::heads_of(*problem);
-  const plan::Lengths lengths = host::lengths_of(*problem);
+  const plan::Lengths lengths = host::lengths_of(*problem, schedule);
   plan::Request* requests = at_least(scratch.requests, problem->batch + 1);
 
   plan::LengthTotals totals;
@@ -191,22 +193,29 @@ int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tok
 }
 
 // Of any plan within these sizes, pieces of cut units included.
-static i64 most_units(i64 mask_bytes, i64 rows, i64 requests, i64 group, i64 num_kv_heads,
-                      const fp_schedule& schedule) {
-  const i64 units = num_kv_heads * (rows * group / schedule.tile_q + requests);
+static i64 most_units(const fp_masked_batch& batch, i64 group, const fp_schedule& schedule) {
+  const i64 units = batch.num_kv_heads * (batch.rows * group / schedule.tile_q + batch.requests);
   // In each wave, a CTA's share may begin and end inside a unit.
   if (schedule.fixed_piece_tokens == 0) return units + 2 * plan::max_waves * schedule.num_ctas;
   if (schedule.fixed_piece_tokens < 0) return units;
-  // A unit of t tokens has at most t / piece more; a request of q rows and t tokens has q * t bits and some rows.
-  const i64 tokens_of_units = 8 * mask_bytes * (group + schedule.tile_q) / schedule.tile_q;
-  return units + num_kv_heads * (tokens_of_units / schedule.fixed_piece_tokens + 1);
+  // A unit of t tokens has at most t / piece more; a request of q rows and t tokens has q * t bits and some rows, or
+  // the cells of its units' tokens.
+  const i64 tokens_of_units = 8 * batch.mask_bytes * (group + schedule.tile_q) / schedule.tile_q +
+                              batch.tile_cells * cell_tiles * schedule.tile_kv;
+  return units + batch.num_kv_heads * (tokens_of_units / schedule.fixed_piece_tokens + 1);
 }
 
-int64_t fp_mask_cells(int64_t mask_bytes, int64_t rows, int32_t requests, int32_t num_q_heads, int32_t num_kv_heads,
-                      const fp_schedule* schedule, MaskTilesParams* params) {
-  const i32 group = num_q_heads / num_kv_heads;
-  const i64 cells = unit_cells * most_units(mask_bytes, rows, requests, group, num_kv_heads, *schedule);
-  params->queue_begin = round_up<i64>(mask_tile_cells(mask_bytes, rows, requests, group), unit_cells);
+int64_t fp_mask_cells(const fp_masked_batch* batch, const fp_schedule* schedule, MaskTilesParams* params) {
+  const i32 group = batch->num_q_heads / batch->num_kv_heads;
+  const i64 tile_cells = batch->has_custom_mask
+                             ? mask_tile_cells(batch->mask_bytes, batch->rows, batch->requests, group)
+                             : batch->tile_cells;
+  const i64 cells = unit_cells * most_units(*batch, group, *schedule);
+  params->queue_begin = round_up<i64>(first_tile_cell + batch->tile_heads * tile_cells, unit_cells);
   params->list_begin = params->queue_begin + cells;
+  params->group = make_fast_div(group);
+  params->tile_q = schedule->tile_q;
+  params->tile_kv = schedule->tile_kv;
+  params->tile_heads = batch->tile_heads;
   return params->list_begin + cells;
 }

@@ -15,6 +15,7 @@ from .errors import CapabilityError
 from .problem import SPLIT_BALANCED, Options, Problem
 from .spec import KernelSpec, VariantSpec, inner_loop
 from .tiles import Cost, InnerLoop, Tile, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile
+from .variant_source import asks_much
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _NO_VARIANT = VariantSpec()
@@ -30,7 +31,8 @@ class Capability:
     device: str  # cpu | cuda
     q_dtypes: tuple[DType, ...]
     out_dtypes: tuple[DType, ...]
-    schedule: Callable[[Options, int, VariantSpec], tuple[Tile, Cost]]  # from the packed rows of a request and KV head
+    # From the packed rows of a request and KV head, the variant, and KernelSpec.mask_source.
+    schedule: Callable[[Options, int, VariantSpec, str], tuple[Tile, Cost]]
     min_sm: int = 0
     head_dims: tuple[int, int, int] = (16, 512, 8)  # smallest, largest, step
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it
@@ -39,7 +41,7 @@ class Capability:
     rope: bool = True  # in the kernel
     merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
-    mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel has found
+    mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel finds
     query_boxes: bool = False  # it takes q by a tensor map where q has one
     runs_beside: bool = False  # its launch may stand beside another one's of the same run (kernels/beside.h)
 
@@ -73,35 +75,48 @@ class Capability:
         return found
 
 
-def _mask_source(options: Options) -> str:
-    return "packed_bits" if options.has_mask else "implicit"
+def _mask_source(problem: Problem, capability: Capability, variant: VariantSpec) -> str:
+    if problem.options.has_mask:
+        return "packed_bits"
+    asks_for_tiles = bool(variant.mask) and problem.has_known_lengths and capability.mask_tiles(problem.options)
+    return "function" if asks_for_tiles else "implicit"
+
+
+def _mask_note(problem: Problem, capability: Capability, source: str) -> str:
+    if source != "implicit" and capability.mask_tiles(problem.options):
+        return "mask: a kernel before this one finds the tiles that no row sees, which are left out, and the mixed ones"
+    if capability.mask_tiles(problem.options):
+        return "mask: every token of every tile is asked for, as lengths may change under a captured launch"
+    return "mask: looked at for every token of every tile"
 
 
 def _encoding(options: Options) -> str:
     return "rope" if options.position_encoding == "ROPE_LLAMA" else "none"
 
 
-def _sm80(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
-    loop = inner_loop(_mask_source(options), _encoding(options), variant)
+def _sm80(options: Options, rows: int, variant: VariantSpec, mask_source: str) -> tuple[Tile, Cost]:
+    loop = inner_loop(mask_source, _encoding(options), variant)
     return sm80_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop)
 
 
-def _sm90_decode(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
-    loop = inner_loop(_mask_source(options), _encoding(options), variant)
+def _sm90_decode(options: Options, rows: int, variant: VariantSpec, mask_source: str) -> tuple[Tile, Cost]:
+    loop = inner_loop(mask_source, _encoding(options), variant)
     if loop is InnerLoop.LOADING and _boxes_or_rows(options) == "rows":
         loop = InnerLoop.HEAVY  # single rows come too slowly in slots of 16 tokens
     rotates = _encoding(options) == "rope"
     return sm90_decode_tile(options.head_dim_qk, options.head_dim_vo, options.kv_dtype, rows, loop, rotates=rotates)
 
 
-def _sm90_prefill(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
-    loader = _prefill_loader(options)
-    mask_source = _mask_source(options) if loader == "converted" else "implicit"  # else bits are for few tiles
+def _sm90_prefill(options: Options, rows: int, variant: VariantSpec, mask_source: str) -> tuple[Tile, Cost]:
+    loader, has_mask = _prefill_loader(options), mask_source != "implicit"
+    if mask_source == "packed_bits" and loader != "converted":
+        mask_source = "implicit"  # bits are for few tiles
     return sm90_prefill_tile(
         *(options.head_dim_qk, options.head_dim_vo, inner_loop(mask_source, _encoding(options), variant)),
         loader=loader,
         group_size=options.group_size,
-        has_mask=options.has_mask,
+        has_mask=has_mask,
+        asks_much=mask_source == "function" and asks_much(variant),
     )
 
 
@@ -110,8 +125,8 @@ def _boxes_or_rows(options: Options) -> str:
     return "boxes" if are_whole(options.page_size, *row_bytes) else "rows"
 
 
-def _has_mask_tiles(options: Options) -> bool:
-    return options.has_mask and _prefill_loader(options) != "converted"
+def _visits_tiles(options: Options) -> bool:
+    return _prefill_loader(options) != "converted"
 
 
 def _prefill_loader(options: Options) -> str:
@@ -140,14 +155,14 @@ PREFILL_SM90 = Capability(
     row_alignment=16,
     loader=_prefill_loader,
     query_boxes=True,
-    mask_tiles=_has_mask_tiles,
+    mask_tiles=_visits_tiles,
     runs_beside=True,
 )
 
 CAPABILITIES = (
     Capability(
         *("cpu_attention", "cpu", _FLOAT + _FP8, _FLOAT),
-        lambda options, rows, _: cpu_tile(options.head_dim_qk, options.head_dim_vo, rows),
+        lambda options, rows, *_: cpu_tile(options.head_dim_qk, options.head_dim_vo, rows),
     ),
     DECODE_SM90,
     PREFILL_SM90,
@@ -203,15 +218,19 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
             continue
         reasons = capability.refusals(problem, sm)
         if not reasons:
-            tile, cost = capability.schedule(options, problem.packed_rows, variant)
+            mask_source = _mask_source(problem, capability, variant)
+            tile, cost = capability.schedule(options, problem.packed_rows, variant, mask_source)
+            has_mask = options.has_mask or variant.mask
             notes = (
                 f"kernel {capability.kernel}: the first that can",
                 *(f"refused {reason}" for reason in refused),
                 f"tile {tile.tile_q} packed rows x {tile.tile_kv} tokens, for about "
                 f"{problem.packed_rows} packed rows a "
                 "request and KV head",
+                *([_mask_note(problem, capability, mask_source)] if has_mask else []),
             )
-            return Choice(_spec(options, capability, tile, variant), cost, capability, notes)
+            spec = _spec(options, capability, tile, variant, mask_source)
+            return Choice(spec, cost, capability, notes)
         refused.append(f"{capability.kernel}: {'; '.join(reasons)}")
     raise CapabilityError("no kernel can honour this request:\n  " + "\n  ".join(refused))
 
@@ -222,7 +241,7 @@ def offline(problem: Problem, device_type: str) -> Capability:
     return next((row for row in rows if not row.refusals(problem, row.min_sm)), rows[-1])
 
 
-def _spec(options: Options, capability: Capability, tile: Tile, variant: VariantSpec) -> KernelSpec:
+def _spec(options: Options, capability: Capability, tile: Tile, variant: VariantSpec, mask_source: str) -> KernelSpec:
     return KernelSpec(
         kernel=capability.kernel,
         q_dtype=options.q_dtype,
@@ -231,7 +250,7 @@ def _spec(options: Options, capability: Capability, tile: Tile, variant: Variant
         head_dim_qk=options.head_dim_qk,
         head_dim_vo=options.head_dim_vo,
         kv_source=options.kv_source,
-        mask_source=_mask_source(options),
+        mask_source=mask_source,
         position_encoding=_encoding(options),
         tile=tile,
         variant=variant,

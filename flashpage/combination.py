@@ -52,18 +52,19 @@ class Combination:
         # Where a batch does not change the class of rows, it is known now.
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = backends.packed_rows(options, 0, 0) if is_constant else 0
-        self._prepared: dict[tuple[int, VariantSpec | None], Prepared] = {}
+        self._prepared: dict[tuple[int, VariantSpec | None, bool], Prepared] = {}
         self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
 
     def plan(self, planner: Planner, slot: PlanSlot, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
         """Plans the batch that `problem` points at, into the slot."""
         options = self.options
         self.slot, self.second = slot, None
-        self.prepared = self._prepared_for(planner, problem.batch, total_rows)
-        if planner.problem_options is not options:
-            planner.problem_options = options
+        self.prepared = prepared = self._prepared_for(planner, problem.batch, total_rows)
+        if planner.problem_prepared is not prepared:
+            planner.problem_prepared = prepared
             problem.causal, problem.window_left = options.causal, options.window_left
             problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
+            problem.has_mask_tiles = prepared.choice.spec.mask_source == "function"
         is_uneven = self._may_have_parts and planner.lengths.struct.is_uneven
         if not (is_uneven and self._plan_parts(planner, slot, stream)):
             self._plan_whole(planner, slot, stream)
@@ -103,7 +104,7 @@ class Combination:
     def plan_on_device(self, planner: Planner, slot: PlanSlot, tables: TableLengths, stream: int) -> None:
         """The same from lengths that live on the device, by a launch that a graph may capture."""
         self.slot, self.second = slot, None
-        self.prepared = prepared = self._prepared_for(planner, tables.batch, tables.max_rows)
+        self.prepared = prepared = self._prepared_for(planner, tables.batch, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)
         self._check_tables(planner, prepared, tables)
         slot.plan_tables(prepared, tables, planner.plan_kernel, stream, backends.device_sm(planner.device) >= 90)
@@ -121,7 +122,7 @@ class Combination:
         needed = partial_bytes(partial_rows.value, self.options.head_dim_vo), int_bytes.value
         self._check_workspaces(planner, needed, "batches of these sizes")
 
-    def _prepared_for(self, planner: Planner, batch: int, total_rows: int) -> Prepared:
+    def _prepared_for(self, planner: Planner, batch: int, total_rows: int, has_known_lengths: bool = True) -> Prepared:
         options = self.options
         capacity = planner.capacity
         if capacity is not None:
@@ -130,12 +131,13 @@ class Combination:
         if planner.is_graph:
             self._frozen_rows = rows  # one kernel for all batches of a graph
         variant = None if options.variant is None else trace(options, 1.0, planner.device).spec
-        prepared = self._prepared.get((rows, variant))
+        key = rows, variant, has_known_lengths and not planner.is_graph
+        prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = Prepared(options, rows, planner.device)
+            prepared = Prepared(options, rows, planner.device, key[-1])
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
-            self._prepared[rows, variant] = prepared
+            self._prepared[key] = prepared
         if capacity is not None:
             self._check_capacity(planner, capacity, prepared)
         return prepared

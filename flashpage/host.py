@@ -61,7 +61,7 @@ class MaskTilesParams(ctypes.Structure):
         *_all(c_void_p, "plan custom_mask cells"),
         *_all(c_int64, "queue_begin list_begin"),
         ("group", FastDiv),
-        *_all(c_int32, "tile_q tile_kv"),
+        *_all(c_int32, "tile_q tile_kv tile_heads causal window_left"),
     ]
 
 
@@ -149,7 +149,7 @@ class ProblemStruct(ctypes.Structure):
     _fields_ = [
         *_all(c_int32, "batch q_len_per_request"),
         *_all(IndexArray, "q_indptr kv_indptr last_page_len kv_lens"),
-        *_all(c_int32, "page_size num_q_heads num_kv_heads causal window_left has_custom_mask"),
+        *_all(c_int32, "page_size num_q_heads num_kv_heads causal window_left has_custom_mask has_mask_tiles"),
         *_all(c_int32, "least_rows most_rows"),
     ]
 
@@ -178,7 +178,7 @@ class PlanResult(ctypes.Structure):
         *_all(c_int64, "used_bytes total_q total_kv total_pages"),
         *_all(c_int32, "max_q_len max_kv_len"),
         *_all(c_double, "cost_total_ns cost_max_ns"),
-        ("mask_bytes", c_int64),
+        *_all(c_int64, "mask_bytes tile_cells"),
         *_all(c_int32, "error_array error_reason"),
         *_all(c_int64, "error_index error_value error_limit"),
     ]
@@ -195,6 +195,13 @@ class Parts(ctypes.Structure):
         *_all(c_int64, "second_offset second_partial_row"),
         ("schedules", Schedule * 2),
         ("results", PlanResult * 2),
+    ]
+
+
+class MaskedBatch(ctypes.Structure):
+    _fields_ = [
+        *_all(c_int64, "mask_bytes tile_cells rows"),
+        *_all(c_int32, "requests num_q_heads num_kv_heads has_custom_mask tile_heads"),
     ]
 
 
@@ -291,8 +298,8 @@ PLAN_HEADER = np.dtype(
 STRUCTS = (
     *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
     *(GatherSlotsParams, BlockPattern, BlockAttentionParams, BlockWriteParams, MaskTilesParams),
-    *(IndexArray, ProblemStruct, Schedule, Tables, PlanResult, Parts, KernelInfo, DeviceInfo),
-    *(BoxForm, KvBoxes, SecondPart, RunArgs),
+    *(IndexArray, ProblemStruct, Schedule, Tables, PlanResult, Parts, MaskedBatch),
+    *(KernelInfo, DeviceInfo, BoxForm, KvBoxes, SecondPart, RunArgs),
     *(Python, TensorForm, BoundRun, LengthsStruct, SlotsCall),
 )
 RECORDS = {
@@ -315,7 +322,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     ),
     "fp_tables_bounds": (c_int32, [c_void_p, c_void_p, POINTER(c_int64), POINTER(c_int64)]),
     "fp_tables_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int32]),
-    "fp_mask_cells": (c_int64, [c_int64, c_int64, c_int32, c_int32, c_int32, c_void_p, c_void_p]),
+    "fp_mask_cells": (c_int64, [c_void_p, c_void_p, c_void_p]),
     "fp_parts_count": (None, [c_void_p, c_void_p]),
     "fp_slots_create": (c_void_p, [c_int32, c_int64]),
     "fp_slots_destroy": (None, [c_void_p]),

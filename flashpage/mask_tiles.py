@@ -1,7 +1,8 @@
-"""Memory in which a card notes, before each run, which tiles of a custom mask hold anything, and in which order CTAs
-take the plan's units (include/flashpage/tile/mask_tiles.h).
+"""Memory in which a card notes, before each run, which tiles of a mask hold anything, and in which order CTAs take the
+plan's units (include/flashpage/tile/mask_tiles.h).
 
-The host sees none of it: engines may change mask bits between runs, and captured launches look at whatever is there.
+The host sees none of it: engines may change mask bits, or what a mask function reads, between runs, and captured
+launches look at whatever is there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import host
+from .variant_source import mask_looks_at_head
 
 if TYPE_CHECKING:
     from .combination import Combination
@@ -28,20 +30,29 @@ class MaskTiles:
 
     def bind(self, params: host.MaskTilesParams, planner: Planner, combination: Combination) -> None:
         """Points the struct at the newest plan, and at enough memory for it."""
-        options, tile, slot = combination.options, combination.prepared.choice.spec.tile, combination.slot
-        assert tile is not None
-        batch, rows, mask_bytes = planner.batch, planner.total_q, slot.result.mask_bytes
-        if planner.is_graph:  # a captured launch serves every later plan
+        options, prepared, result = combination.options, combination.prepared, combination.slot.result
+        spec = prepared.choice.spec
+        looks_at_head = spec.mask_source == "function" and mask_looks_at_head(spec.variant)
+        batch = host.MaskedBatch(
+            mask_bytes=result.mask_bytes,
+            tile_cells=result.tile_cells,
+            rows=planner.total_q,
+            requests=planner.batch,
+            num_q_heads=options.num_q_heads,
+            num_kv_heads=options.num_kv_heads,
+            has_custom_mask=options.has_mask,
+            tile_heads=options.num_kv_heads if looks_at_head else 1,
+        )
+        if planner.is_graph:  # a captured launch serves every later plan: bits alone, whose buffer says how many
             assert planner.mask.buffer is not None
-            rows, mask_bytes = planner.most_rows, planner.mask.buffer.numel()
+            batch.rows, batch.mask_bytes = planner.most_rows, planner.mask.buffer.numel()
             if (capacity := planner.capacity) is not None:
-                batch, rows = capacity.batch, capacity.rows_of(options)
+                batch.requests, batch.rows = capacity.batch, capacity.rows_of(options)
         cells = host.load().fp_mask_cells(
-            *(mask_bytes, rows, batch, options.num_q_heads, options.num_kv_heads),
-            *(combination.prepared.schedule_address, ctypes.byref(params)),
+            ctypes.byref(batch), combination.prepared.schedule_address, ctypes.byref(params)
         )
         if self._cells is None or self._cells.numel() < cells:
             self._cells = torch.zeros(1 << (cells - 1).bit_length(), dtype=torch.int64, device=planner.device)
-        params.plan, params.custom_mask = slot.memory.data_ptr(), planner.mask.address
-        params.cells, params.group = self._cells.data_ptr(), host.make_fast_div(options.group_size)
-        params.tile_q, params.tile_kv = tile.tile_q, tile.tile_kv
+        params.plan, params.cells = combination.slot.memory.data_ptr(), self._cells.data_ptr()
+        params.custom_mask = planner.mask.address if options.has_mask else None
+        params.causal, params.window_left = options.causal, options.window_left

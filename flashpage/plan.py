@@ -190,7 +190,7 @@ def plan_lengths(
     )
     problem = Problem(options, backends.packed_rows(options, len(rows), sum(rows)))
     capability = backends.offline(problem, backend)
-    table_tile, table_cost = capability.schedule(options, problem.packed_rows, VariantSpec())
+    table_tile, table_cost = capability.schedule(options, problem.packed_rows, VariantSpec(), "implicit")
     spec = KernelSpec(
         capability.kernel, head_dim_qk=head_dim, head_dim_vo=vo, kv_source=source, tile=tile or table_tile
     )
@@ -213,7 +213,7 @@ def _plan_arrays(
     pointers = [host.IndexArray(a.ctypes.data, 1, 1, len(a)) for a in arrays]
     problem = host.ProblemStruct(
         *(len(lens), 0, pointers[0], pointers[1], host.IndexArray(), pointers[2]),
-        *(options.page_size, options.num_q_heads, options.num_kv_heads, int(options.causal), options.window_left, 0),
+        *(options.page_size, options.num_q_heads, options.num_kv_heads, int(options.causal), options.window_left),
     )
     library, result = host.load(), host.PlanResult()
     addresses = ctypes.addressof(problem), ctypes.addressof(schedule)

@@ -14,6 +14,7 @@ from .combination import Combination, partial_bytes
 from .errors import PlanError, RunError
 from .lengths import HeldLengths, Lengths
 from .plan_inputs import KvIndices, MaskBits
+from .prepare import Prepared
 from .problem import Options, Variation
 from .slots import PlanSlot
 from .spec import KernelSpec
@@ -46,7 +47,7 @@ class Planner:
         self._problem = host.ProblemStruct()
         self.problem_address = ctypes.addressof(self._problem)
         self.use_int_buffer(torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
-        self.problem_options: Options | None = None  # those that the struct holds
+        self.problem_prepared: Prepared | None = None  # whose options the struct holds
         self.lengths = HeldLengths(self._problem, length_names)
         self._known: dict[Options, Combination] = {}
         self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for

@@ -4,6 +4,7 @@ made."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 
 import torch
 
@@ -21,15 +22,17 @@ class Prepared:
 
     __slots__ = ("attention", "choice", "mask_tiles", "merge", "options", "problem", "schedule", "schedule_address")
 
-    def __init__(self, options: Options, packed_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, options: Options, packed_rows: int, device: torch.device, has_known_lengths: bool = True
+    ) -> None:
         self.options = options
-        self.problem = Problem(options, packed_rows)
+        self.problem = Problem(options, packed_rows, has_known_lengths=has_known_lengths)
         self.choice = backends.choose(self.problem, device, trace(options, 1.0, device).spec)
         self.attention = jit.get_kernel(self.choice.spec, device)
         self.merge = self.mask_tiles = None
         if device.type == "cuda":
-            if self.choice.capability.mask_tiles(options):
-                self.mask_tiles = jit.get_kernel(KernelSpec("mask_tiles"), device)
+            if (spec := mask_tiles_spec(self.choice, options)) is not None:
+                self.mask_tiles = jit.get_kernel(spec, device)
             if not self.choice.capability.merges_in_launch:
                 self.merge = jit.get_kernel(KernelSpec("merge", out_dtype=options.out_dtype), device)
             num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm
@@ -37,6 +40,17 @@ class Prepared:
             num_ctas = host.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
         self.schedule = backends.schedule(self.choice, options, num_ctas)
         self.schedule_address = ctypes.addressof(self.schedule)
+
+
+def mask_tiles_spec(choice: backends.Choice, options: Options) -> KernelSpec | None:
+    """The kernel that finds the tiles of a mask before the attention kernel; None: nobody looks for them."""
+    spec = choice.spec
+    if spec.mask_source == "implicit" or not choice.capability.mask_tiles(options):
+        return None
+    if spec.mask_source == "packed_bits":
+        return KernelSpec("mask_tiles", mask_source="packed_bits")
+    variant = dataclasses.replace(spec.variant, logit="")
+    return KernelSpec("mask_tiles", mask_source="function", tile=spec.tile, variant=variant)
 
 
 def trace(options: Options, soft_cap: float, device: torch.device) -> variants.TracedVariant:

@@ -95,6 +95,7 @@ class Problem:
     options: Options
     packed_rows: int  # query rows x group_size of a request and KV head, the batch's average
     batch: int = 0
+    has_known_lengths: bool = True  # the host plans for each run: no captured launch serves other batches
 
 
 def check_options(

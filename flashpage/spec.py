@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from typing import Any
 
 from .dtypes import DType
@@ -27,10 +28,15 @@ class VariantSpec:
 
 
 def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -> InnerLoop:
-    """What the options of a spec cost the inner loop: it decides the tile."""
-    if variant.logit and variant.tensors:
+    """What the options of a spec cost the inner loop: it decides the tile. Where tiles are known, a mask function is
+    asked in few of them."""
+    tensors = {name for name, _, _ in variant.tensors}
+    if mask_source == "function":
+        tensors &= set(re.findall(r"\w+", variant.logit))  # the mask's own are loaded in few tiles
+    if variant.logit and tensors:
         return InnerLoop.LOADING
-    if mask_source != "implicit" or position_encoding != "none" or variant.mask:
+    masks = mask_source == "packed_bits" or (mask_source == "implicit" and variant.mask != "")
+    if masks or position_encoding != "none":
         return InnerLoop.HEAVY
     return InnerLoop.TRANSFORM if variant.logit else InnerLoop.PLAIN
 
@@ -46,7 +52,8 @@ class KernelSpec:
     head_dim_qk: int = 0
     head_dim_vo: int = 0
     kv_source: str = "paged"  # paged | ragged
-    mask_source: str = "implicit"  # implicit (causal and window at run time) | packed_bits
+    # implicit (causal and window at run time) | packed_bits | function (the variant's, asked for tiles beforehand)
+    mask_source: str = "implicit"
     position_encoding: str = "none"  # none | rope
     tile: Tile | None = None
     variant: VariantSpec = VariantSpec()

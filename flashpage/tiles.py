@@ -131,12 +131,14 @@ def sm90_prefill_tile(
     loader: str = "boxes",
     group_size: int = 1,
     has_mask: bool = False,
+    asks_much: bool = False,
 ) -> tuple[Tile, Cost]:
     """Many rows on Hopper: warpgroups of 64 rows, two of them, or three where rows are short.
 
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
-    where the loading warps convert K and V the stored ones are there too. Bits of a custom mask, which are looked
-    at in few tiles, leave that room up to 192 columns.
+    where the loading warps convert K and V the stored ones are there too. Bits of a custom mask and answers of a mask
+    function, which are looked at in few tiles, leave that room up to 192 columns; a function that is asked for each
+    head, or that loads much, takes some of it (`asks_much`).
     """
     if has_mask and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
         loop = InnerLoop.HEAVY
@@ -145,10 +147,11 @@ def sm90_prefill_tile(
     if loader == "converted":
         tile_kv = _sm90_converting_tokens(widest, head_dim_vo, loop)
         stages = _sm90_converting_stages(head_dim_qk, head_dim_vo, tile_kv)
-    elif widest <= 96 and light and (192 % group_size == 0 or 128 % group_size):  # whole groups come as boxes
+    elif widest <= 96 and light and not asks_much and (192 % group_size == 0 or 128 % group_size):  # groups as boxes
         groups, tile_kv, stages = (3, 96, 4) if widest <= 64 else (3, 80, 3)
     else:
         tile_kv = _sm90_tokens(widest, head_dim_vo, loop, loader, has_mask)
+        tile_kv = min(tile_kv, 112) if asks_much and 64 < widest <= 128 else tile_kv
     tile_q = 64 * groups
     ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / 2688  # 690 TFLOP/s, an SM's share
     return Tile(tile_q, tile_kv, 4 * groups, 1, stages), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)

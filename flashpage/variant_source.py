@@ -39,6 +39,8 @@ ELEMENT_CPP = {d.value: d.cpp for d in DType if not d.is_fp8} | {
 _SCALAR_CPP = {"float": "float", "int": "flashpage::i32"}
 NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _RETURN = re.compile(r"\breturn\b")
+_TRACED_RESULT = re.compile(r"(?:const auto v\d+ = [^;]*; )+return ([^;]*);")  # of variant_trace.py
+_CAUSAL = ("kv_idx <= q_idx", "q_idx >= kv_idx", "kv_idx < q_idx", "q_idx > kv_idx")
 _PARAMETERS = (
     "[[maybe_unused]] flashpage::i32 b, [[maybe_unused]] flashpage::i32 h, [[maybe_unused]] flashpage::i32 q_idx,"
     " [[maybe_unused]] I kv_idx"
@@ -66,6 +68,40 @@ def has_return(text: str) -> bool:
     return _RETURN.search(text) is not None
 
 
+def mask_looks_at_head(spec: VariantSpec) -> bool:
+    """Whether query heads may see different tokens."""
+    return "h" in _names([spec.mask])
+
+
+def asks_much(spec: VariantSpec) -> bool:
+    """Whether asking the mask function takes many registers: with three tensors kernels of the largest tiles spill."""
+    return mask_looks_at_head(spec) or len({name for name, _, _ in spec.tensors} & _names([spec.mask])) > 2
+
+
+def mask_is_causal(spec: VariantSpec) -> bool:
+    """Whether the mask says in so many words that no row sees a token behind its own position."""
+    return any(part in _CAUSAL for line in spec.mask.splitlines() for part in _conditions(line))
+
+
+def _conditions(text: str) -> list[str]:
+    """Parts of an expression, all of which must hold."""
+    if (result := _TRACED_RESULT.fullmatch(text)) is not None:
+        text = result[1]
+    inner, depth, cut = text.strip(), 0, 0
+    if not inner.endswith(")") or not inner.startswith(("(", "logical_and(")):
+        return [inner]
+    first = inner.index("(") + 1
+    for place in range(first, len(inner) - 1):
+        depth += {"(": 1, ")": -1}.get(inner[place], 0)
+        if depth < 0:
+            return [inner]  # the first bracket is not the last one's
+        if depth == 0 and inner[place] == ",":
+            cut = place
+    if first == 1:
+        return _conditions(inner[1:-1])
+    return [*_conditions(inner[first:cut]), *_conditions(inner[cut + 1 : -1])]
+
+
 def render(spec: VariantSpec) -> str:
     """`struct Variant`, at any namespace level; variant.h (for the CPU the lanes' header too) must come before it.
 
@@ -77,6 +113,8 @@ def render(spec: VariantSpec) -> str:
         "struct Variant {",
         f"  static constexpr bool has_logit = {str(bool(logits)).lower()};",
         f"  static constexpr bool has_mask = {str(bool(masks)).lower()};",
+        f"  static constexpr bool mask_has_head = {str(mask_looks_at_head(spec)).lower()};",
+        f"  static constexpr bool mask_is_causal = {str(mask_is_causal(spec)).lower()};",
         f"  static constexpr int num_tensors = {len(spec.tensors)};",
         "",
         "  template <class F, class I>",
@@ -122,9 +160,13 @@ class _Lines:
         self.add(f'#line {len(self.lines) + 2} "flashpage rendered variant"')
 
 
+def _names(stages: list[str]) -> set[str]:
+    return {name for stage in stages for name in NAME.findall(stage)}
+
+
 def _captures(spec: VariantSpec, stages: list[str]) -> list[str]:
     """Declarations of what the stages use. Functions by name: a global of that name (cmath's) is then not looked at."""
-    used = {name for stage in stages for name in NAME.findall(stage)}
+    used = _names(stages)
     lines = [f"    using flashpage::vm::{name};" for name in sorted(used & FUNCTIONS)]
     for slot, (name, element, rank) in enumerate(spec.tensors):
         if name in used:

@@ -179,6 +179,8 @@ def variant_rows() -> list[Case]:
         "head_gain": "a vector and a closed-over scalar",
         "distance_penalty": "torch functions and a branch on integers",
         "documents": "a mask alone, integer tensor",
+        "head_windows": "a mask that looks at the head",
+        "rows_that_see_nothing": "tiles and units that nobody sees",
         "blocks_and_gain": "score and mask together",
         "expression": "C++ expressions with captured values",
     }

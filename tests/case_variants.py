@@ -61,6 +61,19 @@ def documents(device: str) -> BuiltVariant:
     return _python(mask_mod=lambda b, h, q_idx, kv_idx: document[b, q_idx] == document[b, kv_idx])
 
 
+def head_windows(device: str) -> BuiltVariant:
+    """Each head sees its own number of tokens back, and a few ahead."""
+    reach = (torch.arange(MAX_HEADS) * 37 % 200).to(torch.int32).to(device)
+    return _python(mask_mod=lambda b, h, q_idx, kv_idx: (q_idx - kv_idx < reach[h]) & (kv_idx - q_idx < 20))
+
+
+def rows_that_see_nothing(device: str) -> BuiltVariant:
+    """Most rows, whole blocks of them in a row; the others do not see the middle."""
+    return _python(
+        mask_mod=lambda b, h, q_idx, kv_idx: (q_idx % 64 < 3) & (q_idx > 80) & ((kv_idx < 30) | (kv_idx > 290))
+    )
+
+
 def blocks_and_gain(device: str) -> BuiltVariant:
     """Both callables: integer arithmetic in the mask, the request's own factor in the score."""
     factor = (1 + 0.2 * _random(MAX_REQUESTS)).to(device)
@@ -89,5 +102,8 @@ def expression(device: str) -> BuiltVariant:
 
 VARIANTS: dict[str, Callable[[str], BuiltVariant]] = {
     builder.__name__: builder
-    for builder in (tensor_bias, head_gain, distance_penalty, documents, blocks_and_gain, expression)
+    for builder in (
+        *(tensor_bias, head_gain, distance_penalty, documents, head_windows, rows_that_see_nothing, blocks_and_gain),
+        expression,
+    )
 }

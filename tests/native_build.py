@@ -7,8 +7,11 @@ import functools
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from flashpage import host
+from flashpage.spec import VariantSpec
+from flashpage.variant_source import render
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ["-std=c++20", "-O1", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
@@ -26,6 +29,21 @@ def shared_library(source: str, name: str = "", first_include: str = "", flags: 
     command = ["g++", *first, *FLAGS, *flags, "-shared", str(ROOT / "tests" / "native" / source), "-o", str(library)]
     subprocess.run(command, check=True)
     return library
+
+
+@functools.cache
+def variant_flags(spec: VariantSpec) -> tuple[str, ...]:
+    """For sources that include VARIANT: the rendered struct."""
+    path = Path(tempfile.mkdtemp(prefix="flashpage-test-")) / "variant.h"
+    path.write_text(render(spec))
+    return (f'-DVARIANT="{path}"',)
+
+
+@functools.cache
+def asked_tiles(spec: VariantSpec) -> Any:
+    """ask_for_tiles(params, args, grid): the kernel that asks this variant's mask function, on the host."""
+    flags = variant_flags(spec)
+    return ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card", flags=flags))).ask_for_tiles
 
 
 @functools.cache

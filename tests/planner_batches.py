@@ -24,6 +24,7 @@ class Batch:
     causal: bool = False
     window_left: int = -1
     has_custom_mask: bool = False
+    has_mask_tiles: bool = False
     q_start: int = 0
     kv_start: int = 0
     least_rows: int = 0  # of the requests that the plan serves
@@ -117,6 +118,7 @@ def problem_of(batch: Batch, arrays: dict[str, np.ndarray | None]) -> host.Probl
         int(batch.causal),
         batch.window_left,
         int(batch.has_custom_mask),
+        int(batch.has_mask_tiles),
         batch.least_rows,
         batch.most_rows,
     )

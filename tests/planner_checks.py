@@ -134,16 +134,19 @@ def _check_items(planned: Planned) -> None:
     request = items["request"]
     pages = -(-batch.kv_lens.astype(np.int64) // batch.page_size) if batch.page_size else batch.kv_lens.astype(np.int64)
     mask_bytes = -(-(batch.q_lens.astype(np.int64) * batch.kv_lens) // 8) * batch.has_custom_mask
+    cells = -(-batch.q_lens.astype(np.int64) * batch.group // planned.cutting.tile_q)
+    cells *= -(-batch.kv_lens // (32 * planned.cutting.tile_kv))
+    cells *= batch.has_mask_tiles and not batch.has_custom_mask
     expected = {
         "kv_offset": indptr(pages, batch.kv_start)[:-1],
-        "mask_offset": indptr(mask_bytes)[:-1],
+        "mask_offset": indptr(mask_bytes + cells)[:-1],
         "q_begin": indptr(batch.q_lens, batch.q_start)[:-1],
         "q_len": batch.q_lens,
         "kv_len": batch.kv_lens,
     }
     for name, values in expected.items():
         assert (items[name] == values[request]).all(), name
-    assert planned.result.mask_bytes == mask_bytes.sum()
+    assert (planned.result.mask_bytes, planned.result.tile_cells) == (mask_bytes.sum(), cells.sum())
     assert (items["kv_begin"] >= 0).all() and (items["kv_end"] <= items["kv_len"]).all()
 
 

@@ -12,6 +12,7 @@ import flashpage
 from flashpage import backends, tiles
 from flashpage.backends import CAPABILITIES, DECODE_SM90, PREFILL_SM90
 from flashpage.dtypes import DType
+from flashpage.prepare import mask_tiles_spec
 from flashpage.problem import SPLIT_BALANCED, SPLIT_NEVER, Options, Problem
 from flashpage.spec import KernelSpec, VariantSpec
 
@@ -74,14 +75,14 @@ def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: backends.Capability)
                 assert bool(row.refusals(given, row.min_sm)) == refused
                 if refused:
                     continue
-                tile, cost = row.schedule(given.options, rows, VariantSpec())
+                tile, cost = row.schedule(given.options, rows, VariantSpec(), "implicit")
                 assert tile.tile_q % 16 == 0 and tile.tile_kv % 16 == 0 and cost.ns_per_token > 0
 
 
 @pytest.mark.parametrize(("page_size", "tokens"), [(16, 16), (1, 32)])
 def test_a_variant_that_loads_has_short_slots_where_boxes_fill_them(page_size: int, tokens: int) -> None:
     def slot(variant: VariantSpec) -> int:
-        return DECODE_SM90.schedule(problem(page_size=page_size).options, 4, variant)[0].tile_kv
+        return DECODE_SM90.schedule(problem(page_size=page_size).options, 4, variant, "implicit")[0].tile_kv
 
     bias = (("bias", "float32", 3),)
     assert slot(VariantSpec(logit="score + bias(h, q_idx, kv_idx)", tensors=bias)) == tokens
@@ -91,9 +92,45 @@ def test_a_variant_that_loads_has_short_slots_where_boxes_fill_them(page_size: i
 def test_a_full_ring_leaves_room_for_the_turns_of_rope() -> None:
     def stages(position: str) -> int:
         given = problem(64, position_encoding=position, has_mask=True, head_dim_qk=464, head_dim_vo=224)
-        return DECODE_SM90.schedule(given.options, 64, VariantSpec())[0].stages
+        return DECODE_SM90.schedule(given.options, 64, VariantSpec(), "packed_bits")[0].stages
 
     assert stages("NONE") == stages("ALIBI") > stages("ROPE_LLAMA")
+
+
+FUNCTION, SCORES = VariantSpec(mask="kv_idx < 7 * h"), VariantSpec(logit="score * 2.0f")
+ASKED = KernelSpec("mask_tiles", mask_source="function", variant=FUNCTION, tile=tiles.Tile(128, 112, 8, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("changed", "variant", "is_known", "source", "kernel"),
+    [
+        ({}, FUNCTION, True, "function", ASKED),
+        ({}, FUNCTION, False, "implicit", None),
+        ({"kv_dtype": DType.FLOAT8_E4M3}, FUNCTION, True, "implicit", None),
+        ({}, SCORES, True, "implicit", None),
+        ({"has_mask": True}, FUNCTION, True, "packed_bits", KernelSpec("mask_tiles", mask_source="packed_bits")),
+        ({"has_mask": True, "kv_dtype": DType.FLOAT8_E4M3}, FUNCTION, True, "packed_bits", None),
+    ],
+)
+def test_who_is_asked_for_tiles(
+    changed: dict[str, Any],
+    variant: VariantSpec,
+    is_known: bool,
+    source: str,
+    kernel: KernelSpec | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mask functions where the host knows the lengths of each run."""
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    given = dataclasses.replace(problem(4096, page_size=16, **changed), has_known_lengths=is_known)
+    choice = backends.choose(given, torch.device("cuda:0"), variant)
+    assert (choice.spec.kernel, choice.spec.mask_source) == ("prefill_sm90", source)
+    assert mask_tiles_spec(choice, given.options) == kernel
+    notes = [note for note in choice.reasons if note.startswith("mask: ")]
+    assert len(notes) == (1 if variant.mask or given.options.has_mask else 0)
+    assert kernel is None or "are left out" in notes[0]
+    decode = backends.choose(dataclasses.replace(given, packed_rows=4), torch.device("cuda:0"), variant)
+    assert (decode.spec.kernel, decode.spec.mask_source) == ("decode_sm90", source.replace("function", "implicit"))
 
 
 SPLITS = (SPLIT_BALANCED, SPLIT_NEVER, 256)

@@ -1,19 +1,22 @@
-"""Custom masks on a card: the tiles that the card finds, the same bits in whichever order units are claimed, and masks
-that change under a captured graph."""
+"""Custom masks and mask functions on a card: the tiles that the card finds, the same bits in whichever order units are
+claimed, and masks that change under a captured graph."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from inputs import pack_bits
+from native_build import asked_tiles
 from native_build import mask_tiles as native
+from variant_build import variant_args
 
 import flashpage
-from flashpage import host
+from flashpage import Variant, host
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
@@ -77,14 +80,19 @@ def test_a_card_finds_the_tiles_that_the_host_finds(tensors: tuple[torch.Tensor,
     if wrapper._last_combination().prepared.mask_tiles is None:
         pytest.skip("this card's kernel takes no mask tiles")
     wrapper.run(*tensors)
+    check_tiles(wrapper, packed.data_ptr(), lambda params: native().find_mask_tiles(params, 3))
+
+
+def check_tiles(wrapper: Any, bits: int | None, find: Callable[[Any], None]) -> None:
+    """What the last run left, against what `find` leaves on the host."""
     planner, combination = wrapper._planner, wrapper._last_combination()
     found = combination.mask_tiles._cells.cpu()
     params = host.MaskTilesParams()
     combination.mask_tiles.bind(params, planner, combination)
     plan_bytes = np.frombuffer(combination.slot.last_bytes(), np.uint8).copy()
     on_host = torch.zeros_like(found)
-    params.plan, params.custom_mask, params.cells = plan_bytes.ctypes.data, packed.data_ptr(), on_host.data_ptr()
-    native().find_mask_tiles(ctypes.byref(params), 3)
+    params.plan, params.custom_mask, params.cells = plan_bytes.ctypes.data, bits, on_host.data_ptr()
+    find(ctypes.byref(params))
     num_units = int(on_host[0]) & 0xFFFFFFFF
     assert int(found[0]) & 0xFFFFFFFF == num_units and int(found[0]) >> 32 >= num_units, "all units are claimed"
     assert torch.equal(found[2 : params.queue_begin], on_host[2 : params.queue_begin])
@@ -138,3 +146,63 @@ def test_a_mask_that_changes_under_a_graph(tensors: tuple[torch.Tensor, ...]) ->
         bits[: changed.numel()] = changed
         graph.replay()
         assert (out.double() - exact(tensors, masks(seed))).norm() < 2**-7 * out.double().norm(), seed
+
+
+def documents(ids: torch.Tensor) -> Callable[..., Any]:
+    return lambda b, h, q_idx, kv_idx: (ids[b, q_idx] == ids[b, kv_idx]) & (kv_idx <= q_idx)
+
+
+def reach_of_heads(reach: torch.Tensor) -> Callable[..., Any]:
+    return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx < reach[h]) & (kv_idx - q_idx < 50)
+
+
+IDS = torch.sort(torch.randint(0, 12, (len(Q_LENS), max(KV_LENS)), generator=torch.Generator().manual_seed(4)))[0].int()
+REACH = torch.arange(HEADS, dtype=torch.int32) * 170 % 900
+FUNCTIONS = [(documents, IDS), (reach_of_heads, REACH)]
+OPTIONS: list[dict[str, Any]] = [{}, {"causal": True}, {"window_left": 333, "fixed_split_size": 512}]
+
+
+def seen(mask_mod: Callable[..., Any], causal: bool = False, window_left: int = -1, **_: Any) -> list[torch.Tensor]:
+    """Of each request, [heads, rows, tokens]."""
+    found = []
+    for b, (q, kv) in enumerate(zip(Q_LENS, KV_LENS, strict=True)):
+        q_idx, kv_idx = torch.arange(kv - q, kv)[:, None], torch.arange(kv)[None]
+        mask = torch.stack([mask_mod(b, h, q_idx, kv_idx).expand(q, kv) for h in range(HEADS)])
+        mask &= (kv_idx <= q_idx) if causal else True
+        mask &= (kv_idx >= q_idx - window_left) if window_left >= 0 else True
+        found.append(mask)
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["all", "causal", "window"])
+@pytest.mark.parametrize(("function", "captured"), FUNCTIONS, ids=["documents", "heads"])
+def test_functions_are_asked_for_tiles(
+    function: Callable[..., Any], captured: torch.Tensor, options: dict[str, Any], tensors: tuple[torch.Tensor, ...]
+) -> None:
+    wrapper = planned(variant=Variant(mask_mod=function(captured.to(DEVICE))), **options)
+    if wrapper._last_combination().prepared.mask_tiles is None:
+        pytest.skip("this card's kernel takes no mask tiles")
+    out, lse = wrapper.run(*tensors, return_lse=True)
+    expected = exact(tensors, seen(function(captured), **options))
+    assert (out.double() - expected).norm() < 2**-7 * expected.norm()
+    on_host = Variant(mask_mod=function(captured)).traced()
+    args, ask = variant_args(on_host), asked_tiles(on_host.spec)
+    check_tiles(wrapper, None, lambda params: ask(params, ctypes.byref(args), 3))
+    for enable_pdl in (True, False) * 3:
+        again = wrapper.run(*tensors, return_lse=True, enable_pdl=enable_pdl)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+
+
+def test_a_captured_tensor_that_changes_under_a_graph(tensors: tuple[torch.Tensor, ...]) -> None:
+    """The tiles are those of what the function reads when a graph is replayed."""
+    ids = IDS.to(DEVICE)
+    wrapper = planned(variant=Variant(mask_mod=documents(ids)))
+    out = wrapper.run(*tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        wrapper.run(*tensors, out=out)
+    for changed in (IDS // 3, IDS.flip(1)):
+        ids.copy_(changed)
+        graph.replay()
+        expected = exact(tensors, seen(documents(changed)))
+        assert (out.double() - expected).norm() < 2**-7 * expected.norm()

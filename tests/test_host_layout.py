@@ -20,6 +20,7 @@ C_NAMES = {
     "PlanResult": "fp_plan_result",
     "Parts": "fp_parts",
     "SecondPart": "fp_second_part",
+    "MaskedBatch": "fp_masked_batch",
     "KernelInfo": "fp_kernel_info",
     "DeviceInfo": "fp_device_info",
     "BoxForm": "fp_box_form",

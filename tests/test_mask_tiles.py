@@ -4,7 +4,6 @@ that loading warps visit, and the bits of a mixed tile, each against numpy."""
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,93 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mask_batch import KINDS, TOKENS, Masked, mask_of
 from native_build import mask_tiles as native
-from planner_batches import RUNS, Batch, Cutting, Planned, arrays_of, bounds, call, problem_of, unpack
+from planner_batches import RUNS, Batch, Cutting
 
 import flashpage
 from flashpage import host
-
-TOKENS = (48, 80, 128)  # of a tile
-GUARD = 2**64 - 1
-
-
-@dataclasses.dataclass(repr=False)
-class Masked:
-    """A batch with masks, its plan, and what the kernel makes of the two."""
-
-    planned: Planned
-    masks: list[np.ndarray]  # per request [q_len, kv_len] bool
-    mask_bytes: np.ndarray  # with garbage before and behind
-    params: host.MaskTilesParams
-    cells: np.ndarray  # uint64
-    behind: np.ndarray
-    plan_bytes: np.ndarray
-
-    @staticmethod
-    def make(batch: Batch, cutting: Cutting, masks: list[np.ndarray], first_byte: int) -> Masked:
-        arrays = arrays_of(batch)
-        problem = problem_of(batch, arrays)
-        status, plan_bytes, result = call(problem, cutting, bounds(batch, cutting)[0])
-        assert status == host.OK, host.last_error()
-        planned = unpack(batch, cutting, plan_bytes, result)
-        packed = [
-            np.packbits(np.append(mask.ravel(), np.ones(-mask.size % 8, bool)), bitorder="little") for mask in masks
-        ]
-        garbage = np.full(8, 0b10110101, np.uint8)
-        mask_bytes = np.concatenate([garbage[: 4 + first_byte], *packed, garbage])
-        assert mask_bytes.ctypes.data % 4 == 0
-        params = host.MaskTilesParams()
-        count = host.load().fp_mask_cells(
-            *(result.mask_bytes, result.total_q, len(masks), batch.num_q_heads, batch.num_kv_heads),
-            *(ctypes.byref(cutting.struct()), ctypes.byref(params)),
-        )
-        memory = np.full(count + 2, GUARD, np.uint64)
-        memory = memory[memory.ctypes.data // 8 % 2 :]  # starts on 16 bytes
-        cells, behind = memory[:count], memory[count:]
-        cells[:2] = 0
-        params.plan, params.custom_mask = plan_bytes.ctypes.data, mask_bytes.ctypes.data + 4 + first_byte
-        params.cells, params.group = cells.ctypes.data, host.make_fast_div(batch.group)
-        params.tile_q, params.tile_kv = cutting.tile_q, cutting.tile_kv
-        return Masked(planned, masks, mask_bytes, params, cells, behind, plan_bytes)
-
-    def find(self, grid: int) -> None:
-        native().find_mask_tiles(ctypes.byref(self.params), grid)
-        assert self.behind[0] == GUARD, "wrote past the memory"
-
-    def item_of(self, request: int) -> np.ndarray:
-        items = self.planned.items
-        return items[items["request"] == request][:1]
-
-    def cell(self, request: int, row_block: int) -> int:
-        item = self.item_of(request)
-        return native().tile_cell(ctypes.byref(self.params), ctypes.c_void_p(item.ctypes.data), int(row_block))
-
-    def expected(self, request: int, row_block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Visible and mixed, a truth value for each tile."""
-        cutting, mask = self.planned.cutting, self.masks[request]
-        first = row_block * cutting.tile_q
-        last = min(first + cutting.tile_q, len(mask) * self.planned.batch.group) - 1
-        rows = mask[first // self.planned.batch.group : last // self.planned.batch.group + 1]
-        tiles = [rows[:, i : i + cutting.tile_kv] for i in range(0, mask.shape[1], cutting.tile_kv)]
-        return np.array([t.any() for t in tiles], bool), np.array([not t.all() for t in tiles], bool)
-
-    def row_blocks(self, request: int) -> int:
-        return -(-len(self.masks[request]) * self.planned.batch.group // self.planned.cutting.tile_q)
-
-
-def mask_of(kind: str, rows: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
-    row, token = np.arange(rows)[:, None], np.arange(tokens)[None]
-    if kind == "causal":
-        return token <= tokens - rows + row
-    if kind == "blocks":
-        size = int(rng.integers(1, 300))
-        return row // size == token // size
-    if kind == "islands":
-        return rng.random((rows // 40 + 1, tokens // 200 + 1))[row // 40, token // 200] < 0.2
-    return rng.random((rows, tokens)) < {"random": 0.5, "sparse": 0.001, "nothing": -1.0, "everything": 2.0}[kind]
-
-
-KINDS = ("causal", "blocks", "islands", "random", "sparse", "nothing", "everything")
 
 
 @st.composite
@@ -138,19 +56,7 @@ examples = settings(max_examples=40, deadline=None, suppress_health_check=list(H
 @given(masked_batches(), st.sampled_from((1, 3)))
 def test_tiles_of_masks(masked: Masked, grid: int) -> None:
     masked.find(grid)
-    taken: list[int] = [0, 1]
-    for request in range(len(masked.masks)):
-        for block in range(masked.row_blocks(request)):
-            visible, mixed = masked.expected(request, block)
-            words = -(-len(visible) // 32)
-            cells = range(cell := masked.cell(request, block), cell + words)
-            taken += cells
-            found = masked.cells[cell : cell + words].view(np.uint32).reshape(words, 2)
-            bits = np.unpackbits(found.T.copy().view(np.uint8), bitorder="little").reshape(2, -1)
-            assert (bits[:, : len(visible)] == (visible, mixed)).all(), (request, block)
-            assert not bits[:, len(visible) :].any()
-    assert len(taken) == len(set(taken)), "two row blocks share a cell"
-    assert max(taken) < masked.params.queue_begin
+    masked.check_tiles()
 
 
 @examples
@@ -158,28 +64,7 @@ def test_tiles_of_masks(masked: Masked, grid: int) -> None:
 def test_units_are_queued_once_and_the_long_ones_first(masked: Masked, grid: int) -> None:
     for _ in range(2):  # the second run finds what the first one left
         masked.find(grid)
-    planned, tile_q, tile_kv = masked.planned, masked.planned.cutting.tile_q, masked.planned.cutting.tile_kv
-    num_units, claimed, arrived, _ = masked.cells[:2].view(np.uint32)
-    expected = []
-    for cta in planned.ctas:
-        for index in range(cta["begin"], cta["end"]):
-            item = planned.items[index]
-            blocks = masked.row_blocks(item["request"])
-            partial_row = item["partial_row"] + (cta["partial_row"] if item["partial_row"] >= 0 else 0)
-            for unit in range(item["num_units"]):
-                at = item["first_packed_row"] // tile_q + unit
-                expected.append((index, at % blocks, item["kv_head"] + cta["kv_head"] + at // blocks, partial_row))
-    assert (num_units, claimed, arrived) == (len(expected), 0, 0)
-    queue = masked.cells[masked.params.queue_begin :][: 4 * num_units].view(np.int32).reshape(num_units, 8)
-    assert sorted(map(tuple, queue[:, :4].tolist())) == sorted(expected)
-    fewest = np.inf
-    for index, block, _, _, cell, *_ in queue:
-        item = planned.items[index]
-        assert cell == masked.cell(item["request"], block)
-        visible, _ = masked.expected(item["request"], block)
-        count = visible[item["kv_begin"] // tile_kv : -(-item["kv_end"] // tile_kv)].sum()
-        assert count <= fewest * 1.125 + 0.5
-        fewest = min(fewest, count)
+    masked.check_queue()
 
 
 class Visited(ctypes.Structure):

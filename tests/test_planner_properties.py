@@ -37,6 +37,7 @@ def random_case(rng: np.random.Generator) -> tuple[Batch, Cutting]:
         causal=bool(rng.random() < 0.5),
         window_left=int(rng.choice([-1, -1, 0, 5, 100, 1000])),
         has_custom_mask=bool(rng.random() < 0.2),
+        has_mask_tiles=bool(rng.random() < 0.2),
         q_start=int(rng.integers(0, 3)),
         kv_start=int(rng.integers(0, 3)),
     )

@@ -7,6 +7,7 @@ written.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -15,16 +16,21 @@ import numpy as np
 import pytest
 import torch
 from case import Case, prefill
+from case_variants import VARIANTS
 from inputs import Inputs, make_inputs, pack_bits, reference_states
+from native_build import asked_tiles, shared_library, variant_flags
 from native_build import mask_tiles as mask_kernel
-from native_build import shared_library
 from planner_batches import RUNS, Cutting
 from tolerance import limits
+from variant_build import variant_args
 
 from flashpage import host
 from flashpage.boxes import loader_tokens
 from flashpage.dtypes import DType
+from flashpage.spec import VariantSpec, inner_loop
 from flashpage.tiles import InnerLoop, Tile, sm90_prefill_tile
+from flashpage.variant_source import asks_much, mask_looks_at_head
+from flashpage.variants import TracedVariant, Variant
 
 BF16: dict[str, Any] = {"q_dtype": "bfloat16", "num_q_heads": 8, "head_dim": 128, "causal": True}
 MASK: dict[str, Any] = {**BF16, "causal": False, "mask": "packed", "mask_kind": "blocks"}
@@ -57,6 +63,26 @@ CASES += [
     prefill("host-rows-dim-256", "some look up one row", (40,), (200,), **{**ROWS, "head_dim": 256}),
     prefill("host-rows-192-128", "other rows", (40,), (250,), head_dim_vo=128, **{**ROWS, "head_dim": 192}),
     prefill("host-rows-mask-dim-16", "lanes without rows", (40,), (300,), **{**MASK, "head_dim": 16, "page_size": 3}),
+]
+
+ASKED: dict[str, Any] = {**BF16, "causal": False, "variant": "documents"}
+HEADS: dict[str, Any] = {**ASKED, "variant": "head_windows"}
+NOTHING: dict[str, Any] = {**ASKED, "variant": "rows_that_see_nothing"}
+CASES += [
+    prefill("host-asked", "tiles of documents", (70, 40), (500, 300), **ASKED),
+    prefill("host-asked-causal", "half of them", (100, 40), (450, 40), **{**ASKED, "causal": True}),
+    prefill("host-asked-window", "and some", (90,), (500,), window_left=70, hidden_nan=True, **ASKED),
+    prefill("host-asked-page-1", "row by row", (70,), (500,), page_size=1, **ASKED),
+    prefill("host-asked-group-5", "a block's edge inside a row's heads", (60,), (250,), **{**ASKED, "num_q_heads": 10}),
+    prefill("host-asked-heads", "tiles of each head", (70, 33), (450, 33), **HEADS),
+    prefill("host-asked-heads-group-5", "that a row shares", (40,), (300,), **{**HEADS, "num_q_heads": 10}),
+    prefill("host-asked-heads-causal", "by rows", (60,), (400,), page_size=1, **{**HEADS, "causal": True}),
+    prefill("host-asked-nothing", "units that see nothing", (70, 30, 10), (400, 0, 200), **NOTHING),
+    prefill("host-asked-nothing-sinks", "but a sink", (90,), (400,), sinks=True, **NOTHING),
+    prefill("host-asked-score", "and scores", (70,), (300,), **{**ASKED, "variant": "blocks_and_gain"}),
+    prefill("host-asked-dim-64", "another tile", (70,), (500,), **{**ASKED, "head_dim": 64}),
+    prefill("host-asked-dim-256", "48 tokens", (40,), (300,), **{**HEADS, "head_dim": 256}),
+    prefill("host-asked-192-128", "112 tokens", (40,), (400,), head_dim_vo=128, **{**ASKED, "head_dim": 192}),
 ]
 
 FP8: dict[str, Any] = {**BF16, "kv_dtype": "float8_e4m3fn"}
@@ -92,34 +118,52 @@ def loader_of(case: Case) -> str:
     return "converted" if converts(case) else "rows" if is_small else "boxes"
 
 
+def variant_of(case: Case) -> TracedVariant:
+    return Variant(**VARIANTS[case.variant]("cpu").arguments).traced() if case.variant else TracedVariant()
+
+
+def mask_source_of(case: Case) -> str:
+    return "packed_bits" if case.mask else "function" if case.variant else "implicit"
+
+
 def tile_of(case: Case) -> Tile:
+    source, variant = mask_source_of(case), variant_of(case).spec
     by_rows = case.entry == "paged" and case.page_size % 8 != 0  # tiles of fewer tokens too
-    loop = InnerLoop.HEAVY if case.mask and (converts(case) or by_rows) else InnerLoop.PLAIN
+    is_heavy = case.mask and (converts(case) or by_rows)
+    loop = InnerLoop.HEAVY if is_heavy else inner_loop("function", "none", variant)
     dims = (case.head_dim, case.value_dim)
     tile, _ = sm90_prefill_tile(
         *(*dims, loop),
         loader=loader_of(case),
         group_size=case.num_q_heads // case.num_kv_heads,
-        has_mask=bool(case.mask),
+        has_mask=source != "implicit",
+        asks_much=source == "function" and asks_much(variant),
     )
     return tile
 
 
 @functools.cache
 def kernel(
-    types: tuple[str, str, str], tile: Tile, dims: tuple[int, int], loader: str, mask_source: str
+    types: tuple[str, str, str],
+    tile: Tile,
+    dims: tuple[int, int],
+    loader: str,
+    mask_source: str,
+    variant: VariantSpec,
 ) -> ctypes.CDLL:
     values: dict[str, Any] = dict(zip(("QUERY", "CACHE", "PRODUCT"), types, strict=True))
     values |= {"TILE_Q": tile.tile_q, "TILE_KV": tile.tile_kv, "STAGES": tile.stages}
     values |= {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "LOADER": loader, "MASK_SOURCE": mask_source}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
+    flags += variant_flags(variant) if variant != VariantSpec() else ()
     return ctypes.CDLL(str(shared_library("prefill_kernel.cpp", first_include="hopper", flags=flags)))
 
 
-def plan_of(case: Case, inputs: Inputs, tile_q: int) -> np.ndarray:
+def plan_of(case: Case, inputs: Inputs, tile: Tile) -> np.ndarray:
     """One CTA, an item a request: a PlanHeader, its CtaStart and the items."""
+    tile_q = tile.tile_q
     items = np.zeros(sum(rows > 0 for rows in case.q_lens), host.WORK_ITEM)
-    group, mask_bytes = case.num_q_heads // case.num_kv_heads, 0
+    group, offset = case.num_q_heads // case.num_kv_heads, 0
     requests = [i for i, rows in enumerate(case.q_lens) if rows]
     for item, request in zip(items, requests, strict=True):
         rows, tokens = case.q_lens[request], case.kv_lens[request]
@@ -128,8 +172,8 @@ def plan_of(case: Case, inputs: Inputs, tile_q: int) -> np.ndarray:
         item["kv_len"] = item["kv_end"] = tokens
         item["num_units"] = -(-rows * group // tile_q) * case.num_kv_heads
         item["partial_row"] = item["merge"] = -1
-        item["mask_offset"] = mask_bytes
-        mask_bytes += -(-rows * tokens // 8)
+        item["mask_offset"] = offset
+        offset += -(-rows * tokens // 8) if case.mask else tile_cells(rows * group, tokens, tile)
     header, start = np.zeros(1, host.PLAN_HEADER), np.zeros(1, host.CTA_START)
     header["num_ctas"], header["num_items"] = 1, len(items)
     header["items_offset"] = header.nbytes + start.nbytes
@@ -137,20 +181,37 @@ def plan_of(case: Case, inputs: Inputs, tile_q: int) -> np.ndarray:
     return np.concatenate([part.view(np.uint8) for part in (header, start, items)])
 
 
-def find_mask_tiles(params: host.AttentionParams, case: Case, tile: Tile) -> tuple[host.MaskTilesParams, np.ndarray]:
+def tile_cells(packed_rows: int, tokens: int, tile: Tile) -> int:
+    return -(-packed_rows // tile.tile_q) * -(-tokens // (32 * tile.tile_kv))
+
+
+def find_mask_tiles(
+    params: host.AttentionParams, case: Case, tile: Tile, args: host.VariantArgs
+) -> tuple[host.MaskTilesParams, np.ndarray]:
     """What the kernel before makes of a mask, and its memory."""
-    found = host.MaskTilesParams()
-    mask_bytes = sum(-(-q * kv // 8) for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
-    cutting = Cutting(num_ctas=1, walk=RUNS, tile_q=tile.tile_q, tile_kv=tile.tile_kv)
-    count = host.load().fp_mask_cells(
-        *(mask_bytes, sum(case.q_lens), len(case.q_lens), case.num_q_heads, case.num_kv_heads),
-        *(ctypes.byref(cutting.struct()), ctypes.byref(found)),
+    found, spec, group = host.MaskTilesParams(), variant_of(case).spec, case.num_q_heads // case.num_kv_heads
+    lengths = list(zip(case.q_lens, case.kv_lens, strict=True))
+    batch = host.MaskedBatch(
+        mask_bytes=sum(-(-q * kv // 8) for q, kv in lengths),
+        tile_cells=sum(tile_cells(q * group, kv, tile) for q, kv in lengths),
+        rows=sum(case.q_lens),
+        requests=len(case.q_lens),
+        num_q_heads=case.num_q_heads,
+        num_kv_heads=case.num_kv_heads,
+        has_custom_mask=bool(case.mask),
+        tile_heads=case.num_kv_heads if not case.mask and mask_looks_at_head(spec) else 1,
     )
+    cutting = Cutting(num_ctas=1, walk=RUNS, tile_q=tile.tile_q, tile_kv=tile.tile_kv).struct()
+    count = host.load().fp_mask_cells(ctypes.byref(batch), ctypes.byref(cutting), ctypes.byref(found))
     cells = np.zeros(count + 2, np.uint64)
-    found.plan, found.custom_mask, found.group = params.plan, params.custom_mask, params.group
+    found.plan, found.custom_mask = params.plan, params.custom_mask
+    found.causal, found.window_left = params.causal, params.window_left
     found.cells = -(-cells.ctypes.data // 16) * 16
-    found.tile_q, found.tile_kv = tile.tile_q, tile.tile_kv
-    mask_kernel().find_mask_tiles(ctypes.byref(found), 1)
+    if case.mask:
+        mask_kernel().find_mask_tiles(ctypes.byref(found), 1)
+    else:
+        of_mask = dataclasses.replace(spec, logit="")
+        asked_tiles(of_mask)(ctypes.byref(found), ctypes.byref(args), 1)
     return found, cells
 
 
@@ -162,7 +223,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=torch.bfloat16)
     lse = torch.full((len(q), case.num_q_heads), math.nan)
-    plan, sinks, group = plan_of(case, inputs, tile.tile_q), inputs.sinks, case.num_q_heads // case.num_kv_heads
+    plan, sinks, group = plan_of(case, inputs, tile), inputs.sinks, case.num_q_heads // case.num_kv_heads
     page_size = 0 if ragged else case.page_size
     loader = loader_of(case)
     box = loader_tokens(loader, page_size, tile.tile_kv, *(dim * k.element_size() for dim in dims))
@@ -201,12 +262,14 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
         (q.shape[1], len(q)),
         (q.stride(1) * q.element_size(), q.stride(0) * q.element_size()),
     )
-    mask_tiles, cells = host.MaskTilesParams(), np.zeros(0)
-    if bits is not None and loader != "converted":
-        mask_tiles, cells = find_mask_tiles(params, case, tile)
+    mask_tiles, cells, variant, source = host.MaskTilesParams(), np.zeros(0), variant_of(case), mask_source_of(case)
+    args = variant_args(variant)
+    if source != "implicit" and loader != "converted":
+        mask_tiles, cells = find_mask_tiles(params, case, tile, args)
     types = (*(DType.of(tensor.dtype).cpp.split("::")[-1] for tensor in (q, k)), "Half" if converts(case) else "Bf16")
-    library = kernel(types, tile, dims, loader, "implicit" if bits is None else "packed_bits")
-    left = library.run_prefill(ragged, ctypes.byref(params), maps, ctypes.byref(mask_tiles))
+    library = kernel(types, tile, dims, loader, source, variant.spec)
+    arguments = [ctypes.byref(struct) for struct in (params, args)]
+    left = library.run_prefill(ragged, *arguments, maps, ctypes.byref(mask_tiles))
     assert len(cells) == 0 or cells.any()
     return out, lse, left
 

@@ -8,13 +8,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from flashpage import backends
 from flashpage.dtypes import DType
 from flashpage.jit import Target, build_kernels
 from flashpage.jit.compilers import find_nvcc
+from flashpage.prepare import mask_tiles_spec
+from flashpage.problem import Options, Problem
 from flashpage.products import render
 from flashpage.spec import KernelSpec
 from flashpage.tiles import sm90_prefill_tile
+from flashpage.variants import Variant
 
 
 def prefill_spec(dim: int, dtype: DType = DType.BFLOAT16, loader: str = "boxes") -> KernelSpec:
@@ -52,3 +57,24 @@ def test_machine_code(dim: int, loader: str, tmp_path: Path) -> None:
     products = re.findall(rf"HGMMA\.64x(\d+)x16\.F32{kind} ", sass.stdout)
     assert spec.tile is not None
     assert set(products) == {str(spec.tile.tile_kv), str(dim)}, sass.stderr
+
+
+CODES = torch.zeros(4, 8, dtype=torch.int32)
+ASKED = {
+    "loads": lambda b, h, q_idx, kv_idx: (CODES[b, q_idx] == CODES[b, kv_idx]) & (kv_idx <= q_idx),
+    "heads": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx < CODES[b, h]) | (kv_idx % 7 < 2),
+}
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+@pytest.mark.parametrize("function", ASKED)
+def test_machine_code_of_mask_functions(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that asks for tiles, and the one that asks in mixed ones alone, with the largest tiles."""
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    options = Options("paged", 32, 8, 128, 128, 16, *(3 * (DType.BFLOAT16,)))
+    variant = Variant(mask_mod=ASKED[function]).traced().spec
+    choice = backends.choose(Problem(options, 4096), torch.device("cuda:0"), variant)
+    specs = [choice.spec, mask_tiles_spec(choice, options)]
+    for result in build_kernels([(spec, Target("cuda", 90)) for spec in specs if spec], tmp_path):
+        assert result.error is None
+        assert (result.spill_bytes, result.serial_products) == (0, 0), result.spec.name

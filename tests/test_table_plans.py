@@ -25,7 +25,7 @@ def kernel_of(device: str) -> Any:
 
 def random_tables(rng: np.random.Generator) -> tuple[TableBatch, Cutting]:
     batch, cutting = random_case(rng)
-    while batch.page_size == 0 or batch.has_custom_mask:
+    while batch.page_size == 0 or batch.has_custom_mask or batch.has_mask_tiles:
         batch, cutting = random_case(rng)
     spare = int(rng.integers(0, 3)), int(rng.integers(0, 9))
     return TableBatch.of(dataclasses.replace(batch, kv_start=0), *spare), cutting

@@ -33,6 +33,7 @@
 #include "flashpage/params.h"
 #if defined(__CUDACC__)
 #include "flashpage/ptx/convert.h"
+#include "flashpage/ptx/multiply.h"
 #include "flashpage/ptx/rcp.h"
 #endif
 
@@ -230,6 +231,15 @@ struct Element<Half> {
   }
 };
 
+// 64 bits. Compilers make a product of 64 by 64 bits of it where they extend a factor outside of a loop.
+FP_HOST_DEVICE i64 wide_product(i32 a, i32 b) {
+#if defined(__CUDA_ARCH__)
+  return ptx::multiply_wide(a, b);
+#else
+  return static_cast<i64>(a) * b;
+#endif
+}
+
 // Elements from the tensor's start. The innermost stride fits 32 bits (checked at capture), so that the index that
 // varies fastest costs one multiply-add.
 template <class... Index>
@@ -237,7 +247,7 @@ FP_HOST_DEVICE i64 element_offset(const VariantTensor& tensor, Index... index) {
   constexpr int rank = sizeof...(Index);
   i64 offset = 0;
   int dim = 0;
-  ((offset += dim == rank - 1 ? static_cast<i64>(static_cast<i32>(tensor.stride[dim])) * static_cast<i32>(index)
+  ((offset += dim == rank - 1 ? wide_product(static_cast<i32>(tensor.stride[dim]), static_cast<i32>(index))
                               : tensor.stride[dim] * static_cast<i32>(index),
     ++dim),
    ...);

@@ -1,5 +1,6 @@
 // The kernel of mask tiles, what loading warps make of its result, and the mask of a mixed tile, all on the host, for
-// tests/test_mask_tiles.py.
+// tests/test_mask_tiles.py; with VARIANT, the name of a file, the kernel that asks that variant, for
+// tests/test_asked_tiles.py.
 #include "card.h"
 #include "flashpage/kernels/mask_tiles.h"
 #include "flashpage/tile/mask.h"
@@ -7,34 +8,67 @@
 
 using namespace flashpage;
 
+#ifdef VARIANT
+#include VARIANT
+
+template <int tokens>
+struct AskedTraits {
+  using Variant = ::Variant;
+  static constexpr MaskSource mask_source = MaskSource::function;
+  static constexpr int tile_kv = tokens;
+};
+template <int tokens>
+static void ask(const MaskTilesParams& params, const VariantArgs& args, int grid) {
+  using Kernel = MaskTiles<AskedTraits<tokens>>;
+  card::launch(grid, Kernel::threads, [&] { Kernel::run(params, args); });
+}
+extern "C" void ask_for_tiles(const MaskTilesParams* params, const VariantArgs* args, int grid) {
+  if (params->tile_kv == 48) return ask<48>(*params, *args, grid);
+  if (params->tile_kv == 64) return ask<64>(*params, *args, grid);
+  if (params->tile_kv == 80) return ask<80>(*params, *args, grid);
+  if (params->tile_kv == 112) return ask<112>(*params, *args, grid);
+  ask<128>(*params, *args, grid);
+}
+#endif
+
+struct NoVariant {
+  static constexpr bool has_logit = false, has_mask = false, mask_has_head = false, mask_is_causal = false;
+  static constexpr int num_tensors = 0;
+};
+struct BitTraits {
+  using Variant = NoVariant;
+  static constexpr MaskSource mask_source = MaskSource::packed_bits;
+  static constexpr int tile_kv = 0;  // as the parameters say
+};
 extern "C" void find_mask_tiles(const MaskTilesParams* params, int grid) {
-  card::launch(grid, MaskTiles::threads, [&] { MaskTiles::run(*params); });
+  card::launch(grid, MaskTiles<BitTraits>::threads, [&] { MaskTiles<BitTraits>::run(*params, VariantArgs{}); });
 }
 
-// The cell of a request's first tiles, or with `row_block` of that row block's.
-extern "C" u32 tile_cell(const MaskTilesParams* params, const WorkItem* item, i32 row_block) {
-  return RequestTiles(*params, *item).cell(row_block);
+extern "C" u32 tile_cell(const MaskTilesParams* params, const WorkItem* item, i32 row_block, i32 kv_head) {
+  return RequestTiles(*params, *item).cell(row_block, kv_head);
 }
 
-// Tiles of tokens [begin, end) as each warp that loads visits them; -1: its lanes do not agree, or look up what does not come.
+// Tiles of tokens [begin, end) as each warp that loads visits them; -1: its lanes do not agree, or look up what does
+// not come.
 extern "C" i32 visit_tiles(const MaskTilesParams* params, u32 cell, i32 begin, i32 end, VisitedTile* visited) {
   Unit unit{};
   unit.kv_begin = begin;
   unit.kv_end = end;
   std::vector<std::vector<VisitedTile>> found(32);
+  const i32 tokens = params->tile_kv;
   bool right = true;
   card::launch(1, 32, [&] {
     std::vector<VisitedTile>& mine = found[threadIdx.x];
-    VisibleTiles tiles(*params, cell, unit, params->tile_kv, 0);
+    VisibleTiles tiles(*params, cell, unit, tokens, 0);
     int next = tiles.now(), ahead = tiles.next();
     for (; tiles.more(); tiles.step()) {
       right = right && tiles.now() == next && tiles.next() == ahead;
       next = ahead;
       ahead = tiles.ahead();
-      right = right && (ahead > next || (ahead * params->tile_kv >= end && next * params->tile_kv >= end));
+      right = right && (ahead > next || (ahead * tokens >= end && next * tokens >= end));
       mine.push_back(tiles.visited());
     }
-    right = right && next * params->tile_kv >= end;
+    right = right && next * tokens >= end;
   });
   for (const std::vector<VisitedTile>& lane : found) {
     right = right && lane.size() == found[0].size();
@@ -50,10 +84,7 @@ template <int tokens>
 struct MaskTraits {
   using Query = Bf16;
   using Cache = Bf16;
-  struct Variant {
-    static constexpr bool has_logit = false, has_mask = false;
-    static constexpr int num_tensors = 0;
-  };
+  using Variant = NoVariant;
   static constexpr int head_dim_qk = 64, head_dim_vo = 64, tile_q = 128, tile_kv = tokens;
   static constexpr int warps_q = 8, warps_kv = 1, warps_v = 1;
   static constexpr MaskSource mask_source = MaskSource::packed_bits;
@@ -78,6 +109,7 @@ static void mask_tile(const AttentionParams& params, const WorkItem& item, const
 extern "C" void mask_tile_of(const AttentionParams* params, const WorkItem* item, i32 tile_q, i32 first_packed_row,
                              i32 kv_head, i32 first_row, i32 first_token, i32 tokens, u8* visible) {
   const Unit unit = make_unit(*params, *item, tile_q, first_packed_row, kv_head);
-  (tokens == 128 ? mask_tile<128> : tokens == 80 ? mask_tile<80> : mask_tile<48>)(*params, *item, unit, first_row,
-                                                                                 first_token, visible);
+  (tokens == 128  ? mask_tile<128>
+   : tokens == 80 ? mask_tile<80>
+                  : mask_tile<48>)(*params, *item, unit, first_row, first_token, visible);
 }

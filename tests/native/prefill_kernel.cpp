@@ -1,6 +1,6 @@
 // prefill_sm90 on the host, whole: loading and computing warps as fibers, wgmma by the PTX manual's layouts. For
 // tests/test_prefill_kernel.py, which sets QUERY, CACHE, PRODUCT, TILE_Q, TILE_KV, STAGES, HEAD_DIM_QK, HEAD_DIM_VO,
-// LOADER and MASK_SOURCE.
+// LOADER and MASK_SOURCE, and where there is a variant, VARIANT: the file that it is rendered to.
 #include "flashpage/kernels/prefill_sm90.h"
 #include "hopper.h"
 
@@ -8,10 +8,14 @@ using namespace flashpage;
 
 namespace {
 
-struct NoVariant {
+#ifdef VARIANT
+#include VARIANT
+#else
+struct Variant {
   static constexpr bool has_logit = false, has_mask = false;
   static constexpr int num_tensors = 0;
 };
+#endif
 
 float number(u32 bits) { return is_same<PRODUCT, Half> ? hopper::of_half(bits) : hopper::of_bf16(bits); }
 float element(u32 address) { return number(hopper::swizzled(address) | hopper::swizzled(address + 1) << 8); }
@@ -67,7 +71,7 @@ struct Traits {
   using StoredCache = CACHE;
   using Cache = PRODUCT;
   using Out = Bf16;
-  using Variant = NoVariant;
+  using Variant = ::Variant;
   using KeyProduct = ::KeyProduct;
   using ValueProduct = ::ValueProduct;
   static constexpr int head_dim_qk = HEAD_DIM_QK, head_dim_vo = HEAD_DIM_VO;
@@ -82,16 +86,17 @@ struct Traits {
 };
 
 template <KvSource source>
-void run(const AttentionParams& params, const KvMaps& maps, const MaskTilesParams& mask_tiles) {
+void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps,
+         const MaskTilesParams& mask_tiles) {
   using Kernel = PrefillSm90<Traits<source>>;
-  card::launch(1, Kernel::threads, [&] { Kernel::run(params, VariantArgs{}, maps, mask_tiles); });
+  card::launch(1, Kernel::threads, [&] { Kernel::run(params, args, maps, mask_tiles); });
 }
 
 }  // namespace
 
 // One CTA. Returns the barriers at which somebody is still expected.
-extern "C" i32 run_prefill(i32 is_ragged, const AttentionParams* params, const hopper::Map* of_maps,
-                           const MaskTilesParams* mask_tiles) {
+extern "C" i32 run_prefill(i32 is_ragged, const AttentionParams* params, const VariantArgs* args,
+                           const hopper::Map* of_maps, const MaskTilesParams* mask_tiles) {
   const KvMaps maps{};
   hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}, {&maps.q, of_maps[2]}};
   hopper::barriers.clear();
@@ -102,7 +107,7 @@ extern "C" i32 run_prefill(i32 is_ragged, const AttentionParams* params, const h
 
   // Rows are of pages alone.
   constexpr KvSource ragged = Loader::LOADER == Loader::rows ? KvSource::paged : KvSource::ragged;
-  (is_ragged ? run<ragged> : run<KvSource::paged>)(*params, maps, *mask_tiles);
+  (is_ragged ? run<ragged> : run<KvSource::paged>)(*params, *args, maps, *mask_tiles);
   return static_cast<i32>(std::count_if(hopper::barriers.begin(), hopper::barriers.end(),
                                         [](const auto& at) { return at.second.arrived > 0 || at.second.bytes != 0; }));
 }

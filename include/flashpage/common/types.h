@@ -55,7 +55,9 @@ struct select_type<false, A, B> {
 };
 
 enum class KvSource { paged, ragged };
-enum class MaskSource { implicit, packed_bits };  // implicit: causal and window from run-time values
+// Beside causal and window, which are run-time values; function: a variant's, asked for each tile before the kernel
+// runs.
+enum class MaskSource { implicit, packed_bits, function };
 enum class PositionEncoding { none, rope };
 // Of K and V in shared memory: tile/shared_rows.h, tile/block_rows.h; K alone: tile/piece_rows.h.
 enum class RowsLayout { pitched, blocks, pieces };

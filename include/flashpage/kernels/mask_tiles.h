@@ -1,42 +1,47 @@
-// Before the attention of a custom mask: which tiles hold anything, and which units have most of them. No bit of it
-// comes back to the host.
+// Before the attention under a custom mask or a variant's mask function: which tiles hold anything, and which units
+// have most of them. No bit of it comes back to the host.
 #pragma once
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/tile/asked_tiles.h"
+#include "flashpage/tile/bit_tiles.h"
 #include "flashpage/tile/mask_tiles.h"
-#include "flashpage/tile/packed_mask.h"
 
 namespace flashpage {
 
+template <class Traits>
 struct MaskTiles {
+  using Looks = typename select_type<Traits::mask_source == MaskSource::function, AskedTiles<Traits>, BitTiles>::type;
   static constexpr int warps = 16;
   static constexpr int threads = 32 * warps;
 
   struct Shared {
     i32 found[threads];  // items that begin a request
     i32 num_found;       // of them; then of units
-    u32 visible[warps], hidden[warps];
+    TileWord found_by[warps];
     u32 places[count_classes];  // in the queue: of the next unit of a class
     bool is_last;
   };
 
   Shared& shared;
   const MaskTilesParams& params;
+  const VariantArgs& args;
   const WorkItem* items = plan_items(params.plan);
   i32 num_items = params.plan->num_items;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  FP_DEVICE static void run(const MaskTilesParams& params) {
+  FP_DEVICE static void run(const MaskTilesParams& params, const VariantArgs& args) {
     __shared__ Shared shared;
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();
-    const MaskTiles kernel(shared, params);
+    const MaskTiles kernel(shared, params, args);
     kernel.classify_all();
     if (kernel.is_last()) kernel.queue_units();
   }
 
  private:
-  FP_DEVICE MaskTiles(Shared& shared, const MaskTilesParams& params) : shared(shared), params(params) {}
+  FP_DEVICE MaskTiles(Shared& shared, const MaskTilesParams& params, const VariantArgs& args)
+      : shared(shared), params(params), args(args) {}
 
   // Each request once: at the first piece of its first unit. Items of a team stand in the plan once, for all its heads.
   FP_DEVICE void classify_all() const {
@@ -52,35 +57,28 @@ struct MaskTiles {
     }
   }
 
-  // 32 tiles of a row block at a time: a tile a lane, and the rows by all warps. Requests begin at different CTAs.
+  // A cell at a time by all warps. Requests begin at different CTAs. Later cells of a request have more to look at
+  // where causal hides tokens, so that every other turn goes the other way.
   FP_DEVICE void classify(const WorkItem& item) const {
-    const PackedMask mask(params.custom_mask, item);
     const RequestTiles tiles(params, item);
-    const i32 rows = item.q_len * static_cast<i32>(params.group.divisor), all = tiles.row_blocks * tiles.words;
-    for (i32 at = (blockIdx.x + item.request * 37u) % gridDim.x; at < all; at += gridDim.x) {
+    const Looks looks(params, args, item);
+    const i32 num_ctas = gridDim.x, first = (blockIdx.x + item.request * 37u) % num_ctas, all = tiles.cells();
+    for (i32 turn = 0; turn * num_ctas < all; ++turn) {
+      const i32 at = turn * num_ctas + (turn % 2 == 0 ? first : num_ctas - 1 - first);
+      if (at >= all) continue;
       const i32 block = at / tiles.words, word = at % tiles.words;
-      const i32 begin = params.group.div(block * params.tile_q);
-      const i32 end = params.group.div(min_of(rows, (block + 1) * params.tile_q) - 1) + 1;
-      const i32 token = (word * 32 + lane) * params.tile_kv;
-      u32 visible = 0, hidden = 0;
-#pragma unroll 2
-      for (i32 row = begin + warp; row < end; row += warps)
-        mask.look(row, token, min_of(params.tile_kv, item.kv_len - token), visible, hidden);
-      const TileWord found = combine(visible != 0, hidden != 0);
-      if (threadIdx.x == 0) tile_words(params, tiles.cell(block))[word] = found;
+      const TileWord mine = looks.template look<warps>(block / tiles.row_blocks, block % tiles.row_blocks, word, warp);
+      const TileWord found = combine(mine);
+      if (threadIdx.x == 0) *tile_words(params, static_cast<u32>(tiles.first_cell + at)) = found;
     }
   }
-  FP_DEVICE TileWord combine(bool visible, bool hidden) const {
-    const u32 some_visible = __ballot_sync(0xffffffff, visible), some_hidden = __ballot_sync(0xffffffff, hidden);
-    if (lane == 0) {
-      shared.visible[warp] = some_visible;
-      shared.hidden[warp] = some_hidden;
-    }
+  FP_DEVICE TileWord combine(const TileWord& of_warp) const {
+    if (lane == 0) shared.found_by[warp] = of_warp;
     __syncthreads();
     TileWord all{};
     for (int i = 0; i < warps; ++i) {
-      all.visible |= shared.visible[i];
-      all.hidden |= shared.hidden[i];
+      all.visible |= shared.found_by[i].visible;
+      all.hidden |= shared.found_by[i].hidden;
     }
     __syncthreads();
     return all;

@@ -27,7 +27,10 @@ struct PrefillCompute {
   using QueryRows = typename Shared::QueryRows;
   using OutRows = typename Shared::OutRows;
   static constexpr int tokens = Shared::tokens;
-  static constexpr bool masks_all = Traits::Variant::has_mask || (masks_all_tiles<Traits> && !has_mask_tiles<Traits>);
+  // Tiles of packed bits know nothing of a function beside them.
+  static constexpr bool masks_all =
+      masks_all_tiles<Traits> &&
+      (!has_mask_tiles<Traits> || (Traits::mask_source == MaskSource::packed_bits && Traits::Variant::has_mask));
   using Probabilities = flashpage::Probabilities<Traits, tokens / 8>;
   using Softmax = SoftmaxBySum<Traits, tokens / 8>;
   static constexpr int turn_barrier = 1;                              // names: one a group

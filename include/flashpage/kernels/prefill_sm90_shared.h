@@ -41,7 +41,7 @@ struct alignas(16) UnitTokens {
 struct TiledPlace {
   UnitTokens tokens;
   Place place;
-  u32 tile_cell;  // under a custom mask: of the row block's tiles
+  u32 tile_cell;  // where tiles are looked up: of the row block's
 };
 
 // fp8 rows on their way to the ring; nothing where they come as they are multiplied.

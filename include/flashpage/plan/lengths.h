@@ -21,6 +21,7 @@ struct Lengths {
   IndexArray kv_lens;
   i32 page_size;  // tokens; 0: ragged
   bool has_custom_mask;
+  i32 cell_tokens;  // of a cell of mask tiles (tile/mask_tiles.h), where a mask function has them; 0: none has
   i32 least_rows;  // of a request that the plan serves; others keep their place and have no row tiles
   i32 most_rows;   // 0: any number
 
@@ -29,7 +30,7 @@ struct Lengths {
 
 struct Request {
   i64 kv_offset;    // page index or KV row
-  i64 mask_offset;  // bytes
+  i64 mask_offset;  // bytes of packed bits, or cells
   i32 q_begin;      // rows
   i32 q_len;        // rows
   i32 kv_len;       // tokens
@@ -54,6 +55,7 @@ struct LengthTotals {
   i64 kv_tokens = 0;
   i64 kv_entries = 0;  // kv_indptr's last entry: pages, ragged: tokens
   i64 mask_bytes = 0;
+  i64 tile_cells = 0;
   i64 units = 0;  // row tiles over all KV heads
   i32 max_q_len = 0;
   i32 max_kv_len = 0;
@@ -138,7 +140,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
       if (!lengths.serves(q_len)) tiles = 0;
     }
     requests[i] = {kv_begin,
-                   totals.mask_bytes,
+                   totals.mask_bytes + totals.tile_cells,  // one of them
                    static_cast<i32>(q_begin),
                    static_cast<i32>(q_len),
                    static_cast<i32>(kv_len),
@@ -150,6 +152,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
     totals.max_q_len = max_of(totals.max_q_len, static_cast<i32>(q_len));
     totals.max_kv_len = max_of(totals.max_kv_len, static_cast<i32>(kv_len));
     if (lengths.has_custom_mask) totals.mask_bytes += ceil_div<i64>(q_len * kv_len, 8);
+    if (lengths.cell_tokens > 0) totals.tile_cells += tiles * ceil_div<i64>(kv_len, lengths.cell_tokens);
   }
   totals.q_rows = q_end;
   totals.kv_entries = kv_end;

@@ -1,6 +1,7 @@
 // What happens to a score between Q K^T and softmax: the variant's transform, then everything that hides a token.
 #pragma once
 #include "flashpage/ptx/math.h"
+#include "flashpage/ptx/shared.h"
 #include "flashpage/tile/packed_mask.h"
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/unit.h"
@@ -155,6 +156,57 @@ FP_DEVICE void mask_by_bits(float (&scores)[Shape<Traits>::row_tiles][token_tile
     }
 }
 
+// The same beside a mask function in a tile that it has a say in. A warp asks once for the rows of all heads that stand
+// at one position (for each row where the function looks at the head): four tokens a lane, whose answers make the bits.
+template <class Traits, int token_tiles>
+FP_DEVICE void mask_by_function(float (&scores)[1][token_tiles][4], const AttentionParams& params,
+                                const VariantArgs& args, const WorkItem& item, const Unit& unit, int of_warp,
+                                i32 first_token, int of_thread) {
+  using Variant = typename Traits::Variant;
+  static_assert(token_tiles <= 16);  // what MaskBits has
+  constexpr int words = ceil_div(token_tiles, 4);
+  // Nothing that is computed from these is kept from tile to tile.
+  const int first_row = static_cast<int>(ptx::opaque(of_warp)), lane = static_cast<int>(ptx::opaque(of_thread));
+  const auto asked_for = [&](int row) {
+    const i32 packed_row = unit.first_row + min_of(first_row + row, unit.num_rows - 1);
+    return Variant::mask_has_head ? packed_row : static_cast<i32>(params.group.div(packed_row));
+  };
+  const auto place_of = [&](i32 asked) {
+    return Variant::mask_has_head ? unpack_row(params, unit.kv_head, asked) : PackedRow{asked, 0};
+  };
+  // What the function is asked with, read once: the item lies in shared memory.
+  const i32 request = item.request, first_position = query_position(item, 0), last_token = item.kv_len - 1;
+  const i32 mine[2] = {asked_for(lane / 4), asked_for(lane / 4 + 8)}, end = asked_for(15);
+  MaskBits bits[2]{};
+#pragma unroll 1
+  for (i32 asked = asked_for(0); asked <= end; ++asked) {
+    const PackedRow place = place_of(asked);
+    u32 answers = 0;
+#pragma unroll
+    for (int i = 0; i < words; ++i) {
+      const i32 token = min_of(first_token + i * 32 + lane, last_token);
+      const bool sees = Variant::mask(args, request, place.head, first_position + place.row, token);
+      const u32 word = __ballot_sync(0xffffffff, sees);
+      if (lane % 4 == i) answers = word;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (mine[half] == asked) bits[half].mine = answers;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const TokenRange range = visible_range(params, item, query_position(item, place_of(mine[half]).row));
+    bits[half].clip(range.begin - first_token, range.end - first_token, lane);
+#pragma unroll
+    for (int n = 0; n < token_tiles; ++n) {
+      const u32 pair = bits[half].pair(n, lane);
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (!(pair >> e & 1)) scores[0][n][half * 2 + e] = ptx::negative_infinity();
+    }
+  }
+}
+
 // Hides tokens of a tile that is not wholly visible. Token by token, so that what a mask loads for a token serves all
 // rows.
 template <class Traits, int token_tiles>
@@ -205,7 +257,9 @@ template <class Traits, int token_tiles>
 FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
                            const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row,
                            i32 first_token, int lane) {
-  if constexpr (Traits::Variant::has_mask) {
+  if constexpr (Traits::mask_source == MaskSource::function) {
+    mask_by_function<Traits>(scores, params, args, item, unit, first_row, first_token, lane);
+  } else if constexpr (Traits::Variant::has_mask) {
     mask_by_token<Traits>(scores, params, args, item, unit, first_row, first_token, lane);
   } else if constexpr (Traits::mask_source == MaskSource::packed_bits) {
     mask_by_bits<Traits>(scores, params, item, unit, first_row, first_token, lane);

@@ -1,5 +1,5 @@
-// Which tiles of a custom mask hold anything, and in which order a launch takes its units: the memory between
-// kernels/mask_tiles.h, which writes it before each run, and the attention kernel.
+// Which tiles of a custom mask or a mask function hold anything, and in which order a launch takes its units: the
+// memory between kernels/mask_tiles.h, which writes it before each run, and the attention kernel.
 //
 // Cells of 8 bytes: a UnitQueue, the tiles, and from MaskTilesParams::queue_begin on the units, the most visible tiles
 // first; then room for them as they come. The host planner knows no mask, so CTAs claim units as they go; who takes
@@ -27,35 +27,45 @@ struct alignas(16) QueuedUnit {
 inline constexpr i64 unit_cells = sizeof(QueuedUnit) / sizeof(u64);
 inline constexpr i64 first_tile_cell = sizeof(UnitQueue) / sizeof(u64);
 
-// Tiles 32 * word .. 32 * word + 31 of a row block (the rows of a unit), a bit each.
+// Tiles 32 * word .. 32 * word + 31 of a row block (the rows of a unit), a bit each. Under a mask function pairs of a
+// row and a token that causal and window hide count for neither.
 struct TileWord {
   u32 visible;  // some row sees a token of the tile
   u32 hidden;   // some row does not see one
 };
 static_assert(sizeof(TileWord) == sizeof(u64));
 
-// Cells before those of a request, from the sizes of all requests before it; of all requests: the cells of a batch.
-// A request of q rows and t tokens has ceil(q * group / tile_q) * ceil(t / (32 * tile_kv)) of them, which is at most
-// bytes * group / 8192 + bytes / 128 + q * group / 64 + 1 where its mask has `bytes` bytes, tile_q is 64 or more and
-// tile_kv 32 or more. One more a request is for rounding.
+inline constexpr i32 cell_tiles = 32;
+
+// Under packed bits: cells before those of a request, from the sizes of all requests before it; of all requests: the
+// cells of a batch. A request of q rows and t tokens has ceil(q * group / tile_q) * ceil(t / (32 * tile_kv)) of them,
+// which is at most bytes * group / 8192 + bytes / 128 + q * group / 64 + 1 where its mask has `bytes` bytes, tile_q is
+// 64 or more and tile_kv 32 or more. One more a request is for rounding.
 FP_HOST_DEVICE i64 mask_tile_cells(i64 mask_bytes, i64 rows, i64 requests, i64 group) {
-  return first_tile_cell + (mask_bytes * (group + 64) + rows * group * 128) / 8192 + 2 * requests;
+  return (mask_bytes * (group + 64) + rows * group * 128) / 8192 + 2 * requests;
 }
 
-// The tiles of one request.
+// The tiles of one request. Where KV heads have tiles of their own, one head's lie behind another's.
 struct RequestTiles {
   i64 first_cell;
-  i32 row_blocks;
-  i32 words;  // of a row block
+  i32 heads;
+  i32 row_blocks;  // of a head
+  i32 words;       // of a row block
 
   FP_HOST_DEVICE RequestTiles(const MaskTilesParams& params, const WorkItem& item) {
     const i32 group = static_cast<i32>(params.group.divisor);
-    first_cell = mask_tile_cells(item.mask_offset, item.q_begin, item.request, group);
+    const i64 before = params.custom_mask == nullptr
+                           ? item.mask_offset
+                           : mask_tile_cells(item.mask_offset, item.q_begin, item.request, group);
+    heads = params.tile_heads;
+    first_cell = first_tile_cell + heads * before;
     row_blocks = ceil_div(item.q_len * group, params.tile_q);
-    words = ceil_div(item.kv_len, 32 * params.tile_kv);
+    words = ceil_div(item.kv_len, cell_tiles * params.tile_kv);
   }
-  FP_HOST_DEVICE u32 cell(i32 row_block) const {
-    return static_cast<u32>(first_cell + static_cast<i64>(row_block) * words);
+  FP_HOST_DEVICE i32 cells() const { return heads * row_blocks * words; }
+  FP_HOST_DEVICE u32 cell(i32 row_block, i32 kv_head) const {
+    const i64 blocks_before = static_cast<i64>(min_of(kv_head, heads - 1)) * row_blocks + row_block;
+    return static_cast<u32>(first_cell + blocks_before * words);
   }
 };
 
@@ -91,10 +101,11 @@ FP_HOST_DEVICE i32 count_class(u32 count) {
 FP_HOST_DEVICE QueuedUnit queued_unit(const MaskTilesParams& params, const WorkItem& item, i32 index, i32 unit) {
   const RequestTiles tiles(params, item);
   const i32 at = item.first_packed_row / params.tile_q + unit, row_block = at % tiles.row_blocks;
-  const u32 cell = tiles.cell(row_block);
+  const i32 kv_head = item.kv_head + at / tiles.row_blocks;
+  const u32 cell = tiles.cell(row_block, kv_head);
   const i32 count =
       count_visible(tile_words(params, cell), item.kv_begin / params.tile_kv, ceil_div(item.kv_end, params.tile_kv));
-  return {index, row_block, item.kv_head + at / tiles.row_blocks, item.partial_row, cell, count_class(count), {}};
+  return {index, row_block, kv_head, item.partial_row, cell, count_class(count), {}};
 }
 
 }  // namespace flashpage

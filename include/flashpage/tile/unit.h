@@ -21,7 +21,9 @@ struct PackedRow {
   i32 head;  // query head
 };
 
-FP_DEVICE PackedRow unpack_row(const AttentionParams& params, i32 kv_head, i32 packed_row) {
+// Params: of the attention, or of its mask's tiles.
+template <class Params>
+FP_DEVICE PackedRow unpack_row(const Params& params, i32 kv_head, i32 packed_row) {
   u32 row, head_in_group;
   params.group.divmod(packed_row, row, head_in_group);
   return {static_cast<i32>(row), static_cast<i32>(kv_head * params.group.divisor + head_in_group)};
@@ -36,7 +38,8 @@ struct TokenRange {
   i32 end;
 };
 
-FP_DEVICE TokenRange visible_range(const AttentionParams& params, const WorkItem& item, i32 position) {
+template <class Params>
+FP_DEVICE TokenRange visible_range(const Params& params, const WorkItem& item, i32 position) {
   i32 begin = params.window_left >= 0 ? max_of(item.kv_begin, position - params.window_left) : item.kv_begin;
   i32 end = params.causal ? min_of(item.kv_end, position + 1) : item.kv_end;
   return {begin, end};

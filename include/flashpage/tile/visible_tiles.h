@@ -1,5 +1,6 @@
-// The tiles of a unit that kernels with a loading warpgroup visit: all of them, or, under a custom mask, those that
-// some row sees. Loading warps find them; computing warps are told with each tile.
+// The tiles of a unit that kernels with a loading warpgroup visit: all of them, or, under a custom mask or a mask
+// function that was asked before, those that some row sees. Loading warps find them; computing warps are told with each
+// tile.
 #pragma once
 #include "flashpage/tile/mask_tiles.h"
 #include "flashpage/tile/unit.h"
@@ -10,7 +11,7 @@ namespace flashpage {
 // are looked up in its mask's tiles.
 template <class Traits>
 inline constexpr bool has_mask_tiles =
-    Traits::mask_source == MaskSource::packed_bits && Traits::loader != Loader::converted;
+    Traits::mask_source != MaskSource::implicit && Traits::loader != Loader::converted;
 
 // What a computing warp has to know of a tile.
 struct alignas(8) VisitedTile {

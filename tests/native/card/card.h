@@ -119,6 +119,13 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
     return all;
   });
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  return card::exchange(value, [](const unsigned* values) {
+    unsigned all = 0;
+    for (int i = 0; i < 32; ++i) all |= values[i];
+    return all;
+  });
+}
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return card::exchange(static_cast<unsigned>(value),
