@@ -120,7 +120,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   static thread_local Scratch scratch;
   const plan::Schedule schedule = host::to_schedule(*given);
   const plan::Heads heads = host::heads_of(*problem);
-  const plan::Lengths lengths = host::lengths_of(*problem, schedule);
+  const plan::Lengths lengths = host::lengths_of(*problem, *given);
   plan::Request* requests = at_least(scratch.requests, problem->batch + 1);
 
   plan::LengthTotals totals;

@@ -92,6 +92,8 @@ class Combination:
         if not planner.lengths.struct.least_rows <= parts.most_few_rows < planner.lengths.struct.most_rows:
             return False
         few, many = (self._prepared_for(planner, *sizes) for sizes in parts.count(planner.problem_address))
+        if few.mask_tiles or many.mask_tiles:  # which one launch before looks for, with one plan
+            return False
         room = planner.partial_rows(self.options.head_dim_vo)
         found = parts.plan(slot, stream, (self.prepared, few, many), room)
         if found is None:

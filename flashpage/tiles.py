@@ -150,19 +150,19 @@ def sm90_prefill_tile(
     elif widest <= 96 and light and not asks_much and (192 % group_size == 0 or 128 % group_size):  # groups as boxes
         groups, tile_kv, stages = (3, 96, 4) if widest <= 64 else (3, 80, 3)
     else:
-        tile_kv = _sm90_tokens(widest, head_dim_vo, loop, loader, has_mask)
+        tile_kv = _sm90_tokens(widest, head_dim_vo, loop, has_mask)
         tile_kv = min(tile_kv, 112) if asks_much and 64 < widest <= 128 else tile_kv
     tile_q = 64 * groups
     ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / 2688  # 690 TFLOP/s, an SM's share
     return Tile(tile_q, tile_kv, 4 * groups, 1, stages), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
 
 
-def _sm90_tokens(widest: int, head_dim_vo: int, loop: InnerLoop, loader: str, has_mask: bool) -> int:
+def _sm90_tokens(widest: int, head_dim_vo: int, loop: InnerLoop, has_mask: bool) -> int:
     """Of a tile of two warpgroups."""
     plain, loads = loop is InnerLoop.PLAIN, loop is InnerLoop.LOADING
     if widest <= 128:
         if plain or loop is InnerLoop.TRANSFORM:
-            return 128 if loader == "rows" else 160  # 32 rows a loading warp
+            return 128 if has_mask else 160  # what masks are asked for, 128 tokens at a time
         return (96 if widest <= 64 else 64) if loads else 96 if widest <= 64 else 80
     if widest <= 192:
         return (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
