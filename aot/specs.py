@@ -167,18 +167,20 @@ def _prefill_sm90(
     variant: VariantSpec = _NO_VARIANT,
     **options: Any,
 ) -> KernelSpec:
-    converts = kv_dtype.is_fp8
+    if kv_dtype.is_fp8:
+        loader = "transposed" if q_dtype is kv_dtype else "converted"
+    mask_bits = mask_source if loader == "converted" else "implicit"
     return KernelSpec(
         "prefill_sm90",
-        *(q_dtype, kv_dtype, q_dtype, *head_dims),
+        *(q_dtype, kv_dtype, DType.BFLOAT16 if q_dtype.is_fp8 else q_dtype, *head_dims),
         mask_source=mask_source,
         tile=sm90_prefill_tile(
-            *(*head_dims, inner_loop(mask_source if converts else "implicit", "none", variant)),
-            converts=converts,
+            *(*head_dims, inner_loop(mask_bits, "none", variant)),
+            loader=loader,
             has_mask=mask_source == "packed_bits",
         )[0],
         variant=variant,
-        loader="converted" if converts else loader,
+        loader=loader,
         **options,
     )
 

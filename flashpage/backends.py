@@ -94,11 +94,11 @@ def _sm90_decode(options: Options, rows: int, variant: VariantSpec) -> tuple[Til
 
 
 def _sm90_prefill(options: Options, rows: int, variant: VariantSpec) -> tuple[Tile, Cost]:
-    converts = _prefill_loader(options) == "converted"
-    mask_source = _mask_source(options) if converts else "implicit"  # bits are for few tiles, but where it converts
-    loop = inner_loop(mask_source, _encoding(options), variant)
+    loader = _prefill_loader(options)
+    # Bits are for few tiles, but where it converts.
+    loop = inner_loop(_mask_source(options) if loader == "converted" else "implicit", _encoding(options), variant)
     dims = (options.head_dim_qk, options.head_dim_vo)
-    return sm90_prefill_tile(*dims, loop, converts=converts, has_mask=options.has_mask)
+    return sm90_prefill_tile(*dims, loop, loader=loader, has_mask=options.has_mask)
 
 
 def _boxes_or_rows(options: Options) -> str:
@@ -111,7 +111,12 @@ def _has_mask_tiles(options: Options) -> bool:
 
 
 def _prefill_loader(options: Options) -> str:
-    return "converted" if options.kv_dtype.is_fp8 else _boxes_or_rows(options)
+    if not options.kv_dtype.is_fp8:
+        return _boxes_or_rows(options)
+    dims = (options.head_dim_qk, options.head_dim_vo)
+    is_e4m3 = options.q_dtype is options.kv_dtype is DType.FLOAT8_E4M3
+    is_whole = all(dim % 32 == 0 for dim in dims) and _boxes_or_rows(options) == "boxes"
+    return "transposed" if is_e4m3 and is_whole and not options.has_mask else "converted"
 
 
 DECODE_SM90 = Capability(

@@ -176,7 +176,7 @@ class Binding:
             )
             found = host.KvBoxes(*forms)
             self.boxes, self.params.box_tokens, self.args.boxes = found, tokens, ctypes.addressof(found)
-            if prepared.choice.capability.query_boxes and spec.loader == "boxes":
+            if prepared.choice.capability.query_boxes and spec.loader in ("boxes", "transposed"):
                 self._bind_query_boxes(found, tile.tile_q)
         else:
             self.boxes, self.args.boxes, self.params.box_tokens = None, None, 0

@@ -128,20 +128,23 @@ def sm90_prefill_tile(
     head_dim_vo: int,
     loop: InnerLoop = InnerLoop.PLAIN,
     *,
-    converts: bool = False,
+    loader: str = "boxes",
     has_mask: bool = False,
 ) -> tuple[Tile, Cost]:
     """Many rows on Hopper: two warpgroups of 64 rows, and two stages of K and V.
 
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
-    where the loading warps convert K and V the stored ones are there too. Bits of a custom mask, which are looked
-    at in few tiles, leave that room up to 192 columns.
+    where the loading warps convert K and V, or transpose V, the stored ones are there too. Bits of a custom mask, which
+    are looked at in few tiles, leave that room up to 192 columns.
     """
     if has_mask and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
         loop = InnerLoop.HEAVY
     widest, plain = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN
-    stages = 2
-    if converts:
+    stages, columns_per_ns = 2, 21.0  # 128 rows at 690 TFLOP/s, an SM's share
+    if loader == "transposed":
+        tile_kv = _sm90_transposing_tokens(widest, loop)
+        stages, columns_per_ns = _sm90_transposing_stages(head_dim_qk, head_dim_vo, tile_kv), 29.0
+    elif loader == "converted":
         tile_kv = _sm90_converting_tokens(widest, head_dim_vo, loop)
         stages = _sm90_converting_stages(head_dim_qk, head_dim_vo, tile_kv)
     elif widest <= 128:
@@ -152,7 +155,7 @@ def sm90_prefill_tile(
     else:
         tile_kv = 80 if plain else 64 if loop is InnerLoop.TRANSFORM else 48
         tile_kv = 32 if has_mask and loop is InnerLoop.LOADING else tile_kv
-    ns_per_token = (head_dim_qk + head_dim_vo) / 21.0  # 128 rows at 690 TFLOP/s, an SM's share
+    ns_per_token = (head_dim_qk + head_dim_vo) / columns_per_ns
     return Tile(128, tile_kv, 8, 1, stages), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
 
 
@@ -175,6 +178,22 @@ def _sm90_converting_stages(head_dim_qk: int, head_dim_vo: int, tile_kv: int) ->
     staged_bytes = -(-tile_kv // 32) * 32 * sum(-(-dim // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
     ring_bytes = 3 * tile_kv * (query_bytes + value_bytes)
     return 3 if query_pair + ring_bytes + staged_bytes + 2048 <= _SHARED_BYTES else 2
+
+
+def _sm90_transposing_tokens(widest: int, loop: InnerLoop) -> int:
+    """Multiples of 32: what one product sums over. No more than 128: what a row of V's columns has room for."""
+    light = loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    if widest <= 128:
+        return 128 if light else 96 if loop is InnerLoop.HEAVY else 64
+    return 96 if light else 64
+
+
+def _sm90_transposing_stages(head_dim_qk: int, head_dim_vo: int, tile_kv: int) -> int:
+    """Three of K, V and V transposed where there is room beside Q and outputs of two units."""
+    row_bytes, value_bytes = (-(-dim // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
+    query_pair = 2 * 128 * max(row_bytes, -(-head_dim_vo // 64) * 128)
+    stage_bytes = tile_kv * (row_bytes + value_bytes) + head_dim_vo * 128
+    return 3 if query_pair + 3 * stage_bytes + 2048 <= _SHARED_BYTES else 2
 
 
 def block_decode_tile(head_dim: int, kv_dtype: DType, group: int, shared_bytes: int = 0) -> Tile:

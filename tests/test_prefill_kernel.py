@@ -56,8 +56,25 @@ CASES += [
     prefill("host-fp8-e5m2", "the other format", (40, 10), (200, 0), **{**FP8, "kv_dtype": "float8_e5m2"}),
     prefill("host-fp8-dim-256", "three blocks ahead", (40,), (200,), **{**FP8, "head_dim": 256}),
     prefill("host-fp8-dim-72", "half a block of columns", (40,), (300,), **{**FP8, "head_dim": 72}),
-    prefill("host-fp8-queries", "fp8 too", (40,), (200,), **{**FP8, "q_dtype": "float8_e4m3fn"}),
+    prefill("host-fp8-queries", "other keys", (40,), (200,), **{**FP8, "q_dtype": "float8_e5m2"}),
     prefill("host-fp8-mask", "every tile is masked", (70,), (300,), **{**MASK, "kv_dtype": "float8_e4m3fn"}),
+]
+
+Q8: dict[str, Any] = {**BF16, "q_dtype": "float8_e4m3fn"}
+CASES += [
+    prefill("host-q8", "V is transposed on its way", (70, 33, 0), (300, 33, 9), **Q8),
+    prefill("host-q8-page-8", "small boxes, one row", (40, 1), (450, 100), page_size=8, **{**Q8, "causal": False}),
+    prefill("host-q8-page-64", "large ones, scales by head", (70,), (300,), page_size=64, scales="per_head", **Q8),
+    prefill("host-q8-ragged", "no pages, one scale", (70, 33), (700, 40), entry="ragged", scales="tensor", **Q8),
+    prefill("host-q8-window", "tiles that nobody sees", (60,), (850,), window_left=150, **Q8),
+    prefill("host-q8-group-5", "rows of q one by one", (60,), (250,), **{**Q8, "num_q_heads": 10}),
+    prefill("host-q8-sinks", "sinks that scores outgrow", (40,), (500,), sinks=True, sm_scale=1.0, **Q8),
+    prefill("host-q8-signs", "scaled before softmax", (40,), (450,), scales="signs", **Q8),
+    prefill("host-q8-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **Q8),
+    prefill("host-q8-dim-64", "half a block of columns", (70,), (300,), **{**Q8, "head_dim": 64}),
+    prefill("host-q8-dim-256", "tiles of 96", (40, 3), (200, 300), **{**Q8, "head_dim": 256}),
+    prefill("host-q8-192-128", "values of other width", (40,), (300,), head_dim_vo=128, **{**Q8, "head_dim": 192}),
+    prefill("host-q8-page-5", "fp16 on their way", (40,), (200,), page_size=5, **Q8),
 ]
 
 
@@ -70,15 +87,18 @@ class Map(ctypes.Structure):
     ]
 
 
-def converts(case: Case) -> bool:
-    return case.kv_dtype.startswith("float8")
+def loader_of(case: Case) -> str:
+    """As flashpage/backends.py chooses."""
+    is_whole = case.entry == "ragged" or case.page_size % 8 == 0
+    if not case.kv_type.startswith("float8"):
+        return "boxes" if is_whole else "rows"
+    return "transposed" if case.q_dtype == case.kv_type and is_whole else "converted"
 
 
 def tile_of(case: Case) -> Tile:
-    loop = InnerLoop.HEAVY if case.mask and converts(case) else InnerLoop.PLAIN
-    dims = (case.head_dim, case.value_dim)
-    tile, _ = sm90_prefill_tile(*dims, loop, converts=converts(case), has_mask=bool(case.mask))
-    return tile
+    loader, dims = loader_of(case), (case.head_dim, case.value_dim)
+    loop = InnerLoop.HEAVY if case.mask and loader == "converted" else InnerLoop.PLAIN
+    return sm90_prefill_tile(*dims, loop, loader=loader, has_mask=bool(case.mask))[0]
 
 
 @functools.cache
@@ -138,9 +158,9 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     lse = torch.full((len(q), case.num_q_heads), math.nan)
     plan, sinks, group = plan_of(case, inputs, tile.tile_q), inputs.sinks, case.num_q_heads // case.num_kv_heads
     page_size = 0 if ragged else case.page_size
-    loader = "converted" if converts(case) else "rows" if page_size % 8 else "boxes"
+    loader = loader_of(case)
     box = loader_tokens(loader, page_size, tile.tile_kv, *(dim * k.element_size() for dim in dims))
-    rows_of_box = 0 if tile.tile_q % group or loader != "boxes" else tile.tile_q // group
+    rows_of_box = 0 if tile.tile_q % group or loader not in ("boxes", "transposed") else tile.tile_q // group
     bits = None if inputs.masks is None else pack_bits(inputs.masks)
     params = host.AttentionParams(
         q=q.data_ptr(),
@@ -168,6 +188,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     for view, cache in ((params.k, k), (params.v, v)):
         view.data = cache.data_ptr()
         view.page_stride, view.token_stride, view.head_stride = cache.stride()[:3]
+    set_scales(params, inputs.scales)
     maps = (Map * 3)(
         *(map_of(cache, (128, box, 1, 1)) for cache in (k, v)), map_of(q[None], (128, group, tile.tile_q // group, 1))
     )
@@ -178,11 +199,20 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     mask_tiles, cells = host.MaskTilesParams(), np.zeros(0)
     if bits is not None and loader != "converted":
         mask_tiles, cells = find_mask_tiles(params, case, tile)
-    types = (*(DType.of(tensor.dtype).cpp.split("::")[-1] for tensor in (q, k)), "Half" if converts(case) else "Bf16")
+    query, stored = (DType.of(tensor.dtype) for tensor in (q, k))
+    product = query if loader == "transposed" else stored.widened
+    types = tuple(dtype.cpp.split("::")[-1] for dtype in (query, stored, product))
     library = kernel(types, tile, dims, loader, "implicit" if bits is None else "packed_bits")
     left = library.run_prefill(ragged, ctypes.byref(params), maps, ctypes.byref(mask_tiles))
     assert len(cells) == 0 or cells.any()
     return out, lse, left
+
+
+def set_scales(params: host.AttentionParams, scales: dict[str, Any]) -> None:
+    for name, scale in scales.items():
+        assert isinstance(scale, torch.Tensor)
+        setattr(params, name, scale.data_ptr())
+        setattr(params, f"{name}_stride", int(scale.numel() > 1))
 
 
 def map_of(cache: torch.Tensor, box: tuple[int, ...]) -> Map:
@@ -202,7 +232,7 @@ def test_the_kernel_on_the_host(case: Case) -> None:
     for state in reference_states(inputs):
         rows = slice(begin, begin + len(state.out))
         begin = rows.stop
-        allowed = limits(case, state)
+        allowed = limits(case, state, fp8_products=loader_of(case) == "transposed")
         error = (out[rows].double() - state.out).abs()
         assert (error <= allowed.element).all()
         assert (error.norm(dim=-1) <= allowed.row).all()

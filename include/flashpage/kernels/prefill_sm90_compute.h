@@ -65,7 +65,7 @@ struct PrefillCompute {
     }
   }
 
- private:
+ protected:
   FP_DEVICE void await_turn() const { ptx::named_barrier(turn_barrier + group, 256); }
   FP_DEVICE void pass_turn() const {
     ptx::named_barrier_arrive(turn_barrier + (group + 1 == Warps::groups ? 0 : group + 1), 256);
@@ -211,7 +211,7 @@ struct PrefillCompute {
     const ptx::Matrix keys(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]), 0);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < S::key_steps; ++step) {
+    for (int step = 0; step < Keys::padded_bytes / 32; ++step) {
       const int block = step / 4, in_block = step % 4 * 32;
       Traits::KeyProduct::multiply(scores, query.at(block * QueryRows::block_bytes + in_block),
                                    keys.at(block * Keys::block_bytes + in_block), step > 0);

@@ -3,6 +3,7 @@
 #include "flashpage/tile/converted_tiles.h"
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/slot_ring.h"
+#include "flashpage/tile/transposed_values.h"
 #include "flashpage/tile/unit.h"
 #include "flashpage/tile/unit_queue.h"
 #include "flashpage/tile/visible_tiles.h"
@@ -13,17 +14,22 @@ template <class Traits>
 struct PrefillWarps {
   static constexpr bool by_rows = Traits::loader == Loader::rows;
   static constexpr bool converts = Traits::loader == Loader::converted;
+  static constexpr bool transposes = Traits::loader == Loader::transposed;
+  static constexpr bool by_boxes = Traits::loader == Loader::boxes || transposes;
   static constexpr int loading = 4;  // a warpgroup: registers are given by warpgroups
   static constexpr int computing = Traits::warps_q;
   static constexpr int groups = computing / 4;  // warpgroups of 64 rows
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int tile_arrivals = by_rows ? 32 * loading : converts ? loading : 1;  // at a tile of K or V
+  static constexpr int transposing = 2;  // of the loading warps, where they do
+  static constexpr int value_arrivals = transposes ? transposing : tile_arrivals;
   static constexpr int key_arrivals = tile_arrivals + (by_rows && has_mask_tiles<Traits> ? 1 : 0);
   static constexpr int query_arrivals = converts ? loading : 32;
-  static constexpr int place_readers = computing + (by_rows || converts ? 4 : 3);  // warps: those that load too
+  static constexpr int place_readers =
+      computing + (Traits::loader == Loader::boxes ? 3 : 4);  // warps: those that load too
   static constexpr int loading_registers = groups == 2 ? 56 : 40;
   static constexpr int computing_registers = groups == 2 ? 224 : 152;
-  static_assert(groups == 2 || (groups == 3 && !converts));
+  static_assert(groups == 2 || (groups == 3 && !converts && !transposes));
 };
 
 // A unit on its way from the loading warps to the computing ones.
@@ -36,25 +42,39 @@ struct TiledPlace {
 };
 
 // fp8 rows on their way to the ring; nothing where they come as they are multiplied.
-template <class Traits, bool converts>
+template <class Traits, Loader loader>
 struct PrefillStaged {
+  using Values = typename Shape<Traits>::ValueRows;
+  using ValueBoxes = Values;  // what the copy engine brings
   static constexpr int staged_bytes = 0;
 };
 template <class Traits>
-struct PrefillStaged<Traits, true> {
+struct PrefillStaged<Traits, Loader::converted> {
+  using Values = typename Shape<Traits>::ValueRows;
+  using ValueBoxes = Values;
   using Tiles = ConvertedTiles<Traits, Traits::tile_kv>;
   static constexpr int staged_bytes = Tiles::warps * sizeof(typename Tiles::Staged);
   typename Tiles::Staged staged[Tiles::warps];
   typename Tiles::Barriers staged_barriers[Tiles::warps];
 };
+template <class Traits>
+struct PrefillStaged<Traits, Loader::transposed> {
+  using Transposed =
+      TransposedValues<typename Traits::Cache, Traits::head_dim_vo, Traits::tile_kv, PrefillWarps<Traits>::transposing>;
+  using Values = typename Transposed::To;
+  using ValueBoxes = typename Transposed::From;
+  static constexpr int staged_bytes = Traits::stages * ValueBoxes::tile_bytes;
+  alignas(1024) u8 staged[Traits::stages][ValueBoxes::tile_bytes];
+  SlotRing<Traits::stages> staged_ring;
+};
 
 template <class Traits>
-struct PrefillShared : PrefillStaged<Traits, PrefillWarps<Traits>::converts> {
+struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   using S = Shape<Traits>;
   using Warps = PrefillWarps<Traits>;
   static constexpr int tokens = Traits::tile_kv, stages = Traits::stages;
   using Keys = typename S::KeyRows;
-  using Values = typename S::ValueRows;
+  using Values = typename PrefillShared::PrefillStaged::Values;
   using QueryRows = BlockRows<typename S::Query, Traits::head_dim_qk, Traits::tile_q>;
   using OutRows = BlockRows<typename Traits::Out, Traits::head_dim_vo, Traits::tile_q>;
   // A group's output takes the place of its rows of Q, on the way to whole lines of the output.

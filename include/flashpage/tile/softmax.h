@@ -40,11 +40,10 @@ struct SoftmaxState {
   }
 
   // Its parts, for kernels that have other work between them. The maximum moves, and values are to be rescaled by
-  // `factor` (true), only when some row of the warp outgrew it by 2^8: after the first tiles that is rare, and 256
-  // times larger probabilities cost fp32 sums and 16-bit factors no precision.
-  template <int token_tiles>
+  // `factor` (true), only when some row of the warp outgrew it by 2^headroom: after the first tiles that is rare, and
+  // 256 times larger probabilities cost fp32 sums and 16-bit factors no precision.
+  template <int headroom = 8, int token_tiles>
   FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2]) {
-    constexpr float headroom = 8.f;
     constexpr int chains = token_tiles >= 8 ? 4 : 2;
     float top[row_tiles][2];  // of this lane's scores: no exchange is needed to find that nothing moves
     bool outgrown = false;
@@ -86,15 +85,15 @@ struct SoftmaxState {
         for (int e = 0; e < 4; ++e) values[m][n][e] *= factor[m][e / 2];
   }
 
-  // From token tile `first` on.
-  template <int first = 0, int token_tiles>
+  // From token tile `first` on. Probabilities, and their sum, are 2^lift times as large.
+  template <int first = 0, int lift = 0, int token_tiles>
   FP_DEVICE void exponentiate(float (&scores)[row_tiles][token_tiles][4], float scale) {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int e = half * 2;
-        float origin = finite_or_zero(maximum[m][half]);
+        float origin = finite_or_zero(maximum[m][half]) - lift;
         float total = sum[m][half];
 #pragma unroll
         for (int n = first; n < token_tiles; ++n) {

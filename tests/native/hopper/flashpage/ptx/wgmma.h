@@ -38,7 +38,7 @@ void wgmma_wait() {
   }
 }
 inline void wgmma_wait_apart() { wgmma_wait<0>(); }
-template <int tiles>
-void wgmma_settle(float (&)[tiles][4]) {}
+template <class Register, int tiles>
+void wgmma_settle(Register (&)[tiles][4]) {}
 
 }  // namespace flashpage::ptx

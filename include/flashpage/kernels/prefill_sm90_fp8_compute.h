@@ -1,0 +1,176 @@
+// The computing warpgroups of prefill_sm90 where all factors are fp8: Q, K, V^T, and the probabilities too.
+#pragma once
+#include "flashpage/kernels/prefill_sm90_compute.h"
+
+namespace flashpage {
+
+// PrefillCompute with another inner loop. Probabilities are packed while the products before still read the last ones;
+// four tokens of a row are a register as they lie (tile/transposed_values.h).
+template <class Traits>
+struct PrefillFp8Compute : PrefillCompute<Traits> {
+  using Base = PrefillCompute<Traits>;
+  using Warps = typename Base::Warps;
+  using S = typename Base::S;
+  using Fp8 = typename Traits::Cache;
+  static constexpr int tokens = Base::tokens, steps = tokens / 32;
+  // Of probabilities relative to the maximum that a row's state has, where 448 is fp8's largest number: they lie at
+  // 2^5, and a score may outgrow that maximum by 2^3. Numbers keep their three bits down to 2^-11.
+  static constexpr int lift = 5, headroom = 3;
+
+  using Base::args;
+  using Base::first_row;
+  using Base::group;
+  using Base::lane;
+  using Base::params;
+  using Base::shared;
+  using Base::thread;
+  using Base::turn;
+  using Base::unit_turn;
+
+  FP_DEVICE PrefillFp8Compute(typename Base::Shared& shared, const AttentionParams& params, const VariantArgs& args)
+      : Base(shared, params, args) {}
+
+  FP_DEVICE void run() {
+    if (thread == 0) stamp<Traits>(params, Stamp::start);
+    if (group == Warps::groups - 1) this->pass_turn();
+    float scores[1][tokens / 8][4];
+    this->first_scores(scores[0]);
+    while (!this->tiled_place().place.done) {
+      if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
+      attend(scores);
+    }
+    if (group == 0) ptx::named_barrier(Base::turn_barrier, 256);  // every arrival has its wait
+    if (thread == 0) {
+      stamp<Traits>(params, Stamp::end);
+      stamp<Traits>(params, Stamp::sm);
+    }
+  }
+
+ private:
+  // A unit whose first scores are there; leaves with those of the next one.
+  FP_DEVICE void attend(float (&scores)[1][tokens / 8][4]) {
+    const TiledPlace& tiled = this->tiled_place();
+    const WorkItem& item = tiled.place.item;
+    const Unit& unit = tiled.place.unit;
+    const float scale = score_scale_of<Traits>(params, unit), softmax_scale = softmax_scale_of<Traits>(scale);
+    const bool transforms = transforms_scores<Traits>(params, scale);
+    const i32 clear_begin = unit.all_begin, clear_end = unit.all_end - tokens;  // tiles that start there need no mask
+    i32 first = tiled.first_token;                                              // of the tile
+    float values[1][S::value_tiles][4] = {}, factor[1][2];
+    SoftmaxState<1> state;
+    begin(state, item, unit);
+    u32 probabilities[steps][4], packed[steps][4];
+    auto soften = [&] {
+      if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
+      if (Base::masks_all || first < clear_begin || first > clear_end)
+        mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
+      const bool outgrown = state.template raise<headroom>(scores, softmax_scale, factor);
+      state.template exponentiate<0, lift>(scores, softmax_scale);
+      pack(packed, scores[0]);
+      ptx::wgmma_settle(packed);  // while the values are multiplied, not behind them
+      return outgrown;
+    };
+    soften();
+    take(probabilities, packed);
+    bool keys_there = false, values_there = false;  // seen before they are wanted
+#pragma unroll 1
+    while ((first += tokens) < unit.kv_end) {
+      if (!keys_there) shared.key_ring.wait_full(turn + 1);
+      ++turn;
+      this->await_turn();
+      this->issue_scores(scores[0], turn);
+      this->await_values(turn - 1, values_there);
+      issue_values(values[0], probabilities, turn - 1, true);
+      values_there = shared.value_ring.is_full(turn);
+      keys_there = shared.key_ring.is_full(turn + 1);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_settle(scores[0]);
+      this->release(shared.key_ring, turn);
+      const bool outgrown = soften();
+      if (outgrown) {
+        ptx::wgmma_wait_apart();  // the branch keeps the exponentials, which it follows, before the wait
+        ptx::wgmma_settle(values[0]);
+        state.rescale(values, factor);
+      } else {
+        ptx::wgmma_wait<0>();
+      }
+      ptx::wgmma_settle(values[0]);
+      this->release(shared.value_ring, turn - 1);
+      take(probabilities, packed);
+    }
+    this->await_values(turn, values_there);
+    this->await_turn();
+    issue_values(values[0], probabilities, turn++, false);
+    ++unit_turn;
+    if constexpr (Base::joined) {
+      this->await_first_keys();
+      this->issue_scores(scores[0], turn);
+    }
+    this->pass_turn();
+    ptx::wgmma_wait<Base::joined ? 1 : 0>();
+    ptx::wgmma_settle(values[0]);
+    this->release(shared.value_ring, turn - 1);
+    lower(state);
+    this->write(state, values, tiled.place, this->query_tile(unit_turn - 1));
+    if (thread == 0) stamp<Traits>(params, Stamp::written);
+    ptx::fence_before_bulk_copies();  // output was where Q will be
+    __syncwarp();
+    this->release(shared.place_ring, unit_turn - 1);
+    this->release(shared.query_ring, unit_turn - 1);
+    if constexpr (Base::joined) {
+      this->finish_first_scores(scores[0]);
+    } else {
+      this->first_scores(scores[0]);
+    }
+  }
+
+  // Sums lie as high as probabilities do.
+  FP_DEVICE void begin(SoftmaxState<1>& state, const WorkItem& item, const Unit& unit) const {
+    state.clear();
+    if (!params.sinks) return;
+    begin_with_sinks(state, params, item, unit, first_row, lane);
+    state.sum[0][0] *= 1 << lift;
+    state.sum[0][1] *= 1 << lift;
+  }
+  // What an LSE is made of.
+  FP_DEVICE static void lower(SoftmaxState<1>& state) {
+    state.maximum[0][0] -= lift;
+    state.maximum[0][1] -= lift;
+  }
+
+  FP_DEVICE static void pack(u32 (&packed)[steps][4], const float (&scores)[tokens / 8][4]) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&low)[4] = scores[step * 4 + i / 2 * 2], (&high)[4] = scores[step * 4 + i / 2 * 2 + 1];
+        packed[step][i] = ptx::pack4<Fp8>(low[i % 2 * 2], low[i % 2 * 2 + 1], high[i % 2 * 2], high[i % 2 * 2 + 1]);
+      }
+  }
+  // To registers that no product reads any more. Zero is something that ptxas takes for another number, or it packs
+  // right there.
+  FP_DEVICE void take(u32 (&probabilities)[steps][4], const u32 (&packed)[steps][4]) const {
+    const u32 zero = turn >> 31;
+#pragma unroll
+    for (int step = 0; step < steps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) probabilities[step][i] = packed[step][i] | zero;
+  }
+
+  // values += P V. `pass`: the turn, shortly before the last step, so that the next group's products follow at once.
+  FP_DEVICE void issue_values(float (&values)[S::value_tiles][4], const u32 (&probabilities)[steps][4], u32 turn,
+                              bool pass) const {
+    using Values = typename Base::Values;
+    const ptx::Matrix tile(ptx::shared_address(shared.values[shared.value_ring.slot(turn)]), 0);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      if (pass && step == steps - 2) this->pass_turn();
+      Traits::ValueProduct::multiply(values, probabilities[step],
+                                     tile.at(step / 4 * Values::block_bytes + step % 4 * 32), true);
+    }
+    ptx::wgmma_commit();
+  }
+};
+
+}  // namespace flashpage
