@@ -185,15 +185,15 @@ def _sm90_transposing_tokens(widest: int, loop: InnerLoop) -> int:
     light = loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     if widest <= 128:
         return 128 if light else 96 if loop is InnerLoop.HEAVY else 64
-    return 96 if light else 64
+    return 96 if light else 64 if widest <= 192 else 32
 
 
 def _sm90_transposing_stages(head_dim_qk: int, head_dim_vo: int, tile_kv: int) -> int:
-    """Three of K, V and V transposed where there is room beside Q and outputs of two units."""
+    """Of K and of V transposed. Three where there is room beside Q of two units, sums in fp32 and V as it is stored."""
     row_bytes, value_bytes = (-(-dim // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
-    query_pair = 2 * 128 * max(row_bytes, -(-head_dim_vo // 64) * 128)
-    stage_bytes = tile_kv * (row_bytes + value_bytes) + head_dim_vo * 128
-    return 3 if query_pair + 3 * stage_bytes + 2048 <= _SHARED_BYTES else 2
+    fixed_bytes = 2 * 128 * row_bytes + 128 * head_dim_vo * 4 + 2 * tile_kv * value_bytes
+    ring_bytes = 3 * (tile_kv * row_bytes + head_dim_vo * 128)
+    return 3 if fixed_bytes + ring_bytes + 2048 <= _SHARED_BYTES else 2
 
 
 def block_decode_tile(head_dim: int, kv_dtype: DType, group: int, shared_bytes: int = 0) -> Tile:

@@ -74,6 +74,7 @@ CASES += [
     prefill("host-q8-dim-64", "half a block of columns", (70,), (300,), **{**Q8, "head_dim": 64}),
     prefill("host-q8-dim-256", "tiles of 96", (40, 3), (200, 300), **{**Q8, "head_dim": 256}),
     prefill("host-q8-192-128", "values of other width", (40,), (300,), head_dim_vo=128, **{**Q8, "head_dim": 192}),
+    prefill("host-q8-sums", "tiles added up, rescaled", (20,), (4300,), page_size=64, sm_scale=1.0, **Q8),
     prefill("host-q8-page-5", "fp16 on their way", (40,), (200,), page_size=5, **Q8),
 ]
 

@@ -5,7 +5,9 @@
 namespace flashpage {
 
 // PrefillCompute with another inner loop. Probabilities are packed while the products before still read the last ones;
-// four tokens of a row are a register as they lie (tile/transposed_values.h).
+// four tokens of a row are a register as they lie (tile/transposed_values.h). Tensor cores keep 13 bits of a sum of fp8
+// products and cut off the rest, always towards zero: what would be 1% of 16,000 tokens' values, 10% of 128,000
+// tokens'. So values of some tiles at a time are added up in shared memory.
 template <class Traits>
 struct PrefillFp8Compute : PrefillCompute<Traits> {
   using Base = PrefillCompute<Traits>;
@@ -16,6 +18,8 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
   // Of probabilities relative to the maximum that a row's state has, where 448 is fp8's largest number: they lie at
   // 2^5, and a score may outgrow that maximum by 2^3. Numbers keep their three bits down to 2^-11.
   static constexpr int lift = 5, headroom = 3;
+  static constexpr bool has_sums = Base::Shared::sum_bytes > 0;
+  static constexpr int sum_tiles = 2048 / tokens;  // added up at a time
 
   using Base::args;
   using Base::first_row;
@@ -59,6 +63,8 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
     float values[1][S::value_tiles][4] = {}, factor[1][2];
     SoftmaxState<1> state;
     begin(state, item, unit);
+    float sum_factor[2] = {0.f, 0.f};  // of what was added up; none yet
+    int left = sum_tiles;              // tiles until the next sum
     u32 probabilities[steps][4], packed[steps][4];
     auto soften = [&] {
       if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
@@ -91,11 +97,18 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
         ptx::wgmma_wait_apart();  // the branch keeps the exponentials, which it follows, before the wait
         ptx::wgmma_settle(values[0]);
         state.rescale(values, factor);
+        sum_factor[0] *= factor[0][0];
+        sum_factor[1] *= factor[0][1];
       } else {
         ptx::wgmma_wait<0>();
       }
       ptx::wgmma_settle(values[0]);
       this->release(shared.value_ring, turn - 1);
+      if (has_sums && --left == 0) {
+        left = sum_tiles;
+        add_sums(values[0], sum_factor);
+        keep_sums(values[0], sum_factor);
+      }
       take(probabilities, packed);
     }
     this->await_values(turn, values_there);
@@ -110,8 +123,9 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
     ptx::wgmma_wait<Base::joined ? 1 : 0>();
     ptx::wgmma_settle(values[0]);
     this->release(shared.value_ring, turn - 1);
+    if constexpr (has_sums) add_sums(values[0], sum_factor);
     lower(state);
-    this->write(state, values, tiled.place, this->query_tile(unit_turn - 1));
+    this->write(state, values, tiled.place, has_sums ? shared.sums : this->query_tile(unit_turn - 1));
     if (thread == 0) stamp<Traits>(params, Stamp::written);
     ptx::fence_before_bulk_copies();  // output was where Q will be
     __syncwarp();
@@ -136,6 +150,32 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
   FP_DEVICE static void lower(SoftmaxState<1>& state) {
     state.maximum[0][0] -= lift;
     state.maximum[0][1] -= lift;
+  }
+
+  // Of tile n of the thread's values: where the group's own output will be, or behind all output.
+  FP_DEVICE u32 sum_address(int n) const {
+    return ptx::shared_address(shared.sums) + n / 4 * 16384 + group * 8192 + n % 4 * 2048 + thread % 128 * 16;
+  }
+  FP_DEVICE void add_sums(float (&values)[S::value_tiles][4], const float (&sum_factor)[2]) const {
+    if (!__any_sync(0xffffffff, sum_factor[0] != 0.f || sum_factor[1] != 0.f)) return;
+#pragma unroll
+    for (int n = 0; n < S::value_tiles; ++n) {
+      u32 sums[4];
+      ptx::load_shared(sums, sum_address(n));
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        values[n][e] = fmaf(__int_as_float(static_cast<int>(sums[e])), sum_factor[e / 2], values[n][e]);
+    }
+  }
+  FP_DEVICE void keep_sums(float (&values)[S::value_tiles][4], float (&sum_factor)[2]) const {
+    const auto bits = [&](int n, int e) { return static_cast<u32>(__float_as_int(values[n][e])); };
+#pragma unroll
+    for (int n = 0; n < S::value_tiles; ++n) {
+      ptx::store_shared(sum_address(n), bits(n, 0), bits(n, 1), bits(n, 2), bits(n, 3));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) values[n][e] = 0.f;
+    }
+    sum_factor[0] = sum_factor[1] = 1.f;
   }
 
   FP_DEVICE static void pack(u32 (&packed)[steps][4], const float (&scores)[tokens / 8][4]) {
@@ -165,7 +205,7 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
-      if (pass && step == steps - 2) this->pass_turn();
+      if (pass && step == max_of(0, steps - 2)) this->pass_turn();
       Traits::ValueProduct::multiply(values, probabilities[step],
                                      tile.at(step / 4 * Values::block_bytes + step % 4 * 32), true);
     }

@@ -150,12 +150,12 @@ struct PrefillLoad {
     const ValueTiles values(params, maps.v);
     u32 turn = 0;
     for_each_tile(values, [&](typename ValueTiles::Source& source, Turns& turns) {
-      const u32 slot = shared.value_ring.slot(turn);
+      u8* from = shared.staged[shared.staged_ring.slot(turn)];
       shared.staged_ring.wait_full(turn);
       // Both warps clear all: a probability of zero would not hide NaN.
-      if (values.has_hidden(source, turns.now())) values.clear_hidden(source, turns.now(), shared.staged[slot]);
+      if (values.has_hidden(source, turns.now())) values.clear_hidden(source, turns.now(), from);
       shared.value_ring.wait_empty(turn);
-      Transposed::transpose(ptx::shared_address(shared.staged[slot]), ptx::shared_address(shared.values[slot]),
+      Transposed::transpose(ptx::shared_address(from), ptx::shared_address(shared.values[shared.value_ring.slot(turn)]),
                             warp % Warps::transposing, lane);
       hand_over(shared.value_ring.full_barrier(turn));
       if (lane == 0) shared.staged_ring.release(turn);

@@ -46,14 +46,14 @@ template <class Traits, Loader loader>
 struct PrefillStaged {
   using Values = typename Shape<Traits>::ValueRows;
   using ValueBoxes = Values;  // what the copy engine brings
-  static constexpr int staged_bytes = 0;
+  static constexpr int staged_bytes = 0, sum_bytes = 0;
 };
 template <class Traits>
 struct PrefillStaged<Traits, Loader::converted> {
   using Values = typename Shape<Traits>::ValueRows;
   using ValueBoxes = Values;
   using Tiles = ConvertedTiles<Traits, Traits::tile_kv>;
-  static constexpr int staged_bytes = Tiles::warps * sizeof(typename Tiles::Staged);
+  static constexpr int staged_bytes = Tiles::warps * sizeof(typename Tiles::Staged), sum_bytes = 0;
   typename Tiles::Staged staged[Tiles::warps];
   typename Tiles::Barriers staged_barriers[Tiles::warps];
 };
@@ -63,9 +63,12 @@ struct PrefillStaged<Traits, Loader::transposed> {
       TransposedValues<typename Traits::Cache, Traits::head_dim_vo, Traits::tile_kv, PrefillWarps<Traits>::transposing>;
   using Values = typename Transposed::To;
   using ValueBoxes = typename Transposed::From;
-  static constexpr int staged_bytes = Traits::stages * ValueBoxes::tile_bytes;
-  alignas(1024) u8 staged[Traits::stages][ValueBoxes::tile_bytes];
-  SlotRing<Traits::stages> staged_ring;
+  // Sums over many tiles in fp32 (kernels/prefill_sm90_fp8_compute.h), where there is room.
+  static constexpr int sum_bytes = Traits::head_dim_vo <= 128 ? Traits::tile_q * Traits::head_dim_vo * 4 : 0;
+  static constexpr int staged_stages = 2, staged_bytes = staged_stages * ValueBoxes::tile_bytes;
+  alignas(1024) u8 staged[staged_stages][ValueBoxes::tile_bytes];
+  alignas(1024) u8 sums[max_of(sum_bytes, 1)];
+  SlotRing<staged_stages> staged_ring;
 };
 
 template <class Traits>
@@ -77,13 +80,15 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   using Values = typename PrefillShared::PrefillStaged::Values;
   using QueryRows = BlockRows<typename S::Query, Traits::head_dim_qk, Traits::tile_q>;
   using OutRows = BlockRows<typename Traits::Out, Traits::head_dim_vo, Traits::tile_q>;
-  // A group's output takes the place of its rows of Q, on the way to whole lines of the output.
-  static constexpr int query_bytes = max_of(QueryRows::tile_bytes, OutRows::tile_bytes);
+  // A group's output takes the place of its rows of Q, or of their sums, on the way to whole lines of the output.
+  static constexpr int query_bytes =
+      PrefillShared::sum_bytes > 0 ? QueryRows::tile_bytes : max_of(QueryRows::tile_bytes, OutRows::tile_bytes);
+  static constexpr int beside_bytes = PrefillShared::staged_bytes + PrefillShared::sum_bytes;
   static constexpr int ring_bytes = stages * (Keys::tile_bytes + Values::tile_bytes);
   static constexpr int most_bytes = 232448;  // of a CTA on Hopper
   static constexpr int places_ahead = 4;     // units that are known, of the one that is computed on
   static constexpr int queries =             // units whose Q is there
-      2 * query_bytes + ring_bytes + PrefillShared::staged_bytes + 1024 <= most_bytes ? 2 : 1;
+      2 * query_bytes + ring_bytes + beside_bytes + 2048 <= most_bytes ? 2 : 1;
 
   alignas(1024) u8 query[queries][query_bytes];
   alignas(1024) u8 keys[stages][Keys::tile_bytes];
