@@ -185,7 +185,9 @@ def _sm90_transposing_tokens(widest: int, loop: InnerLoop) -> int:
     light = loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     if widest <= 128:
         return 128 if light else 96 if loop is InnerLoop.HEAVY else 64
-    return 96 if light else 64 if widest <= 192 else 32
+    if widest <= 192:
+        return 96 if light else 64
+    return 96 if loop is InnerLoop.PLAIN else 64 if loop is InnerLoop.TRANSFORM else 32
 
 
 def _sm90_transposing_stages(head_dim_qk: int, head_dim_vo: int, tile_kv: int) -> int:

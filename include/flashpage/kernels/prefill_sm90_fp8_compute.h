@@ -1,13 +1,16 @@
-// The computing warpgroups of prefill_sm90 where all factors are fp8: Q, K, V^T, and the probabilities too.
+// The computing warpgroups of prefill_sm90 where all factors are fp8: Q, K, V transposed, and the probabilities too.
 #pragma once
 #include "flashpage/kernels/prefill_sm90_compute.h"
+#include "flashpage/tile/fp8_softmax.h"
 
 namespace flashpage {
 
-// PrefillCompute with another inner loop. Probabilities are packed while the products before still read the last ones;
-// four tokens of a row are a register as they lie (tile/transposed_values.h). Tensor cores keep 13 bits of a sum of fp8
-// products and cut off the rest, always towards zero: what would be 1% of 16,000 tokens' values, 10% of 128,000
-// tokens'. So values of some tiles at a time are added up in shared memory.
+// PrefillCompute with another inner loop. Probabilities are packed while products still read those of the tile before;
+// four tokens of a row are a register as they lie (tile/transposed_values.h).
+//
+// Tensor cores keep 13 bits of a sum of fp8 products and cut off the rest, always towards zero: over 16,000 tokens
+// whose values have one sign that is 1%, over 128,000 10%. So sums of some tiles at a time are added up in shared
+// memory.
 template <class Traits>
 struct PrefillFp8Compute : PrefillCompute<Traits> {
   using Base = PrefillCompute<Traits>;
@@ -15,11 +18,9 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
   using S = typename Base::S;
   using Fp8 = typename Traits::Cache;
   static constexpr int tokens = Base::tokens, steps = tokens / 32;
-  // Of probabilities relative to the maximum that a row's state has, where 448 is fp8's largest number: they lie at
-  // 2^5, and a score may outgrow that maximum by 2^3. Numbers keep their three bits down to 2^-11.
-  static constexpr int lift = 5, headroom = 3;
+  static constexpr int early = Traits::head_dim_vo <= 192 ? steps / 2 : 0;  // wider accumulators leave no registers
   static constexpr bool has_sums = Base::Shared::sum_bytes > 0;
-  static constexpr int sum_tiles = 2048 / tokens;  // added up at a time
+  static constexpr int sum_tiles = 2048 / tokens;  // that are added up at a time
 
   using Base::args;
   using Base::first_row;
@@ -61,22 +62,22 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
     const i32 clear_begin = unit.all_begin, clear_end = unit.all_end - tokens;  // tiles that start there need no mask
     i32 first = tiled.first_token;                                              // of the tile
     float values[1][S::value_tiles][4] = {}, factor[1][2];
-    SoftmaxState<1> state;
-    begin(state, item, unit);
-    float sum_factor[2] = {0.f, 0.f};  // of what was added up; none yet
-    int left = sum_tiles;              // tiles until the next sum
-    u32 probabilities[steps][4], packed[steps][4];
-    auto soften = [&] {
+    float sum_factor[2] = {0.f, 0.f};  // of what was added up: nothing yet
+    int left = sum_tiles;              // tiles until the next time
+    Fp8Softmax state;
+    state.clear();
+    if (params.sinks) {
+      begin_with_sinks(state, params, item, unit, first_row, lane);
+      state.lift_sums();
+    }
+    auto prepare = [&] {
       if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
       if (Base::masks_all || first < clear_begin || first > clear_end)
         mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
-      const bool outgrown = state.template raise<headroom>(scores, softmax_scale, factor);
-      state.template exponentiate<0, lift>(scores, softmax_scale);
-      pack(packed, scores[0]);
-      ptx::wgmma_settle(packed);  // while the values are multiplied, not behind them
-      return outgrown;
     };
-    soften();
+    u32 probabilities[steps][4], packed[steps][4];
+    prepare();
+    state.template soften_first<Fp8>(packed, scores, softmax_scale);
     take(probabilities, packed);
     bool keys_there = false, values_there = false;  // seen before they are wanted
 #pragma unroll 1
@@ -92,7 +93,9 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(scores[0]);
       this->release(shared.key_ring, turn);
-      const bool outgrown = soften();
+      prepare();
+      const bool outgrown = state.template soften<Fp8, early>(packed, scores, softmax_scale, factor);
+      ptx::wgmma_settle(packed);  // while the values are multiplied, not behind them
       if (outgrown) {
         ptx::wgmma_wait_apart();  // the branch keeps the exponentials, which it follows, before the wait
         ptx::wgmma_settle(values[0]);
@@ -124,7 +127,7 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
     ptx::wgmma_settle(values[0]);
     this->release(shared.value_ring, turn - 1);
     if constexpr (has_sums) add_sums(values[0], sum_factor);
-    lower(state);
+    state.lower_maxima();
     this->write(state, values, tiled.place, has_sums ? shared.sums : this->query_tile(unit_turn - 1));
     if (thread == 0) stamp<Traits>(params, Stamp::written);
     ptx::fence_before_bulk_copies();  // output was where Q will be
@@ -138,55 +141,6 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
     }
   }
 
-  // Sums lie as high as probabilities do.
-  FP_DEVICE void begin(SoftmaxState<1>& state, const WorkItem& item, const Unit& unit) const {
-    state.clear();
-    if (!params.sinks) return;
-    begin_with_sinks(state, params, item, unit, first_row, lane);
-    state.sum[0][0] *= 1 << lift;
-    state.sum[0][1] *= 1 << lift;
-  }
-  // What an LSE is made of.
-  FP_DEVICE static void lower(SoftmaxState<1>& state) {
-    state.maximum[0][0] -= lift;
-    state.maximum[0][1] -= lift;
-  }
-
-  // Of tile n of the thread's values: where the group's own output will be, or behind all output.
-  FP_DEVICE u32 sum_address(int n) const {
-    return ptx::shared_address(shared.sums) + n / 4 * 16384 + group * 8192 + n % 4 * 2048 + thread % 128 * 16;
-  }
-  FP_DEVICE void add_sums(float (&values)[S::value_tiles][4], const float (&sum_factor)[2]) const {
-    if (!__any_sync(0xffffffff, sum_factor[0] != 0.f || sum_factor[1] != 0.f)) return;
-#pragma unroll
-    for (int n = 0; n < S::value_tiles; ++n) {
-      u32 sums[4];
-      ptx::load_shared(sums, sum_address(n));
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        values[n][e] = fmaf(__int_as_float(static_cast<int>(sums[e])), sum_factor[e / 2], values[n][e]);
-    }
-  }
-  FP_DEVICE void keep_sums(float (&values)[S::value_tiles][4], float (&sum_factor)[2]) const {
-    const auto bits = [&](int n, int e) { return static_cast<u32>(__float_as_int(values[n][e])); };
-#pragma unroll
-    for (int n = 0; n < S::value_tiles; ++n) {
-      ptx::store_shared(sum_address(n), bits(n, 0), bits(n, 1), bits(n, 2), bits(n, 3));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) values[n][e] = 0.f;
-    }
-    sum_factor[0] = sum_factor[1] = 1.f;
-  }
-
-  FP_DEVICE static void pack(u32 (&packed)[steps][4], const float (&scores)[tokens / 8][4]) {
-#pragma unroll
-    for (int step = 0; step < steps; ++step)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&low)[4] = scores[step * 4 + i / 2 * 2], (&high)[4] = scores[step * 4 + i / 2 * 2 + 1];
-        packed[step][i] = ptx::pack4<Fp8>(low[i % 2 * 2], low[i % 2 * 2 + 1], high[i % 2 * 2], high[i % 2 * 2 + 1]);
-      }
-  }
   // To registers that no product reads any more. Zero is something that ptxas takes for another number, or it packs
   // right there.
   FP_DEVICE void take(u32 (&probabilities)[steps][4], const u32 (&packed)[steps][4]) const {
@@ -210,6 +164,32 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
                                      tile.at(step / 4 * Values::block_bytes + step % 4 * 32), true);
     }
     ptx::wgmma_commit();
+  }
+
+  // Of tile n of the thread's values: among those of its group, where the group's output will be.
+  FP_DEVICE u32 sum_address(int n) const {
+    return ptx::shared_address(shared.sums) + n / 4 * 16384 + group * 8192 + n % 4 * 2048 + thread % 128 * 16;
+  }
+  FP_DEVICE void add_sums(float (&values)[S::value_tiles][4], const float (&sum_factor)[2]) const {
+    if (!__any_sync(0xffffffff, sum_factor[0] != 0.f || sum_factor[1] != 0.f)) return;
+#pragma unroll
+    for (int n = 0; n < S::value_tiles; ++n) {
+      u32 sums[4];
+      ptx::load_shared(sums, sum_address(n));
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        values[n][e] = fmaf(__int_as_float(static_cast<int>(sums[e])), sum_factor[e / 2], values[n][e]);
+    }
+  }
+  FP_DEVICE void keep_sums(float (&values)[S::value_tiles][4], float (&sum_factor)[2]) const {
+    const auto bits = [&](int n, int e) { return static_cast<u32>(__float_as_int(values[n][e])); };
+#pragma unroll
+    for (int n = 0; n < S::value_tiles; ++n) {
+      ptx::store_shared(sum_address(n), bits(n, 0), bits(n, 1), bits(n, 2), bits(n, 3));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) values[n][e] = 0.f;
+    }
+    sum_factor[0] = sum_factor[1] = 1.f;
   }
 };
 
