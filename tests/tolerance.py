@@ -14,7 +14,7 @@ Inputs are compared as stored, so they carry no error. Three roundings remain.
 
 Where Hopper multiplies fp8 queries with fp8 keys, and probabilities as fp8 with fp8 values (has_fp8_products):
 
-* u of the weights is e4m3's 2^-4; those below 2^-11 of the row's largest are subnormal, off by at most 2^-15 of it.
+* u of the weights is e4m3's 2^-4; those below 2^-13 of the row's largest are subnormal, off by at most 2^-17 of it.
 * Tensor cores keep 13 bits behind the largest of a sum's terms and cut off the rest. That is u = 2^-13 for a score's
   sum; sums of values are cut once for each 32 tokens, always towards zero, so it adds up.
 
@@ -66,7 +66,7 @@ def limits(case: Case, expected: State, *, fp8_products: bool = False) -> Limits
     else:
         weight = unit + score + SUM_SLACK * FP32 * math.sqrt(most)
     is_half = case.has_fp8_query or "float16" in (case.q_dtype, case.out_type)
-    subnormal = 2.0**-15 if fp8_products else 2.0**-24
+    subnormal = 2.0**-17 if fp8_products else 2.0**-24
     smallest = subnormal * math.sqrt(most) if is_half else 1e-30  # subnormal weights
     spread = (expected.spread.square() + expected.out.square()).sum(-1).sqrt()
     row = ROW_SLACK * weight * spread + smallest * math.sqrt(case.value_dim)

@@ -5,11 +5,12 @@
 
 namespace flashpage {
 
-// Of one m16 tile of rows. fp8's largest number is 448: probabilities lie at 2^5 of what they are relative to the
-// maximum that the state has, which a score may outgrow by 2^3. They keep their three bits down to 2^-11 of it.
-// Sums lie as high as probabilities do.
+// Of one m16 tile of rows. fp8's largest number is 448: probabilities lie at 2^7 of what they are relative to the
+// maximum that the state has, which a score may outgrow by 2^1.8. They keep their three bits down to 2^-13 of it, and
+// are zero from 2^-17 on. Sums lie as high as probabilities do.
 struct Fp8Softmax : SoftmaxState<1> {
-  static constexpr int lift = 5, headroom = 3;
+  static constexpr int lift = 7;
+  static constexpr float headroom = 1.8f;
 
   // Of sinks that the state has begun with.
   FP_DEVICE void lift_sums() {
@@ -27,7 +28,7 @@ struct Fp8Softmax : SoftmaxState<1> {
   template <class Fp8, int steps>
   FP_DEVICE void soften_first(u32 (&packed)[steps][4], const float (&scores)[1][steps * 4][4], float scale) {
     float factor[1][2], sums[2] = {0.f, 0.f};
-    raise<headroom>(scores, scale, factor);
+    raise(scores, scale, factor, headroom);
     exponentiate<Fp8, 0, steps>(packed, sums, scores[0], scale);
     add(sums);
   }
@@ -38,7 +39,7 @@ struct Fp8Softmax : SoftmaxState<1> {
                         float (&factor)[1][2]) {
     float sums[2] = {0.f, 0.f};
     exponentiate<Fp8, 0, early>(packed, sums, scores[0], scale);
-    const bool outgrown = raise<headroom>(scores, scale, factor);
+    const bool outgrown = raise(scores, scale, factor, headroom);
     if (early > 0 && outgrown) {
       sums[0] = sums[1] = 0.f;
       exponentiate<Fp8, 0, early>(packed, sums, scores[0], scale);

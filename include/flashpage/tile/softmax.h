@@ -42,8 +42,9 @@ struct SoftmaxState {
   // Its parts, for kernels that have other work between them. The maximum moves, and values are to be rescaled by
   // `factor` (true), only when some row of the warp outgrew it by 2^headroom: after the first tiles that is rare, and
   // 256 times larger probabilities cost fp32 sums and 16-bit factors no precision.
-  template <int headroom = 8, int token_tiles>
-  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2]) {
+  template <int token_tiles>
+  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2],
+                       float headroom = 8.f) {
     constexpr int chains = token_tiles >= 8 ? 4 : 2;
     float top[row_tiles][2];  // of this lane's scores: no exchange is needed to find that nothing moves
     bool outgrown = false;
