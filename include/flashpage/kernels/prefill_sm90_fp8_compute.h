@@ -5,8 +5,8 @@
 
 namespace flashpage {
 
-// PrefillCompute with another inner loop. Probabilities are packed while products still read those of the tile before;
-// four tokens of a row are a register as they lie (tile/transposed_values.h).
+// PrefillCompute with another inner loop, as exponentials take as long as products here: half of a tile's are computed
+// while the next tile's scores are multiplied.
 //
 // Tensor cores keep 13 bits of a sum of fp8 products and cut off the rest, always towards zero: over 16,000 tokens
 // whose values have one sign that is 1%, over 128,000 10%. So sums of some tiles at a time are added up in shared
@@ -18,7 +18,8 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
   using S = typename Base::S;
   using Fp8 = typename Traits::Cache;
   static constexpr int tokens = Base::tokens, steps = tokens / 32;
-  static constexpr int early = Traits::head_dim_vo <= 192 ? steps / 2 : 0;  // wider accumulators leave no registers
+  // Steps whose probabilities come later; wider accumulators leave no registers.
+  static constexpr int later = Traits::head_dim_vo <= 192 ? steps / 2 : 0;
   static constexpr bool has_sums = Base::Shared::sum_bytes > 0;
   static constexpr int sum_tiles = 2048 / tokens;  // that are added up at a time
 
@@ -75,10 +76,11 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
       if (Base::masks_all || first < clear_begin || first > clear_end)
         mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
     };
-    u32 probabilities[steps][4], packed[steps][4];
+    u32 probabilities[steps][4];
+    float exponents[max_of(later, 1) * 4][4];
     prepare();
-    state.template soften_first<Fp8>(packed, scores, softmax_scale);
-    take(probabilities, packed);
+    state.raise(scores, softmax_scale, factor);
+    state.template soften<Fp8, later>(probabilities, exponents, scores, softmax_scale);
     bool keys_there = false, values_there = false;  // seen before they are wanted
 #pragma unroll 1
     while ((first += tokens) < unit.kv_end) {
@@ -86,7 +88,9 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
       ++turn;
       this->await_turn();
       this->issue_scores(scores[0], turn);
-      this->await_values(turn - 1, values_there);
+      this->await_values(turn - 1, values_there);  // a branch: exponentials stay behind the products' issue
+      if constexpr (later > 0) ptx::wgmma_settle(exponents);
+      state.template soften_later<Fp8, later>(probabilities, exponents);
       issue_values(values[0], probabilities, turn - 1, true);
       values_there = shared.value_ring.is_full(turn);
       keys_there = shared.key_ring.is_full(turn + 1);
@@ -94,26 +98,23 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
       ptx::wgmma_settle(scores[0]);
       this->release(shared.key_ring, turn);
       prepare();
-      const bool outgrown = state.template soften<Fp8, early>(packed, scores, softmax_scale, factor);
-      ptx::wgmma_settle(packed);  // while the values are multiplied, not behind them
+      const bool outgrown = state.raise(scores, softmax_scale, factor);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_settle(values[0]);
+      this->release(shared.value_ring, turn - 1);
       if (outgrown) {
-        ptx::wgmma_wait_apart();  // the branch keeps the exponentials, which it follows, before the wait
-        ptx::wgmma_settle(values[0]);
         state.rescale(values, factor);
         sum_factor[0] *= factor[0][0];
         sum_factor[1] *= factor[0][1];
-      } else {
-        ptx::wgmma_wait<0>();
       }
-      ptx::wgmma_settle(values[0]);
-      this->release(shared.value_ring, turn - 1);
       if (has_sums && --left == 0) {
         left = sum_tiles;
         add_sums(values[0], sum_factor);
         keep_sums(values[0], sum_factor);
       }
-      take(probabilities, packed);
+      state.template soften<Fp8, later>(probabilities, exponents, scores, softmax_scale);
     }
+    state.template soften_later<Fp8, later>(probabilities, exponents);
     this->await_values(turn, values_there);
     this->await_turn();
     issue_values(values[0], probabilities, turn++, false);
@@ -139,16 +140,6 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
     } else {
       this->first_scores(scores[0]);
     }
-  }
-
-  // To registers that no product reads any more. Zero is something that ptxas takes for another number, or it packs
-  // right there.
-  FP_DEVICE void take(u32 (&probabilities)[steps][4], const u32 (&packed)[steps][4]) const {
-    const u32 zero = turn >> 31;
-#pragma unroll
-    for (int step = 0; step < steps; ++step)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) probabilities[step][i] = packed[step][i] | zero;
   }
 
   // values += P V. `pass`: the turn, shortly before the last step, so that the next group's products follow at once.

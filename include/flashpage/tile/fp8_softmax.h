@@ -23,54 +23,52 @@ struct Fp8Softmax : SoftmaxState<1> {
     maximum[0][1] -= lift;
   }
 
-  // Packs probabilities of a row's first tile. A register has four of them: two of this lane's tokens in one n8 tile
-  // and two in the next (tile/transposed_values.h).
-  template <class Fp8, int steps>
-  FP_DEVICE void soften_first(u32 (&packed)[steps][4], const float (&scores)[1][steps * 4][4], float scale) {
-    float factor[1][2], sums[2] = {0.f, 0.f};
-    raise(scores, scale, factor, headroom);
-    exponentiate<Fp8, 0, steps>(packed, sums, scores[0], scale);
-    add(sums);
+  // Whether a row of the warp outgrew its maximum: values are to be rescaled by `factor`.
+  template <int token_tiles>
+  FP_DEVICE bool raise(const float (&scores)[1][token_tiles][4], float scale, float (&factor)[1][2]) {
+    return SoftmaxState<1>::raise(scores, scale, factor, headroom);
   }
-  // Of a later tile. Those of the first `early` registers' tokens are computed while the maxima are looked for, as
-  // exponentials take longest and maxima rarely move. True: values are to be rescaled by `factor`.
-  template <class Fp8, int early, int steps>
-  FP_DEVICE bool soften(u32 (&packed)[steps][4], const float (&scores)[1][steps * 4][4], float scale,
-                        float (&factor)[1][2]) {
-    float sums[2] = {0.f, 0.f};
-    exponentiate<Fp8, 0, early>(packed, sums, scores[0], scale);
-    const bool outgrown = raise(scores, scale, factor, headroom);
-    if (early > 0 && outgrown) {
-      sums[0] = sums[1] = 0.f;
-      exponentiate<Fp8, 0, early>(packed, sums, scores[0], scale);
-    }
-    exponentiate<Fp8, early, steps>(packed, sums, scores[0], scale);
-    add(sums);
-    return outgrown;
+  // Packs probabilities. A register has four: two of this lane's tokens in one n8 tile and two in the next
+  // (tile/transposed_values.h). Of the last `later` steps only the exponents, so that their scores' registers are free.
+  template <class Fp8, int later, int steps>
+  FP_DEVICE void soften(u32 (&probabilities)[steps][4], float (&exponents)[max_of(later, 1) * 4][4],
+                        const float (&scores)[1][steps * 4][4], float scale) {
+    constexpr int now = steps - later;
+    float origin[2];
+    for_each_half([&](int half) { origin[half] = finite_or_zero(maximum[0][half]) - lift; });
+#pragma unroll
+    for (int n = now * 4; n < steps * 4; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) exponents[n - now * 4][e] = fmaf(scores[0][n][e], scale, -origin[e / 2]);
+    pack<Fp8, 0, now>(probabilities, [&](int n, int e) { return fmaf(scores[0][n][e], scale, -origin[e / 2]); });
+  }
+  // Their probabilities.
+  template <class Fp8, int later, int steps>
+  FP_DEVICE void soften_later(u32 (&probabilities)[steps][4], const float (&exponents)[max_of(later, 1) * 4][4]) {
+    constexpr int now = steps - later;
+    pack<Fp8, now, steps>(probabilities, [&](int n, int e) { return exponents[n - now * 4][e]; });
   }
 
  private:
-  template <class Fp8, int begin, int end, int steps>
-  FP_DEVICE void exponentiate(u32 (&packed)[steps][4], float (&sums)[2], const float (&scores)[steps * 4][4],
-                              float scale) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float origin = finite_or_zero(maximum[0][half]) - lift;
-      const auto probability = [&](int n, int e) {
-        return ptx::exp2_approx(fmaf(scores[n][half * 2 + e], scale, -origin));
-      };
+  template <class Visit>
+  FP_DEVICE static void for_each_half(Visit&& visit) {
+    visit(0);
+    visit(1);
+  }
+  template <class Fp8, int begin, int end, int steps, class Exponent>
+  FP_DEVICE void pack(u32 (&probabilities)[steps][4], Exponent&& exponent) {
+    for_each_half([&](int half) {
+      float total = sum[0][half];
 #pragma unroll
       for (int pair = begin * 2; pair < end * 2; ++pair) {
-        const float a = probability(pair * 2, 0), b = probability(pair * 2, 1);
-        const float c = probability(pair * 2 + 1, 0), d = probability(pair * 2 + 1, 1);
-        packed[pair / 2][pair % 2 * 2 + half] = ptx::pack4<Fp8>(a, b, c, d);
-        sums[half] += (a + b) + (c + d);
+        float p[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[i] = ptx::exp2_approx(exponent(pair * 2 + i / 2, half * 2 + i % 2));
+        probabilities[pair / 2][pair % 2 * 2 + half] = ptx::pack4<Fp8>(p[0], p[1], p[2], p[3]);
+        total += (p[0] + p[1]) + (p[2] + p[3]);
       }
-    }
-  }
-  FP_DEVICE void add(const float (&sums)[2]) {
-    sum[0][0] += sums[0];
-    sum[0][1] += sums[1];
+      sum[0][half] = total;
+    });
   }
 };
 
