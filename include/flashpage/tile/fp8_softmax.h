@@ -34,8 +34,7 @@ struct Fp8Softmax : SoftmaxState<1> {
   FP_DEVICE void soften(u32 (&probabilities)[steps][4], float (&exponents)[max_of(later, 1) * 4][4],
                         const float (&scores)[1][steps * 4][4], float scale) {
     constexpr int now = steps - later;
-    float origin[2];
-    for_each_half([&](int half) { origin[half] = finite_or_zero(maximum[0][half]) - lift; });
+    const float origin[2] = {finite_or_zero(maximum[0][0]) - lift, finite_or_zero(maximum[0][1]) - lift};
 #pragma unroll
     for (int n = now * 4; n < steps * 4; ++n)
 #pragma unroll
@@ -50,25 +49,18 @@ struct Fp8Softmax : SoftmaxState<1> {
   }
 
  private:
-  template <class Visit>
-  FP_DEVICE static void for_each_half(Visit&& visit) {
-    visit(0);
-    visit(1);
-  }
   template <class Fp8, int begin, int end, int steps, class Exponent>
   FP_DEVICE void pack(u32 (&probabilities)[steps][4], Exponent&& exponent) {
-    for_each_half([&](int half) {
-      float total = sum[0][half];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int pair = begin * 2; pair < end * 2; ++pair) {
         float p[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[i] = ptx::exp2_approx(exponent(pair * 2 + i / 2, half * 2 + i % 2));
         probabilities[pair / 2][pair % 2 * 2 + half] = ptx::pack4<Fp8>(p[0], p[1], p[2], p[3]);
-        total += (p[0] + p[1]) + (p[2] + p[3]);
+        sum[0][half] += (p[0] + p[1]) + (p[2] + p[3]);
       }
-      sum[0][half] = total;
-    });
   }
 };
 
