@@ -49,10 +49,11 @@ class Limits:
 def has_fp8_products(case: Case) -> bool:
     """Whether prefill_sm90 computes it so (flashpage/backends.py): boxes of e4m3 alone, more rows than decode has."""
     is_e4m3 = case.q_dtype == case.kv_type == "float8_e4m3fn"
-    is_whole = case.entry in ("ragged", "single_prefill") or case.page_size % 8 == 0
+    is_whole = case.entry not in ("decode", "paged", "sink") or case.page_size % 8 == 0
     has_dims = all(dim % 32 == 0 and dim <= 256 for dim in (case.head_dim, case.value_dim))
-    rows = 64 if case.fixed_split_size else math.ceil(sum(case.q_lens) / max(1, len(case.q_lens)))
-    is_prefill = case.entry not in ("decode", "single_decode") and rows * case.num_q_heads // case.num_kv_heads > 64
+    is_invariant = case.fixed_split_size and case.entry != "decode"
+    rows = 64 if is_invariant else math.ceil(sum(case.q_lens) / max(1, len(case.q_lens)))
+    is_prefill = rows * case.num_q_heads // case.num_kv_heads > 64
     return is_e4m3 and is_whole and has_dims and is_prefill and not case.mask and case.position != "ROPE_LLAMA"
 
 
