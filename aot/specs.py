@@ -69,8 +69,9 @@ def other_cuda_specs(target: Target) -> list[KernelSpec]:
 
 
 def _other_hopper_specs() -> list[KernelSpec]:
-    """Few rows where the loader differs: pages below 8 tokens, ragged KV, wide rows, 64 rows over other head dims."""
-    bf16, e4m3, e5m2 = DType.BFLOAT16, DType.FLOAT8_E4M3, DType.FLOAT8_E5M2
+    """Few rows where the loader differs: pages below 8 tokens, ragged KV, wide rows, 64 rows over other head dims; and
+    many rows of fp8 queries."""
+    bf16, e4m3 = DType.BFLOAT16, DType.FLOAT8_E4M3
     wide = [_decode_sm90(bf16, kv, (512, 512), rows) for kv, rows in itertools.product((bf16, e4m3), (16, 64))]
     unlike = [_decode_sm90(bf16, bf16, (192, 128), rows) for rows in (16, 64)]
     dims = [_decode_sm90(bf16, bf16, (d, d), 64) for d in (96, 192)]
@@ -78,11 +79,11 @@ def _other_hopper_specs() -> list[KernelSpec]:
         _decode_sm90(bf16, kv, (d, d), rows, loader="rows")
         for kv, d, rows in itertools.product((bf16, e4m3), (128, 256), (16, 64))
     ]
-    small_pages += [_decode_sm90(bf16, kv, (512, 512), 16, loader="rows") for kv in (bf16, e4m3)]
-    small_pages += [_decode_sm90(bf16, e5m2, (128, 128), 16, loader="rows")]
+    small_pages += [_decode_sm90(bf16, bf16, (512, 512), 16, loader="rows")]
     ragged = [_decode_sm90(bf16, bf16, dims, 64, kv_source="ragged") for dims in ((128, 128), (192, 128))]
     ragged += [_decode_sm90(bf16, bf16, (128, 128), 16, kv_source="ragged")]
-    return wide + unlike + dims + small_pages + ragged
+    queries = [_prefill_sm90(e4m3, e4m3, (128, 128), kv_source=source) for source in ("paged", "ragged")]
+    return wide + unlike + dims + small_pages + ragged + queries
 
 
 def cuda_specs(target: Target) -> list[KernelSpec]:
@@ -167,18 +168,20 @@ def _prefill_sm90(
     variant: VariantSpec = _NO_VARIANT,
     **options: Any,
 ) -> KernelSpec:
-    converts = kv_dtype.is_fp8
+    if kv_dtype.is_fp8:
+        loader = "transposed" if q_dtype is kv_dtype else "converted"
+    mask_bits = mask_source if loader == "converted" else "implicit"
     return KernelSpec(
         "prefill_sm90",
-        *(q_dtype, kv_dtype, q_dtype, *head_dims),
+        *(q_dtype, kv_dtype, DType.BFLOAT16 if q_dtype.is_fp8 else q_dtype, *head_dims),
         mask_source=mask_source,
         tile=sm90_prefill_tile(
-            *(*head_dims, inner_loop(mask_source if converts else "implicit", "none", variant)),
-            loader="converted" if converts else loader,
+            *(*head_dims, inner_loop(mask_bits, "none", variant)),
+            loader=loader,
             has_mask=mask_source == "packed_bits",
         )[0],
         variant=variant,
-        loader="converted" if converts else loader,
+        loader=loader,
         **options,
     )
 

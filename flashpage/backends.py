@@ -130,7 +130,12 @@ def _visits_tiles(options: Options) -> bool:
 
 
 def _prefill_loader(options: Options) -> str:
-    return "converted" if options.kv_dtype.is_fp8 else _boxes_or_rows(options)
+    if not options.kv_dtype.is_fp8:
+        return _boxes_or_rows(options)
+    dims = (options.head_dim_qk, options.head_dim_vo)
+    is_e4m3 = options.q_dtype is options.kv_dtype is DType.FLOAT8_E4M3
+    is_whole = all(dim % 32 == 0 for dim in dims) and _boxes_or_rows(options) == "boxes"
+    return "transposed" if is_e4m3 and is_whole and not options.has_mask else "converted"
 
 
 DECODE_SM90 = Capability(

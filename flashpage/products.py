@@ -6,7 +6,7 @@ from __future__ import annotations
 from .dtypes import DType
 from .spec import KernelSpec
 
-_TYPES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "f16"}
+_TYPES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "f16", DType.FLOAT8_E4M3: "e4m3"}
 
 
 def render(spec: KernelSpec) -> str:
@@ -16,17 +16,21 @@ def render(spec: KernelSpec) -> str:
     assert spec.tile is not None
     kind = _TYPES[spec.product_dtype]
     keys = _product("KeyProduct", spec.tile.tile_kv, kind, a_in_registers=False, b_by_columns=False)
-    values = _product("ValueProduct", -(-spec.head_dim_vo // 16) * 16, kind, a_in_registers=True, b_by_columns=True)
+    by_columns = not spec.product_dtype.is_fp8  # 8-bit factors have the sum's steps in their rows alone
+    values = _product(
+        "ValueProduct", -(-spec.head_dim_vo // 16) * 16, kind, a_in_registers=True, b_by_columns=by_columns
+    )
     return f"{keys}\n\n{values}"
 
 
 def _product(name: str, columns: int, kind: str, *, a_in_registers: bool, b_by_columns: bool) -> str:
-    """c += a b of 64 rows and 16 steps of the sum. `b_by_columns`: its rows in shared memory are the sum's steps."""
+    """c += a b of 64 rows and 32 bytes of the sum. `b_by_columns`: its rows in shared memory are the sum's steps."""
     sums = columns // 2
     a = [f"a[{i}]" for i in range(4)] if a_in_registers else ["a"]
     b, accumulate = sums + len(a), sums + len(a) + 1
     registers = ", ".join(f"%{sums + i}" for i in range(len(a)))
-    transposed = ("" if a_in_registers else ", 0") + f", {int(b_by_columns)}"
+    transposed = ("" if a_in_registers else ", 0") + f", {int(b_by_columns)}" if kind != "e4m3" else ""
+    steps = 32 if kind == "e4m3" else 16
     accumulators = ", ".join(f"%{i}" for i in range(sums))
     outputs = ", ".join(f'"+f"(c[{i // 4}][{i % 4}])' for i in range(sums))
     inputs = ", ".join(f'"{"r" if a_in_registers else "l"}"({value})' for value in a)
@@ -35,7 +39,7 @@ def _product(name: str, columns: int, kind: str, *, a_in_registers: bool, b_by_c
                                  u64 b, bool accumulate) {{
     asm volatile(
         "{{\\n.reg .pred accumulate;\\nsetp.ne.b32 accumulate, %{accumulate}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{accumulators}}}, "
+        "wgmma.mma_async.sync.aligned.m64n{columns}k{steps}.f32.{kind}.{kind} {{{accumulators}}}, "
         "{"{" + registers + "}" if a_in_registers else registers}, %{b}, accumulate, 1, 1{transposed};\\n}}"
         : {outputs}
         : {inputs}, "l"(b), "r"(static_cast<int>(accumulate)));

@@ -57,7 +57,7 @@ class KernelSpec:
     position_encoding: str = "none"  # none | rope
     tile: Tile | None = None
     variant: VariantSpec = VariantSpec()
-    loader: str = ""  # boxes (K and V by tensor maps) | rows | converted (fp8); empty: the kernel has one loader
+    loader: str = ""  # boxes (K and V by tensor maps) | rows | converted, transposed (fp8); empty: the kernel has one
     trace: bool = False  # clock stamps go to AttentionParams::trace
 
     @property
@@ -71,7 +71,9 @@ class KernelSpec:
 
     @property
     def product_dtype(self) -> DType:
-        """What a kernel that converts K and V on their way multiplies: fp16 holds every fp8 number."""
+        """What prefill_sm90 multiplies. Where it converts K and V on their way: fp16 holds every fp8 number."""
+        if self.loader == "transposed":
+            return self.kv_dtype
         return self.kv_dtype.widened if self.kv_dtype.is_fp8 else self.q_dtype
 
     @property

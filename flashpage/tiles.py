@@ -136,15 +136,18 @@ def sm90_prefill_tile(
     """Many rows on Hopper: warpgroups of 64 rows, two of them, or three where rows are short.
 
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
-    where the loading warps convert K and V the stored ones are there too. Bits of a custom mask and answers of a mask
-    function, which are looked at in few tiles, leave that room up to 192 columns; a function that is asked for each
-    head, or that loads much, takes some of it (`asks_much`).
+    where the loading warps convert K and V, or transpose V, the stored ones are there too. Bits of a custom mask and
+    answers of a mask function, which are looked at in few tiles, leave that room up to 192 columns; a function that is
+    asked for each head, or that loads much, takes some of it (`asks_much`).
     """
     if has_mask and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
         loop = InnerLoop.HEAVY
     widest, light = max(head_dim_qk, head_dim_vo), loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
-    groups, stages = 2, 2
-    if loader == "converted":
+    groups, stages, columns_per_ns = 2, 2, 21.0  # 128 rows at 690 TFLOP/s, an SM's share
+    if loader == "transposed":
+        tile_kv = _sm90_transposing_tokens(widest, loop)
+        stages, columns_per_ns = _sm90_transposing_stages(head_dim_qk, head_dim_vo, tile_kv), 29.0
+    elif loader == "converted":
         tile_kv = _sm90_converting_tokens(widest, head_dim_vo, loop)
         stages = _sm90_converting_stages(head_dim_qk, head_dim_vo, tile_kv)
     elif widest <= 96 and light and not asks_much and (192 % group_size == 0 or 128 % group_size):  # groups as boxes
@@ -153,7 +156,7 @@ def sm90_prefill_tile(
         tile_kv = _sm90_tokens(widest, head_dim_vo, loop, has_mask)
         tile_kv = min(tile_kv, 112) if asks_much and 64 < widest <= 128 else tile_kv
     tile_q = 64 * groups
-    ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / 2688  # 690 TFLOP/s, an SM's share
+    ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / (128 * columns_per_ns)
     return Tile(tile_q, tile_kv, 4 * groups, 1, stages), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
 
 
@@ -190,6 +193,24 @@ def _sm90_converting_stages(head_dim_qk: int, head_dim_vo: int, tile_kv: int) ->
     staged_bytes = -(-tile_kv // 32) * 32 * sum(-(-dim // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
     ring_bytes = 3 * tile_kv * (query_bytes + value_bytes)
     return 3 if query_pair + ring_bytes + staged_bytes + 2048 <= _SHARED_BYTES else 2
+
+
+def _sm90_transposing_tokens(widest: int, loop: InnerLoop) -> int:
+    """Multiples of 32: what one product sums over. No more than 128: what a row of V's columns has room for."""
+    light = loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    if widest <= 128:
+        return 128 if light else 96 if loop is InnerLoop.HEAVY else 64
+    if widest <= 192:
+        return 96 if light else 64
+    return 64 if light else 32
+
+
+def _sm90_transposing_stages(head_dim_qk: int, head_dim_vo: int, tile_kv: int) -> int:
+    """Of K and of V transposed. Three where there is room beside Q of two units, sums in fp32 and V as it is stored."""
+    row_bytes, value_bytes = (-(-dim // 128) * 128 for dim in (head_dim_qk, head_dim_vo))
+    fixed_bytes = 2 * 128 * row_bytes + 128 * head_dim_vo * 4 + 2 * tile_kv * value_bytes
+    ring_bytes = 3 * (tile_kv * row_bytes + head_dim_vo * 128)
+    return 3 if fixed_bytes + ring_bytes + 2048 <= _SHARED_BYTES else 2
 
 
 def block_decode_tile(head_dim: int, kv_dtype: DType, group: int, shared_bytes: int = 0) -> Tile:

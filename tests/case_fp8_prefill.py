@@ -1,4 +1,5 @@
-"""Rows about many query rows over fp8 caches: K and V become 16 bits wide between the cache and the tensor cores."""
+"""Rows about many query rows over fp8 caches: K and V become 16 bits wide between the cache and the tensor cores, or
+all factors stay as they are."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ KV_LENS = (400, 3, 130, 199)
 BATCH: dict[str, Any] = {"q_lens": Q_LENS, "kv_lens": KV_LENS, "num_q_heads": 8, "causal": True}
 E4M3: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
 E5M2: dict[str, Any] = {"kv_dtype": "float8_e5m2"}
+Q8: dict[str, Any] = {"q_dtype": "float8_e4m3fn"}
+ONE: dict[str, Any] = {"num_q_heads": 8}
 
 
 def dims() -> list[Case]:
@@ -36,8 +39,13 @@ def forms() -> list[Case]:
         prefill("fp8-prefill-ragged", "no pages", entry="ragged", **wide, **E4M3),
         prefill("fp8-prefill-strides", "rows of a fused QKV", q_strides="fused_qkv", outputs="strided", **wide, **E4M3),
         prefill("fp8-prefill-group-5", "rows of a group across tiles", **{**wide, "num_q_heads": 10}, **E4M3),
-        prefill("fp8-q8-prefill", "fp8 queries too", q_dtype="float8_e4m3fn", scales="per_head", **wide),
-        prefill("fp8-q8-prefill-dim-256", "alike", q_dtype="float8_e5m2", **{**wide, "head_dim": 256}, **E4M3),
+        prefill(
+            "fp8-q5m2-prefill",
+            "queries of the other format",
+            q_dtype="float8_e5m2",
+            **{**wide, "head_dim": 256},
+            **E4M3,
+        ),
     ]
 
 
@@ -55,5 +63,36 @@ def options() -> list[Case]:
     ]
 
 
+def products() -> list[Case]:
+    """e4m3 queries too: Hopper multiplies fp8 with fp8."""
+    batch: dict[str, Any] = {"q_dtype": "float8_e4m3fn", **BATCH}
+    wide: dict[str, Any] = {"head_dim": 128, **batch}
+    long: dict[str, Any] = {**wide, "q_lens": (40,), "kv_lens": (5000,)}
+    return [
+        prefill("fp8-q8-prefill", "the usual form", scales="per_head", reduced=True, **wide),
+        prefill("fp8-q8-prefill-full", "no mask", o_dtype="float16", scales="tensor", **{**wide, "causal": False}),
+        *(prefill(f"fp8-q8-prefill-dim-{n}", "tile of its own", head_dim=n, **batch) for n in (32, 64, 96, 192, 256)),
+        prefill("fp8-q8-prefill-192-128", "values of other width", head_dim=192, head_dim_vo=128, **batch),
+        prefill("fp8-q8-prefill-page-8", "small boxes", page_size=8, kv_layout="HND", **wide),
+        prefill("fp8-q8-prefill-page-64", "large boxes", page_size=64, scales="float", **wide),
+        prefill("fp8-q8-prefill-page-1", "pages of one token become fp16", page_size=1, **wide),
+        prefill("fp8-q8-prefill-gapped", "strides of an engine's cache", cache="gapped", **wide),
+        prefill("fp8-q8-prefill-interleaved", "K and V in one tensor", cache="interleaved", **wide),
+        prefill("fp8-q8-prefill-ragged", "no pages", entry="ragged", scales="tensor", **wide),
+        prefill("fp8-q8-prefill-strides", "rows of a fused QKV", q_strides="fused_qkv", outputs="strided", **wide),
+        prefill("fp8-q8-prefill-group-5", "rows of a group across tiles", **{**wide, "num_q_heads": 10}),
+        prefill("fp8-q8-prefill-window", "hidden tokens are NaN", window_left=50, hidden_nan=True, **wide),
+        prefill("fp8-q8-prefill-cap", "scores are computed on", soft_cap=5.0, scales="float", **wide),
+        prefill("fp8-q8-prefill-alibi", "with what is loaded", position="ALIBI", **batch),
+        prefill("fp8-q8-prefill-signs", "scaled before softmax", scales="signs", **wide),
+        prefill("fp8-q8-prefill-sinks", "the denominator", sinks=True, **wide),
+        prefill("fp8-q8-prefill-split", "pieces are merged", (150,), (2000,), fixed_split_size=8, **ONE, **Q8),
+        prefill("fp8-q8-prefill-mask", "bits: as fp16", (70, 33), (70, 200), mask="packed", head_dim=128, **ONE, **Q8),
+        prefill("fp8-q8-prefill-empty", "no token at all", (90, 90), (0, 90), head_dim=128, **ONE, **Q8),
+        prefill("fp8-q8-prefill-long", "sums of many tiles", **long),
+        prefill("fp8-q8-prefill-long-steep", "whose maxima move", sm_scale=1.0, **long),
+    ]
+
+
 def rows() -> list[Case]:
-    return [*dims(), *forms(), *options()]
+    return [*dims(), *forms(), *options(), *products()]

@@ -38,7 +38,7 @@ def decode_rows() -> list[Case]:
 def prefill_rows() -> list[Case]:
     batch: dict[str, Any] = {"q_lens": MIXED_Q, "kv_lens": MIXED_KV, "causal": True}
     return [
-        prefill("q8-prefill-e4m3", "many rows", head_dim=128, scales="float", reduced=True, **batch, **E4M3),
+        prefill("q8-prefill-e4m3", "many rows", head_dim=128, scales="float", **batch, **E4M3),
         prefill("q8-prefill-e5m2", "fp16 outputs", o_dtype="float16", scales="per_head", **batch, **E5M2),
         prefill("q8-prefill-unlike", "other keys", kv_dtype="float8_e4m3fn", head_dim=128, **batch, **E5M2),
         prefill(

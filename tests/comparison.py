@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from case import Case
 from reference import State
-from tolerance import Limits, limits
+from tolerance import Limits, has_fp8_products, limits
 
 GUARD_BYTES, GUARD_VALUE = 4096, 0xAB
 
@@ -51,10 +51,12 @@ def compare(case: Case, outputs: Outputs, states: list[State]) -> Report:
         raise Mismatch(f"{case}: out has shape {tuple(out.shape)}, expected {expected}")
     if outputs.out.dtype != getattr(torch, case.out_type) or (lse is not None and outputs.lse.dtype != torch.float32):
         raise Mismatch(f"{case}: out is {outputs.out.dtype}, lse {outputs.lse.dtype if lse is not None else None}")
+    fp8_products = outputs.out.is_cuda and has_fp8_products(case)
     used, begin = [], 0
     for request, state in enumerate(states):
         end = begin + len(state.out)
-        used.append(_compare_request(case, request, out[begin:end], None if lse is None else lse[begin:end], state))
+        lse_rows = None if lse is None else lse[begin:end]
+        used.append(_compare_request(case, request, out[begin:end], lse_rows, state, fp8_products=fp8_products))
         begin = end
     exact = torch.cat([state.out for state in states])
     frobenius = float((out - exact).norm() / exact.norm()) if exact.norm() > 0 else 0.0
@@ -70,10 +72,10 @@ def _is_untouched(memory: torch.Tensor, view: torch.Tensor) -> bool:
 
 
 def _compare_request(
-    case: Case, request: int, out: torch.Tensor, lse: torch.Tensor | None, state: State
+    case: Case, request: int, out: torch.Tensor, lse: torch.Tensor | None, state: State, *, fp8_products: bool
 ) -> tuple[float, float, float]:
     """Each limit's used share; at most 1."""
-    allowed: Limits = limits(case, state)
+    allowed: Limits = limits(case, state, fp8_products=fp8_products)
     error = (out - state.out).abs()
     shares = {"row": error.norm(dim=-1) / allowed.row, "element": error / allowed.element}
     if lse is not None:

@@ -65,6 +65,29 @@ def test_boxes_are_taken_where_pages_and_rows_are_whole(changed: dict[str, Any],
     assert DECODE_SM90.loader(problem(**changed).options) == loader
 
 
+@pytest.mark.parametrize(
+    ("changed", "loader"),
+    [
+        ({}, "transposed"),
+        ({"kv_source": "ragged", "page_size": 0}, "transposed"),
+        ({"head_dim_qk": 192, "head_dim_vo": 96}, "transposed"),
+        ({"has_mask": True}, "converted"),
+        ({"page_size": 4}, "converted"),
+        ({"head_dim_vo": 72}, "converted"),
+        ({"q_dtype": BF16}, "converted"),
+        ({"q_dtype": DType.FLOAT8_E5M2}, "converted"),
+        ({"q_dtype": DType.FLOAT8_E5M2, "kv_dtype": DType.FLOAT8_E5M2}, "converted"),
+        ({"q_dtype": BF16, "kv_dtype": BF16}, "boxes"),
+    ],
+)
+def test_fp8_is_multiplied_where_boxes_of_e4m3_are(changed: dict[str, Any], loader: str) -> None:
+    given: dict[str, Any] = {"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3, "page_size": 16}
+    options = problem(**given | {"head_dim_qk": 128, "head_dim_vo": 128} | changed).options
+    assert PREFILL_SM90.loader(options) == loader
+    tile, _ = PREFILL_SM90.schedule(options, 128, VariantSpec())
+    assert tile.tile_kv % (32 if loader == "transposed" else 16) == 0
+
+
 @pytest.mark.parametrize("row", CAPABILITIES, ids=lambda row: row.kernel)
 def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: backends.Capability) -> None:
     for rows in (1 << i for i in range(11) if 1 << i <= row.max_packed_rows):

@@ -95,8 +95,26 @@ CASES += [
     prefill("host-fp8-e5m2", "the other format", (40, 10), (200, 0), **{**FP8, "kv_dtype": "float8_e5m2"}),
     prefill("host-fp8-dim-256", "three blocks ahead", (40,), (200,), **{**FP8, "head_dim": 256}),
     prefill("host-fp8-dim-72", "half a block of columns", (40,), (300,), **{**FP8, "head_dim": 72}),
-    prefill("host-fp8-queries", "fp8 too", (40,), (200,), **{**FP8, "q_dtype": "float8_e4m3fn"}),
+    prefill("host-fp8-queries", "other keys", (40,), (200,), **{**FP8, "q_dtype": "float8_e5m2"}),
     prefill("host-fp8-mask", "every tile is masked", (70,), (300,), **{**MASK, "kv_dtype": "float8_e4m3fn"}),
+]
+
+Q8: dict[str, Any] = {**BF16, "q_dtype": "float8_e4m3fn"}
+CASES += [
+    prefill("host-q8", "V is transposed on its way", (70, 33, 0), (300, 33, 9), **Q8),
+    prefill("host-q8-page-8", "small boxes, one row", (40, 1), (450, 100), page_size=8, **{**Q8, "causal": False}),
+    prefill("host-q8-page-64", "large ones, scales by head", (70,), (300,), page_size=64, scales="per_head", **Q8),
+    prefill("host-q8-ragged", "no pages, one scale", (70, 33), (700, 40), entry="ragged", scales="tensor", **Q8),
+    prefill("host-q8-window", "tiles that nobody sees", (60,), (850,), window_left=150, **Q8),
+    prefill("host-q8-group-5", "rows of q one by one", (60,), (250,), **{**Q8, "num_q_heads": 10}),
+    prefill("host-q8-sinks", "a large part of the sum", (40,), (45,), sinks=True, **Q8),
+    prefill("host-q8-signs", "scaled before softmax", (40,), (450,), scales="signs", **Q8),
+    prefill("host-q8-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **Q8),
+    prefill("host-q8-dim-64", "half a block of columns", (70,), (300,), **{**Q8, "head_dim": 64}),
+    prefill("host-q8-dim-256", "tiles of 96", (40, 3), (200, 300), **{**Q8, "head_dim": 256}),
+    prefill("host-q8-192-128", "values of other width", (40,), (300,), head_dim_vo=128, **{**Q8, "head_dim": 192}),
+    prefill("host-q8-sums", "tiles added up, rescaled", (20,), (4300,), page_size=64, sm_scale=1.0, **Q8),
+    prefill("host-q8-page-5", "fp16 on their way", (40,), (200,), page_size=5, **Q8),
 ]
 
 
@@ -109,13 +127,12 @@ class Map(ctypes.Structure):
     ]
 
 
-def converts(case: Case) -> bool:
-    return case.kv_dtype.startswith("float8")
-
-
 def loader_of(case: Case) -> str:
-    is_small = case.entry != "ragged" and case.page_size % 8
-    return "converted" if converts(case) else "rows" if is_small else "boxes"
+    """As flashpage/backends.py chooses."""
+    is_whole = case.entry == "ragged" or case.page_size % 8 == 0
+    if not case.kv_type.startswith("float8"):
+        return "boxes" if is_whole else "rows"
+    return "transposed" if case.q_dtype == case.kv_type and is_whole else "converted"
 
 
 def variant_of(case: Case) -> TracedVariant:
@@ -129,7 +146,7 @@ def mask_source_of(case: Case) -> str:
 def tile_of(case: Case) -> Tile:
     source, variant = mask_source_of(case), variant_of(case).spec
     by_rows = case.entry == "paged" and case.page_size % 8 != 0  # tiles of fewer tokens too
-    is_heavy = case.mask and (converts(case) or by_rows)
+    is_heavy = case.mask and (loader_of(case) == "converted" or by_rows)
     loop = InnerLoop.HEAVY if is_heavy else inner_loop("function", "none", variant)
     dims = (case.head_dim, case.value_dim)
     tile, _ = sm90_prefill_tile(
@@ -227,7 +244,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     page_size = 0 if ragged else case.page_size
     loader = loader_of(case)
     box = loader_tokens(loader, page_size, tile.tile_kv, *(dim * k.element_size() for dim in dims))
-    rows_of_box = 0 if tile.tile_q % group or loader == "converted" else tile.tile_q // group
+    rows_of_box = 0 if tile.tile_q % group or loader not in ("boxes", "transposed") else tile.tile_q // group
     bits = None if inputs.masks is None else pack_bits(inputs.masks)
     params = host.AttentionParams(
         q=q.data_ptr(),
@@ -255,6 +272,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     for view, cache in ((params.k, k), (params.v, v)):
         view.data = cache.data_ptr()
         view.page_stride, view.token_stride, view.head_stride = cache.stride()[:3]
+    set_scales(params, inputs.scales)
     maps = (Map * 3)(
         *(map_of(cache, (128, box, 1, 1)) for cache in (k, v)), map_of(q[None], (128, group, tile.tile_q // group, 1))
     )
@@ -266,12 +284,21 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     args = variant_args(variant)
     if source != "implicit" and loader != "converted":
         mask_tiles, cells = find_mask_tiles(params, case, tile, args)
-    types = (*(DType.of(tensor.dtype).cpp.split("::")[-1] for tensor in (q, k)), "Half" if converts(case) else "Bf16")
+    query, stored = (DType.of(tensor.dtype) for tensor in (q, k))
+    product = query if loader == "transposed" else stored.widened
+    types = tuple(dtype.cpp.split("::")[-1] for dtype in (query, stored, product))
     library = kernel(types, tile, dims, loader, source, variant.spec)
     arguments = [ctypes.byref(struct) for struct in (params, args)]
     left = library.run_prefill(ragged, *arguments, maps, ctypes.byref(mask_tiles))
     assert len(cells) == 0 or cells.any()
     return out, lse, left
+
+
+def set_scales(params: host.AttentionParams, scales: dict[str, Any]) -> None:
+    for name, scale in scales.items():
+        assert isinstance(scale, torch.Tensor)
+        setattr(params, name, scale.data_ptr())
+        setattr(params, f"{name}_stride", int(scale.numel() > 1))
 
 
 def map_of(cache: torch.Tensor, box: tuple[int, ...]) -> Map:
@@ -291,7 +318,7 @@ def test_the_kernel_on_the_host(case: Case) -> None:
     for state in reference_states(inputs):
         rows = slice(begin, begin + len(state.out))
         begin = rows.stop
-        allowed = limits(case, state)
+        allowed = limits(case, state, fp8_products=loader_of(case) == "transposed")
         error = (out[rows].double() - state.out).abs()
         assert (error <= allowed.element).all()
         assert (error.norm(dim=-1) <= allowed.row).all()

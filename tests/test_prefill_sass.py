@@ -23,10 +23,17 @@ from flashpage.variants import Variant
 
 
 def prefill_spec(dim: int, dtype: DType = DType.BFLOAT16, loader: str = "boxes") -> KernelSpec:
-    converts = loader == "converted"
     tile, _ = sm90_prefill_tile(dim, dim, loader=loader)
-    cache = DType.FLOAT8_E4M3 if converts else dtype
-    return KernelSpec("prefill_sm90", dtype, cache, dtype, *(2 * (dim,)), tile=tile, loader=loader)
+    cache = DType.FLOAT8_E4M3 if loader in ("converted", "transposed") else dtype
+    query = cache if loader == "transposed" else dtype
+    return KernelSpec("prefill_sm90", query, cache, dtype, *(2 * (dim,)), tile=tile, loader=loader)
+
+
+def test_fp8_products_sum_over_32() -> None:
+    spec = prefill_spec(128, loader="transposed")
+    assert spec.tile is not None
+    found = re.findall(r"m64n(\d+)k(\d+)\.f32\.e4m3\.e4m3 .*\n.*accumulate, 1, 1;", render(spec))
+    assert found == [(str(spec.tile.tile_kv), "32"), ("128", "32")]  # no word of transposed factors
 
 
 @pytest.mark.parametrize(("dim", "dtype", "name"), [(128, DType.BFLOAT16, "bf16"), (72, DType.FLOAT16, "f16")])
@@ -43,7 +50,11 @@ def test_products_name_their_registers(dim: int, dtype: DType, name: str) -> Non
 
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 @pytest.mark.parametrize(
-    ("dim", "loader"), [(128, "boxes"), (256, "boxes"), (128, "rows"), (128, "converted"), (256, "converted")]
+    ("dim", "loader"),
+    [
+        *((128, "boxes"), (256, "boxes"), (128, "rows"), (128, "converted"), (256, "converted")),
+        *((64, "transposed"), (128, "transposed"), (256, "transposed")),
+    ],
 )
 def test_machine_code(dim: int, loader: str, tmp_path: Path) -> None:
     spec = prefill_spec(dim, loader=loader)
@@ -53,8 +64,11 @@ def test_machine_code(dim: int, loader: str, tmp_path: Path) -> None:
     if (tool := shutil.which("cuobjdump")) is None:
         return
     sass = subprocess.run([tool, "--dump-sass", str(result.entry.path)], capture_output=True, text=True)
-    kind = r"" if loader == "converted" else r"\.BF16"  # fp16 has no name of its own
-    products = re.findall(rf"HGMMA\.64x(\d+)x16\.F32{kind} ", sass.stdout)
+    if loader == "transposed":
+        form = r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 "
+    else:
+        form = r"HGMMA\.64x(\d+)x16\.F32" + (" " if loader == "converted" else r"\.BF16 ")  # fp16 has no name
+    products = re.findall(form, sass.stdout)
     assert spec.tile is not None
     assert set(products) == {str(spec.tile.tile_kv), str(dim)}, sass.stderr
 

@@ -12,6 +12,12 @@ Inputs are compared as stored, so they carry no error. Three roundings remain.
 * RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
   the spread of scores, five standard deviations of which are allowed; positions times frequencies are fp32 angles.
 
+Where Hopper multiplies fp8 queries with fp8 keys, and probabilities as fp8 with fp8 values (has_fp8_products):
+
+* u of the weights is e4m3's 2^-4; those below 2^-13 of the row's largest are subnormal, off by at most 2^-17 of it.
+* Tensor cores keep 13 bits behind the largest of a sum's terms and cut off the rest. That is u = 2^-13 for a score's
+  sum; sums of values are cut once for each 32 tokens, always towards zero, so it adds up.
+
 fp32 has u = 2^-24 and the same formulas. Each limit is what the formula gives times the slack named there.
 """
 
@@ -26,6 +32,7 @@ from reference import LOG2_E, State
 
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 FP32 = 2.0**-24
+E4M3, FP8_SUMS = 2.0**-4, 2.0**-13
 ROW_SLACK = 1.25  # a row whose dominant weights all fall just above a power of two
 SUM_SLACK = 4.0  # fp32 sums of n terms err by about sqrt(n) units; four standard deviations
 
@@ -39,13 +46,29 @@ class Limits:
     lse: torch.Tensor  # [rows, num_q_heads], base-2 units
 
 
-def limits(case: Case, expected: State) -> Limits:
+def has_fp8_products(case: Case) -> bool:
+    """Whether prefill_sm90 computes it so (flashpage/backends.py): boxes of e4m3 alone, more rows than decode has."""
+    is_e4m3 = case.q_dtype == case.kv_type == "float8_e4m3fn"
+    is_whole = case.entry not in ("decode", "paged", "sink") or case.page_size % 8 == 0
+    has_dims = all(dim % 32 == 0 and dim <= 256 for dim in (case.head_dim, case.value_dim))
+    is_invariant = case.fixed_split_size and case.entry != "decode"
+    rows = 64 if is_invariant else math.ceil(sum(case.q_lens) / max(1, len(case.q_lens)))
+    is_prefill = rows * case.num_q_heads // case.num_kv_heads > 64
+    return is_e4m3 and is_whole and has_dims and is_prefill and not case.mask and case.position != "ROPE_LLAMA"
+
+
+def limits(case: Case, expected: State, *, fp8_products: bool = False) -> Limits:
     """The limits of one request of a case, from the sums that the reference returns."""
     unit = max(_query_unit(case), UNIT[case.out_type])
-    score = score_error(case)
-    weight = unit + score + SUM_SLACK * FP32 * math.sqrt(max(case.kv_lens))
+    score = score_error(case, fp8_products=fp8_products)
+    most = max(max(case.kv_lens), 1)
+    if fp8_products:
+        weight = max(unit, E4M3) + score + FP8_SUMS * math.ceil(most / 32)
+    else:
+        weight = unit + score + SUM_SLACK * FP32 * math.sqrt(most)
     is_half = case.has_fp8_query or "float16" in (case.q_dtype, case.out_type)
-    smallest = 2.0**-24 * math.sqrt(max(max(case.kv_lens), 1)) if is_half else 1e-30  # subnormal weights
+    subnormal = 2.0**-17 if fp8_products else 2.0**-24
+    smallest = subnormal * math.sqrt(most) if is_half else 1e-30  # subnormal weights
     spread = (expected.spread.square() + expected.out.square()).sum(-1).sqrt()
     row = ROW_SLACK * weight * spread + smallest * math.sqrt(case.value_dim)
     element = 1.05 * weight * expected.magnitude + 1.05 * unit * expected.out.abs() + smallest
@@ -54,12 +77,13 @@ def limits(case: Case, expected: State) -> Limits:
     return Limits(row, element, lse)
 
 
-def score_error(case: Case) -> float:
+def score_error(case: Case, *, fp8_products: bool = False) -> float:
     """Absolute error of one score in natural-log units; q and k are standard normal."""
     scale = abs(case.score_scale) * (1.6 if case.scales else 1.0)
     spread = scale * math.sqrt(case.head_dim)  # standard deviation of a score
     largest = 6 * spread if not case.soft_cap else min(6 * spread, case.soft_cap)
-    products = SUM_SLACK * FP32 * math.sqrt(case.head_dim) * spread + 4 * FP32 * largest
+    sums = FP8_SUMS if fp8_products else FP32
+    products = SUM_SLACK * sums * math.sqrt(case.head_dim) * spread + 4 * FP32 * largest
     transforms = 0.0
     if case.soft_cap:
         transforms += 8 * FP32 * case.soft_cap  # tanh within a few units of its largest value

@@ -16,9 +16,15 @@ from collections.abc import Callable
 
 import torch
 from peers import PEERS, Batch, Call, installed
-from workloads import DECODE, MORE_DECODE, MORE_PREFILL, PREFILL, Case
+from workloads import DECODE, FP8_PREFILL, MORE_DECODE, MORE_PREFILL, PREFILL, Case
 
-SECTIONS = {"decode": DECODE, "more-decode": MORE_DECODE, "prefill": PREFILL, "more-prefill": MORE_PREFILL}
+SECTIONS = {
+    "decode": DECODE,
+    "more-decode": MORE_DECODE,
+    "prefill": PREFILL,
+    "more-prefill": MORE_PREFILL,
+    "fp8-prefill": FP8_PREFILL,
+}
 
 
 class GpuClock:

@@ -24,13 +24,14 @@ class Batch:
         self.q_indptr = indptr(self.q_lens)
         self.kv_indptr = indptr(self.kv_lens)  # tokens
         self.q = torch.randn(sum(self.q_lens), case.num_q_heads, case.head_dim, device=device, dtype=torch.bfloat16)
+        self.q = self.q.to(case.q_dtype)
         if case.page_size:
             self.table = Paged(self.kv_lens, case.page_size, device)
             self.cache = self.table.cache(case.num_kv_heads, case.head_dim, case.kv_dtype)
         else:
             shape = (sum(self.kv_lens), case.num_kv_heads, case.head_dim)
-            self.k = torch.randn(shape, device=device, dtype=torch.bfloat16)
-            self.v = torch.randn(shape, device=device, dtype=torch.bfloat16)
+            self.k = torch.randn(shape, device=device, dtype=torch.bfloat16).to(case.kv_dtype)
+            self.v = torch.randn(shape, device=device, dtype=torch.bfloat16).to(case.kv_dtype)
 
     def keys_and_values(self, i: int) -> tuple[Tensor, Tensor]:
         """Of one request, [kv_len, num_kv_heads, head_dim]."""
@@ -70,11 +71,12 @@ def wrapper_call(module_name: str, batch: Batch, **options: object) -> Call:
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
     masks = {"causal": case.causal, "window_left": case.window_left}
+    dtypes = {"q_data_type": case.q_dtype, "kv_data_type": case.kv_dtype}
     if not case.page_size:
         ragged = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", **options)
-        ragged.plan(batch.q_indptr, batch.kv_indptr, *heads, **masks, q_data_type=torch.bfloat16)
+        ragged.plan(batch.q_indptr, batch.kv_indptr, *heads, **masks, **dtypes)
         return lambda: ragged.run(batch.q, batch.k, batch.v)
-    table, dtypes = batch.table, {"q_data_type": torch.bfloat16, "kv_data_type": case.kv_dtype}
+    table = batch.table
     pages = (table.indptr, table.indices, table.last_page_len)
     if case.q_len == 1:
         paged = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **options)
@@ -111,8 +113,8 @@ def fa3_call(batch: Batch) -> Call | None:
         k_starts = batch.kv_indptr.to(device)
         lengths = (q_starts, k_starts, longest_q, max(batch.kv_lens))
         return lambda: fa3.flash_attn_varlen_func(batch.q, batch.k, batch.v, *lengths, **masks)
-    if case.kv_dtype != torch.bfloat16:
-        return None  # it would need an fp8 query too
+    if case.kv_dtype != case.q_dtype:
+        return None
     options = {
         "cache_seqlens": torch.tensor(batch.kv_lens, dtype=torch.int32, device=device),
         "page_table": batch.table.rectangular(),

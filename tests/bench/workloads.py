@@ -72,6 +72,7 @@ class Case:
     causal: bool = True
     window_left: int = -1  # tokens that a row sees before its own; -1: all
     kv_dtype: torch.dtype = torch.bfloat16
+    q_dtype: torch.dtype = torch.bfloat16
 
     def lens(self, mean: int) -> list[int]:
         return chat(self.batch, mean) if self.kind == "chat" else distribution(self.kind, self.batch, mean)
@@ -114,6 +115,19 @@ DECODE = [
     Case("d 64, batch 64, context 4k", 64, 1, 4096, head_dim=64),
     Case("d 256, batch 32, context 4k", 32, 1, 4096, num_q_heads=16, head_dim=256),
     Case("e4m3 KV, batch 64, context 4k", 64, 1, 4096, kv_dtype=torch.float8_e4m3fn),
+]
+
+_E4M3 = {"q_dtype": torch.float8_e4m3fn, "kv_dtype": torch.float8_e4m3fn}
+
+FP8_PREFILL = [  # queries too: what FlashAttention-3 takes
+    Case("e4m3, ragged 1 x 16k", 1, 16384, 16384, page_size=0, **_E4M3),
+    Case("e4m3, ragged 1 x 16k, not causal", 1, 16384, 16384, page_size=0, causal=False, **_E4M3),
+    Case("e4m3, ragged 16 x 1k", 16, 1024, 1024, page_size=0, **_E4M3),
+    Case("e4m3, ragged d 64, 1 x 16k", 1, 16384, 16384, head_dim=64, page_size=0, **_E4M3),
+    Case("e4m3, ragged d 256, 1 x 16k", 1, 16384, 16384, num_q_heads=16, head_dim=256, page_size=0, **_E4M3),
+    Case("e4m3, page 16, 1 x 16k", 1, 16384, 16384, **_E4M3),
+    Case("e4m3, page 16, 4 x 4k", 4, 4096, 4096, **_E4M3),
+    Case("e4m3, chunk 2048 on 128k, page 16", 1, 2048, 131072, **_E4M3),
 ]
 
 _GROUP = {f"group size {group}, batch 64, context 4k": group for group in (1, 2, 5, 7, 8, 16)}

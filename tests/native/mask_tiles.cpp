@@ -26,6 +26,7 @@ extern "C" void ask_for_tiles(const MaskTilesParams* params, const VariantArgs* 
   if (params->tile_kv == 48) return ask<48>(*params, *args, grid);
   if (params->tile_kv == 64) return ask<64>(*params, *args, grid);
   if (params->tile_kv == 80) return ask<80>(*params, *args, grid);
+  if (params->tile_kv == 96) return ask<96>(*params, *args, grid);
   if (params->tile_kv == 112) return ask<112>(*params, *args, grid);
   ask<128>(*params, *args, grid);
 }

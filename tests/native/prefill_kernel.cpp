@@ -17,8 +17,19 @@ struct Variant {
 };
 #endif
 
-float number(u32 bits) { return is_same<PRODUCT, Half> ? hopper::of_half(bits) : hopper::of_bf16(bits); }
-float element(u32 address) { return number(hopper::swizzled(address) | hopper::swizzled(address + 1) << 8); }
+constexpr int element_bytes = sizeof(PRODUCT), steps = 32 / element_bytes;  // of the sum, in one product
+
+float number(u32 bits) {
+  if constexpr (is_same<PRODUCT, E4m3>) {
+    return hopper::of_e4m3(bits);
+  } else {
+    return is_same<PRODUCT, Half> ? hopper::of_half(bits) : hopper::of_bf16(bits);
+  }
+}
+float element(u32 address) {
+  return number(element_bytes == 1 ? hopper::swizzled(address)
+                                   : hopper::swizzled(address) | hopper::swizzled(address + 1) << 8);
+}
 
 // Calls sum(row, column) for each sum that the thread holds of its warp's 16 rows.
 template <int tiles, class Sum>
@@ -36,8 +47,8 @@ struct KeyProduct {
     hopper::multiply_later([=, &c] {
       add(c, accumulate, [&](int row, int column) {
         float sum = 0.f;
-        for (int k = 0; k < 16; ++k)
-          sum += element(first_row + row * 128 + k * 2) * element(keys + column * 128 + k * 2);
+        for (int k = 0; k < steps; ++k)
+          sum += element(first_row + row * 128 + k * element_bytes) * element(keys + column * 128 + k * element_bytes);
         return sum;
       });
     });
@@ -53,10 +64,13 @@ struct ValueProduct {
       for (int i = 0; i < 4; ++i) of_lanes[i] = hopper::of_lanes(a[i]);
       add(c, accumulate, [&](int row, int column) {
         float sum = 0.f;
-        for (int k = 0; k < 16; ++k) {
-          const u32 pair = of_lanes[k / 8 * 2 + row / 8][row % 8 * 4 + k % 8 / 2];
-          sum += number(pair >> k % 2 * 16 & 0xffff) *
-                 element(values + column / 64 * next_block + k * 128 + column % 64 * 2);
+        for (int k = 0; k < steps; ++k) {
+          constexpr int together = steps / 8;  // steps of the sum in a register
+          const u32 word = of_lanes[k / (steps / 2) * 2 + row / 8][row % 8 * 4 + k % (steps / 2) / together];
+          const u32 bits = word >> k % together * 8 * element_bytes & (element_bytes == 1 ? 0xff : 0xffff);
+          sum += number(bits) *
+                 element(values + (element_bytes == 1 ? column * 128 + k
+                                                      : column / 64 * next_block + k * 128 + column % 64 * 2));
         }
         return sum;
       });

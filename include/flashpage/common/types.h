@@ -61,7 +61,8 @@ enum class MaskSource { implicit, packed_bits, function };
 enum class PositionEncoding { none, rope };
 // Of K and V in shared memory: tile/shared_rows.h, tile/block_rows.h; K alone: tile/piece_rows.h.
 enum class RowsLayout { pitched, blocks, pieces };
-// Who brings K and V: the copy engine box by box, threads row by row, or threads that change elements on the way.
-enum class Loader { boxes, rows, converted };
+// Who brings K and V: the copy engine box by box, threads row by row, threads that change elements on the way, or the
+// copy engine and threads that turn V around.
+enum class Loader { boxes, rows, converted, transposed };
 
 }  // namespace flashpage

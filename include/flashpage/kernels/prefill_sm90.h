@@ -5,6 +5,7 @@
 #pragma once
 #include "flashpage/kernels/beside.h"
 #include "flashpage/kernels/prefill_sm90_compute.h"
+#include "flashpage/kernels/prefill_sm90_fp8_compute.h"
 #include "flashpage/kernels/prefill_sm90_load.h"
 #include "flashpage/ptx/registers.h"
 
@@ -14,6 +15,7 @@ template <class Traits>
 struct PrefillSm90 {
   using Shared = PrefillShared<Traits>;
   using Warps = PrefillWarps<Traits>;
+  using Compute = typename select_type<Warps::transposes, PrefillFp8Compute<Traits>, PrefillCompute<Traits>>::type;
   static constexpr int threads = Warps::threads;
   static constexpr int shared_bytes = sizeof(Shared);
   static_assert(shared_bytes <= Shared::most_bytes, "more than a CTA has: flashpage/tiles.py, sm90_prefill_tile");
@@ -23,13 +25,14 @@ struct PrefillSm90 {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     shared.key_ring.init(Warps::key_arrivals, Warps::computing);
-    shared.value_ring.init(Warps::tile_arrivals, Warps::computing);
+    shared.value_ring.init(Warps::value_arrivals, Warps::computing);
     shared.place_ring.init(1, Warps::place_readers);
     shared.query_ring.init(Warps::query_arrivals, Warps::computing);
+    if constexpr (Warps::transposes) shared.staged_ring.init(1, Warps::transposing);
     if (threadIdx.x == 0) {
       ptx::mbarrier_init(ptx::shared_address(&shared.edge), 1);
       ptx::mbarrier_init_fence();
-      if (Traits::loader == Loader::boxes) {
+      if (Warps::by_boxes) {
         ptx::prefetch_tensor_map(maps.k);
         ptx::prefetch_tensor_map(maps.v);
       }
@@ -47,7 +50,7 @@ struct PrefillSm90 {
       end_reading(params.beside);
     } else {
       ptx::take_registers<Warps::computing_registers>();
-      PrefillCompute<Traits>(shared, params, args).run();
+      Compute(shared, params, args).run();
     }
   }
 
@@ -58,7 +61,7 @@ struct PrefillSm90 {
     for (int i = 0; i < Shared::queries; ++i)
       zero_padding<typename S::Query, Traits::head_dim_qk, typename Shared::QueryRows>(shared.query[i], Traits::tile_q,
                                                                                        threadIdx.x, threads);
-    if constexpr (Traits::loader != Loader::boxes) {
+    if constexpr (!Warps::by_boxes) {
       for (int i = 0; i < Shared::stages; ++i)
         zero_padding<typename S::Cache, Traits::head_dim_qk, typename Shared::Keys>(shared.keys[i], Shared::tokens,
                                                                                     threadIdx.x, threads);

@@ -69,7 +69,7 @@ struct PrefillCompute {
     }
   }
 
- private:
+ protected:
   FP_DEVICE void await_turn() const { ptx::named_barrier(turn_barrier + group, 256); }
   FP_DEVICE void pass_turn() const {
     ptx::named_barrier_arrive(turn_barrier + (group + 1 == Warps::groups ? 0 : group + 1), 256);
@@ -125,8 +125,8 @@ struct PrefillCompute {
     state.clear();
     if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
     auto look_through = [&] {
-      const bool masks = masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin ||
-                         first > tokens_of_unit.clear_end;
+      const bool masks =
+          masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
       if (!(transforms || masks)) return;
       if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
       if (masks) mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
@@ -197,7 +197,7 @@ struct PrefillCompute {
     const ptx::Matrix keys(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]), 0);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < S::key_steps; ++step) {
+    for (int step = 0; step < Keys::padded_bytes / 32; ++step) {
       const int block = step / 4, in_block = step % 4 * 32;
       Traits::KeyProduct::multiply(scores, query.at(block * QueryRows::block_bytes + in_block),
                                    keys.at(block * Keys::block_bytes + in_block), step > 0);
@@ -220,8 +220,7 @@ struct PrefillCompute {
   }
 
   // A finished unit: rows to the output through the tile of Q, where they become whole lines, or to the partials.
-  FP_DEVICE void write(SoftmaxState<1>& state, float (&values)[S::value_tiles][4], const Place& place,
-                       u8* tile) const {
+  FP_DEVICE void write(SoftmaxState<1>& state, float (&values)[S::value_tiles][4], const Place& place, u8* tile) const {
     const WorkItem item = place.item;  // read once: between stores the compiler would read the place again
     const Unit unit = place.unit;
     // Rows as 64 bits are not kept through the tiles: registers are few.

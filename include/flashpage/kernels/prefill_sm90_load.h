@@ -1,5 +1,6 @@
 // The loading warps of prefill_sm90: one for K, one for V, one for Q, and one that walks the plan for all; or two for
-// the rows of K and two for those of V, the last of which does the others' work too.
+// the rows of K and two for those of V, the last of which does the others' work too; or one for K and V, one for Q and
+// the plan, and two that transpose V.
 #pragma once
 #include "flashpage/kernels/prefill_sm90_shared.h"
 #include "flashpage/ptx/cache_policy.h"
@@ -36,6 +37,10 @@ struct PrefillLoad {
       }
     } else if constexpr (Warps::converts) {
       convert();
+    } else if constexpr (Warps::transposes) {
+      if (warp == 0) load_boxes();
+      if (warp == 1) lead();
+      if (warp >= 2) transpose();
     } else {
       if (warp == 0) load_keys();
       if (warp == 1) load_values();
@@ -49,7 +54,7 @@ struct PrefillLoad {
   using TilesOf = typename select_type<Warps::by_rows, RowTiles<Traits, Rows, tokens, Warps::row_warps>,
                                        BoxTiles<Traits, Rows, tokens>>::type;
   using KeyTiles = TilesOf<typename Shared::Keys>;
-  using ValueTiles = TilesOf<typename Shared::Values>;
+  using ValueTiles = TilesOf<typename Shared::ValueBoxes>;
   using BothTiles = ConvertedTiles<Traits, tokens>;
   using Extent = typename select_type<Warps::converts, BothTiles, KeyTiles>::type::Extent;
   using Turns = TilesInTurn<Traits>;
@@ -111,6 +116,61 @@ struct PrefillLoad {
       ptx::mbarrier_wait(edge, edges++ & 1);  // a probability of zero would not hide NaN
       values.clear_hidden(source, turns.now(), to);
       if (lane == 0) ptx::mbarrier_arrive(full);
+    });
+  }
+
+  // K, and V to where it is transposed from.
+  FP_DEVICE void load_boxes() const {
+    const KeyTiles keys(params, maps.k);
+    const ValueTiles values(params, maps.v);
+    u32 turn = 0;
+    for (u32 unit_turn = 0;; ++unit_turn) {
+      shared.place_ring.wait_full(unit_turn);
+      const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_turn)];
+      if (tiled.place.done) return;
+      typename KeyTiles::Source key_source = keys.open(tiled.place);
+      typename ValueTiles::Source value_source = values.open(tiled.place);
+      Turns turns(mask_tiles, tiled.tile_cell, tiled.place.unit, tokens, key_source.tiles);
+      keys.look_ahead(key_source, turns.now(), turns.next());
+      values.look_ahead(value_source, turns.now(), turns.next());
+      release_place(unit_turn);
+      for (; turns.more(); turns.step(), ++turn) {
+        shared.key_ring.wait_empty(turn);
+        keys.load(key_source, turns.ahead(), ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]),
+                  shared.key_ring.full_barrier(turn));
+        shared.staged_ring.wait_empty(turn);
+        values.load(value_source, turns.ahead(), ptx::shared_address(shared.staged[shared.staged_ring.slot(turn)]),
+                    shared.staged_ring.full_barrier(turn));
+      }
+    }
+  }
+  // Walks the plan, a unit ahead, and loads Q.
+  FP_DEVICE void lead() const {
+    begin_plan();
+    for (u32 turn = 0;; ++turn) {
+      const Place& place = shared.places[shared.place_ring.slot(turn)].place;
+      if (place.done) return;
+      if (lane == 0) publish(turn + 1);
+      __syncwarp();
+      load_query(place, turn);
+      release_place(turn);
+    }
+  }
+  FP_DEVICE void transpose() const {
+    using Transposed = typename Shared::Transposed;
+    const ValueTiles values(params, maps.v);
+    u32 turn = 0;
+    for_each_tile(values, [&](typename ValueTiles::Source& source, Turns& turns) {
+      u8* from = shared.staged[shared.staged_ring.slot(turn)];
+      shared.staged_ring.wait_full(turn);
+      // Both warps clear all: a probability of zero would not hide NaN.
+      if (values.has_hidden(source, turns.now())) values.clear_hidden(source, turns.now(), from);
+      shared.value_ring.wait_empty(turn);
+      Transposed::transpose(ptx::shared_address(from), ptx::shared_address(shared.values[shared.value_ring.slot(turn)]),
+                            warp % Warps::transposing, lane);
+      hand_over(shared.value_ring.full_barrier(turn));
+      if (lane == 0) shared.staged_ring.release(turn);
+      ++turn;
     });
   }
 
@@ -283,7 +343,8 @@ struct PrefillLoad {
 #pragma unroll 1
     for (int i = lane; i < Traits::tile_q * chunks; i += 32) {
       const int row = i / chunks, chunk = i % chunks;
-      ptx::cp_async<16>(to + Rows::chunk_offset(row, chunk), first + query_offset(params, item, unit, row) + chunk * 8,
+      ptx::cp_async<16>(to + Rows::chunk_offset(row, chunk),
+                        first + query_offset(params, item, unit, row) + chunk * (16 / int(sizeof(Query))),
                         row < unit.num_rows);
     }
   }

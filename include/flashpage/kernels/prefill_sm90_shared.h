@@ -4,6 +4,7 @@
 #include "flashpage/tile/row_tiles.h"
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/slot_ring.h"
+#include "flashpage/tile/transposed_values.h"
 #include "flashpage/tile/unit.h"
 #include "flashpage/tile/unit_queue.h"
 #include "flashpage/tile/visible_tiles.h"
@@ -14,19 +15,22 @@ template <class Traits>
 struct PrefillWarps {
   static constexpr bool by_rows = Traits::loader == Loader::rows;
   static constexpr bool converts = Traits::loader == Loader::converted;
+  static constexpr bool transposes = Traits::loader == Loader::transposed;
+  static constexpr bool by_boxes = Traits::loader == Loader::boxes || transposes;
   static constexpr int loading = 4;  // a warpgroup: registers are given by warpgroups
   static constexpr int computing = Traits::warps_q;
   static constexpr int groups = computing / 4;  // warpgroups of 64 rows
   static constexpr int threads = 32 * (loading + computing);
-  static constexpr int row_warps = 2;  // that load K, or V, by rows
-
+  static constexpr int row_warps = 2;    // that load K, or V, by rows
+  static constexpr int transposing = 2;  // that transpose V, where they do
   static constexpr int tile_arrivals = by_rows ? 32 * row_warps : converts ? loading : 1;  // at a tile of K or V
+  static constexpr int value_arrivals = transposes ? transposing : tile_arrivals;
   static constexpr int key_arrivals = tile_arrivals + (by_rows && has_mask_tiles<Traits> ? 1 : 0);
   static constexpr int query_arrivals = converts ? loading : 32;
-  static constexpr int place_readers = computing + (by_rows || converts ? 4 : 3);  // warps: those that load too
+  static constexpr int place_readers = computing + (Traits::loader == Loader::boxes ? 3 : 4);  // those that load too
   static constexpr int loading_registers = 56;
   static constexpr int computing_registers = groups == 2 ? 224 : 152;
-  static_assert(groups == 2 || (groups == 3 && !converts));
+  static_assert(groups == 2 || (groups == 3 && !converts && !transposes));
 };
 
 // What computing warps look at with each tile.
@@ -45,16 +49,33 @@ struct TiledPlace {
 };
 
 // fp8 rows on their way to the ring; nothing where they come as they are multiplied.
-template <class Traits, bool converts>
+template <class Traits, Loader loader>
 struct PrefillStaged {
-  static constexpr int staged_bytes = 0;
+  using Values = typename Shape<Traits>::ValueRows;
+  using ValueBoxes = Values;  // what the copy engine brings
+  static constexpr int staged_bytes = 0, sum_bytes = 0;
 };
 template <class Traits>
-struct PrefillStaged<Traits, true> {
+struct PrefillStaged<Traits, Loader::converted> {
+  using Values = typename Shape<Traits>::ValueRows;
+  using ValueBoxes = Values;
   using Tiles = ConvertedTiles<Traits, Traits::tile_kv>;
-  static constexpr int staged_bytes = Tiles::warps * sizeof(typename Tiles::Staged);
+  static constexpr int staged_bytes = Tiles::warps * sizeof(typename Tiles::Staged), sum_bytes = 0;
   typename Tiles::Staged staged[Tiles::warps];
   typename Tiles::Barriers staged_barriers[Tiles::warps];
+};
+template <class Traits>
+struct PrefillStaged<Traits, Loader::transposed> {
+  using Transposed =
+      TransposedValues<typename Traits::Cache, Traits::head_dim_vo, Traits::tile_kv, PrefillWarps<Traits>::transposing>;
+  using Values = typename Transposed::To;
+  using ValueBoxes = typename Transposed::From;
+  // Sums over many tiles in fp32 (kernels/prefill_sm90_fp8_compute.h), where there is room.
+  static constexpr int sum_bytes = Traits::head_dim_vo <= 128 ? Traits::tile_q * Traits::head_dim_vo * 4 : 0;
+  static constexpr int staged_stages = 2, staged_bytes = staged_stages * ValueBoxes::tile_bytes;
+  alignas(1024) u8 staged[staged_stages][ValueBoxes::tile_bytes];
+  alignas(1024) u8 sums[max_of(sum_bytes, 1)];
+  SlotRing<staged_stages> staged_ring;
 };
 
 // Where rows lie that are copied one by one; nothing where none are.
@@ -68,21 +89,23 @@ struct PrefillRowTables<Traits, true> {
 };
 
 template <class Traits>
-struct PrefillShared : PrefillStaged<Traits, PrefillWarps<Traits>::converts> {
+struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   using S = Shape<Traits>;
   using Warps = PrefillWarps<Traits>;
   static constexpr int tokens = Traits::tile_kv, stages = Traits::stages;
   using Keys = typename S::KeyRows;
-  using Values = typename S::ValueRows;
+  using Values = typename PrefillShared::PrefillStaged::Values;
   using QueryRows = BlockRows<typename S::Query, Traits::head_dim_qk, Traits::tile_q>;
   using OutRows = BlockRows<typename Traits::Out, Traits::head_dim_vo, Traits::tile_q>;
-  // A group's output takes the place of its rows of Q, on the way to whole lines of the output.
-  static constexpr int query_bytes = max_of(QueryRows::tile_bytes, OutRows::tile_bytes);
+  // A group's output takes the place of its rows of Q, or of their sums, on the way to whole lines of the output.
+  static constexpr int query_bytes =
+      PrefillShared::sum_bytes > 0 ? QueryRows::tile_bytes : max_of(QueryRows::tile_bytes, OutRows::tile_bytes);
+  static constexpr int beside_bytes = PrefillShared::staged_bytes + PrefillShared::sum_bytes;
   static constexpr int ring_bytes = stages * (Keys::tile_bytes + Values::tile_bytes);
   static constexpr int most_bytes = 232448;  // of a CTA on Hopper
   static constexpr int places_ahead = 4;     // units that are known, of the one that is computed on
   using RowTables = PrefillRowTables<Traits, Warps::by_rows>;
-  static constexpr int other_bytes = PrefillShared::staged_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 1024;
+  static constexpr int other_bytes = PrefillShared::beside_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 2048;
   static constexpr int queries = 2 * query_bytes + ring_bytes + other_bytes <= most_bytes ? 2 : 1;  // whose Q is there
 
   alignas(1024) u8 query[queries][query_bytes];

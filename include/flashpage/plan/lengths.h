@@ -22,8 +22,8 @@ struct Lengths {
   i32 page_size;  // tokens; 0: ragged
   bool has_custom_mask;
   i32 cell_tokens;  // of a cell of mask tiles (tile/mask_tiles.h), where a mask function has them; 0: none has
-  i32 least_rows;  // of a request that the plan serves; others keep their place and have no row tiles
-  i32 most_rows;   // 0: any number
+  i32 least_rows;   // of a request that the plan serves; others keep their place and have no row tiles
+  i32 most_rows;    // 0: any number
 
   bool serves(i64 q_len) const { return q_len >= least_rows && (most_rows == 0 || q_len <= most_rows); }
 };

@@ -17,6 +17,20 @@ FP_DEVICE u32 pack2(float low, float high) {
   return packed;
 }
 
+// Four numbers to fp8, sm_89: nearest even; what is too large becomes the largest number.
+template <class T>
+FP_DEVICE u32 pack4(float first, float second, float third, float fourth) {
+  static_assert(is_same<T, E4m3>);
+  u32 packed;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(packed)
+      : "f"(first), "f"(second), "f"(third), "f"(fourth));
+  return packed;
+}
+
 template <class T>
 FP_DEVICE T from_float(float value) {
   if constexpr (is_same<T, float>) {

@@ -7,7 +7,8 @@ namespace flashpage::ptx {
 // To a multiple of 16 bytes, where `is_wanted`: without a branch, so that what follows mixes with it.
 FP_DEVICE void store_global(void* to, const uint4& value, bool is_wanted) {
   asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(
+          to),
       "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(is_wanted))
       : "memory");
 }

@@ -40,5 +40,13 @@ FP_DEVICE void wgmma_settle(float (&accumulators)[tiles][4]) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(accumulators[n][e])::"memory");
 }
+// And so are these factors.
+template <int steps>
+FP_DEVICE void wgmma_settle(u32 (&factors)[steps][4]) {
+#pragma unroll
+  for (int step = 0; step < steps; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(factors[step][i])::"memory");
+}
 
 }  // namespace flashpage::ptx

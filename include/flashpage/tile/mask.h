@@ -102,7 +102,7 @@ struct MaskBits {
 template <class Traits, int token_tiles>
 FP_DEVICE void mask_by_range(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
                              const WorkItem& item, const Unit& unit, int first_row, i32 first_token, int lane) {
-  const bool cuts_begin = first_token < unit.all_begin, cuts_end = first_token + token_tiles * 8 > unit.all_end;
+  const bool cuts_begin = first_token<unit.all_begin, cuts_end = first_token + token_tiles * 8> unit.all_end;
 #pragma unroll
   for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
 #pragma unroll

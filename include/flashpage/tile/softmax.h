@@ -40,11 +40,11 @@ struct SoftmaxState {
   }
 
   // Its parts, for kernels that have other work between them. The maximum moves, and values are to be rescaled by
-  // `factor` (true), only when some row of the warp outgrew it by 2^8: after the first tiles that is rare, and 256
-  // times larger probabilities cost fp32 sums and 16-bit factors no precision.
+  // `factor` (true), only when some row of the warp outgrew it by 2^headroom: after the first tiles that is rare, and
+  // 256 times larger probabilities cost fp32 sums and 16-bit factors no precision.
   template <int token_tiles>
-  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2]) {
-    constexpr float headroom = 8.f;
+  FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2],
+                       float headroom = 8.f) {
     float top[row_tiles][2];  // of this lane's scores: no exchange is needed to find that nothing moves
     bool outgrown = false;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Conversions on the host: 16-bit numbers, and fp8 ones to fp16. Others are declared alone.
+// Conversions on the host: 16-bit numbers, fp8 ones to fp16, and to e4m3. Others are declared alone.
 #pragma once
 #include "hopper.h"
 
@@ -32,11 +32,26 @@ inline u32 to_bf16(float number) {
   const u32 wide = std::bit_cast<u32>(number);
   return (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
 }
-inline float of_e4m3(u8 bits) {
-  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
-  if ((bits & 0x7f) == 0x7f) return NAN;
-  const float magnitude = exponent > 0 ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
-  return bits & 0x80 ? -magnitude : magnitude;
+inline const std::array<float, 256> e4m3s = [] {
+  std::array<float, 256> numbers;
+  for (u32 bits = 0; bits < numbers.size(); ++bits) {
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    const float normal = (bits & 0x7f) == 0x7f ? NAN : std::ldexp(8.f + mantissa, exponent - 10);
+    const float magnitude = exponent > 0 ? normal : std::ldexp(float(mantissa), -9);
+    numbers[bits] = bits & 0x80 ? -magnitude : magnitude;
+  }
+  return numbers;
+}();
+inline float of_e4m3(u8 bits) { return e4m3s[bits]; }
+// Nearest even; what is too large becomes the largest number.
+inline u32 to_e4m3(float number) {
+  const u32 sign = std::signbit(number) ? 0x80 : 0;
+  const float magnitude = std::fabs(number);
+  if (std::isnan(number)) return 0x7f;
+  if (magnitude >= 448.f) return sign | 0x7e;
+  const int exponent = magnitude < 0x1p-6f ? -6 : std::ilogb(magnitude);
+  const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
+  return sign | (((exponent + 6) << 3) + steps);
 }
 
 }  // namespace hopper
@@ -48,6 +63,12 @@ u32 pack2(float low, float high) {
   static_assert(is_same<T, Half> || is_same<T, Bf16>);
   return is_same<T, Half> ? hopper::to_half(low) | hopper::to_half(high) << 16
                           : hopper::to_bf16(low) | hopper::to_bf16(high) << 16;
+}
+template <class T>
+u32 pack4(float first, float second, float third, float fourth) {
+  static_assert(is_same<T, E4m3>);
+  return hopper::to_e4m3(first) | hopper::to_e4m3(second) << 8 | hopper::to_e4m3(third) << 16 |
+         hopper::to_e4m3(fourth) << 24;
 }
 template <class Wide, class Narrow>
 void widen4(u32 four, u32& pair0, u32& pair1) {
@@ -64,7 +85,12 @@ void widen4(u32 four, u32& pair0, u32& pair1) {
 u32 mul_half2(u32, u32);
 u32 fma_half2(u32, u32, u32);
 u32 negative_fma_half2(u32, u32, u32);
-u32 byte_permute(u32, u32, u32);
+inline u32 byte_permute(u32 low, u32 high, u32 selector) {
+  const u64 bytes = static_cast<u64>(high) << 32 | low;
+  u32 chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= static_cast<u32>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return chosen;
+}
 template <class T>
 T from_float(float value);
 template <class T>

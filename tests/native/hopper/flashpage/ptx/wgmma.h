@@ -37,7 +37,7 @@ void wgmma_wait() {
     for (const auto& product : oldest) product();
   }
 }
-template <int tiles>
-void wgmma_settle(float (&)[tiles][4]) {}
+template <class Register, int tiles>
+void wgmma_settle(Register (&)[tiles][4]) {}
 
 }  // namespace flashpage::ptx

@@ -1,0 +1,67 @@
+// The softmax of a tile whose probabilities are fp8 factors of the next product.
+#pragma once
+#include "flashpage/ptx/convert.h"
+#include "flashpage/tile/softmax.h"
+
+namespace flashpage {
+
+// Of one m16 tile of rows. fp8's largest number is 448: probabilities lie at 2^7 of what they are relative to the
+// maximum that the state has, which a score may outgrow by 2^1.8. They keep their three bits down to 2^-13 of it, and
+// are zero from 2^-17 on. Sums lie as high as probabilities do.
+struct Fp8Softmax : SoftmaxState<1> {
+  static constexpr int lift = 7;
+  static constexpr float headroom = 1.8f;
+
+  // Of sinks that the state has begun with.
+  FP_DEVICE void lift_sums() {
+    sum[0][0] *= 1 << lift;
+    sum[0][1] *= 1 << lift;
+  }
+  // What an LSE is made of, from there on.
+  FP_DEVICE void lower_maxima() {
+    maximum[0][0] -= lift;
+    maximum[0][1] -= lift;
+  }
+
+  // Whether a row of the warp outgrew its maximum: values are to be rescaled by `factor`.
+  template <int token_tiles>
+  FP_DEVICE bool raise(const float (&scores)[1][token_tiles][4], float scale, float (&factor)[1][2]) {
+    return SoftmaxState<1>::raise(scores, scale, factor, headroom);
+  }
+  // Packs probabilities. A register has four: two of this lane's tokens in one n8 tile and two in the next
+  // (tile/transposed_values.h). Of the last `later` steps only the exponents, so that their scores' registers are free.
+  template <class Fp8, int later, int steps>
+  FP_DEVICE void soften(u32 (&probabilities)[steps][4], float (&exponents)[max_of(later, 1) * 4][4],
+                        const float (&scores)[1][steps * 4][4], float scale) {
+    constexpr int now = steps - later;
+    const float origin[2] = {finite_or_zero(maximum[0][0]) - lift, finite_or_zero(maximum[0][1]) - lift};
+#pragma unroll
+    for (int n = now * 4; n < steps * 4; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) exponents[n - now * 4][e] = fmaf(scores[0][n][e], scale, -origin[e / 2]);
+    pack<Fp8, 0, now>(probabilities, [&](int n, int e) { return fmaf(scores[0][n][e], scale, -origin[e / 2]); });
+  }
+  // Their probabilities.
+  template <class Fp8, int later, int steps>
+  FP_DEVICE void soften_later(u32 (&probabilities)[steps][4], const float (&exponents)[max_of(later, 1) * 4][4]) {
+    constexpr int now = steps - later;
+    pack<Fp8, now, steps>(probabilities, [&](int n, int e) { return exponents[n - now * 4][e]; });
+  }
+
+ private:
+  template <class Fp8, int begin, int end, int steps, class Exponent>
+  FP_DEVICE void pack(u32 (&probabilities)[steps][4], Exponent&& exponent) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int pair = begin * 2; pair < end * 2; ++pair) {
+        float p[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[i] = ptx::exp2_approx(exponent(pair * 2 + i / 2, half * 2 + i % 2));
+        probabilities[pair / 2][pair % 2 * 2 + half] = ptx::pack4<Fp8>(p[0], p[1], p[2], p[3]);
+        sum[0][half] += (p[0] + p[1]) + (p[2] + p[3]);
+      }
+  }
+};
+
+}  // namespace flashpage
