@@ -45,89 +45,14 @@ cuda::Result launch_kernel(const Launch& launch, void** params) {
   return launch.kernel->driver->launch_kernel_ex(&config, launch.kernel->function, params, nullptr);
 }
 
-// What one attention launch has of its own; a run has one or two.
-struct Part {
-  const fp_kernel* attention;
-  const fp_kernel* merge;
-  const fp_kv_boxes* boxes;
-  const AttentionParams* params;
-  const MergeParams* merge_params;
-  int32_t num_ctas;
-  int32_t num_merges;
-};
-
-Part first_part(const fp_run_args& args) {
-  return {args.attention, args.merge, args.boxes, args.params, args.merge_params, args.num_ctas, args.num_merges};
-}
-
-// Two launches over the same tensors.
-class Parts {
- public:
-  explicit Parts(const fp_run_args& args)
-      : first_(*args.params), second_(*args.params), merge_(*args.merge_params), parts_{first_part(args), {}} {
-    const fp_second_part& own = *args.second;
-    first_.beside = Beside::first;
-    second_.beside = Beside::second;
-    second_.plan = merge_.plan = own.plan;
-    second_.partial_out = own.partial_out;
-    second_.partial_lse = own.partial_lse;
-    second_.box_tokens = own.box_tokens;
-    second_.query_box_rows = own.query_box_rows;
-    merge_.partial_out = own.partial_out;
-    merge_.partial_lse = own.partial_lse;
-    parts_[0].params = &first_;
-    parts_[1] = {own.attention, own.merge, own.boxes, &second_, &merge_, own.num_ctas, own.num_merges};
-  }
-  Parts(const Parts&) = delete;
-  Parts& operator=(const Parts&) = delete;
-
-  const Part* begin() const { return parts_; }
-  const Part* end() const { return parts_ + 2; }
-
- private:
-  AttentionParams first_, second_;
-  MergeParams merge_;
-  Part parts_[2];
-};
-
-int32_t launch_attention(const fp_run_args& args, const Part& part, MaskTilesParams& mask_tiles) {
-  const cuda::Driver& driver = *part.attention->driver;
+int32_t run_on_cuda(const fp_run_args& args) {
+  const fp_kernel* attention = args.attention;
+  cuda::CurrentContext current(*attention->driver, attention->context);
   KvMaps maps;  // left as it is where the kernel takes none
-  if (part.boxes != nullptr) {
-    const int32_t status = cuda::encode_maps(driver, *part.boxes, *part.params, maps);
+  if (args.boxes != nullptr) {
+    const int32_t status = cuda::encode_maps(*attention->driver, *args.boxes, *args.params, maps);
     if (status != FP_OK) return status;
   }
-  void* params[] = {const_cast<AttentionParams*>(part.params), const_cast<VariantArgs*>(variant_of(args)), &maps,
-                    &mask_tiles};
-  // Without it the second launch would wait for the first, and leave most of the SMs idle.
-  const bool enable_pdl = args.enable_pdl != 0 || part.params->beside == Beside::second;
-  const auto result = launch_kernel({part.attention, part.num_ctas, args.stream, enable_pdl}, params);
-  return result == cuda::success ? FP_OK : cuda::fail(result, "launching the attention kernel");
-}
-
-int32_t launch_merge(const fp_run_args& args, const Part& part) {
-  if (part.merge == nullptr || part.num_merges <= 0) return FP_OK;
-  const int grid = std::min(part.num_merges, merge_ctas_per_sm * part.merge->info.num_sms);
-  void* params[] = {const_cast<MergeParams*>(part.merge_params)};
-  const auto result = launch_kernel({part.merge, grid, args.stream, args.enable_pdl != 0}, params);
-  return result == cuda::success ? FP_OK : cuda::fail(result, "launching the merge kernel");
-}
-
-int32_t launch_parts(const fp_run_args& args) {
-  const Parts parts(args);
-  MaskTilesParams mask_tiles{};
-  for (const Part& part : parts) {
-    if (int32_t status = launch_attention(args, part, mask_tiles); status != FP_OK) return status;
-  }
-  for (const Part& part : parts) {
-    if (int32_t status = launch_merge(args, part); status != FP_OK) return status;
-  }
-  return FP_OK;
-}
-
-int32_t run_on_cuda(const fp_run_args& args) {
-  cuda::CurrentContext current(*args.attention->driver, args.attention->context);
-  if (args.second != nullptr) return launch_parts(args);
   MaskTilesParams mask_tiles{};
   if (args.mask_tiles != nullptr) {
     mask_tiles = *args.mask_tiles_params;
@@ -137,24 +62,22 @@ int32_t run_on_cuda(const fp_run_args& args) {
     auto result = launch_kernel({args.mask_tiles, grid, args.stream, args.enable_pdl != 0}, mask_params);
     if (result != cuda::success) return cuda::fail(result, "launching the kernel of mask tiles");
   }
-  const Part part = first_part(args);
-  const int32_t status = launch_attention(args, part, mask_tiles);
-  return status == FP_OK ? launch_merge(args, part) : status;
-}
-
-int32_t run_part_on_cpu(const fp_run_args& args, const Part& part) {
-  const fp_cpu_attention attention = part.attention->cpu;
-  const VariantArgs* variant = variant_of(args);
-  parallel_for(part.num_ctas, [&](int cta) { attention(part.params, variant, cta, cta + 1); });
-  return part.num_merges > 0 ? merge_partials(*part.merge_params, args.out_dtype) : FP_OK;
+  void* attention_params[] = {const_cast<AttentionParams*>(args.params), const_cast<VariantArgs*>(variant_of(args)),
+                              &maps, &mask_tiles};
+  auto result = launch_kernel({attention, args.num_ctas, args.stream, args.enable_pdl != 0}, attention_params);
+  if (result != cuda::success) return cuda::fail(result, "launching the attention kernel");
+  if (args.merge == nullptr || args.num_merges <= 0) return FP_OK;
+  const int grid = std::min(args.num_merges, merge_ctas_per_sm * args.merge->info.num_sms);
+  void* merge_params[] = {const_cast<MergeParams*>(args.merge_params)};
+  result = launch_kernel({args.merge, grid, args.stream, args.enable_pdl != 0}, merge_params);
+  return result == cuda::success ? FP_OK : cuda::fail(result, "launching the merge kernel");
 }
 
 int32_t run_on_cpu(const fp_run_args& args) {
-  if (args.second == nullptr) return run_part_on_cpu(args, first_part(args));
-  for (const Part& part : Parts(args)) {
-    if (int32_t status = run_part_on_cpu(args, part); status != FP_OK) return status;
-  }
-  return FP_OK;
+  const fp_cpu_attention attention = args.attention->cpu;
+  const VariantArgs* variant = variant_of(args);
+  parallel_for(args.num_ctas, [&](int cta) { attention(args.params, variant, cta, cta + 1); });
+  return args.num_merges > 0 ? merge_partials(*args.merge_params, args.out_dtype) : FP_OK;
 }
 
 }  // namespace

@@ -43,7 +43,6 @@ class Capability:
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
     mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel finds
     query_boxes: bool = False  # it takes q by a tensor map where q has one
-    runs_beside: bool = False  # its launch may stand beside another one's of the same run (kernels/beside.h)
 
     def refusals(self, problem: Problem, sm: int) -> list[str]:
         """Why this kernel cannot; empty: it can."""
@@ -126,7 +125,7 @@ def _boxes_or_rows(options: Options) -> str:
 
 
 def _visits_tiles(options: Options) -> bool:
-    return _prefill_loader(options) != "converted"
+    return _prefill_loader(options) in ("boxes", "rows")
 
 
 def _prefill_loader(options: Options) -> str:
@@ -147,7 +146,6 @@ DECODE_SM90 = Capability(
     row_alignment=16,
     loader=_boxes_or_rows,
     merges_in_launch=True,
-    runs_beside=True,
 )
 
 PREFILL_SM90 = Capability(
@@ -161,7 +159,6 @@ PREFILL_SM90 = Capability(
     loader=_prefill_loader,
     query_boxes=True,
     mask_tiles=_visits_tiles,
-    runs_beside=True,
 )
 
 CAPABILITIES = (

@@ -37,7 +37,6 @@ class Builtins(NamedTuple):
     run: Callable[..., int]
     lengths: Callable[..., int]
     slots_plan: Callable[..., int]
-    slots_plan_parts: Callable[..., int]
 
 
 _definitions: list[_MethodDef] = []  # builtins refer to them
@@ -48,7 +47,7 @@ def builtins() -> Builtins:
     """Made once a process."""
     if _connect():
         return Builtins(*map(_builtin, Builtins._fields))
-    return Builtins(_other_tensors, _other_tensors, lambda *_: -1, _builtin("slots_plan"), _builtin("slots_plan_parts"))
+    return Builtins(_other_tensors, _other_tensors, lambda *_: -1, _builtin("slots_plan"))
 
 
 def _other_tensors(*_: Any) -> int:

@@ -84,7 +84,8 @@ def test_fp8_is_multiplied_where_boxes_of_e4m3_are(changed: dict[str, Any], load
     given: dict[str, Any] = {"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3, "page_size": 16}
     options = problem(**given | {"head_dim_qk": 128, "head_dim_vo": 128} | changed).options
     assert PREFILL_SM90.loader(options) == loader
-    tile, _ = PREFILL_SM90.schedule(options, 128, VariantSpec())
+    assert PREFILL_SM90.mask_tiles(options) == (loader == "boxes")
+    tile, _ = PREFILL_SM90.schedule(options, 128, VariantSpec(), "packed_bits" if options.has_mask else "implicit")
     assert tile.tile_kv % (32 if loader == "transposed" else 16) == 0
 
 

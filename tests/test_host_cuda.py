@@ -155,29 +155,6 @@ assert record() == ["launch attention grid=3 block=384 shared=100000 stream=9 at
 """)
 
 
-def test_two_parts_are_launched_side_by_side_and_merged_after_both() -> None:
-    """The second launch is always a dependent one: it begins beside the first."""
-    with_fake_driver("""
-few, many, merge = kernel(b"few"), kernel(b"many"), kernel(b"merge")
-fake.cuCtxSetCurrent(ctypes.c_void_p(1000))
-second = host.SecondPart(attention=many, merge=merge, plan=6464, num_ctas=36, num_merges=5)
-record()
-shape = "block=384 shared=100000 stream=7"
-for enable_pdl, given in ((0, ""), (1, "attribute6=1 ")):
-    host.check(run(few, num_ctas=96, second=addressof(second), enable_pdl=enable_pdl))
-    assert record() == [
-        f"launch few grid=96 {shape} {given}first=4242 ctx=1000 mode=0",
-        f"launch many grid=36 {shape} attribute6=1 first=4242 ctx=1000 mode=0",
-        f"launch merge grid=5 {shape} {given}first=6464 ctx=1000 mode=0",
-    ]
-second.num_merges = 0
-host.check(run(few, merge, num_ctas=96, num_merges=3, second=addressof(second)))
-assert record()[2].startswith("launch merge grid=3 ") and params.plan is None
-fake.fake_fail_launches(1)
-assert run(few, second=addressof(second)) == host.CUDA_ERROR and len(record()) == 1
-""")
-
-
 BOXES = """
 k = host.BoxForm(2, (64, 16, 1, 1), (128, 16, 8, 1000), (2048, 256, 65536))
 v = host.BoxForm(1, (128, 16, 1, 1), (96, 16, 8, 1000), (768, 96, 32768))

@@ -15,9 +15,6 @@ struct KvView {
   i64 head_stride;
 };
 
-// Of a run's attention launches: one alone, or two that work side by side, each with CTAs for some of the SMs.
-enum class Beside : i32 { alone = 0, first = 1, second = 2 };
-
 struct AttentionParams {
   const void* q;  // [total_q, num_q_heads, head_dim_qk]
   void* out;      // [total_q, num_q_heads, head_dim_vo]
@@ -54,7 +51,6 @@ struct AttentionParams {
   i32 box_tokens;      // tokens of one box of the tensor maps; 0: the kernel takes none
   i32 query_box_rows;  // rows of q of one box, with all query heads of a KV head; 0: q is not taken by boxes
   i32 num_kv_indices;  // in use when the launch was bound: what may be read ahead
-  Beside beside;
 };
 
 // Values a variant captured. Slots are numbered by the spec; strides in elements.

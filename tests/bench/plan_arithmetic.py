@@ -84,8 +84,7 @@ def make_schedule(q_len: int, heads: tuple[int, int], num_ctas: int) -> host.Sch
     problem = Problem(options, backends.packed_rows(options, 1, q_len))
     capability = backends.offline(problem, "cuda")
     tile, cost = capability.schedule(options, problem.packed_rows, VariantSpec())
-    spec = KernelSpec(capability.kernel, head_dim_qk=HEAD_DIM, head_dim_vo=HEAD_DIM, tile=tile)
-    choice = backends.Choice(spec, cost, capability, ())
+    choice = backends.Choice(KernelSpec(capability.kernel, tile=tile), cost, capability, ())
     return backends.schedule(choice, options, num_ctas)
 
 

@@ -6,9 +6,9 @@
 // where a unit ends the teams' states are combined through shared memory. The CTA that ends the last piece of a cut
 // unit merges its partials.
 #pragma once
-#include "flashpage/kernels/beside.h"
 #include "flashpage/kernels/decode_sm90_compute.h"
 #include "flashpage/kernels/decode_sm90_load.h"
+#include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/registers.h"
 
 namespace flashpage {
@@ -40,11 +40,11 @@ struct DecodeSm90 {
       // While the first tiles are on their way.
       if (threadIdx.x >= Warps::loading * 32) DecodeCompute<Traits>(shared, params, args).make_turns();
     }
-    wait_for_inputs(params.beside);
+    ptx::grid_dependency_wait();
     if (threadIdx.x < Warps::loading * 32) {
       ptx::give_registers_back<Warps::loading_registers>();
       DecodeLoad<Traits>(shared, params, maps).run();
-      end_reading(params.beside);
+      ptx::grid_dependency_launch();
     } else {
       ptx::take_registers<Warps::computing_registers>();
       DecodeCompute<Traits>(shared, params, args).run();

@@ -3,10 +3,10 @@
 // One CTA an SM. A warpgroup loads: K, V and Q each by a warp of its own, ahead of everyone else. The others
 // compute, 64 rows each, over the same tiles of K and V. Partials of cut units are merged by a launch of their own.
 #pragma once
-#include "flashpage/kernels/beside.h"
 #include "flashpage/kernels/prefill_sm90_compute.h"
 #include "flashpage/kernels/prefill_sm90_fp8_compute.h"
 #include "flashpage/kernels/prefill_sm90_load.h"
+#include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/registers.h"
 
 namespace flashpage {
@@ -43,11 +43,11 @@ struct PrefillSm90 {
     }
     clear_padding(shared);
     __syncthreads();
-    wait_for_inputs(params.beside);
+    ptx::grid_dependency_wait();
     if (threadIdx.x < Warps::loading * 32) {
       ptx::give_registers_back<Warps::loading_registers>();
       PrefillLoad<Traits>(shared, params, maps, mask_tiles).run();
-      end_reading(params.beside);
+      ptx::grid_dependency_launch();
     } else {
       ptx::take_registers<Warps::computing_registers>();
       Compute(shared, params, args).run();

@@ -163,8 +163,8 @@ struct PrefillLoad {
     for_each_tile(values, [&](typename ValueTiles::Source& source, Turns& turns) {
       u8* from = shared.staged[shared.staged_ring.slot(turn)];
       shared.staged_ring.wait_full(turn);
-      // Both warps clear all: a probability of zero would not hide NaN.
-      if (values.has_hidden(source, turns.now())) values.clear_hidden(source, turns.now(), from);
+      if (values.has_hidden(source, turns.now()))  // a probability of zero would not hide NaN
+        values.clear_hidden(source, turns.now(), from, warp % Warps::transposing, Warps::transposing);
       shared.value_ring.wait_empty(turn);
       Transposed::transpose(ptx::shared_address(from), ptx::shared_address(shared.values[shared.value_ring.slot(turn)]),
                             warp % Warps::transposing, lane);

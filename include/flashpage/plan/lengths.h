@@ -22,10 +22,6 @@ struct Lengths {
   i32 page_size;  // tokens; 0: ragged
   bool has_custom_mask;
   i32 cell_tokens;  // of a cell of mask tiles (tile/mask_tiles.h), where a mask function has them; 0: none has
-  i32 least_rows;   // of a request that the plan serves; others keep their place and have no row tiles
-  i32 most_rows;    // 0: any number
-
-  bool serves(i64 q_len) const { return q_len >= least_rows && (most_rows == 0 || q_len <= most_rows); }
 };
 
 struct Request {
@@ -34,7 +30,7 @@ struct Request {
   i32 q_begin;      // rows
   i32 q_len;        // rows
   i32 kv_len;       // tokens
-  i32 tiles;        // row tiles; 0: no rows, or not served
+  i32 tiles;        // row tiles; 0: no rows
   i32 number;       // how many before this request have any
   double cost;      // of everything before this request on the cost axis, ns
 };
@@ -59,8 +55,6 @@ struct LengthTotals {
   i64 units = 0;  // row tiles over all KV heads
   i32 max_q_len = 0;
   i32 max_kv_len = 0;
-  i64 served_tokens = 0;  // of requests that the plan serves
-  i32 max_served_len = 0;
 };
 
 struct AnyIndex {
@@ -78,18 +72,6 @@ struct PlainInt32 {
   i64 operator[](i64 i) const { return data[i]; }
   const i32* data;
 };
-
-inline void count_served(const Lengths& lengths, const Request* requests, LengthTotals& totals) {
-  totals.served_tokens = totals.kv_tokens;
-  totals.max_served_len = totals.max_kv_len;
-  if (lengths.least_rows == 0 && lengths.most_rows == 0) return;
-  totals.served_tokens = totals.max_served_len = 0;
-  for (i32 i = 0; i < lengths.batch; ++i) {
-    if (requests[i].tiles == 0) continue;
-    totals.served_tokens += requests[i].kv_len;
-    totals.max_served_len = max_of(totals.max_served_len, requests[i].kv_len);
-  }
-}
 
 // Reads and checks every request. `group` and `tile_q` give the row tiles.
 template <class Index>
@@ -137,7 +119,6 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
       const i64 limit = max_i32 / max_of<i64>(group, 1);
       if (q_len > limit || tiles * num_kv_heads > max_i32)
         return {LengthArray::q_indptr, overflow, i + 1, q_len, limit};
-      if (!lengths.serves(q_len)) tiles = 0;
     }
     requests[i] = {kv_begin,
                    totals.mask_bytes + totals.tile_cells,  // one of them
@@ -156,7 +137,6 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
   }
   totals.q_rows = q_end;
   totals.kv_entries = kv_end;
-  count_served(lengths, requests, totals);
   return {};
 }
 

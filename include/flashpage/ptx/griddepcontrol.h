@@ -1,5 +1,5 @@
 // Programmatic dependent launch (sm_90; nothing elsewhere). Rule: every CTA, an empty one included, waits before its
-// first access to global memory. kernels/beside.h has the one exception.
+// first access to global memory.
 #pragma once
 #include "flashpage/common/types.h"
 

@@ -92,22 +92,24 @@ struct BoxTiles {
     const i32 token = source.first_token + tile * tokens, in_box = (1 << box_shift) - 1;
     return token < source.kv_begin || (token + tokens > source.kv_end && (source.kv_end - token & in_box) != 0);
   }
-  // Those rows become zero.
-  FP_DEVICE void clear_hidden(const Source& source, int tile, u8* to) const {
+  // Those rows become zero; where warps take 32 rows of the tile in turn, each clears its own.
+  FP_DEVICE void clear_hidden(const Source& source, int tile, u8* to, int warp = 0, int warps = 1) const {
     const i32 token = source.first_token + tile * tokens, in_box = (1 << box_shift) - 1;
     const i32 end = max_of(0, source.kv_end - token);
-    clear(to, 0, source.kv_begin - token);
-    clear(to, end, min_of(tokens, (end + in_box) & ~in_box));
+    clear(to, 0, source.kv_begin - token, warp, warps);
+    clear(to, end, min_of(tokens, (end + in_box) & ~in_box), warp, warps);
     ptx::fence_before_bulk_copies();
     __syncwarp();
   }
 
  private:
-  FP_DEVICE static void clear(u8* to, int begin, int end) {
-    for (int i = threadIdx.x % 32; i < (end - begin) * 8; i += 32)
+  FP_DEVICE static void clear(u8* to, int begin, int end, int warp, int warps) {
+    for (int i = threadIdx.x % 32; i < (end - begin) * 8; i += 32) {
+      if ((begin + i / 8) / 32 % warps != warp) continue;
 #pragma unroll
       for (int block = 0; block < Rows::blocks; ++block)
         *reinterpret_cast<uint4*>(to + block * Rows::block_bytes + begin * 128 + i * 16) = make_uint4(0, 0, 0, 0);
+    }
   }
 
   FP_DEVICE Found look_up(const Source& source, int tile) const {
