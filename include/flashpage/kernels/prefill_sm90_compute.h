@@ -129,7 +129,7 @@ struct PrefillCompute {
           masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
       if (!(transforms || masks)) return;
       if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
-      if (masks) mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
+      if (masks) mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
     };
     look_through();
     Probabilities probabilities;

@@ -74,7 +74,7 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
     auto prepare = [&] {
       if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
       if (Base::masks_all || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end)
-        mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
+        mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
     };
     u32 probabilities[steps][4];
     float exponents[max_of(later, 1) * 4][4];

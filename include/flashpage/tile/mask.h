@@ -98,35 +98,48 @@ struct MaskBits {
   FP_DEVICE static u32 below(i32 bit) { return static_cast<u32>((1ull << max_of(0, min_of(bit, 32))) - 1); }
 };
 
-// Causal and window alone. Row by row: one row's range takes two registers. A tile is rarely cut at both ends.
+// Causal and window alone. Row by row: one row's range takes two registers.
 template <class Traits, int token_tiles>
 FP_DEVICE void mask_by_range(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
                              const WorkItem& item, const Unit& unit, int first_row, i32 first_token, int lane) {
-  const bool cuts_begin = first_token<unit.all_begin, cuts_end = first_token + token_tiles * 8> unit.all_end;
 #pragma unroll
   for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       PackedRow row = lane_row(params, unit, first_row, m, half, lane);
       TokenRange range = visible_range(params, item, query_position(item, row.row));
-      const i32 mine = first_token + lane % 4 * 2;  // this lane's first token, so that each compare has a constant
-      if (cuts_end) {
-        const i32 end = range.end - mine;
+      i32 mine = first_token + lane % 4 * 2;  // this lane's first token, so that each compare has a constant offset
 #pragma unroll
-        for (int n = 0; n < token_tiles; ++n)
+      for (int n = 0; n < token_tiles; ++n)
 #pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (n * 8 + e >= end) scores[m][n][half * 2 + e] = ptx::negative_infinity();
-      }
-      if (cuts_begin) {
-        const i32 begin = range.begin - mine;
-#pragma unroll
-        for (int n = 0; n < token_tiles; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (n * 8 + e < begin) scores[m][n][half * 2 + e] = ptx::negative_infinity();
-      }
+        for (int e = 0; e < 2; ++e) {
+          bool visible = mine + (n * 8 + e) >= range.begin && mine + (n * 8 + e) < range.end;
+          if (!visible) scores[m][n][half * 2 + e] = ptx::negative_infinity();
+        }
     }
+}
+
+// The same where registers are many: a tile is rarely cut at both ends, and an end that is not takes no instructions.
+template <class Traits, int token_tiles>
+FP_DEVICE void mask_cut_ends(float (&scores)[1][token_tiles][4], const AttentionParams& params, const WorkItem& item,
+                             const Unit& unit, int first_row, i32 first_token, int lane) {
+  const bool cuts_begin = first_token<unit.all_begin, cuts_end = first_token + token_tiles * 8> unit.all_end;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    PackedRow row = lane_row(params, unit, first_row, 0, half, lane);
+    TokenRange range = visible_range(params, item, query_position(item, row.row));
+    const i32 mine = first_token + lane % 4 * 2;
+    const auto hide = [&](auto&& is_hidden) {
+#pragma unroll
+      for (int n = 0; n < token_tiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (is_hidden(n * 8 + e)) scores[0][n][half * 2 + e] = ptx::negative_infinity();
+    };
+    const i32 begin = range.begin - mine, end = range.end - mine;
+    if (cuts_end) hide([&](int token) { return token >= end; });
+    if (cuts_begin) hide([&](int token) { return token < begin; });
+  }
 }
 
 // The same beside a custom mask: a row's range is folded into its bits.
@@ -252,8 +265,8 @@ FP_DEVICE void mask_by_token(float (&scores)[Shape<Traits>::row_tiles][token_til
   }
 }
 
-// Hides tokens of a tile that is not wholly visible.
-template <class Traits, int token_tiles>
+// Hides tokens of a tile that is not wholly visible. `has_room`: for a few registers more.
+template <class Traits, bool has_room = false, int token_tiles>
 FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
                            const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row,
                            i32 first_token, int lane) {
@@ -263,6 +276,8 @@ FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles
     mask_by_token<Traits>(scores, params, args, item, unit, first_row, first_token, lane);
   } else if constexpr (Traits::mask_source == MaskSource::packed_bits) {
     mask_by_bits<Traits>(scores, params, item, unit, first_row, first_token, lane);
+  } else if constexpr (has_room) {
+    mask_cut_ends<Traits>(scores, params, item, unit, first_row, first_token, lane);
   } else {
     mask_by_range<Traits>(scores, params, item, unit, first_row, first_token, lane);
   }
