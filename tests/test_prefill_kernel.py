@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -159,21 +160,31 @@ def tile_of(case: Case) -> Tile:
     return tile
 
 
-@functools.cache
-def kernel(
-    types: tuple[str, str, str],
-    tile: Tile,
-    dims: tuple[int, int],
-    loader: str,
-    mask_source: str,
-    variant: VariantSpec,
-) -> ctypes.CDLL:
-    values: dict[str, Any] = dict(zip(("QUERY", "CACHE", "PRODUCT"), types, strict=True))
+def flags_of(case: Case) -> tuple[str, ...]:
+    """What a case's kernel is compiled with."""
+    loader, tile, variant = loader_of(case), tile_of(case), variant_of(case).spec
+    query, stored = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type))
+    product = query if loader == "transposed" else stored.widened
+    values: dict[str, Any] = {
+        name: dtype.cpp.split("::")[-1] for name, dtype in (("QUERY", query), ("CACHE", stored), ("PRODUCT", product))
+    }
     values |= {"TILE_Q": tile.tile_q, "TILE_KV": tile.tile_kv, "STAGES": tile.stages}
-    values |= {"HEAD_DIM_QK": dims[0], "HEAD_DIM_VO": dims[1], "LOADER": loader, "MASK_SOURCE": mask_source}
+    values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim}
+    values |= {"KV_SOURCE": "ragged" if case.entry == "ragged" else "paged", "LOADER": loader}
+    values |= {"MASK_SOURCE": mask_source_of(case)}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
-    flags += variant_flags(variant) if variant != VariantSpec() else ()
+    return (*flags, *(variant_flags(variant) if variant != VariantSpec() else ()))
+
+
+def kernel(flags: tuple[str, ...]) -> ctypes.CDLL:
     return ctypes.CDLL(str(shared_library("prefill_kernel.cpp", first_include="hopper", flags=flags)))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> None:
+    """All of them, compiled side by side."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as compilers:
+        list(compilers.map(kernel, dict.fromkeys(map(flags_of, CASES))))
 
 
 def plan_of(case: Case, inputs: Inputs, tile: Tile) -> np.ndarray:
@@ -244,7 +255,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     page_size = 0 if ragged else case.page_size
     loader = loader_of(case)
     box = loader_tokens(loader, page_size, tile.tile_kv, *(dim * k.element_size() for dim in dims))
-    rows_of_box = 0 if tile.tile_q % group or loader not in ("boxes", "transposed") else tile.tile_q // group
+    rows_of_box = 0 if tile.tile_q % group or loader == "converted" else tile.tile_q // group
     bits = None if inputs.masks is None else pack_bits(inputs.masks)
     params = host.AttentionParams(
         q=q.data_ptr(),
@@ -284,12 +295,8 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     args = variant_args(variant)
     if source != "implicit" and loader != "converted":
         mask_tiles, cells = find_mask_tiles(params, case, tile, args)
-    query, stored = (DType.of(tensor.dtype) for tensor in (q, k))
-    product = query if loader == "transposed" else stored.widened
-    types = tuple(dtype.cpp.split("::")[-1] for dtype in (query, stored, product))
-    library = kernel(types, tile, dims, loader, source, variant.spec)
     arguments = [ctypes.byref(struct) for struct in (params, args)]
-    left = library.run_prefill(ragged, *arguments, maps, ctypes.byref(mask_tiles))
+    left = kernel(flags_of(case)).run_prefill(*arguments, maps, ctypes.byref(mask_tiles))
     assert len(cells) == 0 or cells.any()
     return out, lse, left
 
@@ -310,7 +317,7 @@ def map_of(cache: torch.Tensor, box: tuple[int, ...]) -> Map:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_on_the_host(case: Case) -> None:
+def test_the_kernel_on_the_host(case: Case, kernels: None) -> None:
     inputs = make_inputs(case)
     out, lse, left = run(case, inputs)
     assert left == 0

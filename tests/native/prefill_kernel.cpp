@@ -109,8 +109,8 @@ void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& m
 }  // namespace
 
 // One CTA. Returns the barriers at which somebody is still expected.
-extern "C" i32 run_prefill(i32 is_ragged, const AttentionParams* params, const VariantArgs* args,
-                           const hopper::Map* of_maps, const MaskTilesParams* mask_tiles) {
+extern "C" i32 run_prefill(const AttentionParams* params, const VariantArgs* args, const hopper::Map* of_maps,
+                           const MaskTilesParams* mask_tiles) {
   const KvMaps maps{};
   hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}, {&maps.q, of_maps[2]}};
   hopper::barriers.clear();
@@ -118,10 +118,7 @@ extern "C" i32 run_prefill(i32 is_ragged, const AttentionParams* params, const V
   hopper::products.clear();
   card::meanwhile = hopper::land_some;
   std::memset(memory, 0x7f, sizeof memory);  // NaN
-
-  // Rows are of pages alone.
-  constexpr KvSource ragged = Loader::LOADER == Loader::rows ? KvSource::paged : KvSource::ragged;
-  (is_ragged ? run<ragged> : run<KvSource::paged>)(*params, *args, maps, *mask_tiles);
+  run<KvSource::KV_SOURCE>(*params, *args, maps, *mask_tiles);
   return static_cast<i32>(std::count_if(hopper::barriers.begin(), hopper::barriers.end(),
                                         [](const auto& at) { return at.second.arrived > 0 || at.second.bytes != 0; }));
 }

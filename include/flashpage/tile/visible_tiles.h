@@ -11,8 +11,7 @@ namespace flashpage {
 // are looked up in its mask's tiles.
 template <class Traits>
 inline constexpr bool has_mask_tiles =
-    Traits::mask_source != MaskSource::implicit &&
-    (Traits::loader == Loader::boxes || Traits::loader == Loader::rows);
+    Traits::mask_source != MaskSource::implicit && (Traits::loader == Loader::boxes || Traits::loader == Loader::rows);
 
 // What a computing warp has to know of a tile.
 struct alignas(8) VisitedTile {
