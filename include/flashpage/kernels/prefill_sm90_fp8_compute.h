@@ -8,9 +8,8 @@ namespace flashpage {
 // PrefillCompute with another inner loop, as exponentials take as long as products here: half of a tile's are computed
 // while the next tile's scores are multiplied.
 //
-// Tensor cores keep 13 bits of a sum of fp8 products and cut off the rest, always towards zero: over 16,000 tokens
-// whose values have one sign that is 1%, over 128,000 10%. So sums of some tiles at a time are added up in shared
-// memory.
+// Tensor cores cut a sum of fp8 products off, always towards zero: over 2,048 tokens whose values have one sign that
+// is 2%, over 16,384 it is 23% (measured). So sums of some tiles at a time are added up in shared memory.
 template <class Traits>
 struct PrefillFp8Compute : PrefillCompute<Traits> {
   using Base = PrefillCompute<Traits>;
