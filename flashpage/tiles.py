@@ -144,13 +144,15 @@ def sm90_prefill_tile(
         loop = InnerLoop.HEAVY
     widest, light = max(head_dim_qk, head_dim_vo), loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     groups, stages, columns_per_ns = 2, 2, 21.0  # 128 rows at 690 TFLOP/s, an SM's share
+    # Q comes in boxes where a tile holds whole groups of heads: no taller tile takes that away.
+    may_be_taller = 192 % group_size == 0 or 128 % group_size != 0
     if loader == "transposed":
         tile_kv = _sm90_transposing_tokens(widest, loop)
         stages, columns_per_ns = _sm90_transposing_stages(head_dim_qk, head_dim_vo, tile_kv), 29.0
     elif loader == "converted":
         tile_kv = _sm90_converting_tokens(widest, head_dim_vo, loop)
         stages = _sm90_converting_stages(head_dim_qk, head_dim_vo, tile_kv)
-    elif widest <= 96 and light and not asks_much and (192 % group_size == 0 or 128 % group_size):  # groups as boxes
+    elif widest <= 96 and light and not asks_much and may_be_taller:
         groups, tile_kv, stages = (3, 96, 4) if widest <= 64 else (3, 80, 3)
     else:
         tile_kv = _sm90_tokens(widest, head_dim_vo, loop, has_mask)
@@ -165,7 +167,7 @@ def _sm90_tokens(widest: int, head_dim_vo: int, loop: InnerLoop, has_mask: bool)
     plain, loads = loop is InnerLoop.PLAIN, loop is InnerLoop.LOADING
     if widest <= 128:
         if plain or loop is InnerLoop.TRANSFORM:
-            return 128 if has_mask else 160  # what masks are asked for, 128 tokens at a time
+            return 128 if has_mask else 160  # a lane has a mask's answers for 128 tokens (tile/mask.h, MaskBits)
         return (96 if widest <= 64 else 64) if loads else 96 if widest <= 64 else 80
     if widest <= 192:
         return (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
