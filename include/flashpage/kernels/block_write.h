@@ -124,7 +124,8 @@ struct BlockWrite {
     const int lane = threadIdx.x % lanes;
     const i32 token = first + lane;
     const i64 slot = token < p.num_tokens ? slot_of(token) : -1;
-    const bool follows = slot >= 0 && __shfl_up_sync(0xffffffff, slot, 1, lanes) + 1 == slot && lane > 0;
+    const i64 before = __shfl_up_sync(0xffffffff, slot, 1, lanes);  // by all lanes, those without a token too
+    const bool follows = slot >= 0 && before + 1 == slot && lane > 0;
     const bool in_order = __popc(__ballot_sync(0xffffffff, follows)) >= lanes;  // of two halves that are alike
     Row row = row_of(token, head, slot);
     row.exists = slot >= 0;
