@@ -4,23 +4,39 @@ columns, which no C++ template can write."""
 from __future__ import annotations
 
 from .dtypes import DType
-from .spec import KernelSpec
+from .spec import KernelSpec, VariantSpec
 
 _TYPES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "f16", DType.FLOAT8_E4M3: "e4m3"}
 
 
 def render(spec: KernelSpec) -> str:
-    """KeyProduct, scores of one tile, and ValueProduct, values of it; empty for kernels that have none."""
+    """KeyProduct, scores of one tile, ShortKeyProduct, of what a unit's last tile may have, and ValueProduct, values;
+    empty for kernels that have none."""
     if spec.kernel != "prefill_sm90":
         return ""
     assert spec.tile is not None
     kind = _TYPES[spec.product_dtype]
     keys = _product("KeyProduct", spec.tile.tile_kv, kind, a_in_registers=False, b_by_columns=False)
+    short = _short_tokens(spec)
+    short_keys = (
+        _product("ShortKeyProduct", short, kind, a_in_registers=False, b_by_columns=False)
+        if short > 0
+        else "struct ShortKeyProduct {\n  static constexpr int columns = 0;\n};"
+    )
     by_columns = not spec.product_dtype.is_fp8  # 8-bit factors have the sum's steps in their rows alone
     values = _product(
         "ValueProduct", -(-spec.head_dim_vo // 16) * 16, kind, a_in_registers=True, b_by_columns=by_columns
     )
-    return f"{keys}\n\n{values}"
+    return f"{keys}\n\n{short_keys}\n\n{values}"
+
+
+def _short_tokens(spec: KernelSpec) -> int:
+    """Half a tile, in whole steps of the value product; 0 where a tile is never known to be a unit's last one, or has
+    too few tokens to gain by it."""
+    assert spec.tile is not None
+    if spec.mask_source != "implicit" or spec.loader != "boxes" or spec.tile.tile_kv < 160 or spec.variant != VariantSpec():
+        return 0
+    return -(-spec.tile.tile_kv // 32) * 16
 
 
 def _product(name: str, columns: int, kind: str, *, a_in_registers: bool, b_by_columns: bool) -> str:
@@ -35,8 +51,11 @@ def _product(name: str, columns: int, kind: str, *, a_in_registers: bool, b_by_c
     outputs = ", ".join(f'"+f"(c[{i // 4}][{i % 4}])' for i in range(sums))
     inputs = ", ".join(f'"{"r" if a_in_registers else "l"}"({value})' for value in a)
     return f"""struct {name} {{
-  FP_DEVICE static void multiply(float (&c)[{columns // 8}][4], {"const u32 (&a)[4]" if a_in_registers else "u64 a"},
-                                 u64 b, bool accumulate) {{
+  static constexpr int columns = {columns};
+  template <int tiles>  // of eight columns; those behind the product's stay as they are
+  FP_DEVICE static void multiply(float (&c)[tiles][4], {"const u32 (&a)[4]" if a_in_registers else "u64 a"}, u64 b,
+                                 bool accumulate) {{
+    static_assert(tiles * 8 >= columns);
     asm volatile(
         "{{\\n.reg .pred accumulate;\\nsetp.ne.b32 accumulate, %{accumulate}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{columns}k{steps}.f32.{kind}.{kind} {{{accumulators}}}, "

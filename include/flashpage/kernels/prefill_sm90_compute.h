@@ -27,12 +27,15 @@ struct PrefillCompute {
   using QueryRows = typename Shared::QueryRows;
   using OutRows = typename Shared::OutRows;
   static constexpr int tokens = Shared::tokens;
+  static constexpr int short_tokens = Traits::ShortKeyProduct::columns;  // of a last tile that needs no more; 0: none
   // Tiles of packed bits know nothing of a function beside them.
   static constexpr bool masks_all =
       masks_all_tiles<Traits> &&
       (!has_mask_tiles<Traits> || (Traits::mask_source == MaskSource::packed_bits && Traits::Variant::has_mask));
+  using KeyProduct = typename Traits::KeyProduct;
+  using ShortKeyProduct = typename Traits::ShortKeyProduct;
   using Probabilities = flashpage::Probabilities<Traits, tokens / 8>;
-  using Softmax = SoftmaxBySum<Traits, tokens / 8>;
+  using Softmax = SoftmaxBySum<Traits>;
   static constexpr int turn_barrier = 1;                              // names: one a group
   static constexpr int group_barrier = turn_barrier + Warps::groups;  // and one more
 
@@ -93,7 +96,7 @@ struct PrefillCompute {
   FP_DEVICE void first_scores(float (&scores)[tokens / 8][4]) {
     await_first_keys();
     await_turn();
-    issue_scores(scores, turn);  // of whatever is there, where no unit is left
+    issue_scores<KeyProduct>(scores, turn);  // of whatever is there, where no unit is left
     pass_turn();
     finish_first_scores(scores);
   }
@@ -124,19 +127,19 @@ struct PrefillCompute {
     SoftmaxState<1> state;
     state.clear();
     if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
-    auto look_through = [&] {
+    auto look_through = [&](auto& scores) {
       const bool masks =
           masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
       if (!(transforms || masks)) return;
       if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
       if (masks) mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
     };
-    look_through();
+    look_through(scores);
     Probabilities probabilities;
     Softmax::begin(state, scores, probabilities, softmax_scale);
     bool keys_there = false, values_there = false;  // seen before they are wanted
 #pragma unroll 1
-    while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) < tokens_of_unit.end) {
+    while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) + short_tokens < tokens_of_unit.end) {
       if (!keys_there) shared.key_ring.wait_full(turn + 1);
       ++turn;
       if constexpr (has_mask_tiles<Traits>) {
@@ -145,9 +148,9 @@ struct PrefillCompute {
       }
       if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
       await_turn();
-      issue_scores(scores[0], turn);
+      issue_scores<KeyProduct>(scores[0], turn);
       if constexpr (!Warps::by_rows) await_values(turn - 1, values_there);
-      issue_values(values[0], probabilities, turn - 1, true);
+      issue_values<tokens>(values[0], probabilities, turn - 1, true);
       values_there = shared.value_ring.is_full(turn);
       keys_there = shared.key_ring.is_full(turn + 1);
       // Both: the last products of values end some ten cycles after they could be issued, and what they read is free.
@@ -156,8 +159,29 @@ struct PrefillCompute {
       ptx::wgmma_settle(values[0]);
       release(shared.key_ring, turn);
       release(shared.value_ring, turn - 1);
-      look_through();
+      look_through(scores);
       if (Softmax::run(state, scores, probabilities, softmax_scale, factor)) state.rescale(values, factor);
+    }
+    const bool ends_short = short_tokens > 0 && first < tokens_of_unit.end;
+    if constexpr (short_tokens > 0) {
+      if (ends_short) {
+        auto& short_scores = reinterpret_cast<float(&)[1][short_tokens / 8][4]>(scores);
+        if (!keys_there) shared.key_ring.wait_full(turn + 1);
+        ++turn;
+        if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
+        await_turn();
+        issue_scores<ShortKeyProduct>(short_scores[0], turn);
+        if constexpr (!Warps::by_rows) await_values(turn - 1, values_there);
+        issue_values<tokens>(values[0], probabilities, turn - 1, true);
+        values_there = shared.value_ring.is_full(turn);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_settle(short_scores[0]);
+        ptx::wgmma_settle(values[0]);
+        release(shared.key_ring, turn);
+        release(shared.value_ring, turn - 1);
+        look_through(short_scores);
+        if (Softmax::run(state, short_scores, probabilities, softmax_scale, factor)) state.rescale(values, factor);
+      }
     }
     await_values(turn, values_there);
     ++unit_turn;
@@ -165,11 +189,19 @@ struct PrefillCompute {
       ++turn;
       await_first_keys();
       await_turn();
-      issue_values(values[0], probabilities, turn - 1, false);
-      issue_scores(scores[0], turn);
+      if (ends_short) {
+        issue_values<short_tokens>(values[0], probabilities, turn - 1, false);
+      } else {
+        issue_values<tokens>(values[0], probabilities, turn - 1, false);
+      }
+      issue_scores<KeyProduct>(scores[0], turn);
     } else {
       await_turn();
-      issue_values(values[0], probabilities, turn++, false);
+      if (ends_short) {
+        issue_values<short_tokens>(values[0], probabilities, turn++, false);
+      } else {
+        issue_values<tokens>(values[0], probabilities, turn++, false);
+      }
     }
     pass_turn();
     ptx::wgmma_wait<joined ? 1 : 0>();
@@ -191,24 +223,27 @@ struct PrefillCompute {
     if (lane == 0) ring.release(turn);
   }
 
-  // scores = Q K^T of the group's rows and one tile.
-  FP_DEVICE void issue_scores(float (&scores)[tokens / 8][4], u32 turn) const {
+  // scores = Q K^T of the group's rows and one tile, as much of it as the product takes.
+  template <class Product, int token_tiles>
+  FP_DEVICE void issue_scores(float (&scores)[token_tiles][4], u32 turn) const {
     const ptx::Matrix query(ptx::shared_address(query_tile(unit_turn)) + group * 64 * 128, 0);
     const ptx::Matrix keys(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]), 0);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Keys::padded_bytes / 32; ++step) {
       const int block = step / 4, in_block = step % 4 * 32;
-      Traits::KeyProduct::multiply(scores, query.at(block * QueryRows::block_bytes + in_block),
+      Product::multiply(scores, query.at(block * QueryRows::block_bytes + in_block),
                                    keys.at(block * Keys::block_bytes + in_block), step > 0);
     }
     ptx::wgmma_commit();
   }
 
-  // values += P V. `pass`: the turn, shortly before the last step, so that the next group's products follow at once.
+  // values += P V of the first `used` tokens of a tile. `pass`: the turn, shortly before the last step, so that the
+  // next group's products follow at once.
+  template <int used>
   FP_DEVICE void issue_values(float (&values)[S::value_tiles][4], const Probabilities& probabilities, u32 turn,
                               bool pass) const {
-    constexpr int steps = tokens / 16;
+    constexpr int steps = used / 16;
     const ptx::Matrix tile(ptx::shared_address(shared.values[shared.value_ring.slot(turn)]), Values::block_bytes);
     ptx::wgmma_fence();
 #pragma unroll

@@ -86,7 +86,7 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
       if (!keys_there) shared.key_ring.wait_full(turn + 1);
       ++turn;
       this->await_turn();
-      this->issue_scores(scores[0], turn);
+      this->template issue_scores<typename Traits::KeyProduct>(scores[0], turn);
       this->await_values(turn - 1, values_there);  // a branch: exponentials stay behind the products' issue
       if constexpr (later > 0) ptx::wgmma_settle(exponents);
       state.template soften_later<Fp8, later>(probabilities, exponents);
@@ -121,7 +121,7 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
       this->await_first_keys();
       this->await_turn();
       issue_values(values[0], probabilities, turn - 1, false);
-      this->issue_scores(scores[0], turn);
+      this->template issue_scores<typename Traits::KeyProduct>(scores[0], turn);
     } else {
       this->await_turn();
       issue_values(values[0], probabilities, turn++, false);

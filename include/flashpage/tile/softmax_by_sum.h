@@ -9,12 +9,13 @@ namespace flashpage {
 // Probabilities are relative to an origin, the maximum of an earlier tile, and may be larger than one: fp32 sums and
 // 16-bit factors lose no precision by that. No probability is larger than the sum of its tile, which is needed anyway,
 // so only where that passes a limit are maxima looked for, and the tile's probabilities computed again.
-template <class Traits, int token_tiles>
+// Scores may have fewer tokens than probabilities have room for: those behind stay as they are.
+template <class Traits>
 struct SoftmaxBySum {
-  using Probabilities = flashpage::Probabilities<Traits, token_tiles>;
   static constexpr float sum_limit = 1024.f;  // of a lane's part of a row in one tile; far below fp16's range
 
   // Of a unit's first tile: nothing is known of its rows.
+  template <int token_tiles, class Probabilities>
   FP_DEVICE static void begin(SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
                               Probabilities& probabilities, float scale) {
     float factor[1][2], sums[2];
@@ -25,6 +26,7 @@ struct SoftmaxBySum {
   }
 
   // Of another one: whether values are to be rescaled by `factor`.
+  template <int token_tiles, class Probabilities>
   FP_DEVICE static bool run(SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
                             Probabilities& probabilities, float scale, float (&factor)[1][2]) {
     float sums[2];
@@ -41,6 +43,7 @@ struct SoftmaxBySum {
   }
 
  private:
+  template <int token_tiles, class Probabilities>
   FP_DEVICE static void exponentiate(const SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
                                      Probabilities& probabilities, float scale, float (&sums)[2]) {
     // A row that has seen nothing: whatever it sees outgrows this origin, and what it does not see is still zero.
