@@ -77,6 +77,16 @@ def test_prefill(causal: bool, window_left: int, group: int) -> None:
         check_balance(planned, check(planned))
 
 
+@pytest.mark.parametrize("kv_len", range(20_000, 110_000, 10_000))
+def test_one_long_request_whose_pieces_cost_more_than_all_others(kv_len: int) -> None:
+    """The first levels that are tried are far too low: what units cost on average says nothing of the long one."""
+    q_lens = np.array([300, 0, 17, 17, 5, 1, 17, 2, 2, 300, 1, 129, 1, 0])
+    batch = Batch(q_lens, np.where(np.arange(14) == 7, kv_len, 52), 2, 1, causal=True)
+    how = Cutting(num_ctas=197, tile_kv=48, ns_per_token=1.0, ns_per_unit=0.0, ns_per_piece=5000.0)
+    planned = plan(batch, how)
+    check_balance(planned, check(planned))
+
+
 @pytest.mark.parametrize(
     "num_ctas", [1, 2, 3, 5, 7, 8, 9, 13, 31, 33, 47, 78, 108, 131, 132, 133, 144, 160, 255, 256, 264]
 )

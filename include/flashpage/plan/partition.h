@@ -173,7 +173,7 @@ class Partitioner {
   }
 
  private:
-  static constexpr int max_attempts = 6;
+  static constexpr int max_attempts = 8;
   static constexpr double good_enough = 0.01;  // over the mean, or over a level that is too low
   static constexpr double promised = 0.03;     // over the mean
   static constexpr double tolerance = 0.005;   // of a load: no unit is cut for less
