@@ -63,6 +63,7 @@ struct fp_schedule {
   int32_t tile_kv;             // tokens of an inner step; cuts fall on its multiples (from the request's token 0)
   float ns_per_token;          // one unit, one token
   float ns_per_unit;           // fixed cost of starting and ending one unit
+  float few_rows_cost;         // factor of ns_per_token where a request's packed rows fill at most half a row tile
   float ns_per_piece;          // what one more piece of a cut unit costs (partial written, merged)
   int32_t min_piece_tokens;    // no piece shorter than this unless the unit is
   int32_t max_pieces;          // of one unit; 0: no limit; a fixed split knows none

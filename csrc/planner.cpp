@@ -23,6 +23,7 @@ plan::Schedule host::to_schedule(const fp_schedule& schedule) {
           .tile_kv = schedule.tile_kv,
           .ns_per_token = schedule.ns_per_token,
           .ns_per_unit = schedule.ns_per_unit,
+          .few_rows_cost = schedule.few_rows_cost,
           .ns_per_piece = schedule.ns_per_piece,
           .min_piece_tokens = schedule.min_piece_tokens,
           .max_pieces = schedule.max_pieces,
@@ -67,10 +68,10 @@ static int32_t fail_lengths(const plan::LengthFault& fault, fp_plan_result* resu
 
 static void fill_result(const plan::LengthTotals& totals, fp_plan_result* result) {
   result->total_q = totals.q_rows;
-  result->total_kv = totals.kv_tokens;
+  result->total_kv = totals.kv.all;
   result->total_pages = totals.kv_entries;
   result->max_q_len = totals.max_q_len;
-  result->max_kv_len = totals.max_kv_len;
+  result->max_kv_len = static_cast<int32_t>(totals.kv.longest);
   result->mask_bytes = totals.mask_bytes;
   result->tile_cells = totals.tile_cells;
 }
@@ -121,7 +122,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
 
   const plan::CostModel model(heads, schedule);
   const plan::CutRules rules(schedule);
-  const plan::Axis axis = plan::make_axis(schedule, heads.num_kv_heads, totals.kv_tokens, totals.max_kv_len);
+  const plan::Axis axis = plan::make_axis(schedule, heads.num_kv_heads, totals.kv);
   plan::lay_on_axis(model, axis.copies, problem->batch, requests);
   plan::Lane* lanes = at_least(scratch.lanes, schedule.num_ctas);
   const auto made = plan::Lanes::make(schedule, heads.num_kv_heads, axis, lanes);

@@ -12,7 +12,7 @@ import numpy as np
 from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 
-ABI_VERSION = 5  # csrc/abi.cpp
+ABI_VERSION = 6  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
@@ -156,7 +156,7 @@ class ProblemStruct(ctypes.Structure):
 class Schedule(ctypes.Structure):
     _fields_ = [
         *_all(c_int32, "num_ctas walk tile_q tile_kv"),
-        *_all(c_float, "ns_per_token ns_per_unit ns_per_piece"),
+        *_all(c_float, "ns_per_token ns_per_unit few_rows_cost ns_per_piece"),
         *_all(c_int32, "min_piece_tokens max_pieces fixed_piece_tokens merge_rows wave_tokens"),
     ]
 

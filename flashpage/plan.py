@@ -55,7 +55,7 @@ class Plan:
 
     @functools.cached_property
     def _costs(self) -> np.ndarray:
-        return item_costs(self._items, self._units, self.schedule)
+        return item_costs(self._items, self._units, self.options, self.schedule)
 
     def work_items(self) -> np.ndarray:
         """A structured array, one row a (CTA, work item), in the order in which the CTAs work.
@@ -112,8 +112,14 @@ class Plan:
             f"work: {len(self._units.item)} units in {result.num_items} items, {result.used_bytes} bytes of plan",
             f"load: {working} of {len(loads)} CTAs work; mean {_time(mean)}, costliest {_time(most)} "
             f"(+{over:.1f}%), by the cost model {_time(self.schedule.ns_per_unit)} a unit + "
-            f"{self.schedule.ns_per_token:.3g} ns a token",
+            f"{self.schedule.ns_per_token:.3g} ns a token{self._few_rows_cost()}",
         ]
+
+    def _few_rows_cost(self) -> str:
+        schedule = self.schedule
+        if schedule.few_rows_cost == 1.0:
+            return ""
+        return f" (x {schedule.few_rows_cost:.3g} of requests with at most {schedule.tile_q // 2} packed rows)"
 
     def _explain_floor(self, device: str) -> list[str]:
         traffic = self.traffic()

@@ -96,10 +96,12 @@ def _sum_clipped(first: np.ndarray, count: np.ndarray, low: np.ndarray, high: np
     return below * low + rising + (count - up_to_high) * high
 
 
-def item_costs(items: np.ndarray, units: Units, schedule: host.Schedule) -> np.ndarray:
+def item_costs(items: np.ndarray, units: Units, options: Options, schedule: host.Schedule) -> np.ndarray:
     """Nanoseconds of each item by the planner's cost model."""
     per_unit = np.where(items["piece"][units.item] > 0, schedule.ns_per_piece, schedule.ns_per_unit)
-    return np.bincount(units.item, per_unit + schedule.ns_per_token * units.tokens, len(items))
+    has_few_rows = items["q_len"][units.item] * options.group_size <= schedule.tile_q // 2
+    per_token = schedule.ns_per_token * np.where(has_few_rows, schedule.few_rows_cost, 1.0)
+    return np.bincount(units.item, per_unit + per_token * units.tokens, len(items))
 
 
 @dataclasses.dataclass(frozen=True)

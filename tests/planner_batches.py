@@ -43,6 +43,7 @@ class Cutting:
     tile_kv: int = 64
     ns_per_token: float = 3.6
     ns_per_unit: float = 400.0
+    few_rows_cost: float = 1.0
     ns_per_piece: float = 1500.0
     min_piece_tokens: int = 128
     max_pieces: int = 0

@@ -111,7 +111,7 @@ def check(planned: Planned) -> dict[str, np.ndarray]:
 
     tokens = np.where(is_cut, pieces["kv_end"] - pieces["kv_begin"], end - begin)
     fixed = np.where(pieces["piece"] > 0, cutting.ns_per_piece, cutting.ns_per_unit)
-    pieces["cost"] = fixed + cutting.ns_per_token * tokens
+    pieces["cost"] = fixed + ns_per_token(batch, cutting, pieces["request"]) * tokens
     return pieces
 
 
@@ -248,6 +248,12 @@ def _code(request: np.ndarray, kv_head: np.ndarray, tile: np.ndarray) -> np.ndar
     return (request.astype(np.int64) << 36) + (kv_head.astype(np.int64) << 24) + tile
 
 
+def ns_per_token(batch: Batch, cutting: Cutting, request: np.ndarray) -> np.ndarray:
+    """Of a unit of each of the requests."""
+    has_few_rows = 2 * batch.q_lens[request] * batch.group <= cutting.tile_q
+    return cutting.ns_per_token * np.where(has_few_rows, cutting.few_rows_cost, 1.0)
+
+
 def loads(planned: Planned, pieces: dict[str, np.ndarray]) -> np.ndarray:
     """Nanoseconds of each of the schedule's CTAs."""
     return np.bincount(pieces["cta"], pieces["cost"], planned.cutting.num_ctas)
@@ -270,7 +276,7 @@ def granularity(batch: Batch, cutting: Cutting) -> float:
     elif cutting.fixed_piece_tokens < 0:
         stretch = length
     heads = most_heads_of_a_cta(cutting.num_ctas, batch.num_kv_heads) if cutting.walk == TEAMS else 1
-    costliest = cutting.ns_per_unit + cutting.ns_per_token * float(stretch.max(initial=0))
+    costliest = cutting.ns_per_unit + float((ns_per_token(batch, cutting, units["request"]) * stretch).max(initial=0.0))
     return heads * (costliest + cutting.ns_per_piece)
 
 

@@ -57,7 +57,7 @@ class Planning:
         )
 
     schedule = host.Schedule(num_ctas=16, walk=0, tile_q=16, tile_kv=64, ns_per_token=4, ns_per_unit=400,
-                             ns_per_piece=1500, min_piece_tokens=128, max_pieces=32, merge_rows=8)
+                             few_rows_cost=1, ns_per_piece=1500, min_piece_tokens=128, max_pieces=32, merge_rows=8)
 
     def plan(self, tokens=1000, capacity=None):
         problem = self.problem(tokens)

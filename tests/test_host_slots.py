@@ -18,6 +18,7 @@ SCHEDULE = host.Schedule(
     tile_kv=64,
     ns_per_token=1,
     ns_per_unit=200,
+    few_rows_cost=1,
     ns_per_piece=2000,
     min_piece_tokens=256,
     merge_rows=64,

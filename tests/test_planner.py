@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from planner_batches import RUNS, TEAMS, Batch, Cutting, arrays_of, bounds, call, plan, problem_of
+from planner_batches import RUNS, TEAMS, Batch, Cutting, Planned, arrays_of, bounds, call, plan, problem_of
 from planner_checks import check, check_balance, expand, loads
 
 from flashpage import host
@@ -75,6 +75,16 @@ def test_prefill(causal: bool, window_left: int, group: int) -> None:
     for walk in (RUNS, TEAMS):
         planned = plan(batch, cutting(PREFILL, walk=walk))
         check_balance(planned, check(planned))
+
+
+@pytest.mark.parametrize("kv_len", range(20_000, 110_000, 10_000))
+def test_one_long_request_whose_pieces_cost_more_than_all_others(kv_len: int) -> None:
+    """The first levels that are tried are far too low: what units cost on average says nothing of the long one."""
+    q_lens = np.array([300, 0, 17, 17, 5, 1, 17, 2, 2, 300, 1, 129, 1, 0])
+    batch = Batch(q_lens, np.where(np.arange(14) == 7, kv_len, 52), 2, 1, causal=True)
+    how = Cutting(num_ctas=197, tile_kv=48, ns_per_token=1.0, ns_per_unit=0.0, ns_per_piece=5000.0)
+    planned = plan(batch, how)
+    check_balance(planned, check(planned))
 
 
 @pytest.mark.parametrize(
@@ -213,6 +223,72 @@ def test_more_kv_heads_than_a_plan_can_name() -> None:
     assert status == host.INTERNAL and "65536" in host.last_error()
 
 
+# ---------------------------------------------------------------- few rows beside many
+
+MIXED = Cutting(  # 128 columns of fp16 or bf16 on Hopper: flashpage/tiles.py
+    walk=RUNS,
+    tile_q=128,
+    tile_kv=160,
+    ns_per_token=12.19,
+    ns_per_unit=5000.0,
+    few_rows_cost=0.65,
+    ns_per_piece=2500.0,
+    min_piece_tokens=256,
+    wave_tokens=32768,
+)
+
+
+def kinds_of_ctas(planned: Planned, decode: np.ndarray) -> tuple[int, int]:
+    """How many CTAs have units of other requests alone, and how many of `decode` alone."""
+    seen = expand(planned)
+    kinds = [set(decode[seen["request"][seen["cta"] == cta]]) for cta in range(planned.cutting.num_ctas)]
+    return kinds.count({False}), kinds.count({True})
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "fewest", "most"),
+    [
+        ((4096, 4096), (128, 8192), 30, 42),
+        ((1024, 1024), (128, 8192), 3, 6),
+        ((4096, 4096), (64, 4096), 70, 90),  # too short for heads to be walked apart: lanes of four CTAs
+        ((2048, 16384), (64, 8192), 90, 100),
+    ],
+)
+def test_prefill_and_decode_run_on_different_ctas(
+    first: str, prefill: tuple[int, int], decode: tuple[int, int], fewest: int, most: int
+) -> None:
+    rows, tokens = prefill
+    q_lens = np.concatenate([[rows], ones(decode[0])])
+    kv_lens = np.concatenate([[tokens], np.full(*decode)])
+    if first == "decode":
+        q_lens, kv_lens = q_lens[::-1].copy(), kv_lens[::-1].copy()
+    planned = plan(Batch(q_lens, kv_lens, causal=True), MIXED)
+    load = loads(planned, check(planned))
+    assert load.max() <= 1.03 * load.mean()
+    many, few = kinds_of_ctas(planned, q_lens == 1)
+    assert many + few >= 120 and fewest <= many <= most
+
+
+@pytest.mark.parametrize("decode", [0, 8], ids=["prefill alone", "little decode"])
+def test_other_batches_have_waves(decode: int) -> None:
+    """Every CTA begins with the first requests."""
+    q_lens = np.concatenate([np.full(4, 4096), ones(decode)])
+    seen = expand(plan(Batch(q_lens, np.full(len(q_lens), 4096), causal=True), MIXED))
+    in_first = np.unique(seen["cta"][(seen["request"] == 0)])
+    assert len(in_first) > 100
+
+
+def test_few_rows_are_half_a_row_tile_at_most() -> None:
+    """Of 16 requests half have one row more: a token of theirs costs twice as much, so twice as many CTAs take them."""
+    how = cutting(MIXED, ns_per_unit=0.0, few_rows_cost=0.5)
+    q_lens = np.repeat([16, 17], 8)
+    planned = plan(Batch(q_lens, np.full(16, 8192)), how)
+    check_balance(planned, check(planned))
+    many, few = kinds_of_ctas(planned, q_lens == 16)
+    assert many == pytest.approx(2 * few, abs=2) and many + few >= 130
+
+
 # ---------------------------------------------------------------- fixed splits
 
 
@@ -228,7 +304,7 @@ def own_split(batch: Batch, how: Cutting, request: int) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("walk", [TEAMS, RUNS])
 @pytest.mark.parametrize("window_left", [-1, 700])
 def test_fixed_split_is_the_same_alone_and_in_any_batch(walk: int, window_left: int) -> None:
-    how = cutting(DECODE, walk=walk, fixed_piece_tokens=512, tile_q=32)
+    how = cutting(DECODE, walk=walk, fixed_piece_tokens=512, tile_q=32, few_rows_cost=0.5)
     q_lens, kv_lens = np.array([1, 40, 3, 1, 200, 1]), np.array([5000, 700, 0, 512, 3000, 513])
     together = Batch(q_lens, kv_lens, 20, 5, causal=True, window_left=window_left)
     check(plan(together, how))

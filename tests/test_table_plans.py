@@ -68,6 +68,7 @@ PREFILL = Cutting(
     tile_kv=128,
     ns_per_token=12.19,
     ns_per_unit=5000.0,
+    few_rows_cost=0.65,
     ns_per_piece=2500.0,
     wave_tokens=32768,
 )
@@ -94,6 +95,14 @@ def test_append(requests: int, device: str) -> None:
         tables = TableBatch.of(dataclasses.replace(batch, window_left=window_left), spare_columns=1)
         cutting = dataclasses.replace(PREFILL, fixed_piece_tokens=piece)
         assert tables.tables(device).plan(cutting, kernel_of(device)) == tables.host_plan(cutting)
+
+
+@pytest.mark.parametrize("requests", [1, 7, 8, 9, 60, 300])
+def test_long_prefill_beside_decode(requests: int, device: str) -> None:
+    """With 8 requests of one row there is enough of them for one wave, or nearly."""
+    q_lens = np.append(np.ones(requests, np.int64), 256)
+    tables = TableBatch.of(Batch(q_lens, np.full(requests + 1, 8192), causal=True))
+    assert tables.tables(device).plan(PREFILL, kernel_of(device)) == tables.host_plan(PREFILL)
 
 
 def test_the_number_of_requests_is_on_the_device_too(device: str) -> None:

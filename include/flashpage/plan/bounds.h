@@ -25,7 +25,8 @@ struct Bounds {
 inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedule& schedule) {
   std::vector<Lane> small(schedule.num_ctas);
   // The most lanes and waves are those of one request that has all tokens.
-  const Axis axis = make_axis(schedule, heads.num_kv_heads, capacity.kv_tokens, capacity.kv_tokens);
+  const KvTokens kv{.all = capacity.kv_tokens, .longest = capacity.kv_tokens};
+  const Axis axis = make_axis(schedule, heads.num_kv_heads, kv);
   const Lanes lanes = Lanes::make(schedule, heads.num_kv_heads, axis, small.data());
   const bool one_row = capacity.q_rows == 0;
   const i64 group = heads.group(), num_kv_heads = heads.num_kv_heads;

@@ -15,6 +15,15 @@ struct TokenRange {
   FP_HOST_DEVICE i32 size() const { return end - begin; }
 };
 
+// What a unit's tokens cost: one price for all of a request.
+struct TokenPrice {
+  TokenPrice() = default;
+  explicit TokenPrice(double ns) : ns(ns), per_ns(ns > 0.0 ? 1.0 / ns : 0.0) {}
+
+  double ns;      // of a token
+  double per_ns;  // tokens; 0 where they cost nothing
+};
+
 struct CostModel {
   CostModel() = default;
   CostModel(const Heads& heads, const Schedule& schedule)
@@ -27,10 +36,12 @@ struct CostModel {
         rounding(0.5 *
                  (1.0 - static_cast<double>(greatest_common_divisor(heads.group(), schedule.tile_q)) / heads.group())),
         ns_per_unit(schedule.ns_per_unit),
-        // A fixed split has its pieces everywhere alike: their cost is a price per token.
-        ns_per_token(schedule.ns_per_token +
-                     (schedule.fixed() ? schedule.ns_per_piece / schedule.fixed_piece_tokens : 0.0)),
-        tokens_per_ns(ns_per_token > 0.0 ? 1.0 / ns_per_token : 0.0) {}
+        many_rows(schedule.ns_per_token + piece_of_token(schedule)),
+        few_rows(product(schedule.few_rows_cost, schedule.ns_per_token) + piece_of_token(schedule)) {}
+
+  FP_HOST_DEVICE const TokenPrice& price(const Request& request) const {
+    return has_few_rows(request.q_len, static_cast<i32>(group.divisor), tile_q) ? few_rows : many_rows;
+  }
 
   // Tokens that any row of this row tile sees.
   FP_HOST_DEVICE TokenRange visible(const Request& request, i32 tile) const {
@@ -56,8 +67,14 @@ struct CostModel {
   double tiles_per_row;
   double rounding;  // rows, on average, from a tile's exact edge to the whole row that it falls in
   double ns_per_unit;
-  double ns_per_token;
-  double tokens_per_ns;  // 0 where tokens cost nothing
+  TokenPrice many_rows;
+  TokenPrice few_rows;  // where has_few_rows
+
+ private:
+  // A fixed split has its pieces everywhere alike: their cost is a price per token.
+  static double piece_of_token(const Schedule& schedule) {
+    return schedule.fixed() ? schedule.ns_per_piece / schedule.fixed_piece_tokens : 0.0;
+  }
 };
 
 // Sum of clamp(first + slope * t, 0, cap) over t < r.
@@ -101,7 +118,7 @@ class TileCosts {
  public:
   TileCosts() = default;
   FP_HOST_DEVICE TileCosts(const CostModel& model, const Request& request)
-      : tiles_(request.tiles), ns_per_unit_(model.ns_per_unit), ns_per_token_(model.ns_per_token) {
+      : tiles_(request.tiles), ns_per_unit_(model.ns_per_unit), ns_per_token_(model.many_rows.ns) {
     const double shift = static_cast<double>(request.kv_len) - request.q_len, kv_len = request.kv_len;
     const double end = model.causal ? shift + model.rows_per_tile + model.rounding : kv_len;
     const double begin = model.window_left >= 0 ? shift - model.window_left - model.rounding : 0.0;
@@ -191,7 +208,7 @@ FP_HOST_DEVICE double cost_on_axis(const CostModel& model, i32 copies, const Req
   constexpr double steps_per_ns = 1024.0;
   if (request.tiles == 0) return 0.0;
   const double cost = request.tiles == 1
-                          ? model.ns_per_unit + product(model.ns_per_token, model.visible(request, 0).size())
+                          ? model.ns_per_unit + product(model.price(request).ns, model.visible(request, 0).size())
                           : TileCosts(model, request).prefix(request.tiles);
   return static_cast<double>(static_cast<i64>(copies * cost * steps_per_ns + 0.5)) / steps_per_ns;
 }

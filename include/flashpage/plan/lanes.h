@@ -1,6 +1,7 @@
 // Who walks together. A lane is a group of CTAs that take the same token ranges, each for its own KV heads; a lane's
 // share is what it can take of the cost axis, so that all CTAs end up with the same load.
 #pragma once
+#include "flashpage/plan/lengths.h"
 #include "flashpage/plan/schedule.h"
 
 namespace flashpage::plan {
@@ -33,14 +34,18 @@ FP_HOST_DEVICE bool may_have_waves(const Schedule& schedule) {
   return schedule.walk == Walk::runs && schedule.wave_tokens > 0 && !schedule.fixed();
 }
 
-// For so many tokens of all requests, and of the longest one.
-FP_HOST_DEVICE Axis make_axis(const Schedule& schedule, i32 num_kv_heads, i64 kv_tokens, i64 longest) {
+// Requests with few rows beside others, and much of them. In waves all CTAs would first compute, then all wait for
+// memory; on one stretch of the axis some do the one while others do the other.
+FP_HOST_DEVICE bool is_mixed(const KvTokens& kv) { return kv.few_rows < kv.by_tile && 8 * kv.few_rows >= kv.by_tile; }
+
+FP_HOST_DEVICE Axis make_axis(const Schedule& schedule, i32 num_kv_heads, const KvTokens& kv) {
   const Axis whole = one_wave(schedule, num_kv_heads);
   if (!may_have_waves(schedule)) return whole;
-  const i64 waves =
-      min_of(ceil_div<i64>(kv_tokens * num_kv_heads, schedule.wave_tokens), ceil_div<i64>(longest, tokens_a_wave));
+  const i64 waves = is_mixed(kv) ? 1
+                                 : min_of(ceil_div<i64>(kv.all * num_kv_heads, schedule.wave_tokens),
+                                          ceil_div<i64>(kv.longest, tokens_a_wave));
   // Of a long request, a wave should be some heads, which its members would not walk together.
-  const bool apart = longest * num_kv_heads > schedule.wave_tokens;
+  const bool apart = kv.longest * num_kv_heads > schedule.wave_tokens;
   return {apart ? num_kv_heads : whole.copies, static_cast<i32>(max_of<i64>(1, min_of<i64>(waves, max_waves)))};
 }
 

@@ -46,15 +46,32 @@ struct LengthFault {
   i64 limit = 0;
 };
 
+// A request has few rows where they fill at most half a row tile: it waits for memory, not for the tensor cores.
+FP_HOST_DEVICE bool has_few_rows(i64 q_len, i32 group, i32 tile_q) { return q_len > 0 && q_len * group <= tile_q / 2; }
+
+// Of all requests.
+struct KvTokens {
+  i64 all = 0;
+  i64 longest = 0;
+  i64 by_tile = 0;   // once each row tile
+  i64 few_rows = 0;  // of requests with few rows
+
+  FP_HOST_DEVICE static KvTokens of(i64 kv_len, i32 tiles, bool few_rows) {
+    return {kv_len, kv_len, kv_len * tiles, few_rows ? kv_len : 0};
+  }
+  FP_HOST_DEVICE KvTokens operator+(const KvTokens& other) const {
+    return {all + other.all, max_of(longest, other.longest), by_tile + other.by_tile, few_rows + other.few_rows};
+  }
+};
+
 struct LengthTotals {
   i64 q_rows = 0;  // q_indptr's last entry
-  i64 kv_tokens = 0;
+  KvTokens kv;
   i64 kv_entries = 0;  // kv_indptr's last entry: pages, ragged: tokens
   i64 mask_bytes = 0;
   i64 tile_cells = 0;
   i64 units = 0;  // row tiles over all KV heads
   i32 max_q_len = 0;
-  i32 max_kv_len = 0;
 };
 
 struct AnyIndex {
@@ -89,6 +106,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
   if (kv_end < 0) return {LengthArray::kv_indptr, negative_first, 0, kv_end, 0};
 
   i64 known_q_len = 0, tiles = 0;  // neighbours mostly have the same number of rows: divide once
+  bool few_rows = false;
   for (i64 i = 0; i < lengths.batch; ++i) {
     const i64 q_begin = q_end, kv_begin = kv_end;
     q_end = has_q_indptr ? q_indptr[i + 1] : q_begin + lengths.q_len_per_request;
@@ -116,6 +134,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
     if (q_len != known_q_len) {
       known_q_len = q_len;
       tiles = ceil_div<i64>(q_len * group, tile_q);
+      few_rows = has_few_rows(q_len, group, tile_q);
       const i64 limit = max_i32 / max_of<i64>(group, 1);
       if (q_len > limit || tiles * num_kv_heads > max_i32)
         return {LengthArray::q_indptr, overflow, i + 1, q_len, limit};
@@ -128,10 +147,9 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
                    static_cast<i32>(tiles),
                    0,
                    0.0};
-    totals.kv_tokens += kv_len;
+    totals.kv = totals.kv + KvTokens::of(kv_len, static_cast<i32>(tiles), few_rows);
     totals.units += tiles * num_kv_heads;
     totals.max_q_len = max_of(totals.max_q_len, static_cast<i32>(q_len));
-    totals.max_kv_len = max_of(totals.max_kv_len, static_cast<i32>(kv_len));
     if (lengths.has_custom_mask) totals.mask_bytes += ceil_div<i64>(q_len * kv_len, 8);
     if (lengths.cell_tokens > 0) totals.tile_cells += tiles * ceil_div<i64>(kv_len, lengths.cell_tokens);
   }

@@ -173,7 +173,7 @@ class Partitioner {
   }
 
  private:
-  static constexpr int max_attempts = 6;
+  static constexpr int max_attempts = 8;
   static constexpr double good_enough = 0.01;  // over the mean, or over a level that is too low
   static constexpr double promised = 0.03;     // over the mean
   static constexpr double tolerance = 0.005;   // of a load: no unit is cut for less
@@ -185,7 +185,7 @@ class Partitioner {
     double at = 0.0;  // of begin
     double overhead;  // of starting inside a unit
     double room;      // what fits beyond `at`
-    double floor;     // no CTA that gets a piece can be cheaper than the cheapest piece: this one may take as much
+    double share;     // Lane::share
     bool may_stay_empty;
   };
 
@@ -210,7 +210,7 @@ class Partitioner {
   // where that is less.
   FP_HOST_DEVICE double expected_loss() const {
     const double unit = units_on_axis_ > 0 ? total_ / static_cast<double>(units_on_axis_) : 0.0;
-    const double of_cut = rules_.ns_per_piece + product(0.5 * rules_.step.divisor, model_.ns_per_token);
+    const double of_cut = rules_.ns_per_piece + product(0.5 * rules_.step.divisor, model_.many_rows.ns);
     return !rules_.cuttable || of_cut >= unit ? 0.5 * unit : of_cut - 0.5 * of_cut * of_cut / unit;
   }
 
@@ -234,7 +234,7 @@ class Partitioner {
       const double needed = product(expected, mine.per_share_left);
       const double raised = max_of(level, needed);
       lane.room = product(raised - done, mine.share) - lane.overhead;
-      lane.floor = product(cheapest_piece(), mine.share) - lane.overhead;
+      lane.share = mine.share;
       lane.may_stay_empty = mine.heads > lanes_.fewest_heads || done > 0.0;
       Choice choice{{batch_, 0, 0, -1}, left};
       if (l + 1 < num_lanes && lane.room < left && left > 0.0) {
@@ -290,9 +290,12 @@ class Partitioner {
     next_cost = infinite;
     if (after.cost == infinite) return before;
     const bool has_before = before.cost > 0.0 && !before.cut.same_unit(lane.begin);
-    const Choice inside = cut_inside(lane, before);
+    const TokenPrice& price = model_.price(requests_[before.cut.request]);
+    // No CTA that gets a piece can be cheaper than the cheapest piece: this one may take as much.
+    const double floor = product(cheapest_piece(price), lane.share) - lane.overhead;
+    const Choice inside = cut_inside(lane, before, price, floor);
 
-    const double step = product(rules_.step.divisor, model_.ns_per_token);
+    const double step = product(rules_.step.divisor, price.ns);
     next_cost = after.cost;
     if (has_before) {
       const double worth = before.cost + max_of(rules_.ns_per_piece, product(tolerance, lane.room));
@@ -300,7 +303,7 @@ class Partitioner {
       next_cost = min_of(next_cost, max_of(inside.cost, worth) + step);
       return inside.cost > worth && inside.cost <= lane.room ? inside : before;
     }
-    const bool whole = !inside.cut.inside() || after.cost <= lane.floor;
+    const bool whole = !inside.cut.inside() || after.cost <= floor;
     const Choice forced = whole ? after : inside;
     if (lane.may_stay_empty && forced.cost > lane.room) return {lane.begin, 0.0};
     if (!whole) next_cost = min_of(next_cost, inside.cost + step);
@@ -315,7 +318,7 @@ class Partitioner {
   }
 
   // The last cut that the lane has room for and that leaves no piece too short; without a token where there is none.
-  FP_HOT Choice cut_inside(const Filling& lane, const Choice& unit) const {
+  FP_HOT Choice cut_inside(const Filling& lane, const Choice& unit, const TokenPrice& price, double floor) const {
     Choice none{unit.cut, 0.0};
     if (!rules_.cuttable) return none;
     const TokenRange range = model_.visible(requests_[unit.cut.request], unit.cut.tile);
@@ -330,10 +333,9 @@ class Partitioner {
               last = down_to_step(range.end - shortest);
     if (first > last) return none;
 
-    const double token_0 =
-        unit.cost + model_.ns_per_unit - product(range.begin, model_.ns_per_token);  // beyond lane.at
-    const double goal = max_of(lane.room, lane.floor);
-    const double wanted = (goal - token_0) * model_.tokens_per_ns;
+    const double token_0 = unit.cost + model_.ns_per_unit - product(range.begin, price.ns);  // beyond lane.at
+    const double goal = max_of(lane.room, floor);
+    const double wanted = (goal - token_0) * price.per_ns;
     i32 token = down_to_step(static_cast<i32>(min_of<double>(max_of(wanted, 0.0), last)));
     if (token < first) {
       // Shortest pieces all along: make them equal, so that the last one is not nearly twice as long.
@@ -341,15 +343,15 @@ class Partitioner {
     }
     token = max_of(first, min_of(last, token));
     none.cut.token = token;
-    return {none.cut, token_0 + product(token, model_.ns_per_token)};
+    return {none.cut, token_0 + product(token, price.ns)};
   }
 
   FP_HOST_DEVICE i32 down_to_step(u32 token) const {
     return static_cast<i32>(rules_.step.div(token) * rules_.step.divisor);
   }
 
-  FP_HOST_DEVICE double cheapest_piece() const {
-    return rules_.ns_per_piece + product(rules_.min_piece, model_.ns_per_token);
+  FP_HOST_DEVICE double cheapest_piece(const TokenPrice& price) const {
+    return rules_.ns_per_piece + product(rules_.min_piece, price.ns);
   }
 
   const Searcher& searcher_;

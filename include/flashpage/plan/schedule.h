@@ -23,6 +23,7 @@ struct Schedule {
   i32 tile_kv;  // tokens
   double ns_per_token;
   double ns_per_unit;
+  double few_rows_cost;  // factor of ns_per_token, where has_few_rows (lengths.h)
   double ns_per_piece;
   i32 min_piece_tokens;
   i32 max_pieces;          // of one unit; 0: no limit

@@ -68,14 +68,6 @@ struct AxisSum {
   }
 };
 
-struct LengthSum {
-  i64 tokens;
-  i64 longest;
-  FP_HOST_DEVICE LengthSum operator+(const LengthSum& other) const {
-    return {tokens + other.tokens, max_of(longest, other.longest)};
-  }
-};
-
 // What threads leave for each other. Laid out in a stretch of memory that starts on 16 bytes.
 struct Workspace {
   struct State {
@@ -86,7 +78,7 @@ struct Workspace {
     Partition partition;
   };
   State* state;
-  Totals* sums;         // of a scan, [2 * num_threads]; AxisSums too
+  Totals* sums;         // of a scan, [2 * num_threads]; AxisSums and KvTokens too
   Totals* before;       // [num_ctas + 1]
   Lane* lanes;          // [num_ctas]
   Cut* ends;            // [2 * num_ctas]
@@ -115,7 +107,7 @@ struct Workspace {
     return taken;
   }
 };
-static_assert(sizeof(AxisSum) <= sizeof(Totals));
+static_assert(sizeof(AxisSum) <= sizeof(Totals) && sizeof(KvTokens) <= sizeof(Totals));
 
 template <class Threads>
 class TablePlanner {
@@ -158,12 +150,17 @@ class TablePlanner {
 
   FP_HOST_DEVICE void find_waves() {
     Request* const requests = work_.requests;
-    const LengthSum* all = exclusive_scan(
-        threads_, work_.state->batch, reinterpret_cast<LengthSum*>(work_.sums),
-        [&](i32 i) { return LengthSum{requests[i].kv_len, requests[i].kv_len}; }, [](i32, const LengthSum&) {});
+    const i32 group = given_.heads.group(), tile_q = given_.schedule.tile_q;
+    const KvTokens* all = exclusive_scan(
+        threads_, work_.state->batch, reinterpret_cast<KvTokens*>(work_.sums),
+        [&](i32 i) {
+          const Request& request = requests[i];
+          return KvTokens::of(request.kv_len, request.tiles, has_few_rows(request.q_len, group, tile_q));
+        },
+        [](i32, const KvTokens&) {});
     threads_.phase([&](i32 thread) {
       if (thread != 0) return;
-      take_axis(make_axis(given_.schedule, given_.heads.num_kv_heads, all->tokens, all->longest));
+      take_axis(make_axis(given_.schedule, given_.heads.num_kv_heads, *all));
     });
   }
 
