@@ -31,12 +31,15 @@ def render(spec: KernelSpec) -> str:
 
 
 def _short_tokens(spec: KernelSpec) -> int:
-    """Half a tile, in whole steps of the value product; 0 where a tile is never known to be a unit's last one, or has
-    too few tokens to gain by it."""
+    """Half a tile, in whole steps of the value product; 0: none.
+
+    Only where it was seen to help and ptxas finds registers for it: of other head dims and variants it puts products
+    one after the other (C7511) or spills. Tiles of a mask are not known to be a unit's last ones.
+    """
     assert spec.tile is not None
-    if spec.mask_source != "implicit" or spec.loader != "boxes" or spec.tile.tile_kv < 160 or spec.variant != VariantSpec():
-        return 0
-    return -(-spec.tile.tile_kv // 32) * 16
+    wide = spec.tile.tile_kv >= 160 and spec.head_dim_qk == spec.head_dim_vo == 128
+    plain = spec.mask_source == "implicit" and spec.variant == VariantSpec() and not spec.kv_dtype.is_fp8
+    return -(-spec.tile.tile_kv // 32) * 16 if wide and plain else 0
 
 
 def _product(name: str, columns: int, kind: str, *, a_in_registers: bool, b_by_columns: bool) -> str:

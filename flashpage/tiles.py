@@ -155,19 +155,21 @@ def sm90_prefill_tile(
     elif widest <= 96 and light and not asks_much and may_be_taller:
         groups, tile_kv, stages = (3, 96, 4) if widest <= 64 else (3, 80, 3)
     else:
-        tile_kv = _sm90_tokens(widest, head_dim_vo, loop, has_mask)
+        tile_kv = _sm90_tokens(head_dim_qk, head_dim_vo, loop, has_mask)
         tile_kv = min(tile_kv, 112) if asks_much and 64 < widest <= 128 else tile_kv
     tile_q = 64 * groups
     ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / (128 * columns_per_ns)
     return Tile(tile_q, tile_kv, 4 * groups, 1, stages), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
 
 
-def _sm90_tokens(widest: int, head_dim_vo: int, loop: InnerLoop, has_mask: bool) -> int:
+def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, has_mask: bool) -> int:
     """Of a tile of two warpgroups."""
-    plain, loads = loop is InnerLoop.PLAIN, loop is InnerLoop.LOADING
+    widest, plain, loads = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN, loop is InnerLoop.LOADING
     if widest <= 128:
         if plain or loop is InnerLoop.TRANSFORM:
-            return 128 if has_mask else 160  # a lane has a mask's answers for 128 tokens (tile/mask.h, MaskBits)
+            if has_mask:
+                return 128  # a lane has a mask's answers for so many (tile/mask.h, MaskBits)
+            return 160 if head_dim_qk % 64 == head_dim_vo % 64 == 0 else 144  # parts of 64 columns take registers
         return (96 if widest <= 64 else 64) if loads else 96 if widest <= 64 else 80
     if widest <= 192:
         return (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
