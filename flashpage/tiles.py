@@ -159,7 +159,8 @@ def sm90_prefill_tile(
         tile_kv = min(tile_kv, 112) if asks_much and 64 < widest <= 128 else tile_kv
     tile_q = 64 * groups
     ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / (128 * columns_per_ns)
-    return Tile(tile_q, tile_kv, 4 * groups, 1, stages), Cost(WALK_RUNS, ns_per_token, 5000.0, 2500.0, 256, 0, 8)
+    ns_per_unit = 3300.0 if loader == "boxes" else 5000.0
+    return Tile(tile_q, tile_kv, 4 * groups, 1, stages), Cost(WALK_RUNS, ns_per_token, ns_per_unit, 2500.0, 256, 0, 8)
 
 
 def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, has_mask: bool) -> int:
