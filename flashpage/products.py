@@ -17,7 +17,7 @@ def render(spec: KernelSpec) -> str:
     assert spec.tile is not None
     kind = _TYPES[spec.product_dtype]
     keys = _product("KeyProduct", spec.tile.tile_kv, kind, a_in_registers=False, b_by_columns=False)
-    short = _short_tokens(spec)
+    short = short_tokens(spec)
     short_keys = (
         _product("ShortKeyProduct", short, kind, a_in_registers=False, b_by_columns=False)
         if short > 0
@@ -30,7 +30,7 @@ def render(spec: KernelSpec) -> str:
     return f"{keys}\n\n{short_keys}\n\n{values}"
 
 
-def _short_tokens(spec: KernelSpec) -> int:
+def short_tokens(spec: KernelSpec) -> int:
     """Half a tile, in whole steps of the value product; 0: none.
 
     Only where it was seen to help and ptxas finds registers for it: of other head dims and variants it puts products

@@ -159,7 +159,8 @@ def sm90_prefill_tile(
         tile_kv = min(tile_kv, 112) if asks_much and 64 < widest <= 128 else tile_kv
     tile_q = 64 * groups
     ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / (128 * columns_per_ns)
-    ns_per_unit = 3300.0 if loader == "boxes" else 5000.0
+    # Beside a unit's tokens, and with hidden ones of its last tile: fitted to the ends of CTAs (tests/bench/NOTES.md).
+    ns_per_unit = (head_dim_qk + head_dim_vo) * {"rows": 17.0, "converted": 20.0, "transposed": 8.0}.get(loader, 13.5)
     return Tile(tile_q, tile_kv, 4 * groups, 1, stages), Cost(WALK_RUNS, ns_per_token, ns_per_unit, 2500.0, 256, 0, 8)
 
 

@@ -28,7 +28,8 @@ from variant_build import variant_args
 from flashpage import host
 from flashpage.boxes import loader_tokens
 from flashpage.dtypes import DType
-from flashpage.spec import VariantSpec, inner_loop
+from flashpage.products import short_tokens
+from flashpage.spec import KernelSpec, VariantSpec, inner_loop
 from flashpage.tiles import InnerLoop, Tile, sm90_prefill_tile
 from flashpage.variant_source import asks_much, mask_looks_at_head
 from flashpage.variants import TracedVariant, Variant
@@ -49,6 +50,12 @@ CASES = [
     prefill("host-192-128", "values of other width", (40,), (300,), head_dim_vo=128, **{**BF16, "head_dim": 192}),
     prefill("host-page-1", "row by row", (70, 33), (300, 33), page_size=1, **BF16),
     prefill("host-page-12", "row by row, seven rows to a tile's end", (40,), (387,), page_size=12, **BF16),
+    prefill("host-short", "half a tile at the end, or less", (70, 9), (400, 326), **BF16),
+    prefill("host-short-page-1", "row by row", (40,), (363,), page_size=1, **BF16),
+    prefill("host-short-window", "a unit's only tile", (40,), (380,), window_left=20, **BF16),
+    prefill("host-few-rows", "a group without any", (1, 20, 3), (700, 30, 0), **{**BF16, "causal": False}),
+    prefill("host-few-rows-dim-64", "two of three groups", (1, 40), (300, 40), **{**BF16, "head_dim": 64}),
+    prefill("host-few-rows-dim-256", "and one Q", (2, 40, 1), (200, 40, 170), **{**BF16, "head_dim": 256}),
     prefill("host-mask", "tiles of a mask", (70, 40), (500, 300), **MASK),
     prefill("host-mask-page-1", "and row by row", (70,), (500,), page_size=1, **MASK),
 ]
@@ -115,6 +122,7 @@ CASES += [
     prefill("host-q8-dim-256", "tiles of 96", (40, 3), (200, 300), **{**Q8, "head_dim": 256}),
     prefill("host-q8-192-128", "values of other width", (40,), (300,), head_dim_vo=128, **{**Q8, "head_dim": 192}),
     prefill("host-q8-sums", "tiles added up, rescaled", (20,), (4300,), page_size=64, sm_scale=1.0, **Q8),
+    prefill("host-q8-few-rows", "a group without any", (1, 20, 3), (300, 30, 0), **{**Q8, "causal": False}),
     prefill("host-q8-page-5", "fp16 on their way", (40,), (200,), page_size=5, **Q8),
 ]
 
@@ -168,7 +176,18 @@ def flags_of(case: Case) -> tuple[str, ...]:
     values: dict[str, Any] = {
         name: dtype.cpp.split("::")[-1] for name, dtype in (("QUERY", query), ("CACHE", stored), ("PRODUCT", product))
     }
+    spec = KernelSpec(
+        "prefill_sm90",
+        kv_dtype=stored,
+        head_dim_qk=case.head_dim,
+        head_dim_vo=case.value_dim,
+        mask_source=mask_source_of(case),
+        tile=tile,
+        variant=variant,
+        loader=loader,
+    )
     values |= {"TILE_Q": tile.tile_q, "TILE_KV": tile.tile_kv, "STAGES": tile.stages}
+    values |= {"SHORT_TOKENS": short_tokens(spec)}
     values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim}
     values |= {"KV_SOURCE": "ragged" if case.entry == "ragged" else "paged", "LOADER": loader}
     values |= {"MASK_SOURCE": mask_source_of(case)}

@@ -55,6 +55,10 @@ struct KeyProduct {
   }
 };
 
+struct ShortKeyProduct : KeyProduct {
+  static constexpr int columns = SHORT_TOKENS;
+};
+
 struct ValueProduct {
   template <int tiles>
   static void multiply(float (&c)[tiles][4], const u32 (&a)[4], u64 b, bool accumulate) {
@@ -87,6 +91,7 @@ struct Traits {
   using Out = Bf16;
   using Variant = ::Variant;
   using KeyProduct = ::KeyProduct;
+  using ShortKeyProduct = ::ShortKeyProduct;
   using ValueProduct = ::ValueProduct;
   static constexpr int head_dim_qk = HEAD_DIM_QK, head_dim_vo = HEAD_DIM_VO;
   static constexpr KvSource kv_source = source;

@@ -57,13 +57,28 @@ struct PrefillCompute {
   static constexpr bool joined = Shared::queries > 1;
 
   FP_DEVICE void run() {
+    run_units([&](float (&scores)[1][tokens / 8][4]) { attend(scores); });
+  }
+
+ protected:
+  // attend(scores): a unit whose first scores are there; joined: it leaves with those of the next one.
+  FP_DEVICE void run_units(auto&& attend) {
     if (thread == 0) stamp<Traits>(params, Stamp::start);
     if (group == Warps::groups - 1) pass_turn();
     float scores[1][tokens / 8][4];
-    first_scores(scores[0]);
-    while (!tiled_place().place.done) {
+    bool is_scored = false;
+    while (true) {
+      if (!is_scored) first_scores(scores[0]);
+      const TiledPlace& tiled = tiled_place();
+      if (tiled.place.done) break;
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
-      attend(scores);
+      const bool has_rows = tiled.place.unit.num_rows > group * 64;  // a unit of decode has the first group's alone
+      is_scored = joined && has_rows;
+      if (has_rows) {
+        attend(scores);
+      } else {
+        sit_out();
+      }
     }
     if (group == 0) await_turn();  // every arrival has its wait
     if (thread == 0) {
@@ -72,7 +87,6 @@ struct PrefillCompute {
     }
   }
 
- protected:
   FP_DEVICE void await_turn() const { ptx::named_barrier(turn_barrier + group, 256); }
   FP_DEVICE void pass_turn() const {
     ptx::named_barrier_arrive(turn_barrier + (group + 1 == Warps::groups ? 0 : group + 1), 256);
@@ -112,7 +126,6 @@ struct PrefillCompute {
     if constexpr (Warps::by_rows) ptx::fence_before_products();
   }
 
-  // A unit whose first scores are there; leaves with those of the next one.
   FP_DEVICE void attend(float (&scores)[1][tokens / 8][4]) {
     const TiledPlace& tiled = tiled_place();
     const WorkItem& item = tiled.place.item;
@@ -166,14 +179,14 @@ struct PrefillCompute {
     if constexpr (short_tokens > 0) {
       if (ends_short) {
         auto& short_scores = reinterpret_cast<float(&)[1][short_tokens / 8][4]>(scores);
-        if (Warps::by_rows || !keys_there) shared.key_ring.wait_full(turn + 1);
+        if (!keys_there) shared.key_ring.wait_full(turn + 1);
         ++turn;
         if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
         await_turn();
         issue_scores<ShortKeyProduct>(short_scores[0], turn);
         if constexpr (!Warps::by_rows) await_values(turn - 1, values_there);
         issue_values<tokens>(values[0], probabilities, turn - 1, true);
-        values_there = !Warps::by_rows && shared.value_ring.is_full(turn);
+        values_there = shared.value_ring.is_full(turn);
         ptx::wgmma_wait<0>();
         ptx::wgmma_settle(short_scores[0]);
         ptx::wgmma_settle(values[0]);
@@ -211,10 +224,32 @@ struct PrefillCompute {
     if (thread == 0) stamp<Traits>(params, Stamp::written);
     __syncwarp();
     release(shared.place_ring, unit_turn - 1);
-    if constexpr (joined) {
-      finish_first_scores(scores[0]);
-    } else {
-      first_scores(scores[0]);
+    if constexpr (joined) finish_first_scores(scores[0]);
+  }
+
+  // In place of attend, by a group without rows: takes its turns, and gives back what others compute with.
+  FP_DEVICE void sit_out() {
+    const UnitTokens& tokens_of_unit = tiled_place().tokens;
+    i32 first = tokens_of_unit.first;
+#pragma unroll 1
+    while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) < tokens_of_unit.end) {
+      shared.key_ring.wait_full(++turn);
+      take_tile();
+      shared.value_ring.wait_full(turn - 1);
+      await_turn();
+      pass_turn();
+      __syncwarp();
+      release(shared.key_ring, turn);
+      release(shared.value_ring, turn - 1);
+    }
+    shared.value_ring.wait_full(turn);
+    __syncwarp();
+    release(shared.value_ring, turn++);
+    release(shared.query_ring, unit_turn);
+    release(shared.place_ring, unit_turn++);
+    if constexpr (!joined) {  // a turn for the last values
+      await_turn();
+      pass_turn();
     }
   }
 

@@ -1,6 +1,6 @@
 // The loading warps of prefill_sm90: one for K, one for V, one for Q, and one that walks the plan for all; or two for
-// the rows of K and two for those of V, the last of which does the others' work too; or one for K and V, one for Q and
-// the plan, and two that transpose V.
+// the rows of K and two for those of V, the last of which does the others' work too; or one for K, one for V, Q and the
+// plan, and two that transpose V.
 #pragma once
 #include "flashpage/kernels/prefill_sm90_shared.h"
 #include "flashpage/ptx/cache_policy.h"
@@ -38,8 +38,8 @@ struct PrefillLoad {
     } else if constexpr (Warps::converts) {
       convert();
     } else if constexpr (Warps::transposes) {
-      if (warp == 0) load_boxes();
-      if (warp == 1) lead();
+      if (warp == 0) load_keys();
+      if (warp == 1) load_staged_values();
       if (warp >= 2) transpose();
     } else {
       if (warp == 0) load_keys();
@@ -119,42 +119,19 @@ struct PrefillLoad {
     });
   }
 
-  // K, and V to where it is transposed from.
-  FP_DEVICE void load_boxes() const {
-    const KeyTiles keys(params, maps.k);
+  // V to where it is transposed from. The same warp walks the plan, a unit ahead, and loads Q.
+  FP_DEVICE void load_staged_values() const {
     const ValueTiles values(params, maps.v);
     u32 turn = 0;
-    for (u32 unit_turn = 0;; ++unit_turn) {
-      shared.place_ring.wait_full(unit_turn);
-      const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_turn)];
-      if (tiled.place.done) return;
-      typename KeyTiles::Source key_source = keys.open(tiled.place);
-      typename ValueTiles::Source value_source = values.open(tiled.place);
-      Turns turns(mask_tiles, tiled.tile_cell, tiled.place.unit, tokens, key_source.tiles);
-      keys.look_ahead(key_source, turns.now(), turns.next());
-      values.look_ahead(value_source, turns.now(), turns.next());
-      release_place(unit_turn);
-      for (; turns.more(); turns.step(), ++turn) {
-        shared.key_ring.wait_empty(turn);
-        keys.load(key_source, turns.ahead(), ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]),
-                  shared.key_ring.full_barrier(turn));
-        shared.staged_ring.wait_empty(turn);
-        values.load(value_source, turns.ahead(), ptx::shared_address(shared.staged[shared.staged_ring.slot(turn)]),
-                    shared.staged_ring.full_barrier(turn));
-      }
-    }
-  }
-  // Walks the plan, a unit ahead, and loads Q.
-  FP_DEVICE void lead() const {
     begin_plan();
-    for (u32 turn = 0;; ++turn) {
-      const Place& place = shared.places[shared.place_ring.slot(turn)].place;
-      if (place.done) return;
-      if (lane == 0) publish(turn + 1);
-      __syncwarp();
-      load_query(place, turn);
-      release_place(turn);
-    }
+    for_each_tile(
+        values, [&](const Place& place, u32 unit_turn) { lead(place, unit_turn); },
+        [&](typename ValueTiles::Source& source, Turns& turns) {
+          shared.staged_ring.wait_empty(turn);
+          values.load(source, turns.ahead(), ptx::shared_address(shared.staged[shared.staged_ring.slot(turn)]),
+                      shared.staged_ring.full_barrier(turn));
+          ++turn;
+        });
   }
   FP_DEVICE void transpose() const {
     using Transposed = typename Shared::Transposed;
@@ -193,18 +170,21 @@ struct PrefillLoad {
     for_each_tile(
         values,
         [&](const Place& place, u32 unit_turn) {
-          if (!leads) return;
-          constexpr bool is_query_wanted_first = Shared::queries > 1;  // one Q alone waits for the unit before
-          if constexpr (is_query_wanted_first) load_query(place, unit_turn);
-          if (lane == 0) publish(unit_turn + 1);
-          __syncwarp();
-          if constexpr (!is_query_wanted_first) load_query(place, unit_turn);
+          if (leads) lead(place, unit_turn);
         },
         [&](typename ValueTiles::Source& source, const Turns& turns) {
           values.find(source);
           shared.value_ring.wait_empty(turn);
           load_tile(values, source, turns, shared.values, shared.value_ring, turn++);
         });
+  }
+  // Where a warp that loads V walks the plan too: the next unit, and Q of this one.
+  FP_DEVICE void lead(const Place& place, u32 unit_turn) const {
+    constexpr bool is_query_wanted_first = Shared::queries > 1;  // one Q alone waits for the unit before
+    if constexpr (is_query_wanted_first) load_query(place, unit_turn);
+    if (lane == 0) publish(unit_turn + 1);
+    __syncwarp();
+    if constexpr (!is_query_wanted_first) load_query(place, unit_turn);
   }
   template <class Tiles, class Slots, class Ring>
   FP_DEVICE void load_tile(const Tiles& tiles, typename Tiles::Source& source, const Turns& turns, Slots& slots,
