@@ -41,6 +41,7 @@ void add(float (&c)[tiles][4], bool accumulate, Sum&& sum) {
 }
 
 struct KeyProduct {
+  static constexpr int columns = TILE_KV;
   template <int tiles>
   static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
     const u32 first_row = static_cast<u32>(a) + threadIdx.x % 128 / 32 * 16 * 128, keys = static_cast<u32>(b);

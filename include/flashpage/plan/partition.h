@@ -165,7 +165,8 @@ class Partitioner {
         if (attempt == 0) likely = level + product(fill.excess, per_share_);
         level = 0.5 * (too_low + max);
       }
-      // Nothing is better than `too_low`. Of a small batch, what is left to gain is not worth the time of looking for it.
+      // Nothing is better than `too_low`. Of a small batch, what is left to gain is not worth the time of looking for
+      // it.
       const double small = min_of(small_gain * too_low, small_gain_in_pieces * rules_.ns_per_piece);
       if (best.max <= too_low + max_of(good_enough * too_low, small)) break;
       const bool as_promised = best.max <= max_of(mean * (1.0 + promised), mean + rules_.ns_per_piece);
@@ -179,7 +180,7 @@ class Partitioner {
   static constexpr double good_enough = 0.01;  // over the mean, or over a level that is too low
   static constexpr double promised = 0.03;     // over the mean
   static constexpr double small_gain = 0.05, small_gain_in_pieces = 0.35;
-  static constexpr double tolerance = 0.005;   // of a load: no unit is cut for less
+  static constexpr double tolerance = 0.005;  // of a load: no unit is cut for less
   static constexpr double infinite = 1e300;
 
   // A lane while it is being filled; costs are on the axis, without what starting inside a unit costs extra.
