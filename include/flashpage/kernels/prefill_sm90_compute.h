@@ -186,7 +186,7 @@ struct PrefillCompute {
       look_through(now);
       if (Softmax::run(state, now, probabilities, softmax_scale, factor)) state.rescale(values, factor);
     };
-    // The last tile's values, and what comes of the unit.
+    // The last tile's values, and the next unit's first scores behind them.
     const auto finish = [&]<class Product>(Product) {
       await_values(turn, values_there);
       ++unit_turn;
@@ -203,27 +203,30 @@ struct PrefillCompute {
       pass_turn();
       ptx::wgmma_wait<joined ? 1 : 0>();
       ptx::wgmma_settle(values[0]);
-      release(shared.value_ring, turn - 1);
-      write(state, values[0], tiled.place, query_tile(unit_turn - 1));
-      if (thread == 0) stamp<Traits>(params, Stamp::written);
-      __syncwarp();
-      release(shared.place_ring, unit_turn - 1);
-      if constexpr (joined) finish_first_scores(scores[0]);
     };
 #pragma unroll 1
     while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) + short_tokens < tokens_of_unit.end)
       step(KeyProduct{});
+    bool ends_short = false;
     if constexpr (short_tokens > 0) {
-      if (first < tokens_of_unit.end) {
+      ends_short = first < tokens_of_unit.end;
+      if (ends_short) {
         forget(scores[0]);
         step(ShortKeyProduct{});
         forget(scores[0]);
         finish(ShortKeyProduct{});
-        return;
       }
     }
-    forget(scores[0]);
-    finish(KeyProduct{});
+    if (!ends_short) {
+      if constexpr (short_tokens > 0) forget(scores[0]);
+      finish(KeyProduct{});
+    }
+    release(shared.value_ring, turn - 1);
+    write(state, values[0], tiled.place, query_tile(unit_turn - 1));
+    if (thread == 0) stamp<Traits>(params, Stamp::written);
+    __syncwarp();
+    release(shared.place_ring, unit_turn - 1);
+    if constexpr (joined) finish_first_scores(scores[0]);
   }
 
   // In place of attend, by a group without rows: takes its turns, and gives back what others compute with.
