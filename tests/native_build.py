@@ -14,7 +14,7 @@ from flashpage.spec import VariantSpec
 from flashpage.variant_source import render
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = ["-std=c++20", "-O1", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
+FLAGS = ["-std=c++20", "-Og", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
 
 
 @functools.cache
