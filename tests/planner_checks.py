@@ -134,7 +134,7 @@ def _check_items(planned: Planned) -> None:
     request = items["request"]
     pages = -(-batch.kv_lens.astype(np.int64) // batch.page_size) if batch.page_size else batch.kv_lens.astype(np.int64)
     mask_bytes = -(-(batch.q_lens.astype(np.int64) * batch.kv_lens) // 8) * batch.has_custom_mask
-    cells = -(-batch.q_lens.astype(np.int64) * batch.group // planned.cutting.tile_q)
+    cells = -(-batch.served_q_lens.astype(np.int64) * batch.group // planned.cutting.tile_q)
     cells *= -(-batch.kv_lens // (32 * planned.cutting.tile_kv))
     cells *= batch.has_mask_tiles and not batch.has_custom_mask
     expected = {
