@@ -154,24 +154,28 @@ def test_plans_and_appends_between_runs() -> None:
 
 
 @pytest.mark.parametrize("enable_pdl", [None, False])
-def test_captured_layers(enable_pdl: bool | None) -> None:
-    """A fork and a join a layer, all in one graph; eager runs of the same wrapper between replays."""
+def test_captured_layers(enable_pdl: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks and joins in one graph, with runs of one plan between them; eager runs between replays."""
     mixed = Mixed()
-    steps = [mixed.q] + [mixed.outputs()[0] for _ in range(4)]
+    monkeypatch.setattr(parts, "LEAST_GAIN_NS", 1e12)
+    whole = Mixed()
+    assert not isinstance(whole.wrapper.last_plan, PartedPlan)
+    steps = [mixed.q] + [mixed.outputs()[0] for _ in range(5)]
 
     def layers() -> None:
-        for before, after in zip(steps, steps[1:], strict=False):
-            mixed.wrapper.run(before, *mixed.kv, out=after, enable_pdl=enable_pdl)
+        for i, layer in enumerate((mixed, whole, mixed, mixed, whole)):
+            layer.wrapper.run(steps[i], *layer.kv, out=steps[i + 1], enable_pdl=enable_pdl)
 
     layers()
-    expected = [step.clone() for step in steps]
+    torch.cuda.synchronize()
+    expected = tuple(step.clone() for step in steps)
     replay = capture(layers)
     for _ in range(3):
         for step in steps[1:]:
             step.fill_(math.nan)
         replay()
-        assert_all_same_bits(tuple(steps), tuple(expected))
-        assert_all_same_bits(mixed.run()[:1], (expected[1],))
+        assert_all_same_bits(tuple(steps), expected)
+        assert_all_same_bits(mixed.run()[:1], expected[1:2])
 
 
 def test_runs_on_one_stream_after_another() -> None:
