@@ -5,7 +5,7 @@
 
 using namespace flashpage;
 
-int32_t fp_abi_version() { return 6; }
+int32_t fp_abi_version() { return 7; }
 
 int64_t fp_sizeof(const char* struct_name) {
   // The name in flashpage/host.py, which differs from the C name where the C struct is part of the C ABI.
@@ -37,11 +37,13 @@ int64_t fp_sizeof(const char* struct_name) {
       {"Schedule", sizeof(fp_schedule)},
       {"Tables", sizeof(fp_tables)},
       {"PlanResult", sizeof(fp_plan_result)},
+      {"Parts", sizeof(fp_parts)},
       {"MaskedBatch", sizeof(fp_masked_batch)},
       {"KernelInfo", sizeof(fp_kernel_info)},
       {"DeviceInfo", sizeof(fp_device_info)},
       {"BoxForm", sizeof(fp_box_form)},
       {"KvBoxes", sizeof(fp_kv_boxes)},
+      {"SecondPart", sizeof(fp_second_part)},
       {"RunArgs", sizeof(fp_run_args)},
       {"Python", sizeof(fp_python)},
       {"TensorForm", sizeof(fp_tensor_form)},

@@ -105,6 +105,8 @@ struct LaunchConfig {
   X(event_query, cuEventQuery, (Event event))                                                                          \
   X(event_synchronize, cuEventSynchronize, (Event event))                                                              \
   X(stream_create, cuStreamCreate, (Stream * stream, unsigned flags))                                                  \
+  X(stream_create_with_priority, cuStreamCreateWithPriority, (Stream * stream, unsigned flags, int priority))          \
+  X(stream_wait_event, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))                                \
   X(stream_destroy, cuStreamDestroy_v2, (Stream stream))                                                               \
   X(stream_synchronize, cuStreamSynchronize, (Stream stream))                                                          \
   X(stream_is_capturing, cuStreamIsCapturing, (Stream stream, int* status))                                            \

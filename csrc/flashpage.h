@@ -48,6 +48,8 @@ struct fp_problem {
   int32_t window_left;      // tokens; -1: all
   int32_t has_custom_mask;  // mask offsets: each request's q_len * kv_len bits start on a byte
   int32_t has_mask_tiles;   // mask offsets, where there are no bits: cells of tiles that a mask function is asked for
+  int32_t least_rows;       // of q, of a request that the plan serves: others have no work in it
+  int32_t most_rows;        // 0: any number
 };
 
 enum fp_walk : int32_t {
@@ -150,6 +152,29 @@ FP_API int32_t fp_slots_copy(fp_slots*, const void* bytes, int64_t size, void* d
 // fp_slots_plan.
 FP_API const void* fp_slots_last(const fp_slots*);
 
+// A batch of requests with few rows and requests with many as two plans, for two kernels that run side by side, each
+// with a share of the CTAs (csrc/parts.cpp).
+struct fp_parts {
+  int32_t most_few_rows;   // of q, of a request of the first part
+  int32_t few_ctas;        // written by fp_py_slots_plan_parts: of the first part; 0: one plan is better, none was made
+  float full_speed_share;  // of the CTAs: with so many the first part is as fast as with all
+  float least_gain_ns;     // that is worth two plans
+  int64_t most_partial_rows;  // that there is room for
+  const fp_schedule* whole;   // of one plan; of each part, given all CTAs:
+  const fp_schedule* few;
+  const fp_schedule* many;
+  // Written by fp_parts_count.
+  int64_t few_requests, few_rows, many_requests, many_rows;  // rows of q
+  // Written by fp_py_slots_plan_parts.
+  double whole_ns, parts_ns;   // by the schedules' costs
+  int64_t second_offset;       // bytes from the first plan to the second
+  int64_t second_partial_row;  // where the second's partial rows begin
+  fp_schedule schedules[2];
+  fp_plan_result results[2];
+};
+// Requests of each part that have rows. Lengths are not judged: what is wrong with them, a plan tells.
+FP_API void fp_parts_count(const fp_problem*, fp_parts*);
+
 // ---------------------------------------------------------------- kernels and launches (csrc/driver.cpp, launch.cpp)
 
 struct fp_kernel;  // a CPU function or a CUDA function of one device
@@ -209,9 +234,30 @@ struct fp_masked_batch {
 // list begin.
 FP_API int64_t fp_mask_cells(const fp_masked_batch*, const fp_schedule*, flashpage::MaskTilesParams*);
 
-// One attention call: at most three launches (mask tiles, attention, merge) in one foreign call. CPU: runs on the pool
-// and returns when done. The merge is built in on the CPU; on the card it is a kernel of its own, launched as a
-// dependent.
+// A stream beside the caller's, for a run of two parts, and the events that fork and join it (csrc/fork.cpp). Of one
+// wrapper: its runs follow each other.
+struct fp_fork;
+FP_API fp_fork* fp_fork_create(int32_t device);  // null after an error; also while a stream is captured
+FP_API void fp_fork_destroy(fp_fork*);
+
+// The second attention launch of a run, beside the first: what differs from fp_run_args and its params.
+struct fp_second_part {
+  const fp_fork* fork;  // CUDA: the first part is launched there, the second on the caller's stream
+  const fp_kernel* attention;
+  const fp_kernel* merge;
+  const flashpage::PlanHeader* plan;
+  float* partial_out;
+  float* partial_lse;
+  const fp_kv_boxes* boxes;
+  int32_t num_ctas;
+  int32_t num_merges;
+  int32_t box_tokens;
+  int32_t query_box_rows;
+};
+
+// One attention call: at most three launches (mask tiles, attention, merge) in one foreign call, two parts at most four
+// (both attentions, both merges), of which the first part's are on a stream of their own. CPU: runs on the pool and
+// returns when done. The merge is built in on the CPU; on the card it is a kernel of its own, launched as a dependent.
 struct fp_run_args {
   const fp_kernel* attention;
   const fp_kernel* merge;  // CUDA: null where the plan has nothing to merge
@@ -228,6 +274,7 @@ struct fp_run_args {
   // takes none.
   const fp_kernel* mask_tiles;
   const flashpage::MaskTilesParams* mask_tiles_params;
+  const fp_second_part* second;  // null: the plan has one part
 };
 FP_API int32_t fp_run(const fp_run_args*);
 // Any other kernel (merge_states, append): one struct of parameters by value.
@@ -282,6 +329,9 @@ struct fp_lengths {
   char* copies;             // of the four arrays, one behind the other
   int64_t bytes_of_a_copy;  // room for batch + 1 numbers of 64 bits
   int64_t kv_begin;         // written: where kv_indptr begins
+  int64_t least_rows;       // written: of q, of a request that has any, as q_indptr says (0 without)
+  int64_t most_rows;        // written
+  int64_t is_uneven;        // written: the two differ
 };
 // (address of an fp_lengths, batch, q_indptr, kv_indptr, last_page_len, kv_lens; each a tensor, all but the second may
 // be None). Returns the rows of the batch as q_indptr says (0 without); -1 where an argument is no host tensor of int32
@@ -297,6 +347,10 @@ struct fp_slots_call {
 };
 // fp_slots_plan of (address of an fp_slots_call, address of an fp_schedule, stream); returns a status.
 FP_API void* fp_py_slots_plan(void* self, void* const* arguments, intptr_t count);
+// The same of two parts, where they are better than one plan, one behind the other: of (address of an fp_slots_call,
+// address of an fp_parts, stream). The call's result has the sums of both plans; where these do not fit, what they need
+// in used_bytes. Lengths that are wrong: none is made.
+FP_API void* fp_py_slots_plan_parts(void* self, void* const* arguments, intptr_t count);
 
 // ---------------------------------------------------------------- the CPU's own (csrc/threads.cpp, csrc/cpu_ops.cpp)
 

@@ -4,6 +4,7 @@
 
 #include "cpu_ops.h"
 #include "errors.h"
+#include "fork.h"
 #include "kernel.h"
 #include "tensor_maps.h"
 #include "threads.h"
@@ -45,14 +46,96 @@ cuda::Result launch_kernel(const Launch& launch, void** params) {
   return launch.kernel->driver->launch_kernel_ex(&config, launch.kernel->function, params, nullptr);
 }
 
-int32_t run_on_cuda(const fp_run_args& args) {
-  const fp_kernel* attention = args.attention;
-  cuda::CurrentContext current(*attention->driver, attention->context);
+// What one attention launch has of its own; a run has one or two.
+struct Part {
+  const fp_kernel* attention;
+  const fp_kernel* merge;
+  const fp_kv_boxes* boxes;
+  const AttentionParams* params;
+  const MergeParams* merge_params;
+  int32_t num_ctas;
+  int32_t num_merges;
+};
+
+Part first_part(const fp_run_args& args) {
+  return {args.attention, args.merge, args.boxes, args.params, args.merge_params, args.num_ctas, args.num_merges};
+}
+
+// The other launch over the same tensors.
+class SecondPart {
+ public:
+  explicit SecondPart(const fp_run_args& args) : params_(*args.params), merge_params_(*args.merge_params) {
+    const fp_second_part& own = *args.second;
+    params_.plan = merge_params_.plan = own.plan;
+    params_.partial_out = own.partial_out;
+    params_.partial_lse = own.partial_lse;
+    params_.box_tokens = own.box_tokens;
+    params_.query_box_rows = own.query_box_rows;
+    merge_params_.partial_out = own.partial_out;
+    merge_params_.partial_lse = own.partial_lse;
+    part_ = {own.attention, own.merge, own.boxes, &params_, &merge_params_, own.num_ctas, own.num_merges};
+  }
+  SecondPart(const SecondPart&) = delete;
+  SecondPart& operator=(const SecondPart&) = delete;
+
+  const Part& part() const { return part_; }
+
+ private:
+  AttentionParams params_;
+  MergeParams merge_params_;
+  Part part_;
+};
+
+// Where a launch goes, and whether it may begin before the one ahead of it there has ended.
+struct Place {
+  void* stream;
+  bool enable_pdl;
+};
+
+int32_t launch_attention(const fp_run_args& args, const Part& part, Place place, MaskTilesParams& mask_tiles) {
   KvMaps maps;  // left as it is where the kernel takes none
-  if (args.boxes != nullptr) {
-    const int32_t status = cuda::encode_maps(*attention->driver, *args.boxes, *args.params, maps);
+  if (part.boxes != nullptr) {
+    const int32_t status = cuda::encode_maps(*part.attention->driver, *part.boxes, *part.params, maps);
     if (status != FP_OK) return status;
   }
+  void* params[] = {const_cast<AttentionParams*>(part.params), const_cast<VariantArgs*>(variant_of(args)), &maps,
+                    &mask_tiles};
+  const auto result = launch_kernel({part.attention, part.num_ctas, place.stream, place.enable_pdl}, params);
+  return result == cuda::success ? FP_OK : cuda::fail(result, "launching the attention kernel");
+}
+
+int32_t launch_merge(const Part& part, Place place) {
+  if (part.merge == nullptr || part.num_merges <= 0) return FP_OK;
+  const int grid = std::min(part.num_merges, merge_ctas_per_sm * part.merge->info.num_sms);
+  void* params[] = {const_cast<MergeParams*>(part.merge_params)};
+  const auto result = launch_kernel({part.merge, grid, place.stream, place.enable_pdl}, params);
+  return result == cuda::success ? FP_OK : cuda::fail(result, "launching the merge kernel");
+}
+
+// Behind an event: the attention launch waits for all that came before it. The merge is its dependent as ever.
+int32_t launch_forked(const fp_run_args& args, const Part& part, void* stream) {
+  MaskTilesParams mask_tiles{};
+  const int32_t status = launch_attention(args, part, {stream, false}, mask_tiles);
+  return status == FP_OK ? launch_merge(part, {stream, args.enable_pdl != 0}) : status;
+}
+
+// Side by side, on two streams: on one stream the second would not begin before the first ends, not even as a dependent
+// that has SMs of its own. The first goes first, so that whole SMs are free for all its CTAs.
+int32_t launch_parts(const fp_run_args& args) {
+  const SecondPart second(args);
+  const fp_fork& fork = *args.second->fork;
+  const auto stream = static_cast<cuda::Stream>(args.stream);
+  if (int32_t status = cuda::fork_from(fork, stream); status != FP_OK) return status;
+  int32_t status = launch_forked(args, first_part(args), fork.stream);
+  if (status == FP_OK) status = launch_forked(args, second.part(), args.stream);
+  // Also after a failure: what was launched is done before whatever follows on the caller's stream.
+  const int32_t joined = cuda::join_into(fork, stream);
+  return status == FP_OK ? joined : status;
+}
+
+int32_t run_on_cuda(const fp_run_args& args) {
+  cuda::CurrentContext current(*args.attention->driver, args.attention->context);
+  if (args.second != nullptr) return launch_parts(args);
   MaskTilesParams mask_tiles{};
   if (args.mask_tiles != nullptr) {
     mask_tiles = *args.mask_tiles_params;
@@ -62,22 +145,22 @@ int32_t run_on_cuda(const fp_run_args& args) {
     auto result = launch_kernel({args.mask_tiles, grid, args.stream, args.enable_pdl != 0}, mask_params);
     if (result != cuda::success) return cuda::fail(result, "launching the kernel of mask tiles");
   }
-  void* attention_params[] = {const_cast<AttentionParams*>(args.params), const_cast<VariantArgs*>(variant_of(args)),
-                              &maps, &mask_tiles};
-  auto result = launch_kernel({attention, args.num_ctas, args.stream, args.enable_pdl != 0}, attention_params);
-  if (result != cuda::success) return cuda::fail(result, "launching the attention kernel");
-  if (args.merge == nullptr || args.num_merges <= 0) return FP_OK;
-  const int grid = std::min(args.num_merges, merge_ctas_per_sm * args.merge->info.num_sms);
-  void* merge_params[] = {const_cast<MergeParams*>(args.merge_params)};
-  result = launch_kernel({args.merge, grid, args.stream, args.enable_pdl != 0}, merge_params);
-  return result == cuda::success ? FP_OK : cuda::fail(result, "launching the merge kernel");
+  const Part part = first_part(args);
+  const Place place{args.stream, args.enable_pdl != 0};
+  const int32_t status = launch_attention(args, part, place, mask_tiles);
+  return status == FP_OK ? launch_merge(part, place) : status;
+}
+
+int32_t run_part_on_cpu(const fp_run_args& args, const Part& part) {
+  const fp_cpu_attention attention = part.attention->cpu;
+  const VariantArgs* variant = variant_of(args);
+  parallel_for(part.num_ctas, [&](int cta) { attention(part.params, variant, cta, cta + 1); });
+  return part.num_merges > 0 ? merge_partials(*part.merge_params, args.out_dtype) : FP_OK;
 }
 
 int32_t run_on_cpu(const fp_run_args& args) {
-  const fp_cpu_attention attention = args.attention->cpu;
-  const VariantArgs* variant = variant_of(args);
-  parallel_for(args.num_ctas, [&](int cta) { attention(args.params, variant, cta, cta + 1); });
-  return args.num_merges > 0 ? merge_partials(*args.merge_params, args.out_dtype) : FP_OK;
+  const int32_t status = run_part_on_cpu(args, first_part(args));
+  return status == FP_OK && args.second != nullptr ? run_part_on_cpu(args, SecondPart(args).part()) : status;
 }
 
 }  // namespace

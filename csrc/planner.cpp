@@ -32,6 +32,24 @@ plan::Schedule host::to_schedule(const fp_schedule& schedule) {
           .wave_tokens = schedule.wave_tokens};
 }
 
+plan::Heads host::heads_of(const fp_problem& problem) {
+  return {problem.num_q_heads, problem.num_kv_heads, problem.causal != 0, problem.window_left};
+}
+
+plan::Lengths host::lengths_of(const fp_problem& problem, const fp_schedule& schedule) {
+  return {problem.batch,
+          problem.q_len_per_request,
+          to_index(problem.q_indptr),
+          to_index(problem.kv_indptr),
+          to_index(problem.last_page_len),
+          to_index(problem.kv_lens),
+          problem.page_size,
+          problem.has_custom_mask != 0,
+          problem.has_mask_tiles && !problem.has_custom_mask ? cell_tiles * schedule.tile_kv : 0,
+          problem.least_rows,
+          problem.most_rows};
+}
+
 static constexpr int32_t max_kv_heads = 65535;  // CtaItems::kv_head and walk are 16 bits
 
 int32_t host::check_schedule(const fp_schedule& schedule, int32_t num_q_heads, int32_t num_kv_heads) {
@@ -102,16 +120,8 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   }
   static thread_local Scratch scratch;
   const plan::Schedule schedule = host::to_schedule(*given);
-  const plan::Heads heads{problem->num_q_heads, problem->num_kv_heads, problem->causal != 0, problem->window_left};
-  const plan::Lengths lengths{problem->batch,
-                              problem->q_len_per_request,
-                              to_index(problem->q_indptr),
-                              to_index(problem->kv_indptr),
-                              to_index(problem->last_page_len),
-                              to_index(problem->kv_lens),
-                              problem->page_size,
-                              problem->has_custom_mask != 0,
-                              problem->has_mask_tiles && !problem->has_custom_mask ? cell_tiles * schedule.tile_kv : 0};
+  const plan::Heads heads = host::heads_of(*problem);
+  const plan::Lengths lengths = host::lengths_of(*problem, *given);
   plan::Request* requests = at_least(scratch.requests, problem->batch + 1);
 
   plan::LengthTotals totals;
@@ -122,7 +132,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
 
   const plan::CostModel model(heads, schedule);
   const plan::CutRules rules(schedule);
-  const plan::Axis axis = plan::make_axis(schedule, heads.num_kv_heads, totals.kv);
+  const plan::Axis axis = plan::make_axis(schedule, heads.num_kv_heads, totals.served);
   plan::lay_on_axis(model, axis.copies, problem->batch, requests);
   plan::Lane* lanes = at_least(scratch.lanes, schedule.num_ctas);
   const auto made = plan::Lanes::make(schedule, heads.num_kv_heads, axis, lanes);

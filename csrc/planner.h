@@ -1,11 +1,14 @@
 // What the planner's entries share.
 #pragma once
 #include "flashpage.h"
+#include "flashpage/plan/lengths.h"
 #include "flashpage/plan/schedule.h"
 
 namespace flashpage::host {
 
 plan::Schedule to_schedule(const fp_schedule& schedule);
+plan::Heads heads_of(const fp_problem& problem);
+plan::Lengths lengths_of(const fp_problem& problem, const fp_schedule& schedule);
 // FP_OK, or FP_INTERNAL for what no schedule is.
 int32_t check_schedule(const fp_schedule& schedule, int32_t num_q_heads, int32_t num_kv_heads);
 

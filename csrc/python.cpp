@@ -1,8 +1,11 @@
 // What Python calls without ctypes in between: tensors arrive as objects, and torch's DLPack functions read them.
+#include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "dlpack.h"
 #include "errors.h"
+#include "slots.h"
 
 namespace flashpage::host {
 namespace {
@@ -163,6 +166,30 @@ bool copy_lengths(void* object, int64_t count, char* copy, fp_index_array& array
   return true;
 }
 
+// Rows of the requests that have the fewest and the most. Without branches, for vector registers.
+template <class T>
+void find_extremes(const T* ends, int64_t requests, fp_lengths& to) {
+  using Count = std::make_unsigned_t<T>;
+  Count least = 0, most = 0;  // the former less one: no rows are then the most that there can be
+  --least;
+  for (int64_t i = 0; i < requests; ++i) {
+    const Count rows = static_cast<Count>(ends[i + 1]) - static_cast<Count>(ends[i]);
+    least = std::min<Count>(least, rows - 1);
+    most = std::max(most, rows);
+  }
+  to.most_rows = static_cast<int64_t>(most);
+  to.least_rows = most > 0 ? static_cast<int64_t>(least) + 1 : 0;
+  to.is_uneven = to.least_rows != to.most_rows;
+}
+
+void find_extremes(fp_lengths& to) {
+  const fp_index_array& rows = to.problem->q_indptr;
+  to.least_rows = to.most_rows = to.is_uneven = 0;
+  if (rows.data == nullptr) return;
+  if (rows.is_int64) return find_extremes(static_cast<const int64_t*>(rows.data), rows.length - 1, to);
+  find_extremes(static_cast<const int32_t*>(rows.data), rows.length - 1, to);
+}
+
 // The rows of the batch; -1: see fp_py_lengths.
 int64_t take_lengths(fp_lengths& to, int64_t batch, void* const* tensors) {
   fp_problem& problem = *to.problem;
@@ -174,6 +201,7 @@ int64_t take_lengths(fp_lengths& to, int64_t batch, void* const* tensors) {
   if (problem.kv_indptr.data == nullptr) return -1;
   problem.batch = static_cast<int32_t>(batch);
   to.kv_begin = number(problem.kv_indptr, 0);
+  find_extremes(to);
   if (problem.q_indptr.data == nullptr) return 0;
   const int64_t rows = number(problem.q_indptr, batch) - number(problem.q_indptr, 0);
   return rows > 0 ? rows : 0;  // less is an error that the planner tells
@@ -215,6 +243,18 @@ void* fp_py_slots_plan(void*, void* const* arguments, intptr_t) {
     host::WithoutInterpreter others;
     status =
         fp_slots_plan(call->slots, call->problem, schedule, call->destination, call->capacity, stream, call->result);
+  }
+  return host::to_int(status);
+}
+
+void* fp_py_slots_plan_parts(void*, void* const* arguments, intptr_t) {
+  const auto* call = host::pointer<fp_slots_call>(arguments[0]);
+  auto* parts = host::pointer<fp_parts>(arguments[1]);
+  void* stream = host::pointer<void>(arguments[2]);
+  int32_t status;
+  {
+    host::WithoutInterpreter others;
+    status = host::slots_plan_parts(*call, *parts, stream);
   }
   return host::to_int(status);
 }

@@ -1,10 +1,13 @@
 // Staging slots: where a plan is written before one copy takes it to the int workspace.
+#include "slots.h"
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
 #include "driver.h"
+#include "parts.h"
 
 using namespace flashpage;
 
@@ -93,10 +96,32 @@ void release(fp_slots& ring, Slot& slot) {
   ring.driver->mem_free_host(slot.bytes);
 }
 
-int32_t plan_into_slot(fp_slots& ring, const fp_problem* problem, const fp_schedule* schedule, int64_t capacity,
-                       fp_plan_result* result) {
-  if (int32_t status = find_slot(ring); status != FP_OK) return status;
-  return fp_plan(problem, schedule, ring.slots[ring.next].bytes, std::min(capacity, ring.slot_bytes), result);
+// `write(bytes, capacity)` fills a free slot; `size` is then what it wrote, 0: nothing that is to be copied.
+template <class Write>
+int32_t write_and_copy(fp_slots& ring, void* destination, int64_t capacity, void* stream, const int64_t& size,
+                       Write&& write) {
+  const auto write_into_slot = [&]() -> int32_t {
+    if (int32_t status = find_slot(ring); status != FP_OK) return status;
+    return write(ring.slots[ring.next].bytes, std::min(capacity, ring.slot_bytes));
+  };
+  if (ring.driver == nullptr) {
+    int32_t status = write_into_slot();
+    if (status != FP_OK || size == 0) return status;
+    ring.last = ring.slots[ring.next].bytes;
+    std::memcpy(destination, ring.last, size);
+    return FP_OK;
+  }
+  cuda::CurrentContext current(*ring.driver, ring.context);
+  {
+    cuda::RelaxedCapture relaxed(*ring.driver);
+    int32_t status = write_into_slot();
+    if (status != FP_OK || size == 0) return status;
+  }
+  Slot& slot = ring.slots[ring.next];
+  if (int32_t status = copy_on_device(ring, slot, destination, size, static_cast<cuda::Stream>(stream))) return status;
+  ring.last = slot.bytes;
+  ring.next = (ring.next + 1) % ring.slots.size();
+  return FP_OK;
 }
 
 }  // namespace
@@ -134,25 +159,18 @@ void fp_slots_destroy(fp_slots* ring) {
 
 int32_t fp_slots_plan(fp_slots* ring, const fp_problem* problem, const fp_schedule* schedule, void* destination,
                       int64_t capacity, void* stream, fp_plan_result* result) {
-  if (ring->driver == nullptr) {
-    int32_t status = plan_into_slot(*ring, problem, schedule, capacity, result);
-    if (status != FP_OK) return status;
-    ring->last = ring->slots[ring->next].bytes;
-    std::memcpy(destination, ring->last, result->used_bytes);
-    return FP_OK;
-  }
-  cuda::CurrentContext current(*ring->driver, ring->context);
-  {
-    cuda::RelaxedCapture relaxed(*ring->driver);
-    int32_t status = plan_into_slot(*ring, problem, schedule, capacity, result);
-    if (status != FP_OK) return status;
-  }
-  Slot& slot = ring->slots[ring->next];
-  int32_t status = copy_on_device(*ring, slot, destination, result->used_bytes, static_cast<cuda::Stream>(stream));
-  if (status != FP_OK) return status;
-  ring->last = slot.bytes;
-  ring->next = (ring->next + 1) % ring->slots.size();
-  return FP_OK;
+  const auto write = [&](void* bytes, int64_t room) { return fp_plan(problem, schedule, bytes, room, result); };
+  return write_and_copy(*ring, destination, capacity, stream, result->used_bytes, write);
+}
+
+int32_t host::slots_plan_parts(const fp_slots_call& call, fp_parts& parts, void* stream) {
+  int64_t size = 0;
+  const auto write = [&](void* bytes, int64_t room) {
+    const int32_t status = plan_parts(*call.problem, parts, bytes, room, *call.result);
+    size = parts.few_ctas > 0 ? call.result->used_bytes : 0;
+    return status;
+  };
+  return write_and_copy(*call.slots, call.destination, call.capacity, stream, size, write);
 }
 
 int32_t fp_slots_copy(fp_slots* ring, const void* bytes, int64_t size, void* destination, void* stream) {

@@ -43,6 +43,7 @@ class Capability:
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
     mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel finds
     query_boxes: bool = False  # it takes q by a tensor map where q has one
+    runs_beside: bool = False  # with one CTA an SM, it shares the SMs with another launch of the same run (parts.py)
 
     def refusals(self, problem: Problem, sm: int) -> list[str]:
         """Why this kernel cannot; empty: it can."""
@@ -146,6 +147,7 @@ DECODE_SM90 = Capability(
     row_alignment=16,
     loader=_boxes_or_rows,
     merges_in_launch=True,
+    runs_beside=True,
 )
 
 PREFILL_SM90 = Capability(
@@ -159,6 +161,7 @@ PREFILL_SM90 = Capability(
     loader=_prefill_loader,
     query_boxes=True,
     mask_tiles=_visits_tiles,
+    runs_beside=True,
 )
 
 CAPABILITIES = (

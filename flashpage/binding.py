@@ -22,6 +22,7 @@ from .run_checks import NO_SCALES, Tensors
 
 if TYPE_CHECKING:
     from .combination import Combination
+    from .parts import Part
     from .planner import Planner
 
 _CPU_OUT_DTYPE = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}  # csrc/flashpage.h, fp_run_args::out_dtype
@@ -46,7 +47,7 @@ class Binding:
         ),
         *("has_lse", "has_merge", "has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "mask_tiles", "merge"),
         "out_dtype",
-        *("out_shape", "params", "prepared", "scales"),
+        *("out_shape", "params", "prepared", "scales", "second", "second_boxes", "second_prepared"),
         *("signature", "sinks", "sm_scale", "stamps", "traced", "v", "values", "variant", "views"),
     )
 
@@ -66,6 +67,9 @@ class Binding:
         self.scales: tuple[Any, Any, Any] = NO_SCALES
         self.prepared: Prepared | None = None
         self.boxes: host.KvBoxes | None = None
+        self.second = host.SecondPart()
+        self.second_prepared: Prepared | None = None
+        self.second_boxes: host.KvBoxes | None = None
         self.stamps: torch.Tensor | None = None
         self.kv_layout = kv_layout
         self.lse_shape: tuple[int, ...] = ()
@@ -146,9 +150,11 @@ class Binding:
         prepared = combination.prepared
         args.attention = prepared.attention.handle
         args.merge = None if prepared.merge is None else prepared.merge.handle
-        merges_in_launch = prepared.choice.capability.merges_in_launch
-        args.num_ctas, args.num_merges = combination.num_ctas, 0 if merges_in_launch else combination.num_merges
+        args.num_ctas, args.num_merges = combination.num_ctas, _merges_of_its_own(prepared, combination.num_merges)
         self.has_merge = args.num_merges > 0
+        args.second = None
+        if combination.second is not None:
+            self._refresh_second(combination.second, partial_out, partial_lse)
         args.mask_tiles = None
         if prepared.mask_tiles is not None:
             combination.mask_tiles.bind(self.mask_tiles, planner, combination)
@@ -161,29 +167,48 @@ class Binding:
             fill_variant(self.variant, self.traced)
         self.generation = planner.generation
 
+    def _refresh_second(self, part: Part, partial_out: int, partial_lse: int) -> None:
+        """The launch beside the first: over the same tensors, with a plan and partial results of its own."""
+        second, prepared = self.second, part.prepared
+        second.fork = self.combination.fork
+        second.attention = prepared.attention.handle
+        second.merge = None if prepared.merge is None else prepared.merge.handle
+        second.plan = self.params.plan + part.offset
+        second.partial_out = partial_out + part.partial_row * self.head_dim_vo * 4
+        second.partial_lse = partial_lse + part.partial_row * 4
+        second.num_ctas = part.result.num_ctas
+        second.num_merges = _merges_of_its_own(prepared, part.result.num_merges)
+        self.has_merge |= second.num_merges > 0
+        if prepared is not self.second_prepared:
+            found, second.box_tokens, second.query_box_rows = self._boxes_of(prepared)
+            self.second_prepared, self.second_boxes = prepared, found
+            second.boxes = None if found is None else ctypes.addressof(found)
+        self.args.second = ctypes.addressof(second)
+
     def _bind_boxes(self, prepared: Prepared) -> None:
-        """Tensor maps of K, V and q, where the kernel takes them."""
+        found, self.params.box_tokens, self.params.query_box_rows = self._boxes_of(prepared)
+        self.prepared, self.boxes = prepared, found
+        self.args.boxes = None if found is None else ctypes.addressof(found)
+
+    def _boxes_of(self, prepared: Prepared) -> tuple[host.KvBoxes | None, int, int]:
+        """Tensor maps of K, V and q, where the kernel takes them; tokens and rows of their boxes."""
         spec, options = prepared.choice.spec, self.combination.options
-        self.params.query_box_rows = 0
         tile, is_paged = spec.tile, options.kv_source == "paged"
         element_bytes = options.kv_dtype.size
         row_bytes = (options.head_dim_qk * element_bytes, options.head_dim_vo * element_bytes)
         tokens = boxes.loader_tokens(spec.loader, options.page_size, tile.tile_kv, *row_bytes) if tile else 0
-        found = host.KvBoxes()
+        found, query_rows = host.KvBoxes(), 0
         if tokens:
             found.k, found.v = (
                 boxes.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
                 for name, view in self.views.items()
             )
         if tile and prepared.choice.capability.query_boxes and spec.loader != "converted":
-            self._bind_query_boxes(found, tile.tile_q)
-        has_boxes = tokens > 0 or self.params.query_box_rows > 0
-        self.boxes, self.params.box_tokens = (found if has_boxes else None), tokens
-        self.args.boxes = ctypes.addressof(found) if has_boxes else None
-        self.prepared = prepared
+            query_rows = self._bind_query_boxes(found, tile.tile_q)
+        return (found if tokens or query_rows else None), tokens, query_rows
 
-    def _bind_query_boxes(self, found: host.KvBoxes, tile_q: int) -> None:
-        """A tensor map of q, where q has one."""
+    def _bind_query_boxes(self, found: host.KvBoxes, tile_q: int) -> int:
+        """A tensor map of q, where q has one; rows of its boxes, 0 without."""
         options = self.combination.options
         form = boxes.query_form(
             options.num_q_heads,
@@ -193,9 +218,10 @@ class Binding:
             tile_q=tile_q,
             strides=(self.params.q_row_stride, self.params.q_head_stride),
         )
-        if form is not None:
-            found.q = form
-            self.params.query_box_rows = form.box[2]
+        if form is None:
+            return 0
+        found.q = form
+        return int(form.box[2])
 
     def set_trace(self, stamps: torch.Tensor | None) -> None:
         """For measurements: until the next plan, runs write clock stamps to `stamps`, int64 [CTAs, stamps of one]."""
@@ -210,8 +236,9 @@ class Binding:
         params = self.params
         q_address, out_address = q.data_ptr(), out.data_ptr()
         if self.boxes is not None:
-            leading = (cache[0] if cache.__class__ is tuple else cache).shape[0]
-            boxes.resize(self.boxes, q.shape[0], leading, self.combination.options.kv_source == "paged", self.kv_layout)
+            self._resize(self.boxes, q, cache)
+        if self.second_boxes is not None:
+            self._resize(self.second_boxes, q, cache)
         if cache.__class__ is tuple:
             k_address, v_address = cache[0].data_ptr(), cache[1].data_ptr()
         else:
@@ -230,6 +257,10 @@ class Binding:
             params.lse = self.merge.lse = lse.data_ptr()
         if self.has_merge:
             self.merge.out = out_address
+
+    def _resize(self, found: host.KvBoxes, q: torch.Tensor, cache: Any) -> None:
+        leading = (cache[0] if cache.__class__ is tuple else cache).shape[0]
+        boxes.resize(found, q.shape[0], leading, self.combination.options.kv_source == "paged", self.kv_layout)
 
     def _misaligned(self, *addresses: int) -> RunError:
         found = [
@@ -292,3 +323,8 @@ class Binding:
             arguments.same_device(sinks, self.device, "sinks", RunError)
         self.params.sinks = None if sinks is None else sinks.data_ptr()
         self.sinks = sinks
+
+
+def _merges_of_its_own(prepared: Prepared, num_merges: int) -> int:
+    """What is merged outside the attention launch."""
+    return 0 if prepared.choice.capability.merges_in_launch else num_merges

@@ -14,6 +14,7 @@ import torch
 from . import backends, host
 from .errors import PlanError
 from .mask_tiles import MaskTiles
+from .parts import Part, Parts, largest_schedules, may_have_parts, most_few_rows
 from .prepare import Prepared, trace
 from .problem import Options
 from .slots import PlanSlot
@@ -34,15 +35,18 @@ class Combination:
     """Options, the slot that holds their plan, and the kernels for each class of rows met so far."""
 
     __slots__ = (
-        *("_checked_for", "_frozen_rows", "_prepared", "generation", "mask_tiles", "num_ctas", "num_merges", "options"),
-        "prepared",
-        "slot",
+        *("_checked_for", "_frozen_rows", "_may_have_parts", "_parts", "_prepared", "fork", "generation"),
+        *("mask_tiles", "num_ctas", "num_merges", "options", "prepared", "second", "slot"),
     )
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.slot: PlanSlot
-        self.prepared: Prepared
+        self.prepared: Prepared  # of a batch in two parts: the first one's
+        self.second: Part | None = None  # of the present plan
+        self.fork: int | None = None  # for runs of both parts, on a card
+        self._may_have_parts = may_have_parts(options)
+        self._parts: Parts | None = None  # known at the first batch whose requests differ in rows
         self.mask_tiles = MaskTiles()
         self.generation = 0  # of the wrapper's plan that this one belongs to
         self.num_ctas = self.num_merges = 0
@@ -54,28 +58,57 @@ class Combination:
 
     def plan(self, planner: Planner, slot: PlanSlot, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
         """Plans the batch that `problem` points at, into the slot."""
-        options, result = self.options, slot.result
-        self.slot = slot
+        options = self.options
+        self.slot, self.second = slot, None
         self.prepared = prepared = self._prepared_for(planner, problem.batch, total_rows)
         if planner.problem_prepared is not prepared:
             planner.problem_prepared = prepared
             problem.causal, problem.window_left = options.causal, options.window_left
             problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
             problem.has_mask_tiles = prepared.choice.spec.mask_source == "function"
+        is_uneven = self._may_have_parts and planner.lengths.struct.is_uneven
+        if not (is_uneven and self._plan_parts(planner, slot, stream)):
+            self._plan_whole(planner, slot, stream)
+        self.generation = planner.generation
+
+    def _plan_whole(self, planner: Planner, slot: PlanSlot, stream: int) -> None:
+        prepared, result = self.prepared, slot.result
         slot.plan(prepared, stream, planner.length_names)
         partial_rows = result.num_partial_rows
-        if partial_rows and partial_rows > planner.partial_rows(options.head_dim_vo):
+        if partial_rows and partial_rows > planner.partial_rows(self.options.head_dim_vo):
             raise self._too_many_partials(planner, partial_rows)
         if planner.is_graph:
             # A captured launch serves every later plan: all CTAs, which leave at once where the plan has less for them.
             self.num_ctas, self.num_merges = prepared.schedule.num_ctas, _ALL_MERGES
         else:
             self.num_ctas, self.num_merges = result.num_ctas, result.num_merges
-        self.generation = planner.generation
+
+    def _plan_parts(self, planner: Planner, slot: PlanSlot, stream: int) -> bool:
+        """Plans a batch of requests with few rows and requests with many in two, where that is better."""
+        if planner.is_graph:  # what a graph launches is the same for all its batches
+            return False
+        if self._parts is None:
+            self._parts = Parts(most_few_rows(self.options, planner.device))
+            self._may_have_parts = self._parts.most_few_rows > 0
+        parts = self._parts
+        if not planner.lengths.struct.least_rows <= parts.most_few_rows < planner.lengths.struct.most_rows:
+            return False
+        few, many = (self._prepared_for(planner, *sizes) for sizes in parts.count(planner.problem_address))
+        if few.mask_tiles or many.mask_tiles:  # which one launch before looks for, with one plan
+            return False
+        room = planner.partial_rows(self.options.head_dim_vo)
+        found = parts.plan(slot, stream, (self.prepared, few, many), room)
+        if found is None:
+            return False
+        first, self.second = found
+        self.fork = planner.fork
+        self.prepared = first.prepared
+        self.num_ctas, self.num_merges = first.result.num_ctas, first.result.num_merges
+        return True
 
     def plan_on_device(self, planner: Planner, slot: PlanSlot, tables: TableLengths, stream: int) -> None:
         """The same from lengths that live on the device, by a launch that a graph may capture."""
-        self.slot = slot
+        self.slot, self.second = slot, None
         self.prepared = prepared = self._prepared_for(planner, tables.batch, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)
         self._check_tables(planner, prepared, tables)
@@ -145,9 +178,13 @@ class Combination:
         """The public object, from the bytes that were planned last."""
         from .plan import Plan
 
-        prepared = self.prepared
+        prepared, parts = self.prepared, self._parts
         data = self.slot.last_bytes()  # first: it gives `result` the numbers of a plan that the device made
         result = host.PlanResult.from_buffer_copy(self.slot.result)
+        if self.second is not None and parts is not None:
+            from .plan_parts import PartedPlan
+
+            return PartedPlan(parts.make_plans(data), result, self.second.partial_row, parts.reasons())
         spec, notes = prepared.choice.spec, prepared.choice.reasons
         return Plan(prepared.problem, prepared.schedule, result, data, spec=spec, notes=notes)
 
@@ -155,18 +192,29 @@ class Combination:
 def workspace_bounds(
     options: Options, batch: int, total_q: int, total_kv: int, device: torch.device
 ) -> tuple[int, int]:
-    """Bytes of the float and the int workspace that no batch within these sizes exceeds."""
-    return bounds_of(Prepared(options, backends.packed_rows(options, batch, total_q), device), batch, total_q, total_kv)
+    """Bytes of the float and the int workspace that no batch within these sizes exceeds, planned as a whole or in
+    parts."""
+    prepared = Prepared(options, backends.packed_rows(options, batch, total_q), device)
+    float_bytes, int_bytes = bounds_of(prepared, batch, total_q, total_kv)
+    float_of_parts = int_of_parts = 0
+    for schedule in largest_schedules(options, prepared.schedule.num_ctas, device):
+        of_part = _bounds(options, schedule, batch, total_q, total_kv)
+        float_of_parts += of_part[0]
+        int_of_parts += -(-of_part[1] // 16) * 16  # a plan starts on 16 bytes
+    return max(float_bytes, float_of_parts), max(int_bytes, int_of_parts)
 
 
 def bounds_of(prepared: Prepared, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
-    """The same where kernel and schedule are known."""
-    options = prepared.options
+    """The same of a whole where kernel and schedule are known."""
+    return _bounds(prepared.options, prepared.schedule, batch, total_q, total_kv)
+
+
+def _bounds(options: Options, schedule: host.Schedule, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
     max_q_rows = 0 if options.uniform_q_len == 1 else total_q  # 0: one row a request, which bounds a fixed split closer
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
     host.check(
         host.load().fp_plan_bounds(
-            *(batch, max_q_rows, total_kv, options.num_q_heads, options.num_kv_heads, prepared.schedule_address),
+            *(batch, max_q_rows, total_kv, options.num_q_heads, options.num_kv_heads, ctypes.byref(schedule)),
             *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
         )
     )

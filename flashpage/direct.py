@@ -37,6 +37,7 @@ class Builtins(NamedTuple):
     run: Callable[..., int]
     lengths: Callable[..., int]
     slots_plan: Callable[..., int]
+    slots_plan_parts: Callable[..., int]
 
 
 _definitions: list[_MethodDef] = []  # builtins refer to them
@@ -47,7 +48,7 @@ def builtins() -> Builtins:
     """Made once a process."""
     if _connect():
         return Builtins(*map(_builtin, Builtins._fields))
-    return Builtins(_other_tensors, _other_tensors, lambda *_: -1, _builtin("slots_plan"))
+    return Builtins(_other_tensors, _other_tensors, lambda *_: -1, _builtin("slots_plan"), _builtin("slots_plan_parts"))
 
 
 def _other_tensors(*_: Any) -> int:

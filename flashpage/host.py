@@ -12,7 +12,7 @@ import numpy as np
 from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 
-ABI_VERSION = 6  # csrc/abi.cpp
+ABI_VERSION = 7  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
@@ -150,6 +150,7 @@ class ProblemStruct(ctypes.Structure):
         *_all(c_int32, "batch q_len_per_request"),
         *_all(IndexArray, "q_indptr kv_indptr last_page_len kv_lens"),
         *_all(c_int32, "page_size num_q_heads num_kv_heads causal window_left has_custom_mask has_mask_tiles"),
+        *_all(c_int32, "least_rows most_rows"),
     ]
 
 
@@ -180,6 +181,20 @@ class PlanResult(ctypes.Structure):
         *_all(c_int64, "mask_bytes tile_cells"),
         *_all(c_int32, "error_array error_reason"),
         *_all(c_int64, "error_index error_value error_limit"),
+    ]
+
+
+class Parts(ctypes.Structure):
+    _fields_ = [
+        *_all(c_int32, "most_few_rows few_ctas"),
+        *_all(c_float, "full_speed_share least_gain_ns"),
+        ("most_partial_rows", c_int64),
+        *_all(c_void_p, "whole few many"),
+        *_all(c_int64, "few_requests few_rows many_requests many_rows"),
+        *_all(c_double, "whole_ns parts_ns"),
+        *_all(c_int64, "second_offset second_partial_row"),
+        ("schedules", Schedule * 2),
+        ("results", PlanResult * 2),
     ]
 
 
@@ -216,11 +231,18 @@ class KvBoxes(ctypes.Structure):
     _fields_ = _all(BoxForm, "k v q")
 
 
+class SecondPart(ctypes.Structure):
+    _fields_ = [
+        *_all(c_void_p, "fork attention merge plan partial_out partial_lse boxes"),
+        *_all(c_int32, "num_ctas num_merges box_tokens query_box_rows"),
+    ]
+
+
 class RunArgs(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "attention merge params variant merge_params stream"),
         *_all(c_int32, "num_ctas num_merges enable_pdl out_dtype"),
-        *_all(c_void_p, "boxes mask_tiles mask_tiles_params"),
+        *_all(c_void_p, "boxes mask_tiles mask_tiles_params second"),
     ]
 
 
@@ -231,10 +253,7 @@ class Python(ctypes.Structure):
 
 
 class TensorForm(ctypes.Structure):
-    _fields_ = [
-        *_all(c_int32, "device_type device_index dtype dims"),
-        *_all(c_int64 * 5, "shape strides"),
-    ]
+    _fields_ = [*_all(c_int32, "device_type device_index dtype dims"), *_all(c_int64 * 5, "shape strides")]
 
 
 class BoundRun(ctypes.Structure):
@@ -246,7 +265,10 @@ class BoundRun(ctypes.Structure):
 
 
 class LengthsStruct(ctypes.Structure):
-    _fields_ = [*_all(c_void_p, "problem copies"), *_all(c_int64, "bytes_of_a_copy kv_begin")]
+    _fields_ = [
+        *_all(c_void_p, "problem copies"),
+        *_all(c_int64, "bytes_of_a_copy kv_begin least_rows most_rows is_uneven"),
+    ]
 
 
 class SlotsCall(ctypes.Structure):
@@ -273,9 +295,8 @@ PLAN_HEADER = np.dtype(
 STRUCTS = (
     *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
     *(GatherSlotsParams, BlockPattern, BlockAttentionParams, BlockWriteParams, MaskTilesParams),
-    *(IndexArray, ProblemStruct, Schedule, Tables, PlanResult, MaskedBatch),
-    *(KernelInfo, DeviceInfo),
-    *(BoxForm, KvBoxes, RunArgs),
+    *(IndexArray, ProblemStruct, Schedule, Tables, PlanResult, Parts, MaskedBatch),
+    *(KernelInfo, DeviceInfo, BoxForm, KvBoxes, SecondPart, RunArgs),
     *(Python, TensorForm, BoundRun, LengthsStruct, SlotsCall),
 )
 RECORDS = {
@@ -299,6 +320,9 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_tables_bounds": (c_int32, [c_void_p, c_void_p, POINTER(c_int64), POINTER(c_int64)]),
     "fp_tables_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int32]),
     "fp_mask_cells": (c_int64, [c_void_p, c_void_p, c_void_p]),
+    "fp_parts_count": (None, [c_void_p, c_void_p]),
+    "fp_fork_create": (c_void_p, [c_int32]),
+    "fp_fork_destroy": (None, [c_void_p]),
     "fp_slots_create": (c_void_p, [c_int32, c_int64]),
     "fp_slots_destroy": (None, [c_void_p]),
     "fp_slots_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),

@@ -47,8 +47,8 @@ class HeldLengths:
         self._names = names
         self._arrays = (problem.q_indptr, problem.kv_indptr, problem.last_page_len, problem.kv_lens)
         self._problem = problem
-        self._struct = host.LengthsStruct(problem=ctypes.addressof(problem))
-        self._address = ctypes.addressof(self._struct)
+        self.struct = host.LengthsStruct(problem=ctypes.addressof(problem))
+        self._address = ctypes.addressof(self.struct)
         self._take = direct.builtins().lengths
         self._most = 0  # requests that there is room for
         self._make_room(1023)
@@ -63,7 +63,7 @@ class HeldLengths:
     @property
     def kv_begin(self) -> int:
         """Where kv_indptr begins: pages, ragged: tokens."""
-        begin: int = self._struct.kv_begin
+        begin: int = self.struct.kv_begin
         return begin
 
     def by_request(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -76,7 +76,7 @@ class HeldLengths:
         self._most = batch
         self._bytes = 8 * (batch + 1)
         self._copies = torch.empty((4, self._bytes), dtype=torch.uint8)
-        self._struct.copies, self._struct.bytes_of_a_copy = self._copies.data_ptr(), self._bytes
+        self.struct.copies, self.struct.bytes_of_a_copy = self._copies.data_ptr(), self._bytes
 
     def _take_judged(self, batch: int, given: Lengths) -> int | None:
         """Tensors that C could not read, judged one by one."""
@@ -89,10 +89,15 @@ class HeldLengths:
             if not arguments.tensor(tensor, self._names[i], PlanError).is_cpu:
                 return None
             self._hold(i, tensor, batch + (i < 2))
-        self._struct.kv_begin = int(self._numbers(1)[0])
+        self.struct.kv_begin = int(self._numbers(1)[0])
+        self.struct.least_rows = self.struct.most_rows = self.struct.is_uneven = 0
         if given.q_indptr is None:
             return 0
         rows = self._numbers(0)
+        counts = rows.diff()
+        if len(counts := counts[counts > 0]):
+            self.struct.least_rows, self.struct.most_rows = int(counts.min()), int(counts.max())
+            self.struct.is_uneven = self.struct.least_rows != self.struct.most_rows
         return max(0, int(rows[-1]) - int(rows[0]))
 
     def _hold(self, i: int, tensor: torch.Tensor, length: int) -> None:

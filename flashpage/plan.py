@@ -39,6 +39,7 @@ class Plan:
         self.result = result
         self.spec = spec
         self.notes = tuple(notes)
+        self.num_ctas = schedule.num_ctas
         self._bytes = PlanBytes.of(data, schedule.num_ctas)
 
     def __repr__(self) -> str:
@@ -72,7 +73,7 @@ class Plan:
 
     def cta_loads(self) -> np.ndarray:
         """Nanoseconds of each CTA by the planner's cost model, [CTAs of the schedule]."""
-        return np.bincount(self._items["cta"], self._costs, self.schedule.num_ctas)
+        return np.bincount(self._items["cta"], self._costs, self.num_ctas)
 
     def traffic(self) -> Traffic:
         """Bytes and floating-point operations of one run."""
@@ -152,11 +153,11 @@ class Plan:
 
         `color` None: where stdout is a terminal; else letters stand for requests, capitals for pieces of cut units.
         """
-        return terminal(self.segments(), self.schedule.num_ctas, width, max_rows, color)
+        return terminal(self.segments(), self.num_ctas, width, max_rows, color)
 
     def to_svg(self, path: str | Path) -> None:
         """Draws the plan to a file: CTAs as rows, time to the right, one colour a request, an edge around each item."""
-        Path(path).write_text(svg(self.segments(), self.schedule.num_ctas, repr(self)[1:-1]))
+        Path(path).write_text(svg(self.segments(), self.num_ctas, repr(self)[1:-1]))
 
 
 def plan_lengths(
@@ -180,7 +181,8 @@ def plan_lengths(
     """Plans lengths on the host alone: no wrapper, no device, no kernel.
 
     `q_lens` None: one row a request (decode). `tile` and `cost` are the backend's of flashpage/tiles.py unless given.
-    `page_size` 0: ragged. PlanError where the lengths do not fit together.
+    `page_size` 0: ragged. PlanError where the lengths do not fit together. The plan is one, also where a card would
+    take a mixed batch in two parts (parts.py).
     """
     rows = [1] * len(kv_lens) if q_lens is None else list(q_lens)
     vo = head_dim if head_dim_vo is None else head_dim_vo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Planner:
         self.problem_address = ctypes.addressof(self._problem)
         self.use_int_buffer(torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
         self.problem_prepared: Prepared | None = None  # whose options the struct holds
-        self._lengths = HeldLengths(self._problem, length_names)
+        self.lengths = HeldLengths(self._problem, length_names)
         self._known: dict[Options, Combination] = {}
         self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
         self._variations: dict[Variation, Combination] = {}
@@ -100,6 +101,17 @@ class Planner:
         """Addresses of partial outputs and LSEs: the same for every plan, so that captured graphs stay right."""
         base = self.float_buffer.data_ptr()
         return base, base + self.partial_rows(head_dim_vo) * head_dim_vo * 4
+
+    @functools.cached_property
+    def fork(self) -> int | None:
+        """The side stream of runs in two parts, and its events; None on the CPU. Made with the first plan that needs
+        them."""
+        if self.device_index < 0:
+            return None
+        library = host.load()
+        handle: int = host.check_handle(library.fp_fork_create(self.device_index))
+        weakref.finalize(self, library.fp_fork_destroy, handle).atexit = False
+        return handle
 
     # ---------------------------------------------------------------- plans
 
@@ -164,7 +176,7 @@ class Planner:
         """Lengths and page numbers -> a plan for every active combination."""
         self.invalidate()
         self._tables = None
-        rows = self._lengths.take(batch, given)
+        rows = self.lengths.take(batch, given)
         if rows is None:
             self._plan_from_device(batch, given, kv_indices, non_blocking)
             return
@@ -176,7 +188,7 @@ class Planner:
         if self.capacity is not None:
             self.capacity.check_sizes(self.total_q, self.kv_end, self.options)
         if self._indices_name:
-            self.indices.set(kv_indices, self._lengths.kv_begin, self.kv_end, non_blocking, self._indices_name)
+            self.indices.set(kv_indices, self.lengths.kv_begin, self.kv_end, non_blocking, self._indices_name)
         self.is_planned = True
 
     def _plan_from_device(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
@@ -230,7 +242,7 @@ class Planner:
         """q_indptr, kv_indptr and tokens of each request."""
         if self._tables is not None:
             return self._tables.numbers()
-        q_indptr, kv_indptr, last_page_len, kv_lens = self._lengths.by_request()
+        q_indptr, kv_indptr, last_page_len, kv_lens = self.lengths.by_request()
         page_size = self._problem.page_size
         if q_indptr is None:
             q_indptr = torch.arange(self.batch + 1) * self._problem.q_len_per_request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class PlanSlot:
 
     __slots__ = (
         *("__weakref__", "_call", "_call_address", "_capacity", "_destroy", "_device_index", "_handle", "_plan"),
+        "_plan_parts",
         *("_is_read_back", "_staging_bytes", "memory", "result"),
     )
 
@@ -45,7 +47,7 @@ class PlanSlot:
         self.result = host.PlanResult()
         self._call = host.SlotsCall(problem=problem_address, result=ctypes.addressof(self.result))
         self._call_address = ctypes.addressof(self._call)
-        self._plan = direct.builtins().slots_plan
+        self._plan, self._plan_parts = direct.builtins().slots_plan, direct.builtins().slots_plan_parts
         self._is_read_back = False  # the plan was made where `memory` is
         self.use_memory(memory)
         self._make_ring(_STAGING_BYTES)
@@ -57,14 +59,23 @@ class PlanSlot:
 
     def plan(self, prepared: Prepared, stream: int, names: tuple[str, str, str, str]) -> None:
         """Plans and starts the copy, in the stream's order; `result` has the numbers."""
+        status = self._made_by(self._plan, prepared.schedule_address, stream)
+        if status:
+            raise self._error(status, prepared, names)
+
+    def plan_parts(self, parts_address: int, stream: int) -> bool:
+        """The same of a host.Parts; False where the lengths or the memory do not allow it."""
+        return self._made_by(self._plan_parts, parts_address, stream) == host.OK
+
+    def _made_by(self, plan: Callable[..., int], how_address: int, stream: int) -> int:
+        """The status of a plan into staging slots that are large enough."""
         self._is_read_back = False
-        status = self._plan(self._call_address, prepared.schedule_address, stream)
+        status = plan(self._call_address, how_address, stream)
         if status == host.WORKSPACE_TOO_SMALL and self._staging_bytes < self.result.used_bytes <= self._capacity:
             self._destroy()
             self._make_ring(1 << (self.result.used_bytes - 1).bit_length())
-            status = self._plan(self._call_address, prepared.schedule_address, stream)
-        if status:
-            raise self._error(status, prepared, names)
+            status = plan(self._call_address, how_address, stream)
+        return status
 
     def plan_tables(self, prepared: Prepared, tables: TableLengths, kernel: int | None, stream: int, pdl: bool) -> None:
         """Plans where the lengths are, in the stream's order. `result` has what the host knows: sizes, no numbers."""

@@ -103,8 +103,10 @@ class PlanRunWrapper(EngineState):
 
     @property
     def resolved_backend(self) -> str:
-        """The name of the kernel that the present plan runs."""
-        return self._last_combination().prepared.choice.spec.kernel
+        """The name of the kernel that the present plan runs; of two, joined by " + "."""
+        combination = self._last_combination()
+        parts = [combination.prepared] + ([combination.second.prepared] if combination.second else [])
+        return " + ".join(prepared.choice.spec.kernel for prepared in parts)
 
     @property
     def last_plan(self) -> Any:

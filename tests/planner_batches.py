@@ -27,6 +27,14 @@ class Batch:
     has_mask_tiles: bool = False
     q_start: int = 0
     kv_start: int = 0
+    least_rows: int = 0  # of the requests that the plan serves
+    most_rows: int = 0  # 0: any number
+
+    @property
+    def served_q_lens(self) -> np.ndarray:
+        """Rows that the plan has work for."""
+        is_served = (self.q_lens >= self.least_rows) & ((self.q_lens <= self.most_rows) | (self.most_rows == 0))
+        return np.where(is_served, self.q_lens, 0)
 
     @property
     def group(self) -> int:
@@ -112,6 +120,8 @@ def problem_of(batch: Batch, arrays: dict[str, np.ndarray | None]) -> host.Probl
         batch.window_left,
         int(batch.has_custom_mask),
         int(batch.has_mask_tiles),
+        batch.least_rows,
+        batch.most_rows,
     )
 
 

@@ -13,7 +13,7 @@ from flashpage import host
 
 def all_units(batch: Batch, tile_q: int) -> dict[str, np.ndarray]:
     """Every (request, KV head, row tile) of a batch with the token range that any of its rows sees."""
-    tiles = -(-(batch.q_lens.astype(np.int64) * batch.group) // tile_q)
+    tiles = -(-(batch.served_q_lens.astype(np.int64) * batch.group) // tile_q)
     request = np.repeat(np.arange(len(tiles)), tiles)
     tile = np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
     q_len, kv_len = batch.q_lens[request].astype(np.int64), batch.kv_lens[request].astype(np.int64)
@@ -134,7 +134,7 @@ def _check_items(planned: Planned) -> None:
     request = items["request"]
     pages = -(-batch.kv_lens.astype(np.int64) // batch.page_size) if batch.page_size else batch.kv_lens.astype(np.int64)
     mask_bytes = -(-(batch.q_lens.astype(np.int64) * batch.kv_lens) // 8) * batch.has_custom_mask
-    cells = -(-batch.q_lens.astype(np.int64) * batch.group // planned.cutting.tile_q)
+    cells = -(-batch.served_q_lens.astype(np.int64) * batch.group // planned.cutting.tile_q)
     cells *= -(-batch.kv_lens // (32 * planned.cutting.tile_kv))
     cells *= batch.has_mask_tiles and not batch.has_custom_mask
     expected = {

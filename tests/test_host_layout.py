@@ -18,6 +18,8 @@ C_NAMES = {
     "Schedule": "fp_schedule",
     "Tables": "fp_tables",
     "PlanResult": "fp_plan_result",
+    "Parts": "fp_parts",
+    "SecondPart": "fp_second_part",
     "MaskedBatch": "fp_masked_batch",
     "KernelInfo": "fp_kernel_info",
     "DeviceInfo": "fp_device_info",

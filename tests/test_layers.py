@@ -44,10 +44,10 @@ LAYERS = [
         *("problem", "backends", "boxes", "lengths", "caches", "multi_item", "row_mask", "prepare", "quantization"),
         *("slots", "table_lengths"),
     },
-    {"plan", "plan_picture", "plan_units"},
+    {"plan", "plan_parts", "plan_picture", "plan_units"},
     {
         *("binding", "capacity", "combination", "engine_plan", "engine_state", "mask_tiles", "ops", "plan_inputs"),
-        *("planner", "run_checks", "wrapper"),
+        *("parts", "planner", "run_checks", "wrapper"),
     },
     {
         *("attention", "cascade", "cascade_fold", "cascade_levels", "cascade_prefix", "cascade_window", "decode"),

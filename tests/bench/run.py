@@ -35,6 +35,7 @@ BENCHMARKS = {
     "load": Benchmark(("load_bench.py",), "what the decode kernel's loaders read alone (Hopper)", needs_gpu=True),
     "prefill": Benchmark(("gpu.py", "prefill"), "prefill and append on the GPU beside the peers", needs_gpu=True),
     "more-prefill": Benchmark(("gpu.py", "more-prefill"), "other lengths, groups, windows and dims", needs_gpu=True),
+    "mixed": Benchmark(("mixed.py",), "prompts beside decodes in one batch, and either alone", needs_gpu=True),
     "cascade": Benchmark(("cascade.py",), "requests that share tokens, beside flat decode", needs_gpu=True),
     "engine": Benchmark(("engine.py",), "the engine's tokens per second over this and other attention", needs_gpu=True),
     "parallel": Benchmark(("parallel.py",), "a context spread over two cards, beside one card", needs_gpu=True),

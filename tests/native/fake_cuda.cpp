@@ -1,6 +1,7 @@
 // A libcuda.so.1 that records calls instead of driving a card, for tests/test_host_cuda.py: what the host library asks
 // of the driver, in which order, under which context and capture mode. It refuses what a driver refuses while a stream
 // is captured.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -13,11 +14,13 @@ using namespace flashpage::cuda;
 namespace {
 
 struct FakeEvent {
-  bool recorded = false;
-  int copies_before = 0;  // of all copies, how many it waits for
+  int number;                // in the order of their creation
+  bool is_captured = false;  // recorded while a stream was captured: no event of the device's
+  int copies_before = 0;     // of all copies, how many it waits for
 };
 
 std::string record;
+int events = 0;
 int copies = 0, copies_done = 0;  // asynchronous copies to the device
 bool capturing = false;
 int failing_launches = 0;
@@ -32,6 +35,13 @@ Context context_of(int device) { return reinterpret_cast<Context>(static_cast<si
 void note(const std::string& text) {
   record += text + " ctx=" + std::to_string(reinterpret_cast<size_t>(current)) +
             " mode=" + std::to_string(capture_mode) + "\n";
+}
+
+std::string name_of(Stream stream) { return "stream=" + std::to_string(reinterpret_cast<size_t>(stream)); }
+
+// Its line of the record: which event, and on which stream.
+void note_event(const char* name, Event event, Stream stream) {
+  note(std::string(name) + " " + std::to_string(reinterpret_cast<FakeEvent*>(event)->number) + " " + name_of(stream));
 }
 
 Result unsafe(const char* name) {
@@ -95,7 +105,7 @@ EXPORT Result cuLaunchKernelEx(const LaunchConfig* config, Function function, vo
   text += " grid=" + std::to_string(config->grid_x * config->grid_y * config->grid_z);
   text += " block=" + std::to_string(config->block_x * config->block_y * config->block_z);
   text += " shared=" + std::to_string(config->shared_bytes);
-  text += " stream=" + std::to_string(reinterpret_cast<size_t>(config->stream));
+  text += " " + name_of(config->stream);
   for (unsigned i = 0; i < config->num_attributes; ++i) {
     const LaunchAttribute& attribute = config->attributes[i];
     text += " attribute" + std::to_string(attribute.id) + "=" +
@@ -137,28 +147,41 @@ EXPORT Result cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, size_t by
 EXPORT Result cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, size_t bytes, Stream) {
   return memcpy(to, reinterpret_cast<void*>(from), bytes), unsafe("copy_back");
 }
-EXPORT Result cuEventCreate(Event* event, unsigned) {
-  return *event = reinterpret_cast<Event>(new FakeEvent), note("event_create"), success;
+EXPORT Result cuEventCreate(Event* event, unsigned flags) {
+  *event = reinterpret_cast<Event>(new FakeEvent{++events});
+  return note("event_create"), flags == event_disable_timing ? success : 1;
 }
 EXPORT Result cuEventDestroy_v2(Event event) {
   return delete reinterpret_cast<FakeEvent*>(event), note("event_destroy"), success;
 }
-EXPORT Result cuEventRecord(Event event, Stream) {
-  *reinterpret_cast<FakeEvent*>(event) = {true, copies};
-  return note("event_record"), capturing ? 901 : success;
+EXPORT Result cuEventRecord(Event event, Stream stream) {
+  auto* recorded = reinterpret_cast<FakeEvent*>(event);
+  recorded->is_captured = capturing;
+  recorded->copies_before = copies;
+  return note_event("event_record", event, stream), success;
 }
 EXPORT Result cuEventQuery(Event event) {
-  if (Result refused = unsafe("event_query")) return refused;
-  return reinterpret_cast<FakeEvent*>(event)->copies_before <= copies_done ? success : 600;
+  const auto* asked = reinterpret_cast<FakeEvent*>(event);
+  if (Result refused = asked->is_captured ? 907 : unsafe("event_query")) return refused;
+  return asked->copies_before <= copies_done ? success : 600;
 }
 EXPORT Result cuEventSynchronize(Event event) {
-  copies_done = std::max(copies_done, reinterpret_cast<FakeEvent*>(event)->copies_before);
-  return unsafe("event_synchronize");
+  auto* awaited = reinterpret_cast<FakeEvent*>(event);
+  copies_done = std::max(copies_done, awaited->copies_before);
+  return awaited->is_captured ? 907 : unsafe("event_synchronize");
 }
 EXPORT Result cuStreamCreate(Stream* stream, unsigned flags) {
   return *stream = reinterpret_cast<Stream>(77), flags == stream_non_blocking ? unsafe("stream_create") : 1;
 }
-EXPORT Result cuStreamDestroy_v2(Stream) { return success; }
+EXPORT Result cuStreamCreateWithPriority(Stream* stream, unsigned flags, int priority) {
+  *stream = reinterpret_cast<Stream>(78);
+  return flags == stream_non_blocking && priority < 0 ? unsafe("stream_create_with_priority") : 1;
+}
+EXPORT Result cuStreamWaitEvent(Stream stream, Event event, unsigned flags) {
+  note_event("wait_event", event, stream);
+  return flags != 0 || reinterpret_cast<FakeEvent*>(event)->is_captured != capturing ? 1 : success;
+}
+EXPORT Result cuStreamDestroy_v2(Stream stream) { return note("stream_destroy " + name_of(stream)), success; }
 EXPORT Result cuStreamSynchronize(Stream) { return unsafe("stream_synchronize"); }
 EXPORT Result cuStreamIsCapturing(Stream, int* status) { return *status = capturing, success; }
 EXPORT Result cuThreadExchangeStreamCaptureMode(int* mode) { return std::swap(*mode, capture_mode), success; }

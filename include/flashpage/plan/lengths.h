@@ -22,6 +22,11 @@ struct Lengths {
   i32 page_size;  // tokens; 0: ragged
   bool has_custom_mask;
   i32 cell_tokens;  // of a cell of mask tiles (tile/mask_tiles.h), where a mask function has them; 0: none has
+  i32 least_rows;   // of a request that the plan serves; others keep their place and have no row tiles
+  i32 most_rows;    // 0: any number
+
+  bool serves_all() const { return least_rows == 0 && most_rows == 0; }
+  bool serves(i64 q_len) const { return q_len >= least_rows && (most_rows == 0 || q_len <= most_rows); }
 };
 
 struct Request {
@@ -30,7 +35,7 @@ struct Request {
   i32 q_begin;      // rows
   i32 q_len;        // rows
   i32 kv_len;       // tokens
-  i32 tiles;        // row tiles; 0: no rows
+  i32 tiles;        // row tiles; 0: no rows, or not served
   i32 number;       // how many before this request have any
   double cost;      // of everything before this request on the cost axis, ns
 };
@@ -67,6 +72,7 @@ struct KvTokens {
 struct LengthTotals {
   i64 q_rows = 0;  // q_indptr's last entry
   KvTokens kv;
+  KvTokens served;     // of the requests that the plan serves
   i64 kv_entries = 0;  // kv_indptr's last entry: pages, ragged: tokens
   i64 mask_bytes = 0;
   i64 tile_cells = 0;
@@ -89,6 +95,16 @@ struct PlainInt32 {
   i64 operator[](i64 i) const { return data[i]; }
   const i32* data;
 };
+
+inline KvTokens served_tokens(const Lengths& lengths, i32 group, i32 tile_q, const Request* requests) {
+  KvTokens served;
+  for (i32 i = 0; i < lengths.batch; ++i) {
+    const Request& request = requests[i];
+    if (request.tiles == 0) continue;
+    served = served + KvTokens::of(request.kv_len, request.tiles, has_few_rows(request.q_len, group, tile_q));
+  }
+  return served;
+}
 
 // Reads and checks every request. `group` and `tile_q` give the row tiles.
 template <class Index>
@@ -138,6 +154,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
       const i64 limit = max_i32 / max_of<i64>(group, 1);
       if (q_len > limit || tiles * num_kv_heads > max_i32)
         return {LengthArray::q_indptr, overflow, i + 1, q_len, limit};
+      if (!lengths.serves(q_len)) tiles = 0;
     }
     requests[i] = {kv_begin,
                    totals.mask_bytes + totals.tile_cells,  // one of them
@@ -155,6 +172,7 @@ LengthFault read_lengths(const Lengths& lengths, i32 num_kv_heads, i32 group, i3
   }
   totals.q_rows = q_end;
   totals.kv_entries = kv_end;
+  totals.served = lengths.serves_all() ? totals.kv : served_tokens(lengths, group, tile_q, requests);
   return {};
 }
 

@@ -1,0 +1,118 @@
+"""A mixed batch as two plans that run side by side: requests of few rows for a kernel that reads keys and values at the
+speed of memory, requests of many rows for one that computes.
+
+Each part has a share of the CTAs, so that both end together (csrc/parts.cpp). Both plans lie in one slot, and both
+launches of a run are one foreign call: the first on a side stream, the second on the caller's. A batch that has one
+kind of requests, or too little work of one kind, is planned as a whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from typing import TYPE_CHECKING
+
+from . import backends, host
+from .prepare import Prepared
+from .problem import Options
+from .slots import PlanSlot
+
+if TYPE_CHECKING:
+    import torch
+
+    from .plan import Plan
+
+# Of the CTAs: with so many the memory is as busy as with all. An SM reads at most 47 GB/s; its share of 4.55 TB/s, by
+# which tiles.py prices decodes, is 34.5.
+FULL_SPEED_SHARE = 34.5 / 47.0
+LEAST_GAIN_NS = 6000.0  # by the cost model, which knows nothing of the second launch and its events
+_MANY_ROWS = 1 << 20
+
+
+def may_have_parts(options: Options) -> bool:
+    """Not with masks, whose tiles are looked up for one plan, and not where a batch must not choose tile and split."""
+    return not (options.uniform_q_len or options.is_batch_invariant or options.has_mask)
+
+
+def most_few_rows(options: Options, device: torch.device) -> int:
+    """Rows of q up to which a request belongs to the first part of a batch; 0: no batch has parts."""
+    few, many = (backends.choose(backends.Problem(options, rows), device).capability for rows in (1, _MANY_ROWS))
+    works = few is not many and few.runs_beside and many.runs_beside
+    return few.max_packed_rows // options.group_size if works else 0
+
+
+def largest_schedules(options: Options, num_ctas: int, device: torch.device) -> list[host.Schedule]:
+    """Of both parts, with the largest row tiles: for memory that two plans need at most. Empty: no batch has parts."""
+    if not may_have_parts(options) or not (limit := most_few_rows(options, device)):
+        return []
+    choices = (
+        backends.choose(backends.Problem(options, rows), device) for rows in (limit * options.group_size, _MANY_ROWS)
+    )
+    return [backends.schedule(choice, options, num_ctas) for choice in choices]
+
+
+@dataclasses.dataclass
+class Part:
+    """One of the two, for its launch."""
+
+    prepared: Prepared
+    result: host.PlanResult
+    offset: int  # bytes, in the slot's memory
+    partial_row: int  # where its partial results begin
+
+
+class Parts:
+    """Of one combination of options: the newest batch that was planned in two."""
+
+    __slots__ = ("_address", "_prepared", "_struct", "most_few_rows")
+
+    def __init__(self, limit: int) -> None:
+        self.most_few_rows = limit
+        self._struct = host.Parts(most_few_rows=limit)
+        self._address = ctypes.addressof(self._struct)
+        self._prepared: tuple[Prepared, Prepared, Prepared]
+
+    def count(self, problem_address: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Requests and rows of each part."""
+        found = self._struct
+        host.load().fp_parts_count(problem_address, self._address)
+        return (found.few_requests, found.few_rows), (found.many_requests, found.many_rows)
+
+    def plan(
+        self, slot: PlanSlot, stream: int, prepared: tuple[Prepared, Prepared, Prepared], partial_rows: int
+    ) -> tuple[Part, Part] | None:
+        """Plans the batch in two, where that is better and there is room; `prepared`: of the whole batch, of the
+        requests with few rows, and of those with many."""
+        struct, (whole, few, many) = self._struct, prepared
+        struct.whole, struct.few, struct.many = whole.schedule_address, few.schedule_address, many.schedule_address
+        struct.full_speed_share, struct.least_gain_ns = FULL_SPEED_SHARE, LEAST_GAIN_NS
+        struct.most_partial_rows = partial_rows
+        self._prepared = prepared
+        if not slot.plan_parts(self._address, stream) or not struct.few_ctas:
+            return None
+        return (
+            Part(few, struct.results[0], 0, 0),
+            Part(many, struct.results[1], struct.second_offset, struct.second_partial_row),
+        )
+
+    def make_plans(self, data: bytes) -> tuple[Plan, Plan]:
+        """The public objects, of the slot's bytes."""
+        from .plan import Plan
+
+        struct, made = self._struct, []
+        for i, offset in enumerate((0, struct.second_offset)):
+            prepared, result = self._prepared[1 + i], host.PlanResult.from_buffer_copy(struct.results[i])
+            schedule = host.Schedule.from_buffer_copy(struct.schedules[i])
+            plan_bytes = data[offset : offset + result.used_bytes]
+            spec, notes = prepared.choice.spec, prepared.choice.reasons
+            made.append(Plan(prepared.problem, schedule, result, plan_bytes, spec=spec, notes=notes))
+        return made[0], made[1]
+
+    def reasons(self) -> tuple[str, ...]:
+        """Why there are two, for Plan.explain()."""
+        found = self._struct
+        return (
+            f"two plans side by side: {found.few_requests} requests of at most {found.most_few_rows} rows on "
+            f"{found.schedules[0].num_ctas} CTAs, {found.many_requests} of more on {found.schedules[1].num_ctas}",
+            f"by the cost model {found.parts_ns / 1e3:.3g} us, as one plan {found.whole_ns / 1e3:.3g} us",
+        )
