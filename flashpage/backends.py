@@ -287,8 +287,8 @@ def schedule(choice: Choice, options: Options, num_ctas: int) -> host.Schedule:
 
 
 # What waits for memory needs few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an H200's 132 SMs
-# as on all of them. Beside them, a prefill of 4,096 rows gets 39 SMs by this, where 1.0 leaves it 29.
-_FEW_ROWS_COST = 0.65
+# as on all of them. Beside them, a prefill of 4,096 rows gets 36 SMs by this (1.0: 29).
+_FEW_ROWS_COST = 0.75
 
 _WAVE_BYTES = 16 << 20  # a third of Hopper's L2 (tests/bench/NOTES.md)
 
