@@ -57,28 +57,13 @@ struct PrefillCompute {
   static constexpr bool joined = Shared::queries > 1;
 
   FP_DEVICE void run() {
-    run_units([&](float (&scores)[1][tokens / 8][4]) { attend(scores); });
-  }
-
- protected:
-  // attend(scores): a unit whose first scores are there; joined: it leaves with those of the next one.
-  FP_DEVICE void run_units(auto&& attend) {
     if (thread == 0) stamp<Traits>(params, Stamp::start);
     if (group == Warps::groups - 1) pass_turn();
     float scores[1][tokens / 8][4];
-    bool is_scored = false;
-    while (true) {
-      if (!is_scored) first_scores(scores[0]);
-      const TiledPlace& tiled = tiled_place();
-      if (tiled.place.done) break;
+    first_scores(scores[0]);
+    while (!tiled_place().place.done) {
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
-      const bool has_rows = tiled.place.unit.num_rows > group * 64;  // a unit of decode has the first group's alone
-      is_scored = joined && has_rows;
-      if (has_rows) {
-        attend(scores);
-      } else {
-        sit_out();
-      }
+      attend(scores);
     }
     if (group == 0) await_turn();  // every arrival has its wait
     if (thread == 0) {
@@ -87,6 +72,7 @@ struct PrefillCompute {
     }
   }
 
+ protected:
   FP_DEVICE void await_turn() const { ptx::named_barrier(turn_barrier + group, 256); }
   FP_DEVICE void pass_turn() const {
     ptx::named_barrier_arrive(turn_barrier + (group + 1 == Warps::groups ? 0 : group + 1), 256);
@@ -126,16 +112,7 @@ struct PrefillCompute {
     if constexpr (Warps::by_rows) ptx::fence_before_products();
   }
 
-  // What these hold is of no use any more. Said where a unit's end branches: ptxas would keep it through both ways, and
-  // find no registers for products side by side (C7511).
-  FP_DEVICE static void forget(float (&scores)[tokens / 8][4]) {
-    float unset[tokens / 8][4];
-#pragma unroll
-    for (int n = 0; n < tokens / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[n][e] = unset[n][e];
-  }
-
+  // A unit whose first scores are there; leaves with those of the next one.
   FP_DEVICE void attend(float (&scores)[1][tokens / 8][4]) {
     const TiledPlace& tiled = tiled_place();
     const WorkItem& item = tiled.place.item;
@@ -161,9 +138,8 @@ struct PrefillCompute {
     Probabilities probabilities;
     Softmax::begin(state, scores, probabilities, softmax_scale);
     bool keys_there = false, values_there = false;  // seen before they are wanted
-    // A tile, or the short one: its scores beside the values of the tile before.
-    const auto step = [&]<class Product>(Product) {
-      auto& now = reinterpret_cast<float (&)[1][Product::columns / 8][4]>(scores);
+#pragma unroll 1
+    while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) + short_tokens < tokens_of_unit.end) {
       if (!keys_there) shared.key_ring.wait_full(turn + 1);
       ++turn;
       if constexpr (has_mask_tiles<Traits>) {
@@ -172,86 +148,73 @@ struct PrefillCompute {
       }
       if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
       await_turn();
-      issue_scores<Product>(now[0], turn);
+      issue_scores<KeyProduct>(scores[0], turn);
       if constexpr (!Warps::by_rows) await_values(turn - 1, values_there);
       issue_values<tokens>(values[0], probabilities, turn - 1, true);
       values_there = shared.value_ring.is_full(turn);
       keys_there = shared.key_ring.is_full(turn + 1);
       // Both: the last products of values end some ten cycles after they could be issued, and what they read is free.
       ptx::wgmma_wait<0>();
-      ptx::wgmma_settle(now[0]);
+      ptx::wgmma_settle(scores[0]);
       ptx::wgmma_settle(values[0]);
       release(shared.key_ring, turn);
       release(shared.value_ring, turn - 1);
-      look_through(now);
-      if (Softmax::run(state, now, probabilities, softmax_scale, factor)) state.rescale(values, factor);
-    };
-    // The last tile's values, and the next unit's first scores behind them.
-    const auto finish = [&]<class Product>(Product) {
-      await_values(turn, values_there);
-      ++unit_turn;
-      if constexpr (joined) {
-        ++turn;
-        await_first_keys();
-        await_turn();
-        issue_values<Product::columns>(values[0], probabilities, turn - 1, false);
-        issue_scores<KeyProduct>(scores[0], turn);
-      } else {
-        await_turn();
-        issue_values<Product::columns>(values[0], probabilities, turn++, false);
-      }
-      pass_turn();
-      ptx::wgmma_wait<joined ? 1 : 0>();
-      ptx::wgmma_settle(values[0]);
-    };
-#pragma unroll 1
-    while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) + short_tokens < tokens_of_unit.end)
-      step(KeyProduct{});
-    bool ends_short = false;
+      look_through(scores);
+      if (Softmax::run(state, scores, probabilities, softmax_scale, factor)) state.rescale(values, factor);
+    }
+    const bool ends_short = short_tokens > 0 && first < tokens_of_unit.end;
     if constexpr (short_tokens > 0) {
-      ends_short = first < tokens_of_unit.end;
-      if (ends_short) {
-        forget(scores[0]);
-        step(ShortKeyProduct{});
-        forget(scores[0]);
-        finish(ShortKeyProduct{});
+      if (ends_short) {  // written out: as one function with the tiles above, ptxas made both slower
+        auto& short_scores = reinterpret_cast<float (&)[1][short_tokens / 8][4]>(scores);
+        if (Warps::by_rows || !keys_there) shared.key_ring.wait_full(turn + 1);
+        ++turn;
+        if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
+        await_turn();
+        issue_scores<ShortKeyProduct>(short_scores[0], turn);
+        if constexpr (!Warps::by_rows) await_values(turn - 1, values_there);
+        issue_values<tokens>(values[0], probabilities, turn - 1, true);
+        values_there = !Warps::by_rows && shared.value_ring.is_full(turn);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_settle(short_scores[0]);
+        ptx::wgmma_settle(values[0]);
+        release(shared.key_ring, turn);
+        release(shared.value_ring, turn - 1);
+        look_through(short_scores);
+        if (Softmax::run(state, short_scores, probabilities, softmax_scale, factor)) state.rescale(values, factor);
       }
     }
-    if (!ends_short) {
-      if constexpr (short_tokens > 0) forget(scores[0]);
-      finish(KeyProduct{});
+    await_values(turn, values_there);
+    ++unit_turn;
+    if constexpr (joined) {
+      ++turn;
+      await_first_keys();
+      await_turn();
+      if (ends_short) {
+        issue_values<short_tokens>(values[0], probabilities, turn - 1, false);
+      } else {
+        issue_values<tokens>(values[0], probabilities, turn - 1, false);
+      }
+      issue_scores<KeyProduct>(scores[0], turn);
+    } else {
+      await_turn();
+      if (ends_short) {
+        issue_values<short_tokens>(values[0], probabilities, turn++, false);
+      } else {
+        issue_values<tokens>(values[0], probabilities, turn++, false);
+      }
     }
+    pass_turn();
+    ptx::wgmma_wait<joined ? 1 : 0>();
+    ptx::wgmma_settle(values[0]);
     release(shared.value_ring, turn - 1);
     write(state, values[0], tiled.place, query_tile(unit_turn - 1));
     if (thread == 0) stamp<Traits>(params, Stamp::written);
     __syncwarp();
     release(shared.place_ring, unit_turn - 1);
-    if constexpr (joined) finish_first_scores(scores[0]);
-  }
-
-  // In place of attend, by a group without rows: takes its turns, and gives back what others compute with.
-  FP_DEVICE void sit_out() {
-    const UnitTokens& tokens_of_unit = tiled_place().tokens;
-    i32 first = tokens_of_unit.first;
-#pragma unroll 1
-    while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) < tokens_of_unit.end) {
-      shared.key_ring.wait_full(++turn);
-      take_tile();
-      shared.value_ring.wait_full(turn - 1);
-      await_turn();
-      pass_turn();
-      __syncwarp();
-      release(shared.key_ring, turn);
-      release(shared.value_ring, turn - 1);
-    }
-    shared.value_ring.wait_full(turn);
-    __syncwarp();
-    release(shared.value_ring, turn++);
-    release(shared.query_ring, unit_turn);
-    release(shared.place_ring, unit_turn++);
-    if constexpr (!joined) {  // a turn for the last values
-      await_turn();
-      pass_turn();
+    if constexpr (joined) {
+      finish_first_scores(scores[0]);
+    } else {
+      first_scores(scores[0]);
     }
   }
 

@@ -36,10 +36,23 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
       : Base(shared, params, args) {}
 
   FP_DEVICE void run() {
-    this->run_units([&](float (&scores)[1][tokens / 8][4]) { attend(scores); });
+    if (thread == 0) stamp<Traits>(params, Stamp::start);
+    if (group == Warps::groups - 1) this->pass_turn();
+    float scores[1][tokens / 8][4];
+    this->first_scores(scores[0]);
+    while (!this->tiled_place().place.done) {
+      if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
+      attend(scores);
+    }
+    if (group == 0) this->await_turn();  // every arrival has its wait
+    if (thread == 0) {
+      stamp<Traits>(params, Stamp::end);
+      stamp<Traits>(params, Stamp::sm);
+    }
   }
 
  private:
+  // A unit whose first scores are there; leaves with those of the next one.
   FP_DEVICE void attend(float (&scores)[1][tokens / 8][4]) {
     const TiledPlace& tiled = this->tiled_place();
     const WorkItem& item = tiled.place.item;
@@ -123,7 +136,11 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
     if (thread == 0) stamp<Traits>(params, Stamp::written);
     __syncwarp();
     this->release(shared.place_ring, unit_turn - 1);
-    if constexpr (Base::joined) this->finish_first_scores(scores[0]);
+    if constexpr (Base::joined) {
+      this->finish_first_scores(scores[0]);
+    } else {
+      this->first_scores(scores[0]);
+    }
   }
 
   // values += P V. `pass`: the turn, shortly before the last step, so that the next group's products follow at once.

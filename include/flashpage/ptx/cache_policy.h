@@ -11,11 +11,4 @@ FP_DEVICE u64 evict_first() {
   return policy;
 }
 
-// As without a policy.
-FP_DEVICE u64 evict_normal() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 }  // namespace flashpage::ptx

@@ -2,7 +2,6 @@
 // its rows.
 #pragma once
 #include "flashpage/memory/kv_rows.h"
-#include "flashpage/ptx/cache_policy.h"
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/mbarrier.h"
@@ -29,7 +28,6 @@ struct BoxTiles {
     i64 offset;  // paged: of the first page number; ragged: of the first row
     i32 kv_head, first_token, kv_begin, kv_end;
     i32 tiles;
-    bool is_read_once;  // no other unit reads it: what they share stays in the L2
     Found found, found_next;
   };
   struct Extent {
@@ -60,7 +58,6 @@ struct BoxTiles {
     const Extent covered = extent(unit);
     source.first_token = covered.first_token;
     source.tiles = covered.tiles;
-    source.is_read_once = unit.first_row == 0 && unit.num_rows < Traits::tile_q;
     return source;
   }
   // The first look-ups begin: of the first two tiles in turn.
@@ -73,7 +70,6 @@ struct BoxTiles {
   FP_DEVICE void load(Source& source, int ahead, u32 to, u32 barrier) const {
     if (ptx::elect_one()) ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
     __syncwarp();
-    const u64 policy = source.is_read_once ? ptx::evict_first() : ptx::evict_normal();
     int boxes = tokens >> box_shift;
     if constexpr (has_mask_tiles<Traits>) boxes = ptx::opaque(boxes);  // registers are few
     for (int i = 0; i < boxes; ++i) {
@@ -84,7 +80,7 @@ struct BoxTiles {
 #pragma unroll
         for (int block = 0; block < Rows::blocks; ++block)
           ptx::tensor_copy(box + block * Rows::block_bytes, map, barrier, block * Rows::block_columns, row,
-                           source.kv_head, page, policy);
+                           source.kv_head, page);
       }
     }
     source.found = source.found_next;

@@ -5,6 +5,5 @@
 namespace flashpage::ptx {
 
 inline u64 evict_first() { return 0; }
-inline u64 evict_normal() { return 0; }
 
 }  // namespace flashpage::ptx
