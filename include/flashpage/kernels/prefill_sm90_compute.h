@@ -164,7 +164,7 @@ struct PrefillCompute {
     }
     const bool ends_short = short_tokens > 0 && first < tokens_of_unit.end;
     if constexpr (short_tokens > 0) {
-      if (ends_short) {  // written out: as one function with the tiles above, ptxas made both slower
+      if (ends_short) {  // written out: with one function for both, ptxas makes other code of the tiles above
         auto& short_scores = reinterpret_cast<float (&)[1][short_tokens / 8][4]>(scores);
         if (Warps::by_rows || !keys_there) shared.key_ring.wait_full(turn + 1);
         ++turn;
