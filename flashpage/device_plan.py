@@ -118,8 +118,8 @@ class PrefillOnDevice:
     ) -> None:
         """Plans by one small kernel on the current stream: nothing is copied, the host neither waits nor knows the
         lengths. Captured in a graph, in front of the runs, it plans anew at every replay, from what the tensors hold
-        then; call it once before the capture. The plan is the one that `plan` makes of the same lengths, but
-        for its waves over long contexts.
+        then; call it once before the capture. The plan is the one that `plan` makes of the same lengths, but of a
+        mixed batch there is one, not two.
 
         Args:
             qo_indptr: [batch + 1] int32 on the device, where each request's rows begin in q.
