@@ -33,12 +33,12 @@ def render(spec: KernelSpec) -> str:
 def short_tokens(spec: KernelSpec) -> int:
     """Half a tile, in whole steps of the value product; 0: none.
 
-    Only where it was seen to help and ptxas finds registers for it: of other head dims and variants it puts products
-    one after the other (C7511) or spills. Tiles of a mask are not known to be a unit's last ones.
+    Only where it was seen to help and ptxas finds registers for it: of other head dims, loaders and variants it puts
+    products one after the other (C7511) or spills. Tiles of a mask are not known to be a unit's last ones.
     """
     assert spec.tile is not None
     wide = spec.tile.tile_kv >= 160 and spec.head_dim_qk == spec.head_dim_vo == 128
-    plain = spec.mask_source == "implicit" and spec.variant == VariantSpec() and not spec.kv_dtype.is_fp8
+    plain = spec.mask_source == "implicit" and spec.variant == VariantSpec() and spec.loader == "boxes"
     return -(-spec.tile.tile_kv // 32) * 16 if wide and plain else 0
 
 

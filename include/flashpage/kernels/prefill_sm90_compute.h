@@ -164,16 +164,16 @@ struct PrefillCompute {
     }
     const bool ends_short = short_tokens > 0 && first < tokens_of_unit.end;
     if constexpr (short_tokens > 0) {
+      static_assert(!Warps::by_rows);
       if (ends_short) {  // written out: with one function for both, ptxas makes other code of the tiles above
         auto& short_scores = reinterpret_cast<float (&)[1][short_tokens / 8][4]>(scores);
-        if (Warps::by_rows || !keys_there) shared.key_ring.wait_full(turn + 1);
+        if (!keys_there) shared.key_ring.wait_full(turn + 1);
         ++turn;
-        if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
         await_turn();
         issue_scores<ShortKeyProduct>(short_scores[0], turn);
-        if constexpr (!Warps::by_rows) await_values(turn - 1, values_there);
+        await_values(turn - 1, values_there);
         issue_values<tokens>(values[0], probabilities, turn - 1, true);
-        values_there = !Warps::by_rows && shared.value_ring.is_full(turn);
+        values_there = shared.value_ring.is_full(turn);
         ptx::wgmma_wait<0>();
         ptx::wgmma_settle(short_scores[0]);
         ptx::wgmma_settle(values[0]);
