@@ -331,7 +331,6 @@ struct fp_lengths {
   int64_t kv_begin;         // written: where kv_indptr begins
   int64_t least_rows;       // written: of q, of a request that has any, as q_indptr says (0 without)
   int64_t most_rows;        // written
-  int64_t is_uneven;        // written: the two differ
 };
 // (address of an fp_lengths, batch, q_indptr, kv_indptr, last_page_len, kv_lens; each a tensor, all but the second may
 // be None). Returns the rows of the batch as q_indptr says (0 without); -1 where an argument is no host tensor of int32

@@ -179,12 +179,11 @@ void find_extremes(const T* ends, int64_t requests, fp_lengths& to) {
   }
   to.most_rows = static_cast<int64_t>(most);
   to.least_rows = most > 0 ? static_cast<int64_t>(least) + 1 : 0;
-  to.is_uneven = to.least_rows != to.most_rows;
 }
 
 void find_extremes(fp_lengths& to) {
   const fp_index_array& rows = to.problem->q_indptr;
-  to.least_rows = to.most_rows = to.is_uneven = 0;
+  to.least_rows = to.most_rows = 0;
   if (rows.data == nullptr) return;
   if (rows.is_int64) return find_extremes(static_cast<const int64_t*>(rows.data), rows.length - 1, to);
   find_extremes(static_cast<const int32_t*>(rows.data), rows.length - 1, to);

@@ -276,7 +276,7 @@ def schedule(choice: Choice, options: Options, num_ctas: int) -> host.Schedule:
         tile_kv=tile.tile_kv,
         ns_per_token=cost.ns_per_token,
         ns_per_unit=cost.ns_per_unit,
-        few_rows_cost=_FEW_ROWS_COST if choice.spec.kernel == "prefill_sm90" else 1.0,
+        few_rows_cost=cost.few_rows_cost,
         ns_per_piece=cost.ns_per_piece,
         min_piece_tokens=cost.min_piece_tokens,
         max_pieces=cost.max_pieces if piece == SPLIT_BALANCED else 0,
@@ -285,10 +285,6 @@ def schedule(choice: Choice, options: Options, num_ctas: int) -> host.Schedule:
         wave_tokens=_wave_tokens(choice.spec),
     )
 
-
-# What waits for memory needs few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an H200's 132 SMs
-# as on all of them. Beside them, a prefill of 4,096 rows gets 36 SMs by this (1.0: 29).
-_FEW_ROWS_COST = 0.75
 
 _WAVE_BYTES = 16 << 20  # a third of Hopper's L2 (tests/bench/NOTES.md)
 

@@ -66,7 +66,8 @@ class Combination:
             problem.causal, problem.window_left = options.causal, options.window_left
             problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
             problem.has_mask_tiles = prepared.choice.spec.mask_source == "function"
-        is_uneven = self._may_have_parts and planner.lengths.struct.is_uneven
+        lengths = planner.lengths.struct
+        is_uneven = self._may_have_parts and lengths.least_rows != lengths.most_rows
         if not (is_uneven and self._plan_parts(planner, slot, stream)):
             self._plan_whole(planner, slot, stream)
         self.generation = planner.generation

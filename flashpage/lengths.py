@@ -90,14 +90,13 @@ class HeldLengths:
                 return None
             self._hold(i, tensor, batch + (i < 2))
         self.struct.kv_begin = int(self._numbers(1)[0])
-        self.struct.least_rows = self.struct.most_rows = self.struct.is_uneven = 0
+        self.struct.least_rows = self.struct.most_rows = 0
         if given.q_indptr is None:
             return 0
         rows = self._numbers(0)
         counts = rows.diff()
         if len(counts := counts[counts > 0]):
             self.struct.least_rows, self.struct.most_rows = int(counts.min()), int(counts.max())
-            self.struct.is_uneven = self.struct.least_rows != self.struct.most_rows
         return max(0, int(rows[-1]) - int(rows[0]))
 
     def _hold(self, i: int, tensor: torch.Tensor, length: int) -> None:

@@ -53,8 +53,8 @@ CASES = [
     prefill("host-short", "half a tile at the end, or less", (70, 9), (400, 326), **BF16),
     prefill("host-short-page-1", "row by row", (40,), (363,), page_size=1, **BF16),
     prefill("host-short-window", "a unit's only tile", (40,), (380,), window_left=20, **BF16),
-    prefill("host-few-rows", "a group without any", (1, 20, 3), (700, 30, 0), **{**BF16, "causal": False}),
-    prefill("host-few-rows-dim-64", "two of three groups", (1, 40), (300, 40), **{**BF16, "head_dim": 64}),
+    prefill("host-few-rows", "fewer than one group has", (1, 20, 3), (700, 30, 0), **{**BF16, "causal": False}),
+    prefill("host-few-rows-dim-64", "and than two of three have", (1, 40), (300, 40), **{**BF16, "head_dim": 64}),
     prefill("host-few-rows-dim-256", "and one Q", (2, 40, 1), (200, 40, 170), **{**BF16, "head_dim": 256}),
     prefill("host-mask", "tiles of a mask", (70, 40), (500, 300), **MASK),
     prefill("host-mask-page-1", "and row by row", (70,), (500,), page_size=1, **MASK),
@@ -122,7 +122,7 @@ CASES += [
     prefill("host-q8-dim-256", "tiles of 96", (40, 3), (200, 300), **{**Q8, "head_dim": 256}),
     prefill("host-q8-192-128", "values of other width", (40,), (300,), head_dim_vo=128, **{**Q8, "head_dim": 192}),
     prefill("host-q8-sums", "tiles added up, rescaled", (20,), (4300,), page_size=64, sm_scale=1.0, **Q8),
-    prefill("host-q8-few-rows", "a group without any", (1, 20, 3), (300, 30, 0), **{**Q8, "causal": False}),
+    prefill("host-q8-few-rows", "fewer than one group has", (1, 20, 3), (300, 30, 0), **{**Q8, "causal": False}),
     prefill("host-q8-page-5", "fp16 on their way", (40,), (200,), page_size=5, **Q8),
 ]
 

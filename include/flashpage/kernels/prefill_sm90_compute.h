@@ -196,12 +196,9 @@ struct PrefillCompute {
       }
       issue_scores<KeyProduct>(scores[0], turn);
     } else {
+      static_assert(short_tokens == 0);
       await_turn();
-      if (ends_short) {
-        issue_values<short_tokens>(values[0], probabilities, turn++, false);
-      } else {
-        issue_values<tokens>(values[0], probabilities, turn++, false);
-      }
+      issue_values<tokens>(values[0], probabilities, turn++, false);
     }
     pass_turn();
     ptx::wgmma_wait<joined ? 1 : 0>();

@@ -165,8 +165,7 @@ class Partitioner {
         if (attempt == 0) likely = level + product(fill.excess, per_share_);
         level = 0.5 * (too_low + max);
       }
-      // Nothing is better than `too_low`. Of a small batch, what is left to gain is not worth the time of looking for
-      // it.
+      // Nothing is better than `too_low`. What is left to gain of a small batch is not worth a search.
       const double small = min_of(small_gain * too_low, small_gain_in_pieces * rules_.ns_per_piece);
       if (best.max <= too_low + max_of(good_enough * too_low, small)) break;
       const bool as_promised = best.max <= max_of(mean * (1.0 + promised), mean + rules_.ns_per_piece);
