@@ -31,15 +31,15 @@ def render(spec: KernelSpec) -> str:
 
 
 def short_tokens(spec: KernelSpec) -> int:
-    """Half a tile, in whole steps of the value product; 0: none.
+    """Of the tile that a unit may end with: half of a whole one, in steps of the value product. 0: there is none.
 
-    Only where it was seen to help and ptxas finds registers for it: of other head dims, loaders and variants it puts
-    products one after the other (C7511) or spills. Tiles of a mask are not known to be a unit's last ones.
+    Tiles of a mask are not known to be a unit's last ones; kernels of three warpgroups or with a variant's code have no
+    registers for it.
     """
     assert spec.tile is not None
-    wide = spec.tile.tile_kv >= 160 and spec.head_dim_qk == spec.head_dim_vo == 128
-    plain = spec.mask_source == "implicit" and spec.variant == VariantSpec() and spec.loader == "boxes"
-    return -(-spec.tile.tile_kv // 32) * 16 if wide and plain else 0
+    plain = spec.mask_source == "implicit" and spec.loader == "boxes" and spec.variant == VariantSpec()
+    has_room = spec.tile.tile_q == 128 and spec.tile.tile_kv >= 80 and spec.head_dim_vo >= 128
+    return -(-spec.tile.tile_kv // 32) * 16 if plain and has_room else 0
 
 
 def _product(name: str, columns: int, kind: str, *, a_in_registers: bool, b_by_columns: bool) -> str:

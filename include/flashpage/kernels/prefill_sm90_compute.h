@@ -112,7 +112,16 @@ struct PrefillCompute {
     if constexpr (Warps::by_rows) ptx::fence_before_products();
   }
 
-  // A unit whose first scores are there; leaves with those of the next one.
+  // What these hold is of no use any more. Said where a unit's end branches: ptxas would keep it through both ways, and
+  // find no registers for products side by side (C7511).
+  FP_DEVICE static void forget(float (&scores)[tokens / 8][4]) {
+    float unset[tokens / 8][4];
+#pragma unroll
+    for (int n = 0; n < tokens / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[n][e] = unset[n][e];
+  }
+
   FP_DEVICE void attend(float (&scores)[1][tokens / 8][4]) {
     const TiledPlace& tiled = tiled_place();
     const WorkItem& item = tiled.place.item;
@@ -138,8 +147,9 @@ struct PrefillCompute {
     Probabilities probabilities;
     Softmax::begin(state, scores, probabilities, softmax_scale);
     bool keys_there = false, values_there = false;  // seen before they are wanted
-#pragma unroll 1
-    while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) + short_tokens < tokens_of_unit.end) {
+    // A tile, or the short one: its scores beside the values of the tile before.
+    const auto step = [&]<class Product>(Product) {
+      auto& now = reinterpret_cast<float (&)[1][Product::columns / 8][4]>(scores);
       if (!keys_there) shared.key_ring.wait_full(turn + 1);
       ++turn;
       if constexpr (has_mask_tiles<Traits>) {
@@ -148,61 +158,55 @@ struct PrefillCompute {
       }
       if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
       await_turn();
-      issue_scores<KeyProduct>(scores[0], turn);
+      issue_scores<Product>(now[0], turn);
       if constexpr (!Warps::by_rows) await_values(turn - 1, values_there);
       issue_values<tokens>(values[0], probabilities, turn - 1, true);
       values_there = shared.value_ring.is_full(turn);
       keys_there = shared.key_ring.is_full(turn + 1);
       // Both: the last products of values end some ten cycles after they could be issued, and what they read is free.
       ptx::wgmma_wait<0>();
-      ptx::wgmma_settle(scores[0]);
+      ptx::wgmma_settle(now[0]);
       ptx::wgmma_settle(values[0]);
       release(shared.key_ring, turn);
       release(shared.value_ring, turn - 1);
-      look_through(scores);
-      if (Softmax::run(state, scores, probabilities, softmax_scale, factor)) state.rescale(values, factor);
-    }
-    const bool ends_short = short_tokens > 0 && first < tokens_of_unit.end;
-    if constexpr (short_tokens > 0) {
-      static_assert(!Warps::by_rows);
-      if (ends_short) {  // written out: with one function for both, ptxas makes other code of the tiles above
-        auto& short_scores = reinterpret_cast<float (&)[1][short_tokens / 8][4]>(scores);
-        if (!keys_there) shared.key_ring.wait_full(turn + 1);
+      look_through(now);
+      if (Softmax::run(state, now, probabilities, softmax_scale, factor)) state.rescale(values, factor);
+    };
+    // The last tile's values, and the next unit's first scores behind them.
+    const auto finish = [&]<class Product>(Product) {
+      await_values(turn, values_there);
+      ++unit_turn;
+      if constexpr (joined) {
         ++turn;
+        await_first_keys();
         await_turn();
-        issue_scores<ShortKeyProduct>(short_scores[0], turn);
-        await_values(turn - 1, values_there);
-        issue_values<tokens>(values[0], probabilities, turn - 1, true);
-        values_there = shared.value_ring.is_full(turn);
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_settle(short_scores[0]);
-        ptx::wgmma_settle(values[0]);
-        release(shared.key_ring, turn);
-        release(shared.value_ring, turn - 1);
-        look_through(short_scores);
-        if (Softmax::run(state, short_scores, probabilities, softmax_scale, factor)) state.rescale(values, factor);
-      }
-    }
-    await_values(turn, values_there);
-    ++unit_turn;
-    if constexpr (joined) {
-      ++turn;
-      await_first_keys();
-      await_turn();
-      if (ends_short) {
-        issue_values<short_tokens>(values[0], probabilities, turn - 1, false);
+        issue_values<Product::columns>(values[0], probabilities, turn - 1, false);
+        issue_scores<KeyProduct>(scores[0], turn);
       } else {
-        issue_values<tokens>(values[0], probabilities, turn - 1, false);
+        await_turn();
+        issue_values<Product::columns>(values[0], probabilities, turn++, false);
       }
-      issue_scores<KeyProduct>(scores[0], turn);
-    } else {
-      static_assert(short_tokens == 0);
-      await_turn();
-      issue_values<tokens>(values[0], probabilities, turn++, false);
+      pass_turn();
+      ptx::wgmma_wait<joined ? 1 : 0>();
+      ptx::wgmma_settle(values[0]);
+    };
+#pragma unroll 1
+    while (has_mask_tiles<Traits> ? !tile.is_last : (first += tokens) + short_tokens < tokens_of_unit.end)
+      step(KeyProduct{});
+    bool ends_short = false;
+    if constexpr (short_tokens > 0) {
+      ends_short = first < tokens_of_unit.end;
+      if (ends_short) {
+        forget(scores[0]);
+        step(ShortKeyProduct{});
+        forget(scores[0]);
+        finish(ShortKeyProduct{});
+      }
     }
-    pass_turn();
-    ptx::wgmma_wait<joined ? 1 : 0>();
-    ptx::wgmma_settle(values[0]);
+    if (!ends_short) {
+      if constexpr (short_tokens > 0) forget(scores[0]);
+      finish(KeyProduct{});
+    }
     release(shared.value_ring, turn - 1);
     write(state, values[0], tiled.place, query_tile(unit_turn - 1));
     if (thread == 0) stamp<Traits>(params, Stamp::written);
