@@ -329,6 +329,7 @@ struct fp_lengths {
   char* copies;             // of the four arrays, one behind the other
   int64_t bytes_of_a_copy;  // room for batch + 1 numbers of 64 bits
   int64_t kv_begin;         // written: where kv_indptr begins
+  int64_t kv_end;           // written: where it ends
   int64_t least_rows;       // written: of q, of a request that has any, as q_indptr says (0 without)
   int64_t most_rows;        // written
 };

@@ -200,6 +200,7 @@ int64_t take_lengths(fp_lengths& to, int64_t batch, void* const* tensors) {
   if (problem.kv_indptr.data == nullptr) return -1;
   problem.batch = static_cast<int32_t>(batch);
   to.kv_begin = number(problem.kv_indptr, 0);
+  to.kv_end = number(problem.kv_indptr, batch);
   find_extremes(to);
   if (problem.q_indptr.data == nullptr) return 0;
   const int64_t rows = number(problem.q_indptr, batch) - number(problem.q_indptr, 0);

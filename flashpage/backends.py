@@ -43,6 +43,7 @@ class Capability:
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
     mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel finds
     query_boxes: bool = False  # it takes q by a tensor map where q has one
+    pairs: Callable[[KernelSpec], bool] = lambda spec: False  # two CTAs of a cluster may read a unit's K and V together
     runs_beside: bool = False  # with one CTA an SM, it shares the SMs with another launch of the same run (parts.py)
 
     def refusals(self, problem: Problem, sm: int) -> list[str]:
@@ -120,6 +121,12 @@ def _sm90_prefill(options: Options, rows: int, variant: VariantSpec, mask_source
     )
 
 
+def _pairs(spec: KernelSpec) -> bool:
+    """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two."""
+    is_light = inner_loop(spec.mask_source, spec.position_encoding, spec.variant) in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    return spec.loader in ("boxes", "transposed") and spec.mask_source == "implicit" and is_light
+
+
 def _boxes_or_rows(options: Options) -> str:
     row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
     return "boxes" if are_whole(options.page_size, *row_bytes) else "rows"
@@ -161,6 +168,7 @@ PREFILL_SM90 = Capability(
     loader=_prefill_loader,
     query_boxes=True,
     mask_tiles=_visits_tiles,
+    pairs=_pairs,
     runs_beside=True,
 )
 
@@ -226,7 +234,7 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
             mask_source = _mask_source(problem, capability, variant)
             tile, cost = capability.schedule(options, problem.packed_rows, variant, mask_source)
             has_mask = options.has_mask or variant.mask
-            notes = (
+            notes: tuple[str, ...] = (
                 f"kernel {capability.kernel}: the first that can",
                 *(f"refused {reason}" for reason in refused),
                 f"tile {tile.tile_q} packed rows x {tile.tile_kv} tokens, for about "
@@ -235,6 +243,9 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
                 *([_mask_note(problem, capability, mask_source)] if has_mask else []),
             )
             spec = _spec(options, capability, tile, variant, mask_source)
+            if problem.has_long_contexts and capability.pairs(spec):
+                spec = dataclasses.replace(spec, tile=tile.paired())
+                notes += ("two CTAs of a cluster read K and V together, each with half of the rows: one CTA below",)
             return Choice(spec, cost, capability, notes)
         refused.append(f"{capability.kernel}: {'; '.join(reasons)}")
     raise CapabilityError("no kernel can honour this request:\n  " + "\n  ".join(refused))

@@ -16,7 +16,7 @@ from .errors import PlanError
 from .mask_tiles import MaskTiles
 from .parts import Part, Parts, largest_schedules, may_have_parts, most_few_rows
 from .prepare import Prepared, trace
-from .problem import Options
+from .problem import Options, has_long_contexts
 from .slots import PlanSlot
 from .spec import VariantSpec
 
@@ -53,14 +53,15 @@ class Combination:
         # Where a batch does not change the class of rows, it is known now.
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = backends.packed_rows(options, 0, 0) if is_constant else 0
-        self._prepared: dict[tuple[int, VariantSpec | None, bool], Prepared] = {}
+        self._prepared: dict[tuple[int, VariantSpec | None, bool, bool], Prepared] = {}
         self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
 
     def plan(self, planner: Planner, slot: PlanSlot, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
         """Plans the batch that `problem` points at, into the slot."""
         options = self.options
         self.slot, self.second = slot, None
-        self.prepared = prepared = self._prepared_for(planner, problem.batch, total_rows)
+        is_long = not planner.is_graph and has_long_contexts(options, problem.batch, total_rows, planner.given_tokens)
+        self.prepared = prepared = self._prepared_for(planner, problem.batch, total_rows, has_long_contexts=is_long)
         if planner.problem_prepared is not prepared:
             planner.problem_prepared = prepared
             problem.causal, problem.window_left = options.causal, options.window_left
@@ -128,7 +129,15 @@ class Combination:
         needed = partial_bytes(partial_rows.value, self.options.head_dim_vo), int_bytes.value
         self._check_workspaces(planner, needed, "batches of these sizes")
 
-    def _prepared_for(self, planner: Planner, batch: int, total_rows: int, has_known_lengths: bool = True) -> Prepared:
+    def _prepared_for(
+        self,
+        planner: Planner,
+        batch: int,
+        total_rows: int,
+        *,
+        has_known_lengths: bool = True,
+        has_long_contexts: bool = False,
+    ) -> Prepared:
         options = self.options
         capacity = planner.capacity
         if capacity is not None:
@@ -137,10 +146,10 @@ class Combination:
         if planner.is_graph:
             self._frozen_rows = rows  # one kernel for all batches of a graph
         variant = None if options.variant is None else trace(options, 1.0, planner.device).spec
-        key = rows, variant, has_known_lengths and not planner.is_graph
+        key = rows, variant, has_known_lengths and not planner.is_graph, has_long_contexts
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = Prepared(options, rows, planner.device, key[-1])
+            prepared = Prepared(options, rows, planner.device, *key[-2:])
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = prepared

@@ -12,7 +12,7 @@ import numpy as np
 from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 
-ABI_VERSION = 7  # csrc/abi.cpp
+ABI_VERSION = 8  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
@@ -267,7 +267,7 @@ class BoundRun(ctypes.Structure):
 class LengthsStruct(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "problem copies"),
-        *_all(c_int64, "bytes_of_a_copy kv_begin least_rows most_rows"),
+        *_all(c_int64, "bytes_of_a_copy kv_begin kv_end least_rows most_rows"),
     ]
 
 

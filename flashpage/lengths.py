@@ -89,7 +89,7 @@ class HeldLengths:
             if not arguments.tensor(tensor, self._names[i], PlanError).is_cpu:
                 return None
             self._hold(i, tensor, batch + (i < 2))
-        self.struct.kv_begin = int(self._numbers(1)[0])
+        self.struct.kv_begin, self.struct.kv_end = int(self._numbers(1)[0]), int(self._numbers(1)[-1])
         self.struct.least_rows = self.struct.most_rows = 0
         if given.q_indptr is None:
             return 0

@@ -214,6 +214,13 @@ class Planner:
         """The kernel that plans; None: the CPU does without."""
         return None if self.device_index < 0 else jit.get_kernel(KernelSpec("plan"), self.device).handle
 
+    @property
+    def given_tokens(self) -> int:
+        """Of the batch that is being planned, as far as kv_indptr tells."""
+        held = self.lengths.struct
+        tokens: int = (held.kv_end - held.kv_begin) * max(1, self._problem.page_size)
+        return tokens
+
     def check_longest(self, max_q_len: int | None, max_kv_len: int | None) -> None:
         """Bounds that the caller gave beside the lengths."""
         result = self._slots[0].result

@@ -96,6 +96,23 @@ class Problem:
     packed_rows: int  # query rows x group_size of a request and KV head, the batch's average
     batch: int = 0
     has_known_lengths: bool = True  # the host plans for each run: no captured launch serves other batches
+    has_long_contexts: bool = False  # has_long_contexts() of the batch
+
+
+# Tokens that a row sees x group size. CTAs in pairs read K and V once for both, 2 to 5% of the time (tests/bench/
+# NOTES.md), but compute on 64 / group_size hidden tokens more a unit where masks are causal.
+_LONG_CONTEXT = 3200
+_ROWS_FOR_PAIRS = 1024  # packed: a request's last pair may have half of its rows
+
+
+def has_long_contexts(options: Options, batch: int, total_rows: int, total_tokens: int) -> bool:
+    """Whether rows of many tiles see so much, on average, that the tiles at the edge of a mask hardly count."""
+    if not batch or options.is_batch_invariant or total_rows * options.group_size < _ROWS_FOR_PAIRS * batch:
+        return False
+    tokens = (total_tokens - total_rows / 2 if options.causal else total_tokens) / batch
+    if options.window_left >= 0:
+        tokens = min(tokens, options.window_left + 1)
+    return tokens * options.group_size >= _LONG_CONTEXT
 
 
 def check_options(

@@ -21,6 +21,11 @@ class Tile:
     stages: int  # KV tiles in flight
     ctas_per_sm: int = 1  # CUDA: what registers are bounded for
     warps_v: int = 1  # warps side by side along the value columns
+    ctas: int = 1  # of a cluster: each has its part of the rows, and they read the tokens once
+
+    def paired(self) -> Tile:
+        """For two CTAs that have as many rows each."""
+        return dataclasses.replace(self, tile_q=2 * self.tile_q, ctas=2)
 
 
 class InnerLoop(enum.Enum):

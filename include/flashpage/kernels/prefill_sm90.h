@@ -24,13 +24,13 @@ struct PrefillSm90 {
                             const MaskTilesParams& mask_tiles) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    shared.key_ring.init(Warps::key_arrivals, Warps::computing);
-    shared.value_ring.init(Warps::value_arrivals, Warps::computing);
+    shared.key_ring.init(Warps::key_arrivals, Warps::computing * Traits::ctas);
+    shared.value_ring.init(Warps::value_arrivals, Warps::computing * (Warps::transposes ? 1 : Traits::ctas));
     shared.place_ring.init(1, Warps::place_readers);
     shared.query_ring.init(Warps::query_arrivals, Warps::computing);
-    if constexpr (Warps::transposes) shared.staged_ring.init(1, Warps::transposing);
+    if constexpr (Warps::transposes) shared.staged_ring.init(1, Warps::transposing * Traits::ctas);
     if (threadIdx.x == 0) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.edge), 1);
+      for (u64& edge : shared.edge) ptx::mbarrier_init(ptx::shared_address(&edge), 1);
       ptx::mbarrier_init_fence();
       if (Warps::by_boxes) {
         ptx::prefetch_tensor_map(maps.k);
@@ -42,7 +42,11 @@ struct PrefillSm90 {
       if (threadIdx.x < Warps::loading) Shared::Tiles::init(shared.staged_barriers[threadIdx.x]);
     }
     clear_padding(shared);
-    __syncthreads();
+    if constexpr (Traits::ctas == 1) {
+      __syncthreads();
+    } else {
+      ptx::cluster_barrier();  // the other CTA has barriers too
+    }
     ptx::grid_dependency_wait();
     if (threadIdx.x < Warps::loading * 32) {
       ptx::give_registers_back<Warps::loading_registers>();
@@ -52,6 +56,7 @@ struct PrefillSm90 {
       ptx::take_registers<Warps::computing_registers>();
       Compute(shared, params, args).run();
     }
+    if constexpr (Traits::ctas > 1) ptx::cluster_barrier();  // the other CTA arrives at barriers here
   }
 
  private:

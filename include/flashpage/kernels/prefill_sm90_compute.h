@@ -45,7 +45,7 @@ struct PrefillCompute {
   int thread = threadIdx.x - Warps::loading * 32;
   int lane = threadIdx.x % 32;
   int group = thread / 128;
-  int first_row = thread / 32 * 16;
+  int first_row = thread / 32 * 16 + cta_row();  // of the unit, the warp's
   u32 turn = 0;               // of the tile whose scores are multiplied
   u32 unit_turn = 0;          // of its unit
   TileInTurn<Traits> tile{};  // whose scores are multiplied, where the loading warps tell it
@@ -103,7 +103,7 @@ struct PrefillCompute {
   FP_DEVICE void finish_first_scores(float (&scores)[tokens / 8][4]) const {
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(scores);
-    if (!tiled_place().place.done) release(shared.key_ring, turn);
+    if (!tiled_place().place.done) release_tile(shared.key_ring, turn);
   }
 
   // Rows, and the keys before them, came by cp.async.
@@ -167,8 +167,8 @@ struct PrefillCompute {
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(now[0]);
       ptx::wgmma_settle(values[0]);
-      release(shared.key_ring, turn);
-      release(shared.value_ring, turn - 1);
+      release_tile(shared.key_ring, turn);
+      release_tile(shared.value_ring, turn - 1);
       look_through(now);
       if (Softmax::run(state, now, probabilities, softmax_scale, factor)) state.rescale(values, factor);
     };
@@ -207,7 +207,7 @@ struct PrefillCompute {
       if constexpr (short_tokens > 0) forget(scores[0]);
       finish(KeyProduct{});
     }
-    release(shared.value_ring, turn - 1);
+    release_tile(shared.value_ring, turn - 1);
     write(state, values[0], tiled.place, query_tile(unit_turn - 1));
     if (thread == 0) stamp<Traits>(params, Stamp::written);
     __syncwarp();
@@ -219,6 +219,16 @@ struct PrefillCompute {
     }
   }
 
+  // Of the unit, the CTA's first.
+  FP_DEVICE static int cta_row() {
+    if constexpr (Traits::ctas == 1) return 0;
+    return static_cast<int>(ptx::cluster_rank()) * Traits::tile_q;
+  }
+
+  template <class Ring>
+  FP_DEVICE void release_tile(const Ring& ring, u32 turn) const {
+    flashpage::release_tile<Traits>(ring, turn, lane);
+  }
   template <class Ring>
   FP_DEVICE void release(const Ring& ring, u32 turn) const {
     if (lane == 0) ring.release(turn);
@@ -292,7 +302,7 @@ struct PrefillCompute {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
-        *reinterpret_cast<u32*>(tile + OutRows::byte_offset(first_row + half * 8 + lane / 4, at * 2)) =
+        *reinterpret_cast<u32*>(tile + OutRows::byte_offset(first_row - cta_row() + half * 8 + lane / 4, at * 2)) =
             ptx::pack2<typename Traits::Out>(first, second);
       });
     }
@@ -321,7 +331,7 @@ struct PrefillCompute {
 #pragma unroll
     for (int i = 0; i < parts; ++i) {
       const int row = (i * 32 + lane) / chunks, chunk = (i * 32 + lane) % chunks;
-      if (row < 16) part[i] = *reinterpret_cast<const uint4*>(tile + OutRows::chunk_offset(first_row + row, chunk));
+      if (row < 16) part[i] = *reinterpret_cast<const uint4*>(tile + OutRows::chunk_offset(first_row - cta_row() + row, chunk));
     }
     __syncwarp();
     release(shared.query_ring, unit_turn - 1);

@@ -95,7 +95,7 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
       keys_there = shared.key_ring.is_full(turn + 1);
       ptx::wgmma_wait<1>();
       ptx::wgmma_settle(scores[0]);
-      this->release(shared.key_ring, turn);
+      this->release_tile(shared.key_ring, turn);
       prepare();
       const bool outgrown = state.raise(scores, softmax_scale, factor);
       ptx::wgmma_wait<0>();

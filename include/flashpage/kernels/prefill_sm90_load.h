@@ -17,6 +17,7 @@ struct PrefillLoad {
   using Shared = PrefillShared<Traits>;
   using Warps = PrefillWarps<Traits>;
   static constexpr int tokens = Shared::tokens;
+  static constexpr int unit_rows = Traits::tile_q * Traits::ctas;
 
   Shared& shared;
   const AttentionParams& params;
@@ -104,16 +105,17 @@ struct PrefillLoad {
 
   FP_DEVICE void load_values() const {
     const ValueTiles values(params, maps.v);
-    const u32 edge = ptx::shared_address(&shared.edge);
-    u32 turn = 0, edges = 0;
+    u32 turn = 0, phases = 0;  // of the edges, a bit each
     for_each_tile(values, [&](typename ValueTiles::Source& source, Turns& turns) {
       shared.value_ring.wait_empty(turn);
-      u8* to = shared.values[shared.value_ring.slot(turn)];
-      const u32 full = shared.value_ring.full_barrier(turn++);
+      const u32 slot = shared.value_ring.slot(turn), edge_slot = slot % Shared::edges;
+      u8* to = shared.values[slot];
+      const u32 full = shared.value_ring.full_barrier(turn++), edge = ptx::shared_address(&shared.edge[edge_slot]);
       const bool has_hidden = values.has_hidden(source, turns.now());
       values.load(source, turns.ahead(), ptx::shared_address(to), has_hidden ? edge : full);
       if (!has_hidden) return;
-      ptx::mbarrier_wait(edge, edges++ & 1);  // a probability of zero would not hide NaN
+      ptx::mbarrier_wait(edge, phases >> edge_slot & 1);  // a probability of zero would not hide NaN
+      phases ^= 1 << edge_slot;
       values.clear_hidden(source, turns.now(), to);
       if (lane == 0) ptx::mbarrier_arrive(full);
     });
@@ -146,8 +148,7 @@ struct PrefillLoad {
       Transposed::transpose(ptx::shared_address(from), ptx::shared_address(shared.values[shared.value_ring.slot(turn)]),
                             warp % Warps::transposing, lane);
       hand_over(shared.value_ring.full_barrier(turn));
-      if (lane == 0) shared.staged_ring.release(turn);
-      ++turn;
+      release_tile<Traits>(shared.staged_ring, turn++, lane);
     });
   }
 
@@ -299,7 +300,7 @@ struct PrefillLoad {
   // Rows beyond the unit are of another request, or zero: nothing comes of them.
   FP_DEVICE void load_query_boxes(const WorkItem& item, const Unit& unit, u32 to, u32 barrier) const {
     using Rows = typename Shared::QueryRows;
-    const i32 row = item.q_begin + static_cast<i32>(params.group.div(unit.first_row));
+    const i32 row = item.q_begin + static_cast<i32>(params.group.div(unit.first_row + first_row()));
     const i32 head = unit.kv_head * static_cast<i32>(params.group.divisor);
     if (lane == 0) {
       ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
@@ -322,11 +323,17 @@ struct PrefillLoad {
     const Query* first = static_cast<const Query*>(params.q);
 #pragma unroll 1
     for (int i = lane; i < Traits::tile_q * chunks; i += 32) {
-      const int row = i / chunks, chunk = i % chunks;
-      ptx::cp_async<16>(to + Rows::chunk_offset(row, chunk),
+      const int local_row = i / chunks, chunk = i % chunks, row = first_row() + local_row;
+      ptx::cp_async<16>(to + Rows::chunk_offset(local_row, chunk),
                         first + query_offset(params, item, unit, row) + chunk * (16 / int(sizeof(Query))),
                         row < unit.num_rows);
     }
+  }
+
+  // Of the unit's, this CTA's.
+  FP_DEVICE static int first_row() {
+    if constexpr (Traits::ctas == 1) return 0;
+    return static_cast<int>(ptx::cluster_rank()) * Traits::tile_q;
   }
 
   FP_DEVICE Extent extent_of(const Unit& unit) const {
@@ -348,7 +355,7 @@ struct PrefillLoad {
       if constexpr (has_mask_tiles<Traits>) {
         shared.cursor.start(mask_tiles);
       } else {
-        shared.cursor.start(params.plan, blockIdx.x);
+        shared.cursor.start(params.plan, blockIdx.x / Traits::ctas);
       }
       publish(0);
     }
@@ -359,9 +366,9 @@ struct PrefillLoad {
     shared.place_ring.wait_empty(turn);
     TiledPlace& to = shared.places[shared.place_ring.slot(turn)];
     if (turn == 0) {
-      shared.cursor.first(params, Traits::tile_q, to.place);
+      shared.cursor.first(params, unit_rows, to.place);
     } else {
-      shared.cursor.next(params, Traits::tile_q, 1, shared.places[shared.place_ring.slot(turn - 1)].place, to.place);
+      shared.cursor.next(params, unit_rows, 1, shared.places[shared.place_ring.slot(turn - 1)].place, to.place);
     }
     const Unit& unit = to.place.unit;
     i32 first_token = 0;

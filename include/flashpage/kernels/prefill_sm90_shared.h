@@ -11,6 +11,16 @@
 
 namespace flashpage {
 
+// By a warp that has read a tile: to who loads it, in all CTAs of a cluster, which load it together.
+template <class Traits, class Ring>
+FP_DEVICE void release_tile(const Ring& ring, u32 turn, int lane) {
+  if constexpr (Traits::ctas == 1) {
+    if (lane == 0) ring.release(turn);
+  } else {
+    if (lane < Traits::ctas) ring.release_to(turn, lane);
+  }
+}
+
 template <class Traits>
 struct PrefillWarps {
   static constexpr bool by_rows = Traits::loader == Loader::rows;
@@ -21,6 +31,7 @@ struct PrefillWarps {
   static constexpr int computing = Traits::warps_q;
   static constexpr int groups = computing / 4;  // warpgroups of 64 rows
   static constexpr int threads = 32 * (loading + computing);
+  static_assert(Traits::ctas == 1 || (Traits::ctas == 2 && by_boxes));
   static constexpr int row_warps = 2;    // that load K, or V, by rows
   static constexpr int transposing = 2;  // that transpose V, where they do
   static constexpr int tile_arrivals = by_rows ? 32 * row_warps : converts ? loading : 1;  // at a tile of K or V
@@ -116,7 +127,9 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   SlotRing<stages> key_ring, value_ring;
   SlotRing<places_ahead> place_ring;
   SlotRing<queries> query_ring;
-  u64 edge;  // barrier of a tile of values that the loading warp clears before it hands it over
+  // A slot's own where another CTA writes to it too: it may be a tile ahead of this one.
+  static constexpr int edges = Traits::ctas == 1 ? 1 : stages;
+  u64 edge[edges];  // barrier of a tile of values that the loading warp clears before it hands it over
   float query_factors[Warps::converts ? queries : 1][Traits::tile_q / 16];  // of the scores of sixteen rows
   typename select_type<has_mask_tiles<Traits>, VisitedTile[stages], NextTile>::type visited;  // of a slot of key_ring
   RowTables row_tables;

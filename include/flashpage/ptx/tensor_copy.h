@@ -27,4 +27,15 @@ FP_DEVICE void tensor_copy(u32 shared, const TensorMap& map, u32 barrier, i32 co
       : "memory");
 }
 
+// The same into every CTA of a cluster of two, at the same place and on the barrier at the same place.
+FP_DEVICE void tensor_copy_to_pair(u32 shared, const TensorMap& map, u32 barrier, i32 column, i32 token, i32 head,
+                                   i32 page) {
+  constexpr u16 both = 3;
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(column), "r"(token), "r"(head), "r"(page), "h"(both)
+      : "memory");
+}
+
 }  // namespace flashpage::ptx

@@ -2,6 +2,7 @@
 // its rows.
 #pragma once
 #include "flashpage/memory/kv_rows.h"
+#include "flashpage/ptx/cluster.h"
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/mbarrier.h"
@@ -79,8 +80,7 @@ struct BoxTiles {
       if (ptx::elect_one()) {
 #pragma unroll
         for (int block = 0; block < Rows::blocks; ++block)
-          ptx::tensor_copy(box + block * Rows::block_bytes, map, barrier, block * Rows::block_columns, row,
-                           source.kv_head, page);
+          copy(box + block * Rows::block_bytes, barrier, i, block, row, source.kv_head, page);
       }
     }
     source.found = source.found_next;
@@ -103,6 +103,17 @@ struct BoxTiles {
   }
 
  private:
+  // CTAs of a pair bring each other every second box.
+  FP_DEVICE void copy(u32 to, u32 barrier, int box, int block, i32 row, i32 kv_head, i32 page) const {
+    const int column = block * Rows::block_columns;
+    if constexpr (Traits::ctas == 1) {
+      ptx::tensor_copy(to, map, barrier, column, row, kv_head, page);
+    } else {
+      const u32 turn = Rows::blocks % 2 == 0 ? block : box;
+      if (turn % 2 == ptx::cluster_rank()) ptx::tensor_copy_to_pair(to, map, barrier, column, row, kv_head, page);
+    }
+  }
+
   FP_DEVICE static void clear(u8* to, int begin, int end, int warp, int warps) {
     for (int i = threadIdx.x % 32; i < (end - begin) * 8; i += 32) {
       if ((begin + i / 8) / 32 % warps != warp) continue;

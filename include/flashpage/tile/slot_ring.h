@@ -1,6 +1,7 @@
 // A ring of shared-memory slots between warps that load and warps that compute: two barriers a slot, and a count of
 // slots so far that gives slot and phase.
 #pragma once
+#include "flashpage/ptx/cluster.h"
 #include "flashpage/ptx/mbarrier.h"
 #include "flashpage/ptx/shared.h"
 
@@ -29,6 +30,10 @@ struct SlotRing {
     ptx::mbarrier_wait(ptx::shared_address(&empty[slot(turn)]), (turn / slots & 1) ^ 1);
   }
   FP_DEVICE void release(u32 turn) const { ptx::mbarrier_arrive(ptx::shared_address(&empty[slot(turn)])); }
+  // To who loads in the cluster's CTA `rank`.
+  FP_DEVICE void release_to(u32 turn, u32 rank) const {
+    ptx::mbarrier_arrive_at(ptx::shared_address(&empty[slot(turn)]), rank);
+  }
 };
 
 }  // namespace flashpage
