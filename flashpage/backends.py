@@ -122,9 +122,12 @@ def _sm90_prefill(options: Options, rows: int, variant: VariantSpec, mask_source
 
 
 def _pairs(spec: KernelSpec) -> bool:
-    """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two."""
+    """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two. Narrow and wide
+    heads gain nothing by it (tests/bench/NOTES.md)."""
     is_light = inner_loop(spec.mask_source, spec.position_encoding, spec.variant) in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
-    return spec.loader in ("boxes", "transposed") and spec.mask_source == "implicit" and is_light
+    narrowest = {"boxes": 72, "transposed": 16}.get(spec.loader, 512)
+    gains = narrowest <= max(spec.head_dim_qk, spec.head_dim_vo) <= 192
+    return gains and spec.mask_source == "implicit" and is_light
 
 
 def _boxes_or_rows(options: Options) -> str:

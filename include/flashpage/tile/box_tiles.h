@@ -73,14 +73,15 @@ struct BoxTiles {
     __syncwarp();
     int boxes = tokens >> box_shift;
     if constexpr (has_mask_tiles<Traits>) boxes = ptx::opaque(boxes);  // registers are few
-    for (int i = 0; i < boxes; ++i) {
+    const Share mine = share(boxes);
+    for (int i = mine.first_box; i < boxes; i += mine.box_step) {
       const i32 page = paged ? __shfl_sync(0xffffffff, source.found.page, i) : 0;
       const i32 row = __shfl_sync(0xffffffff, source.found.row, i);
       const u32 box = to + (i * 128 << box_shift);
       if (ptx::elect_one()) {
 #pragma unroll
         for (int block = 0; block < Rows::blocks; ++block)
-          copy(box + block * Rows::block_bytes, barrier, i, block, row, source.kv_head, page);
+          if (mine.has_block(block)) copy(box + block * Rows::block_bytes, barrier, block, row, source.kv_head, page);
       }
     }
     source.found = source.found_next;
@@ -103,14 +104,26 @@ struct BoxTiles {
   }
 
  private:
-  // CTAs of a pair bring each other every second box.
-  FP_DEVICE void copy(u32 to, u32 barrier, int box, int block, i32 row, i32 kv_head, i32 page) const {
+  // What a CTA copies of a tile: CTAs of a pair bring each other every second box, or where boxes are odd in number,
+  // every second block of their columns.
+  struct Share {
+    int first_box = 0, box_step = 1;
+    u32 blocks = ~0u;  // bits
+
+    FP_DEVICE bool has_block(int block) const { return Traits::ctas == 1 || (blocks >> block & 1); }
+  };
+  FP_DEVICE static Share share(int boxes) {
+    if constexpr (Traits::ctas == 1) return {};
+    const int rank = static_cast<int>(ptx::cluster_rank());
+    if (Rows::blocks % 2 == 0 && boxes % 2 == 1) return {0, 1, 0x55555555u << rank};
+    return {rank, 2, ~0u};
+  }
+  FP_DEVICE void copy(u32 to, u32 barrier, int block, i32 row, i32 kv_head, i32 page) const {
     const int column = block * Rows::block_columns;
     if constexpr (Traits::ctas == 1) {
       ptx::tensor_copy(to, map, barrier, column, row, kv_head, page);
     } else {
-      const u32 turn = Rows::blocks % 2 == 0 ? block : box;
-      if (turn % 2 == ptx::cluster_rank()) ptx::tensor_copy_to_pair(to, map, barrier, column, row, kv_head, page);
+      ptx::tensor_copy_to_pair(to, map, barrier, column, row, kv_head, page);
     }
   }
 
