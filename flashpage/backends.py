@@ -122,12 +122,12 @@ def _sm90_prefill(options: Options, rows: int, variant: VariantSpec, mask_source
 
 
 def _pairs(spec: KernelSpec) -> bool:
-    """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two. Narrow and wide
-    heads gain nothing by it (tests/bench/NOTES.md)."""
-    is_light = inner_loop(spec.mask_source, spec.position_encoding, spec.variant) in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two. Narrow and
+    wide heads gain nothing by it (tests/bench/NOTES.md)."""
+    loop = inner_loop(spec.mask_source, spec.position_encoding, spec.variant)
     narrowest = {"boxes": 72, "transposed": 16}.get(spec.loader, 512)
     gains = narrowest <= max(spec.head_dim_qk, spec.head_dim_vo) <= 192
-    return gains and spec.mask_source == "implicit" and is_light
+    return gains and spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
 
 
 def _boxes_or_rows(options: Options) -> str:
@@ -246,12 +246,19 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
                 *([_mask_note(problem, capability, mask_source)] if has_mask else []),
             )
             spec = _spec(options, capability, tile, variant, mask_source)
-            if problem.has_long_contexts and capability.pairs(spec):
+            if takes_pairs(problem, capability, spec):
                 spec = dataclasses.replace(spec, tile=tile.paired())
-                notes += ("two CTAs of a cluster read K and V together, each with half of the rows: one CTA below",)
+                notes += (PAIRS_NOTE,)
             return Choice(spec, cost, capability, notes)
         refused.append(f"{capability.kernel}: {'; '.join(reasons)}")
     raise CapabilityError("no kernel can honour this request:\n  " + "\n  ".join(refused))
+
+
+PAIRS_NOTE = "two CTAs of a cluster read K and V together, each with half of the rows: one CTA below"
+
+
+def takes_pairs(problem: Problem, capability: Capability, spec: KernelSpec) -> bool:
+    return problem.has_long_contexts and capability.pairs(spec)
 
 
 def offline(problem: Problem, device_type: str) -> Capability:

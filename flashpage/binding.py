@@ -16,7 +16,7 @@ from . import arguments, boxes, caches, host, jit
 from .backends import device_sm
 from .dtypes import DType
 from .errors import RunError
-from .prepare import Prepared, ctas_of, fill_variant, trace
+from .prepare import Prepared, fill_variant, trace
 from .problem import Values, check_rope, check_scale
 from .run_checks import NO_SCALES, Tensors
 
@@ -150,7 +150,7 @@ class Binding:
         prepared = combination.prepared
         args.attention = prepared.attention.handle
         args.merge = None if prepared.merge is None else prepared.merge.handle
-        args.num_ctas = combination.num_ctas * ctas_of(prepared.choice.spec)
+        args.num_ctas = combination.num_ctas * prepared.choice.spec.ctas
         args.num_merges = _merges_of_its_own(prepared, combination.num_merges)
         self.has_merge = args.num_merges > 0
         args.second = None
@@ -177,7 +177,7 @@ class Binding:
         second.plan = self.params.plan + part.offset
         second.partial_out = partial_out + part.partial_row * self.head_dim_vo * 4
         second.partial_lse = partial_lse + part.partial_row * 4
-        second.num_ctas = part.result.num_ctas * ctas_of(prepared.choice.spec)
+        second.num_ctas = part.result.num_ctas * prepared.choice.spec.ctas
         second.num_merges = _merges_of_its_own(prepared, part.result.num_merges)
         self.has_merge |= second.num_merges > 0
         if prepared is not self.second_prepared:

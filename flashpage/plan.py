@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from . import backends, host
 from .dtypes import DType
 from .plan_picture import Segment, svg, terminal
 from .plan_units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
-from .problem import Options, Problem
+from .problem import Options, Problem, has_long_contexts
 from .spec import KernelSpec, VariantSpec
 from .tiles import WALK_TEAMS, Cost, Tile
 
@@ -194,14 +195,20 @@ def plan_lengths(
         fixed_piece_tokens=fixed_piece_tokens,
         uniform_q_len=1 if q_lens is None else 0,
     )
-    problem = Problem(options, backends.packed_rows(options, len(rows), sum(rows)))
+    is_long = has_long_contexts(options, len(rows), sum(rows), sum(kv_lens))
+    problem = Problem(options, backends.packed_rows(options, len(rows), sum(rows)), has_long_contexts=is_long)
     capability = backends.offline(problem, backend)
     table_tile, table_cost = capability.schedule(options, problem.packed_rows, VariantSpec(), "implicit")
+    loader = capability.loader(options)
     spec = KernelSpec(
-        capability.kernel, head_dim_qk=head_dim, head_dim_vo=vo, kv_source=source, tile=tile or table_tile
+        capability.kernel, head_dim_qk=head_dim, head_dim_vo=vo, kv_source=source, tile=table_tile, loader=loader
     )
+    if tile is not None:
+        spec = dataclasses.replace(spec, tile=tile)
+    elif backends.takes_pairs(problem, capability, spec):
+        spec = dataclasses.replace(spec, tile=table_tile.paired())
     choice = backends.Choice(spec, cost or table_cost, capability, ())
-    schedule = backends.schedule(choice, options, num_ctas)
+    schedule = backends.schedule(choice, options, num_ctas // spec.ctas)
     result, data = _plan_arrays(options, schedule, rows, list(kv_lens))
     notes = (
         f"kernel {spec.kernel}, tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, for about "

@@ -31,7 +31,8 @@ class Prepared:
         has_long_contexts: bool = False,
     ) -> None:
         self.options = options
-        self.problem = Problem(options, packed_rows, has_known_lengths=has_known_lengths, has_long_contexts=has_long_contexts)
+        known = {"has_known_lengths": has_known_lengths, "has_long_contexts": has_long_contexts}
+        self.problem = Problem(options, packed_rows, **known)
         self.choice = backends.choose(self.problem, device, trace(options, 1.0, device).spec)
         self.attention = jit.get_kernel(self.choice.spec, device)
         self.merge = self.mask_tiles = None
@@ -40,16 +41,11 @@ class Prepared:
                 self.mask_tiles = jit.get_kernel(spec, device)
             if not self.choice.capability.merges_in_launch:
                 self.merge = jit.get_kernel(KernelSpec("merge", out_dtype=options.out_dtype), device)
-            num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm // ctas_of(self.choice.spec)
+            num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm // self.choice.spec.ctas
         else:
             num_ctas = host.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
         self.schedule = backends.schedule(self.choice, options, num_ctas)
         self.schedule_address = ctypes.addressof(self.schedule)
-
-
-def ctas_of(spec: KernelSpec) -> int:
-    """CTAs that a plan counts as one: those of a cluster."""
-    return 1 if spec.tile is None else spec.tile.ctas
 
 
 def mask_tiles_spec(choice: backends.Choice, options: Options) -> KernelSpec | None:

@@ -65,6 +65,11 @@ class KernelSpec:
         return "cpu" if self.kernel.startswith("cpu_") else "cuda"
 
     @property
+    def ctas(self) -> int:
+        """That a plan counts as one: those of a cluster."""
+        return 1 if self.tile is None else self.tile.ctas
+
+    @property
     def only_arch(self) -> int | None:
         """Where the kernel compiles at all, if not everywhere: names that end in _sm90 have Hopper's instructions."""
         return 90 if self.kernel.endswith("_sm90") else None
