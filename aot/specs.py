@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -36,7 +37,9 @@ def default_cuda_specs(target: Target) -> list[KernelSpec]:
     ]
     if target.arch == HOPPER:
         small_pages.append(_prefill_sm90(*(2 * (DType.BFLOAT16,)), (128, 128), loader="rows"))
-    return _distinct(paged + ragged + small_pages + helper_specs())
+    pairs = [spec for spec in paged + ragged if spec.head_dim_vo == 128 and spec.kernel == "prefill_sm90"]
+    pairs = [spec for spec in pairs if spec.q_dtype is DType.BFLOAT16 or spec.kv_source == "paged"]
+    return _distinct(paged + ragged + [_paired(spec) for spec in pairs] + small_pages + helper_specs())
 
 
 def helper_specs() -> list[KernelSpec]:
@@ -72,18 +75,17 @@ def _other_hopper_specs() -> list[KernelSpec]:
     """Few rows where the loader differs: pages below 8 tokens, ragged KV, wide rows, 64 rows over other head dims; and
     many rows of fp8 queries."""
     bf16, e4m3 = DType.BFLOAT16, DType.FLOAT8_E4M3
-    wide = [_decode_sm90(bf16, kv, (512, 512), rows) for kv, rows in itertools.product((bf16, e4m3), (16, 64))]
+    wide = [_decode_sm90(bf16, bf16, (512, 512), rows) for rows in (16, 64)]
     unlike = [_decode_sm90(bf16, bf16, (192, 128), rows) for rows in (16, 64)]
-    dims = [_decode_sm90(bf16, bf16, (d, d), 64) for d in (96, 192)]
+    dims = [_decode_sm90(bf16, bf16, (192, 192), 64)]
     small_pages = [
         _decode_sm90(bf16, kv, (d, d), rows, loader="rows")
-        for kv, d, rows in itertools.product((bf16, e4m3), (128, 256), (16, 64))
+        for kv, (d, rows) in itertools.product((bf16, e4m3), ((128, 16), (128, 64), (256, 16)))
     ]
-    small_pages += [_decode_sm90(bf16, bf16, (512, 512), 16, loader="rows")]
     ragged = [_decode_sm90(bf16, bf16, dims, 64, kv_source="ragged") for dims in ((128, 128), (192, 128))]
     ragged += [_decode_sm90(bf16, bf16, (128, 128), 16, kv_source="ragged")]
     queries = [_prefill_sm90(e4m3, e4m3, (128, 128), kv_source=source) for source in ("paged", "ragged")]
-    return wide + unlike + dims + small_pages + ragged + queries
+    return wide + unlike + dims + small_pages + ragged + queries + [_paired(spec) for spec in queries]
 
 
 def cuda_specs(target: Target) -> list[KernelSpec]:
@@ -184,6 +186,12 @@ def _prefill_sm90(
         loader=loader,
         **options,
     )
+
+
+def _paired(spec: KernelSpec) -> KernelSpec:
+    """Of long contexts."""
+    assert spec.tile is not None
+    return dataclasses.replace(spec, tile=spec.tile.paired())
 
 
 def _decode_sm90(

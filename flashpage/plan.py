@@ -210,10 +210,12 @@ def plan_lengths(
     choice = backends.Choice(spec, cost or table_cost, capability, ())
     schedule = backends.schedule(choice, options, num_ctas // spec.ctas)
     result, data = _plan_arrays(options, schedule, rows, list(kv_lens))
-    notes = (
+    notes: tuple[str, ...] = (
         f"kernel {spec.kernel}, tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, for about "
         f"{problem.packed_rows} packed rows a request and KV head",
     )
+    if spec.ctas > 1:
+        notes += (backends.PAIRS_NOTE,)
     return Plan(problem, schedule, result, data, spec=spec, notes=notes)
 
 

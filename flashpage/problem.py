@@ -99,20 +99,23 @@ class Problem:
     has_long_contexts: bool = False  # has_long_contexts() of the batch
 
 
-# Tokens that a row sees x group size. CTAs in pairs read K and V once for both, 2 to 5% of the time (tests/bench/
-# NOTES.md), but compute on 64 / group_size hidden tokens more a unit where masks are causal.
-_LONG_CONTEXT = 3200
+# Tokens that a row sees x group size. CTAs in pairs read K and V once for both, which takes 2 to 5% less time (of fp8
+# more: tests/bench/NOTES.md), but compute on 64 / group_size hidden tokens more a unit where masks are causal.
+_LONG_CONTEXT, _LONG_FP8_CONTEXT = 3200, 1600
 _ROWS_FOR_PAIRS = 1024  # packed: a request's last pair may have half of its rows
 
 
 def has_long_contexts(options: Options, batch: int, total_rows: int, total_tokens: int) -> bool:
     """Whether rows of many tiles see so much, on average, that the tiles at the edge of a mask hardly count."""
-    if not batch or options.is_batch_invariant or total_rows * options.group_size < _ROWS_FOR_PAIRS * batch:
+    if not batch or options.uniform_q_len or options.is_batch_invariant:
+        return False
+    if total_rows * options.group_size < _ROWS_FOR_PAIRS * batch:
         return False
     tokens = (total_tokens - total_rows / 2 if options.causal else total_tokens) / batch
     if options.window_left >= 0:
         tokens = min(tokens, options.window_left + 1)
-    return tokens * options.group_size >= _LONG_CONTEXT
+    is_fp8 = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8
+    return tokens * options.group_size >= (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT)
 
 
 def check_options(

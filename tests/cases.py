@@ -9,6 +9,7 @@ from __future__ import annotations
 import case_few_rows
 import case_fp8_prefill
 import case_fp8_queries
+import case_long
 import case_options
 import case_pairs
 import case_shapes
@@ -18,5 +19,6 @@ CASES: list[Case] = [
     *(*case_shapes.rows(), *case_few_rows.rows(), *case_options.rows(), *case_pairs.rows()),
     *case_fp8_queries.rows(),
     *case_fp8_prefill.rows(),
+    *case_long.rows(),
 ]
 REDUCED: list[Case] = [case for case in CASES if case.reduced]  # a short table for compute-sanitizer

@@ -13,8 +13,9 @@ from flashpage import backends, tiles
 from flashpage.backends import CAPABILITIES, DECODE_SM90, PREFILL_SM90
 from flashpage.dtypes import DType
 from flashpage.prepare import mask_tiles_spec
-from flashpage.problem import SPLIT_BALANCED, SPLIT_NEVER, Options, Problem
+from flashpage.problem import SPLIT_BALANCED, SPLIT_NEVER, Options, Problem, has_long_contexts
 from flashpage.spec import KernelSpec, VariantSpec
+from flashpage.variants import builtin
 
 BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
@@ -155,6 +156,58 @@ def test_who_is_asked_for_tiles(
     assert kernel is None or "are left out" in notes[0]
     decode = backends.choose(dataclasses.replace(given, packed_rows=4), torch.device("cuda:0"), variant)
     assert (decode.spec.kernel, decode.spec.mask_source) == ("decode_sm90", source.replace("function", "implicit"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows", "tokens", "is_long"),
+    [
+        ({}, 1600, 1600, True),  # a row sees 800 tokens on average, and four heads share them
+        ({}, 1500, 1500, False),
+        ({}, 256, 4096, True),
+        ({}, 200, 4096, False),  # fewer than 1,024 packed rows
+        ({"causal": False}, 800, 800, True),
+        ({"num_kv_heads": 8}, 4096, 4096, False),
+        ({"num_kv_heads": 8}, 7000, 7000, True),
+        ({"window_left": 600}, 4096, 4096, False),
+        ({"window_left": 800}, 4096, 4096, True),
+        ({"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3}, 800, 800, True),
+        ({"fixed_piece_tokens": 256}, 4096, 4096, False),
+        ({"uniform_q_len": 4096}, 4096, 4096, False),
+    ],
+)
+def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, tokens: int, is_long: bool) -> None:
+    options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=8, num_kv_heads=2)
+    options = dataclasses.replace(options, **changed)
+    assert has_long_contexts(options, 3, 3 * rows, 3 * tokens) is is_long
+    assert not has_long_contexts(options, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "variant", "has_pairs"),
+    [
+        ({}, VariantSpec(), True),
+        ({"kv_source": "ragged", "page_size": 0, "head_dim_qk": 192}, VariantSpec(), True),
+        ({"head_dim_qk": 256}, VariantSpec(), False),
+        ({"head_dim_qk": 64, "head_dim_vo": 64}, VariantSpec(), False),
+        ({"page_size": 1}, VariantSpec(), False),
+        ({"has_mask": True}, VariantSpec(), False),
+        ({}, builtin(soft_cap=30.0).spec, True),
+        ({}, VariantSpec(mask="kv_idx % 2 == 0"), False),
+        ({"kv_dtype": DType.FLOAT8_E4M3}, VariantSpec(), False),
+        ({"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3, "head_dim_vo": 64}, VariantSpec(), True),
+    ],
+)
+def test_long_contexts_are_read_by_pairs(
+    changed: dict[str, Any], variant: VariantSpec, has_pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    given = problem(4096, **{"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128, **changed})
+    single = backends.choose(given, torch.device("cuda:0"), variant)
+    choice = backends.choose(dataclasses.replace(given, has_long_contexts=True), torch.device("cuda:0"), variant)
+    assert single.spec.ctas == 1 and single.spec.kernel == choice.spec.kernel == "prefill_sm90"
+    assert (choice.spec.ctas, backends.PAIRS_NOTE in choice.reasons) == ((2, True) if has_pairs else (1, False))
+    assert not has_pairs or choice.spec.tile == single.spec.tile.paired()
+    assert choice.cost == single.cost
 
 
 SPLITS = (SPLIT_BALANCED, SPLIT_NEVER, 256)

@@ -11,7 +11,7 @@ import pytest
 from planner_batches import Batch
 from planner_checks import all_units
 
-from flashpage import tiles
+from flashpage import backends, tiles
 from flashpage.errors import PlanError
 from flashpage.plan import Plan, plan_lengths
 
@@ -140,3 +140,12 @@ def test_wrong_lengths_are_plan_errors() -> None:
         plan_lengths(None, [5, -1])
     with pytest.raises(PlanError, match="q_indptr"):
         plan_lengths([1, -2, 5], [5, 6, 7])
+
+
+def test_long_contexts_are_planned_for_pairs_of_ctas() -> None:
+    """Where CTAs in pairs read K and V together, a pair has twice the rows and counts as one."""
+    short, long = (plan_lengths([length], [length], page_size=0) for length in (1024, 2048))
+    assert (short.num_ctas, long.num_ctas) == (132, 66)
+    assert long.spec is not None and short.spec is not None and long.spec.tile == short.spec.tile.paired()
+    assert len(long.work_items()) > 0 and set(long.work_items()["cta"]) <= set(range(66))
+    assert "pairs" not in short.explain() and backends.PAIRS_NOTE in long.explain()

@@ -1,0 +1,50 @@
+"""Rows whose contexts are long enough for pairs of CTAs on Hopper, which read K and V together (flashpage/problem.py,
+has_long_contexts): boxes of every kind shared between the two, and units whose second half has few rows or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from case import Case, prefill
+
+BF16: dict[str, Any] = {"q_dtype": "bfloat16", "head_dim": 128, "num_q_heads": 8, "num_kv_heads": 2, "causal": True}
+FULL: dict[str, Any] = {**BF16, "causal": False}
+E4M3: dict[str, Any] = {**BF16, "q_dtype": "float8_e4m3fn"}
+LENGTHS: tuple[tuple[int, ...], tuple[int, ...]] = (300, 257, 290), (1100, 1301, 1000)
+
+
+def bf16_rows() -> list[Case]:
+    return [
+        prefill("long-paged", "boxes in turns, half a pair's rows at the end", *LENGTHS, reduced=True, **BF16),
+        prefill("long-ragged", "an odd number of boxes", *LENGTHS, entry="ragged", **BF16),
+        prefill("long-page-8", "many boxes", *LENGTHS, page_size=8, **BF16),
+        prefill("long-page-64", "large ones, HND", *LENGTHS, page_size=64, kv_layout="HND", **BF16),
+        prefill(
+            "long-uneven", "requests of one row, of none and of no tokens", (1500, 1, 0, 40), (1600, 1, 9, 0), **BF16
+        ),
+        prefill("long-few-units", "units in pieces", (520,), (2100,), outputs="returned", **BF16),
+        prefill("long-full", "nothing is hidden but the end", *LENGTHS, **FULL),
+        prefill("long-window", "tiles' both ends", (700, 300), (2000, 1203), window_left=850, **BF16),
+        prefill("long-group-1", "rows of one head", (1100,), (4300,), **{**BF16, "num_kv_heads": 1, "num_q_heads": 1}),
+        prefill("long-group-5", "rows of q one by one", *LENGTHS, **{**BF16, "num_q_heads": 10}),
+        prefill("long-cap", "scores are transformed", *LENGTHS, soft_cap=5.0, at_run=True, outputs="returned", **BF16),
+        prefill("long-alibi", "and shifted", *LENGTHS, position="ALIBI", **BF16),
+        prefill("long-sinks", "sinks", *LENGTHS, sinks=True, **BF16),
+        prefill("long-float16", "the other type", *LENGTHS, **{**BF16, "q_dtype": "float16"}),
+        prefill("long-dim-96", "three groups of 64 rows, two blocks of columns", *LENGTHS, **{**BF16, "head_dim": 96}),
+        prefill("long-192-128", "three blocks", *LENGTHS, head_dim_vo=128, **{**BF16, "head_dim": 192}),
+        prefill("long-192-ragged", "and five boxes", *LENGTHS, entry="ragged", **{**BF16, "head_dim": 192}),
+    ]
+
+
+def fp8_rows() -> list[Case]:
+    return [
+        prefill("long-q8", "V is transposed by each CTA", *LENGTHS, reduced=True, scales="per_head", **E4M3),
+        prefill("long-q8-ragged", "of ragged tokens", *LENGTHS, entry="ragged", **E4M3),
+        prefill("long-q8-dim-64", "one block of columns", *LENGTHS, page_size=64, **{**E4M3, "head_dim": 64}),
+        prefill("long-q8-window", "hidden rows of V at both ends", (700,), (2000,), window_left=850, **E4M3),
+    ]
+
+
+def rows() -> list[Case]:
+    return [*bf16_rows(), *fp8_rows()]
