@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import defaultdict
 
@@ -19,7 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # A suite started in the background of a script ignores SIGINT, and so would its children, whom tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_builds()
-    torch.set_num_threads(1)  # references are small: threads that spin would only take cores from the kernels
+    # References are small: threads that spin would only take cores from the kernels. Programs that tests start, too.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def devices() -> list[str]:
