@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import defaultdict
 
 import pytest
 import torch
 from case import Case
+from native_build import share_builds
 
 MARKERS = {"slow": "takes more than a few seconds", "cuda": "needs an NVIDIA card"}
 
@@ -17,7 +19,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     # A suite started in the background of a script ignores SIGINT, and so would its children, whom tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)  # references are small: threads that spin would only take cores from the kernels
+    share_builds()
+    # References are small: threads that spin would only take cores from the kernels. Programs that tests start, too.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def devices() -> list[str]:

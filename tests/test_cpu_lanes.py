@@ -66,7 +66,7 @@ ACCURACY: list[tuple[str, Callable[[np.ndarray], np.ndarray], tuple[float, float
 ]
 
 
-@pytest.mark.parametrize(("name", "exact", "limits", "units"), ACCURACY, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "exact", "limits", "units"), ACCURACY, ids=[row[0] for row in ACCURACY])
 def test_accuracy(library: ctypes.CDLL, name: str, exact, limits: tuple[float, float], units: float) -> None:
     generator = np.random.default_rng(0)
     low, high = limits

@@ -31,27 +31,39 @@ float element(u32 address) {
                                    : hopper::swizzled(address) | hopper::swizzled(address + 1) << 8);
 }
 
-// Calls sum(row, column) for each sum that the thread holds of its warp's 16 rows.
-template <int tiles, class Sum>
-void add(float (&c)[tiles][4], bool accumulate, Sum&& sum) {
-  const int lane = threadIdx.x % 32;
-  for (int n = 0; n < tiles; ++n)
-    for (int e = 0; e < 4; ++e)
-      c[n][e] = (accumulate ? c[n][e] : 0.f) + sum(lane / 4 + e / 2 * 8, n * 8 + lane % 4 * 2 + e % 2);
+// What one product multiplies of a row, or of a column.
+using Factors = std::array<float, steps>;
+
+// Sums of the two rows, 8 apart, that a lane has in its warp's 16, over the columns that it has; factors_of(column).
+template <int tiles, class FactorsOf>
+void add(float (&c)[tiles][4], bool accumulate, const Factors (&rows)[2], FactorsOf&& factors_of) {
+  for (int i = 0; i < tiles * 2; ++i) {
+    const Factors column = factors_of(i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2);
+    for (int row = 0; row < 2; ++row) {
+      float sum = 0.f;
+      for (int k = 0; k < steps; ++k) sum += rows[row][k] * column[k];
+      float& total = c[i / 2][row * 2 + i % 2];
+      total = (accumulate ? total : 0.f) + sum;
+    }
+  }
+}
+
+// Of a row of keys, or of queries: its columns lie side by side.
+Factors factors_at(u32 address) {
+  Factors factors;
+  for (int k = 0; k < steps; ++k) factors[k] = element(address + k * element_bytes);
+  return factors;
 }
 
 struct KeyProduct {
   static constexpr int columns = TILE_KV;
   template <int tiles>
   static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
-    const u32 first_row = static_cast<u32>(a) + threadIdx.x % 128 / 32 * 16 * 128, keys = static_cast<u32>(b);
+    const u32 first_row = static_cast<u32>(a) + (threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) * 128;
+    const u32 keys = static_cast<u32>(b);
     hopper::multiply_later([=, &c] {
-      add(c, accumulate, [&](int row, int column) {
-        float sum = 0.f;
-        for (int k = 0; k < steps; ++k)
-          sum += element(first_row + row * 128 + k * element_bytes) * element(keys + column * 128 + k * element_bytes);
-        return sum;
-      });
+      const Factors rows[2] = {factors_at(first_row), factors_at(first_row + 8 * 128)};
+      add(c, accumulate, rows, [&](int column) { return factors_at(keys + column * 128); });
     });
   }
 };
@@ -67,17 +79,21 @@ struct ValueProduct {
     hopper::multiply_later([=, &c, &a] {
       std::array<u32, 32> of_lanes[4];
       for (int i = 0; i < 4; ++i) of_lanes[i] = hopper::of_lanes(a[i]);
-      add(c, accumulate, [&](int row, int column) {
-        float sum = 0.f;
-        for (int k = 0; k < steps; ++k) {
-          constexpr int together = steps / 8;  // steps of the sum in a register
-          const u32 word = of_lanes[k / (steps / 2) * 2 + row / 8][row % 8 * 4 + k % (steps / 2) / together];
-          const u32 bits = word >> k % together * 8 * element_bytes & (element_bytes == 1 ? 0xff : 0xffff);
-          sum += number(bits) *
-                 element(values + (element_bytes == 1 ? column * 128 + k
-                                                      : column / 64 * next_block + k * 128 + column % 64 * 2));
+      Factors rows[2];
+      for (int k = 0; k < steps; ++k) {
+        constexpr int together = steps / 8;  // steps of the sum in a register
+        const int lane = threadIdx.x % 32 / 4 * 4 + k % (steps / 2) / together;
+        for (int row = 0; row < 2; ++row) {
+          const u32 bits = of_lanes[k / (steps / 2) * 2 + row][lane] >> k % together * 8 * element_bytes;
+          rows[row][k] = number(bits & (element_bytes == 1 ? 0xff : 0xffff));
         }
-        return sum;
+      }
+      add(c, accumulate, rows, [&](int column) {
+        if (element_bytes == 1) return factors_at(values + column * 128);
+        Factors factors;
+        for (int k = 0; k < steps; ++k)
+          factors[k] = element(values + column / 64 * next_block + k * 128 + column % 64 * 2);
+        return factors;
       });
     });
   }

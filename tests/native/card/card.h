@@ -1,6 +1,7 @@
 // A CTA's threads as fibers of one host thread, for the headers of small kernels: what CUDA has built in, as far as
 // they use it. A thread runs until it waits for others.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <bit>
@@ -34,23 +35,50 @@ struct Warp {
   unsigned values[32];
 };
 
-inline std::vector<ucontext_t> threads;
-inline std::vector<bool> done;
-inline ucontext_t scheduler;
+// A place in the program. _setjmp leaves signals' masks alone, which swapcontext asks the system for at every switch.
+struct Place {
+  jmp_buf registers;
+};
+
+inline std::vector<ucontext_t> beginnings;  // of threads
+inline std::vector<Place> places;           // of those that have begun
+inline std::vector<char> begun, done;
+inline std::vector<std::function<bool()>> waits;  // what each thread that waits waits for
+inline Place scheduler;
 inline std::vector<Warp> warps;
 inline Meeting cta;
 inline std::function<void()> body;
 
+// From the scheduler to the thread whose turn it is, and back.
+inline void enter() {
+  const unsigned thread = threadIdx.x;
+  if (_setjmp(scheduler.registers) != 0) return;
+  if (begun[thread]) _longjmp(places[thread].registers, 1);
+  begun[thread] = true;
+  setcontext(&beginnings[thread]);
+}
+inline void leave() {
+  if (_setjmp(places[threadIdx.x].registers) == 0) _longjmp(scheduler.registers, 1);
+}
+
 inline std::function<void()> meanwhile;  // what others than threads do
 inline long long turns_in_vain = 0;
-// Gives others a turn. Where nobody has moved for long nobody will: the process ends, as fibers cannot be left.
-inline void yield() {
+// A turn in which a thread finds nothing to do. Where nobody has moved for long nobody will: the process ends, as
+// fibers cannot be left.
+inline void pass() {
   if (++turns_in_vain > 50'000'000) {
     std::fprintf(stderr, "a kernel on the host: everyone waits, thread %u too\n", threadIdx.x);
     std::abort();
   }
   if (meanwhile) meanwhile();
-  swapcontext(&threads[threadIdx.x], &scheduler);
+}
+// Gives others turns until is_over(), which the scheduler asks: most turns find it false, and a switch costs far more.
+template <class IsOver>
+void wait_until(IsOver&& is_over) {
+  if (is_over()) return;
+  pass();
+  waits[threadIdx.x] = std::ref(is_over);
+  leave();
 }
 inline void meet(Meeting& meeting) {
   const unsigned generation = meeting.generation;
@@ -60,13 +88,23 @@ inline void meet(Meeting& meeting) {
     turns_in_vain = 0;
     return;
   }
-  while (meeting.generation == generation) yield();
+  wait_until([&] { return meeting.generation != generation; });
 }
 
 inline void thread_main() {
   body();
   done[threadIdx.x] = true;
-  yield();
+  leave();
+}
+
+// Of the thread that threadIdx names.
+inline void take_turn() {
+  std::function<bool()>& is_over = waits[threadIdx.x];
+  if (is_over) {
+    if (!is_over()) return pass();
+    is_over = nullptr;
+  }
+  enter();
 }
 
 // Runs `kernel` in each CTA of a grid, one after the other.
@@ -77,22 +115,25 @@ inline void launch(unsigned grid, unsigned num_threads, std::function<void()> ke
   body = std::move(kernel);
   gridDim.x = grid;
   for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
-    threads.assign(num_threads, {});
+    beginnings.assign(num_threads, {});
+    places.assign(num_threads, {});
+    begun.assign(num_threads, false);
     done.assign(num_threads, false);
+    waits.assign(num_threads, {});
     warps.assign((num_threads + 31) / 32, Warp{{32}, {}});
     cta = {num_threads};
     for (unsigned i = 0; i < num_threads; ++i) {
-      getcontext(&threads[i]);
-      threads[i].uc_stack.ss_sp = stacks.data() + i * stack_bytes;
-      threads[i].uc_stack.ss_size = stack_bytes;
-      makecontext(&threads[i], thread_main, 0);
+      getcontext(&beginnings[i]);
+      beginnings[i].uc_stack.ss_sp = stacks.data() + i * stack_bytes;
+      beginnings[i].uc_stack.ss_size = stack_bytes;
+      makecontext(&beginnings[i], thread_main, 0);
     }
     for (unsigned running = num_threads; running > 0;) {
       running = 0;
       for (threadIdx.x = 0; threadIdx.x < num_threads; ++threadIdx.x) {
-        const unsigned i = threadIdx.x;
-        if (!done[i]) swapcontext(&scheduler, &threads[i]);
-        running += !done[i];
+        if (done[threadIdx.x]) continue;
+        take_turn();
+        running += !done[threadIdx.x];
       }
     }
   }

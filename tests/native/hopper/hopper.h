@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstring>
 #include <map>
-#include <random>
 
 #include "../card/card.h"
 #include "flashpage/common/types.h"
@@ -93,10 +92,13 @@ inline std::map<u32, Barrier> barriers;
 
 // Copies on their way, which land in any order.
 inline std::vector<std::function<void()>> copies;
+inline u64 random_number() {  // as std::minstd_rand, whose header takes a third of a second to compile
+  static u64 number = 1;
+  return number = number * 48271 % 2147483647;
+}
 inline void land_some() {
-  static std::minstd_rand random;
-  if (copies.empty() || random() % 2048 != 0) return;
-  std::swap(copies[random() % copies.size()], copies.back());
+  if (copies.empty() || random_number() % 2048 != 0) return;
+  std::swap(copies[random_number() % copies.size()], copies.back());
   const auto land = std::move(copies.back());
   copies.pop_back();
   land();

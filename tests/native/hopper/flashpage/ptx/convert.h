@@ -4,17 +4,28 @@
 
 namespace hopper {
 
-// Older compilers have no fp16; a table, as products ask for many numbers.
-inline const std::array<float, 1 << 16> halves = [] {
-  std::array<float, 1 << 16> numbers;
-  for (u32 bits = 0; bits < numbers.size(); ++bits) {
-    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    const float normal = exponent == 31 ? (mantissa ? NAN : INFINITY) : std::ldexp(1024.f + mantissa, exponent - 25);
-    const float magnitude = exponent > 0 ? normal : std::ldexp(float(mantissa), -24);
-    numbers[bits] = bits & 0x8000 ? -magnitude : magnitude;
-  }
+inline float decode_half(u32 bits) {
+  const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  const float normal = exponent == 31 ? (mantissa ? NAN : INFINITY) : std::ldexp(1024.f + mantissa, exponent - 25);
+  const float magnitude = exponent > 0 ? normal : std::ldexp(float(mantissa), -24);
+  return bits & 0x8000 ? -magnitude : magnitude;
+}
+inline float decode_e4m3(u32 bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  const float normal = (bits & 0x7f) == 0x7f ? NAN : std::ldexp(8.f + mantissa, exponent - 10);
+  const float magnitude = exponent > 0 ? normal : std::ldexp(float(mantissa), -9);
+  return bits & 0x80 ? -magnitude : magnitude;
+}
+// Older compilers have no fp16; tables, as products ask for many numbers. Their makers are functions that are not
+// constexpr, or the compiler would fill the tables itself, which takes it longer than a whole kernel.
+template <size_t count>
+std::array<float, count> table(float (*decode)(u32 bits)) {
+  std::array<float, count> numbers;
+  for (u32 bits = 0; bits < count; ++bits) numbers[bits] = decode(bits);
   return numbers;
-}();
+}
+inline const std::array<float, 1 << 16> halves = table<1 << 16>(decode_half);
+inline const std::array<float, 256> e4m3s = table<256>(decode_e4m3);
 inline float of_half(u16 bits) { return halves[bits]; }
 // Nearest even.
 inline u32 to_half(float number) {
@@ -32,16 +43,6 @@ inline u32 to_bf16(float number) {
   const u32 wide = std::bit_cast<u32>(number);
   return (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
 }
-inline const std::array<float, 256> e4m3s = [] {
-  std::array<float, 256> numbers;
-  for (u32 bits = 0; bits < numbers.size(); ++bits) {
-    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
-    const float normal = (bits & 0x7f) == 0x7f ? NAN : std::ldexp(8.f + mantissa, exponent - 10);
-    const float magnitude = exponent > 0 ? normal : std::ldexp(float(mantissa), -9);
-    numbers[bits] = bits & 0x80 ? -magnitude : magnitude;
-  }
-  return numbers;
-}();
 inline float of_e4m3(u8 bits) { return e4m3s[bits]; }
 // Nearest even; what is too large becomes the largest number.
 inline u32 to_e4m3(float number) {

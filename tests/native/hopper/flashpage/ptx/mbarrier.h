@@ -23,7 +23,7 @@ inline void mbarrier_arrive_after_copies(u32 barrier) {
 }
 inline bool mbarrier_test(u32 barrier, u32 parity) { return (hopper::barriers.at(barrier).phase & 1) != parity; }
 inline void mbarrier_wait(u32 barrier, u32 parity) {
-  while (!mbarrier_test(barrier, parity)) card::yield();
+  card::wait_until([=] { return mbarrier_test(barrier, parity); });
 }
 
 }  // namespace flashpage::ptx

@@ -20,7 +20,7 @@ inline void named_barrier_arrive(int name, int threads) {
 inline void named_barrier(int name, int threads) {
   const unsigned generation = hopper::meetings[name].generation;
   named_barrier_arrive(name, threads);
-  while (hopper::meetings[name].generation == generation) card::yield();
+  card::wait_until([=] { return hopper::meetings[name].generation != generation; });
 }
 
 }  // namespace flashpage::ptx
