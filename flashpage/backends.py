@@ -117,6 +117,7 @@ def _sm90_prefill(options: Options, rows: int, variant: VariantSpec, mask_source
         loader=loader,
         group_size=options.group_size,
         has_mask=has_mask,
+        asks=mask_source == "function",
         asks_much=mask_source == "function" and asks_much(variant),
     )
 

@@ -137,14 +137,15 @@ def sm90_prefill_tile(
     loader: str = "boxes",
     group_size: int = 1,
     has_mask: bool = False,
+    asks: bool = False,
     asks_much: bool = False,
 ) -> tuple[Tile, Cost]:
     """Many rows on Hopper: warpgroups of 64 rows, two of them, or three where rows are short.
 
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
     where the loading warps convert K and V, or transpose V, the stored ones are there too. Bits of a custom mask and
-    answers of a mask function, which are looked at in few tiles, leave that room up to 192 columns; a function that is
-    asked for each head, or that loads much, takes some of it (`asks_much`).
+    answers of a mask function (`asks`), which are looked at in few tiles, leave that room up to 192 columns; a function
+    that is asked for each head, or that loads much, takes some of it (`asks_much`).
     """
     if has_mask and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
         loop = InnerLoop.HEAVY
@@ -161,7 +162,7 @@ def sm90_prefill_tile(
     elif widest <= 96 and light and not asks_much and may_be_taller:
         groups, tile_kv, stages = (3, 96, 4) if widest <= 64 else (3, 80, 3)
     else:
-        tile_kv = _sm90_tokens(head_dim_qk, head_dim_vo, loop, has_mask)
+        tile_kv = _sm90_tokens(head_dim_qk, head_dim_vo, loop, has_mask, asks)
         tile_kv = min(tile_kv, 112) if asks_much and 64 < widest <= 128 else tile_kv
     tile_q = 64 * groups
     ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / (128 * columns_per_ns)
@@ -174,13 +175,13 @@ def sm90_prefill_tile(
     return Tile(tile_q, tile_kv, 4 * groups, 1, stages), cost
 
 
-def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, has_mask: bool) -> int:
+def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, has_mask: bool, asks: bool) -> int:
     """Of a tile of two warpgroups."""
     widest, plain, loads = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN, loop is InnerLoop.LOADING
     if widest <= 128:
         if plain or loop is InnerLoop.TRANSFORM:
-            if has_mask:
-                return 128  # a lane has a mask's answers for so many (tile/mask.h, MaskBits)
+            if asks:
+                return 128  # a lane has a function's answers for so many (tile/mask.h, MaskBits)
             return 160 if head_dim_qk % 64 == head_dim_vo % 64 == 0 else 144  # parts of 64 columns take registers
         return (96 if widest <= 64 else 64) if loads else 96 if widest <= 64 else 80
     if widest <= 192:

@@ -163,6 +163,7 @@ def tile_of(case: Case) -> Tile:
         loader=loader_of(case),
         group_size=case.num_q_heads // case.num_kv_heads,
         has_mask=source != "implicit",
+        asks=source == "function",
         asks_much=source == "function" and asks_much(variant),
     )
     return tile
