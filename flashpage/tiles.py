@@ -180,9 +180,10 @@ def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, has_mask: 
     widest, plain, loads = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN, loop is InnerLoop.LOADING
     if widest <= 128:
         if plain or loop is InnerLoop.TRANSFORM:
-            if asks:
+            is_whole = head_dim_qk % 64 == head_dim_vo % 64 == 0  # parts of 64 columns take registers
+            if asks or (has_mask and not (plain and is_whole)):
                 return 128  # a lane has a function's answers for so many (tile/mask.h, MaskBits)
-            return 160 if head_dim_qk % 64 == head_dim_vo % 64 == 0 else 144  # parts of 64 columns take registers
+            return 160 if is_whole else 144
         return (96 if widest <= 64 else 64) if loads else 96 if widest <= 64 else 80
     if widest <= 192:
         return (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
