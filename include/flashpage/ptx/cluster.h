@@ -1,0 +1,22 @@
+// Thread block clusters: CTAs that run at the same time and write to each other's shared memory, sm_90. A launch that
+// asks for none has clusters of one CTA.
+#pragma once
+#include "flashpage/common/types.h"
+
+namespace flashpage::ptx {
+
+// By every thread of every CTA, once. Those who wait see the mbarriers that it made, behind mbarrier_init_fence, and
+// nothing else: a release would wait for memory.
+FP_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+
+// Until all threads of the cluster have arrived, or have left. By whole warps.
+FP_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Where the cluster's CTA `rank` has what lies at `address` of this one's shared memory.
+FP_DEVICE u32 peer_address(u32 address, u32 rank) {
+  u32 peer;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+  return peer;
+}
+
+}  // namespace flashpage::ptx
