@@ -279,9 +279,7 @@ class Clusters:
 NO_CLUSTERS = Clusters()
 
 
-def schedule(
-    choice: Choice, options: Options, num_ctas: int, clusters: Clusters = NO_CLUSTERS
-) -> host.Schedule:
+def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters = NO_CLUSTERS) -> host.Schedule:
     """The planner's struct; a fixed piece is rounded up to whole inner steps of the tile."""
     tile, cost, piece = choice.spec.tile, choice.cost, options.fixed_piece_tokens
     assert tile is not None
