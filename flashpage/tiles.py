@@ -126,7 +126,7 @@ def sm90_decode_tile(
     fixed_bytes = exchange_bytes + query_bytes * (4 if query_bytes <= 4096 else 2 if query_bytes <= 16384 else 1) + 7168
     if rotates:
         fixed_bytes += -(-head_dim_qk // 16) * 640  # tile/turns.h, TurnTable
-    elif head_dim_vo <= 256:
+    elif tile_q == 16 and head_dim_vo <= 256:
         fixed_bytes += 9232  # tile/cluster_merge.h, ClusterMailbox
     ring_bytes = min(_RING_BYTES, _SHARED_BYTES - fixed_bytes)
     stages = max(1, ring_bytes // (tile_kv * shared_token_bytes) // teams) * teams

@@ -68,7 +68,7 @@ def test_the_size_that_ends_first(batch: Batch, size: int) -> None:
 
 
 def test_cta_and_cluster_of_every_piece() -> None:
-    found = planned(decode(1024, 700, 40, heads=(8, 2)), dataclasses.replace(DECODE, clusters=(0, 0, 0, 16, 0)))
+    found = planned(decode(1024, 700, 30, heads=(8, 2)), dataclasses.replace(DECODE, clusters=(0, 0, 0, 16, 0)))
     pieces = check(found)
     assert found.header["num_ctas"] == 3 * 2 * 8 and found.header["cluster_size"] == 8
     counts = {n: int((pieces["request"] == n).sum()) // 2 for n in range(3)}

@@ -51,10 +51,7 @@ struct DecodeSm90 {
       ptx::give_registers_back<Warps::loading_registers>();
       DecodeLoad<Traits>(shared, params, maps).run();
       ptx::grid_dependency_launch();
-      if constexpr (Shared::has_mailbox) {
-        __syncwarp();
-        ptx::cluster_wait();  // by everyone who has arrived
-      }
+      if constexpr (Shared::has_mailbox) ptx::cluster_wait();  // by everyone who has arrived
     } else {
       ptx::take_registers<Warps::computing_registers>();
       DecodeCompute<Traits>(shared, params, args).run();

@@ -45,8 +45,8 @@ struct DecodeShared {
 
   struct None {};
   using Turns = typename select_type<S::rotate, TurnTable<Traits>, None>::type;
-  // What CTAs of a cluster send has no room beside a table of turns, and beyond 256 columns few rows are few enough.
-  static constexpr bool has_mailbox = !S::rotate && Traits::head_dim_vo <= 256;
+  // For units of few enough rows and columns; beside a table of turns there is no room.
+  static constexpr bool has_mailbox = Traits::tile_q == 16 && Traits::head_dim_vo <= 256 && !S::rotate;
   using Mailbox = typename select_type<has_mailbox, ClusterMailbox, None>::type;
 
   static constexpr int slot_bytes = key_bytes + value_bytes;

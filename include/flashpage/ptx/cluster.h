@@ -7,10 +7,16 @@ namespace flashpage::ptx {
 
 // By every thread of every CTA, once. Those who wait see the mbarriers that it made, behind mbarrier_init_fence, and
 // nothing else: a release would wait for memory.
-FP_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+FP_DEVICE void cluster_arrive() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 
-// Until all threads of the cluster have arrived, or have left. By whole warps.
-FP_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Until all threads of the cluster have arrived, or have left. By whole warps, like the arrival.
+FP_DEVICE void cluster_wait() {
+  __syncwarp();
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 // Where the cluster's CTA `rank` has what lies at `address` of this one's shared memory.
 FP_DEVICE u32 peer_address(u32 address, u32 rank) {
