@@ -60,7 +60,7 @@ extern "C" i32 run_cluster(const AttentionParams* params, const WorkItem* items,
   card::launch(1, pieces * threads, [&] {
     const u32 cta = threadIdx.x / threads, thread = threadIdx.x % threads;
     const WorkItem& item = items[cta];
-    const Merge merge{mailbox_of(cta), *params, item, *unit, log_pieces};
+    const Merge merge{mailbox_of(cta), *params, item, *unit, item.piece, log_pieces};
     if (thread == 0) merge.expect();
     for (int at = thread / 4; at < unit->num_rows * Merge::parcels_a_row; at += threads / 4) {
       const int row = at / Merge::parcels_a_row, pair = at % Merge::parcels_a_row, quad = thread % 4;

@@ -40,6 +40,7 @@ struct DecodeCombine {
   i64 first_offset = 0;  // of the lane's first row, in the output or the partials
   i32 merge_field = 0;   // of the MergeItem, one a lane
   int log_pieces = -1;   // of a unit that the cluster merges
+  int piece = 0;         // of it
 
   FP_DEVICE DecodeCombine(Shared& shared, const AttentionParams& params, const SlottedPlace& slotted, const Unit& unit,
                           int rank, int first_row, int part, int thread)
@@ -60,6 +61,7 @@ struct DecodeCombine {
     if constexpr (Shared::has_mailbox) {
       if (is_piece() && slotted.in_cluster) {
         log_pieces = 31 - __clz(__shfl_sync(0xffffffff, merge_field, 7));  // MergeItem::num_partials
+        piece = item.piece;
         if (thread == 0) cluster().expect();
       }
     }
@@ -84,7 +86,7 @@ struct DecodeCombine {
  private:
   FP_DEVICE bool is_piece() const { return item.partial_row >= 0; }
   FP_DEVICE bool sends() const { return Shared::has_mailbox && log_pieces >= 0; }
-  FP_DEVICE ClusterMerge<Traits> cluster() const { return {shared.mailbox, params, item, unit, log_pieces}; }
+  FP_DEVICE ClusterMerge<Traits> cluster() const { return {shared.mailbox, params, item, unit, piece, log_pieces}; }
   FP_DEVICE int row_of_lane(int half) const { return first_row + half * 8 + lane / 4; }
 
   // Half of the warp's rows into the exchange, as its lanes hold them.
@@ -115,7 +117,8 @@ struct DecodeCombine {
       weight[t] = ptx::exp2_approx(shared.maximum[row][t] - origin);
       total += weight[t] * shared.sum[row][t];
     }
-    const float inverse = total == 0.f ? 0.f : value_scale_of(params, unit.kv_head) * ptx::reciprocal_approx(total);
+    const bool is_divided = !sends() && total != 0.f;
+    const float inverse = is_divided ? value_scale_of(params, unit.kv_head) * ptx::reciprocal_approx(total) : 0.f;
     const i64 offset = has_registers && half == 0 ? first_offset : out_offset<Traits>(params, item, unit, row);
 #pragma unroll(has_registers ? own : 1)
     for (int i = 0; i < own; ++i) {

@@ -5,15 +5,24 @@
 
 namespace flashpage::ptx {
 
+FP_DEVICE bool is_alone_in_cluster() {
+  u32 ctas;
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(ctas));
+  return ctas == 1;
+}
+
 // By every thread of every CTA, once. Those who wait see the mbarriers that it made, behind mbarrier_init_fence, and
 // nothing else: a release would wait for memory.
 FP_DEVICE void cluster_arrive() {
+  if (is_alone_in_cluster()) return;
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// Until all threads of the cluster have arrived, or have left. By whole warps, like the arrival.
+// Until all threads of the cluster have arrived, or have left. By whole warps, like the arrival. A CTA alone does not
+// wait: there the instruction is a barrier of all threads, whenever each of them comes to it.
 FP_DEVICE void cluster_wait() {
+  if (is_alone_in_cluster()) return;
   __syncwarp();
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

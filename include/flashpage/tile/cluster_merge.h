@@ -44,6 +44,7 @@ struct ClusterMerge {
   const AttentionParams& params;
   const WorkItem& item;
   const Unit& unit;
+  int piece;  // this CTA's
   int log_pieces;
 
   // By one thread: the mailbox may be filled before.
@@ -56,7 +57,7 @@ struct ClusterMerge {
   FP_DEVICE void send(int row, int pair, int quad, const float4& columns, float maximum, float sum) const {
     const int parcel = row * parcels_a_row + pair;
     const u32 to = parcel & ((1 << log_pieces) - 1);
-    const int place = place_of(item.piece, parcel >> log_pieces);
+    const int place = place_of(piece, parcel >> log_pieces);
     const u32 barrier = peer(&mailbox.arrived, to);
     ptx::store_async(peer(&mailbox.columns[place][quad], to), columns, barrier);
     if (quad == 0) ptx::store_async(peer(&mailbox.states[place], to), make_float2(maximum, sum), barrier);
@@ -81,27 +82,29 @@ struct ClusterMerge {
  private:
   // Of the unit's parcels, those that this CTA merges: every `pieces`-th one.
   FP_DEVICE int own_parcels() const {
-    return (unit.num_rows * parcels_a_row + (1 << log_pieces) - 1 - item.piece) >> log_pieces;
+    return (unit.num_rows * parcels_a_row + (1 << log_pieces) - 1 - piece) >> log_pieces;
   }
   // Parcels of a piece lie side by side: lanes that add up neighbouring ones read without bank conflicts.
-  FP_DEVICE int place_of(int piece, int index) const {
-    return (piece << (ClusterMailbox::log_parcels - log_pieces)) + index;
+  FP_DEVICE int place_of(int of_piece, int index) const {
+    return (of_piece << (ClusterMailbox::log_parcels - log_pieces)) + index;
   }
   FP_DEVICE static u32 peer(const void* own, u32 rank) { return ptx::peer_address(ptx::shared_address(own), rank); }
 
-  // Where a parcel goes.
+  // Where a parcel goes, and what else of it is known before it comes.
   struct Target {
     int row;
     int part, column;  // of the value columns, and in it
     PackedRow at;
+    float value_scale;
 
     FP_DEVICE Target(const ClusterMerge& of, int index) {
-      const u32 parcel = (static_cast<u32>(index) << of.log_pieces) + of.item.piece;
+      const u32 parcel = (static_cast<u32>(index) << of.log_pieces) + of.piece;
       const u32 pair = parcel % parcels_a_row;
       row = parcel / parcels_a_row;
       part = pair / pairs;
       column = pair % pairs * 16;
       at = unpack_row(of.params, of.unit.kv_head, of.unit.first_row + row);
+      value_scale = value_scale_of(of.params, of.unit.kv_head);
     }
   };
 
@@ -127,7 +130,7 @@ struct ClusterMerge {
       total += weight * states[p].y;
       sum = add_scaled(sum, columns[p], weight);
     }
-    const float inverse = total == 0.f ? 0.f : value_scale_of(params, unit.kv_head) * ptx::reciprocal_approx(total);
+    const float inverse = total == 0.f ? 0.f : target.value_scale * ptx::reciprocal_approx(total);
     write(target, quad, scaled(sum, inverse));
     if (quad == 0 && target.part == 0 && target.column == 0 && params.lse) {
       params.lse[static_cast<i64>(item.q_begin + target.at.row) * params.num_q_heads + target.at.head] =
