@@ -117,8 +117,8 @@ struct DecodeCombine {
       weight[t] = ptx::exp2_approx(shared.maximum[row][t] - origin);
       total += weight[t] * shared.sum[row][t];
     }
-    const bool is_divided = !sends() && total != 0.f;
-    const float inverse = is_divided ? value_scale_of(params, unit.kv_head) * ptx::reciprocal_approx(total) : 0.f;
+    float inverse = 0.f;
+    if (!sends()) inverse = total == 0.f ? 0.f : value_scale_of(params, unit.kv_head) * ptx::reciprocal_approx(total);
     const i64 offset = has_registers && half == 0 ? first_offset : out_offset<Traits>(params, item, unit, row);
 #pragma unroll(has_registers ? own : 1)
     for (int i = 0; i < own; ++i) {
