@@ -28,6 +28,7 @@ inline constexpr int device_max_shared_memory_per_block_optin = 97;
 inline constexpr int function_local_size_bytes = 3;
 inline constexpr int function_num_regs = 4;
 inline constexpr int function_max_dynamic_shared_size_bytes = 8;
+inline constexpr int function_non_portable_cluster_size_allowed = 14;
 
 inline constexpr int capture_status_none = 0;
 inline constexpr int capture_mode_relaxed = 2;
@@ -36,6 +37,7 @@ inline constexpr unsigned host_alloc_portable = 1;
 inline constexpr unsigned event_disable_timing = 2;
 inline constexpr unsigned stream_non_blocking = 1;
 
+inline constexpr int launch_attribute_cluster_dimension = 4;
 inline constexpr int launch_attribute_programmatic_stream_serialization = 6;
 
 inline constexpr int tensor_map_uint8 = 0;
@@ -51,6 +53,9 @@ struct LaunchAttribute {
   union {
     char bytes[64];
     int programmatic_stream_serialization_allowed;
+    struct {
+      unsigned x, y, z;  // CTAs
+    } cluster;
   } value;
 };
 
@@ -90,6 +95,7 @@ struct LaunchConfig {
   X(func_set_attribute, cuFuncSetAttribute, (Function function, int attribute, int value))                             \
   X(occupancy, cuOccupancyMaxActiveBlocksPerMultiprocessor,                                                            \
     (int* blocks, Function function, int block_size, size_t dynamic_shared_bytes))                                     \
+  X(active_clusters, cuOccupancyMaxActiveClusters, (int* clusters, Function function, const LaunchConfig* config))     \
   X(launch_kernel_ex, cuLaunchKernelEx,                                                                                \
     (const LaunchConfig* config, Function function, void** kernel_params, void** extra))                               \
   X(tensor_map_encode_tiled, cuTensorMapEncodeTiled,                                                                   \

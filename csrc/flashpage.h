@@ -72,6 +72,13 @@ struct fp_schedule {
   int32_t fixed_piece_tokens;  // > 0: batch-invariant, units are cut at its multiples; -1: never cut; 0: balance
   int32_t merge_rows;          // packed rows a merge item at most
   int32_t wave_tokens;         // runs: tokens of a KV head that the L2 keeps: CTAs read about so many at a time; 0: any
+  // Units with CTAs of their own, a cluster for each (plan/own_ctas.h): where they are few enough and not dearer.
+  int32_t clusters[5];           // of 1, 2, 4, 8 and 16 CTAs: how many run at once; 0: none of that size may be
+  int32_t cluster_rows;          // packed rows of a unit that a cluster merges, at most
+  int32_t cluster_piece_tokens;  // no piece shorter there
+  float full_speed_share;        // of num_ctas: with so many memory is as busy as with all
+  float ns_per_merge;            // what merging adds to a launch, beyond ns_per_piece
+  float ns_per_cluster_merge;    // the same inside a cluster
 };
 
 struct fp_plan_result {
@@ -80,6 +87,7 @@ struct fp_plan_result {
   int64_t total_q, total_kv, total_pages;
   int32_t max_q_len, max_kv_len;
   double cost_total_ns, cost_max_ns;  // over CTAs
+  int32_t cluster_size;  // of the launch; 1: each unit has a CTA; 0: units are anywhere, whatever clusters there are
   int64_t mask_bytes;
   int64_t tile_cells;  // of a KV head's tiles of a mask function
   // status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, value, reason
@@ -97,9 +105,10 @@ enum fp_length_error : int32_t {
 };
 
 // Writes header, CTA ranges, items and merges into `buffer` (any memory the host can write).
-// Balance: the costliest CTA is at most 3% over the mean, or over it by no more than one stretch that cannot be divided
-// (a unit shorter than two of its shortest pieces and a tile_kv, or that many tokens of a longer one; times the KV
-// heads that one CTA takes where num_ctas is no multiple of num_kv_heads) and the cost of one piece.
+// Balance (but for units with CTAs of their own): the costliest CTA is at most 3% over the mean, or over it by no more
+// than one stretch that cannot be divided (a unit shorter than two of its shortest pieces and a tile_kv, or that many
+// tokens of a longer one; times the KV heads that one CTA takes where num_ctas is no multiple of num_kv_heads) and the
+// cost of one piece.
 FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int64_t capacity, fp_plan_result*);
 // Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0:
 // one row a request, for which a fixed split's bound is far lower than where one request may have all rows.
@@ -185,6 +194,8 @@ struct fp_kernel_info {
   int32_t ctas_per_sm;   // resident, from the occupancy calculator
   int32_t num_sms;       // CUDA: of the device; CPU: threads of the pool
   int32_t registers, local_bytes;
+  int32_t cluster_rows;  // packed rows of a unit that a cluster merges, at most; 0: it knows no clusters
+  int32_t clusters[5];   // of 1, 2, 4, 8 and 16 CTAs, that run at once; 0: none of that size do
 };
 
 // A CPU kernel: items of CTAs [cta_begin, cta_end) of the plan.
@@ -202,7 +213,8 @@ struct fp_device_info {
 FP_API int32_t fp_cuda_device_count();  // 0 where there is no driver; makes no context
 FP_API int32_t fp_cuda_device_info(int32_t device, fp_device_info*);
 // Loads a cubin (cuLibraryLoadData) and resolves `entry` for this device. The image carries its launch shape as the
-// global `extern "C" __device__ const int flashpage_launch[2] = {threads, dynamic shared bytes}`.
+// global `extern "C" __device__ const int flashpage_launch[2] = {threads, dynamic shared bytes}`, and what it knows of
+// clusters as flashpage_cluster_rows.
 FP_API fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t size, const char* entry);
 FP_API void fp_kernel_destroy(fp_kernel*);
 FP_API int32_t fp_kernel_describe(const fp_kernel*, fp_kernel_info*);
@@ -269,6 +281,7 @@ struct fp_run_args {
   int32_t num_merges;  // of the plan
   int32_t enable_pdl;
   int32_t out_dtype;         // CPU merge: 0 fp32, 1 fp16, 2 bf16
+  int32_t cluster_size;      // num_ctas is a multiple of it; below 2: no clusters
   const fp_kv_boxes* boxes;  // null: the kernel takes no tensor maps
   // The kernel that looks for a mask's tiles before the attention kernel, which takes these parameters fourth; null: it
   // takes none.

@@ -1,6 +1,7 @@
 // Loading kernels: everything a launch needs is looked up here, never in fp_run.
 #include "kernel.h"
 
+#include <algorithm>
 #include <memory>
 
 namespace flashpage::cuda {
@@ -14,6 +15,34 @@ int32_t read_device(const Driver& cuda, DevicePointer from, void* to, size_t byt
   if (result == success) result = cuda.stream_synchronize(stream);
   cuda.stream_destroy(stream);
   return result == success ? FP_OK : fail(result, "reading flashpage_launch");
+}
+
+// How many clusters of each size run at once on the otherwise idle device, where the image says that the kernel knows
+// clusters at all.
+int32_t find_clusters(const Driver& cuda, fp_kernel& kernel) {
+  fp_kernel_info& info = kernel.info;
+  DevicePointer address;
+  size_t bytes;
+  if (cuda.library_get_global(&address, &bytes, kernel.library, "flashpage_cluster_rows") != success) return FP_OK;
+  if (bytes != sizeof(info.cluster_rows)) {
+    return host::fail(FP_INTERNAL, "flashpage_cluster_rows has %zu bytes, expected %zu", bytes,
+                      sizeof(info.cluster_rows));
+  }
+  if (int32_t status = read_device(cuda, address, &info.cluster_rows, bytes); status != FP_OK) return status;
+  if (info.cluster_rows == 0) return FP_OK;
+  info.clusters[0] = info.ctas_per_sm * info.num_sms;
+  // More than 8 CTAs: as many as a graphics processing cluster of the card has room for.
+  const bool may_be_large =
+      cuda.func_set_attribute(kernel.function, function_non_portable_cluster_size_allowed, 1) == success;
+  for (int i = 1; i < (may_be_large ? 5 : 4); ++i) {
+    const int size = 1 << i, grid = info.clusters[0] / size * size;
+    if (grid == 0) break;
+    const LaunchShape shape(info, grid, size, nullptr, false);
+    int found = 0;
+    if (cuda.active_clusters(&found, kernel.function, shape.config()) != success) break;
+    info.clusters[i] = std::min(found, grid / size);
+  }
+  return FP_OK;
 }
 
 int32_t resolve(const Driver& cuda, int device, const char* entry, fp_kernel& kernel) {
@@ -43,7 +72,7 @@ int32_t resolve(const Driver& cuda, int device, const char* entry, fp_kernel& ke
     return host::fail(FP_CUDA_ERROR, "%s: no CTA of %d threads with %d bytes of shared memory fits an SM of device %d",
                       entry, info.threads, info.shared_bytes, device);
   }
-  return FP_OK;
+  return find_clusters(cuda, kernel);
 }
 
 int32_t load(const Driver& cuda, int device, const void* image, const char* entry, fp_kernel& kernel) {
@@ -56,6 +85,31 @@ int32_t load(const Driver& cuda, int device, const void* image, const char* entr
 }
 
 }  // namespace
+
+LaunchShape::LaunchShape(const fp_kernel_info& info, int grid, int cluster_size, Stream stream, bool enable_pdl) {
+  unsigned count = 0;
+  if (enable_pdl) {
+    LaunchAttribute& pdl = attributes_[count++];
+    pdl.id = launch_attribute_programmatic_stream_serialization;
+    pdl.value.programmatic_stream_serialization_allowed = 1;
+  }
+  if (cluster_size > 1) {
+    LaunchAttribute& clusters = attributes_[count++];
+    clusters.id = launch_attribute_cluster_dimension;
+    clusters.value.cluster = {static_cast<unsigned>(cluster_size), 1, 1};
+  }
+  config_ = {.grid_x = static_cast<unsigned>(grid),
+             .grid_y = 1,
+             .grid_z = 1,
+             .block_x = static_cast<unsigned>(info.threads),
+             .block_y = 1,
+             .block_z = 1,
+             .shared_bytes = static_cast<unsigned>(info.shared_bytes),
+             .stream = stream,
+             .attributes = attributes_,
+             .num_attributes = count};
+}
+
 }  // namespace flashpage::cuda
 
 using namespace flashpage;

@@ -3,6 +3,25 @@
 #include "driver.h"
 #include "flashpage.h"
 
+namespace flashpage::cuda {
+
+// How a kernel is launched. Holds what its config points at.
+class LaunchShape {
+ public:
+  // cluster_size below 2: no clusters.
+  LaunchShape(const fp_kernel_info& info, int grid, int cluster_size, Stream stream, bool enable_pdl);
+  LaunchShape(const LaunchShape&) = delete;
+  LaunchShape& operator=(const LaunchShape&) = delete;
+
+  const LaunchConfig* config() const { return &config_; }
+
+ private:
+  LaunchAttribute attributes_[2] = {};
+  LaunchConfig config_ = {};
+};
+
+}  // namespace flashpage::cuda
+
 struct fp_kernel {
   fp_cpu_attention cpu = nullptr;  // a CPU kernel where set; nothing below is
   const flashpage::cuda::Driver* driver = nullptr;

@@ -22,28 +22,17 @@ const VariantArgs* variant_of(const fp_run_args& args) {
 struct Launch {
   const fp_kernel* kernel;
   int grid;
+  int cluster_size;  // below 2: no clusters
   void* stream;
   bool enable_pdl;
 };
 
 // The kernel's context must be current.
 cuda::Result launch_kernel(const Launch& launch, void** params) {
-  cuda::LaunchAttribute pdl{};
-  pdl.id = cuda::launch_attribute_programmatic_stream_serialization;
-  pdl.value.programmatic_stream_serialization_allowed = 1;
-  const cuda::LaunchConfig config{
-      .grid_x = static_cast<unsigned>(launch.grid),
-      .grid_y = 1,
-      .grid_z = 1,
-      .block_x = static_cast<unsigned>(launch.kernel->info.threads),
-      .block_y = 1,
-      .block_z = 1,
-      .shared_bytes = static_cast<unsigned>(launch.kernel->info.shared_bytes),
-      .stream = static_cast<cuda::Stream>(launch.stream),
-      .attributes = &pdl,
-      .num_attributes = launch.enable_pdl ? 1u : 0u,
-  };
-  return launch.kernel->driver->launch_kernel_ex(&config, launch.kernel->function, params, nullptr);
+  const fp_kernel& kernel = *launch.kernel;
+  const cuda::LaunchShape shape(kernel.info, launch.grid, launch.cluster_size, static_cast<cuda::Stream>(launch.stream),
+                                launch.enable_pdl);
+  return kernel.driver->launch_kernel_ex(shape.config(), kernel.function, params, nullptr);
 }
 
 // What one attention launch has of its own; a run has one or two.
@@ -54,11 +43,13 @@ struct Part {
   const AttentionParams* params;
   const MergeParams* merge_params;
   int32_t num_ctas;
+  int32_t cluster_size;
   int32_t num_merges;
 };
 
 Part first_part(const fp_run_args& args) {
-  return {args.attention, args.merge, args.boxes, args.params, args.merge_params, args.num_ctas, args.num_merges};
+  return {args.attention,    args.merge,    args.boxes,        args.params,
+          args.merge_params, args.num_ctas, args.cluster_size, args.num_merges};
 }
 
 // The other launch over the same tensors.
@@ -73,7 +64,7 @@ class SecondPart {
     params_.query_box_rows = own.query_box_rows;
     merge_params_.partial_out = own.partial_out;
     merge_params_.partial_lse = own.partial_lse;
-    part_ = {own.attention, own.merge, own.boxes, &params_, &merge_params_, own.num_ctas, own.num_merges};
+    part_ = {own.attention, own.merge, own.boxes, &params_, &merge_params_, own.num_ctas, 0, own.num_merges};
   }
   SecondPart(const SecondPart&) = delete;
   SecondPart& operator=(const SecondPart&) = delete;
@@ -100,7 +91,8 @@ int32_t launch_attention(const fp_run_args& args, const Part& part, Place place,
   }
   void* params[] = {const_cast<AttentionParams*>(part.params), const_cast<VariantArgs*>(variant_of(args)), &maps,
                     &mask_tiles};
-  const auto result = launch_kernel({part.attention, part.num_ctas, place.stream, place.enable_pdl}, params);
+  const auto result =
+      launch_kernel({part.attention, part.num_ctas, part.cluster_size, place.stream, place.enable_pdl}, params);
   return result == cuda::success ? FP_OK : cuda::fail(result, "launching the attention kernel");
 }
 
@@ -108,7 +100,7 @@ int32_t launch_merge(const Part& part, Place place) {
   if (part.merge == nullptr || part.num_merges <= 0) return FP_OK;
   const int grid = std::min(part.num_merges, merge_ctas_per_sm * part.merge->info.num_sms);
   void* params[] = {const_cast<MergeParams*>(part.merge_params)};
-  const auto result = launch_kernel({part.merge, grid, place.stream, place.enable_pdl}, params);
+  const auto result = launch_kernel({part.merge, grid, 0, place.stream, place.enable_pdl}, params);
   return result == cuda::success ? FP_OK : cuda::fail(result, "launching the merge kernel");
 }
 
@@ -142,7 +134,7 @@ int32_t run_on_cuda(const fp_run_args& args) {
     void* mask_params[] = {&mask_tiles, const_cast<VariantArgs*>(variant_of(args))};
     const fp_kernel_info& info = args.mask_tiles->info;
     const int grid = info.ctas_per_sm * info.num_sms;
-    auto result = launch_kernel({args.mask_tiles, grid, args.stream, args.enable_pdl != 0}, mask_params);
+    auto result = launch_kernel({args.mask_tiles, grid, 0, args.stream, args.enable_pdl != 0}, mask_params);
     if (result != cuda::success) return cuda::fail(result, "launching the kernel of mask tiles");
   }
   const Part part = first_part(args);
@@ -179,6 +171,6 @@ int32_t fp_launch(const fp_kernel* kernel, const void* params, int32_t grid, voi
     return host::fail(FP_INTERNAL, "fp_launch takes CUDA kernels; a CPU kernel runs through fp_run");
   cuda::CurrentContext current(*kernel->driver, kernel->context);
   void* kernel_params[] = {const_cast<void*>(params)};
-  auto result = host::launch_kernel({kernel, grid, stream, enable_pdl != 0}, kernel_params);
+  auto result = host::launch_kernel({kernel, grid, 0, stream, enable_pdl != 0}, kernel_params);
   return result == cuda::success ? FP_OK : cuda::fail(result, "launching the kernel");
 }

@@ -4,6 +4,7 @@
 #include "parts.h"
 
 #include <algorithm>
+#include <iterator>
 #include <vector>
 
 #include "flashpage/plan/cost.h"
@@ -96,6 +97,7 @@ int32_t plan_parts(const fp_problem& problem, fp_parts& parts, void* buffer, int
   parts.schedules[1] = *parts.many;
   parts.schedules[0].num_ctas = few_ctas;
   parts.schedules[1].num_ctas = parts.few->num_ctas - few_ctas;
+  for (fp_schedule& schedule : parts.schedules) std::fill_n(schedule.clusters, std::size(schedule.clusters), 0);
   int32_t status = fp_plan(&problems[0], &parts.schedules[0], buffer, capacity, &parts.results[0]);
   if (status != FP_OK && status != FP_WORKSPACE_TOO_SMALL) return status;
   parts.second_offset = round_up<i64>(parts.results[0].used_bytes, alignof(PlanHeader));

@@ -32,6 +32,18 @@ plan::Schedule host::to_schedule(const fp_schedule& schedule) {
           .wave_tokens = schedule.wave_tokens};
 }
 
+plan::Clusters host::to_clusters(const fp_schedule& schedule) {
+  plan::Clusters clusters{.resident = {},
+                          .max_rows = schedule.cluster_rows,
+                          .min_piece_tokens = schedule.cluster_piece_tokens,
+                          .full_speed_share = schedule.full_speed_share,
+                          .ns_per_merge = schedule.ns_per_merge,
+                          .ns_per_cluster_merge = schedule.ns_per_cluster_merge};
+  static_assert(sizeof(clusters.resident) == sizeof(schedule.clusters));
+  std::memcpy(clusters.resident, schedule.clusters, sizeof(clusters.resident));
+  return clusters;
+}
+
 plan::Heads host::heads_of(const fp_problem& problem) {
   return {problem.num_q_heads, problem.num_kv_heads, problem.causal != 0, problem.window_left};
 }
@@ -104,6 +116,30 @@ struct Scratch {
   std::vector<plan::CutUnit> units;
 };
 
+static int32_t fail_small(const fp_plan_result& result, int64_t capacity) {
+  return fail(FP_WORKSPACE_TOO_SMALL, "the plan needs %lld bytes but the int workspace has %lld: pass a larger one",
+              static_cast<i64>(result.used_bytes), static_cast<i64>(capacity));
+}
+
+static void fill_counts(const PlanHeader& header, fp_plan_result* result) {
+  result->num_ctas = header.num_ctas;
+  result->num_items = header.num_items;
+  result->num_merges = header.num_merges;
+  result->num_partial_rows = header.num_partial_rows;
+  result->cluster_size = header.cluster_size;
+}
+
+static int32_t write_own_ctas(const plan::OwnCtas& own, void* buffer, int64_t capacity, fp_plan_result* result) {
+  const PlanHeader header = own.header();
+  fill_counts(header, result);
+  result->used_bytes = header.used_bytes;
+  result->cost_total_ns = own.total_ns();
+  result->cost_max_ns = own.most_ns();
+  if (result->used_bytes > capacity) return fail_small(*result, capacity);
+  own.write(buffer);
+  return FP_OK;
+}
+
 template <class T>
 static T* at_least(std::vector<T>& entries, size_t count) {
   if (entries.size() < count) entries.resize(count);
@@ -146,6 +182,13 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   const plan::Start last_wave = partitioner.early_waves(early_ends, at_least(scratch.early_loads, schedule.num_ctas));
   const plan::Partition partition = partitioner.run(last_wave, ends, ends + schedule.num_ctas);
 
+  const plan::Clusters clusters = host::to_clusters(*given);
+  if (clusters.any() && schedule.balanced()) {
+    plan::OwnCtas own(model, schedule, clusters, requests, problem->batch, heads.num_kv_heads);
+    if (own.is_better_than(partition.max, partition.inside > 0, totals.units / heads.num_kv_heads))
+      return write_own_ctas(own, buffer, capacity, result);
+  }
+
   plan::Totals* before = at_least(scratch.before, made.count + 1);
   const auto emitter = [&](plan::CutUnit* units) {
     return plan::Emitter(model, schedule, division, early_ends, partition.ends, heads.num_kv_heads, before, units,
@@ -161,16 +204,10 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
                         result);
   }
   const PlanHeader header = counter.header();
-  result->num_ctas = header.num_ctas;
-  result->num_items = header.num_items;
-  result->num_merges = header.num_merges;
-  result->num_partial_rows = header.num_partial_rows;
+  fill_counts(header, result);
   result->cost_total_ns = partition.mean * schedule.num_ctas;
   result->cost_max_ns = partition.max;
-  if (result->used_bytes > capacity) {
-    return fail(FP_WORKSPACE_TOO_SMALL, "the plan needs %lld bytes but the int workspace has %lld: pass a larger one",
-                static_cast<i64>(result->used_bytes), static_cast<i64>(capacity));
-  }
+  if (result->used_bytes > capacity) return fail_small(*result, capacity);
   const int32_t num_units = static_cast<int32_t>(before[made.count].units);
   const plan::Emitter writer = emitter(at_least(scratch.units, num_units));
   std::memcpy(buffer, &header, sizeof(header));
@@ -186,8 +223,9 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
 int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                        int32_t num_kv_heads, const fp_schedule* given, int64_t* plan_bytes, int64_t* partial_rows) {
   if (int32_t status = host::check_schedule(*given, num_q_heads, num_kv_heads)) return status;
-  const plan::Bounds bounds = plan::bounds({max_batch, max_q_rows, max_kv_tokens},
-                                           {num_q_heads, num_kv_heads, false, -1}, host::to_schedule(*given));
+  const plan::Bounds bounds =
+      plan::bounds_with_own_ctas({max_batch, max_q_rows, max_kv_tokens}, {num_q_heads, num_kv_heads, false, -1},
+                                 host::to_schedule(*given), host::to_clusters(*given));
   *plan_bytes = bounds.bytes;
   *partial_rows = bounds.partial_rows;
   return FP_OK;

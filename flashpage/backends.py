@@ -19,6 +19,7 @@ from .variant_source import asks_much
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _NO_VARIANT = VariantSpec()
+CLUSTER_SIZES = (1, 2, 4, 8, 16)  # CTAs: csrc/flashpage.h, fp_schedule::clusters
 _HALF = (DType.FLOAT16, DType.BFLOAT16)
 _FP8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
 
@@ -285,7 +286,22 @@ def _spec(options: Options, capability: Capability, tile: Tile, variant: Variant
     )
 
 
-def schedule(choice: Choice, options: Options, num_ctas: int) -> host.Schedule:
+@dataclasses.dataclass(frozen=True)
+class Clusters:
+    """What a loaded kernel knows of clusters (csrc/flashpage.h, fp_kernel_info)."""
+
+    resident: tuple[int, ...] = (0,) * len(CLUSTER_SIZES)  # of each of CLUSTER_SIZES, that run at once; 0: none do
+    rows: int = 0  # packed rows of a unit, at most
+
+    @staticmethod
+    def of(info: host.KernelInfo) -> Clusters:
+        return Clusters(tuple(info.clusters), info.cluster_rows)
+
+
+NO_CLUSTERS = Clusters()
+
+
+def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters = NO_CLUSTERS) -> host.Schedule:
     """The planner's struct; a fixed piece is rounded up to whole inner steps of the tile."""
     tile, cost, piece = choice.spec.tile, choice.cost, options.fixed_piece_tokens
     assert tile is not None
@@ -305,7 +321,31 @@ def schedule(choice: Choice, options: Options, num_ctas: int) -> host.Schedule:
         fixed_piece_tokens=piece,
         merge_rows=cost.merge_rows,
         wave_tokens=_wave_tokens(choice.spec),
+        clusters=clusters.resident,
+        cluster_rows=clusters.rows,
+        cluster_piece_tokens=cost.cluster.piece_tokens,
+        full_speed_share=cost.cluster.full_speed_share,
+        ns_per_merge=cost.cluster.ns_per_merge,
+        ns_per_cluster_merge=cost.cluster.ns_per_cluster_merge,
     )
+
+
+def most_units(options: Options, tile_q: int, batch: int, total_rows: int) -> int:
+    """Units of a batch of so many requests and rows, at most."""
+    rows = options.uniform_q_len * options.group_size
+    tiles = batch * -(-rows // tile_q) if rows else batch + total_rows * options.group_size // tile_q
+    return tiles * options.num_kv_heads
+
+
+def with_one_cluster_size(found: host.Schedule, units: int) -> tuple[host.Schedule, int]:
+    """The schedule for launches whose clusters are all of one size, whatever is planned for them: the largest of which
+    `units` run at once. The CTAs are then a multiple of it. That size; 0: launches without clusters."""
+    fitting = [i for i, count in enumerate(found.clusters) if i > 0 and units <= count]
+    fixed, best = host.Schedule.from_buffer_copy(found), max(fitting, default=0)
+    fixed.num_ctas = found.clusters[best] * CLUSTER_SIZES[best] if best else found.num_ctas
+    for i, count in enumerate(found.clusters):
+        fixed.clusters[i] = min(count, fixed.num_ctas) if i == 0 else count if i == best else 0
+    return fixed, CLUSTER_SIZES[best] if best else 0
 
 
 _WAVE_BYTES = 16 << 20  # a third of Hopper's L2 (tests/bench/NOTES.md)

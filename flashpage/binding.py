@@ -152,6 +152,7 @@ class Binding:
         args.merge = None if prepared.merge is None else prepared.merge.handle
         args.num_ctas = combination.num_ctas * prepared.choice.spec.ctas
         args.num_merges = _merges_of_its_own(prepared, combination.num_merges)
+        args.cluster_size = combination.cluster_size
         self.has_merge = args.num_merges > 0
         args.second = None
         if combination.second is not None:

@@ -35,8 +35,8 @@ class Combination:
     """Options, the slot that holds their plan, and the kernels for each class of rows met so far."""
 
     __slots__ = (
-        *("_checked_for", "_frozen_rows", "_may_have_parts", "_parts", "_prepared", "fork", "generation"),
-        *("mask_tiles", "num_ctas", "num_merges", "options", "prepared", "second", "slot"),
+        *("_checked_for", "_fixed_for", "_frozen_rows", "_may_have_parts", "_parts", "_prepared", "cluster_size"),
+        *("fork", "generation", "mask_tiles", "num_ctas", "num_merges", "options", "prepared", "second", "slot"),
     )
 
     def __init__(self, options: Options) -> None:
@@ -50,10 +50,12 @@ class Combination:
         self.mask_tiles = MaskTiles()
         self.generation = 0  # of the wrapper's plan that this one belongs to
         self.num_ctas = self.num_merges = 0
+        self.cluster_size = 0  # of the launch; 0: no clusters
         # Where a batch does not change the class of rows, it is known now.
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = backends.packed_rows(options, 0, 0) if is_constant else 0
-        self._prepared: dict[tuple[int, VariantSpec | None, bool, bool], Prepared] = {}
+        self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows that its launches were made for
+        self._prepared: dict[tuple[int, VariantSpec | None, bool, bool, tuple[int, int] | None], Prepared] = {}
         self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
 
     def plan(self, planner: Planner, slot: PlanSlot, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
@@ -81,9 +83,15 @@ class Combination:
             raise self._too_many_partials(planner, partial_rows)
         if planner.is_graph:
             # A captured launch serves every later plan: all CTAs, which leave at once where the plan has less for them.
-            self.num_ctas, self.num_merges = prepared.schedule.num_ctas, _ALL_MERGES
+            self._take_shape_of_all(prepared)
         else:
             self.num_ctas, self.num_merges = result.num_ctas, result.num_merges
+            self.cluster_size = result.cluster_size
+
+    def _take_shape_of_all(self, prepared: Prepared) -> None:
+        """Of launches that serve every plan."""
+        self.num_ctas, self.num_merges = prepared.schedule.num_ctas, _ALL_MERGES
+        self.cluster_size = prepared.cluster_size
 
     def _plan_parts(self, planner: Planner, slot: PlanSlot, stream: int) -> bool:
         """Plans a batch of requests with few rows and requests with many in two, where that is better."""
@@ -106,6 +114,7 @@ class Combination:
         self.fork = planner.fork
         self.prepared = first.prepared
         self.num_ctas, self.num_merges = first.result.num_ctas, first.result.num_merges
+        self.cluster_size = 0
         return True
 
     def plan_on_device(self, planner: Planner, slot: PlanSlot, tables: TableLengths, stream: int) -> None:
@@ -115,7 +124,7 @@ class Combination:
         tables.take(self.options)
         self._check_tables(planner, prepared, tables)
         slot.plan_tables(prepared, tables, planner.plan_kernel, stream, backends.device_sm(planner.device) >= 90)
-        self.num_ctas, self.num_merges = prepared.schedule.num_ctas, _ALL_MERGES
+        self._take_shape_of_all(prepared)
         self.generation = planner.generation
 
     def _check_tables(self, planner: Planner, prepared: Prepared, tables: TableLengths) -> None:
@@ -144,12 +153,14 @@ class Combination:
             batch, total_rows = capacity.batch, capacity.rows_of(options)
         rows = self._frozen_rows or backends.packed_rows(options, batch, total_rows)
         if planner.is_graph:
-            self._frozen_rows = rows  # one kernel for all batches of a graph
+            self._frozen_rows = rows  # one kernel for all batches of a graph, and one shape of its launches
+            if self._fixed_for is None:
+                self._fixed_for = batch, total_rows
         variant = None if options.variant is None else trace(options, 1.0, planner.device).spec
-        key = rows, variant, has_known_lengths and not planner.is_graph, has_long_contexts
+        key = rows, variant, has_known_lengths and not planner.is_graph, has_long_contexts, self._fixed_for
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = Prepared(options, rows, planner.device, *key[-2:])
+            prepared = Prepared(options, rows, planner.device, *key[2:])
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = prepared
@@ -206,6 +217,10 @@ def workspace_bounds(
     parts."""
     prepared = Prepared(options, backends.packed_rows(options, batch, total_q), device)
     float_bytes, int_bytes = bounds_of(prepared, batch, total_q, total_kv)
+    units = backends.most_units(options, prepared.schedule.tile_q, batch, total_q)
+    of_graph = backends.with_one_cluster_size(prepared.schedule, units)[0]
+    float_of_graph, int_of_graph = _bounds(options, of_graph, batch, total_q, total_kv)
+    float_bytes, int_bytes = max(float_bytes, float_of_graph), max(int_bytes, int_of_graph)
     float_of_parts = int_of_parts = 0
     for schedule in largest_schedules(options, prepared.schedule.num_ctas, device):
         of_part = _bounds(options, schedule, batch, total_q, total_kv)

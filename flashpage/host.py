@@ -159,6 +159,9 @@ class Schedule(ctypes.Structure):
         *_all(c_int32, "num_ctas walk tile_q tile_kv"),
         *_all(c_float, "ns_per_token ns_per_unit few_rows_cost ns_per_piece"),
         *_all(c_int32, "min_piece_tokens max_pieces fixed_piece_tokens merge_rows wave_tokens"),
+        ("clusters", c_int32 * 5),  # of 1, 2, 4, 8, 16 CTAs
+        *_all(c_int32, "cluster_rows cluster_piece_tokens"),
+        *_all(c_float, "full_speed_share ns_per_merge ns_per_cluster_merge"),
     ]
 
 
@@ -178,6 +181,7 @@ class PlanResult(ctypes.Structure):
         *_all(c_int64, "used_bytes total_q total_kv total_pages"),
         *_all(c_int32, "max_q_len max_kv_len"),
         *_all(c_double, "cost_total_ns cost_max_ns"),
+        ("cluster_size", c_int32),
         *_all(c_int64, "mask_bytes tile_cells"),
         *_all(c_int32, "error_array error_reason"),
         *_all(c_int64, "error_index error_value error_limit"),
@@ -206,7 +210,10 @@ class MaskedBatch(ctypes.Structure):
 
 
 class KernelInfo(ctypes.Structure):
-    _fields_ = _all(c_int32, "threads shared_bytes ctas_per_sm num_sms registers local_bytes")
+    _fields_ = [
+        *_all(c_int32, "threads shared_bytes ctas_per_sm num_sms registers local_bytes cluster_rows"),
+        ("clusters", c_int32 * 5),
+    ]
 
 
 class DeviceInfo(ctypes.Structure):
@@ -219,12 +226,7 @@ class DeviceInfo(ctypes.Structure):
 
 
 class BoxForm(ctypes.Structure):
-    _fields_ = [
-        ("element_bytes", c_int32),
-        ("box", c_int32 * 4),
-        ("dims", c_int64 * 4),
-        ("strides", c_int64 * 3),
-    ]
+    _fields_ = [("element_bytes", c_int32), ("box", c_int32 * 4), ("dims", c_int64 * 4), ("strides", c_int64 * 3)]
 
 
 class KvBoxes(ctypes.Structure):
@@ -241,7 +243,7 @@ class SecondPart(ctypes.Structure):
 class RunArgs(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "attention merge params variant merge_params stream"),
-        *_all(c_int32, "num_ctas num_merges enable_pdl out_dtype"),
+        *_all(c_int32, "num_ctas num_merges enable_pdl out_dtype cluster_size"),
         *_all(c_void_p, "boxes mask_tiles mask_tiles_params second"),
     ]
 
@@ -289,7 +291,8 @@ CTA_ITEMS = np.dtype(_all(np.int32, "begin end") + _all(np.uint16, "kv_head walk
 CTA_START = np.dtype([("items", CTA_ITEMS), ("first", WORK_ITEM)])
 PLAN_HEADER = np.dtype(
     _all(np.int32, "num_ctas num_items num_merges num_partial_rows")
-    + _all(np.int32, "merges_of_walk items_offset merges_offset used_bytes")
+    + _all(np.int32, "merges_of_walk items_offset merges_offset used_bytes cluster_size")
+    + [("unused", np.int32, 3)]
 )
 
 STRUCTS = (

@@ -16,15 +16,13 @@ from . import backends, host
 from .prepare import Prepared
 from .problem import Options
 from .slots import PlanSlot
+from .tiles import FULL_SPEED_SHARE
 
 if TYPE_CHECKING:
     import torch
 
     from .plan import Plan
 
-# Of the CTAs: with so many the memory is as busy as with all. An SM reads at most 47 GB/s; its share of 4.55 TB/s, by
-# which tiles.py prices decodes, is 34.5.
-FULL_SPEED_SHARE = 34.5 / 47.0
 LEAST_GAIN_NS = 6000.0  # by the cost model, which knows nothing of the second launch and its events
 _MANY_ROWS = 1 << 20
 

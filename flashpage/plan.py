@@ -78,7 +78,8 @@ class Plan:
 
     def traffic(self) -> Traffic:
         """Bytes and floating-point operations of one run."""
-        return traffic_of(self._items, self._units, self.options, self.result.num_partial_rows)
+        partial_rows = 0 if self.result.cluster_size else self.result.num_partial_rows
+        return traffic_of(self._items, self._units, self.options, partial_rows)
 
     def explain(self, device: str = "H200") -> str:
         """Why this kernel, tile and split; the load of the CTAs; bytes, flops and the floor of a run on `device`.
@@ -90,7 +91,10 @@ class Plan:
     def _explain_split(self) -> list[str]:
         schedule, items = self.schedule, self._items
         heads = self.options.num_kv_heads
-        if schedule.walk == WALK_TEAMS:
+        if size := self.result.cluster_size:
+            of_unit = "a CTA of its own" if size == 1 else f"{size} neighbouring CTAs of its own"
+            walk = f"each unit has {of_unit}"
+        elif schedule.walk == WALK_TEAMS:
             walk = f"teams of {heads} neighbouring CTAs take the {heads} KV heads of one token range at the same step"
         else:
             walk = "each CTA takes a run of (KV head, row tile) units"
@@ -100,10 +104,15 @@ class Plan:
             split = f"batch-invariant: every unit is cut at multiples of {schedule.fixed_piece_tokens} tokens"
         elif schedule.fixed_piece_tokens < 0:
             split = "no unit is cut, as asked"
+        elif self.result.cluster_size:
+            split = "equal pieces, as there are few units" if self.result.num_partial_rows else "no unit is cut"
         else:
             split = f"cut where a piece ({_time(schedule.ns_per_piece)}) costs less than the imbalance it removes"
         pieces = f"{units} units cut into {len(cut)} pieces; {self.result.num_partial_rows} partial rows"
-        return [f"walk: {walk}", f"split: {split}", f"split: {pieces}, {self.result.num_merges} merge items"]
+        merges = f"{self.result.num_merges} merge items"
+        if self.result.cluster_size > 1 and len(cut):
+            merges = f"a unit's are merged inside a cluster of {self.result.cluster_size} CTAs"
+        return [f"walk: {walk}", f"split: {split}", f"split: {pieces}, {merges}"]
 
     def _explain_loads(self) -> list[str]:
         loads, result = self.cta_loads(), self.result
@@ -178,11 +187,13 @@ def plan_lengths(
     fixed_piece_tokens: int = 0,
     tile: Tile | None = None,
     cost: Cost | None = None,
+    clusters: backends.Clusters = backends.NO_CLUSTERS,
 ) -> Plan:
     """Plans lengths on the host alone: no wrapper, no device, no kernel.
 
     `q_lens` None: one row a request (decode). `tile` and `cost` are the backend's of flashpage/tiles.py unless given.
-    `page_size` 0: ragged. PlanError where the lengths do not fit together. The plan is one, also where a card would
+    `page_size` 0: ragged. `clusters`: those that a card runs at once; without, units have no CTAs of their own.
+    PlanError where the lengths do not fit together. The plan is one, also where a card would
     take a mixed batch in two parts (parts.py).
     """
     rows = [1] * len(kv_lens) if q_lens is None else list(q_lens)
@@ -208,7 +219,7 @@ def plan_lengths(
     elif backends.takes_pairs(problem, capability, spec):
         spec = dataclasses.replace(spec, tile=table_tile.paired())
     choice = backends.Choice(spec, cost or table_cost, capability, ())
-    schedule = backends.schedule(choice, options, num_ctas // spec.ctas)
+    schedule = backends.schedule(choice, options, num_ctas // spec.ctas, clusters)
     result, data = _plan_arrays(options, schedule, rows, list(kv_lens))
     notes: tuple[str, ...] = (
         f"kernel {spec.kernel}, tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, for about "

@@ -18,9 +18,16 @@ CPU_CTAS_PER_THREAD = 4  # shares small enough that threads which start late sti
 
 class Prepared:
     """One combination of options on one device, for one class of rows: kernels loaded, schedule made. Shared by
-    threads."""
+    threads.
 
-    __slots__ = ("attention", "choice", "mask_tiles", "merge", "options", "problem", "schedule", "schedule_address")
+    `fixed_for`: requests and rows of the largest batch that launches of one shape serve, a graph's; None: each launch
+    has the shape that its plan asks for.
+    """
+
+    __slots__ = (
+        *("attention", "choice", "cluster_size", "mask_tiles", "merge", "options", "problem", "schedule"),
+        "schedule_address",
+    )
 
     def __init__(
         self,
@@ -29,6 +36,7 @@ class Prepared:
         device: torch.device,
         has_known_lengths: bool = True,
         has_long_contexts: bool = False,
+        fixed_for: tuple[int, int] | None = None,
     ) -> None:
         self.options = options
         known = {"has_known_lengths": has_known_lengths, "has_long_contexts": has_long_contexts}
@@ -44,7 +52,12 @@ class Prepared:
             num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm // self.choice.spec.ctas
         else:
             num_ctas = host.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
-        self.schedule = backends.schedule(self.choice, options, num_ctas)
+        clusters = backends.Clusters.of(self.attention.info)
+        self.schedule = backends.schedule(self.choice, options, num_ctas, clusters)
+        self.cluster_size = 0  # of launches of one shape
+        if fixed_for is not None:
+            units = backends.most_units(options, self.schedule.tile_q, *fixed_for)
+            self.schedule, self.cluster_size = backends.with_one_cluster_size(self.schedule, units)
         self.schedule_address = ctypes.addressof(self.schedule)
 
 

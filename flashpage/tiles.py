@@ -38,6 +38,16 @@ class InnerLoop(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
+class ClusterCost:
+    """Of units with CTAs of their own (include/flashpage/plan/own_ctas.h), and of merging otherwise."""
+
+    piece_tokens: int  # no piece of a cluster's unit shorter
+    ns_per_merge: float  # what merging through partials adds to a launch, beyond ns_per_piece
+    ns_per_cluster_merge: float
+    full_speed_share: float  # of the CTAs: with so many memory is as busy as with all
+
+
+@dataclasses.dataclass(frozen=True)
 class Cost:
     """What the planner needs to balance and cut (csrc/flashpage.h, fp_schedule). Not part of the spec."""
 
@@ -49,6 +59,7 @@ class Cost:
     max_pieces: int  # of one unit; 0: no limit
     merge_rows: int
     few_rows_cost: float = 1.0  # factor of ns_per_token where a request's packed rows fill at most half a row tile
+    cluster: ClusterCost = ClusterCost(0, 0.0, 0.0, 1.0)
 
 
 def cpu_tile(head_dim_qk: int, head_dim_vo: int, packed_rows: int) -> tuple[Tile, Cost]:
@@ -120,12 +131,14 @@ def sm90_decode_tile(
     fixed_bytes = exchange_bytes + query_bytes * (4 if query_bytes <= 4096 else 2 if query_bytes <= 16384 else 1) + 7168
     if rotates:
         fixed_bytes += -(-head_dim_qk // 16) * 640  # tile/turns.h, TurnTable
+    elif tile_q == 16 and head_dim_vo <= 256:
+        fixed_bytes += 9232  # tile/cluster_merge.h, ClusterMailbox
     ring_bytes = min(_RING_BYTES, _SHARED_BYTES - fixed_bytes)
     stages = max(1, ring_bytes // (tile_kv * shared_token_bytes) // teams) * teams
     ns_per_token = (head_dim_qk + head_dim_vo) * kv_dtype.size / 34.5  # an SM's share of 4.55 TB/s
     return (
         Tile(tile_q, tile_kv, warps_q, teams, stages, 1, warps_v),
-        Cost(WALK_TEAMS, ns_per_token, 500.0, 1000.0, 128, 0, 64),
+        Cost(WALK_TEAMS, ns_per_token, 500.0, 1000.0, 128, 0, 64, cluster=_DECODE_CLUSTERS),
     )
 
 
@@ -254,6 +267,14 @@ def block_decode_tile(head_dim: int, kv_dtype: DType, group: int, shared_bytes: 
     return dataclasses.replace(tile, stages=stages, warps_kv=warps, tile_kv=tokens * warps)
 
 
+# Of an H200's CTAs: 64 of 132 read at 4.05 TB/s, 8 at 0.8 (tests/bench/cluster.py: 8.1 and 5 ns for 512 bytes of a CTA,
+# whose share of 4.55 TB/s, by which decodes are priced, takes 14.8).
+FULL_SPEED_SHARE = 0.54
+# Fitted to the same: beyond its bytes a launch takes 7.4 us where nothing is cut, 9.2 where clusters merge, and 11.5
+# through partials.
+_DECODE_CLUSTERS = ClusterCost(
+    piece_tokens=32, ns_per_merge=3100.0, ns_per_cluster_merge=1800.0, full_speed_share=FULL_SPEED_SHARE
+)
 _RING_BYTES = 131072
 _SHARED_BYTES = 232448  # of a CTA on Hopper
 

@@ -58,6 +58,12 @@ class Cutting:
     fixed_piece_tokens: int = 0
     merge_rows: int = 8
     wave_tokens: int = 0
+    clusters: tuple[int, ...] = (0,) * 5
+    cluster_rows: int = 0
+    cluster_piece_tokens: int = 0
+    full_speed_share: float = 1.0
+    ns_per_merge: float = 0.0
+    ns_per_cluster_merge: float = 0.0
 
     def struct(self) -> host.Schedule:
         return host.Schedule(**dataclasses.asdict(self))

@@ -123,7 +123,8 @@ def _check_result(planned: Planned) -> None:
     assert result.total_kv == batch.kv_lens.sum()
     assert result.max_q_len == max(batch.q_lens, default=0) and result.max_kv_len == max(batch.kv_lens, default=0)
     used = planned.ctas["end"] > planned.ctas["begin"]
-    assert header["num_ctas"] == (np.flatnonzero(used)[-1] + 1 if used.any() else 0)
+    size = max(1, int(header["cluster_size"]))  # whole clusters, whose last CTAs may have nothing
+    assert header["num_ctas"] == -(-(np.flatnonzero(used)[-1] + 1 if used.any() else 0) // size) * size
     size = host.PLAN_HEADER.itemsize + len(used) * host.CTA_START.itemsize
     size += planned.items.nbytes + planned.merges.nbytes + planned.arrivals.nbytes
     assert header["used_bytes"] == size
@@ -161,8 +162,30 @@ def _check_firsts(planned: Planned) -> None:
     assert (planned.firsts[~works] == np.zeros(1, host.WORK_ITEM)).all()
 
 
+def _check_own_ctas(planned: Planned, pieces: dict[str, np.ndarray], unit_of: np.ndarray, count: np.ndarray) -> None:
+    """A cluster a unit; its CTA p has piece p and nothing else."""
+    cutting, size = planned.cutting, int(planned.header["cluster_size"])
+    clusters = planned.header["num_ctas"] // size
+    assert clusters * size == planned.header["num_ctas"] <= cutting.num_ctas
+    assert clusters <= cutting.clusters[size.bit_length() - 1] and len(count) == clusters
+    cluster, rank = np.divmod(pieces["cta"], size)
+    assert (rank == pieces["piece"]).all() and len(np.unique(pieces["cta"])) == len(pieces["cta"])
+    first = np.unique(unit_of, return_index=True)[1]
+    assert (cluster == cluster[first][unit_of]).all() and len(np.unique(cluster[first])) == clusters
+    assert ((count & (count - 1)) == 0).all() and (count <= size).all(), "pieces are no power of two"
+
+
 def _check_pieces(planned, pieces, units, unit_of, count, is_cut) -> None:
     cutting = planned.cutting
+    if planned.header["cluster_size"]:
+        _check_own_ctas(planned, pieces, unit_of, count)
+        assert (units["rows"][count > 1] <= cutting.cluster_rows).all()
+        steps = -(-units["end"] // cutting.tile_kv) - units["begin"] // cutting.tile_kv
+        longest = -(-steps // count) * cutting.tile_kv
+        assert (pieces["kv_end"] - pieces["kv_begin"] <= longest[unit_of])[is_cut].all(), "pieces are not equal"
+        least = -(-cutting.cluster_piece_tokens // cutting.tile_kv)
+        assert (steps >= count * least)[count > 1].all(), "pieces are too short"
+        return
     length = pieces["kv_end"] - pieces["kv_begin"]
     if cutting.fixed_piece_tokens > 0:
         chunk = cutting.fixed_piece_tokens

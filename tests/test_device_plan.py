@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cluster_sizes import GENERAL, chosen_for_all
 from comparison import Outputs
 from steps import WORKSPACE_BYTES, Steps
 from test_graph_capacity import decode_steps, prefill_steps
@@ -106,8 +107,10 @@ def test_a_graph_that_plans_itself(make: Callable[[str], Steps], captured: int, 
 
 
 @MAKE
-def test_it_is_the_hosts_plan(make: Callable[[str], Steps], device: str) -> None:
-    """Item by item, but for where page numbers lie; with two plans where a run asks for another window."""
+def test_it_is_the_hosts_plan(make: Callable[[str], Steps], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Item by item, but for where page numbers lie; with two plans where a run asks for another window. A device gives
+    no unit CTAs of its own."""
+    chosen_for_all(monkeypatch, GENERAL)
     steps = make(device)
     ours, usual, lengths = steps.wrapper(), steps.wrapper(), OnDevice(steps)
     for i in range(len(steps)):

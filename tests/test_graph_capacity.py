@@ -83,7 +83,7 @@ def places_of(wrapper: Any) -> tuple[Any, ...]:
             planner.indices.address,
             planner.partials(combination.options.head_dim_vo),
         ),
-        *(combination.num_ctas, combination.num_merges, combination.prepared.choice.spec),
+        *(combination.num_ctas, combination.cluster_size, combination.num_merges, combination.prepared.choice.spec),
     )
 
 

@@ -25,8 +25,8 @@ def record():
     fake.fake_clear()
     return lines
 
-def kernel(name, device=0):
-    return host.check_handle(lib.fp_cuda_kernel_load(device, b"image", 5, name))
+def kernel(name, device=0, image=b"image"):
+    return host.check_handle(lib.fp_cuda_kernel_load(device, image, len(image), name))
 
 params = host.AttentionParams(q=4242)
 merge_params = host.MergeParams(plan=5353)
@@ -152,6 +152,25 @@ assert record()[1].startswith("launch merge grid=464 ")  # 4 a multiprocessor
 host.check(run(attention, num_ctas=0))
 host.check(lib.fp_launch(attention, byref(params), 3, 9, 1))
 assert record() == ["launch attention grid=3 block=384 shared=100000 stream=9 attribute6=1 first=4242 ctx=1000 mode=0"]
+""")
+
+
+def test_a_kernel_that_knows_clusters_is_launched_with_them() -> None:
+    """How many run at once is asked when it is loaded, and asked of no other kernel."""
+    with_fake_driver("""
+info = host.KernelInfo()
+host.check(lib.fp_kernel_describe(kernel(b"attention"), byref(info)))
+assert (info.cluster_rows, list(info.clusters)) == (0, [0] * 5)
+assert not any("attribute 14" in line for line in record())
+attention = kernel(b"attention", image=b"clusters")
+host.check(lib.fp_kernel_describe(attention, byref(info)))
+assert (info.cluster_rows, list(info.clusters)) == (16, [232, 60, 24, 12, 0])
+assert any(line.startswith("attribute 14=1 ") for line in record())
+host.check(run(attention, num_ctas=64, cluster_size=8, enable_pdl=1))
+host.check(run(attention, num_ctas=64, cluster_size=8))
+host.check(run(attention, num_ctas=64, cluster_size=1))
+launches = [line.split(" first=")[0].split("stream=7")[1] for line in record()]
+assert launches == [" attribute6=1 attribute4=8", " attribute4=8", ""], launches
 """)
 
 

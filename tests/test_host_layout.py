@@ -128,6 +128,8 @@ FIELD(fp::LaunchAttribute, id, CUlaunchAttribute, id)
 FIELD(fp::LaunchAttribute, value, CUlaunchAttribute, value)
 FIELD(fp::LaunchAttribute, value.programmatic_stream_serialization_allowed, CUlaunchAttribute,
       value.programmaticStreamSerializationAllowed)
+FIELD(fp::LaunchAttribute, value.cluster, CUlaunchAttribute, value.clusterDim)
+FIELD(fp::LaunchAttribute, value.cluster.z, CUlaunchAttribute, value.clusterDim.z)
 
 #define VALUE(ours, theirs) static_assert(static_cast<long long>(fp::ours) == static_cast<long long>(theirs));
 VALUE(success, CUDA_SUCCESS)
@@ -139,6 +141,8 @@ VALUE(device_max_shared_memory_per_block_optin, CU_DEVICE_ATTRIBUTE_MAX_SHARED_M
 VALUE(function_local_size_bytes, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
 VALUE(function_num_regs, CU_FUNC_ATTRIBUTE_NUM_REGS)
 VALUE(function_max_dynamic_shared_size_bytes, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
+VALUE(function_non_portable_cluster_size_allowed, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED)
+VALUE(launch_attribute_cluster_dimension, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
 VALUE(capture_status_none, CU_STREAM_CAPTURE_STATUS_NONE)
 VALUE(capture_mode_relaxed, CU_STREAM_CAPTURE_MODE_RELAXED)
 VALUE(host_alloc_portable, CU_MEMHOSTALLOC_PORTABLE)

@@ -28,6 +28,7 @@ bool refusing_maps = false;
 thread_local Context current = nullptr;
 thread_local int capture_mode = 0;
 constexpr int threads_and_shared_bytes[2] = {384, 100000};
+constexpr int cluster_rows = 16;
 
 Context context_of(int device) { return reinterpret_cast<Context>(static_cast<size_t>(1000 + device)); }
 
@@ -88,7 +89,12 @@ EXPORT Result cuLibraryGetKernel(Kernel* kernel, Library, const char* name) {
 EXPORT Result cuKernelGetFunction(Function* function, Kernel kernel) {
   return *function = reinterpret_cast<Function>(kernel), success;
 }
-EXPORT Result cuLibraryGetGlobal(DevicePointer* address, size_t* bytes, Library, const char* name) {
+EXPORT Result cuLibraryGetGlobal(DevicePointer* address, size_t* bytes, Library library, const char* name) {
+  if (strcmp(name, "flashpage_cluster_rows") == 0) {
+    *address = reinterpret_cast<DevicePointer>(&cluster_rows);
+    *bytes = sizeof(cluster_rows);
+    return strncmp(reinterpret_cast<const char*>(library), "clusters", 8) == 0 ? success : 500;
+  }
   *address = reinterpret_cast<DevicePointer>(threads_and_shared_bytes);
   *bytes = sizeof(threads_and_shared_bytes);
   return strcmp(name, "flashpage_launch") == 0 ? success : 500;
@@ -100,6 +106,14 @@ EXPORT Result cuFuncSetAttribute(Function, int attribute, int value) {
 EXPORT Result cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function, int threads, size_t shared) {
   return *blocks = threads == 384 && shared == 100000 ? 2 : 0, success;
 }
+// A card whose graphics processing clusters have ten SMs.
+EXPORT Result cuOccupancyMaxActiveClusters(int* clusters, Function, const LaunchConfig* config) {
+  const LaunchAttribute& attribute = config->attributes[0];
+  if (config->num_attributes != 1 || attribute.id != launch_attribute_cluster_dimension) return 1;
+  const int size = attribute.value.cluster.x;
+  if (config->grid_x % size != 0 || attribute.value.cluster.y != 1 || attribute.value.cluster.z != 1) return 1;
+  return *clusters = 12 * (10 / size), success;
+}
 EXPORT Result cuLaunchKernelEx(const LaunchConfig* config, Function function, void** params, void** extra) {
   std::string text = std::string("launch ") + reinterpret_cast<const char*>(function);
   text += " grid=" + std::to_string(config->grid_x * config->grid_y * config->grid_z);
@@ -108,8 +122,7 @@ EXPORT Result cuLaunchKernelEx(const LaunchConfig* config, Function function, vo
   text += " " + name_of(config->stream);
   for (unsigned i = 0; i < config->num_attributes; ++i) {
     const LaunchAttribute& attribute = config->attributes[i];
-    text += " attribute" + std::to_string(attribute.id) + "=" +
-            std::to_string(attribute.value.programmatic_stream_serialization_allowed);
+    text += " attribute" + std::to_string(attribute.id) + "=" + std::to_string(attribute.value.cluster.x);
   }
   text += " first=" + std::to_string(*static_cast<const unsigned long long*>(params[0]));
   if (strcmp(reinterpret_cast<const char*>(function), "boxes") == 0) {  // takes two maps of 128 bytes behind the others

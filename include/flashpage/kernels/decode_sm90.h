@@ -4,7 +4,7 @@
 // One CTA an SM. Four warps load: they walk the plan's units ahead of everyone else and keep a ring of slots full
 // across the units' ends. The others compute, in teams that take the slots in turn, each with its own softmax state;
 // where a unit ends the teams' states are combined through shared memory. The CTA that ends the last piece of a cut
-// unit merges its partials.
+// unit merges its partials; or the CTAs of a cluster, where they have all its pieces, send each other what to merge.
 #pragma once
 #include "flashpage/kernels/decode_sm90_compute.h"
 #include "flashpage/kernels/decode_sm90_load.h"
@@ -18,6 +18,8 @@ struct DecodeSm90 {
   using Shared = DecodeShared<Traits>;
   static constexpr int threads = DecodeWarps<Traits>::threads;
   static constexpr int shared_bytes = sizeof(Shared);
+  // Packed rows of a unit that a cluster merges, at most; 0: it is not launched with clusters.
+  static constexpr int cluster_rows = Shared::has_mailbox ? min_of(ClusterMerge<Traits>::max_rows, Traits::tile_q) : 0;
   static_assert(shared_bytes <= 232448, "more than a CTA has on Hopper: flashpage/tiles.py, sm90_decode_tile");
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
@@ -34,7 +36,11 @@ struct DecodeSm90 {
       ptx::prefetch_tensor_map(maps.k);
       ptx::prefetch_tensor_map(maps.v);
     }
+    if constexpr (Shared::has_mailbox) {
+      if (threadIdx.x == 0) shared.mailbox.init();
+    }
     clear_padding(shared);
+    if constexpr (Shared::has_mailbox) ptx::cluster_arrive();
     __syncthreads();
     if constexpr (Shape<Traits>::rotate) {
       // While the first tiles are on their way.
@@ -45,6 +51,7 @@ struct DecodeSm90 {
       ptx::give_registers_back<Warps::loading_registers>();
       DecodeLoad<Traits>(shared, params, maps).run();
       ptx::grid_dependency_launch();
+      if constexpr (Shared::has_mailbox) ptx::cluster_wait();  // by everyone who has arrived
     } else {
       ptx::take_registers<Warps::computing_registers>();
       DecodeCompute<Traits>(shared, params, args).run();

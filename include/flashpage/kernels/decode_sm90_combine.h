@@ -13,7 +13,8 @@
 namespace flashpage {
 
 // To the output, or to the partials of a cut unit, whose last piece merges them. A piece that finds all others done
-// (most do, as CTAs end with a request that others began) need not count itself in: 0.7 us.
+// (most do, as CTAs end with a request that others began) need not count itself in: 0.7 us. Or to the other CTAs of the
+// cluster, where the plan has given them the unit's other pieces: what a row sends there is not yet divided by its sum.
 //
 // Made at a unit's start by every computing warp: what the end needs must not be waited for there.
 template <class Traits>
@@ -38,6 +39,8 @@ struct DecodeCombine {
   int team = thread / 32 / Warps::team, place = thread / 32 % Warps::team;  // of the warp in its team
   i64 first_offset = 0;  // of the lane's first row, in the output or the partials
   i32 merge_field = 0;   // of the MergeItem, one a lane
+  int log_pieces = -1;   // of a unit that the cluster merges
+  int piece = 0;         // of it
 
   FP_DEVICE DecodeCombine(Shared& shared, const AttentionParams& params, const SlottedPlace& slotted, const Unit& unit,
                           int rank, int first_row, int part, int thread)
@@ -55,6 +58,13 @@ struct DecodeCombine {
   }
 
   FP_DEVICE void run(SoftmaxState<1>& state, float (&values)[S::value_tiles][4]) {
+    if constexpr (Shared::has_mailbox) {
+      if (is_piece() && slotted.in_cluster) {
+        log_pieces = 31 - __clz(__shfl_sync(0xffffffff, merge_field, 7));  // MergeItem::num_partials
+        piece = item.piece;
+        if (thread == 0) cluster().expect();
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half * 8 >= unit.num_rows) break;
@@ -64,7 +74,9 @@ struct DecodeCombine {
       write_rows(half);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::written);
-    if (is_piece()) {
+    if (sends()) {
+      if constexpr (Shared::has_mailbox) cluster().run(thread, threads);
+    } else if (is_piece()) {
       merge();
     } else {
       ptx::named_barrier(barrier, threads);
@@ -73,6 +85,8 @@ struct DecodeCombine {
 
  private:
   FP_DEVICE bool is_piece() const { return item.partial_row >= 0; }
+  FP_DEVICE bool sends() const { return Shared::has_mailbox && log_pieces >= 0; }
+  FP_DEVICE ClusterMerge<Traits> cluster() const { return {shared.mailbox, params, item, unit, piece, log_pieces}; }
   FP_DEVICE int row_of_lane(int half) const { return first_row + half * 8 + lane / 4; }
 
   // Half of the warp's rows into the exchange, as its lanes hold them.
@@ -103,7 +117,8 @@ struct DecodeCombine {
       weight[t] = ptx::exp2_approx(shared.maximum[row][t] - origin);
       total += weight[t] * shared.sum[row][t];
     }
-    const float inverse = total == 0.f ? 0.f : value_scale_of(params, unit.kv_head) * ptx::reciprocal_approx(total);
+    float inverse = 0.f;
+    if (!sends()) inverse = total == 0.f ? 0.f : value_scale_of(params, unit.kv_head) * ptx::reciprocal_approx(total);
     const i64 offset = has_registers && half == 0 ? first_offset : out_offset<Traits>(params, item, unit, row);
 #pragma unroll(has_registers ? own : 1)
     for (int i = 0; i < own; ++i) {
@@ -112,9 +127,13 @@ struct DecodeCombine {
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int t = 0; t < teams; ++t) sum = add_scaled(sum, shared.exchange[t][place][pair][lane], weight[t]);
-      write_pair(offset, pair, scaled(sum, inverse));
+      if (!sends()) {
+        write_pair(offset, pair, scaled(sum, inverse));
+      } else if constexpr (Shared::has_mailbox) {
+        cluster().send(row, part * pairs + pair, lane % 4, sum, maximum, total);
+      }
     }
-    if (team > 0 || part > 0 || lane % 4 > 0) return;
+    if (sends() || team > 0 || part > 0 || lane % 4 > 0) return;
     if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);
   }
 

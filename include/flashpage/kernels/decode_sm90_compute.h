@@ -51,6 +51,7 @@ struct DecodeCompute {
   FP_DEVICE void run() {
     if (thread == 0) stamp<Traits>(params, Stamp::start);
     prefetch_indices();
+    if constexpr (Shared::has_mailbox) ptx::cluster_wait();  // before anything is sent; long over when there is
     for (u32 unit_turn = 0;; ++unit_turn) {
       shared.place_ring.wait_full(unit_turn);
       const SlottedPlace& place = shared.places[shared.place_ring.slot(unit_turn)];

@@ -64,6 +64,7 @@ struct DecodeLoad {
   FP_DEVICE void look_for_others(u32 unit_turn) {
     if (warp != warps - 1 || lane != 0) return;
     SlottedPlace& place = shared.places[shared.place_ring.slot(unit_turn)];
+    if (place.in_cluster) return;
     const u32 others = static_cast<u32>(place.merge->num_partials) - 1;
     if (ptx::load_acquire(place.arrivals) == others) ptx::store_release_shared(&place.others_are_done, 1);
   }
@@ -89,6 +90,7 @@ struct DecodeLoad {
         to.merge = plan_merges(params.plan, header) + merge;
         to.arrivals = plan_arrivals(params.plan, header) + merge;
         to.others_are_done = 0;
+        to.in_cluster = header.cluster_size > 0;
       }
       ptx::mbarrier_arrive(barrier);
     }

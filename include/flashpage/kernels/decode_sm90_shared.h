@@ -1,5 +1,6 @@
 // What the warps of decode_sm90 share: who does what, and the shared memory between them.
 #pragma once
+#include "flashpage/tile/cluster_merge.h"
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/slot_ring.h"
 #include "flashpage/tile/turns.h"
@@ -28,6 +29,7 @@ struct SlottedPlace {
   const MergeItem* merge;  // of a piece
   u32* arrivals;
   u32 others_are_done;  // all other pieces of the unit: seen shortly before this one ends
+  u32 in_cluster;       // a piece whose others are those of the cluster's other CTAs, who merge it with this one
 };
 
 template <class Traits>
@@ -43,6 +45,9 @@ struct DecodeShared {
 
   struct None {};
   using Turns = typename select_type<S::rotate, TurnTable<Traits>, None>::type;
+  // For units of few enough rows and columns; beside a table of turns there is no room.
+  static constexpr bool has_mailbox = Traits::tile_q == 16 && Traits::head_dim_vo <= 256 && !S::rotate;
+  using Mailbox = typename select_type<has_mailbox, ClusterMailbox, None>::type;
 
   static constexpr int slot_bytes = key_bytes + value_bytes;
   // A slot always belongs to the same team: one that came back to a slot of another team could take the phase before
@@ -64,6 +69,7 @@ struct DecodeShared {
   u32 others_were_done;
   u32 is_last_piece;
   Turns turns;
+  Mailbox mailbox;
 };
 
 }  // namespace flashpage

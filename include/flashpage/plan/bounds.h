@@ -4,6 +4,7 @@
 
 #include "flashpage/plan/lanes.h"
 #include "flashpage/plan/lengths.h"
+#include "flashpage/plan/own_ctas.h"
 #include "flashpage/plan/work_item.h"
 
 namespace flashpage::plan {
@@ -60,6 +61,25 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
   const i64 bytes = static_cast<i64>(sizeof(PlanHeader)) + schedule.num_ctas * static_cast<i64>(sizeof(CtaStart)) +
                     items * static_cast<i64>(sizeof(WorkItem)) + merges * merge_bytes;
   return {bytes, partial_rows};
+}
+
+// Of batches whose units may have CTAs of their own (own_ctas.h): each CTA one item, but for KV heads that share it.
+inline Bounds bounds_with_own_ctas(const Capacity& capacity, const Heads& heads, const Schedule& schedule,
+                                   const Clusters& clusters) {
+  Bounds most = bounds(capacity, heads, schedule);
+  if (!schedule.balanced()) return most;
+  const i64 rows = min_of(clusters.max_rows, schedule.tile_q),
+            merges_of_unit = ceil_div<i64>(rows, schedule.merge_rows);
+  for (i32 i = 0; i < num_cluster_sizes; ++i) {
+    const i64 units = clusters.resident[i], ctas = units << i;
+    const bool may_cut = i > 0;
+    const i64 bytes = static_cast<i64>(sizeof(PlanHeader)) + schedule.num_ctas * static_cast<i64>(sizeof(CtaStart)) +
+                      ctas / heads.num_kv_heads * static_cast<i64>(sizeof(WorkItem)) +
+                      (may_cut ? units * merges_of_unit * merge_bytes : 0);
+    most.bytes = max_of(most.bytes, bytes);
+    if (may_cut) most.partial_rows = max_of(most.partial_rows, ctas * rows);
+  }
+  return most;
 }
 
 }  // namespace flashpage::plan

@@ -101,7 +101,9 @@ class Emitter {
             static_cast<i32>(all.merges),
             static_cast<i32>(items_offset()),
             static_cast<i32>(merges_offset()),
-            static_cast<i32>(used_bytes())};
+            static_cast<i32>(used_bytes()),
+            0,
+            {}};
   }
   FP_HOST_DEVICE i64 num_partial_rows() const { return before_[num_lanes_].partial_rows * members_; }
   FP_HOST_DEVICE i64 used_bytes() const {

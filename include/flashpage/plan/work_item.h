@@ -73,8 +73,12 @@ struct alignas(16) PlanHeader {
   i32 items_offset;    // WorkItem [num_items]
   i32 merges_offset;   // MergeItem [num_merges]
   i32 used_bytes;
+  i32 cluster_size;  // CTAs of a unit (own_ctas.h): piece p of a cut one is the only item of its cluster's CTA p, and
+                     // all its pieces are there, so that they may merge without partials. 0: items and pieces are
+                     // anywhere
+  i32 unused[3];
 };
-static_assert(sizeof(PlanHeader) == 32);
+static_assert(sizeof(PlanHeader) == 48);
 
 inline constexpr i64 merge_bytes = sizeof(MergeItem) + sizeof(u32);  // with its arrivals
 

@@ -55,4 +55,19 @@ FP_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
   while (!mbarrier_try(barrier, parity)) continue;
 }
 
+// Until it is; what CTAs of the cluster have stored into this one's shared memory, and the barrier has counted, is
+// seen.
+FP_DEVICE void mbarrier_wait_for_peers(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n.reg .pred over;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, over;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
 }  // namespace flashpage::ptx

@@ -25,5 +25,6 @@ inline bool mbarrier_test(u32 barrier, u32 parity) { return (hopper::barriers.at
 inline void mbarrier_wait(u32 barrier, u32 parity) {
   card::wait_until([=] { return mbarrier_test(barrier, parity); });
 }
+inline void mbarrier_wait_for_peers(u32 barrier, u32 parity) { mbarrier_wait(barrier, parity); }
 
 }  // namespace flashpage::ptx

@@ -1,0 +1,153 @@
+// Merging a cut unit among the CTAs of a cluster, one piece each: everyone sends each of the others a share of its rows
+// and columns, and merges what it is sent, in the plan's order, so that the bits do not depend on who was last. Nothing
+// goes through memory, and what a CTA receives is the same for any number of pieces.
+#pragma once
+#include "flashpage/ptx/cluster.h"
+#include "flashpage/ptx/mbarrier.h"
+#include "flashpage/ptx/rcp.h"
+#include "flashpage/ptx/shared.h"
+#include "flashpage/ptx/st_async.h"
+#include "flashpage/tile/epilogue.h"
+#include "flashpage/tile/softmax.h"
+#include "flashpage/tile/values.h"
+#include "flashpage/tile/vector4.h"
+
+namespace flashpage {
+
+// A parcel is 16 columns of a row, as four lanes hold them of two n8 tiles, not yet divided by the row's sum.
+struct ClusterMailbox {
+  static constexpr int log_parcels = 7, parcels = 1 << log_parcels;
+  static constexpr int parcel_bytes = 16 * sizeof(float) + sizeof(float2);
+
+  alignas(16) float4 columns[parcels][4];
+  float2 states[parcels];  // of the parcel's row and piece: maximum, sum
+  u64 arrived;
+
+  // By one thread, before the cluster's barrier.
+  FP_DEVICE void init() {
+    ptx::mbarrier_init(ptx::shared_address(&arrived), 1);
+    ptx::mbarrier_init_fence();
+  }
+};
+
+// Piece p of the unit is that of the cluster's CTA p, and the only item there: a mailbox serves one unit. The number of
+// pieces is a power of two.
+template <class Traits>
+struct ClusterMerge {
+  using S = Shape<Traits>;
+  static constexpr int pairs = S::value_tiles / 2;  // of n8 tiles, of a warp
+  static constexpr int parcels_a_row = Traits::warps_v * pairs;
+  static constexpr int max_rows = ClusterMailbox::parcels / parcels_a_row;
+  static constexpr int max_pieces = 16;
+
+  ClusterMailbox& mailbox;
+  const AttentionParams& params;
+  const WorkItem& item;
+  const Unit& unit;
+  int piece;  // this CTA's
+  int log_pieces;
+
+  // By one thread: the mailbox may be filled before.
+  FP_DEVICE void expect() const {
+    const u32 bytes = (own_parcels() << log_pieces) * ClusterMailbox::parcel_bytes;
+    ptx::mbarrier_arrive_expect(ptx::shared_address(&mailbox.arrived), bytes);
+  }
+
+  // By each of four lanes, `quad` in order: its columns of one pair of the row. Every CTA of the cluster runs.
+  FP_DEVICE void send(int row, int pair, int quad, const float4& columns, float maximum, float sum) const {
+    const int parcel = row * parcels_a_row + pair;
+    const u32 to = parcel & ((1 << log_pieces) - 1);
+    const int place = place_of(piece, parcel >> log_pieces);
+    const u32 barrier = peer(&mailbox.arrived, to);
+    ptx::store_async(peer(&mailbox.columns[place][quad], to), columns, barrier);
+    if (quad == 0) ptx::store_async(peer(&mailbox.states[place], to), make_float2(maximum, sum), barrier);
+  }
+
+  // By all `threads` that compute. Whoever has parcels of its own leaves after the last one has come: nobody writes to
+  // a CTA that is gone.
+  FP_DEVICE void run(int thread, int threads) const {
+    const int own = own_parcels(), quad = thread % 4;
+    int index = thread / 4;
+    if (index >= own) return;
+    Target target(*this, index);
+    ptx::mbarrier_wait_for_peers(ptx::shared_address(&mailbox.arrived), 0);
+    while (true) {
+      merge(target, index, quad);
+      index += threads / 4;
+      if (index >= own) break;
+      target = Target(*this, index);
+    }
+  }
+
+ private:
+  // Of the unit's parcels, those that this CTA merges: every `pieces`-th one.
+  FP_DEVICE int own_parcels() const {
+    return (unit.num_rows * parcels_a_row + (1 << log_pieces) - 1 - piece) >> log_pieces;
+  }
+  // Parcels of a piece lie side by side: lanes that add up neighbouring ones read without bank conflicts.
+  FP_DEVICE int place_of(int of_piece, int index) const {
+    return (of_piece << (ClusterMailbox::log_parcels - log_pieces)) + index;
+  }
+  FP_DEVICE static u32 peer(const void* own, u32 rank) { return ptx::peer_address(ptx::shared_address(own), rank); }
+
+  // Where a parcel goes, and what else of it is known before it comes.
+  struct Target {
+    int row;
+    int part, column;  // of the value columns, and in it
+    PackedRow at;
+    float value_scale;
+
+    FP_DEVICE Target(const ClusterMerge& of, int index) {
+      const u32 parcel = (static_cast<u32>(index) << of.log_pieces) + of.piece;
+      const u32 pair = parcel % parcels_a_row;
+      row = parcel / parcels_a_row;
+      part = pair / pairs;
+      column = pair % pairs * 16;
+      at = unpack_row(of.params, of.unit.kv_head, of.unit.first_row + row);
+      value_scale = value_scale_of(of.params, of.unit.kv_head);
+    }
+  };
+
+  FP_DEVICE void merge(const Target& target, int index, int quad) const {
+    float2 states[max_pieces];
+    float4 columns[max_pieces];
+    float maximum = ptx::negative_infinity(), total = 0.f;
+#pragma unroll
+    for (int p = 0; p < max_pieces; ++p) {
+      states[p] = make_float2(ptx::negative_infinity(), 0.f);
+      columns[p] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (p < 1 << log_pieces) {
+        states[p] = mailbox.states[place_of(p, index)];
+        columns[p] = mailbox.columns[place_of(p, index)][quad];
+      }
+      maximum = fmaxf(maximum, states[p].x);
+    }
+    const float origin = maximum == ptx::negative_infinity() ? 0.f : maximum;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int p = 0; p < max_pieces; ++p) {
+      const float weight = ptx::exp2_approx(states[p].x - origin);
+      total += weight * states[p].y;
+      sum = add_scaled(sum, columns[p], weight);
+    }
+    const float inverse = total == 0.f ? 0.f : target.value_scale * ptx::reciprocal_approx(total);
+    write(target, quad, scaled(sum, inverse));
+    if (quad == 0 && target.part == 0 && target.column == 0 && params.lse) {
+      params.lse[static_cast<i64>(item.q_begin + target.at.row) * params.num_q_heads + target.at.head] =
+          row_lse(maximum, total);
+    }
+  }
+
+  FP_DEVICE void write(const Target& target, int quad, const float4& v) const {
+    const i64 row = (item.q_begin + target.at.row) * params.out_row_stride + target.at.head * params.out_head_stride;
+    const int first = target.part * S::value_columns;
+    const float tiles[2][4] = {{v.x, v.y}, {v.z, v.w}};
+    for_each_column_of_pair<Traits>(tiles[0], tiles[1], 0, quad, [&](int column, float even, float odd) {
+      column += target.column;
+      if (column >= S::value_columns || first + column >= Traits::head_dim_vo) return;
+      store_pair<Traits>(params, false, row + first + column, even, odd);
+    });
+  }
+};
+
+}  // namespace flashpage

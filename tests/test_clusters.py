@@ -1,0 +1,133 @@
+"""Units with CTAs of their own, run: on a card pieces merge inside clusters, on the CPU through partials as ever.
+
+Everything that must not be read is NaN (tests/harness.py), partials among it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from case import Case, decode, prefill
+from cluster_sizes import GENERAL, choose, chosen_for_all, schedule_of
+from comparison import Outputs, compare
+from harness import Runner
+from inputs import make_inputs, reference_states
+from steps import Steps, assert_same_bits
+from test_graph_capacity import capture
+
+from flashpage import host
+from flashpage.backends import CLUSTER_SIZES
+
+LENS = (700, 33, 0, 1, 513)  # most ranks, few, none
+SHORT = (64, 31, 96)
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+CASES = [
+    *(
+        decode(f"clusters-{q_len}x{group}", "packed rows", LENS, q_len=q_len, num_q_heads=group, num_kv_heads=1)
+        for q_len, group in ((1, 1), (1, 2), (1, 3), (1, 4), (5, 1), (3, 2), (1, 7), (1, 8), (3, 3), (3, 5), (4, 4))
+    ),
+    decode("clusters-short", "two steps at most", SHORT, head_dim=128),
+    decode("clusters-tiles", "two row tiles", (400, 300), q_len=7, num_q_heads=4, num_kv_heads=1),
+    decode("clusters-128", "as models have it", (2100,), num_q_heads=32, num_kv_heads=8, head_dim=128),
+    decode("clusters-256", "", LENS, head_dim=256, num_q_heads=4),
+    decode("clusters-80", "columns that fill no tile", LENS, head_dim=80),
+    decode("clusters-512", "no mailbox: not in clusters", LENS, head_dim=512),
+    decode("clusters-e4m3", "", LENS, head_dim=128, kv_dtype=E4M3),
+    decode("clusters-e5m2-256", "two warps along the columns", LENS, head_dim=256, kv_dtype=E5M2),
+    decode("clusters-page-1", "rows", LENS, head_dim=128, page_size=1),
+    decode("clusters-window", "the range begins inside a step", LENS, window_left=200, hidden_nan=True),
+    decode("clusters-no-lse", "", LENS, outputs="no_lse"),
+    decode("clusters-strided", "", LENS, outputs="strided"),
+    decode("clusters-cap", "", LENS, soft_cap=20.0),
+    decode("clusters-rope", "no mailbox: not in clusters", LENS, position="ROPE_LLAMA"),
+    decode("clusters-scales", "values are scaled once", LENS, scales="per_head"),
+    prefill("clusters-sinks", "piece 0 has them", (1, 2, 1), (700, 300, 40), entry="sink", sinks=True, causal=True),
+    prefill("clusters-causal", "rows see other ends", (4, 1), (600, 513), causal=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def many_threads() -> Iterator[None]:
+    """The CPU's plans are for as many CTAs as a card's."""
+    host.load().fp_cpu_set_threads(33)
+    yield
+    host.load().fp_cpu_set_threads(0)
+
+
+class Kept(Runner):
+    """Keeps the wrapper."""
+
+    wrapper: Any = None
+
+    def planned(self) -> Any:
+        self.wrapper = super().planned()
+        return self.wrapper
+
+
+@pytest.mark.parametrize("size", [GENERAL, *CLUSTER_SIZES])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_size(case: Case, size: int, device: str, monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
+    """Twice, so that whatever a launch leaves behind is met."""
+    import flashpage
+
+    chosen_for_all(monkeypatch, size)
+    inputs = make_inputs(case)
+    runner = Kept(inputs, device, flashpage)
+    outputs = runner.run()
+    compare(case, outputs, reference_states(inputs))
+    assert runner.wrapper.last_plan.result.cluster_size in (0, size)  # 0: more units than clusters
+    if outputs.lse is not None:
+        q, kv, again = runner.q(), runner.kv(), runner.make_outputs()
+        extra = {} if inputs.sinks is None else {"sinks": inputs.sinks.to(device), "sm_scale": case.sm_scale}
+        extra |= runner._scale_arguments()
+        runner.wrapper.run(q, *kv, out=again.out, lse=again.lse, return_lse=True, **extra)
+        assert_same_bits(Outputs(outputs.out, outputs.lse), Outputs(again.out, again.lse))
+
+
+def test_clusters_are_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the sizes of the test above are for."""
+    import flashpage
+
+    for size in CLUSTER_SIZES[1:]:
+        with monkeypatch.context() as patch:
+            chosen_for_all(patch, size)
+            runner = Kept(make_inputs(CASES[3]), device, flashpage)
+            runner.run()
+        plan = runner.wrapper.last_plan
+        if plan.schedule.clusters[size.bit_length() - 1] >= 5:
+            assert plan.result.cluster_size == size and plan.result.num_ctas == 5 * size
+            assert plan.work_items()["piece"].max() >= 1
+
+
+STEPS = ((700, 64, 0), (5000, 1, 33), (0, 0, 0), (2000, 2000, 2000), (40, 900, 7))
+
+
+@pytest.mark.parametrize("captured", [GENERAL, 4])
+def test_one_launch_serves_plans_of_both_kinds(captured: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's launches have clusters whatever is planned for them."""
+    chosen_for_all(monkeypatch, 4)
+    cases = [decode(f"clusters-step-{i}", "a step", lens, cache="fused") for i, lens in enumerate(STEPS)]
+    steps = Steps(cases, device)
+    wrapper = steps.wrapper(use_cuda_graph=True, **steps.capacity)
+    steps.load(0)
+    steps.plan(wrapper, 0)
+    schedule, combination = schedule_of(wrapper), wrapper._planner.active[0]
+    clusters = tuple(schedule.clusters)
+    assert clusters[2] * 4 == schedule.num_ctas == combination.num_ctas and combination.cluster_size == 4
+    choose(schedule, captured)
+    steps.plan(wrapper, 0)
+    replay = capture(wrapper, steps)
+    sizes = set()
+    for number in range(4 * len(steps)):
+        i = number * 3 % len(steps)
+        schedule.clusters = clusters if number % 4 < 2 else (0,) * 5
+        steps.load(i)
+        wrapper._float_workspace_buffer.fill_(255)  # NaN
+        steps.plan(wrapper, i)
+        sizes.add(wrapper.last_plan.result.cluster_size)
+        replay()
+        steps.check(i, Outputs(steps.out, steps.lse))
+        assert (combination.num_ctas, combination.cluster_size) == (schedule.num_ctas, 4)
+    assert sizes == {0, 4}
