@@ -267,10 +267,7 @@ class BoundRun(ctypes.Structure):
 
 
 class LengthsStruct(ctypes.Structure):
-    _fields_ = [
-        *_all(c_void_p, "problem copies"),
-        *_all(c_int64, "bytes_of_a_copy kv_begin kv_end least_rows most_rows"),
-    ]
+    _fields_ = _all(c_void_p, "problem copies") + _all(c_int64, "bytes_of_a_copy kv_begin kv_end least_rows most_rows")
 
 
 class SlotsCall(ctypes.Structure):

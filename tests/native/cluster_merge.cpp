@@ -30,9 +30,8 @@ constexpr u32 cta_bytes = 16384;
 static_assert(sizeof(ClusterMailbox) <= cta_bytes && 16 * cta_bytes <= sizeof memory);
 
 void land_one() {
-  static std::minstd_rand random;
-  if (hopper::copies.empty() || random() % 4 != 0) return;
-  std::swap(hopper::copies[random() % hopper::copies.size()], hopper::copies.back());
+  if (hopper::copies.empty() || hopper::random_number() % 4 != 0) return;
+  std::swap(hopper::copies[hopper::random_number() % hopper::copies.size()], hopper::copies.back());
   const auto land = std::move(hopper::copies.back());
   hopper::copies.pop_back();
   land();
@@ -79,7 +78,10 @@ extern "C" i32 run_cluster(const AttentionParams* params, const WorkItem* items,
       }
       const float4 four = make_float4(tiles[0][0], tiles[0][1], tiles[1][0], tiles[1][1]);
       merge.send(row, pair, quad, four, maxima[state], sums[state]);
-      if (at % 3 == 0) card::yield();
+      if (at % 3 == 0) {  // others go on meanwhile
+        bool had_turn = false;
+        card::wait_until([&] { return std::exchange(had_turn, true); });
+      }
     }
     merge.run(thread, threads);
   });
