@@ -130,8 +130,9 @@ def _attention(
             variant=variant,
         )
     options = {"kv_source": kv_source, "mask_source": mask_source, "variant": variant}
-    if target.arch == HOPPER and position_encoding == "none" and max(head_dims) <= 256:
-        return _prefill_sm90(q_dtype, kv_dtype, head_dims, **options)
+    is_prefill = max(head_dims) <= 256 and (position_encoding == "none" or not kv_dtype.is_fp8)
+    if target.arch == HOPPER and is_prefill:
+        return _prefill_sm90(q_dtype, kv_dtype, head_dims, position_encoding=position_encoding, **options)
     return _attention_sm80(q_dtype, kv_dtype, head_dims, rows, position_encoding=position_encoding, **options)
 
 
@@ -165,6 +166,7 @@ def _prefill_sm90(
     *,
     loader: str = "boxes",
     mask_source: str = "implicit",
+    position_encoding: str = "none",
     variant: VariantSpec = _NO_VARIANT,
     **options: Any,
 ) -> KernelSpec:
@@ -175,10 +177,12 @@ def _prefill_sm90(
         "prefill_sm90",
         *(q_dtype, kv_dtype, DType.BFLOAT16 if q_dtype.is_fp8 else q_dtype, *head_dims),
         mask_source=mask_source,
+        position_encoding=position_encoding,
         tile=sm90_prefill_tile(
             *(*head_dims, inner_loop(mask_bits, "none", variant)),
             loader=loader,
             has_mask=mask_source == "packed_bits",
+            rotates=position_encoding == "rope",
         )[0],
         variant=variant,
         loader=loader,

@@ -49,7 +49,7 @@ struct PrefillLoad {
     }
   }
 
- private:
+ protected:
   template <class Rows>
   using TilesOf = typename select_type<Warps::by_rows, RowTiles<Traits, Rows, tokens, Warps::row_warps>,
                                        BoxTiles<Traits, Rows, tokens>>::type;
@@ -288,7 +288,12 @@ struct PrefillLoad {
     shared.query_ring.wait_empty(turn);
     ptx::fence_before_bulk_copies();  // output was where Q will be
     const u32 to = ptx::shared_address(shared.query[shared.query_ring.slot(turn)]);
-    const u32 barrier = shared.query_ring.full_barrier(turn);
+    u32 barrier;
+    if constexpr (Warps::rotates) {
+      barrier = shared.turning.landed_queries.full_barrier(turn);
+    } else {
+      barrier = shared.query_ring.full_barrier(turn);
+    }
     if (params.query_box_rows > 0) {
       load_query_boxes(place.item, place.unit, to, barrier);
     } else {
