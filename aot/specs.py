@@ -61,7 +61,8 @@ def other_cuda_specs(target: Target) -> list[KernelSpec]:
     masks = [_attention(target, bf16, bf16, (128, 128), rows, mask_source="packed_bits") for rows in ROWS[2:]]
     if target.arch == HOPPER:
         masks.append(KernelSpec("mask_tiles", mask_source="packed_bits"))
-    rope = [_attention(target, bf16, bf16, (128, 128), rows, position_encoding="rope") for rows in ROWS]
+    rope_rows = ROWS if target.arch == HOPPER else (16, 64)
+    rope = [_attention(target, bf16, bf16, (128, 128), rows, position_encoding="rope") for rows in rope_rows]
     sizes = ((80, 16), (80, 128), (96, 16), (96, 128), (512, 16))
     dims = [_attention(target, bf16, bf16, (d, d), rows) for d, rows in sizes]
     hopper = _other_hopper_specs() if target.arch == HOPPER else []

@@ -157,7 +157,7 @@ def sm90_prefill_tile(
         stages = _sm90_converting_stages(head_dim_qk, head_dim_vo, tile_kv)
     elif rotates:
         tile_kv = _sm90_turning_tokens(head_dim_qk, loader, _sm90_tokens(head_dim_qk, head_dim_vo, loop, has_mask))
-        stages = 3 if widest <= 64 else 2
+        stages, columns_per_ns = 3 if widest <= 64 else 2, 17.0
     elif widest <= 96 and light and not asks_much and may_be_taller:
         groups, tile_kv, stages = (3, 96, 4) if widest <= 64 else (3, 80, 3)
     else:
@@ -167,6 +167,7 @@ def sm90_prefill_tile(
     ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / (128 * columns_per_ns)
     # Beside a unit's tokens, and with hidden ones of its last tile: fitted to the ends of CTAs (tests/bench/NOTES.md).
     ns_per_unit = (head_dim_qk + head_dim_vo) * {"rows": 17.0, "converted": 20.0, "transposed": 8.0}.get(loader, 13.5)
+    ns_per_unit += 4.0 * head_dim_qk if rotates else 0.0  # Q's turns
     # What waits for memory needs few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an H200's 132
     # SMs as on all of them. Beside them, a prefill of 4,096 rows gets 36 SMs by this (1.0: 29).
     few_rows_cost = 0.75

@@ -140,6 +140,7 @@ CASES += [
     prefill("host-rope-before", "negative positions", (100, 3), (33, 3), rope_scale=2.0, **ROPE),
     prefill("host-rope-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **ROPE),
     prefill("host-rope-half", "where roundings are small", (40,), (450,), **HALF_ROPE),
+    prefill("host-rope-far", "as if a million tokens", (30,), (4096,), rope_scale=1 / 256, window_left=250, **HALF_ROPE),
     prefill("host-rope-cap", "and scores", (70,), (300,), **{**ROPE, "variant": "blocks_and_gain"}),
     prefill("host-rope-mask", "every tile is masked", (70,), (300,), **{**MASK, "position": "ROPE_LLAMA"}),
     prefill("host-rope-dim-64", "four rows at a time", (70,), (500,), **{**HALF_ROPE, "head_dim": 64}),
@@ -203,9 +204,11 @@ def flags_of(case: Case) -> tuple[str, ...]:
     """What a case's kernel is compiled with."""
     loader, tile, variant = loader_of(case), tile_of(case), variant_of(case).spec
     query, stored = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type))
+    out = DType.of(getattr(torch, case.out_type))
     product = query if loader == "transposed" else stored.widened
     values: dict[str, Any] = {
-        name: dtype.cpp.split("::")[-1] for name, dtype in (("QUERY", query), ("CACHE", stored), ("PRODUCT", product))
+        name: dtype.cpp.split("::")[-1]
+        for name, dtype in (("QUERY", query), ("CACHE", stored), ("PRODUCT", product), ("OUT", out))
     }
     spec = KernelSpec(
         "prefill_sm90",
@@ -299,7 +302,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     q, (k, v) = torch.cat(inputs.q), inputs.cache.argument("cpu")
     if case.kv_layout == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=torch.bfloat16)
+    out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
     lse = torch.full((len(q), case.num_q_heads), math.nan)
     plan, sinks, group = plan_of(case, inputs, tile), inputs.sinks, case.num_q_heads // case.num_kv_heads
     page_size = 0 if ragged else case.page_size
