@@ -140,8 +140,8 @@ def sm90_prefill_tile(
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
     where the loading warps convert K and V, or transpose V, the stored ones are there too. Bits of a custom mask and
     answers of a mask function, which are looked at in few tiles, leave that room up to 192 columns; a function that is
-    asked for each head, or that loads much, takes some of it (`asks_much`). Keys that loading warps turn (`rotates`) have
-    a stage more than values.
+    asked for each head, or that loads much, takes some of it (`asks_much`). Where loading warps turn keys (`rotates`),
+    those have a stage more than values.
     """
     if has_mask and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
         loop = InnerLoop.HEAVY
@@ -156,6 +156,8 @@ def sm90_prefill_tile(
         tile_kv = _sm90_converting_tokens(widest, head_dim_vo, loop)
         stages = _sm90_converting_stages(head_dim_qk, head_dim_vo, tile_kv)
     elif rotates:
+        if widest > 192 and loop is InnerLoop.TRANSFORM:
+            loop = InnerLoop.HEAVY  # loading warps have taken registers of those that compute
         tile_kv = _sm90_turning_tokens(head_dim_qk, loader, _sm90_tokens(head_dim_qk, head_dim_vo, loop, has_mask))
         stages, columns_per_ns = 3 if widest <= 64 else 2, 17.0
     elif widest <= 96 and light and not asks_much and may_be_taller:

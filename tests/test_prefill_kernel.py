@@ -140,7 +140,9 @@ CASES += [
     prefill("host-rope-before", "negative positions", (100, 3), (33, 3), rope_scale=2.0, **ROPE),
     prefill("host-rope-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **ROPE),
     prefill("host-rope-half", "where roundings are small", (40,), (450,), **HALF_ROPE),
-    prefill("host-rope-far", "as if a million tokens", (30,), (4096,), rope_scale=1 / 256, window_left=250, **HALF_ROPE),
+    prefill(
+        "host-rope-far", "as if a million tokens", (30,), (4096,), rope_scale=1 / 256, window_left=250, **HALF_ROPE
+    ),
     prefill("host-rope-cap", "and scores", (70,), (300,), **{**ROPE, "variant": "blocks_and_gain"}),
     prefill("host-rope-mask", "every tile is masked", (70,), (300,), **{**MASK, "position": "ROPE_LLAMA"}),
     prefill("host-rope-dim-64", "four rows at a time", (70,), (500,), **{**HALF_ROPE, "head_dim": 64}),

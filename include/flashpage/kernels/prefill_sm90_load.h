@@ -1,6 +1,6 @@
 // The loading warps of prefill_sm90: one for K, one for V, one for Q, and one that walks the plan for all; or two for
 // the rows of K and two for those of V, the last of which does the others' work too; or one for K, one for V, Q and the
-// plan, and two that transpose V.
+// plan, and two that transpose V. Where K and Q are turned: kernels/prefill_sm90_turn.h.
 #pragma once
 #include "flashpage/kernels/prefill_sm90_shared.h"
 #include "flashpage/ptx/cache_policy.h"

@@ -92,7 +92,8 @@ struct PrefillTurn : PrefillLoad<Traits> {
     if (!is_query_loaded_ahead) load_query(unit_turn);
     turn_queries(ptx::opaque(unit_turn));
     if (warp() == plan_warp) publish_after(ptx::opaque(unit_turn) + 1);
-    if (unit_turn > 0) Load::release_place(ptx::opaque(unit_turn) - 1);  // hidden rows of its last tile have been cleared
+    if (unit_turn > 0)
+      Load::release_place(ptx::opaque(unit_turn) - 1);  // hidden rows of its last tile have been cleared
   }
   // The place after one that is published.
   FP_DEVICE void publish_after(u32 unit_turn) const {
@@ -111,8 +112,7 @@ struct PrefillTurn : PrefillLoad<Traits> {
     constexpr int rows = Traits::tile_q / Warps::loading;
     shared.turning.landed_queries.wait_full(unit_turn);
     const u32 tile = ptx::shared_address(shared.query[shared.query_ring.slot(unit_turn)]);
-    TurnedQueries::template turn_queries<rows>(shared.turning.steps, tile, warp() * rows, params,
-                                                  place_of(unit_turn));
+    TurnedQueries::template turn_queries<rows>(shared.turning.steps, tile, warp() * rows, params, place_of(unit_turn));
     Load::hand_over(shared.query_ring.full_barrier(unit_turn));
   }
   FP_DEVICE void load_query(u32 unit_turn) const {

@@ -73,7 +73,8 @@ struct BoxTiles {
     __syncwarp();
     int boxes = tokens >> box_shift;
     if constexpr (has_mask_tiles<Traits> || turns_beside) boxes = ptx::opaque(boxes);  // registers are few
-    for (int i = 0; i < boxes; ++i) {
+    // Opaque too: unrolled, the loop would take more of them.
+    for (int i = 0; i < boxes; i = turns_beside ? static_cast<int>(ptx::opaque(i + 1)) : i + 1) {
       const i32 page = paged ? __shfl_sync(0xffffffff, source.found.page, i) : 0;
       const i32 row = __shfl_sync(0xffffffff, source.found.row, i);
       const u32 box = to + (i * 128 << box_shift);
@@ -104,7 +105,8 @@ struct BoxTiles {
   }
 
  private:
-  // Opaque: what follows from it is computed where it is used.
+  // Opaque where rows are turned: what follows from them is computed where it is used.
+  FP_DEVICE static int lane() { return (turns_beside ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32; }
   FP_DEVICE static i32 box_tokens(const AttentionParams& params) {
     if constexpr (turns_beside) {
       return static_cast<i32>(ptx::opaque(params.box_tokens));
@@ -114,7 +116,7 @@ struct BoxTiles {
   }
 
   FP_DEVICE static void clear(u8* to, int begin, int end, int warp, int warps) {
-    for (int i = threadIdx.x % 32; i < (end - begin) * 8; i += 32) {
+    for (int i = lane(); i < (end - begin) * 8; i += 32) {
       if ((begin + i / 8) / 32 % warps != warp) continue;
 #pragma unroll
       for (int block = 0; block < Rows::blocks; ++block)
@@ -123,7 +125,7 @@ struct BoxTiles {
   }
 
   FP_DEVICE Found look_up(const Source& source, int tile) const {
-    const int box = threadIdx.x % 32;
+    const int box = lane();
     const i32 token = source.first_token + tile * tokens + (box << box_shift);
     bool exists = token < source.kv_end && box < tokens >> box_shift;
     if constexpr (has_mask_tiles<Traits>) exists = exists && token + (1 << box_shift) > source.kv_begin;

@@ -26,7 +26,7 @@ struct TurnSteps {
   }
 };
 
-// `Rows`: BlockRows of a tile. A lane has four neighbouring columns of each half, and of some rows, one after the other.
+// `Rows`: BlockRows of a tile. A lane has four neighbouring columns of each half, and some rows, one after the other.
 template <class Element, class Rows, int columns>
 struct TurnedRows {
   static constexpr int half = columns / 2, lane_columns = 4, row_lanes = half / lane_columns;
@@ -94,10 +94,13 @@ struct TurnedRows {
     if (!has_columns()) return;
     const Lane lane = lane_of(tile, first, rows);
     const i32 packed = place.unit.first_row + first + lane.row;
+    Turns turns;
+    i32 last = -1;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
       const i32 row = static_cast<i32>(params.group.div(packed + i));
-      const Turns turns = turns_at(steps, lane, static_cast<float>(query_position(place.item, row)));
+      if (row != last) turns = turns_at(steps, lane, static_cast<float>(query_position(place.item, row)));
+      last = row;
       // The lane's first row may lie anywhere in the swizzle's eight.
       const int in_tile = first + lane.row;
       const u32 swizzle = ((in_tile ^ (in_tile + i)) & 7) * 16;
