@@ -64,7 +64,8 @@ def other_cuda_specs(target: Target) -> list[KernelSpec]:
     masks = [_attention(target, bf16, bf16, (128, 128), rows, mask_source="packed_bits") for rows in ROWS[2:]]
     if target.arch == HOPPER:
         masks.append(KernelSpec("mask_tiles", mask_source="packed_bits"))
-    rope = [_attention(target, bf16, bf16, (128, 128), rows, position_encoding="rope") for rows in ROWS]
+    rope_rows = ROWS if target.arch == HOPPER else (16, 64)
+    rope = [_attention(target, bf16, bf16, (128, 128), rows, position_encoding="rope") for rows in rope_rows]
     sizes = ((80, 16), (80, 128), (96, 16), (96, 128), (512, 16))
     dims = [_attention(target, bf16, bf16, (d, d), rows) for d, rows in sizes]
     hopper = _other_hopper_specs() if target.arch == HOPPER else []
@@ -132,8 +133,9 @@ def _attention(
             variant=variant,
         )
     options = {"kv_source": kv_source, "mask_source": mask_source, "variant": variant}
-    if target.arch == HOPPER and position_encoding == "none" and max(head_dims) <= 256:
-        return _prefill_sm90(q_dtype, kv_dtype, head_dims, **options)
+    is_prefill = max(head_dims) <= 256 and (position_encoding == "none" or not kv_dtype.is_fp8)
+    if target.arch == HOPPER and is_prefill:
+        return _prefill_sm90(q_dtype, kv_dtype, head_dims, position_encoding=position_encoding, **options)
     return _attention_sm80(q_dtype, kv_dtype, head_dims, rows, position_encoding=position_encoding, **options)
 
 
@@ -167,6 +169,7 @@ def _prefill_sm90(
     *,
     loader: str = "boxes",
     mask_source: str = "implicit",
+    position_encoding: str = "none",
     variant: VariantSpec = _NO_VARIANT,
     **options: Any,
 ) -> KernelSpec:
@@ -177,10 +180,12 @@ def _prefill_sm90(
         "prefill_sm90",
         *(q_dtype, kv_dtype, DType.BFLOAT16 if q_dtype.is_fp8 else q_dtype, *head_dims),
         mask_source=mask_source,
+        position_encoding=position_encoding,
         tile=sm90_prefill_tile(
             *(*head_dims, inner_loop(mask_bits, "none", variant)),
             loader=loader,
             has_mask=mask_source == "packed_bits",
+            rotates=position_encoding == "rope",
         )[0],
         variant=variant,
         loader=loader,

@@ -39,7 +39,7 @@ class Capability:
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it
     max_sm: int = 999  # newer cards cannot run it
     max_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
-    rope: bool = True  # in the kernel
+    rope: Callable[[Options], bool] = lambda options: True  # in the kernel
     merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
     mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel finds
@@ -58,8 +58,10 @@ class Capability:
                 f"a request and KV head have {problem.packed_rows} packed rows (query rows x query heads), "
                 f"it takes {self.max_packed_rows}"
             )
-        if not self.rope and options.position_encoding == "ROPE_LLAMA":
-            found.append("it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA)")
+        if options.position_encoding == "ROPE_LLAMA" and not self.rope(options):
+            found.append(
+                f"it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA) over kv_data_type {options.kv_dtype.value}"
+            )
         if options.q_dtype not in self.q_dtypes:
             found.append(f"q_data_type {options.q_dtype.value} is not among {_names(self.q_dtypes)}")
         if options.out_dtype not in self.out_dtypes:
@@ -111,15 +113,16 @@ def _sm90_decode(options: Options, rows: int, variant: VariantSpec, mask_source:
 
 def _sm90_prefill(options: Options, rows: int, variant: VariantSpec, mask_source: str) -> tuple[Tile, Cost]:
     loader, has_mask = _prefill_loader(options), mask_source != "implicit"
-    if mask_source == "packed_bits" and loader != "converted":
+    if mask_source == "packed_bits" and _visits_tiles(options):
         mask_source = "implicit"  # bits are for few tiles
     return sm90_prefill_tile(
-        *(options.head_dim_qk, options.head_dim_vo, inner_loop(mask_source, _encoding(options), variant)),
+        *(options.head_dim_qk, options.head_dim_vo, inner_loop(mask_source, "none", variant)),
         loader=loader,
         group_size=options.group_size,
         has_mask=has_mask,
         asks=mask_source == "function",
         asks_much=mask_source == "function" and asks_much(variant),
+        rotates=_encoding(options) == "rope",  # who loads does it, not the inner loop
     )
 
 
@@ -138,7 +141,7 @@ def _boxes_or_rows(options: Options) -> str:
 
 
 def _visits_tiles(options: Options) -> bool:
-    return _prefill_loader(options) in ("boxes", "rows")
+    return _prefill_loader(options) in ("boxes", "rows") and _encoding(options) == "none"
 
 
 def _prefill_loader(options: Options) -> str:
@@ -168,7 +171,7 @@ PREFILL_SM90 = Capability(
     min_sm=90,
     max_sm=90,
     head_dims=(16, 256, 8),
-    rope=False,
+    rope=lambda options: not options.kv_dtype.is_fp8,
     row_alignment=16,
     loader=_prefill_loader,
     query_boxes=True,

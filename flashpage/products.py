@@ -33,11 +33,12 @@ def render(spec: KernelSpec) -> str:
 def short_tokens(spec: KernelSpec) -> int:
     """Of the tile that a unit may end with: half of a whole one, in steps of the value product. 0: there is none.
 
-    Tiles of a mask are not known to be a unit's last ones; kernels of three warpgroups or with a variant's code have no
-    registers for it.
+    Tiles of a mask are not known to be a unit's last ones; kernels of three warpgroups, or with a variant's code or RoPE,
+    have no registers for it.
     """
     assert spec.tile is not None
-    plain = spec.mask_source == "implicit" and spec.loader == "boxes" and spec.variant == VariantSpec()
+    plain = spec.mask_source == "implicit" and spec.position_encoding == "none" and spec.variant == VariantSpec()
+    plain = plain and spec.loader == "boxes"
     has_room = spec.tile.tile_q == 128 * spec.tile.ctas and spec.tile.tile_kv >= 80 and spec.head_dim_vo >= 128
     return -(-spec.tile.tile_kv // 32) * 16 if plain and has_room else 0
 

@@ -152,13 +152,15 @@ def sm90_prefill_tile(
     has_mask: bool = False,
     asks: bool = False,
     asks_much: bool = False,
+    rotates: bool = False,
 ) -> tuple[Tile, Cost]:
     """Many rows on Hopper: warpgroups of 64 rows, two of them, or three where rows are short.
 
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
     where the loading warps convert K and V, or transpose V, the stored ones are there too. Bits of a custom mask and
     answers of a mask function (`asks`), which are looked at in few tiles, leave that room up to 192 columns; a function
-    that is asked for each head, or that loads much, takes some of it (`asks_much`).
+    that is asked for each head, or that loads much, takes some of it (`asks_much`). Where loading warps turn keys
+    (`rotates`), those have a stage more than values.
     """
     if has_mask and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
         loop = InnerLoop.HEAVY
@@ -172,6 +174,11 @@ def sm90_prefill_tile(
     elif loader == "converted":
         tile_kv = _sm90_converting_tokens(widest, head_dim_vo, loop)
         stages = _sm90_converting_stages(head_dim_qk, head_dim_vo, tile_kv)
+    elif rotates:
+        if widest > 192 and loop is InnerLoop.TRANSFORM:
+            loop = InnerLoop.HEAVY  # loading warps have taken registers of those that compute
+        tile_kv = _sm90_turning_tokens(head_dim_qk, loader, _sm90_tokens(head_dim_qk, head_dim_vo, loop, has_mask))
+        stages, columns_per_ns = 3 if widest <= 64 else 2, 17.0
     elif widest <= 96 and light and not asks_much and may_be_taller:
         groups, tile_kv, stages = (3, 96, 4) if widest <= 64 else (3, 80, 3)
     else:
@@ -181,6 +188,7 @@ def sm90_prefill_tile(
     ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / (128 * columns_per_ns)
     # Beside a unit's tokens, and with hidden ones of its last tile: fitted to the ends of CTAs (tests/bench/NOTES.md).
     ns_per_unit = (head_dim_qk + head_dim_vo) * {"rows": 17.0, "converted": 20.0, "transposed": 8.0}.get(loader, 13.5)
+    ns_per_unit += 4.0 * head_dim_qk if rotates else 0.0  # Q's turns
     # What waits for memory needs few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an H200's 132
     # SMs as on all of them. Beside them, a prefill of 4,096 rows gets 36 SMs by this (1.0: 29).
     few_rows_cost = 0.75
@@ -203,6 +211,15 @@ def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, has_mask: 
     if loads and has_mask:
         return 32
     return 80 if plain else 64 if loop is InnerLoop.TRANSFORM else 48
+
+
+def _sm90_turning_tokens(head_dim_qk: int, loader: str, most: int) -> int:
+    """At most `most`: a lane of the loading warps turns eight rows at a time, or two or four. In shared memory K has a
+    third stage, and loaders of rows have tables."""
+    if head_dim_qk > 192:
+        most = min(most, 32 if loader == "rows" else 64)
+    wanted = (128, 96, 64, 32) if head_dim_qk > 128 else (128, 64, 32)
+    return next(tokens for tokens in wanted if tokens <= most)
 
 
 def _sm90_converting_tokens(widest: int, head_dim_vo: int, loop: InnerLoop) -> int:

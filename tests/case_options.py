@@ -161,7 +161,7 @@ def score_rows() -> list[Case]:
         decode("rope-scaled", "scale and theta", (300, 9), position="ROPE_LLAMA", rope_scale=4.0, rope_theta=5e5),
         decode("rope-page-3", "positions across odd pages", (300, 9), position="ROPE_LLAMA", page_size=3),
         decode("rope-split", "positions in the middle of a cut request", (3000,), position="ROPE_LLAMA"),
-        prefill("rope-prefill", "rotation by row", MIXED_Q, MIXED_KV, position="ROPE_LLAMA", causal=True, reduced=True),
+        prefill("rope-prefill", "rotation by row", MIXED_Q, MIXED_KV, position="ROPE_LLAMA", causal=True),
         prefill("rope-ragged", "ragged", (30, 3), (41, 70), entry="ragged", position="ROPE_LLAMA", rope_theta=1e6),
         prefill("rope-q-over-kv", "negative positions", (50, 3), (33, 3), position="ROPE_LLAMA", causal=True),
         prefill("rope-fp32", "rotation error alone", (30, 3), (41, 70), position="ROPE_LLAMA", q_dtype="float32"),
@@ -169,6 +169,37 @@ def score_rows() -> list[Case]:
         decode("rope-dim-80", "halves that are no multiple of 16", (65, 9), position="ROPE_LLAMA", head_dim=80),
         decode("rope-dim-24", "halves that are no multiple of 8", (65, 9), position="ROPE_LLAMA", head_dim=24),
         prefill("rope-dim-72", "nor of a lane", (50, 3), (65, 9), position="ROPE_LLAMA", causal=True, head_dim=72),
+    ]
+    many: dict[str, Any] = {"position": "ROPE_LLAMA", "head_dim": 128, "causal": True}
+    lengths = (260, 70, 40), (500, 70, 9)
+    rows += [
+        prefill("many-rope", "loading warps turn tiles", *lengths, reduced=True, **many),
+        prefill(
+            "many-rope-half-ragged",
+            "fp16, other angles",
+            *lengths,
+            entry="ragged",
+            rope_theta=1e6,
+            q_dtype="float16",
+            **many,
+        ),
+        prefill("many-rope-page-1", "row by row", *lengths, page_size=1, **many),
+        prefill("many-rope-page-8", "small boxes", *lengths, page_size=8, rope_scale=2.0, **many),
+        prefill("many-rope-group-5", "rows of q one by one", *lengths, num_q_heads=10, page_size=12, **many),
+        prefill("many-rope-window", "tiles left out", (200,), (900,), window_left=150, hidden_nan=True, **many),
+        prefill("many-rope-split", "pieces and a sink", (150,), (2550,), fixed_split_size=20, sinks=True, **many),
+        prefill("many-rope-far", "angles of far tokens", (150,), (40000,), window_left=500, q_dtype="float16", **many),
+        prefill(
+            "many-rope-mask", "bits of every tile", (150, 90), (300, 90), mask="packed", **{**many, "causal": False}
+        ),
+        prefill("many-rope-cap", "and scores", *lengths, soft_cap=5.0, **many),
+        prefill("many-rope-one-tile", "units of a tile each", (70,) * 40, (90,) * 40, **many),
+        prefill("many-rope-dim-64", "four rows at a time", *lengths, **{**many, "head_dim": 64}),
+        prefill("many-rope-dim-256", "one Q at a time", *lengths, **{**many, "head_dim": 256}),
+        prefill("many-rope-dim-256-page-1", "short tiles", *lengths, page_size=1, **{**many, "head_dim": 256}),
+        prefill("many-rope-192-128", "rows of 192 columns", *lengths, head_dim_vo=128, **{**many, "head_dim": 192}),
+        prefill("many-rope-dim-72", "lanes without columns", *lengths, **{**many, "head_dim": 72}),
+        prefill("many-rope-e4m3", "attention_sm80's", *lengths, kv_dtype="float8_e4m3fn", **many),
     ]
     return rows
 

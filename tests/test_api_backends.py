@@ -49,6 +49,35 @@ def test_what_the_hopper_decode_kernel_refuses(given: Problem, sm: int, reason: 
 
 
 @pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, ""),
+        ({"page_size": 1}, ""),
+        ({"q_dtype": DType.FLOAT16, "kv_dtype": DType.FLOAT16, "head_dim_qk": 192}, ""),
+        (
+            {"kv_dtype": DType.FLOAT8_E4M3},
+            "it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA) over kv_data_type float8_e4m3fn",
+        ),
+    ],
+)
+def test_where_the_hopper_prefill_kernel_rotates(changed: dict[str, Any], reason: str) -> None:
+    given = problem(128, position_encoding="ROPE_LLAMA", **changed)
+    assert PREFILL_SM90.refusals(given, 90) == ([reason] if reason else [])
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (64, 64), (72, 72), (128, 128), (192, 128), (128, 256), (256, 256)])
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_four_warps_turn_as_many_rows_of_a_tile(dims: tuple[int, int], has_mask: bool, page_size: int) -> None:
+    sizes = {"head_dim_qk": dims[0], "head_dim_vo": dims[1], "page_size": page_size, "has_mask": has_mask}
+    given = problem(128, position_encoding="ROPE_LLAMA", **sizes)
+    tile, _ = PREFILL_SM90.schedule(given.options, 128, VariantSpec(), "packed_bits" if has_mask else "implicit")
+    assert tile.tile_q == 128 and tile.tile_kv % 32 == 0
+    lane_rows = tile.tile_kv // 4 // max(1, min(8, 1 << (32 // (dims[0] // 8)).bit_length() - 1))
+    assert lane_rows in (2, 4) or lane_rows % 8 == 0
+
+
+@pytest.mark.parametrize(
     ("changed", "loader"),
     [
         ({}, "boxes"),
@@ -132,9 +161,11 @@ ASKED = KernelSpec("mask_tiles", mask_source="function", variant=FUNCTION, tile=
         ({}, FUNCTION, True, "function", ASKED),
         ({}, FUNCTION, False, "implicit", None),
         ({"kv_dtype": DType.FLOAT8_E4M3}, FUNCTION, True, "implicit", None),
+        ({"position_encoding": "ROPE_LLAMA"}, FUNCTION, True, "implicit", None),
         ({}, SCORES, True, "implicit", None),
         ({"has_mask": True}, FUNCTION, True, "packed_bits", KernelSpec("mask_tiles", mask_source="packed_bits")),
         ({"has_mask": True, "kv_dtype": DType.FLOAT8_E4M3}, FUNCTION, True, "packed_bits", None),
+        ({"has_mask": True, "position_encoding": "ROPE_LLAMA"}, FUNCTION, True, "packed_bits", None),
     ],
 )
 def test_who_is_asked_for_tiles(
@@ -249,7 +280,9 @@ def test_without_a_device_the_first_row_that_can_is_taken() -> None:
     assert backends.offline(problem(128, page_size=12), "cuda") is PREFILL_SM90
     assert backends.offline(problem(128, page_size=16, kv_dtype=DType.FLOAT8_E4M3), "cuda") is PREFILL_SM90
     assert backends.offline(problem(position_encoding="ROPE_LLAMA"), "cuda") is DECODE_SM90
-    assert backends.offline(problem(128, position_encoding="ROPE_LLAMA"), "cuda") is general
+    assert backends.offline(problem(128, position_encoding="ROPE_LLAMA"), "cuda") is PREFILL_SM90
+    fp8_rope = problem(128, position_encoding="ROPE_LLAMA", kv_dtype=DType.FLOAT8_E4M3)
+    assert backends.offline(fp8_rope, "cuda") is general
     assert backends.offline(problem(head_dim_qk=576), "cuda") is general  # no kernel takes it
     assert general.kernel == "attention_sm80"
     assert backends.offline(problem(), "cpu").kernel == "cpu_attention"

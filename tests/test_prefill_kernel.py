@@ -127,6 +127,35 @@ CASES += [
 ]
 
 
+ROPE: dict[str, Any] = {**BF16, "position": "ROPE_LLAMA"}
+HALF_ROPE: dict[str, Any] = {**ROPE, "q_dtype": "float16"}
+CASES += [
+    prefill("host-rope", "K and Q are turned where they lie", (70, 33, 0), (300, 33, 9), **ROPE),
+    prefill("host-rope-ragged", "other angles", (70, 33), (700, 40), entry="ragged", rope_theta=1e6, **ROPE),
+    prefill("host-rope-page-8", "small boxes, one row", (40, 1), (450, 100), page_size=8, **{**ROPE, "causal": False}),
+    prefill("host-rope-page-64", "units of one tile", (3, 20, 9, 130), (30, 20, 9, 130), page_size=64, **ROPE),
+    prefill("host-rope-group-1", "a position a row", (150, 5), (200, 77), **{**HALF_ROPE, "num_q_heads": 2}),
+    prefill("host-rope-group-5", "rows of q one by one", (60,), (250,), **{**ROPE, "num_q_heads": 10}),
+    prefill("host-rope-window", "tiles that nobody sees", (60,), (850,), window_left=150, hidden_nan=True, **ROPE),
+    prefill("host-rope-before", "negative positions", (100, 3), (33, 3), rope_scale=2.0, **ROPE),
+    prefill("host-rope-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **ROPE),
+    prefill("host-rope-half", "where roundings are small", (40,), (450,), **HALF_ROPE),
+    prefill(
+        "host-rope-far", "as if a million tokens", (30,), (4096,), rope_scale=1 / 256, window_left=250, **HALF_ROPE
+    ),
+    prefill("host-rope-cap", "and scores", (70,), (300,), **{**ROPE, "variant": "blocks_and_gain"}),
+    prefill("host-rope-mask", "every tile is masked", (70,), (300,), **{**MASK, "position": "ROPE_LLAMA"}),
+    prefill("host-rope-dim-64", "four rows at a time", (70,), (500,), **{**HALF_ROPE, "head_dim": 64}),
+    prefill("host-rope-dim-72", "some lanes have no columns", (40,), (300,), **{**ROPE, "head_dim": 72}),
+    prefill("host-rope-dim-16", "eight rows", (40,), (300,), **{**ROPE, "head_dim": 16}),
+    prefill("host-rope-dim-256", "one Q at a time", (40, 3, 20), (200, 30, 300), **{**HALF_ROPE, "head_dim": 256}),
+    prefill("host-rope-192-128", "tiles of 96", (40, 9), (300, 100), head_dim_vo=128, **{**ROPE, "head_dim": 192}),
+    prefill("host-rope-page-1", "row by row", (70, 33), (300, 33), page_size=1, **ROPE),
+    prefill("host-rope-rows-group-5", "of q too", (60, 2, 9), (250, 30, 0), page_size=5, **{**ROPE, "num_q_heads": 10}),
+    prefill("host-rope-rows-dim-256", "more columns", (40,), (200,), page_size=12, **{**ROPE, "head_dim": 256}),
+]
+
+
 class Map(ctypes.Structure):
     """tests/native/hopper/flashpage/ptx/tensor_copy.h"""
 
@@ -149,14 +178,18 @@ def variant_of(case: Case) -> TracedVariant:
 
 
 def mask_source_of(case: Case) -> str:
-    return "packed_bits" if case.mask else "function" if case.variant else "implicit"
+    return "packed_bits" if case.mask else "function" if case.variant and not rotates(case) else "implicit"
+
+
+def rotates(case: Case) -> bool:
+    return case.position == "ROPE_LLAMA"
 
 
 def tile_of(case: Case) -> Tile:
     source, variant = mask_source_of(case), variant_of(case).spec
     by_rows = case.entry == "paged" and case.page_size % 8 != 0  # tiles of fewer tokens too
-    is_heavy = case.mask and (loader_of(case) == "converted" or by_rows)
-    loop = InnerLoop.HEAVY if is_heavy else inner_loop("function", "none", variant)
+    is_heavy = case.mask and (loader_of(case) == "converted" or by_rows or rotates(case))
+    loop = InnerLoop.HEAVY if is_heavy else inner_loop("implicit" if rotates(case) else "function", "none", variant)
     dims = (case.head_dim, case.value_dim)
     tile, _ = sm90_prefill_tile(
         *(*dims, loop),
@@ -165,6 +198,7 @@ def tile_of(case: Case) -> Tile:
         has_mask=source != "implicit",
         asks=source == "function",
         asks_much=source == "function" and asks_much(variant),
+        rotates=rotates(case),
     )
     return tile
 
@@ -173,9 +207,11 @@ def flags_of(case: Case) -> tuple[str, ...]:
     """What a case's kernel is compiled with."""
     loader, tile, variant = loader_of(case), tile_of(case), variant_of(case).spec
     query, stored = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type))
+    out = DType.of(getattr(torch, case.out_type))
     product = query if loader == "transposed" else stored.widened
     values: dict[str, Any] = {
-        name: dtype.cpp.split("::")[-1] for name, dtype in (("QUERY", query), ("CACHE", stored), ("PRODUCT", product))
+        name: dtype.cpp.split("::")[-1]
+        for name, dtype in (("QUERY", query), ("CACHE", stored), ("PRODUCT", product), ("OUT", out))
     }
     spec = KernelSpec(
         "prefill_sm90",
@@ -191,7 +227,7 @@ def flags_of(case: Case) -> tuple[str, ...]:
     values |= {"SHORT_TOKENS": short_tokens(spec)}
     values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim}
     values |= {"KV_SOURCE": "ragged" if case.entry == "ragged" else "paged", "LOADER": loader}
-    values |= {"MASK_SOURCE": mask_source_of(case)}
+    values |= {"MASK_SOURCE": mask_source_of(case), "POSITION_ENCODING": "rope" if rotates(case) else "none"}
     flags = tuple(f"-D{name}={value}" for name, value in values.items())
     return (*flags, *(variant_flags(variant) if variant != VariantSpec() else ()))
 
@@ -269,7 +305,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     q, (k, v) = torch.cat(inputs.q), inputs.cache.argument("cpu")
     if case.kv_layout == "HND":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=torch.bfloat16)
+    out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
     lse = torch.full((len(q), case.num_q_heads), math.nan)
     plan, sinks, group = plan_of(case, inputs, tile), inputs.sinks, case.num_q_heads // case.num_kv_heads
     page_size = 0 if ragged else case.page_size
@@ -295,6 +331,8 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
         num_kv_heads=case.num_kv_heads,
         causal=case.causal,
         window_left=case.window_left,
+        rope_scale=case.rope_scale or 1.0,
+        rope_theta=case.rope_theta or 1e4,
         group=host.make_fast_div(group),
         page=host.make_fast_div(page_size or 1),
         box_tokens=box,
@@ -313,7 +351,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     )
     mask_tiles, cells, variant, source = host.MaskTilesParams(), np.zeros(0), variant_of(case), mask_source_of(case)
     args = variant_args(variant)
-    if source != "implicit" and loader != "converted":
+    if source != "implicit" and loader != "converted" and not rotates(case):
         mask_tiles, cells = find_mask_tiles(params, case, tile, args)
     arguments = [ctypes.byref(struct) for struct in (params, args)]
     left = kernel(flags_of(case)).run_prefill(*arguments, maps, ctypes.byref(mask_tiles))

@@ -22,11 +22,18 @@ from flashpage.tiles import sm90_prefill_tile
 from flashpage.variants import Variant
 
 
-def prefill_spec(dim: int, dtype: DType = DType.BFLOAT16, loader: str = "boxes") -> KernelSpec:
-    tile, _ = sm90_prefill_tile(dim, dim, loader=loader)
+def prefill_spec(
+    dim: int, dtype: DType = DType.BFLOAT16, loader: str = "boxes", position_encoding: str = "none"
+) -> KernelSpec:
+    tile, _ = sm90_prefill_tile(dim, dim, loader=loader, rotates=position_encoding == "rope")
     cache = DType.FLOAT8_E4M3 if loader in ("converted", "transposed") else dtype
     query = cache if loader == "transposed" else dtype
-    return KernelSpec("prefill_sm90", query, cache, dtype, *(2 * (dim,)), tile=tile, loader=loader)
+    return KernelSpec(
+        *("prefill_sm90", query, cache, dtype, dim, dim),
+        position_encoding=position_encoding,
+        tile=tile,
+        loader=loader,
+    )
 
 
 def test_fp8_products_sum_over_32() -> None:
@@ -53,14 +60,16 @@ def test_products_name_their_registers(dim: int, dtype: DType, name: str) -> Non
 
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 @pytest.mark.parametrize(
-    ("dim", "loader"),
+    ("dim", "loader", "position_encoding"),
     [
-        *((128, "boxes"), (256, "boxes"), (128, "rows"), (128, "converted"), (256, "converted")),
-        *((64, "transposed"), (128, "transposed"), (256, "transposed")),
+        *((128, "boxes", "none"), (256, "boxes", "none"), (128, "rows", "none")),
+        *((128, "converted", "none"), (256, "converted", "none")),
+        *((64, "transposed", "none"), (128, "transposed", "none"), (256, "transposed", "none")),
+        *((64, "boxes", "rope"), (128, "boxes", "rope"), (256, "boxes", "rope"), (128, "rows", "rope")),
     ],
 )
-def test_machine_code(dim: int, loader: str, tmp_path: Path) -> None:
-    spec = prefill_spec(dim, loader=loader)
+def test_machine_code(dim: int, loader: str, position_encoding: str, tmp_path: Path) -> None:
+    spec = prefill_spec(dim, loader=loader, position_encoding=position_encoding)
     (result,) = build_kernels([(spec, Target("cuda", 90))], tmp_path)
     assert result.error is None and result.entry is not None
     assert (result.spill_bytes, result.serial_products) == (0, 0)

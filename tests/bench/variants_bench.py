@@ -2,7 +2,8 @@
 
 A row's ratio is the time of its first column over that of its second: 1 means that the variant (the option) is free.
 Both are timed in turns by the clock of gpu.py: decode as a graph's replay, L2 flushed in between. Masks go through the
-prefill wrapper, in decode too. `--small --device cpu` shows that the program works, nothing else.
+prefill wrapper, in decode too. Longer prompts: `options --only RoPE --cases 16k,4x4k,16k-pages,4x4k-pages`.
+`--small --device cpu` shows that the program works, nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +28,16 @@ CASES = {
     "decode": Case("decode, batch 64, context 4k", 64, 1, 4096),
     "prefill": Case("prefill, ragged 1 x 8k", 1, 8192, 8192, page_size=0),
 }
+MORE_CASES = {  # for --cases
+    "16k": Case("prefill, ragged 1 x 16k", 1, 16384, 16384, page_size=0),
+    "4x4k": Case("prefill, ragged 4 x 4k", 4, 4096, 4096, page_size=0),
+    "16k-pages": Case("prefill, 1 x 16k", 1, 16384, 16384),
+    "4x4k-pages": Case("prefill, 4 x 4k", 4, 4096, 4096),
+    "4x4k-page-1": Case("prefill, 4 x 4k, page 1", 4, 4096, 4096, page_size=1),
+    "16x1k": Case("prefill, ragged 16 x 1k", 16, 1024, 1024, page_size=0),
+    "4x4k-dim-64": Case("prefill, ragged 4 x 4k, dim 64", 4, 4096, 4096, head_dim=64, page_size=0),
+    "4x4k-dim-256": Case("prefill, ragged 4 x 4k, dim 256", 4, 4096, 4096, head_dim=256, page_size=0),
+}
 LEAST_RATIO = 0.95  # of a user's variant
 CAP, DOCUMENTS, ROUNDS = 30.0, 8, 3
 
@@ -39,7 +50,7 @@ class Setting:
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
     kv_dtype: torch.dtype = torch.bfloat16
     causal: bool = True
-    as_prefill: bool = False  # decode through the paged prefill wrapper
+    as_prefill: bool = False  # decode through the paged prefill wrapper, which many rows take anyway
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +80,7 @@ class Workload:
             return lambda: output(ragged.run(batch.q, k, v, **setting.run))
         pages = (batch.table.indptr, batch.table.indices, batch.table.last_page_len)
         cache = batch.cache.to(setting.kv_dtype)
-        if setting.as_prefill:
+        if setting.as_prefill or self.q_len > 1:
             wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(self.workspace)
             wrapper.plan(batch.q_indptr, *pages, *heads, case.page_size, causal=setting.causal, **values)
         else:
@@ -192,7 +203,7 @@ def measure(work: Workload, row: Row, clock: GpuClock | HostClock) -> tuple[list
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
-    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES | MORE_CASES)}")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=15)
@@ -205,7 +216,8 @@ def main() -> int:
     clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)
     good = True
     for name in arguments.cases.split(","):
-        case = CASES[name].shrunk() if arguments.small else CASES[name]
+        case = (CASES | MORE_CASES)[name]
+        case = case.shrunk() if arguments.small else case
         torch.manual_seed(0)
         work = Workload(case, device)
         for section in arguments.sections or SECTIONS:

@@ -1,6 +1,7 @@
 // prefill_sm90 on the host, whole: loading and computing warps as fibers, wgmma by the PTX manual's layouts. For
-// tests/test_prefill_kernel.py, which sets QUERY, CACHE, PRODUCT, TILE_Q, TILE_KV, STAGES, HEAD_DIM_QK, HEAD_DIM_VO,
-// LOADER and MASK_SOURCE, and where there is a variant, VARIANT: the file that it is rendered to.
+// tests/test_prefill_kernel.py, which sets QUERY, CACHE, PRODUCT, OUT, TILE_Q, TILE_KV, STAGES, HEAD_DIM_QK,
+// HEAD_DIM_VO, LOADER, MASK_SOURCE and POSITION_ENCODING, and where there is a variant, VARIANT: the file that it is
+// rendered to.
 #include "flashpage/kernels/prefill_sm90.h"
 #include "hopper.h"
 
@@ -105,7 +106,7 @@ struct Traits {
   using Query = PRODUCT;
   using StoredCache = CACHE;
   using Cache = PRODUCT;
-  using Out = Bf16;
+  using Out = OUT;
   using Variant = ::Variant;
   using KeyProduct = ::KeyProduct;
   using ShortKeyProduct = ::ShortKeyProduct;
@@ -114,7 +115,7 @@ struct Traits {
   static constexpr KvSource kv_source = source;
   static constexpr Loader loader = Loader::LOADER;
   static constexpr MaskSource mask_source = MaskSource::MASK_SOURCE;
-  static constexpr PositionEncoding position_encoding = PositionEncoding::none;
+  static constexpr PositionEncoding position_encoding = PositionEncoding::POSITION_ENCODING;
   static constexpr RowsLayout layout = RowsLayout::blocks;
   static constexpr int tile_q = TILE_Q, tile_kv = TILE_KV, warps_q = TILE_Q / 16, warps_kv = 1, warps_v = 1;
   static constexpr int stages = STAGES, ctas = 1;

@@ -6,6 +6,7 @@
 #include "flashpage/kernels/prefill_sm90_compute.h"
 #include "flashpage/kernels/prefill_sm90_fp8_compute.h"
 #include "flashpage/kernels/prefill_sm90_load.h"
+#include "flashpage/kernels/prefill_sm90_turn.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/registers.h"
 
@@ -16,6 +17,7 @@ struct PrefillSm90 {
   using Shared = PrefillShared<Traits>;
   using Warps = PrefillWarps<Traits>;
   using Compute = typename select_type<Warps::transposes, PrefillFp8Compute<Traits>, PrefillCompute<Traits>>::type;
+  using Load = typename select_type<Warps::rotates, PrefillTurn<Traits>, PrefillLoad<Traits>>::type;
   static constexpr int threads = Warps::threads;
   static constexpr int shared_bytes = sizeof(Shared);
   static_assert(shared_bytes <= Shared::most_bytes, "more than a CTA has: flashpage/tiles.py, sm90_prefill_tile");
@@ -41,6 +43,8 @@ struct PrefillSm90 {
     if constexpr (Warps::converts) {
       if (threadIdx.x < Warps::loading) Shared::Tiles::init(shared.staged_barriers[threadIdx.x]);
     }
+    shared.turning.init();
+    if constexpr (Warps::rotates) shared.turning.steps.fill(params, threadIdx.x, threads);
     clear_padding(shared);
     if constexpr (Traits::ctas == 1) {
       __syncthreads();
@@ -50,7 +54,7 @@ struct PrefillSm90 {
     ptx::grid_dependency_wait();
     if (threadIdx.x < Warps::loading * 32) {
       ptx::give_registers_back<Warps::loading_registers>();
-      PrefillLoad<Traits>(shared, params, maps, mask_tiles).run();
+      Load(shared, params, maps, mask_tiles).run();
       ptx::grid_dependency_launch();
     } else {
       ptx::take_registers<Warps::computing_registers>();
@@ -67,7 +71,7 @@ struct PrefillSm90 {
       zero_padding<typename S::Query, Traits::head_dim_qk, typename Shared::QueryRows>(shared.query[i], Traits::tile_q,
                                                                                        threadIdx.x, threads);
     if constexpr (!Warps::by_boxes) {
-      for (int i = 0; i < Shared::stages; ++i)
+      for (int i = 0; i < Shared::key_stages; ++i)
         zero_padding<typename S::Cache, Traits::head_dim_qk, typename Shared::Keys>(shared.keys[i], Shared::tokens,
                                                                                     threadIdx.x, threads);
     }

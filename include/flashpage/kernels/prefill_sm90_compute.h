@@ -91,7 +91,8 @@ struct PrefillCompute {
     shared.query_ring.wait_full(unit_turn);
     shared.key_ring.wait_full(turn);
     take_tile();
-    if (Warps::by_rows || (!Warps::converts && params.query_box_rows == 0)) ptx::fence_before_products();
+    if (!Warps::rotates && (Warps::by_rows || (!Warps::converts && params.query_box_rows == 0)))
+      ptx::fence_before_products();
   }
   FP_DEVICE void first_scores(float (&scores)[tokens / 8][4]) {
     await_first_keys();

@@ -1,6 +1,6 @@
 // The loading warps of prefill_sm90: one for K, one for V, one for Q, and one that walks the plan for all; or two for
 // the rows of K and two for those of V, the last of which does the others' work too; or one for K, one for V, Q and the
-// plan, and two that transpose V.
+// plan, and two that transpose V. Where K and Q are turned: kernels/prefill_sm90_turn.h.
 #pragma once
 #include "flashpage/kernels/prefill_sm90_shared.h"
 #include "flashpage/ptx/cache_policy.h"
@@ -50,7 +50,7 @@ struct PrefillLoad {
     }
   }
 
- private:
+ protected:
   template <class Rows>
   using TilesOf = typename select_type<Warps::by_rows, RowTiles<Traits, Rows, tokens, Warps::row_warps>,
                                        BoxTiles<Traits, Rows, tokens>>::type;
@@ -289,7 +289,12 @@ struct PrefillLoad {
     shared.query_ring.wait_empty(turn);
     ptx::fence_before_bulk_copies();  // output was where Q will be
     const u32 to = ptx::shared_address(shared.query[shared.query_ring.slot(turn)]);
-    const u32 barrier = shared.query_ring.full_barrier(turn);
+    u32 barrier;
+    if constexpr (Warps::rotates) {
+      barrier = shared.turning.landed_queries.full_barrier(turn);
+    } else {
+      barrier = shared.query_ring.full_barrier(turn);
+    }
     if (params.query_box_rows > 0) {
       load_query_boxes(place.item, place.unit, to, barrier);
     } else {

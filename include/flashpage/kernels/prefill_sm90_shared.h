@@ -5,6 +5,7 @@
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/slot_ring.h"
 #include "flashpage/tile/transposed_values.h"
+#include "flashpage/tile/turned_rows.h"
 #include "flashpage/tile/unit.h"
 #include "flashpage/tile/unit_queue.h"
 #include "flashpage/tile/visible_tiles.h"
@@ -27,6 +28,8 @@ struct PrefillWarps {
   static constexpr bool converts = Traits::loader == Loader::converted;
   static constexpr bool transposes = Traits::loader == Loader::transposed;
   static constexpr bool by_boxes = Traits::loader == Loader::boxes || transposes;
+  static constexpr bool rotates = Shape<Traits>::rotate;  // Q and K, where they lie
+  static_assert(!rotates || Traits::loader == Loader::boxes || by_rows);
   static constexpr int loading = 4;  // a warpgroup: registers are given by warpgroups
   static constexpr int computing = Traits::warps_q;
   static constexpr int groups = computing / 4;  // warpgroups of 64 rows
@@ -36,12 +39,13 @@ struct PrefillWarps {
   static constexpr int transposing = 2;  // that transpose V, where they do
   static constexpr int tile_arrivals = by_rows ? 32 * row_warps : converts ? loading : 1;  // at a tile of K or V
   static constexpr int value_arrivals = transposes ? transposing : tile_arrivals;
-  static constexpr int key_arrivals = tile_arrivals + (by_rows && has_mask_tiles<Traits> ? 1 : 0);
-  static constexpr int query_arrivals = converts ? loading : 32;
-  static constexpr int place_readers = computing + (Traits::loader == Loader::boxes ? 3 : 4);  // those that load too
-  static constexpr int loading_registers = 56;
-  static constexpr int computing_registers = groups == 2 ? 224 : 152;
-  static_assert(groups == 2 || (groups == 3 && !converts && !transposes));
+  static constexpr int key_arrivals = rotates ? loading : tile_arrivals + (by_rows && has_mask_tiles<Traits> ? 1 : 0);
+  static constexpr int query_arrivals = converts || rotates ? loading : 32;
+  static constexpr int place_readers =  // those that load too
+      computing + (Traits::loader == Loader::boxes && !rotates ? 3 : 4);
+  static constexpr int loading_registers = rotates ? 88 : 56;
+  static constexpr int computing_registers = rotates ? 208 : groups == 2 ? 224 : 152;
+  static_assert(groups == 2 || (groups == 3 && !converts && !transposes && !rotates));
 };
 
 // What computing warps look at with each tile.
@@ -99,11 +103,30 @@ struct PrefillRowTables<Traits, true> {
   typename RowTiles<Traits, typename Shape<Traits>::ValueRows, Traits::tile_kv, warps>::Table values[warps];
 };
 
+// What Q and K are turned by, and barriers of those that have come but are not turned; nothing where none are.
+template <class Traits, int key_stages, int queries, bool rotates>
+struct PrefillTurning {
+  FP_DEVICE void init() {}
+};
+template <class Traits, int key_stages, int queries>
+struct PrefillTurning<Traits, key_stages, queries, true> {
+  using Warps = PrefillWarps<Traits>;
+  TurnSteps<Traits::head_dim_qk / 2> steps;
+  SlotRing<key_stages> landed_keys;  // nobody gives these slots back: key_ring and query_ring have them
+  SlotRing<queries> landed_queries;
+
+  FP_DEVICE void init() {
+    landed_keys.init(Warps::by_rows ? 32 * Warps::row_warps : 1, 1);
+    landed_queries.init(32, 1);
+  }
+};
+
 template <class Traits>
 struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   using S = Shape<Traits>;
   using Warps = PrefillWarps<Traits>;
   static constexpr int tokens = Traits::tile_kv, stages = Traits::stages;
+  static constexpr int key_stages = stages + (Warps::rotates ? 1 : 0);  // one is multiplied, one turned, one loaded
   using Keys = typename S::KeyRows;
   using Values = typename PrefillShared::PrefillStaged::Values;
   using QueryRows = BlockRows<typename S::Query, Traits::head_dim_qk, Traits::tile_q>;
@@ -112,7 +135,7 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   static constexpr int query_bytes =
       PrefillShared::sum_bytes > 0 ? QueryRows::tile_bytes : max_of(QueryRows::tile_bytes, OutRows::tile_bytes);
   static constexpr int beside_bytes = PrefillShared::staged_bytes + PrefillShared::sum_bytes;
-  static constexpr int ring_bytes = stages * (Keys::tile_bytes + Values::tile_bytes);
+  static constexpr int ring_bytes = key_stages * Keys::tile_bytes + stages * Values::tile_bytes;
   static constexpr int most_bytes = 232448;  // of a CTA on Hopper
   static constexpr int places_ahead = 4;     // units that are known, of the one that is computed on
   using RowTables = PrefillRowTables<Traits, Warps::by_rows>;
@@ -120,11 +143,12 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   static constexpr int queries = 2 * query_bytes + ring_bytes + other_bytes <= most_bytes ? 2 : 1;  // whose Q is there
 
   alignas(1024) u8 query[queries][query_bytes];
-  alignas(1024) u8 keys[stages][Keys::tile_bytes];
+  alignas(1024) u8 keys[key_stages][Keys::tile_bytes];
   alignas(1024) u8 values[stages][Values::tile_bytes];
   TiledPlace places[places_ahead];
   typename select_type<has_mask_tiles<Traits>, QueueCursor, PlaceCursor>::type cursor;  // of who walks the plan
-  SlotRing<stages> key_ring, value_ring;
+  SlotRing<key_stages> key_ring;
+  SlotRing<stages> value_ring;
   SlotRing<places_ahead> place_ring;
   SlotRing<queries> query_ring;
   // A slot's own where another CTA writes to it too: it may be a tile ahead of this one.
@@ -133,6 +157,7 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   float query_factors[Warps::converts ? queries : 1][Traits::tile_q / 16];  // of the scores of sixteen rows
   typename select_type<has_mask_tiles<Traits>, VisitedTile[stages], NextTile>::type visited;  // of a slot of key_ring
   RowTables row_tables;
+  PrefillTurning<Traits, key_stages, queries, Warps::rotates> turning;
 };
 
 }  // namespace flashpage

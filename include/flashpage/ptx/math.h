@@ -1,4 +1,4 @@
-// The special-function unit: fast exp2 and log2.
+// The special-function unit: fast exp2, log2, sine and cosine.
 #pragma once
 #include "flashpage/common/types.h"
 
@@ -13,6 +13,19 @@ FP_DEVICE float exp2_approx(float x) {
 FP_DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Off by at most 2^-21 from -pi to pi.
+FP_DEVICE float sin_approx(float x) {
+  float y;
+  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+FP_DEVICE float cos_approx(float x) {
+  float y;
+  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -18,6 +18,7 @@ namespace flashpage {
 template <class Traits, class Rows, int tokens>
 struct BoxTiles {
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
+  static constexpr bool turns_beside = Traits::position_encoding == PositionEncoding::rope;  // rows, in registers
 
   // The lane's box of one tile: the look-up is the only dependent load on the way to data.
   struct Found {
@@ -41,7 +42,7 @@ struct BoxTiles {
   const int box_shift;  // log2 of the tokens of a box
 
   FP_DEVICE BoxTiles(const AttentionParams& params, const TensorMap& map)
-      : params(params), map(map), box_shift(31 - __clz(params.box_tokens)) {}
+      : params(params), map(map), box_shift(31 - __clz(box_tokens(params))) {}
 
   FP_DEVICE Extent extent(const Unit& unit) const {
     if constexpr (has_mask_tiles<Traits>) return {};  // numbered within the request, and found elsewhere
@@ -72,9 +73,11 @@ struct BoxTiles {
     if (ptx::elect_one()) ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
     __syncwarp();
     int boxes = tokens >> box_shift;
-    if constexpr (has_mask_tiles<Traits>) boxes = ptx::opaque(boxes);  // registers are few
+    if constexpr (has_mask_tiles<Traits> || turns_beside) boxes = ptx::opaque(boxes);  // registers are few
     const Share mine = share(boxes);
-    for (int i = mine.first_box; i < boxes; i += mine.box_step) {
+    // Opaque too: unrolled, the loop would take more of them.
+    const auto step = [&](int i) { return turns_beside ? static_cast<int>(ptx::opaque(i + 1)) : i + mine.box_step; };
+    for (int i = mine.first_box; i < boxes; i = step(i)) {
       const i32 page = paged ? __shfl_sync(0xffffffff, source.found.page, i) : 0;
       const i32 row = __shfl_sync(0xffffffff, source.found.row, i);
       const u32 box = to + (i * 128 << box_shift);
@@ -127,8 +130,18 @@ struct BoxTiles {
     }
   }
 
+  // Opaque where rows are turned: what follows from them is computed where it is used.
+  FP_DEVICE static int lane() { return (turns_beside ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32; }
+  FP_DEVICE static i32 box_tokens(const AttentionParams& params) {
+    if constexpr (turns_beside) {
+      return static_cast<i32>(ptx::opaque(params.box_tokens));
+    } else {
+      return params.box_tokens;
+    }
+  }
+
   FP_DEVICE static void clear(u8* to, int begin, int end, int warp, int warps) {
-    for (int i = threadIdx.x % 32; i < (end - begin) * 8; i += 32) {
+    for (int i = lane(); i < (end - begin) * 8; i += 32) {
       if ((begin + i / 8) / 32 % warps != warp) continue;
 #pragma unroll
       for (int block = 0; block < Rows::blocks; ++block)
@@ -137,7 +150,7 @@ struct BoxTiles {
   }
 
   FP_DEVICE Found look_up(const Source& source, int tile) const {
-    const int box = threadIdx.x % 32;
+    const int box = lane();
     const i32 token = source.first_token + tile * tokens + (box << box_shift);
     bool exists = token < source.kv_end && box < tokens >> box_shift;
     if constexpr (has_mask_tiles<Traits>) exists = exists && token + (1 << box_shift) > source.kv_begin;

@@ -10,16 +10,7 @@
 
 namespace flashpage {
 
-// Two elements of each half, turned in fp32.
-template <class From, class To>
-FP_DEVICE void turn_pairs(u32& low, u32& high, const TurnPair& turn) {
-  const Turn &first = turn.first, &second = turn.second;
-  float2 a = ptx::unpack2<From>(low), b = ptx::unpack2<From>(high);
-  low = ptx::pack2<To>(a.x * first.cosine - b.x * first.sine, a.y * second.cosine - b.y * second.sine);
-  high = ptx::pack2<To>(b.x * first.cosine + a.x * first.sine, b.y * second.cosine + a.y * second.sine);
-}
-
-// The same in fp16, for keys that were fp8 under queries that were bf16.
+// turn_pairs in fp16, for keys that were fp8 under queries that were bf16.
 FP_DEVICE void turn_halves(u32& low, u32& high, const TurnPair& turn) {
   u32 cosine = ptx::pack2<Half>(turn.first.cosine, turn.second.cosine);
   u32 sine = ptx::pack2<Half>(turn.first.sine, turn.second.sine);

@@ -2,6 +2,8 @@
 // a column, spread over the lanes of a warp) times that of its place in the slot (a table of the CTA).
 #pragma once
 #include "flashpage/params.h"
+#include "flashpage/ptx/convert.h"
+#include "flashpage/ptx/math.h"
 #include "flashpage/tile/shape.h"
 
 namespace flashpage {
@@ -21,16 +23,44 @@ struct alignas(16) TurnPair {
 
 FP_DEVICE TurnPair operator*(const TurnPair& a, const TurnPair& b) { return {a.first * b.first, a.second * b.second}; }
 
+// Two neighbouring columns of each half, turned in fp32.
+template <class From, class To>
+FP_DEVICE void turn_pairs(u32& low, u32& high, const TurnPair& turn) {
+  const Turn &first = turn.first, &second = turn.second;
+  float2 a = ptx::unpack2<From>(low), b = ptx::unpack2<From>(high);
+  low = ptx::pack2<To>(a.x * first.cosine - b.x * first.sine, a.y * second.cosine - b.y * second.sine);
+  high = ptx::pack2<To>(b.x * first.cosine + a.x * first.sine, b.y * second.cosine + a.y * second.sine);
+}
+
+// Of column i of the lower half of a row.
+FP_DEVICE double turns_a_token(const AttentionParams& params, int i, int half) {
+  constexpr double two_pi = 6.283185307179586;
+  return exp2(log2(static_cast<double>(params.rope_theta)) * -i / half) / (params.rope_scale * two_pi);
+}
+
 // Whole turns a token, in two parts: at position 2^20 one float would be off by some hundredths of a turn.
 struct Frequency {
   float high, low;
 
-  FP_DEVICE Turn at(float position) const {
+  FP_DEVICE static Frequency of(double turns) {
+    const float high = static_cast<float>(turns);
+    return {high, static_cast<float>(turns - high)};
+  }
+  // Without whole turns: from -0.5 to 0.5.
+  FP_DEVICE float part_at(float position) const {
     float whole = rintf(position * high);
-    float part = fmaf(position, low, fmaf(position, high, -whole));
+    return fmaf(position, low, fmaf(position, high, -whole));
+  }
+  FP_DEVICE Turn at(float position) const {
+    float part = part_at(position);
     Turn turn;
     sincospif(2.f * part, &turn.sine, &turn.cosine);
     return turn;
+  }
+  // Off by at most 2^-21, without a branch.
+  FP_DEVICE Turn approximately_at(float position) const {
+    const float angle = part_at(position) * 6.283185307f;
+    return {ptx::cos_approx(angle), ptx::sin_approx(angle)};
   }
 };
 
@@ -59,12 +89,7 @@ struct TurnTable {
 
   // Both by all `threads`, with a barrier between and after.
   FP_DEVICE void fill_frequencies(const AttentionParams& params, int thread, int threads) {
-    constexpr double two_pi = 6.283185307179586;
-    for (int i = thread; i < steps * 8; i += threads) {
-      double turns = exp2(log2(static_cast<double>(params.rope_theta)) * -i / half) / (params.rope_scale * two_pi);
-      frequency[i].high = static_cast<float>(turns);
-      frequency[i].low = static_cast<float>(turns - frequency[i].high);
-    }
+    for (int i = thread; i < steps * 8; i += threads) frequency[i] = Frequency::of(turns_a_token(params, i, half));
   }
   FP_DEVICE void fill_turns(int thread, int threads) {
     for (int i = thread; i < steps * 36; i += threads) {

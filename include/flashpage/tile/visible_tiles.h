@@ -8,10 +8,11 @@
 namespace flashpage {
 
 // Whether a kernel's tiles lie at multiples of their size in a request, and are numbered there: those that it visits
-// are looked up in its mask's tiles.
+// are looked up in its mask's tiles. Warps that turn keys have no registers for that.
 template <class Traits>
 inline constexpr bool has_mask_tiles =
-    Traits::mask_source != MaskSource::implicit && (Traits::loader == Loader::boxes || Traits::loader == Loader::rows);
+    Traits::mask_source != MaskSource::implicit && Traits::position_encoding == PositionEncoding::none &&
+    (Traits::loader == Loader::boxes || Traits::loader == Loader::rows);
 
 // What a computing warp has to know of a tile.
 struct alignas(8) VisitedTile {

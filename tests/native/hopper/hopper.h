@@ -47,7 +47,8 @@ T __ldg(const T* from) {
   return *from;
 }
 using std::exp2f, std::fmaf, std::fmaxf, std::log2f;
-void sincospif(float, float*, float*);  // of kernels with RoPE, which nobody runs here
+inline double cospi(double x) { return std::cos(3.141592653589793 * x); }
+void sincospif(float, float*, float*);  // of kernels that nobody runs here
 
 namespace flashpage {
 

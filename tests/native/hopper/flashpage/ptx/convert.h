@@ -97,6 +97,13 @@ T from_float(float value);
 template <class T>
 float to_float(T value);
 template <class T>
-float2 unpack2(u32 packed);
+float2 unpack2(u32 packed) {
+  static_assert(is_same<T, Half> || is_same<T, Bf16>);
+  if constexpr (is_same<T, Half>) {
+    return {hopper::of_half(packed & 0xffff), hopper::of_half(packed >> 16)};
+  } else {
+    return {hopper::of_bf16(packed & 0xffff), hopper::of_bf16(packed >> 16)};
+  }
+}
 
 }  // namespace flashpage::ptx
