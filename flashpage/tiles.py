@@ -180,7 +180,7 @@ def sm90_prefill_tile(
         tile_kv = _sm90_turning_tokens(
             head_dim_qk, loader, _sm90_tokens(head_dim_qk, head_dim_vo, loop, has_mask, asks)
         )
-        stages, columns_per_ns = 3 if widest <= 64 else 2, 17.0
+        stages, columns_per_ns = 3 if widest <= 64 else 2, 13.5
     elif widest <= 96 and light and not asks_much and may_be_taller:
         groups, tile_kv, stages = (3, 96, 4) if widest <= 64 else (3, 80, 3)
     else:
