@@ -101,7 +101,7 @@ struct Traits {
   static constexpr PositionEncoding position_encoding = PositionEncoding::none;
   static constexpr RowsLayout layout = RowsLayout::blocks;
   static constexpr int tile_q = TILE_Q, tile_kv = TILE_KV, warps_q = TILE_Q / 16, warps_kv = 1, warps_v = 1;
-  static constexpr int stages = STAGES;
+  static constexpr int stages = STAGES, ctas = 1;
   static constexpr bool trace = false;
 };
 
@@ -118,7 +118,8 @@ void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& m
 extern "C" i32 run_prefill(const AttentionParams* params, const VariantArgs* args, const hopper::Map* of_maps,
                            const MaskTilesParams* mask_tiles) {
   const KvMaps maps{};
-  hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}, {&maps.q, of_maps[2]}};
+  hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}, {&maps.q, of_maps[2]}, {&maps.out, of_maps[3]}};
+  hopper::stores.clear();
   hopper::barriers.clear();
   hopper::meetings.fill({});
   hopper::products.clear();

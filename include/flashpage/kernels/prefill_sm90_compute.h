@@ -46,9 +46,9 @@ struct PrefillCompute {
   int lane = threadIdx.x % 32;
   int group = thread / 128;
   int first_row = thread / 32 * 16 + cta_row();  // of the unit, the warp's
-  u32 turn = 0;               // of the tile whose scores are multiplied
-  u32 unit_turn = 0;          // of its unit
-  TileInTurn<Traits> tile{};  // whose scores are multiplied, where the loading warps tell it
+  u32 turn = 0;                                  // of the tile whose scores are multiplied
+  u32 unit_turn = 0;                             // of its unit
+  TileInTurn<Traits> tile{};                     // whose scores are multiplied, where the loading warps tell it
 
   FP_DEVICE PrefillCompute(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
@@ -265,7 +265,8 @@ struct PrefillCompute {
     ptx::wgmma_commit();
   }
 
-  // A finished unit: rows to the output through the tile of Q, where they become whole lines, or to the partials.
+  // A finished unit: rows to the output through the tile of Q, where they become whole lines or boxes, or to the
+  // partials. Whichever way, the slot of Q is released once: who loads the next one knows what it finds.
   FP_DEVICE void write(SoftmaxState<1>& state, float (&values)[S::value_tiles][4], const Place& place, u8* tile) const {
     const WorkItem item = place.item;  // read once: between stores the compiler would read the place again
     const Unit unit = place.unit;
@@ -306,7 +307,13 @@ struct PrefillCompute {
             ptx::pack2<typename Traits::Out>(first, second);
       });
     }
-    copy_out(item, unit, first_row, tile);
+    if (Shared::leave_by_boxes(params, item, unit, cta_row())) {
+      ptx::fence_before_bulk_copies();
+      __syncwarp();
+      release(shared.query_ring, unit_turn - 1);
+    } else {
+      copy_out(item, unit, first_row, tile);
+    }
   }
 
   FP_DEVICE void store_partial(const float (&values)[S::value_tiles][4], const WorkItem& item, const Unit& unit,
@@ -331,7 +338,8 @@ struct PrefillCompute {
 #pragma unroll
     for (int i = 0; i < parts; ++i) {
       const int row = (i * 32 + lane) / chunks, chunk = (i * 32 + lane) % chunks;
-      if (row < 16) part[i] = *reinterpret_cast<const uint4*>(tile + OutRows::chunk_offset(first_row - cta_row() + row, chunk));
+      if (row < 16)
+        part[i] = *reinterpret_cast<const uint4*>(tile + OutRows::chunk_offset(first_row - cta_row() + row, chunk));
     }
     __syncwarp();
     release(shared.query_ring, unit_turn - 1);
