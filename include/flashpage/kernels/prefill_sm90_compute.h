@@ -5,6 +5,7 @@
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/ptx/st_global.h"
+#include "flashpage/ptx/stmatrix.h"
 #include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/epilogue.h"
 #include "flashpage/tile/mask.h"
@@ -300,19 +301,39 @@ struct PrefillCompute {
       return;
     }
     ptx::named_barrier(group_barrier + group, 128);  // the group's products have read Q
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
-        *reinterpret_cast<u32*>(tile + OutRows::byte_offset(first_row - cta_row() + half * 8 + lane / 4, at * 2)) =
-            ptx::pack2<typename Traits::Out>(first, second);
-      });
-    }
+    put_rows(values, first_row - cta_row(), tile);
     if (Shared::leave_by_boxes(params, item, unit, cta_row())) {
       ptx::fence_before_bulk_copies();
       __syncwarp();
       release(shared.query_ring, unit_turn - 1);
     } else {
       copy_out(item, unit, first_row, tile);
+    }
+  }
+
+  // The warp's rows into the tile, from `first_row` of the CTA.
+  FP_DEVICE void put_rows(const float (&values)[S::value_tiles][4], int first_row, u8* tile) const {
+    using Out = typename Traits::Out;
+    if constexpr (Warps::transposes) {  // a lane's columns of two tiles are neighbours
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
+          *reinterpret_cast<u32*>(tile + OutRows::byte_offset(first_row + half * 8 + lane / 4, at * 2)) =
+              ptx::pack2<Out>(first, second);
+        });
+      }
+    } else {
+      const u32 rows = OutRows::lane_address(ptx::shared_address(tile), first_row + lane % 16, lane / 16);
+#pragma unroll
+      for (int n = 0; n < S::value_tiles; n += 2) {
+        u32 matrices[4];  // two of 8 rows of each tile; zeros where no columns are: Q has its padding there
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float (&sums)[4] = values[n + i / 2];
+          matrices[i] = (n + i / 2) * 8 < S::value_columns ? ptx::pack2<Out>(sums[i % 2 * 2], sums[i % 2 * 2 + 1]) : 0;
+        }
+        ptx::stmatrix_x4(OutRows::at_chunk(rows, n), matrices);
+      }
     }
   }
 
