@@ -287,6 +287,21 @@ struct PrefillCompute {
         values[n][half * 2 + 1] *= inverse;
       }
     }
+    if (is_partial) {
+      release(shared.query_ring, unit_turn - 1);
+      store_partial(values, item, unit, first_row);
+    } else {
+      ptx::named_barrier(group_barrier + group, 128);  // the group's products have read Q
+      put_rows(values, first_row - cta_row(), tile);
+      if (Shared::leave_by_boxes(params, item, unit, cta_row())) {
+        ptx::fence_before_bulk_copies();
+        __syncwarp();
+        release(shared.query_ring, unit_turn - 1);
+      } else {
+        copy_out(item, unit, first_row, tile);
+      }
+    }
+    // Behind the rows: their fence would wait for these stores.
     if (is_partial || params.lse) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -294,20 +309,6 @@ struct PrefillCompute {
         if (lane % 4 == 0 && row < unit.num_rows)
           *lse_target(params, item, unit, row) = row_lse(state.maximum[0][half], sum[half]);
       }
-    }
-    if (is_partial) {
-      release(shared.query_ring, unit_turn - 1);
-      store_partial(values, item, unit, first_row);
-      return;
-    }
-    ptx::named_barrier(group_barrier + group, 128);  // the group's products have read Q
-    put_rows(values, first_row - cta_row(), tile);
-    if (Shared::leave_by_boxes(params, item, unit, cta_row())) {
-      ptx::fence_before_bulk_copies();
-      __syncwarp();
-      release(shared.query_ring, unit_turn - 1);
-    } else {
-      copy_out(item, unit, first_row, tile);
     }
   }
 
