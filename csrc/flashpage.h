@@ -219,8 +219,9 @@ FP_API fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t
 FP_API void fp_kernel_destroy(fp_kernel*);
 FP_API int32_t fp_kernel_describe(const fp_kernel*, fp_kernel_info*);
 
-// A kernel that loads K, V or q by boxes (tensor maps, SWIZZLE_128B) takes flashpage::KvMaps as its third parameter.
-// Maps are encoded at every run, as addresses change from layer to layer; dimensions and strides are bound beforehand.
+// A kernel that loads K, V or q by boxes (tensor maps, SWIZZLE_128B), or stores out, takes flashpage::KvMaps as its
+// third parameter. Maps are encoded at every run, as addresses change from layer to layer; dimensions and strides are
+// bound beforehand.
 struct fp_box_form {
   int32_t element_bytes;  // 1 or 2
   int32_t box[4];         // elements
@@ -228,7 +229,7 @@ struct fp_box_form {
   int64_t strides[3];     // bytes: of tokens, heads, pages
 };
 struct fp_kv_boxes {
-  fp_box_form k, v, q;  // element_bytes 0: the kernel takes no boxes of it
+  fp_box_form k, v, q, out;  // element_bytes 0: the kernel takes no boxes of it
 };
 
 // A batch whose masks' tiles are looked for, or the sizes that no batch exceeds.
@@ -265,6 +266,7 @@ struct fp_second_part {
   int32_t num_merges;
   int32_t box_tokens;
   int32_t query_box_rows;
+  int32_t out_box_rows;
 };
 
 // One attention call: at most three launches (mask tiles, attention, merge) in one foreign call, two parts at most four

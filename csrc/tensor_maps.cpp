@@ -39,8 +39,10 @@ int32_t encode_maps(const Driver& cuda, const fp_kv_boxes& boxes, const Attentio
     const fp_box_form& form;
     const void* data;
     TensorMap& map;
-  } tensors[] = {
-      {"K", boxes.k, params.k.data, maps.k}, {"V", boxes.v, params.v.data, maps.v}, {"q", boxes.q, params.q, maps.q}};
+  } tensors[] = {{"K", boxes.k, params.k.data, maps.k},
+                 {"V", boxes.v, params.v.data, maps.v},
+                 {"q", boxes.q, params.q, maps.q},
+                 {"out", boxes.out, params.out, maps.out}};
   for (const auto& [name, form, data, map] : tensors) {
     if (form.element_bytes == 0) continue;
     // An empty tensor has no address. Nothing is loaded through its map, but a kernel may prefetch the map.

@@ -1,4 +1,4 @@
-// Tensor maps of K and V, encoded at every run (45 ns each): a map holds its tensor's address.
+// Tensor maps of K, V, q and out, encoded at every run (45 ns each): a map holds its tensor's address.
 #pragma once
 #include "driver.h"
 #include "flashpage.h"

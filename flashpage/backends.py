@@ -43,7 +43,7 @@ class Capability:
     merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
     mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel finds
-    query_boxes: bool = False  # it takes q by a tensor map where q has one
+    query_boxes: bool = False  # it takes q, and stores out, by tensor maps where they have one
     pairs: Callable[[KernelSpec], bool] = lambda spec: False  # two CTAs of a cluster may read a unit's K and V together
     runs_beside: bool = False  # with one CTA an SM, it shares the SMs with another launch of the same run (parts.py)
 

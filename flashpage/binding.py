@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,48 +183,52 @@ class Binding:
         second.num_merges = _merges_of_its_own(prepared, part.result.num_merges)
         self.has_merge |= second.num_merges > 0
         if prepared is not self.second_prepared:
-            found, second.box_tokens, second.query_box_rows = self._boxes_of(prepared)
-            self.second_prepared, self.second_boxes = prepared, found
-            second.boxes = None if found is None else ctypes.addressof(found)
+            self.second_prepared, self.second_boxes = prepared, self._boxes_of(prepared, second)
+            second.boxes = None if self.second_boxes is None else ctypes.addressof(self.second_boxes)
         self.args.second = ctypes.addressof(second)
 
     def _bind_boxes(self, prepared: Prepared) -> None:
-        found, self.params.box_tokens, self.params.query_box_rows = self._boxes_of(prepared)
-        self.prepared, self.boxes = prepared, found
-        self.args.boxes = None if found is None else ctypes.addressof(found)
+        self.prepared, self.boxes = prepared, self._boxes_of(prepared, self.params)
+        self.args.boxes = None if self.boxes is None else ctypes.addressof(self.boxes)
 
-    def _boxes_of(self, prepared: Prepared) -> tuple[host.KvBoxes | None, int, int]:
-        """Tensor maps of K, V and q, where the kernel takes them; tokens and rows of their boxes."""
+    def _boxes_of(self, prepared: Prepared, params: host.AttentionParams | host.SecondPart) -> host.KvBoxes | None:
+        """Tensor maps of K, V, q and out, where the kernel takes them; tokens and rows of their boxes in `params`."""
         spec, options = prepared.choice.spec, self.combination.options
         tile, is_paged = spec.tile, options.kv_source == "paged"
         element_bytes = options.kv_dtype.size
         row_bytes = (options.head_dim_qk * element_bytes, options.head_dim_vo * element_bytes)
         tokens = boxes.loader_tokens(spec.loader, options.page_size, tile.tile_kv, *row_bytes) if tile else 0
-        found, query_rows = host.KvBoxes(), 0
+        found = host.KvBoxes()
+        params.box_tokens, params.query_box_rows, params.out_box_rows = tokens, 0, 0
         if tokens:
             found.k, found.v = (
                 boxes.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
                 for name, view in self.views.items()
             )
         if tile and prepared.choice.capability.query_boxes and spec.loader != "converted":
-            query_rows = self._bind_query_boxes(found, tile.tile_q // tile.ctas)
-        return (found if tokens or query_rows else None), tokens, query_rows
+            self._bind_row_boxes(found, params, tile.tile_q // tile.ctas, has_out=spec.loader != "transposed")
+        return found if tokens or params.query_box_rows or params.out_box_rows else None
 
-    def _bind_query_boxes(self, found: host.KvBoxes, tile_q: int) -> int:
-        """A tensor map of q, where q has one; rows of its boxes, 0 without."""
-        options = self.combination.options
-        form = boxes.query_form(
-            options.num_q_heads,
-            options.head_dim_qk,
+    def _bind_row_boxes(
+        self, found: host.KvBoxes, params: host.AttentionParams | host.SecondPart, tile_q: int, *, has_out: bool
+    ) -> None:
+        """Tensor maps of q and out, where they can have one; rows of their boxes in `params`."""
+        options, bound = self.combination.options, self.params
+        form_of = functools.partial(boxes.rows_form, group_size=options.group_size, tile_q=tile_q)
+        form = form_of(
+            *(options.num_q_heads, options.head_dim_qk),
             element_bytes=options.q_dtype.size,
-            group_size=options.group_size,
-            tile_q=tile_q,
-            strides=(self.params.q_row_stride, self.params.q_head_stride),
+            strides=(bound.q_row_stride, bound.q_head_stride),
         )
-        if form is None:
-            return 0
-        found.q = form
-        return int(form.box[2])
+        if form is not None:
+            found.q, params.query_box_rows = form, form.box[2]
+        form = form_of(
+            *(options.num_q_heads, options.head_dim_vo),
+            element_bytes=options.out_dtype.size,
+            strides=(bound.out_row_stride, bound.out_head_stride),
+        )
+        if has_out and form is not None:
+            found.out, params.out_box_rows = form, form.box[2]
 
     def set_trace(self, stamps: torch.Tensor | None) -> None:
         """For measurements: until the next plan, runs write clock stamps to `stamps`, int64 [CTAs, stamps of one]."""

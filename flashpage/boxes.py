@@ -58,10 +58,10 @@ def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged
     )
 
 
-def query_form(
+def rows_form(
     heads: int, dim: int, *, element_bytes: int, group_size: int, tile_q: int, strides: tuple[int, int]
 ) -> host.BoxForm | None:
-    """A row tile of q, [rows, heads, dim], as one box a KV head and 128 bytes; None where no map can have it.
+    """A row tile of q or out, [rows, heads, dim], as one box a KV head and 128 bytes; None where no map can have it.
 
     Packed rows lie in a box as they do in a tile where a tile holds whole rows of the group. `strides`: elements, of
     rows and heads. The number of rows is each run's own: resize.
@@ -81,7 +81,7 @@ def query_form(
 
 
 def resize(boxes: host.KvBoxes, rows: int, leading: int, is_paged: bool, kv_layout: str) -> None:
-    """Takes the first dimensions of the present q and cache, in which those of one binding may differ."""
-    boxes.q.dims[2] = max(1, rows)
+    """Takes the first dimensions of the present q, out and cache, in which those of one binding may differ."""
+    boxes.q.dims[2] = boxes.out.dims[2] = max(1, rows)
     axis = 3 if is_paged else 1 if kv_layout == "NHD" else 2
     boxes.k.dims[axis] = boxes.v.dims[axis] = max(1, leading)

@@ -12,7 +12,7 @@ import numpy as np
 from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 
-ABI_VERSION = 8  # csrc/abi.cpp
+ABI_VERSION = 9  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
@@ -44,7 +44,7 @@ class AttentionParams(ctypes.Structure):
         *_all(c_float, "rope_scale rope_theta"),
         *_all(FastDiv, "group page"),
         ("trace", c_void_p),
-        *_all(c_int32, "box_tokens query_box_rows num_kv_indices"),
+        *_all(c_int32, "box_tokens query_box_rows num_kv_indices out_box_rows"),
     ]
 
 
@@ -230,13 +230,13 @@ class BoxForm(ctypes.Structure):
 
 
 class KvBoxes(ctypes.Structure):
-    _fields_ = _all(BoxForm, "k v q")
+    _fields_ = _all(BoxForm, "k v q out")
 
 
 class SecondPart(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "fork attention merge plan partial_out partial_lse boxes"),
-        *_all(c_int32, "num_ctas num_merges box_tokens query_box_rows"),
+        *_all(c_int32, "num_ctas num_merges box_tokens query_box_rows out_box_rows"),
     ]
 
 

@@ -33,8 +33,8 @@ def render(spec: KernelSpec) -> str:
 def short_tokens(spec: KernelSpec) -> int:
     """Of the tile that a unit may end with: half of a whole one, in steps of the value product. 0: there is none.
 
-    Tiles of a mask are not known to be a unit's last ones; kernels of three warpgroups, a variant's code or RoPE have no
-    registers for it.
+    Tiles of a mask are not known to be a unit's last ones; kernels of three warpgroups, with RoPE or with a variant's
+    code have no registers for it.
     """
     assert spec.tile is not None
     plain = spec.mask_source == "implicit" and spec.position_encoding == "none" and spec.variant == VariantSpec()

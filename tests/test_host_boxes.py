@@ -151,7 +151,7 @@ QUERY = {"element_bytes": 2, "group_size": 4, "tile_q": 128}
 
 def test_a_box_of_queries_has_a_tiles_packed_rows_in_order() -> None:
     q = torch.empty(100, 12, 2 * 64, dtype=torch.float16)[..., :64]
-    form = boxes.query_form(12, 64, **QUERY, strides=q.stride()[:2])
+    form = boxes.rows_form(12, 64, **QUERY, strides=q.stride()[:2])
     assert form is not None and tuple(form.box) == (64, 4, 32, 1) and tuple(form.dims) == (64, 12, 1, 1)
     first_row, kv_head = 32, 1
     for packed in (0, 1, 5, 127):
@@ -165,7 +165,7 @@ def test_a_box_of_queries_has_a_tiles_packed_rows_in_order() -> None:
     [{"group_size": 5}, *({"strides": s} for s in ((12 * 64 + 4, 64), (1 << 39, 64), (12 * 64, 0), (0, 64)))],
 )
 def test_queries_that_no_box_can_have_are_copied_by_rows(changed: dict[str, Any]) -> None:
-    assert boxes.query_form(12, 64, **{**QUERY, "strides": (12 * 64, 64), **changed}) is None
+    assert boxes.rows_form(12, 64, **{**QUERY, "strides": (12 * 64, 64), **changed}) is None
 
 
 @pytest.fixture
@@ -187,6 +187,7 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.box_tokens == read.k.box[1] == boxes.box_tokens(PAGE, choice.spec.tile.tile_kv)
     assert structs.params.query_box_rows == read.q.element_bytes == 0
+    assert structs.params.out_box_rows == read.out.element_bytes == 0
     for cache in (batch.cache, torch.cat([batch.cache, batch.cache])):
         structs.point(batch.q_decode, cache, torch.empty_like(batch.q_decode), None)
         assert read.k.dims[3] == read.v.dims[3] == cache.shape[0]
@@ -195,12 +196,17 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     structs.point(batch.q_decode, batch.cache, torch.empty_like(batch.q_decode), None)
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.query_box_rows == read.q.box[2] == choice.spec.tile.tile_q // (HEADS // KV_HEADS)
-    assert tuple(read.q.dims) == (DIM, HEADS, len(batch.q_decode), 1)
+    assert tuple(read.q.dims) == tuple(read.out.dims) == (DIM, HEADS, len(batch.q_decode), 1)
+    assert structs.params.out_box_rows == read.out.box[2] == read.q.box[2]
+    spec = dataclasses.replace(choice.spec, loader="transposed")
+    structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec)))
+    read = host.KvBoxes.from_address(structs.args.boxes)
+    assert structs.params.query_box_rows > 0 and structs.params.out_box_rows == read.out.element_bytes == 0
     spec = dataclasses.replace(choice.spec, loader="rows")
     structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec)))
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.box_tokens == read.k.element_bytes == read.v.element_bytes == 0  # of q alone
-    assert structs.params.query_box_rows == read.q.box[2] > 0
+    assert structs.params.query_box_rows == structs.params.out_box_rows == read.q.box[2] > 0
     spec = dataclasses.replace(choice.spec, loader="converted")
     structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec)))
     assert structs.args.boxes is None and structs.params.box_tokens == 0  # rows: such pages are too small
@@ -209,6 +215,7 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.box_tokens == read.v.box[1] == 16
     assert structs.params.query_box_rows == read.q.element_bytes == 0  # q is not taken as it is
+    assert structs.params.out_box_rows == read.out.element_bytes == 0
     structs._bind_boxes(prepared)
     assert structs.args.boxes is None and structs.params.box_tokens == structs.params.query_box_rows == 0
 

@@ -200,9 +200,11 @@ host.check(run(attention, boxes=addressof(boxes)))
 assert f"maps={1 << 22},{1 << 23}" in record()[2]
 host.check(run(kernel(b"rows")))
 assert not any(line.startswith("map") for line in record())
-params.q, queries = 1 << 24, host.KvBoxes(q=k)  # beside rows of K and V
-host.check(run(kernel(b"rows"), boxes=addressof(queries)))
-assert [line.split(",")[0] for line in record() if line.startswith("map")] == ["map type=1 rank=4 64/128"]
+params.q, params.out, rows = 1 << 24, 1 << 25, host.KvBoxes(q=k, out=k)  # beside rows of K and V
+host.check(run(kernel(b"row_boxes"), boxes=addressof(rows)))
+lines = [line for line in record() if line.startswith(("map", "launch"))]
+assert [line.split(",")[0] for line in lines[:2]] == ["map type=1 rank=4 64/128"] * 2
+assert f" maps={1 << 24},{1 << 25}" in lines[2] and len(lines) == 3
 """
     )
 

@@ -56,6 +56,12 @@ CASES = [
     prefill("host-few-rows", "fewer than one group has", (1, 20, 3), (700, 30, 0), **{**BF16, "causal": False}),
     prefill("host-few-rows-dim-64", "and than two of three have", (1, 40), (300, 40), **{**BF16, "head_dim": 64}),
     prefill("host-few-rows-dim-256", "and one Q", (2, 40, 1), (200, 40, 170), **{**BF16, "head_dim": 256}),
+    prefill("host-whole-units", "rows leave by boxes, first and last", (64, 128, 64), (64, 200, 500), **BF16),
+    prefill("host-whole-unit", "alone", (32,), (100,), **{**BF16, "num_q_heads": 4, "num_kv_heads": 1}),
+    prefill("host-whole-last", "behind one that has few rows", (40, 64), (90, 64), entry="ragged", **BF16),
+    prefill("host-whole-dim-80", "half a box of columns", (64, 33), (100, 70), **{**BF16, "head_dim": 80}),
+    prefill("host-whole-192-128", "one Q at a time", (64, 9), (90, 64), head_dim_vo=128, **{**BF16, "head_dim": 192}),
+    prefill("host-whole-page-1", "by who leads", (70, 96), (100, 96), page_size=1, **{**BF16, "head_dim": 64}),
     prefill("host-mask", "tiles of a mask", (70, 40), (500, 300), **MASK),
     prefill("host-mask-page-1", "and row by row", (70,), (500,), page_size=1, **MASK),
 ]
@@ -337,17 +343,15 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
         page=host.make_fast_div(page_size or 1),
         box_tokens=box,
         query_box_rows=rows_of_box,
+        out_box_rows=0 if loader == "transposed" else rows_of_box,
     )
     for view, cache in ((params.k, k), (params.v, v)):
         view.data = cache.data_ptr()
         view.page_stride, view.token_stride, view.head_stride = cache.stride()[:3]
     set_scales(params, inputs.scales)
-    maps = (Map * 3)(
-        *(map_of(cache, (128, box, 1, 1)) for cache in (k, v)), map_of(q[None], (128, group, tile.tile_q // group, 1))
-    )
-    maps[2].sizes[1:3], maps[2].strides[1:3] = (
-        (q.shape[1], len(q)),
-        (q.stride(1) * q.element_size(), q.stride(0) * q.element_size()),
+    maps = (Map * 4)(
+        *(map_of(cache, (128, box, 1, 1)) for cache in (k, v)),
+        *(map_of(rows[None].transpose(1, 2), (128, group, tile.tile_q // group, 1)) for rows in (q, out)),
     )
     mask_tiles, cells, variant, source = host.MaskTilesParams(), np.zeros(0), variant_of(case), mask_source_of(case)
     args = variant_args(variant)
@@ -367,7 +371,7 @@ def set_scales(params: host.AttentionParams, scales: dict[str, Any]) -> None:
 
 
 def map_of(cache: torch.Tensor, box: tuple[int, ...]) -> Map:
-    """[pages, tokens, heads, columns]"""
+    """[pages, tokens, heads, columns]; of q and out: [1, heads, rows, columns]"""
     pages, tokens, heads, columns = cache.shape
     size = cache.element_size()
     strides = (1, *(size * cache.stride(i) for i in (1, 2, 0)))

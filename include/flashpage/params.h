@@ -51,6 +51,7 @@ struct AttentionParams {
   i32 box_tokens;      // tokens of one box of the tensor maps; 0: the kernel takes none
   i32 query_box_rows;  // rows of q of one box, with all query heads of a KV head; 0: q is not taken by boxes
   i32 num_kv_indices;  // in use when the launch was bound: what may be read ahead
+  i32 out_box_rows;    // rows of out of one box, as query_box_rows; 0: no rows leave by boxes
 };
 
 // Values a variant captured. Slots are numbered by the spec; strides in elements.

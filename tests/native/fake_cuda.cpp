@@ -125,8 +125,9 @@ EXPORT Result cuLaunchKernelEx(const LaunchConfig* config, Function function, vo
     text += " attribute" + std::to_string(attribute.id) + "=" + std::to_string(attribute.value.cluster.x);
   }
   text += " first=" + std::to_string(*static_cast<const unsigned long long*>(params[0]));
-  if (strcmp(reinterpret_cast<const char*>(function), "boxes") == 0) {  // takes two maps of 128 bytes behind the others
-    const auto* maps = static_cast<const unsigned long long*>(params[2]);
+  const std::string name = reinterpret_cast<const char*>(function);
+  if (name == "boxes" || name == "row_boxes") {  // look at two maps of 128 bytes: of K and V, or of q and out
+    const auto* maps = static_cast<const unsigned long long*>(params[2]) + (name == "boxes" ? 0 : 32);
     text += " maps=" + std::to_string(maps[0]) + "," + std::to_string(maps[16]);
   }
   note(text);

@@ -135,7 +135,8 @@ void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& m
 extern "C" i32 run_prefill(const AttentionParams* params, const VariantArgs* args, const hopper::Map* of_maps,
                            const MaskTilesParams* mask_tiles) {
   const KvMaps maps{};
-  hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}, {&maps.q, of_maps[2]}};
+  hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}, {&maps.q, of_maps[2]}, {&maps.out, of_maps[3]}};
+  hopper::stores.clear();
   hopper::barriers.clear();
   hopper::meetings.fill({});
   hopper::products.clear();

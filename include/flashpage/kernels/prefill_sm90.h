@@ -39,6 +39,7 @@ struct PrefillSm90 {
         ptx::prefetch_tensor_map(maps.v);
       }
       if (params.query_box_rows > 0) ptx::prefetch_tensor_map(maps.q);
+      if (Shared::leaves_by_boxes && params.out_box_rows > 0) ptx::prefetch_tensor_map(maps.out);
     }
     if constexpr (Warps::converts) {
       if (threadIdx.x < Warps::loading) Shared::Tiles::init(shared.staged_barriers[threadIdx.x]);

@@ -5,6 +5,7 @@
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/ptx/st_global.h"
+#include "flashpage/ptx/stmatrix.h"
 #include "flashpage/ptx/wgmma.h"
 #include "flashpage/tile/epilogue.h"
 #include "flashpage/tile/mask.h"
@@ -46,9 +47,9 @@ struct PrefillCompute {
   int lane = threadIdx.x % 32;
   int group = thread / 128;
   int first_row = thread / 32 * 16 + cta_row();  // of the unit, the warp's
-  u32 turn = 0;               // of the tile whose scores are multiplied
-  u32 unit_turn = 0;          // of its unit
-  TileInTurn<Traits> tile{};  // whose scores are multiplied, where the loading warps tell it
+  u32 turn = 0;                                  // of the tile whose scores are multiplied
+  u32 unit_turn = 0;                             // of its unit
+  TileInTurn<Traits> tile{};                     // whose scores are multiplied, where the loading warps tell it
 
   FP_DEVICE PrefillCompute(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
@@ -266,7 +267,8 @@ struct PrefillCompute {
     ptx::wgmma_commit();
   }
 
-  // A finished unit: rows to the output through the tile of Q, where they become whole lines, or to the partials.
+  // A finished unit: rows to the output through the tile of Q, where they become whole lines or boxes, or to the
+  // partials. Whichever way, the slot of Q is released once: who loads the next one knows what it finds.
   FP_DEVICE void write(SoftmaxState<1>& state, float (&values)[S::value_tiles][4], const Place& place, u8* tile) const {
     const WorkItem item = place.item;  // read once: between stores the compiler would read the place again
     const Unit unit = place.unit;
@@ -286,6 +288,21 @@ struct PrefillCompute {
         values[n][half * 2 + 1] *= inverse;
       }
     }
+    if (is_partial) {
+      release(shared.query_ring, unit_turn - 1);
+      store_partial(values, item, unit, first_row);
+    } else {
+      ptx::named_barrier(group_barrier + group, 128);  // the group's products have read Q
+      put_rows(values, first_row - cta_row(), tile);
+      if (Shared::leave_by_boxes(params, item, unit, cta_row())) {
+        ptx::fence_before_bulk_copies();
+        __syncwarp();
+        release(shared.query_ring, unit_turn - 1);
+      } else {
+        copy_out(item, unit, first_row, tile);
+      }
+    }
+    // Behind the rows: their fence would wait for these stores.
     if (is_partial || params.lse) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -294,20 +311,32 @@ struct PrefillCompute {
           *lse_target(params, item, unit, row) = row_lse(state.maximum[0][half], sum[half]);
       }
     }
-    if (is_partial) {
-      release(shared.query_ring, unit_turn - 1);
-      store_partial(values, item, unit, first_row);
-      return;
-    }
-    ptx::named_barrier(group_barrier + group, 128);  // the group's products have read Q
+  }
+
+  // The warp's rows into the tile, from `first_row` of the CTA.
+  FP_DEVICE void put_rows(const float (&values)[S::value_tiles][4], int first_row, u8* tile) const {
+    using Out = typename Traits::Out;
+    if constexpr (Warps::transposes) {  // a lane's columns of two tiles are neighbours
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
-        *reinterpret_cast<u32*>(tile + OutRows::byte_offset(first_row - cta_row() + half * 8 + lane / 4, at * 2)) =
-            ptx::pack2<typename Traits::Out>(first, second);
-      });
+      for (int half = 0; half < 2; ++half) {
+        for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
+          *reinterpret_cast<u32*>(tile + OutRows::byte_offset(first_row + half * 8 + lane / 4, at * 2)) =
+              ptx::pack2<Out>(first, second);
+        });
+      }
+    } else {
+      const u32 rows = OutRows::lane_address(ptx::shared_address(tile), first_row + lane % 16, lane / 16);
+#pragma unroll
+      for (int n = 0; n < S::value_tiles; n += 2) {
+        u32 matrices[4];  // two of 8 rows of each tile; zeros where no columns are: Q has its padding there
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float (&sums)[4] = values[n + i / 2];
+          matrices[i] = (n + i / 2) * 8 < S::value_columns ? ptx::pack2<Out>(sums[i % 2 * 2], sums[i % 2 * 2 + 1]) : 0;
+        }
+        ptx::stmatrix_x4(OutRows::at_chunk(rows, n), matrices);
+      }
     }
-    copy_out(item, unit, first_row, tile);
   }
 
   FP_DEVICE void store_partial(const float (&values)[S::value_tiles][4], const WorkItem& item, const Unit& unit,
@@ -332,7 +361,8 @@ struct PrefillCompute {
 #pragma unroll
     for (int i = 0; i < parts; ++i) {
       const int row = (i * 32 + lane) / chunks, chunk = (i * 32 + lane) % chunks;
-      if (row < 16) part[i] = *reinterpret_cast<const uint4*>(tile + OutRows::chunk_offset(first_row - cta_row() + row, chunk));
+      if (row < 16)
+        part[i] = *reinterpret_cast<const uint4*>(tile + OutRows::chunk_offset(first_row - cta_row() + row, chunk));
     }
     __syncwarp();
     release(shared.query_ring, unit_turn - 1);

@@ -1,6 +1,7 @@
 // The loading warps of prefill_sm90: one for K, one for V, one for Q, and one that walks the plan for all; or two for
 // the rows of K and two for those of V, the last of which does the others' work too; or one for K, one for V, Q and the
-// plan, and two that transpose V. Where K and Q are turned: kernels/prefill_sm90_turn.h.
+// plan, and two that transpose V. Who loads Q may have to store the output that lies where Q will be. Where K and Q are
+// turned: kernels/prefill_sm90_turn.h.
 #pragma once
 #include "flashpage/kernels/prefill_sm90_shared.h"
 #include "flashpage/ptx/cache_policy.h"
@@ -60,13 +61,14 @@ struct PrefillLoad {
   using Extent = typename select_type<Warps::converts, BothTiles, KeyTiles>::type::Extent;
   using Turns = TilesInTurn<Traits>;
 
-  // Calls begin(place, unit_turn) for every unit and load(source, turns) for every tile in turn of it.
+  // Calls begin(place, unit_turn) for every unit and load(source, turns) for every tile in turn of it. Returns the
+  // number of units.
   template <class Tiles, class Begin, class Load>
-  FP_DEVICE void for_each_tile(const Tiles& tiles, Begin&& begin, Load&& load) const {
+  FP_DEVICE u32 for_each_tile(const Tiles& tiles, Begin&& begin, Load&& load) const {
     for (u32 unit_turn = 0;; ++unit_turn) {
       shared.place_ring.wait_full(unit_turn);
       const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_turn)];
-      if (tiled.place.done) return;
+      if (tiled.place.done) return unit_turn;
       begin(tiled.place, unit_turn);
       typename Tiles::Source source = tiles.open(tiled.place);
       Turns turns(mask_tiles, tiled.tile_cell, tiled.place.unit, tokens, source.tiles);
@@ -168,7 +170,7 @@ struct PrefillLoad {
     const ValueTiles values(params, params.v, shared.row_tables.values);
     u32 turn = 0;
     if (leads) begin_plan();
-    for_each_tile(
+    const u32 units = for_each_tile(
         values,
         [&](const Place& place, u32 unit_turn) {
           if (leads) lead(place, unit_turn);
@@ -178,6 +180,7 @@ struct PrefillLoad {
           shared.value_ring.wait_empty(turn);
           load_tile(values, source, turns, shared.values, shared.value_ring, turn++);
         });
+    if (leads) send_last_rows(units);
   }
   // Where a warp that loads V walks the plan too: the next unit, and Q of this one.
   FP_DEVICE void lead(const Place& place, u32 unit_turn) const {
@@ -279,14 +282,15 @@ struct PrefillLoad {
     for (u32 turn = 0;; ++turn) {
       shared.place_ring.wait_full(turn);
       const Place& place = shared.places[shared.place_ring.slot(turn)].place;
-      if (place.done) return;
+      if (place.done) return send_last_rows(turn);
       load_query(place, turn);
       __syncwarp();
       if (lane == 0) shared.place_ring.release(turn);
     }
   }
   FP_DEVICE void load_query(const Place& place, u32 turn) const {
-    shared.query_ring.wait_empty(turn);
+    empty_slot(turn);
+    if constexpr (Shared::leaves_by_boxes) note_rows_of(place, turn);
     ptx::fence_before_bulk_copies();  // output was where Q will be
     const u32 to = ptx::shared_address(shared.query[shared.query_ring.slot(turn)]);
     u32 barrier;
@@ -302,11 +306,58 @@ struct PrefillLoad {
       ptx::mbarrier_arrive_after_copies(barrier);
     }
   }
+  // Until nobody needs the slot any more in which Q of unit `turn` will be: the output of the unit that had it before
+  // may be there and leaves by boxes.
+  FP_DEVICE void empty_slot(u32 turn) const {
+    shared.query_ring.wait_empty(turn);
+    if constexpr (Shared::leaves_by_boxes) {
+      const u32 slot = shared.query_ring.slot(turn);
+      const WaitingRows rows = shared.waiting_rows[slot];
+      if (turn >= Shared::queries && rows.row != WaitingRows::none) {
+        if (ptx::elect_one()) store_boxes(ptx::shared_address(shared.query[slot]), rows);
+      }
+      __syncwarp();  // all have read
+    }
+  }
+  FP_DEVICE void store_boxes(u32 from, WaitingRows rows) const {
+    using Rows = typename Shared::OutRows;
+#pragma unroll
+    for (int block = 0; block < Rows::blocks; ++block)
+      ptx::tensor_store(maps.out, from + block * Rows::block_bytes, block * Rows::block_columns, rows.head, rows.row,
+                        0);
+    ptx::await_stores_have_read();
+  }
+  // Remembers where this unit's output will go.
+  FP_DEVICE void note_rows_of(const Place& place, u32 turn) const {
+    const WorkItem& item = place.item;
+    const Unit& unit = place.unit;
+    if (lane == 0) {
+      const bool leave = Shared::leave_by_boxes(params, item, unit, first_row());
+      shared.waiting_rows[shared.query_ring.slot(turn)] = {leave ? row_of_box(item, unit) : WaitingRows::none,
+                                                           head_of_box(unit)};
+    }
+    __syncwarp();
+  }
+  // Behind the last of `units` units: the output of those whose slots no other Q wanted.
+  FP_DEVICE void send_last_rows(u32 units) const {
+    if constexpr (Shared::leaves_by_boxes) {
+#pragma unroll 1
+      for (int i = 0; i < Shared::queries; ++i) empty_slot(units + i);
+      if (ptx::elect_one()) ptx::await_stores();
+      __syncwarp();
+    }
+  }
+
+  // Where the boxes of q and out lie that have this CTA's rows of a unit.
+  FP_DEVICE i32 row_of_box(const WorkItem& item, const Unit& unit) const {
+    return item.q_begin + static_cast<i32>(params.group.div(unit.first_row + first_row()));
+  }
+  FP_DEVICE i32 head_of_box(const Unit& unit) const { return unit.kv_head * static_cast<i32>(params.group.divisor); }
+
   // Rows beyond the unit are of another request, or zero: nothing comes of them.
   FP_DEVICE void load_query_boxes(const WorkItem& item, const Unit& unit, u32 to, u32 barrier) const {
     using Rows = typename Shared::QueryRows;
-    const i32 row = item.q_begin + static_cast<i32>(params.group.div(unit.first_row + first_row()));
-    const i32 head = unit.kv_head * static_cast<i32>(params.group.divisor);
+    const i32 row = row_of_box(item, unit), head = head_of_box(unit);
     if (lane == 0) {
       ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
     } else {

@@ -63,6 +63,13 @@ struct TiledPlace {
   u32 tile_cell;  // where tiles are looked up: of the row block's
 };
 
+// Where a unit's output goes that waits in its slot of query_ring, for who loads the next Q there to store it.
+struct WaitingRows {
+  i32 row;  // of out, the first one; none: computing warps store the rows themselves
+  i32 head;
+  static constexpr i32 none = -1;
+};
+
 // fp8 rows on their way to the ring; nothing where they come as they are multiplied.
 template <class Traits, Loader loader>
 struct PrefillStaged {
@@ -141,6 +148,8 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   using RowTables = PrefillRowTables<Traits, Warps::by_rows>;
   static constexpr int other_bytes = PrefillShared::beside_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 2048;
   static constexpr int queries = 2 * query_bytes + ring_bytes + other_bytes <= most_bytes ? 2 : 1;  // whose Q is there
+  // One Q alone is wanted at once where output is; fp8's output lies among sums; who turns Q has enough to do.
+  static constexpr bool leaves_by_boxes = queries > 1 && !Warps::converts && !Warps::transposes && !Warps::rotates;
 
   alignas(1024) u8 query[queries][query_bytes];
   alignas(1024) u8 keys[key_stages][Keys::tile_bytes];
@@ -154,10 +163,19 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   // A slot's own where another CTA writes to it too: it may be a tile ahead of this one.
   static constexpr int edges = Traits::ctas == 1 ? 1 : stages;
   u64 edge[edges];  // barrier of a tile of values that the loading warp clears before it hands it over
+  WaitingRows waiting_rows[leaves_by_boxes ? queries : 1];
   float query_factors[Warps::converts ? queries : 1][Traits::tile_q / 16];  // of the scores of sixteen rows
   typename select_type<has_mask_tiles<Traits>, VisitedTile[stages], NextTile>::type visited;  // of a slot of key_ring
   RowTables row_tables;
   PrefillTurning<Traits, key_stages, queries, Warps::rotates> turning;
+
+  // Whether the loading warp stores this CTA's rows of a unit: whole tiles of the output alone. `cta_row`: of the unit,
+  // the CTA's first. Computing warps and the loading warp ask alike.
+  FP_DEVICE static bool leave_by_boxes(const AttentionParams& params, const WorkItem& item, const Unit& unit,
+                                       int cta_row) {
+    return leaves_by_boxes && params.out_box_rows > 0 && item.partial_row < 0 &&
+           unit.num_rows - cta_row >= Traits::tile_q;
+  }
 };
 
 }  // namespace flashpage

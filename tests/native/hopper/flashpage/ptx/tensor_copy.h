@@ -7,12 +7,33 @@ namespace hopper {
 
 // Columns first, as the driver has them. Sizes of columns, and of boxes' columns, and strides are bytes.
 struct Map {
-  const u8* data;
+  u8* data;
   i64 element_bytes;
   i64 sizes[4], strides[4];
   i64 box[4];
 };
 inline std::map<const TensorMap*, Map> maps;
+
+// Calls visit(byte of shared memory, byte of the tensor or null where it has none) for all of a box.
+template <class Visit>
+void for_each_byte(const Map& map, u32 shared, i32 column, i32 token, i32 head, i32 page, Visit&& visit) {
+  const i64 rows = map.box[1] * map.box[2] * map.box[3];
+  for (i64 i = 0; i < rows * 128; ++i) {
+    const i64 row = i / 128;
+    const i64 place[4] = {column * map.element_bytes + i % 128, token + row % map.box[1],
+                          head + row / map.box[1] % map.box[2], page + row / (map.box[1] * map.box[2])};
+    i64 offset = 0;
+    bool exists = true;
+    for (int d = 0; d < 4; ++d) {
+      exists = exists && place[d] >= 0 && place[d] < map.sizes[d];
+      offset += place[d] * map.strides[d];
+    }
+    visit(swizzled(shared + i), exists ? map.data + offset : nullptr);
+  }
+}
+
+// Stores of each thread that have not read shared memory yet.
+inline std::map<unsigned, int> stores;
 
 }  // namespace hopper
 
@@ -21,21 +42,10 @@ namespace flashpage::ptx {
 inline void prefetch_tensor_map(const TensorMap&) {}
 inline void tensor_copy(u32 shared, const TensorMap& map, u32 barrier, i32 column, i32 token, i32 head, i32 page) {
   hopper::copies.push_back([=, &from = hopper::maps.at(&map)] {
-    const i64 rows = from.box[1] * from.box[2] * from.box[3];
-    for (i64 i = 0; i < rows * 128; ++i) {
-      const i64 row = i / 128;
-      const i64 place[4] = {column * from.element_bytes + i % 128, token + row % from.box[1],
-                            head + row / from.box[1] % from.box[2], page + row / (from.box[1] * from.box[2])};
-      i64 offset = 0;
-      bool exists = true;
-      for (int d = 0; d < 4; ++d) {
-        exists = exists && place[d] >= 0 && place[d] < from.sizes[d];
-        offset += place[d] * from.strides[d];
-      }
-      hopper::swizzled(shared + i) = exists ? from.data[offset] : 0;
-    }
+    hopper::for_each_byte(from, shared, column, token, head, page,
+                          [](u8& here, const u8* there) { here = there != nullptr ? *there : 0; });
     hopper::Barrier& here = hopper::barriers.at(barrier);
-    here.bytes -= rows * 128;
+    here.bytes -= from.box[1] * from.box[2] * from.box[3] * 128;
     here.settle();
   });
 }
@@ -43,5 +53,18 @@ inline void tensor_copy(u32 shared, const TensorMap& map, u32 barrier, i32 colum
   tensor_copy(shared, map, barrier, column, token, head, page);
 }
 inline void tensor_copy_to_pair(u32, const TensorMap&, u32, i32, i32, i32, i32) { hopper::stop("no pair is there"); }
+inline void tensor_store(const TensorMap& map, u32 shared, i32 column, i32 token, i32 head, i32 page) {
+  ++hopper::stores[threadIdx.x];
+  hopper::copies.push_back([=, thread = threadIdx.x, &to = hopper::maps.at(&map)] {
+    hopper::for_each_byte(to, shared, column, token, head, page, [](u8& here, u8* there) {
+      if (there != nullptr) *there = here;
+    });
+    --hopper::stores[thread];
+  });
+}
+inline void await_stores() {
+  card::wait_until([] { return hopper::stores[threadIdx.x] == 0; });
+}
+inline void await_stores_have_read() { await_stores(); }
 
 }  // namespace flashpage::ptx
