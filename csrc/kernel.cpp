@@ -17,19 +17,10 @@ int32_t read_device(const Driver& cuda, DevicePointer from, void* to, size_t byt
   return result == success ? FP_OK : fail(result, "reading flashpage_launch");
 }
 
-// How many clusters of each size run at once on the otherwise idle device, where the image says that the kernel knows
-// clusters at all.
-int32_t find_clusters(const Driver& cuda, fp_kernel& kernel) {
+// How many clusters of each size run at once on the otherwise idle device, where the kernel knows clusters at all.
+void find_clusters(const Driver& cuda, fp_kernel& kernel) {
   fp_kernel_info& info = kernel.info;
-  DevicePointer address;
-  size_t bytes;
-  if (cuda.library_get_global(&address, &bytes, kernel.library, "flashpage_cluster_rows") != success) return FP_OK;
-  if (bytes != sizeof(info.cluster_rows)) {
-    return host::fail(FP_INTERNAL, "flashpage_cluster_rows has %zu bytes, expected %zu", bytes,
-                      sizeof(info.cluster_rows));
-  }
-  if (int32_t status = read_device(cuda, address, &info.cluster_rows, bytes); status != FP_OK) return status;
-  if (info.cluster_rows == 0) return FP_OK;
+  if (info.cluster_rows == 0) return;
   info.clusters[0] = info.ctas_per_sm * info.num_sms;
   // More than 8 CTAs: as many as a graphics processing cluster of the card has room for.
   const bool may_be_large =
@@ -42,25 +33,25 @@ int32_t find_clusters(const Driver& cuda, fp_kernel& kernel) {
     if (cuda.active_clusters(&found, kernel.function, shape.config()) != success) break;
     info.clusters[i] = std::min(found, grid / size);
   }
-  return FP_OK;
 }
 
 int32_t resolve(const Driver& cuda, int device, const char* entry, fp_kernel& kernel) {
   Kernel handle;
   DevicePointer launch_address;
   size_t launch_bytes;
-  int launch[2];
+  int launch[3] = {};
   FP_CUDA_TRY(library_get_kernel, &handle, kernel.library, entry);
   FP_CUDA_TRY(kernel_get_function, &kernel.function, handle);
   FP_CUDA_TRY(library_get_global, &launch_address, &launch_bytes, kernel.library, "flashpage_launch");
-  if (launch_bytes != sizeof(launch)) {
-    return host::fail(FP_INTERNAL, "%s: flashpage_launch has %zu bytes, expected %zu", entry, launch_bytes,
-                      sizeof(launch));
+  if (launch_bytes != 2 * sizeof(int) && launch_bytes != sizeof(launch)) {
+    return host::fail(FP_INTERNAL, "%s: flashpage_launch has %zu bytes, expected %zu or %zu", entry, launch_bytes,
+                      2 * sizeof(int), sizeof(launch));
   }
-  if (int32_t status = read_device(cuda, launch_address, launch, sizeof(launch)); status != FP_OK) return status;
+  if (int32_t status = read_device(cuda, launch_address, launch, launch_bytes); status != FP_OK) return status;
   fp_kernel_info& info = kernel.info;
   info.threads = launch[0];
   info.shared_bytes = launch[1];
+  info.cluster_rows = launch[2];
   FP_CUDA_TRY(func_set_attribute, kernel.function, function_max_dynamic_shared_size_bytes, info.shared_bytes);
   FP_CUDA_TRY(occupancy, &info.ctas_per_sm, kernel.function, info.threads, info.shared_bytes);
   FP_CUDA_TRY(func_get_attribute, &info.registers, function_num_regs, kernel.function);
@@ -72,7 +63,8 @@ int32_t resolve(const Driver& cuda, int device, const char* entry, fp_kernel& ke
     return host::fail(FP_CUDA_ERROR, "%s: no CTA of %d threads with %d bytes of shared memory fits an SM of device %d",
                       entry, info.threads, info.shared_bytes, device);
   }
-  return find_clusters(cuda, kernel);
+  find_clusters(cuda, kernel);
+  return FP_OK;
 }
 
 int32_t load(const Driver& cuda, int device, const void* image, const char* entry, fp_kernel& kernel) {

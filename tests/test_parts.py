@@ -174,7 +174,8 @@ def test_plans_larger_than_a_staging_slot(hopper: None) -> None:
         ({"num_kv_heads": 1, "num_q_heads": 128}, 90, 0),
         ({"kv_dtype": DType.FLOAT8_E4M3}, 90, 16),
         ({"position_encoding": "ALIBI"}, 90, 16),
-        ({"position_encoding": "ROPE_LLAMA"}, 90, 0),  # one kernel has it
+        ({"position_encoding": "ROPE_LLAMA"}, 90, 16),
+        ({"position_encoding": "ROPE_LLAMA", "kv_dtype": DType.FLOAT8_E4M3}, 90, 0),
         ({"head_dim_qk": 512, "head_dim_vo": 512}, 90, 0),
         ({}, 80, 0),
         ({}, 100, 0),

@@ -27,8 +27,7 @@ int failing_launches = 0;
 bool refusing_maps = false;
 thread_local Context current = nullptr;
 thread_local int capture_mode = 0;
-constexpr int threads_and_shared_bytes[2] = {384, 100000};
-constexpr int cluster_rows = 16;
+constexpr int launch_numbers[3] = {384, 100000, 16};  // threads, shared bytes, rows that a cluster merges
 
 Context context_of(int device) { return reinterpret_cast<Context>(static_cast<size_t>(1000 + device)); }
 
@@ -90,13 +89,9 @@ EXPORT Result cuKernelGetFunction(Function* function, Kernel kernel) {
   return *function = reinterpret_cast<Function>(kernel), success;
 }
 EXPORT Result cuLibraryGetGlobal(DevicePointer* address, size_t* bytes, Library library, const char* name) {
-  if (strcmp(name, "flashpage_cluster_rows") == 0) {
-    *address = reinterpret_cast<DevicePointer>(&cluster_rows);
-    *bytes = sizeof(cluster_rows);
-    return strncmp(reinterpret_cast<const char*>(library), "clusters", 8) == 0 ? success : 500;
-  }
-  *address = reinterpret_cast<DevicePointer>(threads_and_shared_bytes);
-  *bytes = sizeof(threads_and_shared_bytes);
+  const bool knows_clusters = strncmp(reinterpret_cast<const char*>(library), "clusters", 8) == 0;
+  *address = reinterpret_cast<DevicePointer>(launch_numbers);
+  *bytes = (knows_clusters ? 3 : 2) * sizeof(int);
   return strcmp(name, "flashpage_launch") == 0 ? success : 500;
 }
 EXPORT Result cuFuncGetAttribute(int* value, int attribute, Function) { return *value = 60 + attribute, success; }

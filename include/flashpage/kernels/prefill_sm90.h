@@ -4,6 +4,7 @@
 // compute, 64 rows each, over the same tiles of K and V. Partials of cut units are merged by a launch of their own.
 #pragma once
 #include "flashpage/kernels/prefill_sm90_compute.h"
+#include "flashpage/kernels/prefill_sm90_convert.h"
 #include "flashpage/kernels/prefill_sm90_fp8_compute.h"
 #include "flashpage/kernels/prefill_sm90_load.h"
 #include "flashpage/kernels/prefill_sm90_turn.h"
@@ -17,7 +18,8 @@ struct PrefillSm90 {
   using Shared = PrefillShared<Traits>;
   using Warps = PrefillWarps<Traits>;
   using Compute = typename select_type<Warps::transposes, PrefillFp8Compute<Traits>, PrefillCompute<Traits>>::type;
-  using Load = typename select_type<Warps::rotates, PrefillTurn<Traits>, PrefillLoad<Traits>>::type;
+  using Plain = typename select_type<Warps::converts, PrefillConvert<Traits>, PrefillLoad<Traits>>::type;
+  using Load = typename select_type<Warps::rotates, PrefillTurn<Traits>, Plain>::type;
   static constexpr int threads = Warps::threads;
   static constexpr int shared_bytes = sizeof(Shared);
   static_assert(shared_bytes <= Shared::most_bytes, "more than a CTA has: flashpage/tiles.py, sm90_prefill_tile");

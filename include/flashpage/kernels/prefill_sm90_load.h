@@ -1,12 +1,11 @@
 // The loading warps of prefill_sm90: one for K, one for V, one for Q, and one that walks the plan for all; or two for
 // the rows of K and two for those of V, the last of which does the others' work too; or one for K, one for V, Q and the
 // plan, and two that transpose V. Who loads Q may have to store the output that lies where Q will be. Where K and Q are
-// turned: kernels/prefill_sm90_turn.h.
+// turned: kernels/prefill_sm90_turn.h; where fp8 becomes fp16: kernels/prefill_sm90_convert.h.
 #pragma once
 #include "flashpage/kernels/prefill_sm90_shared.h"
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/tile/box_tiles.h"
-#include "flashpage/tile/converted_query.h"
 #include "flashpage/tile/converted_tiles.h"
 #include "flashpage/tile/query.h"
 #include "flashpage/tile/row_tiles.h"
@@ -37,8 +36,6 @@ struct PrefillLoad {
       } else {
         load_value_rows();
       }
-    } else if constexpr (Warps::converts) {
-      convert();
     } else if constexpr (Warps::transposes) {
       if (warp == 0) load_keys();
       if (warp == 1) load_staged_values();
@@ -198,78 +195,9 @@ struct PrefillLoad {
     ptx::mbarrier_arrive_after_copies(ring.full_barrier(turn));
   }
 
-  // Q, K and V by all four warps, through registers; the last one also walks the plan. A tile is asked for while the
-  // one before it is converted, a unit's first tile while Q is.
-  FP_DEVICE void convert() const {
-    const BothTiles both(params, maps, shared.staged, shared.staged_barriers);
-    if (warp == Warps::loading - 1) begin_plan();
-    u32 turn = 0;
-    for (u32 unit_turn = 0;; ++unit_turn) {
-      shared.place_ring.wait_full(unit_turn);
-      const Place& place = shared.places[shared.place_ring.slot(unit_turn)].place;
-      if (place.done) return;
-      const bool is_empty = BothTiles::is_empty(place);
-      if (!is_empty) ask_first(both, place);
-      begin_unit(place, unit_turn);
-      if (is_empty) {
-        release_place(unit_turn);
-        both.skip();
-        hand_over_nothing(turn++);
-        continue;
-      }
-      typename BothTiles::Source source;
-      both.open(source, place, 1);
-      release_place(unit_turn);
-      while (true) {
-        convert_keys(both, turn);
-        if (source.left > 0) both.ask_keys(source);
-        convert_values(both, source, turn++);
-        if (source.left == 0) break;
-        both.ask_values(source);
-      }
-    }
-  }
-  FP_DEVICE void ask_first(const BothTiles& both, const Place& place) const {
-    typename BothTiles::Source source;
-    both.open(source, place, 0);
-    both.ask_keys(source);
-    both.ask_values(source);
-  }
-  FP_DEVICE void begin_unit(const Place& place, u32 unit_turn) const {
-    if (warp == Warps::loading - 1 && lane == 0) publish(ptx::opaque(unit_turn) + 1);
-    __syncwarp();
-    convert_query(place, ptx::opaque(unit_turn));
-    __syncwarp();
-  }
   FP_DEVICE void release_place(u32 unit_turn) const {
     __syncwarp();
     if (lane == 0) shared.place_ring.release(ptx::opaque(unit_turn));
-  }
-  FP_DEVICE void convert_keys(const BothTiles& both, u32 turn) const {
-    shared.key_ring.wait_empty(turn);
-    both.await_keys(turn);
-    both.convert_keys(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]));
-    hand_over(shared.key_ring.full_barrier(turn));
-  }
-  FP_DEVICE void convert_values(const BothTiles& both, typename BothTiles::Source& source, u32 turn) const {
-    shared.value_ring.wait_empty(turn);
-    both.await_values(turn);
-    both.convert_values(source, ptx::shared_address(shared.values[shared.value_ring.slot(turn)]));
-    hand_over(shared.value_ring.full_barrier(turn));
-  }
-  FP_DEVICE void hand_over_nothing(u32 turn) const {
-    shared.key_ring.wait_empty(turn);
-    hand_over(shared.key_ring.full_barrier(turn));
-    shared.value_ring.wait_empty(turn);
-    BothTiles::clear_values(ptx::shared_address(shared.values[shared.value_ring.slot(turn)]));
-    hand_over(shared.value_ring.full_barrier(turn));
-  }
-  FP_DEVICE void convert_query(const Place& place, u32 turn) const {
-    shared.query_ring.wait_empty(turn);
-    const u32 slot = shared.query_ring.slot(ptx::opaque(turn));
-    ConvertedQuery<Traits, typename Shared::QueryRows>(params, place)
-        .run(ptx::shared_address(shared.query[slot]), shared.query_factors[slot]);
-    hand_over(shared.query_ring.full_barrier(ptx::opaque(turn)));
   }
   // What the warp has written.
   FP_DEVICE void hand_over(u32 barrier) const {

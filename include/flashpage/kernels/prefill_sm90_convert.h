@@ -1,0 +1,98 @@
+// The loading warps of prefill_sm90 where fp8 K and V become fp16 on their way: all four convert Q, K and V.
+#pragma once
+#include "flashpage/kernels/prefill_sm90_load.h"
+#include "flashpage/tile/converted_query.h"
+#include "flashpage/tile/converted_tiles.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct PrefillConvert : PrefillLoad<Traits> {
+  using Load = PrefillLoad<Traits>;
+  using Shared = typename Load::Shared;
+  using Warps = typename Load::Warps;
+  using BothTiles = typename Load::BothTiles;
+  using Load::lane;
+  using Load::maps;
+  using Load::params;
+  using Load::shared;
+  using Load::warp;
+
+  FP_DEVICE PrefillConvert(Shared& shared, const AttentionParams& params, const KvMaps& maps,
+                           const MaskTilesParams& mask_tiles)
+      : Load(shared, params, maps, mask_tiles) {}
+
+  // Q, K and V by all four warps, through registers; the last one also walks the plan. A tile is asked for while the
+  // one before it is converted, a unit's first tile while Q is.
+  FP_DEVICE void run() const {
+    const BothTiles both(params, maps, shared.staged, shared.staged_barriers);
+    if (warp == Warps::loading - 1) this->begin_plan();
+    u32 turn = 0;
+    for (u32 unit_turn = 0;; ++unit_turn) {
+      shared.place_ring.wait_full(unit_turn);
+      const Place& place = shared.places[shared.place_ring.slot(unit_turn)].place;
+      if (place.done) return;
+      const bool is_empty = BothTiles::is_empty(place);
+      if (!is_empty) ask_first(both, place);
+      begin_unit(place, unit_turn);
+      if (is_empty) {
+        this->release_place(unit_turn);
+        both.skip();
+        hand_over_nothing(turn++);
+        continue;
+      }
+      typename BothTiles::Source source;
+      both.open(source, place, 1);
+      this->release_place(unit_turn);
+      while (true) {
+        convert_keys(both, turn);
+        if (source.left > 0) both.ask_keys(source);
+        convert_values(both, source, turn++);
+        if (source.left == 0) break;
+        both.ask_values(source);
+      }
+    }
+  }
+
+ private:
+  FP_DEVICE void ask_first(const BothTiles& both, const Place& place) const {
+    typename BothTiles::Source source;
+    both.open(source, place, 0);
+    both.ask_keys(source);
+    both.ask_values(source);
+  }
+  FP_DEVICE void begin_unit(const Place& place, u32 unit_turn) const {
+    if (warp == Warps::loading - 1 && lane == 0) this->publish(ptx::opaque(unit_turn) + 1);
+    __syncwarp();
+    convert_query(place, ptx::opaque(unit_turn));
+    __syncwarp();
+  }
+  FP_DEVICE void convert_keys(const BothTiles& both, u32 turn) const {
+    shared.key_ring.wait_empty(turn);
+    both.await_keys(turn);
+    both.convert_keys(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]));
+    this->hand_over(shared.key_ring.full_barrier(turn));
+  }
+  FP_DEVICE void convert_values(const BothTiles& both, typename BothTiles::Source& source, u32 turn) const {
+    shared.value_ring.wait_empty(turn);
+    both.await_values(turn);
+    both.convert_values(source, ptx::shared_address(shared.values[shared.value_ring.slot(turn)]));
+    this->hand_over(shared.value_ring.full_barrier(turn));
+  }
+  FP_DEVICE void hand_over_nothing(u32 turn) const {
+    shared.key_ring.wait_empty(turn);
+    this->hand_over(shared.key_ring.full_barrier(turn));
+    shared.value_ring.wait_empty(turn);
+    BothTiles::clear_values(ptx::shared_address(shared.values[shared.value_ring.slot(turn)]));
+    this->hand_over(shared.value_ring.full_barrier(turn));
+  }
+  FP_DEVICE void convert_query(const Place& place, u32 turn) const {
+    shared.query_ring.wait_empty(turn);
+    const u32 slot = shared.query_ring.slot(ptx::opaque(turn));
+    ConvertedQuery<Traits, typename Shared::QueryRows>(params, place)
+        .run(ptx::shared_address(shared.query[slot]), shared.query_factors[slot]);
+    this->hand_over(shared.query_ring.full_barrier(ptx::opaque(turn)));
+  }
+};
+
+}  // namespace flashpage
