@@ -116,6 +116,7 @@ def test_both_parts_end_together_or_the_longer_is_not_slowed(
     divided = Divided(*mixed(prefills, q_len, decodes, kv_len))
     divided.check()
     assert divided.struct.parts_ns < divided.struct.whole_ns and sum(divided.ctas) == 132
+    assert divided.ctas[1] >= 132 // 12  # few units need more than their cost says
 
 
 @pytest.mark.parametrize(
