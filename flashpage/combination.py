@@ -16,7 +16,7 @@ from .errors import PlanError
 from .mask_tiles import MaskTiles
 from .parts import Part, Parts, largest_schedules, may_have_parts, most_few_rows
 from .prepare import Prepared, trace
-from .problem import Options, has_long_contexts
+from .problem import LongContexts, Options
 from .slots import PlanSlot
 from .spec import VariantSpec
 
@@ -35,7 +35,7 @@ class Combination:
     """Options, the slot that holds their plan, and the kernels for each class of rows met so far."""
 
     __slots__ = (
-        *("_checked_for", "_fixed_for", "_frozen_rows", "_may_be_long", "_may_have_parts", "_parts", "_prepared"),
+        *("_checked_for", "_fixed_for", "_frozen_rows", "_long", "_may_have_parts", "_parts", "_prepared"),
         *(
             "cluster_size",
             "fork",
@@ -65,7 +65,7 @@ class Combination:
         # Where a batch does not change the class of rows, it is known now.
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = backends.packed_rows(options, 0, 0) if is_constant else 0
-        self._may_be_long = not is_constant
+        self._long = LongContexts(options)
         self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows that its launches were made for
         self._prepared: dict[tuple[int, VariantSpec | None, bool, bool, tuple[int, int] | None], Prepared] = {}
         self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
@@ -74,12 +74,9 @@ class Combination:
         """Plans the batch that `problem` points at, into the slot."""
         options = self.options
         self.slot, self.second = slot, None
-        is_long = (
-            self._may_be_long
-            and not planner.is_graph
-            and total_rows > problem.batch  # not decode: what follows takes a microsecond
-            and has_long_contexts(options, problem.batch, total_rows, planner.given_tokens)
-        )
+        is_long = False
+        if self._long.may_be_in(problem.batch, total_rows) and not planner.is_graph:
+            is_long = self._long.are_in(problem.batch, total_rows, planner.given_tokens)
         self.prepared = prepared = self._prepared_for(planner, problem.batch, total_rows, has_long_contexts=is_long)
         if planner.problem_prepared is not prepared:
             planner.problem_prepared = prepared

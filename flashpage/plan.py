@@ -14,7 +14,7 @@ from . import backends, host
 from .dtypes import DType
 from .plan_picture import Segment, svg, terminal
 from .plan_units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
-from .problem import Options, Problem, has_long_contexts
+from .problem import LongContexts, Options, Problem
 from .spec import KernelSpec, VariantSpec
 from .tiles import WALK_TEAMS, Cost, Tile
 
@@ -206,7 +206,7 @@ def plan_lengths(
         fixed_piece_tokens=fixed_piece_tokens,
         uniform_q_len=1 if q_lens is None else 0,
     )
-    is_long = has_long_contexts(options, len(rows), sum(rows), sum(kv_lens))
+    is_long = LongContexts(options).are_in(len(rows), sum(rows), sum(kv_lens))
     problem = Problem(options, backends.packed_rows(options, len(rows), sum(rows)), has_long_contexts=is_long)
     capability = backends.offline(problem, backend)
     table_tile, table_cost = capability.schedule(options, problem.packed_rows, VariantSpec(), "implicit")

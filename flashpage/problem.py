@@ -96,7 +96,7 @@ class Problem:
     packed_rows: int  # query rows x group_size of a request and KV head, the batch's average
     batch: int = 0
     has_known_lengths: bool = True  # the host plans for each run: no captured launch serves other batches
-    has_long_contexts: bool = False  # has_long_contexts() of the batch
+    has_long_contexts: bool = False  # LongContexts of the batch
 
 
 # Tokens that a row sees x group size. CTAs in pairs read K and V once for both, which takes 2 to 5% less time (of fp8
@@ -105,17 +105,26 @@ _LONG_CONTEXT, _LONG_FP8_CONTEXT = 3200, 1600
 _ROWS_FOR_PAIRS = 1024  # packed: a request's last pair may have half of its rows
 
 
-def has_long_contexts(options: Options, batch: int, total_rows: int, total_tokens: int) -> bool:
-    """Whether rows of many tiles see so much, on average, that the tiles at the edge of a mask hardly count."""
-    if not batch or options.uniform_q_len or options.is_batch_invariant:
-        return False
-    if total_rows * options.group_size < _ROWS_FOR_PAIRS * batch:
-        return False
-    tokens = (total_tokens - total_rows / 2 if options.causal else total_tokens) / batch
-    if options.window_left >= 0:
-        tokens = min(tokens, options.window_left + 1)
-    is_fp8 = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8
-    return tokens * options.group_size >= (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT)
+class LongContexts:
+    """Whether rows of many tiles see so much, on average, that the tiles at the edge of a mask hardly count. Made once
+    for options, asked at every plan."""
+
+    __slots__ = ("_hidden", "_is_never", "_least_rows", "_least_tokens")
+
+    def __init__(self, options: Options) -> None:
+        is_fp8, group = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8, options.group_size
+        least = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
+        has_short_window = 0 <= options.window_left < least - 1
+        self._is_never = bool(options.uniform_q_len) or options.is_batch_invariant or has_short_window
+        self._hidden = 0.5 if options.causal else 0.0  # of a request's rows: tokens that one does not see
+        self._least_rows, self._least_tokens = _ROWS_FOR_PAIRS / group, least
+
+    def may_be_in(self, batch: int, total_rows: int) -> bool:
+        return not self._is_never and batch > 0 and total_rows >= self._least_rows * batch
+
+    def are_in(self, batch: int, total_rows: int, total_tokens: int) -> bool:
+        visible = total_tokens - self._hidden * total_rows
+        return self.may_be_in(batch, total_rows) and visible >= self._least_tokens * batch
 
 
 def check_options(

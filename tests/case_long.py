@@ -1,5 +1,5 @@
 """Rows whose contexts are long enough for pairs of CTAs on Hopper, which read K and V together (flashpage/problem.py,
-has_long_contexts): boxes of every kind shared between the two, and units whose second half has few rows or none."""
+LongContexts): boxes of every kind shared between the two, and units whose second half has few rows or none."""
 
 from __future__ import annotations
 

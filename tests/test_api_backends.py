@@ -13,7 +13,7 @@ from flashpage import backends, tiles
 from flashpage.backends import CAPABILITIES, DECODE_SM90, PREFILL_SM90
 from flashpage.dtypes import DType
 from flashpage.prepare import mask_tiles_spec
-from flashpage.problem import SPLIT_BALANCED, SPLIT_NEVER, Options, Problem, has_long_contexts
+from flashpage.problem import SPLIT_BALANCED, SPLIT_NEVER, LongContexts, Options, Problem
 from flashpage.spec import KernelSpec, VariantSpec
 from flashpage.variants import builtin
 
@@ -209,8 +209,9 @@ def test_who_is_asked_for_tiles(
 def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, tokens: int, is_long: bool) -> None:
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=8, num_kv_heads=2)
     options = dataclasses.replace(options, **changed)
-    assert has_long_contexts(options, 3, 3 * rows, 3 * tokens) is is_long
-    assert not has_long_contexts(options, 0, 0, 0)
+    long = LongContexts(options)
+    assert long.are_in(3, 3 * rows, 3 * tokens) is is_long
+    assert not long.are_in(0, 0, 0)
 
 
 @pytest.mark.parametrize(
