@@ -9,7 +9,7 @@ from typing import Any
 from flashpage.dtypes import DType
 from flashpage.jit import Target
 from flashpage.spec import KernelSpec, VariantSpec, inner_loop
-from flashpage.tiles import cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile
+from flashpage.tiles import MaskUse, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile
 from flashpage.variants import builtin
 
 HALF = (DType.BFLOAT16, DType.FLOAT16)
@@ -37,9 +37,9 @@ def default_cuda_specs(target: Target) -> list[KernelSpec]:
     ]
     if target.arch == HOPPER:
         small_pages.append(_prefill_sm90(*(2 * (DType.BFLOAT16,)), (128, 128), loader="rows"))
-    pairs = [spec for spec in paged + ragged if spec.head_dim_vo == 128 and spec.kernel == "prefill_sm90"]
-    pairs = [spec for spec in pairs if spec.q_dtype is DType.BFLOAT16 or spec.kv_source == "paged"]
-    return _distinct(paged + ragged + [_paired(spec) for spec in pairs] + small_pages + helper_specs())
+    often_long = [spec for spec in paged + ragged if spec.head_dim_vo == 128 and spec.kernel == "prefill_sm90"]
+    pairs = [_paired(s) for s in often_long if s.q_dtype is DType.BFLOAT16 or s.kv_source == "paged"]
+    return _distinct(paged + ragged + pairs + small_pages + helper_specs())
 
 
 def helper_specs() -> list[KernelSpec]:
@@ -184,7 +184,7 @@ def _prefill_sm90(
         tile=sm90_prefill_tile(
             *(*head_dims, inner_loop(mask_bits, "none", variant)),
             loader=loader,
-            has_mask=mask_source == "packed_bits",
+            mask=MaskUse.BITS if mask_source == "packed_bits" else MaskUse.NONE,
             rotates=position_encoding == "rope",
         )[0],
         variant=variant,

@@ -14,7 +14,7 @@ from .dtypes import DType
 from .errors import CapabilityError
 from .problem import SPLIT_BALANCED, Options, Problem
 from .spec import KernelSpec, VariantSpec, inner_loop
-from .tiles import Cost, InnerLoop, Tile, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile
+from .tiles import Cost, InnerLoop, MaskUse, Tile, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile
 from .variant_source import asks_much
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
@@ -43,7 +43,7 @@ class Capability:
     merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
     mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel finds
-    query_boxes: bool = False  # it takes q, and stores out, by tensor maps where they have one
+    row_boxes: bool = False  # it takes q, and stores out, by tensor maps where they have one
     pairs: Callable[[KernelSpec], bool] = lambda spec: False  # two CTAs of a cluster may read a unit's K and V together
     runs_beside: bool = False  # with one CTA an SM, it shares the SMs with another launch of the same run (parts.py)
 
@@ -112,27 +112,32 @@ def _sm90_decode(options: Options, rows: int, variant: VariantSpec, mask_source:
 
 
 def _sm90_prefill(options: Options, rows: int, variant: VariantSpec, mask_source: str) -> tuple[Tile, Cost]:
-    loader, has_mask = _prefill_loader(options), mask_source != "implicit"
+    loader, mask = _prefill_loader(options), mask_use(mask_source, variant)
     if mask_source == "packed_bits" and _visits_tiles(options):
         mask_source = "implicit"  # bits are for few tiles
     return sm90_prefill_tile(
         *(options.head_dim_qk, options.head_dim_vo, inner_loop(mask_source, "none", variant)),
         loader=loader,
         group_size=options.group_size,
-        has_mask=has_mask,
-        asks=mask_source == "function",
-        asks_much=mask_source == "function" and asks_much(variant),
+        mask=mask,
         rotates=_encoding(options) == "rope",  # who loads does it, not the inner loop
     )
 
 
+def mask_use(mask_source: str, variant: VariantSpec) -> MaskUse:
+    if mask_source == "function":
+        return MaskUse.ASKED_MUCH if asks_much(variant) else MaskUse.ASKED
+    return MaskUse.BITS if mask_source == "packed_bits" else MaskUse.NONE
+
+
 def _pairs(spec: KernelSpec) -> bool:
-    """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two. Narrow and
-    wide heads gain nothing by it (tests/bench/NOTES.md)."""
+    """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two. Wide heads,
+    and narrow ones of 16 bits, gain nothing by it (tests/bench/NOTES.md)."""
     loop = inner_loop(spec.mask_source, spec.position_encoding, spec.variant)
-    narrowest = {"boxes": 72, "transposed": 16}.get(spec.loader, 512)
-    gains = narrowest <= max(spec.head_dim_qk, spec.head_dim_vo) <= 192
-    return gains and spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    is_light = spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    widest = max(spec.head_dim_qk, spec.head_dim_vo)
+    gains = spec.loader == "transposed" or (spec.loader == "boxes" and widest > 64)
+    return is_light and gains and widest <= 192
 
 
 def _boxes_or_rows(options: Options) -> str:
@@ -174,7 +179,7 @@ PREFILL_SM90 = Capability(
     rope=lambda options: not options.kv_dtype.is_fp8,
     row_alignment=16,
     loader=_prefill_loader,
-    query_boxes=True,
+    row_boxes=True,
     mask_tiles=_visits_tiles,
     pairs=_pairs,
     runs_beside=True,

@@ -205,7 +205,7 @@ class Binding:
                 boxes.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
                 for name, view in self.views.items()
             )
-        if tile and prepared.choice.capability.query_boxes and spec.loader != "converted":
+        if tile and prepared.choice.capability.row_boxes and spec.loader != "converted":
             self._bind_row_boxes(found, params, tile.tile_q // tile.ctas, has_out=spec.loader != "transposed")
         return found if tokens or params.query_box_rows or params.out_box_rows else None
 

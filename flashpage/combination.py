@@ -36,18 +36,8 @@ class Combination:
 
     __slots__ = (
         *("_checked_for", "_fixed_for", "_frozen_rows", "_long", "_may_have_parts", "_parts", "_prepared"),
-        *(
-            "cluster_size",
-            "fork",
-            "generation",
-            "mask_tiles",
-            "num_ctas",
-            "num_merges",
-            "options",
-            "prepared",
-            "second",
-            "slot",
-        ),
+        *("cluster_size", "fork", "generation", "mask_tiles", "num_ctas", "num_merges", "options", "prepared"),
+        *("second", "slot"),
     )
 
     def __init__(self, options: Options) -> None:
@@ -117,6 +107,7 @@ class Combination:
         parts = self._parts
         if not planner.lengths.struct.least_rows <= parts.most_few_rows < planner.lengths.struct.most_rows:
             return False
+        # Neither reads K and V by pairs of CTAs: the other launch leaves SMs here and there.
         few, many = (self._prepared_for(planner, *sizes) for sizes in parts.count(planner.problem_address))
         if few.mask_tiles or many.mask_tiles:  # which one launch before looks for, with one plan
             return False

@@ -193,8 +193,8 @@ def plan_lengths(
 
     `q_lens` None: one row a request (decode). `tile` and `cost` are the backend's of flashpage/tiles.py unless given.
     `page_size` 0: ragged. `clusters`: those that a card runs at once; without, units have no CTAs of their own.
-    PlanError where the lengths do not fit together. The plan is one, also where a card would
-    take a mixed batch in two parts (parts.py).
+    PlanError where the lengths do not fit together. The plan is one, also where a card would take a mixed batch in two
+    parts (parts.py).
     """
     rows = [1] * len(kv_lens) if q_lens is None else list(q_lens)
     vo = head_dim if head_dim_vo is None else head_dim_vo

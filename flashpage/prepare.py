@@ -39,8 +39,9 @@ class Prepared:
         fixed_for: tuple[int, int] | None = None,
     ) -> None:
         self.options = options
-        known = {"has_known_lengths": has_known_lengths, "has_long_contexts": has_long_contexts}
-        self.problem = Problem(options, packed_rows, **known)
+        self.problem = Problem(
+            options, packed_rows, has_known_lengths=has_known_lengths, has_long_contexts=has_long_contexts
+        )
         self.choice = backends.choose(self.problem, device, trace(options, 1.0, device).spec)
         self.attention = jit.get_kernel(self.choice.spec, device)
         self.merge = self.mask_tiles = None

@@ -38,8 +38,12 @@ def short_tokens(spec: KernelSpec) -> int:
     """
     assert spec.tile is not None
     plain = spec.mask_source == "implicit" and spec.position_encoding == "none" and spec.variant == VariantSpec()
-    plain = plain and spec.loader == "boxes"
-    has_room = spec.tile.tile_q == 128 * spec.tile.ctas and spec.tile.tile_kv >= 80 and spec.head_dim_vo >= 128
+    has_room = (
+        spec.loader == "boxes"
+        and spec.tile.tile_q == 128 * spec.tile.ctas
+        and spec.tile.tile_kv >= 80
+        and spec.head_dim_vo >= 128
+    )
     return -(-spec.tile.tile_kv // 32) * 16 if plain and has_room else 0
 
 

@@ -37,6 +37,15 @@ class InnerLoop(enum.Enum):
     LOADING = "computes on scores with what it loads (a variant with tensors)"
 
 
+class MaskUse(enum.Enum):
+    """What prefill on Hopper does for a mask beside causal and window."""
+
+    NONE = "there is none"
+    BITS = "looks at a custom mask's bits"
+    ASKED = "asks a variant's function, in few tiles"
+    ASKED_MUCH = "asks one for each head, or one that loads much"
+
+
 @dataclasses.dataclass(frozen=True)
 class ClusterCost:
     """Of units with CTAs of their own (include/flashpage/plan/own_ctas.h), and of merging otherwise."""
@@ -149,20 +158,18 @@ def sm90_prefill_tile(
     *,
     loader: str = "boxes",
     group_size: int = 1,
-    has_mask: bool = False,
-    asks: bool = False,
-    asks_much: bool = False,
+    mask: MaskUse = MaskUse.NONE,
     rotates: bool = False,
 ) -> tuple[Tile, Cost]:
     """Many rows on Hopper: warpgroups of 64 rows, two of them, or three where rows are short.
 
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
-    where the loading warps convert K and V, or transpose V, the stored ones are there too. Bits of a custom mask and
-    answers of a mask function (`asks`), which are looked at in few tiles, leave that room up to 192 columns; a function
-    that is asked for each head, or that loads much, takes some of it (`asks_much`). Where loading warps turn keys
-    (`rotates`), those have a stage more than values.
+    where the loading warps convert K and V, or transpose V, the stored ones are there too. Masks, which are looked at
+    in few tiles, leave that room up to 192 columns, but for functions that are asked much. Where loading warps turn
+    keys (`rotates`), those have a stage more than values.
     """
-    if has_mask and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
+    asks_much = mask is MaskUse.ASKED_MUCH
+    if mask is not MaskUse.NONE and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
         loop = InnerLoop.HEAVY
     widest, light = max(head_dim_qk, head_dim_vo), loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     groups, stages, columns_per_ns = 2, 2, 21.0  # 128 rows at 690 TFLOP/s, an SM's share
@@ -177,14 +184,12 @@ def sm90_prefill_tile(
     elif rotates:
         if widest > 192 and loop is InnerLoop.TRANSFORM:
             loop = InnerLoop.HEAVY  # loading warps have taken registers of those that compute
-        tile_kv = _sm90_turning_tokens(
-            head_dim_qk, loader, _sm90_tokens(head_dim_qk, head_dim_vo, loop, has_mask, asks)
-        )
+        tile_kv = _sm90_turning_tokens(head_dim_qk, loader, _sm90_tokens(head_dim_qk, head_dim_vo, loop, mask))
         stages, columns_per_ns = 3 if widest <= 64 else 2, 13.5
     elif widest <= 96 and light and not asks_much and may_be_taller:
         groups, tile_kv, stages = (3, 96, 4) if widest <= 64 else (3, 80, 3)
     else:
-        tile_kv = _sm90_tokens(head_dim_qk, head_dim_vo, loop, has_mask, asks)
+        tile_kv = _sm90_tokens(head_dim_qk, head_dim_vo, loop, mask)
         tile_kv = min(tile_kv, 112) if asks_much and 64 < widest <= 128 else tile_kv
     tile_q = 64 * groups
     ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / (128 * columns_per_ns)
@@ -198,19 +203,21 @@ def sm90_prefill_tile(
     return Tile(tile_q, tile_kv, 4 * groups, 1, stages), cost
 
 
-def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, has_mask: bool, asks: bool) -> int:
+def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, mask: MaskUse) -> int:
     """Of a tile of two warpgroups."""
     widest, plain, loads = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN, loop is InnerLoop.LOADING
     if widest <= 128:
         if plain or loop is InnerLoop.TRANSFORM:
             is_whole = head_dim_qk % 64 == head_dim_vo % 64 == 0  # parts of 64 columns take registers
-            if asks or (has_mask and not (plain and is_whole)):
+            if mask in (MaskUse.ASKED, MaskUse.ASKED_MUCH):
                 return 128  # a lane has a function's answers for so many (tile/mask.h, MaskBits)
+            if mask is MaskUse.BITS and not (plain and is_whole):
+                return 128  # more of them spill
             return 160 if is_whole else 144
         return (96 if widest <= 64 else 64) if loads else 96 if widest <= 64 else 80
     if widest <= 192:
         return (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
-    if loads and has_mask:
+    if loads and mask is not MaskUse.NONE:
         return 32
     return 80 if plain else 64 if loop is InnerLoop.TRANSFORM else 48
 

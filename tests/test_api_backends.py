@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import flashpage
-from flashpage import backends, tiles
+from flashpage import backends, host, tiles
 from flashpage.backends import CAPABILITIES, DECODE_SM90, PREFILL_SM90
 from flashpage.dtypes import DType
 from flashpage.prepare import mask_tiles_spec
@@ -308,3 +309,23 @@ def test_who_merges_in_its_launch_is_given_no_merge(merges_in_launch: bool, monk
     merges = structs.combination.num_merges
     assert merges > 0
     assert (structs.args.num_merges, structs.has_merge) == ((0, False) if merges_in_launch else (merges, True))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (32, 8), (8, 2), (128, 1)], ids=str)
+def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """workspace_bounds asks for single CTAs: as many rows in pairs need no more."""
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])
+
+    def bounds(batch: int, rows: int, is_long: bool) -> tuple[int, int]:
+        choice = backends.choose(Problem(options, 4096, has_long_contexts=is_long), torch.device("cuda:0"))
+        assert choice.spec.ctas == 1 + is_long
+        schedule = backends.schedule(choice, options, 132 // choice.spec.ctas)
+        needed = ctypes.c_int64(), ctypes.c_int64()
+        given = batch, rows, 1 << 20, *heads, ctypes.byref(schedule)
+        host.check(host.load().fp_plan_bounds(*given, *map(ctypes.byref, needed)))
+        return needed[0].value, needed[1].value
+
+    for batch, rows in ((1, 1), (1, 16384), (3, 100), (64, 1000), (300, 100_000)):
+        of_pairs, of_singles = bounds(batch, rows, True), bounds(batch, rows, False)
+        assert all(pair <= single for pair, single in zip(of_pairs, of_singles, strict=True))

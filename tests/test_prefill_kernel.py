@@ -26,12 +26,13 @@ from tolerance import limits
 from variant_build import variant_args
 
 from flashpage import host
+from flashpage.backends import mask_use
 from flashpage.boxes import loader_tokens
 from flashpage.dtypes import DType
 from flashpage.products import short_tokens
 from flashpage.spec import KernelSpec, VariantSpec, inner_loop
 from flashpage.tiles import InnerLoop, Tile, sm90_prefill_tile
-from flashpage.variant_source import asks_much, mask_looks_at_head
+from flashpage.variant_source import mask_looks_at_head
 from flashpage.variants import TracedVariant, Variant
 
 BF16: dict[str, Any] = {"q_dtype": "bfloat16", "num_q_heads": 8, "head_dim": 128, "causal": True}
@@ -201,9 +202,7 @@ def tile_of(case: Case) -> Tile:
         *(*dims, loop),
         loader=loader_of(case),
         group_size=case.num_q_heads // case.num_kv_heads,
-        has_mask=source != "implicit",
-        asks=source == "function",
-        asks_much=source == "function" and asks_much(variant),
+        mask=mask_use(source, variant),
         rotates=rotates(case),
     )
     return tile

@@ -58,6 +58,12 @@ struct PrefillCompute {
   static constexpr bool joined = Shared::queries > 1;
 
   FP_DEVICE void run() {
+    run_units([&](float (&scores)[1][tokens / 8][4]) { attend(scores); });
+  }
+
+ protected:
+  // attend(scores): a unit whose first scores are there; it leaves with those of the next one.
+  FP_DEVICE void run_units(auto&& attend) {
     if (thread == 0) stamp<Traits>(params, Stamp::start);
     if (group == Warps::groups - 1) pass_turn();
     float scores[1][tokens / 8][4];
@@ -73,7 +79,6 @@ struct PrefillCompute {
     }
   }
 
- protected:
   FP_DEVICE void await_turn() const { ptx::named_barrier(turn_barrier + group, 256); }
   FP_DEVICE void pass_turn() const {
     ptx::named_barrier_arrive(turn_barrier + (group + 1 == Warps::groups ? 0 : group + 1), 256);

@@ -36,19 +36,7 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
       : Base(shared, params, args) {}
 
   FP_DEVICE void run() {
-    if (thread == 0) stamp<Traits>(params, Stamp::start);
-    if (group == Warps::groups - 1) this->pass_turn();
-    float scores[1][tokens / 8][4];
-    this->first_scores(scores[0]);
-    while (!this->tiled_place().place.done) {
-      if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
-      attend(scores);
-    }
-    if (group == 0) this->await_turn();  // every arrival has its wait
-    if (thread == 0) {
-      stamp<Traits>(params, Stamp::end);
-      stamp<Traits>(params, Stamp::sm);
-    }
+    this->run_units([&](float (&scores)[1][tokens / 8][4]) { attend(scores); });
   }
 
  private:
