@@ -26,18 +26,12 @@ struct DecodeSm90 {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     using Warps = DecodeWarps<Traits>;
-    shared.ring.init(DecodeLoad<Traits>::SlotLoader::arrivals, Warps::team);
-    shared.place_ring.init(Warps::place_arrivals, 32 * Warps::computing);
-    if (threadIdx.x < Warps::teams) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.cleared[threadIdx.x]), 32 * Warps::team);
-      ptx::mbarrier_init_fence();
-    }
-    if (Traits::loader == Loader::boxes && threadIdx.x == 0) {
-      ptx::prefetch_tensor_map(maps.k);
-      ptx::prefetch_tensor_map(maps.v);
-    }
-    if constexpr (Shared::has_mailbox) {
-      if (threadIdx.x == 0) shared.mailbox.init();
+    if (threadIdx.x == 0) {
+      init_barriers(shared);
+      if (Traits::loader == Loader::boxes) {
+        ptx::prefetch_tensor_map(maps.k);
+        ptx::prefetch_tensor_map(maps.v);
+      }
     }
     clear_padding(shared);
     if constexpr (Shared::has_mailbox) ptx::cluster_arrive();
@@ -59,6 +53,15 @@ struct DecodeSm90 {
   }
 
  private:
+  // By one thread.
+  FP_DEVICE static void init_barriers(Shared& shared) {
+    shared.ring.init(DecodeLoad<Traits>::SlotLoader::arrivals, Warps::team);
+    shared.place_ring.init(Warps::place_arrivals, 32 * Warps::computing);
+    for (u64& cleared : shared.cleared) ptx::mbarrier_init(ptx::shared_address(&cleared), 32 * Warps::team);
+    if constexpr (Shared::has_mailbox) shared.mailbox.init();
+    ptx::mbarrier_init_fence();
+  }
+
   // What copies never write and Q K^T reads.
   FP_DEVICE static void clear_padding(Shared& shared) {
     using S = Shape<Traits>;

@@ -28,14 +28,8 @@ struct PrefillSm90 {
                             const MaskTilesParams& mask_tiles) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    shared.key_ring.init(Warps::key_arrivals, Warps::computing * Traits::ctas);
-    shared.value_ring.init(Warps::value_arrivals, Warps::computing * (Warps::transposes ? 1 : Traits::ctas));
-    shared.place_ring.init(1, Warps::place_readers);
-    shared.query_ring.init(Warps::query_arrivals, Warps::computing);
-    if constexpr (Warps::transposes) shared.staged_ring.init(1, Warps::transposing * Traits::ctas);
     if (threadIdx.x == 0) {
-      for (u64& edge : shared.edge) ptx::mbarrier_init(ptx::shared_address(&edge), 1);
-      ptx::mbarrier_init_fence();
+      init_barriers(shared);
       if (Warps::by_boxes) {
         ptx::prefetch_tensor_map(maps.k);
         ptx::prefetch_tensor_map(maps.v);
@@ -43,10 +37,6 @@ struct PrefillSm90 {
       if (params.query_box_rows > 0) ptx::prefetch_tensor_map(maps.q);
       if (Shared::leaves_by_boxes && params.out_box_rows > 0) ptx::prefetch_tensor_map(maps.out);
     }
-    if constexpr (Warps::converts) {
-      if (threadIdx.x < Warps::loading) Shared::Tiles::init(shared.staged_barriers[threadIdx.x]);
-    }
-    shared.turning.init();
     if constexpr (Warps::rotates) shared.turning.steps.fill(params, threadIdx.x, threads);
     clear_padding(shared);
     if constexpr (Traits::ctas == 1) {
@@ -67,6 +57,21 @@ struct PrefillSm90 {
   }
 
  private:
+  // By one thread.
+  FP_DEVICE static void init_barriers(Shared& shared) {
+    shared.key_ring.init(Warps::key_arrivals, Warps::computing * Traits::ctas);
+    shared.value_ring.init(Warps::value_arrivals, Warps::computing * (Warps::transposes ? 1 : Traits::ctas));
+    shared.place_ring.init(1, Warps::place_readers);
+    shared.query_ring.init(Warps::query_arrivals, Warps::computing);
+    if constexpr (Warps::transposes) shared.staged_ring.init(1, Warps::transposing * Traits::ctas);
+    shared.turning.init();
+    for (u64& edge : shared.edge) ptx::mbarrier_init(ptx::shared_address(&edge), 1);
+    if constexpr (Warps::converts) {
+      for (auto& barriers : shared.staged_barriers) Shared::Tiles::init(barriers);
+    }
+    ptx::mbarrier_init_fence();
+  }
+
   // What copies never write and Q K^T reads.
   FP_DEVICE static void clear_padding(Shared& shared) {
     using S = typename Shared::S;

@@ -122,6 +122,7 @@ struct PrefillTurning<Traits, key_stages, queries, true> {
   SlotRing<key_stages> landed_keys;  // nobody gives these slots back: key_ring and query_ring have them
   SlotRing<queries> landed_queries;
 
+  // By one thread.
   FP_DEVICE void init() {
     landed_keys.init(Warps::by_rows ? 32 * Warps::row_warps : 1, 1);
     landed_queries.init(32, 1);

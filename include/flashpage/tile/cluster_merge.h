@@ -23,11 +23,8 @@ struct ClusterMailbox {
   float2 states[parcels];  // of the parcel's row and piece: maximum, sum
   u64 arrived;
 
-  // By one thread, before the cluster's barrier.
-  FP_DEVICE void init() {
-    ptx::mbarrier_init(ptx::shared_address(&arrived), 1);
-    ptx::mbarrier_init_fence();
-  }
+  // By one thread, before mbarrier_init_fence and the cluster's barrier.
+  FP_DEVICE void init() { ptx::mbarrier_init(ptx::shared_address(&arrived), 1); }
 };
 
 // Piece p of the unit is that of the cluster's CTA p, and the only item there: a mailbox serves one unit. The number of

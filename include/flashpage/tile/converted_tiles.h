@@ -64,7 +64,6 @@ struct ConvertedTiles {
   FP_DEVICE static void init(Barriers& barriers) {
     ptx::mbarrier_init(ptx::shared_address(&barriers.keys), 32);
     ptx::mbarrier_init(ptx::shared_address(&barriers.values), 32);
-    ptx::mbarrier_init_fence();
   }
 
   FP_DEVICE static Extent extent(const AttentionParams& params, const Unit& unit) {

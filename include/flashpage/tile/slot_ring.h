@@ -12,12 +12,11 @@ struct SlotRing {
   u64 full[slots];
   u64 empty[slots];
 
-  // By the CTA's first threads, one a slot, before a CTA barrier.
+  // By one thread, before mbarrier_init_fence and a CTA barrier. (A slot a thread is no faster, lanes make barriers one
+  // after the other; and racecheck takes threads that have none for makers of barriers behind the ring's.)
   FP_DEVICE void init(int producers, int consumers) {
-    if (threadIdx.x >= slots) return;
-    ptx::mbarrier_init(ptx::shared_address(&full[threadIdx.x]), producers);
-    ptx::mbarrier_init(ptx::shared_address(&empty[threadIdx.x]), consumers);
-    ptx::mbarrier_init_fence();
+    for (u64& barrier : full) ptx::mbarrier_init(ptx::shared_address(&barrier), producers);
+    for (u64& barrier : empty) ptx::mbarrier_init(ptx::shared_address(&barrier), consumers);
   }
 
   // `turn`: which use of the ring, counted from 0 by everyone alike.
