@@ -16,7 +16,8 @@ namespace flashpage {
 template <class Traits>
 struct DecodeSm90 {
   using Shared = DecodeShared<Traits>;
-  static constexpr int threads = DecodeWarps<Traits>::threads;
+  using Warps = DecodeWarps<Traits>;
+  static constexpr int threads = Warps::threads;
   static constexpr int shared_bytes = sizeof(Shared);
   // Packed rows of a unit that a cluster merges, at most; 0: it is not launched with clusters.
   static constexpr int cluster_rows = Shared::has_mailbox ? min_of(ClusterMerge<Traits>::max_rows, Traits::tile_q) : 0;
@@ -25,7 +26,6 @@ struct DecodeSm90 {
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    using Warps = DecodeWarps<Traits>;
     if (threadIdx.x == 0) {
       init_barriers(shared);
       if (Traits::loader == Loader::boxes) {
