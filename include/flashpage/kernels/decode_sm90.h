@@ -9,6 +9,7 @@
 #include "flashpage/kernels/decode_sm90_compute.h"
 #include "flashpage/kernels/decode_sm90_load.h"
 #include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/registers.h"
 
 namespace flashpage {
@@ -26,40 +27,58 @@ struct DecodeSm90 {
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    if (threadIdx.x == 0) {
-      init_barriers(shared);
-      if (Traits::loader == Loader::boxes) {
-        ptx::prefetch_tensor_map(maps.k);
-        ptx::prefetch_tensor_map(maps.v);
-      }
+    DecodeLoad<Traits> load(shared, params, maps);
+    const bool loads = threadIdx.x < Warps::loading * 32;
+    if (loads) {
+      ptx::grid_dependency_wait();
+      load.ask();  // before the barriers are made: the way to the plan is long
+    } else {
+      if (threadIdx.x == Warps::loading * 32) begin(shared, maps);
+      prefetch_indices(params);
     }
     clear_padding(shared);
     if constexpr (Shared::has_mailbox) ptx::cluster_arrive();
     __syncthreads();
     if constexpr (Shape<Traits>::rotate) {
       // While the first tiles are on their way.
-      if (threadIdx.x >= Warps::loading * 32) DecodeCompute<Traits>(shared, params, args).make_turns();
+      if (!loads) DecodeCompute<Traits>(shared, params, args).make_turns();
     }
-    ptx::grid_dependency_wait();
-    if (threadIdx.x < Warps::loading * 32) {
+    if (loads) {
       ptx::give_registers_back<Warps::loading_registers>();
-      DecodeLoad<Traits>(shared, params, maps).run();
+      load.run();
       ptx::grid_dependency_launch();
       if constexpr (Shared::has_mailbox) ptx::cluster_wait();  // by everyone who has arrived
     } else {
       ptx::take_registers<Warps::computing_registers>();
+      ptx::grid_dependency_wait();
       DecodeCompute<Traits>(shared, params, args).run();
     }
   }
 
  private:
   // By one thread.
-  FP_DEVICE static void init_barriers(Shared& shared) {
+  FP_DEVICE static void begin(Shared& shared, const KvMaps& maps) {
+    if constexpr (Traits::loader == Loader::boxes) {
+      ptx::prefetch_tensor_map(maps.k);
+      ptx::prefetch_tensor_map(maps.v);
+    }
     shared.ring.init(DecodeLoad<Traits>::SlotLoader::arrivals, Warps::team);
     shared.place_ring.init(Warps::place_arrivals, 32 * Warps::computing);
     for (u64& cleared : shared.cleared) ptx::mbarrier_init(ptx::shared_address(&cleared), 32 * Warps::team);
     if constexpr (Shared::has_mailbox) shared.mailbox.init();
     ptx::mbarrier_init_fence();
+  }
+
+  // All computing warps together bring the page numbers into the L2 while the plan is read: the look-up behind it waits
+  // for less. Nothing is read here, so the launch before need not be over.
+  FP_DEVICE static void prefetch_indices(const AttentionParams& params) {
+    if constexpr (Traits::kv_source == KvSource::paged) {
+      constexpr int line = 128 / sizeof(i32), computing = 32 * Warps::computing;
+      const int thread = threadIdx.x - 32 * Warps::loading;
+      const i64 step = static_cast<i64>(gridDim.x) * computing * line;
+      for (i64 i = (static_cast<i64>(thread) * gridDim.x + blockIdx.x) * line; i < params.num_kv_indices; i += step)
+        ptx::prefetch_to_l2(params.kv_indices + i);
+    }
   }
 
   // What copies never write and Q K^T reads.

@@ -3,7 +3,6 @@
 #include "flashpage/kernels/decode_sm90_combine.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/named_barrier.h"
-#include "flashpage/ptx/prefetch.h"
 #include "flashpage/tile/half_query.h"
 #include "flashpage/tile/mask.h"
 #include "flashpage/tile/query_fragments.h"
@@ -50,7 +49,6 @@ struct DecodeCompute {
 
   FP_DEVICE void run() {
     if (thread == 0) stamp<Traits>(params, Stamp::start);
-    prefetch_indices();
     if constexpr (Shared::has_mailbox) ptx::cluster_wait();  // before anything is sent; long over when there is
     for (u32 unit_turn = 0;; ++unit_turn) {
       shared.place_ring.wait_full(unit_turn);
@@ -67,16 +65,6 @@ struct DecodeCompute {
   }
 
  private:
-  // All CTAs together bring the page numbers into the L2 while the plan is read: the look-up behind it waits for less.
-  FP_DEVICE void prefetch_indices() const {
-    if constexpr (Traits::kv_source == KvSource::paged) {
-      constexpr int line = 128 / sizeof(i32);
-      const i64 step = static_cast<i64>(gridDim.x) * threads * line;
-      for (i64 i = (static_cast<i64>(thread) * gridDim.x + blockIdx.x) * line; i < params.num_kv_indices; i += step)
-        ptx::prefetch_to_l2(params.kv_indices + i);
-    }
-  }
-
   struct Nothing {};
 
   FP_DEVICE void attend(const SlottedPlace& slotted, u8* query_tile) {

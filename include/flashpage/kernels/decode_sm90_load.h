@@ -24,16 +24,22 @@ struct DecodeLoad {
   const AttentionParams& params;
   const KvMaps& maps;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  u32 asked;  // the CTA's start and the plan's header, a word a lane
 
   FP_DEVICE DecodeLoad(Shared& shared, const AttentionParams& params, const KvMaps& maps)
       : shared(shared), params(params), maps(maps) {}
 
+  // What is wanted of the plan first, on its way while the CTA starts. (Whole structs would be kept in registers.)
+  FP_DEVICE void ask() {
+    static_assert(sizeof(CtaStart) + sizeof(PlanHeader) == 32 * sizeof(u32));
+    const u32* start = reinterpret_cast<const u32*>(&cta_start(params.plan, blockIdx.x));
+    asked = lane < start_words ? start[lane] : reinterpret_cast<const u32*>(params.plan)[lane - start_words];
+  }
+
   FP_DEVICE void run() {
     PlaceCursor cursor;
-    cursor.start(params.plan, blockIdx.x);
-    const PlanHeader header = *params.plan;  // beside the CTA's start: who publishes must not wait for it later
     Place place;
-    cursor.first(params, Traits::tile_q, place);
+    cursor.first(params, Traits::tile_q, answer<CtaStart>(0), place);
     if (threadIdx.x == 0) stamp<Traits>(params, Stamp::plan_known);
     const SlotLoader loader(shared, params, maps);
     u32 turn = 0;  // of the unit's first slot
@@ -41,7 +47,7 @@ struct DecodeLoad {
     if (!place.done) source = loader.open(place, first_own(turn));
     u32 unit_turn = 0;
     while (!place.done) {
-      publish(place, source, unit_turn++, header, cursor.cta);
+      publish(place, source, unit_turn++, cursor.cta);
       const int slots = source.slots, early = min_of(slots, Traits::stages);
       int slot = first_own(turn);
       for (; slot < early; slot += warps) loader.load(source, slot, turn + slot);
@@ -56,10 +62,21 @@ struct DecodeLoad {
       place = next;
       source = following;
     }
-    publish(place, source, unit_turn, header, cursor.cta);
+    publish(place, source, unit_turn, cursor.cta);
   }
 
  private:
+  static constexpr int start_words = sizeof(CtaStart) / sizeof(u32);
+
+  template <class Answer>
+  FP_DEVICE Answer answer(int first_word) const {
+    Answer answer;
+    u32* words = reinterpret_cast<u32*>(&answer);
+#pragma unroll
+    for (int i = 0; i < sizeof(Answer) / sizeof(u32); ++i) words[i] = __shfl_sync(0xffffffff, asked, first_word + i);
+    return answer;
+  }
+
   // Of a cut unit, once all its loads are issued: the computing warps then save themselves the counting in.
   FP_DEVICE void look_for_others(u32 unit_turn) {
     if (warp != warps - 1 || lane != 0) return;
@@ -71,9 +88,9 @@ struct DecodeLoad {
 
   FP_DEVICE int first_own(u32 turn) const { return (warp - turn) % warps; }
 
-  FP_DEVICE void publish(const Place& place, const Source& source, u32 turn, const PlanHeader& header,
-                         const CtaItems& cta) {
+  FP_DEVICE void publish(const Place& place, const Source& source, u32 turn, const CtaItems& cta) {
     if (warp != warps - 1) return;
+    const PlanHeader header = answer<PlanHeader>(start_words);
     shared.place_ring.wait_empty(turn);
     u32 slot = shared.place_ring.slot(turn), barrier = shared.place_ring.full_barrier(turn);
     if (!place.done) {

@@ -78,7 +78,10 @@ struct PlaceCursor {
   // The first place of the CTA, or the one after `last`. The first item is read whether there is one or not: its load
   // does not wait for the range.
   FP_DEVICE void first(const AttentionParams& params, i32 tile_q, Place& place) {
-    const CtaStart start = *begin;
+    first(params, tile_q, *begin, place);
+  }
+  // From what the caller has read of the CTA's start.
+  FP_DEVICE void first(const AttentionParams& params, i32 tile_q, const CtaStart& start, Place& place) {
     cta = start.items;
     next_item = cta.begin;
     place.pass = 0;
