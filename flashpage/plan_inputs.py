@@ -8,7 +8,7 @@ import torch
 
 from . import arguments, env, quantization
 from .errors import PlanError
-from .lengths import Lengths, to_host
+from .lengths import Lengths, batch_of, to_host
 from .slots import CopyRing
 
 
@@ -57,7 +57,7 @@ class KvIndices:
     def from_tables(self, tables: Any, indptr: torch.Tensor, indices: torch.Tensor | None, name: str) -> Any:
         """The page numbers of `tables`, [requests, pages], where there are no `indices`; else `indices`, which must
         say the same (on the device: where FLASHPAGE_CHECK_INDICES is on)."""
-        batch = indptr.numel() - 1
+        batch = batch_of(indptr, name.replace("indices", "indptr"))
         if arguments.tensor(tables, "block_tables", PlanError).dim() != 2 or tables.shape[0] < batch:
             raise PlanError(f"block_tables has shape {tuple(tables.shape)}: pass one row a request, [{batch}, pages].")
         if tables.dtype not in (torch.int32, torch.int64):
