@@ -353,6 +353,10 @@ struct fp_lengths {
 // where an argument is no host tensor of int32 or int64 of the right length, or where there is no room for it.
 FP_API void* fp_py_lengths(void* self, void* const* arguments, intptr_t count);
 
+// (tensor, type of a device as DLPack has it, index of the device, entries). Returns the address of page numbers that
+// kernels can read where they are: int32, one behind the other, on that device, as many at least; 0 for others.
+FP_API void* fp_py_page_numbers(void* self, void* const* arguments, intptr_t count);
+
 struct fp_slots_call {
   fp_slots* slots;
   const fp_problem* problem;

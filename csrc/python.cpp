@@ -136,6 +136,15 @@ int32_t bind(const Arguments& given) {
   return all ? FP_OK : FP_OTHER_TENSORS;
 }
 
+// See fp_py_page_numbers.
+int64_t page_numbers(void* object, int32_t device_type, int32_t device_index, int64_t entries) {
+  dlpack::Tensor tensor;
+  const bool is_fit = read_tensor(object, tensor) && tensor.device.type == device_type &&
+                      tensor.device.index == device_index && tensor.dims == 1 && tensor.shape[0] >= entries &&
+                      tensor.strides[0] == 1 && tensor.dtype.code == dlpack::signed_integer && tensor.dtype.bits == 32;
+  return is_fit ? reinterpret_cast<intptr_t>(tensor.data) + static_cast<int64_t>(tensor.byte_offset) : 0;
+}
+
 int64_t number(const fp_index_array& array, int64_t i) {
   return array.is_int64 ? static_cast<const int64_t*>(array.data)[i] : static_cast<const int32_t*>(array.data)[i];
 }
@@ -234,6 +243,12 @@ void* fp_py_run(void*, void* const* arguments, intptr_t) {
 void* fp_py_lengths(void*, void* const* arguments, intptr_t) {
   auto* lengths = host::pointer<fp_lengths>(arguments[0]);
   return host::to_int(host::take_lengths(*lengths, arguments + 1));
+}
+
+void* fp_py_page_numbers(void*, void* const* arguments, intptr_t) {
+  const auto number = [&](int i) { return reinterpret_cast<intptr_t>(host::pointer<void>(arguments[i])); };
+  return host::to_int(
+      host::page_numbers(arguments[0], static_cast<int32_t>(number(1)), static_cast<int32_t>(number(2)), number(3)));
 }
 
 void* fp_py_slots_plan(void*, void* const* arguments, intptr_t) {
