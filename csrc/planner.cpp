@@ -194,9 +194,15 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
     return plan::Emitter(model, schedule, division, early_ends, partition.ends, heads.num_kv_heads, before, units,
                          buffer);
   };
-  const plan::Emitter counter = emitter(nullptr);
+  // Full lanes are counted as they are written, where items have room in any case and at most one unit a lane is cut.
+  const int64_t most_item_bytes = plan::items_offset(schedule) + plan::most_items(problem->batch, axis, made, lanes) *
+                                                                     static_cast<int64_t>(sizeof(WorkItem));
+  const bool at_once = !schedule.fixed() && most_item_bytes <= capacity;
+  const int32_t counted = at_once ? made.num_small : made.count;
+  const plan::Emitter counter = emitter(at_once ? at_least(scratch.units, made.count) : nullptr);
   before[0] = {};
-  for (int32_t lane = 0; lane < made.count; ++lane) before[lane + 1] = before[lane] + counter.count(lane);
+  for (int32_t lane = 0; lane < counted; ++lane) before[lane + 1] = before[lane] + counter.count(lane);
+  for (int32_t lane = counted; lane < made.count; ++lane) before[lane + 1] = counter.write_all(lane);
   result->used_bytes = counter.used_bytes();
   if (result->used_bytes > plan::max_i32 || counter.num_partial_rows() > plan::max_i32) {
     return fail_lengths({plan::LengthArray::q_indptr, plan::LengthError::overflow, problem->batch,
@@ -211,10 +217,8 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   const int32_t num_units = static_cast<int32_t>(before[made.count].units);
   const plan::Emitter writer = emitter(at_least(scratch.units, num_units));
   std::memcpy(buffer, &header, sizeof(header));
-  for (int32_t lane = 0; lane < made.count; ++lane) {
-    writer.write_all(lane);
-    writer.write_resumed(lane);
-  }
+  for (int32_t lane = 0; lane < counted; ++lane) writer.write_all(lane);
+  for (int32_t lane = 0; lane < made.count; ++lane) writer.write_resumed(lane);
   for (int32_t lane = 0; lane < made.count; ++lane) writer.write_starts(lane, 0, 1);
   for (int32_t unit = 0; unit < num_units; ++unit) writer.write_merges(unit, 0, 1);
   return FP_OK;

@@ -136,6 +136,15 @@ int32_t bind(const Arguments& given) {
   return all ? FP_OK : FP_OTHER_TENSORS;
 }
 
+// See fp_py_page_numbers.
+int64_t page_numbers(void* object, int32_t device_type, int32_t device_index, int64_t entries) {
+  dlpack::Tensor tensor;
+  const bool is_fit = read_tensor(object, tensor) && tensor.device.type == device_type &&
+                      tensor.device.index == device_index && tensor.dims == 1 && tensor.shape[0] >= entries &&
+                      tensor.strides[0] == 1 && tensor.dtype.code == dlpack::signed_integer && tensor.dtype.bits == 32;
+  return is_fit ? reinterpret_cast<intptr_t>(tensor.data) + static_cast<int64_t>(tensor.byte_offset) : 0;
+}
+
 int64_t number(const fp_index_array& array, int64_t i) {
   return array.is_int64 ? static_cast<const int64_t*>(array.data)[i] : static_cast<const int32_t*>(array.data)[i];
 }
@@ -151,19 +160,15 @@ void copy_numbers(const dlpack::Tensor& from, void* to) {
   }
 }
 
-// False where the object is no host tensor of `count` numbers.
-bool copy_lengths(void* object, int64_t count, char* copy, fp_index_array& array) {
-  array.data = nullptr;
-  if (object == python.none) return true;
-  dlpack::Tensor tensor;
-  if (!read_tensor(object, tensor) || tensor.device.type != dlpack::cpu || tensor.dims != 1 ||
-      tensor.shape[0] != count || tensor.dtype.code != dlpack::signed_integer ||
-      (tensor.dtype.bits != 32 && tensor.dtype.bits != 64)) {
-    return false;
-  }
-  array = {copy, 1, tensor.dtype.bits == 64, static_cast<int32_t>(count)};
+// False where the object is no host tensor of numbers.
+bool read_numbers(void* object, dlpack::Tensor& tensor) {
+  return read_tensor(object, tensor) && tensor.device.type == dlpack::cpu && tensor.dims == 1 &&
+         tensor.dtype.code == dlpack::signed_integer && (tensor.dtype.bits == 32 || tensor.dtype.bits == 64);
+}
+
+void copy_lengths(const dlpack::Tensor& tensor, char* copy, fp_index_array& array) {
+  array = {copy, 1, tensor.dtype.bits == 64, static_cast<int32_t>(tensor.shape[0])};
   array.is_int64 ? copy_numbers<int64_t>(tensor, copy) : copy_numbers<int32_t>(tensor, copy);
-  return true;
 }
 
 // Rows of the requests that have the fewest and the most. Without branches, for vector registers.
@@ -190,12 +195,19 @@ void find_extremes(fp_lengths& to) {
 }
 
 // The rows of the batch; -1: see fp_py_lengths.
-int64_t take_lengths(fp_lengths& to, int64_t batch, void* const* tensors) {
+int64_t take_lengths(fp_lengths& to, void* const* tensors) {
   fp_problem& problem = *to.problem;
   fp_index_array* const arrays[] = {&problem.q_indptr, &problem.kv_indptr, &problem.last_page_len, &problem.kv_lens};
+  const int64_t most = to.bytes_of_a_copy / static_cast<int64_t>(sizeof(int64_t)) - 1;
+  int64_t batch = -1;
   for (int i = 0; i < 4; ++i) {
-    const int64_t count = batch + (i < 2);  // an indptr has one entry more
-    if (!copy_lengths(tensors[i], count, to.copies + i * to.bytes_of_a_copy, *arrays[i])) return -1;
+    arrays[i]->data = nullptr;
+    if (tensors[i] == python.none) continue;
+    dlpack::Tensor tensor;
+    if (!read_numbers(tensors[i], tensor)) return -1;
+    if (batch < 0) batch = tensor.shape[0] - 1;  // the first one is an indptr, which has one entry more
+    if (batch < 0 || batch > most || tensor.shape[0] != batch + (i < 2)) return -1;
+    copy_lengths(tensor, to.copies + i * to.bytes_of_a_copy, *arrays[i]);
   }
   if (problem.kv_indptr.data == nullptr) return -1;
   problem.batch = static_cast<int32_t>(batch);
@@ -230,8 +242,13 @@ void* fp_py_run(void*, void* const* arguments, intptr_t) {
 
 void* fp_py_lengths(void*, void* const* arguments, intptr_t) {
   auto* lengths = host::pointer<fp_lengths>(arguments[0]);
-  const auto batch = reinterpret_cast<intptr_t>(host::pointer<void>(arguments[1]));
-  return host::to_int(host::take_lengths(*lengths, batch, arguments + 2));
+  return host::to_int(host::take_lengths(*lengths, arguments + 1));
+}
+
+void* fp_py_page_numbers(void*, void* const* arguments, intptr_t) {
+  const auto number = [&](int i) { return reinterpret_cast<intptr_t>(host::pointer<void>(arguments[i])); };
+  return host::to_int(
+      host::page_numbers(arguments[0], static_cast<int32_t>(number(1)), static_cast<int32_t>(number(2)), number(3)));
 }
 
 void* fp_py_slots_plan(void*, void* const* arguments, intptr_t) {

@@ -42,7 +42,7 @@ class Combination:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.slot: PlanSlot
+        self.slot: PlanSlot  # while it is active
         self.prepared: Prepared  # of a batch in two parts: the first one's
         self.second: Part | None = None  # of the present plan
         self.fork: int | None = None  # for runs of both parts, on a card
@@ -60,30 +60,30 @@ class Combination:
         self._prepared: dict[tuple[int, VariantSpec | None, bool, bool, tuple[int, int] | None], Prepared] = {}
         self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
 
-    def plan(self, planner: Planner, slot: PlanSlot, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
+    def plan(self, planner: Planner, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
         """Plans the batch that `problem` points at, into the slot."""
-        options = self.options
-        self.slot, self.second = slot, None
+        options, held, batch = self.options, planner.lengths.struct, problem.batch
+        self.second = None
         is_long = False
-        if self._long.may_be_in(problem.batch, total_rows) and not planner.is_graph:
-            is_long = self._long.are_in(problem.batch, total_rows, planner.given_tokens)
-        self.prepared = prepared = self._prepared_for(planner, problem.batch, total_rows, has_long_contexts=is_long)
+        if self._long.may_be and not planner.is_graph:
+            tokens = (held.kv_end - held.kv_begin) * max(1, options.page_size)
+            is_long = self._long.are_in(batch, total_rows, tokens)
+        self.prepared = prepared = self._prepared_for(planner, batch, total_rows, has_long_contexts=is_long)
         if planner.problem_prepared is not prepared:
             planner.problem_prepared = prepared
             problem.causal, problem.window_left = options.causal, options.window_left
             problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
             problem.has_mask_tiles = prepared.choice.spec.mask_source == "function"
-        lengths = planner.lengths.struct
-        is_uneven = self._may_have_parts and lengths.least_rows != lengths.most_rows
-        if not (is_uneven and self._plan_parts(planner, slot, stream)):
-            self._plan_whole(planner, slot, stream)
+        is_uneven = self._may_have_parts and held.least_rows != held.most_rows
+        if not (is_uneven and self._plan_parts(planner, stream)):
+            self._plan_whole(planner, stream)
         self.generation = planner.generation
 
-    def _plan_whole(self, planner: Planner, slot: PlanSlot, stream: int) -> None:
-        prepared, result = self.prepared, slot.result
-        slot.plan(prepared, stream, planner.length_names)
+    def _plan_whole(self, planner: Planner, stream: int) -> None:
+        prepared, result = self.prepared, self.slot.result
+        self.slot.plan(prepared, stream, planner.length_names)
         partial_rows = result.num_partial_rows
-        if partial_rows and partial_rows > planner.partial_rows(self.options.head_dim_vo):
+        if partial_rows and partial_bytes(partial_rows, self.options.head_dim_vo) > planner.float_bytes:
             raise self._too_many_partials(planner, partial_rows)
         if planner.is_graph:
             # A captured launch serves every later plan: all CTAs, which leave at once where the plan has less for them.
@@ -97,7 +97,7 @@ class Combination:
         self.num_ctas, self.num_merges = prepared.schedule.num_ctas, _ALL_MERGES
         self.cluster_size = prepared.cluster_size
 
-    def _plan_parts(self, planner: Planner, slot: PlanSlot, stream: int) -> bool:
+    def _plan_parts(self, planner: Planner, stream: int) -> bool:
         """Plans a batch of requests with few rows and requests with many in two, where that is better."""
         if planner.is_graph:  # what a graph launches is the same for all its batches
             return False
@@ -112,7 +112,7 @@ class Combination:
         if few.mask_tiles or many.mask_tiles:  # which one launch before looks for, with one plan
             return False
         room = planner.partial_rows(self.options.head_dim_vo)
-        found = parts.plan(slot, stream, (self.prepared, few, many), room)
+        found = parts.plan(self.slot, stream, (self.prepared, few, many), room)
         if found is None:
             return False
         first, self.second = found
@@ -122,13 +122,13 @@ class Combination:
         self.cluster_size = 0
         return True
 
-    def plan_on_device(self, planner: Planner, slot: PlanSlot, tables: TableLengths, stream: int) -> None:
+    def plan_on_device(self, planner: Planner, tables: TableLengths, stream: int) -> None:
         """The same from lengths that live on the device, by a launch that a graph may capture."""
-        self.slot, self.second = slot, None
+        self.second = None
         self.prepared = prepared = self._prepared_for(planner, tables.batch, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)
         self._check_tables(planner, prepared, tables)
-        slot.plan_tables(prepared, tables, planner.plan_kernel, stream, backends.device_sm(planner.device) >= 90)
+        self.slot.plan_tables(prepared, tables, planner.plan_kernel, stream, backends.device_sm(planner.device) >= 90)
         self._take_shape_of_all(prepared)
         self.generation = planner.generation
 

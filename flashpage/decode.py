@@ -180,17 +180,18 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeOnDevice, PagedState, PlanRunWrap
             self.plan(indptr, indices, last_page_len, *heads, **(keywords | named))
             return
         key = (
-            *(num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, window_right),
-            *(logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta),
-            *(fixed_split_size, disable_split_kv, q_len_per_req, id(variant)),
+            (num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, window_right),
+            (logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta),
+            (fixed_split_size, disable_split_kv, q_len_per_req, variant),
         )
         if not self._is_configured(key):
-            self._configure(key, *decode_options(*key[:-1], variant))
-        batch = batch_of(indptr, "indptr")
+            self._configure(key, *decode_options(*key[0], *key[1], *key[2]))
         if block_tables is not None:
             indices = self._planner.indices.from_tables(block_tables, indptr, indices, "indices")
-        self._check_graph_batch(batch)
-        self._planner.plan(batch, Lengths(None, indptr, last_page_len, seq_lens), indices, non_blocking)
+        planner = self._planner
+        if planner.is_graph:
+            self._check_graph_batch(batch_of(indptr, "indptr"))
+        planner.plan((None, indptr, last_page_len, seq_lens), indices, non_blocking)
         if block_tables is not None:
             self._planner.block_tables = block_tables
 

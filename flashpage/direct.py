@@ -36,6 +36,7 @@ class Builtins(NamedTuple):
     bind: Callable[..., int]
     run: Callable[..., int]
     lengths: Callable[..., int]
+    page_numbers: Callable[..., int]
     slots_plan: Callable[..., int]
     slots_plan_parts: Callable[..., int]
 
@@ -48,7 +49,8 @@ def builtins() -> Builtins:
     """Made once a process."""
     if _connect():
         return Builtins(*map(_builtin, Builtins._fields))
-    return Builtins(_other_tensors, _other_tensors, lambda *_: -1, _builtin("slots_plan"), _builtin("slots_plan_parts"))
+    plans = (_builtin("slots_plan"), _builtin("slots_plan_parts"))
+    return Builtins(_other_tensors, _other_tensors, lambda *_: -1, lambda *_: 0, *plans)
 
 
 def _other_tensors(*_: Any) -> int:

@@ -190,13 +190,13 @@ def _plan(
     planner, kv_indptr, indices = wrapper._planner, lengths.kv_indptr, written.indices
     if bool(is_graph) != planner.is_graph:
         raise PlanError(f"enable_cuda_graph={is_graph} but the wrapper has use_cuda_graph={planner.is_graph}.")
-    if batch_of(kv_indptr, "kv_indptr") != batch:  # type: ignore[arg-type]
-        raise PlanError(f"batch_size={batch} but kv_indptr is that of {batch_of(kv_indptr, 'kv_indptr')} requests.")  # type: ignore[arg-type]
+    if batch_of(kv_indptr, "kv_indptr") != batch:
+        raise PlanError(f"batch_size={batch} but kv_indptr is that of {batch_of(kv_indptr, 'kv_indptr')} requests.")
     wrapper._check_graph_batch(batch)
     _configure(wrapper, written, batch, asked)
     if written.block_tables is not None:
         indices = planner.indices.from_tables(written.block_tables, kv_indptr, indices, "_paged_kv_indices_buf")
-    planner.plan(batch, lengths, indices, True)
+    planner.plan(lengths, indices, True)
     planner.block_tables = written.block_tables
     try:
         wrapper._check_planned()

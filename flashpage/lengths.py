@@ -25,6 +25,10 @@ class Lengths(NamedTuple):
     kv_lens: torch.Tensor | None = None  # tokens, [batch]
 
 
+# Lengths, or their entries alone, which take 0.3 us less to put together.
+Given = tuple[torch.Tensor | None, ...]
+
+
 def to_host(lengths: Lengths) -> Lengths:
     """The same lengths on the host. All that lie on a device come back in one copy, which waits for the device."""
     return Lengths(*all_to_host(lengths))
@@ -53,18 +57,10 @@ class HeldLengths:
         self._most = 0  # requests that there is room for
         self._make_room(1023)
 
-    def take(self, batch: int, given: Lengths) -> int | None:
+    def take(self, given: Given) -> int | None:
         """The rows of the batch; None where a tensor lies on a device."""
-        if batch > self._most:
-            self._make_room(batch)
-        rows = self._take(self._address, batch, *given)
-        return rows if rows >= 0 else self._take_judged(batch, given)
-
-    @property
-    def kv_begin(self) -> int:
-        """Where kv_indptr begins: pages, ragged: tokens."""
-        begin: int = self.struct.kv_begin
-        return begin
+        rows = self._take(self._address, *given)
+        return rows if rows >= 0 else self._take_judged(Lengths(*given))
 
     def by_request(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """q_indptr, kv_indptr, last_page_len and kv_lens, int64; None: not given."""
@@ -78,9 +74,13 @@ class HeldLengths:
         self._copies = torch.empty((4, self._bytes), dtype=torch.uint8)
         self.struct.copies, self.struct.bytes_of_a_copy = self._copies.data_ptr(), self._bytes
 
-    def _take_judged(self, batch: int, given: Lengths) -> int | None:
-        """Tensors that C could not read, judged one by one."""
+    def _take_judged(self, given: Lengths) -> int | None:
+        """Tensors that C could not read or had no room for, judged one by one."""
+        i = 0 if given.q_indptr is not None else 1
+        batch = batch_of(given[i], self._names[i])
         arguments.tensor(given.kv_indptr, self._names[1], PlanError)
+        if batch > self._most:
+            self._make_room(batch)
         self._problem.batch = batch
         for i, tensor in enumerate(given):
             self._arrays[i].data = None
@@ -116,9 +116,9 @@ class HeldLengths:
         return self._copies[i].view(dtype)[: array.length]
 
 
-def batch_of(indptr: torch.Tensor, name: str) -> int:
+def batch_of(indptr: torch.Tensor | None, name: str) -> int:
     """Requests of an indptr."""
-    arguments.tensor(indptr, name, PlanError)
+    indptr = arguments.tensor(indptr, name, PlanError)
     if indptr.dim() != 1 or indptr.numel() < 1:  # 0.15 us less than asking for the shape
         raise PlanError(f"{name} has shape {tuple(indptr.shape)}: pass one entry a request and the total, [batch + 1].")
     return indptr.numel() - 1

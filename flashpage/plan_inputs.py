@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
-from . import arguments, env, quantization
+from . import arguments, direct, env, quantization
 from .errors import PlanError
-from .lengths import Lengths, to_host
+from .lengths import Lengths, batch_of, to_host
 from .slots import CopyRing
+
+_DLPACK_CUDA = 2  # a type of device
 
 
 class KvIndices:
@@ -19,6 +21,7 @@ class KvIndices:
         self.device, self.buffer = device, buffer
         self._device_index = -1 if device.index is None else device.index
         self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
+        self._address_in_place = direct.builtins().page_numbers
         self._ring: CopyRing | None = None  # of page numbers that come from the host into the buffer
         self.tensor: torch.Tensor | None = None
         self.address = 0
@@ -26,8 +29,16 @@ class KvIndices:
 
     def set(self, indices: Any, first: int, end: int, non_blocking: bool, name: str) -> None:
         """Entries [first, end) are in use; more may follow."""
-        if not isinstance(indices, torch.Tensor):
-            arguments.tensor(indices, name, PlanError)
+        if self._device_index >= 0 and self.buffer is None and not self._check_on_device:
+            address = self._address_in_place(indices, _DLPACK_CUDA, self._device_index, end)
+            if address:
+                self.tensor, self.address, self.max_page = indices, address, -1
+                return
+        self._set_judged(indices, first, end, non_blocking, name)
+
+    def _set_judged(self, indices: Any, first: int, end: int, non_blocking: bool, name: str) -> None:
+        """Page numbers that are looked at or copied, or that are none."""
+        arguments.tensor(indices, name, PlanError)
         count, dtype, place = indices.numel(), indices.dtype, indices.get_device()
         if indices.dim() != 1 or (dtype is not torch.int32 and dtype is not torch.int64):
             raise PlanError(
@@ -57,7 +68,7 @@ class KvIndices:
     def from_tables(self, tables: Any, indptr: torch.Tensor, indices: torch.Tensor | None, name: str) -> Any:
         """The page numbers of `tables`, [requests, pages], where there are no `indices`; else `indices`, which must
         say the same (on the device: where FLASHPAGE_CHECK_INDICES is on)."""
-        batch = indptr.numel() - 1
+        batch = batch_of(indptr, name.replace("indices", "indptr"))
         if arguments.tensor(tables, "block_tables", PlanError).dim() != 2 or tables.shape[0] < batch:
             raise PlanError(f"block_tables has shape {tuple(tables.shape)}: pass one row a request, [{batch}, pages].")
         if tables.dtype not in (torch.int32, torch.int64):

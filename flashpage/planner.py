@@ -13,7 +13,7 @@ from . import arguments, host, jit, lengths
 from .capacity import Capacity
 from .combination import Combination, partial_bytes
 from .errors import PlanError, RunError
-from .lengths import HeldLengths, Lengths
+from .lengths import Given, HeldLengths, Lengths
 from .plan_inputs import KvIndices, MaskBits
 from .prepare import Prepared
 from .problem import Options, Variation
@@ -54,7 +54,7 @@ class Planner:
         self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
         self._variations: dict[Variation, Combination] = {}
         self._indices_name = _INDICES_NAME.get(length_names[1], "")
-        self._total_rows = self.most_rows = 0  # the latter: of all plans so far
+        self._total_rows = self.most_rows = 0  # the latter: of all of a graph's plans
         self._tables: TableLengths | None = None  # of the present plan, where the device made it
         self._block_tables: tuple[int, torch.Tensor | None] = (-1, None)  # the generation that had them
         self.indices, self.mask = KvIndices(device), MaskBits(device)
@@ -165,46 +165,53 @@ class Planner:
         self.invalidate()
         same_heads = bool(self.active) and _heads(self.active[0].options) == _heads(options)
         remembered = [v for v in self._variations if same_heads]
-        self.active, self._variations = [self._combination(options)], {}
+        self.active, self._variations = [], {}
+        self._make_active(self._combination(options))
         problem = self._problem
         problem.page_size, problem.q_len_per_request = options.page_size, options.uniform_q_len
         problem.has_custom_mask = options.has_mask
         for variation in remembered:
             self._activate(variation)
 
-    def plan(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
+    def plan(self, given: Given, kv_indices: Any, non_blocking: bool) -> None:
         """Lengths and page numbers -> a plan for every active combination."""
         self.invalidate()
         self._tables = None
-        rows = self.lengths.take(batch, given)
+        rows = self.lengths.take(given)
         if rows is None:
-            self._plan_from_device(batch, given, kv_indices, non_blocking)
+            self._plan_from_device(Lengths(*given), kv_indices, non_blocking)
             return
         self._total_rows = rows
         stream = current_stream(self.device_index)
-        for combination, slot in zip(self.active, self._slots, strict=False):
-            combination.plan(self, slot, self._problem, rows, stream)
-        self.most_rows = max(self.most_rows, self.total_q)
-        if self.capacity is not None:
-            self.capacity.check_sizes(self.total_q, self.kv_end, self.options)
+        for combination in self.active:
+            combination.plan(self, self._problem, rows, stream)
+        if self.is_graph:
+            self._check_sizes()
         if self._indices_name:
-            self.indices.set(kv_indices, self.lengths.kv_begin, self.kv_end, non_blocking, self._indices_name)
+            held = self.lengths.struct
+            self.indices.set(kv_indices, held.kv_begin, held.kv_end, non_blocking, self._indices_name)
         self.is_planned = True
 
-    def _plan_from_device(self, batch: int, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
+    def _plan_from_device(self, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
         """All index tensors that lie on the device come back in one copy."""
         page_size, last_page_len = self._problem.page_size, given.last_page_len
         if page_size == 1 and last_page_len is not None and not last_page_len.is_cpu:
             given = given._replace(last_page_len=None)  # pages of one token: it says nothing
-        self.plan(batch, lengths.to_host(given), kv_indices, non_blocking)
+        self.plan(lengths.to_host(given), kv_indices, non_blocking)
+
+    def _check_sizes(self) -> None:
+        """Of a graph's plan."""
+        self.most_rows = max(self.most_rows, self.total_q)
+        if self.capacity is not None:
+            self.capacity.check_sizes(self.total_q, self.kv_end, self.options)
 
     def plan_on_device(self, tables: TableLengths) -> None:
         """A plan for every active combination, made by the device from lengths that are there."""
         self.invalidate()
         self._tables = tables
         stream = current_stream(self.device_index)
-        for combination, slot in zip(self.active, self._slots, strict=False):
-            combination.plan_on_device(self, slot, tables, stream)
+        for combination in self.active:
+            combination.plan_on_device(self, tables, stream)
         self.indices.use_tables(tables.tables, tables.max_page)
         self.block_tables = tables.tables
         self.is_planned = True
@@ -213,13 +220,6 @@ class Planner:
     def plan_kernel(self) -> int | None:
         """The kernel that plans; None: the CPU does without."""
         return None if self.device_index < 0 else jit.get_kernel(KernelSpec("plan"), self.device).handle
-
-    @property
-    def given_tokens(self) -> int:
-        """Of the batch that is being planned, as far as kv_indptr tells."""
-        held = self.lengths.struct
-        tokens: int = (held.kv_end - held.kv_begin) * max(1, self._problem.page_size)
-        return tokens
 
     def check_longest(self, max_q_len: int | None, max_kv_len: int | None) -> None:
         """Bounds that the caller gave beside the lengths."""
@@ -275,17 +275,22 @@ class Planner:
     def _activate(self, variation: Variation) -> None:
         combination = self._combination(variation.over(self.active[0].options))
         if combination not in self.active:
-            self.active.append(combination)
-        while len(self._slots) < len(self.active):
-            self._slots.append(PlanSlot(self.device_index, torch.empty_like(self.int_buffer), self.problem_address))
+            self._make_active(combination)
         self._variations[variation] = combination
 
+    def _make_active(self, combination: Combination) -> None:
+        """Gives it the next of the slots."""
+        if len(self._slots) == len(self.active):
+            self._slots.append(PlanSlot(self.device_index, torch.empty_like(self.int_buffer), self.problem_address))
+        combination.slot = self._slots[len(self.active)]
+        self.active.append(combination)
+
     def _derive(self, combination: Combination) -> None:
-        slot, stream = self._slots[self.active.index(combination)], current_stream(self.device_index)
+        stream = current_stream(self.device_index)
         if self._tables is None:
-            combination.plan(self, slot, self._problem, self._total_rows, stream)
+            combination.plan(self, self._problem, self._total_rows, stream)
         else:
-            combination.plan_on_device(self, slot, self._tables, stream)
+            combination.plan_on_device(self, self._tables, stream)
 
     def _new_in_capture(self, variation: Variation) -> RunError:
         planned = Variation.of_options(self.active[0].options)

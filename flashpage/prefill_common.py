@@ -10,7 +10,7 @@ import torch
 from . import arguments, env
 from .engine_state import Buffer, Written
 from .errors import PlanError
-from .lengths import Lengths
+from .lengths import Given, batch_of
 from .multi_item import NO_ITEMS, ItemArguments, MultiItemMask
 from .problem import Options, Values, check_options, check_soft_cap, check_window
 from .wrapper import PlanRunWrapper
@@ -29,14 +29,14 @@ class PrefillWrapper(PlanRunWrapper):
     _max_item_len_ptr = Written(lambda state: state._items_of_plan().max_item_len)
     _mask_indptr_buf = Buffer(lambda state: state._mask_indptr())
 
-    def _masks(self, custom_mask: Any, packed_custom_mask: Any, items: ItemArguments, batch: int) -> Any:
+    def _masks(self, custom_mask: Any, packed_custom_mask: Any, items: ItemArguments, qo_indptr: torch.Tensor) -> Any:
         """The variant of multi-item scoring, None without; judges which masks may stand together."""
         if (custom_mask is not None) + (packed_custom_mask is not None) + items.is_given() > 1:
             raise PlanError(
                 "custom_mask, packed_custom_mask and the multi-item arguments (prefix_len_ptr, "
                 "token_pos_in_items_ptr) each say what a row sees: give one of them."
             )
-        return self._multi_item.set(items, batch) if items.is_given() else None
+        return self._multi_item.set(items, batch_of(qo_indptr, "qo_indptr")) if items.is_given() else None
 
     @functools.cached_property
     def _multi_item(self) -> MultiItemMask:
@@ -44,16 +44,16 @@ class PrefillWrapper(PlanRunWrapper):
 
     def _plan_prefill(
         self,
-        lengths: Lengths,
+        lengths: Given,
         kv_indices: Any,
         masks: tuple[Any, Any],
         non_blocking: bool,
         longest: tuple[int | None, int | None],
     ) -> None:
         planner = self._planner
-        batch = lengths.q_indptr.shape[0] - 1  # type: ignore[union-attr]
-        self._check_graph_batch(batch)
-        planner.plan(batch, lengths, kv_indices, non_blocking)
+        if planner.is_graph:
+            self._check_graph_batch(batch_of(lengths[0], "qo_indptr"))
+        planner.plan(lengths, kv_indices, non_blocking)
         if planner.is_graph:
             self._check_rows()
         if masks != (None, None) or planner.mask.tensor is not None:

@@ -12,7 +12,7 @@ from .capacity import Capacity
 from .device_plan import PrefillOnDevice
 from .engine_state import PagedState
 from .errors import RunError
-from .lengths import Lengths, batch_of
+from .lengths import Lengths
 from .multi_item import ItemArguments
 from .prefill_common import PrefillWrapper, only_items, prefill_options
 from .run_checks import NO_SCALES
@@ -143,7 +143,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
             disable_split_kv: no request is cut.
             variant: a flashpage.Variant.
         """
-        batch = batch_of(qo_indptr, "qo_indptr")
         if not (seq_lens_q is None and block_tables is None):
             arguments.refuse_given(seq_lens_q=seq_lens_q)
             names = (paged_kv_indptr, paged_kv_indices, "paged_kv_indices")
@@ -157,17 +156,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
             and not token_pos_in_items_len
         ):
             items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-            if (mask := self._masks(custom_mask, packed_custom_mask, items, batch)) is not None:
+            if (mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
                 variant, causal = only_items(mask, variant), True
         has_mask = custom_mask is not None or packed_custom_mask is not None
         key = (
-            *(num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, has_mask, causal, pos_encoding_mode),
-            *(use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
-            *(kv_data_type, o_data_type, fixed_split_size, disable_split_kv, id(variant)),
+            (num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, has_mask, causal, pos_encoding_mode),
+            (use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
+            (kv_data_type, o_data_type, fixed_split_size, disable_split_kv, variant),
         )
         if not self._is_configured(key):
-            self._configure(key, *prefill_options("paged", *key[:-1], variant))
-        lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
+            self._configure(key, *prefill_options("paged", *key[0], *key[1], *key[2]))
+        lengths = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
         longest = (max_token_per_sequence, max_sequence_kv)
         self._plan_prefill(lengths, paged_kv_indices, (custom_mask, packed_custom_mask), non_blocking, longest)
         if block_tables is not None:

@@ -11,7 +11,6 @@ from . import arguments
 from .capacity import Capacity
 from .engine_state import array_of_plan
 from .errors import RunError
-from .lengths import Lengths, batch_of
 from .multi_item import ItemArguments
 from .prefill_common import PrefillWrapper, only_items, prefill_options
 from .run_checks import NO_SCALES
@@ -110,7 +109,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
-        batch = batch_of(qo_indptr, "qo_indptr")
         arguments.refuse_given(seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
         if not (
             custom_mask is None
@@ -121,17 +119,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             and not token_pos_in_items_len
         ):
             items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-            if (mask := self._masks(custom_mask, packed_custom_mask, items, batch)) is not None:
+            if (mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
                 variant, causal = only_items(mask, variant), True
         has_mask = custom_mask is not None or packed_custom_mask is not None
         key = (
-            *(num_qo_heads, num_kv_heads, head_dim_qk, 0, head_dim_vo, has_mask, causal, pos_encoding_mode),
-            *(use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
-            *(kv_data_type, o_data_type, fixed_split_size, disable_split_kv, id(variant)),
+            (num_qo_heads, num_kv_heads, head_dim_qk, 0, head_dim_vo, has_mask, causal, pos_encoding_mode),
+            (use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
+            (kv_data_type, o_data_type, fixed_split_size, disable_split_kv, variant),
         )
         if not self._is_configured(key):
-            self._configure(key, *prefill_options("ragged", *key[:-1], variant))
-        lengths, longest = Lengths(qo_indptr, kv_indptr, None, seq_lens), (max_token_per_sequence, max_sequence_kv)
+            self._configure(key, *prefill_options("ragged", *key[0], *key[1], *key[2]))
+        lengths, longest = (qo_indptr, kv_indptr, None, seq_lens), (max_token_per_sequence, max_sequence_kv)
         self._plan_prefill(lengths, None, (custom_mask, packed_custom_mask), non_blocking, longest)
 
     begin_forward = plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 from . import arguments
@@ -34,7 +35,7 @@ class Options:
     fixed_piece_tokens: int = SPLIT_BALANCED  # > 0: every request is cut at multiples of it, in any batch
     uniform_q_len: int = 0  # rows of every request, where they all have as many (decode); 0: lengths say
 
-    @property
+    @functools.cached_property
     def group_size(self) -> int:
         """Query heads a KV head."""
         return self.num_q_heads // self.num_kv_heads
@@ -44,7 +45,7 @@ class Options:
         """Whether the kernel is given captured values."""
         return self.has_soft_cap or self.position_encoding == "ALIBI" or self.variant is not None
 
-    @property
+    @functools.cached_property
     def is_batch_invariant(self) -> bool:
         """Tile and split are functions of a request's own lengths."""
         return self.fixed_piece_tokens != SPLIT_BALANCED
@@ -109,22 +110,20 @@ class LongContexts:
     """Whether rows of many tiles see so much, on average, that the tiles at the edge of a mask hardly count. Made once
     for options, asked at every plan."""
 
-    __slots__ = ("_hidden", "_is_never", "_least_rows", "_least_tokens")
+    __slots__ = ("_hidden", "_least_rows", "_least_tokens", "may_be")
 
     def __init__(self, options: Options) -> None:
         is_fp8, group = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8, options.group_size
         least = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
         has_short_window = 0 <= options.window_left < least - 1
-        self._is_never = bool(options.uniform_q_len) or options.is_batch_invariant or has_short_window
+        self.may_be = not (options.uniform_q_len or options.is_batch_invariant or has_short_window)  # in any batch
         self._hidden = 0.5 if options.causal else 0.0  # of a request's rows: tokens that one does not see
         self._least_rows, self._least_tokens = _ROWS_FOR_PAIRS / group, least
 
-    def may_be_in(self, batch: int, total_rows: int) -> bool:
-        return not self._is_never and batch > 0 and total_rows >= self._least_rows * batch
-
     def are_in(self, batch: int, total_rows: int, total_tokens: int) -> bool:
-        visible = total_tokens - self._hidden * total_rows
-        return self.may_be_in(batch, total_rows) and visible >= self._least_tokens * batch
+        if not self.may_be or batch == 0 or total_rows < self._least_rows * batch:
+            return False
+        return total_tokens - self._hidden * total_rows >= self._least_tokens * batch
 
 
 def check_options(

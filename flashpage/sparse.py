@@ -76,7 +76,7 @@ class BlockSparseAttentionWrapper:
         arguments.refuse_given(block_mask=block_mask)
         M, N = arguments.whole("M", M, 0), arguments.whole("N", N, 0)
         R, C = arguments.whole("R", R, 1), arguments.whole("C", C, 1)
-        rows = batch_of(indptr, "indptr")  # type: ignore[arg-type]
+        rows = batch_of(indptr, "indptr")
         arguments.tensor(indices, "indices", PlanError)
         if mask is not None and packed_mask is not None:
             raise PlanError("mask and packed_mask each say what is visible within the blocks: give one of them.")

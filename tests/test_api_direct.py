@@ -135,3 +135,18 @@ def test_without_dlpack_results_are_the_same(batch: Batch, monkeypatch: pytest.M
     finally:
         monkeypatch.undo()
         direct.builtins.cache_clear()
+
+
+@NEEDS_DLPACK
+def test_page_numbers_are_read_in_place_where_kernels_can() -> None:
+    cpu, numbers = 1, torch.arange(10, dtype=torch.int32)
+
+    def found(indices: Any, device: tuple[int, int] = (cpu, 0), entries: int = 0) -> int:
+        return direct.builtins().page_numbers(indices, *device, entries)
+
+    assert found(numbers, entries=10) == numbers.data_ptr()
+    assert found(numbers[3:], entries=7) == numbers[3:].data_ptr()
+    assert found(numbers, entries=11) == 0
+    assert found(numbers, device=(2, 0)) == found(numbers, device=(cpu, 1)) == 0
+    for other in (numbers[::2], numbers.long(), numbers.float(), numbers.view(2, 5), None, 5):
+        assert found(other) == 0

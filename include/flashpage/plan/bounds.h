@@ -21,7 +21,7 @@ struct Bounds {
   i64 partial_rows;
 };
 
-// Balanced: pieces at most two a cut, and one cut a lane; items at most one a request and four a wave, lane and head.
+// Balanced: pieces at most two a cut, and one cut a lane.
 // Fixed split: one piece a chunk and row tile; the worst batch has all rows and all tokens in one request.
 inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedule& schedule) {
   std::vector<Lane> small(schedule.num_ctas);
@@ -35,13 +35,10 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
   const i64 packed_rows_of_one = one_row ? group : packed_rows;
   const i64 unit_rows = min_of<i64>(schedule.tile_q, packed_rows_of_one);
   const i64 merges_of_unit = ceil_div<i64>(unit_rows, schedule.merge_rows);
-  i64 lane_heads = lanes.num_full(), most_heads = 1;
-  for (i32 l = 0; l < lanes.num_small; ++l) {
-    lane_heads += small[l].heads;
-    most_heads = max_of<i64>(most_heads, small[l].heads);
-  }
+  i64 most_heads = 1;
+  for (i32 l = 0; l < lanes.num_small; ++l) most_heads = max_of<i64>(most_heads, small[l].heads);
 
-  i64 items = capacity.batch + 4 * lane_heads * axis.waves, merges = 0, partial_rows = 0;
+  i64 items = most_items(capacity.batch, axis, lanes, small.data()), merges = 0, partial_rows = 0;
   if (schedule.fixed()) {
     const i64 chunks = capacity.kv_tokens / schedule.fixed_piece_tokens;  // and one begun chunk a unit
     const i64 chunks_of_one = min_of(chunks, capacity.kv_tokens_of_one / schedule.fixed_piece_tokens);

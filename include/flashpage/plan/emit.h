@@ -21,6 +21,11 @@ struct Totals {
   }
 };
 
+// Of the bytes of a plan.
+FP_HOST_DEVICE i64 items_offset(const Schedule& schedule) {
+  return sizeof(PlanHeader) + schedule.num_ctas * static_cast<i64>(sizeof(CtaStart));
+}
+
 struct CutUnit {
   Cut at;
   i32 merge;        // its first, of one walk
@@ -74,10 +79,12 @@ class Emitter {
     }
   }
 
-  // Both, for who writes alone.
-  FP_HOST_DEVICE void write_all(i32 lane) const {
+  // Both, for who writes alone; what lies before the next lane. Lanes of one KV head need to know the lanes before them
+  // and no others.
+  FP_HOST_DEVICE Totals write_all(i32 lane) const {
     Totals at = before_[lane];
     for (i32 wave = 0; wave <= last_wave_; ++wave) walk<true, true>(wave, lane, at);
+    return at;
   }
 
   // Pieces of a unit that began in an earlier lane, once all lanes are written.
@@ -99,7 +106,7 @@ class Emitter {
             static_cast<i32>(all.merges * members_),
             static_cast<i32>(num_partial_rows()),
             static_cast<i32>(all.merges),
-            static_cast<i32>(items_offset()),
+            static_cast<i32>(items_offset(schedule_)),
             static_cast<i32>(merges_offset()),
             static_cast<i32>(used_bytes()),
             0,
@@ -352,13 +359,10 @@ class Emitter {
     return 0;
   }
 
-  FP_HOST_DEVICE i64 items_offset() const {
-    return sizeof(PlanHeader) + schedule_.num_ctas * static_cast<i64>(sizeof(CtaStart));
-  }
   FP_HOST_DEVICE i64 merges_offset() const {
-    return items_offset() + before_[num_lanes_].items * static_cast<i64>(sizeof(WorkItem));
+    return items_offset(schedule_) + before_[num_lanes_].items * static_cast<i64>(sizeof(WorkItem));
   }
-  FP_HOST_DEVICE WorkItem* items() const { return reinterpret_cast<WorkItem*>(bytes_ + items_offset()); }
+  FP_HOST_DEVICE WorkItem* items() const { return reinterpret_cast<WorkItem*>(bytes_ + items_offset(schedule_)); }
 
   const CostModel& model_;
   const Schedule& schedule_;

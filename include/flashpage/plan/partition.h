@@ -110,29 +110,29 @@ class Partitioner {
   // All waves but the last: whole units only, up to each lane's share of all waves so far. What units leave uneven, the
   // last wave evens out. `ends`: [waves - 1][lanes.count], `loads`: [lanes.count].
   FP_HOST_DEVICE Start early_waves(Cut* ends, double* loads) const {
-    Start start;
-    if (waves_ == 1) return start;
-    start.loads = loads;
+    if (waves_ == 1) return {};
+    Cut cut;
+    double at = 0.0;
     Place place;
     for (i32 wave = 1; wave < waves_; ++wave) {
       const double level = product(total_, per_share_) * wave / waves_;
       for (i32 l = 0; l < lanes_.count; ++l) {
         const double done = wave == 1 ? 0.0 : loads[l], room = level - done;
-        Choice whole{start.cut, 0.0};
-        if (room > 0.0) whole = unit_at(start.cut, start.at, start.at + room, place).before;
+        Choice whole{cut, 0.0};
+        if (room > 0.0) whole = unit_at(cut, at, at + room, place).before;
         if (whole.cost > 0.0) {
-          start.cut = whole.cut;
-          start.at += whole.cost;
+          cut = whole.cut;
+          at += whole.cost;
         }
         if (searcher_.writes()) {
-          ends[l] = start.cut;
+          ends[l] = cut;
           loads[l] = done + max_of(whole.cost, 0.0);
         }
       }
       ends += lanes_.count;
       searcher_.meet();
     }
-    return start;
+    return {cut, at, loads};
   }
 
   // Finds the lowest level (load of a CTA) at which the lanes, each filled up to it, take everything. What is lost at
