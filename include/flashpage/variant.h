@@ -245,24 +245,26 @@ FP_HOST_DEVICE i64 wide_product(i32 a, i32 b) {
 #endif
 }
 
-// Elements from the tensor's start. The innermost stride fits 32 bits (checked at capture), so that the index that
-// varies fastest costs one multiply-add.
-template <class... Index>
-FP_HOST_DEVICE i64 element_offset(const VariantTensor& tensor, Index... index) {
+// Of an element. The innermost stride in bytes fits 32 bits (checked at capture), so that the index that varies fastest
+// costs one multiply-add.
+template <class Stored, class... Index>
+FP_HOST_DEVICE const Stored* element_at(const VariantTensor& tensor, Index... index) {
   constexpr int rank = sizeof...(Index);
-  i64 offset = 0;
+  i64 outer = 0, inner = 0;  // elements, bytes
   int dim = 0;
-  ((offset += dim == rank - 1 ? wide_product(static_cast<i32>(tensor.stride[dim]), static_cast<i32>(index))
-                              : tensor.stride[dim] * static_cast<i32>(index),
+  ((dim == rank - 1 ? inner = wide_product(static_cast<i32>(tensor.stride[dim]) * static_cast<i32>(sizeof(Stored)),
+                                           static_cast<i32>(index))
+                    : outer += tensor.stride[dim] * static_cast<i32>(index),
     ++dim),
    ...);
-  return offset;
+  const Stored* row = static_cast<const Stored*>(tensor.data) + outer;
+  return reinterpret_cast<const Stored*>(reinterpret_cast<const char*>(row) + inner);
 }
 
 template <class T, Scalar... Index>
 FP_HOST_DEVICE auto load(const VariantTensor& tensor, Index... index) {
   using Stored = typename Element<T>::Stored;
-  const Stored* element = static_cast<const Stored*>(tensor.data) + element_offset(tensor, index...);
+  const Stored* element = element_at<Stored>(tensor, index...);
 #if defined(__CUDA_ARCH__)
   // Captured tensors are read-only while a kernel runs. Of 64 bits the low half is the value.
   if constexpr (is_same<T, i64>)
