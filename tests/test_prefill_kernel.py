@@ -33,7 +33,7 @@ from flashpage.products import short_tokens
 from flashpage.spec import KernelSpec, VariantSpec, inner_loop
 from flashpage.tiles import InnerLoop, Tile, sm90_prefill_tile
 from flashpage.variant_source import mask_looks_at_head
-from flashpage.variants import TracedVariant, Variant
+from flashpage.variants import TracedVariant, Variant, alibi_slopes, builtin, compose
 
 BF16: dict[str, Any] = {"q_dtype": "bfloat16", "num_q_heads": 8, "head_dim": 128, "causal": True}
 MASK: dict[str, Any] = {**BF16, "causal": False, "mask": "packed", "mask_kind": "blocks"}
@@ -78,6 +78,18 @@ CASES += [
     prefill("host-rows-dim-256", "some look up one row", (40,), (200,), **{**ROWS, "head_dim": 256}),
     prefill("host-rows-192-128", "other rows", (40,), (250,), head_dim_vo=128, **{**ROWS, "head_dim": 192}),
     prefill("host-rows-mask-dim-16", "lanes without rows", (40,), (300,), **{**MASK, "head_dim": 16, "page_size": 3}),
+]
+
+ALIBI: dict[str, Any] = {**BF16, "position": "ALIBI"}
+CASES += [
+    prefill("host-cap", "one exponential and a reciprocal", (70, 9), (500, 300), soft_cap=3.0, sm_scale=1.0, **BF16),
+    prefill("host-cap-large", "by the variant's function", (40,), (300,), soft_cap=1000.0, sm_scale=3.0, **BF16),
+    prefill("host-cap-scales", "of each head", (40,), (300,), soft_cap=2.0, scales="per_head", **BF16),
+    prefill("host-cap-sinks", "of no row's cap", (40,), (300,), soft_cap=2.0, sinks=True, **{**BF16, "head_dim": 256}),
+    prefill("host-alibi", "a line over a tile", (70, 33), (700, 40), **ALIBI),
+    prefill("host-alibi-scales", "beside each head's scale", (40,), (300,), scales="per_head", **ALIBI),
+    prefill("host-alibi-page-1", "other loads", (40,), (300,), page_size=1, **{**ALIBI, "num_q_heads": 10}),
+    prefill("host-alibi-cap", "one after the other", (70,), (500,), soft_cap=5.0, **ALIBI),
 ]
 
 ASKED: dict[str, Any] = {**BF16, "causal": False, "variant": "documents"}
@@ -181,11 +193,14 @@ def loader_of(case: Case) -> str:
 
 
 def variant_of(case: Case) -> TracedVariant:
-    return Variant(**VARIANTS[case.variant]("cpu").arguments).traced() if case.variant else TracedVariant()
+    slopes = alibi_slopes(case.num_q_heads) if case.position == "ALIBI" else None
+    user = Variant(**VARIANTS[case.variant]("cpu").arguments).traced() if case.variant else TracedVariant()
+    return compose(builtin(case.soft_cap, slopes), user)
 
 
 def mask_source_of(case: Case) -> str:
-    return "packed_bits" if case.mask else "function" if case.variant and not rotates(case) else "implicit"
+    asks = variant_of(case).spec.mask and not rotates(case)
+    return "packed_bits" if case.mask else "function" if asks else "implicit"
 
 
 def rotates(case: Case) -> bool:

@@ -55,9 +55,9 @@ struct SoftCap {
   float cap, exponent_scale;
 
   FP_DEVICE explicit SoftCap(float cap) : cap(cap), exponent_scale(2.f * log2_e * ptx::reciprocal_approx(cap)) {}
-  FP_DEVICE bool serves() const { return fabsf(cap) <= most; }
+  FP_DEVICE bool serves() const { return cap <= most && cap >= -most; }
   FP_DEVICE float of_exponent(float exponent) const {
-    return fmaf(-2.f * cap, ptx::reciprocal_approx(1.f + ptx::exp2_approx(exponent)), cap);
+    return __builtin_fmaf(-2.f * cap, ptx::reciprocal_approx(1.f + ptx::exp2_approx(exponent)), cap);
   }
 };
 
@@ -77,7 +77,7 @@ struct TransformedRow {
   i32 head, position;
 };
 
-// row_of(m, half) of a lane.
+// row_of(m, half) of a lane, as long as the arguments live.
 FP_DEVICE auto transformed_rows(const float& scale, const AttentionParams& params, const WorkItem& item,
                                 const Unit& unit, const int& first_row, const int& lane) {
   const bool by_head = scales_heads(params);
@@ -88,11 +88,12 @@ FP_DEVICE auto transformed_rows(const float& scale, const AttentionParams& param
   };
 }
 
-// Whether a variant's function is told of rows.
+// Whether a lane has registers to keep what it tells of rows from tile to tile. A soft cap, with its other function for
+// large caps, takes them.
 template <class Traits>
-inline constexpr bool knows_rows = Traits::Variant::has_logit && !Traits::Variant::only_soft_cap;
+inline constexpr bool keeps_rows = Traits::Variant::has_logit && !Traits::Variant::ends_in_soft_cap;
 
-// The rows of a lane's one m16 tile, for who has registers to keep them from tile to tile.
+// The rows of a lane's one m16 tile.
 template <class Traits>
 struct TransformedRows {
   TransformedRow row[2];
