@@ -65,6 +65,10 @@ CASES = [
     prefill("host-whole-page-1", "by who leads", (70, 96), (100, 96), page_size=1, **{**BF16, "head_dim": 64}),
     prefill("host-mask", "tiles of a mask", (70, 40), (500, 300), **MASK),
     prefill("host-mask-page-1", "and row by row", (70,), (500,), page_size=1, **MASK),
+    prefill("host-cap", "an exponential, a reciprocal", (70, 9), (500, 300), soft_cap=3.0, sm_scale=1.0, **BF16),
+    prefill("host-cap-large", "by the variant's function", (40,), (300,), soft_cap=1000.0, sm_scale=3.0, **BF16),
+    prefill("host-alibi", "each head's scale too", (70, 33), (700, 40), position="ALIBI", scales="per_head", **BF16),
+    prefill("host-alibi-cap", "one after the other", (70,), (500,), position="ALIBI", soft_cap=5.0, **BF16),
 ]
 
 ROWS: dict[str, Any] = {**BF16, "page_size": 5}
@@ -78,18 +82,6 @@ CASES += [
     prefill("host-rows-dim-256", "some look up one row", (40,), (200,), **{**ROWS, "head_dim": 256}),
     prefill("host-rows-192-128", "other rows", (40,), (250,), head_dim_vo=128, **{**ROWS, "head_dim": 192}),
     prefill("host-rows-mask-dim-16", "lanes without rows", (40,), (300,), **{**MASK, "head_dim": 16, "page_size": 3}),
-]
-
-ALIBI: dict[str, Any] = {**BF16, "position": "ALIBI"}
-CASES += [
-    prefill("host-cap", "one exponential and a reciprocal", (70, 9), (500, 300), soft_cap=3.0, sm_scale=1.0, **BF16),
-    prefill("host-cap-large", "by the variant's function", (40,), (300,), soft_cap=1000.0, sm_scale=3.0, **BF16),
-    prefill("host-cap-scales", "of each head", (40,), (300,), soft_cap=2.0, scales="per_head", **BF16),
-    prefill("host-cap-sinks", "of no row's cap", (40,), (300,), soft_cap=2.0, sinks=True, **{**BF16, "head_dim": 256}),
-    prefill("host-alibi", "a line over a tile", (70, 33), (700, 40), **ALIBI),
-    prefill("host-alibi-scales", "beside each head's scale", (40,), (300,), scales="per_head", **ALIBI),
-    prefill("host-alibi-page-1", "other loads", (40,), (300,), page_size=1, **{**ALIBI, "num_q_heads": 10}),
-    prefill("host-alibi-cap", "one after the other", (70,), (500,), soft_cap=5.0, **ALIBI),
 ]
 
 ASKED: dict[str, Any] = {**BF16, "causal": False, "variant": "documents"}
@@ -199,8 +191,7 @@ def variant_of(case: Case) -> TracedVariant:
 
 
 def mask_source_of(case: Case) -> str:
-    asks = variant_of(case).spec.mask and not rotates(case)
-    return "packed_bits" if case.mask else "function" if asks else "implicit"
+    return "packed_bits" if case.mask else "function" if case.variant and not rotates(case) else "implicit"
 
 
 def rotates(case: Case) -> bool:

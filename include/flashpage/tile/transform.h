@@ -57,7 +57,7 @@ struct SoftCap {
   FP_DEVICE explicit SoftCap(float cap) : cap(cap), exponent_scale(2.f * log2_e * ptx::reciprocal_approx(cap)) {}
   FP_DEVICE bool serves() const { return cap <= most && cap >= -most; }
   FP_DEVICE float of_exponent(float exponent) const {
-    return __builtin_fmaf(-2.f * cap, ptx::reciprocal_approx(1.f + ptx::exp2_approx(exponent)), cap);
+    return vm::multiply_add(-2.f * cap, ptx::reciprocal_approx(1.f + ptx::exp2_approx(exponent)), cap);
   }
 };
 
@@ -143,8 +143,9 @@ FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][toke
     const SoftCap cap(Variant::soft_cap(args));
     if (cap.serves()) {
       if constexpr (Variant::only_soft_cap) {
-        transform_each<Traits>(scores, first_token, lane, row_of,
-                               [&](float exponent, const TransformedRow&, vm::Token) { return cap.of_exponent(exponent); });
+        transform_each<Traits>(
+            scores, first_token, lane, row_of,
+            [&](float exponent, const TransformedRow&, vm::Token) { return cap.of_exponent(exponent); });
       } else {
         transform_each<Traits>(
             scores, first_token, lane, row_of, [&](float score, const TransformedRow& row, vm::Token token) {
