@@ -27,13 +27,38 @@ class VariantSpec:
     scalars: tuple[tuple[str, str], ...] = ()  # (name, "float" | "int")
 
 
+def logit_loads_by_token(variant: VariantSpec) -> bool:
+    """Whether an element that logit loads may be another for another kv_idx. Not looked into: statements, functions."""
+    tensors = {name for name, _, _ in variant.tensors}
+    of_row = {"b", "h", "q_idx", *tensors, *(name for name, _ in variant.scalars)}
+    if tensors and ";" in variant.logit:
+        return True
+    for name in re.finditer(r"[A-Za-z_]\w*", variant.logit):
+        if name[0] in tensors and not _names(_arguments(variant.logit[name.end() :].lstrip())) <= of_row:
+            return True
+    return False
+
+
+def _names(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", text))
+
+
+def _arguments(text: str) -> str:
+    """What the round bracket holds that the text begins with; all of the text where there is none."""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth == 0 and character == ")":
+            return text[:place]
+    return text
+
+
 def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -> InnerLoop:
     """What the options of a spec cost the inner loop: it decides the tile. Where tiles are known, a mask function is
     asked in few of them."""
-    tensors = {name for name, _, _ in variant.tensors}
-    if mask_source == "function":
-        tensors &= set(re.findall(r"\w+", variant.logit))  # the mask's own are loaded in few tiles
-    if variant.logit and tensors:
+    names = {name for name, _, _ in variant.tensors}
+    mask_loads = mask_source != "function" and names & set(re.findall(r"\w+", variant.mask))
+    if variant.logit and (mask_loads or logit_loads_by_token(variant)):
         return InnerLoop.LOADING
     masks = mask_source == "packed_bits" or (mask_source == "implicit" and variant.mask != "")
     if masks or position_encoding != "none":

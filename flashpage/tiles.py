@@ -34,7 +34,7 @@ class InnerLoop(enum.Enum):
     PLAIN = "scales scores"
     TRANSFORM = "computes on scores (soft cap)"
     HEAVY = "rotates or masks (RoPE, a custom mask, a variant's mask)"
-    LOADING = "computes on scores with what it loads (a variant with tensors)"
+    LOADING = "computes on scores with what it loads for each token (a variant with tensors)"
 
 
 class MaskUse(enum.Enum):
@@ -206,20 +206,21 @@ def sm90_prefill_tile(
 def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, mask: MaskUse) -> int:
     """Of a tile of two warpgroups."""
     widest, plain, loads = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN, loop is InnerLoop.LOADING
+    light = plain or loop is InnerLoop.TRANSFORM
+    is_whole = head_dim_qk % 64 == head_dim_vo % 64 == 0  # parts of 64 columns take registers
     if widest <= 128:
-        if plain or loop is InnerLoop.TRANSFORM:
-            is_whole = head_dim_qk % 64 == head_dim_vo % 64 == 0  # parts of 64 columns take registers
+        if light:
             if mask in (MaskUse.ASKED, MaskUse.ASKED_MUCH):
                 return 128  # a lane has a function's answers for so many (tile/mask.h, MaskBits)
             if mask is MaskUse.BITS and not (plain and is_whole):
                 return 128  # more of them spill
             return 160 if is_whole else 144
-        return (96 if widest <= 64 else 64) if loads else 96 if widest <= 64 else 80
+        return 96 if loads or widest <= 64 else 80
     if widest <= 192:
-        return (112 if plain else 80) if head_dim_vo <= 128 else 80 if plain else 48
+        return (112 if light else 80) if head_dim_vo <= 128 else 80 if light else 48
     if loads and mask is not MaskUse.NONE:
         return 32
-    return 80 if plain else 64 if loop is InnerLoop.TRANSFORM else 48
+    return 80 if plain or (light and is_whole) else 64 if light else 48
 
 
 def _sm90_turning_tokens(head_dim_qk: int, loader: str, most: int) -> int:

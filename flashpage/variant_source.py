@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from .dtypes import DType
-from .spec import VariantSpec
+from .spec import VariantSpec, logit_loads_by_token
 
 # A compiler's message about a user's text names the file "flashpage variant: logit" (or mask) and the line in the spec.
 SOURCE_NAME = "flashpage variant: "
@@ -40,6 +40,11 @@ _SCALAR_CPP = {"float": "float", "int": "flashpage::i32"}
 NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _RETURN = re.compile(r"\breturn\b")
 _TRACED_RESULT = re.compile(r"(?:const auto v\d+ = [^;]*; )+return ([^;]*);")  # of variant_trace.py
+_NUMBER = r"[A-Za-z_]\w*|[\d.]+f?"
+_SOFT_CAP = re.compile(
+    rf"(?:(?P<before>{_NUMBER})\*)?tanh\(\(?score(?:/(?P<divisor>{_NUMBER})|\*\(1\.0f/(?P<inverse>{_NUMBER})\))\)?\)"
+    rf"(?:\*(?P<behind>{_NUMBER}))?"
+)
 _CAUSAL = ("kv_idx <= q_idx", "q_idx >= kv_idx", "kv_idx < q_idx", "q_idx > kv_idx")
 _PARAMETERS = (
     "[[maybe_unused]] flashpage::i32 b, [[maybe_unused]] flashpage::i32 h, [[maybe_unused]] flashpage::i32 q_idx,"
@@ -83,6 +88,16 @@ def mask_is_causal(spec: VariantSpec) -> bool:
     return any(part in _CAUSAL for line in spec.mask.splitlines() for part in _conditions(line))
 
 
+def soft_cap(spec: VariantSpec) -> str:
+    """The cap where logit's last stage is cap * tanh(score / cap), as tracing and people write it; else empty."""
+    stage = spec.logit.rpartition("\n")[2].replace(" ", "")
+    if (match := _SOFT_CAP.fullmatch(stage)) is None:
+        return ""
+    caps = [cap for cap in match.groups() if cap]
+    is_known = not NAME.fullmatch(caps[0]) or caps[0] in {name for name, _ in spec.scalars}
+    return caps[0] if len(caps) == 2 and caps[0] == caps[1] and is_known else ""
+
+
 def _conditions(text: str) -> list[str]:
     """Parts of an expression, all of which must hold."""
     if (result := _TRACED_RESULT.fullmatch(text)) is not None:
@@ -107,7 +122,7 @@ def render(spec: VariantSpec) -> str:
 
     Each line of `spec.logit` is one transform, applied in order; each line of `spec.mask` one condition, all must hold.
     """
-    logits, masks = spec.logit.splitlines(), spec.mask.splitlines()
+    logits, masks, cap = spec.logit.splitlines(), spec.mask.splitlines(), soft_cap(spec)
     text = _Lines()
     text.add(
         "struct Variant {",
@@ -115,20 +130,17 @@ def render(spec: VariantSpec) -> str:
         f"  static constexpr bool has_mask = {str(bool(masks)).lower()};",
         f"  static constexpr bool mask_has_head = {str(mask_looks_at_head(spec)).lower()};",
         f"  static constexpr bool mask_is_causal = {str(mask_is_causal(spec)).lower()};",
-        f"  static constexpr int num_tensors = {len(spec.tensors)};",
+        f"  static constexpr bool logit_loads_by_token = {str(logit_loads_by_token(spec)).lower()};",
+        f"  static constexpr bool ends_in_soft_cap = {str(bool(cap)).lower()};",
+        f"  static constexpr bool only_soft_cap = {str(bool(cap) and len(logits) == 1).lower()};",
         "",
-        "  template <class F, class I>",
-        "  static FP_DEVICE F logit([[maybe_unused]] const flashpage::VariantArgs& captured, F score,",
-        f"                           {_PARAMETERS}) {{",
-        *_captures(spec, logits),
     )
-    for number, stage in enumerate(logits, 1):
-        text.add("    score = F(")
-        text.add_stage("logit", number, stage, "    );")
+    if cap:
+        text.add("  static FP_DEVICE float soft_cap([[maybe_unused]] const flashpage::VariantArgs& captured) {")
+        text.add(*_captures(spec, [cap]), f"    return {cap};", "  }", "")
+        _add_logit(text, spec, "before_soft_cap", len(logits) - 1)
+    _add_logit(text, spec, "logit", len(logits))
     text.add(
-        "    return score;",
-        "  }",
-        "",
         "  template <class I>",
         "  static FP_DEVICE auto mask([[maybe_unused]] const flashpage::VariantArgs& captured,",
         f"                             {_PARAMETERS}) {{",
@@ -140,6 +152,21 @@ def render(spec: VariantSpec) -> str:
         text.add_stage("mask", number, stage, "    ));")
     text.add("    return visible;", "  }", "};")
     return "\n".join(text.lines) + "\n"
+
+
+def _add_logit(text: _Lines, spec: VariantSpec, name: str, count: int) -> None:
+    """A function of the first stages."""
+    stages = spec.logit.splitlines()[:count]
+    text.add(
+        "  template <class F, class I>",
+        f"  static FP_DEVICE F {name}([[maybe_unused]] const flashpage::VariantArgs& captured, F score,",
+        f"                           {_PARAMETERS}) {{",
+        *_captures(spec, stages),
+    )
+    for number, stage in enumerate(stages, 1):
+        text.add("    score = F(")
+        text.add_stage("logit", number, stage, "    );")
+    text.add("    return score;", "  }", "")
 
 
 class _Lines:

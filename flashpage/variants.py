@@ -119,7 +119,7 @@ def tensor_type(name: str, tensor: torch.Tensor) -> str:
         raise VariantError(f"captured tensor {name!r} has {tensor.ndim} dimensions, at most {MAX_RANK}: flatten some")
     if str(tensor.layout) != "torch.strided":
         raise VariantError(f"captured tensor {name!r} has layout {tensor.layout}: convert it with .to_dense()")
-    if tensor.ndim and tensor.stride(-1) >= 2**31:
+    if tensor.ndim and tensor.stride(-1) * tensor.element_size() >= 2**31:
         raise VariantError(f"captured tensor {name!r} has stride {tensor.stride(-1)} in its last dimension: copy it")
     return dtype
 

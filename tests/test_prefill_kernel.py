@@ -33,7 +33,7 @@ from flashpage.products import short_tokens
 from flashpage.spec import KernelSpec, VariantSpec, inner_loop
 from flashpage.tiles import InnerLoop, Tile, sm90_prefill_tile
 from flashpage.variant_source import mask_looks_at_head
-from flashpage.variants import TracedVariant, Variant
+from flashpage.variants import TracedVariant, Variant, alibi_slopes, builtin, compose
 
 BF16: dict[str, Any] = {"q_dtype": "bfloat16", "num_q_heads": 8, "head_dim": 128, "causal": True}
 MASK: dict[str, Any] = {**BF16, "causal": False, "mask": "packed", "mask_kind": "blocks"}
@@ -65,6 +65,10 @@ CASES = [
     prefill("host-whole-page-1", "by who leads", (70, 96), (100, 96), page_size=1, **{**BF16, "head_dim": 64}),
     prefill("host-mask", "tiles of a mask", (70, 40), (500, 300), **MASK),
     prefill("host-mask-page-1", "and row by row", (70,), (500,), page_size=1, **MASK),
+    prefill("host-cap", "an exponential, a reciprocal", (70, 9), (500, 300), soft_cap=3.0, sm_scale=1.0, **BF16),
+    prefill("host-cap-large", "by the variant's function", (40,), (300,), soft_cap=1000.0, sm_scale=3.0, **BF16),
+    prefill("host-alibi", "each head's scale too", (70, 33), (700, 40), position="ALIBI", scales="per_head", **BF16),
+    prefill("host-alibi-cap", "one after the other", (70,), (500,), position="ALIBI", soft_cap=5.0, **BF16),
 ]
 
 ROWS: dict[str, Any] = {**BF16, "page_size": 5}
@@ -181,7 +185,9 @@ def loader_of(case: Case) -> str:
 
 
 def variant_of(case: Case) -> TracedVariant:
-    return Variant(**VARIANTS[case.variant]("cpu").arguments).traced() if case.variant else TracedVariant()
+    slopes = alibi_slopes(case.num_q_heads) if case.position == "ALIBI" else None
+    user = Variant(**VARIANTS[case.variant]("cpu").arguments).traced() if case.variant else TracedVariant()
+    return compose(builtin(case.soft_cap, slopes), user)
 
 
 def mask_source_of(case: Case) -> str:

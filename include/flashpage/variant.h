@@ -2,19 +2,22 @@
 // on host and device. flashpage/variants.py renders `struct Variant`; kernels are templates over it:
 //
 //   static constexpr bool has_logit, has_mask;
-//   static constexpr int num_tensors;  // captured
+//   static constexpr bool logit_loads_by_token;  // some element that it loads is another for another kv_idx
+//   static constexpr bool ends_in_soft_cap, only_soft_cap;  // logit is soft_cap * tanh(score / soft_cap), after others
 //   template <class F, class I> static F logit(const VariantArgs&, F score, i32 b, i32 h, i32 q_idx, I kv_idx);
+//   static float soft_cap(const VariantArgs&);   // where it ends in one, and what comes before:
+//   template <class F, class I> static F before_soft_cap(...);  // logit's arguments
 //   template <class I> static auto mask(const VariantArgs&, i32 b, i32 h, i32 q_idx, I kv_idx);  // true: visible
 //
 // score is in natural-log units, after sm_scale. b is the request in the plan, h the query head, kv_idx the position in
 // the request, q_idx = KV length - query length + row. Loads are not bounds-checked: a kernel whose tile reaches past
-// the request passes min(kv_idx, kv_len - 1) and discards the result, and rows past the last query row pass an existing
-// row. Both functions are pure, so a kernel may call them for tokens that it then hides. logit may return -infinity:
-// hidden too.
+// the request passes min(kv_idx, kv_len - 1) to who loads by it and discards the result, and rows past the last query
+// row pass an existing row. Both functions are pure, so a kernel may call them for tokens that it then hides. logit may
+// return -infinity: hidden too.
 //
-// On the card F = float and I = i32. The CPU backend passes vectors of lanes; a lane type works with every variant when
-// its header, included before the rendered struct, provides, for classes F (float lanes), I (i32 lanes), M (mask
-// lanes):
+// On the card F = float and I = i32 or Token (variant_token.h). The CPU backend passes vectors of lanes; a lane type
+// works with every variant when its header, included before the rendered struct, provides, for classes F (float lanes),
+// I (i32 lanes), M (mask lanes):
 //   F constructible from float, i32, I and F; I from i32
 //   operators between two lanes of one kind, lanes and a scalar on either side, and F with I (I converts to F):
 //     + - * /  unary -     F; I too, but for / of two I
@@ -31,6 +34,7 @@
 //     load<T>(const VariantTensor&, index...) with at least one I among the indices -> F, I or M by Element<T>
 #pragma once
 #include "flashpage/params.h"
+#include "flashpage/variant_token.h"
 #if defined(__CUDACC__)
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/multiply.h"
@@ -40,12 +44,13 @@
 namespace flashpage::vm {
 
 template <class T>
-concept Scalar = is_same<T, float> || is_same<T, double> || is_same<T, i32> || is_same<T, bool>;
+concept Scalar = is_same<T, float> || is_same<T, double> || is_same<T, i32> || is_same<T, bool> || is_same<T, Token> ||
+                 is_same<T, Line>;
 
 inline constexpr float infinity = __builtin_bit_cast(float, 0x7f800000u);
 
 template <class T>
-inline constexpr bool is_floating = is_same<T, float> || is_same<T, double>;
+inline constexpr bool is_floating = is_same<T, float> || is_same<T, double> || is_same<T, Line>;
 
 // Python's promotion, with one width of each kind: bool -> i32 -> float.
 template <bool floating>
@@ -69,7 +74,7 @@ FP_HOST_DEVICE i32 to_int(T x) {
 }
 template <Scalar T>
 FP_HOST_DEVICE bool to_bool(T x) {
-  return x != T(0);
+  return x != 0;
 }
 
 FP_HOST_DEVICE bool logical_and(bool x, bool y) { return x & y; }  // both sides are evaluated: no branch around a load
@@ -240,24 +245,26 @@ FP_HOST_DEVICE i64 wide_product(i32 a, i32 b) {
 #endif
 }
 
-// Elements from the tensor's start. The innermost stride fits 32 bits (checked at capture), so that the index that
-// varies fastest costs one multiply-add.
-template <class... Index>
-FP_HOST_DEVICE i64 element_offset(const VariantTensor& tensor, Index... index) {
+// Of an element. The innermost stride in bytes fits 32 bits (checked at capture), so that the index that varies fastest
+// costs one multiply-add.
+template <class Stored, class... Index>
+FP_HOST_DEVICE const Stored* element_at(const VariantTensor& tensor, Index... index) {
   constexpr int rank = sizeof...(Index);
-  i64 offset = 0;
+  i64 outer = 0, inner = 0;  // elements, bytes
   int dim = 0;
-  ((offset += dim == rank - 1 ? wide_product(static_cast<i32>(tensor.stride[dim]), static_cast<i32>(index))
-                              : tensor.stride[dim] * static_cast<i32>(index),
+  ((dim == rank - 1 ? inner = wide_product(static_cast<i32>(tensor.stride[dim]) * static_cast<i32>(sizeof(Stored)),
+                                           static_cast<i32>(index))
+                    : outer += tensor.stride[dim] * static_cast<i32>(index),
     ++dim),
    ...);
-  return offset;
+  const Stored* row = static_cast<const Stored*>(tensor.data) + outer;
+  return reinterpret_cast<const Stored*>(reinterpret_cast<const char*>(row) + inner);
 }
 
 template <class T, Scalar... Index>
 FP_HOST_DEVICE auto load(const VariantTensor& tensor, Index... index) {
   using Stored = typename Element<T>::Stored;
-  const Stored* element = static_cast<const Stored*>(tensor.data) + element_offset(tensor, index...);
+  const Stored* element = element_at<Stored>(tensor, index...);
 #if defined(__CUDA_ARCH__)
   // Captured tensors are read-only while a kernel runs. Of 64 bits the low half is the value.
   if constexpr (is_same<T, i64>)

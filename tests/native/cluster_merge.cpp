@@ -15,7 +15,7 @@ struct Traits {
   using Out = Bf16;
   struct Variant {
     static constexpr bool has_logit = false, has_mask = false;
-    static constexpr int num_tensors = 0;
+    static constexpr bool logit_loads_by_token = false, ends_in_soft_cap = false;
   };
   static constexpr int head_dim_qk = 64, head_dim_vo = HEAD_DIM_VO;
   static constexpr KvSource kv_source = KvSource::paged;

@@ -34,7 +34,7 @@ extern "C" void ask_for_tiles(const MaskTilesParams* params, const VariantArgs* 
 
 struct NoVariant {
   static constexpr bool has_logit = false, has_mask = false, mask_has_head = false, mask_is_causal = false;
-  static constexpr int num_tensors = 0;
+  static constexpr bool logit_loads_by_token = false, ends_in_soft_cap = false;
 };
 struct BitTraits {
   using Variant = NoVariant;

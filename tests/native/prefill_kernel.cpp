@@ -14,7 +14,7 @@ namespace {
 #else
 struct Variant {
   static constexpr bool has_logit = false, has_mask = false;
-  static constexpr int num_tensors = 0;
+  static constexpr bool logit_loads_by_token = false, ends_in_soft_cap = false;
 };
 #endif
 

@@ -271,10 +271,10 @@ inline bool are_neighbours(const VariantTensor& tensor, Index... index) {
 // Out of line: it would take the registers of the loops that loads stand in.
 template <class T, class... Index>
 [[gnu::noinline]] auto gather(const VariantTensor& tensor, Index... index) {
-  const auto* data = static_cast<const typename Element<T>::Stored*>(tensor.data);
+  using Stored = typename Element<T>::Stored;
   using Value = typename Element<T>::Value;
   typename Element<Value>::Stored values[num_lanes];
-  for (int i = 0; i < num_lanes; ++i) values[i] = Element<T>::value(data[element_offset(tensor, lane(index, i)...)]);
+  for (int i = 0; i < num_lanes; ++i) values[i] = Element<T>::value(*element_at<Stored>(tensor, lane(index, i)...));
   return load_neighbours<Value>(values);
 }
 
@@ -282,8 +282,7 @@ template <class T, class... Index>
   requires SomeLanes<Index...>
 inline auto load(const VariantTensor& tensor, Index... index) {
   if (!are_neighbours(tensor, index...)) return gather<T>(tensor, index...);
-  const auto* data = static_cast<const typename Element<T>::Stored*>(tensor.data);
-  return load_neighbours<T>(data + element_offset(tensor, lane(index, 0)...));
+  return load_neighbours<T>(element_at<typename Element<T>::Stored>(tensor, lane(index, 0)...));
 }
 
 }  // namespace flashpage::vm

@@ -143,11 +143,17 @@ struct PrefillCompute {
     SoftmaxState<1> state;
     state.clear();
     if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
+    using Rows = typename select_type<keeps_rows<Traits>, TransformedRows<Traits>, NoRows>::type;
+    [[maybe_unused]] const Rows rows(scale, params, item, unit, first_row, lane);
     auto look_through = [&](auto& scores) {
       const bool masks =
           masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
       if (!(transforms || masks)) return;
-      if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
+      if constexpr (keeps_rows<Traits>) {
+        transform_by_logit<Traits>(scores, args, item, first, lane, [&](int, int half) { return rows.row[half]; });
+      } else if (transforms) {
+        transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
+      }
       if (masks) mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
     };
     look_through(scores);

@@ -3,78 +3,9 @@
 #include "flashpage/ptx/math.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/packed_mask.h"
-#include "flashpage/tile/shape.h"
-#include "flashpage/tile/unit.h"
-#include "flashpage/variant.h"
+#include "flashpage/tile/transform.h"
 
 namespace flashpage {
-
-// A packed row of one lane, clamped to the unit's last row: m16 tile m, half 0 or 1, `first_row` the warp's first in
-// the unit.
-FP_DEVICE PackedRow lane_row(const AttentionParams& params, const Unit& unit, int first_row, int m, int half,
-                             int lane) {
-  i32 row = first_row + m * 16 + half * 8 + lane / 4;
-  return unpack_row(params, unit.kv_head, unit.first_row + min_of(row, unit.num_rows - 1));
-}
-
-// Raw score to base 2; with a logit transform to natural units. A per-head q_scale is applied by transform_scores.
-template <class Traits>
-FP_DEVICE float score_scale_of(const AttentionParams& params, const Unit& unit) {
-  float scale = params.score_scale;
-  if (params.k_scale) scale *= params.k_scale[params.k_scale_stride * unit.kv_head];
-  if (params.q_scale && params.q_scale_stride == 0) scale *= *params.q_scale;
-  return Traits::Variant::has_logit ? scale : scale * log2_e;
-}
-
-// Softmax takes a row's maximum before it scales, which is right for positive scales alone: others, NaN included, and
-// scales before a logit transform are transform_scores' to apply.
-template <class Traits>
-FP_DEVICE bool scales_first(float score_scale) {
-  return Traits::Variant::has_logit || !(score_scale > 0.f);
-}
-
-// What softmax still multiplies.
-template <class Traits>
-FP_DEVICE float softmax_scale_of(float score_scale) {
-  return scales_first<Traits>(score_scale) ? 1.f : score_scale;
-}
-
-// Whether transform_scores has anything to do for a unit. The vote changes nothing but what the compiler knows: the
-// branch is the warp's, so nothing has to reconverge.
-template <class Traits>
-FP_DEVICE bool transforms_scores(const AttentionParams& params, float scale) {
-  bool per_head = params.q_scale && params.q_scale_stride;
-  return Traits::Variant::has_logit || per_head || __any_sync(0xffffffff, scales_first<Traits>(scale));
-}
-
-template <class Traits, int token_tiles>
-FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
-                                const AttentionParams& params, const VariantArgs& args, const WorkItem& item,
-                                const Unit& unit, int first_row, i32 first_token, int lane) {
-  using Variant = typename Traits::Variant;
-  const bool per_head = params.q_scale && params.q_scale_stride;
-  float first_scale = scales_first<Traits>(scale) ? scale : 1.f;
-#pragma unroll
-  for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      PackedRow row = lane_row(params, unit, first_row, m, half, lane);
-      float row_scale = per_head ? params.q_scale[row.head] * first_scale : first_scale;
-      i32 position = query_position(item, row.row);
-#pragma unroll
-      for (int n = 0; n < token_tiles; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = scores[m][n][half * 2 + e];
-          score *= row_scale;
-          if constexpr (Variant::has_logit) {
-            // A token past the end is masked later; a variant may not load beyond the request.
-            i32 token = min_of(first_token + n * 8 + lane % 4 * 2 + e, item.kv_len - 1);
-            score = Variant::logit(args, score, item.request, row.head, position, token) * log2_e;
-          }
-        }
-    }
-}
 
 // The packed custom mask of one row for 128 tokens, 32 a lane of the row's quad.
 struct MaskBits {

@@ -22,8 +22,7 @@ struct Shape {
   // Turning keys takes those registers, but for fp8 keys under bf16 queries, whose turns fp16 is exact enough for.
   static constexpr bool turn_in_half = rotate && is_fp8<Cache> && is_same<Query, Bf16> && !Traits::Variant::has_logit;
   // So do a variant's loads for more than 16 tokens, on their way at once.
-  static constexpr bool loads_for_many =
-      Traits::Variant::has_logit && Traits::Variant::num_tensors > 0 && Traits::tile_kv > 16;
+  static constexpr bool loads_for_many = Traits::Variant::logit_loads_by_token && Traits::tile_kv > 16;
   static constexpr bool query_in_registers = Traits::head_dim_qk <= 128 && Traits::tile_q / Traits::warps_q <= 16 &&
                                              (!rotate || turn_in_half) && !loads_for_many;
   static constexpr bool can_widen_query = (blocks || Traits::layout == RowsLayout::pieces) && query_in_registers;
