@@ -147,7 +147,10 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   static constexpr int most_bytes = 232448;  // of a CTA on Hopper
   static constexpr int places_ahead = 4;     // units that are known, of the one that is computed on
   using RowTables = PrefillRowTables<Traits, Warps::by_rows>;
-  static constexpr int other_bytes = PrefillShared::beside_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 2048;
+  // Beside barriers and places, at most. Loading warps that look at masks have no registers for Q of two units.
+  static constexpr int tables_bytes =
+      !Warps::by_rows ? 2048 : sizeof(RowTables) + (Warps::rotates || has_mask_tiles<Traits> ? 2048 : 1024);
+  static constexpr int other_bytes = PrefillShared::beside_bytes + tables_bytes;
   static constexpr int queries = 2 * query_bytes + ring_bytes + other_bytes <= most_bytes ? 2 : 1;  // whose Q is there
   // One Q alone is wanted at once where output is; fp8's output lies among sums; who turns Q has enough to do.
   static constexpr bool leaves_by_boxes = queries > 1 && !Warps::converts && !Warps::transposes && !Warps::rotates;

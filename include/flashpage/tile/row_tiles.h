@@ -8,9 +8,9 @@
 
 namespace flashpage {
 
-// The interface of BoxTiles. Each warp takes its share of a tile's rows, side by side. A lane looks up where one or two
-// of them lie, and tells the others through shared memory: two rows in one load, where shuffles would take four
-// instructions. `To`: BlockRows of a tile.
+// The interface of BoxTiles. Each warp takes its share of a tile's rows, side by side. A lane looks up where some of them
+// lie, and tells the others through shared memory: two rows in one load, where shuffles would take four instructions.
+// `To`: BlockRows of a tile.
 template <class Traits, class To, int tokens, int warps>
 struct RowTiles {
   using Cache = typename Traits::Cache;
@@ -25,12 +25,15 @@ struct RowTiles {
   static constexpr int row_lanes = min_of(8, power_of_two_from(chunks));
   static constexpr int rows_a_pair = 2 * 32 / row_lanes;
   static constexpr int pairs = ceil_div(warp_rows, rows_a_pair);
-  static constexpr int most_at_once = has_mask_tiles<Traits> ? 2 : 4;  // pairs whose sources are in registers
-  static constexpr int batch = ceil_div(pairs, ceil_div(pairs, most_at_once));
+  static constexpr int most_at_once = has_mask_tiles<Traits> ? 2 : 3;  // pairs whose sources are in registers
 
-  // Where a warp's rows of a tile lie.
+  // Where a warp's rows of a tile lie: the first ones, then the rest, so that Q of two units has room beside. Warps that
+  // look at masks have no registers for that.
+  static constexpr bool tells_once = groups <= 2 || has_mask_tiles<Traits>;
+  static constexpr int told_groups = tells_once ? groups : 2, told_pairs = told_groups * 32 / rows_a_pair;
+  static_assert(told_groups * 32 % rows_a_pair == 0 && groups <= 2 * told_groups);
   struct alignas(16) Table {
-    u64 rows[pairs * rows_a_pair];
+    u64 rows[min_of(pairs, told_pairs) * rows_a_pair];
   };
 
   // Where a row is: its page, which is looked up, and its place in it.
@@ -81,7 +84,7 @@ struct RowTiles {
             ptx::shared_address(tables) + warp * static_cast<u32>(sizeof(Table)),
             {}};
   }
-  // The first look-ups begin.
+  // The first look-ups begin. Those of a tile must wait until the tile before is loaded, unless it `tells_once`.
   FP_DEVICE void look_ahead(Source& source, int tile, int) const { look_ahead(source, tile); }
   // Those of a tile, in the registers of those before: a move would wait for them.
   FP_DEVICE void look_ahead(Source& source, int tile) const {
@@ -94,20 +97,8 @@ struct RowTiles {
       if (is_mine(source, group) && token < source.kv_end) found.page = __ldg(source.pages + page);
     }
   }
-  // They end, and the warp knows them.
-  FP_DEVICE void find(const Source& source) const {
-    __syncwarp();  // who reads the table has read it
-#pragma unroll
-    for (int group = 0; group < groups; ++group) {
-      const Found& found = source.found[group];
-      const u64 row = reinterpret_cast<u64>(source.head) +
-                      (found.page * view.page_stride + found.row * view.token_stride) * sizeof(Cache);
-      if (is_mine(source, group))
-        ptx::store_shared(source.table + (group * 32 + source.lane) * 8, static_cast<u32>(row),
-                          static_cast<u32>(row >> 32));
-    }
-    __syncwarp();
-  }
+  // They end, and the warp knows the first rows.
+  FP_DEVICE void find(const Source& source) const { tell<0>(source); }
 
   // The tile in turn, whose rows have been found. What the unit does not see becomes zero.
   FP_DEVICE void load(const Source& source, int tile, u32 to) const {
@@ -125,24 +116,50 @@ struct RowTiles {
     return group * 32 + 32 <= warp_rows || group * 32 + source.lane < warp_rows;
   }
 
+  // From `first` on, as many groups as the table has room for.
+  template <int first>
+  FP_DEVICE void tell(const Source& source) const {
+    __syncwarp();  // who reads the table has read it
+#pragma unroll
+    for (int group = first; group < min_of(groups, first + told_groups); ++group) {
+      const Found& found = source.found[group];
+      const u64 row = reinterpret_cast<u64>(source.head) +
+                      (found.page * view.page_stride + found.row * view.token_stride) * sizeof(Cache);
+      if (is_mine(source, group))
+        ptx::store_shared(source.table + ((group - first) * 32 + source.lane) * 8, static_cast<u32>(row),
+                          static_cast<u32>(row >> 32));
+    }
+    __syncwarp();
+  }
+
   // `all`: no row is hidden.
   template <bool all>
   FP_DEVICE void copy(const Source& source, u32 to, i32 hidden, i32 count) const {
+    copy_pairs<all, 0, min_of(pairs, told_pairs)>(source, to, hidden, count);
+    if constexpr (!tells_once) {
+      tell<told_groups>(source);
+      copy_pairs<all, told_pairs, pairs>(source, to, hidden, count);
+    }
+  }
+  // Those of the table: from pair `first` to `end`.
+  template <bool all, int first, int end>
+  FP_DEVICE void copy_pairs(const Source& source, u32 to, i32 hidden, i32 count) const {
+    constexpr int told = end - first, batch = ceil_div(told, ceil_div(told, most_at_once));
     const int chunk = source.lane % row_lanes, lane_row = source.lane / row_lanes * 2;
     const u32 lane_to = to + To::chunk_offset(lane_row, chunk), lane_from = source.table + lane_row * 8;
-#pragma unroll(all ? pairs : 1)
-    for (int begin = 0; begin < pairs; begin += batch) {
+#pragma unroll(all ? told : 1)
+    for (int begin = 0; begin < told; begin += batch) {
       // Sources first: ptxas lets a cp.async wait for the accesses to shared memory before it.
       u32 from[batch][4];
 #pragma unroll
       for (int i = 0; i < batch; ++i)
-        if (pairs % batch == 0 || begin + i < pairs)
+        if (told % batch == 0 || begin + i < told)
           ptx::load_shared(from[i], lane_from + (begin + i) * rows_a_pair * 8);
 #pragma unroll
       for (int i = 0; i < batch * 2; ++i) {
-        const int before = (begin + i / 2) * rows_a_pair + i % 2, row = before + lane_row;
-        if (pairs % batch != 0 && begin + i / 2 >= pairs) break;
-        if (pairs * rows_a_pair > warp_rows && row >= warp_rows) continue;
+        const int before = (first + begin + i / 2) * rows_a_pair + i % 2, row = before + lane_row;
+        if (told % batch != 0 && begin + i / 2 >= told) break;
+        if (end * rows_a_pair > warp_rows && row >= warp_rows) continue;
         const u32* words = from[i / 2] + i % 2 * 2;
         const u64 begin_of_row = static_cast<u64>(words[1]) << 32 | words[0];
         copy_row((lane_to ^ (before & 7) * 16) + before * 128, reinterpret_cast<const u8*>(begin_of_row) + chunk * 16,
