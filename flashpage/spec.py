@@ -57,8 +57,8 @@ class KernelSpec:
     position_encoding: str = "none"  # none | rope
     tile: Tile | None = None
     variant: VariantSpec = VariantSpec()
-    # boxes (K and V by tensor maps) | rows | converted, transposed (fp8) | of rows, by pairs of CTAs: split (V in boxes of
-    # a token), shared (and K's rows loaded by one of the two); empty: the kernel has one
+    # boxes (K and V by tensor maps) | rows | converted, transposed (fp8) | of rows, by pairs of CTAs: split (V in boxes
+    # of one token), shared (and each of K's rows loaded by one of the two); empty: the kernel has one
     loader: str = ""
     trace: bool = False  # clock stamps go to AttentionParams::trace
 
