@@ -50,7 +50,7 @@ def fp8_rows() -> list[Case]:
 def small_page_rows() -> list[Case]:
     """Pages that boxes would be too small for: by single CTAs, or as backends.PAIRED_ROWS says."""
     return [
-        prefill("long-page-1", "single rows", *LENGTHS, reduced=True, **PAGE_1),
+        prefill("long-page-1", "single rows", *LENGTHS, **PAGE_1),
         prefill("long-page-1-full", "nothing is hidden but the end", *LENGTHS, **{**PAGE_1, "causal": False}),
         prefill(
             "long-page-1-window", "hidden NaN", (700, 300), (2000, 1203), window_left=850, hidden_nan=True, **PAGE_1
