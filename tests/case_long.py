@@ -66,7 +66,15 @@ def small_page_rows() -> list[Case]:
         prefill("long-page-1-dim-96", "warps of uneven shares", *LENGTHS, **{**PAGE_1, "head_dim": 96}),
         prefill("long-page-1-192-128", "three blocks of K", *LENGTHS, head_dim_vo=128, **{**PAGE_1, "head_dim": 192}),
         prefill("long-page-2", "pages of two", *LENGTHS, **{**PAGE_1, "page_size": 2}),
-        prefill("long-page-5", "of five, hidden NaN", *LENGTHS, hidden_nan=True, **{**PAGE_1, "page_size": 5}),
+        prefill(
+            "long-page-5",
+            "of five, hidden NaN",
+            (700, 300),
+            (2000, 1203),
+            window_left=850,
+            hidden_nan=True,
+            **{**PAGE_1, "page_size": 5},
+        ),
         prefill("long-page-12", "of twelve", *LENGTHS, **{**PAGE_1, "page_size": 12, "causal": False}),
     ]
 
