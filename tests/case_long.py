@@ -10,6 +10,7 @@ from case import Case, prefill
 BF16: dict[str, Any] = {"q_dtype": "bfloat16", "head_dim": 128, "num_q_heads": 8, "num_kv_heads": 2, "causal": True}
 FULL: dict[str, Any] = {**BF16, "causal": False}
 E4M3: dict[str, Any] = {**BF16, "q_dtype": "float8_e4m3fn"}
+PAGE_1: dict[str, Any] = {**BF16, "page_size": 1}
 LENGTHS: tuple[tuple[int, ...], tuple[int, ...]] = (300, 257, 290), (1100, 1301, 1000)
 
 
@@ -46,5 +47,37 @@ def fp8_rows() -> list[Case]:
     ]
 
 
+def small_page_rows() -> list[Case]:
+    """Pages that boxes would be too small for: by single CTAs, or as backends.PAIRED_ROWS says."""
+    return [
+        prefill("long-page-1", "single rows", *LENGTHS, **PAGE_1),
+        prefill("long-page-1-full", "nothing is hidden but the end", *LENGTHS, **{**PAGE_1, "causal": False}),
+        prefill(
+            "long-page-1-window", "hidden NaN", (700, 300), (2000, 1203), window_left=850, hidden_nan=True, **PAGE_1
+        ),
+        prefill("long-page-1-uneven", "of none", (1500, 1, 0, 40), (1600, 1, 9, 0), **PAGE_1),
+        prefill("long-page-1-few-units", "units in pieces", (520,), (2100,), outputs="returned", **PAGE_1),
+        prefill("long-page-1-hnd", "heads apart", *LENGTHS, kv_layout="HND", **PAGE_1),
+        prefill("long-page-1-group-5", "rows of q one by one", *LENGTHS, **{**PAGE_1, "num_q_heads": 10}),
+        prefill("long-page-1-cap", "scores are transformed", *LENGTHS, soft_cap=5.0, at_run=True, **PAGE_1),
+        prefill("long-page-1-sinks", "sinks", *LENGTHS, sinks=True, **PAGE_1),
+        prefill("long-page-1-float16", "the other type", *LENGTHS, **{**PAGE_1, "q_dtype": "float16"}),
+        prefill("long-page-1-dim-64", "single CTAs", *LENGTHS, **{**PAGE_1, "head_dim": 64}),
+        prefill("long-page-1-dim-96", "warps of uneven shares", *LENGTHS, **{**PAGE_1, "head_dim": 96}),
+        prefill("long-page-1-192-128", "three blocks of K", *LENGTHS, head_dim_vo=128, **{**PAGE_1, "head_dim": 192}),
+        prefill("long-page-2", "pages of two", *LENGTHS, **{**PAGE_1, "page_size": 2}),
+        prefill(
+            "long-page-5",
+            "of five, hidden NaN",
+            (700, 300),
+            (2000, 1203),
+            window_left=850,
+            hidden_nan=True,
+            **{**PAGE_1, "page_size": 5},
+        ),
+        prefill("long-page-12", "of twelve", *LENGTHS, **{**PAGE_1, "page_size": 12, "causal": False}),
+    ]
+
+
 def rows() -> list[Case]:
-    return [*bf16_rows(), *fp8_rows()]
+    return [*bf16_rows(), *fp8_rows(), *small_page_rows()]

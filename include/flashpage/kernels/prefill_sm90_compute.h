@@ -97,7 +97,7 @@ struct PrefillCompute {
     shared.query_ring.wait_full(unit_turn);
     shared.key_ring.wait_full(turn);
     take_tile();
-    if (!Warps::rotates && (Warps::by_rows || (!Warps::converts && params.query_box_rows == 0)))
+    if (!Warps::rotates && (Warps::fences_keys || (!Warps::converts && params.query_box_rows == 0)))
       ptx::fence_before_products();
   }
   FP_DEVICE void first_scores(float (&scores)[tokens / 8][4]) {
@@ -110,7 +110,7 @@ struct PrefillCompute {
   FP_DEVICE void finish_first_scores(float (&scores)[tokens / 8][4]) const {
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(scores);
-    if (!tiled_place().place.done) release_tile(shared.key_ring, turn);
+    if (!tiled_place().place.done) release_keys(turn);
   }
 
   // Rows, and the keys before them, came by cp.async.
@@ -170,6 +170,7 @@ struct PrefillCompute {
         first = tile.first_token;
       }
       if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
+      if constexpr (Warps::fences_keys && !Warps::by_rows) ptx::fence_before_products();
       await_turn();
       issue_scores<Product>(now[0], turn);
       if constexpr (!Warps::by_rows) await_values(turn - 1, values_there);
@@ -180,7 +181,7 @@ struct PrefillCompute {
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(now[0]);
       ptx::wgmma_settle(values[0]);
-      release_tile(shared.key_ring, turn);
+      release_keys(turn);
       release_tile(shared.value_ring, turn - 1);
       look_through(now);
       if (Softmax::run(state, now, probabilities, softmax_scale, factor)) state.rescale(values, factor);
@@ -241,6 +242,9 @@ struct PrefillCompute {
   template <class Ring>
   FP_DEVICE void release_tile(const Ring& ring, u32 turn) const {
     flashpage::release_tile<Traits>(ring, turn, lane);
+  }
+  FP_DEVICE void release_keys(u32 turn) const {
+    flashpage::release_tile<Traits, Warps::key_ctas>(shared.key_ring, turn, lane);
   }
   template <class Ring>
   FP_DEVICE void release(const Ring& ring, u32 turn) const {

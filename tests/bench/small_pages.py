@@ -1,0 +1,115 @@
+"""Prefill over pages of one token: microseconds of what loads them, all in turns in one run.
+
+`rows`: single CTAs; `split`, `shared`: pairs of CTAs (flashpage/spec.py, loader); `gathered`: K and V copied to ragged
+ones by torch, then ragged (`ragged`: the same without the copy).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+from gpu import GpuClock, HostClock
+from peers import Batch
+from workloads import Case
+
+import flashpage
+from flashpage import backends
+
+CASES = (
+    Case("4 x 4k", 4, 4096, 4096, page_size=1),
+    Case("1 x 16k", 1, 16384, 16384, page_size=1),
+    Case("1 x 16k, full", 1, 16384, 16384, page_size=1, causal=False),
+    Case("16 x 1k", 16, 1024, 1024, page_size=1),
+    Case("append 512 on 16k", 4, 512, 16384, page_size=1),
+    Case("page 5, 4 x 4k", 4, 4096, 4096, page_size=5),
+    Case("page 4, 4 x 4k", 4, 4096, 4096, page_size=4),
+)
+LOADERS = {"rows": "", "split": "split", "shared": "shared"}
+Run = Callable[[], torch.Tensor]
+
+
+def paged(batch: Batch, loader: str) -> tuple[Run, str]:
+    """A run, and its kernel."""
+    case, table = batch.case, batch.table
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=batch.device)
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace)
+    backends.PAIRED_ROWS = loader
+    try:
+        heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
+        indices = (batch.q_indptr, table.indptr, table.indices, table.last_page_len)
+        wrapper.plan(*indices, *heads, causal=case.causal, q_data_type=batch.q.dtype, kv_data_type=case.kv_dtype)
+    finally:
+        backends.PAIRED_ROWS = ""
+    out = torch.empty_like(batch.q)
+    return lambda: wrapper.run(batch.q, batch.cache, out=out), wrapper.last_plan.spec.name
+
+
+def ragged(batch: Batch, *, gathers: bool) -> Run:
+    """Of pages of one token."""
+    case, out = batch.case, torch.empty_like(batch.q)
+    wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device=batch.device)
+    )
+    heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
+    wrapper.plan(batch.q_indptr, batch.kv_indptr, *heads, causal=case.causal, q_data_type=batch.q.dtype)
+    rows, gathered = batch.cache.squeeze(2), torch.empty_like(batch.cache.squeeze(2))
+
+    def gather() -> None:
+        torch.index_select(rows, 0, batch.table.indices, out=gathered)
+
+    def run() -> torch.Tensor:
+        if gathers:
+            gather()
+        found: torch.Tensor = wrapper.run(batch.q, gathered[:, 0], gathered[:, 1], out=out)
+        return found
+
+    gather()
+    return run
+
+
+def measure(case: Case, rounds: int, clock: GpuClock | HostClock, device: torch.device) -> None:
+    torch.manual_seed(0)
+    batch = Batch(case, device)
+    runs: dict[str, Run] = {}
+    for name, loader in LOADERS.items():
+        runs[name], kernel = paged(batch, loader)
+        print(f"{case.name}, {name}: {kernel}", file=sys.stderr)
+    if case.page_size == 1:
+        runs |= {"gathered": ragged(batch, gathers=True), "ragged": ragged(batch, gathers=False)}
+    for name, run in runs.items():
+        error = batch.error(run())
+        if not error < 1e-2:
+            raise SystemExit(f"{case.name}, {name}: a relative error of {error}")
+    replays = {name: clock.capture(run) for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, replay in replays.items():
+            seconds[name].append(clock.seconds(replay))
+    cells = [f"{statistics.median(s) * 1e6:.1f} ({min(s) * 1e6:.1f})" for s in seconds.values()]
+    print("| " + " | ".join([case.name, *cells]) + " |", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=15, help="replays a round; their median counts")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)
+    print("| case, us: median of rounds (least) | " + " | ".join([*LOADERS, "gathered", "ragged"]) + " |")
+    print("| --- " * (len(LOADERS) + 3) + "|")
+    for case in CASES:
+        if arguments.only in case.name:
+            measure(case.shrunk() if arguments.small else case, arguments.rounds, clock, device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
