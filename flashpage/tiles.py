@@ -170,7 +170,7 @@ def sm90_prefill_tile(
     """
     asks_much = mask is MaskUse.ASKED_MUCH
     if mask is not MaskUse.NONE and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
-        loop = InnerLoop.HEAVY
+        loop = InnerLoop.TRANSFORM if mask is MaskUse.BITS else InnerLoop.HEAVY
     widest, light = max(head_dim_qk, head_dim_vo), loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     groups, stages, columns_per_ns = 2, 2, 21.0  # 128 rows at 690 TFLOP/s, an SM's share
     # Q comes in boxes where a tile holds whole groups of heads: no taller tile takes that away.
@@ -212,7 +212,7 @@ def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, mask: Mask
             if mask in (MaskUse.ASKED, MaskUse.ASKED_MUCH):
                 return 128  # a lane has a function's answers for so many (tile/mask.h, MaskBits)
             if mask is MaskUse.BITS and not (plain and is_whole):
-                return 128  # more of them spill
+                return 144  # more of them spill
             return 160 if is_whole else 144
         return (96 if widest <= 64 else 64) if loads else 96 if widest <= 64 else 80
     if widest <= 192:

@@ -151,8 +151,8 @@ struct TileBits {
         const u32 wanted = of_quad > 0 ? word[half][part] : part + 1 < parts ? word[half][part + 1] : 0;
         const u32 next = __shfl_sync(0xffffffff, wanted, quad + (of_quad + 1) % 4);
         const i32 first = first_token + (part * 4 + of_quad) * 32;
-        mine[part] = MaskBits::clipped(PackedMask::join(word[half][part], next, place), range.begin - first,
-                                       range.end - first);
+        mine[part] =
+            MaskBits::clipped(PackedMask::join(word[half][part], next, place), range.begin - first, range.end - first);
       }
 #pragma unroll
       for (int n = 0; n < token_tiles; n += 4) {

@@ -37,24 +37,13 @@ struct PackedMask {
     const u32 first_byte = static_cast<u32>(reinterpret_cast<u64>(custom_mask) + item.mask_offset);
     return (first_byte * 8 + static_cast<u32>(row) * item.kv_len + first_token) & 31;
   }
+  // Zero behind the request.
+  FP_HOST_DEVICE u32 word(i64 i) const { return i < whole ? words[i] : i == whole ? rest : 0; }
   FP_HOST_DEVICE u32 read_rest() const {
     u32 found = 0;
     for (int i = 0; i < 3; ++i)
       if (i < rest_bytes) found |= reinterpret_cast<const u8*>(words + whole)[i] << 8 * i;
     return found;
-  }
-
-  // Adds what the row sees of `count` tokens, and what not: bits of any places.
-  FP_HOST_DEVICE void look(i32 row, i32 first_token, i32 count, u32& visible, u32& hidden) const {
-    const i64 bit = bit_of(row, first_token);
-    i64 at = bit >> 5;
-    u32 low = count > 0 ? word(at) : 0;
-    for (; count > 0; count -= 32) {
-      const u32 high = word(++at), found = join(low, high, bit), exist = count >= 32 ? ~0u : ~(~0u << count);
-      visible |= found & exist;
-      hidden |= ~found & exist;
-      low = high;
-    }
   }
 
   // From bit `place` of the first word on, counted in words.
@@ -63,7 +52,6 @@ struct PackedMask {
   }
 
  private:
-  FP_HOST_DEVICE u32 word(i64 i) const { return i < whole ? words[i] : i == whole ? rest : 0; }
   FP_HOST_DEVICE i64 bit_of(i32 row, i32 token) const { return first_bit + static_cast<i64>(row) * kv_len + token; }
 };
 
