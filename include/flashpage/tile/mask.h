@@ -117,7 +117,8 @@ struct TileBits {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const i64 first = mask.word_of(lane_row(params, unit, first_row, 0, half, lane).row, first_token) + lane % 4;
-      const i32 whole = static_cast<i32>(min_of<i64>(mask.whole - first, parts * 4));  // of those from the first on
+      // Of those from the first on; one more than are asked for stands for any more.
+      const i32 whole = static_cast<i32>(min_of<i64>(mask.whole - first, parts * 4 + 1));
 #pragma unroll
       for (int part = 0; part < parts; ++part) {
         word[half][part] = 0;
