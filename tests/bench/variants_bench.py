@@ -2,7 +2,8 @@
 
 A row's ratio is the time of its first column over that of its second: 1 means that the variant (the option) is free.
 Both are timed in turns by the clock of gpu.py: decode as a graph's replay, L2 flushed in between. Masks go through the
-prefill wrapper, in decode too. Longer prompts: `options --only RoPE --cases 16k,4x4k,16k-pages,4x4k-pages`.
+prefill wrapper, in decode too. Longer prompts: `options --only RoPE --cases 16k,4x4k,16k-pages,4x4k-pages`; custom
+masks: `options --only "causal as" --cases 16k,4x4k,32x512,4x4k-dim-64,4x4k-dim-256`.
 `--small --device cpu` shows that the program works, nothing else.
 """
 
@@ -34,6 +35,7 @@ MORE_CASES = {  # for --cases
     "16k-pages": Case("prefill, 1 x 16k", 1, 16384, 16384),
     "4x4k-pages": Case("prefill, 4 x 4k", 4, 4096, 4096),
     "4x4k-page-1": Case("prefill, 4 x 4k, page 1", 4, 4096, 4096, page_size=1),
+    "32x512": Case("prefill, ragged 32 x 512", 32, 512, 512, page_size=0),
     "16x1k": Case("prefill, ragged 16 x 1k", 16, 1024, 1024, page_size=0),
     "4x4k-dim-64": Case("prefill, ragged 4 x 4k, dim 64", 4, 4096, 4096, head_dim=64, page_size=0),
     "4x4k-dim-256": Case("prefill, ragged 4 x 4k, dim 256", 4, 4096, 4096, head_dim=256, page_size=0),
@@ -173,6 +175,7 @@ def options(work: Workload) -> list[Row]:
     return [
         *(Row(name, plain, setting) for name, setting in rows.items()),
         Row("custom mask against causal=False", Setting(causal=False, as_prefill=True), masked),
+        Row("causal as a custom mask", Setting(as_prefill=True), masked),
     ]
 
 

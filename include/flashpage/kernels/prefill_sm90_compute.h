@@ -33,6 +33,8 @@ struct PrefillCompute {
   static constexpr bool masks_all =
       masks_all_tiles<Traits> &&
       (!has_mask_tiles<Traits> || (Traits::mask_source == MaskSource::packed_bits && Traits::Variant::has_mask));
+  // That a lane asks for by the tile, ahead of the scores.
+  static constexpr bool has_bits = Traits::mask_source == MaskSource::packed_bits && !Traits::Variant::has_mask;
   using KeyProduct = typename Traits::KeyProduct;
   using ShortKeyProduct = typename Traits::ShortKeyProduct;
   using Probabilities = flashpage::Probabilities<Traits, tokens / 8>;
@@ -145,6 +147,13 @@ struct PrefillCompute {
     if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
     using Rows = typename select_type<keeps_rows<Traits>, TransformedRows<Traits>, NoRows>::type;
     [[maybe_unused]] const Rows rows(scale, params, item, unit, first_row, lane);
+    TileBits<tokens> bits;
+    const auto ask_for_bits = [&] {
+      if constexpr (has_bits) {
+        if (masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end)
+          bits.ask(params, item, unit, first_row, first, lane);
+      }
+    };
     auto look_through = [&](auto& scores) {
       const bool masks =
           masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
@@ -154,8 +163,13 @@ struct PrefillCompute {
       } else if (transforms) {
         transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
       }
-      if (masks) mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
+      if constexpr (has_bits) {
+        if (masks) bits.hide(scores, params, item, unit, first_row, first, lane);
+      } else {
+        if (masks) mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
+      }
     };
+    ask_for_bits();
     look_through(scores);
     Probabilities probabilities;
     Softmax::begin(state, scores, probabilities, softmax_scale);
@@ -169,10 +183,17 @@ struct PrefillCompute {
         take_tile();
         first = tile.first_token;
       }
+      ask_for_bits();
       if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
       if constexpr (Warps::fences_keys && !Warps::by_rows) ptx::fence_before_products();
-      await_turn();
-      issue_scores<Product>(now[0], turn);
+      if constexpr (has_mask_tiles<Traits>) {  // ptxas would find where they lie behind the wait, in the turn
+        const ptx::Matrix query = query_operand(), keys = key_operand(turn);
+        await_turn();
+        issue_scores<Product>(now[0], query, keys);
+      } else {
+        await_turn();
+        issue_scores<Product>(now[0], turn);
+      }
       if constexpr (!Warps::by_rows) await_values(turn - 1, values_there);
       issue_values<tokens>(values[0], probabilities, turn - 1, true);
       values_there = shared.value_ring.is_full(turn);
@@ -254,8 +275,18 @@ struct PrefillCompute {
   // scores = Q K^T of the group's rows and one tile, as much of it as the product takes.
   template <class Product, int token_tiles>
   FP_DEVICE void issue_scores(float (&scores)[token_tiles][4], u32 turn) const {
-    const ptx::Matrix query(ptx::shared_address(query_tile(unit_turn)) + group * 64 * 128, 0);
-    const ptx::Matrix keys(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]), 0);
+    const ptx::Matrix query = query_operand(), keys = key_operand(turn);
+    issue_scores<Product>(scores, query, keys);
+  }
+  FP_DEVICE ptx::Matrix query_operand() const {
+    return ptx::Matrix(ptx::shared_address(query_tile(unit_turn)) + group * 64 * 128, 0);
+  }
+  FP_DEVICE ptx::Matrix key_operand(u32 turn) const {
+    return ptx::Matrix(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]), 0);
+  }
+  template <class Product, int token_tiles>
+  FP_DEVICE void issue_scores(float (&scores)[token_tiles][4], const ptx::Matrix& query,
+                              const ptx::Matrix& keys) const {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Keys::padded_bytes / 32; ++step) {
