@@ -78,7 +78,8 @@ struct PlaceCursor {
   // The first place of the CTA, or the one after `last`. The first item is read whether there is one or not: its load
   // does not wait for the range.
   FP_DEVICE void first(const AttentionParams& params, i32 tile_q, Place& place) {
-    first(params, tile_q, *begin, place);
+    const CtaStart start = *begin;
+    first(params, tile_q, start, place);
   }
   // From what the caller has read of the CTA's start.
   FP_DEVICE void first(const AttentionParams& params, i32 tile_q, const CtaStart& start, Place& place) {
