@@ -130,19 +130,13 @@ def mask_use(mask_source: str, variant: VariantSpec) -> MaskUse:
     return MaskUse.BITS if mask_source == "packed_bits" else MaskUse.NONE
 
 
-# What loads single rows for pairs of CTAs: "split" or "shared" (flashpage/spec.py), or nothing does.
-PAIRED_ROWS = ""
-
-
 def _pairs(spec: KernelSpec) -> bool:
     """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two. Wide heads,
     and narrow ones of 16 bits, gain nothing by it (tests/bench/NOTES.md)."""
     loop = inner_loop(spec.mask_source, spec.position_encoding, spec.variant)
     is_light = spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     widest = max(spec.head_dim_qk, spec.head_dim_vo)
-    gains = spec.loader == "transposed" or (
-        (spec.loader == "boxes" or (spec.loader == "rows" and PAIRED_ROWS != "")) and widest > 64
-    )
+    gains = spec.loader == "transposed" or (spec.loader == "boxes" and widest > 64)
     return is_light and gains and widest <= 192
 
 
@@ -263,7 +257,7 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
             )
             spec = _spec(options, capability, tile, variant, mask_source)
             if takes_pairs(problem, capability, spec):
-                spec = paired(spec)
+                spec = dataclasses.replace(spec, tile=tile.paired())
                 notes += (PAIRS_NOTE,)
             return Choice(spec, cost, capability, notes)
         refused.append(f"{capability.kernel}: {'; '.join(reasons)}")
@@ -275,13 +269,6 @@ PAIRS_NOTE = "two CTAs of a cluster read K and V together, each with half of the
 
 def takes_pairs(problem: Problem, capability: Capability, spec: KernelSpec) -> bool:
     return problem.has_long_contexts and capability.pairs(spec)
-
-
-def paired(spec: KernelSpec) -> KernelSpec:
-    """For two CTAs of a cluster."""
-    assert spec.tile is not None
-    loader = PAIRED_ROWS if spec.loader == "rows" else spec.loader
-    return dataclasses.replace(spec, tile=spec.tile.paired(), loader=loader)
 
 
 def offline(problem: Problem, device_type: str) -> Capability:

@@ -27,8 +27,6 @@ def are_whole(page_size: int, *row_bytes: int) -> bool:
 
 def loader_tokens(loader: str, page_size: int, tile_kv: int, *row_bytes: int) -> int:
     """Tokens of a box where the kernel's loader takes boxes of such a cache, else 0."""
-    if loader in ("split", "shared"):
-        return 1
     if loader in ("boxes", "transposed"):
         return min(box_tokens(page_size, tile_kv), LARGEST_BOX)
     if loader == "converted" and are_whole(page_size, *row_bytes):

@@ -217,7 +217,7 @@ def plan_lengths(
     if tile is not None:
         spec = dataclasses.replace(spec, tile=tile)
     elif backends.takes_pairs(problem, capability, spec):
-        spec = backends.paired(spec)
+        spec = dataclasses.replace(spec, tile=table_tile.paired())
     choice = backends.Choice(spec, cost or table_cost, capability, ())
     schedule = backends.schedule(choice, options, num_ctas // spec.ctas, clusters)
     result, data = _plan_arrays(options, schedule, rows, list(kv_lens))

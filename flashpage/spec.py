@@ -82,9 +82,7 @@ class KernelSpec:
     position_encoding: str = "none"  # none | rope
     tile: Tile | None = None
     variant: VariantSpec = VariantSpec()
-    # boxes (K and V by tensor maps) | rows | converted, transposed (fp8) | of rows, by pairs of CTAs: split (V in boxes
-    # of one token), shared (and each of K's rows loaded by one of the two); empty: the kernel has one
-    loader: str = ""
+    loader: str = ""  # boxes (K and V by tensor maps) | rows | converted, transposed (fp8); empty: the kernel has one
     trace: bool = False  # clock stamps go to AttentionParams::trace
 
     @property

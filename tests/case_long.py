@@ -48,7 +48,7 @@ def fp8_rows() -> list[Case]:
 
 
 def small_page_rows() -> list[Case]:
-    """Pages that boxes would be too small for: by single CTAs, or as backends.PAIRED_ROWS says."""
+    """Pages that boxes would be too small for: by single CTAs, row by row."""
     return [
         prefill("long-page-1", "single rows", *LENGTHS, **PAGE_1),
         prefill("long-page-1-full", "nothing is hidden but the end", *LENGTHS, **{**PAGE_1, "causal": False}),

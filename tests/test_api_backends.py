@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashpage
-from flashpage import backends, boxes, host, tiles
+from flashpage import backends, host, tiles
 from flashpage.backends import CAPABILITIES, DECODE_SM90, PREFILL_SM90
 from flashpage.dtypes import DType
 from flashpage.prepare import mask_tiles_spec
@@ -241,17 +241,6 @@ def test_long_contexts_are_read_by_pairs(
     assert (choice.spec.ctas, backends.PAIRS_NOTE in choice.reasons) == ((2, True) if has_pairs else (1, False))
     assert not has_pairs or choice.spec.tile == single.spec.tile.paired()
     assert choice.cost == single.cost
-
-
-@pytest.mark.parametrize("loader", ["split", "shared"])
-def test_single_rows_are_for_pairs_where_that_is_asked(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
-    monkeypatch.setattr(backends, "PAIRED_ROWS", loader)
-    given = problem(4096, page_size=1, head_dim_qk=128, head_dim_vo=128)
-    single = backends.choose(given, torch.device("cuda:0"))
-    choice = backends.choose(dataclasses.replace(given, has_long_contexts=True), torch.device("cuda:0"))
-    assert (single.spec.loader, single.spec.ctas, choice.spec.loader, choice.spec.ctas) == ("rows", 1, loader, 2)
-    assert boxes.loader_tokens(choice.spec.loader, 1, 160, 256) == 1
 
 
 SPLITS = (SPLIT_BALANCED, SPLIT_NEVER, 256)

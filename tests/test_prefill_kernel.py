@@ -84,23 +84,6 @@ CASES += [
     prefill("host-rows-mask-dim-16", "lanes without rows", (40,), (300,), **{**MASK, "head_dim": 16, "page_size": 3}),
 ]
 
-# As pairs of CTAs load pages like these, but alone.
-SPLIT: dict[str, Any] = {**BF16, "page_size": 1}
-SPLIT_CASES = [
-    prefill("host-split", "rows of K, V in boxes of a token", (70, 33, 0), (500, 33, 9), **SPLIT),
-    prefill(
-        "host-split-page-5", "not causal, one row", (40, 1), (450, 100), **{**SPLIT, "page_size": 5, "causal": False}
-    ),
-    prefill("host-split-window", "hidden NaN", (60,), (850,), window_left=150, hidden_nan=True, **SPLIT),
-    prefill("host-split-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **{**SPLIT, "page_size": 2}),
-    prefill("host-split-group-5", "rows of q too", (60, 30), (400, 30), **{**SPLIT, "num_q_heads": 10}),
-    prefill("host-split-hnd", "heads apart", (64, 128), (200, 330), kv_layout="HND", **{**SPLIT, "page_size": 12}),
-    prefill("host-split-dim-96", "warps of 24 rows, the last of 8", (40, 70), (300, 90), **{**SPLIT, "head_dim": 96}),
-    prefill("host-split-192-128", "32 and 16 rows", (40,), (250,), head_dim_vo=128, **{**SPLIT, "head_dim": 192}),
-    prefill("host-split-sinks", "sinks", (130, 9), (700, 64), sinks=True, **SPLIT),
-]
-CASES += SPLIT_CASES
-
 ASKED: dict[str, Any] = {**BF16, "causal": False, "variant": "documents"}
 HEADS: dict[str, Any] = {**ASKED, "variant": "head_windows"}
 NOTHING: dict[str, Any] = {**ASKED, "variant": "rows_that_see_nothing"}
@@ -197,7 +180,7 @@ def loader_of(case: Case) -> str:
     """As flashpage/backends.py chooses."""
     is_whole = case.entry == "ragged" or case.page_size % 8 == 0
     if not case.kv_type.startswith("float8"):
-        return "boxes" if is_whole else "split" if case in SPLIT_CASES else "rows"
+        return "boxes" if is_whole else "rows"
     return "transposed" if case.q_dtype == case.kv_type and is_whole else "converted"
 
 

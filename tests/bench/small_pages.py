@@ -1,7 +1,7 @@
-"""Prefill over pages of one token: microseconds of what loads them, all in turns in one run.
+"""Prefill over small pages: microseconds of loading them row by row and of what that is to be compared with, all in
+turns in one run.
 
-`rows`: single CTAs; `split`, `shared`: pairs of CTAs (flashpage/spec.py, loader); `gathered`: K and V copied to ragged
-ones by torch, then ragged (`ragged`: the same without the copy).
+`gathered`: K and V of pages of one token copied to ragged ones by torch, then ragged (`ragged`: without the copy).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from peers import Batch
 from workloads import Case
 
 import flashpage
-from flashpage import backends
 
 CASES = (
     Case("4 x 4k", 4, 4096, 4096, page_size=1),
@@ -28,24 +27,19 @@ CASES = (
     Case("page 5, 4 x 4k", 4, 4096, 4096, page_size=5),
     Case("page 4, 4 x 4k", 4, 4096, 4096, page_size=4),
 )
-LOADERS = {"rows": "", "split": "split", "shared": "shared"}
+COLUMNS = ("rows", "gathered", "ragged")
 Run = Callable[[], torch.Tensor]
 
 
-def paged(batch: Batch, loader: str) -> tuple[Run, str]:
-    """A run, and its kernel."""
+def paged(batch: Batch) -> Run:
     case, table = batch.case, batch.table
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device=batch.device)
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace)
-    backends.PAIRED_ROWS = loader
-    try:
-        heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
-        indices = (batch.q_indptr, table.indptr, table.indices, table.last_page_len)
-        wrapper.plan(*indices, *heads, causal=case.causal, q_data_type=batch.q.dtype, kv_data_type=case.kv_dtype)
-    finally:
-        backends.PAIRED_ROWS = ""
+    heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    indices = (batch.q_indptr, table.indptr, table.indices, table.last_page_len)
+    wrapper.plan(*indices, *heads, causal=case.causal, q_data_type=batch.q.dtype, kv_data_type=case.kv_dtype)
     out = torch.empty_like(batch.q)
-    return lambda: wrapper.run(batch.q, batch.cache, out=out), wrapper.last_plan.spec.name
+    return lambda: wrapper.run(batch.q, batch.cache, out=out)
 
 
 def ragged(batch: Batch, *, gathers: bool) -> Run:
@@ -74,10 +68,7 @@ def ragged(batch: Batch, *, gathers: bool) -> Run:
 def measure(case: Case, rounds: int, clock: GpuClock | HostClock, device: torch.device) -> None:
     torch.manual_seed(0)
     batch = Batch(case, device)
-    runs: dict[str, Run] = {}
-    for name, loader in LOADERS.items():
-        runs[name], kernel = paged(batch, loader)
-        print(f"{case.name}, {name}: {kernel}", file=sys.stderr)
+    runs: dict[str, Run] = {"rows": paged(batch)}
     if case.page_size == 1:
         runs |= {"gathered": ragged(batch, gathers=True), "ragged": ragged(batch, gathers=False)}
     for name, run in runs.items():
@@ -103,8 +94,8 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)
-    print("| case, us: median of rounds (least) | " + " | ".join([*LOADERS, "gathered", "ragged"]) + " |")
-    print("| --- " * (len(LOADERS) + 3) + "|")
+    print("| case, us: median of rounds (least) | " + " | ".join(COLUMNS) + " |")
+    print("| --- " * (len(COLUMNS) + 1) + "|")
     for case in CASES:
         if arguments.only in case.name:
             measure(case.shrunk() if arguments.small else case, arguments.rounds, clock, device)

@@ -62,8 +62,7 @@ enum class PositionEncoding { none, rope };
 // Of K and V in shared memory: tile/shared_rows.h, tile/block_rows.h; K alone: tile/piece_rows.h.
 enum class RowsLayout { pitched, blocks, pieces };
 // Who brings K and V: the copy engine box by box, threads row by row, threads that change elements on the way, or the
-// copy engine and threads that turn V around. Split and shared: threads row by row K, the copy engine V in boxes of a
-// token; of a pair of CTAs each brings half of V to both, and where they are shared half of K's rows too.
-enum class Loader { boxes, rows, converted, transposed, split, shared };
+// copy engine and threads that turn V around.
+enum class Loader { boxes, rows, converted, transposed };
 
 }  // namespace flashpage

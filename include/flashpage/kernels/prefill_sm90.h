@@ -7,7 +7,6 @@
 #include "flashpage/kernels/prefill_sm90_convert.h"
 #include "flashpage/kernels/prefill_sm90_fp8_compute.h"
 #include "flashpage/kernels/prefill_sm90_load.h"
-#include "flashpage/kernels/prefill_sm90_split.h"
 #include "flashpage/kernels/prefill_sm90_turn.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/registers.h"
@@ -19,8 +18,7 @@ struct PrefillSm90 {
   using Shared = PrefillShared<Traits>;
   using Warps = PrefillWarps<Traits>;
   using Compute = typename select_type<Warps::transposes, PrefillFp8Compute<Traits>, PrefillCompute<Traits>>::type;
-  using Same = typename select_type<Warps::splits, PrefillSplit<Traits>, PrefillLoad<Traits>>::type;
-  using Plain = typename select_type<Warps::converts, PrefillConvert<Traits>, Same>::type;
+  using Plain = typename select_type<Warps::converts, PrefillConvert<Traits>, PrefillLoad<Traits>>::type;
   using Load = typename select_type<Warps::rotates, PrefillTurn<Traits>, Plain>::type;
   static constexpr int threads = Warps::threads;
   static constexpr int shared_bytes = sizeof(Shared);
@@ -36,7 +34,6 @@ struct PrefillSm90 {
         ptx::prefetch_tensor_map(maps.k);
         ptx::prefetch_tensor_map(maps.v);
       }
-      if (Warps::splits) ptx::prefetch_tensor_map(maps.v);
       if (params.query_box_rows > 0) ptx::prefetch_tensor_map(maps.q);
       if (Shared::leaves_by_boxes && params.out_box_rows > 0) ptx::prefetch_tensor_map(maps.out);
     }
@@ -62,7 +59,7 @@ struct PrefillSm90 {
  private:
   // By one thread.
   FP_DEVICE static void init_barriers(Shared& shared) {
-    shared.key_ring.init(Warps::key_arrivals, Warps::computing * Warps::key_ctas);
+    shared.key_ring.init(Warps::key_arrivals, Warps::computing * Traits::ctas);
     shared.value_ring.init(Warps::value_arrivals, Warps::computing * (Warps::transposes ? 1 : Traits::ctas));
     shared.place_ring.init(1, Warps::place_readers);
     shared.query_ring.init(Warps::query_arrivals, Warps::computing);

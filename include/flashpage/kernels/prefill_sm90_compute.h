@@ -99,7 +99,7 @@ struct PrefillCompute {
     shared.query_ring.wait_full(unit_turn);
     shared.key_ring.wait_full(turn);
     take_tile();
-    if (!Warps::rotates && (Warps::fences_keys || (!Warps::converts && params.query_box_rows == 0)))
+    if (!Warps::rotates && (Warps::by_rows || (!Warps::converts && params.query_box_rows == 0)))
       ptx::fence_before_products();
   }
   FP_DEVICE void first_scores(float (&scores)[tokens / 8][4]) {
@@ -112,7 +112,7 @@ struct PrefillCompute {
   FP_DEVICE void finish_first_scores(float (&scores)[tokens / 8][4]) const {
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(scores);
-    if (!tiled_place().place.done) release_keys(turn);
+    if (!tiled_place().place.done) release_tile(shared.key_ring, turn);
   }
 
   // Rows, and the keys before them, came by cp.async.
@@ -147,16 +147,15 @@ struct PrefillCompute {
     if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
     using Rows = typename select_type<keeps_rows<Traits>, TransformedRows<Traits>, NoRows>::type;
     [[maybe_unused]] const Rows rows(scale, params, item, unit, first_row, lane);
+    const auto is_masked = [&] {
+      return masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
+    };
     TileBits<tokens> bits;
     const auto ask_for_bits = [&] {
-      if constexpr (has_bits) {
-        if (masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end)
-          bits.ask(params, item, unit, first_row, first, lane);
-      }
+      if (has_bits && is_masked()) bits.ask(params, item, unit, first_row, first, lane);
     };
     auto look_through = [&](auto& scores) {
-      const bool masks =
-          masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
+      const bool masks = is_masked();
       if (!(transforms || masks)) return;
       if constexpr (keeps_rows<Traits>) {
         transform_by_logit<Traits>(scores, args, item, first, lane, [&](int, int half) { return rows.row[half]; });
@@ -185,15 +184,8 @@ struct PrefillCompute {
       }
       ask_for_bits();
       if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
-      if constexpr (Warps::fences_keys && !Warps::by_rows) ptx::fence_before_products();
-      if constexpr (has_mask_tiles<Traits>) {  // ptxas would find where they lie behind the wait, in the turn
-        const ptx::Matrix query = query_operand(), keys = key_operand(turn);
-        await_turn();
-        issue_scores<Product>(now[0], query, keys);
-      } else {
-        await_turn();
-        issue_scores<Product>(now[0], turn);
-      }
+      await_turn();
+      issue_scores<Product>(now[0], turn);
       if constexpr (!Warps::by_rows) await_values(turn - 1, values_there);
       issue_values<tokens>(values[0], probabilities, turn - 1, true);
       values_there = shared.value_ring.is_full(turn);
@@ -202,7 +194,7 @@ struct PrefillCompute {
       ptx::wgmma_wait<0>();
       ptx::wgmma_settle(now[0]);
       ptx::wgmma_settle(values[0]);
-      release_keys(turn);
+      release_tile(shared.key_ring, turn);
       release_tile(shared.value_ring, turn - 1);
       look_through(now);
       if (Softmax::run(state, now, probabilities, softmax_scale, factor)) state.rescale(values, factor);
@@ -264,9 +256,6 @@ struct PrefillCompute {
   FP_DEVICE void release_tile(const Ring& ring, u32 turn) const {
     flashpage::release_tile<Traits>(ring, turn, lane);
   }
-  FP_DEVICE void release_keys(u32 turn) const {
-    flashpage::release_tile<Traits, Warps::key_ctas>(shared.key_ring, turn, lane);
-  }
   template <class Ring>
   FP_DEVICE void release(const Ring& ring, u32 turn) const {
     if (lane == 0) ring.release(turn);
@@ -275,18 +264,8 @@ struct PrefillCompute {
   // scores = Q K^T of the group's rows and one tile, as much of it as the product takes.
   template <class Product, int token_tiles>
   FP_DEVICE void issue_scores(float (&scores)[token_tiles][4], u32 turn) const {
-    const ptx::Matrix query = query_operand(), keys = key_operand(turn);
-    issue_scores<Product>(scores, query, keys);
-  }
-  FP_DEVICE ptx::Matrix query_operand() const {
-    return ptx::Matrix(ptx::shared_address(query_tile(unit_turn)) + group * 64 * 128, 0);
-  }
-  FP_DEVICE ptx::Matrix key_operand(u32 turn) const {
-    return ptx::Matrix(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]), 0);
-  }
-  template <class Product, int token_tiles>
-  FP_DEVICE void issue_scores(float (&scores)[token_tiles][4], const ptx::Matrix& query,
-                              const ptx::Matrix& keys) const {
+    const ptx::Matrix query(ptx::shared_address(query_tile(unit_turn)) + group * 64 * 128, 0);
+    const ptx::Matrix keys(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]), 0);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Keys::padded_bytes / 32; ++step) {

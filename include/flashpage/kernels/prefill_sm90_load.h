@@ -190,10 +190,9 @@ struct PrefillLoad {
   template <class Tiles, class Slots, class Ring>
   FP_DEVICE void load_tile(const Tiles& tiles, typename Tiles::Source& source, const Turns& turns, Slots& slots,
                            const Ring& ring, u32 turn) const {
-    if constexpr (Tiles::tells_once) tiles.look_ahead(source, turns.next());
+    tiles.look_ahead(source, turns.next());
     tiles.load(source, turns.now(), ptx::shared_address(slots[ring.slot(turn)]));
     ptx::mbarrier_arrive_after_copies(ring.full_barrier(turn));
-    if constexpr (!Tiles::tells_once) tiles.look_ahead(source, turns.next());
   }
 
   FP_DEVICE void release_place(u32 unit_turn) const {

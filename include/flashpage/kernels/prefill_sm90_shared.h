@@ -4,7 +4,6 @@
 #include "flashpage/tile/row_tiles.h"
 #include "flashpage/tile/shape.h"
 #include "flashpage/tile/slot_ring.h"
-#include "flashpage/tile/token_boxes.h"
 #include "flashpage/tile/transposed_values.h"
 #include "flashpage/tile/turned_rows.h"
 #include "flashpage/tile/unit.h"
@@ -13,13 +12,13 @@
 
 namespace flashpage {
 
-// By a warp that has read a tile: to who loads it, in all of `ctas` of a cluster, which load it together.
-template <class Traits, int ctas = Traits::ctas, class Ring>
+// By a warp that has read a tile: to who loads it, in all CTAs of a cluster, which load it together.
+template <class Traits, class Ring>
 FP_DEVICE void release_tile(const Ring& ring, u32 turn, int lane) {
-  if constexpr (ctas == 1) {
+  if constexpr (Traits::ctas == 1) {
     if (lane == 0) ring.release(turn);
   } else {
-    if (lane < ctas) ring.release_to(turn, lane);
+    if (lane < Traits::ctas) ring.release_to(turn, lane);
   }
 }
 
@@ -29,26 +28,18 @@ struct PrefillWarps {
   static constexpr bool converts = Traits::loader == Loader::converted;
   static constexpr bool transposes = Traits::loader == Loader::transposed;
   static constexpr bool by_boxes = Traits::loader == Loader::boxes || transposes;
-  static constexpr bool splits = Traits::loader == Loader::split || Traits::loader == Loader::shared;
-  static constexpr bool shares_keys = Traits::loader == Loader::shared;
   static constexpr bool rotates = Shape<Traits>::rotate;  // Q and K, where they lie
   static_assert(!rotates || Traits::loader == Loader::boxes || by_rows);
-  // Computing warps tell the tensor cores of keys that came by cp.async, where no loading warp has done it.
-  static constexpr bool fences_keys = by_rows || Traits::loader == Loader::split;
   static constexpr int loading = 4;  // a warpgroup: registers are given by warpgroups
   static constexpr int computing = Traits::warps_q;
   static constexpr int groups = computing / 4;  // warpgroups of 64 rows
   static constexpr int threads = 32 * (loading + computing);
-  static_assert(Traits::ctas == 1 ? !shares_keys : Traits::ctas == 2 && (by_boxes || splits));
-  static constexpr int key_ctas = Traits::loader == Loader::split ? 1 : Traits::ctas;  // that load a tile of K together
-  static constexpr int row_warps = 2;                                                  // that load K, or V, by rows
+  static_assert(Traits::ctas == 1 || (Traits::ctas == 2 && by_boxes));
+  static constexpr int row_warps = 2;    // that load K, or V, by rows
   static constexpr int transposing = 2;  // that transpose V, where they do
   static constexpr int tile_arrivals = by_rows ? 32 * row_warps : converts ? loading : 1;  // at a tile of K or V
   static constexpr int value_arrivals = transposes ? transposing : tile_arrivals;
-  static constexpr int split_arrivals = shares_keys ? loading : 32 * loading;  // at one of K, where they are split
-  static constexpr int key_arrivals = rotates  ? loading
-                                      : splits ? split_arrivals
-                                               : tile_arrivals + (by_rows && has_mask_tiles<Traits> ? 1 : 0);
+  static constexpr int key_arrivals = rotates ? loading : tile_arrivals + (by_rows && has_mask_tiles<Traits> ? 1 : 0);
   static constexpr int query_arrivals = converts || rotates ? loading : 32;
   static constexpr int place_readers =  // those that load too
       computing + (Traits::loader == Loader::boxes && !rotates ? 3 : 4);
@@ -119,17 +110,6 @@ struct PrefillRowTables<Traits, true> {
   typename RowTiles<Traits, typename Shape<Traits>::ValueRows, Traits::tile_kv, warps>::Table values[warps];
 };
 
-template <class Traits>
-struct PrefillSplitTables {
-  using S = Shape<Traits>;
-  using Warps = PrefillWarps<Traits>;
-  static constexpr int warps = Warps::loading;
-  using Keys = RowTiles<Traits, typename S::KeyRows, Traits::tile_kv, warps, Warps::shares_keys ? Traits::ctas : 1>;
-  using Values = TokenBoxes<Traits, typename S::ValueRows, Traits::tile_kv, warps>;
-  typename Keys::Table keys[warps];
-  typename Values::Table values[warps];
-};
-
 // What Q and K are turned by, and barriers of those that have come but are not turned; nothing where none are.
 template <class Traits, int key_stages, int queries, bool rotates>
 struct PrefillTurning {
@@ -166,13 +146,8 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   static constexpr int ring_bytes = key_stages * Keys::tile_bytes + stages * Values::tile_bytes;
   static constexpr int most_bytes = 232448;  // of a CTA on Hopper
   static constexpr int places_ahead = 4;     // units that are known, of the one that is computed on
-  using RowTables =
-      typename select_type<Warps::splits, PrefillSplitTables<Traits>, PrefillRowTables<Traits, Warps::by_rows>>::type;
-  static constexpr bool has_tables = Warps::by_rows || Warps::splits;
-  // Beside barriers and places, at most. Loading warps that look at masks have no registers for Q of two units.
-  static constexpr int tables_bytes =
-      !has_tables ? 2048 : sizeof(RowTables) + (Warps::rotates || has_mask_tiles<Traits> ? 2048 : 1024);
-  static constexpr int other_bytes = PrefillShared::beside_bytes + tables_bytes;
+  using RowTables = PrefillRowTables<Traits, Warps::by_rows>;
+  static constexpr int other_bytes = PrefillShared::beside_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 2048;
   static constexpr int queries = 2 * query_bytes + ring_bytes + other_bytes <= most_bytes ? 2 : 1;  // whose Q is there
   // One Q alone is wanted at once where output is; fp8's output lies among sums; who turns Q has enough to do.
   static constexpr bool leaves_by_boxes = queries > 1 && !Warps::converts && !Warps::transposes && !Warps::rotates;

@@ -176,7 +176,6 @@ struct PrefillTurn : PrefillLoad<Traits> {
                            u32 turn, u32 barrier) const {
     const u32 to = ptx::shared_address(slots[ring.slot(turn)]);
     if constexpr (by_rows) {
-      static_assert(Tiles::tells_once);
       tiles.find(source);
       ring.wait_empty(turn);
       tiles.look_ahead(source, tile + 1);

@@ -1,7 +1,6 @@
 // K or V of a unit by cp.async, tile by tile, as some warps: pages of any size, where boxes would be too small.
 #pragma once
 #include "flashpage/params.h"
-#include "flashpage/ptx/cluster.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/unit.h"
@@ -9,18 +8,16 @@
 
 namespace flashpage {
 
-// The interface of BoxTiles. Each warp takes its share of a tile's rows, side by side. A lane looks up where some of
-// them lie, and tells the others through shared memory: two rows in one load, where shuffles would take four
-// instructions. `To`: BlockRows of a tile. `parts`: CTAs of a cluster that load a part of its rows each.
-template <class Traits, class To, int tokens, int warps, int parts = 1>
+// The interface of BoxTiles. Each warp takes its share of a tile's rows, side by side. A lane looks up where one or two
+// of them lie, and tells the others through shared memory: two rows in one load, where shuffles would take four
+// instructions. `To`: BlockRows of a tile.
+template <class Traits, class To, int tokens, int warps>
 struct RowTiles {
   using Cache = typename Traits::Cache;
-  static constexpr int part_rows = tokens / parts;
-  static constexpr int warp_rows = round_up(ceil_div(part_rows, warps), 8);  // the last warp may have fewer
-  static constexpr bool is_even = warp_rows * warps == part_rows;
+  static constexpr int warp_rows = tokens / warps;
   static constexpr int groups = ceil_div(warp_rows, 32);  // of rows that the lanes look up at once
 
-  static_assert(part_rows % 8 == 0 && Traits::kv_source == KvSource::paged);  // ragged K and V are boxes
+  static_assert(warp_rows % 8 == 0 && Traits::kv_source == KvSource::paged);  // ragged K and V are boxes
 
   // Lanes side by side copy 16 bytes each of a row's first 128, then of the next 128: one address serves them all. A
   // lane copies from two neighbouring rows, then from those that lie `rows_a_pair` further on.
@@ -28,16 +25,12 @@ struct RowTiles {
   static constexpr int row_lanes = min_of(8, power_of_two_from(chunks));
   static constexpr int rows_a_pair = 2 * 32 / row_lanes;
   static constexpr int pairs = ceil_div(warp_rows, rows_a_pair);
-  static constexpr int most_at_once =
-      has_mask_tiles<Traits> || warps > 2 ? 2 : 3;  // pairs whose sources are in registers
+  static constexpr int most_at_once = has_mask_tiles<Traits> ? 2 : 4;  // pairs whose sources are in registers
+  static constexpr int batch = ceil_div(pairs, ceil_div(pairs, most_at_once));
 
-  // Where a warp's rows of a tile lie: the first ones, then the rest, so that Q of two units has room beside. Warps
-  // that look at masks have no registers for that.
-  static constexpr bool tells_once = groups <= 2 || has_mask_tiles<Traits>;
-  static constexpr int told_groups = tells_once ? groups : 2, told_pairs = told_groups * 32 / rows_a_pair;
-  static_assert(told_groups * 32 % rows_a_pair == 0 && groups <= 2 * told_groups);
+  // Where a warp's rows of a tile lie.
   struct alignas(16) Table {
-    u64 rows[min_of(pairs, told_pairs) * rows_a_pair];
+    u64 rows[pairs * rows_a_pair];
   };
 
   // Where a row is: its page, which is looked up, and its place in it.
@@ -84,11 +77,11 @@ struct RowTiles {
             unit.kv_end,
             covered.tiles,
             thread % 32,
-            first_row_of(warp),
+            warp * warp_rows,
             ptx::shared_address(tables) + warp * static_cast<u32>(sizeof(Table)),
             {}};
   }
-  // The first look-ups begin. Those of a tile must wait until the tile before is loaded, unless it `tells_once`.
+  // The first look-ups begin.
   FP_DEVICE void look_ahead(Source& source, int tile, int) const { look_ahead(source, tile); }
   // Those of a tile, in the registers of those before: a move would wait for them.
   FP_DEVICE void look_ahead(Source& source, int tile) const {
@@ -101,13 +94,19 @@ struct RowTiles {
       if (is_mine(source, group) && token < source.kv_end) found.page = __ldg(source.pages + page);
     }
   }
-  // They end, and the warp knows the first rows.
-  FP_DEVICE void find(const Source& source) const { tell<0>(source); }
-
-  // Of a tile, the warp's.
-  FP_DEVICE static int num_rows(const Source& source) {
-    if constexpr (is_even) return warp_rows;
-    return min_of(warp_rows, part_rows - source.first_row % part_rows);
+  // They end, and the warp knows them.
+  FP_DEVICE void find(const Source& source) const {
+    __syncwarp();  // who reads the table has read it
+#pragma unroll
+    for (int group = 0; group < groups; ++group) {
+      const Found& found = source.found[group];
+      const u64 row = reinterpret_cast<u64>(source.head) +
+                      (found.page * view.page_stride + found.row * view.token_stride) * sizeof(Cache);
+      if (is_mine(source, group))
+        ptx::store_shared(source.table + (group * 32 + source.lane) * 8, static_cast<u32>(row),
+                          static_cast<u32>(row >> 32));
+    }
+    __syncwarp();
   }
 
   // The tile in turn, whose rows have been found. What the unit does not see becomes zero.
@@ -122,59 +121,28 @@ struct RowTiles {
   }
 
  private:
-  // Of the tile, the warp's.
-  FP_DEVICE static int first_row_of(int warp) {
-    if constexpr (parts == 1) return warp * warp_rows;
-    return static_cast<int>(ptx::cluster_rank()) * part_rows + warp * warp_rows;
-  }
   FP_DEVICE static bool is_mine(const Source& source, int group) {
     return group * 32 + 32 <= warp_rows || group * 32 + source.lane < warp_rows;
-  }
-
-  // From `first` on, as many groups as the table has room for.
-  template <int first>
-  FP_DEVICE void tell(const Source& source) const {
-    __syncwarp();  // who reads the table has read it
-#pragma unroll
-    for (int group = first; group < min_of(groups, first + told_groups); ++group) {
-      const Found& found = source.found[group];
-      const u64 row = reinterpret_cast<u64>(source.head) +
-                      (found.page * view.page_stride + found.row * view.token_stride) * sizeof(Cache);
-      if (is_mine(source, group))
-        ptx::store_shared(source.table + ((group - first) * 32 + source.lane) * 8, static_cast<u32>(row),
-                          static_cast<u32>(row >> 32));
-    }
-    __syncwarp();
   }
 
   // `all`: no row is hidden.
   template <bool all>
   FP_DEVICE void copy(const Source& source, u32 to, i32 hidden, i32 count) const {
-    copy_pairs<all, 0, min_of(pairs, told_pairs)>(source, to, hidden, count);
-    if constexpr (!tells_once) {
-      tell<told_groups>(source);
-      copy_pairs<all, told_pairs, pairs>(source, to, hidden, count);
-    }
-  }
-  // Those of the table: from pair `first` to `end`.
-  template <bool all, int first, int end>
-  FP_DEVICE void copy_pairs(const Source& source, u32 to, i32 hidden, i32 count) const {
-    constexpr int told = end - first, batch = ceil_div(told, ceil_div(told, most_at_once));
     const int chunk = source.lane % row_lanes, lane_row = source.lane / row_lanes * 2;
     const u32 lane_to = to + To::chunk_offset(lane_row, chunk), lane_from = source.table + lane_row * 8;
-#pragma unroll(all ? told : 1)
-    for (int begin = 0; begin < told; begin += batch) {
+#pragma unroll(all ? pairs : 1)
+    for (int begin = 0; begin < pairs; begin += batch) {
       // Sources first: ptxas lets a cp.async wait for the accesses to shared memory before it.
       u32 from[batch][4];
 #pragma unroll
       for (int i = 0; i < batch; ++i)
-        if (told % batch == 0 || begin + i < told) ptx::load_shared(from[i], lane_from + (begin + i) * rows_a_pair * 8);
+        if (pairs % batch == 0 || begin + i < pairs)
+          ptx::load_shared(from[i], lane_from + (begin + i) * rows_a_pair * 8);
 #pragma unroll
       for (int i = 0; i < batch * 2; ++i) {
-        const int before = (first + begin + i / 2) * rows_a_pair + i % 2, row = before + lane_row;
-        if (told % batch != 0 && begin + i / 2 >= told) break;
-        if (end * rows_a_pair > warp_rows && row >= warp_rows) continue;
-        if (!is_even && row >= num_rows(source)) continue;
+        const int before = (begin + i / 2) * rows_a_pair + i % 2, row = before + lane_row;
+        if (pairs % batch != 0 && begin + i / 2 >= pairs) break;
+        if (pairs * rows_a_pair > warp_rows && row >= warp_rows) continue;
         const u32* words = from[i / 2] + i % 2 * 2;
         const u64 begin_of_row = static_cast<u64>(words[1]) << 32 | words[0];
         copy_row((lane_to ^ (before & 7) * 16) + before * 128, reinterpret_cast<const u8*>(begin_of_row) + chunk * 16,
