@@ -147,15 +147,16 @@ struct PrefillCompute {
     if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
     using Rows = typename select_type<keeps_rows<Traits>, TransformedRows<Traits>, NoRows>::type;
     [[maybe_unused]] const Rows rows(scale, params, item, unit, first_row, lane);
-    const auto is_masked = [&] {
-      return masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
-    };
     TileBits<tokens> bits;
     const auto ask_for_bits = [&] {
-      if (has_bits && is_masked()) bits.ask(params, item, unit, first_row, first, lane);
+      if constexpr (has_bits) {
+        if (masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end)
+          bits.ask(params, item, unit, first_row, first, lane);
+      }
     };
     auto look_through = [&](auto& scores) {
-      const bool masks = is_masked();
+      const bool masks =
+          masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
       if (!(transforms || masks)) return;
       if constexpr (keeps_rows<Traits>) {
         transform_by_logit<Traits>(scores, args, item, first, lane, [&](int, int half) { return rows.row[half]; });
