@@ -165,13 +165,12 @@ def sm90_prefill_tile(
 
     As many tokens as registers have room for (scores and accumulators of a row side by side) and shared memory for;
     where the loading warps convert K and V, or transpose V, the stored ones are there too. Masks, which are looked at
-    in few tiles, leave that room up to 192 columns, and bits most of it beyond, but for functions that are asked much.
-    Where loading warps turn keys (`rotates`), those have a stage more than values.
+    in few tiles, leave that room up to 192 columns, but for functions that are asked much. Where loading warps turn
+    keys (`rotates`), those have a stage more than values.
     """
     asks_much = mask is MaskUse.ASKED_MUCH
     if mask is not MaskUse.NONE and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
-        is_light = mask is MaskUse.BITS and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
-        loop = InnerLoop.TRANSFORM if is_light else InnerLoop.HEAVY
+        loop = InnerLoop.HEAVY
     widest, light = max(head_dim_qk, head_dim_vo), loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     groups, stages, columns_per_ns = 2, 2, 21.0  # 128 rows at 690 TFLOP/s, an SM's share
     # Q comes in boxes where a tile holds whole groups of heads: no taller tile takes that away.

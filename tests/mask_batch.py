@@ -14,7 +14,6 @@ from flashpage import host
 
 GUARD = 2**64 - 1
 TOKENS = (48, 80, 128)  # of a tile
-TOKENS_OF_BITS = (*TOKENS, 160)
 KINDS = ("causal", "blocks", "islands", "random", "sparse", "nothing", "everything")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mask_batch import KINDS, TOKENS_OF_BITS, Masked, mask_of
+from mask_batch import KINDS, TOKENS, Masked, mask_of
 from native_build import mask_tiles as native
 from planner_batches import RUNS, Batch, Cutting
 
@@ -40,7 +40,7 @@ def masked_batches(draw: st.DrawFn) -> Masked:
         num_ctas=draw(st.sampled_from((1, 5, 132, 600))),
         walk=RUNS,
         tile_q=draw(st.sampled_from((64, 128))),
-        tile_kv=draw(st.sampled_from(TOKENS_OF_BITS)),
+        tile_kv=draw(st.sampled_from(TOKENS)),
         wave_tokens=draw(st.sampled_from((0, 500))),
         fixed_piece_tokens=draw(st.sampled_from((0, 0, -1, 3840))),
     )
@@ -101,7 +101,7 @@ def test_visible_tiles_are_visited(sizes: tuple[int, int, int], density: float, 
     assert [bool(v.is_last) for v in visited[:found]] == [False] * (len(expected) - 1) + [True]
 
 
-@pytest.mark.parametrize("tokens", TOKENS_OF_BITS)
+@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("window_left", [-1, 30])
 @pytest.mark.parametrize("group", [1, 3])
 def test_bits_of_a_mixed_tile(tokens: int, window_left: int, group: int) -> None:

@@ -1,9 +1,8 @@
 // The kernel of mask tiles, what loading warps make of its result, and the mask of a mixed tile, all on the host, for
 // tests/test_mask_tiles.py; with VARIANT, the name of a file, the kernel that asks that variant, for
 // tests/test_asked_tiles.py.
-#include "flashpage/kernels/mask_tiles.h"
-
 #include "card.h"
+#include "flashpage/kernels/mask_tiles.h"
 #include "flashpage/tile/mask.h"
 #include "flashpage/tile/visible_tiles.h"
 
@@ -94,8 +93,7 @@ struct MaskTraits {
   static constexpr RowsLayout layout = RowsLayout::blocks;
 };
 
-// visible [16, tokens]: which scores of a warp's 16 rows a tile's mask leaves, 0 or 1; 2: it depends on whether the
-// bits are asked for ahead.
+// visible [16, tokens]: which scores of a warp's 16 rows a tile's mask leaves.
 template <int tokens>
 static void mask_tile(const AttentionParams& params, const WorkItem& item, const Unit& unit, i32 first_row,
                       i32 first_token, u8* visible) {
@@ -103,22 +101,16 @@ static void mask_tile(const AttentionParams& params, const WorkItem& item, const
     const int lane = threadIdx.x;
     float scores[1][tokens / 8][4] = {};
     mask_scores<MaskTraits<tokens>>(scores, params, VariantArgs{}, item, unit, first_row, first_token, lane);
-    float ahead[1][tokens / 8][4] = {};
-    TileBits<tokens> bits;
-    bits.ask(params, item, unit, first_row, first_token, lane);
-    bits.hide(ahead, params, item, unit, first_row, first_token, lane);
     for (int n = 0; n < tokens / 8; ++n)
       for (int e = 0; e < 4; ++e)
-        visible[(lane / 4 + e / 2 * 8) * tokens + n * 8 + lane % 4 * 2 + e % 2] =
-            scores[0][n][e] == ahead[0][n][e] ? scores[0][n][e] == 0.f : 2;
+        visible[(lane / 4 + e / 2 * 8) * tokens + n * 8 + lane % 4 * 2 + e % 2] = scores[0][n][e] == 0.f;
   });
 }
 
 extern "C" void mask_tile_of(const AttentionParams* params, const WorkItem* item, i32 tile_q, i32 first_packed_row,
                              i32 kv_head, i32 first_row, i32 first_token, i32 tokens, u8* visible) {
   const Unit unit = make_unit(*params, *item, tile_q, first_packed_row, kv_head);
-  (tokens == 160   ? mask_tile<160>
-   : tokens == 128 ? mask_tile<128>
-   : tokens == 80  ? mask_tile<80>
-                   : mask_tile<48>)(*params, *item, unit, first_row, first_token, visible);
+  (tokens == 128  ? mask_tile<128>
+   : tokens == 80 ? mask_tile<80>
+                  : mask_tile<48>)(*params, *item, unit, first_row, first_token, visible);
 }

@@ -6,6 +6,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 inline int __popc(unsigned bits) { return std::popcount(bits); }
+inline void __syncwarp() { card::meet(card::warps[threadIdx.x / 32].meeting); }
 
 #include "../../csrc/errors.cpp"
 #include "../../csrc/planner.cpp"

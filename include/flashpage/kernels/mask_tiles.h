@@ -15,15 +15,9 @@ struct MaskTiles {
   static constexpr int warps = 16;
   static constexpr int threads = 32 * warps;
 
-  // Things of which a thread has some each, numbered: how many there are up to a thread's last.
-  struct Numbers {
-    i32 ends[threads];
-    i32 of_warp[warps];
-  };
   struct Shared {
-    Numbers outer, inner;                   // cells by requests; then items by CTAs, and units by items
-    i32 item_of[threads], cta_of[threads];  // a thread's item, and who has it
-    typename Looks::Shared looks[warps];
+    i32 found[threads];  // items that begin a request
+    i32 num_found;       // of them; then of units
     TileWord found_by[warps];
     u32 places[count_classes];  // in the queue: of the next unit of a class
     bool is_last;
@@ -49,65 +43,34 @@ struct MaskTiles {
   FP_DEVICE MaskTiles(Shared& shared, const MaskTilesParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
 
-  // By all threads. Returns how many things there are.
-  FP_DEVICE i32 number(Numbers& numbers, i32 mine) const {
-    i32 end = mine;
-    for (int step = 1; step < 32; step *= 2) {
-      const i32 before = __shfl_up_sync(0xffffffff, end, step);
-      if (lane >= step) end += before;
-    }
-    if (lane == 31) numbers.of_warp[warp] = end;
-    __syncthreads();
-    i32 all = 0;
-    for (int i = 0; i < warps; ++i) {
-      if (i == warp) end += all;
-      all += numbers.of_warp[i];
-    }
-    numbers.ends[threadIdx.x] = end;
-    __syncthreads();
-    return all;
-  }
-  struct Numbered {
-    i32 thread;
-    i32 place;  // among the thread's
-  };
-  FP_DEVICE static Numbered find(const Numbers& numbers, i32 at) {
-    i32 thread = 0;
-#pragma unroll
-    for (int step = threads / 2; step > 0; step /= 2)
-      if (numbers.ends[thread + step - 1] <= at) thread += step;
-    return {thread, at - (thread > 0 ? numbers.ends[thread - 1] : 0)};
-  }
-
   // Each request once: at the first piece of its first unit. Items of a team stand in the plan once, for all its heads.
-  // A cell at a time by all warps. Later cells of a request have more to look at where causal hides tokens, so that
-  // every other turn goes the other way.
   FP_DEVICE void classify_all() const {
-    const i32 num_ctas = gridDim.x, cta = blockIdx.x;
     for (i32 begin = 0; begin < num_items; begin += threads) {
+      if (threadIdx.x == 0) shared.num_found = 0;
+      __syncthreads();
       const i32 i = begin + threadIdx.x;
-      i32 cells = 0;
-      if (i < num_items) {
-        const WorkItem item = items[i];
-        if ((item.first_packed_row | item.kv_head | item.piece) == 0) cells = RequestTiles(params, item).cells();
-      }
-      const i32 all = number(shared.outer, cells);
-      for (i32 turn = 0; turn * num_ctas < all; ++turn) {
-        const i32 at = turn * num_ctas + (turn % 2 == 0 ? cta : num_ctas - 1 - cta);
-        if (at >= all) continue;
-        const Numbered cell = find(shared.outer, at);
-        classify(items[begin + cell.thread], cell.place);
-      }
+      if (i < num_items && items[i].first_packed_row == 0 && items[i].kv_head == 0 && items[i].piece == 0)
+        shared.found[atomicAdd(&shared.num_found, 1)] = i;
+      __syncthreads();
+      for (i32 k = 0; k < shared.num_found; ++k) classify(items[shared.found[k]]);
       __syncthreads();
     }
   }
-  FP_DEVICE void classify(const WorkItem& item, i32 at) const {
+
+  // A cell at a time by all warps. Requests begin at different CTAs. Later cells of a request have more to look at
+  // where causal hides tokens, so that every other turn goes the other way.
+  FP_DEVICE void classify(const WorkItem& item) const {
     const RequestTiles tiles(params, item);
-    const Looks looks(shared.looks[warp], params, args, item);
-    const i32 block = at / tiles.words, word = at % tiles.words;
-    const TileWord mine = looks.template look<warps>(block / tiles.row_blocks, block % tiles.row_blocks, word, warp);
-    const TileWord found = combine(mine);
-    if (threadIdx.x == 0) *tile_words(params, static_cast<u32>(tiles.first_cell + at)) = found;
+    const Looks looks(params, args, item);
+    const i32 num_ctas = gridDim.x, first = (blockIdx.x + item.request * 37u) % num_ctas, all = tiles.cells();
+    for (i32 turn = 0; turn * num_ctas < all; ++turn) {
+      const i32 at = turn * num_ctas + (turn % 2 == 0 ? first : num_ctas - 1 - first);
+      if (at >= all) continue;
+      const i32 block = at / tiles.words, word = at % tiles.words;
+      const TileWord mine = looks.template look<warps>(block / tiles.row_blocks, block % tiles.row_blocks, word, warp);
+      const TileWord found = combine(mine);
+      if (threadIdx.x == 0) *tile_words(params, static_cast<u32>(tiles.first_cell + at)) = found;
+    }
   }
   FP_DEVICE TileWord combine(const TileWord& of_warp) const {
     if (lane == 0) shared.found_by[warp] = of_warp;
@@ -129,55 +92,35 @@ struct MaskTiles {
     return shared.is_last;
   }
 
-  // Sorts by counting: units of one class come about as they do in the plan, whose waves all CTAs walk at a time.
+  // Sorts by counting: units of one class come about as they do in the plan, whose waves all CTAs walk at a time. A
+  // CTA's items come one after the other, so as many CTAs as there are have some threads each.
   FP_DEVICE void queue_units() const {
+    const i32 num_ctas = params.plan->num_ctas, lanes = max_of(1, threads / max_of(1, num_ctas));
     QueuedUnit* list = queued_units(params, params.list_begin);
     QueuedUnit* sorted = queued_units(params, params.queue_begin);
     for (int i = threadIdx.x; i < count_classes; i += threads) shared.places[i] = 0;
+    if (threadIdx.x == 0) shared.num_found = 0;
     __syncthreads();
-    const i32 num_units = list_units(list);
+    for (i32 cta = threadIdx.x / lanes; cta < num_ctas; cta += threads / lanes) {
+      const CtaItems mine = cta_items(params.plan, cta);
+      for (i32 i = mine.begin; i < mine.end; ++i) {
+        const WorkItem item = item_of_member(items[i], mine);
+        for (i32 unit = threadIdx.x % lanes; unit < item.num_units; unit += lanes) {
+          const QueuedUnit found = queued_unit(params, item, i, unit);
+          list[atomicAdd(&shared.num_found, 1)] = found;
+          atomicAdd(&shared.places[found.count_class], 1);
+        }
+      }
+    }
     __syncthreads();
     if (warp == 0) counts_to_places();
-    if (threadIdx.x == 0) queue() = {static_cast<u32>(num_units), 0, 0, 0};
+    if (threadIdx.x == 0) queue() = {static_cast<u32>(shared.num_found), 0, 0, 0};
     __syncthreads();
 #pragma unroll 4
-    for (i32 i = threadIdx.x; i < num_units; i += threads) {
+    for (i32 i = threadIdx.x; i < shared.num_found; i += threads) {
       const QueuedUnit unit = list[i];
       sorted[atomicAdd(&shared.places[unit.count_class], 1)] = unit;
     }
-  }
-  // In the plan's order, and counts those of each class.
-  FP_DEVICE i32 list_units(QueuedUnit* list) const {
-    const i32 num_ctas = params.plan->num_ctas;
-    i32 listed = 0;
-    for (i32 first_cta = 0; first_cta < num_ctas; first_cta += threads) {
-      const i32 cta = first_cta + threadIdx.x;
-      const CtaItems of_cta = cta < num_ctas ? cta_items(params.plan, cta) : CtaItems{};
-      const i32 num_items = number(shared.outer, of_cta.end - of_cta.begin);
-      for (i32 first_item = 0; first_item < num_items; first_item += threads) {
-        i32 mine = 0;
-        if (const i32 at = first_item + threadIdx.x; at < num_items) {
-          const Numbered item = find(shared.outer, at);
-          const i32 its_cta = first_cta + item.thread;
-          const i32 index = cta_items(params.plan, its_cta).begin + item.place;
-          shared.item_of[threadIdx.x] = index;
-          shared.cta_of[threadIdx.x] = its_cta;
-          mine = items[index].num_units;
-        }
-        const i32 units = number(shared.inner, mine);
-        for (i32 at = threadIdx.x; at < units; at += threads) {
-          const Numbered unit = find(shared.inner, at);
-          const i32 index = shared.item_of[unit.thread];
-          const WorkItem item = item_of_member(items[index], cta_items(params.plan, shared.cta_of[unit.thread]));
-          const QueuedUnit found = queued_unit(params, item, index, unit.place);
-          list[listed + at] = found;
-          atomicAdd(&shared.places[found.count_class], 1);
-        }
-        listed += units;
-        __syncthreads();
-      }
-    }
-    return listed;
   }
   // As one warp, the highest class first.
   FP_DEVICE void counts_to_places() const {

@@ -33,8 +33,6 @@ struct PrefillCompute {
   static constexpr bool masks_all =
       masks_all_tiles<Traits> &&
       (!has_mask_tiles<Traits> || (Traits::mask_source == MaskSource::packed_bits && Traits::Variant::has_mask));
-  // That a lane asks for by the tile, ahead of the scores.
-  static constexpr bool has_bits = Traits::mask_source == MaskSource::packed_bits && !Traits::Variant::has_mask;
   using KeyProduct = typename Traits::KeyProduct;
   using ShortKeyProduct = typename Traits::ShortKeyProduct;
   using Probabilities = flashpage::Probabilities<Traits, tokens / 8>;
@@ -147,13 +145,6 @@ struct PrefillCompute {
     if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
     using Rows = typename select_type<keeps_rows<Traits>, TransformedRows<Traits>, NoRows>::type;
     [[maybe_unused]] const Rows rows(scale, params, item, unit, first_row, lane);
-    TileBits<tokens> bits;
-    const auto ask_for_bits = [&] {
-      if constexpr (has_bits) {
-        if (masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end)
-          bits.ask(params, item, unit, first_row, first, lane);
-      }
-    };
     auto look_through = [&](auto& scores) {
       const bool masks =
           masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
@@ -163,13 +154,8 @@ struct PrefillCompute {
       } else if (transforms) {
         transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
       }
-      if constexpr (has_bits) {
-        if (masks) bits.hide(scores, params, item, unit, first_row, first, lane);
-      } else {
-        if (masks) mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
-      }
+      if (masks) mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
     };
-    ask_for_bits();
     look_through(scores);
     Probabilities probabilities;
     Softmax::begin(state, scores, probabilities, softmax_scale);
@@ -183,7 +169,6 @@ struct PrefillCompute {
         take_tile();
         first = tile.first_token;
       }
-      ask_for_bits();
       if constexpr (Warps::by_rows) await_values(turn - 1, values_there);
       await_turn();
       issue_scores<Product>(now[0], turn);

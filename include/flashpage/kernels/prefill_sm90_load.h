@@ -337,7 +337,6 @@ struct PrefillLoad {
   FP_DEVICE void begin_plan() const {
     if (lane == 0) {
       if constexpr (has_mask_tiles<Traits>) {
-        static_assert(tokens <= most_tile_tokens);
         shared.cursor.start(mask_tiles);
       } else {
         shared.cursor.start(params.plan, blockIdx.x / Traits::ctas);

@@ -15,13 +15,11 @@ struct AskedTiles {
   static constexpr int slots = ceil_div(tokens, 32);  // tokens of a tile that a lane asks for
   static constexpr int rows_at_once = 8;              // then a warp looks whether there is more to learn
 
-  struct Shared {};  // of a warp: nothing
-
   const MaskTilesParams& params;
   const VariantArgs& args;
   WorkItem item;  // of the whole request
 
-  FP_DEVICE AskedTiles(Shared&, const MaskTilesParams& params, const VariantArgs& args, const WorkItem& item)
+  FP_DEVICE AskedTiles(const MaskTilesParams& params, const VariantArgs& args, const WorkItem& item)
       : params(params), args(args), item(item) {
     this->item.kv_begin = 0;
     this->item.kv_end = item.kv_len;

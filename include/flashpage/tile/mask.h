@@ -22,81 +22,11 @@ struct MaskBits {
   // Hides all but tokens [begin, end), counted from the first of the 128.
   FP_DEVICE void clip(i32 begin, i32 end, int lane) {
     const i32 before = lane % 4 * 32;
-    mine = clipped(mine, begin - before, end - before);
+    mine &= below(end - before) & ~below(begin - before);
   }
-  // Bits [begin, end) of a word.
-  FP_DEVICE static u32 clipped(u32 word, i32 begin, i32 end) { return word & below(end) & ~below(begin); }
 
  private:
   FP_DEVICE static u32 below(i32 bit) { return static_cast<u32>((1ull << max_of(0, min_of(bit, 32))) - 1); }
-};
-
-// The words of a packed custom mask that hold a tile's tokens, of both rows of a lane: all are asked for at once, and
-// may come while the tile's scores are multiplied. A quad's lanes have every fourth word of its rows.
-template <int tokens>
-struct TileBits {
-  static constexpr int joined = ceil_div(tokens, 32);      // words that begin with the tile's first token
-  static constexpr int found = ceil_div(tokens + 31, 32);  // as they lie in memory: rows begin at any bit
-  static constexpr int parts = ceil_div(found, 4);
-  u32 word[2][parts];
-
-  // Nothing that is computed from an opaque value is kept from tile to tile.
-  FP_DEVICE void ask(const AttentionParams& params, const WorkItem& item, const Unit& unit, int of_warp,
-                     i32 first_token, int lane) {
-    const int first_row = static_cast<int>(ptx::opaque(of_warp));
-    const PackedMask mask(params.custom_mask, item);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const i64 first = mask.word_of(lane_row(params, unit, first_row, 0, half, lane).row, first_token) + lane % 4;
-      // Of those from the first on; one more than are asked for stands for any more.
-      const i32 whole = static_cast<i32>(min_of<i64>(mask.whole - first, parts * 4 + 1));
-#pragma unroll
-      for (int part = 0; part < parts; ++part) {
-        word[half][part] = 0;
-        if (part * 4 + lane % 4 < found && part * 4 < whole) word[half][part] = mask.words[first + part * 4];
-      }
-      if (whole % 4 == 0 && whole >= 0 && mask.rest_bytes > 0) {  // few lanes, for which alone they are read
-        const u32 rest = mask.read_rest();
-#pragma unroll
-        for (int part = 0; part < parts; ++part)
-          if (part * 4 == whole) word[half][part] = rest;
-      }
-    }
-  }
-
-  // Hides what the mask hides, and what causal and window do.
-  template <int token_tiles>
-  FP_DEVICE void hide(float (&scores)[1][token_tiles][4], const AttentionParams& params, const WorkItem& item,
-                      const Unit& unit, int of_warp, i32 first_token, int of_thread) const {
-    static_assert(token_tiles * 8 == tokens);
-    const int first_row = static_cast<int>(ptx::opaque(of_warp)), lane = static_cast<int>(ptx::opaque(of_thread));
-    const int of_quad = lane % 4, quad = lane - of_quad;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const PackedRow row = lane_row(params, unit, first_row, 0, half, lane);
-      const TokenRange range = visible_range(params, item, query_position(item, row.row));
-      const u32 place = PackedMask::place_in_word(params.custom_mask, item, row.row, first_token);
-      u32 mine[parts];
-#pragma unroll
-      for (int part = 0; part < parts; ++part) {
-        // Of the quad's first lane the lane before wants the word of the next part.
-        const u32 wanted = of_quad > 0 ? word[half][part] : part + 1 < parts ? word[half][part + 1] : 0;
-        const u32 next = __shfl_sync(0xffffffff, wanted, quad + (of_quad + 1) % 4);
-        const i32 first = first_token + (part * 4 + of_quad) * 32;
-        mine[part] =
-            MaskBits::clipped(PackedMask::join(word[half][part], next, place), range.begin - first, range.end - first);
-      }
-#pragma unroll
-      for (int n = 0; n < token_tiles; n += 4) {
-        const u32 pairs = __shfl_sync(0xffffffff, mine[n / 16], quad + n / 4 % 4) >> of_quad * 2;
-#pragma unroll
-        for (int i = 0; i < min_of(4, token_tiles - n); ++i)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (!(pairs >> (i * 8 + e) & 1)) scores[0][n + i][half * 2 + e] = ptx::negative_infinity();
-      }
-    }
-  }
 };
 
 // Causal and window alone. Row by row: one row's range takes two registers.

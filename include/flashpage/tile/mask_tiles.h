@@ -36,7 +36,6 @@ struct TileWord {
 static_assert(sizeof(TileWord) == sizeof(u64));
 
 inline constexpr i32 cell_tiles = 32;
-inline constexpr int most_tile_tokens = 160;
 
 // Under packed bits: cells before those of a request, from the sizes of all requests before it; of all requests: the
 // cells of a batch. A request of q rows and t tokens has ceil(q * group / tile_q) * ceil(t / (32 * tile_kv)) of them,

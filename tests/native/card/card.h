@@ -153,7 +153,6 @@ auto exchange(unsigned value, Read&& read) {
 }  // namespace card
 
 inline void __syncthreads() { card::meet(card::cta); }
-inline void __syncwarp() { card::meet(card::warps[threadIdx.x / 32].meeting); }
 inline unsigned __ballot_sync(unsigned, bool vote) {
   return card::exchange(vote, [](const unsigned* values) {
     unsigned all = 0;

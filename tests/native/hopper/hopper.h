@@ -31,6 +31,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline int __clz(unsigned bits) { return std::countl_zero(bits); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline int __float_as_int(float number) { return std::bit_cast<int>(number); }
+inline void __syncwarp() { card::meet(card::warps[threadIdx.x / 32].meeting); }
 inline bool __any_sync(unsigned lanes, bool vote) { return __ballot_sync(lanes, vote) != 0; }
 inline float __shfl_xor_sync(unsigned, float value, int other) {
   const int lane = threadIdx.x % 32;
