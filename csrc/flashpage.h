@@ -349,8 +349,9 @@ struct fp_lengths {
   int64_t most_rows;        // written
 };
 // (address of an fp_lengths, q_indptr, kv_indptr, last_page_len, kv_lens; each a tensor, all but the second may be
-// None). The first one says how many requests there are. Returns the rows of the batch as q_indptr says (0 without); -1
-// where an argument is no host tensor of int32 or int64 of the right length, or where there is no room for it.
+// None, q_indptr where the problem has a q_len_per_request). The first one says how many requests there are. Returns
+// the rows of the batch as q_indptr says (0 without); -1 where an argument is no host tensor of int32 or int64 of the
+// right length, or where there is no room for it.
 FP_API void* fp_py_lengths(void* self, void* const* arguments, intptr_t count);
 
 // (tensor, type of a device as DLPack has it, index of the device, entries). Returns the address of page numbers that

@@ -209,7 +209,8 @@ int64_t take_lengths(fp_lengths& to, void* const* tensors) {
     if (batch < 0 || batch > most || tensor.shape[0] != batch + (i < 2)) return -1;
     copy_lengths(tensor, to.copies + i * to.bytes_of_a_copy, *arrays[i]);
   }
-  if (problem.kv_indptr.data == nullptr) return -1;
+  const bool knows_rows = problem.q_indptr.data != nullptr || problem.q_len_per_request > 0;
+  if (problem.kv_indptr.data == nullptr || !knows_rows) return -1;
   problem.batch = static_cast<int32_t>(batch);
   to.kv_begin = number(problem.kv_indptr, 0);
   to.kv_end = number(problem.kv_indptr, batch);

@@ -76,8 +76,8 @@ class HeldLengths:
 
     def _take_judged(self, given: Lengths) -> int | None:
         """Tensors that C could not read or had no room for, judged one by one."""
-        i = 0 if given.q_indptr is not None else 1
-        batch = batch_of(given[i], self._names[i])
+        first = 1 if given.q_indptr is None and self._problem.q_len_per_request else 0
+        batch = batch_of(given[first], self._names[first])
         arguments.tensor(given.kv_indptr, self._names[1], PlanError)
         if batch > self._most:
             self._make_room(batch)

@@ -118,6 +118,8 @@ TABLE = [
     plan("decode", "seq_lens", ints(40, 16), "seq_lens[0]=40", "32 tokens"),
     plan("decode", "seq_lens", ints(-1, 16), "seq_lens[0]=-1", "negative"),
     plan("decode", "block_tables", torch.zeros(1, 4, dtype=torch.int32), "(1, 4)"),
+    plan("prefill", "qo_indptr", None, "qo_indptr=None", "torch.Tensor"),
+    plan("ragged", "qo_indptr", None, "qo_indptr=None", "torch.Tensor"),
     plan("prefill", "qo_indptr", ints(0, 5, 2), "qo_indptr[2]=2", "never decreases"),
     plan("prefill", "paged_kv_indptr", ints(0, 2, 3, 3), "4 entries", "2 requests", "expected 3"),
     plan("prefill", "max_token_per_sequence", 2, "max_token_per_sequence=2", "has 3"),

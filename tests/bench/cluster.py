@@ -7,13 +7,11 @@ cluster of so many; `planner`: what it chooses. A size with too few clusters for
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gpu import GpuClock, HostClock
+from gpu import GpuClock, HostClock, in_turns
 from peers import Batch
 from workloads import Case
 
@@ -67,16 +65,10 @@ class Planned:
         plan()
         self.has_size = runs and size in (FREELY, self.wrapper.last_plan.result.cluster_size)
         self.batch, self.out = batch, torch.empty_like(batch.q)
-        self.seconds: list[float] = []
-        self.replay: Callable[[], object]
 
     def run(self) -> torch.Tensor:
         out: torch.Tensor = self.wrapper.run(self.batch.q, self.batch.cache, out=self.out)
         return out
-
-    def __str__(self) -> str:
-        best, middle = min(self.seconds) * 1e6, statistics.median(self.seconds) * 1e6
-        return f"{middle:.1f} ({best:.1f})"
 
 
 def measure(case: Case, sizes: list[int], rounds: int, clock: GpuClock | HostClock, device: torch.device) -> None:
@@ -88,11 +80,8 @@ def measure(case: Case, sizes: list[int], rounds: int, clock: GpuClock | HostClo
         error = (planned.out.float() - found[sizes[0]].out.float()).abs().max().item() if sizes[0] in found else 0.0
         if not error < 2e-2:
             raise SystemExit(f"{case.name}, clusters of {size}: {error} away from clusters of {sizes[0]}")
-        planned.replay = clock.capture(planned.run)
-    for _ in range(rounds):
-        for planned in found.values():
-            planned.seconds.append(clock.seconds(planned.replay))
-    cells = [str(found[size]) if size in found else "" for size in sizes]
+    times = in_turns({size: clock.capture(planned.run) for size, planned in found.items()}, rounds, clock)
+    cells = [times.get(size, "") for size in sizes]
     if FREELY in found:
         last = found[FREELY].wrapper.last_plan.result
         cells.append(f"{last.cluster_size} x {last.num_ctas}")

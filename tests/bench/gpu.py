@@ -12,12 +12,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from peers import PEERS, Batch, Call, installed
 from workloads import DECODE, FP8_PREFILL, MORE_DECODE, MORE_PREFILL, PREFILL, Case
 
+Key = TypeVar("Key")
 SECTIONS = {
     "decode": DECODE,
     "more-decode": MORE_DECODE,
@@ -76,6 +78,15 @@ class HostClock:
             call()
             times.append(time.perf_counter() - start)
         return statistics.median(times)
+
+
+def in_turns(replays: Mapping[Key, Callable[[], object]], rounds: int, clock: GpuClock | HostClock) -> dict[Key, str]:
+    """Microseconds of each, the median of its rounds and the least: all in every round, as clocks drift."""
+    spent: dict[Key, list[float]] = {key: [] for key in replays}
+    for _ in range(rounds):
+        for key, replay in replays.items():
+            spent[key].append(clock.seconds(replay) * 1e6)
+    return {key: f"{statistics.median(us):.1f} ({min(us):.1f})" for key, us in spent.items()}
 
 
 def work(case: Case) -> tuple[int, int]:

@@ -7,12 +7,11 @@ turns in one run.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 
 import torch
-from gpu import GpuClock, HostClock
+from gpu import GpuClock, HostClock, in_turns
 from peers import Batch
 from workloads import Case
 
@@ -75,13 +74,8 @@ def measure(case: Case, rounds: int, clock: GpuClock | HostClock, device: torch.
         error = batch.error(run())
         if not error < 1e-2:
             raise SystemExit(f"{case.name}, {name}: a relative error of {error}")
-    replays = {name: clock.capture(run) for name, run in runs.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, replay in replays.items():
-            seconds[name].append(clock.seconds(replay))
-    cells = [f"{statistics.median(s) * 1e6:.1f} ({min(s) * 1e6:.1f})" for s in seconds.values()]
-    print("| " + " | ".join([case.name, *cells]) + " |", flush=True)
+    times = in_turns({name: clock.capture(run) for name, run in runs.items()}, rounds, clock)
+    print("| " + " | ".join([case.name, *(times.get(name, "") for name in COLUMNS)]) + " |", flush=True)
 
 
 def main() -> int:
