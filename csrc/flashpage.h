@@ -263,7 +263,7 @@ struct fp_second_part {
   float* partial_lse;
   const fp_kv_boxes* boxes;
   int32_t num_ctas;
-  int32_t num_merges;
+  int32_t merge_ctas;
   int32_t box_tokens;
   int32_t query_box_rows;
   int32_t out_box_rows;
@@ -280,7 +280,7 @@ struct fp_run_args {
   const flashpage::MergeParams* merge_params;
   void* stream;
   int32_t num_ctas;    // of the plan
-  int32_t num_merges;  // of the plan
+  int32_t merge_ctas;  // that have something to do; 0: nothing is merged outside the attention launch
   int32_t enable_pdl;
   int32_t out_dtype;         // CPU merge: 0 fp32, 1 fp16, 2 bf16
   int32_t cluster_size;      // num_ctas is a multiple of it; below 2: no clusters

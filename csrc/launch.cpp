@@ -12,7 +12,7 @@
 namespace flashpage::host {
 namespace {
 
-constexpr int merge_ctas_per_sm = 4;  // merge items are short; more CTAs than can be resident only add launch work
+constexpr int merge_ctas_per_sm = 4;  // they have little to do; more than can be resident only add launch work
 
 const VariantArgs* variant_of(const fp_run_args& args) {
   static constexpr VariantArgs none{};
@@ -44,12 +44,12 @@ struct Part {
   const MergeParams* merge_params;
   int32_t num_ctas;
   int32_t cluster_size;
-  int32_t num_merges;
+  int32_t merge_ctas;
 };
 
 Part first_part(const fp_run_args& args) {
   return {args.attention,    args.merge,    args.boxes,        args.params,
-          args.merge_params, args.num_ctas, args.cluster_size, args.num_merges};
+          args.merge_params, args.num_ctas, args.cluster_size, args.merge_ctas};
 }
 
 // The other launch over the same tensors.
@@ -65,7 +65,7 @@ class SecondPart {
     params_.out_box_rows = own.out_box_rows;
     merge_params_.partial_out = own.partial_out;
     merge_params_.partial_lse = own.partial_lse;
-    part_ = {own.attention, own.merge, own.boxes, &params_, &merge_params_, own.num_ctas, 0, own.num_merges};
+    part_ = {own.attention, own.merge, own.boxes, &params_, &merge_params_, own.num_ctas, 0, own.merge_ctas};
   }
   SecondPart(const SecondPart&) = delete;
   SecondPart& operator=(const SecondPart&) = delete;
@@ -98,8 +98,8 @@ int32_t launch_attention(const fp_run_args& args, const Part& part, Place place,
 }
 
 int32_t launch_merge(const Part& part, Place place) {
-  if (part.merge == nullptr || part.num_merges <= 0) return FP_OK;
-  const int grid = std::min(part.num_merges, merge_ctas_per_sm * part.merge->info.num_sms);
+  if (part.merge == nullptr || part.merge_ctas <= 0) return FP_OK;
+  const int grid = std::min(part.merge_ctas, merge_ctas_per_sm * part.merge->info.num_sms);
   void* params[] = {const_cast<MergeParams*>(part.merge_params)};
   const auto result = launch_kernel({part.merge, grid, 0, place.stream, place.enable_pdl}, params);
   return result == cuda::success ? FP_OK : cuda::fail(result, "launching the merge kernel");
@@ -148,7 +148,7 @@ int32_t run_part_on_cpu(const fp_run_args& args, const Part& part) {
   const fp_cpu_attention attention = part.attention->cpu;
   const VariantArgs* variant = variant_of(args);
   parallel_for(part.num_ctas, [&](int cta) { attention(part.params, variant, cta, cta + 1); });
-  return part.num_merges > 0 ? merge_partials(*part.merge_params, args.out_dtype) : FP_OK;
+  return part.merge_ctas > 0 ? merge_partials(*part.merge_params, args.out_dtype) : FP_OK;
 }
 
 int32_t run_on_cpu(const fp_run_args& args) {

@@ -20,6 +20,7 @@ from .errors import RunError
 from .prepare import Prepared, fill_variant, trace
 from .problem import Values, check_rope, check_scale
 from .run_checks import NO_SCALES, Tensors
+from .tiles import MERGE_CTA_ROWS
 
 if TYPE_CHECKING:
     from .combination import Combination
@@ -152,9 +153,9 @@ class Binding:
         args.attention = prepared.attention.handle
         args.merge = None if prepared.merge is None else prepared.merge.handle
         args.num_ctas = combination.num_ctas * prepared.choice.spec.ctas
-        args.num_merges = _merges_of_its_own(prepared, combination.num_merges)
+        args.merge_ctas = _merge_ctas(prepared, combination.num_merges)
         args.cluster_size = combination.cluster_size
-        self.has_merge = args.num_merges > 0
+        self.has_merge = args.merge_ctas > 0
         args.second = None
         if combination.second is not None:
             self._refresh_second(combination.second, partial_out, partial_lse)
@@ -180,8 +181,8 @@ class Binding:
         second.partial_out = partial_out + part.partial_row * self.head_dim_vo * 4
         second.partial_lse = partial_lse + part.partial_row * 4
         second.num_ctas = part.result.num_ctas * prepared.choice.spec.ctas
-        second.num_merges = _merges_of_its_own(prepared, part.result.num_merges)
-        self.has_merge |= second.num_merges > 0
+        second.merge_ctas = _merge_ctas(prepared, part.result.num_merges)
+        self.has_merge |= second.merge_ctas > 0
         if prepared is not self.second_prepared:
             self.second_prepared, self.second_boxes = prepared, self._boxes_of(prepared, second)
             second.boxes = None if self.second_boxes is None else ctypes.addressof(self.second_boxes)
@@ -332,6 +333,8 @@ class Binding:
         self.sinks = sinks
 
 
-def _merges_of_its_own(prepared: Prepared, num_merges: int) -> int:
-    """What is merged outside the attention launch."""
-    return 0 if prepared.choice.capability.merges_in_launch else num_merges
+def _merge_ctas(prepared: Prepared, num_merges: int) -> int:
+    """Of the launch behind the attention, where that does not merge itself."""
+    if prepared.choice.capability.merges_in_launch:
+        return 0
+    return min(num_merges * -(-prepared.schedule.merge_rows // MERGE_CTA_ROWS), 2**31 - 1)

@@ -12,7 +12,7 @@ import numpy as np
 from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 
-ABI_VERSION = 10  # csrc/abi.cpp
+ABI_VERSION = 11  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
@@ -236,14 +236,14 @@ class KvBoxes(ctypes.Structure):
 class SecondPart(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "fork attention merge plan partial_out partial_lse boxes"),
-        *_all(c_int32, "num_ctas num_merges box_tokens query_box_rows out_box_rows"),
+        *_all(c_int32, "num_ctas merge_ctas box_tokens query_box_rows out_box_rows"),
     ]
 
 
 class RunArgs(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "attention merge params variant merge_params stream"),
-        *_all(c_int32, "num_ctas num_merges enable_pdl out_dtype cluster_size"),
+        *_all(c_int32, "num_ctas merge_ctas enable_pdl out_dtype cluster_size"),
         *_all(c_void_p, "boxes mask_tiles mask_tiles_params second"),
     ]
 
@@ -288,8 +288,8 @@ CTA_ITEMS = np.dtype(_all(np.int32, "begin end") + _all(np.uint16, "kv_head walk
 CTA_START = np.dtype([("items", CTA_ITEMS), ("first", WORK_ITEM)])
 PLAN_HEADER = np.dtype(
     _all(np.int32, "num_ctas num_items num_merges num_partial_rows")
-    + _all(np.int32, "merges_of_walk items_offset merges_offset used_bytes cluster_size")
-    + [("unused", np.int32, 3)]
+    + _all(np.int32, "merges_of_walk items_offset merges_offset used_bytes cluster_size merge_rows")
+    + [("unused", np.int32, 2)]
 )
 
 STRUCTS = (

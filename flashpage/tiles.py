@@ -96,19 +96,21 @@ def sm80_tile(
     if packed_rows <= 16 or (packed_rows <= 32 and widest <= 128):
         return _few_rows_sm80(head_dim_qk, head_dim_vo, kv_dtype, 16 if packed_rows <= 16 else 32)
     if widest > 256:
-        return Tile(32, 32 if kv_dtype.is_fp8 else 16, 2, 1, 2, 1), Cost(WALK_RUNS, 8.0, 800.0, 3000.0, 128, 0, 8)
+        return Tile(32, 32 if kv_dtype.is_fp8 else 16, 2, 1, 2, 1), Cost(
+            WALK_RUNS, 8.0, 800.0, 3000.0, 128, 0, _MERGE_ROWS
+        )
     if widest > 128:
         if packed_rows > 64 and not narrow:
-            return Tile(128, 64, 8, 1, 1, 1), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 128, 0, 8)
+            return Tile(128, 64, 8, 1, 1, 1), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 128, 0, _MERGE_ROWS)
         tile_kv = 32 if kv_dtype.is_fp8 else 48  # fp8 keys come 32 tokens at a time
-        return Tile(64, tile_kv, 4, 1, 1, 2), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 128, 0, 8)
+        return Tile(64, tile_kv, 4, 1, 1, 2), Cost(WALK_RUNS, 60.0, 4000.0, 8000.0, 128, 0, _MERGE_ROWS)
     if packed_rows <= 64 or narrow:
-        return Tile(64, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 32.0, 4000.0, 8000.0, 128, 0, 8)
+        return Tile(64, 64, 4, 1, 2, 2), Cost(WALK_RUNS, 32.0, 4000.0, 8000.0, 128, 0, _MERGE_ROWS)
     if widest <= 64:
         tile_kv = 96 if loop is InnerLoop.PLAIN else 64
-        return Tile(128, tile_kv, 4, 1, 1, 2), Cost(WALK_RUNS, 30.0, 5000.0, 10000.0, 128, 0, 8)
+        return Tile(128, tile_kv, 4, 1, 1, 2), Cost(WALK_RUNS, 30.0, 5000.0, 10000.0, 128, 0, _MERGE_ROWS)
     tile_kv = 64 if loop is InnerLoop.PLAIN else 48
-    return Tile(128, tile_kv, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 128, 0, 8)
+    return Tile(128, tile_kv, 4, 1, 2, 2), Cost(WALK_RUNS, 47.0, 6000.0, 20000.0, 128, 0, _MERGE_ROWS)
 
 
 def sm90_decode_tile(
@@ -199,7 +201,7 @@ def sm90_prefill_tile(
     # What waits for memory needs few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an H200's 132
     # SMs as on all of them. Beside them, a prefill of 4,096 rows gets 36 SMs by this (1.0: 29).
     few_rows_cost = 0.75
-    cost = Cost(WALK_RUNS, ns_per_token, ns_per_unit, 2500.0, 256, 0, 8, few_rows_cost)
+    cost = Cost(WALK_RUNS, ns_per_token, ns_per_unit, 2500.0, 256, 0, _MERGE_ROWS, few_rows_cost)
     return Tile(tile_q, tile_kv, 4 * groups, 1, stages), cost
 
 
@@ -304,6 +306,8 @@ _DECODE_CLUSTERS = ClusterCost(
 )
 _RING_BYTES = 131072
 _SHARED_BYTES = 232448  # of a CTA on Hopper
+MERGE_CTA_ROWS = 8  # that a CTA of kernels/merge.h takes at a time, one a warp
+_MERGE_ROWS = 64  # of a merge item
 
 
 def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: int) -> tuple[Tile, Cost]:
@@ -316,5 +320,5 @@ def _few_rows_sm80(head_dim_qk: int, head_dim_vo: int, kv_dtype: DType, tile_q: 
     ns_per_token = token_bytes / 36.0 * ctas_per_sm  # an SM's share of the memory's 4.7 TB/s is 36 bytes a nanosecond
     return (
         Tile(tile_q, tokens * warps, 1, warps, stages, ctas_per_sm),
-        Cost(WALK_TEAMS, ns_per_token, 1500.0, 1500.0, 128, 0, 8),
+        Cost(WALK_TEAMS, ns_per_token, 1500.0, 1500.0, 128, 0, MERGE_CTA_ROWS),
     )

@@ -308,7 +308,7 @@ def test_who_merges_in_its_launch_is_given_no_merge(merges_in_launch: bool, monk
     structs = wrapper._local.bound
     merges = structs.combination.num_merges
     assert merges > 0
-    assert (structs.args.num_merges, structs.has_merge) == ((0, False) if merges_in_launch else (merges, True))
+    assert (structs.args.merge_ctas, structs.has_merge) == ((0, False) if merges_in_launch else (8 * merges, True))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (32, 8), (8, 2), (128, 1)], ids=str)

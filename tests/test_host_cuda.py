@@ -32,7 +32,7 @@ params = host.AttentionParams(q=4242)
 merge_params = host.MergeParams(plan=5353)
 
 def run(attention, merge=None, **values):
-    values = dict(num_ctas=132, num_merges=0, enable_pdl=0, stream=7) | values
+    values = dict(num_ctas=132, merge_ctas=0, enable_pdl=0, stream=7) | values
     pointers = dict(params=addressof(params), merge_params=addressof(merge_params))
     args = host.RunArgs(attention=attention, merge=merge, **pointers, **values)
     return lib.fp_run(byref(args))
@@ -140,14 +140,14 @@ record()
 shape = "block=384 shared=100000 stream=7"
 host.check(run(attention))
 assert record() == [f"launch attention grid=132 {shape} first=4242 ctx=1000 mode=0"]
-host.check(run(attention, merge, num_merges=0))
+host.check(run(attention, merge, merge_ctas=0))
 assert len(record()) == 1
-host.check(run(attention, merge, num_merges=10, enable_pdl=1))
+host.check(run(attention, merge, merge_ctas=10, enable_pdl=1))
 assert record() == [
     f"launch attention grid=132 {shape} attribute6=1 first=4242 ctx=1000 mode=0",
     f"launch merge grid=10 {shape} attribute6=1 first=5353 ctx=1000 mode=0",
 ]
-host.check(run(attention, merge, num_merges=10**6))
+host.check(run(attention, merge, merge_ctas=10**6))
 assert record()[1].startswith("launch merge grid=464 ")  # 4 a multiprocessor
 host.check(run(attention, num_ctas=0))
 host.check(lib.fp_launch(attention, byref(params), 3, 9, 1))
@@ -272,7 +272,7 @@ def test_a_failed_launch_is_told_and_the_merge_left_out() -> None:
 attention, merge = kernel(b"attention"), kernel(b"merge")
 record()
 fake.fake_fail_launches(1)
-assert run(attention, merge, num_merges=4) == host.CUDA_ERROR
+assert run(attention, merge, merge_ctas=4) == host.CUDA_ERROR
 assert host.last_error() == "launching the attention kernel: CUDA_ERROR_FAKE (700, refused by the fake)"
 assert len(record()) == 1
 fake.fake_fail_launches(1)

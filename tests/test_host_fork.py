@@ -8,7 +8,7 @@ PRELUDE = """
 few, many, merge = kernel(b"few"), kernel(b"many"), kernel(b"merge")
 fake.cuCtxSetCurrent(ctypes.c_void_p(1000))
 fork = host.check_handle(lib.fp_fork_create(0))
-second = host.SecondPart(fork=fork, attention=many, merge=merge, plan=6464, num_ctas=36, num_merges=5)
+second = host.SecondPart(fork=fork, attention=many, merge=merge, plan=6464, num_ctas=36, merge_ctas=5)
 record()
 
 def run_parts(merge=None, **values):
@@ -34,8 +34,8 @@ for enable_pdl, given in ((0, ""), (1, "attribute6=1 ")):
     host.check(run_parts(enable_pdl=enable_pdl))
     merged = f"launch merge grid=5 {shape} stream=7 {given}first=6464"
     assert lines() == [*forked, launched_few, launched_many, merged, *joined]
-second.num_merges = 0
-host.check(run_parts(merge, num_merges=3))
+second.merge_ctas = 0
+host.check(run_parts(merge, merge_ctas=3))
 merged = f"launch merge grid=3 {shape} stream=78 first=5353"
 assert lines() == [*forked, launched_few, merged, launched_many, *joined] and params.plan is None
 """
@@ -46,7 +46,7 @@ def test_a_fork_is_captured_as_it_is_run() -> None:
     with_fake_driver(
         PRELUDE
         + """
-second.num_merges = 0
+second.merge_ctas = 0
 for capture in (1, 0, 1):
     fake.fake_capture(capture)
     host.check(run_parts())

@@ -118,7 +118,7 @@ class Partials:
             params=ctypes.addressof(params),
             merge_params=ctypes.addressof(merge),
             num_ctas=1,
-            num_merges=self.num_merges,
+            merge_ctas=self.num_merges,
             out_dtype=element[0],
         )
         host.check(host.load().fp_run(ctypes.byref(args)))

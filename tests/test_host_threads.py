@@ -35,7 +35,7 @@ class Counting:
         self.marks = np.zeros(num_ctas, np.int64)
         self.params = host.AttentionParams(q=self.marks.ctypes.data, out=self.counts.ctypes.data)
         self.args = host.RunArgs(
-            attention=kernel("count_ctas"), params=ctypes.addressof(self.params), num_ctas=num_ctas, num_merges=0
+            attention=kernel("count_ctas"), params=ctypes.addressof(self.params), num_ctas=num_ctas, merge_ctas=0
         )
 
     def run(self) -> None:

@@ -10,7 +10,7 @@ namespace flashpage {
 template <class Traits>
 struct Merge {
   using Out = typename Traits::Out;
-  static constexpr int warps = 8;
+  static constexpr int warps = 8;  // flashpage/tiles.py, MERGE_CTA_ROWS
   static constexpr int threads = 32 * warps;
   static constexpr int columns_a_step = 32 * 4;
 
@@ -18,9 +18,11 @@ struct Merge {
     ptx::grid_dependency_wait();
     const PlanHeader* plan = params.plan;
     const MergeItem* merges = plan_merges(plan);
-    for (i32 i = blockIdx.x; i < plan->num_merges; i += gridDim.x) {
-      MergeItem item = merges[i];
-      for (i32 row = threadIdx.x / 32; row < item.num_rows; row += warps) merge_row(params, item, row);
+    const i32 shares = ceil_div(plan->merge_rows, warps);  // of an item's rows, a CTA each
+    for (i32 i = blockIdx.x; i < plan->num_merges * shares; i += gridDim.x) {
+      const MergeItem item = merges[i / shares];
+      const i32 row = i % shares * warps + static_cast<i32>(threadIdx.x / 32);
+      if (row < item.num_rows) merge_row(params, item, row);
     }
     ptx::grid_dependency_launch();
   }

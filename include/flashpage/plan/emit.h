@@ -110,6 +110,7 @@ class Emitter {
             static_cast<i32>(merges_offset()),
             static_cast<i32>(used_bytes()),
             0,
+            schedule_.merge_rows,
             {}};
   }
   FP_HOST_DEVICE i64 num_partial_rows() const { return before_[num_lanes_].partial_rows * members_; }

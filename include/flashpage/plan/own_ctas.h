@@ -66,6 +66,7 @@ class OwnCtas {
             .merges_offset = merges_offset(),
             .used_bytes = static_cast<i32>(merges_offset() + merges_ * num_kv_heads_ * merge_bytes),
             .cluster_size = size_,
+            .merge_rows = schedule_.merge_rows,
             .unused = {}};
   }
   // Of the costliest CTA, and of all.

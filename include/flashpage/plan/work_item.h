@@ -76,7 +76,8 @@ struct alignas(16) PlanHeader {
   i32 cluster_size;  // CTAs of a unit (own_ctas.h): piece p of a cut one is the only item of its cluster's CTA p, and
                      // all its pieces are there, so that they may merge without partials. 0: items and pieces are
                      // anywhere
-  i32 unused[3];
+  i32 merge_rows;    // of a merge item, at most
+  i32 unused[2];
 };
 static_assert(sizeof(PlanHeader) == 48);
 
