@@ -36,7 +36,7 @@ def default_cuda_specs(target: Target) -> list[KernelSpec]:
         if target.arch == HOPPER
     ]
     if target.arch == HOPPER:
-        small_pages.append(_prefill_sm90(*(2 * (DType.BFLOAT16,)), (128, 128), loader="rows"))
+        small_pages += [_prefill_sm90(*(2 * (DType.BFLOAT16,)), (128, 128), loader="rows"), KernelSpec("gather_rows")]
     often_long = [spec for spec in paged + ragged if spec.head_dim_vo == 128 and spec.kernel == "prefill_sm90"]
     pairs = [_paired(s) for s in often_long if s.q_dtype is DType.BFLOAT16 or s.kv_source == "paged"]
     return _distinct(paged + ragged + pairs + small_pages + helper_specs())

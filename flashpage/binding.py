@@ -34,21 +34,9 @@ class Binding:
     """Structs for one signature; refreshed after every plan."""
 
     __slots__ = (
-        *(
-            "alignment_mask",
-            "args",
-            "address",
-            "args_address",
-            "bound_run",
-            "boxes",
-            "combination",
-            "device",
-            "enable_pdl",
-            "fused_offset",
-            "generation",
-        ),
-        *("has_lse", "has_merge", "has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "mask_tiles", "merge"),
-        *("gather", "gathered", "cache_views", "out_dtype"),
+        *("address", "alignment_mask", "args", "args_address", "bound_run", "boxes", "cache_views", "combination"),
+        *("device", "enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_lse", "has_merge"),
+        *("has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "mask_tiles", "merge", "out_dtype"),
         *("out_shape", "params", "prepared", "scales", "second", "second_boxes", "second_prepared"),
         *("signature", "sinks", "sm_scale", "stamps", "traced", "v", "values", "variant", "views"),
     )

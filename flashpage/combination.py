@@ -36,19 +36,8 @@ class Combination:
 
     __slots__ = (
         *("_checked_for", "_fixed_for", "_frozen_rows", "_long", "_may_have_parts", "_parts", "_prepared"),
-        *(
-            "_worth_gathering",
-            "cluster_size",
-            "fork",
-            "gathered",
-            "generation",
-            "mask_tiles",
-            "num_ctas",
-            "num_merges",
-            "options",
-            "prepared",
-        ),
-        *("second", "slot"),
+        *("_worth_gathering", "cluster_size", "fork", "gathered", "generation", "mask_tiles"),
+        *("num_ctas", "num_merges", "options", "prepared", "second", "slot"),
     )
 
     def __init__(self, options: Options) -> None:
