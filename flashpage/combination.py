@@ -65,8 +65,9 @@ class Combination:
     def plan(self, planner: Planner, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
         """Plans the batch that `problem` points at, into the slot."""
         held = planner.lengths.struct
-        self.second = None
-        self.gathered = self._rows_to_gather(planner, problem, total_rows) if self._worth_gathering.may_be else None
+        self.second = self.gathered = None
+        if self._worth_gathering.may_be_for(problem.batch, total_rows):
+            self.gathered = self._rows_to_gather(planner, problem, total_rows)
         self._prepare(planner, problem, total_rows)
         is_uneven = self._may_have_parts and held.least_rows != held.most_rows
         if not (is_uneven and self._plan_parts(planner, stream)):

@@ -20,7 +20,7 @@ from .problem import Options, Problem
 
 NOTE = "pages of one token: a kernel before this one copies K and V to rows one behind the other, which come in boxes"
 
-_LEAST_ROWS = 4096  # packed rows that see a token, on average (tests/bench/NOTES.md)
+LEAST_ROWS = 4096  # packed rows that see a token, on average (tests/bench/NOTES.md)
 _ALIGNMENT = 128  # bytes: whole lines
 _VECTOR_BYTES = 16  # include/flashpage/kernels/gather_rows.h
 _ELEMENT_BYTES = 2
@@ -45,10 +45,14 @@ class Worth:
         self.may_be = _may_be(options)  # in any batch
         self._hidden = 0.5 if options.causal else 0.0
         self._most_tokens = options.window_left + 1 if options.window_left >= 0 else None  # that a row sees
-        self._least_rows = _LEAST_ROWS / options.group_size
+        self._least_rows = LEAST_ROWS / options.group_size
+
+    def may_be_for(self, batch: int, total_rows: int) -> bool:
+        """Whatever the tokens: rows that see none, or not all, only take away. Asked first, as it says no to most."""
+        return self.may_be and batch > 0 and total_rows >= self._least_rows * batch
 
     def is_for(self, batch: int, total_rows: int, total_tokens: int) -> bool:
-        if total_rows < self._least_rows or total_tokens == 0:
+        if not self.may_be_for(batch, total_rows) or total_tokens <= 0:
             return False
         return self.rows_of_token(batch, total_rows, total_tokens) >= self._least_rows
 
@@ -68,7 +72,7 @@ def _may_be(options: Options) -> bool:
     if not (is_plain and is_free and of_tokens):
         return False
     capability = backends.PREFILL_SM90
-    return not capability.refusals(Problem(options, _LEAST_ROWS), capability.min_sm)
+    return not capability.refusals(Problem(options, LEAST_ROWS), capability.min_sm)
 
 
 class Rows(NamedTuple):

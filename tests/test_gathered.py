@@ -222,7 +222,7 @@ class Batch:
 @pytest.fixture
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathered, "runs_on", lambda _: True)
-    monkeypatch.setattr(gathered, "_LEAST_ROWS", ROWS_OF_TOKEN)
+    monkeypatch.setattr(gathered, "LEAST_ROWS", ROWS_OF_TOKEN)
 
 
 SMALL: dict[str, Any] = {"page_size": 1, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "causal": True}
