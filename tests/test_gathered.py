@@ -1,4 +1,4 @@
-"""Rows that are gathered before a Hopper prefill: when, where to, by which launch, and the kernel itself on the host.
+"""Rows that are gathered before a Hopper prefill: when, where to, and what runs read then.
 
 Where a card would launch the kernel before attention, tests on the CPU call it between two runs.
 """
@@ -15,18 +15,16 @@ import case_gathered
 import numpy as np
 import pytest
 import torch
-from caches import FORMS, Cache, Shape, poison
+from caches import poison
 from case import Case, prefill
 from comparison import Outputs, compare
 from harness import Runner
 from inputs import Inputs, make_inputs, reference_states
-from native_build import shared_library
-from test_host_cuda import with_fake_driver
+from native_build import gather_rows
 
 import flashpage
-from flashpage import backends, caches, gathered, host, jit
+from flashpage import backends, gathered, host, jit, prepare
 from flashpage.dtypes import DType
-from flashpage.jit import compilers
 from flashpage.problem import Options
 from flashpage.spec import KernelSpec
 
@@ -109,73 +107,34 @@ def test_other_cards_read_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("case", case_gathered.rows(), ids=str)
-def test_the_tables_batches_are_worth_it(case: Case) -> None:
-    """What a card runs of them, by the kernel that Hopper's prefill would be anyway."""
+def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And Hopper's prefill runs them either way, over rows in boxes with the kernel that gathers."""
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    asked: list[KernelSpec] = []
+
+    def get_kernel(spec: KernelSpec, device: torch.device) -> Any:
+        asked.append(spec)
+        return SimpleNamespace(info=host.KernelInfo(num_sms=132, ctas_per_sm=1))
+
+    monkeypatch.setattr(jit, "get_kernel", get_kernel)
+    monkeypatch.setattr(prepare, "trace", functools.partial(trace_on_the_host, prepare.trace))
     types = (DType(case.q_dtype), DType(case.kv_type), DType(case.out_type))
     dims = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim)
     options = Options("paged", *dims, case.page_size, *types, causal=case.causal, window_left=case.window_left)
     options = dataclasses.replace(options, has_soft_cap=case.soft_cap > 0, position_encoding=case.position)
     assert gathered.Worth(options).may_be
     assert gathered.Worth(options).is_for(len(case.q_lens), sum(case.q_lens), sum(case.kv_lens))
+    rows = backends.packed_rows(options, len(case.q_lens), sum(case.q_lens))
+    for gathers, form, helpers in ((False, ("paged", "rows"), []), (True, ("ragged", "boxes"), ["gather_rows"])):
+        asked.clear()
+        prepared = prepare.Prepared(options, rows, torch.device("cuda:0"), gathers=gathers)
+        assert [spec.kernel for spec in asked] == ["prefill_sm90", *helpers, "merge"]
+        assert (asked[0].kv_source, asked[0].loader) == form
+        assert (prepared.gather_rows is not None) == (gathered.NOTE in prepared.choice.reasons) == gathers
 
 
-# ---------------------------------------------------------------- the kernel
-
-
-@functools.cache
-def kernel() -> Any:
-    return ctypes.CDLL(str(shared_library("gather_rows.cpp", first_include="hopper"))).gather_rows
-
-
-ONE_TOKEN_FORMS = [form for form in FORMS if form != "indexed"]
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("form", ONE_TOKEN_FORMS)
-@pytest.mark.parametrize(("heads", "dims"), [(1, (64, 64)), (3, (80, 80)), (2, (192, 128)), (2, (16, 256))], ids=str)
-def test_rows_are_those_of_the_pages(form: str, layout: str, heads: int, dims: tuple[int, int]) -> None:
-    if form.startswith("fused") and dims[0] != dims[1]:
-        pytest.skip("one tensor has one head dim")
-    if form.startswith("odd") and heads > 1 and (form == "odd_head") == (layout == "NHD"):
-        pytest.skip("a dimension of more than one")
-    count, first = 37, 5
-    cache = Cache.make(form, Shape(41, 1, heads, *dims), layout, torch.float16)
-    k, v = cache.rows()
-    torch.manual_seed(0)
-    indices = torch.randint(0, 41, (first + count,), dtype=torch.int32)
-    for memory in (k, v):
-        memory[indices[first:].unique().long()] = torch.randn(memory[0].shape).half()
-    indices[:first] = 2**30
-    options = dataclasses.replace(
-        OPTIONS, num_kv_heads=heads, num_q_heads=heads, head_dim_qk=dims[0], head_dim_vo=dims[1]
-    )
-    workspace = poison(torch.empty(1 << 20, dtype=torch.uint8))
-    before, limit = workspace.clone(), workspace.data_ptr() + 900_001
-    rows = gathered.Rows.below(limit, first, first + count, options)
-    params = host.GatherRowsParams()
-    given = cache.argument("cpu")
-    views = caches.paged_views(given, layout)
-    rows.bind(params, dict(zip("KV", views, strict=True)), options, indices.data_ptr())
-    tensors = given if isinstance(given, tuple) else (given, given)
-    params.k.data = tensors[0].data_ptr()
-    params.v.data = tensors[1].data_ptr() + 2 * views[1].offset
-    kernel()(ctypes.byref(params), 3)
-    assert rows.k % 128 == rows.v % 128 == 0
-    end = rows.v + (first + count) * heads * dims[1] * 2
-    assert limit - 128 < end <= limit and rows.v - rows.k >= (first + count) * heads * dims[0] * 2
-    for address, memory, dim in ((rows.k, k, dims[0]), (rows.v, v, dims[1])):
-        offset = address - workspace.data_ptr()
-        found = workspace[offset:][: (first + count) * heads * dim * 2].view(torch.float16).view(-1, heads, dim)
-        assert torch.equal(found[first:], memory[indices[first:].long(), 0])
-        found[first:].view(torch.int16).fill_(-1)
-    assert torch.equal(workspace, before), "nothing else is written"
-
-
-def test_the_kernel_compiles() -> None:
-    if not compilers.find_nvcc() and not compilers.find_nvrtc():
-        pytest.skip("neither nvcc nor NVRTC is here")
-    (result,) = jit.build_kernels([(KernelSpec("gather_rows"), jit.Target("cuda", 90))])
-    assert result.error is None and result.spill_bytes == 0
+def trace_on_the_host(trace: Any, options: Options, soft_cap: float, device: torch.device) -> Any:
+    return trace(options, soft_cap, torch.device("cpu"))
 
 
 # ---------------------------------------------------------------- plans and runs
@@ -213,7 +172,7 @@ class Batch:
 
     def gather(self) -> None:
         """What the launch before attention does."""
-        kernel()(ctypes.byref(self.wrapper._local.bound.gather), 2)
+        gather_rows()(ctypes.byref(self.wrapper._local.bound.gather), 2)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         compare(dataclasses.replace(self.case, outputs="returned"), Outputs(out, lse), reference_states(self.inputs))
@@ -266,17 +225,21 @@ def test_plans_in_turns(as_on_hopper: None) -> None:
     batch = Batch(TWO)
     short = Batch(dataclasses.replace(TWO, q_lens=(20,) * 8, kv_lens=(25,) * 7 + (26,)))
     assert short.rows is None
+    batch.wrapper._planner.active[0].prepared.gather_rows = SimpleNamespace(handle=4711)  # a CPU launches none
     batch.run()
+    args = batch.wrapper._local.bound.args
     for _ in range(2):
         batch.plan()
         assert batch.rows is not None
         batch.run()
+        params = ctypes.addressof(batch.wrapper._local.bound.gather)
+        assert (args.gather_rows, args.gather_params) == (4711, params)
         batch.gather()
         batch.check(batch.run())
         batch.plan(inputs=short.inputs)
         assert batch.rows is None and gathered.NOTE not in batch.wrapper.last_plan.notes
         short.check(batch.wrapper.run(short.runner.q(), short.runner.kv()[0]))
-        assert len(batch.wrapper._local.bindings) == 1
+        assert args.gather_rows is None and len(batch.wrapper._local.bindings) == 1
     assert len(batch.wrapper._planner.active[0]._prepared) == 2, "kernels are chosen once for each"
 
 
@@ -346,31 +309,6 @@ def test_without_room_rows_are_read_where_they_are(as_on_hopper: None) -> None:
             assert batch.wrapper._planner.active[0].prepared.choice.spec.kv_source == "paged"
             batch.check(*batch.run(return_lse=True))
     assert found == {"none": False, "for rows": False, "for both": True}
-
-
-# ---------------------------------------------------------------- launches
-
-
-def test_rows_are_gathered_before_they_are_read() -> None:
-    with_fake_driver("""
-attention, gather = kernel(b"boxes"), kernel(b"gather_rows")
-form = host.BoxForm(2, (64, 16, 1, 1), (128, 100, 8, 1), (2048, 256, 256))
-boxes, gathered = host.KvBoxes(form, form), host.GatherRowsParams()
-params.k.data, params.v.data, gathered.k.data = 1 << 20, 1 << 21, 1 << 22
-values = dict(gather_rows=gather, gather_params=addressof(gathered), boxes=addressof(boxes))
-record()
-host.check(run(attention, enable_pdl=1, **values))
-shape = "block=384 shared=100000 stream=7 attribute6=1"
-launches = [line.split(" ctx=")[0] for line in record() if line.startswith("launch")]
-assert launches == [
-    f"launch gather_rows grid=232 {shape} first={1 << 22}",  # all that are resident
-    f"launch boxes grid=132 {shape} first=4242 maps={1 << 20},{1 << 21}",
-], launches
-fake.fake_fail_launches(1)
-assert run(attention, **values) == host.CUDA_ERROR
-assert host.last_error().startswith("launching the kernel that gathers rows: ")
-assert sum(line.startswith("launch") for line in record()) == 1
-""")
 
 
 def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:

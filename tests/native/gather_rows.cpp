@@ -1,4 +1,4 @@
-// The kernel that gathers rows, on the host, for tests/test_gathered.py.
+// The kernel that gathers rows, on the host, for tests/test_gather_rows.py.
 #include "flashpage/kernels/gather_rows.h"
 
 #include "hopper.h"
