@@ -36,7 +36,7 @@ def default_cuda_specs(target: Target) -> list[KernelSpec]:
         if target.arch == HOPPER
     ]
     if target.arch == HOPPER:
-        small_pages.append(_prefill_sm90(*(2 * (DType.BFLOAT16,)), (128, 128), loader="rows"))
+        small_pages += [_prefill_sm90(*(2 * (DType.BFLOAT16,)), (128, 128), loader="rows"), KernelSpec("gather_rows")]
     often_long = [spec for spec in paged + ragged if spec.head_dim_vo == 128 and spec.kernel == "prefill_sm90"]
     pairs = [_paired(s) for s in often_long if s.q_dtype is DType.BFLOAT16 or s.kv_source == "paged"]
     return _distinct(paged + ragged + pairs + small_pages + helper_specs())
@@ -73,12 +73,11 @@ def other_cuda_specs(target: Target) -> list[KernelSpec]:
 
 
 def _other_hopper_specs() -> list[KernelSpec]:
-    """Few rows where the loader differs: pages below 8 tokens, ragged KV, wide rows, 64 rows over other head dims; and
-    many rows of fp8 queries."""
+    """Few rows where the loader differs: pages below 8 tokens, ragged KV, wide rows, values of other widths; and many
+    rows of fp8 queries."""
     bf16, e4m3 = DType.BFLOAT16, DType.FLOAT8_E4M3
     wide = [_decode_sm90(bf16, bf16, (512, 512), rows) for rows in (16, 64)]
     unlike = [_decode_sm90(bf16, bf16, (192, 128), rows) for rows in (16, 64)]
-    dims = [_decode_sm90(bf16, bf16, (192, 192), 64)]
     small_pages = [
         _decode_sm90(bf16, kv, (d, d), rows, loader="rows")
         for kv, (d, rows) in itertools.product((bf16, e4m3), ((128, 16), (128, 64), (256, 16)))
@@ -86,7 +85,7 @@ def _other_hopper_specs() -> list[KernelSpec]:
     ragged = [_decode_sm90(bf16, bf16, dims, 64, kv_source="ragged") for dims in ((128, 128), (192, 128))]
     ragged += [_decode_sm90(bf16, bf16, (128, 128), 16, kv_source="ragged")]
     queries = [_prefill_sm90(e4m3, e4m3, (128, 128), kv_source=source) for source in ("paged", "ragged")]
-    return wide + unlike + dims + small_pages + ragged + queries + [_paired(spec) for spec in queries]
+    return wide + unlike + small_pages + ragged + queries + [_paired(spec) for spec in queries]
 
 
 def cuda_specs(target: Target) -> list[KernelSpec]:

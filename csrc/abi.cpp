@@ -24,6 +24,7 @@ int64_t fp_sizeof(const char* struct_name) {
       {"MergeStatesParams", sizeof(MergeStatesParams)},
       {"AppendParams", sizeof(AppendParams)},
       {"GatherSlotsParams", sizeof(GatherSlotsParams)},
+      {"GatherRowsParams", sizeof(GatherRowsParams)},
       {"BlockPattern", sizeof(BlockPattern)},
       {"BlockAttentionParams", sizeof(BlockAttentionParams)},
       {"BlockWriteParams", sizeof(BlockWriteParams)},

@@ -269,9 +269,10 @@ struct fp_second_part {
   int32_t out_box_rows;
 };
 
-// One attention call: at most three launches (mask tiles, attention, merge) in one foreign call, two parts at most four
-// (both attentions, both merges), of which the first part's are on a stream of their own. CPU: runs on the pool and
-// returns when done. The merge is built in on the CPU; on the card it is a kernel of its own, launched as a dependent.
+// One attention call: at most three launches (mask tiles or rows, attention, merge) in one foreign call, two parts at
+// most four (both attentions, both merges), of which the first part's are on a stream of their own. CPU: runs on the
+// pool and returns when done. The merge is built in on the CPU; on the card it is a kernel of its own, launched as a
+// dependent.
 struct fp_run_args {
   const fp_kernel* attention;
   const fp_kernel* merge;  // CUDA: null where the plan has nothing to merge
@@ -290,6 +291,10 @@ struct fp_run_args {
   const fp_kernel* mask_tiles;
   const flashpage::MaskTilesParams* mask_tiles_params;
   const fp_second_part* second;  // null: the plan has one part
+  // The kernel that copies K and V of pages of one token to the rows that params and boxes have, before the attention
+  // kernel; null: params and boxes have the cache. CUDA, of one part.
+  const fp_kernel* gather_rows;
+  const flashpage::GatherRowsParams* gather_params;
 };
 FP_API int32_t fp_run(const fp_run_args*);
 // Any other kernel (merge_states, append): one struct of parameters by value.
@@ -326,6 +331,8 @@ struct fp_bound_run {
   fp_run_args* args;
   flashpage::AttentionParams* params;
   flashpage::MergeParams* merge_params;
+  flashpage::KvView* k_view;  // whose addresses are the cache's: those of params, or of the kernel that gathers rows
+  flashpage::KvView* v_view;
   int64_t v_offset;        // bytes from K to V where the cache is one tensor
   int64_t alignment_mask;  // addresses have none of these bits
   fp_tensor_form q, k, v, out, lse;

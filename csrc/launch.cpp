@@ -126,17 +126,27 @@ int32_t launch_parts(const fp_run_args& args) {
   return status == FP_OK ? joined : status;
 }
 
+// A kernel of as many CTAs as are resident, whose result the attention kernel waits for.
+int32_t launch_ahead(const fp_run_args& args, const fp_kernel& kernel, void** params, const char* what) {
+  const int grid = kernel.info.ctas_per_sm * kernel.info.num_sms;
+  const auto result = launch_kernel({&kernel, grid, 0, args.stream, args.enable_pdl != 0}, params);
+  return result == cuda::success ? FP_OK : cuda::fail(result, what);
+}
+
 int32_t run_on_cuda(const fp_run_args& args) {
   cuda::CurrentContext current(*args.attention->driver, args.attention->context);
   if (args.second != nullptr) return launch_parts(args);
   MaskTilesParams mask_tiles{};
   if (args.mask_tiles != nullptr) {
     mask_tiles = *args.mask_tiles_params;
-    void* mask_params[] = {&mask_tiles, const_cast<VariantArgs*>(variant_of(args))};
-    const fp_kernel_info& info = args.mask_tiles->info;
-    const int grid = info.ctas_per_sm * info.num_sms;
-    auto result = launch_kernel({args.mask_tiles, grid, 0, args.stream, args.enable_pdl != 0}, mask_params);
-    if (result != cuda::success) return cuda::fail(result, "launching the kernel of mask tiles");
+    void* params[] = {&mask_tiles, const_cast<VariantArgs*>(variant_of(args))};
+    const int32_t status = launch_ahead(args, *args.mask_tiles, params, "launching the kernel of mask tiles");
+    if (status != FP_OK) return status;
+  }
+  if (args.gather_rows != nullptr) {
+    void* params[] = {const_cast<GatherRowsParams*>(args.gather_params)};
+    const int32_t status = launch_ahead(args, *args.gather_rows, params, "launching the kernel that gathers rows");
+    if (status != FP_OK) return status;
   }
   const Part part = first_part(args);
   const Place place{args.stream, args.enable_pdl != 0};

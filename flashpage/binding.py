@@ -17,6 +17,7 @@ from . import arguments, boxes, caches, host, jit
 from .backends import device_sm
 from .dtypes import DType
 from .errors import RunError
+from .gathered import Rows
 from .prepare import Prepared, fill_variant, trace
 from .problem import Values, check_rope, check_scale
 from .run_checks import NO_SCALES, Tensors
@@ -34,21 +35,9 @@ class Binding:
     """Structs for one signature; refreshed after every plan."""
 
     __slots__ = (
-        *(
-            "alignment_mask",
-            "args",
-            "address",
-            "args_address",
-            "bound_run",
-            "boxes",
-            "combination",
-            "device",
-            "enable_pdl",
-            "fused_offset",
-            "generation",
-        ),
-        *("has_lse", "has_merge", "has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "mask_tiles", "merge"),
-        "out_dtype",
+        *("address", "alignment_mask", "args", "args_address", "bound_run", "boxes", "cache_views", "combination"),
+        *("device", "enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_lse", "has_merge"),
+        *("has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "mask_tiles", "merge", "out_dtype"),
         *("out_shape", "params", "prepared", "scales", "second", "second_boxes", "second_prepared"),
         *("signature", "sinks", "sm_scale", "stamps", "traced", "v", "values", "variant", "views"),
     )
@@ -59,11 +48,11 @@ class Binding:
         self.values, self.combination, self.device = values, combination, planner.device
         self.params, self.merge = host.AttentionParams(), host.MergeParams()
         self.variant, self.args = host.VariantArgs(), host.RunArgs()
-        self.mask_tiles = host.MaskTilesParams()
+        self.mask_tiles, self.gather = host.MaskTilesParams(), host.GatherRowsParams()
         self.args_address = ctypes.addressof(self.args)
         self.bound_run = host.BoundRun(self.args_address, ctypes.addressof(self.params), ctypes.addressof(self.merge))
         self.address = ctypes.addressof(self.bound_run)
-        self.k, self.v = self.params.k, self.params.v  # views into params: setting them costs no second look-up
+        self.gathered: Rows | None = None
         self.generation, self.signature = 0, None
         self.sinks: torch.Tensor | None = None
         self.scales: tuple[Any, Any, Any] = NO_SCALES
@@ -107,13 +96,8 @@ class Binding:
             k, v = caches.paged_views(cache, self.kv_layout)
         else:
             k, v = (caches.ragged_view(t, self.kv_layout, n) for t, n in zip(cache, ("k", "v"), strict=True))
-        self.views = {"K": k, "V": v}
-        for view, found in ((self.k, k), (self.v, v)):
-            view.page_stride, view.token_stride, view.head_stride = (
-                found.page_stride,
-                found.token_stride,
-                found.head_stride,
-            )
+        self.cache_views = {"K": k, "V": v}
+        self._bind_views(self.cache_views, params)
         self.bound_run.v_offset = self.fused_offset = v.offset * options.kv_dtype.size
         heads, dim = options.num_q_heads, options.head_dim_vo
         if out is None:
@@ -122,6 +106,29 @@ class Binding:
             strides = caches.rows_strides(out, "out")
         params.out_row_stride, params.out_head_stride = self.merge.out_row_stride, self.merge.out_head_stride = strides
         self._bind_alignment(strides, k, v)
+
+    def _bind_views(self, views: dict[str, caches.View], cache: host.AttentionParams | host.GatherRowsParams) -> None:
+        """K and V as the attention kernel sees them, and the struct that has the addresses of the cache."""
+        self.views, params, bound = views, self.params, self.bound_run
+        for side, view in ((params.k, views["K"]), (params.v, views["V"])):
+            side.page_stride, side.token_stride, side.head_stride = (
+                view.page_stride,
+                view.token_stride,
+                view.head_stride,
+            )
+        self.k, self.v = cache.k, cache.v  # views into the struct: setting them costs no second look-up
+        bound.k_view, bound.v_view = ctypes.addressof(self.k), ctypes.addressof(self.v)
+
+    def _bind_gathered(self, rows: Rows | None) -> None:
+        """Has the attention kernel read the rows that each run gathers, or again the cache."""
+        params, options = self.params, self.combination.options
+        self.gathered = rows
+        if rows is None:
+            self._bind_views(self.cache_views, params)
+            return
+        self._bind_views(rows.views(options), self.gather)
+        rows.bind(self.gather, self.cache_views, options, params.kv_indices)
+        params.k.data, params.v.data = rows.k, rows.v
 
     def _bind_alignment(self, out_strides: tuple[int, int], k: caches.View, v: caches.View) -> None:
         options, params = self.combination.options, self.params
@@ -164,6 +171,11 @@ class Binding:
             combination.mask_tiles.bind(self.mask_tiles, planner, combination)
             args.mask_tiles = prepared.mask_tiles.handle
             args.mask_tiles_params = ctypes.addressof(self.mask_tiles)
+        if combination.gathered is not None or self.gathered is not None:
+            self._bind_gathered(combination.gathered)
+        args.gather_rows = None
+        if prepared.gather_rows is not None:
+            args.gather_rows, args.gather_params = prepared.gather_rows.handle, ctypes.addressof(self.gather)
         if prepared is not self.prepared:
             self._bind_boxes(prepared)
         if combination.options.needs_variant:
@@ -195,10 +207,11 @@ class Binding:
     def _boxes_of(self, prepared: Prepared, params: host.AttentionParams | host.SecondPart) -> host.KvBoxes | None:
         """Tensor maps of K, V, q and out, where the kernel takes them; tokens and rows of their boxes in `params`."""
         spec, options = prepared.choice.spec, self.combination.options
-        tile, is_paged = spec.tile, options.kv_source == "paged"
+        tile, is_paged = spec.tile, spec.kv_source == "paged"
+        page_size = options.page_size if is_paged else 0
         element_bytes = options.kv_dtype.size
         row_bytes = (options.head_dim_qk * element_bytes, options.head_dim_vo * element_bytes)
-        tokens = boxes.loader_tokens(spec.loader, options.page_size, tile.tile_kv, *row_bytes) if tile else 0
+        tokens = boxes.loader_tokens(spec.loader, page_size, tile.tile_kv, *row_bytes) if tile else 0
         found = host.KvBoxes()
         params.box_tokens, params.query_box_rows, params.out_box_rows = tokens, 0, 0
         if tokens:
@@ -267,6 +280,9 @@ class Binding:
             self.merge.out = out_address
 
     def _resize(self, found: host.KvBoxes, q: torch.Tensor, cache: Any) -> None:
+        if self.gathered is not None:
+            boxes.resize(found, q.shape[0], self.gathered.end, False, "NHD")
+            return
         leading = (cache[0] if cache.__class__ is tuple else cache).shape[0]
         boxes.resize(found, q.shape[0], leading, self.combination.options.kv_source == "paged", self.kv_layout)
 

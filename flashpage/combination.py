@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import backends, host
+from . import backends, gathered, host
 from .errors import PlanError
 from .mask_tiles import MaskTiles
 from .parts import Part, Parts, largest_schedules, may_have_parts, most_few_rows
@@ -36,8 +36,8 @@ class Combination:
 
     __slots__ = (
         *("_checked_for", "_fixed_for", "_frozen_rows", "_long", "_may_have_parts", "_parts", "_prepared"),
-        *("cluster_size", "fork", "generation", "mask_tiles", "num_ctas", "num_merges", "options", "prepared"),
-        *("second", "slot"),
+        *("_worth_gathering", "cluster_size", "fork", "gathered", "generation", "mask_tiles"),
+        *("num_ctas", "num_merges", "options", "prepared", "second", "slot"),
     )
 
     def __init__(self, options: Options) -> None:
@@ -56,35 +56,70 @@ class Combination:
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = backends.packed_rows(options, 0, 0) if is_constant else 0
         self._long = LongContexts(options)
+        self._worth_gathering = gathered.Worth(options)
+        self.gathered: gathered.Rows | None = None  # of the present plan; None: K and V are read where they are
         self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows that its launches were made for
-        self._prepared: dict[tuple[int, VariantSpec | None, bool, bool, tuple[int, int] | None], Prepared] = {}
+        self._prepared: dict[tuple[int, VariantSpec | None, bool, bool, tuple[int, int] | None, bool], Prepared] = {}
         self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
 
     def plan(self, planner: Planner, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
         """Plans the batch that `problem` points at, into the slot."""
+        held = planner.lengths.struct
+        self.second = self.gathered = None
+        if self._worth_gathering.may_be_for(problem.batch, total_rows):
+            self.gathered = self._rows_to_gather(planner, problem, total_rows)
+        self._prepare(planner, problem, total_rows)
+        is_uneven = self._may_have_parts and held.least_rows != held.most_rows
+        if not (is_uneven and self._plan_parts(planner, stream)):
+            self._plan_whole(planner, stream)
+            partial_rows = self.slot.result.num_partial_rows
+            if self.gathered is not None and not self._has_room(planner, self.gathered, partial_rows):
+                self.gathered = None
+                self._prepare(planner, problem, total_rows)
+                self._plan_whole(planner, stream)
+                partial_rows = self.slot.result.num_partial_rows
+            if partial_rows and partial_bytes(partial_rows, self.options.head_dim_vo) > planner.float_bytes:
+                raise self._too_many_partials(planner, partial_rows)
+        self.generation = planner.generation
+
+    def _prepare(self, planner: Planner, problem: host.ProblemStruct, total_rows: int) -> None:
+        """Takes the kernels for the batch, and has the struct say what is planned for."""
         options, held, batch = self.options, planner.lengths.struct, problem.batch
-        self.second = None
         is_long = False
         if self._long.may_be and not planner.is_graph:
             tokens = (held.kv_end - held.kv_begin) * max(1, options.page_size)
             is_long = self._long.are_in(batch, total_rows, tokens)
-        self.prepared = prepared = self._prepared_for(planner, batch, total_rows, has_long_contexts=is_long)
+        gathers = self.gathered is not None
+        self.prepared = prepared = self._prepared_for(
+            planner, batch, total_rows, has_long_contexts=is_long, gathers=gathers
+        )
         if planner.problem_prepared is not prepared:
             planner.problem_prepared = prepared
             problem.causal, problem.window_left = options.causal, options.window_left
             problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
             problem.has_mask_tiles = prepared.choice.spec.mask_source == "function"
-        is_uneven = self._may_have_parts and held.least_rows != held.most_rows
-        if not (is_uneven and self._plan_parts(planner, stream)):
-            self._plan_whole(planner, stream)
-        self.generation = planner.generation
+
+    def _rows_to_gather(self, planner: Planner, problem: host.ProblemStruct, total_rows: int) -> gathered.Rows | None:
+        """Where they will lie, if the batch is worth it and there is room beside no partial results. Lengths that are
+        given beside the page numbers leave some of these unused, and then nobody knows what they are."""
+        held = planner.lengths.struct
+        entries = held.kv_end - held.kv_begin
+        is_known = not planner.is_graph and problem.kv_lens.data is None and gathered.runs_on(planner.device)
+        if not is_known or not self._worth_gathering.is_for(problem.batch, total_rows, entries):
+            return None
+        _, partial_lse = planner.partials(self.options.head_dim_vo)
+        rows = gathered.Rows.below(partial_lse, held.kv_begin, held.kv_end, self.options)
+        return rows if self._has_room(planner, rows, 0) else None
+
+    def _has_room(self, planner: Planner, rows: gathered.Rows, partial_rows: int) -> bool:
+        """Between the partial outputs, from the beginning of the workspace on, and their LSEs, which follow the last
+        ones that there is room for."""
+        partial_out, _ = planner.partials(self.options.head_dim_vo)
+        return rows.k >= partial_out + partial_rows * self.options.head_dim_vo * 4
 
     def _plan_whole(self, planner: Planner, stream: int) -> None:
         prepared, result = self.prepared, self.slot.result
         self.slot.plan(prepared, stream, planner.length_names)
-        partial_rows = result.num_partial_rows
-        if partial_rows and partial_bytes(partial_rows, self.options.head_dim_vo) > planner.float_bytes:
-            raise self._too_many_partials(planner, partial_rows)
         if planner.is_graph:
             # A captured launch serves every later plan: all CTAs, which leave at once where the plan has less for them.
             self._take_shape_of_all(prepared)
@@ -116,7 +151,7 @@ class Combination:
         if found is None:
             return False
         first, self.second = found
-        self.fork = planner.fork
+        self.fork, self.gathered = planner.fork, None
         self.prepared = first.prepared
         self.num_ctas, self.num_merges = first.result.num_ctas, first.result.num_merges
         self.cluster_size = 0
@@ -124,7 +159,7 @@ class Combination:
 
     def plan_on_device(self, planner: Planner, tables: TableLengths, stream: int) -> None:
         """The same from lengths that live on the device, by a launch that a graph may capture."""
-        self.second = None
+        self.second = self.gathered = None
         self.prepared = prepared = self._prepared_for(planner, tables.batch, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)
         self._check_tables(planner, prepared, tables)
@@ -151,6 +186,7 @@ class Combination:
         *,
         has_known_lengths: bool = True,
         has_long_contexts: bool = False,
+        gathers: bool = False,
     ) -> Prepared:
         options = self.options
         capacity = planner.capacity
@@ -162,7 +198,7 @@ class Combination:
             if self._fixed_for is None:
                 self._fixed_for = batch, total_rows
         variant = None if options.variant is None else trace(options, 1.0, planner.device).spec
-        key = rows, variant, has_known_lengths and not planner.is_graph, has_long_contexts, self._fixed_for
+        key = rows, variant, has_known_lengths and not planner.is_graph, has_long_contexts, self._fixed_for, gathers
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = Prepared(options, rows, planner.device, *key[2:])

@@ -1,4 +1,4 @@
-"""The host library (csrc/) through ctypes: its structs and functions, and the numpy types of a plan's bytes."""
+"""The host library (csrc/) through ctypes: its structs and functions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import functools
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-import numpy as np
-
 from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
+from .plan_bytes import RECORDS
 
 ABI_VERSION = 11  # csrc/abi.cpp
 
@@ -99,6 +98,15 @@ class GatherSlotsParams(ctypes.Structure):
         ("table_row_stride", c_int64),
         ("batch", c_int32),
         *_all(FastDiv, "page ctas_per_request"),
+    ]
+
+
+class GatherRowsParams(ctypes.Structure):
+    _fields_ = [
+        *_all(KvView, "k v"),
+        *_all(c_void_p, "kv_indices k_rows v_rows"),
+        *_all(FastDiv, "k_row_vectors v_row_vectors token_vectors"),
+        *_all(c_int32, "k_token_vectors v_token_vectors first count"),
     ]
 
 
@@ -244,7 +252,7 @@ class RunArgs(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "attention merge params variant merge_params stream"),
         *_all(c_int32, "num_ctas merge_ctas enable_pdl out_dtype cluster_size"),
-        *_all(c_void_p, "boxes mask_tiles mask_tiles_params second"),
+        *_all(c_void_p, "boxes mask_tiles mask_tiles_params second gather_rows gather_params"),
     ]
 
 
@@ -260,7 +268,7 @@ class TensorForm(ctypes.Structure):
 
 class BoundRun(ctypes.Structure):
     _fields_ = [
-        *_all(c_void_p, "args params merge_params"),
+        *_all(c_void_p, "args params merge_params k_view v_view"),
         *_all(c_int64, "v_offset alignment_mask"),
         *_all(TensorForm, "q k v out lse"),
     ]
@@ -274,39 +282,13 @@ class SlotsCall(ctypes.Structure):
     _fields_ = [*_all(c_void_p, "slots problem destination"), ("capacity", c_int64), ("result", c_void_p)]
 
 
-# include/flashpage/plan/work_item.h
-
-WORK_ITEM = np.dtype(
-    _all(np.int64, "kv_offset mask_offset")
-    + _all(np.int32, "request q_begin q_len kv_len first_packed_row kv_head num_units kv_begin kv_end partial_row")
-    + _all(np.int32, "piece merge")
-)
-MERGE_ITEM = np.dtype(
-    _all(np.int32, "request q_begin first_packed_row num_rows kv_head partial_row partial_stride num_partials")
-)
-CTA_ITEMS = np.dtype(_all(np.int32, "begin end") + _all(np.uint16, "kv_head walk") + _all(np.int32, "partial_row"))
-CTA_START = np.dtype([("items", CTA_ITEMS), ("first", WORK_ITEM)])
-PLAN_HEADER = np.dtype(
-    _all(np.int32, "num_ctas num_items num_merges num_partial_rows")
-    + _all(np.int32, "merges_of_walk items_offset merges_offset used_bytes cluster_size merge_rows")
-    + [("unused", np.int32, 2)]
-)
-
 STRUCTS = (
     *(FastDiv, KvView, AttentionParams, VariantTensor, VariantArgs, MergeParams, MergeStatesParams, AppendParams),
-    *(GatherSlotsParams, BlockPattern, BlockAttentionParams, BlockWriteParams, MaskTilesParams),
+    *(GatherSlotsParams, GatherRowsParams, BlockPattern, BlockAttentionParams, BlockWriteParams, MaskTilesParams),
     *(IndexArray, ProblemStruct, Schedule, Tables, PlanResult, Parts, MaskedBatch),
     *(KernelInfo, DeviceInfo, BoxForm, KvBoxes, SecondPart, RunArgs),
     *(Python, TensorForm, BoundRun, LengthsStruct, SlotsCall),
 )
-RECORDS = {
-    "WorkItem": WORK_ITEM,
-    "MergeItem": MERGE_ITEM,
-    "CtaItems": CTA_ITEMS,
-    "CtaStart": CTA_START,
-    "PlanHeader": PLAN_HEADER,
-}
-
 # Structs are passed as ctypes.byref(struct), or as an address that was taken once: an int costs 0.04 us less a call.
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_last_error": (c_char_p, []),

@@ -6,10 +6,12 @@ import dataclasses
 
 import numpy as np
 
-from . import host
+from . import host, plan_bytes
 from .problem import Options
 
-CTA_WORK_ITEM = np.dtype([("cta", np.int32), *((name, host.WORK_ITEM[name]) for name in host.WORK_ITEM.names or ())])
+CTA_WORK_ITEM = np.dtype(
+    [("cta", np.int32), *((name, plan_bytes.WORK_ITEM[name]) for name in plan_bytes.WORK_ITEM.names or ())]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,22 +19,22 @@ class PlanBytes:
     """The parts of a plan as kernels read them; include/flashpage/plan/work_item.h says what the fields mean."""
 
     header: np.void
-    ctas: np.ndarray  # host.CTA_ITEMS [schedule's num_ctas]
-    items: np.ndarray  # host.WORK_ITEM [num_items]
-    merges: np.ndarray  # host.MERGE_ITEM [num_merges]
+    ctas: np.ndarray  # plan_bytes.CTA_ITEMS [schedule's num_ctas]
+    items: np.ndarray  # plan_bytes.WORK_ITEM [num_items]
+    merges: np.ndarray  # plan_bytes.MERGE_ITEM [num_merges]
 
     @staticmethod
     def of(data: bytes, num_ctas: int) -> PlanBytes:
-        header = np.frombuffer(data, host.PLAN_HEADER, 1)[0]
+        header = np.frombuffer(data, plan_bytes.PLAN_HEADER, 1)[0]
 
         def records(kind: np.dtype, count: int, offset: int) -> np.ndarray:
             return np.frombuffer(data, kind, count, offset) if count else np.zeros(0, kind)
 
         return PlanBytes(
             header,
-            records(host.CTA_START, num_ctas, header.nbytes)["items"],
-            records(host.WORK_ITEM, int(header["num_items"]), int(header["items_offset"])),
-            records(host.MERGE_ITEM, int(header["num_merges"]), int(header["merges_offset"])),
+            records(plan_bytes.CTA_START, num_ctas, header.nbytes)["items"],
+            records(plan_bytes.WORK_ITEM, int(header["num_items"]), int(header["items_offset"])),
+            records(plan_bytes.MERGE_ITEM, int(header["num_merges"]), int(header["merges_offset"])),
         )
 
     def items_by_cta(self) -> np.ndarray:

@@ -23,7 +23,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
-            on the CPU: the CPU backend.
+            on the CPU: the CPU backend. On Hopper, pages of one token are copied into what is left, where that is
+            worth it and all of the batch's K and V fit.
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
         use_cuda_graph: runs may be captured, and replayed after later plans: of the same batch size and at most the
             first plan's rows with the four buffers, of any batch within the capacities without them.

@@ -8,7 +8,7 @@ import dataclasses
 
 import torch
 
-from . import backends, host, jit, variants
+from . import backends, gathered, host, jit, variants
 from .errors import PlanError
 from .problem import Options, Problem
 from .spec import KernelSpec
@@ -21,12 +21,12 @@ class Prepared:
     threads.
 
     `fixed_for`: requests and rows of the largest batch that launches of one shape serve, a graph's; None: each launch
-    has the shape that its plan asks for.
+    has the shape that its plan asks for. `gathers`: the attention kernel reads rows that another one gathers.
     """
 
     __slots__ = (
-        *("attention", "choice", "cluster_size", "mask_tiles", "merge", "options", "problem", "schedule"),
-        "schedule_address",
+        *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "options", "problem"),
+        *("schedule", "schedule_address"),
     )
 
     def __init__(
@@ -37,15 +37,21 @@ class Prepared:
         has_known_lengths: bool = True,
         has_long_contexts: bool = False,
         fixed_for: tuple[int, int] | None = None,
+        gathers: bool = False,
     ) -> None:
         self.options = options
         self.problem = Problem(
             options, packed_rows, has_known_lengths=has_known_lengths, has_long_contexts=has_long_contexts
         )
-        self.choice = backends.choose(self.problem, device, trace(options, 1.0, device).spec)
+        asked = dataclasses.replace(self.problem, options=gathered.as_rows(options)) if gathers else self.problem
+        self.choice = backends.choose(asked, device, trace(options, 1.0, device).spec)
+        if gathers:
+            self.choice = dataclasses.replace(self.choice, reasons=(*self.choice.reasons, gathered.NOTE))
         self.attention = jit.get_kernel(self.choice.spec, device)
-        self.merge = self.mask_tiles = None
+        self.merge = self.mask_tiles = self.gather_rows = None
         if device.type == "cuda":
+            if gathers:
+                self.gather_rows = jit.get_kernel(KernelSpec("gather_rows"), device)
             if (spec := mask_tiles_spec(self.choice, options)) is not None:
                 self.mask_tiles = jit.get_kernel(spec, device)
             if not self.choice.capability.merges_in_launch:

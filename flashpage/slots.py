@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from . import direct, host, lengths
+from . import direct, host, lengths, plan_bytes
 from .errors import DeviceError, PlanError
 from .prepare import Prepared
 from .table_lengths import TableLengths
@@ -92,8 +92,8 @@ class PlanSlot:
     def last_bytes(self) -> bytes:
         """The newest plan, copied; one that a device made is waited for, and gives `result` its numbers."""
         if self._is_read_back:
-            memory, size = self.memory.view(torch.uint8), host.PLAN_HEADER.itemsize
-            header = np.frombuffer(memory[:size].cpu().numpy().tobytes(), host.PLAN_HEADER)[0]
+            memory, size = self.memory.view(torch.uint8), plan_bytes.PLAN_HEADER.itemsize
+            header = np.frombuffer(memory[:size].cpu().numpy().tobytes(), plan_bytes.PLAN_HEADER)[0]
             for name in ("num_ctas", "num_items", "num_merges", "num_partial_rows", "used_bytes"):
                 setattr(self.result, name, int(header[name]))
             return memory[: self.result.used_bytes].cpu().numpy().tobytes()

@@ -106,7 +106,7 @@ def score_rows() -> list[Case]:
         ),
         decode("scale-negative-split", "pieces and a sink", (3000,), sm_scale=-0.2, sinks=True),
         decode("scale-negative-cap", "transforms see the sign", long, sm_scale=-1.0, soft_cap=5.0),
-        prefill("scale-negative-prefill", "larger tiles", MIXED_Q, MIXED_KV, causal=True, sm_scale=-1.0, reduced=True),
+        prefill("scale-negative-prefill", "larger tiles", MIXED_Q, MIXED_KV, causal=True, sm_scale=-1.0),
         prefill("scale-negative-mask", "masked tokens", MIXED_Q, MIXED_KV, mask="packed", sm_scale=-0.2),
     ]
     for kind in ("negative", "signs"):

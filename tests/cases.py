@@ -9,6 +9,7 @@ from __future__ import annotations
 import case_few_rows
 import case_fp8_prefill
 import case_fp8_queries
+import case_gathered
 import case_long
 import case_options
 import case_pairs
@@ -20,5 +21,6 @@ CASES: list[Case] = [
     *case_fp8_queries.rows(),
     *case_fp8_prefill.rows(),
     *case_long.rows(),
+    *case_gathered.rows(),
 ]
 REDUCED: list[Case] = [case for case in CASES if case.reduced]  # a short table for compute-sanitizer

@@ -12,7 +12,7 @@ import reference
 import torch
 from caches import poison
 
-from flashpage import host
+from flashpage import host, plan_bytes
 from flashpage.dtypes import DType
 from flashpage.jit import Target, build_specs
 from flashpage.spec import KernelSpec, VariantSpec
@@ -134,13 +134,13 @@ def make_plan(case: KernelCase) -> tuple[np.ndarray, list[tuple[int, int, int, i
         mask_offset += math.ceil(q_len * kv_len / 8)
         q_begin += q_len
         kv_begin += math.ceil(kv_len / size)
-    records = np.zeros(len(items), host.WORK_ITEM)
+    records = np.zeros(len(items), plan_bytes.WORK_ITEM)
     for record, item in zip(records, items, strict=True):
         for name, value in item.items():
             record[name] = value
-    ctas = np.zeros(2, host.CTA_START)
+    ctas = np.zeros(2, plan_bytes.CTA_START)
     ctas["items"]["begin"], ctas["items"]["end"] = [0, len(items) // 2], [len(items) // 2, len(items)]
-    header = np.zeros(1, host.PLAN_HEADER)
+    header = np.zeros(1, plan_bytes.PLAN_HEADER)
     header["num_ctas"], header["num_items"] = 2, len(items)
     header["items_offset"] = header.nbytes + ctas.nbytes
     return np.concatenate([part.view(np.uint8) for part in (header, ctas, records)]), partials

@@ -87,6 +87,12 @@ def mask_tiles() -> ctypes.CDLL:
 
 
 @functools.cache
+def gather_rows() -> Any:
+    """gather_rows(params, grid): the kernel on the host."""
+    return ctypes.CDLL(str(shared_library("gather_rows.cpp", first_include="hopper"))).gather_rows
+
+
+@functools.cache
 def plan_kernel() -> ctypes.CDLL:
     """The host library's planner on the device, with the kernel itself on the host."""
     library = ctypes.CDLL(str(shared_library("plan_kernel.cpp", first_include="card")))

@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from flashpage import host
+from flashpage import host, plan_bytes
 
 RUNS, TEAMS = 1, 0  # csrc/flashpage.h, fp_walk
 
@@ -152,14 +152,14 @@ def plan(batch: Batch, cutting: Cutting, capacity: int | None = None, **forms: o
 
 
 def unpack(batch: Batch, cutting: Cutting, buffer: np.ndarray, result: host.PlanResult) -> Planned:
-    header = buffer[: host.PLAN_HEADER.itemsize].view(host.PLAN_HEADER)[0]
+    header = buffer[: plan_bytes.PLAN_HEADER.itemsize].view(plan_bytes.PLAN_HEADER)[0]
 
     def records(kind: np.dtype, offset: int, count: int) -> np.ndarray:
         return buffer[offset : offset + count * kind.itemsize].view(kind)
 
-    starts = records(host.CTA_START, header.nbytes, cutting.num_ctas)
-    items = records(host.WORK_ITEM, int(header["items_offset"]), int(header["num_items"]))
-    merges = records(host.MERGE_ITEM, int(header["merges_offset"]), int(header["num_merges"]))
+    starts = records(plan_bytes.CTA_START, header.nbytes, cutting.num_ctas)
+    items = records(plan_bytes.WORK_ITEM, int(header["items_offset"]), int(header["num_items"]))
+    merges = records(plan_bytes.MERGE_ITEM, int(header["merges_offset"]), int(header["num_merges"]))
     arrivals = records(np.dtype(np.uint32), int(header["merges_offset"]) + merges.nbytes, len(merges))
     return Planned(batch, cutting, result, header, starts["items"], starts["first"], items, merges, arrivals)
 

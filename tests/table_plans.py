@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from planner_batches import Batch, Cutting, arrays_of, call, problem_of
 
-from flashpage import host
+from flashpage import host, plan_bytes
 
 
 @dataclasses.dataclass
@@ -91,7 +91,7 @@ class Tables:
         )
         found = memory.cpu().numpy()
         assert (found[:start] == 0xA5).all() and (found[start + size :] == 0xA5).all(), "wrote beside its memory"
-        header = found[start : start + host.PLAN_HEADER.itemsize].view(host.PLAN_HEADER)[0]
+        header = found[start : start + plan_bytes.PLAN_HEADER.itemsize].view(plan_bytes.PLAN_HEADER)[0]
         assert header["num_partial_rows"] <= limit_rows
         return found[start : start + int(header["used_bytes"])].tobytes()
 

@@ -40,8 +40,8 @@ class Bound:
         self.v = torch.zeros(3, 2, 4, 2, 16).to(dtype) if has_pair else None
         self.lse = torch.zeros(4, 2)
         self.params, self.merge, self.args = host.AttentionParams(), host.MergeParams(), host.RunArgs()
-        addresses = (ctypes.addressof(self.args), ctypes.addressof(self.params), ctypes.addressof(self.merge))
-        self.struct = host.BoundRun(*addresses, 64, 15)
+        structs = (self.args, self.params, self.merge, self.params.k, self.params.v)
+        self.struct = host.BoundRun(*map(ctypes.addressof, structs), 64, 15)
         assert direct.builtins().bind(ctypes.addressof(self.struct), *self.tensors()) == host.OK
 
     def tensors(self) -> list[Any]:

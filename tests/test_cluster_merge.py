@@ -9,7 +9,7 @@ import pytest
 import torch
 from native_build import shared_library
 
-from flashpage import host
+from flashpage import host, plan_bytes
 
 # Of a kernel: the cache's type, columns of V, warps side by side along them.
 KERNELS = (("Bf16", 128, 1), ("Bf16", 64, 1), ("Bf16", 256, 1), ("E4m3", 128, 1), ("E4m3", 256, 2), ("Bf16", 72, 1))
@@ -52,7 +52,7 @@ def check(code: ctypes.CDLL, dim: int, log_pieces: int, rows: int, group: int) -
     lse = torch.full(out.shape[:2], torch.nan)
     params = host.AttentionParams(out=out.data_ptr(), lse=lse.data_ptr(), value_scale=0.5, num_q_heads=kv_heads * group)
     params.out_row_stride, params.out_head_stride, params.group = *out.stride()[:2], host.make_fast_div(group)
-    items = np.zeros(pieces, host.WORK_ITEM)
+    items = np.zeros(pieces, plan_bytes.WORK_ITEM)
     items["q_begin"], items["q_len"], items["piece"] = q_begin, q_len, np.arange(pieces)
     unit = Unit(first_row, rows, head)
     arrays = (columns, maxima, sums)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from native_build import check_syntax
 
-from flashpage import host
+from flashpage import host, plan_bytes
 
 C_NAMES = {
     "IndexArray": "fp_index_array",
@@ -36,15 +36,15 @@ C_NAMES = {
 
 def layout(name: str) -> tuple[int, dict[str, tuple[int, int]]]:
     """Size, and each field's offset and size, as Python sees them."""
-    if name in host.RECORDS:
-        record = host.RECORDS[name]
+    if name in plan_bytes.RECORDS:
+        record = plan_bytes.RECORDS[name]
         return record.itemsize, {f: (o, t.itemsize) for f, (t, o) in record.fields.items()}
     struct = next(s for s in host.STRUCTS if s.__name__ == name)
     fields = {f: getattr(struct, f) for f, _ in struct._fields_}
     return ctypes.sizeof(struct), {f: (d.offset, d.size) for f, d in fields.items()}
 
 
-@pytest.mark.parametrize("name", [s.__name__ for s in host.STRUCTS] + list(host.RECORDS))
+@pytest.mark.parametrize("name", [s.__name__ for s in host.STRUCTS] + list(plan_bytes.RECORDS))
 def test_every_field_lies_where_python_thinks(name: str) -> None:
     size, fields = layout(name)
     struct = C_NAMES.get(name, f"flashpage::{name}")
@@ -56,7 +56,7 @@ def test_every_field_lies_where_python_thinks(name: str) -> None:
 
 def test_the_library_knows_every_struct_and_no_other() -> None:
     library = host.load()
-    for name in [s.__name__ for s in host.STRUCTS] + list(host.RECORDS):
+    for name in [s.__name__ for s in host.STRUCTS] + list(plan_bytes.RECORDS):
         assert library.fp_sizeof(name.encode()) == layout(name)[0], name
     assert library.fp_sizeof(b"NoSuchStruct") == -1
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from native_build import shared_library
 
-from flashpage import host
+from flashpage import host, plan_bytes
 
 # (element type of the C ABI, bytes, relative error of one rounding)
 FP32, FP16, BF16 = (0, 4, 2.0**-23), (1, 2, 2.0**-11), (2, 2, 2.0**-8)
@@ -74,10 +74,10 @@ class Partials:
         self.out = rng.standard_normal((row, self.head_dim), np.float32)
         self.lse = rng.standard_normal(row).astype(np.float32) * 20
         self.chunks = chunks
-        self.set_merges(np.array(items, dtype=host.MERGE_ITEM))
+        self.set_merges(np.array(items, dtype=plan_bytes.MERGE_ITEM))
 
     def set_merges(self, merges: np.ndarray) -> None:
-        header = np.zeros(1, host.PLAN_HEADER)
+        header = np.zeros(1, plan_bytes.PLAN_HEADER)
         header["num_merges"], header["merges_offset"] = len(merges), header.nbytes
         self.plan = np.frombuffer(header.tobytes() + merges.tobytes(), np.uint8)
         self.num_merges = len(merges)
@@ -250,7 +250,7 @@ def test_rounding_is_that_of_numpy_for_every_kind_of_value(element: tuple[int, i
     rows = partials.q_lens[0]
     partials.out = np.resize(values, (rows, 200)).astype(np.float32)
     partials.lse = np.zeros(rows, np.float32)
-    item = np.array([(0, 0, 0, rows, 0, 0, rows, 1)], host.MERGE_ITEM)
+    item = np.array([(0, 0, 0, rows, 0, 0, rows, 1)], plan_bytes.MERGE_ITEM)
     partials.set_merges(item)
     found, _ = partials.run(element)
     np.testing.assert_array_equal(found[:, 0], decode(encode(partials.out, element), element))

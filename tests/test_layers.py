@@ -29,7 +29,7 @@ MAY_INCLUDE = {
 # Python: layers from the bottom; a module imports its own layer and those below.
 LAYERS = [
     {"dtypes", "errors", "env", "paths"},
-    {"spec", "tiles", "host", "direct", "arguments", "refused"},
+    {"spec", "tiles", "host", "plan_bytes", "direct", "arguments", "refused"},
     {
         "products",
         "variants",
@@ -41,8 +41,8 @@ LAYERS = [
     },
     {"jit"},
     {
-        *("problem", "backends", "boxes", "lengths", "caches", "multi_item", "row_mask", "prepare", "quantization"),
-        *("slots", "table_lengths"),
+        *("problem", "backends", "boxes", "gathered", "lengths", "caches", "multi_item", "row_mask", "prepare"),
+        *("quantization", "slots", "table_lengths"),
     },
     {"plan", "plan_parts", "plan_picture", "plan_units"},
     {

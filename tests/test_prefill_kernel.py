@@ -25,7 +25,7 @@ from planner_batches import RUNS, Cutting
 from tolerance import limits
 from variant_build import variant_args
 
-from flashpage import host
+from flashpage import host, plan_bytes
 from flashpage.backends import mask_use
 from flashpage.boxes import loader_tokens
 from flashpage.dtypes import DType
@@ -257,7 +257,7 @@ def kernels() -> None:
 def plan_of(case: Case, inputs: Inputs, tile: Tile) -> np.ndarray:
     """One CTA, an item a request: a PlanHeader, its CtaStart and the items."""
     tile_q = tile.tile_q
-    items = np.zeros(sum(rows > 0 for rows in case.q_lens), host.WORK_ITEM)
+    items = np.zeros(sum(rows > 0 for rows in case.q_lens), plan_bytes.WORK_ITEM)
     group, offset = case.num_q_heads // case.num_kv_heads, 0
     requests = [i for i, rows in enumerate(case.q_lens) if rows]
     for item, request in zip(items, requests, strict=True):
@@ -269,7 +269,7 @@ def plan_of(case: Case, inputs: Inputs, tile: Tile) -> np.ndarray:
         item["partial_row"] = item["merge"] = -1
         item["mask_offset"] = offset
         offset += -(-rows * tokens // 8) if case.mask else tile_cells(rows * group, tokens, tile)
-    header, start = np.zeros(1, host.PLAN_HEADER), np.zeros(1, host.CTA_START)
+    header, start = np.zeros(1, plan_bytes.PLAN_HEADER), np.zeros(1, plan_bytes.CTA_START)
     header["num_ctas"], header["num_items"] = 1, len(items)
     header["items_offset"] = header.nbytes + start.nbytes
     start["items"]["end"], start["first"] = len(items), items[0]

@@ -14,7 +14,7 @@ from planner_batches import RUNS, TEAMS, Batch, Cutting
 from table_plans import TableBatch
 from test_planner_properties import random_case
 
-from flashpage import host, jit
+from flashpage import host, jit, plan_bytes
 from flashpage.jit.compilers import find_nvcc, find_nvrtc
 from flashpage.spec import KernelSpec
 
@@ -131,8 +131,8 @@ def test_numbers_out_of_range_are_taken_to_its_ends(device: str) -> None:
 
 
 def items_of(plan: bytes) -> np.ndarray:
-    header = np.frombuffer(plan, host.PLAN_HEADER, 1)[0]
-    return np.frombuffer(plan, host.WORK_ITEM, header["num_items"], header["items_offset"])
+    header = np.frombuffer(plan, plan_bytes.PLAN_HEADER, 1)[0]
+    return np.frombuffer(plan, plan_bytes.WORK_ITEM, header["num_items"], header["items_offset"])
 
 
 @pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])

@@ -121,6 +121,21 @@ struct AppendParams {
   FastDiv page;
 };
 
+// gather_rows: K and V of pages [first, first + count) of kv_indices, each of one token, to rows one behind the other.
+// Elements have 16 bits, rows of the cache start on 16 bytes.
+struct GatherRowsParams {
+  KvView k, v;            // the cache; token_stride is unused
+  const i32* kv_indices;  // [first + count]
+  void* k_rows;           // [first + count, num_kv_heads, head_dim_qk], contiguous; rows from `first` on are written
+  void* v_rows;           // [first + count, num_kv_heads, head_dim_vo]
+  FastDiv k_row_vectors;  // of 16 bytes, of one head
+  FastDiv v_row_vectors;
+  FastDiv token_vectors;  // of all heads: of K or of V, whose are more
+  i32 k_token_vectors;
+  i32 v_token_vectors;
+  i32 first, count;
+};
+
 // gather_slots: entry i of request r's range of `indices` is the page of its token starts[r] + i * page size.
 struct GatherSlotsParams {
   const i32* table;      // [requests of the pool, table_row_stride], a slot a token

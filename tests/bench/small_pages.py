@@ -1,7 +1,8 @@
 """Prefill over small pages: microseconds of loading them row by row and of what that is to be compared with, all in
 turns in one run.
 
-`gathered`: K and V of pages of one token copied to ragged ones by torch, then ragged (`ragged`: without the copy).
+`gathered`: K and V of pages of one token copied to rows one behind the other, then read in boxes, whether a plan would
+do so or not (flashpage/gathered.py); `ragged`: without the copy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from peers import Batch
 from workloads import Case
 
 import flashpage
+from flashpage import gathered
 
 CASES = (
     Case("4 x 4k", 4, 4096, 4096, page_size=1),
@@ -30,18 +32,21 @@ COLUMNS = ("rows", "gathered", "ragged")
 Run = Callable[[], torch.Tensor]
 
 
-def paged(batch: Batch) -> Run:
+def paged(batch: Batch, *, gathers: bool) -> Run:
     case, table = batch.case, batch.table
+    gathered.LEAST_ROWS = 0 if gathers else 1 << 40  # of all batches, or of none
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device=batch.device)
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
     indices = (batch.q_indptr, table.indptr, table.indices, table.last_page_len)
     wrapper.plan(*indices, *heads, causal=case.causal, q_data_type=batch.q.dtype, kv_data_type=case.kv_dtype)
+    can_gather = gathers and gathered.runs_on(batch.device)
+    assert (gathered.NOTE in wrapper.last_plan.notes) is can_gather
     out = torch.empty_like(batch.q)
     return lambda: wrapper.run(batch.q, batch.cache, out=out)
 
 
-def ragged(batch: Batch, *, gathers: bool) -> Run:
+def ragged(batch: Batch) -> Run:
     """Of pages of one token."""
     case, out = batch.case, torch.empty_like(batch.q)
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
@@ -49,27 +54,16 @@ def ragged(batch: Batch, *, gathers: bool) -> Run:
     )
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
     wrapper.plan(batch.q_indptr, batch.kv_indptr, *heads, causal=case.causal, q_data_type=batch.q.dtype)
-    rows, gathered = batch.cache.squeeze(2), torch.empty_like(batch.cache.squeeze(2))
-
-    def gather() -> None:
-        torch.index_select(rows, 0, batch.table.indices, out=gathered)
-
-    def run() -> torch.Tensor:
-        if gathers:
-            gather()
-        found: torch.Tensor = wrapper.run(batch.q, gathered[:, 0], gathered[:, 1], out=out)
-        return found
-
-    gather()
-    return run
+    rows = batch.cache.squeeze(2)[batch.table.indices.long()]
+    return lambda: wrapper.run(batch.q, rows[:, 0], rows[:, 1], out=out)
 
 
 def measure(case: Case, rounds: int, clock: GpuClock | HostClock, device: torch.device) -> None:
     torch.manual_seed(0)
     batch = Batch(case, device)
-    runs: dict[str, Run] = {"rows": paged(batch)}
+    runs: dict[str, Run] = {"rows": paged(batch, gathers=False)}
     if case.page_size == 1:
-        runs |= {"gathered": ragged(batch, gathers=True), "ragged": ragged(batch, gathers=False)}
+        runs |= {"gathered": paged(batch, gathers=True), "ragged": ragged(batch)}
     for name, run in runs.items():
         error = batch.error(run())
         if not error < 1e-2:

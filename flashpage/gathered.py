@@ -1,0 +1,117 @@
+"""Pages of one token whose K and V are copied to rows, one behind the other, before a Hopper prefill reads them.
+
+Loading warps bring single rows by cp.async, which costs a prefill an eighth of its time (tests/bench/NOTES.md); rows
+one behind the other come in boxes. Where enough query rows see each token, a kernel that copies all of them costs less.
+A paged plan says where a request's page numbers begin: with pages of one token that is its first row here, so the plan
+serves the ragged kernel as it is. The rows lie in what a plan leaves free of the float workspace; without room for them
+single rows are loaded as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from . import backends, host
+from .caches import View
+from .problem import Options, Problem
+
+NOTE = "pages of one token: a kernel before this one copies K and V to rows one behind the other, which come in boxes"
+
+LEAST_ROWS = 4096  # packed rows that see a token, on average (tests/bench/NOTES.md)
+_ALIGNMENT = 128  # bytes: whole lines
+_VECTOR_BYTES = 16  # include/flashpage/kernels/gather_rows.h
+_ELEMENT_BYTES = 2
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether a kernel for it has another way to load rows that lie one behind the other."""
+    return backends.device_sm(device) == backends.PREFILL_SM90.min_sm
+
+
+def as_rows(options: Options) -> Options:
+    """What the attention kernel is then asked for."""
+    return dataclasses.replace(options, kv_source="ragged", page_size=0)
+
+
+class Worth:
+    """Whether a batch is worth the copy. Made once for options, asked at every plan."""
+
+    __slots__ = ("_hidden", "_least_rows", "_most_tokens", "may_be")
+
+    def __init__(self, options: Options) -> None:
+        self.may_be = _may_be(options)  # in any batch
+        self._hidden = 0.5 if options.causal else 0.0
+        self._most_tokens = options.window_left + 1 if options.window_left >= 0 else None  # that a row sees
+        self._least_rows = LEAST_ROWS / options.group_size
+
+    def may_be_for(self, batch: int, total_rows: int) -> bool:
+        """Whatever the tokens: rows that see none, or not all, only take away. Asked first, as it says no to most."""
+        return self.may_be and batch > 0 and total_rows >= self._least_rows * batch
+
+    def is_for(self, batch: int, total_rows: int, total_tokens: int) -> bool:
+        if not self.may_be_for(batch, total_rows) or total_tokens <= 0:
+            return False
+        return self.rows_of_token(batch, total_rows, total_tokens) >= self._least_rows
+
+    def rows_of_token(self, batch: int, total_rows: int, total_tokens: int) -> float:
+        """Of q, that see a token, on average; as if all requests were alike."""
+        rows, tokens = total_rows / batch, total_tokens / batch
+        on_edge = min(rows, tokens)  # of a causal mask: rows before the first token see nothing
+        found = rows if self._hidden == 0.0 else on_edge - self._hidden * on_edge * on_edge / tokens
+        return found if self._most_tokens is None else min(found, rows * self._most_tokens / tokens)
+
+
+def _may_be(options: Options) -> bool:
+    """Not where a batch must not choose how it is read, and not with masks or a user's code, which nobody measured."""
+    is_plain = options.position_encoding != "ROPE_LLAMA" and options.variant is None and not options.has_mask
+    is_free = not (options.uniform_q_len or options.is_batch_invariant)
+    of_tokens = options.kv_source == "paged" and options.page_size == 1 and options.kv_dtype.size == _ELEMENT_BYTES
+    if not (is_plain and is_free and of_tokens):
+        return False
+    capability = backends.PREFILL_SM90
+    return not capability.refusals(Problem(options, LEAST_ROWS), capability.min_sm)
+
+
+class Rows(NamedTuple):
+    """Where the rows of one plan lie: [end, num_kv_heads, head_dim], those from `first` on written by each run."""
+
+    first: int  # of kv_indices' entries
+    end: int
+    k: int  # address
+    v: int
+
+    @staticmethod
+    def below(limit: int, first: int, end: int, options: Options) -> Rows:
+        """The memory that ends at address `limit`; where it begins: `k`."""
+        v = _down(limit - end * _token_bytes(options, options.head_dim_vo))
+        return Rows(first, end, _down(v - end * _token_bytes(options, options.head_dim_qk)), v)
+
+    def views(self, options: Options) -> dict[str, View]:
+        """As those of ragged tensors."""
+        heads = options.num_kv_heads
+        return {
+            name: View(self.end, 1, heads, dim, 0, heads * dim, dim)
+            for name, dim in (("K", options.head_dim_qk), ("V", options.head_dim_vo))
+        }
+
+    def bind(self, params: host.GatherRowsParams, views: dict[str, View], options: Options, kv_indices: int) -> None:
+        """Everything but the addresses of the cache, which is seen as `views` say."""
+        params.kv_indices, params.k_rows, params.v_rows = kv_indices, self.k, self.v
+        params.first, params.count = self.first, self.end - self.first
+        for side, view in ((params.k, views["K"]), (params.v, views["V"])):
+            side.page_stride, side.token_stride, side.head_stride = view.page_stride, 0, view.head_stride
+        k, v = (dim * _ELEMENT_BYTES // _VECTOR_BYTES for dim in (options.head_dim_qk, options.head_dim_vo))
+        params.k_row_vectors, params.v_row_vectors = host.make_fast_div(k), host.make_fast_div(v)
+        params.k_token_vectors, params.v_token_vectors = k * options.num_kv_heads, v * options.num_kv_heads
+        params.token_vectors = host.make_fast_div(max(k, v) * options.num_kv_heads)
+
+
+def _token_bytes(options: Options, dim: int) -> int:
+    return options.num_kv_heads * dim * _ELEMENT_BYTES
+
+
+def _down(address: int) -> int:
+    return address // _ALIGNMENT * _ALIGNMENT

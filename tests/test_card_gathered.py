@@ -1,0 +1,141 @@
+"""Rows that are gathered before a prefill, on a card: against single rows of the same batch, in chains of launches and
+in graphs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from test_card_graphs import capture
+
+import flashpage
+from flashpage import gathered
+
+pytestmark = pytest.mark.cuda
+DEVICE = "cuda:0"
+ROWS, KV_LENS = (1100, 700, 1301), (9000, 7000, 6003)
+TOKENS = sum(KV_LENS)
+FIRST = 3  # page numbers of nobody before the batch's
+HEADS, DIM = (32, 2), 128
+LAYERS = 8
+WITH_ROOM, WITHOUT = 64 << 20, 20 << 20  # bytes of a workspace; K and V take 21.5 MiB
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability(DEVICE) != (9, 0):
+        pytest.skip("the kernel is Hopper's")
+
+
+def indptr(lens: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).int()
+
+
+class Gathered:
+    """A batch, the caches of some layers, and a wrapper over a workspace of NaN."""
+
+    def __init__(
+        self, workspace_bytes: int = WITH_ROOM, *, dtype: torch.dtype = torch.bfloat16, **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.q = torch.randn(sum(ROWS), HEADS[0], DIM, device=DEVICE, dtype=dtype)
+        self.caches = [torch.randn(2 * TOKENS, 2, 1, HEADS[1], DIM, device=DEVICE, dtype=dtype) for _ in range(2)]
+        order = torch.randperm(2 * TOKENS)
+        self.indices = torch.cat([torch.full((FIRST,), 2**30), order[:TOKENS], torch.full((9,), 2**30)])
+        self.indices = self.indices.int().to(DEVICE)
+        for cache in self.caches:
+            cache[order[TOKENS:].to(DEVICE)] = math.nan
+        self.options = {"causal": True, "q_data_type": dtype} | options
+        self.workspace = torch.full((workspace_bytes,), 255, dtype=torch.uint8, device=DEVICE)
+        self.wrapper: Any = flashpage.BatchPrefillWithPagedKVCacheWrapper(self.workspace)
+        self.plan()
+
+    def plan(self, rows: tuple[int, ...] = ROWS, kv_lens: tuple[int, ...] = KV_LENS) -> None:
+        last = torch.ones(len(rows), dtype=torch.int32)
+        pages = (indptr(kv_lens) + FIRST, self.indices, last)
+        self.wrapper.plan(indptr(rows), *pages, *HEADS, DIM, 1, **self.options)
+
+    @property
+    def gathers(self) -> bool:
+        return gathered.NOTE in self.wrapper.last_plan.notes
+
+    def run(self, layer: int = 0, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = torch.full_like(self.q, math.nan), torch.full(self.q.shape[:2], math.nan, device=DEVICE)
+        self.wrapper.run(self.q, self.caches[layer], out=out, lse=lse, return_lse=True, **options)
+        return out, lse
+
+
+def assert_all_same_bits(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"causal": False}, {"window_left": 3000}, {"logits_soft_cap": 20.0}, {"pos_encoding_mode": "ALIBI"}]
+    + [{"dtype": torch.float16}],
+    ids=str,
+)
+def test_both_ways_give_the_same(how: dict[str, Any]) -> None:
+    """With room for the rows in the float workspace, and without."""
+    batch, by_rows = Gathered(**how), Gathered(WITHOUT, **how)
+    assert batch.gathers and not by_rows.gathers
+    assert by_rows.wrapper._planner.active[0].prepared.choice.spec.loader == "rows"
+    sinks = torch.linspace(-1.0, 1.0, HEADS[0], device=DEVICE)
+    for options in ({}, {"sinks": sinks}, {"enable_pdl": False}):
+        (out, lse), (expected, expected_lse) = batch.run(**options), by_rows.run(**options)
+        assert_all_same_bits((out, lse), batch.run(**options))
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("enable_pdl", [None, False])
+def test_layers_that_follow_at_once_gather_into_the_same_memory(enable_pdl: bool | None) -> None:
+    """Who begins too early gathers over what the layer before still reads, or reads what is not there yet."""
+    batch = Gathered()
+    expected = [batch.run(layer) for layer in range(2)]
+    torch.cuda.synchronize()
+    assert not torch.equal(expected[0][0], expected[1][0])
+    for _ in range(4):
+        found = [batch.run(i % 2, enable_pdl=enable_pdl) for i in range(LAYERS)]
+        torch.cuda.synchronize()
+        for i, outputs in enumerate(found):
+            assert_all_same_bits(outputs, expected[i % 2])
+
+
+def test_keys_that_were_just_written_are_gathered() -> None:
+    """And page numbers, and the plan, in a workspace that others have used since."""
+    batch = Gathered()
+    expected, cache = batch.run(), batch.caches[0]
+    kept = cache.clone()
+    for _ in range(10):
+        batch.workspace.fill_(255)
+        cache.fill_(math.nan)
+        cache.copy_(kept)
+        batch.plan()
+        found = batch.run()
+        cache.fill_(math.nan)
+        batch.plan((sum(ROWS) - 5, 5), (TOKENS - 20, 20))
+        assert_all_same_bits(found, expected)
+
+
+def test_captured_layers() -> None:
+    batch = Gathered()
+    expected = [batch.run(layer) for layer in range(2)]
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def layers() -> None:
+        found[:] = [batch.run(layer) for layer in (0, 1, 1, 0)]
+
+    layers()
+    replay = capture(layers)
+    for _ in range(3):
+        batch.workspace.fill_(255)
+        for outputs in found:
+            outputs[0].fill_(math.nan)
+        replay()
+        torch.cuda.synchronize()
+        for outputs, layer in zip(found, (0, 1, 1, 0), strict=True):
+            assert_all_same_bits(outputs, expected[layer])
