@@ -12,7 +12,7 @@ import numpy as np
 from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 
-ABI_VERSION = 10  # csrc/abi.cpp
+ABI_VERSION = 11  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
@@ -59,9 +59,9 @@ class VariantArgs(ctypes.Structure):
 class MaskTilesParams(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "plan custom_mask cells"),
-        *_all(c_int64, "queue_begin list_begin"),
+        *_all(c_int64, "queue_begin wave_tokens"),
         ("group", FastDiv),
-        *_all(c_int32, "tile_q tile_kv tile_heads causal window_left"),
+        *_all(c_int32, "tile_q tile_kv tile_heads causal window_left num_kv_heads entry_tokens"),
     ]
 
 
@@ -205,7 +205,7 @@ class Parts(ctypes.Structure):
 class MaskedBatch(ctypes.Structure):
     _fields_ = [
         *_all(c_int64, "mask_bytes tile_cells rows"),
-        *_all(c_int32, "requests num_q_heads num_kv_heads has_custom_mask tile_heads"),
+        *_all(c_int32, "requests num_q_heads num_kv_heads has_custom_mask tile_heads page_size"),
     ]
 
 

@@ -13,6 +13,7 @@ from planner_batches import Batch, Cutting, Planned, arrays_of, bounds, call, pr
 from flashpage import host
 
 GUARD = 2**64 - 1
+FIRST_TILE_CELL = 4
 TOKENS = (48, 80, 128)  # of a tile
 KINDS = ("causal", "blocks", "islands", "random", "sparse", "nothing", "everything")
 
@@ -70,7 +71,7 @@ class Masked:
 
     def check_tiles(self) -> None:
         """Of every row block, each in cells of its own."""
-        taken: list[int] = [0, 1]
+        taken: list[int] = [*range(FIRST_TILE_CELL)]
         for request in range(len(self.planned.batch.q_lens)):
             for block in range(self.row_blocks(request)):
                 for head in range(self.params.tile_heads):
@@ -150,13 +151,13 @@ def memory_of(planned: Planned, tile_heads: int) -> tuple[host.MaskTilesParams, 
     batch, result, params = planned.batch, planned.result, host.MaskTilesParams()
     masked = host.MaskedBatch(
         *(result.mask_bytes, result.tile_cells, result.total_q, len(batch.q_lens), batch.num_q_heads),
-        *(batch.num_kv_heads, batch.has_custom_mask, tile_heads),
+        *(batch.num_kv_heads, batch.has_custom_mask, tile_heads, batch.page_size),
     )
     schedule = planned.cutting.struct()
     count = host.load().fp_mask_cells(ctypes.byref(masked), ctypes.byref(schedule), ctypes.byref(params))
     memory = np.full(count + 2, GUARD, np.uint64)
     memory = memory[memory.ctypes.data // 8 % 2 :]  # starts on 16 bytes
-    memory[:2] = 0
+    memory[:FIRST_TILE_CELL] = 0
     params.cells, params.causal, params.window_left = memory.ctypes.data, batch.causal, batch.window_left
     return params, memory[:count], memory[count:]
 

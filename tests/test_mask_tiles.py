@@ -49,7 +49,7 @@ def masked_batches(draw: st.DrawFn) -> Masked:
     return Masked.make(batch, cutting, masks, draw(st.integers(0, 3)))
 
 
-examples = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+examples = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @examples

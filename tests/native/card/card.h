@@ -4,6 +4,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdio>
 #include <cstdlib>
@@ -167,6 +168,9 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     return all;
   });
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return card::exchange(value, [](const unsigned* values) { return *std::max_element(values, values + 32); });
+}
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return card::exchange(static_cast<unsigned>(value),
@@ -181,11 +185,12 @@ T __shfl_up_sync(unsigned, T value, int step) {
 }
 template <class T>
 T atomicAdd(T* to, T amount) {
-  const T before = *to;
-  *to += amount;
-  return before;
+  return __atomic_fetch_add(to, amount, __ATOMIC_RELAXED);  // CTAs may be processes
 }
 inline unsigned atomicAdd(unsigned* to, int amount) { return atomicAdd<unsigned>(to, amount); }
+inline void atomicMax(unsigned* to, unsigned other) {
+  if (*to < other) *to = other;
+}
 inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 inline unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
