@@ -5,9 +5,9 @@
 // the L2 keeps: all that CTAs compute at a time then reads the same keys and values. No wave is so short that CTAs
 // would wait at its end for its longest unit.
 //
-// Every CTA arrives when its tiles are written. Of the last ones to arrive each lists a wave, once all have arrived. A
-// CTA waits for that only where it sees that all others have begun; so nobody waits for a CTA that may need its place,
-// and the last one to arrive lists what nobody else does.
+// A CTA whose tiles are written claims a wave, and lists it when the tiles of all are. It stays for that only where all
+// CTAs have begun, so that nobody waits for one that may need its place on an SM; whoever comes last lists what nobody
+// else has claimed.
 #pragma once
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/tile/mask_tiles.h"
@@ -17,7 +17,6 @@ namespace flashpage {
 template <int warps>
 struct MaskQueue {
   static constexpr int threads = 32 * warps;
-  static constexpr u32 most_listers = 32;
 
   struct Shared {
     CtaItems lists[threads];    // of items: of the plan's CTAs, so many at a time
@@ -29,7 +28,7 @@ struct MaskQueue {
     u32 visible;                // tiles of the CTA's cells
     u32 end_entry, longest;     // of all items: where keys and values end (pages or rows); tokens
     u32 wave, num_waves;        // wave: this CTA's
-    i64 begin, end;             // of the wave, on the axis
+    i64 bounds[2];              // of the wave, on the axis
     bool stays;
   };
 
@@ -97,8 +96,8 @@ struct MaskQueue {
 
   FP_DEVICE void arrive() const {
     atomicAdd(&state().visible, shared.visible);
-    const u32 others = ptx::add_acquire_release(&queue().arrived, 1), all = gridDim.x;
-    shared.stays = others == all - 1 || (others + most_listers >= all && ptx::load_acquire(&state().begun) == all);
+    const bool is_last = ptx::add_acquire_release(&queue().arrived, 1) == gridDim.x - 1;
+    shared.stays = is_last || ptx::load_acquire(&state().begun) == gridDim.x;
     if (shared.stays) shared.wave = atomicAdd(&state().claimed_waves, 1u);
   }
   // Whoever leaves last makes all ready for the next run.
@@ -119,8 +118,8 @@ struct MaskQueue {
     u32 next = 0;
     while (true) {
       if (threadIdx.x == 0) {
-        shared.begin = begin_of_wave(shared.wave);
-        shared.end = begin_of_wave(shared.wave + 1);
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) shared.bounds[i] = begin_of_wave(shared.wave + i);
         next = atomicAdd(&state().claimed_waves, 1u);  // before it is needed, as it takes as long as a load
       }
       __syncthreads();
@@ -191,6 +190,7 @@ struct MaskQueue {
   template <class Body>
   FP_DEVICE u32 for_each_unit(Body&& body) const {
     u32 before = 0;
+#pragma unroll 1
     for (i32 first_cta = 0; first_cta < num_ctas; first_cta += threads) {
       if (num_ctas > threads) read_lists(first_cta);
 #pragma unroll 1
@@ -219,8 +219,12 @@ struct MaskQueue {
     if (item.num_units == 0) return {};
     const RequestTiles tiles(params, item);
     const i32 first = item.kv_head * tiles.row_blocks + item.first_packed_row / params.tile_q;
-    const i32 begin = min_of(item.num_units, max_of(0, heads_before(item, shared.begin) * tiles.row_blocks - first));
-    const i32 end = min_of(item.num_units, max_of(0, heads_before(item, shared.end) * tiles.row_blocks - first));
+    i32 begin = 0, end = 0;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      begin = end;
+      end = min_of(item.num_units, max_of(0, heads_before(item, shared.bounds[i]) * tiles.row_blocks - first));
+    }
     before += begin;
     count = end - begin;
     return {index,
