@@ -268,6 +268,7 @@ struct fp_second_part {
   int32_t box_tokens;
   int32_t query_box_rows;
   int32_t out_box_rows;
+  int32_t cta_rows;
 };
 
 // One attention call: at most three launches (mask tiles or rows, attention, merge) in one foreign call, two parts at

@@ -63,6 +63,7 @@ class SecondPart {
     params_.box_tokens = own.box_tokens;
     params_.query_box_rows = own.query_box_rows;
     params_.out_box_rows = own.out_box_rows;
+    params_.cta_rows = own.cta_rows;
     merge_params_.partial_out = own.partial_out;
     merge_params_.partial_lse = own.partial_lse;
     part_ = {own.attention, own.merge, own.boxes, &params_, &merge_params_, own.num_ctas, 0, own.merge_ctas};

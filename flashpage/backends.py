@@ -14,7 +14,7 @@ from .dtypes import DType
 from .errors import CapabilityError
 from .problem import SPLIT_BALANCED, Options, Problem
 from .spec import KernelSpec, VariantSpec, inner_loop
-from .tiles import Cost, InnerLoop, MaskUse, Tile, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile
+from .tiles import Cost, InnerLoop, MaskUse, Tile, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile, whole_rows
 from .variant_source import asks_much
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
@@ -318,7 +318,7 @@ def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters
     return host.Schedule(
         num_ctas=num_ctas,
         walk=cost.walk,
-        tile_q=tile.tile_q,
+        tile_q=_unit_rows(choice, options.group_size),
         tile_kv=tile.tile_kv,
         ns_per_token=cost.ns_per_token,
         ns_per_unit=cost.ns_per_unit,
@@ -336,6 +336,17 @@ def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters
         ns_per_merge=cost.cluster.ns_per_merge,
         ns_per_cluster_merge=cost.cluster.ns_per_cluster_merge,
     )
+
+
+def _unit_rows(choice: Choice, group_size: int) -> int:
+    """Packed rows of a unit: a tile's, or as many of them as are whole rows of the group, where Q and output can then
+    come and leave by boxes."""
+    spec = choice.spec
+    assert spec.tile is not None
+    rows = spec.tile.tile_q
+    if choice.capability.row_boxes and spec.loader != "converted" and spec.mask_source == "implicit":
+        rows = whole_rows(rows // spec.ctas, group_size) * spec.ctas
+    return rows
 
 
 def most_units(options: Options, tile_q: int, batch: int, total_rows: int) -> int:

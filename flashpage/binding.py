@@ -214,21 +214,22 @@ class Binding:
         tokens = boxes.loader_tokens(spec.loader, page_size, tile.tile_kv, *row_bytes) if tile else 0
         found = host.KvBoxes()
         params.box_tokens, params.query_box_rows, params.out_box_rows = tokens, 0, 0
+        params.cta_rows = prepared.schedule.tile_q // spec.ctas
         if tokens:
             found.k, found.v = (
                 boxes.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
                 for name, view in self.views.items()
             )
         if tile and prepared.choice.capability.row_boxes and spec.loader != "converted":
-            self._bind_row_boxes(found, params, tile.tile_q // tile.ctas, has_out=spec.loader != "transposed")
+            self._bind_row_boxes(found, params, has_out=spec.loader != "transposed")
         return found if tokens or params.query_box_rows or params.out_box_rows else None
 
     def _bind_row_boxes(
-        self, found: host.KvBoxes, params: host.AttentionParams | host.SecondPart, tile_q: int, *, has_out: bool
+        self, found: host.KvBoxes, params: host.AttentionParams | host.SecondPart, *, has_out: bool
     ) -> None:
         """Tensor maps of q and out, where they can have one; rows of their boxes in `params`."""
         options, bound = self.combination.options, self.params
-        form_of = functools.partial(boxes.rows_form, group_size=options.group_size, tile_q=tile_q)
+        form_of = functools.partial(boxes.rows_form, group_size=options.group_size, unit_rows=params.cta_rows)
         form = form_of(
             *(options.num_q_heads, options.head_dim_qk),
             element_bytes=options.q_dtype.size,

@@ -59,22 +59,22 @@ def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged
 
 
 def rows_form(
-    heads: int, dim: int, *, element_bytes: int, group_size: int, tile_q: int, strides: tuple[int, int]
+    heads: int, dim: int, *, element_bytes: int, group_size: int, unit_rows: int, strides: tuple[int, int]
 ) -> host.BoxForm | None:
-    """A row tile of q or out, [rows, heads, dim], as one box a KV head and 128 bytes; None where no map can have it.
+    """A unit's rows of q or out, [rows, heads, dim], as one box a KV head and 128 bytes; None where no map can have it.
 
-    Packed rows lie in a box as they do in a tile where a tile holds whole rows of the group. `strides`: elements, of
+    Packed rows lie in a box as they do in a tile where a unit has whole rows of the group. `strides`: elements, of
     rows and heads. The number of rows is each run's own: resize.
     """
     row_stride, head_stride = (stride * element_bytes for stride in strides)
     if heads == 1:
         head_stride = dim * element_bytes  # never stepped over, but the map must have one
     fits = all(0 < s < _LARGEST_STRIDE and s % _STRIDE_BYTES == 0 for s in (row_stride, head_stride))
-    if tile_q % group_size or not fits:
+    if unit_rows % group_size or not fits:
         return None
     return host.BoxForm(
         element_bytes,
-        (_BOX_BYTES // element_bytes, group_size, tile_q // group_size, 1),
+        (_BOX_BYTES // element_bytes, group_size, unit_rows // group_size, 1),
         (dim, heads, 1, 1),
         (head_stride, row_stride, row_stride),
     )

@@ -43,7 +43,7 @@ class AttentionParams(ctypes.Structure):
         *_all(c_float, "rope_scale rope_theta"),
         *_all(FastDiv, "group page"),
         ("trace", c_void_p),
-        *_all(c_int32, "box_tokens query_box_rows num_kv_indices out_box_rows"),
+        *_all(c_int32, "box_tokens query_box_rows num_kv_indices out_box_rows cta_rows"),
     ]
 
 
@@ -244,7 +244,7 @@ class KvBoxes(ctypes.Structure):
 class SecondPart(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "fork attention merge plan partial_out partial_lse boxes"),
-        *_all(c_int32, "num_ctas merge_ctas box_tokens query_box_rows out_box_rows"),
+        *_all(c_int32, "num_ctas merge_ctas box_tokens query_box_rows out_box_rows cta_rows"),
     ]
 
 

@@ -16,7 +16,7 @@ LENGTHS: tuple[tuple[int, ...], tuple[int, ...]] = (300, 257, 290), (1100, 1301,
 
 def bf16_rows() -> list[Case]:
     return [
-        prefill("long-paged", "boxes in turns, half a pair's rows at the end", *LENGTHS, reduced=True, **BF16),
+        prefill("long-paged", "boxes in turns, half a pair's rows at the end", *LENGTHS, **BF16),
         prefill("long-ragged", "an odd number of boxes", *LENGTHS, entry="ragged", **BF16),
         prefill("long-page-8", "many boxes", *LENGTHS, page_size=8, **BF16),
         prefill("long-page-64", "large ones, HND", *LENGTHS, page_size=64, kv_layout="HND", **BF16),
@@ -27,7 +27,12 @@ def bf16_rows() -> list[Case]:
         prefill("long-full", "nothing is hidden but the end", *LENGTHS, **FULL),
         prefill("long-window", "tiles' both ends", (700, 300), (2000, 1203), window_left=850, **BF16),
         prefill("long-group-1", "rows of one head", (1100,), (4300,), **{**BF16, "num_kv_heads": 1, "num_q_heads": 1}),
-        prefill("long-group-5", "rows of q one by one", *LENGTHS, **{**BF16, "num_q_heads": 10}),
+        prefill("long-group-5", "units of 125 rows a CTA", *LENGTHS, reduced=True, **{**BF16, "num_q_heads": 10}),
+        prefill("long-group-7", "of 126, cut", (520,), (2100,), outputs="returned", **{**BF16, "num_q_heads": 14}),
+        prefill("long-group-5-strided", "no boxes", *LENGTHS, outputs="strided", **{**BF16, "num_q_heads": 10}),
+        prefill("long-group-3-page-1", "no pairs", *LENGTHS, page_size=1, **{**BF16, "num_q_heads": 6}),
+        prefill("long-group-12", "units of 120", *LENGTHS, entry="ragged", **{**BF16, "num_q_heads": 24}),
+        prefill("long-group-28", "rows of q one by one", *LENGTHS, **{**BF16, "num_q_heads": 28, "num_kv_heads": 1}),
         prefill("long-cap", "scores are transformed", *LENGTHS, soft_cap=5.0, at_run=True, outputs="returned", **BF16),
         prefill("long-alibi", "and shifted", *LENGTHS, position="ALIBI", **BF16),
         prefill("long-sinks", "sinks", *LENGTHS, sinks=True, **BF16),
@@ -42,6 +47,7 @@ def fp8_rows() -> list[Case]:
     return [
         prefill("long-q8", "V is transposed by each CTA", *LENGTHS, reduced=True, scales="per_head", **E4M3),
         prefill("long-q8-ragged", "of ragged tokens", *LENGTHS, entry="ragged", **E4M3),
+        prefill("long-q8-group-5", "units of 125 rows", *LENGTHS, **{**E4M3, "num_q_heads": 10}),
         prefill("long-q8-dim-64", "one block of columns", *LENGTHS, page_size=64, **{**E4M3, "head_dim": 64}),
         prefill("long-q8-window", "hidden rows of V at both ends", (700,), (2000,), window_left=850, **E4M3),
     ]

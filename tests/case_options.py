@@ -185,7 +185,7 @@ def score_rows() -> list[Case]:
         ),
         prefill("many-rope-page-1", "row by row", *lengths, page_size=1, **many),
         prefill("many-rope-page-8", "small boxes", *lengths, page_size=8, rope_scale=2.0, **many),
-        prefill("many-rope-group-5", "rows of q one by one", *lengths, num_q_heads=10, page_size=12, **many),
+        prefill("many-rope-group-5", "units of 125 rows", *lengths, num_q_heads=10, page_size=12, **many),
         prefill("many-rope-window", "tiles left out", (200,), (900,), window_left=150, hidden_nan=True, **many),
         prefill("many-rope-split", "pieces and a sink", (150,), (2550,), fixed_split_size=20, sinks=True, **many),
         prefill("many-rope-far", "angles of far tokens", (150,), (40000,), window_left=500, q_dtype="float16", **many),

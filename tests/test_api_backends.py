@@ -243,6 +243,34 @@ def test_long_contexts_are_read_by_pairs(
     assert choice.cost == single.cost
 
 
+@pytest.mark.parametrize(
+    ("group", "changed", "rows"),
+    [
+        *((group, {}, rows) for group, rows in ((1, 128), (3, 126), (5, 125), (7, 126), (12, 120), (13, 117))),
+        *((group, {}, 128) for group in (8, 28, 48, 128, 200)),  # 28: it would be 112
+        (5, {"head_dim_qk": 64, "head_dim_vo": 64}, 190),
+        (5, {"page_size": 1}, 125),
+        (5, {"position_encoding": "ROPE_LLAMA"}, 125),
+        (5, {"has_mask": True}, 128),  # tiles of a mask are looked up by row blocks of a tile
+        (5, {"kv_dtype": DType.FLOAT8_E4M3}, 128),  # Q is converted row by row
+        (5, {"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3}, 125),
+    ],
+)
+def test_units_have_whole_rows_of_a_group(
+    group: int, changed: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where boxes bring Q; each of a pair's CTAs as many."""
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    dims = {"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128}
+    given = problem(4096, **{**dims, "num_q_heads": 2 * group, "num_kv_heads": 2, **changed})
+    for is_long in (False, True):
+        long = dataclasses.replace(given, has_long_contexts=is_long)
+        choice = backends.choose(long, torch.device("cuda:0"), VariantSpec())
+        assert choice.spec.kernel == "prefill_sm90"
+        schedule = backends.schedule(choice, given.options, 132)
+        assert schedule.tile_q == rows * choice.spec.ctas
+
+
 SPLITS = (SPLIT_BALANCED, SPLIT_NEVER, 256)
 BATCHES = [(batch, rows) for batch in (0, 1, 7, 256) for rows in (0, batch, 5 * batch, 3000)]
 

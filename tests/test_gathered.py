@@ -319,7 +319,8 @@ def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
     choice = bound.prepared.choice
     capability = dataclasses.replace(choice.capability, row_boxes=True)
     spec = dataclasses.replace(choice.spec, loader="boxes")
-    bound._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec)))
+    changed = dataclasses.replace(choice, capability=capability, spec=spec)
+    bound._bind_boxes(SimpleNamespace(choice=changed, schedule=bound.prepared.schedule))
     bound.point(batch.runner.q(), batch.runner.kv()[0], torch.empty_like(batch.runner.q()), None)
     read = host.KvBoxes.from_address(bound.args.boxes)
     for form in (read.k, read.v):

@@ -52,6 +52,7 @@ struct AttentionParams {
   i32 query_box_rows;  // rows of q of one box, with all query heads of a KV head; 0: q is not taken by boxes
   i32 num_kv_indices;  // in use when the launch was bound: what may be read ahead
   i32 out_box_rows;    // rows of out of one box, as query_box_rows; 0: no rows leave by boxes
+  i32 cta_rows;        // packed rows that one CTA has of a unit: a tile's, or as many as are whole rows of the group
 };
 
 // Values a variant captured. Slots are numbered by the spec; strides in elements.

@@ -38,7 +38,7 @@ struct PrefillSm90 {
       if (Shared::leaves_by_boxes && params.out_box_rows > 0) ptx::prefetch_tensor_map(maps.out);
     }
     if constexpr (Warps::rotates) shared.turning.steps.fill(params, threadIdx.x, threads);
-    clear_padding(shared);
+    clear_padding(shared, params.cta_rows);
     if constexpr (Traits::ctas == 1) {
       __syncthreads();
     } else {
@@ -73,17 +73,30 @@ struct PrefillSm90 {
   }
 
   // What copies never write and Q K^T reads.
-  FP_DEVICE static void clear_padding(Shared& shared) {
+  FP_DEVICE static void clear_padding(Shared& shared, i32 cta_rows) {
     using S = typename Shared::S;
     for (int i = 0; i < Shared::queries; ++i)
       zero_padding<typename S::Query, Traits::head_dim_qk, typename Shared::QueryRows>(shared.query[i], Traits::tile_q,
                                                                                        threadIdx.x, threads);
+    clear_rows_behind(shared, cta_rows);
     if constexpr (!Warps::by_boxes) {
       for (int i = 0; i < Shared::key_stages; ++i)
         zero_padding<typename S::Cache, Traits::head_dim_qk, typename Shared::Keys>(shared.keys[i], Shared::tokens,
                                                                                     threadIdx.x, threads);
     }
     ptx::fence_before_products();
+  }
+  // Rows of Q that no unit has, as it has whole rows of the group alone: boxes do not bring them. What they become as
+  // output takes their place later.
+  FP_DEVICE static void clear_rows_behind(Shared& shared, i32 cta_rows) {
+    using Rows = typename Shared::QueryRows;
+    const i32 chunks = (Traits::tile_q - cta_rows) * (Rows::stride / 16);
+    for (i32 i = threadIdx.x; i < chunks * Rows::blocks * Shared::queries; i += threads) {
+      const i32 block = i / chunks, chunk = i % chunks;
+      u8* rows =
+          shared.query[block / Rows::blocks] + block % Rows::blocks * Rows::block_bytes + cta_rows * Rows::stride;
+      reinterpret_cast<uint4*>(rows)[chunk] = uint4{};
+    }
   }
 };
 

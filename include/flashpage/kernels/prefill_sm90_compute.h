@@ -233,9 +233,9 @@ struct PrefillCompute {
   }
 
   // Of the unit, the CTA's first.
-  FP_DEVICE static int cta_row() {
+  FP_DEVICE int cta_row() const {
     if constexpr (Traits::ctas == 1) return 0;
-    return static_cast<int>(ptx::cluster_rank()) * Traits::tile_q;
+    return static_cast<int>(ptx::cluster_rank()) * params.cta_rows;
   }
 
   template <class Ring>
@@ -282,7 +282,8 @@ struct PrefillCompute {
   // partials. Whichever way, the slot of Q is released once: who loads the next one knows what it finds.
   FP_DEVICE void write(SoftmaxState<1>& state, float (&values)[S::value_tiles][4], const Place& place, u8* tile) const {
     const WorkItem item = place.item;  // read once: between stores the compiler would read the place again
-    const Unit unit = place.unit;
+    Unit unit = place.unit;
+    if constexpr (Traits::ctas > 1) unit.num_rows = min_of(unit.num_rows, cta_row() + params.cta_rows);
     // Rows as 64 bits are not kept through the tiles: registers are few.
     const int first_row = static_cast<int>(ptx::opaque(this->first_row));
     const bool is_partial = item.partial_row >= 0;

@@ -17,7 +17,6 @@ struct PrefillLoad {
   using Shared = PrefillShared<Traits>;
   using Warps = PrefillWarps<Traits>;
   static constexpr int tokens = Shared::tokens;
-  static constexpr int unit_rows = Traits::tile_q * Traits::ctas;
 
   Shared& shared;
   const AttentionParams& params;
@@ -287,7 +286,7 @@ struct PrefillLoad {
     using Rows = typename Shared::QueryRows;
     const i32 row = row_of_box(item, unit), head = head_of_box(unit);
     if (lane == 0) {
-      ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
+      ptx::mbarrier_arrive_expect(barrier, Rows::blocks * Rows::stride * params.cta_rows);
     } else {
       ptx::mbarrier_arrive(barrier);
     }
@@ -315,10 +314,11 @@ struct PrefillLoad {
   }
 
   // Of the unit's, this CTA's.
-  FP_DEVICE static int first_row() {
+  FP_DEVICE int first_row() const {
     if constexpr (Traits::ctas == 1) return 0;
-    return static_cast<int>(ptx::cluster_rank()) * Traits::tile_q;
+    return static_cast<int>(ptx::cluster_rank()) * params.cta_rows;
   }
+  FP_DEVICE i32 unit_rows() const { return params.cta_rows * Traits::ctas; }
 
   FP_DEVICE Extent extent_of(const Unit& unit) const {
     if constexpr (Warps::converts) {
@@ -350,9 +350,9 @@ struct PrefillLoad {
     shared.place_ring.wait_empty(turn);
     TiledPlace& to = shared.places[shared.place_ring.slot(turn)];
     if (turn == 0) {
-      shared.cursor.first(params, unit_rows, to.place);
+      shared.cursor.first(params, unit_rows(), to.place);
     } else {
-      shared.cursor.next(params, unit_rows, 1, shared.places[shared.place_ring.slot(turn - 1)].place, to.place);
+      shared.cursor.next(params, unit_rows(), 1, shared.places[shared.place_ring.slot(turn - 1)].place, to.place);
     }
     const Unit& unit = to.place.unit;
     i32 first_token = 0;

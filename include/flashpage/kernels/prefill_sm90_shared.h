@@ -170,12 +170,12 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   RowTables row_tables;
   PrefillTurning<Traits, key_stages, queries, Warps::rotates> turning;
 
-  // Whether the loading warp stores this CTA's rows of a unit: whole tiles of the output alone. `cta_row`: of the unit,
+  // Whether the loading warp stores this CTA's rows of a unit: whole units of the output alone. `cta_row`: of the unit,
   // the CTA's first. Computing warps and the loading warp ask alike.
   FP_DEVICE static bool leave_by_boxes(const AttentionParams& params, const WorkItem& item, const Unit& unit,
                                        int cta_row) {
     return leaves_by_boxes && params.out_box_rows > 0 && item.partial_row < 0 &&
-           unit.num_rows - cta_row >= Traits::tile_q;
+           unit.num_rows - cta_row >= params.cta_rows;
   }
 };
 
