@@ -35,7 +35,7 @@ Run = Callable[[], torch.Tensor]
 def paged(batch: Batch, *, gathers: bool) -> Run:
     case, table = batch.case, batch.table
     gathered.LEAST_ROWS = 0 if gathers else 1 << 40  # of all batches, or of none
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=batch.device)
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
     indices = (batch.q_indptr, table.indptr, table.indices, table.last_page_len)
@@ -50,7 +50,7 @@ def ragged(batch: Batch) -> Run:
     """Of pages of one token."""
     case, out = batch.case, torch.empty_like(batch.q)
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
-        torch.empty(256 << 20, dtype=torch.uint8, device=batch.device)
+        torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
     )
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
     wrapper.plan(batch.q_indptr, batch.kv_indptr, *heads, causal=case.causal, q_data_type=batch.q.dtype)
