@@ -67,6 +67,7 @@ struct fp_schedule {
   float ns_per_unit;           // fixed cost of starting and ending one unit
   float few_rows_cost;         // factor of ns_per_token where a request's packed rows fill at most half a row tile
   float ns_per_piece;          // what one more piece of a cut unit costs (partial written, merged)
+  float ns_per_merge;          // what merging adds to a launch, beyond ns_per_piece: small batches may do without cuts
   int32_t min_piece_tokens;    // no piece shorter than this unless the unit is
   int32_t max_pieces;          // of one unit; 0: no limit; a fixed split knows none
   int32_t fixed_piece_tokens;  // > 0: batch-invariant, units are cut at its multiples; -1: never cut; 0: balance
@@ -77,8 +78,7 @@ struct fp_schedule {
   int32_t cluster_rows;          // packed rows of a unit that a cluster merges, at most
   int32_t cluster_piece_tokens;  // no piece shorter there
   float full_speed_share;        // of num_ctas: with so many memory is as busy as with all
-  float ns_per_merge;            // what merging adds to a launch, beyond ns_per_piece
-  float ns_per_cluster_merge;    // the same inside a cluster
+  float ns_per_cluster_merge;    // ns_per_merge inside a cluster
 };
 
 struct fp_plan_result {
@@ -105,10 +105,10 @@ enum fp_length_error : int32_t {
 };
 
 // Writes header, CTA ranges, items and merges into `buffer` (any memory the host can write).
-// Balance (but for units with CTAs of their own): the costliest CTA is at most 3% over the mean, or over it by no more
-// than one stretch that cannot be divided (a unit shorter than two of its shortest pieces and a tile_kv, or that many
-// tokens of a longer one; times the KV heads that one CTA takes where num_ctas is no multiple of num_kv_heads) and the
-// cost of one piece.
+// Balance (but for units with CTAs of their own, plan/own_ctas.h, and few whole ones, plan/whole_units.h): the
+// costliest CTA is at most 3% over the mean, or over it by no more than one stretch that cannot be divided (a unit
+// shorter than two of its shortest pieces and a tile_kv, or that many tokens of a longer one; times the KV heads that
+// one CTA takes where num_ctas is no multiple of num_kv_heads) and the cost of one piece.
 FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int64_t capacity, fp_plan_result*);
 // Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0:
 // one row a request, for which a fixed split's bound is far lower than where one request may have all rows.

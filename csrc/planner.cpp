@@ -7,6 +7,7 @@
 #include "errors.h"
 #include "flashpage/plan/bounds.h"
 #include "flashpage/plan/emit.h"
+#include "flashpage/plan/whole_units.h"
 #include "flashpage/tile/mask_tiles.h"
 
 using namespace flashpage;
@@ -25,6 +26,7 @@ plan::Schedule host::to_schedule(const fp_schedule& schedule) {
           .ns_per_unit = schedule.ns_per_unit,
           .few_rows_cost = schedule.few_rows_cost,
           .ns_per_piece = schedule.ns_per_piece,
+          .ns_per_merge = schedule.ns_per_merge,
           .min_piece_tokens = schedule.min_piece_tokens,
           .max_pieces = schedule.max_pieces,
           .fixed_piece_tokens = schedule.fixed_piece_tokens,
@@ -37,7 +39,6 @@ plan::Clusters host::to_clusters(const fp_schedule& schedule) {
                           .max_rows = schedule.cluster_rows,
                           .min_piece_tokens = schedule.cluster_piece_tokens,
                           .full_speed_share = schedule.full_speed_share,
-                          .ns_per_merge = schedule.ns_per_merge,
                           .ns_per_cluster_merge = schedule.ns_per_cluster_merge};
   static_assert(sizeof(clusters.resident) == sizeof(schedule.clusters));
   std::memcpy(clusters.resident, schedule.clusters, sizeof(clusters.resident));
@@ -114,6 +115,7 @@ struct Scratch {
   std::vector<double> early_loads;
   std::vector<plan::Totals> before;
   std::vector<plan::CutUnit> units;
+  plan::WholeUnits::Memory whole;
 };
 
 static int32_t fail_small(const fp_plan_result& result, int64_t capacity) {
@@ -129,14 +131,16 @@ static void fill_counts(const PlanHeader& header, fp_plan_result* result) {
   result->cluster_size = header.cluster_size;
 }
 
-static int32_t write_own_ctas(const plan::OwnCtas& own, void* buffer, int64_t capacity, fp_plan_result* result) {
-  const PlanHeader header = own.header();
+// `made`: an OwnCtas or WholeUnits.
+template <class Made>
+static int32_t write_made(const Made& made, void* buffer, int64_t capacity, fp_plan_result* result) {
+  const PlanHeader header = made.header();
   fill_counts(header, result);
   result->used_bytes = header.used_bytes;
-  result->cost_total_ns = own.total_ns();
-  result->cost_max_ns = own.most_ns();
+  result->cost_total_ns = made.total_ns();
+  result->cost_max_ns = made.most_ns();
   if (result->used_bytes > capacity) return fail_small(*result, capacity);
-  own.write(buffer);
+  made.write(buffer);
   return FP_OK;
 }
 
@@ -186,7 +190,11 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   if (clusters.any() && schedule.balanced()) {
     plan::OwnCtas own(model, schedule, clusters, requests, problem->batch, heads.num_kv_heads);
     if (own.is_better_than(partition.max, partition.inside > 0, totals.units / heads.num_kv_heads))
-      return write_own_ctas(own, buffer, capacity, result);
+      return write_made(own, buffer, capacity, result);
+  }
+  if (partition.inside > 0 && plan::WholeUnits::may_be(schedule, axis, totals.units)) {
+    plan::WholeUnits whole(model, schedule, requests, problem->batch, heads.num_kv_heads, scratch.whole);
+    if (whole.is_better_than(partition.max + schedule.ns_per_merge)) return write_made(whole, buffer, capacity, result);
   }
 
   plan::Totals* before = at_least(scratch.before, made.count + 1);

@@ -324,6 +324,7 @@ def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters
         ns_per_unit=cost.ns_per_unit,
         few_rows_cost=cost.few_rows_cost,
         ns_per_piece=cost.ns_per_piece,
+        ns_per_merge=cost.ns_per_merge,
         min_piece_tokens=cost.min_piece_tokens,
         max_pieces=cost.max_pieces if piece == SPLIT_BALANCED else 0,
         fixed_piece_tokens=piece,
@@ -333,7 +334,6 @@ def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters
         cluster_rows=clusters.rows,
         cluster_piece_tokens=cost.cluster.piece_tokens,
         full_speed_share=cost.cluster.full_speed_share,
-        ns_per_merge=cost.cluster.ns_per_merge,
         ns_per_cluster_merge=cost.cluster.ns_per_cluster_merge,
     )
 

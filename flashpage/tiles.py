@@ -48,11 +48,10 @@ class MaskUse(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ClusterCost:
-    """Of units with CTAs of their own (include/flashpage/plan/own_ctas.h), and of merging otherwise."""
+    """Of units with CTAs of their own (include/flashpage/plan/own_ctas.h)."""
 
     piece_tokens: int  # no piece of a cluster's unit shorter
-    ns_per_merge: float  # what merging through partials adds to a launch, beyond ns_per_piece
-    ns_per_cluster_merge: float
+    ns_per_cluster_merge: float  # what merging adds to a launch there
     full_speed_share: float  # of the CTAs: with so many memory is as busy as with all
 
 
@@ -68,7 +67,8 @@ class Cost:
     max_pieces: int  # of one unit; 0: no limit
     merge_rows: int
     few_rows_cost: float = 1.0  # factor of ns_per_token where a request's packed rows fill at most half a row tile
-    cluster: ClusterCost = ClusterCost(0, 0.0, 0.0, 1.0)
+    ns_per_merge: float = 0.0  # what merging adds to a launch, beyond ns_per_piece; 0: not known, units are cut anyway
+    cluster: ClusterCost = ClusterCost(0, 0.0, 1.0)
 
 
 def cpu_tile(head_dim_qk: int, head_dim_vo: int, packed_rows: int) -> tuple[Tile, Cost]:
@@ -149,7 +149,7 @@ def sm90_decode_tile(
     ns_per_token = (head_dim_qk + head_dim_vo) * kv_dtype.size / 34.5  # an SM's share of 4.55 TB/s
     return (
         Tile(tile_q, tile_kv, warps_q, teams, stages, 1, warps_v),
-        Cost(WALK_TEAMS, ns_per_token, 500.0, 1000.0, 128, 0, 64, cluster=_DECODE_CLUSTERS),
+        Cost(WALK_TEAMS, ns_per_token, 500.0, 1000.0, 128, 0, 64, ns_per_merge=3100.0, cluster=_DECODE_CLUSTERS),
     )
 
 
@@ -201,7 +201,7 @@ def sm90_prefill_tile(
     # What waits for memory needs few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an H200's 132
     # SMs as on all of them. Beside them, a prefill of 4,096 rows gets 36 SMs by this (1.0: 29).
     few_rows_cost = 0.75
-    cost = Cost(WALK_RUNS, ns_per_token, ns_per_unit, 2500.0, 256, 0, _MERGE_ROWS, few_rows_cost)
+    cost = Cost(WALK_RUNS, ns_per_token, ns_per_unit, 2500.0, 256, 0, _MERGE_ROWS, few_rows_cost, 4000.0)
     return Tile(tile_q, tile_kv, 4 * groups, 1, stages), cost
 
 
@@ -308,9 +308,7 @@ def block_decode_tile(head_dim: int, kv_dtype: DType, group: int, shared_bytes: 
 FULL_SPEED_SHARE = 0.54
 # Fitted to the same: beyond its bytes a launch takes 7.4 us where nothing is cut, 9.2 where clusters merge, and 11.5
 # through partials.
-_DECODE_CLUSTERS = ClusterCost(
-    piece_tokens=32, ns_per_merge=3100.0, ns_per_cluster_merge=1800.0, full_speed_share=FULL_SPEED_SHARE
-)
+_DECODE_CLUSTERS = ClusterCost(piece_tokens=32, ns_per_cluster_merge=1800.0, full_speed_share=FULL_SPEED_SHARE)
 _RING_BYTES = 131072
 _SHARED_BYTES = 232448  # of a CTA on Hopper
 MERGE_CTA_ROWS = 8  # that a CTA of kernels/merge.h takes at a time, one a warp

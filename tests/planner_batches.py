@@ -53,6 +53,7 @@ class Cutting:
     ns_per_unit: float = 400.0
     few_rows_cost: float = 1.0
     ns_per_piece: float = 1500.0
+    ns_per_merge: float = 0.0
     min_piece_tokens: int = 128
     max_pieces: int = 0
     fixed_piece_tokens: int = 0
@@ -62,7 +63,6 @@ class Cutting:
     cluster_rows: int = 0
     cluster_piece_tokens: int = 0
     full_speed_share: float = 1.0
-    ns_per_merge: float = 0.0
     ns_per_cluster_merge: float = 0.0
 
     def struct(self) -> host.Schedule:

@@ -103,12 +103,14 @@ struct Lanes {
   }
 };
 
-// Of a plan that is not a fixed split: a whole request is one; a lane begins and ends inside a request, and inside a
-// unit of it, once a wave.
+// Of a lane in a wave, beside whole requests: it begins and ends inside a request, and inside a unit of it.
+inline constexpr i64 items_of_lane = 4;
+
+// Of a plan that is not a fixed split; of few whole units too (whole_units.h).
 inline i64 most_items(i64 batch, const Axis& axis, const Lanes& lanes, const Lane* small) {
   i64 heads = lanes.num_full();
   for (i32 l = 0; l < lanes.num_small; ++l) heads += small[l].heads;
-  return batch + 4 * heads * axis.waves;
+  return batch + items_of_lane * heads * axis.waves;
 }
 
 }  // namespace flashpage::plan

@@ -16,8 +16,7 @@ struct Clusters {
   i32 max_rows;                     // packed rows of a unit that a cluster merges
   i32 min_piece_tokens;
   double full_speed_share;      // of the CTAs: with so many the memory is as busy as with all
-  double ns_per_merge;          // what merging through partials adds to a launch, beyond the price of pieces
-  double ns_per_cluster_merge;  // merging in a cluster
+  double ns_per_cluster_merge;  // what merging in a cluster adds to a launch
 
   bool any() const {
     for (const i32 count : resident) {
@@ -41,7 +40,7 @@ class OwnCtas {
   // Whether this is better than what has been found for all CTAs: `ns` of its costliest one, `has_cuts` if it is to
   // merge. `tiles`: row tiles of all requests. Chooses the size of the clusters.
   bool is_better_than(double ns, bool has_cuts, i64 tiles) {
-    double least = ns + (has_cuts ? clusters_.ns_per_merge : 0.0);
+    double least = ns + (has_cuts ? schedule_.ns_per_merge : 0.0);
     bool found = false;
     for (i32 i = 0; i < num_cluster_sizes; ++i) {
       if (tiles == 0 || tiles * num_kv_heads_ > clusters_.resident[i]) continue;

@@ -25,6 +25,7 @@ struct Schedule {
   double ns_per_unit;
   double few_rows_cost;  // factor of ns_per_token, where has_few_rows (lengths.h)
   double ns_per_piece;
+  double ns_per_merge;  // what merging adds to a launch, beyond the price of pieces
   i32 min_piece_tokens;
   i32 max_pieces;          // of one unit; 0: no limit
   i32 fixed_piece_tokens;  // > 0: cut every unit at its multiples; -1: never cut; 0: balance
