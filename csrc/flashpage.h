@@ -242,10 +242,9 @@ struct fp_masked_batch {
   int32_t num_kv_heads;
   int32_t has_custom_mask;
   int32_t tile_heads;  // KV heads that have tiles of their own: 1 or all
-  int32_t page_size;   // tokens; 0: ragged
 };
-// Cells of 8 bytes that the tiles and the queue of units take (tile/mask_tiles.h). Writes all sizes and where the
-// queue begins.
+// Cells of 8 bytes that the tiles and the queue of units take (tile/mask_tiles.h). Writes all sizes and where queue and
+// list begin.
 FP_API int64_t fp_mask_cells(const fp_masked_batch*, const fp_schedule*, flashpage::MaskTilesParams*);
 
 // A stream beside the caller's, for a run of two parts, and the events that fork and join it (csrc/fork.cpp). Of one

@@ -263,12 +263,10 @@ int64_t fp_mask_cells(const fp_masked_batch* batch, const fp_schedule* schedule,
                              : batch->tile_cells;
   const i64 cells = unit_cells * most_units(*batch, group, *schedule);
   params->queue_begin = round_up<i64>(first_tile_cell + batch->tile_heads * tile_cells, unit_cells);
-  params->wave_tokens = schedule->wave_tokens;
+  params->list_begin = params->queue_begin + cells;
   params->group = make_fast_div(group);
   params->tile_q = schedule->tile_q;
   params->tile_kv = schedule->tile_kv;
   params->tile_heads = batch->tile_heads;
-  params->num_kv_heads = batch->num_kv_heads;
-  params->entry_tokens = max_of(1, batch->page_size);
-  return params->queue_begin + cells;
+  return params->list_begin + cells;
 }

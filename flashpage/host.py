@@ -58,9 +58,9 @@ class VariantArgs(ctypes.Structure):
 class MaskTilesParams(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "plan custom_mask cells"),
-        *_all(c_int64, "queue_begin wave_tokens"),
+        *_all(c_int64, "queue_begin list_begin"),
         ("group", FastDiv),
-        *_all(c_int32, "tile_q tile_kv tile_heads causal window_left num_kv_heads entry_tokens"),
+        *_all(c_int32, "tile_q tile_kv tile_heads causal window_left"),
     ]
 
 
@@ -213,7 +213,7 @@ class Parts(ctypes.Structure):
 class MaskedBatch(ctypes.Structure):
     _fields_ = [
         *_all(c_int64, "mask_bytes tile_cells rows"),
-        *_all(c_int32, "requests num_q_heads num_kv_heads has_custom_mask tile_heads page_size"),
+        *_all(c_int32, "requests num_q_heads num_kv_heads has_custom_mask tile_heads"),
     ]
 
 

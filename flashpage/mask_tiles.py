@@ -42,7 +42,6 @@ class MaskTiles:
             num_kv_heads=options.num_kv_heads,
             has_custom_mask=options.has_mask,
             tile_heads=options.num_kv_heads if looks_at_head else 1,
-            page_size=options.page_size,
         )
         if planner.is_graph:  # a captured launch serves every later plan: bits alone, whose buffer says how many
             assert planner.mask.buffer is not None

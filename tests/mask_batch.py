@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import mmap
 from collections.abc import Callable
 
 import numpy as np
@@ -14,7 +13,6 @@ from planner_batches import Batch, Cutting, Planned, arrays_of, bounds, call, pr
 from flashpage import host
 
 GUARD = 2**64 - 1
-FIRST_TILE_CELL = 4
 TOKENS = (48, 80, 128)  # of a tile
 KINDS = ("causal", "blocks", "islands", "random", "sparse", "nothing", "everything")
 
@@ -44,9 +42,8 @@ class Masked:
         params.plan, params.custom_mask = plan_bytes.ctypes.data, mask_bytes.ctypes.data + 4 + first_byte
         return Masked(planned, masks, mask_bytes, params, cells, behind, plan_bytes)
 
-    def find(self, grid: int, at_once: bool = False) -> None:
-        run = native().find_mask_tiles_at_once if at_once else native().find_mask_tiles
-        assert run(ctypes.byref(self.params), grid) == 0
+    def find(self, grid: int) -> None:
+        native().find_mask_tiles(ctypes.byref(self.params), grid)
         assert self.behind[0] == GUARD, "wrote past the memory"
 
     def item_of(self, request: int) -> np.ndarray:
@@ -73,7 +70,7 @@ class Masked:
 
     def check_tiles(self) -> None:
         """Of every row block, each in cells of its own."""
-        taken: list[int] = [*range(FIRST_TILE_CELL)]
+        taken: list[int] = [0, 1]
         for request in range(len(self.planned.batch.q_lens)):
             for block in range(self.row_blocks(request)):
                 for head in range(self.params.tile_heads):
@@ -88,29 +85,8 @@ class Masked:
         assert len(taken) == len(set(taken)), "two row blocks share a cell"
         assert max(taken) < self.params.queue_begin
 
-    def wave_begins(self) -> list[int]:
-        """Of all waves but the first: where they begin on the axis of tokens of KV heads, rounded as the kernel does."""
-        planned, params, items, real = self.planned, self.params, self.planned.items, np.float32
-        if params.wave_tokens == 0 or len(items) == 0:
-            return []
-        heads, num_ctas, requests = planned.batch.num_kv_heads, int(planned.header["num_ctas"]), len(self.masks)
-        blocks = [
-            (r, block, h)
-            for r in range(requests)
-            for block in range(self.row_blocks(r))
-            for h in range(params.tile_heads)
-        ]
-        visible = sum(int(self.expected(*block)[0].sum()) for block in blocks) * heads // params.tile_heads
-        longest = max(1, int(-(-(items["kv_end"] - items["kv_begin"]).max() // params.tile_kv)))
-        end_entry = int((items["kv_offset"] - -items["kv_len"] // params.entry_tokens).max())
-        tokens = real(end_entry * params.entry_tokens * heads)
-        by_tokens = tokens / real(params.wave_tokens) + real(0.5)
-        waves = int(min(by_tokens, real(visible) / real(2 * longest * num_ctas)))
-        return [int(tokens / real(waves) * real(wave)) for wave in range(1, waves)]
-
-    def check_queue(self) -> list[int]:
-        """Every unit once, with its tiles: wave by wave, and of each the ones first that see most. The waves."""
-        heads = self.planned.batch.num_kv_heads
+    def check_queue(self) -> None:
+        """Every unit once, with its tiles; the ones that see most first."""
         planned, tile_q, tile_kv = self.planned, self.planned.cutting.tile_q, self.planned.cutting.tile_kv
         num_units, claimed, arrived, _ = self.cells[:2].view(np.uint32)
         expected = []
@@ -123,24 +99,16 @@ class Masked:
                     at = item["first_packed_row"] // tile_q + unit
                     expected.append((index, at % blocks, item["kv_head"] + cta["kv_head"] + at // blocks, partial_row))
         assert (num_units, claimed, arrived) == (len(expected), 0, 0)
-        assert not self.cells[2:FIRST_TILE_CELL].any(), "not ready for the next run"
         queue = self.cells[self.params.queue_begin :][: 4 * num_units].view(np.int32).reshape(num_units, 8)
         assert sorted(map(tuple, queue[:, :4].tolist())) == sorted(expected)
-        begins, waves, fewest = self.wave_begins(), [0], np.inf
+        fewest = np.inf
         for index, block, kv_head, _, cell, *_ in queue:
             item = planned.items[index]
             assert cell == self.cell(item["request"], block, kv_head)
             visible, _ = self.expected(item["request"], block, kv_head)
             count = visible[item["kv_begin"] // tile_kv : -(-item["kv_end"] // tile_kv)].sum()
-            ahead = [begin - int(item["kv_offset"]) * self.params.entry_tokens * heads for begin in begins]
-            wave = sum(tokens <= kv_head * int(item["kv_len"]) or tokens <= 0 for tokens in ahead)
-            if wave != waves[-1]:
-                assert wave > waves[-1]
-                waves.append(wave)
-                fewest = np.inf
             assert count <= fewest * 1.125 + 0.5
             fewest = min(fewest, count)
-        return waves
 
 
 @dataclasses.dataclass(repr=False)
@@ -150,8 +118,7 @@ class Asked(Masked):
     ask: Callable[[host.MaskTilesParams, int], None] = lambda params, grid: None
     in_range: list[np.ndarray] = dataclasses.field(default_factory=list)  # what causal and window leave
 
-    def find(self, grid: int, at_once: bool = False) -> None:
-        assert not at_once
+    def find(self, grid: int) -> None:
         self.ask(self.params, grid)
         assert self.behind[0] == GUARD, "wrote past the memory"
 
@@ -183,13 +150,13 @@ def memory_of(planned: Planned, tile_heads: int) -> tuple[host.MaskTilesParams, 
     batch, result, params = planned.batch, planned.result, host.MaskTilesParams()
     masked = host.MaskedBatch(
         *(result.mask_bytes, result.tile_cells, result.total_q, len(batch.q_lens), batch.num_q_heads),
-        *(batch.num_kv_heads, batch.has_custom_mask, tile_heads, batch.page_size),
+        *(batch.num_kv_heads, batch.has_custom_mask, tile_heads),
     )
     schedule = planned.cutting.struct()
     count = host.load().fp_mask_cells(ctypes.byref(masked), ctypes.byref(schedule), ctypes.byref(params))
-    memory = np.frombuffer(mmap.mmap(-1, 8 * count + 8), np.uint64)  # of all processes that are forked from here on
-    memory[:] = GUARD
-    memory[:FIRST_TILE_CELL] = 0
+    memory = np.full(count + 2, GUARD, np.uint64)
+    memory = memory[memory.ctypes.data // 8 % 2 :]  # starts on 16 bytes
+    memory[:2] = 0
     params.cells, params.causal, params.window_left = memory.ctypes.data, batch.causal, batch.window_left
     return params, memory[:count], memory[count:]
 

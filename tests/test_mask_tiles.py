@@ -61,34 +61,10 @@ def test_tiles_of_masks(masked: Masked, grid: int) -> None:
 
 @examples
 @given(masked_batches(), st.sampled_from((1, 2)))
-def test_units_are_queued_once_and_the_long_ones_of_a_wave_first(masked: Masked, grid: int) -> None:
+def test_units_are_queued_once_and_the_long_ones_first(masked: Masked, grid: int) -> None:
     for _ in range(2):  # the second run finds what the first one left
         masked.find(grid)
     masked.check_queue()
-
-
-@pytest.mark.parametrize(
-    ("lengths", "num_ctas", "waves"),
-    [
-        ([512] * 4, 16, 4),  # a request each
-        ([2048], 16, 4),  # two heads each
-        ([128] * 16, 16, 4),  # four requests each
-        ([3, 0, 700, 1300, 45], 16, 4),
-        ([128], 16, 1),
-        ([512] * 4, 64, 2),  # more than twice the longest unit of each CTA
-    ],
-)
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_waves_of_units(lengths: list[int], num_ctas: int, waves: int, page_size: int) -> None:
-    lens = np.array(lengths, np.int64)
-    batch = Batch(lens, lens, 16, 8, page_size, has_custom_mask=True)
-    cutting = Cutting(num_ctas=num_ctas, walk=RUNS, tile_q=64, tile_kv=48, wave_tokens=4096)
-    rng = np.random.default_rng(0)
-    masked = Masked.make(batch, cutting, [mask_of("causal", length, length, rng) for length in lengths], 0)
-    for at_once in (False, True, True):  # CTAs one after the other, so that the last one lists all; and each its own
-        masked.find(3, at_once)
-        masked.check_tiles()
-        assert masked.check_queue() == list(range(waves))
 
 
 class Visited(ctypes.Structure):

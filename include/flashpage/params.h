@@ -71,15 +71,13 @@ struct MaskTilesParams {
   const u8* custom_mask;  // as AttentionParams has it; null: a variant's mask function alone
   u64* cells;
   i64 queue_begin;  // cell of the first queued unit
-  i64 wave_tokens;  // of a KV head, that the L2 keeps; 0: any
+  i64 list_begin;   // and of the first one before they are sorted
   FastDiv group;    // query heads a KV head
   i32 tile_q;       // packed rows of a unit
   i32 tile_kv;      // tokens of a tile
   i32 tile_heads;   // KV heads that have tiles of their own: 1 or all
   i32 causal;       // as AttentionParams has them; bits are looked at whatever these say
   i32 window_left;
-  i32 num_kv_heads;
-  i32 entry_tokens;  // of a page (ragged: 1)
 };
 
 // Combine the partials of one plan; the launch reads num_merges from the plan.

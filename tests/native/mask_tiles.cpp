@@ -41,13 +41,8 @@ struct BitTraits {
   static constexpr MaskSource mask_source = MaskSource::packed_bits;
   static constexpr int tile_kv = 0;  // as the parameters say
 };
-using BitKernel = MaskTiles<BitTraits>;
-extern "C" int find_mask_tiles(const MaskTilesParams* params, int grid) {
-  card::launch(grid, BitKernel::threads, [&] { BitKernel::run(*params, VariantArgs{}); });
-  return 0;
-}
-extern "C" int find_mask_tiles_at_once(const MaskTilesParams* params, int grid) {
-  return card::launch_at_once(grid, BitKernel::threads, [&] { BitKernel::run(*params, VariantArgs{}); });
+extern "C" void find_mask_tiles(const MaskTilesParams* params, int grid) {
+  card::launch(grid, MaskTiles<BitTraits>::threads, [&] { MaskTiles<BitTraits>::run(*params, VariantArgs{}); });
 }
 
 extern "C" u32 tile_cell(const MaskTilesParams* params, const WorkItem* item, i32 row_block, i32 kv_head) {

@@ -1,7 +1,7 @@
-// Before the attention under a custom mask or a variant's mask function: which tiles hold anything, and in which order
-// the units are taken. No bit of it comes back to the host.
+// Before the attention under a custom mask or a variant's mask function: which tiles hold anything, and which units
+// have most of them. No bit of it comes back to the host.
 #pragma once
-#include "flashpage/kernels/mask_queue.h"
+#include "flashpage/ptx/atomic.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/tile/asked_tiles.h"
 #include "flashpage/tile/bit_tiles.h"
@@ -15,19 +15,17 @@ struct MaskTiles {
   static constexpr int warps = 16;
   static constexpr int threads = 32 * warps;
 
-  using Queue = MaskQueue<warps>;
-
   struct Shared {
     i32 found[threads];  // items that begin a request
-    i32 num_found;
+    i32 num_found;       // of them; then of units
     TileWord found_by[warps];
-    typename Queue::Shared queue;
+    u32 places[count_classes];  // in the queue: of the next unit of a class
+    bool is_last;
   };
 
   Shared& shared;
   const MaskTilesParams& params;
   const VariantArgs& args;
-  const Queue& queue;
   const WorkItem* items = plan_items(params.plan);
   i32 num_items = params.plan->num_items;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -36,15 +34,14 @@ struct MaskTiles {
     __shared__ Shared shared;
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();
-    const Queue queue(shared.queue, params);
-    queue.begin();
-    MaskTiles(shared, params, args, queue).classify_all();
-    queue.finish();
+    const MaskTiles kernel(shared, params, args);
+    kernel.classify_all();
+    if (kernel.is_last()) kernel.queue_units();
   }
 
  private:
-  FP_DEVICE MaskTiles(Shared& shared, const MaskTilesParams& params, const VariantArgs& args, const Queue& queue)
-      : shared(shared), params(params), args(args), queue(queue) {}
+  FP_DEVICE MaskTiles(Shared& shared, const MaskTilesParams& params, const VariantArgs& args)
+      : shared(shared), params(params), args(args) {}
 
   // Each request once: at the first piece of its first unit. Items of a team stand in the plan once, for all its heads.
   FP_DEVICE void classify_all() const {
@@ -54,7 +51,6 @@ struct MaskTiles {
       const i32 i = begin + threadIdx.x;
       if (i < num_items && items[i].first_packed_row == 0 && items[i].kv_head == 0 && items[i].piece == 0)
         shared.found[atomicAdd(&shared.num_found, 1)] = i;
-      queue.note_items(i < num_items ? items + i : nullptr);
       __syncthreads();
       for (i32 k = 0; k < shared.num_found; ++k) classify(items[shared.found[k]]);
       __syncthreads();
@@ -73,9 +69,7 @@ struct MaskTiles {
       const i32 block = at / tiles.words, word = at % tiles.words;
       const TileWord mine = looks.template look<warps>(block / tiles.row_blocks, block % tiles.row_blocks, word, warp);
       const TileWord found = combine(mine);
-      if (threadIdx.x != 0) continue;
-      *tile_words(params, static_cast<u32>(tiles.first_cell + at)) = found;
-      queue.note_cell(found);
+      if (threadIdx.x == 0) *tile_words(params, static_cast<u32>(tiles.first_cell + at)) = found;
     }
   }
   FP_DEVICE TileWord combine(const TileWord& of_warp) const {
@@ -88,6 +82,63 @@ struct MaskTiles {
     }
     __syncthreads();
     return all;
+  }
+
+  FP_DEVICE UnitQueue& queue() const { return *reinterpret_cast<UnitQueue*>(params.cells); }
+  FP_DEVICE bool is_last() const {
+    __syncthreads();
+    if (threadIdx.x == 0) shared.is_last = ptx::add_acquire_release(&queue().arrived, 1) == gridDim.x - 1;
+    __syncthreads();
+    return shared.is_last;
+  }
+
+  // Sorts by counting: units of one class come about as they do in the plan, whose waves all CTAs walk at a time. A
+  // CTA's items come one after the other, so as many CTAs as there are have some threads each.
+  FP_DEVICE void queue_units() const {
+    const i32 num_ctas = params.plan->num_ctas, lanes = max_of(1, threads / max_of(1, num_ctas));
+    QueuedUnit* list = queued_units(params, params.list_begin);
+    QueuedUnit* sorted = queued_units(params, params.queue_begin);
+    for (int i = threadIdx.x; i < count_classes; i += threads) shared.places[i] = 0;
+    if (threadIdx.x == 0) shared.num_found = 0;
+    __syncthreads();
+    for (i32 cta = threadIdx.x / lanes; cta < num_ctas; cta += threads / lanes) {
+      const CtaItems mine = cta_items(params.plan, cta);
+      for (i32 i = mine.begin; i < mine.end; ++i) {
+        const WorkItem item = item_of_member(items[i], mine);
+        for (i32 unit = threadIdx.x % lanes; unit < item.num_units; unit += lanes) {
+          const QueuedUnit found = queued_unit(params, item, i, unit);
+          list[atomicAdd(&shared.num_found, 1)] = found;
+          atomicAdd(&shared.places[found.count_class], 1);
+        }
+      }
+    }
+    __syncthreads();
+    if (warp == 0) counts_to_places();
+    if (threadIdx.x == 0) queue() = {static_cast<u32>(shared.num_found), 0, 0, 0};
+    __syncthreads();
+#pragma unroll 4
+    for (i32 i = threadIdx.x; i < shared.num_found; i += threads) {
+      const QueuedUnit unit = list[i];
+      sorted[atomicAdd(&shared.places[unit.count_class], 1)] = unit;
+    }
+  }
+  // As one warp, the highest class first.
+  FP_DEVICE void counts_to_places() const {
+    constexpr int mine = count_classes / 32;
+    u32* last = shared.places + count_classes - 1 - lane * mine;
+    u32 sum = 0;
+    for (int i = 0; i < mine; ++i) sum += last[-i];
+    u32 up_to_mine = sum;
+    for (int step = 1; step < 32; step *= 2) {
+      const u32 before = __shfl_up_sync(0xffffffff, up_to_mine, step);
+      if (lane >= step) up_to_mine += before;
+    }
+    u32 place = up_to_mine - sum;
+    for (int i = 0; i < mine; ++i) {
+      const u32 count = last[-i];
+      last[-i] = place;
+      place += count;
+    }
   }
 };
 

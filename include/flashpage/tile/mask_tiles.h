@@ -1,9 +1,9 @@
 // Which tiles of a custom mask or a mask function hold anything, and in which order a launch takes its units: the
 // memory between kernels/mask_tiles.h, which writes it before each run, and the attention kernel.
 //
-// Cells of 8 bytes: a UnitQueue and the state of the kernel that fills it, the tiles, and from
-// MaskTilesParams::queue_begin on the units in order (kernels/mask_queue.h). The host planner knows no mask, so CTAs
-// claim units as they go; who takes which changes no result.
+// Cells of 8 bytes: a UnitQueue, the tiles, and from MaskTilesParams::queue_begin on the units, the most visible tiles
+// first; then room for them as they come. The host planner knows no mask, so CTAs claim units as they go; who takes
+// which changes no result.
 #pragma once
 #include "flashpage/params.h"
 
@@ -15,13 +15,6 @@ struct UnitQueue {
   u32 arrived;  // CTAs of the kernel that writes all this
   u32 unused;
 };
-// Of the CTAs that write all this; zero between two runs.
-struct QueueState {
-  u32 begun;    // CTAs
-  u32 left;     // CTAs
-  u32 visible;  // tiles of all cells
-  u32 claimed_waves;
-};
 struct alignas(16) QueuedUnit {
   i32 item;  // of the plan
   i32 row_block;
@@ -32,8 +25,7 @@ struct alignas(16) QueuedUnit {
   i32 unused[2];
 };
 inline constexpr i64 unit_cells = sizeof(QueuedUnit) / sizeof(u64);
-inline constexpr i64 queue_state_cell = sizeof(UnitQueue) / sizeof(u64);
-inline constexpr i64 first_tile_cell = queue_state_cell + sizeof(QueueState) / sizeof(u64);
+inline constexpr i64 first_tile_cell = sizeof(UnitQueue) / sizeof(u64);
 
 // Tiles 32 * word .. 32 * word + 31 of a row block (the rows of a unit), a bit each. Under a mask function pairs of a
 // row and a token that causal and window hide count for neither.
@@ -103,6 +95,17 @@ FP_HOST_DEVICE i32 count_class(u32 count) {
   i32 exponent = 0;
   while (count >> exponent >= 16) ++exponent;
   return exponent * 8 + static_cast<i32>(count >> exponent);  // below 2^31: 27 * 8 + 15
+}
+
+// Unit `unit` of item number `index`, which is as its CTA has it.
+FP_HOST_DEVICE QueuedUnit queued_unit(const MaskTilesParams& params, const WorkItem& item, i32 index, i32 unit) {
+  const RequestTiles tiles(params, item);
+  const i32 at = item.first_packed_row / params.tile_q + unit, row_block = at % tiles.row_blocks;
+  const i32 kv_head = item.kv_head + at / tiles.row_blocks;
+  const u32 cell = tiles.cell(row_block, kv_head);
+  const i32 count =
+      count_visible(tile_words(params, cell), item.kv_begin / params.tile_kv, ceil_div(item.kv_end, params.tile_kv));
+  return {index, row_block, kv_head, item.partial_row, cell, count_class(count), {}};
 }
 
 }  // namespace flashpage

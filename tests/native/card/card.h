@@ -2,11 +2,8 @@
 // they use it. A thread runs until it waits for others.
 #pragma once
 #include <setjmp.h>
-#include <sys/wait.h>
 #include <ucontext.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <bit>
 #include <cstdio>
 #include <cstdlib>
@@ -110,15 +107,14 @@ inline void take_turn() {
   enter();
 }
 
-// Runs `kernel` in CTAs [begin, end) of a grid, one after the other.
-inline void launch_some(unsigned begin, unsigned end, unsigned grid, unsigned num_threads,
-                        std::function<void()> kernel) {
+// Runs `kernel` in each CTA of a grid, one after the other.
+inline void launch(unsigned grid, unsigned num_threads, std::function<void()> kernel) {
   constexpr size_t stack_bytes = 1 << 16;
   static std::vector<char> stacks;
   stacks.resize(num_threads * stack_bytes);
   body = std::move(kernel);
   gridDim.x = grid;
-  for (blockIdx.x = begin; blockIdx.x < end; ++blockIdx.x) {
+  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
     beginnings.assign(num_threads, {});
     places.assign(num_threads, {});
     begun.assign(num_threads, false);
@@ -141,28 +137,6 @@ inline void launch_some(unsigned begin, unsigned end, unsigned grid, unsigned nu
       }
     }
   }
-}
-
-inline void launch(unsigned grid, unsigned num_threads, std::function<void()> kernel) {
-  launch_some(0, grid, grid, num_threads, std::move(kernel));
-}
-// Each CTA a process of its own, side by side. What they tell each other is in memory that processes share. How many
-// ended badly.
-inline int launch_at_once(unsigned grid, unsigned num_threads, const std::function<void()>& kernel) {
-  std::vector<pid_t> ctas;
-  for (unsigned cta = 0; cta < grid; ++cta) {
-    ctas.push_back(fork());
-    if (ctas.back() != 0) continue;
-    alarm(60);  // none waits for ever
-    launch_some(cta, cta + 1, grid, num_threads, kernel);
-    _exit(0);
-  }
-  int failed = 0;
-  for (const pid_t cta : ctas) {
-    int status = 0;
-    failed += waitpid(cta, &status, 0) != cta || status != 0;
-  }
-  return failed;
 }
 
 // Calls read(values) of all lanes of the caller's warp between two meetings.
@@ -193,9 +167,6 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     return all;
   });
 }
-inline unsigned __reduce_max_sync(unsigned, unsigned value) {
-  return card::exchange(value, [](const unsigned* values) { return *std::max_element(values, values + 32); });
-}
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return card::exchange(static_cast<unsigned>(value),
@@ -210,12 +181,11 @@ T __shfl_up_sync(unsigned, T value, int step) {
 }
 template <class T>
 T atomicAdd(T* to, T amount) {
-  return __atomic_fetch_add(to, amount, __ATOMIC_RELAXED);  // CTAs may be processes
+  const T before = *to;
+  *to += amount;
+  return before;
 }
 inline unsigned atomicAdd(unsigned* to, int amount) { return atomicAdd<unsigned>(to, amount); }
-inline void atomicMax(unsigned* to, unsigned other) {
-  if (*to < other) *to = other;
-}
 inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 inline unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
