@@ -16,7 +16,7 @@ from .plan_picture import Segment, svg, terminal
 from .plan_units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
 from .problem import LongContexts, Options, Problem
 from .spec import KernelSpec, VariantSpec
-from .tiles import WALK_TEAMS, Cost, Tile
+from .tiles import WALK_RUNS, WALK_TEAMS, Cost, Tile
 
 # Measured: bytes a second read from memory (bulk copies), bf16 operations a second (cuBLAS, 8192^3).
 CEILINGS = {"H200": (4.69e12, 788e12)}
@@ -96,6 +96,8 @@ class Plan:
             walk = f"each unit has {of_unit}"
         elif schedule.walk == WALK_TEAMS:
             walk = f"teams of {heads} neighbouring CTAs take the {heads} KV heads of one token range at the same step"
+        elif self._has_whole_units():
+            walk = "each (KV head, row tile) unit by itself, the longest ones first"
         else:
             walk = "each CTA takes a run of (KV head, row tile) units"
         cut = items[items["partial_row"] >= 0]
@@ -106,6 +108,8 @@ class Plan:
             split = "no unit is cut, as asked"
         elif self.result.cluster_size:
             split = "equal pieces, as there are few units" if self.result.num_partial_rows else "no unit is cut"
+        elif self._has_whole_units():
+            split = f"no unit is cut: merging would take {_time(schedule.ns_per_merge)}"
         else:
             split = f"cut where a piece ({_time(schedule.ns_per_piece)}) costs less than the imbalance it removes"
         pieces = f"{units} units cut into {len(cut)} pieces; {self.result.num_partial_rows} partial rows"
@@ -113,6 +117,12 @@ class Plan:
         if self.result.cluster_size > 1 and len(cut):
             merges = f"a unit's are merged inside a cluster of {self.result.cluster_size} CTAs"
         return [f"walk: {walk}", f"split: {split}", f"split: {pieces}, {merges}"]
+
+    def _has_whole_units(self) -> bool:
+        """As include/flashpage/plan/whole_units.h deals them, or as evenly as if."""
+        schedule, items = self.schedule, self._items
+        may_be = schedule.walk == WALK_RUNS and schedule.ns_per_merge > 0 and schedule.fixed_piece_tokens == 0
+        return may_be and bool(len(items) and (items["num_units"] == 1).all() and (items["partial_row"] < 0).all())
 
     def _explain_loads(self) -> list[str]:
         loads, result = self.cta_loads(), self.result

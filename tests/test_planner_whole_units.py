@@ -1,0 +1,276 @@
+"""Few units dealt as wholes, longest first (include/flashpage/plan/whole_units.h)."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from typing import Any
+
+import numpy as np
+import pytest
+from case import Case, prefill
+from cluster_sizes import schedule_of
+from comparison import Outputs, compare
+from harness import Runner
+from inputs import make_inputs, reference_states
+from planner_batches import RUNS, TEAMS, Batch, Cutting, Planned, bounds, plan
+from planner_checks import all_units, check, loads, ns_per_token
+from steps import Steps
+from table_plans import TableBatch
+from test_graph_capacity import capture
+from test_planner_properties import random_case
+
+from flashpage import backends, host
+from flashpage.plan import plan_lengths
+
+HOPPER = Cutting(
+    num_ctas=132,
+    walk=RUNS,
+    tile_q=128,
+    tile_kv=160,
+    ns_per_token=12.19,
+    ns_per_unit=3456.0,
+    few_rows_cost=0.75,
+    ns_per_piece=2500.0,
+    ns_per_merge=4000.0,
+    min_piece_tokens=256,
+    merge_rows=64,
+    wave_tokens=32768,
+)
+ALWAYS = dataclasses.replace(HOPPER, ns_per_merge=1e9)  # where there are few units, in one wave
+ROUNDED = 1e-6  # costs are given in 32 bits
+CUT = dataclasses.replace(HOPPER, ns_per_merge=0.0)
+
+
+def rows(*q_lens: int, context: int = 0, heads: tuple[int, int] = (32, 8), **values: Any) -> Batch:
+    """Prefills over their own tokens and a context."""
+    lens = np.array(q_lens, np.int64)
+    return Batch(lens, lens + context, *heads, **{"causal": True, **values})
+
+
+def is_dealt(planned: Planned) -> bool:
+    return bool((planned.items["num_units"] == 1).all() and (planned.items["partial_row"] < 0).all())
+
+
+def planned(batch: Batch, cutting: Cutting = HOPPER) -> Planned:
+    """Checked, in a buffer of exactly what the bounds promise. Whatever is dealt keeps what dealing promises."""
+    found = plan(batch, cutting)
+    pieces = check(found)
+    cut = plan(batch, dataclasses.replace(cutting, ns_per_merge=0.0))
+    if found.items.tobytes() == cut.items.tobytes() and found.ctas.tobytes() == cut.ctas.tobytes():
+        return found
+    assert is_dealt(found) and found.result.num_merges == found.result.num_partial_rows == 0
+    assert found.header["cluster_size"] == 0 and cut.result.num_merges > 0
+    load = loads(found, pieces)
+    assert load.max() == pytest.approx(found.result.cost_max_ns, rel=ROUNDED)
+    assert load.sum() == pytest.approx(found.result.cost_total_ns, rel=ROUNDED)
+    assert found.result.cost_max_ns < cut.result.cost_max_ns + cutting.ns_per_merge
+    check_dealt(found, pieces)
+    return found
+
+
+def check_dealt(found: Planned, pieces: dict[str, np.ndarray]) -> None:
+    """A CTA's own order is longest first, and nobody had less when it got its last unit. Costs that differ by less than
+    1/255 of the longest count as alike."""
+    load, order = loads(found, pieces), np.argsort(pieces["item"], kind="stable")
+    cta, cost = pieces["cta"][order], pieces["cost"][order]
+    order = np.argsort(cta, kind="stable")
+    cta, cost = cta[order], cost[order]
+    alike = 1.0001 * cost.max() / 255
+    follows = cta[1:] == cta[:-1]
+    assert (cost[1:][follows] <= cost[:-1][follows] + alike).all()
+    is_last = np.append(~follows, True)
+    before = load[cta[is_last]] - cost[is_last]
+    assert (before <= load.min() * (1 + ROUNDED)).all()
+
+
+def longest_first(batch: Batch, cutting: Cutting) -> np.ndarray:
+    """Loads of the CTAs, sorted: each unit to the CTA with the least."""
+    units = all_units(batch, cutting.tile_q)
+    price = ns_per_token(batch, cutting, units["request"])
+    ctas = [0.0] * cutting.num_ctas
+    for cost in sorted(cutting.ns_per_unit + price * (units["end"] - units["begin"]), reverse=True):
+        heapq.heapreplace(ctas, ctas[0] + cost)
+    return np.sort(ctas)
+
+
+@pytest.mark.parametrize(
+    ("batch", "cutting"),
+    [
+        (rows(1024), HOPPER),
+        (rows(2048), HOPPER),
+        (rows(1024, 1024), HOPPER),
+        (rows(1500, causal=False), HOPPER),
+        (rows(1900, window_left=1200), HOPPER),
+        (rows(700, 300), ALWAYS),
+        (rows(1024, heads=(32, 32)), HOPPER),
+        (rows(2048, heads=(40, 5)), dataclasses.replace(ALWAYS, num_ctas=264)),  # one list a CTA
+        (rows(300, 200, context=500, heads=(12, 6)), dataclasses.replace(ALWAYS, num_ctas=15)),  # three CTAs a list
+        (rows(2048, heads=(32, 8)), dataclasses.replace(HOPPER, num_ctas=66, tile_q=256)),  # pairs of CTAs
+    ],
+)
+def test_loads_are_those_of_longest_first(batch: Batch, cutting: Cutting) -> None:
+    found = planned(batch, cutting)
+    load = loads(found, check(found))
+    assert is_dealt(found) and plan(batch, dataclasses.replace(cutting, ns_per_merge=0.0)).result.num_merges > 0
+    assert np.sort(load) == pytest.approx(longest_first(batch, cutting), rel=ROUNDED)
+
+
+@pytest.mark.parametrize(
+    ("why", "batch", "cutting", "takes"),
+    [
+        ("the case it is for", rows(1024), {}, True),
+        ("four units a CTA, and more", rows(2112), {}, True),
+        ("four units a CTA, and more", rows(2113), {}, False),
+        ("merging costs nothing beyond its pieces", rows(1024), {"ns_per_merge": 0.0}, False),
+        ("nothing is cut", rows(512), {}, None),
+        ("units for half of the CTAs", rows(256, context=8192), {}, False),
+        ("waves", rows(2048, heads=(32, 32)), {}, False),
+        ("all heads in one wave", rows(2048, heads=(32, 32)), {"wave_tokens": 1 << 20}, True),
+        ("a fixed split", rows(1024), {"fixed_piece_tokens": 320}, False),
+        ("no split, as asked", rows(1024), {"fixed_piece_tokens": -1}, None),
+        ("teams", rows(1024), {"walk": TEAMS}, False),
+    ],
+)
+def test_where_it_is_taken(why: str, batch: Batch, cutting: dict[str, Any], takes: bool | None) -> None:
+    """None: there is nothing to cut, and the plan is as ever."""
+    how = dataclasses.replace(HOPPER, **cutting)
+    found, other = planned(batch, how), plan(batch, dataclasses.replace(how, ns_per_merge=0.0))
+    assert bool(other.result.num_merges) == (takes is not None)
+    is_other = found.items.tobytes() == other.items.tobytes() and (found.ctas == other.ctas).all()
+    assert is_other != bool(takes), why
+    assert is_dealt(found) or not takes
+
+
+def test_what_a_merge_must_cost() -> None:
+    """Two plans that are known, and the price at which one becomes the better."""
+    batch = rows(800, 1500, heads=(8, 2))
+    cut, whole = plan(batch, CUT), plan(batch, ALWAYS)
+    difference = whole.result.cost_max_ns - cut.result.cost_max_ns
+    assert is_dealt(whole) and not is_dealt(cut) and difference > 500
+    for price, expected in ((difference - 1, cut), (difference + 1, whole)):
+        found = plan(batch, dataclasses.replace(HOPPER, ns_per_merge=price))
+        assert found.items.tobytes() == expected.items.tobytes()
+
+
+def test_any_lengths() -> None:
+    """Over random batches: what planned() asserts of those that are dealt."""
+    dealt = 0
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        for _ in range(400):
+            batch, cutting = random_case(rng)
+            few = slice(int(rng.integers(0, 9)))
+            batch.q_lens, batch.kv_lens = batch.q_lens[few], batch.kv_lens[few]
+            cutting.walk, cutting.fixed_piece_tokens = RUNS, 0
+            cutting.ns_per_merge = float(rng.choice([1.0, 4000.0, 1e9]))
+            cut = plan(batch, dataclasses.replace(cutting, ns_per_merge=0.0))
+            dealt += cut.result.num_merges > planned(batch, cutting).result.num_merges
+    assert dealt > 60
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads"),
+    [((2112,), (32, 8)), ((16896,), (4, 4)), ((8448,), (8, 1)), ((2816, 2816, 2816), (8, 1))],
+)
+def test_bounds_have_room(lens: tuple[int, ...], heads: tuple[int, int]) -> None:
+    """For as many units as may be dealt. planned() has no more room than the bounds say."""
+    batch, cutting = rows(*lens, heads=heads), dataclasses.replace(ALWAYS, wave_tokens=0)
+    found = planned(batch, cutting)
+    assert is_dealt(found) and len(all_units(batch, 128)["tile"]) == 4 * 132
+    assert found.result.used_bytes <= bounds(batch, cutting)[0]
+
+
+def test_a_card_cuts_as_ever() -> None:
+    """Plans of lengths that the device has."""
+    tables = TableBatch.of(rows(1024))
+    assert tables.tables("cpu").plan(HOPPER) == tables.host_plan(CUT) != tables.host_plan(HOPPER)
+
+
+def test_the_plan_says_so() -> None:
+    plan = plan_lengths([1024], [1024], page_size=0)
+    text = plan.explain()
+    assert "unit by itself, the longest ones first" in text and "no unit is cut: merging would take 4 us" in text
+    assert "256 units in 64 items" in text and "132 of 132 CTAs work" in text
+    assert plan.cta_loads().max() == pytest.approx(plan.result.cost_max_ns)
+    assert len(plan.work_items()) == 256 and len(plan.segments()) == 256
+    assert len(plan.picture(color=False, max_rows=200).splitlines()) == 133
+    for other in (plan_lengths([8192], [8192]), plan_lengths([1024], [1024], backend="cpu", num_ctas=132)):
+        assert "each CTA takes a run of" in other.explain() and other.result.num_merges > 0
+
+
+@pytest.fixture
+def many_ctas() -> Any:
+    """The CPU's plans are for as many CTAs as a card's."""
+    host.load().fp_cpu_set_threads(33)
+    yield
+    host.load().fp_cpu_set_threads(0)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch, many_ctas: None) -> None:
+    """Of every planner that is made from here on."""
+    make = backends.schedule
+
+    def schedule(*arguments: Any) -> host.Schedule:
+        made = make(*arguments)
+        made.ns_per_merge = 1e9
+        return made
+
+    monkeypatch.setattr(backends, "schedule", schedule)
+
+
+class Kept(Runner):
+    """Keeps the wrapper."""
+
+    wrapper: Any = None
+
+    def planned(self) -> Any:
+        self.wrapper = super().planned()
+        return self.wrapper
+
+
+LENS = ((700, 150, 0, 1), (1300, 150, 20, 900))
+CASES = [
+    prefill("whole-ragged", "", (1000, 33), (1000, 33), entry="ragged", causal=True),
+    prefill("whole-paged", "requests without rows, and with one", *LENS, causal=True),
+    prefill("whole-bits", "units from a queue", *LENS, mask="dense"),
+    prefill("whole-heads", "a list a CTA", *LENS, num_q_heads=10, num_kv_heads=5, head_dim=128, causal=True),
+    prefill("whole-window", "", *LENS, causal=True, window_left=100),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_run(case: Case, device: str, always: None, kernels: None) -> None:
+    import flashpage
+
+    inputs = make_inputs(case)
+    runner = Kept(inputs, device, flashpage)
+    compare(case, runner.run(), reference_states(inputs))
+    plan = runner.wrapper.last_plan
+    assert plan.result.num_merges == 0 and (plan.work_items()["num_units"] == 1).all()
+
+
+STEPS = (((400, 30), (900, 64)), ((0, 430), (0, 1000)), ((7, 1), (300, 1000)), ((130, 300), (130, 300)))
+
+
+def test_one_launch_serves_both_kinds(device: str, always: None) -> None:
+    """A graph's: dealt batches and cut ones, in workspaces of a capacity."""
+    cases = [
+        prefill(f"whole-step-{i}", "a step", q_lens, kv_lens, causal=True, cache="fused")
+        for i, (q_lens, kv_lens) in enumerate(STEPS)
+    ]
+    steps = Steps(cases, device)
+    wrapper = steps.wrapper(use_cuda_graph=True, **steps.capacity)
+    steps.load(0)
+    steps.plan(wrapper, 0)
+    replay, schedule, merges = capture(wrapper, steps), schedule_of(wrapper), set()
+    for number in range(4 * len(steps)):
+        i = number * 3 % len(steps)
+        schedule.ns_per_merge = 1e9 if number % 4 < 2 else 0.0
+        steps.load(i)
+        steps.plan(wrapper, i)
+        merges.add(wrapper.last_plan.result.num_merges > 0)
+        replay()
+        steps.check(i, Outputs(steps.out, steps.lse))
+    assert merges == {False, True}
