@@ -11,7 +11,7 @@ from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 from .plan_bytes import RECORDS
 
-ABI_VERSION = 11  # csrc/abi.cpp
+ABI_VERSION = 12  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
