@@ -51,14 +51,15 @@ class WholeUnits {
         lanes_(division.lanes.count),
         memory_(memory) {}
 
-  // Whether this is worth a look beside a plan with cuts.
-  static bool may_be(const Schedule& schedule) {
-    return schedule.walk == Walk::runs && schedule.ns_per_merge > 0.0 && schedule.balanced();
+  // Whether this is worth a look beside a plan with cuts, which loads a CTA with `mean_ns`.
+  static bool may_be(const Schedule& schedule, double mean_ns) {
+    return schedule.walk == Walk::runs && schedule.ns_per_merge > 0.0 && schedule.balanced() &&
+           schedule.ns_per_merge >= least_gain * mean_ns;
   }
 
   // Whether the costliest CTA takes less than `ns`. Finds the runs and deals the tail.
   bool is_better_than(double ns) {
-    if (!find_tail() || !read_tiles(ns)) return false;
+    if (!find_tail() || !read_tiles(most_of_unit(ns))) return false;
     sort();
     walk_runs();
     return deal(ns);
@@ -88,14 +89,16 @@ class WholeUnits {
  private:
   using RowTile = Memory::RowTile;
   using Load = Memory::Load;
-  static constexpr i32 num_classes = 256;     // of costs: lengths need not be told apart more finely
-  static constexpr double least_units = 1.5;  // of a lane: fewer do not even out what runs leave
+  static constexpr double least_gain = 0.002;  // a merge, of a CTA's load
+  static constexpr double uneven_part = 12.0;
+  static constexpr i32 num_classes = 256;  // of costs: lengths need not be told apart more finely
+  static constexpr i64 least_units = 2;    // of a lane: fewer do not even out what runs leave
 
   bool all_are_dealt() const { return tail_at_ == 0.0; }
 
   // The tail begins with a request's KV head, as that has all row tiles: short ones too, which even out the others.
   bool find_tail() {
-    const i64 least = static_cast<i64>(least_units * lanes_), most = most_whole_units * lanes_;
+    const i64 least = least_units * lanes_, most = most_whole_units * lanes_;
     if (division_.axis.waves == 1 && division_.units_on_axis <= most) return true;
     i64 units = 0;
     for (i32 i = division_.batch - 1; i >= 0 && units < most; --i) {
@@ -116,13 +119,20 @@ class WholeUnits {
     return false;
   }
 
+  // The longest that the tail may have, if no CTA is to take more than `most`. Behind runs, CTAs end up uneven by about
+  // a twelfth of the longest, under causal.
+  double most_of_unit(double most) const {
+    return all_are_dealt() ? most : uneven_part * (most - requests_[division_.batch].cost / lanes_);
+  }
+
+  // A request's last tiles first: mostly they are the longest.
   bool read_tiles(double most) {
     memory_.tiles.clear();
     units_ = 0;
     for (i32 i = tail_.request; i < division_.batch; ++i) {
       const Request& request = requests_[i];
       const double ns_per_token = model_.price(request).ns;
-      for (i32 tile = 0; tile < request.tiles; ++tile) {
+      for (i32 tile = request.tiles - 1; tile >= 0; --tile) {
         const i32 first_copy = i > tail_.request ? 0 : tail_.copy + (tile < tail_.tile);
         if (first_copy == copies_) continue;
         const double ns = model_.ns_per_unit + ns_per_token * model_.visible(request, tile).size();
