@@ -1,4 +1,4 @@
-// The planner's C ABI over include/flashpage/plan/: lengths -> cost axis -> cuts -> the plan's bytes.
+// The planner's C ABI over include/flashpage/plan/: lengths -> cost axis -> cuts, or units dealt -> the plan's bytes.
 #include "planner.h"
 
 #include <cstring>
@@ -131,16 +131,14 @@ static void fill_counts(const PlanHeader& header, fp_plan_result* result) {
   result->cluster_size = header.cluster_size;
 }
 
-// `made`: an OwnCtas or WholeUnits.
-template <class Made>
-static int32_t write_made(const Made& made, void* buffer, int64_t capacity, fp_plan_result* result) {
-  const PlanHeader header = made.header();
+static int32_t write_own(const plan::OwnCtas& own, void* buffer, int64_t capacity, fp_plan_result* result) {
+  const PlanHeader header = own.header();
   fill_counts(header, result);
   result->used_bytes = header.used_bytes;
-  result->cost_total_ns = made.total_ns();
-  result->cost_max_ns = made.most_ns();
+  result->cost_total_ns = own.total_ns();
+  result->cost_max_ns = own.most_ns();
   if (result->used_bytes > capacity) return fail_small(*result, capacity);
-  made.write(buffer);
+  own.write(buffer);
   return FP_OK;
 }
 
@@ -190,17 +188,16 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   if (clusters.any() && schedule.balanced()) {
     plan::OwnCtas own(model, schedule, clusters, requests, problem->batch, heads.num_kv_heads);
     if (own.is_better_than(partition.max, partition.inside > 0, totals.units / heads.num_kv_heads))
-      return write_made(own, buffer, capacity, result);
+      return write_own(own, buffer, capacity, result);
   }
-  if (partition.inside > 0 && plan::WholeUnits::may_be(schedule, axis, totals.units)) {
-    plan::WholeUnits whole(model, schedule, requests, problem->batch, heads.num_kv_heads, scratch.whole);
-    if (whole.is_better_than(partition.max + schedule.ns_per_merge)) return write_made(whole, buffer, capacity, result);
-  }
+  plan::WholeUnits whole(model, division, partitioner, last_wave, scratch.whole);
+  const bool is_dealt = partition.inside > 0 && plan::WholeUnits::may_be(schedule, partition.mean) &&
+                        whole.is_better_than(partition.max + schedule.ns_per_merge);
 
   plan::Totals* before = at_least(scratch.before, made.count + 1);
   const auto emitter = [&](plan::CutUnit* units) {
-    return plan::Emitter(model, schedule, division, early_ends, partition.ends, heads.num_kv_heads, before, units,
-                         buffer);
+    return plan::Emitter(model, schedule, division, early_ends, is_dealt ? whole.ends() : partition.ends,
+                         heads.num_kv_heads, before, units, buffer);
   };
   // Full lanes are counted as they are written, where items have room in any case and at most one unit a lane is cut.
   const int64_t most_item_bytes = plan::items_offset(schedule) + plan::most_items(problem->batch, axis, made, lanes) *
@@ -209,8 +206,10 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   const int32_t counted = at_once ? made.num_small : made.count;
   const plan::Emitter counter = emitter(at_once ? at_least(scratch.units, made.count) : nullptr);
   before[0] = {};
-  for (int32_t lane = 0; lane < counted; ++lane) before[lane + 1] = before[lane] + counter.count(lane);
-  for (int32_t lane = counted; lane < made.count; ++lane) before[lane + 1] = counter.write_all(lane);
+  for (int32_t lane = 0; lane < made.count; ++lane) {
+    before[lane + 1] = lane < counted ? before[lane] + counter.count(lane) : counter.write_all(lane);
+    if (is_dealt) before[lane + 1].items += whole.num_units(lane);
+  }
   result->used_bytes = counter.used_bytes();
   if (result->used_bytes > plan::max_i32 || counter.num_partial_rows() > plan::max_i32) {
     return fail_lengths({plan::LengthArray::q_indptr, plan::LengthError::overflow, problem->batch,
@@ -219,13 +218,14 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   }
   const PlanHeader header = counter.header();
   fill_counts(header, result);
-  result->cost_total_ns = partition.mean * schedule.num_ctas;
-  result->cost_max_ns = partition.max;
+  result->cost_total_ns = is_dealt ? whole.total_ns() : partition.mean * schedule.num_ctas;
+  result->cost_max_ns = is_dealt ? whole.most_ns() : partition.max;
   if (result->used_bytes > capacity) return fail_small(*result, capacity);
   const int32_t num_units = static_cast<int32_t>(before[made.count].units);
   const plan::Emitter writer = emitter(at_least(scratch.units, num_units));
   std::memcpy(buffer, &header, sizeof(header));
   for (int32_t lane = 0; lane < counted; ++lane) writer.write_all(lane);
+  if (is_dealt) whole.write(writer, before);
   for (int32_t lane = 0; lane < made.count; ++lane) writer.write_resumed(lane);
   for (int32_t lane = 0; lane < made.count; ++lane) writer.write_starts(lane, 0, 1);
   for (int32_t unit = 0; unit < num_units; ++unit) writer.write_merges(unit, 0, 1);

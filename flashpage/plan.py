@@ -98,6 +98,8 @@ class Plan:
             walk = f"teams of {heads} neighbouring CTAs take the {heads} KV heads of one token range at the same step"
         elif self._has_whole_units():
             walk = "each (KV head, row tile) unit by itself, the longest ones first"
+        elif self._has_dealt_tail():
+            walk = "each CTA takes a run of (KV head, row tile) units, then some of the last ones, the longest first"
         else:
             walk = "each CTA takes a run of (KV head, row tile) units"
         cut = items[items["partial_row"] >= 0]
@@ -108,7 +110,7 @@ class Plan:
             split = "no unit is cut, as asked"
         elif self.result.cluster_size:
             split = "equal pieces, as there are few units" if self.result.num_partial_rows else "no unit is cut"
-        elif self._has_whole_units():
+        elif self._has_whole_units() or self._has_dealt_tail():
             split = f"no unit is cut: merging would take {_time(schedule.ns_per_merge)}"
         else:
             split = f"cut where a piece ({_time(schedule.ns_per_piece)}) costs less than the imbalance it removes"
@@ -120,9 +122,19 @@ class Plan:
 
     def _has_whole_units(self) -> bool:
         """As include/flashpage/plan/whole_units.h deals them, or as evenly as if."""
+        return self._may_be_dealt() and bool((self._items["num_units"] == 1).all())
+
+    def _has_dealt_tail(self) -> bool:
+        """Behind runs, which go up the axis, whatever is longest first."""
+        items = self._items
+        here, behind = (items[part][["cta", "request", "kv_head"]] for part in (slice(-1), slice(1, None)))
+        goes_back = (here == behind) & (np.diff(items["first_packed_row"]) < 0)
+        return self._may_be_dealt() and bool(goes_back.any())
+
+    def _may_be_dealt(self) -> bool:
         schedule, items = self.schedule, self._items
         may_be = schedule.walk == WALK_RUNS and schedule.ns_per_merge > 0 and schedule.fixed_piece_tokens == 0
-        return may_be and bool(len(items) and (items["num_units"] == 1).all() and (items["partial_row"] < 0).all())
+        return may_be and bool(len(items) and (items["partial_row"] < 0).all())
 
     def _explain_loads(self) -> list[str]:
         loads, result = self.cta_loads(), self.result

@@ -87,6 +87,11 @@ class Emitter {
     return at;
   }
 
+  // A unit that is an item by itself, in no lane's run (whole_units.h).
+  FP_HOST_DEVICE void write_unit(i64 item, const Cut& at) const {
+    items()[item] = item_of(at, 0, 0, requests_[at.request].kv_len);
+  }
+
   // Pieces of a unit that began in an earlier lane, once all lanes are written.
   FP_HOST_DEVICE void write_resumed(i32 lane) const {
     const Resumed resumed = resumed_by(lane);

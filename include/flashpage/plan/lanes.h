@@ -106,11 +106,12 @@ struct Lanes {
 // Of a lane in a wave, beside whole requests: it begins and ends inside a request, and inside a unit of it.
 inline constexpr i64 items_of_lane = 4;
 
-// Of a plan that is not a fixed split; of few whole units too (whole_units.h).
+// Of a plan that is not a fixed split. Where units are dealt (whole_units.h), a lane may have `items_of_lane` of them
+// behind its runs, which begin and end at units and thus add one a wave: with one wave, that is one more.
 inline i64 most_items(i64 batch, const Axis& axis, const Lanes& lanes, const Lane* small) {
   i64 heads = lanes.num_full();
   for (i32 l = 0; l < lanes.num_small; ++l) heads += small[l].heads;
-  return batch + items_of_lane * heads * axis.waves;
+  return batch + (items_of_lane * axis.waves + 1) * heads;
 }
 
 }  // namespace flashpage::plan

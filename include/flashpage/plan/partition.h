@@ -135,6 +135,29 @@ class Partitioner {
     return {cut, at, loads};
   }
 
+  // One more wave of whole units, from `start` on and up to an edge behind it that lies at `end_at`: each lane gets its
+  // share of what is left until there, to the nearer edge. For lanes of one share each (runs).
+  void whole_wave(const Start& start, const Cut& end, double end_at, Cut* ends, double* loads) const {
+    Cut cut = start.cut;
+    double at = start.at, done_by_rest = start.at;
+    Place place;
+    for (i32 l = 0; l < lanes_.count; ++l) {
+      const double done = start.loads != nullptr ? start.loads[l] : 0.0, left = end_at - at;
+      const double room = min_of(left, (left + done_by_rest) / (lanes_.count - l) - done);
+      Choice choice{cut, 0.0};
+      if (l + 1 == lanes_.count) {
+        choice = {end, left};
+      } else if (room > 0.0) {
+        const UnitEdges unit = unit_at(cut, at, at + room, place);
+        choice = unit.after.cost - room < room - unit.before.cost ? unit.after : unit.before;
+      }
+      ends[l] = cut = choice.cut;
+      loads[l] = done + choice.cost;
+      at += choice.cost;
+      done_by_rest -= done;
+    }
+  }
+
   // Finds the lowest level (load of a CTA) at which the lanes, each filled up to it, take everything. What is lost at
   // the lanes' ends (a shortfall before an edge, or one more piece) is known only afterwards: guess, fill, and correct,
   // between the highest level known to be too low and the lowest known to be enough.

@@ -1,18 +1,18 @@
-// Few units, none of them cut: dealt to the CTAs longest first, each to the one that has the least so far. Loads are
-// then less even than cuts would make them, but there are no pieces, and no launch that merges them.
+// No unit is cut: the last ones on the axis are dealt to the CTAs longest first, each to the one that has the least so
+// far. Loads may then be less even than cuts would make them, but there are no pieces, and no launch that merges them.
+//
+// Few units are dealt all. Of many, CTAs walk runs of whole units, in waves as ever, and are dealt a tail of a few
+// each.
 #pragma once
-#include <cstring>
 #include <vector>
 
-#include "flashpage/plan/cost.h"
-#include "flashpage/plan/lanes.h"
-#include "flashpage/plan/work_item.h"
+#include "flashpage/plan/emit.h"
 
 namespace flashpage::plan {
 
-// Of a CTA. Of more, cuts cost little beside the units themselves.
+// That are dealt, of a lane on average.
 inline constexpr i64 most_whole_units = 4;
-static_assert(most_whole_units <= items_of_lane, "workspaces are sized by most_items");
+static_assert(most_whole_units <= items_of_lane, "most_items has room for these and a run in each wave");
 
 // KV heads are dealt like the axis' copies (lanes.h): the members of a lane share one list, each for its own heads.
 class WholeUnits {
@@ -23,102 +23,126 @@ class WholeUnits {
       double ns;
       i32 request;
       i32 tile;
+      i32 first_copy;  // that is dealt: the later ones are too
       i32 cost_class;
     };
     struct Load {
       double ns;
       i32 lane;
     };
+    std::vector<Cut> ends;        // [lanes], of the runs in the last wave
+    std::vector<double> of_runs;  // [lanes], loads
     std::vector<RowTile> tiles;
-    std::vector<i32> order;      // of tiles, the longest first
-    std::vector<Load> loads;     // [lanes], a heap: none is below the one at (i - 1) / 2
-    std::vector<i32> lane_of;    // [units of a member], in the order in which they are dealt
-    std::vector<i32> item_ends;  // [lanes]
+    std::vector<i32> order;    // of tiles, the longest first
+    std::vector<Load> loads;   // [lanes], a heap: none is below the one at (i - 1) / 2
+    std::vector<i32> lane_of;  // [units of a member], in the order in which they are dealt
+    std::vector<i32> counts;   // [lanes], of what is dealt
   };
 
-  WholeUnits(const CostModel& model, const Schedule& schedule, const Request* requests, i32 batch, i32 num_kv_heads,
-             Memory& memory)
+  // `start`: of the last wave.
+  WholeUnits(const CostModel& model, const Division& division, const Partitioner<OneSearcher>& partitioner,
+             const Start& start, Memory& memory)
       : model_(model),
-        schedule_(schedule),
-        requests_(requests),
-        batch_(batch),
-        copies_(one_wave(schedule, num_kv_heads).copies),
-        members_(num_kv_heads / copies_),
-        lanes_(schedule.num_ctas / members_),
+        requests_(division.requests),
+        division_(division),
+        partitioner_(partitioner),
+        start_(start),
+        copies_(division.axis.copies),
+        lanes_(division.lanes.count),
         memory_(memory) {}
 
-  // Whether this is worth a look beside a plan with cuts. `units`: row tiles over all KV heads. Where contexts are read
-  // in waves the CTAs would lose what the cache keeps for them.
-  static bool may_be(const Schedule& schedule, const Axis& axis, i64 units) {
-    return schedule.walk == Walk::runs && schedule.ns_per_merge > 0.0 && schedule.balanced() && axis.waves == 1 &&
-           units <= most_whole_units * schedule.num_ctas;
+  // Whether this is worth a look beside a plan with cuts, which loads a CTA with `mean_ns`.
+  static bool may_be(const Schedule& schedule, double mean_ns) {
+    return schedule.walk == Walk::runs && schedule.ns_per_merge > 0.0 && schedule.balanced() &&
+           schedule.ns_per_merge >= least_gain * mean_ns;
   }
 
-  // Whether the costliest CTA takes less than `ns`. Deals the units.
+  // Whether the costliest CTA takes less than `ns`. Finds the runs and deals the tail.
   bool is_better_than(double ns) {
-    if (!read_tiles(ns)) return false;
+    if (!find_tail() || !read_tiles(most_of_unit(ns))) return false;
     sort();
+    walk_runs();
     return deal(ns);
   }
 
-  PlanHeader header() const {
-    return {.num_ctas = min_of(units_, lanes_) * members_,
-            .num_items = units_,
-            .num_merges = 0,
-            .num_partial_rows = 0,
-            .merges_of_walk = 0,
-            .items_offset = items_offset(),
-            .merges_offset = items_offset() + units_ * static_cast<i32>(sizeof(WorkItem)),
-            .used_bytes = items_offset() + units_ * static_cast<i32>(sizeof(WorkItem)),
-            .cluster_size = 0,
-            .merge_rows = schedule_.merge_rows,
-            .unused = {}};
-  }
   // Of the costliest CTA, and of all.
   double most_ns() const { return most_ns_; }
-  double total_ns() const { return all_tiles_ns_ * copies_ * members_; }
+  double total_ns() const { return (tail_at_ + tail_ns_) * division_.lanes.members; }
+  // Of the runs, in the last wave.
+  const Cut* ends() const { return memory_.ends.data(); }
+  // Dealt to a lane. They come behind its runs, each an item.
+  i32 num_units(i32 lane) const { return memory_.counts[lane]; }
 
-  // `bytes`: as many as the header says.
-  void write(void* bytes) const {
-    char* const to = static_cast<char*>(bytes);
-    const PlanHeader made = header();
-    std::memcpy(to, &made, sizeof(made));
-    WorkItem* const items = reinterpret_cast<WorkItem*>(to + items_offset());
-    write_items(items);
-    CtaStart* starts = reinterpret_cast<CtaStart*>(to + sizeof(made));
-    i32 begin = 0;
-    for (i32 lane = 0; lane < min_of(units_, lanes_); ++lane) {
-      const i32 end = memory_.item_ends[lane];
-      for (i32 member = 0; member < members_; ++member) {
-        CtaStart& start = *starts++;
-        start.items = {begin, end, static_cast<u16>(member * copies_), static_cast<u16>(member), 0};
-        start.first = item_of_member(items[begin], start.items);
+  // In the order in which they were dealt. `before`: [lanes + 1], what lies before each, with what they are dealt.
+  // Once.
+  void write(const Emitter& emitter, const Totals* before) const {
+    i32 unit = 0;
+    for (const i32 index : memory_.order) {
+      const RowTile& tile = memory_.tiles[index];
+      for (i32 copy = tile.first_copy; copy < copies_; ++copy) {
+        const i32 lane = memory_.lane_of[unit++];
+        emitter.write_unit(before[lane + 1].items - memory_.counts[lane]--, {tile.request, copy, tile.tile, -1});
       }
-      begin = end;
     }
-    std::memset(static_cast<void*>(starts), 0, (schedule_.num_ctas - made.num_ctas) * sizeof(CtaStart));
   }
 
  private:
   using RowTile = Memory::RowTile;
   using Load = Memory::Load;
+  static constexpr double least_gain = 0.002;  // a merge, of a CTA's load
+  static constexpr double uneven_part = 12.0;
   static constexpr i32 num_classes = 256;  // of costs: lengths need not be told apart more finely
+  static constexpr i64 least_units = 2;    // of a lane: fewer do not even out what runs leave
 
+  bool all_are_dealt() const { return tail_at_ == 0.0; }
+
+  // The tail begins with a request's KV head, as that has all row tiles: short ones too, which even out the others.
+  bool find_tail() {
+    const i64 least = least_units * lanes_, most = most_whole_units * lanes_;
+    if (division_.axis.waves == 1 && division_.units_on_axis <= most) return true;
+    i64 units = 0;
+    for (i32 i = division_.batch - 1; i >= 0 && units < most; --i) {
+      const i64 tiles = requests_[i].tiles;
+      if (tiles == 0) continue;
+      const i32 copies = static_cast<i32>(min_of<i64>(copies_, ceil_div(least - units, tiles)));
+      units += copies * tiles;
+      if (units < least) continue;
+      const double copy_ns = (requests_[i + 1].cost - requests_[i].cost) / copies_;
+      tail_ = {i, copies_ - copies, 0, -1};
+      tail_at_ = requests_[i].cost + copy_ns * tail_.copy;
+      if (tail_at_ < start_.at) {
+        tail_ = start_.cut;
+        tail_at_ = start_.at;
+      }
+      return units <= most;
+    }
+    return false;
+  }
+
+  // The longest that the tail may have, if no CTA is to take more than `most`. Behind runs, CTAs end up uneven by about
+  // a twelfth of the longest, under causal.
+  double most_of_unit(double most) const {
+    return all_are_dealt() ? most : uneven_part * (most - requests_[division_.batch].cost / lanes_);
+  }
+
+  // A request's last tiles first: mostly they are the longest.
   bool read_tiles(double most) {
     memory_.tiles.clear();
-    longest_ns_ = all_tiles_ns_ = 0.0;
-    for (i32 i = 0; i < batch_; ++i) {
+    units_ = 0;
+    for (i32 i = tail_.request; i < division_.batch; ++i) {
       const Request& request = requests_[i];
       const double ns_per_token = model_.price(request).ns;
-      for (i32 tile = 0; tile < request.tiles; ++tile) {
+      for (i32 tile = request.tiles - 1; tile >= 0; --tile) {
+        const i32 first_copy = i > tail_.request ? 0 : tail_.copy + (tile < tail_.tile);
+        if (first_copy == copies_) continue;
         const double ns = model_.ns_per_unit + ns_per_token * model_.visible(request, tile).size();
         if (ns >= most) return false;
         longest_ns_ = max_of(longest_ns_, ns);
-        all_tiles_ns_ += ns;
-        memory_.tiles.push_back({ns, i, tile, 0});
+        tail_ns_ += ns * (copies_ - first_copy);
+        units_ += copies_ - first_copy;
+        memory_.tiles.push_back({ns, i, tile, first_copy, 0});
       }
     }
-    units_ = static_cast<i32>(memory_.tiles.size()) * copies_;
     return units_ > 0;
   }
 
@@ -140,35 +164,56 @@ class WholeUnits {
     for (i32 i = 0; i < before; ++i) memory_.order[places[memory_.tiles[i].cost_class]++] = i;
   }
 
-  bool deal(double most) {
-    memory_.lane_of.resize(units_);
+  // Up to the tail. The loads become the heap.
+  void walk_runs() {
+    memory_.ends.assign(lanes_, tail_);
     memory_.loads.resize(lanes_);
+    if (all_are_dealt()) return;
+    memory_.of_runs.resize(lanes_);
+    partitioner_.whole_wave(start_, tail_, tail_at_, memory_.ends.data(), memory_.of_runs.data());
+    for (i32 lane = 0; lane < lanes_; ++lane) {
+      memory_.loads[lane] = {memory_.of_runs[lane], lane};
+      most_ns_ = max_of(most_ns_, memory_.of_runs[lane]);
+    }
+    make_heap();
+  }
+
+  bool deal(double most) {
+    if (most_ns_ >= most) return false;
+    memory_.lane_of.resize(units_);
+    memory_.counts.assign(lanes_, 0);
     Load* const loads = memory_.loads.data();
-    most_ns_ = longest_ns_;
+    const i32 empty_lanes = all_are_dealt() ? lanes_ : 0;
     i32 unit = 0;
     for (const i32 index : memory_.order) {
       const double ns = memory_.tiles[index].ns;
-      for (i32 copy = 0; copy < copies_; ++copy, ++unit) {
-        if (unit < lanes_) {
+      for (i32 copy = memory_.tiles[index].first_copy; copy < copies_; ++copy, ++unit) {
+        if (unit < empty_lanes) {
           memory_.lane_of[unit] = unit;
+          ++memory_.counts[unit];
           loads[lanes_ - 1 - unit] = {ns, unit};
+          most_ns_ = max_of(most_ns_, ns);
           continue;
         }
-        if (unit == lanes_) {
-          for (i32 i = lanes_ / 2 - 1; i >= 0; --i) sink(loads, i, loads[i]);
-        }
+        if (unit == empty_lanes && unit > 0) make_heap();
         const Load least = loads[0], load{least.ns + ns, least.lane};
         if (load.ns >= most) return false;
         most_ns_ = max_of(most_ns_, load.ns);
         memory_.lane_of[unit] = least.lane;
-        sink(loads, 0, load);
+        ++memory_.counts[least.lane];
+        sink(0, load);
       }
     }
     return true;
   }
 
+  void make_heap() {
+    for (i32 i = lanes_ / 2 - 1; i >= 0; --i) sink(i, memory_.loads[i]);
+  }
+
   // Puts a load into the heap, at `at` or below; what is there gives way.
-  void sink(Load* loads, i32 at, const Load load) const {
+  void sink(i32 at, const Load load) {
+    Load* const loads = memory_.loads.data();
     for (i32 below = 2 * at + 1; below < lanes_; below = 2 * at + 1) {
       below += below + 1 < lanes_ && loads[below + 1].ns < loads[below].ns;
       if (loads[below].ns >= load.ns) break;
@@ -178,47 +223,18 @@ class WholeUnits {
     loads[at] = load;
   }
 
-  // Each lane's in the order in which they were dealt.
-  void write_items(WorkItem* items) const {
-    std::vector<i32>& ends = memory_.item_ends;
-    ends.assign(lanes_ + 1, 0);
-    for (i32 unit = 0; unit < units_; ++unit) ++ends[memory_.lane_of[unit] + 1];
-    for (i32 lane = 0; lane < lanes_; ++lane) ends[lane + 1] += ends[lane];  // so far, where the next one begins
-    i32 unit = 0;
-    for (const i32 index : memory_.order) {
-      const RowTile& tile = memory_.tiles[index];
-      const Request& request = requests_[tile.request];
-      for (i32 copy = 0; copy < copies_; ++copy, ++unit) {
-        items[ends[memory_.lane_of[unit]]++] = {.kv_offset = request.kv_offset,
-                                                .mask_offset = request.mask_offset,
-                                                .request = tile.request,
-                                                .q_begin = request.q_begin,
-                                                .q_len = request.q_len,
-                                                .kv_len = request.kv_len,
-                                                .first_packed_row = tile.tile * schedule_.tile_q,
-                                                .kv_head = copy,
-                                                .num_units = 1,
-                                                .kv_begin = 0,
-                                                .kv_end = request.kv_len,
-                                                .partial_row = -1,
-                                                .piece = 0,
-                                                .merge = -1};
-      }
-    }
-  }
-
-  i32 items_offset() const { return static_cast<i32>(sizeof(PlanHeader) + schedule_.num_ctas * sizeof(CtaStart)); }
-
   const CostModel& model_;
-  const Schedule& schedule_;
   const Request* requests_;
-  i32 batch_;
+  const Division& division_;
+  const Partitioner<OneSearcher>& partitioner_;
+  const Start& start_;
   i32 copies_;
-  i32 members_;
   i32 lanes_;
   Memory& memory_;
-  i32 units_ = 0;  // of a member
-  double longest_ns_ = 0.0, all_tiles_ns_ = 0.0, most_ns_ = 0.0;
+  Cut tail_;              // where it begins
+  double tail_at_ = 0.0;  // on the axis
+  i32 units_ = 0;         // of the tail
+  double longest_ns_ = 0.0, tail_ns_ = 0.0, most_ns_ = 0.0;
 };
 
 }  // namespace flashpage::plan
