@@ -5,6 +5,7 @@
 #pragma once
 #include "flashpage/kernels/prefill_sm90_shared.h"
 #include "flashpage/ptx/cache_policy.h"
+#include "flashpage/tile/asked_bits.h"
 #include "flashpage/tile/box_tiles.h"
 #include "flashpage/tile/converted_tiles.h"
 #include "flashpage/tile/query.h"
@@ -57,8 +58,8 @@ struct PrefillLoad {
   using Extent = typename select_type<Warps::converts, BothTiles, KeyTiles>::type::Extent;
   using Turns = TilesInTurn<Traits>;
 
-  // Calls begin(place, unit_turn) for every unit and load(source, turns) for every tile in turn of it. Returns the
-  // number of units.
+  // Calls begin(place, unit_turn) for every unit and load(source, turns, unit_turn) for every tile in turn of it.
+  // Returns the number of units.
   template <class Tiles, class Begin, class Load>
   FP_DEVICE u32 for_each_tile(const Tiles& tiles, Begin&& begin, Load&& load) const {
     for (u32 unit_turn = 0;; ++unit_turn) {
@@ -71,7 +72,7 @@ struct PrefillLoad {
       tiles.look_ahead(source, turns.now(), turns.next());
       __syncwarp();
       if (lane == 0) shared.place_ring.release(unit_turn);
-      for (; turns.more(); turns.step()) load(source, turns);
+      for (; turns.more(); turns.step()) load(source, turns, unit_turn);
     }
   }
   FP_DEVICE void for_each_tile(const auto& tiles, auto&& load) const {
@@ -88,11 +89,20 @@ struct PrefillLoad {
       __syncwarp();
     }
   }
+  // Before the tile's slot is free. The place is still there, as the unit's computing warps await this tile.
+  FP_DEVICE void ask_for_bits(u32 unit_turn, const Turns& turns) const {
+    if constexpr (has_mask_tiles<Traits> && Traits::mask_source == MaskSource::packed_bits) {
+      const Place& place = shared.places[shared.place_ring.slot(unit_turn)].place;
+      if (turns.is_mixed())
+        flashpage::ask_for_bits<tokens>(params, place.item, place.unit, first_row(), turns.now() * tokens, lane);
+    }
+  }
 
   FP_DEVICE void load_keys() const {
     const KeyTiles keys(params, maps.k);
     u32 turn = 0;
-    for_each_tile(keys, [&](typename KeyTiles::Source& source, Turns& turns) {
+    for_each_tile(keys, [&](typename KeyTiles::Source& source, Turns& turns, u32 unit_turn) {
+      ask_for_bits(unit_turn, turns);
       shared.key_ring.wait_empty(turn);
       tell(turn, turns);
       keys.load(source, turns.ahead(), ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]),
@@ -104,7 +114,7 @@ struct PrefillLoad {
   FP_DEVICE void load_values() const {
     const ValueTiles values(params, maps.v);
     u32 turn = 0, phases = 0;  // of the edges, a bit each
-    for_each_tile(values, [&](typename ValueTiles::Source& source, Turns& turns) {
+    for_each_tile(values, [&](typename ValueTiles::Source& source, Turns& turns, u32) {
       shared.value_ring.wait_empty(turn);
       const u32 slot = shared.value_ring.slot(turn), edge_slot = slot % Shared::edges;
       u8* to = shared.values[slot];
@@ -126,7 +136,7 @@ struct PrefillLoad {
     begin_plan();
     for_each_tile(
         values, [&](const Place& place, u32 unit_turn) { lead(place, unit_turn); },
-        [&](typename ValueTiles::Source& source, Turns& turns) {
+        [&](typename ValueTiles::Source& source, Turns& turns, u32) {
           shared.staged_ring.wait_empty(turn);
           values.load(source, turns.ahead(), ptx::shared_address(shared.staged[shared.staged_ring.slot(turn)]),
                       shared.staged_ring.full_barrier(turn));
@@ -137,7 +147,7 @@ struct PrefillLoad {
     using Transposed = typename Shared::Transposed;
     const ValueTiles values(params, maps.v);
     u32 turn = 0;
-    for_each_tile(values, [&](typename ValueTiles::Source& source, Turns& turns) {
+    for_each_tile(values, [&](typename ValueTiles::Source& source, Turns& turns, u32) {
       u8* from = shared.staged[shared.staged_ring.slot(turn)];
       shared.staged_ring.wait_full(turn);
       if (values.has_hidden(source, turns.now()))  // a probability of zero would not hide NaN
@@ -153,8 +163,9 @@ struct PrefillLoad {
   FP_DEVICE void load_key_rows() const {
     const KeyTiles keys(params, params.k, shared.row_tables.keys);
     u32 turn = 0;
-    for_each_tile(keys, [&](typename KeyTiles::Source& source, const Turns& turns) {
+    for_each_tile(keys, [&](typename KeyTiles::Source& source, const Turns& turns, u32 unit_turn) {
       keys.find(source);
+      if (warp == 0) ask_for_bits(unit_turn, turns);
       shared.key_ring.wait_empty(turn);
       if (warp == 0) tell(turn, turns);
       load_tile(keys, source, turns, shared.keys, shared.key_ring, turn++);
@@ -171,7 +182,7 @@ struct PrefillLoad {
         [&](const Place& place, u32 unit_turn) {
           if (leads) lead(place, unit_turn);
         },
-        [&](typename ValueTiles::Source& source, const Turns& turns) {
+        [&](typename ValueTiles::Source& source, const Turns& turns, u32) {
           values.find(source);
           shared.value_ring.wait_empty(turn);
           load_tile(values, source, turns, shared.values, shared.value_ring, turn++);

@@ -12,8 +12,9 @@ struct MaskBits {
   u32 mine;
 
   MaskBits() = default;
-  FP_DEVICE MaskBits(const PackedMask& mask, i32 row, i32 first_token, int lane)
-      : mine(mask.bits(row, first_token + lane % 4 * 32)) {}
+  // Lanes behind those of `words` read what the last of these reads.
+  FP_DEVICE MaskBits(const PackedMask& mask, i32 row, i32 first_token, int lane, int words = 4)
+      : mine(mask.bits(row, first_token + (words < 4 ? min_of(lane % 4, words - 1) : lane % 4) * 32)) {}
   // This lane's two tokens of the n-th eight, in bits 0 and 1.
   FP_DEVICE u32 pair(int n, int lane) const {
     u32 other = __shfl_sync(0xffffffff, mine, (lane & ~3) + n / 4);
@@ -89,7 +90,7 @@ FP_DEVICE void mask_by_bits(float (&scores)[Shape<Traits>::row_tiles][token_tile
       for (int n = 0; n < token_tiles; ++n) {
         if (n % 16 == 0) {
           const i32 first = first_token + n * 8;
-          bits = MaskBits(mask, row.row, first, lane);
+          bits = MaskBits(mask, row.row, first, lane, n == 0 ? 4 : ceil_div(token_tiles - n, 4));
           bits.clip(range.begin - first, range.end - first, lane);
         }
         const u32 pair = bits.pair(n % 16, lane);

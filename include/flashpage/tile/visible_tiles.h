@@ -66,13 +66,12 @@ class VisibleTiles {
   FP_DEVICE int now() const { return tile_of(now_); }
   FP_DEVICE int next() const { return tile_of(next_); }
   FP_DEVICE int ahead() { return tile_of(find(tile_of(next_) + 1)); }  // not kept: registers are few
+  FP_DEVICE bool is_mixed() const { return (now_ & mixed) != 0; }
   FP_DEVICE void step() {
     now_ = next_;
     next_ = find(tile_of(next_) + 1);
   }
-  FP_DEVICE VisitedTile visited() const {
-    return {tile_of(now_) * tokens_, tile_of(next_) >= end_, (now_ & mixed) != 0};
-  }
+  FP_DEVICE VisitedTile visited() const { return {tile_of(now_) * tokens_, tile_of(next_) >= end_, is_mixed()}; }
 
  private:
   static constexpr int part_bits = 10;  // tiles at a time: a word a lane
