@@ -1,4 +1,4 @@
-"""Few units dealt as wholes, longest first (include/flashpage/plan/whole_units.h)."""
+"""Units dealt as wholes, longest first: all, or a tail behind runs (include/flashpage/plan/whole_units.h)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def tails(found: Planned, pieces: dict[str, np.ndarray]) -> Iterator[np.ndarray]
     """Which units may have been dealt: the last ones on the axis, from each place on of the last four a lane."""
     members = int(found.ctas["walk"].max()) + 1
     copy = pieces["kv_head"] % (found.batch.num_kv_heads // members)
-    place = np.unique((pieces["request"].astype(np.int64) << 36) + (copy << 24) + pieces["tile"], return_inverse=True)[1]
+    code = (pieces["request"].astype(np.int64) << 36) + (copy.astype(np.int64) << 24) + pieces["tile"]
+    place = np.unique(code, return_inverse=True)[1]
     behind = place.max() + 1 - place
     for units in range(1, 4 * found.cutting.num_ctas // members + 1):
         yield behind <= units
