@@ -73,6 +73,7 @@ struct fp_schedule {
   int32_t fixed_piece_tokens;  // > 0: batch-invariant, units are cut at its multiples; -1: never cut; 0: balance
   int32_t merge_rows;          // packed rows a merge item at most
   int32_t wave_tokens;         // runs: tokens of a KV head that the L2 keeps: CTAs read about so many at a time; 0: any
+  int32_t are_claimed;         // CTAs claim the units, the longest first (tile/mask_tiles.h): whose they are says nothing
   // Units with CTAs of their own, a cluster for each (plan/own_ctas.h): where they are few enough and not dearer.
   int32_t clusters[5];           // of 1, 2, 4, 8 and 16 CTAs: how many run at once; 0: none of that size may be
   int32_t cluster_rows;          // packed rows of a unit that a cluster merges, at most

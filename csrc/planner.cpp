@@ -157,7 +157,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
                 problem->kv_indptr.data ? "" : "not ");
   }
   static thread_local Scratch scratch;
-  const plan::Schedule schedule = host::to_schedule(*given);
+  plan::Schedule schedule = host::to_schedule(*given);
   const plan::Heads heads = host::heads_of(*problem);
   const plan::Lengths lengths = host::lengths_of(*problem, *given);
   plan::Request* requests = at_least(scratch.requests, problem->batch + 1);
@@ -167,6 +167,10 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
       plan::read_lengths(lengths, heads.num_kv_heads, heads.group(), schedule.tile_q, requests, totals);
   fill_result(totals, result);
   if (fault.error != plan::LengthError::none) return fail_lengths(fault, result);
+
+  // Units that are claimed even out by themselves. What few CTAs would claim is cut all the same.
+  const bool are_many = 2 * totals.units >= 3 * int64_t{schedule.num_ctas};
+  if (given->are_claimed && are_many && schedule.balanced()) schedule.fixed_piece_tokens = -1;
 
   const plan::CostModel model(heads, schedule);
   const plan::CutRules rules(schedule);

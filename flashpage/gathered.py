@@ -21,6 +21,9 @@ from .problem import Options, Problem
 NOTE = "pages of one token: a kernel before this one copies K and V to rows one behind the other, which come in boxes"
 
 LEAST_ROWS = 4096  # packed rows that see a token, on average (tests/bench/NOTES.md)
+# Single rows also cost a unit's start, as much as so many tokens. Of short contexts, many units start for each token:
+# with that counted, as many as here are enough where the launch itself is hardly felt.
+UNIT_TOKENS, LEAST_ROWS_AND_STARTS, MANY_TOKENS = 1900, 6000, 8192
 _ALIGNMENT = 128  # bytes: whole lines
 _VECTOR_BYTES = 16  # include/flashpage/kernels/gather_rows.h
 _ELEMENT_BYTES = 2
@@ -39,22 +42,26 @@ def as_rows(options: Options) -> Options:
 class Worth:
     """Whether a batch is worth the copy. Made once for options, asked at every plan."""
 
-    __slots__ = ("_hidden", "_least_rows", "_most_tokens", "may_be")
+    __slots__ = ("_hidden", "_least_rows", "_least_with_starts", "_most_tokens", "may_be")
 
     def __init__(self, options: Options) -> None:
         self.may_be = _may_be(options)  # in any batch
         self._hidden = 0.5 if options.causal else 0.0
         self._most_tokens = options.window_left + 1 if options.window_left >= 0 else None  # that a row sees
         self._least_rows = LEAST_ROWS / options.group_size
+        self._least_with_starts = LEAST_ROWS_AND_STARTS / options.group_size
 
     def may_be_for(self, batch: int, total_rows: int) -> bool:
         """Whatever the tokens: rows that see none, or not all, only take away. Asked first, as it says no to most."""
-        return self.may_be and batch > 0 and total_rows >= self._least_rows * batch
+        return self.may_be and batch > 0 and total_rows >= min(self._least_rows * batch, self._least_with_starts)
 
     def is_for(self, batch: int, total_rows: int, total_tokens: int) -> bool:
         if not self.may_be_for(batch, total_rows) or total_tokens <= 0:
             return False
-        return self.rows_of_token(batch, total_rows, total_tokens) >= self._least_rows
+        rows = self.rows_of_token(batch, total_rows, total_tokens)
+        if rows >= self._least_rows:
+            return True
+        return total_tokens >= MANY_TOKENS and rows + UNIT_TOKENS * total_rows / total_tokens >= self._least_with_starts
 
     def rows_of_token(self, batch: int, total_rows: int, total_tokens: int) -> float:
         """Of q, that see a token, on average; as if all requests were alike."""

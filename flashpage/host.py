@@ -11,7 +11,7 @@ from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 from .plan_bytes import RECORDS
 
-ABI_VERSION = 11  # csrc/abi.cpp
+ABI_VERSION = 12  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
@@ -166,7 +166,7 @@ class Schedule(ctypes.Structure):
     _fields_ = [
         *_all(c_int32, "num_ctas walk tile_q tile_kv"),
         *_all(c_float, "ns_per_token ns_per_unit few_rows_cost ns_per_piece ns_per_merge"),
-        *_all(c_int32, "min_piece_tokens max_pieces fixed_piece_tokens merge_rows wave_tokens"),
+        *_all(c_int32, "min_piece_tokens max_pieces fixed_piece_tokens merge_rows wave_tokens are_claimed"),
         ("clusters", c_int32 * 5),  # of 1, 2, 4, 8, 16 CTAs
         *_all(c_int32, "cluster_rows cluster_piece_tokens"),
         *_all(c_float, "full_speed_share ns_per_cluster_merge"),

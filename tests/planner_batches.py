@@ -59,6 +59,7 @@ class Cutting:
     fixed_piece_tokens: int = 0
     merge_rows: int = 8
     wave_tokens: int = 0
+    are_claimed: int = 0
     clusters: tuple[int, ...] = (0,) * 5
     cluster_rows: int = 0
     cluster_piece_tokens: int = 0

@@ -60,11 +60,14 @@ def test_rows_that_see_a_token(rows: int, tokens: int, causal: bool, window_left
         (OPTIONS, 4, 4096, 4096, True),
         (OPTIONS, 1, 16384, 16384, True),
         (FULL, 1, 16384, 16384, True),
-        (OPTIONS, 16, 1024, 1024, False),
+        (OPTIONS, 16, 1024, 1024, True),  # by units' starts
+        (OPTIONS, 4, 1024, 1024, False),  # but not so few
         (OPTIONS, 4, 512, 16384, False),
-        (FULL, 16, 1024, 1024, True),
-        (FULL, 16, 1023, 1024, False),
-        (dataclasses.replace(OPTIONS, window_left=512), 4, 4096, 4096, False),
+        (FULL, 7, 1024, 1024, True),
+        (FULL, 7, 1023, 1024, False),
+        (dataclasses.replace(OPTIONS, num_q_heads=16), 16, 1024, 1024, False),
+        (dataclasses.replace(OPTIONS, window_left=512), 4, 4096, 4096, True),
+        (dataclasses.replace(OPTIONS, window_left=512), 1, 4096, 4096, False),
         (dataclasses.replace(OPTIONS, window_left=2048), 4, 4096, 4096, True),
         (OPTIONS, 0, 0, 0, False),
         (OPTIONS, 4, 4096, 0, False),

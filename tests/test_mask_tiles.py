@@ -42,6 +42,7 @@ def masked_batches(draw: st.DrawFn) -> Masked:
         tile_q=draw(st.sampled_from((64, 128))),
         tile_kv=draw(st.sampled_from(TOKENS)),
         wave_tokens=draw(st.sampled_from((0, 500))),
+        ns_per_merge=draw(st.sampled_from((0.0, 1e9))),  # so that nothing is cut where units are few
         fixed_piece_tokens=draw(st.sampled_from((0, 0, -1, 3840))),
     )
     rng = np.random.default_rng(draw(st.integers(0, 99)))

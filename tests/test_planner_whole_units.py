@@ -341,3 +341,13 @@ def test_one_launch_serves_both_kinds(device: str, always: None) -> None:
         replay()
         steps.check(i, Outputs(steps.out, steps.lse))
     assert merges == {False, True}
+
+
+@pytest.mark.parametrize(("q_len", "cuts"), [(1024, False), (832, False), (768, True), (512, True)])
+def test_units_that_are_claimed_are_whole_where_they_are_many(q_len: int, cuts: bool) -> None:
+    """Three for two CTAs: whoever is done takes the next one."""
+    batch = rows(q_len, context=4 * q_len)
+    found = plan(batch, dataclasses.replace(CUT, are_claimed=1))
+    check(found)
+    assert (found.result.num_merges > 0, found.result.num_partial_rows > 0) == (cuts, cuts)
+    assert plan(batch, CUT).result.num_merges > 0

@@ -34,7 +34,7 @@ Run = Callable[[], torch.Tensor]
 
 def paged(batch: Batch, *, gathers: bool) -> Run:
     case, table = batch.case, batch.table
-    gathered.LEAST_ROWS = 0 if gathers else 1 << 40  # of all batches, or of none
+    gathered.LEAST_ROWS = gathered.LEAST_ROWS_AND_STARTS = 0 if gathers else 1 << 40  # of all batches, or of none
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
