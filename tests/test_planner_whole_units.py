@@ -1,4 +1,4 @@
-"""Few units dealt as wholes, longest first (include/flashpage/plan/whole_units.h)."""
+"""Units dealt as wholes, longest first: all, or a tail behind runs (include/flashpage/plan/whole_units.h)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HOPPER = Cutting(
     merge_rows=64,
     wave_tokens=32768,
 )
-ALWAYS = dataclasses.replace(HOPPER, ns_per_merge=1e9)  # where there are few units, in one wave
+ALWAYS = dataclasses.replace(HOPPER, ns_per_merge=1e9)  # where there are units to deal
 ROUNDED = 1e-6  # costs are given in 32 bits
 CUT = dataclasses.replace(HOPPER, ns_per_merge=0.0)
 
@@ -77,9 +77,8 @@ def tails(found: Planned, pieces: dict[str, np.ndarray]) -> Iterator[np.ndarray]
     """Which units may have been dealt: the last ones on the axis, from each place on of the last four a lane."""
     members = int(found.ctas["walk"].max()) + 1
     copy = pieces["kv_head"] % (found.batch.num_kv_heads // members)
-    place = np.unique((pieces["request"].astype(np.int64) << 36) + (copy << 24) + pieces["tile"], return_inverse=True)[
-        1
-    ]
+    code = (pieces["request"].astype(np.int64) << 36) + (copy.astype(np.int64) << 24) + pieces["tile"]
+    place = np.unique(code, return_inverse=True)[1]
     behind = place.max() + 1 - place
     for units in range(1, 4 * found.cutting.num_ctas // members + 1):
         yield behind <= units
@@ -212,18 +211,20 @@ def test_what_a_merge_must_cost() -> None:
 
 def test_any_lengths() -> None:
     """Over random batches: what planned() asserts of those that are dealt."""
-    dealt = 0
+    dealt = tails = 0
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        for _ in range(400):
+        for number in range(600):
             batch, cutting = random_case(rng)
-            few = slice(int(rng.integers(0, 9)))
+            few = slice(int(rng.integers(0, 9)) if number % 3 else None)
             batch.q_lens, batch.kv_lens = batch.q_lens[few], batch.kv_lens[few]
             cutting.walk, cutting.fixed_piece_tokens = RUNS, 0
             cutting.ns_per_merge = float(rng.choice([1.0, 4000.0, 1e9]))
             cut = plan(batch, dataclasses.replace(cutting, ns_per_merge=0.0))
-            dealt += cut.result.num_merges > planned(batch, cutting).result.num_merges
-    assert dealt > 60
+            found = planned(batch, cutting)
+            if cut.result.num_merges > found.result.num_merges:
+                dealt, tails = dealt + is_dealt(found), tails + (not is_dealt(found))
+    assert dealt > 60 and tails > 20
 
 
 @pytest.mark.parametrize(
@@ -298,17 +299,23 @@ CASES = [
     prefill("whole-heads", "a list a CTA", *LENS, num_q_heads=10, num_kv_heads=5, head_dim=128, causal=True),
     prefill("whole-window", "", *LENS, causal=True, window_left=100),
 ]
+TAILS = [
+    prefill("whole-tail", "runs before them", (1000, 700, 900), (1000, 700, 1900), entry="ragged", causal=True),
+    prefill("whole-tail-heads", "a list a CTA", *LENS, num_q_heads=20, num_kv_heads=20, head_dim=128, causal=True),
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + TAILS, ids=lambda case: case.name)
 def test_run(case: Case, device: str, always: None, kernels: None) -> None:
     import flashpage
 
+    if case in TAILS:
+        host.load().fp_cpu_set_threads(4)  # few CTAs
     inputs = make_inputs(case)
     runner = Kept(inputs, device, flashpage)
     compare(case, runner.run(), reference_states(inputs))
     plan = runner.wrapper.last_plan
-    assert plan.result.num_merges == 0 and (plan.work_items()["num_units"] == 1).all()
+    assert plan.result.num_merges == 0 and (plan.work_items()["num_units"] == 1).all() == (case in CASES)
 
 
 STEPS = (((400, 30), (900, 64)), ((0, 430), (0, 1000)), ((7, 1), (300, 1000)), ((130, 300), (130, 300)))
