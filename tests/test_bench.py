@@ -23,6 +23,7 @@ PROGRAMS = [  # program and arguments, a line that it prints
     (("gpu.py", "fp8-prefill", "--only", "4 x 4k", *SMALL), "| e4m3, page 16, 4 x 4k | flashpage |"),
     (("gpu.py", "prefill", "--only", "append 8", *SMALL), "| append 8 rows on 8k, 32 requests | flashpage |"),
     (("cascade.py", "--only", "64 requests, 8k", *SMALL), "| 64 requests, 8k shared, 1k own | flashpage |"),
+    (("plan_arithmetic.py", "--rounds", "1", "--largest", "0"), "| prefill, 1,024 rows | 64 |"),
     (("small_pages.py", "--only", "4 x 4k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 4k |"),
     (("cluster.py", "--only", "4 x 1k", "--small", "--device", "cpu", "--rounds", "1"), "| 4 x 1k |"),
     (

@@ -79,12 +79,13 @@ class Batch:
 
 
 def make_schedule(q_len: int, heads: tuple[int, int], num_ctas: int) -> host.Schedule:
-    """The general CUDA kernel's tile and costs for such rows."""
+    """The newest CUDA kernel's tile and costs for such rows."""
     options = Options(*("paged", *heads, HEAD_DIM, HEAD_DIM, PAGE_SIZE, *[DType.BFLOAT16] * 3), uniform_q_len=q_len)
     problem = Problem(options, backends.packed_rows(options, 1, q_len))
     capability = backends.offline(problem, "cuda")
-    tile, cost = capability.schedule(options, problem.packed_rows, VariantSpec())
-    choice = backends.Choice(KernelSpec(capability.kernel, tile=tile), cost, capability, ())
+    tile, cost = capability.schedule(options, problem.packed_rows, VariantSpec(), "implicit")
+    spec = KernelSpec(capability.kernel, tile=tile, head_dim_qk=HEAD_DIM, head_dim_vo=HEAD_DIM)
+    choice = backends.Choice(spec, cost, capability, ())
     return backends.schedule(choice, options, num_ctas)
 
 
