@@ -62,10 +62,13 @@ extern "C" i32 visit_tiles(const MaskTilesParams* params, u32 cell, i32 begin, i
   unit.kv_end = end;
   std::vector<std::vector<VisitedTile>> found(32);
   const i32 tokens = params->tile_kv;
+  const FirstWords::Source first = FirstWords::source(*params, cell, unit, tokens);
+  FirstWords first_words{};
+  std::copy_n(first.first, std::min(first.count, part_words), first_words.words);
   bool right = true;
   card::launch(1, 32, [&] {
     std::vector<VisitedTile>& mine = found[threadIdx.x];
-    VisibleTiles tiles(*params, cell, unit, tokens, 0);
+    VisibleTiles tiles(*params, first_words, cell, unit, tokens, 0);
     int next = tiles.now(), ahead = tiles.next();
     for (; tiles.more(); tiles.step()) {
       right = right && tiles.now() == next && tiles.next() == ahead;

@@ -61,7 +61,7 @@ struct PrefillSm90 {
   FP_DEVICE static void init_barriers(Shared& shared) {
     shared.key_ring.init(Warps::key_arrivals, Warps::computing * Traits::ctas);
     shared.value_ring.init(Warps::value_arrivals, Warps::computing * (Warps::transposes ? 1 : Traits::ctas));
-    shared.place_ring.init(1, Warps::place_readers);
+    shared.place_ring.init(Warps::place_arrivals, Warps::place_readers);
     shared.query_ring.init(Warps::query_arrivals, Warps::computing);
     if constexpr (Warps::transposes) shared.staged_ring.init(1, Warps::transposing * Traits::ctas);
     shared.turning.init();

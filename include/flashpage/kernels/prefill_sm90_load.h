@@ -63,11 +63,12 @@ struct PrefillLoad {
   FP_DEVICE u32 for_each_tile(const Tiles& tiles, Begin&& begin, Load&& load) const {
     for (u32 unit_turn = 0;; ++unit_turn) {
       shared.place_ring.wait_full(unit_turn);
-      const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_turn)];
+      const u32 slot = shared.place_ring.slot(unit_turn);
+      const TiledPlace& tiled = shared.places[slot];
       if (tiled.place.done) return unit_turn;
       begin(tiled.place, unit_turn);
       typename Tiles::Source source = tiles.open(tiled.place);
-      Turns turns(mask_tiles, tiled.tile_cell, tiled.place.unit, tokens, source.tiles);
+      Turns turns(mask_tiles, shared.first_words[slot], tiled.tile_cell, tiled.place.unit, tokens, source.tiles);
       tiles.look_ahead(source, turns.now(), turns.next());
       __syncwarp();
       if (lane == 0) shared.place_ring.release(unit_turn);
@@ -183,6 +184,7 @@ struct PrefillLoad {
     constexpr bool is_query_wanted_first = Shared::queries > 1;  // one Q alone waits for the unit before
     if constexpr (is_query_wanted_first) load_query(place, unit_turn);
     if (lane == 0) publish(unit_turn + 1);
+    bring_words(unit_turn + 1);
     __syncwarp();
     if constexpr (!is_query_wanted_first) load_query(place, unit_turn);
   }
@@ -331,8 +333,11 @@ struct PrefillLoad {
   }
   FP_DEVICE void walk_plan() const {
     begin_plan();
-    if (lane != 0) return;
-    for (u32 turn = 0; !shared.places[shared.place_ring.slot(turn)].place.done; ++turn) publish(turn + 1);
+    if (!has_mask_tiles<Traits> && lane != 0) return;  // other lanes bring words
+    for (u32 turn = 0; !shared.places[shared.place_ring.slot(turn)].place.done; ++turn) {
+      if (lane == 0) publish(turn + 1);
+      bring_words(turn + 1);
+    }
   }
   FP_DEVICE void begin_plan() const {
     if (lane == 0) {
@@ -343,6 +348,7 @@ struct PrefillLoad {
       }
       publish(0);
     }
+    bring_words(0);
     __syncwarp();
   }
   // By one lane, from place to place in shared memory: a place takes many registers.
@@ -363,6 +369,20 @@ struct PrefillLoad {
     }
     to.tokens = {first_token, unit.kv_end, unit.all_begin, unit.all_end - tokens};
     ptx::mbarrier_arrive(shared.place_ring.full_barrier(turn));
+  }
+  // By the warp, behind that: the words of the unit's first tiles are part of the place. Nobody waits for them here.
+  FP_DEVICE void bring_words(u32 turn) const {
+    if constexpr (has_mask_tiles<Traits>) {
+      __syncwarp();
+      const u32 slot = shared.place_ring.slot(turn);
+      const TiledPlace& tiled = shared.places[slot];
+      if (!tiled.place.done) {
+        const FirstWords::Source from = FirstWords::source(mask_tiles, tiled.tile_cell, tiled.place.unit, tokens);
+        ptx::cp_async<sizeof(TileWord)>(ptx::shared_address(&shared.first_words[slot].words[lane]), from.first + lane,
+                                        lane < from.count);
+      }
+      ptx::mbarrier_arrive_after_copies(shared.place_ring.full_barrier(turn));
+    }
   }
 };
 

@@ -43,6 +43,7 @@ struct PrefillWarps {
   static constexpr int query_arrivals = converts || rotates ? loading : 32;
   static constexpr int place_readers =  // those that load too
       computing + (Traits::loader == Loader::boxes && !rotates ? 3 : 4);
+  static constexpr int place_arrivals = has_mask_tiles<Traits> ? 1 + 32 : 1;  // those who bring words of tiles
   static constexpr int loading_registers = rotates ? 88 : 56;
   static constexpr int computing_registers = rotates ? 208 : groups == 2 ? 224 : 152;
   static_assert(groups == 2 || (groups == 3 && !converts && !transposes && !rotates));
@@ -169,6 +170,8 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   typename select_type<has_mask_tiles<Traits>, VisitedTile[stages], NextTile>::type visited;  // of a slot of key_ring
   RowTables row_tables;
   PrefillTurning<Traits, key_stages, queries, Warps::rotates> turning;
+  // Of each place.
+  typename select_type<has_mask_tiles<Traits>, FirstWords, NoWords>::type first_words[places_ahead];
 
   // Whether the loading warp stores this CTA's rows of a unit: whole units of the output alone. `cta_row`: of the unit,
   // the CTA's first. Computing warps and the loading warp ask alike.

@@ -37,7 +37,7 @@ inline constexpr i64 first_tile_cell = queue_state_cell + sizeof(QueueState) / s
 
 // Tiles 32 * word .. 32 * word + 31 of a row block (the rows of a unit), a bit each. Under a mask function pairs of a
 // row and a token that causal and window hide count for neither.
-struct TileWord {
+struct alignas(8) TileWord {
   u32 visible;  // some row sees a token of the tile
   u32 hidden;   // some row does not see one
 };

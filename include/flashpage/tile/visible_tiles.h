@@ -36,13 +36,43 @@ FP_DEVICE VisitedTile from_first_lane(const VisitedTile& visited) {
   return {static_cast<i32>(bits), static_cast<i16>(bits >> 32), static_cast<i16>(bits >> 48)};
 }
 
+// A unit's tiles, of `tokens` tokens each, by their numbers in the request; at least one.
+struct TileRange {
+  i32 first, end;
+
+  FP_DEVICE TileRange(const Unit& unit, i32 tokens)
+      : first(unit.kv_begin / tokens), end(max_of(first + 1, ceil_div(unit.kv_end, tokens))) {}
+};
+
+// Words of tiles are looked up a part at a time, a word a lane.
+inline constexpr int part_bits = 10;  // tiles
+inline constexpr int part_words = 1 << (part_bits - 5);
+
+// The part with a unit's first tile, in shared memory: who walks the plan brings it, long before the warps that find
+// tiles would have asked memory for it. Zeros behind the unit.
+struct FirstWords {
+  TileWord words[part_words];
+
+  // What to bring.
+  struct Source {
+    const TileWord* first;
+    i32 count;
+  };
+  FP_DEVICE static Source source(const MaskTilesParams& params, u32 cell, const Unit& unit, i32 tokens) {
+    const TileRange range(unit, tokens);
+    const i32 before = range.first >> part_bits << (part_bits - 5);  // a request without tokens has room for one word
+    return {tile_words(params, cell) + before, ceil_div(range.end, cell_tiles) - before};
+  }
+};
+struct NoWords {};
+
 // All tiles of a unit by their number, one warp's. `ahead`: the one after the next, whose place is looked up meanwhile;
 // where there is none, a number that lies behind the unit.
 struct EveryTile {
   int tile = 0;
   i32 count;
 
-  FP_DEVICE EveryTile(const MaskTilesParams&, u32, const Unit&, i32, i32 count) : count(count) {}
+  FP_DEVICE EveryTile(const MaskTilesParams&, const NoWords&, u32, const Unit&, i32, i32 count) : count(count) {}
   FP_DEVICE bool more() const { return tile < count; }
   FP_DEVICE int now() const { return tile; }
   FP_DEVICE int next() const { return tile + 1; }
@@ -50,16 +80,17 @@ struct EveryTile {
   FP_DEVICE void step() { ++tile; }
 };
 
-// The same interface. A unit that sees nothing has its first tile, all of it hidden.
+// The same interface. A unit that sees nothing has its first tile, all of it hidden. `first_words` are read here alone.
 class VisibleTiles {
  public:
-  FP_DEVICE VisibleTiles(const MaskTilesParams& params, u32 cell, const Unit& unit, i32 tokens, i32)
-      : tokens_(tokens), words_(tile_words(params, cell)) {
-    const i32 first = unit.kv_begin / tokens;
-    end_ = max_of(first + 1, ceil_div(unit.kv_end, tokens));
-    take(first >> part_bits);
-    now_ = find(first);
-    if (tile_of(now_) >= end_) now_ = first << 1 | mixed;
+  FP_DEVICE VisibleTiles(const MaskTilesParams& params, const FirstWords& first_words, u32 cell, const Unit& unit,
+                         i32 tokens, i32)
+      : tokens_(tokens), words_(tile_words(params, cell)), mine_(first_words.words[threadIdx.x % 32]) {
+    const TileRange range(unit, tokens);
+    end_ = range.end;
+    part_ = range.first >> part_bits;
+    now_ = find(range.first);
+    if (tile_of(now_) >= end_) now_ = range.first << 1 | mixed;
     next_ = find(tile_of(now_) + 1);
   }
   FP_DEVICE bool more() const { return tile_of(now_) < end_; }
@@ -75,15 +106,14 @@ class VisibleTiles {
   }
 
  private:
-  static constexpr int part_bits = 10;  // tiles at a time: a word a lane
   // A found tile's number is beside whether it is mixed.
   static constexpr i32 mixed = 1;
   FP_DEVICE static i32 tile_of(i32 found) { return found >> 1; }
 
   FP_DEVICE void take(i32 part) {
     part_ = part;
-    const i32 word = part * 32 + threadIdx.x % 32;
-    mine_ = word << 5 < end_ ? words_[word] : TileWord{};  // a request without tokens has room for one all the same
+    const i32 word = part * part_words + threadIdx.x % 32;
+    mine_ = word << 5 < end_ ? words_[word] : TileWord{};
   }
   // The first visible tile from `at` on; `end_` or more: there is none.
   FP_DEVICE i32 find(i32 at) {
@@ -97,7 +127,7 @@ class VisibleTiles {
         return ((at & ~31) + bit) << 1 | (hidden >> bit & mixed);
       }
       const u32 behind = __ballot_sync(0xffffffff, mine_.visible != 0) & ~(~0u >> (31 - lane));
-      at = (part_ * 32 + (behind != 0 ? __ffs(behind) - 1 : 32)) * 32;
+      at = (part_ * part_words + (behind != 0 ? __ffs(behind) - 1 : part_words)) * 32;
     }
     return end_ << 1;
   }
