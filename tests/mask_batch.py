@@ -89,7 +89,7 @@ class Masked:
         assert max(taken) < self.params.queue_begin
 
     def wave_begins(self) -> list[int]:
-        """Of all waves but the first: where they begin on the axis of tokens of KV heads, rounded as the kernel does."""
+        """Of all waves but the first: where they begin on the axis of KV heads' tokens, rounded as the kernel does."""
         planned, params, items, real = self.planned, self.params, self.planned.items, np.float32
         if params.wave_tokens == 0 or len(items) == 0:
             return []

@@ -1,13 +1,13 @@
 // Puts the units of a plan in the order in which CTAs claim them under a mask (tile/mask_tiles.h): wave by wave, and of
 // a wave the units with the most visible tiles first.
 //
-// A wave is what lies side by side on an axis of requests and their KV heads, tokens long each, and is about as much as
-// the L2 keeps: all that CTAs compute at a time then reads the same keys and values. No wave is so short that CTAs
-// would wait at its end for its longest unit.
+// A wave is a stretch of an axis on which lie requests, and of each its KV heads, as long as their tokens. It has as
+// many of them as the L2 keeps, so that units that are computed at a time read the same keys and values; but no wave is
+// so short that CTAs would wait for its longest unit.
 //
-// A CTA whose tiles are written claims a wave, and lists it when the tiles of all are. It stays for that only where all
-// CTAs have begun, so that nobody waits for one that may need its place on an SM; whoever comes last lists what nobody
-// else has claimed.
+// A CTA whose tiles are written claims a wave, if there may be one left, and lists it when the tiles of all CTAs are
+// there. It waits for them only where all have begun, so that nobody waits for a CTA that may need its place on an SM;
+// the last one lists what nobody has claimed.
 #pragma once
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/tile/mask_tiles.h"
@@ -98,7 +98,9 @@ struct MaskQueue {
     atomicAdd(&state().visible, shared.visible);
     const bool is_last = ptx::add_acquire_release(&queue().arrived, 1) == gridDim.x - 1;
     shared.stays = is_last || ptx::load_acquire(&state().begun) == gridDim.x;
-    if (shared.stays) shared.wave = atomicAdd(&state().claimed_waves, 1u);
+    if (!shared.stays) return;
+    shared.wave = atomicAdd(&state().claimed_waves, 1u);
+    shared.stays = shared.wave < most_waves();
   }
   // Whoever leaves last makes all ready for the next run.
   FP_DEVICE void leave() const {
@@ -134,15 +136,17 @@ struct MaskQueue {
   FP_DEVICE float all_tokens() const {
     return static_cast<float>(static_cast<i64>(shared.end_entry) * params.entry_tokens * params.num_kv_heads);
   }
+  FP_DEVICE u32 most_waves() const {
+    if (params.wave_tokens == 0) return 1;
+    return max_of(1u, static_cast<u32>(all_tokens() / static_cast<float>(params.wave_tokens) + 0.5f));
+  }
   // A CTA's share of a wave is at least twice the longest unit, if that sees all its tokens.
   FP_DEVICE u32 count_waves() const {
-    if (params.wave_tokens == 0) return 1;
-    const float by_tokens = all_tokens() / static_cast<float>(params.wave_tokens) + 0.5f;
     const float tiles =
         static_cast<float>(state().visible) * static_cast<float>(params.num_kv_heads / params.tile_heads);
     const i32 longest = max_of(1, ceil_div(static_cast<i32>(shared.longest), params.tile_kv));
     const float by_tiles = tiles / (2.f * static_cast<float>(longest) * static_cast<float>(max_of(1, num_ctas)));
-    return max_of(1u, static_cast<u32>(min_of(by_tokens, by_tiles)));
+    return min_of(most_waves(), max_of(1u, static_cast<u32>(by_tiles)));
   }
   FP_DEVICE i64 begin_of_wave(u32 wave) const {
     if (wave >= shared.num_waves) return static_cast<i64>(1) << 62;
