@@ -73,7 +73,7 @@ struct fp_schedule {
   int32_t fixed_piece_tokens;  // > 0: batch-invariant, units are cut at its multiples; -1: never cut; 0: balance
   int32_t merge_rows;          // packed rows a merge item at most
   int32_t wave_tokens;         // runs: tokens of a KV head that the L2 keeps: CTAs read about so many at a time; 0: any
-  int32_t are_claimed;  // CTAs claim the units, the longest first (tile/mask_tiles.h): whose they are says nothing
+  int32_t are_claimed;  // CTAs take units as they go, whoever has them here (tile/mask_tiles.h): many are not cut
   // Units with CTAs of their own, a cluster for each (plan/own_ctas.h): where they are few enough and not dearer.
   int32_t clusters[5];           // of 1, 2, 4, 8 and 16 CTAs: how many run at once; 0: none of that size may be
   int32_t cluster_rows;          // packed rows of a unit that a cluster merges, at most
@@ -106,7 +106,7 @@ enum fp_length_error : int32_t {
 };
 
 // Writes header, CTA ranges, items and merges into `buffer` (any memory the host can write).
-// Balance (but for units with CTAs of their own, plan/own_ctas.h, and few whole ones, plan/whole_units.h): the
+// Balance (but for units with CTAs of their own, plan/own_ctas.h, and those that are dealt, plan/whole_units.h): the
 // costliest CTA is at most 3% over the mean, or over it by no more than one stretch that cannot be divided (a unit
 // shorter than two of its shortest pieces and a tile_kv, or that many tokens of a longer one; times the KV heads that
 // one CTA takes where num_ctas is no multiple of num_kv_heads) and the cost of one piece.

@@ -195,7 +195,8 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
       return write_own(own, buffer, capacity, result);
   }
   plan::WholeUnits whole(model, division, partitioner, last_wave, scratch.whole);
-  const bool is_dealt = partition.inside > 0 && plan::WholeUnits::may_be(schedule, partition.mean) &&
+  const bool is_dealt = partition.inside > 0 && !given->are_claimed &&
+                        plan::WholeUnits::may_be(schedule, partition.mean) &&
                         whole.is_better_than(partition.max + schedule.ns_per_merge);
 
   plan::Totals* before = at_least(scratch.before, made.count + 1);

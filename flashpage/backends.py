@@ -313,7 +313,6 @@ def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters
     """The planner's struct; a fixed piece is rounded up to whole inner steps of the tile."""
     tile, cost, piece = choice.spec.tile, choice.cost, options.fixed_piece_tokens
     assert tile is not None
-    are_claimed = choice.spec.mask_source != "implicit" and choice.capability.mask_tiles(options)
     if piece > 0:
         piece = -(-piece // tile.tile_kv) * tile.tile_kv
     return host.Schedule(
@@ -325,13 +324,13 @@ def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters
         ns_per_unit=cost.ns_per_unit,
         few_rows_cost=cost.few_rows_cost,
         ns_per_piece=cost.ns_per_piece,
-        ns_per_merge=0.0 if are_claimed else cost.ns_per_merge,
+        ns_per_merge=cost.ns_per_merge,
         min_piece_tokens=cost.min_piece_tokens,
         max_pieces=cost.max_pieces if piece == SPLIT_BALANCED else 0,
         fixed_piece_tokens=piece,
         merge_rows=cost.merge_rows,
         wave_tokens=_wave_tokens(choice.spec),
-        are_claimed=are_claimed,
+        are_claimed=choice.spec.mask_source != "implicit" and choice.capability.mask_tiles(options),
         clusters=clusters.resident,
         cluster_rows=clusters.rows,
         cluster_piece_tokens=cost.cluster.piece_tokens,

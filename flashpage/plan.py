@@ -96,6 +96,8 @@ class Plan:
             walk = f"each unit has {of_unit}"
         elif schedule.walk == WALK_TEAMS:
             walk = f"teams of {heads} neighbouring CTAs take the {heads} KV heads of one token range at the same step"
+        elif schedule.are_claimed:
+            walk = "CTAs claim (KV head, row tile) units, those that see the most tiles first"
         elif self._has_whole_units():
             walk = "each (KV head, row tile) unit by itself, the longest ones first"
         elif self._has_dealt_tail():
@@ -110,6 +112,8 @@ class Plan:
             split = "no unit is cut, as asked"
         elif self.result.cluster_size:
             split = "equal pieces, as there are few units" if self.result.num_partial_rows else "no unit is cut"
+        elif schedule.are_claimed and not len(cut):
+            split = "no unit is cut: who is done claims the next one"
         elif self._has_whole_units() or self._has_dealt_tail():
             split = f"no unit is cut: merging would take {_time(schedule.ns_per_merge)}"
         else:
@@ -133,8 +137,8 @@ class Plan:
 
     def _may_be_dealt(self) -> bool:
         schedule, items = self.schedule, self._items
-        may_be = schedule.walk == WALK_RUNS and schedule.ns_per_merge > 0 and schedule.fixed_piece_tokens == 0
-        return may_be and bool(len(items) and (items["partial_row"] < 0).all())
+        is_asked = schedule.walk == WALK_RUNS and schedule.ns_per_merge > 0 and schedule.fixed_piece_tokens == 0
+        return is_asked and not schedule.are_claimed and bool(len(items) and (items["partial_row"] < 0).all())
 
     def _explain_loads(self) -> list[str]:
         loads, result = self.cta_loads(), self.result

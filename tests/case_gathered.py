@@ -34,7 +34,7 @@ def rows() -> list[Case]:
         prefill("gathered-dim-256", "wide heads", *SQUARE, **{**PLAIN, "head_dim": 256}),
         prefill("gathered-192-128", "more of K", *SQUARE, head_dim_vo=128, **{**HEADS, "head_dim": 192}),
         prefill("gathered-64-128", "more of V", *SQUARE, head_dim_vo=128, **{**HEADS, "head_dim": 64}),
-        prefill("gathered-group-15", "rows of q one by one", (620,), (620,), **{**PLAIN, "num_q_heads": 15}),
+        prefill("gathered-group-15", "units of 120 rows", (620,), (620,), **{**PLAIN, "num_q_heads": 15}),
         prefill("gathered-window", "hidden NaN", (600,), (1300,), window_left=650, hidden_nan=True, **PLAIN),
         prefill("gathered-cap", "scores are transformed; planned at run", *SQUARE, soft_cap=5.0, at_run=True, **PLAIN),
         prefill("gathered-alibi", "and shifted", *SQUARE, position="ALIBI", **PLAIN),

@@ -64,7 +64,7 @@ def small_page_rows() -> list[Case]:
         prefill("long-page-1-uneven", "of none", (1500, 1, 0, 40), (1600, 1, 9, 0), **PAGE_1),
         prefill("long-page-1-few-units", "units in pieces", (520,), (2100,), outputs="returned", **PAGE_1),
         prefill("long-page-1-hnd", "heads apart", *LENGTHS, kv_layout="HND", **PAGE_1),
-        prefill("long-page-1-group-5", "rows of q one by one", *LENGTHS, **{**PAGE_1, "num_q_heads": 10}),
+        prefill("long-page-1-group-5", "units of 125 rows", *LENGTHS, **{**PAGE_1, "num_q_heads": 10}),
         prefill("long-page-1-cap", "scores are transformed", *LENGTHS, soft_cap=5.0, at_run=True, **PAGE_1),
         prefill("long-page-1-sinks", "sinks", *LENGTHS, sinks=True, **PAGE_1),
         prefill("long-page-1-float16", "the other type", *LENGTHS, **{**PAGE_1, "q_dtype": "float16"}),

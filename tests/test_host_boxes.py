@@ -180,10 +180,14 @@ def bound() -> Any:
 
 def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> None:
     structs, batch = bound.structs, bound.batch
-    prepared, schedule = structs.prepared, structs.prepared.schedule
+    prepared = structs.prepared
     assert structs.args.boxes is None and structs.params.box_tokens == 0
     choice = dataclasses.replace(prepared.choice, spec=dataclasses.replace(prepared.choice.spec, loader="boxes"))
-    structs._bind_boxes(SimpleNamespace(choice=choice, schedule=schedule))
+
+    def bind(**changed: Any) -> None:
+        structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, **changed), schedule=prepared.schedule))
+
+    bind()
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.box_tokens == read.k.box[1] == boxes.box_tokens(PAGE, choice.spec.tile.tile_kv)
     assert structs.params.query_box_rows == read.q.element_bytes == 0
@@ -192,34 +196,26 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
         structs.point(batch.q_decode, cache, torch.empty_like(batch.q_decode), None)
         assert read.k.dims[3] == read.v.dims[3] == cache.shape[0]
     capability = dataclasses.replace(choice.capability, row_boxes=True)
-    structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, capability=capability), schedule=schedule))
+    bind(capability=capability)
     structs.point(batch.q_decode, batch.cache, torch.empty_like(batch.q_decode), None)
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.query_box_rows == read.q.box[2] == choice.spec.tile.tile_q // (HEADS // KV_HEADS)
     assert tuple(read.q.dims) == tuple(read.out.dims) == (DIM, HEADS, len(batch.q_decode), 1)
     assert structs.params.out_box_rows == read.out.box[2] == read.q.box[2]
     spec = dataclasses.replace(choice.spec, loader="transposed")
-    structs._bind_boxes(
-        SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec), schedule=schedule)
-    )
+    bind(capability=capability, spec=spec)
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.query_box_rows > 0 and structs.params.out_box_rows == read.out.element_bytes == 0
     spec = dataclasses.replace(choice.spec, loader="rows")
-    structs._bind_boxes(
-        SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec), schedule=schedule)
-    )
+    bind(capability=capability, spec=spec)
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.box_tokens == read.k.element_bytes == read.v.element_bytes == 0  # of q alone
     assert structs.params.query_box_rows == structs.params.out_box_rows == read.q.box[2] > 0
     spec = dataclasses.replace(choice.spec, loader="converted")
-    structs._bind_boxes(
-        SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec), schedule=schedule)
-    )
+    bind(capability=capability, spec=spec)
     assert structs.args.boxes is None and structs.params.box_tokens == 0  # rows: such pages are too small
     structs.combination = SimpleNamespace(options=dataclasses.replace(structs.combination.options, page_size=16))
-    structs._bind_boxes(
-        SimpleNamespace(choice=dataclasses.replace(choice, capability=capability, spec=spec), schedule=schedule)
-    )
+    bind(capability=capability, spec=spec)
     read = host.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.box_tokens == read.v.box[1] == 16
     assert structs.params.query_box_rows == read.q.element_bytes == 0  # q is not taken as it is

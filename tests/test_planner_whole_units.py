@@ -351,3 +351,12 @@ def test_units_that_are_claimed_are_whole_where_they_are_many(q_len: int, cuts: 
     check(found)
     assert (found.result.num_merges > 0, found.result.num_partial_rows > 0) == (cuts, cuts)
     assert plan(batch, CUT).result.num_merges > 0
+    never_dealt = plan(batch, dataclasses.replace(ALWAYS, are_claimed=1))
+    assert never_dealt.items.tobytes() == found.items.tobytes()
+
+
+def test_an_explanation_says_that_units_are_claimed() -> None:
+    claimed = plan_lengths([1024], [1024])
+    claimed.schedule.are_claimed = 1
+    text = claimed.explain()
+    assert "walk: CTAs claim (KV head, row tile) units" in text and "split: no unit is cut: who is done" in text
