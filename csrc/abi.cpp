@@ -5,7 +5,7 @@
 
 using namespace flashpage;
 
-int32_t fp_abi_version() { return 12; }
+int32_t fp_abi_version() { return 13; }
 
 int64_t fp_sizeof(const char* struct_name) {
   // The name in flashpage/host.py, which differs from the C name where the C struct is part of the C ABI.

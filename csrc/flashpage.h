@@ -244,8 +244,8 @@ struct fp_masked_batch {
   int32_t has_custom_mask;
   int32_t tile_heads;  // KV heads that have tiles of their own: 1 or all
 };
-// Cells of 8 bytes that the tiles and the queue of units take (tile/mask_tiles.h). Writes all sizes and where queue and
-// list begin.
+// Cells of 8 bytes that the tiles, the queue of units and the bits of mixed tiles take (tile/mask_tiles.h). Writes all
+// sizes and where queue, list and bits begin.
 FP_API int64_t fp_mask_cells(const fp_masked_batch*, const fp_schedule*, flashpage::MaskTilesParams*);
 
 // A stream beside the caller's, for a run of two parts, and the events that fork and join it (csrc/fork.cpp). Of one
@@ -288,10 +288,10 @@ struct fp_run_args {
   int32_t out_dtype;         // CPU merge: 0 fp32, 1 fp16, 2 bf16
   int32_t cluster_size;      // num_ctas is a multiple of it; below 2: no clusters
   const fp_kv_boxes* boxes;  // null: the kernel takes no tensor maps
-  // The kernel that looks for a mask's tiles before the attention kernel, which takes these parameters fourth; null: it
-  // takes none.
-  const fp_kernel* mask_tiles;
+  // What the attention kernel takes fourth; null: it has no mask tiles. And the kernel that looks for them before each
+  // run; null: they are there.
   const flashpage::MaskTilesParams* mask_tiles_params;
+  const fp_kernel* mask_tiles;
   const fp_second_part* second;  // null: the plan has one part
   // The kernel that copies K and V of pages of one token to the rows that params and boxes have, before the attention
   // kernel; null: params and boxes have the cache. CUDA, of one part.
@@ -299,6 +299,8 @@ struct fp_run_args {
   const flashpage::GatherRowsParams* gather_params;
 };
 FP_API int32_t fp_run(const fp_run_args*);
+// Looks for a custom mask's tiles once, for all runs of a plan.
+FP_API int32_t fp_find_mask_tiles(const fp_kernel*, const flashpage::MaskTilesParams*, void* stream);
 // Any other kernel (merge_states, append): one struct of parameters by value.
 FP_API int32_t fp_launch(const fp_kernel*, const void* params, int32_t grid, void* stream, int32_t enable_pdl);
 

@@ -128,29 +128,34 @@ int32_t launch_parts(const fp_run_args& args) {
 }
 
 // A kernel of as many CTAs as are resident, whose result the attention kernel waits for.
-int32_t launch_ahead(const fp_run_args& args, const fp_kernel& kernel, void** params, const char* what) {
+int32_t launch_ahead(const fp_kernel& kernel, Place place, void** params, const char* what) {
   const int grid = kernel.info.ctas_per_sm * kernel.info.num_sms;
-  const auto result = launch_kernel({&kernel, grid, 0, args.stream, args.enable_pdl != 0}, params);
+  const auto result = launch_kernel({&kernel, grid, 0, place.stream, place.enable_pdl}, params);
   return result == cuda::success ? FP_OK : cuda::fail(result, what);
+}
+
+int32_t find_mask_tiles(const fp_kernel& kernel, const MaskTilesParams& mask_tiles, const VariantArgs* variant,
+                        Place place) {
+  void* params[] = {const_cast<MaskTilesParams*>(&mask_tiles), const_cast<VariantArgs*>(variant)};
+  return launch_ahead(kernel, place, params, "launching the kernel of mask tiles");
 }
 
 int32_t run_on_cuda(const fp_run_args& args) {
   cuda::CurrentContext current(*args.attention->driver, args.attention->context);
   if (args.second != nullptr) return launch_parts(args);
+  const Place place{args.stream, args.enable_pdl != 0};
   MaskTilesParams mask_tiles{};
+  if (args.mask_tiles_params != nullptr) mask_tiles = *args.mask_tiles_params;
   if (args.mask_tiles != nullptr) {
-    mask_tiles = *args.mask_tiles_params;
-    void* params[] = {&mask_tiles, const_cast<VariantArgs*>(variant_of(args))};
-    const int32_t status = launch_ahead(args, *args.mask_tiles, params, "launching the kernel of mask tiles");
+    const int32_t status = find_mask_tiles(*args.mask_tiles, mask_tiles, variant_of(args), place);
     if (status != FP_OK) return status;
   }
   if (args.gather_rows != nullptr) {
     void* params[] = {const_cast<GatherRowsParams*>(args.gather_params)};
-    const int32_t status = launch_ahead(args, *args.gather_rows, params, "launching the kernel that gathers rows");
+    const int32_t status = launch_ahead(*args.gather_rows, place, params, "launching the kernel that gathers rows");
     if (status != FP_OK) return status;
   }
   const Part part = first_part(args);
-  const Place place{args.stream, args.enable_pdl != 0};
   const int32_t status = launch_attention(args, part, place, mask_tiles);
   return status == FP_OK ? launch_merge(part, place) : status;
 }
@@ -175,6 +180,12 @@ using namespace flashpage;
 int32_t fp_run(const fp_run_args* args) {
   if (args->num_ctas <= 0) return FP_OK;
   return args->attention->cpu == nullptr ? host::run_on_cuda(*args) : host::run_on_cpu(*args);
+}
+
+int32_t fp_find_mask_tiles(const fp_kernel* kernel, const MaskTilesParams* params, void* stream) {
+  static constexpr VariantArgs none{};
+  cuda::CurrentContext current(*kernel->driver, kernel->context);
+  return host::find_mask_tiles(*kernel, *params, &none, {stream, false});
 }
 
 int32_t fp_launch(const fp_kernel* kernel, const void* params, int32_t grid, void* stream, int32_t enable_pdl) {

@@ -8,6 +8,7 @@
 #include "flashpage/plan/bounds.h"
 #include "flashpage/plan/emit.h"
 #include "flashpage/plan/whole_units.h"
+#include "flashpage/tile/lane_bits.h"
 #include "flashpage/tile/mask_tiles.h"
 
 using namespace flashpage;
@@ -273,5 +274,8 @@ int64_t fp_mask_cells(const fp_masked_batch* batch, const fp_schedule* schedule,
   params->tile_q = schedule->tile_q;
   params->tile_kv = schedule->tile_kv;
   params->tile_heads = batch->tile_heads;
-  return params->list_begin + cells;
+  params->lanes_begin = params->list_begin + cells;
+  if (!batch->has_custom_mask) return params->lanes_begin;
+  const i64 tiles = row_tiles_before(batch->mask_bytes, batch->rows, schedule->tile_kv);
+  return params->lanes_begin + tiles * 4 * lane_word_bytes(schedule->tile_kv) / 8;
 }

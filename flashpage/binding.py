@@ -37,7 +37,7 @@ class Binding:
     __slots__ = (
         *("address", "alignment_mask", "args", "args_address", "bound_run", "boxes", "cache_views", "combination"),
         *("device", "enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_lse", "has_merge"),
-        *("has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "mask_tiles", "merge", "out_dtype"),
+        *("has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "merge", "out_dtype"),
         *("out_shape", "params", "prepared", "scales", "second", "second_boxes", "second_prepared"),
         *("signature", "sinks", "sm_scale", "stamps", "traced", "v", "values", "variant", "views"),
     )
@@ -48,7 +48,7 @@ class Binding:
         self.values, self.combination, self.device = values, combination, planner.device
         self.params, self.merge = host.AttentionParams(), host.MergeParams()
         self.variant, self.args = host.VariantArgs(), host.RunArgs()
-        self.mask_tiles, self.gather = host.MaskTilesParams(), host.GatherRowsParams()
+        self.gather = host.GatherRowsParams()
         self.args_address = ctypes.addressof(self.args)
         self.bound_run = host.BoundRun(self.args_address, ctypes.addressof(self.params), ctypes.addressof(self.merge))
         self.address = ctypes.addressof(self.bound_run)
@@ -166,11 +166,14 @@ class Binding:
         args.second = None
         if combination.second is not None:
             self._refresh_second(combination.second, partial_out, partial_lse)
-        args.mask_tiles = None
+        args.mask_tiles = args.mask_tiles_params = None
         if prepared.mask_tiles is not None:
-            combination.mask_tiles.bind(self.mask_tiles, planner, combination)
-            args.mask_tiles = prepared.mask_tiles.handle
-            args.mask_tiles_params = ctypes.addressof(self.mask_tiles)
+            tiles = combination.mask_tiles
+            args.mask_tiles_params = tiles.address
+            if not tiles.are_found(planner):
+                tiles.bind(planner, combination)
+                args.mask_tiles = prepared.mask_tiles.handle
+            params.lane_bits = tiles.lane_bits
         if combination.gathered is not None or self.gathered is not None:
             self._bind_gathered(combination.gathered)
         args.gather_rows = None

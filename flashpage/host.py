@@ -11,7 +11,7 @@ from . import paths
 from .errors import DeviceError, FlashpageError, PlanError
 from .plan_bytes import RECORDS
 
-ABI_VERSION = 12  # csrc/abi.cpp
+ABI_VERSION = 13  # csrc/abi.cpp
 
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
 
@@ -36,7 +36,7 @@ class AttentionParams(ctypes.Structure):
         *_all(c_void_p, "q out lse"),
         *_all(c_int64, "q_row_stride q_head_stride out_row_stride out_head_stride"),
         *_all(KvView, "k v"),
-        *_all(c_void_p, "kv_indices plan partial_out partial_lse custom_mask sinks q_scale k_scale v_scale"),
+        *_all(c_void_p, "kv_indices plan partial_out partial_lse custom_mask lane_bits sinks q_scale k_scale v_scale"),
         *_all(c_int32, "q_scale_stride k_scale_stride v_scale_stride"),
         *_all(c_float, "score_scale value_scale"),
         *_all(c_int32, "num_q_heads num_kv_heads causal window_left"),
@@ -58,7 +58,7 @@ class VariantArgs(ctypes.Structure):
 class MaskTilesParams(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "plan custom_mask cells"),
-        *_all(c_int64, "queue_begin list_begin"),
+        *_all(c_int64, "queue_begin list_begin lanes_begin"),
         ("group", FastDiv),
         *_all(c_int32, "tile_q tile_kv tile_heads causal window_left"),
     ]
@@ -252,7 +252,7 @@ class RunArgs(ctypes.Structure):
     _fields_ = [
         *_all(c_void_p, "attention merge params variant merge_params stream"),
         *_all(c_int32, "num_ctas merge_ctas enable_pdl out_dtype cluster_size"),
-        *_all(c_void_p, "boxes mask_tiles mask_tiles_params second gather_rows gather_params"),
+        *_all(c_void_p, "boxes mask_tiles_params mask_tiles second gather_rows gather_params"),
     ]
 
 
@@ -317,6 +317,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_kernel_destroy": (None, [c_void_p]),
     "fp_kernel_describe": (c_int32, [c_void_p, POINTER(KernelInfo)]),
     "fp_run": (c_int32, [c_void_p]),
+    "fp_find_mask_tiles": (c_int32, [c_void_p, c_void_p, c_void_p]),
     "fp_launch": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_int32]),
     "fp_python_set": (c_int32, [c_void_p]),
     "fp_cpu_threads": (c_int32, []),

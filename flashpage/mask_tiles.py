@@ -1,8 +1,9 @@
-"""Memory in which a card notes, before each run, which tiles of a mask hold anything, and in which order CTAs take the
-plan's units (include/flashpage/tile/mask_tiles.h).
+"""Memory in which a card notes which tiles of a mask hold anything, and in which order CTAs take the plan's units
+(include/flashpage/tile/mask_tiles.h).
 
-The host sees none of it: engines may change mask bits, or what a mask function reads, between runs, and captured
-launches look at whatever is there.
+The host sees none of it. Bits are part of the plan that they are given to, and looked at once for all its runs. What a
+mask function reads may change between runs, and so may the bits of a wrapper for captured launches, which look at
+whatever is there: for these every run looks again.
 """
 
 from __future__ import annotations
@@ -23,15 +24,32 @@ if TYPE_CHECKING:
 class MaskTiles:
     """Of one combination of options. Runs of a wrapper follow each other on one stream, so they share it."""
 
-    __slots__ = ("_cells",)
+    __slots__ = ("_cells", "_found_for", "address", "lane_bits", "params")
 
     def __init__(self) -> None:
         self._cells: torch.Tensor | None = None
+        self._found_for = 0  # the wrapper's plan
+        self.params = host.MaskTilesParams()
+        self.address = ctypes.addressof(self.params)
+        self.lane_bits = 0  # address of what AttentionParams has
 
-    def bind(self, params: host.MaskTilesParams, planner: Planner, combination: Combination) -> None:
+    def find(self, planner: Planner, combination: Combination, stream: int) -> None:
+        """Looks at the bits of the newest plan, where all its runs see these."""
+        prepared = combination.prepared
+        if prepared.mask_tiles is None or planner.is_graph or prepared.choice.spec.mask_source != "packed_bits":
+            return
+        self.bind(planner, combination)
+        host.check(host.load().fp_find_mask_tiles(prepared.mask_tiles.handle, self.address, stream))
+        self._found_for = planner.generation
+
+    def are_found(self, planner: Planner) -> bool:
+        """Whether runs of the newest plan need not look."""
+        return self._found_for == planner.generation
+
+    def bind(self, planner: Planner, combination: Combination) -> None:
         """Points the struct at the newest plan, and at enough memory for it."""
-        options, prepared, result = combination.options, combination.prepared, combination.slot.result
-        spec = prepared.choice.spec
+        options, result, params = combination.options, combination.slot.result, self.params
+        spec = combination.prepared.choice.spec
         looks_at_head = spec.mask_source == "function" and mask_looks_at_head(spec.variant)
         batch = host.MaskedBatch(
             mask_bytes=result.mask_bytes,
@@ -52,7 +70,9 @@ class MaskTiles:
             ctypes.byref(batch), combination.prepared.schedule_address, ctypes.byref(params)
         )
         if self._cells is None or self._cells.numel() < cells:
-            self._cells = torch.zeros(1 << (cells - 1).bit_length(), dtype=torch.int64, device=planner.device)
+            step = max(1, (1 << cells.bit_length()) // 16)  # that contexts which grow do not ask for memory every time
+            self._cells = torch.zeros(-(-cells // step) * step, dtype=torch.int64, device=planner.device)
         params.plan, params.cells = combination.slot.memory.data_ptr(), self._cells.data_ptr()
+        self.lane_bits = params.cells + 8 * params.lanes_begin
         params.custom_mask = planner.mask.address if options.has_mask else None
         params.causal, params.window_left = options.causal, options.window_left

@@ -221,6 +221,12 @@ class Planner:
         """The kernel that plans; None: the CPU does without."""
         return None if self.device_index < 0 else jit.get_kernel(KernelSpec("plan"), self.device).handle
 
+    def find_mask_tiles(self) -> None:
+        """Once the plan's mask is there."""
+        stream = current_stream(self.device_index)
+        for combination in self.active:
+            combination.mask_tiles.find(self, combination, stream)
+
     def check_longest(self, max_q_len: int | None, max_kv_len: int | None) -> None:
         """Bounds that the caller gave beside the lengths."""
         result = self._slots[0].result
@@ -289,6 +295,8 @@ class Planner:
         stream = current_stream(self.device_index)
         if self._tables is None:
             combination.plan(self, self._problem, self._total_rows, stream)
+            if self.options.has_mask:
+                combination.mask_tiles.find(self, combination, stream)
         else:
             combination.plan_on_device(self, self._tables, stream)
 

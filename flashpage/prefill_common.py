@@ -72,6 +72,8 @@ class PrefillWrapper(PlanRunWrapper):
         planner.mask.set(packed if custom_mask is None else custom_mask, packed is not None, bits, non_blocking)
         if has_mask and planner.is_graph:
             self._fill_mask_indptr(non_blocking)
+        if has_mask:
+            planner.find_mask_tiles()
         planner.is_planned = True
 
     def _check_rows(self) -> None:

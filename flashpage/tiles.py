@@ -171,7 +171,8 @@ def sm90_prefill_tile(
     keys (`rotates`), those have a stage more than values.
     """
     asks_much = mask is MaskUse.ASKED_MUCH
-    if mask is not MaskUse.NONE and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
+    asks = mask in (MaskUse.ASKED, MaskUse.ASKED_MUCH)
+    if asks and max(head_dim_qk, head_dim_vo) > 192 and loop is not InnerLoop.LOADING:
         loop = InnerLoop.HEAVY
     widest, light = max(head_dim_qk, head_dim_vo), loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     groups, stages, columns_per_ns = 2, 2, 21.0  # 128 rows at 690 TFLOP/s, an SM's share
@@ -216,13 +217,12 @@ def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, mask: Mask
     """Of a tile of two warpgroups."""
     widest, plain, loads = max(head_dim_qk, head_dim_vo), loop is InnerLoop.PLAIN, loop is InnerLoop.LOADING
     light = plain or loop is InnerLoop.TRANSFORM
-    is_whole = head_dim_qk % 64 == head_dim_vo % 64 == 0  # parts of 64 columns take registers
+    # Parts of 64 columns take registers, and so do a mask's bits beside a transform.
+    is_whole = head_dim_qk % 64 == head_dim_vo % 64 == 0 and (plain or mask is not MaskUse.BITS)
     if widest <= 128:
         if light:
             if mask in (MaskUse.ASKED, MaskUse.ASKED_MUCH):
                 return 128  # a lane has a function's answers for so many (tile/mask.h, MaskBits)
-            if mask is MaskUse.BITS and not (plain and is_whole):
-                return 128  # more of them spill
             return 160 if is_whole else 144
         return 96 if loads or widest <= 64 else 80
     if widest <= 192:

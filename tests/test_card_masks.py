@@ -87,14 +87,15 @@ def check_tiles(wrapper: Any, bits: int | None, find: Callable[[Any], None]) -> 
     """What the last run left, against what `find` leaves on the host."""
     planner, combination = wrapper._planner, wrapper._last_combination()
     found = combination.mask_tiles._cells.cpu()
-    params = host.MaskTilesParams()
-    combination.mask_tiles.bind(params, planner, combination)
+    combination.mask_tiles.bind(planner, combination)
+    params = host.MaskTilesParams.from_buffer_copy(combination.mask_tiles.params)
     plan_bytes = np.frombuffer(combination.slot.last_bytes(), np.uint8).copy()
     on_host = torch.zeros_like(found)
     params.plan, params.custom_mask, params.cells = plan_bytes.ctypes.data, bits, on_host.data_ptr()
     find(ctypes.byref(params))
     num_units = int(on_host[0]) & 0xFFFFFFFF
-    assert int(found[0]) & 0xFFFFFFFF == num_units and int(found[0]) >> 32 >= num_units, "all units are claimed"
+    assert int(found[0]) & 0xFFFFFFFF == num_units
+    assert int(found[0]) >> 32 == 0, "the last claim leaves the queue as it was"
     assert torch.equal(found[2 : params.queue_begin], on_host[2 : params.queue_begin])
     queues = [
         sorted(map(tuple, cells[params.queue_begin :][: 4 * num_units].reshape(-1, 4).tolist()))

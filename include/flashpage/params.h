@@ -30,6 +30,7 @@ struct AttentionParams {
   float* partial_out;      // [partial rows, head_dim_vo]
   float* partial_lse;      // [partial rows], base 2
   const u8* custom_mask;   // packed bits, little-endian; bit row * kv_len + token, each request starts on a byte
+  u8* lane_bits;           // its mixed tiles, for kernels that have its tiles (tile/lane_bits.h)
   const float* sinks;      // [num_q_heads], natural-log units, joins the denominator; null: none
   const float* q_scale;    // device scalars or per-head vectors that multiply the float scales; null: 1
   const float* k_scale;
@@ -72,6 +73,7 @@ struct MaskTilesParams {
   u64* cells;
   i64 queue_begin;  // cell of the first queued unit
   i64 list_begin;   // and of the first one before they are sorted
+  i64 lanes_begin;  // and of the bits of mixed tiles (tile/lane_bits.h)
   FastDiv group;    // query heads a KV head
   i32 tile_q;       // packed rows of a unit
   i32 tile_kv;      // tokens of a tile

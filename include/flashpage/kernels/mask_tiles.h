@@ -70,6 +70,8 @@ struct MaskTiles {
       const TileWord mine = looks.template look<warps>(block / tiles.row_blocks, block % tiles.row_blocks, word, warp);
       const TileWord found = combine(mine);
       if (threadIdx.x == 0) *tile_words(params, static_cast<u32>(tiles.first_cell + at)) = found;
+      if constexpr (Traits::mask_source == MaskSource::packed_bits)
+        looks.template write_mixed<warps>(found, block % tiles.row_blocks, word, warp);
     }
   }
   FP_DEVICE TileWord combine(const TileWord& of_warp) const {

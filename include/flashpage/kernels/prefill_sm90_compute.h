@@ -31,8 +31,7 @@ struct PrefillCompute {
   static constexpr int short_tokens = Traits::ShortKeyProduct::columns;  // of a last tile that needs no more; 0: none
   // Tiles of packed bits know nothing of a function beside them.
   static constexpr bool masks_all =
-      masks_all_tiles<Traits> &&
-      (!has_mask_tiles<Traits> || (Traits::mask_source == MaskSource::packed_bits && Traits::Variant::has_mask));
+      masks_all_tiles<Traits> && (!has_mask_tiles<Traits> || (has_lane_bits<Traits> && Traits::Variant::has_mask));
   using KeyProduct = typename Traits::KeyProduct;
   using ShortKeyProduct = typename Traits::ShortKeyProduct;
   using Probabilities = flashpage::Probabilities<Traits, tokens / 8>;
@@ -146,15 +145,23 @@ struct PrefillCompute {
     using Rows = typename select_type<keeps_rows<Traits>, TransformedRows<Traits>, NoRows>::type;
     [[maybe_unused]] const Rows rows(scale, params, item, unit, first_row, lane);
     auto look_through = [&](auto& scores) {
-      const bool masks =
-          masks_all || tile.is_mixed || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
+      const bool is_cut = first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
+      const bool masks = masks_all || tile.is_mixed || is_cut;
       if (!(transforms || masks)) return;
       if constexpr (keeps_rows<Traits>) {
         transform_by_logit<Traits>(scores, args, item, first, lane, [&](int, int half) { return rows.row[half]; });
       } else if (transforms) {
         transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
       }
-      if (masks) mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
+      if constexpr (has_lane_bits<Traits> && !Traits::Variant::has_mask) {
+        const LaneBits bits(tiled.lane_bits, item.kv_len, tokens);
+        if (tile.is_mixed) mask_by_lane_bits<Traits>(scores, params, bits, unit, first_row, first, lane);
+        if (is_cut)
+          mask_cut_ends<Traits>(scores, params, item, unit, static_cast<int>(ptx::opaque(first_row)), first,
+                                static_cast<int>(ptx::opaque(lane)));
+      } else if (masks) {
+        mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
+      }
     };
     look_through(scores);
     Probabilities probabilities;
@@ -285,7 +292,7 @@ struct PrefillCompute {
     Unit unit = place.unit;
     if constexpr (Traits::ctas > 1) unit.num_rows = min_of(unit.num_rows, cta_row() + params.cta_rows);
     // Rows as 64 bits are not kept through the tiles: registers are few.
-    const int first_row = static_cast<int>(ptx::opaque(this->first_row));
+    const int first_row = static_cast<int>(ptx::opaque(this->first_row)), group = static_cast<int>(ptx::opaque(this->group));
     const bool is_partial = item.partial_row >= 0;
     const float value_scale = value_scale_of(params, unit.kv_head);
     float sum[2];

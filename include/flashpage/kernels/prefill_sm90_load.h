@@ -91,10 +91,11 @@ struct PrefillLoad {
   }
   // Before the tile's slot is free. The place is still there, as the unit's computing warps await this tile.
   FP_DEVICE void ask_for_bits(u32 unit_turn, const Turns& turns) const {
-    if constexpr (has_mask_tiles<Traits> && Traits::mask_source == MaskSource::packed_bits) {
-      const Place& place = shared.places[shared.place_ring.slot(unit_turn)].place;
-      if (turns.is_mixed())
-        flashpage::ask_for_bits<tokens>(params, place.item, place.unit, first_row(), turns.now() * tokens, lane);
+    if constexpr (has_lane_bits<Traits>) {
+      if (!turns.is_mixed()) return;
+      const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_turn)];
+      const LaneBits bits(tiled.lane_bits, tiled.place.item.kv_len, tokens);
+      flashpage::ask_for_bits(params, bits, tiled.place.unit, first_row(), turns.now(), lane);
     }
   }
 
@@ -163,9 +164,8 @@ struct PrefillLoad {
   FP_DEVICE void load_key_rows() const {
     const KeyTiles keys(params, params.k, shared.row_tables.keys);
     u32 turn = 0;
-    for_each_tile(keys, [&](typename KeyTiles::Source& source, const Turns& turns, u32 unit_turn) {
+    for_each_tile(keys, [&](typename KeyTiles::Source& source, const Turns& turns, u32) {
       keys.find(source);
-      if (warp == 0) ask_for_bits(unit_turn, turns);
       shared.key_ring.wait_empty(turn);
       if (warp == 0) tell(turn, turns);
       load_tile(keys, source, turns, shared.keys, shared.key_ring, turn++);
@@ -369,6 +369,10 @@ struct PrefillLoad {
     i32 first_token = 0;
     if constexpr (has_mask_tiles<Traits>) {
       to.tile_cell = shared.cursor.tile_cell;
+      if constexpr (has_lane_bits<Traits>)
+        to.lane_bits = shared.cursor.sees_nothing
+                           ? nullptr
+                           : LaneBits::begin_of(params.lane_bits, to.place.item, tokens);
     } else {
       first_token = extent_of(unit).first_token;
     }

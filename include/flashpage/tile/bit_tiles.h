@@ -1,7 +1,8 @@
-// What kernels/mask_tiles.h finds in a packed custom mask: a tile a lane, and a block's rows by all warps in turn.
+// What kernels/mask_tiles.h finds in a packed custom mask: a tile a lane, and a block's rows by all warps in turn. And
+// what it leaves of mixed tiles.
 #pragma once
+#include "flashpage/tile/lane_bits.h"
 #include "flashpage/tile/mask_tiles.h"
-#include "flashpage/tile/packed_mask.h"
 
 namespace flashpage {
 
@@ -16,15 +17,48 @@ struct BitTiles {
   // What the rows of warp `warp` say of the tiles of one cell. All heads see the same.
   template <int warps>
   FP_DEVICE TileWord look(i32, i32 row_block, i32 word, int warp) const {
-    const i32 rows = item.q_len * static_cast<i32>(params.group.divisor);
-    const i32 begin = params.group.div(row_block * params.tile_q);
-    const i32 end = params.group.div(min_of(rows, (row_block + 1) * params.tile_q) - 1) + 1;
+    const auto [begin, end] = rows_of(row_block);
     const i32 token = (word * cell_tiles + static_cast<i32>(threadIdx.x % 32)) * params.tile_kv;
     u32 visible = 0, hidden = 0;
 #pragma unroll 2
     for (i32 row = begin + warp; row < end; row += warps)
       mask.look(row, token, min_of(params.tile_kv, item.kv_len - token), visible, hidden);
     return {__ballot_sync(0xffffffff, visible != 0), __ballot_sync(0xffffffff, hidden != 0)};
+  }
+
+  // What computing lanes will read of the mixed tiles among those of one cell: a tile a warp in turn.
+  template <int warps>
+  FP_DEVICE void write_mixed(const TileWord& found, i32 row_block, i32 word, int warp) const {
+    const auto [begin, end] = rows_of(row_block);
+    u8* of_all = reinterpret_cast<u8*>(params.cells + params.lanes_begin);
+    const LaneBits lanes(LaneBits::begin_of(of_all, item, params.tile_kv), item.kv_len, params.tile_kv);
+    const int lane = threadIdx.x % 32;
+    u32 mixed = found.visible & found.hidden;
+    for (int skipped = 0; mixed != 0; mixed &= mixed - 1, skipped = (skipped + 1) % warps) {
+      if (skipped != warp) continue;
+      const i32 tile = word * cell_tiles + __ffs(mixed) - 1;
+#pragma unroll 2
+      for (i32 row = begin + lane / 4; row < end; row += 8) {
+        const u64 bits = lane_word(mask, row, tile * params.tile_kv, params.tile_kv, lane);
+        u8* to = lanes.quad(row, tile);
+        if (lane_word_bytes(params.tile_kv) == 8) {
+          reinterpret_cast<u64*>(to)[lane % 4] = bits;
+        } else {
+          reinterpret_cast<u32*>(to)[lane % 4] = static_cast<u32>(bits);
+        }
+      }
+    }
+  }
+
+ private:
+  struct Rows {
+    i32 begin, end;
+  };
+  // Of the request.
+  FP_DEVICE Rows rows_of(i32 row_block) const {
+    const i32 rows = item.q_len * static_cast<i32>(params.group.divisor);
+    return {static_cast<i32>(params.group.div(row_block * params.tile_q)),
+            static_cast<i32>(params.group.div(min_of(rows, (row_block + 1) * params.tile_q) - 1)) + 1};
   }
 };
 

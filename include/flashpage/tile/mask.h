@@ -2,7 +2,7 @@
 #pragma once
 #include "flashpage/ptx/math.h"
 #include "flashpage/ptx/shared.h"
-#include "flashpage/tile/packed_mask.h"
+#include "flashpage/tile/lane_bits.h"
 #include "flashpage/tile/transform.h"
 
 namespace flashpage {
@@ -99,6 +99,30 @@ FP_DEVICE void mask_by_bits(float (&scores)[Shape<Traits>::row_tiles][token_tile
           if (!(pair >> e & 1)) scores[m][n][half * 2 + e] = ptx::negative_infinity();
       }
     }
+}
+
+// The bits of a mixed tile; null: nobody sees anything. Causal and window count elsewhere.
+template <class Traits, int token_tiles>
+FP_DEVICE void mask_by_lane_bits(float (&scores)[1][token_tiles][4], const AttentionParams& params,
+                                 const LaneBits& bits, const Unit& unit, int of_warp, i32 first_token, int of_thread) {
+  static_assert(Traits::tile_kv <= most_lane_tokens);
+  // Nothing that is computed from these is kept from tile to tile.
+  const int first_row = static_cast<int>(ptx::opaque(of_warp)), lane = static_cast<int>(ptx::opaque(of_thread));
+  using Word = LaneWord<Traits::tile_kv>;
+  Word word[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const i32 row = lane_row(params, unit, first_row, 0, half, lane).row;
+    if (bits.begin != nullptr)
+      word[half] = reinterpret_cast<const Word*>(bits.quad(row, first_token / Traits::tile_kv))[lane % 4];
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int n = 0; n < token_tiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (!(word[half] >> (n * 2 + e) & 1)) scores[0][n][half * 2 + e] = ptx::negative_infinity();
 }
 
 // The same beside a mask function in a tile that it has a say in. A warp asks once for the rows of all heads that stand

@@ -1,8 +1,9 @@
 // Which tiles of a custom mask or a mask function hold anything, and in which order a launch takes its units: the
-// memory between kernels/mask_tiles.h, which writes it before each run, and the attention kernel.
+// memory between kernels/mask_tiles.h, which writes it before the runs of a plan or before each, and the attention
+// kernel.
 //
 // Cells of 8 bytes: a UnitQueue, the tiles, and from MaskTilesParams::queue_begin on the units, the most visible tiles
-// first; then room for them as they come. The host planner knows no mask, so CTAs claim units as they go; who takes
+// first; then room for them as they come, and the bits of mixed tiles. The host planner knows no mask, so CTAs claim units as they go; who takes
 // which changes no result.
 #pragma once
 #include "flashpage/params.h"
@@ -11,7 +12,7 @@ namespace flashpage {
 
 struct UnitQueue {
   u32 num_units;
-  u32 claimed;  // by CTAs, one after the other
+  u32 claimed;  // by CTAs, one after the other; 0 between launches
   u32 arrived;  // CTAs of the kernel that writes all this
   u32 unused;
 };

@@ -11,6 +11,7 @@ struct QueueCursor {
   UnitQueue* queue;
   const QueuedUnit* units;
   u32 tile_cell;  // of the unit that was claimed last
+  bool sees_nothing;
 
   FP_DEVICE void start(const MaskTilesParams& tiles) {
     queue = reinterpret_cast<UnitQueue*>(tiles.cells);
@@ -23,13 +24,15 @@ struct QueueCursor {
 
  private:
   FP_DEVICE void claim(const AttentionParams& params, i32 tile_q, Place& place) {
-    const u32 turn = atomicAdd(&queue->claimed, 1);
+    // Each CTA of a launch claims once in vain, so that the last claim of all leaves none for the next launch.
+    const u32 turn = atomicInc(&queue->claimed, queue->num_units + gridDim.x - 1);
     place.pass = 0;
     place.turn = 0;
     place.done = turn >= queue->num_units;
     if (place.done) return;
     const QueuedUnit unit = units[turn];
     tile_cell = unit.cell;
+    sees_nothing = unit.count_class == count_class(0);
     WorkItem item = plan_items(params.plan)[unit.item];
     item.partial_row = unit.partial_row;
     place.item = item;

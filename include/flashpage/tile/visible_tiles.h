@@ -14,6 +14,10 @@ inline constexpr bool has_mask_tiles =
     Traits::mask_source != MaskSource::implicit && Traits::position_encoding == PositionEncoding::none &&
     (Traits::loader == Loader::boxes || Traits::loader == Loader::rows);
 
+// Whether bits of mixed tiles are there as computing lanes want them (tile/lane_bits.h).
+template <class Traits>
+inline constexpr bool has_lane_bits = has_mask_tiles<Traits> && Traits::mask_source == MaskSource::packed_bits;
+
 // What a computing warp has to know of a tile.
 struct alignas(8) VisitedTile {
   i32 first_token;

@@ -1,0 +1,59 @@
+// Mixed tiles of a packed custom mask once more, as computing lanes want them: kernels/mask_tiles.h writes, the
+// attention kernel reads.
+//
+// Four lanes hold the scores of one row and a tile of tokens: of every eight tokens two each (wgmma's fragments). A
+// lane finds its own tokens' bits side by side, in one load, where the mask itself has them in several words that
+// begin at any bit. Only tiles that some row sees and some row does not are written.
+#pragma once
+#include "flashpage/tile/packed_mask.h"
+
+namespace flashpage {
+
+// Of one row, tile and lane.
+template <int tile_kv>
+using LaneWord = typename select_type<(tile_kv > 128), u64, u32>::type;
+FP_HOST_DEVICE constexpr i32 lane_word_bytes(i32 tile_kv) { return tile_kv > 128 ? 8 : 4; }
+inline constexpr i32 most_lane_tokens = 256;  // of a tile
+
+// Tiles of rows that lie before a request, from the sizes of all requests before it; of all requests: those of a batch.
+// A request of q rows and t tokens has q * ceil(t / tile_kv) of them, and its bits a multiple of q * t / 8 bytes.
+FP_HOST_DEVICE constexpr i64 row_tiles_before(i64 mask_bytes, i64 rows, i32 tile_kv) {
+  return mask_bytes * 8 / tile_kv + rows;
+}
+
+// Of one request.
+struct LaneBits {
+  u8* begin;
+  i32 tiles;  // of a row
+  i32 quad_bytes;
+
+  FP_HOST_DEVICE LaneBits(u8* begin, i32 kv_len, i32 tile_kv)
+      : begin(begin), tiles(ceil_div(kv_len, tile_kv)), quad_bytes(4 * lane_word_bytes(tile_kv)) {}
+  FP_HOST_DEVICE static u8* begin_of(u8* of_all, const WorkItem& item, i32 tile_kv) {
+    return of_all + row_tiles_before(item.mask_offset, item.q_begin, tile_kv) * (4 * lane_word_bytes(tile_kv));
+  }
+  // Where the words of a row's four lanes lie.
+  FP_HOST_DEVICE u8* quad(i32 row, i32 tile) const {
+    return begin + (static_cast<i64>(row) * tiles + tile) * quad_bytes;
+  }
+};
+
+// Of every eight bits those of one lane of a quad, side by side.
+FP_HOST_DEVICE u32 bits_of_lane(u32 word, int lane) {
+  u32 found = word >> lane % 4 * 2 & 0x03030303u;
+  found = (found | found >> 6) & 0x000f000fu;
+  return (found | found >> 12) & 0xffu;
+}
+
+// What a lane of a quad has of one row and tile. Tokens behind the last one are hidden.
+FP_HOST_DEVICE u64 lane_word(const PackedMask& mask, i32 row, i32 first_token, i32 tile_kv, int lane) {
+  const i32 count = min_of(tile_kv, mask.kv_len - first_token);
+  u64 found = 0;
+  for (i32 at = 0; at < count; at += 32) {
+    const u32 exist = count - at >= 32 ? ~0u : ~(~0u << (count - at));
+    found |= static_cast<u64>(bits_of_lane(mask.bits(row, first_token + at) & exist, lane)) << at / 4;
+  }
+  return found;
+}
+
+}  // namespace flashpage
