@@ -120,7 +120,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
             head_dim_qk, head_dim_vo: of q and K; of V and the output (None: the same).
             page_size: tokens a page.
             custom_mask: each request's q_len x kv_len truth values (True: visible), flattened and joined; causal
-                does not apply beside it.
+                does not apply beside it. Part of the plan, so plan again where it changes; with use_cuda_graph every
+                run looks at what custom_mask_buf has.
             packed_custom_mask: the same as bits, `segment_packbits(mask, indptr, bitorder="little")`.
             causal: row r of a request sees tokens up to kv_len - q_len + r.
             pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI".

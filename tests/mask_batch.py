@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -84,6 +85,33 @@ class Masked:
                     assert not bits[:, len(visible) :].any()
         assert len(taken) == len(set(taken)), "two row blocks share a cell"
         assert max(taken) < self.params.queue_begin
+
+    def check_lanes(self) -> None:
+        """Of every row of a mixed tile: each lane has two of every eight tokens, in words of its own."""
+        tokens, taken = self.planned.cutting.tile_kv, set()
+        word = np.dtype(np.uint64 if tokens > 128 else np.uint32)
+        memory, group = self.cells.view(np.uint8), self.planned.batch.group
+        for request, mask in enumerate(self.masks):
+            for block in range(self.row_blocks(request)):
+                visible, hidden = self.expected(request, block)
+                first = block * self.planned.cutting.tile_q
+                last = min(first + self.planned.cutting.tile_q, len(mask) * group) - 1
+                for row, tile in itertools.product(
+                    range(first // group, last // group + 1), np.nonzero(visible & hidden)[0]
+                ):
+                    begin, end = (at := self.quad_at(request, row, int(tile))), at + 4 * word.itemsize
+                    assert 8 * self.params.lanes_begin <= begin and end <= len(memory)
+                    seen = np.zeros(8 * 4 * word.itemsize, bool)  # of a tile as large as a lane's word can have
+                    seen[: min(tokens, mask.shape[1] - tile * tokens)] = mask[row, tile * tokens :][:tokens]
+                    of_lanes = seen.reshape(-1, 4, 2).transpose(1, 0, 2).reshape(4, -1)
+                    expected = np.packbits(of_lanes, axis=1, bitorder="little").reshape(-1)
+                    assert (memory[begin:end] == expected).all(), (request, row, tile)
+                    taken.add((request, row, tile, begin))
+        assert len({t[:3] for t in taken}) == len({t[3] for t in taken}), "two rows share words"
+
+    def quad_at(self, request: int, row: int, tile: int) -> int:
+        item = self.item_of(request)
+        return native().quad_at(ctypes.byref(self.params), ctypes.c_void_p(item.ctypes.data), row, tile)
 
     def check_queue(self) -> None:
         """Every unit once, with its tiles; the ones that see most first."""

@@ -82,6 +82,7 @@ def asked_tiles(spec: VariantSpec) -> Any:
 def mask_tiles() -> ctypes.CDLL:
     """The kernel of mask tiles on the host, and what follows it."""
     library = ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card")))
+    library.quad_at.restype = ctypes.c_int64
     library.tile_cell.restype = ctypes.c_uint32
     return library
 

@@ -156,8 +156,9 @@ def test_a_wrapper_binds_memory_for_its_plan(
     """A CPU's plan serves, where the CPU's kernel is said to look for tiles."""
     monkeypatch.setattr(backends, "_mask_source", lambda *_: "function")
     planner = planned(Variant(mask_mod=function), fixed_split_size=fixed_split_size, causal=True, window_left=400)
-    combination, params = planner.active[0], host.MaskTilesParams()
-    combination.mask_tiles.bind(params, planner, combination)
+    combination = planner.active[0]
+    combination.mask_tiles.bind(planner, combination)
+    params = combination.mask_tiles.params
     variant = VARIANTS[function.__name__]
     asked_tiles(variant.spec)(ctypes.byref(params), ctypes.byref(variant_args(variant)), 3)
     cells = combination.mask_tiles._cells

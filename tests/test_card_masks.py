@@ -104,6 +104,31 @@ def check_tiles(wrapper: Any, bits: int | None, find: Callable[[Any], None]) -> 
     assert queues[0] == queues[1]
 
 
+def test_bits_are_looked_at_once_a_plan(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Whatever becomes of them: every run of a plan has the mask that was planned, and options that differ too."""
+    bits = pack_bits(masks(7)).to(DEVICE)
+    wrapper = planned(packed_custom_mask=bits)
+    wrapper.run(*tensors)
+    if wrapper._last_combination().prepared.mask_tiles is None:
+        pytest.skip("this card's kernel takes no mask tiles")
+    assert wrapper._last_combination().mask_tiles.are_found(wrapper._planner)
+    expected = exact(tensors, masks(7))
+    in_window = [
+        mask & (torch.arange(kv) >= torch.arange(kv - q, kv)[:, None] - 300)
+        for mask, q, kv in zip(masks(7), Q_LENS, KV_LENS, strict=True)
+    ]
+    for _ in range(3):
+        out = wrapper.run(*tensors)
+        assert (out.double() - expected).norm() < 2**-7 * expected.norm()
+        out = wrapper.run(*tensors, window_left=300)
+        windowed = exact(tensors, in_window)
+        assert (out.double() - windowed).norm() < 2**-7 * windowed.norm()
+    plan(wrapper, packed_custom_mask=pack_bits(masks(8)).to(DEVICE))
+    out = wrapper.run(*tensors)
+    expected = exact(tensors, masks(8))
+    assert (out.double() - expected).norm() < 2**-7 * expected.norm()
+
+
 def test_the_same_bits_in_any_order_of_claims(tensors: tuple[torch.Tensor, ...]) -> None:
     wrapper = planned(packed_custom_mask=pack_bits(masks(2)).to(DEVICE))
     first, lse = wrapper.run(*tensors, return_lse=True)

@@ -235,6 +235,10 @@ assert [line.split(" ctx=")[0] for line in record()] == [
     f"launch mask_tiles grid=232 {shape} first=6464",  # all that are resident
     f"launch attention grid=132 {shape} first=4242",
 ]
+host.check(run(attention, mask_tiles_params=addressof(mask_params)))  # found before
+assert [line.split(" ")[1] for line in record()] == ["attention"]
+host.check(host.load().fp_find_mask_tiles(tiles, addressof(mask_params), 7))
+assert record()[0].startswith("launch mask_tiles grid=232 block=384 shared=100000 stream=7 first=6464")
 fake.fake_fail_launches(1)
 assert run(attention, mask_tiles=tiles, mask_tiles_params=addressof(mask_params)) == host.CUDA_ERROR
 assert host.last_error().startswith("launching the kernel of mask tiles: ")

@@ -40,7 +40,7 @@ def masked_batches(draw: st.DrawFn) -> Masked:
         num_ctas=draw(st.sampled_from((1, 5, 132, 600))),
         walk=RUNS,
         tile_q=draw(st.sampled_from((64, 128))),
-        tile_kv=draw(st.sampled_from(TOKENS)),
+        tile_kv=draw(st.sampled_from((*TOKENS, 160))),
         wave_tokens=draw(st.sampled_from((0, 500))),
         ns_per_merge=draw(st.sampled_from((0.0, 1e9))),  # so that nothing is cut where units are few
         fixed_piece_tokens=draw(st.sampled_from((0, 0, -1, 3840))),
@@ -58,6 +58,7 @@ examples = settings(max_examples=40, deadline=None, suppress_health_check=list(H
 def test_tiles_of_masks(masked: Masked, grid: int) -> None:
     masked.find(grid)
     masked.check_tiles()
+    masked.check_lanes()
 
 
 @examples
@@ -102,7 +103,7 @@ def test_visible_tiles_are_visited(sizes: tuple[int, int, int], density: float, 
     assert [bool(v.is_last) for v in visited[:found]] == [False] * (len(expected) - 1) + [True]
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", (*TOKENS, 160))
 @pytest.mark.parametrize("window_left", [-1, 30])
 @pytest.mark.parametrize("group", [1, 3])
 def test_bits_of_a_mixed_tile(tokens: int, window_left: int, group: int) -> None:
@@ -130,11 +131,35 @@ def test_bits_of_a_mixed_tile(tokens: int, window_left: int, group: int) -> None
         for first_row in range(0, 128, 16):
             for first in range(0, kv_len, tokens):
                 native().mask_tile_of(
-                    *(ctypes.byref(params), ctypes.c_void_p(item.ctypes.data), 128, 0, 0, first_row, first, tokens),
-                    ctypes.c_void_p(visible.ctypes.data),
+                    *(ctypes.byref(params), None, ctypes.c_void_p(item.ctypes.data), 128, 0, 0, first_row, first),
+                    *(tokens, ctypes.c_void_p(visible.ctypes.data)),
                 )
                 expected = all_visible[first_row : first_row + 16, first : first + tokens]
                 assert (visible == expected).all(), (first_row, first)
+
+
+@pytest.mark.parametrize("tokens", (*TOKENS, 160))
+@pytest.mark.parametrize("group", [1, 3])
+def test_bits_of_a_mixed_tile_as_computing_lanes_have_them(tokens: int, group: int) -> None:
+    rng = np.random.default_rng(1)
+    q_len, kv_len = 77, 401
+    batch = Batch(np.array([5, q_len]), np.array([3, kv_len]), group, 1, 0, has_custom_mask=True)
+    masks = [mask_of("random", int(q), int(kv), rng) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)]
+    masked = Masked.make(batch, Cutting(num_ctas=1, walk=RUNS, tile_q=128, tile_kv=tokens), masks, 1)
+    masked.find(3)
+    params, item = host.AttentionParams(group=masked.params.group, num_q_heads=group), masked.item_of(1)
+    all_visible = np.zeros((128, kv_len + tokens), bool)
+    all_visible[:, :kv_len] = masks[1][np.minimum(np.arange(128), q_len * group - 1) // group]
+    visible = np.empty((16, tokens), np.uint8)
+    for first_row in range(0, 128, 16):
+        for first in range(0, kv_len, tokens):
+            native().mask_tile_of(
+                *(ctypes.byref(params), ctypes.byref(masked.params)),
+                *(ctypes.c_void_p(item.ctypes.data), 128, 0, 0, first_row, first, tokens),
+                ctypes.c_void_p(visible.ctypes.data),
+            )
+            expected = all_visible[first_row : first_row + 16, first : first + tokens]
+            assert (visible == expected).all(), (first_row, first)
 
 
 def wrapper_with_mask(fixed_split_size: int | None, mask: torch.Tensor, q_lens: list[int]) -> Any:
@@ -152,15 +177,15 @@ def test_a_wrapper_binds_memory_for_its_plan(fixed_split_size: int | None) -> No
     wrapper = wrapper_with_mask(fixed_split_size, torch.cat([mask, mask]), [500, 500])
     planner = wrapper._planner
     combination = planner.active[0]
-    params = host.MaskTilesParams()
     tiles = combination.mask_tiles
-    tiles.bind(params, planner, combination)
+    params = tiles.params
+    tiles.bind(planner, combination)
     cells = tiles._cells
     native().find_mask_tiles(ctypes.byref(params), 3)
     num_units = int(cells[0]) & 0xFFFFFFFF
     assert num_units == int(combination.make_plan().work_items()["num_units"].sum())
-    assert params.queue_begin + 4 * num_units <= cells.numel()
-    tiles.bind(params, planner, combination)
+    assert params.queue_begin + 4 * num_units <= params.list_begin < params.lanes_begin < cells.numel()
+    tiles.bind(planner, combination)
     assert tiles._cells is cells, "the same memory for every layer"
 
 
@@ -179,8 +204,9 @@ def test_graph_mode_has_memory_for_the_largest_batch() -> None:
         q_indptr = torch.tensor([0, *q_lens]).cumsum(0)
         wrapper.plan(q_indptr, q_indptr, 6, 2, 64, custom_mask=torch.ones(sum(q * q for q in q_lens)).bool())
         planner = wrapper._planner
-        params = host.MaskTilesParams()
-        planner.active[0].mask_tiles.bind(params, planner, planner.active[0])
-        bound.append((bytes(params), params.cells))
+        tiles = planner.active[0].mask_tiles
+        tiles.bind(planner, planner.active[0])
+        params = tiles.params
+        bound.append((bytes(params), tiles.lane_bits))
     assert len(set(bound)) == 1
     assert params.custom_mask == mask_buffer.data_ptr()

@@ -1,8 +1,9 @@
 // The kernel of mask tiles, what loading warps make of its result, and the mask of a mixed tile, all on the host, for
 // tests/test_mask_tiles.py; with VARIANT, the name of a file, the kernel that asks that variant, for
 // tests/test_asked_tiles.py.
-#include "card.h"
 #include "flashpage/kernels/mask_tiles.h"
+
+#include "card.h"
 #include "flashpage/tile/mask.h"
 #include "flashpage/tile/visible_tiles.h"
 
@@ -49,6 +50,15 @@ extern "C" u32 tile_cell(const MaskTilesParams* params, const WorkItem* item, i3
   return RequestTiles(*params, *item).cell(row_block, kv_head);
 }
 
+static LaneBits lanes_of(const MaskTilesParams& params, const WorkItem& item) {
+  u8* of_all = reinterpret_cast<u8*>(params.cells + params.lanes_begin);
+  return LaneBits(LaneBits::begin_of(of_all, item, params.tile_kv), item.kv_len, params.tile_kv);
+}
+// Bytes before what the four lanes of a row and tile read.
+extern "C" i64 quad_at(const MaskTilesParams* params, const WorkItem* item, i32 row, i32 tile) {
+  return lanes_of(*params, *item).quad(row, tile) - reinterpret_cast<const u8*>(params->cells);
+}
+
 // Tiles of tokens [begin, end) as each warp that loads visits them; -1: its lanes do not agree, or look up what does
 // not come.
 extern "C" i32 visit_tiles(const MaskTilesParams* params, u32 cell, i32 begin, i32 end, VisitedTile* visited) {
@@ -93,24 +103,35 @@ struct MaskTraits {
   static constexpr RowsLayout layout = RowsLayout::blocks;
 };
 
-// visible [16, tokens]: which scores of a warp's 16 rows a tile's mask leaves.
+// visible [16, tokens]: which scores of a warp's 16 rows a tile's mask leaves. `lanes`: as it lies for computing lanes;
+// null: as the engine gave it.
 template <int tokens>
-static void mask_tile(const AttentionParams& params, const WorkItem& item, const Unit& unit, i32 first_row,
-                      i32 first_token, u8* visible) {
+static void mask_tile(const AttentionParams& params, const WorkItem& item, const Unit& unit, const LaneBits* lanes,
+                      i32 first_row, i32 first_token, u8* visible) {
+  using Traits = MaskTraits<tokens>;
   card::launch(1, 32, [&] {
     const int lane = threadIdx.x;
     float scores[1][tokens / 8][4] = {};
-    mask_scores<MaskTraits<tokens>>(scores, params, VariantArgs{}, item, unit, first_row, first_token, lane);
+    if (lanes != nullptr) {
+      mask_by_lane_bits<Traits>(scores, params, *lanes, unit, first_row, first_token, lane);
+    } else {
+      mask_scores<Traits>(scores, params, VariantArgs{}, item, unit, first_row, first_token, lane);
+    }
     for (int n = 0; n < tokens / 8; ++n)
       for (int e = 0; e < 4; ++e)
         visible[(lane / 4 + e / 2 * 8) * tokens + n * 8 + lane % 4 * 2 + e % 2] = scores[0][n][e] == 0.f;
   });
 }
 
-extern "C" void mask_tile_of(const AttentionParams* params, const WorkItem* item, i32 tile_q, i32 first_packed_row,
-                             i32 kv_head, i32 first_row, i32 first_token, i32 tokens, u8* visible) {
+// `cells`: where the mask's tiles are; null: `params` has its bits.
+extern "C" void mask_tile_of(const AttentionParams* params, const MaskTilesParams* cells, const WorkItem* item,
+                             i32 tile_q, i32 first_packed_row, i32 kv_head, i32 first_row, i32 first_token, i32 tokens,
+                             u8* visible) {
   const Unit unit = make_unit(*params, *item, tile_q, first_packed_row, kv_head);
-  (tokens == 128  ? mask_tile<128>
-   : tokens == 80 ? mask_tile<80>
-                  : mask_tile<48>)(*params, *item, unit, first_row, first_token, visible);
+  const LaneBits lanes = cells != nullptr ? lanes_of(*cells, *item) : LaneBits(nullptr, 0, tokens);
+  (tokens == 160   ? mask_tile<160>
+   : tokens == 128 ? mask_tile<128>
+   : tokens == 80
+       ? mask_tile<80>
+       : mask_tile<48>)(*params, *item, unit, cells != nullptr ? &lanes : nullptr, first_row, first_token, visible);
 }

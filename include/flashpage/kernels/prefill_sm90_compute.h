@@ -292,7 +292,8 @@ struct PrefillCompute {
     Unit unit = place.unit;
     if constexpr (Traits::ctas > 1) unit.num_rows = min_of(unit.num_rows, cta_row() + params.cta_rows);
     // Rows as 64 bits are not kept through the tiles: registers are few.
-    const int first_row = static_cast<int>(ptx::opaque(this->first_row)), group = static_cast<int>(ptx::opaque(this->group));
+    const int first_row = static_cast<int>(ptx::opaque(this->first_row)),
+              group = static_cast<int>(ptx::opaque(this->group));
     const bool is_partial = item.partial_row >= 0;
     const float value_scale = value_scale_of(params, unit.kv_head);
     float sum[2];

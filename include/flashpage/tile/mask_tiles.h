@@ -3,8 +3,8 @@
 // kernel.
 //
 // Cells of 8 bytes: a UnitQueue, the tiles, and from MaskTilesParams::queue_begin on the units, the most visible tiles
-// first; then room for them as they come, and the bits of mixed tiles. The host planner knows no mask, so CTAs claim units as they go; who takes
-// which changes no result.
+// first; then room for them as they come, and the bits of mixed tiles. The host planner knows no mask, so CTAs claim
+// units as they go; who takes which changes no result.
 #pragma once
 #include "flashpage/params.h"
 

@@ -186,6 +186,11 @@ T atomicAdd(T* to, T amount) {
   return before;
 }
 inline unsigned atomicAdd(unsigned* to, int amount) { return atomicAdd<unsigned>(to, amount); }
+inline unsigned atomicInc(unsigned* to, unsigned last) {
+  const unsigned before = *to;
+  *to = before >= last ? 0 : before + 1;
+  return before;
+}
 inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 inline unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
