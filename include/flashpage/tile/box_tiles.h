@@ -77,6 +77,7 @@ struct BoxTiles {
     const Share mine = share(boxes);
     // Opaque too: unrolled, the loop would take more of them.
     const auto step = [&](int i) { return turns_beside ? static_cast<int>(ptx::opaque(i + 1)) : i + mine.box_step; };
+#pragma unroll 1
     for (int i = mine.first_box; i < boxes; i = step(i)) {
       const i32 page = paged ? __shfl_sync(0xffffffff, source.found.page, i) : 0;
       const i32 row = __shfl_sync(0xffffffff, source.found.row, i);
