@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .parts import Part
     from .planner import Planner
 
-_MOST_ASKED_AHEAD = 16 << 20
 _CPU_OUT_DTYPE = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}  # csrc/flashpage.h, fp_run_args::out_dtype
 
 
@@ -36,9 +35,9 @@ class Binding:
     """Structs for one signature; refreshed after every plan."""
 
     __slots__ = (
-        *("address", "alignment_mask", "args", "args_address", "asks_ahead", "bound_run", "boxes", "cache_views"),
-        *("combination", "device", "enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_lse"),
-        *("has_merge", "has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "merge", "out_dtype"),
+        *("address", "alignment_mask", "args", "args_address", "bound_run", "boxes", "cache_views", "combination"),
+        *("device", "enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_lse", "has_merge"),
+        *("has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "merge", "out_dtype"),
         *("out_shape", "params", "prepared", "scales", "second", "second_boxes", "second_prepared"),
         *("signature", "sinks", "sm_scale", "stamps", "traced", "v", "values", "variant", "views"),
     )
@@ -182,7 +181,6 @@ class Binding:
             args.gather_rows, args.gather_params = prepared.gather_rows.handle, ctypes.addressof(self.gather)
         if prepared is not self.prepared:
             self._bind_boxes(prepared)
-        self.asks_ahead = prepared.choice.spec.kernel == "prefill_sm90" and prepared.gather_rows is None
         if combination.options.needs_variant:
             self.traced = trace(combination.options, self.values.logits_soft_cap, self.device)
             fill_variant(self.variant, self.traced)
@@ -284,19 +282,6 @@ class Binding:
             params.lse = self.merge.lse = lse.data_ptr()
         if self.has_merge:
             self.merge.out = out_address
-        if self.asks_ahead:
-            self._ask_ahead(q, cache)
-
-    def _ask_ahead(self, q: torch.Tensor, cache: Any) -> None:
-        """Bytes that the kernel asks for before it knows its plan: of batches that are over before memory has answered
-        a few times."""
-        whole = (q, *cache) if cache.__class__ is tuple and self.combination.options.kv_source == "ragged" else (q,)
-        sizes = [tensor.numel() * tensor.element_size() for tensor in whole]
-        asks = sum(sizes) <= _MOST_ASKED_AHEAD and all(
-            tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in whole
-        )
-        found = sizes if asks else [0]
-        self.params.q_bytes, self.params.k_bytes, self.params.v_bytes = (*found, 0, 0)[:3]
 
     def _resize(self, found: host.KvBoxes, q: torch.Tensor, cache: Any) -> None:
         if self.gathered is not None:

@@ -44,7 +44,6 @@ class AttentionParams(ctypes.Structure):
         *_all(FastDiv, "group page"),
         ("trace", c_void_p),
         *_all(c_int32, "box_tokens query_box_rows num_kv_indices out_box_rows cta_rows"),
-        *_all(c_int32, "q_bytes k_bytes v_bytes"),
     ]
 
 

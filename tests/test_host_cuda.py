@@ -229,20 +229,17 @@ def test_the_tiles_of_a_mask_are_found_before_they_are_read() -> None:
 attention, tiles = kernel(b"attention"), kernel(b"mask_tiles")
 record()
 mask_params = host.MaskTilesParams(plan=6464)
-host.check(run(attention, mask_tiles=tiles, mask_tiles_params=addressof(mask_params), enable_pdl=1))
+masked = dict(mask_tiles=tiles, mask_tiles_params=addressof(mask_params))
+host.check(run(attention, **masked, enable_pdl=1))
 shape = "block=384 shared=100000 stream=7 attribute6=1"
-assert [line.split(" ctx=")[0] for line in record()] == [
-    f"launch mask_tiles grid=232 {shape} first=6464",  # all that are resident
-    f"launch attention grid=132 {shape} first=4242",
-]
-host.check(run(attention, mask_tiles_params=addressof(mask_params)))  # found before
-assert [line.split(" ")[1] for line in record()] == ["attention"]
-host.check(host.load().fp_find_mask_tiles(tiles, addressof(mask_params), 7))
-assert record()[0].startswith("launch mask_tiles grid=232 block=384 shared=100000 stream=7 first=6464")
+found = [line.split(" ctx=")[0] for line in record()]  # of the first, as many as are resident
+assert found == [f"launch mask_tiles grid=232 {shape} first=6464", f"launch attention grid=132 {shape} first=4242"]
+host.check(host.load().fp_find_mask_tiles(tiles, masked["mask_tiles_params"], 7))
+host.check(run(attention, mask_tiles_params=addressof(mask_params)))  # which are found by then
+assert [line.split(" ")[1:3] for line in record()] == [["mask_tiles", "grid=232"], ["attention", "grid=132"]]
 fake.fake_fail_launches(1)
-assert run(attention, mask_tiles=tiles, mask_tiles_params=addressof(mask_params)) == host.CUDA_ERROR
+assert run(attention, **masked) == host.CUDA_ERROR and len(record()) == 1
 assert host.last_error().startswith("launching the kernel of mask tiles: ")
-assert len(record()) == 1
 """)
 
 

@@ -54,9 +54,6 @@ struct AttentionParams {
   i32 num_kv_indices;  // in use when the launch was bound: what may be read ahead
   i32 out_box_rows;    // rows of out of one box, as query_box_rows; 0: no rows leave by boxes
   i32 cta_rows;        // packed rows that one CTA has of a unit: a tile's, or as many as are whole rows of the group
-  i32 q_bytes;         // of q, K and V where they are few and lie in one piece, for kernels that ask for them before
-  i32 k_bytes;         // they know their plan; 0: not
-  i32 v_bytes;
 };
 
 // Values a variant captured. Slots are numbered by the spec; strides in elements.

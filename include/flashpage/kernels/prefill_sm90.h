@@ -29,7 +29,8 @@ struct PrefillSm90 {
                             const MaskTilesParams& mask_tiles) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    ask_ahead(params);
+    // The L2 has what an earlier launch is about to write, too: nobody need wait for that launch first.
+    if (threadIdx.x == 32) ptx::prefetch_to_l2(&cta_start(params.plan, blockIdx.x / Traits::ctas));
     if (threadIdx.x == 0) {
       init_barriers(shared);
       if (Warps::by_boxes) {
@@ -59,21 +60,6 @@ struct PrefillSm90 {
   }
 
  private:
-  // What comes from memory into the L2, a piece by each CTA, as early as can be: the plan has still to come, and says who
-  // needs what. The L2 has what an earlier launch is about to write, too. By one thread.
-  FP_DEVICE static void ask_ahead(const AttentionParams& params) {
-    if (threadIdx.x == 32) ptx::prefetch_to_l2(&cta_start(params.plan, blockIdx.x / Traits::ctas));
-    if (params.q_bytes > 0) ask_ahead(params.q, params.q_bytes);
-    if (params.k_bytes > 0) ask_ahead(params.k.data, params.k_bytes);
-    if (params.v_bytes > 0) ask_ahead(params.v.data, params.v_bytes);
-  }
-  FP_DEVICE static void ask_ahead(const void* data, i32 bytes) {
-    const i32 share = round_up(ceil_div<i32>(bytes, gridDim.x), 128), begin = share * static_cast<i32>(blockIdx.x);
-    const i32 end = min_of(bytes, begin + share);
-#pragma unroll 1
-    for (i32 at = begin + 128 * static_cast<i32>(threadIdx.x); at < end; at += 128 * threads)
-      ptx::prefetch_to_l2(static_cast<const u8*>(data) + at);
-  }
   // By one thread.
   FP_DEVICE static void init_barriers(Shared& shared) {
     shared.key_ring.init(Warps::key_arrivals, Warps::computing * Traits::ctas);
