@@ -39,7 +39,8 @@ def default_cuda_specs(target: Target) -> list[KernelSpec]:
         small_pages += [_prefill_sm90(*(2 * (DType.BFLOAT16,)), (128, 128), loader="rows"), KernelSpec("gather_rows")]
     often_long = [spec for spec in paged + ragged if spec.head_dim_vo == 128 and spec.kernel == "prefill_sm90"]
     pairs = [_paired(s) for s in often_long if s.q_dtype is DType.BFLOAT16 or s.kv_source == "paged"]
-    return _distinct(paged + ragged + pairs + small_pages + helper_specs())
+    short = [_shortened(s) for s in often_long if s.q_dtype is DType.BFLOAT16 and s.head_dim_qk == 128]
+    return _distinct(paged + ragged + pairs + short + small_pages + helper_specs())
 
 
 def helper_specs() -> list[KernelSpec]:
@@ -54,9 +55,8 @@ def other_cuda_specs(target: Target) -> list[KernelSpec]:
     """fp8 KV, soft caps and custom masks, and head dims whose tiles differ from the default ones'."""
     bf16, e4m3 = DType.BFLOAT16, DType.FLOAT8_E4M3
     fp8 = [_attention(target, bf16, e4m3, dims, rows) for dims, rows in itertools.product(HEAD_DIMS, ROWS)]
-    fewer_rows = (16,) if target.arch == HOPPER else (16, 128)
-    fp8 += [_attention(target, DType.FLOAT16, e4m3, (128, 128), rows) for rows in fewer_rows]
-    fp8 += [_attention(target, bf16, DType.FLOAT8_E5M2, (128, 128), rows) for rows in fewer_rows]
+    fp8 += [_attention(target, DType.FLOAT16, e4m3, (128, 128), 16)]
+    fp8 += [_attention(target, bf16, DType.FLOAT8_E5M2, (128, 128), 16)]
     caps = [
         _attention(target, bf16, bf16, dims, rows, variant=SOFT_CAP)
         for dims, rows in (*itertools.product(((128, 128),), ROWS), ((256, 256), 16), ((256, 256), 128))
@@ -190,6 +190,12 @@ def _prefill_sm90(
         loader=loader,
         **options,
     )
+
+
+def _shortened(spec: KernelSpec) -> KernelSpec:
+    """Of short contexts."""
+    assert spec.tile is not None
+    return dataclasses.replace(spec, tile=spec.tile.shortened())
 
 
 def _paired(spec: KernelSpec) -> KernelSpec:

@@ -8,13 +8,23 @@ from collections.abc import Callable
 
 import torch
 
-from . import host
+from . import contexts, host
 from .boxes import are_whole
 from .dtypes import DType
 from .errors import CapabilityError
 from .problem import SPLIT_BALANCED, Options, Problem
 from .spec import KernelSpec, VariantSpec, inner_loop
-from .tiles import Cost, InnerLoop, MaskUse, Tile, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile, whole_rows
+from .tiles import (
+    Cost,
+    InnerLoop,
+    MaskUse,
+    Tile,
+    cpu_tile,
+    sm80_tile,
+    sm90_decode_tile,
+    sm90_prefill_tile,
+    whole_rows,
+)
 from .variant_source import asks_much
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
@@ -45,6 +55,7 @@ class Capability:
     mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel finds
     row_boxes: bool = False  # it takes q, and stores out, by tensor maps where they have one
     pairs: Callable[[KernelSpec], bool] = lambda spec: False  # two CTAs of a cluster may read a unit's K and V together
+    short_tiles: Callable[[KernelSpec], bool] = lambda spec: False  # of SHORT_TILE_TOKENS, for short contexts
     runs_beside: bool = False  # with one CTA an SM, it shares the SMs with another launch of the same run (parts.py)
 
     def refusals(self, problem: Problem, sm: int) -> list[str]:
@@ -130,16 +141,6 @@ def mask_use(mask_source: str, variant: VariantSpec) -> MaskUse:
     return MaskUse.BITS if mask_source == "packed_bits" else MaskUse.NONE
 
 
-def _pairs(spec: KernelSpec) -> bool:
-    """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two. Wide heads,
-    and narrow ones of 16 bits, gain nothing by it (tests/bench/NOTES.md)."""
-    loop = inner_loop(spec.mask_source, spec.position_encoding, spec.variant)
-    is_light = spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
-    widest = max(spec.head_dim_qk, spec.head_dim_vo)
-    gains = spec.loader == "transposed" or (spec.loader == "boxes" and widest > 64)
-    return is_light and gains and widest <= 192
-
-
 def _boxes_or_rows(options: Options) -> str:
     row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
     return "boxes" if are_whole(options.page_size, *row_bytes) else "rows"
@@ -181,7 +182,8 @@ PREFILL_SM90 = Capability(
     loader=_prefill_loader,
     row_boxes=True,
     mask_tiles=_visits_tiles,
-    pairs=_pairs,
+    pairs=contexts.may_pair,
+    short_tiles=contexts.has_long_tiles,
     runs_beside=True,
 )
 
@@ -256,19 +258,20 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
                 *([_mask_note(problem, capability, mask_source)] if has_mask else []),
             )
             spec = _spec(options, capability, tile, variant, mask_source)
-            if takes_pairs(problem, capability, spec):
-                spec = dataclasses.replace(spec, tile=tile.paired())
-                notes += (PAIRS_NOTE,)
-            return Choice(spec, cost, capability, notes)
+            spec, of_contexts = for_contexts(problem, capability, spec)
+            return Choice(spec, cost, capability, notes + of_contexts)
         refused.append(f"{capability.kernel}: {'; '.join(reasons)}")
     raise CapabilityError("no kernel can honour this request:\n  " + "\n  ".join(refused))
 
 
-PAIRS_NOTE = "two CTAs of a cluster read K and V together, each with half of the rows: one CTA below"
-
-
-def takes_pairs(problem: Problem, capability: Capability, spec: KernelSpec) -> bool:
-    return problem.has_long_contexts and capability.pairs(spec)
+def for_contexts(problem: Problem, capability: Capability, spec: KernelSpec) -> tuple[KernelSpec, tuple[str, ...]]:
+    """The same with the tile that the batch's contexts are best with, and what to say of it."""
+    assert spec.tile is not None
+    if problem.contexts is contexts.Contexts.LONG and capability.pairs(spec):
+        return dataclasses.replace(spec, tile=spec.tile.paired()), (contexts.PAIRS_NOTE,)
+    if problem.contexts is contexts.Contexts.SHORT and capability.short_tiles(spec):
+        return dataclasses.replace(spec, tile=spec.tile.shortened()), (contexts.SHORT_NOTE,)
+    return spec, ()
 
 
 def offline(problem: Problem, device_type: str) -> Capability:

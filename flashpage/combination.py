@@ -7,16 +7,17 @@ A wrapper has the combination that was planned, and one more for each set of run
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from . import backends, gathered, host
+from .contexts import ContextLengths, Contexts
 from .errors import PlanError
 from .mask_tiles import MaskTiles
 from .parts import Part, Parts, largest_schedules, may_have_parts, most_few_rows
 from .prepare import Prepared, trace
-from .problem import LongContexts, Options
+from .problem import Options
 from .slots import PlanSlot
 from .spec import VariantSpec
 
@@ -31,11 +32,15 @@ _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
 _HOW_TO_PASS = {"float": "to the constructor", "int": "with reset_workspace_buffer(float_workspace, int_workspace)"}
 
 
+# Rows, variant, whether lengths are known, contexts, what its launches are fixed for, whether rows are gathered.
+_Key: TypeAlias = tuple[int, VariantSpec | None, bool, Contexts, tuple[int, int] | None, bool]
+
+
 class Combination:
     """Options, the slot that holds their plan, and the kernels for each class of rows met so far."""
 
     __slots__ = (
-        *("_checked_for", "_fixed_for", "_frozen_rows", "_long", "_may_have_parts", "_parts", "_prepared"),
+        *("_checked_for", "_fixed_for", "_context_lengths", "_frozen_rows", "_may_have_parts", "_parts", "_prepared"),
         *("_worth_gathering", "cluster_size", "fork", "gathered", "generation", "mask_tiles"),
         *("num_ctas", "num_merges", "options", "prepared", "second", "slot"),
     )
@@ -55,11 +60,11 @@ class Combination:
         # Where a batch does not change the class of rows, it is known now.
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = backends.packed_rows(options, 0, 0) if is_constant else 0
-        self._long = LongContexts(options)
+        self._context_lengths = ContextLengths(options)
         self._worth_gathering = gathered.Worth(options)
         self.gathered: gathered.Rows | None = None  # of the present plan; None: K and V are read where they are
         self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows that its launches were made for
-        self._prepared: dict[tuple[int, VariantSpec | None, bool, bool, tuple[int, int] | None, bool], Prepared] = {}
+        self._prepared: dict[_Key, Prepared] = {}
         self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
 
     def plan(self, planner: Planner, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
@@ -85,14 +90,12 @@ class Combination:
     def _prepare(self, planner: Planner, problem: host.ProblemStruct, total_rows: int) -> None:
         """Takes the kernels for the batch, and has the struct say what is planned for."""
         options, held, batch = self.options, planner.lengths.struct, problem.batch
-        is_long = False
-        if self._long.may_be and not planner.is_graph:
+        contexts = Contexts.USUAL
+        if self._context_lengths.may_differ and not planner.is_graph:
             tokens = (held.kv_end - held.kv_begin) * max(1, options.page_size)
-            is_long = self._long.are_in(batch, total_rows, tokens)
+            contexts = self._context_lengths.of(batch, total_rows, tokens)
         gathers = self.gathered is not None
-        self.prepared = prepared = self._prepared_for(
-            planner, batch, total_rows, has_long_contexts=is_long, gathers=gathers
-        )
+        self.prepared = prepared = self._prepared_for(planner, batch, total_rows, contexts=contexts, gathers=gathers)
         if planner.problem_prepared is not prepared:
             planner.problem_prepared = prepared
             problem.causal, problem.window_left = options.causal, options.window_left
@@ -185,7 +188,7 @@ class Combination:
         total_rows: int,
         *,
         has_known_lengths: bool = True,
-        has_long_contexts: bool = False,
+        contexts: Contexts = Contexts.USUAL,
         gathers: bool = False,
     ) -> Prepared:
         options = self.options
@@ -198,7 +201,7 @@ class Combination:
             if self._fixed_for is None:
                 self._fixed_for = batch, total_rows
         variant = None if options.variant is None else trace(options, 1.0, planner.device).spec
-        key = rows, variant, has_known_lengths and not planner.is_graph, has_long_contexts, self._fixed_for, gathers
+        key = rows, variant, has_known_lengths and not planner.is_graph, contexts, self._fixed_for, gathers
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = Prepared(options, rows, planner.device, *key[2:])

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from . import backends, host
+from .contexts import ContextLengths
 from .dtypes import DType
 from .plan_picture import Segment, svg, terminal
 from .plan_units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
-from .problem import LongContexts, Options, Problem
+from .problem import Options, Problem
 from .spec import KernelSpec, VariantSpec
 from .tiles import WALK_RUNS, WALK_TEAMS, Cost, Tile
 
@@ -232,18 +233,19 @@ def plan_lengths(
         fixed_piece_tokens=fixed_piece_tokens,
         uniform_q_len=1 if q_lens is None else 0,
     )
-    is_long = LongContexts(options).are_in(len(rows), sum(rows), sum(kv_lens))
-    problem = Problem(options, backends.packed_rows(options, len(rows), sum(rows)), has_long_contexts=is_long)
+    contexts = ContextLengths(options).of(len(rows), sum(rows), sum(kv_lens))
+    problem = Problem(options, backends.packed_rows(options, len(rows), sum(rows)), contexts=contexts)
     capability = backends.offline(problem, backend)
     table_tile, table_cost = capability.schedule(options, problem.packed_rows, VariantSpec(), "implicit")
     loader = capability.loader(options)
     spec = KernelSpec(
         capability.kernel, head_dim_qk=head_dim, head_dim_vo=vo, kv_source=source, tile=table_tile, loader=loader
     )
+    of_contexts: tuple[str, ...] = ()
     if tile is not None:
         spec = dataclasses.replace(spec, tile=tile)
-    elif backends.takes_pairs(problem, capability, spec):
-        spec = dataclasses.replace(spec, tile=table_tile.paired())
+    else:
+        spec, of_contexts = backends.for_contexts(problem, capability, spec)
     choice = backends.Choice(spec, cost or table_cost, capability, ())
     schedule = backends.schedule(choice, options, num_ctas // spec.ctas, clusters)
     result, data = _plan_arrays(options, schedule, rows, list(kv_lens))
@@ -251,9 +253,7 @@ def plan_lengths(
         f"kernel {spec.kernel}, tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, for about "
         f"{problem.packed_rows} packed rows a request and KV head",
     )
-    if spec.ctas > 1:
-        notes += (backends.PAIRS_NOTE,)
-    return Plan(problem, schedule, result, data, spec=spec, notes=notes)
+    return Plan(problem, schedule, result, data, spec=spec, notes=notes + of_contexts)
 
 
 def _plan_arrays(

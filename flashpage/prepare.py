@@ -9,6 +9,7 @@ import dataclasses
 import torch
 
 from . import backends, gathered, host, jit, variants
+from .contexts import Contexts
 from .errors import PlanError
 from .problem import Options, Problem
 from .spec import KernelSpec
@@ -35,14 +36,12 @@ class Prepared:
         packed_rows: int,
         device: torch.device,
         has_known_lengths: bool = True,
-        has_long_contexts: bool = False,
+        contexts: Contexts = Contexts.USUAL,
         fixed_for: tuple[int, int] | None = None,
         gathers: bool = False,
     ) -> None:
         self.options = options
-        self.problem = Problem(
-            options, packed_rows, has_known_lengths=has_known_lengths, has_long_contexts=has_long_contexts
-        )
+        self.problem = Problem(options, packed_rows, has_known_lengths=has_known_lengths, contexts=contexts)
         asked = dataclasses.replace(self.problem, options=gathered.as_rows(options)) if gathers else self.problem
         self.choice = backends.choose(asked, device, trace(options, 1.0, device).spec)
         if gathers:

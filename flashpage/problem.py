@@ -7,6 +7,7 @@ import functools
 from typing import Any, NamedTuple
 
 from . import arguments
+from .contexts import Contexts
 from .dtypes import DType
 from .errors import PlanError
 
@@ -97,33 +98,7 @@ class Problem:
     packed_rows: int  # query rows x group_size of a request and KV head, the batch's average
     batch: int = 0
     has_known_lengths: bool = True  # the host plans for each run: no captured launch serves other batches
-    has_long_contexts: bool = False  # LongContexts of the batch
-
-
-# Tokens that a row sees x group size. CTAs in pairs read K and V once for both, which takes 2 to 5% less time (of fp8
-# more: tests/bench/NOTES.md), but compute on 64 / group_size hidden tokens more a unit where masks are causal.
-_LONG_CONTEXT, _LONG_FP8_CONTEXT = 3200, 1600
-_ROWS_FOR_PAIRS = 1024  # packed: a request's last pair may have half of its rows
-
-
-class LongContexts:
-    """Whether rows of many tiles see so much, on average, that the tiles at the edge of a mask hardly count. Made once
-    for options, asked at every plan."""
-
-    __slots__ = ("_hidden", "_least_rows", "_least_tokens", "may_be")
-
-    def __init__(self, options: Options) -> None:
-        is_fp8, group = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8, options.group_size
-        least = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
-        has_short_window = 0 <= options.window_left < least - 1
-        self.may_be = not (options.uniform_q_len or options.is_batch_invariant or has_short_window)  # in any batch
-        self._hidden = 0.5 if options.causal else 0.0  # of a request's rows: tokens that one does not see
-        self._least_rows, self._least_tokens = _ROWS_FOR_PAIRS / group, least
-
-    def are_in(self, batch: int, total_rows: int, total_tokens: int) -> bool:
-        if not self.may_be or batch == 0 or total_rows < self._least_rows * batch:
-            return False
-        return total_tokens - self._hidden * total_rows >= self._least_tokens * batch
+    contexts: Contexts = Contexts.USUAL  # of the batch
 
 
 def check_options(

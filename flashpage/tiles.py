@@ -10,6 +10,9 @@ from .dtypes import DType
 WALK_TEAMS, WALK_RUNS = 0, 1  # csrc/flashpage.h, fp_walk
 
 
+SHORT_TILE_TOKENS = 128  # of prefill on Hopper, where rows see few: less is computed that nobody sees
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """The shape of one kernel's work: rendered into Traits, part of the spec's identity."""
@@ -26,6 +29,10 @@ class Tile:
     def paired(self) -> Tile:
         """For two CTAs that have as many rows each."""
         return dataclasses.replace(self, tile_q=2 * self.tile_q, ctas=2)
+
+    def shortened(self) -> Tile:
+        """For short contexts."""
+        return dataclasses.replace(self, tile_kv=SHORT_TILE_TOKENS)
 
 
 class InnerLoop(enum.Enum):

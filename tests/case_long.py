@@ -1,5 +1,6 @@
-"""Rows whose contexts are long enough for pairs of CTAs on Hopper, which read K and V together (flashpage/problem.py,
-LongContexts): boxes of every kind shared between the two, and units whose second half has few rows or none."""
+"""Rows whose contexts are long enough for pairs of CTAs on Hopper, which read K and V together
+(flashpage/contexts.py): boxes of every kind shared between the two, and units whose second half has few rows or
+none."""
 
 from __future__ import annotations
 
@@ -41,6 +42,25 @@ def bf16_rows() -> list[Case]:
         prefill("long-192-128", "three blocks", *LENGTHS, head_dim_vo=128, **{**BF16, "head_dim": 192}),
         prefill("long-192-ragged", "and five boxes", *LENGTHS, entry="ragged", **{**BF16, "head_dim": 192}),
     ]
+
+
+def single_rows() -> list[Case]:
+    """Contexts that single CTAs read: short ones by tiles of 128 tokens, others by tiles of 160."""
+    found = []
+    for name, kv_lens in (("short", (400, 513, 333)), ("usual", (850, 961, 800))):
+        q_lens = LENGTHS[0]
+        found += [
+            prefill(f"{name}-paged", "tiles whole and half at the end", q_lens, kv_lens, **BF16),
+            prefill(f"{name}-ragged", "other boxes", q_lens, kv_lens, entry="ragged", **BF16),
+            prefill(f"{name}-page-8", "many boxes", q_lens, kv_lens, page_size=8, kv_layout="HND", **BF16),
+            prefill(f"{name}-page-64", "large ones", q_lens, kv_lens, page_size=64, cache="fused", **BF16),
+            prefill(f"{name}-uneven", "of one row, of none", (*q_lens, 1, 0), (*kv_lens, 700, 700), **BF16),
+            prefill(f"{name}-window", "both ends", q_lens, kv_lens, window_left=150, hidden_nan=True, **BF16),
+            prefill(f"{name}-group-3", "units of 126 rows", q_lens, kv_lens, **{**BF16, "num_q_heads": 6}),
+            prefill(f"{name}-full", "nothing is hidden", (200,), kv_lens[:1], **{**FULL, "num_kv_heads": 8}),
+            prefill(f"{name}-float16", "sinks", q_lens, kv_lens, sinks=True, **{**BF16, "q_dtype": "float16"}),
+        ]
+    return found
 
 
 def fp8_rows() -> list[Case]:
@@ -86,4 +106,4 @@ def small_page_rows() -> list[Case]:
 
 
 def rows() -> list[Case]:
-    return [*bf16_rows(), *fp8_rows(), *small_page_rows()]
+    return [*bf16_rows(), *single_rows(), *fp8_rows(), *small_page_rows()]

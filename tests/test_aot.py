@@ -18,6 +18,7 @@ from jit_sandbox import Sandbox, toy
 from aot import build as aot_build
 from aot import specs
 from flashpage import backends, jit, ops, paths
+from flashpage.contexts import Contexts
 from flashpage.dtypes import DType
 from flashpage.integrations import gather
 from flashpage.jit import cache, compilers
@@ -115,7 +116,7 @@ def test_list_is_what_plans_ask_for(spec: KernelSpec, is_hopper: bool, monkeypat
     )
     variant = builtin(soft_cap=30.0).spec if options.has_soft_cap else spec.variant
     device = torch.device("cpu" if spec.backend == "cpu" else "cuda:0")
-    problems = [Problem(options, 1 << i, has_long_contexts=spec.ctas > 1) for i in range(12)]
+    problems = [Problem(options, 1 << i, contexts=contexts) for i in range(12) for contexts in Contexts]
     assert spec in [backends.choose(problem, device, variant).spec for problem in problems]
 
 

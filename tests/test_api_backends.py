@@ -12,9 +12,10 @@ import torch
 import flashpage
 from flashpage import backends, host, tiles
 from flashpage.backends import CAPABILITIES, DECODE_SM90, PREFILL_SM90
+from flashpage.contexts import PAIRS_NOTE, SHORT_NOTE, ContextLengths, Contexts
 from flashpage.dtypes import DType
 from flashpage.prepare import mask_tiles_spec
-from flashpage.problem import SPLIT_BALANCED, SPLIT_NEVER, LongContexts, Options, Problem
+from flashpage.problem import SPLIT_BALANCED, SPLIT_NEVER, Options, Problem
 from flashpage.spec import KernelSpec, VariantSpec
 from flashpage.variants import builtin
 
@@ -210,9 +211,32 @@ def test_who_is_asked_for_tiles(
 def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, tokens: int, is_long: bool) -> None:
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=8, num_kv_heads=2)
     options = dataclasses.replace(options, **changed)
-    long = LongContexts(options)
-    assert long.are_in(3, 3 * rows, 3 * tokens) is is_long
-    assert not long.are_in(0, 0, 0)
+    lengths = ContextLengths(options)
+    assert (lengths.of(3, 3 * rows, 3 * tokens) is Contexts.LONG) is is_long
+    assert lengths.of(0, 0, 0) is Contexts.USUAL
+
+
+@pytest.mark.parametrize(
+    ("changed", "variant", "tokens"),
+    [
+        ({}, VariantSpec(), 128),
+        ({"kv_source": "ragged", "page_size": 0}, VariantSpec(), 128),
+        ({"q_dtype": DType.FLOAT16, "kv_dtype": DType.FLOAT16}, VariantSpec(), 128),
+        ({"page_size": 1}, VariantSpec(), 160),
+        ({"has_mask": True}, VariantSpec(), 160),
+        ({}, builtin(soft_cap=30.0).spec, 160),
+        ({"head_dim_qk": 192}, VariantSpec(), 112),
+    ],
+)
+def test_short_contexts_have_short_tiles(
+    changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    given = problem(4096, **{"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128, **changed})
+    short = dataclasses.replace(given, contexts=Contexts.SHORT)
+    usual, choice = (backends.choose(each, torch.device("cuda:0"), variant) for each in (given, short))
+    assert choice.spec.tile is not None and choice.spec.tile.tile_kv == tokens
+    assert (choice.spec != usual.spec) is (SHORT_NOTE in choice.reasons) is (tokens == 128)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +260,9 @@ def test_long_contexts_are_read_by_pairs(
     monkeypatch.setattr(backends, "device_sm", lambda _: 90)
     given = problem(4096, **{"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128, **changed})
     single = backends.choose(given, torch.device("cuda:0"), variant)
-    choice = backends.choose(dataclasses.replace(given, has_long_contexts=True), torch.device("cuda:0"), variant)
+    choice = backends.choose(dataclasses.replace(given, contexts=Contexts.LONG), torch.device("cuda:0"), variant)
     assert single.spec.ctas == 1 and single.spec.kernel == choice.spec.kernel == "prefill_sm90"
-    assert (choice.spec.ctas, backends.PAIRS_NOTE in choice.reasons) == ((2, True) if has_pairs else (1, False))
+    assert (choice.spec.ctas, PAIRS_NOTE in choice.reasons) == ((2, True) if has_pairs else (1, False))
     assert not has_pairs or choice.spec.tile == single.spec.tile.paired()
     assert choice.cost == single.cost
 
@@ -264,7 +288,7 @@ def test_units_have_whole_rows_of_a_group(
     dims = {"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128}
     given = problem(4096, **{**dims, "num_q_heads": 2 * group, "num_kv_heads": 2, **changed})
     for is_long in (False, True):
-        long = dataclasses.replace(given, has_long_contexts=is_long)
+        long = dataclasses.replace(given, contexts=Contexts.LONG if is_long else Contexts.USUAL)
         choice = backends.choose(long, torch.device("cuda:0"), VariantSpec())
         assert choice.spec.kernel == "prefill_sm90"
         schedule = backends.schedule(choice, given.options, 132)
@@ -346,7 +370,8 @@ def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pyt
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])
 
     def bounds(batch: int, rows: int, is_long: bool) -> tuple[int, int]:
-        choice = backends.choose(Problem(options, 4096, has_long_contexts=is_long), torch.device("cuda:0"))
+        contexts = Contexts.LONG if is_long else Contexts.USUAL
+        choice = backends.choose(Problem(options, 4096, contexts=contexts), torch.device("cuda:0"))
         assert choice.spec.ctas == 1 + is_long
         schedule = backends.schedule(choice, options, 132 // choice.spec.ctas)
         needed = ctypes.c_int64(), ctypes.c_int64()

@@ -18,7 +18,7 @@ from planner_batches import RUNS, Batch, Cutting
 from variant_build import variant_args
 
 import flashpage
-from flashpage import backends, host
+from flashpage import backends
 from flashpage.spec import VariantSpec
 from flashpage.variant_source import mask_is_causal, mask_looks_at_head
 from flashpage.variants import Variant

@@ -11,7 +11,8 @@ import pytest
 from planner_batches import Batch
 from planner_checks import all_units
 
-from flashpage import backends, tiles
+from flashpage import tiles
+from flashpage.contexts import PAIRS_NOTE, SHORT_NOTE
 from flashpage.errors import PlanError
 from flashpage.plan import Plan, plan_lengths
 
@@ -144,8 +145,22 @@ def test_wrong_lengths_are_plan_errors() -> None:
 
 def test_long_contexts_are_planned_for_pairs_of_ctas() -> None:
     """Where CTAs in pairs read K and V together, a pair has twice the rows and counts as one."""
-    short, long = (plan_lengths([length], [length], page_size=0) for length in (1024, 2048))
+    short, long = (plan_lengths([length], [length], page_size=0) for length in (1500, 2048))
     assert (short.num_ctas, long.num_ctas) == (132, 66)
     assert long.spec is not None and short.spec is not None and long.spec.tile == short.spec.tile.paired()
     assert len(long.work_items()) > 0 and set(long.work_items()["cta"]) <= set(range(66))
-    assert "pairs" not in short.explain() and backends.PAIRS_NOTE in long.explain()
+    assert "pairs" not in short.explain() and PAIRS_NOTE in long.explain()
+
+
+def test_short_contexts_are_planned_for_short_tiles() -> None:
+    """Of 640 tokens that a row sees where units are few, of 320 where they are many."""
+
+    def tokens_of_tile(lengths: list[int]) -> tuple[int, bool]:
+        plan = plan_lengths(lengths, lengths, page_size=0)
+        assert plan.spec is not None and plan.spec.tile is not None
+        return plan.spec.tile.tile_kv, SHORT_NOTE in plan.explain()
+
+    for lengths in ([1024], [512], [512] * 32, [640] * 8, [1024, 8]):
+        assert tokens_of_tile(lengths) == (128, True), lengths
+    for lengths in ([1300], [1024] * 16, [700] * 8):
+        assert tokens_of_tile(lengths) == (160, False), lengths
