@@ -123,6 +123,13 @@ def test_bits_are_looked_at_once_a_plan(tensors: tuple[torch.Tensor, ...]) -> No
         out = wrapper.run(*tensors, window_left=300)
         windowed = exact(tensors, in_window)
         assert (out.double() - windowed).norm() < 2**-7 * windowed.norm()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        out = wrapper.run(*tensors)
+    for _ in range(2):
+        graph.replay()
+        assert (out.double() - expected).norm() < 2**-7 * expected.norm()
+        out.zero_()
     plan(wrapper, packed_custom_mask=pack_bits(masks(8)).to(DEVICE))
     out = wrapper.run(*tensors)
     expected = exact(tensors, masks(8))
