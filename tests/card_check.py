@@ -1,0 +1,112 @@
+"""All that a card can say of a change, in one command: every test that is marked `cuda`, each file in a process of its
+own, and the short case table under three tools of compute-sanitizer, side by side on all cards of the machine.
+
+    python tests/card_check.py --logs /tmp/card
+
+Exits with 1 where anything fails, with 2 where there is no card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SANITIZERS = (("memcheck",), ("racecheck",), ("synccheck", "--num-cuda-barriers", "65536"))
+NO_TESTS = 5  # pytest's status for a file without a test that is marked
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    name: str
+    command: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    check: Check
+    status: int
+    seconds: float
+    last_line: str
+
+    @property
+    def has_passed(self) -> bool:
+        return self.status in (0, NO_TESTS)
+
+
+def checks(with_sanitizers: bool) -> list[Check]:
+    """What takes longest first."""
+    harness = (sys.executable, "tests/harness.py", "--device", "cuda", "--reduced")
+    tools = [
+        Check(tool[0], ("compute-sanitizer", "--error-exitcode", "1", "--tool", *tool, *harness))
+        for tool in SANITIZERS
+        if with_sanitizers
+    ]
+    files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: (path.stem != "test_cases", path.stem))
+    pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda")
+    return tools + [Check(path.stem, (*pytest, str(path.relative_to(ROOT)))) for path in files]
+
+
+def run(check: Check, card: str, logs: Path, limit_seconds: float) -> Outcome:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": card}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    log, start = logs / f"{check.name}.log", time.perf_counter()
+    with log.open("w") as out:
+        try:
+            status = subprocess.run(
+                check.command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, timeout=limit_seconds
+            ).returncode
+        except (OSError, subprocess.TimeoutExpired) as failure:
+            print(failure, file=out)
+            status = -1
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return Outcome(check, status, time.perf_counter() - start, lines[-1] if lines else "")
+
+
+def run_all(wanted: Sequence[Check], cards: Sequence[str], jobs: int, logs: Path, limit_seconds: float) -> int:
+    """Prints a line for each that had something to do, and who failed; the exit status."""
+    with ThreadPoolExecutor(jobs) as pool:
+        started = [
+            pool.submit(run, check, cards[i % len(cards)], logs, limit_seconds) for i, check in enumerate(wanted)
+        ]
+        outcomes = []
+        for future in started:
+            outcomes.append(outcome := future.result())
+            if outcome.status != NO_TESTS:
+                verdict = "ok" if outcome.has_passed else "FAIL"
+                print(f"{verdict:5} {outcome.seconds:6.1f} s  {outcome.check.name}: {outcome.last_line}", flush=True)
+    failed = [outcome.check.name for outcome in outcomes if not outcome.has_passed]
+    print(f"failed: {', '.join(failed) or 'nothing'}; logs in {logs}")
+    return int(bool(failed))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes side by side")
+    parser.add_argument("--no-sanitizers", action="store_true")
+    parser.add_argument("--logs", type=Path, help="folder for what each process said (default: a temporary one)")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds that a process may take")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("torch finds no GPU here", file=sys.stderr)
+        return 2
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="flashpage-card-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    wanted = checks(not arguments.no_sanitizers)
+    return run_all(wanted, cards, arguments.jobs, logs, arguments.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The command that asks a card everything: who is asked, and that no failure is passed over."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import card_check
+import pytest
+import torch
+from card_check import Check
+
+
+def test_every_file_is_asked() -> None:
+    files = {path.stem for path in Path(card_check.__file__).parent.glob("test_*.py")}
+    names = [check.name for check in card_check.checks(with_sanitizers=True)]
+    assert names[:4] == ["memcheck", "racecheck", "synccheck", "test_cases"]
+    assert set(names[3:]) == files and len(names) == len(files) + 3
+    assert len(card_check.checks(with_sanitizers=False)) == len(files)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("print('1 passed')", 0),
+        ("raise SystemExit(5)", 0),  # no test of the file is marked
+        ("raise SystemExit(1)", 1),
+        ("raise SystemExit(2)", 1),  # an error while tests are collected
+        ("import os; os.abort()", 1),
+        ("import time; time.sleep(60)", 1),
+    ],
+)
+def test_what_fails_is_told(code: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fine = Check("fine", (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"))
+    asked = Check("asked", (sys.executable, "-c", code))
+    assert card_check.run_all([fine, asked, fine], ["3", "7"], 2, tmp_path, limit_seconds=5.0) == status
+    said = capsys.readouterr().out
+    assert "fine: 3\n" in said and f"failed: {'asked' if status else 'nothing'};" in said
+
+
+def test_a_missing_tool_is_a_failure(tmp_path: Path) -> None:
+    missing = Check("memcheck", (str(tmp_path / "no-such-tool"),))
+    assert card_check.run_all([missing], ["0"], 1, tmp_path, limit_seconds=5.0) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card would be asked everything")
+def test_without_a_card_it_says_so() -> None:
+    result = subprocess.run([sys.executable, card_check.__file__], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (2, "torch finds no GPU here\n")
