@@ -14,10 +14,9 @@ namespace {
 
 constexpr int merge_ctas_per_sm = 4;  // they have little to do; more than can be resident only add launch work
 
-const VariantArgs* variant_of(const fp_run_args& args) {
-  static constexpr VariantArgs none{};
-  return args.variant != nullptr ? args.variant : &none;
-}
+constexpr VariantArgs no_variant{};
+
+const VariantArgs* variant_of(const fp_run_args& args) { return args.variant != nullptr ? args.variant : &no_variant; }
 
 struct Launch {
   const fp_kernel* kernel;
@@ -183,9 +182,8 @@ int32_t fp_run(const fp_run_args* args) {
 }
 
 int32_t fp_find_mask_tiles(const fp_kernel* kernel, const MaskTilesParams* params, void* stream) {
-  static constexpr VariantArgs none{};
   cuda::CurrentContext current(*kernel->driver, kernel->context);
-  return host::find_mask_tiles(*kernel, *params, &none, {stream, false});
+  return host::find_mask_tiles(*kernel, *params, &host::no_variant, {stream, false});
 }
 
 int32_t fp_launch(const fp_kernel* kernel, const void* params, int32_t grid, void* stream, int32_t enable_pdl) {

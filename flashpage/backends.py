@@ -249,17 +249,19 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
             mask_source = _mask_source(problem, capability, variant)
             tile, cost = capability.schedule(options, problem.packed_rows, variant, mask_source)
             has_mask = options.has_mask or variant.mask
-            notes: tuple[str, ...] = (
+            spec = _spec(options, capability, tile, variant, mask_source)
+            spec, of_contexts = for_contexts(problem, capability, spec)
+            assert spec.tile is not None
+            notes = (
                 f"kernel {capability.kernel}: the first that can",
                 *(f"refused {reason}" for reason in refused),
-                f"tile {tile.tile_q} packed rows x {tile.tile_kv} tokens, for about "
+                f"tile {tile.tile_q} packed rows x {spec.tile.tile_kv} tokens, for about "
                 f"{problem.packed_rows} packed rows a "
                 "request and KV head",
                 *([_mask_note(problem, capability, mask_source)] if has_mask else []),
+                *of_contexts,
             )
-            spec = _spec(options, capability, tile, variant, mask_source)
-            spec, of_contexts = for_contexts(problem, capability, spec)
-            return Choice(spec, cost, capability, notes + of_contexts)
+            return Choice(spec, cost, capability, notes)
         refused.append(f"{capability.kernel}: {'; '.join(reasons)}")
     raise CapabilityError("no kernel can honour this request:\n  " + "\n  ".join(refused))
 

@@ -36,14 +36,8 @@ class ContextLengths:
     """How much rows of many tiles see, on average. Made once for options, asked at every plan."""
 
     __slots__ = (
-        "_heads",
-        "_hidden",
-        "_least_rows",
-        "_least_tokens",
-        "_may_be_long",
-        "_may_be_short",
-        "_rows_of_prefill",
-        "may_differ",
+        *("_heads", "_hidden", "_least_rows", "_least_tokens", "_may_be_long", "_may_be_short"),
+        *("_rows_of_prefill", "may_differ"),
     )
 
     def __init__(self, options: Options) -> None:
@@ -52,6 +46,7 @@ class ContextLengths:
         has_short_window = 0 <= options.window_left < least - 1
         self.may_differ = not (options.uniform_q_len or options.is_batch_invariant)  # from batch to batch
         self._may_be_long = self.may_differ and not has_short_window
+        # Where no kernel has other tiles for them (has_long_tiles), the same one would be prepared twice.
         self._may_be_short = (
             self.may_differ and options.head_dim_qk == options.head_dim_vo == 128 and not options.kv_dtype.is_fp8
         )

@@ -24,14 +24,23 @@ if TYPE_CHECKING:
 class MaskTiles:
     """Of one combination of options. Runs of a wrapper follow each other on one stream, so they share it."""
 
-    __slots__ = ("_cells", "_found_for", "address", "lane_bits", "params")
+    __slots__ = ("_cells", "_found_for", "params")
 
     def __init__(self) -> None:
         self._cells: torch.Tensor | None = None
         self._found_for = 0  # the wrapper's plan
         self.params = host.MaskTilesParams()
-        self.address = ctypes.addressof(self.params)
-        self.lane_bits = 0  # address of what AttentionParams has
+
+    @property
+    def address(self) -> int:
+        """Of the struct."""
+        return ctypes.addressof(self.params)
+
+    @property
+    def lane_bits(self) -> int:
+        """Address of the bits of mixed tiles (include/flashpage/tile/lane_bits.h)."""
+        begin: int = self.params.cells + 8 * self.params.lanes_begin
+        return begin
 
     def find(self, planner: Planner, combination: Combination, stream: int) -> None:
         """Looks at the bits of the newest plan, where all its runs see these."""
@@ -73,6 +82,5 @@ class MaskTiles:
             step = max(1, (1 << cells.bit_length()) // 16)  # that contexts which grow do not ask for memory every time
             self._cells = torch.zeros(-(-cells // step) * step, dtype=torch.int64, device=planner.device)
         params.plan, params.cells = combination.slot.memory.data_ptr(), self._cells.data_ptr()
-        self.lane_bits = params.cells + 8 * params.lanes_begin
         params.custom_mask = planner.mask.address if options.has_mask else None
         params.causal, params.window_left = options.causal, options.window_left

@@ -97,6 +97,8 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="folder for what each process said (default: a temporary one)")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that a process may take")
     arguments = parser.parse_args()
+    if arguments.jobs < 1:
+        parser.error(f"--jobs {arguments.jobs}: pass 1 or more")
     if not torch.cuda.is_available():
         print("torch finds no GPU here", file=sys.stderr)
         return 2

@@ -40,7 +40,7 @@ class Case:
     sinks: bool = False
     scales: str = ""  # "" | float | tensor (one value on the device) | negative (alike) | per_head | signs (alike)
     mask: str = ""  # "" | dense | packed
-    mask_kind: str = "random"  # random | causal | blocks | tree | sparse | nothing
+    mask_kind: str = "random"  # random | causal | blocks | tree | past | sparse | nothing
     variant: str = ""  # tests/case_variants.py, VARIANTS
     fixed_split_size: int = 0  # pages; 0: balanced
     disable_split_kv: bool = False

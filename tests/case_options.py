@@ -66,6 +66,8 @@ def tile_rows() -> list[Case]:
     why = "pages of one token"
     for kind in ("causal", "sparse"):
         rows.append(prefill(f"mask-tiles-{kind}-page-1", why, q_lens, kv_lens, page_size=1, mask_kind=kind, **long))
+    past = {**long, "mask_kind": "past", "window_left": 50}
+    rows.append(prefill("mask-tiles-past", "units whose window hides what they would see", q_lens, kv_lens, **past))
     many = (40,), (5000,)
     options = {**long, "mask_kind": "sparse"}
     rows += [

@@ -130,14 +130,16 @@ def _ragged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[C
 
 def _mask(kind: str, q_len: int, kv_len: int, generator: torch.Generator) -> torch.Tensor:
     """causal: right-aligned; blocks: documents of 300 tokens; tree: all of the context, and a row's ancestors among the
-    rows; sparse: one token in a thousand, and whole tiles in between; random: with a row that sees nothing and one that
-    sees its last token alone."""
+    rows; past: the first third of the tokens; sparse: one token in a thousand, and whole tiles in between; random: with
+    a row that sees nothing and one that sees its last token alone."""
     position = kv_len - q_len + torch.arange(q_len)[:, None]
     token = torch.arange(kv_len)[None]
     if kind == "causal":
         return token <= position
     if kind == "blocks":
         return token // 300 == position // 300
+    if kind == "past":
+        return token < torch.full_like(position, kv_len // 3)
     if kind == "tree":
         row, other = position - (kv_len - q_len) + 1, token - (kv_len - q_len) + 1  # numbered as in a heap
         depth = row.float().log2().floor() - other.clamp(min=1).float().log2().floor()

@@ -37,6 +37,7 @@ CASES = [
     prefill("host-whole-page-1", "by who leads", (70, 96), (100, 96), page_size=1, **{**BF16, "head_dim": 64}),
     prefill("host-mask", "tiles of a mask", (70, 40), (500, 300), **MASK),
     prefill("host-mask-nothing", "of which nobody sees one", (40, 3), (300, 20), **{**MASK, "mask_kind": "nothing"}),
+    prefill("host-mask-past", "behind the window", (200,), (900,), window_left=20, **{**MASK, "mask_kind": "past"}),
     prefill("host-mask-page-1", "and row by row", (70,), (500,), page_size=1, **MASK),
     prefill("host-cap", "an exponential, a reciprocal", (70, 9), (500, 300), soft_cap=3.0, sm_scale=1.0, **BF16),
     prefill("host-cap-large", "by the variant's function", (40,), (300,), soft_cap=1000.0, sm_scale=3.0, **BF16),

@@ -105,7 +105,7 @@ def check_tiles(wrapper: Any, bits: int | None, find: Callable[[Any], None]) -> 
 
 
 def test_bits_are_looked_at_once_a_plan(tensors: tuple[torch.Tensor, ...]) -> None:
-    """Whatever becomes of them: every run of a plan has the mask that was planned, and options that differ too."""
+    """By every run of the plan, captured ones and those with options of their own too."""
     bits = pack_bits(masks(7)).to(DEVICE)
     wrapper = planned(packed_custom_mask=bits)
     wrapper.run(*tensors)

@@ -174,10 +174,11 @@ def find_mask_tiles(
     )
     cutting = Cutting(num_ctas=1, walk=RUNS, tile_q=tile.tile_q, tile_kv=tile.tile_kv).struct()
     count = host.load().fp_mask_cells(ctypes.byref(batch), ctypes.byref(cutting), ctypes.byref(found))
-    cells = np.zeros(count + 2, np.uint64)
+    cells = np.full(count + 4, 2**64 - 1, np.uint64)  # as if an earlier batch had left it
     found.plan, found.custom_mask = params.plan, params.custom_mask
     found.causal, found.window_left = params.causal, params.window_left
     found.cells = -(-cells.ctypes.data // 16) * 16
+    cells[:4] = 0  # the queue
     if case.mask:
         mask_kernel().find_mask_tiles(ctypes.byref(found), 1)
         params.lane_bits = found.cells + 8 * found.lanes_begin

@@ -84,7 +84,7 @@ extern "C" i32 visit_tiles(const MaskTilesParams* params, u32 cell, i32 begin, i
     right = right && lane.size() == found[0].size();
     for (size_t i = 0; right && i < lane.size(); ++i)
       right = lane[i].first_token == found[0][i].first_token && lane[i].is_last == found[0][i].is_last &&
-              lane[i].is_mixed == found[0][i].is_mixed;
+              lane[i].seen == found[0][i].seen;
   }
   std::copy(found[0].begin(), found[0].end(), visited);
   return right ? static_cast<i32>(found[0].size()) : -1;
@@ -112,7 +112,7 @@ static void mask_tile(const AttentionParams& params, const WorkItem& item, const
     const int lane = threadIdx.x;
     float scores[1][tokens / 8][4] = {};
     if (lanes != nullptr) {
-      mask_by_lane_bits<Traits>(scores, params, *lanes, unit, first_row, first_token, lane);
+      mask_by_lane_bits<Traits>(scores, params, *lanes, unit, first_row, {first_token, 0, Seen::some}, lane);
     } else {
       mask_scores<Traits>(scores, params, VariantArgs{}, item, unit, first_row, first_token, lane);
     }

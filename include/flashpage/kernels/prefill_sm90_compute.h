@@ -146,7 +146,7 @@ struct PrefillCompute {
     [[maybe_unused]] const Rows rows(scale, params, item, unit, first_row, lane);
     auto look_through = [&](auto& scores) {
       const bool is_cut = first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
-      const bool masks = masks_all || tile.is_mixed || is_cut;
+      const bool masks = masks_all || tile.seen != Seen::all || is_cut;
       if (!(transforms || masks)) return;
       if constexpr (keeps_rows<Traits>) {
         transform_by_logit<Traits>(scores, args, item, first, lane, [&](int, int half) { return rows.row[half]; });
@@ -155,7 +155,7 @@ struct PrefillCompute {
       }
       if constexpr (has_lane_bits<Traits> && !Traits::Variant::has_mask) {
         const LaneBits bits(tiled.lane_bits, item.kv_len, tokens);
-        if (tile.is_mixed) mask_by_lane_bits<Traits>(scores, params, bits, unit, first_row, first, lane);
+        if (tile.seen != Seen::all) mask_by_lane_bits<Traits>(scores, params, bits, unit, first_row, tile, lane);
         if (is_cut)
           mask_cut_ends<Traits>(scores, params, item, unit, static_cast<int>(ptx::opaque(first_row)), first,
                                 static_cast<int>(ptx::opaque(lane)));

@@ -369,9 +369,7 @@ struct PrefillLoad {
     i32 first_token = 0;
     if constexpr (has_mask_tiles<Traits>) {
       to.tile_cell = shared.cursor.tile_cell;
-      if constexpr (has_lane_bits<Traits>)
-        to.lane_bits =
-            shared.cursor.sees_nothing ? nullptr : LaneBits::begin_of(params.lane_bits, to.place.item, tokens);
+      if constexpr (has_lane_bits<Traits>) to.lane_bits = LaneBits::begin_of(params.lane_bits, to.place.item, tokens);
     } else {
       first_token = extent_of(unit).first_token;
     }

@@ -61,7 +61,7 @@ struct TiledPlace {
   UnitTokens tokens;
   Place place;
   u32 tile_cell;  // where tiles are looked up: of the row block's
-  u8* lane_bits;  // of the request's mixed tiles; null: the unit sees nothing
+  u8* lane_bits;  // of the request's mixed tiles
 };
 
 // Where a unit's output goes that waits in its slot of query_ring, for who loads the next Q there to store it.

@@ -10,7 +10,6 @@ namespace flashpage {
 // By a warp: those of a CTA's rows of a unit, which begin at `cta_row`.
 FP_DEVICE void ask_for_bits(const AttentionParams& params, const LaneBits& bits, const Unit& unit, int cta_row,
                             i32 tile, int lane) {
-  if (bits.begin == nullptr) return;
   const i32 end = unit.first_row + min_of(unit.num_rows, cta_row + params.cta_rows);
   const i32 last_row = params.group.div(end - 1);
 #pragma unroll 1

@@ -16,7 +16,7 @@ FP_HOST_DEVICE constexpr i32 lane_word_bytes(i32 tile_kv) { return tile_kv > 128
 inline constexpr i32 most_lane_tokens = 256;  // of a tile
 
 // Tiles of rows that lie before a request, from the sizes of all requests before it; of all requests: those of a batch.
-// A request of q rows and t tokens has q * ceil(t / tile_kv) of them, and its bits a multiple of q * t / 8 bytes.
+// A request of q rows and t tokens has q * ceil(t / tile_kv) of them, and its bits take q * t / 8 bytes or more.
 FP_HOST_DEVICE constexpr i64 row_tiles_before(i64 mask_bytes, i64 rows, i32 tile_kv) {
   return mask_bytes * 8 / tile_kv + rows;
 }

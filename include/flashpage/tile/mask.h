@@ -4,6 +4,7 @@
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/lane_bits.h"
 #include "flashpage/tile/transform.h"
+#include "flashpage/tile/visible_tiles.h"
 
 namespace flashpage {
 
@@ -101,10 +102,11 @@ FP_DEVICE void mask_by_bits(float (&scores)[Shape<Traits>::row_tiles][token_tile
     }
 }
 
-// The bits of a mixed tile; null: nobody sees anything. Causal and window count elsewhere.
+// The bits of a tile that not all rows see. Causal and window count elsewhere.
 template <class Traits, int token_tiles>
 FP_DEVICE void mask_by_lane_bits(float (&scores)[1][token_tiles][4], const AttentionParams& params,
-                                 const LaneBits& bits, const Unit& unit, int of_warp, i32 first_token, int of_thread) {
+                                 const LaneBits& bits, const Unit& unit, int of_warp, const VisitedTile& tile,
+                                 int of_thread) {
   static_assert(Traits::tile_kv <= most_lane_tokens);
   // Nothing that is computed from these is kept from tile to tile.
   const int first_row = static_cast<int>(ptx::opaque(of_warp)), lane = static_cast<int>(ptx::opaque(of_thread));
@@ -113,8 +115,8 @@ FP_DEVICE void mask_by_lane_bits(float (&scores)[1][token_tiles][4], const Atten
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const i32 row = lane_row(params, unit, first_row, 0, half, lane).row;
-    if (bits.begin != nullptr)
-      word[half] = reinterpret_cast<const Word*>(bits.quad(row, first_token / Traits::tile_kv))[lane % 4];
+    if (tile.seen == Seen::some)
+      word[half] = reinterpret_cast<const Word*>(bits.quad(row, tile.first_token / Traits::tile_kv))[lane % 4];
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half)

@@ -11,7 +11,6 @@ struct QueueCursor {
   UnitQueue* queue;
   const QueuedUnit* units;
   u32 tile_cell;  // of the unit that was claimed last
-  bool sees_nothing;
 
   FP_DEVICE void start(const MaskTilesParams& tiles) {
     queue = reinterpret_cast<UnitQueue*>(tiles.cells);
@@ -32,7 +31,6 @@ struct QueueCursor {
     if (place.done) return;
     const QueuedUnit unit = units[turn];
     tile_cell = unit.cell;
-    sees_nothing = unit.count_class == count_class(0);
     WorkItem item = plan_items(params.plan)[unit.item];
     item.partial_row = unit.partial_row;
     place.item = item;

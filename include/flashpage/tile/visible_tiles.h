@@ -18,16 +18,24 @@ inline constexpr bool has_mask_tiles =
 template <class Traits>
 inline constexpr bool has_lane_bits = has_mask_tiles<Traits> && Traits::mask_source == MaskSource::packed_bits;
 
+// What the rows of a unit see of a tile that is visited.
+enum class Seen : i16 {
+  all,
+  some,     // some row does not see some token
+  nothing,  // of the whole unit: mask tiles know no bits of this one
+};
+
 // What a computing warp has to know of a tile.
 struct alignas(8) VisitedTile {
   i32 first_token;
-  i16 is_last;   // of its unit
-  i16 is_mixed;  // some row does not see some token
+  i16 is_last;  // of its unit
+  Seen seen;
 };
 // Where it knows that without being told.
 struct NextTile {
   static constexpr i32 first_token = 0;
-  static constexpr bool is_last = false, is_mixed = false;
+  static constexpr bool is_last = false;
+  static constexpr Seen seen = Seen::all;
 };
 template <class Traits>
 using TileInTurn = typename select_type<has_mask_tiles<Traits>, VisitedTile, NextTile>::type;
@@ -37,7 +45,7 @@ FP_DEVICE VisitedTile from_first_lane(const VisitedTile& visited) {
   u64 bits = 0;
   if (threadIdx.x % 32 == 0) bits = *reinterpret_cast<const u64*>(&visited);
   bits = __shfl_sync(0xffffffff, bits, 0);
-  return {static_cast<i32>(bits), static_cast<i16>(bits >> 32), static_cast<i16>(bits >> 48)};
+  return {static_cast<i32>(bits), static_cast<i16>(bits >> 32), static_cast<Seen>(bits >> 48)};
 }
 
 // All tiles of a unit by their number, one warp's. `ahead`: the one after the next, whose place is looked up meanwhile;
@@ -63,25 +71,26 @@ class VisibleTiles {
     end_ = max_of(first + 1, ceil_div(unit.kv_end, tokens));
     take(first >> part_bits);
     now_ = find(first);
-    if (tile_of(now_) >= end_) now_ = first << 1 | mixed;
+    if (tile_of(now_) >= end_) now_ = with(first, Seen::nothing);
     next_ = find(tile_of(now_) + 1);
   }
   FP_DEVICE bool more() const { return tile_of(now_) < end_; }
   FP_DEVICE int now() const { return tile_of(now_); }
   FP_DEVICE int next() const { return tile_of(next_); }
   FP_DEVICE int ahead() { return tile_of(find(tile_of(next_) + 1)); }  // not kept: registers are few
-  FP_DEVICE bool is_mixed() const { return (now_ & mixed) != 0; }
+  FP_DEVICE bool is_mixed() const { return seen_of(now_) == Seen::some; }
   FP_DEVICE void step() {
     now_ = next_;
     next_ = find(tile_of(next_) + 1);
   }
-  FP_DEVICE VisitedTile visited() const { return {tile_of(now_) * tokens_, tile_of(next_) >= end_, is_mixed()}; }
+  FP_DEVICE VisitedTile visited() const { return {tile_of(now_) * tokens_, tile_of(next_) >= end_, seen_of(now_)}; }
 
  private:
   static constexpr int part_bits = 10;  // tiles at a time: a word a lane
-  // A found tile's number is beside whether it is mixed.
-  static constexpr i32 mixed = 1;
-  FP_DEVICE static i32 tile_of(i32 found) { return found >> 1; }
+  // A found tile's number, beside what is seen of it.
+  FP_DEVICE static i32 with(i32 tile, Seen seen) { return tile << 2 | static_cast<i32>(seen); }
+  FP_DEVICE static i32 tile_of(i32 found) { return found >> 2; }
+  FP_DEVICE static Seen seen_of(i32 found) { return static_cast<Seen>(found & 3); }
 
   FP_DEVICE void take(i32 part) {
     part_ = part;
@@ -97,12 +106,12 @@ class VisibleTiles {
       if (bits != 0) {
         const int bit = __ffs(bits) - 1;
         const u32 hidden = __shfl_sync(0xffffffff, mine_.hidden, lane);
-        return ((at & ~31) + bit) << 1 | (hidden >> bit & mixed);
+        return with((at & ~31) + bit, hidden >> bit & 1 ? Seen::some : Seen::all);
       }
       const u32 behind = __ballot_sync(0xffffffff, mine_.visible != 0) & ~(~0u >> (31 - lane));
       at = (part_ * 32 + (behind != 0 ? __ffs(behind) - 1 : 32)) * 32;
     }
-    return end_ << 1;
+    return with(end_, Seen::all);
   }
 
   i32 end_;  // of the unit
