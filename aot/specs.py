@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+from flashpage.contexts import Contexts, tile_of
 from flashpage.dtypes import DType
 from flashpage.jit import Target
 from flashpage.spec import KernelSpec, VariantSpec, inner_loop
@@ -38,9 +39,12 @@ def default_cuda_specs(target: Target) -> list[KernelSpec]:
     if target.arch == HOPPER:
         small_pages += [_prefill_sm90(*(2 * (DType.BFLOAT16,)), (128, 128), loader="rows"), KernelSpec("gather_rows")]
     often_long = [spec for spec in paged + ragged if spec.head_dim_vo == 128 and spec.kernel == "prefill_sm90"]
-    pairs = [_paired(s) for s in often_long if s.q_dtype is DType.BFLOAT16 or s.kv_source == "paged"]
-    short = [_shortened(s) for s in often_long if s.q_dtype is DType.BFLOAT16 and s.head_dim_qk == 128]
-    return _distinct(paged + ragged + pairs + short + small_pages + helper_specs())
+    pairs = [
+        _of_contexts(s, Contexts.LONG) for s in often_long if s.q_dtype is DType.BFLOAT16 or s.kv_source == "paged"
+    ]
+    of_128 = [s for s in often_long if s.q_dtype is DType.BFLOAT16 and s.head_dim_qk == 128]
+    other_tiles = [_of_contexts(s, contexts) for s in of_128 for contexts in (Contexts.SHORT, Contexts.FEW)]
+    return _distinct(paged + ragged + pairs + other_tiles + small_pages + helper_specs())
 
 
 def helper_specs() -> list[KernelSpec]:
@@ -56,7 +60,6 @@ def other_cuda_specs(target: Target) -> list[KernelSpec]:
     bf16, e4m3 = DType.BFLOAT16, DType.FLOAT8_E4M3
     fp8 = [_attention(target, bf16, e4m3, dims, rows) for dims, rows in itertools.product(HEAD_DIMS, ROWS)]
     fp8 += [_attention(target, DType.FLOAT16, e4m3, (128, 128), 16)]
-    fp8 += [_attention(target, bf16, DType.FLOAT8_E5M2, (128, 128), 16)]
     caps = [
         _attention(target, bf16, bf16, dims, rows, variant=SOFT_CAP)
         for dims, rows in (*itertools.product(((128, 128),), ROWS), ((256, 256), 16), ((256, 256), 128))
@@ -85,7 +88,7 @@ def _other_hopper_specs() -> list[KernelSpec]:
     ragged = [_decode_sm90(bf16, bf16, dims, 64, kv_source="ragged") for dims in ((128, 128), (192, 128))]
     ragged += [_decode_sm90(bf16, bf16, (128, 128), 16, kv_source="ragged")]
     queries = [_prefill_sm90(e4m3, e4m3, (128, 128), kv_source=source) for source in ("paged", "ragged")]
-    return wide + unlike + small_pages + ragged + queries + [_paired(spec) for spec in queries]
+    return wide + unlike + small_pages + ragged + queries + [_of_contexts(spec, Contexts.LONG) for spec in queries]
 
 
 def cuda_specs(target: Target) -> list[KernelSpec]:
@@ -192,16 +195,10 @@ def _prefill_sm90(
     )
 
 
-def _shortened(spec: KernelSpec) -> KernelSpec:
-    """Of short contexts."""
-    assert spec.tile is not None
-    return dataclasses.replace(spec, tile=spec.tile.shortened())
-
-
-def _paired(spec: KernelSpec) -> KernelSpec:
-    """Of long contexts."""
-    assert spec.tile is not None
-    return dataclasses.replace(spec, tile=spec.tile.paired())
+def _of_contexts(spec: KernelSpec, contexts: Contexts) -> KernelSpec:
+    found = tile_of(spec, contexts)
+    assert found is not None
+    return dataclasses.replace(spec, tile=found[0])
 
 
 def _decode_sm90(

@@ -54,8 +54,8 @@ class Capability:
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
     mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel finds
     row_boxes: bool = False  # it takes q, and stores out, by tensor maps where they have one
-    pairs: Callable[[KernelSpec], bool] = lambda spec: False  # two CTAs of a cluster may read a unit's K and V together
-    short_tiles: Callable[[KernelSpec], bool] = lambda spec: False  # of SHORT_TILE_TOKENS, for short contexts
+    # The tile for such contexts where it is not the usual one, and what to say of it.
+    tile_of_contexts: Callable[[KernelSpec, contexts.Contexts], tuple[Tile, str] | None] = lambda spec, of: None
     runs_beside: bool = False  # with one CTA an SM, it shares the SMs with another launch of the same run (parts.py)
 
     def refusals(self, problem: Problem, sm: int) -> list[str]:
@@ -182,8 +182,7 @@ PREFILL_SM90 = Capability(
     loader=_prefill_loader,
     row_boxes=True,
     mask_tiles=_visits_tiles,
-    pairs=contexts.may_pair,
-    short_tiles=contexts.has_long_tiles,
+    tile_of_contexts=contexts.tile_of,
     runs_beside=True,
 )
 
@@ -201,6 +200,9 @@ CAPABILITIES = (
         row_alignment=16,
     ),
 )
+
+
+MANY_ROWS = 1 << 20  # packed, of a request and KV head: a prefill's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +257,7 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
             notes = (
                 f"kernel {capability.kernel}: the first that can",
                 *(f"refused {reason}" for reason in refused),
-                f"tile {tile.tile_q} packed rows x {spec.tile.tile_kv} tokens, for about "
+                f"tile {spec.tile.tile_q // spec.ctas} packed rows x {spec.tile.tile_kv} tokens, for about "
                 f"{problem.packed_rows} packed rows a "
                 "request and KV head",
                 *([_mask_note(problem, capability, mask_source)] if has_mask else []),
@@ -268,11 +270,9 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
 
 def for_contexts(problem: Problem, capability: Capability, spec: KernelSpec) -> tuple[KernelSpec, tuple[str, ...]]:
     """The same with the tile that the batch's contexts are best with, and what to say of it."""
-    assert spec.tile is not None
-    if problem.contexts is contexts.Contexts.LONG and capability.pairs(spec):
-        return dataclasses.replace(spec, tile=spec.tile.paired()), (contexts.PAIRS_NOTE,)
-    if problem.contexts is contexts.Contexts.SHORT and capability.short_tiles(spec):
-        return dataclasses.replace(spec, tile=spec.tile.shortened()), (contexts.SHORT_NOTE,)
+    if (found := capability.tile_of_contexts(spec, problem.contexts)) is not None:
+        tile, note = found
+        return dataclasses.replace(spec, tile=tile), (note,)
     return spec, ()
 
 

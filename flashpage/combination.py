@@ -7,6 +7,7 @@ A wrapper has the combination that was planned, and one more for each set of run
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from .errors import PlanError
 from .mask_tiles import MaskTiles
 from .parts import Part, Parts, largest_schedules, may_have_parts, most_few_rows
 from .prepare import Prepared, trace
-from .problem import Options
+from .problem import Options, Problem
 from .slots import PlanSlot
 from .spec import VariantSpec
 
@@ -265,12 +266,32 @@ def workspace_bounds(
     of_graph = backends.with_one_cluster_size(prepared.schedule, units)[0]
     float_of_graph, int_of_graph = _bounds(options, of_graph, batch, total_q, total_kv)
     float_bytes, int_bytes = max(float_bytes, float_of_graph), max(int_bytes, int_of_graph)
+    for schedule, rows in _schedules_of_few(options, total_q, prepared.schedule.num_ctas, device):
+        float_of_few, int_of_few = _bounds(options, schedule, batch, rows, total_kv)
+        float_bytes, int_bytes = max(float_bytes, float_of_few), max(int_bytes, int_of_few)
     float_of_parts = int_of_parts = 0
     for schedule in largest_schedules(options, prepared.schedule.num_ctas, device):
         of_part = _bounds(options, schedule, batch, total_q, total_kv)
         float_of_parts += of_part[0]
         int_of_parts += -(-of_part[1] // 16) * 16  # a plan starts on 16 bytes
     return max(float_bytes, float_of_parts), max(int_bytes, int_of_parts)
+
+
+def _schedules_of_few(
+    options: Options, total_q: int, num_ctas: int, device: torch.device
+) -> Iterator[tuple[host.Schedule, int]]:
+    """Of batches of so few rows that tiles are smaller than usual, and how many rows those have at most."""
+    rows = min(total_q, ContextLengths(options).most_rows_of_few)
+    if rows == 0 or device.type != "cuda":
+        return
+    usual, few = (
+        backends.choose(Problem(options, backends.MANY_ROWS, contexts=contexts), device)
+        for contexts in (Contexts.USUAL, Contexts.FEW)
+    )
+    if few.spec != usual.spec:
+        assert few.spec.tile is not None and usual.spec.tile is not None
+        num_ctas = num_ctas * few.spec.tile.ctas_per_sm // usual.spec.tile.ctas_per_sm
+        yield backends.schedule(few, options, num_ctas), rows
 
 
 def bounds_of(prepared: Prepared, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:

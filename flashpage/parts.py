@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from . import backends, host
 from .prepare import Prepared
-from .problem import Options
+from .problem import Options, Problem
 from .slots import PlanSlot
 from .tiles import FULL_SPEED_SHARE
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 LEAST_GAIN_NS = 6000.0  # by the cost model, which knows nothing of the second launch and its events
-_MANY_ROWS = 1 << 20
 
 
 def may_have_parts(options: Options) -> bool:
@@ -34,7 +33,7 @@ def may_have_parts(options: Options) -> bool:
 
 def most_few_rows(options: Options, device: torch.device) -> int:
     """Rows of q up to which a request belongs to the first part of a batch; 0: no batch has parts."""
-    few, many = (backends.choose(backends.Problem(options, rows), device).capability for rows in (1, _MANY_ROWS))
+    few, many = (backends.choose(Problem(options, rows), device).capability for rows in (1, backends.MANY_ROWS))
     works = few is not many and few.runs_beside and many.runs_beside
     return few.max_packed_rows // options.group_size if works else 0
 
@@ -43,9 +42,8 @@ def largest_schedules(options: Options, num_ctas: int, device: torch.device) -> 
     """Of both parts, with the largest row tiles: for memory that two plans need at most. Empty: no batch has parts."""
     if not may_have_parts(options) or not (limit := most_few_rows(options, device)):
         return []
-    choices = (
-        backends.choose(backends.Problem(options, rows), device) for rows in (limit * options.group_size, _MANY_ROWS)
-    )
+    sizes = limit * options.group_size, backends.MANY_ROWS
+    choices = (backends.choose(Problem(options, rows), device) for rows in sizes)
     return [backends.schedule(choice, options, num_ctas) for choice in choices]
 
 

@@ -219,9 +219,9 @@ def plan_lengths(
     """Plans lengths on the host alone: no wrapper, no device, no kernel.
 
     `q_lens` None: one row a request (decode). `tile` and `cost` are the backend's of flashpage/tiles.py unless given.
-    `page_size` 0: ragged. `clusters`: those that a card runs at once; without, units have no CTAs of their own.
-    PlanError where the lengths do not fit together. The plan is one, also where a card would take a mixed batch in two
-    parts (parts.py).
+    `page_size` 0: ragged. `num_ctas`: of usual tiles; there are twice as many of those for few rows. `clusters`: those
+    that a card runs at once; without, units have no CTAs of their own. PlanError where the lengths do not fit together.
+    The plan is one, also where a card would take a mixed batch in two parts (parts.py).
     """
     rows = [1] * len(kv_lens) if q_lens is None else list(q_lens)
     vo = head_dim if head_dim_vo is None else head_dim_vo
@@ -246,6 +246,8 @@ def plan_lengths(
         spec = dataclasses.replace(spec, tile=tile)
     else:
         spec, of_contexts = backends.for_contexts(problem, capability, spec)
+        assert spec.tile is not None
+        num_ctas = num_ctas * spec.tile.ctas_per_sm // table_tile.ctas_per_sm
     choice = backends.Choice(spec, cost or table_cost, capability, ())
     schedule = backends.schedule(choice, options, num_ctas // spec.ctas, clusters)
     result, data = _plan_arrays(options, schedule, rows, list(kv_lens))

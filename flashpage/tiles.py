@@ -213,6 +213,13 @@ def sm90_prefill_tile(
     return Tile(tile_q, tile_kv, 4 * groups, 1, stages), cost
 
 
+def sm90_few_rows_tile(head_dim_qk: int, head_dim_vo: int) -> Tile:
+    """Of prefill on Hopper where an SM has less than a usual tile's rows: one warpgroup and two CTAs an SM, each with
+    half of the memory. What a unit waits for at its start and end is as long as its work then, and the other CTA's."""
+    columns = sum(-(-dim // 64) * 64 for dim in (head_dim_qk, head_dim_vo))
+    return Tile(64, 64 if columns <= 320 else 48, 4, 1, 2, ctas_per_sm=2)
+
+
 def whole_rows(packed_rows: int, group_size: int) -> int:
     """As many of a tile's rows as are whole rows of the group; all, where that would leave more than a tenth behind.
     Row by row, Q and output cost a sixth of a prefill's time (tests/bench/NOTES.md)."""

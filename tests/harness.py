@@ -8,10 +8,13 @@ runs the whole table; without pytest and installation: `PYTHONPATH=. python test
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from caches import poison
@@ -19,6 +22,8 @@ from case import Case
 from case_variants import VARIANTS
 from comparison import GUARD_BYTES, GUARD_VALUE, Outputs, Report, compare
 from inputs import Inputs, is_ragged, make_inputs, pack_bits, reference_states
+
+from flashpage.contexts import ContextLengths, Contexts
 
 WRAPPERS = {
     "decode": "BatchDecodeWithPagedKVCache",
@@ -187,13 +192,35 @@ class Runner:
         return self._outputs(result)
 
 
+@contextlib.contextmanager
+def contexts_of_plans(*, may_be_few: bool = True) -> Iterator[set[Contexts]]:
+    """What plans find their batches to be, meanwhile. Most cases are few rows; otherwise, larger batches."""
+    found, original = set(), ContextLengths.of
+
+    def of(lengths: ContextLengths, *sizes: int) -> Contexts:
+        most = lengths.most_rows_of_few
+        lengths.most_rows_of_few = most if may_be_few else 0
+        found.add(contexts := original(lengths, *sizes))
+        lengths.most_rows_of_few = most
+        return contexts
+
+    with mock.patch.object(ContextLengths, "of", of):
+        yield found
+
+
 def run_case(case: Case, device: str, library: Any = None) -> Report:
-    """The whole way: inputs, run, reference, comparison."""
+    """The whole way: inputs, run, reference, comparison. On a card few rows have tiles of their own: once more by the
+    usual ones."""
     if library is None:
         import flashpage as library
     inputs = make_inputs(case)
-    outputs = Runner(inputs, device, library).run()
-    return compare(case, outputs, reference_states(inputs))
+    states = reference_states(inputs)
+    with contexts_of_plans() as found:
+        report = compare(case, Runner(inputs, device, library).run(), states)
+    if Contexts.FEW in found and device != "cpu":
+        with contexts_of_plans(may_be_few=False):
+            report = compare(case, Runner(inputs, device, library).run(), states)
+    return report
 
 
 def main() -> int:

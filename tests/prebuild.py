@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from case import Case
-from harness import Runner
+from harness import Runner, contexts_of_plans
 from inputs import make_inputs
 
 
@@ -47,9 +47,11 @@ def specs_of(cases: Iterable[Case], device: str) -> list[Any]:
         for case in cases:
             # A case `at_run` plans with other values first, and then with its own.
             for variation in {case, dataclasses.replace(case, at_run=False)}:
-                with contextlib.suppress(_Planned):
-                    Runner(make_inputs(variation), device, flashpage).run()
-                    raise AssertionError(f"{case} planned without asking for a kernel")
+                inputs = make_inputs(variation)
+                for may_be_few in (True,) if device == "cpu" else (True, False):
+                    with contextlib.suppress(_Planned), contexts_of_plans(may_be_few=may_be_few):
+                        Runner(inputs, device, flashpage).run()
+                        raise AssertionError(f"{case} planned without asking for a kernel")
     return list(specs)
 
 

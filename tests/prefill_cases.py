@@ -139,3 +139,19 @@ CASES += [
     prefill("host-rope-rows-group-5", "of q too", (60, 2, 9), (250, 30, 0), page_size=5, **{**ROPE, "num_q_heads": 10}),
     prefill("host-rope-rows-dim-256", "more columns", (40,), (200,), page_size=12, **{**ROPE, "head_dim": 256}),
 ]
+
+# By one warpgroup, two CTAs an SM.
+HALVES = [
+    prefill("host-halves", "units of 16 rows of four heads", (70, 33, 0), (300, 33, 9), **BF16),
+    prefill("host-halves-ragged", "no pages", (70, 33), (500, 40), entry="ragged", **BF16),
+    prefill("host-halves-page-8", "small boxes", (40, 1), (250, 100), page_size=8, **{**BF16, "causal": False}),
+    prefill("host-halves-window", "both ends", (60,), (450,), window_left=90, **BF16),
+    prefill("host-halves-group-5", "units of 60 rows", (40, 25), (150, 25), **{**BF16, "num_q_heads": 10}),
+    prefill("host-halves-group-14", "rows of q one by one", (15,), (150,), **{**BF16, "num_q_heads": 28}),
+    prefill("host-halves-sinks", "sinks, and units that see nothing", (20, 20, 10), (200, 30, 0), sinks=True, **BF16),
+    prefill("host-halves-dim-64", "one block of columns", (70,), (300,), page_size=64, **{**BF16, "head_dim": 64}),
+    prefill("host-halves-dim-80", "half a box of columns", (64, 33), (100, 70), **{**BF16, "head_dim": 80}),
+    prefill("host-halves-192-128", "other values", (40,), (200,), head_dim_vo=128, **{**BF16, "head_dim": 192}),
+    prefill("host-halves-dim-192", "48 tokens, one Q at a time", (40, 9), (200, 64), **{**BF16, "head_dim": 192}),
+]
+CASES += HALVES

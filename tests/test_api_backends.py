@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from typing import Any
 
@@ -10,14 +9,13 @@ import pytest
 import torch
 
 import flashpage
-from flashpage import backends, host, tiles
+from flashpage import backends, tiles
 from flashpage.backends import CAPABILITIES, DECODE_SM90, PREFILL_SM90
-from flashpage.contexts import PAIRS_NOTE, SHORT_NOTE, ContextLengths, Contexts
+from flashpage.contexts import Contexts
 from flashpage.dtypes import DType
 from flashpage.prepare import mask_tiles_spec
 from flashpage.problem import SPLIT_BALANCED, SPLIT_NEVER, Options, Problem
 from flashpage.spec import KernelSpec, VariantSpec
-from flashpage.variants import builtin
 
 BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
@@ -192,82 +190,6 @@ def test_who_is_asked_for_tiles(
 
 
 @pytest.mark.parametrize(
-    ("changed", "rows", "tokens", "is_long"),
-    [
-        ({}, 1600, 1600, True),  # a row sees 800 tokens on average, and four heads share them
-        ({}, 1500, 1500, False),
-        ({}, 256, 4096, True),
-        ({}, 200, 4096, False),  # fewer than 1,024 packed rows
-        ({"causal": False}, 800, 800, True),
-        ({"num_kv_heads": 8}, 4096, 4096, False),
-        ({"num_kv_heads": 8}, 7000, 7000, True),
-        ({"window_left": 600}, 4096, 4096, False),
-        ({"window_left": 800}, 4096, 4096, True),
-        ({"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3}, 800, 800, True),
-        ({"fixed_piece_tokens": 256}, 4096, 4096, False),
-        ({"uniform_q_len": 4096}, 4096, 4096, False),
-    ],
-)
-def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, tokens: int, is_long: bool) -> None:
-    options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=8, num_kv_heads=2)
-    options = dataclasses.replace(options, **changed)
-    lengths = ContextLengths(options)
-    assert (lengths.of(3, 3 * rows, 3 * tokens) is Contexts.LONG) is is_long
-    assert lengths.of(0, 0, 0) is Contexts.USUAL
-
-
-@pytest.mark.parametrize(
-    ("changed", "variant", "tokens"),
-    [
-        ({}, VariantSpec(), 128),
-        ({"kv_source": "ragged", "page_size": 0}, VariantSpec(), 128),
-        ({"q_dtype": DType.FLOAT16, "kv_dtype": DType.FLOAT16}, VariantSpec(), 128),
-        ({"page_size": 1}, VariantSpec(), 160),
-        ({"has_mask": True}, VariantSpec(), 160),
-        ({}, builtin(soft_cap=30.0).spec, 160),
-        ({"head_dim_qk": 192}, VariantSpec(), 112),
-    ],
-)
-def test_short_contexts_have_short_tiles(
-    changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
-    given = problem(4096, **{"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128, **changed})
-    short = dataclasses.replace(given, contexts=Contexts.SHORT)
-    usual, choice = (backends.choose(each, torch.device("cuda:0"), variant) for each in (given, short))
-    assert choice.spec.tile is not None and choice.spec.tile.tile_kv == tokens
-    assert (choice.spec != usual.spec) is (SHORT_NOTE in choice.reasons) is (tokens == 128)
-
-
-@pytest.mark.parametrize(
-    ("changed", "variant", "has_pairs"),
-    [
-        ({}, VariantSpec(), True),
-        ({"kv_source": "ragged", "page_size": 0, "head_dim_qk": 192}, VariantSpec(), True),
-        ({"head_dim_qk": 256}, VariantSpec(), False),
-        ({"head_dim_qk": 64, "head_dim_vo": 64}, VariantSpec(), False),
-        ({"page_size": 1}, VariantSpec(), False),
-        ({"has_mask": True}, VariantSpec(), False),
-        ({}, builtin(soft_cap=30.0).spec, True),
-        ({}, VariantSpec(mask="kv_idx % 2 == 0"), False),
-        ({"kv_dtype": DType.FLOAT8_E4M3}, VariantSpec(), False),
-        ({"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3, "head_dim_vo": 64}, VariantSpec(), True),
-    ],
-)
-def test_long_contexts_are_read_by_pairs(
-    changed: dict[str, Any], variant: VariantSpec, has_pairs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
-    given = problem(4096, **{"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128, **changed})
-    single = backends.choose(given, torch.device("cuda:0"), variant)
-    choice = backends.choose(dataclasses.replace(given, contexts=Contexts.LONG), torch.device("cuda:0"), variant)
-    assert single.spec.ctas == 1 and single.spec.kernel == choice.spec.kernel == "prefill_sm90"
-    assert (choice.spec.ctas, PAIRS_NOTE in choice.reasons) == ((2, True) if has_pairs else (1, False))
-    assert not has_pairs or choice.spec.tile == single.spec.tile.paired()
-    assert choice.cost == single.cost
-
-
-@pytest.mark.parametrize(
     ("group", "changed", "rows"),
     [
         *((group, {}, rows) for group, rows in ((1, 128), (3, 126), (5, 125), (7, 126), (12, 120), (13, 117))),
@@ -361,24 +283,3 @@ def test_who_merges_in_its_launch_is_given_no_merge(merges_in_launch: bool, monk
     merges = structs.combination.num_merges
     assert merges > 0
     assert (structs.args.merge_ctas, structs.has_merge) == ((0, False) if merges_in_launch else (8 * merges, True))
-
-
-@pytest.mark.parametrize("heads", [(1, 1), (32, 8), (8, 2), (128, 1)], ids=str)
-def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """workspace_bounds asks for single CTAs: as many rows in pairs need no more."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
-    options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])
-
-    def bounds(batch: int, rows: int, is_long: bool) -> tuple[int, int]:
-        contexts = Contexts.LONG if is_long else Contexts.USUAL
-        choice = backends.choose(Problem(options, 4096, contexts=contexts), torch.device("cuda:0"))
-        assert choice.spec.ctas == 1 + is_long
-        schedule = backends.schedule(choice, options, 132 // choice.spec.ctas)
-        needed = ctypes.c_int64(), ctypes.c_int64()
-        given = batch, rows, 1 << 20, *heads, ctypes.byref(schedule)
-        host.check(host.load().fp_plan_bounds(*given, *map(ctypes.byref, needed)))
-        return needed[0].value, needed[1].value
-
-    for batch, rows in ((1, 1), (1, 16384), (3, 100), (64, 1000), (300, 100_000)):
-        of_pairs, of_singles = bounds(batch, rows, True), bounds(batch, rows, False)
-        assert all(pair <= single for pair, single in zip(of_pairs, of_singles, strict=True))

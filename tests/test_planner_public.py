@@ -12,7 +12,7 @@ from planner_batches import Batch
 from planner_checks import all_units
 
 from flashpage import tiles
-from flashpage.contexts import PAIRS_NOTE, SHORT_NOTE
+from flashpage.contexts import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
 from flashpage.errors import PlanError
 from flashpage.plan import Plan, plan_lengths
 
@@ -160,7 +160,28 @@ def test_short_contexts_are_planned_for_short_tiles() -> None:
         assert plan.spec is not None and plan.spec.tile is not None
         return plan.spec.tile.tile_kv, SHORT_NOTE in plan.explain()
 
-    for lengths in ([1024], [512], [512] * 32, [640] * 8, [1024, 8]):
+    for lengths in ([1024], [529], [512] * 32, [640] * 8, [1024, 8]):
         assert tokens_of_tile(lengths) == (128, True), lengths
     for lengths in ([1300], [1024] * 16, [700] * 8):
         assert tokens_of_tile(lengths) == (160, False), lengths
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "heads", "are_few"),
+    [
+        ([512], [512], 32, True),
+        ([1024], [1024], 16, True),
+        ([64] * 8, [64] * 8, 32, True),
+        ([128], [1152], 32, True),
+        ([300, 1, 0], [300, 900, 5], 40, True),
+        ([529], [529], 32, False),
+        ([128], [1200], 32, False),
+        ([8] * 4, [64] * 4, 32, False),
+    ],
+)
+def test_few_rows_are_planned_for_two_ctas_an_sm(rows: list[int], tokens: list[int], heads: int, are_few: bool) -> None:
+    """As many as one unit of 64 for each half of an SM; decodes have a kernel of their own."""
+    plan = plan_lengths(rows, tokens, num_q_heads=heads, page_size=0)
+    assert plan.spec is not None and plan.spec.tile is not None
+    assert (plan.spec.tile.ctas_per_sm == 2) is (plan.num_ctas == 264) is (FEW_NOTE in plan.explain()) is are_few
+    assert not are_few or plan.schedule.tile_q == 64 // (heads // 8) * (heads // 8)

@@ -22,7 +22,7 @@ from inputs import Inputs, make_inputs, pack_bits, reference_states
 from native_build import asked_tiles, shared_library, variant_flags
 from native_build import mask_tiles as mask_kernel
 from planner_batches import RUNS, Cutting
-from prefill_cases import CASES
+from prefill_cases import CASES, HALVES
 from tolerance import limits
 from variant_build import variant_args
 
@@ -32,7 +32,7 @@ from flashpage.boxes import loader_tokens
 from flashpage.dtypes import DType
 from flashpage.products import short_tokens
 from flashpage.spec import KernelSpec, VariantSpec, inner_loop
-from flashpage.tiles import InnerLoop, Tile, sm90_prefill_tile, whole_rows
+from flashpage.tiles import InnerLoop, Tile, sm90_few_rows_tile, sm90_prefill_tile, whole_rows
 from flashpage.variant_source import mask_looks_at_head
 from flashpage.variants import TracedVariant, Variant, alibi_slopes, builtin, compose
 
@@ -69,6 +69,8 @@ def rotates(case: Case) -> bool:
 
 
 def tile_of(case: Case) -> Tile:
+    if case in HALVES:
+        return sm90_few_rows_tile(case.head_dim, case.value_dim)
     source, variant = mask_source_of(case), variant_of(case).spec
     by_rows = case.entry == "paged" and case.page_size % 8 != 0  # tiles of fewer tokens too
     is_heavy = case.mask and (loader_of(case) == "converted" or by_rows or rotates(case))

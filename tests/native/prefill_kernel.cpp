@@ -118,7 +118,7 @@ struct Traits {
   static constexpr PositionEncoding position_encoding = PositionEncoding::POSITION_ENCODING;
   static constexpr RowsLayout layout = RowsLayout::blocks;
   static constexpr int tile_q = TILE_Q, tile_kv = TILE_KV, warps_q = TILE_Q / 16, warps_kv = 1, warps_v = 1;
-  static constexpr int stages = STAGES, ctas = 1;
+  static constexpr int stages = STAGES, ctas = 1, ctas_per_sm = TILE_Q == 64 ? 2 : 1;
   static constexpr bool trace = false;
 };
 

@@ -1,7 +1,8 @@
 // Attention of many packed rows (prefill, appends) on Hopper: the tensor cores' products (wgmma) are all the work.
 //
-// One CTA an SM. A warpgroup loads: K, V and Q each by a warp of its own, ahead of everyone else. The others
-// compute, 64 rows each, over the same tiles of K and V. Partials of cut units are merged by a launch of their own.
+// One CTA an SM, or two where rows are few. A warpgroup loads: K, V and Q each by a warp of its own, ahead of everyone
+// else. The others compute, 64 rows each, over the same tiles of K and V. Partials of cut units are merged by a launch
+// of their own.
 #pragma once
 #include "flashpage/kernels/prefill_sm90_compute.h"
 #include "flashpage/kernels/prefill_sm90_convert.h"

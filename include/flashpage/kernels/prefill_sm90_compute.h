@@ -78,9 +78,12 @@ struct PrefillCompute {
     }
   }
 
-  FP_DEVICE void await_turn() const { ptx::named_barrier(turn_barrier + group, 256); }
+  FP_DEVICE void await_turn() const {
+    if (Warps::take_turns) ptx::named_barrier(turn_barrier + group, 256);
+  }
   FP_DEVICE void pass_turn() const {
-    ptx::named_barrier_arrive(turn_barrier + (group + 1 == Warps::groups ? 0 : group + 1), 256);
+    const int next = group + 1 == Warps::groups ? 0 : group + 1;
+    if (Warps::take_turns) ptx::named_barrier_arrive(turn_barrier + next, 256);
   }
 
   // The present unit's.
@@ -241,16 +244,11 @@ struct PrefillCompute {
 
   // Of the unit, the CTA's first.
   FP_DEVICE int cta_row() const {
-    if constexpr (Traits::ctas == 1) return 0;
-    return static_cast<int>(ptx::cluster_rank()) * params.cta_rows;
+    return Traits::ctas == 1 ? 0 : static_cast<int>(ptx::cluster_rank()) * params.cta_rows;
   }
 
-  template <class Ring>
-  FP_DEVICE void release_tile(const Ring& ring, u32 turn) const {
-    flashpage::release_tile<Traits>(ring, turn, lane);
-  }
-  template <class Ring>
-  FP_DEVICE void release(const Ring& ring, u32 turn) const {
+  FP_DEVICE void release_tile(const auto& ring, u32 turn) const { flashpage::release_tile<Traits>(ring, turn, lane); }
+  FP_DEVICE void release(const auto& ring, u32 turn) const {
     if (lane == 0) ring.release(turn);
   }
 

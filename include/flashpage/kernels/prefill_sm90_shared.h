@@ -33,6 +33,7 @@ struct PrefillWarps {
   static constexpr int loading = 4;  // a warpgroup: registers are given by warpgroups
   static constexpr int computing = Traits::warps_q;
   static constexpr int groups = computing / 4;  // warpgroups of 64 rows
+  static constexpr bool take_turns = groups > 1;
   static constexpr int threads = 32 * (loading + computing);
   static_assert(Traits::ctas == 1 || (Traits::ctas == 2 && by_boxes));
   static constexpr int row_warps = 2;    // that load K, or V, by rows
@@ -44,8 +45,9 @@ struct PrefillWarps {
   static constexpr int place_readers =  // those that load too
       computing + (Traits::loader == Loader::boxes && !rotates ? 3 : 4);
   static constexpr int loading_registers = rotates ? 88 : 56;
-  static constexpr int computing_registers = rotates ? 208 : groups == 2 ? 224 : 152;
-  static_assert(groups == 2 || (groups == 3 && !converts && !transposes && !rotates));
+  static constexpr int computing_registers = rotates ? 208 : groups == 1 ? 200 : groups == 2 ? 224 : 152;
+  static_assert(groups == 2 || (groups <= 3 && !converts && !transposes && !rotates));
+  static_assert(groups == 1 || Traits::ctas_per_sm == 1);  // registers
 };
 
 // What computing warps look at with each tile.
@@ -145,8 +147,8 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
       PrefillShared::sum_bytes > 0 ? QueryRows::tile_bytes : max_of(QueryRows::tile_bytes, OutRows::tile_bytes);
   static constexpr int beside_bytes = PrefillShared::staged_bytes + PrefillShared::sum_bytes;
   static constexpr int ring_bytes = key_stages * Keys::tile_bytes + stages * Values::tile_bytes;
-  static constexpr int most_bytes = 232448;  // of a CTA on Hopper
-  static constexpr int places_ahead = 4;     // units that are known, of the one that is computed on
+  static constexpr int most_bytes = 233472 / Traits::ctas_per_sm - 1024;  // of a CTA on Hopper
+  static constexpr int places_ahead = 4;  // units that are known, of the one that is computed on
   using RowTables = PrefillRowTables<Traits, Warps::by_rows>;
   static constexpr int other_bytes = PrefillShared::beside_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 2048;
   static constexpr int queries = 2 * query_bytes + ring_bytes + other_bytes <= most_bytes ? 2 : 1;  // whose Q is there

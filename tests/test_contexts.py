@@ -1,0 +1,197 @@
+"""Contexts of a batch, and the tiles that follow from them (flashpage/contexts.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flashpage import backends, host, jit
+from flashpage.combination import partial_bytes, workspace_bounds
+from flashpage.contexts import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE, ContextLengths, Contexts
+from flashpage.dtypes import DType
+from flashpage.plan import plan_lengths
+from flashpage.problem import Options, Problem
+from flashpage.spec import VariantSpec
+from flashpage.variants import builtin
+
+BF16 = DType.BFLOAT16
+DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
+
+
+def problem(packed_rows: int = 4, **changed: Any) -> Problem:
+    return Problem(dataclasses.replace(DECODE, **changed), packed_rows)
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows", "tokens", "is_long"),
+    [
+        ({}, 1600, 1600, True),  # a row sees 800 tokens on average, and four heads share them
+        ({}, 1500, 1500, False),
+        ({}, 256, 4096, True),
+        ({}, 200, 4096, False),  # fewer than 1,024 packed rows
+        ({"causal": False}, 800, 800, True),
+        ({"num_kv_heads": 8}, 4096, 4096, False),
+        ({"num_kv_heads": 8}, 7000, 7000, True),
+        ({"window_left": 600}, 4096, 4096, False),
+        ({"window_left": 800}, 4096, 4096, True),
+        ({"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3}, 800, 800, True),
+        ({"fixed_piece_tokens": 256}, 4096, 4096, False),
+        ({"uniform_q_len": 4096}, 4096, 4096, False),
+    ],
+)
+def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, tokens: int, is_long: bool) -> None:
+    options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=8, num_kv_heads=2)
+    options = dataclasses.replace(options, **changed)
+    lengths = ContextLengths(options)
+    assert (lengths.of(3, 3 * rows, 3 * tokens) is Contexts.LONG) is is_long
+    assert lengths.of(0, 0, 0) is Contexts.USUAL
+
+
+@pytest.mark.parametrize(
+    ("changed", "variant", "tokens"),
+    [
+        ({}, VariantSpec(), 128),
+        ({"kv_source": "ragged", "page_size": 0}, VariantSpec(), 128),
+        ({"q_dtype": DType.FLOAT16, "kv_dtype": DType.FLOAT16}, VariantSpec(), 128),
+        ({"page_size": 1}, VariantSpec(), 160),
+        ({"has_mask": True}, VariantSpec(), 160),
+        ({}, builtin(soft_cap=30.0).spec, 160),
+        ({"head_dim_qk": 192}, VariantSpec(), 112),
+    ],
+)
+def test_short_contexts_have_short_tiles(
+    changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    given = problem(4096, **{"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128, **changed})
+    short = dataclasses.replace(given, contexts=Contexts.SHORT)
+    usual, choice = (backends.choose(each, torch.device("cuda:0"), variant) for each in (given, short))
+    assert choice.spec.tile is not None and choice.spec.tile.tile_kv == tokens
+    assert (choice.spec != usual.spec) is (SHORT_NOTE in choice.reasons) is (tokens == 128)
+
+
+@pytest.mark.parametrize(
+    ("changed", "variant", "tokens"),
+    [
+        ({}, VariantSpec(), 64),
+        ({"kv_source": "ragged", "page_size": 0}, VariantSpec(), 64),
+        ({"head_dim_qk": 64, "head_dim_vo": 64}, VariantSpec(), 64),
+        ({"head_dim_qk": 192}, VariantSpec(), 64),
+        ({"head_dim_qk": 192, "head_dim_vo": 192}, VariantSpec(), 48),
+        ({"head_dim_qk": 256, "head_dim_vo": 256}, VariantSpec(), 0),
+        ({"page_size": 1}, VariantSpec(), 0),
+        ({"has_mask": True}, VariantSpec(), 0),
+        ({"position_encoding": "ROPE_LLAMA"}, VariantSpec(), 0),
+        ({}, builtin(soft_cap=30.0).spec, 0),
+    ],
+)
+def test_few_rows_have_tiles_of_one_warpgroup(
+    changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of so many tokens; 0: they have the usual ones."""
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    given = problem(4096, **{"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128, **changed})
+    few = dataclasses.replace(given, contexts=Contexts.FEW)
+    usual, choice = (backends.choose(each, torch.device("cuda:0"), variant) for each in (given, few))
+    assert choice.spec.tile is not None
+    assert (choice.spec != usual.spec) is (FEW_NOTE in choice.reasons) is (tokens > 0)
+    assert tokens == 0 or (choice.spec.tile.tile_q, choice.spec.tile.tile_kv) == (64, tokens)
+
+
+@pytest.mark.parametrize(
+    ("changed", "has_them"),
+    [
+        ({}, True),
+        ({"num_q_heads": 128, "num_kv_heads": 1}, False),
+        ({"head_dim_vo": 256}, False),
+        ({"has_mask": True}, False),
+        ({"has_soft_cap": True}, False),
+        ({"uniform_q_len": 64}, False),
+        ({"fixed_piece_tokens": 256}, False),
+        ({"kv_dtype": DType.FLOAT8_E4M3}, False),
+    ],
+)
+def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has_them: bool) -> None:
+    options = dataclasses.replace(DECODE, uniform_q_len=0, num_q_heads=8, num_kv_heads=2)
+    lengths = ContextLengths(dataclasses.replace(options, **changed))
+    assert lengths.most_rows_of_few == (2112 if has_them else 0)
+    sizes = ((1, 2112, 1100), (1, 2113, 1100), (1, 2112, 1101), (2, 32, 200))
+    assert [lengths.of(*size) is Contexts.FEW for size in sizes] == [has_them, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("changed", "variant", "has_pairs"),
+    [
+        ({}, VariantSpec(), True),
+        ({"kv_source": "ragged", "page_size": 0, "head_dim_qk": 192}, VariantSpec(), True),
+        ({"head_dim_qk": 256}, VariantSpec(), False),
+        ({"head_dim_qk": 64, "head_dim_vo": 64}, VariantSpec(), False),
+        ({"page_size": 1}, VariantSpec(), False),
+        ({"has_mask": True}, VariantSpec(), False),
+        ({}, builtin(soft_cap=30.0).spec, True),
+        ({}, VariantSpec(mask="kv_idx % 2 == 0"), False),
+        ({"kv_dtype": DType.FLOAT8_E4M3}, VariantSpec(), False),
+        ({"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3, "head_dim_vo": 64}, VariantSpec(), True),
+    ],
+)
+def test_long_contexts_are_read_by_pairs(
+    changed: dict[str, Any], variant: VariantSpec, has_pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    given = problem(4096, **{"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128, **changed})
+    single = backends.choose(given, torch.device("cuda:0"), variant)
+    choice = backends.choose(dataclasses.replace(given, contexts=Contexts.LONG), torch.device("cuda:0"), variant)
+    assert single.spec.ctas == 1 and single.spec.kernel == choice.spec.kernel == "prefill_sm90"
+    assert (choice.spec.ctas, PAIRS_NOTE in choice.reasons) == ((2, True) if has_pairs else (1, False))
+    assert not has_pairs or choice.spec.tile == single.spec.tile.paired()
+    assert choice.cost == single.cost
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (32, 8), (8, 2), (128, 1)], ids=str)
+def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """workspace_bounds asks for single CTAs: as many rows in pairs need no more."""
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])
+
+    def bounds(batch: int, rows: int, is_long: bool) -> tuple[int, int]:
+        contexts = Contexts.LONG if is_long else Contexts.USUAL
+        choice = backends.choose(Problem(options, 4096, contexts=contexts), torch.device("cuda:0"))
+        assert choice.spec.ctas == 1 + is_long
+        schedule = backends.schedule(choice, options, 132 // choice.spec.ctas)
+        needed = ctypes.c_int64(), ctypes.c_int64()
+        given = batch, rows, 1 << 20, *heads, ctypes.byref(schedule)
+        host.check(host.load().fp_plan_bounds(*given, *map(ctypes.byref, needed)))
+        return needed[0].value, needed[1].value
+
+    for batch, rows in ((1, 1), (1, 16384), (3, 100), (64, 1000), (300, 100_000)):
+        of_pairs, of_singles = bounds(batch, rows, True), bounds(batch, rows, False)
+        assert all(pair <= single for pair, single in zip(of_pairs, of_singles, strict=True))
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (32, 8), (4, 4), (40, 1)], ids=str)
+def test_workspaces_have_room_for_few_rows(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of few rows has twice the CTAs, and units of half the rows: what is planned fits."""
+    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    info = SimpleNamespace(num_sms=132, ctas_per_sm=1, clusters=[0] * 5, cluster_rows=0)
+    monkeypatch.setattr(jit, "get_kernel", lambda spec, device=None: SimpleNamespace(spec=spec, info=info))
+    options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])
+    rng, were_few, were_cut = np.random.default_rng(0), 0, 0
+    for _ in range(100):
+        batch = int(rng.integers(1, 20))
+        rows = rng.integers(1, 2 + 2 * 132 * 64 // heads[0] // batch, batch)
+        tokens = rows + rng.integers(0, 1500, batch)
+        plan = plan_lengths(rows.tolist(), tokens.tolist(), *heads)
+        if FEW_NOTE not in plan.explain():
+            continue
+        pages = int((-(-tokens // 16)).sum())
+        float_bytes, int_bytes = workspace_bounds(options, batch, int(rows.sum()), pages * 16, torch.device("cuda:0"))
+        assert plan.result.used_bytes <= int_bytes
+        assert partial_bytes(plan.result.num_partial_rows, 128) <= float_bytes
+        were_few, were_cut = were_few + 1, were_cut + (plan.result.num_partial_rows > 0)
+    assert were_few > 20 and were_cut > 3
