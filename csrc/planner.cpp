@@ -119,6 +119,15 @@ struct Scratch {
   plan::WholeUnits::Memory whole;
 };
 
+// A batch on a cost axis, cut in shares that are alike.
+struct Walk {
+  plan::Division division;
+  plan::Partitioner<plan::OneSearcher> partitioner;
+  plan::Cut* early_ends;
+  plan::Start last_wave;
+  plan::Partition partition;
+};
+
 static int32_t fail_small(const fp_plan_result& result, int64_t capacity) {
   return fail(FP_WORKSPACE_TOO_SMALL, "the plan needs %lld bytes but the int workspace has %lld: pass a larger one",
               static_cast<i64>(result.used_bytes), static_cast<i64>(capacity));
@@ -175,30 +184,49 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
 
   const plan::CostModel model(heads, schedule);
   const plan::CutRules rules(schedule);
-  const plan::Axis axis = plan::make_axis(schedule, heads.num_kv_heads, totals.served);
-  plan::lay_on_axis(model, axis.copies, problem->batch, requests);
   plan::Lane* lanes = at_least(scratch.lanes, schedule.num_ctas);
-  const auto made = plan::Lanes::make(schedule, heads.num_kv_heads, axis, lanes);
-  for (int32_t i = 0; i < made.num_full(); ++i) made.write_full(i, lanes);
-  const plan::Division division{
-      requests, problem->batch, axis, totals.units / (heads.num_kv_heads / axis.copies), lanes, made};
-  plan::Cut* ends = at_least(scratch.ends, 2 * schedule.num_ctas);
-  plan::Cut* early_ends = at_least(scratch.early_ends, (axis.waves - 1) * schedule.num_ctas);
+  const auto divide = [&](const plan::Axis& axis) {
+    plan::lay_on_axis(model, axis.copies, problem->batch, requests);
+    const auto made = plan::Lanes::make(schedule, heads.num_kv_heads, axis, lanes);
+    for (int32_t i = 0; i < made.num_full(); ++i) made.write_full(i, lanes);
+    const int64_t units_on_axis = totals.units / (heads.num_kv_heads / axis.copies);
+    return plan::Division{requests, problem->batch, axis, units_on_axis, lanes, made};
+  };
   const plan::OneSearcher searcher;
-  const plan::Partitioner partitioner(model, rules, division, searcher);
-  const plan::Start last_wave = partitioner.early_waves(early_ends, at_least(scratch.early_loads, schedule.num_ctas));
-  const plan::Partition partition = partitioner.run(last_wave, ends, ends + schedule.num_ctas);
+  const auto walk = [&](const plan::Axis& axis) {
+    const plan::Division division = divide(axis);
+    const plan::Partitioner partitioner(model, rules, division, searcher);
+    plan::Cut* ends = at_least(scratch.ends, 2 * schedule.num_ctas);
+    plan::Cut* early_ends = at_least(scratch.early_ends, (axis.waves - 1) * schedule.num_ctas);
+    const plan::Start last_wave = partitioner.early_waves(early_ends, at_least(scratch.early_loads, schedule.num_ctas));
+    return Walk{division, partitioner, early_ends, last_wave,
+                partitioner.run(last_wave, ends, ends + schedule.num_ctas)};
+  };
+  const plan::Axis axis = plan::make_axis(schedule, heads.num_kv_heads, totals.served);
+  const Walk in_waves = walk(axis);
 
   const plan::Clusters clusters = host::to_clusters(*given);
   if (clusters.any() && schedule.balanced()) {
     plan::OwnCtas own(model, schedule, clusters, requests, problem->batch, heads.num_kv_heads);
-    if (own.is_better_than(partition.max, partition.inside > 0, totals.units / heads.num_kv_heads))
+    if (own.is_better_than(in_waves.partition.max, in_waves.partition.inside > 0, totals.units / heads.num_kv_heads))
       return write_own(own, buffer, capacity, result);
   }
+  const bool may_be_dealt = in_waves.partition.inside > 0 && !given->are_claimed &&
+                            plan::WholeUnits::may_be(schedule, in_waves.partition.mean);
+  const double most_ns = in_waves.partition.max + schedule.ns_per_merge;
+  bool side_by_side = false;
+  if (may_be_dealt && axis.waves > 1 && totals.units <= plan::units_side_by_side * schedule.num_ctas) {
+    const plan::Division division = divide(plan::one_wave(schedule, heads.num_kv_heads));
+    const plan::Partitioner partitioner(model, rules, division, searcher);
+    const plan::Start beginning;
+    side_by_side = plan::WholeUnits(model, division, partitioner, beginning, scratch.whole).is_better_than(most_ns);
+    if (!side_by_side) divide(axis);  // as it was
+  }
+  const Walk way = side_by_side ? walk(plan::one_wave(schedule, heads.num_kv_heads)) : in_waves;
+  const auto& [division, partitioner, early_ends, last_wave, partition] = way;
+  const plan::Lanes& made = division.lanes;
   plan::WholeUnits whole(model, division, partitioner, last_wave, scratch.whole);
-  const bool is_dealt = partition.inside > 0 && !given->are_claimed &&
-                        plan::WholeUnits::may_be(schedule, partition.mean) &&
-                        whole.is_better_than(partition.max + schedule.ns_per_merge);
+  const bool is_dealt = may_be_dealt && whole.is_better_than(most_ns);
 
   plan::Totals* before = at_least(scratch.before, made.count + 1);
   const auto emitter = [&](plan::CutUnit* units) {
@@ -206,8 +234,9 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
                          heads.num_kv_heads, before, units, buffer);
   };
   // Full lanes are counted as they are written, where items have room in any case and at most one unit a lane is cut.
-  const int64_t most_item_bytes = plan::items_offset(schedule) + plan::most_items(problem->batch, axis, made, lanes) *
-                                                                     static_cast<int64_t>(sizeof(WorkItem));
+  const int64_t most_item_bytes =
+      plan::items_offset(schedule) +
+      plan::most_items(problem->batch, division.axis, made, lanes) * static_cast<int64_t>(sizeof(WorkItem));
   const bool at_once = !schedule.fixed() && most_item_bytes <= capacity;
   const int32_t counted = at_once ? made.num_small : made.count;
   const plan::Emitter counter = emitter(at_once ? at_least(scratch.units, made.count) : nullptr);

@@ -34,7 +34,7 @@ _ROWS_FOR_PAIRS = 1024  # packed: a request's last pair may have half of its row
 _SHORT_CONTEXT, _SHORT_CONTEXT_OF_FEW, _FEW_PACKED_ROWS = 320, 640, 2 * 132 * 128
 # Tokens that a row sees where packed rows are one unit for each half of an SM: 10 to 20% less time (there too). Longer
 # units are cut anyway, and two warpgroups that take turns compute faster than two CTAs.
-_CONTEXT_OF_FEWEST, _FEWEST_PACKED_ROWS = 1100, 2 * 132 * 64
+_CONTEXT_OF_FEWEST, _FEWEST_PACKED_ROWS = 1200, 2 * 132 * 64
 _WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an SM's registers
 
 

@@ -209,7 +209,8 @@ def sm90_prefill_tile(
     # What waits for memory needs few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an H200's 132
     # SMs as on all of them. Beside them, a prefill of 4,096 rows gets 36 SMs by this (1.0: 29).
     few_rows_cost = 0.75
-    cost = Cost(WALK_RUNS, ns_per_token, ns_per_unit, 2500.0, 256, 0, _MERGE_ROWS, few_rows_cost, 4000.0)
+    # Where units are cut, a launch takes 8 to 16 us more than its costliest CTA and 5 us for everything else.
+    cost = Cost(WALK_RUNS, ns_per_token, ns_per_unit, 2500.0, 256, 0, _MERGE_ROWS, few_rows_cost, 10_000.0)
     return Tile(tile_q, tile_kv, 4 * groups, 1, stages), cost
 
 

@@ -121,7 +121,7 @@ def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has
     options = dataclasses.replace(DECODE, uniform_q_len=0, num_q_heads=8, num_kv_heads=2)
     lengths = ContextLengths(dataclasses.replace(options, **changed))
     assert lengths.most_rows_of_few == (2112 if has_them else 0)
-    sizes = ((1, 2112, 1100), (1, 2113, 1100), (1, 2112, 1101), (2, 32, 200))
+    sizes = ((1, 2112, 1200), (1, 2113, 1200), (1, 2112, 1201), (2, 32, 200))
     assert [lengths.of(*size) is Contexts.FEW for size in sizes] == [has_them, False, False, False]
 
 

@@ -205,7 +205,9 @@ def test_aot_sees_only_specs_tiles_and_jit() -> None:
         )
         for module, members in names:
             used = {module} if module else {member.strip() for member in members.split(",")}
-            assert used <= {"spec", "tiles", "contexts", "jit", "dtypes", "errors", "variants"}, f"{path.name} imports {used}"
+            assert used <= {"spec", "tiles", "contexts", "jit", "dtypes", "errors", "variants"}, (
+                f"{path.name} imports {used}"
+            )
 
 
 def test_files_are_short() -> None:

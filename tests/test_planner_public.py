@@ -175,7 +175,7 @@ def test_short_contexts_are_planned_for_short_tiles() -> None:
         ([128], [1152], 32, True),
         ([300, 1, 0], [300, 900, 5], 40, True),
         ([529], [529], 32, False),
-        ([128], [1200], 32, False),
+        ([128], [1300], 32, False),
         ([8] * 4, [64] * 4, 32, False),
     ],
 )

@@ -228,6 +228,26 @@ def test_any_lengths() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows_of_each", "context", "are_whole"),
+    [
+        ((512,), 4096, True),
+        ((512,), 16384, True),
+        ((512, 512), 2048, True),
+        ((200,), 16384, False),
+        ((2048,), 8192, False),
+    ],
+)
+def test_few_units_need_no_waves(rows_of_each: tuple[int, ...], context: int, are_whole: bool) -> None:
+    """Up to two a CTA read their contexts side by side: 16 x 8, and 2 x 16 x 8. 56 leave CTAs idle; 512 are many."""
+    batch, cutting = rows(*rows_of_each, context=context), dataclasses.replace(HOPPER, ns_per_merge=10_000.0)
+    found = planned(batch, cutting)
+    assert is_dealt(found) is are_whole is (found.result.num_merges == 0)
+    assert (len(all_units(batch, 128)["tile"]) <= 2 * 132) is (rows_of_each[0] < 2048)
+    one_wave = planned(batch, dataclasses.replace(cutting, wave_tokens=0))
+    assert not are_whole or found.items.tobytes() == one_wave.items.tobytes()
+
+
+@pytest.mark.parametrize(
     ("lens", "heads"),
     [((2112,), (32, 8)), ((16896,), (4, 4)), ((8448,), (8, 1)), ((2816, 2816, 2816), (8, 1))],
 )
@@ -248,14 +268,14 @@ def test_a_card_cuts_as_ever() -> None:
 def test_the_plan_says_so() -> None:
     plan = plan_lengths([1024], [1024], page_size=0)
     text = plan.explain()
-    assert "unit by itself, the longest ones first" in text and "no unit is cut: merging would take 4 us" in text
+    assert "unit by itself, the longest ones first" in text and "no unit is cut: merging would take 10 us" in text
     assert "256 units in 64 items" in text and "132 of 132 CTAs work" in text
     assert plan.cta_loads().max() == pytest.approx(plan.result.cost_max_ns)
     assert len(plan.work_items()) == 256 and len(plan.segments()) == 256
     assert len(plan.picture(color=False, max_rows=200).splitlines()) == 133
     text = plan_lengths([1024] * 16, [1024] * 16, page_size=0).explain()
     assert "takes a run of (KV head, row tile) units, then some of the last ones, the longest first" in text
-    assert "no unit is cut: merging would take 4 us" in text
+    assert "no unit is cut: merging would take 10 us" in text
     for other in (plan_lengths([32768], [32768]), plan_lengths([1024], [1024], backend="cpu", num_ctas=132)):
         assert "each CTA takes a run of" in other.explain() and other.result.num_merges > 0
 

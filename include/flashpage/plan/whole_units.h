@@ -12,6 +12,8 @@ namespace flashpage::plan {
 
 // That are dealt, of a lane on average.
 inline constexpr i64 most_whole_units = 4;
+// So few of a CTA read their contexts side by side: they need no waves (lanes.h) for that.
+inline constexpr i64 units_side_by_side = 2;
 static_assert(most_whole_units <= items_of_lane, "most_items has room for these and a run in each wave");
 
 // KV heads are dealt like the axis' copies (lanes.h): the members of a lane share one list, each for its own heads.
