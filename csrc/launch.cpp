@@ -12,6 +12,8 @@
 namespace flashpage::host {
 namespace {
 
+constexpr int merge_ctas_per_sm = 4;  // they have little to do; more than can be resident only add launch work
+
 constexpr VariantArgs no_variant{};
 
 const VariantArgs* variant_of(const fp_run_args& args) { return args.variant != nullptr ? args.variant : &no_variant; }
@@ -97,8 +99,7 @@ int32_t launch_attention(const fp_run_args& args, const Part& part, Place place,
 
 int32_t launch_merge(const Part& part, Place place) {
   if (part.merge == nullptr || part.merge_ctas <= 0) return FP_OK;
-  // More than are resident would begin, with all that a CTA waits for, when others end.
-  const int grid = std::min(part.merge_ctas, part.merge->info.ctas_per_sm * part.merge->info.num_sms);
+  const int grid = std::min(part.merge_ctas, merge_ctas_per_sm * part.merge->info.num_sms);
   void* params[] = {const_cast<MergeParams*>(part.merge_params)};
   const auto result = launch_kernel({part.merge, grid, 0, place.stream, place.enable_pdl}, params);
   return result == cuda::success ? FP_OK : cuda::fail(result, "launching the merge kernel");

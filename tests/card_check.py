@@ -1,6 +1,5 @@
 """All that a card can say of a change, in one command: every test that is marked `cuda`, each file in a process of its
-own (the case table in several), and the short case table under three tools of compute-sanitizer, side by side on all
-cards of the machine.
+own, and the short case table under three tools of compute-sanitizer, side by side on all cards of the machine.
 
     python tests/card_check.py --logs /tmp/card
 
@@ -24,7 +23,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = (("memcheck",), ("racecheck",), ("synccheck", "--num-cuda-barriers", "65536"))
-PARTS = {"test_cases": 4}  # processes for a file that takes longest; others have one
 NO_TESTS = 5  # pytest's status for a file without a test that is marked
 
 
@@ -55,13 +53,8 @@ def checks(with_sanitizers: bool) -> list[Check]:
         if with_sanitizers
     ]
     files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: (path.stem != "test_cases", path.stem))
-    return tools + [check for path in files for check in checks_of(path, PARTS.get(path.stem, 1))]
-
-
-def checks_of(path: Path, parts: int) -> list[Check]:
-    names = [f"{path.stem}-{part}" for part in range(parts)] if parts > 1 else [path.stem]
-    pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda", str(path.relative_to(ROOT)))
-    return [Check(name, (*pytest, f"--part={part}/{parts}")) for part, name in enumerate(names)]
+    pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda")
+    return tools + [Check(path.stem, (*pytest, str(path.relative_to(ROOT)))) for path in files]
 
 
 def run(check: Check, card: str, logs: Path, limit_seconds: float) -> Outcome:

@@ -14,10 +14,6 @@ from native_build import share_builds
 MARKERS = {"slow": "takes more than a few seconds", "cuda": "needs an NVIDIA card"}
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="0/1", help="of the collected tests, which of how many: 1/4 is every fourth")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
@@ -41,9 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", values, scope="session")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = map(int, config.getoption("--part").split("/"))
-    items[:] = items[part::parts]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     card = pytest.mark.skip(reason="no NVIDIA card")
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():

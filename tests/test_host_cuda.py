@@ -148,7 +148,7 @@ assert record() == [
     f"launch merge grid=10 {shape} attribute6=1 first=5353 ctx=1000 mode=0",
 ]
 host.check(run(attention, merge, merge_ctas=10**6))
-assert record()[1].startswith("launch merge grid=232 ")  # as many as are resident
+assert record()[1].startswith("launch merge grid=464 ")  # 4 a multiprocessor
 host.check(run(attention, num_ctas=0))
 host.check(lib.fp_launch(attention, byref(params), 3, 9, 1))
 assert record() == ["launch attention grid=3 block=384 shared=100000 stream=9 attribute6=1 first=4242 ctx=1000 mode=0"]

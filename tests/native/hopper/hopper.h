@@ -38,6 +38,9 @@ inline float __shfl_xor_sync(unsigned, float value, int other) {
   return card::exchange(std::bit_cast<unsigned>(value),
                         [&](const unsigned* values) { return std::bit_cast<float>(values[lane ^ other]); });
 }
+inline float __shfl_sync(unsigned lanes, float value, int lane) {
+  return std::bit_cast<float>(__shfl_sync(lanes, std::bit_cast<unsigned>(value), lane));
+}
 inline unsigned long long __shfl_sync(unsigned lanes, const unsigned long long& value, int lane) {
   const unsigned low = __shfl_sync(lanes, static_cast<unsigned>(value), lane);
   return static_cast<unsigned long long>(__shfl_sync(lanes, static_cast<unsigned>(value >> 32), lane)) << 32 | low;

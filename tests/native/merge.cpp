@@ -1,0 +1,14 @@
+// kernels/merge.h on the host, for tests/test_merge_kernel.py, which sets OUT.
+#include "flashpage/kernels/merge.h"
+
+#include "hopper.h"
+
+using namespace flashpage;
+
+struct Traits {
+  using Out = OUT;
+};
+
+extern "C" void merge(const MergeParams* params, int grid) {
+  card::launch(grid, Merge<Traits>::threads, [&] { Merge<Traits>::run(*params); });
+}

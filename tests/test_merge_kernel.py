@@ -1,0 +1,81 @@
+"""The kernel that merges partials of cut units (include/flashpage/kernels/merge.h), on the host."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from native_build import shared_library
+
+from flashpage import host, plan_bytes
+
+OUTS = {"Bf16": torch.bfloat16, "Half": torch.float16}
+PARTIALS = (1, 2, 3, 4, 5, 8, 9, 31, 32, 33, 40)
+
+
+def library(out: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=(f"-DOUT={out}",))))
+
+
+@pytest.mark.parametrize("out", OUTS)
+@pytest.mark.parametrize("merge_rows", [8, 64])
+@pytest.mark.parametrize("dim", [64, 72, 128, 192, 256, 320])
+def test_every_row_is_merged_once(out: str, merge_rows: int, dim: int) -> None:
+    """An item for each number of partials, some of whose rows see nothing; fewer CTAs than items, and more."""
+    random, group, kv_heads, head = np.random.default_rng(dim + merge_rows), 3, 2, 1
+    items = np.zeros(len(PARTIALS), plan_bytes.MERGE_ITEM)
+    items["num_partials"], items["kv_head"] = PARTIALS, head
+    items["num_rows"] = random.integers(1, merge_rows + 1, len(items))
+    items["num_rows"][:2] = 1, merge_rows
+    items["first_packed_row"] = random.integers(0, 5, len(items))
+    items["q_begin"] = 1 + np.arange(len(items)) * (merge_rows + 2)
+    items["partial_stride"] = items["num_rows"] + random.integers(0, 3, len(items))
+    sizes = items["partial_stride"] * items["num_partials"]
+    items["partial_row"] = 2 + np.cumsum(sizes) - sizes
+    plan = np.zeros(plan_bytes.PLAN_HEADER.itemsize + items.nbytes, np.uint8)
+    header = plan[: plan_bytes.PLAN_HEADER.itemsize].view(plan_bytes.PLAN_HEADER)
+    header["num_merges"], header["merge_rows"], header["merges_offset"] = len(items), merge_rows, header.itemsize
+    plan[header.itemsize :] = items.view(np.uint8)
+
+    shape = int(2 + sizes.sum()), dim
+    partials, lse = np.full(shape, np.nan, np.float32), np.full(shape[0], np.nan, np.float32)
+    rows, heads = int(items["q_begin"][-1]) + merge_rows + 8, group * kv_heads
+    wanted, wanted_lse = np.full((rows, heads, dim), np.nan), np.full((rows, heads), np.nan)
+    for item in items:
+        count, own = int(item["num_partials"]), int(item["num_rows"])
+        states, scores = random.standard_normal((count, own, dim)), random.normal(0, 6, (count, own))
+        scores[random.random((count, own)) < 0.2] = -np.inf
+        states[np.isneginf(scores)] = 0.0
+        at = item["partial_row"] + np.arange(count)[:, None] * item["partial_stride"] + np.arange(own)
+        partials[at], lse[at] = states, scores
+        most = scores.max(0)
+        weights = np.exp2(scores - np.where(np.isneginf(most), 0.0, most))
+        sums, packed = weights.sum(0), item["first_packed_row"] + np.arange(own)
+        place = item["q_begin"] + packed // group, head * group + packed % group
+        wanted[place] = (states * weights[..., None]).sum(0) / np.where(sums == 0, 1.0, sums)[:, None]
+        with np.errstate(divide="ignore"):
+            wanted_lse[place] = most + np.log2(sums)
+
+    for grid, has_lse in ((3, True), (200, False)):
+        given = torch.full((rows, heads, dim), torch.nan, dtype=OUTS[out])
+        given_lse = torch.full((rows, heads), torch.nan)
+        params = host.MergeParams(
+            plan=plan.ctypes.data,
+            partial_out=partials.ctypes.data,
+            partial_lse=lse.ctypes.data,
+            out=given.data_ptr(),
+            lse=given_lse.data_ptr() if has_lse else None,
+            out_row_stride=heads * dim,
+            out_head_stride=dim,
+            head_dim_vo=dim,
+            num_q_heads=heads,
+            group=host.make_fast_div(group),
+        )
+        library(out).merge(ctypes.byref(params), grid)
+        np.testing.assert_allclose(given.double().numpy(), wanted, atol=1e-3, rtol=2**-8)
+        if has_lse:
+            np.testing.assert_allclose(given_lse.double().numpy(), wanted_lse, atol=1e-4)
+        else:
+            assert given_lse.isnan().all()
