@@ -9,19 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from case import Case, prefill
-from cluster_sizes import schedule_of
-from comparison import Outputs, compare
-from harness import Runner
-from inputs import make_inputs, reference_states
 from planner_batches import RUNS, TEAMS, Batch, Cutting, Planned, bounds, plan
 from planner_checks import all_units, check, loads, ns_per_token
-from steps import Steps
 from table_plans import TableBatch
-from test_graph_capacity import capture
 from test_planner_properties import random_case
 
-from flashpage import backends, host
 from flashpage.plan import plan_lengths
 
 HOPPER = Cutting(
@@ -278,91 +270,6 @@ def test_the_plan_says_so() -> None:
     assert "no unit is cut: merging would take 10 us" in text
     for other in (plan_lengths([32768], [32768]), plan_lengths([1024], [1024], backend="cpu", num_ctas=132)):
         assert "each CTA takes a run of" in other.explain() and other.result.num_merges > 0
-
-
-@pytest.fixture
-def many_ctas() -> Any:
-    """The CPU's plans are for as many CTAs as a card's."""
-    host.load().fp_cpu_set_threads(33)
-    yield
-    host.load().fp_cpu_set_threads(0)
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch, many_ctas: None) -> None:
-    """Of every planner that is made from here on."""
-    make = backends.schedule
-
-    def schedule(*arguments: Any) -> host.Schedule:
-        made = make(*arguments)
-        made.ns_per_merge = 1e9
-        return made
-
-    monkeypatch.setattr(backends, "schedule", schedule)
-
-
-class Kept(Runner):
-    """Keeps the wrapper."""
-
-    wrapper: Any = None
-
-    def planned(self) -> Any:
-        self.wrapper = super().planned()
-        return self.wrapper
-
-
-LENS = ((700, 150, 0, 1), (1300, 150, 20, 900))
-CASES = [
-    prefill("whole-ragged", "", (1000, 33), (1000, 33), entry="ragged", causal=True),
-    prefill("whole-paged", "requests without rows, and with one", *LENS, causal=True),
-    prefill("whole-bits", "units from a queue", *LENS, mask="dense"),
-    prefill("whole-heads", "a list a CTA", *LENS, num_q_heads=10, num_kv_heads=5, head_dim=128, causal=True),
-    prefill("whole-window", "", *LENS, causal=True, window_left=100),
-]
-TAILS = [
-    prefill("whole-tail", "runs before them", (1000, 700, 900), (1000, 700, 1900), entry="ragged", causal=True),
-    prefill("whole-tail-heads", "a list a CTA", *LENS, num_q_heads=20, num_kv_heads=20, head_dim=128, causal=True),
-]
-
-
-@pytest.mark.parametrize("case", CASES + TAILS, ids=lambda case: case.name)
-def test_run(case: Case, device: str, always: None, kernels: None) -> None:
-    import flashpage
-
-    if case in TAILS:
-        host.load().fp_cpu_set_threads(4)  # few CTAs
-    inputs = make_inputs(case)
-    runner = Kept(inputs, device, flashpage)
-    compare(case, runner.run(), reference_states(inputs))
-    if device != "cpu" and (case.mask or case in TAILS):
-        return  # a card's CTAs claim units under a mask, and are too many for runs before a tail
-    plan = runner.wrapper.last_plan
-    assert plan.result.num_merges == 0 and (plan.work_items()["num_units"] == 1).all() == (case in CASES)
-
-
-STEPS = (((400, 30), (900, 64)), ((0, 430), (0, 1000)), ((7, 1), (300, 1000)), ((130, 300), (130, 300)))
-
-
-def test_one_launch_serves_both_kinds(device: str, always: None) -> None:
-    """A graph's: dealt batches and cut ones, in workspaces of a capacity."""
-    cases = [
-        prefill(f"whole-step-{i}", "a step", q_lens, kv_lens, causal=True, cache="fused")
-        for i, (q_lens, kv_lens) in enumerate(STEPS)
-    ]
-    steps = Steps(cases, device)
-    wrapper = steps.wrapper(use_cuda_graph=True, **steps.capacity)
-    steps.load(0)
-    steps.plan(wrapper, 0)
-    replay, schedule, merges = capture(wrapper, steps), schedule_of(wrapper), set()
-    for number in range(4 * len(steps)):
-        i = number * 3 % len(steps)
-        schedule.ns_per_merge = 1e9 if number % 4 < 2 else 0.0
-        steps.load(i)
-        steps.plan(wrapper, i)
-        merges.add(wrapper.last_plan.result.num_merges > 0)
-        replay()
-        steps.check(i, Outputs(steps.out, steps.lse))
-    assert merges == {False, True}
 
 
 @pytest.mark.parametrize(("q_len", "cuts"), [(1024, False), (832, False), (768, True), (512, True)])
