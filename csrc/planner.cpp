@@ -2,6 +2,7 @@
 #include "planner.h"
 
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "errors.h"
@@ -119,7 +120,7 @@ struct Scratch {
   plan::WholeUnits::Memory whole;
 };
 
-// A batch on a cost axis, cut in shares that are alike.
+// A batch on a cost axis, cut in shares that are alike where nothing is dealt.
 struct Walk {
   plan::Division division;
   plan::Partitioner<plan::OneSearcher> partitioner;
@@ -214,23 +215,27 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   const bool may_be_dealt = in_waves.partition.inside > 0 && !given->are_claimed &&
                             plan::WholeUnits::may_be(schedule, in_waves.partition.mean);
   const double most_ns = in_waves.partition.max + schedule.ns_per_merge;
-  bool side_by_side = false;
+  std::optional<Walk> side_by_side;
+  std::optional<plan::WholeUnits> whole;
+  const auto deal = [&](const Walk& walk) {
+    whole.emplace(model, walk.division, walk.partitioner, walk.last_wave, scratch.whole);
+    return whole->is_better_than(most_ns);
+  };
   if (may_be_dealt && axis.waves > 1 && totals.units <= plan::units_side_by_side * schedule.num_ctas) {
     const plan::Division division = divide(plan::one_wave(schedule, heads.num_kv_heads));
-    const plan::Partitioner partitioner(model, rules, division, searcher);
-    const plan::Start beginning;
-    side_by_side = plan::WholeUnits(model, division, partitioner, beginning, scratch.whole).is_better_than(most_ns);
-    if (!side_by_side) divide(axis);  // as it was
+    side_by_side.emplace(Walk{division, {model, rules, division, searcher}, nullptr, {}, {}});
+    if (!deal(*side_by_side)) {
+      side_by_side.reset();
+      divide(axis);  // as it was
+    }
   }
-  const Walk way = side_by_side ? walk(plan::one_wave(schedule, heads.num_kv_heads)) : in_waves;
-  const auto& [division, partitioner, early_ends, last_wave, partition] = way;
+  const bool is_dealt = side_by_side || (may_be_dealt && deal(in_waves));
+  const auto& [division, partitioner, early_ends, last_wave, partition] = side_by_side ? *side_by_side : in_waves;
   const plan::Lanes& made = division.lanes;
-  plan::WholeUnits whole(model, division, partitioner, last_wave, scratch.whole);
-  const bool is_dealt = may_be_dealt && whole.is_better_than(most_ns);
 
   plan::Totals* before = at_least(scratch.before, made.count + 1);
   const auto emitter = [&](plan::CutUnit* units) {
-    return plan::Emitter(model, schedule, division, early_ends, is_dealt ? whole.ends() : partition.ends,
+    return plan::Emitter(model, schedule, division, early_ends, is_dealt ? whole->ends() : partition.ends,
                          heads.num_kv_heads, before, units, buffer);
   };
   // Full lanes are counted as they are written, where items have room in any case and at most one unit a lane is cut.
@@ -243,7 +248,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   before[0] = {};
   for (int32_t lane = 0; lane < made.count; ++lane) {
     before[lane + 1] = lane < counted ? before[lane] + counter.count(lane) : counter.write_all(lane);
-    if (is_dealt) before[lane + 1].items += whole.num_units(lane);
+    if (is_dealt) before[lane + 1].items += whole->num_units(lane);
   }
   result->used_bytes = counter.used_bytes();
   if (result->used_bytes > plan::max_i32 || counter.num_partial_rows() > plan::max_i32) {
@@ -253,14 +258,14 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   }
   const PlanHeader header = counter.header();
   fill_counts(header, result);
-  result->cost_total_ns = is_dealt ? whole.total_ns() : partition.mean * schedule.num_ctas;
-  result->cost_max_ns = is_dealt ? whole.most_ns() : partition.max;
+  result->cost_total_ns = is_dealt ? whole->total_ns() : partition.mean * schedule.num_ctas;
+  result->cost_max_ns = is_dealt ? whole->most_ns() : partition.max;
   if (result->used_bytes > capacity) return fail_small(*result, capacity);
   const int32_t num_units = static_cast<int32_t>(before[made.count].units);
   const plan::Emitter writer = emitter(at_least(scratch.units, num_units));
   std::memcpy(buffer, &header, sizeof(header));
   for (int32_t lane = 0; lane < counted; ++lane) writer.write_all(lane);
-  if (is_dealt) whole.write(writer, before);
+  if (is_dealt) whole->write(writer, before);
   for (int32_t lane = 0; lane < made.count; ++lane) writer.write_resumed(lane);
   for (int32_t lane = 0; lane < made.count; ++lane) writer.write_starts(lane, 0, 1);
   for (int32_t unit = 0; unit < num_units; ++unit) writer.write_merges(unit, 0, 1);
