@@ -8,9 +8,11 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jit_sandbox import Sandbox, toy
@@ -209,6 +211,26 @@ def test_interrupted_compile_leaves_nothing(sandbox: Sandbox) -> None:
     start = time.monotonic()
     sandbox.run("get(toy()); get(toy(1))")
     assert time.monotonic() - start < 30
+
+
+def test_an_interrupt_while_a_compiler_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun, and nobody holds it yet."""
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments: Any, **values: Any) -> None:
+            super().__init__(*arguments, **values)
+            started.append(self.pid)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), process.running(["sleep", "60"], subprocess.DEVNULL):
+        raise AssertionError("the block began")
+    assert signal.getsignal(signal.SIGINT) is before and len(started) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
 
 
 def test_killed_process_leaves_no_lock(sandbox: Sandbox) -> None:

@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from .. import env
@@ -58,21 +60,41 @@ def running(
     Its errors go to `stdout` too.
     """
     environment = os.environ | {"LC_ALL": "C"} | (environment or {})  # errors are read, so not translated
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        start_new_session=True,
-        text=True,
-    )
+    child = None
     try:
+        with _interrupts_later():  # until it is known whom to end
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                text=True,
+            )
         yield child
         child.wait()
     except BaseException:
-        _end(child)
+        if child is not None:
+            _end(child)
         raise
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """A SIGINT that comes meanwhile is handled at the end of the block. Other threads than the main one get none."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(signal.SIGINT, came[0])
 
 
 def _end(child: subprocess.Popen[str]) -> None:
