@@ -124,7 +124,6 @@ struct Scratch {
 struct Walk {
   plan::Division division;
   plan::Partitioner<plan::OneSearcher> partitioner;
-  plan::Cut* early_ends;
   plan::Start last_wave;
   plan::Partition partition;
 };
@@ -200,8 +199,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
     plan::Cut* ends = at_least(scratch.ends, 2 * schedule.num_ctas);
     plan::Cut* early_ends = at_least(scratch.early_ends, (axis.waves - 1) * schedule.num_ctas);
     const plan::Start last_wave = partitioner.early_waves(early_ends, at_least(scratch.early_loads, schedule.num_ctas));
-    return Walk{division, partitioner, early_ends, last_wave,
-                partitioner.run(last_wave, ends, ends + schedule.num_ctas)};
+    return Walk{division, partitioner, last_wave, partitioner.run(last_wave, ends, ends + schedule.num_ctas)};
   };
   const plan::Axis axis = plan::make_axis(schedule, heads.num_kv_heads, totals.served);
   const Walk in_waves = walk(axis);
@@ -217,26 +215,28 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   const double most_ns = in_waves.partition.max + schedule.ns_per_merge;
   std::optional<Walk> side_by_side;
   std::optional<plan::WholeUnits> whole;
-  const auto deal = [&](const Walk& walk) {
-    whole.emplace(model, walk.division, walk.partitioner, walk.last_wave, scratch.whole);
+  const auto deal = [&](const Walk& way) {
+    whole.emplace(model, way.division, way.partitioner, way.last_wave, scratch.whole);
     return whole->is_better_than(most_ns);
   };
   if (may_be_dealt && axis.waves > 1 && totals.units <= plan::units_side_by_side * schedule.num_ctas) {
     const plan::Division division = divide(plan::one_wave(schedule, heads.num_kv_heads));
-    side_by_side.emplace(Walk{division, {model, rules, division, searcher}, nullptr, {}, {}});
+    side_by_side.emplace(Walk{division, {model, rules, division, searcher}, {}, {}});
     if (!deal(*side_by_side)) {
       side_by_side.reset();
       divide(axis);  // as it was
     }
   }
   const bool is_dealt = side_by_side || (may_be_dealt && deal(in_waves));
-  const auto& [division, partitioner, early_ends, last_wave, partition] = side_by_side ? *side_by_side : in_waves;
+  const Walk& way = side_by_side ? *side_by_side : in_waves;
+  const plan::Division& division = way.division;
+  const plan::Partition& partition = way.partition;
   const plan::Lanes& made = division.lanes;
 
   plan::Totals* before = at_least(scratch.before, made.count + 1);
   const auto emitter = [&](plan::CutUnit* units) {
-    return plan::Emitter(model, schedule, division, early_ends, is_dealt ? whole->ends() : partition.ends,
-                         heads.num_kv_heads, before, units, buffer);
+    return plan::Emitter(model, schedule, division, scratch.early_ends.data(),
+                         is_dealt ? whole->ends() : partition.ends, heads.num_kv_heads, before, units, buffer);
   };
   // Full lanes are counted as they are written, where items have room in any case and at most one unit a lane is cut.
   const int64_t most_item_bytes =

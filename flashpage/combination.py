@@ -7,7 +7,6 @@ A wrapper has the combination that was planned, and one more for each set of run
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -266,9 +265,8 @@ def workspace_bounds(
     of_graph = backends.with_one_cluster_size(prepared.schedule, units)[0]
     float_of_graph, int_of_graph = _bounds(options, of_graph, batch, total_q, total_kv)
     float_bytes, int_bytes = max(float_bytes, float_of_graph), max(int_bytes, int_of_graph)
-    for schedule, rows in _schedules_of_few(options, total_q, prepared.schedule.num_ctas, device):
-        float_of_few, int_of_few = _bounds(options, schedule, batch, rows, total_kv)
-        float_bytes, int_bytes = max(float_bytes, float_of_few), max(int_bytes, int_of_few)
+    float_of_few, int_of_few = _bounds_of_few(options, batch, total_q, total_kv, prepared.schedule.num_ctas, device)
+    float_bytes, int_bytes = max(float_bytes, float_of_few), max(int_bytes, int_of_few)
     float_of_parts = int_of_parts = 0
     for schedule in largest_schedules(options, prepared.schedule.num_ctas, device):
         of_part = _bounds(options, schedule, batch, total_q, total_kv)
@@ -277,21 +275,21 @@ def workspace_bounds(
     return max(float_bytes, float_of_parts), max(int_bytes, int_of_parts)
 
 
-def _schedules_of_few(
-    options: Options, total_q: int, num_ctas: int, device: torch.device
-) -> Iterator[tuple[host.Schedule, int]]:
-    """Of batches of so few rows that tiles are smaller than usual, and how many rows those have at most."""
+def _bounds_of_few(
+    options: Options, batch: int, total_q: int, total_kv: int, num_ctas: int, device: torch.device
+) -> tuple[int, int]:
+    """The same of batches of so few rows that an SM has smaller tiles than usual, and more CTAs. `num_ctas`: of usual
+    ones."""
     rows = min(total_q, ContextLengths(options).most_rows_of_few)
-    if rows == 0 or device.type != "cuda":
-        return
     usual, few = (
         backends.choose(Problem(options, backends.MANY_ROWS, contexts=contexts), device)
         for contexts in (Contexts.USUAL, Contexts.FEW)
     )
-    if few.spec != usual.spec:
-        assert few.spec.tile is not None and usual.spec.tile is not None
-        num_ctas = num_ctas * few.spec.tile.ctas_per_sm // usual.spec.tile.ctas_per_sm
-        yield backends.schedule(few, options, num_ctas), rows
+    if rows == 0 or few.spec == usual.spec:
+        return 0, 0
+    assert few.spec.tile is not None and usual.spec.tile is not None
+    schedule = backends.schedule(few, options, num_ctas * few.spec.tile.ctas_per_sm // usual.spec.tile.ctas_per_sm)
+    return _bounds(options, schedule, batch, rows, total_kv)
 
 
 def bounds_of(prepared: Prepared, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:

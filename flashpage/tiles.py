@@ -215,8 +215,8 @@ def sm90_prefill_tile(
 
 
 def sm90_few_rows_tile(head_dim_qk: int, head_dim_vo: int) -> Tile:
-    """Of prefill on Hopper where an SM has less than a usual tile's rows: one warpgroup and two CTAs an SM, each with
-    half of the memory. What a unit waits for at its start and end is as long as its work then, and the other CTA's."""
+    """Of prefill on Hopper where an SM has less than a usual tile's rows. A unit's work is then no longer than what it
+    waits for at its start and end, so an SM has two CTAs of one warpgroup: one computes while the other waits."""
     columns = sum(-(-dim // 64) * 64 for dim in (head_dim_qk, head_dim_vo))
     return Tile(64, 64 if columns <= 320 else 48, 4, 1, 2, ctas_per_sm=2)
 

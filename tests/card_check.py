@@ -99,6 +99,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.jobs < 1:
         parser.error(f"--jobs {arguments.jobs}: pass 1 or more")
+    if not arguments.limit > 0:
+        parser.error(f"--limit {arguments.limit}: pass more than 0 seconds")
     if not torch.cuda.is_available():
         print("torch finds no GPU here", file=sys.stderr)
         return 2

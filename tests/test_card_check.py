@@ -48,3 +48,12 @@ def test_a_missing_tool_is_a_failure(tmp_path: Path) -> None:
 def test_without_a_card_it_says_so() -> None:
     result = subprocess.run([sys.executable, card_check.__file__], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (2, "torch finds no GPU here\n")
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [("--jobs=0", "--jobs 0: pass 1 or more"), ("--limit=0", "--limit 0.0: pass more than 0 seconds")],
+)
+def test_a_wrong_number_is_told(argument: str, said: str) -> None:
+    result = subprocess.run([sys.executable, card_check.__file__, argument], capture_output=True, text=True)
+    assert result.returncode == 2 and said in result.stderr

@@ -24,8 +24,14 @@ BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
 
 
-def problem(packed_rows: int = 4, **changed: Any) -> Problem:
-    return Problem(dataclasses.replace(DECODE, **changed), packed_rows)
+def usual_and(
+    contexts: Contexts, changed: dict[str, Any], variant: VariantSpec
+) -> tuple[backends.Choice, backends.Choice]:
+    """What is chosen for a prefill, and with such contexts."""
+    options = dataclasses.replace(DECODE, **changed)
+    problems = (Problem(options, 4096, contexts=each) for each in (Contexts.USUAL, contexts))
+    usual, other = (backends.choose(problem, torch.device("cuda:0"), variant) for problem in problems)
+    return usual, other
 
 
 @pytest.mark.parametrize(
@@ -69,9 +75,7 @@ def test_short_contexts_have_short_tiles(
     changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "device_sm", lambda _: 90)
-    given = problem(4096, **{"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128, **changed})
-    short = dataclasses.replace(given, contexts=Contexts.SHORT)
-    usual, choice = (backends.choose(each, torch.device("cuda:0"), variant) for each in (given, short))
+    usual, choice = usual_and(Contexts.SHORT, changed, variant)
     assert choice.spec.tile is not None and choice.spec.tile.tile_kv == tokens
     assert (choice.spec != usual.spec) is (SHORT_NOTE in choice.reasons) is (tokens == 128)
 
@@ -96,9 +100,7 @@ def test_few_rows_have_tiles_of_one_warpgroup(
 ) -> None:
     """Of so many tokens; 0: they have the usual ones."""
     monkeypatch.setattr(backends, "device_sm", lambda _: 90)
-    given = problem(4096, **{"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128, **changed})
-    few = dataclasses.replace(given, contexts=Contexts.FEW)
-    usual, choice = (backends.choose(each, torch.device("cuda:0"), variant) for each in (given, few))
+    usual, choice = usual_and(Contexts.FEW, changed, variant)
     assert choice.spec.tile is not None
     assert (choice.spec != usual.spec) is (FEW_NOTE in choice.reasons) is (tokens > 0)
     assert tokens == 0 or (choice.spec.tile.tile_q, choice.spec.tile.tile_kv) == (64, tokens)
@@ -144,9 +146,7 @@ def test_long_contexts_are_read_by_pairs(
     changed: dict[str, Any], variant: VariantSpec, has_pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "device_sm", lambda _: 90)
-    given = problem(4096, **{"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128, **changed})
-    single = backends.choose(given, torch.device("cuda:0"), variant)
-    choice = backends.choose(dataclasses.replace(given, contexts=Contexts.LONG), torch.device("cuda:0"), variant)
+    single, choice = usual_and(Contexts.LONG, changed, variant)
     assert single.spec.ctas == 1 and single.spec.kernel == choice.spec.kernel == "prefill_sm90"
     assert (choice.spec.ctas, PAIRS_NOTE in choice.reasons) == ((2, True) if has_pairs else (1, False))
     assert not has_pairs or choice.spec.tile == single.spec.tile.paired()

@@ -24,30 +24,28 @@ def many_ctas() -> Any:
     host.load().fp_cpu_set_threads(0)
 
 
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch, many_ctas: None) -> None:
+def give_every_schedule(monkeypatch: pytest.MonkeyPatch, **values: float) -> None:
     """Of every planner that is made from here on."""
     make = backends.schedule
 
     def schedule(*arguments: Any) -> host.Schedule:
         made = make(*arguments)
-        made.ns_per_merge = 1e9
+        for name, value in values.items():
+            setattr(made, name, value)
         return made
 
     monkeypatch.setattr(backends, "schedule", schedule)
 
 
 @pytest.fixture
-def in_waves(monkeypatch: pytest.MonkeyPatch, always: None) -> None:
+def always(monkeypatch: pytest.MonkeyPatch, many_ctas: None) -> None:
+    give_every_schedule(monkeypatch, ns_per_merge=1e9)
+
+
+@pytest.fixture
+def in_waves(monkeypatch: pytest.MonkeyPatch, many_ctas: None) -> None:
     """As on a card with a small cache: several, if units are not dealt side by side."""
-    make = backends.schedule
-
-    def schedule(*arguments: Any) -> host.Schedule:
-        made = make(*arguments)
-        made.wave_tokens = 600
-        return made
-
-    monkeypatch.setattr(backends, "schedule", schedule)
+    give_every_schedule(monkeypatch, ns_per_merge=1e9, wave_tokens=600)
 
 
 class Kept(Runner):
@@ -58,6 +56,16 @@ class Kept(Runner):
     def planned(self) -> Any:
         self.wrapper = super().planned()
         return self.wrapper
+
+
+def plan_of_run(case: Case, device: str) -> Any:
+    """Of a run whose results are right."""
+    import flashpage
+
+    inputs = make_inputs(case)
+    runner = Kept(inputs, device, flashpage)
+    compare(case, runner.run(), reference_states(inputs))
+    return runner.wrapper.last_plan
 
 
 LENS = ((700, 150, 0, 1), (1300, 150, 20, 900))
@@ -76,27 +84,17 @@ TAILS = [
 
 @pytest.mark.parametrize("case", CASES + TAILS, ids=lambda case: case.name)
 def test_run(case: Case, device: str, always: None, kernels: None) -> None:
-    import flashpage
-
     if case in TAILS:
         host.load().fp_cpu_set_threads(4)  # few CTAs
-    inputs = make_inputs(case)
-    runner = Kept(inputs, device, flashpage)
-    compare(case, runner.run(), reference_states(inputs))
+    plan = plan_of_run(case, device)
     if device != "cpu" and (case.mask or case in TAILS):
         return  # a card's CTAs claim units under a mask, and are too many for runs before a tail
-    plan = runner.wrapper.last_plan
     assert plan.result.num_merges == 0 and (plan.work_items()["num_units"] == 1).all() == (case in CASES)
 
 
 @pytest.mark.parametrize("case", CASES[:2] + CASES[3:], ids=lambda case: case.name)
 def test_run_side_by_side(case: Case, device: str, in_waves: None, kernels: None) -> None:
-    import flashpage
-
-    inputs = make_inputs(case)
-    runner = Kept(inputs, device, flashpage)
-    compare(case, runner.run(), reference_states(inputs))
-    plan = runner.wrapper.last_plan
+    plan = plan_of_run(case, device)
     assert plan.result.num_merges == 0 and (plan.work_items()["num_units"] == 1).all()
 
 

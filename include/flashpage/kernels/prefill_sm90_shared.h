@@ -45,9 +45,9 @@ struct PrefillWarps {
   static constexpr int place_readers =  // those that load too
       computing + (Traits::loader == Loader::boxes && !rotates ? 3 : 4);
   static constexpr int loading_registers = rotates ? 88 : 56;
-  static constexpr int computing_registers = rotates ? 208 : groups == 1 ? 200 : groups == 2 ? 224 : 152;
+  // An SM has 512 for a thread of each warpgroup together; they are given and taken in eights.
+  static constexpr int computing_registers = (512 / Traits::ctas_per_sm - loading_registers) / groups / 8 * 8;
   static_assert(groups == 2 || (groups <= 3 && !converts && !transposes && !rotates));
-  static_assert(groups == 1 || Traits::ctas_per_sm == 1);  // registers
 };
 
 // What computing warps look at with each tile.
@@ -147,7 +147,7 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
       PrefillShared::sum_bytes > 0 ? QueryRows::tile_bytes : max_of(QueryRows::tile_bytes, OutRows::tile_bytes);
   static constexpr int beside_bytes = PrefillShared::staged_bytes + PrefillShared::sum_bytes;
   static constexpr int ring_bytes = key_stages * Keys::tile_bytes + stages * Values::tile_bytes;
-  static constexpr int most_bytes = 233472 / Traits::ctas_per_sm - 1024;  // of a CTA on Hopper
+  static constexpr int most_bytes = 233472 / Traits::ctas_per_sm - 1024;  // of an SM on Hopper; 1,024 are the system's
   static constexpr int places_ahead = 4;  // units that are known, of the one that is computed on
   using RowTables = PrefillRowTables<Traits, Warps::by_rows>;
   static constexpr int other_bytes = PrefillShared::beside_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 2048;
