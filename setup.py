@@ -26,6 +26,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{ROOT / 'include'}"]
+COMPILE += [f"-I{ROOT / 'csrc'}"]
 COMPILE += ["-fno-trapping-math"]  # nobody reads the floating-point flags, and loops with a choice vectorise
 # One library for every distribution: the C++ runtime inside, only libc, libdl and libpthread outside.
 LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined", "-Wl,-z,nodelete", "-s"]
@@ -39,10 +40,10 @@ def build_library(library: Path, objects: Path) -> None:
     objects.mkdir(parents=True, exist_ok=True)
     with open(objects / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        headers = [*ROOT.glob("csrc/*.h"), *ROOT.glob("include/flashpage/*.h")]
+        headers = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("include/flashpage/*.h")]
         headers += [p for folder in ("common", "plan") for p in ROOT.glob(f"include/flashpage/{folder}/*.h")]
         newest = max(p.stat().st_mtime for p in [*headers, Path(__file__)])
-        sources = sorted(ROOT.glob("csrc/*.cpp"))
+        sources = sorted(ROOT.glob("csrc/**/*.cpp"))
         targets = [objects / f"{source.stem}.o" for source in sources]
         stale = [
             (source, target)
@@ -88,8 +89,8 @@ def build_kernels(which: str) -> None:
 
 
 def _paths_module():
-    """flashpage/paths.py alone: the package itself needs the library that is being built."""
-    spec = importlib.util.spec_from_file_location("flashpage_paths", ROOT / "flashpage" / "paths.py")
+    """flashpage/base/paths.py alone: the package itself needs the library that is being built."""
+    spec = importlib.util.spec_from_file_location("flashpage_paths", ROOT / "flashpage" / "base" / "paths.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

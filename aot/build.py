@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flashpage.jit import BuildResult, Target, build_kernels, read_manifest
 from flashpage.jit.cache import Store, aot_store, key_of
-from flashpage.spec import KernelSpec
+from flashpage.kernels.spec import KernelSpec
 
 from . import specs
 

@@ -1,4 +1,4 @@
-"""The specs of a wheel. tests/test_aot.py holds that these are the very specs that plans ask for."""
+"""The specs of a wheel. tests/jit/test_aot.py holds that these are the very specs that plans ask for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 from typing import Any
 
-from flashpage.contexts import Contexts, tile_of
-from flashpage.dtypes import DType
+from flashpage.base.dtypes import DType
 from flashpage.jit import Target
-from flashpage.spec import KernelSpec, VariantSpec, inner_loop
-from flashpage.tiles import MaskUse, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile
+from flashpage.kernels.context_classes import Contexts, tile_of
+from flashpage.kernels.spec import KernelSpec, VariantSpec, inner_loop
+from flashpage.kernels.tile import MaskUse, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile
 from flashpage.variants import builtin
 
 HALF = (DType.BFLOAT16, DType.FLOAT16)

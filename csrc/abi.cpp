@@ -8,7 +8,7 @@ using namespace flashpage;
 int32_t fp_abi_version() { return 13; }
 
 int64_t fp_sizeof(const char* struct_name) {
-  // The name in flashpage/host.py, which differs from the C name where the C struct is part of the C ABI.
+  // The name in flashpage/native/library.py, which differs from the C name where the C struct is part of the C ABI.
   struct Entry {
     const char* name;
     int64_t size;

@@ -1,5 +1,5 @@
 // The part of the DLPack C exchange API (version 1) that the host library uses, declared here so that it builds where
-// there is no torch. tests/test_host_layout.py compares it with torch's own header where torch is installed.
+// there is no torch. tests/host/test_host_layout.py compares it with torch's own header where torch is installed.
 #pragma once
 #include <cstdint>
 

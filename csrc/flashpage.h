@@ -1,11 +1,11 @@
 // The C ABI of libflashpage.so, the host library: planner, pinned plan slots, CUDA driver launches, the CPU's threads.
-// Python binds it with ctypes (flashpage/host.py). Every function that can fail returns a status; fp_last_error() has
+// Python binds it with ctypes (flashpage/native/library.py). Every function that can fail returns a status; fp_last_error() has
 // the sentence, of this thread. Nothing here throws, and nothing touches CUDA before the first fp_cuda_* call.
 #pragma once
 #include <cstdint>
 
-#include "flashpage/block_params.h"
-#include "flashpage/params.h"
+#include "flashpage/params/block_params.h"
+#include "flashpage/params/params.h"
 
 #define FP_API extern "C" __attribute__((visibility("default")))
 
@@ -24,7 +24,7 @@ FP_API int32_t fp_abi_version();
 // sizeof of the struct that Python mirrors, by name ("AttentionParams", ...); -1: no such struct.
 FP_API int64_t fp_sizeof(const char* struct_name);
 
-// ---------------------------------------------------------------- planner (csrc/planner.cpp, include/flashpage/plan/)
+// ---------------------------------------------------------------- planner (csrc/plan/planner.cpp, include/flashpage/plan/)
 
 // A host array of int32 or int64, maybe strided. data == nullptr: not given.
 struct fp_index_array {
@@ -57,7 +57,7 @@ enum fp_walk : int32_t {
   FP_WALK_RUNS = 1,   // prefill: each CTA takes a run of (KV head, row tile) units
 };
 
-// How to cut: the tile's shape and what it costs, from flashpage/tiles.py.
+// How to cut: the tile's shape and what it costs, from flashpage/kernels/tile.py.
 struct fp_schedule {
   int32_t num_ctas;            // CTAs to fill; the plan may use fewer
   int32_t walk;                // fp_walk
@@ -73,7 +73,7 @@ struct fp_schedule {
   int32_t fixed_piece_tokens;  // > 0: batch-invariant, units are cut at its multiples; -1: never cut; 0: balance
   int32_t merge_rows;          // packed rows a merge item at most
   int32_t wave_tokens;         // runs: tokens of a KV head that the L2 keeps: CTAs read about so many at a time; 0: any
-  int32_t are_claimed;  // CTAs take units as they go, whoever has them here (tile/mask_tiles.h): many are not cut
+  int32_t are_claimed;  // CTAs take units as they go, whoever has them here (tile/mask/mask_tiles.h): many are not cut
   // Units with CTAs of their own, a cluster for each (plan/own_ctas.h): where they are few enough and not dearer.
   int32_t clusters[5];           // of 1, 2, 4, 8 and 16 CTAs: how many run at once; 0: none of that size may be
   int32_t cluster_rows;          // packed rows of a unit that a cluster merges, at most
@@ -116,7 +116,7 @@ FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int6
 FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                               int32_t num_kv_heads, const fp_schedule*, int64_t* plan_bytes, int64_t* partial_rows);
 
-// Lengths in the memory of the device that plans (csrc/table_planner.cpp, include/flashpage/plan/tables.h).
+// Lengths in the memory of the device that plans (csrc/plan/table_planner.cpp, include/flashpage/plan/tables.h).
 struct fp_tables {
   const int32_t* q_indptr;      // rows, [batch + 1]; null: q_len_per_request rows each
   const void* seq_lens;         // tokens, [batch]
@@ -145,7 +145,7 @@ struct fp_kernel;
 FP_API int32_t fp_tables_plan(const fp_kernel*, const fp_tables*, const fp_schedule*, void* destination,
                               int64_t capacity, void* stream, int32_t enable_pdl);
 
-// ---------------------------------------------------------------- plan slots (csrc/slots.cpp)
+// ---------------------------------------------------------------- plan slots (csrc/plan/slots.cpp)
 
 // A ring of staging slots for one device: plans in flight never overwrite each other's bytes, and the host never waits
 // (a slot still being copied is left alone; when all are, the ring grows). device < 0: plain memory.
@@ -163,7 +163,7 @@ FP_API int32_t fp_slots_copy(fp_slots*, const void* bytes, int64_t size, void* d
 FP_API const void* fp_slots_last(const fp_slots*);
 
 // A batch of requests with few rows and requests with many as two plans, for two kernels that run side by side, each
-// with a share of the CTAs (csrc/parts.cpp).
+// with a share of the CTAs (csrc/plan/parts.cpp).
 struct fp_parts {
   int32_t most_few_rows;   // of q, of a request of the first part
   int32_t few_ctas;        // written by fp_py_slots_plan_parts: of the first part; 0: one plan is better, none was made
@@ -185,7 +185,7 @@ struct fp_parts {
 // Requests of each part that have rows. Lengths are not judged: what is wrong with them, a plan tells.
 FP_API void fp_parts_count(const fp_problem*, fp_parts*);
 
-// ---------------------------------------------------------------- kernels and launches (csrc/driver.cpp, launch.cpp)
+// ---------------------------------------------------------------- kernels and launches (csrc/cuda/driver.cpp, launch.cpp)
 
 struct fp_kernel;  // a CPU function or a CUDA function of one device
 
@@ -244,11 +244,11 @@ struct fp_masked_batch {
   int32_t has_custom_mask;
   int32_t tile_heads;  // KV heads that have tiles of their own: 1 or all
 };
-// Cells of 8 bytes that the tiles, the queue of units and the bits of mixed tiles take (tile/mask_tiles.h). Writes all
+// Cells of 8 bytes that the tiles, the queue of units and the bits of mixed tiles take (tile/mask/mask_tiles.h). Writes all
 // sizes and where queue, list and bits begin.
 FP_API int64_t fp_mask_cells(const fp_masked_batch*, const fp_schedule*, flashpage::MaskTilesParams*);
 
-// A stream beside the caller's, for a run of two parts, and the events that fork and join it (csrc/fork.cpp). Of one
+// A stream beside the caller's, for a run of two parts, and the events that fork and join it (csrc/cuda/fork.cpp). Of one
 // wrapper: its runs follow each other.
 struct fp_fork;
 FP_API fp_fork* fp_fork_create(int32_t device);  // null after an error; also while a stream is captured
@@ -383,7 +383,7 @@ FP_API void* fp_py_slots_plan(void* self, void* const* arguments, intptr_t count
 // in used_bytes. Lengths that are wrong: none is made.
 FP_API void* fp_py_slots_plan_parts(void* self, void* const* arguments, intptr_t count);
 
-// ---------------------------------------------------------------- the CPU's own (csrc/threads.cpp, csrc/cpu_ops.cpp)
+// ---------------------------------------------------------------- the CPU's own (csrc/cpu/threads.cpp, csrc/cpu/cpu_ops.cpp)
 
 FP_API int32_t fp_cpu_threads();               // of the pool; FLASHPAGE_THREADS, else the cores this process may use
 FP_API int32_t fp_cpu_set_threads(int32_t n);  // 0: default

@@ -5,7 +5,7 @@
 
 #include "dlpack.h"
 #include "errors.h"
-#include "slots.h"
+#include "plan/slots.h"
 
 namespace flashpage::host {
 namespace {

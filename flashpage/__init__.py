@@ -8,135 +8,56 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:  # a star re-exports what a front door's __all__ names
+    from .attention import *
+    from .cascade import *
+    from .decode import *
+    from .errors import *
+    from .page import *
+    from .plan import *
+    from .pod import *
+    from .prefill import *
+    from .quantization import *
+    from .sparse import *
+    from .utils import *
+    from .variants import *
+
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
-    "cascade": (
-        *("BatchDecodeWithSharedPrefixPagedKVCacheWrapper", "BatchPrefillWithSharedPrefixPagedKVCacheWrapper"),
-        *("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"),
-    ),
-    "decode": (
-        *("BatchDecodeWithPagedKVCacheWrapper", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan"),
-        *("single_decode_with_kv_cache", "single_decode_with_kv_cache_with_jit_module"),
-    ),
-    "errors": (
-        *("CapabilityError", "CompileError", "DeviceError", "FlashpageError", "KernelMissingError", "PlanError"),
-        *("RunError", "VariantError"),
-    ),
-    "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
-    "plan": ("Plan",),
-    "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
-    "prefill": (
-        *("BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"),
-        *("single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"),
-        "single_prefill_with_kv_cache_with_jit_module",
-    ),
-    "quantization": ("packbits", "segment_packbits"),
-    "refused": (
-        *("BatchDecodeMlaWithPagedKVCacheWrapper", "BatchMLAPagedAttentionWrapper", "cudnn_batch_decode_with_kv_cache"),
-        *("cudnn_batch_prefill_with_kv_cache", "nvfp4_kv_dequantize", "nvfp4_kv_quantize", "nvfp4_quantize"),
-        *("nvfp4_quantize_append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"),
-        *("trtllm_fmha_v2_prefill", "xqa", "xqa_mla"),
-    ),
-    "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
-    "utils": ("next_positive_power_of_2",),
-    "variants": ("Variant",),
+    "attention": "BatchAttention BatchAttentionWithAttentionSinkWrapper",
+    "base.refused": "BatchDecodeMlaWithPagedKVCacheWrapper BatchMLAPagedAttentionWrapper nvfp4_kv_dequantize xqa"
+    " xqa_mla cudnn_batch_decode_with_kv_cache cudnn_batch_prefill_with_kv_cache nvfp4_kv_quantize nvfp4_quantize"
+    " nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"
+    " trtllm_fmha_v2_prefill",
+    "cascade": "BatchDecodeWithSharedPrefixPagedKVCacheWrapper BatchPrefillWithSharedPrefixPagedKVCacheWrapper"
+    " MultiLevelCascadeAttentionWrapper merge_state merge_state_in_place merge_states",
+    "decode": "BatchDecodeWithPagedKVCacheWrapper CUDAGraphBatchDecodeWithPagedKVCacheWrapper fast_decode_plan"
+    " single_decode_with_kv_cache single_decode_with_kv_cache_with_jit_module",
+    "errors": "CapabilityError CompileError DeviceError FlashpageError KernelMissingError PlanError RunError"
+    " VariantError",
+    "page": "append_paged_kv_cache append_paged_mla_kv_cache get_batch_indices_positions get_seq_lens",
+    "plan": "Plan",
+    "pod": "BatchPODWithPagedKVCacheWrapper PODWithPagedKVCacheWrapper",
+    "prefill": "BatchPrefillWithPagedKVCacheWrapper BatchPrefillWithRaggedKVCacheWrapper single_prefill_with_kv_cache"
+    " single_prefill_with_kv_cache_return_lse single_prefill_with_kv_cache_with_jit_module",
+    "quantization": "packbits segment_packbits",
+    "sparse": "BlockSparseAttentionWrapper VariableBlockSparseAttentionWrapper",
+    "utils": "next_positive_power_of_2",
+    "variants": "Variant",
 }
-_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
-
-__all__ = ["__version__", *sorted(_MODULE_OF)]
-
-if TYPE_CHECKING:
-    from .attention import (
-        BatchAttention,
-        BatchAttentionWithAttentionSinkWrapper,
-    )
-    from .cascade import (
-        BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
-        BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
-        MultiLevelCascadeAttentionWrapper,
-        merge_state,
-        merge_state_in_place,
-        merge_states,
-    )
-    from .decode import (
-        BatchDecodeWithPagedKVCacheWrapper,
-        CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-        fast_decode_plan,
-        single_decode_with_kv_cache,
-        single_decode_with_kv_cache_with_jit_module,
-    )
-    from .errors import (
-        CapabilityError,
-        CompileError,
-        DeviceError,
-        FlashpageError,
-        KernelMissingError,
-        PlanError,
-        RunError,
-        VariantError,
-    )
-    from .page import (
-        append_paged_kv_cache,
-        append_paged_mla_kv_cache,
-        get_batch_indices_positions,
-        get_seq_lens,
-    )
-    from .plan import (
-        Plan,
-    )
-    from .pod import (
-        BatchPODWithPagedKVCacheWrapper,
-        PODWithPagedKVCacheWrapper,
-    )
-    from .prefill import (
-        BatchPrefillWithPagedKVCacheWrapper,
-        BatchPrefillWithRaggedKVCacheWrapper,
-        single_prefill_with_kv_cache,
-        single_prefill_with_kv_cache_return_lse,
-        single_prefill_with_kv_cache_with_jit_module,
-    )
-    from .quantization import (
-        packbits,
-        segment_packbits,
-    )
-    from .refused import (
-        BatchDecodeMlaWithPagedKVCacheWrapper,
-        BatchMLAPagedAttentionWrapper,
-        cudnn_batch_decode_with_kv_cache,
-        cudnn_batch_prefill_with_kv_cache,
-        nvfp4_kv_dequantize,
-        nvfp4_kv_quantize,
-        nvfp4_quantize,
-        nvfp4_quantize_append_paged_kv_cache,
-        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
-        trtllm_fmha_v2_prefill,
-        xqa,
-        xqa_mla,
-    )
-    from .sparse import (
-        BlockSparseAttentionWrapper,
-        VariableBlockSparseAttentionWrapper,
-    )
-    from .utils import (
-        next_positive_power_of_2,
-    )
-    from .variants import (
-        Variant,
-    )
-
-
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 _SUBMODULES = (
-    *("attention", "cascade", "compat", "decode", "jit", "mla", "ops", "page", "parallel", "pod"),
-    *("prefill", "quantization", "sparse", "utils", "variants", "vllm_ops"),
+    "attention cascade compat decode jit mla ops page parallel pod prefill quantization sparse utils variants vllm_ops"
 )
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
-    elif name in _SUBMODULES:
+    elif name in _SUBMODULES.split():
         value = importlib.import_module(f".{name}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -145,4 +66,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+    return sorted({*globals(), *__all__, *_SUBMODULES.split()})

@@ -1,6 +1,6 @@
-"""FlashInfer's names for multi-head latent attention: refused, each with what to use instead."""
+"""`flashinfer.mla`: multi-head latent attention, refused with what to use instead."""
 
-from .refused import (
+from .base.refused import (
     BatchMLAPagedAttentionWrapper,
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,

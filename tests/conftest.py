@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from case import Case
+from cases.case import Case
 from native_build import share_builds
 
 MARKERS = {"slow": "takes more than a few seconds", "cuda": "needs an NVIDIA card"}

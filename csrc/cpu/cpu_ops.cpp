@@ -1,4 +1,4 @@
-#include "cpu_ops.h"
+#include "cpu/cpu_ops.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,8 +6,8 @@
 #include <limits>
 
 #include "errors.h"
-#include "row_ops.h"
-#include "threads.h"
+#include "cpu/row_ops.h"
+#include "cpu/threads.h"
 
 namespace flashpage::host {
 namespace {

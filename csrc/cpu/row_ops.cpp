@@ -1,8 +1,8 @@
-#include "row_ops.h"
+#include "cpu/row_ops.h"
 
 #include <immintrin.h>
 
-#include "elements.h"
+#include "cpu/elements.h"
 
 namespace flashpage::host {
 namespace {

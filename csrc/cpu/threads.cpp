@@ -1,4 +1,4 @@
-#include "threads.h"
+#include "cpu/threads.h"
 
 #include <immintrin.h>
 #include <linux/futex.h>

@@ -1,5 +1,5 @@
 // The part of the CUDA driver API that the host library uses, declared here so that it builds where there is no CUDA.
-// tests/test_host_layout.py compares every layout, constant and signature with the toolkit's cuda.h where one is
+// tests/host/test_host_layout.py compares every layout, constant and signature with the toolkit's cuda.h where one is
 // installed.
 #pragma once
 #include <cstddef>

@@ -1,6 +1,6 @@
 // libcuda through dlopen: loaded at the first CUDA call, absent on machines without a driver.
 #pragma once
-#include "cuda_api.h"
+#include "cuda/cuda_api.h"
 #include "errors.h"
 
 namespace flashpage::cuda {

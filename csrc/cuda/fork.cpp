@@ -1,5 +1,5 @@
 // Fork and join by events: two launches of a run that execute at the same time.
-#include "fork.h"
+#include "cuda/fork.h"
 
 #include <limits>
 

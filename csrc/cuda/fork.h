@@ -1,6 +1,6 @@
 // A side stream that leaves the caller's stream and comes back to it within one run.
 #pragma once
-#include "driver.h"
+#include "cuda/driver.h"
 #include "flashpage.h"
 
 struct fp_fork {

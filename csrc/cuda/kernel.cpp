@@ -1,5 +1,5 @@
 // Loading kernels: everything a launch needs is looked up here, never in fp_run.
-#include "kernel.h"
+#include "cuda/kernel.h"
 
 #include <algorithm>
 #include <memory>

@@ -1,6 +1,6 @@
 // What an fp_kernel is: a CPU function, or a CUDA function of one device with its launch shape.
 #pragma once
-#include "driver.h"
+#include "cuda/driver.h"
 #include "flashpage.h"
 
 namespace flashpage::cuda {

@@ -2,12 +2,12 @@
 // call may stand in a stream capture.
 #include <algorithm>
 
-#include "cpu_ops.h"
+#include "cpu/cpu_ops.h"
 #include "errors.h"
-#include "fork.h"
-#include "kernel.h"
-#include "tensor_maps.h"
-#include "threads.h"
+#include "cuda/fork.h"
+#include "cuda/kernel.h"
+#include "cuda/tensor_maps.h"
+#include "cpu/threads.h"
 
 namespace flashpage::host {
 namespace {

@@ -1,4 +1,4 @@
-#include "tensor_maps.h"
+#include "cuda/tensor_maps.h"
 
 #include <cstdio>
 

@@ -1,6 +1,6 @@
 // Tensor maps of K, V, q and out, encoded at every run (45 ns each): a map holds its tensor's address.
 #pragma once
-#include "driver.h"
+#include "cuda/driver.h"
 #include "flashpage.h"
 
 namespace flashpage::cuda {

@@ -1,7 +1,7 @@
 // Mixed batches: a request of few rows reads its keys and values at the speed of memory and hardly computes, one of
 // many rows computes and hardly reads. In two launches side by side, each with the kernel made for it and a share of
 // the CTAs, both go on at once; what memory gives, some of the SMs can already take.
-#include "parts.h"
+#include "plan/parts.h"
 
 #include <algorithm>
 #include <iterator>
@@ -9,7 +9,7 @@
 
 #include "flashpage/plan/cost.h"
 #include "flashpage/plan/work_item.h"
-#include "planner.h"
+#include "plan/planner.h"
 
 using namespace flashpage;
 

@@ -1,5 +1,5 @@
 // The planner's C ABI over include/flashpage/plan/: lengths -> cost axis -> cuts, or units dealt -> the plan's bytes.
-#include "planner.h"
+#include "plan/planner.h"
 
 #include <cstring>
 #include <optional>
@@ -9,8 +9,8 @@
 #include "flashpage/plan/bounds.h"
 #include "flashpage/plan/emit.h"
 #include "flashpage/plan/whole_units.h"
-#include "flashpage/tile/lane_bits.h"
-#include "flashpage/tile/mask_tiles.h"
+#include "flashpage/tile/mask/lane_bits.h"
+#include "flashpage/tile/mask/mask_tiles.h"
 
 using namespace flashpage;
 using host::fail;

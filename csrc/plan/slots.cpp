@@ -1,13 +1,13 @@
 // Staging slots: where a plan is written before one copy takes it to the int workspace.
-#include "slots.h"
+#include "plan/slots.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
-#include "driver.h"
-#include "parts.h"
+#include "cuda/driver.h"
+#include "plan/parts.h"
 
 using namespace flashpage;
 

@@ -5,8 +5,8 @@
 #include "errors.h"
 #include "flashpage/plan/bounds.h"
 #include "flashpage/plan/tables.h"
-#include "kernel.h"
-#include "planner.h"
+#include "cuda/kernel.h"
+#include "plan/planner.h"
 
 using namespace flashpage;
 using host::fail;

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import arguments
+from . import checks
 from .errors import RunError
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -45,7 +45,7 @@ def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> t
                 "same pages, page size and heads."
             )
         return k, v
-    arguments.tensor(cache, name, RunError)
+    checks.tensor(cache, name, RunError)
     if cache.dim() not in (4, 5) or cache.shape[1] != 2:
         raise RunError(
             f"{name} has shape {tuple(cache.shape)}: pass [pages, 2, ...] with 4 or 5 dimensions, or a (K, V) pair."
@@ -55,10 +55,10 @@ def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> t
 
 
 def _paged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:
-    arguments.tensor(tensor, name, RunError)
+    checks.tensor(tensor, name, RunError)
     if tensor.dim() not in (3, 4):
         raise RunError(f"{name} has {tensor.dim()} dimensions: pass 4 (pages), or 3 (slots: pages of one token).")
-    arguments.dense_last(tensor, name, RunError)
+    checks.dense_last(tensor, name, RunError)
     if tensor.dim() == 3:
         slots, heads, dim = tensor.shape
         return View(slots, 1, heads, dim, _stride(tensor, 0), 0, _stride(tensor, 1))
@@ -70,10 +70,10 @@ def _paged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:
 
 def ragged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:
     """[tokens, heads, dim] (NHD) or [heads, tokens, dim] (HND)."""
-    arguments.tensor(tensor, name, RunError)
+    checks.tensor(tensor, name, RunError)
     if tensor.dim() != 3:
         raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, tokens, heads and head_dim.")
-    arguments.dense_last(tensor, name, RunError)
+    checks.dense_last(tensor, name, RunError)
     token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
     shape = tensor.shape
     return View(shape[token], 1, shape[head], shape[2], 0, _stride(tensor, token), _stride(tensor, head))
@@ -81,7 +81,7 @@ def ragged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:
 
 def rows_strides(tensor: torch.Tensor, name: str) -> tuple[int, int]:
     """Strides of rows and heads of q or out, [rows, heads, dim]."""
-    arguments.dense_last(tensor, name, RunError)
+    checks.dense_last(tensor, name, RunError)
     return _stride(tensor, 0), _stride(tensor, 1)
 
 

@@ -7,18 +7,18 @@ import hashlib
 import json
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 
 _SOURCES = (".h", ".jinja")
 _WRITERS = (
-    "products.py",
-    "variant_source.py",
+    "kernels/wgmma_source.py",
+    "variants/source.py",
     "jit/render.py",
 )  # what they write is compiled, so they count as sources
 
 
 def include_dir() -> Path:
-    """The folder to give a compiler as -I: it holds flashpage/params.h and the rest."""
+    """The folder to give a compiler as -I: it holds flashpage/params/params.h and the rest."""
     return _data_dir("include")
 
 

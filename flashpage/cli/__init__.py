@@ -8,7 +8,7 @@ import os
 import sys
 from typing import NoReturn
 
-from ..errors import FlashpageError, PlanError
+from ..base.errors import FlashpageError, PlanError
 from .values import ArgumentError
 
 _COMMANDS = {

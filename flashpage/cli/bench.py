@@ -9,7 +9,7 @@ from pathlib import Path
 
 import flashpage
 
-from ..errors import FlashpageError
+from ..base.errors import FlashpageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import env, paths
-from ..errors import FlashpageError
+from ..base import env, paths
+from ..base.errors import FlashpageError
 from . import values
 
 if TYPE_CHECKING:
     from ..jit import Target
-    from ..spec import KernelSpec
+    from ..kernels.spec import KernelSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,11 +90,11 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
 
 def _targets_here(backend: str) -> list[Target]:
     """What this machine runs best."""
-    from .. import host, jit
+    from .. import jit, native
 
     if backend == "cpu":
         return [jit.host_target()]
-    count = host.load().fp_cuda_device_count()
+    count = native.load().fp_cuda_device_count()
     if not count:
         raise values.ArgumentError("--target: there is no GPU here to build for: name one, like --target sm_90a")
     return list({jit.cuda_target(index) for index in range(count)})

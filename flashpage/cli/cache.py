@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .. import env
+from ..base import env
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

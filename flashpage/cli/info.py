@@ -9,7 +9,8 @@ import importlib.util
 import os
 import platform
 
-from .. import __version__, env, host, paths
+from .. import __version__, native
+from ..base import env, paths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +38,12 @@ def _versions() -> list[tuple[str, str]]:
 def _devices() -> list[tuple[str, str]]:
     from ..jit import targets
 
-    library = host.load()
+    library = native.load()
     levels = ", ".join(target.name for target in targets.runnable(None))
     rows = [("cpu", f"{library.fp_cpu_threads()} threads of {os.cpu_count()} cores; runs kernels for {levels}")]
     for index in range(library.fp_cuda_device_count()):
-        info = host.DeviceInfo()
-        host.check(library.fp_cuda_device_info(index, ctypes.byref(info)))
+        info = native.DeviceInfo()
+        native.check(library.fp_cuda_device_info(index, ctypes.byref(info)))
         what = f"{info.name.decode()}, sm_{info.sm}, {info.num_sms} SMs, {info.memory_bytes / 2**30:.0f} GiB"
         rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}"))
     return rows if len(rows) > 1 else [*rows, ("cuda", "no device")]

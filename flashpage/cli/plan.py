@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..plan import plan_lengths
+    from ..plan.report.plan import plan_lengths
 
     kv_lens, q_lens = arguments.kv_lens, arguments.q_lens
     if q_lens is not None and len(q_lens) != len(kv_lens):

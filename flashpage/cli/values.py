@@ -6,7 +6,7 @@ import argparse
 import math
 import statistics
 
-from ..errors import FlashpageError
+from ..base.errors import FlashpageError
 
 
 class ArgumentError(FlashpageError):

@@ -9,12 +9,13 @@ import torch
 
 import flashpage
 
-from .. import host
-from ..engine import Engine, EngineConfig, Request
-from ..errors import FlashpageError
-from ..integrations.kv_parts import KvPart
-from ..integrations.paged_attention import DecodeMetadata
+from .. import native
+from ..base.errors import FlashpageError
 from ..jit.progress import Bar
+from ..serving.engine import Engine, EngineConfig
+from ..serving.kv_parts import KvPart
+from ..serving.paged_attention import DecodeMetadata
+from ..serving.request import Request
 from .model import Config, Llama
 from .reference import check_tokens
 
@@ -116,7 +117,7 @@ def describe(model: Llama, requests: list[Request]) -> None:
     if model.device.type == "cuda":
         where = torch.cuda.get_device_name(model.device)
     else:
-        where = f"the CPU ({host.load().fp_cpu_threads()} threads)"
+        where = f"the CPU ({native.load().fp_cpu_threads()} threads)"
     prompts = [request.prompt_len for request in requests]
     print(f"flashpage {flashpage.__version__} on {where}, torch {torch.__version__}")
     print(

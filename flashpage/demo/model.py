@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..engine import Attend
+from ..serving.runner import Attend
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..engine import Request
+from ..serving.request import Request
 from .model import Llama
 
 

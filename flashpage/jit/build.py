@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..errors import CompileError
-from ..spec import KernelSpec
+from ..base.errors import CompileError
+from ..kernels.spec import KernelSpec
 from . import process, progress
 from .cache import Entry, Store, jit_store, key_of
 from .compilers import Compiler

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import env, paths
-from ..spec import KernelSpec
+from ..base import env, paths
+from ..kernels.spec import KernelSpec
 from .targets import Target
 
 META = "meta.json"

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .. import env, paths
+from ..base import env, paths
 from .targets import CPU_LEVELS, PTX, Target
 
 _NVRTC_SCRIPT = Path(__file__).with_name("nvrtc.py")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from ..errors import CompileError
-from ..spec import KernelSpec
-from ..variant_source import SOURCE_NAME
+from ..base.errors import CompileError
+from ..kernels.spec import KernelSpec
+from ..variants.source import SOURCE_NAME
 from .targets import Target
 
 _TAIL_LINES = 12

@@ -10,8 +10,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from ..errors import CompileError, KernelMissingError
-from ..spec import KernelSpec
+from ..base.errors import CompileError, KernelMissingError
+from ..kernels.spec import KernelSpec
 from . import diagnostics, manifest, process
 from .cache import FAILED, Entry, Store, key_of, read_entry, write_entry
 from .compilers import Compiler, find_compiler, looked_for

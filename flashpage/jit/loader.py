@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from .. import env, host
-from ..errors import DeviceError
-from ..spec import KernelSpec
+from .. import native
+from ..base import env
+from ..base.errors import DeviceError
+from ..kernels.spec import KernelSpec
 from . import manifest
 from .build import build_kernels, obtain
 from .cache import Entry, aot_store, jit_store, key_of
@@ -32,7 +33,7 @@ class LoadedKernel:
     spec: KernelSpec
     target: Target
     handle: int  # fp_kernel*
-    info: host.KernelInfo
+    info: native.KernelInfo
     library: ctypes.CDLL | None = dataclasses.field(default=None, repr=False)  # CPU: keeps the code mapped
 
 
@@ -129,10 +130,10 @@ def _load(entry: Entry, index: int | None) -> LoadedKernel:
             library, handle = _load_function(entry, spec)
         else:
             image = entry.image + b"\0"  # PTX must end in one; behind a cubin it is outside
-            load = host.load().fp_cuda_kernel_load
-            handle = host.check_handle(load(index, image, len(entry.image), spec.entry.encode()))
-        info = host.KernelInfo()
-        host.check(host.load().fp_kernel_describe(handle, ctypes.byref(info)))
+            load = native.load().fp_cuda_kernel_load
+            handle = native.check_handle(load(index, image, len(entry.image), spec.entry.encode()))
+        info = native.KernelInfo()
+        native.check(native.load().fp_kernel_describe(handle, ctypes.byref(info)))
     finally:
         if not entry.is_kept:
             shutil.rmtree(entry.folder, ignore_errors=True)
@@ -146,4 +147,4 @@ def _load_function(entry: Entry, spec: KernelSpec) -> tuple[ctypes.CDLL, int]:
         function = ctypes.cast(getattr(library, spec.entry), ctypes.c_void_p)
     except (OSError, AttributeError) as error:
         raise DeviceError(f"{entry.path} does not load: {error}") from error
-    return library, host.check_handle(host.load().fp_kernel_from_function(function))
+    return library, native.check_handle(native.load().fp_kernel_from_function(function))

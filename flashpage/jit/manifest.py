@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..spec import KernelSpec
+from ..kernels.spec import KernelSpec
 from .targets import Target
 
 _VERSION = 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from .. import env
+from ..base import env
 
 _BYTES_PER_JOB = 1 << 30  # a compiler of one attention kernel stays below this
 _GRACE_SECONDS = 3.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from .. import env
+from ..base import env
 
 _BAR_CELLS = 30
 

@@ -6,11 +6,11 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import paths
-from ..errors import CompileError
-from ..products import render as render_products
-from ..spec import KernelSpec
-from ..variant_source import render as render_variant
+from ..base import paths
+from ..base.errors import CompileError
+from ..kernels.spec import KernelSpec
+from ..kernels.wgmma_source import render as render_products
+from ..variants.source import render as render_variant
 
 if TYPE_CHECKING:
     import jinja2

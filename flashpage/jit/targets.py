@@ -7,11 +7,11 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
-from .. import host
-from ..errors import DeviceError
+from .. import native
+from ..base.errors import DeviceError
 
 if TYPE_CHECKING:
-    from ..spec import KernelSpec
+    from ..kernels.spec import KernelSpec
 
 # Best first: the features a machine must have, which are the compiler's -m flags too (never -march=native: a cache is
 # copied between machines). Each level includes the ones after it.
@@ -86,9 +86,9 @@ def shared_bytes_per_cta(device_index: int) -> int:
     return found
 
 
-def _device_info(device_index: int) -> host.DeviceInfo:
-    info = host.DeviceInfo()
-    host.check(host.load().fp_cuda_device_info(device_index, ctypes.byref(info)))
+def _device_info(device_index: int) -> native.DeviceInfo:
+    info = native.DeviceInfo()
+    native.check(native.load().fp_cuda_device_info(device_index, ctypes.byref(info)))
     return info
 
 
@@ -112,5 +112,5 @@ def runnable(device_index: int | None) -> tuple[Target, ...]:
 def cpu_features() -> frozenset[str]:
     """The features this machine can run, by the names that -m flags use."""
     text = ctypes.create_string_buffer(1024)
-    host.check(host.load().fp_cpu_features(text, len(text)))
+    native.check(native.load().fp_cpu_features(text, len(text)))
     return frozenset(text.value.decode().replace("_", "").split(","))

@@ -8,24 +8,15 @@ from collections.abc import Callable
 
 import torch
 
-from . import contexts, host
-from .boxes import are_whole
-from .dtypes import DType
-from .errors import CapabilityError
-from .problem import SPLIT_BALANCED, Options, Problem
+from .. import native
+from ..base.dtypes import DType
+from ..base.errors import CapabilityError
+from ..variants.source import asks_much
+from . import context_classes
+from .options import SPLIT_BALANCED, Options, Problem
 from .spec import KernelSpec, VariantSpec, inner_loop
-from .tiles import (
-    Cost,
-    InnerLoop,
-    MaskUse,
-    Tile,
-    cpu_tile,
-    sm80_tile,
-    sm90_decode_tile,
-    sm90_prefill_tile,
-    whole_rows,
-)
-from .variant_source import asks_much
+from .tensor_maps import are_whole
+from .tile import Cost, InnerLoop, MaskUse, Tile, cpu_tile, sm80_tile, sm90_decode_tile, sm90_prefill_tile, whole_rows
 
 _FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _NO_VARIANT = VariantSpec()
@@ -55,7 +46,7 @@ class Capability:
     mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits those that another kernel finds
     row_boxes: bool = False  # it takes q, and stores out, by tensor maps where they have one
     # The tile for such contexts where it is not the usual one, and what to say of it.
-    tile_of_contexts: Callable[[KernelSpec, contexts.Contexts], tuple[Tile, str] | None] = lambda spec, of: None
+    tile_of_contexts: Callable[[KernelSpec, context_classes.Contexts], tuple[Tile, str] | None] = lambda spec, of: None
     runs_beside: bool = False  # with one CTA an SM, it shares the SMs with another launch of the same run (parts.py)
 
     def refusals(self, problem: Problem, sm: int) -> list[str]:
@@ -182,7 +173,7 @@ PREFILL_SM90 = Capability(
     loader=_prefill_loader,
     row_boxes=True,
     mask_tiles=_visits_tiles,
-    tile_of_contexts=contexts.tile_of,
+    tile_of_contexts=context_classes.tile_of,
     runs_beside=True,
 )
 
@@ -307,20 +298,20 @@ class Clusters:
     rows: int = 0  # packed rows of a unit, at most
 
     @staticmethod
-    def of(info: host.KernelInfo) -> Clusters:
+    def of(info: native.KernelInfo) -> Clusters:
         return Clusters(tuple(info.clusters), info.cluster_rows)
 
 
 NO_CLUSTERS = Clusters()
 
 
-def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters = NO_CLUSTERS) -> host.Schedule:
+def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters = NO_CLUSTERS) -> native.Schedule:
     """The planner's struct; a fixed piece is rounded up to whole inner steps of the tile."""
     tile, cost, piece = choice.spec.tile, choice.cost, options.fixed_piece_tokens
     assert tile is not None
     if piece > 0:
         piece = -(-piece // tile.tile_kv) * tile.tile_kv
-    return host.Schedule(
+    return native.Schedule(
         num_ctas=num_ctas,
         walk=cost.walk,
         tile_q=_unit_rows(choice, options.group_size),
@@ -362,18 +353,18 @@ def most_units(options: Options, tile_q: int, batch: int, total_rows: int) -> in
     return tiles * options.num_kv_heads
 
 
-def with_one_cluster_size(found: host.Schedule, units: int) -> tuple[host.Schedule, int]:
+def with_one_cluster_size(found: native.Schedule, units: int) -> tuple[native.Schedule, int]:
     """The schedule for launches whose clusters are all of one size, whatever is planned for them: the largest of which
     `units` run at once. The CTAs are then a multiple of it. That size; 0: launches without clusters."""
     fitting = [i for i, count in enumerate(found.clusters) if i > 0 and units <= count]
-    fixed, best = host.Schedule.from_buffer_copy(found), max(fitting, default=0)
+    fixed, best = native.Schedule.from_buffer_copy(found), max(fitting, default=0)
     fixed.num_ctas = found.clusters[best] * CLUSTER_SIZES[best] if best else found.num_ctas
     for i, count in enumerate(found.clusters):
         fixed.clusters[i] = min(count, fixed.num_ctas) if i == 0 else count if i == best else 0
     return fixed, CLUSTER_SIZES[best] if best else 0
 
 
-_WAVE_BYTES = 16 << 20  # a third of Hopper's L2 (tests/bench/NOTES.md)
+_WAVE_BYTES = 16 << 20  # a third of Hopper's L2 (docs/tried.md)
 
 
 def _wave_tokens(spec: KernelSpec) -> int:

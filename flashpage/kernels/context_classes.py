@@ -6,10 +6,10 @@ import enum
 from typing import TYPE_CHECKING
 
 from .spec import KernelSpec, inner_loop
-from .tiles import SHORT_TILE_TOKENS, InnerLoop, Tile, sm90_few_rows_tile
+from .tile import SHORT_TILE_TOKENS, InnerLoop, Tile, sm90_few_rows_tile
 
 if TYPE_CHECKING:
-    from .problem import Options
+    from .options import Options
 
 PAIRS_NOTE = "two CTAs of a cluster read K and V together, each with half of the rows: one CTA below"
 SHORT_NOTE = f"rows see few tokens: tiles of {SHORT_TILE_TOKENS}"
@@ -26,11 +26,11 @@ class Contexts(enum.Enum):
 
 
 # Tokens that a row sees x group size. CTAs in pairs read K and V once for both, which takes 2 to 5% less time (of fp8
-# more: tests/bench/NOTES.md), but compute on 64 / group_size hidden tokens more a unit where masks are causal.
+# more: docs/tried.md), but compute on 64 / group_size hidden tokens more a unit where masks are causal.
 _LONG_CONTEXT, _LONG_FP8_CONTEXT = 3200, 1600
 _ROWS_FOR_PAIRS = 1024  # packed: a request's last pair may have half of its rows
 # Tokens that a row sees; the latter where packed rows are no more than two units for each of an H200's SMs. Shorter
-# tiles take 2 to 5% less time there, 2% more elsewhere (tests/bench/NOTES.md).
+# tiles take 2 to 5% less time there, 2% more elsewhere (docs/tried.md).
 _SHORT_CONTEXT, _SHORT_CONTEXT_OF_FEW, _FEW_PACKED_ROWS = 320, 640, 2 * 132 * 128
 # Tokens that a row sees where packed rows are one unit for each half of an SM: 10 to 20% less time (there too). Longer
 # units are cut anyway, and two warpgroups that take turns compute faster than two CTAs.
@@ -96,7 +96,7 @@ def tile_of(spec: KernelSpec, contexts: Contexts) -> tuple[Tile, str] | None:
 
 def _may_pair(spec: KernelSpec) -> bool:
     """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two. Wide heads,
-    and narrow ones of 16 bits, gain nothing by it (tests/bench/NOTES.md)."""
+    and narrow ones of 16 bits, gain nothing by it (docs/tried.md)."""
     loop = inner_loop(spec.mask_source, spec.position_encoding, spec.variant)
     is_light = spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     widest = max(spec.head_dim_qk, spec.head_dim_vo)

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from . import arguments
-from .contexts import Contexts
-from .dtypes import DType
-from .errors import PlanError
+from ..base import checks
+from ..base.dtypes import DType
+from ..base.errors import PlanError
+from .context_classes import Contexts
 
 SPLIT_BALANCED, SPLIT_NEVER = 0, -1  # csrc/flashpage.h, fp_schedule::fixed_piece_tokens
 
@@ -76,7 +76,7 @@ class Variation(NamedTuple):
 
     @staticmethod
     def of(values: Values, num_q_heads: int, num_kv_heads: int) -> Variation:
-        cap, mode = values.logits_soft_cap > 0, arguments.position_encoding(values.pos_encoding_mode)
+        cap, mode = values.logits_soft_cap > 0, checks.position_encoding(values.pos_encoding_mode)
         return Variation(bool(values.causal), values.window_left, cap, mode, num_q_heads, num_kv_heads)
 
     @staticmethod
@@ -123,27 +123,27 @@ def check_options(
     uniform_q_len: Any = 0,
 ) -> Options:
     """Judges everything that is not a length; what a kernel cannot do is refused later, by backends.choose."""
-    page_size = arguments.whole("page_size", page_size, 1) if kv_source == "paged" else 0
+    page_size = checks.whole("page_size", page_size, 1) if kv_source == "paged" else 0
     num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
-    q_dtype = arguments.dtype("q_data_type", q_data_type)
+    q_dtype = checks.dtype("q_data_type", q_data_type)
     return Options(
         kv_source=kv_source,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
-        head_dim_qk=arguments.whole("head_dim_qk", head_dim_qk, 1),
-        head_dim_vo=arguments.whole("head_dim_vo", head_dim_qk if head_dim_vo is None else head_dim_vo, 1),
+        head_dim_qk=checks.whole("head_dim_qk", head_dim_qk, 1),
+        head_dim_vo=checks.whole("head_dim_vo", head_dim_qk if head_dim_vo is None else head_dim_vo, 1),
         page_size=page_size,
         q_dtype=q_dtype,
-        kv_dtype=q_dtype if kv_data_type is None else arguments.dtype("kv_data_type", kv_data_type),
-        out_dtype=out_dtype_of(q_dtype) if o_data_type is None else arguments.dtype("o_data_type", o_data_type),
+        kv_dtype=q_dtype if kv_data_type is None else checks.dtype("kv_data_type", kv_data_type),
+        out_dtype=out_dtype_of(q_dtype) if o_data_type is None else checks.dtype("o_data_type", o_data_type),
         causal=bool(causal) and not has_mask,
         window_left=check_window(window_left),
         has_soft_cap=check_soft_cap(logits_soft_cap) > 0,
-        position_encoding=arguments.position_encoding(pos_encoding_mode),
+        position_encoding=checks.position_encoding(pos_encoding_mode),
         has_mask=has_mask,
         variant=check_variant(variant),
         fixed_piece_tokens=check_split(fixed_split_size, disable_split_kv, page_size or 1),
-        uniform_q_len=arguments.whole("q_len_per_req", uniform_q_len, 0),
+        uniform_q_len=checks.whole("q_len_per_req", uniform_q_len, 0),
     )
 
 
@@ -153,8 +153,8 @@ def out_dtype_of(q_dtype: DType) -> DType:
 
 
 def check_heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
-    num_qo_heads = arguments.whole("num_qo_heads", num_qo_heads, 1)
-    num_kv_heads = arguments.whole("num_kv_heads", num_kv_heads, 1)
+    num_qo_heads = checks.whole("num_qo_heads", num_qo_heads, 1)
+    num_kv_heads = checks.whole("num_kv_heads", num_kv_heads, 1)
     if num_qo_heads % num_kv_heads:
         raise PlanError(
             f"num_qo_heads={num_qo_heads} is not a multiple of num_kv_heads={num_kv_heads}: every KV head serves the "
@@ -165,12 +165,12 @@ def check_heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 
 def check_window(window_left: Any) -> int:
     """-1 and every other negative number: no window."""
-    return max(-1, arguments.whole("window_left", window_left, -(2**31)))
+    return max(-1, checks.whole("window_left", window_left, -(2**31)))
 
 
 def check_soft_cap(logits_soft_cap: Any) -> float:
     """None, 0 and negative numbers: no cap."""
-    return 0.0 if logits_soft_cap is None else max(0.0, arguments.real("logits_soft_cap", logits_soft_cap))
+    return 0.0 if logits_soft_cap is None else max(0.0, checks.real("logits_soft_cap", logits_soft_cap))
 
 
 def check_variant(variant: Any) -> Any:
@@ -184,13 +184,13 @@ def check_variant(variant: Any) -> Any:
 
 def check_scale(sm_scale: Any, head_dim_qk: int) -> float:
     """Scores are multiplied by it; None: head_dim ** -0.5."""
-    return head_dim_qk**-0.5 if sm_scale is None else arguments.real("sm_scale", sm_scale)
+    return head_dim_qk**-0.5 if sm_scale is None else checks.real("sm_scale", sm_scale)
 
 
 def check_rope(rope_scale: Any, rope_theta: Any) -> tuple[float, float]:
-    scale = arguments.DEFAULT_ROPE_SCALE if rope_scale is None else rope_scale
-    theta = arguments.DEFAULT_ROPE_THETA if rope_theta is None else rope_theta
-    return arguments.real("rope_scale", scale, positive=True), arguments.real("rope_theta", theta, positive=True)
+    scale = checks.DEFAULT_ROPE_SCALE if rope_scale is None else rope_scale
+    theta = checks.DEFAULT_ROPE_THETA if rope_theta is None else rope_theta
+    return checks.real("rope_scale", scale, positive=True), checks.real("rope_theta", theta, positive=True)
 
 
 def check_split(fixed_split_size: Any, disable_split_kv: bool, tokens: int) -> int:
@@ -199,4 +199,4 @@ def check_split(fixed_split_size: Any, disable_split_kv: bool, tokens: int) -> i
         return SPLIT_NEVER
     if fixed_split_size is None or fixed_split_size == -1:
         return SPLIT_BALANCED
-    return arguments.whole("fixed_split_size", fixed_split_size, 1) * tokens
+    return checks.whole("fixed_split_size", fixed_split_size, 1) * tokens

@@ -9,13 +9,13 @@ import json
 import re
 from typing import Any
 
-from .dtypes import DType
-from .tiles import InnerLoop, Tile
+from ..base.dtypes import DType
+from .tile import InnerLoop, Tile
 
 
 @dataclasses.dataclass(frozen=True)
 class VariantSpec:
-    """The source of a logit transform and a mask, and the values they capture (flashpage/variants.py makes it).
+    """The source of a logit transform and a mask, and the values they capture (flashpage/variants/variant.py makes it).
 
     `logit` and `mask` are C++ expressions (or statements ending in a return) over `score, b, h, q_idx, kv_idx` and the
     captured names; empty: identity, all visible. Values change from run to run; names, types and ranks are compiled in.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from . import host
-from .caches import View
-from .errors import RunError
+from .. import native
+from ..base.errors import RunError
+from ..base.kv_view import View
 
 LARGEST_BOX = 32  # tokens: what a unit's last box brings beyond the unit is cleared by hand
 _BOX_BYTES = 128  # of a row: what SWIZZLE_128B permutes
@@ -30,11 +30,11 @@ def loader_tokens(loader: str, page_size: int, tile_kv: int, *row_bytes: int) ->
     if loader in ("boxes", "transposed"):
         return min(box_tokens(page_size, tile_kv), LARGEST_BOX)
     if loader == "converted" and are_whole(page_size, *row_bytes):
-        return box_tokens(page_size, -(-tile_kv // 32) * 8)  # of a warp's rows: tile/converted_tiles.h
+        return box_tokens(page_size, -(-tile_kv // 32) * 8)  # of a warp's rows: tile/load/converted_tiles.h
     return 0
 
 
-def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged: bool) -> host.BoxForm:
+def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged: bool) -> native.BoxForm:
     """K's or V's, in boxes of `tokens`; a ragged view is one page. RunError where no map can have its strides."""
     row_bytes = view.head_dim * element_bytes
     counts = (view.page_size, view.num_heads, view.num_pages) if is_paged else (view.num_pages, view.num_heads, 1)
@@ -50,7 +50,7 @@ def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged
                 f"{_STRIDE_BYTES} below 2^40; pad the allocation or pass {name}.contiguous()."
             )
         strides.append(stride_bytes)
-    return host.BoxForm(
+    return native.BoxForm(
         element_bytes,
         (_BOX_BYTES // element_bytes, tokens, 1, 1),
         (view.head_dim, *(max(1, count) for count in counts)),  # an empty cache has a map too
@@ -60,7 +60,7 @@ def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged
 
 def rows_form(
     heads: int, dim: int, *, element_bytes: int, group_size: int, unit_rows: int, strides: tuple[int, int]
-) -> host.BoxForm | None:
+) -> native.BoxForm | None:
     """A unit's rows of q or out, [rows, heads, dim], as one box a KV head and 128 bytes; None where no map can have it.
 
     Packed rows lie in a box as they do in a tile where a unit has whole rows of the group. `strides`: elements, of
@@ -72,7 +72,7 @@ def rows_form(
     fits = all(0 < s < _LARGEST_STRIDE and s % _STRIDE_BYTES == 0 for s in (row_stride, head_stride))
     if unit_rows % group_size or not fits:
         return None
-    return host.BoxForm(
+    return native.BoxForm(
         element_bytes,
         (_BOX_BYTES // element_bytes, group_size, unit_rows // group_size, 1),
         (dim, heads, 1, 1),
@@ -80,7 +80,7 @@ def rows_form(
     )
 
 
-def resize(boxes: host.KvBoxes, rows: int, leading: int, is_paged: bool, kv_layout: str) -> None:
+def resize(boxes: native.KvBoxes, rows: int, leading: int, is_paged: bool, kv_layout: str) -> None:
     """Takes the first dimensions of the present q, out and cache, in which those of one binding may differ."""
     boxes.q.dims[2] = boxes.out.dims[2] = max(1, rows)
     axis = 3 if is_paged else 1 if kv_layout == "NHD" else 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from .dtypes import DType
+from ..base.dtypes import DType
 
 WALK_TEAMS, WALK_RUNS = 0, 1  # csrc/flashpage.h, fp_walk
 
@@ -96,7 +96,7 @@ def sm80_tile(
 ) -> tuple[Tile, Cost]:
     """The general tensor-core kernel (mma.sync, cp.async); `packed_rows` is the average of a request and KV head.
 
-    The largest tile that does not spill, of those measured in tests/bench/NOTES.md.
+    The largest tile that does not spill, of those measured in docs/tried.md.
     """
     narrow = loop in (InnerLoop.HEAVY, InnerLoop.LOADING) or kv_dtype.is_fp8
     widest = max(head_dim_qk, head_dim_vo)
@@ -132,7 +132,7 @@ def sm90_decode_tile(
     """Few rows on Hopper: one CTA an SM, eight warps that compute and a ring that keeps enough bytes in flight.
 
     A warp has 16 rows and up to 256 value columns; warps of the same tokens share a slot. What was measured is in
-    tests/bench/NOTES.md.
+    docs/tried.md.
     """
     # Accumulators of more columns (of 256 already beside widening fp8 or computing on scores) take too many registers.
     has_more = kv_dtype.is_fp8 or loop is not InnerLoop.PLAIN
@@ -148,9 +148,9 @@ def sm90_decode_tile(
     exchange_bytes = teams * tile_q // 2 * -(-head_dim_vo // 32) * 128
     fixed_bytes = exchange_bytes + query_bytes * (4 if query_bytes <= 4096 else 2 if query_bytes <= 16384 else 1) + 7168
     if rotates:
-        fixed_bytes += -(-head_dim_qk // 16) * 640  # tile/turns.h, TurnTable
+        fixed_bytes += -(-head_dim_qk // 16) * 640  # tile/rope/rotation.h, TurnTable
     elif tile_q == 16 and head_dim_vo <= 256:
-        fixed_bytes += 9232  # tile/cluster_merge.h, ClusterMailbox
+        fixed_bytes += 9232  # tile/merge/cluster_merge.h, ClusterMailbox
     ring_bytes = min(_RING_BYTES, _SHARED_BYTES - fixed_bytes)
     stages = max(1, ring_bytes // (tile_kv * shared_token_bytes) // teams) * teams
     ns_per_token = (head_dim_qk + head_dim_vo) * kv_dtype.size / 34.5  # an SM's share of 4.55 TB/s
@@ -203,7 +203,7 @@ def sm90_prefill_tile(
         tile_kv = min(tile_kv, 112) if asks_much and 64 < widest <= 128 else tile_kv
     tile_q = 64 * groups
     ns_per_token = (head_dim_qk + head_dim_vo) * tile_q / (128 * columns_per_ns)
-    # Beside a unit's tokens, and with hidden ones of its last tile: fitted to the ends of CTAs (tests/bench/NOTES.md).
+    # Beside a unit's tokens, and with hidden ones of its last tile: fitted to the ends of CTAs (docs/tried.md).
     ns_per_unit = (head_dim_qk + head_dim_vo) * {"rows": 17.0, "converted": 20.0, "transposed": 8.0}.get(loader, 13.5)
     ns_per_unit += 4.0 * head_dim_qk if rotates else 0.0  # Q's turns
     # What waits for memory needs few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an H200's 132
@@ -223,7 +223,7 @@ def sm90_few_rows_tile(head_dim_qk: int, head_dim_vo: int) -> Tile:
 
 def whole_rows(packed_rows: int, group_size: int) -> int:
     """As many of a tile's rows as are whole rows of the group; all, where that would leave more than a tenth behind.
-    Row by row, Q and output cost a sixth of a prefill's time (tests/bench/NOTES.md)."""
+    Row by row, Q and output cost a sixth of a prefill's time (docs/tried.md)."""
     behind = packed_rows % group_size
     return packed_rows if behind * 10 > packed_rows else packed_rows - behind
 
@@ -237,7 +237,7 @@ def _sm90_tokens(head_dim_qk: int, head_dim_vo: int, loop: InnerLoop, mask: Mask
     if widest <= 128:
         if light:
             if mask in (MaskUse.ASKED, MaskUse.ASKED_MUCH):
-                return 128  # a lane has a function's answers for so many (tile/mask.h, MaskBits)
+                return 128  # a lane has a function's answers for so many (tile/mask/mask.h, MaskBits)
             return 160 if is_whole else 144
         return 96 if loads or widest <= 64 else 80
     if widest <= 192:

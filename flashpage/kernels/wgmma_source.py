@@ -3,7 +3,7 @@ columns, which no C++ template can write."""
 
 from __future__ import annotations
 
-from .dtypes import DType
+from ..base.dtypes import DType
 from .spec import KernelSpec, VariantSpec
 
 _TYPES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "f16", DType.FLOAT8_E4M3: "e4m3"}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import host
+from .. import native
 
 _METH_FASTCALL = 0x80  # CPython's stable ABI: (self, arguments, count)
 
@@ -54,7 +54,7 @@ def builtins() -> Builtins:
 
 
 def _other_tensors(*_: Any) -> int:
-    return host.OTHER_TENSORS
+    return native.OTHER_TENSORS
 
 
 def _connect() -> bool:
@@ -62,7 +62,7 @@ def _connect() -> bool:
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    python = host.Python(
+    python = native.Python(
         long_from_long=_address(ctypes.pythonapi.PyLong_FromLong),
         long_as_void_ptr=_address(ctypes.pythonapi.PyLong_AsVoidPtr),
         err_clear=_address(ctypes.pythonapi.PyErr_Clear),
@@ -71,12 +71,12 @@ def _connect() -> bool:
         none=id(None),
         tensors=None if capsule is None else get_pointer(capsule, b"dlpack_exchange_api"),
     )
-    return bool(host.load().fp_python_set(ctypes.addressof(python)) == host.OK)
+    return bool(native.load().fp_python_set(ctypes.addressof(python)) == native.OK)
 
 
 def _builtin(name: str) -> Callable[..., int]:
     symbol = f"fp_py_{name}"
-    definition = _MethodDef(symbol.encode(), _address(getattr(host.load(), symbol)), _METH_FASTCALL, None)
+    definition = _MethodDef(symbol.encode(), _address(getattr(native.load(), symbol)), _METH_FASTCALL, None)
     _definitions.append(definition)
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]

@@ -7,9 +7,9 @@ import functools
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
-from . import paths
-from .errors import DeviceError, FlashpageError, PlanError
-from .plan_bytes import RECORDS
+from ..base import paths
+from ..base.errors import DeviceError, FlashpageError, PlanError
+from .records import RECORDS
 
 ABI_VERSION = 13  # csrc/abi.cpp
 
@@ -20,7 +20,7 @@ def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-# include/flashpage/params.h. Comments on meaning, shape and unit are there.
+# include/flashpage/params/params.h. Comments on meaning, shape and unit are there.
 
 
 class FastDiv(ctypes.Structure):
@@ -110,7 +110,7 @@ class GatherRowsParams(ctypes.Structure):
     ]
 
 
-# include/flashpage/block_params.h
+# include/flashpage/params/block_params.h
 
 
 class BlockPattern(ctypes.Structure):
@@ -351,7 +351,9 @@ def _check_layout(library: ctypes.CDLL, path: object) -> None:
     sizes |= {name: record.itemsize for name, record in RECORDS.items()}
     for name, size in sizes.items():
         if (found := library.fp_sizeof(name.encode())) != size:
-            raise FlashpageError(f"{path}: {name} has {found} bytes, flashpage/host.py says {size}: {rebuild}")
+            raise FlashpageError(
+                f"{path}: {name} has {found} bytes, flashpage/native/library.py says {size}: {rebuild}"
+            )
 
 
 def last_error() -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .parallel_attention import ContextParallelAttention
-from .parallel_heads import HeadShare, head_share
-from .parallel_layout import ContextLayout, LocalPages
-from .parallel_merge import merge_over_group
+from .context import ContextParallelAttention
+from .heads import HeadShare, head_share
+from .layout import ContextLayout, LocalPages
+from .merge import merge_over_group
 
 __all__ = [
     "ContextLayout",

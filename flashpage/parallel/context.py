@@ -8,15 +8,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import arguments
-from .errors import CapabilityError, PlanError, RunError
-from .lengths import all_to_host, batch_of
-from .parallel_layout import ContextLayout, LocalPages
-from .parallel_mask import Visible, local_mask
-from .parallel_merge import StateGroup
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from .problem import check_window
-from .run_checks import check_output
+from ..base import checks
+from ..base.errors import CapabilityError, PlanError, RunError
+from ..kernels.options import check_window
+from ..plan.lengths import all_to_host, batch_of
+from ..run.checks import check_output
+from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from .layout import ContextLayout, LocalPages
+from .mask import Visible, local_mask
+from .merge import StateGroup
 
 _PAGES = ("all", "own")
 _REFUSED = {
@@ -126,7 +126,7 @@ class ContextParallelAttention:
             is refused.
         """
         self._is_planned = False
-        if arguments.position_encoding(pos_encoding_mode) != "NONE":
+        if checks.position_encoding(pos_encoding_mode) != "NONE":
             _refuse("pos_encoding_mode", repr(pos_encoding_mode))
         masks = {"custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask, "variant": variant}
         for name, value in masks.items():
@@ -134,7 +134,7 @@ class ContextParallelAttention:
                 _refuse(name, f"a {type(value).__name__}")
         layout = self.layout(page_size)
         kv_indptr, seq_lens, q_indptr = _on_host(kv_indptr, seq_lens, qo_indptr)
-        arguments.tensor(kv_indices, "kv_indices", PlanError)
+        checks.tensor(kv_indices, "kv_indices", PlanError)
         if self._has_all_pages:
             local = layout.pages(kv_indptr, kv_indices, seq_lens)
         else:
@@ -186,7 +186,7 @@ class ContextParallelAttention:
         """
         if not self._is_planned:
             raise RunError("run: ContextParallelAttention has no plan: call plan(...) first (again, where it failed).")
-        if arguments.tensor(q, "q", RunError).dim() != 3:
+        if checks.tensor(q, "q", RunError).dim() != 3:
             raise RunError(f"q has shape {tuple(q.shape)}: pass [rows, num_qo_heads, head_dim].")
         wrapper, states = self._wrapper, self._states
         shape = (q.shape[0], q.shape[1], wrapper._options.head_dim_vo)
@@ -217,7 +217,7 @@ def _on_host(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """kv_indptr, seq_lens and qo_indptr (one row a request where it is None), checked."""
     batch = batch_of(kv_indptr, "kv_indptr")
-    given = [kv_indptr, arguments.tensor(seq_lens, "seq_lens", PlanError), qo_indptr]
+    given = [kv_indptr, checks.tensor(seq_lens, "seq_lens", PlanError), qo_indptr]
     if qo_indptr is None:
         given[2] = torch.arange(batch + 1, dtype=torch.int32)
     elif batch_of(qo_indptr, "qo_indptr") != batch:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .errors import PlanError, RunError
+from ..base import checks
+from ..base.errors import PlanError, RunError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +25,17 @@ class HeadShare:
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """The rank's part of queries or outputs of all heads, [..., total_qo_heads, head_dim]: a view."""
-        _check_heads(arguments.tensor(q, "q", RunError), "q", -2, self.total_qo_heads)
+        _check_heads(checks.tensor(q, "q", RunError), "q", -2, self.total_qo_heads)
         return q[..., self.qo, :]
 
     def cache(self, paged_kv_cache: Any, kv_layout: str = "NHD") -> Any:
         """The rank's part of a cache of all heads, one tensor or (k, v), that ends in tokens, heads, head_dim (HND:
         heads, tokens, head_dim): views.
         """
-        axis = -2 if arguments.layout(kv_layout) == "NHD" else -3
+        axis = -2 if checks.layout(kv_layout) == "NHD" else -3
         if isinstance(paged_kv_cache, tuple | list):
             return tuple(self.cache(part, kv_layout) for part in paged_kv_cache)
-        cache = arguments.tensor(paged_kv_cache, "paged_kv_cache", RunError)
+        cache = checks.tensor(paged_kv_cache, "paged_kv_cache", RunError)
         _check_heads(cache, "paged_kv_cache", axis, self.total_kv_heads)
         return cache.narrow(axis, self.kv.start, self.num_kv_heads)
 
@@ -52,10 +52,10 @@ def head_share(num_qo_heads: int, num_kv_heads: int, rank: int, world_size: int)
         rank: of this process in the group.
         world_size: ranks of the group.
     """
-    world_size = arguments.whole("world_size", world_size, 1)
-    rank = arguments.whole("rank", rank, 0, world_size - 1)
-    num_qo_heads = arguments.whole("num_qo_heads", num_qo_heads, 1)
-    num_kv_heads = arguments.whole("num_kv_heads", num_kv_heads, 1)
+    world_size = checks.whole("world_size", world_size, 1)
+    rank = checks.whole("rank", rank, 0, world_size - 1)
+    num_qo_heads = checks.whole("num_qo_heads", num_qo_heads, 1)
+    num_kv_heads = checks.whole("num_kv_heads", num_kv_heads, 1)
     if num_qo_heads % num_kv_heads:
         raise PlanError(
             f"num_qo_heads={num_qo_heads} is not a multiple of num_kv_heads={num_kv_heads}: pass the model's own."

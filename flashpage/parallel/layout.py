@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from . import arguments
-from .errors import PlanError
+from ..base import checks
+from ..base.errors import PlanError
 
 ORDERS = ("interleaved", "contiguous")
 
@@ -56,10 +56,10 @@ class ContextLayout:
     interleave: int = 0
 
     def __post_init__(self) -> None:
-        arguments.whole("world_size", self.world_size, 1)
-        arguments.whole("rank", self.rank, 0, self.world_size - 1)
-        arguments.whole("page_size", self.page_size, 1)
-        arguments.whole("interleave", self.interleave, 0)
+        checks.whole("world_size", self.world_size, 1)
+        checks.whole("rank", self.rank, 0, self.world_size - 1)
+        checks.whole("page_size", self.page_size, 1)
+        checks.whole("interleave", self.interleave, 0)
         if self.order not in ORDERS:
             raise PlanError(f"order={self.order!r} is unknown: pass 'interleaved' or 'contiguous'.")
         if self.interleave and self.order == "contiguous":

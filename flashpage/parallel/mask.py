@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from .parallel_layout import ContextLayout, LocalPages
-from .row_mask import ROW, RowMask
-from .variants import Variant
+from ..variants.row_mask import ROW, RowMask
+from ..variants.variant import Variant
+from .layout import ContextLayout, LocalPages
 
 _MASK = f"logical_and(kv_idx >= first_token({ROW}), kv_idx < end_token({ROW}))"
 

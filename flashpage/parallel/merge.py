@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from . import ops
-from .errors import PlanError, RunError
-from .merge import check_states
+from ..base.errors import PlanError, RunError
+from ..wrappers import operators
+from ..wrappers.merge import check_states
 
 HEADS = ("all", "own")
 _ALIGNMENT = 16  # bytes, of each state and of the LSEs behind it
@@ -71,7 +71,7 @@ class StateGroup:
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
             gather(received, sent, group=self.group)
         states, lses = _views(received, part, out.dtype)
-        ops.call("merge_states_into", states.transpose(0, 1), lses.transpose(0, 1), out, lse)
+        operators.call("merge_states_into", states.transpose(0, 1), lses.transpose(0, 1), out, lse)
 
 
 def merge_over_group(

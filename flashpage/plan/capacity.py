@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from . import arguments
-from .errors import PlanError
-from .problem import Options
+from ..base import checks
+from ..base.errors import PlanError
+from ..kernels.options import Options
 
 
 class Capacity(NamedTuple):
@@ -27,7 +27,7 @@ class Capacity(NamedTuple):
         for name, value in given.items():
             if value is None:
                 raise PlanError(f"{name}=None beside other capacities: a graph has {', '.join(given)}; pass it too.")
-        return Capacity(*(arguments.whole(name, value, 0) for name, value in given.items()))
+        return Capacity(*(checks.whole(name, value, 0) for name, value in given.items()))
 
     def rows_of(self, options: Options) -> int:
         """Rows of the largest batch."""

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from . import arguments, env, host
-from .errors import PlanError
+from .. import native
+from ..base import checks, env
+from ..base.errors import PlanError
+from ..kernels.options import Options
 from .lengths import batch_of
-from .problem import Options
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -50,7 +51,7 @@ class TableLengths:
         self.max_page = -1
         if device.type == "cpu" or _is_checked():
             self._check_numbers()
-        self.struct = host.Tables(
+        self.struct = native.Tables(
             q_indptr=None if q_indptr is None else q_indptr.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
             table_rows=None if table_rows is None else table_rows.data_ptr(),
@@ -118,7 +119,7 @@ def _is_checked() -> bool:
 
 def _entries(tensor: Any, name: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> int:
     """Of a contiguous tensor of one dimension on the device."""
-    arguments.same_device(arguments.tensor(tensor, name, PlanError), device, name, PlanError)
+    checks.same_device(checks.tensor(tensor, name, PlanError), device, name, PlanError)
     if tensor.dim() != 1 or tensor.dtype not in dtypes or not tensor.is_contiguous():
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise PlanError(
@@ -129,7 +130,7 @@ def _entries(tensor: Any, name: str, device: torch.device, dtypes: tuple[torch.d
 
 
 def _check_tables(tables: Any, batch: int, device: torch.device) -> torch.Tensor:
-    arguments.same_device(arguments.tensor(tables, "block_tables", PlanError), device, "block_tables", PlanError)
+    checks.same_device(checks.tensor(tables, "block_tables", PlanError), device, "block_tables", PlanError)
     if tables.dim() != 2 or tables.shape[0] < batch:
         raise PlanError(f"block_tables has shape {tuple(tables.shape)}: pass one row a request, [{batch}, pages].")
     if tables.dtype != torch.int32 or (tables.shape[1] > 1 and tables.stride(1) != 1):

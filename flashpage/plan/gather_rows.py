@@ -1,6 +1,6 @@
 """Pages of one token whose K and V are copied to rows, one behind the other, before a Hopper prefill reads them.
 
-Loading warps bring single rows by cp.async, which costs a prefill an eighth of its time (tests/bench/NOTES.md); rows
+Loading warps bring single rows by cp.async, which costs a prefill an eighth of its time (docs/tried.md); rows
 one behind the other come in boxes. Where enough query rows see each token, a kernel that copies all of them costs less.
 A paged plan says where a request's page numbers begin: with pages of one token that is its first row here, so the plan
 serves the ragged kernel as it is. The rows lie in what a plan leaves free of the float workspace; without room for them
@@ -14,24 +14,25 @@ from typing import NamedTuple
 
 import torch
 
-from . import backends, host
-from .caches import View
-from .problem import Options, Problem
+from .. import native
+from ..base.kv_view import View
+from ..kernels import choose
+from ..kernels.options import Options, Problem
 
 NOTE = "pages of one token: a kernel before this one copies K and V to rows one behind the other, which come in boxes"
 
-LEAST_ROWS = 4096  # packed rows that see a token, on average (tests/bench/NOTES.md)
+LEAST_ROWS = 4096  # packed rows that see a token, on average (docs/tried.md)
 # Single rows also cost a unit's start, as much as so many tokens. Of short contexts, many units start for each token:
 # with that counted, as many as here are enough where the launch itself is hardly felt.
 UNIT_TOKENS, LEAST_ROWS_AND_STARTS, MANY_TOKENS = 1900, 6000, 8192
 _ALIGNMENT = 128  # bytes: whole lines
-_VECTOR_BYTES = 16  # include/flashpage/kernels/gather_rows.h
+_VECTOR_BYTES = 16  # include/flashpage/kernels/helpers/gather_rows.h
 _ELEMENT_BYTES = 2
 
 
 def runs_on(device: torch.device) -> bool:
     """Whether a kernel for it has another way to load rows that lie one behind the other."""
-    return backends.device_sm(device) == backends.PREFILL_SM90.min_sm
+    return choose.device_sm(device) == choose.PREFILL_SM90.min_sm
 
 
 def as_rows(options: Options) -> Options:
@@ -78,7 +79,7 @@ def _may_be(options: Options) -> bool:
     of_tokens = options.kv_source == "paged" and options.page_size == 1 and options.kv_dtype.size == _ELEMENT_BYTES
     if not (is_plain and is_free and of_tokens):
         return False
-    capability = backends.PREFILL_SM90
+    capability = choose.PREFILL_SM90
     return not capability.refusals(Problem(options, LEAST_ROWS), capability.min_sm)
 
 
@@ -104,16 +105,16 @@ class Rows(NamedTuple):
             for name, dim in (("K", options.head_dim_qk), ("V", options.head_dim_vo))
         }
 
-    def bind(self, params: host.GatherRowsParams, views: dict[str, View], options: Options, kv_indices: int) -> None:
+    def bind(self, params: native.GatherRowsParams, views: dict[str, View], options: Options, kv_indices: int) -> None:
         """Everything but the addresses of the cache, which is seen as `views` say."""
         params.kv_indices, params.k_rows, params.v_rows = kv_indices, self.k, self.v
         params.first, params.count = self.first, self.end - self.first
         for side, view in ((params.k, views["K"]), (params.v, views["V"])):
             side.page_stride, side.token_stride, side.head_stride = view.page_stride, 0, view.head_stride
         k, v = (dim * _ELEMENT_BYTES // _VECTOR_BYTES for dim in (options.head_dim_qk, options.head_dim_vo))
-        params.k_row_vectors, params.v_row_vectors = host.make_fast_div(k), host.make_fast_div(v)
+        params.k_row_vectors, params.v_row_vectors = native.make_fast_div(k), native.make_fast_div(v)
         params.k_token_vectors, params.v_token_vectors = k * options.num_kv_heads, v * options.num_kv_heads
-        params.token_vectors = host.make_fast_div(max(k, v) * options.num_kv_heads)
+        params.token_vectors = native.make_fast_div(max(k, v) * options.num_kv_heads)
 
 
 def _token_bytes(options: Options, dim: int) -> int:

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from . import arguments, direct, host
-from .errors import PlanError
+from .. import native
+from ..base import checks
+from ..base.errors import PlanError
+from ..native import fastcall
 
 _NOT_ZERO_FIRST, _DECREASES, _OUTSIDE, _TOO_MANY = 1, 2, 3, 4  # csrc/flashpage.h, fp_length_error
 _KV_LENS = 4  # fp_plan_result::error_array
@@ -47,13 +49,13 @@ def all_to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | N
 class HeldLengths:
     """Copies of the batch's lengths, which the planner reads: callers may reuse their tensors at once."""
 
-    def __init__(self, problem: host.ProblemStruct, names: tuple[str, str, str, str]) -> None:
+    def __init__(self, problem: native.ProblemStruct, names: tuple[str, str, str, str]) -> None:
         self._names = names
         self._arrays = (problem.q_indptr, problem.kv_indptr, problem.last_page_len, problem.kv_lens)
         self._problem = problem
-        self.struct = host.LengthsStruct(problem=ctypes.addressof(problem))
+        self.struct = native.LengthsStruct(problem=ctypes.addressof(problem))
         self._address = ctypes.addressof(self.struct)
-        self._take = direct.builtins().lengths
+        self._take = fastcall.builtins().lengths
         self._most = 0  # requests that there is room for
         self._make_room(1023)
 
@@ -78,7 +80,7 @@ class HeldLengths:
         """Tensors that C could not read or had no room for, judged one by one."""
         first = 1 if given.q_indptr is None and self._problem.q_len_per_request else 0
         batch = batch_of(given[first], self._names[first])
-        arguments.tensor(given.kv_indptr, self._names[1], PlanError)
+        checks.tensor(given.kv_indptr, self._names[1], PlanError)
         if batch > self._most:
             self._make_room(batch)
         self._problem.batch = batch
@@ -86,7 +88,7 @@ class HeldLengths:
             self._arrays[i].data = None
             if tensor is None:
                 continue
-            if not arguments.tensor(tensor, self._names[i], PlanError).is_cpu:
+            if not checks.tensor(tensor, self._names[i], PlanError).is_cpu:
                 return None
             self._hold(i, tensor, batch + (i < 2))
         self.struct.kv_begin, self.struct.kv_end = int(self._numbers(1)[0]), int(self._numbers(1)[-1])
@@ -118,7 +120,7 @@ class HeldLengths:
 
 def batch_of(indptr: torch.Tensor | None, name: str) -> int:
     """Requests of an indptr."""
-    indptr = arguments.tensor(indptr, name, PlanError)
+    indptr = checks.tensor(indptr, name, PlanError)
     if indptr.dim() != 1 or indptr.numel() < 1:  # 0.15 us less than asking for the shape
         raise PlanError(f"{name} has shape {tuple(indptr.shape)}: pass one entry a request and the total, [batch + 1].")
     return indptr.numel() - 1
@@ -134,7 +136,7 @@ def _wrong_shape(tensor: torch.Tensor, length: int, name: str) -> PlanError:
     return PlanError(f"{name} has {tensor.shape[0]} entries but {fix}")
 
 
-def complaint(result: host.PlanResult, names: tuple[str, str, str, str], page_size: int) -> PlanError:
+def complaint(result: native.PlanResult, names: tuple[str, str, str, str], page_size: int) -> PlanError:
     """What the planner found wrong with the lengths; `names` are the caller's words for the four arrays."""
     name = names[result.error_array - 1] if 1 <= result.error_array <= 4 else "lengths"
     index, value, limit, reason = result.error_index, result.error_value, result.error_limit, result.error_reason

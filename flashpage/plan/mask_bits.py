@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from . import arguments
-from .errors import RunError
-from .refused import nvfp4_kv_dequantize, nvfp4_kv_quantize, nvfp4_quantize
-
-__all__ = ["nvfp4_kv_dequantize", "nvfp4_kv_quantize", "nvfp4_quantize", "packbits", "segment_packbits"]
+from ..base import checks
+from ..base.errors import RunError
 
 _BIT_WEIGHTS = {"little": (1, 2, 4, 8, 16, 32, 64, 128), "big": (128, 64, 32, 16, 8, 4, 2, 1)}
 
@@ -38,7 +35,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     Returns:
         The packed bytes, uint8, and their indptr, int32, [segments + 1], both on x's device.
     """
-    arguments.tensor(indptr, "indptr", RunError)
+    checks.tensor(indptr, "indptr", RunError)
     if indptr.dim() != 1 or indptr.numel() < 1 or indptr.is_floating_point():
         raise RunError(
             f"indptr has shape {tuple(indptr.shape)} and dtype {indptr.dtype}: pass integers, [segments + 1]."
@@ -70,7 +67,7 @@ def pack_segments(bits: torch.Tensor, lengths: torch.Tensor, bitorder: str) -> t
 
 def _flat_bits(x: torch.Tensor) -> torch.Tensor:
     """0 or 1 a value, uint8."""
-    arguments.tensor(x, "x", RunError)
+    checks.tensor(x, "x", RunError)
     if x.dtype not in (torch.bool, torch.uint8):
         raise RunError(f"x has dtype {x.dtype}: pass bool or uint8.")
     return x.reshape(-1).ne(0).to(torch.uint8)

@@ -1,5 +1,5 @@
 """Memory in which a card notes which tiles of a mask hold anything, and in which order CTAs take the plan's units
-(include/flashpage/tile/mask_tiles.h).
+(include/flashpage/tile/mask/mask_tiles.h).
 
 The host sees none of it. Bits are part of the plan that they are given to, and looked at once for all its runs. What a
 mask function reads may change between runs, and so may the bits of a wrapper for captured launches, which look at
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import host
-from .variant_source import mask_looks_at_head
+from .. import native
+from ..variants.source import mask_looks_at_head
 
 if TYPE_CHECKING:
-    from .combination import Combination
-    from .planner import Planner
+    from .option_plan import Combination
+    from .session import Planner
 
 
 class MaskTiles:
@@ -29,7 +29,7 @@ class MaskTiles:
     def __init__(self) -> None:
         self._cells: torch.Tensor | None = None
         self._found_for = 0  # the wrapper's plan
-        self.params = host.MaskTilesParams()
+        self.params = native.MaskTilesParams()
 
     @property
     def address(self) -> int:
@@ -38,7 +38,7 @@ class MaskTiles:
 
     @property
     def lane_bits(self) -> int:
-        """Address of the bits of mixed tiles (include/flashpage/tile/lane_bits.h)."""
+        """Address of the bits of mixed tiles (include/flashpage/tile/mask/lane_bits.h)."""
         begin: int = self.params.cells + 8 * self.params.lanes_begin
         return begin
 
@@ -48,7 +48,7 @@ class MaskTiles:
         if prepared.mask_tiles is None or planner.is_graph or prepared.choice.spec.mask_source != "packed_bits":
             return
         self.bind(planner, combination)
-        host.check(host.load().fp_find_mask_tiles(prepared.mask_tiles.handle, self.address, stream))
+        native.check(native.load().fp_find_mask_tiles(prepared.mask_tiles.handle, self.address, stream))
         self._found_for = planner.generation
 
     def are_found(self, planner: Planner) -> bool:
@@ -60,7 +60,7 @@ class MaskTiles:
         options, result, params = combination.options, combination.slot.result, self.params
         spec = combination.prepared.choice.spec
         looks_at_head = spec.mask_source == "function" and mask_looks_at_head(spec.variant)
-        batch = host.MaskedBatch(
+        batch = native.MaskedBatch(
             mask_bytes=result.mask_bytes,
             tile_cells=result.tile_cells,
             rows=planner.total_q,
@@ -75,7 +75,7 @@ class MaskTiles:
             batch.rows, batch.mask_bytes = planner.most_rows, planner.mask.buffer.numel()
             if (capacity := planner.capacity) is not None:
                 batch.requests, batch.rows = capacity.batch, capacity.rows_of(options)
-        cells = host.load().fp_mask_cells(
+        cells = native.load().fp_mask_cells(
             ctypes.byref(batch), combination.prepared.schedule_address, ctypes.byref(params)
         )
         if self._cells is None or self._cells.numel() < cells:

@@ -1,7 +1,7 @@
 """A mixed batch as two plans that run side by side: requests of few rows for a kernel that reads keys and values at the
 speed of memory, requests of many rows for one that computes.
 
-Each part has a share of the CTAs, so that both end together (csrc/parts.cpp). Both plans lie in one slot, and both
+Each part has a share of the CTAs, so that both end together (csrc/plan/parts.cpp). Both plans lie in one slot, and both
 launches of a run are one foreign call: the first on a side stream, the second on the caller's. A batch that has one
 kind of requests, or too little work of one kind, is planned as a whole.
 """
@@ -12,16 +12,17 @@ import ctypes
 import dataclasses
 from typing import TYPE_CHECKING
 
-from . import backends, host
-from .prepare import Prepared
-from .problem import Options, Problem
-from .slots import PlanSlot
-from .tiles import FULL_SPEED_SHARE
+from .. import native
+from ..kernels import choose
+from ..kernels.options import Options, Problem
+from ..kernels.tile import FULL_SPEED_SHARE
+from .buffers import PlanSlot
+from .prepared_kernels import Prepared
 
 if TYPE_CHECKING:
     import torch
 
-    from .plan import Plan
+    from .report.plan import Plan
 
 LEAST_GAIN_NS = 6000.0  # by the cost model, which knows nothing of the second launch and its events
 
@@ -33,18 +34,18 @@ def may_have_parts(options: Options) -> bool:
 
 def most_few_rows(options: Options, device: torch.device) -> int:
     """Rows of q up to which a request belongs to the first part of a batch; 0: no batch has parts."""
-    few, many = (backends.choose(Problem(options, rows), device).capability for rows in (1, backends.MANY_ROWS))
+    few, many = (choose.choose(Problem(options, rows), device).capability for rows in (1, choose.MANY_ROWS))
     works = few is not many and few.runs_beside and many.runs_beside
     return few.max_packed_rows // options.group_size if works else 0
 
 
-def largest_schedules(options: Options, num_ctas: int, device: torch.device) -> list[host.Schedule]:
+def largest_schedules(options: Options, num_ctas: int, device: torch.device) -> list[native.Schedule]:
     """Of both parts, with the largest row tiles: for memory that two plans need at most. Empty: no batch has parts."""
     if not may_have_parts(options) or not (limit := most_few_rows(options, device)):
         return []
-    sizes = limit * options.group_size, backends.MANY_ROWS
-    choices = (backends.choose(Problem(options, rows), device) for rows in sizes)
-    return [backends.schedule(choice, options, num_ctas) for choice in choices]
+    sizes = limit * options.group_size, choose.MANY_ROWS
+    choices = (choose.choose(Problem(options, rows), device) for rows in sizes)
+    return [choose.schedule(choice, options, num_ctas) for choice in choices]
 
 
 @dataclasses.dataclass
@@ -52,7 +53,7 @@ class Part:
     """One of the two, for its launch."""
 
     prepared: Prepared
-    result: host.PlanResult
+    result: native.PlanResult
     offset: int  # bytes, in the slot's memory
     partial_row: int  # where its partial results begin
 
@@ -64,14 +65,14 @@ class Parts:
 
     def __init__(self, limit: int) -> None:
         self.most_few_rows = limit
-        self._struct = host.Parts(most_few_rows=limit)
+        self._struct = native.Parts(most_few_rows=limit)
         self._address = ctypes.addressof(self._struct)
         self._prepared: tuple[Prepared, Prepared, Prepared]
 
     def count(self, problem_address: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Requests and rows of each part."""
         found = self._struct
-        host.load().fp_parts_count(problem_address, self._address)
+        native.load().fp_parts_count(problem_address, self._address)
         return (found.few_requests, found.few_rows), (found.many_requests, found.many_rows)
 
     def plan(
@@ -93,12 +94,12 @@ class Parts:
 
     def make_plans(self, data: bytes) -> tuple[Plan, Plan]:
         """The public objects, of the slot's bytes."""
-        from .plan import Plan
+        from .report.plan import Plan
 
         struct, made = self._struct, []
         for i, offset in enumerate((0, struct.second_offset)):
-            prepared, result = self._prepared[1 + i], host.PlanResult.from_buffer_copy(struct.results[i])
-            schedule = host.Schedule.from_buffer_copy(struct.schedules[i])
+            prepared, result = self._prepared[1 + i], native.PlanResult.from_buffer_copy(struct.results[i])
+            schedule = native.Schedule.from_buffer_copy(struct.schedules[i])
             plan_bytes = data[offset : offset + result.used_bytes]
             spec, notes = prepared.choice.spec, prepared.choice.reasons
             made.append(Plan(prepared.problem, schedule, result, plan_bytes, spec=spec, notes=notes))

@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from . import backends, gathered, host
-from .contexts import ContextLengths, Contexts
-from .errors import PlanError
+from .. import native
+from ..base.errors import PlanError
+from ..kernels import choose
+from ..kernels.context_classes import ContextLengths, Contexts
+from ..kernels.options import Options, Problem
+from ..kernels.spec import VariantSpec
+from . import gather_rows
+from .buffers import PlanSlot
 from .mask_tiles import MaskTiles
-from .parts import Part, Parts, largest_schedules, may_have_parts, most_few_rows
-from .prepare import Prepared, trace
-from .problem import Options, Problem
-from .slots import PlanSlot
-from .spec import VariantSpec
+from .mixed_batch import Part, Parts, largest_schedules, may_have_parts, most_few_rows
+from .prepared_kernels import Prepared, trace
 
 if TYPE_CHECKING:
     from .capacity import Capacity
-    from .plan import Plan
-    from .planner import Planner
-    from .table_lengths import TableLengths
+    from .device_lengths import TableLengths
+    from .report.plan import Plan
+    from .session import Planner
 
 _ALL_MERGES = 2**31 - 1  # the launcher bounds the merge's grid itself
 _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
@@ -59,15 +61,15 @@ class Combination:
         self.cluster_size = 0  # of the launch; 0: no clusters
         # Where a batch does not change the class of rows, it is known now.
         is_constant = options.uniform_q_len or options.is_batch_invariant
-        self._frozen_rows = backends.packed_rows(options, 0, 0) if is_constant else 0
+        self._frozen_rows = choose.packed_rows(options, 0, 0) if is_constant else 0
         self._context_lengths = ContextLengths(options)
-        self._worth_gathering = gathered.Worth(options)
-        self.gathered: gathered.Rows | None = None  # of the present plan; None: K and V are read where they are
+        self._worth_gathering = gather_rows.Worth(options)
+        self.gathered: gather_rows.Rows | None = None  # of the present plan; None: K and V are read where they are
         self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows that its launches were made for
         self._prepared: dict[_Key, Prepared] = {}
         self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
 
-    def plan(self, planner: Planner, problem: host.ProblemStruct, total_rows: int, stream: int) -> None:
+    def plan(self, planner: Planner, problem: native.ProblemStruct, total_rows: int, stream: int) -> None:
         """Plans the batch that `problem` points at, into the slot."""
         held = planner.lengths.struct
         self.second = self.gathered = None
@@ -87,7 +89,7 @@ class Combination:
                 raise self._too_many_partials(planner, partial_rows)
         self.generation = planner.generation
 
-    def _prepare(self, planner: Planner, problem: host.ProblemStruct, total_rows: int) -> None:
+    def _prepare(self, planner: Planner, problem: native.ProblemStruct, total_rows: int) -> None:
         """Takes the kernels for the batch, and has the struct say what is planned for."""
         options, held, batch = self.options, planner.lengths.struct, problem.batch
         contexts = Contexts.USUAL
@@ -102,19 +104,21 @@ class Combination:
             problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
             problem.has_mask_tiles = prepared.choice.spec.mask_source == "function"
 
-    def _rows_to_gather(self, planner: Planner, problem: host.ProblemStruct, total_rows: int) -> gathered.Rows | None:
+    def _rows_to_gather(
+        self, planner: Planner, problem: native.ProblemStruct, total_rows: int
+    ) -> gather_rows.Rows | None:
         """Where they will lie, if the batch is worth it and there is room beside no partial results. Lengths that are
         given beside the page numbers leave some of these unused, and then nobody knows what they are."""
         held = planner.lengths.struct
         entries = held.kv_end - held.kv_begin
-        is_known = not planner.is_graph and problem.kv_lens.data is None and gathered.runs_on(planner.device)
+        is_known = not planner.is_graph and problem.kv_lens.data is None and gather_rows.runs_on(planner.device)
         if not is_known or not self._worth_gathering.is_for(problem.batch, total_rows, entries):
             return None
         _, partial_lse = planner.partials(self.options.head_dim_vo)
-        rows = gathered.Rows.below(partial_lse, held.kv_begin, held.kv_end, self.options)
+        rows = gather_rows.Rows.below(partial_lse, held.kv_begin, held.kv_end, self.options)
         return rows if self._has_room(planner, rows, 0) else None
 
-    def _has_room(self, planner: Planner, rows: gathered.Rows, partial_rows: int) -> bool:
+    def _has_room(self, planner: Planner, rows: gather_rows.Rows, partial_rows: int) -> bool:
         """Between the partial outputs, from the beginning of the workspace on, and their LSEs, which follow the last
         ones that there is room for."""
         partial_out, _ = planner.partials(self.options.head_dim_vo)
@@ -166,15 +170,15 @@ class Combination:
         self.prepared = prepared = self._prepared_for(planner, tables.batch, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)
         self._check_tables(planner, prepared, tables)
-        self.slot.plan_tables(prepared, tables, planner.plan_kernel, stream, backends.device_sm(planner.device) >= 90)
+        self.slot.plan_tables(prepared, tables, planner.plan_kernel, stream, choose.device_sm(planner.device) >= 90)
         self._take_shape_of_all(prepared)
         self.generation = planner.generation
 
     def _check_tables(self, planner: Planner, prepared: Prepared, tables: TableLengths) -> None:
         """No lengths may need more than there is: nobody would be told."""
         int_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
-        host.check(
-            host.load().fp_tables_bounds(
+        native.check(
+            native.load().fp_tables_bounds(
                 tables.address, prepared.schedule_address, ctypes.byref(int_bytes), ctypes.byref(partial_rows)
             )
         )
@@ -195,7 +199,7 @@ class Combination:
         capacity = planner.capacity
         if capacity is not None:
             batch, total_rows = capacity.batch, capacity.rows_of(options)
-        rows = self._frozen_rows or backends.packed_rows(options, batch, total_rows)
+        rows = self._frozen_rows or choose.packed_rows(options, batch, total_rows)
         if planner.is_graph:
             self._frozen_rows = rows  # one kernel for all batches of a graph, and one shape of its launches
             if self._fixed_for is None:
@@ -241,13 +245,13 @@ class Combination:
 
     def make_plan(self) -> Plan:
         """The public object, from the bytes that were planned last."""
-        from .plan import Plan
+        from .report.plan import Plan
 
         prepared, parts = self.prepared, self._parts
         data = self.slot.last_bytes()  # first: it gives `result` the numbers of a plan that the device made
-        result = host.PlanResult.from_buffer_copy(self.slot.result)
+        result = native.PlanResult.from_buffer_copy(self.slot.result)
         if self.second is not None and parts is not None:
-            from .plan_parts import PartedPlan
+            from .report.mixed import PartedPlan
 
             return PartedPlan(parts.make_plans(data), result, self.second.partial_row, parts.reasons())
         spec, notes = prepared.choice.spec, prepared.choice.reasons
@@ -259,10 +263,10 @@ def workspace_bounds(
 ) -> tuple[int, int]:
     """Bytes of the float and the int workspace that no batch within these sizes exceeds, planned as a whole or in
     parts."""
-    prepared = Prepared(options, backends.packed_rows(options, batch, total_q), device)
+    prepared = Prepared(options, choose.packed_rows(options, batch, total_q), device)
     float_bytes, int_bytes = bounds_of(prepared, batch, total_q, total_kv)
-    units = backends.most_units(options, prepared.schedule.tile_q, batch, total_q)
-    of_graph = backends.with_one_cluster_size(prepared.schedule, units)[0]
+    units = choose.most_units(options, prepared.schedule.tile_q, batch, total_q)
+    of_graph = choose.with_one_cluster_size(prepared.schedule, units)[0]
     float_of_graph, int_of_graph = _bounds(options, of_graph, batch, total_q, total_kv)
     float_bytes, int_bytes = max(float_bytes, float_of_graph), max(int_bytes, int_of_graph)
     float_of_few, int_of_few = _bounds_of_few(options, batch, total_q, total_kv, prepared.schedule.num_ctas, device)
@@ -282,13 +286,13 @@ def _bounds_of_few(
     ones."""
     rows = min(total_q, ContextLengths(options).most_rows_of_few)
     usual, few = (
-        backends.choose(Problem(options, backends.MANY_ROWS, contexts=contexts), device)
+        choose.choose(Problem(options, choose.MANY_ROWS, contexts=contexts), device)
         for contexts in (Contexts.USUAL, Contexts.FEW)
     )
     if rows == 0 or few.spec == usual.spec:
         return 0, 0
     assert few.spec.tile is not None and usual.spec.tile is not None
-    schedule = backends.schedule(few, options, num_ctas * few.spec.tile.ctas_per_sm // usual.spec.tile.ctas_per_sm)
+    schedule = choose.schedule(few, options, num_ctas * few.spec.tile.ctas_per_sm // usual.spec.tile.ctas_per_sm)
     return _bounds(options, schedule, batch, rows, total_kv)
 
 
@@ -297,11 +301,11 @@ def bounds_of(prepared: Prepared, batch: int, total_q: int, total_kv: int) -> tu
     return _bounds(prepared.options, prepared.schedule, batch, total_q, total_kv)
 
 
-def _bounds(options: Options, schedule: host.Schedule, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
+def _bounds(options: Options, schedule: native.Schedule, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
     max_q_rows = 0 if options.uniform_q_len == 1 else total_q  # 0: one row a request, which bounds a fixed split closer
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
-    host.check(
-        host.load().fp_plan_bounds(
+    native.check(
+        native.load().fp_plan_bounds(
             *(batch, max_q_rows, total_kv, options.num_q_heads, options.num_kv_heads, ctypes.byref(schedule)),
             *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
         )

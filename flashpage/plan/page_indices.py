@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
-from . import arguments, direct, env, quantization
-from .errors import PlanError
+from ..base import checks, env
+from ..base.errors import PlanError
+from ..native import fastcall
+from . import mask_bits
+from .buffers import CopyRing
 from .lengths import Lengths, batch_of, to_host
-from .slots import CopyRing
 
 _DLPACK_CUDA = 2  # a type of device
 
@@ -21,7 +23,7 @@ class KvIndices:
         self.device, self.buffer = device, buffer
         self._device_index = -1 if device.index is None else device.index
         self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
-        self._address_in_place = direct.builtins().page_numbers
+        self._address_in_place = fastcall.builtins().page_numbers
         self._ring: CopyRing | None = None  # of page numbers that come from the host into the buffer
         self.tensor: torch.Tensor | None = None
         self.address = 0
@@ -38,7 +40,7 @@ class KvIndices:
 
     def _set_judged(self, indices: Any, first: int, end: int, non_blocking: bool, name: str) -> None:
         """Page numbers that are looked at or copied, or that are none."""
-        arguments.tensor(indices, name, PlanError)
+        checks.tensor(indices, name, PlanError)
         count, dtype, place = indices.numel(), indices.dtype, indices.get_device()
         if indices.dim() != 1 or (dtype is not torch.int32 and dtype is not torch.int64):
             raise PlanError(
@@ -51,7 +53,7 @@ class KvIndices:
         if place < 0 or self._check_on_device:
             self.max_page = _check_range(indices, first, end, name)
         elif place != self._device_index:
-            arguments.same_device(indices, self.device, name, PlanError)
+            checks.same_device(indices, self.device, name, PlanError)
         if self.buffer is not None:
             self._copy(indices, end, non_blocking, name)
         else:
@@ -69,7 +71,7 @@ class KvIndices:
         """The page numbers of `tables`, [requests, pages], where there are no `indices`; else `indices`, which must
         say the same (on the device: where FLASHPAGE_CHECK_INDICES is on)."""
         batch = batch_of(indptr, name.replace("indices", "indptr"))
-        if arguments.tensor(tables, "block_tables", PlanError).dim() != 2 or tables.shape[0] < batch:
+        if checks.tensor(tables, "block_tables", PlanError).dim() != 2 or tables.shape[0] < batch:
             raise PlanError(f"block_tables has shape {tuple(tables.shape)}: pass one row a request, [{batch}, pages].")
         if tables.dtype not in (torch.int32, torch.int64):
             raise PlanError(f"block_tables has dtype {tables.dtype}: pass int32 or int64.")
@@ -152,7 +154,7 @@ class MaskBits:
             self.tensor = self.address = None
             return
         name = "packed_custom_mask" if is_packed else "custom_mask"
-        arguments.tensor(mask, name, PlanError)
+        checks.tensor(mask, name, PlanError)
         packed = self._packed(mask, bits, name) if is_packed else self._pack(mask, bits, name)
         if self.buffer is None:
             self.tensor = packed.to(self.device, non_blocking=non_blocking and self.device.type != "cpu")
@@ -176,7 +178,7 @@ class MaskBits:
                 f"{expected} of bool or uint8: pass "
                 "every request's q_len x kv_len values (True: visible), flattened and joined."
             )
-        return quantization.pack_segments(mask.reshape(-1).ne(0).to(torch.uint8), bits, "little")[0]
+        return mask_bits.pack_segments(mask.reshape(-1).ne(0).to(torch.uint8), bits, "little")[0]
 
     @staticmethod
     def _packed(mask: torch.Tensor, bits: torch.Tensor, name: str) -> torch.Tensor:

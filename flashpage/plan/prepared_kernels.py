@@ -8,11 +8,13 @@ import dataclasses
 
 import torch
 
-from . import backends, gathered, host, jit, variants
-from .contexts import Contexts
-from .errors import PlanError
-from .problem import Options, Problem
-from .spec import KernelSpec
+from .. import jit, native, variants
+from ..base.errors import PlanError
+from ..kernels import choose
+from ..kernels.context_classes import Contexts
+from ..kernels.options import Options, Problem
+from ..kernels.spec import KernelSpec
+from . import gather_rows
 
 CPU_CTAS_PER_THREAD = 4  # shares small enough that threads which start late still find work
 
@@ -42,10 +44,10 @@ class Prepared:
     ) -> None:
         self.options = options
         self.problem = Problem(options, packed_rows, has_known_lengths=has_known_lengths, contexts=contexts)
-        asked = dataclasses.replace(self.problem, options=gathered.as_rows(options)) if gathers else self.problem
-        self.choice = backends.choose(asked, device, trace(options, 1.0, device).spec)
+        asked = dataclasses.replace(self.problem, options=gather_rows.as_rows(options)) if gathers else self.problem
+        self.choice = choose.choose(asked, device, trace(options, 1.0, device).spec)
         if gathers:
-            self.choice = dataclasses.replace(self.choice, reasons=(*self.choice.reasons, gathered.NOTE))
+            self.choice = dataclasses.replace(self.choice, reasons=(*self.choice.reasons, gather_rows.NOTE))
         self.attention = jit.get_kernel(self.choice.spec, device)
         self.merge = self.mask_tiles = self.gather_rows = None
         if device.type == "cuda":
@@ -57,17 +59,17 @@ class Prepared:
                 self.merge = jit.get_kernel(KernelSpec("merge", out_dtype=options.out_dtype), device)
             num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm // self.choice.spec.ctas
         else:
-            num_ctas = host.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
-        clusters = backends.Clusters.of(self.attention.info)
-        self.schedule = backends.schedule(self.choice, options, num_ctas, clusters)
+            num_ctas = native.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
+        clusters = choose.Clusters.of(self.attention.info)
+        self.schedule = choose.schedule(self.choice, options, num_ctas, clusters)
         self.cluster_size = 0  # of launches of one shape
         if fixed_for is not None:
-            units = backends.most_units(options, self.schedule.tile_q, *fixed_for)
-            self.schedule, self.cluster_size = backends.with_one_cluster_size(self.schedule, units)
+            units = choose.most_units(options, self.schedule.tile_q, *fixed_for)
+            self.schedule, self.cluster_size = choose.with_one_cluster_size(self.schedule, units)
         self.schedule_address = ctypes.addressof(self.schedule)
 
 
-def mask_tiles_spec(choice: backends.Choice, options: Options) -> KernelSpec | None:
+def mask_tiles_spec(choice: choose.Choice, options: Options) -> KernelSpec | None:
     """The kernel that finds the tiles of a mask before the attention kernel; None: nobody looks for them."""
     spec = choice.spec
     if spec.mask_source == "implicit" or not choice.capability.mask_tiles(options):
@@ -93,7 +95,7 @@ def trace(options: Options, soft_cap: float, device: torch.device) -> variants.T
     return traced
 
 
-def fill_variant(arguments: host.VariantArgs, traced: variants.TracedVariant) -> None:
+def fill_variant(arguments: native.VariantArgs, traced: variants.TracedVariant) -> None:
     """Pointers, strides and numbers that a variant captured; the caller keeps `traced` alive."""
     for i, tensor in enumerate(traced.tensors):
         arguments.tensors[i].data = tensor.data_ptr()

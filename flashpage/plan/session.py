@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
-from . import arguments, host, jit, lengths
+from .. import jit, native
+from ..base import checks
+from ..base.errors import PlanError, RunError
+from ..kernels.options import Options, Variation
+from ..kernels.spec import KernelSpec
+from . import lengths
+from .buffers import PlanSlot
 from .capacity import Capacity
-from .combination import Combination, partial_bytes
-from .errors import PlanError, RunError
+from .device_lengths import TableLengths
 from .lengths import Given, HeldLengths, Lengths
-from .plan_inputs import KvIndices, MaskBits
-from .prepare import Prepared
-from .problem import Options, Variation
-from .slots import PlanSlot
-from .spec import KernelSpec
-from .table_lengths import TableLengths
+from .option_plan import Combination, partial_bytes
+from .page_indices import KvIndices, MaskBits
+from .prepared_kernels import Prepared
 
 INT_WORKSPACE_BYTES = 8 << 20
 _MOST_KNOWN = 64  # combinations kept with their kernels
@@ -45,7 +47,7 @@ class Planner:
         self.float_buffer = self.int_buffer = float_buffer
         self.use_float_buffer(float_buffer)
         self._slots: list[PlanSlot] = []
-        self._problem = host.ProblemStruct()
+        self._problem = native.ProblemStruct()
         self.problem_address = ctypes.addressof(self._problem)
         self.use_int_buffer(torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
         self.problem_prepared: Prepared | None = None  # whose options the struct holds
@@ -78,8 +80,8 @@ class Planner:
             self._slots.append(PlanSlot(self.device_index, buffer, self.problem_address))
 
     def _check_buffer(self, buffer: Any, name: str) -> None:
-        arguments.tensor(buffer, name, PlanError)
-        arguments.same_device(buffer, self.device, name, PlanError)
+        checks.tensor(buffer, name, PlanError)
+        checks.same_device(buffer, self.device, name, PlanError)
         if not buffer.is_contiguous() or buffer.data_ptr() % 16:
             raise PlanError(
                 f"{name} starts at {buffer.data_ptr():#x} with strides {tuple(buffer.stride())}: "
@@ -108,8 +110,8 @@ class Planner:
         them."""
         if self.device_index < 0:
             return None
-        library = host.load()
-        handle: int = host.check_handle(library.fp_fork_create(self.device_index))
+        library = native.load()
+        handle: int = native.check_handle(library.fp_fork_create(self.device_index))
         weakref.finalize(self, library.fp_fork_destroy, handle).atexit = False
         return handle
 
@@ -131,7 +133,7 @@ class Planner:
         return self.active[0].options
 
     @property
-    def result(self) -> host.PlanResult:
+    def result(self) -> native.PlanResult:
         """Numbers of the present plan."""
         return self._slots[0].result
 

@@ -13,20 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import arguments, boxes, caches, host, jit
-from .backends import device_sm
-from .dtypes import DType
-from .errors import RunError
-from .gathered import Rows
-from .prepare import Prepared, fill_variant, trace
-from .problem import Values, check_rope, check_scale
-from .run_checks import NO_SCALES, Tensors
-from .tiles import MERGE_CTA_ROWS
+from .. import jit, native
+from ..base import checks, kv_view
+from ..base.dtypes import DType
+from ..base.errors import RunError
+from ..kernels import tensor_maps
+from ..kernels.choose import device_sm
+from ..kernels.options import Values, check_rope, check_scale
+from ..kernels.tile import MERGE_CTA_ROWS
+from ..plan.gather_rows import Rows
+from ..plan.prepared_kernels import Prepared, fill_variant, trace
+from .checks import NO_SCALES, Tensors
 
 if TYPE_CHECKING:
-    from .combination import Combination
-    from .parts import Part
-    from .planner import Planner
+    from ..plan.mixed_batch import Part
+    from ..plan.option_plan import Combination
+    from ..plan.session import Planner
 
 _CPU_OUT_DTYPE = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}  # csrc/flashpage.h, fp_run_args::out_dtype
 
@@ -46,21 +48,21 @@ class Binding:
         self, planner: Planner, kv_layout: str, values: Values, combination: Combination, tensors: Tensors
     ) -> None:
         self.values, self.combination, self.device = values, combination, planner.device
-        self.params, self.merge = host.AttentionParams(), host.MergeParams()
-        self.variant, self.args = host.VariantArgs(), host.RunArgs()
-        self.gather = host.GatherRowsParams()
+        self.params, self.merge = native.AttentionParams(), native.MergeParams()
+        self.variant, self.args = native.VariantArgs(), native.RunArgs()
+        self.gather = native.GatherRowsParams()
         self.args_address = ctypes.addressof(self.args)
-        self.bound_run = host.BoundRun(self.args_address, ctypes.addressof(self.params), ctypes.addressof(self.merge))
+        self.bound_run = native.BoundRun(self.args_address, ctypes.addressof(self.params), ctypes.addressof(self.merge))
         self.address = ctypes.addressof(self.bound_run)
         self.gathered: Rows | None = None
         self.generation, self.signature = 0, None
         self.sinks: torch.Tensor | None = None
         self.scales: tuple[Any, Any, Any] = NO_SCALES
         self.prepared: Prepared | None = None
-        self.boxes: host.KvBoxes | None = None
-        self.second = host.SecondPart()
+        self.boxes: native.KvBoxes | None = None
+        self.second = native.SecondPart()
         self.second_prepared: Prepared | None = None
-        self.second_boxes: host.KvBoxes | None = None
+        self.second_boxes: native.KvBoxes | None = None
         self.stamps: torch.Tensor | None = None
         self.kv_layout = kv_layout
         self.lse_shape: tuple[int, ...] = ()
@@ -78,8 +80,8 @@ class Binding:
         params.rope_scale, params.rope_theta = check_rope(values.rope_scale, values.rope_theta)
         params.num_q_heads, params.num_kv_heads = options.num_q_heads, options.num_kv_heads
         params.causal, params.window_left = options.causal, options.window_left
-        params.group = host.make_fast_div(options.group_size)
-        params.page = host.make_fast_div(options.page_size or 1)
+        params.group = native.make_fast_div(options.group_size)
+        params.page = native.make_fast_div(options.page_size or 1)
         merge = self.merge
         merge.head_dim_vo, merge.num_q_heads, merge.group = options.head_dim_vo, options.num_q_heads, params.group
         args = self.args
@@ -91,11 +93,11 @@ class Binding:
         """Strides and offsets; everything that the signature stands for is judged here."""
         options, params = self.combination.options, self.params
         q, cache, out, lse = tensors
-        params.q_row_stride, params.q_head_stride = caches.rows_strides(q, "q")
+        params.q_row_stride, params.q_head_stride = kv_view.rows_strides(q, "q")
         if options.kv_source == "paged":
-            k, v = caches.paged_views(cache, self.kv_layout)
+            k, v = kv_view.paged_views(cache, self.kv_layout)
         else:
-            k, v = (caches.ragged_view(t, self.kv_layout, n) for t, n in zip(cache, ("k", "v"), strict=True))
+            k, v = (kv_view.ragged_view(t, self.kv_layout, n) for t, n in zip(cache, ("k", "v"), strict=True))
         self.cache_views = {"K": k, "V": v}
         self._bind_views(self.cache_views, params)
         self.bound_run.v_offset = self.fused_offset = v.offset * options.kv_dtype.size
@@ -103,11 +105,13 @@ class Binding:
         if out is None:
             strides = (heads * dim, dim)
         else:
-            strides = caches.rows_strides(out, "out")
+            strides = kv_view.rows_strides(out, "out")
         params.out_row_stride, params.out_head_stride = self.merge.out_row_stride, self.merge.out_head_stride = strides
         self._bind_alignment(strides, k, v)
 
-    def _bind_views(self, views: dict[str, caches.View], cache: host.AttentionParams | host.GatherRowsParams) -> None:
+    def _bind_views(
+        self, views: dict[str, kv_view.View], cache: native.AttentionParams | native.GatherRowsParams
+    ) -> None:
         """K and V as the attention kernel sees them, and the struct that has the addresses of the cache."""
         self.views, params, bound = views, self.params, self.bound_run
         for side, view in ((params.k, views["K"]), (params.v, views["V"])):
@@ -130,7 +134,7 @@ class Binding:
         rows.bind(self.gather, self.cache_views, options, params.kv_indices)
         params.k.data, params.v.data = rows.k, rows.v
 
-    def _bind_alignment(self, out_strides: tuple[int, int], k: caches.View, v: caches.View) -> None:
+    def _bind_alignment(self, out_strides: tuple[int, int], k: kv_view.View, v: kv_view.View) -> None:
         options, params = self.combination.options, self.params
         kernel = self.combination.prepared.choice.capability.row_alignment
         self.alignment_mask = 0
@@ -141,8 +145,8 @@ class Binding:
             ("out", out_strides, options.head_dim_vo, options.out_dtype),
         )
         for name, strides, dim, dtype in rows:
-            alignment = caches.row_alignment(kernel, dim, dtype.size)
-            caches.check_alignment(tuple(strides), dtype.size, alignment, name)
+            alignment = kv_view.row_alignment(kernel, dim, dtype.size)
+            kv_view.check_alignment(tuple(strides), dtype.size, alignment, name)
             self.alignment_mask |= alignment - 1
         self.bound_run.alignment_mask = self.alignment_mask
 
@@ -207,20 +211,22 @@ class Binding:
         self.prepared, self.boxes = prepared, self._boxes_of(prepared, self.params)
         self.args.boxes = None if self.boxes is None else ctypes.addressof(self.boxes)
 
-    def _boxes_of(self, prepared: Prepared, params: host.AttentionParams | host.SecondPart) -> host.KvBoxes | None:
+    def _boxes_of(
+        self, prepared: Prepared, params: native.AttentionParams | native.SecondPart
+    ) -> native.KvBoxes | None:
         """Tensor maps of K, V, q and out, where the kernel takes them; tokens and rows of their boxes in `params`."""
         spec, options = prepared.choice.spec, self.combination.options
         tile, is_paged = spec.tile, spec.kv_source == "paged"
         page_size = options.page_size if is_paged else 0
         element_bytes = options.kv_dtype.size
         row_bytes = (options.head_dim_qk * element_bytes, options.head_dim_vo * element_bytes)
-        tokens = boxes.loader_tokens(spec.loader, page_size, tile.tile_kv, *row_bytes) if tile else 0
-        found = host.KvBoxes()
+        tokens = tensor_maps.loader_tokens(spec.loader, page_size, tile.tile_kv, *row_bytes) if tile else 0
+        found = native.KvBoxes()
         params.box_tokens, params.query_box_rows, params.out_box_rows = tokens, 0, 0
         params.cta_rows = prepared.schedule.tile_q // spec.ctas
         if tokens:
             found.k, found.v = (
-                boxes.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
+                tensor_maps.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
                 for name, view in self.views.items()
             )
         if tile and prepared.choice.capability.row_boxes and spec.loader != "converted":
@@ -228,11 +234,11 @@ class Binding:
         return found if tokens or params.query_box_rows or params.out_box_rows else None
 
     def _bind_row_boxes(
-        self, found: host.KvBoxes, params: host.AttentionParams | host.SecondPart, *, has_out: bool
+        self, found: native.KvBoxes, params: native.AttentionParams | native.SecondPart, *, has_out: bool
     ) -> None:
         """Tensor maps of q and out, where they can have one; rows of their boxes in `params`."""
         options, bound = self.combination.options, self.params
-        form_of = functools.partial(boxes.rows_form, group_size=options.group_size, unit_rows=params.cta_rows)
+        form_of = functools.partial(tensor_maps.rows_form, group_size=options.group_size, unit_rows=params.cta_rows)
         form = form_of(
             *(options.num_q_heads, options.head_dim_qk),
             element_bytes=options.q_dtype.size,
@@ -283,12 +289,12 @@ class Binding:
         if self.has_merge:
             self.merge.out = out_address
 
-    def _resize(self, found: host.KvBoxes, q: torch.Tensor, cache: Any) -> None:
+    def _resize(self, found: native.KvBoxes, q: torch.Tensor, cache: Any) -> None:
         if self.gathered is not None:
-            boxes.resize(found, q.shape[0], self.gathered.end, False, "NHD")
+            tensor_maps.resize(found, q.shape[0], self.gathered.end, False, "NHD")
             return
         leading = (cache[0] if cache.__class__ is tuple else cache).shape[0]
-        boxes.resize(found, q.shape[0], leading, self.combination.options.kv_source == "paged", self.kv_layout)
+        tensor_maps.resize(found, q.shape[0], leading, self.combination.options.kv_source == "paged", self.kv_layout)
 
     def _misaligned(self, *addresses: int) -> RunError:
         found = [
@@ -327,10 +333,10 @@ class Binding:
         if value is None:
             return 1.0, None, 0
         if not isinstance(value, torch.Tensor):
-            return arguments.real(name, value), None, 0
+            return checks.real(name, value), None, 0
         if value.numel() == 1 and value.is_cpu:
             return float(value), None, 0
-        arguments.same_device(value, self.device, name, RunError)
+        checks.same_device(value, self.device, name, RunError)
         if value.numel() not in (1, heads):
             raise RunError(f"{name} has {value.numel()} entries: pass one, or one a head ({heads}).")
         if value.dtype != torch.float32 or not value.is_contiguous():
@@ -340,7 +346,7 @@ class Binding:
     def set_sinks(self, sinks: torch.Tensor | None) -> None:
         """[num_qo_heads] fp32 logits that join every row's denominator."""
         if sinks is not None:
-            arguments.tensor(sinks, "sinks", RunError)
+            checks.tensor(sinks, "sinks", RunError)
             heads = self.combination.options.num_q_heads
             if sinks.shape != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
                 raise RunError(
@@ -348,7 +354,7 @@ class Binding:
                     "contiguous float32 value a "
                     f"query head, [{heads}]."
                 )
-            arguments.same_device(sinks, self.device, "sinks", RunError)
+            checks.same_device(sinks, self.device, "sinks", RunError)
         self.params.sinks = None if sinks is None else sinks.data_ptr()
         self.sinks = sinks
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import arguments, caches
-from .caches import Cache
-from .errors import RunError
-from .problem import Options
+from ..base import checks, kv_view
+from ..base.errors import RunError
+from ..base.kv_view import Cache
+from ..kernels.options import Options
 
 
 class Tensors(NamedTuple):
@@ -75,7 +75,7 @@ def not_a_tensor(tensors: Tensors) -> Exception:
     names = ("paged_kv_cache",) if len(cache) == 1 else ("k", "v")
     for name, value in (("q", tensors.q), *zip(names, cache, strict=False), ("out", tensors.out), ("lse", tensors.lse)):
         if value is not None or name in ("q", *names):
-            arguments.tensor(value, name, RunError)
+            checks.tensor(value, name, RunError)
     raise AssertionError("all arguments are tensors")
 
 
@@ -85,7 +85,7 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
     cache = tensors.cache if isinstance(tensors.cache, tuple) else (tensors.cache,)
     names = ("k", "v") if len(cache) == 2 else ("paged_kv_cache",)
     for name, tensor in (("q", q), *zip(names, cache, strict=True)):
-        arguments.same_device(tensor, device, name, RunError)
+        checks.same_device(tensor, device, name, RunError)
     if q.dim() != 3 or q.shape[2] != options.head_dim_qk:
         raise RunError(
             f"q has shape {tuple(q.shape)} but the plan is for [rows, {options.num_q_heads}, "
@@ -109,7 +109,7 @@ def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, k
     """K and V against the plan, whose page numbers reach `max_page` (ragged: whose tokens end at `kv_end`); their
     heads."""
     if options.kv_source == "paged":
-        k, v = caches.paged_views(cache, kv_layout)
+        k, v = kv_view.paged_views(cache, kv_layout)
         if k.page_size != options.page_size:
             raise RunError(
                 f"paged_kv_cache has pages of {k.page_size} tokens ({kv_layout}) but the plan is for "
@@ -122,7 +122,7 @@ def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, k
                 "they index, or plan with its own."
             )
     else:
-        k, v = caches.ragged_view(cache[0], kv_layout, "k"), caches.ragged_view(cache[1], kv_layout, "v")
+        k, v = kv_view.ragged_view(cache[0], kv_layout, "k"), kv_view.ragged_view(cache[1], kv_layout, "v")
         if k.num_pages != v.num_pages or k.num_heads != v.num_heads:
             raise RunError(
                 f"k has shape {tuple(cache[0].shape)} and v {tuple(cache[1].shape)}: both need "
@@ -155,7 +155,7 @@ def check_run_heads(num_q_heads: int, num_kv_heads: int, options: Options) -> tu
 def check_output(
     found: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    arguments.same_device(found, device, name, RunError)
+    checks.same_device(found, device, name, RunError)
     if tuple(found.shape) != shape or found.dtype != dtype:
         raise RunError(
             f"{name} has shape {tuple(found.shape)} and dtype {found.dtype} but this run writes {shape} of {dtype}: "
@@ -170,7 +170,7 @@ def check_places(
     positions: torch.Tensor,
     kv_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
-    k: caches.View,
+    k: kv_view.View,
 ) -> None:
     """On the CPU a wrong place would be written to: told instead. On a card the caller answers for device tensors."""
     batch = kv_indptr.shape[0] - 1

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..integrations import ForwardBatch, ForwardMode
+from .forward_batch import ForwardBatch, ForwardMode
 from .scheduler import Work
 
 

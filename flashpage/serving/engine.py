@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .. import arguments
-from ..errors import FlashpageError
-from ..integrations import AttentionBackend, AttentionLayer, PagedAttention, RequestTable, TokenPool
+from ..base import checks
+from ..base.errors import FlashpageError
+from .backend import AttentionBackend
 from .blocks import BlockPool
+from .forward_batch import AttentionLayer
+from .paged_attention import PagedAttention
 from .request import Request
 from .runner import Model, ModelRunner, layers_of
 from .scheduler import Scheduler
+from .token_pool import RequestTable, TokenPool
 
 MakeBackend = Callable[[RequestTable, TokenPool, Sequence[AttentionLayer], torch.dtype], AttentionBackend]
 
@@ -32,7 +35,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_requests", "max_context", "max_step_tokens"):
-            arguments.whole(name, getattr(self, name), 2 if name == "num_blocks" else 1)
+            checks.whole(name, getattr(self, name), 2 if name == "num_blocks" else 1)
 
 
 @dataclasses.dataclass

@@ -6,10 +6,11 @@ import ctypes
 
 import torch
 
-from .. import arguments, host, jit
-from ..errors import RunError
-from ..planner import current_stream
-from ..spec import KernelSpec
+from .. import jit, native
+from ..base import checks
+from ..base.errors import RunError
+from ..kernels.spec import KernelSpec
+from ..plan.session import current_stream
 
 _CTAS = 264  # enough for any card to keep its memory busy; fewer requests get several each
 _SPEC = KernelSpec("gather_slots")
@@ -47,7 +48,7 @@ def gather_slots(
     if table.is_cpu:
         _check_numbers(table, rows, indptr, indices, starts, page_size)
     ctas_per_request = max(1, _CTAS // batch)
-    params = host.GatherSlotsParams(
+    params = native.GatherSlotsParams(
         table=table.data_ptr(),
         rows=rows.data_ptr(),
         starts=None if starts is None else starts.data_ptr(),
@@ -55,20 +56,20 @@ def gather_slots(
         indices=indices.data_ptr(),
         table_row_stride=table.stride(0),
         batch=batch,
-        page=host.make_fast_div(page_size),
-        ctas_per_request=host.make_fast_div(ctas_per_request),
+        page=native.make_fast_div(page_size),
+        ctas_per_request=native.make_fast_div(ctas_per_request),
     )
     if table.is_cpu:
-        host.check(host.load().fp_cpu_gather_slots(ctypes.byref(params)))
+        native.check(native.load().fp_cpu_gather_slots(ctypes.byref(params)))
         return
     kernel, grid = jit.get_kernel(_SPEC, table.device), batch * ctas_per_request
     stream = current_stream(table.device.index)
-    host.check(host.load().fp_launch(kernel.handle, ctypes.byref(params), grid, stream, 0))
+    native.check(native.load().fp_launch(kernel.handle, ctypes.byref(params), grid, stream, 0))
 
 
 def _check(name: str, tensor: torch.Tensor, dims: int, device: torch.device) -> None:
-    arguments.tensor(tensor, name, RunError)
-    arguments.same_device(tensor, device, name, RunError)
+    checks.tensor(tensor, name, RunError)
+    checks.same_device(tensor, device, name, RunError)
     if tensor.dim() != dims or tensor.dtype != torch.int32 or (tensor.numel() > 1 and tensor.stride(-1) != 1):
         raise RunError(
             f"{name} has shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())} and dtype {tensor.dtype}: pass "

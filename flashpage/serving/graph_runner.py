@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import arguments
-from ..errors import FlashpageError
+from ..base import checks
+from ..base.errors import FlashpageError
 from .backend import AttentionBackend
 from .forward_batch import ForwardBatch, ForwardMode
 from .token_pool import UNOWNED_PAGE
@@ -57,7 +57,7 @@ class GraphRunner:
         compile_forward: Callable[[Forward], Forward] | None = None,
         compile_limit: int = 32,
     ) -> None:
-        sizes = {arguments.whole("batch_sizes", size, 1) for size in batch_sizes}
+        sizes = {checks.whole("batch_sizes", size, 1) for size in batch_sizes}
         if not sizes:
             raise FlashpageError("batch_sizes=[]: pass the sizes to capture, such as [1, 2, 4, 8].")
         self.backend, self.batch_sizes, self.device = backend, sorted(sizes), device

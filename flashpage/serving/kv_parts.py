@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import CapabilityError
+from ..base.errors import CapabilityError
 from .forward_batch import AttentionLayer, ForwardBatch
 
 

@@ -10,7 +10,7 @@ import torch
 
 import flashpage
 
-from ..errors import FlashpageError
+from ..base.errors import FlashpageError
 from .backend import AttentionBackend
 from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
 from .graph_wrappers import GraphWrappers

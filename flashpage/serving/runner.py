@@ -8,17 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..integrations import (
-    AttentionBackend,
-    AttentionLayer,
-    ForwardBatch,
-    ForwardMode,
-    GraphRunner,
-    RequestTable,
-    batch_sizes_to_capture,
-)
+from .backend import AttentionBackend
 from .batch import make_batch
+from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
+from .graph_runner import GraphRunner, batch_sizes_to_capture
 from .scheduler import Work
+from .token_pool import RequestTable
 
 # attend(layer, q [rows, num_q_heads, head_dim], k, v [rows, num_kv_heads, head_dim]) -> [rows, num_q_heads, head_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

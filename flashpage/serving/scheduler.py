@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from ..integrations import RequestTable
 from .blocks import BlockPool
 from .request import Request, State
+from .token_pool import RequestTable
 
 
 class Work(NamedTuple):

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from .. import arguments, page
-from ..errors import FlashpageError
+from ..base import checks
+from ..base.errors import FlashpageError
+from ..wrappers import append
 
 UNOWNED_PAGE = 0  # never given to a request: rows that pad a captured batch write here
 
@@ -21,8 +22,8 @@ class RequestTable:
     """
 
     def __init__(self, max_requests: int, max_context: int, device: torch.device | str = "cpu") -> None:
-        arguments.whole("max_requests", max_requests, 1)
-        arguments.whole("max_context", max_context, 1)
+        checks.whole("max_requests", max_requests, 1)
+        checks.whole("max_context", max_context, 1)
         self.slots = torch.zeros(max_requests, max_context, dtype=torch.int32, device=device)
         self._free = list(reversed(range(max_requests)))
 
@@ -79,7 +80,7 @@ class TokenPool:
     ) -> None:
         numbers = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
         for name, number in {**numbers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}.items():
-            arguments.whole(name, number, 1)
+            checks.whole(name, number, 1)
         self.num_pages, self.page_size, self.dtype = num_pages, page_size, dtype
         shape = (num_pages, 2, page_size, num_kv_heads, head_dim)
         self._caches = [torch.full(shape, fill, device=device).to(dtype) for _ in range(num_layers)]
@@ -105,7 +106,7 @@ class TokenPool:
         """K and V of new tokens, [tokens, num_kv_heads, head_dim], to their slots, [tokens] int32."""
         k, v = self._stored(k, k_scale), self._stored(v, v_scale)
         everything = (self._all_pages, self._all_indptr, self._all_last)
-        page.append_paged_kv_cache(k, v, self._first_request[: len(slots)], slots, self._caches[layer], *everything)
+        append.append_paged_kv_cache(k, v, self._first_request[: len(slots)], slots, self._caches[layer], *everything)
 
     def _stored(self, values: torch.Tensor, scale: Any) -> torch.Tensor:
         """As the cache has it: value = stored * scale."""

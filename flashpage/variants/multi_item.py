@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import arguments, env
-from .errors import PlanError
-from .variants import Variant
+from ..base import checks, env
+from ..base.errors import PlanError
+from .variant import Variant
 
 # The prefix, and the row's own item, which began token_pos tokens before the row. Causal, whatever a run says of that.
 _MASK = (
@@ -47,7 +47,7 @@ class MultiItemMask:
         for name, value in (("prefix_len_ptr", prefix_len), ("token_pos_in_items_ptr", token_pos)):
             if value is None:
                 raise PlanError(f"{name}=None: multi-item scoring needs prefix_len_ptr and token_pos_in_items_ptr.")
-            arguments.tensor(value, name, PlanError)
+            checks.tensor(value, name, PlanError)
         if token_pos_len == 0 and batch == 1:
             token_pos_len = token_pos.numel()
         if prefix_len.numel() != batch or token_pos_len < 1 or token_pos.numel() != batch * token_pos_len:
@@ -72,7 +72,7 @@ class MultiItemMask:
 
     def _check_longest(self, max_item_len: Any, token_pos: torch.Tensor, batch: int) -> None:
         """On the device: where FLASHPAGE_CHECK_INDICES is on, as it waits."""
-        arguments.tensor(max_item_len, "max_item_len_ptr", PlanError)
+        checks.tensor(max_item_len, "max_item_len_ptr", PlanError)
         if max_item_len.numel() != batch:
             raise PlanError(f"max_item_len_ptr has {max_item_len.numel()} entries: pass one a request, [{batch}].")
         if not (max_item_len.is_cpu and token_pos.is_cpu) and not self._check_on_device:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .variant_values import OPERATIONS, UNKNOWN, Traced, lift, promoted, refuse, to_bool, to_float, to_int
+from .values import OPERATIONS, UNKNOWN, Traced, lift, promoted, refuse, to_bool, to_float, to_int
 
 _MAX_POWER = 16
 

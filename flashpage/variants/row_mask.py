@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .variants import Variant
+from .variant import Variant
 
 # Index of a row in the batch. Rows past a request's last one are computed beside it: their entry is any.
 ROW = "min(max(q_idx + first_row(b), 0), last_row)"

@@ -1,17 +1,17 @@
-"""A VariantSpec as C++: the names and types that it may hold, and `struct Variant` of include/flashpage/variant.h."""
+"""A VariantSpec as C++: the names and types that it may hold, and `struct Variant` (params/variant.h)."""
 
 from __future__ import annotations
 
 import re
 
-from .dtypes import DType
-from .spec import VariantSpec, logit_loads_by_token
+from ..base.dtypes import DType
+from ..kernels.spec import VariantSpec, logit_loads_by_token
 
 # A compiler's message about a user's text names the file "flashpage variant: logit" (or mask) and the line in the spec.
 SOURCE_NAME = "flashpage variant: "
 
 ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
-# Of include/flashpage/variant.h, usable in expressions.
+# Of include/flashpage/params/variant.h, usable in expressions.
 FUNCTIONS = frozenset(
     """
     to_float to_int to_bool div floor_div mod select min max abs exp log tanh sigmoid sqrt floor infinity

@@ -14,23 +14,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import variant_operations  # noqa: F401 (gives traced values their operations)
-from .errors import VariantError
-from .spec import VariantSpec
-from .variant_capture import Captures
-from .variant_source import is_free_name, unique_name
-from .variant_values import (
-    Traced,
-    apply_torch,
-    argument,
-    contains_traced,
-    lift,
-    to_bool,
-    to_float,
-    user_line,
-    where_raised,
-)
-from .variants import TracedVariant, scalar_type, tensor_type
+from ..base.errors import VariantError
+from ..kernels.spec import VariantSpec
+from . import operations  # noqa: F401 (gives traced values their operations)
+from .capture import Captures
+from .source import is_free_name, unique_name
+from .values import Traced, apply_torch, argument, contains_traced, lift, to_bool, to_float, user_line, where_raised
+from .variant import TracedVariant, scalar_type, tensor_type
 
 
 class Trace:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .errors import VariantError
+from ..base.errors import VariantError
 
 _HERE = os.path.dirname(__file__)
 _TORCH = os.path.dirname(torch.__file__)

@@ -18,9 +18,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .errors import VariantError
-from .spec import VariantSpec
-from .variant_source import ELEMENT_CPP, NAME, has_return, is_free_name, render, unique_name
+from ..base.errors import VariantError
+from ..kernels.spec import VariantSpec
+from .source import ELEMENT_CPP, NAME, has_return, is_free_name, render, unique_name
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +100,7 @@ class Variant:
         """Spec and present values. Callables are traced again only where something they capture has changed."""
         parts = []
         if self.score_mod is not None or self.mask_mod is not None:
-            from .variant_trace import Trace  # needs torch, which C++ expressions and builds do without
+            from .trace import Trace  # needs torch, which C++ expressions and builds do without
 
             if self._trace is None:
                 self._trace = Trace(self.score_mod, self.mask_mod)

@@ -6,18 +6,9 @@ from typing import Any
 
 import torch
 
-from . import arguments, caches, ops
-from .errors import RunError
-from .refused import nvfp4_quantize_append_paged_kv_cache, nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
-
-__all__ = [
-    "append_paged_kv_cache",
-    "append_paged_mla_kv_cache",
-    "get_batch_indices_positions",
-    "get_seq_lens",
-    "nvfp4_quantize_append_paged_kv_cache",
-    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
-]
+from ..base import checks, kv_view
+from ..base.errors import RunError
+from . import operators
 
 
 def append_paged_kv_cache(
@@ -41,14 +32,14 @@ def append_paged_kv_cache(
         kv_last_page_len: [batch]; positions say it too, so only its length is looked at.
         kv_layout: "NHD" or "HND".
     """
-    arguments.layout(kv_layout, RunError)
+    checks.layout(kv_layout, RunError)
     for name, tensor in (("append_key", append_key), ("append_value", append_value)):
-        arguments.tensor(tensor, name, RunError)
+        checks.tensor(tensor, name, RunError)
         if tensor.dim() != 3:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [nnz, num_kv_heads, head_dim].")
-        arguments.dense_last(tensor, name, RunError)
+        checks.dense_last(tensor, name, RunError)
     cache = list(paged_kv_cache) if isinstance(paged_kv_cache, (tuple, list)) else [paged_kv_cache]
-    views = caches.paged_views(tuple(cache) if len(cache) == 2 else cache[0], kv_layout)
+    views = kv_view.paged_views(tuple(cache) if len(cache) == 2 else cache[0], kv_layout)
     nnz, device = append_key.shape[0], append_key.device
     for name, tensor, view in (("append_key", append_key, views[0]), ("append_value", append_value, views[1])):
         if tensor.shape != (nnz, view.num_heads, view.head_dim) or tensor.dtype != cache[0].dtype:
@@ -57,12 +48,12 @@ def append_paged_kv_cache(
                 f"{(nnz, view.num_heads, view.head_dim)} of {cache[0].dtype}: convert it first."
             )
     for name, tensor in (("append_value", append_value), *(("paged_kv_cache", t) for t in cache)):
-        arguments.same_device(tensor, device, name, RunError)
+        checks.same_device(tensor, device, name, RunError)
         if tensor.dtype != cache[0].dtype:
             raise RunError(
                 f"{name} has dtype {tensor.dtype} and another part of the cache {cache[0].dtype}: make them alike."
             )
-    arguments.tensor(kv_indptr, "kv_indptr", RunError)
+    checks.tensor(kv_indptr, "kv_indptr", RunError)
     batch = kv_indptr.numel() - 1
     indices = [
         _index(tensor, name, length, device)
@@ -74,7 +65,7 @@ def append_paged_kv_cache(
             ("kv_last_page_len", kv_last_page_len, batch),
         )
     ]
-    ops.call("append_paged_kv_cache", append_key, append_value, *indices[:4], cache, kv_layout)
+    operators.call("append_paged_kv_cache", append_key, append_value, *indices[:4], cache, kv_layout)
 
 
 def append_paged_mla_kv_cache(
@@ -101,7 +92,7 @@ def append_paged_mla_kv_cache(
         (3, "[pages, page_size, dim]", caches_given),
     ):
         for name, tensor in given:
-            if arguments.tensor(tensor, name, RunError).dim() != dims:
+            if checks.tensor(tensor, name, RunError).dim() != dims:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass {shape}.")
     cache = (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2))
     places = (batch_indices, positions, cache, kv_indices, kv_indptr, kv_last_page_len)
@@ -126,10 +117,10 @@ def get_batch_indices_positions(
     Returns:
         batch_indices and positions, int32, [nnz].
     """
-    batch = arguments.tensor(append_indptr, "append_indptr", RunError).numel() - 1
-    if arguments.tensor(seq_lens, "seq_lens", RunError).shape != (batch,):
+    batch = checks.tensor(append_indptr, "append_indptr", RunError).numel() - 1
+    if checks.tensor(seq_lens, "seq_lens", RunError).shape != (batch,):
         raise RunError(f"seq_lens has shape {tuple(seq_lens.shape)}: pass one length a request, [{batch}].")
-    arguments.same_device(seq_lens, append_indptr.device, "seq_lens", RunError)
+    checks.same_device(seq_lens, append_indptr.device, "seq_lens", RunError)
     token = torch.arange(nnz, device=append_indptr.device, dtype=append_indptr.dtype)
     request = torch.searchsorted(append_indptr[1:].contiguous(), token, right=True)
     if batch > 0:
@@ -145,13 +136,13 @@ def get_batch_indices_positions(
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
     """Tokens of each request, [batch], from its pages: kv_indptr [batch + 1] and kv_last_page_len [batch]."""
-    arguments.tensor(kv_indptr, "kv_indptr", RunError)
+    checks.tensor(kv_indptr, "kv_indptr", RunError)
     batch = kv_indptr.numel() - 1
-    if arguments.tensor(kv_last_page_len, "kv_last_page_len", RunError).shape != (batch,):
+    if checks.tensor(kv_last_page_len, "kv_last_page_len", RunError).shape != (batch,):
         raise RunError(
             f"kv_last_page_len has shape {tuple(kv_last_page_len.shape)}: pass one entry a request, [{batch}]."
         )
-    arguments.same_device(kv_last_page_len, kv_indptr.device, "kv_last_page_len", RunError)
+    checks.same_device(kv_last_page_len, kv_indptr.device, "kv_last_page_len", RunError)
     pages = kv_indptr[1:] - kv_indptr[:-1]
     return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0)
 
@@ -159,7 +150,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 def _into(given: torch.Tensor | None, values: torch.Tensor, name: str) -> torch.Tensor:
     if given is None:
         return values.to(torch.int32)
-    if arguments.tensor(given, name, RunError).shape != values.shape or given.dtype != torch.int32:
+    if checks.tensor(given, name, RunError).shape != values.shape or given.dtype != torch.int32:
         raise RunError(
             f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}: pass int32 of "
             f"{tuple(values.shape)}, or None."
@@ -169,8 +160,8 @@ def _into(given: torch.Tensor | None, values: torch.Tensor, name: str) -> torch.
 
 def _index(tensor: torch.Tensor, name: str, length: int | None, device: torch.device) -> torch.Tensor:
     """Contiguous int32."""
-    arguments.tensor(tensor, name, RunError)
-    arguments.same_device(tensor, device, name, RunError)
+    checks.tensor(tensor, name, RunError)
+    checks.same_device(tensor, device, name, RunError)
     if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
         raise RunError(
             f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass int32 or int64, one dimension."

@@ -16,15 +16,16 @@ import torch
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
-from . import arguments, direct, host
-from .binding import Binding
-from .combination import Combination, workspace_bounds
-from .engine_state import EngineState
-from .errors import PlanError, RunError
-from .lengths import Lengths, batch_of, to_host
-from .planner import Planner, current_stream
-from .problem import Options, Values, Variation, check_rope, check_scale, check_soft_cap, check_window
-from .run_checks import (
+from .. import native
+from ..base import checks
+from ..base.errors import PlanError, RunError
+from ..kernels.options import Options, Values, Variation, check_rope, check_scale, check_soft_cap, check_window
+from ..native import fastcall
+from ..plan.lengths import Lengths, batch_of, to_host
+from ..plan.option_plan import Combination, workspace_bounds
+from ..plan.session import Planner, current_stream
+from ..run.binding import Binding
+from ..run.checks import (
     Tensors,
     as_cache,
     check_cache,
@@ -36,6 +37,7 @@ from .run_checks import (
     not_a_tensor,
     signature_of,
 )
+from .engine_access.attributes import EngineState
 
 _MOST_BINDINGS = 64  # signatures that a thread keeps: layers with other strides or options
 _DEFAULTS = Values(False, -1, 0.0, None, None, None, "NONE")
@@ -83,16 +85,16 @@ class PlanRunWrapper(EngineState):
         jit_args: Any = None,
         jit_kwargs: Any = None,
     ) -> None:
-        arguments.refuse_given(jit_args=jit_args, jit_kwargs=jit_kwargs)
-        self._kv_layout = arguments.layout(kv_layout)
-        self._backend = arguments.backend(backend)
-        self.device = device = arguments.tensor(float_workspace_buffer, "float_workspace_buffer", PlanError).device
+        checks.refuse_given(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        self._kv_layout = checks.layout(kv_layout)
+        self._backend = checks.backend(backend)
+        self.device = device = checks.tensor(float_workspace_buffer, "float_workspace_buffer", PlanError).device
         if device.type not in ("cpu", "cuda"):
             raise PlanError(f"float_workspace_buffer is on {device}: pass one on the CPU or on a CUDA device.")
         self._planner = Planner(device, bool(use_cuda_graph), self._length_names, float_workspace_buffer)
         self._device_index = self._planner.device_index
-        self._run_kernels = host.load().fp_run
-        builtins = direct.builtins()
+        self._run_kernels = native.load().fp_run
+        builtins = fastcall.builtins()
         self._bind_tensors, self._run_tensors = builtins.bind, builtins.run
         self._raw_stream = torch._C._cuda_getCurrentRawStream if self._device_index >= 0 else None
         self._local = _Local()
@@ -183,9 +185,11 @@ class PlanRunWrapper(EngineState):
     ) -> Any:
         """One layer: straight to C, or through the operator where torch traces or watches."""
         if is_dynamo_compiling() or _len_torch_dispatch_stack():
-            from . import ops
+            from . import operators
 
-            return ops.run(self, values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl)
+            return operators.run(
+                self, values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl
+            )
         bound = self._local.bound
         if (
             bound is None
@@ -209,10 +213,10 @@ class PlanRunWrapper(EngineState):
         else:
             status = self._run_tensors(bound.address, q, cache, None, to, lse_to, stream)
         if status:
-            if status == host.OTHER_TENSORS:
+            if status == native.OTHER_TENSORS:
                 tensors = Tensors(q, as_cache(cache), out, lse)
                 return self._run_judged(values, tensors, return_lse, scales, sinks, enable_pdl)
-            host.check(status)
+            native.check(status)
         return (to, lse_to) if return_lse else to
 
     def _run_judged(
@@ -248,7 +252,7 @@ class PlanRunWrapper(EngineState):
         if self._device_index >= 0:
             bound.args.stream = current_stream(self._device_index)
         if status := self._run_kernels(bound.args_address):
-            host.check(status)
+            native.check(status)
         return (out, lse) if return_lse else out
 
     def _bind(self, signature: Any, values: Values, tensors: Tensors) -> Binding:

@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .errors import PlanError, RunError
-from .lengths import all_to_host, batch_of
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from .sparse_variable import VariableBlockSparseAttentionWrapper
-
-__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
+from ..base import checks
+from ..base.errors import PlanError, RunError
+from ..plan.lengths import all_to_host, batch_of
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 
 class BlockSparseAttentionWrapper:
@@ -73,11 +70,11 @@ class BlockSparseAttentionWrapper:
             The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         self._wrapper._planner.invalidate()
-        arguments.refuse_given(block_mask=block_mask)
-        M, N = arguments.whole("M", M, 0), arguments.whole("N", N, 0)
-        R, C = arguments.whole("R", R, 1), arguments.whole("C", C, 1)
+        checks.refuse_given(block_mask=block_mask)
+        M, N = checks.whole("M", M, 0), checks.whole("N", N, 0)
+        R, C = checks.whole("R", R, 1), checks.whole("C", C, 1)
         rows = batch_of(indptr, "indptr")
-        arguments.tensor(indices, "indices", PlanError)
+        checks.tensor(indices, "indices", PlanError)
         if mask is not None and packed_mask is not None:
             raise PlanError("mask and packed_mask each say what is visible within the blocks: give one of them.")
         if N % C:
@@ -140,7 +137,7 @@ class BlockSparseAttentionWrapper:
         self._wrapper._require_plan("run")
         pages = []
         for name, tensor in (("k", k), ("v", v)):
-            if arguments.tensor(tensor, name, RunError).dim() != 3 or tensor.shape[0] != self.N:
+            if checks.tensor(tensor, name, RunError).dim() != 3 or tensor.shape[0] != self.N:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [N={self.N}, num_kv_heads, head_dim].")
             pages.append(tensor.unflatten(0, (self.N // self.C, self.C)))
         scales = {"q_scale": scale_q, "k_scale": scale_k, "v_scale": scale_v}
@@ -164,7 +161,7 @@ class BlockSparseAttentionWrapper:
         rope_theta: float | None = None,
     ) -> Any:
         """`run` with options in place of the planned ones, defaults included."""
-        arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._wrapper._take_values(
             pos_encoding_mode=pos_encoding_mode,
             window_left=-1,
@@ -181,7 +178,7 @@ class BlockSparseAttentionWrapper:
 
 def _flattened(mask: Any, indptr: torch.Tensor, qo_indptr: torch.Tensor, R: int, C: int) -> torch.Tensor:
     """Of a mask by blocks, [blocks, R, C]: each row block's rows over the tokens of its blocks, joined."""
-    arguments.tensor(mask, "mask", PlanError)
+    checks.tensor(mask, "mask", PlanError)
     blocks = int(indptr[-1])
     if mask.shape != (blocks, R, C) or mask.dtype not in (torch.bool, torch.uint8):
         raise PlanError(

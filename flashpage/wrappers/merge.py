@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from . import arguments, ops
-from .errors import RunError
+from ..base import checks
+from ..base.errors import RunError
+from . import operators
 
 __all__ = ["merge_parts", "merge_state", "merge_state_in_place", "merge_states", "part_of"]
 
@@ -29,7 +30,7 @@ def merge_state(
         The merged output and LSE, contiguous.
     """
     _check_pair(v_a, s_a, v_b, s_b, ("v_a", "s_a", "v_b", "s_b"))
-    return ops.call("merge_state", v_a, s_a, v_b, s_b)
+    return operators.call("merge_state", v_a, s_a, v_b, s_b)
 
 
 def merge_state_in_place(
@@ -47,14 +48,14 @@ def merge_state_in_place(
         if not tensor.is_contiguous():
             raise RunError(f"{name} has strides {tuple(tensor.stride())}: what is written in place must be contiguous.")
     if mask is not None:
-        arguments.tensor(mask, "mask", RunError)
-        arguments.same_device(mask, v.device, "mask", RunError)
+        checks.tensor(mask, "mask", RunError)
+        checks.same_device(mask, v.device, "mask", RunError)
         if mask.shape != v.shape[:1] or mask.dtype not in (torch.bool, torch.uint8):
             raise RunError(
                 f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: pass one bool or "
                 f"uint8 a row, [{v.shape[0]}]."
             )
-    ops.call("merge_state_in_place", v, s, v_other, s_other, mask)
+    operators.call("merge_state_in_place", v, s, v_other, s_other, mask)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +73,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         raise RunError(
             f"v has shape {tuple(v.shape)}: pass at least one state, [rows, num_states, num_heads, head_dim]."
         )
-    return ops.call("merge_states", v, s)
+    return operators.call("merge_states", v, s)
 
 
 def part_of(wrapper: Any, *tensors: Any) -> Part:
@@ -99,12 +100,12 @@ def merge_parts(parts: Sequence[Part], out: torch.Tensor, lse: torch.Tensor | No
         other, other_lse = torch.empty_like(out), torch.empty_like(lse)
         parts[0](other, other_lse)
         parts[1](out, lse)
-        ops.call("merge_state_in_place", out, lse, other, other_lse, None)
+        operators.call("merge_state_in_place", out, lse, other, other_lse, None)
         return
     states, lses = out.new_empty((len(parts), *out.shape)), lse.new_empty((len(parts), *lse.shape))
     for i, part in enumerate(parts):
         part(states[i], lses[i])
-    ops.call("merge_states_into", states.transpose(0, 1), lses.transpose(0, 1), out, lse)
+    operators.call("merge_states_into", states.transpose(0, 1), lses.transpose(0, 1), out, lse)
 
 
 def _check_pair(
@@ -118,13 +119,13 @@ def _check_pair(
             f"{names[0]} has {tuple(v.shape)} and "
             f"{v.dtype}: states that are merged are alike."
         )
-    arguments.same_device(v_other, v.device, names[2], RunError)
+    checks.same_device(v_other, v.device, names[2], RunError)
 
 
 def check_states(v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str, dims: int) -> None:
     """`v` of `dims` dimensions and one LSE a row and head, of types that are merged."""
     for name, tensor in ((v_name, v), (s_name, s)):
-        arguments.tensor(tensor, name, RunError)
+        checks.tensor(tensor, name, RunError)
     if v.dim() != dims:
         shape = "[rows, num_heads, head_dim]" if dims == 3 else "[rows, num_states, num_heads, head_dim]"
         raise RunError(f"{v_name} has shape {tuple(v.shape)}: pass {shape}.")
@@ -137,4 +138,4 @@ def check_states(v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str, dim
         )
     if v.device.type not in ("cpu", "cuda"):
         raise RunError(f"{v_name} is on {v.device}: pass tensors on the CPU or on a CUDA device.")
-    arguments.same_device(s, v.device, s_name, RunError)
+    checks.same_device(s, v.device, s_name, RunError)

@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .errors import PlanError, RunError
-from .lengths import all_to_host, batch_of
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from .problem import check_heads
-from .sink import BatchAttentionWithAttentionSinkWrapper
-
-__all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
+from ..base import checks
+from ..base.errors import PlanError, RunError
+from ..kernels.options import check_heads
+from ..plan.lengths import all_to_host, batch_of
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 _WORKSPACE_BYTES = 128 << 20
 _FEW_ROWS = 64  # packed rows of a request and KV head that a decode kernel takes
@@ -76,12 +73,12 @@ class BatchAttention:
             kv_len_arr: [batch], tokens of each request.
             The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
-        arguments.refuse_given(use_profiler=use_profiler)
+        checks.refuse_given(use_profiler=use_profiler)
         self._parts = []
         num_qo_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
         batch = batch_of(qo_indptr, "qo_indptr")
-        arguments.tensor(kv_indptr, "kv_indptr", PlanError)
-        arguments.tensor(kv_len_arr, "kv_len_arr", PlanError)
+        checks.tensor(kv_indptr, "kv_indptr", PlanError)
+        checks.tensor(kv_len_arr, "kv_len_arr", PlanError)
         qo_indptr, kv_indptr, kv_len_arr = all_to_host([qo_indptr, kv_indptr, kv_len_arr])  # type: ignore[assignment]
         ends = [batch]
         if kv_indptr.shape == qo_indptr.shape and kv_len_arr.shape == (batch,):  # else the planner tells
@@ -127,10 +124,10 @@ class BatchAttention:
         Returns:
             out and lse.
         """
-        arguments.refuse_given(profiler_buffer=profiler_buffer)
+        checks.refuse_given(profiler_buffer=profiler_buffer)
         if not self._parts:
             raise RunError("run: BatchAttention has no plan: call plan(...) first.")
-        rows = arguments.tensor(q, "q", RunError).shape[0]
+        rows = checks.tensor(q, "q", RunError).shape[0]
         if rows != self._parts[-1][1]:
             raise RunError(f"q has {rows} rows but the plan is for {self._parts[-1][1]}: plan again for this batch.")
         if out is None:
@@ -142,7 +139,7 @@ class BatchAttention:
         for wrapper, end in self._parts:
             planned = wrapper._logits_soft_cap
             if logits_soft_cap:
-                wrapper._logits_soft_cap = arguments.real("logits_soft_cap", logits_soft_cap)
+                wrapper._logits_soft_cap = checks.real("logits_soft_cap", logits_soft_cap)
             try:
                 wrapper.run(q[:end], kv_cache, out=out[:end], lse=lse[:end], **scales)
             finally:

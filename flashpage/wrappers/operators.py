@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import caches, host, jit
-from .dtypes import DType
-from .errors import CapabilityError, RunError
-from .planner import current_stream
-from .problem import Values
-from .run_checks import Tensors, check_places, scales_of
-from .spec import KernelSpec
+from .. import jit, native
+from ..base import kv_view
+from ..base.dtypes import DType
+from ..base.errors import CapabilityError, RunError
+from ..kernels.options import Values
+from ..kernels.spec import KernelSpec
+from ..plan.session import current_stream
+from ..run.checks import Tensors, check_places, scales_of
 
 if TYPE_CHECKING:
-    from .wrapper import PlanRunWrapper
+    from .base import PlanRunWrapper
 
 _ROWS_PER_CTA = 8  # merge_states and append: a warp each
 _MOST_CTAS = 1 << 16
@@ -91,7 +92,7 @@ def _run(
     sinks: torch.Tensor | None,
     enable_pdl: bool | None,
 ) -> None:
-    from .wrapper import WRAPPERS
+    from .base import WRAPPERS
 
     wrapper = WRAPPERS.get(handle)
     if wrapper is None:
@@ -111,13 +112,13 @@ def _run(
 # ---------------------------------------------------------------- merging
 
 
-def _merge(params: host.MergeStatesParams, v: torch.Tensor) -> None:
+def _merge(params: native.MergeStatesParams, v: torch.Tensor) -> None:
     """Fills in what all merges share, and launches."""
     if params.rows * params.num_heads * params.head_dim == 0:
         return
     address = ctypes.addressof(params)
     if v.device.type == "cpu":
-        host.check(host.load().fp_cpu_merge_states(address, _ELEMENT_TYPES[v.dtype]))
+        native.check(native.load().fp_cpu_merge_states(address, _ELEMENT_TYPES[v.dtype]))
         return
     if params.head_dim % 4:
         raise CapabilityError(
@@ -129,7 +130,7 @@ def _merge(params: host.MergeStatesParams, v: torch.Tensor) -> None:
 
 def _launch(kernel: jit.LoadedKernel, address: int, warps: int, device: torch.device) -> None:
     grid = min(-(-warps // _ROWS_PER_CTA), _MOST_CTAS)
-    host.check(host.load().fp_launch(kernel.handle, address, grid, current_stream(device.index), 0))
+    native.check(native.load().fp_launch(kernel.handle, address, grid, current_stream(device.index), 0))
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,7 +148,7 @@ def _merge_pair(
         v = v if v.stride() == v_other.stride() else v.contiguous()
     if s.stride() != s_other.stride():
         s, s_other = s.contiguous(), s_other.contiguous()
-    params = host.MergeStatesParams(
+    params = native.MergeStatesParams(
         v=v.data_ptr(),
         s=s.data_ptr(),
         v_other=v_other.data_ptr(),
@@ -194,7 +195,7 @@ def _merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def _merge_states_into(v: torch.Tensor, s: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     v, s = _rows(v), _rows(s)
-    params = host.MergeStatesParams(
+    params = native.MergeStatesParams(
         v=v.data_ptr(),
         s=s.data_ptr(),
         out=out.data_ptr(),
@@ -237,19 +238,19 @@ def _append_paged_kv_cache(
     nnz, num_kv_heads, head_dim_qk = append_key.shape
     if nnz == 0:
         return
-    k, v = caches.paged_views((cache[0], cache[1]) if len(cache) == 2 else cache[0], kv_layout)
+    k, v = kv_view.paged_views((cache[0], cache[1]) if len(cache) == 2 else cache[0], kv_layout)
     if append_key.is_cpu:
         check_places(batch_indices, positions, kv_indices, kv_indptr, k)
     size = append_key.element_size()
-    params = host.AppendParams(
+    params = native.AppendParams(
         append_key=append_key.data_ptr(),
         append_value=append_value.data_ptr(),
         key_row_stride=append_key.stride(0),
         key_head_stride=append_key.stride(1),
         value_row_stride=append_value.stride(0),
         value_head_stride=append_value.stride(1),
-        k=host.KvView(cache[0].data_ptr(), k.page_stride, k.token_stride, k.head_stride),
-        v=host.KvView(cache[-1].data_ptr() + v.offset * size, v.page_stride, v.token_stride, v.head_stride),
+        k=native.KvView(cache[0].data_ptr(), k.page_stride, k.token_stride, k.head_stride),
+        v=native.KvView(cache[-1].data_ptr() + v.offset * size, v.page_stride, v.token_stride, v.head_stride),
         batch_indices=batch_indices.data_ptr(),
         positions=positions.data_ptr(),
         kv_indptr=kv_indptr.data_ptr(),
@@ -258,11 +259,11 @@ def _append_paged_kv_cache(
         num_kv_heads=num_kv_heads,
         head_dim_qk=head_dim_qk,
         head_dim_vo=append_value.shape[2],
-        page=host.make_fast_div(k.page_size),
+        page=native.make_fast_div(k.page_size),
     )
     address = ctypes.addressof(params)
     if append_key.device.type == "cpu":
-        host.check(host.load().fp_cpu_append(address, size))
+        native.check(native.load().fp_cpu_append(address, size))
         return
     kernel = jit.get_kernel(KernelSpec("append", kv_dtype=_APPEND_DTYPES[size]), append_key.device)
     _launch(kernel, address, nnz * num_kv_heads, append_key.device)

@@ -7,36 +7,16 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .capacity import Capacity
-from .decode_options import decode_options, named_options
-from .device_plan import DecodeOnDevice
-from .engine_plan import DecodePlanModule, PlanModule
-from .engine_state import PagedState, Written
-from .errors import RunError
-from .jit_module import single_decode_with_kv_cache_with_jit_module
-from .lengths import Lengths, batch_of
-from .refused import (
-    BatchDecodeMlaWithPagedKVCacheWrapper,
-    cudnn_batch_decode_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache,
-    xqa_batch_decode_with_kv_cache,
-)
-from .run_checks import NO_SCALES
-from .single import single_decode_with_kv_cache
-from .wrapper import PlanRunWrapper
-
-__all__ = [
-    "BatchDecodeMlaWithPagedKVCacheWrapper",
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "cudnn_batch_decode_with_kv_cache",
-    "fast_decode_plan",
-    "single_decode_with_kv_cache",
-    "single_decode_with_kv_cache_with_jit_module",
-    "trtllm_batch_decode_with_kv_cache",
-    "xqa_batch_decode_with_kv_cache",
-]
+from ..base import checks
+from ..base.errors import RunError
+from ..plan.capacity import Capacity
+from ..plan.lengths import Lengths, batch_of
+from ..run.checks import NO_SCALES
+from .base import PlanRunWrapper
+from .engine_access.attributes import PagedState, Written
+from .engine_access.cached_module import DecodePlanModule, PlanModule
+from .plan_arguments import decode_options, named_options
+from .plan_on_device import DecodeOnDevice
 
 
 class BatchDecodeWithPagedKVCacheWrapper(DecodeOnDevice, PagedState, PlanRunWrapper):
@@ -266,9 +246,9 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeOnDevice, PagedState, PlanRunWrap
             sinks: [num_qo_heads] fp32, natural-log units, joins the denominator, and so lse.
         """
         if args:
-            raise RunError(arguments.extra_positions(args))
+            raise RunError(checks.extra_positions(args))
         if not (q_len_per_req is None and skip_softmax_threshold_scale_factor is None and kv_cache_sf is None):
-            arguments.refuse_given(
+            checks.refuse_given(
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
             )
             self._check_q_len(q_len_per_req)

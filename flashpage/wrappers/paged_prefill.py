@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .capacity import Capacity
-from .device_plan import PrefillOnDevice
-from .engine_state import PagedState
-from .errors import RunError
-from .lengths import Lengths
-from .multi_item import ItemArguments
-from .prefill_common import PrefillWrapper, only_items, prefill_options
-from .run_checks import NO_SCALES
+from ..base import checks
+from ..base.errors import RunError
+from ..plan.capacity import Capacity
+from ..plan.lengths import Lengths
+from ..run.checks import NO_SCALES
+from ..variants.multi_item import ItemArguments
+from .engine_access.attributes import PagedState
+from .plan_on_device import PrefillOnDevice
+from .prefill_base import PrefillWrapper, only_items, prefill_options
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWrapper):
@@ -146,7 +146,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
             variant: a flashpage.Variant.
         """
         if not (seq_lens_q is None and block_tables is None):
-            arguments.refuse_given(seq_lens_q=seq_lens_q)
+            checks.refuse_given(seq_lens_q=seq_lens_q)
             names = (paged_kv_indptr, paged_kv_indices, "paged_kv_indices")
             paged_kv_indices = self._planner.indices.from_tables(block_tables, *names)
         if not (
@@ -272,8 +272,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
             lse_base, lse_layout: "log2" and "NH" ([rows, heads]).
         """
         if args:
-            raise RunError(arguments.extra_positions(args))
-        arguments.refuse_run_options(
+            raise RunError(checks.extra_positions(args))
+        checks.refuse_run_options(
             kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, lse_base, lse_layout
         )
         values = self._now if window_left is None else self._values(window_left)
@@ -299,7 +299,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
         return_lse: bool = False,
     ) -> Any:
         """`run` with options in place of the planned ones, defaults included (pos_encoding_mode None: as planned)."""
-        arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._take_values(
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from . import arguments
-from .errors import PlanError
-from .problem import Options, Values, check_options, check_soft_cap, check_window
+from ..base import checks
+from ..base.errors import PlanError
+from ..kernels.options import Options, Values, check_options, check_soft_cap, check_window
 
 # What FlashInfer once took by position behind page_size, in this order.
 _DEPRECATED_POSITIONS = (
@@ -39,15 +39,15 @@ def decode_options(
     variant: Any,
 ) -> tuple[Options, Values]:
     """Of plan's arguments, in the order of its key."""
-    arguments.refuse_given(window_right=window_right)
-    q_len_per_req = arguments.whole("q_len_per_req", q_len_per_req, 1)
+    checks.refuse_given(window_right=window_right)
+    q_len_per_req = checks.whole("q_len_per_req", q_len_per_req, 1)
     if q_data_type is None:
         q_data_type = "float16" if data_type is None else data_type
     options = check_options(
         kv_source="paged",
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
-        head_dim_qk=arguments.whole("head_dim", head_dim, 1),
+        head_dim_qk=checks.whole("head_dim", head_dim, 1),
         head_dim_vo=None,
         page_size=page_size,
         q_data_type=q_data_type,

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import arguments
-from .decode_options import decode_options
-from .errors import PlanError
-from .prefill_common import prefill_options
-from .table_lengths import TableLengths
+from ..base import checks
+from ..base.errors import PlanError
+from ..plan.device_lengths import TableLengths
+from .plan_arguments import decode_options
+from .prefill_base import prefill_options
 
 if TYPE_CHECKING:
-    from .planner import Planner
+    from ..plan.session import Planner
 
 
 class DecodeOnDevice:
@@ -151,10 +151,10 @@ class PrefillOnDevice:
             self._configure(key, *prefill_options("paged", *key[:-1], variant))
         tables = TableLengths(
             *(self.device, seq_lens, block_tables),
-            q_indptr=arguments.tensor(qo_indptr, "qo_indptr", PlanError),
+            q_indptr=checks.tensor(qo_indptr, "qo_indptr", PlanError),
             table_rows=table_rows,
             num_requests=num_requests,
-            max_rows=arguments.whole("max_rows", max_rows, 0),
+            max_rows=checks.whole("max_rows", max_rows, 0),
             options=self._options,
         )
         self._check_graph_batch(tables.batch)

@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .decode import BatchDecodeWithPagedKVCacheWrapper
-from .errors import RunError
-from .pod_batch import BatchPODWithPagedKVCacheWrapper
-from .prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
-
-__all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
+from ..base import checks
+from ..base.errors import RunError
+from .paged_decode import BatchDecodeWithPagedKVCacheWrapper
+from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 
 class PODWithPagedKVCacheWrapper:
@@ -36,14 +33,14 @@ class PODWithPagedKVCacheWrapper:
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         jit_args: list[Any] | None = None,
     ) -> None:
-        arguments.refuse_given(jit_args=jit_args)
+        checks.refuse_given(jit_args=jit_args)
         self._kv_layout = kv_layout
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
             *(float_workspace_buffer, kv_layout, use_cuda_graph, True),
             *(paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer),
         )
         self._prefills = {  # by the layout of k_p and v_p
-            layout: BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, layout) for layout in arguments.LAYOUTS
+            layout: BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, layout) for layout in checks.LAYOUTS
         }
         self._planned: dict[str, Any] = dict.fromkeys(self._prefills)  # shapes and options of the last prefill
 
@@ -145,19 +142,19 @@ class PODWithPagedKVCacheWrapper:
             The outputs of the prefill and of the decodes.
         """
         if args:
-            raise RunError(arguments.extra_positions(args))
-        arguments.refuse_given(
+            raise RunError(checks.extra_positions(args))
+        checks.refuse_given(
             return_lse_p=return_lse_p,
             return_lse_d=return_lse_d,
             custom_mask_d=custom_mask_d,
             packed_custom_mask_d=packed_custom_mask_d,
             use_fp16_qk_reduction=use_fp16_qk_reduction,
         )
-        if arguments.layout(kv_layout_d, RunError) != self._kv_layout and kv_layout_d != "NHD":
+        if checks.layout(kv_layout_d, RunError) != self._kv_layout and kv_layout_d != "NHD":
             raise RunError(f"kv_layout_d={kv_layout_d!r} but the wrapper has {self._kv_layout!r}: make one for it.")
         self._decode._require_plan("run")
         prefill = self._plan_prefill(
-            *(q_p, k_p, v_p, arguments.layout(kv_layout_p, RunError)),
+            *(q_p, k_p, v_p, checks.layout(kv_layout_p, RunError)),
             {
                 "custom_mask": custom_mask_p,
                 "packed_custom_mask": packed_custom_mask_p,
@@ -189,7 +186,7 @@ class PODWithPagedKVCacheWrapper:
     ) -> BatchPrefillWithRaggedKVCacheWrapper:
         """Once a step, in its first layer; a mask is read again in every layer."""
         for name, tensor in (("q_p", q), ("k_p", k), ("v_p", v)):
-            if arguments.tensor(tensor, name, RunError).dim() != 3:
+            if checks.tensor(tensor, name, RunError).dim() != 3:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
         wrapper = self._prefills[layout]
         token, head = (0, 1) if layout == "NHD" else (1, 0)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .errors import PlanError
-from .lengths import all_to_host
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from ..base import checks
+from ..base.errors import PlanError
+from ..plan.lengths import all_to_host
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 
 class BatchPODWithPagedKVCacheWrapper:
@@ -70,7 +70,7 @@ class BatchPODWithPagedKVCacheWrapper:
         given = {"qo_indptr_p": qo_indptr_p, "kv_indptr_p": kv_indptr_p, "last_page_len_p": last_page_len_p}
         given |= {"qo_indptr_d": qo_indptr_d, "kv_indptr_d": kv_indptr_d, "last_page_len_d": last_page_len_d}
         for name, tensor in given.items():
-            arguments.tensor(tensor, name, PlanError)
+            checks.tensor(tensor, name, PlanError)
         lengths = [tensor.clone() for tensor in all_to_host(list(given.values()))]  # type: ignore[union-attr]
         if q_data_type is None:
             q_data_type = "float16" if data_type is None else data_type
@@ -123,7 +123,7 @@ class BatchPODWithPagedKVCacheWrapper:
         Returns:
             The outputs of the prefills and of the decodes; with `return_lse` a pair of output and lse each.
         """
-        arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._decode._require_plan("run")
         is_masked = custom_mask_p is not None or packed_custom_mask_p is not None
         if self._plan_prefill is not None and (is_masked or self._is_masked):

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from . import arguments, env
-from .engine_state import Buffer, Written
-from .errors import PlanError
-from .lengths import Given, batch_of
-from .multi_item import NO_ITEMS, ItemArguments, MultiItemMask
-from .problem import Options, Values, check_options, check_soft_cap, check_window
-from .wrapper import PlanRunWrapper
+from ..base import checks, env
+from ..base.errors import PlanError
+from ..kernels.options import Options, Values, check_options, check_soft_cap, check_window
+from ..plan.lengths import Given, batch_of
+from ..variants.multi_item import NO_ITEMS, ItemArguments, MultiItemMask
+from .base import PlanRunWrapper
+from .engine_access.attributes import Buffer, Written
 
 # In the order of ItemArguments.
 _ITEM_ATTRIBUTES = ("_prefix_len_ptr", "_token_pos_in_items_ptr", "_token_pos_in_items_len", "_max_item_len_ptr")
@@ -175,7 +175,7 @@ def prefill_options(
     variant: Any,
 ) -> tuple[Options, Values]:
     """Of plan's arguments, in the order of its key."""
-    arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+    checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
     options = check_options(
         kv_source=kv_source,
         num_qo_heads=num_qo_heads,

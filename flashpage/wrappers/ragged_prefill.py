@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .capacity import Capacity
-from .engine_state import array_of_plan
-from .errors import RunError
-from .multi_item import ItemArguments
-from .prefill_common import PrefillWrapper, only_items, prefill_options
-from .run_checks import NO_SCALES
+from ..base import checks
+from ..base.errors import RunError
+from ..plan.capacity import Capacity
+from ..run.checks import NO_SCALES
+from ..variants.multi_item import ItemArguments
+from .engine_access.attributes import array_of_plan
+from .prefill_base import PrefillWrapper, only_items, prefill_options
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
@@ -109,7 +109,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
-        arguments.refuse_given(seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
+        checks.refuse_given(seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
         if not (
             custom_mask is None
             and packed_custom_mask is None
@@ -170,10 +170,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             lse_base, lse_layout: "log2" and "NH" ([rows, heads]).
         """
         if args:
-            raise RunError(arguments.extra_positions(args))
-        arguments.refuse_run_options(kv_cache_sf, None, None, None, lse_base, lse_layout)
+            raise RunError(checks.extra_positions(args))
+        checks.refuse_run_options(kv_cache_sf, None, None, None, lse_base, lse_layout)
         if o_scale is not None:
-            arguments.refuse("o_scale", o_scale)
+            checks.refuse("o_scale", o_scale)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
         return self._run(values, q, (k, v), out, lse, return_lse, scales, sinks, enable_pdl)
@@ -196,7 +196,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         return_lse: bool = False,
     ) -> Any:
         """`run` with options in place of the planned ones, defaults included (pos_encoding_mode None: as planned)."""
-        arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._take_values(
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import arguments
-from .errors import RunError
-from .planner import current_stream
+from ..base import checks
+from ..base.errors import RunError
+from ..plan.session import current_stream
 
 if TYPE_CHECKING:
-    from .prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+    from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 _WORKSPACE_BYTES = 32 << 20
 
@@ -49,7 +49,7 @@ def single_decode_with_kv_cache(
     Returns:
         [num_qo_heads, head_dim], with `return_lse` also [num_qo_heads] fp32, base 2.
     """
-    arguments.tensor(q, "q", RunError)
+    checks.tensor(q, "q", RunError)
     if q.dim() != 2:
         raise RunError(f"q has shape {tuple(q.shape)}: pass one row, [num_qo_heads, head_dim].")
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
@@ -100,8 +100,8 @@ def single_prefill_with_kv_cache(
     Returns:
         [q_len, num_qo_heads, head_dim_vo], with `return_lse` also [q_len, num_qo_heads] fp32, base 2.
     """
-    arguments.refuse_given(kv_cache_sf=kv_cache_sf, use_fp16_qk_reduction=use_fp16_qk_reduction)
-    arguments.backend(backend)
+    checks.refuse_given(kv_cache_sf=kv_cache_sf, use_fp16_qk_reduction=use_fp16_qk_reduction)
+    checks.backend(backend)
     if custom_mask is not None and isinstance(custom_mask, torch.Tensor):
         custom_mask = custom_mask.reshape(-1)
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
@@ -129,10 +129,10 @@ def _run(
     return_lse: bool,
 ) -> Any:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        arguments.tensor(tensor, name, RunError)
+        checks.tensor(tensor, name, RunError)
         if tensor.dim() != 3:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, [rows, heads, head_dim].")
-    arguments.layout(kv_layout, RunError)
+    checks.layout(kv_layout, RunError)
     token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
     wrapper = _wrapper(q.device, kv_layout)
     wrapper.plan(
@@ -147,7 +147,7 @@ def _run(
 
 def _wrapper(device: torch.device, kv_layout: str) -> BatchPrefillWithRaggedKVCacheWrapper:
     """One for each stream, so that work on two streams shares no memory."""
-    from .prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+    from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
     key = (device, current_stream(device.index) if device.type == "cuda" else 0, kv_layout)
     wrappers = _local.__dict__.setdefault("wrappers", {})

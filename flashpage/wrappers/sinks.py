@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .errors import PlanError, RunError
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from ..base import checks
+from ..base.errors import PlanError, RunError
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -42,7 +42,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         head_dim_vo: int = 128,
         window_left: int = -1,
     ) -> None:
-        arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         super().__init__(
             *(
                 float_workspace_buffer,
@@ -55,13 +55,13 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             *(paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend),
         )
         self._told = {
-            "pos_encoding_mode": arguments.position_encoding(pos_encoding_mode),
-            "q_data_type": arguments.dtype("q_data_type", q_data_type),
-            "kv_data_type": arguments.dtype("kv_data_type", kv_data_type),
-            "head_dim_qk": arguments.whole("head_dim_qk", head_dim_qk, 1),
-            "head_dim_vo": arguments.whole("head_dim_vo", head_dim_vo, 1),
+            "pos_encoding_mode": checks.position_encoding(pos_encoding_mode),
+            "q_data_type": checks.dtype("q_data_type", q_data_type),
+            "kv_data_type": checks.dtype("kv_data_type", kv_data_type),
+            "head_dim_qk": checks.whole("head_dim_qk", head_dim_qk, 1),
+            "head_dim_vo": checks.whole("head_dim_vo", head_dim_vo, 1),
         }
-        self._told_window = arguments.whole("window_left", window_left, -(2**31))
+        self._told_window = checks.whole("window_left", window_left, -(2**31))
 
     @functools.wraps(BatchPrefillWithPagedKVCacheWrapper.plan)
     def plan(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -108,7 +108,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             sm_scale: for this run; None: the planned one.
         """
         if args:
-            raise RunError(arguments.extra_positions(args))
+            raise RunError(checks.extra_positions(args))
         planned = self._sm_scale
         if sm_scale is not None:
             self._sm_scale = float(sm_scale)

@@ -8,30 +8,10 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .errors import RunError
-from .refused import FP4Tensor, refuse
-from .variants import alibi_slopes
-
-__all__ = [
-    "FP4Tensor",
-    "MaskMode",
-    "PosEncodingMode",
-    "TensorLayout",
-    "canonicalize_torch_dtype",
-    "ceil_div",
-    "determine_attention_backend",
-    "device_support_pdl",
-    "get_alibi_slopes",
-    "get_compute_capability",
-    "get_device_sm_count",
-    "get_trtllm_gen_multi_ctas_kv_counter_bytes",
-    "is_float8",
-    "is_sm90a_supported",
-    "last_positive_power_of_2",
-    "next_positive_power_of_2",
-    "round_up",
-]
+from ..base import checks
+from ..base.errors import RunError
+from ..base.refused import refuse
+from ..variants.variant import alibi_slopes
 
 
 class PosEncodingMode(enum.Enum):
@@ -65,7 +45,7 @@ def next_positive_power_of_2(x: int) -> int:
 
 def last_positive_power_of_2(x: int) -> int:
     """The largest power of two that is at most x, which is at least 1."""
-    return 1 << (arguments.whole("x", x, 1).bit_length() - 1)
+    return 1 << (checks.whole("x", x, 1).bit_length() - 1)
 
 
 def ceil_div(x: int, y: int) -> int:
@@ -93,7 +73,7 @@ def canonicalize_torch_dtype(dtype: Any) -> torch.dtype:
 
 def get_alibi_slopes(n_heads: int, device: torch.device | None = None) -> torch.Tensor:
     """ALiBi's slopes, [n_heads] fp32."""
-    return alibi_slopes(arguments.whole("n_heads", n_heads, 1)).to(device or "cpu")
+    return alibi_slopes(checks.whole("n_heads", n_heads, 1)).to(device or "cpu")
 
 
 @functools.cache

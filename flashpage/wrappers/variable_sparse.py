@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .errors import PlanError, RunError
-from .lengths import all_to_host
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from .problem import check_heads
+from ..base import checks
+from ..base.errors import PlanError, RunError
+from ..kernels.options import check_heads
+from ..plan.lengths import all_to_host
+from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 
 class VariableBlockSparseAttentionWrapper:
@@ -110,7 +110,7 @@ class VariableBlockSparseAttentionWrapper:
             ("k", k, (num_kv_heads, tokens)),
             ("v", v, (num_kv_heads, tokens)),
         ):
-            if arguments.tensor(tensor, name, RunError).dim() != 3 or tensor.shape[:2] != shape:
+            if checks.tensor(tensor, name, RunError).dim() != 3 or tensor.shape[:2] != shape:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [{shape[0]}, {shape[1]}, head_dim].")
         packed = _by_kv_head(q, num_kv_heads)
         pages = tuple(t.reshape(num_kv_heads * tokens // page, page, 1, t.shape[2]) for t in (k, v))
@@ -136,7 +136,7 @@ class VariableBlockSparseAttentionWrapper:
         rope_theta: float | None = None,
     ) -> Any:
         """`run` with options in place of the planned ones, defaults included."""
-        arguments.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._wrapper._take_values(
             pos_encoding_mode=pos_encoding_mode,
             window_left=-1,
@@ -152,7 +152,7 @@ def _checked(mask: Any, rows: Any, columns: Any, num_kv_heads: int) -> tuple[tor
     """On the host, int64 (the mask: bool)."""
     given = {"block_mask_map": mask, "block_row_sz": rows, "block_col_sz": columns}
     for name, tensor in given.items():
-        arguments.tensor(tensor, name, PlanError)
+        checks.tensor(tensor, name, PlanError)
     if rows.dim() != 2 or columns.dim() != 2 or mask.shape != (num_kv_heads, rows.shape[1], columns.shape[1]):
         raise PlanError(
             f"block_mask_map has shape {tuple(mask.shape)}, block_row_sz {tuple(rows.shape)} and block_col_sz "

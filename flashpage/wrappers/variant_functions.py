@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .errors import CapabilityError, RunError
+from ..base import checks
+from ..base.errors import CapabilityError, RunError
+from ..variants.variant import Variant
 from .single import single_decode_with_kv_cache, single_prefill_with_kv_cache
-from .variants import Variant
 
 _NON_CAUSAL, _CAUSAL = 0, 1  # utils.MaskMode
 
@@ -65,7 +65,7 @@ def single_prefill_with_kv_cache_with_jit_module(
 
 def _variant(jit_module: Any, args: tuple[Any, ...]) -> Variant:
     if not isinstance(jit_module, Variant):
-        arguments.refuse("jit_module", jit_module)
+        checks.refuse("jit_module", jit_module)
     if args:
         raise RunError(
             f"{len(args)} values behind v: a flashpage.Variant captures its tensors and numbers; give them to it."

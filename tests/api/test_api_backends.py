@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import flashpage
-from flashpage import backends, tiles
-from flashpage.backends import CAPABILITIES, DECODE_SM90, PREFILL_SM90
-from flashpage.contexts import Contexts
-from flashpage.dtypes import DType
-from flashpage.prepare import mask_tiles_spec
-from flashpage.problem import SPLIT_BALANCED, SPLIT_NEVER, Options, Problem
-from flashpage.spec import KernelSpec, VariantSpec
+from flashpage.base.dtypes import DType
+from flashpage.kernels import choose
+from flashpage.kernels import tile as tiles
+from flashpage.kernels.choose import CAPABILITIES, DECODE_SM90, PREFILL_SM90
+from flashpage.kernels.context_classes import Contexts
+from flashpage.kernels.options import SPLIT_BALANCED, SPLIT_NEVER, Options, Problem
+from flashpage.kernels.spec import KernelSpec, VariantSpec
+from flashpage.plan.prepared_kernels import mask_tiles_spec
 
 BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
@@ -120,7 +121,7 @@ def test_fp8_is_multiplied_where_boxes_of_e4m3_are(changed: dict[str, Any], load
 
 
 @pytest.mark.parametrize("row", CAPABILITIES, ids=lambda row: row.kernel)
-def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: backends.Capability) -> None:
+def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: choose.Capability) -> None:
     for rows in (1 << i for i in range(11) if 1 << i <= row.max_packed_rows):
         for dims in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
             for kv_dtype in (BF16, DType.FLOAT8_E4M3):
@@ -177,15 +178,15 @@ def test_who_is_asked_for_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Mask functions where the host knows the lengths of each run."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
     given = dataclasses.replace(problem(4096, page_size=16, **changed), has_known_lengths=is_known)
-    choice = backends.choose(given, torch.device("cuda:0"), variant)
+    choice = choose.choose(given, torch.device("cuda:0"), variant)
     assert (choice.spec.kernel, choice.spec.mask_source) == ("prefill_sm90", source)
     assert mask_tiles_spec(choice, given.options) == kernel
     notes = [note for note in choice.reasons if note.startswith("mask: ")]
     assert len(notes) == (1 if variant.mask or given.options.has_mask else 0)
     assert kernel is None or "are left out" in notes[0]
-    decode = backends.choose(dataclasses.replace(given, packed_rows=4), torch.device("cuda:0"), variant)
+    decode = choose.choose(dataclasses.replace(given, packed_rows=4), torch.device("cuda:0"), variant)
     assert (decode.spec.kernel, decode.spec.mask_source) == ("decode_sm90", source.replace("function", "implicit"))
 
 
@@ -206,14 +207,14 @@ def test_units_have_whole_rows_of_a_group(
     group: int, changed: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where boxes bring Q; each of a pair's CTAs as many."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
     dims = {"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128}
     given = problem(4096, **{**dims, "num_q_heads": 2 * group, "num_kv_heads": 2, **changed})
     for is_long in (False, True):
         long = dataclasses.replace(given, contexts=Contexts.LONG if is_long else Contexts.USUAL)
-        choice = backends.choose(long, torch.device("cuda:0"), VariantSpec())
+        choice = choose.choose(long, torch.device("cuda:0"), VariantSpec())
         assert choice.spec.kernel == "prefill_sm90"
-        schedule = backends.schedule(choice, given.options, 132)
+        schedule = choose.schedule(choice, given.options, 132)
         assert schedule.tile_q == rows * choice.spec.ctas
 
 
@@ -229,15 +230,15 @@ def test_the_batch_does_not_choose_kernel_or_tile(
     split: int, group: int, q_len: int, sm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of batch-invariant plans, and of those whose requests all have as many rows."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: sm)
+    monkeypatch.setattr(choose, "device_sm", lambda _: sm)
     options = dataclasses.replace(
         DECODE, num_q_heads=2 * group, num_kv_heads=2, uniform_q_len=q_len, fixed_piece_tokens=split
     )
 
     def chosen(batch: int, total_rows: int) -> tuple[KernelSpec, bytes]:
-        rows = backends.packed_rows(options, batch, total_rows)
-        choice = backends.choose(Problem(options, rows, batch), torch.device("cuda:0"))
-        return choice.spec, bytes(backends.schedule(choice, options, 132))
+        rows = choose.packed_rows(options, batch, total_rows)
+        choice = choose.choose(Problem(options, rows, batch), torch.device("cuda:0"))
+        return choice.spec, bytes(choose.schedule(choice, options, 132))
 
     choices = {chosen(batch, q_len * batch or rows) for batch, rows in BATCHES}
     if split == SPLIT_BALANCED and not q_len:
@@ -251,17 +252,17 @@ def test_the_batch_does_not_choose_kernel_or_tile(
 
 def test_without_a_device_the_first_row_that_can_is_taken() -> None:
     general = CAPABILITIES[-1]
-    assert backends.offline(problem(), "cuda") is DECODE_SM90
-    assert backends.offline(problem(128, page_size=16), "cuda") is PREFILL_SM90
-    assert backends.offline(problem(128, page_size=12), "cuda") is PREFILL_SM90
-    assert backends.offline(problem(128, page_size=16, kv_dtype=DType.FLOAT8_E4M3), "cuda") is PREFILL_SM90
-    assert backends.offline(problem(position_encoding="ROPE_LLAMA"), "cuda") is DECODE_SM90
-    assert backends.offline(problem(128, position_encoding="ROPE_LLAMA"), "cuda") is PREFILL_SM90
+    assert choose.offline(problem(), "cuda") is DECODE_SM90
+    assert choose.offline(problem(128, page_size=16), "cuda") is PREFILL_SM90
+    assert choose.offline(problem(128, page_size=12), "cuda") is PREFILL_SM90
+    assert choose.offline(problem(128, page_size=16, kv_dtype=DType.FLOAT8_E4M3), "cuda") is PREFILL_SM90
+    assert choose.offline(problem(position_encoding="ROPE_LLAMA"), "cuda") is DECODE_SM90
+    assert choose.offline(problem(128, position_encoding="ROPE_LLAMA"), "cuda") is PREFILL_SM90
     fp8_rope = problem(128, position_encoding="ROPE_LLAMA", kv_dtype=DType.FLOAT8_E4M3)
-    assert backends.offline(fp8_rope, "cuda") is general
-    assert backends.offline(problem(head_dim_qk=576), "cuda") is general  # no kernel takes it
+    assert choose.offline(fp8_rope, "cuda") is general
+    assert choose.offline(problem(head_dim_qk=576), "cuda") is general  # no kernel takes it
     assert general.kernel == "attention_sm80"
-    assert backends.offline(problem(), "cpu").kernel == "cpu_attention"
+    assert choose.offline(problem(), "cpu").kernel == "cpu_attention"
 
 
 def test_a_spec_is_named_by_loader_and_trace() -> None:
@@ -273,7 +274,7 @@ def test_a_spec_is_named_by_loader_and_trace() -> None:
 @pytest.mark.parametrize("merges_in_launch", [False, True])
 def test_who_merges_in_its_launch_is_given_no_merge(merges_in_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     row = dataclasses.replace(CAPABILITIES[0], merges_in_launch=merges_in_launch)
-    monkeypatch.setattr(backends, "CAPABILITIES", (row,))
+    monkeypatch.setattr(choose, "CAPABILITIES", (row,))
     wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     pages = torch.arange(40, dtype=torch.int32)
     lengths = torch.tensor([0, 40], dtype=torch.int32), pages, torch.tensor([16], dtype=torch.int32)

@@ -12,7 +12,8 @@ import torch
 from api_batch import DIM, HEADS, KV_HEADS, PAGE, Batch
 
 import flashpage
-from flashpage import direct, host
+from flashpage import native
+from flashpage.native import fastcall
 
 NEEDS_DLPACK = pytest.mark.skipif(
     not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no DLPack functions"
@@ -39,16 +40,16 @@ class Bound:
         self.k = torch.zeros(3, 2, 4, 2, 16).to(dtype)
         self.v = torch.zeros(3, 2, 4, 2, 16).to(dtype) if has_pair else None
         self.lse = torch.zeros(4, 2)
-        self.params, self.merge, self.args = host.AttentionParams(), host.MergeParams(), host.RunArgs()
+        self.params, self.merge, self.args = native.AttentionParams(), native.MergeParams(), native.RunArgs()
         structs = (self.args, self.params, self.merge, self.params.k, self.params.v)
-        self.struct = host.BoundRun(*map(ctypes.addressof, structs), 64, 15)
-        assert direct.builtins().bind(ctypes.addressof(self.struct), *self.tensors()) == host.OK
+        self.struct = native.BoundRun(*map(ctypes.addressof, structs), 64, 15)
+        assert fastcall.builtins().bind(ctypes.addressof(self.struct), *self.tensors()) == native.OK
 
     def tensors(self) -> list[Any]:
         return [self.q, self.k, self.v, self.out, self.lse]
 
     def run(self, tensors: list[Any]) -> int:
-        return direct.builtins().run(ctypes.addressof(self.struct), *tensors, 77)
+        return fastcall.builtins().run(ctypes.addressof(self.struct), *tensors, 77)
 
 
 @NEEDS_DLPACK
@@ -57,14 +58,14 @@ class Bound:
 def test_structs_point_at_tensors_alike(dtype: torch.dtype, has_pair: bool) -> None:
     bound = Bound(dtype, has_pair)
     tensors = [None if t is None else t.clone() for t in bound.tensors()]
-    assert bound.run(tensors) == host.OK
+    assert bound.run(tensors) == native.OK
     q, k, v, out, lse = tensors
     params, merge = bound.params, bound.merge
     assert (params.q, params.k.data, params.out, params.lse) == tuple(t.data_ptr() for t in (q, k, out, lse))
     assert params.v.data == (k.data_ptr() + 64 if v is None else v.data_ptr())
     assert bound.args.stream == 77
     assert (merge.out, merge.lse) == (out.data_ptr(), lse.data_ptr())
-    assert bound.run([*tensors[:4], None]) == host.OK
+    assert bound.run([*tensors[:4], None]) == native.OK
     assert params.lse is None and merge.lse is None
 
 
@@ -91,15 +92,15 @@ def test_other_tensors_are_told_apart(which: int, other: str) -> None:
     tensors = bound.tensors()
     tensors[which] = OTHERS[other](tensors[which])
     before = bytes(bound.params)
-    assert bound.run(tensors) == host.OTHER_TENSORS
+    assert bound.run(tensors) == native.OTHER_TENSORS
     assert bytes(bound.params) == before
 
 
 @NEEDS_DLPACK
 def test_one_cache_is_no_pair() -> None:
     pair, one = Bound(torch.float16, has_pair=True), Bound(torch.float16)
-    assert pair.run([pair.q, pair.k, None, pair.out, None]) == host.OTHER_TENSORS
-    assert one.run([one.q, one.k, one.k, one.out, None]) == host.OTHER_TENSORS
+    assert pair.run([pair.q, pair.k, None, pair.out, None]) == native.OTHER_TENSORS
+    assert one.run([one.q, one.k, one.k, one.out, None]) == native.OTHER_TENSORS
 
 
 @NEEDS_DLPACK
@@ -108,8 +109,8 @@ def test_no_reference_is_kept() -> None:
     tensors = bound.tensors()
     before = [sys.getrefcount(t) for t in (*tensors[:2], *tensors[3:])]
     for _ in range(10):
-        assert bound.run(tensors) == host.OK
-        assert bound.run([tensors[0], 3, None, None, None]) == host.OTHER_TENSORS
+        assert bound.run(tensors) == native.OK
+        assert bound.run([tensors[0], 3, None, None, None]) == native.OTHER_TENSORS
     assert [sys.getrefcount(t) for t in (*tensors[:2], *tensors[3:])] == before
 
 
@@ -126,15 +127,15 @@ def test_a_second_run_is_one_call(batch: Batch, return_lse: bool, monkeypatch: p
 def test_without_dlpack_results_are_the_same(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = planned(batch).run(batch.q_decode, batch.cache)
     monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", None, raising=False)
-    direct.builtins.cache_clear()
+    fastcall.builtins.cache_clear()
     try:
         wrapper = planned(batch)
-        assert wrapper._run_tensors() == host.OTHER_TENSORS
+        assert wrapper._run_tensors() == native.OTHER_TENSORS
         for _ in range(2):
             assert torch.equal(wrapper.run(batch.q_decode, batch.cache), expected)
     finally:
         monkeypatch.undo()
-        direct.builtins.cache_clear()
+        fastcall.builtins.cache_clear()
 
 
 @NEEDS_DLPACK
@@ -142,7 +143,7 @@ def test_page_numbers_are_read_in_place_where_kernels_can() -> None:
     cpu, numbers = 1, torch.arange(10, dtype=torch.int32)
 
     def found(indices: Any, device: tuple[int, int] = (cpu, 0), entries: int = 0) -> int:
-        return direct.builtins().page_numbers(indices, *device, entries)
+        return fastcall.builtins().page_numbers(indices, *device, entries)
 
     assert found(numbers, entries=10) == numbers.data_ptr()
     assert found(numbers[3:], entries=7) == numbers[3:].data_ptr()

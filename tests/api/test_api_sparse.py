@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from case import Case
+from cases.case import Case
 from comparison import Outputs, compare
 from reference import Options, attention
 

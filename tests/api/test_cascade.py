@@ -20,7 +20,8 @@ from cascade_batch import (
 )
 
 import flashpage
-from flashpage import CapabilityError, PlanError, RunError, merge, ops
+from flashpage import CapabilityError, PlanError, RunError
+from flashpage.wrappers import merge, operators
 
 THREE = (((9, 100),), ((3, 37), (6, 0)), ((1, 5), (2, 40), (0, 3), (4, 16), (2, 2)))
 PREFILL = (((40, 130),), ((17, 17), (20, 65), (3, 40)))
@@ -136,7 +137,7 @@ def test_passes(name: str, runs: int, merges: list[str], monkeypatch: pytest.Mon
     batch = CascadeBatch(next(case for case in CASES if case.name == name))
     wrapper = planned(batch)
     called: list[str] = []
-    call = ops.call
+    call = operators.call
     monkeypatch.setattr(merge.ops, "call", lambda name, *args: (called.append(name), call(name, *args))[1])
     wrapper.run(batch.q, batch.cache.argument("cpu"))
     assert (len(wrapper._active), called) == (runs, merges)
@@ -192,7 +193,7 @@ def test_opcheck_of_the_merge(num_states: int) -> None:
     v = torch.randn(num_states, 9, 4, 64).transpose(0, 1)
     s = torch.randn(num_states, 9, 4).transpose(0, 1)
     out, lse = torch.empty(9, 4, 64), torch.empty(9, 4)
-    ops.call("merge_states_into", v, s, out, lse)
+    operators.call("merge_states_into", v, s, out, lse)
     for found, expected in zip((out, lse), flashpage.merge_states(v.contiguous(), s.contiguous()), strict=True):
         assert torch.equal(found, expected)
     torch.library.opcheck(torch.ops.flashpage.merge_states_into.default, (v, s, out, lse))
@@ -203,7 +204,7 @@ def test_opcheck_of_the_merge(num_states: int) -> None:
 
 @pytest.mark.parametrize("window_left", [-1, 60])
 def test_graph_mode_plans_every_level(window_left: int) -> None:
-    """What a captured run would do: the same launches for every batch. tests/test_card_cascade.py captures them."""
+    """What a captured run would do: the same launches for every batch (captured in tests/card/test_card_cascade.py)."""
     batches = graph_batches(window_left)
     wrapper = wrapper_for(batches[0], "cpu", use_cuda_graph=True, **buffers_for(batches, "cpu"))
     assert wrapper.is_cuda_graph_enabled

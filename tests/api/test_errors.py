@@ -281,7 +281,7 @@ def test_graph_buffers_are_judged() -> None:
 
 def test_indices_on_the_device_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLASHPAGE_CHECK_INDICES=on. On the CPU page numbers are always checked, so the switch itself is looked at."""
-    from flashpage.plan_inputs import KvIndices
+    from flashpage.plan.page_indices import KvIndices
 
     assert not KvIndices(torch.device("cpu"))._check_on_device
     monkeypatch.setenv("FLASHPAGE_CHECK_INDICES", "on")

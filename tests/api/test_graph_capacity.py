@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from case import Case, decode, prefill
+from cases.case import Case, decode, prefill
 from comparison import Outputs
 from steps import Steps
 
 import flashpage
-from flashpage import PlanError, host
+from flashpage import PlanError, native
 
 DECODE_LENS = ((3000, 7, 0, 64, 129), (900,), (17, 0, 5000), (1, 1, 1, 1, 1), (0,), (40, 2500))
 PREFILL_LENS = (  # rows and tokens
@@ -46,7 +46,7 @@ def capture(wrapper: Any, steps: Steps) -> Callable[[], None]:
     """The loaded step's run as a graph; on the CPU: its launch, without anything that Python would do."""
     steps.run_loaded(wrapper)
     if not steps.q.is_cuda:
-        return lambda: host.check(host.load().fp_run(wrapper._local.bound.args_address))
+        return lambda: native.check(native.load().fp_run(wrapper._local.bound.args_address))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashpage
-from flashpage import ops
+from flashpage.wrappers import operators
 
 PAGES, PAGE, HEADS, KV_HEADS, DIM = 8, 16, 4, 2, 64
 
@@ -182,7 +182,7 @@ def test_a_lost_wrapper_is_told(q: torch.Tensor, cache: torch.Tensor) -> None:
 
 
 def test_every_function_is_an_operator() -> None:
-    for name in ops._IMPLEMENTATIONS:
+    for name in operators._IMPLEMENTATIONS:
         assert hasattr(torch.ops.flashpage, name)
 
 
@@ -200,6 +200,6 @@ def test_import_does_nothing(tmp_path: Path) -> None:
         "assert set(flashpage.__all__) <= set(dir(flashpage))\n"
         "for name in flashpage.__all__: getattr(flashpage, name)\n"
     )
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from workloads import Paged, indptr
 
 import flashpage
-from flashpage import host
+from flashpage import native
 from flashpage.jit import host_target
 from flashpage.jit.compilers import find_cxx
 
@@ -129,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     repeats = parser.parse_args().repeats
-    threads = host.load().fp_cpu_threads()
+    threads = native.load().fp_cpu_threads()
     torch.set_num_threads(threads)
     flops, bandwidth = machine_limits(threads)
     print(f"{threads} threads, {host_target().name}: ", end="")

@@ -15,7 +15,7 @@ import torch
 from workloads import Paged, indptr
 
 import flashpage
-from flashpage import host
+from flashpage import native
 from flashpage.cli.values import distribution
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
@@ -85,7 +85,7 @@ class Subject:
         q = torch.randn(1, NUM_Q_HEADS, HEAD_DIM, device=self.device, dtype=self.dtype)
         cache = table.cache(NUM_KV_HEADS, HEAD_DIM, self.dtype)
         out = torch.empty_like(q)
-        library = host.load()
+        library = native.load()
         library.fp_cpu_set_threads(1)
         try:
             return self.time(lambda: wrapper.run(q, cache, out=out))

@@ -19,11 +19,12 @@ from gpu import GpuClock
 from workloads import Case, Paged
 
 import flashpage
-from flashpage import backends, host
-from flashpage.dtypes import DType
+from flashpage import native
+from flashpage.base.dtypes import DType
 from flashpage.jit.compilers import find_compiler
 from flashpage.jit.targets import Target
-from flashpage.tiles import sm90_decode_tile
+from flashpage.kernels import choose
+from flashpage.kernels.tile import sm90_decode_tile
 
 PAGE_SIZES, ROW_BYTES, RINGS = (1, 8, 16, 64), (128, 256, 512), (64, 96, 128, 192)
 ENTRY = "flashpage_load_bench"
@@ -95,16 +96,16 @@ class Loads:
 
     def alone(self, clock: GpuClock, image: bytes) -> float:
         """With a kernel from `image` for as long as it is timed."""
-        handle = host.load().fp_cuda_kernel_load(0, image, len(image), ENTRY.encode())
+        handle = native.load().fp_cuda_kernel_load(0, image, len(image), ENTRY.encode())
         if not handle:
-            raise SystemExit(host.last_error())
+            raise SystemExit(native.last_error())
         attention, self.args.attention = self.args.attention, handle
         try:
             return self.gb_per_s(clock)
         finally:
             torch.cuda.synchronize()
             self.args.attention = attention
-            host.load().fp_kernel_destroy(handle)
+            native.load().fp_kernel_destroy(handle)
 
 
 def loader_of(page_size: int) -> str:
@@ -125,7 +126,7 @@ def main() -> int:
     print(f"{len(images)} kernels compiled", flush=True)
     if arguments.compile_only:
         return 0
-    if not torch.cuda.is_available() or backends.device_sm(torch.device("cuda:0")) != 90:
+    if not torch.cuda.is_available() or choose.device_sm(torch.device("cuda:0")) != 90:
         print("these loaders are Hopper's: there is no such GPU here", file=sys.stderr)
         return 1
     clock = GpuClock(arguments.repeats)

@@ -1,4 +1,4 @@
-"""Prompts beside decodes in one batch, against either alone: as two parts and as one plan (flashpage/parts.py).
+"""Prompts beside decodes in one batch, against either alone: as two parts and as one plan (plan/mixed_batch.py).
 
 One run measures all on the same numbers, with the L2 flushed before each. `--small --device cpu` runs tiny shapes with
 the host's clock: it shows that the program works, nothing else.
@@ -17,7 +17,7 @@ from gpu import GpuClock, HostClock
 from workloads import Paged, indptr
 
 import flashpage
-from flashpage import parts
+from flashpage.plan import mixed_batch
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 WORKSPACE_BYTES = 256 << 20
@@ -87,10 +87,10 @@ def measure(case: Case, device: torch.device, clock: GpuClock | HostClock) -> fl
         f"| {case} | prompts alone | {alone[0] * 1e6:.1f} us | | |\n| | decodes alone | {alone[1] * 1e6:.1f} us | | |"
     )
     ratio = 0.0
-    for way, gain in (("one plan", math.inf), ("as planned", parts.LEAST_GAIN_NS)):
-        parts.LEAST_GAIN_NS, usual = gain, parts.LEAST_GAIN_NS
+    for way, gain in (("one plan", math.inf), ("as planned", mixed_batch.LEAST_GAIN_NS)):
+        mixed_batch.LEAST_GAIN_NS, usual = gain, mixed_batch.LEAST_GAIN_NS
         seconds = both.seconds(clock)
-        parts.LEAST_GAIN_NS = usual
+        mixed_batch.LEAST_GAIN_NS = usual
         ratio = seconds / max(alone)
         print(f"| | {way} | {seconds * 1e6:.1f} us | {ratio:.2f} | {ctas_of(both.wrapper.last_plan)} |", flush=True)
     return ratio

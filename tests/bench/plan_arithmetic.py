@@ -1,7 +1,7 @@
 """The planner alone: host time of fp_plan, and the balance of its partition for batches up to a million requests.
 
 One thread, index arrays warm in the cache, the least of several rounds (half a microsecond of it is the call through
-ctypes). Loads are the cost model's: what a CTA would take if units and tokens cost what flashpage/tiles.py says.
+ctypes). Loads are the cost model's: what a CTA would take if units and tokens cost what flashpage/kernels/tile.py says.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import time
 
 import numpy as np
 
-from flashpage import backends, host
-from flashpage.dtypes import DType
-from flashpage.problem import Options, Problem
-from flashpage.spec import KernelSpec, VariantSpec
+from flashpage import native
+from flashpage.base.dtypes import DType
+from flashpage.kernels import choose
+from flashpage.kernels.options import Options, Problem
+from flashpage.kernels.spec import KernelSpec, VariantSpec
 
 HEAD_DIM, PAGE_SIZE = 128, 16
 KINDS = ("uniform", "lognormal", "zipf", "one long")
@@ -48,13 +49,13 @@ class Batch:
             np.concatenate([[0], np.cumsum(pages)]).astype(np.int32),
             ((kv_lens - 1) % PAGE_SIZE + 1).astype(np.int32),
         ]
-        pointers = [host.IndexArray(a.ctypes.data, 1, 0, len(a)) for a in self.arrays]
-        self.problem = host.ProblemStruct(count, 0, *pointers, host.IndexArray(), PAGE_SIZE, *heads, 1, -1, 0)
+        pointers = [native.IndexArray(a.ctypes.data, 1, 0, len(a)) for a in self.arrays]
+        self.problem = native.ProblemStruct(count, 0, *pointers, native.IndexArray(), PAGE_SIZE, *heads, 1, -1, 0)
         self.schedule = make_schedule(q_len, heads, num_ctas)
-        self.result = host.PlanResult()
+        self.result = native.PlanResult()
         plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
-        host.check(
-            host.load().fp_plan_bounds(
+        native.check(
+            native.load().fp_plan_bounds(
                 *(count, count * q_len, int(kv_lens.sum()), *heads, ctypes.addressof(self.schedule)),
                 *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
             )
@@ -66,8 +67,8 @@ class Batch:
         addresses = ctypes.addressof(self.problem), ctypes.addressof(self.schedule)
         buffer = self.buffer.ctypes.data, len(self.buffer)
         arguments = (*addresses, *buffer, ctypes.addressof(self.result))
-        fp_plan = host.load().fp_plan
-        host.check(fp_plan(*arguments))
+        fp_plan = native.load().fp_plan
+        native.check(fp_plan(*arguments))
         repeats, best = 1, float("inf")
         for _ in range(rounds):
             start = time.perf_counter_ns()
@@ -78,15 +79,15 @@ class Batch:
         return best
 
 
-def make_schedule(q_len: int, heads: tuple[int, int], num_ctas: int) -> host.Schedule:
+def make_schedule(q_len: int, heads: tuple[int, int], num_ctas: int) -> native.Schedule:
     """The newest CUDA kernel's tile and costs for such rows."""
     options = Options(*("paged", *heads, HEAD_DIM, HEAD_DIM, PAGE_SIZE, *[DType.BFLOAT16] * 3), uniform_q_len=q_len)
-    problem = Problem(options, backends.packed_rows(options, 1, q_len))
-    capability = backends.offline(problem, "cuda")
+    problem = Problem(options, choose.packed_rows(options, 1, q_len))
+    capability = choose.offline(problem, "cuda")
     tile, cost = capability.schedule(options, problem.packed_rows, VariantSpec(), "implicit")
     spec = KernelSpec(capability.kernel, tile=tile, head_dim_qk=HEAD_DIM, head_dim_vo=HEAD_DIM)
-    choice = backends.Choice(spec, cost, capability, ())
-    return backends.schedule(choice, options, num_ctas)
+    choice = choose.Choice(spec, cost, capability, ())
+    return choose.schedule(choice, options, num_ctas)
 
 
 def row(what: str, kind: str, batch: Batch, rounds: int) -> None:

@@ -2,7 +2,7 @@
 turns in one run.
 
 `gathered`: K and V of pages of one token copied to rows one behind the other, then read in boxes, whether a plan would
-do so or not (flashpage/gathered.py); `ragged`: without the copy.
+do so or not (flashpage/plan/gather_rows.py); `ragged`: without the copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peers import Batch
 from workloads import Case
 
 import flashpage
-from flashpage import gathered
+from flashpage.plan import gather_rows
 
 CASES = (
     Case("4 x 4k", 4, 4096, 4096, page_size=1),
@@ -34,14 +34,14 @@ Run = Callable[[], torch.Tensor]
 
 def paged(batch: Batch, *, gathers: bool) -> Run:
     case, table = batch.case, batch.table
-    gathered.LEAST_ROWS = gathered.LEAST_ROWS_AND_STARTS = 0 if gathers else 1 << 40  # of all batches, or of none
+    gather_rows.LEAST_ROWS = gather_rows.LEAST_ROWS_AND_STARTS = 0 if gathers else 1 << 40  # of all batches, or of none
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
     indices = (batch.q_indptr, table.indptr, table.indices, table.last_page_len)
     wrapper.plan(*indices, *heads, causal=case.causal, q_data_type=batch.q.dtype, kv_data_type=case.kv_dtype)
-    can_gather = gathers and gathered.runs_on(batch.device)
-    assert (gathered.NOTE in wrapper.last_plan.notes) is can_gather
+    can_gather = gathers and gather_rows.runs_on(batch.device)
+    assert (gather_rows.NOTE in wrapper.last_plan.notes) is can_gather
     out = torch.empty_like(batch.q)
     return lambda: wrapper.run(batch.q, batch.cache, out=out)
 

@@ -1,7 +1,7 @@
 """All that a card can say of a change, in one command: every test that is marked `cuda`, each file in a process of its
 own, and the short case table under three tools of compute-sanitizer, side by side on all cards of the machine.
 
-    python tests/card_check.py --logs /tmp/card
+    python tests/card/card_check.py --logs /tmp/card
 
 Exits with 1 where anything fails, with 2 where there is no card.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SANITIZERS = (("memcheck",), ("racecheck",), ("synccheck", "--num-cuda-barriers", "65536"))
 NO_TESTS = 5  # pytest's status for a file without a test that is marked
 
@@ -46,13 +46,13 @@ class Outcome:
 
 def checks(with_sanitizers: bool) -> list[Check]:
     """What takes longest first."""
-    harness = (sys.executable, "tests/harness.py", "--device", "cuda", "--reduced")
+    harness = (sys.executable, "tests/support/harness.py", "--device", "cuda", "--reduced")
     tools = [
         Check(tool[0], ("compute-sanitizer", "--error-exitcode", "1", "--tool", *tool, *harness))
         for tool in SANITIZERS
         if with_sanitizers
     ]
-    files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: (path.stem != "test_cases", path.stem))
+    files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: (path.stem != "test_cases", path.stem))
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda")
     return tools + [Check(path.stem, (*pytest, str(path.relative_to(ROOT)))) for path in files]
 

@@ -11,7 +11,7 @@ import torch
 from test_card_graphs import capture
 
 import flashpage
-from flashpage import gathered
+from flashpage.plan import gather_rows
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
@@ -59,7 +59,7 @@ class Gathered:
 
     @property
     def gathers(self) -> bool:
-        return gathered.NOTE in self.wrapper.last_plan.notes
+        return gather_rows.NOTE in self.wrapper.last_plan.notes
 
     def run(self, layer: int = 0, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = torch.full_like(self.q, math.nan), torch.full(self.q.shape[:2], math.nan, device=DEVICE)

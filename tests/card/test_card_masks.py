@@ -16,7 +16,8 @@ from native_build import mask_tiles as native
 from variant_build import variant_args
 
 import flashpage
-from flashpage import Variant, host
+from flashpage import Variant
+from flashpage import native as host
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"

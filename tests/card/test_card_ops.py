@@ -9,7 +9,7 @@ import torch
 from steps import Steps, decode_cases, prefill_cases
 
 import flashpage
-from flashpage import ops  # noqa: F401, registers the operators
+from flashpage.wrappers import operators  # noqa: F401, registers the operators
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"

@@ -11,8 +11,8 @@ import torch
 from test_card_graphs import capture
 
 import flashpage
-from flashpage import parts
-from flashpage.plan_parts import PartedPlan
+from flashpage.plan import mixed_batch
+from flashpage.plan.report.mixed import PartedPlan
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
@@ -25,7 +25,7 @@ LAYERS = 24
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability(DEVICE) != (9, 0):
         pytest.skip("both kernels are Hopper's")
-    monkeypatch.setattr(parts, "LEAST_GAIN_NS", -1e12)
+    monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", -1e12)
 
 
 def indptr(lens: tuple[int, ...]) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_two_launches_give_what_one_gives(how: dict[str, Any], monkeypatch: pyte
     found = mixed.run(), mixed.run(sinks=sinks), mixed.run(enable_pdl=False)
     assert_all_same_bits(found[0], mixed.run())
     assert_all_same_bits(found[0], found[2])
-    monkeypatch.setattr(parts, "LEAST_GAIN_NS", 1e12)
+    monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", 1e12)
     mixed.plan()
     assert not isinstance(mixed.wrapper.last_plan, PartedPlan)
     for (out, lse), (out_of_one, lse_of_one) in zip(found, (mixed.run(), mixed.run(sinks=sinks)), strict=False):
@@ -157,7 +157,7 @@ def test_plans_and_appends_between_runs() -> None:
 def test_captured_layers(enable_pdl: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks and joins in one graph, with runs of one plan between them; eager runs between replays."""
     mixed = Mixed()
-    monkeypatch.setattr(parts, "LEAST_GAIN_NS", 1e12)
+    monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", 1e12)
     whole = Mixed()
     assert not isinstance(whole.wrapper.last_plan, PartedPlan)
     steps = [mixed.q] + [mixed.outputs()[0] for _ in range(5)]

@@ -1,4 +1,4 @@
-"""vLLM's operators on a card, beyond the table of tests/test_vllm_ops.py: graphs, shares of the work, refusals."""
+"""vLLM's operators on a card, beyond the table of test_vllm_ops.py: graphs, shares of the work, refusals."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import transformers
 from hf_models import VOCABULARY, greedy, left_padded, make_model
 
 from flashpage import BatchPrefillWithPagedKVCacheWrapper, RunError, hf
-from flashpage.hf.pages import PageTable
+from flashpage.engines.transformers.pages import PageTable
 
 LENGTHS = [13, 5, 21]
 
@@ -42,7 +42,7 @@ def pages_in_use(cache: hf.PagedCache) -> int:
 
 
 def test_the_readme_example_runs() -> None:
-    page = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "README.md").read_text()
     found = re.search(r"```python\n(import torch, flashpage\.hf\n.*?)```", page, re.DOTALL)
     assert found, "README.md has no example of flashpage.hf"
     names: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import hf_copy
 from hf_models import MODELS, batch_options, greedy, left_padded, make_model, prompts_of
 
 from flashpage import hf
-from flashpage.prefill_common import PrefillWrapper
+from flashpage.wrappers.prefill_base import PrefillWrapper
 
 NEW_TOKENS = 24
 LENGTHS = [13, 5, 21, 8]

@@ -13,9 +13,11 @@ import torch
 from api_batch import DIM, HEADS, KV_HEADS, PAGE, Batch
 
 import flashpage
-from flashpage import boxes, caches, host, jit
+from flashpage import jit, native
+from flashpage.base import kv_view
 from flashpage.errors import RunError
 from flashpage.jit import LoadedKernel
+from flashpage.kernels import tensor_maps
 
 PAGES, SIZE, KV, WIDTH = 5, 16, 3, 64
 
@@ -75,17 +77,17 @@ RAGGED: dict[str, Callable[[], Layout]] = {
 }
 
 
-def forms(layout: Layout, is_paged: bool, tokens: int = 8) -> list[tuple[host.BoxForm, torch.Tensor, int]]:
+def forms(layout: Layout, is_paged: bool, tokens: int = 8) -> list[tuple[native.BoxForm, torch.Tensor, int]]:
     """Each with the tensor that it stands for and the address that it starts at."""
     if is_paged:
-        views = caches.paged_views(layout.cache, layout.kv_layout)
+        views = kv_view.paged_views(layout.cache, layout.kv_layout)
     else:
         k, v = layout.cache
-        views = caches.ragged_view(k, layout.kv_layout, "k"), caches.ragged_view(v, layout.kv_layout, "v")
+        views = kv_view.ragged_view(k, layout.kv_layout, "k"), kv_view.ragged_view(v, layout.kv_layout, "v")
     found = []
     for name, view, tensor in zip("KV", views, (layout.k, layout.v), strict=True):
         size = tensor.element_size()
-        form = boxes.box_form(view, name, element_bytes=size, tokens=tokens, is_paged=is_paged)
+        form = tensor_maps.box_form(view, name, element_bytes=size, tokens=tokens, is_paged=is_paged)
         base = layout.cache if isinstance(layout.cache, torch.Tensor) else layout.cache["KV".index(name)]
         found.append((form, tensor, base.data_ptr() + view.offset * size))
     return found
@@ -112,11 +114,11 @@ def test_every_element_lies_where_the_tensor_has_it(name: str) -> None:
     [(8, 64, 8), (16, 64, 16), (48, 64, 16), (64, 64, 64), (128, 64, 64), (16, 32, 16), (64, 96, 32), (24, 32, 8)],
 )
 def test_boxes_divide_pages_and_tiles(page_size: int, tile_kv: int, tokens: int) -> None:
-    assert boxes.box_tokens(page_size, tile_kv) == tokens
+    assert tensor_maps.box_tokens(page_size, tile_kv) == tokens
 
 
 def test_ragged_boxes_are_tiles() -> None:
-    assert [boxes.box_tokens(0, tile_kv) for tile_kv in (32, 64, 128)] == [32, 64, 128]
+    assert [tensor_maps.box_tokens(0, tile_kv) for tile_kv in (32, 64, 128)] == [32, 64, 128]
 
 
 @pytest.mark.parametrize(
@@ -127,8 +129,8 @@ def test_ragged_boxes_are_tiles() -> None:
 def test_a_warp_that_converts_takes_boxes_of_its_rows(
     page_size: int, tile_kv: int, row_bytes: int, tokens: int
 ) -> None:
-    assert boxes.loader_tokens("converted", page_size, tile_kv, 128, row_bytes) == tokens
-    assert boxes.loader_tokens("rows", page_size, tile_kv, 128, row_bytes) == 0
+    assert tensor_maps.loader_tokens("converted", page_size, tile_kv, 128, row_bytes) == tokens
+    assert tensor_maps.loader_tokens("rows", page_size, tile_kv, 128, row_bytes) == 0
 
 
 def test_a_cache_without_pages_has_a_map() -> None:
@@ -137,13 +139,13 @@ def test_a_cache_without_pages_has_a_map() -> None:
 
 
 def test_strides_that_no_map_can_have_are_told() -> None:
-    view = caches.View(PAGES, SIZE, KV, 64, SIZE * KV * 64, KV * 64, 64)
+    view = kv_view.View(PAGES, SIZE, KV, 64, SIZE * KV * 64, KV * 64, 64)
     for changed, message in (
         ({"head_stride": 68}, "V has 136 bytes from head to head: .* multiple of 16"),
         ({"page_stride": 1 << 39}, r"V has 1099511627776 bytes from page to page: .* below 2\^40"),
     ):
         with pytest.raises(RunError, match=message):
-            boxes.box_form(view._replace(**changed), "V", element_bytes=2, tokens=8, is_paged=True)
+            tensor_maps.box_form(view._replace(**changed), "V", element_bytes=2, tokens=8, is_paged=True)
 
 
 QUERY = {"element_bytes": 2, "group_size": 4, "unit_rows": 128}
@@ -151,7 +153,7 @@ QUERY = {"element_bytes": 2, "group_size": 4, "unit_rows": 128}
 
 def test_a_box_of_queries_has_a_tiles_packed_rows_in_order() -> None:
     q = torch.empty(100, 12, 2 * 64, dtype=torch.float16)[..., :64]
-    form = boxes.rows_form(12, 64, **QUERY, strides=q.stride()[:2])
+    form = tensor_maps.rows_form(12, 64, **QUERY, strides=q.stride()[:2])
     assert form is not None and tuple(form.box) == (64, 4, 32, 1) and tuple(form.dims) == (64, 12, 1, 1)
     first_row, kv_head = 32, 1
     for packed in (0, 1, 5, 127):
@@ -165,7 +167,7 @@ def test_a_box_of_queries_has_a_tiles_packed_rows_in_order() -> None:
     [{"group_size": 5}, *({"strides": s} for s in ((12 * 64 + 4, 64), (1 << 39, 64), (12 * 64, 0), (0, 64)))],
 )
 def test_queries_that_no_box_can_have_are_copied_by_rows(changed: dict[str, Any]) -> None:
-    assert boxes.rows_form(12, 64, **{**QUERY, "strides": (12 * 64, 64), **changed}) is None
+    assert tensor_maps.rows_form(12, 64, **{**QUERY, "strides": (12 * 64, 64), **changed}) is None
 
 
 @pytest.fixture
@@ -188,8 +190,8 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
         structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, **changed), schedule=prepared.schedule))
 
     bind()
-    read = host.KvBoxes.from_address(structs.args.boxes)
-    assert structs.params.box_tokens == read.k.box[1] == boxes.box_tokens(PAGE, choice.spec.tile.tile_kv)
+    read = native.KvBoxes.from_address(structs.args.boxes)
+    assert structs.params.box_tokens == read.k.box[1] == tensor_maps.box_tokens(PAGE, choice.spec.tile.tile_kv)
     assert structs.params.query_box_rows == read.q.element_bytes == 0
     assert structs.params.out_box_rows == read.out.element_bytes == 0
     for cache in (batch.cache, torch.cat([batch.cache, batch.cache])):
@@ -198,17 +200,17 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     capability = dataclasses.replace(choice.capability, row_boxes=True)
     bind(capability=capability)
     structs.point(batch.q_decode, batch.cache, torch.empty_like(batch.q_decode), None)
-    read = host.KvBoxes.from_address(structs.args.boxes)
+    read = native.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.query_box_rows == read.q.box[2] == choice.spec.tile.tile_q // (HEADS // KV_HEADS)
     assert tuple(read.q.dims) == tuple(read.out.dims) == (DIM, HEADS, len(batch.q_decode), 1)
     assert structs.params.out_box_rows == read.out.box[2] == read.q.box[2]
     spec = dataclasses.replace(choice.spec, loader="transposed")
     bind(capability=capability, spec=spec)
-    read = host.KvBoxes.from_address(structs.args.boxes)
+    read = native.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.query_box_rows > 0 and structs.params.out_box_rows == read.out.element_bytes == 0
     spec = dataclasses.replace(choice.spec, loader="rows")
     bind(capability=capability, spec=spec)
-    read = host.KvBoxes.from_address(structs.args.boxes)
+    read = native.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.box_tokens == read.k.element_bytes == read.v.element_bytes == 0  # of q alone
     assert structs.params.query_box_rows == structs.params.out_box_rows == read.q.box[2] > 0
     spec = dataclasses.replace(choice.spec, loader="converted")
@@ -216,7 +218,7 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     assert structs.args.boxes is None and structs.params.box_tokens == 0  # rows: such pages are too small
     structs.combination = SimpleNamespace(options=dataclasses.replace(structs.combination.options, page_size=16))
     bind(capability=capability, spec=spec)
-    read = host.KvBoxes.from_address(structs.args.boxes)
+    read = native.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.box_tokens == read.v.box[1] == 16
     assert structs.params.query_box_rows == read.q.element_bytes == 0  # q is not taken as it is
     assert structs.params.out_box_rows == read.out.element_bytes == 0

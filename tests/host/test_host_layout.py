@@ -1,4 +1,4 @@
-"""The ctypes mirrors against the C++ structs, and csrc/cuda_api.h against the toolkit's cuda.h."""
+"""The ctypes mirrors against the C++ structs, and csrc/cuda/cuda_api.h against the toolkit's cuda.h."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from native_build import check_syntax
 
-from flashpage import host, plan_bytes
+from flashpage import native
+from flashpage.native import records
 
 C_NAMES = {
     "IndexArray": "fp_index_array",
@@ -36,15 +37,15 @@ C_NAMES = {
 
 def layout(name: str) -> tuple[int, dict[str, tuple[int, int]]]:
     """Size, and each field's offset and size, as Python sees them."""
-    if name in plan_bytes.RECORDS:
-        record = plan_bytes.RECORDS[name]
+    if name in records.RECORDS:
+        record = records.RECORDS[name]
         return record.itemsize, {f: (o, t.itemsize) for f, (t, o) in record.fields.items()}
-    struct = next(s for s in host.STRUCTS if s.__name__ == name)
+    struct = next(s for s in native.STRUCTS if s.__name__ == name)
     fields = {f: getattr(struct, f) for f, _ in struct._fields_}
     return ctypes.sizeof(struct), {f: (d.offset, d.size) for f, d in fields.items()}
 
 
-@pytest.mark.parametrize("name", [s.__name__ for s in host.STRUCTS] + list(plan_bytes.RECORDS))
+@pytest.mark.parametrize("name", [s.__name__ for s in native.STRUCTS] + list(records.RECORDS))
 def test_every_field_lies_where_python_thinks(name: str) -> None:
     size, fields = layout(name)
     struct = C_NAMES.get(name, f"flashpage::{name}")
@@ -55,23 +56,23 @@ def test_every_field_lies_where_python_thinks(name: str) -> None:
 
 
 def test_the_library_knows_every_struct_and_no_other() -> None:
-    library = host.load()
-    for name in [s.__name__ for s in host.STRUCTS] + list(plan_bytes.RECORDS):
+    library = native.load()
+    for name in [s.__name__ for s in native.STRUCTS] + list(records.RECORDS):
         assert library.fp_sizeof(name.encode()) == layout(name)[0], name
     assert library.fp_sizeof(b"NoSuchStruct") == -1
 
 
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "ABI_VERSION", host.ABI_VERSION + 1)
-    with pytest.raises(host.FlashpageError, match="ABI version .* build_host"):
-        host._check_layout(host.load(), "libflashpage.so")
+    monkeypatch.setattr(native, "ABI_VERSION", native.ABI_VERSION + 1)
+    with pytest.raises(native.FlashpageError, match="ABI version .* build_host"):
+        native._check_layout(native.load(), "libflashpage.so")
 
 
 def test_fast_div_is_what_the_header_makes() -> None:
     divisors = [1, 2, 3, 4, 5, 7, 8, 12, 48, 64, 100, 1000, 4096, 65537, 2**30, 2**31 - 1]
     asserts = []
     for d in divisors:
-        made = host.make_fast_div(d)
+        made = native.make_fast_div(d)
         numbers = f"{made.divisor}u, {made.multiplier}u, {made.shift}u"
         asserts.append(f"static_assert(same(flashpage::make_fast_div({d}u), {numbers}));")
         for n in (0, 1, d - 1, d, 2**31 - 1):
@@ -88,7 +89,7 @@ def cuda_include() -> Path | None:
 
 CUDA_API_CHECK = r"""
 #include <cuda.h>
-#include "cuda_api.h"
+#include "cuda/cuda_api.h"
 #include "flashpage.h"
 namespace fp = flashpage::cuda;
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from native_build import shared_library
 
-from flashpage import host, plan_bytes
+from flashpage import native
+from flashpage.native import records
 
 # (element type of the C ABI, bytes, relative error of one rounding)
 FP32, FP16, BF16 = (0, 4, 2.0**-23), (1, 2, 2.0**-11), (2, 2, 2.0**-8)
@@ -74,10 +75,10 @@ class Partials:
         self.out = rng.standard_normal((row, self.head_dim), np.float32)
         self.lse = rng.standard_normal(row).astype(np.float32) * 20
         self.chunks = chunks
-        self.set_merges(np.array(items, dtype=plan_bytes.MERGE_ITEM))
+        self.set_merges(np.array(items, dtype=records.MERGE_ITEM))
 
     def set_merges(self, merges: np.ndarray) -> None:
-        header = np.zeros(1, plan_bytes.PLAN_HEADER)
+        header = np.zeros(1, records.PLAN_HEADER)
         header["num_merges"], header["merges_offset"] = len(merges), header.nbytes
         self.plan = np.frombuffer(header.tobytes() + merges.tobytes(), np.uint8)
         self.num_merges = len(merges)
@@ -99,7 +100,7 @@ class Partials:
         kind = np.float32 if element is FP32 else np.uint16
         stored = np.full((rows, heads + row_padding, self.head_dim), 77, kind)
         lse = np.full((rows, heads), np.nan, np.float32)
-        merge = host.MergeParams(
+        merge = native.MergeParams(
             plan=self.plan.ctypes.data,
             partial_out=self.out.ctypes.data,
             partial_lse=self.lse.ctypes.data,
@@ -109,19 +110,19 @@ class Partials:
             out_head_stride=self.head_dim,
             head_dim_vo=self.head_dim,
             num_q_heads=heads,
-            group=host.make_fast_div(self.group),
+            group=native.make_fast_div(self.group),
         )
         nothing = ctypes.cast(ctypes.CDLL(str(shared_library("host_kernels.cpp"))).nothing, ctypes.c_void_p)
-        params = host.AttentionParams()
-        args = host.RunArgs(
-            attention=host.load().fp_kernel_from_function(nothing),
+        params = native.AttentionParams()
+        args = native.RunArgs(
+            attention=native.load().fp_kernel_from_function(nothing),
             params=ctypes.addressof(params),
             merge_params=ctypes.addressof(merge),
             num_ctas=1,
             merge_ctas=self.num_merges,
             out_dtype=element[0],
         )
-        host.check(host.load().fp_run(ctypes.byref(args)))
+        native.check(native.load().fp_run(ctypes.byref(args)))
         assert (stored[:, heads:] == 77).all(), "wrote beyond its heads"
         return decode(stored[:, :heads], element), lse
 
@@ -159,7 +160,7 @@ def merge_states(
     num_states, rows, heads, dim = v.shape
     out = np.full((rows, heads, dim), 77, stored.dtype)
     lse = np.full((rows, heads), 55, np.float32)
-    params = host.MergeStatesParams(
+    params = native.MergeStatesParams(
         v=stored.ctypes.data,
         s=s.ctypes.data,
         out=out.ctypes.data,
@@ -175,7 +176,7 @@ def merge_states(
         head_dim=dim,
         **other,
     )
-    host.check(host.load().fp_cpu_merge_states(ctypes.byref(params), element[0]))
+    native.check(native.load().fp_cpu_merge_states(ctypes.byref(params), element[0]))
     return decode(out, element), lse
 
 
@@ -210,7 +211,7 @@ def test_merge_state_in_place_leaves_rows_outside_its_mask_alone(element: tuple[
     expected_v, expected_s = combine(
         np.stack([decode(before_v, element), decode(v_b, element)]), np.stack([before_s, s_b])
     )
-    params = host.MergeStatesParams(
+    params = native.MergeStatesParams(
         v=v_a.ctypes.data,
         s=s_a.ctypes.data,
         v_other=v_b.ctypes.data,
@@ -226,7 +227,7 @@ def test_merge_state_in_place_leaves_rows_outside_its_mask_alone(element: tuple[
         num_heads=heads,
         head_dim=dim,
     )
-    host.check(host.load().fp_cpu_merge_states(ctypes.byref(params), element[0]))
+    native.check(native.load().fp_cpu_merge_states(ctypes.byref(params), element[0]))
     chosen = mask == 1
     np.testing.assert_array_equal(v_a[~chosen], before_v[~chosen])
     np.testing.assert_array_equal(s_a[~chosen], before_s[~chosen])
@@ -250,7 +251,7 @@ def test_rounding_is_that_of_numpy_for_every_kind_of_value(element: tuple[int, i
     rows = partials.q_lens[0]
     partials.out = np.resize(values, (rows, 200)).astype(np.float32)
     partials.lse = np.zeros(rows, np.float32)
-    item = np.array([(0, 0, 0, rows, 0, 0, rows, 1)], plan_bytes.MERGE_ITEM)
+    item = np.array([(0, 0, 0, rows, 0, 0, rows, 1)], records.MERGE_ITEM)
     partials.set_merges(item)
     found, _ = partials.run(element)
     np.testing.assert_array_equal(found[:, 0], decode(encode(partials.out, element), element))
@@ -266,9 +267,9 @@ def test_every_form_of_the_row_loops_agrees() -> None:
 
 @pytest.mark.parametrize("element_type", [-1, 3])
 def test_an_unknown_element_type_is_told(element_type: int) -> None:
-    status = host.load().fp_cpu_merge_states(ctypes.byref(host.MergeStatesParams()), element_type)
-    with pytest.raises(host.DeviceError, match=f"element type {element_type} is none of"):
-        host.check(status)
+    status = native.load().fp_cpu_merge_states(ctypes.byref(native.MergeStatesParams()), element_type)
+    with pytest.raises(native.DeviceError, match=f"element type {element_type} is none of"):
+        native.check(status)
 
 
 @pytest.mark.parametrize("bytes_", [1, 2, 4])
@@ -296,11 +297,11 @@ def test_append(bytes_: int, layout: str, page_size: int, nnz: int) -> None:
         for cache, new in zip(expected, (key, value), strict=True):
             cache[(page, token) if layout == "NHD" else (page, slice(None), token)] = new[i]
 
-    def view(cache: np.ndarray) -> host.KvView:
+    def view(cache: np.ndarray) -> native.KvView:
         page, a, b, _ = (s // cache.itemsize for s in cache.strides)
-        return host.KvView(cache.ctypes.data, page, *((a, b) if layout == "NHD" else (b, a)))
+        return native.KvView(cache.ctypes.data, page, *((a, b) if layout == "NHD" else (b, a)))
 
-    params = host.AppendParams(
+    params = native.AppendParams(
         append_key=key.ctypes.data,
         append_value=value.ctypes.data,
         key_row_stride=key.strides[0] // bytes_,
@@ -317,8 +318,8 @@ def test_append(bytes_: int, layout: str, page_size: int, nnz: int) -> None:
         num_kv_heads=heads,
         head_dim_qk=dim_k,
         head_dim_vo=dim_v,
-        page=host.make_fast_div(page_size),
+        page=native.make_fast_div(page_size),
     )
-    host.check(host.load().fp_cpu_append(ctypes.byref(params), bytes_))
+    native.check(native.load().fp_cpu_append(ctypes.byref(params), bytes_))
     np.testing.assert_array_equal(k_cache, expected[0])
     np.testing.assert_array_equal(v_cache, expected[1])

@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "csrc", "include", "templates", "flashpage")
 
 

@@ -9,9 +9,9 @@ from ctypes import byref
 import numpy as np
 import pytest
 
-from flashpage import host
+from flashpage import native
 
-SCHEDULE = host.Schedule(
+SCHEDULE = native.Schedule(
     num_ctas=8,
     walk=1,
     tile_q=16,
@@ -32,38 +32,40 @@ class Batch:
         lengths = np.array(tokens, np.int32)
         self.kv_indptr = np.concatenate([[0], np.cumsum((lengths + 15) // 16)]).astype(np.int32)
         self.last_page_len = np.where(lengths > 0, (lengths - 1) % 16 + 1, 0).astype(np.int32)
-        self.problem = host.ProblemStruct(
+        self.problem = native.ProblemStruct(
             batch=len(tokens),
             q_len_per_request=1,
             page_size=16,
             num_q_heads=8,
             num_kv_heads=2,
             window_left=-1,
-            kv_indptr=host.IndexArray(self.kv_indptr.ctypes.data, 1, 0, len(self.kv_indptr)),
-            last_page_len=host.IndexArray(self.last_page_len.ctypes.data, 1, 0, len(tokens)),
+            kv_indptr=native.IndexArray(self.kv_indptr.ctypes.data, 1, 0, len(self.kv_indptr)),
+            last_page_len=native.IndexArray(self.last_page_len.ctypes.data, 1, 0, len(tokens)),
         )
 
 
-def plan(slots: int, batch: Batch, destination: np.ndarray, capacity: int | None = None) -> tuple[int, host.PlanResult]:
-    result = host.PlanResult()
+def plan(
+    slots: int, batch: Batch, destination: np.ndarray, capacity: int | None = None
+) -> tuple[int, native.PlanResult]:
+    result = native.PlanResult()
     size = destination.nbytes if capacity is None else capacity
-    status = host.load().fp_slots_plan(
+    status = native.load().fp_slots_plan(
         slots, byref(batch.problem), byref(SCHEDULE), destination.ctypes.data, size, None, byref(result)
     )
     return status, result
 
 
 def test_the_plan_arrives_and_stays_readable() -> None:
-    library = host.load()
-    slots = host.check_handle(library.fp_slots_create(-1, 1 << 16))
+    library = native.load()
+    slots = native.check_handle(library.fp_slots_create(-1, 1 << 16))
     assert library.fp_slots_last(slots) is None
     for tokens in ((5000, 3, 700), (1,), (0, 40000, 0, 9)):
         batch, destination, direct = Batch(*tokens), np.zeros(1 << 16, np.uint8), np.zeros(1 << 16, np.uint8)
         status, result = plan(slots, batch, destination)
-        host.check(status)
-        host.check(
+        native.check(status)
+        native.check(
             library.fp_plan(
-                byref(batch.problem), byref(SCHEDULE), direct.ctypes.data, direct.nbytes, byref(host.PlanResult())
+                byref(batch.problem), byref(SCHEDULE), direct.ctypes.data, direct.nbytes, byref(native.PlanResult())
             )
         )
         used = result.used_bytes
@@ -75,54 +77,54 @@ def test_the_plan_arrives_and_stays_readable() -> None:
 
 
 def test_a_workspace_too_small_is_told_and_nothing_is_copied() -> None:
-    slots = host.check_handle(host.load().fp_slots_create(-1, 1 << 16))
+    slots = native.check_handle(native.load().fp_slots_create(-1, 1 << 16))
     destination = np.zeros(1 << 16, np.uint8)
     batch = Batch(*range(1, 400))
     status, result = plan(slots, batch, destination, capacity=1000)
-    assert status == host.WORKSPACE_TOO_SMALL and result.used_bytes > 1000
-    with pytest.raises(host.PlanError, match=str(result.used_bytes)):
-        host.check(status)
+    assert status == native.WORKSPACE_TOO_SMALL and result.used_bytes > 1000
+    with pytest.raises(native.PlanError, match=str(result.used_bytes)):
+        native.check(status)
     assert (destination == 0).all()
-    host.check(plan(slots, batch, destination, capacity=result.used_bytes)[0])
-    host.load().fp_slots_destroy(slots)
+    native.check(plan(slots, batch, destination, capacity=result.used_bytes)[0])
+    native.load().fp_slots_destroy(slots)
 
 
 def test_a_slot_smaller_than_the_workspace_is_the_limit() -> None:
-    slots = host.check_handle(host.load().fp_slots_create(-1, 256))
+    slots = native.check_handle(native.load().fp_slots_create(-1, 256))
     status, _ = plan(slots, Batch(*range(1, 400)), np.zeros(1 << 16, np.uint8))
-    assert status == host.WORKSPACE_TOO_SMALL
-    host.load().fp_slots_destroy(slots)
+    assert status == native.WORKSPACE_TOO_SMALL
+    native.load().fp_slots_destroy(slots)
 
 
 def test_wrong_lengths_are_told() -> None:
-    slots = host.check_handle(host.load().fp_slots_create(-1, 1 << 16))
+    slots = native.check_handle(native.load().fp_slots_create(-1, 1 << 16))
     batch = Batch(100, 100)
     batch.last_page_len[1] = 17
     status, result = plan(slots, batch, np.zeros(1 << 16, np.uint8))
-    assert (status, result.error_array, result.error_index, result.error_value) == (host.BAD_LENGTHS, 3, 1, 17)
-    with pytest.raises(host.PlanError, match="17"):
-        host.check(status)
-    host.load().fp_slots_destroy(slots)
+    assert (status, result.error_array, result.error_index, result.error_value) == (native.BAD_LENGTHS, 3, 1, 17)
+    with pytest.raises(native.PlanError, match="17"):
+        native.check(status)
+    native.load().fp_slots_destroy(slots)
 
 
 def test_slots_of_a_card_where_there_is_none_are_told() -> None:
-    if host.load().fp_cuda_device_count() > 0:
+    if native.load().fp_cuda_device_count() > 0:
         pytest.skip("this machine has a card")
-    with pytest.raises(host.DeviceError, match="no CUDA driver|cuInit"):
-        host.check_handle(host.load().fp_slots_create(0, 4096))
+    with pytest.raises(native.DeviceError, match="no CUDA driver|cuInit"):
+        native.check_handle(native.load().fp_slots_create(0, 4096))
 
 
 def test_errors_belong_to_their_thread() -> None:
-    library = host.load()
-    assert library.fp_cpu_set_threads(-5) == host.INTERNAL
+    library = native.load()
+    assert library.fp_cpu_set_threads(-5) == native.INTERNAL
     seen: list[str] = []
-    other = threading.Thread(target=lambda: seen.append(host.last_error()))
+    other = threading.Thread(target=lambda: seen.append(native.last_error()))
     other.start()
     other.join()
-    assert seen == [""] and "-5" in host.last_error()
+    assert seen == [""] and "-5" in native.last_error()
 
 
 def test_a_missing_library_names_the_command_that_builds_it(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr(host.paths, "library", lambda: tmp_path / "absent.so")
-    with pytest.raises(host.FlashpageError, match="absent.so is missing: .*build_host"):
-        host.load.__wrapped__()
+    monkeypatch.setattr(native.paths, "library", lambda: tmp_path / "absent.so")
+    with pytest.raises(native.FlashpageError, match="absent.so is missing: .*build_host"):
+        native.load.__wrapped__()

@@ -13,18 +13,20 @@ import numpy as np
 import pytest
 from native_build import shared_library
 
-from flashpage import host
+from flashpage import native
 
 
 @pytest.fixture(autouse=True)
 def default_threads() -> Iterator[None]:
     yield
-    host.check(host.load().fp_cpu_set_threads(0))
+    native.check(native.load().fp_cpu_set_threads(0))
 
 
 def kernel(name: str) -> int:
     library = ctypes.CDLL(str(shared_library("host_kernels.cpp")))
-    return host.check_handle(host.load().fp_kernel_from_function(ctypes.cast(getattr(library, name), ctypes.c_void_p)))
+    return native.check_handle(
+        native.load().fp_kernel_from_function(ctypes.cast(getattr(library, name), ctypes.c_void_p))
+    )
 
 
 class Counting:
@@ -33,20 +35,20 @@ class Counting:
     def __init__(self, num_ctas: int) -> None:
         self.counts = np.zeros(num_ctas, np.int32)
         self.marks = np.zeros(num_ctas, np.int64)
-        self.params = host.AttentionParams(q=self.marks.ctypes.data, out=self.counts.ctypes.data)
-        self.args = host.RunArgs(
+        self.params = native.AttentionParams(q=self.marks.ctypes.data, out=self.counts.ctypes.data)
+        self.args = native.RunArgs(
             attention=kernel("count_ctas"), params=ctypes.addressof(self.params), num_ctas=num_ctas, merge_ctas=0
         )
 
     def run(self) -> None:
-        host.check(host.load().fp_run(ctypes.byref(self.args)))
+        native.check(native.load().fp_run(ctypes.byref(self.args)))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 33])
 @pytest.mark.parametrize("num_ctas", [0, 1, 2, 7, 300])
 def test_every_cta_runs_once(threads: int, num_ctas: int) -> None:
-    host.check(host.load().fp_cpu_set_threads(threads))
-    assert host.load().fp_cpu_threads() == threads
+    native.check(native.load().fp_cpu_set_threads(threads))
+    assert native.load().fp_cpu_threads() == threads
     call = Counting(num_ctas)
     for repeat in range(1, 20):
         call.run()
@@ -55,7 +57,7 @@ def test_every_cta_runs_once(threads: int, num_ctas: int) -> None:
 
 
 def test_threads_share_the_work() -> None:
-    host.check(host.load().fp_cpu_set_threads(4))
+    native.check(native.load().fp_cpu_set_threads(4))
     call = Counting(3000)
     call.run()
     assert len(set(call.marks.tolist())) > 1
@@ -63,7 +65,7 @@ def test_threads_share_the_work() -> None:
 
 def test_many_callers_at_once() -> None:
     """More callers than loops that the pool serves at a time: the others run alone."""
-    host.check(host.load().fp_cpu_set_threads(3))
+    native.check(native.load().fp_cpu_set_threads(3))
     calls = [Counting(40) for _ in range(40)]
 
     def repeat(call: Counting) -> None:
@@ -79,14 +81,14 @@ def test_many_callers_at_once() -> None:
 
 
 def test_a_run_inside_a_run() -> None:
-    host.check(host.load().fp_cpu_set_threads(4))
+    native.check(native.load().fp_cpu_set_threads(4))
     inner = [Counting(9) for _ in range(50)]
-    inner_args = (host.RunArgs * len(inner))(*(call.args for call in inner))
-    params = host.AttentionParams()
-    params.k.data = ctypes.cast(host.load().fp_run, ctypes.c_void_p).value
+    inner_args = (native.RunArgs * len(inner))(*(call.args for call in inner))
+    params = native.AttentionParams()
+    params.k.data = ctypes.cast(native.load().fp_run, ctypes.c_void_p).value
     params.v.data = ctypes.addressof(inner_args)
-    outer = host.RunArgs(attention=kernel("run_inside"), params=ctypes.addressof(params), num_ctas=len(inner))
-    host.check(host.load().fp_run(ctypes.byref(outer)))
+    outer = native.RunArgs(attention=kernel("run_inside"), params=ctypes.addressof(params), num_ctas=len(inner))
+    native.check(native.load().fp_run(ctypes.byref(outer)))
     assert all((call.counts == 1).all() for call in inner)
 
 
@@ -98,7 +100,7 @@ def test_changing_the_number_of_threads_while_others_run() -> None:
         threads = 0
         while not done.wait(0.001):
             threads = threads % 5 + 1
-            host.check(host.load().fp_cpu_set_threads(threads))
+            native.check(native.load().fp_cpu_set_threads(threads))
 
     changer = threading.Thread(target=change)
     changer.start()
@@ -113,7 +115,7 @@ def test_changing_the_number_of_threads_while_others_run() -> None:
 
 
 def test_a_forked_child_has_a_pool_of_its_own() -> None:
-    host.check(host.load().fp_cpu_set_threads(4))
+    native.check(native.load().fp_cpu_set_threads(4))
     Counting(100).run()
     busy = threading.Event()
     stop = threading.Event()
@@ -160,5 +162,5 @@ def test_one_core_is_one_thread() -> None:
 
 
 def test_a_wrong_number_of_threads_is_told() -> None:
-    with pytest.raises(host.DeviceError, match="threads is -1: give 1 to 1024, or 0 for the default"):
-        host.check(host.load().fp_cpu_set_threads(-1))
+    with pytest.raises(native.DeviceError, match="threads is -1: give 1 to 1024, or 0 for the default"):
+        native.check(native.load().fp_cpu_set_threads(-1))

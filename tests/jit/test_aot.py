@@ -17,18 +17,21 @@ from jit_sandbox import Sandbox, toy
 
 from aot import build as aot_build
 from aot import specs
-from flashpage import backends, jit, ops, paths
-from flashpage.contexts import Contexts
-from flashpage.dtypes import DType
-from flashpage.integrations import gather
+from flashpage import jit
+from flashpage.base import paths
+from flashpage.base.dtypes import DType
+from flashpage.serving import gather
 from flashpage.jit import cache, compilers
-from flashpage.problem import Options, Problem
-from flashpage.spec import KernelSpec
+from flashpage.kernels import choose
+from flashpage.kernels.context_classes import Contexts
+from flashpage.kernels.options import Options, Problem
+from flashpage.kernels.spec import KernelSpec
 from flashpage.variants import builtin
+from flashpage.wrappers import operators
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # As many live values as head_dim_qk says, in at most 32 registers a thread.
-CUDA_TEMPLATE = """#include "flashpage/params.h"
+CUDA_TEMPLATE = """#include "flashpage/params/params.h"
 extern "C" __device__ const int flashpage_launch[2] = {1024, 0};
 using flashpage::MergeParams;
 extern "C" __global__ void __launch_bounds__(1024, 2) {{ spec.entry }}(const __grid_constant__ MergeParams p) {
@@ -80,7 +83,7 @@ def test_list_is_lean() -> None:
 
 def test_a_target_fits_where_a_kernel_is_chosen() -> None:
     """What compiles for one architecture alone is asked for on it alone, and the other way round."""
-    for row in backends.CAPABILITIES:
+    for row in choose.CAPABILITIES:
         own = row.min_sm == row.max_sm
         assert KernelSpec(row.kernel).only_arch == (row.max_sm if own else None)
     hopper, ampere = jit.Target("cuda", 90), jit.Target("cuda", 80)
@@ -99,7 +102,7 @@ ASKED_FOR = sorted((pair for pair in LISTED if pair[0].tile), key=lambda pair: (
 )
 def test_list_is_what_plans_ask_for(spec: KernelSpec, is_hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some number of packed rows leads to this very spec: else a wheel would hold kernels that nobody finds."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90 if is_hopper else 80)
+    monkeypatch.setattr(choose, "device_sm", lambda _: 90 if is_hopper else 80)
     options = Options(
         kv_source=spec.kv_source,
         num_q_heads=8,
@@ -117,25 +120,25 @@ def test_list_is_what_plans_ask_for(spec: KernelSpec, is_hopper: bool, monkeypat
     variant = builtin(soft_cap=30.0).spec if options.has_soft_cap else spec.variant
     device = torch.device("cpu" if spec.backend == "cpu" else "cuda:0")
     problems = [Problem(options, 1 << i, contexts=contexts) for i in range(12) for contexts in Contexts]
-    assert spec in [backends.choose(problem, device, variant).spec for problem in problems]
+    assert spec in [choose.choose(problem, device, variant).spec for problem in problems]
 
 
 @pytest.mark.parametrize("page_size", [1, 16], ids=["page 1", "page 16"])
 @pytest.mark.parametrize("target", CUDA_TARGETS, ids=lambda target: target.name)
 def test_plain_decode_is_in_the_list(target: jit.Target, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With any group size and any page size, for the head dims of the default list."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: target.arch if isinstance(target.arch, int) else 80)
+    monkeypatch.setattr(choose, "device_sm", lambda _: target.arch if isinstance(target.arch, int) else 80)
     listed = set(specs.default_cuda_specs(target))
     for dtype, (dim, _) in itertools.product(specs.HALF, specs.HEAD_DIMS):
         options = Options("paged", 8, 8, dim, dim, page_size, dtype, dtype, dtype, uniform_q_len=1)
         for rows in (1, 4, 8, 16) if page_size == 1 else (1, 4, 16, 32, 64, 128):
-            assert backends.choose(Problem(options, rows), torch.device("cuda:0")).spec in listed
+            assert choose.choose(Problem(options, rows), torch.device("cuda:0")).spec in listed
 
 
 def test_helper_specs_are_what_operators_ask_for() -> None:
     listed = set(specs.helper_specs())
-    assert {KernelSpec("append", kv_dtype=dtype) for dtype in ops._APPEND_DTYPES.values()} <= listed
-    assert {KernelSpec("merge_states", q_dtype=DType.of(dtype)) for dtype in ops._ELEMENT_TYPES} <= listed
+    assert {KernelSpec("append", kv_dtype=dtype) for dtype in operators._APPEND_DTYPES.values()} <= listed
+    assert {KernelSpec("merge_states", q_dtype=DType.of(dtype)) for dtype in operators._ELEMENT_TYPES} <= listed
     assert {KernelSpec("plan"), gather._SPEC} <= listed
 
 

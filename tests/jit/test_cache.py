@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from jit_sandbox import Sandbox, toy
 
-from flashpage import env, jit
+from flashpage import jit
+from flashpage.base import env
 from flashpage.jit import build, cache, manifest
 
 

@@ -18,11 +18,11 @@ import pytest
 from jit_sandbox import Sandbox, toy
 
 from flashpage import jit
-from flashpage.dtypes import DType
+from flashpage.base.dtypes import DType
 from flashpage.errors import CompileError, DeviceError, KernelMissingError
 from flashpage.jit import cache, compilers, manifest, process, targets
-from flashpage.spec import KernelSpec, VariantSpec
-from flashpage.tiles import Tile
+from flashpage.kernels.spec import KernelSpec, VariantSpec
+from flashpage.kernels.tile import Tile
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from planner_batches import RUNS, Batch, Cutting
 from variant_build import variant_args
 
 import flashpage
-from flashpage import backends
-from flashpage.spec import VariantSpec
-from flashpage.variant_source import mask_is_causal, mask_looks_at_head
+from flashpage.kernels import choose
+from flashpage.kernels.spec import VariantSpec
 from flashpage.variants import Variant
+from flashpage.variants.source import mask_is_causal, mask_looks_at_head
 
 MOST_TOKENS, BEFORE, REQUESTS, HEADS = 4600, 300, 5, 40  # BEFORE: rows may stand before a request's first token
 _generator = torch.Generator().manual_seed(5)
@@ -154,7 +154,7 @@ def test_a_wrapper_binds_memory_for_its_plan(
     function: Callable[..., Any], fixed_split_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU's plan serves, where the CPU's kernel is said to look for tiles."""
-    monkeypatch.setattr(backends, "_mask_source", lambda *_: "function")
+    monkeypatch.setattr(choose, "_mask_source", lambda *_: "function")
     planner = planned(Variant(mask_mod=function), fixed_split_size=fixed_split_size, causal=True, window_left=400)
     combination = planner.active[0]
     combination.mask_tiles.bind(planner, combination)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import case_pairs
 import pytest
-from case import Case
-from cases import CASES, REDUCED
+from cases import CASES, REDUCED, pairs
+from cases.case import Case
 from harness import run_case
 
 
@@ -24,10 +23,10 @@ def test_names_are_unique_and_reasons_given() -> None:
 
 def test_pairs_are_covered() -> None:
     """Every two values of two factors meet in a row, but for those that exclude each other."""
-    rows = case_pairs.cover(case_pairs.AT_RUN, lambda row: True)
-    names = list(case_pairs.AT_RUN)
+    rows = pairs.cover(pairs.AT_RUN, lambda row: True)
+    names = list(pairs.AT_RUN)
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
-            for x in case_pairs.AT_RUN[a]:
-                for y in case_pairs.AT_RUN[b]:
+            for x in pairs.AT_RUN[a]:
+                for y in pairs.AT_RUN[b]:
                     assert any(row[a] == x and row[b] == y for row in rows), (a, x, b, y)

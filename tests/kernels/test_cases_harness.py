@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from case import Case
 from cases import CASES
+from cases.case import Case
 from comparison import Mismatch, compare
 from harness import Runner
 from inputs import Inputs, hidden_tokens, is_ragged, make_inputs, reference_states

@@ -1,4 +1,4 @@
-"""How CTAs of a cluster merge a unit (include/flashpage/tile/cluster_merge.h), all of them as fibers on the host."""
+"""How CTAs of a cluster merge a unit (tile/merge/cluster_merge.h), all of them as fibers on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from native_build import shared_library
 
-from flashpage import host, plan_bytes
+from flashpage import native
+from flashpage.native import records
 
 # Of a kernel: the cache's type, columns of V, warps side by side along them.
 KERNELS = (("Bf16", 128, 1), ("Bf16", 64, 1), ("Bf16", 256, 1), ("E4m3", 128, 1), ("E4m3", 256, 2), ("Bf16", 72, 1))
@@ -50,9 +51,11 @@ def check(code: ctypes.CDLL, dim: int, log_pieces: int, rows: int, group: int) -
     q_begin, q_len = 5, 2 + -(-rows // group)
     out = torch.full((q_begin + q_len + 1, kv_heads * group, dim), torch.nan, dtype=torch.bfloat16)
     lse = torch.full(out.shape[:2], torch.nan)
-    params = host.AttentionParams(out=out.data_ptr(), lse=lse.data_ptr(), value_scale=0.5, num_q_heads=kv_heads * group)
-    params.out_row_stride, params.out_head_stride, params.group = *out.stride()[:2], host.make_fast_div(group)
-    items = np.zeros(pieces, plan_bytes.WORK_ITEM)
+    params = native.AttentionParams(
+        out=out.data_ptr(), lse=lse.data_ptr(), value_scale=0.5, num_q_heads=kv_heads * group
+    )
+    params.out_row_stride, params.out_head_stride, params.group = *out.stride()[:2], native.make_fast_div(group)
+    items = np.zeros(pieces, records.WORK_ITEM)
     items["q_begin"], items["q_len"], items["piece"] = q_begin, q_len, np.arange(pieces)
     unit = Unit(first_row, rows, head)
     arrays = (columns, maxima, sums)

@@ -10,7 +10,7 @@ from cpu_kernel import Inputs, KernelCase
 
 from flashpage.jit import Target, build_kernels
 from flashpage.jit.targets import runnable
-from flashpage.spec import VariantSpec
+from flashpage.kernels.spec import VariantSpec
 
 BIAS = VariantSpec(
     logit="cap * tanh((score + gain(h) * to_float(kv_idx - q_idx)) / cap)",

@@ -1,4 +1,4 @@
-"""The kernel that gathers rows, on the host, and its launch; tests/test_gathered.py has what asks for it."""
+"""The kernel that gathers rows, on the host, and its launch; tests/planner/test_gathered.py has what asks for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from native_build import gather_rows
 from test_gathered import OPTIONS
 from test_host_cuda import with_fake_driver
 
-from flashpage import caches, gathered, host, jit
+from flashpage import jit, native
+from flashpage.base import kv_view
 from flashpage.jit import compilers
-from flashpage.spec import KernelSpec
+from flashpage.kernels.spec import KernelSpec
+from flashpage.plan import gather_rows as gathered
 
 ONE_TOKEN_FORMS = [form for form in FORMS if form != "indexed"]
 
@@ -41,9 +43,9 @@ def test_rows_are_those_of_the_pages(form: str, layout: str, heads: int, dims: t
     workspace = poison(torch.empty(1 << 20, dtype=torch.uint8))
     before, limit = workspace.clone(), workspace.data_ptr() + 900_001
     rows = gathered.Rows.below(limit, first, first + count, options)
-    params = host.GatherRowsParams()
+    params = native.GatherRowsParams()
     given = cache.argument("cpu")
-    views = caches.paged_views(given, layout)
+    views = kv_view.paged_views(given, layout)
     rows.bind(params, dict(zip("KV", views, strict=True)), options, indices.data_ptr())
     tensors = given if isinstance(given, tuple) else (given, given)
     params.k.data = tensors[0].data_ptr()

@@ -16,7 +16,7 @@ from native_build import mask_tiles as native
 from planner_batches import RUNS, Batch, Cutting
 
 import flashpage
-from flashpage import host
+from flashpage import native as host
 
 
 @st.composite
@@ -69,7 +69,7 @@ def test_units_are_queued_once_and_the_long_ones_first(masked: Masked, grid: int
     masked.check_queue()
 
 
-SEES_NOTHING = 2  # tile/visible_tiles.h, Seen: beside 0 (all) and 1 (some)
+SEES_NOTHING = 2  # tile/mask/visible_tiles.h, Seen: beside 0 (all) and 1 (some)
 
 
 class Visited(ctypes.Structure):

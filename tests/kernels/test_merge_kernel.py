@@ -1,4 +1,4 @@
-"""The kernel that merges partials of cut units (include/flashpage/kernels/merge.h), on the host."""
+"""The kernel that merges partials of cut units (include/flashpage/kernels/helpers/merge.h), on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from native_build import shared_library
 
-from flashpage import host, plan_bytes
+from flashpage import native
+from flashpage.native import records
 
 OUTS = {"Bf16": torch.bfloat16, "Half": torch.float16}
 PARTIALS = (1, 2, 3, 4, 5, 8, 9, 31, 32, 33, 40)
@@ -25,7 +26,7 @@ def library(out: str) -> ctypes.CDLL:
 def test_every_row_is_merged_once(out: str, merge_rows: int, dim: int) -> None:
     """An item for each number of partials, some of whose rows see nothing; fewer CTAs than items, and more."""
     random, group, kv_heads, head = np.random.default_rng(dim + merge_rows), 3, 2, 1
-    items = np.zeros(len(PARTIALS), plan_bytes.MERGE_ITEM)
+    items = np.zeros(len(PARTIALS), records.MERGE_ITEM)
     items["num_partials"], items["kv_head"] = PARTIALS, head
     items["num_rows"] = random.integers(1, merge_rows + 1, len(items))
     items["num_rows"][:2] = 1, merge_rows
@@ -34,8 +35,8 @@ def test_every_row_is_merged_once(out: str, merge_rows: int, dim: int) -> None:
     items["partial_stride"] = items["num_rows"] + random.integers(0, 3, len(items))
     sizes = items["partial_stride"] * items["num_partials"]
     items["partial_row"] = 2 + np.cumsum(sizes) - sizes
-    plan = np.zeros(plan_bytes.PLAN_HEADER.itemsize + items.nbytes, np.uint8)
-    header = plan[: plan_bytes.PLAN_HEADER.itemsize].view(plan_bytes.PLAN_HEADER)
+    plan = np.zeros(records.PLAN_HEADER.itemsize + items.nbytes, np.uint8)
+    header = plan[: records.PLAN_HEADER.itemsize].view(records.PLAN_HEADER)
     header["num_merges"], header["merge_rows"], header["merges_offset"] = len(items), merge_rows, header.itemsize
     plan[header.itemsize :] = items.view(np.uint8)
 
@@ -61,7 +62,7 @@ def test_every_row_is_merged_once(out: str, merge_rows: int, dim: int) -> None:
     for grid, has_lse in ((3, True), (200, False)):
         given = torch.full((rows, heads, dim), torch.nan, dtype=OUTS[out])
         given_lse = torch.full((rows, heads), torch.nan)
-        params = host.MergeParams(
+        params = native.MergeParams(
             plan=plan.ctypes.data,
             partial_out=partials.ctypes.data,
             partial_lse=lse.ctypes.data,
@@ -71,7 +72,7 @@ def test_every_row_is_merged_once(out: str, merge_rows: int, dim: int) -> None:
             out_head_stride=dim,
             head_dim_vo=dim,
             num_q_heads=heads,
-            group=host.make_fast_div(group),
+            group=native.make_fast_div(group),
         )
         library(out).merge(ctypes.byref(params), grid)
         np.testing.assert_allclose(given.double().numpy(), wanted, atol=1e-3, rtol=2**-8)

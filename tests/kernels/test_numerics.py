@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from case import MIXED_KV, MIXED_Q, Case, decode, prefill
 from cases import REDUCED
+from cases.case import MIXED_KV, MIXED_Q, Case, decode, prefill
 from comparison import Outputs, compare
 from harness import Runner, run_case
 from inputs import assemble, make_inputs, one_request, reference_states

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from case import Case
-from case_variants import VARIANTS
+from cases.case import Case
+from cases.variants import VARIANTS
 from inputs import Inputs, make_inputs, pack_bits, reference_states
 from native_build import asked_tiles, shared_library, variant_flags
 from native_build import mask_tiles as mask_kernel
@@ -26,15 +26,16 @@ from prefill_cases import CASES, HALVES
 from tolerance import limits
 from variant_build import variant_args
 
-from flashpage import host, plan_bytes
-from flashpage.backends import mask_use
-from flashpage.boxes import loader_tokens
-from flashpage.dtypes import DType
-from flashpage.products import short_tokens
-from flashpage.spec import KernelSpec, VariantSpec, inner_loop
-from flashpage.tiles import InnerLoop, Tile, sm90_few_rows_tile, sm90_prefill_tile, whole_rows
-from flashpage.variant_source import mask_looks_at_head
+from flashpage import native
+from flashpage.base.dtypes import DType
+from flashpage.kernels.choose import mask_use
+from flashpage.kernels.spec import KernelSpec, VariantSpec, inner_loop
+from flashpage.kernels.tensor_maps import loader_tokens
+from flashpage.kernels.tile import InnerLoop, Tile, sm90_few_rows_tile, sm90_prefill_tile, whole_rows
+from flashpage.kernels.wgmma_source import short_tokens
+from flashpage.native import records
 from flashpage.variants import TracedVariant, Variant, alibi_slopes, builtin, compose
+from flashpage.variants.source import mask_looks_at_head
 
 
 class Map(ctypes.Structure):
@@ -47,7 +48,7 @@ class Map(ctypes.Structure):
 
 
 def loader_of(case: Case) -> str:
-    """As flashpage/backends.py chooses."""
+    """As flashpage/kernels/choose.py chooses."""
     is_whole = case.entry == "ragged" or case.page_size % 8 == 0
     if not case.kv_type.startswith("float8"):
         return "boxes" if is_whole else "rows"
@@ -135,7 +136,7 @@ def rows_of_unit(case: Case, tile: Tile) -> int:
 def plan_of(case: Case, inputs: Inputs, tile: Tile) -> np.ndarray:
     """One CTA, an item a request: a PlanHeader, its CtaStart and the items."""
     tile_q = rows_of_unit(case, tile)
-    items = np.zeros(sum(rows > 0 for rows in case.q_lens), plan_bytes.WORK_ITEM)
+    items = np.zeros(sum(rows > 0 for rows in case.q_lens), records.WORK_ITEM)
     group, offset = case.num_q_heads // case.num_kv_heads, 0
     requests = [i for i, rows in enumerate(case.q_lens) if rows]
     for item, request in zip(items, requests, strict=True):
@@ -147,7 +148,7 @@ def plan_of(case: Case, inputs: Inputs, tile: Tile) -> np.ndarray:
         item["partial_row"] = item["merge"] = -1
         item["mask_offset"] = offset
         offset += -(-rows * tokens // 8) if case.mask else tile_cells(rows * group, tokens, tile)
-    header, start = np.zeros(1, plan_bytes.PLAN_HEADER), np.zeros(1, plan_bytes.CTA_START)
+    header, start = np.zeros(1, records.PLAN_HEADER), np.zeros(1, records.CTA_START)
     header["num_ctas"], header["num_items"] = 1, len(items)
     header["items_offset"] = header.nbytes + start.nbytes
     start["items"]["end"], start["first"] = len(items), items[0]
@@ -159,12 +160,12 @@ def tile_cells(packed_rows: int, tokens: int, tile: Tile) -> int:
 
 
 def find_mask_tiles(
-    params: host.AttentionParams, case: Case, tile: Tile, args: host.VariantArgs
-) -> tuple[host.MaskTilesParams, np.ndarray]:
+    params: native.AttentionParams, case: Case, tile: Tile, args: native.VariantArgs
+) -> tuple[native.MaskTilesParams, np.ndarray]:
     """What the kernel before makes of a mask, and its memory."""
-    found, spec, group = host.MaskTilesParams(), variant_of(case).spec, case.num_q_heads // case.num_kv_heads
+    found, spec, group = native.MaskTilesParams(), variant_of(case).spec, case.num_q_heads // case.num_kv_heads
     lengths = list(zip(case.q_lens, case.kv_lens, strict=True))
-    batch = host.MaskedBatch(
+    batch = native.MaskedBatch(
         mask_bytes=sum(-(-q * kv // 8) for q, kv in lengths),
         tile_cells=sum(tile_cells(q * group, kv, tile) for q, kv in lengths),
         rows=sum(case.q_lens),
@@ -175,7 +176,7 @@ def find_mask_tiles(
         tile_heads=case.num_kv_heads if not case.mask and mask_looks_at_head(spec) else 1,
     )
     cutting = Cutting(num_ctas=1, walk=RUNS, tile_q=tile.tile_q, tile_kv=tile.tile_kv).struct()
-    count = host.load().fp_mask_cells(ctypes.byref(batch), ctypes.byref(cutting), ctypes.byref(found))
+    count = native.load().fp_mask_cells(ctypes.byref(batch), ctypes.byref(cutting), ctypes.byref(found))
     cells = np.full(count + 4, 2**64 - 1, np.uint64)  # as if an earlier batch had left it
     found.plan, found.custom_mask = params.plan, params.custom_mask
     found.causal, found.window_left = params.causal, params.window_left
@@ -205,7 +206,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     cta_rows = rows_of_unit(case, tile)
     rows_of_box = 0 if cta_rows % group or loader == "converted" else cta_rows // group
     bits = None if inputs.masks is None else pack_bits(inputs.masks)
-    params = host.AttentionParams(
+    params = native.AttentionParams(
         q=q.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
@@ -225,8 +226,8 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
         window_left=case.window_left,
         rope_scale=case.rope_scale or 1.0,
         rope_theta=case.rope_theta or 1e4,
-        group=host.make_fast_div(group),
-        page=host.make_fast_div(page_size or 1),
+        group=native.make_fast_div(group),
+        page=native.make_fast_div(page_size or 1),
         box_tokens=box,
         query_box_rows=rows_of_box,
         out_box_rows=0 if loader == "transposed" else rows_of_box,
@@ -240,7 +241,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
         *(map_of(cache, (128, box, 1, 1)) for cache in (k, v)),
         *(map_of(rows[None].transpose(1, 2), (128, group, cta_rows // group, 1)) for rows in (q, out)),
     )
-    mask_tiles, cells, variant, source = host.MaskTilesParams(), np.zeros(0), variant_of(case), mask_source_of(case)
+    mask_tiles, cells, variant, source = native.MaskTilesParams(), np.zeros(0), variant_of(case), mask_source_of(case)
     args = variant_args(variant)
     if source != "implicit" and loader != "converted" and not rotates(case):
         mask_tiles, cells = find_mask_tiles(params, case, tile, args)
@@ -252,7 +253,7 @@ def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     return out, lse, left
 
 
-def set_scales(params: host.AttentionParams, scales: dict[str, Any]) -> None:
+def set_scales(params: native.AttentionParams, scales: dict[str, Any]) -> None:
     for name, scale in scales.items():
         assert isinstance(scale, torch.Tensor)
         setattr(params, name, scale.data_ptr())

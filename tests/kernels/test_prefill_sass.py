@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashpage import backends
-from flashpage.dtypes import DType
+from flashpage.base.dtypes import DType
 from flashpage.jit import Target, build_kernels
 from flashpage.jit.compilers import find_nvcc
-from flashpage.prepare import mask_tiles_spec
-from flashpage.problem import Options, Problem
-from flashpage.products import render, short_tokens
-from flashpage.spec import KernelSpec
-from flashpage.tiles import sm90_prefill_tile
+from flashpage.kernels import choose
+from flashpage.kernels.options import Options, Problem
+from flashpage.kernels.spec import KernelSpec
+from flashpage.kernels.tile import sm90_prefill_tile
+from flashpage.kernels.wgmma_source import render, short_tokens
+from flashpage.plan.prepared_kernels import mask_tiles_spec
 from flashpage.variants import Variant
 
 
@@ -96,10 +96,10 @@ ASKED = {
 @pytest.mark.parametrize("function", ASKED)
 def test_machine_code_of_mask_functions(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that asks for tiles, and the one that asks in mixed ones alone, with the largest tiles."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
     options = Options("paged", 32, 8, 128, 128, 16, *(3 * (DType.BFLOAT16,)))
     variant = Variant(mask_mod=ASKED[function]).traced().spec
-    choice = backends.choose(Problem(options, 4096), torch.device("cuda:0"), variant)
+    choice = choose.choose(Problem(options, 4096), torch.device("cuda:0"), variant)
     specs = [choice.spec, mask_tiles_spec(choice, options)]
     for result in build_kernels([(spec, Target("cuda", 90)) for spec in specs if spec], tmp_path):
         assert result.error is None

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from native_build import shared_library
 
-from flashpage import host
-from flashpage.dtypes import DType
-from flashpage.tiles import block_decode_tile
+from flashpage import native
+from flashpage.base.dtypes import DType
+from flashpage.kernels.tile import block_decode_tile
 
-BEGINS, ENDS, GOES_ON, IS_CONTINUED = 1, 2, 4, 8  # include/flashpage/tile/block_steps.h, BlockStep::Flags
+BEGINS, ENDS, GOES_ON, IS_CONTINUED = 1, 2, 4, 8  # include/flashpage/kernels/blocks/steps.h, BlockStep::Flags
 PARTITION = 512
 
 
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 def walk(lens: list[int], heads: int, row_tiles: int, tile_kv: int, partitions: int, ctas: int) -> list[Step]:
     seq_lens = np.array(lens, np.int32)
-    params = host.BlockAttentionParams(
+    params = native.BlockAttentionParams(
         seq_lens=seq_lens.ctypes.data,
         num_seqs=len(lens),
         num_kv_heads=heads,

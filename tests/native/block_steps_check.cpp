@@ -1,5 +1,5 @@
-// The steps of every CTA over vLLM's sequences (include/flashpage/tile/block_steps.h), for tests/test_vllm_steps.py.
-#include "flashpage/tile/block_steps.h"
+// The steps of every CTA over vLLM's sequences (include/flashpage/kernels/blocks/steps.h), for tests/kernels/test_vllm_steps.py.
+#include "flashpage/kernels/blocks/steps.h"
 
 using namespace flashpage;
 

@@ -1,6 +1,6 @@
-// tile/cluster_merge.h on the host: all CTAs of a cluster at once, as fibers. For tests/test_cluster_merge.py, which
+// tile/merge/cluster_merge.h on the host: all CTAs of a cluster at once, as fibers. For tests/kernels/test_cluster_merge.py, which
 // sets CACHE, HEAD_DIM_VO and WARPS_V.
-#include "flashpage/tile/cluster_merge.h"
+#include "flashpage/tile/merge/cluster_merge.h"
 
 #include "hopper.h"
 

@@ -1,4 +1,4 @@
-// A libcuda.so.1 that records calls instead of driving a card, for tests/test_host_cuda.py: what the host library asks
+// A libcuda.so.1 that records calls instead of driving a card, for tests/host/test_host_cuda.py: what the host library asks
 // of the driver, in which order, under which context and capture mode. It refuses what a driver refuses while a stream
 // is captured.
 #include <algorithm>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda_api.h"
+#include "cuda/cuda_api.h"
 
 using namespace flashpage::cuda;
 

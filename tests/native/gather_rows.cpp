@@ -1,5 +1,5 @@
-// The kernel that gathers rows, on the host, for tests/test_gather_rows.py.
-#include "flashpage/kernels/gather_rows.h"
+// The kernel that gathers rows, on the host, for tests/kernels/test_gather_rows.py.
+#include "flashpage/kernels/helpers/gather_rows.h"
 
 #include "hopper.h"
 

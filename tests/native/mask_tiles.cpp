@@ -1,10 +1,10 @@
 // The kernel of mask tiles, what loading warps make of its result, and the mask of a mixed tile, all on the host, for
-// tests/test_mask_tiles.py; with VARIANT, the name of a file, the kernel that asks that variant, for
-// tests/test_asked_tiles.py.
+// tests/kernels/test_mask_tiles.py; with VARIANT, the name of a file, the kernel that asks that variant, for
+// tests/kernels/test_asked_tiles.py.
 #include "card.h"
-#include "flashpage/kernels/mask_tiles.h"
-#include "flashpage/tile/mask.h"
-#include "flashpage/tile/visible_tiles.h"
+#include "flashpage/kernels/helpers/mask_tiles.h"
+#include "flashpage/tile/mask/mask.h"
+#include "flashpage/tile/mask/visible_tiles.h"
 
 using namespace flashpage;
 

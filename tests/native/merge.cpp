@@ -1,5 +1,5 @@
-// kernels/merge.h on the host, for tests/test_merge_kernel.py, which sets OUT.
-#include "flashpage/kernels/merge.h"
+// kernels/merge.h on the host, for tests/kernels/test_merge_kernel.py, which sets OUT.
+#include "flashpage/kernels/helpers/merge.h"
 
 #include "hopper.h"
 

@@ -1,5 +1,5 @@
 // The kernel that plans, its 256 threads as fibers: fp_tables_plan with a launch that runs it on the host, for
-// tests/test_table_plans.py.
+// tests/planner/test_table_plans.py.
 #include "card.h"
 #undef __shared__
 #define __shared__  // dynamic shared memory: `shared` below
@@ -11,7 +11,7 @@ inline void __syncwarp() { card::meet(card::warps[threadIdx.x / 32].meeting); }
 #include "../../csrc/errors.cpp"
 #include "../../csrc/planner.cpp"
 #include "../../csrc/table_planner.cpp"
-#include "flashpage/kernels/plan.h"
+#include "flashpage/kernels/helpers/plan.h"
 
 namespace flashpage {
 alignas(16) char shared[PlanOnDevice::shared_bytes];

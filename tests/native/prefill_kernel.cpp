@@ -1,8 +1,8 @@
 // prefill_sm90 on the host, whole: loading and computing warps as fibers, wgmma by the PTX manual's layouts. For
-// tests/test_prefill_kernel.py, which sets QUERY, CACHE, PRODUCT, OUT, TILE_Q, TILE_KV, STAGES, HEAD_DIM_QK,
+// tests/kernels/test_prefill_kernel.py, which sets QUERY, CACHE, PRODUCT, OUT, TILE_Q, TILE_KV, STAGES, HEAD_DIM_QK,
 // HEAD_DIM_VO, LOADER, MASK_SOURCE and POSITION_ENCODING, and where there is a variant, VARIANT: the file that it is
 // rendered to.
-#include "flashpage/kernels/prefill_sm90.h"
+#include "flashpage/kernels/prefill_sm90/kernel.h"
 #include "hopper.h"
 
 using namespace flashpage;

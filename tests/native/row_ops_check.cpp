@@ -1,4 +1,4 @@
-// Every form of the row loops against the plain one, for tests/test_host_ops.py: a machine chooses only one of them.
+// Every form of the row loops against the plain one, for tests/host/test_host_ops.py: a machine chooses only one of them.
 #include <cmath>
 #include <random>
 

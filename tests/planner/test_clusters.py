@@ -1,6 +1,6 @@
 """Units with CTAs of their own, run: on a card pieces merge inside clusters, on the CPU through partials as ever.
 
-Everything that must not be read is NaN (tests/harness.py), partials among it.
+Everything that must not be read is NaN (tests/support/harness.py), partials among it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from case import Case, decode, prefill
+from cases.case import Case, decode, prefill
 from cluster_sizes import GENERAL, choose, chosen_for_all, schedule_of
 from comparison import Outputs, compare
 from harness import Runner
@@ -17,8 +17,8 @@ from inputs import make_inputs, reference_states
 from steps import Steps, assert_same_bits
 from test_graph_capacity import capture
 
-from flashpage import host
-from flashpage.backends import CLUSTER_SIZES
+from flashpage import native
+from flashpage.kernels.choose import CLUSTER_SIZES
 
 LENS = (700, 33, 0, 1, 513)  # most ranks, few, none
 SHORT = (64, 31, 96)
@@ -51,9 +51,9 @@ CASES = [
 @pytest.fixture(autouse=True)
 def many_threads() -> Iterator[None]:
     """The CPU's plans are for as many CTAs as a card's."""
-    host.load().fp_cpu_set_threads(33)
+    native.load().fp_cpu_set_threads(33)
     yield
-    host.load().fp_cpu_set_threads(0)
+    native.load().fp_cpu_set_threads(0)
 
 
 class Kept(Runner):

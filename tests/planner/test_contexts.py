@@ -1,4 +1,4 @@
-"""Contexts of a batch, and the tiles that follow from them (flashpage/contexts.py)."""
+"""Contexts of a batch, and the tiles that follow from them (flashpage/kernels/context_classes.py)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ import numpy as np
 import pytest
 import torch
 
-from flashpage import backends, host, jit
-from flashpage.combination import partial_bytes, workspace_bounds
-from flashpage.contexts import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE, ContextLengths, Contexts
-from flashpage.dtypes import DType
+from flashpage import jit, native
+from flashpage.base.dtypes import DType
+from flashpage.kernels import choose
+from flashpage.kernels.context_classes import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE, ContextLengths, Contexts
+from flashpage.kernels.options import Options, Problem
+from flashpage.kernels.spec import VariantSpec
 from flashpage.plan import plan_lengths
-from flashpage.problem import Options, Problem
-from flashpage.spec import VariantSpec
+from flashpage.plan.option_plan import partial_bytes, workspace_bounds
 from flashpage.variants import builtin
 
 BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
 
 
-def usual_and(
-    contexts: Contexts, changed: dict[str, Any], variant: VariantSpec
-) -> tuple[backends.Choice, backends.Choice]:
+def usual_and(contexts: Contexts, changed: dict[str, Any], variant: VariantSpec) -> tuple[choose.Choice, choose.Choice]:
     """What is chosen for a prefill, and with such contexts."""
     options = dataclasses.replace(DECODE, **changed)
     problems = (Problem(options, 4096, contexts=each) for each in (Contexts.USUAL, contexts))
-    usual, other = (backends.choose(problem, torch.device("cuda:0"), variant) for problem in problems)
+    usual, other = (choose.choose(problem, torch.device("cuda:0"), variant) for problem in problems)
     return usual, other
 
 
@@ -74,7 +73,7 @@ def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, t
 def test_short_contexts_have_short_tiles(
     changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
     usual, choice = usual_and(Contexts.SHORT, changed, variant)
     assert choice.spec.tile is not None and choice.spec.tile.tile_kv == tokens
     assert (choice.spec != usual.spec) is (SHORT_NOTE in choice.reasons) is (tokens == 128)
@@ -99,7 +98,7 @@ def test_few_rows_have_tiles_of_one_warpgroup(
     changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of so many tokens; 0: they have the usual ones."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
     usual, choice = usual_and(Contexts.FEW, changed, variant)
     assert choice.spec.tile is not None
     assert (choice.spec != usual.spec) is (FEW_NOTE in choice.reasons) is (tokens > 0)
@@ -145,7 +144,7 @@ def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has
 def test_long_contexts_are_read_by_pairs(
     changed: dict[str, Any], variant: VariantSpec, has_pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
     single, choice = usual_and(Contexts.LONG, changed, variant)
     assert single.spec.ctas == 1 and single.spec.kernel == choice.spec.kernel == "prefill_sm90"
     assert (choice.spec.ctas, PAIRS_NOTE in choice.reasons) == ((2, True) if has_pairs else (1, False))
@@ -156,17 +155,17 @@ def test_long_contexts_are_read_by_pairs(
 @pytest.mark.parametrize("heads", [(1, 1), (32, 8), (8, 2), (128, 1)], ids=str)
 def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """workspace_bounds asks for single CTAs: as many rows in pairs need no more."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])
 
     def bounds(batch: int, rows: int, is_long: bool) -> tuple[int, int]:
         contexts = Contexts.LONG if is_long else Contexts.USUAL
-        choice = backends.choose(Problem(options, 4096, contexts=contexts), torch.device("cuda:0"))
+        choice = choose.choose(Problem(options, 4096, contexts=contexts), torch.device("cuda:0"))
         assert choice.spec.ctas == 1 + is_long
-        schedule = backends.schedule(choice, options, 132 // choice.spec.ctas)
+        schedule = choose.schedule(choice, options, 132 // choice.spec.ctas)
         needed = ctypes.c_int64(), ctypes.c_int64()
         given = batch, rows, 1 << 20, *heads, ctypes.byref(schedule)
-        host.check(host.load().fp_plan_bounds(*given, *map(ctypes.byref, needed)))
+        native.check(native.load().fp_plan_bounds(*given, *map(ctypes.byref, needed)))
         return needed[0].value, needed[1].value
 
     for batch, rows in ((1, 1), (1, 16384), (3, 100), (64, 1000), (300, 100_000)):
@@ -177,7 +176,7 @@ def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pyt
 @pytest.mark.parametrize("heads", [(8, 2), (32, 8), (4, 4), (40, 1)], ids=str)
 def test_workspaces_have_room_for_few_rows(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of few rows has twice the CTAs, and units of half the rows: what is planned fits."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
     info = SimpleNamespace(num_sms=132, ctas_per_sm=1, clusters=[0] * 5, cluster_rows=0)
     monkeypatch.setattr(jit, "get_kernel", lambda spec, device=None: SimpleNamespace(spec=spec, info=info))
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])

@@ -11,22 +11,25 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-import case_gathered
+import cases.gathered
 import numpy as np
 import pytest
 import torch
 from caches import poison
-from case import Case, prefill
+from cases.case import Case, prefill
 from comparison import Outputs, compare
 from harness import Runner
 from inputs import Inputs, make_inputs, reference_states
 from native_build import gather_rows
 
 import flashpage
-from flashpage import backends, gathered, host, jit, prepare
-from flashpage.dtypes import DType
-from flashpage.problem import Options
-from flashpage.spec import KernelSpec
+from flashpage import jit, native
+from flashpage.base.dtypes import DType
+from flashpage.kernels import choose
+from flashpage.kernels.options import Options
+from flashpage.kernels.spec import KernelSpec
+from flashpage.plan import gather_rows as gathered
+from flashpage.plan import prepared_kernels
 
 OPTIONS = Options("paged", 32, 8, 128, 128, 1, *(DType.BFLOAT16,) * 3, causal=True)
 FULL = dataclasses.replace(OPTIONS, causal=False)
@@ -104,33 +107,33 @@ def test_options_of_which_no_batch_is(changed: dict[str, Any]) -> None:
 def test_other_cards_read_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for sm in (0, 80, 90, 100):
-        monkeypatch.setattr(backends, "device_sm", lambda _, sm=sm: sm)
+        monkeypatch.setattr(choose, "device_sm", lambda _, sm=sm: sm)
         found[sm] = gathered.runs_on(torch.device("cuda:0"))
     assert found == {0: False, 80: False, 90: True, 100: False}
 
 
-@pytest.mark.parametrize("case", case_gathered.rows(), ids=str)
+@pytest.mark.parametrize("case", cases.gathered.rows(), ids=str)
 def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """And Hopper's prefill runs them either way, over rows in boxes with the kernel that gathers."""
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
     asked: list[KernelSpec] = []
 
     def get_kernel(spec: KernelSpec, device: torch.device) -> Any:
         asked.append(spec)
-        return SimpleNamespace(info=host.KernelInfo(num_sms=132, ctas_per_sm=1))
+        return SimpleNamespace(info=native.KernelInfo(num_sms=132, ctas_per_sm=1))
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
-    monkeypatch.setattr(prepare, "trace", functools.partial(trace_on_the_host, prepare.trace))
+    monkeypatch.setattr(prepared_kernels, "trace", functools.partial(trace_on_the_host, prepared_kernels.trace))
     types = (DType(case.q_dtype), DType(case.kv_type), DType(case.out_type))
     dims = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim)
     options = Options("paged", *dims, case.page_size, *types, causal=case.causal, window_left=case.window_left)
     options = dataclasses.replace(options, has_soft_cap=case.soft_cap > 0, position_encoding=case.position)
     assert gathered.Worth(options).may_be
     assert gathered.Worth(options).is_for(len(case.q_lens), sum(case.q_lens), sum(case.kv_lens))
-    rows = backends.packed_rows(options, len(case.q_lens), sum(case.q_lens))
+    rows = choose.packed_rows(options, len(case.q_lens), sum(case.q_lens))
     for gathers, form, helpers in ((False, ("paged", "rows"), []), (True, ("ragged", "boxes"), ["gather_rows"])):
         asked.clear()
-        prepared = prepare.Prepared(options, rows, torch.device("cuda:0"), gathers=gathers)
+        prepared = prepared_kernels.Prepared(options, rows, torch.device("cuda:0"), gathers=gathers)
         assert [spec.kernel for spec in asked] == ["prefill_sm90", *helpers, "merge"]
         assert (asked[0].kv_source, asked[0].loader) == form
         assert (prepared.gather_rows is not None) == (gathered.NOTE in prepared.choice.reasons) == gathers
@@ -325,7 +328,7 @@ def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
     changed = dataclasses.replace(choice, capability=capability, spec=spec)
     bound._bind_boxes(SimpleNamespace(choice=changed, schedule=bound.prepared.schedule))
     bound.point(batch.runner.q(), batch.runner.kv()[0], torch.empty_like(batch.runner.q()), None)
-    read = host.KvBoxes.from_address(bound.args.boxes)
+    read = native.KvBoxes.from_address(bound.args.boxes)
     for form in (read.k, read.v):
         assert tuple(form.dims) == (64, 201, 2, 1) and tuple(form.strides) == (256, 128, 128)
         assert form.box[1] == bound.params.box_tokens == 32

@@ -1,5 +1,5 @@
 """Mixed batches in two parts: which are divided and how, that both plans together are the batch, and that runs give
-what one plan gives. Here both launches are the CPU's; tests/test_card_parts.py has the card's."""
+what one plan gives. Here both launches are the CPU's; tests/card/test_card_parts.py has the card's."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from planner_batches import Batch, Cutting, arrays_of, problem_of, unpack
 from planner_checks import check, check_balance
 
 import flashpage
-from flashpage import backends, host, parts
-from flashpage.dtypes import DType
-from flashpage.plan_parts import PartedPlan
-from flashpage.problem import Options, Problem
-from flashpage.slots import PlanSlot
+from flashpage import native
+from flashpage.base.dtypes import DType
+from flashpage.kernels import choose
+from flashpage.kernels.options import Options, Problem
+from flashpage.plan import mixed_batch
+from flashpage.plan.buffers import PlanSlot
+from flashpage.plan.report.mixed import PartedPlan
 
 HOPPER = torch.device("cuda:0")
 OPTIONS = Options(*("paged", 32, 8, 128, 128, 16), *[DType.BFLOAT16] * 3, causal=True)
-CPU_ROW = backends.CAPABILITIES[0]
+CPU_ROW = choose.CAPABILITIES[0]
 
 
 # ---------------------------------------------------------------- which batches are divided, and how
@@ -40,9 +42,9 @@ class Divided:
         arrays = arrays_of(self.batch)
         self.problem = problem_of(self.batch, arrays)
         address = ctypes.addressof(self.problem)
-        limit = parts.most_few_rows(OPTIONS, HOPPER)
-        counted = host.Parts(most_few_rows=limit)
-        host.load().fp_parts_count(address, ctypes.addressof(counted))
+        limit = mixed_batch.most_few_rows(OPTIONS, HOPPER)
+        counted = native.Parts(most_few_rows=limit)
+        native.load().fp_parts_count(address, ctypes.addressof(counted))
         sizes = (
             (len(q_lens), int(q_lens.sum())),
             (counted.few_requests, counted.few_rows),
@@ -51,7 +53,7 @@ class Divided:
         self.prepared = tuple(_prepared(*size) for size in sizes)
         self.memory = torch.zeros(room, dtype=torch.uint8)
         self.slot = PlanSlot(-1, self.memory, address)
-        self.parts = parts.Parts(limit)
+        self.parts = mixed_batch.Parts(limit)
         self.found = self.parts.plan(self.slot, 0, self.prepared, partial_rows)  # type: ignore[arg-type]
         self.struct = self.parts._struct
 
@@ -78,9 +80,9 @@ class Divided:
 
 
 def _prepared(batch: int, rows: int) -> Any:
-    problem = Problem(OPTIONS, backends.packed_rows(OPTIONS, batch, rows))
-    choice = backends.choose(problem, HOPPER)
-    schedule = backends.schedule(choice, OPTIONS, 132)
+    problem = Problem(OPTIONS, choose.packed_rows(OPTIONS, batch, rows))
+    choice = choose.choose(problem, HOPPER)
+    schedule = choose.schedule(choice, OPTIONS, 132)
     return SimpleNamespace(
         problem=problem, choice=choice, schedule=schedule, schedule_address=ctypes.addressof(schedule)
     )
@@ -88,7 +90,7 @@ def _prepared(batch: int, rows: int) -> Any:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "device_sm", lambda _: 90)
+    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
 
 
 def mixed(prefills: int, q_len: int, decodes: int, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -139,7 +141,7 @@ def test_one_kind_of_requests_or_little_work_of_one_is_planned_as_a_whole(
 
 
 def test_random_batches(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "LEAST_GAIN_NS", -1e12)
+    monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", -1e12)
     rng = np.random.default_rng(0)
     for _ in range(60):
         count = int(rng.integers(2, 200))
@@ -183,13 +185,15 @@ def test_plans_larger_than_a_staging_slot(hopper: None) -> None:
     ],
 )
 def test_rows_of_the_first_part(changed: dict[str, Any], sm: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "device_sm", lambda _: sm)
-    assert parts.most_few_rows(dataclasses.replace(OPTIONS, **changed), HOPPER) == rows
+    monkeypatch.setattr(choose, "device_sm", lambda _: sm)
+    assert mixed_batch.most_few_rows(dataclasses.replace(OPTIONS, **changed), HOPPER) == rows
 
 
 @pytest.mark.parametrize("changed", [{"uniform_q_len": 1}, {"fixed_piece_tokens": 256}, {"has_mask": True}])
 def test_options_that_have_no_parts(changed: dict[str, Any]) -> None:
-    assert parts.may_have_parts(OPTIONS) and not parts.may_have_parts(dataclasses.replace(OPTIONS, **changed))
+    assert mixed_batch.may_have_parts(OPTIONS) and not mixed_batch.may_have_parts(
+        dataclasses.replace(OPTIONS, **changed)
+    )
 
 
 # ---------------------------------------------------------------- plan and run
@@ -202,8 +206,8 @@ ROWS, KV_LENS = (1, 300, 1, 16, 0, 17, 1, 5), (900, 300, 2000, 16, 40, 3000, 0, 
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU's kernel in two rows of the table: one for at most 64 packed rows, the other for more."""
     many = dataclasses.replace(CPU_ROW, runs_beside=True)
-    monkeypatch.setattr(backends, "CAPABILITIES", (dataclasses.replace(many, max_packed_rows=64), many))
-    monkeypatch.setattr(parts, "LEAST_GAIN_NS", -1e12)
+    monkeypatch.setattr(choose, "CAPABILITIES", (dataclasses.replace(many, max_packed_rows=64), many))
+    monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", -1e12)
     return iter(())
 
 
@@ -274,7 +278,7 @@ def test_two_parts_give_what_one_gives(
     sinks = torch.linspace(-1.0, 1.0, HEADS)
     found = step.run(wrapper), step.run(wrapper, sinks=sinks)
     same(step.run(wrapper), found[0])
-    monkeypatch.setattr(parts, "LEAST_GAIN_NS", 1e12)
+    monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", 1e12)
     step.plan(wrapper, **options)
     assert not isinstance(wrapper.last_plan, PartedPlan)
     same(found[0], step.run(wrapper))
@@ -286,7 +290,7 @@ def test_what_run_asks_for_otherwise_is_divided_too(two_kernels: None, monkeypat
     wrapper = step.planned()
     found = step.run(wrapper, window_left=50)
     assert isinstance(wrapper.last_plan, PartedPlan) and wrapper.last_plan.options.window_left == 50
-    monkeypatch.setattr(parts, "LEAST_GAIN_NS", 1e12)
+    monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", 1e12)
     same(found, step.run(step.planned(window_left=50)))
 
 

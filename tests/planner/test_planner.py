@@ -9,7 +9,7 @@ import pytest
 from planner_batches import RUNS, TEAMS, Batch, Cutting, Planned, arrays_of, bounds, call, plan, problem_of
 from planner_checks import check, check_balance, expand, loads
 
-from flashpage import host
+from flashpage import native
 
 DECODE = Cutting()
 PREFILL = Cutting(
@@ -220,12 +220,12 @@ def test_pieces_arrive_at_the_merge_of_their_own_head(walk: int, num_ctas: int) 
 def test_more_kv_heads_than_a_plan_can_name() -> None:
     batch = Batch(ones(1), ones(1), 65_536, 65_536)
     status, _, _ = call(problem_of(batch, arrays_of(batch)), DECODE, 1 << 16)
-    assert status == host.INTERNAL and "65536" in host.last_error()
+    assert status == native.INTERNAL and "65536" in native.last_error()
 
 
 # ---------------------------------------------------------------- few rows beside many
 
-MIXED = Cutting(  # 128 columns of fp16 or bf16 on Hopper: flashpage/tiles.py
+MIXED = Cutting(  # 128 columns of fp16 or bf16 on Hopper: flashpage/kernels/tile.py
     walk=RUNS,
     tile_q=128,
     tile_kv=160,
@@ -340,10 +340,10 @@ def test_too_small_a_workspace_names_the_size_that_works(how: Cutting) -> None:
     needed = wanted.used_bytes
     for capacity in (0, 16, 1000, needed // 2, needed - 1):
         status, _, result = call(problem, how, capacity)
-        assert status == host.WORKSPACE_TOO_SMALL and result.used_bytes == needed
+        assert status == native.WORKSPACE_TOO_SMALL and result.used_bytes == needed
         assert result.num_partial_rows == wanted.num_partial_rows
     status, buffer, _ = call(problem, how, needed)
-    assert status == host.OK and (buffer[:needed] == whole[:needed]).all()
+    assert status == native.OK and (buffer[:needed] == whole[:needed]).all()
 
 
 def test_fixed_split_bound_of_one_row_a_request() -> None:

@@ -7,7 +7,7 @@ import pytest
 from planner_batches import Batch, Cutting, arrays_of, bounds, call, plan, problem_of
 from planner_checks import check
 
-from flashpage import host
+from flashpage import native
 
 DECODE = Cutting()
 RAGGED_LENS = np.array([0, 1, 40, 7, 1000, 16, 17, 300, 5, 64]), np.array([9, 0, 2000, 7, 1000, 90, 17, 300, 5, 6000])
@@ -41,7 +41,7 @@ def test_arrays_of_mixed_types() -> None:
     expected = plan(batch, DECODE)
     arrays["kv_indptr"] = arrays["kv_indptr"].astype(np.int64)
     status, buffer, result = call(problem_of(batch, arrays), DECODE, bounds(batch, DECODE)[0])
-    assert status == host.OK and result.used_bytes == expected.result.used_bytes
+    assert status == native.OK and result.used_bytes == expected.result.used_bytes
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -52,7 +52,7 @@ def test_rows_without_q_indptr(rows: int) -> None:
     problem.q_len_per_request = rows
     capacity = bounds(batch, DECODE)[0]
     status, buffer, result = call(problem, DECODE, capacity)
-    assert status == host.OK
+    assert status == native.OK
     _, expected, _ = call(problem_of(batch, arrays_of(batch)), DECODE, capacity)
     assert (buffer[: result.used_bytes] == expected[: result.used_bytes]).all()
 
@@ -63,7 +63,7 @@ def test_pages_beyond_kv_lens_are_allowed() -> None:
     arrays = arrays_of(batch, use_kv_lens=True)
     arrays["kv_indptr"] = np.arange(5, dtype=np.int32) * 50
     status, buffer, result = call(problem_of(batch, arrays), DECODE, 1 << 20)
-    assert status == host.OK and result.total_kv == 140 and result.total_pages == 200
+    assert status == native.OK and result.total_kv == 140 and result.total_pages == 200
 
 
 def test_an_empty_batch() -> None:
@@ -109,27 +109,27 @@ def test_wrong_lengths_are_told(fault: tuple, dtype: type) -> None:
     arrays.setdefault("kv_lens", None)
     problem = problem_of(Batch(ones(3), ones(3)), arrays)
     status, _, result = call(problem, DECODE, 1 << 20)
-    assert status == host.BAD_LENGTHS
+    assert status == native.BAD_LENGTHS
     found = (result.error_array, result.error_reason, result.error_index, result.error_value, result.error_limit)
     assert found == (array, reason, index, value, limit)
-    assert str(value) in host.load().fp_last_error().decode()
+    assert str(value) in native.load().fp_last_error().decode()
 
 
 def test_good_lengths_pass() -> None:
     """What the faults above change is otherwise fine."""
     arrays = {name: np.array(values, np.int32) for name, values in GOOD.items()} | {"kv_lens": None}
     status, _, _ = call(problem_of(Batch(ones(3), ones(3)), arrays), DECODE, 1 << 20)
-    assert status == host.OK
+    assert status == native.OK
 
 
 @pytest.mark.parametrize("change", [{"num_ctas": 0}, {"tile_q": 0}, {"merge_rows": 0}])
 def test_a_schedule_that_cannot_be_is_refused(change: dict[str, int]) -> None:
     batch = Batch(ones(3), ones(3))
     status, _, _ = call(problem_of(batch, arrays_of(batch)), Cutting(**{**vars(DECODE), **change}), 1 << 20)
-    assert status == host.INTERNAL
+    assert status == native.INTERNAL
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     batch = Batch(ones(3), ones(3), 32, 5)
     status, _, _ = call(problem_of(batch, arrays_of(batch)), DECODE, 1 << 20)
-    assert status == host.INTERNAL
+    assert status == native.INTERNAL

@@ -11,9 +11,9 @@ import pytest
 from planner_batches import Batch
 from planner_checks import all_units
 
-from flashpage import tiles
-from flashpage.contexts import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
 from flashpage.errors import PlanError
+from flashpage.kernels import tile as tiles
+from flashpage.kernels.context_classes import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
 from flashpage.plan import Plan, plan_lengths
 
 DECODE = [100, 4096, 300, 20_000, 17, 1, 0, 900]

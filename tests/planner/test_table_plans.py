@@ -14,9 +14,10 @@ from planner_batches import RUNS, TEAMS, Batch, Cutting
 from table_plans import TableBatch
 from test_planner_properties import random_case
 
-from flashpage import host, jit, plan_bytes
+from flashpage import jit, native
 from flashpage.jit.compilers import find_nvcc, find_nvrtc
-from flashpage.spec import KernelSpec
+from flashpage.kernels.spec import KernelSpec
+from flashpage.native import records
 
 
 def kernel_of(device: str) -> Any:
@@ -57,7 +58,7 @@ def test_the_kernel_as_it_is(requests: int) -> None:
     assert one_row.tables("cpu").plan(DECODE, 1, library) == one_row.host_plan(DECODE)
 
 
-# Schedules of the kernels that engines meet most: flashpage/tiles.py.
+# Schedules of the kernels that engines meet most: flashpage/kernels/tile.py.
 DECODE = Cutting(
     num_ctas=132, walk=TEAMS, tile_q=16, tile_kv=32, ns_per_token=14.84, ns_per_unit=500.0, ns_per_piece=1000.0
 )
@@ -131,8 +132,8 @@ def test_numbers_out_of_range_are_taken_to_its_ends(device: str) -> None:
 
 
 def items_of(plan: bytes) -> np.ndarray:
-    header = np.frombuffer(plan, plan_bytes.PLAN_HEADER, 1)[0]
-    return np.frombuffer(plan, plan_bytes.WORK_ITEM, header["num_items"], header["items_offset"])
+    header = np.frombuffer(plan, records.PLAN_HEADER, 1)[0]
+    return np.frombuffer(plan, records.WORK_ITEM, header["num_items"], header["items_offset"])
 
 
 @pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
@@ -151,5 +152,5 @@ def test_memory_too_small_is_told() -> None:
     tables = TableBatch.of(Batch(np.ones(3, np.int64), np.array([5, 600, 70]), 8, 2), has_rows=False).tables("cpu")
     size, _ = tables.bounds(DECODE)
     tables.bounds = lambda cutting: (size - 1, 1)  # type: ignore[method-assign]
-    with pytest.raises(host.PlanError, match=f"needs {size} bytes but the int workspace has {size - 1}"):
+    with pytest.raises(native.PlanError, match=f"needs {size} bytes but the int workspace has {size - 1}"):
         tables.plan(DECODE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from case import Case, prefill
+from cases.case import Case, prefill
 from cluster_sizes import schedule_of
 from comparison import Outputs, compare
 from harness import Runner
@@ -13,28 +13,29 @@ from inputs import make_inputs, reference_states
 from steps import Steps
 from test_graph_capacity import capture
 
-from flashpage import backends, host
+from flashpage import native
+from flashpage.kernels import choose
 
 
 @pytest.fixture
 def many_ctas() -> Any:
     """The CPU's plans are for as many CTAs as a card's."""
-    host.load().fp_cpu_set_threads(33)
+    native.load().fp_cpu_set_threads(33)
     yield
-    host.load().fp_cpu_set_threads(0)
+    native.load().fp_cpu_set_threads(0)
 
 
 def give_every_schedule(monkeypatch: pytest.MonkeyPatch, **values: float) -> None:
     """Of every planner that is made from here on."""
-    make = backends.schedule
+    make = choose.schedule
 
-    def schedule(*arguments: Any) -> host.Schedule:
+    def schedule(*arguments: Any) -> native.Schedule:
         made = make(*arguments)
         for name, value in values.items():
             setattr(made, name, value)
         return made
 
-    monkeypatch.setattr(backends, "schedule", schedule)
+    monkeypatch.setattr(choose, "schedule", schedule)
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ TAILS = [
 @pytest.mark.parametrize("case", CASES + TAILS, ids=lambda case: case.name)
 def test_run(case: Case, device: str, always: None, kernels: None) -> None:
     if case in TAILS:
-        host.load().fp_cpu_set_threads(4)  # few CTAs
+        native.load().fp_cpu_set_threads(4)  # few CTAs
     plan = plan_of_run(case, device)
     if device != "cpu" and (case.mask or case in TAILS):
         return  # a card's CTAs claim units under a mask, and are too many for runs before a tail

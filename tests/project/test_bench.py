@@ -13,7 +13,7 @@ import pytest
 from flashpage import jit
 from flashpage.jit import compilers
 
-BENCH = Path(__file__).resolve().parent / "bench"
+BENCH = Path(__file__).resolve().parents[1] / "bench"
 SMALL = ("--small", "--device", "cpu", "--libraries", "flashpage", "--repeats", "1")
 PROGRAMS = [  # program and arguments, a line that it prints
     (("host.py", "--device", "cpu", "--repeats", "3"), "| run, prefill, out= given | 1 |"),

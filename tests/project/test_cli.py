@@ -11,11 +11,11 @@ import time
 
 import pytest
 
+from flashpage.base.dtypes import DType
+from flashpage.base.env import VARIABLES
 from flashpage.cli import main, values
-from flashpage.dtypes import DType
-from flashpage.env import VARIABLES
-from flashpage.spec import KernelSpec
-from flashpage.tiles import cpu_tile
+from flashpage.kernels.spec import KernelSpec
+from flashpage.kernels.tile import cpu_tile
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

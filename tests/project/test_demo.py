@@ -1,4 +1,4 @@
-"""The demo: its report, its requests, and that its check can fail. (tests/test_engine.py has the engine.)"""
+"""The demo: its report, its requests, and that its check can fail. (tests/serving/test_engine.py has the engine.)"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ROOT / "include" / "flashpage"
 PACKAGE = ROOT / "flashpage"
 MAX_LINES = 400

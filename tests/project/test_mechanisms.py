@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "tests" / "MECHANISMS.md").read_text().splitlines()
+    for line in (ROOT / "docs" / "mechanisms.md").read_text().splitlines()
     if re.match(r"\| [ABC]\d+ \|", line)
 ]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flashpage import env
+from flashpage.base import env
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_example_prints_what_is_shown(tmp_path: Path) -> None:

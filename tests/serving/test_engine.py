@@ -19,7 +19,7 @@ from flashpage.demo.reference import check_tokens
 from flashpage.engine import Engine, EngineConfig, Request, State
 from flashpage.integrations import PagedAttention
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LENS = [1, 15, 16, 17, 70, 33]
 NEW = [20, 9, 9, 1, 30, 24]
 

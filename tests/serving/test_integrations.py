@@ -22,9 +22,9 @@ from flashpage.integrations import (
     gather_slots,
     tree_mask,
 )
-from flashpage.integrations.kv_parts import KvPart
 from flashpage.jit import compilers
-from flashpage.spec import KernelSpec
+from flashpage.kernels.spec import KernelSpec
+from flashpage.serving.kv_parts import KvPart
 
 # ---------------------------------------------------------------- gathering
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from parallel_batch import CASES, RAGGED, WORKSPACE_BYTES, ParallelBatch, ParallelCase, owner
 
 import flashpage
-from flashpage import CapabilityError, PlanError, RunError, parallel, parallel_merge
+from flashpage import CapabilityError, PlanError, RunError, parallel
+from flashpage.parallel import merge
 
 GROUP_OF_ONE = [c for c in CASES if c.name in ("decode", "append-causal-sinks", "decode-window")]
 
@@ -143,8 +144,8 @@ def test_pages_that_a_window_hides_are_not_read(group_of_one: None) -> None:
 
 def test_states_that_travel_are_aligned() -> None:
     """Kernels read them in vectors of 16 bytes; these end between two."""
-    memory = parallel_merge._memory(3, (5, 1, 24), torch.zeros(1, dtype=torch.float16))
-    out, lse = parallel_merge._views(memory, (5, 1, 24), torch.float16)
+    memory = merge._memory(3, (5, 1, 24), torch.zeros(1, dtype=torch.float16))
+    out, lse = merge._views(memory, (5, 1, 24), torch.float16)
     for states in (out, lse):
         assert all((state.data_ptr() - memory.data_ptr()) % 16 == 0 for state in states)
     assert (out.shape, lse.shape) == ((3, 5, 1, 24), (3, 5, 1))
@@ -152,7 +153,7 @@ def test_states_that_travel_are_aligned() -> None:
 
 def test_import_starts_nothing() -> None:
     code = "import flashpage.parallel as p, torch.distributed as d; assert not d.is_initialized() and p.head_share"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2])
 
 
 def test_no_process_group_is_refused() -> None:

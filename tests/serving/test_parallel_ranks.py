@@ -19,7 +19,7 @@ from reference import Options, attention, merge
 
 import flashpage
 
-TESTS = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120  # a rank that hangs ends then, and fails
 
 
@@ -31,11 +31,15 @@ STARTS = [(2, "cpu"), (4, "cpu"), pytest.param((2, "cuda"), marks=TWO_CARDS)]
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by name: all cases in one start of the processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "FLASHPAGE_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FLASHPAGE_THREADS": "1"}
     started = []
     count, kind = request.param
     for rank in range(count):
-        command = [sys.executable, str(TESTS / "parallel_rank.py"), *map(str, (rank, count, folder, kind))]
+        command = [
+            sys.executable,
+            str(ROOT / "tests" / "support" / "parallel_rank.py"),
+            *map(str, (rank, count, folder, kind)),
+        ]
         log = (folder / f"{rank}.log").open("wb")
         started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
@@ -124,13 +128,13 @@ def test_foreign_groups_are_refused(ranks: list[dict[str, Any]]) -> None:
 
 def test_readme_example(tmp_path: Path) -> None:
     """Two ranks find what the README's first example prints."""
-    page = (TESTS.parent / "README.md").read_text()
+    page = (ROOT / "README.md").read_text()
     example = re.search(r"```python\n(# torchrun.*?)```", page, re.DOTALL)
     shown = re.search(r"```text\n(.*?)```", page, re.DOTALL)
     assert example and shown
     (tmp_path / "example.py").write_text(example[1])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example.py"]
-    environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown[1]
@@ -140,10 +144,10 @@ def test_spawned_processes_have_the_drop_in(tmp_path: Path) -> None:
     """A launch script that installs at its top level, as the README shows, and an engine that spawns a worker."""
     (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "worker.py").write_text("import flashinfer.decode as d\n\ndef main():\n    print(d.__name__)\n")
-    launcher = re.search(r"```python\n(import runpy.*?)```", (TESTS.parent / "README.md").read_text(), re.DOTALL)
+    launcher = re.search(r"```python\n(import runpy.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert launcher
     (tmp_path / "launch.py").write_text(launcher[1].replace("sglang.launch_server", "engine"))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(tmp_path)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
     done = subprocess.run(
         [sys.executable, "launch.py"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
     )

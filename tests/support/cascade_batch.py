@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from caches import Cache, Shape, write_pages
-from case import Case
+from cases.case import Case
 from comparison import Outputs, Report, compare
 from reference import Options, State, attention
 
@@ -35,7 +35,7 @@ class CascadeCase:
     dtype: str = "bfloat16"
     kv_dtype: str = ""
     kv_layout: str = "NHD"
-    cache: str = "fused"  # tests/caches.py, FORMS
+    cache: str = "fused"  # tests/support/caches.py, FORMS
     causal: bool = False
     window_left: int = -1
     soft_cap: float = 0.0

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashpage import backends, host
-from flashpage.backends import CLUSTER_SIZES
+from flashpage import native
+from flashpage.kernels import choose as backends
+from flashpage.kernels.choose import CLUSTER_SIZES
 
 FREELY = -1  # as the planner thinks best
 GENERAL = 0  # units are anywhere
 
 
-def choose(schedule: host.Schedule, size: int) -> bool:
+def choose(schedule: native.Schedule, size: int) -> bool:
     """Of one planner, from its next plan on. False where the device runs no clusters of that size.
 
     1: a CTA a unit. Batches with more units than clusters run at once are planned as without.
@@ -26,13 +27,13 @@ def choose(schedule: host.Schedule, size: int) -> bool:
     return size == GENERAL or any(schedule.clusters)
 
 
-def schedule_of(wrapper: Any) -> host.Schedule:
+def schedule_of(wrapper: Any) -> native.Schedule:
     """What a wrapper that has planned once plans the next batch by."""
-    found: host.Schedule = wrapper._planner.active[0].prepared.schedule
+    found: native.Schedule = wrapper._planner.active[0].prepared.schedule
     return found
 
 
-def give_to_cpu(schedule: host.Schedule) -> None:
+def give_to_cpu(schedule: native.Schedule) -> None:
     """As if the CPU's threads came in clusters: it runs such plans as any other."""
     schedule.clusters = tuple(schedule.num_ctas // size for size in CLUSTER_SIZES)
     schedule.cluster_rows, schedule.cluster_piece_tokens = schedule.tile_q, 32
@@ -42,7 +43,7 @@ def chosen_for_all(monkeypatch: Any, size: int) -> None:
     """Of every planner that is made from here on."""
     make = backends.schedule
 
-    def schedule(choice: backends.Choice, *arguments: Any) -> host.Schedule:
+    def schedule(choice: backends.Choice, *arguments: Any) -> native.Schedule:
         made = make(choice, *arguments)
         if choice.capability.device == "cpu":
             give_to_cpu(made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from case import Case
+from cases.case import Case
 from reference import State
 from tolerance import Limits, has_fp8_products, limits
 

@@ -12,11 +12,12 @@ import reference
 import torch
 from caches import poison
 
-from flashpage import host, plan_bytes
-from flashpage.dtypes import DType
+from flashpage import native
+from flashpage.base.dtypes import DType
 from flashpage.jit import Target, build_specs
-from flashpage.spec import KernelSpec, VariantSpec
-from flashpage.tiles import Tile
+from flashpage.kernels.spec import KernelSpec, VariantSpec
+from flashpage.kernels.tile import Tile
+from flashpage.native import records as plan_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +147,9 @@ def make_plan(case: KernelCase) -> tuple[np.ndarray, list[tuple[int, int, int, i
     return np.concatenate([part.view(np.uint8) for part in (header, ctas, records)]), partials
 
 
-def _view(tensor: torch.Tensor, is_paged: bool) -> host.KvView:
+def _view(tensor: torch.Tensor, is_paged: bool) -> native.KvView:
     page, token, head, _ = tensor.stride()
-    return host.KvView(tensor.data_ptr(), page, token if is_paged else page, head)
+    return native.KvView(tensor.data_ptr(), page, token if is_paged else page, head)
 
 
 def run(case: KernelCase, inputs: Inputs, library: ctypes.CDLL) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -160,7 +161,7 @@ def run(case: KernelCase, inputs: Inputs, library: ctypes.CDLL) -> list[tuple[to
     partial_out = poison(torch.empty(max(len(partials), 1), case.dims[1]))
     partial_lse = poison(torch.empty(max(len(partials), 1)))
     bits = np.concatenate([np.packbits(mask.numpy().reshape(-1), bitorder="little") for mask in inputs.masks])
-    params = host.AttentionParams(q=inputs.q.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr())
+    params = native.AttentionParams(q=inputs.q.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr())
     params.q_row_stride, params.q_head_stride, _ = inputs.q.stride()
     params.out_row_stride, params.out_head_stride, _ = out.stride()
     params.k, params.v = (_view(t, case.page_size > 0) for t in (inputs.k_cache, inputs.v_cache))
@@ -175,8 +176,8 @@ def run(case: KernelCase, inputs: Inputs, library: ctypes.CDLL) -> list[tuple[to
     params.num_q_heads, params.num_kv_heads = num_q_heads, num_kv_heads
     params.causal, params.window_left = case.causal, case.window_left
     params.rope_scale, params.rope_theta = case.rope or (1.0, 1.0)
-    params.group = host.make_fast_div(num_q_heads // num_kv_heads)
-    params.page = host.make_fast_div(case.page_size or 1)
+    params.group = native.make_fast_div(num_q_heads // num_kv_heads)
+    params.page = native.make_fast_div(case.page_size or 1)
     for cta in range(2):
         library.flashpage_cpu_attention(ctypes.byref(params), ctypes.byref(variant_args(case, inputs)), cta, cta + 1)
     starts = np.concatenate([[0], np.cumsum(case.q_lens)])
@@ -197,9 +198,9 @@ def _merged(results, partials, partial_out, partial_lse):
     return results
 
 
-def variant_args(case: KernelCase, inputs: Inputs) -> host.VariantArgs:
+def variant_args(case: KernelCase, inputs: Inputs) -> native.VariantArgs:
     """The one tensor that variants of the table capture is the sinks' vector; their one scalar is 30."""
-    args = host.VariantArgs()
+    args = native.VariantArgs()
     args.tensors[0].data, args.tensors[0].stride[0] = inputs.sinks.data_ptr(), 1
     args.scalars[0] = 30.0
     return args

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from case import Case
+from cases.case import Case
 from comparison import Outputs, compare
 from harness import Runner
 from inputs import Inputs, make_inputs, reference_states

@@ -1,8 +1,9 @@
 """Runs a row of the case table through the public wrappers on a device and compares it with the reference.
 
 Everything that a kernel must not read is NaN (unused pages, tail slots, gaps between rows, workspaces), everything
-that it must write is NaN before, and out and lse stand between guard bands that must not change. tests/test_cases.py
-runs the whole table; without pytest and installation: `PYTHONPATH=. python tests/harness.py --device cuda --reduced`.
+that it must write is NaN before, and out and lse stand between guard bands that must not
+change. tests/kernels/test_cases.py runs the whole table; without pytest and installation:
+`PYTHONPATH=. python tests/support/harness.py --device cuda --reduced`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from unittest import mock
 
 import torch
 from caches import poison
-from case import Case
-from case_variants import VARIANTS
+from cases.case import Case
+from cases.variants import VARIANTS
 from comparison import GUARD_BYTES, GUARD_VALUE, Outputs, Report, compare
 from inputs import Inputs, is_ragged, make_inputs, pack_bits, reference_states
 
-from flashpage.contexts import ContextLengths, Contexts
+from flashpage.kernels.context_classes import ContextLengths, Contexts
 
 WRAPPERS = {
     "decode": "BatchDecodeWithPagedKVCache",

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from caches import Cache, Shape, poison, write_pages
-from case import Case
-from case_variants import VARIANTS
+from cases.case import Case
+from cases.variants import VARIANTS
 from reference import Options, State, alibi_slopes, attention
 
 SPARE_PAGES = 3  # pages of no request

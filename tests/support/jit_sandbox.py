@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from flashpage import paths
+from flashpage.base import paths
 from flashpage.jit import loader
-from flashpage.spec import KernelSpec, VariantSpec
+from flashpage.kernels.spec import KernelSpec, VariantSpec
 
-TESTS = Path(__file__).resolve().parent
-TEMPLATE = """#include "flashpage/params.h"
+SUPPORT = Path(__file__).resolve().parent
+TEMPLATE = """#include "flashpage/params/params.h"
 namespace flashpage::vm {
 inline i32 as_mask(i32, bool visible) { return visible; }
 inline bool logical_and(bool x, bool y) { return x && y; }
@@ -61,7 +61,7 @@ class Sandbox:
             "FLASHPAGE_CACHE_DIR": str(self.cache),
             "FLASHPAGE_CXX": str(self.compiler),
             "COMPILES": str(self.compiles),
-            "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+            "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])]),
         }
 
     def enter(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from native_build import mask_tiles as native
 from planner_batches import Batch, Cutting, Planned, arrays_of, bounds, call, problem_of, unpack
 
-from flashpage import host
+from flashpage import native as host
 
 GUARD = 2**64 - 1
 TOKENS = (48, 80, 128)  # of a tile

@@ -14,11 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from flashpage import host
-from flashpage.spec import VariantSpec
-from flashpage.variant_source import render
+from flashpage import native
+from flashpage.kernels.spec import VariantSpec
+from flashpage.variants.source import render
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # -Og compiles little faster and runs for twice as long; what -O2 compiles longer is more than all the runs take.
 # Fortified, as some systems' compilers are by default, longjmp takes a fiber's stack for a broken one.
 FLAGS = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
@@ -97,7 +97,7 @@ def gather_rows() -> Any:
 def plan_kernel() -> ctypes.CDLL:
     """The host library's planner on the device, with the kernel itself on the host."""
     library = ctypes.CDLL(str(shared_library("plan_kernel.cpp", first_include="card")))
-    library.fp_tables_plan.argtypes = host.load().fp_tables_plan.argtypes
+    library.fp_tables_plan.argtypes = native.load().fp_tables_plan.argtypes
     return library
 
 

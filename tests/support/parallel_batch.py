@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from caches import Cache, Shape, write_pages
 from cascade_batch import indptr_of
-from case import Case
+from cases.case import Case
 from comparison import Outputs, compare
 from reference import Options, State, attention
 

@@ -1,4 +1,4 @@
-"""One rank of tests/test_parallel_ranks.py, a process of its own: `parallel_rank.py RANK WORLD FOLDER DEVICE`."""
+"""One rank of test_parallel_ranks.py, a process of its own: `parallel_rank.py RANK WORLD FOLDER DEVICE`."""
 
 from __future__ import annotations
 

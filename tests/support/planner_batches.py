@@ -7,7 +7,8 @@ import dataclasses
 
 import numpy as np
 
-from flashpage import host, plan_bytes
+from flashpage import native
+from flashpage.native import records as plan_bytes
 
 RUNS, TEAMS = 1, 0  # csrc/flashpage.h, fp_walk
 
@@ -66,15 +67,15 @@ class Cutting:
     full_speed_share: float = 1.0
     ns_per_cluster_merge: float = 0.0
 
-    def struct(self) -> host.Schedule:
-        return host.Schedule(**dataclasses.asdict(self))
+    def struct(self) -> native.Schedule:
+        return native.Schedule(**dataclasses.asdict(self))
 
 
 @dataclasses.dataclass
 class Planned:
     batch: Batch
     cutting: Cutting
-    result: host.PlanResult
+    result: native.PlanResult
     header: np.void
     ctas: np.ndarray
     firsts: np.ndarray  # of each CTA, the first item as its own
@@ -83,11 +84,11 @@ class Planned:
     arrivals: np.ndarray
 
 
-def index_array(values: np.ndarray | None) -> host.IndexArray:
+def index_array(values: np.ndarray | None) -> native.IndexArray:
     if values is None:
-        return host.IndexArray(None, 1, 0, 0)
+        return native.IndexArray(None, 1, 0, 0)
     size = values.itemsize
-    return host.IndexArray(values.ctypes.data, values.strides[0] // size, int(size == 8), len(values))
+    return native.IndexArray(values.ctypes.data, values.strides[0] // size, int(size == 8), len(values))
 
 
 def indptr(lens: np.ndarray, start: int = 0) -> np.ndarray:
@@ -115,8 +116,8 @@ def _spread(values: np.ndarray, dtype: type, stride: int) -> np.ndarray:
     return wide[::stride][: len(values)]
 
 
-def problem_of(batch: Batch, arrays: dict[str, np.ndarray | None]) -> host.ProblemStruct:
-    return host.ProblemStruct(
+def problem_of(batch: Batch, arrays: dict[str, np.ndarray | None]) -> native.ProblemStruct:
+    return native.ProblemStruct(
         len(batch.q_lens),
         0,
         *(index_array(arrays[name]) for name in ("q_indptr", "kv_indptr", "last_page_len", "kv_lens")),
@@ -132,10 +133,10 @@ def problem_of(batch: Batch, arrays: dict[str, np.ndarray | None]) -> host.Probl
     )
 
 
-def call(problem: host.ProblemStruct, cutting: Cutting, capacity: int) -> tuple[int, np.ndarray, host.PlanResult]:
+def call(problem: native.ProblemStruct, cutting: Cutting, capacity: int) -> tuple[int, np.ndarray, native.PlanResult]:
     buffer = np.full(capacity + 64, 0xA5, np.uint8)
-    result = host.PlanResult()
-    status = host.load().fp_plan(
+    result = native.PlanResult()
+    status = native.load().fp_plan(
         ctypes.byref(problem), ctypes.byref(cutting.struct()), buffer.ctypes.data, capacity, ctypes.byref(result)
     )
     assert (buffer[capacity:] == 0xA5).all(), "wrote past the buffer"
@@ -147,12 +148,12 @@ def plan(batch: Batch, cutting: Cutting, capacity: int | None = None, **forms: o
     limit_bytes, limit_rows = bounds(batch, cutting)
     arrays = arrays_of(batch, **forms)
     status, buffer, result = call(problem_of(batch, arrays), cutting, limit_bytes if capacity is None else capacity)
-    assert status == host.OK, host.last_error()
+    assert status == native.OK, native.last_error()
     assert result.num_partial_rows <= limit_rows
     return unpack(batch, cutting, buffer, result)
 
 
-def unpack(batch: Batch, cutting: Cutting, buffer: np.ndarray, result: host.PlanResult) -> Planned:
+def unpack(batch: Batch, cutting: Cutting, buffer: np.ndarray, result: native.PlanResult) -> Planned:
     header = buffer[: plan_bytes.PLAN_HEADER.itemsize].view(plan_bytes.PLAN_HEADER)[0]
 
     def records(kind: np.dtype, offset: int, count: int) -> np.ndarray:
@@ -167,10 +168,10 @@ def unpack(batch: Batch, cutting: Cutting, buffer: np.ndarray, result: host.Plan
 
 def bounds(batch: Batch, cutting: Cutting, one_row: bool = False) -> tuple[int, int]:
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
-    status = host.load().fp_plan_bounds(
+    status = native.load().fp_plan_bounds(
         *(len(batch.q_lens), 0 if one_row else max(1, int(batch.q_lens.sum())), int(batch.kv_lens.sum())),
         *(batch.num_q_heads, batch.num_kv_heads, ctypes.byref(cutting.struct())),
         *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
     )
-    assert status == host.OK
+    assert status == native.OK
     return plan_bytes.value, partial_rows.value

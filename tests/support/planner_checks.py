@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from planner_batches import TEAMS, Batch, Cutting, Planned, indptr
 
-from flashpage import plan_bytes
+from flashpage.native import records
 
 
 def all_units(batch: Batch, tile_q: int) -> dict[str, np.ndarray]:
@@ -125,7 +125,7 @@ def _check_result(planned: Planned) -> None:
     used = planned.ctas["end"] > planned.ctas["begin"]
     size = max(1, int(header["cluster_size"]))  # whole clusters, whose last CTAs may have nothing
     assert header["num_ctas"] == -(-(np.flatnonzero(used)[-1] + 1 if used.any() else 0) // size) * size
-    size = plan_bytes.PLAN_HEADER.itemsize + len(used) * plan_bytes.CTA_START.itemsize
+    size = records.PLAN_HEADER.itemsize + len(used) * records.CTA_START.itemsize
     size += planned.items.nbytes + planned.merges.nbytes + planned.arrivals.nbytes
     assert header["used_bytes"] == size
 
@@ -159,7 +159,7 @@ def _check_firsts(planned: Planned) -> None:
     expected["kv_head"] += ctas["kv_head"]
     expected["partial_row"] += np.where(expected["partial_row"] >= 0, ctas["partial_row"], 0)
     assert (firsts == expected).all(), "a CTA's first item is not that of its list"
-    assert (planned.firsts[~works] == np.zeros(1, plan_bytes.WORK_ITEM)).all()
+    assert (planned.firsts[~works] == np.zeros(1, records.WORK_ITEM)).all()
 
 
 def _check_own_ctas(planned: Planned, pieces: dict[str, np.ndarray], unit_of: np.ndarray, count: np.ndarray) -> None:

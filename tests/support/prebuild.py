@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from case import Case
+from cases.case import Case
 from harness import Runner, contexts_of_plans
 from inputs import make_inputs
 
@@ -21,9 +21,10 @@ class _Planned(Exception):
 @contextlib.contextmanager
 def _recording(specs: dict[Any, None]) -> Iterator[None]:
     """Plans ask for kernels as always; instead of a kernel they leave its spec here."""
-    from flashpage import backends, jit
+    from flashpage import jit
+    from flashpage.kernels import choose
 
-    last_asked = {"merge", *(row.kernel for row in backends.CAPABILITIES if row.merges_in_launch)}
+    last_asked = {"merge", *(row.kernel for row in choose.CAPABILITIES if row.merges_in_launch)}
 
     def record(spec: Any, device: Any = None) -> Any:
         specs[spec] = None

@@ -1,10 +1,10 @@
-"""Small batches for prefill_sm90 on the host (tests/test_prefill_kernel.py): one for each way through it."""
+"""Small batches for prefill_sm90 on the host (tests/kernels/test_prefill_kernel.py): one for each way through it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from case import prefill
+from cases.case import prefill
 
 BF16: dict[str, Any] = {"q_dtype": "bfloat16", "num_q_heads": 8, "head_dim": 128, "causal": True}
 MASK: dict[str, Any] = {**BF16, "causal": False, "mask": "packed", "mask_kind": "blocks"}

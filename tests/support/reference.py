@@ -1,7 +1,7 @@
 """The one reference of the test table: attention and state merging in fp64, in plain torch on the CPU.
 
 It shares no code with the package and knows nothing of pages, tiles or plans: dense rows of one request in, the exact
-result out, together with the two sums from which tests/tolerance.py derives how far a kernel may be off.
+result out, together with the two sums from which tests/support/tolerance.py derives how far a kernel may be off.
 """
 
 from __future__ import annotations

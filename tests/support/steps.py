@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from case import Case, decode, prefill
+from cases.case import Case, decode, prefill
 from comparison import Outputs, compare
 from inputs import Inputs, make_inputs, reference_states
 

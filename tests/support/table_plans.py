@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from planner_batches import Batch, Cutting, arrays_of, call, problem_of
 
-from flashpage import host, plan_bytes
+from flashpage import native
+from flashpage.native import records
 
 
 @dataclasses.dataclass
@@ -35,7 +36,7 @@ class TableBatch:
         arrays = arrays_of(mine, np.int64, use_kv_lens=True)
         arrays["kv_indptr"] = np.arange(count + 1, dtype=np.int64) * self.stride
         status, buffer, result = call(problem_of(mine, arrays), cutting, 1 << 26)
-        assert status == host.OK, host.last_error()
+        assert status == native.OK, native.last_error()
         return buffer[: result.used_bytes].tobytes()
 
     def tables(self, device: str, dtype: torch.dtype = torch.int32, requests: int | None = None) -> Tables:
@@ -52,7 +53,7 @@ class Tables:
         self.seq_lens = torch.from_numpy(batch.kv_lens).to(device, dtype)
         self.q_indptr = ends if of.has_rows else None
         self.requests = None if requests is None else torch.tensor([requests], dtype=torch.int32, device=device)
-        self.struct = host.Tables(
+        self.struct = native.Tables(
             q_indptr=address(self.q_indptr),
             seq_lens=address(self.seq_lens),
             num_requests=address(self.requests),
@@ -74,7 +75,7 @@ class Tables:
         """Bytes and partial rows."""
         found = ctypes.c_int64(), ctypes.c_int64()
         arguments = (self.struct, cutting.struct(), *found)
-        host.check(host.load().fp_tables_bounds(*map(ctypes.byref, arguments)))
+        native.check(native.load().fp_tables_bounds(*map(ctypes.byref, arguments)))
         return found[0].value, found[1].value
 
     def plan(self, cutting: Cutting, kernel: Any = None, library: Any = None) -> bytes:
@@ -83,15 +84,15 @@ class Tables:
         memory = torch.full((size + 256,), 0xA5, dtype=torch.uint8, device=self.device)
         start = -memory.data_ptr() % 16
         stream = torch.cuda.current_stream().cuda_stream if memory.is_cuda else None
-        host.check(
-            (library or host.load()).fp_tables_plan(
+        native.check(
+            (library or native.load()).fp_tables_plan(
                 *(kernel, ctypes.byref(self.struct), ctypes.byref(cutting.struct()), memory.data_ptr() + start, size),
                 *(stream, 0),
             )
         )
         found = memory.cpu().numpy()
         assert (found[:start] == 0xA5).all() and (found[start + size :] == 0xA5).all(), "wrote beside its memory"
-        header = found[start : start + plan_bytes.PLAN_HEADER.itemsize].view(plan_bytes.PLAN_HEADER)[0]
+        header = found[start : start + records.PLAN_HEADER.itemsize].view(records.PLAN_HEADER)[0]
         assert header["num_partial_rows"] <= limit_rows
         return found[start : start + int(header["used_bytes"])].tobytes()
 

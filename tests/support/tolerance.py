@@ -27,7 +27,7 @@ import dataclasses
 import math
 
 import torch
-from case import Case
+from cases.case import Case
 from reference import LOG2_E, State
 
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -47,7 +47,7 @@ class Limits:
 
 
 def has_fp8_products(case: Case) -> bool:
-    """Whether prefill_sm90 computes it so (flashpage/backends.py): boxes of e4m3 alone, more rows than decode has."""
+    """Whether prefill_sm90 computes it so (kernels/prefill_sm90.py): boxes of e4m3 alone, more rows than decode has."""
     is_e4m3 = case.q_dtype == case.kv_type == "float8_e4m3fn"
     is_whole = case.entry not in ("decode", "paged", "sink") or case.page_size % 8 == 0
     has_dims = all(dim % 32 == 0 and dim <= 256 for dim in (case.head_dim, case.value_dim))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from flashpage.host import VariantArgs
 from flashpage.jit import host_target
 from flashpage.jit.compilers import find_cxx
-from flashpage.spec import VariantSpec
+from flashpage.kernels.spec import VariantSpec
+from flashpage.native import VariantArgs
 from flashpage.variants import TracedVariant, render
 
 GROUP = 16  # neighbouring points share b, h and q_idx: one vector of lanes, or two

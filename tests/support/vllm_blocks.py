@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from caches import poison
-from case import Case
+from cases.case import Case
 from comparison import Outputs, compare
 from reference import Options, State, attention
 

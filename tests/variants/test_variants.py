@@ -24,7 +24,7 @@ from variant_examples import (
 )
 
 from flashpage.errors import VariantError
-from flashpage.spec import KernelSpec, VariantSpec
+from flashpage.kernels.spec import KernelSpec, VariantSpec
 from flashpage.variants import TracedVariant, Variant, alibi_slopes, builtin, compose, render
 
 

@@ -11,7 +11,7 @@ from variant_examples import DOCUMENTED, OPERATIONS, SLOPES
 
 from flashpage.jit import Target
 from flashpage.jit.compilers import Compiler, find_cxx, find_nvcc, find_nvrtc
-from flashpage.spec import VariantSpec
+from flashpage.kernels.spec import VariantSpec
 from flashpage.variants import Variant, builtin, compose, render
 
 _KERNEL = """
@@ -41,7 +41,7 @@ def compile_for_card(
 ) -> subprocess.CompletedProcess[str]:
     source = folder / "variants.cu"
     kernels = [_KERNEL.format(number=number, source=render(spec)) for number, spec in enumerate(specs)]
-    source.write_text('#include "flashpage/variant.h"\n' + "".join(kernels))
+    source.write_text('#include "flashpage/params/variant.h"\n' + "".join(kernels))
     command = compiler(name).command(source, folder / "variants.cubin", Target.parse(arch))
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -71,7 +71,7 @@ def test_error_names_the_users_expression_on_the_card(name: str, tmp_path: Path)
 
 def test_error_names_the_users_expression_on_the_cpu(tmp_path: Path) -> None:
     source = tmp_path / "variant.cpp"
-    source.write_text('#include "flashpage/variant.h"\n' + render(WRONG.spec))
+    source.write_text('#include "flashpage/params/variant.h"\n' + render(WRONG.spec))
     cxx = find_cxx()
     assert cxx is not None
     command = cxx.command(source, tmp_path / "variant.so", Target.parse("avx2"))

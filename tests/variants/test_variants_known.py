@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashpage.spec import inner_loop, logit_loads_by_token
-from flashpage.tiles import InnerLoop
-from flashpage.variant_source import soft_cap
+from flashpage.kernels.spec import inner_loop, logit_loads_by_token
+from flashpage.kernels.tile import InnerLoop
 from flashpage.variants import Variant
+from flashpage.variants.source import soft_cap
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import sys
 import types
 from typing import Any
 
-from .errors import FlashpageError
+from ...base.errors import FlashpageError
 
 SUBMODULES = (*("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "sparse", "utils"),)
 FLASHINFER_VERSION = "0.7.2"  # whose names and signatures are served

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import RunError
-from ..prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from ...base.errors import RunError
+from ...wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from . import plans
 from .call import Layer
 from .ragged import joined_to_host, packed, padded_to

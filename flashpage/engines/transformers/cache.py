@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..errors import RunError
-from ..page import append_paged_kv_cache
+from ...base.errors import RunError
+from ...wrappers.append import append_paged_kv_cache
 from .call import Layer
 from .history import History
 from .masks import bits

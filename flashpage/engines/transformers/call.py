@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import RunError
+from ...base.errors import RunError
 
 
 class Call(NamedTuple):

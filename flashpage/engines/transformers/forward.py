@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..errors import RunError
+from ...base.errors import RunError
 from . import batching, ragged
 from .cache import layer_of
 from .call import judge

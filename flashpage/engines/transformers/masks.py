@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from ..errors import RunError
+from ...base.errors import RunError
 
 
 def padding_mask(

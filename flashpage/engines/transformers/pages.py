@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import RunError
+from ...base.errors import RunError
 
 
 class PageTable:

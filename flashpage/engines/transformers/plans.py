@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..planner import current_stream
+from ...plan.session import current_stream
 
 _MOST_WRAPPERS = 16  # kinds of layers that a thread keeps
 _WORKSPACE_BYTES = {"cuda": 128 << 20, "cpu": 16 << 20}

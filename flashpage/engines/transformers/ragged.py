@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+from ...wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 from . import plans
 from .call import Layer
 from .masks import Rows, all_rows, bits, token_rows

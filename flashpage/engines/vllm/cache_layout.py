@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from . import arguments, ops
-from .errors import RunError
+from ...base import checks
+from ...base.errors import RunError
+from ...wrappers import operators
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -28,7 +29,7 @@ class BlockSizes(NamedTuple):
 def block_sizes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> BlockSizes:
     """Judges both caches' shapes."""
     for name, tensor, dims in (("key_cache", key_cache, 5), ("value_cache", value_cache, 4)):
-        if arguments.tensor(tensor, name, RunError).dim() != dims:
+        if checks.tensor(tensor, name, RunError).dim() != dims:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass {dims} dimensions, the blocks first.")
     blocks, heads, pieces, block_size, x = key_cache.shape
     if x * key_cache.element_size() != 16:
@@ -47,7 +48,7 @@ def block_sizes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> BlockSize
 def row_sizes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> BlockSizes:
     """Judges caches of rows, [num_blocks, block_size, num_kv_heads, head_size]."""
     for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if arguments.tensor(tensor, name, RunError).dim() != 4:
+        if checks.tensor(tensor, name, RunError).dim() != 4:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [num_blocks, block_size, heads, head_size].")
     blocks, block_size, heads, head_size = key_cache.shape
     return BlockSizes(blocks, heads, head_size, block_size)
@@ -75,10 +76,10 @@ def element_type(cache: torch.Tensor, kv_cache_dtype: str) -> torch.dtype:
 def check_rows(rows: torch.Tensor, cache: torch.Tensor, kv_cache_dtype: str, name: str) -> torch.dtype:
     """Judges keys or values, [tokens, num_kv_heads, head_size]; the type that the cache holds them in."""
     dtype = element_type(cache, kv_cache_dtype)
-    if arguments.tensor(rows, name, RunError).dim() != 3:
+    if checks.tensor(rows, name, RunError).dim() != 3:
         raise RunError(f"{name} has shape {tuple(rows.shape)}: pass [tokens, num_kv_heads, head_size].")
-    arguments.dense_last(rows, name, RunError)
-    arguments.same_device(rows, cache.device, name, RunError)
+    checks.dense_last(rows, name, RunError)
+    checks.same_device(rows, cache.device, name, RunError)
     if kv_cache_dtype == "auto" and rows.dtype != dtype:
         raise RunError(f"{name} has dtype {rows.dtype} but the cache {dtype}: convert it, or name kv_cache_dtype.")
     return dtype
@@ -150,15 +151,15 @@ def write_rows(
     pages = torch.arange(blocks, dtype=whole, device=device)
     cache = [as_bytes(key_cache), as_bytes(value_cache)]
     new = [as_bytes(t[: len(slots)]) for t in rows]
-    ops.call("append_paged_kv_cache", *new, request, slots.to(whole), pages, ends, cache, "NHD")
+    operators.call("append_paged_kv_cache", *new, request, slots.to(whole), pages, ends, cache, "NHD")
 
 
 def checked_slots(
     slot_mapping: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], sizes: BlockSizes, value_size: int
 ) -> torch.Tensor:
     """[tokens]; there may be more keys and values than that (padding)."""
-    arguments.tensor(slot_mapping, "slot_mapping", RunError)
-    arguments.same_device(slot_mapping, rows[0].device, "slot_mapping", RunError)
+    checks.tensor(slot_mapping, "slot_mapping", RunError)
+    checks.same_device(slot_mapping, rows[0].device, "slot_mapping", RunError)
     heads, size = sizes.num_kv_heads, sizes.head_size
     if rows[0].shape[1:] != (heads, size) or rows[1].shape != (len(rows[0]), heads, value_size):
         raise RunError(

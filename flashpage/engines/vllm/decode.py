@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import arguments, host, jit, vllm_cache
-from .backends import device_sm
-from .dtypes import DType
-from .errors import RunError
-from .jit.targets import shared_bytes_per_cta
-from .planner import current_stream
-from .spec import KernelSpec
-from .tiles import block_decode_tile
-from .vllm_attention import PARTITION_TOKENS, Sequences, check_shapes, check_slopes
+from ... import jit, native
+from ...base import checks
+from ...base.dtypes import DType
+from ...base.errors import RunError
+from ...jit.targets import shared_bytes_per_cta
+from ...kernels.choose import device_sm
+from ...kernels.spec import KernelSpec
+from ...kernels.tile import block_decode_tile
+from ...plan.session import current_stream
+from . import cache_layout
+from .gathered_decode import PARTITION_TOKENS, Sequences, check_shapes, check_slopes
 
-_LEAST_TOKENS = 128  # of a CTA's share: include/flashpage/tile/block_steps.h
+_LEAST_TOKENS = 128  # of a CTA's share: include/flashpage/kernels/blocks/steps.h
 _MOST_BOUND = 256  # forms of tensors whose structs are kept
 _MOST_HEAD_SIZE = 256
 
@@ -40,12 +42,12 @@ class Partials(NamedTuple):
 def serves(given: Sequences, out: torch.Tensor) -> bool:
     """Whether the kernels here take such tensors; what they do not take is gathered."""
     query, cache = given.query, given.key_cache
-    stored = vllm_cache.FP8.get(given.kv_cache_dtype, cache.dtype)
+    stored = cache_layout.FP8.get(given.kv_cache_dtype, cache.dtype)
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
         and out.dtype == query.dtype
-        and stored in (query.dtype, *vllm_cache.FP8.values())
+        and stored in (query.dtype, *cache_layout.FP8.values())
         and query.shape[-1] <= _MOST_HEAD_SIZE
         and given.block_size >= 8
         and given.block_size & (given.block_size - 1) == 0
@@ -78,7 +80,7 @@ class _Attention:
         _check_places(query, out, cache, values)
         self.device, (self.num_heads, head_size) = query.device, query.shape[1:]
         q_dtype = DType.of(query.dtype)
-        kv_dtype = DType.of(vllm_cache.element_type(cache, given.kv_cache_dtype))
+        kv_dtype = DType.of(cache_layout.element_type(cache, given.kv_cache_dtype))
         self.has_scales = given.kv_cache_dtype != "auto"
         group = self.num_heads // given.num_kv_heads
         tile = block_decode_tile(head_size, kv_dtype, group, shared_bytes_per_cta(query.device.index))
@@ -95,7 +97,7 @@ class _Attention:
         self._merge_rows = min(tile.tile_q, group)  # of a CTA's last unit
         self._pdl = int(device_sm(query.device) >= 90)
         size = cache.element_size()
-        self.params = host.BlockAttentionParams(
+        self.params = native.BlockAttentionParams(
             q_row_stride=query.stride(0),
             q_head_stride=query.stride(1),
             out_row_stride=out.stride(0),
@@ -136,11 +138,11 @@ class _Attention:
             params.tmp_out = partials.tmp_out.data_ptr()
             params.exp_sums, params.max_logits = partials.exp_sums.data_ptr(), partials.max_logits.data_ptr()
             merges = num_seqs * self.num_heads if max_tokens > PARTITION_TOKENS else 0
-        launch, stream = host.load().fp_launch, current_stream(self.device.index)
-        host.check(launch(self._decode.handle, self._address, ctas, stream, self._pdl))
-        host.check(launch(self._merge.handle, self._address, merges, stream, self._pdl))
+        launch, stream = native.load().fp_launch, current_stream(self.device.index)
+        native.check(launch(self._decode.handle, self._address, ctas, stream, self._pdl))
+        native.check(launch(self._merge.handle, self._address, merges, stream, self._pdl))
 
-    def _point(self, given: Sequences, out: torch.Tensor) -> host.BlockAttentionParams:
+    def _point(self, given: Sequences, out: torch.Tensor) -> native.BlockAttentionParams:
         """The parameters, with what differs from call to call."""
         params, tables, slopes = self.params, given.block_tables, given.alibi_slopes
         params.q, params.out = given.query.data_ptr(), out.data_ptr()
@@ -176,7 +178,7 @@ class _Attention:
             check_shapes(given, out)
         if slopes is not None:
             check_slopes(slopes, self.num_heads)
-            arguments.same_device(slopes, self.device, "alibi_slopes", RunError)
+            checks.same_device(slopes, self.device, "alibi_slopes", RunError)
 
 
 def scale_on(device: torch.device, scale: torch.Tensor) -> torch.Tensor:
@@ -205,15 +207,15 @@ def _partitions(partials: Partials, out: torch.Tensor) -> int:
     return count
 
 
-def _pattern(given: Sequences, num_heads: int) -> host.BlockPattern:
+def _pattern(given: Sequences, num_heads: int) -> native.BlockPattern:
     sparse = given.sparse
     if not sparse.is_sparse:
-        return host.BlockPattern()
+        return native.BlockPattern()
     step = sparse.head_sliding_step
     heads = num_heads if step >= 0 else given.num_kv_heads
-    return host.BlockPattern(
-        block_size=host.make_fast_div(sparse.block_size),
-        stride=host.make_fast_div(sparse.vert_stride),
+    return native.BlockPattern(
+        block_size=native.make_fast_div(sparse.block_size),
+        stride=native.make_fast_div(sparse.vert_stride),
         local_blocks=sparse.local_blocks,
         first=sparse.tp_rank * heads * abs(step) + 1,
         head_step=max(step, 0),

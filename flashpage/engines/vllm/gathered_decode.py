@@ -1,7 +1,7 @@
 """What vLLM's paged_attention_v1 and _v2 compute: one row a sequence, over a cache of blocks, in partitions of tokens.
 
 The blocks in use are gathered into rows, over which the decode wrapper runs; a partition is a request of its own. On a
-card flashpage/vllm_card.py does without, but for head sizes that its kernels do not take.
+card flashpage/engines/vllm/decode.py does without, but for head sizes that its kernels do not take.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import arguments, vllm_cache
-from .decode import BatchDecodeWithPagedKVCacheWrapper
-from .errors import RunError
-from .planner import current_stream
-from .variants import Variant
+from ...base import checks
+from ...base.errors import RunError
+from ...plan.session import current_stream
+from ...variants.variant import Variant
+from ...wrappers.paged_decode import BatchDecodeWithPagedKVCacheWrapper
+from . import cache_layout
 
 PARTITION_TOKENS = 512  # of paged_attention_v2
 
@@ -189,7 +190,7 @@ def checked(given: Sequences, out: torch.Tensor) -> Sequences:
 
 def check_shapes(given: Sequences, out: torch.Tensor) -> None:
     """Judges shapes and devices."""
-    sizes = vllm_cache.block_sizes(given.key_cache, given.value_cache)
+    sizes = cache_layout.block_sizes(given.key_cache, given.value_cache)
     query, tables, lens = given.query, given.block_tables, given.seq_lens
     if query.dim() != 3 or query.shape[2] != sizes.head_size or query.shape[1] % max(1, given.num_kv_heads):
         raise RunError(
@@ -210,7 +211,7 @@ def check_shapes(given: Sequences, out: torch.Tensor) -> None:
             f"for each of {len(query)} sequences."
         )
     for name, tensor in (("key_cache", given.key_cache), ("block_tables", tables), ("seq_lens", lens), ("out", out)):
-        arguments.same_device(tensor, query.device, name, RunError)
+        checks.same_device(tensor, query.device, name, RunError)
 
 
 def _gathered(given: Sequences) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -221,7 +222,7 @@ def _gathered(given: Sequences) -> tuple[torch.Tensor, tuple[torch.Tensor, torch
     blocks, numbers = tables[is_used.to(tables.device)].long().unique(return_inverse=True)
     if blocks.is_cpu and blocks.numel() and not 0 <= int(blocks[0]) <= int(blocks[-1]) < len(given.key_cache):
         raise RunError(f"block_tables names blocks {int(blocks[0])} to {int(blocks[-1])} of {len(given.key_cache)}.")
-    dtype = vllm_cache.element_type(given.key_cache, given.kv_cache_dtype)
-    keys, values = vllm_cache.by_token(*(vllm_cache.as_bytes(t) for t in (given.key_cache, given.value_cache)))
+    dtype = cache_layout.element_type(given.key_cache, given.kv_cache_dtype)
+    keys, values = cache_layout.by_token(*(cache_layout.as_bytes(t) for t in (given.key_cache, given.value_cache)))
     cache = (keys[blocks].flatten(3), values[blocks].contiguous())
     return numbers.to(torch.int32), (cache[0].view(dtype), cache[1].view(dtype))

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from . import ops, vllm_cache, vllm_card, vllm_write
-from .arguments import same_device
-from .errors import RunError
-from .vllm_attention import PARTITION_TOKENS, Partitions, Sequences, checked, runner
+from ...base.checks import same_device
+from ...base.errors import RunError
+from ...wrappers import operators
+from . import cache_layout, decode, write
+from .gathered_decode import PARTITION_TOKENS, Partitions, Sequences, checked, runner
 
 __all__ = ["paged_attention_v1", "paged_attention_v2", "reshape_and_cache", "reshape_and_cache_flash", "split_kv_cache"]
 
@@ -162,8 +163,8 @@ def split_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int, head_size: int) ->
 
 def _paged_attention_v1(out: torch.Tensor, *values: Any) -> None:
     given = Sequences.of(values)
-    if vllm_card.serves(given, out):
-        vllm_card.attention(given, out, None)
+    if decode.serves(given, out):
+        decode.attention(given, out, None)
         return
     given = checked(given, out)
     runner(out.device).run(given, Partitions.of(given.seq_lens, 0), out, None)
@@ -173,7 +174,7 @@ def _paged_attention_v2(
     out: torch.Tensor, exp_sums: torch.Tensor, max_logits: torch.Tensor, tmp_out: torch.Tensor, *values: Any
 ) -> None:
     given = Sequences.of(values)
-    on_card = vllm_card.serves(given, out)
+    on_card = decode.serves(given, out)
     if not on_card:
         given = checked(given, out)
     num_seqs, num_heads = given.query.shape[:2]
@@ -187,7 +188,7 @@ def _paged_attention_v2(
         if tensor.shape[:2] != shape or tensor.dim() != 3 + (name == "tmp_out") or tensor.shape[2] < most:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [{num_seqs}, {num_heads}, {most} or more].")
     if on_card:
-        vllm_card.attention(given, out, vllm_card.Partials(exp_sums, max_logits, tmp_out))
+        decode.attention(given, out, decode.Partials(exp_sums, max_logits, tmp_out))
         return
     partitions = Partitions.of(given.seq_lens, PARTITION_TOKENS)
     lse = out.new_empty((len(partitions.sequence), num_heads), dtype=torch.float32)
@@ -200,7 +201,9 @@ def _paged_attention_v2(
     states[where[0], where[1]] = lse
     merged = torch.empty_like(out, memory_format=torch.contiguous_format)
     if tmp_out.shape[2]:
-        ops.call("merge_states_into", tmp_out.transpose(1, 2), states, merged, lse.new_empty((num_seqs, num_heads)))
+        operators.call(
+            "merge_states_into", tmp_out.transpose(1, 2), states, merged, lse.new_empty((num_seqs, num_heads))
+        )
     else:
         merged.zero_()
     out.copy_(merged)
@@ -210,7 +213,7 @@ def _write(layout: str, on_cpu: Callable[..., None]) -> Callable[..., None]:
     """reshape_and_cache or reshape_and_cache_flash."""
 
     def implementation(key: torch.Tensor, *rest: Any) -> None:
-        vllm_write.write(layout, key, *rest) if key.is_cuda else on_cpu(key, *rest)
+        write.write(layout, key, *rest) if key.is_cuda else on_cpu(key, *rest)
 
     return implementation
 
@@ -225,8 +228,8 @@ _IMPLEMENTATIONS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, " + _COMMON,
         _paged_attention_v2,
     ),
-    "reshape_and_cache": (_WRITE, _write("blocks", vllm_cache.write_blocks)),
-    "reshape_and_cache_flash": (_WRITE, _write("rows", vllm_cache.write_rows)),
+    "reshape_and_cache": (_WRITE, _write("blocks", cache_layout.write_blocks)),
+    "reshape_and_cache_flash": (_WRITE, _write("rows", cache_layout.write_rows)),
 }
 
 

@@ -6,15 +6,16 @@ import ctypes
 
 import torch
 
-from . import host, jit, vllm_cache
-from .backends import device_sm
-from .dtypes import DType
-from .errors import RunError
-from .planner import current_stream
-from .spec import KernelSpec
-from .vllm_card import scale_on
+from ... import jit, native
+from ...base.dtypes import DType
+from ...base.errors import RunError
+from ...kernels.choose import device_sm
+from ...kernels.spec import KernelSpec
+from ...plan.session import current_stream
+from . import cache_layout
+from .decode import scale_on
 
-_TOKENS_A_CTA = 16  # of one head: include/flashpage/kernels/block_write.h
+_TOKENS_A_CTA = 16  # of one head: include/flashpage/kernels/blocks/write.h
 _MOST_CTAS = 1 << 16
 _COPIED = {1: DType.FLOAT8_E4M3, 2: DType.FLOAT16, 4: DType.FLOAT32}  # one kernel an element size where bytes stay
 
@@ -30,13 +31,13 @@ def write(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
 ) -> None:
-    """New tokens to their slots of caches of "blocks" or of "rows" (flashpage/vllm_cache.py)."""
+    """New tokens to their slots of caches of "blocks" or of "rows" (flashpage/engines/vllm/cache_layout.py)."""
     is_blocks = layout == "blocks"
-    sizes = (vllm_cache.block_sizes if is_blocks else vllm_cache.row_sizes)(key_cache, value_cache)
-    dtype = vllm_cache.check_rows(key, key_cache, kv_cache_dtype, "key")
-    vllm_cache.check_rows(value, value_cache, kv_cache_dtype, "value")
+    sizes = (cache_layout.block_sizes if is_blocks else cache_layout.row_sizes)(key_cache, value_cache)
+    dtype = cache_layout.check_rows(key, key_cache, kv_cache_dtype, "key")
+    cache_layout.check_rows(value, value_cache, kv_cache_dtype, "value")
     value_size = sizes.head_size if is_blocks else value_cache.shape[3]
-    slots = vllm_cache.checked_slots(slot_mapping, (key, value), sizes, value_size).contiguous()
+    slots = cache_layout.checked_slots(slot_mapping, (key, value), sizes, value_size).contiguous()
     if is_blocks:
         _check_places(key_cache, value_cache, sizes.block_size)
     else:
@@ -49,7 +50,7 @@ def write(
     copied = kv_cache_dtype == "auto"
     source, stored = (_COPIED[dtype.itemsize],) * 2 if copied else (DType.of(key.dtype), DType.of(dtype))
     scales = [] if copied else [scale_on(device, scale) for scale in (k_scale, v_scale)]
-    params = host.BlockWriteParams(
+    params = native.BlockWriteParams(
         key=key.data_ptr(),
         value=value.data_ptr(),
         key_row_stride=key.stride(0),
@@ -72,13 +73,13 @@ def write(
         num_kv_heads=sizes.num_kv_heads,
         key_dim=sizes.head_size,
         value_dim=value_size,
-        block_size=host.make_fast_div(sizes.block_size),
+        block_size=native.make_fast_div(sizes.block_size),
     )
     kernel = jit.get_kernel(KernelSpec("block_write", q_dtype=source, kv_dtype=stored, loader=layout), device)
     grid = min(-(-len(slots) // _TOKENS_A_CTA) * sizes.num_kv_heads, _MOST_CTAS)
     stream = current_stream(device.index)
     pdl = int(device_sm(device) >= 90)
-    host.check(host.load().fp_launch(kernel.handle, ctypes.addressof(params), grid, stream, pdl))
+    native.check(native.load().fp_launch(kernel.handle, ctypes.addressof(params), grid, stream, pdl))
 
 
 def _check_places(key_cache: torch.Tensor, value_cache: torch.Tensor, block_size: int) -> None:

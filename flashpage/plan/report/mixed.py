@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from . import host
+from ... import native
 from .plan import Plan
-from .plan_units import Traffic
+from .units import Traffic
 
 
 class PartedPlan(Plan):
@@ -20,7 +20,7 @@ class PartedPlan(Plan):
     """
 
     def __init__(
-        self, parts: tuple[Plan, Plan], result: host.PlanResult, partial_row: int, notes: Sequence[str]
+        self, parts: tuple[Plan, Plan], result: native.PlanResult, partial_row: int, notes: Sequence[str]
     ) -> None:
         first, second = self.parts = parts
         self.options, self.schedule, self.spec = first.options, first.schedule, first.spec

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from . import backends, host
-from .contexts import ContextLengths
-from .dtypes import DType
-from .plan_picture import Segment, svg, terminal
-from .plan_units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
-from .problem import Options, Problem
-from .spec import KernelSpec, VariantSpec
-from .tiles import WALK_RUNS, WALK_TEAMS, Cost, Tile
+from ... import native
+from ...base.dtypes import DType
+from ...kernels import choose
+from ...kernels.context_classes import ContextLengths
+from ...kernels.options import Options, Problem
+from ...kernels.spec import KernelSpec, VariantSpec
+from ...kernels.tile import WALK_RUNS, WALK_TEAMS, Cost, Tile
+from .picture import Segment, svg, terminal
+from .units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
 
 # Measured: bytes a second read from memory (bulk copies), bf16 operations a second (cuBLAS, 8192^3).
 CEILINGS = {"H200": (4.69e12, 788e12)}
@@ -29,8 +30,8 @@ class Plan:
     def __init__(
         self,
         problem: Problem,
-        schedule: host.Schedule,
-        result: host.PlanResult,
+        schedule: native.Schedule,
+        result: native.PlanResult,
         data: bytes,
         *,
         spec: KernelSpec | None = None,
@@ -214,11 +215,11 @@ def plan_lengths(
     fixed_piece_tokens: int = 0,
     tile: Tile | None = None,
     cost: Cost | None = None,
-    clusters: backends.Clusters = backends.NO_CLUSTERS,
+    clusters: choose.Clusters = choose.NO_CLUSTERS,
 ) -> Plan:
     """Plans lengths on the host alone: no wrapper, no device, no kernel.
 
-    `q_lens` None: one row a request (decode). `tile` and `cost` are the backend's of flashpage/tiles.py unless given.
+    `q_lens` None: one row a request (decode). `tile` and `cost`: the backend's unless given (kernels/tile.py).
     `page_size` 0: ragged. `num_ctas`: of usual tiles; there are twice as many of those for few rows. `clusters`: those
     that a card runs at once; without, units have no CTAs of their own. PlanError where the lengths do not fit together.
     The plan is one, also where a card would take a mixed batch in two parts (parts.py).
@@ -234,8 +235,8 @@ def plan_lengths(
         uniform_q_len=1 if q_lens is None else 0,
     )
     contexts = ContextLengths(options).of(len(rows), sum(rows), sum(kv_lens))
-    problem = Problem(options, backends.packed_rows(options, len(rows), sum(rows)), contexts=contexts)
-    capability = backends.offline(problem, backend)
+    problem = Problem(options, choose.packed_rows(options, len(rows), sum(rows)), contexts=contexts)
+    capability = choose.offline(problem, backend)
     table_tile, table_cost = capability.schedule(options, problem.packed_rows, VariantSpec(), "implicit")
     loader = capability.loader(options)
     spec = KernelSpec(
@@ -245,11 +246,11 @@ def plan_lengths(
     if tile is not None:
         spec = dataclasses.replace(spec, tile=tile)
     else:
-        spec, of_contexts = backends.for_contexts(problem, capability, spec)
+        spec, of_contexts = choose.for_contexts(problem, capability, spec)
         assert spec.tile is not None
         num_ctas = num_ctas * spec.tile.ctas_per_sm // table_tile.ctas_per_sm
-    choice = backends.Choice(spec, cost or table_cost, capability, ())
-    schedule = backends.schedule(choice, options, num_ctas // spec.ctas, clusters)
+    choice = choose.Choice(spec, cost or table_cost, capability, ())
+    schedule = choose.schedule(choice, options, num_ctas // spec.ctas, clusters)
     result, data = _plan_arrays(options, schedule, rows, list(kv_lens))
     notes: tuple[str, ...] = (
         f"kernel {spec.kernel}, tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, for about "
@@ -259,26 +260,26 @@ def plan_lengths(
 
 
 def _plan_arrays(
-    options: Options, schedule: host.Schedule, q_lens: list[int], kv_lens: list[int]
-) -> tuple[host.PlanResult, bytes]:
+    options: Options, schedule: native.Schedule, q_lens: list[int], kv_lens: list[int]
+) -> tuple[native.PlanResult, bytes]:
     lens = np.asarray(kv_lens, np.int64)
     entries = -(-lens // options.page_size) if options.page_size else lens
     arrays = [_indptr(np.asarray(q_lens, np.int64)), _indptr(entries), lens]
-    pointers = [host.IndexArray(a.ctypes.data, 1, 1, len(a)) for a in arrays]
-    problem = host.ProblemStruct(
-        *(len(lens), 0, pointers[0], pointers[1], host.IndexArray(), pointers[2]),
+    pointers = [native.IndexArray(a.ctypes.data, 1, 1, len(a)) for a in arrays]
+    problem = native.ProblemStruct(
+        *(len(lens), 0, pointers[0], pointers[1], native.IndexArray(), pointers[2]),
         *(options.page_size, options.num_q_heads, options.num_kv_heads, int(options.causal), options.window_left),
     )
-    library, result = host.load(), host.PlanResult()
+    library, result = native.load(), native.PlanResult()
     addresses = ctypes.addressof(problem), ctypes.addressof(schedule)
     capacity = 1 << 16
     while True:
         buffer = np.empty(capacity, np.uint8)
         status = library.fp_plan(*addresses, buffer.ctypes.data, capacity, ctypes.addressof(result))
-        if status != host.WORKSPACE_TOO_SMALL:
+        if status != native.WORKSPACE_TOO_SMALL:
             break
         capacity = result.used_bytes
-    host.check(status)
+    native.check(status)
     return result, buffer[: result.used_bytes].tobytes()
 
 

@@ -6,8 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from . import host, plan_bytes
-from .problem import Options
+from ... import native
+from ...kernels.options import Options
+from ...native import records as plan_bytes
 
 CTA_WORK_ITEM = np.dtype(
     [("cta", np.int32), *((name, plan_bytes.WORK_ITEM[name]) for name in plan_bytes.WORK_ITEM.names or ())]
@@ -98,7 +99,7 @@ def _sum_clipped(first: np.ndarray, count: np.ndarray, low: np.ndarray, high: np
     return below * low + rising + (count - up_to_high) * high
 
 
-def item_costs(items: np.ndarray, units: Units, options: Options, schedule: host.Schedule) -> np.ndarray:
+def item_costs(items: np.ndarray, units: Units, options: Options, schedule: native.Schedule) -> np.ndarray:
     """Nanoseconds of each item by the planner's cost model."""
     per_unit = np.where(items["piece"][units.item] > 0, schedule.ns_per_piece, schedule.ns_per_unit)
     has_few_rows = items["q_len"][units.item] * options.group_size <= schedule.tile_q // 2

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .cascade_fold import PagedLevel, folded
-from .cascade_window import LevelWindows
-from .errors import CapabilityError, PlanError, RunError
-from .lengths import all_to_host, batch_of
-from .merge import merge_parts, part_of
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from .problem import check_window
+from ...base import checks
+from ...base.errors import CapabilityError, PlanError, RunError
+from ...kernels.options import check_window
+from ...plan.lengths import all_to_host, batch_of
+from ..merge import merge_parts, part_of
+from ..paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from .fold import PagedLevel, folded
+from .window import LevelWindows
 
 _ARRAYS = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
 
@@ -49,7 +49,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: Sequence[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        self._num_levels = arguments.whole("num_levels", num_levels, 1)
+        self._num_levels = checks.whole("num_levels", num_levels, 1)
         self._use_cuda_graph = bool(use_cuda_graph)
         buffers: dict[str, Any] = {
             "qo_indptr_buf": qo_indptr_buf_arr,
@@ -117,11 +117,11 @@ class MultiLevelCascadeAttentionWrapper:
             The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         self._active = []
-        page_size = arguments.whole("page_size", page_size, 1)
+        page_size = checks.whole("page_size", page_size, 1)
         given = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         for name, arrays in zip(_ARRAYS, given, strict=True):
             self._check_count(name, arrays)
-        if self._num_levels > 1 and arguments.position_encoding(pos_encoding_mode) != "NONE":
+        if self._num_levels > 1 and checks.position_encoding(pos_encoding_mode) != "NONE":
             raise CapabilityError(
                 f"pos_encoding_mode={pos_encoding_mode!r} is not supported with num_levels={self._num_levels}: a level "
                 "does not know where in a request its tokens stand; rotate q and K before, or add the bias with one "
@@ -184,7 +184,7 @@ class MultiLevelCascadeAttentionWrapper:
             raise RunError("run: MultiLevelCascadeAttentionWrapper has no plan: call plan(...) first.")
         if len(self._active) == 1:
             return self._active[0].run(q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse)
-        arguments.tensor(q, "q", RunError)
+        checks.tensor(q, "q", RunError)
         if out is None:
             out = torch.empty(q.shape, dtype=self._active[0]._out_dtype, device=q.device)
         if return_lse and lse is None:
@@ -213,7 +213,7 @@ class MultiLevelCascadeAttentionWrapper:
                 (f"paged_kv_indptr_arr[{i}]", kv_indptr, batch + 1),
                 (f"paged_kv_last_page_len[{i}]", last_page_len, batch),
             ):
-                if arguments.tensor(tensor, name, PlanError).shape != (length,):
+                if checks.tensor(tensor, name, PlanError).shape != (length,):
                     raise PlanError(
                         f"{name} has shape {tuple(tensor.shape)} but qo_indptr_arr[{i}] is that of {batch} requests: "
                         f"pass [{length}]."

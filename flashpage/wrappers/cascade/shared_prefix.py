@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from . import arguments
-from .decode import BatchDecodeWithPagedKVCacheWrapper
-from .dtypes import DType
-from .errors import PlanError, RunError
-from .lengths import Lengths, to_host
-from .merge import merge_parts, part_of
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
-from .prefill_ragged import BatchPrefillWithRaggedKVCacheWrapper
+from ...base import checks
+from ...base.dtypes import DType
+from ...base.errors import PlanError, RunError
+from ...plan.lengths import Lengths, to_host
+from ..merge import merge_parts, part_of
+from ..paged_decode import BatchDecodeWithPagedKVCacheWrapper
+from ..paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from ..ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 
 class _SharedPrefix:
@@ -22,7 +22,7 @@ class _SharedPrefix:
     _unique: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str) -> None:
-        self._kv_layout = arguments.layout(kv_layout)
+        self._kv_layout = checks.layout(kv_layout)
         self._shared = BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._arguments: tuple[Any, ...] = ()  # of the last begin_forward, lengths on the host
         self._dtypes: tuple[Any, Any] = (None, None)  # of q and the caches, as planned
@@ -42,7 +42,7 @@ class _SharedPrefix:
         """`dtypes`: to be planned for where no tensors were seen yet."""
         for name, tensor in zip(self._unique._length_names[:3], lengths, strict=False):
             if name != "qo_indptr" or isinstance(self._unique, BatchPrefillWithPagedKVCacheWrapper):
-                arguments.tensor(tensor, name, PlanError)
+                checks.tensor(tensor, name, PlanError)
         copies = [None if t is None else t.clone() for t in to_host(lengths)]  # forward may plan again
         self._arguments = ()
         self._plan((copies, kv_indices, sizes), self._seen or dtypes)
@@ -68,7 +68,7 @@ class _SharedPrefix:
         if not self._arguments:
             raise RunError(f"forward: {type(self).__name__} has no plan: call begin_forward(...) first.")
         for name, tensor in (("q", q), ("k_shared", k_shared), ("v_shared", v_shared)):
-            if arguments.tensor(tensor, name, RunError).dim() != 3:
+            if checks.tensor(tensor, name, RunError).dim() != 3:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
         if (q.dtype, k_shared.dtype) != self._dtypes:
             self._seen = (q.dtype, k_shared.dtype)
@@ -208,13 +208,11 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         Returns:
             [qo_indptr[-1], num_qo_heads, head_dim].
         """
-        arguments.refuse_given(
-            use_fp16_qk_reduction=use_fp16_qk_reduction, rope_scale=rope_scale, rope_theta=rope_theta
-        )
+        checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction, rope_scale=rope_scale, rope_theta=rope_theta)
         return self._forward(q, k_shared, v_shared, unique_kv_cache, causal, sm_scale)
 
 
 def _dtypes(data_type: Any) -> tuple[Any, Any]:
     """Of q and the caches, torch's: q of fp8 caches is float16 until a tensor says otherwise."""
-    given = arguments.dtype("data_type", data_type)
+    given = checks.dtype("data_type", data_type)
     return (DType.FLOAT16 if given.is_fp8 else given).torch, given.torch

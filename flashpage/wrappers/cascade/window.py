@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from .cascade_fold import PagedLevel
-from .row_mask import ROW, RowMask
-from .variants import Variant
+from ...variants.row_mask import ROW, RowMask
+from ...variants.variant import Variant
+from .fold import PagedLevel
 
 _MASK = f"kv_idx >= first_token({ROW})"
 

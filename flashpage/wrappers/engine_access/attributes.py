@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import arguments
-from .engine_plan import PlanInfo, PlanModule
-from .errors import PlanError
+from ...base import checks
+from ...base.errors import PlanError
+from .cached_module import PlanInfo, PlanModule
 
 if TYPE_CHECKING:
-    from .capacity import Capacity
-    from .planner import Planner
+    from ...plan.capacity import Capacity
+    from ...plan.session import Planner
 
 
 class Written:
@@ -139,7 +139,7 @@ class EngineState:
     @_pin_memory_int_workspace_buffer.setter
     def _pin_memory_int_workspace_buffer(self, buffer: torch.Tensor) -> None:
         name = "_pin_memory_int_workspace_buffer"
-        arguments.same_device(arguments.tensor(buffer, name, PlanError), torch.device("cpu"), name, PlanError)
+        checks.same_device(checks.tensor(buffer, name, PlanError), torch.device("cpu"), name, PlanError)
         self._staging = buffer
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
@@ -187,8 +187,8 @@ class EngineState:
                 if "mask" in name or capacity is not None:
                     continue
                 raise PlanError(f"{name}=None with use_cuda_graph=True: pass the buffer that captured runs read.")
-            arguments.tensor(buffer, name, PlanError)
-            arguments.same_device(buffer, self.device, name, PlanError)
+            checks.tensor(buffer, name, PlanError)
+            checks.same_device(buffer, self.device, name, PlanError)
             if not buffer.is_contiguous():
                 raise PlanError(f"{name} has strides {tuple(buffer.stride())}: pass a contiguous tensor.")
             if "indices" in name:

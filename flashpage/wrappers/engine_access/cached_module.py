@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import arguments, env
-from .errors import PlanError
-from .lengths import Lengths, batch_of
-from .problem import Options, check_heads, check_soft_cap, check_split, check_window, out_dtype_of
+from ...base import checks, env
+from ...base.errors import PlanError
+from ...kernels.options import Options, check_heads, check_soft_cap, check_split, check_window, out_dtype_of
+from ...plan.lengths import Lengths, batch_of
 
 if TYPE_CHECKING:
-    from .planner import Planner
+    from ...plan.session import Planner
 
 # What engines write before they plan: the batch has exactly that, or at most.
 _EXACT = ("_qo_indptr_last", "_batch_size", "_num_qo_heads", "_num_kv_heads", "_q_len_per_req")
@@ -125,9 +125,9 @@ class PlanModule:
             uniform_q_len: rows of every request, where they all have as many; 0: as qo_indptr says.
         """
         wrapper, written = self._wrapper, _Written(self._wrapper)
-        arguments.refuse_given(num_colocated_ctas=num_colocated_ctas)
+        checks.refuse_given(num_colocated_ctas=num_colocated_ctas)
         is_uniform = wrapper._planner.options.uniform_q_len > 0
-        rows = arguments.whole("uniform_q_len", uniform_q_len, 0) or int(is_uniform)
+        rows = checks.whole("uniform_q_len", uniform_q_len, 0) or int(is_uniform)
         if rows:
             _check_uniform(qo_indptr, batch_size, rows)
         asked = _Asked(
@@ -172,12 +172,12 @@ class DecodePlanModule:
         wrapper, rows = self._wrapper, self._wrapper._q_len_per_req
         last_page_len = None if page_size == 1 else wrapper._paged_kv_last_page_len_buf
         written = _Written(wrapper)
-        rows = wrapper._planner.options.uniform_q_len if rows is None else arguments.whole("_q_len_per_req", rows, 1)
+        rows = wrapper._planner.options.uniform_q_len if rows is None else checks.whole("_q_len_per_req", rows, 1)
         asked = _Asked(
             *(num_qo_heads, num_kv_heads, page_size, head_dim_qk, head_dim_vo, rows > 1, window_left, rows, None),
             logits_soft_cap=check_soft_cap(logits_soft_cap),
-            q_data_type=arguments.tensor(empty_q_data, "empty_q_data", PlanError).dtype,
-            kv_data_type=arguments.tensor(empty_kv_cache, "empty_kv_cache", PlanError).dtype,
+            q_data_type=checks.tensor(empty_q_data, "empty_q_data", PlanError).dtype,
+            kv_data_type=checks.tensor(empty_kv_cache, "empty_kv_cache", PlanError).dtype,
         )
         _take_memory(wrapper, float_workspace_buffer, int_workspace_buffer, page_locked_int_workspace_buffer)
         lengths = Lengths(None, indptr, last_page_len)
@@ -241,7 +241,7 @@ _NOT_WRITTEN = ""  # a written None stands for q's type
 
 def _options(planned: Options, asked: _Asked, dtypes: tuple[Any, ...]) -> Options:
     num_q_heads, num_kv_heads = check_heads(asked.num_qo_heads, asked.num_kv_heads)
-    page_size = arguments.whole("page_size", asked.page_size, 1)
+    page_size = checks.whole("page_size", asked.page_size, 1)
     if planned.kv_source == "ragged":
         if page_size != 1:
             raise PlanError(f"page_size={page_size} but K and V are ragged: pass 1.")
@@ -249,19 +249,19 @@ def _options(planned: Options, asked: _Asked, dtypes: tuple[Any, ...]) -> Option
     pieces, has_cap = planned.fixed_piece_tokens, planned.has_soft_cap
     q, kv, out = dtypes
     q, kv = asked.q_data_type or q, asked.kv_data_type or kv
-    q_dtype = arguments.dtype("_cached_q_data_type", q) if q else planned.q_dtype
-    kv_dtype = arguments.dtype("_cached_kv_data_type", kv) if kv else planned.kv_dtype if kv is not None else q_dtype
+    q_dtype = checks.dtype("_cached_q_data_type", q) if q else planned.q_dtype
+    kv_dtype = checks.dtype("_cached_kv_data_type", kv) if kv else planned.kv_dtype if kv is not None else q_dtype
     is_kept = out == _NOT_WRITTEN and q_dtype == planned.q_dtype
     if out:
-        out_dtype = arguments.dtype("_cached_o_data_type", out)
+        out_dtype = checks.dtype("_cached_o_data_type", out)
     else:
         out_dtype = planned.out_dtype if is_kept else out_dtype_of(q_dtype)
     return dataclasses.replace(
         planned,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
-        head_dim_qk=arguments.whole("head_dim_qk", asked.head_dim_qk, 1),
-        head_dim_vo=arguments.whole("head_dim_vo", asked.head_dim_vo, 1),
+        head_dim_qk=checks.whole("head_dim_qk", asked.head_dim_qk, 1),
+        head_dim_vo=checks.whole("head_dim_vo", asked.head_dim_vo, 1),
         page_size=page_size,
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
@@ -276,7 +276,7 @@ def _options(planned: Options, asked: _Asked, dtypes: tuple[Any, ...]) -> Option
 
 def _check_uniform(qo_indptr: Any, batch: int, rows: int) -> None:
     """Where every request has as many rows, the planner does not look at the array."""
-    arguments.tensor(qo_indptr, "qo_indptr", PlanError)
+    checks.tensor(qo_indptr, "qo_indptr", PlanError)
     expected = torch.arange(batch + 1, dtype=qo_indptr.dtype, device=qo_indptr.device) * rows
     if not torch.equal(qo_indptr, expected):
         raise PlanError(f"qo_indptr is not that of {batch} requests of {rows} rows each, which uniform_q_len says.")

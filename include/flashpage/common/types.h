@@ -59,7 +59,7 @@ enum class KvSource { paged, ragged };
 // runs.
 enum class MaskSource { implicit, packed_bits, function };
 enum class PositionEncoding { none, rope };
-// Of K and V in shared memory: tile/shared_rows.h, tile/block_rows.h; K alone: tile/piece_rows.h.
+// Of K and V in shared memory: tile/layout/shared_rows.h, tile/layout/swizzled_rows.h; K alone: tile/layout/piece_rows.h.
 enum class RowsLayout { pitched, blocks, pieces };
 // Who brings K and V: the copy engine box by box, threads row by row, threads that change elements on the way, or the
 // copy engine and threads that turn V around.

@@ -1,7 +1,7 @@
 // A tile of tokens: where their rows of K and V lie, and how they are packed into the panels that products read.
 #pragma once
 #include "flashpage/cpu/product.h"
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 
 namespace flashpage::cpu {
 

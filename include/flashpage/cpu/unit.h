@@ -1,7 +1,7 @@
 // One unit of a work item: which rows of q it has, and which tokens each of them may see.
 #pragma once
 #include "flashpage/cpu/lanes.h"
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 
 namespace flashpage::cpu {
 

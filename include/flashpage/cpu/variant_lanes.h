@@ -1,8 +1,8 @@
-// The lanes that a variant computes with on the CPU: operators, promotion and functions as flashpage/variant.h asks of
+// The lanes that a variant computes with on the CPU: operators, promotion and functions as flashpage/params/variant.h asks of
 // them.
 #pragma once
 #include "flashpage/cpu/convert.h"
-#include "flashpage/variant.h"
+#include "flashpage/params/variant.h"
 
 namespace flashpage::vm {
 

@@ -1,4 +1,4 @@
-// What the kernels over vLLM's caches of blocks are launched with; flashpage/host.py mirrors it.
+// What the kernels over vLLM's caches of blocks are launched with; flashpage/native/library.py mirrors it.
 #pragma once
 #include "flashpage/common/math.h"
 

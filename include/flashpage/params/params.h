@@ -1,4 +1,4 @@
-// What a kernel is launched with. The same structs on the CPU, on the card and in Python (flashpage/host.py mirrors
+// What a kernel is launched with. The same structs on the CPU, on the card and in Python (flashpage/native/library.py mirrors
 // them and checks sizeof at load). Strides are in elements; the last dimension of every tensor is contiguous.
 #pragma once
 #include "flashpage/common/math.h"
@@ -30,7 +30,7 @@ struct AttentionParams {
   float* partial_out;      // [partial rows, head_dim_vo]
   float* partial_lse;      // [partial rows], base 2
   const u8* custom_mask;   // packed bits, little-endian; bit row * kv_len + token, each request starts on a byte
-  u8* lane_bits;           // its mixed tiles, for kernels that have its tiles (tile/lane_bits.h)
+  u8* lane_bits;           // its mixed tiles, for kernels that have its tiles (tile/mask/lane_bits.h)
   const float* sinks;      // [num_q_heads], natural-log units, joins the denominator; null: none
   const float* q_scale;    // device scalars or per-head vectors that multiply the float scales; null: 1
   const float* k_scale;
@@ -66,14 +66,14 @@ struct VariantArgs {
   double scalars[8];
 };
 
-// Which tiles of a mask hold anything (tile/mask_tiles.h): the kernel that finds out, and the ones that read it.
+// Which tiles of a mask hold anything (tile/mask/mask_tiles.h): the kernel that finds out, and the ones that read it.
 struct MaskTilesParams {
   const PlanHeader* plan;
   const u8* custom_mask;  // as AttentionParams has it; null: a variant's mask function alone
   u64* cells;
   i64 queue_begin;  // cell of the first queued unit
   i64 list_begin;   // and of the first one before they are sorted
-  i64 lanes_begin;  // and of the bits of mixed tiles (tile/lane_bits.h)
+  i64 lanes_begin;  // and of the bits of mixed tiles (tile/mask/lane_bits.h)
   FastDiv group;    // query heads a KV head
   i32 tile_q;       // packed rows of a unit
   i32 tile_kv;      // tokens of a tile

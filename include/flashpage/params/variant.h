@@ -1,5 +1,5 @@
 // Variants: the functions that a rendered logit transform or mask is made of, in namespace flashpage::vm, for scalars
-// on host and device. flashpage/variants.py renders `struct Variant`; kernels are templates over it:
+// on host and device. flashpage/variants/variant.py renders `struct Variant`; kernels are templates over it:
 //
 //   static constexpr bool has_logit, has_mask;
 //   static constexpr bool logit_loads_by_token;  // some element that it loads is another for another kv_idx
@@ -33,8 +33,8 @@
 //     as_mask(I, M) and as_mask(I, bool) -> M: what mask() returns
 //     load<T>(const VariantTensor&, index...) with at least one I among the indices -> F, I or M by Element<T>
 #pragma once
-#include "flashpage/params.h"
-#include "flashpage/variant_token.h"
+#include "flashpage/params/params.h"
+#include "flashpage/params/variant_token.h"
 #if defined(__CUDACC__)
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/multiply.h"

@@ -21,7 +21,7 @@ struct Lengths {
   IndexArray kv_lens;
   i32 page_size;  // tokens; 0: ragged
   bool has_custom_mask;
-  i32 cell_tokens;  // of a cell of mask tiles (tile/mask_tiles.h), where a mask function has them; 0: none has
+  i32 cell_tokens;  // of a cell of mask tiles (tile/mask/mask_tiles.h), where a mask function has them; 0: none has
   i32 least_rows;   // of a request that the plan serves; others keep their place and have no row tiles
   i32 most_rows;    // 0: any number
 

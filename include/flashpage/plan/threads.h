@@ -1,6 +1,6 @@
 // Work that several threads share. A phase gives each thread its turn and ends with a barrier: what is written in one
 // phase is read in later ones, by any thread, and in the same one by nobody else. Nothing else connects threads, so a
-// host may take them one by one (csrc/table_planner.cpp), in any order.
+// host may take them one by one (csrc/plan/table_planner.cpp), in any order.
 #pragma once
 #include "flashpage/plan/lengths.h"
 

@@ -15,7 +15,7 @@ namespace flashpage {
 struct alignas(16) WorkItem {
   i64 kv_offset;         // paged: index in kv_indices of the request's first page; ragged: the request's first KV row
   i64 mask_offset;       // packed custom mask: index of the request's first byte; mask function: cells of one KV head
-                         // before the request's (tile/mask_tiles.h)
+                         // before the request's (tile/mask/mask_tiles.h)
   i32 request;           // index in the batch
   i32 q_begin;           // the request's first row of q (rows)
   i32 q_len;             // rows of the request

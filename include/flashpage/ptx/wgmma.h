@@ -1,11 +1,11 @@
 // Around wgmma, the matrix product of a warpgroup, sm_90a: operand descriptors, and the order between products and
-// ordinary register accesses. The products themselves are rendered (flashpage/products.py).
+// ordinary register accesses. The products themselves are rendered (flashpage/kernels/wgmma_source.py).
 #pragma once
 #include "flashpage/common/types.h"
 
 namespace flashpage::ptx {
 
-// A matrix in shared memory in blocks of 128-byte rows with the copy engine's 128-byte swizzle (tile/block_rows.h).
+// A matrix in shared memory in blocks of 128-byte rows with the copy engine's 128-byte swizzle (tile/layout/swizzled_rows.h).
 // `next_block`: bytes from block to block, where the product's long side runs across them. In two halves, as moving a
 // matrix (its address, or a part of it) changes the low one only.
 struct Matrix {

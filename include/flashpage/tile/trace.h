@@ -1,6 +1,6 @@
 // When what happened, CTA by CTA: stamps of a kernel that was compiled with a trace. No code in any other.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 #include "flashpage/ptx/clock.h"
 
 namespace flashpage {

@@ -1,7 +1,7 @@
 // One unit of a work item: a row tile of one KV head, its token range, and the way from packed rows to q, out and
 // partials.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 
 namespace flashpage {
 

@@ -29,7 +29,7 @@ class Case:
     o_dtype: str = ""  # "": not given: q's, or bfloat16 where that is fp8
     page_size: int = 16
     kv_layout: str = "NHD"
-    cache: str = "tuple"  # tests/caches.py, FORMS
+    cache: str = "tuple"  # tests/support/caches.py, FORMS
     causal: bool = False
     window_left: int = -1
     soft_cap: float = 0.0
@@ -41,7 +41,7 @@ class Case:
     scales: str = ""  # "" | float | tensor (one value on the device) | negative (alike) | per_head | signs (alike)
     mask: str = ""  # "" | dense | packed
     mask_kind: str = "random"  # random | causal | blocks | tree | past | sparse | nothing
-    variant: str = ""  # tests/case_variants.py, VARIANTS
+    variant: str = ""  # tests/support/cases/variants.py, VARIANTS
     fixed_split_size: int = 0  # pages; 0: balanced
     disable_split_kv: bool = False
     at_run: bool = False  # causal, window, soft cap and sm_scale through forward(); plan gets other values

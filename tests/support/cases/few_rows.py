@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from case import Case, decode, prefill
+from cases.case import Case, decode, prefill
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 EDGES_32 = (31, 32, 33, 1, 0)

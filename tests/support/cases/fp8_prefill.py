@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from case import Case, prefill
+from cases.case import Case, prefill
 
 Q_LENS = (150, 3, 0, 70)  # with a group of 4, more packed rows than decode kernels take
 KV_LENS = (400, 3, 130, 199)

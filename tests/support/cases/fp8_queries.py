@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from case import MIXED_KV, MIXED_Q, Case, decode, prefill
+from cases.case import MIXED_KV, MIXED_Q, Case, decode, prefill
 
 E4M3: dict[str, Any] = {"q_dtype": "float8_e4m3fn"}
 E5M2: dict[str, Any] = {"q_dtype": "float8_e5m2"}

@@ -1,11 +1,11 @@
 """Pages of one token of which enough query rows see each for K and V to be copied to rows before a Hopper prefill
-(flashpage/gathered.py); tests/test_gathered.py holds that these batches are worth it."""
+(flashpage/plan/gather_rows.py); tests/planner/test_gathered.py holds that these batches are worth it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from case import Case, prefill
+from cases.case import Case, prefill
 
 PLAIN: dict[str, Any] = {"page_size": 1, "head_dim": 128, "num_q_heads": 16, "num_kv_heads": 1, "causal": True}
 HEADS: dict[str, Any] = {**PLAIN, "num_q_heads": 32, "num_kv_heads": 2}

@@ -1,12 +1,12 @@
 """Rows whose contexts are long enough for pairs of CTAs on Hopper, which read K and V together
-(flashpage/contexts.py): boxes of every kind shared between the two, and units whose second half has few rows or
-none."""
+(flashpage/kernels/context_classes.py): boxes of every kind shared between the two, and units whose second
+half has few rows or none."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from case import Case, prefill
+from cases.case import Case, prefill
 
 BF16: dict[str, Any] = {"q_dtype": "bfloat16", "head_dim": 128, "num_q_heads": 8, "num_kv_heads": 2, "causal": True}
 FULL: dict[str, Any] = {**BF16, "causal": False}

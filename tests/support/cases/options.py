@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from case import MIXED_KV, MIXED_Q, Case, decode, prefill
+from cases.case import MIXED_KV, MIXED_Q, Case, decode, prefill
 
 
 def mask_rows() -> list[Case]:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from case import Case
+from cases.case import Case
 
 # Options that are compiled in, and options that are given at run time. Every pair of values within the first, and every
 # value of the second with every row of the first, occurs in some row.

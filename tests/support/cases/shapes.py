@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from case import MIXED_KV, MIXED_Q, TILE_EDGES, Case, decode, prefill
+from cases.case import MIXED_KV, MIXED_Q, TILE_EDGES, Case, decode, prefill
 
 
 def length_rows() -> list[Case]:

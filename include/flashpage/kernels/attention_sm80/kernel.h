@@ -1,7 +1,7 @@
 // The general tensor-core kernel: every GPU since Ampere. Persistent CTAs run the plan's work items.
 #pragma once
-#include "flashpage/kernels/few_rows_sm80.h"
-#include "flashpage/kernels/many_rows_sm80.h"
+#include "flashpage/kernels/attention_sm80/few_rows.h"
+#include "flashpage/kernels/attention_sm80/many_rows.h"
 
 namespace flashpage {
 

@@ -1,12 +1,12 @@
 // What the CTAs of kernels/block_decode_sm80.h have left in parts: one CTA a row of a cut unit (v1), or of every
 // sequence of several partitions (v2).
 #pragma once
-#include "flashpage/block_params.h"
+#include "flashpage/params/block_params.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/math.h"
 #include "flashpage/ptx/warp_max.h"
-#include "flashpage/tile/block_steps.h"
-#include "flashpage/tile/vector4.h"
+#include "flashpage/kernels/blocks/steps.h"
+#include "flashpage/tile/layout/vector4.h"
 
 namespace flashpage {
 

@@ -1,8 +1,8 @@
 // What vLLM's operators do to scores: ALiBi, the block-sparse pattern, tokens that are not there.
 #pragma once
-#include "flashpage/block_params.h"
+#include "flashpage/params/block_params.h"
 #include "flashpage/ptx/math.h"
-#include "flashpage/tile/value_columns.h"
+#include "flashpage/tile/product/value_columns.h"
 
 namespace flashpage {
 

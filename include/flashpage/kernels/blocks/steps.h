@@ -1,7 +1,7 @@
 // Who reads what of vLLM's sequences, found on the card by every CTA for itself: all tokens of all heads in a row, cut
 // into equal shares. No plan and no copy back, so lengths may change under a captured graph.
 #pragma once
-#include "flashpage/block_params.h"
+#include "flashpage/params/block_params.h"
 
 namespace flashpage {
 

@@ -1,7 +1,7 @@
 // reshape_and_cache and reshape_and_cache_flash: new tokens to their slots of a cache, in fp8 where the cache is. All
 // that a thread reads is on its way before it stores anything.
 #pragma once
-#include "flashpage/block_params.h"
+#include "flashpage/params/block_params.h"
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/griddepcontrol.h"
 

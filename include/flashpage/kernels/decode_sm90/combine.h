@@ -1,14 +1,14 @@
 // The end of a unit in decode_sm90: the teams' states into one, and out or into the merge.
 #pragma once
-#include "flashpage/kernels/decode_sm90_shared.h"
+#include "flashpage/kernels/decode_sm90/shared.h"
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/rcp.h"
-#include "flashpage/tile/arrival_merge.h"
-#include "flashpage/tile/epilogue.h"
-#include "flashpage/tile/softmax.h"
+#include "flashpage/tile/merge/arrival_merge.h"
+#include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/trace.h"
-#include "flashpage/tile/values.h"
+#include "flashpage/tile/product/values.h"
 
 namespace flashpage {
 

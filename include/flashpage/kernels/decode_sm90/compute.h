@@ -1,16 +1,16 @@
 // The computing warps of decode_sm90.
 #pragma once
-#include "flashpage/kernels/decode_sm90_combine.h"
+#include "flashpage/kernels/decode_sm90/combine.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/named_barrier.h"
-#include "flashpage/tile/half_query.h"
-#include "flashpage/tile/mask.h"
-#include "flashpage/tile/query_fragments.h"
-#include "flashpage/tile/rotated_keys.h"
-#include "flashpage/tile/sinks.h"
-#include "flashpage/tile/softmax.h"
+#include "flashpage/tile/load/half_query.h"
+#include "flashpage/tile/mask/mask.h"
+#include "flashpage/tile/product/query_fragments.h"
+#include "flashpage/tile/rope/rotated_keys.h"
+#include "flashpage/tile/softmax/sinks.h"
+#include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/trace.h"
-#include "flashpage/tile/values.h"
+#include "flashpage/tile/product/values.h"
 
 namespace flashpage {
 

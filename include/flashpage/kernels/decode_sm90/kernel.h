@@ -6,8 +6,8 @@
 // where a unit ends the teams' states are combined through shared memory. The CTA that ends the last piece of a cut
 // unit merges its partials; or the CTAs of a cluster, where they have all its pieces, send each other what to merge.
 #pragma once
-#include "flashpage/kernels/decode_sm90_compute.h"
-#include "flashpage/kernels/decode_sm90_load.h"
+#include "flashpage/kernels/decode_sm90/compute.h"
+#include "flashpage/kernels/decode_sm90/load.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/registers.h"
@@ -22,7 +22,7 @@ struct DecodeSm90 {
   static constexpr int shared_bytes = sizeof(Shared);
   // Packed rows of a unit that a cluster merges, at most; 0: it is not launched with clusters.
   static constexpr int cluster_rows = Shared::has_mailbox ? min_of(ClusterMerge<Traits>::max_rows, Traits::tile_q) : 0;
-  static_assert(shared_bytes <= 232448, "more than a CTA has on Hopper: flashpage/tiles.py, sm90_decode_tile");
+  static_assert(shared_bytes <= 232448, "more than a CTA has on Hopper: flashpage/kernels/tile.py, sm90_decode_tile");
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
     extern __shared__ __align__(1024) u8 memory[];

@@ -1,10 +1,10 @@
 // The loading warps of decode_sm90.
 #pragma once
-#include "flashpage/kernels/decode_sm90_shared.h"
+#include "flashpage/kernels/decode_sm90/shared.h"
 #include "flashpage/ptx/atomic.h"
-#include "flashpage/tile/box_loader.h"
-#include "flashpage/tile/query.h"
-#include "flashpage/tile/row_loader.h"
+#include "flashpage/tile/load/slot_boxes.h"
+#include "flashpage/tile/load/query.h"
+#include "flashpage/tile/load/slot_rows.h"
 #include "flashpage/tile/trace.h"
 
 namespace flashpage {

@@ -1,6 +1,6 @@
 // append_paged_kv_cache: new tokens to their slots, bytes as they are. One warp a (token, head), K and V.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 #include "flashpage/ptx/griddepcontrol.h"
 
 namespace flashpage {

@@ -3,7 +3,7 @@
 // A thread has one vector of 16 bytes of each of a few neighbouring tokens, whose page numbers lie side by side; a
 // token's vectors, of all heads, are neighbouring threads'.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/ld_global.h"
 #include "flashpage/ptx/st_global.h"

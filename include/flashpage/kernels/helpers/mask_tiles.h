@@ -3,9 +3,9 @@
 #pragma once
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/ptx/griddepcontrol.h"
-#include "flashpage/tile/asked_tiles.h"
-#include "flashpage/tile/bit_tiles.h"
-#include "flashpage/tile/mask_tiles.h"
+#include "flashpage/tile/mask/function_tiles.h"
+#include "flashpage/tile/mask/bit_tiles.h"
+#include "flashpage/tile/mask/mask_tiles.h"
 
 namespace flashpage {
 

@@ -1,16 +1,16 @@
 // The partials of cut units into out, one warp a row, in the plan's fixed order: the same bits every time.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 #include "flashpage/ptx/griddepcontrol.h"
-#include "flashpage/tile/merge_weights.h"
-#include "flashpage/tile/vector4.h"
+#include "flashpage/tile/merge/merge_weights.h"
+#include "flashpage/tile/layout/vector4.h"
 
 namespace flashpage {
 
 template <class Traits>
 struct Merge {
   using Out = typename Traits::Out;
-  static constexpr int warps = 8;  // flashpage/tiles.py, MERGE_CTA_ROWS
+  static constexpr int warps = 8;  // flashpage/kernels/tile.py, MERGE_CTA_ROWS
   static constexpr int threads = 32 * warps;
   static constexpr int columns_a_step = 32 * 4;
 

@@ -1,10 +1,10 @@
 // merge_state, merge_state_in_place and merge_states: one warp a (row, head), any number of states, any number of
 // heads.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 #include "flashpage/ptx/griddepcontrol.h"
-#include "flashpage/tile/merge_weights.h"
-#include "flashpage/tile/vector4.h"
+#include "flashpage/tile/merge/merge_weights.h"
+#include "flashpage/tile/layout/vector4.h"
 
 namespace flashpage {
 

@@ -1,18 +1,18 @@
 // The computing warpgroups of prefill_sm90.
 #pragma once
-#include "flashpage/kernels/prefill_sm90_shared.h"
+#include "flashpage/kernels/prefill_sm90/shared.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/ptx/st_global.h"
 #include "flashpage/ptx/stmatrix.h"
 #include "flashpage/ptx/wgmma.h"
-#include "flashpage/tile/epilogue.h"
-#include "flashpage/tile/mask.h"
-#include "flashpage/tile/sinks.h"
-#include "flashpage/tile/softmax_by_sum.h"
+#include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/mask/mask.h"
+#include "flashpage/tile/softmax/sinks.h"
+#include "flashpage/tile/softmax/softmax_by_sum.h"
 #include "flashpage/tile/trace.h"
-#include "flashpage/tile/values.h"
+#include "flashpage/tile/product/values.h"
 
 namespace flashpage {
 

@@ -1,7 +1,7 @@
 // The computing warpgroups of prefill_sm90 where all factors are fp8: Q, K, V transposed, and the probabilities too.
 #pragma once
-#include "flashpage/kernels/prefill_sm90_compute.h"
-#include "flashpage/tile/fp8_softmax.h"
+#include "flashpage/kernels/prefill_sm90/compute.h"
+#include "flashpage/tile/softmax/fp8_softmax.h"
 
 namespace flashpage {
 

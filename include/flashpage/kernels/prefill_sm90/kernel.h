@@ -4,11 +4,11 @@
 // else. The others compute, 64 rows each, over the same tiles of K and V. Partials of cut units are merged by a launch
 // of their own.
 #pragma once
-#include "flashpage/kernels/prefill_sm90_compute.h"
-#include "flashpage/kernels/prefill_sm90_convert.h"
-#include "flashpage/kernels/prefill_sm90_fp8_compute.h"
-#include "flashpage/kernels/prefill_sm90_load.h"
-#include "flashpage/kernels/prefill_sm90_turn.h"
+#include "flashpage/kernels/prefill_sm90/compute.h"
+#include "flashpage/kernels/prefill_sm90/loaders/converted.h"
+#include "flashpage/kernels/prefill_sm90/compute_fp8.h"
+#include "flashpage/kernels/prefill_sm90/load.h"
+#include "flashpage/kernels/prefill_sm90/loaders/rotated.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/registers.h"
@@ -24,7 +24,7 @@ struct PrefillSm90 {
   using Load = typename select_type<Warps::rotates, PrefillTurn<Traits>, Plain>::type;
   static constexpr int threads = Warps::threads;
   static constexpr int shared_bytes = sizeof(Shared);
-  static_assert(shared_bytes <= Shared::most_bytes, "more than a CTA has: flashpage/tiles.py, sm90_prefill_tile");
+  static_assert(shared_bytes <= Shared::most_bytes, "more than a CTA has: flashpage/kernels/tile.py, sm90_prefill_tile");
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps,
                             const MaskTilesParams& mask_tiles) {

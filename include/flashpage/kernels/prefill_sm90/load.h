@@ -3,13 +3,13 @@
 // plan, and two that transpose V. Who loads Q may have to store the output that lies where Q will be. Where K and Q are
 // turned: kernels/prefill_sm90_turn.h; where fp8 becomes fp16: kernels/prefill_sm90_convert.h.
 #pragma once
-#include "flashpage/kernels/prefill_sm90_shared.h"
+#include "flashpage/kernels/prefill_sm90/shared.h"
 #include "flashpage/ptx/cache_policy.h"
-#include "flashpage/tile/asked_bits.h"
-#include "flashpage/tile/box_tiles.h"
-#include "flashpage/tile/converted_tiles.h"
-#include "flashpage/tile/query.h"
-#include "flashpage/tile/row_tiles.h"
+#include "flashpage/tile/mask/prefetched_bits.h"
+#include "flashpage/tile/load/box_tiles.h"
+#include "flashpage/tile/load/converted_tiles.h"
+#include "flashpage/tile/load/query.h"
+#include "flashpage/tile/load/row_tiles.h"
 
 namespace flashpage {
 

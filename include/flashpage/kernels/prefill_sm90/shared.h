@@ -1,14 +1,14 @@
 // What the warps of prefill_sm90 share: who does what, and the shared memory between them.
 #pragma once
-#include "flashpage/tile/converted_tiles.h"
-#include "flashpage/tile/row_tiles.h"
-#include "flashpage/tile/shape.h"
-#include "flashpage/tile/slot_ring.h"
-#include "flashpage/tile/transposed_values.h"
-#include "flashpage/tile/turned_rows.h"
+#include "flashpage/tile/load/converted_tiles.h"
+#include "flashpage/tile/load/row_tiles.h"
+#include "flashpage/tile/layout/shape.h"
+#include "flashpage/tile/layout/slot_ring.h"
+#include "flashpage/tile/load/transposed_values.h"
+#include "flashpage/tile/rope/rotated_rows.h"
 #include "flashpage/tile/unit.h"
-#include "flashpage/tile/unit_queue.h"
-#include "flashpage/tile/visible_tiles.h"
+#include "flashpage/tile/mask/unit_queue.h"
+#include "flashpage/tile/mask/visible_tiles.h"
 
 namespace flashpage {
 

@@ -1,9 +1,9 @@
 // Everything that follows from a kernel's Traits: element types along the way and the shapes of its shared tiles.
 #pragma once
-#include "flashpage/tile/block_rows.h"
-#include "flashpage/tile/copy.h"
-#include "flashpage/tile/piece_rows.h"
-#include "flashpage/tile/shared_rows.h"
+#include "flashpage/tile/layout/swizzled_rows.h"
+#include "flashpage/tile/load/copy.h"
+#include "flashpage/tile/layout/piece_rows.h"
+#include "flashpage/tile/layout/shared_rows.h"
 
 namespace flashpage {
 
@@ -18,7 +18,7 @@ struct Shape {
   // widened to the query's type.
   using Key = typename select_type<(rotate && !blocks), Query, Cache>::type;
   // fp8 keys meet fp16 queries: two are widened in one instruction, where bf16 takes four. Only with Q in registers,
-  // where it is scaled into fp16's range first (tile/half_query.h).
+  // where it is scaled into fp16's range first (tile/load/half_query.h).
   // Turning keys takes those registers, but for fp8 keys under bf16 queries, whose turns fp16 is exact enough for.
   static constexpr bool turn_in_half = rotate && is_fp8<Cache> && is_same<Query, Bf16> && !Traits::Variant::has_logit;
   // So do a variant's loads for more than 16 tokens, on their way at once.

@@ -1,16 +1,16 @@
 // K or V of a unit by the copy engine, tile by tile, as one warp: boxes of at most a page, one KV head and 128 bytes of
 // its rows.
 #pragma once
-#include "flashpage/memory/kv_rows.h"
+#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/ptx/cluster.h"
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/mbarrier.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/ptx/tensor_copy.h"
-#include "flashpage/tile/block_rows.h"
+#include "flashpage/tile/layout/swizzled_rows.h"
 #include "flashpage/tile/unit.h"
-#include "flashpage/tile/visible_tiles.h"
+#include "flashpage/tile/mask/visible_tiles.h"
 
 namespace flashpage {
 

@@ -3,8 +3,8 @@
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/ld_global.h"
 #include "flashpage/ptx/shared.h"
-#include "flashpage/tile/half_query.h"
-#include "flashpage/tile/query.h"
+#include "flashpage/tile/load/half_query.h"
+#include "flashpage/tile/load/query.h"
 
 namespace flashpage {
 

@@ -1,14 +1,14 @@
 // fp8 K and V of a unit, tile by tile, as four warps: rows come to shared memory as they are, become the products' type
 // in registers, and go back as the copy engine would lay them down.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/mbarrier.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/ptx/tensor_copy.h"
-#include "flashpage/tile/shape.h"
+#include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {

@@ -2,7 +2,7 @@
 #pragma once
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/shared.h"
-#include "flashpage/tile/shared_rows.h"
+#include "flashpage/tile/layout/shared_rows.h"
 
 namespace flashpage {
 

@@ -1,6 +1,6 @@
 // Where a token's K and V rows lie: paged and ragged caches behind one interface.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 
 namespace flashpage {
 

@@ -1,10 +1,10 @@
 // K or V of a unit by cp.async, tile by tile, as some warps: pages of any size, where boxes would be too small.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/unit.h"
-#include "flashpage/tile/visible_tiles.h"
+#include "flashpage/tile/mask/visible_tiles.h"
 
 namespace flashpage {
 

@@ -3,7 +3,7 @@
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/ldmatrix.h"
 #include "flashpage/ptx/stmatrix.h"
-#include "flashpage/tile/block_rows.h"
+#include "flashpage/tile/layout/swizzled_rows.h"
 
 namespace flashpage {
 
@@ -12,7 +12,7 @@ namespace flashpage {
 // Two tokens of a row tile's accumulators are side by side in a lane, eight tokens from the next two; as a factor of
 // the next product a lane has four tokens side by side. Tokens lie in the order in which one becomes the other without
 // an exchange: of sixteen, 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15. Of sixteen columns the even ones come first: a
-// transposed register holds two tokens of two neighbouring columns, and so do the sums (tile/values.h).
+// transposed register holds two tokens of two neighbouring columns, and so do the sums (tile/product/values.h).
 template <class Cache, int columns, int tokens, int warps>
 struct TransposedValues {
   using From = BlockRows<Cache, columns, tokens>;

@@ -1,8 +1,8 @@
 // What kernels/mask_tiles.h finds in a packed custom mask: a tile a lane, and a block's rows by all warps in turn. And
 // what it leaves of mixed tiles.
 #pragma once
-#include "flashpage/tile/lane_bits.h"
-#include "flashpage/tile/mask_tiles.h"
+#include "flashpage/tile/mask/lane_bits.h"
+#include "flashpage/tile/mask/mask_tiles.h"
 
 namespace flashpage {
 

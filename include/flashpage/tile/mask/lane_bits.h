@@ -5,7 +5,7 @@
 // lane finds its own tokens' bits side by side, in one load, where the mask itself has them in several words that
 // begin at any bit. Only tiles that some row sees and some row does not are written.
 #pragma once
-#include "flashpage/tile/packed_mask.h"
+#include "flashpage/tile/mask/packed_mask.h"
 
 namespace flashpage {
 

@@ -2,9 +2,9 @@
 #pragma once
 #include "flashpage/ptx/math.h"
 #include "flashpage/ptx/shared.h"
-#include "flashpage/tile/lane_bits.h"
-#include "flashpage/tile/transform.h"
-#include "flashpage/tile/visible_tiles.h"
+#include "flashpage/tile/mask/lane_bits.h"
+#include "flashpage/tile/softmax/transform.h"
+#include "flashpage/tile/mask/visible_tiles.h"
 
 namespace flashpage {
 

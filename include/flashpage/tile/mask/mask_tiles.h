@@ -6,7 +6,7 @@
 // first; then room for them as they come, and the bits of mixed tiles. The host planner knows no mask, so CTAs claim
 // units as they go; who takes which changes no result.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 
 namespace flashpage {
 

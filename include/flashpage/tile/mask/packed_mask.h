@@ -1,7 +1,7 @@
 // The packed custom mask of one request, 32 tokens of a row at a time: rows start at any bit. For kernels, and for
 // tests on the host.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 
 namespace flashpage {
 

@@ -2,7 +2,7 @@
 // until the L2 has answered.
 #pragma once
 #include "flashpage/ptx/prefetch.h"
-#include "flashpage/tile/lane_bits.h"
+#include "flashpage/tile/mask/lane_bits.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {

@@ -1,7 +1,7 @@
 // Units of a plan as CTAs claim them, the longest first: PlaceCursor's interface, where a custom mask decides how long
 // a unit takes.
 #pragma once
-#include "flashpage/tile/mask_tiles.h"
+#include "flashpage/tile/mask/mask_tiles.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {

@@ -2,7 +2,7 @@
 // function that was asked before, those that some row sees. Loading warps find them; computing warps are told with each
 // tile.
 #pragma once
-#include "flashpage/tile/mask_tiles.h"
+#include "flashpage/tile/mask/mask_tiles.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {
@@ -14,7 +14,7 @@ inline constexpr bool has_mask_tiles =
     Traits::mask_source != MaskSource::implicit && Traits::position_encoding == PositionEncoding::none &&
     (Traits::loader == Loader::boxes || Traits::loader == Loader::rows);
 
-// Whether bits of mixed tiles are there as computing lanes want them (tile/lane_bits.h).
+// Whether bits of mixed tiles are there as computing lanes want them (tile/mask/lane_bits.h).
 template <class Traits>
 inline constexpr bool has_lane_bits = has_mask_tiles<Traits> && Traits::mask_source == MaskSource::packed_bits;
 

@@ -1,14 +1,14 @@
 // Merging a cut unit inside the attention launch: its pieces count themselves in, the last one combines the partials in
 // the plan's order, so that the bits do not depend on who was last.
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/ptx/warp_max.h"
-#include "flashpage/tile/softmax.h"
+#include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/unit.h"
-#include "flashpage/tile/vector4.h"
+#include "flashpage/tile/layout/vector4.h"
 
 namespace flashpage {
 

@@ -1,7 +1,7 @@
 // A finished row to where it belongs: the output, or the partial buffers of a unit whose KV range was cut.
 #pragma once
 #include "flashpage/ptx/convert.h"
-#include "flashpage/tile/shape.h"
+#include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {

@@ -1,12 +1,12 @@
 // Q as the score product takes it, step by step: held in registers, or loaded from shared memory when it is wanted.
 #pragma once
 #include "flashpage/ptx/shared.h"
-#include "flashpage/tile/chunk_pairs.h"
-#include "flashpage/tile/scores.h"
+#include "flashpage/tile/layout/chunk_pairs.h"
+#include "flashpage/tile/product/scores.h"
 
 namespace flashpage {
 
-// A step of tile/rotated_keys.h: eight columns of the lower half and their partners.
+// A step of tile/rope/rotated_keys.h: eight columns of the lower half and their partners.
 template <class Traits>
 struct PairedQuery {
   using Rows = typename Shape<Traits>::QueryRows;

@@ -4,7 +4,7 @@
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/ldmatrix.h"
 #include "flashpage/ptx/mma.h"
-#include "flashpage/tile/values.h"
+#include "flashpage/tile/product/values.h"
 
 namespace flashpage {
 

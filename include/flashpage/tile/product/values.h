@@ -3,7 +3,7 @@
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/ldmatrix.h"
 #include "flashpage/ptx/mma.h"
-#include "flashpage/tile/shape.h"
+#include "flashpage/tile/layout/shape.h"
 
 namespace flashpage {
 

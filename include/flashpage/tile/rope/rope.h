@@ -2,7 +2,7 @@
 // position / scale * theta^(-2 i / d).
 #pragma once
 #include "flashpage/ptx/convert.h"
-#include "flashpage/tile/shared_rows.h"
+#include "flashpage/tile/layout/shared_rows.h"
 
 namespace flashpage {
 

@@ -4,9 +4,9 @@
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/ldmatrix.h"
 #include "flashpage/ptx/mma.h"
-#include "flashpage/tile/chunk_pairs.h"
-#include "flashpage/tile/query.h"
-#include "flashpage/tile/turns.h"
+#include "flashpage/tile/layout/chunk_pairs.h"
+#include "flashpage/tile/load/query.h"
+#include "flashpage/tile/rope/rotation.h"
 
 namespace flashpage {
 

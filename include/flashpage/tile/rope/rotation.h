@@ -1,10 +1,10 @@
 // Rotary positions of keys without a sine a key: a token's turn is that of its slot's first token (one sine and cosine
 // a column, spread over the lanes of a warp) times that of its place in the slot (a table of the CTA).
 #pragma once
-#include "flashpage/params.h"
+#include "flashpage/params/params.h"
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/math.h"
-#include "flashpage/tile/shape.h"
+#include "flashpage/tile/layout/shape.h"
 
 namespace flashpage {
 

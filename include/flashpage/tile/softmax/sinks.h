@@ -1,7 +1,7 @@
 // Attention sinks: a row's softmax state begins with its head's sink, a logit that has no value.
 #pragma once
 #include "flashpage/ptx/math.h"
-#include "flashpage/tile/softmax.h"
+#include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {

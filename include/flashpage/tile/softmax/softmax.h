@@ -2,7 +2,7 @@
 // four lanes of a quad share a row. Running sums stay per lane until the end.
 #pragma once
 #include "flashpage/ptx/math.h"
-#include "flashpage/tile/shape.h"
+#include "flashpage/tile/layout/shape.h"
 
 namespace flashpage {
 

@@ -2,9 +2,9 @@
 #pragma once
 #include "flashpage/ptx/math.h"
 #include "flashpage/ptx/rcp.h"
-#include "flashpage/tile/shape.h"
+#include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/unit.h"
-#include "flashpage/variant.h"
+#include "flashpage/params/variant.h"
 
 namespace flashpage {
 

@@ -1,8 +1,8 @@
 // The loading warps of prefill_sm90 where Q and K have rotary positions: beside what each of them loads, all four turn
 // their quarter of every tile of K, and of a unit's Q, where it lies.
 #pragma once
-#include "flashpage/kernels/prefill_sm90_load.h"
-#include "flashpage/tile/turned_rows.h"
+#include "flashpage/kernels/prefill_sm90/load.h"
+#include "flashpage/tile/rope/rotated_rows.h"
 
 namespace flashpage {
 

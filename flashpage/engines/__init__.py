@@ -1,0 +1,1 @@
+"""Where flashpage meets other people's engines: a folder each."""

@@ -1,0 +1,1 @@
+"""flashpage in FlashInfer's place, for programs whose imports cannot be changed."""

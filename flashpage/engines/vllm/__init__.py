@@ -1,0 +1,1 @@
+"""vLLM's attention operators over its block layout."""

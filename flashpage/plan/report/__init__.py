@@ -1,0 +1,1 @@
+"""A plan as an object that explains and draws itself."""

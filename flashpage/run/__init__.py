@@ -1,0 +1,1 @@
+"""From the tensors of a layer to launches, once a layer."""

@@ -1,0 +1,1 @@
+"""FlashInfer's classes and functions, over the planning and running of the rooms below."""

@@ -1,0 +1,1 @@
+"""Attention over levels of tokens that requests share."""

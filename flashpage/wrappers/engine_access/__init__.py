@@ -1,0 +1,1 @@
+"""Private names of FlashInfer's wrappers that engines read and write."""
