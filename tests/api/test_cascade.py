@@ -138,7 +138,7 @@ def test_passes(name: str, runs: int, merges: list[str], monkeypatch: pytest.Mon
     wrapper = planned(batch)
     called: list[str] = []
     call = operators.call
-    monkeypatch.setattr(merge.ops, "call", lambda name, *args: (called.append(name), call(name, *args))[1])
+    monkeypatch.setattr(merge.operators, "call", lambda name, *args: (called.append(name), call(name, *args))[1])
     wrapper.run(batch.q, batch.cache.argument("cpu"))
     assert (len(wrapper._active), called) == (runs, merges)
 

@@ -132,7 +132,7 @@ REFUSED = {
     "page": "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "quantization": "nvfp4_kv_dequantize nvfp4_kv_quantize nvfp4_quantize",
     "utils": "FP4Tensor get_trtllm_gen_multi_ctas_kv_counter_bytes",
-    "refused": "xqa xqa_mla",
+    "base.refused": "xqa xqa_mla",
 }
 
 

@@ -15,7 +15,7 @@ from native_build import shared_library
 PRELUDE = """
 import ctypes, threading
 from ctypes import addressof, byref
-from flashpage import host
+from flashpage import native as host
 lib = host.load()
 fake = ctypes.CDLL("libcuda.so.1")
 fake.fake_record.restype = ctypes.c_char_p
@@ -78,7 +78,7 @@ def with_fake_driver(code: str) -> None:
 
 
 def test_loading_the_library_calls_no_driver() -> None:
-    code = "from flashpage import host; host.load(); print('libcuda' in open('/proc/self/maps').read())"
+    code = "from flashpage import native as host; host.load(); print('libcuda' in open('/proc/self/maps').read())"
     environment = os.environ | {"LD_LIBRARY_PATH": str(shared_library("fake_cuda.cpp", "libcuda.so.1").parent)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert result.stdout == "False\n", result.stderr

@@ -10,8 +10,9 @@ import pytest
 import torch
 from native_build import check_syntax
 
+import flashpage
 from flashpage import native
-from flashpage.native import records
+from flashpage.native import library, records
 
 C_NAMES = {
     "IndexArray": "fp_index_array",
@@ -56,16 +57,16 @@ def test_every_field_lies_where_python_thinks(name: str) -> None:
 
 
 def test_the_library_knows_every_struct_and_no_other() -> None:
-    library = native.load()
+    loaded = native.load()
     for name in [s.__name__ for s in native.STRUCTS] + list(records.RECORDS):
-        assert library.fp_sizeof(name.encode()) == layout(name)[0], name
-    assert library.fp_sizeof(b"NoSuchStruct") == -1
+        assert loaded.fp_sizeof(name.encode()) == layout(name)[0], name
+    assert loaded.fp_sizeof(b"NoSuchStruct") == -1
 
 
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "ABI_VERSION", native.ABI_VERSION + 1)
-    with pytest.raises(native.FlashpageError, match="ABI version .* build_host"):
-        native._check_layout(native.load(), "libflashpage.so")
+    monkeypatch.setattr(library, "ABI_VERSION", library.ABI_VERSION + 1)
+    with pytest.raises(flashpage.FlashpageError, match="ABI version .* build_host"):
+        library._check_layout(native.load(), "libflashpage.so")
 
 
 def test_fast_div_is_what_the_header_makes() -> None:

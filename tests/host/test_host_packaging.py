@@ -58,7 +58,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def source_hash(checkout: Path) -> str:
     """What a process in the checkout computes for itself."""
-    command = [sys.executable, "-c", "from flashpage import paths; print(paths.source_hash())"]
+    command = [sys.executable, "-c", "from flashpage.base import paths; print(paths.source_hash())"]
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -115,7 +115,8 @@ def test_an_installed_wheel_finds_its_folders(checkout: Path, wheel: Path, tmp_p
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # after the wheel's own folder
     code = """
 import flashpage
-from flashpage import host, paths
+from flashpage import native as host
+from flashpage.base import paths
 assert (paths.include_dir() / "flashpage" / "params.h").is_file() and paths.include_dir().parent == paths.PACKAGE
 assert paths.templates_dir().is_dir() and paths.templates_dir().parent == paths.PACKAGE
 assert not paths.aot_dir().exists()

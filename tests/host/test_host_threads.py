@@ -145,7 +145,7 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
 
 @pytest.mark.parametrize(("text", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
 def test_the_environment_and_the_affinity_decide_the_default(text: str, threads: int | None) -> None:
-    code = "from flashpage import host; print(host.load().fp_cpu_threads())"
+    code = "from flashpage import native as host; print(host.load().fp_cpu_threads())"
     result = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"FLASHPAGE_THREADS": text}, capture_output=True, text=True
     )
@@ -155,7 +155,7 @@ def test_the_environment_and_the_affinity_decide_the_default(text: str, threads:
 
 def test_one_core_is_one_thread() -> None:
     code = "import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])\n"
-    code += "from flashpage import host; print(host.load().fp_cpu_threads())"
+    code += "from flashpage import native as host; print(host.load().fp_cpu_threads())"
     environment = {k: v for k, v in os.environ.items() if k != "FLASHPAGE_THREADS"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert result.stdout.strip() == "1", result.stderr

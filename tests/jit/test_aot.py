@@ -20,12 +20,12 @@ from aot import specs
 from flashpage import jit
 from flashpage.base import paths
 from flashpage.base.dtypes import DType
-from flashpage.serving import gather
 from flashpage.jit import cache, compilers
 from flashpage.kernels import choose
 from flashpage.kernels.context_classes import Contexts
 from flashpage.kernels.options import Options, Problem
 from flashpage.kernels.spec import KernelSpec
+from flashpage.serving import gather
 from flashpage.variants import builtin
 from flashpage.wrappers import operators
 

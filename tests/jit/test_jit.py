@@ -94,7 +94,7 @@ def test_hit_in_a_new_process(sandbox: Sandbox) -> None:
     jit.get_kernel(toy())
     code = """
 import sys
-from flashpage import host
+from flashpage import native as host
 host.load()  # the wrapper has planned before: the library is there
 events = []
 sys.addaudithook(lambda name, args: events.append((name, str(args))))

@@ -9,8 +9,8 @@ inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline void __syncwarp() { card::meet(card::warps[threadIdx.x / 32].meeting); }
 
 #include "../../csrc/errors.cpp"
-#include "../../csrc/planner.cpp"
-#include "../../csrc/table_planner.cpp"
+#include "../../csrc/plan/planner.cpp"
+#include "../../csrc/plan/table_planner.cpp"
 #include "flashpage/kernels/helpers/plan.h"
 
 namespace flashpage {

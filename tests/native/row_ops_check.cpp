@@ -2,7 +2,7 @@
 #include <cmath>
 #include <random>
 
-#include "../../csrc/row_ops.cpp"
+#include "../../csrc/cpu/row_ops.cpp"
 
 using namespace flashpage;
 using namespace flashpage::host;
