@@ -10,47 +10,8 @@ import re
 from typing import Any
 
 from ..base.dtypes import DType
+from ..variants.spec import VariantSpec, logit_loads_by_token
 from .tile import InnerLoop, Tile
-
-
-@dataclasses.dataclass(frozen=True)
-class VariantSpec:
-    """The source of a logit transform and a mask, and the values they capture (flashpage/variants/variant.py makes it).
-
-    `logit` and `mask` are C++ expressions (or statements ending in a return) over `score, b, h, q_idx, kv_idx` and the
-    captured names; empty: identity, all visible. Values change from run to run; names, types and ranks are compiled in.
-    """
-
-    logit: str = ""
-    mask: str = ""
-    tensors: tuple[tuple[str, str, int], ...] = ()  # (name, DType.value or "int32" | "int64" | "bool", rank)
-    scalars: tuple[tuple[str, str], ...] = ()  # (name, "float" | "int")
-
-
-def logit_loads_by_token(variant: VariantSpec) -> bool:
-    """Whether an element that logit loads may be another for another kv_idx. Not looked into: statements, functions."""
-    tensors = {name for name, _, _ in variant.tensors}
-    of_row = {"b", "h", "q_idx", *tensors, *(name for name, _ in variant.scalars)}
-    if tensors and ";" in variant.logit:
-        return True
-    for name in re.finditer(r"[A-Za-z_]\w*", variant.logit):
-        if name[0] in tensors and not _names(_arguments(variant.logit[name.end() :].lstrip())) <= of_row:
-            return True
-    return False
-
-
-def _names(text: str) -> set[str]:
-    return set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", text))
-
-
-def _arguments(text: str) -> str:
-    """What the round bracket holds that the text begins with; all of the text where there is none."""
-    depth = 0
-    for place, character in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if depth == 0 and character == ")":
-            return text[:place]
-    return text
 
 
 def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -> InnerLoop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..base.dtypes import DType
-from ..kernels.spec import VariantSpec, logit_loads_by_token
+from .spec import VariantSpec, logit_loads_by_token
 
 # A compiler's message about a user's text names the file "flashpage variant: logit" (or mask) and the line in the spec.
 SOURCE_NAME = "flashpage variant: "

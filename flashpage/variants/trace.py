@@ -15,10 +15,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..base.errors import VariantError
-from ..kernels.spec import VariantSpec
 from . import operations  # noqa: F401 (gives traced values their operations)
 from .capture import Captures
 from .source import is_free_name, unique_name
+from .spec import VariantSpec
 from .values import Traced, apply_torch, argument, contains_traced, lift, to_bool, to_float, user_line, where_raised
 from .variant import TracedVariant, scalar_type, tensor_type
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import VariantError
-from ..kernels.spec import VariantSpec
 from .source import ELEMENT_CPP, NAME, has_return, is_free_name, render, unique_name
+from .spec import VariantSpec
 
 if TYPE_CHECKING:
     import torch
