@@ -113,7 +113,7 @@ class BuildHost(Command):
 
 
 class BuildPackage(build_py):
-    """The Python files, and beside them the library, headers, templates and the frozen hash of both."""
+    """The Python files, and next to them the library, headers, templates and the frozen hash of all sources."""
 
     def run(self) -> None:
         self.run_command("build_host")
@@ -126,8 +126,8 @@ class BuildPackage(build_py):
         shutil.copy2(ROOT / "flashpage" / "lib" / "libflashpage.so", package / "lib")
         for folder in ("include", "templates"):
             shutil.copytree(ROOT / folder, package / folder)
-        digest = _paths_module().hash_sources(ROOT / "include", ROOT / "templates")
-        info = {"version": self.distribution.get_version(), "source_hash": digest}
+        digest = _paths_module().hash_sources(ROOT / "flashpage", ROOT / "include", ROOT / "templates")
+        info = {"version": self.distribution.get_version(), "fingerprint": digest}
         (package / "_build_info.json").write_text(json.dumps(info) + "\n")
         if self.distribution.aot:
             build_kernels(self.distribution.aot)

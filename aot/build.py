@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flashpage.jit import BuildResult, Target, build_kernels, read_manifest
-from flashpage.jit.cache import Store, aot_store, key_of
+from flashpage.jit.cache import Store, aot_store
 from flashpage.kernels.spec import KernelSpec
 
 from . import specs
@@ -47,13 +47,16 @@ def from_manifest(path: Path, targets: Iterable[str] = ()) -> list[Kernel]:
 
 def build_into(folder: Path, kernels: Iterable[Kernel], jobs: int | None = None) -> list[BuildResult]:
     """Makes `folder` hold these kernels and no others: what other sources or lists left there is removed."""
-    kernels = list(kernels)
-    wanted = {key_of(*kernel) for kernel in kernels}
-    store = Store(folder)
-    for entry in store.folders():
-        if entry.name not in wanted:
-            shutil.rmtree(entry)
+    folder = folder.absolute()
     results = build_kernels(kernels, folder, jobs)
+    store = Store(folder)
+    built = {result.entry.folder: result for result in results if result.entry}
+    for entry in store.folders():
+        if entry not in built:
+            shutil.rmtree(entry)
+    store.forget()
+    for entry, result in built.items():
+        store.remember(result.spec, result.target, entry.name)
     store.tidy()
     return results
 

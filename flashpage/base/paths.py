@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-_SOURCES = (".h", ".jinja")
-_WRITERS = (
-    "kernels/wgmma_source.py",
-    "variants/source.py",
-    "jit/render.py",
-)  # what they write is compiled, so they count as sources
+_SOURCES = (".py", ".h", ".jinja")
+_SLACK = 0.1  # seconds by which a file's time may lag behind the clock
+_loading_since = time.time()
 
 
 def include_dir() -> Path:
@@ -37,26 +37,57 @@ def library() -> Path:
     return PACKAGE / "lib" / "libflashpage.so"
 
 
+def fingerprint() -> str:
+    """hash_sources of this package: frozen when a wheel is built, computed once a process in a checkout."""
+    return _fingerprint(include_dir(), templates_dir())
+
+
 @functools.cache
-def source_hash() -> str:
-    """sha256 of what kernels are made from: frozen when a wheel is built, computed once a process in a checkout."""
-    if (frozen := PACKAGE / "_build_info.json").is_file():
-        return json.loads(frozen.read_text())["source_hash"]
-    return hash_sources(include_dir(), templates_dir())
+def _fingerprint(include: Path, templates: Path) -> str:
+    if (frozen := _build_info()).is_file():
+        return json.loads(frozen.read_text())["fingerprint"]
+    return hash_sources(PACKAGE, include, templates)
+
+
+def is_settled() -> bool:
+    """Whether the modules in memory are those that `fingerprint` has read: no source has changed since they loaded.
+
+    The time of the inode's last change is compared, which no copy and no checkout can set back.
+    """
+    if _build_info().is_file():
+        return True
+    try:
+        times = [os.stat(path).st_ctime for _, path in _sources(PACKAGE, include_dir(), templates_dir())]
+    except OSError:
+        return False
+    return max(times) < _loading_since - _SLACK
 
 
 def hash_sources(*folders: Path) -> str:
-    """sha256 over the relative names and bytes of all files below the folders, and of the modules that write C++."""
-    files = {
-        f"{f.name}/{p.relative_to(f).as_posix()}": p for f in folders for p in f.rglob("*") if p.suffix in _SOURCES
-    }
-    files |= {name: PACKAGE / name for name in _WRITERS}
+    """sha256 over the names and bytes of all files below the folders that could change a kernel's source: modules,
+    headers, templates. setup.py calls it with this file loaded alone."""
     digest = hashlib.sha256()
-    for name, path in sorted(files.items()):
-        content = path.read_bytes()
+    for name, path in sorted(_sources(*folders)):
+        with open(path, "rb", buffering=0) as file:
+            content = file.read()
         digest.update(f"{name} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def _sources(*folders: Path) -> Iterator[tuple[str, str]]:
+    """Names that do not depend on where the folders lie, and paths. Hidden files are editors' locks and backups."""
+    for folder in folders:
+        for parent, _, files in os.walk(folder):
+            inner = f"{folder.name}{parent[len(str(folder)) :]}"
+            for name in files:
+                if name.endswith(_SOURCES) and not name.startswith("."):
+                    yield f"{inner}/{name}", f"{parent}/{name}"
+
+
+def _build_info() -> Path:
+    """The file that setup.py writes into a wheel."""
+    return PACKAGE / "_build_info.json"
 
 
 def _data_dir(name: str) -> Path:

@@ -3,6 +3,7 @@
 * targets    what a kernel is compiled for
 * render     spec -> source
 * compilers  g++, nvcc, NVRTC and their flags (nvrtc.py: NVRTC as a command line)
+* source     spec, target -> source and key
 * cache      entries: folders of compiled kernels
 * job        one compile (process: child processes; progress: what the user sees; diagnostics: what compilers say)
 * build      specs -> entries, one or many side by side

@@ -13,9 +13,10 @@ from pathlib import Path
 from ..base.errors import CompileError
 from ..kernels.spec import KernelSpec
 from . import process, progress
-from .cache import Entry, Store, jit_store, key_of
+from .cache import Entry, Store, jit_store
 from .compilers import Compiler
 from .job import Job
+from .source import source_of
 from .targets import Target
 
 Kernel = tuple[KernelSpec, Target]
@@ -94,19 +95,19 @@ def obtain(
     Where the store cannot be written (read-only, full, no home folder) the entry lies in a temporary folder, for the
     caller to remove (Entry.is_kept), and a warning says why.
     """
-    key = key_of(spec, target)
+    source = source_of(spec, target)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # publish meets the same error, and tells it
             try:
-                stack.enter_context(store.lock(key, blocking=False))
+                stack.enter_context(store.lock(source.key, blocking=False))
             except BlockingIOError:
                 progress.say(f"waiting for another process that compiles {spec.name}")
-                stack.enter_context(store.lock(key))
-        entry = store.read(key)
+                stack.enter_context(store.lock(source.key))
+        entry = store.read(source.key)
         if entry and not (unusable and unusable.meta["sha256"] == entry.meta["sha256"]):
             return entry, False
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashpage-")))
-        job = Job.prepare(spec, target, work, compiler)
+        job = Job.prepare(spec, target, source, work, compiler)
         progress.say(f"compiling {spec.name} for {target.name} with {job.compiler.name}")
         job.run_alone()
         entry = job.finish(store)
@@ -136,22 +137,26 @@ class _Batch:
     def take(self, kernels: list[Kernel]) -> None:
         """Sorts kernels into those that are there, those that another process builds now, and our own jobs."""
         for spec, target in kernels:
-            key = key_of(spec, target)
+            try:
+                source = source_of(spec, target)
+            except CompileError as error:
+                self.results[spec, target] = BuildResult(spec, target, error=error)
+                continue
             lock = self._all_locks.enter_context(contextlib.ExitStack())
             try:
-                lock.enter_context(self._store.lock(key, blocking=False))
+                lock.enter_context(self._store.lock(source.key, blocking=False))
             except BlockingIOError:
                 self.built_elsewhere.append((spec, target))
                 continue
             except OSError:
                 pass  # as in obtain
-            if entry := self._store.read(key):
+            if entry := self._store.read(source.key):
                 self.results[spec, target] = BuildResult(spec, target, entry)
                 lock.close()
                 continue
             try:
-                self._jobs[key] = Job.prepare(spec, target, self._work, self._compiler)
-                self._locks[key] = lock
+                self._jobs[source.key] = Job.prepare(spec, target, source, self._work, self._compiler)
+                self._locks[source.key] = lock
             except CompileError as error:
                 self.results[spec, target] = BuildResult(spec, target, error=error)
                 lock.close()

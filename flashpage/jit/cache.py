@@ -2,6 +2,10 @@
 
 The same layout holds the kernels of a wheel (AOT) and those compiled on this machine (the cache). An entry is proven by
 the size and sha256 of its binary and by its own key, never by times or paths, so a folder may be copied or moved.
+
+The key is a hash of the kernel's source (source.py), so computing it takes rendering. `.keys/` spares this to the next
+process: one small file for each spec and target, with the fingerprint of the package's sources and the key that they
+lead to. Such a file only suggests an entry. A file that is missing, damaged or from other sources costs the rendering.
 """
 
 from __future__ import annotations
@@ -21,18 +25,15 @@ from typing import Any
 
 from ..base import env, paths
 from ..kernels.spec import KernelSpec
+from .source import key_of
 from .targets import Target
 
 META = "meta.json"
 _PRIVATE = ".private-"  # prefix of folders that are being filled or thrown away
 _LOCKS = ".locks"
 FAILED = ".failed"  # source and log of compiles that failed, one folder a key
+_KEYS = ".keys"
 _KEY = re.compile("[0-9a-f]{40}")
-
-
-def key_of(spec: KernelSpec, target: Target) -> str:
-    """The look-up key. The compiler and its flags are not in it: any compiler's build of the same source serves."""
-    return hashlib.sha256(f"{spec.digest} {paths.source_hash()} {target.name}".encode()).hexdigest()[:40]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,13 @@ class Entry:
     def target(self) -> Target:
         return Target.parse(self.meta["target"])
 
+    def is_of(self, spec: KernelSpec, target: Target) -> bool:
+        """Whether the entry records this kernel."""
+        try:
+            return self.spec == spec and self.meta["target"] == target.name
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return False
+
 
 def read_entry(folder: Path, key: str, is_kept: bool = True) -> Entry | None:
     """The entry in `folder`; None where there is none or it is not what it says: cut, swapped, unreadable."""
@@ -80,13 +88,50 @@ def write_entry(folder: Path, binary: Path, meta: dict[str, Any]) -> None:
 
 
 class Store:
-    """A folder of entries. Only `lock` and `publish` write; they raise OSError where the folder cannot be written."""
+    """A folder of entries. `lock` and `publish` raise OSError where the folder cannot be written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def read(self, key: str) -> Entry | None:
         return read_entry(self.folder / key, key)
+
+    def find(self, spec: KernelSpec, target: Target) -> Entry | None:
+        """The entry by the key of the kernel's source, which is rendered; it is remembered for `recall`."""
+        if not self.folder.is_dir():
+            return None
+        key = key_of(spec, target)
+        if entry := self.read(key):
+            self.remember(spec, target, key)
+        return entry
+
+    def recall(self, spec: KernelSpec, target: Target) -> Entry | None:
+        """The entry that `remember` was told, if it is still there and the sources are still the same."""
+        try:
+            sources, key = self._memo(spec, target).read_text().split()
+        except (OSError, ValueError):
+            return None
+        entry = self.read(key) if sources == paths.fingerprint() else None
+        return entry if entry and entry.is_of(spec, target) else None
+
+    def remember(self, spec: KernelSpec, target: Target, key: str) -> None:
+        """Lets `recall` find the entry. Does nothing if the folder cannot be written or a source has just changed."""
+        if not paths.is_settled():
+            return
+        memo = self._memo(spec, target)
+        with contextlib.suppress(OSError):
+            memo.parent.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=_PRIVATE, dir=self.folder) as private:
+                written = Path(private) / memo.name
+                written.write_text(f"{paths.fingerprint()} {key}\n")
+                written.replace(memo)
+
+    def forget(self) -> None:
+        """Removes all that `remember` wrote."""
+        shutil.rmtree(self.folder / _KEYS, ignore_errors=True)
+
+    def _memo(self, spec: KernelSpec, target: Target) -> Path:
+        return self.folder / _KEYS / f"{spec.digest[:40]}-{target.name}"
 
     @contextlib.contextmanager
     def lock(self, key: str, blocking: bool = True) -> Iterator[None]:
@@ -144,6 +189,7 @@ class Store:
         folders = self.folders()
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+        self.forget()
         self.tidy()
         return len(folders)
 

@@ -68,6 +68,12 @@ def _version(program: tuple[str, ...]) -> str:
     return release[0] if release else text.partition("\n")[0]
 
 
+def fixed_flags(target: Target) -> dict[str, list[str]]:
+    """The flags of every compiler that may build for a target, found here or not: a part of a kernel's key."""
+    names = ("g++",) if target.backend == "cpu" else ("nvcc", "nvrtc")
+    return {name: Compiler(name, ()).flags(target) for name in names}
+
+
 def find_compiler(target: Target) -> Compiler | None:
     """The compiler for a target, None where this machine has none. FLASHPAGE_CXX and FLASHPAGE_NVCC choose."""
     return find_cxx() if target.backend == "cpu" else find_nvcc() or find_nvrtc()

@@ -13,9 +13,10 @@ from pathlib import Path
 from ..base.errors import CompileError, KernelMissingError
 from ..kernels.spec import KernelSpec
 from . import diagnostics, manifest, process
-from .cache import FAILED, Entry, Store, key_of, read_entry, write_entry
+from .cache import FAILED, Entry, Store, read_entry, write_entry
 from .compilers import Compiler, find_compiler, looked_for
-from .render import render, source_suffix
+from .render import source_suffix
+from .source import Source
 from .targets import Target
 
 
@@ -30,14 +31,14 @@ class Job:
     folder: Path
 
     @staticmethod
-    def prepare(spec: KernelSpec, target: Target, work: Path, compiler: Compiler | None) -> Job:
+    def prepare(spec: KernelSpec, target: Target, source: Source, work: Path, compiler: Compiler | None) -> Job:
         """Finds the compiler and writes the source into a folder of its own under `work`."""
         compiler = compiler or find_compiler(target)
         if compiler is None:
             raise missing_error(spec, target, f"there is no compiler for it here (looked for {looked_for(target)})")
-        job = Job(spec, target, key_of(spec, target), compiler, work / key_of(spec, target))
+        job = Job(spec, target, source.key, compiler, work / source.key)
         job.folder.mkdir()
-        job.source.write_text(render(spec))
+        job.source.write_text(source.text)
         return job
 
     @property
@@ -103,14 +104,17 @@ class Job:
             **diagnostics.read_ptxas(log),
         }
         try:
-            return store.publish(self.key, self.binary, meta)
+            entry = store.publish(self.key, self.binary, meta)
         except OSError as error:
             warnings.warn(f"flashpage: {self.spec.name} is not kept: {error}", RuntimeWarning, stacklevel=2)
+        else:
+            store.remember(self.spec, self.target, self.key)
+            return entry
         folder = Path(tempfile.mkdtemp(prefix="flashpage-"))
         write_entry(folder, self.binary, meta | {"key": self.key})
-        entry = read_entry(folder, self.key, is_kept=False)
-        assert entry is not None
-        return entry
+        temporary = read_entry(folder, self.key, is_kept=False)
+        assert temporary is not None
+        return temporary
 
     def _keep_failure(self, store: Store) -> Path:
         """Copies source and log to where they outlive the build."""

@@ -16,7 +16,7 @@ from ..base.errors import DeviceError
 from ..kernels.spec import KernelSpec
 from . import manifest
 from .build import build_kernels, obtain
-from .cache import Entry, aot_store, jit_store, key_of
+from .cache import Entry, Store, aot_store, jit_store
 from .job import missing_error
 from .targets import Target, runnable
 
@@ -113,12 +113,16 @@ def _find(spec: KernelSpec, index: int | None) -> LoadedKernel:
 
 
 def _built(spec: KernelSpec, index: int | None) -> Iterator[Entry]:
-    """Builds that this device can run, in the order in which they are tried."""
+    """Builds that this device can run, in the order in which they are tried: first those found without rendering."""
     targets = runnable(index)
     places = [(aot_store(), target) for target in targets] + [(jit_store(), targets[0])]
-    for store, target in places:
-        if entry := store.read(key_of(spec, target)):
-            yield entry
+    yielded = set()
+    for look_up in (Store.recall, Store.find):
+        for store, target in places:
+            entry = look_up(store, spec, target)
+            if entry and entry.folder not in yielded:
+                yielded.add(entry.folder)
+                yield entry
 
 
 def _load(entry: Entry, index: int | None) -> LoadedKernel:

@@ -56,9 +56,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_of_checkout(tmp_path_factory.mktemp("package") / "checkout")
 
 
-def source_hash(checkout: Path) -> str:
+def fingerprint(checkout: Path) -> str:
     """What a process in the checkout computes for itself."""
-    command = [sys.executable, "-c", "from flashpage.base import paths; print(paths.source_hash())"]
+    command = [sys.executable, "-c", "from flashpage.base import paths; print(paths.fingerprint())"]
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -84,7 +84,7 @@ def test_one_wheel_for_every_python(checkout: Path, wheel: Path) -> None:
         metadata = archive.read(f"{dist_info}/METADATA").decode()
         info = json.loads(archive.read("flashpage/_build_info.json"))
     assert "Requires-Python: >=3.10" in metadata
-    assert info["source_hash"] == source_hash(checkout)
+    assert info["fingerprint"] == fingerprint(checkout)
     sources = {
         f"flashpage/{p.relative_to(checkout).as_posix()}"
         for folder in ("include", "templates")
@@ -121,13 +121,13 @@ assert (paths.include_dir() / "flashpage" / "params.h").is_file() and paths.incl
 assert paths.templates_dir().is_dir() and paths.templates_dir().parent == paths.PACKAGE
 assert not paths.aot_dir().exists()
 assert host.load().fp_cpu_threads() > 0
-print(paths.PACKAGE, paths.source_hash())
+print(paths.PACKAGE, paths.fingerprint())
 """
     result = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     package, digest = result.stdout.split()
     assert Path(package) == site / "flashpage"
-    assert digest == source_hash(checkout)
+    assert digest == fingerprint(checkout)
 
 
 def test_a_missing_compiler_is_named(checkout: Path) -> None:

@@ -164,7 +164,28 @@ def test_build_into_holds_the_list_and_nothing_else(sandbox: Sandbox) -> None:
     results = aot_build.build_into(sandbox.aot, [(toy(2), target), (toy(3), target)])
     assert [r.is_new for r in results] == [False, True]
     assert [e.spec for e in cache.Store(sandbox.aot).entries()] == [toy(2), toy(3)]
-    assert len(list(sandbox.aot.iterdir())) == 2
+    assert len(cache.Store(sandbox.aot).folders()) == 2
+
+
+def test_kernels_of_a_wheel_are_found_without_rendering(sandbox: Sandbox) -> None:
+    """By what build_into remembers, for the list and nothing else; other folders may be read-only."""
+    target = jit.host_target()
+    aot_build.build_into(sandbox.aot, [(toy(1), target), (toy(2), target)])
+    for memo in (sandbox.aot / ".keys").iterdir():
+        memo.write_text("from other sources")
+    aot_build.build_into(sandbox.aot, [(toy(2), target)])  # nothing is compiled
+    assert [path.name for path in sandbox.aot.iterdir() if path.name.startswith(".")] == [".keys"]
+    (memo,) = (sandbox.aot / ".keys").iterdir()
+    assert memo.name.startswith(toy(2).digest[:40])
+    code = "import sys; print(get(toy(2)).spec == toy(2), 'jinja2' in sys.modules)"
+    assert sandbox.run(code, FLASHPAGE_JIT="off", PATH="") == "True False\n"
+
+
+def test_a_kernel_that_does_not_render_fails_alone(sandbox: Sandbox) -> None:
+    target = jit.host_target()
+    bad, good = aot_build.build_into(sandbox.aot, [(KernelSpec("cpu_nothing"), target), (toy(1), target)])
+    assert "has no template" in str(bad.error)
+    assert good.entry is not None
 
 
 def test_manifest_is_an_aot_list(sandbox: Sandbox) -> None:
@@ -252,11 +273,11 @@ def test_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
     code = f"""
-import json, flashpage
+import json, sys, flashpage
 from flashpage.jit import get_kernel
 from flashpage.jit.manifest import parse_spec
 assert flashpage.__file__.startswith({str(tmp_path / "installed")!r})
-print(get_kernel(parse_spec(json.loads({json.dumps(spec.to_json())!r}))).target.name)
+print(get_kernel(parse_spec(json.loads({json.dumps(spec.to_json())!r}))).target.name, "jinja2" in sys.modules)
 """
     environment = {
         "PATH": "",
@@ -264,5 +285,5 @@ print(get_kernel(parse_spec(json.loads({json.dumps(spec.to_json())!r}))).target.
         "FLASHPAGE_CACHE_DIR": str(tmp_path / "cache"),
     }
     out = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert (out.stdout, out.returncode) == ("avx2\n", 0), out.stderr
+    assert (out.stdout, out.returncode) == ("avx2 False\n", 0), out.stderr
     assert not (tmp_path / "cache").exists()

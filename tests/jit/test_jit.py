@@ -90,7 +90,7 @@ def test_eight_threads_compile_once(sandbox: Sandbox) -> None:
 
 
 def test_hit_in_a_new_process(sandbox: Sandbox) -> None:
-    """No compiler, no ninja, no look at sources, and at most 30 ms."""
+    """No compiler, no ninja, no jinja2, no look at sources, and at most 30 ms."""
     jit.get_kernel(toy())
     code = """
 import sys
@@ -104,6 +104,7 @@ seconds = time.perf_counter() - start
 started = [e for e in events if e[0] in ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.system")]
 sources = [e for e in events if e[0] == "open" and e[1].split("'")[1].endswith((".h", ".jinja", ".cpp"))]
 assert not started and not sources, (started, sources)
+assert "jinja2" not in sys.modules
 print(seconds)
 """
     seconds = min(float(sandbox.run(code, PATH="", FLASHPAGE_CXX="/nowhere/g++")) for _ in range(3))
@@ -118,6 +119,7 @@ def test_no_compiler(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_cuda_compiler(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sandbox.templates / "merge.cu.jinja").touch()
     monkeypatch.setenv("FLASHPAGE_NVCC", "off")
     monkeypatch.setattr(compilers, "nvrtc_library", lambda: None)
     with pytest.raises(KernelMissingError, match=r"nvcc \(switched off by FLASHPAGE_NVCC\), and NVRTC"):
@@ -311,8 +313,10 @@ CHANGES = {
 }
 
 
-def test_every_field_changes_the_key() -> None:
-    """Fields of the parts too; a new field without a row here fails."""
+def test_every_field_changes_the_key(sandbox: Sandbox) -> None:
+    """Fields of the parts too, even where the source does not show them; a new field without a row here fails."""
+    for kernel in ("attention_sm80", "merge"):
+        (sandbox.templates / f"{kernel}.cu.jinja").write_text("// the same for every spec\n")
     base = KernelSpec("attention_sm80")
     specs = [base] + [dataclasses.replace(base, **{f.name: CHANGES[f.name]}) for f in dataclasses.fields(KernelSpec)]
     tile = CHANGES["tile"]

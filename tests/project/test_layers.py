@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flashpage.jit.source import INCLUDE
+
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ROOT / "include" / "flashpage"
 PACKAGE = ROOT / "flashpage"
@@ -147,6 +149,14 @@ def strings(path: Path) -> list[str]:
     """Every string literal of a module, the parts of f-strings included."""
     nodes = ast.walk(ast.parse(path.read_text()))
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def test_every_include_has_a_literal_name() -> None:
+    """The scanner that finds a kernel's headers (jit/source.py) expands no macros."""
+    sources = [*HEADERS.rglob("*.h"), *(ROOT / "templates").glob("*.jinja")]
+    lines = [line for path in sources for line in path.read_text().splitlines() if re.match(r"\s*#\s*include", line)]
+    assert lines
+    assert [line for line in lines if not INCLUDE.match(line)] == []
 
 
 def test_templates_include_the_package_alone() -> None:

@@ -75,7 +75,8 @@ class Sandbox:
         """Points the package's folders here."""
         setter(paths, "templates_dir", lambda: self.templates)
         setter(paths, "aot_dir", lambda: self.aot)
-        setter(paths, "source_hash", lambda: "sandbox")
+        setter(paths, "fingerprint", lambda: "sandbox")
+        setter(paths, "is_settled", lambda: True)
 
     def num_compiles(self) -> int:
         return len(self.compiles.read_text().split()) if self.compiles.exists() else 0

@@ -1,0 +1,80 @@
+"""The source of one kernel and its key: a hash over everything of ours that a compile reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+
+from ..base import paths
+from ..kernels.spec import KernelSpec
+from .compilers import fixed_flags
+from .render import render
+from .targets import Target
+
+# An include directive with a literal name, as all of ours are (tests/project/test_layers.py).
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A translation unit, and the key that its binary has in a store."""
+
+    text: str
+    key: str
+
+
+def source_of(spec: KernelSpec, target: Target) -> Source:
+    """Renders the spec; CompileError where it has no template.
+
+    The key holds the text, every header of ours that the text reaches, and the flags of our own choice. It leaves out
+    which compiler is used and its version: any compiler's build of the same source serves. It holds the spec as well,
+    since an entry records one spec and two specs may render to the same text.
+    """
+    text = render(spec)
+    parts = [spec.digest, target.name, fixed_flags(target), text, sorted(included(text).items())]
+    return Source(text, hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40])
+
+
+def key_of(spec: KernelSpec, target: Target) -> str:
+    """The key of a kernel's entry, computed from its source. Store.recall finds an entry without rendering."""
+    return source_of(spec, target).key
+
+
+def included(text: str) -> dict[str, str]:
+    """Every header of the include folder that the text reaches, by its name there, with its sha256.
+
+    Directives in comments and in branches that the preprocessor skips count too. System headers do not.
+    """
+    root = str(paths.include_dir())
+    found: dict[str, str] = {}
+    waiting = _resolve(text, None, root)
+    while waiting:
+        path = waiting.pop()
+        name = os.path.relpath(path, root)
+        if name not in found:
+            found[name], inner = _read_header(path, root)
+            waiting += inner
+    return found
+
+
+@functools.cache
+def _read_header(path: str, root: str) -> tuple[str, list[str]]:
+    """The sha256 of a header, and the paths of the headers that it includes. Read once a process."""
+    with open(path, "rb") as file:
+        content = file.read()
+    return hashlib.sha256(content).hexdigest(), _resolve(content.decode(), os.path.dirname(path), root)
+
+
+def _resolve(text: str, folder: str | None, root: str) -> list[str]:
+    """The headers of ours that a text includes: a name in quotes is looked up in the text's own folder first, then, as
+    one in brackets, in the folder that compilers get as -I."""
+    found = []
+    for quoted, bracketed in INCLUDE.findall(text):
+        folders = [folder, root] if quoted and folder else [root]
+        candidates = [os.path.normpath(f"{place}/{quoted or bracketed}") for place in folders]
+        found += [path for path in candidates if os.path.isfile(path)][:1]
+    return found
