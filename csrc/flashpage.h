@@ -209,7 +209,9 @@ struct fp_device_info {
   int32_t sm;  // 90 for compute capability 9.0
   int32_t num_sms;
   int64_t memory_bytes, l2_bytes;
-  int32_t shared_bytes_per_cta, driver_version;
+  int32_t shared_bytes_per_cta, shared_bytes_per_sm;
+  int32_t clock_khz, memory_khz, memory_bus_bits;
+  int32_t driver_version;
 };
 FP_API int32_t fp_cuda_device_count();  // 0 where there is no driver; makes no context
 FP_API int32_t fp_cuda_device_info(int32_t device, fp_device_info*);

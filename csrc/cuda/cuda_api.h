@@ -19,10 +19,14 @@ using Function = struct FunctionHandle*;
 
 inline constexpr Result success = 0;
 
+inline constexpr int device_clock_rate = 13;
 inline constexpr int device_multiprocessor_count = 16;
+inline constexpr int device_memory_clock_rate = 36;
+inline constexpr int device_global_memory_bus_width = 37;
 inline constexpr int device_l2_cache_size = 38;
 inline constexpr int device_compute_capability_major = 75;
 inline constexpr int device_compute_capability_minor = 76;
+inline constexpr int device_max_shared_memory_per_multiprocessor = 81;
 inline constexpr int device_max_shared_memory_per_block_optin = 97;
 
 inline constexpr int function_local_size_bytes = 3;

@@ -112,6 +112,11 @@ static int32_t describe_device(const cuda::Driver& cuda, int device, fp_device_i
   FP_CUDA_TRY(device_get_attribute, &l2_bytes, cuda::device_l2_cache_size, ordinal);
   FP_CUDA_TRY(device_get_attribute, &info.shared_bytes_per_cta, cuda::device_max_shared_memory_per_block_optin,
               ordinal);
+  FP_CUDA_TRY(device_get_attribute, &info.shared_bytes_per_sm, cuda::device_max_shared_memory_per_multiprocessor,
+              ordinal);
+  FP_CUDA_TRY(device_get_attribute, &info.clock_khz, cuda::device_clock_rate, ordinal);
+  FP_CUDA_TRY(device_get_attribute, &info.memory_khz, cuda::device_memory_clock_rate, ordinal);
+  FP_CUDA_TRY(device_get_attribute, &info.memory_bus_bits, cuda::device_global_memory_bus_width, ordinal);
   FP_CUDA_TRY(device_total_mem, &memory_bytes, ordinal);
   FP_CUDA_TRY(driver_get_version, &info.driver_version);
   info.sm = 10 * major + minor;

@@ -58,6 +58,7 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
     from ..jit.manifest import parse_spec
     from ..jit.render import render
     from ..jit.targets import Target
+    from ..kernels import find
 
     try:
         targets = [Target.parse(name) for name in arguments.target]
@@ -72,7 +73,8 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
             raise values.ArgumentError(f"--spec: not a kernel: {error!r}") from None
         fitting = [target for target in targets or _targets_here(spec.backend) if target.fits(spec)]
         if not fitting:
-            needed = f"sm_{spec.only_arch}" if spec.only_arch else spec.backend
+            archs = kernel.archs if (kernel := find(spec.kernel)) else ()
+            needed = " or ".join(f"sm_{arch}" for arch in archs) or spec.backend
             raise values.ArgumentError(f"--target: none of the given is for {needed}, which the spec needs")
         kernels += [(spec, target) for target in fitting]
     if arguments.manifest is not None:

@@ -37,6 +37,7 @@ def _versions() -> list[tuple[str, str]]:
 
 def _devices() -> list[tuple[str, str]]:
     from ..jit import targets
+    from ..kernels import devices
 
     library = native.load()
     levels = ", ".join(target.name for target in targets.runnable(None))
@@ -44,8 +45,10 @@ def _devices() -> list[tuple[str, str]]:
     for index in range(library.fp_cuda_device_count()):
         info = native.DeviceInfo()
         native.check(library.fp_cuda_device_info(index, ctypes.byref(info)))
+        card = devices.from_driver(info)
+        row = "rates estimated from its clocks" if card.is_estimated else f"rates of {card.name}"
         what = f"{info.name.decode()}, sm_{info.sm}, {info.num_sms} SMs, {info.memory_bytes / 2**30:.0f} GiB"
-        rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}"))
+        rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}; {row}"))
     return rows if len(rows) > 1 else [*rows, ("cuda", "no device")]
 
 

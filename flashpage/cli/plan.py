@@ -6,10 +6,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import native
 from . import values
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from ..kernels.devices import Device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", choices=["cuda", "cpu"], default="cuda", help="whose tiles and costs (default: cuda)"
     )
-    parser.add_argument("--ctas", type=values.count, default=132, help="CTAs to fill (default: 132)")
+    parser.add_argument("--card", help="a card that need not be here (default: the one here, else H200)")
+    parser.add_argument("--ctas", type=values.count, help="CTAs to fill (default: what runs at once)")
     parser.add_argument("--items", action="store_true", help="list the work items too")
     parser.add_argument("--svg", type=Path, help="file to draw the plan to")
 
@@ -42,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise values.ArgumentError(f"--page-size is {arguments.page_size}: give tokens a page, or 0 for ragged")
     if arguments.window_left < -1:
         raise values.ArgumentError(f"--window-left is {arguments.window_left}: give tokens, or -1 for all")
+    card = _card(arguments)
     num_q_heads, num_kv_heads = arguments.heads
     plan = plan_lengths(
         q_lens,
@@ -54,15 +59,34 @@ def run(arguments: argparse.Namespace) -> int:
         causal=not arguments.not_causal,
         window_left=arguments.window_left,
         backend=arguments.backend,
+        card=card,
     )
     print(plan.picture())
-    print(plan.explain("H200" if arguments.backend == "cuda" else ""))
+    print(f"card: {card.name}" if card else "the CPU's tiles and costs")
+    print(plan.explain(card.name if card else ""))
     if arguments.items:
         _print_items(plan.work_items())
     if arguments.svg:
         plan.to_svg(arguments.svg)
         print(f"drawn to {arguments.svg}")
     return 0
+
+
+def _card(arguments: argparse.Namespace) -> Device | None:
+    """The card to plan for; None: the CPU."""
+    from ..base.errors import PlanError
+    from ..kernels import devices
+
+    if arguments.backend == "cpu":
+        if arguments.card:
+            raise values.ArgumentError(f"--card is {arguments.card} but --backend is cpu: leave one of them out")
+        return None
+    if arguments.card:
+        try:
+            return devices.named(arguments.card)
+        except PlanError as error:
+            raise values.ArgumentError(f"--card: {error}") from None
+    return devices.of_index(0) if native.load().fp_cuda_device_count() else devices.H200
 
 
 def _print_items(items: np.ndarray) -> None:

@@ -6,10 +6,10 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import kernels
 from ..base import paths
 from ..base.errors import CompileError
 from ..kernels.spec import KernelSpec
-from ..kernels.wgmma_source import render as render_products
 from ..variants.source import render as render_variant
 
 if TYPE_CHECKING:
@@ -22,12 +22,22 @@ def source_suffix(spec: KernelSpec) -> str:
 
 
 def render(spec: KernelSpec) -> str:
-    """The whole translation unit, less what it includes; CompileError where the spec has no template."""
-    name = f"{spec.kernel}{source_suffix(spec)}.jinja"
-    if not (paths.templates_dir() / name).is_file():
-        raise CompileError(f"kernel {spec.name} has no template: {paths.templates_dir()} holds no {name}")
+    """The whole translation unit, less what it includes; CompileError where no kernel has the spec's name."""
+    kernel, name = kernels.find(spec.kernel), f"kernel{source_suffix(spec)}.jinja"
+    if kernel is None:
+        known = ", ".join(found.name for found in (*kernels.ATTENTION, *kernels.OTHERS))
+        raise CompileError(f"kernel {spec.kernel!r} of {spec.name} is not known: flashpage/kernels has {known}")
     template = _environment(paths.templates_dir()).get_template(name)
-    return template.render(spec=spec, variant_source=render_variant(spec.variant), products=render_products(spec))
+    variant = render_variant(spec.variant) if kernel.has_variant else ""
+    return template.render(
+        spec=spec,
+        kernel=kernel,
+        attributes=kernel.attributes(spec),
+        sources=f"{variant}\n{kernel.sources(spec)}".strip(),
+        traits="\n".join(f"  {line}" for line in kernel.traits(spec)),
+        parameters=", ".join(f"const __grid_constant__ {kind} {name}" for kind, name in kernel.parameters),
+        arguments=", ".join(name for _, name in kernel.parameters),
+    )
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
-from .. import native
+from .. import kernels, native
 from ..base.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ class Target:
 
     def fits(self, spec: KernelSpec) -> bool:
         """Whether the kernel can be compiled for this."""
-        return spec.backend == self.backend and spec.only_arch in (None, self.arch)
+        kernel = kernels.find(spec.kernel)
+        archs = kernel.archs if kernel else ()
+        return spec.backend == self.backend and (not archs or self.arch in archs)
 
     @staticmethod
     def parse(name: str) -> Target:
@@ -77,13 +79,6 @@ def host_target() -> Target:
 def cuda_target(device_index: int) -> Target:
     """The target of a CUDA device; makes no context."""
     return Target("cuda", _device_info(device_index).sm)
-
-
-@functools.cache
-def shared_bytes_per_cta(device_index: int) -> int:
-    """The most shared memory that a CTA can have on a CUDA device."""
-    found: int = _device_info(device_index).shared_bytes_per_cta
-    return found
 
 
 def _device_info(device_index: int) -> native.DeviceInfo:

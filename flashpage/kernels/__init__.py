@@ -1,1 +1,21 @@
-"""The kernels: what each accepts, its tiles and costs, and the choice among them."""
+"""The kernels: what each accepts, its tiles and costs, and the choice among them. A kernel is one file here and one
+folder of the same name in include/flashpage/kernels, and a row in this list."""
+
+from __future__ import annotations
+
+from . import attention_sm80, blocks, cpu_attention, decode_sm90, helpers, prefill_sm90
+from .kernel import AttentionKernel, Kernel
+
+# In the order of preference: the first one that accepts a plan's work runs it.
+ATTENTION: list[AttentionKernel] = [
+    decode_sm90.KERNEL,
+    prefill_sm90.KERNEL,
+    attention_sm80.KERNEL,
+    cpu_attention.KERNEL,
+]
+OTHERS: tuple[Kernel, ...] = (*helpers.KERNELS, *blocks.KERNELS)
+
+
+def find(name: str) -> Kernel | None:
+    """The kernel of that name (KernelSpec.kernel); None where no home has it."""
+    return next((kernel for kernel in (*ATTENTION, *OTHERS) if kernel.name == name), None)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from ..base import checks
 from ..base.dtypes import DType
 from ..base.errors import PlanError
-from .context_classes import Contexts
 
 SPLIT_BALANCED, SPLIT_NEVER = 0, -1  # csrc/flashpage.h, fp_schedule::fixed_piece_tokens
 
@@ -88,17 +87,6 @@ class Variation(NamedTuple):
         changed = self._asdict()
         changed["causal"] = self.causal and not planned.has_mask
         return dataclasses.replace(planned, **changed)
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Options and the sizes of one batch that choose a tile; the lengths themselves go to the planner as arrays."""
-
-    options: Options
-    packed_rows: int  # query rows x group_size of a request and KV head, the batch's average
-    batch: int = 0
-    has_known_lengths: bool = True  # the host plans for each run: no captured launch serves other batches
-    contexts: Contexts = Contexts.USUAL  # of the batch
 
 
 def check_options(

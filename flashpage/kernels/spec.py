@@ -6,32 +6,18 @@ import dataclasses
 import functools
 import hashlib
 import json
-import re
 from typing import Any
 
 from ..base.dtypes import DType
-from ..variants.spec import VariantSpec, logit_loads_by_token
-from .tile import InnerLoop, Tile
-
-
-def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -> InnerLoop:
-    """What the options of a spec cost the inner loop: it decides the tile. Where tiles are known, a mask function is
-    asked in few of them."""
-    names = {name for name, _, _ in variant.tensors}
-    mask_loads = mask_source != "function" and names & set(re.findall(r"\w+", variant.mask))
-    if variant.logit and (mask_loads or logit_loads_by_token(variant)):
-        return InnerLoop.LOADING
-    masks = mask_source == "packed_bits" or (mask_source == "implicit" and variant.mask != "")
-    if masks or position_encoding != "none":
-        return InnerLoop.HEAVY
-    return InnerLoop.TRANSFORM if variant.logit else InnerLoop.PLAIN
+from ..variants.spec import VariantSpec
+from .tile import Tile
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
     """Everything that is compiled in; nothing that changes from batch to batch (lengths, head counts, page size)."""
 
-    kernel: str  # the template: cpu_attention, attention_sm80, decode_sm90, merge, append, ..., block_write
+    kernel: str  # its home in flashpage/kernels: cpu_attention, decode_sm90, merge, ...
     q_dtype: DType = DType.BFLOAT16
     kv_dtype: DType = DType.BFLOAT16
     out_dtype: DType = DType.BFLOAT16
@@ -54,18 +40,6 @@ class KernelSpec:
     def ctas(self) -> int:
         """That a plan counts as one: those of a cluster."""
         return 1 if self.tile is None else self.tile.ctas
-
-    @property
-    def only_arch(self) -> int | None:
-        """Where the kernel compiles at all, if not everywhere: names that end in _sm90 have Hopper's instructions."""
-        return 90 if self.kernel.endswith("_sm90") else None
-
-    @property
-    def product_dtype(self) -> DType:
-        """What prefill_sm90 multiplies. Where it converts K and V on their way: fp16 holds every fp8 number."""
-        if self.loader == "transposed":
-            return self.kv_dtype
-        return self.kv_dtype.widened if self.kv_dtype.is_fp8 else self.q_dtype
 
     @property
     def entry(self) -> str:

@@ -4,18 +4,24 @@ columns, which no C++ template can write."""
 from __future__ import annotations
 
 from ..base.dtypes import DType
-from .spec import KernelSpec, VariantSpec
+from ..variants.spec import VariantSpec
+from .spec import KernelSpec
 
 _TYPES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "f16", DType.FLOAT8_E4M3: "e4m3"}
 
 
+def product_dtype(spec: KernelSpec) -> DType:
+    """The type of the factors. Where the kernel converts K and V on their way: fp16 holds every fp8 number."""
+    if spec.loader == "transposed":
+        return spec.kv_dtype
+    return spec.kv_dtype.widened if spec.kv_dtype.is_fp8 else spec.q_dtype
+
+
 def render(spec: KernelSpec) -> str:
-    """KeyProduct, scores of one tile, ShortKeyProduct, of what a unit's last tile may have, and ValueProduct, values;
-    empty for kernels that have none."""
-    if spec.kernel != "prefill_sm90":
-        return ""
+    """KeyProduct, scores of one tile, ShortKeyProduct, those of a unit's last tile, and ValueProduct, values."""
     assert spec.tile is not None
-    kind = _TYPES[spec.product_dtype]
+    product = product_dtype(spec)
+    kind = _TYPES[product]
     keys = _product("KeyProduct", spec.tile.tile_kv, kind, a_in_registers=False, b_by_columns=False)
     short = short_tokens(spec)
     short_keys = (
@@ -23,7 +29,7 @@ def render(spec: KernelSpec) -> str:
         if short > 0
         else "struct ShortKeyProduct {\n  static constexpr int columns = 0;\n};"
     )
-    by_columns = not spec.product_dtype.is_fp8  # 8-bit factors have the sum's steps in their rows alone
+    by_columns = not product.is_fp8  # 8-bit factors have the sum's steps in their rows alone
     values = _product(
         "ValueProduct", -(-spec.head_dim_vo // 16) * 16, kind, a_in_registers=True, b_by_columns=by_columns
     )

@@ -229,7 +229,7 @@ class DeviceInfo(ctypes.Structure):
         ("name", c_char * 128),
         *_all(c_int32, "sm num_sms"),
         *_all(c_int64, "memory_bytes l2_bytes"),
-        *_all(c_int32, "shared_bytes_per_cta driver_version"),
+        *_all(c_int32, "shared_bytes_per_cta shared_bytes_per_sm clock_khz memory_khz memory_bus_bits driver_version"),
     ]
 
 

@@ -16,8 +16,10 @@ import torch
 
 from .. import native
 from ..base.kv_view import View
-from ..kernels import choose
-from ..kernels.options import Options, Problem
+from ..kernels import devices, prefill_sm90
+from ..kernels.devices import H200, Device
+from ..kernels.options import Options
+from ..kernels.work import Problem, Work
 
 NOTE = "pages of one token: a kernel before this one copies K and V to rows one behind the other, which come in boxes"
 
@@ -32,7 +34,7 @@ _ELEMENT_BYTES = 2
 
 def runs_on(device: torch.device) -> bool:
     """Whether a kernel for it has another way to load rows that lie one behind the other."""
-    return choose.device_sm(device) == choose.PREFILL_SM90.min_sm
+    return devices.of(device).has_wgmma
 
 
 def as_rows(options: Options) -> Options:
@@ -52,14 +54,15 @@ class Worth:
         self._least_rows = LEAST_ROWS / options.group_size
         self._least_with_starts = LEAST_ROWS_AND_STARTS / options.group_size
 
-    def may_be_for(self, batch: int, total_rows: int) -> bool:
+    def may_be_for(self, batch: int, total_rows: int, card: Device) -> bool:
         """Whatever the tokens: rows that see none, or not all, only take away. Asked first, as it says no to most."""
-        return self.may_be and batch > 0 and total_rows >= min(self._least_rows * batch, self._least_with_starts)
+        least = min(self._least_rows * batch, self._least_with_starts)
+        return self.may_be and batch > 0 and total_rows >= least * card.flops_per_byte
 
-    def is_for(self, batch: int, total_rows: int, total_tokens: int) -> bool:
-        if not self.may_be_for(batch, total_rows) or total_tokens <= 0:
+    def is_for(self, batch: int, total_rows: int, total_tokens: int, card: Device) -> bool:
+        if not self.may_be_for(batch, total_rows, card) or total_tokens <= 0:
             return False
-        rows = self.rows_of_token(batch, total_rows, total_tokens)
+        rows = self.rows_of_token(batch, total_rows, total_tokens) / card.flops_per_byte
         if rows >= self._least_rows:
             return True
         return total_tokens >= MANY_TOKENS and rows + UNIT_TOKENS * total_rows / total_tokens >= self._least_with_starts
@@ -79,8 +82,7 @@ def _may_be(options: Options) -> bool:
     of_tokens = options.kv_source == "paged" and options.page_size == 1 and options.kv_dtype.size == _ELEMENT_BYTES
     if not (is_plain and is_free and of_tokens):
         return False
-    capability = choose.PREFILL_SM90
-    return not capability.refusals(Problem(options, LEAST_ROWS), capability.min_sm)
+    return not prefill_sm90.KERNEL.refusals(Work(Problem(options, LEAST_ROWS), H200))
 
 
 class Rows(NamedTuple):

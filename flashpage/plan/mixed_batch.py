@@ -13,9 +13,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from .. import native
-from ..kernels import choose
-from ..kernels.options import Options, Problem
-from ..kernels.tile import FULL_SPEED_SHARE
+from ..kernels import choose, schedule
+from ..kernels.options import Options
+from ..kernels.work import Problem
 from .buffers import PlanSlot
 from .prepared_kernels import Prepared
 
@@ -34,9 +34,9 @@ def may_have_parts(options: Options) -> bool:
 
 def most_few_rows(options: Options, device: torch.device) -> int:
     """Rows of q up to which a request belongs to the first part of a batch; 0: no batch has parts."""
-    few, many = (choose.choose(Problem(options, rows), device).capability for rows in (1, choose.MANY_ROWS))
+    few, many = (choose.choose(Problem(options, rows), device).kernel for rows in (1, choose.MANY_ROWS))
     works = few is not many and few.runs_beside and many.runs_beside
-    return few.max_packed_rows // options.group_size if works else 0
+    return few.most_packed_rows // options.group_size if works else 0
 
 
 def largest_schedules(options: Options, num_ctas: int, device: torch.device) -> list[native.Schedule]:
@@ -45,7 +45,7 @@ def largest_schedules(options: Options, num_ctas: int, device: torch.device) -> 
         return []
     sizes = limit * options.group_size, choose.MANY_ROWS
     choices = (choose.choose(Problem(options, rows), device) for rows in sizes)
-    return [choose.schedule(choice, options, num_ctas) for choice in choices]
+    return [schedule.schedule(choice, options, num_ctas) for choice in choices]
 
 
 @dataclasses.dataclass
@@ -82,7 +82,7 @@ class Parts:
         requests with few rows, and of those with many."""
         struct, (whole, few, many) = self._struct, prepared
         struct.whole, struct.few, struct.many = whole.schedule_address, few.schedule_address, many.schedule_address
-        struct.full_speed_share, struct.least_gain_ns = FULL_SPEED_SHARE, LEAST_GAIN_NS
+        struct.full_speed_share, struct.least_gain_ns = whole.choice.card.full_speed_share, LEAST_GAIN_NS
         struct.most_partial_rows = partial_rows
         self._prepared = prepared
         if not slot.plan_parts(self._address, stream) or not struct.few_ctas:

@@ -13,10 +13,13 @@ import torch
 
 from .. import native
 from ..base.errors import PlanError
-from ..kernels import choose
+from ..kernels import choose, devices
 from ..kernels.context_classes import ContextLengths, Contexts
-from ..kernels.options import Options, Problem
+from ..kernels.options import Options
+from ..kernels.schedule import most_units, with_one_cluster_size
+from ..kernels.schedule import schedule as schedule_of
 from ..kernels.spec import VariantSpec
+from ..kernels.work import Problem
 from . import gather_rows
 from .buffers import PlanSlot
 from .mask_tiles import MaskTiles
@@ -73,7 +76,7 @@ class Combination:
         """Plans the batch that `problem` points at, into the slot."""
         held = planner.lengths.struct
         self.second = self.gathered = None
-        if self._worth_gathering.may_be_for(problem.batch, total_rows):
+        if self._worth_gathering.may_be_for(problem.batch, total_rows, devices.of(planner.device)):
             self.gathered = self._rows_to_gather(planner, problem, total_rows)
         self._prepare(planner, problem, total_rows)
         is_uneven = self._may_have_parts and held.least_rows != held.most_rows
@@ -95,7 +98,7 @@ class Combination:
         contexts = Contexts.USUAL
         if self._context_lengths.may_differ and not planner.is_graph:
             tokens = (held.kv_end - held.kv_begin) * max(1, options.page_size)
-            contexts = self._context_lengths.of(batch, total_rows, tokens)
+            contexts = self._context_lengths.of(batch, total_rows, tokens, devices.of(planner.device))
         gathers = self.gathered is not None
         self.prepared = prepared = self._prepared_for(planner, batch, total_rows, contexts=contexts, gathers=gathers)
         if planner.problem_prepared is not prepared:
@@ -112,7 +115,9 @@ class Combination:
         held = planner.lengths.struct
         entries = held.kv_end - held.kv_begin
         is_known = not planner.is_graph and problem.kv_lens.data is None and gather_rows.runs_on(planner.device)
-        if not is_known or not self._worth_gathering.is_for(problem.batch, total_rows, entries):
+        if not is_known or not self._worth_gathering.is_for(
+            problem.batch, total_rows, entries, devices.of(planner.device)
+        ):
             return None
         _, partial_lse = planner.partials(self.options.head_dim_vo)
         rows = gather_rows.Rows.below(partial_lse, held.kv_begin, held.kv_end, self.options)
@@ -170,7 +175,7 @@ class Combination:
         self.prepared = prepared = self._prepared_for(planner, tables.batch, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)
         self._check_tables(planner, prepared, tables)
-        self.slot.plan_tables(prepared, tables, planner.plan_kernel, stream, choose.device_sm(planner.device) >= 90)
+        self.slot.plan_tables(prepared, tables, planner.plan_kernel, stream, devices.of(planner.device).has_pdl)
         self._take_shape_of_all(prepared)
         self.generation = planner.generation
 
@@ -265,8 +270,8 @@ def workspace_bounds(
     parts."""
     prepared = Prepared(options, choose.packed_rows(options, batch, total_q), device)
     float_bytes, int_bytes = bounds_of(prepared, batch, total_q, total_kv)
-    units = choose.most_units(options, prepared.schedule.tile_q, batch, total_q)
-    of_graph = choose.with_one_cluster_size(prepared.schedule, units)[0]
+    units = most_units(options, prepared.schedule.tile_q, batch, total_q)
+    of_graph = with_one_cluster_size(prepared.schedule, units)[0]
     float_of_graph, int_of_graph = _bounds(options, of_graph, batch, total_q, total_kv)
     float_bytes, int_bytes = max(float_bytes, float_of_graph), max(int_bytes, int_of_graph)
     float_of_few, int_of_few = _bounds_of_few(options, batch, total_q, total_kv, prepared.schedule.num_ctas, device)
@@ -284,7 +289,7 @@ def _bounds_of_few(
 ) -> tuple[int, int]:
     """The same of batches of so few rows that an SM has smaller tiles than usual, and more CTAs. `num_ctas`: of usual
     ones."""
-    rows = min(total_q, ContextLengths(options).most_rows_of_few)
+    rows = min(total_q, ContextLengths(options).most_rows_of_few(devices.of(device)))
     usual, few = (
         choose.choose(Problem(options, choose.MANY_ROWS, contexts=contexts), device)
         for contexts in (Contexts.USUAL, Contexts.FEW)
@@ -292,7 +297,7 @@ def _bounds_of_few(
     if rows == 0 or few.spec == usual.spec:
         return 0, 0
     assert few.spec.tile is not None and usual.spec.tile is not None
-    schedule = choose.schedule(few, options, num_ctas * few.spec.tile.ctas_per_sm // usual.spec.tile.ctas_per_sm)
+    schedule = schedule_of(few, options, num_ctas * few.spec.tile.ctas_per_sm // usual.spec.tile.ctas_per_sm)
     return _bounds(options, schedule, batch, rows, total_kv)
 
 

@@ -10,10 +10,11 @@ import torch
 
 from .. import jit, native, variants
 from ..base.errors import PlanError
-from ..kernels import choose
+from ..kernels import choose, schedule
 from ..kernels.context_classes import Contexts
-from ..kernels.options import Options, Problem
+from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
+from ..kernels.work import Problem
 from . import gather_rows
 
 CPU_CTAS_PER_THREAD = 4  # shares small enough that threads which start late still find work
@@ -55,24 +56,24 @@ class Prepared:
                 self.gather_rows = jit.get_kernel(KernelSpec("gather_rows"), device)
             if (spec := mask_tiles_spec(self.choice, options)) is not None:
                 self.mask_tiles = jit.get_kernel(spec, device)
-            if not self.choice.capability.merges_in_launch:
+            if not self.choice.kernel.merges_in_launch:
                 self.merge = jit.get_kernel(KernelSpec("merge", out_dtype=options.out_dtype), device)
             num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm // self.choice.spec.ctas
         else:
             num_ctas = native.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
-        clusters = choose.Clusters.of(self.attention.info)
-        self.schedule = choose.schedule(self.choice, options, num_ctas, clusters)
+        clusters = schedule.Clusters.of(self.attention.info)
+        self.schedule = schedule.schedule(self.choice, options, num_ctas, clusters)
         self.cluster_size = 0  # of launches of one shape
         if fixed_for is not None:
-            units = choose.most_units(options, self.schedule.tile_q, *fixed_for)
-            self.schedule, self.cluster_size = choose.with_one_cluster_size(self.schedule, units)
+            units = schedule.most_units(options, self.schedule.tile_q, *fixed_for)
+            self.schedule, self.cluster_size = schedule.with_one_cluster_size(self.schedule, units)
         self.schedule_address = ctypes.addressof(self.schedule)
 
 
 def mask_tiles_spec(choice: choose.Choice, options: Options) -> KernelSpec | None:
     """The kernel that finds the tiles of a mask before the attention kernel; None: nobody looks for them."""
     spec = choice.spec
-    if spec.mask_source == "implicit" or not choice.capability.mask_tiles(options):
+    if spec.mask_source == "implicit" or not choice.kernel.visits_mask_tiles(options):
         return None
     if spec.mask_source == "packed_bits":
         return KernelSpec("mask_tiles", mask_source="packed_bits")

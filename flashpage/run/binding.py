@@ -17,8 +17,7 @@ from .. import jit, native
 from ..base import checks, kv_view
 from ..base.dtypes import DType
 from ..base.errors import RunError
-from ..kernels import tensor_maps
-from ..kernels.choose import device_sm
+from ..kernels import devices, tensor_maps
 from ..kernels.options import Values, check_rope, check_scale
 from ..kernels.tile import MERGE_CTA_ROWS
 from ..plan.gather_rows import Rows
@@ -136,7 +135,7 @@ class Binding:
 
     def _bind_alignment(self, out_strides: tuple[int, int], k: kv_view.View, v: kv_view.View) -> None:
         options, params = self.combination.options, self.params
-        kernel = self.combination.prepared.choice.capability.row_alignment
+        kernel = self.combination.prepared.choice.kernel.row_alignment
         self.alignment_mask = 0
         rows = (
             ("q", (params.q_row_stride, params.q_head_stride), options.head_dim_qk, options.q_dtype),
@@ -229,7 +228,7 @@ class Binding:
                 tensor_maps.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
                 for name, view in self.views.items()
             )
-        if tile and prepared.choice.capability.row_boxes and spec.loader != "converted":
+        if tile and prepared.choice.kernel.row_boxes and spec.loader != "converted":
             self._bind_row_boxes(found, params, has_out=spec.loader != "transposed")
         return found if tokens or params.query_box_rows or params.out_box_rows else None
 
@@ -311,7 +310,7 @@ class Binding:
     def set_pdl(self, enable_pdl: bool | None) -> None:
         """None: on cards that have programmatic dependent launch."""
         self.enable_pdl = enable_pdl
-        self.args.enable_pdl = device_sm(self.device) >= 90 if enable_pdl is None else bool(enable_pdl)
+        self.args.enable_pdl = devices.of(self.device).has_pdl if enable_pdl is None else bool(enable_pdl)
 
     def has_scales(self, scales: tuple[Any, Any, Any]) -> bool:
         """Whether these numbers are set already; tensors may have moved."""
@@ -361,6 +360,6 @@ class Binding:
 
 def _merge_ctas(prepared: Prepared, num_merges: int) -> int:
     """Of the launch behind the attention, where that does not merge itself."""
-    if prepared.choice.capability.merges_in_launch:
+    if prepared.choice.kernel.merges_in_launch:
         return 0
     return min(num_merges * -(-prepared.schedule.merge_rows // MERGE_CTA_ROWS), 2**31 - 1)

@@ -91,6 +91,7 @@ info = host.DeviceInfo()
 host.check(lib.fp_cuda_device_info(1, byref(info)))
 assert (info.name, info.sm, info.num_sms, info.l2_bytes) == (b"Fake", 10 * 175 + 176, 116, 138)
 assert (info.memory_bytes, info.shared_bytes_per_cta, info.driver_version) == (2**37, 197, 13000)
+assert (info.shared_bytes_per_sm, info.clock_khz, info.memory_khz, info.memory_bus_bits) == (181, 113, 136, 137)
 assert lib.fp_cuda_device_info(2, byref(info)) == host.CUDA_ERROR
 assert host.last_error() == "cuDeviceGet: CUDA_ERROR_FAKE (101, refused by the fake)"
 assert record() == []

@@ -16,10 +16,8 @@ from ... import jit, native
 from ...base import checks
 from ...base.dtypes import DType
 from ...base.errors import RunError
-from ...jit.targets import shared_bytes_per_cta
-from ...kernels.choose import device_sm
+from ...kernels import blocks, devices
 from ...kernels.spec import KernelSpec
-from ...kernels.tile import block_decode_tile
 from ...plan.session import current_stream
 from . import cache_layout
 from .gathered_decode import PARTITION_TOKENS, Sequences, check_shapes, check_slopes
@@ -83,7 +81,7 @@ class _Attention:
         kv_dtype = DType.of(cache_layout.element_type(cache, given.kv_cache_dtype))
         self.has_scales = given.kv_cache_dtype != "auto"
         group = self.num_heads // given.num_kv_heads
-        tile = block_decode_tile(head_size, kv_dtype, group, shared_bytes_per_cta(query.device.index))
+        tile = blocks.decode_tile(head_size, kv_dtype, group, devices.of(query.device))
         row_tiles = -(-group // tile.tile_q)
         decode = KernelSpec("block_decode_sm80", q_dtype, kv_dtype, q_dtype, head_size, head_size, tile=tile)
         merge = KernelSpec("block_merge", out_dtype=q_dtype)
@@ -95,7 +93,7 @@ class _Attention:
         self._cuts = self._lses + rows * 4
         self._bytes = self._cuts + self._most_ctas * 16
         self._merge_rows = min(tile.tile_q, group)  # of a CTA's last unit
-        self._pdl = int(device_sm(query.device) >= 90)
+        self._pdl = int(devices.of(query.device).has_pdl)
         size = cache.element_size()
         self.params = native.BlockAttentionParams(
             q_row_stride=query.stride(0),

@@ -9,7 +9,7 @@ import torch
 from ... import jit, native
 from ...base.dtypes import DType
 from ...base.errors import RunError
-from ...kernels.choose import device_sm
+from ...kernels import devices
 from ...kernels.spec import KernelSpec
 from ...plan.session import current_stream
 from . import cache_layout
@@ -78,7 +78,7 @@ def write(
     kernel = jit.get_kernel(KernelSpec("block_write", q_dtype=source, kv_dtype=stored, loader=layout), device)
     grid = min(-(-len(slots) // _TOKENS_A_CTA) * sizes.num_kv_heads, _MOST_CTAS)
     stream = current_stream(device.index)
-    pdl = int(device_sm(device) >= 90)
+    pdl = int(devices.of(device).has_pdl)
     native.check(native.load().fp_launch(kernel.handle, ctypes.addressof(params), grid, stream, pdl))
 
 

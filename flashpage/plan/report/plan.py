@@ -12,16 +12,20 @@ import numpy as np
 
 from ... import native
 from ...base.dtypes import DType
-from ...kernels import choose
-from ...kernels.context_classes import ContextLengths
-from ...kernels.options import Options, Problem
-from ...kernels.spec import KernelSpec, VariantSpec
+from ...kernels import choose, devices
+from ...kernels.context_classes import ContextLengths, Contexts
+from ...kernels.devices import Device
+from ...kernels.options import Options
+from ...kernels.schedule import NO_CLUSTERS, Clusters
+from ...kernels.schedule import schedule as schedule_of
+from ...kernels.spec import KernelSpec
 from ...kernels.tile import WALK_RUNS, WALK_TEAMS, Cost, Tile
+from ...kernels.work import Problem
+from ..prepared_kernels import CPU_CTAS_PER_THREAD
 from .picture import Segment, svg, terminal
 from .units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
 
-# Measured: bytes a second read from memory (bulk copies), bf16 operations a second (cuBLAS, 8192^3).
-CEILINGS = {"H200": (4.69e12, 788e12)}
+_PRODUCTS_REACHED = 0.8  # of a card's datasheet: 788 of 989 TFLOP/s on an H200 (cuBLAS, bf16, 8192^3)
 
 
 class Plan:
@@ -86,7 +90,7 @@ class Plan:
     def explain(self, device: str = "H200") -> str:
         """Why this kernel, tile and split; the load of the CTAs; bytes, flops and the floor of a run on `device`.
 
-        `device` is looked up in CEILINGS by part of its name; without measured ceilings no floor is given.
+        `device`: a card of kernels/devices.py or the driver's name of one; for others no floor is given.
         """
         return "\n".join([*self.notes, *self._explain_split(), *self._explain_loads(), *self._explain_floor(device)])
 
@@ -166,14 +170,13 @@ class Plan:
             f"bytes: {_size(traffic.bytes)} (KV {_size(traffic.kv_bytes)}, rows {_size(traffic.row_bytes)}, partials "
             f"{_size(traffic.partial_bytes)}); {traffic.flops / 1e9:.3g} GFLOP",
         ]
-        for name, (bandwidth, flops) in CEILINGS.items():
-            if name in device:
-                memory, tensor = traffic.bytes / bandwidth * 1e9, traffic.flops / flops * 1e9
-                bound = "memory" if memory > tensor else "tensor cores"
-                lines.append(
-                    f"floor on {name}: {_time(max(memory, tensor))}, bound by {bound} (memory {_time(memory)}, "
-                    f"tensor cores {_time(tensor)})"
-                )
+        if (card := devices.row_of(device)) is not None:
+            memory, tensor = traffic.bytes / card.gbps, traffic.flops / (card.tflops * _PRODUCTS_REACHED * 1e3)
+            bound = "memory" if memory > tensor else "tensor cores"
+            lines.append(
+                f"floor on {card.name}: {_time(max(memory, tensor))}, bound by {bound} (memory {_time(memory)}, "
+                f"tensor cores {_time(tensor)})"
+            )
         return lines
 
     def segments(self) -> list[Segment]:
@@ -207,21 +210,23 @@ def plan_lengths(
     *,
     head_dim_vo: int | None = None,
     page_size: int = 16,
-    num_ctas: int = 132,
+    num_ctas: int | None = None,
     causal: bool = True,
     window_left: int = -1,
     backend: str = "cuda",
+    card: Device | None = None,
     dtype: DType = DType.BFLOAT16,
     fixed_piece_tokens: int = 0,
     tile: Tile | None = None,
     cost: Cost | None = None,
-    clusters: choose.Clusters = choose.NO_CLUSTERS,
+    clusters: Clusters = NO_CLUSTERS,
 ) -> Plan:
     """Plans lengths on the host alone: no wrapper, no device, no kernel.
 
     `q_lens` None: one row a request (decode). `tile` and `cost`: the backend's unless given (kernels/tile.py).
-    `page_size` 0: ragged. `num_ctas`: of usual tiles; there are twice as many of those for few rows. `clusters`: those
-    that a card runs at once; without, units have no CTAs of their own. PlanError where the lengths do not fit together.
+    `page_size` 0: ragged. `card`: a row of kernels/devices.py (default: H200 for cuda). `num_ctas`: CTAs of usual tiles
+    (default: what the card runs at once; the CPU: four a thread). `clusters`: those that a card runs at once; without
+    them units have no CTAs of their own. PlanError where the lengths do not fit together.
     The plan is one, also where a card would take a mixed batch in two parts (parts.py).
     """
     rows = [1] * len(kv_lens) if q_lens is None else list(q_lens)
@@ -234,29 +239,23 @@ def plan_lengths(
         fixed_piece_tokens=fixed_piece_tokens,
         uniform_q_len=1 if q_lens is None else 0,
     )
-    contexts = ContextLengths(options).of(len(rows), sum(rows), sum(kv_lens))
+    card = (card or devices.H200) if backend == "cuda" else devices.CPU
+    contexts = ContextLengths(options).of(len(rows), sum(rows), sum(kv_lens), card)
     problem = Problem(options, choose.packed_rows(options, len(rows), sum(rows)), contexts=contexts)
-    capability = choose.offline(problem, backend)
-    table_tile, table_cost = capability.schedule(options, problem.packed_rows, VariantSpec(), "implicit")
-    loader = capability.loader(options)
-    spec = KernelSpec(
-        capability.kernel, head_dim_qk=head_dim, head_dim_vo=vo, kv_source=source, tile=table_tile, loader=loader
-    )
-    of_contexts: tuple[str, ...] = ()
+    choice = choose.choose_for_card(problem, card)
+    usual = choose.choose_for_card(dataclasses.replace(problem, contexts=Contexts.USUAL), card).spec.tile
+    own = choice.spec.tile
+    assert usual is not None and own is not None
+    if num_ctas is None:
+        num_ctas = card.sms * usual.ctas_per_sm if card.sm else native.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
     if tile is not None:
-        spec = dataclasses.replace(spec, tile=tile)
+        choice = dataclasses.replace(choice, spec=dataclasses.replace(choice.spec, tile=tile))
     else:
-        spec, of_contexts = choose.for_contexts(problem, capability, spec)
-        assert spec.tile is not None
-        num_ctas = num_ctas * spec.tile.ctas_per_sm // table_tile.ctas_per_sm
-    choice = choose.Choice(spec, cost or table_cost, capability, ())
-    schedule = choose.schedule(choice, options, num_ctas // spec.ctas, clusters)
+        num_ctas = num_ctas * own.ctas_per_sm // usual.ctas_per_sm
+    choice = dataclasses.replace(choice, cost=cost or choice.cost)
+    schedule = schedule_of(choice, options, num_ctas // choice.spec.ctas, clusters)
     result, data = _plan_arrays(options, schedule, rows, list(kv_lens))
-    notes: tuple[str, ...] = (
-        f"kernel {spec.kernel}, tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, for about "
-        f"{problem.packed_rows} packed rows a request and KV head",
-    )
-    return Plan(problem, schedule, result, data, spec=spec, notes=notes + of_contexts)
+    return Plan(problem, schedule, result, data, spec=choice.spec, notes=choice.reasons)
 
 
 def _plan_arrays(

@@ -1,0 +1,62 @@
+"""Plans whose kernels are built before anyone asks for them: rows of a kernel's home, read by aot/specs.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..base.dtypes import DType
+from ..variants.spec import VariantSpec
+from ..variants.variant import builtin
+from .context_classes import Contexts
+from .options import Options, out_dtype_of
+from .work import Problem
+
+BF16, FP16, E4M3 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3
+HEAD_DIMS = (64, 128, 256)
+RAGGED, ONE_TOKEN = 0, 1  # page sizes; the others are multiples of 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """A plan by what decides its kernel. The spec is what `choose` makes of it on the target's card."""
+
+    q_dtype: DType
+    kv_dtype: DType
+    head_dims: tuple[int, int]
+    packed_rows: int  # of a request and KV head
+    page_size: int = 16
+    has_mask: bool = False
+    has_soft_cap: bool = False
+    rotates: bool = False
+    contexts: Contexts = Contexts.USUAL
+    is_default: bool = True  # what most models ask for; CI compiles these with NVRTC too
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(
+            Options(
+                kv_source="paged" if self.page_size else "ragged",
+                num_q_heads=1,
+                num_kv_heads=1,
+                head_dim_qk=self.head_dims[0],
+                head_dim_vo=self.head_dims[1],
+                page_size=self.page_size,
+                q_dtype=self.q_dtype,
+                kv_dtype=self.kv_dtype,
+                out_dtype=out_dtype_of(self.q_dtype),
+                has_mask=self.has_mask,
+                has_soft_cap=self.has_soft_cap,
+                position_encoding="ROPE_LLAMA" if self.rotates else "NONE",
+            ),
+            self.packed_rows,
+            contexts=self.contexts,
+        )
+
+    @property
+    def variant(self) -> VariantSpec:
+        return builtin(soft_cap=50.0).spec if self.has_soft_cap else VariantSpec()  # the value is not compiled in
+
+
+def more(*rows: Ahead) -> tuple[Ahead, ...]:
+    """Rows that are not among the default ones."""
+    return tuple(dataclasses.replace(row, is_default=False) for row in rows)

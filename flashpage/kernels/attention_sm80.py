@@ -1,0 +1,151 @@
+"""The general tensor-core kernel: every card since Ampere, by mma.sync and cp.async.
+
+Warps side by side along the tokens where rows are few, along the rows where they are many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from .ahead import BF16, E4M3, FP16, HEAD_DIMS, RAGGED, Ahead, more
+from .devices import Device
+from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims
+from .spec import KernelSpec
+from .tile import MERGE_CTA_ROWS, MERGE_ITEM_ROWS, WALK_RUNS, WALK_TEAMS, Cost, Tile
+from .work import InnerLoop, Work
+
+_LARGE = 160 << 10  # bytes of shared memory of a CTA: A100 and the cards of data centres after it; others have 99 KiB
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A tile for many rows, and its cost on an H200. The first row that fits the work is taken; tiles are the largest
+    that do not spill, of those measured (docs/tried.md). The sizes in shared memory are tested on the cubins
+    (tests/kernels/test_shared_memory.py)."""
+
+    tile: Tile
+    ns: tuple[float, float, float]  # of a unit's token, of a unit, of a piece
+    why: str
+    widest: int = 512  # head dim, at most
+    rows: int = 0  # packed rows, more than these
+    is_light: bool = False  # neither fp8 nor masks nor RoPE
+    is_plain: bool = False  # nothing is computed on scores either
+    fp8: bool | None = None  # of K and V; None: either
+    shared: int = 0  # bytes of the card's CTAs, at least
+
+    def takes(self, work: Work) -> bool:
+        is_light = work.loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM) and not work.options.kv_dtype.is_fp8
+        return (
+            work.widest <= self.widest
+            and work.packed_rows > self.rows
+            and (is_light or not self.is_light)
+            and (work.loop is InnerLoop.PLAIN or not self.is_plain)
+            and self.fp8 in (None, work.options.kv_dtype.is_fp8)
+            and work.card.shared_bytes >= self.shared
+        )
+
+
+_MANY = (
+    _Row(Tile(128, 96, 4, 1, 1, 2), (30.0, 5e3, 10e3), "narrow rows", 64, rows=64, is_light=True, is_plain=True),
+    _Row(Tile(128, 64, 4, 1, 1, 2), (30.0, 5e3, 10e3), "a transform takes registers", 64, rows=64, is_light=True),
+    _Row(
+        Tile(128, 64, 4, 1, 2, 2),
+        (47.0, 6e3, 20e3),
+        "two stages",
+        128,
+        rows=64,
+        is_light=True,
+        is_plain=True,
+        shared=_LARGE,
+    ),
+    _Row(Tile(128, 48, 4, 1, 2, 2), (47.0, 6e3, 20e3), "a transform, or 99 KiB", 128, rows=64, is_light=True),
+    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "few rows, or registers taken", 128),
+    _Row(Tile(128, 64, 8, 1, 1, 1), (60.0, 4e3, 8e3), "eight warps", 256, rows=64, is_light=True, shared=_LARGE),
+    _Row(Tile(64, 32, 4, 1, 1, 2), (60.0, 4e3, 8e3), "fp8 keys come 32 tokens at a time", 256, fp8=True),
+    _Row(Tile(64, 48, 4, 1, 1, 2), (60.0, 4e3, 8e3), "registers of 48 tokens", 256, shared=_LARGE),
+    _Row(Tile(64, 32, 4, 1, 1, 2), (60.0, 4e3, 8e3), "99 KiB", 256),
+    _Row(Tile(32, 32, 2, 1, 2, 1), (8.0, 800.0, 3e3), "fp8 keys come 32 tokens at a time", fp8=True, shared=_LARGE),
+    _Row(Tile(32, 16, 2, 1, 2, 1), (8.0, 800.0, 3e3), "two stages", fp8=False, shared=_LARGE),
+    _Row(Tile(32, 32, 2, 1, 1, 1), (8.0, 800.0, 3e3), "99 KiB: one stage", fp8=True),
+    _Row(Tile(32, 16, 2, 1, 1, 1), (8.0, 800.0, 3e3), "99 KiB: one stage"),
+)
+
+
+def _is_few(work: Work) -> bool:
+    """Whether rows are so few that warps lie along the tokens. With 99 KiB the ring of two warps is too large for the
+    widest rows."""
+    is_wide = work.widest > 256 and work.card.shared_bytes < _LARGE
+    return (work.packed_rows <= 16 or (work.packed_rows <= 32 and work.widest <= 128)) and not is_wide
+
+
+def _row(work: Work) -> _Row:
+    return next(row for row in _MANY if row.takes(work))
+
+
+def _tile(work: Work) -> Tile:
+    return _few_rows_tile(work) if _is_few(work) else _row(work).tile
+
+
+def few_rows_tile(token_bytes: int, tile_q: int, is_fp8: bool, widest: int, card: Device) -> Tile:
+    """Warps take turns on the tokens, each with its own ring: 8 KiB a stage, at most 96 KiB a CTA and two CTAs an SM.
+    `token_bytes`: of K and V that a warp has at a time."""
+    is_large = card.shared_bytes >= _LARGE
+    tokens = 32 if token_bytes * 32 <= 8192 or is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
+    warps = 4 if token_bytes * tokens * 8 <= (131072 if is_large else 73728) else 2  # two stages of four warps
+    ctas_per_sm = 2 if 2 * warps * tokens * token_bytes <= 98304 and widest <= 256 else 1
+    return Tile(tile_q, tokens * warps, 1, warps, 4, ctas_per_sm, ring_bytes=98304 if is_large else 73728)
+
+
+def _token_bytes(work: Work) -> int:
+    options = work.options
+    return (options.head_dim_qk + min(options.head_dim_vo, 256)) * options.kv_dtype.size
+
+
+def _few_rows_tile(work: Work) -> Tile:
+    rows = 16 if work.packed_rows <= 16 else 32
+    return few_rows_tile(_token_bytes(work), rows, work.options.kv_dtype.is_fp8, work.widest, work.card)
+
+
+def _cost(work: Work, tile: Tile) -> Cost:
+    if _is_few(work):
+        ns_per_token = _token_bytes(work) / work.card.sm_bytes_per_ns * tile.ctas_per_sm
+        return Cost(WALK_TEAMS, ns_per_token, 1500.0, 1500.0, 128, MERGE_CTA_ROWS)
+    token, unit, piece = _row(work).ns
+    return Cost(WALK_RUNS, work.card.compute_ns(token), unit, piece, 128, MERGE_ITEM_ROWS)
+
+
+def _traits(spec: KernelSpec) -> tuple[str, ...]:
+    return attention_traits(spec, spec.q_dtype.widened, spec.kv_dtype, "pitched")
+
+
+_ROWS = (16, 32, 64, 128)  # one for each class of tiles
+_AHEAD = (
+    *(Ahead(t, t, (d, d), rows) for t, d, rows in itertools.product((BF16, FP16), HEAD_DIMS, _ROWS)),
+    *(Ahead(BF16, BF16, dims, 128, RAGGED) for dims in ((64, 64), (128, 128), (256, 256), (192, 128))),
+    Ahead(FP16, FP16, (128, 128), 128, RAGGED),
+    *more(
+        *(Ahead(BF16, E4M3, (d, d), rows) for d, rows in itertools.product(HEAD_DIMS, _ROWS)),
+        Ahead(FP16, E4M3, (128, 128), 16),
+        *(Ahead(BF16, BF16, (128, 128), rows, has_soft_cap=True) for rows in _ROWS),
+        *(Ahead(BF16, BF16, (256, 256), rows, has_soft_cap=True) for rows in (16, 128)),
+        *(Ahead(BF16, BF16, (128, 128), rows, has_mask=True) for rows in (64, 128)),
+        *(Ahead(BF16, BF16, (128, 128), rows, rotates=True) for rows in (16, 64)),
+        *(Ahead(BF16, BF16, (d, d), rows) for d, rows in itertools.product((80, 96), (16, 128))),
+        Ahead(BF16, BF16, (512, 512), 16),
+    ),
+)
+
+KERNEL = AttentionKernel(
+    name="attention_sm80",
+    header="flashpage/kernels/attention_sm80/kernel.h",
+    cpp="AttentionSm80<Traits>",
+    parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
+    accepts=(capability(80), *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 512, 8)),
+    tile=_tile,
+    cost=_cost,
+    row_alignment=16,
+    has_variant=True,
+    traits=_traits,
+    ahead=_AHEAD,
+)

@@ -1,0 +1,77 @@
+"""Kernels over vLLM's cache blocks where they lie: decode, the merge of its partials, and writing.
+
+Their headers are include/flashpage/kernels/blocks/NAME.h.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..base.dtypes import DType
+from .attention_sm80 import few_rows_tile
+from .devices import Device
+from .kernel import Kernel, attention_traits, types
+from .spec import KernelSpec
+from .tile import Tile
+
+
+def decode_tile(head_dim: int, kv_dtype: DType, group: int, card: Device) -> Tile:
+    """A group's query heads are the rows."""
+    tile_q = 32 if group > 16 and head_dim <= (64 if kv_dtype.is_fp8 else 128) else 16  # more takes registers
+    token_bytes = 2 * head_dim * kv_dtype.size
+    tile = few_rows_tile(token_bytes, tile_q, kv_dtype.is_fp8, head_dim, card)
+    if tile_q > 16:
+        tile = dataclasses.replace(tile, stages=2)
+    elif 128 < token_bytes <= 256 and not kv_dtype.is_fp8:
+        tile = Tile(16, 64, 1, 4, 3, ctas_per_sm=4)
+    elif head_dim <= 128:  # a step's work has much to wait for, so more warps hide more than stages do
+        stages = max(2, min(4, 65536 // (tile.tile_kv * token_bytes)))
+        tile = dataclasses.replace(tile, stages=stages, ctas_per_sm=3)
+    else:
+        stages = max(2, min(4, 98304 // (tile.tile_kv * token_bytes)))
+        tile = dataclasses.replace(tile, stages=stages)
+    stages = tile.stages
+    warps, tokens = tile.warps_kv, tile.tile_kv // tile.warps_kv
+    room = card.shared_bytes - 4096
+    query_bytes = tile_q * (head_dim + 16) * 2  # of each stage
+    while stages * (warps * tokens * (token_bytes + 32 * kv_dtype.size) + query_bytes) > room:
+        warps, stages = (warps, stages - 1) if stages > 2 else (warps // 2, stages)
+    return dataclasses.replace(tile, stages=stages, warps_kv=warps, tile_kv=tokens * warps, ring_bytes=0)
+
+
+def _decode_traits(spec: KernelSpec) -> tuple[str, ...]:
+    return attention_traits(spec, spec.q_dtype, spec.kv_dtype, "pieces")
+
+
+def _merge_traits(spec: KernelSpec) -> tuple[str, ...]:
+    return types(Out=spec.out_dtype)
+
+
+def _write_traits(spec: KernelSpec) -> tuple[str, ...]:
+    layout = f"static constexpr SlotLayout layout = SlotLayout::{spec.loader};"
+    return (*types(Source=spec.q_dtype, Cache=spec.kv_dtype), layout)
+
+
+DECODE = Kernel(
+    name="block_decode_sm80",
+    header="flashpage/kernels/blocks/decode.h",
+    cpp="BlockDecode<Traits>",
+    parameters=(("BlockAttentionParams", "params"),),
+    has_variant=True,
+    traits=_decode_traits,
+)
+MERGE = Kernel(
+    name="block_merge",
+    header="flashpage/kernels/blocks/merge.h",
+    cpp="BlockMerge<Traits>",
+    parameters=(("BlockAttentionParams", "params"),),
+    traits=_merge_traits,
+)
+WRITE = Kernel(
+    name="block_write",
+    header="flashpage/kernels/blocks/write.h",
+    cpp="BlockWrite<Traits>",
+    parameters=(("BlockWriteParams", "params"),),
+    traits=_write_traits,
+)
+KERNELS = (DECODE, MERGE, WRITE)

@@ -1,0 +1,65 @@
+"""Attention on the CPU: few rows and many, every option (include/flashpage/cpu/)."""
+
+from __future__ import annotations
+
+import itertools
+
+from ..base.dtypes import DType
+from .ahead import BF16, FP16, RAGGED, Ahead
+from .kernel import FLOAT, FP8, AttentionKernel, dtypes, head_dims, types
+from .spec import KernelSpec
+from .tile import WALK_RUNS, Cost, Tile
+from .work import Work
+
+
+def _tile(work: Work) -> Tile:
+    """One tile for few rows and many, as rows that are not there cost nothing. 96 rows reuse a packed tile of K and V
+    often enough (within 3% of 192), and a thread's memory stays in 1 MB of L2."""
+    return Tile(96, 128 if work.widest <= 256 else 64, 1, 1, 1)
+
+
+def _cost(work: Work, tile: Tile) -> Cost:
+    """Of a Zen 4 core with bf16: 3 ns a row and token, and reading, converting and packing the token."""
+    rows = min(work.packed_rows, tile.tile_q)
+    return Cost(
+        walk=WALK_RUNS,
+        ns_per_token=(40.0 + 3.0 * rows) * work.columns / 256,
+        ns_per_unit=300.0 + 60.0 * rows,
+        ns_per_piece=500.0 + 150.0 * rows,
+        min_piece_tokens=256,
+        merge_rows=64,
+    )
+
+
+def _traits(spec: KernelSpec) -> tuple[str, ...]:
+    assert spec.tile is not None
+    return (
+        *types(Query=spec.q_dtype, Kv=spec.kv_dtype, Out=spec.out_dtype),
+        "using Variant = ::Variant;",
+        f"static constexpr int head_dim_qk = {spec.head_dim_qk}, head_dim_vo = {spec.head_dim_vo};",
+        f"static constexpr int tile_q = {spec.tile.tile_q}, tile_kv = {spec.tile.tile_kv};",
+        f"static constexpr flashpage::KvSource kv_source = flashpage::KvSource::{spec.kv_source};",
+        f"static constexpr flashpage::MaskSource mask_source = flashpage::MaskSource::{spec.mask_source};",
+        "static constexpr flashpage::PositionEncoding position_encoding =",
+        f"    flashpage::PositionEncoding::{spec.position_encoding};",
+    )
+
+
+# For a machine with neither a GPU nor a compiler.
+_AHEAD = tuple(
+    Ahead(dtype, dtype, (dim, dim), 1, page_size)
+    for dtype, dim, page_size in itertools.product((DType.FLOAT32, BF16, FP16), (64, 128), (16, RAGGED))
+)
+
+KERNEL = AttentionKernel(
+    name="cpu_attention",
+    header="flashpage/cpu/attention.h",
+    cpp="flashpage::cpu::attention<Traits>",
+    parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
+    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), head_dims(16, 512, 8)),
+    tile=_tile,
+    cost=_cost,
+    has_variant=True,
+    traits=_traits,
+    ahead=_AHEAD,
+)

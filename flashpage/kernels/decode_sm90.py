@@ -1,0 +1,102 @@
+"""Few rows on Hopper: one CTA an SM, four warps that load and eight that compute, and a ring that keeps enough bytes in
+flight. Few packed rows of each request (decode, speculative verify, short appends); memory bandwidth is the bound."""
+
+from __future__ import annotations
+
+import itertools
+
+from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
+from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims
+from .options import Options
+from .spec import KernelSpec
+from .tensor_maps import are_whole
+from .tile import MERGE_ITEM_ROWS, WALK_TEAMS, ClusterCost, Cost, Tile
+from .work import InnerLoop, Work
+
+MOST_PACKED_ROWS = 64
+_MOST_STAGES = 64  # the header takes as many as the ring has room for
+
+
+def _tile(work: Work) -> Tile:
+    """A warp has 16 rows and up to 256 value columns; warps of the same tokens share a slot (docs/tried.md)."""
+    options, loop = work.options, work.loop
+    if loop is InnerLoop.LOADING and boxes_or_rows(options) == "rows":
+        loop = InnerLoop.HEAVY  # single rows come too slowly in slots of 16 tokens
+    # Accumulators of more columns (of 256 already beside widening fp8 or computing on scores) take too many registers.
+    has_more = options.kv_dtype.is_fp8 or loop is not InnerLoop.PLAIN
+    warps_v = 4 if options.head_dim_vo > 256 else 2 if options.head_dim_vo > 128 and has_more else 1
+    tile_q = next(rows for rows in (16, 32, 64) if work.packed_rows <= rows or rows * warps_v == 128)
+    warps_q = tile_q // 16
+    wide = sum(-(-dim * options.kv_dtype.size // 128) * 128 for dim in (options.head_dim_qk, options.head_dim_vo)) > 512
+    tile_kv = 16 if wide and not options.kv_dtype.is_fp8 else 32
+    if loop is InnerLoop.LOADING:
+        tile_kv = 16  # the loads of more tokens on their way at once take too many registers
+    return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), _MOST_STAGES, 1, warps_v)
+
+
+def _cost(work: Work, tile: Tile) -> Cost:
+    card = work.card
+    return Cost(
+        walk=WALK_TEAMS,
+        ns_per_token=work.columns * work.options.kv_dtype.size / card.sm_bytes_per_ns,
+        ns_per_unit=500.0,
+        ns_per_piece=1000.0,
+        min_piece_tokens=128,
+        merge_rows=MERGE_ITEM_ROWS,
+        # Fitted on an H200: beyond its bytes a launch takes 7.4 us where nothing is cut, 9.2 where clusters merge, and
+        # 11.5 through partials.
+        ns_per_merge=3100.0,
+        cluster=ClusterCost(piece_tokens=32, ns_per_cluster_merge=1800.0, full_speed_share=card.full_speed_share),
+    )
+
+
+def boxes_or_rows(options: Options) -> str:
+    """KernelSpec.loader: boxes by tensor maps, or rows one by one where pages are small or rows are not whole."""
+    row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
+    return "boxes" if are_whole(options.page_size, *row_bytes) else "rows"
+
+
+def _traits(spec: KernelSpec) -> tuple[str, ...]:
+    return attention_traits(spec, spec.q_dtype.widened, spec.kv_dtype, "blocks")
+
+
+_AHEAD = (
+    *(Ahead(t, t, (d, d), rows) for t, d, rows in itertools.product((BF16, FP16), HEAD_DIMS, (16, 32, 64))),
+    *(Ahead(t, t, (d, d), 16, ONE_TOKEN) for t, d in itertools.product((BF16, FP16), HEAD_DIMS)),
+    *more(
+        *(Ahead(BF16, E4M3, (d, d), rows) for d, rows in itertools.product(HEAD_DIMS, (16, 32, 64))),
+        Ahead(FP16, E4M3, (128, 128), 16),
+        *(Ahead(BF16, BF16, (128, 128), rows, has_soft_cap=True) for rows in (16, 32, 64)),
+        Ahead(BF16, BF16, (256, 256), 16, has_soft_cap=True),
+        Ahead(BF16, BF16, (128, 128), 64, has_mask=True),
+        *(Ahead(BF16, BF16, (128, 128), rows, rotates=True) for rows in (16, 32, 64)),
+        *(Ahead(BF16, BF16, (d, d), 16) for d in (80, 96, 512)),
+        Ahead(BF16, BF16, (512, 512), 64),
+        *(Ahead(BF16, BF16, (192, 128), rows) for rows in (16, 64)),
+        *(
+            Ahead(BF16, kv, (d, d), rows, ONE_TOKEN)
+            for kv, (d, rows) in itertools.product((BF16, E4M3), ((128, 16), (128, 64), (256, 16)))
+        ),
+        *(Ahead(BF16, BF16, (d, 128), 64, RAGGED) for d in (128, 192)),
+        Ahead(BF16, BF16, (128, 128), 16, RAGGED),
+    ),
+)
+
+KERNEL = AttentionKernel(
+    name="decode_sm90",
+    header="flashpage/kernels/decode_sm90/kernel.h",
+    cpp="DecodeSm90<Traits>",
+    parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
+    archs=(90,),
+    most_packed_rows=MOST_PACKED_ROWS,
+    accepts=(capability(90, 90), *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 512, 8)),
+    tile=_tile,
+    cost=_cost,
+    loader=boxes_or_rows,
+    row_alignment=16,
+    merges_in_launch=True,
+    runs_beside=True,
+    has_variant=True,
+    traits=_traits,
+    ahead=_AHEAD,
+)

@@ -1,0 +1,179 @@
+"""The one table of cards: what each has, what it can do, and the rates that tiles and costs follow from.
+
+A new card is one row. Where the driver knows a number (SMs, shared memory, L2), its number replaces the row's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import re
+
+import torch
+
+from .. import native
+from ..base.errors import PlanError
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A card, or the CPU (`sm` 0, whose costs are measured apart)."""
+
+    name: str  # its words are looked for in the driver's name of a card
+    sm: int  # compute capability times ten
+    sms: int
+    shared_bytes: int  # shared memory of a CTA, at most
+    sm_shared_bytes: int  # shared memory of an SM
+    l2_bytes: int
+    gbps: float  # memory bandwidth that a kernel reaches, GB/s
+    tflops: float  # dense 16-bit products with fp32 sums, datasheet
+    is_estimated: bool = False  # no row names this card: rates follow from the driver's clocks
+
+    @property
+    def has_pdl(self) -> bool:
+        """A launch may begin before the one that it depends on has ended."""
+        return self.sm >= 90
+
+    @property
+    def has_clusters(self) -> bool:
+        return self.sm >= 90
+
+    @property
+    def has_bulk_copies(self) -> bool:
+        return self.sm >= 90
+
+    @property
+    def has_wgmma(self) -> bool:
+        return self.sm == 90
+
+    @property
+    def has_fp8_mma(self) -> bool:
+        """mma.sync with e4m3 and e5m2 factors."""
+        return self.sm >= 89
+
+    @property
+    def sm_bytes_per_ns(self) -> float:
+        """An SM's share of the memory bandwidth."""
+        return self.gbps / self.sms
+
+    @property
+    def sm_flops_per_ns(self) -> float:
+        return self.tflops * 1e3 / self.sms
+
+    @property
+    def flops_per_byte(self) -> float:
+        """How much computing costs beside reading: 1.0 on an H200."""
+        return self.tflops / self.gbps * 4554 / 989
+
+    @property
+    def full_speed_share(self) -> float:
+        """The share of SMs that keeps memory as busy as all of them do: 64 of an H200's 132 SMs read at 4.05 TB/s, so
+        an SM alone reads 63.9 bytes a nanosecond (tests/bench/cluster.py)."""
+        return min(1.0, self.sm_bytes_per_ns / 63.9)
+
+    def compute_ns(self, h200_ns: float) -> float:
+        """The time here of tensor-core work that takes an SM of an H200 `h200_ns`."""
+        return h200_ns * H200.sm_flops_per_ns / self.sm_flops_per_ns
+
+
+def _card(name: str, sm: int, sms: int, l2_mib: float, gbps: float, tflops: float) -> Device:
+    cta, whole = _SHARED_KIB[sm]
+    return Device(name, sm, sms, cta * _KIB, whole * _KIB, int(l2_mib * _MIB), gbps, tflops)
+
+
+# Compute capability: KiB of shared memory of a CTA and of an SM.
+_SHARED_KIB = {
+    80: (163, 164),
+    86: (99, 100),
+    87: (163, 164),
+    89: (99, 100),
+    90: (227, 228),
+    100: (227, 228),
+    103: (227, 228),
+    120: (99, 100),
+    121: (99, 100),
+}
+
+H200 = _card("H200", 90, 132, 50, 4554, 989)  # 4,800 GB/s by its datasheet; bulk copies read 4,550
+
+# Name, compute capability, SMs, L2 (MiB), memory bandwidth (GB/s: 95% of the datasheet's), dense bf16 TFLOP/s.
+CARDS = (
+    H200,
+    _card("H100", 90, 132, 50, 3180, 989),
+    _card("H100 NVL", 90, 132, 50, 3700, 835),
+    _card("H100 PCIe", 90, 114, 50, 1940, 756),
+    _card("H20", 90, 78, 60, 3800, 148),
+    _card("GH200", 90, 132, 50, 3800, 989),
+    _card("B200", 100, 148, 126, 7600, 2250),
+    _card("GB200", 100, 152, 126, 7600, 2500),
+    _card("B300", 103, 148, 126, 7600, 2500),
+    _card("A100", 80, 108, 40, 1940, 312),
+    _card("A30", 80, 56, 24, 886, 165),
+    _card("A10", 86, 72, 6, 570, 125),
+    _card("RTX 3090", 86, 82, 6, 889, 71),
+    _card("Orin", 87, 16, 4, 194, 42),
+    _card("L4", 89, 58, 48, 285, 121),
+    _card("L40S", 89, 142, 96, 820, 362),
+    _card("RTX 4090", 89, 128, 72, 957, 165),
+    _card("RTX 5090", 120, 170, 96, 1702, 209),
+    _card("RTX PRO 6000", 120, 188, 128, 1702, 252),
+    _card("GB10", 121, 48, 24, 259, 62),  # DGX Spark
+)
+
+CPU = Device("CPU", 0, 1, 0, 0, 0, 1.0, 1e-3)
+
+# Floating-point operations of an SM in a clock, dense 16-bit products with fp32 sums; the newest for what is not here.
+_FLOPS_PER_CLOCK = {80: 2048, 86: 512, 87: 1024, 89: 512, 90: 4096, 100: 8192, 103: 8192, 120: 512, 121: 512}
+
+
+def named(name: str) -> Device:
+    """The row of that name, in any case; PlanError lists the names."""
+    for card in CARDS:
+        if card.name.lower() == name.lower():
+            return card
+    raise PlanError(f"card {name!r} is not known: pass one of {', '.join(card.name for card in CARDS)}.")
+
+
+@functools.cache
+def of(device: torch.device) -> Device:
+    """What a torch device is, with its index where it is a card: the row with the driver's numbers, or, without a row,
+    rates that follow from the card's clocks. Makes no CUDA context."""
+    return CPU if device.type != "cuda" else of_index(device.index or 0)
+
+
+def of_index(index: int) -> Device:
+    info = native.DeviceInfo()
+    native.check(native.load().fp_cuda_device_info(index, ctypes.byref(info)))
+    return from_driver(info)
+
+
+def from_driver(info: native.DeviceInfo) -> Device:
+    row = row_of(info.name.decode())
+    known = {
+        "sms": info.num_sms,
+        "shared_bytes": info.shared_bytes_per_cta,
+        "sm_shared_bytes": info.shared_bytes_per_sm,
+        "l2_bytes": info.l2_bytes,
+    }
+    if row is None or row.sm != info.sm:
+        flops = _FLOPS_PER_CLOCK.get(info.sm, _FLOPS_PER_CLOCK[120])
+        return Device(
+            name=info.name.decode(),
+            sm=info.sm,
+            gbps=max(1.0, 0.95 * 2 * info.memory_khz * info.memory_bus_bits / 8e6),
+            tflops=max(1.0, flops * info.num_sms * info.clock_khz / 1e9),
+            is_estimated=True,
+            **known,
+        )
+    share = info.num_sms / row.sms  # a partition has its share of memory and products
+    return dataclasses.replace(row, gbps=row.gbps * share, tflops=row.tflops * share, **known)
+
+
+def row_of(driver_name: str) -> Device | None:
+    """The row most of whose words are in the driver's name: H100 PCIe before H100."""
+    words = set(re.findall(r"\w+", driver_name.upper()))
+    rows = [card for card in CARDS if words.issuperset(card.name.upper().split())]
+    return max(rows, key=lambda card: len(card.name.split()), default=None)

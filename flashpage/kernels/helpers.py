@@ -1,0 +1,65 @@
+"""Kernels around attention: merging, appending, gathering, tiles of masks, plans on the card.
+
+Their headers are include/flashpage/kernels/helpers/NAME.h.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..base.dtypes import DType
+from .kernel import Kernel, types
+from .spec import KernelSpec
+
+
+def _merge_traits(spec: KernelSpec) -> tuple[str, ...]:
+    return types(Out=spec.out_dtype)
+
+
+def _merge_states_traits(spec: KernelSpec) -> tuple[str, ...]:
+    return types(Query=spec.q_dtype)
+
+
+def _append_traits(spec: KernelSpec) -> tuple[str, ...]:
+    return types(Cache=spec.kv_dtype)
+
+
+def _mask_tiles_traits(spec: KernelSpec) -> tuple[str, ...]:
+    return (
+        "using Variant = flashpage::Variant;",
+        f"static constexpr MaskSource mask_source = MaskSource::{spec.mask_source};",
+        f"static constexpr int tile_kv = {spec.tile.tile_kv if spec.tile else 0};",
+    )
+
+
+def _helper(name: str, cpp: str, parameters: str) -> Kernel:
+    return Kernel(name, f"flashpage/kernels/helpers/{name}.h", cpp, ((parameters, "params"),))
+
+
+MERGE = dataclasses.replace(_helper("merge", "Merge<Traits>", "MergeParams"), traits=_merge_traits)
+MERGE_STATES = dataclasses.replace(
+    _helper("merge_states", "MergeStates<Traits>", "MergeStatesParams"), traits=_merge_states_traits
+)
+APPEND = dataclasses.replace(_helper("append", "Append<Traits>", "AppendParams"), traits=_append_traits)
+GATHER_ROWS = _helper("gather_rows", "GatherRows", "GatherRowsParams")
+GATHER_SLOTS = _helper("gather_slots", "GatherSlots", "GatherSlotsParams")
+PLAN = _helper("plan", "PlanOnDevice", "plan::TablePlan")
+MASK_TILES = dataclasses.replace(
+    _helper("mask_tiles", "MaskTiles<Traits>", "MaskTilesParams"),
+    parameters=(("MaskTilesParams", "params"), ("VariantArgs", "args")),
+    has_variant=True,
+    traits=_mask_tiles_traits,
+)
+
+KERNELS = (MERGE, MERGE_STATES, APPEND, GATHER_ROWS, GATHER_SLOTS, PLAN, MASK_TILES)
+
+_HALF = (DType.BFLOAT16, DType.FLOAT16)
+AHEAD = (
+    *(KernelSpec("merge", out_dtype=dtype) for dtype in _HALF),
+    *(KernelSpec("merge_states", q_dtype=dtype) for dtype in (*_HALF, DType.FLOAT32)),
+    # Elements of one, two and four bytes.
+    *(KernelSpec("append", kv_dtype=dtype) for dtype in (DType.FLOAT8_E4M3, DType.FLOAT16, DType.FLOAT32)),
+    KernelSpec("plan"),
+    KernelSpec("gather_slots"),
+)
+AHEAD_OF_HOPPER = (KernelSpec("gather_rows"), KernelSpec("mask_tiles", mask_source="packed_bits"))

@@ -1,0 +1,175 @@
+"""What a kernel's home says of it. `flashpage/kernels/NAME.py` makes one of these, and
+`include/flashpage/kernels/NAME/kernel.h` is what it names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from ..base.dtypes import DType
+from .ahead import Ahead
+from .context_classes import Contexts
+from .options import Options
+from .spec import KernelSpec
+from .tile import Cost, Tile
+from .work import Work
+
+FLOAT = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+HALF = (DType.FLOAT16, DType.BFLOAT16)
+FP8 = (DType.FLOAT8_E4M3, DType.FLOAT8_E5M2)
+
+Rule = Callable[[Work], "str | None"]  # why the kernel cannot do the work; None: it can
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What is compiled: one C++ class over one `Traits` struct, and the parameters of its entry."""
+
+    name: str  # KernelSpec.kernel
+    header: str  # under include/
+    cpp: str  # the class
+    parameters: tuple[tuple[str, str], ...]  # C++ type and name, as Kernel::run takes them
+    traits: Callable[[KernelSpec], tuple[str, ...]] = lambda spec: ()  # lines of the struct
+    sources: Callable[[KernelSpec], str] = lambda spec: ""  # C++ written for the spec, before Traits
+    attributes: Callable[[KernelSpec], str] = lambda spec: ""  # of the entry
+    archs: tuple[int, ...] = ()  # the only ones whose instructions it has; empty: any
+    has_variant: bool = False  # its source has a `struct Variant`
+    include: Path | None = None  # a folder of headers of its own, next to the package's
+
+    @property
+    def backend(self) -> str:
+        """cuda | cpu: kernels of the CPU have names that begin with cpu_."""
+        return "cpu" if self.name.startswith("cpu_") else "cuda"
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionKernel(Kernel):
+    """A kernel that runs a plan: what it accepts, with which tile, at what cost."""
+
+    accepts: tuple[Rule, ...] = ()
+    tile: Callable[[Work], Tile] = dataclasses.field(kw_only=True)
+    cost: Callable[[Work, Tile], Cost] = dataclasses.field(kw_only=True)
+    loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
+    # The tile for contexts of this class where it is not the usual one, and what to say of it.
+    context_tile: Callable[[KernelSpec, Contexts], tuple[Tile, str] | None] = lambda spec, contexts: None
+    visits_mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits the tiles that mask_tiles finds
+    most_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
+    row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it
+    merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
+    row_boxes: bool = False  # it takes q, and stores out, by tensor maps where they have one
+    runs_beside: bool = False  # with one CTA an SM, it shares the SMs with another launch of the same run
+    ahead: tuple[Ahead, ...] = ()  # plans whose kernels are built ahead of time
+
+    def refusals(self, work: Work) -> list[str]:
+        """Why this kernel cannot; empty: it can."""
+        found = []
+        if work.packed_rows > self.most_packed_rows:
+            found.append(
+                f"a request and KV head have {work.packed_rows} packed rows (query rows x query heads), "
+                f"it takes {self.most_packed_rows}"
+            )
+        return found + [reason for rule in self.accepts if (reason := rule(work)) is not None]
+
+    def spec(self, work: Work) -> KernelSpec:
+        """What is compiled for the work, with the usual tile."""
+        options = work.options
+        return KernelSpec(
+            kernel=self.name,
+            q_dtype=options.q_dtype,
+            kv_dtype=options.kv_dtype,
+            out_dtype=options.out_dtype,
+            head_dim_qk=options.head_dim_qk,
+            head_dim_vo=options.head_dim_vo,
+            kv_source=options.kv_source,
+            mask_source=work.mask_source,
+            position_encoding=work.position_encoding,
+            tile=self.tile(work),
+            variant=work.variant,
+            loader=self.loader(options),
+        )
+
+
+def capability(least: int, most: int = 999) -> Rule:
+    """Compute capabilities, times ten."""
+
+    def rule(work: Work) -> str | None:
+        if least <= work.card.sm <= most:
+            return None
+        needed = f"{_sm_name(most)} at most" if work.card.sm > most else _sm_name(least)
+        return f"it needs compute capability {needed}, this card has {_sm_name(work.card.sm)}"
+
+    return rule
+
+
+def dtypes(q: tuple[DType, ...], out: tuple[DType, ...]) -> tuple[Rule, ...]:
+    """Element types of q and of the output; K and V have q's or fp8."""
+
+    def of_q(work: Work) -> str | None:
+        given = work.options.q_dtype
+        return None if given in q else f"q_data_type {given.value} is not among {_names(q)}"
+
+    def of_out(work: Work) -> str | None:
+        given = work.options.out_dtype
+        return None if given in out else f"o_data_type {given.value} is not among {_names(out)}"
+
+    def of_kv(work: Work) -> str | None:
+        given, query = work.options.kv_dtype, work.options.q_dtype
+        if given is query or given.is_fp8:
+            return None
+        return f"kv_data_type {given.value} is neither q's {query.value} or fp8 (float8_e4m3fn, float8_e5m2)"
+
+    return of_q, of_out, of_kv
+
+
+def head_dims(least: int, most: int, step: int) -> Rule:
+    def rule(work: Work) -> str | None:
+        wrong = [
+            f"{name} {dim} is not a multiple of {step} from {least} to {most}"
+            for name in ("head_dim_qk", "head_dim_vo")
+            if not least <= (dim := getattr(work.options, name)) <= most or dim % step
+        ]
+        return "; ".join(wrong) or None
+
+    return rule
+
+
+def no_rope_over_fp8(work: Work) -> str | None:
+    if not (work.rotates and work.options.kv_dtype.is_fp8):
+        return None
+    return f"it has no in-kernel RoPE (pos_encoding_mode ROPE_LLAMA) over kv_data_type {work.options.kv_dtype.value}"
+
+
+def attention_traits(spec: KernelSpec, query: DType, cache: DType, layout: str) -> tuple[str, ...]:
+    """The lines of Traits that every attention kernel of a card has. `query`, `cache`: what it computes with."""
+    tile = spec.tile
+    assert tile is not None
+    numbers = {
+        "head_dim_qk": spec.head_dim_qk,
+        "head_dim_vo": spec.head_dim_vo,
+        **{f.name: getattr(tile, f.name) for f in dataclasses.fields(tile)},
+        "tile_q": tile.tile_q // tile.ctas,
+    }
+    return (
+        *types(StoredQuery=spec.q_dtype, Query=query, StoredCache=spec.kv_dtype, Cache=cache, Out=spec.out_dtype),
+        "using Variant = flashpage::Variant;",
+        *(f"static constexpr int {name} = {number};" for name, number in numbers.items()),
+        f"static constexpr KvSource kv_source = KvSource::{spec.kv_source};",
+        f"static constexpr MaskSource mask_source = MaskSource::{spec.mask_source};",
+        f"static constexpr PositionEncoding position_encoding = PositionEncoding::{spec.position_encoding};",
+        f"static constexpr RowsLayout layout = RowsLayout::{layout};",
+        f"static constexpr bool trace = {str(spec.trace).lower()};",
+        *([f"static constexpr Loader loader = Loader::{spec.loader};"] if spec.loader else []),
+    )
+
+
+def types(**named: DType) -> tuple[str, ...]:
+    return tuple(f"using {name} = {dtype.cpp};" for name, dtype in named.items())
+
+
+def _sm_name(sm: int) -> str:
+    return f"{sm // 10}.{sm % 10}"
+
+
+def _names(dtypes: tuple[DType, ...]) -> str:
+    return ", ".join(d.value for d in dtypes)

@@ -1,0 +1,294 @@
+"""Many rows on Hopper: two warpgroups of 64 rows compute (three where rows are short), one warpgroup loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from ..base.dtypes import DType
+from ..variants.source import asks_much
+from . import wgmma_source
+from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
+from .context_classes import WIDEST_OF_HALVES, Contexts
+from .decode_sm90 import boxes_or_rows
+from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, no_rope_over_fp8
+from .options import Options
+from .spec import KernelSpec
+from .tile import MERGE_ITEM_ROWS, WALK_RUNS, Cost, Tile
+from .work import InnerLoop, Work, inner_loop
+
+_SHORT_TILE_TOKENS = 128
+PAIRS_NOTE = "two CTAs of a cluster read K and V together, each with half of the rows: one CTA below"
+SHORT_NOTE = f"rows see few tokens: tiles of {_SHORT_TILE_TOKENS}"
+FEW_NOTE = "rows are few: one warpgroup computes, and an SM has two CTAs"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """Tokens of a tile of two warpgroups, as many as registers have room for: scores and accumulators of a row lie side
+    by side. The first row that fits is taken (docs/tried.md has what was measured)."""
+
+    tokens: int
+    widest: int = 256  # head dim, at most
+    values: int = 256  # head dim of V, at most
+    needs: frozenset[str] = frozenset()  # words of _facts
+    why: str = ""
+
+
+def _when(*words: str) -> frozenset[str]:
+    return frozenset(words)
+
+
+# K and V come as they are multiplied: boxes by tensor maps, or rows one by one.
+_STORED = (
+    _Row(128, 64, needs=_when("light", "asks"), why="a lane holds a mask function's answers for 128 tokens"),
+    _Row(112, 128, needs=_when("light", "asks much"), why="and a function for each head takes registers"),
+    _Row(128, 128, needs=_when("light", "asks"), why="a lane holds a mask function's answers for 128 tokens"),
+    _Row(160, 128, needs=_when("light", "whole")),
+    _Row(144, 128, needs=_when("light"), why="parts of 64 columns, or a mask's bits beside a transform"),
+    _Row(96, 64, why="masks or RoPE for every token"),
+    _Row(96, 128, needs=_when("loads")),
+    _Row(80, 128),
+    _Row(112, 192, 128, needs=_when("light")),
+    _Row(80, 192, 128),
+    _Row(80, 192, needs=_when("light")),
+    _Row(48, 192),
+    _Row(32, needs=_when("loads", "masked")),
+    _Row(80, needs=_when("plain")),
+    _Row(80, needs=_when("light", "whole")),
+    _Row(64, needs=_when("light")),
+    _Row(48),
+)
+# fp8 becomes fp16 on its way. Multiples of 32 where it is one or the other: all four loading warps convert as much.
+_CONVERTED = (
+    _Row(128, 128, needs=_when("light")),
+    _Row(96, 64),
+    _Row(96, 128, needs=_when("heavy")),
+    _Row(64, 128),
+    _Row(96, 192, 128, needs=_when("plain")),
+    _Row(64, 192, needs=_when("plain")),
+    _Row(64, 192, 128),
+    _Row(48, 192),
+    _Row(64, needs=_when("plain")),
+    _Row(48),
+)
+# e4m3 products. Multiples of 32, what one sums over; at most 128, what a row of V's columns has room for.
+_TRANSPOSED = (
+    _Row(128, 128, needs=_when("light")),
+    _Row(96, 128, needs=_when("heavy")),
+    _Row(64, 128),
+    _Row(96, 192, needs=_when("light")),
+    _Row(64, 192),
+    _Row(64, needs=_when("light")),
+    _Row(32),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """The work as the rows above see it."""
+
+    loop: InnerLoop
+    facts: frozenset[str]
+
+
+def _shape(work: Work, loader: str) -> _Shape:
+    options, asks = work.options, work.mask_source == "function"
+    mask_source = "implicit" if work.mask_source == "packed_bits" and visits_tiles(options) else work.mask_source
+    loop = inner_loop(mask_source, "none", work.variant)  # loading warps rotate, not the inner loop
+    # A mask function's answers, and the registers that loading warps take for RoPE, leave as little room.
+    lacks_room = (asks and loop is not InnerLoop.LOADING) or (work.rotates and loop is InnerLoop.TRANSFORM)
+    if work.widest > 192 and lacks_room and loader in ("boxes", "rows"):
+        loop = InnerLoop.HEAVY
+    is_plain, has_bits = loop is InnerLoop.PLAIN, work.mask_source == "packed_bits"
+    columns_are_whole = options.head_dim_qk % 64 == options.head_dim_vo % 64 == 0
+    words = {
+        "plain": is_plain,
+        "light": loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM),
+        "heavy": loop is InnerLoop.HEAVY,
+        "loads": loop is InnerLoop.LOADING,
+        "masked": work.mask_source != "implicit",
+        "asks": asks,
+        "asks much": asks and asks_much(work.variant),
+        "whole": columns_are_whole and (is_plain or not has_bits),
+    }
+    return _Shape(loop, frozenset(word for word, holds in words.items() if holds))
+
+
+def _tokens(rows: tuple[_Row, ...], work: Work, shape: _Shape) -> int:
+    values = work.options.head_dim_vo
+    return next(
+        row.tokens for row in rows if work.widest <= row.widest and values <= row.values and row.needs <= shape.facts
+    )
+
+
+def _tile(work: Work) -> Tile:
+    """Stages are what shared memory has room for: three at most where loading warps convert or transpose, whose K and V
+    lie there twice, and a stage more of K than of V where they rotate."""
+    options, loader = work.options, _loader(work.options)
+    shape = _shape(work, loader)
+    if loader == "transposed":
+        return _two_groups(_tokens(_TRANSPOSED, work, shape), 3)
+    if loader == "converted":
+        return _two_groups(_tokens(_CONVERTED, work, shape), 3)
+    tokens = _tokens(_STORED, work, shape)
+    if work.rotates:
+        return _two_groups(_rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
+    # Q comes in boxes where a tile holds whole groups of heads: no taller tile takes that away.
+    may_be_taller = 192 % options.group_size == 0 or 128 % options.group_size != 0
+    if work.widest <= 96 and "light" in shape.facts and "asks much" not in shape.facts and may_be_taller:
+        return Tile(192, 96, 12, 1, 4) if work.widest <= 64 else Tile(192, 80, 12, 1, 3)
+    return _two_groups(tokens, 2)
+
+
+def _two_groups(tokens: int, stages: int) -> Tile:
+    return Tile(128, tokens, 8, 1, stages)
+
+
+def _rotated_tokens(head_dim_qk: int, loader: str, most: int) -> int:
+    """A lane of the loading warps rotates eight rows at a time, or two or four. In shared memory K has a third stage,
+    and loaders of rows have tables."""
+    if head_dim_qk > 192:
+        most = min(most, 32 if loader == "rows" else 64)
+    wanted = (128, 96, 64, 32) if head_dim_qk > 128 else (128, 64, 32)
+    return next(tokens for tokens in wanted if tokens <= most)
+
+
+# The share of the card's 16-bit products that the products reach: 690 of 989 TFLOP/s on an H200.
+_REACHED = {"transposed": 0.9909}
+_REACHED_16_BIT, _REACHED_ROTATING = 0.71752, 0.46127
+# A unit costs this beside its tokens, with hidden ones of its last tile: ns a column, fitted to the ends of CTAs
+# (docs/tried.md).
+_NS_OF_UNIT = {"rows": 17.0, "converted": 20.0, "transposed": 8.0}
+
+
+def _cost(work: Work, tile: Tile) -> Cost:
+    loader, card = _loader(work.options), work.card
+    reached = _REACHED.get(loader, _REACHED_ROTATING if work.rotates else _REACHED_16_BIT)
+    ns_per_unit = work.columns * _NS_OF_UNIT.get(loader, 13.5)
+    if work.rotates:
+        ns_per_unit += 4.0 * work.options.head_dim_qk  # for Q
+    return Cost(
+        walk=WALK_RUNS,
+        ns_per_token=work.columns * tile.tile_q * 2 / (card.sm_flops_per_ns * reached),
+        ns_per_unit=ns_per_unit,
+        ns_per_piece=2500.0,
+        min_piece_tokens=256,
+        merge_rows=MERGE_ITEM_ROWS,
+        # What waits for memory needs few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an H200's
+        # 132 SMs as on all. Beside them, a prefill of 4,096 rows gets 36 SMs by this (1.0: 29).
+        few_rows_cost=min(1.0, 1.389 * card.full_speed_share),
+        # Where units are cut, a launch takes 8 to 16 us more than its costliest CTA and 5 us for everything else.
+        ns_per_merge=10_000.0,
+    )
+
+
+def _loader(options: Options) -> str:
+    if not options.kv_dtype.is_fp8:
+        return boxes_or_rows(options)
+    dims = (options.head_dim_qk, options.head_dim_vo)
+    is_e4m3 = options.q_dtype is options.kv_dtype is DType.FLOAT8_E4M3
+    is_whole = all(dim % 32 == 0 for dim in dims) and boxes_or_rows(options) == "boxes"
+    return "transposed" if is_e4m3 and is_whole and not options.has_mask else "converted"
+
+
+def visits_tiles(options: Options) -> bool:
+    """Whether it leaves out the tiles of a mask that no row sees, which a kernel before it finds."""
+    return _loader(options) in ("boxes", "rows") and options.position_encoding != "ROPE_LLAMA"
+
+
+def _context_tile(spec: KernelSpec, contexts: Contexts) -> tuple[Tile, str] | None:
+    assert spec.tile is not None
+    widest = max(spec.head_dim_qk, spec.head_dim_vo)
+    loop = inner_loop(spec.mask_source, spec.position_encoding, spec.variant)
+    is_plain = loop is InnerLoop.PLAIN and spec.loader == "boxes"
+    if contexts is Contexts.FEW and is_plain and spec.mask_source == "implicit" and widest <= WIDEST_OF_HALVES:
+        return _few_rows_tile(spec), FEW_NOTE
+    if contexts is Contexts.LONG and _may_pair(spec, loop, widest):
+        return spec.tile.paired(), PAIRS_NOTE
+    if contexts is Contexts.SHORT and is_plain and spec.head_dim_qk == spec.head_dim_vo == 128:
+        return dataclasses.replace(spec.tile, tile_kv=_SHORT_TILE_TOKENS), SHORT_NOTE  # other dims were not tried
+    return None
+
+
+def _few_rows_tile(spec: KernelSpec) -> Tile:
+    """An SM has less than a usual tile's rows, and a unit's work is no longer than what it waits for at its start and
+    end: of two CTAs of one warpgroup, one computes while the other waits."""
+    columns = sum(-(-dim // 64) * 64 for dim in (spec.head_dim_qk, spec.head_dim_vo))
+    return Tile(64, 64 if columns <= 320 else 48, 4, 1, 2, ctas_per_sm=2)
+
+
+def _may_pair(spec: KernelSpec, loop: InnerLoop, widest: int) -> bool:
+    """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two. Wide heads,
+    and narrow ones of 16 bits, gain nothing by it (docs/tried.md)."""
+    is_light = spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
+    gains = spec.loader == "transposed" or (spec.loader == "boxes" and widest > 64)
+    return is_light and gains and widest <= 192
+
+
+def whole_rows(packed_rows: int, group_size: int) -> int:
+    """As many of a tile's rows as are whole rows of the group; all, where that would leave more than a tenth behind.
+    Row by row, Q and output cost a sixth of a prefill's time (docs/tried.md)."""
+    behind = packed_rows % group_size
+    return packed_rows if behind * 10 > packed_rows else packed_rows - behind
+
+
+def _traits(spec: KernelSpec) -> tuple[str, ...]:
+    product = wgmma_source.product_dtype(spec)
+    return (
+        *attention_traits(spec, product, product, "blocks"),
+        *(f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ShortKeyProduct", "ValueProduct")),
+    )
+
+
+_BOTH = (16, RAGGED)
+_AHEAD = (
+    *(Ahead(t, t, (d, d), 128) for t, d in itertools.product((BF16, FP16), HEAD_DIMS)),
+    *(Ahead(BF16, BF16, dims, 128, RAGGED) for dims in ((64, 64), (128, 128), (256, 256), (192, 128))),
+    Ahead(FP16, FP16, (128, 128), 128, RAGGED),
+    *(Ahead(t, t, (128, 128), 128, contexts=Contexts.LONG) for t in (BF16, FP16)),
+    *(Ahead(BF16, BF16, (d, 128), 128, RAGGED, contexts=Contexts.LONG) for d in (128, 192)),
+    *(
+        Ahead(BF16, BF16, (128, 128), 128, size, contexts=contexts)
+        for size, contexts in itertools.product(_BOTH, (Contexts.SHORT, Contexts.FEW))
+    ),
+    Ahead(BF16, BF16, (128, 128), 128, ONE_TOKEN),
+    *more(
+        *(Ahead(BF16, E4M3, (d, d), 128) for d in HEAD_DIMS),
+        *(Ahead(BF16, BF16, (d, d), 128, has_soft_cap=True) for d in (128, 256)),
+        Ahead(BF16, BF16, (128, 128), 128, has_mask=True),
+        Ahead(BF16, BF16, (128, 128), 128, rotates=True),
+        *(Ahead(BF16, BF16, (d, d), 128) for d in (80, 96)),
+        *(
+            Ahead(E4M3, E4M3, (128, 128), 128, size, contexts=contexts)
+            for size, contexts in itertools.product(_BOTH, (Contexts.USUAL, Contexts.LONG))
+        ),
+    ),
+)
+
+KERNEL = AttentionKernel(
+    name="prefill_sm90",
+    header="flashpage/kernels/prefill_sm90/kernel.h",
+    cpp="PrefillSm90<Traits>",
+    parameters=(
+        ("AttentionParams", "params"),
+        ("VariantArgs", "args"),
+        ("KvMaps", "maps"),
+        ("MaskTilesParams", "mask_tiles"),
+    ),
+    archs=(90,),
+    accepts=(capability(90, 90), no_rope_over_fp8, *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 256, 8)),
+    tile=_tile,
+    cost=_cost,
+    loader=_loader,
+    context_tile=_context_tile,
+    visits_mask_tiles=visits_tiles,
+    row_alignment=16,
+    row_boxes=True,
+    runs_beside=True,
+    has_variant=True,
+    traits=_traits,
+    ahead=_AHEAD,
+    sources=wgmma_source.render,
+    attributes=lambda spec: "__cluster_dims__(2, 1, 1) " if spec.ctas == 2 else "",
+)

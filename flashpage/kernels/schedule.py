@@ -1,0 +1,97 @@
+"""From a chosen kernel to the planner's struct (csrc/flashpage.h, fp_schedule)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .. import native
+from .choose import Choice
+from .devices import Device
+from .options import SPLIT_BALANCED, Options
+from .prefill_sm90 import whole_rows
+from .spec import KernelSpec
+
+CLUSTER_SIZES = (1, 2, 4, 8, 16)  # CTAs: csrc/flashpage.h, fp_schedule::clusters
+
+
+@dataclasses.dataclass(frozen=True)
+class Clusters:
+    """What a loaded kernel knows of clusters (csrc/flashpage.h, fp_kernel_info)."""
+
+    resident: tuple[int, ...] = (0,) * len(CLUSTER_SIZES)  # of each of CLUSTER_SIZES, that run at once; 0: none do
+    rows: int = 0  # packed rows of a unit, at most
+
+    @staticmethod
+    def of(info: native.KernelInfo) -> Clusters:
+        return Clusters(tuple(info.clusters), info.cluster_rows)
+
+
+NO_CLUSTERS = Clusters()
+
+
+def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters = NO_CLUSTERS) -> native.Schedule:
+    """A fixed piece is rounded up to whole inner steps of the tile."""
+    tile, cost, piece = choice.spec.tile, choice.cost, options.fixed_piece_tokens
+    assert tile is not None
+    if piece > 0:
+        piece = -(-piece // tile.tile_kv) * tile.tile_kv
+    return native.Schedule(
+        num_ctas=num_ctas,
+        walk=cost.walk,
+        tile_q=_unit_rows(choice, options.group_size),
+        tile_kv=tile.tile_kv,
+        ns_per_token=cost.ns_per_token,
+        ns_per_unit=cost.ns_per_unit,
+        few_rows_cost=cost.few_rows_cost,
+        ns_per_piece=cost.ns_per_piece,
+        ns_per_merge=cost.ns_per_merge,
+        min_piece_tokens=cost.min_piece_tokens,
+        max_pieces=cost.max_pieces if piece == SPLIT_BALANCED else 0,
+        fixed_piece_tokens=piece,
+        merge_rows=cost.merge_rows,
+        wave_tokens=_wave_tokens(choice.spec, choice.card),
+        are_claimed=choice.spec.mask_source != "implicit" and choice.kernel.visits_mask_tiles(options),
+        clusters=clusters.resident,
+        cluster_rows=clusters.rows,
+        cluster_piece_tokens=cost.cluster.piece_tokens,
+        full_speed_share=cost.cluster.full_speed_share,
+        ns_per_cluster_merge=cost.cluster.ns_per_cluster_merge,
+    )
+
+
+def _unit_rows(choice: Choice, group_size: int) -> int:
+    """Packed rows of a unit: a tile's, or as many of them as are whole rows of the group, where Q and output can then
+    come and leave by boxes."""
+    spec = choice.spec
+    assert spec.tile is not None
+    rows = spec.tile.tile_q
+    if choice.kernel.row_boxes and spec.loader != "converted" and spec.mask_source == "implicit":
+        rows = whole_rows(rows // spec.ctas, group_size) * spec.ctas
+    return rows
+
+
+def most_units(options: Options, tile_q: int, batch: int, total_rows: int) -> int:
+    """Units of a batch of so many requests and rows, at most."""
+    rows = options.uniform_q_len * options.group_size
+    tiles = batch * -(-rows // tile_q) if rows else batch + total_rows * options.group_size // tile_q
+    return tiles * options.num_kv_heads
+
+
+def with_one_cluster_size(found: native.Schedule, units: int) -> tuple[native.Schedule, int]:
+    """The schedule for launches whose clusters are all of one size, whatever is planned for them: the largest of which
+    `units` run at once. The CTAs are then a multiple of it. That size; 0: launches without clusters."""
+    fitting = [i for i, count in enumerate(found.clusters) if i > 0 and units <= count]
+    fixed, best = native.Schedule.from_buffer_copy(found), max(fitting, default=0)
+    fixed.num_ctas = found.clusters[best] * CLUSTER_SIZES[best] if best else found.num_ctas
+    for i, count in enumerate(found.clusters):
+        fixed.clusters[i] = min(count, fixed.num_ctas) if i == 0 else count if i == best else 0
+    return fixed, CLUSTER_SIZES[best] if best else 0
+
+
+def _wave_tokens(spec: KernelSpec, card: Device) -> int:
+    """Units in waves read tokens that lie in the L2 together: up to a third of it, a power of two (16 MiB on Hopper:
+    docs/tried.md)."""
+    if not card.sm:
+        return 0
+    wave_bytes = 1 << (max(1, card.l2_bytes // 3).bit_length() - 1)
+    return wave_bytes // ((spec.head_dim_qk + spec.head_dim_vo) * spec.kv_dtype.size)

@@ -1,0 +1,85 @@
+"""What a kernel is asked to do: the options of a plan, the rows of its batch, and the card."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+
+from ..variants.spec import VariantSpec, logit_loads_by_token
+from .context_classes import Contexts
+from .devices import Device
+from .options import Options
+
+
+class InnerLoop(enum.Enum):
+    """What a kernel does between the two products, by the registers that it takes from accumulators."""
+
+    PLAIN = "scales scores"
+    TRANSFORM = "computes on scores (soft cap)"
+    HEAVY = "rotates or masks (RoPE, a custom mask, a variant's mask)"
+    LOADING = "computes on scores with what it loads for each token (a variant with tensors)"
+
+
+def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -> InnerLoop:
+    """What the options of a spec cost the inner loop: it decides the tile. Where tiles are known beforehand, a mask
+    function is evaluated in few of them."""
+    names = {name for name, _, _ in variant.tensors}
+    mask_loads = mask_source != "function" and names & set(re.findall(r"\w+", variant.mask))
+    if variant.logit and (mask_loads or logit_loads_by_token(variant)):
+        return InnerLoop.LOADING
+    masks = mask_source == "packed_bits" or (mask_source == "implicit" and variant.mask != "")
+    if masks or position_encoding != "none":
+        return InnerLoop.HEAVY
+    return InnerLoop.TRANSFORM if variant.logit else InnerLoop.PLAIN
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Options and the sizes of one batch that choose a tile; the lengths themselves go to the planner as arrays."""
+
+    options: Options
+    packed_rows: int  # query rows x group_size of a request and KV head, the batch's average
+    has_known_lengths: bool = True  # the host plans for each run: no captured launch serves other batches
+    contexts: Contexts = Contexts.USUAL  # of the batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A problem on a card, as one kernel sees it."""
+
+    problem: Problem
+    card: Device
+    variant: VariantSpec = VariantSpec()
+    mask_source: str = "implicit"  # KernelSpec.mask_source
+
+    @property
+    def options(self) -> Options:
+        return self.problem.options
+
+    @property
+    def packed_rows(self) -> int:
+        return self.problem.packed_rows
+
+    @property
+    def widest(self) -> int:
+        """The larger of both head dims."""
+        return max(self.options.head_dim_qk, self.options.head_dim_vo)
+
+    @property
+    def columns(self) -> int:
+        """Of K and V together."""
+        return self.options.head_dim_qk + self.options.head_dim_vo
+
+    @property
+    def rotates(self) -> bool:
+        """Whether RoPE is computed in the kernel."""
+        return self.options.position_encoding == "ROPE_LLAMA"
+
+    @property
+    def position_encoding(self) -> str:
+        return "rope" if self.rotates else "none"
+
+    @property
+    def loop(self) -> InnerLoop:
+        return inner_loop(self.mask_source, self.position_encoding, self.variant)
