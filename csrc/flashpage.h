@@ -216,8 +216,8 @@ struct fp_device_info {
 FP_API int32_t fp_cuda_device_count();  // 0 where there is no driver; makes no context
 FP_API int32_t fp_cuda_device_info(int32_t device, fp_device_info*);
 // Loads a cubin (cuLibraryLoadData) and resolves `entry` for this device. The image carries its launch shape as the
-// global `extern "C" __device__ const int flashpage_launch[2] = {threads, dynamic shared bytes}`, with a third number,
-// fp_kernel_info::cluster_rows, where it knows clusters.
+// global `extern "C" __device__ const int flashpage_launch[3] = {threads, dynamic shared bytes, cluster rows}`; the last
+// is fp_kernel_info::cluster_rows, 0 where the kernel is not launched with clusters.
 FP_API fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t size, const char* entry);
 FP_API void fp_kernel_destroy(fp_kernel*);
 FP_API int32_t fp_kernel_describe(const fp_kernel*, fp_kernel_info*);

@@ -43,9 +43,9 @@ int32_t resolve(const Driver& cuda, int device, const char* entry, fp_kernel& ke
   FP_CUDA_TRY(library_get_kernel, &handle, kernel.library, entry);
   FP_CUDA_TRY(kernel_get_function, &kernel.function, handle);
   FP_CUDA_TRY(library_get_global, &launch_address, &launch_bytes, kernel.library, "flashpage_launch");
-  if (launch_bytes != 2 * sizeof(int) && launch_bytes != sizeof(launch)) {
-    return host::fail(FP_INTERNAL, "%s: flashpage_launch has %zu bytes, expected %zu or %zu", entry, launch_bytes,
-                      2 * sizeof(int), sizeof(launch));
+  if (launch_bytes != sizeof(launch)) {
+    return host::fail(FP_INTERNAL, "%s: flashpage_launch has %zu bytes, expected %zu", entry, launch_bytes,
+                      sizeof(launch));
   }
   if (int32_t status = read_device(cuda, launch_address, launch, launch_bytes); status != FP_OK) return status;
   fp_kernel_info& info = kernel.info;

@@ -82,7 +82,7 @@ struct LoadBench {
   }
 };
 
-extern "C" __device__ const int flashpage_launch[2] = {LoadBench::threads, sizeof(Slots)};
+extern "C" __device__ const int flashpage_launch[3] = {LoadBench::threads, sizeof(Slots), 0};
 
 extern "C" __global__ void __launch_bounds__(LoadBench::threads, 1)
     flashpage_load_bench(const __grid_constant__ AttentionParams params, const __grid_constant__ VariantArgs,

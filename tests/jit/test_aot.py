@@ -32,7 +32,7 @@ from flashpage.wrappers import operators
 ROOT = Path(__file__).resolve().parents[2]
 # As many live values as head_dim_qk says, in at most 32 registers a thread.
 CUDA_TEMPLATE = """#include "flashpage/params/params.h"
-extern "C" __device__ const int flashpage_launch[2] = {1024, 0};
+extern "C" __device__ const int flashpage_launch[3] = {1024, 0, 0};
 using flashpage::MergeParams;
 extern "C" __global__ void __launch_bounds__(1024, 2) {{ spec.entry }}(const __grid_constant__ MergeParams p) {
   constexpr int n = {{ spec.head_dim_qk }};

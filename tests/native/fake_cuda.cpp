@@ -27,7 +27,8 @@ int failing_launches = 0;
 bool refusing_maps = false;
 thread_local Context current = nullptr;
 thread_local int capture_mode = 0;
-constexpr int launch_numbers[3] = {384, 100000, 16};  // threads, shared bytes, rows that a cluster merges
+// Threads, shared bytes, rows that a cluster merges: of kernels without clusters and with them.
+constexpr int launch_numbers[2][3] = {{384, 100000, 0}, {384, 100000, 16}};
 
 Context context_of(int device) { return reinterpret_cast<Context>(static_cast<size_t>(1000 + device)); }
 
@@ -90,8 +91,8 @@ EXPORT Result cuKernelGetFunction(Function* function, Kernel kernel) {
 }
 EXPORT Result cuLibraryGetGlobal(DevicePointer* address, size_t* bytes, Library library, const char* name) {
   const bool knows_clusters = strncmp(reinterpret_cast<const char*>(library), "clusters", 8) == 0;
-  *address = reinterpret_cast<DevicePointer>(launch_numbers);
-  *bytes = (knows_clusters ? 3 : 2) * sizeof(int);
+  *address = reinterpret_cast<DevicePointer>(launch_numbers[knows_clusters]);
+  *bytes = sizeof(launch_numbers[0]);
   return strcmp(name, "flashpage_launch") == 0 ? success : 500;
 }
 EXPORT Result cuFuncGetAttribute(int* value, int attribute, Function) { return *value = 60 + attribute, success; }

@@ -61,8 +61,9 @@ enum class MaskSource { implicit, packed_bits, function };
 enum class PositionEncoding { none, rope };
 // Of K and V in shared memory: tile/layout/shared_rows.h, tile/layout/swizzled_rows.h; K alone: tile/layout/piece_rows.h.
 enum class RowsLayout { pitched, blocks, pieces };
-// Who brings K and V: the copy engine box by box, threads row by row, threads that change elements on the way, or the
-// copy engine and threads that turn V around.
-enum class Loader { boxes, rows, converted, transposed };
+// How K and V come to shared memory: by the copy engine box by box, by threads row by row, by threads that change
+// elements on the way, or by the copy engine and threads that transpose V. none: the kernel has one way. In block_write
+// the layout of the cache: blocks (K in pieces of 16 bytes, V by column) or rows (both by row).
+enum class Loader { none, boxes, rows, converted, transposed, blocks };
 
 }  // namespace flashpage

@@ -8,7 +8,7 @@ namespace flashpage::cpu {
 
 // The tile that starts at a token of the unit; empty at its end.
 template <class Traits>
-void locate_tile(const Work<Traits>& work, i32 begin, KvTile<typename Traits::Kv, Traits::tile_kv>& tile) {
+void locate_tile(const Work<Traits>& work, i32 begin, KvTile<typename Traits::StoredCache, Traits::tile_kv>& tile) {
   tile.begin = begin;
   tile.count = min_of(Traits::tile_kv, work.unit.end - begin);
   locate_rows<Traits::kv_source>(work.params, *work.unit.item, work.unit.kv_head, tile);

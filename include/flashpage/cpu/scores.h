@@ -13,7 +13,7 @@ void load_queries(Work<Traits>& work) {
   i32 position = 0;
   for (i32 r = 0; r < work.unit.num_rows; ++r) {
     const Row& row = work.unit.rows[r];
-    const auto* source = static_cast<const typename Traits::Query*>(params.q) +
+    const auto* source = static_cast<const typename Traits::StoredQuery*>(params.q) +
                          (i64{work.unit.item->q_begin} + row.row) * params.q_row_stride +
                          row.head * params.q_head_stride;
     Operand* destination = work.queries + r * head_dim;
@@ -34,7 +34,7 @@ void pack_tile_keys(Work<Traits>& work) {
   using Operand = typename Work<Traits>::Operand;
   constexpr int head_dim = Traits::head_dim_qk;
   auto& tile = work.tile;
-  const Ahead<typename Traits::Kv, Traits::head_dim_vo> values = {tile.values, tile.count};
+  const Ahead<typename Traits::StoredCache, Traits::head_dim_vo> values = {tile.values, tile.count};
   if constexpr (Work<Traits>::has_rope) {
     const Operand* rows[Traits::tile_kv];
     work.rotation.start(tile.begin);

@@ -11,14 +11,14 @@ namespace flashpage::cpu {
 template <class Traits>
 void drop_unseen_values(Work<Traits>& work) {
   for (i32 i = 0; i < work.tile.count; ++i)
-    if (!work.seen[i / num_lanes][i % num_lanes]) work.tile.values[i] = zero_row<typename Traits::Kv>;
+    if (!work.seen[i / num_lanes][i % num_lanes]) work.tile.values[i] = zero_row<typename Traits::StoredCache>;
 }
 
 template <class Traits>
 void pack_tile_values(Work<Traits>& work) {
   using W = Work<Traits>;
   if constexpr (has_custom_mask<Traits>) drop_unseen_values(work);
-  const Ahead<typename Traits::Kv, Traits::head_dim_qk> next_keys = {work.next.keys, work.next.count};
+  const Ahead<typename Traits::StoredCache, Traits::head_dim_qk> next_keys = {work.next.keys, work.next.count};
   pack_values<typename W::Operand, W::head_dim_vo, W::kv_steps>(work.tile.values, work.tile.count, work.panels,
                                                                 next_keys);
 }

@@ -26,8 +26,8 @@ struct Block {
 template <class T>
 struct Work {
   using Traits = T;
-  using Kv = typename Traits::Kv;
-  using Operand = cpu::Operand<typename Traits::Query, Kv>;
+  using Kv = typename Traits::StoredCache;
+  using Operand = cpu::Operand<typename Traits::StoredQuery, Kv>;
   static constexpr int tile_q = Traits::tile_q, tile_kv = Traits::tile_kv;
   static constexpr int head_dim_qk = Traits::head_dim_qk, head_dim_vo = Traits::head_dim_vo;
   static constexpr int pack = word_elements<Operand>;

@@ -1,15 +1,20 @@
 // The general tensor-core kernel: every GPU since Ampere. Persistent CTAs run the plan's work items.
 #pragma once
+#include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/kernels/attention_sm80/few_rows.h"
 #include "flashpage/kernels/attention_sm80/many_rows.h"
 
 namespace flashpage {
 
-// Warps along the tokens where rows are few, along the rows where they are many.
-template <class Traits>
+// Warps along the tokens where rows are few, along the rows where they are many; the former have as many stages as
+// Traits::ring_bytes have room for, at most Traits::stages.
+template <class Given>
 struct AttentionSm80 {
+  static constexpr int stages = Given::warps_kv > 1 ? stages_in_flight<Given>(Given::tile_kv) : Given::stages;
+  using Traits = WithStages<Given, stages>;
   using Kernel = typename select_type<(Traits::warps_kv > 1), FewRows<Traits>, ManyRows<Traits>>::type;
   static constexpr int threads = Shape<Traits>::threads;
+  static constexpr int ctas_per_sm = Traits::ctas_per_sm, cluster_rows = 0;
 
   // The places live here too: in registers they would push out accumulators. While one is worked on the next one is
   // written; the third is the last one, whose rows may still be on their way out.

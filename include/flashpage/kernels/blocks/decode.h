@@ -4,6 +4,7 @@
 // on the tokens, each with its own ring of cp.async stages, which runs on across the ends of sequences: a warp waits
 // for others only where their states are combined.
 #pragma once
+#include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/kernels/blocks/scores.h"
 #include "flashpage/kernels/blocks/steps.h"
@@ -38,8 +39,17 @@ struct BlockDecodeShared {
   float sum[Traits::warps_kv][8];
 };
 
+// Traits::shared_limit: what a CTA can have on the card.
 template <class Traits>
+struct BlockDecodeFits {
+  static constexpr bool value = sizeof(BlockDecodeShared<Traits>) <= Traits::shared_limit;
+};
+
+// As many stages as Traits::ring_bytes have room for and as fit, at most Traits::stages.
+template <class Given>
 struct BlockDecode {
+  static constexpr int most_stages = stages_in_flight<Given>(Given::tile_kv);
+  using Traits = WithStages<Given, fitting_stages<BlockDecodeFits, Given, most_stages, 1, 2>()>;
   using S = Shape<Traits>;
   using Cache = typename S::Cache;
   using Query = typename S::Query;
@@ -48,6 +58,8 @@ struct BlockDecode {
   using Work = BlockWork<Traits::tile_kv>;
   using Fragments = QueryFragments<Traits, (S::key_steps * S::row_tiles <= 8)>;
   static constexpr int threads = S::threads, shared_bytes = sizeof(Shared);
+  static constexpr int ctas_per_sm = Traits::ctas_per_sm, cluster_rows = 0;
+  static_assert(shared_bytes <= Traits::shared_limit, "two stages are more than a CTA has: take fewer warps");
   static constexpr int tokens = S::warp_tokens, stages = Traits::stages;  // tokens of a warp's stage
   static_assert(Traits::warps_q == 1 && stages >= 2 && (tokens == 16 || tokens == 32));
 

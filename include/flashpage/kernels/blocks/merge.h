@@ -20,7 +20,7 @@ struct BlockMerge {
     float4 sums[warps][most_columns / 4];
     float totals[warps];
   };
-  static constexpr int shared_bytes = sizeof(Shared);
+  static constexpr int shared_bytes = sizeof(Shared), ctas_per_sm = 2, cluster_rows = 0;
 
   // A row, and its parts: weights in base 2, values normalised.
   struct Row {

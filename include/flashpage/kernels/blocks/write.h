@@ -7,13 +7,13 @@
 
 namespace flashpage {
 
-enum class SlotLayout { blocks, rows };  // K in pieces of 16 bytes and V by column, or both by row
-
+// Traits::loader is the layout of the cache: Loader::blocks or Loader::rows.
 template <class Traits>
 struct BlockWrite {
-  using Source = typename Traits::Source;
-  using Cache = typename Traits::Cache;
-  static constexpr int threads = 128, lanes = 16, groups = threads / lanes;
+  using Source = typename Traits::StoredQuery;
+  using Cache = typename Traits::StoredCache;
+  static constexpr int threads = 128, shared_bytes = 0, ctas_per_sm = 4, cluster_rows = 0;
+  static constexpr int lanes = 16, groups = threads / lanes;
   static constexpr int piece = 16 / int(sizeof(Cache));  // elements
   static constexpr int part = piece < 8 ? piece : 8;     // elements that a thread takes at once
 
@@ -56,13 +56,13 @@ struct BlockWrite {
     const i64 from_strides = p.key_row_stride | p.key_head_stride | p.value_row_stride | p.value_head_stride;
     const i64 k_strides = p.k_block_stride | p.k_slot_stride | p.k_head_stride;
     const i64 v_strides = p.v_block_stride | p.v_slot_stride | p.v_head_stride;
-    const i64 strides = from_strides | k_strides | (Traits::layout == SlotLayout::rows ? v_strides : 0);
+    const i64 strides = from_strides | k_strides | (Traits::loader == Loader::rows ? v_strides : 0);
     return (strides | p.key_dim | p.value_dim) % part == 0 && from % alignof(From) == 0 && to % alignof(To) == 0;
   }
 
   template <bool whole>
   FP_DEVICE void write() const {
-    if constexpr (Traits::layout == SlotLayout::rows) {
+    if constexpr (Traits::loader == Loader::rows) {
       write_rows<whole>();
     } else {
       const i32 tiles = ceil_div(p.num_tokens, lanes);

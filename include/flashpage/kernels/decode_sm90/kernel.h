@@ -14,15 +14,17 @@
 
 namespace flashpage {
 
-template <class Traits>
+template <class Given>
 struct DecodeSm90 {
+  using Traits = typename DecodeStages<Given>::Traits;
   using Shared = DecodeShared<Traits>;
   using Warps = DecodeWarps<Traits>;
   static constexpr int threads = Warps::threads;
+  static constexpr int ctas_per_sm = 1;
   static constexpr int shared_bytes = sizeof(Shared);
   // Packed rows of a unit that a cluster merges, at most; 0: it is not launched with clusters.
   static constexpr int cluster_rows = Shared::has_mailbox ? min_of(ClusterMerge<Traits>::max_rows, Traits::tile_q) : 0;
-  static_assert(shared_bytes <= 232448, "more than a CTA has on Hopper: flashpage/kernels/tile.py, sm90_decode_tile");
+  static_assert(shared_bytes <= cta_shared_bytes(ctas_per_sm), "one slot a team is more than a CTA has on Hopper");
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
     extern __shared__ __align__(1024) u8 memory[];

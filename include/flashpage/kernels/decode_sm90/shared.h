@@ -1,5 +1,6 @@
 // What the warps of decode_sm90 share: who does what, and the shared memory between them.
 #pragma once
+#include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/tile/merge/cluster_merge.h"
 #include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/layout/slot_ring.h"
@@ -70,6 +71,24 @@ struct DecodeShared {
   u32 is_last_piece;
   Turns turns;
   Mailbox mailbox;
+};
+
+template <class Traits>
+struct DecodeFits {
+  static constexpr bool value = sizeof(DecodeShared<Traits>) <= cta_shared_bytes(1);
+};
+
+// What the slots take at most. A ring of 128 KiB leaves room for the buffer in which the teams exchange their states;
+// with rings of 64 to 192 KiB the loads alone are equally fast (docs/tried.md).
+inline constexpr int decode_ring_bytes = 128 << 10;
+
+// Given with as many slots as fit, Given::stages at most: the same number for each team, and one at least.
+template <class Given>
+struct DecodeStages {
+  static constexpr int teams = Given::warps_kv;
+  static constexpr int slot_bytes = DecodeShared<WithStages<Given, teams>>::slot_bytes;
+  static constexpr int most = min_of(Given::stages, decode_ring_bytes / slot_bytes) / teams * teams;
+  using Traits = WithStages<Given, fitting_stages<DecodeFits, Given, most, teams, teams>()>;
 };
 
 }  // namespace flashpage

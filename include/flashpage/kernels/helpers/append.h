@@ -7,9 +7,10 @@ namespace flashpage {
 
 template <class Traits>
 struct Append {
-  using Element = typename Traits::Cache;
+  using Element = typename Traits::StoredCache;
   static constexpr int warps = 8;
   static constexpr int threads = 32 * warps;
+  static constexpr int shared_bytes = 0, ctas_per_sm = 2, cluster_rows = 0;
 
   FP_DEVICE static void run(const AppendParams& params) {
     ptx::grid_dependency_wait();

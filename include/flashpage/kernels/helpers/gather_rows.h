@@ -12,7 +12,7 @@ namespace flashpage {
 
 struct GatherRows {
   static constexpr int threads = 256;
-  static constexpr int ctas_per_sm = 4;
+  static constexpr int shared_bytes = 0, ctas_per_sm = 4, cluster_rows = 0;
   static constexpr int tokens = 4;  // whose vectors of K and V a thread has on their way at once
 
   FP_DEVICE static void run(const GatherRowsParams& p) {

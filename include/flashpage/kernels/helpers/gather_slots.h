@@ -8,6 +8,7 @@ namespace flashpage {
 
 struct GatherSlots {
   static constexpr int threads = 256;
+  static constexpr int shared_bytes = 0, ctas_per_sm = 2, cluster_rows = 0;
 
   FP_DEVICE static void run(const GatherSlotsParams& p) {
     ptx::grid_dependency_wait();

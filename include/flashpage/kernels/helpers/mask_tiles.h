@@ -14,6 +14,7 @@ struct MaskTiles {
   using Looks = typename select_type<Traits::mask_source == MaskSource::function, AskedTiles<Traits>, BitTiles>::type;
   static constexpr int warps = 16;
   static constexpr int threads = 32 * warps;
+  static constexpr int shared_bytes = 0, ctas_per_sm = 2, cluster_rows = 0;
 
   struct Shared {
     i32 found[threads];  // items that begin a request

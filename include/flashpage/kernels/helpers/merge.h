@@ -12,6 +12,7 @@ struct Merge {
   using Out = typename Traits::Out;
   static constexpr int warps = 8;  // flashpage/kernels/tile.py, MERGE_CTA_ROWS
   static constexpr int threads = 32 * warps;
+  static constexpr int shared_bytes = 0, ctas_per_sm = 2, cluster_rows = 0;
   static constexpr int columns_a_step = 32 * 4;
 
   FP_DEVICE static void run(const MergeParams& params) {

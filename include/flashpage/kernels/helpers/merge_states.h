@@ -10,9 +10,10 @@ namespace flashpage {
 
 template <class Traits>
 struct MergeStates {
-  using Element = typename Traits::Query;
+  using Element = typename Traits::StoredQuery;
   static constexpr int warps = 8;
   static constexpr int threads = 32 * warps;
+  static constexpr int shared_bytes = 0, ctas_per_sm = 2, cluster_rows = 0;
 
   FP_DEVICE static void run(const MergeStatesParams& params) {
     ptx::grid_dependency_wait();

@@ -28,7 +28,7 @@ struct CtaThreads {
 };
 
 struct PlanOnDevice {
-  static constexpr int threads = plan::num_threads;
+  static constexpr int threads = plan::num_threads, ctas_per_sm = 1, cluster_rows = 0;
   static constexpr int shared_bytes = 96 << 10;  // over a thousand requests; larger batches use global memory
 
   FP_DEVICE static void run(const plan::TablePlan& given) {

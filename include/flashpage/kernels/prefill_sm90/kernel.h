@@ -15,16 +15,18 @@
 
 namespace flashpage {
 
-template <class Traits>
+template <class Given>
 struct PrefillSm90 {
+  using Traits = typename PrefillStages<Given>::Traits;
   using Shared = PrefillShared<Traits>;
   using Warps = PrefillWarps<Traits>;
   using Compute = typename select_type<Warps::transposes, PrefillFp8Compute<Traits>, PrefillCompute<Traits>>::type;
   using Plain = typename select_type<Warps::converts, PrefillConvert<Traits>, PrefillLoad<Traits>>::type;
   using Load = typename select_type<Warps::rotates, PrefillTurn<Traits>, Plain>::type;
   static constexpr int threads = Warps::threads;
+  static constexpr int ctas_per_sm = Traits::ctas_per_sm, cluster_rows = 0;
   static constexpr int shared_bytes = sizeof(Shared);
-  static_assert(shared_bytes <= Shared::most_bytes, "more than a CTA has: flashpage/kernels/tile.py, sm90_prefill_tile");
+  static_assert(shared_bytes <= Shared::most_bytes, "more than a CTA has on Hopper");
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps,
                             const MaskTilesParams& mask_tiles) {

@@ -1,5 +1,6 @@
 // What the warps of prefill_sm90 share: who does what, and the shared memory between them.
 #pragma once
+#include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/tile/load/converted_tiles.h"
 #include "flashpage/tile/load/row_tiles.h"
 #include "flashpage/tile/layout/shape.h"
@@ -147,7 +148,7 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
       PrefillShared::sum_bytes > 0 ? QueryRows::tile_bytes : max_of(QueryRows::tile_bytes, OutRows::tile_bytes);
   static constexpr int beside_bytes = PrefillShared::staged_bytes + PrefillShared::sum_bytes;
   static constexpr int ring_bytes = key_stages * Keys::tile_bytes + stages * Values::tile_bytes;
-  static constexpr int most_bytes = 233472 / Traits::ctas_per_sm - 1024;  // of an SM on Hopper; 1,024 are the system's
+  static constexpr int most_bytes = cta_shared_bytes(Traits::ctas_per_sm);
   static constexpr int places_ahead = 4;  // units that are known, of the one that is computed on
   using RowTables = PrefillRowTables<Traits, Warps::by_rows>;
   static constexpr int other_bytes = PrefillShared::beside_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 2048;
@@ -180,6 +181,21 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
     return leaves_by_boxes && params.out_box_rows > 0 && item.partial_row < 0 &&
            unit.num_rows - cta_row >= params.cta_rows;
   }
+};
+
+template <class Traits>
+struct FitsNextToTwoQueries {
+  static constexpr bool value = PrefillShared<Traits>::queries > 1;
+};
+
+// Given with the stages that the kernel takes. Loading warps that convert K and V also convert Q, and no keys while they
+// do; a third stage covers that gap. It is taken if it fits next to two Q tiles, equally where V is transposed. Other
+// loaders have Given::stages.
+template <class Given>
+struct PrefillStages {
+  static constexpr bool may_take_fewer = Given::loader == Loader::converted || Given::loader == Loader::transposed;
+  static constexpr int least = may_take_fewer ? min_of(Given::stages, 2) : Given::stages;
+  using Traits = WithStages<Given, fitting_stages<FitsNextToTwoQueries, Given, Given::stages, 1, least>()>;
 };
 
 }  // namespace flashpage

@@ -15,14 +15,15 @@ inline std::vector<std::function<void()>> take_row_copies() { return std::exchan
 namespace flashpage::ptx {
 
 template <int bytes>
-void cp_async(u32 shared, const void* global, bool exists) {
+void cp_async_first(u32 shared, const void* global, int valid_bytes) {
   hopper::row_copies[threadIdx.x].push_back([=] {
-    if (exists) {
-      std::memcpy(hopper::at(shared), global, bytes);
-    } else {
-      std::memset(hopper::at(shared), 0, bytes);
-    }
+    std::memset(hopper::at(shared), 0, bytes);
+    std::memcpy(hopper::at(shared), global, valid_bytes);
   });
+}
+template <int bytes>
+void cp_async(u32 shared, const void* global, bool exists) {
+  cp_async_first<bytes>(shared, global, exists ? bytes : 0);
 }
 template <int bytes>
 void cp_async(u32 shared, const void* global, bool exists, u64) {

@@ -18,5 +18,10 @@ template <int count>
 void load_shared(u32 (&words)[count], u32 address) {
   std::memcpy(words, hopper::at(address), sizeof words);
 }
+inline u32 load_shared(u32 address) {
+  u32 words[1];
+  load_shared(words, address);
+  return words[0];
+}
 
 }  // namespace flashpage::ptx
