@@ -23,20 +23,10 @@ def decode_tile(head_dim: int, kv_dtype: DType, group: int, card: Device) -> Til
     if tile_q > 16:
         tile = dataclasses.replace(tile, stages=2)
     elif 128 < token_bytes <= 256 and not kv_dtype.is_fp8:
-        tile = Tile(16, 64, 1, 4, 3, ctas_per_sm=4)
+        tile = Tile(16, 64, 1, 4, 3, ctas_per_sm=4, ring_bytes=tile.ring_bytes)
     elif head_dim <= 128:  # a step's work has much to wait for, so more warps hide more than stages do
-        stages = max(2, min(4, 65536 // (tile.tile_kv * token_bytes)))
-        tile = dataclasses.replace(tile, stages=stages, ctas_per_sm=3)
-    else:
-        stages = max(2, min(4, 98304 // (tile.tile_kv * token_bytes)))
-        tile = dataclasses.replace(tile, stages=stages)
-    stages = tile.stages
-    warps, tokens = tile.warps_kv, tile.tile_kv // tile.warps_kv
-    room = card.shared_bytes - 4096
-    query_bytes = tile_q * (head_dim + 16) * 2  # of each stage
-    while stages * (warps * tokens * (token_bytes + 32 * kv_dtype.size) + query_bytes) > room:
-        warps, stages = (warps, stages - 1) if stages > 2 else (warps // 2, stages)
-    return dataclasses.replace(tile, stages=stages, warps_kv=warps, tile_kv=tokens * warps, ring_bytes=0)
+        tile = dataclasses.replace(tile, ctas_per_sm=3, ring_bytes=65536)
+    return dataclasses.replace(tile, shared_limit=card.shared_bytes)
 
 
 def _decode_traits(spec: KernelSpec) -> tuple[str, ...]:
@@ -48,8 +38,8 @@ def _merge_traits(spec: KernelSpec) -> tuple[str, ...]:
 
 
 def _write_traits(spec: KernelSpec) -> tuple[str, ...]:
-    layout = f"static constexpr SlotLayout layout = SlotLayout::{spec.loader};"
-    return (*types(Source=spec.q_dtype, Cache=spec.kv_dtype), layout)
+    layout = f"static constexpr Loader loader = Loader::{spec.loader};"
+    return (*types(StoredQuery=spec.q_dtype, StoredCache=spec.kv_dtype), layout)
 
 
 DECODE = Kernel(

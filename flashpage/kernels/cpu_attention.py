@@ -34,7 +34,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
     assert spec.tile is not None
     return (
-        *types(Query=spec.q_dtype, Kv=spec.kv_dtype, Out=spec.out_dtype),
+        *types(StoredQuery=spec.q_dtype, StoredCache=spec.kv_dtype, Out=spec.out_dtype),
         "using Variant = ::Variant;",
         f"static constexpr int head_dim_qk = {spec.head_dim_qk}, head_dim_vo = {spec.head_dim_vo};",
         f"static constexpr int tile_q = {spec.tile.tile_q}, tile_kv = {spec.tile.tile_kv};",

@@ -123,7 +123,7 @@ CARDS = (
     _card("GB10", 121, 48, 24, 259, 62),  # DGX Spark
 )
 
-CPU = Device("CPU", 0, 1, 0, 0, 0, 1.0, 1e-3)
+CPU = Device("CPU", 0, 1, 0, 0, 0, gbps=45.54, tflops=9.89)  # its kernel measures costs of its own
 
 # Floating-point operations of an SM in a clock, dense 16-bit products with fp32 sums; the newest for what is not here.
 _FLOPS_PER_CLOCK = {80: 2048, 86: 512, 87: 1024, 89: 512, 90: 4096, 100: 8192, 103: 8192, 120: 512, 121: 512}

@@ -17,11 +17,11 @@ def _merge_traits(spec: KernelSpec) -> tuple[str, ...]:
 
 
 def _merge_states_traits(spec: KernelSpec) -> tuple[str, ...]:
-    return types(Query=spec.q_dtype)
+    return types(StoredQuery=spec.q_dtype)
 
 
 def _append_traits(spec: KernelSpec) -> tuple[str, ...]:
-    return types(Cache=spec.kv_dtype)
+    return types(StoredCache=spec.kv_dtype)
 
 
 def _mask_tiles_traits(spec: KernelSpec) -> tuple[str, ...]:

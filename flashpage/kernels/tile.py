@@ -20,6 +20,7 @@ class Tile:
     warps_v: int = 1  # warps side by side along the value columns
     ctas: int = 1  # CTAs of a cluster: each has its part of the rows, and they read the tokens once
     ring_bytes: int = 0  # shared memory for the stages, at most; 0: the header's own limit
+    shared_limit: int = 0  # shared memory of a CTA on the card; 0: the header knows its cards' own
 
     def paired(self) -> Tile:
         """For two CTAs that have as many rows each."""

@@ -13,7 +13,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from .. import native
-from ..kernels import choose, schedule
+from ..kernels import choose, schedules
 from ..kernels.options import Options
 from ..kernels.work import Problem
 from .buffers import PlanSlot
@@ -45,7 +45,7 @@ def largest_schedules(options: Options, num_ctas: int, device: torch.device) -> 
         return []
     sizes = limit * options.group_size, choose.MANY_ROWS
     choices = (choose.choose(Problem(options, rows), device) for rows in sizes)
-    return [schedule.schedule(choice, options, num_ctas) for choice in choices]
+    return [schedules.schedule(choice, options, num_ctas) for choice in choices]
 
 
 @dataclasses.dataclass

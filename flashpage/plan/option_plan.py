@@ -16,8 +16,8 @@ from ..base.errors import PlanError
 from ..kernels import choose, devices
 from ..kernels.context_classes import ContextLengths, Contexts
 from ..kernels.options import Options
-from ..kernels.schedule import most_units, with_one_cluster_size
-from ..kernels.schedule import schedule as schedule_of
+from ..kernels.schedules import most_units, with_one_cluster_size
+from ..kernels.schedules import schedule as schedule_of
 from ..kernels.spec import VariantSpec
 from ..kernels.work import Problem
 from . import gather_rows

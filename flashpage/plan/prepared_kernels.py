@@ -10,7 +10,7 @@ import torch
 
 from .. import jit, native, variants
 from ..base.errors import PlanError
-from ..kernels import choose, schedule
+from ..kernels import choose, schedules
 from ..kernels.context_classes import Contexts
 from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
@@ -61,12 +61,12 @@ class Prepared:
             num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm // self.choice.spec.ctas
         else:
             num_ctas = native.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
-        clusters = schedule.Clusters.of(self.attention.info)
-        self.schedule = schedule.schedule(self.choice, options, num_ctas, clusters)
+        clusters = schedules.Clusters.of(self.attention.info)
+        self.schedule = schedules.schedule(self.choice, options, num_ctas, clusters)
         self.cluster_size = 0  # of launches of one shape
         if fixed_for is not None:
-            units = schedule.most_units(options, self.schedule.tile_q, *fixed_for)
-            self.schedule, self.cluster_size = schedule.with_one_cluster_size(self.schedule, units)
+            units = schedules.most_units(options, self.schedule.tile_q, *fixed_for)
+            self.schedule, self.cluster_size = schedules.with_one_cluster_size(self.schedule, units)
         self.schedule_address = ctypes.addressof(self.schedule)
 
 

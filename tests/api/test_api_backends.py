@@ -10,18 +10,24 @@ import torch
 
 import flashpage
 from flashpage.base.dtypes import DType
-from flashpage.kernels import choose
+from flashpage.kernels import ATTENTION, choose, cpu_attention, devices, schedules
 from flashpage.kernels import tile as tiles
-from flashpage.kernels.choose import CAPABILITIES, DECODE_SM90, PREFILL_SM90
 from flashpage.kernels.context_classes import Contexts
-from flashpage.kernels.options import SPLIT_BALANCED, SPLIT_NEVER, Options, Problem
+from flashpage.kernels.decode_sm90 import KERNEL as DECODE_SM90
+from flashpage.kernels.kernel import AttentionKernel
+from flashpage.kernels.options import SPLIT_BALANCED, SPLIT_NEVER, Options
+from flashpage.kernels.prefill_sm90 import KERNEL as PREFILL_SM90
 from flashpage.kernels.spec import KernelSpec, VariantSpec
+from flashpage.kernels.work import Problem, Work
 from flashpage.plan.prepared_kernels import mask_tiles_spec
 
 BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
 
 UNLIKE_FP8_QUERIES = "kv_data_type bfloat16 is neither q's float8_e5m2 or fp8 (float8_e4m3fn, float8_e5m2)"
+
+
+CARD_OF = {80: devices.named("A100"), 90: devices.H200, 100: devices.named("B200")}
 
 
 def problem(packed_rows: int = 4, **changed: Any) -> Problem:
@@ -46,7 +52,7 @@ def problem(packed_rows: int = 4, **changed: Any) -> Problem:
     ],
 )
 def test_what_the_hopper_decode_kernel_refuses(given: Problem, sm: int, reason: str) -> None:
-    assert DECODE_SM90.refusals(given, sm) == ([reason] if reason else [])
+    assert DECODE_SM90.refusals(Work(given, CARD_OF[sm])) == ([reason] if reason else [])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,7 @@ def test_what_the_hopper_decode_kernel_refuses(given: Problem, sm: int, reason: 
 )
 def test_where_the_hopper_prefill_kernel_rotates(changed: dict[str, Any], reason: str) -> None:
     given = problem(128, position_encoding="ROPE_LLAMA", **changed)
-    assert PREFILL_SM90.refusals(given, 90) == ([reason] if reason else [])
+    assert PREFILL_SM90.refusals(Work(given, devices.H200)) == ([reason] if reason else [])
 
 
 @pytest.mark.parametrize("dims", [(16, 16), (64, 64), (72, 72), (128, 128), (192, 128), (128, 256), (256, 256)])
@@ -72,7 +78,7 @@ def test_where_the_hopper_prefill_kernel_rotates(changed: dict[str, Any], reason
 def test_four_warps_turn_as_many_rows_of_a_tile(dims: tuple[int, int], has_mask: bool, page_size: int) -> None:
     sizes = {"head_dim_qk": dims[0], "head_dim_vo": dims[1], "page_size": page_size, "has_mask": has_mask}
     given = problem(128, position_encoding="ROPE_LLAMA", **sizes)
-    tile, _ = PREFILL_SM90.schedule(given.options, 128, VariantSpec(), "packed_bits" if has_mask else "implicit")
+    tile = PREFILL_SM90.tile(Work(given, devices.H200, mask_source="packed_bits" if has_mask else "implicit"))
     assert tile.tile_q == 128 and tile.tile_kv % 32 == 0
     lane_rows = tile.tile_kv // 4 // max(1, min(8, 1 << (32 // (dims[0] // 8)).bit_length() - 1))
     assert lane_rows in (2, 4) or lane_rows % 8 == 0
@@ -115,41 +121,37 @@ def test_fp8_is_multiplied_where_boxes_of_e4m3_are(changed: dict[str, Any], load
     given: dict[str, Any] = {"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3, "page_size": 16}
     options = problem(**given | {"head_dim_qk": 128, "head_dim_vo": 128} | changed).options
     assert PREFILL_SM90.loader(options) == loader
-    assert PREFILL_SM90.mask_tiles(options) == (loader == "boxes")
-    tile, _ = PREFILL_SM90.schedule(options, 128, VariantSpec(), "packed_bits" if options.has_mask else "implicit")
+    assert PREFILL_SM90.visits_mask_tiles(options) == (loader == "boxes")
+    source = "packed_bits" if options.has_mask else "implicit"
+    tile = PREFILL_SM90.tile(Work(Problem(options, 128), devices.H200, mask_source=source))
     assert tile.tile_kv % (32 if loader == "transposed" else 16) == 0
 
 
-@pytest.mark.parametrize("row", CAPABILITIES, ids=lambda row: row.kernel)
-def test_a_row_makes_a_tile_for_all_rows_that_it_takes(row: choose.Capability) -> None:
-    for rows in (1 << i for i in range(11) if 1 << i <= row.max_packed_rows):
+@pytest.mark.parametrize("kernel", ATTENTION, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("card", devices.CARDS, ids=lambda card: card.name)
+def test_a_kernel_has_a_tile_for_all_that_it_accepts(kernel: AttentionKernel, card: devices.Device) -> None:
+    card = devices.CPU if kernel.backend == "cpu" else card
+    accepted = 0
+    for rows in (1 << i for i in range(11)):
         for dims in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
             for kv_dtype in (BF16, DType.FLOAT8_E4M3):
                 given = problem(rows, head_dim_qk=dims[0], head_dim_vo=dims[1], kv_dtype=kv_dtype, page_size=16)
-                refused = max(dims) > row.head_dims[1]
-                assert bool(row.refusals(given, row.min_sm)) == refused
-                if refused:
-                    continue
-                tile, cost = row.schedule(given.options, rows, VariantSpec(), "implicit")
-                assert tile.tile_q % 16 == 0 and tile.tile_kv % 16 == 0 and cost.ns_per_token > 0
+                work = Work(given, card)
+                if not kernel.refusals(work):
+                    accepted += 1
+                    tile = kernel.tile(work)
+                    assert tile.tile_q % 16 == 0 and tile.tile_kv % 16 == 0 and kernel.cost(work, tile).ns_per_token > 0
+    assert bool(accepted) == (not kernel.archs or card.sm in kernel.archs)
 
 
 @pytest.mark.parametrize(("page_size", "tokens"), [(16, 16), (1, 32)])
 def test_a_variant_that_loads_has_short_slots_where_boxes_fill_them(page_size: int, tokens: int) -> None:
     def slot(variant: VariantSpec) -> int:
-        return DECODE_SM90.schedule(problem(page_size=page_size).options, 4, variant, "implicit")[0].tile_kv
+        return DECODE_SM90.tile(Work(problem(page_size=page_size), devices.H200, variant)).tile_kv
 
     bias = (("bias", "float32", 3),)
     assert slot(VariantSpec(logit="score + bias(h, q_idx, kv_idx)", tensors=bias)) == tokens
     assert slot(VariantSpec(mask="bias(h, q_idx, kv_idx) > 0", tensors=bias)) == 32
-
-
-def test_a_full_ring_leaves_room_for_the_turns_of_rope() -> None:
-    def stages(position: str) -> int:
-        given = problem(64, position_encoding=position, has_mask=True, head_dim_qk=464, head_dim_vo=224)
-        return DECODE_SM90.schedule(given.options, 64, VariantSpec(), "packed_bits")[0].stages
-
-    assert stages("NONE") == stages("ALIBI") > stages("ROPE_LLAMA")
 
 
 FUNCTION, SCORES = VariantSpec(mask="kv_idx < 7 * h"), VariantSpec(logit="score * 2.0f")
@@ -178,7 +180,7 @@ def test_who_is_asked_for_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Mask functions where the host knows the lengths of each run."""
-    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     given = dataclasses.replace(problem(4096, page_size=16, **changed), has_known_lengths=is_known)
     choice = choose.choose(given, torch.device("cuda:0"), variant)
     assert (choice.spec.kernel, choice.spec.mask_source) == ("prefill_sm90", source)
@@ -207,14 +209,14 @@ def test_units_have_whole_rows_of_a_group(
     group: int, changed: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where boxes bring Q; each of a pair's CTAs as many."""
-    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     dims = {"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128}
     given = problem(4096, **{**dims, "num_q_heads": 2 * group, "num_kv_heads": 2, **changed})
     for is_long in (False, True):
         long = dataclasses.replace(given, contexts=Contexts.LONG if is_long else Contexts.USUAL)
         choice = choose.choose(long, torch.device("cuda:0"), VariantSpec())
         assert choice.spec.kernel == "prefill_sm90"
-        schedule = choose.schedule(choice, given.options, 132)
+        schedule = schedules.schedule(choice, given.options, 132)
         assert schedule.tile_q == rows * choice.spec.ctas
 
 
@@ -230,15 +232,15 @@ def test_the_batch_does_not_choose_kernel_or_tile(
     split: int, group: int, q_len: int, sm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of batch-invariant plans, and of those whose requests all have as many rows."""
-    monkeypatch.setattr(choose, "device_sm", lambda _: sm)
+    monkeypatch.setattr(devices, "of", lambda _: CARD_OF[sm])
     options = dataclasses.replace(
         DECODE, num_q_heads=2 * group, num_kv_heads=2, uniform_q_len=q_len, fixed_piece_tokens=split
     )
 
     def chosen(batch: int, total_rows: int) -> tuple[KernelSpec, bytes]:
         rows = choose.packed_rows(options, batch, total_rows)
-        choice = choose.choose(Problem(options, rows, batch), torch.device("cuda:0"))
-        return choice.spec, bytes(choose.schedule(choice, options, 132))
+        choice = choose.choose(Problem(options, rows), torch.device("cuda:0"))
+        return choice.spec, bytes(schedules.schedule(choice, options, 132))
 
     choices = {chosen(batch, q_len * batch or rows) for batch, rows in BATCHES}
     if split == SPLIT_BALANCED and not q_len:
@@ -250,19 +252,19 @@ def test_the_batch_does_not_choose_kernel_or_tile(
         assert choices.pop()[0].kernel == ("decode_sm90" if few else many)
 
 
-def test_without_a_device_the_first_row_that_can_is_taken() -> None:
-    general = CAPABILITIES[-1]
-    assert choose.offline(problem(), "cuda") is DECODE_SM90
-    assert choose.offline(problem(128, page_size=16), "cuda") is PREFILL_SM90
-    assert choose.offline(problem(128, page_size=12), "cuda") is PREFILL_SM90
-    assert choose.offline(problem(128, page_size=16, kv_dtype=DType.FLOAT8_E4M3), "cuda") is PREFILL_SM90
-    assert choose.offline(problem(position_encoding="ROPE_LLAMA"), "cuda") is DECODE_SM90
-    assert choose.offline(problem(128, position_encoding="ROPE_LLAMA"), "cuda") is PREFILL_SM90
+def test_a_card_need_not_be_here() -> None:
+    def chosen(given: Problem, card: str = "H200") -> str:
+        return choose.choose_for_card(given, devices.named(card)).kernel.name
+
+    assert chosen(problem()) == chosen(problem(position_encoding="ROPE_LLAMA")) == "decode_sm90"
+    for changed in ({"page_size": 16}, {"page_size": 12}, {"kv_dtype": DType.FLOAT8_E4M3}):
+        assert chosen(problem(128, **changed)) == "prefill_sm90"
+    assert chosen(problem(128, position_encoding="ROPE_LLAMA")) == "prefill_sm90"
     fp8_rope = problem(128, position_encoding="ROPE_LLAMA", kv_dtype=DType.FLOAT8_E4M3)
-    assert choose.offline(fp8_rope, "cuda") is general
-    assert choose.offline(problem(head_dim_qk=576), "cuda") is general  # no kernel takes it
-    assert general.kernel == "attention_sm80"
-    assert choose.offline(problem(), "cpu").kernel == "cpu_attention"
+    assert chosen(fp8_rope) == chosen(problem(), "B200") == chosen(problem(128), "RTX 4090") == "attention_sm80"
+    assert choose.choose_for_card(problem(q_dtype=BF16), devices.CPU).kernel.name == "cpu_attention"
+    with pytest.raises(flashpage.CapabilityError, match="head_dim_qk 576 is not a multiple of 8 from 16 to 512"):
+        chosen(problem(head_dim_qk=576))
 
 
 def test_a_spec_is_named_by_loader_and_trace() -> None:
@@ -273,8 +275,8 @@ def test_a_spec_is_named_by_loader_and_trace() -> None:
 
 @pytest.mark.parametrize("merges_in_launch", [False, True])
 def test_who_merges_in_its_launch_is_given_no_merge(merges_in_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = dataclasses.replace(CAPABILITIES[0], merges_in_launch=merges_in_launch)
-    monkeypatch.setattr(choose, "CAPABILITIES", (row,))
+    kernel = dataclasses.replace(cpu_attention.KERNEL, merges_in_launch=merges_in_launch)
+    monkeypatch.setattr(choose, "ATTENTION", [kernel])
     wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     pages = torch.arange(40, dtype=torch.int32)
     lengths = torch.tensor([0, 40], dtype=torch.int32), pages, torch.tensor([16], dtype=torch.int32)

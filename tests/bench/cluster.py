@@ -16,7 +16,7 @@ from peers import Batch
 from workloads import Case
 
 import flashpage
-from flashpage.kernels.choose import CLUSTER_SIZES
+from flashpage.kernels.schedules import CLUSTER_SIZES
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from cluster_sizes import FREELY, GENERAL, choose, give_to_cpu, schedule_of

@@ -23,8 +23,9 @@ from flashpage import native
 from flashpage.base.dtypes import DType
 from flashpage.jit.compilers import find_compiler
 from flashpage.jit.targets import Target
-from flashpage.kernels import choose
-from flashpage.kernels.tile import sm90_decode_tile
+from flashpage.kernels import choose, devices
+from flashpage.kernels.options import Options
+from flashpage.kernels.work import Problem
 
 PAGE_SIZES, ROW_BYTES, RINGS = (1, 8, 16, 64), (128, 256, 512), (64, 96, 128, 192)
 ENTRY = "flashpage_load_bench"
@@ -47,7 +48,10 @@ class Config:
     @property
     def tokens(self) -> int:
         """Of a slot: what the decode kernel has."""
-        return sm90_decode_tile(self.head_dim, self.head_dim, DType.BFLOAT16, 1)[0].tile_kv
+        options = Options("paged", 1, 1, self.head_dim, self.head_dim, 16, *[DType.BFLOAT16] * 3)
+        tile = choose.choose_for_card(Problem(options, 1), devices.H200).spec.tile
+        assert tile is not None
+        return tile.tile_kv
 
     @property
     def stages(self) -> int:
@@ -126,7 +130,7 @@ def main() -> int:
     print(f"{len(images)} kernels compiled", flush=True)
     if arguments.compile_only:
         return 0
-    if not torch.cuda.is_available() or choose.device_sm(torch.device("cuda:0")) != 90:
+    if not torch.cuda.is_available() or not devices.of(torch.device("cuda:0")).has_wgmma:
         print("these loaders are Hopper's: there is no such GPU here", file=sys.stderr)
         return 1
     clock = GpuClock(arguments.repeats)

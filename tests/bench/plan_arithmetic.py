@@ -14,9 +14,9 @@ import numpy as np
 
 from flashpage import native
 from flashpage.base.dtypes import DType
-from flashpage.kernels import choose
-from flashpage.kernels.options import Options, Problem
-from flashpage.kernels.spec import KernelSpec, VariantSpec
+from flashpage.kernels import choose, devices, schedules
+from flashpage.kernels.options import Options
+from flashpage.kernels.work import Problem
 
 HEAD_DIM, PAGE_SIZE = 128, 16
 KINDS = ("uniform", "lognormal", "zipf", "one long")
@@ -83,11 +83,8 @@ def make_schedule(q_len: int, heads: tuple[int, int], num_ctas: int) -> native.S
     """The newest CUDA kernel's tile and costs for such rows."""
     options = Options(*("paged", *heads, HEAD_DIM, HEAD_DIM, PAGE_SIZE, *[DType.BFLOAT16] * 3), uniform_q_len=q_len)
     problem = Problem(options, choose.packed_rows(options, 1, q_len))
-    capability = choose.offline(problem, "cuda")
-    tile, cost = capability.schedule(options, problem.packed_rows, VariantSpec(), "implicit")
-    spec = KernelSpec(capability.kernel, tile=tile, head_dim_qk=HEAD_DIM, head_dim_vo=HEAD_DIM)
-    choice = choose.Choice(spec, cost, capability, ())
-    return choose.schedule(choice, options, num_ctas)
+    choice = choose.choose_for_card(problem, devices.H200)
+    return schedules.schedule(choice, options, num_ctas)
 
 
 def row(what: str, kind: str, batch: Batch, rounds: int) -> None:

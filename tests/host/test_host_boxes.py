@@ -197,7 +197,7 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     for cache in (batch.cache, torch.cat([batch.cache, batch.cache])):
         structs.point(batch.q_decode, cache, torch.empty_like(batch.q_decode), None)
         assert read.k.dims[3] == read.v.dims[3] == cache.shape[0]
-    capability = dataclasses.replace(choice.capability, row_boxes=True)
+    capability = dataclasses.replace(choice.kernel, row_boxes=True)
     bind(capability=capability)
     structs.point(batch.q_decode, batch.cache, torch.empty_like(batch.q_decode), None)
     read = native.KvBoxes.from_address(structs.args.boxes)

@@ -21,10 +21,12 @@ from flashpage import jit
 from flashpage.base import paths
 from flashpage.base.dtypes import DType
 from flashpage.jit import cache, compilers
-from flashpage.kernels import choose
+from flashpage.kernels import ATTENTION, choose, devices, helpers
+from flashpage.kernels.ahead import HEAD_DIMS
 from flashpage.kernels.context_classes import Contexts
-from flashpage.kernels.options import Options, Problem
+from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
+from flashpage.kernels.work import Problem
 from flashpage.serving import gather
 from flashpage.variants import builtin
 from flashpage.wrappers import operators
@@ -51,7 +53,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     sandbox = Sandbox.create(tmp_path)
     sandbox.enter(monkeypatch)
     monkeypatch.delenv("FLASHPAGE_CXX")  # nvcc's host compiler is no matter of these tests
-    (sandbox.templates / "merge.cu.jinja").write_text(CUDA_TEMPLATE)
+    (sandbox.templates / "kernel.cu.jinja").write_text(CUDA_TEMPLATE)
     return sandbox
 
 
@@ -83,9 +85,9 @@ def test_list_is_lean() -> None:
 
 def test_a_target_fits_where_a_kernel_is_chosen() -> None:
     """What compiles for one architecture alone is asked for on it alone, and the other way round."""
-    for row in choose.CAPABILITIES:
-        own = row.min_sm == row.max_sm
-        assert KernelSpec(row.kernel).only_arch == (row.max_sm if own else None)
+    for kernel in ATTENTION:
+        archs = [card.sm for card in devices.CARDS if jit.Target("cuda", card.sm).fits(KernelSpec(kernel.name))]
+        assert set(archs) == set(kernel.archs or ([] if kernel.backend == "cpu" else {c.sm for c in devices.CARDS}))
     hopper, ampere = jit.Target("cuda", 90), jit.Target("cuda", 80)
     assert hopper.fits(KernelSpec("decode_sm90")) and not ampere.fits(KernelSpec("decode_sm90"))
     assert hopper.fits(KernelSpec("merge")) and ampere.fits(KernelSpec("merge"))
@@ -102,7 +104,8 @@ ASKED_FOR = sorted((pair for pair in LISTED if pair[0].tile), key=lambda pair: (
 )
 def test_list_is_what_plans_ask_for(spec: KernelSpec, is_hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some number of packed rows leads to this very spec: else a wheel would hold kernels that nobody finds."""
-    monkeypatch.setattr(choose, "device_sm", lambda _: 90 if is_hopper else 80)
+    here = devices.CPU if spec.backend == "cpu" else devices.H200 if is_hopper else devices.named("A100")
+    monkeypatch.setattr(devices, "of", lambda _: here)
     options = Options(
         kv_source=spec.kv_source,
         num_q_heads=8,
@@ -113,7 +116,7 @@ def test_list_is_what_plans_ask_for(spec: KernelSpec, is_hopper: bool, monkeypat
         q_dtype=spec.q_dtype,
         kv_dtype=spec.kv_dtype,
         out_dtype=spec.out_dtype,
-        has_soft_cap=spec.variant == specs.SOFT_CAP,
+        has_soft_cap=spec.variant == builtin(soft_cap=50.0).spec,
         position_encoding="ROPE_LLAMA" if spec.position_encoding == "rope" else "NONE",
         has_mask=spec.mask_source == "packed_bits",
     )
@@ -127,16 +130,16 @@ def test_list_is_what_plans_ask_for(spec: KernelSpec, is_hopper: bool, monkeypat
 @pytest.mark.parametrize("target", CUDA_TARGETS, ids=lambda target: target.name)
 def test_plain_decode_is_in_the_list(target: jit.Target, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With any group size and any page size, for the head dims of the default list."""
-    monkeypatch.setattr(choose, "device_sm", lambda _: target.arch if isinstance(target.arch, int) else 80)
+    monkeypatch.setattr(devices, "of", lambda _: specs.card_of(target))
     listed = set(specs.default_cuda_specs(target))
-    for dtype, (dim, _) in itertools.product(specs.HALF, specs.HEAD_DIMS):
+    for dtype, dim in itertools.product((DType.BFLOAT16, DType.FLOAT16), HEAD_DIMS):
         options = Options("paged", 8, 8, dim, dim, page_size, dtype, dtype, dtype, uniform_q_len=1)
         for rows in (1, 4, 8, 16) if page_size == 1 else (1, 4, 16, 32, 64, 128):
             assert choose.choose(Problem(options, rows), torch.device("cuda:0")).spec in listed
 
 
 def test_helper_specs_are_what_operators_ask_for() -> None:
-    listed = set(specs.helper_specs())
+    listed = set(helpers.AHEAD)
     assert {KernelSpec("append", kv_dtype=dtype) for dtype in operators._APPEND_DTYPES.values()} <= listed
     assert {KernelSpec("merge_states", q_dtype=DType.of(dtype)) for dtype in operators._ELEMENT_TYPES} <= listed
     assert {KernelSpec("plan"), gather._SPEC} <= listed
@@ -184,7 +187,7 @@ def test_kernels_of_a_wheel_are_found_without_rendering(sandbox: Sandbox) -> Non
 def test_a_kernel_that_does_not_render_fails_alone(sandbox: Sandbox) -> None:
     target = jit.host_target()
     bad, good = aot_build.build_into(sandbox.aot, [(KernelSpec("cpu_nothing"), target), (toy(1), target)])
-    assert "has no template" in str(bad.error)
+    assert "is not known" in str(bad.error)
     assert good.entry is not None
 
 
@@ -220,7 +223,7 @@ def test_cuda_compilers(sandbox: Sandbox, compiler: compilers.Compiler) -> None:
     assert 0 < sm_80.registers <= 32
     assert sm_80.spill_bytes == sm_90a.spill_bytes == 0
     assert ptx.entry.path.name == "kernel.ptx"
-    (sandbox.templates / "merge.cu.jinja").write_text("int x = y;\n")
+    (sandbox.templates / "kernel.cu.jinja").write_text("int x = y;\n")
     (bad,) = jit.build_kernels([(cuda_toy(5), targets[0])], compiler=compiler)
     assert 'kernel.cu, line 1: identifier "y" is undefined\n    int x = y;\n' in str(bad.error)
 

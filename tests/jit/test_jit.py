@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jit_sandbox import Sandbox, toy
+from jit_sandbox import TILE, Sandbox, toy
 
 from flashpage import jit
 from flashpage.base.dtypes import DType
@@ -119,7 +119,7 @@ def test_no_compiler(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_cuda_compiler(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    (sandbox.templates / "merge.cu.jinja").touch()
+    (sandbox.templates / "kernel.cu.jinja").touch()
     monkeypatch.setenv("FLASHPAGE_NVCC", "off")
     monkeypatch.setattr(compilers, "nvrtc_library", lambda: None)
     with pytest.raises(KernelMissingError, match=r"nvcc \(switched off by FLASHPAGE_NVCC\), and NVRTC"):
@@ -166,22 +166,24 @@ def test_error_in_a_variant_shows_its_line_first(sandbox: Sandbox, many: bool) -
 
 
 def test_error_in_a_function_that_a_variant_calls(sandbox: Sandbox) -> None:
-    spec = KernelSpec("cpu_attention", variant=VariantSpec(logit="score + to_float(x())", scalars=(("x", "float"),)))
+    spec = KernelSpec(
+        "cpu_attention", tile=TILE, variant=VariantSpec(logit="score + to_float(x())", scalars=(("x", "float"),))
+    )
     with pytest.raises(CompileError, match=r"\Avariant: score \+ to_float\(x\(\)\)\n"):
         jit.get_kernel(spec)
 
 
 def test_error_outside_a_variant(sandbox: Sandbox) -> None:
-    (sandbox.templates / "cpu_attention.cpp.jinja").write_text("int x = y;\n")
+    (sandbox.templates / "kernel.cpp.jinja").write_text("int x = y;\n")
     with pytest.raises(
         CompileError, match=r"\A.*kernel.cpp, line 1: 'y' was not declared in this scope\n    int x = y;"
     ):
         jit.get_kernel(toy())
 
 
-def test_no_template(sandbox: Sandbox) -> None:
+def test_an_unknown_kernel(sandbox: Sandbox) -> None:
     unknown = KernelSpec("cpu_nothing")
-    with pytest.raises(CompileError, match=f"{unknown.name} has no template"):
+    with pytest.raises(CompileError, match="kernel 'cpu_nothing' .* is not known: flashpage/kernels has decode_sm90, "):
         jit.get_kernel(unknown)
     bad, good = jit.build_specs([unknown, toy()], [jit.host_target()])
     assert bad.error is not None
@@ -315,9 +317,8 @@ CHANGES = {
 
 def test_every_field_changes_the_key(sandbox: Sandbox) -> None:
     """Fields of the parts too, even where the source does not show them; a new field without a row here fails."""
-    for kernel in ("attention_sm80", "merge"):
-        (sandbox.templates / f"{kernel}.cu.jinja").write_text("// the same for every spec\n")
-    base = KernelSpec("attention_sm80")
+    (sandbox.templates / "kernel.cu.jinja").write_text("// the same for every spec\n")
+    base = KernelSpec("attention_sm80", tile=TILE)
     specs = [base] + [dataclasses.replace(base, **{f.name: CHANGES[f.name]}) for f in dataclasses.fields(KernelSpec)]
     tile = CHANGES["tile"]
     for field in dataclasses.fields(Tile):

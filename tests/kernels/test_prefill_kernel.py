@@ -28,11 +28,16 @@ from variant_build import variant_args
 
 from flashpage import native
 from flashpage.base.dtypes import DType
-from flashpage.kernels.choose import mask_use
-from flashpage.kernels.spec import KernelSpec, VariantSpec, inner_loop
+from flashpage.kernels import devices
+from flashpage.kernels.choose import choose_for_card
+from flashpage.kernels.context_classes import Contexts
+from flashpage.kernels.options import Options
+from flashpage.kernels.prefill_sm90 import whole_rows
+from flashpage.kernels.spec import KernelSpec, VariantSpec
 from flashpage.kernels.tensor_maps import loader_tokens
-from flashpage.kernels.tile import InnerLoop, Tile, sm90_few_rows_tile, sm90_prefill_tile, whole_rows
+from flashpage.kernels.tile import Tile
 from flashpage.kernels.wgmma_source import short_tokens
+from flashpage.kernels.work import Problem
 from flashpage.native import records
 from flashpage.variants import TracedVariant, Variant, alibi_slopes, builtin, compose
 from flashpage.variants.source import mask_looks_at_head
@@ -70,21 +75,25 @@ def rotates(case: Case) -> bool:
 
 
 def tile_of(case: Case) -> Tile:
-    if case in HALVES:
-        return sm90_few_rows_tile(case.head_dim, case.value_dim)
-    source, variant = mask_source_of(case), variant_of(case).spec
-    by_rows = case.entry == "paged" and case.page_size % 8 != 0  # tiles of fewer tokens too
-    is_heavy = case.mask and (loader_of(case) == "converted" or by_rows or rotates(case))
-    loop = InnerLoop.HEAVY if is_heavy else inner_loop("implicit" if rotates(case) else "function", "none", variant)
-    dims = (case.head_dim, case.value_dim)
-    tile, _ = sm90_prefill_tile(
-        *(*dims, loop),
-        loader=loader_of(case),
-        group_size=case.num_q_heads // case.num_kv_heads,
-        mask=mask_use(source, variant),
-        rotates=rotates(case),
+    query, stored, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type, case.out_type))
+    options = Options(
+        kv_source="ragged" if case.entry == "ragged" else "paged",
+        num_q_heads=case.num_q_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim_qk=case.head_dim,
+        head_dim_vo=case.value_dim,
+        page_size=0 if case.entry == "ragged" else case.page_size,
+        q_dtype=query,
+        kv_dtype=stored,
+        out_dtype=out,
+        position_encoding=case.position or "NONE",
+        has_mask=bool(case.mask),
     )
-    return tile
+    contexts = Contexts.FEW if case in HALVES else Contexts.USUAL
+    problem = Problem(options, 4096, contexts=contexts)
+    spec = choose_for_card(problem, devices.H200, variant_of(case).spec).spec
+    assert spec.tile is not None and (spec.kernel, spec.loader) == ("prefill_sm90", loader_of(case))
+    return spec.tile
 
 
 def flags_of(case: Case) -> tuple[str, ...]:

@@ -13,11 +13,11 @@ import torch
 from flashpage.base.dtypes import DType
 from flashpage.jit import Target, build_kernels
 from flashpage.jit.compilers import find_nvcc
-from flashpage.kernels import choose
-from flashpage.kernels.options import Options, Problem
+from flashpage.kernels import choose, devices
+from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
-from flashpage.kernels.tile import sm90_prefill_tile
 from flashpage.kernels.wgmma_source import render, short_tokens
+from flashpage.kernels.work import Problem
 from flashpage.plan.prepared_kernels import mask_tiles_spec
 from flashpage.variants import Variant
 
@@ -25,15 +25,15 @@ from flashpage.variants import Variant
 def prefill_spec(
     dim: int, dtype: DType = DType.BFLOAT16, loader: str = "boxes", position_encoding: str = "none"
 ) -> KernelSpec:
-    tile, _ = sm90_prefill_tile(dim, dim, loader=loader, rotates=position_encoding == "rope")
     cache = DType.FLOAT8_E4M3 if loader in ("converted", "transposed") else dtype
     query = cache if loader == "transposed" else dtype
-    return KernelSpec(
-        *("prefill_sm90", query, cache, dtype, dim, dim),
-        position_encoding=position_encoding,
-        tile=tile,
-        loader=loader,
+    options = Options(
+        *("paged", 1, 1, dim, dim, 1 if loader == "rows" else 16, query, cache, dtype),
+        position_encoding="ROPE_LLAMA" if position_encoding == "rope" else "NONE",
     )
+    spec = choose.choose_for_card(Problem(options, 128), devices.H200).spec
+    assert (spec.kernel, spec.loader) == ("prefill_sm90", loader)
+    return spec
 
 
 def test_fp8_products_sum_over_32() -> None:
@@ -46,7 +46,8 @@ def test_fp8_products_sum_over_32() -> None:
 @pytest.mark.parametrize(("dim", "dtype", "name"), [(128, DType.BFLOAT16, "bf16"), (72, DType.FLOAT16, "f16")])
 def test_products_name_their_registers(dim: int, dtype: DType, name: str) -> None:
     source = render(prefill_spec(dim, dtype))
-    tile = sm90_prefill_tile(dim, dim)[0]
+    tile = prefill_spec(dim, dtype).tile
+    assert tile is not None
     shapes = re.findall(r"m64n(\d+)k16\.f32\.(\w+)\.\w+ \{([^}]*)\}", source)
     short = short_tokens(prefill_spec(dim, dtype))
     assert short == (80 if dim == 128 else 0)
@@ -96,7 +97,7 @@ ASKED = {
 @pytest.mark.parametrize("function", ASKED)
 def test_machine_code_of_mask_functions(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that asks for tiles, and the one that asks in mixed ones alone, with the largest tiles."""
-    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     options = Options("paged", 32, 8, 128, 128, 16, *(3 * (DType.BFLOAT16,)))
     variant = Variant(mask_mod=ASKED[function]).traced().spec
     choice = choose.choose(Problem(options, 4096), torch.device("cuda:0"), variant)

@@ -12,7 +12,7 @@ from native_build import shared_library
 
 from flashpage import native
 from flashpage.base.dtypes import DType
-from flashpage.kernels.tile import block_decode_tile
+from flashpage.kernels import blocks, devices
 
 BEGINS, ENDS, GOES_ON, IS_CONTINUED = 1, 2, 4, 8  # include/flashpage/kernels/blocks/steps.h, BlockStep::Flags
 PARTITION = 512
@@ -114,7 +114,7 @@ def test_pieces_begin_and_end(seed: int) -> None:
 @pytest.mark.parametrize("group", [4, 40])
 def test_tiles_fit_small_cards(head_dim: int, kv_dtype: DType, group: int) -> None:
     """K and V of all stages and each stage's Q, on cards whose CTAs have 99 KiB; steps divide v2's partitions."""
-    tile = block_decode_tile(head_dim, kv_dtype, group, 99 << 10)
+    tile = blocks.decode_tile(head_dim, kv_dtype, group, devices.named("RTX 4090"))
     padded = -(-head_dim // 16) * 16
     stage_bytes = tile.tile_kv * 2 * padded * kv_dtype.size + tile.tile_q * padded * 2
     assert tile.stages >= 2 and tile.stages * stage_bytes <= (99 << 10) - 2048

@@ -18,7 +18,7 @@ from steps import Steps, assert_same_bits
 from test_graph_capacity import capture
 
 from flashpage import native
-from flashpage.kernels.choose import CLUSTER_SIZES
+from flashpage.kernels.schedules import CLUSTER_SIZES
 
 LENS = (700, 33, 0, 1, 513)  # most ranks, few, none
 SHORT = (64, 31, 96)

@@ -13,10 +13,12 @@ import torch
 
 from flashpage import jit, native
 from flashpage.base.dtypes import DType
-from flashpage.kernels import choose
-from flashpage.kernels.context_classes import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE, ContextLengths, Contexts
-from flashpage.kernels.options import Options, Problem
+from flashpage.kernels import choose, devices, schedules
+from flashpage.kernels.context_classes import ContextLengths, Contexts
+from flashpage.kernels.options import Options
+from flashpage.kernels.prefill_sm90 import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
 from flashpage.kernels.spec import VariantSpec
+from flashpage.kernels.work import Problem
 from flashpage.plan import plan_lengths
 from flashpage.plan.option_plan import partial_bytes, workspace_bounds
 from flashpage.variants import builtin
@@ -54,8 +56,8 @@ def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, t
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=8, num_kv_heads=2)
     options = dataclasses.replace(options, **changed)
     lengths = ContextLengths(options)
-    assert (lengths.of(3, 3 * rows, 3 * tokens) is Contexts.LONG) is is_long
-    assert lengths.of(0, 0, 0) is Contexts.USUAL
+    assert (lengths.of(3, 3 * rows, 3 * tokens, devices.H200) is Contexts.LONG) is is_long
+    assert lengths.of(0, 0, 0, devices.H200) is Contexts.USUAL
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, t
 def test_short_contexts_have_short_tiles(
     changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     usual, choice = usual_and(Contexts.SHORT, changed, variant)
     assert choice.spec.tile is not None and choice.spec.tile.tile_kv == tokens
     assert (choice.spec != usual.spec) is (SHORT_NOTE in choice.reasons) is (tokens == 128)
@@ -98,7 +100,7 @@ def test_few_rows_have_tiles_of_one_warpgroup(
     changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of so many tokens; 0: they have the usual ones."""
-    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     usual, choice = usual_and(Contexts.FEW, changed, variant)
     assert choice.spec.tile is not None
     assert (choice.spec != usual.spec) is (FEW_NOTE in choice.reasons) is (tokens > 0)
@@ -121,9 +123,9 @@ def test_few_rows_have_tiles_of_one_warpgroup(
 def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has_them: bool) -> None:
     options = dataclasses.replace(DECODE, uniform_q_len=0, num_q_heads=8, num_kv_heads=2)
     lengths = ContextLengths(dataclasses.replace(options, **changed))
-    assert lengths.most_rows_of_few == (2112 if has_them else 0)
+    assert lengths.most_rows_of_few(devices.H200) == (2112 if has_them else 0)
     sizes = ((1, 2112, 1200), (1, 2113, 1200), (1, 2112, 1201), (2, 32, 200))
-    assert [lengths.of(*size) is Contexts.FEW for size in sizes] == [has_them, False, False, False]
+    assert [lengths.of(*size, devices.H200) is Contexts.FEW for size in sizes] == [has_them, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has
 def test_long_contexts_are_read_by_pairs(
     changed: dict[str, Any], variant: VariantSpec, has_pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     single, choice = usual_and(Contexts.LONG, changed, variant)
     assert single.spec.ctas == 1 and single.spec.kernel == choice.spec.kernel == "prefill_sm90"
     assert (choice.spec.ctas, PAIRS_NOTE in choice.reasons) == ((2, True) if has_pairs else (1, False))
@@ -155,14 +157,14 @@ def test_long_contexts_are_read_by_pairs(
 @pytest.mark.parametrize("heads", [(1, 1), (32, 8), (8, 2), (128, 1)], ids=str)
 def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """workspace_bounds asks for single CTAs: as many rows in pairs need no more."""
-    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])
 
     def bounds(batch: int, rows: int, is_long: bool) -> tuple[int, int]:
         contexts = Contexts.LONG if is_long else Contexts.USUAL
         choice = choose.choose(Problem(options, 4096, contexts=contexts), torch.device("cuda:0"))
         assert choice.spec.ctas == 1 + is_long
-        schedule = choose.schedule(choice, options, 132 // choice.spec.ctas)
+        schedule = schedules.schedule(choice, options, 132 // choice.spec.ctas)
         needed = ctypes.c_int64(), ctypes.c_int64()
         given = batch, rows, 1 << 20, *heads, ctypes.byref(schedule)
         native.check(native.load().fp_plan_bounds(*given, *map(ctypes.byref, needed)))
@@ -176,7 +178,7 @@ def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pyt
 @pytest.mark.parametrize("heads", [(8, 2), (32, 8), (4, 4), (40, 1)], ids=str)
 def test_workspaces_have_room_for_few_rows(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of few rows has twice the CTAs, and units of half the rows: what is planned fits."""
-    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     info = SimpleNamespace(num_sms=132, ctas_per_sm=1, clusters=[0] * 5, cluster_rows=0)
     monkeypatch.setattr(jit, "get_kernel", lambda spec, device=None: SimpleNamespace(spec=spec, info=info))
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])

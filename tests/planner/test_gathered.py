@@ -25,7 +25,7 @@ from native_build import gather_rows
 import flashpage
 from flashpage import jit, native
 from flashpage.base.dtypes import DType
-from flashpage.kernels import choose
+from flashpage.kernels import choose, devices
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.plan import gather_rows as gathered
@@ -80,7 +80,7 @@ def test_rows_that_see_a_token(rows: int, tokens: int, causal: bool, window_left
 def test_a_batch_is_worth_it(options: Options, batch: int, q_len: int, kv_len: int, is_worth_it: bool) -> None:
     worth = gathered.Worth(options)
     assert worth.may_be
-    assert worth.is_for(batch, batch * q_len, batch * kv_len) is is_worth_it
+    assert worth.is_for(batch, batch * q_len, batch * kv_len, devices.H200) is is_worth_it
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_options_of_which_no_batch_is(changed: dict[str, Any]) -> None:
 def test_other_cards_read_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for sm in (0, 80, 90, 100):
-        monkeypatch.setattr(choose, "device_sm", lambda _, sm=sm: sm)
+        monkeypatch.setattr(devices, "of", lambda _, sm=sm: devices.H200 if sm == 90 else devices.named("A100"))
         found[sm] = gathered.runs_on(torch.device("cuda:0"))
     assert found == {0: False, 80: False, 90: True, 100: False}
 
@@ -115,7 +115,7 @@ def test_other_cards_read_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("case", cases.gathered.rows(), ids=str)
 def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """And Hopper's prefill runs them either way, over rows in boxes with the kernel that gathers."""
-    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     asked: list[KernelSpec] = []
 
     def get_kernel(spec: KernelSpec, device: torch.device) -> Any:
@@ -129,7 +129,7 @@ def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyP
     options = Options("paged", *dims, case.page_size, *types, causal=case.causal, window_left=case.window_left)
     options = dataclasses.replace(options, has_soft_cap=case.soft_cap > 0, position_encoding=case.position)
     assert gathered.Worth(options).may_be
-    assert gathered.Worth(options).is_for(len(case.q_lens), sum(case.q_lens), sum(case.kv_lens))
+    assert gathered.Worth(options).is_for(len(case.q_lens), sum(case.q_lens), sum(case.kv_lens), devices.H200)
     rows = choose.packed_rows(options, len(case.q_lens), sum(case.q_lens))
     for gathers, form, helpers in ((False, ("paged", "rows"), []), (True, ("ragged", "boxes"), ["gather_rows"])):
         asked.clear()
@@ -323,9 +323,9 @@ def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
     batch.run()
     bound = batch.wrapper._local.bound
     choice = bound.prepared.choice
-    capability = dataclasses.replace(choice.capability, row_boxes=True)
+    capability = dataclasses.replace(choice.kernel, row_boxes=True)
     spec = dataclasses.replace(choice.spec, loader="boxes")
-    changed = dataclasses.replace(choice, capability=capability, spec=spec)
+    changed = dataclasses.replace(choice, kernel=capability, spec=spec)
     bound._bind_boxes(SimpleNamespace(choice=changed, schedule=bound.prepared.schedule))
     bound.point(batch.runner.q(), batch.runner.kv()[0], torch.empty_like(batch.runner.q()), None)
     read = native.KvBoxes.from_address(bound.args.boxes)

@@ -18,15 +18,15 @@ from planner_checks import check, check_balance
 import flashpage
 from flashpage import native
 from flashpage.base.dtypes import DType
-from flashpage.kernels import choose
-from flashpage.kernels.options import Options, Problem
+from flashpage.kernels import choose, cpu_attention, devices, schedules
+from flashpage.kernels.options import Options
+from flashpage.kernels.work import Problem
 from flashpage.plan import mixed_batch
 from flashpage.plan.buffers import PlanSlot
 from flashpage.plan.report.mixed import PartedPlan
 
 HOPPER = torch.device("cuda:0")
 OPTIONS = Options(*("paged", 32, 8, 128, 128, 16), *[DType.BFLOAT16] * 3, causal=True)
-CPU_ROW = choose.CAPABILITIES[0]
 
 
 # ---------------------------------------------------------------- which batches are divided, and how
@@ -82,7 +82,7 @@ class Divided:
 def _prepared(batch: int, rows: int) -> Any:
     problem = Problem(OPTIONS, choose.packed_rows(OPTIONS, batch, rows))
     choice = choose.choose(problem, HOPPER)
-    schedule = choose.schedule(choice, OPTIONS, 132)
+    schedule = schedules.schedule(choice, OPTIONS, 132)
     return SimpleNamespace(
         problem=problem, choice=choice, schedule=schedule, schedule_address=ctypes.addressof(schedule)
     )
@@ -90,7 +90,7 @@ def _prepared(batch: int, rows: int) -> Any:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "device_sm", lambda _: 90)
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200)
 
 
 def mixed(prefills: int, q_len: int, decodes: int, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -185,7 +185,7 @@ def test_plans_larger_than_a_staging_slot(hopper: None) -> None:
     ],
 )
 def test_rows_of_the_first_part(changed: dict[str, Any], sm: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "device_sm", lambda _: sm)
+    monkeypatch.setattr(devices, "of", lambda _: devices.H200 if sm == 90 else devices.named("A100"))
     assert mixed_batch.most_few_rows(dataclasses.replace(OPTIONS, **changed), HOPPER) == rows
 
 
@@ -205,8 +205,8 @@ ROWS, KV_LENS = (1, 300, 1, 16, 0, 17, 1, 5), (900, 300, 2000, 16, 40, 3000, 0, 
 @pytest.fixture
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU's kernel in two rows of the table: one for at most 64 packed rows, the other for more."""
-    many = dataclasses.replace(CPU_ROW, runs_beside=True)
-    monkeypatch.setattr(choose, "CAPABILITIES", (dataclasses.replace(many, max_packed_rows=64), many))
+    many = dataclasses.replace(cpu_attention.KERNEL, runs_beside=True)
+    monkeypatch.setattr(choose, "ATTENTION", [dataclasses.replace(many, most_packed_rows=64), many])
     monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", -1e12)
     return iter(())
 

@@ -10,7 +10,7 @@ from planner_batches import TEAMS, Batch, Cutting, Planned, bounds, plan
 from planner_checks import check
 
 from flashpage import native
-from flashpage.kernels import choose
+from flashpage.kernels import schedules
 from flashpage.plan import plan_lengths
 
 H200 = (132, 66, 32, 16, 8)  # of 1, 2, 4, 8, 16 CTAs
@@ -127,7 +127,7 @@ def test_graphs_have_one_size() -> None:
     """The largest that every batch within the capacity finds room for; the CTAs are a multiple of it."""
     whole = DECODE.struct()
     for units, size, num_ctas in ((8, 16, 128), (9, 8, 128), (32, 4, 128), (64, 2, 132), (67, 0, 132)):
-        fixed, found = choose.with_one_cluster_size(whole, units)
+        fixed, found = schedules.with_one_cluster_size(whole, units)
         assert (found, fixed.num_ctas) == (size, num_ctas)
         kept = [0] * 5
         kept[0], kept[size.bit_length() - 1 if size else 0] = (
@@ -135,12 +135,12 @@ def test_graphs_have_one_size() -> None:
             H200[size.bit_length() - 1] if size else num_ctas,
         )
         assert list(fixed.clusters) == kept and list(whole.clusters) == list(H200)
-    none, size = choose.with_one_cluster_size(GENERAL.struct(), 1)
+    none, size = schedules.with_one_cluster_size(GENERAL.struct(), 1)
     assert size == 0 and bytes(none) == bytes(GENERAL.struct())
 
 
 def test_the_plan_says_so() -> None:
-    clusters = choose.Clusters(H200, 16)
+    clusters = schedules.Clusters(H200, 16)
     text = plan_lengths(None, [4096], clusters=clusters).explain()
     assert "each unit has 16 neighbouring CTAs of its own" in text
     assert "a unit's are merged inside a cluster of 16 CTAs" in text and "partials 0 B" in text

@@ -13,7 +13,7 @@ from planner_checks import all_units
 
 from flashpage.errors import PlanError
 from flashpage.kernels import tile as tiles
-from flashpage.kernels.context_classes import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
+from flashpage.kernels.prefill_sm90 import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
 from flashpage.plan import Plan, plan_lengths
 
 DECODE = [100, 4096, 300, 20_000, 17, 1, 0, 900]
@@ -130,7 +130,7 @@ def test_svg_has_one_box_an_item(plan: Plan, tmp_path: Path) -> None:
 
 def test_tile_and_cost_may_be_given() -> None:
     tile = tiles.Tile(64, 32, 4, 1, 2)
-    cost = tiles.Cost(tiles.WALK_RUNS, 2.0, 100.0, 50.0, 32, 3, 16)
+    cost = tiles.Cost(tiles.WALK_RUNS, 2.0, 100.0, 50.0, 32, merge_rows=16, max_pieces=3)
     plan = plan_lengths(None, [5000], tile=tile, cost=cost, num_ctas=64)
     assert (plan.schedule.tile_q, plan.schedule.tile_kv, plan.schedule.merge_rows) == (64, 32, 16)
     assert plan.work_items()["piece"].max() == 2

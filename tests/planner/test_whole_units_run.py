@@ -14,7 +14,7 @@ from steps import Steps
 from test_graph_capacity import capture
 
 from flashpage import native
-from flashpage.kernels import choose
+from flashpage.kernels import schedules
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def many_ctas() -> Any:
 
 def give_every_schedule(monkeypatch: pytest.MonkeyPatch, **values: float) -> None:
     """Of every planner that is made from here on."""
-    make = choose.schedule
+    make = schedules.schedule
 
     def schedule(*arguments: Any) -> native.Schedule:
         made = make(*arguments)
@@ -35,7 +35,7 @@ def give_every_schedule(monkeypatch: pytest.MonkeyPatch, **values: float) -> Non
             setattr(made, name, value)
         return made
 
-    monkeypatch.setattr(choose, "schedule", schedule)
+    monkeypatch.setattr(schedules, "schedule", schedule)
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from typing import Any
 
 from flashpage import native
 from flashpage.kernels import choose as backends
-from flashpage.kernels.choose import CLUSTER_SIZES
+from flashpage.kernels import schedules
+from flashpage.kernels.schedules import CLUSTER_SIZES
 
 FREELY = -1  # as the planner thinks best
 GENERAL = 0  # units are anywhere
@@ -41,14 +42,14 @@ def give_to_cpu(schedule: native.Schedule) -> None:
 
 def chosen_for_all(monkeypatch: Any, size: int) -> None:
     """Of every planner that is made from here on."""
-    make = backends.schedule
+    make = schedules.schedule
 
     def schedule(choice: backends.Choice, *arguments: Any) -> native.Schedule:
         made = make(choice, *arguments)
-        if choice.capability.device == "cpu":
+        if choice.kernel.backend == "cpu":
             give_to_cpu(made)
         if any(made.clusters):
             choose(made, size)
         return made
 
-    monkeypatch.setattr(backends, "schedule", schedule)
+    monkeypatch.setattr(schedules, "schedule", schedule)

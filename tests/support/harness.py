@@ -198,11 +198,10 @@ def contexts_of_plans(*, may_be_few: bool = True) -> Iterator[set[Contexts]]:
     """What plans find their batches to be, meanwhile. Most cases are few rows; otherwise, larger batches."""
     found, original = set(), ContextLengths.of
 
-    def of(lengths: ContextLengths, *sizes: int) -> Contexts:
-        most = lengths.most_rows_of_few
-        lengths.most_rows_of_few = most if may_be_few else 0
+    def of(lengths: ContextLengths, *sizes: Any) -> Contexts:
+        usual, lengths._may_be_few = lengths._may_be_few, lengths._may_be_few and may_be_few
         found.add(contexts := original(lengths, *sizes))
-        lengths.most_rows_of_few = most
+        lengths._may_be_few = usual
         return contexts
 
     with mock.patch.object(ContextLengths, "of", of):

@@ -13,7 +13,9 @@ import pytest
 
 from flashpage.base import paths
 from flashpage.jit import loader
-from flashpage.kernels.spec import KernelSpec, VariantSpec
+from flashpage.kernels.spec import KernelSpec
+from flashpage.kernels.tile import Tile
+from flashpage.variants.spec import VariantSpec
 
 SUPPORT = Path(__file__).resolve().parent
 TEMPLATE = """#include "flashpage/params/params.h"
@@ -21,7 +23,7 @@ namespace flashpage::vm {
 inline i32 as_mask(i32, bool visible) { return visible; }
 inline bool logical_and(bool x, bool y) { return x && y; }
 }
-{{ variant_source }}
+{{ sources }}
 using namespace flashpage;
 extern "C" const int toy_number = {{ spec.head_dim_qk }};
 extern "C" void flashpage_cpu_attention(const AttentionParams*, const VariantArgs* args, int, int) {
@@ -50,7 +52,7 @@ class Sandbox:
     def create(folder: Path) -> Sandbox:
         sandbox = Sandbox(folder)
         sandbox.templates.mkdir(parents=True)
-        (sandbox.templates / "cpu_attention.cpp.jinja").write_text(TEMPLATE)
+        (sandbox.templates / "kernel.cpp.jinja").write_text(TEMPLATE)
         sandbox.compiler.write_text(COMPILER)
         sandbox.compiler.chmod(0o755)
         return sandbox
@@ -104,6 +106,9 @@ class Sandbox:
         return out
 
 
+TILE = Tile(1, 1, 1, 1, 1)
+
+
 def toy(number: int = 0, logit: str = "") -> KernelSpec:
     """The spec of a toy kernel."""
-    return KernelSpec("cpu_attention", head_dim_qk=number, variant=VariantSpec(logit=logit))
+    return KernelSpec("cpu_attention", head_dim_qk=number, tile=TILE, variant=VariantSpec(logit=logit))

@@ -22,9 +22,9 @@ class _Planned(Exception):
 def _recording(specs: dict[Any, None]) -> Iterator[None]:
     """Plans ask for kernels as always; instead of a kernel they leave its spec here."""
     from flashpage import jit
-    from flashpage.kernels import choose
+    from flashpage.kernels import ATTENTION
 
-    last_asked = {"merge", *(row.kernel for row in choose.CAPABILITIES if row.merges_in_launch)}
+    last_asked = {"merge", *(kernel.name for kernel in ATTENTION if kernel.merges_in_launch)}
 
     def record(spec: Any, device: Any = None) -> Any:
         specs[spec] = None

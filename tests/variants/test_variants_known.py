@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashpage.kernels.spec import inner_loop, logit_loads_by_token
-from flashpage.kernels.tile import InnerLoop
+from flashpage.kernels.work import InnerLoop, inner_loop
 from flashpage.variants import Variant
 from flashpage.variants.source import soft_cap
+from flashpage.variants.spec import logit_loads_by_token
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from ...kernels import choose, devices
 from ...kernels.context_classes import ContextLengths, Contexts
 from ...kernels.devices import Device
 from ...kernels.options import Options
-from ...kernels.schedule import NO_CLUSTERS, Clusters
-from ...kernels.schedule import schedule as schedule_of
+from ...kernels.schedules import NO_CLUSTERS, Clusters
+from ...kernels.schedules import schedule as schedule_of
 from ...kernels.spec import KernelSpec
 from ...kernels.tile import WALK_RUNS, WALK_TEAMS, Cost, Tile
 from ...kernels.work import Problem
@@ -255,7 +255,13 @@ def plan_lengths(
     choice = dataclasses.replace(choice, cost=cost or choice.cost)
     schedule = schedule_of(choice, options, num_ctas // choice.spec.ctas, clusters)
     result, data = _plan_arrays(options, schedule, rows, list(kv_lens))
-    return Plan(problem, schedule, result, data, spec=choice.spec, notes=choice.reasons)
+    tile_note = (
+        f"tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, for about {problem.packed_rows} packed rows "
+        "a request and KV head"
+    )
+    others = (note for note in choice.reasons if not note.startswith("tile "))
+    notes = (*others, tile_note)
+    return Plan(problem, schedule, result, data, spec=choice.spec, notes=notes)
 
 
 def _plan_arrays(
