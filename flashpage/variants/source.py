@@ -39,7 +39,7 @@ ELEMENT_CPP = {d.value: d.cpp for d in DType if not d.is_fp8} | {
 _SCALAR_CPP = {"float": "float", "int": "flashpage::i32"}
 NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _RETURN = re.compile(r"\breturn\b")
-_TRACED_RESULT = re.compile(r"(?:const auto v\d+ = [^;]*; )+return ([^;]*);")  # of variant_trace.py
+_TRACED_RESULT = re.compile(r"(?:const auto v\d+ = [^;]*; )+return ([^;]*);")  # as trace.py writes it
 _NUMBER = r"[A-Za-z_]\w*|[\d.]+f?"
 _SOFT_CAP = re.compile(
     rf"(?:(?P<before>{_NUMBER})\*)?tanh\(\(?score(?:/(?P<divisor>{_NUMBER})|\*\(1\.0f/(?P<inverse>{_NUMBER})\))\)?\)"

@@ -19,8 +19,8 @@ from . import operations  # noqa: F401 (gives traced values their operations)
 from .capture import Captures
 from .source import is_free_name, unique_name
 from .spec import VariantSpec
+from .traced import TracedVariant, scalar_type, tensor_type
 from .values import Traced, apply_torch, argument, contains_traced, lift, to_bool, to_float, user_line, where_raised
-from .variant import TracedVariant, scalar_type, tensor_type
 
 
 class Trace:

@@ -11,7 +11,6 @@ position in the request, `q_idx` = KV length - query length + row. Expressions c
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -19,46 +18,23 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import VariantError
-from .source import ELEMENT_CPP, NAME, has_return, is_free_name, render, unique_name
+from .source import NAME, has_return, is_free_name, render, unique_name
 from .spec import VariantSpec
+from .traced import TracedVariant, scalar_type, tensor_type
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["TracedVariant", "Variant", "alibi_slopes", "builtin", "compose", "render"]
 
-MAX_TENSORS = 8  # of params.h VariantArgs
-MAX_SCALARS = 8
-MAX_RANK = 4  # of params.h VariantTensor
-
 _FLOAT_LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)(?![\w.])")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-
-
-@dataclasses.dataclass(frozen=True)
-class TracedVariant:
-    """The identity of a variant (compiled in) and the values of its slots (given at every run)."""
-
-    spec: VariantSpec = VariantSpec()
-    tensors: tuple[torch.Tensor, ...] = ()
-    scalars: tuple[float | int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for what, slots, most in (
-            ("tensors", self.spec.tensors, MAX_TENSORS),
-            ("scalars", self.spec.scalars, MAX_SCALARS),
-        ):
-            if len(slots) > most:
-                names = ", ".join(slot[0] for slot in slots)
-                raise VariantError(
-                    f"the variant captures {len(slots)} {what} ({names}), at most {most}: merge some of them"
-                )
 
 
 class Variant:
     """A logit transform, a mask, or both.
 
-    Python callables in FlexAttention's style are traced to an expression: variant_trace.py says what is traced and what
+    Python callables in FlexAttention's style are traced to an expression: trace.py says what is traced and what
     is compiled in. C++ expressions use the same five names, what they capture, and the functions of variant.h; they run
     on vectors of tokens on the CPU, so write `select(condition, x, y)` for `condition ? x : y`.
 
@@ -108,31 +84,6 @@ class Variant:
         if self.logit or self.mask or self.tensors or self.scalars:
             parts.append(_from_expressions(self.logit, self.mask, self.tensors, self.scalars))
         return compose(*parts)
-
-
-def tensor_type(name: str, tensor: torch.Tensor) -> str:
-    """The element type's name in a spec; refuses what kernels cannot read."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in ELEMENT_CPP:
-        raise VariantError(f"captured tensor {name!r} has dtype {dtype}: convert it to one of {', '.join(ELEMENT_CPP)}")
-    if tensor.ndim > MAX_RANK:
-        raise VariantError(f"captured tensor {name!r} has {tensor.ndim} dimensions, at most {MAX_RANK}: flatten some")
-    if str(tensor.layout) != "torch.strided":
-        raise VariantError(f"captured tensor {name!r} has layout {tensor.layout}: convert it with .to_dense()")
-    if tensor.ndim and tensor.stride(-1) * tensor.element_size() >= 2**31:
-        raise VariantError(f"captured tensor {name!r} has stride {tensor.stride(-1)} in its last dimension: copy it")
-    return dtype
-
-
-def scalar_type(name: str, value: float | int) -> str:
-    """ "float" or "int"; refuses other types and integers of more than 32 bits."""
-    if isinstance(value, float):
-        return "float"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise VariantError(f"captured scalar {name!r} is {type(value).__name__}, expected a Python float or int")
-    if not -(2**31) <= value < 2**31:
-        raise VariantError(f"captured scalar {name!r} is {value}, which 32 bits do not hold: make it a float")
-    return "int"
 
 
 def _from_expressions(
