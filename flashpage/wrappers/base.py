@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from typing import Any
 
 import torch
@@ -37,12 +36,12 @@ from ..run.checks import (
     not_a_tensor,
     signature_of,
 )
+from . import operators
 from .engine_access.attributes import EngineState
 
 _MOST_BINDINGS = 64  # signatures that a thread keeps: layers with other strides or options
 _DEFAULTS = Values(False, -1, 0.0, None, None, None, "NONE")
 
-WRAPPERS: weakref.WeakValueDictionary[int, PlanRunWrapper] = weakref.WeakValueDictionary()  # by handle, for ops.py
 _handles = itertools.count(1)
 
 
@@ -101,7 +100,7 @@ class PlanRunWrapper(EngineState):
         self._key: Any = None  # options as they were given, compared to skip judging them again
         self._planned = self._now = _DEFAULTS
         self._handle = next(_handles)
-        WRAPPERS[self._handle] = self
+        operators.WRAPPERS[self._handle] = self
 
     @property
     def resolved_backend(self) -> str:
@@ -185,8 +184,6 @@ class PlanRunWrapper(EngineState):
     ) -> Any:
         """One layer: straight to C, or through the operator where torch traces or watches."""
         if is_dynamo_compiling() or _len_torch_dispatch_stack():
-            from . import operators
-
             return operators.run(
                 self, values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl
             )

@@ -7,7 +7,8 @@ watches. A wrapper's run is an operator with the wrapper's handle, never its pla
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import Any, Protocol
 
 import torch
 
@@ -15,13 +16,10 @@ from .. import jit, native
 from ..base import kv_view
 from ..base.dtypes import DType
 from ..base.errors import CapabilityError, RunError
-from ..kernels.options import Values
+from ..kernels.options import Options, Values
 from ..kernels.spec import KernelSpec
 from ..plan.session import current_stream
 from ..run.checks import Tensors, check_places, scales_of
-
-if TYPE_CHECKING:
-    from .base import PlanRunWrapper
 
 _ROWS_PER_CTA = 8  # merge_states and append: a warp each
 _MOST_CTAS = 1 << 16
@@ -31,6 +29,30 @@ _APPEND_DTYPES = {
     4: DType.FLOAT32,
 }  # one kernel an element size: bytes are copied
 _ELEMENT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/flashpage.h, fp_cpu_merge_states
+
+
+class Runnable(Protocol):
+    """The part of a wrapper (base.py) that an operator uses."""
+
+    _handle: int
+    _options: Options
+    _out_dtype: torch.dtype
+
+    def _run(
+        self,
+        values: Values,
+        q: torch.Tensor,
+        cache: Any,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        scales: tuple[Any, Any, Any],
+        sinks: torch.Tensor | None,
+        enable_pdl: bool | None,
+    ) -> Any: ...
+
+
+WRAPPERS: weakref.WeakValueDictionary[int, Runnable] = weakref.WeakValueDictionary()  # by handle
 
 _library = torch.library.Library("flashpage", "DEF")
 
@@ -46,7 +68,7 @@ def call(name: str, *args: Any) -> Any:
 
 
 def run(
-    wrapper: PlanRunWrapper,
+    wrapper: Runnable,
     values: tuple[Any, ...],
     tensors: Tensors,
     return_lse: bool,
@@ -92,8 +114,6 @@ def _run(
     sinks: torch.Tensor | None,
     enable_pdl: bool | None,
 ) -> None:
-    from .base import WRAPPERS
-
     wrapper = WRAPPERS.get(handle)
     if wrapper is None:
         raise RunError(
