@@ -58,7 +58,7 @@ class PagedCache(Cache):
                 if self.history.length:
                     raise RunError(f"the batch is {batch} but the cache holds {self.table.batch} requests: reset() it.")
                 self.table.start(batch)
-            self.step = Step(self, length, mask)
+            self.step = Step(self.table, self.history, self.layers[0].keys.device, length, mask)
         return self.step
 
     def crop(self, tokens_to_remove: int) -> None:

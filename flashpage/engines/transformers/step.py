@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -10,11 +10,10 @@ from ...base.errors import RunError
 from ...wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from . import plans
 from .call import Layer
+from .history import History
 from .masks import Rows, all_rows, token_rows
+from .pages import PageTable
 from .ragged import indptr
-
-if TYPE_CHECKING:
-    from .cache import PagedCache
 
 
 class Step:
@@ -28,10 +27,10 @@ class Step:
         page_lists: page numbers, where each request's begin, and last_page_len, on the device.
     """
 
-    def __init__(self, cache: PagedCache, length: int, mask: torch.Tensor | None) -> None:
-        table, history = cache.table, cache.history
-        self.length = length
-        self.device = cache.layers[0].keys.device
+    def __init__(
+        self, table: PageTable, history: History, device: torch.device, length: int, mask: torch.Tensor | None
+    ) -> None:
+        self.length, self.device = length, device
         self.is_dense = mask is not None and mask.dim() == 4
         if self.is_dense and history.is_padded:
             raise RunError(
