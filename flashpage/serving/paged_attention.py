@@ -8,17 +8,28 @@ from typing import Any
 
 import torch
 
-import flashpage
-
 from ..base.errors import FlashpageError
+from ..wrappers.merge import merge_state
+from ..wrappers.paged_decode import BatchDecodeWithPagedKVCacheWrapper
+from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from ..wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 from .backend import AttentionBackend
 from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
-from .graph_wrappers import GraphWrappers
+from .graph_wrappers import GraphSizes, GraphWrappers
 from .indices import IndicesUpdater, indptr_of
 from .kv_parts import KvPart, part_of, parts_of
 from .token_pool import RequestTable, TokenPool
 
 WORKSPACE_BYTES = 128 << 20
+
+
+class OwnWrappers:
+    """What a library must have: three wrappers and `merge_state`, here flashpage's."""
+
+    BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
+    BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
+    BatchPrefillWithRaggedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper
+    merge_state = staticmethod(merge_state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +62,7 @@ class PagedAttention(AttentionBackend):
         ragged_extend: new tokens are attended to as they come and the ones before them from the pool, and both merged;
             else everything from the pool, in one run.
         workspace: for partial results, uint8; None: 128 MiB of its own.
-        library: flashpage, or a module with its wrappers and merge_state.
+        library: a module, or another object, that has the names of OwnWrappers.
         options: for the library's wrappers, by the name of their class.
         fill_len: tokens of requests that pad a captured batch; for libraries that cannot do with 0.
     """
@@ -67,7 +78,7 @@ class PagedAttention(AttentionBackend):
         *,
         ragged_extend: bool = False,
         workspace: torch.Tensor | None = None,
-        library: Any = flashpage,
+        library: Any = OwnWrappers,
         options: dict[str, dict[str, Any]] | None = None,
         fill_len: int = 0,
     ) -> None:
@@ -200,7 +211,8 @@ class PagedAttention(AttentionBackend):
 
     def init_cuda_graph_state(self, max_batch: int, max_rows: int) -> None:
         if self._graphs is None:
-            self._graphs = GraphWrappers(self, max_batch, max_rows)
+            sizes = GraphSizes(max_batch, max_rows, self.table.max_context, self.pool.page_size)
+            self._graphs = GraphWrappers(sizes, self.parts, self.workspace, self.wrapper)
         elif not self._graphs.has_room_for(max_batch, max_rows):
             raise FlashpageError(
                 f"max_batch={max_batch}, max_rows={max_rows}: the memory for captured steps is smaller and stays where "
@@ -210,11 +222,16 @@ class PagedAttention(AttentionBackend):
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
         assert self._graphs is not None, "init_cuda_graph_state comes before captures"
         self._graphs.make(batch)
-        self.metadata = self._graphs.plan(batch)
+        self.metadata = self._plan_captured(batch, self._graphs)
 
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
         assert self._graphs is not None, "init_cuda_graph_state comes before replays"
-        self.metadata = self._graphs.plan(batch)
+        self.metadata = self._plan_captured(batch, self._graphs)
+
+    def _plan_captured(self, batch: ForwardBatch, graphs: GraphWrappers) -> DecodeMetadata | PrefillMetadata:
+        """Plans the batch into the buffers that its captured runs read."""
+        plan = self.plan_decode if batch.mode is ForwardMode.DECODE else self.plan_extend
+        return plan(batch, graphs.wrappers(batch), graphs.indices)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self._fill_len
