@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .base.version import VERSION as __version__
+
 if TYPE_CHECKING:  # a star re-exports what a front door's __all__ names
     from .attention import *
     from .cascade import *
@@ -21,8 +23,6 @@ if TYPE_CHECKING:  # a star re-exports what a front door's __all__ names
     from .sparse import *
     from .utils import *
     from .variants import *
-
-__version__ = "0.1.0"
 
 _EXPORTS = {
     "attention": "BatchAttention BatchAttentionWithAttentionSinkWrapper",

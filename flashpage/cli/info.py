@@ -9,8 +9,9 @@ import importlib.util
 import os
 import platform
 
-from .. import __version__, native
+from .. import native
 from ..base import env, paths
+from ..base.version import VERSION
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def _versions() -> list[tuple[str, str]]:
     if importlib.util.find_spec("torch"):
         torch = importlib.metadata.version("torch")
     return [
-        ("flashpage", f"{__version__} in {paths.PACKAGE}"),
+        ("flashpage", f"{VERSION} in {paths.PACKAGE}"),
         ("python", f"{platform.python_version()}, torch {torch}"),
     ]
 

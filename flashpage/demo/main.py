@@ -7,11 +7,11 @@ import time
 
 import torch
 
-import flashpage
-
 from .. import native
 from ..base.errors import FlashpageError
+from ..base.version import VERSION
 from ..jit.progress import Bar
+from ..plan.report.plan import Plan
 from ..serving.engine import Engine, EngineConfig
 from ..serving.kv_parts import KvPart
 from ..serving.paged_attention import DecodeMetadata
@@ -99,7 +99,7 @@ class Watcher:
 
     def __init__(self, engine: Engine, requests: list[Request], bar: Bar) -> None:
         self._engine, self._requests, self._bar, self._shown = engine, requests, bar, 0
-        self.plan: flashpage.Plan | None = None
+        self.plan: Plan | None = None
 
     def after_step(self, running: int) -> None:
         generated = sum(len(request.tokens) - request.prompt_len for request in self._requests)
@@ -119,7 +119,7 @@ def describe(model: Llama, requests: list[Request]) -> None:
     else:
         where = f"the CPU ({native.load().fp_cpu_threads()} threads)"
     prompts = [request.prompt_len for request in requests]
-    print(f"flashpage {flashpage.__version__} on {where}, torch {torch.__version__}")
+    print(f"flashpage {VERSION} on {where}, torch {torch.__version__}")
     print(
         f"model: {c.num_layers} layers, {c.num_q_heads} query / {c.num_kv_heads} KV heads of {c.head_dim}, "
         f"{str(model.dtype).removeprefix('torch.')}"

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from flashpage.base.dtypes import DType
 from flashpage.base.env import VARIABLES
+from flashpage.base.version import VERSION
 from flashpage.cli import main, values
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tile import Tile
@@ -173,3 +175,8 @@ def test_interrupted_compile_leaves_nothing_behind(tmp_path: os.PathLike[str]) -
         [sys.executable, "-m", "flashpage", "cache", "list"], env=environment, capture_output=True, text=True
     )
     assert listed.stdout.startswith("0 kernels")
+
+
+def test_version_is_the_package_s() -> None:
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    assert f'\nversion = "{VERSION}"\n' in text, "flashpage/base/version.py and pyproject.toml differ"
