@@ -9,16 +9,14 @@ whatever is there: for these every run looks again.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import torch
 
 from .. import native
 from ..variants.source import mask_looks_at_head
-
-if TYPE_CHECKING:
-    from .option_plan import Combination
-    from .session import Planner
+from .batch import Batch
+from .buffers import PlanSlot
+from .prepared_kernels import Prepared
 
 
 class MaskTiles:
@@ -28,7 +26,7 @@ class MaskTiles:
 
     def __init__(self) -> None:
         self._cells: torch.Tensor | None = None
-        self._found_for = 0  # the wrapper's plan
+        self._found_for = 0  # the generation of the plan
         self.params = native.MaskTilesParams()
 
     @property
@@ -42,45 +40,42 @@ class MaskTiles:
         begin: int = self.params.cells + 8 * self.params.lanes_begin
         return begin
 
-    def find(self, planner: Planner, combination: Combination, stream: int) -> None:
-        """Looks at the bits of the newest plan, where all its runs see these."""
-        prepared = combination.prepared
-        if prepared.mask_tiles is None or planner.is_graph or prepared.choice.spec.mask_source != "packed_bits":
+    def find(self, batch: Batch, prepared: Prepared, slot: PlanSlot) -> None:
+        """Looks at the bits of the plan in the slot, where all its runs see these."""
+        if prepared.mask_tiles is None or batch.is_graph or prepared.choice.spec.mask_source != "packed_bits":
             return
-        self.bind(planner, combination)
-        native.check(native.load().fp_find_mask_tiles(prepared.mask_tiles.handle, self.address, stream))
-        self._found_for = planner.generation
+        self.bind(batch, prepared, slot)
+        native.check(native.load().fp_find_mask_tiles(prepared.mask_tiles.handle, self.address, batch.stream))
+        self._found_for = batch.generation
 
-    def are_found(self, planner: Planner) -> bool:
-        """Whether runs of the newest plan need not look."""
-        return self._found_for == planner.generation
+    def are_found(self, generation: int) -> bool:
+        """Whether runs of this plan need not look."""
+        return self._found_for == generation
 
-    def bind(self, planner: Planner, combination: Combination) -> None:
-        """Points the struct at the newest plan, and at enough memory for it."""
-        options, result, params = combination.options, combination.slot.result, self.params
-        spec = combination.prepared.choice.spec
+    def bind(self, batch: Batch, prepared: Prepared, slot: PlanSlot) -> None:
+        """Points the struct at the plan in the slot, and at enough memory for it."""
+        options, result, params = prepared.options, slot.result, self.params
+        spec = prepared.choice.spec
         looks_at_head = spec.mask_source == "function" and mask_looks_at_head(spec.variant)
-        batch = native.MaskedBatch(
+        masked = native.MaskedBatch(
             mask_bytes=result.mask_bytes,
             tile_cells=result.tile_cells,
-            rows=planner.total_q,
-            requests=planner.batch,
+            rows=result.total_q,
+            requests=batch.requests,
             num_q_heads=options.num_q_heads,
             num_kv_heads=options.num_kv_heads,
             has_custom_mask=options.has_mask,
             tile_heads=options.num_kv_heads if looks_at_head else 1,
         )
-        if planner.is_graph:  # a captured launch serves every later plan: bits alone, whose buffer says how many
-            assert planner.mask.buffer is not None
-            batch.rows, batch.mask_bytes = planner.most_rows, planner.mask.buffer.numel()
-            if (capacity := planner.capacity) is not None:
-                batch.requests, batch.rows = capacity.batch, capacity.rows_of(options)
-        cells = native.load().fp_mask_cells(
-            ctypes.byref(batch), combination.prepared.schedule_address, ctypes.byref(params)
-        )
+        if batch.is_graph:  # a captured launch serves every later plan: bits alone, whose buffer says how many
+            assert batch.mask.buffer is not None
+            masked.rows, masked.mask_bytes = batch.most_rows, batch.mask.buffer.numel()
+            if (capacity := batch.capacity) is not None:
+                masked.requests, masked.rows = capacity.batch, capacity.rows_of(options)
+        cells = native.load().fp_mask_cells(ctypes.byref(masked), prepared.schedule_address, ctypes.byref(params))
         if self._cells is None or self._cells.numel() < cells:
             step = max(1, (1 << cells.bit_length()) // 16)  # that contexts which grow do not ask for memory every time
-            self._cells = torch.zeros(-(-cells // step) * step, dtype=torch.int64, device=planner.device)
-        params.plan, params.cells = combination.slot.memory.data_ptr(), self._cells.data_ptr()
-        params.custom_mask = planner.mask.address if options.has_mask else None
+            self._cells = torch.zeros(-(-cells // step) * step, dtype=torch.int64, device=batch.device)
+        params.plan, params.cells = slot.memory.data_ptr(), self._cells.data_ptr()
+        params.custom_mask = batch.mask.address if options.has_mask else None
         params.causal, params.window_left = options.causal, options.window_left

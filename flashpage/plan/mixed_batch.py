@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
+import weakref
 from typing import TYPE_CHECKING
 
 from .. import native
@@ -46,6 +48,23 @@ def largest_schedules(options: Options, num_ctas: int, device: torch.device) -> 
     sizes = limit * options.group_size, choose.MANY_ROWS
     choices = (choose.choose(Problem(options, rows), device) for rows in sizes)
     return [schedules.schedule(choice, options, num_ctas) for choice in choices]
+
+
+class Fork:
+    """The side stream of runs in two parts, and its events; made with the first plan that needs them."""
+
+    def __init__(self, device_index: int) -> None:
+        self._device_index = device_index
+
+    @functools.cached_property
+    def handle(self) -> int | None:
+        """None on the CPU."""
+        if self._device_index < 0:
+            return None
+        library = native.load()
+        handle: int = native.check_handle(library.fp_fork_create(self._device_index))
+        weakref.finalize(self, library.fp_fork_destroy, handle).atexit = False
+        return handle
 
 
 @dataclasses.dataclass

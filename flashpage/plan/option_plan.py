@@ -18,19 +18,20 @@ from ..kernels.context_classes import ContextLengths, Contexts
 from ..kernels.options import Options
 from ..kernels.schedules import most_units, with_one_cluster_size
 from ..kernels.schedules import schedule as schedule_of
-from ..kernels.spec import VariantSpec
 from ..kernels.work import Problem
+from ..variants.spec import VariantSpec
 from . import gather_rows
+from .batch import Batch
 from .buffers import PlanSlot
 from .mask_tiles import MaskTiles
 from .mixed_batch import Part, Parts, largest_schedules, may_have_parts, most_few_rows
 from .prepared_kernels import Prepared, trace
+from .workspaces import Workspaces, partial_bytes
 
 if TYPE_CHECKING:
     from .capacity import Capacity
     from .device_lengths import TableLengths
     from .report.plan import Plan
-    from .session import Planner
 
 _ALL_MERGES = 2**31 - 1  # the launcher bounds the merge's grid itself
 _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
@@ -72,67 +73,65 @@ class Combination:
         self._prepared: dict[_Key, Prepared] = {}
         self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
 
-    def plan(self, planner: Planner, problem: native.ProblemStruct, total_rows: int, stream: int) -> None:
-        """Plans the batch that `problem` points at, into the slot."""
-        held = planner.lengths.struct
+    def plan(self, batch: Batch) -> None:
+        """Plans the batch into the slot."""
+        lengths = batch.lengths
         self.second = self.gathered = None
-        if self._worth_gathering.may_be_for(problem.batch, total_rows, devices.of(planner.device)):
-            self.gathered = self._rows_to_gather(planner, problem, total_rows)
-        self._prepare(planner, problem, total_rows)
-        is_uneven = self._may_have_parts and held.least_rows != held.most_rows
-        if not (is_uneven and self._plan_parts(planner, stream)):
-            self._plan_whole(planner, stream)
+        if self._worth_gathering.may_be_for(batch.problem.batch, batch.rows, batch.card):
+            self.gathered = self._rows_to_gather(batch)
+        self._prepare(batch)
+        is_uneven = self._may_have_parts and lengths.least_rows != lengths.most_rows
+        if not (is_uneven and self._plan_parts(batch)):
+            self._plan_whole(batch)
             partial_rows = self.slot.result.num_partial_rows
-            if self.gathered is not None and not self._has_room(planner, self.gathered, partial_rows):
+            if self.gathered is not None and not self._has_room(batch.workspaces, self.gathered, partial_rows):
                 self.gathered = None
-                self._prepare(planner, problem, total_rows)
-                self._plan_whole(planner, stream)
+                self._prepare(batch)
+                self._plan_whole(batch)
                 partial_rows = self.slot.result.num_partial_rows
-            if partial_rows and partial_bytes(partial_rows, self.options.head_dim_vo) > planner.float_bytes:
-                raise self._too_many_partials(planner, partial_rows)
-        self.generation = planner.generation
+            if partial_rows and partial_bytes(partial_rows, self.options.head_dim_vo) > batch.workspaces.float_bytes:
+                raise self._too_many_partials(batch.workspaces, partial_rows)
+        self.generation = batch.generation
 
-    def _prepare(self, planner: Planner, problem: native.ProblemStruct, total_rows: int) -> None:
+    def _prepare(self, batch: Batch) -> None:
         """Takes the kernels for the batch, and has the struct say what is planned for."""
-        options, held, batch = self.options, planner.lengths.struct, problem.batch
+        options, problem = self.options, batch.problem
+        requests, rows = problem.batch, batch.rows
         contexts = Contexts.USUAL
-        if self._context_lengths.may_differ and not planner.is_graph:
-            tokens = (held.kv_end - held.kv_begin) * max(1, options.page_size)
-            contexts = self._context_lengths.of(batch, total_rows, tokens, devices.of(planner.device))
+        if self._context_lengths.may_differ and not batch.is_graph:
+            lengths = batch.lengths
+            tokens = (lengths.kv_end - lengths.kv_begin) * max(1, options.page_size)
+            contexts = self._context_lengths.of(requests, rows, tokens, batch.card)
         gathers = self.gathered is not None
-        self.prepared = prepared = self._prepared_for(planner, batch, total_rows, contexts=contexts, gathers=gathers)
-        if planner.problem_prepared is not prepared:
-            planner.problem_prepared = prepared
+        self.prepared = prepared = self._prepared_for(batch, requests, rows, contexts=contexts, gathers=gathers)
+        if batch.problem_of is not prepared:
+            batch.problem_of = prepared
             problem.causal, problem.window_left = options.causal, options.window_left
             problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
             problem.has_mask_tiles = prepared.choice.spec.mask_source == "function"
 
-    def _rows_to_gather(
-        self, planner: Planner, problem: native.ProblemStruct, total_rows: int
-    ) -> gather_rows.Rows | None:
-        """Where they will lie, if the batch is worth it and there is room beside no partial results. Lengths that are
-        given beside the page numbers leave some of these unused, and then nobody knows what they are."""
-        held = planner.lengths.struct
-        entries = held.kv_end - held.kv_begin
-        is_known = not planner.is_graph and problem.kv_lens.data is None and gather_rows.runs_on(planner.device)
-        if not is_known or not self._worth_gathering.is_for(
-            problem.batch, total_rows, entries, devices.of(planner.device)
-        ):
+    def _rows_to_gather(self, batch: Batch) -> gather_rows.Rows | None:
+        """Memory for the gathered rows, if the batch is worth gathering and the workspace has room. None too if lengths
+        are given in addition to page numbers: some of the numbers are then unused, and may be anything."""
+        lengths, problem = batch.lengths, batch.problem
+        entries = lengths.kv_end - lengths.kv_begin
+        is_known = not batch.is_graph and problem.kv_lens.data is None and gather_rows.runs_on(batch.device)
+        if not is_known or not self._worth_gathering.is_for(problem.batch, batch.rows, entries, batch.card):
             return None
-        _, partial_lse = planner.partials(self.options.head_dim_vo)
-        rows = gather_rows.Rows.below(partial_lse, held.kv_begin, held.kv_end, self.options)
-        return rows if self._has_room(planner, rows, 0) else None
+        _, partial_lse = batch.workspaces.partials(self.options.head_dim_vo)
+        rows = gather_rows.Rows.below(partial_lse, lengths.kv_begin, lengths.kv_end, self.options)
+        return rows if self._has_room(batch.workspaces, rows, 0) else None
 
-    def _has_room(self, planner: Planner, rows: gather_rows.Rows, partial_rows: int) -> bool:
+    def _has_room(self, workspaces: Workspaces, rows: gather_rows.Rows, partial_rows: int) -> bool:
         """Between the partial outputs, from the beginning of the workspace on, and their LSEs, which follow the last
         ones that there is room for."""
-        partial_out, _ = planner.partials(self.options.head_dim_vo)
+        partial_out, _ = workspaces.partials(self.options.head_dim_vo)
         return rows.k >= partial_out + partial_rows * self.options.head_dim_vo * 4
 
-    def _plan_whole(self, planner: Planner, stream: int) -> None:
+    def _plan_whole(self, batch: Batch) -> None:
         prepared, result = self.prepared, self.slot.result
-        self.slot.plan(prepared, stream, planner.length_names)
-        if planner.is_graph:
+        self.slot.plan(prepared, batch.stream, batch.names)
+        if batch.is_graph:
             # A captured launch serves every later plan: all CTAs, which leave at once where the plan has less for them.
             self._take_shape_of_all(prepared)
         else:
@@ -144,43 +143,52 @@ class Combination:
         self.num_ctas, self.num_merges = prepared.schedule.num_ctas, _ALL_MERGES
         self.cluster_size = prepared.cluster_size
 
-    def _plan_parts(self, planner: Planner, stream: int) -> bool:
+    def _plan_parts(self, batch: Batch) -> bool:
         """Plans a batch of requests with few rows and requests with many in two, where that is better."""
-        if planner.is_graph:  # what a graph launches is the same for all its batches
+        if batch.is_graph:  # what a graph launches is the same for all its batches
             return False
         if self._parts is None:
-            self._parts = Parts(most_few_rows(self.options, planner.device))
+            self._parts = Parts(most_few_rows(self.options, batch.device))
             self._may_have_parts = self._parts.most_few_rows > 0
         parts = self._parts
-        if not planner.lengths.struct.least_rows <= parts.most_few_rows < planner.lengths.struct.most_rows:
+        if not batch.lengths.least_rows <= parts.most_few_rows < batch.lengths.most_rows:
             return False
         # Neither reads K and V by pairs of CTAs: the other launch leaves SMs here and there.
-        few, many = (self._prepared_for(planner, *sizes) for sizes in parts.count(planner.problem_address))
+        few, many = (self._prepared_for(batch, *sizes) for sizes in parts.count(batch.problem_address))
         if few.mask_tiles or many.mask_tiles:  # which one launch before looks for, with one plan
             return False
-        room = planner.partial_rows(self.options.head_dim_vo)
-        found = parts.plan(self.slot, stream, (self.prepared, few, many), room)
+        room = batch.workspaces.partial_rows(self.options.head_dim_vo)
+        found = parts.plan(self.slot, batch.stream, (self.prepared, few, many), room)
         if found is None:
             return False
         first, self.second = found
-        self.fork, self.gathered = planner.fork, None
+        self.fork, self.gathered = batch.fork.handle, None
         self.prepared = first.prepared
         self.num_ctas, self.num_merges = first.result.num_ctas, first.result.num_merges
         self.cluster_size = 0
         return True
 
-    def plan_on_device(self, planner: Planner, tables: TableLengths, stream: int) -> None:
-        """The same from lengths that live on the device, by a launch that a graph may capture."""
+    def plan_on_device(self, batch: Batch, tables: TableLengths, kernel: int | None) -> None:
+        """Plans from lengths that live on the device, by a launch that a graph may capture; `kernel`: None on the
+        CPU."""
         self.second = self.gathered = None
-        self.prepared = prepared = self._prepared_for(planner, tables.batch, tables.max_rows, has_known_lengths=False)
+        self.prepared = prepared = self._prepared_for(batch, tables.batch, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)
-        self._check_tables(planner, prepared, tables)
-        self.slot.plan_tables(prepared, tables, planner.plan_kernel, stream, devices.of(planner.device).has_pdl)
+        self._check_tables(batch.workspaces, prepared, tables)
+        self.slot.plan_tables(prepared, tables, kernel, batch.stream, batch.card.has_pdl)
         self._take_shape_of_all(prepared)
-        self.generation = planner.generation
+        self.generation = batch.generation
 
-    def _check_tables(self, planner: Planner, prepared: Prepared, tables: TableLengths) -> None:
-        """No lengths may need more than there is: nobody would be told."""
+    def find_mask_tiles(self, batch: Batch) -> None:
+        """Looks at the bits of the newest plan, once they are there."""
+        self.mask_tiles.find(batch, self.prepared, self.slot)
+
+    def bind_mask_tiles(self, batch: Batch) -> None:
+        """For runs that look for the tiles themselves."""
+        self.mask_tiles.bind(batch, self.prepared, self.slot)
+
+    def _check_tables(self, workspaces: Workspaces, prepared: Prepared, tables: TableLengths) -> None:
+        """The device cannot report an overflow, so the workspaces must fit the largest batch."""
         int_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
         native.check(
             native.load().fp_tables_bounds(
@@ -188,12 +196,12 @@ class Combination:
             )
         )
         needed = partial_bytes(partial_rows.value, self.options.head_dim_vo), int_bytes.value
-        self._check_workspaces(planner, needed, "batches of these sizes")
+        self._check_workspaces(workspaces, needed, "batches of these sizes")
 
     def _prepared_for(
         self,
-        planner: Planner,
-        batch: int,
+        batch: Batch,
+        requests: int,
         total_rows: int,
         *,
         has_known_lengths: bool = True,
@@ -201,51 +209,51 @@ class Combination:
         gathers: bool = False,
     ) -> Prepared:
         options = self.options
-        capacity = planner.capacity
+        capacity = batch.capacity
         if capacity is not None:
-            batch, total_rows = capacity.batch, capacity.rows_of(options)
-        rows = self._frozen_rows or choose.packed_rows(options, batch, total_rows)
-        if planner.is_graph:
+            requests, total_rows = capacity.batch, capacity.rows_of(options)
+        rows = self._frozen_rows or choose.packed_rows(options, requests, total_rows)
+        if batch.is_graph:
             self._frozen_rows = rows  # one kernel for all batches of a graph, and one shape of its launches
             if self._fixed_for is None:
-                self._fixed_for = batch, total_rows
-        variant = None if options.variant is None else trace(options, 1.0, planner.device).spec
-        key = rows, variant, has_known_lengths and not planner.is_graph, contexts, self._fixed_for, gathers
+                self._fixed_for = requests, total_rows
+        variant = None if options.variant is None else trace(options, 1.0, batch.device).spec
+        key = rows, variant, has_known_lengths and not batch.is_graph, contexts, self._fixed_for, gathers
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = Prepared(options, rows, planner.device, *key[2:])
+            prepared = Prepared(options, rows, batch.device, *key[2:])
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = prepared
         if capacity is not None:
-            self._check_capacity(planner, capacity, prepared)
+            self._check_capacity(batch.workspaces, capacity, prepared)
         return prepared
 
-    def _check_capacity(self, planner: Planner, capacity: Capacity, prepared: Prepared) -> None:
+    def _check_capacity(self, workspaces: Workspaces, capacity: Capacity, prepared: Prepared) -> None:
         """Workspaces that hold the plan of any batch within the capacity, told at the first one."""
-        options, workspaces = self.options, (planner.float_bytes, planner.int_bytes)
-        if self._checked_for == (prepared, workspaces):
+        options, bytes_now = self.options, (workspaces.float_bytes, workspaces.int_bytes)
+        if self._checked_for == (prepared, bytes_now):
             return
         sizes = (capacity.batch, capacity.rows_of(options), capacity.tokens_of(options))
         needed = bounds_of(prepared, *sizes)
-        self._check_workspaces(planner, needed, f"a batch of max_batch={capacity.batch} requests")
-        self._checked_for = (prepared, workspaces)
+        self._check_workspaces(workspaces, needed, f"a batch of max_batch={capacity.batch} requests")
+        self._checked_for = (prepared, bytes_now)
 
-    def _check_workspaces(self, planner: Planner, needed: tuple[int, int], what: str) -> None:
-        """Bytes of the float and the int workspace."""
-        for name, has, needs in zip(("float", "int"), (planner.float_bytes, planner.int_bytes), needed, strict=True):
+    def _check_workspaces(self, workspaces: Workspaces, needed: tuple[int, int], what: str) -> None:
+        """`needed`: bytes of the float and the int workspace."""
+        sizes = workspaces.float_bytes, workspaces.int_bytes
+        for name, has, needs in zip(("float", "int"), sizes, needed, strict=True):
             if has < needs:
                 raise PlanError(
                     f"{name}_workspace_buffer has {has} bytes but {what} may need {needs}: pass a larger one, "
                     f"{_HOW_TO_PASS[name]}."
                 )
 
-    def _too_many_partials(self, planner: Planner, rows: int) -> PlanError:
+    def _too_many_partials(self, workspaces: Workspaces, rows: int) -> PlanError:
         needed = partial_bytes(rows, self.options.head_dim_vo)
         return PlanError(
-            f"float_workspace_buffer has {planner.float_bytes} bytes but this plan needs "
-            f"{needed}, for {rows} partial rows: "
-            "pass a larger one (workspace_size gives a bound), or disable_split_kv=True."
+            f"float_workspace_buffer has {workspaces.float_bytes} bytes but this plan needs {needed}, for {rows} "
+            "partial rows: pass a larger one (workspace_size gives a bound), or disable_split_kv=True."
         )
 
     def make_plan(self) -> Plan:
@@ -316,8 +324,3 @@ def _bounds(options: Options, schedule: native.Schedule, batch: int, total_q: in
         )
     )
     return partial_bytes(partial_rows.value, options.head_dim_vo), plan_bytes.value
-
-
-def partial_bytes(rows: int, head_dim_vo: int) -> int:
-    """Of partial outputs and their LSEs, fp32; room for the LSEs to start on 16 bytes."""
-    return -(-rows // 4) * 4 * (head_dim_vo + 1) * 4

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import weakref
 from typing import Any
 
 import torch
 
 from .. import jit, native
-from ..base import checks
 from ..base.errors import PlanError, RunError
 from ..kernels.options import Options, Variation
 from ..kernels.spec import KernelSpec
 from . import lengths
+from .batch import Batch
 from .buffers import PlanSlot
 from .capacity import Capacity
 from .device_lengths import TableLengths
-from .lengths import Given, HeldLengths, Lengths
-from .option_plan import Combination, partial_bytes
-from .page_indices import KvIndices, MaskBits
-from .prepared_kernels import Prepared
+from .lengths import Given, Lengths
+from .option_plan import Combination
+from .page_indices import KvIndices
+from .workspaces import Workspaces
 
-INT_WORKSPACE_BYTES = 8 << 20
 _MOST_KNOWN = 64  # combinations kept with their kernels
 _INDICES_NAME = {"indptr": "indices", "paged_kv_indptr": "paged_kv_indices"}
 
@@ -39,81 +36,42 @@ class Planner:
     def __init__(
         self, device: torch.device, is_graph: bool, length_names: tuple[str, str, str, str], float_buffer: torch.Tensor
     ) -> None:
-        self.device, self.is_graph, self.length_names = device, is_graph, length_names
-        self.generation = 0  # of plans; structs bound to an older one are bound again
+        self.device, self.is_graph = device, is_graph
+        self.generation = 1  # of plans; structs bound to an older one are bound again, 0: to none
         self.is_planned = False
-        self.capacity: Capacity | None = None  # graph mode: of all batches; None: buffers fix the batch
-        self.device_index = -1 if device.type == "cpu" else device.index
-        self.float_buffer = self.int_buffer = float_buffer
-        self.use_float_buffer(float_buffer)
-        self._slots: list[PlanSlot] = []
-        self._problem = native.ProblemStruct()
-        self.problem_address = ctypes.addressof(self._problem)
-        self.use_int_buffer(torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
-        self.problem_prepared: Prepared | None = None  # whose options the struct holds
-        self.lengths = HeldLengths(self._problem, length_names)
+        self.workspaces = Workspaces(device, float_buffer)
+        self.batch = Batch(device, is_graph, length_names, self.workspaces)
+        self.device_index, self.mask = self.batch.device_index, self.batch.mask
+        self._slots = [PlanSlot(self.device_index, self.workspaces.int_buffer, self.batch.problem_address)]
         self._known: dict[Options, Combination] = {}
         self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
         self._variations: dict[Variation, Combination] = {}
         self._indices_name = _INDICES_NAME.get(length_names[1], "")
-        self._total_rows = self.most_rows = 0  # the latter: of all of a graph's plans
-        self._tables: TableLengths | None = None  # of the present plan, where the device made it
         self._block_tables: tuple[int, torch.Tensor | None] = (-1, None)  # the generation that had them
-        self.indices, self.mask = KvIndices(device), MaskBits(device)
+        self.indices = KvIndices(device)
 
     # ---------------------------------------------------------------- workspaces
 
     def use_float_buffer(self, buffer: torch.Tensor) -> None:
-        self._check_buffer(buffer, "float_workspace_buffer")
-        self.float_buffer = buffer
+        self.workspaces.use_float_buffer(buffer)
         self.invalidate()
-        self.float_bytes = buffer.numel() * buffer.element_size()
 
     def use_int_buffer(self, buffer: torch.Tensor) -> None:
         """Takes another workspace; the plan in the old one is gone."""
-        self._check_buffer(buffer, "int_workspace_buffer")
-        self.int_buffer = buffer
+        self.workspaces.use_int_buffer(buffer)
         self.invalidate()
-        if self._slots:
-            self._slots[0].use_memory(buffer)
-        else:
-            self._slots.append(PlanSlot(self.device_index, buffer, self.problem_address))
-
-    def _check_buffer(self, buffer: Any, name: str) -> None:
-        checks.tensor(buffer, name, PlanError)
-        checks.same_device(buffer, self.device, name, PlanError)
-        if not buffer.is_contiguous() or buffer.data_ptr() % 16:
-            raise PlanError(
-                f"{name} starts at {buffer.data_ptr():#x} with strides {tuple(buffer.stride())}: "
-                "pass a contiguous tensor "
-                "that starts on 16 bytes."
-            )
+        self._slots[0].use_memory(buffer)
 
     def use_capacity(self, capacity: Capacity, is_paged: bool) -> None:
         """Graph mode: what captured launches read is as large as the largest batch needs."""
-        self.capacity = capacity
+        self.batch.capacity = capacity
         if is_paged:
             self.indices.buffer = torch.empty(capacity.entries, dtype=torch.int32, device=self.device)
 
-    def partial_rows(self, head_dim_vo: int) -> int:
-        """Rows of partial results that the float workspace holds."""
-        return self.float_bytes // partial_bytes(4, head_dim_vo) * 4
-
-    def partials(self, head_dim_vo: int) -> tuple[int, int]:
-        """Addresses of partial outputs and LSEs: the same for every plan, so that captured graphs stay right."""
-        base = self.float_buffer.data_ptr()
-        return base, base + self.partial_rows(head_dim_vo) * head_dim_vo * 4
-
-    @functools.cached_property
-    def fork(self) -> int | None:
-        """The side stream of runs in two parts, and its events; None on the CPU. Made with the first plan that needs
-        them."""
-        if self.device_index < 0:
-            return None
-        library = native.load()
-        handle: int = native.check_handle(library.fp_fork_create(self.device_index))
-        weakref.finalize(self, library.fp_fork_destroy, handle).atexit = False
-        return handle
+    @property
+    def capacity(self) -> Capacity | None:
+        """Graph mode: of all batches; None: buffers fix the batch."""
+        return self.batch.capacity
 
     # ---------------------------------------------------------------- plans
 
@@ -121,11 +79,6 @@ class Planner:
         """From here to the next complete plan nothing may run."""
         self.generation += 1
         self.is_planned = False
-
-    @property
-    def int_bytes(self) -> int:
-        """Of a plan's memory."""
-        return self.int_buffer.numel() * self.int_buffer.element_size()
 
     @property
     def options(self) -> Options:
@@ -136,11 +89,6 @@ class Planner:
     def result(self) -> native.PlanResult:
         """Numbers of the present plan."""
         return self._slots[0].result
-
-    @property
-    def batch(self) -> int:
-        """Requests of the present plan; where the device knows how many, at most."""
-        return self._problem.batch if self._tables is None else self._tables.batch
 
     @property
     def block_tables(self) -> torch.Tensor | None:
@@ -169,7 +117,7 @@ class Planner:
         remembered = [v for v in self._variations if same_heads]
         self.active, self._variations = [], {}
         self._make_active(self._combination(options))
-        problem = self._problem
+        problem = self.batch.problem
         problem.page_size, problem.q_len_per_request = options.page_size, options.uniform_q_len
         problem.has_custom_mask = options.has_mask
         for variation in remembered:
@@ -178,42 +126,42 @@ class Planner:
     def plan(self, given: Given, kv_indices: Any, non_blocking: bool) -> None:
         """Lengths and page numbers -> a plan for every active combination."""
         self.invalidate()
-        self._tables = None
-        rows = self.lengths.take(given)
+        batch = self.batch
+        batch.tables = None
+        rows = batch.held.take(given)
         if rows is None:
             self._plan_from_device(Lengths(*given), kv_indices, non_blocking)
             return
-        self._total_rows = rows
-        stream = current_stream(self.device_index)
+        batch.rows, batch.generation, batch.stream = rows, self.generation, current_stream(self.device_index)
         for combination in self.active:
-            combination.plan(self, self._problem, rows, stream)
+            combination.plan(batch)
         if self.is_graph:
             self._check_sizes()
         if self._indices_name:
-            held = self.lengths.struct
+            held = batch.lengths
             self.indices.set(kv_indices, held.kv_begin, held.kv_end, non_blocking, self._indices_name)
         self.is_planned = True
 
     def _plan_from_device(self, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
         """All index tensors that lie on the device come back in one copy."""
-        page_size, last_page_len = self._problem.page_size, given.last_page_len
+        page_size, last_page_len = self.batch.problem.page_size, given.last_page_len
         if page_size == 1 and last_page_len is not None and not last_page_len.is_cpu:
             given = given._replace(last_page_len=None)  # pages of one token: it says nothing
         self.plan(lengths.to_host(given), kv_indices, non_blocking)
 
     def _check_sizes(self) -> None:
         """Of a graph's plan."""
-        self.most_rows = max(self.most_rows, self.total_q)
+        self.batch.most_rows = max(self.batch.most_rows, self.total_q)
         if self.capacity is not None:
             self.capacity.check_sizes(self.total_q, self.kv_end, self.options)
 
     def plan_on_device(self, tables: TableLengths) -> None:
         """A plan for every active combination, made by the device from lengths that are there."""
         self.invalidate()
-        self._tables = tables
-        stream = current_stream(self.device_index)
+        batch = self.batch
+        batch.tables, batch.generation, batch.stream = tables, self.generation, current_stream(self.device_index)
         for combination in self.active:
-            combination.plan_on_device(self, tables, stream)
+            combination.plan_on_device(batch, tables, self.plan_kernel)
         self.indices.use_tables(tables.tables, tables.max_page)
         self.block_tables = tables.tables
         self.is_planned = True
@@ -225,9 +173,9 @@ class Planner:
 
     def find_mask_tiles(self) -> None:
         """Once the plan's mask is there."""
-        stream = current_stream(self.device_index)
+        self.batch.stream = current_stream(self.device_index)
         for combination in self.active:
-            combination.mask_tiles.find(self, combination, stream)
+            combination.find_mask_tiles(self.batch)
 
     def check_longest(self, max_q_len: int | None, max_kv_len: int | None) -> None:
         """Bounds that the caller gave beside the lengths."""
@@ -250,17 +198,18 @@ class Planner:
     def arrays(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_indptr, kv_indptr and last_page_len of the present plan, int64 on the host."""
         q_indptr, kv_indptr, kv_lens = self._numbers()
-        page_size = max(1, self._problem.page_size)
+        page_size = max(1, self.batch.problem.page_size)
         return q_indptr, kv_indptr, torch.where(kv_lens > 0, (kv_lens - 1) % page_size + 1, 0)
 
     def _numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_indptr, kv_indptr and tokens of each request."""
-        if self._tables is not None:
-            return self._tables.numbers()
-        q_indptr, kv_indptr, last_page_len, kv_lens = self.lengths.by_request()
-        page_size = self._problem.page_size
+        if self.batch.tables is not None:
+            return self.batch.tables.numbers()
+        q_indptr, kv_indptr, last_page_len, kv_lens = self.batch.held.by_request()
+        problem = self.batch.problem
+        page_size = problem.page_size
         if q_indptr is None:
-            q_indptr = torch.arange(self.batch + 1) * self._problem.q_len_per_request
+            q_indptr = torch.arange(problem.batch + 1) * problem.q_len_per_request
         if kv_lens is None:
             kv_lens = kv_indptr.diff() * max(1, page_size)
             if page_size and last_page_len is not None:
@@ -289,18 +238,20 @@ class Planner:
     def _make_active(self, combination: Combination) -> None:
         """Gives it the next of the slots."""
         if len(self._slots) == len(self.active):
-            self._slots.append(PlanSlot(self.device_index, torch.empty_like(self.int_buffer), self.problem_address))
+            memory = torch.empty_like(self.workspaces.int_buffer)
+            self._slots.append(PlanSlot(self.device_index, memory, self.batch.problem_address))
         combination.slot = self._slots[len(self.active)]
         self.active.append(combination)
 
     def _derive(self, combination: Combination) -> None:
-        stream = current_stream(self.device_index)
-        if self._tables is None:
-            combination.plan(self, self._problem, self._total_rows, stream)
+        batch = self.batch
+        batch.stream = current_stream(self.device_index)
+        if batch.tables is None:
+            combination.plan(batch)
             if self.options.has_mask:
-                combination.mask_tiles.find(self, combination, stream)
+                combination.find_mask_tiles(batch)
         else:
-            combination.plan_on_device(self, self._tables, stream)
+            combination.plan_on_device(batch, batch.tables, self.plan_kernel)
 
     def _new_in_capture(self, variation: Variation) -> RunError:
         planned = Variation.of_options(self.active[0].options)

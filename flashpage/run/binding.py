@@ -156,7 +156,7 @@ class Binding:
         params.kv_indices = planner.indices.address
         params.num_kv_indices = planner.kv_end if self.combination.options.kv_source == "paged" else 0
         params.custom_mask = planner.mask.address
-        partial_out, partial_lse = planner.partials(combination.options.head_dim_vo)
+        partial_out, partial_lse = planner.workspaces.partials(combination.options.head_dim_vo)
         params.partial_out = merge.partial_out = partial_out
         params.partial_lse = merge.partial_lse = partial_lse
         prepared = combination.prepared
@@ -173,8 +173,8 @@ class Binding:
         if prepared.mask_tiles is not None:
             tiles = combination.mask_tiles
             args.mask_tiles_params = tiles.address
-            if not tiles.are_found(planner):
-                tiles.bind(planner, combination)
+            if not tiles.are_found(planner.generation):
+                combination.bind_mask_tiles(planner.batch)
                 args.mask_tiles = prepared.mask_tiles.handle
             params.lane_bits = tiles.lane_bits
         if combination.gathered is not None or self.gathered is not None:

@@ -81,7 +81,7 @@ def places_of(wrapper: Any) -> tuple[Any, ...]:
         *(
             combination.slot.memory.data_ptr(),
             planner.indices.address,
-            planner.partials(combination.options.head_dim_vo),
+            planner.workspaces.partials(combination.options.head_dim_vo),
         ),
         *(combination.num_ctas, combination.cluster_size, combination.num_merges, combination.prepared.choice.spec),
     )

@@ -292,7 +292,7 @@ def test_partial_results_and_rows_lie_apart(as_on_hopper: None) -> None:
     planner, rows = batch.wrapper._planner, batch.rows
     partial_rows = planner.result.num_partial_rows
     assert rows is not None and partial_rows > 0
-    partial_out, partial_lse = planner.partials(64)
+    partial_out, partial_lse = planner.workspaces.partials(64)
     assert partial_out + partial_rows * 64 * 4 <= rows.k and rows.v + 3000 * 64 * 2 <= partial_lse
     assert partial_lse + partial_rows * 4 <= batch.workspace.data_ptr() + batch.workspace.numel()
     batch.run()

@@ -68,7 +68,7 @@ class EngineState:
     _qo_indptr_last = Written(lambda state: state._planner.total_q)
     _max_q_len = Written(lambda state: state._planner.result.max_q_len)
     _max_kv_len = Written(lambda state: state._planner.result.max_kv_len)
-    _batch_size = Written(lambda state: state._planner.batch)
+    _batch_size = Written(lambda state: state._planner.batch.requests)
     _num_qo_heads = Written(lambda state: state._planner.options.num_q_heads)
     _num_kv_heads = Written(lambda state: state._planner.options.num_kv_heads)
     _cached_q_data_type = Written(lambda state: state._planner.options.q_dtype.torch)
@@ -119,11 +119,11 @@ class EngineState:
 
     @property
     def _float_workspace_buffer(self) -> torch.Tensor:
-        return self._planner.float_buffer
+        return self._planner.workspaces.float_buffer
 
     @property
     def _int_workspace_buffer(self) -> torch.Tensor:
-        return self._planner.int_buffer
+        return self._planner.workspaces.int_buffer
 
     @_int_workspace_buffer.setter
     def _int_workspace_buffer(self, buffer: torch.Tensor) -> None:

@@ -211,9 +211,9 @@ def _plan(
 
 def _take_memory(wrapper: Any, float_workspace: Any, int_workspace: Any, staging: Any) -> None:
     planner = wrapper._planner
-    if float_workspace is not planner.float_buffer:
+    if float_workspace is not planner.workspaces.float_buffer:
         planner.use_float_buffer(float_workspace)
-    if int_workspace is not planner.int_buffer:
+    if int_workspace is not planner.workspaces.int_buffer:
         planner.use_int_buffer(int_workspace)
     if staging is not wrapper._staging:
         wrapper._pin_memory_int_workspace_buffer = staging
