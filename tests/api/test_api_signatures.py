@@ -6,6 +6,7 @@ import functools
 import inspect
 
 import pytest
+from signatures import shown
 
 import flashpage
 
@@ -100,11 +101,6 @@ DECODE_KEYWORDS = (
     "non_blocking=True block_tables=None seq_lens=None fixed_split_size=None disable_split_kv=False "
     "q_len_per_req=1"
 )
-
-
-def shown(parameters: list[inspect.Parameter]) -> list[str]:
-    empty = inspect.Parameter.empty
-    return [p.name if p.default is empty else f"{p.name}={p.default!r}" for p in parameters]
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -6,7 +6,7 @@ import functools
 import inspect
 
 import pytest
-from test_api_signatures import shown
+from signatures import shown
 
 import flashpage
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from comparison import Outputs
+from graphs import capture
 from steps import assert_same_bits
-from test_card_graphs import capture
 
 import flashpage
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from capacity_steps import decode_steps as capacity_steps
 from comparison import Outputs
+from graphs import capture
+from on_device import OnDevice
 from steps import Steps, assert_same_bits, decode_cases, prefill_cases
-from test_device_plan import OnDevice
-from test_graph_capacity import decode_steps as capacity_steps
 
 import flashpage
 from flashpage import RunError
@@ -23,17 +23,6 @@ WINDOW = 33
 ROUNDS = 1000
 ROUNDS_ASLEEP = 40  # between two naps of a stream, in which the host plans ahead
 NAP_CYCLES = 20_000_000  # about 10 ms: hundreds of plans of host time
-
-
-def capture(call: Callable[[], object]) -> Callable[[], None]:
-    """The call as a graph; it has run once before, as engines do."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # A stream of the current card: torch keeps the one it makes by itself for every later capture, on whichever card.
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        call()
-    return graph.replay
 
 
 @pytest.fixture(scope="module")

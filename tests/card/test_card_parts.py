@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_card_graphs import capture
+from graphs import capture
 
 import flashpage
 from flashpage.plan import mixed_batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_host_cuda import with_fake_driver
+from fake_driver import with_fake_driver
 
 PRELUDE = """
 few, many, merge = kernel(b"few"), kernel(b"many"), kernel(b"merge")

@@ -8,16 +8,18 @@ import dataclasses
 import pytest
 import torch
 from caches import FORMS, Cache, Shape, poison
+from fake_driver import with_fake_driver
 from native_build import gather_rows
-from test_gathered import OPTIONS
-from test_host_cuda import with_fake_driver
 
 from flashpage import jit, native
 from flashpage.base import kv_view
+from flashpage.base.dtypes import DType
 from flashpage.jit import compilers
+from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.plan import gather_rows as gathered
 
+OPTIONS = Options("paged", 32, 8, 128, 128, 1, *(DType.BFLOAT16,) * 3, causal=True)
 ONE_TOKEN_FORMS = [form for form in FORMS if form != "indexed"]
 
 

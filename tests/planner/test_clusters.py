@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from capacity_steps import capture
 from cases.case import Case, decode, prefill
 from cluster_sizes import GENERAL, choose, chosen_for_all, schedule_of
 from comparison import Outputs, compare
 from harness import Runner
 from inputs import make_inputs, reference_states
 from steps import Steps, assert_same_bits
-from test_graph_capacity import capture
 
 from flashpage import native
 from flashpage.kernels.schedules import CLUSTER_SIZES

@@ -11,73 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from capacity_steps import decode_steps, prefill_steps
 from cluster_sizes import GENERAL, chosen_for_all
 from comparison import Outputs
+from graphs import capture
+from on_device import UNUSED, OnDevice
 from steps import WORKSPACE_BYTES, Steps
-from test_graph_capacity import decode_steps, prefill_steps
 
 import flashpage
 from flashpage import PlanError
-
-UNUSED = 2**30  # entries of block tables that nothing may look at
-
-
-class OnDevice:
-    """Lengths and block tables of constant address, as large as the largest step needs, and each step's own."""
-
-    def __init__(self, steps: Steps) -> None:
-        self.steps = steps
-        batch = steps.capacity["max_batch"]
-        columns = max(int(inputs.indptr.diff().max()) for inputs in steps.inputs) + 1
-        shapes = ((batch + 1,), (batch,), (batch, columns + 3), (1,))
-        self.own = [[tensor.to(steps.device) for tensor in self._of(i, shapes)] for i in range(len(steps))]
-        self.qo_indptr, self.seq_lens, tables, self.num_requests = (torch.empty_like(t) for t in self.own[0])
-        self.all = (self.qo_indptr, self.seq_lens, tables, self.num_requests)
-        self.block_tables = tables[:, :columns]
-
-    def _of(self, i: int, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
-        """Step i's; what belongs to no request holds what would be noticed."""
-        case, inputs = self.steps.cases[i], self.steps.inputs[i]
-        rows, lens, tables, requests = (torch.full(shape, UNUSED, dtype=torch.int32) for shape in shapes)
-        count = len(case.kv_lens)
-        lens[:count] = torch.tensor(case.kv_lens)
-        rows[: count + 1] = torch.arange(count + 1) if case.entry == "decode" else inputs.qo_indptr
-        for request, pages in enumerate(inputs.indices.tensor_split(inputs.indptr[1:-1].tolist())):
-            tables[request, : len(pages)] = pages
-        requests.fill_(count)
-        return [rows, lens, tables, requests]
-
-    def load(self, i: int) -> None:
-        """Step i's, in the present stream's order."""
-        for memory, own in zip(self.all, self.own[i], strict=True):
-            memory.copy_(own)
-
-    def plan(self, wrapper: Any, i: int, **values: Any) -> None:
-        """From what is loaded; `i` says only which kind of step it is."""
-        case = self.steps.cases[i]
-        sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
-        values = {
-            "q_data_type": self.steps.q.dtype,
-            "sm_scale": case.sm_scale,
-            "num_requests": self.num_requests,
-        } | values
-        if case.entry == "decode":
-            wrapper.plan_on_device(self.seq_lens, self.block_tables, *sizes, **values)
-        else:
-            values = {"causal": case.causal, "max_rows": len(self.steps.q)} | values
-            wrapper.plan_on_device(self.qo_indptr, self.seq_lens, self.block_tables, *sizes, **values)
-
-
-def capture(call: Callable[[], None], device: str) -> Callable[[], None]:
-    call()
-    if device == "cpu":
-        return call
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        call()
-    return graph.replay
-
 
 MAKE = pytest.mark.parametrize("make", [decode_steps, prefill_steps], ids=["decode", "prefill"])
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from planner_batches import RUNS, TEAMS, Batch, Cutting, Planned, bounds, plan
 from planner_checks import all_units, check, loads, ns_per_token
+from random_batches import random_case
 from table_plans import TableBatch
-from test_planner_properties import random_case
 
 from flashpage.plan import plan_lengths
 

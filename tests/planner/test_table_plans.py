@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from planner_batches import RUNS, TEAMS, Batch, Cutting
+from random_batches import random_case
 from table_plans import TableBatch
-from test_planner_properties import random_case
 
 from flashpage import jit, native
 from flashpage.jit.compilers import find_nvcc, find_nvrtc

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from capacity_steps import capture
 from cases.case import Case, prefill
 from cluster_sizes import schedule_of
 from comparison import Outputs, compare
 from harness import Runner
 from inputs import make_inputs, reference_states
 from steps import Steps
-from test_graph_capacity import capture
 
 from flashpage import native
 from flashpage.kernels import schedules

@@ -1,8 +1,9 @@
-"""Imports and includes go one way; the rules are the tables here, and whoever adds a module adds it to its layer."""
+"""Imports and includes go one way. The rooms are the folders; the only tables are the orders of the rooms."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -16,82 +17,49 @@ PACKAGE = ROOT / "flashpage"
 MAX_LINES = 400
 LONG_FILES: dict[str, str] = {}  # path: why it is one concept all the same
 
-# C++: which folders of include/flashpage a folder may include. "." are the files beside the folders.
-MAY_INCLUDE = {
-    "common": {"common"},
-    "plan": {"plan", "common"},
-    "ptx": {"ptx", "common"},
-    "memory": {"memory", "ptx", "common", "plan", "."},
-    "tile": {"tile", "memory", "ptx", "common", "plan", "."},
-    "kernels": {"kernels", "tile", "memory", "ptx", "common", "plan", "."},
-    "cpu": {"cpu", "common", "plan", "."},
-    ".": {".", "ptx", "common", "plan"},
+# Python, from the top. A room imports the rooms below its row; the rooms of one row do not import each other.
+ROOMS = [
+    *({"cli"}, {"demo"}),
+    {"engines", "serving"},
+    *({"parallel"}, {"wrappers"}, {"run"}, {"plan"}, {"jit"}, {"kernels"}, {"variants"}, {"native"}, {"base"}),
+]
+FRONT_DOOR_LINES = 45  # a docstring, imports, __all__
+IMPORTS_FRONT_DOORS = {
+    "flashpage.engines.flashinfer.facade": "it serves the front doors themselves under FlashInfer's names",
 }
 
-# Python: layers from the bottom; a module imports its own layer and those below.
-LAYERS = [
-    {"dtypes", "errors", "env", "paths"},
-    {"spec", "tiles", "host", "plan_bytes", "direct", "arguments", "refused"},
-    {
-        "products",
-        "variants",
-        "variant_capture",
-        "variant_operations",
-        "variant_source",
-        "variant_trace",
-        "variant_values",
-    },
-    {"jit"},
-    {
-        *(
-            "problem",
-            "contexts",
-            "backends",
-            "boxes",
-            "gathered",
-            "lengths",
-            "caches",
-            "multi_item",
-            "row_mask",
-            "prepare",
-        ),
-        *("quantization", "slots", "table_lengths"),
-    },
-    {"plan", "plan_parts", "plan_picture", "plan_units"},
-    {
-        *("binding", "capacity", "combination", "engine_plan", "engine_state", "mask_tiles", "ops", "plan_inputs"),
-        *("parts", "planner", "run_checks", "wrapper"),
-    },
-    {
-        *("attention", "cascade", "cascade_fold", "cascade_levels", "cascade_prefix", "cascade_window", "decode"),
-        *(
-            "decode_options",
-            "device_plan",
-            "jit_module",
-            "merge",
-            "mla",
-            "page",
-            "pod",
-            "pod_batch",
-            "prefill",
-            "prefill_common",
-            "prefill_paged",
-        ),
-        *("parallel", "parallel_attention", "parallel_heads", "parallel_layout", "parallel_mask", "parallel_merge"),
-        *("prefill_ragged", "single", "sink", "sparse", "sparse_variable", "utils"),
-    },
-    {
-        *("__init__", "compat", "hf", "integrations"),
-        *("vllm_attention", "vllm_cache", "vllm_card", "vllm_ops", "vllm_write"),
-    },
-    {"engine"},
-    {"demo", "cli", "__main__"},
-]
-FORBIDDEN = {  # on top of the layers: (importing module, imported modules)
-    "jit": {"wrapper", "problem", "backends"},
-    "spec": {"host"},
-    "tiles": {"host", "spec"},
-}
+# C++: folders of include/flashpage, from the top, read as the rooms of Python are.
+HEADER_FOLDERS = [{"kernels"}, {"cpu", "tile"}, {"params"}, {"plan", "ptx"}, {"common"}]
+TILE_FOLDERS = {"layout", "load", "mask", "merge", "product", "rope", "softmax"}
+KERNEL_FOLDERS = {"attention_sm80", "blocks", "decode_sm90", "helpers", "prefill_sm90"}
+# Sources of csrc/: those at its root use every folder, and the headers at its root are everyone's.
+CSRC_FOLDERS = [{"plan"}, {"cuda"}, {"cpu"}]
+
+
+def rank(name: str, rows: list[set[str]]) -> int | None:
+    """The row of a room, 0 on top."""
+    return next((i for i, row in enumerate(rows) if name in row), None)
+
+
+def wrong_way(source: str, target: str, rows: list[set[str]]) -> str:
+    """Why `source` may not use `target`; empty where it may."""
+    above, below = rank(source, rows), rank(target, rows)
+    assert above is not None and below is not None, f"{source if above is None else target} is in no row: add it"
+    if source == target or above < below:
+        return ""
+    return f"{target} lies above {source}" if below < above else f"{target} lies next to {source}"
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """Nodes of a circle, in its order; empty where there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+# ---------------------------------------------------------------- C++
 
 
 def headers(folder: str) -> list[Path]:
@@ -103,25 +71,63 @@ def includes(path: Path) -> list[str]:
     return re.findall(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
 
 
-def test_every_folder_has_a_rule() -> None:
-    assert {path.name for path in HEADERS.iterdir() if path.is_dir()} <= set(MAY_INCLUDE)
+def header_graph() -> dict[str, set[str]]:
+    """Headers of the package by the name that an include has, and what each of them includes."""
+    paths = {f"flashpage/{path.relative_to(HEADERS).as_posix()}": path for path in HEADERS.rglob("*.h")}
+    return {name: {to for to in includes(path) if to.startswith("flashpage/")} for name, path in paths.items()}
 
 
-@pytest.mark.parametrize("folder", MAY_INCLUDE)
-def test_headers_include_downwards(folder: str) -> None:
-    for path in headers(folder):
-        for name in includes(path):
-            if not name.startswith("flashpage/"):
-                assert folder in ("cpu", "plan"), (
-                    f"{path.relative_to(ROOT)} includes <{name}>: device code sees no other"
-                )
+def test_every_header_folder_is_known() -> None:
+    assert {path.name for path in HEADERS.iterdir()} == set().union(*HEADER_FOLDERS)
+    for folder, known in (("tile", TILE_FOLDERS), ("kernels", KERNEL_FOLDERS)):
+        assert {path.name for path in (HEADERS / folder).iterdir() if path.is_dir()} <= known
+
+
+def test_headers_include_downwards() -> None:
+    for name, included in header_graph().items():
+        folder = name.split("/")[1]
+        for other in included:
+            assert (ROOT / "include" / other).exists(), f"{name} includes {other}, which is not there"
+            why = wrong_way(folder, other.split("/")[1], HEADER_FOLDERS)
+            assert not why, f"{name} includes {other}: {why}"
+
+
+def test_kernels_do_not_include_each_other() -> None:
+    """What several kernels use is in tile/, or at the root of kernels/, whose files use no kernel."""
+    for name, included in header_graph().items():
+        for other in included:
+            if name.startswith("flashpage/kernels/") and other.startswith("flashpage/kernels/"):
+                own, others = name.split("/")[2], other.split("/")[2]
+                assert own == others or others.endswith(".h"), f"{name} includes {other}: share it through tile/"
+
+
+def test_headers_include_in_no_circle() -> None:
+    circle = find_circle(header_graph())
+    assert not circle, " includes ".join(circle)
+
+
+def test_device_code_includes_no_library() -> None:
+    """Headers of the standard library serve the host's folders alone."""
+    for path in HEADERS.rglob("*.h"):
+        foreign = [name for name in includes(path) if not name.startswith("flashpage/")]
+        folder = path.relative_to(HEADERS).parts[0]
+        assert not foreign or folder in ("cpu", "plan"), f"{path.relative_to(ROOT)} includes {foreign}"
+
+
+def test_sources_include_downwards() -> None:
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.suffix not in (".h", ".cpp"):
+            continue
+        parts = path.relative_to(ROOT / "csrc").parts
+        for other in includes(path):
+            if "/" not in other or other.startswith("flashpage/") or not (ROOT / "csrc" / other).exists():
                 continue
-            parts = name.split("/")[1:]
-            target = parts[0] if len(parts) > 1 else "."
-            assert target in MAY_INCLUDE[folder], (
-                f"{path.relative_to(ROOT)} includes {name}: {folder} is below {target}"
-            )
-            assert (ROOT / "include" / name).exists(), f"{path.relative_to(ROOT)} includes {name}, which is not there"
+            folder = other.split("/")[0]
+            if len(parts) == 1:
+                assert path.suffix == ".cpp", f"csrc/{parts[0]} includes {other}: the ABI's headers use no folder"
+            else:
+                why = wrong_way(parts[0], folder, CSRC_FOLDERS)
+                assert not why, f"csrc/{'/'.join(parts)} includes {other}: {why}"
 
 
 def test_planner_headers_know_no_cuda() -> None:
@@ -130,18 +136,18 @@ def test_planner_headers_know_no_cuda() -> None:
 
 
 ASM = re.compile(r"\b(asm|__asm__)\b\s*(volatile)?\s*\(")
-ASM_WRITERS = ["kernels/wgmma_source.py"]  # renders wgmma, whose registers must be named one by one
+ASM_WRITERS = ["flashpage/kernels/wgmma_source.py"]  # renders wgmma, whose registers must be named one by one
 
 
 def test_asm_stands_in_ptx_alone() -> None:
     """Inline assembly is in the headers of ptx/. One Python module may write it too, for the instruction that no C++
     template can spell."""
-    sources = [*HEADERS.rglob("*.h"), *(ROOT / "csrc").glob("*"), *(ROOT / "templates").glob("*.jinja")]
+    sources = [*HEADERS.rglob("*.h"), *(ROOT / "csrc").rglob("*"), *(ROOT / "templates").glob("*.jinja")]
     with_asm = [path for path in sources if path.is_file() and ASM.search(path.read_text())]
     assert with_asm, "no asm found at all: the pattern above has gone blind"
     assert all(path.parent.name == "ptx" for path in with_asm), with_asm
     modules = [*PACKAGE.rglob("*.py"), *(ROOT / "aot").rglob("*.py")]
-    writers = [path.name for path in modules if any(ASM.search(text) for text in strings(path))]
+    writers = [path.relative_to(ROOT).as_posix() for path in modules if any(ASM.search(text) for text in strings(path))]
     assert writers == ASM_WRITERS
 
 
@@ -161,7 +167,8 @@ def test_every_include_has_a_literal_name() -> None:
 
 def test_templates_include_the_package_alone() -> None:
     for path in (ROOT / "templates").glob("*.cu.jinja"):
-        assert all(name.startswith("flashpage/") for name in includes(path)), path.name
+        foreign = {name for name in includes(path) if not name.startswith("flashpage/")}
+        assert foreign <= {"{{ kernel.header }}"}, f"{path.name} includes {foreign}"
 
 
 def test_templates_hold_no_logic() -> None:
@@ -171,64 +178,123 @@ def test_templates_hold_no_logic() -> None:
         assert "{%" not in text, f"{path.name}: what is chosen is a field of the spec"
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+# ---------------------------------------------------------------- Python
 
 
-def layer_of(name: str) -> int | None:
-    return next((i for i, layer in enumerate(LAYERS) if name in layer), None)
+def module_of(path: Path, root: Path = ROOT) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
-def top_name(path: Path) -> str:
-    """The module or subpackage of flashpage that a file belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if "aot_kernels" not in path.parts}
 
 
-def imported(path: Path) -> set[str]:
-    """Modules of the package that a file imports, at any depth of the file, type checking aside."""
-    tree = ast.parse(path.read_text())
-    package = ["flashpage", *path.relative_to(PACKAGE).parts[:-1]]
-    skipped = {id(node) for guard in ast.walk(tree) if _is_type_checking(guard) for node in ast.walk(guard)}
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+def imported(name: str) -> set[str]:
+    """Modules of the package that a module imports: anywhere in the file, for type checkers too."""
+    path, found = MODULES[name], set()
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.startswith("flashpage.")}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            prefix = ".".join([*base, *(node.module or "").split(".")]).strip(".")
-            found |= {f"{prefix}.{alias.name}" for alias in node.names if prefix.startswith("flashpage")}
-    names = {name.split(".")[1] for name in found if name.count(".")}
-    return {name for name in names if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()}
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{source}.{a.name}" if f"{source}.{a.name}" in MODULES else source for a in node.names}
+    return {other for other in found if other in MODULES} - {name}
 
 
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+def room_of(name: str) -> str:
+    """The folder of a module; empty for those at the package's root."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else ""
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_modules_import_downwards(path: Path) -> None:
-    name = top_name(path)
-    layer = layer_of(name)
-    assert layer is not None, f"flashpage/{name} is in no layer: add it to LAYERS"
-    for other in imported(path) - {name}:
-        other_layer = layer_of(other)
-        assert other_layer is not None, f"flashpage/{other} is in no layer: add it to LAYERS"
-        assert other_layer <= layer, f"flashpage/{path.relative_to(PACKAGE)} imports {other}, which is above it"
-        assert other not in FORBIDDEN.get(name, ()), f"flashpage/{path.relative_to(PACKAGE)} imports {other}"
+def shown(name: str) -> str:
+    return MODULES[name].relative_to(ROOT).as_posix()
 
 
-def test_aot_sees_only_specs_tiles_and_jit() -> None:
-    for path in (ROOT / "aot").glob("*.py"):
-        names = re.findall(
-            r"^\s*(?:from|import) flashpage(?:\.(\w+))?(?: import ([\w, ]+))?", path.read_text(), re.MULTILINE
+GRAPH = {name: imported(name) for name in MODULES}
+
+
+def test_every_room_is_known() -> None:
+    """A new folder gets its place in ROOMS."""
+    assert {room_of(name) for name in MODULES if room_of(name)} == set().union(*ROOMS)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room_of(name)], ids=lambda name: shown(name))
+def test_modules_import_downwards(name: str) -> None:
+    for other in sorted(GRAPH[name]):
+        if not room_of(other):
+            assert name in IMPORTS_FRONT_DOORS, f"{shown(name)} imports {shown(other)}: import what it re-exports"
+            continue
+        why = wrong_way(room_of(name), room_of(other), ROOMS)
+        assert not why, f"{shown(name)} imports {shown(other)}: {why}"
+
+
+def test_modules_import_in_no_circle() -> None:
+    circle = find_circle({name: others for name, others in GRAPH.items() if room_of(name)})
+    assert not circle, " imports ".join(shown(name) for name in circle)
+
+
+def test_exceptions_are_still_needed() -> None:
+    for name in IMPORTS_FRONT_DOORS:
+        assert any(not room_of(other) for other in GRAPH[name]), f"{name} imports no front door: take it off the list"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.name)
+def test_the_root_holds_front_doors(path: Path) -> None:
+    if path.name in ("__init__.py", "__main__.py"):
+        return
+    text = path.read_text()
+    docstring, *body = ast.parse(text).body
+    assert isinstance(docstring, ast.Expr)
+    for node in body:
+        is_all = isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]
+        assert is_all or isinstance(node, ast.ImportFrom), (
+            f"flashpage/{path.name}:{node.lineno} is neither an import nor __all__: give it a place in a room"
         )
-        for module, members in names:
-            used = {module} if module else {member.strip() for member in members.split(",")}
-            assert used <= {"spec", "tiles", "contexts", "jit", "dtypes", "errors", "variants"}, (
-                f"{path.name} imports {used}"
-            )
+    assert len(text.splitlines()) <= FRONT_DOOR_LINES
+
+
+def reachable(name: str) -> set[str]:
+    found, left = set(), [name]
+    while left:
+        for other in GRAPH[left.pop()] - found:
+            found.add(other)
+            left.append(other)
+    return found
+
+
+def test_a_kernels_identity_needs_no_library() -> None:
+    """Builds name kernels where no host library is, and compile from a spec alone."""
+    assert not [name for name in reachable("flashpage.kernels.spec") if room_of(name) == "native"]
+    choosing = {"flashpage.kernels.options", "flashpage.kernels.choose"}
+    for name, others in GRAPH.items():
+        assert room_of(name) != "jit" or not choosing & others, f"{shown(name)} imports {choosing & others}"
+
+
+def test_aot_sees_only_what_compiles() -> None:
+    for path in (ROOT / "aot").glob("*.py"):
+        for room in re.findall(r"^\s*(?:from|import) flashpage(?:\.(\w+))?", path.read_text(), re.MULTILINE):
+            assert room in ("base", "jit", "kernels", "variants"), f"aot/{path.name} imports flashpage.{room}"
+
+
+# ---------------------------------------------------------------- tests and sizes
+
+
+def test_test_helpers_are_in_support() -> None:
+    """Tests import tests/support and the package, never each other."""
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if "bench" not in path.parts]
+    tests = {path.stem for path in paths if path.stem.startswith("test_")}
+    for path in paths:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        used = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+        used |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        taken = tests & {part for name in used for part in name.split(".")}
+        assert not taken, f"{path.relative_to(ROOT)} imports {', '.join(taken)}: move what they share to tests/support"
+        is_helper = not path.stem.startswith("test_") and path.name != "conftest.py" and "support" not in path.parts
+        assert not is_helper or '__name__ == "__main__"' in path.read_text(), (
+            f"{path.relative_to(ROOT)} is neither a test nor a program: move it to tests/support"
+        )
 
 
 def test_files_are_short() -> None:

@@ -1,0 +1,74 @@
+"""A CUDA driver that records calls, in a process of its own: this needs no card."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from native_build import shared_library
+
+PRELUDE = """
+import ctypes, threading
+from ctypes import addressof, byref
+from flashpage import native as host
+lib = host.load()
+fake = ctypes.CDLL("libcuda.so.1")
+fake.fake_record.restype = ctypes.c_char_p
+
+def record():
+    lines = fake.fake_record().decode().splitlines()
+    fake.fake_clear()
+    return lines
+
+def kernel(name, device=0, image=b"image"):
+    return host.check_handle(lib.fp_cuda_kernel_load(device, image, len(image), name))
+
+params = host.AttentionParams(q=4242)
+merge_params = host.MergeParams(plan=5353)
+
+def run(attention, merge=None, **values):
+    values = dict(num_ctas=132, merge_ctas=0, enable_pdl=0, stream=7) | values
+    pointers = dict(params=addressof(params), merge_params=addressof(merge_params))
+    args = host.RunArgs(attention=attention, merge=merge, **pointers, **values)
+    return lib.fp_run(byref(args))
+
+class Planning:
+    def __init__(self, device=0, slot_bytes=1 << 16):
+        import numpy as np
+        self.slots = host.check_handle(lib.fp_slots_create(device, slot_bytes))
+        self.destination = np.zeros(slot_bytes, np.uint8)
+        self.kv_indptr = np.zeros(9, np.int32)
+        self.last_page_len = np.zeros(8, np.int32)
+        self.result = host.PlanResult()
+
+    def problem(self, tokens):
+        import numpy as np
+        self.kv_indptr[:] = np.arange(9) * -(-tokens // 16)
+        self.last_page_len[:] = (tokens - 1) % 16 + 1
+        return host.ProblemStruct(
+            batch=8, q_len_per_request=1, page_size=16, num_q_heads=8, num_kv_heads=2, window_left=-1,
+            kv_indptr=host.IndexArray(self.kv_indptr.ctypes.data, 1, 0, 9),
+            last_page_len=host.IndexArray(self.last_page_len.ctypes.data, 1, 0, 8),
+        )
+
+    schedule = host.Schedule(num_ctas=16, walk=0, tile_q=16, tile_kv=64, ns_per_token=4, ns_per_unit=400,
+                             few_rows_cost=1, ns_per_piece=1500, min_piece_tokens=128, max_pieces=32, merge_rows=8)
+
+    def plan(self, tokens=1000, capacity=None):
+        problem = self.problem(tokens)
+        return lib.fp_slots_plan(self.slots, byref(problem), byref(self.schedule), self.destination.ctypes.data,
+                                 capacity or self.destination.nbytes, 7, byref(self.result))
+
+    def arrived(self):
+        last = ctypes.string_at(lib.fp_slots_last(self.slots), self.result.used_bytes)
+        return self.destination[: self.result.used_bytes].tobytes() == last
+"""
+
+
+def with_fake_driver(code: str) -> None:
+    """Runs the code in a process that finds tests/native/fake_cuda.cpp as libcuda.so.1."""
+    driver = shared_library("fake_cuda.cpp", "libcuda.so.1")
+    environment = os.environ | {"LD_LIBRARY_PATH": str(driver.parent)}
+    result = subprocess.run([sys.executable, "-c", PRELUDE + code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
