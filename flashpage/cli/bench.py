@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from pathlib import Path
 
-import flashpage
-
+from ..base import paths
 from ..base.errors import FlashpageError
 
 
@@ -18,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    program = Path(flashpage.__file__).parent.parent / "tests" / "bench" / "run.py"
+    program = paths.PACKAGE.parent / "tests" / "bench" / "run.py"
     if not program.is_file():
         raise FlashpageError("the benchmarks are in the source tree, not in the wheel: run `make bench` in a checkout")
     options = ["--list"] if arguments.list else arguments.names
