@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch._C import _len_torch_dispatch_stack
@@ -40,6 +41,7 @@ from . import operators
 from .engine_access.attributes import EngineState
 
 _MOST_BINDINGS = 64  # signatures that a thread keeps: layers with other strides or options
+OptionsKey: TypeAlias = tuple[tuple[Any, ...], ...]  # arguments in rows: shorter to write, and as fast to compare
 _DEFAULTS = Values(False, -1, 0.0, None, None, None, "NONE")
 
 _handles = itertools.count(1)
@@ -97,7 +99,7 @@ class PlanRunWrapper(EngineState):
         self._bind_tensors, self._run_tensors = builtins.bind, builtins.run
         self._raw_stream = torch._C._cuda_getCurrentRawStream if self._device_index >= 0 else None
         self._local = _Local()
-        self._key: Any = None  # options as they were given, compared to skip judging them again
+        self._key: OptionsKey | None = None  # options as they were given, compared to skip judging them again
         self._planned = self._now = _DEFAULTS
         self._handle = next(_handles)
         operators.WRAPPERS[self._handle] = self
@@ -138,16 +140,15 @@ class PlanRunWrapper(EngineState):
             total_kv = int(kv_lens.sum())
         return workspace_bounds(options, batch, total_q, total_kv, self.device)
 
-    def _is_configured(self, key: Any) -> bool:
-        """Whether the options are those of the last plan; the attributes are then what was planned."""
-        if key != self._key:
-            self._key = None
-            self._planner.invalidate()
-            return False
-        self._now = self._planned
-        return True
-
-    def _configure(self, key: Any, options: Options, values: Values) -> None:
+    def _use_options(self, key: OptionsKey, options_of: Callable[..., tuple[Options, Values]]) -> None:
+        """Configures the wrapper, unless the last plan, on the host or on the device, had the same options: `key` are
+        the arguments of `options_of`, as they were given."""
+        if key == self._key:
+            self._now = self._planned
+            return
+        self._key = None
+        self._planner.invalidate()
+        options, values = options_of(*itertools.chain.from_iterable(key))
         check_scale(values.sm_scale, options.head_dim_qk)
         check_rope(values.rope_scale, values.rope_theta)
         self._planner.configure(options)

@@ -164,8 +164,7 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeOnDevice, PagedState, PlanRunWrap
             (logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta),
             (fixed_split_size, disable_split_kv, q_len_per_req, variant),
         )
-        if not self._is_configured(key):
-            self._configure(key, *decode_options(*key[0], *key[1], *key[2]))
+        self._use_options(key, decode_options)
         if block_tables is not None:
             indices = self._planner.indices.from_tables(block_tables, indptr, indices, "indices")
         planner = self._planner

@@ -15,7 +15,7 @@ from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
 from .plan_on_device import PrefillOnDevice
-from .prefill_base import PrefillWrapper, only_items, prefill_options
+from .prefill_base import PrefillWrapper, only_items, paged_options
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWrapper):
@@ -166,8 +166,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
             (use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
             (kv_data_type, o_data_type, fixed_split_size, disable_split_kv, variant),
         )
-        if not self._is_configured(key):
-            self._configure(key, *prefill_options("paged", *key[0], *key[1], *key[2]))
+        self._use_options(key, paged_options)
         lengths = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
         longest = (max_token_per_sequence, max_sequence_kv)
         self._plan_prefill(lengths, paged_kv_indices, (custom_mask, packed_custom_mask), non_blocking, longest)
@@ -216,18 +215,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
     ) -> tuple[int, int]:
         """Bytes of the float and of the int workspace that serve this batch and every smaller one."""
         has_mask = custom_mask is not None or packed_custom_mask is not None
-        options, _ = prefill_options(
-            *(
-                "paged",
-                num_qo_heads,
-                num_kv_heads,
-                head_dim_qk,
-                page_size,
-                head_dim_vo,
-                has_mask,
-                causal,
-                pos_encoding_mode,
-            ),
+        options, _ = paged_options(
+            *(num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, has_mask, causal, pos_encoding_mode),
             *(use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
             *(kv_data_type, o_data_type, fixed_split_size, disable_split_kv, variant),
         )

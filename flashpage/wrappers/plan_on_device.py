@@ -10,7 +10,7 @@ from ..base import checks
 from ..base.errors import PlanError
 from ..plan.device_lengths import TableLengths
 from .plan_arguments import decode_options
-from .prefill_base import prefill_options
+from .prefill_base import paged_options
 
 if TYPE_CHECKING:
     from ..plan.session import Planner
@@ -64,12 +64,11 @@ class DecodeOnDevice:
         On a card lengths are taken to lie within 0 and what a row of `block_tables` holds; on the CPU they are judged.
         """
         key = (
-            *(num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, 0),
-            *(logits_soft_cap, q_data_type, kv_data_type, o_data_type, None, sm_scale, rope_scale, rope_theta),
-            *(fixed_split_size, disable_split_kv, q_len_per_req, id(variant)),
+            (num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, 0),
+            (logits_soft_cap, q_data_type, kv_data_type, o_data_type, None, sm_scale, rope_scale, rope_theta),
+            (fixed_split_size, disable_split_kv, q_len_per_req, variant),
         )
-        if not self._is_configured(key):
-            self._configure(key, *decode_options(*key[:-1], variant))
+        self._use_options(key, decode_options)
         tables = TableLengths(
             *(self.device, seq_lens, block_tables),
             q_indptr=None,
@@ -143,12 +142,11 @@ class PrefillOnDevice:
                 raise PlanError("max_rows=None: pass the rows of q, which qo_indptr keeps on the device.")
             max_rows = planner.capacity.rows
         key = (
-            *(num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, False, causal, pos_encoding_mode),
-            *(False, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
-            *(kv_data_type, o_data_type, fixed_split_size, disable_split_kv, id(variant)),
+            (num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, False, causal, pos_encoding_mode),
+            (False, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
+            (kv_data_type, o_data_type, fixed_split_size, disable_split_kv, variant),
         )
-        if not self._is_configured(key):
-            self._configure(key, *prefill_options("paged", *key[:-1], variant))
+        self._use_options(key, paged_options)
         tables = TableLengths(
             *(self.device, seq_lens, block_tables),
             q_indptr=checks.tensor(qo_indptr, "qo_indptr", PlanError),

@@ -197,3 +197,7 @@ def prefill_options(
     )
     cap, window = check_soft_cap(logits_soft_cap), check_window(window_left)
     return options, Values(bool(causal), window, cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
+
+
+paged_options = functools.partial(prefill_options, "paged")
+ragged_options = functools.partial(prefill_options, "ragged")

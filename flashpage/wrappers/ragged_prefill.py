@@ -13,7 +13,7 @@ from ..plan.capacity import Capacity
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import array_of_plan
-from .prefill_base import PrefillWrapper, only_items, prefill_options
+from .prefill_base import PrefillWrapper, only_items, ragged_options
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
@@ -127,8 +127,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             (use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
             (kv_data_type, o_data_type, fixed_split_size, disable_split_kv, variant),
         )
-        if not self._is_configured(key):
-            self._configure(key, *prefill_options("ragged", *key[0], *key[1], *key[2]))
+        self._use_options(key, ragged_options)
         lengths, longest = (qo_indptr, kv_indptr, None, seq_lens), (max_token_per_sequence, max_sequence_kv)
         self._plan_prefill(lengths, None, (custom_mask, packed_custom_mask), non_blocking, longest)
 

@@ -19,7 +19,8 @@ from on_device import UNUSED, OnDevice
 from steps import WORKSPACE_BYTES, Steps
 
 import flashpage
-from flashpage import PlanError
+from flashpage import PlanError, Variant
+from flashpage.plan.session import Planner
 
 MAKE = pytest.mark.parametrize("make", [decode_steps, prefill_steps], ids=["decode", "prefill"])
 
@@ -116,6 +117,28 @@ def test_plans_of_host_and_device_take_turns(device: str) -> None:
         steps.plan(wrapper, other)
         assert wrapper._block_tables is None and wrapper._batch_size == len(steps.cases[other].kv_lens)
         steps.check(other, steps.run(wrapper, other))
+
+
+@MAKE
+@pytest.mark.parametrize(
+    "options", [{}, {"variant": Variant(logit="score * 0.5f"), "window_left": 40}], ids=["", "variant"]
+)
+def test_host_and_device_share_the_options(
+    make: Callable[[str], Steps], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key of options: alternating the two configures the wrapper once."""
+    steps = make("cpu")
+    lengths, wrapper = OnDevice(steps), steps.wrapper()
+    configured = []
+    configure = Planner.configure
+    monkeypatch.setattr(Planner, "configure", lambda *given: (configured.append(given[1]), configure(*given)))
+    for i in (0, 2, 0):
+        steps.plan(wrapper, i, **options)
+        lengths.load(i)
+        lengths.plan(wrapper, i, **options)
+    assert len(configured) == 1
+    steps.plan(wrapper, 0, **(options | {"window_left": 7}))
+    assert len(configured) == 2, "other options"
 
 
 def arguments(**changed: Any) -> dict[str, Any]:
