@@ -1,6 +1,5 @@
 """`flashinfer.pod`: a prefill and a batch of decodes in one launch."""
 
-from .wrappers.pod import PODWithPagedKVCacheWrapper
-from .wrappers.pod_batch import BatchPODWithPagedKVCacheWrapper
+from .wrappers.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
