@@ -14,8 +14,9 @@ from ..plan.lengths import Lengths
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
+from .plan_arguments import paged_options
 from .plan_on_device import PrefillOnDevice
-from .prefill_base import PrefillWrapper, only_items, paged_options
+from .prefill_base import PrefillWrapper, only_items
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWrapper):

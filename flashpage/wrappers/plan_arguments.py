@@ -1,7 +1,8 @@
-"""Arguments of the decode wrapper's plan that are not lengths."""
+"""Arguments of plan that are not lengths, of the decode and of the prefill wrappers, as options and values."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -65,6 +66,58 @@ def decode_options(
     )
     cap, window = check_soft_cap(logits_soft_cap), check_window(window_left)
     return options, Values(options.causal, window, cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
+
+
+def prefill_options(
+    kv_source: str,
+    num_qo_heads: Any,
+    num_kv_heads: Any,
+    head_dim_qk: Any,
+    page_size: Any,
+    head_dim_vo: Any,
+    has_mask: bool,
+    causal: bool,
+    pos_encoding_mode: str,
+    use_fp16_qk_reduction: bool,
+    sm_scale: Any,
+    window_left: Any,
+    logits_soft_cap: Any,
+    rope_scale: Any,
+    rope_theta: Any,
+    q_data_type: Any,
+    kv_data_type: Any,
+    o_data_type: Any,
+    fixed_split_size: Any,
+    disable_split_kv: bool,
+    variant: Any,
+) -> tuple[Options, Values]:
+    """Of plan's arguments, in the order of its key."""
+    checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
+    options = check_options(
+        kv_source=kv_source,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=head_dim_qk,
+        head_dim_vo=head_dim_vo,
+        page_size=page_size,
+        q_data_type=q_data_type,
+        kv_data_type=kv_data_type,
+        o_data_type=o_data_type,
+        causal=causal,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        pos_encoding_mode=pos_encoding_mode,
+        has_mask=has_mask,
+        variant=variant,
+        fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv,
+    )
+    cap, window = check_soft_cap(logits_soft_cap), check_window(window_left)
+    return options, Values(bool(causal), window, cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
+
+
+paged_options = functools.partial(prefill_options, "paged")
+ragged_options = functools.partial(prefill_options, "ragged")
 
 
 def named_options(positional: tuple[Any, ...]) -> dict[str, Any]:

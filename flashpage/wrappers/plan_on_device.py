@@ -9,8 +9,7 @@ import torch
 from ..base import checks
 from ..base.errors import PlanError
 from ..plan.device_lengths import TableLengths
-from .plan_arguments import decode_options
-from .prefill_base import paged_options
+from .plan_arguments import decode_options, paged_options
 
 if TYPE_CHECKING:
     from ..plan.session import Planner

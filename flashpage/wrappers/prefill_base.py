@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ..base import checks, env
+from ..base import env
 from ..base.errors import PlanError
-from ..kernels.options import Options, Values, check_options, check_soft_cap, check_window
 from ..plan.lengths import Given, batch_of
 from ..variants.multi_item import NO_ITEMS, ItemArguments, MultiItemMask
 from .base import PlanRunWrapper
@@ -149,55 +148,3 @@ def only_items(items: Any, variant: Any) -> Any:
             "variant and prefix_len_ptr are both given: multi-item scoring is a mask of its own; give one of them."
         )
     return items
-
-
-def prefill_options(
-    kv_source: str,
-    num_qo_heads: Any,
-    num_kv_heads: Any,
-    head_dim_qk: Any,
-    page_size: Any,
-    head_dim_vo: Any,
-    has_mask: bool,
-    causal: bool,
-    pos_encoding_mode: str,
-    use_fp16_qk_reduction: bool,
-    sm_scale: Any,
-    window_left: Any,
-    logits_soft_cap: Any,
-    rope_scale: Any,
-    rope_theta: Any,
-    q_data_type: Any,
-    kv_data_type: Any,
-    o_data_type: Any,
-    fixed_split_size: Any,
-    disable_split_kv: bool,
-    variant: Any,
-) -> tuple[Options, Values]:
-    """Of plan's arguments, in the order of its key."""
-    checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
-    options = check_options(
-        kv_source=kv_source,
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim_qk=head_dim_qk,
-        head_dim_vo=head_dim_vo,
-        page_size=page_size,
-        q_data_type=q_data_type,
-        kv_data_type=kv_data_type,
-        o_data_type=o_data_type,
-        causal=causal,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        pos_encoding_mode=pos_encoding_mode,
-        has_mask=has_mask,
-        variant=variant,
-        fixed_split_size=fixed_split_size,
-        disable_split_kv=disable_split_kv,
-    )
-    cap, window = check_soft_cap(logits_soft_cap), check_window(window_left)
-    return options, Values(bool(causal), window, cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
-
-
-paged_options = functools.partial(prefill_options, "paged")
-ragged_options = functools.partial(prefill_options, "ragged")

@@ -13,7 +13,8 @@ from ..plan.capacity import Capacity
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import array_of_plan
-from .prefill_base import PrefillWrapper, only_items, ragged_options
+from .plan_arguments import ragged_options
+from .prefill_base import PrefillWrapper, only_items
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
