@@ -198,26 +198,26 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
         structs.point(batch.q_decode, cache, torch.empty_like(batch.q_decode), None)
         assert read.k.dims[3] == read.v.dims[3] == cache.shape[0]
     capability = dataclasses.replace(choice.kernel, row_boxes=True)
-    bind(capability=capability)
+    bind(kernel=capability)
     structs.point(batch.q_decode, batch.cache, torch.empty_like(batch.q_decode), None)
     read = native.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.query_box_rows == read.q.box[2] == choice.spec.tile.tile_q // (HEADS // KV_HEADS)
     assert tuple(read.q.dims) == tuple(read.out.dims) == (DIM, HEADS, len(batch.q_decode), 1)
     assert structs.params.out_box_rows == read.out.box[2] == read.q.box[2]
     spec = dataclasses.replace(choice.spec, loader="transposed")
-    bind(capability=capability, spec=spec)
+    bind(kernel=capability, spec=spec)
     read = native.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.query_box_rows > 0 and structs.params.out_box_rows == read.out.element_bytes == 0
     spec = dataclasses.replace(choice.spec, loader="rows")
-    bind(capability=capability, spec=spec)
+    bind(kernel=capability, spec=spec)
     read = native.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.box_tokens == read.k.element_bytes == read.v.element_bytes == 0  # of q alone
     assert structs.params.query_box_rows == structs.params.out_box_rows == read.q.box[2] > 0
     spec = dataclasses.replace(choice.spec, loader="converted")
-    bind(capability=capability, spec=spec)
+    bind(kernel=capability, spec=spec)
     assert structs.args.boxes is None and structs.params.box_tokens == 0  # rows: such pages are too small
     structs.combination = SimpleNamespace(options=dataclasses.replace(structs.combination.options, page_size=16))
-    bind(capability=capability, spec=spec)
+    bind(kernel=capability, spec=spec)
     read = native.KvBoxes.from_address(structs.args.boxes)
     assert structs.params.box_tokens == read.v.box[1] == 16
     assert structs.params.query_box_rows == read.q.element_bytes == 0  # q is not taken as it is
