@@ -112,7 +112,7 @@ def test_bits_are_looked_at_once_a_plan(tensors: tuple[torch.Tensor, ...]) -> No
     wrapper.run(*tensors)
     if wrapper._last_combination().prepared.mask_tiles is None:
         pytest.skip("this card's kernel takes no mask tiles")
-    assert wrapper._last_combination().mask_tiles.are_found(wrapper._planner)
+    assert wrapper._last_combination().mask_tiles.are_found(wrapper._planner.generation)
     expected = exact(tensors, masks(7))
     in_window = [
         mask & (torch.arange(kv) >= torch.arange(kv - q, kv)[:, None] - 300)
