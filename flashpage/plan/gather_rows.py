@@ -56,8 +56,9 @@ class Worth:
 
     def may_be_for(self, batch: int, total_rows: int, card: Device) -> bool:
         """Whatever the tokens: rows that see none, or not all, only take away. Asked first, as it says no to most."""
-        least = min(self._least_rows * batch, self._least_with_starts)
-        return self.may_be and batch > 0 and total_rows >= least * card.flops_per_byte
+        if not self.may_be or batch == 0:
+            return False
+        return total_rows >= min(self._least_rows * batch, self._least_with_starts) * card.flops_per_byte
 
     def is_for(self, batch: int, total_rows: int, total_tokens: int, card: Device) -> bool:
         if not self.may_be_for(batch, total_rows, card) or total_tokens <= 0:
