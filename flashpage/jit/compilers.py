@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..base import env, paths
@@ -33,9 +34,10 @@ class Compiler:
             return os.path.basename(os.path.realpath(self.program[-1]))
         return _version(self.program)
 
-    def command(self, source: Path, binary: Path, target: Target) -> list[str]:
-        """Compiles `source` for `target` into `binary`; errors and ptxas' report go to stdout and stderr."""
-        return [*self.program, *self.flags(target), *self._files(source, binary)]
+    def command(self, source: Path, binary: Path, target: Target, include: Sequence[Path] = ()) -> list[str]:
+        """Compiles `source` for `target` into `binary`, with headers of `include` (default: the package's). Errors and
+        ptxas' report go to stdout and stderr."""
+        return [*self.program, *self.flags(target), *self._files(source, binary, include or [paths.include_dir()])]
 
     def flags(self, target: Target) -> list[str]:
         """What the entry records: all but the names of files and folders."""
@@ -53,11 +55,11 @@ class Compiler:
             return ["-ptx", "-std=c++20", "-O3", f"-arch={PTX}"]
         return ["-cubin", "-std=c++20", "-O3", f"-gencode=arch={virtual},code={target.name}", "-Xptxas=-v"]
 
-    def _files(self, source: Path, binary: Path) -> list[str]:
-        include = f"-I{paths.include_dir()}"
+    def _files(self, source: Path, binary: Path, include: Sequence[Path]) -> list[str]:
+        folders = [f"-I{folder}" for folder in include]
         if self.name == "nvrtc":
-            return [include, str(source), str(binary)]
-        return [include, str(source), "-o", str(binary)]
+            return [*folders, str(source), str(binary)]
+        return [*folders, str(source), "-o", str(binary)]
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from ..kernels.spec import KernelSpec
 from . import diagnostics, manifest, process
 from .cache import FAILED, Entry, Store, read_entry, write_entry
 from .compilers import Compiler, find_compiler, looked_for
-from .render import source_suffix
+from .render import include_dirs, source_suffix
 from .source import Source
 from .targets import Target
 
@@ -65,7 +65,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        return self.compiler.command(self.source, self.partial, self.target)
+        return self.compiler.command(self.source, self.partial, self.target, include_dirs(self.spec))
 
     def run_alone(self) -> None:
         """Runs the compiler; `finish` tells success from failure."""
@@ -92,7 +92,9 @@ class Job:
         log = self.log.read_text(errors="replace") if self.log.exists() else ""
         if not self.binary.exists():
             kept = self._keep_failure(store)
-            command = self.compiler.command(kept / self.source.name, kept / self.binary.name, self.target)
+            command = self.compiler.command(
+                kept / self.source.name, kept / self.binary.name, self.target, include_dirs(self.spec)
+            )
             raise diagnostics.compile_error(self.spec, self.target, shlex.join(command), log, str(kept))
         meta = {
             "name": self.spec.name,

@@ -21,6 +21,12 @@ def source_suffix(spec: KernelSpec) -> str:
     return ".cpp" if spec.backend == "cpu" else ".cu"
 
 
+def include_dirs(spec: KernelSpec) -> list[Path]:
+    """The folders to give a compiler as -I: the package's, and one of the kernel's own if it has one."""
+    kernel = kernels.find(spec.kernel)
+    return [paths.include_dir(), *([kernel.include] if kernel and kernel.include else [])]
+
+
 def render(spec: KernelSpec) -> str:
     """The whole translation unit, less what it includes; CompileError where no kernel has the spec's name."""
     kernel, name = kernels.find(spec.kernel), f"kernel{source_suffix(spec)}.jinja"

@@ -8,11 +8,13 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from ..base import paths
 from ..kernels.spec import KernelSpec
 from .compilers import fixed_flags
-from .render import render
+from .render import include_dirs, render
 from .targets import Target
 
 # An include directive with a literal name, as all of ours are (tests/project/test_layers.py).
@@ -35,7 +37,7 @@ def source_of(spec: KernelSpec, target: Target) -> Source:
     since an entry records one spec and two specs may render to the same text.
     """
     text = render(spec)
-    parts = [spec.digest, target.name, fixed_flags(target), text, sorted(included(text).items())]
+    parts = [spec.digest, target.name, fixed_flags(target), text, sorted(included(text, include_dirs(spec)).items())]
     return Source(text, hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40])
 
 
@@ -44,37 +46,37 @@ def key_of(spec: KernelSpec, target: Target) -> str:
     return source_of(spec, target).key
 
 
-def included(text: str) -> dict[str, str]:
-    """Every header of the include folder that the text reaches, by its name there, with its sha256.
+def included(text: str, folders: Sequence[Path] | None = None) -> dict[str, str]:
+    """Every header of the include folders (default: the package's) that the text reaches, by its name, with its sha256.
 
     Directives in comments and in branches that the preprocessor skips count too. System headers do not.
     """
-    root = str(paths.include_dir())
+    roots = tuple(map(str, folders or [paths.include_dir()]))
     found: dict[str, str] = {}
-    waiting = _resolve(text, None, root)
+    waiting = _resolve(text, None, roots)
     while waiting:
         path = waiting.pop()
-        name = os.path.relpath(path, root)
+        name = next(os.path.relpath(path, root) for root in roots if path.startswith(root + os.sep))
         if name not in found:
-            found[name], inner = _read_header(path, root)
+            found[name], inner = _read_header(path, roots)
             waiting += inner
     return found
 
 
 @functools.cache
-def _read_header(path: str, root: str) -> tuple[str, list[str]]:
+def _read_header(path: str, roots: tuple[str, ...]) -> tuple[str, list[str]]:
     """The sha256 of a header, and the paths of the headers that it includes. Read once a process."""
     with open(path, "rb") as file:
         content = file.read()
-    return hashlib.sha256(content).hexdigest(), _resolve(content.decode(), os.path.dirname(path), root)
+    return hashlib.sha256(content).hexdigest(), _resolve(content.decode(), os.path.dirname(path), roots)
 
 
-def _resolve(text: str, folder: str | None, root: str) -> list[str]:
+def _resolve(text: str, folder: str | None, roots: tuple[str, ...]) -> list[str]:
     """The headers of ours that a text includes: a name in quotes is looked up in the text's own folder first, then, as
-    one in brackets, in the folder that compilers get as -I."""
+    one in brackets, in the folders that compilers get as -I."""
     found = []
     for quoted, bracketed in INCLUDE.findall(text):
-        folders = [folder, root] if quoted and folder else [root]
+        folders = [folder, *roots] if quoted and folder else [*roots]
         candidates = [os.path.normpath(f"{place}/{quoted or bracketed}") for place in folders]
         found += [path for path in candidates if os.path.isfile(path)][:1]
     return found

@@ -15,7 +15,9 @@ from .spec import KernelSpec
 from .tile import MERGE_CTA_ROWS, MERGE_ITEM_ROWS, WALK_RUNS, WALK_TEAMS, Cost, Tile
 from .work import InnerLoop, Work
 
-_LARGE = 160 << 10  # bytes of shared memory of a CTA: A100 and the cards of data centres after it; others have 99 KiB
+# Bytes of shared memory of a CTA, at least: 163 KiB on an A100, 227 on Hopper and later cards of data centres; others
+# have 99.
+_LARGE, _LARGEST = 160 << 10, 224 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class _Row:
     is_light: bool = False  # neither fp8 nor masks nor RoPE
     is_plain: bool = False  # nothing is computed on scores either
     fp8: bool | None = None  # of K and V; None: either
+    rotates: bool | None = None  # RoPE in the kernel; None: either
     shared: int = 0  # bytes of the card's CTAs, at least
 
     def takes(self, work: Work) -> bool:
@@ -42,6 +45,7 @@ class _Row:
             and (is_light or not self.is_light)
             and (work.loop is InnerLoop.PLAIN or not self.is_plain)
             and self.fp8 in (None, work.options.kv_dtype.is_fp8)
+            and self.rotates in (None, work.rotates)
             and work.card.shared_bytes >= self.shared
         )
 
@@ -60,7 +64,10 @@ _MANY = (
         shared=_LARGE,
     ),
     _Row(Tile(128, 48, 4, 1, 2, 2), (47.0, 6e3, 20e3), "a transform, or 99 KiB", 128, rows=64, is_light=True),
-    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "few rows, or registers taken", 128),
+    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "few rows, or registers taken", 128, rotates=False),
+    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "rotated keys fit beside them", 128, shared=_LARGE),
+    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "rotated keys fit beside those of fp8", 128, fp8=True),
+    _Row(Tile(64, 48, 4, 1, 2, 2), (32.0, 4e3, 8e3), "99 KiB with rotated keys", 128),
     _Row(Tile(128, 64, 8, 1, 1, 1), (60.0, 4e3, 8e3), "eight warps", 256, rows=64, is_light=True, shared=_LARGE),
     _Row(Tile(64, 32, 4, 1, 1, 2), (60.0, 4e3, 8e3), "fp8 keys come 32 tokens at a time", 256, fp8=True),
     _Row(Tile(64, 48, 4, 1, 1, 2), (60.0, 4e3, 8e3), "registers of 48 tokens", 256, shared=_LARGE),
@@ -73,10 +80,17 @@ _MANY = (
 
 
 def _is_few(work: Work) -> bool:
-    """Whether rows are so few that warps lie along the tokens. With 99 KiB the ring of two warps is too large for the
-    widest rows."""
-    is_wide = work.widest > 256 and work.card.shared_bytes < _LARGE
-    return (work.packed_rows <= 16 or (work.packed_rows <= 32 and work.widest <= 128)) and not is_wide
+    """Whether rows are so few that warps lie along the tokens. Where rows of K and V are wide, the ring of two warps may
+    be too large for the card, above all next to rotated keys, which have 16 bits."""
+    is_few = work.packed_rows <= 16 or (work.packed_rows <= 32 and work.widest <= 128)
+    is_large, is_fp8 = work.card.shared_bytes >= _LARGE, work.options.kv_dtype.is_fp8
+    if _is_tight(work) and is_fp8:
+        return is_few and work.widest <= (256 if is_large else 128)
+    return is_few and (is_large or work.widest <= 256)
+
+
+def _is_tight(work: Work) -> bool:
+    return work.rotates and work.card.shared_bytes < _LARGEST
 
 
 def _row(work: Work) -> _Row:
@@ -87,12 +101,18 @@ def _tile(work: Work) -> Tile:
     return _few_rows_tile(work) if _is_few(work) else _row(work).tile
 
 
-def few_rows_tile(token_bytes: int, tile_q: int, is_fp8: bool, widest: int, card: Device) -> Tile:
+def few_rows_tile(
+    token_bytes: int, tile_q: int, is_fp8: bool, widest: int, card: Device, is_tight: bool = False
+) -> Tile:
     """Warps take turns on the tokens, each with its own ring: 8 KiB a stage, at most 96 KiB a CTA and two CTAs an SM.
-    `token_bytes`: of K and V that a warp has at a time."""
+    `token_bytes`: of K and V that a warp has at a time. `is_tight`: next to the ring lie rotated keys."""
     is_large = card.shared_bytes >= _LARGE
     tokens = 32 if token_bytes * 32 <= 8192 or is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
-    warps = 4 if token_bytes * tokens * 8 <= (131072 if is_large else 73728) else 2  # two stages of four warps
+    stage_bytes = token_bytes * tokens  # of a warp
+    has_room = stage_bytes * 8 <= (131072 if is_large else 73728)  # for two stages of four warps
+    if is_tight:
+        has_room = stage_bytes <= 8192 and (is_large or not is_fp8)
+    warps = 4 if has_room else 2
     ctas_per_sm = 2 if 2 * warps * tokens * token_bytes <= 98304 and widest <= 256 else 1
     return Tile(tile_q, tokens * warps, 1, warps, 4, ctas_per_sm, ring_bytes=98304 if is_large else 73728)
 
@@ -104,7 +124,9 @@ def _token_bytes(work: Work) -> int:
 
 def _few_rows_tile(work: Work) -> Tile:
     rows = 16 if work.packed_rows <= 16 else 32
-    return few_rows_tile(_token_bytes(work), rows, work.options.kv_dtype.is_fp8, work.widest, work.card)
+    return few_rows_tile(
+        _token_bytes(work), rows, work.options.kv_dtype.is_fp8, work.widest, work.card, _is_tight(work)
+    )
 
 
 def _cost(work: Work, tile: Tile) -> Cost:

@@ -1,0 +1,103 @@
+"""Every tile fits the shared memory of the card that it is for: the bytes are read from compiled cubins."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+from cubin import Elf
+
+from flashpage import kernels
+from flashpage.base.dtypes import DType
+from flashpage.base.errors import CapabilityError
+from flashpage.jit import Target
+from flashpage.jit.compilers import find_compiler
+from flashpage.kernels import blocks, devices
+from flashpage.kernels.ahead import RAGGED
+from flashpage.kernels.choose import choose_for_card
+from flashpage.kernels.context_classes import Contexts
+from flashpage.kernels.devices import Device
+from flashpage.kernels.options import Options
+from flashpage.kernels.spec import KernelSpec
+from flashpage.kernels.work import Problem
+from flashpage.variants import render
+from flashpage.variants.spec import VariantSpec
+
+BF16, E4M3 = DType.BFLOAT16, DType.FLOAT8_E4M3
+ONE_OF_A_KIND = {(card.sm, card.shared_bytes): card for card in reversed(devices.CARDS)}.values()
+HEAD_DIMS = ((16, 16), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (464, 464), (512, 512))
+ROWS = (16, 32, 64, 128)
+DTYPES = ((BF16, BF16), (BF16, E4M3), (E4M3, E4M3))
+LOADS = VariantSpec(logit="score + bias(kv_idx)", tensors=(("bias", "float32", 1),))
+MASKS = VariantSpec(mask="kv_idx < 7 * h")
+# Of options and the variant: what takes memory or registers of its own.
+KINDS = {
+    "plain": ({}, VariantSpec()),
+    "bits": ({"has_mask": True}, VariantSpec()),
+    "function": ({}, MASKS),
+    "rope": ({"position_encoding": "ROPE_LLAMA"}, VariantSpec()),
+    "cap": ({}, VariantSpec(logit="2.0f * tanh(score / 2.0f)")),
+    "loads": ({}, LOADS),
+    "rope and bits": ({"has_mask": True, "position_encoding": "ROPE_LLAMA"}, VariantSpec()),
+}
+
+
+def specs_of(card: Device) -> list[KernelSpec]:
+    """One of each combination of tile, types and sizes that plans lead to on the card."""
+    found: dict[object, KernelSpec] = {}
+    combinations = itertools.product(HEAD_DIMS, DTYPES, ROWS, KINDS.values(), (RAGGED, 1, 16), Contexts)
+    for (qk, vo), (query, stored), rows, (changed, variant), page_size, contexts in combinations:
+        options = Options(
+            "ragged" if page_size == RAGGED else "paged", 8, 8, qk, vo, page_size, query, stored, BF16, **changed
+        )
+        try:
+            spec = choose_for_card(Problem(options, rows, contexts=contexts), card, variant).spec
+        except CapabilityError:
+            continue  # refused in plan, with the reasons
+        key = (spec.kernel, spec.tile, spec.loader, query, stored, qk, vo, spec.mask_source, spec.position_encoding)
+        found.setdefault(key, spec)
+    for dim, stored, group in itertools.product((64, 128, 256), (BF16, E4M3), (4, 32)):
+        tile = blocks.decode_tile(dim, stored, group, card)
+        spec = KernelSpec("block_decode_sm80", BF16, stored, BF16, dim, dim, tile=tile)
+        found[spec] = spec
+    return list(found.values())
+
+
+def source_of(specs: list[KernelSpec]) -> str:
+    """The launch numbers of all, without the code of any."""
+    known = {spec.kernel: kernels.find(spec.kernel) for spec in specs}
+    text = [f'#include "{kernel.header}"' for kernel in known.values()] + ['#include "flashpage/params/variant.h"']
+    for number, spec in enumerate(specs):
+        kernel = known[spec.kernel]
+        traits = "\n".join(kernel.traits(spec)).replace("= flashpage::Variant;", f"= k{number}::Variant;")
+        for name in ("KeyProduct", "ShortKeyProduct", "ValueProduct"):
+            traits = traits.replace(f"flashpage::{name}", f"k{number}::{name}")
+        sources = f"{render(spec.variant)}\n{kernel.sources(spec)}"
+        text.append(f"namespace flashpage::k{number} {{\n{sources}\nstruct Traits {{\n{traits}\n}};")
+        text.append(f"using Kernel = {kernel.cpp};")
+        text.append(
+            f'extern "C" __device__ const int launch_{number}[2] = {{Kernel::threads, Kernel::shared_bytes}};\n}}'
+        )
+    return "\n".join(text)
+
+
+@pytest.mark.parametrize("card", ONE_OF_A_KIND, ids=lambda card: f"sm_{card.sm}-{card.name}")
+def test_tiles_fit(card: Device, tmp_path: Path) -> None:
+    target = Target("cuda", card.sm)
+    compiler = find_compiler(target)
+    if compiler is None:
+        pytest.skip("no CUDA compiler here")
+    specs = specs_of(card)
+    source, binary = tmp_path / "kernels.cu", tmp_path / "kernels.cubin"
+    source.write_text(source_of(specs))
+    done = subprocess.run(compiler.command(source, binary, target), capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    elf = Elf(binary.read_bytes())
+    launches = {s.name: struct.unpack("<2i", elf.bytes_of(s)) for s in elf.symbols if s.name.startswith("launch_")}
+    assert len(launches) == len(specs) > 100
+    sizes = {specs[int(name.removeprefix("launch_"))].name: size for name, (_, size) in launches.items()}
+    too_large = {name: size for name, size in sizes.items() if size > card.shared_bytes}
+    assert not too_large, (len(too_large), too_large)
