@@ -80,8 +80,8 @@ _MANY = (
 
 
 def _is_few(work: Work) -> bool:
-    """Whether rows are so few that warps lie along the tokens. Where rows of K and V are wide, the ring of two warps may
-    be too large for the card, above all next to rotated keys, which have 16 bits."""
+    """Whether rows are so few that warps lie along the tokens. Where rows of K and V are wide, the ring of two warps
+    may be too large for the card, above all next to rotated keys, which have 16 bits."""
     is_few = work.packed_rows <= 16 or (work.packed_rows <= 32 and work.widest <= 128)
     is_large, is_fp8 = work.card.shared_bytes >= _LARGE, work.options.kv_dtype.is_fp8
     if _is_tight(work) and is_fp8:
@@ -167,7 +167,6 @@ KERNEL = AttentionKernel(
     tile=_tile,
     cost=_cost,
     row_alignment=16,
-    has_variant=True,
     traits=_traits,
     ahead=_AHEAD,
 )

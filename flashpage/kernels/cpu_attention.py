@@ -59,7 +59,6 @@ KERNEL = AttentionKernel(
     accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), head_dims(16, 512, 8)),
     tile=_tile,
     cost=_cost,
-    has_variant=True,
     traits=_traits,
     ahead=_AHEAD,
 )

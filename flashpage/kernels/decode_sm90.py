@@ -96,7 +96,6 @@ KERNEL = AttentionKernel(
     row_alignment=16,
     merges_in_launch=True,
     runs_beside=True,
-    has_variant=True,
     traits=_traits,
     ahead=_AHEAD,
 )

@@ -47,6 +47,7 @@ class Kernel:
 class AttentionKernel(Kernel):
     """A kernel that runs a plan: what it accepts, with which tile, at what cost."""
 
+    has_variant: bool = True
     accepts: tuple[Rule, ...] = ()
     tile: Callable[[Work], Tile] = dataclasses.field(kw_only=True)
     cost: Callable[[Work, Tile], Cost] = dataclasses.field(kw_only=True)

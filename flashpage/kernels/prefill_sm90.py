@@ -286,7 +286,6 @@ KERNEL = AttentionKernel(
     row_alignment=16,
     row_boxes=True,
     runs_beside=True,
-    has_variant=True,
     traits=_traits,
     ahead=_AHEAD,
     sources=wgmma_source.render,

@@ -1,0 +1,209 @@
+"""What CONTRIBUTING promises: a kernel is a header folder, a Python file and a row; a card is a row."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashpage
+from flashpage import cli, native
+from flashpage.kernels import ATTENTION, devices
+from flashpage.kernels.devices import Device
+from flashpage.plan import plan_lengths
+
+HEADER = r"""// Attention as books write it: all scores of a row before its first value.
+#pragma once
+#include <cmath>
+#include <vector>
+
+#include "flashpage/cpu/kv_tile.h"
+#include "flashpage/cpu/unit.h"
+
+namespace flashpage::cpu {
+
+template <class Traits>
+void attend_row(const AttentionParams& p, const WorkItem& item, const Unit<Traits::tile_q>& unit, i32 r) {
+  const Row& row = unit.rows[r];
+  const i64 q_place = (item.q_begin + row.row) * p.q_row_stride + row.head * p.q_head_stride;
+  const float* q = static_cast<const float*>(p.q) + q_place;
+  std::vector<double> weights, out(Traits::head_dim_vo);
+  double sum = 0;
+  for (i32 token = row.begin; token < row.end; ++token) {
+    KvTile<float, 16> tile = {token, 1, {}, {}};
+    locate_rows<Traits::kv_source>(p, item, unit.kv_head, tile);
+    double score = 0;
+    for (int i = 0; i < Traits::head_dim_qk; ++i) score += double{q[i]} * tile.keys[0][i];
+    const double weight = std::exp(score * row.scale);
+    sum += weight;
+    for (int i = 0; i < Traits::head_dim_vo; ++i) out[i] += weight * tile.values[0][i];
+  }
+  const bool is_cut = item.partial_row >= 0;
+  const i64 place = is_cut ? i64{item.partial_row} + r : i64{item.q_begin} + row.row;
+  float* to = is_cut ? p.partial_out + place * Traits::head_dim_vo
+                     : static_cast<float*>(p.out) + place * p.out_row_stride + row.head * p.out_head_stride;
+  for (int i = 0; i < Traits::head_dim_vo; ++i) to[i] = sum > 0 ? float(out[i] / sum) : 0.0f;
+  const float lse = sum > 0 ? float(std::log2(sum)) : -INFINITY;
+  if (is_cut) p.partial_lse[place] = lse;
+  else if (p.lse) p.lse[place * p.num_q_heads + row.head] = lse;
+}
+
+template <class Traits>
+void plain_attention(const AttentionParams& params, const VariantArgs&, i32 cta_begin, i32 cta_end) {
+  Unit<Traits::tile_q> unit;
+  for (i32 cta = cta_begin; cta < cta_end; ++cta)
+    for_each_item(params.plan, cta, [&](const WorkItem& item) {
+      for (i32 u = 0; u < item.num_units; ++u) {
+        make_unit(params, item, u, unit);
+        for (i32 r = 0; r < unit.num_rows; ++r) attend_row<Traits>(params, item, unit, r);
+      }
+    });
+}
+
+}  // namespace flashpage::cpu
+"""
+HOME = '''
+"""Attention as books write it, for fp32 on the CPU."""
+from pathlib import Path
+
+from flashpage.base.dtypes import DType
+from flashpage.kernels.cpu_attention import KERNEL as USUAL
+from flashpage.kernels.kernel import AttentionKernel, dtypes, head_dims
+from flashpage.kernels.tile import WALK_RUNS, Cost, Tile
+
+FP32 = (DType.FLOAT32,)
+
+
+def no_window(work):
+    return f"window_left {work.options.window_left}: it sees all tokens" if work.options.window_left >= 0 else None
+
+
+KERNEL = AttentionKernel(
+    name="cpu_plain",
+    header="flashpage/kernels/cpu_plain/kernel.h",
+    cpp="flashpage::cpu::plain_attention<Traits>",
+    parameters=USUAL.parameters,
+    include=Path(__file__).parent / "include",
+    accepts=(*dtypes(q=FP32, out=FP32), head_dims(16, 128, 8), no_window),
+    tile=lambda work: Tile(16, 16, 1, 1, 1),
+    cost=lambda work, tile: Cost(WALK_RUNS, 500.0, 1000.0, 1000.0, 64, 64),
+    traits=USUAL.traits,
+)
+'''
+Q_LENS, KV_LENS, PAGE = (3, 1, 40, 0), (17, 200, 40, 5), 4
+
+
+@pytest.fixture
+def cpu_plain(tmp_path: Path) -> Iterator[None]:
+    """The kernel's folder and file, and its row, first in the order of preference."""
+    header = tmp_path / "include" / "flashpage" / "kernels" / "cpu_plain" / "kernel.h"
+    header.parent.mkdir(parents=True)
+    header.write_text(HEADER)
+    (tmp_path / "cpu_plain.py").write_text(HOME)
+    spec = importlib.util.spec_from_file_location("cpu_plain", tmp_path / "cpu_plain.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ATTENTION.insert(0, module.KERNEL)
+    yield
+    ATTENTION.remove(module.KERNEL)
+
+
+def planned(window_left: int = -1) -> flashpage.BatchPrefillWithPagedKVCacheWrapper:
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 22, dtype=torch.uint8))
+    pages = torch.tensor([-(-length // PAGE) for length in KV_LENS])
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), pages.cumsum(0)]).int()
+    last = torch.tensor([(length - 1) % PAGE + 1 for length in KV_LENS], dtype=torch.int32)
+    q_indptr = torch.tensor([0, *Q_LENS]).cumsum(0).int()
+    indices = torch.randperm(int(indptr[-1]), generator=torch.Generator().manual_seed(1)).int()
+    options = {"causal": True, "q_data_type": torch.float32, "window_left": window_left}
+    wrapper.plan(q_indptr, indptr, indices, last, 4, 2, 32, PAGE, **options)
+    return wrapper
+
+
+def test_a_kernel_is_a_folder_a_file_and_a_row(cpu_plain: None) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(sum(Q_LENS), 4, 32)
+    cache = torch.randn(sum(-(-length // PAGE) for length in KV_LENS), 2, PAGE, 2, 32)
+    own = planned()
+    assert own.last_plan.spec.kernel == "cpu_plain" and own.last_plan.explain().startswith(
+        "kernel cpu_plain: the first"
+    )
+    out, lse = own.run(q, cache, return_lse=True)
+    kernel = ATTENTION.pop(0)
+    usual = planned()
+    assert usual.last_plan.spec.kernel == "cpu_attention"
+    expected, expected_lse = usual.run(q, cache, return_lse=True)
+    ATTENTION.insert(0, kernel)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-6)
+
+
+def test_its_rules_say_why_not(cpu_plain: None) -> None:
+    plan = planned(window_left=7).last_plan
+    assert plan.spec.kernel == "cpu_attention"
+    assert "refused cpu_plain: window_left 7: it sees all tokens" in plan.explain()
+
+
+def test_its_header_is_in_the_key(cpu_plain: None, tmp_path: Path) -> None:
+    from flashpage.jit import host_target
+    from flashpage.jit.render import include_dirs, render
+    from flashpage.jit.source import included, key_of
+
+    spec = planned().last_plan.spec
+    assert spec is not None
+    assert "flashpage/kernels/cpu_plain/kernel.h" in included(render(spec), include_dirs(spec))
+    assert key_of(spec, host_target()) == key_of(spec, host_target())
+
+
+ODD = Device("Imaginary 7", 89, 7, 99 << 10, 100 << 10, 8 << 20, gbps=100.0, tflops=10.0)
+
+
+def test_a_card_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(devices, "CARDS", (*devices.CARDS, ODD))
+    assert cli.main(["plan", "300,17,4096", "--card", "imaginary 7"]) == 0
+    out = capsys.readouterr().out
+    assert "card: Imaginary 7" in out and "kernel attention_sm80" in out and "floor on Imaginary 7" in out
+    plan = plan_lengths(None, [5000] * 3, card=ODD)
+    assert plan.num_ctas % ODD.sms == 0
+    assert cli.main(["plan", "300", "--card", "imaginary 8"]) == 2
+    assert "card 'imaginary 8' is not known: pass one of H200, H100, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "sm", "sms", "row"),
+    [
+        ("NVIDIA H200", 90, 132, "H200"),
+        ("NVIDIA H100 80GB HBM3", 90, 132, "H100"),
+        ("NVIDIA H100 PCIe", 90, 114, "H100 PCIe"),
+        ("NVIDIA H20", 90, 78, "H20"),
+        ("NVIDIA H200 MIG 1g.18gb", 90, 16, "H200"),
+        ("NVIDIA A100-SXM4-80GB", 80, 108, "A100"),
+        ("NVIDIA GeForce RTX 4090", 89, 128, "RTX 4090"),
+        ("NVIDIA L40S", 89, 142, "L40S"),
+        ("NVIDIA L4", 89, 58, "L4"),
+        ("NVIDIA GB10", 121, 48, "GB10"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 120, 188, "RTX PRO 6000"),
+    ],
+)
+def test_the_drivers_numbers_replace_a_rows(driver_name: str, sm: int, sms: int, row: str) -> None:
+    card = devices.from_driver(_info(driver_name, sm, sms))
+    known = devices.named(row)
+    assert (card.name, card.sms, card.shared_bytes, card.l2_bytes) == (row, sms, 12345, 77)
+    assert not card.is_estimated and card.sm_bytes_per_ns == pytest.approx(known.sm_bytes_per_ns)
+
+
+def test_a_card_without_a_row_is_estimated_from_its_clocks() -> None:
+    card = devices.from_driver(_info("NVIDIA RTX A6000", 86, 84))
+    assert card.is_estimated and card.name == "NVIDIA RTX A6000"
+    assert card.gbps == pytest.approx(0.95 * 768.1, rel=0.01)  # 8,001 MHz, 384 bits, two transfers a clock
+    assert card.tflops == pytest.approx(77.4, rel=0.01)  # 84 SMs at 1,800 MHz
+
+
+def _info(name: str, sm: int, sms: int) -> native.DeviceInfo:
+    numbers = {"shared_bytes_per_cta": 12345, "shared_bytes_per_sm": 23456, "l2_bytes": 77}
+    clocks = {"clock_khz": 1_800_000, "memory_khz": 8_001_000, "memory_bus_bits": 384}
+    return native.DeviceInfo(name=name.encode(), sm=sm, num_sms=sms, **numbers, **clocks)
