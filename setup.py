@@ -17,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from setuptools import Command, Distribution, setup
@@ -26,44 +25,74 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{ROOT / 'include'}"]
-COMPILE += [f"-I{ROOT / 'csrc'}"]
+COMPILE += [f"-I{ROOT / 'csrc'}"]  # for sources in folders of csrc/
 COMPILE += ["-fno-trapping-math"]  # nobody reads the floating-point flags, and loops with a choice vectorise
 # One library for every distribution: the C++ runtime inside, only libc, libdl and libpthread outside.
 LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined", "-Wl,-z,nodelete", "-s"]
-LINK += [f"-Wl,--version-script={ROOT / 'csrc' / 'exports.map'}"]
+EXPORTS = ROOT / "csrc" / "exports.map"
+LINK += [f"-Wl,--version-script={EXPORTS}"]
 LIBRARIES = ["-ldl", "-lpthread"]
 
 
 def build_library(library: Path, objects: Path) -> None:
-    """Compiles csrc/*.cpp side by side, leaving up-to-date objects alone, and links; publishes by rename."""
+    """Compiles the sources below csrc/ in parallel, without the up-to-date ones, and links; publishes by rename."""
     compiler = shlex.split(os.environ.get("FLASHPAGE_CXX") or os.environ.get("CXX") or "g++")
     objects.mkdir(parents=True, exist_ok=True)
     with open(objects / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        headers = [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("include/flashpage/*.h")]
-        headers += [p for folder in ("common", "plan") for p in ROOT.glob(f"include/flashpage/{folder}/*.h")]
-        newest = max(p.stat().st_mtime for p in [*headers, Path(__file__)])
-        sources = sorted(ROOT.glob("csrc/**/*.cpp"))
-        targets = [objects / f"{source.stem}.o" for source in sources]
-        stale = [
-            (source, target)
-            for source, target in zip(sources, targets, strict=True)
-            if not target.exists() or target.stat().st_mtime <= max(newest, source.stat().st_mtime)
-        ]
+        sources = sorted((ROOT / "csrc").rglob("*.cpp"))
+        targets = [objects / source.relative_to(ROOT / "csrc").with_suffix(".o") for source in sources]
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(lambda pair: _compile(compiler, *pair), stale))
-        library.parent.mkdir(parents=True, exist_ok=True)
-        if stale or not library.exists():
-            with tempfile.TemporaryDirectory(dir=library.parent) as private:
-                linked = Path(private) / library.name
-                _run([*compiler, *LINK, *map(str, targets), *LIBRARIES, "-o", str(linked)])
-                linked.replace(library)
+            list(pool.map(lambda pair: _compile(compiler, *pair), zip(sources, targets, strict=True)))
+        _link(compiler, targets, library, objects / "link.command")
 
 
 def _compile(compiler: list[str], source: Path, target: Path) -> None:
-    partial = target.with_suffix(".tmp")
-    _run([*compiler, *COMPILE, "-c", str(source), "-o", str(partial)])
-    partial.replace(target)
+    dependencies = target.with_suffix(".d")
+    command = [*compiler, *COMPILE, "-MMD", "-MF", str(dependencies), "-c", str(source), "-o", str(target)]
+    record = target.with_suffix(".command")
+    if _is_stale(target, command, record, _files_read(dependencies)):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _run_recorded(command, record)
+
+
+def _link(compiler: list[str], targets: list[Path], library: Path, record: Path) -> None:
+    partial = library.with_name(f"{library.name}.partial")
+    command = [*compiler, *LINK, *map(str, targets), *LIBRARIES, "-o", str(partial)]
+    # A partial library was linked by a build that ended before it was published.
+    if partial.exists() or _is_stale(library, command, record, [EXPORTS, *targets]):
+        library.parent.mkdir(parents=True, exist_ok=True)
+        _run_recorded(command, record)
+        partial.replace(library)
+
+
+def _is_stale(product: Path, command: list[str], record: Path, files: list[Path]) -> bool:
+    """Whether the product is missing, or another command made it, or a file it is made from is missing or newer."""
+    try:
+        product.stat()
+        if record.read_text() != shlex.join(command):
+            return True
+        started = record.stat().st_mtime_ns
+        return any(file.stat().st_mtime_ns > started for file in files)
+    except FileNotFoundError:
+        return True
+
+
+def _files_read(dependencies: Path) -> list[Path]:
+    """The files that a compilation read, from the compiler's list; the list itself where there is none."""
+    if not dependencies.exists():
+        return [dependencies]
+    words = shlex.split(dependencies.read_text().replace("\\\n", " "))
+    return [Path(word) for word in words[1:]]  # after the target
+
+
+def _run_recorded(command: list[str], record: Path) -> None:
+    """Runs a command, then publishes its record. The record's time is the start: a file edited meanwhile is newer."""
+    record.unlink(missing_ok=True)
+    started = record.with_name(f"{record.name}.partial")
+    started.write_text(shlex.join(command))
+    _run(command)
+    started.replace(record)
 
 
 def _run(command: list[str]) -> None:
