@@ -45,4 +45,4 @@ format: venv
 	$(CLANG_FORMAT) -i $(CPP_FILES)
 
 clean:
-	rm -rf $(VENV) $(VENV).lock build flashpage/lib *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV).lock build flashpage/lib flashpage/native/structs.py *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

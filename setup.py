@@ -1,6 +1,7 @@
 """Builds the host library with g++ alone and puts headers and templates into the wheel.
 
-`python setup.py build_host` builds flashpage/lib/libflashpage.so in a checkout (only what changed).
+`python setup.py build_host` builds flashpage/lib/libflashpage.so and writes flashpage/native/structs.py in a checkout,
+as far as they are out of date.
 `pip wheel --no-build-isolation --config-settings=--build-option=--aot=all .` makes a wheel with the kernels of
 aot/specs.py; instead of all: names of targets (`--aot=sm_90a,avx512`), or a program's manifest of its kernels
 (`--aot=used.json`).
@@ -32,24 +33,48 @@ LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined", 
 EXPORTS = ROOT / "csrc" / "exports.map"
 LINK += [f"-Wl,--version-script={EXPORTS}"]
 LIBRARIES = ["-ldl", "-lpthread"]
+STRUCTS = ROOT / "flashpage" / "native" / "structs.py"  # written by csrc/abi_structs.py
 
 
 def build_library(library: Path, objects: Path) -> None:
-    """Compiles the sources below csrc/ in parallel, without the up-to-date ones, and links; publishes by rename."""
+    """Compiles the sources below csrc/ in parallel, without the up-to-date ones, and links; publishes by rename.
+
+    Also writes the Python mirrors of its structs, once the compiler has found their layouts right.
+    """
     compiler = shlex.split(os.environ.get("FLASHPAGE_CXX") or os.environ.get("CXX") or "g++")
     objects.mkdir(parents=True, exist_ok=True)
     with open(objects / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        structs, assertions = _abi_structs()
+        _write_if_different(objects / "abi_layout.h", assertions)
+        command = [*compiler, *COMPILE, f"-I{objects}"]  # csrc/abi.cpp includes abi_layout.h
         sources = sorted((ROOT / "csrc").rglob("*.cpp"))
         targets = [objects / source.relative_to(ROOT / "csrc").with_suffix(".o") for source in sources]
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(lambda pair: _compile(compiler, *pair), zip(sources, targets, strict=True)))
+            list(pool.map(lambda pair: _compile(command, *pair), zip(sources, targets, strict=True)))
         _link(compiler, targets, library, objects / "link.command")
+        _write_if_different(STRUCTS, structs)
 
 
-def _compile(compiler: list[str], source: Path, target: Path) -> None:
+def _abi_structs() -> tuple[str, str]:
+    """The Python module and the C++ header that csrc/abi_structs.py writes."""
+    abi_structs = _module(ROOT / "csrc" / "abi_structs.py")
+    try:
+        return abi_structs.generate(ROOT, _paths_module().hash_declarations(ROOT, abi_structs.SOURCES))
+    except abi_structs.UnreadableError as error:
+        sys.exit(str(error))
+
+
+def _write_if_different(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(text)
+        partial.replace(path)
+
+
+def _compile(command: list[str], source: Path, target: Path) -> None:
     dependencies = target.with_suffix(".d")
-    command = [*compiler, *COMPILE, "-MMD", "-MF", str(dependencies), "-c", str(source), "-o", str(target)]
+    command = [*command, "-MMD", "-MF", str(dependencies), "-c", str(source), "-o", str(target)]
     record = target.with_suffix(".command")
     if _is_stale(target, command, record, _files_read(dependencies)):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -117,12 +142,16 @@ def build_kernels(which: str) -> None:
         )
 
 
-def _paths_module():
-    """flashpage/base/paths.py alone: the package itself needs the library that is being built."""
-    spec = importlib.util.spec_from_file_location("flashpage_paths", ROOT / "flashpage" / "base" / "paths.py")
+def _module(path: Path):
+    """A module alone: the package itself needs the library that is being built."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _paths_module():
+    return _module(ROOT / "flashpage" / "base" / "paths.py")
 
 
 class BuildHost(Command):

@@ -1,6 +1,7 @@
 // The C ABI of libflashpage.so, the host library: planner, pinned plan slots, CUDA driver launches, the CPU's threads.
-// Python binds it with ctypes (flashpage/native/library.py). Every function that can fail returns a status; fp_last_error() has
-// the sentence, of this thread. Nothing here throws, and nothing touches CUDA before the first fp_cuda_* call.
+// Python binds it with ctypes (flashpage/native/library.py); csrc/abi_structs.py reads the structs from here. Every
+// function that can fail returns a status; fp_last_error() has the sentence, of this thread. Nothing here throws, and
+// nothing touches CUDA before the first fp_cuda_* call.
 #pragma once
 #include <cstdint>
 
@@ -20,9 +21,8 @@ enum fp_status : int32_t {
 };
 
 FP_API const char* fp_last_error();
-FP_API int32_t fp_abi_version();
-// sizeof of the struct that Python mirrors, by name ("AttentionParams", ...); -1: no such struct.
-FP_API int64_t fp_sizeof(const char* struct_name);
+// Identifies the headers that the library was built from; flashpage/native/structs.py has the same text.
+FP_API const char* fp_abi_fingerprint();
 
 // ---------------------------------------------------------------- planner (csrc/plan/planner.cpp, include/flashpage/plan/)
 

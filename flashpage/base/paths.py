@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -73,6 +73,15 @@ def hash_sources(*folders: Path) -> str:
         digest.update(f"{name} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def hash_declarations(root: Path, names: Iterable[str]) -> str:
+    """sha256 of the files' lines without indentation and comments; "" where one of them is missing."""
+    files = [root / name for name in names]
+    if not all(file.is_file() for file in files):
+        return ""
+    lines = [line.partition(b"//")[0].strip() for file in files for line in file.read_bytes().splitlines()]
+    return hashlib.sha256(b"\n".join(line for line in lines if line)).hexdigest()
 
 
 def _sources(*folders: Path) -> Iterator[tuple[str, str]]:

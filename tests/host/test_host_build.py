@@ -1,4 +1,4 @@
-"""What `setup.py build_host` compiles again: files that read what changed, and no others."""
+"""What `setup.py build_host` makes again: files that read what changed, and no others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,15 @@ class Tree:
         self.folder = folder
         shutil.copytree(ROOT / "include", folder / "include")
         (folder / "csrc" / "inner").mkdir(parents=True)
-        for name in ("setup.py", "csrc/exports.map"):
+        for name in ("base", "native"):
+            (folder / "flashpage" / name).mkdir(parents=True)
+        for name in (
+            "setup.py",
+            "csrc/exports.map",
+            "csrc/abi_structs.py",
+            "csrc/flashpage.h",
+            "flashpage/base/paths.py",
+        ):
             shutil.copy2(ROOT / name, folder / name)
         self.write("pyproject.toml", PYPROJECT)
         self.write("csrc/inner/words.cpp", WORDS)
@@ -65,6 +73,11 @@ class Tree:
         shutil.copy2(built, copy)
         return ctypes.CDLL(str(copy))
 
+    def fingerprint(self) -> str:
+        function = self.library().fp_abi_fingerprint
+        function.restype = ctypes.c_char_p
+        return function().decode()
+
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
@@ -84,6 +97,29 @@ def test_only_files_that_read_a_changed_header_are_compiled_again(tree: Tree) ->
 def test_another_command_compiles_everything_again(tree: Tree) -> None:
     assert tree.build(FLASHPAGE_CXX="g++ -DNDEBUG") == {"one.o", "inner/words.o"}
     assert tree.build(FLASHPAGE_CXX="g++ -DNDEBUG") == set()
+
+
+def test_a_field_changes_the_python_module_with_the_library(tree: Tree) -> None:
+    shutil.copy2(ROOT / "csrc" / "abi.cpp", tree.folder / "csrc")
+    assert tree.build() == {"abi.o"}
+    module, fingerprint = tree.folder / "flashpage" / "native" / "structs.py", tree.fingerprint()
+    assert f'FINGERPRINT = "{fingerprint}"' in module.read_text() and '("added",' not in module.read_text()
+    tree.edit("csrc/flashpage.h", "struct fp_problem {", "struct fp_problem {\n  int64_t added;")
+    assert tree.build() == {"abi.o"}
+    assert f'FINGERPRINT = "{tree.fingerprint()}"' in module.read_text() and '("added",' in module.read_text()
+    assert tree.fingerprint() != fingerprint
+
+
+def test_a_layout_that_python_does_not_see_fails_the_build(tree: Tree) -> None:
+    shutil.copy2(ROOT / "csrc" / "abi.cpp", tree.folder / "csrc")
+    module = (tree.folder / "flashpage" / "native" / "structs.py").read_text()
+    tree.edit("csrc/flashpage.h", "struct fp_tables {", "struct alignas(128) fp_tables {")
+    with pytest.raises(AssertionError, match=r"(?s)static assertion failed.*fp_tables.*did not build"):
+        tree.build()
+    assert (tree.folder / "flashpage" / "native" / "structs.py").read_text() == module
+    tree.edit("csrc/flashpage.h", "alignas(128) fp_tables {", "fp_tables : fp_problem {")
+    with pytest.raises(AssertionError, match=r"csrc/flashpage.h:\d+: `struct fp_tables : fp_problem {` is no plain"):
+        tree.build()
 
 
 def test_a_removed_source_leaves_the_library(tree: Tree) -> None:

@@ -1,72 +1,138 @@
-"""The ctypes mirrors against the C++ structs, and csrc/cuda/cuda_api.h against the toolkit's cuda.h."""
+"""What csrc/abi_structs.py reads and writes, and csrc/cuda/cuda_api.h against the toolkit's cuda.h."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from native_build import check_syntax
+from native_build import ROOT, check_syntax
 
 import flashpage
 from flashpage import native
-from flashpage.native import library, records
-
-C_NAMES = {
-    "IndexArray": "fp_index_array",
-    "ProblemStruct": "fp_problem",
-    "Schedule": "fp_schedule",
-    "Tables": "fp_tables",
-    "PlanResult": "fp_plan_result",
-    "Parts": "fp_parts",
-    "SecondPart": "fp_second_part",
-    "MaskedBatch": "fp_masked_batch",
-    "KernelInfo": "fp_kernel_info",
-    "DeviceInfo": "fp_device_info",
-    "BoxForm": "fp_box_form",
-    "KvBoxes": "fp_kv_boxes",
-    "RunArgs": "fp_run_args",
-    "Python": "fp_python",
-    "TensorForm": "fp_tensor_form",
-    "BoundRun": "fp_bound_run",
-    "LengthsStruct": "fp_lengths",
-    "SlotsCall": "fp_slots_call",
-}
+from flashpage.base import paths
+from flashpage.native import library
 
 
-def layout(name: str) -> tuple[int, dict[str, tuple[int, int]]]:
-    """Size, and each field's offset and size, as Python sees them."""
-    if name in records.RECORDS:
-        record = records.RECORDS[name]
-        return record.itemsize, {f: (o, t.itemsize) for f, (t, o) in record.fields.items()}
-    struct = next(s for s in native.STRUCTS if s.__name__ == name)
-    fields = {f: getattr(struct, f) for f, _ in struct._fields_}
-    return ctypes.sizeof(struct), {f: (d.offset, d.size) for f, d in fields.items()}
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("abi_structs", ROOT / "csrc" / "abi_structs.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize("name", [s.__name__ for s in native.STRUCTS] + list(records.RECORDS))
-def test_every_field_lies_where_python_thinks(name: str) -> None:
-    size, fields = layout(name)
-    struct = C_NAMES.get(name, f"flashpage::{name}")
-    asserts = [f"static_assert(sizeof({struct}) == {size});"]
-    asserts += [f"static_assert(offsetof({struct}, {f}) == {offset});" for f, (offset, _) in fields.items()]
-    asserts += [f"static_assert(sizeof({struct}::{f}) == {bytes_});" for f, (_, bytes_) in fields.items()]
-    check_syntax('#include <cstddef>\n#include "flashpage.h"\n' + "\n".join(asserts))
+abi_structs = load_generator()
+BASE = (
+    "// A pair.\nstruct Pair {\n  i32 first; /* ; */ static constexpr i32 count = 2;\n  float second[2], third;\n};\n"
+)
 
 
-def test_the_library_knows_every_struct_and_no_other() -> None:
-    loaded = native.load()
-    for name in [s.__name__ for s in native.STRUCTS] + list(records.RECORDS):
-        assert loaded.fp_sizeof(name.encode()) == layout(name)[0], name
-    assert loaded.fp_sizeof(b"NoSuchStruct") == -1
+def test_structs_are_read_as_they_are_declared() -> None:
+    text = BASE + "struct fp_other;\nstruct alignas(16) fp_bound_pair {\n  const flashpage::Pair* where;\n"
+    text += "  flashpage::Pair pairs[3];\n  char** names;\n  void (*call)(i32, void*);\n"
+    text += "  FP_HOST_DEVICE i32 sum() const {\n    if (names) { return 1; }\n    return 2;\n  }\n  u16 last;\n};\n"
+    known: dict[str, Any] = {}
+    abi_structs.read_structs(text, "here.h", known)
+    assert known["Pair"].fields == [("first", "c_int32"), ("second", "c_float * 2"), ("third", "c_float")]
+    assert known["fp_bound_pair"][:2] == ("fp_bound_pair", "BoundPair")
+    assert known["fp_bound_pair"].fields == [
+        ("where", "c_void_p"),
+        ("pairs", "Pair * 3"),
+        ("names", "c_void_p"),
+        ("call", "c_void_p"),
+        ("last", "c_uint16"),
+    ]
 
 
-def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "ABI_VERSION", library.ABI_VERSION + 1)
-    with pytest.raises(flashpage.FlashpageError, match="ABI version .* build_host"):
-        library._check_layout(native.load(), "libflashpage.so")
+@pytest.mark.parametrize(
+    "text, place",
+    [
+        (BASE + "struct Next : Pair {\n  i32 a;\n};", "here.h:6: `struct Next : Pair {`"),
+        (BASE + "template <int n>\nstruct Next<n> { i32 a; };", "here.h:7: `struct Next<n>"),
+        (BASE + "union Next {\n  i32 a;\n};", "here.h:6: `union Next"),
+        (BASE + BASE, "here.h:7: Pair is also declared"),
+        ("struct A {\n\n  // why\n  bool a;\n};", "here.h:4: `bool a;`"),
+        ("struct A {\n  i32 a : 3;\n};", "here.h:2: `i32 a : 3;`"),
+        ("struct A {\n  i32 a[size];\n};", "here.h:2: `i32 a"),
+        ("struct A {\n  i32 a[2][2];\n};", "here.h:2: `i32 a"),
+        ("struct A {\n  i32 a = 1;\n};", "here.h:2: `i32 a = 1;`"),
+        ("struct A {\n  void *a, *b;\n};", r"here.h:2: `void \*a, \*b;`"),
+        ("struct A {\n  void* a[2];\n};", "here.h:2: `void"),
+        ("struct A {\n  i32 a;\n  A(int a) : a(a) {}\n};", "here.h:3: `A"),
+        ("struct A {\n  Later a;\n};\nstruct Later {\n  i32 a;\n};", "here.h:2: `Later a;`"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_place(text: str, place: str) -> None:
+    with pytest.raises(abi_structs.UnreadableError, match=place):
+        abi_structs.read_structs(text, "here.h", {})
+
+
+def test_a_field_is_written_in_its_header_alone(tmp_path: Path) -> None:
+    """The generated module follows the header; where it did not, the compiler would refuse the other file."""
+    for name in abi_structs.SOURCES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tmp_path / name)
+    digest = paths.hash_declarations(tmp_path, abi_structs.SOURCES)
+    module, assertions = abi_structs.generate(tmp_path, digest)
+    assert module == Path(native.structs.__file__).read_text()
+    check_syntax(assertions)
+
+    header = tmp_path / "include/flashpage/params/params.h"
+    header.write_text(header.read_text().replace("  const void* q;", "  // new\n  i32 added;\n  const void* q;", 1))
+    assert paths.hash_declarations(tmp_path, abi_structs.SOURCES) != digest
+    changed, assertions = abi_structs.generate(tmp_path, digest)
+    assert '("added", c_int32)' in changed and '("added", c_int32)' not in module
+    with pytest.raises(AssertionError, match="static assertion failed"):
+        check_syntax(assertions)
+
+
+def test_comments_do_not_make_a_build_out_of_date(tmp_path: Path) -> None:
+    (tmp_path / "a.h").write_text("i32 a;  // one\n\n  i32 b;\n")
+    digest = paths.hash_declarations(tmp_path, ["a.h"])
+    (tmp_path / "a.h").write_text("// another\ni32 a;\ni32 b;  // two\n")
+    assert paths.hash_declarations(tmp_path, ["a.h"]) == digest
+    (tmp_path / "a.h").write_text("i32 a;\ni64 b;\n")
+    assert paths.hash_declarations(tmp_path, ["a.h"]) != digest
+
+
+def test_a_library_of_another_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.structs, "FINGERPRINT", "0")
+    with pytest.raises(flashpage.FlashpageError, match=r"different builds: rebuild it with .*build_host"):
+        native.load.__wrapped__()
+
+
+def test_a_library_without_a_fingerprint_is_refused() -> None:
+    with pytest.raises(flashpage.FlashpageError, match=r"different builds: rebuild it with .*build_host"):
+        library._check_fingerprint(ctypes.CDLL(None), Path("libold.so"))
+
+
+def test_headers_that_changed_since_the_build_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "hash_declarations", lambda *_: "0")
+    with pytest.raises(flashpage.FlashpageError, match=r"headers of .* have changed .*: rebuild it with .*build_host"):
+        native.load.__wrapped__()
+
+
+def test_a_checkout_that_was_never_built_names_the_command(tmp_path: Path) -> None:
+    left_out = shutil.ignore_patterns("__pycache__", "lib", "structs.py", "aot_kernels")
+    shutil.copytree(ROOT / "flashpage", tmp_path / "flashpage", ignore=left_out)
+    command = [sys.executable, "-c", "from flashpage import native"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    last = result.stderr.strip().splitlines()[-1]
+    assert "FlashpageError: the host library is not built" in last and "`python setup.py build_host`" in last
+
+
+def test_a_struct_takes_no_attribute_that_is_no_field() -> None:
+    with pytest.raises(AttributeError, match="no_field"):
+        native.KvView().no_field = 1
 
 
 def test_fast_div_is_what_the_header_makes() -> None:

@@ -1,4 +1,4 @@
-// What the kernels over vLLM's caches of blocks are launched with; flashpage/native/library.py mirrors it.
+// What the kernels over vLLM's caches of blocks are launched with; csrc/abi_structs.py reads it.
 #pragma once
 #include "flashpage/common/math.h"
 

@@ -1,5 +1,5 @@
-// What a kernel is launched with. The same structs on the CPU, on the card and in Python (flashpage/native/library.py mirrors
-// them and checks sizeof at load). Strides are in elements; the last dimension of every tensor is contiguous.
+// What a kernel is launched with. The same structs on the CPU, on the card and in Python (csrc/abi_structs.py reads
+// them from here). Strides are in elements; the last dimension of every tensor is contiguous.
 #pragma once
 #include "flashpage/common/math.h"
 #include "flashpage/common/tensor_map.h"
