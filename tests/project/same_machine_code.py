@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from io import BytesIO
 from pathlib import Path
@@ -50,36 +49,38 @@ class Kernel:
 
 
 Pair = tuple[Kernel, Kernel]
-Key = Callable[[Kernel], object]
 
 
 def pair(old: Iterable[Kernel], new: Iterable[Kernel]) -> tuple[list[Pair], list[Kernel], list[Kernel]]:
     """Pairs, and the kernels of each side that have no partner.
 
-    Only fields that both sides have count. Where those leave a choice (a field was dropped that told kernels apart),
-    the same code is preferred; last come kernels that share nothing but their code and target (a renamed value).
+    Only fields that both sides have count. Where a dropped field leaves a choice, the same code makes partners.
+    One number of a tile may have changed; last come kernels of the same code that share only their target.
     """
     old, new = list(old), list(new)
     fields = _common([k.fields for k in old], [k.fields for k in new])
     tile = _common([k.tile for k in old if k.tile], [k.tile for k in new if k.tile])
 
-    def identity(kernel: Kernel) -> str:
-        return json.dumps([kernel.fields[name] for name in fields], sort_keys=True)
+    def same_fields(a: Kernel, b: Kernel) -> bool:
+        return all(a.fields[name] == b.fields[name] for name in fields)
 
-    def shape(kernel: Kernel) -> str:
-        return identity(kernel) + json.dumps([kernel.tile.get(name) for name in tile])
+    def unlike_tiles(a: Kernel, b: Kernel) -> int:
+        return sum(a.tile.get(name) != b.tile.get(name) for name in tile)
 
+    rules: list[Callable[[Kernel, Kernel], bool]] = [
+        lambda a, b: same_fields(a, b) and unlike_tiles(a, b) == 0 and a.cubin == b.cubin,
+        lambda a, b: same_fields(a, b) and a.cubin == b.cubin,
+        lambda a, b: same_fields(a, b) and unlike_tiles(a, b) == 0,
+        lambda a, b: same_fields(a, b) and unlike_tiles(a, b) == 1,
+        lambda a, b: a.fields["target"] == b.fields["target"] and a.cubin == b.cubin,
+    ]
     pairs: list[Pair] = []
-    keys: list[Key] = [lambda k: (shape(k), k.cubin), shape, lambda k: (k.fields["target"], k.cubin)]
-    for key in keys:
-        groups: dict[object, list[Kernel]] = defaultdict(list)
-        for kernel in new:
-            groups[key(kernel)].append(kernel)
+    for are_partners in rules:
         for kernel in list(old):
-            if candidates := groups[key(kernel)]:
-                pairs.append((kernel, candidates.pop(0)))
+            if partner := next((other for other in new if are_partners(kernel, other)), None):
+                pairs.append((kernel, partner))
                 old.remove(kernel)
-                new.remove(pairs[-1][1])
+                new.remove(partner)
     return pairs, old, new
 
 

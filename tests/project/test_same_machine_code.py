@@ -15,22 +15,23 @@ import same_machine_code
 from same_machine_code import Kernel, pair
 
 SOURCE = """
-extern "C" __device__ const int flashpage_launch[2] = {THREADS, 4096};
+extern "C" __device__ const int flashpage_launch[] = {128, SHARED MORE};
 __device__ const int table[4] = {1, 2, 3, TABLE};
 __constant__ float scale[2] = {1.0f, 2.0f};
 __device__ __noinline__ float NAME_helper(float x) { return x * scale[1]; }
-extern "C" __global__ void __launch_bounds__(THREADS) NAME(float* x, int n) {
+extern "C" __global__ void __launch_bounds__(128) NAME(float* x, int n) {
   __shared__ float staged[64];
   staged[threadIdx.x % 64] = x[threadIdx.x];
   __syncthreads();
   x[threadIdx.x] = NAME_helper(staged[n % 64]) / (x[3] OPERATION table[n % 4]);
 }
 """
-PLAIN = {"NAME": "first", "THREADS": "128", "TABLE": "4", "OPERATION": "+"}
+PLAIN = {"NAME": "first", "SHARED": "4096", "MORE": "", "TABLE": "4", "OPERATION": "+"}
 CHANGES = {
     "same but for the names": ({"NAME": "another_name"}, []),
     "code": ({"OPERATION": "-"}, ["instructions in place differ"]),
-    "launch block": ({"THREADS": "64"}, ["launch block (128, 4096) -> (64, 4096)"]),
+    "launch block": ({"SHARED": "8192"}, ["launch block (128, 4096) -> (128, 8192)"]),
+    "more numbers for the host": ({"MORE": ", 7"}, []),
     "variable": ({"TABLE": "5"}, ["data differ"]),
 }
 
@@ -92,6 +93,17 @@ def test_pairs_by_fields_of_both_sides() -> None:
     pairs, only_old, only_new = pair([*old, alone[0]], [*new, alone[1]])
     assert codes(pairs) == {(b"a", b"A"), (b"b", b"B")}
     assert (only_old, only_new) == ([alone[0]], [alone[1]])
+
+
+def test_one_number_of_a_tile_may_change() -> None:
+    old = [kernel(b"a", {"rows": 16, "stages": 3}), kernel(b"b", {"rows": 64, "stages": 3})]
+    new = [
+        kernel(b"B", {"rows": 64, "stages": 4}),
+        kernel(b"A", {"rows": 16, "stages": 4}),
+        kernel(b"c", {"rows": 8, "stages": 2}),
+    ]
+    pairs, only_old, only_new = pair(old, new)
+    assert codes(pairs) == {(b"a", b"A"), (b"b", b"B")} and not only_old and only_new == [new[2]]
 
 
 def test_same_code_decides_where_fields_do_not() -> None:
