@@ -22,9 +22,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from cubin import Cubin, differences, read_cubin
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "support"))
+from cubin import Cubin, differences, read_cubin  # noqa: E402
+
 _DIFF_LINES = 60  # of one kernel's disassembly
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 _SYMTAB, _RELA, _NOBITS, _REL = 2, 4, 8, 9  # sh_type
 _FUNC = 2  # symbol type
 _LAUNCH = "flashpage_launch"
+_LAUNCH_NUMBERS = 2  # threads and dynamic shared bytes; numbers after them are for the host alone
 # .nv.info attributes: their payload begins with a symbol's index, or is a list of such indices.
 _REGCOUNT, _EXTERNS = 0x2F, 0x0F
 _BEGINS_WITH_SYMBOL = {0x0A, 0x11, 0x12, 0x23, _REGCOUNT}  # parameter bank, frame and stack sizes, registers
@@ -50,14 +51,14 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class Cubin:
-    """The launch block is (threads, shared bytes), None where the cubin exports none."""
+    """Two that compare equal are the same machine code, launched in the same way."""
 
     functions: tuple[Function, ...]
     constants: tuple[tuple[str, bytes], ...]  # banks that all functions share
-    data: tuple[bytes, ...]  # initialised variables, the launch block among them
+    data: tuple[bytes, ...]  # initialised variables, without the launch block
     zeroed_bytes: int
     relocations: tuple[tuple[int, int, str, int], ...]
-    launch: tuple[int, ...] | None
+    launch: tuple[int, ...] | None  # (threads, shared bytes); None where the cubin exports none
 
     @property
     def code_bytes(self) -> int:
@@ -126,6 +127,8 @@ class Elf:
         section = self.sections[symbol.section]
         if symbol.kind == _FUNC:
             return f"code at {symbol.value}"
+        if symbol.name == _LAUNCH:
+            return "the launch block"
         return f"{'.'.join(section.name.split('.')[:3])} {symbol.size} {self.bytes_of(symbol).hex()}"
 
 
@@ -140,10 +143,10 @@ def read_cubin(image: bytes) -> Cubin:
     return Cubin(
         functions=functions,
         constants=tuple((section.name, section.data) for section in shared),
-        data=tuple(sorted(map(elf.bytes_of, initialised))),
+        data=tuple(sorted(elf.bytes_of(symbol) for symbol in initialised if symbol.name != _LAUNCH)),
         zeroed_bytes=sum(section.size for section in elf.sections if section.name == ".nv.global"),
         relocations=tuple(entry for section in shared for entry in elf.relocations(section.name)),
-        launch=None if launch is None else struct.unpack(f"<{len(launch) // 4}i", launch),
+        launch=None if launch is None else struct.unpack_from(f"<{_LAUNCH_NUMBERS}i", launch),
     )
 
 
