@@ -34,18 +34,18 @@ class ContextLengths:
     """How much rows of many tiles see, on average. Made once for options, asked at every plan."""
 
     __slots__ = (
-        "_heads",
+        "_few_rows",
         "_hidden",
         "_least_rows",
         "_least_tokens",
-        "_may_be_few",
         "_may_be_long",
         "_may_be_short",
         "_rows_of_prefill",
         "may_differ",
+        "most_rows_of_few",
     )
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, card: Device) -> None:
         is_fp8, group = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8, options.group_size
         least = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
         has_short_window = 0 <= options.window_left < least - 1
@@ -55,26 +55,26 @@ class ContextLengths:
         self._may_be_short = (
             self.may_differ and options.head_dim_qk == options.head_dim_vo == 128 and not options.kv_dtype.is_fp8
         )
-        self._may_be_few = self.may_differ and _has_tiles_of_few(options)
+        heads = options.num_q_heads
+        # Query rows of a batch that is so small that an SM has two CTAs; 0: no batch is.
+        may_be_few = self.may_differ and _has_tiles_of_few(options)
+        self.most_rows_of_few = _FEWEST_ROWS_OF_SM * card.sms // heads if may_be_few else 0
+        self._few_rows = _FEW_ROWS_OF_SM * card.sms / heads
         self._hidden = 0.5 if options.causal else 0.0  # of a request's rows: tokens that one does not see
-        self._least_rows, self._least_tokens, self._heads = _ROWS_FOR_PAIRS / group, least, options.num_q_heads
+        self._least_rows, self._least_tokens = _ROWS_FOR_PAIRS / group, least
         self._rows_of_prefill = 64 / group  # fewer are decode's
 
-    def most_rows_of_few(self, card: Device) -> int:
-        """Query rows of a batch that is so small that an SM has two CTAs; 0: no batch is."""
-        return _FEWEST_ROWS_OF_SM * card.sms // self._heads if self._may_be_few else 0
-
-    def of(self, batch: int, total_rows: int, total_tokens: int, card: Device) -> Contexts:
+    def of(self, batch: int, total_rows: int, total_tokens: int) -> Contexts:
         if batch == 0:
             return Contexts.USUAL
         seen = (total_tokens - self._hidden * total_rows) / batch
         is_prefill = total_rows > self._rows_of_prefill * batch
-        if seen <= _CONTEXT_OF_FEWEST and is_prefill and total_rows <= self.most_rows_of_few(card):
+        if total_rows <= self.most_rows_of_few and seen <= _CONTEXT_OF_FEWEST and is_prefill:
             return Contexts.FEW
         if self._may_be_long and seen >= self._least_tokens and total_rows >= self._least_rows * batch:
             return Contexts.LONG
         if self._may_be_short and seen <= _SHORT_CONTEXT_OF_FEW and is_prefill:
-            are_few = total_rows * self._heads <= _FEW_ROWS_OF_SM * card.sms
+            are_few = total_rows <= self._few_rows
             return Contexts.SHORT if are_few or seen <= _SHORT_CONTEXT else Contexts.USUAL
         return Contexts.USUAL
 

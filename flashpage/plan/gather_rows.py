@@ -45,28 +45,34 @@ def as_rows(options: Options) -> Options:
 class Worth:
     """Whether a batch is worth the copy. Made once for options, asked at every plan."""
 
-    __slots__ = ("_hidden", "_least_rows", "_least_with_starts", "_most_tokens", "may_be")
+    __slots__ = ("_hidden", "_least_rows", "_least_with_starts", "_most_tokens", "_unit_tokens", "may_be")
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, card: Device) -> None:
         self.may_be = _may_be(options)  # in any batch
         self._hidden = 0.5 if options.causal else 0.0
         self._most_tokens = options.window_left + 1 if options.window_left >= 0 else None  # that a row sees
-        self._least_rows = LEAST_ROWS / options.group_size
-        self._least_with_starts = LEAST_ROWS_AND_STARTS / options.group_size
+        # The copy costs memory's time and saves time of products.
+        rows_of_h200 = card.flops_per_byte / options.group_size
+        self._least_rows = LEAST_ROWS * rows_of_h200
+        self._least_with_starts = LEAST_ROWS_AND_STARTS * rows_of_h200
+        self._unit_tokens = UNIT_TOKENS * card.flops_per_byte
 
-    def may_be_for(self, batch: int, total_rows: int, card: Device) -> bool:
+    def may_be_for(self, batch: int, total_rows: int) -> bool:
         """Whatever the tokens: rows that see none, or not all, only take away. Asked first, as it says no to most."""
         if not self.may_be or batch == 0:
             return False
-        return total_rows >= min(self._least_rows * batch, self._least_with_starts) * card.flops_per_byte
+        return total_rows >= min(self._least_rows * batch, self._least_with_starts)
 
-    def is_for(self, batch: int, total_rows: int, total_tokens: int, card: Device) -> bool:
-        if not self.may_be_for(batch, total_rows, card) or total_tokens <= 0:
+    def is_for(self, batch: int, total_rows: int, total_tokens: int) -> bool:
+        if not self.may_be_for(batch, total_rows) or total_tokens <= 0:
             return False
-        rows = self.rows_of_token(batch, total_rows, total_tokens) / card.flops_per_byte
+        rows = self.rows_of_token(batch, total_rows, total_tokens)
         if rows >= self._least_rows:
             return True
-        return total_tokens >= MANY_TOKENS and rows + UNIT_TOKENS * total_rows / total_tokens >= self._least_with_starts
+        return (
+            total_tokens >= MANY_TOKENS
+            and rows + self._unit_tokens * total_rows / total_tokens >= self._least_with_starts
+        )
 
     def rows_of_token(self, batch: int, total_rows: int, total_tokens: int) -> float:
         """Of q, that see a token, on average; as if all requests were alike."""

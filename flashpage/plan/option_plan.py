@@ -15,6 +15,7 @@ from .. import native
 from ..base.errors import PlanError
 from ..kernels import choose, devices
 from ..kernels.context_classes import ContextLengths, Contexts
+from ..kernels.devices import Device
 from ..kernels.options import Options
 from ..kernels.schedules import most_units, with_one_cluster_size
 from ..kernels.schedules import schedule as schedule_of
@@ -51,7 +52,7 @@ class Combination:
         *("num_ctas", "num_merges", "options", "prepared", "second", "slot"),
     )
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, card: Device) -> None:
         self.options = options
         self.slot: PlanSlot  # while it is active
         self.prepared: Prepared  # of a batch in two parts: the first one's
@@ -66,8 +67,8 @@ class Combination:
         # Where a batch does not change the class of rows, it is known now.
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = choose.packed_rows(options, 0, 0) if is_constant else 0
-        self._context_lengths = ContextLengths(options)
-        self._worth_gathering = gather_rows.Worth(options)
+        self._context_lengths = ContextLengths(options, card)
+        self._worth_gathering = gather_rows.Worth(options, card)
         self.gathered: gather_rows.Rows | None = None  # of the present plan; None: K and V are read where they are
         self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows that its launches were made for
         self._prepared: dict[_Key, Prepared] = {}
@@ -77,7 +78,7 @@ class Combination:
         """Plans the batch into the slot."""
         lengths = batch.lengths
         self.second = self.gathered = None
-        if self._worth_gathering.may_be_for(batch.problem.batch, batch.rows, batch.card):
+        if self._worth_gathering.may_be_for(batch.problem.batch, batch.rows):
             self.gathered = self._rows_to_gather(batch)
         self._prepare(batch)
         is_uneven = self._may_have_parts and lengths.least_rows != lengths.most_rows
@@ -101,7 +102,7 @@ class Combination:
         if self._context_lengths.may_differ and not batch.is_graph:
             lengths = batch.lengths
             tokens = (lengths.kv_end - lengths.kv_begin) * max(1, options.page_size)
-            contexts = self._context_lengths.of(requests, rows, tokens, batch.card)
+            contexts = self._context_lengths.of(requests, rows, tokens)
         gathers = self.gathered is not None
         self.prepared = prepared = self._prepared_for(batch, requests, rows, contexts=contexts, gathers=gathers)
         if batch.problem_of is not prepared:
@@ -116,7 +117,7 @@ class Combination:
         lengths, problem = batch.lengths, batch.problem
         entries = lengths.kv_end - lengths.kv_begin
         is_known = not batch.is_graph and problem.kv_lens.data is None and gather_rows.runs_on(batch.device)
-        if not is_known or not self._worth_gathering.is_for(problem.batch, batch.rows, entries, batch.card):
+        if not is_known or not self._worth_gathering.is_for(problem.batch, batch.rows, entries):
             return None
         _, partial_lse = batch.workspaces.partials(self.options.head_dim_vo)
         rows = gather_rows.Rows.below(partial_lse, lengths.kv_begin, lengths.kv_end, self.options)
@@ -297,7 +298,7 @@ def _bounds_of_few(
 ) -> tuple[int, int]:
     """The same of batches of so few rows that an SM has smaller tiles than usual, and more CTAs. `num_ctas`: of usual
     ones."""
-    rows = min(total_q, ContextLengths(options).most_rows_of_few(devices.of(device)))
+    rows = min(total_q, ContextLengths(options, devices.of(device)).most_rows_of_few)
     usual, few = (
         choose.choose(Problem(options, choose.MANY_ROWS, contexts=contexts), device)
         for contexts in (Contexts.USUAL, Contexts.FEW)

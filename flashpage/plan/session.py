@@ -271,7 +271,7 @@ class Planner:
         if found is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            found = self._known[options] = Combination(options)
+            found = self._known[options] = Combination(options, self.batch.card)
         return found
 
 

@@ -56,9 +56,9 @@ def usual_and(contexts: Contexts, changed: dict[str, Any], variant: VariantSpec)
 def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, tokens: int, is_long: bool) -> None:
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=8, num_kv_heads=2)
     options = dataclasses.replace(options, **changed)
-    lengths = ContextLengths(options)
-    assert (lengths.of(3, 3 * rows, 3 * tokens, devices.H200) is Contexts.LONG) is is_long
-    assert lengths.of(0, 0, 0, devices.H200) is Contexts.USUAL
+    lengths = ContextLengths(options, devices.H200)
+    assert (lengths.of(3, 3 * rows, 3 * tokens) is Contexts.LONG) is is_long
+    assert lengths.of(0, 0, 0) is Contexts.USUAL
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_few_rows_have_tiles_of_one_warpgroup(
 )
 def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has_them: bool) -> None:
     options = dataclasses.replace(DECODE, uniform_q_len=0, num_q_heads=8, num_kv_heads=2)
-    lengths = ContextLengths(dataclasses.replace(options, **changed))
-    assert lengths.most_rows_of_few(devices.H200) == (2112 if has_them else 0)
+    lengths = ContextLengths(dataclasses.replace(options, **changed), devices.H200)
+    assert lengths.most_rows_of_few == (2112 if has_them else 0)
     sizes = ((1, 2112, 1200), (1, 2113, 1200), (1, 2112, 1201), (2, 32, 200))
-    assert [lengths.of(*size, devices.H200) is Contexts.FEW for size in sizes] == [has_them, False, False, False]
+    assert [lengths.of(*size) is Contexts.FEW for size in sizes] == [has_them, False, False, False]
 
 
 @pytest.mark.parametrize(

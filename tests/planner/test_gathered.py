@@ -44,7 +44,7 @@ ROWS_OF_TOKEN = 64  # in place of the real limit, packed: small batches are wort
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (200, 200), (50, 700), (300, 100)])
 def test_rows_that_see_a_token(rows: int, tokens: int, causal: bool, window_left: int) -> None:
     """As a mask says, but for what the window leaves out beside the causal edge."""
-    worth = gathered.Worth(dataclasses.replace(OPTIONS, causal=causal, window_left=window_left))
+    worth = gathered.Worth(dataclasses.replace(OPTIONS, causal=causal, window_left=window_left), devices.H200)
     position, token = tokens - rows + np.arange(rows)[:, None], np.arange(tokens)[None]
     in_window = token >= position - window_left if window_left >= 0 else np.ones((rows, tokens), bool)
     edge = token <= position if causal or window_left >= 0 else in_window
@@ -78,9 +78,9 @@ def test_rows_that_see_a_token(rows: int, tokens: int, causal: bool, window_left
     ids=str,
 )
 def test_a_batch_is_worth_it(options: Options, batch: int, q_len: int, kv_len: int, is_worth_it: bool) -> None:
-    worth = gathered.Worth(options)
+    worth = gathered.Worth(options, devices.H200)
     assert worth.may_be
-    assert worth.is_for(batch, batch * q_len, batch * kv_len, devices.H200) is is_worth_it
+    assert worth.is_for(batch, batch * q_len, batch * kv_len) is is_worth_it
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_batch_is_worth_it(options: Options, batch: int, q_len: int, kv_len: i
     ids=lambda changed: next(iter(changed)),
 )
 def test_options_of_which_no_batch_is(changed: dict[str, Any]) -> None:
-    assert not gathered.Worth(dataclasses.replace(OPTIONS, **changed)).may_be
+    assert not gathered.Worth(dataclasses.replace(OPTIONS, **changed), devices.H200).may_be
 
 
 def test_other_cards_read_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +128,8 @@ def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyP
     dims = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim)
     options = Options("paged", *dims, case.page_size, *types, causal=case.causal, window_left=case.window_left)
     options = dataclasses.replace(options, has_soft_cap=case.soft_cap > 0, position_encoding=case.position)
-    assert gathered.Worth(options).may_be
-    assert gathered.Worth(options).is_for(len(case.q_lens), sum(case.q_lens), sum(case.kv_lens), devices.H200)
+    assert gathered.Worth(options, devices.H200).may_be
+    assert gathered.Worth(options, devices.H200).is_for(len(case.q_lens), sum(case.q_lens), sum(case.kv_lens))
     rows = choose.packed_rows(options, len(case.q_lens), sum(case.q_lens))
     for gathers, form, helpers in ((False, ("paged", "rows"), []), (True, ("ragged", "boxes"), ["gather_rows"])):
         asked.clear()

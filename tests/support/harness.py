@@ -199,9 +199,9 @@ def contexts_of_plans(*, may_be_few: bool = True) -> Iterator[set[Contexts]]:
     found, original = set(), ContextLengths.of
 
     def of(lengths: ContextLengths, *sizes: Any) -> Contexts:
-        usual, lengths._may_be_few = lengths._may_be_few, lengths._may_be_few and may_be_few
+        most, lengths.most_rows_of_few = lengths.most_rows_of_few, lengths.most_rows_of_few if may_be_few else 0
         found.add(contexts := original(lengths, *sizes))
-        lengths._may_be_few = usual
+        lengths.most_rows_of_few = most
         return contexts
 
     with mock.patch.object(ContextLengths, "of", of):

@@ -240,7 +240,7 @@ def plan_lengths(
         uniform_q_len=1 if q_lens is None else 0,
     )
     card = (card or devices.H200) if backend == "cuda" else devices.CPU
-    contexts = ContextLengths(options).of(len(rows), sum(rows), sum(kv_lens), card)
+    contexts = ContextLengths(options, card).of(len(rows), sum(rows), sum(kv_lens))
     problem = Problem(options, choose.packed_rows(options, len(rows), sum(rows)), contexts=contexts)
     choice = choose.choose_for_card(problem, card)
     usual = choose.choose_for_card(dataclasses.replace(problem, contexts=Contexts.USUAL), card).spec.tile
