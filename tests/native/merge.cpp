@@ -1,4 +1,4 @@
-// kernels/merge.h on the host, for tests/kernels/test_merge_kernel.py, which sets OUT.
+// kernels/helpers/merge.h on the host, for tests/kernels/test_merge_kernel.py, which sets OUT.
 #include "flashpage/kernels/helpers/merge.h"
 
 #include "hopper.h"

@@ -1,11 +1,14 @@
-"""The README's example is run as it stands, and prints what the README shows."""
+"""The README's example prints what the README shows, and the files that pages and sources name are there."""
 
 from __future__ import annotations
 
+import ast
+import io
 import os
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -26,18 +29,57 @@ def test_example_prints_what_is_shown(tmp_path: Path) -> None:
     assert done.stdout == found[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+HISTORY = ("results.md", "tried.md")  # they also name programs and files of their time
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
 def test_files_that_are_named_exist(page: str) -> None:
     """Links, and paths in backticks; a bare file name stands in the folder of the path before it."""
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
     folder = Path()
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (ROOT / link).exists(), link
+        assert ((ROOT / page).parent / link).exists(), link
+    if page.endswith(HISTORY):
+        return
     for name in re.findall(r"`([\w./]+\.(?:py|h|cpp|txt|md)|[\w.]+/[\w./]*)`", text):
         if (ROOT / name).exists():
             folder = Path(name).parent
-        else:
+        elif "NAME" not in name:
             assert (ROOT / folder / name).exists() or (ROOT / folder.parent / name).exists(), name
+
+
+HEADER_FOLDERS = ("common", "cpu", "kernels", "params", "plan", "ptx", "tile")
+
+
+def prose(path: Path) -> str:
+    """The text of a file; of a test its comments and docstrings alone, as tests write files of their own."""
+    text = path.read_text()
+    if path.suffix != ".py" or not path.is_relative_to(ROOT / "tests"):
+        return text
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    return "\n".join(comments + docstrings)
+
+
+def test_files_that_sources_name_exist() -> None:
+    """Paths from the root; in headers also those from include/flashpage."""
+    folders = ("aot", "csrc", "flashpage", "include", "templates", "tests")
+    sources = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in (".py", ".h", ".cpp", ".cu", ".jinja")]
+    suffix = r"\.(?:py|h|cpp|cu|md|jinja)\b"
+    from_root = re.compile(rf"(?<![\w/.])(?:{'|'.join(folders)}|docs)/[a-z0-9_./]*{suffix}")
+    from_headers = re.compile(rf"(?<![\w/.])(?:{'|'.join(HEADER_FOLDERS)})/[a-z0-9_./]*{suffix}")
+    stale = []
+    for path in sources:
+        text = prose(path)
+        places = {name: (ROOT, ROOT / "include", ROOT / "tests" / "native") for name in from_root.findall(text)}
+        if path.is_relative_to(ROOT / "include"):
+            places |= {name: (ROOT / "include" / "flashpage",) for name in from_headers.findall(text)}
+        absent = [name for name, roots in places.items() if not any((root / name).exists() for root in roots)]
+        stale += [f"{path.relative_to(ROOT)}: {name}" for name in absent]
+    assert not stale, "\n".join(sorted(stale))
 
 
 def test_environment_variables_are_listed() -> None:
