@@ -120,7 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cases of `decode` and `more-decode` whose name contains this")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where ends spread by 5% or more")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where ends spread by 5%% or more")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("torch finds no GPU here", file=sys.stderr)
