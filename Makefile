@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc/*.cpp' 'tests/bench/*.cu' 2>/dev/null)
 
-.PHONY: help venv demo test bench lint format aot clean
+.PHONY: help venv demo test bench lint lint-ruff lint-format lint-cpp lint-types format aot clean
 
 help:
 	@echo 'make demo    a small model decodes a batch through paged KV; its tokens are checked against torch'
@@ -31,13 +31,21 @@ bench: venv
 aot: venv
 	@$(PY) -m flashpage build $(ARGS)
 
-lint: venv
-	@failed=; \
-	$(PY) -m ruff check . || failed=1; \
-	$(PY) -m ruff format --check . || failed=1; \
-	$(CLANG_FORMAT) --dry-run -Werror $(CPP_FILES) || failed=1; \
-	$(PY) -m mypy || failed=1; \
-	test -z "$$failed"
+# All four, also where one fails. .pre-commit-config.yaml runs the same targets one by one.
+lint:
+	@$(MAKE) --no-print-directory --keep-going lint-ruff lint-format lint-cpp lint-types
+
+lint-ruff: venv
+	@$(PY) -m ruff check .
+
+lint-format: venv
+	@$(PY) -m ruff format --check .
+
+lint-cpp: venv
+	@$(CLANG_FORMAT) --dry-run -Werror $(CPP_FILES)
+
+lint-types: venv
+	@$(PY) -m mypy
 
 format: venv
 	$(PY) -m ruff check --fix .
