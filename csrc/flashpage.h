@@ -24,7 +24,8 @@ FP_API const char* fp_last_error();
 // Identifies the headers that the library was built from; flashpage/native/structs.py has the same text.
 FP_API const char* fp_abi_fingerprint();
 
-// ---------------------------------------------------------------- planner (csrc/plan/planner.cpp, include/flashpage/plan/)
+// ---------------------------------------------------------------- planner (csrc/plan/planner.cpp,
+// include/flashpage/plan/)
 
 // A host array of int32 or int64, maybe strided. data == nullptr: not given.
 struct fp_index_array {
@@ -185,7 +186,7 @@ struct fp_parts {
 // Requests of each part that have rows. Lengths are not judged: what is wrong with them, a plan tells.
 FP_API void fp_parts_count(const fp_problem*, fp_parts*);
 
-// ---------------------------------------------------------------- kernels and launches (csrc/cuda/driver.cpp, launch.cpp)
+// ---------------------------------------------------------------- kernels and launches (csrc/cuda/)
 
 struct fp_kernel;  // a CPU function or a CUDA function of one device
 
@@ -216,8 +217,8 @@ struct fp_device_info {
 FP_API int32_t fp_cuda_device_count();  // 0 where there is no driver; makes no context
 FP_API int32_t fp_cuda_device_info(int32_t device, fp_device_info*);
 // Loads a cubin (cuLibraryLoadData) and resolves `entry` for this device. The image carries its launch shape as the
-// global `extern "C" __device__ const int flashpage_launch[3] = {threads, dynamic shared bytes, cluster rows}`; the last
-// is fp_kernel_info::cluster_rows, 0 where the kernel is not launched with clusters.
+// global `extern "C" __device__ const int flashpage_launch[3] = {threads, dynamic shared bytes, cluster rows}`; the
+// last is fp_kernel_info::cluster_rows, 0 where the kernel is not launched with clusters.
 FP_API fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t size, const char* entry);
 FP_API void fp_kernel_destroy(fp_kernel*);
 FP_API int32_t fp_kernel_describe(const fp_kernel*, fp_kernel_info*);
@@ -246,12 +247,12 @@ struct fp_masked_batch {
   int32_t has_custom_mask;
   int32_t tile_heads;  // KV heads that have tiles of their own: 1 or all
 };
-// Cells of 8 bytes that the tiles, the queue of units and the bits of mixed tiles take (tile/mask/mask_tiles.h). Writes all
-// sizes and where queue, list and bits begin.
+// Cells of 8 bytes that the tiles, the queue of units and the bits of mixed tiles take (tile/mask/mask_tiles.h). Writes
+// all sizes and where queue, list and bits begin.
 FP_API int64_t fp_mask_cells(const fp_masked_batch*, const fp_schedule*, flashpage::MaskTilesParams*);
 
-// A stream beside the caller's, for a run of two parts, and the events that fork and join it (csrc/cuda/fork.cpp). Of one
-// wrapper: its runs follow each other.
+// A stream beside the caller's, for a run of two parts, and the events that fork and join it (csrc/cuda/fork.cpp). Of
+// one wrapper: its runs follow each other.
 struct fp_fork;
 FP_API fp_fork* fp_fork_create(int32_t device);  // null after an error; also while a stream is captured
 FP_API void fp_fork_destroy(fp_fork*);
@@ -385,7 +386,8 @@ FP_API void* fp_py_slots_plan(void* self, void* const* arguments, intptr_t count
 // in used_bytes. Lengths that are wrong: none is made.
 FP_API void* fp_py_slots_plan_parts(void* self, void* const* arguments, intptr_t count);
 
-// ---------------------------------------------------------------- the CPU's own (csrc/cpu/threads.cpp, csrc/cpu/cpu_ops.cpp)
+// ---------------------------------------------------------------- the CPU's own (csrc/cpu/threads.cpp,
+// csrc/cpu/cpu_ops.cpp)
 
 FP_API int32_t fp_cpu_threads();               // of the pool; FLASHPAGE_THREADS, else the cores this process may use
 FP_API int32_t fp_cpu_set_threads(int32_t n);  // 0: default

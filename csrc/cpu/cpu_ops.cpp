@@ -5,9 +5,9 @@
 #include <cstring>
 #include <limits>
 
-#include "errors.h"
 #include "cpu/row_ops.h"
 #include "cpu/threads.h"
+#include "errors.h"
 
 namespace flashpage::host {
 namespace {

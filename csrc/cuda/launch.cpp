@@ -3,11 +3,11 @@
 #include <algorithm>
 
 #include "cpu/cpu_ops.h"
-#include "errors.h"
+#include "cpu/threads.h"
 #include "cuda/fork.h"
 #include "cuda/kernel.h"
 #include "cuda/tensor_maps.h"
-#include "cpu/threads.h"
+#include "errors.h"
 
 namespace flashpage::host {
 namespace {

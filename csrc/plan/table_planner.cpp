@@ -2,10 +2,10 @@
 // threads take their turns one by one.
 #include <cstring>
 
+#include "cuda/kernel.h"
 #include "errors.h"
 #include "flashpage/plan/bounds.h"
 #include "flashpage/plan/tables.h"
-#include "cuda/kernel.h"
 #include "plan/planner.h"
 
 using namespace flashpage;

@@ -1,4 +1,4 @@
-"""Values that record what a traced callable does to them; variant_operations.py has the operations that they know.
+"""Values that record what a traced callable does to them; operations.py has the operations that they know.
 
 Kinds promote as in torch with one width each: bool, int (32 bits), float (fp32).
 """

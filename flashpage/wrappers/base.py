@@ -1,6 +1,6 @@
-"""Run once a layer: what the public wrappers share. (planner.py is the plan side.)
+"""Run once a layer: what the public wrappers share. (plan/session.py is the plan side.)
 
-A run with the options of the last one is one call of a builtin (direct.py), which compares the tensors' shapes,
+A run with the options of the last one is one call of a builtin (fastcall.py), which compares the tensors' shapes,
 strides, dtypes and devices with the last run's, re-points the thread's Binding and launches. Any other run is judged,
 bound and kept.
 """

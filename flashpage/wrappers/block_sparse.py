@@ -1,4 +1,4 @@
-"""Block-sparse attention: rows of blocks are requests, columns of blocks are pages. sparse_variable.py has blocks of
+"""Block-sparse attention: rows of blocks are requests, columns of blocks are pages. variable_sparse.py has blocks of
 any sizes."""
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class PrefillWrapper(PlanRunWrapper):
                 "plan the largest batch first."
             )
 
-    # ---------------------------------------------------------------- what engines write (engine_state.py)
+    # ---------------------------------------------------------------- what engines write (engine_access/attributes.py)
 
     def _mask_indptr(self) -> torch.Tensor | None:
         """Where each request's bytes begin in the packed mask, [batch + 1], int32 on the device."""

@@ -2,10 +2,10 @@
 // tests/bench/load_bench.py puts #defines of HEAD_DIM, TOKENS, STAGES, CONSUMERS and LOADER in front.
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/layout/swizzled_rows.h"
 #include "flashpage/tile/load/slot_boxes.h"
 #include "flashpage/tile/load/slot_rows.h"
-#include "flashpage/tile/layout/shape.h"
 
 namespace flashpage {
 

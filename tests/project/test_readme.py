@@ -74,9 +74,9 @@ def test_files_that_sources_name_exist() -> None:
     stale = []
     for path in sources:
         text = prose(path)
-        places = {name: (ROOT, ROOT / "include", ROOT / "tests" / "native") for name in from_root.findall(text)}
+        places = dict.fromkeys(from_root.findall(text), (ROOT, ROOT / "include", ROOT / "tests" / "native"))
         if path.is_relative_to(ROOT / "include"):
-            places |= {name: (ROOT / "include" / "flashpage",) for name in from_headers.findall(text)}
+            places |= dict.fromkeys(from_headers.findall(text), (ROOT / "include" / "flashpage",))
         absent = [name for name, roots in places.items() if not any((root / name).exists() for root in roots)]
         stale += [f"{path.relative_to(ROOT)}: {name}" for name in absent]
     assert not stale, "\n".join(sorted(stale))

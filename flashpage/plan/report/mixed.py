@@ -1,4 +1,4 @@
-"""The public Plan of a mixed batch: two plans that run side by side (parts.py), as one."""
+"""The public Plan of a mixed batch: two plans that run side by side (plan/mixed_batch.py), as one."""
 
 from __future__ import annotations
 

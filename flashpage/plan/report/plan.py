@@ -227,7 +227,7 @@ def plan_lengths(
     `page_size` 0: ragged. `card`: a row of kernels/devices.py (default: H200 for cuda). `num_ctas`: CTAs of usual tiles
     (default: what the card runs at once; the CPU: four a thread). `clusters`: those that a card runs at once; without
     them units have no CTAs of their own. PlanError where the lengths do not fit together.
-    The plan is one, also where a card would take a mixed batch in two parts (parts.py).
+    The plan is one, also where a card would take a mixed batch in two parts (plan/mixed_batch.py).
     """
     rows = [1] * len(kv_lens) if q_lens is None else list(q_lens)
     vo = head_dim if head_dim_vo is None else head_dim_vo

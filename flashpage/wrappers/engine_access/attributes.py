@@ -1,7 +1,7 @@
 """What engines read and write on a wrapper beside its methods, under FlashInfer's private names.
 
 Planning functions of engines' own write here what they are about to plan and then call `_cached_module.plan`
-(engine_plan.py), which takes or checks all of it. `plan` and `run` touch none of this: values are made when read.
+(cached_module.py), which takes or checks all of it. `plan` and `run` touch none of this: values are made when read.
 """
 
 from __future__ import annotations

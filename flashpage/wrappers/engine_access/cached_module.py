@@ -2,7 +2,7 @@
 
 FlashInfer's compiled modules have such a `plan`, and engines call it to skip what its wrappers do around it. Here it
 plans the wrapper through the wrapper's planner: each argument is taken or refused, and so is all that the engine wrote
-on the wrapper before (engine_state.py). What nobody gives stays as the wrapper's last plan had it.
+on the wrapper before (attributes.py). What nobody gives stays as the wrapper's last plan had it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ enum class KvSource { paged, ragged };
 // runs.
 enum class MaskSource { implicit, packed_bits, function };
 enum class PositionEncoding { none, rope };
-// Of K and V in shared memory: tile/layout/shared_rows.h, tile/layout/swizzled_rows.h; K alone: tile/layout/piece_rows.h.
+// Of K and V in shared memory: tile/layout/shared_rows.h, tile/layout/swizzled_rows.h; K alone:
+// tile/layout/piece_rows.h.
 enum class RowsLayout { pitched, blocks, pieces };
 // How K and V come to shared memory: by the copy engine box by box, by threads row by row, by threads that change
 // elements on the way, or by the copy engine and threads that transpose V. none: the kernel has one way. In block_write

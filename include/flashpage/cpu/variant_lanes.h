@@ -1,5 +1,5 @@
-// The lanes that a variant computes with on the CPU: operators, promotion and functions as flashpage/params/variant.h asks of
-// them.
+// The lanes that a variant computes with on the CPU: operators, promotion and functions as flashpage/params/variant.h
+// asks of them.
 #pragma once
 #include "flashpage/cpu/convert.h"
 #include "flashpage/params/variant.h"

@@ -5,9 +5,9 @@
 
 namespace flashpage::ptx {
 
-// A matrix in shared memory in blocks of 128-byte rows with the copy engine's 128-byte swizzle (tile/layout/swizzled_rows.h).
-// `next_block`: bytes from block to block, where the product's long side runs across them. In two halves, as moving a
-// matrix (its address, or a part of it) changes the low one only.
+// A matrix in shared memory in blocks of 128-byte rows with the copy engine's 128-byte swizzle
+// (tile/layout/swizzled_rows.h). `next_block`: bytes from block to block, where the product's long side runs across
+// them. In two halves, as moving a matrix (its address, or a part of it) changes the low one only.
 struct Matrix {
   u32 low, high;
 

@@ -4,15 +4,15 @@
 // never waits for another one before the unit ends, when their partial softmax states are combined through shared
 // memory.
 #pragma once
-#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/ptx/griddepcontrol.h"
-#include "flashpage/tile/merge/epilogue.h"
-#include "flashpage/tile/mask/mask.h"
+#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/load/query.h"
+#include "flashpage/tile/mask/mask.h"
+#include "flashpage/tile/merge/epilogue.h"
 #include "flashpage/tile/product/query_fragments.h"
+#include "flashpage/tile/product/values.h"
 #include "flashpage/tile/softmax/sinks.h"
 #include "flashpage/tile/softmax/softmax.h"
-#include "flashpage/tile/product/values.h"
 
 namespace flashpage {
 

@@ -1,8 +1,8 @@
 // The general tensor-core kernel: every GPU since Ampere. Persistent CTAs run the plan's work items.
 #pragma once
-#include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/kernels/attention_sm80/few_rows.h"
 #include "flashpage/kernels/attention_sm80/many_rows.h"
+#include "flashpage/kernels/fitting_stages.h"
 
 namespace flashpage {
 

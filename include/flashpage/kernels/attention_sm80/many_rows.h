@@ -6,15 +6,15 @@
 // the scores hide the way of the tile's own values, the values that of the next keys. The rows of later tiles are
 // looked up meanwhile, and the first tile of the next unit is on its way while the rows of the last one are written.
 #pragma once
-#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/thread_index.h"
-#include "flashpage/tile/merge/epilogue.h"
-#include "flashpage/tile/mask/mask.h"
+#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/load/query.h"
+#include "flashpage/tile/mask/mask.h"
+#include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/product/values.h"
 #include "flashpage/tile/softmax/sinks.h"
 #include "flashpage/tile/softmax/softmax.h"
-#include "flashpage/tile/product/values.h"
 
 namespace flashpage {
 

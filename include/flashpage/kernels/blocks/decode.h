@@ -1,13 +1,13 @@
 // Decode over vLLM's caches of blocks on mma.sync: paged_attention_v1 and _v2.
 //
-// Persistent CTAs share out all tokens of all sequences and heads (kernels/blocks/steps.h). The warps of a CTA take turns
-// on the tokens, each with its own ring of cp.async stages, which runs on across the ends of sequences: a warp waits
-// for others only where their states are combined.
+// Persistent CTAs share out all tokens of all sequences and heads (kernels/blocks/steps.h). The warps of a CTA take
+// turns on the tokens, each with its own ring of cp.async stages, which runs on across the ends of sequences: a warp
+// waits for others only where their states are combined.
 #pragma once
-#include "flashpage/kernels/fitting_stages.h"
-#include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/kernels/blocks/scores.h"
 #include "flashpage/kernels/blocks/steps.h"
+#include "flashpage/kernels/fitting_stages.h"
+#include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/tile/load/half_query.h"
 #include "flashpage/tile/load/query.h"
 #include "flashpage/tile/product/query_fragments.h"

@@ -1,11 +1,11 @@
-// What the CTAs of kernels/block_decode_sm80.h have left in parts: one CTA a row of a cut unit (v1), or of every
+// What the CTAs of kernels/blocks/decode.h have left in parts: one CTA a row of a cut unit (v1), or of every
 // sequence of several partitions (v2).
 #pragma once
+#include "flashpage/kernels/blocks/steps.h"
 #include "flashpage/params/block_params.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/math.h"
 #include "flashpage/ptx/warp_max.h"
-#include "flashpage/kernels/blocks/steps.h"
 #include "flashpage/tile/layout/vector4.h"
 
 namespace flashpage {

@@ -6,9 +6,9 @@
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/tile/merge/arrival_merge.h"
 #include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/product/values.h"
 #include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/trace.h"
-#include "flashpage/tile/product/values.h"
 
 namespace flashpage {
 

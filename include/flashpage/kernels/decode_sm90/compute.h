@@ -6,11 +6,11 @@
 #include "flashpage/tile/load/half_query.h"
 #include "flashpage/tile/mask/mask.h"
 #include "flashpage/tile/product/query_fragments.h"
+#include "flashpage/tile/product/values.h"
 #include "flashpage/tile/rope/rotated_keys.h"
 #include "flashpage/tile/softmax/sinks.h"
 #include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/trace.h"
-#include "flashpage/tile/product/values.h"
 
 namespace flashpage {
 

@@ -2,8 +2,8 @@
 #pragma once
 #include "flashpage/kernels/decode_sm90/shared.h"
 #include "flashpage/ptx/atomic.h"
-#include "flashpage/tile/load/slot_boxes.h"
 #include "flashpage/tile/load/query.h"
+#include "flashpage/tile/load/slot_boxes.h"
 #include "flashpage/tile/load/slot_rows.h"
 #include "flashpage/tile/trace.h"
 

@@ -1,9 +1,9 @@
 // What the warps of decode_sm90 share: who does what, and the shared memory between them.
 #pragma once
 #include "flashpage/kernels/fitting_stages.h"
-#include "flashpage/tile/merge/cluster_merge.h"
 #include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/layout/slot_ring.h"
+#include "flashpage/tile/merge/cluster_merge.h"
 #include "flashpage/tile/rope/rotation.h"
 #include "flashpage/tile/unit.h"
 

@@ -3,8 +3,8 @@
 #pragma once
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/ptx/griddepcontrol.h"
-#include "flashpage/tile/mask/function_tiles.h"
 #include "flashpage/tile/mask/bit_tiles.h"
+#include "flashpage/tile/mask/function_tiles.h"
 #include "flashpage/tile/mask/mask_tiles.h"
 
 namespace flashpage {

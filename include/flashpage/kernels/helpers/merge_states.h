@@ -3,8 +3,8 @@
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/griddepcontrol.h"
-#include "flashpage/tile/merge/merge_weights.h"
 #include "flashpage/tile/layout/vector4.h"
+#include "flashpage/tile/merge/merge_weights.h"
 
 namespace flashpage {
 

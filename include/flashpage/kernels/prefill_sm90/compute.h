@@ -7,12 +7,12 @@
 #include "flashpage/ptx/st_global.h"
 #include "flashpage/ptx/stmatrix.h"
 #include "flashpage/ptx/wgmma.h"
-#include "flashpage/tile/merge/epilogue.h"
 #include "flashpage/tile/mask/mask.h"
+#include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/product/values.h"
 #include "flashpage/tile/softmax/sinks.h"
 #include "flashpage/tile/softmax/softmax_by_sum.h"
 #include "flashpage/tile/trace.h"
-#include "flashpage/tile/product/values.h"
 
 namespace flashpage {
 

@@ -5,9 +5,9 @@
 // of their own.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/compute.h"
-#include "flashpage/kernels/prefill_sm90/loaders/converted.h"
 #include "flashpage/kernels/prefill_sm90/compute_fp8.h"
 #include "flashpage/kernels/prefill_sm90/load.h"
+#include "flashpage/kernels/prefill_sm90/loaders/converted.h"
 #include "flashpage/kernels/prefill_sm90/loaders/rotated.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/prefetch.h"

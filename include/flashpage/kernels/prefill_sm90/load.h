@@ -1,15 +1,15 @@
 // The loading warps of prefill_sm90: one for K, one for V, one for Q, and one that walks the plan for all; or two for
 // the rows of K and two for those of V, the last of which does the others' work too; or one for K, one for V, Q and the
 // plan, and two that transpose V. Who loads Q may have to store the output that lies where Q will be. Where K and Q are
-// turned: kernels/prefill_sm90_turn.h; where fp8 becomes fp16: kernels/prefill_sm90_convert.h.
+// turned: kernels/prefill_sm90/loaders/rotated.h; where fp8 becomes fp16: kernels/prefill_sm90/loaders/converted.h.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/shared.h"
 #include "flashpage/ptx/cache_policy.h"
-#include "flashpage/tile/mask/prefetched_bits.h"
 #include "flashpage/tile/load/box_tiles.h"
 #include "flashpage/tile/load/converted_tiles.h"
 #include "flashpage/tile/load/query.h"
 #include "flashpage/tile/load/row_tiles.h"
+#include "flashpage/tile/mask/prefetched_bits.h"
 
 namespace flashpage {
 

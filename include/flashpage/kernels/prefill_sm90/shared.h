@@ -1,15 +1,15 @@
 // What the warps of prefill_sm90 share: who does what, and the shared memory between them.
 #pragma once
 #include "flashpage/kernels/fitting_stages.h"
-#include "flashpage/tile/load/converted_tiles.h"
-#include "flashpage/tile/load/row_tiles.h"
 #include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/layout/slot_ring.h"
+#include "flashpage/tile/load/converted_tiles.h"
+#include "flashpage/tile/load/row_tiles.h"
 #include "flashpage/tile/load/transposed_values.h"
-#include "flashpage/tile/rope/rotated_rows.h"
-#include "flashpage/tile/unit.h"
 #include "flashpage/tile/mask/unit_queue.h"
 #include "flashpage/tile/mask/visible_tiles.h"
+#include "flashpage/tile/rope/rotated_rows.h"
+#include "flashpage/tile/unit.h"
 
 namespace flashpage {
 
@@ -96,7 +96,7 @@ struct PrefillStaged<Traits, Loader::transposed> {
       TransposedValues<typename Traits::Cache, Traits::head_dim_vo, Traits::tile_kv, PrefillWarps<Traits>::transposing>;
   using Values = typename Transposed::To;
   using ValueBoxes = typename Transposed::From;
-  // Sums over many tiles in fp32 (kernels/prefill_sm90_fp8_compute.h), where there is room.
+  // Sums over many tiles in fp32 (kernels/prefill_sm90/compute_fp8.h), where there is room.
   static constexpr int sum_bytes = Traits::head_dim_vo <= 128 ? Traits::tile_q * Traits::head_dim_vo * 4 : 0;
   static constexpr int staged_stages = 2, staged_bytes = staged_stages * ValueBoxes::tile_bytes;
   alignas(1024) u8 staged[staged_stages][ValueBoxes::tile_bytes];
@@ -188,9 +188,9 @@ struct FitsNextToTwoQueries {
   static constexpr bool value = PrefillShared<Traits>::queries > 1;
 };
 
-// Given with the stages that the kernel takes. Loading warps that convert K and V also convert Q, and no keys while they
-// do; a third stage covers that gap. It is taken if it fits next to two Q tiles, equally where V is transposed. Other
-// loaders have Given::stages.
+// Given with the stages that the kernel takes. Loading warps that convert K and V also convert Q, and no keys while
+// they do; a third stage covers that gap. It is taken if it fits next to two Q tiles, equally where V is transposed.
+// Other loaders have Given::stages.
 template <class Given>
 struct PrefillStages {
   static constexpr bool may_take_fewer = Given::loader == Loader::converted || Given::loader == Loader::transposed;

@@ -1,9 +1,9 @@
 // Everything that follows from a kernel's Traits: element types along the way and the shapes of its shared tiles.
 #pragma once
-#include "flashpage/tile/layout/swizzled_rows.h"
-#include "flashpage/tile/load/copy.h"
 #include "flashpage/tile/layout/piece_rows.h"
 #include "flashpage/tile/layout/shared_rows.h"
+#include "flashpage/tile/layout/swizzled_rows.h"
+#include "flashpage/tile/load/copy.h"
 
 namespace flashpage {
 

@@ -1,7 +1,6 @@
 // K or V of a unit by the copy engine, tile by tile, as one warp: boxes of at most a page, one KV head and 128 bytes of
 // its rows.
 #pragma once
-#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/ptx/cluster.h"
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/fence.h"
@@ -9,8 +8,9 @@
 #include "flashpage/ptx/shared.h"
 #include "flashpage/ptx/tensor_copy.h"
 #include "flashpage/tile/layout/swizzled_rows.h"
-#include "flashpage/tile/unit.h"
+#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/mask/visible_tiles.h"
+#include "flashpage/tile/unit.h"
 
 namespace flashpage {
 

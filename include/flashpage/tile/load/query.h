@@ -1,8 +1,8 @@
 // A unit's query rows into shared memory, in the column order that the score product wants.
 #pragma once
 #include "flashpage/tile/load/copy.h"
-#include "flashpage/tile/rope/rope.h"
 #include "flashpage/tile/product/scores.h"
+#include "flashpage/tile/rope/rope.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {

@@ -3,8 +3,8 @@
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/shared.h"
-#include "flashpage/tile/unit.h"
 #include "flashpage/tile/mask/visible_tiles.h"
+#include "flashpage/tile/unit.h"
 
 namespace flashpage {
 

@@ -1,10 +1,10 @@
 // K and V of one unit into slots by the copy engine: boxes of at most a page, one KV head and 128 bytes of its rows.
 #pragma once
-#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/tensor_copy.h"
 #include "flashpage/tile/layout/slot_ring.h"
+#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {

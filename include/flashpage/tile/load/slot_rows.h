@@ -1,10 +1,10 @@
 // K and V of one unit into slots by cp.async, row by row: pages of any size, where boxes would be too small.
 #pragma once
-#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/ptx/cache_policy.h"
+#include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/layout/swizzled_rows.h"
 #include "flashpage/tile/load/copy.h"
-#include "flashpage/tile/layout/slot_ring.h"
+#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {

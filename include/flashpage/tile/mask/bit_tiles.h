@@ -1,5 +1,5 @@
-// What kernels/mask_tiles.h finds in a packed custom mask: a tile a lane, and a block's rows by all warps in turn. And
-// what it leaves of mixed tiles.
+// What kernels/helpers/mask_tiles.h finds in a packed custom mask: a tile a lane, and a block's rows by all warps in
+// turn. And what it leaves of mixed tiles.
 #pragma once
 #include "flashpage/tile/mask/lane_bits.h"
 #include "flashpage/tile/mask/mask_tiles.h"

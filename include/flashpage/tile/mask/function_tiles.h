@@ -1,9 +1,9 @@
-// What kernels/mask_tiles.h learns from a variant's mask function, which it asks once for every row of a block and
-// token that causal and window leave; for each head of a KV head where the function looks at the head.
+// What kernels/helpers/mask_tiles.h learns from a variant's mask function, which it asks once for every row of a block
+// and token that causal and window leave; for each head of a KV head where the function looks at the head.
 #pragma once
+#include "flashpage/params/variant.h"
 #include "flashpage/tile/mask/mask_tiles.h"
 #include "flashpage/tile/unit.h"
-#include "flashpage/params/variant.h"
 
 namespace flashpage {
 

@@ -1,4 +1,4 @@
-// Mixed tiles of a packed custom mask once more, as computing lanes want them: kernels/mask_tiles.h writes, the
+// Mixed tiles of a packed custom mask once more, as computing lanes want them: kernels/helpers/mask_tiles.h writes, the
 // attention kernel reads.
 //
 // Four lanes hold the scores of one row and a tile of tokens: of every eight tokens two each (wgmma's fragments). A

@@ -3,8 +3,8 @@
 #include "flashpage/ptx/math.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/mask/lane_bits.h"
-#include "flashpage/tile/softmax/transform.h"
 #include "flashpage/tile/mask/visible_tiles.h"
+#include "flashpage/tile/softmax/transform.h"
 
 namespace flashpage {
 

@@ -1,6 +1,6 @@
 // Which tiles of a custom mask or a mask function hold anything, and in which order a launch takes its units: the
-// memory between kernels/mask_tiles.h, which writes it before the runs of a plan or before each, and the attention
-// kernel.
+// memory between kernels/helpers/mask_tiles.h, which writes it before the runs of a plan or before each, and the
+// attention kernel.
 //
 // Cells of 8 bytes: a UnitQueue, the tiles, and from MaskTilesParams::queue_begin on the units, the most visible tiles
 // first; then room for them as they come, and the bits of mixed tiles. The host planner knows no mask, so CTAs claim

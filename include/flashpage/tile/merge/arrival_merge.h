@@ -6,9 +6,9 @@
 #include "flashpage/ptx/named_barrier.h"
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/ptx/warp_max.h"
+#include "flashpage/tile/layout/vector4.h"
 #include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/unit.h"
-#include "flashpage/tile/layout/vector4.h"
 
 namespace flashpage {
 

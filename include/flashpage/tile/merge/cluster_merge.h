@@ -7,10 +7,10 @@
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/ptx/st_async.h"
-#include "flashpage/tile/merge/epilogue.h"
-#include "flashpage/tile/softmax/softmax.h"
-#include "flashpage/tile/product/values.h"
 #include "flashpage/tile/layout/vector4.h"
+#include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/product/values.h"
+#include "flashpage/tile/softmax/softmax.h"
 
 namespace flashpage {
 

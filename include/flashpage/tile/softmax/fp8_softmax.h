@@ -29,7 +29,8 @@ struct Fp8Softmax : SoftmaxState<1> {
     return SoftmaxState<1>::raise(scores, scale, factor, headroom);
   }
   // Packs probabilities. A register has four: two of this lane's tokens in one n8 tile and two in the next
-  // (tile/load/transposed_values.h). Of the last `later` steps only the exponents, so that their scores' registers are free.
+  // (tile/load/transposed_values.h). Of the last `later` steps only the exponents, so that their scores' registers are
+  // free.
   template <class Fp8, int later, int steps>
   FP_DEVICE void soften(u32 (&probabilities)[steps][4], float (&exponents)[max_of(later, 1) * 4][4],
                         const float (&scores)[1][steps * 4][4], float scale) {

@@ -1,8 +1,8 @@
 // Online softmax without looking for maxima: a row's sum tells when its origin has to move.
 #pragma once
 #include "flashpage/ptx/convert.h"
-#include "flashpage/tile/softmax/softmax.h"
 #include "flashpage/tile/product/values.h"
+#include "flashpage/tile/softmax/softmax.h"
 
 namespace flashpage {
 

@@ -1,10 +1,10 @@
 // What the variant makes of a score: natural units after the scale, then its logit function.
 #pragma once
+#include "flashpage/params/variant.h"
 #include "flashpage/ptx/math.h"
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/unit.h"
-#include "flashpage/params/variant.h"
 
 namespace flashpage {
 
