@@ -7,9 +7,8 @@ import itertools
 
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims
-from .options import Options
 from .spec import KernelSpec
-from .tensor_maps import are_whole
+from .tensor_maps import boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, WALK_TEAMS, ClusterCost, Cost, Tile
 from .work import InnerLoop, Work
 
@@ -48,12 +47,6 @@ def _cost(work: Work, tile: Tile) -> Cost:
         ns_per_merge=3100.0,
         cluster=ClusterCost(piece_tokens=32, ns_per_cluster_merge=1800.0, full_speed_share=card.full_speed_share),
     )
-
-
-def boxes_or_rows(options: Options) -> str:
-    """KernelSpec.loader: boxes by tensor maps, or rows one by one where pages are small or rows are not whole."""
-    row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
-    return "boxes" if are_whole(options.page_size, *row_bytes) else "rows"
 
 
 def _traits(spec: KernelSpec) -> tuple[str, ...]:

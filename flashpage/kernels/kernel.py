@@ -54,6 +54,7 @@ class AttentionKernel(Kernel):
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
     # The tile for contexts of this class where it is not the usual one, and what to say of it.
     context_tile: Callable[[KernelSpec, Contexts], tuple[Tile, str] | None] = lambda spec, contexts: None
+    unit_rows: Callable[[KernelSpec, int], int] = lambda spec, group_size: spec.rows  # packed rows of a unit
     visits_mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits the tiles that mask_tiles finds
     most_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it

@@ -10,10 +10,10 @@ from ..variants.source import asks_much
 from . import wgmma_source
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .context_classes import WIDEST_OF_HALVES, Contexts
-from .decode_sm90 import boxes_or_rows
 from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, no_rope_over_fp8
 from .options import Options
 from .spec import KernelSpec
+from .tensor_maps import boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, WALK_RUNS, Cost, Tile
 from .work import InnerLoop, Work, inner_loop
 
@@ -233,6 +233,13 @@ def whole_rows(packed_rows: int, group_size: int) -> int:
     return packed_rows if behind * 10 > packed_rows else packed_rows - behind
 
 
+def _unit_rows(spec: KernelSpec, group_size: int) -> int:
+    """Whole rows of the group, where Q and output can then come and leave by boxes."""
+    if spec.loader == "converted" or spec.mask_source != "implicit":
+        return spec.rows
+    return whole_rows(spec.rows // spec.ctas, group_size) * spec.ctas
+
+
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
     product = wgmma_source.product_dtype(spec)
     return (
@@ -284,6 +291,7 @@ KERNEL = AttentionKernel(
     context_tile=_context_tile,
     visits_mask_tiles=visits_tiles,
     row_alignment=16,
+    unit_rows=_unit_rows,
     row_boxes=True,
     runs_beside=True,
     traits=_traits,

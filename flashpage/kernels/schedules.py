@@ -8,7 +8,6 @@ from .. import native
 from .choose import Choice
 from .devices import Device
 from .options import SPLIT_BALANCED, Options
-from .prefill_sm90 import whole_rows
 from .spec import KernelSpec
 
 CLUSTER_SIZES = (1, 2, 4, 8, 16)  # CTAs: csrc/flashpage.h, fp_schedule::clusters
@@ -38,7 +37,7 @@ def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters
     return native.Schedule(
         num_ctas=num_ctas,
         walk=cost.walk,
-        tile_q=_unit_rows(choice, options.group_size),
+        tile_q=choice.kernel.unit_rows(choice.spec, options.group_size),
         tile_kv=tile.tile_kv,
         ns_per_token=cost.ns_per_token,
         ns_per_unit=cost.ns_per_unit,
@@ -57,17 +56,6 @@ def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters
         full_speed_share=cost.cluster.full_speed_share,
         ns_per_cluster_merge=cost.cluster.ns_per_cluster_merge,
     )
-
-
-def _unit_rows(choice: Choice, group_size: int) -> int:
-    """Packed rows of a unit: a tile's, or as many of them as are whole rows of the group, where Q and output can then
-    come and leave by boxes."""
-    spec = choice.spec
-    assert spec.tile is not None
-    rows = spec.tile.tile_q
-    if choice.kernel.row_boxes and spec.loader != "converted" and spec.mask_source == "implicit":
-        rows = whole_rows(rows // spec.ctas, group_size) * spec.ctas
-    return rows
 
 
 def most_units(options: Options, tile_q: int, batch: int, total_rows: int) -> int:

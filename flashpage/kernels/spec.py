@@ -42,6 +42,11 @@ class KernelSpec:
         return 1 if self.tile is None else self.tile.ctas
 
     @property
+    def rows(self) -> int:
+        """Packed rows of the tile."""
+        return 0 if self.tile is None else self.tile.tile_q
+
+    @property
     def entry(self) -> str:
         """The extern "C" symbol."""
         return f"flashpage_{self.kernel}"

@@ -7,6 +7,7 @@ import math
 from .. import native
 from ..base.errors import RunError
 from ..base.kv_view import View
+from .options import Options
 
 LARGEST_BOX = 32  # tokens: what a unit's last box brings beyond the unit is cleared by hand
 _BOX_BYTES = 128  # of a row: what SWIZZLE_128B permutes
@@ -23,6 +24,12 @@ def box_tokens(page_size: int, tile_kv: int) -> int:
 def are_whole(page_size: int, *row_bytes: int) -> bool:
     """Boxes start on the swizzle's 8 rows (a page_size of 0: ragged) and take whole pieces of 16 bytes."""
     return page_size % 8 == 0 and all(size % 16 == 0 for size in row_bytes)
+
+
+def boxes_or_rows(options: Options) -> str:
+    """KernelSpec.loader: boxes by tensor maps, or rows one by one where pages are small or rows are not whole."""
+    row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
+    return "boxes" if are_whole(options.page_size, *row_bytes) else "rows"
 
 
 def loader_tokens(loader: str, page_size: int, tile_kv: int, *row_bytes: int) -> int:
