@@ -49,6 +49,11 @@ def test_files_that_are_named_exist(page: str) -> None:
             assert (ROOT / folder / name).exists() or (ROOT / folder.parent / name).exists(), name
 
 
+def test_every_page_is_listed() -> None:
+    listed = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text())
+    assert sorted(listed) == sorted(p.name for p in (ROOT / "docs").glob("*.md") if p.name != "README.md")
+
+
 HEADER_FOLDERS = ("common", "cpu", "kernels", "params", "plan", "ptx", "tile")
 
 
