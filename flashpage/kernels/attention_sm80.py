@@ -90,7 +90,7 @@ def _is_few(work: Work) -> bool:
 
 
 def _is_tight(work: Work) -> bool:
-    return work.rotates and work.card.shared_bytes < _LARGEST
+    return work.rotates and (work.card.shared_bytes < _LARGEST or work.widest > 256)
 
 
 def _row(work: Work) -> _Row:

@@ -23,14 +23,38 @@ def _tile(work: Work) -> Tile:
         loop = InnerLoop.HEAVY  # single rows come too slowly in slots of 16 tokens
     # Accumulators of more columns (of 256 already beside widening fp8 or computing on scores) take too many registers.
     has_more = options.kv_dtype.is_fp8 or loop is not InnerLoop.PLAIN
+    if work.packed_rows <= 16 and not _slots_fit(work):
+        has_more = True  # four teams have fewer slots than eight
     warps_v = 4 if options.head_dim_vo > 256 else 2 if options.head_dim_vo > 128 and has_more else 1
     tile_q = next(rows for rows in (16, 32, 64) if work.packed_rows <= rows or rows * warps_v == 128)
     warps_q = tile_q // 16
-    wide = sum(-(-dim * options.kv_dtype.size // 128) * 128 for dim in (options.head_dim_qk, options.head_dim_vo)) > 512
-    tile_kv = 16 if wide and not options.kv_dtype.is_fp8 else 32
+    tile_kv = _slot_tokens(work)
     if loop is InnerLoop.LOADING:
         tile_kv = 16  # the loads of more tokens on their way at once take too many registers
     return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), _MOST_STAGES, 1, warps_v)
+
+
+def _has_slots(work: Work) -> str | None:
+    """Eight teams of warps have a slot each: of the widest rows these are more than the ring's 128 KiB."""
+    options = work.options
+    if work.packed_rows > 16 or options.head_dim_vo > 128 or _slots_fit(work):
+        return None
+    dims = f"head_dim_qk {options.head_dim_qk} with head_dim_vo {options.head_dim_vo}"
+    return f"{dims} needs more shared memory for at most 16 packed rows than a CTA has"
+
+
+def _slots_fit(work: Work) -> bool:
+    return 8 * _slot_tokens(work) * _token_bytes(work) <= 128 << 10
+
+
+def _slot_tokens(work: Work) -> int:
+    return 16 if _token_bytes(work) > 512 and not work.options.kv_dtype.is_fp8 else 32
+
+
+def _token_bytes(work: Work) -> int:
+    """Of K and V in shared memory."""
+    dims, size = (work.options.head_dim_qk, work.options.head_dim_vo), work.options.kv_dtype.size
+    return sum(-(-dim * size // 128) * 128 for dim in dims)
 
 
 def _cost(work: Work, tile: Tile) -> Cost:
@@ -82,7 +106,7 @@ KERNEL = AttentionKernel(
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
     most_packed_rows=MOST_PACKED_ROWS,
-    accepts=(capability(90, 90), *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 512, 8)),
+    accepts=(capability(90, 90), *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 512, 8), _has_slots),
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,
