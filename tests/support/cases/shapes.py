@@ -158,6 +158,8 @@ def dim_rows() -> list[Case]:
         prefill("dim-512-prefill", "widest rows there are", (20,), (41,), head_dim=512, causal=True),
         decode("dim-128-decode", "the commonest head dim", (700, 64), head_dim=128),
         decode("dim-512-decode", "widest rows there are", (65, 130), head_dim=512),
+        prefill("dim-512-256", "slots of four teams", (1, 2), (700, 64), head_dim=512, head_dim_vo=256),
+        prefill("dim-512-128", "refused by decode_sm90", (1, 2), (700, 64), head_dim=512, head_dim_vo=128),
     ]
     for dim in (24, 40, 72):
         rows.append(
