@@ -112,10 +112,8 @@ def test_pieces_begin_and_end(seed: int) -> None:
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 120, 128, 192, 256])
 @pytest.mark.parametrize("kv_dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
 @pytest.mark.parametrize("group", [4, 40])
-def test_tiles_fit_small_cards(head_dim: int, kv_dtype: DType, group: int) -> None:
-    """K and V of all stages and each stage's Q, on cards whose CTAs have 99 KiB; steps divide v2's partitions."""
+def test_tiles_of_small_cards_divide_partitions(head_dim: int, kv_dtype: DType, group: int) -> None:
+    """That they fit 99 KiB is tested in test_shared_memory.py, on the compiled bytes."""
     tile = blocks.decode_tile(head_dim, kv_dtype, group, devices.named("RTX 4090"))
-    padded = -(-head_dim // 16) * 16
-    stage_bytes = tile.tile_kv * 2 * padded * kv_dtype.size + tile.tile_q * padded * 2
-    assert tile.stages >= 2 and tile.stages * stage_bytes <= (99 << 10) - 2048
+    assert tile.stages >= 2
     assert PARTITION % tile.tile_kv == 0 and tile.tile_kv // tile.warps_kv in (16, 32)
