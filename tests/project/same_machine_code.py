@@ -102,6 +102,7 @@ def source_folder(side: str, builds: Path) -> Path:
         sys.exit(2)
     with tarfile.open(fileobj=BytesIO(archive.stdout)) as tar:
         tar.extractall(source, filter="data")
+    subprocess.run([sys.executable, "setup.py", "-q", "build_host"], cwd=source, check=True)
     return source
 
 
