@@ -14,6 +14,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -107,8 +108,9 @@ def _files_read(dependencies: Path) -> list[Path]:
     """The files that a compilation read, from the compiler's list; the list itself where there is none."""
     if not dependencies.exists():
         return [dependencies]
-    words = shlex.split(dependencies.read_text().replace("\\\n", " "))
-    return [Path(word) for word in words[1:]]  # after the target
+    words = re.findall(r"(?:\\.|[^\s\\])+", dependencies.read_text().replace("\\\n", " "))
+    names = [re.sub(r"\\(.)", r"\1", word).replace("$$", "$") for word in words]  # as make reads them
+    return [Path(name) for name in names[1:]]  # after the target
 
 
 def _run_recorded(command: list[str], record: Path) -> None:

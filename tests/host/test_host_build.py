@@ -81,7 +81,7 @@ class Tree:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    made = Tree(tmp_path / "a checkout")
+    made = Tree(tmp_path / "someone's $checkout #1")  # make and shells quote each of these
     assert made.build() == {"one.o", "inner/words.o"}
     return made
 
