@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .. import kernels
 from ..base import env, paths
 from ..kernels.spec import KernelSpec
 from .source import key_of
@@ -107,6 +108,8 @@ class Store:
 
     def recall(self, spec: KernelSpec, target: Target) -> Entry | None:
         """The entry that `remember` was told, if it is still there and the sources are still the same."""
+        if not kernels.is_of_package(spec.kernel):
+            return None
         try:
             sources, key = self._memo(spec, target).read_text().split()
         except (OSError, ValueError):
@@ -115,8 +118,9 @@ class Store:
         return entry if entry and entry.is_of(spec, target) else None
 
     def remember(self, spec: KernelSpec, target: Target, key: str) -> None:
-        """Lets `recall` find the entry. Does nothing if the folder cannot be written or a source has just changed."""
-        if not paths.is_settled():
+        """Lets `recall` find the entry. Does nothing if the folder cannot be written, a source has just changed, or the
+        kernel is made by files outside the package, which its fingerprint does not see."""
+        if not (kernels.is_of_package(spec.kernel) and paths.is_settled()):
             return
         memo = self._memo(spec, target)
         with contextlib.suppress(OSError):

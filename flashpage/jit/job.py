@@ -16,7 +16,7 @@ from . import diagnostics, manifest, process
 from .cache import FAILED, Entry, Store, read_entry, write_entry
 from .compilers import Compiler, find_compiler, looked_for
 from .render import include_dirs, source_suffix
-from .source import Source
+from .source import Source, key_of
 from .targets import Target
 
 
@@ -106,6 +106,8 @@ class Job:
             **diagnostics.read_ptxas(log),
         }
         try:
+            if key_of(self.spec, self.target) != self.key:  # the entry would be found once the edit is undone
+                raise OSError("its sources changed while it was compiled")
             entry = store.publish(self.key, self.binary, meta)
         except OSError as error:
             warnings.warn(f"flashpage: {self.spec.name} is not kept: {error}", RuntimeWarning, stacklevel=2)

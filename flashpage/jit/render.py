@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,8 @@ def source_suffix(spec: KernelSpec) -> str:
 def include_dirs(spec: KernelSpec) -> list[Path]:
     """The folders to give a compiler as -I: the package's, and one of the kernel's own if it has one."""
     kernel = kernels.find(spec.kernel)
-    return [paths.include_dir(), *([kernel.include] if kernel and kernel.include else [])]
+    own = [Path(os.path.abspath(kernel.include))] if kernel and kernel.include else []  # ninja runs in another folder
+    return [paths.include_dir(), *own]
 
 
 def render(spec: KernelSpec) -> str:

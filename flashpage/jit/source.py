@@ -52,23 +52,38 @@ def included(text: str, folders: Sequence[Path] | None = None) -> dict[str, str]
     Directives in comments and in branches that the preprocessor skips count too. System headers do not.
     """
     roots = tuple(map(str, folders or [paths.include_dir()]))
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}  # by path
     waiting = _resolve(text, None, roots)
     while waiting:
         path = waiting.pop()
-        name = next(os.path.relpath(path, root) for root in roots if path.startswith(root + os.sep))
-        if name not in found:
-            found[name], inner = _read_header(path, roots)
+        if path not in hashes:
+            hashes[path], inner = _read_header(path, _stamp(path), roots)
             waiting += inner
+    found: dict[str, str] = {}
+    for path, digest in sorted(hashes.items(), key=lambda header: (_name(header[0], roots), header[1])):
+        name = _name(path, roots)
+        found[name] = found.get(name, "") + digest  # two folders may have a header of one name
     return found
 
 
+def _name(path: str, roots: tuple[str, ...]) -> str:
+    """A header's path below its include folder, or next to the last folder where it lies in none."""
+    return os.path.relpath(path, next((root for root in roots if path.startswith(root + os.sep)), roots[-1]))
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """Differs after an edit: a process that lives on, as a notebook does, must not keep the hash from before."""
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 @functools.cache
-def _read_header(path: str, roots: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The sha256 of a header, and the paths of the headers that it includes. Read once a process."""
+def _read_header(path: str, stamp: tuple[int, ...], roots: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The sha256 of a header, and the paths of the headers that it includes. Read once for each stamp."""
     with open(path, "rb") as file:
         content = file.read()
-    return hashlib.sha256(content).hexdigest(), _resolve(content.decode(), os.path.dirname(path), roots)
+    inner = _resolve(content.decode(errors="replace"), os.path.dirname(path), roots)
+    return hashlib.sha256(content).hexdigest(), inner
 
 
 def _resolve(text: str, folder: str | None, roots: tuple[str, ...]) -> list[str]:

@@ -19,3 +19,13 @@ OTHERS: tuple[Kernel, ...] = (*helpers.KERNELS, *blocks.KERNELS)
 def find(name: str) -> Kernel | None:
     """The kernel of that name (KernelSpec.kernel); None where no home has it."""
     return next((kernel for kernel in (*ATTENTION, *OTHERS) if kernel.name == name), None)
+
+
+_OF_PACKAGE = (*ATTENTION, *OTHERS)
+
+
+def is_of_package(name: str) -> bool:
+    """Whether the kernel's source is made by the package's files alone, all of which paths.fingerprint covers. A kernel
+    that a program adds to the list, or one with an include folder of its own, is made by others too."""
+    kernel = find(name)
+    return kernel is not None and kernel.include is None and any(kernel is known for known in _OF_PACKAGE)

@@ -14,11 +14,11 @@ import pytest
 from jit_sandbox import Sandbox, toy
 
 from aot import build as aot_build
-from flashpage import jit
+from flashpage import jit, kernels
 from flashpage.base import paths
 from flashpage.base.dtypes import DType
-from flashpage.jit import build, cache, compilers, source
-from flashpage.jit.render import render
+from flashpage.jit import build, cache, compilers, job, source
+from flashpage.jit.render import include_dirs, render
 from flashpage.kernels import wgmma_source
 from flashpage.kernels.spec import KernelSpec
 from flashpage.variants import source as variant_source
@@ -113,6 +113,60 @@ def test_names_are_resolved_as_a_compiler_does(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(paths, "include_dir", lambda: tmp_path)
     assert set(source.included('int x;\n#include "a/first.h"\n')) == {"a/first.h", "a/second.h", "third.h"}
     assert set(source.included("#include <second.h>\n")) == {"second.h"}
+
+
+def test_headers_of_two_folders(tmp_path: Path) -> None:
+    """One name in both folders, a header outside of both, bytes that are not UTF-8: each header counts."""
+    for name, content in {
+        "package/a.h": b"",
+        "own/a.h": b"",
+        "own/k/kernel.h": b'#include <a.h>\n#include "../a.h"\n#include "../../outside.h"\n',
+        "outside.h": b"// caf\xe9\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    folders, text = [tmp_path / "package", tmp_path / "own"], '#include "k/kernel.h"\n'
+    found = [source.included(text, folders)]
+    assert set(found[0]) == {"a.h", "k/kernel.h", "../outside.h"}
+    for name in ("package/a.h", "own/a.h", "outside.h", "own/k/kernel.h"):
+        with open(tmp_path / name, "a") as file:
+            file.write("// edited\n")
+        found.append(source.included(text, folders))
+    assert all(before != after for before, after in zip(found, found[1:], strict=False))
+
+
+@pytest.mark.parametrize("include", ["own", "x/../own"])
+def test_an_include_folder_of_any_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, include: str) -> None:
+    """Compilers under ninja run in another folder, and headers are known by their place below this one."""
+    own = dataclasses.replace(kernels.find("merge"), name="own", include=Path(include))
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kernels, "OTHERS", (own,))
+    assert include_dirs(KernelSpec("own"))[1] == tmp_path / "own"
+
+
+def test_a_header_edited_while_a_process_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the compile: the key is of the new header. During it: nothing is kept under the key of the old one."""
+    folder, target = tmp_path / "include", jit.Target.parse("avx2")
+    shutil.copytree(paths.include_dir(), folder)
+    monkeypatch.setattr(paths, "include_dir", lambda: folder)
+    spec, header = ONE_OF_EACH["cpu_attention"][0], folder / "flashpage" / "cpu" / "softmax.h"
+    before, original = source.key_of(spec, target), header.read_text()
+    header.write_text(original + "// edited\n")
+    edited = source.key_of(spec, target)
+    assert edited != before
+    compiled = job.Job.run_alone
+
+    def edit_meanwhile(running: job.Job) -> None:
+        compiled(running)
+        header.write_text(original)
+
+    monkeypatch.setattr(job.Job, "run_alone", edit_meanwhile)
+    store = cache.Store(tmp_path / "store")
+    with pytest.warns(RuntimeWarning, match="its sources changed while it was compiled"):
+        entry, is_new = build.obtain(spec, target, store)
+    assert is_new and not entry.is_kept and store.read(edited) is None
+    shutil.rmtree(entry.folder)
 
 
 @pytest.mark.parametrize(("target", "compiler"), [("avx2", "g++"), ("sm_90a", "nvcc"), ("sm_90a", "nvrtc")])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashpage
-from flashpage import cli, native
+from flashpage import cli, kernels, native
 from flashpage.kernels import ATTENTION, devices
 from flashpage.kernels.devices import Device
 from flashpage.plan import plan_lengths
@@ -157,6 +157,31 @@ def test_its_header_is_in_the_key(cpu_plain: None, tmp_path: Path) -> None:
     assert spec is not None
     assert "flashpage/kernels/cpu_plain/kernel.h" in included(render(spec), include_dirs(spec))
     assert key_of(spec, host_target()) == key_of(spec, host_target())
+
+
+def test_an_edit_of_its_header_is_seen_by_the_next_process(
+    cpu_plain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package's fingerprint does not cover its folder, so no memo may lead to the entry."""
+    from flashpage.base import paths
+    from flashpage.jit import host_target
+    from flashpage.jit.build import obtain
+    from flashpage.jit.cache import Store
+
+    monkeypatch.setattr(paths, "is_settled", lambda: True)
+    spec, store = planned().last_plan.spec, Store(tmp_path / "store")
+    assert spec is not None
+    obtain(spec, host_target(), store)
+    assert store.find(spec, host_target()) is not None
+    with open(tmp_path / "include" / "flashpage" / "kernels" / "cpu_plain" / "kernel.h", "a") as file:
+        file.write("// edited\n")
+    assert store.recall(spec, host_target()) is None
+    assert store.find(spec, host_target()) is None
+
+
+def test_the_package_knows_its_own_kernels(cpu_plain: None) -> None:
+    assert not kernels.is_of_package("cpu_plain")
+    assert kernels.is_of_package("cpu_attention") and kernels.is_of_package("merge")
 
 
 ODD = Device("Imaginary 7", 89, 7, 99 << 10, 100 << 10, 8 << 20, gbps=100.0, tflops=10.0)
