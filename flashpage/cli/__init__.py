@@ -36,7 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, summary in _COMMANDS.items():
         modules[name] = importlib.import_module(f".{name}", __name__)
         modules[name].add_arguments(commands.add_parser(name, help=summary, description=modules[name].__doc__))
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.choices[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return modules[parsed.command].run(parsed)
     except FlashpageError as error:

@@ -57,6 +57,7 @@ WRONG = [  # arguments, what the line must name
     (("build", "--target", "sm_eighty", "--spec", '{"kernel": "merge"}'), "sm_eighty"),
     (("build", "--target", "avx2", "--spec", '{"kernel": "merge"}'), "cuda"),
     (("info", "everything"), "everything"),
+    (("plan", "4096", "--crd", "H200"), "unrecognized arguments: --crd H200 (see `flashpage plan --help`)"),
 ]
 
 
