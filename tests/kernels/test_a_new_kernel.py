@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,8 +78,12 @@ from flashpage.kernels.tile import WALK_RUNS, Cost, Tile
 FP32 = (DType.FLOAT32,)
 
 
-def no_window(work):
-    return f"window_left {work.options.window_left}: it sees all tokens" if work.options.window_left >= 0 else None
+def only_plain(work):
+    """Everything else must be refused: what no rule refuses is planned."""
+    options = work.options
+    if options.needs_variant or options.has_mask or work.rotates:
+        return "it has no masks, soft caps, position encodings and variants"
+    return None
 
 
 KERNEL = AttentionKernel(
@@ -87,7 +92,7 @@ KERNEL = AttentionKernel(
     cpp="flashpage::cpu::plain_attention<Traits>",
     parameters=USUAL.parameters,
     include=Path(__file__).parent / "include",
-    accepts=(*dtypes(q=FP32, out=FP32), head_dims(16, 128, 8), no_window),
+    accepts=(*dtypes(q=FP32, out=FP32), head_dims(16, 128, 8), only_plain),
     tile=lambda work: Tile(16, 16, 1, 1, 1),
     cost=lambda work, tile: Cost(WALK_RUNS, 500.0, 1000.0, 1000.0, 64, 64),
     traits=USUAL.traits,
@@ -112,29 +117,30 @@ def cpu_plain(tmp_path: Path) -> Iterator[None]:
     ATTENTION.remove(module.KERNEL)
 
 
-def planned(window_left: int = -1) -> flashpage.BatchPrefillWithPagedKVCacheWrapper:
+def planned(**changed: Any) -> flashpage.BatchPrefillWithPagedKVCacheWrapper:
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 22, dtype=torch.uint8))
     pages = torch.tensor([-(-length // PAGE) for length in KV_LENS])
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), pages.cumsum(0)]).int()
     last = torch.tensor([(length - 1) % PAGE + 1 for length in KV_LENS], dtype=torch.int32)
     q_indptr = torch.tensor([0, *Q_LENS]).cumsum(0).int()
     indices = torch.randperm(int(indptr[-1]), generator=torch.Generator().manual_seed(1)).int()
-    options = {"causal": True, "q_data_type": torch.float32, "window_left": window_left}
+    options = {"causal": True, "q_data_type": torch.float32, **changed}
     wrapper.plan(q_indptr, indptr, indices, last, 4, 2, 32, PAGE, **options)
     return wrapper
 
 
-def test_a_kernel_is_a_folder_a_file_and_a_row(cpu_plain: None) -> None:
+@pytest.mark.parametrize("window_left", [-1, 7])
+def test_a_kernel_is_a_folder_a_file_and_a_row(cpu_plain: None, window_left: int) -> None:
     torch.manual_seed(0)
     q = torch.randn(sum(Q_LENS), 4, 32)
     cache = torch.randn(sum(-(-length // PAGE) for length in KV_LENS), 2, PAGE, 2, 32)
-    own = planned()
+    own = planned(window_left=window_left)
     assert own.last_plan.spec.kernel == "cpu_plain" and own.last_plan.explain().startswith(
         "kernel cpu_plain: the first"
     )
     out, lse = own.run(q, cache, return_lse=True)
     kernel = ATTENTION.pop(0)
-    usual = planned()
+    usual = planned(window_left=window_left)
     assert usual.last_plan.spec.kernel == "cpu_attention"
     expected, expected_lse = usual.run(q, cache, return_lse=True)
     ATTENTION.insert(0, kernel)
@@ -142,10 +148,11 @@ def test_a_kernel_is_a_folder_a_file_and_a_row(cpu_plain: None) -> None:
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-6)
 
 
-def test_its_rules_say_why_not(cpu_plain: None) -> None:
-    plan = planned(window_left=7).last_plan
+@pytest.mark.parametrize("changed", [{"logits_soft_cap": 30.0}, {"pos_encoding_mode": "ROPE_LLAMA"}], ids=str)
+def test_its_rules_say_why_not(cpu_plain: None, changed: dict[str, Any]) -> None:
+    plan = planned(**changed).last_plan
     assert plan.spec.kernel == "cpu_attention"
-    assert "refused cpu_plain: window_left 7: it sees all tokens" in plan.explain()
+    assert "refused cpu_plain: it has no masks, soft caps, position encodings and variants" in plan.explain()
 
 
 def test_its_header_is_in_the_key(cpu_plain: None, tmp_path: Path) -> None:
