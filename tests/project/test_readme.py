@@ -42,8 +42,10 @@ def test_files_that_are_named_exist(page: str) -> None:
         assert ((ROOT / page).parent / link).exists(), link
     if page.endswith(HISTORY):
         return
-    for name in re.findall(r"`([\w./]+\.(?:py|h|cpp|txt|md)|[\w.]+/[\w./]*)`", text):
-        if (ROOT / name).exists():
+    for name in re.findall(r"`([\w./*]+\.(?:py|h|cpp|txt|md)|[\w.]+/[\w./]*)`", text):
+        if "*" in name:
+            assert any(ROOT.glob(name)), name
+        elif (ROOT / name).exists():
             folder = Path(name).parent
         elif "NAME" not in name:
             assert (ROOT / folder / name).exists() or (ROOT / folder.parent / name).exists(), name

@@ -1,4 +1,4 @@
-"""A case's batch as engines hold it: the calls of tests/test_engine_*.py read its tensors and compare outputs here."""
+"""A case's batch as engines hold it: tests/engines/test_engine_*.py read its tensors and compare outputs here."""
 
 from __future__ import annotations
 
