@@ -17,7 +17,7 @@ OTHERS: tuple[Kernel, ...] = (*helpers.KERNELS, *blocks.KERNELS)
 
 
 def find(name: str) -> Kernel | None:
-    """The kernel of that name (KernelSpec.kernel); None where no home has it."""
+    """The kernel of that name (KernelSpec.kernel); None if the lists above do not have it."""
     return next((kernel for kernel in (*ATTENTION, *OTHERS) if kernel.name == name), None)
 
 

@@ -1,4 +1,4 @@
-"""Plans whose kernels are built before anyone asks for them: rows of a kernel's home, read by aot/specs.py."""
+"""Plans whose kernels are built ahead of time. Each kernel's file lists its own; aot/specs.py reads them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
 
 
 def choose_for_card(problem: Problem, card: Device, variant: VariantSpec = _NO_VARIANT) -> Choice:
-    """The same for a card that need not be here."""
+    """As `choose`, for a card of the table: it need not be in this machine."""
     backend = "cuda" if card.sm else "cpu"
     refused = []
     for kernel in ATTENTION:

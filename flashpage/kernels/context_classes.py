@@ -51,7 +51,7 @@ class ContextLengths:
         has_short_window = 0 <= options.window_left < least - 1
         self.may_differ = not (options.uniform_q_len or options.is_batch_invariant)  # from batch to batch
         self._may_be_long = self.may_differ and not has_short_window
-        # Where no kernel has other tiles for them (tile_of), the same one would be prepared twice.
+        # Only prefill_sm90 has tiles for this class, for these sizes; others would prepare the same kernel twice.
         self._may_be_short = (
             self.may_differ and options.head_dim_qk == options.head_dim_vo == 128 and not options.kv_dtype.is_fp8
         )

@@ -17,7 +17,8 @@ _MOST_STAGES = 64  # the header takes as many as the ring has room for
 
 
 def _tile(work: Work) -> Tile:
-    """A warp has 16 rows and up to 256 value columns; warps of the same tokens share a slot (docs/tried.md)."""
+    """A warp has 16 rows and up to 256 value columns. Warps that compute on the same tokens share a slot
+    (docs/tried.md)."""
     options, loop = work.options, work.loop
     if loop is InnerLoop.LOADING and boxes_or_rows(options) == "rows":
         loop = InnerLoop.HEAVY  # single rows come too slowly in slots of 16 tokens
@@ -35,7 +36,7 @@ def _tile(work: Work) -> Tile:
 
 
 def _has_slots(work: Work) -> str | None:
-    """Eight teams of warps have a slot each: of the widest rows these are more than the ring's 128 KiB."""
+    """Each of eight teams of warps needs a slot. For the widest rows, eight slots do not fit the ring's 128 KiB."""
     options = work.options
     if work.packed_rows > 16 or options.head_dim_vo > 128 or _slots_fit(work):
         return None
@@ -52,7 +53,7 @@ def _slot_tokens(work: Work) -> int:
 
 
 def _token_bytes(work: Work) -> int:
-    """Of K and V in shared memory."""
+    """Bytes of a token's rows of K and V in shared memory, in whole lines of 128."""
     dims, size = (work.options.head_dim_qk, work.options.head_dim_vo), work.options.kv_dtype.size
     return sum(-(-dim * size // 128) * 128 for dim in dims)
 

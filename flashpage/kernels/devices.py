@@ -38,21 +38,8 @@ class Device:
         return self.sm >= 90
 
     @property
-    def has_clusters(self) -> bool:
-        return self.sm >= 90
-
-    @property
-    def has_bulk_copies(self) -> bool:
-        return self.sm >= 90
-
-    @property
     def has_wgmma(self) -> bool:
         return self.sm == 90
-
-    @property
-    def has_fp8_mma(self) -> bool:
-        """mma.sync with e4m3 and e5m2 factors."""
-        return self.sm >= 89
 
     @property
     def sm_bytes_per_ns(self) -> float:
@@ -65,7 +52,7 @@ class Device:
 
     @property
     def flops_per_byte(self) -> float:
-        """How much computing costs beside reading: 1.0 on an H200."""
+        """Products per byte of memory traffic, relative to an H200."""
         return self.tflops / self.gbps * 4554 / 989
 
     @property
@@ -125,7 +112,8 @@ CARDS = (
 
 CPU = Device("CPU", 0, 1, 0, 0, 0, gbps=45.54, tflops=9.89)  # its kernel measures costs of its own
 
-# Floating-point operations of an SM in a clock, dense 16-bit products with fp32 sums; the newest for what is not here.
+# Floating-point operations of an SM in a clock, dense 16-bit products with fp32 sums; a capability that is missing here
+# counts as 12.0.
 _FLOPS_PER_CLOCK = {80: 2048, 86: 512, 87: 1024, 89: 512, 90: 4096, 100: 8192, 103: 8192, 120: 512, 121: 512}
 
 

@@ -1,5 +1,5 @@
-"""What a kernel's home says of it. `flashpage/kernels/NAME.py` makes one of these, and
-`include/flashpage/kernels/NAME/kernel.h` is what it names."""
+"""The record of one kernel: `flashpage/kernels/NAME.py` makes it, and it names the C++ header
+`include/flashpage/kernels/NAME/kernel.h`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Kernel:
     parameters: tuple[tuple[str, str], ...]  # C++ type and name, as Kernel::run takes them
     traits: Callable[[KernelSpec], tuple[str, ...]] = lambda spec: ()  # lines of the struct
     sources: Callable[[KernelSpec], str] = lambda spec: ""  # C++ written for the spec, before Traits
-    attributes: Callable[[KernelSpec], str] = lambda spec: ""  # of the entry
-    archs: tuple[int, ...] = ()  # the only ones whose instructions it has; empty: any
+    attributes: Callable[[KernelSpec], str] = lambda spec: ""  # C++ attributes of the entry
+    archs: tuple[int, ...] = ()  # the architectures that it can be compiled for; empty: any
     has_variant: bool = False  # its source has a `struct Variant`
     include: Path | None = None  # a folder of headers of its own, next to the package's
 
@@ -48,7 +48,7 @@ class AttentionKernel(Kernel):
     """A kernel that runs a plan: what it accepts, with which tile, at what cost."""
 
     has_variant: bool = True
-    accepts: tuple[Rule, ...] = ()
+    accepts: tuple[Rule, ...] = ()  # an option that no rule refuses must be honoured: nothing else checks it
     tile: Callable[[Work], Tile] = dataclasses.field(kw_only=True)
     cost: Callable[[Work, Tile], Cost] = dataclasses.field(kw_only=True)
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
@@ -119,7 +119,7 @@ def dtypes(q: tuple[DType, ...], out: tuple[DType, ...]) -> tuple[Rule, ...]:
         given, query = work.options.kv_dtype, work.options.q_dtype
         if given is query or given.is_fp8:
             return None
-        return f"kv_data_type {given.value} is neither q's {query.value} or fp8 (float8_e4m3fn, float8_e5m2)"
+        return f"kv_data_type {given.value} is neither q's {query.value} nor fp8 (float8_e4m3fn, float8_e5m2)"
 
     return of_q, of_out, of_kv
 

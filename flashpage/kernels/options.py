@@ -1,4 +1,4 @@
-"""What a caller asks of `plan`, checked: the only place where its arguments are judged."""
+"""The checked options of `plan`. Its arguments, except lengths, are checked here alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Options:
     window_left: int = -1  # tokens visible left of the row's own; -1: all
     has_soft_cap: bool = False  # its value is given at every run
     position_encoding: str = "NONE"  # NONE | ROPE_LLAMA | ALIBI
-    has_mask: bool = False  # it says itself what a row sees: causal is False beside it, as in FlashInfer
+    has_mask: bool = False  # the mask alone decides what a row sees: causal is then False, as in FlashInfer
     variant: Any = None  # variants.Variant | None, compared by identity
     fixed_piece_tokens: int = SPLIT_BALANCED  # > 0: every request is cut at multiples of it, in any batch
     uniform_q_len: int = 0  # rows of every request, where they all have as many (decode); 0: lengths say
@@ -64,7 +64,7 @@ class Values(NamedTuple):
 
 
 class Variation(NamedTuple):
-    """Those of a run's values and shapes that ask for a plan or a kernel of their own."""
+    """The values and shapes of a run that need a plan or a kernel of their own if they differ from the planned ones."""
 
     causal: bool
     window_left: int
@@ -110,7 +110,7 @@ def check_options(
     disable_split_kv: bool,
     uniform_q_len: Any = 0,
 ) -> Options:
-    """Judges everything that is not a length; what a kernel cannot do is refused later, by backends.choose."""
+    """Checks every argument of `plan` except the lengths. What no kernel can do is refused later (choose.py)."""
     page_size = checks.whole("page_size", page_size, 1) if kv_source == "paged" else 0
     num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
     q_dtype = checks.dtype("q_data_type", q_data_type)
@@ -136,7 +136,7 @@ def check_options(
 
 
 def out_dtype_of(q_dtype: DType) -> DType:
-    """Of the output, where none is asked for: q's; no kernel writes fp8."""
+    """The output's type if the caller names none: q's, or bfloat16 over fp8 queries, as no kernel writes fp8."""
     return DType.BFLOAT16 if q_dtype.is_fp8 else q_dtype
 
 

@@ -17,7 +17,7 @@ from .tile import Tile
 class KernelSpec:
     """Everything that is compiled in; nothing that changes from batch to batch (lengths, head counts, page size)."""
 
-    kernel: str  # its home in flashpage/kernels: cpu_attention, decode_sm90, merge, ...
+    kernel: str  # Kernel.name: cpu_attention, decode_sm90, merge, ...
     q_dtype: DType = DType.BFLOAT16
     kv_dtype: DType = DType.BFLOAT16
     out_dtype: DType = DType.BFLOAT16
@@ -38,7 +38,7 @@ class KernelSpec:
 
     @property
     def ctas(self) -> int:
-        """That a plan counts as one: those of a cluster."""
+        """CTAs of a cluster; a plan counts them as one CTA."""
         return 1 if self.tile is None else self.tile.ctas
 
     @property

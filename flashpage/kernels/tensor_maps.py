@@ -1,4 +1,4 @@
-"""Boxes in which a kernel takes K and V: what the tensor maps of a cache are encoded with (csrc/flashpage.h)."""
+"""Boxes: what one copy of the copy engine loads, and the tensor maps that describe them (csrc/flashpage.h)."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def rows_form(
 
 
 def resize(boxes: native.KvBoxes, rows: int, leading: int, is_paged: bool, kv_layout: str) -> None:
-    """Takes the first dimensions of the present q, out and cache, in which those of one binding may differ."""
+    """Writes the first dimensions of this run's q, out and cache, which may change between runs of one binding."""
     boxes.q.dims[2] = boxes.out.dims[2] = max(1, rows)
     axis = 3 if is_paged else 1 if kv_layout == "NHD" else 2
     boxes.k.dims[axis] = boxes.v.dims[axis] = max(1, leading)

@@ -37,7 +37,7 @@ def render(spec: KernelSpec) -> str:
 
 
 def short_tokens(spec: KernelSpec) -> int:
-    """Of the tile that a unit may end with: half of a whole one, in steps of the value product. 0: there is none.
+    """Tokens of the short tile that a unit may end with: half of a whole one, in steps of 16. 0: there is none.
 
     Tiles of a mask are not known to be a unit's last ones; kernels of three warpgroups, with RoPE or with a variant's
     code have no registers for it.

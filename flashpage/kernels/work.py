@@ -68,7 +68,7 @@ class Work:
 
     @property
     def columns(self) -> int:
-        """Of K and V together."""
+        """head_dim_qk + head_dim_vo: numbers of one token in K and V together."""
         return self.options.head_dim_qk + self.options.head_dim_vo
 
     @property

@@ -24,7 +24,7 @@ from flashpage.plan.prepared_kernels import mask_tiles_spec
 BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
 
-UNLIKE_FP8_QUERIES = "kv_data_type bfloat16 is neither q's float8_e5m2 or fp8 (float8_e4m3fn, float8_e5m2)"
+UNLIKE_FP8_QUERIES = "kv_data_type bfloat16 is neither q's float8_e5m2 nor fp8 (float8_e4m3fn, float8_e5m2)"
 
 
 CARD_OF = {80: devices.named("A100"), 90: devices.H200, 100: devices.named("B200")}
