@@ -69,7 +69,7 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
         try:
             spec = parse_spec(json.loads(text))
             render(spec)
-        except (ValueError, KeyError, TypeError, jinja2.TemplateError, FlashpageError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, jinja2.TemplateError, FlashpageError) as error:
             raise values.ArgumentError(f"--spec: not a kernel: {error!r}") from None
         fitting = [target for target in targets or _targets_here(spec.backend) if target.fits(spec)]
         if not fitting:

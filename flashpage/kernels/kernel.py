@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..base.dtypes import DType
+from ..base.errors import CompileError
 from .ahead import Ahead
 from .context_classes import Contexts
 from .options import Options
@@ -145,7 +146,8 @@ def no_rope_over_fp8(work: Work) -> str | None:
 def attention_traits(spec: KernelSpec, query: DType, cache: DType, layout: str) -> tuple[str, ...]:
     """The lines of Traits that every attention kernel of a card has. `query`, `cache`: what it computes with."""
     tile = spec.tile
-    assert tile is not None
+    if tile is None:
+        raise CompileError(f"spec {spec.name} has no tile: {spec.kernel} needs one, as plans choose it.")
     numbers = {
         "head_dim_qk": spec.head_dim_qk,
         "head_dim_vo": spec.head_dim_vo,

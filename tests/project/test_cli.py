@@ -53,6 +53,8 @@ WRONG = [  # arguments, what the line must name
     (("build", "--spec", "{}"), "--spec"),
     (("build", "--spec", "["), "--spec"),
     (("build", "--spec", '{"kernel": "cpu_attention"}'), "tile"),
+    (("build", "--spec", '{"kernel": "block_decode_sm80"}'), "tile"),
+    (("build", "--spec", '{"kernel": 5}'), "not a kernel"),
     (("build", "--spec", '{"kernel": "telepathy"}'), "telepathy"),
     (("build", "--target", "sm_eighty", "--spec", '{"kernel": "merge"}'), "sm_eighty"),
     (("build", "--target", "avx2", "--spec", '{"kernel": "merge"}'), "cuda"),
