@@ -107,14 +107,19 @@ def few_rows_tile(
     """Warps take turns on the tokens, each with its own ring: 8 KiB a stage, at most 96 KiB a CTA and two CTAs an SM.
     `token_bytes`: of K and V that a warp has at a time. `is_tight`: next to the ring lie rotated keys."""
     is_large = card.shared_bytes >= _LARGE
-    tokens = 32 if token_bytes * 32 <= 8192 or is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
+    is_short = token_bytes * 32 <= 8192 and (widest <= 64 or is_large or not is_tight)
+    tokens = 32 if is_short or is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
     stage_bytes = token_bytes * tokens  # of a warp
     has_room = stage_bytes * 8 <= (131072 if is_large else 73728)  # for two stages of four warps
     if is_tight:
         has_room = stage_bytes <= 8192 and (is_large or not is_fp8)
+        # Keys much wider than values: rotated ones take more room than the ring's stages tell.
+        has_room = has_room and (widest <= 192 or (is_large and not is_fp8))
     warps = 4 if has_room else 2
     ctas_per_sm = 2 if 2 * warps * tokens * token_bytes <= 98304 and widest <= 256 else 1
-    return Tile(tile_q, tokens * warps, 1, warps, 4, ctas_per_sm, ring_bytes=98304 if is_large else 73728)
+    ring_bytes = 98304 if is_large else 73728
+    limit = card.shared_bytes if is_tight or not is_large else 0  # elsewhere any ring of this size fits
+    return Tile(tile_q, tokens * warps, 1, warps, 4, ctas_per_sm, ring_bytes=ring_bytes, shared_limit=limit)
 
 
 def _token_bytes(work: Work) -> int:

@@ -30,6 +30,8 @@ BF16, E4M3 = DType.BFLOAT16, DType.FLOAT8_E4M3
 ONE_OF_A_KIND = {(card.sm, card.shared_bytes): card for card in reversed(devices.CARDS)}.values()
 HEAD_DIMS = ((16, 16), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (464, 464), (512, 512))
 HEAD_DIMS += ((512, 64), (512, 128), (512, 256), (464, 72), (64, 256), (256, 64), (16, 512), (320, 192))
+# Rotated keys next to the ring: rows that do not divide into it, and keys much wider than values.
+HEAD_DIMS += ((40, 40), (48, 48), (72, 72), (24, 48), (56, 16), (96, 32), (112, 16), (72, 48), (200, 48), (216, 32))
 ROWS = (16, 32, 64, 128)
 DTYPES = ((BF16, BF16), (BF16, E4M3), (E4M3, E4M3))
 LOADS = VariantSpec(logit="score + bias(kv_idx)", tensors=(("bias", "float32", 1),))

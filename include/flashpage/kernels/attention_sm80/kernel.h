@@ -6,23 +6,36 @@
 
 namespace flashpage {
 
-// Warps along the tokens where rows are few, along the rows where they are many; the former have as many stages as
-// Traits::ring_bytes have room for, at most Traits::stages.
+// Warps along the tokens where rows are few, along the rows where they are many.
+template <class Traits>
+using WarpsAlong = typename select_type<(Traits::warps_kv > 1), FewRows<Traits>, ManyRows<Traits>>::type;
+
+// The places live here too: in registers they would push out accumulators. While one is worked on the next one is
+// written; the third is the last one, whose rows may still be on their way out.
+template <class Traits>
+struct AttentionSm80Shared {
+  typename WarpsAlong<Traits>::Shared tiles;
+  PlaceCursor cursor;
+  Place places[3];
+};
+
+template <class Traits>
+struct AttentionSm80Fits {
+  static constexpr bool value =
+      Traits::shared_limit == 0 || sizeof(AttentionSm80Shared<Traits>) <= Traits::shared_limit;
+};
+
+// Where rows are few there are as many stages as Traits::ring_bytes and Traits::shared_limit have room for, at most
+// Traits::stages.
 template <class Given>
 struct AttentionSm80 {
-  static constexpr int stages = Given::warps_kv > 1 ? stages_in_flight<Given>(Given::tile_kv) : Given::stages;
-  using Traits = WithStages<Given, stages>;
-  using Kernel = typename select_type<(Traits::warps_kv > 1), FewRows<Traits>, ManyRows<Traits>>::type;
+  static constexpr int in_flight = stages_in_flight<Given>(Given::tile_kv);
+  static constexpr int fitting = fitting_stages<AttentionSm80Fits, Given, in_flight, 1, 2>();
+  using Traits = WithStages<Given, (Given::warps_kv > 1) ? fitting : Given::stages>;
+  using Kernel = WarpsAlong<Traits>;
+  using Shared = AttentionSm80Shared<Traits>;
   static constexpr int threads = Shape<Traits>::threads;
   static constexpr int ctas_per_sm = Traits::ctas_per_sm, cluster_rows = 0;
-
-  // The places live here too: in registers they would push out accumulators. While one is worked on the next one is
-  // written; the third is the last one, whose rows may still be on their way out.
-  struct Shared {
-    typename Kernel::Shared tiles;
-    PlaceCursor cursor;
-    Place places[3];
-  };
   static constexpr int shared_bytes = sizeof(Shared);
 
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args) {
