@@ -47,7 +47,7 @@ def test_files_that_are_named_exist(page: str) -> None:
             assert any(ROOT.glob(name)), name
         elif (ROOT / name).exists():
             folder = Path(name).parent
-        elif "NAME" not in name:
+        elif "NAME" not in name and not name.startswith(".venv/"):  # `make` makes .venv; CI has its own elsewhere
             assert (ROOT / folder / name).exists() or (ROOT / folder.parent / name).exists(), name
 
 
