@@ -24,8 +24,8 @@ SCALARS = {"char": "c_char", "float": "c_float", "double": "c_double"}
 SCALARS |= {"u8": "c_uint8", "u16": "c_uint16", "u32": "c_uint32", "u64": "c_uint64"}
 SCALARS |= {"i8": "c_int8", "i16": "c_int16", "i32": "c_int32", "i64": "c_int64"}
 SCALARS |= {"int32_t": "c_int32", "int64_t": "c_int64"}
-# flashpage.kernels.work.Problem and flashpage.plan.lengths.Lengths are other classes.
-ALIASES = {"fp_problem": "ProblemStruct", "fp_lengths": "LengthsStruct"}
+# flashpage.kernels.work.Problem and flashpage.plan.batch.Batch are other classes.
+ALIASES = {"fp_problem": "ProblemStruct", "fp_batch": "BatchStruct"}
 
 STRUCT = re.compile(r"struct\s+(?:alignas\(\d+\)\s+)?(\w+)\s*\{")
 FORWARD_DECLARATION = re.compile(r"struct\s+\w+\s*;")

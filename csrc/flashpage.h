@@ -17,7 +17,11 @@ enum fp_status : int32_t {
   FP_CUDA_ERROR = 3,
   FP_NO_CUDA = 4,
   FP_INTERNAL = 5,
-  FP_OTHER_TENSORS = 6,  // fp_py_run: not the tensors that the structs were bound to; nothing was run
+  // The fast way does not serve, and nothing was done: Python takes the other one.
+  FP_OTHER_TENSORS = 6,  // fp_py_run: not the tensors that the structs were bound to; fp_py_plan: lengths elsewhere
+  FP_OTHER_PAGES = 7,    // fp_py_plan: page numbers that kernels cannot read where they are; the lengths are taken
+  FP_OTHER_BATCH = 8,    // fp_py_plan: the batch may want other kernels; lengths and page numbers are taken
+  FP_OVER_LIMIT = 9,     // a plan was made but exceeds a limit (fp_plan_call::exceeded): nothing was copied
 };
 
 FP_API const char* fp_last_error();
@@ -153,21 +157,16 @@ FP_API int32_t fp_tables_plan(const fp_kernel*, const fp_tables*, const fp_sched
 struct fp_slots;
 FP_API fp_slots* fp_slots_create(int32_t device, int64_t slot_bytes);
 FP_API void fp_slots_destroy(fp_slots*);
-// Plans into a free slot and copies the used bytes to `destination` (device memory, or host memory where device < 0) in
-// `stream`'s order. One foreign call a plan.
-FP_API int32_t fp_slots_plan(fp_slots*, const fp_problem*, const fp_schedule*, void* destination, int64_t capacity,
-                             void* stream, fp_plan_result*);
 // Copies `size` bytes, at most a slot's, from any host memory, which may be reused at once, in `stream`'s order.
 FP_API int32_t fp_slots_copy(fp_slots*, const void* bytes, int64_t size, void* destination, void* stream);
-// The bytes of the newest plan, on the host (for work_items(), explain() and pictures); valid until the next
-// fp_slots_plan.
+// The bytes of the newest plan, on the host (for work_items(), explain() and pictures); valid until the next one.
 FP_API const void* fp_slots_last(const fp_slots*);
 
 // A batch of requests with few rows and requests with many as two plans, for two kernels that run side by side, each
 // with a share of the CTAs (csrc/plan/parts.cpp).
 struct fp_parts {
   int32_t most_few_rows;   // of q, of a request of the first part
-  int32_t few_ctas;        // written by fp_py_slots_plan_parts: of the first part; 0: one plan is better, none was made
+  int32_t few_ctas;        // written with the plan: of the first part; 0: one plan is better, none was made
   float full_speed_share;  // of the CTAs: with so many the first part is as fast as with all
   float least_gain_ns;     // that is worth two plans
   int64_t most_partial_rows;  // that there is room for
@@ -176,7 +175,7 @@ struct fp_parts {
   const fp_schedule* many;
   // Written by fp_parts_count.
   int64_t few_requests, few_rows, many_requests, many_rows;  // rows of q
-  // Written by fp_py_slots_plan_parts.
+  // Written with the plan.
   double whole_ns, parts_ns;   // by the schedules' costs
   int64_t second_offset;       // bytes from the first plan to the second
   int64_t second_partial_row;  // where the second's partial rows begin
@@ -352,39 +351,89 @@ struct fp_bound_run {
 FP_API void* fp_py_bind(void* self, void* const* arguments, intptr_t count);
 FP_API void* fp_py_run(void* self, void* const* arguments, intptr_t count);
 
-// Copies of a batch's lengths, which the problem's arrays point at.
-struct fp_lengths {
-  fp_problem* problem;
-  char* copies;             // of the four arrays, one behind the other
-  int64_t bytes_of_a_copy;  // room for batch + 1 numbers of 64 bits
-  int64_t kv_begin;         // written: where kv_indptr begins
-  int64_t kv_end;           // written: where it ends
-  int64_t least_rows;       // written: of q, of a request that has any, as q_indptr says (0 without)
-  int64_t most_rows;        // written
+// One batch: its lengths, copied from the caller's tensors, and its page numbers.
+struct fp_batch {
+  fp_index_array q_indptr, kv_indptr, last_page_len, kv_lens;  // written: as fp_problem has them
+  char* copies;                // of the four arrays, one after the other
+  int64_t bytes_of_a_copy;     // room for requests + 1 numbers of 64 bits
+  int32_t q_len_per_request;   // rows of every request; 0: q_indptr says
+  int32_t requests;            // written
+  int64_t rows;                // written: of q, from q_indptr's first entry to its last (0 without)
+  int64_t rows_end;            // written: q_indptr's last entry; without: the rows of all requests
+  int64_t kv_begin, kv_end;    // written: kv_indptr's first and last entry
+  int64_t least_rows;          // written: of a request that has any, as q_indptr says (0 without)
+  int64_t most_rows;           // written
+  const int32_t* page_buffer;  // not null: where captured launches read page numbers; they are taken in no other place
+  const int32_t* page_numbers;  // written: where kernels read them
+  int32_t max_page;             // written: the largest one in use; -1: not known
+  int32_t device_type;          // of the kernels, as DLPack has it
+  int32_t device_index;
+  int32_t checks_pages;    // page numbers on a card are looked at, too: never taken here
+  int64_t most_total_rows;  // limits of all batches; rows_end and kv_end beyond them are refused before planning
+  int64_t most_entries;
+  int64_t longest_q, longest_kv;  // limits of one request, refused before the plan is copied
 };
-// (address of an fp_lengths, q_indptr, kv_indptr, last_page_len, kv_lens; each a tensor, all but the second may be
-// None, q_indptr where the problem has a q_len_per_request). The first one says how many requests there are. Returns
-// the rows of the batch as q_indptr says (0 without); -1 where an argument is no host tensor of int32 or int64 of the
-// right length, or where there is no room for it.
-FP_API void* fp_py_lengths(void* self, void* const* arguments, intptr_t count);
 
-// (tensor, type of a device as DLPack has it, index of the device, entries). Returns the address of page numbers that
-// kernels can read where they are: int32, one behind the other, on that device, as many at least; 0 for others.
-FP_API void* fp_py_page_numbers(void* self, void* const* arguments, intptr_t count);
+// Fills in what follows from lengths that were written by another way than fp_py_plan.
+FP_API void fp_batch_sum_up(fp_batch*);
 
-struct fp_slots_call {
+// A row of the table that puts a batch into a class by what its rows see; the first row that fits it decides.
+struct fp_context_row {
+  int32_t contexts;              // the class
+  int64_t most_rows;             // of the batch
+  double least_rows_of_request;  // on average
+  double least_tokens, most_tokens;  // that a row sees, on average
+};
+struct fp_context_table {
+  fp_context_row rows[4];
+  int32_t count;
+  int32_t page_size;           // tokens of an entry; at least 1
+  double hidden;               // tokens that a row does not see for each row of its request: half of them if causal
+};
+// The class of a batch; 0 where no row fits.
+FP_API int32_t fp_contexts_of(const fp_context_table*, int64_t requests, int64_t rows, int64_t tokens);
+
+// Batches that one kernel is for, by the rows of a request on average, rounded up.
+struct fp_row_class {
+  int64_t least, most;
+};
+
+enum fp_limit : int32_t {
+  FP_LIMIT_ROWS = 1,
+  FP_LIMIT_ENTRIES = 2,
+  FP_LIMIT_PARTIAL_ROWS = 3,
+  FP_LIMIT_Q_LEN = 4,
+  FP_LIMIT_KV_LEN = 5,
+};
+
+// The plans of one set of options: everything but the batch.
+struct fp_plan_call {
+  fp_batch* batch;
+  fp_problem problem;  // the arrays and the number of requests are written
   fp_slots* slots;
-  const fp_problem* problem;
   void* destination;
   int64_t capacity;
-  fp_plan_result* result;
+  const fp_schedule* schedule;
+  fp_row_class row_class;  // that the schedule's kernel is for; most < 0: none was chosen yet
+  int32_t contexts;        // the class that the kernel is for; below 0: any
+  int32_t made_parts;      // written: there are two plans, as `parts` says
+  const fp_context_table* context_table;
+  fp_parts* parts;           // null: no batch is divided
+  fp_row_class few_class;    // that the kernels of both parts are for
+  fp_row_class many_class;
+  int64_t most_partial_rows;
+  double gathered_rows_of_request;  // a batch of at least so many, or
+  double gathered_rows;             // so many in all, may want its K and V gathered
+  int32_t exceeded;          // written with FP_OVER_LIMIT: fp_limit
+  int32_t was_captured;      // written: 1 after a plan that a graph captured
+  fp_plan_result result;     // written; of two plans: the sums
 };
-// fp_slots_plan of (address of an fp_slots_call, address of an fp_schedule, stream); returns a status.
-FP_API void* fp_py_slots_plan(void* self, void* const* arguments, intptr_t count);
-// The same of two parts, where they are better than one plan, one behind the other: of (address of an fp_slots_call,
-// address of an fp_parts, stream). The call's result has the sums of both plans; where these do not fit, what they need
-// in used_bytes. Lengths that are wrong: none is made.
-FP_API void* fp_py_slots_plan_parts(void* self, void* const* arguments, intptr_t count);
+// Plans the batch that is held. is_chosen: the schedules are right for it; else FP_OTHER_BATCH where they may not be.
+FP_API int32_t fp_plan_batch(fp_plan_call*, void* stream, int32_t is_chosen);
+// (address of an fp_plan_call, stream, q_indptr, kv_indptr, last_page_len, kv_lens, page numbers): takes the lengths,
+// each a tensor on the host or None (kv_indptr must be given, and q_indptr where the batch has no q_len_per_request),
+// and the page numbers, None for none, and plans.
+FP_API void* fp_py_plan(void* self, void* const* arguments, intptr_t count);
 
 // ---------------------------------------------------------------- the CPU's own (csrc/cpu/threads.cpp,
 // csrc/cpu/cpu_ops.cpp)

@@ -40,6 +40,9 @@ struct fp_slots {
 
 namespace {
 
+// One of plain memory: its copy is done at once.
+int first_slots_of(const fp_slots& ring) { return ring.driver == nullptr ? 1 : first_slots; }
+
 int32_t add_slot(fp_slots& ring) {
   Slot slot;
   if (ring.driver != nullptr) {
@@ -96,29 +99,56 @@ void release(fp_slots& ring, Slot& slot) {
   ring.driver->mem_free_host(slot.bytes);
 }
 
-// `write(bytes, capacity)` fills a free slot; `size` is then what it wrote, 0: nothing that is to be copied.
+// Slots of `bytes` each in place of the present ones, which go when nothing reads them any more.
+int32_t grow(fp_slots& ring, int64_t bytes) {
+  fp_slots larger;
+  larger.driver = ring.driver;
+  larger.context = ring.context;
+  larger.slot_bytes = bytes;
+  int32_t status = FP_OK;
+  for (int i = 0; i < first_slots_of(ring) && status == FP_OK; ++i) status = add_slot(larger);
+  if (status == FP_OK) std::swap(ring, larger);
+  for (Slot& slot : larger.slots) release(larger, slot);
+  return status;
+}
+
+// `write(bytes, capacity)` plans into a free slot, or says that it has no room, in call.result.used_bytes how much it
+// needs.
 template <class Write>
-int32_t write_and_copy(fp_slots& ring, void* destination, int64_t capacity, void* stream, const int64_t& size,
-                       Write&& write) {
-  const auto write_into_slot = [&]() -> int32_t {
+int32_t write_into_slot(fp_plan_call& call, Write&& write) {
+  fp_slots& ring = *call.slots;
+  const auto try_once = [&]() -> int32_t {
     if (int32_t status = find_slot(ring); status != FP_OK) return status;
-    return write(ring.slots[ring.next].bytes, std::min(capacity, ring.slot_bytes));
+    return write(ring.slots[ring.next].bytes, std::min(call.capacity, ring.slot_bytes));
   };
+  const int32_t status = try_once();
+  const int64_t needed = call.result.used_bytes;
+  if (status != FP_WORKSPACE_TOO_SMALL || needed <= ring.slot_bytes || needed > call.capacity) return status;
+  int64_t bytes = ring.slot_bytes;
+  while (bytes < needed) bytes *= 2;
+  const int32_t grown = grow(ring, bytes);
+  return grown == FP_OK ? try_once() : grown;
+}
+
+template <class Write>
+int32_t write_and_copy(fp_plan_call& call, void* stream, Write&& write) {
+  fp_slots& ring = *call.slots;
   if (ring.driver == nullptr) {
-    int32_t status = write_into_slot();
-    if (status != FP_OK || size == 0) return status;
+    if (int32_t status = write_into_slot(call, write); status != FP_OK) return status;
     ring.last = ring.slots[ring.next].bytes;
-    std::memcpy(destination, ring.last, size);
+    std::memcpy(call.destination, ring.last, call.result.used_bytes);
     return FP_OK;
   }
   cuda::CurrentContext current(*ring.driver, ring.context);
   {
     cuda::RelaxedCapture relaxed(*ring.driver);
-    int32_t status = write_into_slot();
-    if (status != FP_OK || size == 0) return status;
+    if (int32_t status = write_into_slot(call, write); status != FP_OK) return status;
   }
   Slot& slot = ring.slots[ring.next];
-  if (int32_t status = copy_on_device(ring, slot, destination, size, static_cast<cuda::Stream>(stream))) return status;
+  const int32_t status =
+      copy_on_device(ring, slot, call.destination, call.result.used_bytes, static_cast<cuda::Stream>(stream));
+  if (status != FP_OK) return status;
+  call.was_captured |= slot.state == SlotState::kept;
   ring.last = slot.bytes;
   ring.next = (ring.next + 1) % ring.slots.size();
   return FP_OK;
@@ -157,20 +187,28 @@ void fp_slots_destroy(fp_slots* ring) {
   delete ring;
 }
 
-int32_t fp_slots_plan(fp_slots* ring, const fp_problem* problem, const fp_schedule* schedule, void* destination,
-                      int64_t capacity, void* stream, fp_plan_result* result) {
-  const auto write = [&](void* bytes, int64_t room) { return fp_plan(problem, schedule, bytes, room, result); };
-  return write_and_copy(*ring, destination, capacity, stream, result->used_bytes, write);
+int32_t host::slots_plan(fp_plan_call& call, void* stream) {
+  fp_plan_result& result = call.result;
+  return write_and_copy(call, stream, [&](void* bytes, int64_t room) -> int32_t {
+    const int32_t status = fp_plan(&call.problem, call.schedule, bytes, room, &result);
+    if (status != FP_OK) return status;
+    call.exceeded = result.num_partial_rows > call.most_partial_rows  ? FP_LIMIT_PARTIAL_ROWS
+                    : result.max_q_len > call.batch->longest_q        ? FP_LIMIT_Q_LEN
+                    : result.max_kv_len > call.batch->longest_kv      ? FP_LIMIT_KV_LEN
+                                                                      : 0;
+    return call.exceeded == 0 ? FP_OK : FP_OVER_LIMIT;
+  });
 }
 
-int32_t host::slots_plan_parts(const fp_slots_call& call, fp_parts& parts, void* stream) {
-  int64_t size = 0;
-  const auto write = [&](void* bytes, int64_t room) {
-    const int32_t status = plan_parts(*call.problem, parts, bytes, room, *call.result);
-    size = parts.few_ctas > 0 ? call.result->used_bytes : 0;
-    return status;
-  };
-  return write_and_copy(*call.slots, call.destination, call.capacity, stream, size, write);
+int32_t host::slots_plan_parts(fp_plan_call& call, void* stream) {
+  fp_parts& parts = *call.parts;
+  parts.most_partial_rows = call.most_partial_rows;
+  const int32_t status = write_and_copy(call, stream, [&](void* bytes, int64_t room) -> int32_t {
+    const int32_t planned = plan_parts(call.problem, parts, bytes, room, call.result);
+    return planned == FP_OK && parts.few_ctas == 0 ? FP_OTHER_BATCH : planned;
+  });
+  call.made_parts = status == FP_OK;
+  return status;
 }
 
 int32_t fp_slots_copy(fp_slots* ring, const void* bytes, int64_t size, void* destination, void* stream) {

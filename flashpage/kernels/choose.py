@@ -45,6 +45,13 @@ def packed_rows(options: Options, batch: int, total_rows: int) -> int:
     return 1 << (max(1, rows * options.group_size) - 1).bit_length()
 
 
+def requests_of(options: Options, packed: int) -> tuple[int, int]:
+    """The rows of a request, on average and rounded up, for which `packed_rows` is `packed`: the least and the most."""
+    if options.uniform_q_len or options.is_batch_invariant:
+        return 0, 2**62
+    return (packed // 2 // options.group_size + 1 if packed > 1 else 0), packed // options.group_size
+
+
 def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VARIANT) -> Choice:
     """The first kernel of the list that accepts the work; CapabilityError with all kernels' reasons where none does."""
     return choose_for_card(problem, devices.of(device), variant)

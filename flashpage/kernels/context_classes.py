@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import math
 
+from .. import native
 from .devices import Device
 from .options import Options
 
@@ -16,6 +19,9 @@ class Contexts(enum.Enum):
     SHORT = "so few that shorter tiles pay"
     LONG = "so many that tiles at the edge of a mask hardly count, and pairs of CTAs pay"
 
+
+_CLASSES = tuple(Contexts)  # a class is its place here (csrc/flashpage.h, fp_context_row)
+_ANY = 2**63 - 1
 
 # Tokens that a row sees x group size. CTAs in pairs read K and V once for both, which takes 2 to 5% less time (of fp8
 # more: docs/tried.md), but compute on 64 / group_size hidden tokens more a unit where masks are causal.
@@ -31,52 +37,48 @@ WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an 
 
 
 class ContextLengths:
-    """How much rows of many tiles see, on average. Made once for options, asked at every plan."""
+    """How much rows of many tiles see, on average, as a table whose first fitting row tells a batch's class. Made once
+    for options; the planner looks a batch up (csrc/plan/plan_call.cpp)."""
 
-    __slots__ = (
-        "_few_rows",
-        "_hidden",
-        "_least_rows",
-        "_least_tokens",
-        "_may_be_long",
-        "_may_be_short",
-        "_rows_of_prefill",
-        "may_differ",
-        "most_rows_of_few",
-    )
+    __slots__ = ("address", "may_differ", "table")
 
     def __init__(self, options: Options, card: Device) -> None:
         is_fp8, group = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8, options.group_size
-        least = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
-        has_short_window = 0 <= options.window_left < least - 1
+        least_tokens = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
         self.may_differ = not (options.uniform_q_len or options.is_batch_invariant)  # from batch to batch
-        self._may_be_long = self.may_differ and not has_short_window
+        has_short_window = 0 <= options.window_left < least_tokens - 1
+        is_prefill = math.nextafter(64 / group, math.inf)  # rows of a request; fewer are a decode's
         # Only prefill_sm90 has tiles for this class, for these sizes; others would prepare the same kernel twice.
-        self._may_be_short = (
-            self.may_differ and options.head_dim_qk == options.head_dim_vo == 128 and not options.kv_dtype.is_fp8
-        )
-        heads = options.num_q_heads
-        # Query rows of a batch that is so small that an SM has two CTAs; 0: no batch is.
-        may_be_few = self.may_differ and _has_tiles_of_few(options)
-        self.most_rows_of_few = _FEWEST_ROWS_OF_SM * card.sms // heads if may_be_few else 0
-        self._few_rows = _FEW_ROWS_OF_SM * card.sms / heads
-        self._hidden = 0.5 if options.causal else 0.0  # of a request's rows: tokens that one does not see
-        self._least_rows, self._least_tokens = _ROWS_FOR_PAIRS / group, least
-        self._rows_of_prefill = 64 / group  # fewer are decode's
+        has_short = options.head_dim_qk == options.head_dim_vo == 128 and not options.kv_dtype.is_fp8
+        # So few rows that an SM has two CTAs.
+        few = _FEWEST_ROWS_OF_SM * card.sms // options.num_q_heads if _has_tiles_of_few(options) else 0
+        few_of_sm = int(_FEW_ROWS_OF_SM * card.sms / options.num_q_heads)
+        rows = [_row(Contexts.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST)]
+        if not has_short_window:
+            rows.append(_row(Contexts.LONG, _ANY, _ROWS_FOR_PAIRS / group, least_tokens=least_tokens))
+        if has_short:
+            rows.append(_row(Contexts.SHORT, few_of_sm, is_prefill, most_tokens=_SHORT_CONTEXT_OF_FEW))
+            rows.append(_row(Contexts.SHORT, _ANY, is_prefill, most_tokens=_SHORT_CONTEXT))
+        if not self.may_differ:
+            rows = []
+        self.table = native.ContextTable(count=len(rows), page_size=max(1, options.page_size))
+        self.table.hidden = 0.5 if options.causal else 0.0  # of a request's rows: tokens that one does not see
+        self.table.rows[: len(rows)] = rows
+        self.address = ctypes.addressof(self.table)
+
+    @property
+    def most_rows_of_few(self) -> int:
+        """Query rows of a batch that is so small that an SM has two CTAs; 0: no batch is."""
+        return self.table.rows[0].most_rows if self.table.count else 0
 
     def of(self, batch: int, total_rows: int, total_tokens: int) -> Contexts:
-        if batch == 0:
-            return Contexts.USUAL
-        seen = (total_tokens - self._hidden * total_rows) / batch
-        is_prefill = total_rows > self._rows_of_prefill * batch
-        if total_rows <= self.most_rows_of_few and seen <= _CONTEXT_OF_FEWEST and is_prefill:
-            return Contexts.FEW
-        if self._may_be_long and seen >= self._least_tokens and total_rows >= self._least_rows * batch:
-            return Contexts.LONG
-        if self._may_be_short and seen <= _SHORT_CONTEXT_OF_FEW and is_prefill:
-            are_few = total_rows <= self._few_rows
-            return Contexts.SHORT if are_few or seen <= _SHORT_CONTEXT else Contexts.USUAL
-        return Contexts.USUAL
+        return _CLASSES[native.load().fp_contexts_of(self.address, batch, total_rows, total_tokens)]
+
+
+def _row(contexts: Contexts, most_rows: int, least_rows: float, **tokens: float) -> native.ContextRow:
+    limits = {"least_tokens": -math.inf, "most_tokens": math.inf} | tokens
+    number = _CLASSES.index(contexts)
+    return native.ContextRow(contexts=number, most_rows=most_rows, least_rows_of_request=least_rows, **limits)
 
 
 def _has_tiles_of_few(options: Options) -> bool:

@@ -30,15 +30,12 @@ class _MethodDef(ctypes.Structure):
 
 
 class Builtins(NamedTuple):
-    """Those of csrc/flashpage.h, without their prefix fp_py_; where torch has no DLPack functions, those that take
-    tensors know none."""
+    """Those of csrc/flashpage.h, without their prefix fp_py_; where torch has no DLPack functions, they know no
+    tensor."""
 
     bind: Callable[..., int]
     run: Callable[..., int]
-    lengths: Callable[..., int]
-    page_numbers: Callable[..., int]
-    slots_plan: Callable[..., int]
-    slots_plan_parts: Callable[..., int]
+    plan: Callable[..., int]
 
 
 _definitions: list[_MethodDef] = []  # builtins refer to them
@@ -49,8 +46,7 @@ def builtins() -> Builtins:
     """Made once a process."""
     if _connect():
         return Builtins(*map(_builtin, Builtins._fields))
-    plans = (_builtin("slots_plan"), _builtin("slots_plan_parts"))
-    return Builtins(_other_tensors, _other_tensors, lambda *_: -1, lambda *_: 0, *plans)
+    return Builtins(_other_tensors, _other_tensors, _other_tensors)
 
 
 def _other_tensors(*_: Any) -> int:

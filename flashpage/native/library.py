@@ -17,7 +17,9 @@ try:
 except ImportError as error:
     raise FlashpageError(f"the host library is not built ({error}): {_BUILD}") from error
 
-OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL, OTHER_TENSORS = range(7)  # fp_status
+# fp_status
+OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL = range(6)
+OTHER_TENSORS, OTHER_PAGES, OTHER_BATCH, OVER_LIMIT = range(6, 10)
 
 
 # Structs are passed as ctypes.byref(struct), or as an address that was taken once: an int costs 0.04 us less a call.
@@ -36,7 +38,9 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "fp_fork_destroy": (None, [c_void_p]),
     "fp_slots_create": (c_void_p, [c_int32, c_int64]),
     "fp_slots_destroy": (None, [c_void_p]),
-    "fp_slots_plan": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "fp_batch_sum_up": (None, [c_void_p]),
+    "fp_contexts_of": (c_int32, [c_void_p, c_int64, c_int64, c_int64]),
+    "fp_plan_batch": (c_int32, [c_void_p, c_void_p, c_int32]),
     "fp_slots_copy": (c_int32, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
     "fp_slots_last": (c_void_p, [c_void_p]),
     "fp_kernel_from_function": (c_void_p, [c_void_p]),

@@ -1,28 +1,63 @@
-"""The batch that a session hands down to its option plans, and the memory and streams that it is planned for."""
+"""The batch of a session's newest plan: lengths, page numbers and mask bits, and the memory and stream it is planned
+for. It is handed down; nothing that is planned reads the session."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
 from .. import native
+from ..base import checks
+from ..base.errors import PlanError
 from ..kernels import devices
+from ..kernels.options import Options
 from .capacity import Capacity
 from .device_lengths import TableLengths
-from .lengths import HeldLengths
+from .lengths import Lengths, batch_of, to_host, wrong_shape
 from .mixed_batch import Fork
-from .page_indices import MaskBits
-from .prepared_kernels import Prepared
+from .page_indices import KvIndices, MaskBits
 from .workspaces import Workspaces
+
+NO_LIMIT = 2**63 - 1
+
+
+class Longest(NamedTuple):
+    """Bounds of every request that the caller gave with the lengths; None: none."""
+
+    q_len: int | None = None
+    kv_len: int | None = None
+
+
+NO_BOUNDS = Longest()
 
 
 class Batch:
     """One object a session, filled again at every plan: a new one each time would cost the plan a microsecond."""
 
     __slots__ = (
-        *("capacity", "card", "device", "device_index", "fork", "generation", "held", "is_graph", "lengths", "mask"),
-        *("most_rows", "names", "problem", "problem_address", "problem_of", "rows", "stream", "tables", "workspaces"),
+        "_arrays",
+        "_bytes",
+        "_copies",
+        "_most",
+        "address",
+        "capacity",
+        "card",
+        "device",
+        "device_index",
+        "fork",
+        "generation",
+        "is_graph",
+        "longest",
+        "mask",
+        "most_rows",
+        "names",
+        "pages",
+        "stream",
+        "struct",
+        "tables",
+        "workspaces",
     )
 
     def __init__(
@@ -35,17 +70,88 @@ class Batch:
         self.capacity: Capacity | None = None  # graph mode: of all batches; None: buffers fix the batch
         self.fork = Fork(self.device_index)
         self.mask = MaskBits(device)
-        self.problem = native.ProblemStruct()
-        self.problem_address = ctypes.addressof(self.problem)
-        self.problem_of: Prepared | None = None  # whose options the struct holds
-        self.held = HeldLengths(self.problem, names)
-        self.lengths = self.held.struct
+        self.struct = struct = native.BatchStruct(most_total_rows=NO_LIMIT, most_entries=NO_LIMIT)
+        struct.longest_q = struct.longest_kv = NO_LIMIT
+        self.longest = NO_BOUNDS
+        self.address = ctypes.addressof(struct)
+        self.pages = KvIndices(device, struct)
+        self._arrays = (struct.q_indptr, struct.kv_indptr, struct.last_page_len, struct.kv_lens)
+        self._make_room(1023)
         self.tables: TableLengths | None = None  # where the device plans
         self.generation = 0  # of the session's plan that this batch belongs to
-        self.rows = self.most_rows = 0  # of q; the latter: of all of a graph's plans
+        self.most_rows = 0  # of q, in all plans of a graph
         self.stream = 0
 
     @property
     def requests(self) -> int:
         """Requests of the batch; where only the device knows how many, the most."""
-        return self.problem.batch if self.tables is None else self.tables.batch
+        return self.struct.requests if self.tables is None else self.tables.batch
+
+    @property
+    def entries(self) -> int:
+        """Page numbers in use; ragged: tokens."""
+        return self.struct.kv_end - self.struct.kv_begin
+
+    def use_options(self, options: Options) -> None:
+        """What the lengths of later batches have in common."""
+        struct = self.struct
+        struct.q_len_per_request = options.uniform_q_len
+        if self.capacity is not None:
+            struct.most_total_rows, struct.most_entries = self.capacity.rows_of(options), self.capacity.entries
+
+    def use_bounds(self, longest: Longest) -> None:
+        """A request that is longer is refused."""
+        self.longest = longest
+        limits = (NO_LIMIT if bound is None else int(bound) for bound in longest)
+        self.struct.longest_q, self.struct.longest_kv = limits
+
+    def take_judged(self, given: Lengths, page_size: int) -> None:
+        """Takes lengths that the library could not read, or had no room for: one by one, those on the device copied
+        back."""
+        if page_size == 1 and given.last_page_len is not None and not given.last_page_len.is_cpu:
+            given = given._replace(last_page_len=None)  # pages of one token: it says nothing
+        first = 1 if given.q_indptr is None and self.struct.q_len_per_request else 0
+        requests = batch_of(given[first], self.names[first])
+        checks.tensor(given.kv_indptr, self.names[1], PlanError)
+        for tensor, name in zip(given, self.names, strict=True):
+            if tensor is not None:
+                checks.tensor(tensor, name, PlanError)
+        if requests > self._most:
+            self._make_room(requests)
+        self.struct.requests = requests
+        for i, tensor in enumerate(to_host(given)):
+            self._arrays[i].data = None
+            if tensor is not None:
+                self._hold(i, tensor, requests + (i < 2))
+        native.load().fp_batch_sum_up(self.address)
+
+    def by_request(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """q_indptr, kv_indptr, last_page_len and kv_lens, int64; the latter two: None where they were not given."""
+        found = [None if array.data is None else self._numbers(i).long() for i, array in enumerate(self._arrays)]
+        q_indptr, kv_indptr, last_page_len, kv_lens = found
+        assert kv_indptr is not None
+        if q_indptr is None:
+            q_indptr = torch.arange(self.struct.requests + 1) * self.struct.q_len_per_request
+        return q_indptr, kv_indptr, last_page_len, kv_lens
+
+    def _make_room(self, requests: int) -> None:
+        self._most = requests
+        self._bytes = 8 * (requests + 1)
+        self._copies = torch.empty((4, self._bytes), dtype=torch.uint8)
+        self.struct.copies, self.struct.bytes_of_a_copy = self._copies.data_ptr(), self._bytes
+
+    def _hold(self, i: int, tensor: torch.Tensor, length: int) -> None:
+        name, array = self.names[i], self._arrays[i]
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise PlanError(f"{name} has dtype {tensor.dtype}: pass int32 or int64.")
+        if tensor.dim() != 1 or tensor.shape[0] != length:
+            raise wrong_shape(tensor, length, name)
+        array.is_int64, array.stride, array.length = int(tensor.dtype is torch.int64), 1, length
+        array.data = self._copies.data_ptr() + i * self._bytes
+        self._numbers(i).copy_(tensor)
+
+    def _numbers(self, i: int) -> torch.Tensor:
+        """An array's numbers, in place."""
+        array = self._arrays[i]
+        dtype = torch.int64 if array.is_int64 else torch.int32
+        return self._copies[i].view(dtype)[: array.length]

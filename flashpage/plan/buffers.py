@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from .. import native
-from ..base.errors import DeviceError, PlanError
-from ..native import fastcall, records
-from . import lengths
+from ..native import records
 from .device_lengths import TableLengths
 from .prepared_kernels import Prepared
 
@@ -38,46 +35,27 @@ class PlanSlot:
     """Holds one plan at a time. The address of `memory` stays the same, so a captured graph reads whatever plan is
     newest."""
 
-    __slots__ = (
-        *("__weakref__", "_call", "_call_address", "_capacity", "_destroy", "_device_index", "_handle", "_plan"),
-        "_plan_parts",
-        *("_is_read_back", "_staging_bytes", "memory", "result"),
-    )
+    __slots__ = ("__weakref__", "_call", "_capacity", "_handle", "_is_read_back", "memory", "result")
 
-    def __init__(self, device_index: int, memory: torch.Tensor, problem_address: int) -> None:
-        self._device_index = device_index
-        self.result = native.PlanResult()
-        self._call = native.SlotsCall(problem=problem_address, result=ctypes.addressof(self.result))
-        self._call_address = ctypes.addressof(self._call)
-        self._plan, self._plan_parts = fastcall.builtins().slots_plan, fastcall.builtins().slots_plan_parts
+    def __init__(self, device_index: int, memory: torch.Tensor, call: native.PlanCall) -> None:
+        library = native.load()
+        self._handle = native.check_handle(library.fp_slots_create(device_index, _STAGING_BYTES))
+        # The process' end frees it; by then the device may be gone.
+        weakref.finalize(self, library.fp_slots_destroy, self._handle).atexit = False
+        self.attach(call, memory)
+
+    def attach(self, call: native.PlanCall, memory: torch.Tensor | None = None) -> None:
+        """Takes the plans of other options, or into other memory."""
+        self._call, self.result = call, call.result
         self._is_read_back = False  # the plan was made where `memory` is
-        self.use_memory(memory)
-        self._make_ring(_STAGING_BYTES)
+        if memory is not None:
+            self.memory, self._capacity = memory, memory.numel() * memory.element_size()
+        call.slots, call.destination, call.capacity = self._handle, self.memory.data_ptr(), self._capacity
 
-    def use_memory(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self._capacity = memory.numel() * memory.element_size()
-        self._call.destination, self._call.capacity = memory.data_ptr(), self._capacity
-
-    def plan(self, prepared: Prepared, stream: int, names: tuple[str, str, str, str]) -> None:
-        """Plans and starts the copy, in the stream's order; `result` has the numbers."""
-        status = self._made_by(self._plan, prepared.schedule_address, stream)
-        if status:
-            raise self._error(status, prepared, names)
-
-    def plan_parts(self, parts_address: int, stream: int) -> bool:
-        """The same of a host.Parts; False where the lengths or the memory do not allow it."""
-        return self._made_by(self._plan_parts, parts_address, stream) == native.OK
-
-    def _made_by(self, plan: Callable[..., int], how_address: int, stream: int) -> int:
-        """The status of a plan into staging slots that are large enough."""
+    def plan(self, call_address: int, stream: int, is_chosen: bool) -> int:
+        """Plans the batch that the call has; a status."""
         self._is_read_back = False
-        status = plan(self._call_address, how_address, stream)
-        if status == native.WORKSPACE_TOO_SMALL and self._staging_bytes < self.result.used_bytes <= self._capacity:
-            self._destroy()
-            self._make_ring(1 << (self.result.used_bytes - 1).bit_length())
-            status = plan(self._call_address, how_address, stream)
-        return status
+        return native.load().fp_plan_batch(call_address, stream, is_chosen)
 
     def plan_tables(self, prepared: Prepared, tables: TableLengths, kernel: int | None, stream: int, pdl: bool) -> None:
         """Plans where the lengths are, in the stream's order. `result` has what the host knows: sizes, no numbers."""
@@ -100,21 +78,3 @@ class PlanSlot:
                 setattr(self.result, name, int(header[name]))
             return memory[: self.result.used_bytes].cpu().numpy().tobytes()
         return ctypes.string_at(native.load().fp_slots_last(self._handle), self.result.used_bytes)
-
-    def _make_ring(self, staging_bytes: int) -> None:
-        library = native.load()
-        self._staging_bytes = staging_bytes
-        self._handle = native.check_handle(library.fp_slots_create(self._device_index, staging_bytes))
-        self._call.slots = self._handle
-        self._destroy = weakref.finalize(self, library.fp_slots_destroy, self._handle)
-        self._destroy.atexit = False  # the process' end frees it; by then the device may be gone
-
-    def _error(self, status: int, prepared: Prepared, names: tuple[str, str, str, str]) -> Exception:
-        if status == native.BAD_LENGTHS:
-            return lengths.complaint(self.result, names, prepared.options.page_size)
-        if status == native.WORKSPACE_TOO_SMALL:
-            return PlanError(
-                f"int_workspace_buffer has {self._capacity} bytes but this plan needs {self.result.used_bytes}: pass a "
-                "larger one to reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)."
-            )
-        return DeviceError(native.last_error())

@@ -43,13 +43,10 @@ class Capacity(NamedTuple):
                 f"the batch has {batch} requests but the wrapper has max_batch={self.batch}: make it larger."
             )
 
-    def check_sizes(self, rows: int, entries: int, options: Options) -> None:
-        """Of a batch that has been planned."""
-        if rows > self.rows_of(options):
+    def complaint(self, is_rows: bool, rows: int, entries: int, options: Options) -> PlanError:
+        """The error for a batch that has more rows, or else more entries, than there may be."""
+        if is_rows:
             most = self.rows_of(options)
-            raise PlanError(f"the batch has {rows} rows but the wrapper has max_rows={most}: make it larger.")
-        if entries > self.entries:
-            what, name = ("pages", "max_pages") if options.page_size else ("rows of K and V", "max_kv_rows")
-            raise PlanError(
-                f"the batch has {entries} {what} but the wrapper has {name}={self.entries}: make it larger."
-            )
+            return PlanError(f"the batch has {rows} rows but the wrapper has max_rows={most}: make it larger.")
+        what, name = ("pages", "max_pages") if options.page_size else ("rows of K and V", "max_kv_rows")
+        return PlanError(f"the batch has {entries} {what} but the wrapper has {name}={self.entries}: make it larger.")

@@ -10,6 +10,7 @@ single rows are loaded as ever.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
@@ -57,14 +58,14 @@ class Worth:
         self._least_with_starts = LEAST_ROWS_AND_STARTS * rows_of_h200
         self._unit_tokens = UNIT_TOKENS * card.flops_per_byte
 
-    def may_be_for(self, batch: int, total_rows: int) -> bool:
-        """Whatever the tokens: rows that see none, or not all, only take away. Asked first, as it says no to most."""
-        if not self.may_be or batch == 0:
-            return False
-        return total_rows >= min(self._least_rows * batch, self._least_with_starts)
+    def least(self) -> tuple[float, float]:
+        """Query rows of a request on average, and of a batch: with fewer of both, none is worth it, whatever the
+        tokens."""
+        return (self._least_rows, self._least_with_starts) if self.may_be else (math.inf, math.inf)
 
     def is_for(self, batch: int, total_rows: int, total_tokens: int) -> bool:
-        if not self.may_be_for(batch, total_rows) or total_tokens <= 0:
+        of_request, of_batch = self.least()
+        if batch == 0 or total_tokens <= 0 or total_rows < min(of_request * batch, of_batch):
             return False
         rows = self.rows_of_token(batch, total_rows, total_tokens)
         if rows >= self._least_rows:

@@ -18,7 +18,6 @@ from .. import native
 from ..kernels import choose, schedules
 from ..kernels.options import Options
 from ..kernels.work import Problem
-from .buffers import PlanSlot
 from .prepared_kernels import Prepared
 
 if TYPE_CHECKING:
@@ -29,9 +28,10 @@ if TYPE_CHECKING:
 LEAST_GAIN_NS = 6000.0  # by the cost model, which knows nothing of the second launch and its events
 
 
-def may_have_parts(options: Options) -> bool:
-    """Not with masks, whose tiles are looked up for one plan, and not where a batch must not choose tile and split."""
-    return not (options.uniform_q_len or options.is_batch_invariant or options.has_mask)
+def may_have_parts(options: Options, is_graph: bool = False) -> bool:
+    """Not with masks, whose tiles are looked up for one plan, not where a batch must not choose tile and split, and not
+    for a graph, which launches the same for all its batches."""
+    return not (is_graph or options.uniform_q_len or options.is_batch_invariant or options.has_mask)
 
 
 def most_few_rows(options: Options, device: torch.device) -> int:
@@ -88,24 +88,27 @@ class Parts:
         self._address = ctypes.addressof(self._struct)
         self._prepared: tuple[Prepared, Prepared, Prepared]
 
+    @property
+    def address(self) -> int:
+        """Of the struct that plans take and fill."""
+        return self._address
+
     def count(self, problem_address: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Requests and rows of each part."""
         found = self._struct
         native.load().fp_parts_count(problem_address, self._address)
         return (found.few_requests, found.few_rows), (found.many_requests, found.many_rows)
 
-    def plan(
-        self, slot: PlanSlot, stream: int, prepared: tuple[Prepared, Prepared, Prepared], partial_rows: int
-    ) -> tuple[Part, Part] | None:
-        """Plans the batch in two, where that is better and there is room; `prepared`: of the whole batch, of the
-        requests with few rows, and of those with many."""
-        struct, (whole, few, many) = self._struct, prepared
+    def use(self, whole: Prepared, few: Prepared, many: Prepared) -> None:
+        """Kernels of the whole batch, of the requests with few rows, and of those with many."""
+        struct = self._struct
         struct.whole, struct.few, struct.many = whole.schedule_address, few.schedule_address, many.schedule_address
         struct.full_speed_share, struct.least_gain_ns = whole.choice.card.full_speed_share, LEAST_GAIN_NS
-        struct.most_partial_rows = partial_rows
-        self._prepared = prepared
-        if not slot.plan_parts(self._address, stream) or not struct.few_ctas:
-            return None
+        self._prepared = whole, few, many
+
+    def made(self) -> tuple[Part, Part]:
+        """Both parts of the newest plan."""
+        struct, (_, few, many) = self._struct, self._prepared
         return (
             Part(few, struct.results[0], 0, 0),
             Part(many, struct.results[1], struct.second_offset, struct.second_partial_row),

@@ -7,23 +7,25 @@ A wrapper has the combination that was planned, and one more for each set of run
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, TypeAlias
+import math
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from .. import native
-from ..base.errors import PlanError
+from ..base.errors import DeviceError, PlanError
 from ..kernels import choose, devices
 from ..kernels.context_classes import ContextLengths, Contexts
-from ..kernels.devices import Device
 from ..kernels.options import Options
 from ..kernels.schedules import most_units, with_one_cluster_size
 from ..kernels.schedules import schedule as schedule_of
 from ..kernels.work import Problem
+from ..native import fastcall
 from ..variants.spec import VariantSpec
-from . import gather_rows
+from . import gather_rows, lengths
 from .batch import Batch
 from .buffers import PlanSlot
+from .lengths import Given
 from .mask_tiles import MaskTiles
 from .mixed_batch import Part, Parts, largest_schedules, may_have_parts, most_few_rows
 from .prepared_kernels import Prepared, trace
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 _ALL_MERGES = 2**31 - 1  # the launcher bounds the merge's grid itself
 _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
+_NO_CLASS, _ANY_ROWS = native.RowClass(0, -1), native.RowClass(0, 2**62)
+_ROWS, _ENTRIES, _PARTIAL_ROWS, _Q_LEN, _KV_LEN = range(1, 6)  # csrc/flashpage.h, fp_limit
 _HOW_TO_PASS = {"float": "to the constructor", "int": "with reset_workspace_buffer(float_workspace, int_workspace)"}
 
 
@@ -47,137 +51,221 @@ class Combination:
     """Options, the slot that holds their plan, and the kernels for each class of rows met so far."""
 
     __slots__ = (
-        *("_checked_for", "_fixed_for", "_context_lengths", "_frozen_rows", "_may_have_parts", "_parts", "_prepared"),
-        *("_worth_gathering", "cluster_size", "fork", "gathered", "generation", "mask_tiles"),
-        *("num_ctas", "num_merges", "options", "prepared", "second", "slot"),
+        "_address",
+        "_checked_for",
+        "_contexts",
+        "_fixed_for",
+        "_frozen_rows",
+        "_is_of_all",
+        "_parts",
+        "_plan",
+        "_planned_variant",
+        "_prepared",
+        "_whole",
+        "_worth_gathering",
+        "asked_at",
+        "call",
+        "fork",
+        "gathered",
+        "generation",
+        "mask_tiles",
+        "options",
+        "slot",
     )
 
-    def __init__(self, options: Options, card: Device) -> None:
+    def __init__(self, options: Options, batch: Batch) -> None:
         self.options = options
         self.slot: PlanSlot  # while it is active
-        self.prepared: Prepared  # of a batch in two parts: the first one's
-        self.second: Part | None = None  # of the present plan
-        self.fork: int | None = None  # for runs of both parts, on a card
-        self._may_have_parts = may_have_parts(options)
-        self._parts: Parts | None = None  # known at the first batch whose requests differ in rows
+        self.generation = 0  # of the session's plan that this one belongs to
+        self.asked_at = 0  # the generation whose runs asked for these options last
+        self.fork: int | None = None  # for runs of two parts, on a card
         self.mask_tiles = MaskTiles()
-        self.generation = 0  # of the wrapper's plan that this one belongs to
-        self.num_ctas = self.num_merges = 0
-        self.cluster_size = 0  # of the launch; 0: no clusters
+        self.gathered: gather_rows.Rows | None = None  # of the present plan; None: K and V are read where they are
+        self._whole: Prepared  # kernels of the present plan, if it is one
+        self._is_of_all = False  # launches have the shape that serves every plan
+        self._parts: Parts | None = None  # known with the first plan's kernels
+        self._contexts = ContextLengths(options, batch.card)
+        self._worth_gathering = gather_rows.Worth(options, batch.card)
         # Where a batch does not change the class of rows, it is known now.
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = choose.packed_rows(options, 0, 0) if is_constant else 0
-        self._context_lengths = ContextLengths(options, card)
-        self._worth_gathering = gather_rows.Worth(options, card)
-        self.gathered: gather_rows.Rows | None = None  # of the present plan; None: K and V are read where they are
         self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows that its launches were made for
         self._prepared: dict[_Key, Prepared] = {}
         self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
+        self._planned_variant: VariantSpec | None = None
+        self._plan = fastcall.builtins().plan
+        self.call = self._make_call(batch)
+        self._address = ctypes.addressof(self.call)
 
-    def plan(self, batch: Batch) -> None:
-        """Plans the batch into the slot."""
-        lengths = batch.lengths
-        self.second = self.gathered = None
-        if self._worth_gathering.may_be_for(batch.problem.batch, batch.rows):
-            self.gathered = self._rows_to_gather(batch)
-        self._prepare(batch)
-        is_uneven = self._may_have_parts and lengths.least_rows != lengths.most_rows
-        if not (is_uneven and self._plan_parts(batch)):
-            self._plan_whole(batch)
-            partial_rows = self.slot.result.num_partial_rows
-            if self.gathered is not None and not self._has_room(batch.workspaces, self.gathered, partial_rows):
-                self.gathered = None
-                self._prepare(batch)
-                self._plan_whole(batch)
-                partial_rows = self.slot.result.num_partial_rows
-            if partial_rows and partial_bytes(partial_rows, self.options.head_dim_vo) > batch.workspaces.float_bytes:
-                raise self._too_many_partials(batch.workspaces, partial_rows)
+    def _make_call(self, batch: Batch) -> native.PlanCall:
+        options = self.options
+        call = native.PlanCall(batch=batch.address, context_table=self._contexts.address, row_class=_NO_CLASS)
+        problem = call.problem
+        problem.page_size, problem.q_len_per_request = options.page_size, options.uniform_q_len
+        problem.has_custom_mask, problem.causal = options.has_mask, options.causal
+        problem.window_left = options.window_left
+        problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
+        may_gather = not batch.is_graph and gather_rows.runs_on(batch.device)
+        least = self._worth_gathering.least() if may_gather else (math.inf, math.inf)
+        call.gathered_rows_of_request, call.gathered_rows = least
+        return call
+
+    # ---------------------------------------------------------------- the present plan
+
+    @property
+    def second(self) -> Part | None:
+        """The second part of the present plan, if it has two."""
+        return self._parts.made()[1] if self._parts is not None and self.call.made_parts else None
+
+    @property
+    def prepared(self) -> Prepared:
+        """Kernels of the present plan; of one in two parts: the first one's."""
+        return self._parts.made()[0].prepared if self._parts is not None and self.call.made_parts else self._whole
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        """CTAs, merges and cluster size of its launch."""
+        if self._is_of_all:  # all CTAs, which leave at once where a plan has less for them
+            return self._whole.schedule.num_ctas, _ALL_MERGES, self._whole.cluster_size
+        if self._parts is not None and self.call.made_parts:
+            result = self._parts.made()[0].result
+            return result.num_ctas, result.num_merges, 0
+        result = self.call.result
+        return result.num_ctas, result.num_merges, result.cluster_size
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs of the launch."""
+        return self._shape[0]
+
+    @property
+    def num_merges(self) -> int:
+        """Merges that a launch after it has to do."""
+        return self._shape[1]
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of each cluster of the launch; 0: no clusters."""
+        return self._shape[2]
+
+    # ---------------------------------------------------------------- plan
+
+    def plan(self, batch: Batch, lengths: Given, page_numbers: Any) -> int:
+        """Takes a batch and plans it in one foreign call, where the kernels of the plan before are right for it; else
+        a status that says what is missing (csrc/flashpage.h, fp_py_plan)."""
+        if self.options.variant is not None:
+            self._follow_variant(batch)
+        status = self._plan(self._address, batch.stream, *lengths, page_numbers)
+        if status == native.OK:
+            self.generation = batch.generation
+        return status
+
+    def plan_held(self, batch: Batch) -> None:
+        """Plans the batch whose lengths were taken, with other kernels if it needs them."""
+        if self.options.variant is not None:
+            self._follow_variant(batch)
+        status = self.slot.plan(self._address, batch.stream, False)
+        if status == native.OTHER_BATCH:
+            self._choose(batch, self._rows_to_gather(batch))
+            status = self.slot.plan(self._address, batch.stream, True)
+            if self.gathered is not None and status == native.OVER_LIMIT:  # no room beside the partial results
+                self._choose(batch, None)
+                status = self.slot.plan(self._address, batch.stream, True)
+        self.check(status, batch)
+        if self.call.made_parts:
+            self.gathered, self.fork = None, batch.fork.handle
         self.generation = batch.generation
 
-    def _prepare(self, batch: Batch) -> None:
-        """Takes the kernels for the batch, and has the struct say what is planned for."""
-        options, problem = self.options, batch.problem
-        requests, rows = problem.batch, batch.rows
+    def choose_again(self) -> None:
+        """The next plan looks for its kernels, and at the workspaces."""
+        self.call.row_class = _NO_CLASS
+
+    def _choose(self, batch: Batch, gathered: gather_rows.Rows | None) -> None:
+        """Has the call plan for the kernels that are right for the batch."""
+        call, struct, options = self.call, batch.struct, self.options
+        requests, rows = struct.requests, struct.rows
         contexts = Contexts.USUAL
-        if self._context_lengths.may_differ and not batch.is_graph:
-            lengths = batch.lengths
-            tokens = (lengths.kv_end - lengths.kv_begin) * max(1, options.page_size)
-            contexts = self._context_lengths.of(requests, rows, tokens)
-        gathers = self.gathered is not None
-        self.prepared = prepared = self._prepared_for(batch, requests, rows, contexts=contexts, gathers=gathers)
-        if batch.problem_of is not prepared:
-            batch.problem_of = prepared
-            problem.causal, problem.window_left = options.causal, options.window_left
-            problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
-            problem.has_mask_tiles = prepared.choice.spec.mask_source == "function"
+        call.contexts = -1
+        if self._contexts.may_differ and not batch.is_graph:
+            contexts = self._contexts.of(requests, rows, batch.entries * max(1, options.page_size))
+            call.contexts = list(Contexts).index(contexts)
+        self.gathered, self._is_of_all = gathered, batch.is_graph
+        whole = self._prepared_for(batch, requests, rows, contexts=contexts, gathers=gathered is not None)
+        self._whole = whole
+        call.schedule = whole.schedule_address
+        call.problem.has_mask_tiles = whole.choice.spec.mask_source == "function"
+        room = batch.workspaces.partial_rows(options.head_dim_vo)
+        if gathered is not None:
+            partial_out, _ = batch.workspaces.partials(options.head_dim_vo)
+            room = min(room, (gathered.k - partial_out) // (options.head_dim_vo * 4))
+        call.most_partial_rows = room
+        # Rows that are gathered lie elsewhere in the next plan.
+        call.row_class = _NO_CLASS if gathered is not None else _class_of(options, self._frozen_rows, whole)
+        if self._parts is None and may_have_parts(options, batch.is_graph):
+            self._parts = Parts(most_few_rows(options, batch.device))
+            call.parts = self._parts.address if self._parts.most_few_rows else None
+        if self._parts is not None and call.parts:
+            self._choose_parts(batch, self._parts, whole)
+
+    def _choose_parts(self, batch: Batch, parts: Parts, whole: Prepared) -> None:
+        """Kernels of the requests with few rows and of those with many, for a batch that has both."""
+        call, struct = self.call, batch.struct
+        call.few_class = call.many_class = _NO_CLASS
+        if not struct.least_rows <= parts.most_few_rows < struct.most_rows:
+            return
+        # Neither reads K and V by pairs of CTAs: the other launch leaves SMs here and there.
+        few, many = (self._prepared_for(batch, *sizes) for sizes in parts.count(ctypes.addressof(call.problem)))
+        if few.mask_tiles or many.mask_tiles:  # which one launch before looks for, with one plan
+            call.parts = None
+            return
+        parts.use(whole, few, many)
+        call.few_class, call.many_class = (_class_of(self.options, 0, prepared) for prepared in (few, many))
+
+    def _follow_variant(self, batch: Batch) -> None:
+        """What a variant captured may have another type than at the plan before, and so another kernel."""
+        spec = trace(self.options, 1.0, batch.device).spec
+        if spec != self._planned_variant:
+            self._planned_variant = spec
+            self.choose_again()
 
     def _rows_to_gather(self, batch: Batch) -> gather_rows.Rows | None:
         """Memory for the gathered rows, if the batch is worth gathering and the workspace has room. None too if lengths
         are given in addition to page numbers: some of the numbers are then unused, and may be anything."""
-        lengths, problem = batch.lengths, batch.problem
-        entries = lengths.kv_end - lengths.kv_begin
-        is_known = not batch.is_graph and problem.kv_lens.data is None and gather_rows.runs_on(batch.device)
-        if not is_known or not self._worth_gathering.is_for(problem.batch, batch.rows, entries):
+        struct, options = batch.struct, self.options
+        is_known = not batch.is_graph and struct.kv_lens.data is None and gather_rows.runs_on(batch.device)
+        if not is_known or not self._worth_gathering.is_for(struct.requests, struct.rows, batch.entries):
             return None
-        _, partial_lse = batch.workspaces.partials(self.options.head_dim_vo)
-        rows = gather_rows.Rows.below(partial_lse, lengths.kv_begin, lengths.kv_end, self.options)
-        return rows if self._has_room(batch.workspaces, rows, 0) else None
+        partial_out, partial_lse = batch.workspaces.partials(options.head_dim_vo)
+        rows = gather_rows.Rows.below(partial_lse, struct.kv_begin, struct.kv_end, options)
+        return rows if rows.k >= partial_out else None
 
-    def _has_room(self, workspaces: Workspaces, rows: gather_rows.Rows, partial_rows: int) -> bool:
-        """Between the partial outputs, from the beginning of the workspace on, and their LSEs, which follow the last
-        ones that there is room for."""
-        partial_out, _ = workspaces.partials(self.options.head_dim_vo)
-        return rows.k >= partial_out + partial_rows * self.options.head_dim_vo * 4
-
-    def _plan_whole(self, batch: Batch) -> None:
-        prepared, result = self.prepared, self.slot.result
-        self.slot.plan(prepared, batch.stream, batch.names)
-        if batch.is_graph:
-            # A captured launch serves every later plan: all CTAs, which leave at once where the plan has less for them.
-            self._take_shape_of_all(prepared)
-        else:
-            self.num_ctas, self.num_merges = result.num_ctas, result.num_merges
-            self.cluster_size = result.cluster_size
-
-    def _take_shape_of_all(self, prepared: Prepared) -> None:
-        """Of launches that serve every plan."""
-        self.num_ctas, self.num_merges = prepared.schedule.num_ctas, _ALL_MERGES
-        self.cluster_size = prepared.cluster_size
-
-    def _plan_parts(self, batch: Batch) -> bool:
-        """Plans a batch of requests with few rows and requests with many in two, where that is better."""
-        if batch.is_graph:  # what a graph launches is the same for all its batches
-            return False
-        if self._parts is None:
-            self._parts = Parts(most_few_rows(self.options, batch.device))
-            self._may_have_parts = self._parts.most_few_rows > 0
-        parts = self._parts
-        if not batch.lengths.least_rows <= parts.most_few_rows < batch.lengths.most_rows:
-            return False
-        # Neither reads K and V by pairs of CTAs: the other launch leaves SMs here and there.
-        few, many = (self._prepared_for(batch, *sizes) for sizes in parts.count(batch.problem_address))
-        if few.mask_tiles or many.mask_tiles:  # which one launch before looks for, with one plan
-            return False
-        room = batch.workspaces.partial_rows(self.options.head_dim_vo)
-        found = parts.plan(self.slot, batch.stream, (self.prepared, few, many), room)
-        if found is None:
-            return False
-        first, self.second = found
-        self.fork, self.gathered = batch.fork.handle, None
-        self.prepared = first.prepared
-        self.num_ctas, self.num_merges = first.result.num_ctas, first.result.num_merges
-        self.cluster_size = 0
-        return True
+    def check(self, status: int, batch: Batch) -> None:
+        """Raises what a plan's status says."""
+        if status == native.OK:
+            return
+        result, call = self.call.result, self.call
+        if status == native.BAD_LENGTHS:
+            raise lengths.complaint(result, batch.names, self.options.page_size)
+        if status == native.WORKSPACE_TOO_SMALL:
+            raise PlanError(
+                f"int_workspace_buffer has {call.capacity} bytes but this plan needs {result.used_bytes}: pass a "
+                "larger one to reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)."
+            )
+        if status != native.OVER_LIMIT:
+            raise DeviceError(native.last_error())
+        if call.exceeded == _PARTIAL_ROWS:
+            raise self._too_many_partials(batch.workspaces, result.num_partial_rows)
+        raise over_limit(call, batch, self.options)
 
     def plan_on_device(self, batch: Batch, tables: TableLengths, kernel: int | None) -> None:
         """Plans from lengths that live on the device, by a launch that a graph may capture; `kernel`: None on the
         CPU."""
-        self.second = self.gathered = None
-        self.prepared = prepared = self._prepared_for(batch, tables.batch, tables.max_rows, has_known_lengths=False)
+        self.gathered, self._is_of_all, self.call.made_parts = None, True, 0
+        self._whole = prepared = self._prepared_for(batch, tables.batch, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)
         self._check_tables(batch.workspaces, prepared, tables)
         self.slot.plan_tables(prepared, tables, kernel, batch.stream, batch.card.has_pdl)
-        self._take_shape_of_all(prepared)
+        self.choose_again()
         self.generation = batch.generation
 
     def find_mask_tiles(self, batch: Batch) -> None:
@@ -261,15 +349,36 @@ class Combination:
         """The public object, from the bytes that were planned last."""
         from .report.plan import Plan
 
-        prepared, parts = self.prepared, self._parts
         data = self.slot.last_bytes()  # first: it gives `result` the numbers of a plan that the device made
-        result = native.PlanResult.from_buffer_copy(self.slot.result)
-        if self.second is not None and parts is not None:
+        result = native.PlanResult.from_buffer_copy(self.call.result)
+        if self._parts is not None and (second := self.second) is not None:
             from .report.mixed import PartedPlan
 
-            return PartedPlan(parts.make_plans(data), result, self.second.partial_row, parts.reasons())
+            return PartedPlan(self._parts.make_plans(data), result, second.partial_row, self._parts.reasons())
+        prepared = self._whole
         spec, notes = prepared.choice.spec, prepared.choice.reasons
         return Plan(prepared.problem, prepared.schedule, result, data, spec=spec, notes=notes)
+
+
+def _class_of(options: Options, frozen_rows: int, prepared: Prepared) -> native.RowClass:
+    """Batches for which these kernels are right."""
+    return _ANY_ROWS if frozen_rows else native.RowClass(*choose.requests_of(options, prepared.problem.packed_rows))
+
+
+def over_limit(call: native.PlanCall, batch: Batch, options: Options) -> PlanError:
+    """The error for a batch that is larger than all that the wrapper's were to be."""
+    struct, result = batch.struct, call.result
+    if call.exceeded in (_Q_LEN, _KV_LEN):
+        is_q = call.exceeded == _Q_LEN
+        name = "max_token_per_sequence" if is_q else "max_sequence_kv"
+        bound, longest = batch.longest[0 if is_q else 1], result.max_q_len if is_q else result.max_kv_len
+        return PlanError(f"{name}={bound} but a request of the batch has {longest}: pass at least that, or None.")
+    if batch.capacity is not None:
+        return batch.capacity.complaint(call.exceeded == _ROWS, struct.rows_end, struct.kv_end, options)
+    return PlanError(
+        f"{batch.names[0]} ends at {struct.rows_end} but the first plan of this wrapper (use_cuda_graph=True) had "
+        f"{struct.most_total_rows} rows: plan the largest batch first."
+    )
 
 
 def workspace_bounds(

@@ -6,40 +6,52 @@ from typing import Any
 
 import torch
 
+from .. import native
 from ..base import checks, env
 from ..base.errors import PlanError
-from ..native import fastcall
 from . import mask_bits
 from .buffers import CopyRing
 from .lengths import Lengths, batch_of, to_host
 
-_DLPACK_CUDA = 2  # a type of device
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2  # types of devices
 
 
 class KvIndices:
     """Page numbers, contiguous int32 on the device: the caller's own tensor where it already is, else a copy."""
 
-    def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
-        self.device, self.buffer = device, buffer
+    def __init__(self, device: torch.device, batch: native.BatchStruct) -> None:
+        self.device, self._batch = device, batch
         self._device_index = -1 if device.index is None else device.index
+        batch.device_type = _DLPACK_CPU if device.type == "cpu" else _DLPACK_CUDA
+        batch.device_index = max(0, self._device_index)
         self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
-        self._address_in_place = fastcall.builtins().page_numbers
+        batch.checks_pages = self._check_on_device
+        self._buffer: torch.Tensor | None = None
         self._ring: CopyRing | None = None  # of page numbers that come from the host into the buffer
         self.tensor: torch.Tensor | None = None
-        self.address = 0
-        self.max_page = -1  # -1: not known, the numbers are on the device
 
-    def set(self, indices: Any, first: int, end: int, non_blocking: bool, name: str) -> None:
-        """Entries [first, end) are in use; more may follow."""
-        if self._device_index >= 0 and self.buffer is None and not self._check_on_device:
-            address = self._address_in_place(indices, _DLPACK_CUDA, self._device_index, end)
-            if address:
-                self.tensor, self.address, self.max_page = indices, address, -1
-                return
-        self._set_judged(indices, first, end, non_blocking, name)
+    @property
+    def buffer(self) -> torch.Tensor | None:
+        """Graph mode: where captured launches read; page numbers are copied there."""
+        return self._buffer
 
-    def _set_judged(self, indices: Any, first: int, end: int, non_blocking: bool, name: str) -> None:
-        """Page numbers that are looked at or copied, or that are none."""
+    @buffer.setter
+    def buffer(self, buffer: torch.Tensor) -> None:
+        self._buffer, self._batch.page_buffer = buffer, buffer.data_ptr()
+
+    @property
+    def address(self) -> int:
+        """Where kernels read them."""
+        return self._batch.page_numbers or 0
+
+    @property
+    def max_page(self) -> int:
+        """The largest one in use; -1: not known, the numbers are on the device."""
+        return self._batch.max_page
+
+    def judge(self, indices: Any, first: int, end: int, name: str) -> int:
+        """Looks at page numbers that the library did not take; entries [first, end) are in use. Returns the largest, -1
+        where it is not known."""
         checks.tensor(indices, name, PlanError)
         count, dtype, place = indices.numel(), indices.dtype, indices.get_device()
         if indices.dim() != 1 or (dtype is not torch.int32 and dtype is not torch.int64):
@@ -47,25 +59,34 @@ class KvIndices:
                 f"{name} has shape {tuple(indices.shape)} and dtype {dtype}: pass page numbers, int32 or int64, one "
                 "dimension."
             )
-        if count < end:
+        if count < end < 2**31:  # more are an error that the planner tells
             raise PlanError(f"{name} has {count} entries but the indptr ends at {end}: pass every page number.")
-        self.max_page = -1
-        if place < 0 or self._check_on_device:
-            self.max_page = _check_range(indices, first, end, name)
-        elif place != self._device_index:
+        if self._buffer is not None and self._buffer.shape[0] < end < 2**31:
+            raise PlanError(
+                f"{name} has {end} entries but the wrapper's indices buffer holds {self._buffer.shape[0]}: make the "
+                "buffer as large as the largest batch needs."
+            )
+        if place >= 0 and place != self._device_index:
             checks.same_device(indices, self.device, name, PlanError)
-        if self.buffer is not None:
-            self._copy(indices, end, non_blocking, name)
+        return _check_range(indices, first, end, name) if place < 0 or self._check_on_device else -1
+
+    def take(self, indices: torch.Tensor, end: int, max_page: int, non_blocking: bool) -> None:
+        """Has kernels read these, of which `end` entries are in use: after a plan, as captured launches see them."""
+        if self._buffer is not None:
+            self._copy(indices, end, non_blocking)
+            self.tensor = self._buffer
         else:
-            if dtype is not torch.int32 or place != self._device_index or not indices.is_contiguous():
+            is_there = indices.dtype is torch.int32 and indices.get_device() == self._device_index
+            if not is_there or not indices.is_contiguous():
                 waits = not non_blocking or self.device.type == "cpu"  # a copy to the host returns before it is there
                 indices = indices.to(device=self.device, dtype=torch.int32, non_blocking=not waits).contiguous()
             self.tensor = indices
-        self.address = self.tensor.data_ptr()  # type: ignore[union-attr]
+        self._batch.page_numbers, self._batch.max_page = self.tensor.data_ptr(), max_page
 
     def use_tables(self, tables: torch.Tensor, max_page: int) -> None:
         """Kernels read them in place: a request's pages begin where its row does."""
-        self.tensor, self.address, self.max_page = tables, tables.data_ptr(), max_page
+        self.tensor = tables
+        self._batch.page_numbers, self._batch.max_page = tables.data_ptr(), max_page
 
     def from_tables(self, tables: Any, indptr: torch.Tensor, indices: torch.Tensor | None, name: str) -> Any:
         """The page numbers of `tables`, [requests, pages], where there are no `indices`; else `indices`, which must
@@ -104,17 +125,12 @@ class KvIndices:
                 f"in both, or {name}=None."
             )
 
-    def _copy(self, indices: torch.Tensor, end: int, non_blocking: bool, name: str) -> None:
-        """Graph mode: what is in use, into the buffer that captured launches read."""
-        self.tensor = buffer = self.buffer
+    def _copy(self, indices: torch.Tensor, end: int, non_blocking: bool) -> None:
+        """What is in use, into the buffer."""
+        buffer = self._buffer
         assert buffer is not None
         if end == 0 or (indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype):
             return
-        if end > buffer.shape[0]:
-            raise PlanError(
-                f"{name} has {end} entries but the wrapper's indices buffer holds {buffer.shape[0]}: make "
-                "the buffer as large as the largest batch needs."
-            )
         if indices.is_cpu and not buffer.is_cpu:
             if self._ring is None:
                 self._ring = CopyRing(self._device_index, buffer.nbytes)

@@ -11,23 +11,24 @@ from .. import jit, native
 from ..base.errors import PlanError, RunError
 from ..kernels.options import Options, Variation
 from ..kernels.spec import KernelSpec
-from . import lengths
-from .batch import Batch
+from .batch import NO_BOUNDS, NO_LIMIT, Batch, Longest
 from .buffers import PlanSlot
 from .capacity import Capacity
 from .device_lengths import TableLengths
 from .lengths import Given, Lengths
 from .option_plan import Combination
-from .page_indices import KvIndices
 from .workspaces import Workspaces
 
 _MOST_KNOWN = 64  # combinations kept with their kernels
 _INDICES_NAME = {"indptr": "indices", "paged_kv_indptr": "paged_kv_indices"}
 
 
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch for the CPU has none
+
+
 def current_stream(device_index: int) -> int:
     """The raw stream of a CUDA device (torch.cuda.current_stream() would cost three microseconds); 0 on the CPU."""
-    return torch._C._cuda_getCurrentRawStream(device_index) if device_index >= 0 else 0
+    return _raw_stream(device_index) if device_index >= 0 else 0
 
 
 class Planner:
@@ -41,26 +42,36 @@ class Planner:
         self.is_planned = False
         self.workspaces = Workspaces(device, float_buffer)
         self.batch = Batch(device, is_graph, length_names, self.workspaces)
-        self.device_index, self.mask = self.batch.device_index, self.batch.mask
-        self._slots = [PlanSlot(self.device_index, self.workspaces.int_buffer, self.batch.problem_address)]
-        self._known: dict[Options, Combination] = {}
+        self.device_index, self.mask, self.indices = self.batch.device_index, self.batch.mask, self.batch.pages
         self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
-        self._variations: dict[Variation, Combination] = {}
+        self._known: dict[Options, Combination] = {}
+        self._variations: dict[Variation, Combination] = {}  # what runs asked for
+        self._slot: PlanSlot | None = None  # the first one's, whatever its options
+        self._kept: list[PlanSlot] = []  # which a graph may read for as long as the wrapper is there
+        self._last = 0  # the generation of the last complete plan
         self._indices_name = _INDICES_NAME.get(length_names[1], "")
         self._block_tables: tuple[int, torch.Tensor | None] = (-1, None)  # the generation that had them
-        self.indices = KvIndices(device)
 
     # ---------------------------------------------------------------- workspaces
 
     def use_float_buffer(self, buffer: torch.Tensor) -> None:
         self.workspaces.use_float_buffer(buffer)
-        self.invalidate()
+        self._workspaces_changed()
 
     def use_int_buffer(self, buffer: torch.Tensor) -> None:
         """Takes another workspace; the plan in the old one is gone."""
         self.workspaces.use_int_buffer(buffer)
+        self._workspaces_changed()
+        if self._slot is not None:
+            self._slot.attach(self.active[0].call, buffer)
+        for other in self.active[1:]:  # their plans need as much room
+            self._release(other)
+        del self.active[1:]
+
+    def _workspaces_changed(self) -> None:
         self.invalidate()
-        self._slots[0].use_memory(buffer)
+        for combination in self.active:
+            combination.choose_again()
 
     def use_capacity(self, capacity: Capacity, is_paged: bool) -> None:
         """Graph mode: what captured launches read is as large as the largest batch needs."""
@@ -88,7 +99,7 @@ class Planner:
     @property
     def result(self) -> native.PlanResult:
         """Numbers of the present plan."""
-        return self._slots[0].result
+        return self.active[0].call.result
 
     @property
     def block_tables(self) -> torch.Tensor | None:
@@ -103,67 +114,134 @@ class Planner:
     @property
     def total_q(self) -> int:
         """Rows of the present plan."""
-        return self._slots[0].result.total_q
+        return self.active[0].call.result.total_q
+
+    @property
+    def most_rows(self) -> int | None:
+        """Graph mode without capacities: rows of the first plan; None: there is no such limit."""
+        most = self.batch.struct.most_total_rows
+        return None if most == NO_LIMIT or self.capacity is not None else most
+
+    @most_rows.setter
+    def most_rows(self, rows: int | None) -> None:
+        if self.is_graph:
+            self.batch.struct.most_total_rows = NO_LIMIT if rows is None else rows
 
     @property
     def kv_end(self) -> int:
         """Where the present plan's kv_indptr ends: pages, ragged: tokens."""
-        return self._slots[0].result.total_pages
+        return self.active[0].call.result.total_pages
 
     def configure(self, options: Options) -> None:
-        """Takes options that differ from the last plan's; run-time variations stay on top of them."""
+        """Takes options that differ from the last plan's. Runs' own options are planned again when runs ask for them;
+        those of a graph, whose launches read their plans, stay."""
         self.invalidate()
-        same_heads = bool(self.active) and _heads(self.active[0].options) == _heads(options)
-        remembered = [v for v in self._variations if same_heads]
-        self.active, self._variations = [], {}
-        self._make_active(self._combination(options))
-        problem = self.batch.problem
-        problem.page_size, problem.q_len_per_request = options.page_size, options.uniform_q_len
-        problem.has_custom_mask = options.has_mask
-        for variation in remembered:
-            self._activate(variation)
+        before, kept = self.active, self._variations if self.is_graph else {}
+        same_heads = bool(before) and _heads(before[0].options) == _heads(options)
+        slots = {variation: found.slot for variation, found in kept.items() if same_heads and found is not before[0]}
+        for other in before[1:]:
+            self._release(other)
+        self.active, self._variations = [self._combination(options)], {}
+        self.batch.use_options(options)
+        first = self.active[0]
+        if self._slot is None:
+            self._slot = PlanSlot(self.device_index, self.workspaces.int_buffer, first.call)
+        else:
+            self._slot.attach(first.call)
+        first.slot = self._slot
+        first.choose_again()
+        for variation, slot in slots.items():
+            combination = self._combination(variation.over(options))
+            if combination not in self.active:
+                combination.slot = slot
+                slot.attach(combination.call)
+                self.active.append(combination)
+            self._variations[variation] = combination
 
-    def plan(self, given: Given, kv_indices: Any, non_blocking: bool) -> None:
-        """Lengths and page numbers -> a plan for every active combination."""
-        self.invalidate()
-        batch = self.batch
-        batch.tables = None
-        rows = batch.held.take(given)
-        if rows is None:
-            self._plan_from_device(Lengths(*given), kv_indices, non_blocking)
-            return
-        batch.rows, batch.generation, batch.stream = rows, self.generation, current_stream(self.device_index)
-        for combination in self.active:
-            combination.plan(batch)
-        if self.is_graph:
-            self._check_sizes()
-        if self._indices_name:
-            held = batch.lengths
-            self.indices.set(kv_indices, held.kv_begin, held.kv_end, non_blocking, self._indices_name)
+    def plan(self, given: Given, kv_indices: Any, non_blocking: bool, longest: Longest = NO_BOUNDS) -> None:
+        """Lengths and page numbers -> a plan for the options, and for those that runs have asked for."""
+        self.generation += 1
+        self.is_planned = False
+        batch, first = self.batch, self.active[0]
+        batch.tables, batch.generation = None, self.generation
+        if self.device_index >= 0:
+            batch.stream = _raw_stream(self.device_index)
+        if longest != batch.longest:
+            batch.use_bounds(longest)
+        status = first.plan(batch, given, kv_indices)
+        if status:
+            self._plan_judged(status, given, kv_indices, non_blocking)
+        else:
+            self.indices.tensor = kv_indices
+        if len(self.active) > 1 or self.is_graph:
+            self._plan_others()
+        self._last = self.generation
         self.is_planned = True
 
-    def _plan_from_device(self, given: Lengths, kv_indices: Any, non_blocking: bool) -> None:
-        """All index tensors that lie on the device come back in one copy."""
-        page_size, last_page_len = self.batch.problem.page_size, given.last_page_len
-        if page_size == 1 and last_page_len is not None and not last_page_len.is_cpu:
-            given = given._replace(last_page_len=None)  # pages of one token: it says nothing
-        self.plan(lengths.to_host(given), kv_indices, non_blocking)
+    def _plan_judged(self, status: int, given: Given, kv_indices: Any, non_blocking: bool) -> None:
+        """A plan that one foreign call could not make: lengths or page numbers that lie elsewhere, another kernel, or
+        an error. What captured launches read is written last."""
+        batch, first = self.batch, self.active[0]
+        is_paged = bool(self._indices_name)
+        are_pages_taken = not is_paged or status == native.OTHER_BATCH
+        if status == native.OTHER_TENSORS:
+            batch.take_judged(Lengths(*given), self.options.page_size)
+        elif status != native.OTHER_PAGES:
+            first.check(status if status != native.OTHER_BATCH else native.OK, batch)
+        end, max_page = batch.struct.kv_end, -1
+        if not are_pages_taken and end <= batch.struct.most_entries:
+            max_page = self.indices.judge(kv_indices, batch.struct.kv_begin, end, self._indices_name)
+        first.plan_held(batch)
+        if are_pages_taken:
+            self.indices.tensor = kv_indices
+        else:
+            self.indices.take(kv_indices, end, max_page, non_blocking)
 
-    def _check_sizes(self) -> None:
-        """Of a graph's plan."""
-        self.batch.most_rows = max(self.batch.most_rows, self.total_q)
-        if self.capacity is not None:
-            self.capacity.check_sizes(self.total_q, self.kv_end, self.options)
+    def _plan_others(self) -> None:
+        """Plans what runs have asked for since the plan before, and whatever a graph has; the rest is forgotten."""
+        batch = self.batch
+        if self.is_graph:
+            batch.most_rows = max(batch.most_rows, self.total_q)
+            if batch.capacity is None and batch.struct.q_indptr.data and batch.struct.most_total_rows == NO_LIMIT:
+                batch.struct.most_total_rows = batch.struct.rows_end  # what is captured has the first plan's rows
+        for other in self.active[1:]:
+            is_needed = self.is_graph or other.call.was_captured
+            try:
+                if is_needed or other.asked_at >= self._last:
+                    other.plan_held(batch)
+                    continue
+            except PlanError:
+                if is_needed:
+                    raise
+            # Forgotten. Where its plan failed, the run that asks for it next is told why.
+            self._release(other)
+            self.active.remove(other)
+
+    def _release(self, combination: Combination) -> None:
+        """Lets the memory of its plans go, unless a graph may read it."""
+        combination.generation = 0
+        if self.is_graph or combination.call.was_captured:
+            self._kept.append(combination.slot)
+        del combination.slot
 
     def plan_on_device(self, tables: TableLengths) -> None:
         """A plan for every active combination, made by the device from lengths that are there."""
         self.invalidate()
         batch = self.batch
+        most = batch.struct.most_total_rows
+        if self.is_graph and batch.capacity is None and tables.q_indptr is not None:
+            if tables.max_rows > most:
+                raise PlanError(
+                    f"max_rows={tables.max_rows} but the first plan of this wrapper (use_cuda_graph=True) had {most} "
+                    "rows: plan the largest batch first."
+                )
+            batch.struct.most_total_rows = min(most, tables.max_rows)
         batch.tables, batch.generation, batch.stream = tables, self.generation, current_stream(self.device_index)
         for combination in self.active:
             combination.plan_on_device(batch, tables, self.plan_kernel)
         self.indices.use_tables(tables.tables, tables.max_page)
         self.block_tables = tables.tables
+        self._last = self.generation
         self.is_planned = True
 
     @functools.cached_property
@@ -177,19 +255,6 @@ class Planner:
         for combination in self.active:
             combination.find_mask_tiles(self.batch)
 
-    def check_longest(self, max_q_len: int | None, max_kv_len: int | None) -> None:
-        """Bounds that the caller gave beside the lengths."""
-        result = self._slots[0].result
-        for name, bound, longest in (
-            ("max_token_per_sequence", max_q_len, result.max_q_len),
-            ("max_sequence_kv", max_kv_len, result.max_kv_len),
-        ):
-            if bound is not None and longest > bound:
-                self.is_planned = False
-                raise PlanError(
-                    f"{name}={bound} but a request of the batch has {longest}: pass at least that, or None."
-                )
-
     def bits(self) -> torch.Tensor:
         """Mask bits of each request of the present plan, q_len x kv_len, int64."""
         q_indptr, _, kv_lens = self._numbers()
@@ -198,18 +263,15 @@ class Planner:
     def arrays(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_indptr, kv_indptr and last_page_len of the present plan, int64 on the host."""
         q_indptr, kv_indptr, kv_lens = self._numbers()
-        page_size = max(1, self.batch.problem.page_size)
+        page_size = max(1, self.options.page_size)
         return q_indptr, kv_indptr, torch.where(kv_lens > 0, (kv_lens - 1) % page_size + 1, 0)
 
     def _numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_indptr, kv_indptr and tokens of each request."""
         if self.batch.tables is not None:
             return self.batch.tables.numbers()
-        q_indptr, kv_indptr, last_page_len, kv_lens = self.batch.held.by_request()
-        problem = self.batch.problem
-        page_size = problem.page_size
-        if q_indptr is None:
-            q_indptr = torch.arange(problem.batch + 1) * problem.q_len_per_request
+        q_indptr, kv_indptr, last_page_len, kv_lens = self.batch.by_request()
+        page_size = self.options.page_size
         if kv_lens is None:
             kv_lens = kv_indptr.diff() * max(1, page_size)
             if page_size and last_page_len is not None:
@@ -217,41 +279,41 @@ class Planner:
         return q_indptr, kv_indptr, kv_lens
 
     def find(self, variation: Variation) -> Combination:
-        """The combination for a run's options; where it is new, it is planned now, and at every plan from now on."""
+        """The combination for a run's options. New ones are planned now, and at later plans for as long as runs ask for
+        them between two plans."""
         found = self._variations.get(variation)
-        if found is not None and found.generation == self.generation:
-            return found
-        known = self._combination(variation.over(self.active[0].options))
-        if known.generation != self.generation and self.device_index >= 0 and torch.cuda.is_current_stream_capturing():
-            raise self._new_in_capture(variation)
-        self._activate(variation)
-        if known.generation != self.generation:
-            self._derive(known)
-        return known
+        if found is None:
+            found = self._combination(variation.over(self.options))
+        if found.generation != self.generation:
+            if self.device_index >= 0 and torch.cuda.is_current_stream_capturing():
+                raise self._new_in_capture(variation)
+            self._activate(found)
+        self._variations[variation] = found
+        found.asked_at = self.generation
+        return found
 
-    def _activate(self, variation: Variation) -> None:
-        combination = self._combination(variation.over(self.active[0].options))
-        if combination not in self.active:
-            self._make_active(combination)
-        self._variations[variation] = combination
-
-    def _make_active(self, combination: Combination) -> None:
-        """Gives it the next of the slots."""
-        if len(self._slots) == len(self.active):
+    def _activate(self, combination: Combination) -> None:
+        """Plans it for the present batch; it counts as active after that has succeeded."""
+        is_new = combination not in self.active
+        if is_new:
             memory = torch.empty_like(self.workspaces.int_buffer)
-            self._slots.append(PlanSlot(self.device_index, memory, self.batch.problem_address))
-        combination.slot = self._slots[len(self.active)]
-        self.active.append(combination)
-
-    def _derive(self, combination: Combination) -> None:
+            combination.slot = PlanSlot(self.device_index, memory, combination.call)
+            combination.choose_again()
         batch = self.batch
         batch.stream = current_stream(self.device_index)
-        if batch.tables is None:
-            combination.plan(batch)
-            if self.options.has_mask:
-                combination.find_mask_tiles(batch)
-        else:
-            combination.plan_on_device(batch, batch.tables, self.plan_kernel)
+        try:
+            if batch.tables is None:
+                combination.plan_held(batch)
+                if self.options.has_mask:
+                    combination.find_mask_tiles(batch)
+            else:
+                combination.plan_on_device(batch, batch.tables, self.plan_kernel)
+        except BaseException:
+            if is_new:
+                self._release(combination)
+            raise
+        if is_new:
+            self.active.append(combination)
 
     def _new_in_capture(self, variation: Variation) -> RunError:
         planned = Variation.of_options(self.active[0].options)
@@ -269,9 +331,9 @@ class Planner:
     def _combination(self, options: Options) -> Combination:
         found = self._known.get(options)
         if found is None:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            found = self._known[options] = Combination(options, self.batch.card)
+            if len(self._known) >= _MOST_KNOWN and not self.is_graph:
+                self._known = {known.options: known for known in self.active}
+            found = self._known[options] = Combination(options, self.batch)
         return found
 
 

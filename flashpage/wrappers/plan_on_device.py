@@ -156,6 +156,4 @@ class PrefillOnDevice:
         )
         self._check_graph_batch(tables.batch)
         planner.plan_on_device(tables)
-        if planner.is_graph:
-            self._check_rows()
         self._set_mask((None, None), True)

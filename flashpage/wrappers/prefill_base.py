@@ -9,6 +9,7 @@ import torch
 
 from ..base import env
 from ..base.errors import PlanError
+from ..plan.batch import Longest
 from ..plan.lengths import Given, batch_of
 from ..variants.multi_item import NO_ITEMS, ItemArguments, MultiItemMask
 from .base import PlanRunWrapper
@@ -21,7 +22,6 @@ _ITEM_ATTRIBUTES = ("_prefix_len_ptr", "_token_pos_in_items_ptr", "_token_pos_in
 class PrefillWrapper(PlanRunWrapper):
     """What the paged and the ragged wrapper share."""
 
-    _max_total_num_rows: int | None = None  # graph mode: of the first plan, and so of what was captured
     _prefix_len_ptr = Written(lambda state: state._items_of_plan().prefix_len)
     _token_pos_in_items_ptr = Written(lambda state: state._items_of_plan().token_pos)
     _token_pos_in_items_len = Written(lambda state: state._items_of_plan().token_pos_len)
@@ -36,6 +36,17 @@ class PrefillWrapper(PlanRunWrapper):
                 "token_pos_in_items_ptr) each say what a row sees: give one of them."
             )
         return self._multi_item.set(items, batch_of(qo_indptr, "qo_indptr")) if items.is_given() else None
+
+    _rows_written: int | None = None
+
+    @property
+    def _max_total_num_rows(self) -> int | None:
+        """Graph mode: rows of the first plan, and so of what was captured, or what an engine wrote."""
+        return self._rows_written if self._planner.most_rows is None else self._planner.most_rows
+
+    @_max_total_num_rows.setter
+    def _max_total_num_rows(self, rows: int | None) -> None:
+        self._rows_written = self._planner.most_rows = rows
 
     @functools.cached_property
     def _multi_item(self) -> MultiItemMask:
@@ -52,13 +63,9 @@ class PrefillWrapper(PlanRunWrapper):
         planner = self._planner
         if planner.is_graph:
             self._check_graph_batch(batch_of(lengths[0], "qo_indptr"))
-        planner.plan(lengths, kv_indices, non_blocking)
-        if planner.is_graph:
-            self._check_rows()
+        planner.plan(lengths, kv_indices, non_blocking, Longest(*longest))
         if masks != (None, None) or planner.mask.tensor is not None:
             self._set_mask(masks, non_blocking)
-        if longest != (None, None):
-            planner.check_longest(*longest)
 
     def _set_mask(self, masks: tuple[Any, Any], non_blocking: bool) -> None:
         planner = self._planner
@@ -74,20 +81,6 @@ class PrefillWrapper(PlanRunWrapper):
         if has_mask:
             planner.find_mask_tiles()
         planner.is_planned = True
-
-    def _check_rows(self) -> None:
-        """Captured tensors have the rows of the first plan; later plans have as many or fewer."""
-        rows, most = self._planner.total_q, self._max_total_num_rows
-        if self._planner.capacity is not None:
-            return
-        if most is None:
-            self._max_total_num_rows = rows
-        elif rows > most:
-            self._planner.is_planned = False
-            raise PlanError(
-                f"qo_indptr ends at {rows} but the first plan of this wrapper (use_cuda_graph=True) had {most} rows: "
-                "plan the largest batch first."
-            )
 
     # ---------------------------------------------------------------- what engines write (engine_access/attributes.py)
 
@@ -124,8 +117,6 @@ class PrefillWrapper(PlanRunWrapper):
     def _check_planned(self) -> None:
         """The mask's bits are those that are there: engines copy them to the wrapper's buffer."""
         planner = self._planner
-        if planner.is_graph:
-            self._check_rows()
         if not planner.options.has_mask:
             return
         there, needed = planner.mask.tensor, planner.result.mask_bytes

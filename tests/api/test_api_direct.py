@@ -140,14 +140,32 @@ def test_without_dlpack_results_are_the_same(batch: Batch, monkeypatch: pytest.M
 
 @NEEDS_DLPACK
 def test_page_numbers_are_read_in_place_where_kernels_can() -> None:
-    cpu, numbers = 1, torch.arange(10, dtype=torch.int32)
+    """Whatever the library does not take as it is, Python looks at, copies or refuses."""
+    numbers = torch.arange(10, dtype=torch.int32)
+    batch = native.BatchStruct(device_type=1, q_len_per_request=1, bytes_of_a_copy=64)
+    copies = torch.empty(256, dtype=torch.uint8)
+    batch.copies = copies.data_ptr()
+    batch.most_total_rows = batch.most_entries = 2**40
+    call = native.PlanCall(batch=ctypes.addressof(batch), row_class=native.RowClass(0, -1))
 
-    def found(indices: Any, device: tuple[int, int] = (cpu, 0), entries: int = 0) -> int:
-        return fastcall.builtins().page_numbers(indices, *device, entries)
+    def status_of(indices: Any, entries: int = 10) -> int:
+        batch.page_numbers = None
+        kv_indptr = torch.tensor([0, entries], dtype=torch.int32)
+        lengths = (None, kv_indptr, None, None)
+        return fastcall.builtins().plan(ctypes.addressof(call), 0, *lengths, indices)
 
-    assert found(numbers, entries=10) == numbers.data_ptr()
-    assert found(numbers[3:], entries=7) == numbers[3:].data_ptr()
-    assert found(numbers, entries=11) == 0
-    assert found(numbers, device=(2, 0)) == found(numbers, device=(cpu, 1)) == 0
-    for other in (numbers[::2], numbers.long(), numbers.float(), numbers.view(2, 5), None, 5):
-        assert found(other) == 0
+    def is_taken(indices: torch.Tensor, entries: int) -> bool:
+        return status_of(indices, entries) == native.OTHER_BATCH and batch.page_numbers == indices.data_ptr()
+
+    assert is_taken(numbers, 10) and batch.max_page == 9
+    assert is_taken(numbers[3:], 7) and is_taken(numbers, 4) and batch.max_page == 3
+    others = [numbers[::2], numbers.long(), numbers.float(), numbers.view(2, 5), 5, -numbers]
+    assert [status_of(other, 2) for other in others] == [native.OTHER_PAGES] * 6
+    assert status_of(numbers, 11) == native.OTHER_PAGES
+    assert status_of(None) == native.OTHER_BATCH and batch.page_numbers is None
+    batch.page_buffer = numbers.data_ptr()  # captured launches read there, and nowhere else
+    assert is_taken(numbers, 10) and status_of(numbers.clone()) == native.OTHER_PAGES
+    batch.page_buffer, batch.device_type = None, 2
+    assert status_of(numbers) == native.OTHER_PAGES
+    batch.device_type, batch.checks_pages = 1, 1
+    assert status_of(numbers) == native.OTHER_PAGES

@@ -89,11 +89,17 @@ def test_graph_buffers_are_judged() -> None:
 
 def test_indices_on_the_device_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLASHPAGE_CHECK_INDICES=on. On the CPU page numbers are always checked, so the switch itself is looked at."""
+    from flashpage import native
     from flashpage.plan.page_indices import KvIndices
 
-    assert not KvIndices(torch.device("cpu"))._check_on_device
+    def checks_pages() -> bool:
+        batch = native.BatchStruct()
+        KvIndices(torch.device("cpu"), batch)
+        return bool(batch.checks_pages)
+
+    assert not checks_pages()
     monkeypatch.setenv("FLASHPAGE_CHECK_INDICES", "on")
-    assert KvIndices(torch.device("cpu"))._check_on_device
+    assert checks_pages()
 
 
 def test_workspaces_too_small() -> None:

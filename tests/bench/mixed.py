@@ -89,6 +89,7 @@ def measure(case: Case, device: torch.device, clock: GpuClock | HostClock) -> fl
     ratio = 0.0
     for way, gain in (("one plan", math.inf), ("as planned", mixed_batch.LEAST_GAIN_NS)):
         mixed_batch.LEAST_GAIN_NS, usual = gain, mixed_batch.LEAST_GAIN_NS
+        both = Batch(prompts + decodes, prompts + contexts, device)
         seconds = both.seconds(clock)
         mixed_batch.LEAST_GAIN_NS = usual
         ratio = seconds / max(alone)

@@ -106,6 +106,7 @@ def test_two_launches_give_what_one_gives(how: dict[str, Any], monkeypatch: pyte
     assert_all_same_bits(found[0], mixed.run())
     assert_all_same_bits(found[0], found[2])
     monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", 1e12)
+    mixed.wrapper.reset_workspace_buffer(mixed.wrapper._float_workspace_buffer, mixed.wrapper._int_workspace_buffer)
     mixed.plan()
     assert not isinstance(mixed.wrapper.last_plan, PartedPlan)
     for (out, lse), (out_of_one, lse_of_one) in zip(found, (mixed.run(), mixed.run(sinks=sinks)), strict=False):

@@ -314,6 +314,22 @@ assert sum("host_free" in line for line in record()) == 1  # of three: the two t
 """)
 
 
+def test_a_larger_ring_that_is_refused_leaves_the_present_one() -> None:
+    """Pinned memory can be short: the plan fails, and later ones have the slots that were there."""
+    with_fake_driver("""
+planning = Planning()
+host.check(planning.plan())
+small = Planning(slot_bytes=planning.result.used_bytes // 2)
+small.destination = planning.destination
+record()
+fake.fake_fail_host_memory(1)
+assert small.plan() == host.CUDA_ERROR and "allocating pinned memory" in host.last_error()
+assert not any(line.startswith(("host_free", "copy")) for line in record())
+host.check(small.plan())
+assert small.arrived() and sum(line.startswith("host_free") for line in record()) == 2
+""")
+
+
 def test_slots_are_made_and_destroyed_while_another_thread_captures() -> None:
     with_fake_driver("""
 fake.fake_capture(1)

@@ -8,6 +8,7 @@ from ctypes import byref
 
 import numpy as np
 import pytest
+from plan_calls import PlanCall
 
 from flashpage import native
 
@@ -47,12 +48,9 @@ class Batch:
 def plan(
     slots: int, batch: Batch, destination: np.ndarray, capacity: int | None = None
 ) -> tuple[int, native.PlanResult]:
-    result = native.PlanResult()
     size = destination.nbytes if capacity is None else capacity
-    status = native.load().fp_slots_plan(
-        slots, byref(batch.problem), byref(SCHEDULE), destination.ctypes.data, size, None, byref(result)
-    )
-    return status, result
+    call = PlanCall(batch.problem, SCHEDULE, slots=slots, destination=destination.ctypes.data, capacity=size)
+    return call.plan(), call.struct.result
 
 
 def test_the_plan_arrives_and_stays_readable() -> None:
@@ -89,10 +87,13 @@ def test_a_workspace_too_small_is_told_and_nothing_is_copied() -> None:
     native.load().fp_slots_destroy(slots)
 
 
-def test_a_slot_smaller_than_the_workspace_is_the_limit() -> None:
+def test_a_slot_smaller_than_the_plan_is_replaced() -> None:
     slots = native.check_handle(native.load().fp_slots_create(-1, 256))
-    status, _ = plan(slots, Batch(*range(1, 400)), np.zeros(1 << 16, np.uint8))
-    assert status == native.WORKSPACE_TOO_SMALL
+    destination = np.zeros(1 << 16, np.uint8)
+    status, result = plan(slots, Batch(*range(1, 400)), destination)
+    assert status == native.OK and result.used_bytes > 256
+    last = ctypes.string_at(native.load().fp_slots_last(slots), result.used_bytes)
+    assert destination[: result.used_bytes].tobytes() == last
     native.load().fp_slots_destroy(slots)
 
 

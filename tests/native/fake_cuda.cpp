@@ -24,6 +24,7 @@ int events = 0;
 int copies = 0, copies_done = 0;  // asynchronous copies to the device
 bool capturing = false;
 int failing_launches = 0;
+int failing_allocations = 0;
 bool refusing_maps = false;
 thread_local Context current = nullptr;
 thread_local int capture_mode = 0;
@@ -58,6 +59,7 @@ EXPORT const char* fake_record() { return record.c_str(); }
 EXPORT void fake_clear() { record.clear(); }
 EXPORT void fake_capture(int on) { capturing = on; }
 EXPORT void fake_finish_copies() { copies_done = copies; }
+EXPORT void fake_fail_host_memory(int count) { failing_allocations = count; }
 EXPORT void fake_fail_launches(int count) { failing_launches = count; }
 
 EXPORT void fake_refuse_maps_of_bytes(int on) { refusing_maps = on; }
@@ -146,6 +148,7 @@ EXPORT Result cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* a
   return is_misplaced || (refusing_maps && type == tensor_map_uint8) ? 1 : success;
 }
 EXPORT Result cuMemHostAlloc(void** address, size_t bytes, unsigned) {
+  if (failing_allocations > 0) return --failing_allocations, 2;
   return *address = malloc(bytes), unsafe("host_alloc");
 }
 EXPORT Result cuMemFreeHost(void* address) { return free(address), unsafe("host_free"); }

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from planner_batches import Batch, Cutting, arrays_of, problem_of, unpack
+from plan_calls import PlanCall
 from planner_checks import check, check_balance
 
 import flashpage
@@ -52,10 +53,14 @@ class Divided:
         )
         self.prepared = tuple(_prepared(*size) for size in sizes)
         self.memory = torch.zeros(room, dtype=torch.uint8)
-        self.slot = PlanSlot(-1, self.memory, address)
         self.parts = mixed_batch.Parts(limit)
-        self.found = self.parts.plan(self.slot, 0, self.prepared, partial_rows)  # type: ignore[arg-type]
+        self.parts.use(*self.prepared)
         self.struct = self.parts._struct
+        self.call = PlanCall(self.problem, self.prepared[0].schedule)
+        self.call.struct.parts, self.call.struct.most_partial_rows = self.parts.address, partial_rows
+        self.slot = PlanSlot(-1, self.memory, self.call.struct)
+        self.slot.plan(self.call.address, 0, True)
+        self.found = self.parts.made() if self.call.struct.made_parts else None
 
     @property
     def ctas(self) -> tuple[int, int]:
@@ -279,7 +284,7 @@ def test_two_parts_give_what_one_gives(
     found = step.run(wrapper), step.run(wrapper, sinks=sinks)
     same(step.run(wrapper), found[0])
     monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", 1e12)
-    step.plan(wrapper, **options)
+    wrapper = step.planned(**options)
     assert not isinstance(wrapper.last_plan, PartedPlan)
     same(found[0], step.run(wrapper))
     same(found[1], step.run(wrapper, sinks=sinks))

@@ -12,6 +12,7 @@ PRELUDE = """
 import ctypes, threading
 from ctypes import addressof, byref
 from flashpage import native as host
+from plan_calls import PlanCall
 lib = host.load()
 fake = ctypes.CDLL("libcuda.so.1")
 fake.fake_record.restype = ctypes.c_char_p
@@ -40,7 +41,6 @@ class Planning:
         self.destination = np.zeros(slot_bytes, np.uint8)
         self.kv_indptr = np.zeros(9, np.int32)
         self.last_page_len = np.zeros(8, np.int32)
-        self.result = host.PlanResult()
 
     def problem(self, tokens):
         import numpy as np
@@ -56,9 +56,12 @@ class Planning:
                              few_rows_cost=1, ns_per_piece=1500, min_piece_tokens=128, max_pieces=32, merge_rows=8)
 
     def plan(self, tokens=1000, capacity=None):
-        problem = self.problem(tokens)
-        return lib.fp_slots_plan(self.slots, byref(problem), byref(self.schedule), self.destination.ctypes.data,
-                                 capacity or self.destination.nbytes, 7, byref(self.result))
+        where = dict(slots=self.slots, destination=self.destination.ctypes.data)
+        call = PlanCall(self.problem(tokens), self.schedule, capacity=capacity or self.destination.nbytes, **where)
+        status = call.plan(7)
+        self.result = call.struct.result
+        self.was_captured = call.struct.was_captured
+        return status
 
     def arrived(self):
         last = ctypes.string_at(lib.fp_slots_last(self.slots), self.result.used_bytes)
@@ -69,6 +72,7 @@ class Planning:
 def with_fake_driver(code: str) -> None:
     """Runs the code in a process that finds tests/native/fake_cuda.cpp as libcuda.so.1."""
     driver = shared_library("fake_cuda.cpp", "libcuda.so.1")
-    environment = os.environ | {"LD_LIBRARY_PATH": str(driver.parent)}
+    paths = os.pathsep.join((os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__)))
+    environment = os.environ | {"LD_LIBRARY_PATH": str(driver.parent), "PYTHONPATH": paths}
     result = subprocess.run([sys.executable, "-c", PRELUDE + code], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

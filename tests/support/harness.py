@@ -199,9 +199,10 @@ def contexts_of_plans(*, may_be_few: bool = True) -> Iterator[set[Contexts]]:
     found, original = set(), ContextLengths.of
 
     def of(lengths: ContextLengths, *sizes: Any) -> Contexts:
-        most, lengths.most_rows_of_few = lengths.most_rows_of_few, lengths.most_rows_of_few if may_be_few else 0
+        few = lengths.table.rows[0]
+        most, few.most_rows = few.most_rows, few.most_rows if may_be_few else 0
         found.add(contexts := original(lengths, *sizes))
-        lengths.most_rows_of_few = most
+        few.most_rows = most
         return contexts
 
     with mock.patch.object(ContextLengths, "of", of):

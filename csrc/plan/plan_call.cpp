@@ -1,0 +1,208 @@
+// One call a plan: the tensors of a batch are read, the kernels chosen before are still right for it, its plan is made.
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "plan/slots.h"
+#include "python.h"
+
+namespace flashpage::host {
+namespace {
+
+// ---------------------------------------------------------------- the batch
+
+int64_t number(const fp_index_array& array, int64_t i) {
+  return array.is_int64 ? static_cast<const int64_t*>(array.data)[i] : static_cast<const int32_t*>(array.data)[i];
+}
+
+template <class T>
+void copy_numbers(const dlpack::Tensor& from, void* to) {
+  const T* numbers = reinterpret_cast<const T*>(static_cast<const char*>(from.data) + from.byte_offset);
+  const int64_t count = from.shape[0], stride = from.strides[0];
+  if (stride == 1) {
+    std::memcpy(to, numbers, count * sizeof(T));
+  } else {
+    for (int64_t i = 0; i < count; ++i) static_cast<T*>(to)[i] = numbers[i * stride];
+  }
+}
+
+// False where the object is no host tensor of numbers.
+bool read_numbers(void* object, dlpack::Tensor& tensor) {
+  return read_tensor(object, tensor) && tensor.device.type == dlpack::cpu && tensor.dims == 1 &&
+         tensor.dtype.code == dlpack::signed_integer && (tensor.dtype.bits == 32 || tensor.dtype.bits == 64);
+}
+
+void copy_lengths(const dlpack::Tensor& tensor, char* copy, fp_index_array& array) {
+  array = {copy, 1, tensor.dtype.bits == 64, static_cast<int32_t>(tensor.shape[0])};
+  array.is_int64 ? copy_numbers<int64_t>(tensor, copy) : copy_numbers<int32_t>(tensor, copy);
+}
+
+// Rows of the requests that have the fewest and the most. Without branches, for vector registers.
+template <class T>
+void find_extremes(const T* ends, int64_t requests, fp_batch& batch) {
+  using Count = std::make_unsigned_t<T>;
+  Count least = 0, most = 0;  // the former less one: no rows are then the most that there can be
+  --least;
+  for (int64_t i = 0; i < requests; ++i) {
+    const Count rows = static_cast<Count>(ends[i + 1]) - static_cast<Count>(ends[i]);
+    least = std::min<Count>(least, rows - 1);
+    most = std::max(most, rows);
+  }
+  batch.most_rows = static_cast<int64_t>(most);
+  batch.least_rows = most > 0 ? static_cast<int64_t>(least) + 1 : 0;
+}
+
+// False: see fp_py_plan for what is taken.
+bool take_lengths(fp_batch& batch, void* const* tensors) {
+  fp_index_array* const arrays[] = {&batch.q_indptr, &batch.kv_indptr, &batch.last_page_len, &batch.kv_lens};
+  const int64_t most = batch.bytes_of_a_copy / static_cast<int64_t>(sizeof(int64_t)) - 1;
+  int64_t requests = -1;
+  for (int i = 0; i < 4; ++i) {
+    arrays[i]->data = nullptr;
+    if (tensors[i] == python.none) continue;
+    dlpack::Tensor tensor;
+    if (!read_numbers(tensors[i], tensor)) return false;
+    if (requests < 0) requests = tensor.shape[0] - 1;  // the first one is an indptr, which has one entry more
+    if (requests < 0 || requests > most || tensor.shape[0] != requests + (i < 2)) return false;
+    copy_lengths(tensor, batch.copies + i * batch.bytes_of_a_copy, *arrays[i]);
+  }
+  if (batch.kv_indptr.data == nullptr || (batch.q_indptr.data == nullptr && batch.q_len_per_request == 0)) return false;
+  batch.requests = static_cast<int32_t>(requests);
+  return true;
+}
+
+// What follows from the lengths that were taken.
+void sum_up(fp_batch& batch) {
+  batch.kv_begin = number(batch.kv_indptr, 0);
+  batch.kv_end = number(batch.kv_indptr, batch.requests);
+  batch.least_rows = batch.most_rows = 0;
+  batch.rows = 0;
+  batch.rows_end = static_cast<int64_t>(batch.requests) * batch.q_len_per_request;
+  const fp_index_array& ends = batch.q_indptr;
+  if (ends.data == nullptr) return;
+  batch.rows_end = number(ends, batch.requests);
+  batch.rows = std::max<int64_t>(0, batch.rows_end - number(ends, 0));  // less is an error that the planner tells
+  if (ends.is_int64) {
+    find_extremes(static_cast<const int64_t*>(ends.data), batch.requests, batch);
+  } else {
+    find_extremes(static_cast<const int32_t*>(ends.data), batch.requests, batch);
+  }
+}
+
+// False where kernels cannot read the page numbers in place, or where someone has to look at them first.
+bool take_page_numbers(fp_batch& batch, void* object) {
+  dlpack::Tensor tensor;
+  const bool is_there = read_tensor(object, tensor) && tensor.device.type == batch.device_type &&
+                        tensor.device.index == batch.device_index && tensor.dims == 1 &&
+                        tensor.shape[0] >= batch.kv_end && tensor.strides[0] == 1 &&
+                        tensor.dtype.code == dlpack::signed_integer && tensor.dtype.bits == 32;
+  if (!is_there || batch.checks_pages) return false;
+  const auto* numbers = reinterpret_cast<const int32_t*>(static_cast<const char*>(tensor.data) + tensor.byte_offset);
+  if (batch.page_buffer != nullptr && numbers != batch.page_buffer) return false;
+  batch.max_page = -1;
+  if (batch.device_type == dlpack::cpu && batch.kv_begin >= 0) {
+    int32_t least = 0, most = -1;
+    for (int64_t i = batch.kv_begin; i < batch.kv_end; ++i) {
+      least = std::min(least, numbers[i]);
+      most = std::max(most, numbers[i]);
+    }
+    if (least < 0) return false;
+    batch.max_page = most;
+  }
+  batch.page_numbers = numbers;
+  return true;
+}
+
+// ---------------------------------------------------------------- which kernels
+
+int32_t contexts_of(const fp_context_table& table, int64_t requests, int64_t rows, int64_t tokens) {
+  if (requests == 0) return 0;
+  const double seen = (static_cast<double>(tokens) - table.hidden * static_cast<double>(rows)) / requests;
+  for (int32_t i = 0; i < table.count; ++i) {
+    const fp_context_row& row = table.rows[i];
+    if (rows <= row.most_rows && static_cast<double>(rows) >= row.least_rows_of_request * requests &&
+        seen >= row.least_tokens && seen <= row.most_tokens) {
+      return row.contexts;
+    }
+  }
+  return 0;
+}
+
+bool holds(const fp_row_class& rows, int64_t requests, int64_t total) {
+  const int64_t average = requests > 0 ? (total + requests - 1) / requests : 1;
+  return rows.least <= average && average <= rows.most;
+}
+
+bool has_few_and_many(const fp_plan_call& call) {
+  const fp_batch& batch = *call.batch;
+  return call.parts != nullptr && batch.least_rows <= call.parts->most_few_rows &&
+         call.parts->most_few_rows < batch.most_rows;
+}
+
+// Whether the kernels chosen for an earlier batch are those of this one.
+bool is_for(fp_plan_call& call) {
+  const fp_batch& batch = *call.batch;
+  if (!holds(call.row_class, batch.requests, batch.rows)) return false;
+  const double rows = static_cast<double>(batch.rows);
+  if (rows >= std::min(call.gathered_rows_of_request * batch.requests, call.gathered_rows)) return false;
+  if (call.contexts >= 0) {
+    const int64_t tokens = (batch.kv_end - batch.kv_begin) * call.context_table->page_size;
+    if (contexts_of(*call.context_table, batch.requests, batch.rows, tokens) != call.contexts) return false;
+  }
+  if (!has_few_and_many(call)) return true;
+  fp_parts& parts = *call.parts;
+  fp_parts_count(&call.problem, &parts);
+  return holds(call.few_class, parts.few_requests, parts.few_rows) &&
+         holds(call.many_class, parts.many_requests, parts.many_rows);
+}
+
+int32_t plan_batch(fp_plan_call& call, void* stream, bool is_chosen) {
+  const fp_batch& batch = *call.batch;
+  fp_problem& problem = call.problem;
+  problem.batch = batch.requests;
+  problem.q_indptr = batch.q_indptr;
+  problem.kv_indptr = batch.kv_indptr;
+  problem.last_page_len = batch.last_page_len;
+  problem.kv_lens = batch.kv_lens;
+  call.made_parts = 0;
+  call.exceeded = batch.rows_end > batch.most_total_rows ? FP_LIMIT_ROWS
+                  : batch.kv_end > batch.most_entries    ? FP_LIMIT_ENTRIES
+                                                         : 0;
+  if (call.exceeded != 0) return FP_OVER_LIMIT;
+  if (!is_chosen && !is_for(call)) return FP_OTHER_BATCH;
+  if (has_few_and_many(call) && slots_plan_parts(call, stream) == FP_OK) return FP_OK;
+  return slots_plan(call, stream);
+}
+
+}  // namespace
+}  // namespace flashpage::host
+
+using namespace flashpage;
+
+int32_t fp_contexts_of(const fp_context_table* table, int64_t requests, int64_t rows, int64_t tokens) {
+  return host::contexts_of(*table, requests, rows, tokens);
+}
+
+void fp_batch_sum_up(fp_batch* batch) { host::sum_up(*batch); }
+
+int32_t fp_plan_batch(fp_plan_call* call, void* stream, int32_t is_chosen) {
+  return host::plan_batch(*call, stream, is_chosen != 0);
+}
+
+void* fp_py_plan(void*, void* const* arguments, intptr_t) {
+  auto& call = *host::pointer<fp_plan_call>(arguments[0]);
+  void* stream = host::pointer<void>(arguments[1]);
+  fp_batch& batch = *call.batch;
+  if (!host::take_lengths(batch, arguments + 2)) return host::to_int(FP_OTHER_TENSORS);
+  host::sum_up(batch);
+  void* page_numbers = arguments[6];
+  if (page_numbers != host::python.none && !host::take_page_numbers(batch, page_numbers)) {
+    return host::to_int(FP_OTHER_PAGES);
+  }
+  int32_t status;
+  {
+    host::WithoutInterpreter others;
+    status = host::plan_batch(call, stream, false);
+  }
+  return host::to_int(status);
+}

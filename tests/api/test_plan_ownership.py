@@ -1,0 +1,174 @@
+"""What a wrapper's plans own: which options stay planned, which memory stays, and what a refused plan leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashpage
+from flashpage import PlanError, RunError
+
+HEADS = (4, 4, 64, 16)
+KV = torch.randn(4096, 2, 16, 4, 64)
+Q = torch.randn(8, 4, 64)
+
+
+def workspace(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def prefill(float_bytes: int = 1 << 24, **given: Any) -> flashpage.BatchPrefillWithPagedKVCacheWrapper:
+    return flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace(float_bytes), **given)
+
+
+def plan(wrapper: Any, tokens: int = 300, rows: int = 8, heads: tuple[int, ...] = HEADS, **options: Any) -> None:
+    """One request."""
+    pages = -(-tokens // 16)
+    lengths = (ints(0, rows), ints(0, pages), torch.arange(pages).int(), ints((tokens - 1) % 16 + 1))
+    wrapper.plan(*lengths, *heads, q_data_type=torch.float32, **options)
+
+
+def planned_options(wrapper: Any) -> list[Any]:
+    return [active.options for active in wrapper._planner.active]
+
+
+def test_options_of_earlier_plans_are_not_planned_again() -> None:
+    wrapper = prefill()
+    for window in range(1, 20):
+        plan(wrapper, window_left=window)
+        wrapper.run(Q, KV)
+    assert [options.window_left for options in planned_options(wrapper)] == [19]
+
+
+def test_options_of_runs_stay_as_long_as_runs_ask_for_them() -> None:
+    wrapper = prefill()
+    plan(wrapper)
+    for window in range(1, 20):
+        wrapper.run(Q, KV, window_left=window)
+    assert len(planned_options(wrapper)) == 20
+    plan(wrapper, tokens=310)  # all were asked for since the plan before
+    assert len(planned_options(wrapper)) == 20
+    wrapper.run(Q, KV, window_left=7)
+    plan(wrapper, tokens=320)
+    assert [options.window_left for options in planned_options(wrapper)] == [-1, 7]
+    expected = prefill()
+    plan(expected, tokens=320, window_left=7)
+    torch.testing.assert_close(wrapper.run(Q, KV, window_left=7), expected.run(Q, KV))
+    plan(wrapper, tokens=330)
+    plan(wrapper, tokens=340)
+    assert [options.window_left for options in planned_options(wrapper)] == [-1]
+
+
+def test_a_graphs_options_stay() -> None:
+    wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=100, max_rows=16)
+    plan(wrapper)
+    wrapper.run(Q, KV, window_left=7)
+    places = [active.slot.memory.data_ptr() for active in wrapper._planner.active]
+    for tokens in (310, 320, 330):
+        plan(wrapper, tokens=tokens)
+    assert [options.window_left for options in planned_options(wrapper)] == [-1, 7]
+    plan(wrapper, causal=True)
+    assert [active.slot.memory.data_ptr() for active in wrapper._planner.active] == places
+
+
+def test_a_plan_does_not_fail_on_options_of_an_earlier_batch() -> None:
+    few_heads, one_head = (4, 1, 64, 16), KV[:, :, :, :1]
+    wrapper = prefill(1 << 14)
+    plan(wrapper, heads=few_heads, causal=True)
+    wrapper.run(Q, one_head)
+    wrapper.run(Q, one_head, window_left=200)
+    plan(wrapper, tokens=40000, heads=few_heads, causal=True, window_left=64)
+    wrapper.run(Q, one_head)
+
+
+def test_a_run_that_fails_leaves_the_wrapper_as_it_was() -> None:
+    few_heads, one_head = (4, 1, 64, 16), KV[:, :, :, :1]
+    wrapper = prefill(1 << 14)
+    for _ in range(2):
+        plan(wrapper, tokens=40000, heads=few_heads, causal=True, window_left=64)
+        expected = wrapper.run(Q, one_head)
+        with pytest.raises(PlanError, match="float_workspace_buffer has 16384 bytes"):
+            wrapper.run(Q, one_head, window_left=-1)
+        assert len(planned_options(wrapper)) == 1
+        torch.testing.assert_close(wrapper.run(Q, one_head), expected)
+
+
+def test_a_run_whose_kernel_is_missing_leaves_the_wrapper_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = prefill()
+    plan(wrapper)
+    expected = wrapper.run(Q, KV)
+    monkeypatch.setenv("FLASHPAGE_JIT", "off")
+    with pytest.raises(flashpage.KernelMissingError):
+        wrapper.forward(Q, KV, logits_soft_cap=7.0, pos_encoding_mode="ROPE_LLAMA", sm_scale=0.1234)
+    monkeypatch.undo()
+    plan(wrapper)
+    torch.testing.assert_close(wrapper.run(Q, KV), expected)
+
+
+def test_known_options_of_a_graph_are_never_forgotten() -> None:
+    """Launches were made for what they say."""
+    wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=100, max_rows=16)
+    plan(wrapper)
+    first = wrapper._planner.active[0]
+    for window in range(100):
+        plan(wrapper, window_left=window)
+    plan(wrapper)
+    assert wrapper._planner.active[0] is first
+
+
+def test_a_larger_workspace_reaches_options_of_runs() -> None:
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace(1 << 20))
+    wrapper.reset_workspace_buffer(workspace(1 << 20), workspace(1 << 12))
+    requests = 4
+
+    def plan_decodes() -> torch.Tensor:
+        arguments = (torch.arange(requests + 1).int(), torch.zeros(requests).int(), torch.ones(requests).int())
+        wrapper.plan(*arguments, *HEADS, q_data_type=torch.float32)
+        return torch.randn(requests, 4, 64)
+
+    wrapper.run(plan_decodes(), KV, window_left=3)
+    requests = 3000
+    with pytest.raises(PlanError, match="reset_workspace_buffer"):
+        plan_decodes()
+    wrapper.reset_workspace_buffer(workspace(1 << 24), workspace(1 << 22))
+    q = plan_decodes()
+    torch.testing.assert_close(wrapper.run(q, KV, window_left=3), wrapper.run(q, KV))
+
+
+def test_a_refused_plan_leaves_what_graphs_read() -> None:
+    """Rows, pages and bounds are judged before anything is copied."""
+    wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=20, max_rows=16)
+    plan(wrapper)
+    memory, indices = wrapper._planner.active[0].slot.memory, wrapper._paged_kv_indices_buf
+    before = memory.clone(), indices.clone()
+    for options in ({"rows": 17}, {"tokens": 16 * 21}, {"max_token_per_sequence": 7}, {"max_sequence_kv": 100}):
+        with pytest.raises(PlanError):
+            plan(wrapper, **({"tokens": 200} | options))
+        assert torch.equal(memory, before[0]) and torch.equal(indices, before[1]), options
+    with pytest.raises(RunError):
+        wrapper.run(Q, KV)
+
+
+def test_rows_of_a_graph_with_buffers_are_judged_first() -> None:
+    buffers = {"qo_indptr_buf": ints(0, 0), "paged_kv_indptr_buf": ints(0, 0), "paged_kv_last_page_len_buf": ints(0)}
+    wrapper = prefill(use_cuda_graph=True, **buffers, paged_kv_indices_buf=torch.zeros(100, dtype=torch.int32))
+    plan(wrapper)
+    memory = wrapper._planner.active[0].slot.memory
+    before = memory.clone()
+    with pytest.raises(PlanError, match="plan the largest batch first"):
+        plan(wrapper, rows=9)
+    assert torch.equal(memory, before)
+
+
+def test_bounds_hold_for_one_plan() -> None:
+    wrapper = prefill()
+    with pytest.raises(PlanError, match="max_sequence_kv=100 but a request of the batch has 300"):
+        plan(wrapper, max_sequence_kv=100)
+    plan(wrapper, max_sequence_kv=300)
+    plan(wrapper, tokens=400)

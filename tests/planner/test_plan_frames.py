@@ -1,0 +1,141 @@
+"""How far a plan of known options travels: at most five Python frames of the package, and one foreign call."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashpage
+from flashpage import native
+from flashpage.kernels import choose, cpu_attention
+from flashpage.plan import mixed_batch
+from flashpage.plan.report.mixed import PartedPlan
+
+PACKAGE = str(Path(flashpage.__file__).parent)
+HEADS = (4, 2, 64, 16)
+MOST_FRAMES = 5
+
+
+def lengths(tokens: list[int]) -> tuple[torch.Tensor, ...]:
+    lens = torch.tensor(tokens)
+    pages = -(-lens // 16)
+    indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0)])
+    return indptr.int(), torch.arange(int(indptr[-1])).int(), ((lens - 1) % 16 + 1).int()
+
+
+def indptr(rows: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *rows]).cumsum(0).int()
+
+
+def workspace() -> torch.Tensor:
+    return torch.empty(16 << 20, dtype=torch.uint8)
+
+
+def count(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    """The package's frames and the foreign calls."""
+    frames: list[str] = []
+    foreign: list[str] = []
+    library = native.load()
+
+    def counted(name: str, function: Any) -> Callable[..., Any]:
+        def call_it(*arguments: Any) -> Any:
+            foreign.append(name)
+            return function(*arguments)
+
+        return call_it
+
+    with monkeypatch.context() as patched:
+        for name, function in list(vars(library).items()):
+            if name.startswith("fp_"):
+                patched.setitem(vars(library), name, counted(name, function))
+
+        def watch(frame: Any, event: str, what: Any) -> None:
+            code = frame.f_code
+            if event == "call" and code.co_filename.startswith(PACKAGE):
+                frames.append(f"{Path(code.co_filename).name}:{code.co_name}")
+            elif event == "c_call" and getattr(what, "__name__", "").startswith("fp_py_"):
+                foreign.append(what.__name__)
+
+        sys.setprofile(watch)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+    return frames, foreign
+
+
+def check(first: Callable[[], Any], again: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    first()
+    frames, foreign = count(again, monkeypatch)
+    assert foreign == ["fp_py_plan"], frames
+    assert len(frames) <= MOST_FRAMES, frames
+
+
+def test_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    steps = [[500, 3, 90], [501, 4, 91, 7]]
+    arguments = [lengths(tokens) for tokens in steps]
+    check(
+        lambda: wrapper.plan(*arguments[0], *HEADS, q_data_type=torch.float32),
+        lambda: wrapper.plan(*arguments[1], *HEADS, q_data_type=torch.float32),
+        monkeypatch,
+    )
+    assert wrapper._planner.total_q == 4
+
+
+def prefill_arguments(rows: list[int], tokens: list[int]) -> tuple[torch.Tensor, ...]:
+    return indptr(rows), *lengths(tokens)
+
+
+def test_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    options = {"causal": True, "q_data_type": torch.float32}
+    first, again = prefill_arguments([100, 120], [500, 120]), prefill_arguments([101, 90, 127], [400, 90, 800])
+    check(lambda: wrapper.plan(*first, *HEADS, **options), lambda: wrapper.plan(*again, *HEADS, **options), monkeypatch)
+    assert wrapper._planner.total_q == 101 + 90 + 127
+
+
+def test_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = dataclasses.replace(cpu_attention.KERNEL, runs_beside=True)
+    monkeypatch.setattr(choose, "ATTENTION", [dataclasses.replace(many, most_packed_rows=64), many])
+    monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", -1e12)
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    options = {"causal": True, "q_data_type": torch.float32}
+    first = prefill_arguments([1, 300, 1], [900, 300, 2000])
+    again = prefill_arguments([1, 1, 301], [901, 2001, 301])
+    check(lambda: wrapper.plan(*first, *HEADS, **options), lambda: wrapper.plan(*again, *HEADS, **options), monkeypatch)
+    assert isinstance(wrapper.last_plan, PartedPlan)
+
+
+def test_cascade_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The levels' own plans; what a cascade does around them is not a plan's way."""
+    wrapper = flashpage.MultiLevelCascadeAttentionWrapper(2, workspace())
+
+    def plan(own: list[int]) -> None:
+        (shared, shared_pages, shared_last), (kv, pages, last) = lengths([640]), lengths(own)
+        rows = [indptr([len(own)]), indptr([1] * len(own))]
+        wrapper.plan(rows, [shared, kv], [shared_pages, pages], [shared_last, last], *HEADS, q_data_type=torch.float32)
+
+    plan([17, 40, 3])
+    frames, foreign = count(lambda: plan([18, 41, 4]), monkeypatch)
+    assert foreign == ["fp_py_plan"] * 2
+    assert frames.count("session.py:plan") == frames.count("option_plan.py:plan") == 2
+    begin = frames.index("session.py:plan")
+    assert frames[begin : begin + 2] == ["session.py:plan", "option_plan.py:plan"]
+
+
+def test_other_kernels_take_one_call_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch for which the kernels of the plan before are not the right ones is noticed."""
+    wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    few, many = prefill_arguments([1, 2], [500, 120]), prefill_arguments([100, 120], [500, 120])
+    wrapper.plan(*few, *HEADS, q_data_type=torch.float32)
+    rows = wrapper._planner.active[0].prepared.problem.packed_rows
+    _, foreign = count(lambda: wrapper.plan(*many, *HEADS, q_data_type=torch.float32), monkeypatch)
+    assert foreign[0] == "fp_py_plan" and foreign.count("fp_plan_batch") == 2
+    assert wrapper._planner.active[0].prepared.problem.packed_rows > rows

@@ -1,0 +1,42 @@
+"""fp_plan_batch without a wrapper: a batch whose arrays somebody else holds, in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from flashpage import native
+
+NO_LIMIT = 2**62
+
+
+class PlanCall:
+    """A call that plans one problem; `slots`, `destination` and `capacity` are written by a PlanSlot, or given."""
+
+    def __init__(self, problem: native.ProblemStruct, schedule: native.Schedule, **where: Any) -> None:
+        arrays = {name: getattr(problem, name) for name in ("q_indptr", "kv_indptr", "last_page_len", "kv_lens")}
+        self.batch = native.BatchStruct(
+            **arrays,
+            requests=problem.batch,
+            q_len_per_request=problem.q_len_per_request,
+            most_total_rows=NO_LIMIT,
+            most_entries=NO_LIMIT,
+            longest_q=NO_LIMIT,
+            longest_kv=NO_LIMIT,
+        )
+        if problem.batch or problem.kv_indptr.data:
+            native.load().fp_batch_sum_up(ctypes.addressof(self.batch))
+        self.schedule = schedule
+        self.struct = native.PlanCall(
+            batch=ctypes.addressof(self.batch),
+            problem=problem,
+            schedule=ctypes.addressof(schedule),
+            most_partial_rows=NO_LIMIT,
+            **where,
+        )
+        self.address = ctypes.addressof(self.struct)
+
+    def plan(self, stream: int = 0) -> int:
+        """The status."""
+        status: int = native.load().fp_plan_batch(self.address, stream, True)
+        return status
