@@ -18,6 +18,7 @@ HEADERS = (
     "include/flashpage/params/params.h",
     "include/flashpage/params/block_params.h",
     "csrc/flashpage.h",
+    "csrc/plan_call.h",
 )
 SOURCES = (*HEADERS, "csrc/abi_structs.py")  # the Python mirrors follow from these
 SCALARS = {"char": "c_char", "float": "c_float", "double": "c_double"}
@@ -127,7 +128,7 @@ def assertions(structs: list[Struct], module: str, fingerprint: str) -> str:
     """The text of a C++ header: the fingerprint, and every size and offset as ctypes computes them."""
     mirrors: dict[str, type[ctypes.Structure]] = {}
     exec(module, mirrors)
-    lines = ["#pragma once", "#include <cstddef>", '#include "flashpage.h"']
+    lines = ["#pragma once", "#include <cstddef>", '#include "plan_call.h"']
     lines += [f'#define FP_ABI_FINGERPRINT "{fingerprint}"']
     for struct in structs:
         mirror, name = mirrors[struct.python_name], struct.c_name

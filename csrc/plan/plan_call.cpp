@@ -195,10 +195,7 @@ void* fp_py_plan(void*, void* const* arguments, intptr_t) {
   fp_batch& batch = *call.batch;
   if (!host::take_lengths(batch, arguments + 2)) return host::to_int(FP_OTHER_TENSORS);
   host::sum_up(batch);
-  void* page_numbers = arguments[6];
-  if (page_numbers != host::python.none && !host::take_page_numbers(batch, page_numbers)) {
-    return host::to_int(FP_OTHER_PAGES);
-  }
+  if (batch.is_paged && !host::take_page_numbers(batch, arguments[6])) return host::to_int(FP_OTHER_PAGES);
   int32_t status;
   {
     host::WithoutInterpreter others;

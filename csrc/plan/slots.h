@@ -1,6 +1,6 @@
 // The staging slots of plans, for the functions that plan into them.
 #pragma once
-#include "flashpage.h"
+#include "plan_call.h"
 
 namespace flashpage::host {
 

@@ -20,7 +20,7 @@ class Contexts(enum.Enum):
     LONG = "so many that tiles at the edge of a mask hardly count, and pairs of CTAs pay"
 
 
-_CLASSES = tuple(Contexts)  # a class is its place here (csrc/flashpage.h, fp_context_row)
+_CLASSES = tuple(Contexts)  # a class is its place here (csrc/plan_call.h, fp_context_row)
 _ANY = 2**63 - 1
 
 # Tokens that a row sees x group size. CTAs in pairs read K and V once for both, which takes 2 to 5% less time (of fp8

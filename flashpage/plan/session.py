@@ -50,6 +50,7 @@ class Planner:
         self._kept: list[PlanSlot] = []  # which a graph may read for as long as the wrapper is there
         self._last = 0  # the generation of the last complete plan
         self._indices_name = _INDICES_NAME.get(length_names[1], "")
+        self.batch.struct.is_paged = bool(self._indices_name)
         self._block_tables: tuple[int, torch.Tensor | None] = (-1, None)  # the generation that had them
 
     # ---------------------------------------------------------------- workspaces

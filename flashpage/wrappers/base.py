@@ -21,8 +21,9 @@ from ..base import checks
 from ..base.errors import PlanError, RunError
 from ..kernels.options import Options, Values, Variation, check_rope, check_scale, check_soft_cap, check_window
 from ..native import fastcall
+from ..plan.bounds import workspace_bounds
 from ..plan.lengths import Lengths, batch_of, to_host
-from ..plan.option_plan import Combination, workspace_bounds
+from ..plan.option_plan import Combination
 from ..plan.session import Planner, current_stream
 from ..run.binding import Binding
 from ..run.checks import (

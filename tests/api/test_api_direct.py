@@ -142,7 +142,7 @@ def test_without_dlpack_results_are_the_same(batch: Batch, monkeypatch: pytest.M
 def test_page_numbers_are_read_in_place_where_kernels_can() -> None:
     """Whatever the library does not take as it is, Python looks at, copies or refuses."""
     numbers = torch.arange(10, dtype=torch.int32)
-    batch = native.BatchStruct(device_type=1, q_len_per_request=1, bytes_of_a_copy=64)
+    batch = native.BatchStruct(is_paged=1, device_type=1, q_len_per_request=1, bytes_of_a_copy=64)
     copies = torch.empty(256, dtype=torch.uint8)
     batch.copies = copies.data_ptr()
     batch.most_total_rows = batch.most_entries = 2**40
@@ -162,7 +162,7 @@ def test_page_numbers_are_read_in_place_where_kernels_can() -> None:
     others = [numbers[::2], numbers.long(), numbers.float(), numbers.view(2, 5), 5, -numbers]
     assert [status_of(other, 2) for other in others] == [native.OTHER_PAGES] * 6
     assert status_of(numbers, 11) == native.OTHER_PAGES
-    assert status_of(None) == native.OTHER_BATCH and batch.page_numbers is None
+    assert status_of(None) == native.OTHER_PAGES
     batch.page_buffer = numbers.data_ptr()  # captured launches read there, and nowhere else
     assert is_taken(numbers, 10) and status_of(numbers.clone()) == native.OTHER_PAGES
     batch.page_buffer, batch.device_type = None, 2

@@ -37,6 +37,7 @@ class Tree:
             "csrc/exports.map",
             "csrc/abi_structs.py",
             "csrc/flashpage.h",
+            "csrc/plan_call.h",
             "flashpage/base/paths.py",
         ):
             shutil.copy2(ROOT / name, folder / name)

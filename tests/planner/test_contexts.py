@@ -20,7 +20,7 @@ from flashpage.kernels.prefill_sm90 import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
 from flashpage.kernels.spec import VariantSpec
 from flashpage.kernels.work import Problem
 from flashpage.plan import plan_lengths
-from flashpage.plan.option_plan import workspace_bounds
+from flashpage.plan.bounds import workspace_bounds
 from flashpage.plan.workspaces import partial_bytes
 from flashpage.variants import builtin
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planner_batches import Batch, Cutting, arrays_of, problem_of, unpack
 from plan_calls import PlanCall
+from planner_batches import Batch, Cutting, arrays_of, problem_of, unpack
 from planner_checks import check, check_balance
 
 import flashpage

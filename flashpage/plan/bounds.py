@@ -1,0 +1,73 @@
+"""Bytes of the workspaces that suffice for every batch within given sizes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from .. import native
+from ..kernels import choose, devices
+from ..kernels.context_classes import ContextLengths, Contexts
+from ..kernels.options import Options
+from ..kernels.schedules import most_units, with_one_cluster_size
+from ..kernels.schedules import schedule as schedule_of
+from ..kernels.work import Problem
+from .mixed_batch import largest_schedules
+from .prepared_kernels import Prepared
+from .workspaces import partial_bytes
+
+
+def workspace_bounds(
+    options: Options, batch: int, total_q: int, total_kv: int, device: torch.device
+) -> tuple[int, int]:
+    """Bytes of the float and the int workspace that no batch within these sizes exceeds, planned as a whole or in
+    parts."""
+    prepared = Prepared(options, choose.packed_rows(options, batch, total_q), device)
+    float_bytes, int_bytes = bounds_of(prepared, batch, total_q, total_kv)
+    units = most_units(options, prepared.schedule.tile_q, batch, total_q)
+    of_graph = with_one_cluster_size(prepared.schedule, units)[0]
+    float_of_graph, int_of_graph = _bounds(options, of_graph, batch, total_q, total_kv)
+    float_bytes, int_bytes = max(float_bytes, float_of_graph), max(int_bytes, int_of_graph)
+    float_of_few, int_of_few = _bounds_of_few(options, batch, total_q, total_kv, prepared.schedule.num_ctas, device)
+    float_bytes, int_bytes = max(float_bytes, float_of_few), max(int_bytes, int_of_few)
+    float_of_parts = int_of_parts = 0
+    for schedule in largest_schedules(options, prepared.schedule.num_ctas, device):
+        of_part = _bounds(options, schedule, batch, total_q, total_kv)
+        float_of_parts += of_part[0]
+        int_of_parts += -(-of_part[1] // 16) * 16  # a plan starts on 16 bytes
+    return max(float_bytes, float_of_parts), max(int_bytes, int_of_parts)
+
+
+def _bounds_of_few(
+    options: Options, batch: int, total_q: int, total_kv: int, num_ctas: int, device: torch.device
+) -> tuple[int, int]:
+    """The same of batches of so few rows that an SM has smaller tiles than usual, and more CTAs. `num_ctas`: of usual
+    ones."""
+    rows = min(total_q, ContextLengths(options, devices.of(device)).most_rows_of_few)
+    usual, few = (
+        choose.choose(Problem(options, choose.MANY_ROWS, contexts=contexts), device)
+        for contexts in (Contexts.USUAL, Contexts.FEW)
+    )
+    if rows == 0 or few.spec == usual.spec:
+        return 0, 0
+    assert few.spec.tile is not None and usual.spec.tile is not None
+    schedule = schedule_of(few, options, num_ctas * few.spec.tile.ctas_per_sm // usual.spec.tile.ctas_per_sm)
+    return _bounds(options, schedule, batch, rows, total_kv)
+
+
+def bounds_of(prepared: Prepared, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
+    """The same of a whole where kernel and schedule are known."""
+    return _bounds(prepared.options, prepared.schedule, batch, total_q, total_kv)
+
+
+def _bounds(options: Options, schedule: native.Schedule, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
+    max_q_rows = 0 if options.uniform_q_len == 1 else total_q  # 0: one row a request, which bounds a fixed split closer
+    plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
+    native.check(
+        native.load().fp_plan_bounds(
+            *(batch, max_q_rows, total_kv, options.num_q_heads, options.num_kv_heads, ctypes.byref(schedule)),
+            *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
+        )
+    )
+    return partial_bytes(partial_rows.value, options.head_dim_vo), plan_bytes.value
