@@ -1,8 +1,9 @@
 // The kernel of mask tiles, what loading warps make of its result, and the mask of a mixed tile, all on the host, for
 // tests/kernels/test_mask_tiles.py; with VARIANT, the name of a file, the kernel that asks that variant, for
 // tests/kernels/test_asked_tiles.py.
-#include "card.h"
 #include "flashpage/kernels/helpers/mask_tiles.h"
+
+#include "card.h"
 #include "flashpage/tile/mask/mask.h"
 #include "flashpage/tile/mask/visible_tiles.h"
 
@@ -110,11 +111,12 @@ static void mask_tile(const AttentionParams& params, const WorkItem& item, const
   using Traits = MaskTraits<tokens>;
   card::launch(1, 32, [&] {
     const int lane = threadIdx.x;
+    const WarpRows rows{params, item, unit, first_row, lane};
     float scores[1][tokens / 8][4] = {};
     if (lanes != nullptr) {
-      mask_by_lane_bits<Traits>(scores, params, *lanes, unit, first_row, {first_token, 0, Seen::some}, lane);
+      mask_by_lane_bits<Traits>(scores, rows, *lanes, {first_token, 0, Seen::some});
     } else {
-      mask_scores<Traits>(scores, params, VariantArgs{}, item, unit, first_row, first_token, lane);
+      mask_scores<Traits>(scores, rows, VariantArgs{}, first_token);
     }
     for (int n = 0; n < tokens / 8; ++n)
       for (int e = 0; e < 4; ++e)

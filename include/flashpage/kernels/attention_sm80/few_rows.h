@@ -120,7 +120,8 @@ struct FewRows {
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
     state.clear();
-    if (warp == 0 && params.sinks) begin_with_sinks(state, params, item, unit, 0, lane);
+    const WarpRows warp_rows{params, item, unit, 0, lane};
+    if (warp == 0 && params.sinks) begin_with_sinks(state, warp_rows);
     float scale = score_scale_of<Traits>(params, unit);
     ptx::cp_async_wait<stages - 2>();
     __syncthreads();  // every thread's part of Q
@@ -147,10 +148,8 @@ struct FewRows {
       float scores[S::row_tiles][tokens / 8][4];
       auto nothing = [](int) {};
       multiply_keys<Traits>(scores, finished_keys(step, first), lane, query_fragment, nothing);
-      if (transforms_scores<Traits>(params, scale))
-        transform_scores<Traits>(scores, scale, params, args, item, unit, 0, first, lane);
-      if (needs_mask<Traits>(unit, first, tokens))
-        mask_scores<Traits>(scores, params, args, item, unit, 0, first, lane);
+      if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, warp_rows, args, first);
+      if (needs_mask<Traits>(unit, first, tokens)) mask_scores<Traits>(scores, warp_rows, args, first);
       state.update(scores, values, softmax_scale_of<Traits>(scale));
       Probabilities<Traits, tokens / 8> probabilities(scores);
       multiply_values(values, probabilities, ptx::shared_address(key_stage(step) + Shared::key_bytes), lane, nothing);

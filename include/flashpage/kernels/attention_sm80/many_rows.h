@@ -199,10 +199,10 @@ struct ManyRows {
           if constexpr (spread) load_keys<S::key_steps>(unit, tile + 1, step);
         });
     if constexpr (spread) ptx::cp_async_commit();
-    if (transforms_scores<Traits>(params, scale))
-      transform_scores<Traits>(scores, scale, params, args, place.item, unit, warp_row, first, lane());
+    const auto rows = [&] { return WarpRows{params, place.item, unit, warp_row, lane()}; };
+    if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, rows(), args, first);
     if (masking == Masking::on || (masking == Masking::where_needed && needs_mask<Traits>(unit, first, tokens)))
-      mask_scores<Traits>(scores, params, args, place.item, unit, warp_row, first, lane());
+      mask_scores<Traits>(scores, rows(), args, first);
     state.update(scores, values, softmax_scale_of<Traits>(scale));
     Probabilities<Traits, tokens / 8> probabilities(scores);
     ptx::cp_async_wait<stages - 1>();
@@ -216,6 +216,7 @@ struct ManyRows {
     if constexpr (spread) ptx::cp_async_commit();
   }
 
+  // As begin_with_sinks, but the lane's number is read again for each use.
   FP_DEVICE void start(SoftmaxState<S::row_tiles>& state, const WorkItem& item, const Unit& unit, int warp_row) {
     state.clear();
     if (!params.sinks) return;
@@ -223,8 +224,8 @@ struct ManyRows {
     for (int m = 0; m < S::row_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        i32 row = min_of(warp_row + m * 16 + half * 8 + lane() / 4, unit.num_rows - 1);
-        state.maximum[m][half] = sink_of_row(params, item, unit, unit.first_row + row);
+        const WarpRows rows{params, item, unit, warp_row, lane()};
+        state.maximum[m][half] = sink_of(rows, rows.packed_row(m, half));
         state.sum[m][half] = lane() % 4 == 0 && state.maximum[m][half] != ptx::negative_infinity() ? 1.f : 0.f;
       }
   }

@@ -77,7 +77,8 @@ struct DecodeCompute {
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
     state.clear();
-    if (rank == 0 && params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
+    const WarpRows rows{params, item, unit, first_row, lane};
+    if (rank == 0 && params.sinks) begin_with_sinks(state, rows);
     float scale = score_scale_of<Traits>(params, unit);
     if constexpr (S::rotate) {
       turn_query<Traits>(query_tile, shared.turns, params, item, unit, thread);
@@ -111,10 +112,8 @@ struct DecodeCompute {
       } else {
         multiply_keys<Traits>(scores, keys, lane, query_fragment, nothing);
       }
-      if (transforms_scores<Traits>(params, scale))
-        transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
-      if (needs_mask<Traits>(unit, first, tokens))
-        mask_scores<Traits>(scores, params, args, item, unit, first_row, first, lane);
+      if (transforms_scores<Traits>(params, scale)) transform_scores<Traits>(scores, scale, rows, args, first);
+      if (needs_mask<Traits>(unit, first, tokens)) mask_scores<Traits>(scores, rows, args, first);
       state.update(scores, values, softmax_scale_of<Traits>(scale));
       Probabilities<Traits, tokens / 8> probabilities(scores);
       multiply_values(values, probabilities, keys + Shared::key_bytes + part * S::ValueRows::tile_bytes, lane, nothing);

@@ -144,26 +144,25 @@ struct PrefillCompute {
     float values[1][S::value_tiles][4] = {}, factor[1][2];
     SoftmaxState<1> state;
     state.clear();
-    if (params.sinks) begin_with_sinks(state, params, item, unit, first_row, lane);
+    const WarpRows warp_rows{params, item, unit, first_row, lane};
+    if (params.sinks) begin_with_sinks(state, warp_rows);
     using Rows = typename select_type<keeps_rows<Traits>, TransformedRows<Traits>, NoRows>::type;
-    [[maybe_unused]] const Rows rows(scale, params, item, unit, first_row, lane);
+    [[maybe_unused]] const Rows rows(scale, warp_rows);
     auto look_through = [&](auto& scores) {
       const bool is_cut = first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end;
       const bool masks = masks_all || tile.seen != Seen::all || is_cut;
       if (!(transforms || masks)) return;
       if constexpr (keeps_rows<Traits>) {
-        transform_by_logit<Traits>(scores, args, item, first, lane, [&](int, int half) { return rows.row[half]; });
+        transform_by_logit<Traits>(scores, warp_rows, args, first, [&](int, int half) { return rows.row[half]; });
       } else if (transforms) {
-        transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
+        transform_scores<Traits>(scores, scale, warp_rows, args, first);
       }
       if constexpr (has_lane_bits<Traits> && !Traits::Variant::has_mask) {
         const LaneBits bits(tiled.lane_bits, item.kv_len, tokens);
-        if (tile.seen != Seen::all) mask_by_lane_bits<Traits>(scores, params, bits, unit, first_row, tile, lane);
-        if (is_cut)
-          mask_cut_ends<Traits>(scores, params, item, unit, static_cast<int>(ptx::opaque(first_row)), first,
-                                static_cast<int>(ptx::opaque(lane)));
+        if (tile.seen != Seen::all) mask_by_lane_bits<Traits>(scores, warp_rows, bits, tile);
+        if (is_cut) mask_cut_ends<Traits>(scores, warp_rows.recomputed(), first);
       } else if (masks) {
-        mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
+        mask_scores<Traits, true>(scores, warp_rows, args, first);
       }
     };
     look_through(scores);

@@ -54,14 +54,15 @@ struct PrefillFp8Compute : PrefillCompute<Traits> {
     int left = sum_tiles;              // tiles until the next time
     Fp8Softmax state;
     state.clear();
+    const WarpRows warp_rows{params, item, unit, first_row, lane};
     if (params.sinks) {
-      begin_with_sinks(state, params, item, unit, first_row, lane);
+      begin_with_sinks(state, warp_rows);
       state.lift_sums();
     }
     auto prepare = [&] {
-      if (transforms) transform_scores<Traits>(scores, scale, params, args, item, unit, first_row, first, lane);
+      if (transforms) transform_scores<Traits>(scores, scale, warp_rows, args, first);
       if (Base::masks_all || first < tokens_of_unit.clear_begin || first > tokens_of_unit.clear_end)
-        mask_scores<Traits, true>(scores, params, args, item, unit, first_row, first, lane);
+        mask_scores<Traits, true>(scores, warp_rows, args, first);
     };
     u32 probabilities[steps][4];
     float exponents[max_of(later, 1) * 4][4];

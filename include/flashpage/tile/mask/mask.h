@@ -1,19 +1,18 @@
 // What happens to a score between Q K^T and softmax: the variant's transform, then everything that hides a token.
 #pragma once
 #include "flashpage/ptx/math.h"
-#include "flashpage/ptx/shared.h"
 #include "flashpage/tile/mask/lane_bits.h"
 #include "flashpage/tile/mask/visible_tiles.h"
 #include "flashpage/tile/softmax/transform.h"
 
 namespace flashpage {
 
-// The packed custom mask of one row for 128 tokens, 32 a lane of the row's quad.
+// Bits of one row for 128 tokens, 32 in each lane of the row's quad.
 struct MaskBits {
   u32 mine;
 
   MaskBits() = default;
-  // Lanes behind those of `words` read what the last of these reads.
+  // Reads a packed custom mask. Lanes after the first `words` read the same word as the last of these.
   FP_DEVICE MaskBits(const PackedMask& mask, i32 row, i32 first_token, int lane, int words = 4)
       : mine(mask.bits(row, first_token + (words < 4 ? min_of(lane % 4, words - 1) : lane % 4) * 32)) {}
   // This lane's two tokens of the n-th eight, in bits 0 and 1.
@@ -31,17 +30,28 @@ struct MaskBits {
   FP_DEVICE static u32 below(i32 bit) { return static_cast<u32>((1ull << max_of(0, min_of(bit, 32))) - 1); }
 };
 
-// Causal and window alone. Row by row: one row's range takes two registers.
+// Hides the tokens of a row whose bit is 0. pair_of(n): the lane's two tokens of the n-th eight, in bits 0 and 1.
+template <int token_tiles, class PairOf>
+FP_DEVICE void hide_by_bits(float (&scores)[token_tiles][4], int half, PairOf&& pair_of) {
+#pragma unroll
+  for (int n = 0; n < token_tiles; ++n) {
+    const auto pair = pair_of(n);
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      if (!(pair >> e & 1)) scores[n][half * 2 + e] = ptx::negative_infinity();
+  }
+}
+
+// Masks by causal and window alone. Rows are done one after the other, as each row's range takes two registers.
 template <class Traits, int token_tiles>
-FP_DEVICE void mask_by_range(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
-                             const WorkItem& item, const Unit& unit, int first_row, i32 first_token, int lane) {
+FP_DEVICE void mask_by_range(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
+                             i32 first_token) {
 #pragma unroll
   for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      PackedRow row = lane_row(params, unit, first_row, m, half, lane);
-      TokenRange range = visible_range(params, item, query_position(item, row.row));
-      i32 mine = first_token + lane % 4 * 2;  // this lane's first token, so that each compare has a constant offset
+      const TokenRange range = rows.visible(rows.row(m, half));
+      i32 mine = first_token + rows.lane % 4 * 2;  // the lane's first token: each compare has a constant offset from it
 #pragma unroll
       for (int n = 0; n < token_tiles; ++n)
 #pragma unroll
@@ -52,16 +62,16 @@ FP_DEVICE void mask_by_range(float (&scores)[Shape<Traits>::row_tiles][token_til
     }
 }
 
-// The same where registers are many: a tile is rarely cut at both ends, and an end that is not takes no instructions.
+// As mask_by_range, for kernels with registers to spare: a tile is rarely cut at both ends, and an end that is not cut
+// takes no instructions.
 template <class Traits, int token_tiles>
-FP_DEVICE void mask_cut_ends(float (&scores)[1][token_tiles][4], const AttentionParams& params, const WorkItem& item,
-                             const Unit& unit, int first_row, i32 first_token, int lane) {
-  const bool cuts_begin = first_token<unit.all_begin, cuts_end = first_token + token_tiles * 8> unit.all_end;
+FP_DEVICE void mask_cut_ends(float (&scores)[1][token_tiles][4], const WarpRows& rows, i32 first_token) {
+  const bool cuts_begin = first_token < rows.unit.all_begin;
+  const bool cuts_end = first_token + token_tiles * 8 > rows.unit.all_end;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    PackedRow row = lane_row(params, unit, first_row, 0, half, lane);
-    TokenRange range = visible_range(params, item, query_position(item, row.row));
-    const i32 mine = first_token + lane % 4 * 2;
+    const TokenRange range = rows.visible(rows.row(0, half));
+    const i32 mine = first_token + rows.lane % 4 * 2;
     const auto hide = [&](auto&& is_hidden) {
 #pragma unroll
       for (int n = 0; n < token_tiles; ++n)
@@ -75,169 +85,152 @@ FP_DEVICE void mask_cut_ends(float (&scores)[1][token_tiles][4], const Attention
   }
 }
 
-// The same beside a custom mask: a row's range is folded into its bits.
+// Masks by the bits of a packed custom mask. Each row's range by causal and window is folded into its bits.
 template <class Traits, int token_tiles>
-FP_DEVICE void mask_by_bits(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
-                            const WorkItem& item, const Unit& unit, int first_row, i32 first_token, int lane) {
-  const PackedMask mask(params.custom_mask, item);
+FP_DEVICE void mask_by_bits(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
+                            i32 first_token) {
+  const PackedMask mask(rows.params.custom_mask, rows.item);
 #pragma unroll
   for (int m = 0; m < Shape<Traits>::row_tiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      PackedRow row = lane_row(params, unit, first_row, m, half, lane);
-      TokenRange range = visible_range(params, item, query_position(item, row.row));
+      const PackedRow row = rows.row(m, half);
+      const TokenRange range = rows.visible(row);
       MaskBits bits;
-#pragma unroll
-      for (int n = 0; n < token_tiles; ++n) {
+      hide_by_bits(scores[m], half, [&](int n) {
         if (n % 16 == 0) {
           const i32 first = first_token + n * 8;
-          bits = MaskBits(mask, row.row, first, lane, n == 0 ? 4 : ceil_div(token_tiles - n, 4));
-          bits.clip(range.begin - first, range.end - first, lane);
+          bits = MaskBits(mask, row.row, first, rows.lane, n == 0 ? 4 : ceil_div(token_tiles - n, 4));
+          bits.clip(range.begin - first, range.end - first, rows.lane);
         }
-        const u32 pair = bits.pair(n % 16, lane);
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (!(pair >> e & 1)) scores[m][n][half * 2 + e] = ptx::negative_infinity();
-      }
+        return bits.pair(n % 16, rows.lane);
+      });
     }
 }
 
-// The bits of a tile that not all rows see. Causal and window count elsewhere.
+// Masks by the bits that kernels/helpers/mask_tiles.h wrote for a tile that not all rows see. These know neither causal
+// nor window.
 template <class Traits, int token_tiles>
-FP_DEVICE void mask_by_lane_bits(float (&scores)[1][token_tiles][4], const AttentionParams& params,
-                                 const LaneBits& bits, const Unit& unit, int of_warp, const VisitedTile& tile,
-                                 int of_thread) {
+FP_DEVICE void mask_by_lane_bits(float (&scores)[1][token_tiles][4], const WarpRows& rows_of_unit, const LaneBits& bits,
+                                 const VisitedTile& tile) {
   static_assert(Traits::tile_kv <= most_lane_tokens);
-  // Nothing that is computed from these is kept from tile to tile.
-  const int first_row = static_cast<int>(ptx::opaque(of_warp)), lane = static_cast<int>(ptx::opaque(of_thread));
+  const WarpRows rows = rows_of_unit.recomputed();
   using Word = LaneWord<Traits::tile_kv>;
   Word word[2] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const i32 row = lane_row(params, unit, first_row, 0, half, lane).row;
+    const i32 row = rows.row(0, half).row;
     if (tile.seen == Seen::some)
-      word[half] = reinterpret_cast<const Word*>(bits.quad(row, tile.first_token / Traits::tile_kv))[lane % 4];
+      word[half] = reinterpret_cast<const Word*>(bits.quad(row, tile.first_token / Traits::tile_kv))[rows.lane % 4];
   }
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll
-    for (int n = 0; n < token_tiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (!(word[half] >> (n * 2 + e) & 1)) scores[0][n][half * 2 + e] = ptx::negative_infinity();
+  for (int half = 0; half < 2; ++half) hide_by_bits(scores[0], half, [&](int n) { return word[half] >> n * 2; });
 }
 
-// The same beside a mask function in a tile that it has a say in. A warp asks once for the rows of all heads that stand
-// at one position (for each row where the function looks at the head): four tokens a lane, whose answers make the bits.
+// Masks by a mask function, in tiles that mask_tiles found to be mixed. The warp calls the function once for the rows
+// of all heads at one position (once for each row, if the function depends on the head), for four tokens in each lane.
+// The answers become bits.
 template <class Traits, int token_tiles>
-FP_DEVICE void mask_by_function(float (&scores)[1][token_tiles][4], const AttentionParams& params,
-                                const VariantArgs& args, const WorkItem& item, const Unit& unit, int of_warp,
-                                i32 first_token, int of_thread) {
+FP_DEVICE void mask_by_function(float (&scores)[1][token_tiles][4], const WarpRows& rows_of_unit,
+                                const VariantArgs& args, i32 first_token) {
   using Variant = typename Traits::Variant;
-  static_assert(token_tiles <= 16);  // what MaskBits has
+  static_assert(token_tiles <= 16);  // the tokens of MaskBits
   constexpr int words = ceil_div(token_tiles, 4);
-  // Nothing that is computed from these is kept from tile to tile.
-  const int first_row = static_cast<int>(ptx::opaque(of_warp)), lane = static_cast<int>(ptx::opaque(of_thread));
-  const auto asked_for = [&](int row) {
-    const i32 packed_row = unit.first_row + min_of(first_row + row, unit.num_rows - 1);
-    return Variant::mask_has_head ? packed_row : static_cast<i32>(params.group.div(packed_row));
+  const WarpRows rows = rows_of_unit.recomputed();
+  const WorkItem& item = rows.item;
+  const int lane = rows.lane;
+  // A call is numbered by its packed row, or by its row of the request.
+  const auto call_of = [&](i32 packed_row) {
+    return Variant::mask_has_head ? packed_row : static_cast<i32>(rows.params.group.div(packed_row));
   };
-  const auto place_of = [&](i32 asked) {
-    return Variant::mask_has_head ? unpack_row(params, unit.kv_head, asked) : PackedRow{asked, 0};
+  const auto row_of = [&](i32 call) {
+    return Variant::mask_has_head ? unpack_row(rows.params, rows.unit.kv_head, call) : PackedRow{call, 0};
   };
-  // What the function is asked with, read once: the item lies in shared memory.
+  // The function's arguments are read once, as the item lies in shared memory.
   const i32 request = item.request, first_position = query_position(item, 0), last_token = item.kv_len - 1;
-  const i32 mine[2] = {asked_for(lane / 4), asked_for(lane / 4 + 8)}, end = asked_for(15);
+  const i32 mine[2] = {call_of(rows.packed_row(0, 0)), call_of(rows.packed_row(0, 1))};
+  const i32 end = call_of(rows.clamped(rows.first_row + 15));
   MaskBits bits[2]{};
 #pragma unroll 1
-  for (i32 asked = asked_for(0); asked <= end; ++asked) {
-    const PackedRow place = place_of(asked);
+  for (i32 call = call_of(rows.clamped(rows.first_row)); call <= end; ++call) {
+    const PackedRow row = row_of(call);
     u32 answers = 0;
 #pragma unroll
     for (int i = 0; i < words; ++i) {
       const i32 token = min_of(first_token + i * 32 + lane, last_token);
-      const bool sees = Variant::mask(args, request, place.head, first_position + place.row, token);
+      const bool sees = Variant::mask(args, request, row.head, first_position + row.row, token);
       const u32 word = __ballot_sync(0xffffffff, sees);
       if (lane % 4 == i) answers = word;
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (mine[half] == asked) bits[half].mine = answers;
+      if (mine[half] == call) bits[half].mine = answers;
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const TokenRange range = visible_range(params, item, query_position(item, place_of(mine[half]).row));
+    const TokenRange range = rows.visible(row_of(mine[half]));
     bits[half].clip(range.begin - first_token, range.end - first_token, lane);
-#pragma unroll
-    for (int n = 0; n < token_tiles; ++n) {
-      const u32 pair = bits[half].pair(n, lane);
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (!(pair >> e & 1)) scores[0][n][half * 2 + e] = ptx::negative_infinity();
-    }
+    hide_by_bits(scores[0], half, [&](int n) { return bits[half].pair(n, lane); });
   }
 }
 
-// Hides tokens of a tile that is not wholly visible. Token by token, so that what a mask loads for a token serves all
-// rows.
+// Masks by everything there is, for mask functions that are called for every row and token. The loop goes token by
+// token, so that values which the function loads for a token serve all rows.
 template <class Traits, int token_tiles>
-FP_DEVICE void mask_by_token(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
-                             const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row,
-                             i32 first_token, int lane) {
+FP_DEVICE void mask_by_token(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
+                             const VariantArgs& args, i32 first_token) {
   using Variant = typename Traits::Variant;
-  constexpr int rows = 2 * Shape<Traits>::row_tiles;
+  constexpr int count = 2 * Shape<Traits>::row_tiles;
   constexpr bool custom = Traits::mask_source == MaskSource::packed_bits;
-  i32 q_row[rows], head[rows], position[rows];
-  TokenRange range[rows];
-  MaskBits bits[rows];
-  const PackedMask mask = custom ? PackedMask(params.custom_mask, item) : PackedMask{};
+  const WorkItem& item = rows.item;
+  i32 q_row[count], head[count], position[count];
+  TokenRange range[count];
+  MaskBits bits[count];
+  const PackedMask mask = custom ? PackedMask(rows.params.custom_mask, item) : PackedMask{};
 #pragma unroll
-  for (int r = 0; r < rows; ++r) {
-    PackedRow row = lane_row(params, unit, first_row, r / 2, r % 2, lane);
+  for (int r = 0; r < count; ++r) {
+    const PackedRow row = rows.row(r / 2, r % 2);
     head[r] = row.head;
     position[r] = query_position(item, row.row);
-    range[r] = visible_range(params, item, position[r]);
+    range[r] = visible_range(rows.params, item, position[r]);
     q_row[r] = row.row;
   }
 #pragma unroll
   for (int n = 0; n < token_tiles; ++n) {
-    u32 pair[rows];
+    u32 pair[count];
 #pragma unroll
-    for (int r = 0; r < rows; ++r) {
-      if (custom && n % 16 == 0) bits[r] = MaskBits(mask, q_row[r], first_token + n * 8, lane);
-      pair[r] = custom ? bits[r].pair(n % 16, lane) : 0;
+    for (int r = 0; r < count; ++r) {
+      if (custom && n % 16 == 0) bits[r] = MaskBits(mask, q_row[r], first_token + n * 8, rows.lane);
+      pair[r] = custom ? bits[r].pair(n % 16, rows.lane) : 0;
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      i32 token = first_token + n * 8 + lane % 4 * 2 + e;
+      i32 token = first_token + n * 8 + rows.lane % 4 * 2 + e;
 #pragma unroll
-      for (int r = 0; r < rows; ++r) {
+      for (int r = 0; r < count; ++r) {
         bool visible = token >= range[r].begin && token < range[r].end;
         if constexpr (custom) visible = visible && (pair[r] >> e & 1);
-        if constexpr (Variant::has_mask) {
-          visible = visible & Variant::mask(args, item.request, head[r], position[r], min_of(token, item.kv_len - 1));
-        }
+        visible = visible & Variant::mask(args, item.request, head[r], position[r], min_of(token, item.kv_len - 1));
         if (!visible) scores[r / 2][n][r % 2 * 2 + e] = ptx::negative_infinity();
       }
     }
   }
 }
 
-// Hides tokens of a tile that is not wholly visible. `has_room`: for a few registers more.
+// Hides tokens of a tile that is not wholly visible. `has_room`: the kernel has a few registers to spare.
 template <class Traits, bool has_room = false, int token_tiles>
-FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const AttentionParams& params,
-                           const VariantArgs& args, const WorkItem& item, const Unit& unit, int first_row,
-                           i32 first_token, int lane) {
+FP_DEVICE void mask_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
+                           const VariantArgs& args, i32 first_token) {
   if constexpr (Traits::mask_source == MaskSource::function) {
-    mask_by_function<Traits>(scores, params, args, item, unit, first_row, first_token, lane);
+    mask_by_function<Traits>(scores, rows, args, first_token);
   } else if constexpr (Traits::Variant::has_mask) {
-    mask_by_token<Traits>(scores, params, args, item, unit, first_row, first_token, lane);
+    mask_by_token<Traits>(scores, rows, args, first_token);
   } else if constexpr (Traits::mask_source == MaskSource::packed_bits) {
-    mask_by_bits<Traits>(scores, params, item, unit, first_row, first_token, lane);
+    mask_by_bits<Traits>(scores, rows, first_token);
   } else if constexpr (has_room) {
-    mask_cut_ends<Traits>(scores, params, item, unit, first_row, first_token, lane);
+    mask_cut_ends<Traits>(scores, rows, first_token);
   } else {
-    mask_by_range<Traits>(scores, params, item, unit, first_row, first_token, lane);
+    mask_by_range<Traits>(scores, rows, first_token);
   }
 }
 

@@ -4,17 +4,9 @@
 #include "flashpage/ptx/math.h"
 #include "flashpage/ptx/rcp.h"
 #include "flashpage/tile/layout/shape.h"
-#include "flashpage/tile/unit.h"
+#include "flashpage/tile/warp_rows.h"
 
 namespace flashpage {
-
-// A packed row of one lane, clamped to the unit's last row: m16 tile m, half 0 or 1, `first_row` the warp's first in
-// the unit.
-FP_DEVICE PackedRow lane_row(const AttentionParams& params, const Unit& unit, int first_row, int m, int half,
-                             int lane) {
-  i32 row = first_row + m * 16 + half * 8 + lane / 4;
-  return unpack_row(params, unit.kv_head, unit.first_row + min_of(row, unit.num_rows - 1));
-}
 
 // Raw score to base 2; with a logit transform to natural units. A per-head q_scale is applied by transform_scores.
 template <class Traits>
@@ -77,14 +69,13 @@ struct TransformedRow {
   i32 head, position;
 };
 
-// row_of(m, half) of a lane, as long as the arguments live.
-FP_DEVICE auto transformed_rows(const float& scale, const AttentionParams& params, const WorkItem& item,
-                                const Unit& unit, const int& first_row, const int& lane) {
-  const bool by_head = scales_heads(params);
-  return [&, by_head](int m, int half) {
-    const PackedRow row = lane_row(params, unit, first_row, m, half, lane);
-    const float row_scale = by_head ? params.q_scale[row.head] * scale : scale;
-    return TransformedRow{row_scale, row.head, query_position(item, row.row)};
+// row_of(m, half) of a lane, as long as what `rows` refers to lives.
+FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows) {
+  const bool by_head = scales_heads(rows.params);
+  return [rows, scale, by_head](int m, int half) {
+    const PackedRow row = rows.row(m, half);
+    const float row_scale = by_head ? rows.params.q_scale[row.head] * scale : scale;
+    return TransformedRow{row_scale, row.head, query_position(rows.item, row.row)};
   };
 }
 
@@ -98,9 +89,8 @@ template <class Traits>
 struct TransformedRows {
   TransformedRow row[2];
 
-  FP_DEVICE TransformedRows(float scale, const AttentionParams& params, const WorkItem& item, const Unit& unit,
-                            int first_row, int lane) {
-    const auto row_of = transformed_rows(scale, params, item, unit, first_row, lane);
+  FP_DEVICE TransformedRows(float scale, const WarpRows& rows) {
+    const auto row_of = transformed_rows(scale, rows);
 #pragma unroll
     for (int half = 0; half < 2; ++half) row[half] = row_of(0, half);
   }
@@ -131,9 +121,11 @@ FP_DEVICE void transform_each(float (&scores)[Shape<Traits>::row_tiles][token_ti
 
 // By the variant's logit function, of rows that row_of(m, half) tells.
 template <class Traits, int token_tiles, class RowOf>
-FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const VariantArgs& args,
-                                  const WorkItem& item, i32 first_token, int lane, RowOf&& row_of) {
+FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
+                                  const VariantArgs& args, i32 first_token, RowOf&& row_of) {
   using Variant = typename Traits::Variant;
+  const WorkItem& item = rows.item;
+  const int lane = rows.lane;
   // A token past the end is masked later; a variant may not load beyond the request.
   const auto known = [&](vm::Token token) {
     if constexpr (Variant::logit_loads_by_token) return min_of<i32>(token, item.kv_len - 1);
@@ -164,15 +156,14 @@ FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][toke
 
 template <class Traits, int token_tiles>
 FP_DEVICE void transform_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], float scale,
-                                const AttentionParams& params, const VariantArgs& args, const WorkItem& item,
-                                const Unit& unit, int first_row, i32 first_token, int lane) {
+                                const WarpRows& rows, const VariantArgs& args, i32 first_token) {
   float first_scale = scales_first<Traits>(scale) ? scale : 1.f;
   if constexpr (Traits::Variant::has_logit) first_scale *= first_factor<Traits>(args);
-  const auto row_of = transformed_rows(first_scale, params, item, unit, first_row, lane);
+  const auto row_of = transformed_rows(first_scale, rows);
   if constexpr (Traits::Variant::has_logit) {
-    transform_by_logit<Traits>(scores, args, item, first_token, lane, row_of);
+    transform_by_logit<Traits>(scores, rows, args, first_token, row_of);
   } else {
-    transform_each<Traits>(scores, first_token, lane, row_of,
+    transform_each<Traits>(scores, first_token, rows.lane, row_of,
                            [](float score, const TransformedRow&, vm::Token) { return score; });
   }
 }
