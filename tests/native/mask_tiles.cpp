@@ -1,9 +1,8 @@
 // The kernel of mask tiles, what loading warps make of its result, and the mask of a mixed tile, all on the host, for
 // tests/kernels/test_mask_tiles.py; with VARIANT, the name of a file, the kernel that asks that variant, for
 // tests/kernels/test_asked_tiles.py.
-#include "flashpage/kernels/helpers/mask_tiles.h"
-
 #include "card.h"
+#include "flashpage/kernels/helpers/mask_tiles.h"
 #include "flashpage/tile/mask/mask.h"
 #include "flashpage/tile/mask/visible_tiles.h"
 

@@ -69,12 +69,13 @@ struct TransformedRow {
   i32 head, position;
 };
 
-// row_of(m, half) of a lane, as long as what `rows` refers to lives.
+// row_of(m, half) of a lane, as long as `rows` lives.
 FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows) {
-  const bool by_head = scales_heads(rows.params);
-  return [rows, scale, by_head](int m, int half) {
+  const AttentionParams& params = rows.params;
+  const bool by_head = scales_heads(params);
+  return [&params, &rows, scale, by_head](int m, int half) {
     const PackedRow row = rows.row(m, half);
-    const float row_scale = by_head ? rows.params.q_scale[row.head] * scale : scale;
+    const float row_scale = by_head ? params.q_scale[row.head] * scale : scale;
     return TransformedRow{row_scale, row.head, query_position(rows.item, row.row)};
   };
 }
