@@ -165,10 +165,10 @@ FP_API const void* fp_slots_last(const fp_slots*);
 // A batch of requests with few rows and requests with many as two plans, for two kernels that run side by side, each
 // with a share of the CTAs (csrc/plan/parts.cpp).
 struct fp_parts {
-  int32_t most_few_rows;   // of q, of a request of the first part
-  int32_t few_ctas;        // written with the plan: of the first part; 0: one plan is better, none was made
-  float full_speed_share;  // of the CTAs: with so many the first part is as fast as with all
-  float least_gain_ns;     // that is worth two plans
+  int32_t most_few_rows;      // of q, of a request of the first part
+  int32_t few_ctas;           // written with the plan: of the first part; 0: one plan is better, none was made
+  float full_speed_share;     // of the CTAs: with so many the first part is as fast as with all
+  float least_gain_ns;        // that is worth two plans
   int64_t most_partial_rows;  // that there is room for
   const fp_schedule* whole;   // of one plan; of each part, given all CTAs:
   const fp_schedule* few;

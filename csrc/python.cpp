@@ -1,7 +1,7 @@
 // What Python calls without ctypes in between: tensors arrive as objects, and torch's DLPack functions read them.
-#include <cstring>
-
 #include "python.h"
+
+#include <cstring>
 
 namespace flashpage::host {
 

@@ -192,10 +192,10 @@ int32_t host::slots_plan(fp_plan_call& call, void* stream) {
   return write_and_copy(call, stream, [&](void* bytes, int64_t room) -> int32_t {
     const int32_t status = fp_plan(&call.problem, call.schedule, bytes, room, &result);
     if (status != FP_OK) return status;
-    call.exceeded = result.num_partial_rows > call.most_partial_rows  ? FP_LIMIT_PARTIAL_ROWS
-                    : result.max_q_len > call.batch->longest_q        ? FP_LIMIT_Q_LEN
-                    : result.max_kv_len > call.batch->longest_kv      ? FP_LIMIT_KV_LEN
-                                                                      : 0;
+    call.exceeded = result.num_partial_rows > call.most_partial_rows ? FP_LIMIT_PARTIAL_ROWS
+                    : result.max_q_len > call.batch->longest_q       ? FP_LIMIT_Q_LEN
+                    : result.max_kv_len > call.batch->longest_kv     ? FP_LIMIT_KV_LEN
+                                                                     : 0;
     return call.exceeded == 0 ? FP_OK : FP_OVER_LIMIT;
   });
 }
