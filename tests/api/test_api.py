@@ -11,6 +11,7 @@ from api_batch import DIM, HEADS, KV_HEADS, KV_LENS, PAGE, ROWS, Batch, attentio
 
 import flashpage
 from flashpage.errors import CapabilityError
+from flashpage.kernels.options import check_window
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,14 @@ def test_window_at_run(batch: Batch) -> None:
     close(wrapper.run(batch.q_decode, batch.cache, window_left=7), batch.expected(batch.q_decode, window_left=7))
     close(wrapper.run(batch.q_decode, batch.cache, window_left=-1), batch.expected(batch.q_decode))
     close(wrapper.run(batch.q_decode, batch.cache), batch.expected(batch.q_decode, window_left=3))
+
+
+@pytest.mark.parametrize(
+    ("given", "checked"), [(-(2**31), -1), (-1, -1), (0, 0), (2**30 - 1, 2**30 - 1), (2**30, -1), (2**31 - 1, -1)]
+)
+def test_a_window_that_no_context_fills_is_none(given: int, checked: int) -> None:
+    """Kernels subtract it from positions in 32 bits, which are negative for rows before the first token."""
+    assert check_window(given) == checked
 
 
 def test_fewer_heads_than_planned(batch: Batch) -> None:

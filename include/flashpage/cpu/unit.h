@@ -2,6 +2,7 @@
 #pragma once
 #include "flashpage/cpu/lanes.h"
 #include "flashpage/params/params.h"
+#include "flashpage/plan/visible.h"
 
 namespace flashpage::cpu {
 
@@ -34,14 +35,9 @@ inline Row make_row(const AttentionParams& params, const WorkItem& item, i32 kv_
   Row result;
   result.row = row;
   result.head = kv_head * group + packed_row - row * group;
-  result.position = item.kv_len - item.q_len + row;
-  result.begin = item.kv_begin;
-  result.end = item.kv_end;
-  if (params.window_left >= 0) {
-    const i32 oldest = result.position > params.window_left ? result.position - params.window_left : 0;
-    result.begin = clamp(oldest, item.kv_begin, item.kv_end);
-  }
-  if (params.causal) result.end = clamp(result.position + 1, result.begin, item.kv_end);
+  result.position = query_position(item, row);
+  result.begin = min_of(first_visible(params, result.position, item.kv_begin), item.kv_end);
+  result.end = max_of(visible_end(params, result.position, item.kv_end), result.begin);
   result.scale = params.score_scale * scale_of(params.q_scale, params.q_scale_stride, result.head) *
                  scale_of(params.k_scale, params.k_scale_stride, kv_head);
   return result;

@@ -6,14 +6,9 @@
 #pragma once
 #include "flashpage/plan/lengths.h"
 #include "flashpage/plan/schedule.h"
+#include "flashpage/plan/visible.h"
 
 namespace flashpage::plan {
-
-struct TokenRange {
-  i32 begin;
-  i32 end;
-  FP_HOST_DEVICE i32 size() const { return end - begin; }
-};
 
 // What a unit's tokens cost: one price for all of a request.
 struct TokenPrice {
@@ -47,16 +42,13 @@ struct CostModel {
   FP_HOST_DEVICE TokenRange visible(const Request& request, i32 tile) const {
     const i32 kv_len = request.kv_len, shift = kv_len - request.q_len;
     const u32 first_packed_row = static_cast<u32>(tile) * tile_q;
-    i32 begin = 0, end = kv_len;
-    if (causal && tile + 1 < request.tiles) {
-      const i32 end_row = static_cast<i32>(group.div(first_packed_row + tile_q - 1)) + 1;
-      end = max_of(0, shift + end_row);
+    const i32 first = shift + static_cast<i32>(group.div(first_packed_row));
+    i32 end = kv_len;
+    if (tile + 1 < request.tiles) {  // the last row of the last tile sees all
+      const i32 last = shift + static_cast<i32>(group.div(first_packed_row + tile_q - 1));
+      end = max_of(0, visible_end(*this, last, kv_len));
     }
-    if (window_left >= 0) {
-      const i64 first = static_cast<i64>(shift) + group.div(first_packed_row) - window_left;
-      begin = static_cast<i32>(min_of<i64>(end, max_of<i64>(0, first)));
-    }
-    return {begin, end};
+    return {min_of(end, first_visible(*this, first, 0)), end};
   }
 
   bool causal;

@@ -2,6 +2,7 @@
 // partials.
 #pragma once
 #include "flashpage/params/params.h"
+#include "flashpage/plan/visible.h"
 
 namespace flashpage {
 
@@ -29,20 +30,10 @@ FP_DEVICE PackedRow unpack_row(const Params& params, i32 kv_head, i32 packed_row
   return {static_cast<i32>(row), static_cast<i32>(kv_head * params.group.divisor + head_in_group)};
 }
 
-// Row r of a request stands at this token position: right-aligned.
-FP_DEVICE i32 query_position(const WorkItem& item, i32 row) { return item.kv_len - item.q_len + row; }
-
-// The tokens [begin, end) that one row sees of the item's range, by causal and window.
-struct TokenRange {
-  i32 begin;
-  i32 end;
-};
-
+// The tokens that one row sees of the item's range.
 template <class Params>
 FP_DEVICE TokenRange visible_range(const Params& params, const WorkItem& item, i32 position) {
-  i32 begin = params.window_left >= 0 ? max_of(item.kv_begin, position - params.window_left) : item.kv_begin;
-  i32 end = params.causal ? min_of(item.kv_end, position + 1) : item.kv_end;
-  return {begin, end};
+  return {first_visible(params, position, item.kv_begin), visible_end(params, position, item.kv_end)};
 }
 
 FP_DEVICE Unit make_unit(const AttentionParams& params, const WorkItem& item, i32 tile_q, i32 first_row, i32 kv_head) {
