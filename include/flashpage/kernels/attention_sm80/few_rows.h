@@ -192,11 +192,10 @@ struct FewRows {
       float maximum = shared.maximum[0][row];
 #pragma unroll
       for (int w = 1; w < Traits::warps_kv; ++w) maximum = fmaxf(maximum, shared.maximum[w][row]);
-      float origin = maximum == ptx::negative_infinity() ? 0.f : maximum;
       float total = 0.f, first = 0.f, second = 0.f;
 #pragma unroll
       for (int w = 0; w < Traits::warps_kv; ++w) {
-        float weight = ptx::exp2_approx(shared.maximum[w][row] - origin);
+        float weight = state_weight(shared.maximum[w][row], maximum);
         const float* values = reinterpret_cast<const float*>(shared.ring[w]) + row * Shared::value_pitch + at;
         total += weight * shared.sum[w][row];
         first += weight * values[0];

@@ -319,12 +319,11 @@ struct BlockDecode {
       float maximum = shared.maximum[0][row];
 #pragma unroll
       for (int w = 1; w < Traits::warps_kv; ++w) maximum = fmaxf(maximum, shared.maximum[w][row]);
-      const float origin = maximum == ptx::negative_infinity() ? 0.f : maximum;
       float total = 0.f;
       float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
       for (int w = 0; w < Traits::warps_kv; ++w) {
-        const float weight = ptx::exp2_approx(shared.maximum[w][row] - origin);
+        const float weight = state_weight(shared.maximum[w][row], maximum);
         const float2 pair = *reinterpret_cast<const float2*>(exchange(w, slot) + row * Shared::value_pitch + column);
         total += weight * shared.sum[w][row];
         sum.x += weight * pair.x;

@@ -4,9 +4,9 @@
 #include "flashpage/kernels/blocks/steps.h"
 #include "flashpage/params/block_params.h"
 #include "flashpage/ptx/griddepcontrol.h"
-#include "flashpage/ptx/math.h"
 #include "flashpage/ptx/warp_max.h"
 #include "flashpage/tile/layout/vector4.h"
+#include "flashpage/tile/softmax/state_weight.h"
 
 namespace flashpage {
 
@@ -60,7 +60,7 @@ struct BlockMerge {
     float maximum = ptx::negative_infinity();
     for (int i = lane; i < row.num_parts; i += 32) maximum = fmaxf(maximum, lse(i));
     maximum = ptx::warp_max(maximum);
-    const float origin = maximum == ptx::negative_infinity() ? 0.f : maximum;
+    const float origin = finite_or_zero(maximum);
     // Every warp takes each `warps`-th part.
     float4 sums[most_columns / columns_a_step] = {};
     float total = 0.f;

@@ -111,10 +111,9 @@ struct DecodeCombine {
     float weight[teams], maximum = ptx::negative_infinity(), total = 0.f;
 #pragma unroll
     for (int t = 0; t < teams; ++t) maximum = fmaxf(maximum, shared.maximum[row][t]);
-    const float origin = maximum == ptx::negative_infinity() ? 0.f : maximum;
 #pragma unroll
     for (int t = 0; t < teams; ++t) {
-      weight[t] = ptx::exp2_approx(shared.maximum[row][t] - origin);
+      weight[t] = state_weight(shared.maximum[row][t], maximum);
       total += weight[t] * shared.sum[row][t];
     }
     float inverse = 0.f;

@@ -105,9 +105,8 @@ struct ArrivalMerge {
       for (int j = 0; j < count; ++j) {
         Job& job = jobs[j];
         const float next = fmaxf(job.maximum, ptx::warp_max(lse[j]));
-        const float origin = next == ptx::negative_infinity() ? 0.f : next;
-        const float rescale = ptx::exp2_approx(job.maximum - origin);
-        weight[j] = ptx::exp2_approx(lse[j] - origin);
+        const float rescale = state_weight(job.maximum, next);
+        weight[j] = state_weight(lse[j], next);
         job.maximum = next;
         job.total *= rescale;
         job.sum = scaled(job.sum, rescale);

@@ -119,11 +119,10 @@ struct ClusterMerge {
       }
       maximum = fmaxf(maximum, states[p].x);
     }
-    const float origin = maximum == ptx::negative_infinity() ? 0.f : maximum;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int p = 0; p < max_pieces; ++p) {
-      const float weight = ptx::exp2_approx(states[p].x - origin);
+      const float weight = state_weight(states[p].x, maximum);
       total += weight * states[p].y;
       sum = add_scaled(sum, columns[p], weight);
     }

@@ -1,6 +1,6 @@
 // Combining attention states by their base-2 log-sum-exp: the weights of up to 32 states at a time, one a lane.
 #pragma once
-#include "flashpage/ptx/math.h"
+#include "flashpage/tile/softmax/state_weight.h"
 
 namespace flashpage {
 
@@ -17,9 +17,8 @@ struct MergeWeights {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
     float next = fmaxf(maximum, top);
-    float origin = next == ptx::negative_infinity() ? 0.f : next;
-    rescale = ptx::exp2_approx(maximum - origin);
-    mine = ptx::exp2_approx(lse - origin);
+    rescale = state_weight(maximum, next);
+    mine = state_weight(lse, next);
     float sum = mine;
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);

@@ -1,8 +1,8 @@
 // In-kernel rotary position embedding, LLaMA's halves: columns i and i + d / 2 turn by
 // position / scale * theta^(-2 i / d).
 #pragma once
-#include "flashpage/ptx/convert.h"
 #include "flashpage/tile/layout/shared_rows.h"
+#include "flashpage/tile/rope/rotation.h"
 
 namespace flashpage {
 
@@ -19,14 +19,14 @@ FP_DEVICE void rotate_rows(const u8* from, u8* to, int num_rows, float rope_scal
     // Turns modulo 1 keep the argument of sine small: no slow range reduction, and its accuracy.
     float frequency = exp2f(log2_theta * (-2.f * column / columns)) / rope_scale;
     float turns = position(row) * frequency * 0.15915494309189535f;
-    float sine, cosine;
-    sincospif(2.f * (turns - floorf(turns)), &sine, &cosine);
+    Turn turn;
+    sincospif(2.f * (turns - floorf(turns)), &turn.sine, &turn.cosine);
     u32 low = column * sizeof(From), high = (column + half) * sizeof(From);
     float a = ptx::to_float(*reinterpret_cast<const From*>(from + Source::byte_offset(row, low)));
     float b = ptx::to_float(*reinterpret_cast<const From*>(from + Source::byte_offset(row, high)));
     low = column * sizeof(To), high = (column + half) * sizeof(To);
-    *reinterpret_cast<To*>(to + Target::byte_offset(row, low)) = ptx::from_float<To>(a * cosine - b * sine);
-    *reinterpret_cast<To*>(to + Target::byte_offset(row, high)) = ptx::from_float<To>(b * cosine + a * sine);
+    *reinterpret_cast<To*>(to + Target::byte_offset(row, low)) = ptx::from_float<To>(turn.low(a, b));
+    *reinterpret_cast<To*>(to + Target::byte_offset(row, high)) = ptx::from_float<To>(turn.high(a, b));
   }
 }
 

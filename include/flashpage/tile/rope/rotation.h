@@ -10,6 +10,10 @@ namespace flashpage {
 
 struct Turn {
   float cosine, sine;
+
+  // Columns i (low) and i + d / 2 (high) of a row after the rotation.
+  FP_DEVICE float low(float low, float high) const { return low * cosine - high * sine; }
+  FP_DEVICE float high(float low, float high) const { return high * cosine + low * sine; }
 };
 
 FP_DEVICE Turn operator*(Turn a, Turn b) {
@@ -26,10 +30,9 @@ FP_DEVICE TurnPair operator*(const TurnPair& a, const TurnPair& b) { return {a.f
 // Two neighbouring columns of each half, turned in fp32.
 template <class From, class To>
 FP_DEVICE void turn_pairs(u32& low, u32& high, const TurnPair& turn) {
-  const Turn &first = turn.first, &second = turn.second;
   float2 a = ptx::unpack2<From>(low), b = ptx::unpack2<From>(high);
-  low = ptx::pack2<To>(a.x * first.cosine - b.x * first.sine, a.y * second.cosine - b.y * second.sine);
-  high = ptx::pack2<To>(b.x * first.cosine + a.x * first.sine, b.y * second.cosine + a.y * second.sine);
+  low = ptx::pack2<To>(turn.first.low(a.x, b.x), turn.second.low(a.y, b.y));
+  high = ptx::pack2<To>(turn.first.high(a.x, b.x), turn.second.high(a.y, b.y));
 }
 
 // Of column i of the lower half of a row.

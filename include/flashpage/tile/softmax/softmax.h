@@ -1,8 +1,8 @@
 // Online softmax in base 2 over the rows of one warp. A lane holds rows lane / 4 and lane / 4 + 8 of each m16 tile; the
 // four lanes of a quad share a row. Running sums stay per lane until the end.
 #pragma once
-#include "flashpage/ptx/math.h"
 #include "flashpage/tile/layout/shape.h"
+#include "flashpage/tile/softmax/state_weight.h"
 
 namespace flashpage {
 
@@ -121,14 +121,11 @@ struct SoftmaxState {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float next = fmaxf(maximum[m][half], quad_max(top[m][half]) * scale);
-        factor[m][half] = ptx::exp2_approx(maximum[m][half] - finite_or_zero(next));
+        factor[m][half] = state_weight(maximum[m][half], next);
         maximum[m][half] = next;
         sum[m][half] *= factor[m][half];
       }
   }
-
-  // A row that has seen nothing yet: exp2(-inf - 0) is 0, where -inf - -inf would be NaN.
-  FP_DEVICE static float finite_or_zero(float x) { return x == ptx::negative_infinity() ? 0.f : x; }
 };
 
 // Base-2 log-sum-exp of a row; -inf where nothing was visible, NaN where a score was.
