@@ -8,7 +8,7 @@ namespace flashpage::cpu {
 template <class Traits>
 inline constexpr bool has_custom_mask = Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask;
 
-// Bits [first, first + num_lanes) of which those from `end` on are not read.
+// Bits [first, first + num_lanes). Bits from `end` on are not read.
 inline MaskLanes mask_bits(const u8* mask, i64 first, i64 end) {
   u32 bits = 0;
   const i64 last_byte = (min_of(first + num_lanes, end) - 1) >> 3;

@@ -16,13 +16,13 @@ struct Unit {
   i32 all_end;
 };
 
-// Where one packed row lies.
+// The row and the query head of a packed row.
 struct PackedRow {
   i32 row;   // of the request
   i32 head;  // query head
 };
 
-// Params: of the attention, or of its mask's tiles.
+// Params are those of the attention or of its mask's tiles.
 template <class Params>
 FP_DEVICE PackedRow unpack_row(const Params& params, i32 kv_head, i32 packed_row) {
   u32 row, head_in_group;
@@ -45,7 +45,7 @@ FP_DEVICE Unit make_unit(const AttentionParams& params, const WorkItem& item, i3
   return {first_row, num_rows, kv_head, first.begin, max_of(first.begin, last.end), last.begin, first.end};
 }
 
-// What a CTA works on at a time: a unit, and which part of its value columns.
+// A CTA's present work: a unit, and a pass over some of its value columns.
 struct Place {
   WorkItem item;
   Unit unit;
@@ -72,7 +72,7 @@ struct PlaceCursor {
     const CtaStart start = *begin;
     first(params, tile_q, start, place);
   }
-  // From what the caller has read of the CTA's start.
+  // As above, with the CTA's start that the caller has read.
   FP_DEVICE void first(const AttentionParams& params, i32 tile_q, const CtaStart& start, Place& place) {
     cta = start.items;
     next_item = cta.begin;

@@ -11,7 +11,8 @@ namespace flashpage {
 
 template <class Traits>
 struct MaskTiles {
-  using Looks = typename select_type<Traits::mask_source == MaskSource::function, AskedTiles<Traits>, BitTiles>::type;
+  using Looks =
+      typename select_type<Traits::mask_source == MaskSource::function, FunctionTiles<Traits>, BitTiles>::type;
   static constexpr int warps = 16;
   static constexpr int threads = 32 * warps;
   static constexpr int shared_bytes = 0, ctas_per_sm = 2, cluster_rows = 0;

@@ -1,5 +1,5 @@
-// What kernels/helpers/mask_tiles.h finds in a packed custom mask: a tile a lane, and a block's rows by all warps in
-// turn. And what it leaves of mixed tiles.
+// How kernels/helpers/mask_tiles.h reads a packed custom mask: each lane looks at one tile, and the warps share a row
+// block's rows. It also writes the bits of mixed tiles.
 #pragma once
 #include "flashpage/tile/mask/lane_bits.h"
 #include "flashpage/tile/mask/mask_tiles.h"
@@ -14,7 +14,7 @@ struct BitTiles {
   FP_DEVICE BitTiles(const MaskTilesParams& params, const VariantArgs&, const WorkItem& item)
       : params(params), item(item), mask(params.custom_mask, item) {}
 
-  // What the rows of warp `warp` say of the tiles of one cell. All heads see the same.
+  // The tiles of one cell, by the rows that warp `warp` looks at. All heads see the same.
   template <int warps>
   FP_DEVICE TileWord look(i32, i32 row_block, i32 word, int warp) const {
     const auto [begin, end] = rows_of(row_block);
@@ -26,7 +26,7 @@ struct BitTiles {
     return {__ballot_sync(0xffffffff, visible != 0), __ballot_sync(0xffffffff, hidden != 0)};
   }
 
-  // What computing lanes will read of the mixed tiles among those of one cell: a tile a warp in turn.
+  // Writes the bits of a cell's mixed tiles as computing lanes read them. Each warp takes every `warps`-th tile.
   template <int warps>
   FP_DEVICE void write_mixed(const TileWord& found, i32 row_block, i32 word, int warp) const {
     const auto [begin, end] = rows_of(row_block);
@@ -52,9 +52,8 @@ struct BitTiles {
 
  private:
   struct Rows {
-    i32 begin, end;
+    i32 begin, end;  // of the request
   };
-  // Of the request.
   FP_DEVICE Rows rows_of(i32 row_block) const {
     const i32 rows = item.q_len * static_cast<i32>(params.group.divisor);
     return {static_cast<i32>(params.group.div(row_block * params.tile_q)),

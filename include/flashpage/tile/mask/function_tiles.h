@@ -1,5 +1,5 @@
-// What kernels/helpers/mask_tiles.h learns from a variant's mask function, which it asks once for every row of a block
-// and token that causal and window leave; for each head of a KV head where the function looks at the head.
+// How kernels/helpers/mask_tiles.h evaluates a variant's mask function: once for every row of a row block and every
+// token that causal and window leave, and for each query head if the function depends on the head.
 #pragma once
 #include "flashpage/params/variant.h"
 #include "flashpage/tile/mask/mask_tiles.h"
@@ -8,24 +8,24 @@
 namespace flashpage {
 
 template <class Traits>
-struct AskedTiles {
+struct FunctionTiles {
   using Variant = typename Traits::Variant;
   static constexpr int tokens = Traits::tile_kv;
-  static constexpr int tiles = 2;                     // of a warp: they share what has to be computed for a row
-  static constexpr int slots = ceil_div(tokens, 32);  // tokens of a tile that a lane asks for
-  static constexpr int rows_at_once = 8;              // then a warp looks whether there is more to learn
+  static constexpr int tiles = 2;                     // of a warp: they share the values that depend on the row alone
+  static constexpr int slots = ceil_div(tokens, 32);  // tokens of a tile that a lane evaluates
+  static constexpr int rows_at_once = 8;  // after these a warp checks whether both answers are known already
 
   const MaskTilesParams& params;
   const VariantArgs& args;
   WorkItem item;  // of the whole request
 
-  FP_DEVICE AskedTiles(const MaskTilesParams& params, const VariantArgs& args, const WorkItem& item)
+  FP_DEVICE FunctionTiles(const MaskTilesParams& params, const VariantArgs& args, const WorkItem& item)
       : params(params), args(args), item(item) {
     this->item.kv_begin = 0;
     this->item.kv_end = item.kv_len;
   }
 
-  // Of the tiles of one cell, those of warp `warp`.
+  // The tiles of one cell that belong to warp `warp`.
   template <int warps>
   FP_DEVICE TileWord look(i32 kv_head, i32 row_block, i32 word, int warp) const {
     static_assert(warps * tiles == cell_tiles);
@@ -42,12 +42,13 @@ struct AskedTiles {
     if (Variant::mask_is_causal && first > query_position(item, place_of(0, end - 1).row))
       return {0, exist(first) << warp * tiles};
     const bool clips = first < bottom.begin || end_token > top.end;
-    const TileWord found = clips ? ask<true>(kv_head, begin, end, first) : ask<false>(kv_head, begin, end, first);
+    const TileWord found =
+        clips ? evaluate<true>(kv_head, begin, end, first) : evaluate<false>(kv_head, begin, end, first);
     return {found.visible << warp * tiles, found.hidden << warp * tiles};
   }
 
  private:
-  // Rows are packed rows where the function looks at the head.
+  // Rows are packed rows if the function depends on the head.
   FP_DEVICE PackedRow place_of(i32 kv_head, i32 row) const {
     if constexpr (Variant::mask_has_head) return unpack_row(params, kv_head, row);
     return {row, 0};
@@ -56,12 +57,12 @@ struct AskedTiles {
     return visible_range(params, item, query_position(item, place_of(0, row).row));
   }
 
-  // Which of a pair.
+  // A bit for each tile of the pair that exists.
   FP_DEVICE u32 exist(i32 first) const { return first + tokens < item.kv_len ? 3 : 1; }
 
   // clips: some row does not see some token. Tiles are numbered in the warp's pair.
   template <bool clips>
-  FP_DEVICE TileWord ask(i32 kv_head, i32 row, i32 end, i32 first) const {
+  FP_DEVICE TileWord evaluate(i32 kv_head, i32 row, i32 end, i32 first) const {
     constexpr u32 all = (1u << tiles) - 1;
     i32 token[tiles][slots];
 #pragma unroll
@@ -69,7 +70,8 @@ struct AskedTiles {
 #pragma unroll
       for (int s = 0; s < slots; ++s) {
         const i32 last = min_of(first + (t + 1) * tokens, item.kv_len) - 1;
-        token[t][s] = min_of(first + t * tokens + s * 32 + static_cast<i32>(threadIdx.x % 32), last);  // or it again
+        token[t][s] = min_of(first + t * tokens + s * 32 + static_cast<i32>(threadIdx.x % 32),
+                             last);  // the last one twice does no harm
       }
     u32 mine = 0, found;  // bits of visible tiles, then of hidden ones: the lane's, all lanes'
     do {

@@ -1,15 +1,15 @@
-// Mixed tiles of a packed custom mask once more, as computing lanes want them: kernels/helpers/mask_tiles.h writes, the
-// attention kernel reads.
+// Copies of a packed custom mask's mixed tiles in the order of computing lanes: kernels/helpers/mask_tiles.h writes
+// them, the attention kernel reads them.
 //
-// Four lanes hold the scores of one row and a tile of tokens: of every eight tokens two each (wgmma's fragments). A
-// lane finds its own tokens' bits side by side, in one load, where the mask itself has them in several words that
-// begin at any bit. Only tiles that some row sees and some row does not are written.
+// Four lanes hold the scores of one row and a tile of tokens, each two of every eight tokens (wgmma's fragments). A
+// lane loads the bits of its own tokens at once, next to each other; in the mask itself they lie in several words that
+// begin at any bit. Only mixed tiles are written: some row sees a token of theirs, and some row does not see one.
 #pragma once
 #include "flashpage/tile/mask/packed_mask.h"
 
 namespace flashpage {
 
-// Of one row, tile and lane.
+// The bits of one row, tile and lane.
 template <int tile_kv>
 using LaneWord = typename select_type<(tile_kv > 128), u64, u32>::type;
 FP_HOST_DEVICE constexpr i32 lane_word_bytes(i32 tile_kv) { return tile_kv > 128 ? 8 : 4; }
@@ -38,14 +38,14 @@ struct LaneBits {
   }
 };
 
-// Of every eight bits those of one lane of a quad, side by side.
+// The bits of one lane of a quad, next to each other: two of every eight.
 FP_HOST_DEVICE u32 bits_of_lane(u32 word, int lane) {
   u32 found = word >> lane % 4 * 2 & 0x03030303u;
   found = (found | found >> 6) & 0x000f000fu;
   return (found | found >> 12) & 0xffu;
 }
 
-// What a lane of a quad has of one row and tile. Tokens behind the last one are hidden.
+// The bits of a lane of a quad for one row and tile. Tokens after the last one are hidden.
 FP_HOST_DEVICE u64 lane_word(const PackedMask& mask, i32 row, i32 first_token, i32 tile_kv, int lane) {
   const i32 count = min_of(tile_kv, mask.kv_len - first_token);
   u64 found = 0;

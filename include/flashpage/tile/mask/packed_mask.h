@@ -5,12 +5,12 @@
 
 namespace flashpage {
 
-// Reads whole words: none that reaches beyond the request's last byte.
+// Reads whole words, but none that ends after the request's last byte.
 struct PackedMask {
   const u32* words;  // from the word on that holds the request's first byte
   i64 first_bit;     // of the request, in that word
   i64 whole;         // words before the request's end
-  u32 rest;          // the bytes behind them, then zeros
+  u32 rest;          // the bytes after them, then zeros
   i32 kv_len;
 
   PackedMask() = default;
@@ -31,7 +31,7 @@ struct PackedMask {
     return join(word(bit >> 5), word((bit >> 5) + 1), bit);
   }
 
-  // Adds what the row sees of `count` tokens, and what not: bits of any places.
+  // Sets some bit of `visible` if the row sees one of `count` tokens, and of `hidden` if it does not see one.
   FP_HOST_DEVICE void look(i32 row, i32 first_token, i32 count, u32& visible, u32& hidden) const {
     const i64 bit = bit_of(row, first_token);
     i64 at = bit >> 5;

@@ -1,5 +1,4 @@
-// Bits of a mixed tile on their way to the L1, before computing warps want them: they would have nothing else to do
-// until the L2 has answered.
+// Prefetches the bits of a mixed tile to the L1, so that computing warps do not wait for the L2.
 #pragma once
 #include "flashpage/ptx/prefetch.h"
 #include "flashpage/tile/mask/lane_bits.h"
@@ -7,7 +6,7 @@
 
 namespace flashpage {
 
-// By a warp: those of a CTA's rows of a unit, which begin at `cta_row`.
+// Called by a whole warp, for the rows of a unit that belong to the CTA. They begin at `cta_row`.
 FP_DEVICE void ask_for_bits(const AttentionParams& params, const LaneBits& bits, const Unit& unit, int cta_row,
                             i32 tile, int lane) {
   const i32 end = unit.first_row + min_of(unit.num_rows, cta_row + params.cta_rows);

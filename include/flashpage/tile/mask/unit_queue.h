@@ -1,12 +1,12 @@
-// Units of a plan as CTAs claim them, the longest first: PlaceCursor's interface, where a custom mask decides how long
-// a unit takes.
+// Units of a plan in the order in which CTAs claim them, the longest first. QueueCursor has PlaceCursor's interface and
+// serves kernels whose custom mask decides how long a unit takes.
 #pragma once
 #include "flashpage/tile/mask/mask_tiles.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {
 
-// One thread moves it. A CTA's own items are no longer its own; their order in the plan does not matter either.
+// One thread moves it. Any CTA may claim any item, and the order of the plan does not matter.
 struct QueueCursor {
   UnitQueue* queue;
   const QueuedUnit* units;
@@ -23,7 +23,7 @@ struct QueueCursor {
 
  private:
   FP_DEVICE void claim(const AttentionParams& params, i32 tile_q, Place& place) {
-    // Each CTA of a launch claims once in vain, so that the last claim of all leaves none for the next launch.
+    // Each CTA of a launch claims once without getting a unit, and the last of these claims resets the counter.
     const u32 turn = atomicInc(&queue->claimed, queue->num_units + gridDim.x - 1);
     place.pass = 0;
     place.turn = 0;

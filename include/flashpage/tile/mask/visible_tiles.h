@@ -1,37 +1,37 @@
-// The tiles of a unit that kernels with a loading warpgroup visit: all of them, or, under a custom mask or a mask
-// function that was asked before, those that some row sees. Loading warps find them; computing warps are told with each
-// tile.
+// The tiles of a unit that kernels with a loading warpgroup visit: all of them, or those that some row sees, if a
+// custom mask or a mask function was evaluated before. Loading warps find the tiles and pass each one on to computing
+// warps.
 #pragma once
 #include "flashpage/tile/mask/mask_tiles.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {
 
-// Whether a kernel's tiles lie at multiples of their size in a request, and are numbered there: those that it visits
-// are looked up in its mask's tiles. Warps that turn keys have no registers for that.
+// Whether a kernel's tiles lie at multiples of their size in a request and are numbered there, so that it can look up
+// in the mask's tiles which ones to visit. Warps that rotate keys have no registers for that.
 template <class Traits>
 inline constexpr bool has_mask_tiles =
     Traits::mask_source != MaskSource::implicit && Traits::position_encoding == PositionEncoding::none &&
     (Traits::loader == Loader::boxes || Traits::loader == Loader::rows);
 
-// Whether bits of mixed tiles are there as computing lanes want them (tile/mask/lane_bits.h).
+// Whether the bits of mixed tiles exist in the order of computing lanes (tile/mask/lane_bits.h).
 template <class Traits>
 inline constexpr bool has_lane_bits = has_mask_tiles<Traits> && Traits::mask_source == MaskSource::packed_bits;
 
-// What the rows of a unit see of a tile that is visited.
+// How much of a visited tile the rows of a unit see.
 enum class Seen : i16 {
   all,
   some,     // some row does not see some token
-  nothing,  // of the whole unit: mask tiles know no bits of this one
+  nothing,  // of the whole unit: no bits are written for the tile
 };
 
-// What a computing warp has to know of a tile.
+// A visited tile, as loading warps describe it to computing warps.
 struct alignas(8) VisitedTile {
   i32 first_token;
   i16 is_last;  // of its unit
   Seen seen;
 };
-// Where it knows that without being told.
+// Stands for VisitedTile in kernels that visit all tiles.
 struct NextTile {
   static constexpr i32 first_token = 0;
   static constexpr bool is_last = false;
@@ -40,7 +40,7 @@ struct NextTile {
 template <class Traits>
 using TileInTurn = typename select_type<has_mask_tiles<Traits>, VisitedTile, NextTile>::type;
 
-// Read by the lane that gives the tile's place back: racecheck takes a warp's reads before that for no part of it.
+// Only the lane that later releases the tile's place reads it: racecheck does not count other lanes' reads as earlier.
 FP_DEVICE VisitedTile from_first_lane(const VisitedTile& visited) {
   u64 bits = 0;
   if (threadIdx.x % 32 == 0) bits = *reinterpret_cast<const u64*>(&visited);
@@ -48,8 +48,8 @@ FP_DEVICE VisitedTile from_first_lane(const VisitedTile& visited) {
   return {static_cast<i32>(bits), static_cast<i16>(bits >> 32), static_cast<Seen>(bits >> 48)};
 }
 
-// All tiles of a unit by their number, one warp's. `ahead`: the one after the next, whose place is looked up meanwhile;
-// where there is none, a number that lies behind the unit.
+// All tiles of a unit by their number, as one warp visits them. `ahead` is the tile after the next one, whose place is
+// looked up early; a number after the unit's end means that there is none.
 struct EveryTile {
   int tile = 0;
   i32 count;
@@ -62,7 +62,8 @@ struct EveryTile {
   FP_DEVICE void step() { ++tile; }
 };
 
-// The same interface. A unit that sees nothing has its first tile, all of it hidden.
+// Visits the tiles that some row sees, with EveryTile's interface. A unit that sees nothing visits its first tile, with
+// all tokens hidden.
 class VisibleTiles {
  public:
   FP_DEVICE VisibleTiles(const MaskTilesParams& params, u32 cell, const Unit& unit, i32 tokens, i32)
@@ -87,7 +88,7 @@ class VisibleTiles {
 
  private:
   static constexpr int part_bits = 10;  // tiles at a time: a word a lane
-  // A found tile's number, beside what is seen of it.
+  // A found tile's number and its visibility in one word.
   FP_DEVICE static i32 with(i32 tile, Seen seen) { return tile << 2 | static_cast<i32>(seen); }
   FP_DEVICE static i32 tile_of(i32 found) { return found >> 2; }
   FP_DEVICE static Seen seen_of(i32 found) { return static_cast<Seen>(found & 3); }
@@ -95,9 +96,9 @@ class VisibleTiles {
   FP_DEVICE void take(i32 part) {
     part_ = part;
     const i32 word = part * 32 + threadIdx.x % 32;
-    mine_ = word << 5 < end_ ? words_[word] : TileWord{};  // a request without tokens has room for one all the same
+    mine_ = word << 5 < end_ ? words_[word] : TileWord{};  // a request without tokens has room for one too
   }
-  // The first visible tile from `at` on; `end_` or more: there is none.
+  // The first visible tile from `at` on, or `end_` or more if there is none.
   FP_DEVICE i32 find(i32 at) {
     while (at < end_) {
       if (at >> part_bits != part_) take(at >> part_bits);
@@ -108,8 +109,8 @@ class VisibleTiles {
         const u32 hidden = __shfl_sync(0xffffffff, mine_.hidden, lane);
         return with((at & ~31) + bit, hidden >> bit & 1 ? Seen::some : Seen::all);
       }
-      const u32 behind = __ballot_sync(0xffffffff, mine_.visible != 0) & ~(~0u >> (31 - lane));
-      at = (part_ * 32 + (behind != 0 ? __ffs(behind) - 1 : 32)) * 32;
+      const u32 later = __ballot_sync(0xffffffff, mine_.visible != 0) & ~(~0u >> (31 - lane));
+      at = (part_ * 32 + (later != 0 ? __ffs(later) - 1 : 32)) * 32;
     }
     return with(end_, Seen::all);
   }

@@ -1,5 +1,5 @@
-// Merging a cut unit inside the attention launch: its pieces count themselves in, the last one combines the partials in
-// the plan's order, so that the bits do not depend on who was last.
+// Merging a cut unit inside the attention launch. Each piece increments a counter, and the last one combines the
+// partials in the plan's order, so that the bits do not depend on which piece was last.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/atomic.h"
@@ -12,7 +12,8 @@
 
 namespace flashpage {
 
-// One thread, after a barrier behind the CTA's partial rows. The counter is left at zero for the next launch.
+// Called by one thread, after a barrier that follows the CTA's partial rows. The counter is left at zero for the next
+// launch.
 FP_DEVICE bool is_last_arrival(u32* counter, i32 num_pieces) {
   bool last = ptx::add_acquire_release(counter, 1) == static_cast<u32>(num_pieces) - 1;
   if (last) *counter = 0;

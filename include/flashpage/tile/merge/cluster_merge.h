@@ -1,6 +1,6 @@
-// Merging a cut unit among the CTAs of a cluster, one piece each: everyone sends each of the others a share of its rows
-// and columns, and merges what it is sent, in the plan's order, so that the bits do not depend on who was last. Nothing
-// goes through memory, and what a CTA receives is the same for any number of pieces.
+// Merging a cut unit among the CTAs of a cluster, one piece each. Each CTA sends every CTA a share of its rows and
+// columns and merges the shares that it receives, in the plan's order, so that the bits do not depend on which CTA was
+// last. Nothing goes through global memory, and a CTA receives the same number of bytes for any number of pieces.
 #pragma once
 #include "flashpage/ptx/cluster.h"
 #include "flashpage/ptx/mbarrier.h"
@@ -60,8 +60,8 @@ struct ClusterMerge {
     if (quad == 0) ptx::store_async(peer(&mailbox.states[place], to), make_float2(maximum, sum), barrier);
   }
 
-  // By all `threads` that compute. Whoever has parcels of its own leaves after the last one has come: nobody writes to
-  // a CTA that is gone.
+  // Called by all `threads` that compute. A CTA with parcels of its own exits after the last one has arrived, so that
+  // no CTA writes to one that has exited.
   FP_DEVICE void run(int thread, int threads) const {
     const int own = own_parcels(), quad = thread % 4;
     int index = thread / 4;
@@ -77,7 +77,7 @@ struct ClusterMerge {
   }
 
  private:
-  // Of the unit's parcels, those that this CTA merges: every `pieces`-th one.
+  // The number of parcels that this CTA merges: every `pieces`-th one of the unit.
   FP_DEVICE int own_parcels() const {
     return (unit.num_rows * parcels_a_row + (1 << log_pieces) - 1 - piece) >> log_pieces;
   }

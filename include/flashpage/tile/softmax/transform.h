@@ -1,4 +1,4 @@
-// What the variant makes of a score: natural units after the scale, then its logit function.
+// The variant's transform of a score: the scale turns it to natural units, then its logit function is applied.
 #pragma once
 #include "flashpage/params/variant.h"
 #include "flashpage/ptx/math.h"
@@ -24,7 +24,7 @@ FP_DEVICE bool scales_first(float score_scale) {
   return Traits::Variant::has_logit || !(score_scale > 0.f);
 }
 
-// What softmax still multiplies.
+// The factor that softmax still applies.
 template <class Traits>
 FP_DEVICE float softmax_scale_of(float score_scale) {
   if constexpr (Traits::Variant::has_logit) return log2_e;
@@ -53,7 +53,7 @@ struct SoftCap {
   }
 };
 
-// What scores are multiplied by beside their scale: where a soft cap is all there is, by its exponent's.
+// The factor of scores in addition to their scale: that of the exponent, if a soft cap is the whole transform.
 template <class Traits>
 FP_DEVICE float first_factor(const VariantArgs& args) {
   if constexpr (Traits::Variant::only_soft_cap) {
@@ -63,7 +63,7 @@ FP_DEVICE float first_factor(const VariantArgs& args) {
   return 1.f;
 }
 
-// What a transform is told of a row.
+// A row as transforms see it.
 struct TransformedRow {
   float scale;
   i32 head, position;
