@@ -152,7 +152,7 @@ def check_heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 
 
 def check_window(window_left: Any) -> int:
-    """-1: no window, for every negative number and for windows that no context fills (the headers subtract in int32)."""
+    """-1: no window. So is every window that no context fills, as kernels subtract it in int32."""
     window = checks.whole("window_left", window_left, -(2**31))
     return window if 0 <= window < 2**30 else -1
 

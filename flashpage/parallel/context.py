@@ -11,13 +11,16 @@ import torch
 from ..base import checks
 from ..base.errors import CapabilityError, PlanError, RunError
 from ..kernels.options import check_window
-from ..plan.lengths import all_to_host, batch_of
-from ..run.checks import check_output
-from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from ..plan.lengths import Lengths, Names, all_to_host, batch_of
+from ..plan.page_indices import Pages
+from ..run.checks import NO_SCALES, check_output
+from ..wrappers.base import Attention
+from ..wrappers.plan_arguments import Checked, PrefillArguments
 from .layout import ContextLayout, LocalPages
 from .mask import Visible, local_mask
 from .merge import StateGroup
 
+_NAMES = Names("qo_indptr", "kv_indptr", "last_page_len", "seq_lens", "kv_indices")
 _PAGES = ("all", "own")
 _REFUSED = {
     "pos_encoding_mode": "a rank does not know where in a request its tokens stand: rotate q and K before",
@@ -63,8 +66,9 @@ class ContextParallelAttention:
         self._states = StateGroup(group, heads)
         self._layout = ContextLayout(self._states.rank, self._states.world_size, 1, order, interleave)
         self._has_all_pages = pages == "all"
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-        self._mask = local_mask(self._wrapper.device)
+        self._attention = Attention(float_workspace_buffer, kv_layout, names=_NAMES)
+        self._checked = Checked()
+        self._mask = local_mask(self._attention.device)
         self._is_planned = False
 
     @property
@@ -80,7 +84,7 @@ class ContextParallelAttention:
     @property
     def last_plan(self) -> Any:
         """The Plan of this rank's part."""
-        return self._wrapper.last_plan
+        return self._attention.last_plan
 
     def layout(self, page_size: int) -> ContextLayout:
         """Where tokens lie: which new ones this rank appends, and at which place."""
@@ -143,20 +147,27 @@ class ContextParallelAttention:
         if visible is not None:
             visible, local = visible.trimmed(q_indptr, local, layout.page_size)
             mask = visible.mask(q_indptr, local, self._mask)
-        self._wrapper.plan(
-            *(q_indptr, local.indptr, local.indices, None),  # type: ignore[arg-type]
-            *(num_qo_heads, num_kv_heads, head_dim, page_size),
-            head_dim_vo=head_dim_vo,
-            sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            o_data_type=o_data_type,
-            seq_lens=local.seq_lens,
-            fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
-            variant=mask,
+        options, values = self._checked.of(
+            PrefillArguments(
+                "paged",
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                head_dim_vo,
+                sm_scale=sm_scale,
+                logits_soft_cap=logits_soft_cap,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+                o_data_type=o_data_type,
+                fixed_split_size=fixed_split_size,
+                disable_split_kv=disable_split_kv,
+            )
         )
+        if mask is not None:
+            options = dataclasses.replace(options, variant=mask)
+        lengths = Lengths(q_indptr, local.indptr, None, local.seq_lens)
+        self._attention.plan(lengths, Pages(local.indices), options, values)
         self._is_planned = True
 
     def run(
@@ -188,16 +199,16 @@ class ContextParallelAttention:
             raise RunError("run: ContextParallelAttention has no plan: call plan(...) first (again, where it failed).")
         if checks.tensor(q, "q", RunError).dim() != 3:
             raise RunError(f"q has shape {tuple(q.shape)}: pass [rows, num_qo_heads, head_dim].")
-        wrapper, states = self._wrapper, self._states
-        shape = (q.shape[0], q.shape[1], wrapper._options.head_dim_vo)
+        attention, states = self._attention, self._states
+        shape = (q.shape[0], q.shape[1], attention.options.head_dim_vo)
         out_shape = states.out_shape(shape)
-        out = _output(out, "out", out_shape, wrapper._out_dtype, q.device)
+        out = _output(out, "out", out_shape, attention.out_dtype, q.device)
         lse = _output(lse, "lse", out_shape[:2], torch.float32, q.device)
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
 
         def write(to: torch.Tensor, lse_to: torch.Tensor) -> None:
             mine = sinks if states.rank == 0 else None
-            wrapper.run(q, paged_kv_cache, out=to, lse=lse_to, sinks=mine, **scales)
+            attention.run(q, paged_kv_cache, to, lse_to, scales=scales, sinks=mine)
 
         if states.world_size == 1 or not q.shape[0]:
             write(out, lse)

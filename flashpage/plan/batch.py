@@ -15,7 +15,7 @@ from ..kernels import devices
 from ..kernels.options import Options
 from .capacity import Capacity
 from .device_lengths import TableLengths
-from .lengths import Lengths, batch_of, to_host, wrong_shape
+from .lengths import Lengths, Names, batch_of, to_host, wrong_shape
 from .mixed_batch import Fork
 from .page_indices import KvIndices, MaskBits
 from .workspaces import Workspaces
@@ -60,9 +60,7 @@ class Batch:
         "workspaces",
     )
 
-    def __init__(
-        self, device: torch.device, is_graph: bool, names: tuple[str, str, str, str], workspaces: Workspaces
-    ) -> None:
+    def __init__(self, device: torch.device, is_graph: bool, names: Names, workspaces: Workspaces) -> None:
         self.device, self.is_graph, self.workspaces = device, is_graph, workspaces
         self.device_index = -1 if device.type == "cpu" else device.index
         self.card = devices.of(device)
@@ -113,7 +111,7 @@ class Batch:
         first = 1 if given.q_indptr is None and self.struct.q_len_per_request else 0
         requests = batch_of(given[first], self.names[first])
         checks.tensor(given.kv_indptr, self.names[1], PlanError)
-        for tensor, name in zip(given, self.names, strict=True):
+        for tensor, name in zip(given, self.names, strict=False):
             if tensor is not None:
                 checks.tensor(tensor, name, PlanError)
         if requests > self._most:

@@ -29,6 +29,16 @@ class Lengths(NamedTuple):
 Given = tuple[torch.Tensor | None, ...]
 
 
+class Names(NamedTuple):
+    """The caller's words for lengths and page numbers; `indices` empty: K and V are ragged."""
+
+    q_indptr: str
+    kv_indptr: str
+    last_page_len: str
+    kv_lens: str
+    indices: str = ""
+
+
 def to_host(lengths: Lengths) -> Lengths:
     """The same lengths on the host. All that lie on a device come back in one copy, which waits for the device."""
     return Lengths(*all_to_host(lengths))
@@ -63,7 +73,7 @@ def wrong_shape(tensor: torch.Tensor, length: int, name: str) -> PlanError:
     return PlanError(f"{name} has {tensor.shape[0]} entries but {fix}")
 
 
-def complaint(result: native.PlanResult, names: tuple[str, str, str, str], page_size: int) -> PlanError:
+def complaint(result: native.PlanResult, names: Names, page_size: int) -> PlanError:
     """What the planner found wrong with the lengths; `names` are the caller's words for the four arrays."""
     name = names[result.error_array - 1] if 1 <= result.error_array <= 4 else "lengths"
     index, value, limit, reason = result.error_index, result.error_value, result.error_limit, result.error_reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,36 @@ from .buffers import CopyRing
 from .lengths import Lengths, batch_of, to_host
 
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2  # types of devices
+
+
+class Pages(NamedTuple):
+    """Where a batch's K and V lie; ragged ones need none of it."""
+
+    indices: Any = None  # page numbers, request after request
+    tables: Any = None  # page numbers, [requests, pages]: in place of `indices`, or to be compared with them
+    non_blocking: bool = True  # copies of page numbers and masks may be asynchronous
+
+
+NO_PAGES = Pages()
+
+
+class Mask(NamedTuple):
+    """A custom mask: truth values of each request's q_len x kv_len, joined, or the same packed to bits."""
+
+    values: Any
+    is_packed: bool = False
+
+    @staticmethod
+    def of(custom_mask: Any, packed_custom_mask: Any) -> Mask | None:
+        """The mask that is given, if any."""
+        if custom_mask is None and packed_custom_mask is None:
+            return None
+        if custom_mask is not None and packed_custom_mask is not None:
+            raise PlanError("custom_mask and packed_custom_mask each say what a row sees: give one of them.")
+        return Mask(custom_mask) if packed_custom_mask is None else Mask(packed_custom_mask, True)
+
+
+KEEP_MASK = Mask(None)  # the bits that are there: engines copy them to the wrapper's buffer
 
 
 class KvIndices:
@@ -88,7 +118,7 @@ class KvIndices:
         self.tensor = tables
         self._batch.page_numbers, self._batch.max_page = tables.data_ptr(), max_page
 
-    def from_tables(self, tables: Any, indptr: torch.Tensor, indices: torch.Tensor | None, name: str) -> Any:
+    def from_tables(self, tables: Any, indptr: torch.Tensor | None, indices: torch.Tensor | None, name: str) -> Any:
         """The page numbers of `tables`, [requests, pages], where there are no `indices`; else `indices`, which must
         say the same (on the device: where FLASHPAGE_CHECK_INDICES is on)."""
         batch = batch_of(indptr, name.replace("indices", "indptr"))
@@ -164,14 +194,14 @@ class MaskBits:
         self.tensor: torch.Tensor | None = None
         self.address: int | None = None
 
-    def set(self, mask: Any, is_packed: bool, bits: torch.Tensor, non_blocking: bool) -> None:
+    def set(self, mask: Mask | None, bits: torch.Tensor | None, non_blocking: bool) -> None:
         """`bits`: q_len x kv_len of each request, int64 on the host. None: no mask."""
-        if mask is None:
+        if mask is None or bits is None:
             self.tensor = self.address = None
             return
-        name = "packed_custom_mask" if is_packed else "custom_mask"
-        checks.tensor(mask, name, PlanError)
-        packed = self._packed(mask, bits, name) if is_packed else self._pack(mask, bits, name)
+        name = "packed_custom_mask" if mask.is_packed else "custom_mask"
+        checks.tensor(mask.values, name, PlanError)
+        packed = self._packed(mask.values, bits, name) if mask.is_packed else self._pack(mask.values, bits, name)
         if self.buffer is None:
             self.tensor = packed.to(self.device, non_blocking=non_blocking and self.device.type != "cpu")
         else:

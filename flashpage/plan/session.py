@@ -15,12 +15,12 @@ from .batch import NO_BOUNDS, NO_LIMIT, Batch, Longest
 from .buffers import PlanSlot
 from .capacity import Capacity
 from .device_lengths import TableLengths
-from .lengths import Given, Lengths
+from .lengths import Given, Lengths, Names
 from .option_plan import Combination
+from .page_indices import Mask
 from .workspaces import Workspaces
 
 _MOST_KNOWN = 64  # combinations kept with their kernels
-_INDICES_NAME = {"indptr": "indices", "paged_kv_indptr": "paged_kv_indices"}
 
 
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch for the CPU has none
@@ -34,14 +34,12 @@ def current_stream(device_index: int) -> int:
 class Planner:
     """Plans of one wrapper; made by one thread at a time."""
 
-    def __init__(
-        self, device: torch.device, is_graph: bool, length_names: tuple[str, str, str, str], float_buffer: torch.Tensor
-    ) -> None:
+    def __init__(self, device: torch.device, is_graph: bool, names: Names, float_buffer: torch.Tensor) -> None:
         self.device, self.is_graph = device, is_graph
         self.generation = 1  # of plans; structs bound to an older one are bound again, 0: to none
         self.is_planned = False
         self.workspaces = Workspaces(device, float_buffer)
-        self.batch = Batch(device, is_graph, length_names, self.workspaces)
+        self.batch = Batch(device, is_graph, names, self.workspaces)
         self.device_index, self.mask, self.indices = self.batch.device_index, self.batch.mask, self.batch.pages
         self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
         self._known: dict[Options, Combination] = {}
@@ -49,7 +47,7 @@ class Planner:
         self._slot: PlanSlot | None = None  # the first one's, whatever its options
         self._kept: list[PlanSlot] = []  # which a graph may read for as long as the wrapper is there
         self._last = 0  # the generation of the last complete plan
-        self._indices_name = _INDICES_NAME.get(length_names[1], "")
+        self._indices_name = names.indices
         self.batch.struct.is_paged = bool(self._indices_name)
         self._block_tables: tuple[int, torch.Tensor | None] = (-1, None)  # the generation that had them
 
@@ -74,10 +72,10 @@ class Planner:
         for combination in self.active:
             combination.choose_again()
 
-    def use_capacity(self, capacity: Capacity, is_paged: bool) -> None:
+    def use_capacity(self, capacity: Capacity) -> None:
         """Graph mode: what captured launches read is as large as the largest batch needs."""
         self.batch.capacity = capacity
-        if is_paged:
+        if self._indices_name:
             self.indices.buffer = torch.empty(capacity.entries, dtype=torch.int32, device=self.device)
 
     @property
@@ -250,11 +248,21 @@ class Planner:
         """The kernel that plans; None: the CPU does without."""
         return None if self.device_index < 0 else jit.get_kernel(KernelSpec("plan"), self.device).handle
 
-    def find_mask_tiles(self) -> None:
-        """Once the plan's mask is there."""
-        self.batch.stream = current_stream(self.device_index)
-        for combination in self.active:
-            combination.find_mask_tiles(self.batch)
+    def page_numbers_of(self, tables: Any, lengths: Given, indices: Any) -> Any:
+        """Page numbers that a batch has as tables, [requests, pages]; `indices`, where given, must say the same."""
+        return self.indices.from_tables(tables, lengths[1], indices, self._indices_name)
+
+    def set_mask(self, mask: Mask | None, non_blocking: bool) -> None:
+        """Takes the present plan's custom mask, None for none; nothing may run before that has succeeded."""
+        self.is_planned = False
+        if mask is not None and self.is_graph and self.mask.buffer is None:
+            raise PlanError("custom_mask with use_cuda_graph=True needs custom_mask_buf: pass it to the constructor.")
+        self.mask.set(mask, self.bits() if mask is not None else None, non_blocking)
+        if mask is not None:
+            self.batch.stream = current_stream(self.device_index)
+            for combination in self.active:
+                combination.find_mask_tiles(self.batch)
+        self.is_planned = True
 
     def bits(self) -> torch.Tensor:
         """Mask bits of each request of the present plan, q_len x kv_len, int64."""

@@ -21,7 +21,7 @@ class Tensors(NamedTuple):
     lse: torch.Tensor | None
 
 
-NO_SCALES = (None, None, None)  # of q, K and V
+NO_SCALES: tuple[Any, Any, Any] = (None, None, None)  # of q, K and V
 
 
 def scales_of(q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any, Any]:

@@ -1,16 +1,17 @@
-"""Run once a layer: what the public wrappers share. (plan/session.py is the plan side.)
+"""Plans and runs in the library's own terms: `plan(lengths, pages, options, values)` once a step, `run(q, cache)` once
+a layer. FlashInfer's classes are adapters of this one, and so are cascades, mixed batches, sparse and parallel
+attention. (plan/session.py is the plan side.)
 
-A run with the options of the last one is one call of a builtin (fastcall.py), which compares the tensors' shapes,
-strides, dtypes and devices with the last run's, re-points the thread's Binding and launches. Any other run is judged,
-bound and kept.
+A run with the options of the last one is one call of a builtin (native/fastcall.py), which compares the shapes,
+strides, dtypes and devices of the tensors with the last run's, re-points the thread's Binding and launches. Any other
+run is checked, bound and kept.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack
@@ -19,14 +20,18 @@ from torch.compiler import is_dynamo_compiling
 from .. import native
 from ..base import checks
 from ..base.errors import PlanError, RunError
-from ..kernels.options import Options, Values, Variation, check_rope, check_scale, check_soft_cap, check_window
+from ..kernels.options import Options, Values, Variation
 from ..native import fastcall
+from ..plan.batch import NO_BOUNDS, Longest
 from ..plan.bounds import workspace_bounds
-from ..plan.lengths import Lengths, batch_of, to_host
+from ..plan.device_lengths import TableLengths
+from ..plan.lengths import Lengths, Names, batch_of, to_host
 from ..plan.option_plan import Combination
+from ..plan.page_indices import KEEP_MASK, Mask, Pages
 from ..plan.session import Planner, current_stream
 from ..run.binding import Binding
 from ..run.checks import (
+    NO_SCALES,
     Tensors,
     as_cache,
     check_cache,
@@ -39,26 +44,14 @@ from ..run.checks import (
     signature_of,
 )
 from . import operators
-from .engine_access.attributes import EngineState
+
+PAGED = Names("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens", "paged_kv_indices")
+RAGGED = Names("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
+DECODE = Names("qo_indptr", "indptr", "last_page_len", "seq_lens", "indices")
 
 _MOST_BINDINGS = 64  # signatures that a thread keeps: layers with other strides or options
-OptionsKey: TypeAlias = tuple[tuple[Any, ...], ...]  # arguments in rows: shorter to write, and as fast to compare
-_DEFAULTS = Values(False, -1, 0.0, None, None, None, "NONE")
 
 _handles = itertools.count(1)
-
-
-class _Value:
-    """An option that engines read and write as the wrapper's attribute; runs take all of them as one tuple."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._field = name[1:]
-
-    def __get__(self, wrapper: PlanRunWrapper, owner: type) -> Any:
-        return getattr(wrapper._now, self._field)
-
-    def __set__(self, wrapper: PlanRunWrapper, value: Any) -> None:
-        wrapper._now = wrapper._now._replace(**{self._field: value})
 
 
 class _Local(threading.local):
@@ -70,40 +63,47 @@ class _Local(threading.local):
         self.bindings: dict[Any, Binding] = {}
 
 
-class PlanRunWrapper(EngineState):
-    """Plans of one wrapper are made by one thread at a time; any thread may run them, one at a time on one stream."""
+class Attention:
+    """Plans are made by one thread at a time; any thread may run them, one at a time on one stream.
 
-    _length_names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens")  # the caller's words
+    Attributes:
+        session: the plans.
+        options, values: of the last plan.
+    """
 
-    _causal, _window_left, _logits_soft_cap, _sm_scale = _Value(), _Value(), _Value(), _Value()
-    _rope_scale, _rope_theta, _pos_encoding_mode = _Value(), _Value(), _Value()
+    options: Options
+    values = Values(False, -1, 0.0, None, None, None, "NONE")
+    fixed_requests: int | None = None  # graph mode without capacities: of every batch
 
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
-        kv_layout: str,
-        use_cuda_graph: bool,
-        backend: str,
-        jit_args: Any = None,
-        jit_kwargs: Any = None,
+        kv_layout: str = "NHD",
+        *,
+        is_graph: bool = False,
+        names: Names = PAGED,
+        owner: str = "Attention",
     ) -> None:
-        checks.refuse_given(jit_args=jit_args, jit_kwargs=jit_kwargs)
-        self._kv_layout = checks.layout(kv_layout)
-        self._backend = checks.backend(backend)
+        self.owner = owner  # the caller's word for this object
+        self.kv_layout = checks.layout(kv_layout)
         self.device = device = checks.tensor(float_workspace_buffer, "float_workspace_buffer", PlanError).device
         if device.type not in ("cpu", "cuda"):
             raise PlanError(f"float_workspace_buffer is on {device}: pass one on the CPU or on a CUDA device.")
-        self._planner = Planner(device, bool(use_cuda_graph), self._length_names, float_workspace_buffer)
-        self._device_index = self._planner.device_index
+        self.session = Planner(device, is_graph, names, float_workspace_buffer)
+        self._device_index = self.session.device_index
         self._run_kernels = native.load().fp_run
         builtins = fastcall.builtins()
         self._bind_tensors, self._run_tensors = builtins.bind, builtins.run
         self._raw_stream = torch._C._cuda_getCurrentRawStream if self._device_index >= 0 else None
         self._local = _Local()
-        self._key: OptionsKey | None = None  # options as they were given, compared to skip judging them again
-        self._planned = self._now = _DEFAULTS
-        self._handle = next(_handles)
-        operators.WRAPPERS[self._handle] = self
+        self._configured: Options | None = None
+        self.handle = next(_handles)
+        operators.WRAPPERS[self.handle] = self
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The type of the outputs that runs allocate."""
+        return self.options.out_dtype.torch
 
     @property
     def resolved_backend(self) -> str:
@@ -118,22 +118,59 @@ class PlanRunWrapper(EngineState):
         return self._last_combination().make_plan()
 
     def _last_combination(self) -> Combination:
-        self._require_plan("last_plan")
+        self.require_plan("last_plan")
         bound = getattr(self._local, "bound", None)
-        if bound is not None and bound.generation == self._planner.generation:
+        if bound is not None and bound.generation == self.session.generation:
             return bound.combination
-        return self._planner.active[0]
+        return self.session.active[0]
 
-    def _require_plan(self, name: str) -> None:
-        if not self._planner.is_planned:
-            raise RunError(f"{name}: {type(self).__name__} has no plan: call plan(...) first (again, where it failed).")
+    def require_plan(self, name: str) -> None:
+        """Raises where nothing may run."""
+        if not self.session.is_planned:
+            raise RunError(f"{name}: {self.owner} has no plan: call plan(...) first (again, where it failed).")
 
     # ---------------------------------------------------------------- plan
 
-    def _workspace_size(self, options: Options, given: Lengths) -> tuple[int, int]:
-        q_indptr, kv_indptr, _, kv_lens = to_host(given)
+    def plan(
+        self,
+        lengths: Lengths,
+        pages: Pages,
+        options: Options,
+        values: Values,
+        mask: Mask | None = None,
+        longest: Longest = NO_BOUNDS,
+    ) -> None:
+        """Plans a batch for options that were checked (kernels/options.py); runs take `values` unless they are given
+        others."""
+        session, indices = self.session, pages.indices
+        if options is not self._configured:
+            self._configure(options)
+        self.values = values
+        if pages.tables is not None:
+            indices = session.page_numbers_of(pages.tables, lengths, indices)
+        if session.is_graph:
+            self._check_requests(lengths)
+        session.plan(lengths, indices, pages.non_blocking, longest)
+        if mask is not KEEP_MASK and (mask is not None or session.mask.tensor is not None):
+            session.set_mask(mask, pages.non_blocking)
+        if pages.tables is not None:
+            session.block_tables = pages.tables
+
+    def plan_on_device(self, tables: TableLengths, options: Options, values: Values) -> None:
+        """Plans by a launch on the current stream, from lengths that only the device knows."""
+        if options is not self._configured:
+            self._configure(options)
+        self.values = values
+        self.check_requests(tables.batch)
+        self.session.plan_on_device(tables)
+        if self.session.mask.tensor is not None:
+            self.session.set_mask(None, True)
+
+    def workspace_size(self, lengths: Lengths, options: Options) -> tuple[int, int]:
+        """Bytes of the float and of the int workspace that serve this batch and every smaller one."""
+        q_indptr, kv_indptr, _, kv_lens = to_host(lengths)
+        batch = batch_of(kv_indptr, self.session.batch.names[1])
         assert kv_indptr is not None
-        batch = batch_of(kv_indptr, self._length_names[1])
         total_q = options.uniform_q_len * batch if q_indptr is None else int(q_indptr[-1])
         if kv_lens is None:
             total_kv = int(kv_indptr[-1] - kv_indptr[0]) * max(1, options.page_size)
@@ -141,50 +178,50 @@ class PlanRunWrapper(EngineState):
             total_kv = int(kv_lens.sum())
         return workspace_bounds(options, batch, total_q, total_kv, self.device)
 
-    def _use_options(self, key: OptionsKey, options_of: Callable[..., tuple[Options, Values]]) -> None:
-        """Configures the wrapper, unless the last plan, on the host or on the device, had the same options: `key` are
-        the arguments of `options_of`, as they were given."""
-        if key == self._key:
-            self._now = self._planned
-            return
-        self._key = None
-        self._planner.invalidate()
-        options, values = options_of(*itertools.chain.from_iterable(key))
-        check_scale(values.sm_scale, options.head_dim_qk)
-        check_rope(values.rope_scale, values.rope_theta)
-        self._planner.configure(options)
-        self._planned = self._now = values
-        self._options, self._out_dtype = options, options.out_dtype.torch
-        self._key = key
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Takes other workspaces; plan again before the next run."""
+        self.session.use_float_buffer(float_workspace_buffer)
+        self.session.use_int_buffer(int_workspace_buffer)
 
-    def _take_values(self, **changed: Any) -> None:
-        """`forward` sets the attributes for this run and those that follow, its defaults included, as FlashInfer's
-        does."""
-        if changed.get("pos_encoding_mode") is None:
-            changed["pos_encoding_mode"] = self._pos_encoding_mode
-        changed["window_left"] = check_window(changed["window_left"])
-        changed["logits_soft_cap"] = check_soft_cap(changed["logits_soft_cap"])
-        self._now = self._now._replace(**changed)
+    def _configure(self, options: Options) -> None:
+        self._configured = None
+        self.session.invalidate()
+        if not self.session.active or options != self.session.options:
+            self.session.configure(options)
+        self.options = self._configured = options
 
-    def _values(self, window_left: int | None) -> Values:
-        """Of the next run."""
-        return self._now if window_left is None else self._now._replace(window_left=window_left)
+    def _check_requests(self, lengths: Lengths) -> None:
+        first = 0 if lengths[0] is not None else 1
+        self.check_requests(batch_of(lengths[first], self.session.batch.names[first]))
+
+    def check_requests(self, count: int) -> None:
+        """Graph mode: what was captured serves so many requests."""
+        if self.session.capacity is not None:
+            self.session.capacity.check_batch(count)
+        if self.fixed_requests not in (None, count):
+            raise PlanError(
+                f"the batch has {count} requests but the wrapper's graph buffers fix it at {self.fixed_requests}: pad "
+                "the batch with empty requests, or make a wrapper for this size."
+            )
 
     # ---------------------------------------------------------------- run
 
-    def _run(
+    def run(
         self,
-        values: Values,
         q: torch.Tensor,
         cache: Any,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        return_lse: bool,
-        scales: tuple[Any, Any, Any],
-        sinks: torch.Tensor | None,
-        enable_pdl: bool | None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        values: Values | None = None,
+        scales: tuple[Any, Any, Any] = NO_SCALES,
+        sinks: torch.Tensor | None = None,
+        enable_pdl: bool | None = None,
     ) -> Any:
-        """One layer: straight to C, or through the operator where torch traces or watches."""
+        """One layer: straight to C, or through the operator where torch traces or watches. `values`: None: as planned;
+        `scales`: of q, k and v."""
+        if values is None:
+            values = self.values
         if is_dynamo_compiling() or _len_torch_dispatch_stack():
             return operators.run(
                 self, values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl
@@ -192,7 +229,7 @@ class PlanRunWrapper(EngineState):
         bound = self._local.bound
         if (
             bound is None
-            or bound.generation != self._planner.generation
+            or bound.generation != self.session.generation
             or (values is not bound.values and values != bound.values)
             or (scales is not bound.scales and not bound.has_scales(scales))
             or sinks is not None
@@ -234,7 +271,7 @@ class PlanRunWrapper(EngineState):
         except (AttributeError, ValueError):
             raise not_a_tensor(tensors) from None
         bound = self._local.bound
-        if bound is None or bound.signature != signature or bound.generation != self._planner.generation:
+        if bound is None or bound.signature != signature or bound.generation != self.session.generation:
             bound = self._bind(signature, values, tensors)
         if out is None:
             out = torch.empty(bound.out_shape, dtype=bound.out_dtype, device=self.device)
@@ -256,7 +293,7 @@ class PlanRunWrapper(EngineState):
 
     def _bind(self, signature: Any, values: Values, tensors: Tensors) -> Binding:
         """Judges a run that differs from the last one, and finds or makes its structs."""
-        self._require_plan("run")
+        self.require_plan("run")
         combination = self._judge(values, tensors)
         key = (combination, values, *(geometry(t) for t in flat(tensors)))
         bindings = self._local.bindings
@@ -264,10 +301,10 @@ class PlanRunWrapper(EngineState):
         if bound is None:
             if len(bindings) >= _MOST_BINDINGS:
                 bindings.clear()
-            bound = Binding(self._planner, self._kv_layout, values, combination, tensors)
+            bound = Binding(self.session, self.kv_layout, values, combination, tensors)
             bindings[key] = bound
-        if bound.generation != self._planner.generation:
-            bound.refresh(self._planner)
+        if bound.generation != self.session.generation:
+            bound.refresh(self.session)
         bound.signature = signature
         bound.lse_shape = lse_shape = tensors.q.shape[:-1]
         bound.out_shape = (*lse_shape, bound.head_dim_vo)
@@ -276,17 +313,17 @@ class PlanRunWrapper(EngineState):
 
     def _judge(self, values: Values, tensors: Tensors) -> Combination:
         """Shapes, dtypes and devices of a run against the plan; the combination of options that it needs."""
-        planner, options = self._planner, self._options
+        session, options = self.session, self.options
         q = check_run_tensors(tensors, options, self.device)
-        num_kv_heads = check_cache(tensors.cache, options, self._kv_layout, planner.indices.max_page, planner.kv_end)
+        num_kv_heads = check_cache(tensors.cache, options, self.kv_layout, session.indices.max_page, session.kv_end)
         heads = check_run_heads(q.shape[1], num_kv_heads, options)
-        rows = planner.total_q
-        if q.shape[0] != rows and not (planner.is_graph and q.shape[0] > rows):
+        rows = session.total_q
+        if q.shape[0] != rows and not (session.is_graph and q.shape[0] > rows):
             raise RunError(f"q has {q.shape[0]} rows but the plan is for {rows}: plan again for this batch.")
         for name, found, shape, dtype in (
-            ("out", tensors.out, (*q.shape[:2], options.head_dim_vo), self._out_dtype),
+            ("out", tensors.out, (*q.shape[:2], options.head_dim_vo), self.out_dtype),
             ("lse", tensors.lse, tuple(q.shape[:2]), torch.float32),
         ):
             if found is not None:
                 check_output(found, name, shape, dtype, self.device)
-        return planner.find(Variation.of(values, *heads))
+        return session.find(Variation.of(values, *heads))

@@ -9,8 +9,12 @@ import torch
 
 from ..base import checks
 from ..base.errors import PlanError, RunError
-from ..plan.lengths import all_to_host, batch_of
-from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from ..kernels.options import check_soft_cap
+from ..plan.lengths import Lengths, Names, all_to_host, batch_of
+from ..plan.page_indices import Mask, Pages
+from ..run.checks import NO_SCALES
+from .base import Attention
+from .plan_arguments import Checked, PrefillArguments
 
 
 class BlockSparseAttentionWrapper:
@@ -23,11 +27,14 @@ class BlockSparseAttentionWrapper:
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD", backend=backend)
+        checks.backend(backend)
+        names = Names("qo_indptr", "indptr", "last_page_len", "seq_lens", "indices")
+        self._attention = Attention(float_workspace_buffer, "NHD", names=names, owner=type(self).__name__)
+        self._checked = Checked()
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Takes other workspaces; plan again before the next run."""
-        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        self._attention.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self,
@@ -69,7 +76,7 @@ class BlockSparseAttentionWrapper:
             o_data_type: of the output, "float16" unless told, whatever q's.
             The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
-        self._wrapper._planner.invalidate()
+        self._attention.session.invalidate()
         checks.refuse_given(block_mask=block_mask)
         M, N = checks.whole("M", M, 0), checks.whole("N", N, 0)
         R, C = checks.whole("R", R, 1), checks.whole("C", C, 1)
@@ -85,11 +92,14 @@ class BlockSparseAttentionWrapper:
         (indptr,) = all_to_host([indptr])
         if mask is not None:
             mask = _flattened(mask, indptr, qo_indptr, R, C)  # type: ignore[arg-type]
-        plan: Any = self._wrapper.plan
-        plan(
-            *(qo_indptr, indptr, indices, None, num_qo_heads, num_kv_heads, head_dim, C),
-            custom_mask=mask,
-            packed_custom_mask=packed_mask,
+        custom_mask = Mask.of(mask, packed_mask)
+        arguments = PrefillArguments(
+            "paged",
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            C,
+            has_mask=custom_mask is not None,
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             use_fp16_qk_reduction=use_fp16_qk_reduction,
@@ -100,13 +110,13 @@ class BlockSparseAttentionWrapper:
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
             o_data_type=o_data_type,
-            non_blocking=non_blocking,
         )
-        if self._wrapper._planner.indices.max_page * C >= max(N, 1):
-            self._wrapper._planner.invalidate()
-            raise PlanError(
-                f"indices reach block {self._wrapper._planner.indices.max_page} but N={N} tokens are {N // C} blocks."
-            )
+        pages = Pages(indices, non_blocking=non_blocking)
+        self._attention.plan(Lengths(qo_indptr, indptr), pages, *self._checked.of(arguments), custom_mask)
+        self._values = self._attention.values
+        if (last := self._attention.session.indices.max_page) * C >= max(N, 1):
+            self._attention.session.invalidate()
+            raise PlanError(f"indices reach block {last} but N={N} tokens are {N // C} blocks.")
         self.M, self.N, self.R, self.C = M, N, R, C
 
     begin_forward = plan
@@ -134,16 +144,15 @@ class BlockSparseAttentionWrapper:
             lse: [M, num_qo_heads] fp32, base 2, written in place. A row that sees nothing has out = 0, lse = -inf.
             return_lse: also return lse.
         """
-        self._wrapper._require_plan("run")
+        self._attention.require_plan("run")
         pages = []
         for name, tensor in (("k", k), ("v", v)):
             if checks.tensor(tensor, name, RunError).dim() != 3 or tensor.shape[0] != self.N:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [N={self.N}, num_kv_heads, head_dim].")
             pages.append(tensor.unflatten(0, (self.N // self.C, self.C)))
-        scales = {"q_scale": scale_q, "k_scale": scale_k, "v_scale": scale_v}
-        return self._wrapper.run(
-            q, tuple(pages), out=out, lse=lse, return_lse=return_lse, enable_pdl=enable_pdl, **scales
-        )
+        scales = NO_SCALES if scale_q is scale_k is scale_v is None else (scale_q, scale_k, scale_v)
+        cache = tuple(pages)
+        return self._attention.run(q, cache, out, lse, return_lse, self._values, scales, enable_pdl=enable_pdl)
 
     def forward(
         self,
@@ -162,10 +171,11 @@ class BlockSparseAttentionWrapper:
     ) -> Any:
         """`run` with options in place of the planned ones, defaults included."""
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
-        self._wrapper._take_values(
+        self._attention.require_plan("forward")
+        self._values = self._values._replace(
             pos_encoding_mode=pos_encoding_mode,
             window_left=-1,
-            logits_soft_cap=logits_soft_cap,
+            logits_soft_cap=check_soft_cap(logits_soft_cap),
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..base import checks
 from ..base.errors import RunError
 from . import operators
+
+if TYPE_CHECKING:
+    from ..kernels.options import Values
+    from .base import Attention
 
 __all__ = ["merge_parts", "merge_state", "merge_state_in_place", "merge_states", "part_of"]
 
@@ -76,9 +80,9 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     return operators.call("merge_states", v, s)
 
 
-def part_of(wrapper: Any, *tensors: Any) -> Part:
-    """What `wrapper.run(*tensors)` attends to."""
-    return lambda out, lse: wrapper.run(*tensors, out=out, lse=lse)
+def part_of(attention: Attention, q: torch.Tensor, cache: Any, values: Values | None = None) -> Part:
+    """What a run of it attends to."""
+    return lambda out, lse: attention.run(q, cache, out, lse, values=values)
 
 
 def merge_parts(parts: Sequence[Part], out: torch.Tensor, lse: torch.Tensor | None) -> None:

@@ -7,20 +7,21 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..base.errors import PlanError, RunError
-from ..kernels.options import check_heads
-from ..plan.lengths import all_to_host, batch_of
-from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from ..base.errors import PlanError
+from ..plan.lengths import Lengths, Names
+from ..plan.page_indices import Pages
+from ..run.checks import NO_SCALES
+from .base import Attention
+from .plan_arguments import Checked, PrefillArguments
 
 _WORKSPACE_BYTES = 128 << 20
-_FEW_ROWS = 64  # packed rows of a request and KV head that a decode kernel takes
 
 
 class BatchAttention:
     """Attention of a batch whose requests have any number of rows.
 
-    A batch in which requests of few rows stand before or behind those of many is run as two plans over its own parts
-    of q and out, since they want other tiles; any other batch is one plan.
+    Requests of few rows and requests of many are planned for a kernel each where that is faster, and run at the same
+    time (plan/mixed_batch.py).
 
     Args:
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
@@ -34,18 +35,19 @@ class BatchAttention:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._wrappers = [BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout) for _ in range(2)]
-        self._parts: list[tuple[BatchPrefillWithPagedKVCacheWrapper, int]] = []  # of the plan, and where its rows end
+        names = Names("qo_indptr", "kv_indptr", "last_page_len", "kv_len_arr", "kv_indices")
+        self._attention = Attention(workspace, kv_layout, names=names, owner=type(self).__name__)
+        self._checked = Checked()
 
     @property
     def float_workspace_buffer(self) -> torch.Tensor:
         """Memory for partial results."""
-        return self._wrappers[0]._float_workspace_buffer
+        return self._attention.session.workspaces.float_buffer
 
     @property
     def int_workspace_buffer(self) -> torch.Tensor:
         """Memory for the plan."""
-        return self._wrappers[0]._int_workspace_buffer
+        return self._attention.session.workspaces.int_buffer
 
     def plan(
         self,
@@ -74,30 +76,22 @@ class BatchAttention:
             The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         checks.refuse_given(use_profiler=use_profiler)
-        self._parts = []
-        num_qo_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
-        batch = batch_of(qo_indptr, "qo_indptr")
-        checks.tensor(kv_indptr, "kv_indptr", PlanError)
-        checks.tensor(kv_len_arr, "kv_len_arr", PlanError)
-        qo_indptr, kv_indptr, kv_len_arr = all_to_host([qo_indptr, kv_indptr, kv_len_arr])  # type: ignore[assignment]
-        ends = [batch]
-        if kv_indptr.shape == qo_indptr.shape and kv_len_arr.shape == (batch,):  # else the planner tells
-            ends = _ends(qo_indptr, num_qo_heads // num_kv_heads)
-        begin = 0
-        for wrapper, end in zip(self._wrappers, ends, strict=False):
-            plan: Any = wrapper.plan
-            plan(
-                *(qo_indptr[begin : end + 1], kv_indptr[begin : end + 1], kv_indices, None),
-                *(num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo),
-                causal=causal,
-                sm_scale=sm_scale,
-                logits_soft_cap=logits_soft_cap,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-                seq_lens=kv_len_arr[begin:end],
-            )
-            begin = end
-        self._parts = [(wrapper, wrapper._planner.total_q) for wrapper, _ in zip(self._wrappers, ends, strict=False)]
+        arguments = PrefillArguments(
+            "paged",
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            page_size,
+            head_dim_vo,
+            causal=causal,
+            sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )
+        self._attention.session.invalidate()
+        lengths = Lengths(qo_indptr, kv_indptr, None, kv_len_arr)
+        self._attention.plan(lengths, Pages(kv_indices), *self._checked.of(arguments))
 
     def run(
         self,
@@ -124,31 +118,10 @@ class BatchAttention:
         Returns:
             out and lse.
         """
-        checks.refuse_given(profiler_buffer=profiler_buffer)
-        if not self._parts:
-            raise RunError("run: BatchAttention has no plan: call plan(...) first.")
-        rows = checks.tensor(q, "q", RunError).shape[0]
-        if rows != self._parts[-1][1]:
-            raise RunError(f"q has {rows} rows but the plan is for {self._parts[-1][1]}: plan again for this batch.")
-        if out is None:
-            options = self._parts[0][0]._options
-            out = torch.empty((*q.shape[:2], options.head_dim_vo), dtype=options.out_dtype.torch, device=q.device)
-        if lse is None:
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        scales = {"k_scale": k_scale, "v_scale": v_scale, "kv_cache_sf": kv_cache_sf}
-        for wrapper, end in self._parts:
-            planned = wrapper._logits_soft_cap
-            if logits_soft_cap:
-                wrapper._logits_soft_cap = checks.real("logits_soft_cap", logits_soft_cap)
-            try:
-                wrapper.run(q[:end], kv_cache, out=out[:end], lse=lse[:end], **scales)
-            finally:
-                wrapper._logits_soft_cap = planned
-        return out, lse
-
-
-def _ends(qo_indptr: torch.Tensor, group: int) -> list[int]:
-    """Where the parts of a batch end: two where its requests of few rows stand on one side, else one."""
-    is_few = qo_indptr.diff() * group <= _FEW_ROWS
-    changes = (is_few[1:] != is_few[:-1]).nonzero().flatten().tolist()
-    return [changes[0] + 1, len(is_few)] if len(changes) == 1 else [len(is_few)]
+        checks.refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
+        values = self._attention.values
+        if logits_soft_cap:
+            values = values._replace(logits_soft_cap=checks.real("logits_soft_cap", logits_soft_cap))
+        scales = NO_SCALES if k_scale is v_scale is None else (None, k_scale, v_scale)
+        found: tuple[torch.Tensor, torch.Tensor] = self._attention.run(q, kv_cache, out, lse, True, values, scales)
+        return found

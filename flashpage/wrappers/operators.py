@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -32,24 +33,16 @@ _ELEMENT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc
 
 
 class Runnable(Protocol):
-    """The part of a wrapper (base.py) that an operator uses."""
+    """The part of an Attention (base.py) that an operator uses."""
 
-    _handle: int
-    _options: Options
-    _out_dtype: torch.dtype
+    handle: int
+    options: Options
 
-    def _run(
-        self,
-        values: Values,
-        q: torch.Tensor,
-        cache: Any,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        return_lse: bool,
-        scales: tuple[Any, Any, Any],
-        sinks: torch.Tensor | None,
-        enable_pdl: bool | None,
-    ) -> Any: ...
+    @property
+    def out_dtype(self) -> torch.dtype: ...
+
+    @property
+    def run(self) -> Callable[..., Any]: ...
 
 
 WRAPPERS: weakref.WeakValueDictionary[int, Runnable] = weakref.WeakValueDictionary()  # by handle
@@ -79,16 +72,14 @@ def run(
     """A wrapper's run as an operator; outputs are allocated here, so that the graph knows their shapes."""
     q, cache, out, lse = tensors
     if out is None:
-        out = q.new_empty((q.shape[0], q.shape[1], wrapper._options.head_dim_vo), dtype=wrapper._out_dtype)
+        out = q.new_empty((q.shape[0], q.shape[1], wrapper.options.head_dim_vo), dtype=wrapper.out_dtype)
     if return_lse and lse is None:
         lse = q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
     numbers = [None if isinstance(s, torch.Tensor) else s for s in scales]
     arrays = [s if isinstance(s, torch.Tensor) else None for s in scales]
-    operator = (
-        torch.ops.flashpage.run_paged if wrapper._options.kv_source == "paged" else torch.ops.flashpage.run_ragged
-    )
+    operator = torch.ops.flashpage.run_paged if wrapper.options.kv_source == "paged" else torch.ops.flashpage.run_ragged
     parts = list(cache) if isinstance(cache, tuple) else [cache]
-    operator(wrapper._handle, q, parts, out, lse, *values, *numbers, *arrays, sinks, enable_pdl)
+    operator(wrapper.handle, q, parts, out, lse, *values, *numbers, *arrays, sinks, enable_pdl)
     return (out, lse) if return_lse else out
 
 
@@ -126,7 +117,7 @@ def _run(
         k_scale if k_scales is None else k_scales,
         v_scale if v_scales is None else v_scales,
     )
-    wrapper._run(values, q, parts, out, lse, False, scales, sinks, enable_pdl)
+    wrapper.run(q, parts, out, lse, False, values, scales, sinks, enable_pdl)
 
 
 # ---------------------------------------------------------------- merging

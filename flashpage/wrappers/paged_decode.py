@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -10,16 +11,18 @@ import torch
 from ..base import checks
 from ..base.errors import RunError
 from ..plan.capacity import Capacity
-from ..plan.lengths import Lengths, batch_of
+from ..plan.device_lengths import TableLengths
+from ..plan.lengths import Lengths
+from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES
-from .base import PlanRunWrapper
+from .adapter import Adapter
+from .base import DECODE
 from .engine_access.attributes import PagedState, Written
 from .engine_access.cached_module import DecodePlanModule, PlanModule
-from .plan_arguments import decode_options, named_options
-from .plan_on_device import DecodeOnDevice
+from .plan_arguments import DecodeArguments, named_options, sizes_signature
 
 
-class BatchDecodeWithPagedKVCacheWrapper(DecodeOnDevice, PagedState, PlanRunWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
     """Attention of a batch of decode steps: `plan` once a step, `run` once a layer.
 
     Args:
@@ -37,7 +40,7 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeOnDevice, PagedState, PlanRunWrap
         max_rows: the most rows of q; 0: max_batch * q_len_per_req.
     """
 
-    _length_names = ("qo_indptr", "indptr", "last_page_len", "seq_lens")
+    _length_names = DECODE
     _q_len_per_req = Written(lambda state: state._planner.options.uniform_q_len)
 
     def __init__(
@@ -135,81 +138,92 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeOnDevice, PagedState, PlanRunWrap
             variant: a flashpage.Variant.
         """
         if deprecated_positional_args:
-            named = named_options(deprecated_positional_args)
-            keywords = dict(  # noqa: C408
-                pos_encoding_mode=pos_encoding_mode,
-                window_left=window_left,
-                window_right=window_right,
-                logits_soft_cap=logits_soft_cap,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-                o_data_type=o_data_type,
-                data_type=data_type,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                non_blocking=non_blocking,
-                block_tables=block_tables,
-                seq_lens=seq_lens,
-                fixed_split_size=fixed_split_size,
-                disable_split_kv=disable_split_kv,
-                q_len_per_req=q_len_per_req,
-                variant=variant,
-            )
-            heads = (num_qo_heads, num_kv_heads, head_dim, page_size)
-            self.plan(indptr, indices, last_page_len, *heads, **(keywords | named))
+            given = {name: value for name, value in locals().items() if name in _PLAN_NAMES}
+            self.plan(**(given | named_options(deprecated_positional_args)))
             return
-        key = (
-            (num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, window_right),
-            (logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta),
-            (fixed_split_size, disable_split_kv, q_len_per_req, variant),
+        arguments = DecodeArguments(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            pos_encoding_mode,
+            window_left,
+            window_right,
+            logits_soft_cap,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
+            data_type,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+            fixed_split_size,
+            disable_split_kv,
+            q_len_per_req,
+            variant,
         )
-        self._use_options(key, decode_options)
-        if block_tables is not None:
-            indices = self._planner.indices.from_tables(block_tables, indptr, indices, "indices")
-        planner = self._planner
-        if planner.is_graph:
-            self._check_graph_batch(batch_of(indptr, "indptr"))
-        planner.plan((None, indptr, last_page_len, seq_lens), indices, non_blocking)
-        if block_tables is not None:
-            self._planner.block_tables = block_tables
+        if arguments != self._arguments:
+            self._check(arguments)
+        self._now = self._planned
+        lengths, pages = Lengths(None, indptr, last_page_len, seq_lens), Pages(indices, block_tables, non_blocking)
+        self._attention.plan(lengths, pages, self._options, self._now)
 
     begin_forward = plan
 
-    def workspace_size(
+    def workspace_size(self, *lengths_and_heads: Any, **options: Any) -> tuple[int, int]:
+        """Bytes of the float and of the int workspace that serve this batch and every smaller one; arguments as `plan`
+        has them, but window_right and non_blocking."""
+        bound = _SIZE.bind(self, *lengths_and_heads, **options)
+        bound.apply_defaults()
+        given = bound.arguments
+        arguments = DecodeArguments(**{name: given[name] for name in DecodeArguments._fields if name in given})
+        lengths = Lengths(None, given["indptr"], given["last_page_len"], given["seq_lens"])
+        return self._attention.workspace_size(lengths, arguments.checked()[0])
+
+    def plan_on_device(
         self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        data_type: Any = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        block_tables: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
         *,
-        variant: Any = None,
-    ) -> tuple[int, int]:
-        """Bytes of the float and of the int workspace that serve this batch and every smaller one."""
-        options, _ = decode_options(
-            *(num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, 0, logits_soft_cap),
-            *(q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta),
-            *(fixed_split_size, disable_split_kv, q_len_per_req, variant),
+        table_rows: torch.Tensor | None = None,
+        num_requests: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        """Plans by one small kernel on the current stream: nothing is copied, the host neither waits nor knows the
+        lengths. Captured in a graph, in front of the runs, it plans anew at every replay, from what the tensors hold
+        then; call it once before the capture. The plan is the one that `plan` makes of the same lengths.
+
+        Args:
+            seq_lens: [batch] int32 or int64 on the device, tokens of each request.
+            block_tables: [batch, pages] int32 on the device, read in place: page numbers of each request, as many as
+                its tokens need; what follows is not looked at.
+            table_rows: [batch] int32 or int64 on the device, the row of `block_tables` that each request has (a pool's
+                table of all requests is read in place); None: 0, 1, 2, ...
+            num_requests: [1] int32 on the device: how many of the batch's requests there are; nothing is planned and no
+                row is written for those after them. None: all.
+            options: the options of `plan`, by keyword.
+
+        On a card lengths are taken to lie within 0 and what a row of `block_tables` holds; on the CPU they are checked.
+        """
+        arguments = DecodeArguments(num_qo_heads, num_kv_heads, head_dim, page_size, **options)
+        if arguments != self._arguments:
+            self._check(arguments)
+        self._now = self._planned
+        tables = TableLengths(
+            self.device,
+            seq_lens,
+            block_tables,
+            q_indptr=None,
+            table_rows=table_rows,
+            num_requests=num_requests,
+            max_rows=0,
+            options=self._options,
         )
-        return self._workspace_size(options, Lengths(None, indptr, last_page_len, seq_lens))
+        self._attention.plan_on_device(tables, self._options, self._now)
 
     def run(
         self,
@@ -253,12 +267,12 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeOnDevice, PagedState, PlanRunWrap
             self._check_q_len(q_len_per_req)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
-        return self._run(values, q, paged_kv_cache, out, lse, return_lse, scales, sinks, enable_pdl)
+        return self._attention.run(q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
     def _check_q_len(self, q_len_per_req: int | None) -> None:
-        self._require_plan("run")
+        self._attention.require_plan("run")
         if q_len_per_req is not None and q_len_per_req != self._options.uniform_q_len:
             raise RunError(
                 f"q_len_per_req={q_len_per_req} but the plan is for {self._options.uniform_q_len}: give it to plan."
@@ -292,8 +306,11 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeOnDevice, PagedState, PlanRunWrap
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
-    def end_forward(self) -> None:
-        """Nothing: plans need no end."""
+
+_PLAN = inspect.signature(BatchDecodeWithPagedKVCacheWrapper.plan)
+_PLAN_NAMES = set(_PLAN.parameters) - {"self", "deprecated_positional_args"}
+_SIZE = sizes_signature(_PLAN)
+BatchDecodeWithPagedKVCacheWrapper.workspace_size.__signature__ = _SIZE  # type: ignore[attr-defined]
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -349,21 +366,7 @@ def fast_decode_plan(
     """
     if q_data_type is None:
         q_data_type = "float16" if data_type is None else data_type
-    type(self).plan(
-        self,
-        *(indptr if global_override_indptr_cpu is None else global_override_indptr_cpu, indices, last_page_len),
-        *(num_qo_heads, num_kv_heads, head_dim, page_size),
-        pos_encoding_mode=pos_encoding_mode,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        q_data_type=q_data_type,
-        kv_data_type=kv_data_type,
-        data_type=data_type,
-        sm_scale=sm_scale,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        non_blocking=non_blocking,
-        fixed_split_size=fixed_split_size,
-        disable_split_kv=disable_split_kv,
-        q_len_per_req=q_len_per_req,
-    )
+    given = {name: value for name, value in locals().items() if name in _PLAN_NAMES}
+    if global_override_indptr_cpu is not None:
+        given["indptr"] = global_override_indptr_cpu
+    type(self).plan(self, **given)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
 
 from ..base import checks
-from ..base.errors import RunError
+from ..base.errors import PlanError, RunError
+from ..plan.batch import Longest
 from ..plan.capacity import Capacity
+from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths
+from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
-from .plan_arguments import paged_options
-from .plan_on_device import PrefillOnDevice
+from .plan_arguments import PrefillArguments
 from .prefill_base import PrefillWrapper, only_items
 
 
-class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
     """Attention of a batch of prefills or appends over a paged KV cache: `plan` once a step, `run` once a layer.
 
     Args:
@@ -146,10 +149,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
             disable_split_kv: no request is cut.
             variant: a flashpage.Variant.
         """
-        if not (seq_lens_q is None and block_tables is None):
+        if seq_lens_q is not None:
             checks.refuse_given(seq_lens_q=seq_lens_q)
-            names = (paged_kv_indptr, paged_kv_indices, "paged_kv_indices")
-            paged_kv_indices = self._planner.indices.from_tables(block_tables, *names)
+        mask = None
         if not (
             custom_mask is None
             and packed_custom_mask is None
@@ -159,70 +161,105 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
             and not token_pos_in_items_len
         ):
             items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-            if (mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
-                variant, causal = only_items(mask, variant), True
-        has_mask = custom_mask is not None or packed_custom_mask is not None
-        key = (
-            (num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, has_mask, causal, pos_encoding_mode),
-            (use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
-            (kv_data_type, o_data_type, fixed_split_size, disable_split_kv, variant),
+            if (item_mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
+                variant, causal = only_items(item_mask, variant), True
+            mask = Mask.of(custom_mask, packed_custom_mask)
+        arguments = PrefillArguments(
+            "paged",
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            page_size,
+            head_dim_vo,
+            mask is not None,
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            sm_scale,
+            window_left,
+            logits_soft_cap,
+            rope_scale,
+            rope_theta,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
+            fixed_split_size,
+            disable_split_kv,
+            variant,
         )
-        self._use_options(key, paged_options)
-        lengths = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
-        longest = (max_token_per_sequence, max_sequence_kv)
-        self._plan_prefill(lengths, paged_kv_indices, (custom_mask, packed_custom_mask), non_blocking, longest)
-        if block_tables is not None:
-            self._planner.block_tables = block_tables
+        lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
+        pages = Pages(paged_kv_indices, block_tables, non_blocking)
+        self._plan(arguments, lengths, pages, mask, Longest(max_token_per_sequence, max_sequence_kv))
 
     begin_forward = plan
 
-    def workspace_size(
+    def workspace_size(self, *lengths_and_heads: Any, **options: Any) -> tuple[int, int]:
+        """Bytes of the float and of the int workspace that serve this batch and every smaller one; arguments as `plan`
+        has them."""
+        bound = _PLAN.bind(self, *lengths_and_heads, **options)
+        bound.apply_defaults()
+        given = bound.arguments | {"kv_source": "paged"}
+        given["has_mask"] = given["custom_mask"] is not None or given["packed_custom_mask"] is not None
+        arguments = PrefillArguments(*(given[name] for name in PrefillArguments._fields))
+        names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens")
+        return self._attention.workspace_size(Lengths(*(given[name] for name in names)), arguments.checked()[0])
+
+    def plan_on_device(
         self,
         qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim_qk: int,
         page_size: int,
-        head_dim_vo: int | None = None,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        seq_lens_q: torch.Tensor | None = None,
-        block_tables: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
         *,
-        variant: Any = None,
-    ) -> tuple[int, int]:
-        """Bytes of the float and of the int workspace that serve this batch and every smaller one."""
-        has_mask = custom_mask is not None or packed_custom_mask is not None
-        options, _ = paged_options(
-            *(num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, has_mask, causal, pos_encoding_mode),
-            *(use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
-            *(kv_data_type, o_data_type, fixed_split_size, disable_split_kv, variant),
+        max_rows: int | None = None,
+        table_rows: torch.Tensor | None = None,
+        num_requests: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        """Plans by one small kernel on the current stream: nothing is copied, the host neither waits nor knows the
+        lengths. Captured in a graph, in front of the runs, it plans anew at every replay, from what the tensors hold
+        then; call it once before the capture. The plan is the one that `plan` makes of the same lengths, but of a
+        mixed batch there is one, not two.
+
+        Args:
+            qo_indptr: [batch + 1] int32 on the device, where each request's rows begin in q.
+            seq_lens: [batch] int32 or int64 on the device, tokens of each request, with the appended ones.
+            block_tables: [batch, pages] int32 on the device, read in place: page numbers of each request, as many as
+                its tokens need; what follows is not looked at.
+            max_rows: rows of the q that runs are given; those that belong to no request are left alone. None: the
+                constructor's.
+            table_rows: [batch] int32 or int64 on the device, the row of `block_tables` that each request has (a pool's
+                table of all requests is read in place); None: 0, 1, 2, ...
+            num_requests: [1] int32 on the device: how many of the batch's requests there are; nothing is planned and no
+                row is written for those after them. None: all.
+            options: the options of `plan`, by keyword.
+
+        On a card lengths are taken to lie within 0 and what a row of `block_tables` holds, rows within 0 and
+        `max_rows`; on the CPU they are checked.
+        """
+        if max_rows is None:
+            if self._planner.capacity is None:
+                raise PlanError("max_rows=None: pass the rows of q, which qo_indptr keeps on the device.")
+            max_rows = self._planner.capacity.rows
+        heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
+        arguments = PrefillArguments("paged", *heads, **options)
+        if arguments != self._arguments:
+            self._check(arguments)
+        self._now = self._planned
+        tables = TableLengths(
+            self.device,
+            seq_lens,
+            block_tables,
+            q_indptr=checks.tensor(qo_indptr, "qo_indptr", PlanError),
+            table_rows=table_rows,
+            num_requests=num_requests,
+            max_rows=checks.whole("max_rows", max_rows, 0),
+            options=self._options,
         )
-        lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
-        return self._workspace_size(options, lengths)
+        self._attention.plan_on_device(tables, self._options, self._now)
 
     def run(
         self,
@@ -268,7 +305,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
         )
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
-        return self._run(values, q, paged_kv_cache, out, lse, return_lse, scales, sinks, enable_pdl)
+        return self._attention.run(q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -302,3 +339,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillOnDevice, PagedState, PrefillWr
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
+
+_PLAN = inspect.signature(BatchPrefillWithPagedKVCacheWrapper.plan)

@@ -1,16 +1,16 @@
-"""Arguments of plan that are not lengths, of the decode and of the prefill wrappers, as options and values."""
+"""Arguments of plan that are not lengths, a list for each signature, and the options that they stand for."""
 
 from __future__ import annotations
 
-import functools
+import inspect
 import warnings
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from ..base import checks
 from ..base.errors import PlanError
-from ..kernels.options import Options, Values, check_options, check_soft_cap, check_window
+from ..kernels.options import Options, Values, check_options, check_rope, check_scale, check_soft_cap, check_window
 
-# What FlashInfer once took by position behind page_size, in this order.
+# What FlashInfer once took by position after page_size, in this order.
 _DEPRECATED_POSITIONS = (
     *("pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type"),
     *("sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size"),
@@ -18,114 +18,148 @@ _DEPRECATED_POSITIONS = (
 )
 
 
-def decode_options(
-    num_qo_heads: Any,
-    num_kv_heads: Any,
-    head_dim: Any,
-    page_size: Any,
-    pos_encoding_mode: str,
-    window_left: Any,
-    window_right: Any,
-    logits_soft_cap: Any,
-    q_data_type: Any,
-    kv_data_type: Any,
-    o_data_type: Any,
-    data_type: Any,
-    sm_scale: Any,
-    rope_scale: Any,
-    rope_theta: Any,
-    fixed_split_size: Any,
-    disable_split_kv: bool,
-    q_len_per_req: Any,
-    variant: Any,
-) -> tuple[Options, Values]:
-    """Of plan's arguments, in the order of its key."""
-    checks.refuse_given(window_right=window_right)
-    q_len_per_req = checks.whole("q_len_per_req", q_len_per_req, 1)
-    if q_data_type is None:
-        q_data_type = "float16" if data_type is None else data_type
-    options = check_options(
-        kv_source="paged",
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim_qk=checks.whole("head_dim", head_dim, 1),
-        head_dim_vo=None,
-        page_size=page_size,
-        q_data_type=q_data_type,
-        kv_data_type=data_type if kv_data_type is None else kv_data_type,
-        o_data_type=o_data_type,
-        causal=q_len_per_req > 1,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        pos_encoding_mode=pos_encoding_mode,
-        has_mask=False,
-        variant=variant,
-        fixed_split_size=fixed_split_size,
-        disable_split_kv=disable_split_kv,
-        uniform_q_len=q_len_per_req,
-    )
-    cap, window = check_soft_cap(logits_soft_cap), check_window(window_left)
-    return options, Values(options.causal, window, cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
+class DecodeArguments(NamedTuple):
+    """Those of a decode wrapper."""
+
+    num_qo_heads: Any
+    num_kv_heads: Any
+    head_dim: Any
+    page_size: Any
+    pos_encoding_mode: str = "NONE"
+    window_left: Any = -1
+    window_right: Any = 0
+    logits_soft_cap: Any = None
+    q_data_type: Any = "float16"
+    kv_data_type: Any = None
+    o_data_type: Any = None
+    data_type: Any = None
+    sm_scale: Any = None
+    rope_scale: Any = None
+    rope_theta: Any = None
+    fixed_split_size: Any = None
+    disable_split_kv: bool = False
+    q_len_per_req: Any = 1
+    variant: Any = None
+
+    def checked(self) -> tuple[Options, Values]:
+        """The options, and what runs take unless they are given others."""
+        checks.refuse_given(window_right=self.window_right)
+        rows = checks.whole("q_len_per_req", self.q_len_per_req, 1)
+        q_data_type = self.q_data_type
+        if q_data_type is None:
+            q_data_type = "float16" if self.data_type is None else self.data_type
+        options = check_options(
+            kv_source="paged",
+            num_qo_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim_qk=checks.whole("head_dim", self.head_dim, 1),
+            head_dim_vo=None,
+            page_size=self.page_size,
+            q_data_type=q_data_type,
+            kv_data_type=self.data_type if self.kv_data_type is None else self.kv_data_type,
+            o_data_type=self.o_data_type,
+            causal=rows > 1,
+            window_left=self.window_left,
+            logits_soft_cap=self.logits_soft_cap,
+            pos_encoding_mode=self.pos_encoding_mode,
+            has_mask=False,
+            variant=self.variant,
+            fixed_split_size=self.fixed_split_size,
+            disable_split_kv=self.disable_split_kv,
+            uniform_q_len=rows,
+        )
+        return options, _values(self, options, options.causal)
 
 
-def prefill_options(
-    kv_source: str,
-    num_qo_heads: Any,
-    num_kv_heads: Any,
-    head_dim_qk: Any,
-    page_size: Any,
-    head_dim_vo: Any,
-    has_mask: bool,
-    causal: bool,
-    pos_encoding_mode: str,
-    use_fp16_qk_reduction: bool,
-    sm_scale: Any,
-    window_left: Any,
-    logits_soft_cap: Any,
-    rope_scale: Any,
-    rope_theta: Any,
-    q_data_type: Any,
-    kv_data_type: Any,
-    o_data_type: Any,
-    fixed_split_size: Any,
-    disable_split_kv: bool,
-    variant: Any,
-) -> tuple[Options, Values]:
-    """Of plan's arguments, in the order of its key."""
-    checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
-    options = check_options(
-        kv_source=kv_source,
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim_qk=head_dim_qk,
-        head_dim_vo=head_dim_vo,
-        page_size=page_size,
-        q_data_type=q_data_type,
-        kv_data_type=kv_data_type,
-        o_data_type=o_data_type,
-        causal=causal,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        pos_encoding_mode=pos_encoding_mode,
-        has_mask=has_mask,
-        variant=variant,
-        fixed_split_size=fixed_split_size,
-        disable_split_kv=disable_split_kv,
-    )
-    cap, window = check_soft_cap(logits_soft_cap), check_window(window_left)
-    return options, Values(bool(causal), window, cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
+class PrefillArguments(NamedTuple):
+    """Those of the paged and the ragged prefill wrapper."""
+
+    kv_source: str
+    num_qo_heads: Any
+    num_kv_heads: Any
+    head_dim_qk: Any
+    page_size: Any = 0
+    head_dim_vo: Any = None
+    has_mask: bool = False
+    causal: bool = False
+    pos_encoding_mode: str = "NONE"
+    use_fp16_qk_reduction: bool = False
+    sm_scale: Any = None
+    window_left: Any = -1
+    logits_soft_cap: Any = None
+    rope_scale: Any = None
+    rope_theta: Any = None
+    q_data_type: Any = "float16"
+    kv_data_type: Any = None
+    o_data_type: Any = None
+    fixed_split_size: Any = None
+    disable_split_kv: bool = False
+    variant: Any = None
+
+    def checked(self) -> tuple[Options, Values]:
+        """The options, and what runs take unless they are given others."""
+        checks.refuse_given(use_fp16_qk_reduction=self.use_fp16_qk_reduction)
+        options = check_options(
+            kv_source=self.kv_source,
+            num_qo_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim_qk=self.head_dim_qk,
+            head_dim_vo=self.head_dim_vo,
+            page_size=self.page_size,
+            q_data_type=self.q_data_type,
+            kv_data_type=self.kv_data_type,
+            o_data_type=self.o_data_type,
+            causal=self.causal,
+            window_left=self.window_left,
+            logits_soft_cap=self.logits_soft_cap,
+            pos_encoding_mode=self.pos_encoding_mode,
+            has_mask=self.has_mask,
+            variant=self.variant,
+            fixed_split_size=self.fixed_split_size,
+            disable_split_kv=self.disable_split_kv,
+        )
+        return options, _values(self, options, bool(self.causal))
 
 
-paged_options = functools.partial(prefill_options, "paged")
-ragged_options = functools.partial(prefill_options, "ragged")
+Arguments: TypeAlias = DecodeArguments | PrefillArguments
+
+
+def _values(given: Arguments, options: Options, causal: bool) -> Values:
+    check_scale(given.sm_scale, options.head_dim_qk)
+    check_rope(given.rope_scale, given.rope_theta)
+    cap, window = check_soft_cap(given.logits_soft_cap), check_window(given.window_left)
+    return Values(causal, window, cap, given.sm_scale, given.rope_scale, given.rope_theta, given.pos_encoding_mode)
+
+
+class Checked:
+    """The options of the newest arguments: the same ones are checked once."""
+
+    def __init__(self) -> None:
+        self._arguments: Arguments | None = None
+        self._found: tuple[Options, Values]
+
+    def of(self, arguments: Arguments) -> tuple[Options, Values]:
+        if arguments != self._arguments:
+            self._arguments = None
+            self._found = arguments.checked()
+            self._arguments = arguments
+        return self._found
+
+
+def sizes_signature(plan: inspect.Signature) -> inspect.Signature:
+    """Of the decode wrapper's workspace_size: options by position too, in the order that they once had in plan."""
+    names = [name for name, p in plan.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names += [name for name in _DEPRECATED_POSITIONS if name != "non_blocking"]
+    by_position = [plan.parameters[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    return inspect.Signature([*by_position, plan.parameters["variant"]], return_annotation="tuple[int, int]")
 
 
 def named_options(positional: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments that the decode wrapper's plan was given by position although FlashInfer names them by now."""
     if len(positional) > len(_DEPRECATED_POSITIONS):
+        most = 7 + len(_DEPRECATED_POSITIONS)
         raise PlanError(
-            f"plan was given {7 + len(positional)} positional arguments, at most "
-            f"{7 + len(_DEPRECATED_POSITIONS)}: pass "
-            "options by keyword."
+            f"plan was given {7 + len(positional)} positional arguments, at most {most}: pass options by keyword."
         )
     names = _DEPRECATED_POSITIONS[: len(positional)]
     warnings.warn(

@@ -3,18 +3,17 @@ own, and both are launched on one stream."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..base import checks
 from ..base.errors import PlanError, RunError
-from ..plan.lengths import all_to_host
-from .paged_decode import BatchDecodeWithPagedKVCacheWrapper
-from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from ..plan.lengths import Lengths, all_to_host
+from ..plan.page_indices import NO_PAGES, Mask, Pages
+from .base import DECODE, RAGGED, Attention
+from .graph_buffers import take_graph_buffers
+from .plan_arguments import Checked, DecodeArguments, PrefillArguments
 
 
 class PODWithPagedKVCacheWrapper:
@@ -39,25 +38,32 @@ class PODWithPagedKVCacheWrapper:
     ) -> None:
         checks.refuse_given(jit_args=jit_args)
         self._kv_layout = kv_layout
-        self._decode = BatchDecodeWithPagedKVCacheWrapper(
-            *(float_workspace_buffer, kv_layout, use_cuda_graph, True),
-            *(paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer),
+        owner = type(self).__name__
+        self._decode = Attention(
+            float_workspace_buffer, kv_layout, is_graph=bool(use_cuda_graph), names=DECODE, owner=owner
         )
+        buffers = {
+            "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
+            "paged_kv_indices_buffer": paged_kv_indices_buffer,
+            "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
+        }
+        take_graph_buffers(self._decode, None, buffers)
+        self._checked = Checked()
         self._prefills = {  # by the layout of k_p and v_p
-            layout: BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, layout) for layout in checks.LAYOUTS
+            layout: Attention(float_workspace_buffer, layout, names=RAGGED, owner=owner) for layout in checks.LAYOUTS
         }
         self._planned: dict[str, Any] = dict.fromkeys(self._prefills)  # shapes and options of the last prefill
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
         """Whether runs may be captured and replayed after later plans of the decodes."""
-        return self._decode.is_cuda_graph_enabled
+        return self._decode.session.is_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Takes other workspaces; plan again before the next run."""
         self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-        for layout, wrapper in self._prefills.items():
-            wrapper.reset_workspace_buffer(float_workspace_buffer, wrapper._int_workspace_buffer)
+        for layout, attention in self._prefills.items():
+            attention.reset_workspace_buffer(float_workspace_buffer, attention.session.workspaces.int_buffer)
             self._planned[layout] = None
 
     def plan(
@@ -80,8 +86,11 @@ class PODWithPagedKVCacheWrapper:
         non_blocking: bool = True,
     ) -> None:
         """Plans the decodes, as BatchDecodeWithPagedKVCacheWrapper.plan does; `run` tells the prefill."""
-        self._decode.plan(
-            *(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
+        arguments = DecodeArguments(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
             q_data_type=q_data_type,
@@ -90,8 +99,10 @@ class PODWithPagedKVCacheWrapper:
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,
-            non_blocking=non_blocking,
         )
+        self._decode.session.invalidate()
+        lengths, pages = Lengths(None, indptr, last_page_len), Pages(indices, non_blocking=non_blocking)
+        self._decode.plan(lengths, pages, *self._checked.of(arguments))
 
     begin_forward = plan
 
@@ -156,12 +167,13 @@ class PODWithPagedKVCacheWrapper:
         )
         if checks.layout(kv_layout_d, RunError) != self._kv_layout and kv_layout_d != "NHD":
             raise RunError(f"kv_layout_d={kv_layout_d!r} but the wrapper has {self._kv_layout!r}: make one for it.")
-        self._decode._require_plan("run")
+        self._decode.require_plan("run")
+        if isinstance(custom_mask_p, torch.Tensor):
+            custom_mask_p = custom_mask_p.reshape(-1)
+        mask = Mask.of(custom_mask_p, packed_custom_mask_p)
         prefill = self._plan_prefill(
-            *(q_p, k_p, v_p, checks.layout(kv_layout_p, RunError)),
+            *(q_p, k_p, v_p, checks.layout(kv_layout_p, RunError), mask),
             {
-                "custom_mask": custom_mask_p,
-                "packed_custom_mask": packed_custom_mask_p,
                 "causal": causal_p,
                 "pos_encoding_mode": pos_encoding_mode_p,
                 "sm_scale": sm_scale_p,
@@ -170,42 +182,49 @@ class PODWithPagedKVCacheWrapper:
                 "rope_theta": rope_theta_p,
             },
         )
-        decode, planned = self._decode, self._decode._now
         given = {"sm_scale": sm_scale_d, "rope_scale": rope_scale_d, "rope_theta": rope_theta_d}
         changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if window_left_d != -1:
             changed["window_left"] = window_left_d
         if pos_encoding_mode_d != "NONE":
             changed["pos_encoding_mode"] = pos_encoding_mode_d
-        out_p = prefill.run(q_p, k_p, v_p, enable_pdl=enable_pdl)
-        try:
-            decode._now = planned._replace(**changed)
-            scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-            return out_p, decode.run(q_d, paged_kv_cache_d, enable_pdl=enable_pdl, **scales)
-        finally:
-            decode._now = planned
+        out_p = prefill.run(q_p, (k_p, v_p), enable_pdl=enable_pdl)
+        values, scales = self._decode.values._replace(**changed), (q_scale, k_scale, v_scale)
+        return out_p, self._decode.run(q_d, paged_kv_cache_d, values=values, scales=scales, enable_pdl=enable_pdl)
 
     def _plan_prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, options: dict[str, Any]
-    ) -> BatchPrefillWithRaggedKVCacheWrapper:
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: str,
+        mask: Mask | None,
+        options: dict[str, Any],
+    ) -> Attention:
         """Once a step, in its first layer; a mask is read again in every layer."""
         for name, tensor in (("q_p", q), ("k_p", k), ("v_p", v)):
             if checks.tensor(tensor, name, RunError).dim() != 3:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
-        wrapper = self._prefills[layout]
+        prefill = self._prefills[layout]
         token, head = (0, 1) if layout == "NHD" else (1, 0)
-        is_masked = options["custom_mask"] is not None or options["packed_custom_mask"] is not None
         key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, *options.values())
-        if is_masked or self._planned[layout] is None or key != self._planned[layout]:
+        if mask is not None or self._planned[layout] is None or key != self._planned[layout]:
             self._planned[layout] = None
             q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (q.shape[0], k.shape[token]))
-            sizes = (q.shape[1], k.shape[head], q.shape[2], v.shape[2])
-            if isinstance(options["custom_mask"], torch.Tensor):
-                options = options | {"custom_mask": options["custom_mask"].reshape(-1)}
-            plan: Any = wrapper.plan
-            plan(q_indptr, kv_indptr, *sizes, q_data_type=q.dtype, kv_data_type=k.dtype, **options)
-            self._planned[layout] = None if is_masked else key
-        return wrapper
+            arguments = PrefillArguments(
+                "ragged",
+                q.shape[1],
+                k.shape[head],
+                q.shape[2],
+                head_dim_vo=v.shape[2],
+                has_mask=mask is not None,
+                q_data_type=q.dtype,
+                kv_data_type=k.dtype,
+                **options,
+            )
+            prefill.plan(Lengths(q_indptr, kv_indptr), NO_PAGES, *arguments.checked(), mask)
+            self._planned[layout] = None if mask is not None else key
+        return prefill
 
     def end_forward(self) -> None:
         """Nothing: plans need no end."""
@@ -220,10 +239,9 @@ class BatchPODWithPagedKVCacheWrapper:
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        self._prefill, self._decode = (
-            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout) for _ in range(2)
-        )
-        self._plan_prefill: Callable[..., None] | None = None  # takes a mask
+        owner = type(self).__name__
+        self._prefill, self._decode = (Attention(float_workspace_buffer, kv_layout, owner=owner) for _ in range(2))
+        self._prefills: tuple[Lengths, Pages, PrefillArguments] | None = None  # as planned, to be planned with a mask
         self._is_masked = False  # the prefills' present plan
 
     @property
@@ -262,8 +280,9 @@ class BatchPODWithPagedKVCacheWrapper:
             qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d: the decodes, which see all of their tokens.
             The other arguments are of both, as BatchPrefillWithPagedKVCacheWrapper.plan takes them.
         """
-        self._prefill._planner.invalidate()
-        self._decode._planner.invalidate()
+        self._prefill.session.invalidate()
+        self._decode.session.invalidate()
+        self._prefills = None
         given = {"qo_indptr_p": qo_indptr_p, "kv_indptr_p": kv_indptr_p, "last_page_len_p": last_page_len_p}
         given |= {"qo_indptr_d": qo_indptr_d, "kv_indptr_d": kv_indptr_d, "last_page_len_d": last_page_len_d}
         for name, tensor in given.items():
@@ -271,24 +290,26 @@ class BatchPODWithPagedKVCacheWrapper:
         lengths = [tensor.clone() for tensor in all_to_host(list(given.values()))]  # type: ignore[union-attr]
         if q_data_type is None:
             q_data_type = "float16" if data_type is None else data_type
-        plans: list[Callable[..., None]] = []
-        sides = ((self._prefill, lengths[:3], kv_indices_p), (self._decode, lengths[3:], kv_indices_d))
-        for wrapper, (qo_indptr, kv_indptr, last_page_len), indices in sides:
-            plan = functools.partial(
-                wrapper.plan,
-                *(qo_indptr, kv_indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
-                pos_encoding_mode=pos_encoding_mode,
-                window_left=window_left,
-                q_data_type=q_data_type,
-                kv_data_type=data_type if kv_data_type is None else kv_data_type,
-                sm_scale=sm_scale,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                non_blocking=non_blocking,
-            )
-            plan()
-            plans.append(plan)
-        self._plan_prefill, self._is_masked = plans[0], False
+        arguments = PrefillArguments(
+            "paged",
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            q_data_type=q_data_type,
+            kv_data_type=data_type if kv_data_type is None else kv_data_type,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        options, values = arguments.checked()
+        prefills, decodes = Lengths(*lengths[:3]), Lengths(*lengths[3:])
+        pages = Pages(kv_indices_p, non_blocking=non_blocking)
+        self._prefill.plan(prefills, pages, options, values)
+        self._decode.plan(decodes, Pages(kv_indices_d, non_blocking=non_blocking), options, values)
+        self._prefills, self._is_masked = (prefills, pages, arguments), False
 
     begin_forward = plan
 
@@ -321,18 +342,18 @@ class BatchPODWithPagedKVCacheWrapper:
             The outputs of the prefills and of the decodes; with `return_lse` a pair of output and lse each.
         """
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
-        self._decode._require_plan("run")
-        is_masked = custom_mask_p is not None or packed_custom_mask_p is not None
-        if self._plan_prefill is not None and (is_masked or self._is_masked):
-            self._plan_prefill(custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p)
-            self._is_masked = is_masked
-        self._prefill._require_plan("run")
-        self._prefill._causal = bool(causal_p)
-        common: dict[str, Any] = {"return_lse": return_lse, "enable_pdl": enable_pdl}
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        self._decode.require_plan("run")
+        mask = Mask.of(custom_mask_p, packed_custom_mask_p)
+        if self._prefills is not None and (mask is not None or self._is_masked):
+            lengths, pages, arguments = self._prefills
+            options, values = arguments._replace(has_mask=mask is not None).checked()
+            self._prefill.plan(lengths, pages, options, values, mask)
+            self._is_masked = mask is not None
+        self._prefill.require_plan("run")
+        values_p, scales = self._prefill.values._replace(causal=bool(causal_p)), (q_scale, k_scale, v_scale)
         return (
-            self._prefill.run(q_p, paged_kv_cache_p, **common),
-            self._decode.run(q_d, paged_kv_cache_d, **scales, **common),
+            self._prefill.run(q_p, paged_kv_cache_p, None, None, return_lse, values_p, enable_pdl=enable_pdl),
+            self._decode.run(q_d, paged_kv_cache_d, None, None, return_lse, scales=scales, enable_pdl=enable_pdl),
         )
 
     def end_forward(self) -> None:

@@ -10,16 +10,18 @@ import torch
 from ..base import env
 from ..base.errors import PlanError
 from ..plan.batch import Longest
-from ..plan.lengths import Given, batch_of
+from ..plan.lengths import Lengths, batch_of
+from ..plan.page_indices import Mask, Pages
 from ..variants.multi_item import NO_ITEMS, ItemArguments, MultiItemMask
-from .base import PlanRunWrapper
+from .adapter import Adapter
 from .engine_access.attributes import Buffer, Written
+from .plan_arguments import PrefillArguments
 
 # In the order of ItemArguments.
 _ITEM_ATTRIBUTES = ("_prefix_len_ptr", "_token_pos_in_items_ptr", "_token_pos_in_items_len", "_max_item_len_ptr")
 
 
-class PrefillWrapper(PlanRunWrapper):
+class PrefillWrapper(Adapter):
     """What the paged and the ragged wrapper share."""
 
     _prefix_len_ptr = Written(lambda state: state._items_of_plan().prefix_len)
@@ -52,35 +54,15 @@ class PrefillWrapper(PlanRunWrapper):
     def _multi_item(self) -> MultiItemMask:
         return MultiItemMask(self.device)
 
-    def _plan_prefill(
-        self,
-        lengths: Given,
-        kv_indices: Any,
-        masks: tuple[Any, Any],
-        non_blocking: bool,
-        longest: tuple[int | None, int | None],
+    def _plan(
+        self, arguments: PrefillArguments, lengths: Lengths, pages: Pages, mask: Mask | None, longest: Longest
     ) -> None:
-        planner = self._planner
-        if planner.is_graph:
-            self._check_graph_batch(batch_of(lengths[0], "qo_indptr"))
-        planner.plan(lengths, kv_indices, non_blocking, Longest(*longest))
-        if masks != (None, None) or planner.mask.tensor is not None:
-            self._set_mask(masks, non_blocking)
-
-    def _set_mask(self, masks: tuple[Any, Any], non_blocking: bool) -> None:
-        planner = self._planner
-        planner.is_planned = False
-        custom_mask, packed = masks
-        has_mask = custom_mask is not None or packed is not None
-        if has_mask and planner.is_graph and planner.mask.buffer is None:
-            raise PlanError("custom_mask with use_cuda_graph=True needs custom_mask_buf: pass it to the constructor.")
-        bits = planner.bits() if has_mask else torch.zeros(0, dtype=torch.int64)
-        planner.mask.set(packed if custom_mask is None else custom_mask, packed is not None, bits, non_blocking)
-        if has_mask and planner.is_graph:
-            self._fill_mask_indptr(non_blocking)
-        if has_mask:
-            planner.find_mask_tiles()
-        planner.is_planned = True
+        if arguments != self._arguments:
+            self._check(arguments)
+        self._now = self._planned
+        self._attention.plan(lengths, pages, self._options, self._now, mask, longest)
+        if mask is not None and self._planner.is_graph:
+            self._fill_mask_indptr(pages.non_blocking)
 
     # ---------------------------------------------------------------- what engines write (engine_access/attributes.py)
 
@@ -127,9 +109,6 @@ class PrefillWrapper(PlanRunWrapper):
             return
         if not torch.equal(told[: numbers.numel()].to(numbers.dtype), numbers):
             raise PlanError("_mask_indptr_buf is not the batch's: each request's bits start on a byte.")
-
-    def end_forward(self) -> None:
-        """Nothing: plans need no end."""
 
 
 def only_items(items: Any, variant: Any) -> Any:

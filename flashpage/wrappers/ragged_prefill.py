@@ -9,11 +9,15 @@ import torch
 
 from ..base import checks
 from ..base.errors import RunError
+from ..plan.batch import Longest
 from ..plan.capacity import Capacity
+from ..plan.lengths import Lengths
+from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
+from .base import RAGGED
 from .engine_access.attributes import array_of_plan
-from .plan_arguments import ragged_options
+from .plan_arguments import PrefillArguments
 from .prefill_base import PrefillWrapper, only_items
 
 
@@ -34,7 +38,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             plan, rows of K and V, and rows of q. The first plan says where a workspace is too small for any such batch.
     """
 
-    _length_names = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
+    _length_names = RAGGED
     _kv_indptr_buf = array_of_plan(1)
 
     def __init__(
@@ -111,6 +115,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         checks.refuse_given(seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
+        mask = None
         if not (
             custom_mask is None
             and packed_custom_mask is None
@@ -120,17 +125,35 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             and not token_pos_in_items_len
         ):
             items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-            if (mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
-                variant, causal = only_items(mask, variant), True
-        has_mask = custom_mask is not None or packed_custom_mask is not None
-        key = (
-            (num_qo_heads, num_kv_heads, head_dim_qk, 0, head_dim_vo, has_mask, causal, pos_encoding_mode),
-            (use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type),
-            (kv_data_type, o_data_type, fixed_split_size, disable_split_kv, variant),
+            if (item_mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
+                variant, causal = only_items(item_mask, variant), True
+            mask = Mask.of(custom_mask, packed_custom_mask)
+        arguments = PrefillArguments(
+            "ragged",
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            0,
+            head_dim_vo,
+            mask is not None,
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            sm_scale,
+            window_left,
+            logits_soft_cap,
+            rope_scale,
+            rope_theta,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
+            fixed_split_size,
+            disable_split_kv,
+            variant,
         )
-        self._use_options(key, ragged_options)
-        lengths, longest = (qo_indptr, kv_indptr, None, seq_lens), (max_token_per_sequence, max_sequence_kv)
-        self._plan_prefill(lengths, None, (custom_mask, packed_custom_mask), non_blocking, longest)
+        lengths = Lengths(qo_indptr, kv_indptr, None, seq_lens)
+        pages = Pages(non_blocking=non_blocking)
+        self._plan(arguments, lengths, pages, mask, Longest(max_token_per_sequence, max_sequence_kv))
 
     begin_forward = plan
 
@@ -176,7 +199,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             checks.refuse("o_scale", o_scale)
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
-        return self._run(values, q, (k, v), out, lse, return_lse, scales, sinks, enable_pdl)
+        return self._attention.run(q, (k, v), out, lse, return_lse, values, scales, sinks, enable_pdl)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

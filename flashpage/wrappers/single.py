@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..base import checks
 from ..base.errors import RunError
+from ..plan.lengths import Lengths
+from ..plan.page_indices import NO_PAGES, Mask
 from ..plan.session import current_stream
-
-if TYPE_CHECKING:
-    from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from .base import RAGGED, Attention
+from .plan_arguments import PrefillArguments
 
 _WORKSPACE_BYTES = 32 << 20
 
-_local = threading.local()  # wrappers of this thread, by device, stream and layout
+_local = threading.local()  # those of this thread, by device, stream and layout
 
 
 def single_decode_with_kv_cache(
@@ -54,7 +55,7 @@ def single_decode_with_kv_cache(
         raise RunError(f"q has shape {tuple(q.shape)}: pass one row, [num_qo_heads, head_dim].")
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
     options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "variant": variant}
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    scales = (q_scale, k_scale, v_scale)
     result = _run(q.unsqueeze(0), k, v, kv_layout, options, scales, return_lse)
     return tuple(r.squeeze(0) for r in result) if return_lse else result.squeeze(0)
 
@@ -106,14 +107,13 @@ def single_prefill_with_kv_cache(
         custom_mask = custom_mask.reshape(-1)
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
     options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "variant": variant}
-    options |= {"causal": causal, "custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask}
-    options |= {"o_data_type": o_dtype}
-    scales = {
-        "q_scale": scale_q,
-        "k_scale": _one_of("scale_k", scale_k, "k_scale", k_scale),
-        "v_scale": _one_of("scale_v", scale_v, "v_scale", v_scale),
-    }
-    return _run(q, k, v, kv_layout, options, scales, return_lse)
+    options |= {"causal": causal, "o_data_type": o_dtype}
+    scales = (
+        scale_q,
+        _one_of("scale_k", scale_k, "k_scale", k_scale),
+        _one_of("scale_v", scale_v, "v_scale", v_scale),
+    )
+    return _run(q, k, v, kv_layout, options, scales, return_lse, Mask.of(custom_mask, packed_custom_mask))
 
 
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
@@ -125,8 +125,9 @@ def _run(
     v: torch.Tensor,
     kv_layout: str,
     options: dict[str, Any],
-    scales: dict[str, Any],
+    scales: tuple[Any, Any, Any],
     return_lse: bool,
+    mask: Mask | None = None,
 ) -> Any:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.tensor(tensor, name, RunError)
@@ -134,27 +135,31 @@ def _run(
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, [rows, heads, head_dim].")
     checks.layout(kv_layout, RunError)
     token, head = (0, 1) if kv_layout == "NHD" else (1, 0)
-    wrapper = _wrapper(q.device, kv_layout)
-    wrapper.plan(
-        *(_indptr(q.shape[0]), _indptr(k.shape[token])),
-        *(q.shape[1], k.shape[head], q.shape[2], v.shape[2]),
+    arguments = PrefillArguments(
+        "ragged",
+        q.shape[1],
+        k.shape[head],
+        q.shape[2],
+        head_dim_vo=v.shape[2],
+        has_mask=mask is not None,
         q_data_type=q.dtype,
         kv_data_type=k.dtype,
         **options,
     )
-    return wrapper.run(q, k, v, return_lse=return_lse, **scales)
+    attention = _attention(q.device, kv_layout)
+    lengths = Lengths(_indptr(q.shape[0]), _indptr(k.shape[token]))
+    attention.plan(lengths, NO_PAGES, *arguments.checked(), mask)
+    return attention.run(q, (k, v), return_lse=return_lse, scales=scales)
 
 
-def _wrapper(device: torch.device, kv_layout: str) -> BatchPrefillWithRaggedKVCacheWrapper:
+def _attention(device: torch.device, kv_layout: str) -> Attention:
     """One for each stream, so that work on two streams shares no memory."""
-    from .ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
-
     key = (device, current_stream(device.index) if device.type == "cuda" else 0, kv_layout)
-    wrappers = _local.__dict__.setdefault("wrappers", {})
-    if key not in wrappers:
+    found = _local.__dict__.setdefault("attention", {})
+    if key not in found:
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        wrappers[key] = BatchPrefillWithRaggedKVCacheWrapper(workspace, kv_layout)
-    return wrappers[key]
+        found[key] = Attention(workspace, kv_layout, names=RAGGED)
+    return found[key]
 
 
 def _indptr(length: int) -> torch.Tensor:

@@ -9,9 +9,11 @@ import torch
 
 from ..base import checks
 from ..base.errors import PlanError, RunError
-from ..kernels.options import check_heads
-from ..plan.lengths import all_to_host
-from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from ..kernels.options import check_heads, check_soft_cap
+from ..plan.lengths import Lengths, all_to_host
+from ..plan.page_indices import Pages
+from .base import Attention
+from .plan_arguments import Checked, PrefillArguments
 
 
 class VariableBlockSparseAttentionWrapper:
@@ -27,12 +29,14 @@ class VariableBlockSparseAttentionWrapper:
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD", backend=backend)
+        checks.backend(backend)
+        self._attention = Attention(float_workspace_buffer, "NHD", owner=type(self).__name__)
+        self._checked = Checked()
         self._sizes = (0, 0, 0, 0, 0)  # query heads, KV heads, rows, tokens, tokens of a page
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Takes other workspaces; plan again before the next run."""
-        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        self._attention.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self,
@@ -62,15 +66,18 @@ class VariableBlockSparseAttentionWrapper:
             causal: over the visible blocks of a row block, side by side, right-aligned.
             The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
-        self._wrapper._planner.invalidate()
+        self._attention.session.invalidate()
         num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
         mask, rows, columns = _checked(block_mask_map, block_row_sz, block_col_sz, num_kv_heads)
         page = max(1, math.gcd(*columns.flatten().tolist()))
         indptr, indices = _pages(mask, columns // page)
         ones = torch.cat([rows.new_zeros(1), rows.flatten().cumsum(0)])
-        plan: Any = self._wrapper.plan
-        plan(
-            *(ones, indptr, indices, None, num_q_heads // num_kv_heads, 1, head_dim, page),
+        arguments = PrefillArguments(
+            "paged",
+            num_q_heads // num_kv_heads,
+            1,
+            head_dim,
+            page,
             causal=causal,
             pos_encoding_mode=pos_encoding_mode,
             use_fp16_qk_reduction=use_fp16_qk_reduction,
@@ -80,8 +87,10 @@ class VariableBlockSparseAttentionWrapper:
             rope_theta=rope_theta,
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
-            non_blocking=non_blocking,
         )
+        pages = Pages(indices, non_blocking=non_blocking)
+        self._attention.plan(Lengths(ones, indptr), pages, *self._checked.of(arguments))
+        self._values = self._attention.values
         self._sizes = (num_q_heads, num_kv_heads, int(rows[0].sum()), int(columns[0].sum()), page)
 
     def run(
@@ -103,7 +112,7 @@ class VariableBlockSparseAttentionWrapper:
             lse: [num_qo_heads, rows] fp32, base 2, written in place. A row that sees nothing has out = 0, lse = -inf.
             return_lse: also return lse.
         """
-        self._wrapper._require_plan("run")
+        self._attention.require_plan("run")
         num_q_heads, num_kv_heads, rows, tokens, page = self._sizes
         for name, tensor, shape in (
             ("q", q, (num_q_heads, rows)),
@@ -114,7 +123,9 @@ class VariableBlockSparseAttentionWrapper:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [{shape[0]}, {shape[1]}, head_dim].")
         packed = _by_kv_head(q, num_kv_heads)
         pages = tuple(t.reshape(num_kv_heads * tokens // page, page, 1, t.shape[2]) for t in (k, v))
-        found, found_lse = self._wrapper.run(packed, pages, return_lse=True, enable_pdl=enable_pdl)
+        found, found_lse = self._attention.run(
+            packed, pages, return_lse=True, values=self._values, enable_pdl=enable_pdl
+        )
         result = _by_query_head(found, num_kv_heads, rows)
         out = result if out is None else out.copy_(result)
         if not return_lse and lse is None:
@@ -137,10 +148,11 @@ class VariableBlockSparseAttentionWrapper:
     ) -> Any:
         """`run` with options in place of the planned ones, defaults included."""
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
-        self._wrapper._take_values(
+        self._attention.require_plan("forward")
+        self._values = self._values._replace(
             pos_encoding_mode=pos_encoding_mode,
             window_left=-1,
-            logits_soft_cap=logits_soft_cap,
+            logits_soft_cap=check_soft_cap(logits_soft_cap),
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,

@@ -119,7 +119,7 @@ def test_no_reference_is_kept() -> None:
 def test_a_second_run_is_one_call(batch: Batch, return_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = planned(batch)
     first = wrapper.run(batch.q_decode, batch.cache, return_lse=return_lse)
-    monkeypatch.setattr(wrapper, "_run_judged", None)
+    monkeypatch.setattr(wrapper._attention, "_run_judged", None)
     second = wrapper.run(batch.q_decode.clone(), batch.cache.clone(), return_lse=return_lse)
     torch.testing.assert_close(second, first, rtol=0, atol=0, equal_nan=True)
 
@@ -130,7 +130,7 @@ def test_without_dlpack_results_are_the_same(batch: Batch, monkeypatch: pytest.M
     fastcall.builtins.cache_clear()
     try:
         wrapper = planned(batch)
-        assert wrapper._run_tensors() == native.OTHER_TENSORS
+        assert wrapper._attention._run_tensors() == native.OTHER_TENSORS
         for _ in range(2):
             assert torch.equal(wrapper.run(batch.q_decode, batch.cache), expected)
     finally:

@@ -53,7 +53,7 @@ def run_arguments(wrapper: object, q: torch.Tensor, parts: list[torch.Tensor]) -
     values = wrapper._values(None)  # type: ignore[attr-defined]
     lse = torch.empty(q.shape[:2])
     nothing = (None,) * 8
-    return (wrapper._handle, q, parts, torch.empty_like(q), lse, *values, *nothing)  # type: ignore[attr-defined]
+    return (wrapper._attention.handle, q, parts, torch.empty_like(q), lse, *values, *nothing)  # type: ignore[attr-defined]
 
 
 def test_opcheck_run(q: torch.Tensor, cache: torch.Tensor) -> None:

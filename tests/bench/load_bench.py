@@ -92,7 +92,7 @@ class Loads:
         heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
         self.wrapper.plan(*pages, *heads, q_data_type=torch.bfloat16)
         self.wrapper.run(self.q, self.cache, out=self.out)
-        self.args = self.wrapper._local.bound.args
+        self.args = self.wrapper._attention._local.bound.args
 
     def gb_per_s(self, clock: GpuClock) -> float:
         seconds = clock.seconds(lambda: self.wrapper.run(self.q, self.cache, out=self.out))

@@ -88,7 +88,7 @@ class Traced:
         return self.wrapper.run(self.batch.q, self.batch.cache, out=self.out)
 
     def launches(self, clock: GpuClock, names: list[str]) -> list[Launch]:
-        bound, num_sms = self.wrapper._local.bound, torch.cuda.get_device_properties(0).multi_processor_count
+        bound, num_sms = self.wrapper._attention._local.bound, torch.cuda.get_device_properties(0).multi_processor_count
         stamps = torch.zeros(max(num_sms, bound.args.num_ctas), len(names), dtype=torch.int64, device="cuda")
         bound.set_trace(stamps)
         self.run()

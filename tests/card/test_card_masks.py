@@ -78,7 +78,7 @@ def exact(tensors: tuple[torch.Tensor, ...], given: list[torch.Tensor]) -> torch
 def test_a_card_finds_the_tiles_that_the_host_finds(tensors: tuple[torch.Tensor, ...]) -> None:
     packed = pack_bits(masks(1))
     wrapper = planned(packed_custom_mask=packed.to(DEVICE))
-    if wrapper._last_combination().prepared.mask_tiles is None:
+    if wrapper._attention._last_combination().prepared.mask_tiles is None:
         pytest.skip("this card's kernel takes no mask tiles")
     wrapper.run(*tensors)
     check_tiles(wrapper, packed.data_ptr(), lambda params: native().find_mask_tiles(params, 3))
@@ -86,7 +86,7 @@ def test_a_card_finds_the_tiles_that_the_host_finds(tensors: tuple[torch.Tensor,
 
 def check_tiles(wrapper: Any, bits: int | None, find: Callable[[Any], None]) -> None:
     """What the last run left, against what `find` leaves on the host."""
-    planner, combination = wrapper._planner, wrapper._last_combination()
+    planner, combination = wrapper._planner, wrapper._attention._last_combination()
     found = combination.mask_tiles._cells.cpu()
     combination.bind_mask_tiles(planner.batch)
     params = host.MaskTilesParams.from_buffer_copy(combination.mask_tiles.params)
@@ -110,9 +110,9 @@ def test_bits_are_looked_at_once_a_plan(tensors: tuple[torch.Tensor, ...]) -> No
     bits = pack_bits(masks(7)).to(DEVICE)
     wrapper = planned(packed_custom_mask=bits)
     wrapper.run(*tensors)
-    if wrapper._last_combination().prepared.mask_tiles is None:
+    if wrapper._attention._last_combination().prepared.mask_tiles is None:
         pytest.skip("this card's kernel takes no mask tiles")
-    assert wrapper._last_combination().mask_tiles.are_found(wrapper._planner.generation)
+    assert wrapper._attention._last_combination().mask_tiles.are_found(wrapper._planner.generation)
     expected = exact(tensors, masks(7))
     in_window = [
         mask & (torch.arange(kv) >= torch.arange(kv - q, kv)[:, None] - 300)
@@ -214,7 +214,7 @@ def test_functions_are_asked_for_tiles(
     function: Callable[..., Any], captured: torch.Tensor, options: dict[str, Any], tensors: tuple[torch.Tensor, ...]
 ) -> None:
     wrapper = planned(variant=Variant(mask_mod=function(captured.to(DEVICE))), **options)
-    if wrapper._last_combination().prepared.mask_tiles is None:
+    if wrapper._attention._last_combination().prepared.mask_tiles is None:
         pytest.skip("this card's kernel takes no mask tiles")
     out, lse = wrapper.run(*tensors, return_lse=True)
     expected = exact(tensors, seen(function(captured), **options))

@@ -16,8 +16,9 @@ pytest.importorskip("transformers")
 import transformers
 from hf_models import VOCABULARY, greedy, left_padded, make_model
 
-from flashpage import BatchPrefillWithPagedKVCacheWrapper, RunError, hf
+from flashpage import RunError, hf
 from flashpage.engines.transformers.pages import PageTable
+from flashpage.wrappers.base import Attention
 
 LENGTHS = [13, 5, 21]
 
@@ -53,13 +54,13 @@ def test_the_readme_example_runs() -> None:
 
 
 def test_one_plan_a_forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, plan = [], BatchPrefillWithPagedKVCacheWrapper.plan
+    plans, plan = [], Attention.plan
 
     def counted(self: Any, *args: Any, **options: Any) -> None:
         plans.append(self)
         plan(self, *args, **options)
 
-    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", counted)
+    monkeypatch.setattr(Attention, "plan", counted)
     greedy(model, left_padded(LENGTHS), 9, past_key_values=hf.PagedCache(model.config))
     assert len(plans) == 9
 

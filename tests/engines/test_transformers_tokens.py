@@ -13,7 +13,7 @@ import hf_copy
 from hf_models import MODELS, batch_options, greedy, left_padded, make_model, prompts_of
 
 from flashpage import hf
-from flashpage.wrappers.prefill_base import PrefillWrapper
+from flashpage.wrappers.base import Attention
 
 NEW_TOKENS = 24
 LENGTHS = [13, 5, 21, 8]
@@ -71,13 +71,13 @@ def test_continuous_batching(name: str, expected: Any) -> None:
 def test_batches_are_planned_once(name: str, kinds: int, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a forward for layers with full attention, and once for those with a window."""
     model, _ = expected[name]
-    plans, forwards, plan_prefill = [], [], PrefillWrapper._plan_prefill
+    plans, forwards, plan = [], [], Attention.plan
 
     def counted(self: Any, *args: Any) -> None:
         plans.append(self)
-        plan_prefill(self, *args)
+        plan(self, *args)
 
-    monkeypatch.setattr(PrefillWrapper, "_plan_prefill", counted)
+    monkeypatch.setattr(Attention, "plan", counted)
     hook = model.model.register_forward_pre_hook(lambda module, args: forwards.append(module))
     model.generate_batch(
         prompts_of(left_padded(LENGTHS)), **batch_options(8, page_size=8, num_blocks=32, max_batch_tokens=16)

@@ -177,7 +177,7 @@ def bound() -> Any:
     wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     wrapper.plan(*batch.pages(), HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32)
     wrapper.run(batch.q_decode, batch.cache)
-    return SimpleNamespace(structs=wrapper._local.bound, batch=batch)
+    return SimpleNamespace(structs=wrapper._attention._local.bound, batch=batch)
 
 
 def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> None:

@@ -178,7 +178,7 @@ class Batch:
 
     def gather(self) -> None:
         """What the launch before attention does."""
-        gather_rows()(ctypes.byref(self.wrapper._local.bound.gather), 2)
+        gather_rows()(ctypes.byref(self.wrapper._attention._local.bound.gather), 2)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         compare(dataclasses.replace(self.case, outputs="returned"), Outputs(out, lse), reference_states(self.inputs))
@@ -217,7 +217,7 @@ def test_each_layers_cache_is_what_is_gathered(as_on_hopper: None) -> None:
     for layer in [*layers, *layers]:
         batch.run(layer)
         batch.gather()
-        params = batch.wrapper._local.bound.gather
+        params = batch.wrapper._attention._local.bound.gather
         assert (params.k.data, params.v.data) == tuple(half.data_ptr() for half in layer)
         found = batch.run(layer)
         ragged = [half[batch.indices.long(), 0] for half in layer]
@@ -233,19 +233,19 @@ def test_plans_in_turns(as_on_hopper: None) -> None:
     assert short.rows is None
     batch.wrapper._planner.active[0].prepared.gather_rows = SimpleNamespace(handle=4711)  # a CPU launches none
     batch.run()
-    args = batch.wrapper._local.bound.args
+    args = batch.wrapper._attention._local.bound.args
     for _ in range(2):
         batch.plan()
         assert batch.rows is not None
         batch.run()
-        params = ctypes.addressof(batch.wrapper._local.bound.gather)
+        params = ctypes.addressof(batch.wrapper._attention._local.bound.gather)
         assert (args.gather_rows, args.gather_params) == (4711, params)
         batch.gather()
         batch.check(batch.run())
         batch.plan(inputs=short.inputs)
         assert batch.rows is None and gathered.NOTE not in batch.wrapper.last_plan.notes
         short.check(batch.wrapper.run(short.runner.q(), short.runner.kv()[0]))
-        assert args.gather_rows is None and len(batch.wrapper._local.bindings) == 1
+        assert args.gather_rows is None and len(batch.wrapper._attention._local.bindings) == 1
     assert len(batch.wrapper._planner.active[0]._prepared) == 2, "kernels are chosen once for each"
 
 
@@ -321,7 +321,7 @@ def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
     """What tensor maps would be encoded with, whatever the cache looks like, for as many rows as the plan has."""
     batch = Batch(dataclasses.replace(TWO, cache="fused"))
     batch.run()
-    bound = batch.wrapper._local.bound
+    bound = batch.wrapper._attention._local.bound
     choice = bound.prepared.choice
     capability = dataclasses.replace(choice.kernel, row_boxes=True)
     spec = dataclasses.replace(choice.spec, loader="boxes")

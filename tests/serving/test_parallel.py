@@ -138,7 +138,7 @@ def test_pages_of_a_rank() -> None:
 def test_pages_that_a_window_hides_are_not_read(group_of_one: None) -> None:
     """A row of a long request reads its window and at most two pages beside it."""
     wrapper, batch = planned(ParallelCase("window", kv_lens=(4000, 7), window_left=40))
-    assert wrapper._wrapper._planner.result.total_kv <= 41 + 2 * 16 + 7
+    assert wrapper._attention.session.result.total_kv <= 41 + 2 * 16 + 7
     batch.check(*wrapper.run(batch.q, batch.caches[0].argument("cpu"), return_lse=True), is_merged=False)
 
 

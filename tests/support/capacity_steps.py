@@ -39,7 +39,7 @@ def capture(wrapper: Any, steps: Steps) -> Callable[[], None]:
     """The loaded step's run as a graph; on the CPU: its launch, without anything that Python would do."""
     steps.run_loaded(wrapper)
     if not steps.q.is_cuda:
-        return lambda: native.check(native.load().fp_run(wrapper._local.bound.args_address))
+        return lambda: native.check(native.load().fp_run(wrapper._attention._local.bound.args_address))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):

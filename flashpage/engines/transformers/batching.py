@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.errors import RunError
-from ...wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from ...plan.lengths import Lengths
+from ...plan.page_indices import Pages
 from . import plans
 from .call import Layer
 from .ragged import joined_to_host, packed, padded_to
@@ -62,21 +63,16 @@ def _paged(
     layer: Layer, query: torch.Tensor, slots: _Slots, indices: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     kind = ("slots", layer.call, layer.window_left)
-    planned = plans.shared(query.device, kind, BatchPrefillWithPagedKVCacheWrapper)
+    planned = plans.shared(query.device, kind, is_paged=True)
     if planned.is_for(ends):
         rows = planned.batch
     else:
         q_indptr, kv_indptr = joined_to_host(*ends)
         last_page_len = (kv_indptr[1:] > kv_indptr[:-1]).int()
-        planned.wrapper.plan(
-            *(q_indptr, kv_indptr, indices, last_page_len),
-            page_size=1,
-            window_left=layer.window_left,
-            **layer.call.plan_options(),
-        )
+        planned.plan(layer, Lengths(q_indptr, kv_indptr, last_page_len), Pages(indices), page_size=1)
         rows = planned.planned_for(ends, int(q_indptr[-1]))
     q = query[0].transpose(0, 1)[:rows].contiguous()
-    out = planned.wrapper.run(q, tuple(slots), window_left=layer.window_left, sinks=layer.sinks)
+    out = planned.run(layer, q, (slots.keys, slots.values))
     return padded_to(out, query.shape[2])
 
 

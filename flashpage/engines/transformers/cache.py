@@ -149,8 +149,8 @@ class PagedLayer(CacheLayerMixin):
         if step.rows.places is None or step.rows.places.numel():
             pages = (self.keys, self.values)
             append_paged_kv_cache(step.rows.pack(key), step.rows.pack(value), *step.places, pages, *step.page_lists)
-        masks = bits(layer.mask, batch, q_length, self.length)
-        return step.run(layer, query, (self.keys, self.values), masks)
+        mask = bits(layer.mask, batch, q_length, self.length)
+        return step.run(layer, query, (self.keys, self.values), mask)
 
     def _fit(self, num_pages: int) -> None:
         """As many pages as the table counts."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.errors import RunError
+from ...wrappers.plan_arguments import PrefillArguments
 
 
 class Call(NamedTuple):
@@ -22,18 +23,22 @@ class Call(NamedTuple):
     is_causal: bool
     has_mask: bool  # 4-D: it says all that is visible
 
-    def plan_options(self) -> dict[str, Any]:
-        """Keyword arguments that `plan` of the paged and of the ragged wrapper have in common, and values beside."""
-        return {
-            "num_qo_heads": self.num_q_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim_qk": self.head_dim_qk,
-            "head_dim_vo": self.head_dim_vo,
-            "causal": self.is_causal and not self.has_mask,
-            "sm_scale": self.sm_scale,
-            "logits_soft_cap": self.soft_cap,
-            "q_data_type": self.dtype,
-        }
+    def arguments(self, page_size: int, window_left: int, has_mask: bool) -> PrefillArguments:
+        """What a plan is made for; `page_size`: 0: ragged."""
+        return PrefillArguments(
+            "paged" if page_size else "ragged",
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim_qk,
+            page_size,
+            self.head_dim_vo,
+            has_mask,
+            causal=self.is_causal and not self.has_mask,
+            sm_scale=self.sm_scale,
+            window_left=window_left,
+            logits_soft_cap=self.soft_cap,
+            q_data_type=self.dtype,
+        )
 
 
 class Layer(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from ...base.errors import RunError
+from ...plan.page_indices import Mask
 
 
 def padding_mask(
@@ -76,10 +77,10 @@ def token_rows(is_token: torch.Tensor, device: torch.device) -> Rows:
     return Rows(is_token, index, is_token.sum(1))
 
 
-def bits(mask: torch.Tensor | None, batch: int, q_length: int, kv_length: int) -> dict[str, torch.Tensor]:
-    """A 4-D mask as an argument of `plan`: [batch * q_length * kv_length] bool; nothing for other masks."""
+def bits(mask: torch.Tensor | None, batch: int, q_length: int, kv_length: int) -> Mask | None:
+    """A 4-D mask as `plan` takes it; nothing for other masks."""
     if mask is None or mask.dim() != 4:
-        return {}
+        return None
     if mask.shape[1] != 1 or mask.shape[0] not in (1, batch) or mask.shape[2:] != (q_length, kv_length):
         raise RunError(
             f"attention_mask has shape {tuple(mask.shape)} but the batch needs {(batch, 1, q_length, kv_length)}: one "
@@ -90,4 +91,4 @@ def bits(mask: torch.Tensor | None, batch: int, q_length: int, kv_length: int) -
         if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
             raise RunError("attention_mask adds numbers to the scores: pass one of True and False.")
         mask = visible
-    return {"custom_mask": mask.expand(batch, 1, q_length, kv_length).flatten()}
+    return Mask(mask.expand(batch, 1, q_length, kv_length).flatten())

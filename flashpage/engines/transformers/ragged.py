@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from ...plan.lengths import Lengths
 from . import plans
 from .call import Layer
 from .masks import Rows, all_rows, bits, token_rows
@@ -20,21 +20,17 @@ class _Batch(NamedTuple):
 def attend(layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """[batch, q_length, num_q_heads, head_dim_vo]"""
     mask, (batch, _, q_length, _), kv_length = layer.mask, query.shape, key.shape[2]
-    planned = plans.shared(
-        query.device, ("ragged", layer.call, layer.window_left), BatchPrefillWithRaggedKVCacheWrapper
-    )
+    planned = plans.shared(query.device, ("ragged", layer.call, layer.window_left), is_paged=False)
     identity = (mask, -1 if mask is None else mask._version, batch, q_length, kv_length)
     if planned.is_for(identity):
         rows = planned.batch
     else:
         rows = _rows(layer, query, kv_length)
-        masks = bits(mask, batch, q_length, kv_length)
-        indptrs = indptr(rows.queries.lengths), indptr(rows.keys.lengths)
-        planned.wrapper.plan(*indptrs, window_left=layer.window_left, **layer.call.plan_options(), **masks)
+        lengths = Lengths(indptr(rows.queries.lengths), indptr(rows.keys.lengths))
+        planned.plan(layer, lengths, mask=bits(mask, batch, q_length, kv_length))
         planned.planned_for(identity, rows)
-    k, v = rows.keys.pack(key), rows.keys.pack(value)
     q = rows.queries.pack(query).contiguous()
-    out = planned.wrapper.run(q, k, v, window_left=layer.window_left, sinks=layer.sinks)
+    out = planned.run(layer, q, (rows.keys.pack(key), rows.keys.pack(value)))
     return rows.queries.unpack(out, q_length)
 
 
@@ -54,17 +50,15 @@ def packed(
     layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
     """The same of one row of requests joined without padding, which begin at `ends`: [1, tokens, heads, dim_vo]."""
-    planned = plans.shared(
-        query.device, ("packed", layer.call, layer.window_left), BatchPrefillWithRaggedKVCacheWrapper
-    )
+    planned = plans.shared(query.device, ("packed", layer.call, layer.window_left), is_paged=False)
     if planned.is_for(ends):
         q_rows, kv_rows = planned.batch
     else:
         q_indptr, kv_indptr = joined_to_host(*ends)
-        planned.wrapper.plan(q_indptr, kv_indptr, window_left=layer.window_left, **layer.call.plan_options())
+        planned.plan(layer, Lengths(q_indptr, kv_indptr))
         q_rows, kv_rows = planned.planned_for(ends, (int(q_indptr[-1]), int(kv_indptr[-1])))
     q, k, v = (t[0].transpose(0, 1)[:rows] for t, rows in ((query, q_rows), (key, kv_rows), (value, kv_rows)))
-    out = planned.wrapper.run(q.contiguous(), k, v, window_left=layer.window_left, sinks=layer.sinks)
+    out = planned.run(layer, q.contiguous(), (k, v))
     return padded_to(out, query.shape[2])
 
 

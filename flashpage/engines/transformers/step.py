@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ...base.errors import RunError
-from ...wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from ...plan.lengths import Lengths
+from ...plan.page_indices import Mask, Pages
 from . import plans
 from .call import Layer
 from .history import History
@@ -74,23 +75,17 @@ class Step:
         moved = torch.cat(parts).to(self.device).split([part.numel() for part in parts])
         self.places, self.page_lists = (moved[0], moved[1]), (moved[2], moved[3], moved[4])
 
-    def run(self, layer: Layer, query: torch.Tensor, pages: Any, masks: dict[str, torch.Tensor]) -> torch.Tensor:
+    def run(self, layer: Layer, query: torch.Tensor, pages: Any, mask: Mask | None) -> torch.Tensor:
         """The layer's attention; layers with the same options share the first one's plan."""
         if self._is_mixed(layer):
             raise RunError("one layer has a 4-D mask and another one padding: no plan serves both; pass no cache.")
-        planned = plans.shared(self.device, ("paged", layer.call), BatchPrefillWithPagedKVCacheWrapper)
-        identity = (self, layer.mask if masks else None)
+        planned = plans.shared(self.device, ("paged", layer.call), is_paged=True)
+        identity = (self, None if mask is None else layer.mask)
         if not planned.is_for(identity):
-            options = layer.call.plan_options() | masks
-            planned.wrapper.plan(
-                *(self.q_indptr, self.kv_indptr, self.page_lists[0], self.last_page_len),
-                page_size=self._page_size,
-                window_left=layer.window_left,
-                **options,
-            )
+            lengths = Lengths(self.q_indptr, self.kv_indptr, self.last_page_len)
+            planned.plan(layer, lengths, Pages(self.page_lists[0]), self._page_size, mask)
             planned.planned_for(identity, None)
-        rows = self.rows.pack(query).contiguous()
-        out = planned.wrapper.run(rows, pages, window_left=layer.window_left, sinks=layer.sinks)
+        out = planned.run(layer, self.rows.pack(query).contiguous(), pages)
         return self.rows.unpack(out, query.shape[2])
 
     def _is_mixed(self, layer: Layer) -> bool:

@@ -1,6 +1,6 @@
 """What vLLM's paged_attention_v1 and _v2 compute: one row a sequence, over a cache of blocks, in partitions of tokens.
 
-The blocks in use are gathered into rows, over which the decode wrapper runs; a partition is a request of its own. On a
+The blocks in use are gathered into rows, over which a decode plan runs; a partition is a request of its own. On a
 card flashpage/engines/vllm/decode.py does without, but for head sizes that its kernels do not take.
 """
 
@@ -13,9 +13,13 @@ import torch
 
 from ...base import checks
 from ...base.errors import RunError
+from ...plan.lengths import Lengths
+from ...plan.page_indices import Pages
 from ...plan.session import current_stream
+from ...run.checks import NO_SCALES
 from ...variants.variant import Variant
-from ...wrappers.paged_decode import BatchDecodeWithPagedKVCacheWrapper
+from ...wrappers.base import DECODE, Attention
+from ...wrappers.plan_arguments import DecodeArguments
 from . import cache_layout
 
 PARTITION_TOKENS = 512  # of paged_attention_v2
@@ -98,12 +102,11 @@ class Partitions(NamedTuple):
 
 
 class Runner:
-    """A decode wrapper and its variants: their tensors are those of the newest call."""
+    """Decode plans and their variants: their tensors are those of the newest call."""
 
     def __init__(self, device: torch.device) -> None:
-        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        )
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._attention = Attention(workspace, names=DECODE, owner="paged_attention")
         self._variants = {
             (has_bias, is_sparse): Variant(logit=_BIAS * has_bias, mask=_PATTERN * is_sparse)
             for has_bias in (False, True)
@@ -124,19 +127,22 @@ class Runner:
         blocks, cache = _gathered(given)
         counts = (partitions.kv_lens + given.block_size - 1) // given.block_size
         indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        heads = (query.shape[1], given.num_kv_heads, query.shape[2])
-        self._wrapper.plan(
-            *(indptr, blocks, None, *heads, given.block_size),  # type: ignore[arg-type]
-            seq_lens=partitions.kv_lens,
+        arguments = DecodeArguments(
+            query.shape[1],
+            given.num_kv_heads,
+            query.shape[2],
+            given.block_size,
             q_data_type=query.dtype,
             kv_data_type=cache[0].dtype,
             sm_scale=given.scale,
             variant=self._variant(given, partitions),
         )
-        scales: dict[str, Any] = {}
+        lengths = Lengths(kv_indptr=indptr, kv_lens=partitions.kv_lens)
+        self._attention.plan(lengths, Pages(blocks), *arguments.checked())
+        scales = NO_SCALES
         if given.kv_cache_dtype != "auto":
-            scales = {"k_scale": given.k_scale.float().reshape(1), "v_scale": given.v_scale.float().reshape(1)}
-        found: torch.Tensor = self._wrapper.run(query, cache, out=out, lse=lse, **scales)
+            scales = (None, given.k_scale.float().reshape(1), given.v_scale.float().reshape(1))
+        found: torch.Tensor = self._attention.run(query, cache, out, lse, scales=scales)
         return found
 
     def _variant(self, given: Sequences, partitions: Partitions) -> Variant | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 from ...base import checks
 from ...base.errors import CapabilityError, PlanError, RunError
 from ...kernels.options import check_window
-from ...plan.lengths import all_to_host, batch_of
+from ...plan.lengths import Lengths, all_to_host, batch_of
+from ...plan.page_indices import Pages
+from ..base import Attention
+from ..graph_buffers import take_graph_buffers
 from ..merge import merge_parts, part_of
-from ..paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from ..plan_arguments import Checked, PrefillArguments
 from .fold import PagedLevel, folded
 from .window import LevelWindows
 
@@ -59,15 +63,16 @@ class MultiLevelCascadeAttentionWrapper:
         }
         for name, arrays in buffers.items() if self._use_cuda_graph else ():
             self._check_count(f"{name}_arr", arrays)
-        self._batch_prefill_wrappers = [
-            BatchPrefillWithPagedKVCacheWrapper(
-                *(float_workspace_buffer, kv_layout, self._use_cuda_graph),
-                **{name: arrays[level] for name, arrays in buffers.items() if use_cuda_graph},
-            )
-            for level in range(self._num_levels)
+        self._levels = [
+            Attention(float_workspace_buffer, kv_layout, is_graph=self._use_cuda_graph, owner=type(self).__name__)
+            for _ in range(self._num_levels)
         ]
+        if self._use_cuda_graph:
+            for level, attention in enumerate(self._levels):
+                take_graph_buffers(attention, None, {name: arrays[level] for name, arrays in buffers.items()})
         self._windows = LevelWindows(self._num_levels, float_workspace_buffer.device, self._use_cuda_graph)
-        self._active: list[BatchPrefillWithPagedKVCacheWrapper] = []  # levels with tokens; empty: no plan
+        self._active: list[Attention] = []  # levels with tokens; empty: no plan
+        self._checked = Checked()
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -80,8 +85,8 @@ class MultiLevelCascadeAttentionWrapper:
         """Takes other workspaces, an int workspace for each level; plan again before the next run."""
         self._check_count("int_workspace_buffers", int_workspace_buffers)
         self._active = []
-        for wrapper, buffer in zip(self._batch_prefill_wrappers, int_workspace_buffers, strict=True):
-            wrapper.reset_workspace_buffer(float_workspace_buffer, buffer)
+        for attention, buffer in zip(self._levels, int_workspace_buffers, strict=True):
+            attention.reset_workspace_buffer(float_workspace_buffer, buffer)
 
     def plan(
         self,
@@ -136,29 +141,38 @@ class MultiLevelCascadeAttentionWrapper:
         if not self._use_cuda_graph and all(isinstance(level.indices, torch.Tensor) for level in levels):
             levels = folded(levels, page_size, bool(causal))
         variants, is_hidden = self._windows.plan(levels, page_size, check_window(window_left))
-        for level, variant in zip(levels, variants, strict=True):
-            is_last = level is levels[-1]
-            self._batch_prefill_wrappers[level.number].plan(
-                *level[1:],  # type: ignore[arg-type]
-                *(num_qo_heads, num_kv_heads, head_dim, page_size),
-                causal=causal and is_last,
+        options, values = self._checked.of(
+            PrefillArguments(
+                "paged",
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                causal=causal,
                 pos_encoding_mode=pos_encoding_mode,
                 use_fp16_qk_reduction=use_fp16_qk_reduction,
                 sm_scale=sm_scale,
-                window_left=window_left if is_last else -1,
+                window_left=window_left,
                 logits_soft_cap=logits_soft_cap,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
-                variant=variant,
             )
-        wrappers = [self._batch_prefill_wrappers[level.number] for level in levels]
+        )
+        whole = dataclasses.replace(options, causal=False, window_left=-1)
+        values_of_whole = values._replace(causal=False, window_left=-1)
+        for level, variant in zip(levels, variants, strict=True):
+            of_level = (options, values) if level is levels[-1] else (whole, values_of_whole)
+            lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
+            level_options = of_level[0] if variant is None else dataclasses.replace(of_level[0], variant=variant)
+            self._levels[level.number].plan(lengths, Pages(level.indices), level_options, of_level[1])
+        planned = [self._levels[level.number] for level in levels]
         self._active = [
-            wrapper
-            for wrapper, hidden in zip(wrappers, is_hidden, strict=True)
-            if self._use_cuda_graph or (wrapper._planner.result.total_kv > 0 and not hidden)
-        ] or wrappers[-1:]
+            attention
+            for attention, hidden in zip(planned, is_hidden, strict=True)
+            if self._use_cuda_graph or (attention.session.result.total_kv > 0 and not hidden)
+        ] or planned[-1:]
 
     begin_forward = plan
 
@@ -183,13 +197,13 @@ class MultiLevelCascadeAttentionWrapper:
         if not self._active:
             raise RunError("run: MultiLevelCascadeAttentionWrapper has no plan: call plan(...) first.")
         if len(self._active) == 1:
-            return self._active[0].run(q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse)
+            return self._active[0].run(q, paged_kv_cache, out, lse, return_lse)
         checks.tensor(q, "q", RunError)
         if out is None:
-            out = torch.empty(q.shape, dtype=self._active[0]._out_dtype, device=q.device)
+            out = torch.empty(q.shape, dtype=self._active[0].out_dtype, device=q.device)
         if return_lse and lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        parts = [part_of(wrapper, q, paged_kv_cache) for wrapper in self._active]
+        parts = [part_of(attention, q, paged_kv_cache) for attention in self._active]
         merge_parts(parts, out, lse)
         return (out, lse) if return_lse else out
 

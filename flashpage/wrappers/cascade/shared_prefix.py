@@ -2,58 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...base import checks
 from ...base.dtypes import DType
 from ...base.errors import PlanError, RunError
-from ...plan.lengths import Lengths, to_host
+from ...plan.lengths import Lengths, Names, to_host
+from ...plan.page_indices import NO_PAGES, Pages
+from ..base import DECODE, PAGED, RAGGED, Attention
 from ..merge import merge_parts, part_of
-from ..paged_decode import BatchDecodeWithPagedKVCacheWrapper
-from ..paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from ..ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from ..plan_arguments import Arguments, DecodeArguments, PrefillArguments
 
 
 class _SharedPrefix:
     """What both wrappers share: a ragged batch of one for the prefix, a paged batch for the rest, one merge."""
 
-    _unique: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
-
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str) -> None:
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, names: Names) -> None:
         self._kv_layout = checks.layout(kv_layout)
-        self._shared = BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, kv_layout)
-        self._arguments: tuple[Any, ...] = ()  # of the last begin_forward, lengths on the host
+        owner = type(self).__name__
+        self._unique = Attention(float_workspace_buffer, kv_layout, names=names, owner=owner)
+        self._shared = Attention(float_workspace_buffer, kv_layout, names=RAGGED, owner=owner)
+        self._planned: _Batch | None = None
         self._dtypes: tuple[Any, Any] = (None, None)  # of q and the caches, as planned
         self._seen: tuple[Any, Any] | None = None  # those of forward's tensors, where begin_forward was told others
         self._prefix: tuple[int, int] | None = None  # tokens and rows that the prefix is planned for
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Takes other workspaces; begin_forward again before the next forward."""
-        self._arguments = ()
+        self._planned = None
         self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-        self._shared.reset_workspace_buffer(float_workspace_buffer, self._shared._int_workspace_buffer)
+        self._shared.reset_workspace_buffer(float_workspace_buffer, self._shared.session.workspaces.int_buffer)
 
     def end_forward(self) -> None:
         """Nothing: plans need no end."""
 
-    def _begin(self, lengths: Lengths, kv_indices: Any, sizes: tuple[Any, ...], dtypes: tuple[Any, Any]) -> None:
+    def _begin(self, lengths: Lengths, kv_indices: Any, arguments: Arguments, dtypes: tuple[Any, Any]) -> None:
         """`dtypes`: to be planned for where no tensors were seen yet."""
-        for name, tensor in zip(self._unique._length_names[:3], lengths, strict=False):
-            if name != "qo_indptr" or isinstance(self._unique, BatchPrefillWithPagedKVCacheWrapper):
+        is_decode = isinstance(arguments, DecodeArguments)
+        for name, tensor in zip(self._unique.session.batch.names[:3], lengths, strict=False):
+            if name != "qo_indptr" or not is_decode:
                 checks.tensor(tensor, name, PlanError)
-        copies = [None if t is None else t.clone() for t in to_host(lengths)]  # forward may plan again
-        self._arguments = ()
-        self._plan((copies, kv_indices, sizes), self._seen or dtypes)
+        copies = Lengths(*(None if t is None else t.clone() for t in to_host(lengths)))  # forward may plan again
+        self._planned = None
+        self._plan(_Batch(copies, kv_indices, arguments), self._seen or dtypes)
 
-    def _plan(self, planned: tuple[Any, ...], dtypes: tuple[Any, Any]) -> None:
-        (q_indptr, kv_indptr, last_page_len, _), kv_indices, sizes = planned
-        pages = (kv_indptr, kv_indices, last_page_len)
-        rows = () if q_indptr is None else (q_indptr,)
-        plan: Any = self._unique.plan
-        plan(*rows, *pages, *sizes, q_data_type=dtypes[0], kv_data_type=dtypes[1])
-        self._arguments, self._dtypes = planned, dtypes
+    def _plan(self, batch: _Batch, dtypes: tuple[Any, Any]) -> None:
+        arguments: Any = batch.arguments._replace(q_data_type=dtypes[0], kv_data_type=dtypes[1])
+        self._unique.plan(batch.lengths, Pages(batch.kv_indices), *arguments.checked())
+        self._planned, self._dtypes = batch, dtypes
         self._prefix = None
 
     def _forward(
@@ -65,39 +63,45 @@ class _SharedPrefix:
         causal: bool,
         sm_scale: float | None,
     ) -> torch.Tensor:
-        if not self._arguments:
+        if self._planned is None:
             raise RunError(f"forward: {type(self).__name__} has no plan: call begin_forward(...) first.")
         for name, tensor in (("q", q), ("k_shared", k_shared), ("v_shared", v_shared)):
             if checks.tensor(tensor, name, RunError).dim() != 3:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
         if (q.dtype, k_shared.dtype) != self._dtypes:
             self._seen = (q.dtype, k_shared.dtype)
-            self._plan(self._arguments, self._seen)
+            self._plan(self._planned, self._seen)
         unique, shared = self._unique, self._shared
         prefix_len = k_shared.shape[0 if self._kv_layout == "NHD" else 1]
         parts = []
         if prefix_len:
             self._plan_prefix(prefix_len)
-            shared._sm_scale = sm_scale
-            parts.append(part_of(shared, q, k_shared, v_shared))
-        unique._sm_scale, unique._causal = sm_scale, causal
-        if unique._planner.result.total_kv or not prefix_len:
-            parts.append(part_of(unique, q, unique_kv_cache))
-        out = torch.empty(q.shape, dtype=unique._out_dtype, device=q.device)
+            parts.append(part_of(shared, q, (k_shared, v_shared), shared.values._replace(sm_scale=sm_scale)))
+        if unique.session.result.total_kv or not prefix_len:
+            values = unique.values._replace(sm_scale=sm_scale, causal=causal)
+            parts.append(part_of(unique, q, unique_kv_cache, values))
+        out = torch.empty(q.shape, dtype=unique.out_dtype, device=q.device)
         merge_parts(parts, out, None)
         return out
 
     def _plan_prefix(self, prefix_len: int) -> None:
         """All rows are one request over the prefix."""
-        rows = self._unique._planner.total_q
+        rows, options = self._unique.session.total_q, self._unique.options
         if self._prefix == (prefix_len, rows):
             return
-        num_qo_heads, num_kv_heads, head_dim, _ = self._arguments[2]
         q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, prefix_len))
-        heads = (num_qo_heads, num_kv_heads, head_dim)
-        plan: Any = self._shared.plan
-        plan(q_indptr, kv_indptr, *heads, q_data_type=self._dtypes[0], kv_data_type=self._dtypes[1])
+        heads = (options.num_q_heads, options.num_kv_heads, options.head_dim_qk)
+        arguments = PrefillArguments("ragged", *heads, q_data_type=self._dtypes[0], kv_data_type=self._dtypes[1])
+        self._shared.plan(Lengths(q_indptr, kv_indptr), NO_PAGES, *arguments.checked())
         self._prefix = (prefix_len, rows)
+
+
+class _Batch(NamedTuple):
+    """What begin_forward was given, lengths on the host."""
+
+    lengths: Lengths
+    kv_indices: Any
+    arguments: Arguments
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
@@ -109,8 +113,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        super().__init__(float_workspace_buffer, kv_layout)
-        self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        super().__init__(float_workspace_buffer, kv_layout, DECODE)
 
     def begin_forward(
         self,
@@ -131,8 +134,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
             data_type: of q and the caches; where the tensors of `forward` differ, theirs is planned for.
         """
         lengths = Lengths(None, unique_kv_indptr, unique_kv_last_page_len)
-        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        self._begin(lengths, unique_kv_indices, sizes, _dtypes(data_type))
+        arguments = DecodeArguments(num_qo_heads, num_kv_heads, head_dim, page_size)
+        self._begin(lengths, unique_kv_indices, arguments, _dtypes(data_type))
 
     def forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: Any
@@ -159,8 +162,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
-        super().__init__(float_workspace_buffer, kv_layout)
-        self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        super().__init__(float_workspace_buffer, kv_layout, PAGED)
 
     def begin_forward(
         self,
@@ -180,8 +182,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
                 as BatchPrefillWithPagedKVCacheWrapper.plan takes them.
         """
         lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
-        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        self._begin(lengths, paged_kv_indices, sizes, _dtypes("float16"))
+        arguments = PrefillArguments("paged", num_qo_heads, num_kv_heads, head_dim, page_size)
+        self._begin(lengths, paged_kv_indices, arguments, _dtypes("float16"))
 
     def forward(
         self,

@@ -13,11 +13,13 @@ import torch
 
 from ...base import checks
 from ...base.errors import PlanError
+from ..graph_buffers import take_graph_buffers
 from .cached_module import PlanInfo, PlanModule
 
 if TYPE_CHECKING:
     from ...plan.capacity import Capacity
     from ...plan.session import Planner
+    from ..base import Attention
 
 
 class Written:
@@ -79,9 +81,9 @@ class EngineState:
     _written_at: tuple[int, dict[str, Any]] = (-1, {})  # the planner's generation, what was written since
     _staging: torch.Tensor | None = None
     _module_key: Any = None  # what _cached_module planned last, compared to skip judging it again
-    _out_dtype: torch.dtype
+    _attention: Attention
     _options: Any
-    _key: Any
+    _arguments: Any
 
     def _written(self) -> dict[str, Any]:
         generation = self._planner.generation
@@ -142,17 +144,7 @@ class EngineState:
         checks.same_device(checks.tensor(buffer, name, PlanError), torch.device("cpu"), name, PlanError)
         self._staging = buffer
 
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Takes other workspaces; plan again before the next run."""
-        self._planner.use_float_buffer(float_workspace_buffer)
-        self._planner.use_int_buffer(int_workspace_buffer)
-
     # ---------------------------------------------------------------- graph buffers
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Whether runs may be captured and replayed after later plans."""
-        return self._planner.is_graph
 
     @property
     def _custom_mask_buf(self) -> torch.Tensor | None:
@@ -162,9 +154,9 @@ class EngineState:
     def _graph_buffer(self, attribute: str) -> torch.Tensor | None:
         name = attribute[1:]
         if name == "qo_indptr_buf" and name not in self._graph_buffers:  # decode: rows are as many in every request
-            assert self._fixed_batch_size is not None
+            assert self._attention.fixed_requests is not None
             rows = self._planner.options.uniform_q_len if self._planner.active else 1
-            numbers = torch.arange(self._fixed_batch_size + 1, dtype=torch.int32, device=self.device) * rows
+            numbers = torch.arange(self._attention.fixed_requests + 1, dtype=torch.int32, device=self.device) * rows
             self._graph_buffers[name] = numbers
         return self._graph_buffers.get(name)
 
@@ -174,49 +166,9 @@ class EngineState:
         return self._planner.is_graph and self._planner.capacity is None
 
     def _take_graph_buffers(self, capacity: Capacity | None, **buffers: torch.Tensor | None) -> None:
-        """Named as the constructor has them. Kernels read the plan, page numbers and mask bits; the others fix the
-        batch, where no capacity does."""
+        """Named as the constructor has them."""
         self._graph_buffers = {name.removesuffix("fer"): buffer for name, buffer in buffers.items()}
-        self._fixed_batch_size: int | None = None
-        if capacity is not None:
-            self._planner.use_capacity(capacity, is_paged=any("indices" in name for name in buffers))
-        for name, buffer in buffers.items() if self.is_cuda_graph_enabled else ():
-            if capacity is not None and buffer is not None and "mask" not in name:
-                raise PlanError(f"max_batch={capacity.batch} and {name} both size the batch: pass one of them.")
-            if buffer is None:
-                if "mask" in name or capacity is not None:
-                    continue
-                raise PlanError(f"{name}=None with use_cuda_graph=True: pass the buffer that captured runs read.")
-            checks.tensor(buffer, name, PlanError)
-            checks.same_device(buffer, self.device, name, PlanError)
-            if not buffer.is_contiguous():
-                raise PlanError(f"{name} has strides {tuple(buffer.stride())}: pass a contiguous tensor.")
-            if "indices" in name:
-                if buffer.dtype != torch.int32:
-                    raise PlanError(f"{name} has dtype {buffer.dtype}: captured kernels read int32.")
-                self._planner.indices.buffer = buffer
-            elif "custom_mask" in name:
-                self._planner.mask.buffer = buffer
-            elif "indptr" in name and "mask" not in name:
-                self._fix_batch_size(name, buffer.numel() - 1)
-            elif "last_page_len" in name:
-                self._fix_batch_size(name, buffer.numel())
-
-    def _fix_batch_size(self, name: str, batch: int) -> None:
-        if self._fixed_batch_size not in (None, batch):
-            raise PlanError(
-                f"{name} is for {batch} requests but another buffer is for {self._fixed_batch_size}: match them."
-            )
-        self._fixed_batch_size = batch
-
-    def _check_graph_batch(self, batch: int) -> None:
-        if self._planner.capacity is not None:
-            self._planner.capacity.check_batch(batch)
-        if self._fixed_batch_size is not None and batch != self._fixed_batch_size:
-            raise PlanError(
-                f"the batch has {batch} requests but the wrapper's graph buffers fix it at {self._fixed_batch_size}: "
-                "pad the batch with empty requests, or make a wrapper for this size."
-            )
+        take_graph_buffers(self._attention, capacity, buffers)
 
 
 class PagedState:

@@ -16,6 +16,7 @@ from ...base import checks, env
 from ...base.errors import PlanError
 from ...kernels.options import Options, check_heads, check_soft_cap, check_split, check_window, out_dtype_of
 from ...plan.lengths import Lengths, batch_of
+from ...plan.page_indices import KEEP_MASK, Pages
 
 if TYPE_CHECKING:
     from ...plan.session import Planner
@@ -187,17 +188,14 @@ class DecodePlanModule:
 def _plan(
     wrapper: Any, written: _Written, is_graph: bool, batch: int, lengths: Lengths, asked: _Asked, room: int
 ) -> PlanInfo:
-    planner, kv_indptr, indices = wrapper._planner, lengths.kv_indptr, written.indices
+    planner, kv_indptr = wrapper._planner, lengths.kv_indptr
     if bool(is_graph) != planner.is_graph:
         raise PlanError(f"enable_cuda_graph={is_graph} but the wrapper has use_cuda_graph={planner.is_graph}.")
     if batch_of(kv_indptr, "kv_indptr") != batch:
         raise PlanError(f"batch_size={batch} but kv_indptr is that of {batch_of(kv_indptr, 'kv_indptr')} requests.")
-    wrapper._check_graph_batch(batch)
-    _configure(wrapper, written, batch, asked)
-    if written.block_tables is not None:
-        indices = planner.indices.from_tables(written.block_tables, kv_indptr, indices, "_paged_kv_indices_buf")
-    planner.plan(lengths, indices, True)
-    planner.block_tables = written.block_tables
+    options = _options_of(wrapper, written, batch, asked)
+    pages = Pages(written.indices, written.block_tables)
+    wrapper._attention.plan(lengths, pages, options, wrapper._now, KEEP_MASK)
     try:
         wrapper._check_planned()
         written.check(wrapper)
@@ -219,21 +217,23 @@ def _take_memory(wrapper: Any, float_workspace: Any, int_workspace: Any, staging
         wrapper._pin_memory_int_workspace_buffer = staging
 
 
-def _configure(wrapper: Any, written: _Written, batch: int, asked: _Asked) -> None:
-    """Options of the last plan with those asked for in their place; the planner keeps its own where nothing differs."""
-    planner = wrapper._planner
+def _options_of(wrapper: Any, written: _Written, batch: int, asked: _Asked) -> Options:
+    """Options of the last plan with those asked for in their place."""
+    planned = wrapper._planner.options
     variant, causal = wrapper._variant_to_plan(written.values, batch)
     dtypes = tuple(written.values.get(f"_cached_{which}_data_type", _NOT_WRITTEN) for which in ("q", "kv", "o"))
-    key = (planner.options, variant, causal, dtypes, asked)
+    key = (planned, variant, causal, dtypes, asked)
     if key == wrapper._module_key:
-        return
+        return wrapper._attention.options
     if causal is not None:
         asked = asked._replace(causal=causal)
-    options = dataclasses.replace(_options(planner.options, asked, dtypes), variant=variant)
-    if options != planner.options:
-        planner.configure(options)
-        wrapper._options, wrapper._out_dtype, wrapper._key = options, options.out_dtype.torch, None
-    wrapper._module_key = (planner.options, *key[1:])
+    options = dataclasses.replace(_options(planned, asked, dtypes), variant=variant)
+    if options == planned:
+        options = wrapper._attention.options
+    else:
+        wrapper._options, wrapper._arguments = options, None
+    wrapper._module_key = (options, *key[1:])
+    return options
 
 
 _NOT_WRITTEN = ""  # a written None stands for q's type

@@ -1,0 +1,57 @@
+"""Graph mode: the buffers that constructors are given, as FlashInfer names them."""
+
+from __future__ import annotations
+
+import torch
+
+from ..base import checks
+from ..base.errors import PlanError
+from ..plan.capacity import Capacity
+from .base import Attention
+
+# Graph buffers by what they are: numbers of requests, page numbers, or a mask's.
+_BUFFERS = {
+    "qo_indptr_buf": "indptr",
+    "paged_kv_indptr_buf": "indptr",
+    "kv_indptr_buf": "indptr",
+    "paged_kv_last_page_len_buf": "requests",
+    "paged_kv_indices_buf": "indices",
+    "custom_mask_buf": "mask",
+    "mask_indptr_buf": "mask",
+}
+
+
+def take_graph_buffers(
+    attention: Attention, capacity: Capacity | None, buffers: dict[str, torch.Tensor | None]
+) -> None:
+    """Kernels read the plan, page numbers and mask bits; the other buffers fix the batch, where no capacity does."""
+    session = attention.session
+    if capacity is not None:
+        session.use_capacity(capacity)
+    for name, buffer in buffers.items() if session.is_graph else ():
+        kind = _BUFFERS[name.removesuffix("fer")]
+        if capacity is not None and buffer is not None and kind != "mask":
+            raise PlanError(f"max_batch={capacity.batch} and {name} both size the batch: pass one of them.")
+        if buffer is None:
+            if kind == "mask" or capacity is not None:
+                continue
+            raise PlanError(f"{name}=None with use_cuda_graph=True: pass the buffer that captured runs read.")
+        checks.tensor(buffer, name, PlanError)
+        checks.same_device(buffer, attention.device, name, PlanError)
+        if not buffer.is_contiguous():
+            raise PlanError(f"{name} has strides {tuple(buffer.stride())}: pass a contiguous tensor.")
+        if kind == "indices":
+            if buffer.dtype != torch.int32:
+                raise PlanError(f"{name} has dtype {buffer.dtype}: captured kernels read int32.")
+            session.indices.buffer = buffer
+        elif name == "custom_mask_buf":
+            session.mask.buffer = buffer
+        elif kind != "mask":
+            _fix_requests(attention, name, buffer.numel() - (kind == "indptr"))
+
+
+def _fix_requests(attention: Attention, name: str, count: int) -> None:
+    fixed = attention.fixed_requests
+    if fixed not in (None, count):
+        raise PlanError(f"{name} is for {count} requests but another buffer is for {fixed}: match them.")
+    attention.fixed_requests = count
