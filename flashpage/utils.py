@@ -1,6 +1,6 @@
 """`flashinfer.utils`: questions about the device, enums of options, arithmetic."""
 
-from .base.refused import FP4Tensor
+from .base.refused import FP4Tensor, get_trtllm_gen_multi_ctas_kv_counter_bytes
 from .wrappers.utils import (
     MaskMode,
     PosEncodingMode,
@@ -12,7 +12,6 @@ from .wrappers.utils import (
     get_alibi_slopes,
     get_compute_capability,
     get_device_sm_count,
-    get_trtllm_gen_multi_ctas_kv_counter_bytes,
     is_float8,
     is_sm90a_supported,
     last_positive_power_of_2,

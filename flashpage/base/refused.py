@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from .errors import CapabilityError
@@ -16,63 +15,51 @@ _MLA = (
     "(head_dim_qk=192, head_dim_vo=128)"
 )
 
+REASONS = {
+    "BatchDecodeMlaWithPagedKVCacheWrapper": _MLA,
+    "BatchMLAPagedAttentionWrapper": _MLA,
+    "FP4Tensor": _NVFP4,
+    "cudnn_batch_decode_with_kv_cache": _DECODE,
+    "cudnn_batch_prefill_with_kv_cache": _PREFILL,
+    "fmha_varlen": _RAGGED,
+    "get_trtllm_gen_multi_ctas_kv_counter_bytes": "it belongs to the trtllm-gen kernels: ask for no such buffer",
+    "nvfp4_kv_dequantize": _NVFP4,
+    "nvfp4_kv_quantize": _NVFP4,
+    "nvfp4_quantize": _NVFP4,
+    "nvfp4_quantize_append_paged_kv_cache": _NVFP4,
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": _NVFP4,
+    "trtllm_batch_context_with_kv_cache": _PREFILL,
+    "trtllm_batch_decode_with_kv_cache": _DECODE,
+    "trtllm_batch_decode_with_kv_cache_mla": _MLA,
+    "trtllm_fmha_v2_prefill": _PREFILL,
+    "trtllm_ragged_attention_deepseek": _RAGGED,
+    "xqa": _DECODE,
+    "xqa_batch_decode_with_kv_cache": _DECODE,
+    "xqa_batch_decode_with_kv_cache_mla": _MLA,
+    "xqa_mla": _MLA,
+}
+
 
 def refuse(name: str, reason: str) -> NoReturn:
     raise CapabilityError(f"{name} is not supported: {reason}.")
 
 
-def _function(name: str, reason: str) -> Callable[..., NoReturn]:
-    def refused(*_: Any, **__: Any) -> NoReturn:
-        refuse(name, reason)
-
-    refused.__name__ = refused.__qualname__ = name
-    refused.__doc__ = f"Refused: {reason}."
-    return refused
+def _refuse_instance(self: Any, *_: Any, **__: Any) -> None:
+    refuse(type(self).__name__, REASONS[type(self).__name__])
 
 
-class _RefusedClass:
-    """Refused when it is made; engines may import its name and compare types with it."""
+def __getattr__(name: str) -> Any:
+    """A function, or a class where FlashInfer has one: engines import its name and compare types with it."""
+    if name not in REASONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    doc = f"Refused: {REASONS[name]}."
+    if name[0].isupper():
+        made: Any = type(name, (), {"__init__": _refuse_instance, "__doc__": doc, "__module__": __name__})
+    else:
 
-    _reason: str
+        def made(*_: Any, **__: Any) -> NoReturn:
+            refuse(name, REASONS[name])
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        refuse(type(self).__name__, self._reason)
-
-
-class BatchMLAPagedAttentionWrapper(_RefusedClass):
-    """Refused: no kernel here takes MLA's latent rows."""
-
-    _reason = _MLA
-
-
-class BatchDecodeMlaWithPagedKVCacheWrapper(_RefusedClass):
-    """Refused: no kernel here takes MLA's latent rows."""
-
-    _reason = _MLA
-
-
-class FP4Tensor(_RefusedClass):
-    """Refused: nvfp4 outputs need Blackwell kernels."""
-
-    _reason = _NVFP4
-
-
-trtllm_batch_decode_with_kv_cache = _function("trtllm_batch_decode_with_kv_cache", _DECODE)
-xqa_batch_decode_with_kv_cache = _function("xqa_batch_decode_with_kv_cache", _DECODE)
-cudnn_batch_decode_with_kv_cache = _function("cudnn_batch_decode_with_kv_cache", _DECODE)
-xqa = _function("xqa", _DECODE)
-trtllm_batch_context_with_kv_cache = _function("trtllm_batch_context_with_kv_cache", _PREFILL)
-cudnn_batch_prefill_with_kv_cache = _function("cudnn_batch_prefill_with_kv_cache", _PREFILL)
-trtllm_fmha_v2_prefill = _function("trtllm_fmha_v2_prefill", _PREFILL)
-trtllm_ragged_attention_deepseek = _function("trtllm_ragged_attention_deepseek", _RAGGED)
-fmha_varlen = _function("fmha_varlen", _RAGGED)
-trtllm_batch_decode_with_kv_cache_mla = _function("trtllm_batch_decode_with_kv_cache_mla", _MLA)
-xqa_batch_decode_with_kv_cache_mla = _function("xqa_batch_decode_with_kv_cache_mla", _MLA)
-xqa_mla = _function("xqa_mla", _MLA)
-nvfp4_quantize_append_paged_kv_cache = _function("nvfp4_quantize_append_paged_kv_cache", _NVFP4)
-nvfp4_quantize_append_paged_kv_cache_with_slot_mapping = _function(
-    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", _NVFP4
-)
-nvfp4_quantize = _function("nvfp4_quantize", _NVFP4)
-nvfp4_kv_quantize = _function("nvfp4_kv_quantize", _NVFP4)
-nvfp4_kv_dequantize = _function("nvfp4_kv_dequantize", _NVFP4)
+        made.__name__, made.__qualname__, made.__doc__ = name, name, doc
+    globals()[name] = made
+    return made

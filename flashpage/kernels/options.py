@@ -11,6 +11,7 @@ from ..base.dtypes import DType
 from ..base.errors import PlanError
 
 SPLIT_BALANCED, SPLIT_NEVER = 0, -1  # csrc/flashpage.h, fp_schedule::fixed_piece_tokens
+_LONGEST = 2**30  # tokens: more than any context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +155,7 @@ def check_heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 def check_window(window_left: Any) -> int:
     """-1: no window. So is every window that no context fills, as kernels subtract it in int32."""
     window = checks.whole("window_left", window_left, -(2**31))
-    return window if 0 <= window < 2**30 else -1
+    return window if 0 <= window < _LONGEST else -1
 
 
 def check_soft_cap(logits_soft_cap: Any) -> float:
@@ -183,9 +184,10 @@ def check_rope(rope_scale: Any, rope_theta: Any) -> tuple[float, float]:
 
 
 def check_split(fixed_split_size: Any, disable_split_kv: bool, tokens: int) -> int:
-    """fixed_split_size counts pages (ragged: tokens); None and -1: balanced."""
+    """fixed_split_size counts pages (ragged: tokens); None and -1: balanced. No context is longer than _LONGEST."""
     if disable_split_kv:
         return SPLIT_NEVER
     if fixed_split_size is None or fixed_split_size == -1:
         return SPLIT_BALANCED
-    return checks.whole("fixed_split_size", fixed_split_size, 1) * tokens
+    piece = checks.whole("fixed_split_size", fixed_split_size, 1) * tokens
+    return piece if piece < _LONGEST else SPLIT_NEVER

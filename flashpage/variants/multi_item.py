@@ -34,10 +34,16 @@ NO_ITEMS = ItemArguments()
 
 
 class MultiItemMask:
-    """One variant for all plans of a wrapper; its tensors are the present batch's."""
+    """One variant for all plans of a wrapper; its tensors are the present batch's.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        most_requests: graph mode: of any batch; None without graphs. Captured launches read the memory of the first
+            plan, so later ones write there, once their plan has succeeded (`copy`).
+    """
+
+    def __init__(self, device: torch.device, most_requests: int | None) -> None:
+        self.device, self._most_requests = device, most_requests
+        self._to_copy: dict[str, torch.Tensor] = {}
         self.given = NO_ITEMS
         self.variant: Variant | None = None
         self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
@@ -63,12 +69,32 @@ class MultiItemMask:
             "token_pos": token_pos.to(self.device).to(torch.int32).view(batch, token_pos_len),
         }
         scalars = {"max_token_pos": token_pos_len - 1}
+        if self._most_requests is not None:
+            self._to_copy = tensors
+            tensors = {name: t.new_zeros(self._most_requests, *t.shape[1:]) for name, t in tensors.items()}
         if self.variant is None:
             self.variant = Variant(mask=_MASK, tensors=tensors, scalars=scalars)
-        self.variant.tensors.update(tensors)
-        self.variant.scalars.update(scalars)
+        elif self._most_requests is None:
+            self.variant.tensors.update(tensors)
+            self.variant.scalars.update(scalars)
+        elif (most := self.variant.tensors["token_pos"].shape[1]) < token_pos_len:
+            raise PlanError(
+                f"token_pos_in_items_len={token_pos_len} but captured runs read {most} positions a request: plan the "
+                "longest items first."
+            )
         self.given = given
         return self.variant
+
+    def copy(self) -> None:
+        """Graph mode: the present batch's numbers, to where captured launches read them."""
+        for name, tensor in self._to_copy.items():
+            memory = self.variant.tensors[name][: len(tensor)]  # type: ignore[union-attr]
+            if name == "token_pos":
+                memory[:, : tensor.shape[1]].copy_(tensor)
+                memory[:, tensor.shape[1] :] = tensor[:, -1:]
+            else:
+                memory.copy_(tensor)
+        self._to_copy = {}
 
     def _check_longest(self, max_item_len: Any, token_pos: torch.Tensor, batch: int) -> None:
         """On the device: where FLASHPAGE_CHECK_INDICES is on, as it waits."""

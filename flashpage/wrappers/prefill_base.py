@@ -52,7 +52,9 @@ class PrefillWrapper(Adapter):
 
     @functools.cached_property
     def _multi_item(self) -> MultiItemMask:
-        return MultiItemMask(self.device)
+        session, fixed = self._planner, self._attention.fixed_requests
+        most = session.capacity.batch if session.capacity is not None else fixed
+        return MultiItemMask(self.device, most if session.is_graph else None)
 
     def _plan(
         self, arguments: PrefillArguments, lengths: Lengths, pages: Pages, mask: Mask | None, longest: Longest
@@ -61,6 +63,7 @@ class PrefillWrapper(Adapter):
             self._check(arguments)
         self._now = self._planned
         self._attention.plan(lengths, pages, self._options, self._now, mask, longest)
+        self._copy_items()
         if mask is not None and self._planner.is_graph:
             self._fill_mask_indptr(pages.non_blocking)
 
@@ -81,6 +84,10 @@ class PrefillWrapper(Adapter):
             raise PlanError(f"mask_indptr_buf has {buffer.numel()} entries: pass [{numbers.numel()}], batch + 1.")
         buffer[: numbers.numel()].copy_(numbers, non_blocking=non_blocking)
 
+    def _copy_items(self) -> None:
+        if self._options.variant is not None and self._options.variant is self._multi_item.variant:
+            self._multi_item.copy()
+
     def _items_of_plan(self) -> ItemArguments:
         items = self._multi_item
         is_used = items.variant is not None and items.variant is self._planner.options.variant
@@ -98,6 +105,7 @@ class PrefillWrapper(Adapter):
 
     def _check_planned(self) -> None:
         """The mask's bits are those that are there: engines copy them to the wrapper's buffer."""
+        self._copy_items()
         planner = self._planner
         if not planner.options.has_mask:
             return

@@ -10,7 +10,6 @@ import torch
 
 from ..base import checks
 from ..base.errors import RunError
-from ..base.refused import refuse
 from ..variants.variant import alibi_slopes
 
 
@@ -103,8 +102,3 @@ def is_sm90a_supported(device: torch.device) -> bool:
 def determine_attention_backend(device: torch.device, *_: Any, **__: Any) -> str:
     """ "fa2", whatever the options: names of backends choose nothing here."""
     return "fa2"
-
-
-def get_trtllm_gen_multi_ctas_kv_counter_bytes(*_: Any, **__: Any) -> int:
-    """Refused: it sizes a buffer of kernels that are not here."""
-    refuse("get_trtllm_gen_multi_ctas_kv_counter_bytes", "it belongs to the trtllm-gen kernels: ask for no such buffer")

@@ -11,7 +11,7 @@ from api_batch import DIM, HEADS, KV_HEADS, KV_LENS, PAGE, ROWS, Batch, attentio
 
 import flashpage
 from flashpage.errors import CapabilityError
-from flashpage.kernels.options import check_window
+from flashpage.kernels.options import SPLIT_NEVER, check_window
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +288,14 @@ def test_workspace_size_serves_the_batch(batch: Batch) -> None:
         wrapper.reset_workspace_buffer(*buffers)
         plan_prefill(wrapper, batch, **options)
         close(wrapper.run(batch.q, batch.cache), batch.expected(batch.q))
+
+
+@pytest.mark.parametrize("split", [2**28, 2**30, 2**30 + 1, 2**31 - 1])
+def test_a_fixed_split_beyond_any_context_cuts_nothing(batch: Batch, split: int) -> None:
+    """2**30 pages of 4 tokens are 0 in 32 bits, which would mean pieces that depend on the batch."""
+    wrapper = prefill(batch, fixed_split_size=split)
+    wrapper.run(batch.q, batch.cache)
+    assert wrapper._options.fixed_piece_tokens == SPLIT_NEVER
 
 
 def test_fixed_split_does_not_depend_on_the_batch(batch: Batch) -> None:

@@ -172,3 +172,36 @@ def test_bounds_hold_for_one_plan() -> None:
         plan(wrapper, max_sequence_kv=100)
     plan(wrapper, max_sequence_kv=300)
     plan(wrapper, tokens=400)
+
+
+@pytest.mark.parametrize("capacity", [True, False], ids=["capacity", "buffers"])
+def test_graphs_read_the_items_of_the_newest_plan(capacity: bool) -> None:
+    """Captured launches keep the addresses of the first plan: later ones write there, if they succeed."""
+    given: dict[str, Any] = {"qo_indptr_buf": ints(0, 0), "kv_indptr_buf": ints(0, 0)}
+    given = {"max_batch": 2, "max_kv_rows": 64, "max_rows": 64} if capacity else given
+    graph = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace(1 << 24), use_cuda_graph=True, **given)
+    k, v = torch.randn(2, 64, 4, 64).unbind()
+
+    def score(wrapper: Any, prefix: int, positions: list[int]) -> torch.Tensor:
+        tokens = prefix + len(positions)
+        wrapper.plan(
+            *(ints(0, tokens), ints(0, tokens), 4, 4, 64),
+            q_data_type=torch.float32,
+            prefix_len_ptr=ints(prefix),
+            token_pos_in_items_ptr=torch.tensor(positions, dtype=torch.int16),
+            token_pos_in_items_len=len(positions),
+        )
+        return wrapper.run(torch.ones(tokens, 4, 64), k[:tokens], v[:tokens])
+
+    score(graph, 40, [0, 1, 2, 3, 4, 0, 1, 2])
+    read = dict(graph._options.variant.tensors)
+    for prefix, positions in ((4, [0, 1, 2, 0, 1]), (20, [0, 1, 0, 1, 2, 3, 0, 1])):
+        fresh = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace(1 << 24))
+        torch.testing.assert_close(score(graph, prefix, positions), score(fresh, prefix, positions))
+        assert all(graph._options.variant.tensors[name] is tensor for name, tensor in read.items())
+        assert int(read["prefix_len"][0]) == prefix
+    before = {name: tensor.clone() for name, tensor in read.items()}
+    for prefix, positions in ((4, [0, 1] * 5), (62, [0, 1, 2])):  # more positions, more rows than what was captured
+        with pytest.raises(PlanError):
+            score(graph, prefix, positions)
+        assert all(torch.equal(read[name], tensor) for name, tensor in before.items())

@@ -193,14 +193,17 @@ def _plan(
         raise PlanError(f"enable_cuda_graph={is_graph} but the wrapper has use_cuda_graph={planner.is_graph}.")
     if batch_of(kv_indptr, "kv_indptr") != batch:
         raise PlanError(f"batch_size={batch} but kv_indptr is that of {batch_of(kv_indptr, 'kv_indptr')} requests.")
+    rows = batch * asked.uniform_q_len
+    if lengths.q_indptr is not None:
+        rows = int(lengths.q_indptr[batch_of(lengths.q_indptr, "qo_indptr")])
+    if rows > room:
+        raise PlanError(f"total_num_rows={room} but qo_indptr ends at {rows}: pass at least that.")
     options = _options_of(wrapper, written, batch, asked)
     pages = Pages(written.indices, written.block_tables)
     wrapper._attention.plan(lengths, pages, options, wrapper._now, KEEP_MASK)
     try:
         wrapper._check_planned()
         written.check(wrapper)
-        if planner.total_q > room:
-            raise PlanError(f"total_num_rows={room} but qo_indptr ends at {planner.total_q}: pass at least that.")
     except PlanError:
         planner.is_planned = False
         raise
