@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 import subprocess
 import tempfile
@@ -70,16 +71,16 @@ def build_kernels(
     """
     store = Store(folder.absolute()) if folder else jit_store()
     kernels = list(dict.fromkeys(kernels))
-    ninja = process.ninja_program()
-    if len(kernels) == 1 or ninja is None:
-        return [_build_alone(*kernel, store, compiler) for kernel in kernels]
-    with tempfile.TemporaryDirectory(prefix="flashpage-") as work, contextlib.ExitStack() as locks:
-        batch = _Batch(store, Path(work), locks, compiler)
-        batch.take(kernels)
-        batch.run(ninja, jobs)
-    for kernel in batch.built_elsewhere:  # by another process: wait for each
-        batch.results[kernel] = _build_alone(*kernel, store, compiler)
-    return [batch.results[kernel] for kernel in kernels]
+    with _Build(store, compiler) as build:
+        for kernel in kernels:
+            build.take(*kernel)
+        build.run(jobs)
+    for kernel in build.built_elsewhere:  # by another process: wait for each
+        with _Build(store, compiler) as alone:
+            alone.take(*kernel, waits=True)
+            alone.run()
+        build.results |= alone.results
+    return [build.results[kernel] for kernel in kernels]
 
 
 def obtain(
@@ -95,76 +96,81 @@ def obtain(
     Where the store cannot be written (read-only, full, no home folder) the entry lies in a temporary folder, for the
     caller to remove (Entry.is_kept), and a warning says why.
     """
-    source = source_of(spec, target)
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # publish meets the same error, and tells it
-            try:
-                stack.enter_context(store.lock(source.key, blocking=False))
-            except BlockingIOError:
-                progress.say(f"waiting for another process that compiles {spec.name}")
-                stack.enter_context(store.lock(source.key))
-        entry = store.read(source.key)
-        if entry and not (unusable and unusable.meta["sha256"] == entry.meta["sha256"]):
-            return entry, False
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashpage-")))
-        job = Job.prepare(spec, target, source, work, compiler)
-        progress.say(f"compiling {spec.name} for {target.name} with {job.compiler.name}")
-        job.run_alone()
-        entry = job.finish(store)
-        progress.say(f"compiled {spec.name} in {entry.meta['seconds']:.1f} s")
-        return entry, True
+    with _Build(store, compiler) as build:
+        build.take(spec, target, waits=True, unusable=unusable)
+        build.run()
+    result = build.results[spec, target]
+    if result.error is not None:
+        raise result.error
+    assert result.entry is not None
+    return result.entry, result.is_new
 
 
-def _build_alone(spec: KernelSpec, target: Target, store: Store, compiler: Compiler | None) -> BuildResult:
-    try:
-        entry, is_new = obtain(spec, target, store, compiler=compiler)
-    except CompileError as error:
-        return BuildResult(spec, target, error=error)
-    return BuildResult(spec, target, entry, is_new)
+class _Build:
+    """Jobs that are compiled together. Each is published, and its lock let go, as soon as it is done."""
 
-
-class _Batch:
-    """The jobs of one ninja run. Each is published, and its lock let go, as soon as it is done."""
-
-    def __init__(self, store: Store, work: Path, locks: contextlib.ExitStack, compiler: Compiler | None) -> None:
+    def __init__(self, store: Store, compiler: Compiler | None) -> None:
         self.results: dict[Kernel, BuildResult] = {}
         self.built_elsewhere: list[Kernel] = []
-        self._store, self._work, self._compiler = store, work, compiler
+        self._store, self._compiler = store, compiler
         self._jobs: dict[str, Job] = {}
         self._locks: dict[str, contextlib.ExitStack] = {}
-        self._all_locks = locks
+        self._end = contextlib.ExitStack()
 
-    def take(self, kernels: list[Kernel]) -> None:
-        """Sorts kernels into those that are there, those that another process builds now, and our own jobs."""
-        for spec, target in kernels:
-            try:
-                source = source_of(spec, target)
-            except CompileError as error:
-                self.results[spec, target] = BuildResult(spec, target, error=error)
-                continue
-            lock = self._all_locks.enter_context(contextlib.ExitStack())
-            try:
-                lock.enter_context(self._store.lock(source.key, blocking=False))
-            except BlockingIOError:
+    def __enter__(self) -> _Build:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.close()
+
+    @functools.cached_property
+    def _work(self) -> Path:
+        return Path(self._end.enter_context(tempfile.TemporaryDirectory(prefix="flashpage-")))
+
+    def take(self, spec: KernelSpec, target: Target, *, waits: bool = False, unusable: Entry | None = None) -> None:
+        """A kernel that the store has is a result. Any other is a job, but where another process compiles it:
+        `built_elsewhere`, unless this one waits for it."""
+        lock = self._end.enter_context(contextlib.ExitStack())
+        try:
+            source = source_of(spec, target)
+            if not self._lock(lock, source.key, spec.name if waits else ""):
                 self.built_elsewhere.append((spec, target))
-                continue
-            except OSError:
-                pass  # as in obtain
-            if entry := self._store.read(source.key):
+                return
+            entry = self._store.read(source.key)
+            if entry and not (unusable and unusable.meta["sha256"] == entry.meta["sha256"]):
                 self.results[spec, target] = BuildResult(spec, target, entry)
-                lock.close()
-                continue
-            try:
+            else:
                 self._jobs[source.key] = Job.prepare(spec, target, source, self._work, self._compiler)
                 self._locks[source.key] = lock
-            except CompileError as error:
-                self.results[spec, target] = BuildResult(spec, target, error=error)
-                lock.close()
+                return
+        except CompileError as error:
+            self.results[spec, target] = BuildResult(spec, target, error=error)
+        lock.close()
 
-    def run(self, ninja: str, jobs: int | None) -> None:
-        """Compiles all jobs."""
-        if not self._jobs:
-            return
+    def _lock(self, lock: contextlib.ExitStack, key: str, waits_for: str) -> bool:
+        with contextlib.suppress(OSError):  # publish meets the same error, and tells it
+            try:
+                lock.enter_context(self._store.lock(key, blocking=False))
+            except BlockingIOError:
+                if not waits_for:
+                    return False
+                progress.say(f"waiting for another process that compiles {waits_for}")
+                lock.enter_context(self._store.lock(key))
+        return True
+
+    def run(self, jobs: int | None = None) -> None:
+        """Compiles all jobs: through ninja where there are several, and it is there."""
+        ninja = process.ninja_program() if len(self._jobs) > 1 else None
+        if ninja is not None:
+            self._run_together(ninja, jobs)
+        for job in [self._jobs[key] for key in self._locks]:
+            if not job.started.exists():
+                progress.say(f"compiling {job.spec.name} for {job.target.name} with {job.compiler.name}")
+                job.run()
+            if (entry := self._finish(job.key).entry) is not None:
+                progress.say(f"compiled {job.spec.name} in {entry.meta['seconds']:.1f} s")
+
+    def _run_together(self, ninja: str, jobs: int | None) -> None:
         (self._work / "build.ninja").write_text("".join(job.ninja_rule() for job in self._jobs.values()))
         count = jobs or process.job_count(len(self._jobs))
         progress.say(f"compiling {len(self._jobs)} kernels, {count} at a time")
@@ -174,12 +180,11 @@ class _Batch:
             assert child.stdout is not None
             for line in child.stdout:
                 if line.startswith(_DONE):
-                    self._finish(line.removeprefix(_DONE).strip(), bar)
-        for key in list(self._locks):  # what ninja did not report: it failed to start
-            self._finish(key, bar)
+                    result = self._finish(line.removeprefix(_DONE).strip())
+                    bar.advance(result.spec.name, failed=result.error is not None)
         bar.close()
 
-    def _finish(self, key: str, bar: progress.Bar) -> None:
+    def _finish(self, key: str) -> BuildResult:
         """Publishes one job and lets its lock go."""
         job = self._jobs[key]
         try:
@@ -189,4 +194,4 @@ class _Batch:
         self.results[job.spec, job.target] = result
         self._locks.pop(key).close()
         shutil.rmtree(job.folder, ignore_errors=True)
-        bar.advance(job.spec.name, failed=result.error is not None)
+        return result

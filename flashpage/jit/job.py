@@ -6,11 +6,12 @@ import dataclasses
 import re
 import shlex
 import shutil
+import subprocess
 import tempfile
 import warnings
 from pathlib import Path
 
-from ..base.errors import CompileError, KernelMissingError
+from ..base.errors import KernelMissingError
 from ..kernels.spec import KernelSpec
 from . import diagnostics, manifest, process
 from .cache import FAILED, Entry, Store, read_entry, write_entry
@@ -67,22 +68,20 @@ class Job:
     def command(self) -> list[str]:
         return self.compiler.command(self.source, self.partial, self.target, include_dirs(self.spec))
 
-    def run_alone(self) -> None:
+    @property
+    def _shell_line(self) -> str:
+        started, log = shlex.quote(str(self.started)), shlex.quote(str(self.log))
+        move = shlex.join(["mv", str(self.partial), str(self.binary)])
+        return f": > {started}; {shlex.join(self.command)} > {log} 2>&1 && {move}"
+
+    def run(self) -> None:
         """Runs the compiler; `finish` tells success from failure."""
-        self.started.touch()
-        try:
-            with open(self.log, "w") as log, process.running(self.command, log) as compiler:
-                pass
-        except OSError as error:
-            raise CompileError(f"{self.command[0]} could not be started: {error}") from error
-        if compiler.returncode == 0:
-            self.partial.rename(self.binary)
+        with process.running(["sh", "-c", self._shell_line], subprocess.DEVNULL):
+            pass
 
     def ninja_rule(self) -> str:
         """`build` statement and command, with the job's key as description (what ninja prints when it is done)."""
-        started, log = shlex.quote(str(self.started)), shlex.quote(str(self.log))
-        move = shlex.join(["mv", str(self.partial), str(self.binary)])
-        command = f": > {started}; {shlex.join(self.command)} > {log} 2>&1 && {move}".replace("$", "$$")
+        command = self._shell_line.replace("$", "$$")
         paths = [re.sub(r"([$ :])", r"$\1", str(path)) for path in (self.binary, self.source)]
         rule = f"rule r{self.key}\n  command = {command}\n  description = {self.key}\n"
         return f"{rule}build {paths[0]}: r{self.key} {paths[1]}\n"

@@ -155,13 +155,13 @@ def test_a_header_edited_while_a_process_runs(tmp_path: Path, monkeypatch: pytes
     header.write_text(original + "// edited\n")
     edited = source.key_of(spec, target)
     assert edited != before
-    compiled = job.Job.run_alone
+    compiled = job.Job.run
 
     def edit_meanwhile(running: job.Job) -> None:
         compiled(running)
         header.write_text(original)
 
-    monkeypatch.setattr(job.Job, "run_alone", edit_meanwhile)
+    monkeypatch.setattr(job.Job, "run", edit_meanwhile)
     store = cache.Store(tmp_path / "store")
     with pytest.warns(RuntimeWarning, match="its sources changed while it was compiled"):
         entry, is_new = build.obtain(spec, target, store)
