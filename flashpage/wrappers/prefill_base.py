@@ -63,7 +63,8 @@ class PrefillWrapper(Adapter):
             self._check(arguments)
         self._now = self._planned
         self._attention.plan(lengths, pages, self._options, self._now, mask, longest)
-        self._copy_items()
+        if arguments.variant is not None:
+            self._copy_items()
         if mask is not None and self._planner.is_graph:
             self._fill_mask_indptr(pages.non_blocking)
 
@@ -85,7 +86,7 @@ class PrefillWrapper(Adapter):
         buffer[: numbers.numel()].copy_(numbers, non_blocking=non_blocking)
 
     def _copy_items(self) -> None:
-        if self._options.variant is not None and self._options.variant is self._multi_item.variant:
+        if self._options.variant is self._multi_item.variant:
             self._multi_item.copy()
 
     def _items_of_plan(self) -> ItemArguments:
