@@ -76,7 +76,8 @@ class Job:
 
     def run(self) -> None:
         """Runs the compiler; `finish` tells success from failure."""
-        with process.running(["sh", "-c", self._shell_line], subprocess.DEVNULL):
+        waits_for_compiler = "trap : TERM; "  # when both are ended, the shell ends last
+        with process.running(["sh", "-c", waits_for_compiler + self._shell_line], subprocess.DEVNULL):
             pass
 
     def ninja_rule(self) -> str:
