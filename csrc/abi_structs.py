@@ -15,6 +15,7 @@ from typing import NamedTuple
 HEADERS = (
     "include/flashpage/common/math.h",
     "include/flashpage/plan/work_item.h",
+    "include/flashpage/plan/schedule.h",
     "include/flashpage/params/params.h",
     "include/flashpage/params/block_params.h",
     "csrc/flashpage.h",
@@ -29,11 +30,12 @@ SCALARS |= {"int32_t": "c_int32", "int64_t": "c_int64"}
 ALIASES = {"fp_problem": "ProblemStruct", "fp_batch": "BatchStruct"}
 
 STRUCT = re.compile(r"struct\s+(?:alignas\(\d+\)\s+)?(\w+)\s*\{")
+NAMESPACE = re.compile(r"^namespace ([\w:]+) \{", re.MULTILINE)
 FORWARD_DECLARATION = re.compile(r"struct\s+\w+\s*;")
 NO_FIELD = re.compile(r"static\s+constexpr\s|FP_HOST_DEVICE\s")  # a constant, or a member function
 FUNCTION_POINTER = re.compile(r"[\w:\s*]+\(\s*\*\s*(\w+)\s*\)\s*\([^()]*\)")
 POINTER = re.compile(r"(?:const\s+)?[\w:]+(?:\s*\*)+\s*(\w+)")
-VALUES = re.compile(r"(?:flashpage::)?(\w+)\s+(\w[^*]*)")
+VALUES = re.compile(r"(?:\w+::)*(\w+)\s+(\w[^*]*)")
 DECLARATOR = re.compile(r"(\w+)\s*(?:\[\s*(\d+)\s*\])?")
 
 
@@ -68,7 +70,8 @@ def read_structs(text: str, header: str, known: dict[str, Struct]) -> None:
         fields: list[tuple[str, str]] = []
         for line, statement in _statements(body, first_line):
             fields += _fields_of(statement, f"{header}:{line}", known)
-        qualified = name if name.startswith("fp_") else f"flashpage::{name}"
+        namespace = NAMESPACE.search(text)
+        qualified = f"{namespace[1]}::{name}" if namespace else name
         known[name] = Struct(qualified, _python_name(name), header, fields)
 
 

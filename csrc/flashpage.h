@@ -7,6 +7,7 @@
 
 #include "flashpage/params/block_params.h"
 #include "flashpage/params/params.h"
+#include "flashpage/plan/schedule.h"
 
 #define FP_API extern "C" __attribute__((visibility("default")))
 
@@ -57,35 +58,7 @@ struct fp_problem {
   int32_t most_rows;        // 0: any number
 };
 
-enum fp_walk : int32_t {
-  FP_WALK_TEAMS = 0,  // decode: neighbouring CTAs take the KV heads of one token range at the same step
-  FP_WALK_RUNS = 1,   // prefill: each CTA takes a run of (KV head, row tile) units
-};
-
-// How to cut: the tile's shape and what it costs, from flashpage/kernels/tile.py.
-struct fp_schedule {
-  int32_t num_ctas;            // CTAs to fill; the plan may use fewer
-  int32_t walk;                // fp_walk
-  int32_t tile_q;              // packed rows of a unit
-  int32_t tile_kv;             // tokens of an inner step; cuts fall on its multiples (from the request's token 0)
-  float ns_per_token;          // one unit, one token
-  float ns_per_unit;           // fixed cost of starting and ending one unit
-  float few_rows_cost;         // factor of ns_per_token where a request's packed rows fill at most half a row tile
-  float ns_per_piece;          // what one more piece of a cut unit costs (partial written, merged)
-  float ns_per_merge;          // what merging adds to a launch, beyond ns_per_piece: small batches may do without cuts
-  int32_t min_piece_tokens;    // no piece shorter than this unless the unit is
-  int32_t max_pieces;          // of one unit; 0: no limit; a fixed split knows none
-  int32_t fixed_piece_tokens;  // > 0: batch-invariant, units are cut at its multiples; -1: never cut; 0: balance
-  int32_t merge_rows;          // packed rows a merge item at most
-  int32_t wave_tokens;         // runs: tokens of a KV head that the L2 keeps: CTAs read about so many at a time; 0: any
-  int32_t are_claimed;  // CTAs take units as they go, whoever has them here (tile/mask/mask_tiles.h): many are not cut
-  // Units with CTAs of their own, a cluster for each (plan/own_ctas.h): where they are few enough and not dearer.
-  int32_t clusters[5];           // of 1, 2, 4, 8 and 16 CTAs: how many run at once; 0: none of that size may be
-  int32_t cluster_rows;          // packed rows of a unit that a cluster merges, at most
-  int32_t cluster_piece_tokens;  // no piece shorter there
-  float full_speed_share;        // of num_ctas: with so many memory is as busy as with all
-  float ns_per_cluster_merge;    // ns_per_merge inside a cluster
-};
+using fp_schedule = flashpage::plan::Schedule;
 
 struct fp_plan_result {
   int32_t num_ctas, num_items, num_merges, num_partial_rows;
@@ -179,7 +152,7 @@ struct fp_parts {
   double whole_ns, parts_ns;   // by the schedules' costs
   int64_t second_offset;       // bytes from the first plan to the second
   int64_t second_partial_row;  // where the second's partial rows begin
-  fp_schedule schedules[2];
+  flashpage::plan::Schedule schedules[2];
   fp_plan_result results[2];
 };
 // Requests of each part that have rows. Lengths are not judged: what is wrong with them, a plan tells.

@@ -7,44 +7,16 @@
 
 #include "errors.h"
 #include "flashpage/plan/bounds.h"
-#include "flashpage/plan/emit.h"
+#include "flashpage/plan/mask_cells.h"
+#include "flashpage/plan/own_ctas.h"
 #include "flashpage/plan/whole_units.h"
-#include "flashpage/tile/mask/lane_bits.h"
-#include "flashpage/tile/mask/mask_tiles.h"
+#include "flashpage/plan/writer.h"
 
 using namespace flashpage;
 using host::fail;
 
 static plan::IndexArray to_index(const fp_index_array& array) {
   return {array.data, array.stride, array.is_int64 != 0};
-}
-
-plan::Schedule host::to_schedule(const fp_schedule& schedule) {
-  return {.num_ctas = schedule.num_ctas,
-          .walk = schedule.walk == FP_WALK_TEAMS ? plan::Walk::teams : plan::Walk::runs,
-          .tile_q = schedule.tile_q,
-          .tile_kv = schedule.tile_kv,
-          .ns_per_token = schedule.ns_per_token,
-          .ns_per_unit = schedule.ns_per_unit,
-          .few_rows_cost = schedule.few_rows_cost,
-          .ns_per_piece = schedule.ns_per_piece,
-          .ns_per_merge = schedule.ns_per_merge,
-          .min_piece_tokens = schedule.min_piece_tokens,
-          .max_pieces = schedule.max_pieces,
-          .fixed_piece_tokens = schedule.fixed_piece_tokens,
-          .merge_rows = schedule.merge_rows,
-          .wave_tokens = schedule.wave_tokens};
-}
-
-plan::Clusters host::to_clusters(const fp_schedule& schedule) {
-  plan::Clusters clusters{.resident = {},
-                          .max_rows = schedule.cluster_rows,
-                          .min_piece_tokens = schedule.cluster_piece_tokens,
-                          .full_speed_share = schedule.full_speed_share,
-                          .ns_per_cluster_merge = schedule.ns_per_cluster_merge};
-  static_assert(sizeof(clusters.resident) == sizeof(schedule.clusters));
-  std::memcpy(clusters.resident, schedule.clusters, sizeof(clusters.resident));
-  return clusters;
 }
 
 plan::Heads host::heads_of(const fp_problem& problem) {
@@ -65,7 +37,7 @@ plan::Lengths host::lengths_of(const fp_problem& problem, const fp_schedule& sch
           problem.most_rows};
 }
 
-static constexpr int32_t max_kv_heads = 65535;  // CtaItems::kv_head and walk are 16 bits
+static constexpr int32_t max_kv_heads = 65535;  // CtaItems::kv_head and place are 16 bits
 
 int32_t host::check_schedule(const fp_schedule& schedule, int32_t num_q_heads, int32_t num_kv_heads) {
   if (schedule.num_ctas < 1 || schedule.tile_q < 1 || schedule.merge_rows < 1) {
@@ -113,49 +85,143 @@ static void fill_result(const plan::LengthTotals& totals, fp_plan_result* result
 struct Scratch {
   std::vector<plan::Request> requests;
   std::vector<plan::Lane> lanes;
-  std::vector<plan::Cut> ends, early_ends;
+  std::vector<plan::Cut> ends;
+  std::vector<plan::Segment> segments;
   std::vector<double> early_loads;
   std::vector<plan::Totals> before;
   std::vector<plan::CutUnit> units;
+  plan::OwnCtas::Memory own;
   plan::WholeUnits::Memory whole;
 };
-
-// A batch on a cost axis, cut in shares that are alike where nothing is dealt.
-struct Walk {
-  plan::Division division;
-  plan::Partitioner<plan::OneSearcher> partitioner;
-  plan::Start last_wave;
-  plan::Partition partition;
-};
-
-static int32_t fail_small(const fp_plan_result& result, int64_t capacity) {
-  return fail(FP_WORKSPACE_TOO_SMALL, "the plan needs %lld bytes but the int workspace has %lld: pass a larger one",
-              static_cast<i64>(result.used_bytes), static_cast<i64>(capacity));
-}
-
-static void fill_counts(const PlanHeader& header, fp_plan_result* result) {
-  result->num_ctas = header.num_ctas;
-  result->num_items = header.num_items;
-  result->num_merges = header.num_merges;
-  result->num_partial_rows = header.num_partial_rows;
-  result->cluster_size = header.cluster_size;
-}
-
-static int32_t write_own(const plan::OwnCtas& own, void* buffer, int64_t capacity, fp_plan_result* result) {
-  const PlanHeader header = own.header();
-  fill_counts(header, result);
-  result->used_bytes = header.used_bytes;
-  result->cost_total_ns = own.total_ns();
-  result->cost_max_ns = own.most_ns();
-  if (result->used_bytes > capacity) return fail_small(*result, capacity);
-  own.write(buffer);
-  return FP_OK;
-}
 
 template <class T>
 static T* at_least(std::vector<T>& entries, size_t count) {
   if (entries.size() < count) entries.resize(count);
   return entries.data();
+}
+
+// What every strategy plans.
+struct Batch {
+  const plan::Schedule& schedule;
+  const plan::CostModel& model;
+  plan::CutRules rules;
+  plan::Request* requests;
+  int32_t count;
+  int32_t num_kv_heads;
+  int64_t units;
+  Scratch& scratch;
+
+  // Lays the requests on the axis, and counts the lanes.
+  plan::Division divide(const plan::Axis& axis) const {
+    plan::lay_on_axis(model, axis.heads, count, requests);
+    plan::Lane* const lanes = at_least(scratch.lanes, schedule.num_ctas);
+    const plan::Lanes made = plan::Lanes::make(schedule, num_kv_heads, axis, lanes);
+    for (int32_t i = 0; i < made.num_full(); ++i) made.write_full(i, lanes);
+    return {requests, count, axis, units / (num_kv_heads / axis.heads), lanes, made};
+  }
+};
+
+// In waves, of which the last one cuts units where loads would be uneven.
+struct Waves {
+  plan::Division division;
+  plan::Segment* segments;
+  plan::Start last_wave;
+  plan::Partition partition;
+
+  Waves(const Batch& batch, const plan::Axis& axis)
+      : division(batch.divide(axis)), segments(at_least(batch.scratch.segments, axis.waves * batch.schedule.num_ctas)) {
+    const plan::Partitioner partitioner(batch.model, batch.rules, division, plan::OneSearcher{});
+    last_wave = partitioner.early_waves(segments, at_least(batch.scratch.early_loads, batch.schedule.num_ctas));
+    plan::Cut* const ends = at_least(batch.scratch.ends, 2 * batch.schedule.num_ctas);
+    partition = partitioner.last_wave(last_wave, ends, ends + batch.schedule.num_ctas);
+  }
+
+  plan::Assignment assignment(int32_t num_ctas) const {
+    const int32_t waves = division.axis.waves;
+    for (int32_t lane = 0; lane < division.lanes.count; ++lane) {
+      segments[lane * waves + waves - 1] = partition.segment(lane);
+    }
+    return {division, segments, 0, partition.max, partition.mean * num_ctas};
+  }
+};
+
+static std::optional<plan::Assignment> whole_units(const Batch& batch, const Waves& waves, double ns) {
+  const auto better = [&](const plan::Division& division, const plan::Start& start) {
+    return plan::WholeUnits(batch.model, batch.rules, division, waves.segments, start, batch.scratch.whole)
+        .better_than(ns);
+  };
+  if (waves.division.axis.waves > 1 && batch.units <= plan::units_side_by_side * batch.schedule.num_ctas) {
+    const auto found = better(batch.divide(plan::one_wave(batch.schedule, batch.num_kv_heads)), {});
+    if (found) return found;
+    batch.divide(waves.division.axis);  // as it was
+  }
+  return better(waves.division, waves.last_wave);
+}
+
+static plan::Assignment least_costly(const Batch& batch, const plan::KvTokens& kv) {
+  const plan::Schedule& schedule = batch.schedule;
+  const Waves waves(batch, plan::make_axis(schedule, batch.num_kv_heads, kv));
+  const bool has_cuts = waves.partition.inside > 0;
+  const double ns = waves.partition.max + (has_cuts ? schedule.ns_per_merge : 0.0);
+  if (plan::may_have_own_ctas(schedule)) {
+    const plan::OwnCtas own(batch.model, schedule, batch.requests, batch.count, batch.num_kv_heads);
+    const auto found = own.better_than(ns, batch.units / batch.num_kv_heads, batch.scratch.own);
+    if (found) return *found;
+  }
+  if (has_cuts && !schedule.are_claimed && plan::WholeUnits::may_be(schedule, waves.partition.mean)) {
+    const auto found = whole_units(batch, waves, ns);
+    if (found) return *found;
+  }
+  return waves.assignment(schedule.num_ctas);
+}
+
+static int32_t write(const Batch& batch, const plan::Assignment& assignment, void* buffer, int64_t capacity,
+                     fp_plan_result* result) {
+  const plan::Schedule& schedule = batch.schedule;
+  const plan::Division& division = assignment.division;
+  const plan::Lanes& lanes = division.lanes;
+  // Full lanes are counted as they are written, where items have room in any case and at most one unit a lane is cut.
+  const int64_t most_item_bytes =
+      plan::items_offset(schedule) +
+      plan::most_items(batch.count, division.axis, lanes, division.lane) * static_cast<int64_t>(sizeof(WorkItem));
+  const bool at_once = !schedule.fixed() && most_item_bytes <= capacity;
+  const int32_t counted = at_once ? lanes.num_small : lanes.count;
+  plan::Totals* const before = at_least(batch.scratch.before, lanes.count + 1);
+  plan::PlanMemory memory{before, at_once ? at_least(batch.scratch.units, lanes.count) : nullptr,
+                          static_cast<char*>(buffer)};
+  const plan::Writer writer(batch.model, schedule, assignment, memory);
+  before[0] = {};
+  for (int32_t lane = 0; lane < lanes.count; ++lane) {
+    before[lane + 1] = lane < counted ? before[lane] + writer.count(lane) : writer.write<plan::Items::all>(lane);
+  }
+  result->used_bytes = writer.used_bytes();
+  if (result->used_bytes > plan::max_i32 || writer.num_partial_rows() > plan::max_i32) {
+    return fail_lengths({plan::LengthArray::q_indptr, plan::LengthError::overflow, batch.count,
+                         max_of<i64>(result->used_bytes, writer.num_partial_rows()), plan::max_i32},
+                        result);
+  }
+  const PlanHeader header = writer.header();
+  result->num_ctas = header.num_ctas;
+  result->num_items = header.num_items;
+  result->num_merges = header.num_merges;
+  result->num_partial_rows = header.num_partial_rows;
+  result->cluster_size = header.cluster_size;
+  result->cost_total_ns = assignment.total_ns;
+  result->cost_max_ns = assignment.most_ns;
+  if (result->used_bytes > capacity) {
+    return fail(FP_WORKSPACE_TOO_SMALL, "the plan needs %lld bytes but the int workspace has %lld: pass a larger one",
+                static_cast<i64>(result->used_bytes), static_cast<i64>(capacity));
+  }
+  const int32_t num_units = static_cast<int32_t>(before[lanes.count].units);
+  memory.units = at_least(batch.scratch.units, num_units);
+  std::memcpy(buffer, &header, sizeof(header));
+  if (assignment.group_ctas > 0) {  // some CTAs may have no lane
+    std::memset(memory.bytes + sizeof(header), 0, schedule.num_ctas * sizeof(CtaStart));
+  }
+  for (int32_t lane = 0; lane < counted; ++lane) writer.write<plan::Items::all>(lane);
+  for (int32_t lane = 0; lane < lanes.count; ++lane) writer.write_starts(lane);
+  for (int32_t unit = 0; unit < num_units; ++unit) writer.write_merges(unit);
+  return FP_OK;
 }
 
 int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffer, int64_t capacity,
@@ -167,149 +233,30 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
                 problem->kv_indptr.data ? "" : "not ");
   }
   static thread_local Scratch scratch;
-  plan::Schedule schedule = host::to_schedule(*given);
+  plan::Schedule schedule = *given;
   const plan::Heads heads = host::heads_of(*problem);
-  const plan::Lengths lengths = host::lengths_of(*problem, *given);
-  plan::Request* requests = at_least(scratch.requests, problem->batch + 1);
-
+  plan::Request* const requests = at_least(scratch.requests, problem->batch + 1);
   plan::LengthTotals totals;
-  const plan::LengthFault fault =
-      plan::read_lengths(lengths, heads.num_kv_heads, heads.group(), schedule.tile_q, requests, totals);
+  const plan::LengthFault fault = plan::read_lengths(host::lengths_of(*problem, schedule), heads.num_kv_heads,
+                                                     heads.group(), schedule.tile_q, requests, totals);
   fill_result(totals, result);
   if (fault.error != plan::LengthError::none) return fail_lengths(fault, result);
 
   // Units that are claimed even out by themselves. What few CTAs would claim is cut all the same.
   const bool are_many = 2 * totals.units >= 3 * int64_t{schedule.num_ctas};
-  if (given->are_claimed && are_many && schedule.balanced()) schedule.fixed_piece_tokens = -1;
-
+  if (schedule.are_claimed && are_many && schedule.balanced()) schedule.fixed_piece_tokens = -1;
   const plan::CostModel model(heads, schedule);
-  const plan::CutRules rules(schedule);
-  plan::Lane* lanes = at_least(scratch.lanes, schedule.num_ctas);
-  const auto divide = [&](const plan::Axis& axis) {
-    plan::lay_on_axis(model, axis.copies, problem->batch, requests);
-    const auto made = plan::Lanes::make(schedule, heads.num_kv_heads, axis, lanes);
-    for (int32_t i = 0; i < made.num_full(); ++i) made.write_full(i, lanes);
-    const int64_t units_on_axis = totals.units / (heads.num_kv_heads / axis.copies);
-    return plan::Division{requests, problem->batch, axis, units_on_axis, lanes, made};
-  };
-  const plan::OneSearcher searcher;
-  const auto walk = [&](const plan::Axis& axis) {
-    const plan::Division division = divide(axis);
-    const plan::Partitioner partitioner(model, rules, division, searcher);
-    plan::Cut* ends = at_least(scratch.ends, 2 * schedule.num_ctas);
-    plan::Cut* early_ends = at_least(scratch.early_ends, (axis.waves - 1) * schedule.num_ctas);
-    const plan::Start last_wave = partitioner.early_waves(early_ends, at_least(scratch.early_loads, schedule.num_ctas));
-    return Walk{division, partitioner, last_wave, partitioner.run(last_wave, ends, ends + schedule.num_ctas)};
-  };
-  const plan::Axis axis = plan::make_axis(schedule, heads.num_kv_heads, totals.served);
-  const Walk in_waves = walk(axis);
-
-  const plan::Clusters clusters = host::to_clusters(*given);
-  if (clusters.any() && schedule.balanced()) {
-    plan::OwnCtas own(model, schedule, clusters, requests, problem->batch, heads.num_kv_heads);
-    if (own.is_better_than(in_waves.partition.max, in_waves.partition.inside > 0, totals.units / heads.num_kv_heads))
-      return write_own(own, buffer, capacity, result);
-  }
-  const bool may_be_dealt = in_waves.partition.inside > 0 && !given->are_claimed &&
-                            plan::WholeUnits::may_be(schedule, in_waves.partition.mean);
-  const double most_ns = in_waves.partition.max + schedule.ns_per_merge;
-  std::optional<Walk> side_by_side;
-  std::optional<plan::WholeUnits> whole;
-  const auto deal = [&](const Walk& way) {
-    whole.emplace(model, way.division, way.partitioner, way.last_wave, scratch.whole);
-    return whole->is_better_than(most_ns);
-  };
-  if (may_be_dealt && axis.waves > 1 && totals.units <= plan::units_side_by_side * schedule.num_ctas) {
-    const plan::Division division = divide(plan::one_wave(schedule, heads.num_kv_heads));
-    side_by_side.emplace(Walk{division, {model, rules, division, searcher}, {}, {}});
-    if (!deal(*side_by_side)) {
-      side_by_side.reset();
-      divide(axis);  // as it was
-    }
-  }
-  const bool is_dealt = side_by_side || (may_be_dealt && deal(in_waves));
-  const Walk& way = side_by_side ? *side_by_side : in_waves;
-  const plan::Division& division = way.division;
-  const plan::Partition& partition = way.partition;
-  const plan::Lanes& made = division.lanes;
-
-  plan::Totals* before = at_least(scratch.before, made.count + 1);
-  const auto emitter = [&](plan::CutUnit* units) {
-    return plan::Emitter(model, schedule, division, scratch.early_ends.data(),
-                         is_dealt ? whole->ends() : partition.ends, heads.num_kv_heads, before, units, buffer);
-  };
-  // Full lanes are counted as they are written, where items have room in any case and at most one unit a lane is cut.
-  const int64_t most_item_bytes =
-      plan::items_offset(schedule) +
-      plan::most_items(problem->batch, division.axis, made, lanes) * static_cast<int64_t>(sizeof(WorkItem));
-  const bool at_once = !schedule.fixed() && most_item_bytes <= capacity;
-  const int32_t counted = at_once ? made.num_small : made.count;
-  const plan::Emitter counter = emitter(at_once ? at_least(scratch.units, made.count) : nullptr);
-  before[0] = {};
-  for (int32_t lane = 0; lane < made.count; ++lane) {
-    before[lane + 1] = lane < counted ? before[lane] + counter.count(lane) : counter.write_all(lane);
-    if (is_dealt) before[lane + 1].items += whole->num_units(lane);
-  }
-  result->used_bytes = counter.used_bytes();
-  if (result->used_bytes > plan::max_i32 || counter.num_partial_rows() > plan::max_i32) {
-    return fail_lengths({plan::LengthArray::q_indptr, plan::LengthError::overflow, problem->batch,
-                         max_of<i64>(result->used_bytes, counter.num_partial_rows()), plan::max_i32},
-                        result);
-  }
-  const PlanHeader header = counter.header();
-  fill_counts(header, result);
-  result->cost_total_ns = is_dealt ? whole->total_ns() : partition.mean * schedule.num_ctas;
-  result->cost_max_ns = is_dealt ? whole->most_ns() : partition.max;
-  if (result->used_bytes > capacity) return fail_small(*result, capacity);
-  const int32_t num_units = static_cast<int32_t>(before[made.count].units);
-  const plan::Emitter writer = emitter(at_least(scratch.units, num_units));
-  std::memcpy(buffer, &header, sizeof(header));
-  for (int32_t lane = 0; lane < counted; ++lane) writer.write_all(lane);
-  if (is_dealt) whole->write(writer, before);
-  for (int32_t lane = 0; lane < made.count; ++lane) writer.write_resumed(lane);
-  for (int32_t lane = 0; lane < made.count; ++lane) writer.write_starts(lane, 0, 1);
-  for (int32_t unit = 0; unit < num_units; ++unit) writer.write_merges(unit, 0, 1);
-  return FP_OK;
+  const Batch batch{schedule,     model,  plan::CutRules(schedule), requests, problem->batch, heads.num_kv_heads,
+                    totals.units, scratch};
+  return write(batch, least_costly(batch, totals.served), buffer, capacity, result);
 }
 
 int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                        int32_t num_kv_heads, const fp_schedule* given, int64_t* plan_bytes, int64_t* partial_rows) {
   if (int32_t status = host::check_schedule(*given, num_q_heads, num_kv_heads)) return status;
-  const plan::Bounds bounds =
-      plan::bounds_with_own_ctas({max_batch, max_q_rows, max_kv_tokens}, {num_q_heads, num_kv_heads, false, -1},
-                                 host::to_schedule(*given), host::to_clusters(*given));
+  const plan::Bounds bounds = plan::bounds_with_own_ctas({max_batch, max_q_rows, max_kv_tokens},
+                                                         {num_q_heads, num_kv_heads, false, -1}, *given);
   *plan_bytes = bounds.bytes;
   *partial_rows = bounds.partial_rows;
   return FP_OK;
-}
-
-// Of any plan within these sizes, pieces of cut units included.
-static i64 most_units(const fp_masked_batch& batch, i64 group, const fp_schedule& schedule) {
-  const i64 units = batch.num_kv_heads * (batch.rows * group / schedule.tile_q + batch.requests);
-  // In each wave, a CTA's share may begin and end inside a unit.
-  if (schedule.fixed_piece_tokens == 0) return units + 2 * plan::max_waves * schedule.num_ctas;
-  if (schedule.fixed_piece_tokens < 0) return units;
-  // A unit of t tokens has at most t / piece more; a request of q rows and t tokens has q * t bits and some rows, or
-  // the cells of its units' tokens.
-  const i64 tokens_of_units = 8 * batch.mask_bytes * (group + schedule.tile_q) / schedule.tile_q +
-                              batch.tile_cells * cell_tiles * schedule.tile_kv;
-  return units + batch.num_kv_heads * (tokens_of_units / schedule.fixed_piece_tokens + 1);
-}
-
-int64_t fp_mask_cells(const fp_masked_batch* batch, const fp_schedule* schedule, MaskTilesParams* params) {
-  const i32 group = batch->num_q_heads / batch->num_kv_heads;
-  const i64 tile_cells = batch->has_custom_mask
-                             ? mask_tile_cells(batch->mask_bytes, batch->rows, batch->requests, group)
-                             : batch->tile_cells;
-  const i64 cells = unit_cells * most_units(*batch, group, *schedule);
-  params->queue_begin = round_up<i64>(first_tile_cell + batch->tile_heads * tile_cells, unit_cells);
-  params->list_begin = params->queue_begin + cells;
-  params->group = make_fast_div(group);
-  params->tile_q = schedule->tile_q;
-  params->tile_kv = schedule->tile_kv;
-  params->tile_heads = batch->tile_heads;
-  params->lanes_begin = params->list_begin + cells;
-  if (!batch->has_custom_mask) return params->lanes_begin;
-  const i64 tiles = row_tiles_before(batch->mask_bytes, batch->rows, schedule->tile_kv);
-  return params->lanes_begin + tiles * 4 * lane_word_bytes(schedule->tile_kv) / 8;
 }

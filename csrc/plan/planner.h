@@ -2,13 +2,10 @@
 #pragma once
 #include "flashpage.h"
 #include "flashpage/plan/lengths.h"
-#include "flashpage/plan/own_ctas.h"
 #include "flashpage/plan/schedule.h"
 
 namespace flashpage::host {
 
-plan::Schedule to_schedule(const fp_schedule& schedule);
-plan::Clusters to_clusters(const fp_schedule& schedule);
 plan::Heads heads_of(const fp_problem& problem);
 plan::Lengths lengths_of(const fp_problem& problem, const fp_schedule& schedule);
 // FP_OK, or FP_INTERNAL for what no schedule is.

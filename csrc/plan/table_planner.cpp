@@ -59,7 +59,7 @@ Layout layout_of(const fp_tables& tables, const plan::Schedule& schedule) {
   const plan::Capacity capacity{tables.batch, one_row ? 0 : rows, tables.batch * tokens, tokens};
   const plan::Bounds bounds = plan::bounds(capacity, heads, schedule);
   const i64 tiles = ceil_div<i64>(rows * heads.group(), schedule.tile_q) + tables.batch;
-  const i64 units = schedule.fixed() ? plan::one_wave(schedule, heads.num_kv_heads).copies * tiles : schedule.num_ctas;
+  const i64 units = schedule.fixed() ? plan::one_wave(schedule, heads.num_kv_heads).heads * tiles : schedule.num_ctas;
   Layout layout{};
   layout.units = round_up<i64>(bounds.bytes, 16);
   layout.workspace = round_up<i64>(layout.units + units * sizeof(plan::CutUnit), 16);
@@ -86,7 +86,7 @@ int32_t check(const fp_tables& tables, const fp_schedule& schedule) {
 
 int32_t fp_tables_bounds(const fp_tables* tables, const fp_schedule* schedule, int64_t* bytes, int64_t* partial_rows) {
   if (int32_t status = check(*tables, *schedule)) return status;
-  const Layout layout = layout_of(*tables, host::to_schedule(*schedule));
+  const Layout layout = layout_of(*tables, *schedule);
   *bytes = layout.bytes;
   *partial_rows = layout.partial_rows;
   return FP_OK;
@@ -95,7 +95,7 @@ int32_t fp_tables_bounds(const fp_tables* tables, const fp_schedule* schedule, i
 int32_t fp_tables_plan(const fp_kernel* kernel, const fp_tables* tables, const fp_schedule* given, void* destination,
                        int64_t capacity, void* stream, int32_t enable_pdl) {
   if (int32_t status = check(*tables, *given)) return status;
-  const plan::Schedule schedule = host::to_schedule(*given);
+  const plan::Schedule& schedule = *given;
   const Layout layout = layout_of(*tables, schedule);
   if (layout.bytes > capacity || layout.bytes > plan::max_i32) {
     return fail(FP_WORKSPACE_TOO_SMALL, "planning on the device needs %lld bytes but the int workspace has %lld",

@@ -12,7 +12,7 @@ from .ahead import BF16, E4M3, FP16, HEAD_DIMS, RAGGED, Ahead, more
 from .devices import Device
 from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims
 from .spec import KernelSpec
-from .tile import MERGE_CTA_ROWS, MERGE_ITEM_ROWS, WALK_RUNS, WALK_TEAMS, Cost, Tile
+from .tile import MERGE_CTA_ROWS, MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work
 
 # Bytes of shared memory of a CTA, at least: 163 KiB on an A100, 227 on Hopper and later cards of data centres; others
@@ -137,9 +137,9 @@ def _few_rows_tile(work: Work) -> Tile:
 def _cost(work: Work, tile: Tile) -> Cost:
     if _is_few(work):
         ns_per_token = _token_bytes(work) / work.card.sm_bytes_per_ns * tile.ctas_per_sm
-        return Cost(WALK_TEAMS, ns_per_token, 1500.0, 1500.0, 128, MERGE_CTA_ROWS)
+        return Cost(False, ns_per_token, 1500.0, 1500.0, 128, MERGE_CTA_ROWS)
     token, unit, piece = _row(work).ns
-    return Cost(WALK_RUNS, work.card.compute_ns(token), unit, piece, 128, MERGE_ITEM_ROWS)
+    return Cost(True, work.card.compute_ns(token), unit, piece, 128, MERGE_ITEM_ROWS)
 
 
 def _traits(spec: KernelSpec) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from ..base.dtypes import DType
 from .ahead import BF16, FP16, RAGGED, Ahead
 from .kernel import FLOAT, FP8, AttentionKernel, dtypes, head_dims, types
 from .spec import KernelSpec
-from .tile import WALK_RUNS, Cost, Tile
+from .tile import Cost, Tile
 from .work import Work
 
 
@@ -22,7 +22,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
     """Of a Zen 4 core with bf16: 3 ns a row and token, and reading, converting and packing the token."""
     rows = min(work.packed_rows, tile.tile_q)
     return Cost(
-        walk=WALK_RUNS,
+        heads_on_axis=True,
         ns_per_token=(40.0 + 3.0 * rows) * work.columns / 256,
         ns_per_unit=300.0 + 60.0 * rows,
         ns_per_piece=500.0 + 150.0 * rows,

@@ -9,7 +9,7 @@ from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
-from .tile import MERGE_ITEM_ROWS, WALK_TEAMS, ClusterCost, Cost, Tile
+from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
 from .work import InnerLoop, Work
 
 MOST_PACKED_ROWS = 64
@@ -61,7 +61,7 @@ def _token_bytes(work: Work) -> int:
 def _cost(work: Work, tile: Tile) -> Cost:
     card = work.card
     return Cost(
-        walk=WALK_TEAMS,
+        heads_on_axis=False,
         ns_per_token=work.columns * work.options.kv_dtype.size / card.sm_bytes_per_ns,
         ns_per_unit=500.0,
         ns_per_piece=1000.0,

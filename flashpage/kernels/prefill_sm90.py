@@ -14,7 +14,7 @@ from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dt
 from .options import Options
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
-from .tile import MERGE_ITEM_ROWS, WALK_RUNS, Cost, Tile
+from .tile import MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work, inner_loop
 
 _SHORT_TILE_TOKENS = 128
@@ -169,7 +169,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
     if work.rotates:
         ns_per_unit += 4.0 * work.options.head_dim_qk  # for Q
     return Cost(
-        walk=WALK_RUNS,
+        heads_on_axis=True,
         ns_per_token=work.columns * tile.tile_q * 2 / (card.sm_flops_per_ns * reached),
         ns_per_unit=ns_per_unit,
         ns_per_piece=2500.0,

@@ -36,7 +36,7 @@ def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters
         piece = -(-piece // tile.tile_kv) * tile.tile_kv
     return native.Schedule(
         num_ctas=num_ctas,
-        walk=cost.walk,
+        heads_on_axis=cost.heads_on_axis,
         tile_q=choice.kernel.unit_rows(choice.spec, options.group_size),
         tile_kv=tile.tile_kv,
         ns_per_token=cost.ns_per_token,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-WALK_TEAMS, WALK_RUNS = 0, 1  # csrc/flashpage.h, fp_walk
-
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -38,9 +36,9 @@ class ClusterCost:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What the planner needs to balance and cut (csrc/flashpage.h, fp_schedule). Not part of the spec."""
+    """What the planner needs to balance and cut (include/flashpage/plan/schedule.h). Not part of the spec."""
 
-    walk: int
+    heads_on_axis: bool  # prefill; False: neighbouring CTAs take the KV heads of the same tokens
     ns_per_token: float  # one unit, one token
     ns_per_unit: float
     ns_per_piece: float

@@ -14,7 +14,7 @@ from flashpage import native
 
 SCHEDULE = native.Schedule(
     num_ctas=8,
-    walk=1,
+    heads_on_axis=1,
     tile_q=16,
     tile_kv=64,
     ns_per_token=1,

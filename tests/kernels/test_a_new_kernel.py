@@ -73,7 +73,7 @@ from pathlib import Path
 from flashpage.base.dtypes import DType
 from flashpage.kernels.cpu_attention import KERNEL as USUAL
 from flashpage.kernels.kernel import AttentionKernel, dtypes, head_dims
-from flashpage.kernels.tile import WALK_RUNS, Cost, Tile
+from flashpage.kernels.tile import Cost, Tile
 
 FP32 = (DType.FLOAT32,)
 
@@ -94,7 +94,7 @@ KERNEL = AttentionKernel(
     include=Path(__file__).parent / "include",
     accepts=(*dtypes(q=FP32, out=FP32), head_dims(16, 128, 8), only_plain),
     tile=lambda work: Tile(16, 16, 1, 1, 1),
-    cost=lambda work, tile: Cost(WALK_RUNS, 500.0, 1000.0, 1000.0, 64, 64),
+    cost=lambda work, tile: Cost(True, 500.0, 1000.0, 1000.0, 64, 64),
     traits=USUAL.traits,
 )
 '''

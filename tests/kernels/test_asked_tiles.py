@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mask_batch import TOKENS, Asked, memory_of, plan_of
 from native_build import asked_tiles
-from planner_batches import RUNS, Batch, Cutting
+from planner_batches import Batch, Cutting
 from variant_build import variant_args
 
 import flashpage
@@ -89,7 +89,7 @@ def asked_batches(draw: st.DrawFn, function: Callable[..., Any]) -> Asked:
     )
     cutting = Cutting(
         num_ctas=draw(st.sampled_from((1, 5, 132, 600))),
-        walk=RUNS,
+        heads_on_axis=True,
         tile_q=draw(st.sampled_from((64, 128))),
         tile_kv=draw(st.sampled_from(TOKENS)),
         wave_tokens=draw(st.sampled_from((0, 500))),

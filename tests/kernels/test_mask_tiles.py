@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mask_batch import KINDS, TOKENS, Masked, mask_of
 from native_build import mask_tiles as native
-from planner_batches import RUNS, Batch, Cutting
+from planner_batches import Batch, Cutting
 
 import flashpage
 from flashpage import native as host
@@ -38,7 +38,7 @@ def masked_batches(draw: st.DrawFn) -> Masked:
     )
     cutting = Cutting(
         num_ctas=draw(st.sampled_from((1, 5, 132, 600))),
-        walk=RUNS,
+        heads_on_axis=True,
         tile_q=draw(st.sampled_from((64, 128))),
         tile_kv=draw(st.sampled_from((*TOKENS, 160))),
         wave_tokens=draw(st.sampled_from((0, 500))),
@@ -118,7 +118,7 @@ def test_bits_of_a_mixed_tile(tokens: int, window_left: int, group: int) -> None
         np.array([5, q_len]), np.array([3, kv_len]), group, 1, 0, window_left=window_left, has_custom_mask=True
     )
     masks = [mask_of("random", int(q), int(kv), rng) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)]
-    cutting = Cutting(num_ctas=1, walk=RUNS, tile_q=128, tile_kv=tokens)
+    cutting = Cutting(num_ctas=1, heads_on_axis=True, tile_q=128, tile_kv=tokens)
     for first_byte in range(4):
         masked = Masked.make(batch, cutting, masks, first_byte)
         params = host.AttentionParams(
@@ -149,7 +149,7 @@ def test_bits_of_a_mixed_tile_as_computing_lanes_have_them(tokens: int, group: i
     q_len, kv_len = 77, 401
     batch = Batch(np.array([5, q_len]), np.array([3, kv_len]), group, 1, 0, has_custom_mask=True)
     masks = [mask_of("random", int(q), int(kv), rng) for q, kv in zip(batch.q_lens, batch.kv_lens, strict=True)]
-    masked = Masked.make(batch, Cutting(num_ctas=1, walk=RUNS, tile_q=128, tile_kv=tokens), masks, 1)
+    masked = Masked.make(batch, Cutting(num_ctas=1, heads_on_axis=True, tile_q=128, tile_kv=tokens), masks, 1)
     masked.find(3)
     params, item = host.AttentionParams(group=masked.params.group, num_q_heads=group), masked.item_of(1)
     all_visible = np.zeros((128, kv_len + tokens), bool)

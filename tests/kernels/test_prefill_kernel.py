@@ -21,7 +21,7 @@ from cases.variants import VARIANTS
 from inputs import Inputs, make_inputs, pack_bits, reference_states
 from native_build import asked_tiles, shared_library, variant_flags
 from native_build import mask_tiles as mask_kernel
-from planner_batches import RUNS, Cutting
+from planner_batches import Cutting
 from prefill_cases import CASES, HALVES
 from tolerance import limits
 from variant_build import variant_args
@@ -184,7 +184,7 @@ def find_mask_tiles(
         has_custom_mask=bool(case.mask),
         tile_heads=case.num_kv_heads if not case.mask and mask_looks_at_head(spec) else 1,
     )
-    cutting = Cutting(num_ctas=1, walk=RUNS, tile_q=tile.tile_q, tile_kv=tile.tile_kv).struct()
+    cutting = Cutting(num_ctas=1, heads_on_axis=True, tile_q=tile.tile_q, tile_kv=tile.tile_kv).struct()
     count = native.load().fp_mask_cells(ctypes.byref(batch), ctypes.byref(cutting), ctypes.byref(found))
     cells = np.full(count + 4, 2**64 - 1, np.uint64)  # as if an earlier batch had left it
     found.plan, found.custom_mask = params.plan, params.custom_mask

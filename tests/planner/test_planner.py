@@ -6,14 +6,14 @@ import threading
 
 import numpy as np
 import pytest
-from planner_batches import RUNS, TEAMS, Batch, Cutting, Planned, arrays_of, bounds, call, plan, problem_of
+from planner_batches import Batch, Cutting, Planned, arrays_of, bounds, call, plan, problem_of
 from planner_checks import check, check_balance, expand, loads
 
 from flashpage import native
 
 DECODE = Cutting()
 PREFILL = Cutting(
-    walk=RUNS, tile_q=128, ns_per_token=12.0, ns_per_unit=1000.0, ns_per_piece=5000.0, min_piece_tokens=256
+    heads_on_axis=True, tile_q=128, ns_per_token=12.0, ns_per_unit=1000.0, ns_per_piece=5000.0, min_piece_tokens=256
 )
 
 
@@ -56,11 +56,11 @@ KV_LENS = {
 
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 8, 40])
 @pytest.mark.parametrize("name", KV_LENS)
-@pytest.mark.parametrize("walk", [TEAMS, RUNS])
-def test_decode(name: str, num_kv_heads: int, walk: int) -> None:
+@pytest.mark.parametrize("heads_on_axis", [False, True])
+def test_decode(name: str, num_kv_heads: int, heads_on_axis: bool) -> None:
     kv_lens = KV_LENS[name]
     batch = Batch(ones(len(kv_lens)), kv_lens, 4 * num_kv_heads, num_kv_heads, causal=True)
-    planned = plan(batch, cutting(DECODE, walk=walk))
+    planned = plan(batch, cutting(DECODE, heads_on_axis=heads_on_axis))
     check_balance(planned, check(planned))
 
 
@@ -72,8 +72,8 @@ def test_prefill(causal: bool, window_left: int, group: int) -> None:
     q_lens = np.array([0, 7, 300, 1, 64, 0, 129, 1000, 2])
     kv_lens = np.array([50, 0, 100, 5000, 64, 0, 20_000, 1000, 1])
     batch = Batch(q_lens, kv_lens, 2 * group, 2, causal=causal, window_left=window_left)
-    for walk in (RUNS, TEAMS):
-        planned = plan(batch, cutting(PREFILL, walk=walk))
+    for heads_on_axis in (True, False):
+        planned = plan(batch, cutting(PREFILL, heads_on_axis=heads_on_axis))
         check_balance(planned, check(planned))
 
 
@@ -202,11 +202,11 @@ def test_max_pieces(max_pieces: int) -> None:
 
 
 @pytest.mark.parametrize("num_ctas", [8, 12, 13], ids=["a full team", "and half a team", "and a lone CTA"])
-@pytest.mark.parametrize("walk", [TEAMS, RUNS])
-def test_pieces_arrive_at_the_merge_of_their_own_head(walk: int, num_ctas: int) -> None:
+@pytest.mark.parametrize("heads_on_axis", [False, True])
+def test_pieces_arrive_at_the_merge_of_their_own_head(heads_on_axis: bool, num_ctas: int) -> None:
     """Members of a team share their items, and a unit of 16 rows has two merges."""
     batch = Batch(np.full(5, 4), np.array([9000, 20_000, 3000, 700, 15_000]))
-    planned = plan(batch, cutting(DECODE, walk=walk, num_ctas=num_ctas, fixed_piece_tokens=1024))
+    planned = plan(batch, cutting(DECODE, heads_on_axis=heads_on_axis, num_ctas=num_ctas, fixed_piece_tokens=1024))
     check(planned)
     seen = expand(planned)
     own = planned.merges[seen["merge"]]
@@ -226,7 +226,7 @@ def test_more_kv_heads_than_a_plan_can_name() -> None:
 # ---------------------------------------------------------------- few rows beside many
 
 MIXED = Cutting(  # 128 columns of fp16 or bf16 on Hopper: flashpage/kernels/tile.py
-    walk=RUNS,
+    heads_on_axis=True,
     tile_q=128,
     tile_kv=160,
     ns_per_token=12.19,
@@ -301,10 +301,10 @@ def own_split(batch: Batch, how: Cutting, request: int) -> set[tuple[int, ...]]:
     return rows | whole
 
 
-@pytest.mark.parametrize("walk", [TEAMS, RUNS])
+@pytest.mark.parametrize("heads_on_axis", [False, True])
 @pytest.mark.parametrize("window_left", [-1, 700])
-def test_fixed_split_is_the_same_alone_and_in_any_batch(walk: int, window_left: int) -> None:
-    how = cutting(DECODE, walk=walk, fixed_piece_tokens=512, tile_q=32, few_rows_cost=0.5)
+def test_fixed_split_is_the_same_alone_and_in_any_batch(heads_on_axis: bool, window_left: int) -> None:
+    how = cutting(DECODE, heads_on_axis=heads_on_axis, fixed_piece_tokens=512, tile_q=32, few_rows_cost=0.5)
     q_lens, kv_lens = np.array([1, 40, 3, 1, 200, 1]), np.array([5000, 700, 0, 512, 3000, 513])
     together = Batch(q_lens, kv_lens, 20, 5, causal=True, window_left=window_left)
     check(plan(together, how))

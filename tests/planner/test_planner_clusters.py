@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from planner_batches import TEAMS, Batch, Cutting, Planned, bounds, plan
+from planner_batches import Batch, Cutting, Planned, bounds, plan
 from planner_checks import check
 
 from flashpage import native
@@ -16,7 +16,7 @@ from flashpage.plan import plan_lengths
 H200 = (132, 66, 32, 16, 8)  # of 1, 2, 4, 8, 16 CTAs
 DECODE = Cutting(
     num_ctas=132,
-    walk=TEAMS,
+    heads_on_axis=False,
     tile_q=16,
     tile_kv=32,
     merge_rows=64,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planner_batches import RUNS, TEAMS, Batch, Cutting, plan
+from planner_batches import Batch, Cutting, plan
 from planner_checks import check, check_balance
 from random_batches import random_case
 
@@ -49,7 +49,7 @@ def small_cases(draw: st.DrawFn) -> tuple[Batch, Cutting]:
     )
     cutting = Cutting(
         num_ctas=draw(st.integers(1, 40)),
-        walk=draw(st.sampled_from([TEAMS, RUNS])),
+        heads_on_axis=draw(st.booleans()),
         tile_q=draw(st.sampled_from([1, 16, 64])),
         tile_kv=draw(st.sampled_from([1, 16, 64])),
         few_rows_cost=draw(st.sampled_from([1.0, 0.5])),

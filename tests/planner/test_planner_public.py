@@ -87,7 +87,7 @@ def test_explain_names_what_was_decided(plan: Plan) -> None:
     text = plan.explain()
     tile = f"tile {plan.schedule.tile_q} packed rows x {plan.schedule.tile_kv} tokens"
     over = 100 * (plan.cta_loads().max() / plan.cta_loads().mean() - 1)
-    for part in (tile, "walk: ", "split: ", f"(+{over:.1f}%)", "bytes: ", "GFLOP", "floor on H200", "bound by"):
+    for part in (tile, "units: ", "split: ", f"(+{over:.1f}%)", "bytes: ", "GFLOP", "floor on H200", "bound by"):
         assert part in text
     assert "floor" not in plan.explain(device="a card without measured ceilings")
     pieces = int(re.search(r"into (\d+) pieces", text).group(1))
@@ -130,7 +130,7 @@ def test_svg_has_one_box_an_item(plan: Plan, tmp_path: Path) -> None:
 
 def test_tile_and_cost_may_be_given() -> None:
     tile = tiles.Tile(64, 32, 4, 1, 2)
-    cost = tiles.Cost(tiles.WALK_RUNS, 2.0, 100.0, 50.0, 32, merge_rows=16, max_pieces=3)
+    cost = tiles.Cost(True, 2.0, 100.0, 50.0, 32, merge_rows=16, max_pieces=3)
     plan = plan_lengths(None, [5000], tile=tile, cost=cost, num_ctas=64)
     assert (plan.schedule.tile_q, plan.schedule.tile_kv, plan.schedule.merge_rows) == (64, 32, 16)
     assert plan.work_items()["piece"].max() == 2

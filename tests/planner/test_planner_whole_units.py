@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planner_batches import RUNS, TEAMS, Batch, Cutting, Planned, bounds, plan
+from planner_batches import Batch, Cutting, Planned, bounds, plan
 from planner_checks import all_units, check, loads, ns_per_token
 from random_batches import random_case
 from table_plans import TableBatch
@@ -18,7 +18,7 @@ from flashpage.plan import plan_lengths
 
 HOPPER = Cutting(
     num_ctas=132,
-    walk=RUNS,
+    heads_on_axis=True,
     tile_q=128,
     tile_kv=160,
     ns_per_token=12.19,
@@ -67,7 +67,7 @@ def planned(batch: Batch, cutting: Cutting = HOPPER) -> Planned:
 
 def tails(found: Planned, pieces: dict[str, np.ndarray]) -> Iterator[np.ndarray]:
     """Which units may have been dealt: the last ones on the axis, from each place on of the last four a lane."""
-    members = int(found.ctas["walk"].max()) + 1
+    members = int(found.ctas["place"].max()) + 1
     copy = pieces["kv_head"] % (found.batch.num_kv_heads // members)
     code = (pieces["request"].astype(np.int64) << 36) + (copy.astype(np.int64) << 24) + pieces["tile"]
     place = np.unique(code, return_inverse=True)[1]
@@ -151,7 +151,7 @@ def test_tails(batch: Batch, cutting: Cutting, members: int, waves: int, units: 
     in as many items as waves and requests allow."""
     found = planned(batch, cutting)
     pieces, lanes = check(found), cutting.num_ctas // members
-    assert not is_dealt(found) and int(found.ctas["walk"].max()) + 1 == members
+    assert not is_dealt(found) and int(found.ctas["place"].max()) + 1 == members
     tail = next(tail for tail in tails(found, pieces) if tail.sum() == units * members)
     assert ends_in(tail, found, pieces, 2 * cutting.ns_per_token * len(batch.q_lens))
     assert len(found.items) <= units + len(batch.q_lens) + waves * lanes
@@ -177,7 +177,7 @@ def test_tails(batch: Batch, cutting: Cutting, members: int, waves: int, units: 
         ("all heads in one wave", rows(2048, heads=(32, 32)), {"wave_tokens": 1 << 20}, True),
         ("a fixed split", rows(1024), {"fixed_piece_tokens": 320}, False),
         ("no split, as asked", rows(1024), {"fixed_piece_tokens": -1}, None),
-        ("teams", rows(1024), {"walk": TEAMS}, False),
+        ("teams", rows(1024), {"heads_on_axis": False}, False),
     ],
 )
 def test_where_it_is_taken(why: str, batch: Batch, cutting: dict[str, Any], takes: bool | None) -> None:
@@ -210,7 +210,7 @@ def test_any_lengths() -> None:
             batch, cutting = random_case(rng)
             few = slice(int(rng.integers(0, 9)) if number % 3 else None)
             batch.q_lens, batch.kv_lens = batch.q_lens[few], batch.kv_lens[few]
-            cutting.walk, cutting.fixed_piece_tokens = RUNS, 0
+            cutting.heads_on_axis, cutting.fixed_piece_tokens = True, 0
             cutting.ns_per_merge = float(rng.choice([1.0, 4000.0, 1e9]))
             cut = plan(batch, dataclasses.replace(cutting, ns_per_merge=0.0))
             found = planned(batch, cutting)
@@ -288,4 +288,4 @@ def test_an_explanation_says_that_units_are_claimed() -> None:
     claimed = plan_lengths([1024], [1024])
     claimed.schedule.are_claimed = 1
     text = claimed.explain()
-    assert "walk: CTAs claim (KV head, row tile) units" in text and "split: no unit is cut: who is done" in text
+    assert "units: CTAs claim (KV head, row tile) units" in text and "split: no unit is cut: who is done" in text

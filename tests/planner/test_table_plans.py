@@ -10,7 +10,7 @@ import native_build
 import numpy as np
 import pytest
 import torch
-from planner_batches import RUNS, TEAMS, Batch, Cutting
+from planner_batches import Batch, Cutting
 from random_batches import random_case
 from table_plans import TableBatch
 
@@ -60,11 +60,11 @@ def test_the_kernel_as_it_is(requests: int) -> None:
 
 # Schedules of the kernels that engines meet most: flashpage/kernels/tile.py.
 DECODE = Cutting(
-    num_ctas=132, walk=TEAMS, tile_q=16, tile_kv=32, ns_per_token=14.84, ns_per_unit=500.0, ns_per_piece=1000.0
+    num_ctas=132, heads_on_axis=False, tile_q=16, tile_kv=32, ns_per_token=14.84, ns_per_unit=500.0, ns_per_piece=1000.0
 )
 PREFILL = Cutting(
     num_ctas=132,
-    walk=RUNS,
+    heads_on_axis=True,
     tile_q=128,
     tile_kv=128,
     ns_per_token=12.19,

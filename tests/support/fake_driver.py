@@ -52,7 +52,7 @@ class Planning:
             last_page_len=host.IndexArray(self.last_page_len.ctypes.data, 1, 0, 8),
         )
 
-    schedule = host.Schedule(num_ctas=16, walk=0, tile_q=16, tile_kv=64, ns_per_token=4, ns_per_unit=400,
+    schedule = host.Schedule(num_ctas=16, heads_on_axis=0, tile_q=16, tile_kv=64, ns_per_token=4, ns_per_unit=400,
                              few_rows_cost=1, ns_per_piece=1500, min_piece_tokens=128, max_pieces=32, merge_rows=8)
 
     def plan(self, tokens=1000, capacity=None):

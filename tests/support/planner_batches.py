@@ -10,8 +10,6 @@ import numpy as np
 from flashpage import native
 from flashpage.native import records as plan_bytes
 
-RUNS, TEAMS = 1, 0  # csrc/flashpage.h, fp_walk
-
 
 @dataclasses.dataclass
 class Batch:
@@ -47,7 +45,7 @@ class Cutting:
     """fp_schedule with defaults near the sm80 kernel's."""
 
     num_ctas: int = 132
-    walk: int = TEAMS
+    heads_on_axis: bool = False
     tile_q: int = 16
     tile_kv: int = 64
     ns_per_token: float = 3.6

@@ -6,7 +6,7 @@ The lengths are expanded to every row tile; nothing here shares code or closed f
 from __future__ import annotations
 
 import numpy as np
-from planner_batches import TEAMS, Batch, Cutting, Planned, indptr
+from planner_batches import Batch, Cutting, Planned, indptr
 
 from flashpage.native import records
 
@@ -50,7 +50,7 @@ def expand(planned: Planned) -> dict[str, np.ndarray]:
     assert (items["first_packed_row"] % cutting.tile_q == 0).all()
     tiles = -(-(items["q_len"].astype(np.int64) * batch.group) // cutting.tile_q)
     position = items["first_packed_row"] // cutting.tile_q + step
-    is_partial, walk = items["partial_row"] >= 0, ctas["walk"][cta].astype(np.int32)
+    is_partial, place = items["partial_row"] >= 0, ctas["place"][cta].astype(np.int32)
     assert (items["num_units"][is_partial] == 1).all()
     assert (items["merge"][~is_partial] == -1).all()
     return {
@@ -63,7 +63,7 @@ def expand(planned: Planned) -> dict[str, np.ndarray]:
         "kv_end": items["kv_end"].astype(np.int64),
         "partial_row": np.where(is_partial, items["partial_row"] + ctas["partial_row"][cta], -1),
         "piece": items["piece"],
-        "merge": np.where(is_partial, items["merge"] + walk * planned.header["merges_of_walk"], -1),
+        "merge": np.where(is_partial, items["merge"] + place * planned.header["merges_of_place"], -1),
     }
 
 
@@ -298,7 +298,7 @@ def granularity(batch: Batch, cutting: Cutting) -> float:
         stretch = np.minimum(length, cutting.fixed_piece_tokens)
     elif cutting.fixed_piece_tokens < 0:
         stretch = length
-    heads = most_heads_of_a_cta(cutting.num_ctas, batch.num_kv_heads) if cutting.walk == TEAMS else 1
+    heads = most_heads_of_a_cta(cutting.num_ctas, batch.num_kv_heads) if not cutting.heads_on_axis else 1
     costliest = cutting.ns_per_unit + float((ns_per_token(batch, cutting, units["request"]) * stretch).max(initial=0.0))
     return heads * (costliest + cutting.ns_per_piece)
 

@@ -37,7 +37,7 @@ def random_case(rng: np.random.Generator) -> tuple[Batch, Cutting]:
     )
     cutting = Cutting(
         num_ctas=int(rng.integers(1, 265)),
-        walk=int(rng.integers(0, 2)),
+        heads_on_axis=int(rng.integers(0, 2)),
         tile_q=int(rng.choice([16, 32, 64, 128])),
         tile_kv=int(rng.choice([16, 48, 64, 128])),
         ns_per_token=float(rng.choice([0, 1, 4, 12, 28])),

@@ -19,7 +19,7 @@ from ...kernels.options import Options
 from ...kernels.schedules import NO_CLUSTERS, Clusters
 from ...kernels.schedules import schedule as schedule_of
 from ...kernels.spec import KernelSpec
-from ...kernels.tile import WALK_RUNS, WALK_TEAMS, Cost, Tile
+from ...kernels.tile import Cost, Tile
 from ...kernels.work import Problem
 from ..prepared_kernels import CPU_CTAS_PER_THREAD
 from .picture import Segment, svg, terminal
@@ -99,17 +99,17 @@ class Plan:
         heads = self.options.num_kv_heads
         if size := self.result.cluster_size:
             of_unit = "a CTA of its own" if size == 1 else f"{size} neighbouring CTAs of its own"
-            walk = f"each unit has {of_unit}"
-        elif schedule.walk == WALK_TEAMS:
-            walk = f"teams of {heads} neighbouring CTAs take the {heads} KV heads of one token range at the same step"
+            taken = f"each unit has {of_unit}"
+        elif not schedule.heads_on_axis:
+            taken = f"{heads} neighbouring CTAs take the {heads} KV heads of one token range at the same step"
         elif schedule.are_claimed:
-            walk = "CTAs claim (KV head, row tile) units, those that see the most tiles first"
+            taken = "CTAs claim (KV head, row tile) units, those that see the most tiles first"
         elif self._has_whole_units():
-            walk = "each (KV head, row tile) unit by itself, the longest ones first"
+            taken = "each (KV head, row tile) unit by itself, the longest ones first"
         elif self._has_dealt_tail():
-            walk = "each CTA takes a run of (KV head, row tile) units, then some of the last ones, the longest first"
+            taken = "each CTA takes a run of (KV head, row tile) units, then some of the last ones, the longest first"
         else:
-            walk = "each CTA takes a run of (KV head, row tile) units"
+            taken = "each CTA takes a run of (KV head, row tile) units"
         cut = items[items["partial_row"] >= 0]
         units = len(np.unique(cut[["request", "kv_head", "first_packed_row"]]))
         if schedule.fixed_piece_tokens > 0:
@@ -128,7 +128,7 @@ class Plan:
         merges = f"{self.result.num_merges} merge items"
         if self.result.cluster_size > 1 and len(cut):
             merges = f"a unit's are merged inside a cluster of {self.result.cluster_size} CTAs"
-        return [f"walk: {walk}", f"split: {split}", f"split: {pieces}, {merges}"]
+        return [f"units: {taken}", f"split: {split}", f"split: {pieces}, {merges}"]
 
     def _has_whole_units(self) -> bool:
         """As include/flashpage/plan/whole_units.h deals them, or as evenly as if."""
@@ -143,7 +143,7 @@ class Plan:
 
     def _may_be_dealt(self) -> bool:
         schedule, items = self.schedule, self._items
-        is_asked = schedule.walk == WALK_RUNS and schedule.ns_per_merge > 0 and schedule.fixed_piece_tokens == 0
+        is_asked = schedule.heads_on_axis and schedule.ns_per_merge > 0 and schedule.fixed_piece_tokens == 0
         return is_asked and not schedule.are_claimed and bool(len(items) and (items["partial_row"] < 0).all())
 
     def _explain_loads(self) -> list[str]:

@@ -50,7 +50,7 @@ class PlanBytes:
         out["kv_head"] += self.ctas["kv_head"][cta]
         is_cut = items["partial_row"] >= 0
         out["partial_row"] += np.where(is_cut, self.ctas["partial_row"][cta], 0)
-        out["merge"] += np.where(is_cut, self.ctas["walk"][cta].astype(np.int32) * self.header["merges_of_walk"], 0)
+        out["merge"] += np.where(is_cut, self.ctas["place"][cta].astype(np.int32) * self.header["merges_of_place"], 0)
         return out
 
 

@@ -45,13 +45,13 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
     const i64 tiles = ceil_div<i64>(packed_rows, schedule.tile_q) + capacity.batch;
     const i64 tiles_of_one = ceil_div<i64>(packed_rows_of_one, schedule.tile_q);
     const i64 cut_tiles = min_of(tiles, chunks * tiles_of_one);
-    const i64 axis_copies = max_of<i64>(axis.copies, most_heads);
-    items += axis_copies * (2 * cut_tiles + min_of(chunks * tiles_of_one, chunks_of_one * tiles));
+    const i64 axis_heads = max_of<i64>(axis.heads, most_heads);
+    items += axis_heads * (2 * cut_tiles + min_of(chunks * tiles_of_one, chunks_of_one * tiles));
     merges = num_kv_heads * cut_tiles * merges_of_unit;
     const i64 chunk_rows = min_of(chunks * packed_rows_of_one, chunks_of_one * packed_rows);
     partial_rows = num_kv_heads * (min_of(packed_rows, chunks * packed_rows_of_one) + chunk_rows);
   } else if (schedule.balanced() && capacity.kv_tokens >= 2 * static_cast<i64>(schedule.min_piece_tokens)) {
-    const i64 cuts = (lanes.count - 1) * (num_kv_heads / axis.copies);
+    const i64 cuts = (lanes.count - 1) * (num_kv_heads / axis.heads);
     merges = cuts * merges_of_unit;
     partial_rows = 2 * cuts * unit_rows;
   }
@@ -60,15 +60,14 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
   return {bytes, partial_rows};
 }
 
-// Of batches whose units may have CTAs of their own (own_ctas.h): each CTA one item, but for KV heads that share it.
-inline Bounds bounds_with_own_ctas(const Capacity& capacity, const Heads& heads, const Schedule& schedule,
-                                   const Clusters& clusters) {
+// Of batches whose units may have CTAs of their own (own_ctas.h): each CTA one item, but for KV heads, which share it.
+inline Bounds bounds_with_own_ctas(const Capacity& capacity, const Heads& heads, const Schedule& schedule) {
   Bounds most = bounds(capacity, heads, schedule);
   if (!schedule.balanced()) return most;
-  const i64 rows = min_of(clusters.max_rows, schedule.tile_q),
+  const i64 rows = min_of(schedule.cluster_rows, schedule.tile_q),
             merges_of_unit = ceil_div<i64>(rows, schedule.merge_rows);
-  for (i32 i = 0; i < num_cluster_sizes; ++i) {
-    const i64 units = clusters.resident[i], ctas = units << i;
+  for (i32 i = 0; i < num_group_sizes; ++i) {
+    const i64 units = schedule.clusters[i], ctas = units << i;
     const bool may_cut = i > 0;
     const i64 bytes = static_cast<i64>(sizeof(PlanHeader)) + schedule.num_ctas * static_cast<i64>(sizeof(CtaStart)) +
                       ctas / heads.num_kv_heads * static_cast<i64>(sizeof(WorkItem)) +

@@ -194,19 +194,19 @@ class TileCosts {
   double half_step_ = 0.0, steps_per_ns_ = 0.0, before_per_ns_ = 0.0, after_per_ns_ = 0.0;
 };
 
-// Of a request's part of the axis: `copies` times its tiles (once a KV head where heads are walked one after another).
-// A whole number of 1/1024 ns, so that sums are exact: requests may be added up in any order.
-FP_HOST_DEVICE double cost_on_axis(const CostModel& model, i32 copies, const Request& request) {
+// Of a request on the axis: `heads` times its tiles (once a KV head where heads lie on it one behind the other). A
+// whole number of 1/1024 ns, so that sums are exact: requests may be added up in any order.
+FP_HOST_DEVICE double cost_on_axis(const CostModel& model, i32 heads, const Request& request) {
   constexpr double steps_per_ns = 1024.0;
   if (request.tiles == 0) return 0.0;
   const double cost = request.tiles == 1
                           ? model.ns_per_unit + product(model.price(request).ns, model.visible(request, 0).size())
                           : TileCosts(model, request).prefix(request.tiles);
-  return static_cast<double>(static_cast<i64>(copies * cost * steps_per_ns + 0.5)) / steps_per_ns;
+  return static_cast<double>(static_cast<i64>(heads * cost * steps_per_ns + 0.5)) / steps_per_ns;
 }
 
 // Lays the requests on one cost axis. requests[batch] receives the totals.
-inline void lay_on_axis(const CostModel& model, i32 copies, i32 batch, Request* requests) {
+inline void lay_on_axis(const CostModel& model, i32 heads, i32 batch, Request* requests) {
   double at = 0.0, known = 0.0;
   i32 known_q_len = -1, known_kv_len = -1;  // neighbours are often alike
   i32 number = 0;
@@ -217,7 +217,7 @@ inline void lay_on_axis(const CostModel& model, i32 copies, i32 batch, Request* 
     if (request.q_len != known_q_len || request.kv_len != known_kv_len) {
       known_q_len = request.q_len;
       known_kv_len = request.kv_len;
-      known = cost_on_axis(model, copies, request);
+      known = cost_on_axis(model, heads, request);
     }
     at += known;
     number += request.tiles > 0;

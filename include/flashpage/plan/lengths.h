@@ -6,6 +6,16 @@ namespace flashpage::plan {
 
 inline constexpr i64 max_i32 = 0x7fffffff;
 
+// Heads and visibility: the same for every request of a batch.
+struct Heads {
+  i32 num_q_heads;
+  i32 num_kv_heads;
+  bool causal;
+  i32 window_left;  // tokens; -1: all
+
+  FP_HOST_DEVICE i32 group() const { return num_q_heads / num_kv_heads; }
+};
+
 struct IndexArray {
   const void* data;  // null: not given
   i64 stride;        // elements
@@ -21,7 +31,7 @@ struct Lengths {
   IndexArray kv_lens;
   i32 page_size;  // tokens; 0: ragged
   bool has_custom_mask;
-  i32 cell_tokens;  // of a cell of mask tiles (tile/mask/mask_tiles.h), where a mask function has them; 0: none has
+  i32 cell_tokens;  // of a cell of mask tiles (mask_cells.h), where a mask function has them; 0: none has
   i32 least_rows;   // of a request that the plan serves; others keep their place and have no row tiles
   i32 most_rows;    // 0: any number
 

@@ -1,35 +1,19 @@
-// Where each lane's share of the cost axis ends: at a unit's edge where that is near enough, else inside a unit.
+// In waves: where each lane's segment of the axis ends, at a unit's edge where that is near enough, else inside a unit.
 #pragma once
 #include "flashpage/plan/cost.h"
 #include "flashpage/plan/lanes.h"
 
 namespace flashpage::plan {
 
-// A place on the axis: the start of a unit, or a token inside it.
-struct Cut {
-  i32 request = 0;
-  i32 copy = 0;    // of the request on the axis: its KV head (teams: 0)
-  i32 tile = 0;    // row tile
-  i32 token = -1;  // first token after the cut; -1: the unit's start
-
-  FP_HOST_DEVICE bool inside() const { return token >= 0; }
-  FP_HOST_DEVICE bool same_unit(const Cut& other) const {
-    return request == other.request && copy == other.copy && tile == other.tile;
-  }
-};
-
-// The start of the unit after the one that `cut` is in.
-FP_HOST_DEVICE Cut next_unit(const Cut& cut, i32 tiles, i32 copies) {
-  if (cut.tile + 1 < tiles) return {cut.request, cut.copy, cut.tile + 1, -1};
-  if (cut.copy + 1 < copies) return {cut.request, cut.copy + 1, 0, -1};
-  return {cut.request + 1, 0, 0, -1};
-}
-
+// The last wave.
 struct Partition {
-  Cut* ends;          // [lanes], of the last wave: a lane walks from where the one before it ends
+  Cut* ends;  // [lanes]: a lane begins where the one before it ends
+  Cut begin{};
   double mean = 0.0;  // load of a CTA if all were alike, ns
   double max = 0.0;   // of the costliest CTA, ns
   i32 inside = 0;     // cuts inside a unit
+
+  FP_HOST_DEVICE Segment segment(i32 lane) const { return {lane == 0 ? begin : ends[lane - 1], ends[lane]}; }
 };
 
 // Where units may be cut, and what that costs.
@@ -47,16 +31,6 @@ struct CutRules {
   i32 min_piece;       // tokens
   FastDiv max_pieces;  // and one; 1: no limit
   double ns_per_piece;
-};
-
-// What is to be divided: requests that lie on the axis, and who takes them.
-struct Division {
-  const Request* requests;  // [batch + 1]
-  i32 batch;
-  Axis axis;
-  i64 units_on_axis;  // row tiles of all copies
-  const Lane* lane;   // [lanes.count]
-  Lanes lanes;
 };
 
 // Where the last wave begins, and what has been done before.
@@ -85,8 +59,8 @@ struct OneSearcher {
   FP_HOST_DEVICE void meet() const {}
 };
 
-// The costliest CTA ends at most 3% over the mean, or over it by no more than one stretch that cannot be divided (less
-// than two shortest pieces and a step; times the KV heads that one CTA takes, where teams are not full) and the cost of
+// The costliest CTA ends at most 3% over the mean, or over it by no more than one range that cannot be divided (less
+// than two shortest pieces and a step; times the KV heads that one CTA takes, where lanes are not full) and the cost of
 // a piece: below that, evening out would cost more than it gains.
 template <class Searcher>
 class Partitioner {
@@ -98,45 +72,45 @@ class Partitioner {
         rules_(rules),
         requests_(division.requests),
         batch_(division.batch),
-        copies_(division.axis.copies),
+        heads_(division.axis.heads),
         waves_(division.axis.waves),
-        per_copy_(division.axis.copies == 1 ? 1.0 : 1.0 / division.axis.copies),
-        per_share_(1.0 / division.lanes.shares),
+        per_head_(division.axis.heads == 1 ? 1.0 : 1.0 / division.axis.heads),
+        per_weight_(1.0 / division.lanes.weight),
         lane_(division.lane),
         lanes_(division.lanes),
         total_(division.requests[division.batch].cost),
         units_on_axis_(division.units_on_axis) {}
 
-  // All waves but the last: whole units only, up to each lane's share of all waves so far. What units leave uneven, the
-  // last wave evens out. `ends`: [waves - 1][lanes.count], `loads`: [lanes.count].
-  FP_HOST_DEVICE Start early_waves(Cut* ends, double* loads) const {
+  // All waves but the last: whole units only, up to what each lane is to have of all waves so far. What units leave
+  // uneven, the last wave evens out. `segments`: [lanes.count][waves], `loads`: [lanes.count].
+  FP_HOST_DEVICE Start early_waves(Segment* segments, double* loads) const {
     if (waves_ == 1) return {};
     Cut cut;
     double at = 0.0;
     Place place;
     for (i32 wave = 1; wave < waves_; ++wave) {
-      const double level = product(total_, per_share_) * wave / waves_;
+      const double level = product(total_, per_weight_) * wave / waves_;
       for (i32 l = 0; l < lanes_.count; ++l) {
         const double done = wave == 1 ? 0.0 : loads[l], room = level - done;
         Choice whole{cut, 0.0};
         if (room > 0.0) whole = unit_at(cut, at, at + room, place).before;
+        const Cut begin = cut;
         if (whole.cost > 0.0) {
           cut = whole.cut;
           at += whole.cost;
         }
         if (searcher_.writes()) {
-          ends[l] = cut;
+          segments[l * waves_ + wave - 1] = {begin, cut};
           loads[l] = done + max_of(whole.cost, 0.0);
         }
       }
-      ends += lanes_.count;
       searcher_.meet();
     }
     return {cut, at, loads};
   }
 
-  // One more wave of whole units, from `start` on and up to an edge behind it that lies at `end_at`: each lane gets its
-  // share of what is left until there, to the nearer edge. For lanes of one share each (runs).
+  // One more wave of whole units, from `start` on and up to an edge behind it that lies at `end_at`: each lane gets as
+  // much of what is left until there, to the nearer edge. For full lanes.
   void whole_wave(const Start& start, const Cut& end, double end_at, Cut* ends, double* loads) const {
     Cut cut = start.cut;
     double at = start.at, done_by_rest = start.at;
@@ -163,10 +137,10 @@ class Partitioner {
   // between the highest level known to be too low and the lowest known to be enough.
   //
   // `ends` and `other_ends`: [lanes.count] each; the result has one of them.
-  FP_HOST_DEVICE Partition run(const Start& start, Cut* ends, Cut* other_ends) const {
-    Partition best{ends}, trial{other_ends};
+  FP_HOST_DEVICE Partition last_wave(const Start& start, Cut* ends, Cut* other_ends) const {
+    Partition best{ends, start.cut}, trial{other_ends, start.cut};
     const double loss = expected_loss();
-    double too_low = 0.0, level = product(total_, per_share_) + loss, likely = infinite;
+    double too_low = 0.0, level = product(total_, per_weight_) + loss, likely = infinite;
     for (int attempt = 0; attempt < max_attempts; ++attempt) {
       const Fill fill = fill_all(start, level, loss, trial);
       const double max = trial.max;
@@ -179,13 +153,13 @@ class Partitioner {
       if (best.max <= mean * (1.0 + good_enough)) break;
       if (fill.excess > 0.0) {
         too_low = max_of(too_low, level);
-        likely = level + product(fill.excess, per_share_);
+        likely = level + product(fill.excess, per_weight_);
         // A little beyond: one more level that is too low costs a filling.
         level = max_of(likely + 0.25 * (likely - level), fill.next_level);
         if (attempt > 1) level = 0.5 * (too_low + best.max);
       } else {
         if (max > level) break;  // a unit that cannot be cut: no lower level helps
-        if (attempt == 0) likely = level + product(fill.excess, per_share_);
+        if (attempt == 0) likely = level + product(fill.excess, per_weight_);
         level = 0.5 * (too_low + max);
       }
       // Nothing is better than `too_low`. What is left to gain of a small batch is not worth a search.
@@ -211,7 +185,7 @@ class Partitioner {
     double at = 0.0;  // of begin
     double overhead;  // of starting inside a unit
     double room;      // what fits beyond `at`
-    double share;     // Lane::share
+    double weight;    // Lane::weight
     bool may_stay_empty;
   };
 
@@ -228,7 +202,7 @@ class Partitioner {
   // What is known of the request that a lane ends in; lanes mostly end in requests of the same lengths.
   struct Place {
     i32 q_len = -1, kv_len = -1;
-    double one_copy = 0.0, copies_per_ns = 0.0;
+    double one_head = 0.0, heads_per_ns = 0.0;
     TileCosts costs;
   };
 
@@ -257,10 +231,10 @@ class Partitioner {
       const double left = total_ - lane.at, done = start.loads != nullptr ? start.loads[l] : 0.0;
       lane.overhead = lane.begin.inside() ? rules_.ns_per_piece : 0.0;
       const double expected = left + done_by_rest + lane.overhead + product(loss, num_lanes - 1 - l);
-      const double needed = product(expected, mine.per_share_left);
+      const double needed = product(expected, mine.per_weight_left);
       const double raised = max_of(level, needed);
-      lane.room = product(raised - done, mine.share) - lane.overhead;
-      lane.share = mine.share;
+      lane.room = product(raised - done, mine.weight) - lane.overhead;
+      lane.weight = mine.weight;
       lane.may_stay_empty = mine.heads > lanes_.fewest_heads || done > 0.0;
       Choice choice{{batch_, 0, 0, -1}, left};
       if (l + 1 < num_lanes && lane.room < left && left > 0.0) {
@@ -269,7 +243,7 @@ class Partitioner {
         fill.next_level = min_of(fill.next_level, done + product(next_cost + lane.overhead, mine.heads));
       }
       const double load = done + (choice.cost > 0.0 ? product(choice.cost + lane.overhead, mine.heads) : 0.0);
-      fill.excess += product(l + 1 < num_lanes ? raised - level : load - level, mine.share);
+      fill.excess += product(l + 1 < num_lanes ? raised - level : load - level, mine.weight);
       partition.max = max_of(partition.max, load);
       partition.inside += choice.cut.inside();
       if (searcher_.writes()) partition.ends[l] = choice.cut;
@@ -277,7 +251,7 @@ class Partitioner {
       lane.at += choice.cost;
       done_by_rest -= done;
     }
-    partition.mean = product(total_ + product(partition.inside, rules_.ns_per_piece), per_share_);
+    partition.mean = product(total_ + product(partition.inside, rules_.ns_per_piece), per_weight_);
     return fill;
   }
 
@@ -293,19 +267,19 @@ class Partitioner {
     const Request request = requests_[index];  // all of it at once: nothing below waits for memory
     const double end = requests_[min_of(index + 1, batch_)].cost;
     if (request.tiles == 0) return {{{index, 0, 0, -1}, request.cost - at}, {{}, infinite}};  // by rounding
-    place.one_copy = product(end - request.cost, per_copy_);
+    place.one_head = product(end - request.cost, per_head_);
     if (request.q_len != place.q_len || request.kv_len != place.kv_len) move_to(request, place);
     const double in_request = goal - request.cost;
-    i32 copy = copies_ == 1 ? 0 : min_of(copies_ - 1, static_cast<i32>(in_request * place.copies_per_ns)), from = 0;
-    if (index == begin.request && copy <= begin.copy) {  // less: rounding put the goal before the beginning
-      copy = begin.copy;
+    i32 head = heads_ == 1 ? 0 : min_of(heads_ - 1, static_cast<i32>(in_request * place.heads_per_ns)), from = 0;
+    if (index == begin.request && head <= begin.head) {  // less: rounding put the goal before the beginning
+      head = begin.head;
       from = begin.tile;
     }
-    TileCosts::Found found{0, 0.0, place.one_copy};
-    if (request.tiles > 1) found = place.costs.tile_at(in_request - product(copy, place.one_copy), from);
-    const double copy_begin = request.cost + product(copy, place.one_copy) - at;
-    const Cut cut{index, copy, found.tile, -1};
-    return {{cut, copy_begin + found.begin}, {next_unit(cut, request.tiles, copies_), copy_begin + found.end}};
+    TileCosts::Found found{0, 0.0, place.one_head};
+    if (request.tiles > 1) found = place.costs.tile_at(in_request - product(head, place.one_head), from);
+    const double head_begin = request.cost + product(head, place.one_head) - at;
+    const Cut cut{index, head, found.tile, -1};
+    return {{cut, head_begin + found.begin}, {next_unit(cut, request.tiles, heads_), head_begin + found.end}};
   }
 
   // Fills one lane: up to the unit that would overflow it, and into that unit where this places more than a piece
@@ -318,7 +292,7 @@ class Partitioner {
     const bool has_before = before.cost > 0.0 && !before.cut.same_unit(lane.begin);
     const TokenPrice& price = model_.price(requests_[before.cut.request]);
     // No CTA that gets a piece can be cheaper than the cheapest piece: this one may take as much.
-    const double floor = product(cheapest_piece(price), lane.share) - lane.overhead;
+    const double floor = product(cheapest_piece(price), lane.weight) - lane.overhead;
     const Choice inside = cut_inside(lane, before, price, floor);
 
     const double step = product(rules_.step.divisor, price.ns);
@@ -339,7 +313,7 @@ class Partitioner {
   FP_HOST_DEVICE void move_to(const Request& request, Place& place) const {
     place.q_len = request.q_len;
     place.kv_len = request.kv_len;
-    place.copies_per_ns = copies_ > 1 && place.one_copy > 0.0 ? 1.0 / place.one_copy : 0.0;
+    place.heads_per_ns = heads_ > 1 && place.one_head > 0.0 ? 1.0 / place.one_head : 0.0;
     if (request.tiles > 1) place.costs = TileCosts(model_, request);
   }
 
@@ -380,15 +354,15 @@ class Partitioner {
     return rules_.ns_per_piece + product(rules_.min_piece, price.ns);
   }
 
-  const Searcher& searcher_;
+  Searcher searcher_;
   const CostModel& model_;
   const CutRules& rules_;
   const Request* requests_;
   i32 batch_;
-  i32 copies_;
+  i32 heads_;
   i32 waves_;
-  double per_copy_;
-  double per_share_;
+  double per_head_;
+  double per_weight_;
   const Lane* lane_;
   Lanes lanes_;
   double total_;

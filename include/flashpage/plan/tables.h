@@ -1,8 +1,9 @@
 // Planning where the lengths are: sequence lengths and block tables in a card's memory, with no word from the host. The
 // plan is that of fp_plan on the same lengths, byte by byte; pages are read from the block tables in place.
 #pragma once
-#include "flashpage/plan/emit.h"
+#include "flashpage/plan/partition.h"
 #include "flashpage/plan/threads.h"
+#include "flashpage/plan/writer.h"
 
 namespace flashpage::plan {
 
@@ -68,7 +69,7 @@ struct AxisSum {
   }
 };
 
-// What threads leave for each other. Laid out in a stretch of memory that starts on 16 bytes.
+// What threads leave for each other. Laid out in memory that starts on 16 bytes.
 struct Workspace {
   struct State {
     i32 batch;
@@ -82,20 +83,20 @@ struct Workspace {
   Totals* before;       // [num_ctas + 1]
   Lane* lanes;          // [num_ctas]
   Cut* ends;            // [2 * num_ctas]
-  Cut* early_ends;      // [waves - 1][lanes.count]
+  Segment* segments;    // [lanes.count][waves]
   double* early_loads;  // [lanes.count]
   Request* requests;    // [batch + 1]
   i64 bytes;
 
   FP_HOST_DEVICE Workspace(char* memory, i32 batch, const Schedule& schedule) : bytes(0) {
-    const i32 num_ctas = schedule.num_ctas, early_waves = may_have_waves(schedule) ? max_waves - 1 : 0;
+    const i32 num_ctas = schedule.num_ctas, waves = may_have_waves(schedule) ? max_waves : 1;
     state = take<State>(memory, 1);
     sums = take<Totals>(memory, 2 * num_threads);
     before = take<Totals>(memory, num_ctas + 1);
     lanes = take<Lane>(memory, num_ctas);
     ends = take<Cut>(memory, 2 * num_ctas);
-    early_ends = take<Cut>(memory, early_waves * num_ctas);
-    early_loads = take<double>(memory, early_waves > 0 ? num_ctas : 0);
+    segments = take<Segment>(memory, waves * num_ctas);
+    early_loads = take<double>(memory, waves > 1 ? num_ctas : 0);
     requests = take<Request>(memory, batch + 1);
   }
 
@@ -113,7 +114,7 @@ template <class Threads>
 class TablePlanner {
  public:
   FP_HOST_DEVICE TablePlanner(Threads& threads, const TablePlan& given, const Workspace& work)
-      : threads_(threads), given_(given), work_(work), units_(given.units) {}
+      : threads_(threads), given_(given), work_(work) {}
 
   FP_HOST_DEVICE void run() {
     read_lengths();
@@ -142,7 +143,7 @@ class TablePlanner {
     const i32 batch = work_.state->batch, num_full = work_.state->lanes.num_full();
     threads_.phase([&](i32 thread) {
       for (i32 i = thread; i < batch; i += num_threads) {
-        requests[i].cost = cost_on_axis(given_.model, work_.state->axis.copies, requests[i]);
+        requests[i].cost = cost_on_axis(given_.model, work_.state->axis.heads, requests[i]);
       }
       for (i32 i = thread; i < num_full; i += num_threads) work_.state->lanes.write_full(i, work_.lanes);
     });
@@ -192,14 +193,18 @@ class TablePlanner {
   FP_HOST_DEVICE void partition(const WarpSearcher<typename Threads::Vote>& searcher) {
     const i32 num_ctas = given_.schedule.num_ctas;
     const Partitioner partitioner(given_.model, given_.rules, division(), searcher);
-    const Start start = partitioner.early_waves(work_.early_ends, work_.early_loads);
-    const Partition found = partitioner.run(start, work_.ends, work_.ends + num_ctas);
+    const Start start = partitioner.early_waves(work_.segments, work_.early_loads);
+    const Partition found = partitioner.last_wave(start, work_.ends, work_.ends + num_ctas);
     if (searcher.writes()) work_.state->partition = found;
   }
 
   FP_HOST_DEVICE void count_lanes() {
-    const i32 count = work_.state->lanes.count;
-    each(threads_, count, [&](i32 lane) { work_.before[lane] = emitter().count(lane); });
+    const i32 count = work_.state->lanes.count, waves = work_.state->axis.waves;
+    each(threads_, count, [&](i32 lane) {
+      work_.segments[lane * waves + waves - 1] = work_.state->partition.segment(lane);
+      const Assignment assigned = assignment();
+      work_.before[lane] = Writer(given_.model, given_.schedule, assigned, memory()).count(lane);
+    });
     const Totals* all = exclusive_scan(
         threads_, count, work_.sums, [&](i32 lane) { return work_.before[lane]; },
         [&](i32 lane, const Totals& before) { work_.before[lane] = before; });
@@ -209,35 +214,35 @@ class TablePlanner {
   }
 
   FP_HOST_DEVICE void write() {
-    const i32 count = work_.state->lanes.count;
+    const i32 count = work_.state->lanes.count, num_units = static_cast<i32>(work_.before[count].units);
+    const Assignment assigned = assignment();
+    const PlanMemory plan = memory();
+    const Writer writer(given_.model, given_.schedule, assigned, plan);
     threads_.phase([&](i32 thread) {
-      const Emitter emit = emitter();
-      by_warps(thread, count, [&](i32 lane, i32 part, i32 parts) { emit.write_whole(lane, part, parts); });
-      for (i32 lane = thread; lane < count; lane += num_threads) emit.write_lane(lane);
+      if (!given_.schedule.fixed()) {
+        by_warps(thread, count, [&](i32 lane, i32 first, i32 step) {
+          writer.template write<Items::whole_requests>(lane, first, step);
+        });
+      }
+      for (i32 lane = thread; lane < count; lane += num_threads) writer.template write<Items::others>(lane);
     });
-    each(threads_, count, [&](i32 lane) { emitter().write_resumed(lane); });
-    const i32 num_units = static_cast<i32>(work_.before[count].units);
     threads_.phase([&](i32 thread) {
-      const Emitter emit = emitter();
-      by_warps(thread, count, [&](i32 lane, i32 part, i32 parts) { emit.write_starts(lane, part, parts); });
-      by_warps(thread, num_units, [&](i32 unit, i32 part, i32 parts) { emit.write_merges(unit, part, parts); });
-      if (thread == num_threads - 1) *static_cast<PlanHeader*>(given_.plan) = emit.header();
+      by_warps(thread, count, [&](i32 lane, i32 first, i32 step) { writer.write_starts(lane, first, step); });
+      by_warps(thread, num_units, [&](i32 unit, i32 first, i32 step) { writer.write_merges(unit, first, step); });
+      if (thread == num_threads - 1) *static_cast<PlanHeader*>(given_.plan) = writer.header();
     });
   }
 
   FP_HOST_DEVICE Division division() const {
     const Workspace::State& state = *work_.state;
-    return {work_.requests, state.batch, state.axis, state.all.tiles * state.axis.copies, work_.lanes, state.lanes};
+    return {work_.requests, state.batch, state.axis, state.all.tiles * state.axis.heads, work_.lanes, state.lanes};
   }
-  FP_HOST_DEVICE Emitter emitter() const {
-    return Emitter(given_.model, given_.schedule, division(), work_.early_ends, work_.state->partition.ends,
-                   given_.heads.num_kv_heads, work_.before, units_, given_.plan);
-  }
+  FP_HOST_DEVICE Assignment assignment() const { return {division(), work_.segments, 0, 0.0, 0.0}; }
+  FP_HOST_DEVICE PlanMemory memory() const { return {work_.before, given_.units, static_cast<char*>(given_.plan)}; }
 
   Threads& threads_;
   const TablePlan& given_;
   const Workspace& work_;
-  CutUnit* units_;
 };
 
 }  // namespace flashpage::plan

@@ -10,7 +10,7 @@ inline constexpr i32 num_threads = 256;  // that plan on a card
 
 inline constexpr i32 warp = 32;
 
-// body(i, part, 32) for every i < count and part < 32: a warp's threads share what there is to do for one i.
+// body(i, lane, 32) for every i < count and lane < 32: a warp's threads do together what there is to do for one i.
 template <class Body>
 FP_HOST_DEVICE void by_warps(i32 thread, i32 count, Body&& body) {
   for (i32 i = thread / warp; i < count; i += num_threads / warp) body(i, thread % warp, warp);
@@ -53,34 +53,34 @@ FP_HOST_DEVICE void each(Threads& threads, i32 count, Body&& body) {
   });
 }
 
-// store(i, sum of load(j) over j < i) for every i < count; returns the place of the total. Sums must not depend on the
-// order of their terms. `sums`: [2 * num_threads].
+// store(i, sum of load(j) over j < i) for every i < count; returns the place of the total. Sums must not depend on how
+// their terms, which stay in order, are put into brackets. `sums`: [2 * num_threads].
 template <class Threads, class T, class Load, class Store>
 FP_HOST_DEVICE const T* exclusive_scan(Threads& threads, i32 count, T* sums, Load&& load, Store&& store) {
-  const i32 share = ceil_div(count, num_threads), sharers = share > 0 ? ceil_div(count, share) : 1;
+  const i32 each = ceil_div(count, num_threads), summing = each > 0 ? ceil_div(count, each) : 1;
   T* from = sums;
   T* to = sums + num_threads;
   threads.phase([&](i32 thread) {
     T sum{};
-    for (i32 i = thread * share; i < min_of(count, (thread + 1) * share); ++i) sum = sum + load(i);
+    for (i32 i = thread * each; i < min_of(count, (thread + 1) * each); ++i) sum = sum + load(i);
     from[thread] = sum;
   });
-  for (i32 distance = 1; distance < sharers; distance *= 2) {
+  for (i32 distance = 1; distance < summing; distance *= 2) {
     threads.phase(
-        [&](i32 thread) { to[thread] = thread < distance ? from[thread] : from[thread] + from[thread - distance]; });
+        [&](i32 thread) { to[thread] = thread < distance ? from[thread] : from[thread - distance] + from[thread]; });
     T* const other = from;
     from = to;
     to = other;
   }
   threads.phase([&](i32 thread) {
     T sum = thread == 0 ? T{} : from[thread - 1];
-    for (i32 i = thread * share; i < min_of(count, (thread + 1) * share); ++i) {
+    for (i32 i = thread * each; i < min_of(count, (thread + 1) * each); ++i) {
       const T mine = load(i);
       store(i, sum);
       sum = sum + mine;
     }
   });
-  return from + sharers - 1;
+  return from + summing - 1;
 }
 
 }  // namespace flashpage::plan

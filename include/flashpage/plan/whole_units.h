@@ -1,12 +1,13 @@
 // No unit is cut: the last ones on the axis are dealt to the CTAs longest first, each to the one that has the least so
 // far. Loads may then be less even than cuts would make them, but there are no pieces, and no launch that merges them.
 //
-// Few units are dealt all. Of many, CTAs walk runs of whole units, in waves as ever, and are dealt a tail of a few
-// each.
+// Few units are dealt all. Of many, lanes take whole units side by side on the axis, in waves as ever, and are dealt a
+// tail of a few each.
 #pragma once
+#include <optional>
 #include <vector>
 
-#include "flashpage/plan/emit.h"
+#include "flashpage/plan/partition.h"
 
 namespace flashpage::plan {
 
@@ -14,9 +15,9 @@ namespace flashpage::plan {
 inline constexpr i64 most_whole_units = 4;
 // So few of a CTA read their contexts side by side: they need no waves (lanes.h) for that.
 inline constexpr i64 units_side_by_side = 2;
-static_assert(most_whole_units <= items_of_lane, "most_items has room for these and a run in each wave");
+static_assert(most_whole_units <= items_of_lane, "most_items has room for these and a segment in each wave");
 
-// KV heads are dealt like the axis' copies (lanes.h): the members of a lane share one list, each for its own heads.
+// KV heads are dealt as the axis has them (lanes.h): a lane's CTAs take the same units, each for its own heads.
 class WholeUnits {
  public:
   // Kept from plan to plan.
@@ -25,67 +26,54 @@ class WholeUnits {
       double ns;
       i32 request;
       i32 tile;
-      i32 first_copy;  // that is dealt: the later ones are too
+      i32 first_head;  // on the axis, that is dealt: the later ones are too
       i32 cost_class;
     };
     struct Load {
       double ns;
       i32 lane;
     };
-    std::vector<Cut> ends;        // [lanes], of the runs in the last wave
-    std::vector<double> of_runs;  // [lanes], loads
+    std::vector<Cut> ends;         // [lanes], of the last wave, which ends where the tail begins
+    std::vector<double> waves_ns;  // [lanes], loads of the waves
     std::vector<RowTile> tiles;
     std::vector<i32> order;    // of tiles, the longest first
     std::vector<Load> loads;   // [lanes], a heap: none is below the one at (i - 1) / 2
-    std::vector<i32> lane_of;  // [units of a member], in the order in which they are dealt
+    std::vector<i32> lane_of;  // [units], in the order in which they are dealt
     std::vector<i32> counts;   // [lanes], of what is dealt
+    std::vector<Lane> lanes;
+    std::vector<Segment> segments;
   };
 
-  // `start`: of the last wave.
-  WholeUnits(const CostModel& model, const Division& division, const Partitioner<OneSearcher>& partitioner,
+  // `early`: segments of all waves but the last, [lanes][waves]; `start`: of the last wave.
+  WholeUnits(const CostModel& model, const CutRules& rules, const Division& division, const Segment* early,
              const Start& start, Memory& memory)
       : model_(model),
         requests_(division.requests),
         division_(division),
-        partitioner_(partitioner),
+        partitioner_(model, rules, division, OneSearcher{}),
+        early_(early),
         start_(start),
-        copies_(division.axis.copies),
+        heads_(division.axis.heads),
         lanes_(division.lanes.count),
         memory_(memory) {}
 
   // Whether this is worth a look beside a plan with cuts, which loads a CTA with `mean_ns`.
   static bool may_be(const Schedule& schedule, double mean_ns) {
-    return schedule.walk == Walk::runs && schedule.ns_per_merge > 0.0 && schedule.balanced() &&
+    return schedule.heads_on_axis && schedule.ns_per_merge > 0.0 && schedule.balanced() &&
            schedule.ns_per_merge >= least_gain * mean_ns;
   }
 
-  // Whether the costliest CTA takes less than `ns`. Finds the runs and deals the tail.
-  bool is_better_than(double ns) {
-    if (!find_tail() || !read_tiles(most_of_unit(ns))) return false;
+  // Where the costliest CTA takes less than `ns`. Once.
+  std::optional<Assignment> better_than(double ns) {
+    if (!find_tail() || !read_tiles(most_of_unit(ns))) return {};
     sort();
-    walk_runs();
-    return deal(ns);
-  }
-
-  // Of the costliest CTA, and of all.
-  double most_ns() const { return most_ns_; }
-  double total_ns() const { return (tail_at_ + tail_ns_) * division_.lanes.members; }
-  // Of the runs, in the last wave.
-  const Cut* ends() const { return memory_.ends.data(); }
-  // Dealt to a lane. They come behind its runs, each an item.
-  i32 num_units(i32 lane) const { return memory_.counts[lane]; }
-
-  // In the order in which they were dealt. `before`: [lanes + 1], what lies before each, with what they are dealt.
-  // Once.
-  void write(const Emitter& emitter, const Totals* before) const {
-    i32 unit = 0;
-    for (const i32 index : memory_.order) {
-      const RowTile& tile = memory_.tiles[index];
-      for (i32 copy = tile.first_copy; copy < copies_; ++copy) {
-        const i32 lane = memory_.lane_of[unit++];
-        emitter.write_unit(before[lane + 1].items - memory_.counts[lane]--, {tile.request, copy, tile.tile, -1});
-      }
-    }
+    fill_waves();
+    if (!deal(ns)) return {};
+    write_segments();
+    Division division = division_;
+    division.lane = memory_.lanes.data();
+    const double total_ns = (tail_at_ + tail_ns_) * division.lanes.ctas;
+    return Assignment{division, memory_.segments.data(), 0, most_ns_, total_ns};
   }
 
  private:
@@ -94,7 +82,7 @@ class WholeUnits {
   static constexpr double least_gain = 0.002;  // a merge, of a CTA's load
   static constexpr double uneven_part = 12.0;
   static constexpr i32 num_classes = 256;  // of costs: lengths need not be told apart more finely
-  static constexpr i64 least_units = 2;    // of a lane: fewer do not even out what runs leave
+  static constexpr i64 least_units = 2;    // of a lane: fewer do not even out what waves leave
 
   bool all_are_dealt() const { return tail_at_ == 0.0; }
 
@@ -106,12 +94,12 @@ class WholeUnits {
     for (i32 i = division_.batch - 1; i >= 0 && units < most; --i) {
       const i64 tiles = requests_[i].tiles;
       if (tiles == 0) continue;
-      const i32 copies = static_cast<i32>(min_of<i64>(copies_, ceil_div(least - units, tiles)));
-      units += copies * tiles;
+      const i32 heads = static_cast<i32>(min_of<i64>(heads_, ceil_div(least - units, tiles)));
+      units += heads * tiles;
       if (units < least) continue;
-      const double copy_ns = (requests_[i + 1].cost - requests_[i].cost) / copies_;
-      tail_ = {i, copies_ - copies, 0, -1};
-      tail_at_ = requests_[i].cost + copy_ns * tail_.copy;
+      const double head_ns = (requests_[i + 1].cost - requests_[i].cost) / heads_;
+      tail_ = {i, heads_ - heads, 0, -1};
+      tail_at_ = requests_[i].cost + head_ns * tail_.head;
       if (tail_at_ < start_.at) {
         tail_ = start_.cut;
         tail_at_ = start_.at;
@@ -121,8 +109,8 @@ class WholeUnits {
     return false;
   }
 
-  // The longest that the tail may have, if no CTA is to take more than `most`. Behind runs, CTAs end up uneven by about
-  // a twelfth of the longest, under causal.
+  // The longest that the tail may have, if no CTA is to take more than `most`. Behind waves, CTAs end up uneven by
+  // about a twelfth of the longest, under causal.
   double most_of_unit(double most) const {
     return all_are_dealt() ? most : uneven_part * (most - requests_[division_.batch].cost / lanes_);
   }
@@ -135,14 +123,14 @@ class WholeUnits {
       const Request& request = requests_[i];
       const double ns_per_token = model_.price(request).ns;
       for (i32 tile = request.tiles - 1; tile >= 0; --tile) {
-        const i32 first_copy = i > tail_.request ? 0 : tail_.copy + (tile < tail_.tile);
-        if (first_copy == copies_) continue;
+        const i32 first_head = i > tail_.request ? 0 : tail_.head + (tile < tail_.tile);
+        if (first_head == heads_) continue;
         const double ns = model_.ns_per_unit + ns_per_token * model_.visible(request, tile).size();
         if (ns >= most) return false;
         longest_ns_ = max_of(longest_ns_, ns);
-        tail_ns_ += ns * (copies_ - first_copy);
-        units_ += copies_ - first_copy;
-        memory_.tiles.push_back({ns, i, tile, first_copy, 0});
+        tail_ns_ += ns * (heads_ - first_head);
+        units_ += heads_ - first_head;
+        memory_.tiles.push_back({ns, i, tile, first_head, 0});
       }
     }
     return units_ > 0;
@@ -167,15 +155,15 @@ class WholeUnits {
   }
 
   // Up to the tail. The loads become the heap.
-  void walk_runs() {
+  void fill_waves() {
     memory_.ends.assign(lanes_, tail_);
     memory_.loads.resize(lanes_);
     if (all_are_dealt()) return;
-    memory_.of_runs.resize(lanes_);
-    partitioner_.whole_wave(start_, tail_, tail_at_, memory_.ends.data(), memory_.of_runs.data());
+    memory_.waves_ns.resize(lanes_);
+    partitioner_.whole_wave(start_, tail_, tail_at_, memory_.ends.data(), memory_.waves_ns.data());
     for (i32 lane = 0; lane < lanes_; ++lane) {
-      memory_.loads[lane] = {memory_.of_runs[lane], lane};
-      most_ns_ = max_of(most_ns_, memory_.of_runs[lane]);
+      memory_.loads[lane] = {memory_.waves_ns[lane], lane};
+      most_ns_ = max_of(most_ns_, memory_.waves_ns[lane]);
     }
     make_heap();
   }
@@ -189,7 +177,7 @@ class WholeUnits {
     i32 unit = 0;
     for (const i32 index : memory_.order) {
       const double ns = memory_.tiles[index].ns;
-      for (i32 copy = memory_.tiles[index].first_copy; copy < copies_; ++copy, ++unit) {
+      for (i32 head = memory_.tiles[index].first_head; head < heads_; ++head, ++unit) {
         if (unit < empty_lanes) {
           memory_.lane_of[unit] = unit;
           ++memory_.counts[unit];
@@ -207,6 +195,32 @@ class WholeUnits {
       }
     }
     return true;
+  }
+
+  // Lane by lane: what waves gave it, then its units in the order in which they were dealt.
+  void write_segments() {
+    const i32 waves = division_.axis.waves;
+    memory_.lanes.assign(division_.lane, division_.lane + lanes_);
+    memory_.segments.resize(static_cast<size_t>(lanes_) * waves + units_);
+    Segment* segment = memory_.segments.data();
+    Cut last = start_.cut;
+    for (i32 lane = 0; lane < lanes_; ++lane) {
+      memory_.lanes[lane].first_segment = static_cast<i32>(segment - memory_.segments.data());
+      for (i32 wave = 0; wave + 1 < waves; ++wave) *segment++ = early_[lane * waves + wave];
+      *segment++ = {last, memory_.ends[lane]};
+      last = memory_.ends[lane];
+      segment += memory_.counts[lane];
+    }
+    i32 unit = 0;
+    for (const i32 index : memory_.order) {
+      const RowTile& tile = memory_.tiles[index];
+      for (i32 head = tile.first_head; head < heads_; ++head) {
+        Lane& lane = memory_.lanes[memory_.lane_of[unit++]];
+        const Cut at{tile.request, head, tile.tile, -1};
+        memory_.segments[lane.first_segment + lane.num_segments++] = {
+            at, next_unit(at, requests_[at.request].tiles, heads_)};
+      }
+    }
   }
 
   void make_heap() {
@@ -228,9 +242,10 @@ class WholeUnits {
   const CostModel& model_;
   const Request* requests_;
   const Division& division_;
-  const Partitioner<OneSearcher>& partitioner_;
-  const Start& start_;
-  i32 copies_;
+  Partitioner<OneSearcher> partitioner_;
+  const Segment* early_;
+  Start start_;
+  i32 heads_;
   i32 lanes_;
   Memory& memory_;
   Cut tail_;              // where it begins

@@ -1,10 +1,10 @@
 // What the planner writes and every kernel reads. Pure data, the same bytes on host and device.
 //
 // A request's query rows are packed with the query heads of one KV head: packed row = row * group_size + head in group.
-// A row tile is `tile_q` consecutive packed rows; a unit is one row tile of one KV head. A work item is a run of units
-// of one request over one token range; a CTA's items lie side by side. CTAs that walk the same token ranges for
-// different KV heads (a team) share one list, so a decode plan has one item a request and cut, not one a KV head. Read
-// it through for_each_item, which gives each member its own head and partial row; first_merge gives it its own merge.
+// A row tile is `tile_q` consecutive packed rows; a unit is one row tile of one KV head. A work item is units of one
+// request in a row, over one token range; a CTA's items lie side by side. The CTAs of a lane take the same token ranges
+// for different KV heads and share one list, so a decode plan has one item a request and cut, not one a KV head. Read
+// it through for_each_item, which gives each CTA its own head and partial row; first_merge gives it its own merge.
 // A CTA's first item is also there a second time, beside its range, already its own: a kernel that starts waits for one
 // load, not for the range and then for the item.
 #pragma once
@@ -22,7 +22,7 @@ struct alignas(16) WorkItem {
   i32 kv_len;            // tokens of the request
   i32 first_packed_row;  // of the first unit, within the request
   i32 kv_head;           // of the first unit
-  i32 num_units;    // run length: next row tile; after the request's last row tile, the first one of the next KV head
+  i32 num_units;    // in a row: next row tile; after the request's last row tile, the first one of the next KV head
   i32 kv_begin;     // tokens; each unit clips it further by causal and window
   i32 kv_end;       // tokens
   i32 partial_row;  // row of the partial buffers for this unit's first packed row; -1: straight to out.
@@ -46,19 +46,19 @@ struct alignas(16) MergeItem {
 };
 static_assert(sizeof(MergeItem) == 32);
 
-// What one CTA does: items [begin, end), moved by this CTA's place in its team.
+// What one CTA does: items [begin, end), moved by this CTA's place in its lane.
 struct alignas(16) CtaItems {
   i32 begin;
   i32 end;
   u16 kv_head;      // added to WorkItem::kv_head
-  u16 walk;         // this CTA's share of its team's merges: first_merge
+  u16 place;        // in a full lane (a CTA of several heads: the first of its places): first_merge
   i32 partial_row;  // added to WorkItem::partial_row where that is not -1
 };
 static_assert(sizeof(CtaItems) == 16);
 
 struct alignas(16) CtaStart {
   CtaItems items;
-  WorkItem first;  // items.begin as item_of_member gives it; zero where the range is empty
+  WorkItem first;  // items.begin as item_of_cta gives it; zero where the range is empty
 };
 static_assert(sizeof(CtaStart) == 80);
 
@@ -69,11 +69,11 @@ struct alignas(16) PlanHeader {
   i32 num_items;
   i32 num_merges;
   i32 num_partial_rows;
-  i32 merges_of_walk;  // of one walk of all requests; another walk's, alike for other KV heads, lie behind them
-  i32 items_offset;    // WorkItem [num_items]
-  i32 merges_offset;   // MergeItem [num_merges]
+  i32 merges_of_place;  // of the CTAs of one place; those of the next place, for other KV heads, lie behind them
+  i32 items_offset;     // WorkItem [num_items]
+  i32 merges_offset;    // MergeItem [num_merges]
   i32 used_bytes;
-  i32 cluster_size;  // CTAs of a unit (own_ctas.h): piece p of a cut one is the only item of its cluster's CTA p, and
+  i32 cluster_size;  // CTAs of a group (own_ctas.h): piece p of a cut unit is the only item of its group's CTA p, and
                      // all its pieces are there, so that they may merge without partials. 0: items and pieces are
                      // anywhere
   i32 merge_rows;    // of a merge item, at most
@@ -83,7 +83,7 @@ static_assert(sizeof(PlanHeader) == 48);
 
 inline constexpr i64 merge_bytes = sizeof(MergeItem) + sizeof(u32);  // with its arrivals
 
-FP_HOST_DEVICE WorkItem item_of_member(WorkItem item, const CtaItems& cta) {
+FP_HOST_DEVICE WorkItem item_of_cta(WorkItem item, const CtaItems& cta) {
   item.kv_head += cta.kv_head;
   if (item.partial_row >= 0) item.partial_row += cta.partial_row;
   return item;
@@ -110,7 +110,7 @@ FP_HOST_DEVICE u32* plan_arrivals(const PlanHeader* plan, const PlanHeader& head
 }
 // Index of the first merge of an item's unit; only where its partial_row is not -1.
 FP_HOST_DEVICE i32 first_merge(const PlanHeader& header, const WorkItem& item, const CtaItems& cta) {
-  return item.merge + cta.walk * header.merges_of_walk;
+  return item.merge + cta.place * header.merges_of_place;
 }
 
 // Calls body(item) for every item of a CTA, in order.
@@ -118,7 +118,7 @@ template <class Body>
 FP_HOST_DEVICE void for_each_item(const PlanHeader* plan, i32 cta, Body&& body) {
   const CtaItems mine = cta_items(plan, cta);
   const WorkItem* items = plan_items(plan);
-  for (i32 i = mine.begin; i < mine.end; ++i) body(item_of_member(items[i], mine));
+  for (i32 i = mine.begin; i < mine.end; ++i) body(item_of_cta(items[i], mine));
 }
 
 }  // namespace flashpage

@@ -103,7 +103,7 @@ struct PlaceCursor {
       place.unit = row < packed_rows ? make_unit(params, last.item, tile_q, row, last.unit.kv_head)
                                      : make_unit(params, last.item, tile_q, 0, last.unit.kv_head + 1);
     } else if (!place.done) {
-      open_item(params, tile_q, item_of_member(plan_items(params.plan)[next_item], cta), place);
+      open_item(params, tile_q, item_of_cta(plan_items(params.plan)[next_item], cta), place);
     }
   }
 

@@ -108,7 +108,7 @@ struct MaskTiles {
     for (i32 cta = threadIdx.x / lanes; cta < num_ctas; cta += threads / lanes) {
       const CtaItems mine = cta_items(params.plan, cta);
       for (i32 i = mine.begin; i < mine.end; ++i) {
-        const WorkItem item = item_of_member(items[i], mine);
+        const WorkItem item = item_of_cta(items[i], mine);
         for (i32 unit = threadIdx.x % lanes; unit < item.num_units; unit += lanes) {
           const QueuedUnit found = queued_unit(params, item, i, unit);
           list[atomicAdd(&shared.num_found, 1)] = found;

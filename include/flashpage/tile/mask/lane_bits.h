@@ -5,6 +5,7 @@
 // lane loads the bits of its own tokens at once, next to each other; in the mask itself they lie in several words that
 // begin at any bit. Only mixed tiles are written: some row sees a token of theirs, and some row does not see one.
 #pragma once
+#include "flashpage/plan/mask_cells.h"
 #include "flashpage/tile/mask/packed_mask.h"
 
 namespace flashpage {
@@ -12,14 +13,7 @@ namespace flashpage {
 // The bits of one row, tile and lane.
 template <int tile_kv>
 using LaneWord = typename select_type<(tile_kv > 128), u64, u32>::type;
-FP_HOST_DEVICE constexpr i32 lane_word_bytes(i32 tile_kv) { return tile_kv > 128 ? 8 : 4; }
 inline constexpr i32 most_lane_tokens = 256;  // of a tile
-
-// Tiles of rows that lie before a request, from the sizes of all requests before it; of all requests: those of a batch.
-// A request of q rows and t tokens has q * ceil(t / tile_kv) of them, and its bits take q * t / 8 bytes or more.
-FP_HOST_DEVICE constexpr i64 row_tiles_before(i64 mask_bytes, i64 rows, i32 tile_kv) {
-  return mask_bytes * 8 / tile_kv + rows;
-}
 
 // Of one request.
 struct LaneBits {

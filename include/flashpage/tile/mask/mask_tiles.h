@@ -7,6 +7,7 @@
 // units as they go; who takes which changes no result.
 #pragma once
 #include "flashpage/params/params.h"
+#include "flashpage/plan/mask_cells.h"
 
 namespace flashpage {
 
@@ -25,8 +26,7 @@ struct alignas(16) QueuedUnit {
   i32 count_class;  // of its visible tiles
   i32 unused[2];
 };
-inline constexpr i64 unit_cells = sizeof(QueuedUnit) / sizeof(u64);
-inline constexpr i64 first_tile_cell = sizeof(UnitQueue) / sizeof(u64);
+static_assert(sizeof(QueuedUnit) == unit_cells * sizeof(u64) && sizeof(UnitQueue) == first_tile_cell * sizeof(u64));
 
 // Tiles 32 * word .. 32 * word + 31 of a row block (the rows of a unit), a bit each. Under a mask function pairs of a
 // row and a token that causal and window hide count for neither.
@@ -35,16 +35,6 @@ struct TileWord {
   u32 hidden;   // some row does not see one
 };
 static_assert(sizeof(TileWord) == sizeof(u64));
-
-inline constexpr i32 cell_tiles = 32;
-
-// Under packed bits: cells before those of a request, from the sizes of all requests before it; of all requests: the
-// cells of a batch. A request of q rows and t tokens has ceil(q * group / tile_q) * ceil(t / (32 * tile_kv)) of them,
-// which is at most bytes * group / 8192 + bytes / 128 + q * group / 64 + 1 where its mask has `bytes` bytes, tile_q is
-// 64 or more and tile_kv 32 or more. One more a request is for rounding.
-FP_HOST_DEVICE i64 mask_tile_cells(i64 mask_bytes, i64 rows, i64 requests, i64 group) {
-  return (mask_bytes * (group + 64) + rows * group * 128) / 8192 + 2 * requests;
-}
 
 // The tiles of one request. Where KV heads have tiles of their own, one head's lie behind another's.
 struct RequestTiles {
