@@ -172,10 +172,12 @@ struct fp_kernel_info {
   int32_t clusters[5];   // of 1, 2, 4, 8 and 16 CTAs, that run at once; 0: none of that size do
 };
 
-// A CPU kernel: items of CTAs [cta_begin, cta_end) of the plan.
-typedef void (*fp_cpu_attention)(const flashpage::AttentionParams*, const flashpage::VariantArgs*, int32_t cta_begin,
-                                 int32_t cta_end);
-FP_API fp_kernel* fp_kernel_from_function(fp_cpu_attention);
+// A CPU kernel: the work of CTAs [cta_begin, cta_end).
+typedef void (*fp_cpu_function)(const void* params, const flashpage::VariantArgs*, int32_t cta_begin, int32_t cta_end);
+FP_API fp_kernel* fp_kernel_from_function(fp_cpu_function);
+// The CPU's kernel that merges partial results (MergeParams) in a launch of one CTA; never destroyed.
+// element_type: of out, 0 fp32, 1 fp16, 2 bf16
+FP_API const fp_kernel* fp_cpu_merge_kernel(int32_t element_type);
 
 struct fp_device_info {
   char name[128];
@@ -229,53 +231,30 @@ struct fp_fork;
 FP_API fp_fork* fp_fork_create(int32_t device);  // null after an error; also while a stream is captured
 FP_API void fp_fork_destroy(fp_fork*);
 
-// The second attention launch of a run, beside the first: what differs from fp_run_args and its params.
-struct fp_second_part {
-  const fp_fork* fork;  // CUDA: the first part is launched there, the second on the caller's stream
-  const fp_kernel* attention;
-  const fp_kernel* merge;
-  const flashpage::PlanHeader* plan;
-  float* partial_out;
-  float* partial_lse;
-  const fp_kv_boxes* boxes;
-  int32_t num_ctas;
-  int32_t merge_ctas;
-  int32_t box_tokens;
-  int32_t query_box_rows;
-  int32_t out_box_rows;
-  int32_t cta_rows;
+// One launch of a run. Kernels take their parameters in this order, each as many as it has.
+struct fp_run_launch {
+  const fp_kernel* kernel;
+  const void* params;                     // of the kernel's own type
+  const flashpage::VariantArgs* variant;  // null: nothing was captured
+  const fp_kv_boxes* boxes;  // third, as flashpage::KvMaps of what `params`, AttentionParams, point at; or null
+  const flashpage::MaskTilesParams* mask_tiles;  // null: the kernel has no mask tiles
+  int32_t grid;                                  // CTAs; on the CPU: calls of the function
+  int32_t cluster_size;                          // `grid` is a multiple of it; below 2: no clusters
+  // With fp_run_args::enable_pdl: the kernel waits by itself for the launch ahead of it on its stream.
+  int32_t is_dependent;
+  int32_t is_aside;  // on the stream of fp_run_args::fork, and not on the caller's
 };
 
-// One attention call: at most three launches (mask tiles or rows, attention, merge) in one foreign call, two parts at
-// most four (both attentions, both merges), of which the first part's are on a stream of their own. CPU: runs on the
-// pool and returns when done. The merge is built in on the CPU; on the card it is a kernel of its own, launched as a
-// dependent.
+// One attention call, in one foreign call: its launches in their order (flashpage/plan/launches.py). On the CPU each
+// runs on the pool and is done before the next one begins.
 struct fp_run_args {
-  const fp_kernel* attention;
-  const fp_kernel* merge;  // CUDA: null where the plan has nothing to merge
-  const flashpage::AttentionParams* params;
-  const flashpage::VariantArgs* variant;
-  const flashpage::MergeParams* merge_params;
+  fp_run_launch launches[4];
+  int32_t count;        // of launches; 0: nothing to do
+  int32_t enable_pdl;   // programmatic dependent launch
+  const fp_fork* fork;  // not null: a second stream leaves the caller's before the first launch and joins it after all
   void* stream;
-  int32_t num_ctas;    // of the plan
-  int32_t merge_ctas;  // that have something to do; 0: nothing is merged outside the attention launch
-  int32_t enable_pdl;
-  int32_t out_dtype;         // CPU merge: 0 fp32, 1 fp16, 2 bf16
-  int32_t cluster_size;      // num_ctas is a multiple of it; below 2: no clusters
-  const fp_kv_boxes* boxes;  // null: the kernel takes no tensor maps
-  // What the attention kernel takes fourth; null: it has no mask tiles. And the kernel that looks for them before each
-  // run; null: they are there.
-  const flashpage::MaskTilesParams* mask_tiles_params;
-  const fp_kernel* mask_tiles;
-  const fp_second_part* second;  // null: the plan has one part
-  // The kernel that copies K and V of pages of one token to the rows that params and boxes have, before the attention
-  // kernel; null: params and boxes have the cache. CUDA, of one part.
-  const fp_kernel* gather_rows;
-  const flashpage::GatherRowsParams* gather_params;
 };
 FP_API int32_t fp_run(const fp_run_args*);
-// Looks for a custom mask's tiles once, for all runs of a plan.
-FP_API int32_t fp_find_mask_tiles(const fp_kernel*, const flashpage::MaskTilesParams*, void* stream);
 // Any other kernel (merge_states, append): one struct of parameters by value.
 FP_API int32_t fp_launch(const fp_kernel*, const void* params, int32_t grid, void* stream, int32_t enable_pdl);
 
@@ -305,17 +284,25 @@ struct fp_tensor_form {
   int64_t strides[5];
 };
 
-// A run whose structs are bound: which tensors they fit, and where those tensors' addresses go.
-struct fp_bound_run {
-  fp_run_args* args;
+// The structs of one attention launch and its merge.
+struct fp_bound_part {
   flashpage::AttentionParams* params;
   flashpage::MergeParams* merge_params;
   flashpage::KvView* k_view;  // whose addresses are the cache's: those of params, or of the kernel that gathers rows
   flashpage::KvView* v_view;
+};
+
+// A run whose structs are bound: which tensors they fit, and where those tensors' addresses go.
+struct fp_bound_run {
+  fp_run_args* args;
+  fp_bound_part parts[2];
+  int32_t num_parts;
   int64_t v_offset;        // bytes from K to V where the cache is one tensor
   int64_t alignment_mask;  // addresses have none of these bits
   fp_tensor_form q, k, v, out, lse;
 };
+// Points the structs at the tensors of a run.
+FP_API void fp_point(const fp_bound_run*, void* q, void* k, void* v, void* out, void* lse);
 
 // All fp_py_* are METH_FASTCALL functions, since ctypes would convert each argument in 0.06 us, and return an int.
 // These two take (address of an fp_bound_run, q, k or the cache, v or None, out, lse or None) and return a status;

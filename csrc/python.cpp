@@ -80,11 +80,7 @@ bool point(const Arguments& given) {
   }
   const auto bits = [](char* pointer) { return reinterpret_cast<intptr_t>(pointer); };
   if (v == nullptr || ((bits(q) | bits(k) | bits(v) | bits(out)) & run.alignment_mask) != 0) return false;
-  run.params->q = q;
-  run.k_view->data = k;
-  run.v_view->data = v;
-  run.params->out = run.merge_params->out = out;
-  run.params->lse = run.merge_params->lse = reinterpret_cast<float*>(lse);
+  fp_point(&run, q, k, v, out, lse);
   return true;
 }
 

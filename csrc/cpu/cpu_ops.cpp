@@ -94,12 +94,6 @@ void merge_row(const MergeStatesParams& params, i64 row) {
   }
 }
 
-template <class Out>
-void merge_all(const MergeParams& params) {
-  const MergeItem* items = plan_merges(params.plan);
-  parallel_for(params.plan->num_merges, [&](int i) { merge_item<Out>(params, items[i]); });
-}
-
 // Calls body(first, last) over ranges of [0, count) that are worth a thread each; a step reads and writes `bytes`.
 template <class F>
 void parallel_ranges(i64 count, i64 bytes, F&& body) {
@@ -172,12 +166,16 @@ int32_t bad_element_type(int32_t element_type) {
 
 }  // namespace
 
-int32_t merge_partials(const MergeParams& params, int32_t out_dtype) {
-  if (out_dtype == 0) return merge_all<float>(params), FP_OK;
-  if (out_dtype == 1) return merge_all<Half>(params), FP_OK;
-  if (out_dtype == 2) return merge_all<Bf16>(params), FP_OK;
-  return bad_element_type(out_dtype);
+template <class Out>
+void merge_partials(const void* merge_params, const VariantArgs*, int32_t, int32_t) {
+  const auto& params = *static_cast<const MergeParams*>(merge_params);
+  const MergeItem* items = plan_merges(params.plan);
+  parallel_for(params.plan->num_merges, [&](int i) { merge_item<Out>(params, items[i]); });
 }
+
+template void merge_partials<float>(const void*, const VariantArgs*, int32_t, int32_t);
+template void merge_partials<Half>(const void*, const VariantArgs*, int32_t, int32_t);
+template void merge_partials<Bf16>(const void*, const VariantArgs*, int32_t, int32_t);
 
 }  // namespace flashpage::host
 

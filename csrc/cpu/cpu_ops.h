@@ -4,7 +4,9 @@
 
 namespace flashpage::host {
 
-// Combines the partials of a plan (PlanHeader::num_merges items) on the pool. out_dtype: 0 fp32, 1 fp16, 2 bf16.
-int32_t merge_partials(const MergeParams& params, int32_t out_dtype);
+// Combines the partials of a plan (PlanHeader::num_merges items) on the pool: an fp_cpu_function over MergeParams,
+// which does all of them in one call.
+template <class Out>
+void merge_partials(const void* params, const VariantArgs*, int32_t, int32_t);
 
 }  // namespace flashpage::host

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <memory>
 
+#include "cpu/cpu_ops.h"
+#include "cpu/elements.h"
+
 namespace flashpage::cuda {
 namespace {
 
@@ -106,7 +109,7 @@ LaunchShape::LaunchShape(const fp_kernel_info& info, int grid, int cluster_size,
 
 using namespace flashpage;
 
-fp_kernel* fp_kernel_from_function(fp_cpu_attention function) {
+fp_kernel* fp_kernel_from_function(fp_cpu_function function) {
   auto kernel = new fp_kernel;
   kernel->cpu = function;
   return kernel;
@@ -114,11 +117,20 @@ fp_kernel* fp_kernel_from_function(fp_cpu_attention function) {
 
 fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t, const char* entry) {
   auto kernel = std::make_unique<fp_kernel>();
+  kernel->entry = entry;
   kernel->context = cuda::primary_context(device);
   if (kernel->context == nullptr) return nullptr;
   kernel->driver = cuda::driver();
   if (cuda::load(*kernel->driver, device, image, entry, *kernel) != FP_OK) return nullptr;
   return kernel.release();
+}
+
+const fp_kernel* fp_cpu_merge_kernel(int32_t element_type) {
+  static const fp_kernel kernels[] = {
+      {.cpu = host::merge_partials<float>}, {.cpu = host::merge_partials<Half>}, {.cpu = host::merge_partials<Bf16>}};
+  if (element_type >= 0 && element_type < 3) return &kernels[element_type];
+  host::fail(FP_INTERNAL, "element type %d is none of 0 (fp32), 1 (fp16), 2 (bf16)", element_type);
+  return nullptr;
 }
 
 void fp_kernel_destroy(fp_kernel* kernel) {

@@ -1,5 +1,7 @@
 // What an fp_kernel is: a CPU function, or a CUDA function of one device with its launch shape.
 #pragma once
+#include <string>
+
 #include "cuda/driver.h"
 #include "flashpage.h"
 
@@ -23,7 +25,8 @@ class LaunchShape {
 }  // namespace flashpage::cuda
 
 struct fp_kernel {
-  fp_cpu_attention cpu = nullptr;  // a CPU kernel where set; nothing below is
+  fp_cpu_function cpu = nullptr;  // a CPU kernel where set; nothing below is
+  std::string entry{};            // its name in messages
   const flashpage::cuda::Driver* driver = nullptr;
   flashpage::cuda::Context context = nullptr;
   flashpage::cuda::Library library = nullptr;

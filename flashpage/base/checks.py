@@ -147,6 +147,17 @@ def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
     return value
 
 
+def address(value: torch.Tensor, name: str, error: type[FlashpageError]) -> int:
+    """Where a tensor begins. Subclasses that wrap other tensors have no memory of their own."""
+    found = value.data_ptr()
+    if not found and value.numel():
+        raise error(
+            f"{name} is a {type(value).__name__}, which has no memory of its own: pass the plain tensor that it stands "
+            "for (DTensor: to_local(); AsyncCollectiveTensor: wait())."
+        )
+    return found
+
+
 def dense_last(value: torch.Tensor, name: str, error: type[FlashpageError]) -> None:
     """Rows must be contiguous along the head dimension; every other stride is free."""
     if value.shape[-1] > 1 and value.stride(-1) != 1:

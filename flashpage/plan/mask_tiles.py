@@ -13,19 +13,26 @@ import ctypes
 import torch
 
 from .. import native
+from ..base.errors import PlanError
 from ..variants.source import mask_looks_at_head
 from .batch import Batch
 from .buffers import PlanSlot
+from .launches import LaunchList
 from .prepared_kernels import Prepared
 
 
 class MaskTiles:
-    """Of one combination of options. Runs of a wrapper follow each other on one stream, so they share it."""
+    """Of one combination of options. Runs of a wrapper follow each other on one stream, so they share it.
 
-    __slots__ = ("_cells", "_found_for", "params")
+    The memory is made with the plan, for any run of it may stand in a capture, and stays for as long as the wrapper
+    does: whether a run was captured, nobody tells.
+    """
+
+    __slots__ = ("_cells", "_found_for", "_outgrown", "params")
 
     def __init__(self) -> None:
         self._cells: torch.Tensor | None = None
+        self._outgrown: list[torch.Tensor] = []  # of earlier plans, whose captured runs write there
         self._found_for = 0  # the generation of the plan
         self.params = native.MaskTilesParams()
 
@@ -40,12 +47,16 @@ class MaskTiles:
         begin: int = self.params.cells + 8 * self.params.lanes_begin
         return begin
 
-    def find(self, batch: Batch, prepared: Prepared, slot: PlanSlot) -> None:
-        """Looks at the bits of the plan in the slot, where all its runs see these."""
-        if prepared.mask_tiles is None or batch.is_graph or prepared.choice.spec.mask_source != "packed_bits":
+    def find(self, batch: Batch, prepared: Prepared) -> None:
+        """Takes the plan's bits, and looks at them where all its runs see these."""
+        if prepared.mask_tiles is None:
             return
-        self.bind(batch, prepared, slot)
-        native.check(native.load().fp_find_mask_tiles(prepared.mask_tiles.handle, self.address, batch.stream))
+        self.params.custom_mask = batch.mask.address
+        if batch.is_graph or prepared.choice.spec.mask_source != "packed_bits":
+            return
+        launches = LaunchList()
+        launches.add_ahead(prepared.mask_tiles, self.address)
+        launches.run(batch.stream)
         self._found_for = batch.generation
 
     def are_found(self, generation: int) -> bool:
@@ -53,7 +64,8 @@ class MaskTiles:
         return self._found_for == generation
 
     def bind(self, batch: Batch, prepared: Prepared, slot: PlanSlot) -> None:
-        """Points the struct at the plan in the slot, and at enough memory for it."""
+        """Points the struct at the plan in the slot, and at enough memory for it. PlanError where a capture would have
+        to allocate it: the zeros would be written by the graph, and by no run before its first replay."""
         options, result, params = prepared.options, slot.result, self.params
         spec = prepared.choice.spec
         looks_at_head = spec.mask_source == "function" and mask_looks_at_head(spec.variant)
@@ -69,13 +81,24 @@ class MaskTiles:
         )
         if batch.is_graph:  # a captured launch serves every later plan: bits alone, whose buffer says how many
             assert batch.mask.buffer is not None
-            masked.rows, masked.mask_bytes = batch.most_rows, batch.mask.buffer.numel()
+            masked.rows = max(batch.most_rows, result.total_q)
+            masked.mask_bytes = batch.mask.buffer.numel()
             if (capacity := batch.capacity) is not None:
                 masked.requests, masked.rows = capacity.batch, capacity.rows_of(options)
         cells = native.load().fp_mask_cells(ctypes.byref(masked), prepared.schedule_address, ctypes.byref(params))
         if self._cells is None or self._cells.numel() < cells:
-            step = max(1, (1 << cells.bit_length()) // 16)  # that contexts which grow do not ask for memory every time
-            self._cells = torch.zeros(-(-cells // step) * step, dtype=torch.int64, device=batch.device)
+            self._cells = self._allocate(cells, batch.device)
         params.plan, params.cells = slot.memory.data_ptr(), self._cells.data_ptr()
         params.custom_mask = batch.mask.address if options.has_mask else None
         params.causal, params.window_left = options.causal, options.window_left
+
+    def _allocate(self, cells: int, device: torch.device) -> torch.Tensor:
+        """A power of two of them: all that were outgrown are then no more than the newest."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise PlanError(
+                "this mask needs more memory than those planned before, which cannot be allocated while a graph is "
+                "captured: plan the largest batch once before the capture."
+            )
+        if self._cells is not None:
+            self._outgrown.append(self._cells)
+        return torch.zeros(1 << (cells - 1).bit_length(), dtype=torch.int64, device=device)

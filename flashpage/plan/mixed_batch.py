@@ -9,10 +9,9 @@ kind of requests, or too little work of one kind, is planned as a whole.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import native
 from ..kernels import choose, schedules
@@ -67,14 +66,16 @@ class Fork:
         return handle
 
 
-@dataclasses.dataclass
-class Part:
-    """One of the two, for its launch."""
+class Part(NamedTuple):
+    """One plan of a batch, for its launch: the whole batch's, or one of the two."""
 
     prepared: Prepared
     result: native.PlanResult
-    offset: int  # bytes, in the slot's memory
-    partial_row: int  # where its partial results begin
+    num_ctas: int
+    num_merges: int  # that a launch after it has to do
+    cluster_size: int = 0  # CTAs of each cluster of the launch; 0: no clusters
+    offset: int = 0  # bytes, in the slot's memory
+    partial_row: int = 0  # where its partial results begin
 
 
 class Parts:
@@ -109,9 +110,11 @@ class Parts:
     def made(self) -> tuple[Part, Part]:
         """Both parts of the newest plan."""
         struct, (_, few, many) = self._struct, self._prepared
+        first, second = struct.results
+        place = struct.second_offset, struct.second_partial_row
         return (
-            Part(few, struct.results[0], 0, 0),
-            Part(many, struct.results[1], struct.second_offset, struct.second_partial_row),
+            Part(few, first, first.num_ctas, first.num_merges),
+            Part(many, second, second.num_ctas, second.num_merges, 0, *place),
         )
 
     def make_plans(self, data: bytes) -> tuple[Plan, Plan]:

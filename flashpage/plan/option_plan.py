@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .device_lengths import TableLengths
     from .report.plan import Plan
 
-_ALL_MERGES = 2**31 - 1  # the launcher bounds the merge's grid itself
+_ALL_MERGES = 2**31 - 1  # Prepared.most_merge_ctas bounds the merge's grid
 _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
 _NO_CLASS, _ANY_ROWS = native.RowClass(0, -1), native.RowClass(0, 2**62)
 _ROWS, _ENTRIES, _PARTIAL_ROWS, _Q_LEN, _KV_LEN = range(1, 6)  # csrc/plan_call.h, fp_limit
@@ -109,40 +109,19 @@ class Combination:
     # ---------------------------------------------------------------- the present plan
 
     @property
-    def second(self) -> Part | None:
-        """The second part of the present plan, if it has two."""
-        return self._parts.made()[1] if self._parts is not None and self.call.made_parts else None
+    def parts(self) -> tuple[Part, ...]:
+        """The present plan, or both that it consists of, in the order of their launches."""
+        if self._parts is not None and self.call.made_parts:
+            return self._parts.made()
+        whole, result = self._whole, self.call.result
+        if self._is_of_all:  # all CTAs, which leave at once where a plan has less for them
+            return (Part(whole, result, whole.schedule.num_ctas, _ALL_MERGES, whole.cluster_size),)
+        return (Part(whole, result, result.num_ctas, result.num_merges, result.cluster_size),)
 
     @property
     def prepared(self) -> Prepared:
         """Kernels of the present plan; of one in two parts: the first one's."""
-        return self._parts.made()[0].prepared if self._parts is not None and self.call.made_parts else self._whole
-
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        """CTAs, merges and cluster size of its launch."""
-        if self._is_of_all:  # all CTAs, which leave at once where a plan has less for them
-            return self._whole.schedule.num_ctas, _ALL_MERGES, self._whole.cluster_size
-        if self._parts is not None and self.call.made_parts:
-            result = self._parts.made()[0].result
-            return result.num_ctas, result.num_merges, 0
-        result = self.call.result
-        return result.num_ctas, result.num_merges, result.cluster_size
-
-    @property
-    def num_ctas(self) -> int:
-        """CTAs of the launch."""
-        return self._shape[0]
-
-    @property
-    def num_merges(self) -> int:
-        """Merges that a launch after it has to do."""
-        return self._shape[1]
-
-    @property
-    def cluster_size(self) -> int:
-        """CTAs of each cluster of the launch; 0: no clusters."""
-        return self._shape[2]
+        return self.parts[0].prepared
 
     # ---------------------------------------------------------------- plan
 
@@ -154,6 +133,8 @@ class Combination:
         status = self._plan(self._address, batch.stream, *lengths, page_numbers)
         if status == native.OK:
             self.generation = batch.generation
+            if self._whole.mask_tiles is not None:
+                self._use_mask_tiles(batch)
         return status
 
     def plan_held(self, batch: Batch) -> None:
@@ -171,6 +152,12 @@ class Combination:
         if self.call.made_parts:
             self.gathered, self.fork = None, batch.fork.handle
         self.generation = batch.generation
+        self._use_mask_tiles(batch)
+
+    def _use_mask_tiles(self, batch: Batch) -> None:
+        """Memory for the tiles of a plan's mask is made with the plan."""
+        if self._whole.mask_tiles is not None:
+            self.mask_tiles.bind(batch, self._whole, self.slot)
 
     def choose_again(self) -> None:
         """The next plan looks for its kernels, and at the workspaces."""
@@ -263,14 +250,11 @@ class Combination:
         self.slot.plan_tables(prepared, tables, kernel, batch.stream, batch.card.has_pdl)
         self.choose_again()
         self.generation = batch.generation
+        self._use_mask_tiles(batch)
 
     def find_mask_tiles(self, batch: Batch) -> None:
         """Looks at the bits of the newest plan, once they are there."""
-        self.mask_tiles.find(batch, self.prepared, self.slot)
-
-    def bind_mask_tiles(self, batch: Batch) -> None:
-        """For runs that look for the tiles themselves."""
-        self.mask_tiles.bind(batch, self.prepared, self.slot)
+        self.mask_tiles.find(batch, self._whole)
 
     def _check_tables(self, workspaces: Workspaces, prepared: Prepared, tables: TableLengths) -> None:
         """The device cannot report an overflow, so the workspaces must fit the largest batch."""
@@ -347,10 +331,10 @@ class Combination:
 
         data = self.slot.last_bytes()  # first: it gives `result` the numbers of a plan that the device made
         result = native.PlanResult.from_buffer_copy(self.call.result)
-        if self._parts is not None and (second := self.second) is not None:
+        if self._parts is not None and len(parts := self.parts) > 1:
             from .report.mixed import PartedPlan
 
-            return PartedPlan(self._parts.make_plans(data), result, second.partial_row, self._parts.reasons())
+            return PartedPlan(self._parts.make_plans(data), result, parts[1].partial_row, self._parts.reasons())
         prepared = self._whole
         spec, notes = prepared.choice.spec, prepared.choice.reasons
         return Plan(prepared.problem, prepared.schedule, result, data, spec=spec, notes=notes)

@@ -9,6 +9,7 @@ import dataclasses
 import torch
 
 from .. import jit, native, variants
+from ..base.dtypes import DType
 from ..base.errors import PlanError
 from ..kernels import choose, schedules
 from ..kernels.context_classes import Contexts
@@ -18,6 +19,8 @@ from ..kernels.work import Problem
 from . import gather_rows
 
 CPU_CTAS_PER_THREAD = 4  # shares small enough that threads which start late still find work
+MERGE_CTAS_PER_SM = 4  # they have little to do; more than can be resident only add launch work
+_CPU_ELEMENT_TYPE = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 
 
 class Prepared:
@@ -29,8 +32,8 @@ class Prepared:
     """
 
     __slots__ = (
-        *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "options", "problem"),
-        *("schedule", "schedule_address"),
+        *("attention", "choice", "cluster_size", "gather_rows", "mask_tiles", "merge", "most_merge_ctas", "options"),
+        *("problem", "schedule", "schedule_address"),
     )
 
     def __init__(
@@ -50,17 +53,16 @@ class Prepared:
         if gathers:
             self.choice = dataclasses.replace(self.choice, reasons=(*self.choice.reasons, gather_rows.NOTE))
         self.attention = jit.get_kernel(self.choice.spec, device)
-        self.merge = self.mask_tiles = self.gather_rows = None
+        self.mask_tiles = self.gather_rows = None
         if device.type == "cuda":
             if gathers:
                 self.gather_rows = jit.get_kernel(KernelSpec("gather_rows"), device)
             if (spec := mask_tiles_spec(self.choice, options)) is not None:
                 self.mask_tiles = jit.get_kernel(spec, device)
-            if not self.choice.kernel.merges_in_launch:
-                self.merge = jit.get_kernel(KernelSpec("merge", out_dtype=options.out_dtype), device)
             num_ctas = self.attention.info.num_sms * self.attention.info.ctas_per_sm // self.choice.spec.ctas
         else:
             num_ctas = native.load().fp_cpu_threads() * CPU_CTAS_PER_THREAD
+        self.merge, self.most_merge_ctas = self._find_merge(device)
         clusters = schedules.Clusters.of(self.attention.info)
         self.schedule = schedules.schedule(self.choice, options, num_ctas, clusters)
         self.cluster_size = 0  # of launches of one shape
@@ -68,6 +70,16 @@ class Prepared:
             units = schedules.most_units(options, self.schedule.tile_q, *fixed_for)
             self.schedule, self.cluster_size = schedules.with_one_cluster_size(self.schedule, units)
         self.schedule_address = ctypes.addressof(self.schedule)
+
+    def _find_merge(self, device: torch.device) -> tuple[int | None, int]:
+        """The kernel that merges after the attention launch, None where that does it itself; CTAs of it at most."""
+        if self.choice.kernel.merges_in_launch:
+            return None, 0
+        out_dtype = self.options.out_dtype
+        if device.type == "cpu":
+            return native.check_handle(native.load().fp_cpu_merge_kernel(_CPU_ELEMENT_TYPE[out_dtype])), 1
+        merge = jit.get_kernel(KernelSpec("merge", out_dtype=out_dtype), device)
+        return merge.handle, MERGE_CTAS_PER_SM * merge.info.num_sms
 
 
 def mask_tiles_spec(choice: choose.Choice, options: Options) -> KernelSpec | None:
@@ -81,10 +93,23 @@ def mask_tiles_spec(choice: choose.Choice, options: Options) -> KernelSpec | Non
     return KernelSpec("mask_tiles", mask_source="function", tile=spec.tile, variant=variant)
 
 
+_slopes: dict[tuple[torch.device, int], torch.Tensor] = {}  # never freed: captured launches read them
+
+
+def _slopes_on(device: torch.device, num_heads: int) -> torch.Tensor:
+    """The same tensor for all plans and threads."""
+    found = _slopes.get((device, num_heads))
+    return (
+        found
+        if found is not None
+        else _slopes.setdefault((device, num_heads), variants.alibi_slopes(num_heads).to(device))
+    )
+
+
 def trace(options: Options, soft_cap: float, device: torch.device) -> variants.TracedVariant:
     """The built-in transforms and the user's, as one variant: slopes and cap first, then the user's own."""
     has_alibi = options.position_encoding == "ALIBI"
-    slopes = variants.alibi_slopes(options.num_q_heads).to(device) if has_alibi else None
+    slopes = _slopes_on(device, options.num_q_heads) if has_alibi else None
     traced = variants.builtin(soft_cap if options.has_soft_cap else None, slopes)
     if options.variant is not None:
         traced = variants.compose(traced, options.variant.traced())

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import jit, native
 from ..base import checks, kv_view
-from ..base.dtypes import DType
 from ..base.errors import RunError
 from ..kernels import devices, tensor_maps
 from ..kernels.options import Values, check_rope, check_scale
-from ..kernels.tile import MERGE_CTA_ROWS
 from ..plan.gather_rows import Rows
-from ..plan.prepared_kernels import Prepared, fill_variant, trace
+from ..plan.launches import LaunchList
+from ..plan.prepared_kernels import fill_variant, trace
+from .bound_part import BoundPart
 from .checks import NO_SCALES, Tensors
 
 if TYPE_CHECKING:
@@ -29,39 +28,33 @@ if TYPE_CHECKING:
     from ..plan.option_plan import Combination
     from ..plan.session import Planner
 
-_CPU_OUT_DTYPE = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}  # csrc/flashpage.h, fp_run_args::out_dtype
-
 
 class Binding:
     """Structs for one signature; refreshed after every plan."""
 
     __slots__ = (
-        *("address", "alignment_mask", "args", "args_address", "bound_run", "boxes", "cache_views", "combination"),
-        *("device", "enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_lse", "has_merge"),
-        *("has_numbers", "head_dim_vo", "k", "kv_layout", "lse_shape", "merge", "out_dtype"),
-        *("out_shape", "params", "prepared", "scales", "second", "second_boxes", "second_prepared"),
-        *("signature", "sinks", "sm_scale", "stamps", "traced", "v", "values", "variant", "views"),
+        *("address", "alignment_mask", "args", "args_address", "bound_run", "cache_views", "combination", "device"),
+        *("enable_pdl", "fused_offset", "gather", "gathered", "generation", "has_numbers", "head_dim_vo", "kv_layout"),
+        *("launches", "lse_shape", "out_dtype", "out_shape", "params", "parts", "scales", "signature", "sinks"),
+        *("sm_scale", "stamps", "traced", "values", "variant", "views"),
     )
 
     def __init__(
         self, planner: Planner, kv_layout: str, values: Values, combination: Combination, tensors: Tensors
     ) -> None:
         self.values, self.combination, self.device = values, combination, planner.device
-        self.params, self.merge = native.AttentionParams(), native.MergeParams()
-        self.variant, self.args = native.VariantArgs(), native.RunArgs()
-        self.gather = native.GatherRowsParams()
+        self.parts = [BoundPart(combination.options)]  # the second one with the first plan of two parts
+        self.params = self.parts[0].params
+        self.variant, self.gather = native.VariantArgs(), native.GatherRowsParams()
+        self.launches = LaunchList(ctypes.addressof(self.variant))
+        self.args = self.launches.args
         self.args_address = ctypes.addressof(self.args)
-        self.bound_run = native.BoundRun(self.args_address, ctypes.addressof(self.params), ctypes.addressof(self.merge))
+        self.bound_run = native.BoundRun(self.args_address)
         self.address = ctypes.addressof(self.bound_run)
         self.gathered: Rows | None = None
         self.generation, self.signature = 0, None
         self.sinks: torch.Tensor | None = None
         self.scales: tuple[Any, Any, Any] = NO_SCALES
-        self.prepared: Prepared | None = None
-        self.boxes: native.KvBoxes | None = None
-        self.second = native.SecondPart()
-        self.second_prepared: Prepared | None = None
-        self.second_boxes: native.KvBoxes | None = None
         self.stamps: torch.Tensor | None = None
         self.kv_layout = kv_layout
         self.lse_shape: tuple[int, ...] = ()
@@ -69,7 +62,7 @@ class Binding:
         self.out_dtype, self.head_dim_vo = combination.options.out_dtype.torch, combination.options.head_dim_vo
         self._bind_options(values)
         self._bind_tensors(tensors)
-        self.has_numbers = self.has_lse = self.has_merge = False
+        self.has_numbers = False
         self.set_scales(NO_SCALES)
         self.set_pdl(None)
 
@@ -81,12 +74,8 @@ class Binding:
         params.causal, params.window_left = options.causal, options.window_left
         params.group = native.make_fast_div(options.group_size)
         params.page = native.make_fast_div(options.page_size or 1)
-        merge = self.merge
+        merge = self.parts[0].merge
         merge.head_dim_vo, merge.num_q_heads, merge.group = options.head_dim_vo, options.num_q_heads, params.group
-        args = self.args
-        args.params, args.merge_params = ctypes.addressof(params), ctypes.addressof(merge)
-        args.variant = ctypes.addressof(self.variant)
-        args.out_dtype = _CPU_OUT_DTYPE[options.out_dtype]
 
     def _bind_tensors(self, tensors: Tensors) -> None:
         """Strides and offsets; everything that the signature stands for is judged here."""
@@ -105,22 +94,22 @@ class Binding:
             strides = (heads * dim, dim)
         else:
             strides = kv_view.rows_strides(out, "out")
-        params.out_row_stride, params.out_head_stride = self.merge.out_row_stride, self.merge.out_head_stride = strides
+        merge = self.parts[0].merge
+        params.out_row_stride, params.out_head_stride = merge.out_row_stride, merge.out_head_stride = strides
         self._bind_alignment(strides, k, v)
 
     def _bind_views(
         self, views: dict[str, kv_view.View], cache: native.AttentionParams | native.GatherRowsParams
     ) -> None:
         """K and V as the attention kernel sees them, and the struct that has the addresses of the cache."""
-        self.views, params, bound = views, self.params, self.bound_run
+        self.views, params, bound = views, self.params, self.bound_run.parts[0]
         for side, view in ((params.k, views["K"]), (params.v, views["V"])):
             side.page_stride, side.token_stride, side.head_stride = (
                 view.page_stride,
                 view.token_stride,
                 view.head_stride,
             )
-        self.k, self.v = cache.k, cache.v  # views into the struct: setting them costs no second look-up
-        bound.k_view, bound.v_view = ctypes.addressof(self.k), ctypes.addressof(self.v)
+        bound.k_view, bound.v_view = ctypes.addressof(cache.k), ctypes.addressof(cache.v)
 
     def _bind_gathered(self, rows: Rows | None) -> None:
         """Has the attention kernel read the rows that each run gathers, or again the cache."""
@@ -151,142 +140,67 @@ class Binding:
 
     def refresh(self, planner: Planner) -> None:
         """Takes over the newest plan."""
-        combination, params, merge, args = self.combination, self.params, self.merge, self.args
-        params.plan = merge.plan = combination.slot.memory.data_ptr()
-        params.kv_indices = planner.indices.address
-        params.num_kv_indices = planner.kv_end if self.combination.options.kv_source == "paged" else 0
-        params.custom_mask = planner.mask.address
-        partial_out, partial_lse = planner.workspaces.partials(combination.options.head_dim_vo)
-        params.partial_out = merge.partial_out = partial_out
-        params.partial_lse = merge.partial_lse = partial_lse
-        prepared = combination.prepared
-        args.attention = prepared.attention.handle
-        args.merge = None if prepared.merge is None else prepared.merge.handle
-        args.num_ctas = combination.num_ctas * prepared.choice.spec.ctas
-        args.merge_ctas = _merge_ctas(prepared, combination.num_merges)
-        args.cluster_size = combination.cluster_size
-        self.has_merge = args.merge_ctas > 0
-        args.second = None
-        if combination.second is not None:
-            self._refresh_second(combination.second, partial_out, partial_lse)
-        args.mask_tiles = args.mask_tiles_params = None
-        if prepared.mask_tiles is not None:
-            tiles = combination.mask_tiles
-            args.mask_tiles_params = tiles.address
-            if not tiles.are_found(planner.generation):
-                combination.bind_mask_tiles(planner.batch)
-                args.mask_tiles = prepared.mask_tiles.handle
-            params.lane_bits = tiles.lane_bits
+        combination, batch = self.combination, planner.batch
+        parts, options = combination.parts, combination.options
+        for its in self.parts:
+            params = its.params
+            params.kv_indices, params.custom_mask = batch.pages.address, batch.mask.address
+            params.num_kv_indices = planner.kv_end if options.kv_source == "paged" else 0
         if combination.gathered is not None or self.gathered is not None:
             self._bind_gathered(combination.gathered)
-        args.gather_rows = None
-        if prepared.gather_rows is not None:
-            args.gather_rows, args.gather_params = prepared.gather_rows.handle, ctypes.addressof(self.gather)
-        if prepared is not self.prepared:
-            self._bind_boxes(prepared)
-        if combination.options.needs_variant:
-            self.traced = trace(combination.options, self.values.logits_soft_cap, self.device)
+        if len(parts) > len(self.parts):
+            self.parts.append(self.parts[0].copy())
+        plan, partials = combination.slot.memory.data_ptr(), batch.workspaces.partials(options.head_dim_vo)
+        self.bound_run.num_parts = len(parts)
+        for part, its, bound in zip(parts, self.parts, self.bound_run.parts, strict=False):
+            its.use_plan(part, plan, *partials)
+            its.use_boxes(part.prepared, self.views, self.gathered)
+            bound.params, bound.merge_params = ctypes.addressof(its.params), ctypes.addressof(its.merge)
+            if its is not self.parts[0]:
+                bound.k_view, bound.v_view = ctypes.addressof(its.params.k), ctypes.addressof(its.params.v)
+        if options.needs_variant:
+            self.traced = trace(options, self.values.logits_soft_cap, self.device)
             fill_variant(self.variant, self.traced)
+        self._list_launches(parts, planner.generation)
         self.generation = planner.generation
 
-    def _refresh_second(self, part: Part, partial_out: int, partial_lse: int) -> None:
-        """The launch beside the first: over the same tensors, with a plan and partial results of its own."""
-        second, prepared = self.second, part.prepared
-        second.fork = self.combination.fork
-        second.attention = prepared.attention.handle
-        second.merge = None if prepared.merge is None else prepared.merge.handle
-        second.plan = self.params.plan + part.offset
-        second.partial_out = partial_out + part.partial_row * self.head_dim_vo * 4
-        second.partial_lse = partial_lse + part.partial_row * 4
-        second.num_ctas = part.result.num_ctas * prepared.choice.spec.ctas
-        second.merge_ctas = _merge_ctas(prepared, part.result.num_merges)
-        self.has_merge |= second.merge_ctas > 0
-        if prepared is not self.second_prepared:
-            self.second_prepared, self.second_boxes = prepared, self._boxes_of(prepared, second)
-            second.boxes = None if self.second_boxes is None else ctypes.addressof(self.second_boxes)
-        self.args.second = ctypes.addressof(second)
-
-    def _bind_boxes(self, prepared: Prepared) -> None:
-        self.prepared, self.boxes = prepared, self._boxes_of(prepared, self.params)
-        self.args.boxes = None if self.boxes is None else ctypes.addressof(self.boxes)
-
-    def _boxes_of(
-        self, prepared: Prepared, params: native.AttentionParams | native.SecondPart
-    ) -> native.KvBoxes | None:
-        """Tensor maps of K, V, q and out, where the kernel takes them; tokens and rows of their boxes in `params`."""
-        spec, options = prepared.choice.spec, self.combination.options
-        tile, is_paged = spec.tile, spec.kv_source == "paged"
-        page_size = options.page_size if is_paged else 0
-        element_bytes = options.kv_dtype.size
-        row_bytes = (options.head_dim_qk * element_bytes, options.head_dim_vo * element_bytes)
-        tokens = tensor_maps.loader_tokens(spec.loader, page_size, tile.tile_kv, *row_bytes) if tile else 0
-        found = native.KvBoxes()
-        params.box_tokens, params.query_box_rows, params.out_box_rows = tokens, 0, 0
-        params.cta_rows = prepared.schedule.tile_q // spec.ctas
-        if tokens:
-            found.k, found.v = (
-                tensor_maps.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
-                for name, view in self.views.items()
-            )
-        if tile and prepared.choice.kernel.row_boxes and spec.loader != "converted":
-            self._bind_row_boxes(found, params, has_out=spec.loader != "transposed")
-        return found if tokens or params.query_box_rows or params.out_box_rows else None
-
-    def _bind_row_boxes(
-        self, found: native.KvBoxes, params: native.AttentionParams | native.SecondPart, *, has_out: bool
-    ) -> None:
-        """Tensor maps of q and out, where they can have one; rows of their boxes in `params`."""
-        options, bound = self.combination.options, self.params
-        form_of = functools.partial(tensor_maps.rows_form, group_size=options.group_size, unit_rows=params.cta_rows)
-        form = form_of(
-            *(options.num_q_heads, options.head_dim_qk),
-            element_bytes=options.q_dtype.size,
-            strides=(bound.q_row_stride, bound.q_head_stride),
-        )
-        if form is not None:
-            found.q, params.query_box_rows = form, form.box[2]
-        form = form_of(
-            *(options.num_q_heads, options.head_dim_vo),
-            element_bytes=options.out_dtype.size,
-            strides=(bound.out_row_stride, bound.out_head_stride),
-        )
-        if has_out and form is not None:
-            found.out, params.out_box_rows = form, form.box[2]
+    def _list_launches(self, parts: tuple[Part, ...], generation: int) -> None:
+        combination, launches, prepared = self.combination, self.launches, parts[0].prepared
+        launches.clear()
+        tiles = None
+        if prepared.mask_tiles is not None:
+            tiles = combination.mask_tiles.address
+            self.params.lane_bits = combination.mask_tiles.lane_bits
+            if not combination.mask_tiles.are_found(generation):
+                launches.add_ahead(prepared.mask_tiles, tiles)
+        if prepared.gather_rows is not None:
+            launches.add_ahead(prepared.gather_rows, ctypes.addressof(self.gather))
+        structs = (its.addresses for its in self.parts[: len(parts)])
+        launches.add_parts(parts, structs, tiles, combination.fork)
 
     def set_trace(self, stamps: torch.Tensor | None) -> None:
         """For measurements: until the next plan, runs write clock stamps to `stamps`, int64 [CTAs, stamps of one]."""
         kernel = self.combination.prepared.attention
         if stamps is not None:
             kernel = jit.get_kernel(dataclasses.replace(kernel.spec, trace=True), self.device)
-        self.args.attention, self.stamps = kernel.handle, stamps
+        self.launches.attention.kernel, self.stamps = kernel.handle, stamps
         self.params.trace = None if stamps is None else stamps.data_ptr()
 
     def point(self, q: torch.Tensor, cache: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Addresses of one run; the only thing that changes from layer to layer."""
-        params = self.params
-        q_address, out_address = q.data_ptr(), out.data_ptr()
-        if self.boxes is not None:
-            self._resize(self.boxes, q, cache)
-        if self.second_boxes is not None:
-            self._resize(self.second_boxes, q, cache)
+        q_address, out_address = checks.address(q, "q", RunError), checks.address(out, "out", RunError)
         if cache.__class__ is tuple:
-            k_address, v_address = cache[0].data_ptr(), cache[1].data_ptr()
+            k_address, v_address = checks.address(cache[0], "k", RunError), checks.address(cache[1], "v", RunError)
         else:
-            k_address = cache.data_ptr()
+            k_address = checks.address(cache, "paged_kv_cache", RunError)
             v_address = k_address + self.fused_offset
         if (q_address | k_address | v_address | out_address) & self.alignment_mask:
             raise self._misaligned(q_address, k_address, v_address, out_address)
-        params.q, params.out = q_address, out_address
-        self.k.data, self.v.data = k_address, v_address
-        if lse is None:
-            if self.has_lse:
-                self.has_lse = False
-                params.lse = self.merge.lse = None
-        else:
-            self.has_lse = True
-            params.lse = self.merge.lse = lse.data_ptr()
-        if self.has_merge:
-            self.merge.out = out_address
+        lse_address = None if lse is None else checks.address(lse, "lse", RunError)
+        for its in self.parts:
+            if its.boxes is not None:
+                self._resize(its.boxes, q, cache)
+        native.load().fp_point(self.address, q_address, k_address, v_address, out_address, lse_address)
 
     def _resize(self, found: native.KvBoxes, q: torch.Tensor, cache: Any) -> None:
         if self.gathered is not None:
@@ -320,11 +234,15 @@ class Binding:
         """q, k, v: numbers are folded into the score's and the output's scale; tensors are read by the kernel."""
         if self.has_scales(scales):
             return
-        params, options = self.params, self.combination.options
-        q, params.q_scale, params.q_scale_stride = self._scale(scales[0], "q_scale", options.num_q_heads)
-        k, params.k_scale, params.k_scale_stride = self._scale(scales[1], "k_scale", options.num_kv_heads)
-        v, params.v_scale, params.v_scale_stride = self._scale(scales[2], "v_scale", options.num_kv_heads)
-        params.score_scale, params.value_scale = self.sm_scale * q * k, v
+        options = self.combination.options
+        q, *q_scale = self._scale(scales[0], "q_scale", options.num_q_heads)
+        k, *k_scale = self._scale(scales[1], "k_scale", options.num_kv_heads)
+        v, *v_scale = self._scale(scales[2], "v_scale", options.num_kv_heads)
+        for params in (its.params for its in self.parts):
+            params.q_scale, params.q_scale_stride = q_scale
+            params.k_scale, params.k_scale_stride = k_scale
+            params.v_scale, params.v_scale_stride = v_scale
+            params.score_scale, params.value_scale = self.sm_scale * q * k, v
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
 
     def _scale(self, value: Any, name: str, heads: int) -> tuple[float, int | None, int]:
@@ -340,7 +258,7 @@ class Binding:
             raise RunError(f"{name} has {value.numel()} entries: pass one, or one a head ({heads}).")
         if value.dtype != torch.float32 or not value.is_contiguous():
             raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
-        return 1.0, value.data_ptr(), int(value.numel() > 1)
+        return 1.0, checks.address(value, name, RunError), int(value.numel() > 1)
 
     def set_sinks(self, sinks: torch.Tensor | None) -> None:
         """[num_qo_heads] fp32 logits that join every row's denominator."""
@@ -354,12 +272,7 @@ class Binding:
                     f"query head, [{heads}]."
                 )
             checks.same_device(sinks, self.device, "sinks", RunError)
-        self.params.sinks = None if sinks is None else sinks.data_ptr()
+        address = None if sinks is None else checks.address(sinks, "sinks", RunError)
+        for its in self.parts:
+            its.params.sinks = address
         self.sinks = sinks
-
-
-def _merge_ctas(prepared: Prepared, num_merges: int) -> int:
-    """Of the launch behind the attention, where that does not merge itself."""
-    if prepared.choice.kernel.merges_in_launch:
-        return 0
-    return min(num_merges * -(-prepared.schedule.merge_rows // MERGE_CTA_ROWS), 2**31 - 1)

@@ -108,9 +108,7 @@ class Attention:
     @property
     def resolved_backend(self) -> str:
         """The name of the kernel that the present plan runs; of two, joined by " + "."""
-        combination = self._last_combination()
-        parts = [combination.prepared] + ([combination.second.prepared] if combination.second else [])
-        return " + ".join(prepared.choice.spec.kernel for prepared in parts)
+        return " + ".join(part.prepared.choice.spec.kernel for part in self._last_combination().parts)
 
     @property
     def last_plan(self) -> Any:

@@ -44,13 +44,14 @@ def places_of(wrapper: Any) -> tuple[Any, ...]:
     """What a captured launch holds."""
     planner = wrapper._planner
     combination = planner.active[0]
+    part = combination.parts[0]
     return (
         *(
             combination.slot.memory.data_ptr(),
             planner.indices.address,
             planner.workspaces.partials(combination.options.head_dim_vo),
         ),
-        *(combination.num_ctas, combination.cluster_size, combination.num_merges, combination.prepared.choice.spec),
+        *(part.num_ctas, part.cluster_size, part.num_merges, part.prepared.choice.spec),
     )
 
 

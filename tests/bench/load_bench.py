@@ -92,7 +92,7 @@ class Loads:
         heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
         self.wrapper.plan(*pages, *heads, q_data_type=torch.bfloat16)
         self.wrapper.run(self.q, self.cache, out=self.out)
-        self.args = self.wrapper._attention._local.bound.args
+        self.launch = self.wrapper._attention._local.bound.launches.attention
 
     def gb_per_s(self, clock: GpuClock) -> float:
         seconds = clock.seconds(lambda: self.wrapper.run(self.q, self.cache, out=self.out))
@@ -103,12 +103,12 @@ class Loads:
         handle = native.load().fp_cuda_kernel_load(0, image, len(image), ENTRY.encode())
         if not handle:
             raise SystemExit(native.last_error())
-        attention, self.args.attention = self.args.attention, handle
+        attention, self.launch.kernel = self.launch.kernel, handle
         try:
             return self.gb_per_s(clock)
         finally:
             torch.cuda.synchronize()
-            self.args.attention = attention
+            self.launch.kernel = attention
             native.load().fp_kernel_destroy(handle)
 
 

@@ -89,7 +89,7 @@ class Traced:
 
     def launches(self, clock: GpuClock, names: list[str]) -> list[Launch]:
         bound, num_sms = self.wrapper._attention._local.bound, torch.cuda.get_device_properties(0).multi_processor_count
-        stamps = torch.zeros(max(num_sms, bound.args.num_ctas), len(names), dtype=torch.int64, device="cuda")
+        stamps = torch.zeros(max(num_sms, bound.launches.attention.grid), len(names), dtype=torch.int64, device="cuda")
         bound.set_trace(stamps)
         self.run()
         found = []

@@ -88,7 +88,7 @@ def check_tiles(wrapper: Any, bits: int | None, find: Callable[[Any], None]) -> 
     """What the last run left, against what `find` leaves on the host."""
     planner, combination = wrapper._planner, wrapper._attention._last_combination()
     found = combination.mask_tiles._cells.cpu()
-    combination.bind_mask_tiles(planner.batch)
+    combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
     params = host.MaskTilesParams.from_buffer_copy(combination.mask_tiles.params)
     plan_bytes = np.frombuffer(combination.slot.last_bytes(), np.uint8).copy()
     on_host = torch.zeros_like(found)

@@ -182,15 +182,16 @@ def bound() -> Any:
 
 def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> None:
     structs, batch = bound.structs, bound.batch
-    prepared = structs.prepared
-    assert structs.args.boxes is None and structs.params.box_tokens == 0
+    part, prepared = structs.parts[0], structs.combination.prepared
+    assert part.boxes is None and structs.launches.attention.boxes is None and structs.params.box_tokens == 0
     choice = dataclasses.replace(prepared.choice, spec=dataclasses.replace(prepared.choice.spec, loader="boxes"))
 
     def bind(**changed: Any) -> None:
-        structs._bind_boxes(SimpleNamespace(choice=dataclasses.replace(choice, **changed), schedule=prepared.schedule))
+        changes = dataclasses.replace(choice, **changed)
+        part.bind_boxes(SimpleNamespace(choice=changes, schedule=prepared.schedule), structs.views)
 
     bind()
-    read = native.KvBoxes.from_address(structs.args.boxes)
+    read = part.boxes
     assert structs.params.box_tokens == read.k.box[1] == tensor_maps.box_tokens(PAGE, choice.spec.tile.tile_kv)
     assert structs.params.query_box_rows == read.q.element_bytes == 0
     assert structs.params.out_box_rows == read.out.element_bytes == 0
@@ -200,35 +201,35 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     capability = dataclasses.replace(choice.kernel, row_boxes=True)
     bind(kernel=capability)
     structs.point(batch.q_decode, batch.cache, torch.empty_like(batch.q_decode), None)
-    read = native.KvBoxes.from_address(structs.args.boxes)
+    read = part.boxes
     assert structs.params.query_box_rows == read.q.box[2] == choice.spec.tile.tile_q // (HEADS // KV_HEADS)
     assert tuple(read.q.dims) == tuple(read.out.dims) == (DIM, HEADS, len(batch.q_decode), 1)
     assert structs.params.out_box_rows == read.out.box[2] == read.q.box[2]
     spec = dataclasses.replace(choice.spec, loader="transposed")
     bind(kernel=capability, spec=spec)
-    read = native.KvBoxes.from_address(structs.args.boxes)
+    read = part.boxes
     assert structs.params.query_box_rows > 0 and structs.params.out_box_rows == read.out.element_bytes == 0
     spec = dataclasses.replace(choice.spec, loader="rows")
     bind(kernel=capability, spec=spec)
-    read = native.KvBoxes.from_address(structs.args.boxes)
+    read = part.boxes
     assert structs.params.box_tokens == read.k.element_bytes == read.v.element_bytes == 0  # of q alone
     assert structs.params.query_box_rows == structs.params.out_box_rows == read.q.box[2] > 0
     spec = dataclasses.replace(choice.spec, loader="converted")
     bind(kernel=capability, spec=spec)
-    assert structs.args.boxes is None and structs.params.box_tokens == 0  # rows: such pages are too small
-    structs.combination = SimpleNamespace(options=dataclasses.replace(structs.combination.options, page_size=16))
+    assert part.boxes is None and structs.params.box_tokens == 0  # rows: such pages are too small
+    part._options = dataclasses.replace(structs.combination.options, page_size=16)
     bind(kernel=capability, spec=spec)
-    read = native.KvBoxes.from_address(structs.args.boxes)
+    read = part.boxes
     assert structs.params.box_tokens == read.v.box[1] == 16
     assert structs.params.query_box_rows == read.q.element_bytes == 0  # q is not taken as it is
     assert structs.params.out_box_rows == read.out.element_bytes == 0
-    structs._bind_boxes(prepared)
-    assert structs.args.boxes is None and structs.params.box_tokens == structs.params.query_box_rows == 0
+    part.bind_boxes(prepared, structs.views)
+    assert part.boxes is None and structs.params.box_tokens == structs.params.query_box_rows == 0
 
 
 def test_a_trace_lasts_until_it_is_taken_off(bound: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     structs, asked = bound.structs, []
-    plain = structs.args.attention
+    plain = structs.launches.attention.kernel
 
     def get_kernel(spec: Any, device: Any) -> LoadedKernel:
         asked.append(spec)
@@ -237,7 +238,7 @@ def test_a_trace_lasts_until_it_is_taken_off(bound: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     stamps = torch.zeros(4, 8, dtype=torch.int64)
     structs.set_trace(stamps)
-    assert (structs.args.attention, structs.params.trace) == (4711, stamps.data_ptr())
-    assert asked == [dataclasses.replace(structs.prepared.choice.spec, trace=True)]
+    assert (structs.launches.attention.kernel, structs.params.trace) == (4711, stamps.data_ptr())
+    assert asked == [dataclasses.replace(structs.combination.prepared.choice.spec, trace=True)]
     structs.set_trace(None)
-    assert (structs.args.attention, structs.params.trace) == (plain, None)
+    assert (structs.launches.attention.kernel, structs.params.trace) == (plain, None)

@@ -167,17 +167,19 @@ def test_the_tiles_of_a_mask_are_found_before_they_are_read() -> None:
 attention, tiles = kernel(b"attention"), kernel(b"mask_tiles")
 record()
 mask_params = host.MaskTilesParams(plan=6464)
-masked = dict(mask_tiles=tiles, mask_tiles_params=addressof(mask_params))
+masked = dict(ahead=[(tiles, mask_params)], mask_tiles=addressof(mask_params))
 host.check(run(attention, **masked, enable_pdl=1))
 shape = "block=384 shared=100000 stream=7 attribute6=1"
 found = [line.split(" ctx=")[0] for line in record()]  # of the first, as many as are resident
 assert found == [f"launch mask_tiles grid=232 {shape} first=6464", f"launch attention grid=132 {shape} first=4242"]
-host.check(host.load().fp_find_mask_tiles(tiles, masked["mask_tiles_params"], 7))
-host.check(run(attention, mask_tiles_params=addressof(mask_params)))  # which are found by then
+found = LaunchList()  # for all runs of a plan
+found.add_ahead(loaded(tiles), addressof(mask_params))
+found.run(7)
+host.check(run(attention, mask_tiles=addressof(mask_params)))
 assert [line.split(" ")[1:3] for line in record()] == [["mask_tiles", "grid=232"], ["attention", "grid=132"]]
 fake.fake_fail_launches(1)
 assert run(attention, **masked) == host.CUDA_ERROR and len(record()) == 1
-assert host.last_error().startswith("launching the kernel of mask tiles: ")
+assert host.last_error().startswith("launching mask_tiles: ")
 """)
 
 
@@ -212,7 +214,7 @@ attention, merge = kernel(b"attention"), kernel(b"merge")
 record()
 fake.fake_fail_launches(1)
 assert run(attention, merge, merge_ctas=4) == host.CUDA_ERROR
-assert host.last_error() == "launching the attention kernel: CUDA_ERROR_FAKE (700, refused by the fake)"
+assert host.last_error() == "launching attention: CUDA_ERROR_FAKE (700, refused by the fake)"
 assert len(record()) == 1
 fake.fake_fail_launches(1)
 assert lib.fp_launch(merge, byref(merge_params), 1, 0, 0) == host.CUDA_ERROR
@@ -220,7 +222,7 @@ other = []
 thread = threading.Thread(target=lambda: other.append(host.last_error()))
 thread.start()
 thread.join()
-assert other == [""] and host.last_error().startswith("launching the kernel")
+assert other == [""] and host.last_error().startswith("launching merge: ")
 """)
 
 

@@ -8,11 +8,16 @@ PRELUDE = """
 few, many, merge = kernel(b"few"), kernel(b"many"), kernel(b"merge")
 fake.cuCtxSetCurrent(ctypes.c_void_p(1000))
 fork = host.check_handle(lib.fp_fork_create(0))
-second = host.SecondPart(fork=fork, attention=many, merge=merge, plan=6464, num_ctas=36, merge_ctas=5)
+second_params, second_merge = host.AttentionParams(q=4343), host.MergeParams(plan=6464)
+structs = [Addresses(addressof(params), addressof(merge_params), None)]
+structs.append(Addresses(addressof(second_params), addressof(second_merge), None))
 record()
 
-def run_parts(merge=None, **values):
-    return run(few, merge, num_ctas=96, second=addressof(second), **values)
+def run_parts(enable_pdl=0, first_merges=0, second_merges=0):
+    parts = [part(few, merge, 96, first_merges), part(many, merge, 36, second_merges)]
+    args = launches_of(parts, structs, fork=fork)
+    args.stream, args.enable_pdl = 7, enable_pdl
+    return lib.fp_run(byref(args))
 
 def lines():
     return [line.split(" ctx=")[0] for line in record()]
@@ -21,7 +26,7 @@ shape = "block=384 shared=100000"
 forked = ["event_record 1 stream=7", "wait_event 1 stream=78"]
 joined = ["event_record 2 stream=78", "wait_event 2 stream=7"]
 launched_few = f"launch few grid=96 {shape} stream=78 first=4242"
-launched_many = f"launch many grid=36 {shape} stream=7 first=4242"
+launched_many = f"launch many grid=36 {shape} stream=7 first=4343"
 """
 
 
@@ -31,13 +36,12 @@ def test_two_parts_are_launched_on_two_streams_and_joined_behind_both() -> None:
         PRELUDE
         + """
 for enable_pdl, given in ((0, ""), (1, "attribute6=1 ")):
-    host.check(run_parts(enable_pdl=enable_pdl))
+    host.check(run_parts(enable_pdl, second_merges=5))
     merged = f"launch merge grid=5 {shape} stream=7 {given}first=6464"
     assert lines() == [*forked, launched_few, launched_many, merged, *joined]
-second.merge_ctas = 0
-host.check(run_parts(merge, merge_ctas=3))
+host.check(run_parts(first_merges=3))
 merged = f"launch merge grid=3 {shape} stream=78 first=5353"
-assert lines() == [*forked, launched_few, merged, launched_many, *joined] and params.plan is None
+assert lines() == [*forked, launched_few, merged, launched_many, *joined]
 """
     )
 
@@ -46,7 +50,6 @@ def test_a_fork_is_captured_as_it_is_run() -> None:
     with_fake_driver(
         PRELUDE
         + """
-second.merge_ctas = 0
 for capture in (1, 0, 1):
     fake.fake_capture(capture)
     host.check(run_parts())
@@ -61,7 +64,7 @@ def test_a_launch_that_fails_leaves_the_streams_joined() -> None:
         + """
 fake.fake_fail_launches(1)
 assert run_parts() == host.CUDA_ERROR
-assert host.last_error() == "launching the attention kernel: CUDA_ERROR_FAKE (700, refused by the fake)"
+assert host.last_error() == "launching few: CUDA_ERROR_FAKE (700, refused by the fake)"
 assert lines() == [*forked, launched_few, *joined]
 """
     )

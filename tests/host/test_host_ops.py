@@ -112,16 +112,9 @@ class Partials:
             num_q_heads=heads,
             group=native.make_fast_div(self.group),
         )
-        nothing = ctypes.cast(ctypes.CDLL(str(shared_library("host_kernels.cpp"))).nothing, ctypes.c_void_p)
-        params = native.AttentionParams()
-        args = native.RunArgs(
-            attention=native.load().fp_kernel_from_function(nothing),
-            params=ctypes.addressof(params),
-            merge_params=ctypes.addressof(merge),
-            num_ctas=1,
-            merge_ctas=self.num_merges,
-            out_dtype=element[0],
-        )
+        args = native.RunArgs(count=1)
+        kernel = native.check_handle(native.load().fp_cpu_merge_kernel(element[0]))
+        args.launches[0] = native.RunLaunch(kernel, ctypes.addressof(merge), grid=1)
         native.check(native.load().fp_run(ctypes.byref(args)))
         assert (stored[:, heads:] == 77).all(), "wrote beyond its heads"
         return decode(stored[:, :heads], element), lse

@@ -36,9 +36,8 @@ class Counting:
         self.counts = np.zeros(num_ctas, np.int32)
         self.marks = np.zeros(num_ctas, np.int64)
         self.params = native.AttentionParams(q=self.marks.ctypes.data, out=self.counts.ctypes.data)
-        self.args = native.RunArgs(
-            attention=kernel("count_ctas"), params=ctypes.addressof(self.params), num_ctas=num_ctas, merge_ctas=0
-        )
+        self.args = native.RunArgs(count=1)
+        self.args.launches[0] = native.RunLaunch(kernel("count_ctas"), ctypes.addressof(self.params), grid=num_ctas)
 
     def run(self) -> None:
         native.check(native.load().fp_run(ctypes.byref(self.args)))
@@ -87,7 +86,8 @@ def test_a_run_inside_a_run() -> None:
     params = native.AttentionParams()
     params.k.data = ctypes.cast(native.load().fp_run, ctypes.c_void_p).value
     params.v.data = ctypes.addressof(inner_args)
-    outer = native.RunArgs(attention=kernel("run_inside"), params=ctypes.addressof(params), num_ctas=len(inner))
+    outer = native.RunArgs(count=1)
+    outer.launches[0] = native.RunLaunch(kernel("run_inside"), ctypes.addressof(params), grid=len(inner))
     native.check(native.load().fp_run(ctypes.byref(outer)))
     assert all((call.counts == 1).all() for call in inner)
 

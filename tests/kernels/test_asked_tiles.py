@@ -157,7 +157,7 @@ def test_a_wrapper_binds_memory_for_its_plan(
     monkeypatch.setattr(choose, "_mask_source", lambda *_: "function")
     planner = planned(Variant(mask_mod=function), fixed_split_size=fixed_split_size, causal=True, window_left=400)
     combination = planner.active[0]
-    combination.bind_mask_tiles(planner.batch)
+    combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
     params = combination.mask_tiles.params
     variant = VARIANTS[function.__name__]
     asked_tiles(variant.spec)(ctypes.byref(params), ctypes.byref(variant_args(variant)), 3)

@@ -77,7 +77,7 @@ attention, gather = kernel(b"boxes"), kernel(b"gather_rows")
 form = host.BoxForm(2, (64, 16, 1, 1), (128, 100, 8, 1), (2048, 256, 256))
 boxes, gathered = host.KvBoxes(form, form), host.GatherRowsParams()
 params.k.data, params.v.data, gathered.k.data = 1 << 20, 1 << 21, 1 << 22
-values = dict(gather_rows=gather, gather_params=addressof(gathered), boxes=addressof(boxes))
+values = dict(ahead=[(gather, gathered)], boxes=addressof(boxes))
 record()
 host.check(run(attention, enable_pdl=1, **values))
 shape = "block=384 shared=100000 stream=7 attribute6=1"
@@ -88,6 +88,6 @@ assert launches == [
 ], launches
 fake.fake_fail_launches(1)
 assert run(attention, **values) == host.CUDA_ERROR
-assert host.last_error().startswith("launching the kernel that gathers rows: ")
+assert host.last_error().startswith("launching gather_rows: ")
 assert sum(line.startswith("launch") for line in record()) == 1
 """)

@@ -183,13 +183,13 @@ def test_a_wrapper_binds_memory_for_its_plan(fixed_split_size: int | None) -> No
     combination = planner.active[0]
     tiles = combination.mask_tiles
     params = tiles.params
-    combination.bind_mask_tiles(planner.batch)
+    combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
     cells = tiles._cells
     native().find_mask_tiles(ctypes.byref(params), 3)
     num_units = int(cells[0]) & 0xFFFFFFFF
     assert num_units == int(combination.make_plan().work_items()["num_units"].sum())
     assert params.queue_begin + 4 * num_units <= params.list_begin < params.lanes_begin < cells.numel()
-    combination.bind_mask_tiles(planner.batch)
+    combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
     assert tiles._cells is cells, "the same memory for every layer"
 
 
@@ -209,7 +209,7 @@ def test_graph_mode_has_memory_for_the_largest_batch() -> None:
         wrapper.plan(q_indptr, q_indptr, 6, 2, 64, custom_mask=torch.ones(sum(q * q for q in q_lens)).bool())
         planner = wrapper._planner
         tiles = planner.active[0].mask_tiles
-        planner.active[0].bind_mask_tiles(planner.batch)
+        tiles.bind(planner.batch, planner.active[0].prepared, planner.active[0].slot)
         params = tiles.params
         bound.append((bytes(params), tiles.lane_bits))
     assert len(set(bound)) == 1

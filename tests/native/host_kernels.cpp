@@ -15,8 +15,6 @@ extern "C" void count_ctas(const flashpage::AttentionParams* params, const flash
   }
 }
 
-extern "C" void nothing(const flashpage::AttentionParams*, const flashpage::VariantArgs*, int32_t, int32_t) {}
-
 // A run inside each CTA of a run: params->k.data is fp_run, params->v.data its array of arguments, one a CTA.
 extern "C" void run_inside(const flashpage::AttentionParams* params, const flashpage::VariantArgs*, int32_t begin,
                            int32_t) {

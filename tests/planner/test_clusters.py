@@ -115,7 +115,8 @@ def test_one_launch_serves_plans_of_both_kinds(captured: int, device: str, monke
     steps.plan(wrapper, 0)
     schedule, combination = schedule_of(wrapper), wrapper._planner.active[0]
     clusters = tuple(schedule.clusters)
-    assert clusters[2] * 4 == schedule.num_ctas == combination.num_ctas and combination.cluster_size == 4
+    part = combination.parts[0]
+    assert clusters[2] * 4 == schedule.num_ctas == part.num_ctas and part.cluster_size == 4
     choose(schedule, captured)
     steps.plan(wrapper, 0)
     replay = capture(wrapper, steps)
@@ -129,5 +130,6 @@ def test_one_launch_serves_plans_of_both_kinds(captured: int, device: str, monke
         sizes.add(wrapper.last_plan.result.cluster_size)
         replay()
         steps.check(i, Outputs(steps.out, steps.lse))
-        assert (combination.num_ctas, combination.cluster_size) == (schedule.num_ctas, 4)
+        part = combination.parts[0]
+        assert (part.num_ctas, part.cluster_size) == (schedule.num_ctas, 4)
     assert sizes == {0, 4}

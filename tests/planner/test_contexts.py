@@ -181,7 +181,7 @@ def test_workspaces_have_room_for_few_rows(heads: tuple[int, int], monkeypatch: 
     """A batch of few rows has twice the CTAs, and units of half the rows: what is planned fits."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     info = SimpleNamespace(num_sms=132, ctas_per_sm=1, clusters=[0] * 5, cluster_rows=0)
-    monkeypatch.setattr(jit, "get_kernel", lambda spec, device=None: SimpleNamespace(spec=spec, info=info))
+    monkeypatch.setattr(jit, "get_kernel", lambda spec, device=None: SimpleNamespace(spec=spec, info=info, handle=0))
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])
     rng, were_few, were_cut = np.random.default_rng(0), 0, 0
     for _ in range(100):

@@ -29,7 +29,8 @@ from flashpage.kernels import choose, devices
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.plan import gather_rows as gathered
-from flashpage.plan import prepared_kernels
+from flashpage.plan import option_plan, prepared_kernels
+from flashpage.plan.prepared_kernels import Prepared
 
 OPTIONS = Options("paged", 32, 8, 128, 128, 1, *(DType.BFLOAT16,) * 3, causal=True)
 FULL = dataclasses.replace(OPTIONS, causal=False)
@@ -120,7 +121,7 @@ def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyP
 
     def get_kernel(spec: KernelSpec, device: torch.device) -> Any:
         asked.append(spec)
-        return SimpleNamespace(info=native.KernelInfo(num_sms=132, ctas_per_sm=1))
+        return SimpleNamespace(handle=0, info=native.KernelInfo(num_sms=132, ctas_per_sm=1))
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     monkeypatch.setattr(prepared_kernels, "trace", functools.partial(trace_on_the_host, prepared_kernels.trace))
@@ -226,12 +227,20 @@ def test_each_layers_cache_is_what_is_gathered(as_on_hopper: None) -> None:
         assert torch.equal(found, wrapper.run(q, *ragged))
 
 
+def gathering_kernel() -> Any:
+    """A CPU kernel in the place of the card's, of one CTA."""
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+    call = function(lambda params, *_: gather_rows()(ctypes.c_void_p(params), 2))
+    handle = native.check_handle(native.load().fp_kernel_from_function(ctypes.cast(call, ctypes.c_void_p)))
+    return SimpleNamespace(handle=handle, info=SimpleNamespace(ctas_per_sm=1, num_sms=1), keeps=call)
+
+
 def test_plans_in_turns(as_on_hopper: None) -> None:
     """Batches that are worth it and one that is not, over the same bound tensors."""
     batch = Batch(TWO)
     short = Batch(dataclasses.replace(TWO, q_lens=(20,) * 8, kv_lens=(25,) * 7 + (26,)))
     assert short.rows is None
-    batch.wrapper._planner.active[0].prepared.gather_rows = SimpleNamespace(handle=4711)  # a CPU launches none
+    batch.wrapper._planner.active[0].prepared.gather_rows = gathering_kernel()  # a CPU has none
     batch.run()
     args = batch.wrapper._attention._local.bound.args
     for _ in range(2):
@@ -239,13 +248,12 @@ def test_plans_in_turns(as_on_hopper: None) -> None:
         assert batch.rows is not None
         batch.run()
         params = ctypes.addressof(batch.wrapper._attention._local.bound.gather)
-        assert (args.gather_rows, args.gather_params) == (4711, params)
-        batch.gather()
+        assert (args.count, args.launches[0].params, args.launches[0].grid) == (2, params, 1)
         batch.check(batch.run())
         batch.plan(inputs=short.inputs)
         assert batch.rows is None and gathered.NOTE not in batch.wrapper.last_plan.notes
         short.check(batch.wrapper.run(short.runner.q(), short.runner.kv()[0]))
-        assert args.gather_rows is None and len(batch.wrapper._attention._local.bindings) == 1
+        assert args.count == 1 and len(batch.wrapper._attention._local.bindings) == 1
     assert len(batch.wrapper._planner.active[0]._prepared) == 2, "kernels are chosen once for each"
 
 
@@ -322,14 +330,37 @@ def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
     batch = Batch(dataclasses.replace(TWO, cache="fused"))
     batch.run()
     bound = batch.wrapper._attention._local.bound
-    choice = bound.prepared.choice
+    choice = bound.combination.prepared.choice
     capability = dataclasses.replace(choice.kernel, row_boxes=True)
     spec = dataclasses.replace(choice.spec, loader="boxes")
     changed = dataclasses.replace(choice, kernel=capability, spec=spec)
-    bound._bind_boxes(SimpleNamespace(choice=changed, schedule=bound.prepared.schedule))
+    (part,) = bound.parts
+    part.bind_boxes(SimpleNamespace(choice=changed, schedule=bound.combination.prepared.schedule), bound.views)
     bound.point(batch.runner.q(), batch.runner.kv()[0], torch.empty_like(batch.runner.q()), None)
-    read = native.KvBoxes.from_address(bound.args.boxes)
+    read = part.boxes
     for form in (read.k, read.v):
         assert tuple(form.dims) == (64, 201, 2, 1) and tuple(form.strides) == (256, 128, 128)
         assert form.box[1] == bound.params.box_tokens == 32
     assert (bound.params.k.data, bound.params.v.data) == (batch.rows.k, batch.rows.v)  # type: ignore[union-attr]
+
+
+def test_strides_of_one_token_are_not_those_of_many(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dimension of one entry has no stride of its own in a tensor map; kernels are the same for both batches."""
+
+    class InBoxes(Prepared):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.choice = dataclasses.replace(self.choice, spec=dataclasses.replace(self.choice.spec, loader="boxes"))
+
+    monkeypatch.setattr(option_plan, "Prepared", InBoxes)
+    monkeypatch.setattr(option_plan.choose, "packed_rows", lambda *_: 128)
+    one, many = (dataclasses.replace(TWO, q_lens=(70,), kv_lens=(tokens,), causal=False) for tokens in (1, 130))
+    batch, other = Batch(one), Batch(many)
+    for step in (batch, other, batch):
+        batch.plan(inputs=step.inputs)
+        assert batch.rows is not None
+        batch.wrapper.run(step.runner.q(), step.runner.kv()[0])
+        (part,) = batch.wrapper._attention._local.bound.parts
+        assert part.boxes.k.dims[1] == step.case.kv_lens[0]
+        assert part.boxes.k.strides[0] == part.boxes.v.strides[0] == (128 if step is batch else 256)
+    assert len(batch.wrapper._attention._local.bindings) == 1

@@ -11,7 +11,11 @@ from native_build import shared_library
 PRELUDE = """
 import ctypes, threading
 from ctypes import addressof, byref
+from types import SimpleNamespace
 from flashpage import native as host
+from flashpage.kernels.tile import MERGE_CTA_ROWS
+from flashpage.plan.launches import Addresses, LaunchList
+from flashpage.plan.mixed_batch import Part
 from plan_calls import PlanCall
 lib = host.load()
 fake = ctypes.CDLL("libcuda.so.1")
@@ -28,10 +32,28 @@ def kernel(name, device=0, image=b"image"):
 params = host.AttentionParams(q=4242)
 merge_params = host.MergeParams(plan=5353)
 
-def run(attention, merge=None, **values):
-    values = dict(num_ctas=132, merge_ctas=0, enable_pdl=0, stream=7) | values
-    pointers = dict(params=addressof(params), merge_params=addressof(merge_params))
-    args = host.RunArgs(attention=attention, merge=merge, **pointers, **values)
+def loaded(handle):
+    info = host.KernelInfo()
+    host.check(lib.fp_kernel_describe(handle, byref(info)))
+    return SimpleNamespace(handle=handle, info=info)
+
+def part(attention, merge=None, num_ctas=132, merge_ctas=0, cluster_size=0):
+    schedule = SimpleNamespace(merge_rows=MERGE_CTA_ROWS)  # a CTA for each merge
+    prepared = SimpleNamespace(attention=SimpleNamespace(handle=attention), merge=merge, schedule=schedule)
+    prepared.choice, prepared.most_merge_ctas = SimpleNamespace(spec=SimpleNamespace(ctas=1)), 4 * 116
+    return Part(prepared, None, num_ctas, merge_ctas, cluster_size)
+
+def launches_of(parts, structs, ahead=(), mask_tiles=None, fork=None):
+    found = LaunchList()
+    for handle, its in ahead:
+        found.add_ahead(loaded(handle), addressof(its))
+    found.add_parts(parts, structs, mask_tiles, fork)
+    return found.args
+
+def run(attention, merge=None, boxes=None, enable_pdl=0, ahead=(), mask_tiles=None, **values):
+    structs = Addresses(addressof(params), addressof(merge_params), boxes)
+    args = launches_of([part(attention, merge, **values)], [structs], ahead, mask_tiles)
+    args.stream, args.enable_pdl = 7, enable_pdl
     return lib.fp_run(byref(args))
 
 class Planning:

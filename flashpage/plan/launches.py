@@ -1,0 +1,88 @@
+"""The launches of a run, as rows of its list: which kernels run in which order, and what each is given. fp_run goes
+through them (csrc/cuda/launch.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from .. import native
+from ..kernels.tile import MERGE_CTA_ROWS
+
+if TYPE_CHECKING:
+    from ..jit.loader import LoadedKernel
+    from .mixed_batch import Part
+    from .prepared_kernels import Prepared
+
+
+class Addresses(NamedTuple):
+    """Structs of one part's attention launch and merge."""
+
+    params: int
+    merge: int
+    boxes: int | None
+
+
+class LaunchList:
+    """A kernel that looks for mask tiles or gathers rows runs before the attention kernel that reads them; a merge
+    follows its attention kernel.
+
+    Two parts of a batch run side by side: on one stream the second would not begin before the first ends, not even as a
+    dependent launch that has SMs of its own. The first part is launched first, so that whole SMs are free for all its
+    CTAs. Neither attention kernel is a dependent launch there, since both wait for an event.
+    """
+
+    __slots__ = ("_variant", "args", "attention")
+
+    def __init__(self, variant: int | None = None) -> None:
+        self.args = native.RunArgs()
+        self.attention: native.RunLaunch  # the first part's row
+        self._variant = variant
+
+    def clear(self) -> None:
+        """No launches."""
+        self.args.count = 0
+
+    def add_ahead(self, kernel: LoadedKernel, params: int) -> None:
+        """A kernel of as many CTAs as are resident, whose result the attention kernel waits for."""
+        ctas = kernel.info.ctas_per_sm * kernel.info.num_sms
+        self._add(native.RunLaunch(kernel.handle, params, self._variant, None, None, ctas, 0, True, False))
+
+    def add_parts(
+        self, parts: Sequence[Part], structs: Iterable[Addresses], mask_tiles: int | None, fork: int | None
+    ) -> None:
+        """The attention kernels and merges of a plan; of two parts, on a card, the first runs on a second stream."""
+        are_two = len(parts) > 1
+        self.args.fork = fork if are_two else None
+        for part, (params, merge, boxes) in zip(parts, structs, strict=True):
+            prepared, is_aside = part.prepared, are_two and part is parts[0]
+            grid = part.num_ctas * prepared.choice.spec.ctas
+            given = (prepared.attention.handle, params, self._variant, boxes, mask_tiles, grid, part.cluster_size)
+            row = self._add(native.RunLaunch(*given, not are_two, is_aside))
+            if part is parts[0]:
+                self.attention = row
+            if merge_ctas := _merge_ctas(prepared, part.num_merges):
+                self._add(native.RunLaunch(prepared.merge, merge, None, None, None, merge_ctas, 0, True, is_aside))
+        if parts[0].num_ctas == 0:
+            self.clear()
+
+    def _add(self, launch: native.RunLaunch) -> native.RunLaunch:
+        """The row in the list."""
+        rows, i = self.args.launches, self.args.count
+        rows[i] = launch
+        self.args.count = i + 1
+        row: native.RunLaunch = rows[i]
+        return row
+
+    def run(self, stream: int) -> None:
+        """All of them, now."""
+        self.args.stream = stream
+        native.check(native.load().fp_run(ctypes.addressof(self.args)))
+
+
+def _merge_ctas(prepared: Prepared, num_merges: int) -> int:
+    """Of the merge's launch; 0: none is needed."""
+    if prepared.merge is None:
+        return 0
+    return min(num_merges * -(-prepared.schedule.merge_rows // MERGE_CTA_ROWS), prepared.most_merge_ctas)

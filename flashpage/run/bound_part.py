@@ -1,0 +1,96 @@
+"""The structs of one attention launch and the merge of its partial results."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import TYPE_CHECKING
+
+from .. import native
+from ..base.kv_view import View
+from ..kernels import tensor_maps
+from ..kernels.options import Options
+from ..plan.launches import Addresses
+
+if TYPE_CHECKING:
+    from ..plan.gather_rows import Rows
+    from ..plan.mixed_batch import Part
+    from ..plan.prepared_kernels import Prepared
+
+
+class BoundPart:
+    """What the launches of one part of a batch are given; all but the plan and the boxes is equal in both parts."""
+
+    __slots__ = ("_bound_to", "_options", "boxes", "merge", "params")
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.params, self.merge = native.AttentionParams(), native.MergeParams()
+        self.boxes: native.KvBoxes | None = None
+        self._bound_to: tuple[Prepared | None, bool] = (None, False)
+
+    @property
+    def addresses(self) -> Addresses:
+        """Of the structs."""
+        boxes = None if self.boxes is None else ctypes.addressof(self.boxes)
+        return Addresses(ctypes.addressof(self.params), ctypes.addressof(self.merge), boxes)
+
+    def copy(self) -> BoundPart:
+        """The same for another part, whose plan and boxes are still to be set."""
+        other = BoundPart(self._options)
+        ctypes.pointer(other.params)[0], ctypes.pointer(other.merge)[0] = self.params, self.merge
+        return other
+
+    def use_plan(self, part: Part, plan: int, partial_out: int, partial_lse: int) -> None:
+        """Addresses of the plan in its slot and of the partial results, of the first part."""
+        params, merge, row = self.params, self.merge, part.partial_row
+        params.plan = merge.plan = plan + part.offset
+        params.partial_out = merge.partial_out = partial_out + row * self._options.head_dim_vo * 4
+        params.partial_lse = merge.partial_lse = partial_lse + row * 4
+
+    def use_boxes(self, prepared: Prepared, views: dict[str, View], gathered: Rows | None) -> None:
+        """Boxes for the kernel's loader. A dimension of one token has a stride of its own (tensor_maps.box_form)."""
+        wanted = prepared, gathered is not None and gathered.end > 1
+        if wanted != self._bound_to:
+            self._bound_to = wanted
+            self.bind_boxes(prepared, views)
+
+    def bind_boxes(self, prepared: Prepared, views: dict[str, View]) -> None:
+        """Tensor maps of K, V, q and out, where the kernel takes them; tokens and rows of their boxes in `params`."""
+        spec, options, params = prepared.choice.spec, self._options, self.params
+        tile, is_paged = spec.tile, spec.kv_source == "paged"
+        page_size = options.page_size if is_paged else 0
+        element_bytes = options.kv_dtype.size
+        row_bytes = (options.head_dim_qk * element_bytes, options.head_dim_vo * element_bytes)
+        tokens = tensor_maps.loader_tokens(spec.loader, page_size, tile.tile_kv, *row_bytes) if tile else 0
+        found = native.KvBoxes()
+        params.box_tokens, params.query_box_rows, params.out_box_rows = tokens, 0, 0
+        params.cta_rows = prepared.schedule.tile_q // spec.ctas
+        if tokens:
+            found.k, found.v = (
+                tensor_maps.box_form(view, name, element_bytes=element_bytes, tokens=tokens, is_paged=is_paged)
+                for name, view in views.items()
+            )
+        if tile and prepared.choice.kernel.row_boxes and spec.loader != "converted":
+            self._bind_row_boxes(found, has_out=spec.loader != "transposed")
+        has_boxes = tokens or params.query_box_rows or params.out_box_rows
+        self.boxes = found if has_boxes else None
+
+    def _bind_row_boxes(self, found: native.KvBoxes, *, has_out: bool) -> None:
+        """Tensor maps of q and out, where they can have one; rows of their boxes in `params`."""
+        options, params = self._options, self.params
+        form_of = functools.partial(tensor_maps.rows_form, group_size=options.group_size, unit_rows=params.cta_rows)
+        form = form_of(
+            *(options.num_q_heads, options.head_dim_qk),
+            element_bytes=options.q_dtype.size,
+            strides=(params.q_row_stride, params.q_head_stride),
+        )
+        if form is not None:
+            found.q, params.query_box_rows = form, form.box[2]
+        form = form_of(
+            *(options.num_q_heads, options.head_dim_vo),
+            element_bytes=options.out_dtype.size,
+            strides=(params.out_row_stride, params.out_head_stride),
+        )
+        if has_out and form is not None:
+            found.out, params.out_box_rows = form, form.box[2]
