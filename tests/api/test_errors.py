@@ -10,6 +10,7 @@ from bad_input import DIM, KINDS, KV_HEADS, META, PAGE, PAGES, TABLE, Bad, decod
 
 import flashpage
 from flashpage import CapabilityError, PlanError, RunError
+from flashpage.wrappers import operators
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
@@ -180,3 +181,43 @@ def test_bad_append(argument: str, value: Any, says: str) -> None:
     with pytest.raises((RunError, PlanError)) as caught:
         flashpage.append_paged_kv_cache(**(given | {argument: value}))
     assert says in str(caught.value)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor subclass without memory, such as a DTensor or what a functional all_gather returns."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{function} is not to be called")
+
+
+@pytest.mark.parametrize("name", ["q", "paged_kv_cache", "out", "lse", "sinks", "k_scale"])
+def test_a_tensor_without_memory_is_refused(name: str) -> None:
+    """Its address is 0, which a kernel would read from; of sinks and scales it means that there are none."""
+    _, plan_arguments, run_arguments = KINDS["decode"]
+    wrapper, ran = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace()), run_arguments()
+    wrapper.plan(**plan_arguments())
+    rows, heads, _ = ran["q"].shape
+    others = {"lse": torch.empty(rows, heads), "sinks": torch.zeros(heads), "k_scale": torch.ones(KV_HEADS)}
+    given = ran | {"out": torch.empty_like(ran["q"]), "return_lse": True} | others
+    wrapper.run(**given)
+    with pytest.raises(RunError, match=f"{name} is a Wrapped, which has no memory of its own"):
+        wrapper.run(**given | {name: Wrapped(given[name])})
+    wrapper.run(**given)
+
+
+def test_masks_and_states_without_memory_are_refused() -> None:
+    wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    mask = Wrapped(torch.ones(64, dtype=torch.bool))
+    with pytest.raises(PlanError, match="custom_mask is a Wrapped"):
+        wrapper.plan(ints(0, 8), ints(0, 8), 1, 1, 64, custom_mask=mask)
+    v, s = torch.zeros(2, 3, 64), torch.zeros(2, 3)
+    with pytest.raises(RunError, match="v is a Wrapped"):
+        operators._merge_pair(Wrapped(v), s, v, s, None, torch.empty_like(v), torch.empty_like(s))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import flashpage
-from flashpage import PlanError, RunError
+from flashpage import PlanError, RunError, native
+from flashpage.kernels import choose
+from flashpage.plan import option_plan
+from flashpage.plan.prepared_kernels import Prepared
 
 HEADS = (4, 4, 64, 16)
 KV = torch.randn(4096, 2, 16, 4, 64)
@@ -205,3 +211,74 @@ def test_graphs_read_the_items_of_the_newest_plan(capacity: bool) -> None:
         with pytest.raises(PlanError):
             score(graph, prefix, positions)
         assert all(torch.equal(read[name], tensor) for name, tensor in before.items())
+
+
+# ---------------------------------------------------------------- what captured launches read
+
+
+def test_slopes_of_alibi_stay_where_they_are() -> None:
+    """A captured launch holds their address."""
+    wrapper, found = prefill(), set()
+    for tokens in (300, 400, 500):
+        plan(wrapper, tokens, pos_encoding_mode="ALIBI")
+        wrapper.run(Q, KV)
+        found.add(wrapper._attention._local.bound.variant.tensors[0].data)
+    assert len(found) == 1
+
+
+@pytest.fixture
+def looks_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans on the CPU as on a card whose kernels have a mask's tiles looked for, by a kernel that does nothing."""
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)(lambda *_: None)
+    handle = native.load().fp_kernel_from_function(ctypes.cast(function, ctypes.c_void_p))
+    kernel = SimpleNamespace(handle=handle, info=native.KernelInfo(num_sms=1, ctas_per_sm=1), keeps=function)
+
+    class Looking(Prepared):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.mask_tiles = kernel  # type: ignore[assignment]
+
+    monkeypatch.setattr(option_plan, "Prepared", Looking)
+
+
+def masked(wrapper: Any, tokens: int, **options: Any) -> Any:
+    """One request of as many rows; its tiles."""
+    wrapper.plan(ints(0, tokens), ints(0, tokens), 6, 2, 64, q_data_type=torch.float32, **options)
+    return wrapper._planner.active[0].mask_tiles
+
+
+@pytest.mark.parametrize("kind", ["bits", "bits of a graph", "function"])
+def test_memory_for_mask_tiles_is_made_with_the_plan(
+    kind: str, looks_for_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first run may stand in a capture, where zeros would be written by each replay, and by no other run."""
+    options: dict[str, Any] = {"custom_mask": torch.ones(300 * 300).bool()}
+    given: dict[str, Any] = {}
+    if kind == "function":
+        monkeypatch.setattr(choose, "_mask_source", lambda *_: "function")
+        options = {"variant": flashpage.Variant(mask_mod=lambda b, h, q, kv: q >= kv)}
+    elif kind == "bits of a graph":
+        given = {name: torch.zeros(2).int() for name in ("qo_indptr_buf", "kv_indptr_buf", "mask_indptr_buf")}
+        given |= {"use_cuda_graph": True, "custom_mask_buf": torch.zeros(20000, dtype=torch.uint8)}
+    wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace(1 << 20), **given)
+    tiles = masked(wrapper, 300, **options)
+    assert tiles.params.cells and tiles.params.plan == wrapper._planner.active[0].slot.memory.data_ptr()
+    assert (tiles.params.custom_mask == wrapper._planner.mask.address) and not tiles._cells.any()
+    before = bytes(tiles.params)
+    wrapper.run(torch.zeros(300, 6, 64), torch.zeros(300, 2, 64), torch.zeros(300, 2, 64))
+    assert bytes(tiles.params) == before, "a run binds nothing"
+
+
+def test_memory_for_mask_tiles_stays(looks_for_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured runs of earlier plans write there, and nobody tells of captures."""
+    wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace(1 << 20))
+    tiles, memories = None, []
+    for tokens in (100, 300, 700, 1500, 200):
+        tiles = masked(wrapper, tokens, custom_mask=torch.ones(tokens**2).bool())
+        memories.append(weakref.ref(tiles._cells))
+    assert tiles is not None and len(set(memories)) > 2
+    assert all(memory() is not None for memory in memories) and memories[-1]() is memories[-2]()
+    assert sum(cells.numel() for cells in tiles._outgrown) <= tiles._cells.numel()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(PlanError, match="plan the largest batch once before the capture"):
+        tiles._allocate(100, torch.device("cuda"))
