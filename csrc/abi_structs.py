@@ -16,6 +16,7 @@ HEADERS = (
     "include/flashpage/common/math.h",
     "include/flashpage/plan/work_item.h",
     "include/flashpage/plan/schedule.h",
+    "include/flashpage/plan/visible.h",
     "include/flashpage/params/params.h",
     "include/flashpage/params/block_params.h",
     "csrc/flashpage.h",

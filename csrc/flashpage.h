@@ -8,6 +8,7 @@
 #include "flashpage/params/block_params.h"
 #include "flashpage/params/params.h"
 #include "flashpage/plan/schedule.h"
+#include "flashpage/plan/visible.h"
 
 #define FP_API extern "C" __attribute__((visibility("default")))
 
@@ -50,8 +51,7 @@ struct fp_problem {
   int32_t page_size;             // tokens; 0: ragged
   int32_t num_q_heads;
   int32_t num_kv_heads;
-  int32_t causal;
-  int32_t window_left;      // tokens; -1: all
+  flashpage::Visibility visibility;
   int32_t has_custom_mask;  // mask offsets: each request's q_len * kv_len bits start on a byte
   int32_t has_mask_tiles;   // mask offsets, where there are no bits: cells of tiles that a mask function is asked for
   int32_t least_rows;       // of q, of a request that the plan serves: others have no work in it
@@ -92,7 +92,8 @@ FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int6
 // Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0:
 // one row a request, for which a fixed split's bound is far lower than where one request may have all rows.
 FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
-                              int32_t num_kv_heads, const fp_schedule*, int64_t* plan_bytes, int64_t* partial_rows);
+                              int32_t num_kv_heads, const flashpage::Visibility*, const fp_schedule*,
+                              int64_t* plan_bytes, int64_t* partial_rows);
 
 // Lengths in the memory of the device that plans (csrc/plan/table_planner.cpp, include/flashpage/plan/tables.h).
 struct fp_tables {
@@ -111,8 +112,7 @@ struct fp_tables {
   int32_t page_size;
   int32_t num_q_heads;
   int32_t num_kv_heads;
-  int32_t causal;
-  int32_t window_left;  // tokens; -1: all
+  flashpage::Visibility visibility;
 };
 // Bytes of the int workspace (the plan, and what planning needs beside it) and rows of the partial buffers that suffice
 // for all lengths.

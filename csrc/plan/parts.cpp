@@ -34,14 +34,12 @@ fp_problem many_of(const fp_problem& problem, const fp_parts& parts) {
 // Nanoseconds on all of the schedule's CTAs, evenly spread; below 0: the lengths are wrong.
 double cost_of(const fp_problem& problem, const fp_schedule& schedule) {
   static thread_local std::vector<plan::Request> requests;
-  if (requests.size() < static_cast<size_t>(problem.batch) + 1) requests.resize(problem.batch + 1);
   const plan::Heads heads = heads_of(problem);
   plan::LengthTotals totals;
-  const auto fault = plan::read_lengths(lengths_of(problem, schedule), heads.num_kv_heads, heads.group(),
-                                        schedule.tile_q, requests.data(), totals);
+  const auto fault = plan::read_lengths(lengths_of(problem, schedule), heads, schedule.tile_q, requests, totals);
   if (fault.error != plan::LengthError::none) return -1.0;
-  plan::lay_on_axis(plan::CostModel(heads, schedule), heads.num_kv_heads, problem.batch, requests.data());
-  return requests[problem.batch].cost / schedule.num_ctas;
+  plan::lay_on_axis(plan::CostModel(heads, schedule), heads.num_kv_heads, totals.parts, requests.data());
+  return requests[totals.parts].cost / schedule.num_ctas;
 }
 
 struct Shares {

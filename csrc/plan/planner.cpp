@@ -20,7 +20,7 @@ static plan::IndexArray to_index(const fp_index_array& array) {
 }
 
 plan::Heads host::heads_of(const fp_problem& problem) {
-  return {problem.num_q_heads, problem.num_kv_heads, problem.causal != 0, problem.window_left};
+  return {problem.num_q_heads, problem.num_kv_heads, problem.visibility};
 }
 
 plan::Lengths host::lengths_of(const fp_problem& problem, const fp_schedule& schedule) {
@@ -106,7 +106,7 @@ struct Batch {
   const plan::CostModel& model;
   plan::CutRules rules;
   plan::Request* requests;
-  int32_t count;
+  int32_t count;  // of them, on the axis
   int32_t num_kv_heads;
   int64_t units;
   Scratch& scratch;
@@ -235,10 +235,9 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   static thread_local Scratch scratch;
   plan::Schedule schedule = *given;
   const plan::Heads heads = host::heads_of(*problem);
-  plan::Request* const requests = at_least(scratch.requests, problem->batch + 1);
   plan::LengthTotals totals;
-  const plan::LengthFault fault = plan::read_lengths(host::lengths_of(*problem, schedule), heads.num_kv_heads,
-                                                     heads.group(), schedule.tile_q, requests, totals);
+  const plan::LengthFault fault =
+      plan::read_lengths(host::lengths_of(*problem, schedule), heads, schedule.tile_q, scratch.requests, totals);
   fill_result(totals, result);
   if (fault.error != plan::LengthError::none) return fail_lengths(fault, result);
 
@@ -246,16 +245,18 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   const bool are_many = 2 * totals.units >= 3 * int64_t{schedule.num_ctas};
   if (schedule.are_claimed && are_many && schedule.balanced()) schedule.fixed_piece_tokens = -1;
   const plan::CostModel model(heads, schedule);
-  const Batch batch{schedule,     model,  plan::CutRules(schedule), requests, problem->batch, heads.num_kv_heads,
-                    totals.units, scratch};
+  const Batch batch{
+      schedule,     model,  plan::CutRules(schedule), scratch.requests.data(), totals.parts, heads.num_kv_heads,
+      totals.units, scratch};
   return write(batch, least_costly(batch, totals.served), buffer, capacity, result);
 }
 
 int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
-                       int32_t num_kv_heads, const fp_schedule* given, int64_t* plan_bytes, int64_t* partial_rows) {
+                       int32_t num_kv_heads, const Visibility* visibility, const fp_schedule* given,
+                       int64_t* plan_bytes, int64_t* partial_rows) {
   if (int32_t status = host::check_schedule(*given, num_q_heads, num_kv_heads)) return status;
   const plan::Bounds bounds = plan::bounds_with_own_ctas({max_batch, max_q_rows, max_kv_tokens},
-                                                         {num_q_heads, num_kv_heads, false, -1}, *given);
+                                                         {num_q_heads, num_kv_heads, *visibility}, *given);
   *plan_bytes = bounds.bytes;
   *partial_rows = bounds.partial_rows;
   return FP_OK;

@@ -1,7 +1,7 @@
 // What the planner's entries share.
 #pragma once
 #include "flashpage.h"
-#include "flashpage/plan/lengths.h"
+#include "flashpage/plan/read_lengths.h"
 #include "flashpage/plan/schedule.h"
 
 namespace flashpage::host {

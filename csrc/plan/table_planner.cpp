@@ -43,9 +43,7 @@ struct Layout {
   i64 partial_rows;
 };
 
-plan::Heads heads_of(const fp_tables& tables) {
-  return {tables.num_q_heads, tables.num_kv_heads, tables.causal != 0, tables.window_left};
-}
+plan::Heads heads_of(const fp_tables& tables) { return {tables.num_q_heads, tables.num_kv_heads, tables.visibility}; }
 
 i64 most_rows(const fp_tables& tables) {
   return tables.q_indptr != nullptr ? tables.max_rows : static_cast<i64>(tables.batch) * tables.q_len_per_request;

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+from .. import native
 from ..base import checks
 from ..base.dtypes import DType
 from ..base.errors import PlanError
@@ -40,6 +41,11 @@ class Options:
     def group_size(self) -> int:
         """Query heads a KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def visibility(self) -> native.Visibility:
+        """The options that are the planner's fields of the same names (include/flashpage/plan/visible.h)."""
+        return native.Visibility(*(int(getattr(self, name)) for name, *_ in native.Visibility._fields_))
 
     @property
     def needs_variant(self) -> bool:

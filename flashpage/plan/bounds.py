@@ -66,7 +66,8 @@ def _bounds(options: Options, schedule: native.Schedule, batch: int, total_q: in
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
     native.check(
         native.load().fp_plan_bounds(
-            *(batch, max_q_rows, total_kv, options.num_q_heads, options.num_kv_heads, ctypes.byref(schedule)),
+            *(batch, max_q_rows, total_kv, options.num_q_heads, options.num_kv_heads),
+            *(ctypes.byref(options.visibility), ctypes.byref(schedule)),
             *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
         )
     )

@@ -72,7 +72,7 @@ class TableLengths:
         """Of the combination that is planned next."""
         struct = self.struct
         struct.num_q_heads, struct.num_kv_heads = options.num_q_heads, options.num_kv_heads
-        struct.causal, struct.window_left = options.causal, options.window_left
+        struct.visibility = options.visibility
 
     def numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_indptr, pages of one request behind the other, and tokens; copied to the host."""

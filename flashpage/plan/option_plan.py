@@ -98,8 +98,7 @@ class Combination:
         call = native.PlanCall(batch=batch.address, context_table=self._contexts.address, row_class=_NO_CLASS)
         problem = call.problem
         problem.page_size, problem.q_len_per_request = options.page_size, options.uniform_q_len
-        problem.has_custom_mask, problem.causal = options.has_mask, options.causal
-        problem.window_left = options.window_left
+        problem.has_custom_mask, problem.visibility = options.has_mask, options.visibility
         problem.num_q_heads, problem.num_kv_heads = options.num_q_heads, options.num_kv_heads
         may_gather = not batch.is_graph and gather_rows.runs_on(batch.device)
         least = self._worth_gathering.least() if may_gather else (math.inf, math.inf)

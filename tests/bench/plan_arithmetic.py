@@ -50,13 +50,14 @@ class Batch:
             ((kv_lens - 1) % PAGE_SIZE + 1).astype(np.int32),
         ]
         pointers = [native.IndexArray(a.ctypes.data, 1, 0, len(a)) for a in self.arrays]
-        self.problem = native.ProblemStruct(count, 0, *pointers, native.IndexArray(), PAGE_SIZE, *heads, 1, -1, 0)
+        self.problem = native.ProblemStruct(count, 0, *pointers, native.IndexArray(), PAGE_SIZE, *heads, (1, -1), 0)
         self.schedule = make_schedule(q_len, heads, num_ctas)
         self.result = native.PlanResult()
         plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
         native.check(
             native.load().fp_plan_bounds(
-                *(count, count * q_len, int(kv_lens.sum()), *heads, ctypes.addressof(self.schedule)),
+                *(count, count * q_len, int(kv_lens.sum()), *heads),
+                *(ctypes.byref(self.problem.visibility), ctypes.addressof(self.schedule)),
                 *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
             )
         )

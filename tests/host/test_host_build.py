@@ -90,7 +90,7 @@ def tree(tmp_path: Path) -> Tree:
 def test_only_files_that_read_a_changed_header_are_compiled_again(tree: Tree) -> None:
     assert tree.build() == set()
     assert tree.library().fp_bytes(64) == 4
-    tree.edit("include/flashpage/tile/mask/lane_bits.h", "tile_kv > 128 ? 8 : 4", "tile_kv > 128 ? 8 : 2")
+    tree.edit("include/flashpage/plan/mask_cells.h", "tile_kv > 128 ? 8 : 4", "tile_kv > 128 ? 8 : 2")
     assert tree.build() == {"inner/words.o"}
     assert tree.library().fp_bytes(64) == 2
 

@@ -279,7 +279,7 @@ def test_planning_on_the_device_is_one_launch() -> None:
 import numpy as np
 planner, memory, lens = kernel(b"plan"), np.zeros(1 << 18, np.uint8), np.array([5, 700], np.int64)
 tables = host.Tables(seq_lens=lens.ctypes.data, table_stride=50, table_columns=50, lens_are_int64=1, batch=2,
-                     q_len_per_request=1, page_size=16, num_q_heads=8, num_kv_heads=2, window_left=-1)
+                     q_len_per_request=1, page_size=16, num_q_heads=8, num_kv_heads=2, visibility=(0, -1))
 record()
 def plan(capacity, pdl):
     return lib.fp_tables_plan(planner, byref(tables), byref(Planning.schedule), memory.ctypes.data, capacity, 7, pdl)

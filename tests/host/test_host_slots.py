@@ -39,7 +39,7 @@ class Batch:
             page_size=16,
             num_q_heads=8,
             num_kv_heads=2,
-            window_left=-1,
+            visibility=native.Visibility(0, -1),
             kv_indptr=native.IndexArray(self.kv_indptr.ctypes.data, 1, 0, len(self.kv_indptr)),
             last_page_len=native.IndexArray(self.last_page_len.ctypes.data, 1, 0, len(tokens)),
         )

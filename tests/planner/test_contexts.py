@@ -167,7 +167,7 @@ def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pyt
         assert choice.spec.ctas == 1 + is_long
         schedule = schedules.schedule(choice, options, 132 // choice.spec.ctas)
         needed = ctypes.c_int64(), ctypes.c_int64()
-        given = batch, rows, 1 << 20, *heads, ctypes.byref(schedule)
+        given = batch, rows, 1 << 20, *heads, ctypes.byref(options.visibility), ctypes.byref(schedule)
         native.check(native.load().fp_plan_bounds(*given, *map(ctypes.byref, needed)))
         return needed[0].value, needed[1].value
 

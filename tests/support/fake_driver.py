@@ -69,7 +69,7 @@ class Planning:
         self.kv_indptr[:] = np.arange(9) * -(-tokens // 16)
         self.last_page_len[:] = (tokens - 1) % 16 + 1
         return host.ProblemStruct(
-            batch=8, q_len_per_request=1, page_size=16, num_q_heads=8, num_kv_heads=2, window_left=-1,
+            batch=8, q_len_per_request=1, page_size=16, num_q_heads=8, num_kv_heads=2, visibility=(0, -1),
             kv_indptr=host.IndexArray(self.kv_indptr.ctypes.data, 1, 0, 9),
             last_page_len=host.IndexArray(self.last_page_len.ctypes.data, 1, 0, 8),
         )

@@ -122,13 +122,16 @@ def problem_of(batch: Batch, arrays: dict[str, np.ndarray | None]) -> native.Pro
         batch.page_size,
         batch.num_q_heads,
         batch.num_kv_heads,
-        int(batch.causal),
-        batch.window_left,
+        visibility_of(batch),
         int(batch.has_custom_mask),
         int(batch.has_mask_tiles),
         batch.least_rows,
         batch.most_rows,
     )
+
+
+def visibility_of(batch: Batch) -> native.Visibility:
+    return native.Visibility(int(batch.causal), batch.window_left)
 
 
 def call(problem: native.ProblemStruct, cutting: Cutting, capacity: int) -> tuple[int, np.ndarray, native.PlanResult]:
@@ -168,7 +171,7 @@ def bounds(batch: Batch, cutting: Cutting, one_row: bool = False) -> tuple[int, 
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
     status = native.load().fp_plan_bounds(
         *(len(batch.q_lens), 0 if one_row else max(1, int(batch.q_lens.sum())), int(batch.kv_lens.sum())),
-        *(batch.num_q_heads, batch.num_kv_heads, ctypes.byref(cutting.struct())),
+        *(batch.num_q_heads, batch.num_kv_heads, ctypes.byref(visibility_of(batch)), ctypes.byref(cutting.struct())),
         *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
     )
     assert status == native.OK

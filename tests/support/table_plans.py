@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from planner_batches import Batch, Cutting, arrays_of, call, problem_of
+from planner_batches import Batch, Cutting, arrays_of, call, problem_of, visibility_of
 
 from flashpage import native
 from flashpage.native import records
@@ -67,8 +67,7 @@ class Tables:
             page_size=batch.page_size,
             num_q_heads=batch.num_q_heads,
             num_kv_heads=batch.num_kv_heads,
-            causal=batch.causal,
-            window_left=batch.window_left,
+            visibility=visibility_of(batch),
         )
 
     def bounds(self, cutting: Cutting) -> tuple[int, int]:

@@ -273,7 +273,7 @@ def _plan_arrays(
     pointers = [native.IndexArray(a.ctypes.data, 1, 1, len(a)) for a in arrays]
     problem = native.ProblemStruct(
         *(len(lens), 0, pointers[0], pointers[1], native.IndexArray(), pointers[2]),
-        *(options.page_size, options.num_q_heads, options.num_kv_heads, int(options.causal), options.window_left),
+        *(options.page_size, options.num_q_heads, options.num_kv_heads, options.visibility),
     )
     library, result = native.load(), native.PlanResult()
     addresses = ctypes.addressof(problem), ctypes.addressof(schedule)

@@ -31,6 +31,7 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
   const Lanes lanes = Lanes::make(schedule, heads.num_kv_heads, axis, small.data());
   const bool one_row = capacity.q_rows == 0;
   const i64 group = heads.group(), num_kv_heads = heads.num_kv_heads;
+  const i64 parts = one_row ? capacity.batch : most_parts(heads.visibility, capacity.batch, capacity.q_rows);
   const i64 packed_rows = (one_row ? capacity.batch : capacity.q_rows) * group;
   const i64 packed_rows_of_one = one_row ? group : packed_rows;
   const i64 unit_rows = min_of<i64>(schedule.tile_q, packed_rows_of_one);
@@ -38,11 +39,11 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
   i64 most_heads = 1;
   for (i32 l = 0; l < lanes.num_small; ++l) most_heads = max_of<i64>(most_heads, small[l].heads);
 
-  i64 items = most_items(capacity.batch, axis, lanes, small.data()), merges = 0, partial_rows = 0;
+  i64 items = most_items(parts, axis, lanes, small.data()), merges = 0, partial_rows = 0;
   if (schedule.fixed()) {
     const i64 chunks = capacity.kv_tokens / schedule.fixed_piece_tokens;  // and one begun chunk a unit
     const i64 chunks_of_one = min_of(chunks, capacity.kv_tokens_of_one / schedule.fixed_piece_tokens);
-    const i64 tiles = ceil_div<i64>(packed_rows, schedule.tile_q) + capacity.batch;
+    const i64 tiles = ceil_div<i64>(packed_rows, schedule.tile_q) + parts;
     const i64 tiles_of_one = ceil_div<i64>(packed_rows_of_one, schedule.tile_q);
     const i64 cut_tiles = min_of(tiles, chunks * tiles_of_one);
     const i64 axis_heads = max_of<i64>(axis.heads, most_heads);

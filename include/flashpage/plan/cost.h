@@ -22,8 +22,7 @@ struct TokenPrice {
 struct CostModel {
   CostModel() = default;
   CostModel(const Heads& heads, const Schedule& schedule)
-      : causal(heads.causal),
-        window_left(heads.window_left),
+      : visibility(heads.visibility),
         group(make_fast_div(heads.group())),
         tile_q(schedule.tile_q),
         rows_per_tile(static_cast<double>(schedule.tile_q) / heads.group()),
@@ -46,13 +45,12 @@ struct CostModel {
     i32 end = kv_len;
     if (tile + 1 < request.tiles) {  // the last row of the last tile sees all
       const i32 last = shift + static_cast<i32>(group.div(first_packed_row + tile_q - 1));
-      end = max_of(0, visible_end(*this, last, kv_len));
+      end = max_of(0, visible_end(visibility, last, kv_len));
     }
-    return {min_of(end, first_visible(*this, first, 0)), end};
+    return {min_of(end, first_visible(visibility, first, request.kv_begin)), end};
   }
 
-  bool causal;
-  i32 window_left;
+  Visibility visibility;
   FastDiv group;
   i32 tile_q;
   double rows_per_tile;
@@ -111,12 +109,14 @@ class TileCosts {
   TileCosts() = default;
   FP_HOST_DEVICE TileCosts(const CostModel& model, const Request& request)
       : tiles_(request.tiles), ns_per_unit_(model.ns_per_unit), ns_per_token_(model.many_rows.ns) {
-    const double shift = static_cast<double>(request.kv_len) - request.q_len, kv_len = request.kv_len;
-    const double end = model.causal ? shift + model.rows_per_tile + model.rounding : kv_len;
-    const double begin = model.window_left >= 0 ? shift - model.window_left - model.rounding : 0.0;
+    // Counted from the first token that any row sees.
+    const Visibility& visibility = model.visibility;
+    const double kv_len = request.tokens(), shift = kv_len - request.q_len;
+    const double end = visibility.causal ? shift + model.rows_per_tile + model.rounding : kv_len;
+    const double begin = visibility.window_left >= 0 ? shift - visibility.window_left - model.rounding : 0.0;
     const double slope = model.rows_per_tile, per_slope = model.tiles_per_row;
-    end_ = model.causal ? ClampedSum(end, slope, per_slope, kv_len) : ClampedSum(kv_len, 0.0, 0.0, kv_len);
-    if (model.window_left >= 0) begin_ = ClampedSum(begin, slope, per_slope, kv_len);
+    end_ = visibility.causal ? ClampedSum(end, slope, per_slope, kv_len) : ClampedSum(kv_len, 0.0, 0.0, kv_len);
+    if (visibility.window_left >= 0) begin_ = ClampedSum(begin, slope, per_slope, kv_len);
     prepare_guess(model);
   }
 
@@ -164,9 +164,9 @@ class TileCosts {
     const double tiles = tiles_;
     ramp_ = min_of(tiles, end_.rise());
     ramp_cost_ = prefix(ramp_);
-    level_ = min_of(tiles, min_of(end_.flat(), model.window_left >= 0 ? begin_.rise() : tiles));
+    level_ = min_of(tiles, min_of(end_.flat(), model.visibility.window_left >= 0 ? begin_.rise() : tiles));
     level_cost_ = prefix(level_);
-    const double growth = model.causal ? ns_per_token_ * model.rows_per_tile : 0.0;
+    const double growth = model.visibility.causal ? ns_per_token_ * model.rows_per_tile : 0.0;
     half_step_ = growth > 0.0 ? unit_at(ramp_) / growth - 0.5 : 0.0;
     steps_per_ns_ = growth > 0.0 ? 1.0 / growth : 0.0;
     const double before = ramp_ > 0.0 ? ns_per_unit_ : 0.0, after = unit_at(min_of(tiles - 1.0, level_));
@@ -208,17 +208,14 @@ FP_HOST_DEVICE double cost_on_axis(const CostModel& model, i32 heads, const Requ
 // Lays the requests on one cost axis. requests[batch] receives the totals.
 inline void lay_on_axis(const CostModel& model, i32 heads, i32 batch, Request* requests) {
   double at = 0.0, known = 0.0;
-  i32 known_q_len = -1, known_kv_len = -1;  // neighbours are often alike
+  const Request* last = nullptr;  // neighbours often cost the same
   i32 number = 0;
   for (i32 i = 0; i < batch; ++i) {
     Request& request = requests[i];
     request.cost = at;
     request.number = number;
-    if (request.q_len != known_q_len || request.kv_len != known_kv_len) {
-      known_q_len = request.q_len;
-      known_kv_len = request.kv_len;
-      known = cost_on_axis(model, heads, request);
-    }
+    if (last == nullptr || !request.costs_like(*last)) known = cost_on_axis(model, heads, request);
+    last = &request;
     at += known;
     number += request.tiles > 0;
   }

@@ -201,7 +201,7 @@ class Partitioner {
 
   // What is known of the request that a lane ends in; lanes mostly end in requests of the same lengths.
   struct Place {
-    i32 q_len = -1, kv_len = -1;
+    i32 q_len = -1, kv_begin = 0, kv_len = -1;
     double one_head = 0.0, heads_per_ns = 0.0;
     TileCosts costs;
   };
@@ -268,7 +268,9 @@ class Partitioner {
     const double end = requests_[min_of(index + 1, batch_)].cost;
     if (request.tiles == 0) return {{{index, 0, 0, -1}, request.cost - at}, {{}, infinite}};  // by rounding
     place.one_head = product(end - request.cost, per_head_);
-    if (request.q_len != place.q_len || request.kv_len != place.kv_len) move_to(request, place);
+    const bool is_known =
+        request.q_len == place.q_len && request.kv_len == place.kv_len && request.kv_begin == place.kv_begin;
+    if (!is_known) move_to(request, place);
     const double in_request = goal - request.cost;
     i32 head = heads_ == 1 ? 0 : min_of(heads_ - 1, static_cast<i32>(in_request * place.heads_per_ns)), from = 0;
     if (index == begin.request && head <= begin.head) {  // less: rounding put the goal before the beginning
@@ -312,6 +314,7 @@ class Partitioner {
 
   FP_HOST_DEVICE void move_to(const Request& request, Place& place) const {
     place.q_len = request.q_len;
+    place.kv_begin = request.kv_begin;
     place.kv_len = request.kv_len;
     place.heads_per_ns = heads_ > 1 && place.one_head > 0.0 ? 1.0 / place.one_head : 0.0;
     if (request.tiles > 1) place.costs = TileCosts(model_, request);

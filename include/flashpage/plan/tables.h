@@ -27,7 +27,7 @@ struct Tables {
     return num_requests == nullptr ? batch : max_of(0, min_of(batch, *num_requests));
   }
 
-  FP_HOST_DEVICE Request request(i32 i, i32 group, i32 tile_q) const {
+  FP_HOST_DEVICE Request request(i32 i, const Heads& heads, i32 tile_q) const {
     const i64 most = min_of(static_cast<i64>(table_columns) * page_size, max_i32);
     const i64 kv_len = within(number(seq_lens, lens_are_int64, i), most);
     const i64 row = table_rows == nullptr ? i : within(number(table_rows, rows_are_int64, i), num_table_rows - 1);
@@ -36,8 +36,10 @@ struct Tables {
       q_begin = max_of(0, min_of(q_indptr[i], max_rows));
       q_end = max_of(q_begin, min_of(q_indptr[i + 1], max_rows));
     }
-    const i32 q_len = q_end - q_begin, tiles = ceil_div(q_len * group, tile_q);
-    return {row * table_stride, 0, q_begin, q_len, static_cast<i32>(kv_len), tiles, 0, 0.0};
+    const i32 q_len = q_end - q_begin, tiles = ceil_div(q_len * heads.group(), tile_q);
+    const i32 last = static_cast<i32>(max_of<i64>(kv_len - 1, 0));  // position of the last row: requests have one part
+    const TokenRange part = part_at(heads.visibility, last, static_cast<i32>(kv_len));
+    return {row * table_stride, 0, i, q_begin, q_len, part.begin, part.end, tiles, 0, 0.0};
   }
 
  private:
@@ -133,7 +135,7 @@ class TablePlanner {
     threads_.phase([&](i32 thread) {
       const i32 batch = given_.tables.requests();
       for (i32 i = thread; i < batch; i += num_threads) {
-        requests[i] = given_.tables.request(i, given_.heads.group(), given_.schedule.tile_q);
+        requests[i] = given_.tables.request(i, given_.heads, given_.schedule.tile_q);
       }
       if (thread != num_threads - 1) return;  // has no request in most batches
       work_.state->batch = batch;
@@ -156,7 +158,7 @@ class TablePlanner {
         threads_, work_.state->batch, reinterpret_cast<KvTokens*>(work_.sums),
         [&](i32 i) {
           const Request& request = requests[i];
-          return KvTokens::of(request.kv_len, request.tiles, has_few_rows(request.q_len, group, tile_q));
+          return KvTokens::of(request.tokens(), request.tiles, has_few_rows(request.q_len, group, tile_q));
         },
         [](i32, const KvTokens&) {});
     threads_.phase([&](i32 thread) {

@@ -15,6 +15,21 @@ struct TokenRange {
 // The token position of a request's row. Rows are aligned to the right end of the tokens.
 FP_HOST_DEVICE i32 query_position(const WorkItem& item, i32 row) { return item.kv_len - item.q_len + row; }
 
+// What rows see of their request, for all requests of a batch: the options of these names
+// (flashpage/kernels/options.py).
+struct Visibility {
+  i32 causal;       // 1: no token after the row's own
+  i32 window_left;  // tokens before the row's own; -1: all
+};
+
+// A batch is planned in parts of requests: rows that all see nothing before the part's first token, and nothing at or
+// after its end. Here the part that a row at `position` is in.
+FP_HOST_DEVICE TokenRange part_at(const Visibility&, i32 /*position*/, i32 kv_len) { return {0, kv_len}; }
+// Whether requests may have several parts.
+FP_HOST_DEVICE bool has_parts(const Visibility&) { return false; }
+// Of so many requests with so many rows in all.
+inline i64 most_parts(const Visibility&, i64 requests, i64 /*rows*/) { return requests; }
+
 // The first token that a query at `position` sees, and the end of what it sees, of tokens from `begin` on or before
 // `end`. Both grow with the position. Options have `causal` and `window_left`; a window is less than 2^30 (check_window
 // in flashpage/kernels/options.py), so that no difference overflows.

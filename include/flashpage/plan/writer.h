@@ -84,7 +84,8 @@ class Writer {
   FP_HOST_DEVICE void write_merges(i32 index, i32 first = 0, i32 step = 1) const {
     const CutUnit& unit = memory_.units[index];
     const Cut& at = unit.at;
-    const i32 q_begin = division_.requests[at.request].q_begin, rows = rows_of(at);
+    const Request& request = division_.requests[at.request];
+    const i32 rows = rows_of(at);
     const i32 first_row = at.tile * schedule_.tile_q;
     MergeItem* const merges = reinterpret_cast<MergeItem*>(memory_.bytes + merges_offset());
     u32* const arrivals = reinterpret_cast<u32*>(merges + all().merges * places());
@@ -92,8 +93,8 @@ class Writer {
       const i32 partial_row = unit.partial_row + place * static_cast<i32>(all().partial_rows);
       i64 merge = unit.merge + place * all().merges;
       for (i32 row = 0; row < rows; row += schedule_.merge_rows) {
-        merges[merge] = {at.request,
-                         q_begin,
+        merges[merge] = {request.index,
+                         request.q_begin,
                          first_row + row,
                          min_of(schedule_.merge_rows, rows - row),
                          at.head + place * division_.axis.heads,
@@ -180,7 +181,7 @@ class Writer {
         const Request& request = requests[i];
         if (request.tiles == 0) continue;
         WorkItem& item = items()[to.items + request.number - number];
-        item = item_of({i, 0, 0, -1}, 0, {0, request.kv_len});
+        item = item_of({i, 0, 0, -1}, 0, {request.kv_begin, request.kv_len});
         item.num_units = request.tiles * division_.axis.heads * heads;
       }
     }
@@ -240,7 +241,7 @@ class Writer {
     for (i32 head = 0; head < (all_tiles ? 1 : heads); ++head) {
       if constexpr (writes) {
         WorkItem& item = items()[to.items];
-        item = item_of(at, head, {0, request.kv_len});
+        item = item_of(at, head, {request.kv_begin, request.kv_len});
         item.num_units = count * (all_tiles ? heads : 1);
       }
       ++to.items;
@@ -302,7 +303,7 @@ class Writer {
     const Request& request = division_.requests[at.request];
     return {request.kv_offset,
             request.mask_offset,
-            at.request,
+            request.index,
             request.q_begin,
             request.q_len,
             request.kv_len,

@@ -1,0 +1,197 @@
+// From index arrays (int32 or int64, maybe strided) to checked requests, in one pass and without copies.
+#pragma once
+#include <vector>
+
+#include "flashpage/plan/lengths.h"
+
+namespace flashpage::plan {
+
+struct IndexArray {
+  const void* data;  // null: not given
+  i64 stride;        // elements
+  bool is_int64;
+};
+
+struct Lengths {
+  i32 batch;
+  i32 q_len_per_request;  // where q_indptr is not given
+  IndexArray q_indptr;
+  IndexArray kv_indptr;
+  IndexArray last_page_len;
+  IndexArray kv_lens;
+  i32 page_size;  // tokens; 0: ragged
+  bool has_custom_mask;
+  i32 cell_tokens;  // of a cell of mask tiles (mask_cells.h), where a mask function has them; 0: none has
+  i32 least_rows;   // of a request that the plan serves; others keep their place and have no row tiles
+  i32 most_rows;    // 0: any number
+
+  bool serves_all() const { return least_rows == 0 && most_rows == 0; }
+  bool serves(i64 q_len) const { return q_len >= least_rows && (most_rows == 0 || q_len <= most_rows); }
+};
+
+enum class LengthArray { none = 0, q_indptr = 1, kv_indptr = 2, last_page_len = 3, kv_lens = 4 };
+enum class LengthError { none = 0, negative_first = 1, decreases = 2, outside = 3, too_many = 4, overflow = 5 };
+
+struct LengthFault {
+  LengthArray array = LengthArray::none;
+  LengthError error = LengthError::none;
+  i64 index = 0;
+  i64 value = 0;
+  i64 limit = 0;
+};
+
+struct LengthTotals {
+  i64 q_rows = 0;  // q_indptr's last entry
+  KvTokens kv;
+  KvTokens served;     // of the requests that the plan serves
+  i64 kv_entries = 0;  // kv_indptr's last entry: pages, ragged: tokens
+  i64 mask_bytes = 0;
+  i64 tile_cells = 0;
+  i64 units = 0;  // row tiles over all KV heads
+  i32 max_q_len = 0;
+  i32 parts = 0;  // on the axis
+};
+
+struct AnyIndex {
+  explicit AnyIndex(const IndexArray& array) : array(array) {}
+  i64 operator[](i64 i) const {
+    i64 at = i * array.stride;
+    return array.is_int64 ? static_cast<const i64*>(array.data)[at] : static_cast<const i32*>(array.data)[at];
+  }
+  const IndexArray array;
+};
+
+struct PlainInt32 {
+  explicit PlainInt32(const IndexArray& array) : data(static_cast<const i32*>(array.data)) {}
+  static bool fits(const IndexArray& array) { return !array.data || (!array.is_int64 && array.stride == 1); }
+  i64 operator[](i64 i) const { return data[i]; }
+  const i32* data;
+};
+
+inline KvTokens served_tokens(i32 group, i32 tile_q, const Request* requests, i32 count) {
+  KvTokens served;
+  for (i32 i = 0; i < count; ++i) {
+    const Request& request = requests[i];
+    if (request.tiles == 0) continue;
+    served = served + KvTokens::of(request.tokens(), request.tiles, has_few_rows(request.q_len, group, tile_q));
+  }
+  return served;
+}
+
+inline constexpr i32 most_parts_of_batch = 1 << 22;
+
+// Puts a request that lies on the axis as a whole there once more, part by part; false where they are too many.
+inline bool cut_to_parts(const Lengths& lengths, const Heads& heads, i32 tile_q, const Request& whole,
+                         std::vector<Request>& requests, LengthTotals& totals) {
+  const i32 shift = whole.kv_len - whole.q_len;
+  for (i32 row = 0; row < whole.q_len;) {
+    const TokenRange part = part_at(heads.visibility, max_of(shift + row, 0), whole.kv_len);
+    const i32 end = part.end == whole.kv_len ? whole.q_len : part.end - shift;
+    if (totals.parts >= most_parts_of_batch) return false;
+    if (totals.parts + 1 >= static_cast<i64>(requests.size())) requests.resize(2 * requests.size());
+    Request& made = requests[totals.parts++];
+    made = whole;
+    made.mask_offset = totals.tile_cells;
+    made.q_begin += row;
+    made.q_len = end - row;
+    made.kv_begin = part.begin;
+    made.kv_len = part.end;
+    made.tiles = whole.tiles == 0 ? 0 : ceil_div(made.q_len * heads.group(), tile_q);
+    totals.units += made.tiles * static_cast<i64>(heads.num_kv_heads);
+    if (lengths.cell_tokens > 0) totals.tile_cells += made.tiles * ceil_div<i64>(made.kv_len, lengths.cell_tokens);
+    row = end;
+  }
+  return true;
+}
+
+// Reads and checks every request. `requests` grows to hold all parts and one more.
+template <class Index>
+LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q, std::vector<Request>& requests,
+                         LengthTotals& totals) {
+  const i32 num_kv_heads = heads.num_kv_heads, group = heads.group();
+  const bool is_cut = has_parts(heads.visibility);
+  if (static_cast<i64>(requests.size()) <= lengths.batch) requests.resize(lengths.batch + 1);
+  const Index q_indptr(lengths.q_indptr), kv_indptr(lengths.kv_indptr);
+  const Index last_page_len(lengths.last_page_len), kv_lens(lengths.kv_lens);
+  const bool has_q_indptr = lengths.q_indptr.data, has_kv_lens = lengths.kv_lens.data;
+  const bool has_last_page_len = lengths.last_page_len.data && !has_kv_lens;
+  const i64 page_size = lengths.page_size > 0 ? lengths.page_size : 1;
+
+  i64 q_end = has_q_indptr ? q_indptr[0] : 0, kv_end = kv_indptr[0];
+  using enum LengthError;
+  if (q_end < 0) return {LengthArray::q_indptr, negative_first, 0, q_end, 0};
+  if (kv_end < 0) return {LengthArray::kv_indptr, negative_first, 0, kv_end, 0};
+
+  i64 known_q_len = 0, tiles = 0;  // neighbours mostly have the same number of rows: divide once
+  bool few_rows = false;
+  for (i64 i = 0; i < lengths.batch; ++i) {
+    const i64 q_begin = q_end, kv_begin = kv_end;
+    q_end = has_q_indptr ? q_indptr[i + 1] : q_begin + lengths.q_len_per_request;
+    kv_end = kv_indptr[i + 1];
+    const i64 q_len = q_end - q_begin, entries = kv_end - kv_begin;
+    if (q_len < 0) return {LengthArray::q_indptr, decreases, i + 1, q_end, q_begin};
+    if (entries < 0) return {LengthArray::kv_indptr, decreases, i + 1, kv_end, kv_begin};
+    if (q_end > max_i32) return {LengthArray::q_indptr, overflow, i + 1, q_end, max_i32};
+    if (kv_end > max_i32) return {LengthArray::kv_indptr, overflow, i + 1, kv_end, max_i32};
+
+    i64 kv_len = entries * page_size;
+    if (has_kv_lens) {
+      const i64 given = kv_lens[i];
+      if (given < 0) return {LengthArray::kv_lens, outside, i, given, kv_len};
+      if (given > kv_len) return {LengthArray::kv_lens, too_many, i, given, kv_len};
+      kv_len = given;
+    } else if (has_last_page_len) {
+      const i64 given = last_page_len[i];
+      // Engines pad batches with requests that have no pages and any last_page_len that a page could have.
+      if (given < (entries > 0) || given > page_size) return {LengthArray::last_page_len, outside, i, given, page_size};
+      if (entries > 0) kv_len += given - page_size;
+    }
+    if (kv_len > max_i32) return {LengthArray::kv_indptr, overflow, i + 1, kv_len, max_i32};
+
+    if (q_len != known_q_len) {
+      known_q_len = q_len;
+      tiles = ceil_div<i64>(q_len * group, tile_q);
+      few_rows = has_few_rows(q_len, group, tile_q);
+      const i64 limit = max_i32 / max_of<i64>(group, 1);
+      if (q_len > limit || tiles * num_kv_heads > max_i32)
+        return {LengthArray::q_indptr, overflow, i + 1, q_len, limit};
+      if (!lengths.serves(q_len)) tiles = 0;
+    }
+    const Request whole{kv_begin,
+                        totals.mask_bytes + totals.tile_cells,  // one of them
+                        static_cast<i32>(i),
+                        static_cast<i32>(q_begin),
+                        static_cast<i32>(q_len),
+                        0,
+                        static_cast<i32>(kv_len),
+                        static_cast<i32>(tiles),
+                        0,
+                        0.0};
+    totals.kv = totals.kv + KvTokens::of(kv_len, static_cast<i32>(tiles), few_rows);
+    totals.max_q_len = max_of(totals.max_q_len, static_cast<i32>(q_len));
+    if (is_cut) {
+      if (!cut_to_parts(lengths, heads, tile_q, whole, requests, totals))
+        return {LengthArray::q_indptr, overflow, i + 1, q_len, most_parts_of_batch};
+      continue;
+    }
+    requests[totals.parts++] = whole;
+    totals.units += tiles * num_kv_heads;
+    if (lengths.has_custom_mask) totals.mask_bytes += ceil_div<i64>(q_len * kv_len, 8);
+    if (lengths.cell_tokens > 0) totals.tile_cells += tiles * ceil_div<i64>(kv_len, lengths.cell_tokens);
+  }
+  totals.q_rows = q_end;
+  totals.kv_entries = kv_end;
+  const bool are_all = lengths.serves_all() && !is_cut;
+  totals.served = are_all ? totals.kv : served_tokens(group, tile_q, requests.data(), totals.parts);
+  return {};
+}
+
+inline LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q, std::vector<Request>& requests,
+                                LengthTotals& totals) {
+  const bool plain = PlainInt32::fits(lengths.q_indptr) && PlainInt32::fits(lengths.kv_indptr) &&
+                     PlainInt32::fits(lengths.last_page_len) && PlainInt32::fits(lengths.kv_lens);
+  return plain ? read_lengths<PlainInt32>(lengths, heads, tile_q, requests, totals)
+               : read_lengths<AnyIndex>(lengths, heads, tile_q, requests, totals);
+}
+
+}  // namespace flashpage::plan
