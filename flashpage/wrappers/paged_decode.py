@@ -19,7 +19,7 @@ from .adapter import Adapter
 from .base import DECODE
 from .engine_access.attributes import PagedState, Written
 from .engine_access.cached_module import DecodePlanModule, PlanModule
-from .plan_arguments import DecodeArguments, named_options, sizes_signature
+from .plan_arguments import NO_OWN, DecodeArguments, Own, named_options, options_of_device, sizes_signature
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
@@ -107,7 +107,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
-        variant: Any = None,
+        **own: Any,
     ) -> None:
         """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
 
@@ -135,11 +135,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
                 results do not depend on the batch. None or -1: balanced.
             disable_split_kv: no request is cut.
             q_len_per_req: query rows of each request (more than one: causal among them).
-            variant: a flashpage.Variant.
+            own: what FlashInfer does not have (plan_arguments.Own). variant: a flashpage.Variant.
         """
         if deprecated_positional_args:
             given = {name: value for name, value in locals().items() if name in _PLAN_NAMES}
-            self.plan(**(given | named_options(deprecated_positional_args)))
+            self.plan(**(given | named_options(deprecated_positional_args)), **own)
             return
         arguments = DecodeArguments(
             num_qo_heads,
@@ -160,7 +160,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             fixed_split_size,
             disable_split_kv,
             q_len_per_req,
-            variant,
+            Own.of(own) if own else NO_OWN,
         )
         if arguments != self._arguments:
             self._check(arguments)
@@ -175,7 +175,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         has them, but window_right and non_blocking."""
         bound = _SIZE.bind(self, *lengths_and_heads, **options)
         bound.apply_defaults()
-        given = bound.arguments
+        given = bound.arguments | {"own": Own.of(bound.arguments["own"])}
         arguments = DecodeArguments(**{name: given[name] for name in DecodeArguments._fields if name in given})
         lengths = Lengths(None, given["indptr"], given["last_page_len"], given["seq_lens"])
         return self._attention.workspace_size(lengths, arguments.checked()[0])
@@ -209,7 +209,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
 
         On a card lengths are taken to lie within 0 and what a row of `block_tables` holds; on the CPU they are checked.
         """
-        arguments = DecodeArguments(num_qo_heads, num_kv_heads, head_dim, page_size, **options)
+        arguments = DecodeArguments(num_qo_heads, num_kv_heads, head_dim, page_size, **options_of_device(options))
         if arguments != self._arguments:
             self._check(arguments)
         self._now = self._planned
@@ -308,7 +308,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
 
 
 _PLAN = inspect.signature(BatchDecodeWithPagedKVCacheWrapper.plan)
-_PLAN_NAMES = set(_PLAN.parameters) - {"self", "deprecated_positional_args"}
+_PLAN_NAMES = set(_PLAN.parameters) - {"self", "deprecated_positional_args", "own"}
 _SIZE = sizes_signature(_PLAN)
 BatchDecodeWithPagedKVCacheWrapper.workspace_size.__signature__ = _SIZE  # type: ignore[attr-defined]
 

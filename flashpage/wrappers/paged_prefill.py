@@ -18,7 +18,7 @@ from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
-from .plan_arguments import PrefillArguments
+from .plan_arguments import NO_OWN, Own, PrefillArguments, options_of_device
 from .prefill_base import PrefillWrapper, only_items
 
 
@@ -109,8 +109,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
-        *,
-        variant: Any = None,
+        **own: Any,
     ) -> None:
         """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
 
@@ -147,7 +146,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that
                 results do not depend on the batch. None or -1: balanced.
             disable_split_kv: no request is cut.
-            variant: a flashpage.Variant.
+            own: what FlashInfer does not have (plan_arguments.Own). variant: a flashpage.Variant.
         """
         if seq_lens_q is not None:
             checks.refuse_given(seq_lens_q=seq_lens_q)
@@ -162,7 +161,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         ):
             items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
             if (item_mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
-                variant, causal = only_items(item_mask, variant), True
+                own["variant"], causal = only_items(item_mask, own.get("variant")), True
             mask = Mask.of(custom_mask, packed_custom_mask)
         arguments = PrefillArguments(
             "paged",
@@ -185,7 +184,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             o_data_type,
             fixed_split_size,
             disable_split_kv,
-            variant,
+            Own.of(own) if own else NO_OWN,
         )
         lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
         pages = Pages(paged_kv_indices, block_tables, non_blocking)
@@ -198,7 +197,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         has them."""
         bound = _PLAN.bind(self, *lengths_and_heads, **options)
         bound.apply_defaults()
-        given = bound.arguments | {"kv_source": "paged"}
+        given = bound.arguments | {"kv_source": "paged", "own": Own.of(bound.arguments["own"])}
         given["has_mask"] = given["custom_mask"] is not None or given["packed_custom_mask"] is not None
         arguments = PrefillArguments(*(given[name] for name in PrefillArguments._fields))
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens")
@@ -245,7 +244,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
                 raise PlanError("max_rows=None: pass the rows of q, which qo_indptr keeps on the device.")
             max_rows = self._planner.capacity.rows
         heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
-        arguments = PrefillArguments("paged", *heads, **options)
+        arguments = PrefillArguments("paged", *heads, **options_of_device(options))
         if arguments != self._arguments:
             self._check(arguments)
         self._now = self._planned

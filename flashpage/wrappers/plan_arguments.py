@@ -18,6 +18,22 @@ _DEPRECATED_POSITIONS = (
 )
 
 
+class Own(NamedTuple):
+    """Options that FlashInfer does not have: keywords of every plan."""
+
+    variant: Any = None  # a flashpage.Variant
+
+    @staticmethod
+    def of(given: dict[str, Any]) -> Own:
+        """Of a plan's keywords."""
+        if unknown := given.keys() - set(Own._fields):
+            raise TypeError(f"plan() got an unexpected keyword argument {min(unknown)!r}")
+        return Own(**given)
+
+
+NO_OWN = Own()
+
+
 class DecodeArguments(NamedTuple):
     """Those of a decode wrapper."""
 
@@ -39,7 +55,7 @@ class DecodeArguments(NamedTuple):
     fixed_split_size: Any = None
     disable_split_kv: bool = False
     q_len_per_req: Any = 1
-    variant: Any = None
+    own: Own = NO_OWN
 
     def checked(self) -> tuple[Options, Values]:
         """The options, and what runs take unless they are given others."""
@@ -63,10 +79,10 @@ class DecodeArguments(NamedTuple):
             logits_soft_cap=self.logits_soft_cap,
             pos_encoding_mode=self.pos_encoding_mode,
             has_mask=False,
-            variant=self.variant,
             fixed_split_size=self.fixed_split_size,
             disable_split_kv=self.disable_split_kv,
             uniform_q_len=rows,
+            **self.own._asdict(),
         )
         return options, _values(self, options, options.causal)
 
@@ -94,7 +110,7 @@ class PrefillArguments(NamedTuple):
     o_data_type: Any = None
     fixed_split_size: Any = None
     disable_split_kv: bool = False
-    variant: Any = None
+    own: Own = NO_OWN
 
     def checked(self) -> tuple[Options, Values]:
         """The options, and what runs take unless they are given others."""
@@ -114,9 +130,9 @@ class PrefillArguments(NamedTuple):
             logits_soft_cap=self.logits_soft_cap,
             pos_encoding_mode=self.pos_encoding_mode,
             has_mask=self.has_mask,
-            variant=self.variant,
             fixed_split_size=self.fixed_split_size,
             disable_split_kv=self.disable_split_kv,
+            **self.own._asdict(),
         )
         return options, _values(self, options, bool(self.causal))
 
@@ -129,6 +145,12 @@ def _values(given: Arguments, options: Options, causal: bool) -> Values:
     check_rope(given.rope_scale, given.rope_theta)
     cap, window = check_soft_cap(given.logits_soft_cap), check_window(given.window_left)
     return Values(causal, window, cap, given.sm_scale, given.rope_scale, given.rope_theta, given.pos_encoding_mode)
+
+
+def options_of_device(options: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of plan_on_device as fields of the arguments."""
+    fields = {name: value for name, value in options.items() if name not in Own._fields}
+    return fields | {"own": Own.of({name: value for name, value in options.items() if name in Own._fields})}
 
 
 class Checked:
@@ -151,7 +173,7 @@ def sizes_signature(plan: inspect.Signature) -> inspect.Signature:
     names = [name for name, p in plan.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     names += [name for name in _DEPRECATED_POSITIONS if name != "non_blocking"]
     by_position = [plan.parameters[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    return inspect.Signature([*by_position, plan.parameters["variant"]], return_annotation="tuple[int, int]")
+    return inspect.Signature([*by_position, plan.parameters["own"]], return_annotation="tuple[int, int]")
 
 
 def named_options(positional: tuple[Any, ...]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .base import RAGGED
 from .engine_access.attributes import array_of_plan
-from .plan_arguments import PrefillArguments
+from .plan_arguments import NO_OWN, Own, PrefillArguments
 from .prefill_base import PrefillWrapper, only_items
 
 
@@ -101,8 +101,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         max_sequence_kv: int | None = None,
         v_indptr: torch.Tensor | None = None,
         o_indptr: torch.Tensor | None = None,
-        *,
-        variant: Any = None,
+        **own: Any,
     ) -> None:
         """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
 
@@ -126,7 +125,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         ):
             items = ItemArguments(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
             if (item_mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
-                variant, causal = only_items(item_mask, variant), True
+                own["variant"], causal = only_items(item_mask, own.get("variant")), True
             mask = Mask.of(custom_mask, packed_custom_mask)
         arguments = PrefillArguments(
             "ragged",
@@ -149,7 +148,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             o_data_type,
             fixed_split_size,
             disable_split_kv,
-            variant,
+            Own.of(own) if own else NO_OWN,
         )
         lengths = Lengths(qo_indptr, kv_indptr, None, seq_lens)
         pages = Pages(non_blocking=non_blocking)

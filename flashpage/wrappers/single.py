@@ -14,7 +14,7 @@ from ..plan.lengths import Lengths
 from ..plan.page_indices import NO_PAGES, Mask
 from ..plan.session import current_stream
 from .base import RAGGED, Attention
-from .plan_arguments import PrefillArguments
+from .plan_arguments import Own, PrefillArguments
 
 _WORKSPACE_BYTES = 32 << 20
 
@@ -37,8 +37,7 @@ def single_decode_with_kv_cache(
     rope_scale: float | None = None,
     rope_theta: float | None = None,
     return_lse: bool = False,
-    *,
-    variant: Any = None,
+    **own: Any,
 ) -> Any:
     """Attention of one query row.
 
@@ -54,7 +53,7 @@ def single_decode_with_kv_cache(
     if q.dim() != 2:
         raise RunError(f"q has shape {tuple(q.shape)}: pass one row, [num_qo_heads, head_dim].")
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
-    options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "variant": variant}
+    options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "own": Own.of(own)}
     scales = (q_scale, k_scale, v_scale)
     result = _run(q.unsqueeze(0), k, v, kv_layout, options, scales, return_lse)
     return tuple(r.squeeze(0) for r in result) if return_lse else result.squeeze(0)
@@ -84,8 +83,7 @@ def single_prefill_with_kv_cache(
     kv_cache_sf: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    *,
-    variant: Any = None,
+    **own: Any,
 ) -> Any:
     """Attention of the rows of one request.
 
@@ -106,7 +104,7 @@ def single_prefill_with_kv_cache(
     if custom_mask is not None and isinstance(custom_mask, torch.Tensor):
         custom_mask = custom_mask.reshape(-1)
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
-    options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "variant": variant}
+    options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "own": Own.of(own)}
     options |= {"causal": causal, "o_data_type": o_dtype}
     scales = (
         scale_q,

@@ -6,6 +6,7 @@ import functools
 import inspect
 
 import pytest
+import torch
 from signatures import shown
 
 import flashpage
@@ -124,7 +125,27 @@ def test_run_keywords(name: str) -> None:
 
 def test_decode_plan_keywords() -> None:
     parameters = list(inspect.signature(flashpage.BatchDecodeWithPagedKVCacheWrapper.plan).parameters.values())
-    assert shown([p for p in parameters if p.kind is p.KEYWORD_ONLY]) == [*DECODE_KEYWORDS.split(), "variant=None"]
+    assert shown([p for p in parameters if p.kind is p.KEYWORD_ONLY]) == DECODE_KEYWORDS.split()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+    ],
+)
+def test_a_misspelt_keyword_is_a_type_error(name: str) -> None:
+    """Keywords of our own are taken by name, and no others."""
+    wrapper = getattr(flashpage, name)(torch.empty(1 << 20, dtype=torch.uint8))
+    indptr, ones = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    arguments = {"Decode": (indptr, ones, ones, 1, 1, 64, 16), "Ragged": (indptr, indptr, 1, 1, 64)}
+    kind = next((kind for kind in arguments if kind in name), "Paged")
+    given = arguments.get(kind, (indptr, indptr, ones, ones, 1, 1, 64, 16))
+    with pytest.raises(TypeError, match=r"^plan\(\) got an unexpected keyword argument 'windw_left'$"):
+        wrapper.plan(*given, windw_left=3)
+    wrapper.plan(*given, variant=None)
 
 
 def test_submodules() -> None:

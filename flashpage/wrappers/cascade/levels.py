@@ -10,13 +10,12 @@ import torch
 
 from ...base import checks
 from ...base.errors import CapabilityError, PlanError, RunError
-from ...kernels.options import check_window
 from ...plan.lengths import Lengths, all_to_host, batch_of
 from ...plan.page_indices import Pages
 from ..base import Attention
 from ..graph_buffers import take_graph_buffers
 from ..merge import merge_parts, part_of
-from ..plan_arguments import Checked, PrefillArguments
+from ..plan_arguments import Checked, Own, PrefillArguments
 from .fold import PagedLevel, folded
 from .window import LevelWindows
 
@@ -108,6 +107,7 @@ class MultiLevelCascadeAttentionWrapper:
         rope_theta: float | None = None,
         q_data_type: Any = "float16",
         kv_data_type: Any = None,
+        **own: Any,
     ) -> None:
         """Plans a batch. Index tensors: int32 or int64, on the host (nothing waits) or on the device (one copy back).
 
@@ -140,7 +140,6 @@ class MultiLevelCascadeAttentionWrapper:
         levels = [PagedLevel(*level) for level in lists]
         if not self._use_cuda_graph and all(isinstance(level.indices, torch.Tensor) for level in levels):
             levels = folded(levels, page_size, bool(causal))
-        variants, is_hidden = self._windows.plan(levels, page_size, check_window(window_left))
         options, values = self._checked.of(
             PrefillArguments(
                 "paged",
@@ -158,19 +157,26 @@ class MultiLevelCascadeAttentionWrapper:
                 rope_theta=rope_theta,
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
+                own=Own.of(own),
             )
         )
-        whole = dataclasses.replace(options, causal=False, window_left=-1)
+        if options.variant is not None and len(levels) > 1:
+            raise CapabilityError(
+                f"variant is not supported with num_levels={self._num_levels}: a level does not know where in a request "
+                "its tokens stand."
+            )
+        shown = self._windows.plan(levels, options)
+        whole = dataclasses.replace(shown.options, causal=False, window_left=-1)
         values_of_whole = values._replace(causal=False, window_left=-1)
-        for level, variant in zip(levels, variants, strict=True):
-            of_level = (options, values) if level is levels[-1] else (whole, values_of_whole)
+        for level, variant in zip(shown.levels, shown.variants, strict=True):
+            of_level = (shown.options, values) if level is shown.levels[-1] else (whole, values_of_whole)
             lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
             level_options = of_level[0] if variant is None else dataclasses.replace(of_level[0], variant=variant)
             self._levels[level.number].plan(lengths, Pages(level.indices), level_options, of_level[1])
-        planned = [self._levels[level.number] for level in levels]
+        planned = [self._levels[level.number] for level in shown.levels]
         self._active = [
             attention
-            for attention, hidden in zip(planned, is_hidden, strict=True)
+            for attention, hidden in zip(planned, shown.is_hidden, strict=True)
             if self._use_cuda_graph or (attention.session.result.total_kv > 0 and not hidden)
         ] or planned[-1:]
 

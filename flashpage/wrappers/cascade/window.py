@@ -1,4 +1,4 @@
-"""A sliding window over levels of tokens: what it hides of the upper levels, row by row."""
+"""What rows see of each level of tokens: a sliding window hides the upper levels row by row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...kernels.options import Options
 from ...variants.row_mask import ROW, RowMask
 from ...variants.variant import Variant
 from .fold import PagedLevel
@@ -25,6 +26,15 @@ class Level(NamedTuple):
         return torch.repeat_interleave(values, self.q_indptr.diff())
 
 
+class Shown(NamedTuple):
+    """Levels as they are planned."""
+
+    options: Options  # of the last level; the others are not causal and have no window
+    levels: Sequence[PagedLevel]
+    variants: list[Variant | None]  # masks of levels; None: nothing is hidden
+    is_hidden: list[bool]  # whether all of a level is
+
+
 class LevelWindows:
     """The masks of all levels of a wrapper."""
 
@@ -32,27 +42,23 @@ class LevelWindows:
         self._is_graph = is_graph
         self._masks = [RowMask(_MASK, device) for _ in range(num_levels - 1)]
 
-    def plan(
-        self, planned: Sequence[PagedLevel], page_size: int, window_left: int
-    ) -> tuple[list[Variant | None], list[bool]]:
-        """For each level its mask, None where nothing of it is hidden, and whether all of it is.
-
-        The last level has no mask: a window counts there as in a batch of its own.
-        """
+    def plan(self, planned: Sequence[PagedLevel], options: Options) -> Shown:
+        """The last level has no mask: a window counts there as in a batch of its own."""
         variants: list[Variant | None] = [None] * len(planned)
         is_hidden = [False] * len(planned)
-        if window_left < 0 or len(planned) == 1:
-            return variants, is_hidden
-        levels = [_level(level, page_size) for level in planned]
+        found = Shown(options, planned, variants, is_hidden)
+        if options.window_left < 0 or len(planned) == 1:
+            return found
+        levels = [_level(level, options.page_size) for level in planned]
         if any(bool((level.q_indptr.diff() < 0).any()) for level in levels):
-            return variants, is_hidden  # the planner tells
-        for i, first_token in enumerate(_first_visible(levels, window_left)):
+            return found  # the planner tells
+        for i, first_token in enumerate(_first_visible(levels, options.window_left)):
             is_hidden[i] = bool((first_token >= levels[i].by_row(levels[i].kv_lens)).all())
             # What is captured has a mask in every batch or in none.
             if self._is_graph or (not is_hidden[i] and bool((first_token > 0).any())):
                 first_row = levels[i].q_indptr[1:] - levels[i].kv_lens  # q_idx is right-aligned within the level
                 variants[i] = self._masks[planned[i].number].set(first_row, first_token=first_token)
-        return variants, is_hidden
+        return found
 
 
 def _level(planned: PagedLevel, page_size: int) -> Level:
