@@ -48,6 +48,16 @@ class Options:
         return native.Visibility(*(int(getattr(self, name)) for name, *_ in native.Visibility._fields_))
 
     @property
+    def most_visible(self) -> int | None:
+        """Tokens that a row sees at most; None: any number."""
+        return self.window_left + 1 if self.window_left >= 0 else None
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether rows of one request may see tokens from different ones on (include/flashpage/plan/visible.h)."""
+        return False
+
+    @property
     def needs_variant(self) -> bool:
         """Whether the kernel is given captured values."""
         return self.has_soft_cap or self.position_encoding == "ALIBI" or self.variant is not None

@@ -9,7 +9,7 @@ import torch
 
 from .. import native
 from ..base import checks, env
-from ..base.errors import PlanError
+from ..base.errors import CapabilityError, PlanError
 from ..kernels.options import Options
 from .lengths import batch_of
 
@@ -35,6 +35,11 @@ class TableLengths:
         max_rows: int,
         options: Options,
     ) -> None:
+        if options.has_parts:
+            raise CapabilityError(
+                "plan_on_device plans the rows of a request as one: give each request one row (the decode wrapper), or "
+                "call plan, which cuts requests where their rows see different tokens."
+            )
         self.batch = _entries(seq_lens, "seq_lens", device, _INTEGERS)
         if table_rows is not None and _entries(table_rows, "table_rows", device, _INTEGERS) != self.batch:
             raise PlanError(f"table_rows has {len(table_rows)} entries but seq_lens {self.batch}: pass one a request.")

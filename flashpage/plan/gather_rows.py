@@ -51,7 +51,7 @@ class Worth:
     def __init__(self, options: Options, card: Device) -> None:
         self.may_be = _may_be(options)  # in any batch
         self._hidden = 0.5 if options.causal else 0.0
-        self._most_tokens = options.window_left + 1 if options.window_left >= 0 else None  # that a row sees
+        self._most_tokens = options.most_visible
         # The copy costs memory's time and saves time of products.
         rows_of_h200 = card.flops_per_byte / options.group_size
         self._least_rows = LEAST_ROWS * rows_of_h200

@@ -162,8 +162,8 @@ class MultiLevelCascadeAttentionWrapper:
         )
         if options.variant is not None and len(levels) > 1:
             raise CapabilityError(
-                f"variant is not supported with num_levels={self._num_levels}: a level does not know where in a request "
-                "its tokens stand."
+                f"variant is not supported with num_levels={self._num_levels}: a level does not know where in a "
+                "request its tokens stand."
             )
         shown = self._windows.plan(levels, options)
         whole = dataclasses.replace(shown.options, causal=False, window_left=-1)
