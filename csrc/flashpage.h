@@ -81,6 +81,7 @@ enum fp_length_error : int32_t {
   FP_LENGTH_OUTSIDE = 3,         // last_page_len outside 1..page_size (without pages: 0..page_size)
   FP_LENGTH_TOO_MANY = 4,        // kv_lens[i] exceeds the request's pages; error_limit is their capacity
   FP_LENGTH_OVERFLOW = 5,        // a total does not fit in 31 bits
+  FP_LENGTH_PARTS = 6,           // rows see tokens in more parts than a plan has
 };
 
 // Writes header, CTA ranges, items and merges into `buffer` (any memory the host can write).

@@ -61,7 +61,8 @@ static int32_t fail_lengths(const plan::LengthFault& fault, fp_plan_result* resu
                                            "is below the entry before it",
                                            "is outside 1..page_size (0..page_size for a request without pages)",
                                            "exceeds what the request's pages hold",
-                                           "makes a total that does not fit in 31 bits"};
+                                           "makes a total that does not fit in 31 bits",
+                                           "ends rows in more chunks than a plan has"};
   result->error_array = static_cast<int32_t>(fault.array);
   result->error_reason = static_cast<int32_t>(fault.error);
   result->error_index = fault.index;

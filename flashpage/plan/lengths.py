@@ -12,7 +12,8 @@ from .. import native
 from ..base import checks
 from ..base.errors import PlanError
 
-_NOT_ZERO_FIRST, _DECREASES, _OUTSIDE, _TOO_MANY = 1, 2, 3, 4  # csrc/flashpage.h, fp_length_error
+# include/flashpage/plan/read_lengths.h, LengthError
+_NOT_ZERO_FIRST, _DECREASES, _OUTSIDE, _TOO_MANY, _TOO_MANY_PARTS = 1, 2, 3, 4, 6
 _KV_LENS = 4  # fp_plan_result::error_array
 
 
@@ -93,4 +94,6 @@ def complaint(result: native.PlanResult, names: Names, page_size: int) -> PlanEr
         return PlanError(
             f"{found} exceeds the {limit} tokens of the request's pages: give it more pages or a smaller length."
         )
+    if reason == _TOO_MANY_PARTS:
+        return PlanError(f"{found} ends rows in more than {limit} chunks: plan fewer rows, or larger chunks.")
     return PlanError(f"{found} makes a total that does not fit in 31 bits (at most {limit}): split the batch.")

@@ -30,7 +30,15 @@ struct Lengths {
 };
 
 enum class LengthArray { none = 0, q_indptr = 1, kv_indptr = 2, last_page_len = 3, kv_lens = 4 };
-enum class LengthError { none = 0, negative_first = 1, decreases = 2, outside = 3, too_many = 4, overflow = 5 };
+enum class LengthError {
+  none = 0,
+  negative_first = 1,
+  decreases = 2,
+  outside = 3,
+  too_many = 4,
+  overflow = 5,
+  too_many_parts = 6
+};
 
 struct LengthFault {
   LengthArray array = LengthArray::none;
@@ -171,7 +179,7 @@ LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q,
     totals.max_q_len = max_of(totals.max_q_len, static_cast<i32>(q_len));
     if (is_cut) {
       if (!cut_to_parts(lengths, heads, tile_q, whole, requests, totals))
-        return {LengthArray::q_indptr, overflow, i + 1, q_len, most_parts_of_batch};
+        return {LengthArray::q_indptr, too_many_parts, i + 1, q_end, most_parts_of_batch};
       continue;
     }
     requests[totals.parts++] = whole;
