@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .. import native
 from ..base import checks
 from ..base.dtypes import DType
-from ..base.errors import PlanError
+from ..base.errors import CapabilityError, PlanError
 
 SPLIT_BALANCED, SPLIT_NEVER = 0, -1  # csrc/flashpage.h, fp_schedule::fixed_piece_tokens
 _LONGEST = 2**30  # tokens: more than any context
@@ -30,6 +30,7 @@ class Options:
     out_dtype: DType
     causal: bool = False
     window_left: int = -1  # tokens visible left of the row's own; -1: all
+    chunk: int = 0  # tokens: rows see those of their own chunk of so many alone; 0: of all
     has_soft_cap: bool = False  # its value is given at every run
     position_encoding: str = "NONE"  # NONE | ROPE_LLAMA | ALIBI
     has_mask: bool = False  # the mask alone decides what a row sees: causal is then False, as in FlashInfer
@@ -50,12 +51,14 @@ class Options:
     @property
     def most_visible(self) -> int | None:
         """Tokens that a row sees at most; None: any number."""
-        return self.window_left + 1 if self.window_left >= 0 else None
+        window = self.window_left + 1 if self.window_left >= 0 else _LONGEST
+        most = min(window, self.chunk or _LONGEST)
+        return most if most < _LONGEST else None
 
     @property
     def has_parts(self) -> bool:
         """Whether rows of one request may see tokens from different ones on (include/flashpage/plan/visible.h)."""
-        return False
+        return self.chunk > 0 and self.uniform_q_len != 1
 
     @property
     def needs_variant(self) -> bool:
@@ -126,6 +129,7 @@ def check_options(
     fixed_split_size: Any,
     disable_split_kv: bool,
     uniform_q_len: Any = 0,
+    chunk: Any = None,
 ) -> Options:
     """Checks every argument of `plan` except the lengths. What no kernel can do is refused later (choose.py)."""
     page_size = checks.whole("page_size", page_size, 1) if kv_source == "paged" else 0
@@ -143,6 +147,7 @@ def check_options(
         out_dtype=out_dtype_of(q_dtype) if o_data_type is None else checks.dtype("o_data_type", o_data_type),
         causal=bool(causal) and not has_mask,
         window_left=check_window(window_left),
+        chunk=check_chunk(chunk, has_mask, variant),
         has_soft_cap=check_soft_cap(logits_soft_cap) > 0,
         position_encoding=checks.position_encoding(pos_encoding_mode),
         has_mask=has_mask,
@@ -172,6 +177,19 @@ def check_window(window_left: Any) -> int:
     """-1: no window. So is every window that no context fills, as kernels subtract it in int32."""
     window = checks.whole("window_left", window_left, -(2**31))
     return window if 0 <= window < _LONGEST else -1
+
+
+def check_chunk(chunk: Any, has_mask: bool, variant: Any) -> int:
+    """None, 0 and chunks that no context fills: no chunks."""
+    chunk = 0 if chunk is None else checks.whole("chunk", chunk, 0)
+    if not 0 < chunk < _LONGEST:
+        return 0
+    if has_mask or (variant is not None and check_variant(variant).traced().spec.mask):
+        raise CapabilityError(
+            f"chunk={chunk} is not supported with a mask of the caller's own: put the chunks into the mask, or leave "
+            "the mask out."
+        )
+    return chunk
 
 
 def check_soft_cap(logits_soft_cap: Any) -> float:

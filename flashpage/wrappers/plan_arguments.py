@@ -22,6 +22,7 @@ class Own(NamedTuple):
     """Options that FlashInfer does not have: keywords of every plan."""
 
     variant: Any = None  # a flashpage.Variant
+    chunk: int | None = None  # tokens: a row at position p sees tokens of p's chunk of so many alone; None: of all
 
     @staticmethod
     def of(given: dict[str, Any]) -> Own:

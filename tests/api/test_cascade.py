@@ -53,6 +53,17 @@ CASES = [
     CascadeCase("window-over-everything", DECODE, window_left=1000),
     CascadeCase("window-three-levels-causal", THREE, window_left=30, causal=True),
     CascadeCase("window-three-levels", THREE, window_left=44),
+    CascadeCase("chunk-decode", DECODE, chunk=128),
+    CascadeCase("chunk-within-the-last-level", DECODE, chunk=310),
+    CascadeCase("chunk-over-everything", DECODE, chunk=1000),
+    CascadeCase("chunk-three-levels-causal", THREE, chunk=30, causal=True),
+    CascadeCase("chunk-three-levels-page-1", THREE, chunk=30, causal=True, page_size=1),
+    CascadeCase("chunk-window", THREE, chunk=60, window_left=44, causal=True),
+    CascadeCase("chunk-prefill-causal", PREFILL, chunk=64, causal=True, soft_cap=20.0),
+    CascadeCase("chunk-one-level", (((1, 70), (3, 16), (30, 100)),), causal=True, chunk=48),
+    CascadeCase("chunk-folded", (((3, 64), (2, 16), (1, 0)), ((3, 7), (2, 40), (1, 5))), causal=True, chunk=20),
+    CascadeCase("chunk-no-rows", (((0, 20),), ((0, 3), (0, 0))), chunk=7),
+    CascadeCase("chunk-no-tokens", (((3, 0),), ((1, 0), (2, 0))), chunk=7, causal=True),
     CascadeCase("window-prefill-causal", PREFILL, window_left=50, causal=True, soft_cap=20.0),
 ]
 FP32_CASES = [

@@ -143,15 +143,15 @@ def rows_of_unit(case: Case, tile: Tile) -> int:
 
 
 def plan_of(case: Case, inputs: Inputs, tile: Tile) -> np.ndarray:
-    """One CTA, an item a request: a PlanHeader, its CtaStart and the items."""
+    """One CTA, an item a request, or chunk of a request: a PlanHeader, its CtaStart and the items."""
     tile_q = rows_of_unit(case, tile)
-    items = np.zeros(sum(rows > 0 for rows in case.q_lens), records.WORK_ITEM)
+    parts = [part for request in range(len(case.q_lens)) for part in parts_of(case, request)]
+    items = np.zeros(len(parts), records.WORK_ITEM)
     group, offset = case.num_q_heads // case.num_kv_heads, 0
-    requests = [i for i, rows in enumerate(case.q_lens) if rows]
-    for item, request in zip(items, requests, strict=True):
-        rows, tokens = case.q_lens[request], case.kv_lens[request]
+    for item, (request, first_row, rows, first_token, tokens) in zip(items, parts, strict=True):
         item["kv_offset"], item["request"] = int(inputs.indptr[request]), request
-        item["q_begin"], item["q_len"] = int(inputs.qo_indptr[request]), rows
+        item["q_begin"], item["q_len"] = int(inputs.qo_indptr[request]) + first_row, rows
+        item["kv_begin"] = first_token
         item["kv_len"] = item["kv_end"] = tokens
         item["num_units"] = -(-rows * group // tile_q) * case.num_kv_heads
         item["partial_row"] = item["merge"] = -1
@@ -162,6 +162,19 @@ def plan_of(case: Case, inputs: Inputs, tile: Tile) -> np.ndarray:
     header["items_offset"] = header.nbytes + start.nbytes
     start["items"]["end"], start["first"] = len(items), items[0]
     return np.concatenate([part.view(np.uint8) for part in (header, start, items)])
+
+
+def parts_of(case: Case, request: int) -> list[tuple[int, int, int, int, int]]:
+    """For each chunk that a request has rows in: the request, the first row and their number, the first token and the
+    end."""
+    rows, tokens = case.q_lens[request], case.kv_lens[request]
+    if not rows or not case.chunk:
+        return [(request, 0, rows, 0, tokens)] if rows else []
+    chunks = [max(0, tokens - rows + row) // case.chunk for row in range(rows)]
+    return [
+        (request, chunks.index(chunk), chunks.count(chunk), chunk * case.chunk, min(tokens, (chunk + 1) * case.chunk))
+        for chunk in sorted(set(chunks))
+    ]
 
 
 def tile_cells(packed_rows: int, tokens: int, tile: Tile) -> int:

@@ -38,6 +38,7 @@ class CascadeCase:
     cache: str = "fused"  # tests/support/caches.py, FORMS
     causal: bool = False
     window_left: int = -1
+    chunk: int = 0
     soft_cap: float = 0.0
     sm_scale: float | None = None
 
@@ -84,6 +85,7 @@ class CascadeBatch:
         return {
             "causal": case.causal,
             "window_left": case.window_left,
+            "chunk": case.chunk,
             "logits_soft_cap": case.soft_cap or None,
             "sm_scale": case.sm_scale,
             "q_data_type": self.q.dtype,
@@ -109,6 +111,7 @@ class CascadeBatch:
             sm_scale=case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale,
             causal=case.causal,
             window_left=case.window_left,
+            chunk=case.chunk,
             soft_cap=case.soft_cap,
         )
         return [attention(*self.request(i), options) for i in range(len(case.tree[-1]))]

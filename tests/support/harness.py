@@ -142,6 +142,8 @@ class Runner:
             "fixed_split_size": case.fixed_split_size or None,
             "disable_split_kv": case.disable_split_kv,
         }
+        if case.chunk:
+            values["chunk"] = case.chunk
         if case.variant:
             values["variant"] = self.library.Variant(**VARIANTS[case.variant](self.device).arguments)
         return values
@@ -178,6 +180,8 @@ class Runner:
             "rope_theta": case.rope_theta or None,
             "return_lse": case.outputs == "returned",
         }
+        if case.chunk:
+            values["chunk"] = case.chunk
         scales = self._scale_arguments()
         if case.entry == "single_decode":
             result = self.library.single_decode_with_kv_cache(self.q()[0], *self.kv(), **values, **scales)

@@ -40,6 +40,7 @@ class Inputs:
             sm_scale=case.score_scale,
             causal=case.causal and not case.mask,
             window_left=case.window_left,
+            chunk=case.chunk,
             soft_cap=case.soft_cap,
             alibi_slopes=alibi_slopes(case.num_q_heads) if case.position == "ALIBI" else None,
             rope=(case.rope_scale or 1.0, case.rope_theta or 1e4) if case.position == "ROPE_LLAMA" else None,
@@ -95,8 +96,12 @@ def is_ragged(case: Case) -> bool:
 
 
 def hidden_tokens(case: Case, request: int) -> int:
-    """How many of a request's first tokens are NaN in the cache, as the window of none of its rows reaches them."""
-    return max(0, case.kv_lens[request] - case.q_lens[request] - case.window_left) if case.hidden_nan else 0
+    """How many of a request's first tokens are NaN in the cache, as none of its rows sees them."""
+    if not case.hidden_nan:
+        return 0
+    first_row = max(0, case.kv_lens[request] - case.q_lens[request])
+    of_chunk = first_row // case.chunk * case.chunk if case.chunk else 0
+    return max(of_chunk, first_row - case.window_left if case.window_left >= 0 else 0)
 
 
 def _hidden(case: Case, rows: list[torch.Tensor]) -> list[torch.Tensor]:

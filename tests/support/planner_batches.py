@@ -22,6 +22,7 @@ class Batch:
     page_size: int = 16
     causal: bool = False
     window_left: int = -1
+    chunk: int = 0
     has_custom_mask: bool = False
     has_mask_tiles: bool = False
     q_start: int = 0
@@ -131,7 +132,7 @@ def problem_of(batch: Batch, arrays: dict[str, np.ndarray | None]) -> native.Pro
 
 
 def visibility_of(batch: Batch) -> native.Visibility:
-    return native.Visibility(int(batch.causal), batch.window_left)
+    return native.Visibility(int(batch.causal), batch.window_left, batch.chunk)
 
 
 def call(problem: native.ProblemStruct, cutting: Cutting, capacity: int) -> tuple[int, np.ndarray, native.PlanResult]:

@@ -13,6 +13,7 @@ CASES = [
     prefill("host-page-8", "small boxes, one row", (40, 1), (450, 100), page_size=8, **{**BF16, "causal": False}),
     prefill("host-ragged", "no pages", (70, 33), (700, 40), entry="ragged", **BF16),
     prefill("host-window", "tiles that nobody sees", (60,), (850,), window_left=150, **BF16),
+    prefill("host-chunk", "parts of a request", (150,), (430,), chunk=128, hidden_nan=True, **BF16),
     prefill("host-group-5", "units of 125 rows", (60, 25), (250, 25), window_left=50, **{**BF16, "num_q_heads": 10}),
     prefill("host-group-28", "rows of q one by one", (20,), (250,), **{**BF16, "num_q_heads": 28, "num_kv_heads": 1}),
     prefill("host-sinks", "sinks that scores outgrow", (40,), (500,), sinks=True, sm_scale=1.0, **BF16),
@@ -48,6 +49,7 @@ CASES = [
 ROWS: dict[str, Any] = {**BF16, "page_size": 5}
 CASES += [
     prefill("host-rows-group-5", "boxes of q", (60,), (250,), window_left=50, **{**ROWS, "num_q_heads": 10}),
+    prefill("host-rows-chunk", "and row by row", (90,), (250,), chunk=64, hidden_nan=True, **ROWS),
     prefill("host-rows-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **ROWS),
     prefill("host-rows-hnd", "heads apart", (40, 9), (200, 129), kv_layout="HND", **ROWS),
     prefill("host-rows-dim-16", "two lanes a row", (40,), (300,), **{**ROWS, "head_dim": 16}),

@@ -22,6 +22,7 @@ class Options:
     sm_scale: float
     causal: bool = False  # right-aligned: the last row sees the last token
     window_left: int = -1  # tokens visible left of the row's own; -1: all
+    chunk: int = 0  # tokens: a row sees those of its own chunk; 0: of all
     soft_cap: float = 0.0  # 0: none
     alibi_slopes: torch.Tensor | None = None  # [num_q_heads]
     rope: tuple[float, float] | None = None  # (scale, theta)
@@ -90,12 +91,14 @@ def transform_scores(
 
 
 def visible_tokens(options: Options, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-    """Causal and window, [rows, tokens]."""
+    """Causal, window and chunk, [rows, tokens]."""
     visible = torch.ones_like(q_idx + kv_idx, dtype=torch.bool)
     if options.causal:
         visible &= kv_idx <= q_idx
     if options.window_left >= 0:
         visible &= kv_idx >= q_idx - options.window_left
+    if options.chunk:
+        visible &= kv_idx // options.chunk == q_idx.clamp(min=0) // options.chunk
     return visible
 
 

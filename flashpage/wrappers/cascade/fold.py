@@ -34,8 +34,8 @@ def _can_join(upper: PagedLevel, lower: PagedLevel, page_size: int, is_causal: b
     if upper.q_indptr.shape != lower.q_indptr.shape or not torch.equal(upper.q_indptr, lower.q_indptr):
         return False
     pages, more = upper.kv_indptr.diff(), lower.kv_indptr.diff()
-    if not all(_is_whole(level) for level in (upper, lower)):
-        return False  # the planner tells
+    if not all(is_whole(level, page_size) for level in (upper, lower)):
+        return False
     if page_size > 1:
         assert upper.last_page_len is not None
         if not bool(((pages == 0) | (more == 0) | (upper.last_page_len == page_size)).all()):
@@ -48,10 +48,13 @@ def _can_join(upper: PagedLevel, lower: PagedLevel, page_size: int, is_causal: b
     return True
 
 
-def _is_whole(level: PagedLevel) -> bool:
-    """Whether every page of the level is named."""
-    is_increasing = int(level.kv_indptr[0]) >= 0 and bool((level.kv_indptr.diff() >= 0).all())
-    return is_increasing and level.indices.dim() == 1 and len(level.indices) >= int(level.kv_indptr[-1])
+def is_whole(level: PagedLevel, page_size: int) -> bool:
+    """Whether every page of the level is named, and the last ones have as many tokens as pages can; else the planner
+    tells."""
+    pages, last = level.kv_indptr.diff(), level.last_page_len
+    is_increasing = int(level.kv_indptr[0]) >= 0 and bool((pages >= 0).all())
+    is_filled = last is None or bool(((last >= (pages > 0).int()) & (last <= page_size)).all())
+    return is_increasing and is_filled and level.indices.dim() == 1 and len(level.indices) >= int(level.kv_indptr[-1])
 
 
 def _joined(upper: PagedLevel, lower: PagedLevel) -> PagedLevel:

@@ -1,7 +1,8 @@
-"""What rows see of each level of tokens: a sliding window hides the upper levels row by row."""
+"""What rows see of each level of tokens: a sliding window and chunks hide tokens of the upper levels row by row."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from ...kernels.options import Options
 from ...variants.row_mask import ROW, RowMask
 from ...variants.variant import Variant
-from .fold import PagedLevel
+from .fold import PagedLevel, is_whole
 
 _MASK = f"kv_idx >= first_token({ROW})"
 
@@ -30,7 +31,7 @@ class Shown(NamedTuple):
     """Levels as they are planned."""
 
     options: Options  # of the last level; the others are not causal and have no window
-    levels: Sequence[PagedLevel]
+    levels: list[PagedLevel]
     variants: list[Variant | None]  # masks of levels; None: nothing is hidden
     is_hidden: list[bool]  # whether all of a level is
 
@@ -40,24 +41,32 @@ class LevelWindows:
 
     def __init__(self, num_levels: int, device: torch.device, is_graph: bool) -> None:
         self._is_graph = is_graph
-        self._masks = [RowMask(_MASK, device) for _ in range(num_levels - 1)]
+        self._masks = [RowMask(_MASK, device) for _ in range(num_levels)]
 
     def plan(self, planned: Sequence[PagedLevel], options: Options) -> Shown:
-        """The last level has no mask: a window counts there as in a batch of its own."""
+        """A window counts in the last level as in a batch of its own. Chunks begin anywhere in a level: its requests
+        are cut where their rows see other tokens, and have the pages that these rows see; a mask hides what is left
+        of a page. Captured batches keep their requests, so that there the mask hides all."""
         variants: list[Variant | None] = [None] * len(planned)
-        is_hidden = [False] * len(planned)
-        found = Shown(options, planned, variants, is_hidden)
-        if options.window_left < 0 or len(planned) == 1:
+        found = Shown(options, list(planned), variants, [False] * len(planned))
+        if (options.window_left < 0 and options.chunk == 0) or len(planned) == 1:
             return found
         levels = [_level(level, options.page_size) for level in planned]
         if any(bool((level.q_indptr.diff() < 0).any()) for level in levels):
             return found  # the planner tells
-        for i, first_token in enumerate(_first_visible(levels, options.window_left)):
-            is_hidden[i] = bool((first_token >= levels[i].by_row(levels[i].kv_lens)).all())
+        found = found._replace(options=dataclasses.replace(options, chunk=0))
+        for i, begin in enumerate(_begins(levels, options)):
+            level, lengths, first = planned[i], levels[i], begin.first_token()
+            if begin.chunk is not None and not self._is_graph and is_whole(level, options.page_size):
+                level, lengths, skipped = _cut(level, lengths, begin.chunk, options)
+                found.levels[i], first = level, first - skipped
+            is_last = i + 1 == len(planned)
+            found.is_hidden[i] = not is_last and bool((first >= lengths.by_row(lengths.kv_lens)).all())
             # What is captured has a mask in every batch or in none.
-            if self._is_graph or (not is_hidden[i] and bool((first_token > 0).any())):
-                first_row = levels[i].q_indptr[1:] - levels[i].kv_lens  # q_idx is right-aligned within the level
-                variants[i] = self._masks[planned[i].number].set(first_row, first_token=first_token)
+            is_masked = begin.chunk is not None or not is_last
+            if (self._is_graph and is_masked) or (not found.is_hidden[i] and bool((first > 0).any())):
+                first_row = lengths.q_indptr[1:] - lengths.kv_lens  # q_idx is right-aligned within the level
+                variants[i] = self._masks[level.number].set(first_row, first_token=first)
         return found
 
 
@@ -68,15 +77,63 @@ def _level(planned: PagedLevel, page_size: int) -> Level:
     return Level(planned.q_indptr.long(), lens)
 
 
-def _first_visible(levels: Sequence[Level], window_left: int) -> list[torch.Tensor]:
-    """For every level but the last: the first of its tokens that each row sees, [rows]; 0 or less: it sees all."""
-    tokens = [level.by_row(level.kv_lens) for level in levels]
+class _Begins(NamedTuple):
+    """Where what each row sees of a level begins, in tokens of the level, [rows]; 0 or less: at its first."""
+
+    chunk: torch.Tensor | None  # None: no chunks
+    window: torch.Tensor | None  # None: not counted here
+
+    def first_token(self) -> torch.Tensor:
+        """The later of both."""
+        if self.chunk is None or self.window is None:
+            found = self.window if self.chunk is None else self.chunk
+            assert found is not None
+            return found
+        return torch.maximum(self.chunk, self.window)
+
+
+def _begins(levels: Sequence[Level], options: Options) -> list[_Begins]:
+    """Of every level; without chunks of every level but the last, as its plan counts the window."""
     last = levels[-1]
     rows = torch.arange(int(last.q_indptr[-1]))
     # A row's place among its request's tokens of the last level: right-aligned, as causal has it.
     place = rows - last.by_row(last.q_indptr[1:] - last.kv_lens)
-    found = []
-    for level in range(len(levels) - 1):
-        behind = torch.stack(tokens[level:-1]).sum(0)  # tokens from this level's first to the last level's first
-        found.append(place + behind - window_left)
-    return found
+    tokens = torch.stack([level.by_row(level.kv_lens) for level in levels[:-1]])
+    begins = [*(tokens.cumsum(0) - tokens), tokens.sum(0)]  # of each level, among the request's tokens
+    position = begins[-1] + place
+    chunk = position.clamp(min=0) // options.chunk * options.chunk if options.chunk > 0 else None
+    window = position - options.window_left if options.window_left >= 0 else None
+    count = len(levels) if chunk is not None else len(levels) - 1
+    return [
+        _Begins(
+            None if chunk is None else chunk - begins[i],
+            None if window is None or i + 1 == len(levels) else window - begins[i],
+        )
+        for i in range(count)
+    ]
+
+
+def _cut(
+    level: PagedLevel, lengths: Level, chunk_begin: torch.Tensor, options: Options
+) -> tuple[PagedLevel, Level, torch.Tensor]:
+    """The level with a request for each run of rows of one chunk, with the pages that they see; and the tokens before
+    these pages, [rows]."""
+    page_size, rows = options.page_size, len(chunk_begin)
+    request = lengths.by_row(torch.arange(len(lengths.kv_lens)))
+    starts = torch.ones(rows, dtype=torch.bool)
+    starts[1:] = (request.diff() != 0) | (chunk_begin.diff() != 0)
+    row = starts.nonzero().squeeze(1)
+    request, tokens = request[row], lengths.kv_lens[request[row]]
+    end = torch.minimum(tokens, (chunk_begin[row] + options.chunk).clamp(min=0))
+    first_page = torch.minimum(chunk_begin[row].clamp(min=0), end) // page_size
+    pages = -(-end // page_size) - first_page
+    kv_indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0)])
+    places = torch.arange(int(kv_indptr[-1])) + torch.repeat_interleave(
+        level.kv_indptr.long()[request] + first_page - kv_indptr[:-1], pages
+    )
+    kv_lens = end - first_page * page_size
+    last_page_len = None if level.last_page_len is None else torch.where(pages > 0, (kv_lens - 1) % page_size + 1, 0)
+    cut = Level(torch.cat([row, row.new_tensor([rows])]), torch.where(pages > 0, kv_lens, 0))
+    indices = level.indices[places.to(level.indices.device)]
+    skipped = cut.by_row(first_page * page_size)
+    return PagedLevel(level.number, cut.q_indptr, kv_indptr, indices, last_page_len), cut, skipped

@@ -6,11 +6,12 @@ Compiled kernels are shared: most rows use head dim 64 and one of few dtype pair
 
 from __future__ import annotations
 
-from . import few_rows, fp8_prefill, fp8_queries, gathered, long, options, pairs, shapes
+from . import chunks, few_rows, fp8_prefill, fp8_queries, gathered, long, options, pairs, shapes
 from .case import Case
 
 CASES: list[Case] = [
     *(*shapes.rows(), *few_rows.rows(), *options.rows(), *pairs.rows()),
+    *chunks.rows(),
     *fp8_queries.rows(),
     *fp8_prefill.rows(),
     *long.rows(),

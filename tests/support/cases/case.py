@@ -32,6 +32,7 @@ class Case:
     cache: str = "tuple"  # tests/support/caches.py, FORMS
     causal: bool = False
     window_left: int = -1
+    chunk: int = 0  # 0: none
     soft_cap: float = 0.0
     sm_scale: float | None = None  # None: the default
     position: str = "NONE"  # NONE | ROPE_LLAMA | ALIBI
@@ -46,7 +47,7 @@ class Case:
     disable_split_kv: bool = False
     at_run: bool = False  # causal, window, soft cap and sm_scale through forward(); plan gets other values
     q_strides: str = "contiguous"  # contiguous | fused_qkv
-    hidden_nan: bool = False  # tokens left of every row's window are NaN in the cache
+    hidden_nan: bool = False  # tokens left of every row's window and chunk are NaN in the cache
     outputs: str = "given"  # given: out= and lse= inside guard bands | strided | returned | no_lse
     reduced: bool = False  # part of the short table for compute-sanitizer
 
