@@ -31,11 +31,4 @@ FP_DEVICE u32 load_shared(u32 address) {
   return value;
 }
 
-// The same value, but the compiler cannot tell: what is derived from it is computed where it is used, not kept in
-// registers.
-FP_DEVICE u32 opaque(u32 value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 }  // namespace flashpage::ptx

@@ -1,5 +1,6 @@
 // The packed rows of a warp's m16 tiles. A lane holds rows lane / 4 and lane / 4 + 8 of each (halves 0 and 1).
 #pragma once
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/unit.h"
 

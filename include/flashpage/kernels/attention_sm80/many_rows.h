@@ -6,6 +6,7 @@
 // the scores hide the way of the tile's own values, the values that of the next keys. The rows of later tiles are
 // looked up meanwhile, and the first tile of the next unit is on its way while the rows of the last one are written.
 #pragma once
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/thread_index.h"
 #include "flashpage/tile/load/kv_rows.h"

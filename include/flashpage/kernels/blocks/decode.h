@@ -7,6 +7,7 @@
 #include "flashpage/kernels/blocks/scores.h"
 #include "flashpage/kernels/blocks/steps.h"
 #include "flashpage/kernels/fitting_stages.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/tile/load/half_query.h"
 #include "flashpage/tile/load/query.h"

@@ -5,6 +5,7 @@
 #pragma once
 #include "flashpage/kernels/prefill_sm90/shared.h"
 #include "flashpage/ptx/cache_policy.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/tile/load/box_tiles.h"
 #include "flashpage/tile/load/converted_tiles.h"
 #include "flashpage/tile/load/query.h"

@@ -2,6 +2,7 @@
 // its rows.
 #pragma once
 #include "flashpage/ptx/cluster.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/mbarrier.h"

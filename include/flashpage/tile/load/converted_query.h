@@ -1,5 +1,6 @@
 // A unit's queries by four warps, in the type that their products take.
 #pragma once
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/ld_global.h"
 #include "flashpage/ptx/shared.h"

@@ -2,6 +2,7 @@
 // in registers, and go back as the copy engine would lay them down.
 #pragma once
 #include "flashpage/params/params.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/elect.h"

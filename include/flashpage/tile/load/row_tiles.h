@@ -1,6 +1,7 @@
 // K or V of a unit by cp.async, tile by tile, as some warps: pages of any size, where boxes would be too small.
 #pragma once
 #include "flashpage/params/params.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/mask/visible_tiles.h"

@@ -1,5 +1,6 @@
 // Q as the score product takes it, step by step: held in registers, or loaded from shared memory when it is wanted.
 #pragma once
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/layout/chunk_pairs.h"
 #include "flashpage/tile/product/scores.h"

@@ -1,5 +1,6 @@
 // Rotary positions of rows where they lie in shared memory, as one warp: LLaMA's halves, columns i and i + d / 2.
 #pragma once
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/shared.h"
 #include "flashpage/tile/layout/swizzled_rows.h"
 #include "flashpage/tile/rope/rotation.h"

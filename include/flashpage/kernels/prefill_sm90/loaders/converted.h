@@ -1,6 +1,7 @@
 // The loading warps of prefill_sm90 where fp8 K and V become fp16 on their way: all four convert Q, K and V.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/load.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/tile/load/converted_query.h"
 #include "flashpage/tile/load/converted_tiles.h"
 

@@ -2,6 +2,7 @@
 // their quarter of every tile of K, and of a unit's Q, where it lies.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/load.h"
+#include "flashpage/ptx/compiler.h"
 #include "flashpage/tile/rope/rotated_rows.h"
 
 namespace flashpage {

@@ -1,0 +1,148 @@
+// The end of a unit in prefill_sm90: its rows to the output or to the partials.
+#pragma once
+#include "flashpage/kernels/prefill_sm90/order.h"
+#include "flashpage/kernels/prefill_sm90/pipeline.h"
+#include "flashpage/ptx/compiler.h"
+#include "flashpage/ptx/fence.h"
+#include "flashpage/ptx/rcp.h"
+#include "flashpage/ptx/st_global.h"
+#include "flashpage/ptx/stmatrix.h"
+#include "flashpage/tile/merge/epilogue.h"
+#include "flashpage/tile/product/values.h"
+#include "flashpage/tile/softmax/softmax.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct PrefillOutput {
+  using S = Shape<Traits>;
+  using Warps = PrefillWarps<Traits>;
+  using Shared = PrefillShared<Traits>;
+  using OutRows = typename Shared::OutRows;
+  static constexpr int group_barrier = Order<Warps::groups>::end_of_barriers;  // names: one a group
+
+  const Pipeline<Traits>& pipeline;
+  const AttentionParams& params;
+  int first_row;  // of the unit, the warp's
+  int group;
+  int lane;
+
+  // The first row of a unit that is the CTA's.
+  FP_DEVICE int cta_row() const {
+    return Traits::ctas == 1 ? 0 : static_cast<int>(ptx::cluster_rank()) * params.cta_rows;
+  }
+
+  // A finished unit: rows to the output through the tile of Q, where they become whole lines or boxes, or to the
+  // partials. Whichever way, the slot of Q is released once: who loads the next one knows what it finds.
+  FP_DEVICE void write(SoftmaxState<1>& state, float (&values)[S::value_tiles][4], const Place& place, u8* tile) const {
+    const WorkItem item = place.item;  // read once: between stores the compiler would read the place again
+    Unit unit = place.unit;
+    if constexpr (Traits::ctas > 1) unit.num_rows = min_of(unit.num_rows, cta_row() + params.cta_rows);
+    // Rows as 64 bits are not kept through the tiles: registers are few.
+    const int first_row = static_cast<int>(ptx::opaque(this->first_row)),
+              group = static_cast<int>(ptx::opaque(this->group));
+    const bool is_partial = item.partial_row >= 0;
+    const float value_scale = value_scale_of(params, unit.kv_head);
+    float sum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] = quad_sum(state.sum[0][half]);
+      // A row that has seen a token has seen its maximum: its sum is one or more.
+      const float inverse = sum[half] > 0.f ? value_scale * ptx::reciprocal_approx(sum[half]) : 0.f;
+#pragma unroll
+      for (int n = 0; n < S::value_tiles; ++n) {
+        values[n][half * 2] *= inverse;
+        values[n][half * 2 + 1] *= inverse;
+      }
+    }
+    if (is_partial) {
+      pipeline.release_query();
+      store_partial(values, item, unit, first_row);
+    } else {
+      ptx::named_barrier(group_barrier + group, 128);  // the group's products have read Q
+      put_rows(values, first_row - cta_row(), tile);
+      if (Shared::leave_by_boxes(params, item, unit, cta_row())) {
+        ptx::fence_before_bulk_copies();
+        __syncwarp();
+        pipeline.release_query();
+      } else {
+        copy_out(item, unit, first_row, tile);
+      }
+    }
+    // Behind the rows: their fence would wait for these stores.
+    if (is_partial || params.lse) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + half * 8 + lane / 4;
+        if (lane % 4 == 0 && row < unit.num_rows)
+          *lse_target(params, item, unit, row) = row_lse(state.maximum[0][half], sum[half]);
+      }
+    }
+  }
+
+ private:
+  // The warp's rows into the tile, from `first_row` of the CTA.
+  FP_DEVICE void put_rows(const float (&values)[S::value_tiles][4], int first_row, u8* tile) const {
+    using Out = typename Traits::Out;
+    if constexpr (Warps::transposes) {  // a lane's columns of two tiles are neighbours
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
+          *reinterpret_cast<u32*>(tile + OutRows::byte_offset(first_row + half * 8 + lane / 4, at * 2)) =
+              ptx::pack2<Out>(first, second);
+        });
+      }
+    } else {
+      const u32 rows = OutRows::lane_address(ptx::shared_address(tile), first_row + lane % 16, lane / 16);
+#pragma unroll
+      for (int n = 0; n < S::value_tiles; n += 2) {
+        u32 matrices[4];  // two of 8 rows of each tile; zeros where no columns are: Q has its padding there
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float (&sums)[4] = values[n + i / 2];
+          matrices[i] = (n + i / 2) * 8 < S::value_columns ? ptx::pack2<Out>(sums[i % 2 * 2], sums[i % 2 * 2 + 1]) : 0;
+        }
+        ptx::stmatrix_x4(OutRows::at_chunk(rows, n), matrices);
+      }
+    }
+  }
+
+  FP_DEVICE void store_partial(const float (&values)[S::value_tiles][4], const WorkItem& item, const Unit& unit,
+                               int first_row) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8 + lane / 4;
+      if (row >= unit.num_rows) continue;
+      const i64 offset = out_offset<Traits>(params, item, unit, row);
+      for_each_column_pair<Traits>(values, half, lane, [&](int at, float first, float second) {
+        store_pair<Traits>(params, true, offset + at, first, second);
+      });
+    }
+  }
+
+  // The warp's rows to the output, 16 bytes a lane. All are read before the first is stored, so that Q of a unit to
+  // come waits for no store.
+  FP_DEVICE void copy_out(const WorkItem& item, const Unit& unit, int first_row, const u8* tile) const {
+    constexpr int chunks = Traits::head_dim_vo / 8, parts = ceil_div(16 * chunks, 32);
+    uint4 part[parts];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < parts; ++i) {
+      const int row = (i * 32 + lane) / chunks, chunk = (i * 32 + lane) % chunks;
+      if (row < 16)
+        part[i] = *reinterpret_cast<const uint4*>(tile + OutRows::chunk_offset(first_row - cta_row() + row, chunk));
+    }
+    __syncwarp();
+    pipeline.release_query();
+    const u64 mine = out_offset<Traits>(params, item, unit, first_row + lane % 16);  // a row's is found once
+#pragma unroll
+    for (int i = 0; i < parts; ++i) {
+      const int row = (i * 32 + lane) / chunks, chunk = (i * 32 + lane) % chunks;
+      const u64 offset = __shfl_sync(0xffffffff, mine, row) + chunk * 8;
+      const bool is_there = row < min_of(16, unit.num_rows - first_row);
+      ptx::store_global(static_cast<typename Traits::Out*>(params.out) + offset, part[i], is_there);
+    }
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,100 @@
+// What becomes of a tile's scores in prefill_sm90 between their product and the softmax.
+#pragma once
+#include "flashpage/kernels/prefill_sm90/pipeline.h"
+#include "flashpage/tile/mask/mask.h"
+#include "flashpage/tile/softmax/transform.h"
+
+namespace flashpage {
+
+// The tiles of a unit, one after the other, as scores are masked by them.
+template <class Traits>
+struct UnitTiles {
+  // The loop of fp8 has no registers for them: it reads them with each tile.
+  using Tokens = typename select_type<PrefillWarps<Traits>::transposes, const UnitTokens&, const UnitTokens>::type;
+
+  const TileInTurn<Traits>& tile;  // where the loading warps tell it
+  Tokens tokens;
+  i32 first;  // of the tile
+
+  FP_DEVICE explicit UnitTiles(const Pipeline<Traits>& pipeline)
+      : tile(pipeline.tile),
+        tokens(pipeline.unit().tokens),
+        first(has_mask_tiles<Traits> ? tile.first_token : tokens.first) {}
+
+  // To the next tile; false where the unit has no more than `short_tokens` left.
+  FP_DEVICE bool next(int short_tokens) {
+    if constexpr (has_mask_tiles<Traits>) return !tile.is_last;
+    return (first += Traits::tile_kv) + short_tokens < tokens.end;
+  }
+  // After that: whether those are left.
+  FP_DEVICE bool ends_short() const { return first < tokens.end; }
+};
+
+// What a warp's scores of one unit go through: a scale, the variant's transform and the masks.
+template <class Traits>
+struct ScoreRules {
+  using Warps = PrefillWarps<Traits>;
+  static constexpr int tokens = Traits::tile_kv;
+  static constexpr bool keeps_rows = flashpage::keeps_rows<Traits> && !Warps::transposes;
+  using KeptRows = typename select_type<keeps_rows, TransformedRows<Traits>, NoRows>::type;
+  // Tiles of packed bits know nothing of a function beside them.
+  static constexpr bool masks_all =
+      masks_all_tiles<Traits> && (!has_mask_tiles<Traits> || (has_lane_bits<Traits> && Traits::Variant::has_mask));
+
+  const AttentionParams& params;
+  const VariantArgs& args;
+  const TiledPlace& tiled;
+  float scale;
+  float softmax_scale;
+  bool transforms;
+  WarpRows rows;
+  [[maybe_unused]] KeptRows kept_rows;
+
+  FP_DEVICE ScoreRules(const AttentionParams& params, const VariantArgs& args, const Pipeline<Traits>& pipeline,
+                       int first_row, int lane)
+      : params(params),
+        args(args),
+        tiled(pipeline.unit()),
+        scale(scale_of(pipeline, first_row)),
+        softmax_scale(softmax_scale_of<Traits>(scale)),
+        transforms(transforms_scores<Traits>(params, scale)),
+        rows{params, tiled.place.item, tiled.place.unit, first_row, lane},
+        kept_rows(scale, rows) {}
+
+  // A tile that needs neither is left as it is.
+  FP_DEVICE void apply(auto& scores, UnitTiles<Traits>& tiles) const {
+    const TileInTurn<Traits>& tile = tiles.tile;
+    if constexpr (has_mask_tiles<Traits>) tiles.first = tile.first_token;
+    const i32 first = tiles.first;
+    const bool is_cut = first < tiles.tokens.clear_begin || first > tiles.tokens.clear_end;
+    const bool masks = masks_all || tile.seen != Seen::all || is_cut;
+    if (!(transforms || masks)) return;
+    if constexpr (keeps_rows) {
+      transform_by_logit<Traits>(scores, rows, args, first, [&](int, int half) { return kept_rows.row[half]; });
+    } else if (transforms) {
+      transform_scores<Traits>(scores, scale, rows, args, first);
+    }
+    if constexpr (has_lane_bits<Traits> && !Traits::Variant::has_mask) {
+      const LaneBits bits(tiled.lane_bits, tiled.place.item.kv_len, tokens);
+      if (tile.seen != Seen::all) mask_by_lane_bits<Traits>(scores, rows, bits, tile);
+      if (is_cut) mask_cut_ends<Traits>(scores, rows.recomputed(), first);
+    } else if (masks) {
+      mask_scores<Traits, true>(scores, rows, args, first);
+    }
+  }
+  // The same for fp8: one after the other, so that nothing of the masks is in registers during the transform.
+  FP_DEVICE void apply_one_by_one(auto& scores, const UnitTiles<Traits>& tiles) const {
+    if (transforms) transform_scores<Traits>(scores, scale, rows, args, tiles.first);
+    if (masks_all || tiles.first < tiles.tokens.clear_begin || tiles.first > tiles.tokens.clear_end)
+      mask_scores<Traits, true>(scores, rows, args, tiles.first);
+  }
+
+ private:
+  FP_DEVICE float scale_of(const Pipeline<Traits>& pipeline, int first_row) const {
+    float scale = score_scale_of<Traits>(params, tiled.place.unit);
+    if constexpr (Warps::converts) scale *= pipeline.query_factor(first_row / 16);
+    return scale;
+  }
+};
+
+}  // namespace flashpage

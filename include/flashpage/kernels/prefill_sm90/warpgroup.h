@@ -1,0 +1,119 @@
+// What the computing warpgroups of prefill_sm90 do in whatever type they compute: units one after the other, and the
+// join of one unit's end with the next one's begin.
+#pragma once
+#include "flashpage/kernels/prefill_sm90/order.h"
+#include "flashpage/kernels/prefill_sm90/output.h"
+#include "flashpage/kernels/prefill_sm90/pipeline.h"
+#include "flashpage/kernels/prefill_sm90/scores.h"
+#include "flashpage/ptx/wgmma.h"
+#include "flashpage/tile/softmax/sinks.h"
+#include "flashpage/tile/trace.h"
+
+namespace flashpage {
+
+// A group has 64 rows of a unit, a warp 16 of these.
+template <class Traits>
+struct PrefillWarpgroup {
+  using S = Shape<Traits>;
+  using Warps = PrefillWarps<Traits>;
+  using Shared = PrefillShared<Traits>;
+  using Keys = typename Shared::Keys;
+  using Values = typename Shared::Values;
+  using QueryRows = typename Shared::QueryRows;
+  using KeyProduct = typename Traits::KeyProduct;
+  static constexpr int tokens = Shared::tokens;
+  // Where Q of two units fits, a unit's first scores are multiplied with the last values of the one before it.
+  static constexpr bool joined = Shared::queries > 1;
+  using Scores = float[1][tokens / 8][4];
+  using Sums = float[1][S::value_tiles][4];
+
+  Shared& shared;
+  const AttentionParams& params;
+  const VariantArgs& args;
+  int thread = threadIdx.x - Warps::loading * 32;
+  int lane = threadIdx.x % 32;
+  int group = thread / 128;
+  Pipeline<Traits> pipeline{shared, params, lane};
+  int first_row = thread / 32 * 16 + cta_row();  // of the unit, the warp's
+  Order<Warps::groups> order{group};
+
+  FP_DEVICE PrefillWarpgroup(Shared& shared, const AttentionParams& params, const VariantArgs& args)
+      : shared(shared), params(params), args(args) {}
+
+  // attend(scores): a unit whose first scores are there; it leaves with those of the next one.
+  FP_DEVICE void run_units(auto&& attend) {
+    if (thread == 0) stamp<Traits>(params, Stamp::start);
+    order.begin();
+    Scores scores;
+    first_scores(scores);
+    while (!pipeline.is_over()) {
+      if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
+      attend(scores);
+    }
+    order.end();
+    if (thread == 0) {
+      stamp<Traits>(params, Stamp::end);
+      stamp<Traits>(params, Stamp::sm);
+    }
+  }
+
+  // The last tile's values, and the next unit's first scores after them.
+  FP_DEVICE void multiply_last(Scores& scores, Sums& values, auto&& issue_values) {
+    pipeline.wait_values(pipeline.turn);
+    pipeline.end_unit();
+    if constexpr (joined) pipeline.wait_unit();
+    order.wait();
+    issue_values();
+    if constexpr (joined) issue_scores<KeyProduct>(scores[0]);
+    order.pass();
+    ptx::wgmma_wait<joined ? 1 : 0>();
+    ptx::wgmma_settle(values[0]);
+  }
+  // Its output; then the next unit's first scores, if they were not multiplied above.
+  FP_DEVICE void end_unit(const TiledPlace& tiled, SoftmaxState<1>& state, Sums& values, u8* tile, Scores& scores) {
+    PrefillOutput<Traits>{pipeline, params, first_row, group, lane}.write(state, values[0], tiled.place, tile);
+    if (thread == 0) stamp<Traits>(params, Stamp::written);
+    pipeline.release_place();
+    if constexpr (joined) {
+      take_first_scores(scores);
+    } else {
+      first_scores(scores);
+    }
+  }
+
+  // scores = Q K^T of the group's rows and one tile, as much of it as the product takes.
+  template <class Product, int token_tiles>
+  FP_DEVICE void issue_scores(float (&scores)[token_tiles][4]) const {
+    const ptx::Matrix query(ptx::shared_address(pipeline.query(pipeline.unit_turn)) + group * 64 * 128, 0);
+    const ptx::Matrix keys(pipeline.keys(), 0);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Keys::padded_bytes / 32; ++step) {
+      const int block = step / 4, in_block = step % 4 * 32;
+      Product::multiply(scores, query.at(block * QueryRows::block_bytes + in_block),
+                        keys.at(block * Keys::block_bytes + in_block), step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+ private:
+  // The first row of a unit that is the CTA's.
+  FP_DEVICE int cta_row() const {
+    return Traits::ctas == 1 ? 0 : static_cast<int>(ptx::cluster_rank()) * params.cta_rows;
+  }
+
+  FP_DEVICE void first_scores(Scores& scores) {
+    pipeline.wait_unit();
+    order.wait();
+    issue_scores<KeyProduct>(scores[0]);  // of whatever is there, where no unit is left
+    order.pass();
+    take_first_scores(scores);
+  }
+  FP_DEVICE void take_first_scores(Scores& scores) const {
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(scores[0]);
+    if (!pipeline.is_over()) pipeline.release_keys();
+  }
+};
+
+}  // namespace flashpage
