@@ -6,9 +6,7 @@
 #pragma once
 #include "flashpage/kernels/prefill_sm90/compute.h"
 #include "flashpage/kernels/prefill_sm90/compute_fp8.h"
-#include "flashpage/kernels/prefill_sm90/load.h"
-#include "flashpage/kernels/prefill_sm90/loaders/converted.h"
-#include "flashpage/kernels/prefill_sm90/loaders/rotated.h"
+#include "flashpage/kernels/prefill_sm90/loaders/loader.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/registers.h"
@@ -21,8 +19,6 @@ struct PrefillSm90 {
   using Shared = PrefillShared<Traits>;
   using Warps = PrefillWarps<Traits>;
   using Compute = typename select_type<Warps::transposes, PrefillFp8Compute<Traits>, PrefillCompute<Traits>>::type;
-  using Plain = typename select_type<Warps::converts, PrefillConvert<Traits>, PrefillLoad<Traits>>::type;
-  using Load = typename select_type<Warps::rotates, PrefillTurn<Traits>, Plain>::type;
   static constexpr int threads = Warps::threads;
   static constexpr int ctas_per_sm = Traits::ctas_per_sm, cluster_rows = 0;
   static constexpr int shared_bytes = sizeof(Shared);
@@ -43,7 +39,7 @@ struct PrefillSm90 {
       if (params.query_box_rows > 0) ptx::prefetch_tensor_map(maps.q);
       if (Shared::leaves_by_boxes && params.out_box_rows > 0) ptx::prefetch_tensor_map(maps.out);
     }
-    if constexpr (Warps::rotates) shared.turning.steps.fill(params, threadIdx.x, threads);
+    if constexpr (Warps::rotates) shared.rotation.steps.fill(params, threadIdx.x, threads);
     clear_padding(shared, params.cta_rows);
     if constexpr (Traits::ctas == 1) {
       __syncthreads();
@@ -53,7 +49,7 @@ struct PrefillSm90 {
     ptx::grid_dependency_wait();
     if (threadIdx.x < Warps::loading * 32) {
       ptx::give_registers_back<Warps::loading_registers>();
-      Load(shared, params, maps, mask_tiles).run();
+      PrefillLoader<Traits>(shared, params, maps, mask_tiles).run();
       ptx::grid_dependency_launch();
     } else {
       ptx::take_registers<Warps::computing_registers>();
@@ -70,7 +66,7 @@ struct PrefillSm90 {
     shared.place_ring.init(1, Warps::place_readers);
     shared.query_ring.init(Warps::query_arrivals, Warps::computing);
     if constexpr (Warps::transposes) shared.staged_ring.init(1, Warps::transposing * Traits::ctas);
-    shared.turning.init();
+    shared.rotation.init();
     for (u64& edge : shared.edge) ptx::mbarrier_init(ptx::shared_address(&edge), 1);
     if constexpr (Warps::converts) {
       for (auto& barriers : shared.staged_barriers) Shared::Tiles::init(barriers);

@@ -38,7 +38,6 @@ struct PrefillOutput {
     const WorkItem item = place.item;  // read once: between stores the compiler would read the place again
     Unit unit = place.unit;
     if constexpr (Traits::ctas > 1) unit.num_rows = min_of(unit.num_rows, cta_row() + params.cta_rows);
-    // Rows as 64 bits are not kept through the tiles: registers are few.
     const int first_row = static_cast<int>(ptx::opaque(this->first_row)),
               group = static_cast<int>(ptx::opaque(this->group));
     const bool is_partial = item.partial_row >= 0;

@@ -34,7 +34,6 @@ struct PrefillWarps {
   static constexpr int loading = 4;  // a warpgroup: registers are given by warpgroups
   static constexpr int computing = Traits::warps_q;
   static constexpr int groups = computing / 4;  // warpgroups of 64 rows
-  static constexpr bool take_turns = groups > 1;
   static constexpr int threads = 32 * (loading + computing);
   static_assert(Traits::ctas == 1 || (Traits::ctas == 2 && by_boxes));
   static constexpr int row_warps = 2;    // that load K, or V, by rows
@@ -114,13 +113,13 @@ struct PrefillRowTables<Traits, true> {
   typename RowTiles<Traits, typename Shape<Traits>::ValueRows, Traits::tile_kv, warps>::Table values[warps];
 };
 
-// What Q and K are turned by, and barriers of those that have come but are not turned; nothing where none are.
+// What Q and K are rotated by, and barriers of those that have come but are not rotated; nothing where none are.
 template <class Traits, int key_stages, int queries, bool rotates>
-struct PrefillTurning {
+struct PrefillRotation {
   FP_DEVICE void init() {}
 };
 template <class Traits, int key_stages, int queries>
-struct PrefillTurning<Traits, key_stages, queries, true> {
+struct PrefillRotation<Traits, key_stages, queries, true> {
   using Warps = PrefillWarps<Traits>;
   TurnSteps<Traits::head_dim_qk / 2> steps;
   SlotRing<key_stages> landed_keys;  // nobody gives these slots back: key_ring and query_ring have them
@@ -138,7 +137,7 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   using S = Shape<Traits>;
   using Warps = PrefillWarps<Traits>;
   static constexpr int tokens = Traits::tile_kv, stages = Traits::stages;
-  static constexpr int key_stages = stages + (Warps::rotates ? 1 : 0);  // one is multiplied, one turned, one loaded
+  static constexpr int key_stages = stages + (Warps::rotates ? 1 : 0);  // one is multiplied, one rotated, one loaded
   using Keys = typename S::KeyRows;
   using Values = typename PrefillShared::PrefillStaged::Values;
   using QueryRows = BlockRows<typename S::Query, Traits::head_dim_qk, Traits::tile_q>;
@@ -153,7 +152,8 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   using RowTables = PrefillRowTables<Traits, Warps::by_rows>;
   static constexpr int other_bytes = PrefillShared::beside_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 2048;
   static constexpr int queries = 2 * query_bytes + ring_bytes + other_bytes <= most_bytes ? 2 : 1;  // whose Q is there
-  // One Q alone is wanted at once where output is; fp8's output lies among sums; who turns Q has enough to do.
+  // With one Q alone the next one is wanted where the output is; fp8's output lies among sums; loaders that convert or
+  // rotate Q have enough to do.
   static constexpr bool leaves_by_boxes = queries > 1 && !Warps::converts && !Warps::transposes && !Warps::rotates;
 
   alignas(1024) u8 query[queries][query_bytes];
@@ -172,7 +172,7 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   float query_factors[Warps::converts ? queries : 1][Traits::tile_q / 16];  // of the scores of sixteen rows
   typename select_type<has_mask_tiles<Traits>, VisitedTile[stages], NextTile>::type visited;  // of a slot of key_ring
   RowTables row_tables;
-  PrefillTurning<Traits, key_stages, queries, Warps::rotates> turning;
+  PrefillRotation<Traits, key_stages, queries, Warps::rotates> rotation;
 
   // Whether the loading warp stores this CTA's rows of a unit: whole units of the output alone. `cta_row`: of the unit,
   // the CTA's first. Computing warps and the loading warp ask alike.

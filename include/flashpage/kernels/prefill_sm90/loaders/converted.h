@@ -1,6 +1,6 @@
 // The loading warps of prefill_sm90 where fp8 K and V become fp16 on their way: all four convert Q, K and V.
 #pragma once
-#include "flashpage/kernels/prefill_sm90/load.h"
+#include "flashpage/kernels/prefill_sm90/loaders/common.h"
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/tile/load/converted_query.h"
 #include "flashpage/tile/load/converted_tiles.h"
@@ -8,20 +8,18 @@
 namespace flashpage {
 
 template <class Traits>
-struct PrefillConvert : PrefillLoad<Traits> {
-  using Load = PrefillLoad<Traits>;
-  using Shared = typename Load::Shared;
-  using Warps = typename Load::Warps;
-  using BothTiles = typename Load::BothTiles;
-  using Load::lane;
-  using Load::maps;
-  using Load::params;
-  using Load::shared;
-  using Load::warp;
+struct ConvertedLoading : LoadingWarp<Traits> {
+  using Base = LoadingWarp<Traits>;
+  using Base::lane;
+  using Base::maps;
+  using Base::params;
+  using Base::shared;
+  using Base::warp;
+  using typename Base::BothTiles;
+  using typename Base::Shared;
+  using typename Base::Warps;
 
-  FP_DEVICE PrefillConvert(Shared& shared, const AttentionParams& params, const KvMaps& maps,
-                           const MaskTilesParams& mask_tiles)
-      : Load(shared, params, maps, mask_tiles) {}
+  using Base::Base;
 
   // Q, K and V by all four warps, through registers; the last one also walks the plan. A tile is asked for while the
   // one before it is converted, a unit's first tile while Q is.
@@ -46,9 +44,9 @@ struct PrefillConvert : PrefillLoad<Traits> {
       both.open(source, place, 1);
       this->release_place(unit_turn);
       while (true) {
-        convert_keys(both, turn);
+        keys(both, turn);
         if (source.left > 0) both.ask_keys(source);
-        convert_values(both, source, turn++);
+        values(both, source, turn++);
         if (source.left == 0) break;
         both.ask_values(source);
       }
@@ -65,16 +63,16 @@ struct PrefillConvert : PrefillLoad<Traits> {
   FP_DEVICE void begin_unit(const Place& place, u32 unit_turn) const {
     if (warp == Warps::loading - 1 && lane == 0) this->publish(ptx::opaque(unit_turn) + 1);
     __syncwarp();
-    convert_query(place, ptx::opaque(unit_turn));
+    query(place, ptx::opaque(unit_turn));
     __syncwarp();
   }
-  FP_DEVICE void convert_keys(const BothTiles& both, u32 turn) const {
+  FP_DEVICE void keys(const BothTiles& both, u32 turn) const {
     shared.key_ring.wait_empty(turn);
     both.await_keys(turn);
     both.convert_keys(ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]));
     this->hand_over(shared.key_ring.full_barrier(turn));
   }
-  FP_DEVICE void convert_values(const BothTiles& both, typename BothTiles::Source& source, u32 turn) const {
+  FP_DEVICE void values(const BothTiles& both, typename BothTiles::Source& source, u32 turn) const {
     shared.value_ring.wait_empty(turn);
     both.await_values(turn);
     both.convert_values(source, ptx::shared_address(shared.values[shared.value_ring.slot(turn)]));
@@ -87,7 +85,7 @@ struct PrefillConvert : PrefillLoad<Traits> {
     BothTiles::clear_values(ptx::shared_address(shared.values[shared.value_ring.slot(turn)]));
     this->hand_over(shared.value_ring.full_barrier(turn));
   }
-  FP_DEVICE void convert_query(const Place& place, u32 turn) const {
+  FP_DEVICE void query(const Place& place, u32 turn) const {
     shared.query_ring.wait_empty(turn);
     const u32 slot = shared.query_ring.slot(ptx::opaque(turn));
     ConvertedQuery<Traits, typename Shared::QueryRows>(params, place)

@@ -1,26 +1,26 @@
-// The loading warps of prefill_sm90 where Q and K have rotary positions: beside what each of them loads, all four turn
-// their quarter of every tile of K, and of a unit's Q, where it lies.
+// Q and K with rotary positions: besides what each warp loads, all four rotate a quarter of every tile of K, and of a
+// unit's Q, in place.
 #pragma once
-#include "flashpage/kernels/prefill_sm90/load.h"
+#include "flashpage/kernels/prefill_sm90/loaders/query.h"
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/tile/rope/rotated_rows.h"
 
 namespace flashpage {
 
-// While a tile of K is multiplied, the next one is turned and the one after that loaded: K is two tiles ahead of who
-// turns, in whatever unit that is, and V with it.
+// While a tile of K is multiplied, the next one is rotated and the one after that loaded: K is loaded two tiles ahead
+// of the rotation, across the ends of units, and V with the tile that is rotated.
 template <class Traits>
-struct PrefillTurn : PrefillLoad<Traits> {
-  using Load = PrefillLoad<Traits>;
-  using Shared = typename Load::Shared;
-  using Warps = typename Load::Warps;
-  using KeyTiles = typename Load::KeyTiles;
-  using ValueTiles = typename Load::ValueTiles;
-  using TurnedKeys = TurnedRows<typename Traits::Cache, typename Shared::Keys, Traits::head_dim_qk>;
-  using TurnedQueries = TurnedRows<typename Traits::Query, typename Shared::QueryRows, Traits::head_dim_qk>;
-  using Load::maps;
-  using Load::params;
-  using Load::shared;
+struct RotatedLoading : QueryLoader<Traits> {
+  using Base = QueryLoader<Traits>;
+  using typename Base::KeyTiles;
+  using typename Base::Shared;
+  using typename Base::ValueTiles;
+  using typename Base::Warps;
+  using RotatedKeys = TurnedRows<typename Traits::Cache, typename Shared::Keys, Traits::head_dim_qk>;
+  using RotatedQueries = TurnedRows<typename Traits::Query, typename Shared::QueryRows, Traits::head_dim_qk>;
+  using Base::maps;
+  using Base::params;
+  using Base::shared;
   static constexpr int tokens = Shared::tokens;
   static constexpr bool by_rows = Warps::by_rows;
   static constexpr int key_warps = by_rows ? Warps::row_warps : 1;  // as many after them load V
@@ -40,9 +40,7 @@ struct PrefillTurn : PrefillLoad<Traits> {
     u32 edges;
   };
 
-  FP_DEVICE PrefillTurn(Shared& shared, const AttentionParams& params, const KvMaps& maps,
-                        const MaskTilesParams& mask_tiles)
-      : Load(shared, params, maps, mask_tiles) {}
+  using Base::Base;
 
   FP_DEVICE void run() const {
     Feed feed = {};
@@ -52,74 +50,73 @@ struct PrefillTurn : PrefillLoad<Traits> {
       shared.place_ring.wait_full(unit_turn);
       if (place_of(unit_turn).done) break;
       for (i32 tile = 0; tile < extent_of(unit_turn).tiles; ++tile, ++turn) {
-        // Opaque: what follows from them is computed where it is used, as registers are few.
-        turn_keys(turn, extent_of(unit_turn).first_token + tile * tokens);
+        rotate_keys(turn, extent_of(unit_turn).first_token + tile * tokens);
         clear_hidden(feed, ptx::opaque(unit_turn), tile, ptx::opaque(turn));
         if (tile == 0) begin_unit(ptx::opaque(unit_turn));
-        if (loads_keys()) load_keys(feed, ptx::opaque(turn) + 2);
-        if (loads_values()) load_values(feed, ptx::opaque(turn));
+        if (loads_keys()) keys(feed, ptx::opaque(turn) + 2);
+        if (loads_values()) values(feed, ptx::opaque(turn));
         if (is_query_loaded_ahead && tile == min_of(query_tile, extent_of(unit_turn).tiles - 1))
-          load_query(ptx::opaque(unit_turn) + 1);
+          query(ptx::opaque(unit_turn) + 1);
       }
     }
     clear_hidden(feed, unit_turn, 0, turn);
-    if (unit_turn > 0) Load::release_place(unit_turn - 1);
+    if (unit_turn > 0) Base::release_place(unit_turn - 1);
   }
 
  private:
-  // Computed where they are used: registers are few.
   FP_DEVICE static int lane() { return ptx::opaque(threadIdx.x) % 32; }
   FP_DEVICE static int warp() { return ptx::opaque(threadIdx.x) / 32; }
   FP_DEVICE const Place& place_of(u32 unit_turn) const {
     return shared.places[shared.place_ring.slot(ptx::opaque(unit_turn))].place;
   }
-  FP_DEVICE typename Load::Extent extent_of(u32 unit_turn) const { return Load::extent_of(place_of(unit_turn).unit); }
+  FP_DEVICE typename Base::Extent extent_of(u32 unit_turn) const { return Base::extent_of(place_of(unit_turn).unit); }
   FP_DEVICE static bool loads_keys() { return warp() < key_warps; }
   FP_DEVICE static bool loads_values() { return warp() / key_warps == 1; }
 
   FP_DEVICE void begin(Feed& feed) const {
     if (warp() == plan_warp) {
-      Load::begin_plan();
+      Base::begin_plan();
       publish_after(0);
     }
     if (loads_values()) open(value_tiles(), feed, 0);
     if (loads_keys()) {
       open(key_tiles(), feed, 0);
-      for (u32 turn = 0; turn < 2; ++turn) load_keys(feed, turn);
+      for (u32 turn = 0; turn < 2; ++turn) keys(feed, turn);
     }
-    if (is_query_loaded_ahead) load_query(0);
+    if (is_query_loaded_ahead) query(0);
   }
   FP_DEVICE void begin_unit(u32 unit_turn) const {
-    if (!is_query_loaded_ahead) load_query(unit_turn);
-    turn_queries(ptx::opaque(unit_turn));
+    if (!is_query_loaded_ahead) query(unit_turn);
+    rotate_query(ptx::opaque(unit_turn));
     if (warp() == plan_warp) publish_after(ptx::opaque(unit_turn) + 1);
     if (unit_turn > 0)
-      Load::release_place(ptx::opaque(unit_turn) - 1);  // hidden rows of its last tile have been cleared
+      Base::release_place(ptx::opaque(unit_turn) - 1);  // hidden rows of its last tile have been cleared
   }
   // The place after one that is published.
   FP_DEVICE void publish_after(u32 unit_turn) const {
-    if (lane() == 0 && !place_of(unit_turn).done) Load::publish(unit_turn + 1);
+    if (lane() == 0 && !place_of(unit_turn).done) Base::publish(unit_turn + 1);
     __syncwarp();
   }
 
-  FP_DEVICE void turn_keys(u32 turn, i32 position) const {
+  FP_DEVICE void rotate_keys(u32 turn, i32 position) const {
     constexpr int rows = tokens / Warps::loading;
-    shared.turning.landed_keys.wait_full(turn);
+    shared.rotation.landed_keys.wait_full(turn);
     const u32 tile = ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]);
-    TurnedKeys::template turn_keys<rows>(shared.turning.steps, tile, warp() * rows, position + warp() * rows);
-    Load::hand_over(shared.key_ring.full_barrier(ptx::opaque(turn)));
+    RotatedKeys::template turn_keys<rows>(shared.rotation.steps, tile, warp() * rows, position + warp() * rows);
+    Base::hand_over(shared.key_ring.full_barrier(ptx::opaque(turn)));
   }
-  FP_DEVICE void turn_queries(u32 unit_turn) const {
+  FP_DEVICE void rotate_query(u32 unit_turn) const {
     constexpr int rows = Traits::tile_q / Warps::loading;
-    shared.turning.landed_queries.wait_full(unit_turn);
+    shared.rotation.landed_queries.wait_full(unit_turn);
     const u32 tile = ptx::shared_address(shared.query[shared.query_ring.slot(unit_turn)]);
-    TurnedQueries::template turn_queries<rows>(shared.turning.steps, tile, warp() * rows, params, place_of(unit_turn));
-    Load::hand_over(shared.query_ring.full_barrier(unit_turn));
+    RotatedQueries::template turn_queries<rows>(shared.rotation.steps, tile, warp() * rows, params,
+                                                place_of(unit_turn));
+    Base::hand_over(shared.query_ring.full_barrier(unit_turn));
   }
-  FP_DEVICE void load_query(u32 unit_turn) const {
+  FP_DEVICE void query(u32 unit_turn) const {
     if (warp() != query_warp) return;
     shared.place_ring.wait_full(unit_turn);
-    if (!place_of(unit_turn).done) Load::load_query(place_of(unit_turn), unit_turn);
+    if (!place_of(unit_turn).done) Base::load_query(place_of(unit_turn), unit_turn);
     __syncwarp();
   }
 
@@ -138,36 +135,35 @@ struct PrefillTurn : PrefillLoad<Traits> {
     }
   }
 
-  FP_DEVICE void load_keys(Feed& feed, u32 turn) const {
+  FP_DEVICE void keys(Feed& feed, u32 turn) const {
     if (feed.tile < 0) return;
-    const KeyTiles keys = key_tiles();
-    typename KeyTiles::Source source = resume(keys, feed);
-    load_tile(keys, source, feed.tile, shared.keys, shared.key_ring, turn,
-              shared.turning.landed_keys.full_barrier(turn));
-    go_on(keys, source, feed);
+    const KeyTiles tiles = key_tiles();
+    typename KeyTiles::Source source = resume(tiles, feed);
+    load_tile(tiles, source, feed.tile, shared.keys, shared.key_ring, turn,
+              shared.rotation.landed_keys.full_barrier(turn));
+    go_on(tiles, source, feed);
   }
-  FP_DEVICE void load_values(Feed& feed, u32 turn) const {
-    const ValueTiles values = value_tiles();
-    typename ValueTiles::Source source = resume(values, feed);
+  FP_DEVICE void values(Feed& feed, u32 turn) const {
+    const ValueTiles tiles = value_tiles();
+    typename ValueTiles::Source source = resume(tiles, feed);
     u32 barrier = shared.value_ring.full_barrier(turn);
     if constexpr (!by_rows) {
-      if (values.has_hidden(source, feed.tile)) {
+      if (tiles.has_hidden(source, feed.tile)) {
         ++feed.edges;
         barrier = ptx::shared_address(&shared.edge);
       }
     }
-    load_tile(values, source, feed.tile, shared.values, shared.value_ring, turn, barrier);
-    go_on(values, source, feed);
+    load_tile(tiles, source, feed.tile, shared.values, shared.value_ring, turn, barrier);
+    go_on(tiles, source, feed);
   }
-  // Of the tile of V before tile `tile` of a unit, once that is turned: until then they have had time to come.
+  // Of the tile of V before tile `tile` of a unit, once that is rotated: until then they have had time to come.
   FP_DEVICE void clear_hidden(Feed& feed, u32 unit_turn, i32 tile, u32 turn) const {
     if constexpr (!by_rows) {
       if (feed.edges % 2 == 0) return;
-      const ValueTiles values = value_tiles();
-      const typename ValueTiles::Source source = values.open(place_of(tile > 0 ? unit_turn : unit_turn - 1));
+      const ValueTiles tiles = value_tiles();
+      const typename ValueTiles::Source source = tiles.open(place_of(tile > 0 ? unit_turn : unit_turn - 1));
       ptx::mbarrier_wait(ptx::shared_address(&shared.edge), feed.edges++ / 2 & 1);
-      values.clear_hidden(source, (tile > 0 ? tile : source.tiles) - 1,
-                          shared.values[shared.value_ring.slot(turn - 1)]);
+      tiles.clear_hidden(source, (tile > 0 ? tile : source.tiles) - 1, shared.values[shared.value_ring.slot(turn - 1)]);
       if (lane() == 0) ptx::mbarrier_arrive(shared.value_ring.full_barrier(turn - 1));
     }
   }

@@ -1,0 +1,132 @@
+// Q on its way to the computing warps of prefill_sm90, and their output that leaves from the same place.
+#pragma once
+#include "flashpage/kernels/prefill_sm90/loaders/common.h"
+#include "flashpage/ptx/cache_policy.h"
+#include "flashpage/tile/load/query.h"
+
+namespace flashpage {
+
+// By one warp. Before it loads Q to a slot it stores the output that lies there, if that leaves by boxes.
+template <class Traits>
+struct QueryLoader : LoadingWarp<Traits> {
+  using Warp = LoadingWarp<Traits>;
+  using typename Warp::Shared;
+  using typename Warp::Warps;
+
+  using Warp::first_row;
+  using Warp::lane;
+  using Warp::maps;
+  using Warp::params;
+  using Warp::shared;
+
+  using Warp::Warp;
+
+  FP_DEVICE void load_query(const Place& place, u32 turn) const {
+    empty_slot(turn);
+    if constexpr (Shared::leaves_by_boxes) note_rows_of(place, turn);
+    ptx::fence_before_bulk_copies();  // output was where Q will be
+    const u32 to = ptx::shared_address(shared.query[shared.query_ring.slot(turn)]);
+    u32 barrier;
+    if constexpr (Warps::rotates) {
+      barrier = shared.rotation.landed_queries.full_barrier(turn);
+    } else {
+      barrier = shared.query_ring.full_barrier(turn);
+    }
+    if (params.query_box_rows > 0) {
+      load_query_boxes(place.item, place.unit, to, barrier);
+    } else {
+      load_query_rows(place.item, place.unit, to);
+      ptx::mbarrier_arrive_after_copies(barrier);
+    }
+  }
+  // By a warp that loads V too: Q of this unit, and the plan's next one.
+  FP_DEVICE void query_and_plan(const Place& place, u32 unit_turn) const {
+    constexpr bool is_query_wanted_first = Shared::queries > 1;  // one Q alone waits for the unit before
+    if constexpr (is_query_wanted_first) load_query(place, unit_turn);
+    if (lane == 0) this->publish(unit_turn + 1);
+    __syncwarp();
+    if constexpr (!is_query_wanted_first) load_query(place, unit_turn);
+  }
+  // After the last of `units` units: the output of those whose slots no other Q wanted.
+  FP_DEVICE void store_last_rows(u32 units) const {
+    if constexpr (Shared::leaves_by_boxes) {
+#pragma unroll 1
+      for (int i = 0; i < Shared::queries; ++i) empty_slot(units + i);
+      if (ptx::elect_one()) ptx::await_stores();
+      __syncwarp();
+    }
+  }
+
+ private:
+  // Until nobody needs the slot any more in which Q of unit `turn` will be: the output of the unit that had it before
+  // may be there and leaves by boxes.
+  FP_DEVICE void empty_slot(u32 turn) const {
+    shared.query_ring.wait_empty(turn);
+    if constexpr (Shared::leaves_by_boxes) {
+      const u32 slot = shared.query_ring.slot(turn);
+      const WaitingRows rows = shared.waiting_rows[slot];
+      if (turn >= Shared::queries && rows.row != WaitingRows::none) {
+        if (ptx::elect_one()) store_boxes(ptx::shared_address(shared.query[slot]), rows);
+      }
+      __syncwarp();  // all have read
+    }
+  }
+  FP_DEVICE void store_boxes(u32 from, WaitingRows rows) const {
+    using Rows = typename Shared::OutRows;
+#pragma unroll
+    for (int block = 0; block < Rows::blocks; ++block)
+      ptx::tensor_store(maps.out, from + block * Rows::block_bytes, block * Rows::block_columns, rows.head, rows.row,
+                        0);
+    ptx::await_stores_have_read();
+  }
+  // Remembers where this unit's output will go.
+  FP_DEVICE void note_rows_of(const Place& place, u32 turn) const {
+    const WorkItem& item = place.item;
+    const Unit& unit = place.unit;
+    if (lane == 0) {
+      const bool leave = Shared::leave_by_boxes(params, item, unit, first_row());
+      shared.waiting_rows[shared.query_ring.slot(turn)] = {leave ? row_of_box(item, unit) : WaitingRows::none,
+                                                           head_of_box(unit)};
+    }
+    __syncwarp();
+  }
+  // Where the boxes of q and out lie that have this CTA's rows of a unit.
+  FP_DEVICE i32 row_of_box(const WorkItem& item, const Unit& unit) const {
+    return item.q_begin + static_cast<i32>(params.group.div(unit.first_row + first_row()));
+  }
+  FP_DEVICE i32 head_of_box(const Unit& unit) const { return unit.kv_head * static_cast<i32>(params.group.divisor); }
+
+  // Rows beyond the unit are of another request, or zero: nothing comes of them.
+  FP_DEVICE void load_query_boxes(const WorkItem& item, const Unit& unit, u32 to, u32 barrier) const {
+    using Rows = typename Shared::QueryRows;
+    const i32 row = row_of_box(item, unit), head = head_of_box(unit);
+    if (lane == 0) {
+      ptx::mbarrier_arrive_expect(barrier, Rows::blocks * Rows::stride * params.cta_rows);
+    } else {
+      ptx::mbarrier_arrive(barrier);
+    }
+    __syncwarp();
+    if (!ptx::elect_one()) return;
+#pragma unroll
+    for (int block = 0; block < Rows::blocks; ++block)
+      ptx::tensor_copy(to + block * Rows::block_bytes, maps.q, barrier, block * Rows::block_columns, head, row, 0,
+                       ptx::evict_first());
+  }
+  // Row by row, where the group does not divide a tile. Rows beyond the unit become zero. By value: what the copies'
+  // addresses need stays in registers.
+  FP_DEVICE void load_query_rows(const WorkItem item, const Unit unit, u32 to) const {
+    using Rows = typename Shared::QueryRows;
+    using Query = typename Shared::S::Query;
+    constexpr int chunks = Rows::used_bytes / 16;
+    const Query* first = static_cast<const Query*>(params.q);
+#pragma unroll 1
+    for (int i = lane; i < Traits::tile_q * chunks; i += 32) {
+      const int local_row = i / chunks, chunk = i % chunks, row = first_row() + local_row;
+      ptx::cp_async<16>(to + Rows::chunk_offset(local_row, chunk),
+                        first + query_offset(params, item, unit, row) + chunk * (16 / int(sizeof(Query))),
+                        row < unit.num_rows);
+    }
+  }
+};
+
+}  // namespace flashpage

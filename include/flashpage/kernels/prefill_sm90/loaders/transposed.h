@@ -1,0 +1,60 @@
+// e4m3 K and V by the copy engine; V is transposed on its way.
+#pragma once
+#include "flashpage/kernels/prefill_sm90/loaders/boxes.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct TransposedLoading : BoxLoading<Traits> {
+  using Base = BoxLoading<Traits>;
+  using Base::lane;
+  using Base::maps;
+  using Base::params;
+  using Base::shared;
+  using Base::warp;
+  using typename Base::Shared;
+  using typename Base::Turns;
+  using typename Base::ValueTiles;
+  using typename Base::Warps;
+
+  using Base::Base;
+
+  FP_DEVICE void run() const {
+    if (warp == 0) this->keys();
+    if (warp == 1) values();
+    if (warp >= 2) transpose();
+  }
+
+  // V to where it is transposed from. The same warp walks the plan, a unit ahead, and loads Q.
+  FP_DEVICE void values() const {
+    const ValueTiles tiles(params, maps.v);
+    u32 turn = 0;
+    this->begin_plan();
+    this->for_each_tile(
+        tiles, [&](const Place& place, u32 unit_turn) { this->query_and_plan(place, unit_turn); },
+        [&](typename ValueTiles::Source& source, Turns& turns, u32) {
+          shared.staged_ring.wait_empty(turn);
+          tiles.load(source, turns.ahead(), ptx::shared_address(shared.staged[shared.staged_ring.slot(turn)]),
+                     shared.staged_ring.full_barrier(turn));
+          ++turn;
+        });
+  }
+  FP_DEVICE void transpose() const {
+    using Transposed = typename Shared::Transposed;
+    const ValueTiles tiles(params, maps.v);
+    u32 turn = 0;
+    this->for_each_tile(tiles, [&](typename ValueTiles::Source& source, Turns& turns, u32) {
+      u8* from = shared.staged[shared.staged_ring.slot(turn)];
+      shared.staged_ring.wait_full(turn);
+      if (tiles.has_hidden(source, turns.now()))  // a probability of zero would not hide NaN
+        tiles.clear_hidden(source, turns.now(), from, warp % Warps::transposing, Warps::transposing);
+      shared.value_ring.wait_empty(turn);
+      Transposed::transpose(ptx::shared_address(from), ptx::shared_address(shared.values[shared.value_ring.slot(turn)]),
+                            warp % Warps::transposing, lane);
+      this->hand_over(shared.value_ring.full_barrier(turn));
+      release_tile<Traits>(shared.staged_ring, turn++, lane);
+    });
+  }
+};
+
+}  // namespace flashpage
