@@ -32,7 +32,8 @@ _ROWS_FOR_PAIRS = 1024  # packed: a request's last pair may have half of its row
 _SHORT_CONTEXT, _SHORT_CONTEXT_OF_FEW, _FEW_ROWS_OF_SM = 320, 640, 2 * 128
 # Tokens that a row sees where packed rows are one unit for each half of an SM: 10 to 20% less time (there too). Longer
 # units are cut anyway, and two warpgroups that take turns compute faster than two CTAs.
-_CONTEXT_OF_FEWEST, _FEWEST_ROWS_OF_SM = 1200, 2 * 64
+ROWS_OF_HALVES = 64  # packed, of one CTA of two on an SM: one warpgroup's
+_CONTEXT_OF_FEWEST, _FEWEST_ROWS_OF_SM = 1200, 2 * ROWS_OF_HALVES
 WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an SM's registers
 
 
@@ -83,6 +84,6 @@ def _row(contexts: Contexts, most_rows: int, least_rows: float, **tokens: float)
 
 def _has_tiles_of_few(options: Options) -> bool:
     is_plain = not (options.has_mask or options.needs_variant or options.position_encoding != "NONE")
-    widest = max(options.head_dim_qk, options.head_dim_vo)
-    # A unit takes whole rows of the group.
-    return is_plain and not options.kv_dtype.is_fp8 and widest <= WIDEST_OF_HALVES and options.group_size <= 64
+    is_narrow = max(options.head_dim_qk, options.head_dim_vo) <= WIDEST_OF_HALVES
+    has_whole_rows = options.group_size <= ROWS_OF_HALVES  # a unit takes whole rows of the group
+    return is_plain and not options.kv_dtype.is_fp8 and is_narrow and has_whole_rows

@@ -9,7 +9,7 @@ from ..base.dtypes import DType
 from ..variants.source import asks_much
 from . import wgmma_source
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
-from .context_classes import WIDEST_OF_HALVES, Contexts
+from .context_classes import ROWS_OF_HALVES, WIDEST_OF_HALVES, Contexts
 from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, no_rope_over_fp8
 from .options import Options
 from .spec import KernelSpec
@@ -215,7 +215,7 @@ def _few_rows_tile(spec: KernelSpec) -> Tile:
     """An SM has less than a usual tile's rows, and a unit's work is no longer than what it waits for at its start and
     end: of two CTAs of one warpgroup, one computes while the other waits."""
     columns = sum(-(-dim // 64) * 64 for dim in (spec.head_dim_qk, spec.head_dim_vo))
-    return Tile(64, 64 if columns <= 320 else 48, 4, 1, 2, ctas_per_sm=2)
+    return Tile(ROWS_OF_HALVES, 64 if columns <= 320 else 48, 4, 1, 2, ctas_per_sm=2)
 
 
 def _may_pair(spec: KernelSpec, loop: InnerLoop, widest: int) -> bool:

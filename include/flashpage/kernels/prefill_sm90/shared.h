@@ -33,7 +33,8 @@ struct PrefillWarps {
   static_assert(!rotates || Traits::loader == Loader::boxes || by_rows);
   static constexpr int loading = 4;  // a warpgroup: registers are given by warpgroups
   static constexpr int computing = Traits::warps_q;
-  static constexpr int groups = computing / 4;  // warpgroups of 64 rows
+  static constexpr int groups = computing / 4;  // warpgroups
+  static constexpr int group_rows = 64;         // of each, the height of its products
   static constexpr int threads = 32 * (loading + computing);
   static_assert(Traits::ctas == 1 || (Traits::ctas == 2 && by_boxes));
   static constexpr int row_warps = 2;    // that load K, or V, by rows

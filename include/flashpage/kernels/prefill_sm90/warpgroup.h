@@ -84,7 +84,8 @@ struct PrefillWarpgroup {
   // scores = Q K^T of the group's rows and one tile, as much of it as the product takes.
   template <class Product, int token_tiles>
   FP_DEVICE void issue_scores(float (&scores)[token_tiles][4]) const {
-    const ptx::Matrix query(ptx::shared_address(pipeline.query(pipeline.unit_turn)) + group * 64 * 128, 0);
+    const ptx::Matrix query(ptx::shared_address(pipeline.query(pipeline.unit_turn)) + group * Warps::group_rows * 128,
+                            0);
     const ptx::Matrix keys(pipeline.keys(), 0);
     ptx::wgmma_fence();
 #pragma unroll
