@@ -21,17 +21,12 @@ struct BoxTiles {
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
   static constexpr bool turns_beside = Traits::position_encoding == PositionEncoding::rope;  // rows, in registers
 
-  // The lane's box of one tile: the look-up is the only dependent load on the way to data.
-  struct Found {
-    i32 page;
-    i32 row;  // of the page; ragged: of the tensor
-  };
   // One unit's K or V.
   struct Source {
     i64 offset;  // paged: of the first page number; ragged: of the first row
     i32 kv_head, first_token, kv_begin, kv_end;
     i32 tiles;
-    Found found, found_next;
+    BoxOrigin found, found_next;  // the lane's boxes of two tiles
   };
   struct Extent {
     i32 first_token;
@@ -151,16 +146,13 @@ struct BoxTiles {
     }
   }
 
-  FP_DEVICE Found look_up(const Source& source, int tile) const {
+  FP_DEVICE BoxOrigin look_up(const Source& source, int tile) const {
     const int box = lane();
     const i32 token = source.first_token + tile * tokens + (box << box_shift);
     bool exists = token < source.kv_end && box < tokens >> box_shift;
     if constexpr (has_mask_tiles<Traits>) exists = exists && token + (1 << box_shift) > source.kv_begin;
     constexpr i32 nowhere = 0x7fffffff;  // outside the tensor: the box is filled with zeros
-    if constexpr (!paged) return {0, exists ? static_cast<i32>(source.offset) + token : nowhere};
-    u32 page, row;
-    params.page.divmod(token, page, row);
-    return {exists ? __ldg(params.kv_indices + source.offset + page) : nowhere, static_cast<i32>(row)};
+    return look_up_box<Traits::kv_source>(params, source.offset, token, exists, nowhere);
   }
 };
 

@@ -10,6 +10,7 @@
 #include "flashpage/ptx/shared.h"
 #include "flashpage/ptx/tensor_copy.h"
 #include "flashpage/tile/layout/shape.h"
+#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/unit.h"
 
 namespace flashpage {
@@ -139,7 +140,7 @@ struct ConvertedTiles {
   }
   FP_DEVICE i32 look_up(const Source& source) const {
     const i32 token = min_of(my_token(source), source.kv_end - 1);
-    return paged ? __ldg(params.kv_indices + source.offset + params.page.div(token)) : 0;
+    return look_up_page<Traits::kv_source>(params, source.offset, token);
   }
 
   template <class To, int columns>

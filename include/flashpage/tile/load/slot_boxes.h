@@ -19,17 +19,13 @@ struct BoxLoader {
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
   static constexpr int arrivals = 1;  // at a slot's barrier, beside the bytes
 
-  struct Found {
-    i32 page;
-    i32 row;  // of the page; ragged: of the tensor
-  };
   // One unit's K and V.
   struct Source {
     i64 offset;  // paged: of the first page number; ragged: of the first row
     i32 kv_head, first_token, kv_end;
     i32 slots = 0;
     i32 own;  // the warp's first slot
-    Found found, found_next;
+    BoxOrigin found, found_next;
   };
 
   Slots& shared;
@@ -76,7 +72,7 @@ struct BoxLoader {
       source.found = source.found_next;
       source.found_next = look_up(source, first + 32);
     }
-    Found at[boxes];
+    BoxOrigin at[boxes];
 #pragma unroll
     for (int i = 0; i < boxes; ++i) {
       at[i].page = paged ? __shfl_sync(0xffffffff, source.found.page, first + i) : 0;
@@ -104,14 +100,11 @@ struct BoxLoader {
   }
 
   // The lane's box of the warp's 32 boxes from `first` on.
-  FP_DEVICE Found look_up(const Source& source, int first) const {
+  FP_DEVICE BoxOrigin look_up(const Source& source, int first) const {
     int box = first + static_cast<int>(threadIdx.x % 32), boxes_shift = 31 - __clz(Slots::tokens) - box_shift;
     int slot = source.own + (box >> boxes_shift) * Slots::loading_warps, in_slot = box & ((1 << boxes_shift) - 1);
     i32 token = source.first_token + slot * Slots::tokens + (in_slot << box_shift);
-    if constexpr (!paged) return {0, static_cast<i32>(source.offset) + token};
-    u32 page, row;
-    params.page.divmod(token, page, row);
-    return {token < source.kv_end ? __ldg(params.kv_indices + source.offset + page) : 0, static_cast<i32>(row)};
+    return look_up_box<Traits::kv_source>(params, source.offset, token, !paged || token < source.kv_end, 0);
   }
 };
 
