@@ -191,10 +191,12 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
   plan::PlanMemory memory{before, at_once ? at_least(batch.scratch.units, lanes.count) : nullptr,
                           static_cast<char*>(buffer)};
   const plan::Writer writer(batch.model, schedule, assignment, memory);
-  before[0] = {};
+  plan::Totals totals{};
   for (int32_t lane = 0; lane < lanes.count; ++lane) {
-    before[lane + 1] = lane < counted ? before[lane] + writer.count(lane) : writer.write<plan::Items::all>(lane);
+    before[lane] = totals;
+    lane < counted ? writer.add_lane<plan::Items::none>(lane, totals) : writer.add_lane<plan::Items::all>(lane, totals);
   }
+  before[lanes.count] = totals;
   result->used_bytes = writer.used_bytes();
   if (result->used_bytes > plan::max_i32 || writer.num_partial_rows() > plan::max_i32) {
     return fail_lengths({plan::LengthArray::q_indptr, plan::LengthError::overflow, batch.count,
@@ -216,10 +218,8 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
   const int32_t num_units = static_cast<int32_t>(before[lanes.count].units);
   memory.units = at_least(batch.scratch.units, num_units);
   std::memcpy(buffer, &header, sizeof(header));
-  if (assignment.group_ctas > 0) {  // some CTAs may have no lane
-    std::memset(memory.bytes + sizeof(header), 0, schedule.num_ctas * sizeof(CtaStart));
-  }
-  for (int32_t lane = 0; lane < counted; ++lane) writer.write<plan::Items::all>(lane);
+  totals = {};
+  for (int32_t lane = 0; lane < counted; ++lane) writer.add_lane<plan::Items::all>(lane, totals);
   for (int32_t lane = 0; lane < lanes.count; ++lane) writer.write_starts(lane);
   for (int32_t unit = 0; unit < num_units; ++unit) writer.write_merges(unit);
   return FP_OK;

@@ -56,7 +56,7 @@ class PlanBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """One row a unit that some item walks: a row tile of one KV head over one token range."""
+    """One row a unit of an item: a row tile of one KV head over one token range."""
 
     item: np.ndarray  # index in items_by_cta
     rows: np.ndarray  # packed rows

@@ -20,7 +20,7 @@ FP_HOST_DEVICE bool may_have_own_ctas(const Schedule& schedule) {
 
 class OwnCtas {
  public:
-  // Kept from plan to plan: a lane for each piece, and its one segment.
+  // Kept from plan to plan: each lane has one segment.
   struct Memory {
     std::vector<Lane> lanes;
     std::vector<Segment> segments;
@@ -41,8 +41,7 @@ class OwnCtas {
       best = 1 << i;
     }
     if (best == 0) return {};
-    const Division division = divide(best, memory);
-    return Assignment{division, memory.segments.data(), best, ns, total_ns(division)};
+    return assign(best, ns, tiles, memory);
   }
 
  private:
@@ -80,34 +79,36 @@ class OwnCtas {
     return {range, step, first_step, steps, may_cut ? count : 1};
   }
 
-  Division divide(i32 size, Memory& memory) const {
-    memory.lanes.clear();
-    memory.segments.clear();
-    i32 units = 0, count = 0;
+  // A lane for each CTA of a group, with a piece or without, and one for the CTAs that are in no group.
+  Assignment assign(i32 size, double most_ns, i64 tiles, Memory& memory) const {
+    const size_t most_lanes = tiles * size + 1;
+    if (memory.lanes.size() < most_lanes) {
+      memory.lanes.resize(most_lanes);
+      memory.segments.resize(most_lanes);
+    }
+    i32 first_cta = 0, count = 0;
+    double head_ns = 0.0;
     each_unit([&](const Request& request, i32 index, i32 tile) {
       const Pieces pieces = pieces_of(request, tile, size);
-      const i32 first_cta = units++ * num_kv_heads_ * size;
       Cut at{index, 0, tile, -1};
-      for (i32 piece = 0; piece < pieces.count; ++piece, ++count) {
-        const bool is_last = piece + 1 == pieces.count;
-        const Cut end = is_last ? next_unit(at, request.tiles, 1) : Cut{index, 0, tile, pieces.end(piece)};
-        memory.lanes.push_back({first_cta + piece, num_kv_heads_, size, 1, count, 1, 1.0, 0.0});
-        memory.segments.push_back({at, end});
+      for (i32 piece = 0; piece < size; ++piece, ++count) {
+        Cut end = at;
+        if (piece + 1 < pieces.count) end = {index, 0, tile, pieces.end(piece)};
+        if (piece + 1 == pieces.count) end = next_unit(at, request.tiles, 1);
+        memory.lanes[count] = {first_cta + piece, num_kv_heads_, size, 1, count, 1, 1.0, 0.0};
+        memory.segments[count] = {at, end};
         at = end;
       }
+      first_cta += num_kv_heads_ * size;
+      head_ns += model_.ns_per_unit + model_.price(request).ns * pieces.range.size();
+      head_ns += (pieces.count - 1) * static_cast<double>(schedule_.ns_per_piece);
     });
+    memory.lanes[count] = {first_cta, schedule_.num_ctas - first_cta, 1, 1, count, 1, 1.0, 0.0};
+    memory.segments[count++] = {};
     const Lanes lanes{
         .count = count, .num_small = 0, .ctas = num_kv_heads_, .waves = 1, .fewest_heads = 1, .weight = 1.0};
-    return {requests_, batch_, {1, 1}, units, memory.lanes.data(), lanes};
-  }
-
-  double total_ns(const Division& division) const {
-    const i64 units = division.units_on_axis, more_pieces = division.lanes.count - units;
-    double one_head = units * model_.ns_per_unit + more_pieces * static_cast<double>(schedule_.ns_per_piece);
-    each_unit([&](const Request& request, i32, i32 tile) {
-      one_head += model_.price(request).ns * model_.visible(request, tile).size();
-    });
-    return one_head * num_kv_heads_;
+    const Division division{requests_, batch_, {1, 1}, tiles, memory.lanes.data(), lanes};
+    return {division, memory.segments.data(), size, most_ns, head_ns * num_kv_heads_};
   }
 
   // All CTAs read side by side: at the speed of memory, or at that of the CTA with the longest piece.

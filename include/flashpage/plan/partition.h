@@ -227,7 +227,7 @@ class Partitioner {
     Place place;
     Fill fill{0.0, infinite};
     for (i32 l = 0; l < num_lanes; ++l) {
-      const Lane mine = lane_[l];
+      const Lane& mine = lane_[l];
       const double left = total_ - lane.at, done = start.loads != nullptr ? start.loads[l] : 0.0;
       lane.overhead = lane.begin.inside() ? rules_.ns_per_piece : 0.0;
       const double expected = left + done_by_rest + lane.overhead + product(loss, num_lanes - 1 - l);

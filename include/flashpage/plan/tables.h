@@ -205,7 +205,10 @@ class TablePlanner {
     each(threads_, count, [&](i32 lane) {
       work_.segments[lane * waves + waves - 1] = work_.state->partition.segment(lane);
       const Assignment assigned = assignment();
-      work_.before[lane] = Writer(given_.model, given_.schedule, assigned, memory()).count(lane);
+      const PlanMemory plan = memory();
+      Totals own{};
+      Writer(given_.model, given_.schedule, assigned, plan).add_lane<Items::none>(lane, own);
+      work_.before[lane] = own;
     });
     const Totals* all = exclusive_scan(
         threads_, count, work_.sums, [&](i32 lane) { return work_.before[lane]; },
@@ -223,10 +226,14 @@ class TablePlanner {
     threads_.phase([&](i32 thread) {
       if (!given_.schedule.fixed()) {
         by_warps(thread, count, [&](i32 lane, i32 first, i32 step) {
-          writer.template write<Items::whole_requests>(lane, first, step);
+          Totals before = work_.before[lane];
+          writer.template add_lane<Items::whole_requests>(lane, before, first, step);
         });
       }
-      for (i32 lane = thread; lane < count; lane += num_threads) writer.template write<Items::others>(lane);
+      for (i32 lane = thread; lane < count; lane += num_threads) {
+        Totals before = work_.before[lane];
+        writer.template add_lane<Items::others>(lane, before);
+      }
     });
     threads_.phase([&](i32 thread) {
       by_warps(thread, count, [&](i32 lane, i32 first, i32 step) { writer.write_starts(lane, first, step); });

@@ -50,54 +50,63 @@ class Writer {
  public:
   FP_HOST_DEVICE Writer(const CostModel& model, const Schedule& schedule, const Assignment& assignment,
                         const PlanMemory& memory)
-      : model_(model), schedule_(schedule), assignment_(assignment), division_(assignment.division), memory_(memory) {}
+      : model_(model),
+        schedule_(schedule),
+        assignment_(assignment),
+        memory_(memory),
+        requests_(assignment.division.requests),
+        lane_(assignment.division.lane),
+        batch_(assignment.division.batch),
+        axis_heads_(assignment.division.axis.heads),
+        places_(assignment.division.lanes.ctas),
+        before_(memory.before),
+        all_(memory.before[assignment.division.lanes.count]),
+        items_(reinterpret_cast<WorkItem*>(memory.bytes + items_offset(schedule))) {}
 
-  FP_HOST_DEVICE Totals count(i32 lane) const { return take_segments<Items::none>(lane, {}); }
-
-  // What lies before the next lane; of whole requests every `step`-th from `first` on is written. All lanes before are
-  // to be counted, lanes of more than one head need the totals of the whole plan.
+  // Adds a lane to the totals of the lanes before it, and writes its `items`; of whole requests every `step`-th from
+  // `first` on. To write, lanes of more than one head need the totals of the whole plan.
   template <Items items>
-  FP_HOST_DEVICE Totals write(i32 lane, i32 first = 0, i32 step = 1) const {
-    return take_segments<items>(lane, memory_.before[lane], first, step);
+  FP_HOST_DEVICE void add_lane(i32 lane, Totals& to, i32 first = 0, i32 step = 1) const {
+    const Lane& mine = lane_[lane];
+    const Segment* const segments = assignment_.segments + mine.first_segment;
+    for (i32 i = 0; i < mine.num_segments; ++i) take<items>(segments[i], mine.heads, first, step, to);
   }
 
   // What the CTAs of a lane start with, once all items are written: every `step`-th from `first` on.
   FP_HOST_DEVICE void write_starts(i32 lane, i32 first = 0, i32 step = 1) const {
-    const Lane& mine = division_.lane[lane];
+    const Lane mine = lane_[lane];
     CtaStart* const starts = reinterpret_cast<CtaStart*>(memory_.bytes + sizeof(PlanHeader)) + mine.first_cta;
-    const i32 begin = static_cast<i32>(memory_.before[lane].items),
-              end = static_cast<i32>(memory_.before[lane + 1].items);
-    const i32 partial_rows = static_cast<i32>(all().partial_rows);
+    const i32 begin = static_cast<i32>(before_[lane].items), end = static_cast<i32>(before_[lane + 1].items);
+    const i32 partial_rows = static_cast<i32>(all_.partial_rows), axis_heads = axis_heads_;
+    WorkItem item{};
+    if (begin < end) item = items_[begin];
     for (i32 i = first; i < mine.ctas; i += step) {
       const i32 place = i * mine.heads;
-      CtaStart start{};
-      if (begin < end) {
-        start.items = {begin, end, static_cast<u16>(place * division_.axis.heads), static_cast<u16>(place),
-                       place * partial_rows};
-        start.first = item_of_cta(items()[begin], start.items);
-      }
-      starts[i * mine.cta_step] = start;
+      CtaItems own{};
+      if (begin < end)
+        own = {begin, end, static_cast<u16>(place * axis_heads), static_cast<u16>(place), place * partial_rows};
+      starts[i * mine.cta_step] = {own, item_of_cta(item, own)};
     }
   }
 
   // What merges a cut unit, once all items are written: for every `step`-th place from `first` on.
   FP_HOST_DEVICE void write_merges(i32 index, i32 first = 0, i32 step = 1) const {
-    const CutUnit& unit = memory_.units[index];
+    const CutUnit unit = memory_.units[index];
     const Cut& at = unit.at;
-    const Request& request = division_.requests[at.request];
+    const Request& request = requests_[at.request];
     const i32 rows = rows_of(at);
     const i32 first_row = at.tile * schedule_.tile_q;
     MergeItem* const merges = reinterpret_cast<MergeItem*>(memory_.bytes + merges_offset());
-    u32* const arrivals = reinterpret_cast<u32*>(merges + all().merges * places());
-    for (i32 place = first; place < places(); place += step) {
-      const i32 partial_row = unit.partial_row + place * static_cast<i32>(all().partial_rows);
-      i64 merge = unit.merge + place * all().merges;
+    u32* const arrivals = reinterpret_cast<u32*>(merges + all_.merges * places_);
+    for (i32 place = first; place < places_; place += step) {
+      const i32 partial_row = unit.partial_row + place * static_cast<i32>(all_.partial_rows);
+      i64 merge = unit.merge + place * all_.merges;
       for (i32 row = 0; row < rows; row += schedule_.merge_rows) {
         merges[merge] = {request.index,
                          request.q_begin,
                          first_row + row,
                          min_of(schedule_.merge_rows, rows - row),
-                         at.head + place * division_.axis.heads,
+                         at.head + place * axis_heads_,
                          partial_row + row,
                          rows,
                          unit.pieces};
@@ -109,10 +118,10 @@ class Writer {
   // Of the whole plan. What may not fit its 32 bits is counted in 64 by the two below.
   FP_HOST_DEVICE PlanHeader header() const {
     return {num_ctas(),
-            static_cast<i32>(all().items),
-            static_cast<i32>(all().merges * places()),
+            static_cast<i32>(all_.items),
+            static_cast<i32>(all_.merges * places_),
             static_cast<i32>(num_partial_rows()),
-            static_cast<i32>(all().merges),
+            static_cast<i32>(all_.merges),
             static_cast<i32>(items_offset(schedule_)),
             static_cast<i32>(merges_offset()),
             static_cast<i32>(used_bytes()),
@@ -120,32 +129,24 @@ class Writer {
             schedule_.merge_rows,
             {}};
   }
-  FP_HOST_DEVICE i64 num_partial_rows() const { return all().partial_rows * places(); }
-  FP_HOST_DEVICE i64 used_bytes() const { return merges_offset() + all().merges * places() * merge_bytes; }
+  FP_HOST_DEVICE i64 num_partial_rows() const { return all_.partial_rows * places_; }
+  FP_HOST_DEVICE i64 used_bytes() const { return merges_offset() + all_.merges * places_ * merge_bytes; }
 
  private:
-  template <Items items>
-  FP_HOST_DEVICE Totals take_segments(i32 lane, Totals to, i32 first = 0, i32 step = 1) const {
-    const Lane& mine = division_.lane[lane];
-    const Segment* const segments = assignment_.segments + mine.first_segment;
-    for (i32 i = 0; i < mine.num_segments; ++i) take<items>(segments[i], mine.heads, first, step, to);
-    return to;
-  }
-
   // `heads`: of a CTA of the lane, here and below.
   template <Items items>
-  FP_HOST_DEVICE void take(const Segment& segment, i32 heads, i32 first, i32 step, Totals& to) const {
+  FP_HOT void take(const Segment& segment, i32 heads, i32 first, i32 step, Totals& to) const {
     constexpr bool writes = items == Items::others || items == Items::all;
     constexpr bool writes_whole = items == Items::whole_requests || items == Items::all;
     const Cut& end = segment.end;
     Cut at = segment.begin;
     if (at.inside() && !resume<writes>(heads, at, end, to)) return;
     if (at.request < end.request) {
-      whole_units<writes>(heads, at, units_up_to(at, {at.request, division_.axis.heads, 0, -1}), to);
+      whole_units<writes>(heads, at, units_up_to(at, {at.request, axis_heads_, 0, -1}), to);
       whole_requests<writes, writes_whole>(heads, {at.request + 1, end.request}, first, step, to);
       at = {end.request, 0, 0, -1};
     }
-    if (at.request < division_.batch) whole_units<writes>(heads, at, units_up_to(at, end), to);
+    if (at.request < batch_) whole_units<writes>(heads, at, units_up_to(at, end), to);
     if (end.inside()) cut_unit<writes>(heads, end, {visible(end).begin, end.token}, false, to);
   }
 
@@ -168,45 +169,42 @@ class Writer {
 
   template <bool writes, bool writes_whole>
   FP_HOST_DEVICE void whole_requests(i32 heads, const Requests& range, i32 first, i32 step, Totals& to) const {
-    const Request* const requests = division_.requests;
     if (schedule_.fixed()) {
       for (i32 i = range.begin; i < range.end; ++i) {
-        whole_units<writes>(heads, {i, 0, 0, -1}, division_.axis.heads * requests[i].tiles, to);
+        whole_units<writes>(heads, {i, 0, 0, -1}, axis_heads_ * requests_[i].tiles, to);
       }
       return;
     }
-    const i32 number = requests[range.begin].number;
+    const i32 number = requests_[range.begin].number;
     if constexpr (writes_whole) {
       for (i32 i = range.begin + first; i < range.end; i += step) {
-        const Request& request = requests[i];
+        const Request& request = requests_[i];
         if (request.tiles == 0) continue;
-        WorkItem& item = items()[to.items + request.number - number];
+        WorkItem& item = items_[to.items + request.number - number];
         item = item_of({i, 0, 0, -1}, 0, {request.kv_begin, request.kv_len});
-        item.num_units = request.tiles * division_.axis.heads * heads;
+        item.num_units = request.tiles * axis_heads_ * heads;
       }
     }
-    to.items += requests[range.end].number - number;
+    to.items += requests_[range.end].number - number;
   }
 
-  FP_HOST_DEVICE Cut unit_after(const Cut& at) const {
-    return next_unit(at, division_.requests[at.request].tiles, division_.axis.heads);
-  }
+  FP_HOST_DEVICE Cut unit_after(const Cut& at) const { return next_unit(at, requests_[at.request].tiles, axis_heads_); }
   FP_HOST_DEVICE i32 units_up_to(const Cut& at, const Cut& end) const {  // of one request
-    return (end.head - at.head) * division_.requests[at.request].tiles + end.tile - at.tile;
+    return (end.head - at.head) * requests_[at.request].tiles + end.tile - at.tile;
   }
-  FP_HOST_DEVICE TokenRange visible(const Cut& at) const {
-    return model_.visible(division_.requests[at.request], at.tile);
-  }
+  FP_HOST_DEVICE TokenRange visible(const Cut& at) const { return model_.visible(requests_[at.request], at.tile); }
   FP_HOST_DEVICE i32 rows_of(const Cut& at) const {
-    const i32 rows = division_.requests[at.request].q_len * static_cast<i32>(model_.group.divisor);
+    const i32 rows = requests_[at.request].q_len * static_cast<i32>(model_.group.divisor);
     return min_of(schedule_.tile_q, rows - at.tile * schedule_.tile_q);
   }
-  FP_HOST_DEVICE i32 merges_of(const Cut& at) const { return ceil_div(rows_of(at), schedule_.merge_rows); }
+  FP_HOST_DEVICE i32 merges_of(i32 rows) const {
+    return rows <= schedule_.merge_rows ? 1 : ceil_div(rows, schedule_.merge_rows);
+  }
 
   // `count` units of a request: one item, but for units that a fixed split cuts.
   template <bool writes>
-  FP_HOST_DEVICE void whole_units(i32 heads, const Cut& at, i32 count, Totals& to) const {
-    if (schedule_.fixed() && division_.requests[at.request].kv_len > schedule_.fixed_piece_tokens) {
+  FP_HOT void whole_units(i32 heads, const Cut& at, i32 count, Totals& to) const {
+    if (schedule_.fixed() && requests_[at.request].kv_len > schedule_.fixed_piece_tokens) {
       units_of_fixed_split<writes>(heads, at, count, to);
     } else {
       units_in_a_row<writes>(heads, at, count, to);
@@ -234,13 +232,13 @@ class Writer {
   }
 
   template <bool writes>
-  FP_HOST_DEVICE void units_in_a_row(i32 heads, const Cut& at, i32 count, Totals& to) const {
+  FP_HOT void units_in_a_row(i32 heads, const Cut& at, i32 count, Totals& to) const {
     if (count <= 0) return;
-    const Request& request = division_.requests[at.request];
+    const Request& request = requests_[at.request];
     const bool all_tiles = count == request.tiles && at.tile == 0;  // an item goes on with the next KV head
     for (i32 head = 0; head < (all_tiles ? 1 : heads); ++head) {
       if constexpr (writes) {
-        WorkItem& item = items()[to.items];
+        WorkItem& item = items_[to.items];
         item = item_of(at, head, {request.kv_begin, request.kv_len});
         item.num_units = count * (all_tiles ? heads : 1);
       }
@@ -252,7 +250,7 @@ class Writer {
   template <bool writes>
   FP_HOST_DEVICE void cut_unit(i32 heads, const Cut& at, const TokenRange& range, bool is_all, Totals& to) const {
     ++to.units;
-    to.merges += merges_of(at);
+    to.merges += merges_of(rows_of(at));
     to.pieces = 0;
     put_pieces<writes>(heads, at, range, to);
     if constexpr (writes) {
@@ -262,9 +260,9 @@ class Writer {
 
   // The last unit that was cut, all of whose pieces are counted.
   FP_HOST_DEVICE void put_unit(const Cut& at, const Totals& to) const {
-    const i64 partial_rows = to.pieces * rows_of(at);
-    memory_.units[to.units - 1] = {at, static_cast<i32>(to.merges - merges_of(at)),
-                                   static_cast<i32>(to.partial_rows - partial_rows), static_cast<i32>(to.pieces)};
+    const i32 rows = rows_of(at);
+    memory_.units[to.units - 1] = {at, static_cast<i32>(to.merges - merges_of(rows)),
+                                   static_cast<i32>(to.partial_rows - to.pieces * rows), static_cast<i32>(to.pieces)};
   }
 
   FP_HOST_DEVICE i32 next_cut(i32 token) const {
@@ -285,14 +283,14 @@ class Writer {
       to.pieces += pieces;
       return;
     }
-    const i64 merge = to.merges - merges_of(at);
+    const i64 merge = to.merges - merges_of(rows);
     for (i32 begin = range.begin; begin < range.end; begin = next_cut(begin)) {
       for (i32 head = 0; head < heads; ++head) {
-        WorkItem& item = items()[to.items++];
+        WorkItem& item = items_[to.items++];
         item = item_of(at, head, {begin, min_of(range.end, next_cut(begin))});
-        item.partial_row = static_cast<i32>(to.partial_rows + head * all().partial_rows);
+        item.partial_row = static_cast<i32>(to.partial_rows + head * all_.partial_rows);
         item.piece = static_cast<i32>(to.pieces);
-        item.merge = static_cast<i32>(merge + head * all().merges);
+        item.merge = static_cast<i32>(merge + head * all_.merges);
       }
       ++to.pieces;
       to.partial_rows += rows;
@@ -300,7 +298,7 @@ class Writer {
   }
 
   FP_HOST_DEVICE WorkItem item_of(const Cut& at, i32 head, const TokenRange& tokens) const {
-    const Request& request = division_.requests[at.request];
+    const Request& request = requests_[at.request];
     return {request.kv_offset,
             request.mask_offset,
             request.index,
@@ -319,32 +317,35 @@ class Writer {
 
   // Smaller lanes have the last CTAs, and the last of them come first; full lanes are in the order of their CTAs.
   FP_HOST_DEVICE i32 num_ctas() const {
-    const Lanes& lanes = division_.lanes;
+    const Lanes& lanes = assignment_.division.lanes;
     for (i32 i = 0; i < lanes.count; ++i) {
       const i32 lane = i < lanes.num_small ? i : lanes.count - 1 - (i - lanes.num_small);
-      if (memory_.before[lane].items == memory_.before[lane + 1].items) continue;
-      const Lane& last = division_.lane[lane];
+      if (before_[lane].items == before_[lane + 1].items) continue;
+      const Lane& last = lane_[lane];
       return round_up(last.first_cta + (last.ctas - 1) * last.cta_step + 1, max_of(assignment_.group_ctas, 1));
     }
     return 0;
   }
 
-  // CTAs of a full lane. They have as many partial rows and merges each, those of a place behind the place before it; a
-  // CTA of several heads has as many places.
-  FP_HOST_DEVICE i32 places() const { return division_.lanes.ctas; }
-  FP_HOST_DEVICE const Totals& all() const { return memory_.before[division_.lanes.count]; }
   FP_HOST_DEVICE i64 merges_offset() const {
-    return items_offset(schedule_) + all().items * static_cast<i64>(sizeof(WorkItem));
-  }
-  FP_HOST_DEVICE WorkItem* items() const {
-    return reinterpret_cast<WorkItem*>(memory_.bytes + items_offset(schedule_));
+    return items_offset(schedule_) + all_.items * static_cast<i64>(sizeof(WorkItem));
   }
 
   const CostModel& model_;
   const Schedule& schedule_;
   const Assignment& assignment_;
-  const Division& division_;
   const PlanMemory& memory_;
+  // Copies of what every item needs: behind references it would be loaded again after each store to the plan.
+  const Request* const requests_;
+  const Lane* const lane_;
+  const i32 batch_;
+  const i32 axis_heads_;
+  // CTAs of a full lane. They have as many partial rows and merges each, those of a place behind the place before it; a
+  // CTA of several heads has as many places.
+  const i32 places_;
+  const Totals* const before_;
+  const Totals& all_;
+  WorkItem* const items_;
 };
 
 }  // namespace flashpage::plan

@@ -29,7 +29,8 @@ struct CtaThreads {
 
 struct PlanOnDevice {
   static constexpr int threads = plan::num_threads, ctas_per_sm = 1, cluster_rows = 0;
-  static constexpr int shared_bytes = 96 << 10;  // over a thousand requests; larger batches use global memory
+  // For a thousand requests, in waves for five hundred. Larger batches use global memory.
+  static constexpr int shared_bytes = 96 << 10;
 
   FP_DEVICE static void run(const plan::TablePlan& given) {
     extern __shared__ __align__(16) char shared[];
