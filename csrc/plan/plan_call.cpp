@@ -89,6 +89,16 @@ void sum_up(fp_batch& batch) {
   }
 }
 
+// -1 of none; below -1 where one is negative. In a form that the compiler vectorises.
+[[gnu::noinline]] int32_t largest_page(const int32_t* numbers, int64_t count) {
+  int32_t signs = 0, most = -1;
+  for (int64_t i = 0; i < count; ++i) {
+    signs |= numbers[i];
+    most = numbers[i] > most ? numbers[i] : most;
+  }
+  return signs < 0 ? -2 : most;
+}
+
 // False where kernels cannot read the page numbers in place, or where someone has to look at them first.
 bool take_page_numbers(fp_batch& batch, void* object) {
   dlpack::Tensor tensor;
@@ -101,13 +111,8 @@ bool take_page_numbers(fp_batch& batch, void* object) {
   if (batch.page_buffer != nullptr && numbers != batch.page_buffer) return false;
   batch.max_page = -1;
   if (batch.device_type == dlpack::cpu && batch.kv_begin >= 0) {
-    int32_t least = 0, most = -1;
-    for (int64_t i = batch.kv_begin; i < batch.kv_end; ++i) {
-      least = std::min(least, numbers[i]);
-      most = std::max(most, numbers[i]);
-    }
-    if (least < 0) return false;
-    batch.max_page = most;
+    batch.max_page = largest_page(numbers + batch.kv_begin, batch.kv_end - batch.kv_begin);
+    if (batch.max_page < -1) return false;
   }
   batch.page_numbers = numbers;
   return true;

@@ -113,11 +113,10 @@ inline bool cut_to_parts(const Lengths& lengths, const Heads& heads, i32 tile_q,
 }
 
 // Reads and checks every request. `requests` grows to hold all parts and one more.
-template <class Index>
+template <class Index, bool is_cut>
 LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q, std::vector<Request>& requests,
                          LengthTotals& totals) {
   const i32 num_kv_heads = heads.num_kv_heads, group = heads.group();
-  const bool is_cut = has_parts(heads.visibility);
   if (static_cast<i64>(requests.size()) <= lengths.batch) requests.resize(lengths.batch + 1);
   const Index q_indptr(lengths.q_indptr), kv_indptr(lengths.kv_indptr);
   const Index last_page_len(lengths.last_page_len), kv_lens(lengths.kv_lens);
@@ -177,7 +176,7 @@ LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q,
                         0.0};
     totals.kv = totals.kv + KvTokens::of(kv_len, static_cast<i32>(tiles), few_rows);
     totals.max_q_len = max_of(totals.max_q_len, static_cast<i32>(q_len));
-    if (is_cut) {
+    if constexpr (is_cut) {
       if (!cut_to_parts(lengths, heads, tile_q, whole, requests, totals))
         return {LengthArray::q_indptr, too_many_parts, i + 1, q_end, most_parts_of_batch};
       continue;
@@ -198,8 +197,12 @@ inline LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 
                                 LengthTotals& totals) {
   const bool plain = PlainInt32::fits(lengths.q_indptr) && PlainInt32::fits(lengths.kv_indptr) &&
                      PlainInt32::fits(lengths.last_page_len) && PlainInt32::fits(lengths.kv_lens);
-  return plain ? read_lengths<PlainInt32>(lengths, heads, tile_q, requests, totals)
-               : read_lengths<AnyIndex>(lengths, heads, tile_q, requests, totals);
+  if (has_parts(heads.visibility)) {
+    return plain ? read_lengths<PlainInt32, true>(lengths, heads, tile_q, requests, totals)
+                 : read_lengths<AnyIndex, true>(lengths, heads, tile_q, requests, totals);
+  }
+  return plain ? read_lengths<PlainInt32, false>(lengths, heads, tile_q, requests, totals)
+               : read_lengths<AnyIndex, false>(lengths, heads, tile_q, requests, totals);
 }
 
 }  // namespace flashpage::plan
