@@ -108,7 +108,7 @@ class Watcher:
             self._shown += 1
         metadata = getattr(self._engine.backend, "metadata", None)
         if self.plan is None and isinstance(metadata, DecodeMetadata):
-            self.plan = metadata.wrappers[KvPart.ALL].last_plan
+            self.plan = metadata.planned[KvPart.ALL].last_plan
 
 
 def describe(model: Llama, requests: list[Request]) -> None:

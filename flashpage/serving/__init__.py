@@ -9,7 +9,7 @@ Attention, between a model's layers and the wrappers' plan and run (`flashpage.i
 * indices         those parts as CSR page tables
 * backend         AttentionBackend: metadata once a step, forward once a layer
 * paged_attention PagedAttention: the backend of this library
-* graph_wrappers  its wrappers for captured steps
+* graph_plans     its plans of captured steps
 * trees           masks of speculative tokens
 * drafts          steps of a draft model, planned together
 * graph_runner    captured decode steps by batch size

@@ -1,21 +1,26 @@
-"""The attention backend of this library: flashpage's wrappers over a token pool."""
+"""The attention backend of this library: plans over a token pool."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..base.errors import FlashpageError
+from ..kernels.options import Values, check_soft_cap, check_window
+from ..plan.lengths import Lengths, Names
+from ..plan.page_indices import NO_PAGES, Mask, Pages
+from ..wrappers.base import DECODE, PAGED, RAGGED, Attention
+from ..wrappers.graph_buffers import take_graph_buffers
 from ..wrappers.merge import merge_state
-from ..wrappers.paged_decode import BatchDecodeWithPagedKVCacheWrapper
-from ..wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
-from ..wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from ..wrappers.plan_arguments import Checked, DecodeArguments, PrefillArguments
 from .backend import AttentionBackend
 from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
-from .graph_wrappers import GraphSizes, GraphWrappers
+from .graph_plans import GraphPlans, GraphSizes
 from .indices import IndicesUpdater, indptr_of
 from .kv_parts import KvPart, part_of, parts_of
 from .token_pool import RequestTable, TokenPool
@@ -23,37 +28,36 @@ from .token_pool import RequestTable, TokenPool
 WORKSPACE_BYTES = 128 << 20
 
 
-class OwnWrappers:
-    """What a library must have: three wrappers and `merge_state`, here flashpage's."""
-
-    BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
-    BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
-    BatchPrefillWithRaggedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper
-    merge_state = staticmethod(merge_state)
+def make_attention(workspace: torch.Tensor, names: Names, buffers: dict[str, torch.Tensor | None] | None) -> Attention:
+    """`buffers`: what captured runs read; None: runs are not captured."""
+    attention = Attention(workspace, is_graph=buffers is not None, names=names, owner="PagedAttention")
+    if buffers is not None:
+        take_graph_buffers(attention, None, buffers)
+    return attention
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeMetadata:
-    """Planned wrappers of a DECODE step."""
+    """The plans of a DECODE step."""
 
-    wrappers: dict[KvPart, Any]
+    planned: dict[KvPart, Attention]
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillMetadata:
-    """Planned wrappers of an EXTEND or VERIFY step."""
+    """The plans of an EXTEND or VERIFY step."""
 
-    wrappers: dict[KvPart, Any]
-    ragged: Any = None  # over the new tokens; the paged wrappers then see the tokens before them alone
-    extend_no_prefix: bool = False  # there are none before them: the ragged wrapper has all
+    planned: dict[KvPart, Attention]
+    ragged: Attention | None = None  # over the new tokens; the paged plans then see the tokens before them alone
+    extend_no_prefix: bool = False  # there are none before them: the ragged plan has all
 
 
 class PagedAttention(AttentionBackend):
-    """Attention over a token pool by the wrappers of flashpage, or of a library with the same interface.
+    """Attention over a token pool.
 
     A model whose layers see different parts of the tokens (a window or all; the decoder's own or the encoder's) has a
-    wrapper and a page table for each part. Steps without captured graphs use one set of wrappers, captured steps one
-    set a batch size.
+    plan and a page table for each part. Steps without captured graphs use one set of plans, captured steps one set a
+    batch size.
 
     Args:
         layers: of the model; the first one of each part has the options that plans are made for, others bring theirs
@@ -62,9 +66,7 @@ class PagedAttention(AttentionBackend):
         ragged_extend: new tokens are attended to as they come and the ones before them from the pool, and both merged;
             else everything from the pool, in one run.
         workspace: for partial results, uint8; None: 128 MiB of its own.
-        library: a module, or another object, that has the names of OwnWrappers.
-        options: for the library's wrappers, by the name of their class.
-        fill_len: tokens of requests that pad a captured batch; for libraries that cannot do with 0.
+        make: makes what plans and runs (make_attention).
     """
 
     supports_graphs = True
@@ -78,30 +80,26 @@ class PagedAttention(AttentionBackend):
         *,
         ragged_extend: bool = False,
         workspace: torch.Tensor | None = None,
-        library: Any = OwnWrappers,
-        options: dict[str, dict[str, Any]] | None = None,
-        fill_len: int = 0,
+        make: Callable[[torch.Tensor, Names, dict[str, torch.Tensor | None] | None], Any] = make_attention,
     ) -> None:
         self.table, self.pool, self.q_dtype = table, pool, q_dtype
         self.device = table.slots.device
         if workspace is None:
             workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        self.workspace, self.library, self._options, self._fill_len = workspace, library, options or {}, fill_len
+        self.workspace = workspace
+        self._make = functools.partial(make, workspace)
         self._has_cross = any(layer.is_cross for layer in layers)
         self.parts = parts_of(layers)
         windows = {part: layer.window_left for part, layer in self.parts.items()}
         self.indices = IndicesUpdater(table, pool.page_size, windows)
         self._ragged_extend = ragged_extend and set(self.parts) == {KvPart.ALL}
-        self._decode = {part: self.wrapper("BatchDecodeWithPagedKVCacheWrapper") for part in self.parts}
-        self._extend = {part: self.wrapper("BatchPrefillWithPagedKVCacheWrapper") for part in self.parts}
-        self._verify = {part: self.wrapper("BatchPrefillWithPagedKVCacheWrapper") for part in self.parts}
-        self._ragged = self.wrapper("BatchPrefillWithRaggedKVCacheWrapper")
-        self._graphs: GraphWrappers | None = None
+        self._decode = {part: self._make(DECODE, None) for part in self.parts}
+        self._extend = {part: self._make(PAGED, None) for part in self.parts}
+        self._verify = {part: self._make(PAGED, None) for part in self.parts}
+        self._ragged = self._make(RAGGED, None)
+        self._checked: dict[Any, Checked] = collections.defaultdict(Checked)  # by part, and what differs beside it
+        self._graphs: GraphPlans | None = None
         self.metadata: DecodeMetadata | PrefillMetadata | None = None
-
-    def wrapper(self, name: str, **values: Any) -> Any:
-        """One of the library's wrappers, on the shared workspace."""
-        return getattr(self.library, name)(self.workspace, "NHD", **(self._options.get(name, {}) | values))
 
     # ---------------------------------------------------------------- metadata
 
@@ -116,50 +114,70 @@ class PagedAttention(AttentionBackend):
             self.metadata = self.plan_extend(batch, self._extend)
 
     def plan_decode(
-        self, batch: ForwardBatch, wrappers: dict[KvPart, Any], out: dict[KvPart, torch.Tensor] | None = None
+        self, batch: ForwardBatch, planned: dict[KvPart, Attention], out: dict[KvPart, torch.Tensor] | None = None
     ) -> DecodeMetadata:
-        """Plans a decode wrapper for each part; `out`: room for page numbers that captured steps read."""
-        for part, wrapper in wrappers.items():
-            pages = self.indices.update(batch, part, out=None if out is None else out[part])
-            wrapper.plan(*pages, *self._sizes(part), **self._values(part))
-        return DecodeMetadata(wrappers)
+        """Plans one row a request for each part; `out`: room for page numbers that captured steps read."""
+        for part, attention in planned.items():
+            indptr, indices, last_page_len = self.indices.update(batch, part, out=None if out is None else out[part])
+            layer = self.parts[part]
+            arguments = DecodeArguments(
+                layer.num_q_heads,
+                layer.num_kv_heads,
+                layer.head_dim,
+                self.pool.page_size,
+                q_data_type=self.q_dtype,
+                kv_data_type=self.pool.dtype,
+                **_options(layer),
+            )
+            lengths = Lengths(None, indptr, last_page_len)
+            attention.plan(lengths, Pages(indices), *self._checked[part, "decode"].of(arguments))
+        return DecodeMetadata(planned)
 
     def plan_extend(
-        self, batch: ForwardBatch, wrappers: dict[KvPart, Any], out: dict[KvPart, torch.Tensor] | None = None
+        self,
+        batch: ForwardBatch,
+        planned: dict[KvPart, Attention],
+        out: dict[KvPart, torch.Tensor] | None = None,
+        prefix_only: bool = False,
     ) -> PrefillMetadata:
-        """Plans a paged prefill wrapper for each part; an encoder's tokens are seen by every row."""
+        """Plans any rows a request for each part; an encoder's tokens are seen by every row."""
         q_indptr = indptr_of(batch.new_lens)
-        for part, wrapper in wrappers.items():
-            pages = self.indices.update(batch, part, out=None if out is None else out[part])
-            causal = part is not KvPart.ENCODER
-            mask = batch.tree_mask if causal else None
-            values = self._values(part)
-            if mask is not None:
-                values, causal = values | {"custom_mask": mask}, False
-            wrapper.plan(q_indptr, *pages, *self._sizes(part), causal=causal, **values)
-        return PrefillMetadata(wrappers)
+        for part, attention in planned.items():
+            room = None if out is None else out[part]
+            indptr, indices, last_page_len = self.indices.update(batch, part, out=room, prefix_only=prefix_only)
+            is_own = part is not KvPart.ENCODER
+            mask = None if batch.tree_mask is None or not is_own else Mask(batch.tree_mask)
+            arguments = self._prefill_arguments(part, mask is not None, is_own and mask is None and not prefix_only)
+            checked = self._checked[part, mask is not None, prefix_only].of(arguments)
+            attention.plan(Lengths(q_indptr, indptr, last_page_len), Pages(indices), *checked, mask)
+        return PrefillMetadata(planned)
 
     def _plan_ragged(self, batch: ForwardBatch) -> PrefillMetadata:
-        q_indptr, part = indptr_of(batch.new_lens), KvPart.ALL
-        heads = self._sizes(part)[:-1]
-        self._ragged.plan(q_indptr, q_indptr, *heads, causal=True, **self._values(part, stored=False))
+        q_indptr = indptr_of(batch.new_lens)
+        arguments = self._prefill_arguments(KvPart.ALL, False, True, is_ragged=True)
+        checked = self._checked[KvPart.ALL, "ragged"].of(arguments)
+        self._ragged.plan(Lengths(q_indptr, q_indptr), NO_PAGES, *checked)
         no_prefix = bool(torch.equal(batch.seq_lens, batch.new_lens))
         if not no_prefix:
-            pages = self.indices.update(batch, part, prefix_only=True)
-            self._extend[part].plan(q_indptr, *pages, *self._sizes(part), causal=False, **self._values(part))
+            self.plan_extend(batch, self._extend, prefix_only=True)
         return PrefillMetadata(self._extend, self._ragged, no_prefix)
 
-    def _sizes(self, part: KvPart) -> tuple[int, int, int, int]:
+    def _prefill_arguments(
+        self, part: KvPart, has_mask: bool, is_causal: bool, is_ragged: bool = False
+    ) -> PrefillArguments:
         layer = self.parts[part]
-        return layer.num_q_heads, layer.num_kv_heads, layer.head_dim, self.pool.page_size
-
-    def _values(self, part: KvPart, stored: bool = True) -> dict[str, Any]:
-        """Options of a plan; `stored`: over the pool."""
-        layer = self.parts[part]
-        return _run_values(layer) | {
-            "q_data_type": self.q_dtype,
-            "kv_data_type": self.pool.dtype if stored else self.q_dtype,
-        }
+        return PrefillArguments(
+            "ragged" if is_ragged else "paged",
+            layer.num_q_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            0 if is_ragged else self.pool.page_size,
+            has_mask=has_mask,
+            causal=is_causal,
+            q_data_type=self.q_dtype,
+            kv_data_type=self.q_dtype if is_ragged else self.pool.dtype,
+            **_options(layer),
+        )
 
     # ---------------------------------------------------------------- forward
 
@@ -174,8 +192,11 @@ class PagedAttention(AttentionBackend):
     ) -> torch.Tensor:
         self._save(k, v, layer, batch, save_kv_cache)
         assert isinstance(self.metadata, DecodeMetadata), "init_forward_metadata comes before the layers"
-        wrapper = self.metadata.wrappers[part_of(layer, self._has_cross)]
-        return wrapper.forward(q, self.pool.kv(layer.index), **_run_values(layer), **_scales(layer))
+        attention = self.metadata.planned[part_of(layer, self._has_cross)]
+        out: torch.Tensor = attention.run(
+            q, self.pool.kv(layer.index), values=_values(layer, False), scales=_scales(layer)
+        )
+        return out
 
     def forward_extend(
         self,
@@ -190,15 +211,20 @@ class PagedAttention(AttentionBackend):
         metadata = self.metadata
         assert isinstance(metadata, PrefillMetadata), "init_forward_metadata comes before the layers"
         part = part_of(layer, self._has_cross)
-        wrapper, cache, values = metadata.wrappers[part], self.pool.kv(layer.index), _run_values(layer)
+        attention, cache, scales = metadata.planned[part], self.pool.kv(layer.index), _scales(layer)
         if metadata.ragged is None:
-            causal = part is not KvPart.ENCODER and batch.tree_mask is None
-            return wrapper.forward(q, cache, causal=causal, **values, **_scales(layer))
+            is_causal = part is not KvPart.ENCODER and batch.tree_mask is None
+            out: torch.Tensor = attention.run(q, cache, values=_values(layer, is_causal), scales=scales)
+            return out
+        assert k is not None and v is not None
+        of_new = _values(layer, True)
         if metadata.extend_no_prefix:
-            return metadata.ragged.forward(q, k, v, causal=True, **values)
-        new = metadata.ragged.forward_return_lse(q, k, v, causal=True, **values)
-        before = wrapper.forward_return_lse(q, cache, causal=False, **values, **_scales(layer))
-        return self.library.merge_state(*new, *before)[0]
+            found: torch.Tensor = metadata.ragged.run(q, (k, v), values=of_new)
+            return found
+        new = metadata.ragged.run(q, (k, v), return_lse=True, values=of_new)
+        before = attention.run(q, cache, return_lse=True, values=_values(layer, False), scales=scales)
+        merged: torch.Tensor = merge_state(*new, *before)[0]
+        return merged
 
     def _save(
         self, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer, batch: ForwardBatch, wanted: bool
@@ -212,7 +238,7 @@ class PagedAttention(AttentionBackend):
     def init_cuda_graph_state(self, max_batch: int, max_rows: int) -> None:
         if self._graphs is None:
             sizes = GraphSizes(max_batch, max_rows, self.table.max_context, self.pool.page_size)
-            self._graphs = GraphWrappers(sizes, self.parts, self.workspace, self.wrapper)
+            self._graphs = GraphPlans(sizes, self.parts, self.workspace, self._make)
         elif not self._graphs.has_room_for(max_batch, max_rows):
             raise FlashpageError(
                 f"max_batch={max_batch}, max_rows={max_rows}: the memory for captured steps is smaller and stays where "
@@ -228,17 +254,14 @@ class PagedAttention(AttentionBackend):
         assert self._graphs is not None, "init_cuda_graph_state comes before replays"
         self.metadata = self._plan_captured(batch, self._graphs)
 
-    def _plan_captured(self, batch: ForwardBatch, graphs: GraphWrappers) -> DecodeMetadata | PrefillMetadata:
+    def _plan_captured(self, batch: ForwardBatch, graphs: GraphPlans) -> DecodeMetadata | PrefillMetadata:
         """Plans the batch into the buffers that its captured runs read."""
         plan = self.plan_decode if batch.mode is ForwardMode.DECODE else self.plan_extend
-        return plan(batch, graphs.wrappers(batch), graphs.indices)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self._fill_len
+        return plan(batch, graphs.planned(batch), graphs.indices)
 
 
-def _run_values(layer: AttentionLayer) -> dict[str, Any]:
-    """Options that come with run: those of the plan are the first layer's."""
+def _options(layer: AttentionLayer) -> dict[str, Any]:
+    """Options of a plan that layers may bring to run."""
     return {
         "window_left": layer.window_left,
         "logits_soft_cap": layer.logits_soft_cap,
@@ -246,5 +269,14 @@ def _run_values(layer: AttentionLayer) -> dict[str, Any]:
     }
 
 
-def _scales(layer: AttentionLayer) -> dict[str, Any]:
-    return {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+def _values(layer: AttentionLayer, is_causal: bool) -> Values:
+    return _checked_values(is_causal, layer.window_left, layer.logits_soft_cap, layer.sm_scale)
+
+
+@functools.lru_cache(maxsize=256)
+def _checked_values(is_causal: bool, window_left: int, logits_soft_cap: float, sm_scale: float | None) -> Values:
+    return Values(is_causal, check_window(window_left), check_soft_cap(logits_soft_cap), sm_scale, None, None, "NONE")
+
+
+def _scales(layer: AttentionLayer) -> tuple[Any, Any, Any]:
+    return None, layer.k_scale, layer.v_scale

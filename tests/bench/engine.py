@@ -25,6 +25,10 @@ from flashpage.demo.model import Config, Llama
 from flashpage.demo.reference import check_tokens
 from flashpage.engine import Engine, EngineConfig, Request
 from flashpage.integrations import PagedAttention
+from flashpage.kernels.options import Options, Values
+from flashpage.plan.lengths import Lengths, Names
+from flashpage.plan.page_indices import Mask, Pages
+from flashpage.wrappers.base import DECODE
 
 MODEL = Config(
     vocabulary=8192, hidden=1024, num_layers=8, num_q_heads=32, num_kv_heads=8, head_dim=128, intermediate=2816
@@ -33,14 +37,65 @@ SMALL = Config(vocabulary=512, hidden=128, num_layers=2, num_q_heads=4, num_kv_h
 COLUMNS = ("attention", "decode steps", "seconds", "tokens/s", "decode step, us", "of flashpage captured", "wrong")
 
 
+class FlashInferPlan:
+    """One of FlashInfer's wrappers in the place of an Attention."""
+
+    def __init__(self, backend: str, workspace: torch.Tensor, names: Names, buffers: dict[str, Any] | None) -> None:
+        module = importlib.import_module("flashinfer")
+        given = {} if buffers is None else {"use_cuda_graph": True, **buffers}
+        self._is_decode = names is DECODE
+        if self._is_decode:
+            renamed = {name.replace("_buf", "_buffer"): value for name, value in given.items() if name.endswith("_buf")}
+            given = {"use_tensor_cores": True, **({"use_cuda_graph": True, **renamed} if given else {})}
+            self._wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **given)
+        elif names.indices:
+            self._wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend, **given)
+        else:
+            self._wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", **given)
+
+    def reset_workspace_buffer(self, *workspaces: torch.Tensor) -> None:
+        self._wrapper.reset_workspace_buffer(*workspaces)
+
+    def plan(self, lengths: Lengths, pages: Pages, options: Options, values: Values, mask: Mask | None = None) -> None:
+        arrays: list[Any] = [lengths.kv_indptr, pages.indices, lengths.last_page_len]
+        sizes = [options.num_q_heads, options.num_kv_heads, options.head_dim_qk, options.page_size]
+        given = {
+            "window_left": values.window_left,
+            "logits_soft_cap": values.logits_soft_cap,
+            "sm_scale": values.sm_scale,
+            "q_data_type": options.q_dtype.torch,
+            "kv_data_type": options.kv_dtype.torch,
+        }
+        if not self._is_decode:
+            given["causal"], arrays = values.causal, [lengths.q_indptr, *arrays]
+            if options.kv_source == "ragged":
+                arrays, sizes = arrays[:2], sizes[:3]
+            if mask is not None:
+                given["custom_mask"] = mask.values
+        self._wrapper.plan(*arrays, *sizes, **given)
+
+    def run(self, q: torch.Tensor, cache: Any, *, return_lse: bool = False, scales: Any = (), **_: Any) -> Any:
+        tensors = cache if isinstance(cache, tuple) and not self._is_paged else (cache,)
+        _, k_scale, v_scale = scales or (None, None, None)
+        named = {"k_scale": k_scale, "v_scale": v_scale} if self._is_paged else {}
+        return self._wrapper.run(q, *tensors, return_lse=return_lse, **named)
+
+    @property
+    def _is_paged(self) -> bool:
+        return "Ragged" not in type(self._wrapper).__name__
+
+
+class FlashInferAttention(PagedAttention):
+    """Our serving loop over FlashInfer's wrappers."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """It cannot do with requests of no tokens."""
+        return 1
+
+
 def flashinfer(backend: str) -> Callable[..., PagedAttention]:
-    """Its wrappers in the place of ours: it wants its tensor cores asked for, and padding of one token."""
-    options = {
-        "BatchDecodeWithPagedKVCacheWrapper": {"use_tensor_cores": True},
-        "BatchPrefillWithPagedKVCacheWrapper": {"backend": backend},
-    }
-    module = importlib.import_module("flashinfer")
-    return functools.partial(PagedAttention, library=module, options=options, fill_len=1)
+    """Its wrappers in the place of ours."""
+    return functools.partial(FlashInferAttention, make=functools.partial(FlashInferPlan, backend))
 
 
 ATTENTION: dict[str, tuple[str, Callable[[], Any], bool]] = {  # label: module, backend, whether decodes are captured

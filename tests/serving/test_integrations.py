@@ -204,8 +204,8 @@ def test_cross_attention_beside_the_decoders_own(page_size: int, mode: ForwardMo
     check(found, q, past, PLAIN, batch, skip, own)
     q, found = run_layer(backend, past, cross, batch, skip)
     check(found, q, past, cross, batch, [0] * 4, encoder, causal=False)
-    wrappers = backend.metadata.wrappers.values()  # type: ignore[union-attr]
-    assert all(len(wrapper._planner.active) == 1 for wrapper in wrappers)  # run asked for what was planned
+    planned = backend.metadata.planned.values()  # type: ignore[union-attr]
+    assert all(len(attention.session.active) == 1 for attention in planned)  # run asked for what was planned
 
 
 def test_the_encoders_tokens_are_written_by_the_step_that_has_them(device: str) -> None:

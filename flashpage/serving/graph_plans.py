@@ -1,4 +1,4 @@
-"""Wrappers of captured steps: one set for each size of batch, on slices of shared buffers."""
+"""Plans of captured steps: one set for each size of batch, on slices of shared buffers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..wrappers.base import DECODE, PAGED
 from .forward_batch import ForwardBatch, ForwardMode
 from .kv_parts import KvPart
 
@@ -32,15 +33,15 @@ class GraphSizes:
         return self.max_rows * (-(-self.max_context // 8) + 1)
 
 
-class GraphWrappers:
+class GraphPlans:
     """Captured runs read page numbers, masks and plans where they were when they were captured.
 
     All sizes share these: steps follow each other on one stream, and every replay is planned anew before it.
 
     Args:
-        parts: of the model's layers, a wrapper each.
-        workspace: for partial results, which all wrappers share.
-        make: a wrapper of the library, by the name of its class and its graph arguments.
+        parts: of the model's layers, a plan each.
+        workspace: for partial results, which all plans share.
+        make: makes what plans and runs, by the names of its lengths and its buffers.
     """
 
     def __init__(
@@ -53,40 +54,40 @@ class GraphWrappers:
             return torch.zeros(count, dtype=dtype, device=workspace.device)
 
         self.indices = {part: zeros(sizes.pages) for part in self._parts}  # page numbers that captured steps read
-        self._indptr, self._q_indptr, self._mask_indptr = (zeros(max_batch + 1) for _ in range(3))
+        self._indptr, self._q_indptr = (zeros(max_batch + 1) for _ in range(2))
         self._last_page_len = zeros(max_batch)
         self._mask: torch.Tensor | None = None  # only verifying needs it
         self._int_workspaces = {part: zeros(_INT_WORKSPACE_BYTES, torch.uint8) for part in self._parts}
-        self._wrappers: dict[tuple[ForwardMode, int], dict[KvPart, Any]] = {}
+        self._planned: dict[tuple[ForwardMode, int], dict[KvPart, Any]] = {}
 
     def has_room_for(self, max_batch: int, max_rows: int) -> bool:
         """Whether batches of another runner fit too."""
         return max_batch <= self._sizes.max_batch and max_rows <= self._sizes.max_rows
 
     def make(self, batch: ForwardBatch) -> None:
-        """Wrappers for batches of this mode and size, where there are none yet."""
+        """Plans for batches of this mode and size, where there are none yet."""
         key = (batch.mode, batch.batch_size)
-        if key not in self._wrappers:
-            self._wrappers[key] = {part: self._wrapper(part, batch) for part in self._parts}
+        if key not in self._planned:
+            self._planned[key] = {part: self._make_one(part, batch) for part in self._parts}
 
-    def wrappers(self, batch: ForwardBatch) -> dict[KvPart, Any]:
-        """The wrappers that captured runs of this mode and size use."""
-        return self._wrappers[batch.mode, batch.batch_size]
+    def planned(self, batch: ForwardBatch) -> dict[KvPart, Any]:
+        """What captured runs of this mode and size use."""
+        return self._planned[batch.mode, batch.batch_size]
 
-    def _wrapper(self, part: KvPart, batch: ForwardBatch) -> Any:
-        size = batch.batch_size
-        buffers = [self._indptr[: size + 1], self.indices[part], self._last_page_len[:size]]
-        names = ["paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"]
-        if batch.mode is ForwardMode.DECODE:
-            given = dict(zip((name + "fer" for name in names), buffers, strict=True))
-            wrapper = self._make("BatchDecodeWithPagedKVCacheWrapper", use_cuda_graph=True, **given)
-        else:
-            given = dict(zip(names, buffers, strict=True)) | {"qo_indptr_buf": self._q_indptr[: size + 1]}
-            if batch.tree_mask is not None:
-                given |= {"custom_mask_buf": self._mask_buffer(), "mask_indptr_buf": self._mask_indptr[: size + 1]}
-            wrapper = self._make("BatchPrefillWithPagedKVCacheWrapper", use_cuda_graph=True, **given)
-        wrapper.reset_workspace_buffer(self._workspace, self._int_workspaces[part])
-        return wrapper
+    def _make_one(self, part: KvPart, batch: ForwardBatch) -> Any:
+        size, is_decode = batch.batch_size, batch.mode is ForwardMode.DECODE
+        buffers: dict[str, torch.Tensor | None] = {
+            "paged_kv_indptr_buf": self._indptr[: size + 1],
+            "paged_kv_indices_buf": self.indices[part],
+            "paged_kv_last_page_len_buf": self._last_page_len[:size],
+        }
+        if not is_decode:
+            buffers["qo_indptr_buf"] = self._q_indptr[: size + 1]
+        if batch.tree_mask is not None:
+            buffers["custom_mask_buf"] = self._mask_buffer()
+        attention = self._make(DECODE if is_decode else PAGED, buffers)
+        attention.reset_workspace_buffer(self._workspace, self._int_workspaces[part])
+        return attention
 
     def _mask_buffer(self) -> torch.Tensor:
         if self._mask is None:
