@@ -22,8 +22,8 @@ def rows() -> list[Case]:
     return [
         *found,
         decode("chunk-rows", "rows of a request in two chunks", (300, 130, 65), q_len=7, chunk=64, hidden_nan=True),
-        decode("chunk-window", "the later of both", LONG, chunk=100, window_left=30, hidden_nan=True),
-        decode("chunk-fixed", "pieces behind the chunk's beginning", (900, 64), chunk=300, fixed_split_size=4),
+        decode("chunk-decode-window", "the later of both", LONG, chunk=100, window_left=30, hidden_nan=True),
+        decode("chunk-decode-fixed", "pieces behind the chunk's beginning", (900, 64), chunk=300, fixed_split_size=4),
         decode("chunk-e4m3", "NaN bytes", LONG, chunk=100, kv_dtype="float8_e4m3fn", head_dim=128, hidden_nan=True),
         decode("chunk-page-1", "rows, not boxes", LONG, chunk=37, page_size=1, hidden_nan=True),
         prefill("chunk-not-causal", "the rest of the chunk is visible", MIXED_Q, MIXED_KV, chunk=50),
