@@ -15,10 +15,8 @@ def rows() -> list[Case]:
     found = []
     for chunk in (1, 63, 64, 500, 2**31 - 1):
         why = "chunk edge inside, at and past a page and a tile"
-        found.append(decode(f"chunk-{chunk}-decode", why, LONG, chunk=chunk, hidden_nan=True, reduced=chunk == 63))
-        found.append(
-            prefill(f"chunk-{chunk}-causal", why, MIXED_Q, MIXED_KV, chunk=chunk, reduced=chunk == 64, **hidden)
-        )
+        found.append(decode(f"chunk-{chunk}-decode", why, LONG, chunk=chunk, hidden_nan=True))
+        found.append(prefill(f"chunk-{chunk}-causal", why, MIXED_Q, MIXED_KV, chunk=chunk, **hidden))
     return [
         *found,
         decode("chunk-rows", "rows of a request in two chunks", (300, 130, 65), q_len=7, chunk=64, hidden_nan=True),
@@ -27,7 +25,7 @@ def rows() -> list[Case]:
         decode("chunk-e4m3", "NaN bytes", LONG, chunk=100, kv_dtype="float8_e4m3fn", head_dim=128, hidden_nan=True),
         decode("chunk-page-1", "rows, not boxes", LONG, chunk=37, page_size=1, hidden_nan=True),
         prefill("chunk-not-causal", "the rest of the chunk is visible", MIXED_Q, MIXED_KV, chunk=50),
-        prefill("chunk-ragged", "ragged", (130, 40), (130, 90), entry="ragged", chunk=48, reduced=True, **hidden),
+        prefill("chunk-ragged", "ragged", (130, 40), (130, 90), entry="ragged", chunk=48, **hidden),
         prefill("chunk-single", "one request", (130,), (190,), entry="single_prefill", chunk=60, **hidden),
         prefill("chunk-q-over-kv", "rows before the first token", (70, 5), (33, 5), causal=True, chunk=20),
         prefill("chunk-no-tokens", "rows that see nothing", (7, 5), (0, 30), causal=True, chunk=20),
@@ -38,7 +36,7 @@ def rows() -> list[Case]:
         prefill("chunk-alibi", "distances of the request", (130,), (400,), position="ALIBI", chunk=150, causal=True),
         prefill("chunk-rope", "positions of the request", (130,), (400,), position="ROPE_LLAMA", chunk=150, **hidden),
         prefill("chunk-sinks", "in every chunk", (90,), (130,), sinks=True, chunk=64, soft_cap=8.0, causal=True),
-        prefill("chunk-many", "units of large tiles", (700, 300), (2000, 1203), chunk=512, reduced=True, **many),
+        prefill("chunk-many", "units of large tiles", (700, 300), (2000, 1203), chunk=512, **many),
         prefill("chunk-many-page-1", "and gathered pages", (600,), (1300,), chunk=512, page_size=1, **many),
         prefill("chunk-many-ragged", "whole", (1100,), (1100,), entry="ragged", chunk=256, **many),
         prefill("chunk-mixed", "few and many rows", (1, 1, 600, 1), (900, 40, 1000, 300), chunk=400, **many),
