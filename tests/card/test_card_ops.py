@@ -131,7 +131,7 @@ def steps() -> Steps:
 
 def run_arguments(wrapper: Any, q: torch.Tensor, parts: list[torch.Tensor]) -> tuple[Any, ...]:
     lse = torch.empty(q.shape[:2], device=DEVICE)
-    return (wrapper._handle, q, parts, torch.empty_like(q), lse, *wrapper._values(None), *(None,) * 8)
+    return (wrapper._attention.handle, q, parts, torch.empty_like(q), lse, *wrapper._values(None), *(None,) * 8)
 
 
 def test_opcheck_run(steps: Steps) -> None:
