@@ -28,10 +28,6 @@ struct BoxTiles {
     i32 tiles;
     BoxOrigin found, found_next;  // the lane's boxes of two tiles
   };
-  struct Extent {
-    i32 first_token;
-    i32 tiles;  // at least one: a unit that sees nothing has a tile of hidden tokens
-  };
 
   const AttentionParams& params;
   const TensorMap& map;
@@ -40,7 +36,7 @@ struct BoxTiles {
   FP_DEVICE BoxTiles(const AttentionParams& params, const TensorMap& map)
       : params(params), map(map), box_shift(31 - __clz(box_tokens(params))) {}
 
-  FP_DEVICE Extent extent(const Unit& unit) const {
+  FP_DEVICE TileExtent extent(const Unit& unit) const {
     if constexpr (has_mask_tiles<Traits>) return {};  // numbered within the request, and found elsewhere
     const i32 first_token = paged ? unit.kv_begin >> box_shift << box_shift : unit.kv_begin;
     return {first_token, max_of(1, ceil_div(unit.kv_end - first_token, tokens))};
@@ -53,7 +49,7 @@ struct BoxTiles {
     source.kv_head = unit.kv_head;
     source.kv_begin = unit.kv_begin;
     source.kv_end = unit.kv_end;
-    const Extent covered = extent(unit);
+    const TileExtent covered = extent(unit);
     source.first_token = covered.first_token;
     source.tiles = covered.tiles;
     return source;

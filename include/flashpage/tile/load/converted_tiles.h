@@ -49,10 +49,6 @@ struct ConvertedTiles {
     i32 asked;  // and of the one that is asked for
     i32 found;  // page of the lane's box (or row) of that one
   };
-  struct Extent {
-    i32 first_token;
-    i32 tiles;  // at least one: a unit that sees nothing has a tile of hidden tokens
-  };
 
   const AttentionParams& params;
   const KvMaps& maps;
@@ -68,14 +64,14 @@ struct ConvertedTiles {
     ptx::mbarrier_init(ptx::shared_address(&barriers.values), 32);
   }
 
-  FP_DEVICE static Extent extent(const AttentionParams& params, const Unit& unit) {
+  FP_DEVICE static TileExtent extent(const AttentionParams& params, const Unit& unit) {
     const i32 first_token = paged ? unit.kv_begin & -box_tokens(params) : unit.kv_begin;
     return {first_token, max_of(1, ceil_div(unit.kv_end - first_token, tokens))};
   }
 
   // From here on, where `asked` tiles are on their way already. The first look-ups begin.
   FP_DEVICE void open(Source& source, const Place& place, int asked) const {
-    const Extent covered = extent(params, place.unit);
+    const TileExtent covered = extent(params, place.unit);
     source.offset = place.item.kv_offset;
     source.kv_head = place.unit.kv_head;
     source.token = covered.first_token;

@@ -4,6 +4,12 @@
 
 namespace flashpage {
 
+// The tiles that cover what a unit sees.
+struct TileExtent {
+  i32 first_token;
+  i32 tiles;  // at least one: a unit that sees nothing has a tile of hidden tokens
+};
+
 // Page number of a token below the request's length; ragged: nothing.
 template <KvSource source>
 FP_DEVICE i32 look_up_page(const AttentionParams& params, i64 kv_offset, i32 token) {
@@ -38,6 +44,12 @@ struct KvRows {
         first_row(kv_offset),
         page(params.page) {}
   FP_DEVICE KvRows(const AttentionParams& params, const WorkItem& item) : KvRows(params, item.kv_offset) {}
+
+  // The tiles that cover what a unit sees.
+  struct TileExtent {
+    i32 first_token;
+    i32 tiles;  // at least one: a unit that sees nothing has a tile of hidden tokens
+  };
 
   // Page number of a token below the request's length.
   FP_DEVICE i32 look_up(i32 token) const {

@@ -4,6 +4,7 @@
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/shared.h"
+#include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/mask/visible_tiles.h"
 #include "flashpage/tile/unit.h"
 
@@ -48,10 +49,6 @@ struct RowTiles {
     u32 table;
     Found found[groups];  // the lane's rows of the tile in turn
   };
-  struct Extent {
-    i32 first_token;
-    i32 tiles;  // at least one: a unit that sees nothing has a tile of hidden tokens
-  };
 
   const AttentionParams& params;
   const KvView& view;
@@ -60,13 +57,13 @@ struct RowTiles {
   FP_DEVICE RowTiles(const AttentionParams& params, const KvView& view, const Table (&tables)[warps])
       : params(params), view(view), tables(tables) {}
 
-  FP_DEVICE static Extent extent(const Unit& unit) {
+  FP_DEVICE static TileExtent extent(const Unit& unit) {
     if constexpr (has_mask_tiles<Traits>) return {};  // numbered within the request, and found elsewhere
     return {unit.kv_begin, max_of(1, ceil_div(unit.kv_end - unit.kv_begin, tokens))};
   }
 
   FP_DEVICE Source open(const Place& place) const {
-    const Extent covered = extent(place.unit);
+    const TileExtent covered = extent(place.unit);
     const Unit& unit = place.unit;
     const Cache* head = static_cast<const Cache*>(view.data) + unit.kv_head * view.head_stride;
     // What follows from the thread is computed anew: what happens between units needs the registers.

@@ -19,7 +19,6 @@ struct LoadingWarp {
   using KeyTiles = TilesOf<typename Shared::Keys>;
   using ValueTiles = TilesOf<typename Shared::ValueBoxes>;
   using BothTiles = ConvertedTiles<Traits, Traits::tile_kv>;
-  using Extent = typename select_type<Warps::converts, BothTiles, KeyTiles>::type::Extent;
   using Turns = TilesInTurn<Traits>;
   static constexpr int tokens = Shared::tokens;
 
@@ -114,7 +113,7 @@ struct LoadingWarp {
   }
   FP_DEVICE i32 unit_rows() const { return params.cta_rows * Traits::ctas; }
 
-  FP_DEVICE Extent extent_of(const Unit& unit) const {
+  FP_DEVICE TileExtent extent_of(const Unit& unit) const {
     if constexpr (Warps::converts) {
       return BothTiles::extent(params, unit);
     } else if constexpr (Warps::by_rows) {

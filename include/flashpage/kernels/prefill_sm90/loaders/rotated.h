@@ -69,7 +69,7 @@ struct RotatedLoading : QueryLoader<Traits> {
   FP_DEVICE const Place& place_of(u32 unit_turn) const {
     return shared.places[shared.place_ring.slot(ptx::opaque(unit_turn))].place;
   }
-  FP_DEVICE typename Base::Extent extent_of(u32 unit_turn) const { return Base::extent_of(place_of(unit_turn).unit); }
+  FP_DEVICE TileExtent extent_of(u32 unit_turn) const { return Base::extent_of(place_of(unit_turn).unit); }
   FP_DEVICE static bool loads_keys() { return warp() < key_warps; }
   FP_DEVICE static bool loads_values() { return warp() / key_warps == 1; }
 
