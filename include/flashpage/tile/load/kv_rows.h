@@ -22,15 +22,6 @@ struct BoxOrigin {
   i32 row;  // of the page; ragged: of the tensor
 };
 
-// Of the box that begins with a token; `instead`: its page (ragged: its row) where it does not exist.
-template <KvSource source>
-FP_DEVICE BoxOrigin look_up_box(const AttentionParams& params, i64 kv_offset, i32 token, bool exists, i32 instead) {
-  if constexpr (source != KvSource::paged) return {0, exists ? static_cast<i32>(kv_offset) + token : instead};
-  u32 page, row;
-  params.page.divmod(token, page, row);
-  return {exists ? __ldg(params.kv_indices + kv_offset + page) : instead, static_cast<i32>(row)};
-}
-
 // The page (or ragged row) of a token, looked up ahead of its use; then the address of its row in K or V. The look-up
 // is the only dependent load on the way to data, so kernels issue it at least one tile before the copy.
 template <KvSource source>
