@@ -88,16 +88,17 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
   }
   // The last tile, where it is short, and the last values.
   FP_DEVICE void finish(Unit& unit, Scores& scores) {
+    bool is_short = false;
     if constexpr (short_tokens > 0) {
-      if (unit.tiles.ends_short()) {
-        ptx::forget(scores[0]);
+      is_short = unit.tiles.ends_short();
+      ptx::forget(scores[0]);
+      if (is_short) {
         step<ShortKeyProduct>(unit, scores);
         ptx::forget(scores[0]);
-        return multiply_last<ShortKeyProduct>(unit, scores);
+        multiply_last<ShortKeyProduct>(unit, scores);
       }
-      ptx::forget(scores[0]);
     }
-    multiply_last<KeyProduct>(unit, scores);
+    if (!is_short) multiply_last<KeyProduct>(unit, scores);
   }
   template <class Product>
   FP_DEVICE void multiply_last(Unit& unit, Scores& scores) {
