@@ -23,7 +23,7 @@ demo: venv
 	@$(PY) -m flashpage demo $(ARGS)
 
 test: venv
-	@$(PY) -m pytest -q tests $(ARGS)
+	@$(PY) -m pytest -q tests --numprocesses=auto --dist=worksteal $(ARGS)
 
 bench: venv
 	@$(PY) -m flashpage bench $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from collections import defaultdict
@@ -20,9 +21,20 @@ def pytest_configure(config: pytest.Config) -> None:
     # A suite started in the background of a script ignores SIGINT, and so would its children, whom tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_builds()
+    _keep_freed_memory()
     # References are small: threads that spin would only take cores from the kernels. Programs that tests start, too.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _keep_freed_memory() -> None:
+    """The allocator gives nothing back to the system: tests make and poison the same workspaces again and again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc
+    if mallopt is not None:
+        trim_threshold, mmap_threshold, top_pad = -1, -3, -2
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 2**31 - 1)
+        mallopt(top_pad, 64 << 20)
 
 
 def devices() -> list[str]:
