@@ -28,7 +28,13 @@ TITLES = {  # sections in the order of the page
     "host": "Host time of plan and run",
 }
 UNITS = {"gb_per_s": "GB/s", "tflop_per_s": "TFLOP/s"}
-NAMES = {"flashinfer fa2": "FlashInfer", "flashinfer fa3": "FlashInfer fa3", "fa3": "FA3", "torch cudnn": "cuDNN"}
+NAMES = {
+    "flashinfer fa2": "FlashInfer",
+    "flashinfer fa3": "FlashInfer fa3",
+    "fa3": "FA3",
+    "fa3 scheduled": "FA3 scheduled",
+    "torch cudnn": "cuDNN",
+}
 
 
 def read_lines() -> list[Line]:
