@@ -46,7 +46,11 @@ class GpuClock:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        return graph.replay
+
+        def replay(keep: Call = call) -> None:  # the graph reads tensors that only the call holds
+            graph.replay()
+
+        return replay
 
     def seconds(self, call: Callable[[], object]) -> float:
         for _ in range(3):
