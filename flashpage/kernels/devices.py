@@ -35,11 +35,16 @@ class Device:
     @property
     def has_pdl(self) -> bool:
         """A launch may begin before the one that it depends on has ended."""
-        return self.sm >= 90
+        return "PDL" in self.abilities
 
     @property
     def has_wgmma(self) -> bool:
-        return self.sm == 90
+        return "wgmma" in self.abilities
+
+    @functools.cached_property
+    def abilities(self) -> tuple[str, ...]:
+        """What it can do beyond an A100, by the words of ABILITIES."""
+        return tuple(name for name, (least, most) in ABILITIES.items() if least <= self.sm <= most)
 
     @property
     def sm_bytes_per_ns(self) -> float:
@@ -64,6 +69,18 @@ class Device:
     def compute_ns(self, h200_ns: float) -> float:
         """The time here of tensor-core work that takes an SM of an H200 `h200_ns`."""
         return h200_ns * H200.sm_flops_per_ns / self.sm_flops_per_ns
+
+
+# What not every card can do: the least and the largest compute capability.
+ABILITIES = {
+    "fp8 mma": (89, 999),
+    "clusters": (90, 999),
+    "bulk copies": (90, 999),
+    "PDL": (90, 999),  # programmatic dependent launch
+    "wgmma": (90, 90),
+}
+# Instructions of these compute capabilities alone, such as wgmma, need a target of their own (sm_90a).
+ACCELERATED = (90,)
 
 
 def _card(name: str, sm: int, sms: int, l2_mib: float, gbps: float, tflops: float) -> Device:
