@@ -15,7 +15,21 @@ from .spec import KernelSpec
 from .tile import Tile
 
 
-def decode_tile(head_dim: int, kv_dtype: DType, group: int, card: Device) -> Tile:
+def decode_spec(q_dtype: DType, kv_dtype: DType, head_dim: int, group: int, card: Device) -> KernelSpec:
+    tile = _decode_tile(head_dim, kv_dtype, group, card)
+    return KernelSpec(DECODE.name, q_dtype, kv_dtype, q_dtype, head_dim, head_dim, tile=tile)
+
+
+def merge_spec(out_dtype: DType) -> KernelSpec:
+    return KernelSpec(MERGE.name, out_dtype=out_dtype)
+
+
+def write_spec(source: DType, stored: DType, layout: str) -> KernelSpec:
+    """`layout`: a name of Loader (include/flashpage/common/types.h)."""
+    return KernelSpec(WRITE.name, q_dtype=source, kv_dtype=stored, loader=layout)
+
+
+def _decode_tile(head_dim: int, kv_dtype: DType, group: int, card: Device) -> Tile:
     """A group's query heads are the rows."""
     tile_q = 32 if group > 16 and head_dim <= (64 if kv_dtype.is_fp8 else 128) else 16  # larger tiles spill
     token_bytes = 2 * head_dim * kv_dtype.size

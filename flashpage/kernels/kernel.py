@@ -7,10 +7,12 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from .. import native
 from ..base.dtypes import DType
 from ..base.errors import CompileError
 from .ahead import Ahead
 from .context_classes import Contexts
+from .devices import Device
 from .options import Options
 from .spec import KernelSpec
 from .tile import Cost, Tile
@@ -53,6 +55,8 @@ class AttentionKernel(Kernel):
     tile: Callable[[Work], Tile] = dataclasses.field(kw_only=True)
     cost: Callable[[Work, Tile], Cost] = dataclasses.field(kw_only=True)
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
+    # The batches of each class of contexts that has tiles of its own; the first row that fits a batch decides.
+    context_rows: Callable[[Options, Device], list[native.ContextRow]] = lambda options, card: []
     # The tile for contexts of this class where it is not the usual one, and what to say of it.
     context_tile: Callable[[KernelSpec, Contexts], tuple[Tile, str] | None] = lambda spec, contexts: None
     unit_rows: Callable[[KernelSpec, int], int] = lambda spec, group_size: spec.rows  # packed rows of a unit

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
+from .. import native
 from ..base.dtypes import DType
 from ..variants.source import asks_much
 from . import wgmma_source
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
-from .context_classes import ROWS_OF_HALVES, WIDEST_OF_HALVES, Contexts
+from .context_classes import ANY_ROWS, Contexts, context_row
+from .devices import Device
 from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, no_rope_over_fp8
 from .options import Options
 from .spec import KernelSpec
@@ -197,12 +200,52 @@ def visits_tiles(options: Options) -> bool:
     return _loader(options) in ("boxes", "rows") and options.position_encoding != "ROPE_LLAMA"
 
 
+# Tokens that a row sees x group size. CTAs in pairs read K and V once for both, which takes 2 to 5% less time (of fp8
+# more: docs/tried.md), but compute on 64 / group_size hidden tokens more a unit where masks are causal.
+_LONG_CONTEXT, _LONG_FP8_CONTEXT = 3200, 1600
+_ROWS_FOR_PAIRS = 1024  # packed: a request's last pair may have half of its rows
+# Tokens that a row sees; the latter where packed rows are no more than two units for each SM. Shorter
+# tiles take 2 to 5% less time there, 2% more elsewhere (docs/tried.md).
+_SHORT_CONTEXT, _SHORT_CONTEXT_OF_FEW, _FEW_ROWS_OF_SM = 320, 640, 2 * 128
+# Tokens that a row sees where packed rows are one unit for each half of an SM: 10 to 20% less time (there too). Longer
+# units are cut anyway, and two warpgroups that take turns compute faster than two CTAs.
+_ROWS_OF_HALVES = 64  # packed, of one CTA of two on an SM: one warpgroup's
+_CONTEXT_OF_FEWEST, _FEWEST_ROWS_OF_SM = 1200, 2 * _ROWS_OF_HALVES
+_WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an SM's registers
+
+
+def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
+    is_fp8, group = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8, options.group_size
+    least_tokens = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
+    has_short_window = 0 <= options.window_left < least_tokens - 1
+    is_prefill = math.nextafter(64 / group, math.inf)  # rows of a request; fewer are a decode's
+    # There are tiles of this class for these sizes alone; others would prepare the same kernel twice.
+    has_short = options.head_dim_qk == options.head_dim_vo == 128 and not options.kv_dtype.is_fp8
+    # So few rows that an SM has two CTAs.
+    few = _FEWEST_ROWS_OF_SM * card.sms // options.num_q_heads if _has_tiles_of_few(options) else 0
+    few_of_sm = int(_FEW_ROWS_OF_SM * card.sms / options.num_q_heads)
+    rows = [context_row(Contexts.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST)]
+    if not has_short_window:
+        rows.append(context_row(Contexts.LONG, ANY_ROWS, _ROWS_FOR_PAIRS / group, least_tokens=least_tokens))
+    if has_short:
+        rows.append(context_row(Contexts.SHORT, few_of_sm, is_prefill, most_tokens=_SHORT_CONTEXT_OF_FEW))
+        rows.append(context_row(Contexts.SHORT, ANY_ROWS, is_prefill, most_tokens=_SHORT_CONTEXT))
+    return rows
+
+
+def _has_tiles_of_few(options: Options) -> bool:
+    is_plain = not (options.has_mask or options.needs_variant or options.position_encoding != "NONE")
+    is_narrow = max(options.head_dim_qk, options.head_dim_vo) <= _WIDEST_OF_HALVES
+    has_whole_rows = options.group_size <= _ROWS_OF_HALVES  # a unit takes whole rows of the group
+    return is_plain and not options.kv_dtype.is_fp8 and is_narrow and has_whole_rows
+
+
 def _context_tile(spec: KernelSpec, contexts: Contexts) -> tuple[Tile, str] | None:
     assert spec.tile is not None
     widest = max(spec.head_dim_qk, spec.head_dim_vo)
     loop = inner_loop(spec.mask_source, spec.position_encoding, spec.variant)
     is_plain = loop is InnerLoop.PLAIN and spec.loader == "boxes"
-    if contexts is Contexts.FEW and is_plain and spec.mask_source == "implicit" and widest <= WIDEST_OF_HALVES:
+    if contexts is Contexts.FEW and is_plain and spec.mask_source == "implicit" and widest <= _WIDEST_OF_HALVES:
         return _few_rows_tile(spec), FEW_NOTE
     if contexts is Contexts.LONG and _may_pair(spec, loop, widest):
         return spec.tile.paired(), PAIRS_NOTE
@@ -215,7 +258,7 @@ def _few_rows_tile(spec: KernelSpec) -> Tile:
     """An SM has less than a usual tile's rows, and a unit's work is no longer than what it waits for at its start and
     end: of two CTAs of one warpgroup, one computes while the other waits."""
     columns = sum(-(-dim // 64) * 64 for dim in (spec.head_dim_qk, spec.head_dim_vo))
-    return Tile(ROWS_OF_HALVES, 64 if columns <= 320 else 48, 4, 1, 2, ctas_per_sm=2)
+    return Tile(_ROWS_OF_HALVES, 64 if columns <= 320 else 48, 4, 1, 2, ctas_per_sm=2)
 
 
 def _may_pair(spec: KernelSpec, loop: InnerLoop, widest: int) -> bool:
@@ -288,6 +331,7 @@ KERNEL = AttentionKernel(
     tile=_tile,
     cost=_cost,
     loader=_loader,
+    context_rows=_context_rows,
     context_tile=_context_tile,
     visits_mask_tiles=visits_tiles,
     row_alignment=16,

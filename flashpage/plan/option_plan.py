@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from .. import native
 from ..base.errors import DeviceError, PlanError
 from ..kernels import choose
-from ..kernels.context_classes import ContextLengths, Contexts
+from ..kernels.context_classes import CLASSES, Contexts
+from ..kernels.context_lengths import ContextLengths
 from ..kernels.options import Options
 from ..native import fastcall
 from ..variants.spec import VariantSpec
@@ -170,7 +171,7 @@ class Combination:
         call.contexts = -1
         if self._contexts.may_differ and not batch.is_graph:
             contexts = self._contexts.of(requests, rows, batch.entries * max(1, options.page_size))
-            call.contexts = list(Contexts).index(contexts)
+            call.contexts = CLASSES.index(contexts)
         self.gathered, self._is_of_all = gathered, batch.is_graph
         whole = self._prepared_for(batch, requests, rows, contexts=contexts, gathers=gathered is not None)
         self._whole = whole

@@ -63,8 +63,7 @@ def specs_of(card: Device) -> list[KernelSpec]:
         key = (spec.kernel, spec.tile, spec.loader, query, stored, qk, vo, spec.mask_source, spec.position_encoding)
         found.setdefault(key, spec)
     for dim, stored, group in itertools.product((32, 64, 80, 96, 112, 120, 128, 192, 256), (BF16, E4M3), (4, 40)):
-        tile = blocks.decode_tile(dim, stored, group, card)
-        spec = KernelSpec("block_decode_sm80", BF16, stored, BF16, dim, dim, tile=tile)
+        spec = blocks.decode_spec(BF16, stored, dim, group, card)
         found[spec] = spec
     return list(found.values())
 

@@ -9,8 +9,7 @@ import torch
 from ... import jit, native
 from ...base.dtypes import DType
 from ...base.errors import RunError
-from ...kernels import devices
-from ...kernels.spec import KernelSpec
+from ...kernels import blocks, devices
 from ...plan.session import current_stream
 from . import cache_layout
 from .decode import scale_on
@@ -75,7 +74,7 @@ def write(
         value_dim=value_size,
         block_size=native.make_fast_div(sizes.block_size),
     )
-    kernel = jit.get_kernel(KernelSpec("block_write", q_dtype=source, kv_dtype=stored, loader=layout), device)
+    kernel = jit.get_kernel(blocks.write_spec(source, stored, layout), device)
     grid = min(-(-len(slots) // _TOKENS_A_CTA) * sizes.num_kv_heads, _MOST_CTAS)
     stream = current_stream(device.index)
     pdl = int(devices.of(device).has_pdl)
