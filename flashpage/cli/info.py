@@ -58,7 +58,7 @@ def _devices() -> list[tuple[str, str]]:
 
 
 def _rates(card: Device) -> str:
-    """What costs follow from, and where it is known from; what the card can do that not every card can."""
+    """The rates that costs follow from, with their source, and the abilities that not every card has."""
     row = "rates estimated from its clocks (no row of the table of cards names it)" if card.is_estimated else card.name
     return ", ".join((f"{row}: {card.gbps:.0f} GB/s", f"{card.tflops:.0f} TFLOP/s", *card.abilities))
 

@@ -43,7 +43,7 @@ class Device:
 
     @functools.cached_property
     def abilities(self) -> tuple[str, ...]:
-        """What it can do beyond an A100, by the words of ABILITIES."""
+        """Its words of ABILITIES: empty for an A100."""
         return tuple(name for name, (least, most) in ABILITIES.items() if least <= self.sm <= most)
 
     @property
@@ -71,7 +71,7 @@ class Device:
         return h200_ns * H200.sm_flops_per_ns / self.sm_flops_per_ns
 
 
-# What not every card can do: the least and the largest compute capability.
+# Abilities that not every card has: the least and the largest compute capability.
 ABILITIES = {
     "fp8 mma": (89, 999),
     "clusters": (90, 999),

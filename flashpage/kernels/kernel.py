@@ -65,6 +65,7 @@ class AttentionKernel(Kernel):
     row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it
     merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
     row_boxes: bool = False  # it takes q, and stores out, by tensor maps where they have one
+    gathers_rows: bool = False  # rows one after the other are worth a copy of single ones (plan/gather_rows.py)
     runs_beside: bool = False  # with one CTA an SM, it shares the SMs with another launch of the same run
     ahead: tuple[Ahead, ...] = ()  # plans whose kernels are built ahead of time
 

@@ -337,6 +337,7 @@ KERNEL = AttentionKernel(
     row_alignment=16,
     unit_rows=_unit_rows,
     row_boxes=True,
+    gathers_rows=True,
     runs_beside=True,
     traits=_traits,
     ahead=_AHEAD,

@@ -313,6 +313,20 @@ def test_a_kernels_identity_needs_no_library() -> None:
         assert room_of(name) != "jit" or not choosing & others, f"{shown(name)} imports {choosing & others}"
 
 
+def test_a_kernel_is_named_in_its_home_alone() -> None:
+    """Other rooms find attention kernels in the list, and how they differ in the record's fields."""
+    from flashpage.kernels import ATTENTION
+
+    homes = {f"flashpage.kernels.{kernel.name}" for kernel in ATTENTION}
+    assert homes <= set(MODULES)
+    for name, path in MODULES.items():
+        imports = set() if room_of(name) == "kernels" else homes & GRAPH[name]
+        assert not imports, f"{shown(name)} imports {imports}: a field of AttentionKernel?"
+        if name not in homes:
+            named = {kernel.name for kernel in ATTENTION} & set(strings(path))
+            assert not named, f"{shown(name)} names {named}: a field of AttentionKernel?"
+
+
 def test_aot_sees_only_what_compiles() -> None:
     for path in (ROOT / "aot").glob("*.py"):
         for room in re.findall(r"^\s*(?:from|import) flashpage(?:\.(\w+))?", path.read_text(), re.MULTILINE):
