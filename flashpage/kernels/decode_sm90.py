@@ -14,6 +14,7 @@ from .work import InnerLoop, Work
 
 MOST_PACKED_ROWS = 64
 _MOST_STAGES = 64  # the header takes as many as the ring has room for
+RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
 
 def _tile(work: Work) -> Tile:
@@ -45,7 +46,7 @@ def _has_slots(work: Work) -> str | None:
 
 
 def _slots_fit(work: Work) -> bool:
-    return 8 * _slot_tokens(work) * _token_bytes(work) <= 128 << 10
+    return 8 * _slot_tokens(work) * _token_bytes(work) <= RING_BYTES
 
 
 def _slot_tokens(work: Work) -> int:

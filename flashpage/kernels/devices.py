@@ -58,7 +58,7 @@ class Device:
     @property
     def flops_per_byte(self) -> float:
         """Products per byte of memory traffic, relative to an H200."""
-        return self.tflops / self.gbps * 4554 / 989
+        return self.tflops / self.gbps * H200.gbps / H200.tflops
 
     @property
     def full_speed_share(self) -> float:

@@ -15,7 +15,7 @@ from flashpage.base.dtypes import DType
 from flashpage.base.errors import CapabilityError
 from flashpage.jit import Target
 from flashpage.jit.compilers import find_compiler
-from flashpage.kernels import blocks, devices
+from flashpage.kernels import blocks, decode_sm90, devices
 from flashpage.kernels.ahead import RAGGED
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.context_classes import Contexts
@@ -72,6 +72,8 @@ def source_of(specs: list[KernelSpec]) -> str:
     """The launch numbers of all, without the code of any."""
     known = {spec.kernel: kernels.find(spec.kernel) for spec in specs}
     text = [f'#include "{kernel.header}"' for kernel in known.values()] + ['#include "flashpage/params/variant.h"']
+    if decode_sm90.KERNEL.name in known:
+        text.append(f"static_assert(flashpage::decode_ring_bytes == {decode_sm90.RING_BYTES});")
     for number, spec in enumerate(specs):
         kernel = known[spec.kernel]
         traits = "\n".join(kernel.traits(spec)).replace("= flashpage::Variant;", f"= k{number}::Variant;")
