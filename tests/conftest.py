@@ -49,7 +49,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", values, scope="session")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out slow tests, and most rows of long tables")
+
+
+def _leave_out_most(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps no slow test, and of each test with parameters the first two and every twelfth row."""
+    kept, left_out, rows = [], [], defaultdict[str, int](int)
+    for item in items:
+        row = rows[name := item.nodeid.partition("[")[0]]
+        rows[name] += 1
+        is_kept = item.get_closest_marker("slow") is None and (row < 2 or row % 12 == 0)
+        (kept if is_kept else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("fast"):
+        _leave_out_most(config, items)
     card = pytest.mark.skip(reason="no NVIDIA card")
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():

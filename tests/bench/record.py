@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -59,11 +60,12 @@ class Recorder:
 
     def __init__(self, path: str | None) -> None:
         self.path = Path(path) if path else None
-        words = [Path(sys.argv[0]).name, *(word for word in sys.argv[1:])]
+        program = Path(__file__).with_name(Path(sys.argv[0]).name)
+        words = ["python", str(program.relative_to(program.parents[2])), *sys.argv[1:]]
         self.run = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit(),
-            "command": " ".join(words),
+            "command": shlex.join(words),
             "machine": machine(),
             "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         }
