@@ -14,6 +14,7 @@ import torch
 
 import flashpage
 from flashpage import native
+from flashpage.errors import PlanError
 from flashpage.kernels import choose, cpu_attention
 from flashpage.plan import mixed_batch
 from flashpage.plan.report.mixed import PartedPlan
@@ -107,6 +108,32 @@ def test_decode_with_options(options: dict[str, Any], monkeypatch: pytest.Monkey
     )
 
 
+@pytest.mark.parametrize("is_in_the_buffer", [False, True])
+def test_decode_of_a_graph(is_in_the_buffer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page numbers are copied to the buffer by the call, if they are not there already, and after all that can fail."""
+    buffers = [torch.zeros(size, dtype=torch.int32) for size in (4, 100, 3)]
+    wrapper = flashpage.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *buffers)
+    first, again = lengths([500, 3, 90]), lengths([501, 4, 91])
+
+    def plan(indptr: torch.Tensor, pages: torch.Tensor, last: torch.Tensor) -> None:
+        if is_in_the_buffer:
+            buffers[1][: len(pages)] = pages
+        wrapper.plan(indptr, buffers[1] if is_in_the_buffer else pages, last, *HEADS, **FP32)
+
+    check(lambda: plan(*first), lambda: plan(again[0], again[1] + 7, again[2]), monkeypatch)
+    assert torch.equal(buffers[1][: len(again[1])], again[1] + 7)
+    assert wrapper._planner.indices.max_page == len(again[1]) + 6
+    wrong = [again[0], again[1] + 20, again[2] + 16]
+    before = buffers[1].clone()
+    with pytest.raises(PlanError, match="last_page_len"):
+        wrapper.plan(*wrong, *HEADS, **FP32)
+    assert torch.equal(buffers[1], before)
+    with pytest.raises(PlanError, match="has 2 requests but the wrapper's graph buffers fix it at 3"):
+        wrapper.plan(*lengths([5, 6]), *HEADS, **FP32)
+    with pytest.raises(PlanError, match="indices buffer holds 100"):
+        wrapper.plan(*lengths([5, 6, 2000]), *HEADS, **FP32)
+
+
 def prefill_arguments(rows: list[int], tokens: list[int]) -> tuple[torch.Tensor, ...]:
     return indptr(rows), *lengths(tokens)
 
@@ -139,7 +166,7 @@ def test_batch_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each class, with tensors like the last run's."""
+    """Every class runs so with tensors like the last run's."""
     kv, pages, last = lengths([40, 5])
     q, cache, rows = torch.randn(2, 4, 64), torch.randn(8, 2, 16, 2, 64), indptr([1, 1])
     decode = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())

@@ -74,7 +74,7 @@ class LevelWindows:
 
 
 def _first_row(level: Level) -> torch.Tensor:
-    """What makes a row's q_idx, which is right-aligned within the level, its index in the batch."""
+    """A request's row has this index in the batch less its q_idx, which is right-aligned within the level."""
     return level.q_indptr[1:] - level.kv_lens
 
 
