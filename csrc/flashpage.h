@@ -21,7 +21,7 @@ enum fp_status : int32_t {
   FP_INTERNAL = 5,
   // The fast way does not serve, and nothing was done: Python takes the other one.
   FP_OTHER_TENSORS = 6,  // fp_py_run: not the tensors that the structs were bound to; fp_py_plan: lengths elsewhere
-  FP_OTHER_PAGES = 7,    // fp_py_plan: page numbers that kernels cannot read where they are; the lengths are taken
+  FP_OTHER_PAGES = 7,    // fp_py_plan: page numbers that are not taken as they are; the lengths are taken
   FP_OTHER_BATCH = 8,    // fp_py_plan: the batch may want other kernels; lengths and page numbers are taken
   FP_OVER_LIMIT = 9,     // a plan was made but exceeds a limit (plan_call.h, fp_limit): nothing was copied
 };

@@ -9,12 +9,14 @@ struct fp_batch {
   int64_t bytes_of_a_copy;                                     // room for requests + 1 numbers of 64 bits
   int32_t q_len_per_request;                                   // rows of every request; 0: q_indptr says
   int32_t requests;                                            // written
-  int64_t rows;                 // written: of q, from q_indptr's first entry to its last (0 without)
-  int64_t rows_end;             // written: q_indptr's last entry; without: the rows of all requests
-  int64_t kv_begin, kv_end;     // written: kv_indptr's first and last entry
-  int64_t least_rows;           // written: of a request that has any, as q_indptr says (0 without)
-  int64_t most_rows;            // written
-  const int32_t* page_buffer;   // not null: where captured launches read page numbers; they are taken in no other place
+  int64_t rows;              // written: of q, from q_indptr's first entry to its last (0 without)
+  int64_t rows_end;          // written: q_indptr's last entry; without: the rows of all requests
+  int64_t kv_begin, kv_end;  // written: kv_indptr's first and last entry
+  int64_t least_rows;        // written: of a request that has any, as q_indptr says (0 without)
+  int64_t most_rows;         // written
+  int32_t* page_buffer;      // not null: where captured launches read page numbers; others are copied there
+  int64_t page_buffer_entries;
+  fp_slots* page_slots;         // page numbers of the host go through these to a buffer on a card; null: not taken
   const int32_t* page_numbers;  // written: where kernels read them
   int32_t max_page;             // written: the largest one in use; -1: not known
   int32_t device_type;          // of the kernels, as DLPack has it
@@ -23,7 +25,8 @@ struct fp_batch {
   int32_t checks_pages;     // page numbers on a card are looked at, too: never taken here
   int64_t most_total_rows;  // limits of all batches; rows_end and kv_end beyond them are refused before planning
   int64_t most_entries;
-  int64_t longest_q, longest_kv;  // limits of one request, refused before the plan is copied
+  int32_t least_requests, most_requests;  // likewise
+  int64_t longest_q, longest_kv;          // limits of one request, refused before the plan is copied
 };
 
 // Fills in what follows from lengths that were written by another way than fp_py_plan.
@@ -56,6 +59,7 @@ enum fp_limit : int32_t {
   FP_LIMIT_PARTIAL_ROWS = 3,
   FP_LIMIT_Q_LEN = 4,
   FP_LIMIT_KV_LEN = 5,
+  FP_LIMIT_REQUESTS = 6,
 };
 
 // The plans of one set of options: everything but the batch.
@@ -84,5 +88,6 @@ struct fp_plan_call {
 FP_API int32_t fp_plan_batch(fp_plan_call*, void* stream, int32_t is_chosen);
 // (address of an fp_plan_call, stream, q_indptr, kv_indptr, last_page_len, kv_lens, page numbers): takes the lengths,
 // each a tensor on the host or None (kv_indptr must be given, and q_indptr where the batch has no q_len_per_request),
-// and the page numbers, None for none, and plans.
+// and the page numbers, None for none, and plans. Where captured launches read page numbers from a buffer, those of the
+// host are copied there after the plan, in the stream's order.
 FP_API void* fp_py_plan(void* self, void* const* arguments, intptr_t count);

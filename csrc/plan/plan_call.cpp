@@ -99,23 +99,38 @@ void sum_up(fp_batch& batch) {
   return signs < 0 ? -2 : most;
 }
 
-// False where kernels cannot read the page numbers in place, or where someone has to look at them first.
-bool take_page_numbers(fp_batch& batch, void* object) {
+// False where the object is no tensor of page numbers that can be taken as they are, or where they have to be looked at
+// first. `numbers`: where they are.
+bool take_page_numbers(fp_batch& batch, void* object, const int32_t*& numbers) {
   dlpack::Tensor tensor;
-  const bool is_there = read_tensor(object, tensor) && tensor.device.type == batch.device_type &&
-                        tensor.device.index == batch.device_index && tensor.dims == 1 &&
-                        tensor.shape[0] >= batch.kv_end && tensor.strides[0] == 1 &&
-                        tensor.dtype.code == dlpack::signed_integer && tensor.dtype.bits == 32;
-  if (!is_there || batch.checks_pages) return false;
-  const auto* numbers = reinterpret_cast<const int32_t*>(static_cast<const char*>(tensor.data) + tensor.byte_offset);
-  if (batch.page_buffer != nullptr && numbers != batch.page_buffer) return false;
+  const bool is_read = read_tensor(object, tensor) && tensor.dims == 1 && tensor.shape[0] >= batch.kv_end &&
+                       tensor.strides[0] == 1 && tensor.dtype.code == dlpack::signed_integer && tensor.dtype.bits == 32;
+  if (!is_read || batch.checks_pages) return false;
+  numbers = reinterpret_cast<const int32_t*>(static_cast<const char*>(tensor.data) + tensor.byte_offset);
+  const bool is_on_host = tensor.device.type == dlpack::cpu;
+  if (batch.page_buffer != nullptr && numbers != batch.page_buffer) {
+    const bool has_way = batch.device_type == dlpack::cpu || batch.page_slots != nullptr;
+    if (!is_on_host || !has_way || batch.kv_end > batch.page_buffer_entries) return false;
+  } else if (tensor.device.type != batch.device_type || tensor.device.index != batch.device_index) {
+    return false;
+  }
   batch.max_page = -1;
-  if (batch.device_type == dlpack::cpu && batch.kv_begin >= 0) {
+  if (is_on_host && batch.kv_begin >= 0) {
     batch.max_page = largest_page(numbers + batch.kv_begin, batch.kv_end - batch.kv_begin);
     if (batch.max_page < -1) return false;
   }
-  batch.page_numbers = numbers;
+  batch.page_numbers = batch.page_buffer != nullptr ? batch.page_buffer : numbers;
   return true;
+}
+
+// What was taken, to where captured launches read it.
+int32_t copy_page_numbers(const fp_batch& batch, const int32_t* numbers, void* stream) {
+  int32_t* const buffer = batch.page_buffer;
+  if (buffer == nullptr || numbers == buffer || batch.kv_end <= 0) return FP_OK;
+  const int64_t bytes = batch.kv_end * static_cast<int64_t>(sizeof(int32_t));
+  if (batch.page_slots != nullptr) return fp_slots_copy(batch.page_slots, numbers, bytes, buffer, stream);
+  std::memmove(buffer, numbers, bytes);
+  return FP_OK;
 }
 
 // ---------------------------------------------------------------- which kernels
@@ -170,9 +185,11 @@ int32_t plan_batch(fp_plan_call& call, void* stream, bool is_chosen) {
   problem.last_page_len = batch.last_page_len;
   problem.kv_lens = batch.kv_lens;
   call.made_parts = 0;
-  call.exceeded = batch.rows_end > batch.most_total_rows ? FP_LIMIT_ROWS
-                  : batch.kv_end > batch.most_entries    ? FP_LIMIT_ENTRIES
-                                                         : 0;
+  const bool is_batch = batch.least_requests <= batch.requests && batch.requests <= batch.most_requests;
+  call.exceeded = !is_batch                                ? FP_LIMIT_REQUESTS
+                  : batch.rows_end > batch.most_total_rows ? FP_LIMIT_ROWS
+                  : batch.kv_end > batch.most_entries      ? FP_LIMIT_ENTRIES
+                                                           : 0;
   if (call.exceeded != 0) return FP_OVER_LIMIT;
   if (!is_chosen && !is_for(call)) return FP_OTHER_BATCH;
   if (has_few_and_many(call) && slots_plan_parts(call, stream) == FP_OK) return FP_OK;
@@ -200,11 +217,13 @@ void* fp_py_plan(void*, void* const* arguments, intptr_t) {
   fp_batch& batch = *call.batch;
   if (!host::take_lengths(batch, arguments + 2)) return host::to_int(FP_OTHER_TENSORS);
   host::sum_up(batch);
-  if (batch.is_paged && !host::take_page_numbers(batch, arguments[6])) return host::to_int(FP_OTHER_PAGES);
+  const int32_t* pages = batch.page_buffer;
+  if (batch.is_paged && !host::take_page_numbers(batch, arguments[6], pages)) return host::to_int(FP_OTHER_PAGES);
   int32_t status;
   {
     host::WithoutInterpreter others;
     status = host::plan_batch(call, stream, false);
+    if (status == FP_OK) status = host::copy_page_numbers(batch, pages, stream);
   }
   return host::to_int(status);
 }

@@ -74,9 +74,9 @@ class Planner:
 
     def use_capacity(self, capacity: Capacity) -> None:
         """Graph mode: what captured launches read is as large as the largest batch needs."""
-        self.batch.capacity = capacity
+        self.batch.use_capacity(capacity)
         if self._indices_name:
-            self.indices.buffer = torch.empty(capacity.entries, dtype=torch.int32, device=self.device)
+            self.indices.use_buffer(torch.empty(capacity.entries, dtype=torch.int32, device=self.device))
 
     @property
     def capacity(self) -> Capacity | None:
@@ -171,7 +171,7 @@ class Planner:
         if status:
             self._plan_judged(status, given, kv_indices, non_blocking)
         else:
-            self.indices.tensor = kv_indices
+            self.indices.tensor = kv_indices if self.indices.buffer is None else self.indices.buffer
         if len(self.active) > 1 or self.is_graph:
             self._plan_others()
         self._last = self.generation
@@ -182,7 +182,7 @@ class Planner:
         an error. What captured launches read is written last."""
         batch, first = self.batch, self.active[0]
         is_paged = bool(self._indices_name)
-        are_pages_taken = not is_paged or status == native.OTHER_BATCH
+        are_pages_taken = not is_paged or (status == native.OTHER_BATCH and self.indices.buffer is None)
         if status == native.OTHER_TENSORS:
             batch.take_judged(Lengths(*given), self.options.page_size)
         elif status != native.OTHER_PAGES:
@@ -200,7 +200,7 @@ class Planner:
         """Plans what runs have asked for since the plan before, and whatever a graph has; the rest is forgotten."""
         batch = self.batch
         if self.is_graph:
-            batch.most_rows = max(batch.most_rows, self.total_q)
+            batch.most_rows = max(batch.most_rows, self.active[0].call.result.total_q)
             if batch.capacity is None and batch.struct.q_indptr.data and batch.struct.most_total_rows == NO_LIMIT:
                 batch.struct.most_total_rows = batch.struct.rows_end  # what is captured has the first plan's rows
         for other in self.active[1:]:

@@ -8,6 +8,8 @@ from .variant import Variant
 
 # Index of a row in the batch. Rows past a request's last one are computed beside it: their entry is any.
 ROW = "min(max(q_idx + first_row(b), 0), last_row)"
+# A row sees tokens from `first_token` on, before `end_token`.
+WITHIN = f"logical_and(kv_idx >= first_token({ROW}), kv_idx < end_token({ROW}))"
 
 
 class RowMask:

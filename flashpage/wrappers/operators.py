@@ -17,19 +17,13 @@ from .. import jit, native
 from ..base import checks, kv_view
 from ..base.dtypes import DType
 from ..base.errors import CapabilityError, RunError
+from ..kernels import helpers
 from ..kernels.options import Options, Values
 from ..kernels.spec import KernelSpec
 from ..plan.session import current_stream
 from ..run.checks import Tensors, check_places, scales_of
 
 _ROWS_PER_CTA = 8  # merge_states and append: a warp each
-_MOST_CTAS = 1 << 16
-_APPEND_DTYPES = {
-    1: DType.FLOAT8_E4M3,
-    2: DType.FLOAT16,
-    4: DType.FLOAT32,
-}  # one kernel an element size: bytes are copied
-_ELEMENT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/flashpage.h, fp_cpu_merge_states
 
 
 class Runnable(Protocol):
@@ -129,7 +123,7 @@ def _merge(params: native.MergeStatesParams, v: torch.Tensor) -> None:
         return
     address = ctypes.addressof(params)
     if v.device.type == "cpu":
-        native.check(native.load().fp_cpu_merge_states(address, _ELEMENT_TYPES[v.dtype]))
+        native.check(native.load().fp_cpu_merge_states(address, DType.of(v.dtype).host_code))
         return
     if params.head_dim % 4:
         raise CapabilityError(
@@ -140,7 +134,7 @@ def _merge(params: native.MergeStatesParams, v: torch.Tensor) -> None:
 
 
 def _launch(kernel: jit.LoadedKernel, address: int, warps: int, device: torch.device) -> None:
-    grid = min(-(-warps // _ROWS_PER_CTA), _MOST_CTAS)
+    grid = min(-(-warps // _ROWS_PER_CTA), helpers.MOST_CTAS)
     native.check(native.load().fp_launch(kernel.handle, address, grid, current_stream(device.index), 0))
 
 
@@ -277,7 +271,7 @@ def _append_paged_kv_cache(
     if append_key.device.type == "cpu":
         native.check(native.load().fp_cpu_append(address, size))
         return
-    kernel = jit.get_kernel(KernelSpec("append", kv_dtype=_APPEND_DTYPES[size]), append_key.device)
+    kernel = jit.get_kernel(KernelSpec("append", kv_dtype=helpers.COPIED[size]), append_key.device)
     _launch(kernel, address, nnz * num_kv_heads, append_key.device)
 
 

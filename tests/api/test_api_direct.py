@@ -147,6 +147,7 @@ def test_page_numbers_are_read_in_place_where_kernels_can() -> None:
     copies = torch.empty(256, dtype=torch.uint8)
     batch.copies = copies.data_ptr()
     batch.most_total_rows = batch.most_entries = 2**40
+    batch.most_requests = 100
     call = native.PlanCall(batch=ctypes.addressof(batch), row_class=native.RowClass(0, -1))
 
     def status_of(indices: Any, entries: int = 10) -> int:
@@ -164,9 +165,12 @@ def test_page_numbers_are_read_in_place_where_kernels_can() -> None:
     assert [status_of(other, 2) for other in others] == [native.OTHER_PAGES] * 6
     assert status_of(numbers, 11) == native.OTHER_PAGES
     assert status_of(None) == native.OTHER_PAGES
-    batch.page_buffer = numbers.data_ptr()  # captured launches read there, and nowhere else
+    batch.page_buffer, batch.page_buffer_entries = numbers.data_ptr(), 9  # captured launches read there
     assert is_taken(numbers, 10) and status_of(numbers.clone()) == native.OTHER_PAGES
-    batch.page_buffer, batch.device_type = None, 2
+    assert status_of(numbers.clone(), 9) == native.OTHER_BATCH and batch.page_numbers == numbers.data_ptr()
+    batch.device_type = 2
+    assert status_of(numbers.clone(), 9) == native.OTHER_PAGES  # a card's buffer takes them through slots
+    batch.page_buffer = None
     assert status_of(numbers) == native.OTHER_PAGES
     batch.device_type, batch.checks_pages = 1, 1
     assert status_of(numbers) == native.OTHER_PAGES

@@ -30,7 +30,6 @@ from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.work import Problem
 from flashpage.serving import gather
 from flashpage.variants import builtin
-from flashpage.wrappers import operators
 
 ROOT = Path(__file__).resolve().parents[2]
 # As many live values as head_dim_qk says, in at most 32 registers a thread.
@@ -161,8 +160,10 @@ def test_a_target_without_a_card_is_refused(capsys: pytest.CaptureFixture[str]) 
 
 def test_helper_specs_are_what_operators_ask_for() -> None:
     listed = set(helpers.AHEAD)
-    assert {KernelSpec("append", kv_dtype=dtype) for dtype in operators._APPEND_DTYPES.values()} <= listed
-    assert {KernelSpec("merge_states", q_dtype=DType.of(dtype)) for dtype in operators._ELEMENT_TYPES} <= listed
+    assert {KernelSpec("append", kv_dtype=helpers.COPIED[dtype.size]) for dtype in DType} <= listed
+    assert {
+        KernelSpec("merge_states", q_dtype=DType.of(dtype)) for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    } <= listed
     assert {KernelSpec("plan"), gather._SPEC} <= listed
 
 

@@ -327,6 +327,17 @@ def test_a_kernel_is_named_in_its_home_alone() -> None:
             assert not named, f"{shown(name)} names {named}: a field of AttentionKernel?"
 
 
+def test_only_flashinfers_classes_are_adapters() -> None:
+    """All else plans and runs by wrappers/base.py, and has none of the private names that engines read and write."""
+    wrappers = "flashpage.wrappers."
+    names = ("adapter", "prefill_base", "paged_decode", "paged_prefill", "ragged_prefill", "sinks")
+    adapters = {wrappers + name for name in names}
+    access = {name for name in MODULES if name.startswith(wrappers + "engine_access")}
+    for name in GRAPH.keys() - adapters - access:
+        used = GRAPH[name] & (adapters | access)
+        assert not room_of(name) or not used, f"{shown(name)} imports {used}: use Attention of wrappers/base.py"
+
+
 def test_aot_sees_only_what_compiles() -> None:
     for path in (ROOT / "aot").glob("*.py"):
         for room in re.findall(r"^\s*(?:from|import) flashpage(?:\.(\w+))?", path.read_text(), re.MULTILINE):
