@@ -1,4 +1,5 @@
-// LLaMA rotary embedding: of a row at position p, columns i and i + d / 2 turn by p / scale * theta^(-2 i / d).
+// LLaMA's rotary embedding: in a row at position p, columns i and i + d / 2 are rotated by p / scale * theta^(-2 i /
+// d).
 #pragma once
 #include <cmath>
 
@@ -26,7 +27,7 @@ class Rotation {
     }
   }
 
-  // To the next position: one product of unit vectors, in double so that a tile of steps stays exact to fp32.
+  // Moves to the next position by one complex product, in double, so that a tile of steps stays exact to fp32.
   void advance() {
     for (int i = 0; i < num_pairs; ++i) {
       const double cos = cos_[i] * step_cos_[i] - sin_[i] * step_sin_[i];

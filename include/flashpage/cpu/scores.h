@@ -1,10 +1,10 @@
-// Queries and keys to dot products.
+// Scores: dot products of queries and keys.
 #pragma once
 #include "flashpage/cpu/work.h"
 
 namespace flashpage::cpu {
 
-// The unit's rows of q as operands, rotated where the kernel encodes positions.
+// Loads the unit's rows of q as operands, rotated if the kernel encodes positions.
 template <class Traits>
 void load_queries(Work<Traits>& work) {
   using Operand = typename Work<Traits>::Operand;
@@ -50,7 +50,7 @@ void pack_tile_keys(Work<Traits>& work) {
   }
 }
 
-// Dot products of the block's rows with the tokens it sees, to work.scores.
+// Writes the dot products of the block's rows with the tokens they see to work.scores.
 template <class Traits>
 void score_block(Work<Traits>& work, const Block& block) {
   using W = Work<Traits>;

@@ -1,11 +1,11 @@
-// Online softmax: dot products of a block and one tile to weights, with each row's running maximum and sum.
+// Online softmax: turns the scores of a block and a tile into weights and keeps each row's running maximum and sum.
 #pragma once
 #include "flashpage/cpu/mask.h"
 #include "flashpage/cpu/work.h"
 
 namespace flashpage::cpu {
 
-// A sink is a token without a value that piece 0 has seen before all others.
+// A sink counts as a token without a value, which piece 0 has seen before all others.
 template <class Traits>
 void start_softmax(Work<Traits>& work) {
   const bool has_sink = work.params.sinks && work.unit.item->piece == 0;
@@ -16,13 +16,13 @@ void start_softmax(Work<Traits>& work) {
   }
 }
 
-// The scores, in base-2 units, of the tile's vector after scale, variant and masks.
+// Scores in base-2 units of one vector of the tile, after scale, variant and masks.
 template <class Traits>
 inline FloatLanes final_scores(Work<Traits>& work, const Row& row, int vector, FloatLanes dots) {
   using Variant = typename Traits::Variant;
   const WorkItem& item = *work.unit.item;
   const i32 first = work.tile.begin + vector * num_lanes;
-  // Variants look up tensors by token: lanes past the request repeat its last one.
+  // Variants load captured tensors by token: lanes past the request repeat its last token.
   const IntLanes count = count_from(first), last = IntLanes{} + (item.kv_len - 1), tokens = count < last ? count : last;
   if constexpr (Variant::has_logit) {
     const vm::Floats score = dots * row.scale;

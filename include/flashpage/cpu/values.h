@@ -1,4 +1,4 @@
-// Weights and values to outputs, and outputs to memory.
+// Output: products of weights and values, and the rows that are written.
 #pragma once
 #include <cmath>
 
@@ -7,7 +7,7 @@
 
 namespace flashpage::cpu {
 
-// A token that a custom mask hides from every row may hold anything: 0 * NaN must not reach a sum.
+// Replaces tokens that a custom mask hides from every row by zeros: their memory may hold NaN, and 0 * NaN is NaN.
 template <class Traits>
 void drop_unseen_values(Work<Traits>& work) {
   for (i32 i = 0; i < work.tile.count; ++i)
@@ -23,7 +23,7 @@ void pack_tile_values(Work<Traits>& work) {
                                                                 next_keys);
 }
 
-// work.out of the block's rows: rescaled to the new maximum, plus this tile's part.
+// Rescales the block's rows of work.out to the new maximum and adds this tile's products.
 template <class Traits>
 void value_block(Work<Traits>& work, const Block& block) {
   using W = Work<Traits>;
@@ -44,7 +44,7 @@ void write_row(const float* source, float factor, Out* destination) {
   for (int i = 0; i < head_dim; i += num_lanes) store_first(destination + i, load(source + i) * factor, head_dim - i);
 }
 
-// To out and lse, or to the partial buffers where the unit was cut.
+// Writes to out and lse, or to the partial buffers if the unit is cut.
 template <class Traits>
 void write_outputs(const Work<Traits>& work) {
   constexpr int head_dim = Traits::head_dim_vo;
