@@ -1,11 +1,11 @@
-// Rows in blocks of 128 bytes, as the copy engine lays boxes down with its 128-byte swizzle: block by block, each with
-// all rows.
+// Rows in panels of 128 bytes, as the copy engine writes boxes with its 128-byte swizzle: panel by panel, each with all
+// rows.
 #pragma once
 #include "flashpage/common/math.h"
 
 namespace flashpage {
 
-// The interface of SharedRows; a tile starts on 1024 bytes.
+// Has the interface of SharedRows; a tile starts on 1024 bytes.
 template <class Element, int columns, int rows>
 struct BlockRows {
   static constexpr int used_bytes = columns * static_cast<int>(sizeof(Element));

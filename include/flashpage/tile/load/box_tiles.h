@@ -1,5 +1,5 @@
-// K or V of a unit by the copy engine, tile by tile, as one warp: boxes of at most a page, one KV head and 128 bytes of
-// its rows.
+// Loads K or V of a unit with the copy engine, tile by tile, by one warp: each box has at most a page, one KV head and
+// 128 bytes of its rows.
 #pragma once
 #include "flashpage/ptx/cluster.h"
 #include "flashpage/ptx/compiler.h"
@@ -15,18 +15,19 @@
 
 namespace flashpage {
 
-// `Rows`: BlockRows of a tile.
+// `Rows`: SwizzledRows of a tile.
 template <class Traits, class Rows, int tokens>
 struct BoxTiles {
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
-  static constexpr bool turns_beside = Traits::position_encoding == PositionEncoding::rope;  // rows, in registers
+  static constexpr bool turns_beside =
+      Traits::position_encoding == PositionEncoding::rope;  // other warps rotate the rows in registers
 
-  // One unit's K or V.
+  // K or V of one unit.
   struct Source {
-    i64 offset;  // paged: of the first page number; ragged: of the first row
+    i64 offset;  // paged: index of the first page number; ragged: first row
     i32 kv_head, first_token, kv_begin, kv_end;
     i32 tiles;
-    BoxOrigin found, found_next;  // the lane's boxes of two tiles
+    BoxOrigin found, found_next;  // the lane's boxes of the next two tiles
   };
 
   const AttentionParams& params;
@@ -37,7 +38,7 @@ struct BoxTiles {
       : params(params), map(map), box_shift(31 - __clz(box_tokens(params))) {}
 
   FP_DEVICE TileExtent extent(const Unit& unit) const {
-    if constexpr (has_mask_tiles<Traits>) return {};  // numbered within the request, and found elsewhere
+    if constexpr (has_mask_tiles<Traits>) return {};  // numbered in the request; the mask's tiles give them
     const i32 first_token = paged ? unit.kv_begin >> box_shift << box_shift : unit.kv_begin;
     return {first_token, max_of(1, ceil_div(unit.kv_end - first_token, tokens))};
   }
@@ -54,20 +55,21 @@ struct BoxTiles {
     source.tiles = covered.tiles;
     return source;
   }
-  // The first look-ups begin: of the first two tiles in turn.
+  // Starts the lookups of the first two tiles.
   FP_DEVICE void look_ahead(Source& source, int tile, int next) const {
     source.found = look_up(source, tile);
     source.found_next = look_up(source, next);
   }
 
-  // The next tile in turn; `ahead`: the one after the tile that follows. `barrier` has one arrival, and the bytes.
+  // Issues the copies of the next tile and looks up the pages of tile `ahead`, two tiles later. `barrier` expects one
+  // arrival plus the bytes.
   FP_DEVICE void load(Source& source, int ahead, u32 to, u32 barrier) const {
     if (ptx::elect_one()) ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
     __syncwarp();
     int boxes = tokens >> box_shift;
-    if constexpr (has_mask_tiles<Traits> || turns_beside) boxes = ptx::opaque(boxes);  // registers are few
+    if constexpr (has_mask_tiles<Traits> || turns_beside) boxes = ptx::opaque(boxes);  // few registers are free
     const Share mine = share(boxes);
-    // Opaque too: unrolled, the loop would take more of them.
+    // Opaque as well: if unrolled, the loop would take more registers.
     const auto step = [&](int i) { return turns_beside ? static_cast<int>(ptx::opaque(i + 1)) : i + mine.box_step; };
 #pragma unroll 1
     for (int i = mine.first_box; i < boxes; i = step(i)) {
@@ -84,12 +86,13 @@ struct BoxTiles {
     source.found_next = look_up(source, ahead);
   }
 
-  // A box may bring tokens that the unit does not see; where it brings nothing at all there is zero already.
+  // Whether the tile's boxes bring tokens that the unit does not see. Boxes that are not copied are filled with zeros
+  // already.
   FP_DEVICE bool has_hidden(const Source& source, int tile) const {
     const i32 token = source.first_token + tile * tokens, in_box = (1 << box_shift) - 1;
     return token < source.kv_begin || (token + tokens > source.kv_end && (source.kv_end - token & in_box) != 0);
   }
-  // Those rows become zero; where warps take 32 rows of the tile in turn, each clears its own.
+  // Sets rows that the unit does not see to zero. If warps alternate in groups of 32 rows, each clears its own rows.
   FP_DEVICE void clear_hidden(const Source& source, int tile, u8* to, int warp = 0, int warps = 1) const {
     const i32 token = source.first_token + tile * tokens, in_box = (1 << box_shift) - 1;
     const i32 end = max_of(0, source.kv_end - token);
@@ -100,11 +103,11 @@ struct BoxTiles {
   }
 
  private:
-  // What a CTA copies of a tile: CTAs of a pair bring each other every second box, or where boxes are odd in number,
-  // every second block of their columns.
+  // The boxes that a CTA copies of a tile. CTAs of a pair copy every second box for both, or every second panel of
+  // columns if the number of boxes is odd.
   struct Share {
     int first_box = 0, box_step = 1;
-    u32 blocks = ~0u;  // bits
+    u32 blocks = ~0u;  // bits of panels
 
     FP_DEVICE bool has_block(int block) const { return Traits::ctas == 1 || (blocks >> block & 1); }
   };
@@ -123,7 +126,7 @@ struct BoxTiles {
     }
   }
 
-  // Opaque where rows are turned: what follows from them is computed where it is used.
+  // Opaque if rows are rotated: values derived from the lane are then computed where they are used.
   FP_DEVICE static int lane() { return (turns_beside ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32; }
   FP_DEVICE static i32 box_tokens(const AttentionParams& params) {
     if constexpr (turns_beside) {

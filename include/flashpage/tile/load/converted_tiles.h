@@ -1,5 +1,5 @@
-// fp8 K and V of a unit, tile by tile, as four warps: rows come to shared memory as they are, become the products' type
-// in registers, and go back as the copy engine would lay them down.
+// Loads fp8 K and V of a unit, tile by tile, by four warps: rows are copied to shared memory as they are stored,
+// converted to the products' type in registers, and written as the copy engine would write them.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/compiler.h"
@@ -15,9 +15,8 @@
 
 namespace flashpage {
 
-// Each warp has rows of its own, from global memory on: a warp waits for nobody else. K and V of one tile are on their
-// way while those of the tile before are widened: as boxes by the copy engine where the host has made maps, or else
-// row by row.
+// Each warp loads and converts its own rows, so that no warp waits for another. Copies of one tile are in flight while
+// the tile before is converted: boxes by the copy engine if the host has encoded maps, otherwise rows.
 template <class Traits, int tokens>
 struct ConvertedTiles {
   using S = Shape<Traits>;
@@ -26,7 +25,7 @@ struct ConvertedTiles {
   using Values = typename S::ValueRows;
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
   static constexpr int warps = 4;
-  static constexpr int warp_rows = round_up(ceil_div(tokens, warps), 8);  // the last warps may have less
+  static constexpr int warp_rows = round_up(ceil_div(tokens, warps), 8);  // the last warps may have fewer
   static_assert(Traits::loader != Loader::converted || warp_rows <= 32);
   using StagedKeys = BlockRows<Stored, Traits::head_dim_qk, warp_rows>;
   using StagedValues = BlockRows<Stored, Traits::head_dim_vo, warp_rows>;
@@ -40,25 +39,25 @@ struct ConvertedTiles {
     u64 keys, values;
   };
 
-  // One unit's K and V.
+  // K and V of one unit.
   struct Source {
-    i64 offset;  // paged: of the first page number; ragged: of the first row
+    i64 offset;  // paged: index of the first page number; ragged: first row
     i32 kv_head, kv_begin, kv_end;
-    i32 left;   // tiles that are not asked for
-    i32 token;  // the first of the tile that is widened
-    i32 asked;  // and of the one that is asked for
-    i32 found;  // page of the lane's box (or row) of that one
+    i32 left;   // tiles whose copies are not issued yet
+    i32 token;  // first token of the tile that is converted next
+    i32 asked;  // first token of the tile whose copies are issued next
+    i32 found;  // page of the lane's box (or row) of the tile that is issued next
   };
 
   const AttentionParams& params;
   const KvMaps& maps;
-  Staged* const staged;  // a warp's, as are those
+  Staged* const staged;  // the warps' rows; indexed by warp, like the barriers
   Barriers* const barriers;
 
   FP_DEVICE ConvertedTiles(const AttentionParams& params, const KvMaps& maps, Staged* staged, Barriers* barriers)
       : params(params), maps(maps), staged(staged), barriers(barriers) {}
 
-  // By one thread.
+  // Called by one thread.
   FP_DEVICE static void init(Barriers& barriers) {
     ptx::mbarrier_init(ptx::shared_address(&barriers.keys), 32);
     ptx::mbarrier_init(ptx::shared_address(&barriers.values), 32);
@@ -69,7 +68,7 @@ struct ConvertedTiles {
     return {first_token, max_of(1, ceil_div(unit.kv_end - first_token, tokens))};
   }
 
-  // From here on, where `asked` tiles are on their way already. The first look-ups begin.
+  // Begins with a unit whose first `issued` tiles are in flight already, and starts the first lookups.
   FP_DEVICE void open(Source& source, const Place& place, int asked) const {
     const TileExtent covered = extent(params, place.unit);
     source.offset = place.item.kv_offset;
@@ -83,13 +82,13 @@ struct ConvertedTiles {
   }
 
   FP_DEVICE static bool is_empty(const Place& place) { return place.unit.kv_begin >= place.unit.kv_end; }
-  // Of a unit that sees nothing: a probability of zero would not hide NaN.
+  // Writes zeros for a unit that sees nothing, because a probability of zero would not hide NaN.
   FP_DEVICE static void clear_values(u32 to) {
     for (int at = ptx::opaque(threadIdx.x) * 16; at < Values::tile_bytes; at += warps * 32 * 16)
       ptx::store_shared(to + at, 0, 0, 0, 0);
   }
 
-  // Tile by tile: its keys, then its values.
+  // Issues the copies of a tile's keys, then those of its values.
   FP_DEVICE void ask_keys(const Source& source) const {
     ask<StagedKeys, Traits::head_dim_qk>(source, params.k, maps.k, ptx::shared_address(staged[warp()].keys),
                                          ptx::shared_address(&barriers[warp()].keys));
@@ -107,7 +106,7 @@ struct ConvertedTiles {
   FP_DEVICE void await_values(u32 turn) const {
     ptx::mbarrier_wait(ptx::shared_address(&barriers[warp()].values), turn & 1);
   }
-  // Nothing is asked for in this turn.
+  // Completes the phase of a tile for which no copy is issued.
   FP_DEVICE void skip() const {
     ptx::mbarrier_arrive(ptx::shared_address(&barriers[warp()].keys));
     ptx::mbarrier_arrive(ptx::shared_address(&barriers[warp()].values));
@@ -115,7 +114,7 @@ struct ConvertedTiles {
   FP_DEVICE void convert_keys(u32 to) const {
     convert<StagedKeys, Keys, Traits::head_dim_qk>(ptx::shared_address(staged[warp()].keys), to);
   }
-  // Tokens that the unit does not see become zero.
+  // Converts the values; tokens that the unit does not see become zero.
   FP_DEVICE void convert_values(Source& source, u32 to) const {
     convert<StagedValues, Values, Traits::head_dim_vo>(ptx::shared_address(staged[warp()].values), to);
     if (source.token < source.kv_begin || source.token + tokens > source.kv_end) clear_hidden(source, to);
@@ -130,7 +129,7 @@ struct ConvertedTiles {
     return warps * warp_rows == tokens ? warp_rows : max_of(0, min_of(warp_rows, tokens - warp() * warp_rows));
   }
 
-  // The first token of the lane's box, or of its row, of the tile that is asked for.
+  // The first token of the lane's box, or of its row, in the tile that is issued next.
   FP_DEVICE i32 my_token(const Source& source) const {
     return source.asked + warp() * warp_rows + lane() * box_tokens(params);
   }
@@ -141,7 +140,7 @@ struct ConvertedTiles {
 
   template <class To, int columns>
   FP_DEVICE void ask(const Source& source, const KvView& view, const TensorMap& map, u32 to, u32 barrier) const {
-    __syncwarp();  // what was there has been read
+    __syncwarp();  // all lanes have read what was there
     if (params.box_tokens > 0) {
       ask_boxes<To>(source, map, to, barrier);
     } else {
@@ -178,7 +177,7 @@ struct ConvertedTiles {
       }
     }
   }
-  // Rows that the unit does not see are copies of the last one it sees.
+  // Copies rows. Rows that the unit does not see become copies of the last one that it sees.
   template <class To, int columns>
   FP_DEVICE void ask_rows(const Source& source, const KvView& view, u32 to, u32 barrier) const {
     constexpr int piece_bytes = columns % 16 ? 8 : 16, row_pieces = columns / piece_bytes;
@@ -203,8 +202,8 @@ struct ConvertedTiles {
     ptx::mbarrier_arrive_after_copies(barrier);
   }
 
-  // A lane takes eight bytes of a row, in blocks of 64 columns; eight lanes have a row of a block, and a warp the rows
-  // 0, 4, 1, 5 or 2, 6, 3, 7 of eight: rows four apart are swizzled to different banks.
+  // A lane converts eight bytes of a row, in panels of 64 columns. Eight lanes have a row of a panel, and a warp the
+  // rows 0, 4, 1, 5 or 2, 6, 3, 7 of eight, because rows four apart are swizzled to different banks.
   template <class From, class To, int columns>
   FP_DEVICE void convert(u32 from, u32 to) const {
     constexpr int blocks = To::blocks, eights = warp_rows / 8, steps = 2 * blocks * eights;
@@ -212,7 +211,7 @@ struct ConvertedTiles {
     const int lane = ConvertedTiles::lane(), column = lane % 8, row = (lane >> 3 & 1) * 4 + (lane >> 4);
     const u32 source = from + row * 128 + ((column / 2 ^ row) & 7) * 16 + column % 2 * 8;
     const u32 target = to + (warp() * warp_rows + row) * 128 + ((column ^ row) & 7) * 16;
-    // Step by step: the blocks of four rows, then those of the other four, then the next eight.
+    // Order of the steps: the panels of four rows, then those of the other four, then the next eight rows.
     const auto is_there = [&](int step) {
       const int block = step % blocks, eight = step / (2 * blocks);
       const bool has_columns = block * 64 + 64 <= columns || block * 64 + column * 8 < columns;

@@ -1,4 +1,5 @@
-// K and V of one unit into slots by the copy engine: boxes of at most a page, one KV head and 128 bytes of its rows.
+// Loads K and V of one unit to slots with the copy engine: each box has at most a page, one KV head and 128 bytes of
+// its rows.
 #pragma once
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/ptx/elect.h"
@@ -9,19 +10,19 @@
 
 namespace flashpage {
 
-// Loads every `loading_warps`-th slot of a unit, as one warp. A lane holds the page and row of one of the warp's next
-// 32 boxes, and of one of the 32 after them: the look-up is the only dependent load on the way to data.
+// Loads every `loading_warps`-th slot of a unit, by one warp. A lane holds the origin of one of the warp's next 32
+// boxes, and of one of the 32 after them, because the lookup is the only load on which the copies depend.
 template <class Traits, class Slots>
 struct BoxLoader {
   using Cache = typename Traits::Cache;
   using Keys = BlockRows<Cache, Traits::head_dim_qk, Slots::tokens>;
   using Values = BlockRows<Cache, Traits::head_dim_vo, Slots::tokens>;
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
-  static constexpr int arrivals = 1;  // at a slot's barrier, beside the bytes
+  static constexpr int arrivals = 1;  // at a slot's barrier, in addition to the bytes
 
-  // One unit's K and V.
+  // K and V of one unit.
   struct Source {
-    i64 offset;  // paged: of the first page number; ragged: of the first row
+    i64 offset;  // paged: index of the first page number; ragged: first row
     i32 kv_head, first_token, kv_end;
     i32 slots = 0;
     i32 own;  // the warp's first slot
@@ -64,7 +65,8 @@ struct BoxLoader {
   }
 
  private:
-  // The look-ups first, then one elected lane issues without a branch: 30 cycles a box, where a loop of both costs 120.
+  // Computes all origins first; then one elected lane issues the copies without a branch. This takes 30 cycles a box; a
+  // loop of both takes 120.
   template <int boxes>
   FP_DEVICE void load_boxes(Source& source, int slot, u32 turn) const {
     int first = (slot - source.own) / Slots::loading_warps * boxes;
@@ -99,7 +101,7 @@ struct BoxLoader {
     }
   }
 
-  // The lane's box of the warp's 32 boxes from `first` on.
+  // The origin of the lane's box among the warp's 32 boxes from `first` on.
   FP_DEVICE BoxOrigin look_up(const Source& source, int first) const {
     int box = first + static_cast<int>(threadIdx.x % 32), boxes_shift = 31 - __clz(Slots::tokens) - box_shift;
     int slot = source.own + (box >> boxes_shift) * Slots::loading_warps, in_slot = box & ((1 << boxes_shift) - 1);
