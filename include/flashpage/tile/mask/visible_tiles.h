@@ -1,5 +1,5 @@
 // The tiles of a unit that kernels with a loading warpgroup visit: all of them, or those that some row sees, if a
-// custom mask or a mask function was evaluated before. Loading warps find the tiles and pass each one on to computing
+// custom mask or a mask function was evaluated before. Loading warps find the tiles and pass each one to the computing
 // warps.
 #pragma once
 #include "flashpage/tile/mask/mask_tiles.h"
@@ -22,7 +22,7 @@ inline constexpr bool has_lane_bits = has_mask_tiles<Traits> && Traits::mask_sou
 enum class Seen : i16 {
   all,
   some,     // some row does not see some token
-  nothing,  // of the whole unit: no bits are written for the tile
+  nothing,  // the unit sees no token at all: no bits are written for the tile
 };
 
 // A visited tile, as loading warps describe it to computing warps.
@@ -40,7 +40,7 @@ struct NextTile {
 template <class Traits>
 using TileInTurn = typename select_type<has_mask_tiles<Traits>, VisitedTile, NextTile>::type;
 
-// Only the lane that later releases the tile's place reads it: racecheck does not count other lanes' reads as earlier.
+// Only the lane that later releases the slot loads it: racecheck does not order other lanes' loads before the release.
 FP_DEVICE VisitedTile from_first_lane(const VisitedTile& visited) {
   u64 bits = 0;
   if (threadIdx.x % 32 == 0) bits = *reinterpret_cast<const u64*>(&visited);

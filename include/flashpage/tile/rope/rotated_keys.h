@@ -1,5 +1,5 @@
-// Scores of rotated queries and keys where keys are rotated on their way to the tensor cores, in registers: a k16 step
-// takes eight columns of the lower half and their partners, so that a lane holds both columns of each pair.
+// Scores of rotated queries and keys. Keys are rotated in registers on their way to the tensor cores: a k16 step takes
+// eight columns of the lower half and their partners, so that a lane holds both columns of each pair.
 #pragma once
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/ldmatrix.h"
@@ -10,7 +10,7 @@
 
 namespace flashpage {
 
-// turn_pairs in fp16, for keys that were fp8 under queries that were bf16.
+// As rotate_pairs, in fp16: for fp8 keys under bf16 queries.
 FP_DEVICE void turn_halves(u32& low, u32& high, const TurnPair& turn) {
   u32 cosine = ptx::pack2<Half>(turn.first.cosine, turn.second.cosine);
   u32 sine = ptx::pack2<Half>(turn.first.sine, turn.second.sine);
@@ -19,7 +19,7 @@ FP_DEVICE void turn_halves(u32& low, u32& high, const TurnPair& turn) {
   low = turned;
 }
 
-// Rotates a unit's query rows where they lie, by all `threads`; the caller meets them before and after.
+// Rotates a unit's query rows in place, by all `threads`; the caller has a barrier before and after.
 template <class Traits>
 FP_DEVICE void turn_query(u8* tile, const TurnTable<Traits>& table, const AttentionParams& params, const WorkItem& item,
                           const Unit& unit, int thread) {
@@ -38,7 +38,7 @@ FP_DEVICE void turn_query(u8* tile, const TurnTable<Traits>& table, const Attent
   }
 }
 
-// The lane's keys of both halves, fp8 widened to fp16: two neighbouring columns of tokens lane / 4 and 8 + lane / 4 of
+// The lane's keys in both halves, fp8 widened to fp16: two neighbouring columns of tokens lane / 4 and 8 + lane / 4 of
 // sixteen.
 template <class Traits>
 struct KeyHalves {
@@ -48,18 +48,18 @@ struct KeyHalves {
   using Wide = typename select_type<is_fp8<Cache>, Half, Cache>::type;
   using Table = TurnTable<Traits>;
   static constexpr int chunk_columns = 16 / static_cast<int>(sizeof(Cache));
-  // Else pairs lie in different places of their chunks, which ldmatrix cannot bring together.
+  // Otherwise pairs have different positions in their chunks, which one ldmatrix cannot load together.
   static constexpr bool by_chunk = Table::half % chunk_columns == 0;
   using Chunks = ChunkPairs<Rows, Table::half / chunk_columns>;
 
   u32 tile;
   int lane;
-  int row = lane % 8 + lane / 16 * 8, second = lane / 8 % 2;  // what it gives ldmatrix
+  int row = lane % 8 + lane / 16 * 8, second = lane / 8 % 2;  // the row and chunk that the lane addresses for ldmatrix
   u32 lane_address = Chunks::lane_address(tile, row, second);
 
   FP_DEVICE KeyHalves(u32 tile, int lane) : tile(tile), lane(lane) {}
 
-  // Tokens from 8 `token_tile` on.
+  // Loads the tokens from 8 * token_tile on.
   FP_DEVICE void load(u32 (&low)[2], u32 (&high)[2], int step, int token_tile) const {
     if constexpr (by_chunk) {
       u32 b[4];
@@ -98,7 +98,8 @@ struct KeyHalves {
   }
 };
 
-// multiply_keys for keys that `origin` turns, the first of them: scores come out multiplied by TurnTable::key_scale.
+// As multiply_keys, with keys that are rotated on the way; `origin` is the rotation of the first one. Scores come out
+// multiplied by RotationTable::key_scale.
 template <class Traits, class QueryFragment, int token_tiles>
 FP_DEVICE void multiply_rotated_keys(float (&scores)[1][token_tiles][4], u32 tile, int lane,
                                      QueryFragment&& query_fragment, const TurnTable<Traits>& table,

@@ -1,4 +1,4 @@
-// Rotary positions of rows where they lie in shared memory, as one warp: LLaMA's halves, columns i and i + d / 2.
+// Rotates rows in place in shared memory, by one warp: LLaMA's halves, columns i and i + d / 2.
 #pragma once
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/shared.h"
@@ -8,14 +8,14 @@
 
 namespace flashpage {
 
-// In shared memory, by column of the lower half.
+// Frequencies in shared memory, by column of the lower half.
 template <int half>
 struct TurnSteps {
   alignas(16) float high[half];          // Frequency::high
   alignas(16) float low[half];           // Frequency::low
-  alignas(16) float twice_cosine[half];  // of one token's turn
+  alignas(16) float twice_cosine[half];  // of the rotation by one token
 
-  // By all `threads`, with a barrier after.
+  // Called by all `threads`; a barrier follows.
   FP_DEVICE void fill(const AttentionParams& params, int thread, int threads) {
     for (int i = thread; i < half; i += threads) {
       const double turns = turns_a_token(params, i, half);
@@ -27,30 +27,32 @@ struct TurnSteps {
   }
 };
 
-// `Rows`: BlockRows of a tile. A lane has four neighbouring columns of each half, and some rows, one after the other.
+// `Rows`: SwizzledRows of a tile. A lane has four neighbouring columns of each half and several consecutive rows.
 template <class Element, class Rows, int columns>
 struct TurnedRows {
   static constexpr int half = columns / 2, lane_columns = 4, row_lanes = half / lane_columns;
   static constexpr int lane_bytes = lane_columns * sizeof(Element);
-  static constexpr int at_once = min_of(8, power_of_two_from(32 / row_lanes + 1) / 2);  // rows side by side
-  static constexpr int batch = 4;                                                       // rows in registers
+  static constexpr int at_once =
+      min_of(8, power_of_two_from(32 / row_lanes + 1) / 2);  // rows that a warp rotates at the same time
+  static constexpr int batch = 4;                            // rows that a lane holds in registers
   using Steps = TurnSteps<half>;
   static_assert(sizeof(Element) == 2 && half % lane_columns == 0 && row_lanes <= 32);
 
-  // Of a lane's columns.
+  // The rotations of a lane's columns.
   struct Turns {
     Turn of[lane_columns];
   };
   struct Lane {
     u32 low, high;  // shared addresses of its first row's columns
-    int row;        // behind the warp's first
+    int row;        // counted from the warp's first
     int column;
-    bool is_odd;  // it has the halves the other way round
+    bool is_odd;  // `low` and `high` are exchanged
   };
 
-  // Rows from `first` on, `count` of them; `position`: of the first one. Turns follow from the two before by
-  // turn(n + 1) = 2 cos(step) turn(n) - turn(n - 1): two instructions a column instead of the product's four. What its
-  // steps round to grows with their square: by 16 tokens to 2^-16, where fp16's numbers are rounded by 2^-12.
+  // Rotates `count` rows from `first` on; `position` is that of the first one. Each rotation follows from the two
+  // before: rotation(n + 1) = 2 cos(step) rotation(n) - rotation(n - 1), which takes two instructions a column where
+  // the complex product takes four. Its rounding error grows with the square of the steps: 2^-16 after 16 tokens, where
+  // fp16 rounds by 2^-12.
   template <int count>
   FP_DEVICE static void turn_keys(const Steps& steps, u32 tile, int first, i32 position) {
     constexpr int rows = count / at_once, run = min_of(rows, 8);
@@ -87,7 +89,7 @@ struct TurnedRows {
     }
   }
 
-  // Packed rows of a unit: those of a group's heads share a position.
+  // Rotates packed rows of a unit; the rows of a group's heads share a position.
   template <int count>
   FP_DEVICE static void turn_queries(const Steps& steps, u32 tile, int first, const AttentionParams& params,
                                      const Place& place) {
@@ -102,7 +104,7 @@ struct TurnedRows {
       const i32 row = static_cast<i32>(params.group.div(packed + i));
       if (row != last) turns = turns_at(steps, lane, static_cast<float>(query_position(place.item, row)));
       last = row;
-      // The lane's first row may lie anywhere in the swizzle's eight.
+      // The lane's first row may be any of the swizzle's eight.
       const int in_tile = first + lane.row;
       const u32 swizzle = ((in_tile ^ (in_tile + i)) & 7) * 16;
       u32 low[2], high[2];
@@ -115,7 +117,7 @@ struct TurnedRows {
   }
 
  private:
-  // Computed where it is used: registers are few.
+  // Computed where it is used, because few registers are free.
   FP_DEVICE static int lane_number() { return ptx::opaque(threadIdx.x) % 32; }
   FP_DEVICE static bool has_columns() { return row_lanes * at_once == 32 || lane_number() < row_lanes * at_once; }
 
@@ -123,12 +125,12 @@ struct TurnedRows {
     const int number = lane_number(), beside = number / row_lanes, piece = number % row_lanes, row = beside * rows;
     const u32 low = tile + Rows::byte_offset(first + row, piece * lane_bytes);
     const u32 high = tile + Rows::byte_offset(first + row, half * sizeof(Element) + piece * lane_bytes);
-    // Rows of at most 128 bytes: every second one begins with the upper half, which lies in other banks. Halves the
-    // other way round turn the other way round.
+    // If rows have at most 128 bytes, every second one begins with the upper half, which lies in other banks. Exchanged
+    // halves take the negative sine.
     const bool is_odd = columns <= 64 && beside % 2 == 1;
     return {is_odd ? high : low, is_odd ? low : high, row, piece * lane_columns, is_odd};
   }
-  // `row`: of eight, from one on that is a multiple of as many rows as the lane has of them.
+  // `row`: one of the next eight rows. `first` is the address of a row whose number is a multiple of the lane's rows.
   FP_DEVICE static u32 address(u32 first, int row) { return (first ^ row * 16) + row * 128; }
 
   FP_DEVICE static void load(float (&numbers)[lane_columns], const float* from, int column) {

@@ -1,5 +1,5 @@
-// Rotary positions of keys without a sine a key: a token's turn is that of its slot's first token (one sine and cosine
-// a column, spread over the lanes of a warp) times that of its place in the slot (a table of the CTA).
+// Rotations of keys without a sine for each key: a token's rotation is that of its slot's first token (one sine and
+// cosine for each column, spread over the lanes of a warp) times that of its place in the slot (a table of the CTA).
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/convert.h"
@@ -20,14 +20,14 @@ FP_DEVICE Turn operator*(Turn a, Turn b) {
   return {a.cosine * b.cosine - a.sine * b.sine, a.sine * b.cosine + a.cosine * b.sine};
 }
 
-// Of two neighbouring columns of the lower half; the columns d / 2 further turn alike.
+// The rotations of two neighbouring columns of the lower half; the columns d / 2 further have the same ones.
 struct alignas(16) TurnPair {
   Turn first, second;
 };
 
 FP_DEVICE TurnPair operator*(const TurnPair& a, const TurnPair& b) { return {a.first * b.first, a.second * b.second}; }
 
-// Two neighbouring columns of each half, turned in fp32.
+// Rotates two neighbouring columns of each half in fp32.
 template <class From, class To>
 FP_DEVICE void turn_pairs(u32& low, u32& high, const TurnPair& turn) {
   float2 a = ptx::unpack2<From>(low), b = ptx::unpack2<From>(high);
@@ -35,13 +35,14 @@ FP_DEVICE void turn_pairs(u32& low, u32& high, const TurnPair& turn) {
   high = ptx::pack2<To>(turn.first.high(a.x, b.x), turn.second.high(a.y, b.y));
 }
 
-// Of column i of the lower half of a row.
+// Revolutions a token of column i of the lower half of a row.
 FP_DEVICE double turns_a_token(const AttentionParams& params, int i, int half) {
   constexpr double two_pi = 6.283185307179586;
   return exp2(log2(static_cast<double>(params.rope_theta)) * -i / half) / (params.rope_scale * two_pi);
 }
 
-// Whole turns a token, in two parts: at position 2^20 one float would be off by some hundredths of a turn.
+// Revolutions a token as a sum of two floats: at position 2^20 one float would be off by some hundredths of a
+// revolution.
 struct Frequency {
   float high, low;
 
@@ -49,7 +50,7 @@ struct Frequency {
     const float high = static_cast<float>(turns);
     return {high, static_cast<float>(turns - high)};
   }
-  // Without whole turns: from -0.5 to 0.5.
+  // The revolutions at a position without the whole ones: from -0.5 to 0.5.
   FP_DEVICE float part_at(float position) const {
     float whole = rintf(position * high);
     return fmaf(position, low, fmaf(position, high, -whole));
@@ -60,23 +61,24 @@ struct Frequency {
     sincospif(2.f * part, &turn.sine, &turn.cosine);
     return turn;
   }
-  // Off by at most 2^-21, without a branch.
+  // Error at most 2^-21, without a branch.
   FP_DEVICE Turn approximately_at(float position) const {
     const float angle = part_at(position) * 6.283185307f;
     return {ptx::cos_approx(angle), ptx::sin_approx(angle)};
   }
 };
 
-// In shared memory. A step of the score product has eight columns of the lower half and their partners; a lane has two
-// of them, of token lane / 4 of eight.
+// The rotations of the places in a slot, in shared memory. A step of the score product has eight columns of the lower
+// half and their partners; a lane has two of them, of token lane / 4 of eight.
 template <class Traits>
 struct TurnTable {
   using S = Shape<Traits>;
   static constexpr int steps = S::key_steps;
   static constexpr int half = Traits::head_dim_qk / 2;
-  // Bytes of a chunk of 16 fp8 columns as ldmatrix deals them out: four neighbours a lane, for two steps.
+  // Whether columns are in the order in which ldmatrix distributes a chunk of 16 fp8 columns: four consecutive ones in
+  // each lane, for two steps.
   static constexpr bool bytes_order = is_fp8<typename S::Cache> && half % 16 == 0;
-  // Rotated fp8 keys are halved: the largest of e5m2 would leave fp16's range by the turn.
+  // Rotated fp8 keys are halved, because rotating the largest of e5m2 could exceed fp16's range.
   static constexpr float key_scale = is_fp8<typename S::Cache> ? 0.5f : 1.f;
 
   alignas(16) Frequency frequency[steps * 8];  // by column
@@ -90,7 +92,7 @@ struct TurnTable {
     return {frequency[column].at(position), frequency[column + 1].at(position)};
   }
 
-  // Both by all `threads`, with a barrier between and after.
+  // Both are called by all `threads`, with a barrier between them and after.
   FP_DEVICE void fill_frequencies(const AttentionParams& params, int thread, int threads) {
     for (int i = thread; i < steps * 8; i += threads) frequency[i] = Frequency::of(turns_a_token(params, i, half));
   }
@@ -106,7 +108,7 @@ struct TurnTable {
   }
 };
 
-// The turns of one position: a lane computes those of every eighth step.
+// The rotations at one position: a lane computes those of every eighth step.
 template <class Traits>
 struct SpreadTurns {
   static constexpr int steps = TurnTable<Traits>::steps;
@@ -120,7 +122,7 @@ struct SpreadTurns {
     }
   }
 
-  // Of step `eighth` * 8 + `step`; by the whole warp.
+  // The rotations of step `eighth` * 8 + `step`; called by the whole warp.
   FP_DEVICE TurnPair of(int eighth, int step, int lane) const {
     const TurnPair& pair = mine[eighth];
     auto take = [&](float x) { return __shfl_sync(0xffffffff, x, step * 4 + lane % 4); };
