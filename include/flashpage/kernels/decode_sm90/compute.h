@@ -1,4 +1,4 @@
-// The computing warps of decode_sm90.
+// The computing warps of decode_sm90: they multiply the slots that the loading warps fill.
 #pragma once
 #include "flashpage/kernels/decode_sm90/combine.h"
 #include "flashpage/ptx/fence.h"
@@ -32,14 +32,14 @@ struct DecodeCompute {
   int warp = thread / 32;
   int team = warp / Warps::team;
   int first_row = warp % Warps::team / Traits::warps_v * S::rows_a_warp;
-  int part = warp % Traits::warps_v;  // of the value columns
-  u32 turn = 0;                       // slots before this unit
-  u32 clearings = 0;                  // that this warp's team has done
+  int part = warp % Traits::warps_v;  // part of the value columns
+  u32 turn = 0;                       // uses of the ring before this unit
+  u32 clearings = 0;                  // of this team so far
 
   FP_DEVICE DecodeCompute(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
 
-  // Of rotated keys; reads no global memory.
+  // Fills the table of rotated keys; reads no global memory.
   FP_DEVICE void make_turns() {
     shared.turns.fill_frequencies(params, thread, threads);
     ptx::named_barrier(all_barrier, threads);
@@ -49,14 +49,14 @@ struct DecodeCompute {
 
   FP_DEVICE void run() {
     if (thread == 0) stamp<Traits>(params, Stamp::start);
-    if constexpr (Shared::has_mailbox) ptx::cluster_wait();  // before anything is sent; long over when there is
+    if constexpr (Shared::has_mailbox) ptx::cluster_wait();  // before anything is sent; all CTAs arrived long ago
     for (u32 unit_turn = 0;; ++unit_turn) {
       shared.place_ring.wait_full(unit_turn);
       const SlottedPlace& place = shared.places[shared.place_ring.slot(unit_turn)];
       if (place.place.done) break;
       attend(place, shared.query[shared.place_ring.slot(unit_turn)]);
       turn += place.slots;
-      shared.place_ring.release(unit_turn);  // by each lane: racecheck follows no arrival for others
+      shared.place_ring.release(unit_turn);  // by each lane: racecheck orders only its own reads before an arrival
     }
     if (thread == 0) {
       stamp<Traits>(params, Stamp::end);
@@ -71,7 +71,7 @@ struct DecodeCompute {
     const WorkItem& item = slotted.place.item;
     const Unit unit = slotted.place.unit;
     const int slots = slotted.slots;
-    // The team's place in this unit: sums go by it, so that their order does not depend on the units before.
+    // The team's rank in this unit. States are summed in this order, so that it does not depend on earlier units.
     const int rank = (team - turn) % teams;
     DecodeCombine<Traits> combine(shared, params, slotted, unit, rank, first_row, part, thread);
     float values[S::row_tiles][S::value_tiles][4] = {};
@@ -124,7 +124,7 @@ struct DecodeCompute {
     combine.run(state, values[0]);
   }
 
-  // Of a slot's first token, ahead of the slot.
+  // The rotation of a slot's first token, computed before the slot is waited for.
   FP_DEVICE auto turns_of(i32 first) const {
     if constexpr (S::rotate) {
       return SpreadTurns<Traits>(shared.turns, first, lane);
@@ -133,8 +133,8 @@ struct DecodeCompute {
     }
   }
 
-  // A box may bring tokens that the unit does not see, and leaves what was there before where it brings none: NaN
-  // maybe, which a probability of zero would not hide.
+  // Clears tokens of a slot that the unit does not see. Boxes may bring such tokens, and parts of the slot without a
+  // box keep what they had before, perhaps NaN, which a probability of zero would not hide.
   FP_DEVICE void clear_values(u8* tile, const Unit& unit, i32 first) {
     constexpr int chunks = Shared::value_bytes / tokens / 16, team_threads = 32 * Warps::team;
     for (int i = thread % team_threads; i < tokens * chunks; i += team_threads) {

@@ -1,4 +1,4 @@
-// The loading warps of decode_sm90.
+// The loading warps of decode_sm90: they fill the ring of slots.
 #pragma once
 #include "flashpage/kernels/decode_sm90/shared.h"
 #include "flashpage/ptx/atomic.h"
@@ -9,8 +9,8 @@
 
 namespace flashpage {
 
-// Every loading warp walks the units alike and loads every fourth slot; the last one, whose slot is wanted last, also
-// publishes the units, with Q.
+// Every loading warp goes through the same units and loads every fourth slot. The last warp, whose first slot is needed
+// last, also publishes the units and their Q.
 template <class Traits>
 struct DecodeLoad {
   using S = Shape<Traits>;
@@ -24,12 +24,13 @@ struct DecodeLoad {
   const AttentionParams& params;
   const KvMaps& maps;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  u32 asked;  // the CTA's start and the plan's header, a word a lane
+  u32 asked;  // the CTA's start and the plan's header, a word in each lane
 
   FP_DEVICE DecodeLoad(Shared& shared, const AttentionParams& params, const KvMaps& maps)
       : shared(shared), params(params), maps(maps) {}
 
-  // What is wanted of the plan first, on its way while the CTA starts. (Whole structs would be kept in registers.)
+  // Loads the first words of the plan while the CTA starts. They are loaded as words, because whole structs would stay
+  // in registers.
   FP_DEVICE void ask() {
     static_assert(sizeof(CtaStart) + sizeof(PlanHeader) == 32 * sizeof(u32));
     const u32* start = reinterpret_cast<const u32*>(&cta_start(params.plan, blockIdx.x));
@@ -42,7 +43,7 @@ struct DecodeLoad {
     cursor.first(params, Traits::tile_q, answer<CtaStart>(0), place);
     if (threadIdx.x == 0) stamp<Traits>(params, Stamp::plan_known);
     const SlotLoader loader(shared, params, maps);
-    u32 turn = 0;  // of the unit's first slot
+    u32 turn = 0;  // ring use of the unit's first slot
     Source source;
     if (!place.done) source = loader.open(place, first_own(turn));
     u32 unit_turn = 0;
@@ -52,7 +53,7 @@ struct DecodeLoad {
       int slot = first_own(turn);
       for (; slot < early; slot += warps) loader.load(source, slot, turn + slot);
       if (threadIdx.x == 0) stamp_first<Traits>(params, Stamp::first_load);
-      Place next;  // its first look-ups are on their way while the ring turns
+      Place next;  // its first lookups are in flight while this unit is loaded
       cursor.next(params, Traits::tile_q, 1, place, next);
       Source following;
       if (!next.done) following = loader.open(next, first_own(turn + slots));
@@ -77,7 +78,8 @@ struct DecodeLoad {
     return answer;
   }
 
-  // Of a cut unit, once all its loads are issued: the computing warps then save themselves the counting in.
+  // Called for a cut unit, once all its loads are issued. If all other pieces are done, the computing warps skip the
+  // counter of arrivals.
   FP_DEVICE void look_for_others(u32 unit_turn) {
     if (warp != warps - 1 || lane != 0) return;
     SlottedPlace& place = shared.places[shared.place_ring.slot(unit_turn)];

@@ -1,5 +1,5 @@
-// Before the attention under a custom mask or a variant's mask function: which tiles hold anything, and which units
-// have most of them. No bit of it comes back to the host.
+// Runs before the attention under a custom mask or a variant's mask function: finds which tiles are visible, and sorts
+// the units by their number of visible tiles. Nothing is copied back to the host.
 #pragma once
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -19,9 +19,9 @@ struct MaskTiles {
 
   struct Shared {
     i32 found[threads];  // items that begin a request
-    i32 num_found;       // of them; then of units
+    i32 num_found;       // number of these items; later of units
     TileWord found_by[warps];
-    u32 places[count_classes];  // in the queue: of the next unit of a class
+    u32 places[count_classes];  // position in the queue of the next unit of each class
     bool is_last;
   };
 
@@ -45,7 +45,8 @@ struct MaskTiles {
   FP_DEVICE MaskTiles(Shared& shared, const MaskTilesParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
 
-  // Each request once: at the first piece of its first unit. Items of a team stand in the plan once, for all its heads.
+  // Classifies each request once, at the first piece of its first unit. Items of a lane are in the plan once for all
+  // its heads.
   FP_DEVICE void classify_all() const {
     for (i32 begin = 0; begin < num_items; begin += threads) {
       if (threadIdx.x == 0) shared.num_found = 0;
@@ -59,8 +60,8 @@ struct MaskTiles {
     }
   }
 
-  // A cell at a time by all warps. Requests begin at different CTAs. Later cells of a request have more to look at
-  // where causal hides tokens, so that every other turn goes the other way.
+  // All warps classify one cell at a time. Requests begin at different CTAs. If causal hides tokens, later cells of a
+  // request take longer, so CTAs go through every other round in reverse.
   FP_DEVICE void classify(const WorkItem& item) const {
     const RequestTiles tiles(params, item);
     const Looks looks(params, args, item);
@@ -96,8 +97,8 @@ struct MaskTiles {
     return shared.is_last;
   }
 
-  // Sorts by counting: units of one class come about as they do in the plan, whose waves all CTAs walk at a time. A
-  // CTA's items come one after the other, so as many CTAs as there are have some threads each.
+  // Sorts by counting: units of one class stay roughly in the plan's order, whose waves all CTAs go through at the same
+  // time. A CTA's items are consecutive, so the threads are divided among the CTAs.
   FP_DEVICE void queue_units() const {
     const i32 num_ctas = params.plan->num_ctas, lanes = max_of(1, threads / max_of(1, num_ctas));
     QueuedUnit* list = queued_units(params, params.list_begin);
@@ -126,7 +127,7 @@ struct MaskTiles {
       sorted[atomicAdd(&shared.places[unit.count_class], 1)] = unit;
     }
   }
-  // As one warp, the highest class first.
+  // Called by one warp. Turns counts into positions, the highest class first.
   FP_DEVICE void counts_to_places() const {
     constexpr int mine = count_classes / 32;
     u32* last = shared.places + count_classes - 1 - lane * mine;

@@ -19,8 +19,8 @@ namespace flashpage {
 template <class Traits, class Rows, int tokens>
 struct BoxTiles {
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
-  static constexpr bool turns_beside =
-      Traits::position_encoding == PositionEncoding::rope;  // other warps rotate the rows in registers
+  // Whether loading warps also rotate rows, which takes their registers.
+  static constexpr bool turns_beside = Traits::position_encoding == PositionEncoding::rope;
 
   // K or V of one unit.
   struct Source {

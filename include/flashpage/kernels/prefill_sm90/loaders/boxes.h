@@ -1,4 +1,4 @@
-// K and V by the copy engine, as they are multiplied: a warp each for K, V, Q and the plan.
+// Loads 16-bit or fp8 K and V with the copy engine as they are multiplied; K, V, Q and the plan have a warp each.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/loaders/query.h"
 #include "flashpage/tile/mask/prefetched_bits.h"
@@ -44,7 +44,7 @@ struct BoxLoading : QueryLoader<Traits> {
 
   FP_DEVICE void values() const {
     const ValueTiles tiles(params, maps.v);
-    u32 turn = 0, phases = 0;  // of the edges, a bit each
+    u32 turn = 0, phases = 0;  // phases: of the edge barriers, a bit for each
     this->for_each_tile(tiles, [&](typename ValueTiles::Source& source, Turns& turns, u32) {
       shared.value_ring.wait_empty(turn);
       const u32 slot = shared.value_ring.slot(turn), edge_slot = slot % Shared::edges;
@@ -77,7 +77,8 @@ struct BoxLoading : QueryLoader<Traits> {
   }
 
  private:
-  // Before the tile's slot is free. The place is still there, as the unit's computing warps await this tile.
+  // Prefetches the mask's bits of a mixed tile, before the tile's slot is free. The place is still valid, because the
+  // unit's computing warps wait for this tile.
   FP_DEVICE void ask_for_bits(u32 unit_turn, const Turns& turns) const {
     if constexpr (has_lane_bits<Traits>) {
       if (!turns.is_mixed()) return;

@@ -1,5 +1,5 @@
-// What the loading warps of prefill_sm90 have in common: the plan's units, from the warp that walks the plan to all
-// others, and a tile's way to the computing warps.
+// The steps that the loading warps of prefill_sm90 share: passing the plan's units from the warp that goes through the
+// plan to all others, and signalling tiles to the computing warps.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/shared.h"
 #include "flashpage/ptx/compiler.h"
@@ -43,7 +43,7 @@ struct LoadingWarp {
     }
     __syncwarp();
   }
-  // By one lane, from place to place in shared memory: a place takes many registers.
+  // Called by one lane. Places are written in shared memory, because a place takes many registers.
   FP_DEVICE void publish(u32 turn) const {
     shared.place_ring.wait_empty(turn);
     TiledPlace& to = shared.places[shared.place_ring.slot(turn)];
@@ -64,8 +64,8 @@ struct LoadingWarp {
     ptx::mbarrier_arrive(shared.place_ring.full_barrier(turn));
   }
 
-  // Calls begin(place, unit_turn) for every unit and load(source, turns, unit_turn) for every tile in turn of it.
-  // Returns the number of units.
+  // Calls begin(place, unit_use) for every unit and load(source, visits, unit_use) for every tile of it. Returns the
+  // number of units.
   template <class Tiles, class Begin, class Load>
   FP_DEVICE u32 for_each_tile(const Tiles& tiles, Begin&& begin, Load&& load) const {
     for (u32 unit_turn = 0;; ++unit_turn) {
@@ -85,7 +85,7 @@ struct LoadingWarp {
     for_each_tile(tiles, [](const Place&, u32) {}, load);
   }
 
-  // What computing warps have to know of a tile of K, before it is handed over.
+  // Describes a tile of K to the computing warps; called before the tile is signalled.
   FP_DEVICE void tell(u32 turn, const Turns& turns) const {
     if constexpr (has_mask_tiles<Traits>) {
       if (lane == 0) {
@@ -99,14 +99,14 @@ struct LoadingWarp {
     __syncwarp();
     if (lane == 0) shared.place_ring.release(ptx::opaque(unit_turn));
   }
-  // What the warp has written.
+  // Signals data that the warp has written.
   FP_DEVICE void hand_over(u32 barrier) const {
     ptx::fence_before_products();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // Of the unit's, this CTA's.
+  // The first row of the unit that belongs to this CTA.
   FP_DEVICE int first_row() const {
     if constexpr (Traits::ctas == 1) return 0;
     return static_cast<int>(ptx::cluster_rank()) * params.cta_rows;

@@ -1,4 +1,4 @@
-// The loading warps of prefill_sm90 where fp8 K and V become fp16 on their way: all four convert Q, K and V.
+// Loads fp8 K and V and converts them to fp16: all four warps convert Q, K and V.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/loaders/common.h"
 #include "flashpage/ptx/compiler.h"
@@ -21,8 +21,8 @@ struct ConvertedLoading : LoadingWarp<Traits> {
 
   using Base::Base;
 
-  // Q, K and V by all four warps, through registers; the last one also walks the plan. A tile is asked for while the
-  // one before it is converted, a unit's first tile while Q is.
+  // All four warps convert Q, K and V in registers; the last one also goes through the plan. The copies of a tile are
+  // issued while the tile before is converted, those of a unit's first tile while Q is.
   FP_DEVICE void run() const {
     const BothTiles both(params, maps, shared.staged, shared.staged_barriers);
     if (warp == Warps::loading - 1) this->begin_plan();

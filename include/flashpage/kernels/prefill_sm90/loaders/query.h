@@ -1,4 +1,4 @@
-// Q on its way to the computing warps of prefill_sm90, and their output that leaves from the same place.
+// Loads Q for the computing warps of prefill_sm90, and stores the output that waits in the same slots.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/loaders/common.h"
 #include "flashpage/ptx/cache_policy.h"
@@ -6,7 +6,7 @@
 
 namespace flashpage {
 
-// By one warp. Before it loads Q to a slot it stores the output that lies there, if that leaves by boxes.
+// One warp. Before it loads Q to a slot, it stores the output that the slot holds, if that leaves by boxes.
 template <class Traits>
 struct QueryLoader : LoadingWarp<Traits> {
   using Warp = LoadingWarp<Traits>;
@@ -24,7 +24,7 @@ struct QueryLoader : LoadingWarp<Traits> {
   FP_DEVICE void load_query(const Place& place, u32 turn) const {
     empty_slot(turn);
     if constexpr (Shared::leaves_by_boxes) note_rows_of(place, turn);
-    ptx::fence_before_bulk_copies();  // output was where Q will be
+    ptx::fence_before_bulk_copies();  // the slot may have held output
     const u32 to = ptx::shared_address(shared.query[shared.query_ring.slot(turn)]);
     u32 barrier;
     if constexpr (Warps::rotates) {
@@ -39,15 +39,15 @@ struct QueryLoader : LoadingWarp<Traits> {
       ptx::mbarrier_arrive_after_copies(barrier);
     }
   }
-  // By a warp that loads V too: Q of this unit, and the plan's next one.
+  // Called by a warp that also loads V: loads Q of this unit and publishes the plan's next unit.
   FP_DEVICE void query_and_plan(const Place& place, u32 unit_turn) const {
-    constexpr bool is_query_wanted_first = Shared::queries > 1;  // one Q alone waits for the unit before
+    constexpr bool is_query_wanted_first = Shared::queries > 1;  // a single Q slot is free only after the unit before
     if constexpr (is_query_wanted_first) load_query(place, unit_turn);
     if (lane == 0) this->publish(unit_turn + 1);
     __syncwarp();
     if constexpr (!is_query_wanted_first) load_query(place, unit_turn);
   }
-  // After the last of `units` units: the output of those whose slots no other Q wanted.
+  // Called after the last of `units` units: stores the output in slots that no other Q needed.
   FP_DEVICE void store_last_rows(u32 units) const {
     if constexpr (Shared::leaves_by_boxes) {
 #pragma unroll 1
@@ -58,8 +58,8 @@ struct QueryLoader : LoadingWarp<Traits> {
   }
 
  private:
-  // Until nobody needs the slot any more in which Q of unit `turn` will be: the output of the unit that had it before
-  // may be there and leaves by boxes.
+  // Waits until the slot for Q of unit `use` is free. It may hold the output of the unit before, which then leaves by
+  // boxes.
   FP_DEVICE void empty_slot(u32 turn) const {
     shared.query_ring.wait_empty(turn);
     if constexpr (Shared::leaves_by_boxes) {
@@ -68,7 +68,7 @@ struct QueryLoader : LoadingWarp<Traits> {
       if (turn >= Shared::queries && rows.row != WaitingRows::none) {
         if (ptx::elect_one()) store_boxes(ptx::shared_address(shared.query[slot]), rows);
       }
-      __syncwarp();  // all have read
+      __syncwarp();  // all lanes have read `rows`
     }
   }
   FP_DEVICE void store_boxes(u32 from, WaitingRows rows) const {
@@ -79,7 +79,7 @@ struct QueryLoader : LoadingWarp<Traits> {
                         0);
     ptx::await_stores_have_read();
   }
-  // Remembers where this unit's output will go.
+  // Records where this unit's output will go.
   FP_DEVICE void note_rows_of(const Place& place, u32 turn) const {
     const WorkItem& item = place.item;
     const Unit& unit = place.unit;
@@ -90,13 +90,13 @@ struct QueryLoader : LoadingWarp<Traits> {
     }
     __syncwarp();
   }
-  // Where the boxes of q and out lie that have this CTA's rows of a unit.
+  // The coordinates of the boxes of q and out that have this CTA's rows of a unit.
   FP_DEVICE i32 row_of_box(const WorkItem& item, const Unit& unit) const {
     return item.q_begin + static_cast<i32>(params.group.div(unit.first_row + first_row()));
   }
   FP_DEVICE i32 head_of_box(const Unit& unit) const { return unit.kv_head * static_cast<i32>(params.group.divisor); }
 
-  // Rows beyond the unit are of another request, or zero: nothing comes of them.
+  // Rows beyond the unit belong to another request or are zero; their results are not stored.
   FP_DEVICE void load_query_boxes(const WorkItem& item, const Unit& unit, u32 to, u32 barrier) const {
     using Rows = typename Shared::QueryRows;
     const i32 row = row_of_box(item, unit), head = head_of_box(unit);
@@ -112,8 +112,8 @@ struct QueryLoader : LoadingWarp<Traits> {
       ptx::tensor_copy(to + block * Rows::block_bytes, maps.q, barrier, block * Rows::block_columns, head, row, 0,
                        ptx::evict_first());
   }
-  // Row by row, where the group does not divide a tile. Rows beyond the unit become zero. By value: what the copies'
-  // addresses need stays in registers.
+  // Loads row by row, if the group does not divide a tile. Rows beyond the unit become zero. Arguments are passed by
+  // value so that values for the copies' addresses stay in registers.
   FP_DEVICE void load_query_rows(const WorkItem item, const Unit unit, u32 to) const {
     using Rows = typename Shared::QueryRows;
     using Query = typename Shared::S::Query;

@@ -1,5 +1,5 @@
-// Q and K with rotary positions: besides what each warp loads, all four rotate a quarter of every tile of K, and of a
-// unit's Q, in place.
+// Loads and rotates Q and K (RoPE): in addition to its loads, each of the four warps rotates a quarter of every tile of
+// K, and of a unit's Q, in place.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/loaders/query.h"
 #include "flashpage/ptx/compiler.h"
@@ -7,8 +7,8 @@
 
 namespace flashpage {
 
-// While a tile of K is multiplied, the next one is rotated and the one after that loaded: K is loaded two tiles ahead
-// of the rotation, across the ends of units, and V with the tile that is rotated.
+// While a tile of K is multiplied, the next one is rotated and the one after that is loaded: K is loaded two tiles
+// ahead of the rotation, across unit boundaries; V is loaded with the tile that is rotated.
 template <class Traits>
 struct RotatedLoading : QueryLoader<Traits> {
   using Base = QueryLoader<Traits>;
@@ -23,20 +23,20 @@ struct RotatedLoading : QueryLoader<Traits> {
   using Base::shared;
   static constexpr int tokens = Shared::tokens;
   static constexpr bool by_rows = Warps::by_rows;
-  static constexpr int key_warps = by_rows ? Warps::row_warps : 1;  // as many after them load V
+  static constexpr int key_warps = by_rows ? Warps::row_warps : 1;  // as many warps after them load V
   static constexpr int query_warp = 2, plan_warp = 3;
   static constexpr int look_ups = by_rows ? ceil_div(tokens / key_warps, 32) : 1;  // of a lane, for one tile
-  // Q of the unit after is loaded some tiles into a unit, when the output of the unit before has left its place.
+  // Q of the next unit is loaded some tiles into a unit, when the output of the unit before has left the slot.
   static constexpr bool is_query_loaded_ahead = Shared::queries > 1;
   static constexpr i32 query_tile = 2;
   static_assert(tokens % (8 * Warps::loading) == 0);
 
-  // Where a warp that loads K or V is: its next tile, and what is looked up for that.
+  // The position of a warp that loads K or V: its next tile, and the pages that it has looked up for it.
   struct Feed {
     u32 unit_turn;
     i32 tile;  // -1: no unit is left
     u32 page[look_ups], row[look_ups];
-    // V: tiles so far with rows to clear when they have come, each counted when it is loaded and when it is cleared.
+    // V: a count that rises when a tile with hidden rows is loaded, and again when those rows are cleared.
     u32 edges;
   };
 
@@ -89,10 +89,9 @@ struct RotatedLoading : QueryLoader<Traits> {
     if (!is_query_loaded_ahead) query(unit_turn);
     rotate_query(ptx::opaque(unit_turn));
     if (warp() == plan_warp) publish_after(ptx::opaque(unit_turn) + 1);
-    if (unit_turn > 0)
-      Base::release_place(ptx::opaque(unit_turn) - 1);  // hidden rows of its last tile have been cleared
+    if (unit_turn > 0) Base::release_place(ptx::opaque(unit_turn) - 1);  // hidden rows of its last tile are cleared
   }
-  // The place after one that is published.
+  // Publishes the place after one that is already published.
   FP_DEVICE void publish_after(u32 unit_turn) const {
     if (lane() == 0 && !place_of(unit_turn).done) Base::publish(unit_turn + 1);
     __syncwarp();
@@ -156,7 +155,8 @@ struct RotatedLoading : QueryLoader<Traits> {
     load_tile(tiles, source, feed.tile, shared.values, shared.value_ring, turn, barrier);
     go_on(tiles, source, feed);
   }
-  // Of the tile of V before tile `tile` of a unit, once that is rotated: until then they have had time to come.
+  // Clears hidden rows of the tile of V before tile `tile` of a unit. It is called after the rotation of that tile,
+  // when the copies have had time to arrive.
   FP_DEVICE void clear_hidden(Feed& feed, u32 unit_turn, i32 tile, u32 turn) const {
     if constexpr (!by_rows) {
       if (feed.edges % 2 == 0) return;
@@ -183,7 +183,7 @@ struct RotatedLoading : QueryLoader<Traits> {
       tiles.load(source, tile + 1, to, barrier);
     }
   }
-  // A unit's first tile, or that there is none.
+  // Moves to a unit's first tile, or records that no unit is left.
   template <class Tiles>
   FP_DEVICE void open(const Tiles& tiles, Feed& feed, u32 unit_turn) const {
     feed.unit_turn = unit_turn;
@@ -206,7 +206,7 @@ struct RotatedLoading : QueryLoader<Traits> {
     }
     return source;
   }
-  // After the feed's tile has been asked for.
+  // Moves on after the copies of the feed's tile are issued.
   template <class Tiles>
   FP_DEVICE void go_on(const Tiles& tiles, const typename Tiles::Source& source, Feed& feed) const {
     if (++feed.tile >= source.tiles) {

@@ -1,4 +1,4 @@
-// K and V row by row (cp.async), from pages of any size.
+// Loads K and V row by row (cp.async), from pages of any size.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/loaders/query.h"
 
@@ -35,7 +35,7 @@ struct RowLoading : QueryLoader<Traits> {
       load_tile(tiles, source, turns, shared.keys, shared.key_ring, turn++);
     });
   }
-  // The last warp also walks the plan, a unit ahead, and loads Q.
+  // The last warp also goes through the plan, one unit ahead, and loads Q.
   FP_DEVICE void values() const {
     const bool is_last = warp == Warps::loading - 1;
     const ValueTiles tiles(params, params.v, shared.row_tables.values);

@@ -1,4 +1,4 @@
-// e4m3 K and V by the copy engine; V is transposed on its way.
+// Loads e4m3 K and V with the copy engine and transposes V.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/loaders/boxes.h"
 
@@ -25,7 +25,8 @@ struct TransposedLoading : BoxLoading<Traits> {
     if (warp >= 2) transpose();
   }
 
-  // V to where it is transposed from. The same warp walks the plan, a unit ahead, and loads Q.
+  // Loads V to the buffers from which it is transposed. The same warp goes through the plan, one unit ahead, and loads
+  // Q.
   FP_DEVICE void values() const {
     const ValueTiles tiles(params, maps.v);
     u32 turn = 0;
