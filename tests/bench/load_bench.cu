@@ -1,5 +1,5 @@
-// Reads the K and V of a plan with the decode kernel's own loaders and does nothing with them: what decode could reach.
-// tests/bench/load_bench.py puts #defines of HEAD_DIM, TOKENS, STAGES, CONSUMERS and LOADER in front.
+// Reads the K and V of a plan with the decode kernel's own loaders and does nothing with them: the upper limit of
+// decode. tests/bench/load_bench.py prepends #defines of HEAD_DIM, TOKENS, STAGES, CONSUMERS and LOADER.
 #include "flashpage/ptx/fence.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/tile/layout/shape.h"
@@ -16,7 +16,7 @@ struct Traits {
   static constexpr Loader loader = Loader::LOADER;
 };
 
-// What loaders ask of shared memory.
+// The shared memory that loaders need.
 struct Slots {
   static constexpr int tokens = TOKENS, loading_warps = 4;
   static constexpr int key_bytes = BlockRows<Traits::Cache, HEAD_DIM, TOKENS>::tile_bytes;
@@ -28,7 +28,7 @@ struct Slots {
 struct LoadBench {
   using SlotLoader =
       select_type<(Traits::loader == Loader::boxes), BoxLoader<Traits, Slots>, RowLoader<Traits, Slots>>::type;
-  static constexpr int consumers = CONSUMERS;  // warps; a slot always belongs to the same one
+  static constexpr int consumers = CONSUMERS;  // warps; a slot always belongs to the same warp
   static constexpr int threads = 32 * (Slots::loading_warps + consumers);
   static_assert(STAGES % consumers == 0);
 
@@ -40,7 +40,8 @@ struct LoadBench {
   FP_DEVICE LoadBench(Slots& shared, const AttentionParams& params, const KvMaps& maps)
       : shared(shared), params(params), loader(shared, params, maps) {}
 
-  // Every warp walks the units alike and takes its own slots; the next unit is looked up while the ring turns.
+  // Every warp goes through the same units and takes its own slots; the next unit is looked up while the ring is in
+  // use.
   template <class Take>
   FP_DEVICE void walk(int own, int step, const Take& take) const {
     auto first_own = [&](u32 turn) { return (own - static_cast<int>(turn % step) + step) % step; };
@@ -68,7 +69,7 @@ struct LoadBench {
     walk(warp, Slots::loading_warps, [&](auto& source, int slot, u32 turn) { loader.load(source, slot, turn); });
   }
 
-  // Reads a slot and gives it back. The sum is used, so that the reads are made.
+  // Reads a slot and releases it. The sum is used, so that the compiler keeps the reads.
   FP_DEVICE void consume() const {
     u32 sum = 0;
     walk(warp - Slots::loading_warps, consumers, [&](auto&, int, u32 turn) {

@@ -1,5 +1,5 @@
-// How many stages kernels of given shapes take, for tests/kernels/test_stages.py, which sets SHAPES: the name of a file
-// of rows, one a shape.
+// The number of stages of kernels of given shapes, for tests/kernels/test_stages.py, which sets SHAPES: the name of a
+// file with one row for each shape.
 #include "hopper.h"
 
 #include "flashpage/kernels/attention_sm80/few_rows.h"
@@ -64,7 +64,7 @@ struct BlockTraits : Tile<CacheType, dim, dim, rows, tokens> {
   static constexpr int warps_kv = warps, stages = most, ring_bytes = ring, shared_limit = limit;
 };
 
-// Stages, and bytes of shared memory.
+// Number of stages, and bytes of shared memory.
 struct Found {
   i32 stages, bytes;
 };

@@ -1,4 +1,4 @@
-// Barriers that fibers wait at in turns.
+// Barriers at which fibers wait.
 #pragma once
 #include "flashpage/ptx/cp_async.h"
 #include "hopper.h"

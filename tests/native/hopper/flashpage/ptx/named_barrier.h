@@ -1,4 +1,4 @@
-// bar.sync and bar.arrive of fibers.
+// bar.sync and bar.arrive for fibers.
 #pragma once
 #include "hopper.h"
 
