@@ -28,7 +28,7 @@ struct CountedVote {
 
 // Runs threads from the last to the first: if a thread depended on another one in the same phase, results would be
 // wrong.
-struct TurnedThreads {
+struct SequentialThreads {
   using Vote = CountedVote;
   static constexpr i32 searching = 1;
 
@@ -124,8 +124,8 @@ int32_t fp_tables_plan(const fp_kernel* kernel, const fp_tables* tables, const f
                                reinterpret_cast<plan::CutUnit*>(memory + layout.units),
                                memory + layout.workspace};
   if (kernel != nullptr) return fp_launch(kernel, &params, 1, stream, enable_pdl);
-  TurnedThreads threads;
+  SequentialThreads threads;
   const plan::Workspace work(params.workspace, tables->batch, schedule);
-  plan::TablePlanner<TurnedThreads>(threads, params, work).run();
+  plan::TablePlanner<SequentialThreads>(threads, params, work).run();
   return FP_OK;
 }

@@ -76,7 +76,7 @@ def _cost(work: Work, tile: Tile) -> Cost:
 
 
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
-    return attention_traits(spec, spec.q_dtype.widened, spec.kv_dtype, "blocks")
+    return attention_traits(spec, spec.q_dtype.widened, spec.kv_dtype, "swizzled")
 
 
 _AHEAD = (

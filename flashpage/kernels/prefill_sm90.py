@@ -286,7 +286,7 @@ def _unit_rows(spec: KernelSpec, group_size: int) -> int:
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
     product = wgmma_source.product_dtype(spec)
     return (
-        *attention_traits(spec, product, product, "blocks"),
+        *attention_traits(spec, product, product, "swizzled"),
         *(f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ShortKeyProduct", "ValueProduct")),
     )
 

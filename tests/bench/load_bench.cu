@@ -4,8 +4,8 @@
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/layout/swizzled_rows.h"
-#include "flashpage/tile/load/slot_boxes.h"
-#include "flashpage/tile/load/slot_rows.h"
+#include "flashpage/tile/load/decode_boxes.h"
+#include "flashpage/tile/load/decode_rows.h"
 
 namespace flashpage {
 
@@ -19,7 +19,7 @@ struct Traits {
 // The shared memory that loaders need.
 struct Slots {
   static constexpr int tokens = TOKENS, loading_warps = 4;
-  static constexpr int key_bytes = BlockRows<Traits::Cache, HEAD_DIM, TOKENS>::tile_bytes;
+  static constexpr int key_bytes = SwizzledRows<Traits::Cache, HEAD_DIM, TOKENS>::tile_bytes;
   alignas(1024) u8 slots[STAGES][2 * key_bytes];
   i32 pages_ahead[STAGES][TOKENS];
   SlotRing<STAGES> ring;
@@ -27,7 +27,7 @@ struct Slots {
 
 struct LoadBench {
   using SlotLoader =
-      select_type<(Traits::loader == Loader::boxes), BoxLoader<Traits, Slots>, RowLoader<Traits, Slots>>::type;
+      select_type<(Traits::loader == Loader::boxes), DecodeBoxes<Traits, Slots>, DecodeRows<Traits, Slots>>::type;
   static constexpr int consumers = CONSUMERS;  // warps; a slot always belongs to the same warp
   static constexpr int threads = 32 * (Slots::loading_warps + consumers);
   static_assert(STAGES % consumers == 0);
@@ -44,40 +44,40 @@ struct LoadBench {
   // use.
   template <class Take>
   FP_DEVICE void walk(int own, int step, const Take& take) const {
-    auto first_own = [&](u32 turn) { return (own - static_cast<int>(turn % step) + step) % step; };
+    auto first_own = [&](u32 use) { return (own - static_cast<int>(use % step) + step) % step; };
     PlaceCursor cursor;
     cursor.start(params.plan, blockIdx.x);
     Place place, next;
     cursor.first(params, Traits::tile_q, place);
-    u32 turn = 0;
+    u32 use = 0;
     typename SlotLoader::Source source, following;
-    if (!place.done) source = loader.open(place, first_own(turn));
+    if (!place.done) source = loader.open(place, first_own(use));
     while (!place.done) {
       const int early = min_of(source.slots, STAGES);
-      int slot = first_own(turn);
-      for (; slot < early; slot += step) take(source, slot, turn + slot);
+      int slot = first_own(use);
+      for (; slot < early; slot += step) take(source, slot, use + slot);
       cursor.next(params, Traits::tile_q, 1, place, next);
-      if (!next.done) following = loader.open(next, first_own(turn + source.slots));
-      for (; slot < source.slots; slot += step) take(source, slot, turn + slot);
-      turn += source.slots;
+      if (!next.done) following = loader.open(next, first_own(use + source.slots));
+      for (; slot < source.slots; slot += step) take(source, slot, use + slot);
+      use += source.slots;
       place = next;
       source = following;
     }
   }
 
   FP_DEVICE void load() const {
-    walk(warp, Slots::loading_warps, [&](auto& source, int slot, u32 turn) { loader.load(source, slot, turn); });
+    walk(warp, Slots::loading_warps, [&](auto& source, int slot, u32 use) { loader.load(source, slot, use); });
   }
 
   // Reads a slot and releases it. The sum is used, so that the compiler keeps the reads.
   FP_DEVICE void consume() const {
     u32 sum = 0;
-    walk(warp - Slots::loading_warps, consumers, [&](auto&, int, u32 turn) {
-      shared.ring.wait_full(turn);
-      const uint4* data = reinterpret_cast<const uint4*>(shared.slots[shared.ring.slot(turn)]);
+    walk(warp - Slots::loading_warps, consumers, [&](auto&, int, u32 use) {
+      shared.ring.wait_full(use);
+      const uint4* data = reinterpret_cast<const uint4*>(shared.slots[shared.ring.slot(use)]);
       for (int i = threadIdx.x % 32; i < 2 * Slots::key_bytes / 16; i += 32) sum ^= data[i].x ^ data[i].w;
       __syncwarp();
-      if (threadIdx.x % 32 == 0) shared.ring.release(turn);
+      if (threadIdx.x % 32 == 0) shared.ring.release(use);
     });
     if (sum == 0x7fc1a5a5) static_cast<u32*>(params.out)[0] = sum;
   }

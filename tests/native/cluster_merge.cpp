@@ -20,7 +20,7 @@ struct Traits {
   static constexpr int head_dim_qk = 64, head_dim_vo = HEAD_DIM_VO;
   static constexpr KvSource kv_source = KvSource::paged;
   static constexpr PositionEncoding position_encoding = PositionEncoding::none;
-  static constexpr RowsLayout layout = RowsLayout::blocks;
+  static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int tile_q = 16, tile_kv = 32, warps_q = 1, warps_kv = 8 / WARPS_V, warps_v = WARPS_V;
 };
 using Merge = ClusterMerge<Traits>;
@@ -35,7 +35,7 @@ void land_one() {
   const auto land = std::move(hopper::copies.back());
   hopper::copies.pop_back();
   land();
-  card::turns_in_vain = 0;
+  card::idle_switches = 0;
 }
 
 }  // namespace
@@ -79,8 +79,8 @@ extern "C" i32 run_cluster(const AttentionParams* params, const WorkItem* items,
       const float4 four = make_float4(tiles[0][0], tiles[0][1], tiles[1][0], tiles[1][1]);
       merge.send(row, pair, quad, four, maxima[state], sums[state]);
       if (at % 3 == 0) {  // lets other threads run
-        bool had_turn = false;
-        card::wait_until([&] { return std::exchange(had_turn, true); });
+        bool has_yielded = false;
+        card::wait_until([&] { return std::exchange(has_yielded, true); });
       }
     }
     merge.run(thread, threads);

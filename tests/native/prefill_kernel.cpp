@@ -77,7 +77,7 @@ struct ShortKeyProduct : KeyProduct {
 struct ValueProduct {
   template <int tiles>
   static void multiply(float (&c)[tiles][4], const u32 (&a)[4], u64 b, bool accumulate) {
-    const u32 values = static_cast<u32>(b), next_block = static_cast<u32>(b >> 32);
+    const u32 values = static_cast<u32>(b), next_panel = static_cast<u32>(b >> 32);
     hopper::multiply_later([=, &c, &a] {
       std::array<u32, 32> of_lanes[4];
       for (int i = 0; i < 4; ++i) of_lanes[i] = hopper::of_lanes(a[i]);
@@ -94,7 +94,7 @@ struct ValueProduct {
         if (element_bytes == 1) return factors_at(values + column * 128);
         Factors factors;
         for (int k = 0; k < steps; ++k)
-          factors[k] = element(values + column / 64 * next_block + k * 128 + column % 64 * 2);
+          factors[k] = element(values + column / 64 * next_panel + k * 128 + column % 64 * 2);
         return factors;
       });
     });
@@ -117,7 +117,7 @@ struct Traits {
   static constexpr Loader loader = Loader::LOADER;
   static constexpr MaskSource mask_source = MaskSource::MASK_SOURCE;
   static constexpr PositionEncoding position_encoding = PositionEncoding::POSITION_ENCODING;
-  static constexpr RowsLayout layout = RowsLayout::blocks;
+  static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int tile_q = TILE_Q, tile_kv = TILE_KV, warps_q = TILE_Q / 16, warps_kv = 1, warps_v = 1;
   static constexpr int stages = STAGES, ctas = 1, ctas_per_sm = TILE_Q == 64 ? 2 : 1;
   static constexpr bool trace = false;

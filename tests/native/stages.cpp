@@ -37,7 +37,7 @@ template <class CacheType, int qk, int vo, int rows, int tokens, int teams, int 
 struct DecodeTraits : Tile<CacheType, qk, vo, rows, tokens> {
   static constexpr Loader loader = of;
   static constexpr PositionEncoding position_encoding = rotates ? PositionEncoding::rope : PositionEncoding::none;
-  static constexpr RowsLayout layout = RowsLayout::blocks;
+  static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int warps_q = rows / 16, warps_kv = teams, warps_v = columns, stages = 64;
 };
 
@@ -48,7 +48,7 @@ struct PrefillTraits : Tile<E4m3, qk, vo, 128, tokens> {
   using Cache = Query;
   static constexpr Loader loader = of;
   static constexpr PositionEncoding position_encoding = PositionEncoding::none;
-  static constexpr RowsLayout layout = RowsLayout::blocks;
+  static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int warps_q = 8, stages = 3;
 };
 

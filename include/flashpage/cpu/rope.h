@@ -38,14 +38,14 @@ class Rotation {
 
   template <class Operand, class T>
   void rotate(const T* source, Operand* destination) const {
-    float row[round_up(head_dim, num_lanes)], turned[round_up(head_dim, num_lanes)];
+    float row[round_up(head_dim, num_lanes)], rotated[round_up(head_dim, num_lanes)];
     for (int i = 0; i < head_dim; i += num_lanes) store(row + i, load_first(source + i, head_dim - i));
     for (int i = 0; i < num_pairs; ++i) {
       const float cos = static_cast<float>(cos_[i]), sin = static_cast<float>(sin_[i]);
-      turned[i] = row[i] * cos - row[i + num_pairs] * sin;
-      turned[i + num_pairs] = row[i + num_pairs] * cos + row[i] * sin;
+      rotated[i] = row[i] * cos - row[i + num_pairs] * sin;
+      rotated[i + num_pairs] = row[i + num_pairs] * cos + row[i] * sin;
     }
-    for (int i = 0; i < head_dim; i += num_lanes) store_first(destination + i, load(turned + i), head_dim - i);
+    for (int i = 0; i < head_dim; i += num_lanes) store_first(destination + i, load(rotated + i), head_dim - i);
   }
 
  private:

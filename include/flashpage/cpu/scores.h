@@ -39,8 +39,8 @@ void pack_tile_keys(Work<Traits>& work) {
     const Operand* rows[Traits::tile_kv];
     work.rotation.start(tile.begin);
     for (i32 i = 0; i < tile.count; ++i) {
-      work.rotation.rotate(tile.keys[i], work.turned_keys + i * head_dim);
-      rows[i] = work.turned_keys + i * head_dim;
+      work.rotation.rotate(tile.keys[i], work.rotated_keys + i * head_dim);
+      rows[i] = work.rotated_keys + i * head_dim;
       work.rotation.advance();
     }
     for (i32 i = tile.count; i < round_up(tile.count, num_lanes); ++i) rows[i] = zero_row<Operand>;

@@ -49,7 +49,7 @@ struct Work {
   MaskLanes seen[tile_kv / num_lanes];  // custom masks: tokens of the tile that any row sees
 
   alignas(64) Operand queries[tile_q * head_dim_qk];
-  alignas(64) Operand turned_keys[has_rope ? tile_kv * head_dim_qk : 1];
+  alignas(64) Operand rotated_keys[has_rope ? tile_kv * head_dim_qk : 1];
   alignas(64) u32 panels[max_of(key_words, value_words)];  // the tile's keys, later its values
   alignas(64) float scores[block_rows * tile_kv];
   alignas(64) Operand weights[tile_q * tile_kv];

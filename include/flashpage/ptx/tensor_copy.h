@@ -46,9 +46,9 @@ FP_DEVICE void tensor_store(const TensorMap& map, u32 shared, i32 column, i32 to
                : "memory");
 }
 // Waits for this thread's stores: until they have read shared memory, or until they have written.
-FP_DEVICE void await_stores_have_read() {
+FP_DEVICE void wait_stores_have_read() {
   asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-FP_DEVICE void await_stores() { asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory"); }
+FP_DEVICE void wait_stores() { asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace flashpage::ptx

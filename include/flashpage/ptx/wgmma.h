@@ -12,8 +12,8 @@ struct Matrix {
   u32 low, high;
 
   // Broadcasts lane 0's address, so that the compiler knows that the warp shares it and moves it in uniform registers.
-  FP_DEVICE Matrix(u32 address, u32 next_block)
-      : low(__shfl_sync(0xffffffff, next_block / 16 << 16 | (address & 0x3ffff) / 16, 0)) {
+  FP_DEVICE Matrix(u32 address, u32 next_panel)
+      : low(__shfl_sync(0xffffffff, next_panel / 16 << 16 | (address & 0x3ffff) / 16, 0)) {
     constexpr u32 eight_rows = 1024 / 16, swizzle_128 = 1u << 30;
     high = swizzle_128 | eight_rows;
   }

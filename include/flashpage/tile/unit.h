@@ -50,8 +50,8 @@ struct Place {
   WorkItem item;
   Unit unit;
   i32 pass;
-  i32 turn;   // alternates between 0 and 1
-  bool done;  // no work is left; the other fields are undefined
+  i32 parity;  // alternates between 0 and 1
+  bool done;   // no work is left; the other fields are undefined
 };
 
 // The place after `here` in a ring of three.
@@ -77,7 +77,7 @@ struct PlaceCursor {
     cta = start.items;
     next_item = cta.begin;
     place.pass = 0;
-    place.turn = 0;
+    place.parity = 0;
     place.done = cta.begin == cta.end;
     open_item(params, tile_q, start.first, place);
   }
@@ -88,7 +88,7 @@ struct PlaceCursor {
     } else {
       next_unit(params, tile_q, last, place);
     }
-    place.turn = last.turn ^ 1;
+    place.parity = last.parity ^ 1;
   }
 
  private:

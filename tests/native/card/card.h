@@ -63,11 +63,11 @@ inline void leave() {
 }
 
 inline std::function<void()> meanwhile;  // called between threads, for example to let copies land
-inline long long turns_in_vain = 0;
+inline long long idle_switches = 0;
 // Called when a thread has nothing to do. If no thread has made progress for long, all of them wait for each other. The
 // process then ends, because fibers cannot be unwound.
 inline void pass() {
-  if (++turns_in_vain > 50'000'000) {
+  if (++idle_switches > 50'000'000) {
     std::fprintf(stderr, "a kernel on the host: everyone waits, thread %u too\n", threadIdx.x);
     std::abort();
   }
@@ -87,7 +87,7 @@ inline void meet(Meeting& meeting) {
   if (++meeting.arrived == meeting.expected) {
     meeting.arrived = 0;
     ++meeting.generation;
-    turns_in_vain = 0;
+    idle_switches = 0;
     return;
   }
   wait_until([&] { return meeting.generation != generation; });
@@ -100,7 +100,7 @@ inline void thread_main() {
 }
 
 // Runs the thread that threadIdx names until it waits.
-inline void take_turn() {
+inline void resume_thread() {
   std::function<bool()>& is_over = waits[threadIdx.x];
   if (is_over) {
     if (!is_over()) return pass();
@@ -134,7 +134,7 @@ inline void launch(unsigned grid, unsigned num_threads, std::function<void()> ke
       running = 0;
       for (threadIdx.x = 0; threadIdx.x < num_threads; ++threadIdx.x) {
         if (done[threadIdx.x]) continue;
-        take_turn();
+        resume_thread();
         running += !done[threadIdx.x];
       }
     }

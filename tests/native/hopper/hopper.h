@@ -110,7 +110,7 @@ inline void land_some() {
   const auto land = std::move(copies.back());
   copies.pop_back();
   land();
-  card::turns_in_vain = 0;
+  card::idle_switches = 0;
 }
 
 }  // namespace hopper

@@ -129,10 +129,10 @@ struct ManyRows {
   FP_DEVICE void begin(const Place& place, i32 found, i32 next) {
     note_rows(place, 0, found);
     note_rows(place, 1, next);
-    if (thread() == 0) shared.scale[place.turn] = score_scale_of<Traits>(params, place.unit);
+    if (thread() == 0) shared.scale[place.parity] = score_scale_of<Traits>(params, place.unit);
     if (thread() < Traits::tile_q) {
       shared.query_offset[thread()] = query_offset(params, place.item, place.unit, thread());
-      shared.out_offset[place.turn][thread()] =
+      shared.out_offset[place.parity][thread()] =
           out_offset<Traits>(params, place.item, place.unit, thread()) + S::first_value_column(place.pass);
     }
     __syncthreads();
@@ -186,7 +186,7 @@ struct ManyRows {
     const Unit& unit = place.unit;
     int warp_row = thread() / 32 * S::rows_a_warp;
     i32 first = unit.kv_begin + tile * tokens;
-    float scale = shared.scale[place.turn];
+    float scale = shared.scale[place.parity];
     u32 query = query_lane_address<Traits>(ptx::shared_address(shared.query) + warp_row * S::QueryRows::stride, lane());
     ptx::cp_async_wait<stages - 1>();
     __syncthreads();  // this tile's keys have arrived, and what the last tile read is free
@@ -245,7 +245,7 @@ struct ManyRows {
         float sum = quad_sum(state.sum[m][half]);
         if (row >= unit.num_rows) continue;
         float inverse = sum > 0.f ? value_scale / sum : 0.f;
-        i64 offset = shared.out_offset[place.turn][row];
+        i64 offset = shared.out_offset[place.parity][row];
         for_each_column_pair<Traits>(values[m], half, lane(), [&](int at, float first, float second) {
           store_pair<Traits>(params, partial, offset + at, first * inverse, second * inverse);
         });

@@ -98,19 +98,19 @@ struct BlockDecode {
     if (thread == 0 && params.cuts) params.cuts[blockIdx.x].num_pieces = 0;
     if (lane == 0) shared.cursors[warp].start(work, shared.share);
     i32 block = look_up(take_step(work, 0));
-    auto load_next = [&](int turn, int slot) {
-      load(step_of(turn), block, slot);
+    auto load_next = [&](int index, int slot) {
+      load(step_of(index), block, slot);
       ptx::cp_async_commit();
-      block = look_up(take_step(work, turn + 1));
+      block = look_up(take_step(work, index + 1));
     };
-    for (int turn = 0; turn < stages - 1; ++turn) load_next(turn, turn);
+    for (int index = 0; index < stages - 1; ++index) load_next(index, index);
     State state;
-    for (int turn = 0, slot = 0;; ++turn) {
+    for (int index = 0, slot = 0;; ++index) {
       ptx::cp_async_wait<stages - 2>();
       __syncwarp();
-      const BlockStep& step = step_of(turn);
+      const BlockStep& step = step_of(index);
       if (step.length == 0) break;
-      load_next(turn + stages - 1, slot == 0 ? stages - 1 : slot - 1);
+      load_next(index + stages - 1, slot == 0 ? stages - 1 : slot - 1);
       if (step.flags & BlockStep::begins) begin(state, step);
       if (step.flags & BlockStep::is_live) compute(state, step, slot);
       if (step.flags & BlockStep::ends) combine(state, step, slot);
@@ -136,14 +136,14 @@ struct BlockDecode {
 
   // ---------------------------------------------------------------- loading
 
-  FP_DEVICE BlockStep& step_of(int turn) const { return shared.steps[warp][turn % Shared::most_steps]; }
+  FP_DEVICE BlockStep& step_of(int index) const { return shared.steps[warp][index % Shared::most_steps]; }
 
   // Takes the next step. It is live if this warp has tokens in it that some row sees.
-  FP_DEVICE BlockStep take_step(const Work& work, int turn) {
-    BlockStep& place = step_of(turn);
+  FP_DEVICE BlockStep take_step(const Work& work, int index) {
+    BlockStep& place = step_of(index);
     BlockStep step;
     if (left > 1) {
-      step = step_of(turn - 1).following(Traits::tile_kv);
+      step = step_of(index - 1).following(Traits::tile_kv);
     } else {
       if (lane == 0) place = shared.cursors[warp].next(work);
       __syncwarp();

@@ -34,7 +34,7 @@ struct DecodeSm90 {
     const bool loads = threadIdx.x < Warps::loading * 32;
     if (loads) {
       ptx::grid_dependency_wait();
-      load.ask();  // before the barriers are initialised, because loading the plan takes long
+      load.load_plan_words();  // before the barriers are initialised, because loading the plan takes long
     } else {
       if (threadIdx.x == Warps::loading * 32) begin(shared, maps);
       prefetch_indices(params);
@@ -44,7 +44,7 @@ struct DecodeSm90 {
     __syncthreads();
     if constexpr (Shape<Traits>::rotate) {
       // Fills the table while the first tiles are loaded.
-      if (!loads) DecodeCompute<Traits>(shared, params, args).make_turns();
+      if (!loads) DecodeCompute<Traits>(shared, params, args).make_rotations();
     }
     if (loads) {
       ptx::give_registers_back<Warps::loading_registers>();

@@ -38,14 +38,14 @@ struct DecodeShared {
   using S = Shape<Traits>;
   static constexpr int tokens = S::warp_tokens;  // of one slot
   static constexpr int loading_warps = DecodeWarps<Traits>::loading;
-  static constexpr int key_bytes = BlockRows<typename S::Cache, Traits::head_dim_qk, tokens>::tile_bytes;
-  static constexpr int value_bytes = BlockRows<typename S::Cache, Traits::head_dim_vo, tokens>::tile_bytes;
+  static constexpr int key_bytes = SwizzledRows<typename S::Cache, Traits::head_dim_qk, tokens>::tile_bytes;
+  static constexpr int value_bytes = SwizzledRows<typename S::Cache, Traits::head_dim_vo, tokens>::tile_bytes;
   static constexpr int query_bytes = S::QueryRows::bytes(Traits::tile_q);
   // Units whose place and Q are loaded ahead of the computing warps: more if units may be short.
   static constexpr int places_ahead = query_bytes <= 4096 ? 4 : query_bytes <= 16384 ? 2 : 1;
 
   struct None {};
-  using Turns = typename select_type<S::rotate, TurnTable<Traits>, None>::type;
+  using Rotations = typename select_type<S::rotate, RotationTable<Traits>, None>::type;
   // The mailbox serves units of few rows and columns. With RoPE, the rotation table leaves no room for it.
   static constexpr bool has_mailbox = Traits::tile_q == 16 && Traits::head_dim_vo <= 256 && !S::rotate;
   using Mailbox = typename select_type<has_mailbox, ClusterMailbox, None>::type;
@@ -69,7 +69,7 @@ struct DecodeShared {
   u64 cleared[Traits::warps_kv];  // barriers, one for the warps of each team
   u32 others_were_done;
   u32 is_last_piece;
-  Turns turns;
+  Rotations rotations;
   Mailbox mailbox;
 };
 

@@ -11,7 +11,7 @@ namespace flashpage {
 
 template <class Traits>
 struct MaskTiles {
-  using Looks =
+  using Classifier =
       typename select_type<Traits::mask_source == MaskSource::function, FunctionTiles<Traits>, BitTiles>::type;
   static constexpr int warps = 16;
   static constexpr int threads = 32 * warps;
@@ -64,17 +64,18 @@ struct MaskTiles {
   // request take longer, so CTAs go through every other round in reverse.
   FP_DEVICE void classify(const WorkItem& item) const {
     const RequestTiles tiles(params, item);
-    const Looks looks(params, args, item);
+    const Classifier classifier(params, args, item);
     const i32 num_ctas = gridDim.x, first = (blockIdx.x + item.request * 37u) % num_ctas, all = tiles.cells();
-    for (i32 turn = 0; turn * num_ctas < all; ++turn) {
-      const i32 at = turn * num_ctas + (turn % 2 == 0 ? first : num_ctas - 1 - first);
+    for (i32 round = 0; round * num_ctas < all; ++round) {
+      const i32 at = round * num_ctas + (round % 2 == 0 ? first : num_ctas - 1 - first);
       if (at >= all) continue;
-      const i32 block = at / tiles.words, word = at % tiles.words;
-      const TileWord mine = looks.template look<warps>(block / tiles.row_blocks, block % tiles.row_blocks, word, warp);
+      const i32 row_tile = at / tiles.words, word = at % tiles.words;
+      const TileWord mine =
+          classifier.template classify<warps>(row_tile / tiles.row_tiles, row_tile % tiles.row_tiles, word, warp);
       const TileWord found = combine(mine);
       if (threadIdx.x == 0) *tile_words(params, static_cast<u32>(tiles.first_cell + at)) = found;
       if constexpr (Traits::mask_source == MaskSource::packed_bits)
-        looks.template write_mixed<warps>(found, block % tiles.row_blocks, word, warp);
+        classifier.template write_mixed<warps>(found, row_tile % tiles.row_tiles, word, warp);
     }
   }
   FP_DEVICE TileWord combine(const TileWord& of_warp) const {

@@ -63,7 +63,7 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
     while (tiles.next(short_tokens)) step<KeyProduct>(unit, scores);
     finish(unit, scores);
     pipeline.release_values();
-    this->end_unit(rules.tiled, state, values, pipeline.query(pipeline.unit_turn - 1), scores);
+    this->end_unit(rules.tiled, state, values, pipeline.query(pipeline.unit_use - 1), scores);
   }
 
   // Computes a tile, or the short one: its scores together with the values of the tile before.
@@ -71,10 +71,10 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
   FP_DEVICE void step(Unit& unit, Scores& all_scores) {
     auto& scores = reinterpret_cast<float (&)[1][Product::columns / 8][4]>(all_scores);
     pipeline.next_keys();
-    if constexpr (Warps::by_rows) pipeline.wait_values(pipeline.turn - 1);
+    if constexpr (Warps::by_rows) pipeline.wait_values(pipeline.use - 1);
     order.wait();
     this->template issue_scores<Product>(scores[0]);
-    if constexpr (!Warps::by_rows) pipeline.wait_values(pipeline.turn - 1);
+    if constexpr (!Warps::by_rows) pipeline.wait_values(pipeline.use - 1);
     issue_values<tokens>(unit, true);
     pipeline.look_ahead();
     // Waits for both: the value product ends only some ten cycles after it could be issued, and then both slots are
@@ -112,7 +112,7 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
   template <int used>
   FP_DEVICE void issue_values(Unit& unit, bool passes) const {
     constexpr int steps = used / 16;
-    const ptx::Matrix tile(pipeline.values(), Values::block_bytes);
+    const ptx::Matrix tile(pipeline.values(), Values::panel_bytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < steps; ++step) {

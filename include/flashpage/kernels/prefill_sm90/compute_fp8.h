@@ -81,7 +81,7 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
     pipeline.release_values();
     if constexpr (has_sums) add_sums(unit);
     state.lower_maxima();
-    u8* const tile = has_sums ? shared.sums : pipeline.query(pipeline.unit_turn - 1);
+    u8* const tile = has_sums ? shared.sums : pipeline.query(pipeline.unit_use - 1);
     this->end_unit(rules.tiled, state, values, tile, scores);
   }
 
@@ -90,7 +90,7 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
     pipeline.next_keys();
     order.wait();
     this->template issue_scores<KeyProduct>(scores[0]);
-    pipeline.wait_values(pipeline.turn - 1);  // a branch: it keeps exponentials after the issue of the products
+    pipeline.wait_values(pipeline.use - 1);  // a branch: it keeps exponentials after the issue of the products
     if constexpr (later > 0) ptx::wgmma_settle(unit.exponents);
     soften_later(unit);
     issue_values(unit, true);
@@ -133,7 +133,7 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
     for (int step = 0; step < steps; ++step) {
       if (passes && step == max_of(0, steps - 2)) order.pass();
       Traits::ValueProduct::multiply(unit.values[0], unit.probabilities[step],
-                                     tile.at(step / 4 * Values::block_bytes + step % 4 * 32), true);
+                                     tile.at(step / 4 * Values::panel_bytes + step % 4 * 32), true);
     }
     ptx::wgmma_commit();
   }

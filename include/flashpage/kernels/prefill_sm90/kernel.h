@@ -81,7 +81,7 @@ struct PrefillSm90 {
     for (int i = 0; i < Shared::queries; ++i)
       zero_padding<typename S::Query, Traits::head_dim_qk, typename Shared::QueryRows>(shared.query[i], Traits::tile_q,
                                                                                        threadIdx.x, threads);
-    clear_rows_behind(shared, cta_rows);
+    clear_unused_rows(shared, cta_rows);
     if constexpr (!Warps::by_boxes) {
       for (int i = 0; i < Shared::key_stages; ++i)
         zero_padding<typename S::Cache, Traits::head_dim_qk, typename Shared::Keys>(shared.keys[i], Shared::tokens,
@@ -91,13 +91,13 @@ struct PrefillSm90 {
   }
   // Zeros the rows of Q that no unit has, because units have only whole rows of the group, and that boxes do not bring.
   // Later they hold output that is never stored.
-  FP_DEVICE static void clear_rows_behind(Shared& shared, i32 cta_rows) {
+  FP_DEVICE static void clear_unused_rows(Shared& shared, i32 cta_rows) {
     using Rows = typename Shared::QueryRows;
     const i32 chunks = (Traits::tile_q - cta_rows) * (Rows::stride / 16);
-    for (i32 i = threadIdx.x; i < chunks * Rows::blocks * Shared::queries; i += threads) {
-      const i32 block = i / chunks, chunk = i % chunks;
+    for (i32 i = threadIdx.x; i < chunks * Rows::panels * Shared::queries; i += threads) {
+      const i32 panel = i / chunks, chunk = i % chunks;
       u8* rows =
-          shared.query[block / Rows::blocks] + block % Rows::blocks * Rows::block_bytes + cta_rows * Rows::stride;
+          shared.query[panel / Rows::panels] + panel % Rows::panels * Rows::panel_bytes + cta_rows * Rows::stride;
       reinterpret_cast<uint4*>(rows)[chunk] = uint4{};
     }
   }

@@ -12,7 +12,7 @@ struct UnitTiles {
   // The fp8 loop has no registers for them: it loads them with each tile.
   using Tokens = typename select_type<PrefillWarps<Traits>::transposes, const UnitTokens&, const UnitTokens>::type;
 
-  const TileInTurn<Traits>& tile;  // written by loading warps, if the kernel has mask tiles
+  const CurrentTile<Traits>& tile;  // written by loading warps, if the kernel has mask tiles
   Tokens tokens;
   i32 first;  // first token of the tile
 
@@ -63,11 +63,11 @@ struct ScoreRules {
 
   // Leaves a tile unchanged that needs neither transform nor mask.
   FP_DEVICE void apply(auto& scores, UnitTiles<Traits>& tiles) const {
-    const TileInTurn<Traits>& tile = tiles.tile;
+    const CurrentTile<Traits>& tile = tiles.tile;
     if constexpr (has_mask_tiles<Traits>) tiles.first = tile.first_token;
     const i32 first = tiles.first;
     const bool is_cut = first < tiles.tokens.clear_begin || first > tiles.tokens.clear_end;
-    const bool masks = masks_all || tile.seen != Seen::all || is_cut;
+    const bool masks = masks_all || tile.visibility != TileVisibility::all || is_cut;
     if (!(transforms || masks)) return;
     if constexpr (keeps_rows) {
       transform_by_logit<Traits>(scores, rows, args, first, [&](int, int half) { return kept_rows.row[half]; });
@@ -76,7 +76,7 @@ struct ScoreRules {
     }
     if constexpr (has_lane_bits<Traits> && !Traits::Variant::has_mask) {
       const LaneBits bits(tiled.lane_bits, tiled.place.item.kv_len, tokens);
-      if (tile.seen != Seen::all) mask_by_lane_bits<Traits>(scores, rows, bits, tile);
+      if (tile.visibility != TileVisibility::all) mask_by_lane_bits<Traits>(scores, rows, bits, tile);
       if (is_cut) mask_cut_ends<Traits>(scores, rows.recomputed(), first);
     } else if (masks) {
       mask_scores<Traits, true>(scores, rows, args, first);

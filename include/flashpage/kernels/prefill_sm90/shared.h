@@ -4,7 +4,7 @@
 #include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/load/converted_tiles.h"
-#include "flashpage/tile/load/row_tiles.h"
+#include "flashpage/tile/load/prefill_rows.h"
 #include "flashpage/tile/load/transposed_values.h"
 #include "flashpage/tile/mask/unit_queue.h"
 #include "flashpage/tile/mask/visible_tiles.h"
@@ -15,11 +15,11 @@ namespace flashpage {
 
 // Releases a tile that a warp has read to the loading warps of all CTAs of the cluster, which load it together.
 template <class Traits, class Ring>
-FP_DEVICE void release_tile(const Ring& ring, u32 turn, int lane) {
+FP_DEVICE void release_tile(const Ring& ring, u32 use, int lane) {
   if constexpr (Traits::ctas == 1) {
-    if (lane == 0) ring.release(turn);
+    if (lane == 0) ring.release(use);
   } else {
-    if (lane < Traits::ctas) ring.release_to(turn, lane);
+    if (lane < Traits::ctas) ring.release_to(use, lane);
   }
 }
 
@@ -65,7 +65,7 @@ struct alignas(16) UnitTokens {
 struct TiledPlace {
   UnitTokens tokens;
   Place place;
-  u32 tile_cell;  // cell of the row block's first tile
+  u32 tile_cell;  // cell of the row tile's first tile
   u8* lane_bits;  // bits of the request's mixed tiles
 };
 
@@ -113,8 +113,8 @@ struct PrefillRowTables {};
 template <class Traits>
 struct PrefillRowTables<Traits, true> {
   static constexpr int warps = PrefillWarps<Traits>::row_warps;
-  typename RowTiles<Traits, typename Shape<Traits>::KeyRows, Traits::tile_kv, warps>::Table keys[warps];
-  typename RowTiles<Traits, typename Shape<Traits>::ValueRows, Traits::tile_kv, warps>::Table values[warps];
+  typename PrefillRows<Traits, typename Shape<Traits>::KeyRows, Traits::tile_kv, warps>::Table keys[warps];
+  typename PrefillRows<Traits, typename Shape<Traits>::ValueRows, Traits::tile_kv, warps>::Table values[warps];
 };
 
 // The steps of the rotation, and barriers of K and Q that have arrived but are not rotated yet; empty without RoPE.
@@ -125,7 +125,7 @@ struct PrefillRotation {
 template <class Traits, int key_stages, int queries>
 struct PrefillRotation<Traits, key_stages, queries, true> {
   using Warps = PrefillWarps<Traits>;
-  TurnSteps<Traits::head_dim_qk / 2> steps;
+  RotationSteps<Traits::head_dim_qk / 2> steps;
   SlotRing<key_stages> landed_keys;  // never released by themselves: key_ring and query_ring release the slots
   SlotRing<queries> landed_queries;
 
@@ -144,17 +144,17 @@ struct PrefillShared : PrefillStaged<Traits, Traits::loader> {
   static constexpr int key_stages = stages + (Warps::rotates ? 1 : 0);  // one is multiplied, one rotated, one loaded
   using Keys = typename S::KeyRows;
   using Values = typename PrefillShared::PrefillStaged::Values;
-  using QueryRows = BlockRows<typename S::Query, Traits::head_dim_qk, Traits::tile_q>;
-  using OutRows = BlockRows<typename Traits::Out, Traits::head_dim_vo, Traits::tile_q>;
+  using QueryRows = SwizzledRows<typename S::Query, Traits::head_dim_qk, Traits::tile_q>;
+  using OutRows = SwizzledRows<typename Traits::Out, Traits::head_dim_vo, Traits::tile_q>;
   // A group's output replaces its rows of Q, or their sums, on the way to whole lines of the output.
   static constexpr int query_bytes =
       PrefillShared::sum_bytes > 0 ? QueryRows::tile_bytes : max_of(QueryRows::tile_bytes, OutRows::tile_bytes);
-  static constexpr int beside_bytes = PrefillShared::staged_bytes + PrefillShared::sum_bytes;
+  static constexpr int extra_bytes = PrefillShared::staged_bytes + PrefillShared::sum_bytes;
   static constexpr int ring_bytes = key_stages * Keys::tile_bytes + stages * Values::tile_bytes;
   static constexpr int most_bytes = cta_shared_bytes(Traits::ctas_per_sm);
   static constexpr int places_ahead = 4;  // units known to the loading warps, the current one included
   using RowTables = PrefillRowTables<Traits, Warps::by_rows>;
-  static constexpr int other_bytes = PrefillShared::beside_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 2048;
+  static constexpr int other_bytes = PrefillShared::extra_bytes + (Warps::by_rows ? sizeof(RowTables) : 0) + 2048;
   static constexpr int queries =
       2 * query_bytes + ring_bytes + other_bytes <= most_bytes ? 2 : 1;  // Q tiles in shared memory
   // TMA stores of the output need a second Q buffer (with one, the next Q is loaded right away). fp8 keeps its output

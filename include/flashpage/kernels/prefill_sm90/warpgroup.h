@@ -59,7 +59,7 @@ struct PrefillWarpgroup {
 
   // Issues the last tile's values, and the next unit's first scores after them.
   FP_DEVICE void multiply_last(Scores& scores, Sums& values, auto&& issue_values) {
-    pipeline.wait_values(pipeline.turn);
+    pipeline.wait_values(pipeline.use);
     pipeline.end_unit();
     if constexpr (joined) pipeline.wait_unit();
     order.wait();
@@ -84,15 +84,15 @@ struct PrefillWarpgroup {
   // Issues scores = Q K^T of the group's rows and one tile, or as many of its tokens as the product has columns.
   template <class Product, int token_tiles>
   FP_DEVICE void issue_scores(float (&scores)[token_tiles][4]) const {
-    const ptx::Matrix query(ptx::shared_address(pipeline.query(pipeline.unit_turn)) + group * Warps::group_rows * 128,
+    const ptx::Matrix query(ptx::shared_address(pipeline.query(pipeline.unit_use)) + group * Warps::group_rows * 128,
                             0);
     const ptx::Matrix keys(pipeline.keys(), 0);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Keys::padded_bytes / 32; ++step) {
-      const int block = step / 4, in_block = step % 4 * 32;
-      Product::multiply(scores, query.at(block * QueryRows::block_bytes + in_block),
-                        keys.at(block * Keys::block_bytes + in_block), step > 0);
+      const int panel = step / 4, in_panel = step % 4 * 32;
+      Product::multiply(scores, query.at(panel * QueryRows::panel_bytes + in_panel),
+                        keys.at(panel * Keys::panel_bytes + in_panel), step > 0);
     }
     ptx::wgmma_commit();
   }

@@ -19,18 +19,18 @@ struct SlotRing {
     for (u64& barrier : empty) ptx::mbarrier_init(ptx::shared_address(&barrier), consumers);
   }
 
-  FP_DEVICE static u32 slot(u32 turn) { return turn % slots; }
-  FP_DEVICE u32 full_barrier(u32 turn) const { return ptx::shared_address(&full[slot(turn)]); }
-  FP_DEVICE void wait_full(u32 turn) const { ptx::mbarrier_wait(full_barrier(turn), turn / slots & 1); }
+  FP_DEVICE static u32 slot(u32 use) { return use % slots; }
+  FP_DEVICE u32 full_barrier(u32 use) const { return ptx::shared_address(&full[slot(use)]); }
+  FP_DEVICE void wait_full(u32 use) const { ptx::mbarrier_wait(full_barrier(use), use / slots & 1); }
   // is_full tests without waiting, so that other work fits between the test and wait_full.
-  FP_DEVICE bool is_full(u32 turn) const { return ptx::mbarrier_test(full_barrier(turn), turn / slots & 1); }
-  FP_DEVICE void wait_empty(u32 turn) const {
-    ptx::mbarrier_wait(ptx::shared_address(&empty[slot(turn)]), (turn / slots & 1) ^ 1);
+  FP_DEVICE bool is_full(u32 use) const { return ptx::mbarrier_test(full_barrier(use), use / slots & 1); }
+  FP_DEVICE void wait_empty(u32 use) const {
+    ptx::mbarrier_wait(ptx::shared_address(&empty[slot(use)]), (use / slots & 1) ^ 1);
   }
-  FP_DEVICE void release(u32 turn) const { ptx::mbarrier_arrive(ptx::shared_address(&empty[slot(turn)])); }
+  FP_DEVICE void release(u32 use) const { ptx::mbarrier_arrive(ptx::shared_address(&empty[slot(use)])); }
   // Releases the slot to the loading warps of the cluster's CTA `rank`.
-  FP_DEVICE void release_to(u32 turn, u32 rank) const {
-    ptx::mbarrier_arrive_at(ptx::shared_address(&empty[slot(turn)]), rank);
+  FP_DEVICE void release_to(u32 use, u32 rank) const {
+    ptx::mbarrier_arrive_at(ptx::shared_address(&empty[slot(use)]), rank);
   }
 };
 

@@ -27,8 +27,8 @@ struct ConvertedTiles {
   static constexpr int warps = 4;
   static constexpr int warp_rows = round_up(ceil_div(tokens, warps), 8);  // the last warps may have fewer
   static_assert(Traits::loader != Loader::converted || warp_rows <= 32);
-  using StagedKeys = BlockRows<Stored, Traits::head_dim_qk, warp_rows>;
-  using StagedValues = BlockRows<Stored, Traits::head_dim_vo, warp_rows>;
+  using StagedKeys = SwizzledRows<Stored, Traits::head_dim_qk, warp_rows>;
+  using StagedValues = SwizzledRows<Stored, Traits::head_dim_vo, warp_rows>;
 
   // A warp's rows as they are stored, and their barriers.
   struct Staged {
@@ -43,10 +43,10 @@ struct ConvertedTiles {
   struct Source {
     i64 offset;  // paged: index of the first page number; ragged: first row
     i32 kv_head, kv_begin, kv_end;
-    i32 left;   // tiles whose copies are not issued yet
-    i32 token;  // first token of the tile that is converted next
-    i32 asked;  // first token of the tile whose copies are issued next
-    i32 found;  // page of the lane's box (or row) of the tile that is issued next
+    i32 left;        // tiles whose copies are not issued yet
+    i32 token;       // first token of the tile that is converted next
+    i32 next_token;  // first token of the tile whose copies are issued next
+    i32 found;       // page of the lane's box (or row) of the tile that is issued next
   };
 
   const AttentionParams& params;
@@ -69,15 +69,15 @@ struct ConvertedTiles {
   }
 
   // Begins with a unit whose first `issued` tiles are in flight already, and starts the first lookups.
-  FP_DEVICE void open(Source& source, const Place& place, int asked) const {
+  FP_DEVICE void open(Source& source, const Place& place, int issued) const {
     const TileExtent covered = extent(params, place.unit);
     source.offset = place.item.kv_offset;
     source.kv_head = place.unit.kv_head;
     source.token = covered.first_token;
-    source.asked = covered.first_token + asked * tokens;
+    source.next_token = covered.first_token + issued * tokens;
     source.kv_begin = place.unit.kv_begin;
     source.kv_end = place.unit.kv_end;
-    source.left = covered.tiles - asked;
+    source.left = covered.tiles - issued;
     source.found = look_up(source);
   }
 
@@ -89,22 +89,20 @@ struct ConvertedTiles {
   }
 
   // Issues the copies of a tile's keys, then those of its values.
-  FP_DEVICE void ask_keys(const Source& source) const {
-    ask<StagedKeys, Traits::head_dim_qk>(source, params.k, maps.k, ptx::shared_address(staged[warp()].keys),
-                                         ptx::shared_address(&barriers[warp()].keys));
+  FP_DEVICE void issue_keys(const Source& source) const {
+    issue<StagedKeys, Traits::head_dim_qk>(source, params.k, maps.k, ptx::shared_address(staged[warp()].keys),
+                                           ptx::shared_address(&barriers[warp()].keys));
   }
-  FP_DEVICE void ask_values(Source& source) const {
-    ask<StagedValues, Traits::head_dim_vo>(source, params.v, maps.v, ptx::shared_address(staged[warp()].values),
-                                           ptx::shared_address(&barriers[warp()].values));
-    source.asked += tokens;
+  FP_DEVICE void issue_values(Source& source) const {
+    issue<StagedValues, Traits::head_dim_vo>(source, params.v, maps.v, ptx::shared_address(staged[warp()].values),
+                                             ptx::shared_address(&barriers[warp()].values));
+    source.next_token += tokens;
     --source.left;
     source.found = look_up(source);
   }
-  FP_DEVICE void await_keys(u32 turn) const {
-    ptx::mbarrier_wait(ptx::shared_address(&barriers[warp()].keys), turn & 1);
-  }
-  FP_DEVICE void await_values(u32 turn) const {
-    ptx::mbarrier_wait(ptx::shared_address(&barriers[warp()].values), turn & 1);
+  FP_DEVICE void wait_keys(u32 use) const { ptx::mbarrier_wait(ptx::shared_address(&barriers[warp()].keys), use & 1); }
+  FP_DEVICE void wait_values(u32 use) const {
+    ptx::mbarrier_wait(ptx::shared_address(&barriers[warp()].values), use & 1);
   }
   // Completes the phase of a tile for which no copy is issued.
   FP_DEVICE void skip() const {
@@ -131,7 +129,7 @@ struct ConvertedTiles {
 
   // The first token of the lane's box, or of its row, in the tile that is issued next.
   FP_DEVICE i32 my_token(const Source& source) const {
-    return source.asked + warp() * warp_rows + lane() * box_tokens(params);
+    return source.next_token + warp() * warp_rows + lane() * box_tokens(params);
   }
   FP_DEVICE i32 look_up(const Source& source) const {
     const i32 token = min_of(my_token(source), source.kv_end - 1);
@@ -139,19 +137,19 @@ struct ConvertedTiles {
   }
 
   template <class To, int columns>
-  FP_DEVICE void ask(const Source& source, const KvView& view, const TensorMap& map, u32 to, u32 barrier) const {
+  FP_DEVICE void issue(const Source& source, const KvView& view, const TensorMap& map, u32 to, u32 barrier) const {
     __syncwarp();  // all lanes have read what was there
     if (params.box_tokens > 0) {
-      ask_boxes<To>(source, map, to, barrier);
+      issue_boxes<To>(source, map, to, barrier);
     } else {
-      ask_rows<To, columns>(source, view, to, barrier);
+      issue_rows<To, columns>(source, view, to, barrier);
     }
   }
   template <class To>
-  FP_DEVICE void ask_boxes(const Source& source, const TensorMap& map, u32 to, u32 barrier) const {
+  FP_DEVICE void issue_boxes(const Source& source, const TensorMap& map, u32 to, u32 barrier) const {
     const int box = ptx::opaque(params.box_tokens), boxes = (rows() + box - 1) >> (31 - __clz(box));
     if (lane() == 0) {
-      ptx::mbarrier_arrive_expect(barrier, boxes * box * To::stride * To::blocks);
+      ptx::mbarrier_arrive_expect(barrier, boxes * box * To::stride * To::panels);
     } else {
       ptx::mbarrier_arrive(barrier);
     }
@@ -171,15 +169,15 @@ struct ConvertedTiles {
       const i32 box_page = paged ? __shfl_sync(0xffffffff, page, i) : 0, box_row = __shfl_sync(0xffffffff, row, i);
       if (ptx::elect_one()) {
 #pragma unroll
-        for (int block = 0; block < To::blocks; ++block)
-          ptx::tensor_copy(to + i * box * To::stride + block * To::block_bytes, map, barrier, block * To::block_columns,
+        for (int panel = 0; panel < To::panels; ++panel)
+          ptx::tensor_copy(to + i * box * To::stride + panel * To::panel_bytes, map, barrier, panel * To::panel_columns,
                            box_row, source.kv_head, box_page);
       }
     }
   }
   // Copies rows. Rows that the unit does not see become copies of the last one that it sees.
   template <class To, int columns>
-  FP_DEVICE void ask_rows(const Source& source, const KvView& view, u32 to, u32 barrier) const {
+  FP_DEVICE void issue_rows(const Source& source, const KvView& view, u32 to, u32 barrier) const {
     constexpr int piece_bytes = columns % 16 ? 8 : 16, row_pieces = columns / piece_bytes;
     constexpr int pieces = warp_rows * row_pieces;
     const i32 token = min_of(my_token(source), source.kv_end - 1);
@@ -206,15 +204,15 @@ struct ConvertedTiles {
   // rows 0, 4, 1, 5 or 2, 6, 3, 7 of eight, because rows four apart are swizzled to different banks.
   template <class From, class To, int columns>
   FP_DEVICE void convert(u32 from, u32 to) const {
-    constexpr int blocks = To::blocks, eights = warp_rows / 8, steps = 2 * blocks * eights;
+    constexpr int panels = To::panels, eights = warp_rows / 8, steps = 2 * panels * eights;
     constexpr int batch = 8;  // steps whose bytes are in registers
     const int lane = ConvertedTiles::lane(), column = lane % 8, row = (lane >> 3 & 1) * 4 + (lane >> 4);
     const u32 source = from + row * 128 + ((column / 2 ^ row) & 7) * 16 + column % 2 * 8;
     const u32 target = to + (warp() * warp_rows + row) * 128 + ((column ^ row) & 7) * 16;
     // Order of the steps: the panels of four rows, then those of the other four, then the next eight rows.
     const auto is_there = [&](int step) {
-      const int block = step % blocks, eight = step / (2 * blocks);
-      const bool has_columns = block * 64 + 64 <= columns || block * 64 + column * 8 < columns;
+      const int panel = step % panels, eight = step / (2 * panels);
+      const bool has_columns = panel * 64 + 64 <= columns || panel * 64 + column * 8 < columns;
       return has_columns && (warps * warp_rows == tokens || eight * 8 < rows());
     };
 #pragma unroll
@@ -222,19 +220,19 @@ struct ConvertedTiles {
       u32 words[batch][2];
 #pragma unroll
       for (int i = 0; i < batch; ++i) {
-        const int step = first + i, block = step % blocks, half = step / blocks % 2, eight = step / (2 * blocks);
+        const int step = first + i, panel = step % panels, half = step / panels % 2, eight = step / (2 * panels);
         if (step >= steps) continue;
-        const u32 at = (source ^ (block % 2 * 64 + half * 32)) + block / 2 * From::block_bytes + half * 256;
+        const u32 at = (source ^ (panel % 2 * 64 + half * 32)) + panel / 2 * From::panel_bytes + half * 256;
         ptx::load_shared(words[i], at + eight * 1024);
       }
 #pragma unroll
       for (int i = 0; i < batch; ++i) {
-        const int step = first + i, block = step % blocks, half = step / blocks % 2, eight = step / (2 * blocks);
+        const int step = first + i, panel = step % panels, half = step / panels % 2, eight = step / (2 * panels);
         if (step >= steps || !is_there(step)) continue;
         u32 pairs[4];
         ptx::widen4<typename S::Cache, Stored>(words[i][0], pairs[0], pairs[1]);
         ptx::widen4<typename S::Cache, Stored>(words[i][1], pairs[2], pairs[3]);
-        const u32 at = (target ^ half * 32) + block * To::block_bytes + half * 256 + eight * 1024;
+        const u32 at = (target ^ half * 32) + panel * To::panel_bytes + half * 256 + eight * 1024;
         ptx::store_shared(at, pairs[0], pairs[1], pairs[2], pairs[3]);
       }
     }
@@ -247,8 +245,8 @@ struct ConvertedTiles {
       const int row = warp() * warp_rows + i / 8;
       if (row >= begin && row < end) continue;
 #pragma unroll
-      for (int block = 0; block < Values::blocks; ++block)
-        ptx::store_shared(to + block * Values::block_bytes + row * 128 + i % 8 * 16, 0, 0, 0, 0);
+      for (int panel = 0; panel < Values::panels; ++panel)
+        ptx::store_shared(to + panel * Values::panel_bytes + row * 128 + i % 8 * 16, 0, 0, 0, 0);
     }
   }
 };

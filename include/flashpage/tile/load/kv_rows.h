@@ -36,12 +36,6 @@ struct KvRows {
         page(params.page) {}
   FP_DEVICE KvRows(const AttentionParams& params, const WorkItem& item) : KvRows(params, item.kv_offset) {}
 
-  // The tiles that cover the tokens that a unit sees.
-  struct TileExtent {
-    i32 first_token;
-    i32 tiles;  // at least one: a unit that sees nothing has a tile of hidden tokens
-  };
-
   // The page number of a token below the request's length.
   FP_DEVICE i32 look_up(i32 token) const {
     if constexpr (source == KvSource::paged) return __ldg(place(token));

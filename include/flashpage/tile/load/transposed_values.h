@@ -16,8 +16,8 @@ namespace flashpage {
 // too (tile/product/values.h).
 template <class Cache, int columns, int tokens, int warps>
 struct TransposedValues {
-  using From = BlockRows<Cache, columns, tokens>;
-  using To = BlockRows<Cache, tokens, columns>;
+  using From = SwizzledRows<Cache, columns, tokens>;
+  using To = SwizzledRows<Cache, tokens, columns>;
   static constexpr int step_tokens = 32, steps = tokens / step_tokens;
   static constexpr int chunks = columns / 16;
   static constexpr int batch = chunks % 4 == 0 ? 4 : 2;  // chunks whose bytes are in registers
@@ -30,7 +30,7 @@ struct TransposedValues {
 #pragma unroll 1
     for (int step = warp; step < steps; step += warps) {
       const u32 rows = source + step * step_tokens * From::stride;
-      const u32 place = (target ^ step % 4 * 32) + step / 4 * To::block_bytes;
+      const u32 place = (target ^ step % 4 * 32) + step / 4 * To::panel_bytes;
 #pragma unroll
       for (int first = 0; first < chunks; first += batch) {
         u32 words[batch][4];
@@ -38,10 +38,10 @@ struct TransposedValues {
         for (int i = 0; i < batch; ++i) ptx::ldmatrix_x4_trans(words[i], From::at_chunk(rows, first + i));
 #pragma unroll
         for (int i = 0; i < batch; ++i) {
-          const u32 turned[4] = {
+          const u32 transposed[4] = {
               ptx::byte_permute(words[i][0], words[i][1], 0x6420), ptx::byte_permute(words[i][0], words[i][1], 0x7531),
               ptx::byte_permute(words[i][2], words[i][3], 0x6420), ptx::byte_permute(words[i][2], words[i][3], 0x7531)};
-          ptx::stmatrix_x4(place + (first + i) * 16 * To::stride, turned);
+          ptx::stmatrix_x4(place + (first + i) * 16 * To::stride, transposed);
         }
       }
     }

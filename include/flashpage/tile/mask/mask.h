@@ -120,7 +120,7 @@ FP_DEVICE void mask_by_lane_bits(float (&scores)[1][token_tiles][4], const WarpR
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const i32 row = rows.row(0, half).row;
-    if (tile.seen == Seen::some)
+    if (tile.visibility == TileVisibility::some)
       word[half] = reinterpret_cast<const Word*>(bits.quad(row, tile.first_token / Traits::tile_kv))[rows.lane % 4];
   }
 #pragma unroll

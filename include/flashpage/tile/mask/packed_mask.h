@@ -32,7 +32,7 @@ struct PackedMask {
   }
 
   // Sets some bit of `visible` if the row sees one of `count` tokens, and of `hidden` if it does not see one.
-  FP_HOST_DEVICE void look(i32 row, i32 first_token, i32 count, u32& visible, u32& hidden) const {
+  FP_HOST_DEVICE void classify(i32 row, i32 first_token, i32 count, u32& visible, u32& hidden) const {
     const i64 bit = bit_of(row, first_token);
     i64 at = bit >> 5;
     u32 low = count > 0 ? word(at) : 0;

@@ -37,7 +37,7 @@ struct PairedQuery {
 template <class Traits, bool in_registers>
 struct QueryFragments {
   using S = Shape<Traits>;
-  static constexpr bool paired = S::rotate && S::blocks;
+  static constexpr bool paired = S::rotate && S::swizzled;
   using Registers = u32[in_registers ? S::key_steps : 1][S::row_tiles][4];
 
   FP_DEVICE static u32 lane_address(u32 query, int lane) {

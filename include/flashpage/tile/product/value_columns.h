@@ -18,9 +18,9 @@ struct ValueColumns {
   static_assert(units == 2 || units == 4);
 
   FP_DEVICE static u32 byte_offset(u32 column, u32 byte) {
-    u32 turn = column / (8 / units) % units;  // repeats every eight columns
-    if constexpr (units == 4) turn = turn % 2 * 2 + turn / 2;
-    return column * stride + (byte / 16 ^ turn) * 16 + byte % 16;
+    u32 unit_xor = column / (8 / units) % units;  // repeats every eight columns
+    if constexpr (units == 4) unit_xor = unit_xor % 2 * 2 + unit_xor / 2;
+    return column * stride + (byte / 16 ^ unit_xor) * 16 + byte % 16;
   }
 };
 

@@ -63,9 +63,9 @@ inline void tensor_store(const TensorMap& map, u32 shared, i32 column, i32 token
     --hopper::stores[thread];
   });
 }
-inline void await_stores() {
+inline void wait_stores() {
   card::wait_until([] { return hopper::stores[threadIdx.x] == 0; });
 }
-inline void await_stores_have_read() { await_stores(); }
+inline void wait_stores_have_read() { wait_stores(); }
 
 }  // namespace flashpage::ptx

@@ -20,10 +20,10 @@ namespace flashpage::ptx {
 
 // An address, and the distance to the next panel of columns.
 struct Matrix {
-  u32 address, next_block;
+  u32 address, next_panel;
 
-  Matrix(u32 address, u32 next_block) : address(address), next_block(next_block) {}
-  u64 at(u32 bytes) const { return static_cast<u64>(next_block) << 32 | (address + bytes); }
+  Matrix(u32 address, u32 next_panel) : address(address), next_panel(next_panel) {}
+  u64 at(u32 bytes) const { return static_cast<u64>(next_panel) << 32 | (address + bytes); }
 };
 
 inline void wgmma_fence() {}

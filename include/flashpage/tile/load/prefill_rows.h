@@ -15,7 +15,7 @@ namespace flashpage {
 // addresses of one or two rows and passes them to the others through shared memory: one load reads two addresses, where
 // shuffles would take four instructions. `To`: SwizzledRows of a tile.
 template <class Traits, class To, int tokens, int warps>
-struct RowTiles {
+struct PrefillRows {
   using Cache = typename Traits::Cache;
   static constexpr int warp_rows = tokens / warps;
   static constexpr int groups = ceil_div(warp_rows, 32);  // groups of 32 rows that the lanes look up at once
@@ -55,7 +55,7 @@ struct RowTiles {
   const KvView& view;
   const Table (&tables)[warps];
 
-  FP_DEVICE RowTiles(const AttentionParams& params, const KvView& view, const Table (&tables)[warps])
+  FP_DEVICE PrefillRows(const AttentionParams& params, const KvView& view, const Table (&tables)[warps])
       : params(params), view(view), tables(tables) {}
 
   FP_DEVICE static TileExtent extent(const Unit& unit) {

@@ -17,10 +17,10 @@ namespace flashpage {
 
 // `Rows`: SwizzledRows of a tile.
 template <class Traits, class Rows, int tokens>
-struct BoxTiles {
+struct PrefillBoxes {
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
   // Whether loading warps also rotate rows, which takes their registers.
-  static constexpr bool turns_beside = Traits::position_encoding == PositionEncoding::rope;
+  static constexpr bool also_rotates = Traits::position_encoding == PositionEncoding::rope;
 
   // K or V of one unit.
   struct Source {
@@ -34,7 +34,7 @@ struct BoxTiles {
   const TensorMap& map;
   const int box_shift;  // log2 of the tokens of a box
 
-  FP_DEVICE BoxTiles(const AttentionParams& params, const TensorMap& map)
+  FP_DEVICE PrefillBoxes(const AttentionParams& params, const TensorMap& map)
       : params(params), map(map), box_shift(31 - __clz(box_tokens(params))) {}
 
   FP_DEVICE TileExtent extent(const Unit& unit) const {
@@ -67,10 +67,10 @@ struct BoxTiles {
     if (ptx::elect_one()) ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
     __syncwarp();
     int boxes = tokens >> box_shift;
-    if constexpr (has_mask_tiles<Traits> || turns_beside) boxes = ptx::opaque(boxes);  // few registers are free
+    if constexpr (has_mask_tiles<Traits> || also_rotates) boxes = ptx::opaque(boxes);  // few registers are free
     const Share mine = share(boxes);
     // Opaque as well: if unrolled, the loop would take more registers.
-    const auto step = [&](int i) { return turns_beside ? static_cast<int>(ptx::opaque(i + 1)) : i + mine.box_step; };
+    const auto step = [&](int i) { return also_rotates ? static_cast<int>(ptx::opaque(i + 1)) : i + mine.box_step; };
 #pragma unroll 1
     for (int i = mine.first_box; i < boxes; i = step(i)) {
       const i32 page = paged ? __shfl_sync(0xffffffff, source.found.page, i) : 0;
@@ -78,8 +78,8 @@ struct BoxTiles {
       const u32 box = to + (i * 128 << box_shift);
       if (ptx::elect_one()) {
 #pragma unroll
-        for (int block = 0; block < Rows::blocks; ++block)
-          if (mine.has_block(block)) copy(box + block * Rows::block_bytes, barrier, block, row, source.kv_head, page);
+        for (int panel = 0; panel < Rows::panels; ++panel)
+          if (mine.has_panel(panel)) copy(box + panel * Rows::panel_bytes, barrier, panel, row, source.kv_head, page);
       }
     }
     source.found = source.found_next;
@@ -107,18 +107,18 @@ struct BoxTiles {
   // columns if the number of boxes is odd.
   struct Share {
     int first_box = 0, box_step = 1;
-    u32 blocks = ~0u;  // bits of panels
+    u32 panels = ~0u;  // bits of panels
 
-    FP_DEVICE bool has_block(int block) const { return Traits::ctas == 1 || (blocks >> block & 1); }
+    FP_DEVICE bool has_panel(int panel) const { return Traits::ctas == 1 || (panels >> panel & 1); }
   };
   FP_DEVICE static Share share(int boxes) {
     if constexpr (Traits::ctas == 1) return {};
     const int rank = static_cast<int>(ptx::cluster_rank());
-    if (Rows::blocks % 2 == 0 && boxes % 2 == 1) return {0, 1, 0x55555555u << rank};
+    if (Rows::panels % 2 == 0 && boxes % 2 == 1) return {0, 1, 0x55555555u << rank};
     return {rank, 2, ~0u};
   }
-  FP_DEVICE void copy(u32 to, u32 barrier, int block, i32 row, i32 kv_head, i32 page) const {
-    const int column = block * Rows::block_columns;
+  FP_DEVICE void copy(u32 to, u32 barrier, int panel, i32 row, i32 kv_head, i32 page) const {
+    const int column = panel * Rows::panel_columns;
     if constexpr (Traits::ctas == 1) {
       ptx::tensor_copy(to, map, barrier, column, row, kv_head, page);
     } else {
@@ -127,9 +127,9 @@ struct BoxTiles {
   }
 
   // Opaque if rows are rotated: values derived from the lane are then computed where they are used.
-  FP_DEVICE static int lane() { return (turns_beside ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32; }
+  FP_DEVICE static int lane() { return (also_rotates ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32; }
   FP_DEVICE static i32 box_tokens(const AttentionParams& params) {
-    if constexpr (turns_beside) {
+    if constexpr (also_rotates) {
       return static_cast<i32>(ptx::opaque(params.box_tokens));
     } else {
       return params.box_tokens;
@@ -140,8 +140,8 @@ struct BoxTiles {
     for (int i = lane(); i < (end - begin) * 8; i += 32) {
       if ((begin + i / 8) / 32 % warps != warp) continue;
 #pragma unroll
-      for (int block = 0; block < Rows::blocks; ++block)
-        *reinterpret_cast<uint4*>(to + block * Rows::block_bytes + begin * 128 + i * 16) = make_uint4(0, 0, 0, 0);
+      for (int panel = 0; panel < Rows::panels; ++panel)
+        *reinterpret_cast<uint4*>(to + panel * Rows::panel_bytes + begin * 128 + i * 16) = make_uint4(0, 0, 0, 0);
     }
   }
 

@@ -14,7 +14,7 @@ namespace flashpage {
 // belongs to the same slot one round earlier, so that they have landed when the slot is free again. A warp would wait
 // for a lookup to registers: under load it takes longer than a slot.
 template <class Traits, class Slots>
-struct RowLoader {
+struct DecodeRows {
   using Cache = typename Traits::Cache;
   using Rows = KvRows<Traits::kv_source>;
   static constexpr int arrivals = 32;
@@ -35,7 +35,7 @@ struct RowLoader {
   const AttentionParams& params;
   const u64 policy = ptx::evict_first();
 
-  FP_DEVICE RowLoader(Slots& shared, const AttentionParams& params, const KvMaps&) : shared(shared), params(params) {}
+  FP_DEVICE DecodeRows(Slots& shared, const AttentionParams& params, const KvMaps&) : shared(shared), params(params) {}
 
   FP_DEVICE Source open(const Place& place, int own) const {
     const Unit& unit = place.unit;
@@ -56,9 +56,9 @@ struct RowLoader {
     return source;
   }
 
-  FP_DEVICE void load(Source& source, int slot, u32 turn) const {
-    shared.ring.wait_empty(turn);
-    const int at = shared.ring.slot(turn);
+  FP_DEVICE void load(Source& source, int slot, u32 use) const {
+    shared.ring.wait_empty(use);
+    const int at = shared.ring.slot(use);
     u8* tile = shared.slots[at];
 #pragma unroll
     for (int group = 0; group < groups; ++group) {
@@ -68,7 +68,7 @@ struct RowLoader {
       copy<Traits::head_dim_vo>(source, params.v, tile + Slots::key_bytes, found, slot, group);
       look_ahead(source, ahead, slot + Traits::stages, group);
     }
-    ptx::mbarrier_arrive_after_copies(shared.ring.full_barrier(turn));
+    ptx::mbarrier_arrive_after_copies(shared.ring.full_barrier(use));
 #pragma unroll
     for (int i = 0; i + 1 < first_slots; ++i)
 #pragma unroll
@@ -92,7 +92,7 @@ struct RowLoader {
   // Copies the rows of at most 32 tokens; rows that do not exist become zero.
   template <int columns>
   FP_DEVICE void copy(const Source& source, const KvView& view, u8* tile, i32 found, int slot, int group) const {
-    using Target = BlockRows<Cache, columns, Slots::tokens>;
+    using Target = SwizzledRows<Cache, columns, Slots::tokens>;
     constexpr int bytes = copy_bytes<Cache, columns>;
     i32 count = source.kv_end - source.first_token - slot * Slots::tokens - group * group_tokens;
     i32 token = min_of(token_of(source, slot, group), max_of(source.kv_end - 1, 0));
