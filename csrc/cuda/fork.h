@@ -10,7 +10,7 @@ struct fp_fork {
   flashpage::cuda::Event begun = nullptr, done = nullptr;
 };
 
-// Both calls may be part of a stream capture, where they become edges of the graph. The context must be current.
+// In a stream capture, the two calls become edges of the graph. The context must be current.
 namespace flashpage::cuda {
 
 // Later launches on the side stream begin when all earlier work of `stream` is done.

@@ -37,7 +37,7 @@ inline void store(T* destination, FloatLanes x) {
   if constexpr (is_same<T, Bf16>) store_shorts(destination, float_to_bf16(x));
 }
 
-// Loads the first `count` lanes and sets the others to 0; memory behind them is not read. `count` is constant after
+// Loads the first `count` lanes and sets the others to 0; later memory is not read. `count` is constant after
 // inlining.
 template <class T>
 inline FloatLanes load_first(const T* source, int count) {

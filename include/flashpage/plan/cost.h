@@ -1,5 +1,6 @@
-// What a row tile sees and what it costs. The cost of a request's first r row tiles has a closed form: under causal and
-// window both ends of a tile's token range are clamped linear functions of the tile, and so the sums are closed too.
+// The tokens that a row tile sees, and its cost. The cost of a request's first r row tiles has a closed form: under
+// causal and window both ends of a tile's token range are clamped linear functions of the tile, and so the sums are
+// closed too.
 //
 // The planner of a card, where many threads add, and the host's planner compute the same bits: sums of costs are exact
 // in any order, and products are rounded before something is added to them.

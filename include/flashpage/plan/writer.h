@@ -9,7 +9,7 @@
 
 namespace flashpage::plan {
 
-// What lanes add to a plan. Totals of all lanes before a lane say where it begins to write.
+// Numbers of entries that lanes add to a plan. The totals of all earlier lanes say where a lane begins to write.
 struct Totals {
   i64 items;
   i64 units;         // cut units, each counted in the lane where it begins

@@ -30,7 +30,7 @@ struct UnitTiles {
   FP_DEVICE bool ends_short() const { return first < tokens.end; }
 };
 
-// What is applied to a warp's scores of one unit: a scale, the variant's transform and the masks.
+// The steps that a warp applies to its scores of one unit: a scale, the variant's transform and the masks.
 template <class Traits>
 struct ScoreRules {
   using Warps = PrefillWarps<Traits>;

@@ -53,7 +53,7 @@ struct PrefillWarps {
   static_assert(groups == 2 || (groups <= 3 && !converts && !transposes && !rotates));
 };
 
-// What computing warps read with each tile.
+// Token numbers that computing warps read with each tile.
 struct alignas(16) UnitTokens {
   i32 first;  // of the first tile; may be before the unit's first token
   i32 end;

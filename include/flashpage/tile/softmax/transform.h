@@ -64,7 +64,7 @@ FP_DEVICE float first_factor(const VariantArgs& args) {
   return 1.f;
 }
 
-// What a transform takes of a row.
+// The properties of a row on which a transform depends.
 struct TransformedRow {
   float scale;
   i32 head, position;
