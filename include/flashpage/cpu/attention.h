@@ -14,19 +14,19 @@ void locate_tile(const Work<Traits>& work, i32 begin, KvTile<typename Traits::St
   locate_rows<Traits::kv_source>(work.params, *work.unit.item, work.unit.kv_head, tile);
 }
 
-// Computes the scores of all row blocks before their values, because keys and values use the same panels.
+// Computes the scores of all row strips before their values, because keys and values use the same panels.
 template <class Traits>
 void attend_tile(Work<Traits>& work) {
   const i32 num_rows = work.unit.num_rows;
   __builtin_memset(work.seen, 0, sizeof(work.seen));
   pack_tile_keys(work);
-  for (i32 row = 0; row < num_rows; row += block_rows) {
-    const Block block = work.block(row);
-    score_block(work, block);
-    softmax_block(work, block);
+  for (i32 row = 0; row < num_rows; row += strip_rows) {
+    const Strip strip = work.strip(row);
+    score_strip(work, strip);
+    softmax_strip(work, strip);
   }
   pack_tile_values(work);
-  for (i32 row = 0; row < num_rows; row += block_rows) value_block(work, work.block(row));
+  for (i32 row = 0; row < num_rows; row += strip_rows) value_strip(work, work.strip(row));
 }
 
 template <class Traits>

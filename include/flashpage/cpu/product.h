@@ -1,13 +1,13 @@
-// The one matrix product of the backend, for scores (queries x keys) and outputs (weights x values). A block of rows
+// The one matrix product of the backend, for scores (queries x keys) and outputs (weights x values). A strip of rows
 // stays in registers; one operand is broadcast word by word, the other is read from packed panels.
 #pragma once
 #include "flashpage/cpu/convert.h"
 
 namespace flashpage::cpu {
 
-// Registers hold block_rows x panel_vectors sums, one panel step and one broadcast word: 24 + 4 + 1 of 32 (AVX-512) or
+// Registers hold strip_rows x panel_vectors sums, one panel step and one broadcast word: 24 + 4 + 1 of 32 (AVX-512) or
 // 12 + 2 + 1 of 16 (AVX2).
-inline constexpr int block_rows = 6;
+inline constexpr int strip_rows = 6;
 inline constexpr int panel_vectors = num_lanes == 16 ? 4 : 2;
 inline constexpr int panel_width = panel_vectors * num_lanes;
 
@@ -64,7 +64,7 @@ inline void multiply_rows(const Product& p, int vector_begin, int vector_end) {
   }
 }
 
-template <class Operand, int num_rows = block_rows>
+template <class Operand, int num_rows = strip_rows>
 inline void multiply(const Product& p, int rows, int vector_begin, int vector_end) {
   if (rows == num_rows) return multiply_rows<Operand, num_rows>(p, vector_begin, vector_end);
   if constexpr (num_rows > 1) multiply<Operand, num_rows - 1>(p, rows, vector_begin, vector_end);

@@ -50,11 +50,11 @@ void pack_tile_keys(Work<Traits>& work) {
   }
 }
 
-// Writes the dot products of the block's rows with the tokens they see to work.scores.
+// Writes the dot products of the strip's rows with the tokens they see to work.scores.
 template <class Traits>
-void score_block(Work<Traits>& work, const Block& block) {
+void score_strip(Work<Traits>& work, const Strip& strip) {
   using W = Work<Traits>;
-  const Product product = {.rows = reinterpret_cast<const u32*>(work.queries) + block.row * W::qk_words,
+  const Product product = {.rows = reinterpret_cast<const u32*>(work.queries) + strip.row * W::qk_words,
                            .row_stride = W::qk_words,
                            .panels = work.panels,
                            .panel_words = W::qk_words * panel_width,
@@ -63,7 +63,7 @@ void score_block(Work<Traits>& work, const Block& block) {
                            .sums = work.scores,
                            .sums_stride = W::tile_kv,
                            .carry = nullptr};
-  multiply<typename W::Operand>(product, block.num_rows, block.vector_begin(), block.vector_end());
+  multiply<typename W::Operand>(product, strip.num_rows, strip.vector_begin(), strip.vector_end());
 }
 
 }  // namespace flashpage::cpu

@@ -23,20 +23,20 @@ void pack_tile_values(Work<Traits>& work) {
                                                                 next_keys);
 }
 
-// Rescales the block's rows of work.out to the new maximum and adds this tile's products.
+// Rescales the strip's rows of work.out to the new maximum and adds this tile's products.
 template <class Traits>
-void value_block(Work<Traits>& work, const Block& block) {
+void value_strip(Work<Traits>& work, const Strip& strip) {
   using W = Work<Traits>;
-  const Product product = {.rows = reinterpret_cast<const u32*>(work.weights) + block.row * W::kv_steps,
+  const Product product = {.rows = reinterpret_cast<const u32*>(work.weights) + strip.row * W::kv_steps,
                            .row_stride = W::kv_steps,
                            .panels = work.panels,
                            .panel_words = W::kv_steps * panel_width,
-                           .step_begin = block.begin / W::pack,
-                           .step_end = ceil_div(block.end, W::pack),
-                           .sums = work.out + block.row * W::out_stride,
+                           .step_begin = strip.begin / W::pack,
+                           .step_end = ceil_div(strip.end, W::pack),
+                           .sums = work.out + strip.row * W::out_stride,
                            .sums_stride = W::out_stride,
-                           .carry = work.softmax.carry + block.row};
-  multiply<typename W::Operand>(product, block.num_rows, 0, W::out_vectors);
+                           .carry = work.softmax.carry + strip.row};
+  multiply<typename W::Operand>(product, strip.num_rows, 0, W::out_vectors);
 }
 
 template <class Out, int head_dim>

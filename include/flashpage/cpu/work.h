@@ -15,7 +15,7 @@ struct SoftmaxState {
 };
 
 // Rows that are multiplied together, and the range of the tile's tokens that any of them sees.
-struct Block {
+struct Strip {
   i32 row, num_rows;
   i32 begin, end;  // counted from the tile's first token
 
@@ -51,14 +51,14 @@ struct Work {
   alignas(64) Operand queries[tile_q * head_dim_qk];
   alignas(64) Operand rotated_keys[has_rope ? tile_kv * head_dim_qk : 1];
   alignas(64) u32 panels[max_of(key_words, value_words)];  // the tile's keys, later its values
-  alignas(64) float scores[block_rows * tile_kv];
+  alignas(64) float scores[strip_rows * tile_kv];
   alignas(64) Operand weights[tile_q * tile_kv];
   alignas(64) float out[tile_q * out_stride];
 
   Work(const AttentionParams& p, const VariantArgs& a) : params(p), args(a), rotation(p.rope_scale, p.rope_theta) {}
 
-  Block block(i32 row) const {
-    const i32 rows = min_of(block_rows, unit.num_rows - row), last = row + rows - 1;
+  Strip strip(i32 row) const {
+    const i32 rows = min_of(strip_rows, unit.num_rows - row), last = row + rows - 1;
     return {row, rows, clamp(unit.rows[row].begin - tile.begin, 0, tile.count),
             clamp(unit.rows[last].end - tile.begin, 0, tile.count)};
   }

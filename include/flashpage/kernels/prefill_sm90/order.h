@@ -23,7 +23,7 @@ struct Order {
     const int next = group + 1 == groups ? 0 : group + 1;
     if (has_others) ptx::named_barrier_arrive(first_barrier + next, 256);
   }
-  // Makes every arrival have its wait.
+  // Waits for the last arrival, because each arrival at a barrier needs its wait.
   FP_DEVICE void end() const {
     if (group == 0) wait();
   }

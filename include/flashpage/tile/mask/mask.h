@@ -42,7 +42,7 @@ FP_DEVICE void hide_by_bits(float (&scores)[token_tiles][4], int half, PairOf&& 
   }
 }
 
-// Masks by causal and window alone. Rows are done one after the other, as each row's range takes two registers.
+// Masks by causal and window alone. It masks one row after another, because each row's range takes two registers.
 template <class Traits, int token_tiles>
 FP_DEVICE void mask_by_range(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
                              i32 first_token) {

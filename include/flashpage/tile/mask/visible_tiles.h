@@ -98,7 +98,7 @@ class VisibleTiles {
   FP_DEVICE void take(i32 part) {
     part_ = part;
     const i32 word = part * 32 + threadIdx.x % 32;
-    mine_ = word << 5 < end_ ? words_[word] : TileWord{};  // a request without tokens has room for one too
+    mine_ = word << 5 < end_ ? words_[word] : TileWord{};  // a request without tokens has a word too
   }
   // The first visible tile from `at` on, or `end_` or more if there is none.
   FP_DEVICE i32 find(i32 at) {

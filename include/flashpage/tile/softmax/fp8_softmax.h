@@ -5,9 +5,9 @@
 
 namespace flashpage {
 
-// The state of one m16 tile of rows. Probabilities are computed relative to 2^-7 of the state's maximum; fp8's largest
-// number is 448, so that a score may exceed the maximum by 2^1.8. They have three mantissa bits down to 2^-13 of the
-// maximum, and are zero below 2^-17. Sums have the same factor of 2^7.
+// The state of one m16 tile of rows. Probabilities relative to the state's maximum are multiplied by 2^7; since fp8's
+// largest number is 448, a score may exceed the maximum by 2^1.8. They keep three mantissa bits down to 2^-13 of the
+// maximum, and are zero below 2^-17. Sums have the factor of 2^7 too.
 struct Fp8Softmax : SoftmaxState<1> {
   static constexpr int lift = 7;
   static constexpr float headroom = 1.8f;
