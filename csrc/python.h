@@ -1,4 +1,4 @@
-// Python objects as the functions that Python calls directly (fp_py_*) see them.
+// Python objects as seen by the functions that Python calls directly (fp_py_*).
 #pragma once
 #include "dlpack.h"
 #include "flashpage.h"
@@ -17,7 +17,7 @@ T* pointer(void* integer) {
   return static_cast<T*>(python.long_as_void_ptr(integer));
 }
 
-// Lets other threads run Python for as long as it lives.
+// Releases the interpreter during its lifetime, so that other threads can run Python.
 class WithoutInterpreter {
  public:
   WithoutInterpreter() : thread_(python.eval_save_thread()) {}
@@ -29,7 +29,7 @@ class WithoutInterpreter {
   void* thread_;
 };
 
-// False where the object is no tensor of memory.
+// Returns false if the object is not a tensor in memory.
 inline bool read_tensor(void* object, dlpack::Tensor& tensor) {
   if (torch_api->tensor_from_python(object, &tensor) != 0) {
     python.err_clear();

@@ -1,4 +1,4 @@
-// One call a plan: the tensors of a batch are read, the kernels chosen before are still right for it, its plan is made.
+// One call for each plan: reads the tensors of a batch, checks that the chosen kernels still fit it, and plans.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -26,7 +26,7 @@ void copy_numbers(const dlpack::Tensor& from, void* to) {
   }
 }
 
-// False where the object is no host tensor of numbers.
+// Returns false if the object is not a host tensor of numbers.
 bool read_numbers(void* object, dlpack::Tensor& tensor) {
   return read_tensor(object, tensor) && tensor.device.type == dlpack::cpu && tensor.dims == 1 &&
          tensor.dtype.code == dlpack::signed_integer && (tensor.dtype.bits == 32 || tensor.dtype.bits == 64);
@@ -37,11 +37,11 @@ void copy_lengths(const dlpack::Tensor& tensor, char* copy, fp_index_array& arra
   array.is_int64 ? copy_numbers<int64_t>(tensor, copy) : copy_numbers<int32_t>(tensor, copy);
 }
 
-// Rows of the requests that have the fewest and the most. Without branches, for vector registers.
+// The rows of the requests with the fewest and the most. Written without branches, so that it vectorises.
 template <class T>
 void find_extremes(const T* ends, int64_t requests, fp_batch& batch) {
   using Count = std::make_unsigned_t<T>;
-  Count least = 0, most = 0;  // the former less one: no rows are then the most that there can be
+  Count least = 0, most = 0;  // least holds rows - 1, so that 0 rows wrap to the maximum
   --least;
   for (int64_t i = 0; i < requests; ++i) {
     const Count rows = static_cast<Count>(ends[i + 1]) - static_cast<Count>(ends[i]);
@@ -52,7 +52,7 @@ void find_extremes(const T* ends, int64_t requests, fp_batch& batch) {
   batch.least_rows = most > 0 ? static_cast<int64_t>(least) + 1 : 0;
 }
 
-// False: see fp_py_plan for what is taken.
+// Copies the lengths; returns false if a tensor is not on the host, missing or of the wrong size (see fp_py_plan).
 bool take_lengths(fp_batch& batch, void* const* tensors) {
   fp_index_array* const arrays[] = {&batch.q_indptr, &batch.kv_indptr, &batch.last_page_len, &batch.kv_lens};
   const int64_t most = batch.bytes_of_a_copy / static_cast<int64_t>(sizeof(int64_t)) - 1;
@@ -62,7 +62,7 @@ bool take_lengths(fp_batch& batch, void* const* tensors) {
     if (tensors[i] == python.none) continue;
     dlpack::Tensor tensor;
     if (!read_numbers(tensors[i], tensor)) return false;
-    if (requests < 0) requests = tensor.shape[0] - 1;  // the first one is an indptr, which has one entry more
+    if (requests < 0) requests = tensor.shape[0] - 1;  // the first one is an indptr, which has one more entry
     if (requests < 0 || requests > most || tensor.shape[0] != requests + (i < 2)) return false;
     copy_lengths(tensor, batch.copies + i * batch.bytes_of_a_copy, *arrays[i]);
   }
@@ -71,7 +71,7 @@ bool take_lengths(fp_batch& batch, void* const* tensors) {
   return true;
 }
 
-// What follows from the lengths that were taken.
+// Computes the sums over the lengths.
 void sum_up(fp_batch& batch) {
   batch.kv_begin = number(batch.kv_indptr, 0);
   batch.kv_end = number(batch.kv_indptr, batch.requests);
@@ -81,7 +81,8 @@ void sum_up(fp_batch& batch) {
   const fp_index_array& ends = batch.q_indptr;
   if (ends.data == nullptr) return;
   batch.rows_end = number(ends, batch.requests);
-  batch.rows = std::max<int64_t>(0, batch.rows_end - number(ends, 0));  // less is an error that the planner tells
+  batch.rows =
+      std::max<int64_t>(0, batch.rows_end - number(ends, 0));  // a negative number is an error that the planner reports
   if (ends.is_int64) {
     find_extremes(static_cast<const int64_t*>(ends.data), batch.requests, batch);
   } else {
@@ -89,7 +90,8 @@ void sum_up(fp_batch& batch) {
   }
 }
 
-// -1 of none; below -1 where one is negative. In a form that the compiler vectorises.
+// The largest page number; -1 if there is none, below -1 if one is negative. Written so that the compiler vectorises
+// it.
 [[gnu::noinline]] int32_t largest_page(const int32_t* numbers, int64_t count) {
   int32_t signs = 0, most = -1;
   for (int64_t i = 0; i < count; ++i) {
@@ -99,8 +101,8 @@ void sum_up(fp_batch& batch) {
   return signs < 0 ? -2 : most;
 }
 
-// False where the object is no tensor of page numbers that can be taken as they are, or where they have to be looked at
-// first. `numbers`: where they are.
+// Returns false if the page numbers can neither be read in place nor copied, or if they must be checked first. Writes
+// the address of the numbers.
 bool take_page_numbers(fp_batch& batch, void* object, const int32_t*& numbers) {
   dlpack::Tensor tensor;
   const bool is_read = read_tensor(object, tensor) && tensor.dims == 1 && tensor.shape[0] >= batch.kv_end &&
@@ -123,7 +125,7 @@ bool take_page_numbers(fp_batch& batch, void* object, const int32_t*& numbers) {
   return true;
 }
 
-// What was taken, to where captured launches read it.
+// Copies the page numbers that were taken to the memory that captured launches read.
 int32_t copy_page_numbers(const fp_batch& batch, const int32_t* numbers, void* stream) {
   int32_t* const buffer = batch.page_buffer;
   if (buffer == nullptr || numbers == buffer || batch.kv_end <= 0) return FP_OK;
@@ -133,7 +135,7 @@ int32_t copy_page_numbers(const fp_batch& batch, const int32_t* numbers, void* s
   return FP_OK;
 }
 
-// ---------------------------------------------------------------- which kernels
+// ---------------------------------------------------------------- choice of kernels
 
 int32_t contexts_of(const fp_context_table& table, int64_t requests, int64_t rows, int64_t tokens) {
   if (requests == 0) return 0;
@@ -159,7 +161,7 @@ bool has_few_and_many(const fp_plan_call& call) {
          call.parts->most_few_rows < batch.most_rows;
 }
 
-// Whether the kernels chosen for an earlier batch are those of this one.
+// Whether the kernels that were chosen for an earlier batch also serve this one.
 bool is_for(fp_plan_call& call) {
   const fp_batch& batch = *call.batch;
   if (!holds(call.row_class, batch.requests, batch.rows)) return false;

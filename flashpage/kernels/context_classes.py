@@ -1,4 +1,4 @@
-"""How much the rows of a batch see: a kernel may have other tiles for short and long contexts."""
+"""Classes of batches by how many tokens their rows see: a kernel may have other tiles for short and long contexts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .. import native
 
 
 class Contexts(enum.Enum):
-    """How many tokens the rows of a batch see, and whether these are few (ContextLengths)."""
+    """How many tokens the rows of a batch see, and whether the rows are few (ContextLengths)."""
 
     USUAL = "none of the others"
     FEW = "not many, and the rows are so few that every unit has half of an SM for itself"
@@ -17,7 +17,7 @@ class Contexts(enum.Enum):
     LONG = "so many that tiles at the edge of a mask hardly count, and pairs of CTAs pay"
 
 
-CLASSES = tuple(Contexts)  # a class is its place here (csrc/plan_call.h, fp_context_row)
+CLASSES = tuple(Contexts)  # a class's number is its index here (csrc/plan_call.h, fp_context_row)
 ANY_ROWS = 2**63 - 1
 
 

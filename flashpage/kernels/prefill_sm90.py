@@ -1,4 +1,4 @@
-"""Many rows on Hopper: two warpgroups of 64 rows compute (three where rows are short), one warpgroup loads."""
+"""Many rows on Hopper: two warpgroups of 64 rows compute (three if rows are short), one warpgroup loads."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .tile import MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work, inner_loop
 
 _SHORT_TILE_TOKENS = 128
-PAIRS_NOTE = "two CTAs of a cluster read K and V together, each with half of the rows: one CTA below"
+PAIRS_NOTE = "two CTAs of a cluster read K and V together, each with half of the rows; they count as one CTA below"
 SHORT_NOTE = f"rows see few tokens: tiles of {_SHORT_TILE_TOKENS}"
 FEW_NOTE = "rows are few: one warpgroup computes, and an SM has two CTAs"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """Tokens of a tile of two warpgroups, as many as registers have room for: scores and accumulators of a row lie side
-    by side. The first row that fits is taken (docs/tried.md has what was measured)."""
+    """Tokens of a tile of two warpgroups, as many as fit the registers, which hold scores and accumulators of a row.
+    The first row that fits the work is taken (docs/tried.md has the measurements)."""
 
     tokens: int
-    widest: int = 256  # head dim, at most
-    values: int = 256  # head dim of V, at most
+    widest: int = 256  # largest head dim
+    values: int = 256  # largest head dim of V
     needs: frozenset[str] = frozenset()  # words of _facts
     why: str = ""
 
@@ -42,13 +42,13 @@ def _when(*words: str) -> frozenset[str]:
     return frozenset(words)
 
 
-# K and V come as they are multiplied: boxes by tensor maps, or rows one by one.
+# Loaders that bring K and V as they are multiplied: boxes by tensor maps, or rows one by one.
 _STORED = (
     _Row(128, 64, needs=_when("light", "asks"), why="a lane holds a mask function's answers for 128 tokens"),
-    _Row(112, 128, needs=_when("light", "asks much"), why="and a function for each head takes registers"),
+    _Row(112, 128, needs=_when("light", "asks much"), why="a mask function for each head also takes registers"),
     _Row(128, 128, needs=_when("light", "asks"), why="a lane holds a mask function's answers for 128 tokens"),
     _Row(160, 128, needs=_when("light", "whole")),
-    _Row(144, 128, needs=_when("light"), why="parts of 64 columns, or a mask's bits beside a transform"),
+    _Row(144, 128, needs=_when("light"), why="a last panel that is not full, or a mask's bits next to a transform"),
     _Row(96, 64, why="masks or RoPE for every token"),
     _Row(96, 128, needs=_when("loads")),
     _Row(80, 128),
@@ -62,7 +62,7 @@ _STORED = (
     _Row(64, needs=_when("light")),
     _Row(48),
 )
-# fp8 becomes fp16 on its way. Multiples of 32 where it is one or the other: all four loading warps convert as much.
+# fp8 that is converted to fp16. Multiples of 32 if possible, so that all four loading warps convert the same amount.
 _CONVERTED = (
     _Row(128, 128, needs=_when("light")),
     _Row(96, 64),
@@ -75,7 +75,7 @@ _CONVERTED = (
     _Row(64, needs=_when("plain")),
     _Row(48),
 )
-# e4m3 products. Multiples of 32, what one sums over; at most 128, what a row of V's columns has room for.
+# e4m3 products. Multiples of 32, the terms of one product's sum; at most 128, which is the longest row of V's columns.
 _TRANSPOSED = (
     _Row(128, 128, needs=_when("light")),
     _Row(96, 128, needs=_when("heavy")),
@@ -89,7 +89,7 @@ _TRANSPOSED = (
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """The work as the rows above see it."""
+    """The properties of the work on which the rows above depend."""
 
     loop: InnerLoop
     facts: frozenset[str]
@@ -99,7 +99,7 @@ def _shape(work: Work, loader: str) -> _Shape:
     options, asks = work.options, work.mask_source == "function"
     mask_source = "implicit" if work.mask_source == "packed_bits" and visits_tiles(options) else work.mask_source
     loop = inner_loop(mask_source, "none", work.variant)  # loading warps rotate, not the inner loop
-    # A mask function's answers, and the registers that loading warps take for RoPE, leave as little room.
+    # A mask function's answers take about as many registers as loading warps take for RoPE.
     lacks_room = (asks and loop is not InnerLoop.LOADING) or (work.rotates and loop is InnerLoop.TRANSFORM)
     if work.widest > 192 and lacks_room and loader in ("boxes", "rows"):
         loop = InnerLoop.HEAVY
@@ -126,8 +126,8 @@ def _tokens(rows: tuple[_Row, ...], work: Work, shape: _Shape) -> int:
 
 
 def _tile(work: Work) -> Tile:
-    """Stages are what shared memory has room for: three at most where loading warps convert or transpose, whose K and V
-    lie there twice, and a stage more of K than of V where they rotate."""
+    """Stages fill the shared memory: at most three if loading warps convert or transpose, because K and V are there
+    twice; one more stage of K than of V if they rotate."""
     options, loader = work.options, _loader(work.options)
     shape = _shape(work, loader)
     if loader == "transposed":
@@ -137,7 +137,7 @@ def _tile(work: Work) -> Tile:
     tokens = _tokens(_STORED, work, shape)
     if work.rotates:
         return _two_groups(_rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
-    # Q comes in boxes where a tile holds whole groups of heads: no taller tile takes that away.
+    # Q is loaded by boxes if a tile holds whole groups of heads; a taller tile must not prevent that.
     may_be_taller = 192 % options.group_size == 0 or 128 % options.group_size != 0
     if work.widest <= 96 and "light" in shape.facts and "asks much" not in shape.facts and may_be_taller:
         return Tile(192, 96, 12, 1, 4) if work.widest <= 64 else Tile(192, 80, 12, 1, 3)
@@ -157,11 +157,11 @@ def _rotated_tokens(head_dim_qk: int, loader: str, most: int) -> int:
     return next(tokens for tokens in wanted if tokens <= most)
 
 
-# The share of the card's 16-bit products that the products reach: 690 of 989 TFLOP/s on an H200.
+# The fraction of the card's 16-bit throughput that products reach: 690 of 989 TFLOP/s on an H200.
 _REACHED = {"transposed": 0.9909}
 _REACHED_16_BIT, _REACHED_ROTATING = 0.71752, 0.46127
-# A unit costs this beside its tokens, with hidden ones of its last tile: ns a column, fitted to the ends of CTAs
-# (docs/tried.md).
+# Cost of a unit in addition to its tokens and to the hidden tokens of its last tile: ns a column, fitted to the times
+# at which CTAs end (docs/tried.md).
 _NS_OF_UNIT = {"rows": 17.0, "converted": 20.0, "transposed": 8.0}
 
 
@@ -178,10 +178,10 @@ def _cost(work: Work, tile: Tile) -> Cost:
         ns_per_piece=2500.0,
         min_piece_tokens=256,
         merge_rows=MERGE_ITEM_ROWS,
-        # What waits for memory needs few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an H200's
-        # 132 SMs as on all. Beside them, a prefill of 4,096 rows gets 36 SMs by this (1.0: 29).
+        # Requests that wait for memory need few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an
+        # H200's 132 SMs as on all. By this a prefill of 4,096 rows in the same batch gets 36 SMs (with 1.0: 29).
         few_rows_cost=min(1.0, 1.389 * card.full_speed_share),
-        # Where units are cut, a launch takes 8 to 16 us more than its costliest CTA and 5 us for everything else.
+        # If units are cut, a launch takes 8 to 16 us more than its costliest CTA, otherwise 5 us more.
         ns_per_merge=10_000.0,
     )
 
@@ -196,7 +196,7 @@ def _loader(options: Options) -> str:
 
 
 def visits_tiles(options: Options) -> bool:
-    """Whether it leaves out the tiles of a mask that no row sees, which a kernel before it finds."""
+    """Whether the kernel skips tiles of a mask that no row sees, which another kernel finds before."""
     return _loader(options) in ("boxes", "rows") and options.position_encoding != "ROPE_LLAMA"
 
 
@@ -255,29 +255,29 @@ def _context_tile(spec: KernelSpec, contexts: Contexts) -> tuple[Tile, str] | No
 
 
 def _few_rows_tile(spec: KernelSpec) -> Tile:
-    """An SM has less than a usual tile's rows, and a unit's work is no longer than what it waits for at its start and
-    end: of two CTAs of one warpgroup, one computes while the other waits."""
+    """The tile for few rows: there are fewer rows than SMs times a usual tile, and a unit computes no longer than it
+    waits at its start and end. Of two CTAs of one warpgroup, one computes while the other waits."""
     columns = sum(-(-dim // 64) * 64 for dim in (spec.head_dim_qk, spec.head_dim_vo))
     return Tile(_ROWS_OF_HALVES, 64 if columns <= 320 else 48, 4, 1, 2, ctas_per_sm=2)
 
 
 def _may_pair(spec: KernelSpec, loop: InnerLoop, widest: int) -> bool:
-    """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two. Wide heads,
-    and narrow ones of 16 bits, gain nothing by it (docs/tried.md)."""
+    """Whether pairs of CTAs may share K and V. Tiles of masks are visited by single CTAs, and other effects of variants
+    have not been tried with pairs. Wide heads, and narrow ones of 16 bits, gain nothing (docs/tried.md)."""
     is_light = spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     gains = spec.loader == "transposed" or (spec.loader == "boxes" and widest > 64)
     return is_light and gains and widest <= 192
 
 
 def whole_rows(packed_rows: int, group_size: int) -> int:
-    """As many of a tile's rows as are whole rows of the group; all, where that would leave more than a tenth behind.
-    Row by row, Q and output cost a sixth of a prefill's time (docs/tried.md)."""
+    """The rows of a tile that make whole rows of the group; all rows if that would leave out more than a tenth. Without
+    boxes, Q and output take a sixth of a prefill's time (docs/tried.md)."""
     behind = packed_rows % group_size
     return packed_rows if behind * 10 > packed_rows else packed_rows - behind
 
 
 def _unit_rows(spec: KernelSpec, group_size: int) -> int:
-    """Whole rows of the group, where Q and output can then come and leave by boxes."""
+    """The packed rows of a unit: whole rows of the group, if Q and output can then be loaded and stored by boxes."""
     if spec.loader == "converted" or spec.mask_source != "implicit":
         return spec.rows
     return whole_rows(spec.rows // spec.ctas, group_size) * spec.ctas
@@ -286,7 +286,7 @@ def _unit_rows(spec: KernelSpec, group_size: int) -> int:
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
     product = wgmma_source.product_dtype(spec)
     return (
-        *attention_traits(spec, product, product, "blocks"),
+        *attention_traits(spec, product, product, "swizzled"),
         *(f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ShortKeyProduct", "ValueProduct")),
     )
 

@@ -91,10 +91,10 @@ def variant_flags(spec: VariantSpec) -> tuple[str, ...]:
 
 
 @functools.cache
-def asked_tiles(spec: VariantSpec) -> Any:
-    """ask_for_tiles(params, args, grid): the kernel that asks this variant's mask function, on the host."""
+def function_tiles(spec: VariantSpec) -> Any:
+    """find_function_tiles(params, args, grid): the kernel that asks this variant's mask function, on the host."""
     flags = variant_flags(spec)
-    return ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card", flags=flags))).ask_for_tiles
+    return ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card", flags=flags))).find_function_tiles
 
 
 @functools.cache
