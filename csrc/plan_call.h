@@ -87,6 +87,8 @@ struct fp_plan_call {
 // Plans the current batch. is_chosen: the schedules are known to fit it; otherwise FP_OTHER_BATCH is returned if they
 // may not.
 FP_API int32_t fp_plan_batch(fp_plan_call*, void* stream, int32_t is_chosen);
-int32_t least_requests, most_requests;  // limits of a batch
-int64_t longest_q, longest_kv;          // limits of a request; refused before the plan is copied
+// Takes (address of an fp_plan_call, stream, q_indptr, kv_indptr, last_page_len, kv_lens, page numbers). Lengths are
+// host tensors or None (kv_indptr is required, and q_indptr if the batch has no q_len_per_request); page numbers may be
+// None. Copies the lengths and plans. If captured launches read page numbers from a buffer, page numbers of the host are
+// copied there after the plan, in the stream's order.
 FP_API void* fp_py_plan(void* self, void* const* arguments, intptr_t count);
