@@ -130,10 +130,12 @@ def kernel(flags: tuple[str, ...]) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="module")
-def kernels() -> None:
-    """All of them, compiled side by side."""
+def kernels(request: pytest.FixtureRequest) -> None:
+    """Kernels of all collected cases, compiled side by side."""
+    found = (getattr(getattr(item, "callspec", None), "params", {}).get("case") for item in request.session.items)
+    flags = dict.fromkeys(flags_of(case) for case in found if case in CASES)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as compilers:
-        list(compilers.map(kernel, dict.fromkeys(map(flags_of, CASES))))
+        list(compilers.map(kernel, flags))
 
 
 def rows_of_unit(case: Case, tile: Tile) -> int:
