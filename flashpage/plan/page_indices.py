@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import native
-from ..base import checks, env
+from ..base import checks, env, memory
 from ..base.errors import PlanError
 from . import mask_bits
 from .buffers import CopyRing
@@ -201,7 +201,7 @@ class MaskBits:
             return
         name = "packed_custom_mask" if mask.is_packed else "custom_mask"
         checks.tensor(mask.values, name, PlanError)
-        checks.address(mask.values, name, PlanError)
+        memory.address(mask.values, name, PlanError)
         packed = self._packed(mask.values, bits, name) if mask.is_packed else self._pack(mask.values, bits, name)
         if self.buffer is None:
             self.tensor = packed.to(self.device, non_blocking=non_blocking and self.device.type != "cpu")

@@ -36,12 +36,13 @@ from ..run.checks import (
     as_cache,
     check_cache,
     check_output,
+    check_plain,
     check_run_heads,
     check_run_tensors,
     flat,
     geometry,
-    not_a_tensor,
     signature_of,
+    waited,
 )
 from . import operators
 
@@ -263,11 +264,12 @@ class Attention:
         enable_pdl: bool | None,
     ) -> Any:
         """A run that differs from the last one: other options or tensors, or none that C could compare."""
-        q, cache, out, lse = tensors
+        q, cache, out, lse = tensors = waited(tensors)
         try:
             signature = signature_of(values, q, cache, out, lse)
-        except (AttributeError, ValueError):
-            raise not_a_tensor(tensors) from None
+        except (AttributeError, ValueError, RuntimeError):  # no tensors, or none with strides
+            check_plain(tensors)
+            raise
         bound = self._local.bound
         if bound is None or bound.signature != signature or bound.generation != self.session.generation:
             bound = self._bind(signature, values, tensors)
@@ -282,7 +284,10 @@ class Attention:
         if enable_pdl is not bound.enable_pdl:
             bound.set_pdl(enable_pdl)
         bound.point(q, cache, out, lse)
-        self._bind_tensors(bound.address, q, *(cache if cache.__class__ is tuple else (cache, None)), out, lse)
+        parts = cache if cache.__class__ is tuple else (cache, None)
+        if self._bind_tensors(bound.address, q, *parts, out, lse):  # C knows no tensors here, or is unsure of these
+            check_plain(Tensors(q, cache, out, lse))
+            torch.autograd.graph.increment_version([out] if lse is None else [out, lse])
         if self._device_index >= 0:
             bound.args.stream = current_stream(self._device_index)
         if status := self._run_kernels(bound.args_address):
