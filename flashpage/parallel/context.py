@@ -230,7 +230,7 @@ def _on_host(
     batch = batch_of(kv_indptr, "kv_indptr")
     given = [kv_indptr, checks.tensor(seq_lens, "seq_lens", PlanError), qo_indptr]
     if qo_indptr is None:
-        given[2] = torch.arange(batch + 1, dtype=torch.int32)
+        given[2] = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
     elif batch_of(qo_indptr, "qo_indptr") != batch:
         raise PlanError(
             f"qo_indptr has {len(qo_indptr)} entries but kv_indptr has {batch + 1}: pass the same requests."

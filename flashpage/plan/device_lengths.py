@@ -83,7 +83,7 @@ class TableLengths:
         """q_indptr, pages of one request behind the other, and tokens; copied to the host."""
         count = self.batch if self.num_requests is None else max(0, min(self.batch, int(self.num_requests)))
         if self.q_indptr is None:
-            q_indptr = torch.arange(count + 1) * self.rows_a_request
+            q_indptr = torch.arange(count + 1, device="cpu") * self.rows_a_request
         else:
             q_indptr = self.q_indptr[: count + 1].cpu().long()
         lens = self.seq_lens[:count].cpu().long()
@@ -110,7 +110,7 @@ class TableLengths:
                     f"{len(tables)} rows: pass the rows that requests have."
                 )
             tables = tables[rows]
-        used = tables[: len(lens)].cpu()[torch.arange(tables.shape[1]) < pages[:, None]]
+        used = tables[: len(lens)].cpu()[torch.arange(tables.shape[1], device="cpu") < pages[:, None]]
         if used.numel():
             least, self.max_page = int(used.min()), int(used.max())
             if least < 0:

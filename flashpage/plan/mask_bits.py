@@ -53,7 +53,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
 
 def pack_segments(bits: torch.Tensor, lengths: torch.Tensor, bitorder: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes on bits' device, and their indptr (int64) on the host; `lengths` are bits a segment, int64 on the host."""
-    zero = torch.zeros(1, dtype=torch.int64)
+    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
     byte_indptr = torch.cat([zero, ((lengths + 7) // 8).cumsum(0)])
     shifts = byte_indptr[:-1] * 8 - (lengths.cumsum(0) - lengths)  # how far a segment's bits move
     if not bool(shifts.any()):

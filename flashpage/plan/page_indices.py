@@ -135,8 +135,10 @@ class KvIndices:
                 f"block_tables has {tables.shape[1]} pages a request but request {int(counts.argmax())} has "
                 f"{int(counts.max())}: pass a column for every page."
             )
-        places = torch.arange(int(counts.sum()))
-        places += torch.repeat_interleave(torch.arange(batch) * tables.shape[1] - (ends[:-1] - first), counts)
+        places = torch.arange(int(counts.sum()), device="cpu")
+        places += torch.repeat_interleave(
+            torch.arange(batch, device="cpu") * tables.shape[1] - (ends[:-1] - first), counts
+        )
         found = tables.reshape(-1)[places.to(tables.device)]
         if indices is None:
             return torch.cat([found.new_zeros(first), found])

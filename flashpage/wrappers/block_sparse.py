@@ -88,7 +88,7 @@ class BlockSparseAttentionWrapper:
             raise PlanError(f"N={N} is not a multiple of C={C}: fill the tokens up to whole blocks.")
         if rows != -(-M // R):
             raise PlanError(f"indptr has {rows} row blocks but M={M} rows are {-(-M // R)} blocks of R={R}.")
-        qo_indptr = (torch.arange(rows + 1) * R).clamp(max=M)
+        qo_indptr = (torch.arange(rows + 1, device="cpu") * R).clamp(max=M)
         (indptr,) = all_to_host([indptr])
         if mask is not None:
             mask = _flattened(mask, indptr, qo_indptr, R, C)  # type: ignore[arg-type]

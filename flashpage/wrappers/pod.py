@@ -210,7 +210,9 @@ class PODWithPagedKVCacheWrapper:
         key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, *options.values())
         if mask is not None or self._planned[layout] is None or key != self._planned[layout]:
             self._planned[layout] = None
-            q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (q.shape[0], k.shape[token]))
+            q_indptr, kv_indptr = (
+                torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in (q.shape[0], k.shape[token])
+            )
             arguments = PrefillArguments(
                 "ragged",
                 q.shape[1],

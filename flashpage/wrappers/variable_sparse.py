@@ -188,7 +188,7 @@ def _pages(mask: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, tor
     head, _, column = mask.nonzero(as_tuple=True)
     counts = columns[head, column]
     first = torch.repeat_interleave(begins[head, column] - (counts.cumsum(0) - counts), counts)
-    indices = (first + torch.arange(int(counts.sum()))).to(torch.int32)
+    indices = (first + torch.arange(int(counts.sum()), device="cpu")).to(torch.int32)
     lengths = (mask * columns.unsqueeze(1)).sum(2).flatten()
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), indices
 

@@ -89,7 +89,7 @@ class _SharedPrefix:
         rows, options = self._unique.session.total_q, self._unique.options
         if self._prefix == (prefix_len, rows):
             return
-        q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, prefix_len))
+        q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in (rows, prefix_len))
         heads = (options.num_q_heads, options.num_kv_heads, options.head_dim_qk)
         arguments = PrefillArguments("ragged", *heads, q_data_type=self._dtypes[0], kv_data_type=self._dtypes[1])
         self._shared.plan(Lengths(q_indptr, kv_indptr), NO_PAGES, *arguments.checked())

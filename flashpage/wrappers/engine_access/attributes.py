@@ -135,7 +135,7 @@ class EngineState:
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
         """Host memory for engines to hand on; plans are staged in the wrapper's own ring, which needs no waiting."""
         if self._staging is None:
-            self._staging = torch.empty(0, dtype=torch.uint8)
+            self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         return self._staging
 
     @_pin_memory_int_workspace_buffer.setter
