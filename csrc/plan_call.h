@@ -16,6 +16,8 @@ struct fp_batch {
   int64_t most_rows;            // written
   const int32_t* page_buffer;   // not null: where captured launches read page numbers; they are taken in no other place
   const int32_t* page_numbers;  // written: where kernels read them
+  int32_t* page_copies;         // the CPU: its kernels read copies, so that no later change makes them read elsewhere
+  int64_t most_page_copies;     // room there
   int32_t max_page;             // written: the largest one in use; -1: not known
   int32_t device_type;          // of the kernels, as DLPack has it
   int32_t device_index;

@@ -29,7 +29,8 @@ void copy_numbers(const dlpack::Tensor& from, void* to) {
 // False where the object is no host tensor of numbers.
 bool read_numbers(void* object, dlpack::Tensor& tensor) {
   return read_tensor(object, tensor) && tensor.device.type == dlpack::cpu && tensor.dims == 1 &&
-         tensor.dtype.code == dlpack::signed_integer && (tensor.dtype.bits == 32 || tensor.dtype.bits == 64);
+         tensor.dtype.code == dlpack::signed_integer && (tensor.dtype.bits == 32 || tensor.dtype.bits == 64) &&
+         has_storage(object, bytes_of(tensor));
 }
 
 void copy_lengths(const dlpack::Tensor& tensor, char* copy, fp_index_array& array) {
@@ -89,10 +90,12 @@ void sum_up(fp_batch& batch) {
   }
 }
 
-// -1 of none; below -1 where one is negative. In a form that the compiler vectorises.
-[[gnu::noinline]] int32_t largest_page(const int32_t* numbers, int64_t count) {
+// Copies page numbers and returns the largest: -1 of none; below -1 where one is negative. In a form that the compiler
+// vectorises.
+[[gnu::noinline]] int32_t copy_pages(const int32_t* __restrict numbers, int64_t count, int32_t* __restrict copies) {
   int32_t signs = 0, most = -1;
   for (int64_t i = 0; i < count; ++i) {
+    copies[i] = numbers[i];
     signs |= numbers[i];
     most = numbers[i] > most ? numbers[i] : most;
   }
@@ -105,16 +108,20 @@ bool take_page_numbers(fp_batch& batch, void* object) {
   const bool is_there = read_tensor(object, tensor) && tensor.device.type == batch.device_type &&
                         tensor.device.index == batch.device_index && tensor.dims == 1 &&
                         tensor.shape[0] >= batch.kv_end && tensor.strides[0] == 1 &&
-                        tensor.dtype.code == dlpack::signed_integer && tensor.dtype.bits == 32;
+                        tensor.dtype.code == dlpack::signed_integer && tensor.dtype.bits == 32 &&
+                        has_storage(object, bytes_of(tensor));
   if (!is_there || batch.checks_pages) return false;
   const auto* numbers = reinterpret_cast<const int32_t*>(static_cast<const char*>(tensor.data) + tensor.byte_offset);
   if (batch.page_buffer != nullptr && numbers != batch.page_buffer) return false;
   batch.max_page = -1;
-  if (batch.device_type == dlpack::cpu && batch.kv_begin >= 0) {
-    batch.max_page = largest_page(numbers + batch.kv_begin, batch.kv_end - batch.kv_begin);
-    if (batch.max_page < -1) return false;
-  }
   batch.page_numbers = numbers;
+  if (batch.device_type == dlpack::cpu) {
+    if (batch.kv_begin < 0 || batch.kv_end > batch.most_page_copies) return false;
+    const int64_t count = batch.kv_end - batch.kv_begin;
+    batch.max_page = copy_pages(numbers + batch.kv_begin, count, batch.page_copies + batch.kv_begin);
+    if (batch.max_page < -1) return false;
+    batch.page_numbers = batch.page_copies;
+  }
   return true;
 }
 

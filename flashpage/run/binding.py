@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import jit, native
-from ..base import checks, kv_view, memory
+from ..base import checks, kv_view, tensor_memory
 from ..base.errors import RunError
 from ..kernels import devices, tensor_maps
 from ..kernels.options import Values, check_rope, check_scale
@@ -93,7 +93,7 @@ class Binding:
         if out is None:
             strides = (heads * dim, dim)
         else:
-            memory.check_written(out, "out", RunError)
+            tensor_memory.check_written(out, "out", RunError)
             strides = kv_view.rows_strides(out, "out")
         merge = self.parts[0].merge
         params.out_row_stride, params.out_head_stride = merge.out_row_stride, merge.out_head_stride = strides
@@ -189,15 +189,18 @@ class Binding:
 
     def point(self, q: torch.Tensor, cache: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Addresses of one run; the only thing that changes from layer to layer."""
-        q_address, out_address = memory.address(q, "q", RunError), memory.address(out, "out", RunError)
+        q_address, out_address = tensor_memory.address(q, "q", RunError), tensor_memory.address(out, "out", RunError)
         if cache.__class__ is tuple:
-            k_address, v_address = memory.address(cache[0], "k", RunError), memory.address(cache[1], "v", RunError)
+            k_address, v_address = (
+                tensor_memory.address(cache[0], "k", RunError),
+                tensor_memory.address(cache[1], "v", RunError),
+            )
         else:
-            k_address = memory.address(cache, "paged_kv_cache", RunError)
+            k_address = tensor_memory.address(cache, "paged_kv_cache", RunError)
             v_address = k_address + self.fused_offset
         if (q_address | k_address | v_address | out_address) & self.alignment_mask:
             raise self._misaligned(q_address, k_address, v_address, out_address)
-        lse_address = None if lse is None else memory.address(lse, "lse", RunError)
+        lse_address = None if lse is None else tensor_memory.address(lse, "lse", RunError)
         for its in self.parts:
             if its.boxes is not None:
                 self._resize(its.boxes, q, cache)
@@ -261,7 +264,7 @@ class Binding:
             raise RunError(f"{name} has {value.numel()} entries: pass one, or one a head ({heads}).")
         if value.dtype != torch.float32 or not value.is_contiguous():
             raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
-        return 1.0, memory.address(value, name, RunError), int(value.numel() > 1)
+        return 1.0, tensor_memory.address(value, name, RunError), int(value.numel() > 1)
 
     def set_sinks(self, sinks: torch.Tensor | None) -> None:
         """[num_qo_heads] fp32 logits that join every row's denominator."""
@@ -275,7 +278,7 @@ class Binding:
                     f"query head, [{heads}]."
                 )
             checks.same_device(sinks, self.device, "sinks", RunError)
-        address = None if sinks is None else memory.address(sinks, "sinks", RunError)
+        address = None if sinks is None else tensor_memory.address(sinks, "sinks", RunError)
         for its in self.parts:
             its.params.sinks = address
         self.sinks = sinks

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base import checks, kv_view, memory
+from ..base import checks, kv_view, tensor_memory
 from ..base.errors import RunError
 from ..base.kv_view import Cache
 from ..kernels.options import Options
@@ -70,8 +70,8 @@ def geometry(tensor: torch.Tensor | None) -> Any:
 def waited(tensors: Tensors) -> Tensors:
     """The same tensors, collectives that are under way waited for."""
     q, cache, out, lse = tensors
-    cache = tuple(map(memory.waited, cache)) if cache.__class__ is tuple else memory.waited(cache)  # type: ignore[assignment]
-    return Tensors(memory.waited(q), cache, memory.waited(out), memory.waited(lse))
+    cache = tuple(map(tensor_memory.waited, cache)) if cache.__class__ is tuple else tensor_memory.waited(cache)  # type: ignore[assignment]
+    return Tensors(tensor_memory.waited(q), cache, tensor_memory.waited(out), tensor_memory.waited(lse))
 
 
 def check_plain(tensors: Tensors) -> None:
@@ -83,12 +83,12 @@ def check_plain(tensors: Tensors) -> None:
     read = {"q": q, **parts}
     written = {name: value for name, value in (("out", out), ("lse", lse)) if value is not None}
     for name, value in (read | written).items():
-        memory.address(checks.tensor(value, name, RunError), name, RunError)
+        tensor_memory.address(checks.tensor(value, name, RunError), name, RunError)
     for name, value in written.items():
         for other_name, other in read.items():
-            memory.check_apart(value, name, other, other_name, RunError)
+            tensor_memory.check_apart(value, name, other, other_name, RunError)
     if out is not None and lse is not None:
-        memory.check_apart(lse, "lse", out, "out", RunError)
+        tensor_memory.check_apart(lse, "lse", out, "out", RunError)
 
 
 def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Memory of tensors: where their values lie, whether they share it, and memory that the library makes for itself."""
+"""Memory of tensors: where their values lie, and whether two of them share it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Step = tuple[int, int, int]
 
 
 def empty(shape: Any, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Memory that plans write to: a plain tensor, inside inference mode too."""
+    """Memory that plans write to, in whichever mode they are called."""
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device)
 
@@ -89,14 +89,12 @@ def _steps(a: torch.Tensor, b: torch.Tensor) -> list[_Step] | None:
     if a.dim() != b.dim():
         return None
     steps = []
-    for sizes, strides in zip(
-        zip(a.shape, b.shape, strict=True), zip(a.stride(), b.stride(), strict=True), strict=True
-    ):
-        ours, theirs = strides[0] * a.element_size(), strides[1] * b.element_size()
-        if sizes[0] > 1 and sizes[1] > 1 and ours != theirs:
+    for a_size, b_size, a_stride, b_stride in zip(a.shape, b.shape, a.stride(), b.stride(), strict=True):
+        a_length, b_length = a_stride * a.element_size(), b_stride * b.element_size()
+        if a_size > 1 and b_size > 1 and a_length != b_length:
             return None
-        if length := ours if sizes[0] > 1 else theirs:
-            steps.append((length, 1 - sizes[1], sizes[0] - 1))
+        if length := a_length if a_size > 1 else b_length:
+            steps.append((length, 1 - b_size, a_size - 1))
     return sorted(steps, reverse=True)
 
 
