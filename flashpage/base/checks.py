@@ -145,7 +145,7 @@ def whole(name: str, value: Any, low: int, high: int = 2**31 - 1, error: type[Fl
 def real(name: str, value: Any, *, positive: bool = False, error: type[FlashpageError] = PlanError) -> float:
     """A number that fp32 holds."""
     try:
-        if isinstance(value, (str, bytes)):
+        if isinstance(value, (str, bytes, torch.Tensor)):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, RuntimeError):

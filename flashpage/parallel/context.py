@@ -10,6 +10,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import CapabilityError, PlanError, RunError
+from ..base.unique import Unique
 from ..kernels.options import check_window
 from ..plan.lengths import Lengths, Names, all_to_host, batch_of
 from ..plan.page_indices import Pages
@@ -30,7 +31,7 @@ _REFUSED = {
 }
 
 
-class ContextParallelAttention:
+class ContextParallelAttention(Unique):
     """Decode, append and prefill of few rows over a paged KV cache that is spread over a process group.
 
     `plan` once a step, `run` once a layer, on every rank, for the same batch: all ranks have all queries (of their own

@@ -74,7 +74,7 @@ def _flat_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(bits: torch.Tensor, bitorder: str) -> torch.Tensor:
-    if bitorder not in _BIT_WEIGHTS:
-        raise RunError(f"bitorder={bitorder!r} is unknown: pass 'big' or 'little'.")
+    if bitorder.__class__ is not str or bitorder not in _BIT_WEIGHTS:
+        raise RunError(f"bitorder={checks.shown(bitorder)} is unknown: pass 'big' or 'little'.")
     weights = torch.tensor(_BIT_WEIGHTS[bitorder], dtype=torch.uint8, device=bits.device)
     return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)

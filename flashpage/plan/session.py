@@ -116,6 +116,13 @@ class Planner:
         return self.active[0].call.result.total_q
 
     @property
+    def first_row(self) -> int:
+        """Where the rows of the present plan begin in q."""
+        struct = self.batch.struct
+        has_indptr = self.batch.tables is None and struct.q_indptr.data
+        return struct.rows_end - struct.rows if has_indptr else 0
+
+    @property
     def most_rows(self) -> int | None:
         """Graph mode without capacities: rows of the first plan; None: there is no such limit."""
         most = self.batch.struct.most_total_rows
@@ -182,11 +189,12 @@ class Planner:
         an error. What captured launches read is written last."""
         batch, first = self.batch, self.active[0]
         is_paged = bool(self._indices_name)
-        are_pages_taken = not is_paged or status == native.OTHER_BATCH
+        is_for_others = status in (native.OTHER_BATCH, native.WORKSPACE_TOO_SMALL)  # plan_held makes what is missing
+        are_pages_taken = not is_paged or is_for_others
         if status == native.OTHER_TENSORS:
             batch.take_judged(Lengths(*given), self.options.page_size)
         elif status != native.OTHER_PAGES:
-            first.check(status if status != native.OTHER_BATCH else native.OK, batch)
+            first.check(native.OK if is_for_others else status, batch)
         end, max_page = batch.struct.kv_end, -1
         if not are_pages_taken and end <= batch.struct.most_entries:
             max_page = self.indices.judge(kv_indices, batch.struct.kv_begin, end, self._indices_name)

@@ -227,8 +227,11 @@ class Binding:
 
     def set_pdl(self, enable_pdl: bool | None) -> None:
         """None: on cards that have programmatic dependent launch."""
-        self.enable_pdl = enable_pdl
-        self.args.enable_pdl = devices.of(self.device).has_pdl if enable_pdl is None else bool(enable_pdl)
+        if enable_pdl is None:
+            has_pdl = devices.of(self.device).has_pdl
+        else:
+            has_pdl = checks.flag("enable_pdl", enable_pdl, RunError)
+        self.enable_pdl, self.args.enable_pdl = enable_pdl, has_pdl
 
     def has_scales(self, scales: tuple[Any, Any, Any]) -> bool:
         """Whether these numbers are set already; tensors may have moved."""

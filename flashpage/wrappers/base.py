@@ -20,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import native
 from ..base import checks
 from ..base.errors import PlanError, RunError
+from ..base.unique import Unique
 from ..kernels.options import Options, Values, Variation
 from ..native import fastcall
 from ..plan.batch import NO_BOUNDS, Longest
@@ -64,7 +65,7 @@ class _Local(threading.local):
         self.bindings: dict[Any, Binding] = {}
 
 
-class Attention:
+class Attention(Unique):
     """Plans are made by one thread at a time; any thread may run them, one at a time on one stream.
 
     Attributes:
@@ -145,6 +146,8 @@ class Attention:
         if options is not self._configured:
             self._configure(options)
         self.values = values
+        if pages.non_blocking is not True:
+            checks.flag("non_blocking", pages.non_blocking)
         if pages.tables is not None:
             indices = session.page_numbers_of(pages.tables, lengths, indices)
         if session.is_graph:
@@ -234,6 +237,7 @@ class Attention:
             or sinks is not None
             or bound.sinks is not None
             or enable_pdl is not bound.enable_pdl
+            or (return_lse is not False and return_lse is not True)
         ):
             return self._run_judged(
                 values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl
@@ -264,6 +268,7 @@ class Attention:
         enable_pdl: bool | None,
     ) -> Any:
         """A run that differs from the last one: other options or tensors, or none that C could compare."""
+        return_lse = checks.flag("return_lse", return_lse, RunError)
         q, cache, out, lse = tensors = waited(tensors)
         try:
             signature = signature_of(values, q, cache, out, lse)
@@ -273,10 +278,13 @@ class Attention:
         bound = self._local.bound
         if bound is None or bound.signature != signature or bound.generation != self.session.generation:
             bound = self._bind(signature, values, tensors)
+        unused = self.session.first_row  # rows that no request has
         if out is None:
             out = torch.empty(bound.out_shape, dtype=bound.out_dtype, device=self.device)
+            out[:unused].zero_()
         if return_lse and lse is None:
             lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=self.device)
+            lse[:unused].fill_(-torch.inf)
         if scales is not bound.scales:
             bound.set_scales(scales)
         if sinks is not bound.sinks or sinks is not None:
@@ -285,7 +293,8 @@ class Attention:
             bound.set_pdl(enable_pdl)
         bound.point(q, cache, out, lse)
         parts = cache if cache.__class__ is tuple else (cache, None)
-        if self._bind_tensors(bound.address, q, *parts, out, lse):  # C knows no tensors here, or is unsure of these
+        # C knows no tensors here, or is unsure of these; a plan with unused rows stays with this way.
+        if self._bind_tensors(bound.address, None if unused else q, *parts, out, lse):
             check_plain(Tensors(q, cache, out, lse))
             torch.autograd.graph.increment_version([out] if lse is None else [out, lse])
         if self._device_index >= 0:

@@ -19,7 +19,7 @@ from .adapter import Adapter
 from .base import DECODE
 from .engine_access.attributes import PagedState, Written
 from .engine_access.cached_module import DecodePlanModule, PlanModule
-from .plan_arguments import NO_OWN, DecodeArguments, Own, named_options, options_of_device, sizes_signature
+from .plan_arguments import NO_OWN, DecodeArguments, Own, differ, named_options, options_of_device, sizes_signature
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
@@ -60,7 +60,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         max_rows: int = 0,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
-        self._use_tensor_cores = use_tensor_cores
+        self._use_tensor_cores = checks.flag("use_tensor_cores", use_tensor_cores)
         self._take_graph_buffers(
             Capacity.of(use_cuda_graph, max_batch=max_batch, max_pages=max_pages, max_rows=max_rows),
             paged_kv_indptr_buffer=paged_kv_indptr_buffer,
@@ -162,7 +162,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             q_len_per_req,
             Own.of(own) if own else NO_OWN,
         )
-        if arguments != self._arguments:
+        if differ(arguments, self._arguments):
             self._check(arguments)
         self._now = self._planned
         lengths, pages = Lengths(None, indptr, last_page_len, seq_lens), Pages(indices, block_tables, non_blocking)
@@ -210,7 +210,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         On a card lengths are taken to lie within 0 and what a row of `block_tables` holds; on the CPU they are checked.
         """
         arguments = DecodeArguments(num_qo_heads, num_kv_heads, head_dim, page_size, **options_of_device(options))
-        if arguments != self._arguments:
+        if differ(arguments, self._arguments):
             self._check(arguments)
         self._now = self._planned
         tables = TableLengths(

@@ -18,7 +18,7 @@ from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
-from .plan_arguments import NO_OWN, Own, PrefillArguments, options_of_device
+from .plan_arguments import NO_OWN, Own, PrefillArguments, differ, options_of_device
 from .prefill_base import PrefillWrapper, only_items
 
 
@@ -245,7 +245,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             max_rows = self._planner.capacity.rows
         heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         arguments = PrefillArguments("paged", *heads, **options_of_device(options))
-        if arguments != self._arguments:
+        if differ(arguments, self._arguments):
             self._check(arguments)
         self._now = self._planned
         tables = TableLengths(

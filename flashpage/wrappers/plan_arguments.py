@@ -154,6 +154,14 @@ def options_of_device(options: dict[str, Any]) -> dict[str, Any]:
     return fields | {"own": Own.of({name: value for name, value in options.items() if name in Own._fields})}
 
 
+def differ(arguments: Arguments, others: Arguments | None) -> bool:
+    """Whether they are others; an array among them has no single truth value, and is refused when it is checked."""
+    try:
+        return arguments != others
+    except (RuntimeError, ValueError):
+        return True
+
+
 class Checked:
     """The options of the newest arguments: the same ones are checked once."""
 
@@ -162,7 +170,7 @@ class Checked:
         self._found: tuple[Options, Values]
 
     def of(self, arguments: Arguments) -> tuple[Options, Values]:
-        if arguments != self._arguments:
+        if differ(arguments, self._arguments):
             self._arguments = None
             self._found = arguments.checked()
             self._arguments = arguments

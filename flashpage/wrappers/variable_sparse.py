@@ -9,6 +9,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import PlanError, RunError
+from ..base.unique import Unique
 from ..kernels.options import check_heads, check_soft_cap
 from ..plan.lengths import Lengths, all_to_host
 from ..plan.page_indices import Pages
@@ -16,7 +17,7 @@ from .base import Attention
 from .plan_arguments import Checked, PrefillArguments
 
 
-class VariableBlockSparseAttentionWrapper:
+class VariableBlockSparseAttentionWrapper(Unique):
     """Attention under block masks: block (i, j) of a KV head has block_row_sz[head, i] rows x block_col_sz[head, j]
     tokens.
 
