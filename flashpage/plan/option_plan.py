@@ -246,8 +246,8 @@ class Combination:
             raise lengths.complaint(result, batch.names, self.options.page_size)
         if status == native.WORKSPACE_TOO_SMALL:
             raise PlanError(
-                f"int_workspace_buffer has {call.capacity} bytes but this plan needs {result.used_bytes}, and it cannot "
-                "grow where a graph may read it: pass a larger one to reset_workspace_buffer(float_workspace_buffer, "
+                f"int_workspace_buffer has {call.capacity} bytes but this plan needs {result.used_bytes}, and it does "
+                "not grow where a graph may read it: pass a larger one to reset_workspace_buffer(float_workspace_buffer, "
                 "int_workspace_buffer) before the first plan."
             )
         if status != native.OVER_LIMIT:

@@ -111,8 +111,7 @@ def test_workspaces_too_small() -> None:
     with pytest.raises(PlanError, match=r"float_workspace_buffer has 64 bytes but this plan needs \d+"):
         wrapper.plan(**plan_arguments, fixed_split_size=16)
     wrapper.reset_workspace_buffer(workspace(), workspace(64))
-    with pytest.raises(PlanError, match=r"int_workspace_buffer has 64 bytes but this plan needs \d+"):
-        wrapper.plan(**plan_arguments)
+    wrapper.plan(**plan_arguments)  # the int workspace grows by itself
     wrapper.reset_workspace_buffer(workspace(max(16, needed[0])), workspace(needed[1]))
     wrapper.plan(**plan_arguments)
 
