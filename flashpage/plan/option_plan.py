@@ -247,8 +247,8 @@ class Combination:
         if status == native.WORKSPACE_TOO_SMALL:
             raise PlanError(
                 f"int_workspace_buffer has {call.capacity} bytes but this plan needs {result.used_bytes}, and it does "
-                "not grow where a graph may read it: pass a larger one to reset_workspace_buffer(float_workspace_buffer, "
-                "int_workspace_buffer) before the first plan."
+                "not grow where a graph may read it: call reset_workspace_buffer(float_workspace_buffer, "
+                "int_workspace_buffer) with a larger one before the first plan."
             )
         if status != native.OVER_LIMIT:
             raise DeviceError(native.last_error())

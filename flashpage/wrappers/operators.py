@@ -17,6 +17,7 @@ from .. import jit, native
 from ..base import kv_view, tensor_memory
 from ..base.dtypes import DType
 from ..base.errors import CapabilityError, RunError
+from ..base.tensor_memory import waited
 from ..kernels.options import Options, Values
 from ..kernels.spec import KernelSpec
 from ..plan.session import current_stream
@@ -24,6 +25,7 @@ from ..run.checks import Tensors, check_places, scales_of
 
 _ROWS_PER_CTA = 8  # merge_states and append: a warp each
 _MOST_CTAS = 1 << 16
+_CONTIGUOUS = torch.contiguous_format
 _APPEND_DTYPES = {
     1: DType.FLOAT8_E4M3,
     2: DType.FLOAT16,
@@ -54,7 +56,12 @@ def call(name: str, *args: Any) -> Any:
     """An operator's implementation at once, or the operator where torch traces or watches."""
     if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
         return getattr(torch.ops.flashpage, name)(*args)
-    return _IMPLEMENTATIONS[name](*args)
+    return _IMPLEMENTATIONS[name](*(waited(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+
+
+def _count_write(*written: torch.Tensor) -> None:
+    """Tells autograd of writes that it does not see."""
+    torch.autograd.graph.increment_version(written)
 
 
 # ---------------------------------------------------------------- run
@@ -135,6 +142,11 @@ def _merge(params: native.MergeStatesParams, v: torch.Tensor) -> None:
         raise CapabilityError(
             f"head_dim={params.head_dim} is not a multiple of 4: the merge kernel reads four at a time."
         )
+    if params.out % (4 * v.element_size()):
+        raise RunError(
+            f"the output starts at {params.out:#x}: the merge kernel writes four elements at a time; pass memory that "
+            f"starts on {4 * v.element_size()} bytes."
+        )
     kernel = jit.get_kernel(KernelSpec("merge_states", q_dtype=DType.of(v.dtype)), v.device)
     _launch(kernel, address, params.rows * params.num_heads, v.device)
 
@@ -149,11 +161,21 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def vector_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, with rows that begin on four elements, which the kernel on a card loads at once: a copy where an address
+    or a stride is between."""
+    at_four, strides = 4 * tensor.element_size(), tensor.stride()[:-1]
+    is_aligned = not any(stride * tensor.element_size() % at_four for stride in strides)
+    return tensor if is_aligned and tensor.data_ptr() % at_four == 0 else tensor.clone(memory_format=_CONTIGUOUS)
+
+
 def _merge_pair(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor,
 ) -> None:  # fmt: skip
     v, v_other, s, s_other = _rows(v), _rows(v_other), _rows(s), _rows(s_other)
+    if not v.is_cpu:
+        v, v_other = vector_rows(v), vector_rows(v_other)
     if v.stride() != v_other.stride():
         v_other = v_other.contiguous() if v.is_contiguous() else torch.empty_like(v).copy_(v_other)
         v = v if v.stride() == v_other.stride() else v.contiguous()
@@ -195,7 +217,11 @@ def _merge_state_fake(
 def _merge_state_in_place(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None
 ) -> None:
+    for name, written, other in (("v", v, v_other), ("s", s, s_other)):
+        if written.data_ptr() != other.data_ptr():
+            tensor_memory.check_apart(written, name, other, f"{name}_other", RunError)
     _merge_pair(v, s, v_other, s_other, None if mask is None else mask.contiguous(), v, s)
+    _count_write(v, s)
 
 
 def _merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,6 +232,8 @@ def _merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def _merge_states_into(v: torch.Tensor, s: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     v, s = _rows(v), _rows(s)
+    if not v.is_cpu:
+        v = vector_rows(v)
     params = native.MergeStatesParams(
         v=tensor_memory.address(v, "v", RunError),
         s=tensor_memory.address(s, "s", RunError),
@@ -274,6 +302,7 @@ def _append_paged_kv_cache(
         page=native.make_fast_div(k.page_size),
     )
     address = ctypes.addressof(params)
+    _count_write(*cache)
     if append_key.device.type == "cpu":
         native.check(native.load().fp_cpu_append(address, size))
         return

@@ -118,10 +118,6 @@ def test_workspaces_are_judged_by_the_largest_batch() -> None:
     wrapper.reset_workspace_buffer(wrapper._float_workspace_buffer, small)
     steps.plan(wrapper, 0)
     assert wrapper._int_workspace_buffer.numel() > 1024, "no graph reads it before the first plan: it grows"
-    wrapper._planner.active[0].slot.attach(wrapper._planner.active[0].call, small)
-    wrapper._planner.active[0].slot.is_used = True
-    with pytest.raises(PlanError, match=r"int_workspace_buffer has 1024 bytes .* reset_workspace_buffer"):
-        steps.plan(wrapper, 0)
 
 
 def workspace() -> torch.Tensor:
