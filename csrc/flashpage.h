@@ -322,6 +322,8 @@ FP_API void fp_point(const fp_bound_run*, void* q, void* k, void* v, void* out, 
 // written may share memory with another. Versions of what is written are bumped.
 FP_API void* fp_py_bind(void* self, void* const* arguments, intptr_t count);
 FP_API void* fp_py_run(void* self, void* const* arguments, intptr_t count);
+// Any number of tensors: FP_OTHER_TENSORS where one is no plain one, or has no elements.
+FP_API void* fp_py_judge(void* self, void* const* arguments, intptr_t count);
 
 // ---------------------------------------------------------------- the CPU's own (csrc/cpu/threads.cpp,
 // csrc/cpu/cpu_ops.cpp)

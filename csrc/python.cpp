@@ -144,6 +144,16 @@ void* fp_py_bind(void*, void* const* arguments, intptr_t) {
   return host::to_int(host::bind(host::Arguments(arguments)));
 }
 
+void* fp_py_judge(void*, void* const* arguments, intptr_t count) {
+  for (intptr_t i = 0; i < count; ++i) {
+    dlpack::Tensor tensor;
+    if (!host::read_tensor(arguments[i], tensor) || !host::has_storage(arguments[i], host::bytes_of(tensor))) {
+      return host::to_int(FP_OTHER_TENSORS);
+    }
+  }
+  return host::to_int(FP_OK);
+}
+
 void* fp_py_run(void*, void* const* arguments, intptr_t) {
   return host::to_int(host::run_bound(host::Arguments(arguments), host::pointer<void>(arguments[6])));
 }

@@ -46,6 +46,7 @@ class Builtins(NamedTuple):
     bind: Callable[..., int]
     run: Callable[..., int]
     plan: Callable[..., int]
+    judge: Callable[..., int]
 
 
 _definitions: list[_MethodDef] = []  # builtins refer to them
@@ -56,7 +57,7 @@ def builtins() -> Builtins:
     """Made once a process."""
     if _connect():
         return Builtins(*map(_builtin, Builtins._fields))
-    return Builtins(_other_tensors, _other_tensors, _other_tensors)
+    return Builtins(*(_other_tensors for _ in Builtins._fields))
 
 
 def _other_tensors(*_: Any) -> int:

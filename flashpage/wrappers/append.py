@@ -164,9 +164,8 @@ def _check_indptr(append_indptr: torch.Tensor) -> None:
     falls = (append_indptr.diff() < 0).nonzero()
     if len(falls):
         i = int(falls[0]) + 1
-        raise RunError(
-            f"append_indptr[{i}]={int(append_indptr[i])} is smaller than the entry before it: an indptr never decreases."
-        )
+        found = f"append_indptr[{i}]={int(append_indptr[i])}"
+        raise RunError(f"{found} is smaller than the entry before it: an indptr never decreases.")
 
 
 def _into(given: torch.Tensor | None, values: torch.Tensor, name: str) -> torch.Tensor:

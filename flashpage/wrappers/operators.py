@@ -7,19 +7,21 @@ watches. A wrapper's run is an operator with the wrapper's handle, never its pla
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from .. import jit, native
-from ..base import kv_view, tensor_memory
+from ..base import checks, kv_view, tensor_memory
 from ..base.dtypes import DType
 from ..base.errors import CapabilityError, RunError
 from ..base.tensor_memory import waited
 from ..kernels.options import Options, Values
 from ..kernels.spec import KernelSpec
+from ..native import fastcall
 from ..plan.session import current_stream
 from ..run.checks import Tensors, check_places, scales_of
 
@@ -56,12 +58,33 @@ def call(name: str, *args: Any) -> Any:
     """An operator's implementation at once, or the operator where torch traces or watches."""
     if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
         return getattr(torch.ops.flashpage, name)(*args)
-    return _IMPLEMENTATIONS[name](*(waited(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+    return _IMPLEMENTATIONS[name](*judged(name, args))
 
 
-def _count_write(*written: torch.Tensor) -> None:
-    """Tells autograd of writes that it does not see."""
-    torch.autograd.graph.increment_version(written)
+def judged(name: str, args: tuple[Any, ...]) -> list[Any]:
+    """Arguments of an operator for its implementation: tensors have memory. Autograd is told which ones are written."""
+    found = [[waited(part) for part in arg] if arg.__class__ is list else waited(arg) for arg in args]
+    names, written = _arguments_of(name)
+    if fastcall.builtins().judge(*(tensor for _, tensor in _tensors(names, found))):
+        for argument, tensor in _tensors(names, found):
+            tensor_memory.address(checks.tensor(tensor, argument, RunError), argument, RunError)
+    torch.autograd.graph.increment_version([t for _, t in _tensors(names, [found[i] for i in written])])
+    return found
+
+
+def _tensors(names: tuple[str, ...], args: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, arg in zip(names, args, strict=False):
+        for value in arg if arg.__class__ is list else (arg,):
+            if isinstance(value, torch.Tensor):
+                yield name, value
+
+
+@functools.cache
+def _arguments_of(operator: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """An operator's arguments, and the places of those that it writes."""
+    arguments = getattr(torch.ops.flashpage, operator).default._schema.arguments
+    is_written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+    return tuple(argument.name for argument in arguments), tuple(i for i, written in enumerate(is_written) if written)
 
 
 # ---------------------------------------------------------------- run
@@ -162,8 +185,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def vector_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, with rows that begin on four elements, which the kernel on a card loads at once: a copy where an address
-    or a stride is between."""
+    """With rows that begin on four elements, as the kernel on a card loads four at once: a copy where they do not."""
     at_four, strides = 4 * tensor.element_size(), tensor.stride()[:-1]
     is_aligned = not any(stride * tensor.element_size() % at_four for stride in strides)
     return tensor if is_aligned and tensor.data_ptr() % at_four == 0 else tensor.clone(memory_format=_CONTIGUOUS)
@@ -221,7 +243,6 @@ def _merge_state_in_place(
         if written.data_ptr() != other.data_ptr():
             tensor_memory.check_apart(written, name, other, f"{name}_other", RunError)
     _merge_pair(v, s, v_other, s_other, None if mask is None else mask.contiguous(), v, s)
-    _count_write(v, s)
 
 
 def _merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -302,7 +323,6 @@ def _append_paged_kv_cache(
         page=native.make_fast_div(k.page_size),
     )
     address = ctypes.addressof(params)
-    _count_write(*cache)
     if append_key.device.type == "cpu":
         native.check(native.load().fp_cpu_append(address, size))
         return
