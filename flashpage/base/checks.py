@@ -48,6 +48,7 @@ _REASONS = {
 
 
 _LARGEST_FLOAT, _LEAST_FLOAT = 2.0**128, 2.0**-126  # fp32: kernels get numbers in it
+_CONTAINERS = (list, tuple, set, frozenset, dict, range, torch.Tensor)
 _MOST_SHOWN = 60  # characters of a value in a message
 
 
@@ -55,7 +56,7 @@ def shown(value: object) -> str:
     """A value in a message, in a few words however large it is."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
-    if isinstance(value, (list, tuple, set, frozenset, dict, range)) and len(value) > 3:
+    if isinstance(value, _CONTAINERS) and (len(value) > 3 or any(isinstance(entry, _CONTAINERS) for entry in value)):
         return f"{type(value).__name__} of {len(value)} entries"
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -93,17 +93,19 @@ def _steps(a: torch.Tensor, b: torch.Tensor) -> list[_Step] | None:
         a_length, b_length = a_stride * a.element_size(), b_stride * b.element_size()
         if a_size > 1 and b_size > 1 and a_length != b_length:
             return None
-        if length := a_length if a_size > 1 else b_length:
+        length = a_length if a_size > 1 else b_length
+        if length and (a_size > 1 or b_size > 1):
             steps.append((length, 1 - b_size, a_size - 1))
     return sorted(steps, reverse=True)
 
 
 def _can_reach(distance: int, steps: list[_Step]) -> bool:
-    """Whether a sum of steps is the distance. Shorter steps together are shorter than one longer step."""
+    """Whether a sum of steps is the distance."""
     if not steps:
         return distance == 0
     (length, least, most), *shorter = steps
+    rest = sum(shorter_length * max(-low, high) for shorter_length, low, high in shorter)
+    first, last = -((rest - distance) // length), (distance + rest) // length
     return any(
-        least <= count <= most and _can_reach(distance - count * length, shorter)
-        for count in (distance // length, -(-distance // length))
+        _can_reach(distance - count * length, shorter) for count in range(max(least, first), min(most, last) + 1)
     )

@@ -188,7 +188,7 @@ class Binding:
         self.params.trace = None if stamps is None else stamps.data_ptr()
 
     def point(self, q: torch.Tensor, cache: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Addresses of one run; the only thing that changes from layer to layer."""
+        """Addresses of a run that C does not point by itself; it judges them."""
         q_address, out_address = tensor_memory.address(q, "q", RunError), tensor_memory.address(out, "out", RunError)
         if cache.__class__ is tuple:
             k_address, v_address = (
@@ -201,10 +201,13 @@ class Binding:
         if (q_address | k_address | v_address | out_address) & self.alignment_mask:
             raise self._misaligned(q_address, k_address, v_address, out_address)
         lse_address = None if lse is None else tensor_memory.address(lse, "lse", RunError)
+        native.load().fp_point(self.address, q_address, k_address, v_address, out_address, lse_address)
+
+    def resize(self, q: torch.Tensor, cache: Any) -> None:
+        """Tensor maps for as many rows and pages as the tensors have."""
         for its in self.parts:
             if its.boxes is not None:
                 self._resize(its.boxes, q, cache)
-        native.load().fp_point(self.address, q_address, k_address, v_address, out_address, lse_address)
 
     def _resize(self, found: native.KvBoxes, q: torch.Tensor, cache: Any) -> None:
         if self.gathered is not None:

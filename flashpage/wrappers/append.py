@@ -35,13 +35,14 @@ def append_paged_kv_cache(
         kv_layout: "NHD" or "HND".
     """
     checks.layout(kv_layout, RunError)
+    cache = list(paged_kv_cache) if isinstance(paged_kv_cache, (tuple, list)) else [paged_kv_cache]
+    caches = [("paged_kv_cache", part) for part in cache]
+    operators.check_plain(("append_key", append_key), ("append_value", append_value), *caches)
     for name, tensor in (("append_key", append_key), ("append_value", append_value)):
         checks.tensor(tensor, name, RunError)
         if tensor.dim() != 3:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [nnz, num_kv_heads, head_dim].")
         checks.dense_last(tensor, name, RunError)
-    append_key, append_value = tensor_memory.waited(append_key), tensor_memory.waited(append_value)
-    cache = list(paged_kv_cache) if isinstance(paged_kv_cache, (tuple, list)) else [paged_kv_cache]
     views = kv_view.paged_views(tuple(cache) if len(cache) == 2 else cache[0], kv_layout)
     nnz, device = append_key.shape[0], append_key.device
     for name, tensor, view in (("append_key", append_key, views[0]), ("append_value", append_value, views[1])):

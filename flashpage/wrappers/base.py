@@ -95,7 +95,7 @@ class Attention(Unique):
         self._device_index = self.session.device_index
         self._run_kernels = native.load().fp_run
         builtins = fastcall.builtins()
-        self._bind_tensors, self._run_tensors = builtins.bind, builtins.run
+        self._bind_tensors, self._run_tensors, self._judge_tensors = builtins.bind, builtins.run, builtins.judge
         self._raw_stream = torch._C._cuda_getCurrentRawStream if self._device_index >= 0 else None
         self._local = _Local()
         self._configured: Options | None = None
@@ -291,11 +291,12 @@ class Attention(Unique):
             bound.set_sinks(sinks)
         if enable_pdl is not bound.enable_pdl:
             bound.set_pdl(enable_pdl)
-        bound.point(q, cache, out, lse)
+        bound.resize(q, cache)
         parts = cache if cache.__class__ is tuple else (cache, None)
         # C knows no tensors here, or is unsure of these; a plan with unused rows stays with this way.
         if self._bind_tensors(bound.address, None if unused else q, *parts, out, lse):
             check_plain(Tensors(q, cache, out, lse))
+            bound.point(q, cache, out, lse)
             torch.autograd.graph.increment_version([out] if lse is None else [out, lse])
         if self._device_index >= 0:
             bound.args.stream = current_stream(self._device_index)
@@ -326,6 +327,8 @@ class Attention(Unique):
     def _judge(self, values: Values, tensors: Tensors) -> Combination:
         """Shapes, dtypes and devices of a run against the plan; the combination of options that it needs."""
         session, options = self.session, self.options
+        if self._judge_tensors(*(tensor for tensor in (*flat(tensors), tensors.lse) if tensor is not None)):
+            check_plain(tensors)
         q = check_run_tensors(tensors, options, self.device)
         num_kv_heads = check_cache(tensors.cache, options, self.kv_layout, session.indices.max_page, session.kv_end)
         heads = check_run_heads(q.shape[1], num_kv_heads, options)

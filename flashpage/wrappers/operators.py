@@ -54,9 +54,22 @@ WRAPPERS: weakref.WeakValueDictionary[int, Runnable] = weakref.WeakValueDictiona
 _library = torch.library.Library("flashpage", "DEF")
 
 
+def is_traced() -> bool:
+    """Whether torch traces or watches: tensors may then have no values."""
+    return bool(torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack())
+
+
+def check_plain(*named: tuple[str, Any]) -> None:
+    """Raises for the first tensor whose memory kernels cannot use."""
+    for name, value in () if is_traced() else named:
+        tensor = checks.tensor(value, name, RunError)
+        if waited(tensor) is tensor:
+            tensor_memory.address(tensor, name, RunError)
+
+
 def call(name: str, *args: Any) -> Any:
     """An operator's implementation at once, or the operator where torch traces or watches."""
-    if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
+    if is_traced():
         return getattr(torch.ops.flashpage, name)(*args)
     return _IMPLEMENTATIONS[name](*judged(name, args))
 
@@ -66,8 +79,7 @@ def judged(name: str, args: tuple[Any, ...]) -> list[Any]:
     found = [[waited(part) for part in arg] if arg.__class__ is list else waited(arg) for arg in args]
     names, written = _arguments_of(name)
     if fastcall.builtins().judge(*(tensor for _, tensor in _tensors(names, found))):
-        for argument, tensor in _tensors(names, found):
-            tensor_memory.address(checks.tensor(tensor, argument, RunError), argument, RunError)
+        check_plain(*_tensors(names, found))
     torch.autograd.graph.increment_version([t for _, t in _tensors(names, [found[i] for i in written])])
     return found
 
