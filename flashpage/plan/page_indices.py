@@ -133,7 +133,10 @@ class KvIndices:
     def use_tables(self, tables: torch.Tensor, max_page: int) -> None:
         """Kernels read them in place: a request's pages begin where its row does."""
         self.tensor = tables
-        self._batch.page_numbers, self._batch.max_page = tables.data_ptr(), max_page
+        self._batch.page_numbers, self._batch.max_page = (
+            tensor_memory.address(tables, "block_tables", PlanError),
+            max_page,
+        )
 
     def from_tables(self, tables: Any, indptr: torch.Tensor | None, indices: torch.Tensor | None, name: str) -> Any:
         """The page numbers of `tables`, [requests, pages], where there are no `indices`; else `indices`, which must

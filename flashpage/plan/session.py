@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import jit, native
+from ..base import tensor_memory
 from ..base.errors import PlanError, RunError
 from ..kernels.options import Options, Variation
 from ..kernels.spec import KernelSpec
@@ -76,7 +77,7 @@ class Planner:
         """Graph mode: what captured launches read is as large as the largest batch needs."""
         self.batch.capacity = capacity
         if self._indices_name:
-            self.indices.buffer = torch.empty(capacity.entries, dtype=torch.int32, device=self.device)
+            self.indices.buffer = tensor_memory.empty(capacity.entries, torch.int32, self.device)
 
     @property
     def capacity(self) -> Capacity | None:
@@ -246,7 +247,7 @@ class Planner:
         batch.tables, batch.generation, batch.stream = tables, self.generation, current_stream(self.device_index)
         for combination in self.active:
             combination.plan_on_device(batch, tables, self.plan_kernel)
-        self.indices.use_tables(tables.tables, tables.max_page)
+        self.indices.use_tables(tables.read, tables.max_page)
         self.block_tables = tables.tables
         self._last = self.generation
         self.is_planned = True

@@ -42,6 +42,7 @@ class Workspaces:
     def _check(self, buffer: Any, name: str) -> None:
         checks.tensor(buffer, name, PlanError)
         checks.same_device(buffer, self.device, name, PlanError)
+        tensor_memory.address(buffer, name, PlanError)
         if not buffer.is_contiguous() or buffer.data_ptr() % 16:
             raise PlanError(
                 f"{name} starts at {buffer.data_ptr():#x} with strides {tuple(buffer.stride())}: "

@@ -25,6 +25,11 @@ from .plan_arguments import NO_OWN, DecodeArguments, Own, differ, named_options,
 class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
     """Attention of a batch of decode steps: `plan` once a step, `run` once a layer.
 
+    A caller may change any tensor that plan was given before the next run, except what lies on a card and is read there
+    in place: int32 page numbers, packed masks, what plan_on_device was given, and a variant's tensors; those stay as
+    they are until the last run of the plan is done. (The CPU reads copies, but for a variant's tensors.) An output of
+    run shares no memory with q, K, V or another output, so q itself is refused as `out`.
+
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
             on the CPU: the CPU backend.
@@ -119,7 +124,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
             head_dim: of q, K and V.
             page_size: tokens a page.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI".
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI", whose bias is 0 at
+                the row's own token: FlashInfer's is larger by slope * (KV length - query length), see the README.
             window_left: tokens visible left of the row's own; -1: all.
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: as they are.
             q_data_type, kv_data_type, o_data_type: of q ("float16"), of the cache (q's) and of the output (q's; where
