@@ -63,7 +63,7 @@ inline bool read_tensor(void* object, dlpack::Tensor& tensor) {
   if (tensor.data == nullptr || tensor.dims > max_dims) return false;
   const void* found = at_tensor(object);
   if (python.is_negative(found)) return false;
-  return !(python.is_grad_enabled() && python.requires_grad(*static_cast<const void* const*>(found)));
+  return !(python.requires_grad(*static_cast<const void* const*>(found)) && python.is_grad_enabled());
 }
 
 }  // namespace flashpage::host

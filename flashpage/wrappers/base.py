@@ -281,10 +281,12 @@ class Attention(Unique):
         unused = self.session.first_row  # rows that no request has
         if out is None:
             out = torch.empty(bound.out_shape, dtype=bound.out_dtype, device=self.device)
-            out[:unused].zero_()
+            if unused:
+                out[:unused].zero_()
         if return_lse and lse is None:
             lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=self.device)
-            lse[:unused].fill_(-torch.inf)
+            if unused:
+                lse[:unused].fill_(-torch.inf)
         if scales is not bound.scales:
             bound.set_scales(scales)
         if sinks is not bound.sinks or sinks is not None:

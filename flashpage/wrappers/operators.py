@@ -216,11 +216,11 @@ def _merge_pair(
     if s.stride() != s_other.stride():
         s, s_other = s.contiguous(), s_other.contiguous()
     params = native.MergeStatesParams(
-        v=tensor_memory.address(v, "v", RunError),
-        s=tensor_memory.address(s, "s", RunError),
-        v_other=tensor_memory.address(v_other, "v_other", RunError),
-        s_other=tensor_memory.address(s_other, "s_other", RunError),
-        mask=None if mask is None else tensor_memory.address(mask, "mask", RunError),
+        v=v.data_ptr(),
+        s=s.data_ptr(),
+        v_other=v_other.data_ptr(),
+        s_other=s_other.data_ptr(),
+        mask=None if mask is None else mask.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
         v_row_stride=v.stride(0),
@@ -268,8 +268,8 @@ def _merge_states_into(v: torch.Tensor, s: torch.Tensor, out: torch.Tensor, lse:
     if not v.is_cpu:
         v = vector_rows(v)
     params = native.MergeStatesParams(
-        v=tensor_memory.address(v, "v", RunError),
-        s=tensor_memory.address(s, "s", RunError),
+        v=v.data_ptr(),
+        s=s.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
         v_state_stride=v.stride(1),
@@ -314,20 +314,20 @@ def _append_paged_kv_cache(
     if append_key.is_cpu:
         check_places(batch_indices, positions, kv_indices, kv_indptr, k)
     size = append_key.element_size()
-    addresses = [tensor_memory.address(tensor, "paged_kv_cache", RunError) for tensor in cache]
+    addresses = [tensor.data_ptr() for tensor in cache]
     params = native.AppendParams(
-        append_key=tensor_memory.address(append_key, "append_key", RunError),
-        append_value=tensor_memory.address(append_value, "append_value", RunError),
+        append_key=append_key.data_ptr(),
+        append_value=append_value.data_ptr(),
         key_row_stride=append_key.stride(0),
         key_head_stride=append_key.stride(1),
         value_row_stride=append_value.stride(0),
         value_head_stride=append_value.stride(1),
         k=native.KvView(addresses[0], k.page_stride, k.token_stride, k.head_stride),
         v=native.KvView(addresses[-1] + v.offset * size, v.page_stride, v.token_stride, v.head_stride),
-        batch_indices=tensor_memory.address(batch_indices, "batch_indices", RunError),
-        positions=tensor_memory.address(positions, "positions", RunError),
-        kv_indptr=tensor_memory.address(kv_indptr, "kv_indptr", RunError),
-        kv_indices=tensor_memory.address(kv_indices, "kv_indices", RunError),
+        batch_indices=batch_indices.data_ptr(),
+        positions=positions.data_ptr(),
+        kv_indptr=kv_indptr.data_ptr(),
+        kv_indices=kv_indices.data_ptr(),
         nnz=nnz,
         num_kv_heads=num_kv_heads,
         head_dim_qk=head_dim_qk,

@@ -168,7 +168,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             q_len_per_req,
             Own.of(own) if own else NO_OWN,
         )
-        if differ(arguments, self._arguments):
+        try:
+            is_new = arguments != self._arguments
+        except (RuntimeError, ValueError):  # an array among them, which is refused when it is checked
+            is_new = True
+        if is_new:
             self._check(arguments)
         self._now = self._planned
         lengths, pages = Lengths(None, indptr, last_page_len, seq_lens), Pages(indices, block_tables, non_blocking)

@@ -15,7 +15,7 @@ from ..plan.page_indices import Mask, Pages
 from ..variants.multi_item import NO_ITEMS, ItemArguments, MultiItemMask
 from .adapter import Adapter
 from .engine_access.attributes import Buffer, Written
-from .plan_arguments import PrefillArguments, differ
+from .plan_arguments import PrefillArguments
 
 # In the order of ItemArguments.
 _ITEM_ATTRIBUTES = ("_prefix_len_ptr", "_token_pos_in_items_ptr", "_token_pos_in_items_len", "_max_item_len_ptr")
@@ -59,7 +59,11 @@ class PrefillWrapper(Adapter):
     def _plan(
         self, arguments: PrefillArguments, lengths: Lengths, pages: Pages, mask: Mask | None, longest: Longest
     ) -> None:
-        if differ(arguments, self._arguments):
+        try:
+            is_new = arguments != self._arguments
+        except (RuntimeError, ValueError):  # an array among them, which is refused when it is checked
+            is_new = True
+        if is_new:
             self._check(arguments)
         self._now = self._planned
         self._attention.plan(lengths, pages, self._options, self._now, mask, longest)
