@@ -67,11 +67,12 @@ def geometry(tensor: torch.Tensor | None) -> Any:
     return None if tensor is None else (tensor.shape[1:], tensor.shape[0] > 1, tensor.stride(), tensor.dtype)
 
 
-def waited(tensors: Tensors) -> Tensors:
+def wait_for(tensors: Tensors) -> Tensors:
     """The same tensors, collectives that are under way waited for."""
-    q, cache, out, lse = tensors
-    cache = tuple(map(tensor_memory.waited, cache)) if cache.__class__ is tuple else tensor_memory.waited(cache)  # type: ignore[assignment]
-    return Tensors(tensor_memory.waited(q), cache, tensor_memory.waited(out), tensor_memory.waited(lse))
+    q, cache, *outputs = tensors
+    waited = tensor_memory.waited
+    found: Any = tuple(map(waited, cache)) if isinstance(cache, tuple) else waited(cache)
+    return Tensors(waited(q), found, *map(waited, outputs))
 
 
 def check_plain(tensors: Tensors) -> None:

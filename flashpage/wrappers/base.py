@@ -43,7 +43,7 @@ from ..run.checks import (
     flat,
     geometry,
     signature_of,
-    waited,
+    wait_for,
 )
 from . import operators
 
@@ -269,12 +269,14 @@ class Attention(Unique):
     ) -> Any:
         """A run that differs from the last one: other options or tensors, or none that C could compare."""
         return_lse = checks.flag("return_lse", return_lse, RunError)
-        q, cache, out, lse = tensors = waited(tensors)
-        try:
-            signature = signature_of(values, q, cache, out, lse)
-        except (AttributeError, ValueError, RuntimeError):  # no tensors, or none with strides
+        outputs = (output for output in (tensors.out, tensors.lse) if output is not None)
+        parts = tensors.cache if tensors.cache.__class__ is tuple else (tensors.cache,)
+        is_odd = tensors.cache.__class__ is tuple and len(parts) != 2
+        if is_odd or self._judge_tensors(tensors.q, *parts, *outputs):
+            tensors = wait_for(tensors)
             check_plain(tensors)
-            raise
+        q, cache, out, lse = tensors
+        signature = signature_of(values, q, cache, out, lse)
         bound = self._local.bound
         if bound is None or bound.signature != signature or bound.generation != self.session.generation:
             bound = self._bind(signature, values, tensors)
@@ -329,8 +331,6 @@ class Attention(Unique):
     def _judge(self, values: Values, tensors: Tensors) -> Combination:
         """Shapes, dtypes and devices of a run against the plan; the combination of options that it needs."""
         session, options = self.session, self.options
-        if self._judge_tensors(*(tensor for tensor in (*flat(tensors), tensors.lse) if tensor is not None)):
-            check_plain(tensors)
         q = check_run_tensors(tensors, options, self.device)
         num_kv_heads = check_cache(tensors.cache, options, self.kv_layout, session.indices.max_page, session.kv_end)
         heads = check_run_heads(q.shape[1], num_kv_heads, options)

@@ -218,5 +218,5 @@ def test_masks_and_states_without_memory_are_refused() -> None:
     with pytest.raises(PlanError, match="custom_mask is a Wrapped"):
         wrapper.plan(ints(0, 8), ints(0, 8), 1, 1, 64, custom_mask=mask)
     v, s = torch.zeros(2, 3, 64), torch.zeros(2, 3)
-    with pytest.raises(RunError, match="v is a Wrapped"):
-        operators._merge_pair(Wrapped(v), s, v, s, None, torch.empty_like(v), torch.empty_like(s))
+    with pytest.raises(RunError, match="v_a is a Wrapped"):
+        operators.call("merge_state", Wrapped(v), s, v, s)
