@@ -270,9 +270,9 @@ struct fp_python {
   void* (*eval_save_thread)();
   void (*eval_restore_thread)(void*);
   const void* none;
-  const void* tensors;  // DLPackExchangeAPI, of torch.Tensor.__dlpack_c_exchange_api__; null: torch has none
-  const void* tensor_class;     // torch.Tensor
-  int64_t tensor_offset;        // bytes from a Python object of that class to its at::Tensor
+  const void* tensors;       // DLPackExchangeAPI, of torch.Tensor.__dlpack_c_exchange_api__; null: torch has none
+  const void* tensor_class;  // torch.Tensor
+  int64_t tensor_offset;     // bytes from a Python object of that class to its at::Tensor
   bool (*is_negative)(const void* tensor);
   bool (*is_inference)(const void* tensor);
   bool (*requires_grad)(const void* tensor_impl);

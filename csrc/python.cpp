@@ -18,8 +18,7 @@ int32_t dtype_of(const dlpack::Tensor& tensor) {
 }
 
 fp_tensor_form form_of(const dlpack::Tensor& tensor) {
-  fp_tensor_form form{tensor.device.type, tensor.device.index, dtype_of(tensor), tensor.dims, {}, {},
-                      bytes_of(tensor)};
+  fp_tensor_form form{tensor.device.type, tensor.device.index, dtype_of(tensor), tensor.dims, {}, {}, bytes_of(tensor)};
   for (int32_t i = 0; i < tensor.dims; ++i) {
     form.shape[i] = tensor.shape[i];
     form.strides[i] = tensor.strides[i];

@@ -296,9 +296,9 @@ class Attention(Unique):
         if enable_pdl is not bound.enable_pdl:
             bound.set_pdl(enable_pdl)
         bound.resize(q, cache)
-        parts = cache if cache.__class__ is tuple else (cache, None)
+        pair = cache if cache.__class__ is tuple else (cache, None)
         # C knows no tensors here, or is unsure of these; a plan with unused rows stays with this way.
-        if self._bind_tensors(bound.address, None if unused else q, *parts, out, lse):
+        if self._bind_tensors(bound.address, None if unused else q, *pair, out, lse):
             check_plain(Tensors(q, cache, out, lse))
             bound.point(q, cache, out, lse)
             torch.autograd.graph.increment_version([out] if lse is None else [out, lse])
