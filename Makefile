@@ -5,11 +5,12 @@ PY := $(VENV)/bin/python
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc/*.cpp' 'tests/bench/*.cu' 2>/dev/null)
 
-.PHONY: help venv demo test bench lint lint-ruff lint-format lint-cpp lint-types format aot clean
+.PHONY: help venv demo test test-fast bench lint lint-ruff lint-format lint-cpp lint-types format aot clean
 
 help:
 	@echo 'make demo    a small model decodes a batch through paged KV; its tokens are checked against torch'
 	@echo 'make test    the test suite'
+	@echo 'make test-fast  the part of it that answers within 90 seconds'
 	@echo 'make bench   the benchmarks of tests/bench/ that this machine can run'
 	@echo 'make lint    linter, format check and type check'
 	@echo 'make format  format every file in place'
@@ -23,7 +24,10 @@ demo: venv
 	@$(PY) -m flashpage demo $(ARGS)
 
 test: venv
-	@$(PY) -m pytest -q tests $(ARGS)
+	@$(PY) -m pytest -q tests --numprocesses=auto --dist=worksteal $(ARGS)
+
+test-fast: venv
+	@$(PY) -m pytest -q tests --fast --numprocesses=auto --dist=worksteal $(ARGS)
 
 bench: venv
 	@$(PY) -m flashpage bench $(ARGS)

@@ -19,7 +19,7 @@ from flashpage.kernels.spec import KernelSpec
 
 from . import specs
 
-# compute_80: PTX that the driver compiles for a card without its own cubin.
+# compute_80: PTX that the driver compiles for a card without its own cubin (aot/specs.py: with tiles of its own).
 WHEEL_TARGETS = ("sm_80", "sm_90a", "compute_80", "avx2", "avx512")
 CHECK_TARGETS = ("sm_80", "sm_90a")
 
@@ -89,11 +89,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--manifest", type=Path, help="a program's kernels (flashpage.jit.write_manifest), not the list"
     )
     given = parser.parse_args(arguments)
-    if given.manifest:
-        kernels = from_manifest(given.manifest, given.target or ())
-    else:
-        targets = given.target or (CHECK_TARGETS if given.check else WHEEL_TARGETS)
-        kernels = listed(targets, given.default_only)
+    try:
+        if given.manifest:
+            kernels = from_manifest(given.manifest, given.target or ())
+        else:
+            targets = given.target or (CHECK_TARGETS if given.check else WHEEL_TARGETS)
+            kernels = listed(targets, given.default_only)
+    except ValueError as error:
+        parser.error(str(error))
     results = check(kernels, given.jobs) if given.check else build_into(given.output, kernels, given.jobs)
     report(results)
     failed = [result for result in results if result.error]

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
+
 from flashpage.jit import Target
+from flashpage.jit.targets import PTX
 from flashpage.kernels import ATTENTION, devices, helpers
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.devices import Device
 from flashpage.kernels.spec import KernelSpec
 
 
-def card_of(target: Target) -> Device:
-    """The card whose tiles the target's kernels have; PTX is for cards like an A100 and newer."""
+def cards_of(target: Target) -> list[Device]:
+    """The cards whose tiles the target's kernels have: one of each size of shared memory. PTX is for cards that have no
+    cubin, like an A100 and newer, with any of these sizes."""
     if target.backend == "cpu":
-        return devices.CPU
-    return devices.H200 if target.arch == devices.H200.sm else devices.named("A100")
+        return [devices.CPU]
+    is_ptx = target.arch == PTX
+    cards = [
+        card for card in devices.CARDS if (card.sm not in devices.ACCELERATED if is_ptx else card.sm == target.arch)
+    ]
+    if not cards:
+        known = ", ".join(sorted({Target("cuda", card.sm).name for card in devices.CARDS}))
+        raise ValueError(f"no row of flashpage/kernels/devices.py is of {target.name}: the list knows {known}")
+    return list({card.shared_bytes: card for card in reversed(cards)}.values())
 
 
 def attention_specs(target: Target, default_only: bool = False) -> list[KernelSpec]:
-    """What `choose` makes of each kernel's rows on the target's card, where it takes that kernel."""
-    card, found = card_of(target), {}
-    for kernel in ATTENTION:
-        if kernel.backend != target.backend or (kernel.archs and card.sm not in kernel.archs):
+    """What `choose` makes of each kernel's rows on the target's cards, where it takes that kernel."""
+    found = {}
+    for card, kernel in itertools.product(cards_of(target), ATTENTION):
+        if kernel.backend != target.backend or (kernel.archs and target.arch not in kernel.archs):
             continue
         for row in kernel.ahead:
             choice = choose_for_card(row.problem, card, row.variant)
@@ -31,12 +42,12 @@ def attention_specs(target: Target, default_only: bool = False) -> list[KernelSp
 
 def default_cuda_specs(target: Target) -> list[KernelSpec]:
     """What most models ask for: 16-bit queries on paged or ragged KV of the same type, and what goes with them."""
-    of_hopper = helpers.AHEAD_OF_HOPPER if target.arch == devices.H200.sm else ()
+    of_hopper = helpers.AHEAD_OF_HOPPER if target.arch in devices.ACCELERATED else ()
     return [*attention_specs(target, default_only=True), *helpers.AHEAD, *of_hopper]
 
 
 def cuda_specs(target: Target) -> list[KernelSpec]:
-    """At most 150 over all targets: CI compiles each for sm_80 or sm_90a, most for both."""
+    """CI compiles those for sm_80 and sm_90a, at most 150 different ones."""
     return list(dict.fromkeys((*default_cuda_specs(target), *attention_specs(target))))
 
 

@@ -1,4 +1,4 @@
-// Tells Python, when it loads the library, which headers the library was built from.
+// The fingerprint by which Python checks that the library was built from the headers it knows.
 #include "abi_layout.h"  // written by csrc/abi_structs.py; checks the layouts that Python computes
 #include "flashpage.h"
 

@@ -1,5 +1,5 @@
-// The part of the DLPack C exchange API (version 1) that the host library uses, declared here so that it builds where
-// there is no torch. tests/host/test_host_layout.py compares it with torch's own header where torch is installed.
+// The part of the DLPack C exchange API (version 1) that the host library uses. It is declared here so that the library
+// builds without torch; tests/host/test_host_layout.py compares it with torch's own header if torch is installed.
 #pragma once
 #include <cstdint>
 
@@ -31,7 +31,7 @@ struct ExchangeApi {
   } header;
   void* unused[3];
   int (*tensor_from_python)(void* object, Tensor* tensor);  // borrowed; -1: a Python error is set
-  // What follows is not used: its current stream is null where the program that gave the table knows no CUDA.
+  // Not used: in a program without CUDA, the table's current stream is null.
   int (*current_stream)(int32_t device_type, int32_t device_index, void** stream);
 };
 

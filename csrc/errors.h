@@ -1,4 +1,5 @@
-// The sentence behind fp_last_error(): one per thread, written by whoever returns a status other than FP_OK.
+// The sentence that fp_last_error() returns: one for each thread, set by the function that returns a status other than
+// FP_OK.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +7,7 @@
 
 namespace flashpage::host {
 
-// Keeps the sentence (printf style) and returns `status`, so that a failure is one statement.
+// Stores the sentence (printf style) and returns `status`, so that a failure is one statement.
 __attribute__((format(printf, 2, 3))) int32_t fail(fp_status status, const char* format, ...);
 
 }  // namespace flashpage::host

@@ -1,6 +1,6 @@
 // The C ABI of libflashpage.so, the host library: planner, pinned plan slots, CUDA driver launches, the CPU's threads.
 // Python binds it with ctypes (flashpage/native/library.py); csrc/abi_structs.py reads the structs from here. Every
-// function that can fail returns a status; fp_last_error() has the sentence, of this thread. Nothing here throws, and
+// function that can fail returns a status, and fp_last_error() returns this thread's sentence. Nothing throws, and
 // nothing touches CUDA before the first fp_cuda_* call.
 #pragma once
 #include <cstdint>
@@ -15,25 +15,25 @@
 enum fp_status : int32_t {
   FP_OK = 0,
   FP_BAD_LENGTHS = 1,          // fp_plan_result::error says which array, where and why
-  FP_WORKSPACE_TOO_SMALL = 2,  // fp_plan_result says what is needed
+  FP_WORKSPACE_TOO_SMALL = 2,  // fp_plan_result says how much is needed
   FP_CUDA_ERROR = 3,
   FP_NO_CUDA = 4,
   FP_INTERNAL = 5,
-  // The fast way does not serve, and nothing was done: Python takes the other one.
-  FP_OTHER_TENSORS = 6,  // fp_py_run: not the tensors that the structs were bound to; fp_py_plan: lengths elsewhere
-  FP_OTHER_PAGES = 7,    // fp_py_plan: page numbers that kernels cannot read where they are; the lengths are taken
-  FP_OTHER_BATCH = 8,    // fp_py_plan: the batch may want other kernels; lengths and page numbers are taken
-  FP_OVER_LIMIT = 9,     // a plan was made but exceeds a limit (plan_call.h, fp_limit): nothing was copied
+  // The fast path does not apply, and nothing was done: Python takes the other path.
+  FP_OTHER_TENSORS = 6,  // fp_py_run: not the tensors that the structs are bound to; fp_py_plan: lengths on a device
+  FP_OTHER_PAGES = 7,    // fp_py_plan: the page numbers cannot be taken as they are; the lengths are taken
+  FP_OTHER_BATCH = 8,    // fp_py_plan: the batch may need other kernels; lengths and page numbers are taken
+  FP_OVER_LIMIT = 9,     // a plan exceeds a limit (plan_call.h, fp_limit) and was not copied
 };
 
 FP_API const char* fp_last_error();
-// Identifies the headers that the library was built from; flashpage/native/structs.py has the same text.
+// Identifies the headers from which the library was built; flashpage/native/structs.py has the same text.
 FP_API const char* fp_abi_fingerprint();
 
 // ---------------------------------------------------------------- planner (csrc/plan/planner.cpp,
 // include/flashpage/plan/)
 
-// A host array of int32 or int64, maybe strided. data == nullptr: not given.
+// A host array of int32 or int64, possibly strided. data == nullptr: not given.
 struct fp_index_array {
   const void* data;
   int64_t stride;  // elements
@@ -43,19 +43,20 @@ struct fp_index_array {
 
 struct fp_problem {
   int32_t batch;
-  int32_t q_len_per_request;     // used where q_indptr is not given
+  int32_t q_len_per_request;     // used if q_indptr is not given
   fp_index_array q_indptr;       // rows, [batch + 1]
   fp_index_array kv_indptr;      // paged: pages; ragged: tokens; [batch + 1]
   fp_index_array last_page_len;  // paged; [batch]
-  fp_index_array kv_lens;        // tokens, wins over last_page_len where given; [batch]
+  fp_index_array kv_lens;        // tokens; replaces last_page_len if given; [batch]
   int32_t page_size;             // tokens; 0: ragged
   int32_t num_q_heads;
   int32_t num_kv_heads;
   flashpage::Visibility visibility;
-  int32_t has_custom_mask;  // mask offsets: each request's q_len * kv_len bits start on a byte
-  int32_t has_mask_tiles;   // mask offsets, where there are no bits: cells of tiles that a mask function is asked for
-  int32_t least_rows;       // of q, of a request that the plan serves: others have no work in it
-  int32_t most_rows;        // 0: any number
+  int32_t has_custom_mask;  // 1: mask_offset counts bytes of a packed mask, in which each request's q_len * kv_len bits
+                            // start on a byte
+  int32_t has_mask_tiles;   // 1: mask_offset counts tile cells (mask function) instead of bytes of a packed mask
+  int32_t least_rows;       // rows of q; requests with fewer have no work in this plan
+  int32_t most_rows;        // requests with more have no work in this plan; 0: any number
 };
 
 using fp_schedule = flashpage::plan::Schedule;
@@ -65,11 +66,12 @@ struct fp_plan_result {
   int64_t used_bytes;  // of the buffer
   int64_t total_q, total_kv, total_pages;
   int32_t max_q_len, max_kv_len;
-  double cost_total_ns, cost_max_ns;  // over CTAs
-  int32_t cluster_size;  // of the launch; 1: each unit has a CTA; 0: units are anywhere, whatever clusters there are
+  double cost_total_ns, cost_max_ns;  // sum and maximum over CTAs
+  int32_t cluster_size;  // of the launch; 1: each unit has a CTA; 0: units are anywhere, for any cluster size
   int64_t mask_bytes;
-  int64_t tile_cells;  // of a KV head's tiles of a mask function
-  // status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, value, reason
+  int64_t tile_cells;  // cells of a mask function's tiles for one KV head
+  // With status FP_BAD_LENGTHS: which array (1 q_indptr, 2 kv_indptr, 3 last_page_len, 4 kv_lens), entry, value,
+  // reason.
   int32_t error_array;
   int32_t error_reason;  // fp_length_error
   int64_t error_index, error_value, error_limit;
@@ -81,17 +83,17 @@ enum fp_length_error : int32_t {
   FP_LENGTH_OUTSIDE = 3,         // last_page_len outside 1..page_size (without pages: 0..page_size)
   FP_LENGTH_TOO_MANY = 4,        // kv_lens[i] exceeds the request's pages; error_limit is their capacity
   FP_LENGTH_OVERFLOW = 5,        // a total does not fit in 31 bits
-  FP_LENGTH_PARTS = 6,           // rows see tokens in more parts than a plan has
+  FP_LENGTH_PARTS = 6,           // rows see tokens in more parts than a plan can have
 };
 
-// Writes header, CTA ranges, items and merges into `buffer` (any memory the host can write).
-// Balance (but for units with CTAs of their own, plan/own_ctas.h, and those that are dealt, plan/whole_units.h): the
-// costliest CTA is at most 3% over the mean, or over it by no more than one stretch that cannot be divided (a unit
-// shorter than two of its shortest pieces and a tile_kv, or that many tokens of a longer one; times the KV heads that
-// one CTA takes where num_ctas is no multiple of num_kv_heads) and the cost of one piece.
+// Writes header, CTA ranges, items and merges to `buffer` (any memory that the host can write). Balance, except for
+// units with CTAs of their own (plan/own_ctas.h) and for dealt units (plan/whole_units.h): the costliest CTA is at most
+// 3% above the mean, or above it by at most the cost of a piece and of one range that cannot be divided (a unit shorter
+// than two of its shortest pieces and a tile_kv, or that many tokens of a longer one; times the KV heads of one CTA if
+// num_ctas is not a multiple of num_kv_heads).
 FP_API int32_t fp_plan(const fp_problem*, const fp_schedule*, void* buffer, int64_t capacity, fp_plan_result*);
 // Upper bounds for every batch within the capacities: bytes of the plan, and rows of the partial buffers. max_q_rows 0:
-// one row a request, for which a fixed split's bound is far lower than where one request may have all rows.
+// each request has one row; a fixed split's bound is then far lower than if one request may have all rows.
 FP_API int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tokens, int32_t num_q_heads,
                               int32_t num_kv_heads, const flashpage::Visibility*, const fp_schedule*,
                               int64_t* plan_bytes, int64_t* partial_rows);
@@ -102,61 +104,61 @@ struct fp_tables {
   const void* seq_lens;         // tokens, [batch]
   const void* table_rows;       // rows of the block tables, [batch]; null: 0, 1, 2, ...
   const int32_t* num_requests;  // [1]; null: batch
-  int64_t table_stride;         // entries between two rows of the block tables, [num_table_rows, table_columns] of i32
+  int64_t table_stride;  // entries from a row of the block tables [num_table_rows, table_columns] of i32 to the next
   int32_t num_table_rows;
   int32_t table_columns;   // pages
   int32_t lens_are_int64;  // seq_lens
   int32_t rows_are_int64;  // table_rows
   int32_t batch;
   int32_t q_len_per_request;
-  int32_t max_rows;  // of q, where q_indptr is given
+  int32_t max_rows;  // of q, if q_indptr is given
   int32_t page_size;
   int32_t num_q_heads;
   int32_t num_kv_heads;
   flashpage::Visibility visibility;
 };
-// Bytes of the int workspace (the plan, and what planning needs beside it) and rows of the partial buffers that suffice
-// for all lengths.
+// Bytes of the int workspace (for the plan and for planning) and rows of the partial buffers that suffice for all
+// lengths.
 FP_API int32_t fp_tables_bounds(const fp_tables*, const fp_schedule*, int64_t* bytes, int64_t* partial_rows);
-// Plans into `destination`, as fp_plan would from the same lengths. A kernel: launched on `stream`, nothing waits;
-// null: the CPU, which is done when this returns.
+// Plans into `destination`, as fp_plan does for the same lengths. With a kernel, this launches it on `stream` and
+// returns; with null, the CPU plans before this returns.
 struct fp_kernel;
 FP_API int32_t fp_tables_plan(const fp_kernel*, const fp_tables*, const fp_schedule*, void* destination,
                               int64_t capacity, void* stream, int32_t enable_pdl);
 
 // ---------------------------------------------------------------- plan slots (csrc/plan/slots.cpp)
 
-// A ring of staging slots for one device: plans in flight never overwrite each other's bytes, and the host never waits
-// (a slot still being copied is left alone; when all are, the ring grows). device < 0: plain memory.
+// A ring of staging slots for one device. Plans in flight never overwrite each other's bytes, and the host never waits:
+// slots whose copy is in flight are skipped, and if all are, the ring grows. device < 0: plain memory.
 struct fp_slots;
 FP_API fp_slots* fp_slots_create(int32_t device, int64_t slot_bytes);
 FP_API void fp_slots_destroy(fp_slots*);
-// Copies `size` bytes, at most a slot's, from any host memory, which may be reused at once, in `stream`'s order.
+// Copies `size` bytes, at most a slot's size, from host memory in `stream`'s order. The source may be reused at once.
 FP_API int32_t fp_slots_copy(fp_slots*, const void* bytes, int64_t size, void* destination, void* stream);
-// The bytes of the newest plan, on the host (for work_items(), explain() and pictures); valid until the next one.
+// The bytes of the newest plan on the host (for work_items(), explain() and pictures); valid until the next plan.
 FP_API const void* fp_slots_last(const fp_slots*);
 
-// A batch of requests with few rows and requests with many as two plans, for two kernels that run side by side, each
-// with a share of the CTAs (csrc/plan/parts.cpp).
+// A mixed batch as two plans, one for the requests with few rows and one for those with many. Two kernels run side by
+// side, each with a share of the CTAs (csrc/plan/parts.cpp).
 struct fp_parts {
-  int32_t most_few_rows;      // of q, of a request of the first part
-  int32_t few_ctas;           // written with the plan: of the first part; 0: one plan is better, none was made
-  float full_speed_share;     // of the CTAs: with so many the first part is as fast as with all
-  float least_gain_ns;        // that is worth two plans
-  int64_t most_partial_rows;  // that there is room for
-  const fp_schedule* whole;   // of one plan; of each part, given all CTAs:
+  int32_t most_few_rows;  // rows of q that a request of the first part may have
+  int32_t few_ctas;  // written with the plan: CTAs of the first part; 0: one plan is better, and there are no parts
+  float full_speed_share;     // fraction of the CTAs with which the first part is as fast as with all
+  float least_gain_ns;        // a smaller gain is not worth two plans
+  int64_t most_partial_rows;  // capacity of the partial buffers
+  const fp_schedule* whole;   // schedule of a single plan; the other two are for the parts, with all CTAs:
   const fp_schedule* few;
   const fp_schedule* many;
   // Written by fp_parts_count.
   int64_t few_requests, few_rows, many_requests, many_rows;  // rows of q
   // Written with the plan.
-  double whole_ns, parts_ns;   // by the schedules' costs
+  double whole_ns, parts_ns;   // costs by the schedules
   int64_t second_offset;       // bytes from the first plan to the second
-  int64_t second_partial_row;  // where the second's partial rows begin
+  int64_t second_partial_row;  // first partial row of the second plan
   flashpage::plan::Schedule schedules[2];
   fp_plan_result results[2];
 };
-// Requests of each part that have rows. Lengths are not judged: what is wrong with them, a plan tells.
+// Counts the requests and rows of each part, ignoring requests without rows. Wrong lengths are reported by planning.
 FP_API void fp_parts_count(const fp_problem*, fp_parts*);
 
 // ---------------------------------------------------------------- kernels and launches (csrc/cuda/)
@@ -166,14 +168,14 @@ struct fp_kernel;  // a CPU function or a CUDA function of one device
 struct fp_kernel_info {
   int32_t threads;       // of a CTA
   int32_t shared_bytes;  // dynamic shared memory
-  int32_t ctas_per_sm;   // resident, from the occupancy calculator
+  int32_t ctas_per_sm;   // resident, by the occupancy calculator
   int32_t num_sms;       // CUDA: of the device; CPU: threads of the pool
   int32_t registers, local_bytes;
-  int32_t cluster_rows;  // packed rows of a unit that a cluster merges, at most; 0: it knows no clusters
-  int32_t clusters[5];   // of 1, 2, 4, 8 and 16 CTAs, that run at once; 0: none of that size do
+  int32_t cluster_rows;  // packed rows of a unit that a cluster can merge; 0: the kernel does not use clusters
+  int32_t clusters[5];   // of 1, 2, 4, 8 and 16 CTAs: how many run at once; 0: that size cannot run
 };
 
-// A CPU kernel: the work of CTAs [cta_begin, cta_end).
+// A CPU kernel: does the work of CTAs [cta_begin, cta_end).
 typedef void (*fp_cpu_function)(const void* params, const flashpage::VariantArgs*, int32_t cta_begin, int32_t cta_end);
 FP_API fp_kernel* fp_kernel_from_function(fp_cpu_function);
 // The CPU's kernel that merges partial results (MergeParams) in a launch of one CTA; never destroyed.
@@ -189,74 +191,76 @@ struct fp_device_info {
   int32_t clock_khz, memory_khz, memory_bus_bits;
   int32_t driver_version;
 };
-FP_API int32_t fp_cuda_device_count();  // 0 where there is no driver; makes no context
+FP_API int32_t fp_cuda_device_count();  // 0 without a driver; creates no context
 FP_API int32_t fp_cuda_device_info(int32_t device, fp_device_info*);
-// Loads a cubin (cuLibraryLoadData) and resolves `entry` for this device. The image carries its launch shape as the
-// global `extern "C" __device__ const int flashpage_launch[3] = {threads, dynamic shared bytes, cluster rows}`; the
-// last is fp_kernel_info::cluster_rows, 0 where the kernel is not launched with clusters.
+// Loads a cubin (cuLibraryLoadData) and resolves `entry` for this device. The image has its launch shape in the global
+// `extern "C" __device__ const int flashpage_launch[3] = {threads, dynamic shared bytes, cluster rows}`; the last is
+// fp_kernel_info::cluster_rows, 0 if the kernel is not launched with clusters.
 FP_API fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t size, const char* entry);
 FP_API void fp_kernel_destroy(fp_kernel*);
 FP_API int32_t fp_kernel_describe(const fp_kernel*, fp_kernel_info*);
 
-// A kernel that loads K, V or q by boxes (tensor maps, SWIZZLE_128B), or stores out, takes flashpage::KvMaps as its
-// third parameter. Maps are encoded at every run, as addresses change from layer to layer; dimensions and strides are
-// bound beforehand.
+// A kernel that loads K, V or q by boxes (tensor maps, SWIZZLE_128B), or stores out by them, takes flashpage::KvMaps as
+// its third parameter. Maps are encoded at every run, because addresses change from layer to layer; dimensions and
+// strides are bound beforehand.
 struct fp_box_form {
   int32_t element_bytes;  // 1 or 2
   int32_t box[4];         // elements
   int64_t dims[4];        // elements: columns, tokens of a page, heads, pages
-  int64_t strides[3];     // bytes: of tokens, heads, pages
+  int64_t strides[3];     // bytes: between tokens, heads, pages
 };
 struct fp_kv_boxes {
-  fp_box_form k, v, q, out;  // element_bytes 0: the kernel takes no boxes of it
+  fp_box_form k, v, q, out;  // element_bytes 0: the kernel uses no boxes for this tensor
 };
 
-// A batch whose masks' tiles are looked for, or the sizes that no batch exceeds.
+// A batch whose mask tiles are computed, or upper bounds of all batches.
 struct fp_masked_batch {
-  int64_t mask_bytes;  // fp_plan_result's
-  int64_t tile_cells;  // fp_plan_result's
+  int64_t mask_bytes;  // as in fp_plan_result
+  int64_t tile_cells;  // as in fp_plan_result
   int64_t rows;
   int32_t requests;
   int32_t num_q_heads;
   int32_t num_kv_heads;
   int32_t has_custom_mask;
-  int32_t tile_heads;  // KV heads that have tiles of their own: 1 or all
+  int32_t tile_heads;  // KV heads with tiles of their own: 1 or all
 };
-// Cells of 8 bytes that the tiles, the queue of units and the bits of mixed tiles take (tile/mask/mask_tiles.h). Writes
-// all sizes and where queue, list and bits begin.
+// Returns the number of 8-byte cells for the tiles, the queue of units and the bits of mixed tiles
+// (tile/mask/mask_tiles.h). Writes all sizes, and the offsets of queue, list and bits.
 FP_API int64_t fp_mask_cells(const fp_masked_batch*, const fp_schedule*, flashpage::MaskTilesParams*);
 
-// A stream beside the caller's, for a run of two parts, and the events that fork and join it (csrc/cuda/fork.cpp). Of
-// one wrapper: its runs follow each other.
+// A stream next to the caller's, for a run of two parts, and the events that fork and join it (csrc/cuda/fork.cpp). It
+// belongs to one wrapper, whose runs follow each other.
 struct fp_fork;
-FP_API fp_fork* fp_fork_create(int32_t device);  // null after an error; also while a stream is captured
+FP_API fp_fork* fp_fork_create(int32_t device);  // null after an error; works during a capture
 FP_API void fp_fork_destroy(fp_fork*);
 
-// One launch of a run. Kernels take their parameters in this order, each as many as it has.
+// One launch of a run. A kernel takes as many of the parameters as it has, in this order.
 struct fp_run_launch {
   const fp_kernel* kernel;
   const void* params;                     // of the kernel's own type
   const flashpage::VariantArgs* variant;  // null: nothing was captured
-  const fp_kv_boxes* boxes;  // third, as flashpage::KvMaps of what `params`, AttentionParams, point at; or null
+  const fp_kv_boxes*
+      boxes;  // third parameter: flashpage::KvMaps of the tensors in `params`, which are AttentionParams; or null
   const flashpage::MaskTilesParams* mask_tiles;  // null: the kernel has no mask tiles
   int32_t grid;                                  // CTAs; on the CPU: calls of the function
   int32_t cluster_size;                          // `grid` is a multiple of it; below 2: no clusters
-  // With fp_run_args::enable_pdl: the kernel waits by itself for the launch ahead of it on its stream.
+  // With fp_run_args::enable_pdl: the kernel itself waits for the launch before it on its stream.
   int32_t is_dependent;
-  int32_t is_aside;  // on the stream of fp_run_args::fork, and not on the caller's
+  int32_t is_aside;  // 1: on the stream of fp_run_args::fork instead of the caller's
 };
 
-// One attention call, in one foreign call: its launches in their order (flashpage/plan/launches.py). On the CPU each
-// runs on the pool and is done before the next one begins.
+// One attention call with its launches in order (flashpage/plan/launches.py). On the CPU each launch runs on the pool
+// and ends before the next one begins.
 struct fp_run_args {
   fp_run_launch launches[4];
-  int32_t count;        // of launches; 0: nothing to do
-  int32_t enable_pdl;   // programmatic dependent launch
-  const fp_fork* fork;  // not null: a second stream leaves the caller's before the first launch and joins it after all
+  int32_t count;       // of launches; 0: nothing to do
+  int32_t enable_pdl;  // programmatic dependent launch
+  const fp_fork*
+      fork;  // not null: a second stream forks from the caller's before the first launch and joins it after the last
   void* stream;
 };
 FP_API int32_t fp_run(const fp_run_args*);
-// Any other kernel (merge_states, append): one struct of parameters by value.
+// Launches any other kernel (merge_states, append): one struct of parameters by value.
 FP_API int32_t fp_launch(const fp_kernel*, const void* params, int32_t grid, void* stream, int32_t enable_pdl);
 
 // ---------------------------------------------------------------- called by Python itself (csrc/python.cpp)
@@ -280,11 +284,11 @@ struct fp_python {
   int32_t (*storage_bytes)(const void* tensor, int64_t* bytes);
   void (*bump_version)(const void* tensor);  // not for inference tensors
 };
-// To be called before any fp_py_*. FP_OTHER_TENSORS where the DLPack functions are not given or of a version that is
-// not known here: then no function that takes tensors may be called.
+// To be called before any fp_py_*. Returns FP_OTHER_TENSORS if the DLPack functions are missing or of an unknown
+// version; then no function that takes tensors may be called.
 FP_API int32_t fp_python_set(const fp_python*);
 
-// What decides how a tensor is bound: all but its address.
+// The properties of a tensor that decide how it is bound: all but its address.
 struct fp_tensor_form {
   int32_t device_type;  // DLPack's numbers
   int32_t device_index;
@@ -299,27 +303,29 @@ struct fp_tensor_form {
 struct fp_bound_part {
   flashpage::AttentionParams* params;
   flashpage::MergeParams* merge_params;
-  flashpage::KvView* k_view;  // whose addresses are the cache's: those of params, or of the kernel that gathers rows
+  flashpage::KvView* k_view;  // the views that hold the cache's addresses: in params, or in the parameters of the
+                              // kernel that gathers rows
   flashpage::KvView* v_view;
 };
 
-// A run whose structs are bound: which tensors they fit, and where those tensors' addresses go.
+// A run whose structs are bound: the tensors that they fit, and where the tensors' addresses go.
 struct fp_bound_run {
   fp_run_args* args;
   fp_bound_part parts[2];
   int32_t num_parts;
-  int64_t v_offset;        // bytes from K to V where the cache is one tensor
-  int64_t alignment_mask;  // addresses have none of these bits
+  int64_t v_offset;        // bytes from K to V if the cache is one tensor
+  int64_t alignment_mask;  // addresses must have none of these bits
   fp_tensor_form q, k, v, out, lse;
 };
-// Points the structs at the tensors of a run.
+// Sets the addresses of a run's tensors in the structs.
 FP_API void fp_point(const fp_bound_run*, void* q, void* k, void* v, void* out, void* lse);
 
-// All fp_py_* are METH_FASTCALL functions, since ctypes would convert each argument in 0.06 us, and return an int.
-// These two take (address of an fp_bound_run, q, k or the cache, v or None, out, lse or None) and return a status;
-// fp_py_run also takes the stream. fp_py_bind remembers the tensors; fp_py_run compares them, points the structs at
-// them and calls fp_run. FP_OTHER_TENSORS: some tensor is no plain one (csrc/python.h, read_tensor), or one that is
-// written may share memory with another. Versions of what is written are bumped.
+// All fp_py_* are METH_FASTCALL functions that return an int, because ctypes would take 0.06 us to convert each
+// argument. These two take (address of an fp_bound_run, q, k or the cache, v or None, out, lse or None) and return a
+// status; fp_py_run also takes the stream. fp_py_bind stores the tensors' properties; fp_py_run compares them. Each
+// sets the addresses in the structs and bumps the versions of what is written; fp_py_run then calls fp_run. They return
+// FP_OTHER_TENSORS if a tensor is not plain (csrc/python.h, read_tensor), or if one that is written may share memory
+// with another.
 FP_API void* fp_py_bind(void* self, void* const* arguments, intptr_t count);
 FP_API void* fp_py_run(void* self, void* const* arguments, intptr_t count);
 // Any number of tensors: FP_OTHER_TENSORS where one is no plain one, or has no elements.
@@ -328,9 +334,9 @@ FP_API void* fp_py_judge(void* self, void* const* arguments, intptr_t count);
 // ---------------------------------------------------------------- the CPU's own (csrc/cpu/threads.cpp,
 // csrc/cpu/cpu_ops.cpp)
 
-FP_API int32_t fp_cpu_threads();               // of the pool; FLASHPAGE_THREADS, else the cores this process may use
-FP_API int32_t fp_cpu_set_threads(int32_t n);  // 0: default
-FP_API int32_t fp_cpu_features(char* text, int32_t size);  // "avx2,fma,f16c,avx512f,...": what this machine can run
+FP_API int32_t fp_cpu_threads();  // of the pool; FLASHPAGE_THREADS, otherwise the cores that this process may use
+FP_API int32_t fp_cpu_set_threads(int32_t n);              // 0: default
+FP_API int32_t fp_cpu_features(char* text, int32_t size);  // "avx2,fma,f16c,avx512f,...": features of this machine
 // element_type: 0 fp32, 1 fp16, 2 bf16
 FP_API int32_t fp_cpu_merge_states(const flashpage::MergeStatesParams*, int32_t element_type);
 FP_API int32_t fp_cpu_append(const flashpage::AppendParams*, int32_t element_bytes);

@@ -4,50 +4,53 @@
 
 // One batch: its lengths, copied from the caller's tensors, and its page numbers.
 struct fp_batch {
-  fp_index_array q_indptr, kv_indptr, last_page_len, kv_lens;  // written: as fp_problem has them
-  char* copies;                                                // of the four arrays, one after the other
-  int64_t bytes_of_a_copy;                                     // room for requests + 1 numbers of 64 bits
-  int32_t q_len_per_request;                                   // rows of every request; 0: q_indptr says
+  fp_index_array q_indptr, kv_indptr, last_page_len, kv_lens;  // written: as in fp_problem
+  char* copies;                                                // of the four arrays, in this order
+  int64_t bytes_of_a_copy;                                     // capacity for requests + 1 numbers of 64 bits
+  int32_t q_len_per_request;                                   // rows of every request; 0: q_indptr gives them
   int32_t requests;                                            // written
-  int64_t rows;                 // written: of q, from q_indptr's first entry to its last (0 without)
-  int64_t rows_end;             // written: q_indptr's last entry; without: the rows of all requests
-  int64_t kv_begin, kv_end;     // written: kv_indptr's first and last entry
-  int64_t least_rows;           // written: of a request that has any, as q_indptr says (0 without)
-  int64_t most_rows;            // written
-  const int32_t* page_buffer;   // not null: where captured launches read page numbers; they are taken in no other place
+  int64_t rows;              // written: of q, from q_indptr's first entry to its last (0 without)
+  int64_t rows_end;          // written: q_indptr's last entry; without: the rows of all requests
+  int64_t kv_begin, kv_end;  // written: kv_indptr's first and last entry
+  int64_t least_rows;        // written: fewest rows of a request that has any, by q_indptr (0 without)
+  int64_t most_rows;         // written: most rows of a request
+  int32_t* page_buffer;      // not null: captured launches read page numbers here; numbers elsewhere are copied here
+  int64_t page_buffer_entries;
+  fp_slots* page_slots;         // copy page numbers of the host to a buffer on a card; null: they are not taken
   const int32_t* page_numbers;  // written: where kernels read them
-  int32_t* page_copies;         // the CPU: its kernels read copies, so that no later change makes them read elsewhere
-  int64_t most_page_copies;     // room there
-  int32_t max_page;             // written: the largest one in use; -1: not known
-  int32_t device_type;          // of the kernels, as DLPack has it
+  int32_t* page_copies;         // the CPU's kernels read copies, so that later changes do not make them read elsewhere
+  int64_t most_page_copies;     // capacity of page_copies
+  int32_t max_page;             // written: the largest page number in use; -1: unknown
+  int32_t device_type;          // of the kernels, as in DLPack
   int32_t device_index;
   int32_t is_paged;         // page numbers are needed
-  int32_t checks_pages;     // page numbers on a card are looked at, too: never taken here
-  int64_t most_total_rows;  // limits of all batches; rows_end and kv_end beyond them are refused before planning
+  int32_t checks_pages;     // page numbers on a card must be checked, so they are never taken here
+  int64_t most_total_rows;  // limits of a batch; larger rows_end or kv_end are refused before planning
   int64_t most_entries;
-  int64_t longest_q, longest_kv;  // limits of one request, refused before the plan is copied
+  int32_t least_requests, most_requests;  // limits of a batch
+  int64_t longest_q, longest_kv;          // limits of a request; refused before the plan is copied
 };
 
-// Fills in what follows from lengths that were written by another way than fp_py_plan.
+// Computes the sums of lengths that were not taken by fp_py_plan.
 FP_API void fp_batch_sum_up(fp_batch*);
 
-// A row of the table that puts a batch into a class by what its rows see; the first row that fits it decides.
+// A row of the table that classifies a batch by how many tokens its rows see; the first row that fits decides.
 struct fp_context_row {
   int32_t contexts;                  // the class
   int64_t most_rows;                 // of the batch
   double least_rows_of_request;      // on average
-  double least_tokens, most_tokens;  // that a row sees, on average
+  double least_tokens, most_tokens;  // seen by a row, on average
 };
 struct fp_context_table {
   fp_context_row rows[4];
   int32_t count;
-  int32_t page_size;  // tokens of an entry; at least 1
-  double hidden;      // tokens that a row does not see for each row of its request: half of them if causal
+  int32_t page_size;  // tokens of an entry of kv_indptr; at least 1
+  double hidden;      // tokens hidden from a row for each row of its request: half a token if causal
 };
-// The class of a batch; 0 where no row fits.
+// The class of a batch; 0 if no row fits.
 FP_API int32_t fp_contexts_of(const fp_context_table*, int64_t requests, int64_t rows, int64_t tokens);
 
-// Batches that one kernel is for, by the rows of a request on average, rounded up.
+// The batches that a kernel serves: rows of a request on average, rounded up.
 struct fp_row_class {
   int64_t least, most;
 };
@@ -58,6 +61,7 @@ enum fp_limit : int32_t {
   FP_LIMIT_PARTIAL_ROWS = 3,
   FP_LIMIT_Q_LEN = 4,
   FP_LIMIT_KV_LEN = 5,
+  FP_LIMIT_REQUESTS = 6,
 };
 
 // The plans of one set of options: everything but the batch.
@@ -68,23 +72,25 @@ struct fp_plan_call {
   void* destination;
   int64_t capacity;
   const fp_schedule* schedule;
-  fp_row_class row_class;  // that the schedule's kernel is for; most < 0: none was chosen yet
-  int32_t contexts;        // the class that the kernel is for; below 0: any
-  int32_t made_parts;      // written: there are two plans, as `parts` says
+  fp_row_class row_class;  // that the schedule's kernel serves; most < 0: no kernel is chosen yet
+  int32_t contexts;        // the class that the kernel serves; below 0: any
+  int32_t made_parts;      // written: 1 if there are two plans, which `parts` describes
   const fp_context_table* context_table;
   fp_parts* parts;         // null: no batch is divided
-  fp_row_class few_class;  // that the kernels of both parts are for
+  fp_row_class few_class;  // that the kernels of the two parts serve
   fp_row_class many_class;
   int64_t most_partial_rows;
-  double gathered_rows_of_request;  // a batch of at least so many, or
-  double gathered_rows;             // so many in all, may want its K and V gathered
+  double gathered_rows_of_request;  // a batch with at least so many rows in a request, or
+  double gathered_rows;             // in total may gain from gathering its K and V
   int32_t exceeded;                 // written with FP_OVER_LIMIT: fp_limit
-  int32_t was_captured;             // written: 1 after a plan that a graph captured
-  fp_plan_result result;            // written; of two plans: the sums
+  int32_t was_captured;             // written: 1 after a plan that was captured by a graph
+  fp_plan_result result;            // written; with two plans: the sums
 };
-// Plans the batch that is held. is_chosen: the schedules are right for it; else FP_OTHER_BATCH where they may not be.
+// Plans the current batch. is_chosen: the schedules are known to fit it; otherwise FP_OTHER_BATCH is returned if they
+// may not.
 FP_API int32_t fp_plan_batch(fp_plan_call*, void* stream, int32_t is_chosen);
-// (address of an fp_plan_call, stream, q_indptr, kv_indptr, last_page_len, kv_lens, page numbers): takes the lengths,
-// each a tensor on the host or None (kv_indptr must be given, and q_indptr where the batch has no q_len_per_request),
-// and the page numbers, None for none, and plans.
+// Takes (address of an fp_plan_call, stream, q_indptr, kv_indptr, last_page_len, kv_lens, page numbers). Lengths are
+// host tensors or None (kv_indptr is required, and q_indptr if the batch has no q_len_per_request); page numbers may be
+// None. Copies the lengths and plans. If captured launches read page numbers from a buffer, page numbers of the host are
+// copied there after the plan, in the stream's order.
 FP_API void* fp_py_plan(void* self, void* const* arguments, intptr_t count);

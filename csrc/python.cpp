@@ -1,4 +1,4 @@
-// What Python calls without ctypes in between: tensors arrive as objects, and torch's DLPack functions read them.
+// The functions that Python calls without ctypes: tensors arrive as objects, which torch's DLPack functions read.
 #include "python.h"
 
 #include <cstring>
@@ -54,7 +54,7 @@ bool remember(void* object, fp_tensor_form& form) {
   return has_storage(object, form.bytes);
 }
 
-// The address of a tensor that fits; null where it does not, or where the object is no plain tensor.
+// The address of a tensor that fits `form`; null if it does not, or if the object is no plain tensor.
 char* address(void* object, const fp_tensor_form& form) {
   dlpack::Tensor tensor;
   if (!read_tensor(object, tensor) || !fits(tensor, form)) return nullptr;
@@ -86,7 +86,7 @@ void count_write(const void* object) {
   if (!python.is_inference(tensor)) python.bump_version(tensor);
 }
 
-// Points the structs at the tensors; false where they are not those that the structs were bound to.
+// Sets the tensors' addresses in the structs; returns false if the tensors do not fit the bound structs.
 bool point(const Arguments& given) {
   fp_bound_run& run = *given.run;
   char* q = address(given.q, run.q);
@@ -116,7 +116,7 @@ bool point(const Arguments& given) {
 int32_t run_bound(const Arguments& given, void* stream) {
   if (!point(given)) return FP_OTHER_TENSORS;
   given.run->args->stream = stream;
-  WithoutInterpreter others;  // the CPU works here, and a launch can wait for room
+  WithoutInterpreter others;  // the CPU works here, and a launch may wait for space in its queue
   return fp_run(given.run->args);
 }
 

@@ -1,4 +1,4 @@
-// Python objects as the functions that Python calls directly (fp_py_*) see them.
+// Python objects as seen by the functions that Python calls directly (fp_py_*).
 #pragma once
 #include "dlpack.h"
 #include "flashpage.h"
@@ -17,7 +17,7 @@ T* pointer(void* integer) {
   return static_cast<T*>(python.long_as_void_ptr(integer));
 }
 
-// Lets other threads run Python for as long as it lives.
+// Releases the interpreter during its lifetime, so that other threads can run Python.
 class WithoutInterpreter {
  public:
   WithoutInterpreter() : thread_(python.eval_save_thread()) {}
@@ -32,7 +32,7 @@ class WithoutInterpreter {
 // The at::Tensor of an object of class torch.Tensor.
 inline const void* at_tensor(const void* object) { return static_cast<const char*>(object) + python.tensor_offset; }
 
-// Bytes from a tensor's first element to the end of its last one; 0 where it has none.
+// Bytes from a tensor's first element to the end of its last one; 0 if it has no elements.
 inline int64_t bytes_of(const dlpack::Tensor& tensor) {
   int64_t last = 0;
   for (int32_t i = 0; i < tensor.dims; ++i) {
@@ -48,8 +48,8 @@ inline bool has_storage(const void* object, int64_t bytes) {
   return python.storage_bytes(at_tensor(object), &found) == 0 && found >= bytes;
 }
 
-// False where the object is no plain tensor: none at all, of a subclass, without memory, one whose values are negated
-// when torch reads them, or one whose gradient torch would miss. flashpage/base/checks.py says which.
+// Returns false if the object is not a plain tensor: not a tensor, a subclass, one without memory, one whose values
+// torch negates when it reads them, or one that requires a gradient. flashpage/base/checks.py has an error for each.
 inline bool read_tensor(void* object, dlpack::Tensor& tensor) {
   struct Object {  // CPython's PyObject
     intptr_t references;

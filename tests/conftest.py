@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from collections import defaultdict
@@ -20,9 +21,20 @@ def pytest_configure(config: pytest.Config) -> None:
     # A suite started in the background of a script ignores SIGINT, and so would its children, whom tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_builds()
+    _keep_freed_memory()
     # References are small: threads that spin would only take cores from the kernels. Programs that tests start, too.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _keep_freed_memory() -> None:
+    """The allocator gives nothing back to the system: tests make and poison the same workspaces again and again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc
+    if mallopt is not None:
+        trim_threshold, mmap_threshold, top_pad = -1, -3, -2
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 2**31 - 1)
+        mallopt(top_pad, 64 << 20)
 
 
 def devices() -> list[str]:
@@ -37,7 +49,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", values, scope="session")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out slow tests, and most rows of long tables")
+
+
+def _leave_out_most(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps no slow test, and of each test with parameters the first two and every twelfth row."""
+    kept, left_out, rows = [], [], defaultdict[str, int](int)
+    for item in items:
+        row = rows[name := item.nodeid.partition("[")[0]]
+        rows[name] += 1
+        is_kept = item.get_closest_marker("slow") is None and (row < 2 or row % 12 == 0)
+        (kept if is_kept else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("fast"):
+        _leave_out_most(config, items)
     card = pytest.mark.skip(reason="no NVIDIA card")
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():

@@ -1,10 +1,10 @@
-// What this machine's cores can run, in the compiler's words.
+// The instruction sets that this machine's cores can run, by the compiler's names.
 #include <string>
 
 #include "errors.h"
 
 int32_t fp_cpu_features(char* text, int32_t size) {
-  // __builtin_cpu_supports asks the operating system too, and takes literals only. The names are GCC's -m options.
+  // __builtin_cpu_supports also checks the operating system, and takes only literals. The names are GCC's -m options.
   const struct {
     const char* name;
     bool present;

@@ -14,10 +14,9 @@ namespace {
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
 constexpr int chunk = 128;                  // elements of a row that are summed at a time
-constexpr i64 bytes_per_task = 256 * 1024;  // less is not worth waking a thread
+constexpr i64 bytes_per_task = 256 * 1024;  // a smaller task is not worth waking a thread
 
-// The states of one output row: values [num_states][head_dim] and their LSEs (base 2), each at its own stride in
-// elements.
+// The states of one output row: values [num_states][head_dim] and their LSEs (base 2), with strides in elements.
 template <class T>
 struct States {
   const T* values;
@@ -27,8 +26,8 @@ struct States {
   int count;
 };
 
-// out = sum of 2^(lse_i - max) * values_i over the sum of the weights, in the states' order; returns the joint LSE.
-// A state with LSE = -inf saw no token: its values are not read. All of them: out = 0, LSE = -inf.
+// out = sum of 2^(lse_i - max) * values_i over the sum of the weights, in the states' order; returns the joint LSE. A
+// state with LSE = -inf saw no token, so its values are not read. If that holds for all states, out = 0 and LSE = -inf.
 template <class In, class Out>
 float combine(const States<In>& states, int head_dim, Out* out) {
   const RowOps<In>& in = row_ops<In>();
@@ -69,13 +68,13 @@ void merge_item(const MergeParams& params, const MergeItem& item) {
   }
 }
 
-// In elements, between any two addresses.
+// The distance of two addresses in elements.
 template <class T>
 i64 distance(const void* from, const void* to) {
   return (reinterpret_cast<i64>(to) - reinterpret_cast<i64>(from)) / static_cast<i64>(sizeof(T));
 }
 
-// Rows that the mask leaves out are not written.
+// Merges a row, unless the mask leaves it out.
 template <class T>
 void merge_row(const MergeStatesParams& params, i64 row) {
   if (params.mask != nullptr && params.mask[row] == 0) return;
@@ -84,7 +83,7 @@ void merge_row(const MergeStatesParams& params, i64 row) {
     const i64 lse_offset = row * params.s_row_stride + head;
     States<T> states{static_cast<const T*>(params.v) + value_offset, params.s + lse_offset, params.v_state_stride,
                      params.s_state_stride, params.num_states};
-    if (params.v_other != nullptr) {  // two states in tensors of their own: the stride is what lies between them
+    if (params.v_other != nullptr) {  // two separate tensors: their distance is the stride
       states.value_stride = distance<T>(params.v, params.v_other);
       states.lse_stride = distance<float>(params.s, params.s_other);
       states.count = 2;
@@ -94,7 +93,7 @@ void merge_row(const MergeStatesParams& params, i64 row) {
   }
 }
 
-// Calls body(first, last) over ranges of [0, count) that are worth a thread each; a step reads and writes `bytes`.
+// Calls body(first, last) over ranges of [0, count), each large enough for a thread; a step reads and writes `bytes`.
 template <class F>
 void parallel_ranges(i64 count, i64 bytes, F&& body) {
   const i64 step = std::max<i64>(1, bytes_per_task / std::max<i64>(1, bytes));
@@ -110,7 +109,7 @@ void merge_states(const MergeStatesParams& params) {
   });
 }
 
-// One token's heads from one place to another; one copy where the heads lie side by side in both.
+// Copies one token's heads; one memcpy if the heads are consecutive in both places.
 struct HeadCopy {
   i64 bytes;        // of one head
   i64 from_stride;  // bytes between heads

@@ -1,4 +1,4 @@
-// The CPU backend's operations that need no compiled kernel.
+// Operations of the CPU backend that need no compiled kernel.
 #pragma once
 #include "flashpage.h"
 

@@ -1,5 +1,5 @@
-// fp32, fp16 and bf16 values one by one, without branches, so that plain loops over them vectorise on any x86-64.
-// (The attention kernels' own conversions, on whole vectors, are in include/flashpage/cpu/.)
+// Conversions of single fp32, fp16 and bf16 values without branches, so that plain loops over them vectorise on any
+// x86-64. (The attention kernels' own conversions, of whole vectors, are in include/flashpage/cpu/.)
 #pragma once
 #include <bit>
 
@@ -19,7 +19,7 @@ namespace flashpage::host {
   return std::bit_cast<float>(bits | sign);
 }
 
-// Round to nearest, ties to even; NaN stays NaN.
+// Rounds to nearest even; NaN stays NaN.
 template <class T>
 T from_float(float x);
 

@@ -34,7 +34,7 @@ template <class T>
   store_loop(out, sum, scale, n);
 }
 
-// Half has instructions of its own, which compilers do not find in a loop.
+// Half has conversion instructions, which compilers do not use in a loop.
 [[gnu::target("avx2,fma,f16c")]] void add_f16c(float* sum, const Half* values, float weight, int n) {
   int i = 0;
   for (; i + 8 <= n; i += 8) {

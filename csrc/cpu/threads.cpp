@@ -22,13 +22,14 @@ namespace flashpage::host {
 namespace {
 
 constexpr int max_threads = 1024;
-constexpr int max_loops = 16;  // of different callers at a time; a further caller runs its loop alone
-constexpr int wakes_each = 2;  // threads that one thread wakes: a tree, as one waker would need a microsecond for each
-constexpr int spin_pauses =
-    500;  // before a thread sleeps: some 10 us, more than the gap between attention and its merge
+constexpr int max_loops = 16;  // of different callers at a time; another caller runs its loop alone
+constexpr int wakes_each =
+    2;  // threads that one thread wakes, as a tree: a single waker would take a microsecond for each
+// Pauses before a thread sleeps: some 10 us, more than the gap between attention and its merge.
+constexpr int spin_pauses = 500;
 
-// An integer to wait on: a few microseconds awake, then asleep in the kernel. Waking costs a system call only where one
-// sleeps.
+// An integer to wait for: the thread spins for a few microseconds, then sleeps in the kernel. Waking takes a system
+// call only if a thread sleeps.
 struct Word {
   std::atomic<int> value{0};
   std::atomic<int> sleepers{0};
@@ -50,11 +51,11 @@ struct Word {
 
 thread_local bool inside_loop = false;
 
-// One caller's loop. Its memory belongs to the pool, so a worker that comes late finds a closed loop, never a dead one.
+// One caller's loop. Its memory belongs to the pool, so that a late worker finds a closed loop and never freed memory.
 struct alignas(64) Loop {
   std::atomic<bool> taken{false};  // by a caller
   std::atomic<bool> open{false};   // workers may enter
-  Word inside;                     // workers between entering and leaving
+  Word inside;                     // number of workers between entering and leaving
   LoopBody body = nullptr;
   void* context = nullptr;
   std::atomic<int> count{0};
@@ -71,8 +72,8 @@ struct alignas(64) Loop {
     return open.load() ? count.load(std::memory_order_relaxed) - next.load(std::memory_order_relaxed) : 0;
   }
 
-  // `inside` rises before `open` is read, and the caller clears `open` before it reads `inside`: a worker that saw the
-  // loop open is seen by the caller (both sequentially consistent).
+  // `inside` rises before `open` is read, and the caller clears `open` before it reads `inside`. Both are sequentially
+  // consistent, so the caller sees every worker that saw the loop open.
   void help() {
     inside.value.fetch_add(1);
     if (open.load()) work();
@@ -89,7 +90,7 @@ struct Pool {
   explicit Pool(int threads) {
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // only the program's own threads handle signals
     for (size = 1; size < threads; ++size) {
       pthread_t thread;
       if (pthread_create(&thread, nullptr, [](void* pool) { return static_cast<Pool*>(pool)->serve(); }, this) != 0)
@@ -139,12 +140,12 @@ struct Pool {
 
   int size;  // threads, the caller's included
   std::atomic<bool> retired{false};
-  alignas(64) Word calls;  // rises with every loop; idle workers wait on it
+  alignas(64) Word calls;  // rises with every loop; idle workers wait for it
   Loop loops[max_loops];
 };
 
-// A pool is never freed: a worker or another caller may still be looking at it. It is a few kilobytes, made again only
-// after a fork or a change of the number of threads.
+// A pool is never freed, because a worker or another caller may still read it. It has a few kilobytes, and a new one is
+// made only after a fork or a change of the number of threads.
 std::atomic<Pool*> current{nullptr};
 std::mutex creation;
 int wanted_threads = 0;  // fp_cpu_set_threads; 0: default. Guarded by `creation`.
@@ -153,7 +154,7 @@ int default_threads() {
   if (const char* text = std::getenv("FLASHPAGE_THREADS")) {
     if (int n = std::atoi(text); n > 0) return std::min(n, max_threads);
   }
-  // The mask may be wider than cpu_set_t on very large machines.
+  // On very large machines the mask is wider than cpu_set_t.
   for (int cpus = CPU_SETSIZE; cpus <= 64 * CPU_SETSIZE; cpus *= 2) {
     cpu_set_t* set = CPU_ALLOC(cpus);
     size_t bytes = CPU_ALLOC_SIZE(cpus);
@@ -168,8 +169,8 @@ Pool& pool() {
   if (Pool* ready = current.load(std::memory_order_acquire)) return *ready;
   std::lock_guard lock(creation);
   if (Pool* ready = current.load(std::memory_order_acquire)) return *ready;
-  // fork() copies the memory but not the workers: the child forgets the pool and makes its own at first use. The lock
-  // is held across the fork so that no copy of it stays locked.
+  // fork() copies the memory but not the workers, so the child forgets the pool and makes its own at first use. The
+  // lock is held across the fork, so that the child's copy is not locked.
   static bool handlers = [] {
     pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); },
                    [] {

@@ -1,4 +1,4 @@
-// The CPU backend's thread pool: one parallel loop with dynamic scheduling.
+// The CPU backend's thread pool: a parallel loop with dynamic scheduling.
 #pragma once
 #include <type_traits>
 
@@ -6,9 +6,9 @@ namespace flashpage::host {
 
 using LoopBody = void (*)(void* context, int index);
 
-// Calls body(context, i) once for every i in [0, count), on the pool and on the caller's thread; returns when all are
-// done. Callable from any thread at any time: loops of several callers share the pool, a loop inside a loop runs on its
-// own thread.
+// Calls body(context, i) once for every i in [0, count), on the pool and on the caller's thread; returns when all calls
+// have returned. May be called from any thread at any time: loops of several callers share the pool, and a loop inside
+// a loop runs on its own thread.
 void parallel_for(int count, LoopBody body, void* context);
 
 template <class F>

@@ -1,6 +1,6 @@
-// The part of the CUDA driver API that the host library uses, declared here so that it builds where there is no CUDA.
-// tests/host/test_host_layout.py compares every layout, constant and signature with the toolkit's cuda.h where one is
-// installed.
+// The part of the CUDA driver API that the host library uses. It is declared here so that the library builds without
+// CUDA; tests/host/test_host_layout.py compares every layout, constant and signature with the toolkit's cuda.h if one
+// is installed.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -72,8 +72,8 @@ struct LaunchConfig {
   unsigned num_attributes;
 };
 
-// X(member, exported symbol, parameters): one line a driver function; all return Result.
-// The symbols carry the version suffix that cuda.h's macros hide.
+// X(member, exported symbol, parameters): one line for each driver function; all return Result. Symbols have the
+// version suffix that cuda.h's macros hide.
 #define FP_CUDA_FUNCTIONS(X)                                                                                           \
   X(init, cuInit, (unsigned flags))                                                                                    \
   X(driver_get_version, cuDriverGetVersion, (int* version))                                                            \

@@ -7,8 +7,8 @@ using namespace flashpage;
 
 namespace {
 
-// The driver takes the nearest priority that it has. The highest: where CTAs of both launches wait for SMs, those of
-// the one that was launched first are placed first.
+// The driver clamps it to its highest priority. If CTAs of both launches wait for SMs, those of the launch that was
+// issued first are placed first.
 constexpr int highest_priority = std::numeric_limits<int>::min();
 
 int32_t make(fp_fork& fork) {
@@ -48,7 +48,7 @@ fp_fork* fp_fork_create(int32_t device) {
   return nullptr;
 }
 
-// Work in flight ends all the same: the driver keeps what it needs.
+// Work in flight still completes: the driver keeps what it needs.
 void fp_fork_destroy(fp_fork* fork) {
   if (fork == nullptr) return;
   if (fork->driver != nullptr) {

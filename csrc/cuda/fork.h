@@ -1,4 +1,4 @@
-// A side stream that leaves the caller's stream and comes back to it within one run.
+// A side stream that forks from the caller's stream and joins it within one run.
 #pragma once
 #include "cuda/driver.h"
 #include "flashpage.h"
@@ -10,12 +10,12 @@ struct fp_fork {
   flashpage::cuda::Event begun = nullptr, done = nullptr;
 };
 
-// Both calls may stand in a stream capture, where they become edges of the graph. The context must be current.
+// In a stream capture, the two calls become edges of the graph. The context must be current.
 namespace flashpage::cuda {
 
-// What is launched on the side stream from now on begins when all that `stream` has been given is done.
+// Later launches on the side stream begin when all earlier work of `stream` is done.
 int32_t fork_from(const fp_fork& fork, Stream stream);
-// What `stream` is given from now on begins when the side stream is done too.
+// Later work of `stream` also waits for the side stream.
 int32_t join_into(const fp_fork& fork, Stream stream);
 
 }  // namespace flashpage::cuda

@@ -1,4 +1,4 @@
-// Loading kernels: everything a launch needs is looked up here, never in fp_run.
+// Loads kernels and looks up everything that a launch needs, so that fp_run does not have to.
 #include "cuda/kernel.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace flashpage::cuda {
 namespace {
 
-// A copy on a stream of its own: it waits for no work of the program and disturbs no capture.
+// Copies on a stream of its own, so that it waits for no work of the program and disturbs no capture.
 int32_t read_device(const Driver& cuda, DevicePointer from, void* to, size_t bytes) {
   Stream stream;
   FP_CUDA_TRY(stream_create, &stream, stream_non_blocking);
@@ -20,12 +20,12 @@ int32_t read_device(const Driver& cuda, DevicePointer from, void* to, size_t byt
   return result == success ? FP_OK : fail(result, "reading flashpage_launch");
 }
 
-// How many clusters of each size run at once on the otherwise idle device, where the kernel knows clusters at all.
+// Finds how many clusters of each size run at once on an idle device, if the kernel uses clusters.
 void find_clusters(const Driver& cuda, fp_kernel& kernel) {
   fp_kernel_info& info = kernel.info;
   if (info.cluster_rows == 0) return;
   info.clusters[0] = info.ctas_per_sm * info.num_sms;
-  // More than 8 CTAs: as many as a graphics processing cluster of the card has room for.
+  // Clusters of more than 8 CTAs: as many as a graphics processing cluster of the card can hold.
   const bool may_be_large =
       cuda.func_set_attribute(kernel.function, function_non_portable_cluster_size_allowed, 1) == success;
   for (int i = 1; i < (may_be_large ? 5 : 4); ++i) {

@@ -1,4 +1,4 @@
-// What an fp_kernel is: a CPU function, or a CUDA function of one device with its launch shape.
+// An fp_kernel: a CPU function, or a CUDA function of one device with its launch shape.
 #pragma once
 #include <string>
 
@@ -7,7 +7,7 @@
 
 namespace flashpage::cuda {
 
-// How a kernel is launched. Holds what its config points at.
+// A kernel's launch configuration and the attributes to which it points.
 class LaunchShape {
  public:
   // cluster_size below 2: no clusters.
@@ -25,8 +25,8 @@ class LaunchShape {
 }  // namespace flashpage::cuda
 
 struct fp_kernel {
-  fp_cpu_function cpu = nullptr;  // a CPU kernel where set; nothing below is
-  std::string entry{};            // its name in messages
+  fp_cpu_function cpu = nullptr;  // set for a CPU kernel; then the members below are unused
+  std::string entry{};            // name for messages
   const flashpage::cuda::Driver* driver = nullptr;
   flashpage::cuda::Context context = nullptr;
   flashpage::cuda::Library library = nullptr;

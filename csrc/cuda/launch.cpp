@@ -1,5 +1,5 @@
-// fp_run and fp_launch: once a layer, so nothing here allocates, locks, waits or asks the device anything, and every
-// call may stand in a stream capture.
+// fp_run and fp_launch are called once a layer, so nothing here allocates, locks, waits or queries the device, and
+// every call may be part of a stream capture.
 #include "cpu/threads.h"
 #include "cuda/fork.h"
 #include "cuda/kernel.h"
@@ -26,7 +26,7 @@ int32_t launch_kernel(const fp_kernel& kernel, int grid, int cluster_size, void*
 }
 
 int32_t launch_one(const fp_run_args& args, const fp_run_launch& launch) {
-  KvMaps maps;  // left as it is where the kernel takes none
+  KvMaps maps;  // not initialised if the kernel takes none
   if (launch.boxes != nullptr) {
     const auto& params = *static_cast<const AttentionParams*>(launch.params);
     const int32_t status = cuda::encode_maps(*launch.kernel->driver, *launch.boxes, params, maps);
@@ -47,7 +47,7 @@ int32_t run_on_cuda(const fp_run_args& args) {
   if (status != FP_OK) return status;
   for (int i = 0; i < args.count && status == FP_OK; ++i) status = launch_one(args, args.launches[i]);
   if (args.fork == nullptr) return status;
-  // Also after a failure: what was launched is done before whatever follows on the caller's stream.
+  // Joins also after a failure, so that everything launched is done before later work on the caller's stream.
   const int32_t joined = cuda::join_into(*args.fork, stream);
   return status == FP_OK ? joined : status;
 }

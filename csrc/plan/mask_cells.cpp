@@ -1,4 +1,4 @@
-// The memory of a batch's mask tiles, and where in it everything begins.
+// The size of a batch's mask tiles in memory, and the offsets of their parts.
 #include "flashpage/plan/mask_cells.h"
 
 #include "flashpage.h"
@@ -6,14 +6,14 @@
 
 using namespace flashpage;
 
-// Of any plan within these sizes, pieces of cut units included.
+// An upper bound of the units of any plan within these sizes, including the pieces of cut units.
 static i64 most_units(const fp_masked_batch& batch, i64 group, const fp_schedule& schedule) {
   const i64 units = batch.num_kv_heads * (batch.rows * group / schedule.tile_q + batch.requests);
   // In each wave, a CTA's share may begin and end inside a unit.
   if (schedule.fixed_piece_tokens == 0) return units + 2 * plan::max_waves * schedule.num_ctas;
   if (schedule.fixed_piece_tokens < 0) return units;
-  // A unit of t tokens has at most t / piece more; a request of q rows and t tokens has q * t bits and some rows, or
-  // the cells of its units' tokens.
+  // A unit of t tokens adds at most t / piece. A request of q rows and t tokens has q * t bits and some rows, or the
+  // cells of its units' tokens.
   const i64 tokens_of_units = 8 * batch.mask_bytes * (group + schedule.tile_q) / schedule.tile_q +
                               batch.tile_cells * cell_tiles * schedule.tile_kv;
   return units + batch.num_kv_heads * (tokens_of_units / schedule.fixed_piece_tokens + 1);

@@ -1,6 +1,6 @@
-// Mixed batches: a request of few rows reads its keys and values at the speed of memory and hardly computes, one of
+// Mixed batches: a request with few rows reads its keys and values at the speed of memory and hardly computes; one with
 // many rows computes and hardly reads. In two launches side by side, each with the kernel made for it and a share of
-// the CTAs, both go on at once; what memory gives, some of the SMs can already take.
+// the CTAs, both proceed at once, because some of the SMs suffice to saturate memory.
 #include "plan/parts.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ using namespace flashpage;
 namespace flashpage::host {
 namespace {
 
-// The kernel for many rows reads keys and values more slowly than the other, however few rows look at them.
+// The kernel for many rows reads keys and values more slowly than the other one, however few rows use them.
 constexpr double few_in_many = 1.1;
 
 fp_problem few_of(const fp_problem& problem, const fp_parts& parts) {
@@ -31,7 +31,7 @@ fp_problem many_of(const fp_problem& problem, const fp_parts& parts) {
   return many;
 }
 
-// Nanoseconds on all of the schedule's CTAs, evenly spread; below 0: the lengths are wrong.
+// Nanoseconds on all of the schedule's CTAs, evenly spread; negative if the lengths are wrong.
 double cost_of(const fp_problem& problem, const fp_schedule& schedule) {
   static thread_local std::vector<plan::Request> requests;
   const plan::Heads heads = heads_of(problem);
@@ -47,7 +47,7 @@ struct Shares {
   double ns = 0.0;
 };
 
-// Both parts should end together. Teams of a KV head each are to be full.
+// Divides the CTAs so that both parts end together. Lanes should be full, so the share is a multiple of the KV heads.
 Shares best_shares(double few_ns, double many_ns, int32_t num_ctas, int32_t num_kv_heads, double full_speed_share) {
   const int32_t step = std::min(num_kv_heads, 8);
   Shares best;
@@ -55,15 +55,15 @@ Shares best_shares(double few_ns, double many_ns, int32_t num_ctas, int32_t num_
     const double few_at = few_ns * std::max(1.0, full_speed_share * num_ctas / few);
     const double many_at = many_ns * num_ctas / (num_ctas - few);
     const double ns = std::max(few_at, many_at);
-    // Of equals the most for who waits for memory, but some are left: few units on very few CTAs take longer than their
-    // cost says (512 rows on 4 of them).
+    // Among equal times, the part that waits for memory gets the most CTAs, but some are left: few units on very few
+    // CTAs take longer than their cost says (512 rows on 4 of them).
     const bool leaves_some = num_ctas - few >= num_ctas / 12;
     if (best.few_ctas == 0 || ns < best.ns || (ns == best.ns && leaves_some)) best = {few, ns};
   }
   return best;
 }
 
-// The first part's CTAs; 0: one plan is better.
+// The CTAs of the first part; 0 if one plan is better.
 int32_t divide(const fp_problem& problem, fp_parts& parts) {
   const fp_problem few = few_of(problem, parts), many = many_of(problem, parts);
   if (parts.few->num_ctas != parts.many->num_ctas) return 0;
@@ -101,7 +101,8 @@ int32_t plan_parts(const fp_problem& problem, fp_parts& parts, void* buffer, int
   int32_t status = fp_plan(&problems[0], &parts.schedules[0], buffer, capacity, &parts.results[0]);
   if (status != FP_OK && status != FP_WORKSPACE_TOO_SMALL) return status;
   parts.second_offset = round_up<i64>(parts.results[0].used_bytes, alignof(PlanHeader));
-  parts.second_partial_row = round_up<i64>(parts.results[0].num_partial_rows, 4);  // their LSEs start on 16 bytes
+  parts.second_partial_row =
+      round_up<i64>(parts.results[0].num_partial_rows, 4);  // so that their LSEs start on 16 bytes
   const int64_t left = capacity - parts.second_offset;
   status = fp_plan(&problems[1], &parts.schedules[1], static_cast<char*>(buffer) + parts.second_offset,
                    std::max<int64_t>(left, 0), &parts.results[1]);
@@ -118,7 +119,7 @@ int32_t plan_parts(const fp_problem& problem, fp_parts& parts, void* buffer, int
 
 void fp_parts_count(const fp_problem* problem, fp_parts* parts) {
   parts->few_requests = parts->few_rows = parts->many_requests = parts->many_rows = 0;
-  if (problem->q_indptr.data == nullptr) return;  // all have as many
+  if (problem->q_indptr.data == nullptr) return;  // all requests have the same number of rows
   const auto row = [array = problem->q_indptr](int64_t i) {
     const int64_t at = i * array.stride;
     return array.is_int64 ? static_cast<const int64_t*>(array.data)[at] : static_cast<const int32_t*>(array.data)[at];

@@ -4,7 +4,7 @@
 
 namespace flashpage::host {
 
-// Both plans into `buffer`, where two are better than one: parts.few_ctas says so. `result` has the sums.
+// Writes both plans to `buffer` if two are better than one (parts.few_ctas > 0). `result` has the sums.
 int32_t plan_parts(const fp_problem& problem, fp_parts& parts, void* buffer, int64_t capacity, fp_plan_result& result);
 
 }  // namespace flashpage::host

@@ -1,4 +1,4 @@
-// One call a plan: the tensors of a batch are read, the kernels chosen before are still right for it, its plan is made.
+// One call for each plan: reads the tensors of a batch, checks that the chosen kernels still fit it, and plans.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -26,7 +26,7 @@ void copy_numbers(const dlpack::Tensor& from, void* to) {
   }
 }
 
-// False where the object is no host tensor of numbers.
+// Returns false if the object is not a host tensor of numbers.
 bool read_numbers(void* object, dlpack::Tensor& tensor) {
   return read_tensor(object, tensor) && tensor.device.type == dlpack::cpu && tensor.dims == 1 &&
          tensor.dtype.code == dlpack::signed_integer && (tensor.dtype.bits == 32 || tensor.dtype.bits == 64) &&
@@ -38,11 +38,11 @@ void copy_lengths(const dlpack::Tensor& tensor, char* copy, fp_index_array& arra
   array.is_int64 ? copy_numbers<int64_t>(tensor, copy) : copy_numbers<int32_t>(tensor, copy);
 }
 
-// Rows of the requests that have the fewest and the most. Without branches, for vector registers.
+// The rows of the requests with the fewest and the most. Written without branches, so that it vectorises.
 template <class T>
 void find_extremes(const T* ends, int64_t requests, fp_batch& batch) {
   using Count = std::make_unsigned_t<T>;
-  Count least = 0, most = 0;  // the former less one: no rows are then the most that there can be
+  Count least = 0, most = 0;  // least holds rows - 1, so that 0 rows wrap to the maximum
   --least;
   for (int64_t i = 0; i < requests; ++i) {
     const Count rows = static_cast<Count>(ends[i + 1]) - static_cast<Count>(ends[i]);
@@ -53,7 +53,7 @@ void find_extremes(const T* ends, int64_t requests, fp_batch& batch) {
   batch.least_rows = most > 0 ? static_cast<int64_t>(least) + 1 : 0;
 }
 
-// False: see fp_py_plan for what is taken.
+// Copies the lengths; returns false if a tensor is not on the host, missing or of the wrong size (see fp_py_plan).
 bool take_lengths(fp_batch& batch, void* const* tensors) {
   fp_index_array* const arrays[] = {&batch.q_indptr, &batch.kv_indptr, &batch.last_page_len, &batch.kv_lens};
   const int64_t most = batch.bytes_of_a_copy / static_cast<int64_t>(sizeof(int64_t)) - 1;
@@ -63,7 +63,7 @@ bool take_lengths(fp_batch& batch, void* const* tensors) {
     if (tensors[i] == python.none) continue;
     dlpack::Tensor tensor;
     if (!read_numbers(tensors[i], tensor)) return false;
-    if (requests < 0) requests = tensor.shape[0] - 1;  // the first one is an indptr, which has one entry more
+    if (requests < 0) requests = tensor.shape[0] - 1;  // the first one is an indptr, which has one more entry
     if (requests < 0 || requests > most || tensor.shape[0] != requests + (i < 2)) return false;
     copy_lengths(tensor, batch.copies + i * batch.bytes_of_a_copy, *arrays[i]);
   }
@@ -72,7 +72,7 @@ bool take_lengths(fp_batch& batch, void* const* tensors) {
   return true;
 }
 
-// What follows from the lengths that were taken.
+// Computes the sums over the lengths.
 void sum_up(fp_batch& batch) {
   batch.kv_begin = number(batch.kv_indptr, 0);
   batch.kv_end = number(batch.kv_indptr, batch.requests);
@@ -82,7 +82,8 @@ void sum_up(fp_batch& batch) {
   const fp_index_array& ends = batch.q_indptr;
   if (ends.data == nullptr) return;
   batch.rows_end = number(ends, batch.requests);
-  batch.rows = std::max<int64_t>(0, batch.rows_end - number(ends, 0));  // less is an error that the planner tells
+  batch.rows =
+      std::max<int64_t>(0, batch.rows_end - number(ends, 0));  // a negative number is an error that the planner reports
   if (ends.is_int64) {
     find_extremes(static_cast<const int64_t*>(ends.data), batch.requests, batch);
   } else {
@@ -90,42 +91,60 @@ void sum_up(fp_batch& batch) {
   }
 }
 
-// Copies page numbers and returns the largest: -1 of none; below -1 where one is negative. In a form that the compiler
-// vectorises.
-[[gnu::noinline]] int32_t copy_pages(const int32_t* __restrict numbers, int64_t count, int32_t* __restrict copies) {
+// Returns the largest page number; -1 if there is none, below -1 if one is negative. Copies the numbers if `is_copied`.
+// Written so that the compiler vectorises it.
+template <bool is_copied>
+[[gnu::noinline]] int32_t largest_page(const int32_t* __restrict numbers, int64_t count, int32_t* __restrict copies) {
   int32_t signs = 0, most = -1;
   for (int64_t i = 0; i < count; ++i) {
-    copies[i] = numbers[i];
+    if constexpr (is_copied) copies[i] = numbers[i];
     signs |= numbers[i];
     most = numbers[i] > most ? numbers[i] : most;
   }
   return signs < 0 ? -2 : most;
 }
 
-// False where kernels cannot read the page numbers in place, or where someone has to look at them first.
-bool take_page_numbers(fp_batch& batch, void* object) {
+// Returns false if the page numbers can neither be read in place nor copied, or if they must be checked first. Writes
+// the address of the numbers.
+bool take_page_numbers(fp_batch& batch, void* object, const int32_t*& numbers) {
   dlpack::Tensor tensor;
-  const bool is_there = read_tensor(object, tensor) && tensor.device.type == batch.device_type &&
-                        tensor.device.index == batch.device_index && tensor.dims == 1 &&
-                        tensor.shape[0] >= batch.kv_end && tensor.strides[0] == 1 &&
-                        tensor.dtype.code == dlpack::signed_integer && tensor.dtype.bits == 32 &&
-                        has_storage(object, bytes_of(tensor));
-  if (!is_there || batch.checks_pages) return false;
-  const auto* numbers = reinterpret_cast<const int32_t*>(static_cast<const char*>(tensor.data) + tensor.byte_offset);
-  if (batch.page_buffer != nullptr && numbers != batch.page_buffer) return false;
-  batch.max_page = -1;
-  batch.page_numbers = numbers;
-  if (batch.device_type == dlpack::cpu) {
-    if (batch.kv_begin < 0 || batch.kv_end > batch.most_page_copies) return false;
-    const int64_t count = batch.kv_end - batch.kv_begin;
-    batch.max_page = copy_pages(numbers + batch.kv_begin, count, batch.page_copies + batch.kv_begin);
-    if (batch.max_page < -1) return false;
-    batch.page_numbers = batch.page_copies;
+  const bool is_read = read_tensor(object, tensor) && tensor.dims == 1 && tensor.shape[0] >= batch.kv_end &&
+                       tensor.strides[0] == 1 && tensor.dtype.code == dlpack::signed_integer &&
+                       tensor.dtype.bits == 32 && has_storage(object, bytes_of(tensor));
+  if (!is_read || batch.checks_pages) return false;
+  numbers = reinterpret_cast<const int32_t*>(static_cast<const char*>(tensor.data) + tensor.byte_offset);
+  const bool is_on_host = tensor.device.type == dlpack::cpu, is_copied = batch.device_type == dlpack::cpu;
+  if (batch.page_buffer != nullptr && numbers != batch.page_buffer) {
+    const bool has_way = is_copied || batch.page_slots != nullptr;
+    if (!is_on_host || !has_way || batch.kv_end > batch.page_buffer_entries) return false;
+  } else if (tensor.device.type != batch.device_type || tensor.device.index != batch.device_index) {
+    return false;
   }
+  if (is_copied && batch.kv_end > batch.most_page_copies) return false;
+  batch.max_page = -1;
+  if (is_on_host && batch.kv_begin >= 0) {
+    const int32_t* begin = numbers + batch.kv_begin;
+    const int64_t count = batch.kv_end - batch.kv_begin;
+    batch.max_page = is_copied ? largest_page<true>(begin, count, batch.page_copies + batch.kv_begin)
+                               : largest_page<false>(begin, count, nullptr);
+    if (batch.max_page < -1) return false;
+  }
+  const int32_t* read_in_place = batch.page_buffer != nullptr ? batch.page_buffer : numbers;
+  batch.page_numbers = is_copied ? batch.page_copies : read_in_place;
   return true;
 }
 
-// ---------------------------------------------------------------- which kernels
+// Copies the page numbers that were taken to the memory that captured launches read.
+int32_t copy_page_numbers(const fp_batch& batch, const int32_t* numbers, void* stream) {
+  int32_t* const buffer = batch.page_buffer;
+  if (buffer == nullptr || numbers == buffer || batch.kv_end <= 0) return FP_OK;
+  const int64_t bytes = batch.kv_end * static_cast<int64_t>(sizeof(int32_t));
+  if (batch.page_slots != nullptr) return fp_slots_copy(batch.page_slots, numbers, bytes, buffer, stream);
+  std::memmove(buffer, numbers, bytes);
+  return FP_OK;
+}
+
+// ---------------------------------------------------------------- choice of kernels
 
 int32_t contexts_of(const fp_context_table& table, int64_t requests, int64_t rows, int64_t tokens) {
   if (requests == 0) return 0;
@@ -151,7 +170,7 @@ bool has_few_and_many(const fp_plan_call& call) {
          call.parts->most_few_rows < batch.most_rows;
 }
 
-// Whether the kernels chosen for an earlier batch are those of this one.
+// Whether the kernels that were chosen for an earlier batch also serve this one.
 bool is_for(fp_plan_call& call) {
   const fp_batch& batch = *call.batch;
   if (!holds(call.row_class, batch.requests, batch.rows)) return false;
@@ -177,9 +196,11 @@ int32_t plan_batch(fp_plan_call& call, void* stream, bool is_chosen) {
   problem.last_page_len = batch.last_page_len;
   problem.kv_lens = batch.kv_lens;
   call.made_parts = 0;
-  call.exceeded = batch.rows_end > batch.most_total_rows ? FP_LIMIT_ROWS
-                  : batch.kv_end > batch.most_entries    ? FP_LIMIT_ENTRIES
-                                                         : 0;
+  const bool is_batch = batch.least_requests <= batch.requests && batch.requests <= batch.most_requests;
+  call.exceeded = !is_batch                                ? FP_LIMIT_REQUESTS
+                  : batch.rows_end > batch.most_total_rows ? FP_LIMIT_ROWS
+                  : batch.kv_end > batch.most_entries      ? FP_LIMIT_ENTRIES
+                                                           : 0;
   if (call.exceeded != 0) return FP_OVER_LIMIT;
   if (!is_chosen && !is_for(call)) return FP_OTHER_BATCH;
   if (has_few_and_many(call) && slots_plan_parts(call, stream) == FP_OK) return FP_OK;
@@ -207,11 +228,13 @@ void* fp_py_plan(void*, void* const* arguments, intptr_t) {
   fp_batch& batch = *call.batch;
   if (!host::take_lengths(batch, arguments + 2)) return host::to_int(FP_OTHER_TENSORS);
   host::sum_up(batch);
-  if (batch.is_paged && !host::take_page_numbers(batch, arguments[6])) return host::to_int(FP_OTHER_PAGES);
+  const int32_t* pages = batch.page_buffer;
+  if (batch.is_paged && !host::take_page_numbers(batch, arguments[6], pages)) return host::to_int(FP_OTHER_PAGES);
   int32_t status;
   {
     host::WithoutInterpreter others;
     status = host::plan_batch(call, stream, false);
+    if (status == FP_OK) status = host::copy_page_numbers(batch, pages, stream);
   }
   return host::to_int(status);
 }

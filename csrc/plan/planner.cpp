@@ -1,4 +1,4 @@
-// The planner's C ABI over include/flashpage/plan/: lengths -> cost axis -> cuts, or units dealt -> the plan's bytes.
+// The planner's C ABI over include/flashpage/plan/: lengths -> cost axis -> cuts or dealt units -> the plan's bytes.
 #include "plan/planner.h"
 
 #include <cstring>
@@ -53,7 +53,7 @@ int32_t host::check_schedule(const fp_schedule& schedule, int32_t num_q_heads, i
   return FP_OK;
 }
 
-// The codes are what Python makes its sentence of; the text here serves callers from C.
+// Python makes its sentence from the codes; the text here serves callers from C.
 static int32_t fail_lengths(const plan::LengthFault& fault, fp_plan_result* result) {
   static constexpr const char* names[] = {"", "q_indptr", "kv_indptr", "last_page_len", "kv_lens"};
   static constexpr const char* faults[] = {"",
@@ -82,7 +82,7 @@ static void fill_result(const plan::LengthTotals& totals, fp_plan_result* result
   result->tile_cells = totals.tile_cells;
 }
 
-// Kept from plan to plan: no allocation once a batch of this size has been seen.
+// Memory kept from plan to plan: nothing is allocated once a batch of this size has been planned.
 struct Scratch {
   std::vector<plan::Request> requests;
   std::vector<plan::Lane> lanes;
@@ -101,18 +101,18 @@ static T* at_least(std::vector<T>& entries, size_t count) {
   return entries.data();
 }
 
-// What every strategy plans.
+// The input of every strategy.
 struct Batch {
   const plan::Schedule& schedule;
   const plan::CostModel& model;
   plan::CutRules rules;
   plan::Request* requests;
-  int32_t count;  // of them, on the axis
+  int32_t count;  // of requests or their parts, on the axis
   int32_t num_kv_heads;
   int64_t units;
   Scratch& scratch;
 
-  // Lays the requests on the axis, and counts the lanes.
+  // Places the requests on the axis and counts the lanes.
   plan::Division divide(const plan::Axis& axis) const {
     plan::lay_on_axis(model, axis.heads, count, requests);
     plan::Lane* const lanes = at_least(scratch.lanes, schedule.num_ctas);
@@ -122,7 +122,7 @@ struct Batch {
   }
 };
 
-// In waves, of which the last one cuts units where loads would be uneven.
+// Division in waves; the last wave cuts units if loads would be uneven.
 struct Waves {
   plan::Division division;
   plan::Segment* segments;
@@ -154,7 +154,7 @@ static std::optional<plan::Assignment> whole_units(const Batch& batch, const Wav
   if (waves.division.axis.waves > 1 && batch.units <= plan::units_side_by_side * batch.schedule.num_ctas) {
     const auto found = better(batch.divide(plan::one_wave(batch.schedule, batch.num_kv_heads)), {});
     if (found) return found;
-    batch.divide(waves.division.axis);  // as it was
+    batch.divide(waves.division.axis);  // restores the axis
   }
   return better(waves.division, waves.last_wave);
 }
@@ -181,7 +181,8 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
   const plan::Schedule& schedule = batch.schedule;
   const plan::Division& division = assignment.division;
   const plan::Lanes& lanes = division.lanes;
-  // Full lanes are counted as they are written, where items have room in any case and at most one unit a lane is cut.
+  // Full lanes are counted while they are written, if the buffer holds the items in any case and at most one unit a
+  // lane is cut.
   const int64_t most_item_bytes =
       plan::items_offset(schedule) +
       plan::most_items(batch.count, division.axis, lanes, division.lane) * static_cast<int64_t>(sizeof(WorkItem));
@@ -242,7 +243,7 @@ int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffe
   fill_result(totals, result);
   if (fault.error != plan::LengthError::none) return fail_lengths(fault, result);
 
-  // Units that are claimed even out by themselves. What few CTAs would claim is cut all the same.
+  // Claimed units balance themselves. If there are few, they are cut nevertheless.
   const bool are_many = 2 * totals.units >= 3 * int64_t{schedule.num_ctas};
   if (schedule.are_claimed && are_many && schedule.balanced()) schedule.fixed_piece_tokens = -1;
   const plan::CostModel model(heads, schedule);

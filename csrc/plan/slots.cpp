@@ -1,4 +1,4 @@
-// Staging slots: where a plan is written before one copy takes it to the int workspace.
+// Staging slots: a plan is written to a slot, and one copy moves it to the int workspace.
 #include "plan/slots.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ constexpr int first_slots = 2;  // one being copied, one being written
 enum class SlotState {
   free,
   in_flight,  // `copied` fires when the copy is done
-  kept,       // a captured graph copies from it at every replay: neither written nor freed again
+  kept,       // a captured graph copies from it at every replay: never written or freed again
 };
 
 struct Slot {
@@ -40,7 +40,7 @@ struct fp_slots {
 
 namespace {
 
-// One of plain memory: its copy is done at once.
+// Plain memory needs one slot, because its copy ends at once.
 int first_slots_of(const fp_slots& ring) { return ring.driver == nullptr ? 1 : first_slots; }
 
 int32_t add_slot(fp_slots& ring) {
@@ -66,7 +66,7 @@ bool is_free(const fp_slots& ring, Slot& slot) {
   return slot.state == SlotState::free;
 }
 
-// Turns the ring until its oldest slot is free; when all are taken, a new one is put in.
+// Advances the ring until its oldest slot is free; adds a slot if all are in use.
 int32_t find_slot(fp_slots& ring) {
   for (size_t tried = 0; tried < ring.slots.size(); ++tried) {
     if (is_free(ring, ring.slots[ring.next])) return FP_OK;
@@ -75,13 +75,13 @@ int32_t find_slot(fp_slots& ring) {
   return add_slot(ring);
 }
 
-// Bytes of the slot to the device, in the stream's order; the slot is not free before they are there.
+// Copies a slot's bytes to the device in the stream's order; the slot stays in use until they are there.
 int32_t copy_on_device(fp_slots& ring, Slot& slot, void* destination, int64_t bytes, cuda::Stream stream) {
   const cuda::Driver& cuda = *ring.driver;
   int capture;
   FP_CUDA_TRY(stream_is_capturing, stream, &capture);
   FP_CUDA_TRY(memcpy_htod_async, reinterpret_cast<cuda::DevicePointer>(destination), slot.bytes, bytes, stream);
-  slot.state = SlotState::kept;  // also where recording fails: no event would tell when this copy is done
+  slot.state = SlotState::kept;  // also if recording fails: no event would tell when this copy is done
   if (capture != cuda::capture_status_none) return FP_OK;
   FP_CUDA_TRY(event_record, slot.copied, stream);
   slot.state = SlotState::in_flight;
@@ -99,7 +99,7 @@ void release(fp_slots& ring, Slot& slot) {
   ring.driver->mem_free_host(slot.bytes);
 }
 
-// Slots of `bytes` each in place of the present ones, which go when nothing reads them any more.
+// Replaces the slots by larger ones of `bytes` each; the old ones are freed when nothing reads them any more.
 int32_t grow(fp_slots& ring, int64_t bytes) {
   fp_slots larger;
   larger.driver = ring.driver;
@@ -112,8 +112,8 @@ int32_t grow(fp_slots& ring, int64_t bytes) {
   return status;
 }
 
-// `write(bytes, capacity)` plans into a free slot, or says that it has no room, in call.result.used_bytes how much it
-// needs.
+// Plans into a free slot by `write(bytes, capacity)`. If the slot is too small, write sets call.result.used_bytes to
+// the size that it needs, and the ring grows.
 template <class Write>
 int32_t write_into_slot(fp_plan_call& call, Write&& write) {
   fp_slots& ring = *call.slots;

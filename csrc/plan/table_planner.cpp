@@ -1,5 +1,5 @@
-// Planning from lengths in a device's memory: the kernel's parameters and its launch, and the CPU's twin of it, whose
-// threads take their turns one by one.
+// Planning from lengths in a device's memory: the kernel's parameters and launch, and the same planner on the CPU,
+// where threads run one after another.
 #include <cstring>
 
 #include "cuda/kernel.h"
@@ -26,8 +26,9 @@ struct CountedVote {
   void meet() const {}
 };
 
-// From the last thread to the first: were one to need what another does in the same phase, results would be wrong.
-struct TurnedThreads {
+// Runs threads from the last to the first: if a thread depended on another one in the same phase, results would be
+// wrong.
+struct SequentialThreads {
   using Vote = CountedVote;
   static constexpr i32 searching = 1;
 
@@ -37,7 +38,7 @@ struct TurnedThreads {
   }
 };
 
-// Where in the int workspace everything lies; the plan itself at its beginning.
+// Offsets in the int workspace; the plan itself is at its beginning.
 struct Layout {
   i64 units, workspace, bytes;
   i64 partial_rows;
@@ -123,8 +124,8 @@ int32_t fp_tables_plan(const fp_kernel* kernel, const fp_tables* tables, const f
                                reinterpret_cast<plan::CutUnit*>(memory + layout.units),
                                memory + layout.workspace};
   if (kernel != nullptr) return fp_launch(kernel, &params, 1, stream, enable_pdl);
-  TurnedThreads threads;
+  SequentialThreads threads;
   const plan::Workspace work(params.workspace, tables->batch, schedule);
-  plan::TablePlanner<TurnedThreads>(threads, params, work).run();
+  plan::TablePlanner<SequentialThreads>(threads, params, work).run();
   return FP_OK;
 }

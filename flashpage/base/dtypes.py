@@ -38,6 +38,11 @@ class DType(enum.Enum):
         return _CPP[self]
 
     @property
+    def host_code(self) -> int:
+        """The number of an element type that the host library merges (element_type in csrc/flashpage.h)."""
+        return _HOST_CODES[self]
+
+    @property
     def torch(self) -> TorchDtype:
         import torch
 
@@ -62,4 +67,5 @@ _CPP = {
     DType.FLOAT8_E4M3: "flashpage::E4m3",
     DType.FLOAT8_E5M2: "flashpage::E5m2",
 }
+_HOST_CODES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 _BY_NAME: dict[object, DType] = {**{d.value: d for d in DType}, "half": DType.FLOAT16, "float": DType.FLOAT32}

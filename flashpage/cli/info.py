@@ -8,10 +8,14 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+from typing import TYPE_CHECKING
 
 from .. import native
 from ..base import env, paths
 from ..base.version import VERSION
+
+if TYPE_CHECKING:
+    from ..kernels.devices import Device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,10 +51,16 @@ def _devices() -> list[tuple[str, str]]:
         info = native.DeviceInfo()
         native.check(library.fp_cuda_device_info(index, ctypes.byref(info)))
         card = devices.from_driver(info)
-        row = "rates estimated from its clocks" if card.is_estimated else f"rates of {card.name}"
         what = f"{info.name.decode()}, sm_{info.sm}, {info.num_sms} SMs, {info.memory_bytes / 2**30:.0f} GiB"
-        rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}; {row}"))
+        rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}"))
+        rows.append(("", _rates(card)))
     return rows if len(rows) > 1 else [*rows, ("cuda", "no device")]
+
+
+def _rates(card: Device) -> str:
+    """The rates that costs follow from, with their source, and the abilities that not every card has."""
+    row = "rates estimated from its clocks (no row of the table of cards names it)" if card.is_estimated else card.name
+    return ", ".join((f"{row}: {card.gbps:.0f} GB/s", f"{card.tflops:.0f} TFLOP/s", *card.abilities))
 
 
 def _compilers() -> list[tuple[str, str]]:

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         card=card,
     )
     print(plan.picture())
-    print(f"card: {card.name}" if card else "the CPU's tiles and costs")
+    print(_described(card) if card else "the CPU's tiles and costs")
     print(plan.explain(card.name if card else ""))
     if arguments.items:
         _print_items(plan.work_items())
@@ -87,6 +87,11 @@ def _card(arguments: argparse.Namespace) -> Device | None:
         except PlanError as error:
             raise values.ArgumentError(f"--card: {error}") from None
     return devices.of_index(0) if native.load().fp_cuda_device_count() else devices.H200
+
+
+def _described(card: Device) -> str:
+    rates = f"{card.gbps:.0f} GB/s, {card.tflops:.0f} TFLOP/s"
+    return f"card: {card.name}, {card.sms} SMs of {card.sm_shared_bytes >> 10} KiB, {rates}"
 
 
 def _print_items(items: np.ndarray) -> None:

@@ -1,12 +1,12 @@
-"""From a KernelSpec to a kernel that runs on a device: from the AOT folder, else the cache, else compiled.
+"""From a KernelSpec to a kernel that runs on a device: found in the AOT folder or the cache, or compiled.
 
-* targets    what a kernel is compiled for
+* targets    CPU levels and GPU architectures
 * render     spec -> source
 * compilers  g++, nvcc, NVRTC and their flags (nvrtc.py: NVRTC as a command line)
 * source     spec, target -> source and key
 * cache      entries: folders of compiled kernels
-* job        one compile (process: child processes; progress: what the user sees; diagnostics: what compilers say)
-* build      specs -> entries, one or many side by side
+* job        one compile (process: child processes; progress: lines and bars; diagnostics: errors, registers)
+* build      specs -> entries, one or many at a time
 * loader     spec, device -> LoadedKernel
 * manifest   which kernels a process has used
 """

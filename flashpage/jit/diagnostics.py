@@ -1,4 +1,4 @@
-"""What compilers print, read: the first error with its source line, and ptxas' registers and spills."""
+"""Reads the output of compilers: the first error with its source line, and ptxas' registers and spills."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _ERROR_LINES = (
 
 @dataclasses.dataclass(frozen=True)
 class Diagnostic:
-    """One error of a compiler."""
+    """An error that a compiler reports."""
 
     file: str
     line: int
     message: str
-    excerpt: str  # the source line as the compiler showed it, "" where it did not
+    excerpt: str  # the source line as the compiler showed it, "" if it showed none
 
 
 def read_errors(log: str) -> list[Diagnostic]:
-    """The errors of a log, in its order."""
+    """The errors of a log, in order."""
     lines = log.splitlines()
     found = []
     for number, text in enumerate(lines):
@@ -43,7 +43,8 @@ def read_errors(log: str) -> list[Diagnostic]:
 
 
 def compile_error(spec: KernelSpec, target: Target, command: str, log: str, log_file: str) -> CompileError:
-    """A user's own line before all else; then the first error, the kernel, the command and the end of the log."""
+    """The error of a failed compile: first the user's own line, if it is at fault, then the first error, the kernel,
+    the command and the end of the log."""
     errors = read_errors(log)
     lines = []
     if blamed := _variant_error(spec, errors, log):
@@ -56,11 +57,11 @@ def compile_error(spec: KernelSpec, target: Target, command: str, log: str, log_
 
 
 def _variant_error(spec: KernelSpec, errors: list[Diagnostic], log: str) -> tuple[str, str] | None:
-    """The user's line and the message, where the error is in it or in a function that it calls."""
+    """The user's line and the message, if the error is in that line or in a function that it calls."""
     for error in errors:
         if error.file.startswith(SOURCE_NAME):
             return _variant_line(spec, error.file, error.line), error.message
-    # Where templates were instantiated from: g++'s form, then that of nvcc and NVRTC.
+    # Where templates were instantiated: in g++'s form, then in that of nvcc and NVRTC.
     callers = rf'^(?P<file>{SOURCE_NAME}\w+):(?P<line>\d+):|at line (?P<line2>\d+) of "?(?P<file2>{SOURCE_NAME}\w+)'
     if errors and (caller := re.search(callers, log, re.MULTILINE)):
         file, line = caller["file"] or caller["file2"], int(caller["line"] or caller["line2"])
@@ -69,7 +70,7 @@ def _variant_error(spec: KernelSpec, errors: list[Diagnostic], log: str) -> tupl
 
 
 def _variant_line(spec: KernelSpec, file: str, line: int) -> str:
-    """The user's text, from the spec: compilers show it with macros expanded, or not at all."""
+    """The user's text from the spec, because compilers show it with expanded macros or not at all."""
     part = {"logit": spec.variant.logit, "mask": spec.variant.mask}[file.removeprefix(SOURCE_NAME)]
     return part.splitlines()[line - 1]
 

@@ -1,4 +1,5 @@
-"""get_kernel: from a spec and a device to a kernel that can be launched, found, compiled or loaded once a process."""
+"""get_kernel: from a spec and a device to a kernel that can be launched; found, compiled or loaded once in a
+process."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedKernel:
-    """A kernel of one device. Never unloaded: plans and captured graphs hold its handle."""
+    """A kernel on one device. It is never unloaded, because plans and captured graphs hold its handle."""
 
     spec: KernelSpec
     target: Target
@@ -53,7 +54,7 @@ def get_kernel(spec: KernelSpec, device: Device = None) -> LoadedKernel:
 
 
 def prebuild(specs: Iterable[KernelSpec], device: Device = None) -> list[LoadedKernel]:
-    """get_kernel of several specs; what must be compiled is compiled side by side."""
+    """As get_kernel for several specs; those that must be compiled are compiled at the same time."""
     specs = list(specs)
     index = device_index(device)
     missing = [s for s in specs if (s, _canonical(index)) not in _kernels and next(_built(s, index), None) is None]
@@ -67,7 +68,7 @@ def prebuild(specs: Iterable[KernelSpec], device: Device = None) -> list[LoadedK
 
 
 def device_index(device: Device) -> int | None:
-    """The CUDA device's index, None for the CPU; "cuda" is the current device."""
+    """The CUDA device's index, or None for the CPU; "cuda" is the current device."""
     if device is None or str(device) == "cpu":
         return None
     import torch
@@ -98,12 +99,12 @@ def _canonical(index: int | None) -> str | None:
 
 
 def _find(spec: KernelSpec, index: int | None) -> LoadedKernel:
-    """Takes the first build that loads; compiles where none does."""
+    """Loads the first build that loads; compiles the kernel if none does."""
     unusable = failure = None
     for entry in _built(spec, index):
         try:
             return _load(entry, index)
-        except DeviceError as error:  # built for another driver or another libc: as good as missing
+        except DeviceError as error:  # built for another driver or libc: treated as missing
             unusable, failure = entry, error
     target = runnable(index)[0]
     if env.is_off("FLASHPAGE_JIT"):
@@ -113,7 +114,8 @@ def _find(spec: KernelSpec, index: int | None) -> LoadedKernel:
 
 
 def _built(spec: KernelSpec, index: int | None) -> Iterator[Entry]:
-    """Builds that this device can run, in the order in which they are tried: first those found without rendering."""
+    """Builds that this device can run, in the order in which they are tried: first those that are found without
+    rendering."""
     targets = runnable(index)
     places = [(aot_store(), target) for target in targets] + [(jit_store(), targets[0])]
     yielded = set()
@@ -126,14 +128,14 @@ def _built(spec: KernelSpec, index: int | None) -> Iterator[Entry]:
 
 
 def _load(entry: Entry, index: int | None) -> LoadedKernel:
-    """Maps the binary and resolves its entry; DeviceError where it does not load."""
+    """Maps the binary and resolves its entry; raises DeviceError if it does not load."""
     try:
         spec, target = entry.spec, entry.target
         library = None
         if index is None:
             library, handle = _load_function(entry, spec)
         else:
-            image = entry.image + b"\0"  # PTX must end in one; behind a cubin it is outside
+            image = entry.image + b"\0"  # PTX must end in 0; after a cubin the byte is ignored
             load = native.load().fp_cuda_kernel_load
             handle = native.check_handle(load(index, image, len(entry.image), spec.entry.encode()))
         info = native.KernelInfo()

@@ -1,6 +1,7 @@
-"""NVRTC as a command line: `python nvrtc.py LIBRARY OPTIONS... SOURCE BINARY`. Run as a file: it imports no flashpage.
+"""NVRTC as a command line: `python nvrtc.py LIBRARY OPTIONS... SOURCE BINARY`. It runs as a file and imports no
+flashpage.
 
-A process of its own: compiles run side by side under ninja, can be interrupted, and cannot take the server down.
+It is a process of its own, so that compiles run in parallel under ninja, can be interrupted, and cannot end the server.
 """
 
 import ctypes
@@ -10,8 +11,8 @@ from ctypes import byref, c_char_p, c_size_t, c_void_p
 
 
 def compile_source(library: str, options: list[str], name: str, source: bytes) -> tuple[bytes | None, str]:
-    """The cubin (or PTX where a compute_ architecture is asked for), None where the compile failed; and the log."""
-    # The builtins library lies beside it and is looked for by its bare name: loaded first, it is found.
+    """Returns the cubin (or PTX for a compute_ architecture), or None if the compile failed; and the log."""
+    # NVRTC loads the builtins library next to it by its bare name, which works if it is loaded already.
     for builtins in sorted(os.listdir(os.path.dirname(library))):
         if builtins.startswith("libnvrtc-builtins.so.") and ".alt." not in builtins:
             ctypes.CDLL(os.path.join(os.path.dirname(library), builtins), mode=ctypes.RTLD_GLOBAL)
@@ -28,7 +29,7 @@ def compile_source(library: str, options: list[str], name: str, source: bytes) -
 
 
 def _read(nvrtc: ctypes.CDLL, what: str, program: c_void_p) -> bytes:
-    """nvrtcGet<what>Size, then nvrtcGet<what>."""
+    """Calls nvrtcGet<what>Size, then nvrtcGet<what>."""
     size = c_size_t()
     _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size")(program, byref(size)))
     buffer = ctypes.create_string_buffer(size.value)

@@ -1,4 +1,5 @@
-"""What the user sees of long work: a line before and after a compile, a bar for many. FLASHPAGE_PROGRESS=off: none."""
+"""Shows the progress of long work: a line before and after a compile, a bar for many. FLASHPAGE_PROGRESS=off:
+nothing."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ _BAR_CELLS = 30
 
 
 def say(text: str) -> None:
-    """One line on stderr."""
+    """Writes one line to stderr."""
     if not env.is_off("FLASHPAGE_PROGRESS"):
         print(f"flashpage: {text}", file=sys.stderr, flush=True)
 
 
 class Bar:
-    """Progress of `total` steps: redrawn in place on a terminal, elsewhere only its last line."""
+    """Progress of `total` steps: redrawn in place on a terminal, otherwise only its last line."""
 
     def __init__(self, total: int, what: str) -> None:
         self._total, self._done, self._failed, self._what = total, 0, 0, what
@@ -27,7 +28,7 @@ class Bar:
         self._draw("")
 
     def advance(self, name: str, *, failed: bool = False) -> None:
-        """One more is done."""
+        """Counts one more step as done."""
         self._done += 1
         self._failed += failed
         self._draw(name)

@@ -1,4 +1,5 @@
-"""From a KernelSpec to the source of one kernel: a jinja2 template of templates/, and what modules write for it."""
+"""From a KernelSpec to the source of one kernel: a jinja2 template of templates/ and the text that modules render for
+it."""
 
 from __future__ import annotations
 
@@ -18,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def source_suffix(spec: KernelSpec) -> str:
-    """What compilers tell the language by."""
+    """The suffix by which compilers recognise the language."""
     return ".cpp" if spec.backend == "cpu" else ".cu"
 
 
 def include_dirs(spec: KernelSpec) -> list[Path]:
-    """The folders to give a compiler as -I: the package's, and one of the kernel's own if it has one."""
+    """The folders that a compiler gets as -I: the package's, and the kernel's own if it has one."""
     kernel = kernels.find(spec.kernel)
     own = [Path(os.path.abspath(kernel.include))] if kernel and kernel.include else []  # ninja runs in another folder
     return [paths.include_dir(), *own]
 
 
 def render(spec: KernelSpec) -> str:
-    """The whole translation unit, less what it includes; CompileError where no kernel has the spec's name."""
+    """The whole translation unit without its includes; raises CompileError if no kernel has the spec's name."""
     kernel, name = kernels.find(spec.kernel), f"kernel{source_suffix(spec)}.jinja"
     if kernel is None:
         known = ", ".join(found.name for found in (*kernels.ATTENTION, *kernels.OTHERS))
@@ -52,7 +53,7 @@ def render(spec: KernelSpec) -> str:
 
 @functools.cache
 def _environment(folder: Path) -> jinja2.Environment:
-    import jinja2  # here: a hit renders nothing
+    import jinja2  # imported here, because a cache hit renders nothing
 
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),

@@ -1,4 +1,4 @@
-"""The source of one kernel and its key: a hash over everything of ours that a compile reads."""
+"""The source of one kernel and its key, a hash of everything in the package that a compile reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .compilers import fixed_flags
 from .render import include_dirs, render
 from .targets import Target
 
-# An include directive with a literal name, as all of ours are (tests/project/test_layers.py).
+# An include directive with a literal name, as all of the package's are (tests/project/test_layers.py).
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 
 
@@ -30,11 +30,11 @@ class Source:
 
 
 def source_of(spec: KernelSpec, target: Target) -> Source:
-    """Renders the spec; CompileError where it has no template.
+    """Renders the spec; raises CompileError if it has no template.
 
-    The key holds the text, every header of ours that the text reaches, and the flags of our own choice. It leaves out
-    which compiler is used and its version: any compiler's build of the same source serves. It holds the spec as well,
-    since an entry records one spec and two specs may render to the same text.
+    The key covers the text, every header of the package that the text reaches, and the flags that the package chooses.
+    It leaves out which compiler is used and its version: any compiler's build of the same source serves. It includes
+    the spec, because an entry records one spec and two specs may render to the same text.
     """
     text = render(spec)
     parts = [spec.digest, target.name, fixed_flags(target), text, sorted(included(text, include_dirs(spec)).items())]
@@ -62,17 +62,17 @@ def included(text: str, folders: Sequence[Path] | None = None) -> dict[str, str]
     found: dict[str, str] = {}
     for path, digest in sorted(hashes.items(), key=lambda header: (_name(header[0], roots), header[1])):
         name = _name(path, roots)
-        found[name] = found.get(name, "") + digest  # two folders may have a header of one name
+        found[name] = found.get(name, "") + digest  # two folders may have headers of the same name
     return found
 
 
 def _name(path: str, roots: tuple[str, ...]) -> str:
-    """A header's path below its include folder, or next to the last folder where it lies in none."""
+    """A header's path below its include folder, or relative to the last folder if it is in none."""
     return os.path.relpath(path, next((root for root in roots if path.startswith(root + os.sep)), roots[-1]))
 
 
 def _stamp(path: str) -> tuple[int, ...]:
-    """Differs after an edit: a process that lives on, as a notebook does, must not keep the hash from before."""
+    """Changes with an edit: a long-lived process, such as a notebook, must not keep an old hash."""
     status = os.stat(path)
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -87,8 +87,8 @@ def _read_header(path: str, stamp: tuple[int, ...], roots: tuple[str, ...]) -> t
 
 
 def _resolve(text: str, folder: str | None, roots: tuple[str, ...]) -> list[str]:
-    """The headers of ours that a text includes: a name in quotes is looked up in the text's own folder first, then, as
-    one in brackets, in the folders that compilers get as -I."""
+    """The package's headers that a text includes: a quoted name is searched in the text's own folder first, then, like
+    a name in brackets, in the folders that compilers get as -I."""
     found = []
     for quoted, bracketed in INCLUDE.findall(text):
         folders = [folder, *roots] if quoted and folder else [*roots]

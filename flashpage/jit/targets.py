@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .. import kernels, native
 from ..base.errors import DeviceError
+from ..kernels.devices import ACCELERATED
 
 if TYPE_CHECKING:
     from ..kernels.spec import KernelSpec
@@ -22,8 +23,6 @@ CPU_LEVELS: dict[str, tuple[str, ...]] = {
     "avx512": (*_AVX2, *_AVX512),
     "avx2": _AVX2,
 }
-# Architectures whose own instructions (wgmma, TMA's multicast ...) need the "a" target: such a cubin runs there alone.
-_ACCELERATED = (90,)
 PTX = "compute_80"  # of a general kernel: the driver compiles it for a card that has no cubin
 
 
@@ -39,7 +38,7 @@ class Target:
         """avx512, sm_80, sm_90a, compute_80: part of the cache key, shown to the user, and what compilers call it."""
         if isinstance(self.arch, str):
             return self.arch
-        return f"sm_{self.arch}{'a' if self.arch in _ACCELERATED else ''}"
+        return f"sm_{self.arch}{'a' if self.arch in ACCELERATED else ''}"
 
     @property
     def binary(self) -> str:
@@ -95,7 +94,7 @@ def runnable(device_index: int | None) -> tuple[Target, ...]:
         assert isinstance(own.arch, int)
         # A cubin runs on later minor versions of its architecture, unless it is an accelerated one.
         same_major = [Target("cuda", sm) for sm in range(own.arch - 1, own.arch // 10 * 10 - 1, -1)]
-        return (own, *(t for t in same_major if t.arch not in _ACCELERATED), Target("cuda", PTX))
+        return (own, *(t for t in same_major if t.arch not in ACCELERATED), Target("cuda", PTX))
     found = cpu_features()
     levels = [level for level, needs in CPU_LEVELS.items() if found.issuperset(needs)]
     if not levels:

@@ -1,12 +1,12 @@
-"""The kernels: what each accepts, its tiles and costs, and the choice among them. A kernel is one file here and one
-folder of the same name in include/flashpage/kernels, and a row in this list."""
+"""The kernels: what each accepts, its tiles and costs, and the choice among them. A kernel is one file here, one folder
+of the same name in include/flashpage/kernels, and a row in this list."""
 
 from __future__ import annotations
 
 from . import attention_sm80, blocks, cpu_attention, decode_sm90, helpers, prefill_sm90
 from .kernel import AttentionKernel, Kernel
 
-# In the order of preference: the first one that accepts a plan's work runs it.
+# In order of preference: the first kernel that accepts a plan's work runs it.
 ATTENTION: list[AttentionKernel] = [
     decode_sm90.KERNEL,
     prefill_sm90.KERNEL,
@@ -17,7 +17,7 @@ OTHERS: tuple[Kernel, ...] = (*helpers.KERNELS, *blocks.KERNELS)
 
 
 def find(name: str) -> Kernel | None:
-    """The kernel of that name (KernelSpec.kernel); None if the lists above do not have it."""
+    """The kernel of that name (KernelSpec.kernel); None if no list above has it."""
     return next((kernel for kernel in (*ATTENTION, *OTHERS) if kernel.name == name), None)
 
 
@@ -25,7 +25,7 @@ _OF_PACKAGE = (*ATTENTION, *OTHERS)
 
 
 def is_of_package(name: str) -> bool:
-    """Whether the kernel's source is made by the package's files alone, all of which paths.fingerprint covers. A kernel
-    that a program adds to the list, or one with an include folder of its own, is made by others too."""
+    """Whether the kernel's source depends only on the package's files, all of which paths.fingerprint covers. Kernels
+    that a program adds to the list, or that have an include folder of their own, depend on other files."""
     kernel = find(name)
     return kernel is not None and kernel.include is None and any(kernel is known for known in _OF_PACKAGE)

@@ -18,7 +18,7 @@ RAGGED, ONE_TOKEN = 0, 1  # page sizes; the others are multiples of 8
 
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """A plan by what decides its kernel. The spec is what `choose` makes of it on the target's card."""
+    """A plan, described by what decides its kernel. Its spec is the one that `choose` returns for the target's card."""
 
     q_dtype: DType
     kv_dtype: DType
@@ -29,7 +29,7 @@ class Ahead:
     has_soft_cap: bool = False
     rotates: bool = False
     contexts: Contexts = Contexts.USUAL
-    is_default: bool = True  # what most models ask for; CI compiles these with NVRTC too
+    is_default: bool = True  # used by most models; CI also compiles these with NVRTC
 
     @property
     def problem(self) -> Problem:
@@ -58,5 +58,5 @@ class Ahead:
 
 
 def more(*rows: Ahead) -> tuple[Ahead, ...]:
-    """Rows that are not among the default ones."""
+    """Marks rows that are not among the default ones."""
     return tuple(dataclasses.replace(row, is_default=False) for row in rows)

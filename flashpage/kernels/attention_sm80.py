@@ -1,6 +1,6 @@
-"""The general tensor-core kernel: every card since Ampere, by mma.sync and cp.async.
+"""The general tensor-core kernel for every card since Ampere, by mma.sync and cp.async.
 
-Warps side by side along the tokens where rows are few, along the rows where they are many.
+Warps share the tokens if rows are few, and the rows if they are many.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from .spec import KernelSpec
 from .tile import MERGE_CTA_ROWS, MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work
 
-# Bytes of shared memory of a CTA, at least: 163 KiB on an A100, 227 on Hopper and later cards of data centres; others
-# have 99.
+# The least shared memory of a CTA in bytes: an A100 has 163 KiB, Hopper and later cards of data centres 227, others 99.
 _LARGE, _LARGEST = 160 << 10, 224 << 10
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A tile for many rows, and its cost on an H200. The first row that fits the work is taken; tiles are the largest
-    that do not spill, of those measured (docs/tried.md). The sizes in shared memory are tested on the cubins
+    """A tile for many rows, and its cost on an H200. The first row that fits the work is taken. Tiles are the largest
+    of the measured ones that do not spill (docs/tried.md). Their sizes in shared memory are tested on the cubins
     (tests/kernels/test_shared_memory.py)."""
 
     tile: Tile
-    ns: tuple[float, float, float]  # of a unit's token, of a unit, of a piece
+    ns: tuple[float, float, float]  # of a token in a unit, of a unit, of a piece
     why: str
-    widest: int = 512  # head dim, at most
-    rows: int = 0  # packed rows, more than these
-    is_light: bool = False  # neither fp8 nor masks nor RoPE
-    is_plain: bool = False  # nothing is computed on scores either
+    widest: int = 512  # largest head dim
+    rows: int = 0  # needs more packed rows than this
+    is_light: bool = False  # needs work without fp8, masks and RoPE
+    is_plain: bool = False  # also needs work that computes nothing on scores
     fp8: bool | None = None  # of K and V; None: either
     rotates: bool | None = None  # RoPE in the kernel; None: either
-    shared: int = 0  # bytes of the card's CTAs, at least
+    shared: int = 0  # least shared memory of a CTA
 
     def takes(self, work: Work) -> bool:
         is_light = work.loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM) and not work.options.kv_dtype.is_fp8
@@ -65,8 +64,8 @@ _MANY = (
     ),
     _Row(Tile(128, 48, 4, 1, 2, 2), (47.0, 6e3, 20e3), "a transform, or 99 KiB", 128, rows=64, is_light=True),
     _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "few rows, or registers taken", 128, rotates=False),
-    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "rotated keys fit beside them", 128, shared=_LARGE),
-    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "rotated keys fit beside those of fp8", 128, fp8=True),
+    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "rotated keys fit next to the stages", 128, shared=_LARGE),
+    _Row(Tile(64, 64, 4, 1, 2, 2), (32.0, 4e3, 8e3), "rotated keys fit next to stages of fp8", 128, fp8=True),
     _Row(Tile(64, 48, 4, 1, 2, 2), (32.0, 4e3, 8e3), "99 KiB with rotated keys", 128),
     _Row(Tile(128, 64, 8, 1, 1, 1), (60.0, 4e3, 8e3), "eight warps", 256, rows=64, is_light=True, shared=_LARGE),
     _Row(Tile(64, 32, 4, 1, 1, 2), (60.0, 4e3, 8e3), "fp8 keys come 32 tokens at a time", 256, fp8=True),
@@ -80,8 +79,8 @@ _MANY = (
 
 
 def _is_few(work: Work) -> bool:
-    """Whether rows are so few that warps lie along the tokens. Where rows of K and V are wide, the ring of two warps
-    may be too large for the card, above all next to rotated keys, which have 16 bits."""
+    """Whether rows are so few that warps share the tokens. If rows of K and V are wide, the ring of two warps may be
+    too large for the card, above all next to rotated keys, which have 16 bits."""
     is_few = work.packed_rows <= 16 or (work.packed_rows <= 32 and work.widest <= 128)
     is_large, is_fp8 = work.card.shared_bytes >= _LARGE, work.options.kv_dtype.is_fp8
     if _is_tight(work) and is_fp8:
@@ -104,8 +103,9 @@ def _tile(work: Work) -> Tile:
 def few_rows_tile(
     token_bytes: int, tile_q: int, is_fp8: bool, widest: int, card: Device, is_tight: bool = False
 ) -> Tile:
-    """Warps take turns on the tokens, each with its own ring: 8 KiB a stage, at most 96 KiB a CTA and two CTAs an SM.
-    `token_bytes`: of K and V that a warp has at a time. `is_tight`: next to the ring lie rotated keys."""
+    """A tile whose warps alternate on the tokens, each with its own ring: 8 KiB a stage, at most 96 KiB a CTA and two
+    CTAs an SM. `token_bytes`: of K and V that a warp loads at a time. `is_tight`: rotated keys need space next to the
+    ring."""
     is_large = card.shared_bytes >= _LARGE
     is_short = token_bytes * 32 <= 8192 and (widest <= 64 or is_large or not is_tight)
     tokens = 32 if is_short or is_fp8 else 16  # one ldmatrix takes 32 fp8 tokens
@@ -113,12 +113,12 @@ def few_rows_tile(
     has_room = stage_bytes * 8 <= (131072 if is_large else 73728)  # for two stages of four warps
     if is_tight:
         has_room = stage_bytes <= 8192 and (is_large or not is_fp8)
-        # Keys much wider than values: rotated ones take more room than the ring's stages tell.
+        # If keys are much wider than values, rotated keys take more space than the ring's stages indicate.
         has_room = has_room and (widest <= 192 or (is_large and not is_fp8))
     warps = 4 if has_room else 2
     ctas_per_sm = 2 if 2 * warps * tokens * token_bytes <= 98304 and widest <= 256 else 1
     ring_bytes = 98304 if is_large else 73728
-    limit = card.shared_bytes if is_tight or not is_large else 0  # elsewhere any ring of this size fits
+    limit = card.shared_bytes if is_tight or not is_large else 0  # otherwise any ring of this size fits
     return Tile(tile_q, tokens * warps, 1, warps, 4, ctas_per_sm, ring_bytes=ring_bytes, shared_limit=limit)
 
 

@@ -1,4 +1,4 @@
-"""Kernels over vLLM's cache blocks where they lie: decode, the merge of its partials, and writing.
+"""Kernels that use vLLM's cache blocks in place: decode, the merge of its partials, and writing.
 
 Their headers are include/flashpage/kernels/blocks/NAME.h.
 """
@@ -15,8 +15,22 @@ from .spec import KernelSpec
 from .tile import Tile
 
 
-def decode_tile(head_dim: int, kv_dtype: DType, group: int, card: Device) -> Tile:
-    """A group's query heads are the rows."""
+def decode_spec(q_dtype: DType, kv_dtype: DType, head_dim: int, group: int, card: Device) -> KernelSpec:
+    tile = _decode_tile(head_dim, kv_dtype, group, card)
+    return KernelSpec(DECODE.name, q_dtype, kv_dtype, q_dtype, head_dim, head_dim, tile=tile)
+
+
+def merge_spec(out_dtype: DType) -> KernelSpec:
+    return KernelSpec(MERGE.name, out_dtype=out_dtype)
+
+
+def write_spec(source: DType, stored: DType, layout: str) -> KernelSpec:
+    """`layout`: a name of Loader (include/flashpage/common/types.h)."""
+    return KernelSpec(WRITE.name, q_dtype=source, kv_dtype=stored, loader=layout)
+
+
+def _decode_tile(head_dim: int, kv_dtype: DType, group: int, card: Device) -> Tile:
+    """The tile of decode, whose rows are a group's query heads."""
     tile_q = 32 if group > 16 and head_dim <= (64 if kv_dtype.is_fp8 else 128) else 16  # larger tiles spill
     token_bytes = 2 * head_dim * kv_dtype.size
     tile = few_rows_tile(token_bytes, tile_q, kv_dtype.is_fp8, head_dim, card)
@@ -24,7 +38,7 @@ def decode_tile(head_dim: int, kv_dtype: DType, group: int, card: Device) -> Til
         tile = dataclasses.replace(tile, stages=2)
     elif 128 < token_bytes <= 256 and not kv_dtype.is_fp8:
         tile = Tile(16, 64, 1, 4, 3, ctas_per_sm=4, ring_bytes=tile.ring_bytes)
-    elif head_dim <= 128:  # a step mostly waits, and more warps hide that better than more stages
+    elif head_dim <= 128:  # steps mostly wait, and more warps hide that better than more stages
         tile = dataclasses.replace(tile, ctas_per_sm=3, ring_bytes=65536)
     return dataclasses.replace(tile, shared_limit=card.shared_bytes)
 

@@ -1,4 +1,4 @@
-"""The choice of a kernel for a plan's work; a refusal tells each kernel's reasons."""
+"""Chooses a kernel for a plan's work; a refusal gives every kernel's reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tile import Cost
 from .work import Problem, Work
 
 _NO_VARIANT = VariantSpec()
-MANY_ROWS = 1 << 20  # packed, of a request and KV head: a prefill's
+MANY_ROWS = 1 << 20  # packed rows of a request and KV head in a prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Choice:
 
 
 def packed_rows(options: Options, batch: int, total_rows: int) -> int:
-    """Rows that choose the tile, rounded up to a power of two so that batches alike share one choice.
+    """The rows that decide the tile, rounded up to a power of two, so that similar batches share one choice.
 
-    In the batch-invariant mode they follow from the options alone: decode's rows of a request, else a prefill's.
+    In the batch-invariant mode they depend only on the options: rows of a request for decode, a fixed number for
+    prefill.
     """
     if options.uniform_q_len:
         rows = options.uniform_q_len
@@ -46,19 +47,20 @@ def packed_rows(options: Options, batch: int, total_rows: int) -> int:
 
 
 def requests_of(options: Options, packed: int) -> tuple[int, int]:
-    """The rows of a request, on average and rounded up, for which `packed_rows` is `packed`: the least and the most."""
+    """The least and the most rows of a request, on average and rounded up, for which `packed_rows` is `packed`."""
     if options.uniform_q_len or options.is_batch_invariant:
         return 0, 2**62
     return (packed // 2 // options.group_size + 1 if packed > 1 else 0), packed // options.group_size
 
 
 def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VARIANT) -> Choice:
-    """The first kernel of the list that accepts the work; CapabilityError with all kernels' reasons where none does."""
+    """The first kernel of the list that accepts the work; raises CapabilityError with all kernels' reasons if none
+    does."""
     return choose_for_card(problem, devices.of(device), variant)
 
 
 def choose_for_card(problem: Problem, card: Device, variant: VariantSpec = _NO_VARIANT) -> Choice:
-    """As `choose`, for a card of the table: it need not be in this machine."""
+    """As `choose`, for a card of the table, which need not be in this machine."""
     backend = "cuda" if card.sm else "cpu"
     refused = []
     for kernel in ATTENTION:
@@ -103,7 +105,7 @@ def _mask_source(problem: Problem, kernel: AttentionKernel, variant: VariantSpec
 def _mask_note(kernel: AttentionKernel, work: Work) -> str:
     visits_tiles = kernel.visits_mask_tiles(work.options)
     if work.mask_source != "implicit" and visits_tiles:
-        return "mask: a kernel before this one finds the tiles that no row sees, which are left out, and the mixed ones"
+        return "mask: another launch finds the tiles that no row sees, which this kernel skips, and the mixed ones"
     if visits_tiles:
-        return "mask: every token of every tile is asked for, as lengths may change under a captured launch"
-    return "mask: looked at for every token of every tile"
+        return "mask: evaluated for every token of every tile, because lengths may change under a captured launch"
+    return "mask: evaluated for every token of every tile"

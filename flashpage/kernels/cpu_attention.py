@@ -1,4 +1,4 @@
-"""Attention on the CPU: few rows and many, every option (include/flashpage/cpu/)."""
+"""Attention on the CPU, for few and many rows and every option (include/flashpage/cpu/)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .work import Work
 
 
 def _tile(work: Work) -> Tile:
-    """One tile for few rows and many, as rows that are not there cost nothing. 96 rows reuse a packed tile of K and V
-    often enough (within 3% of 192), and a thread's memory stays in 1 MB of L2."""
+    """One tile for few and many rows, because rows that do not exist cost nothing. 96 rows reuse a packed tile of K and
+    V often enough (within 3% of 192), and a thread's memory stays in 1 MB of L2."""
     return Tile(96, 128 if work.widest <= 256 else 64, 1, 1, 1)
 
 
 def _cost(work: Work, tile: Tile) -> Cost:
-    """Of a Zen 4 core with bf16: 3 ns a row and token, and reading, converting and packing the token."""
+    """Costs on a Zen 4 core with bf16: 3 ns for each row and token, and reading, converting and packing the token."""
     rows = min(work.packed_rows, tile.tile_q)
     return Cost(
         heads_on_axis=True,
@@ -45,7 +45,7 @@ def _traits(spec: KernelSpec) -> tuple[str, ...]:
     )
 
 
-# For a machine with neither a GPU nor a compiler.
+# Kernels for a machine with neither a GPU nor a compiler.
 _AHEAD = tuple(
     Ahead(dtype, dtype, (dim, dim), 1, page_size)
     for dtype, dim, page_size in itertools.product((DType.FLOAT32, BF16, FP16), (64, 128), (16, RAGGED))

@@ -1,5 +1,5 @@
-"""Few rows on Hopper: one CTA an SM, four warps that load and eight that compute, and a ring that keeps enough bytes in
-flight. Few packed rows of each request (decode, speculative verify, short appends); memory bandwidth is the bound."""
+"""Few packed rows of each request on Hopper (decode, speculative verify, short appends), bound by memory bandwidth: one
+CTA an SM, four warps that load and eight that compute, and a ring that keeps enough bytes in flight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
 from .work import InnerLoop, Work
 
 MOST_PACKED_ROWS = 64
-_MOST_STAGES = 64  # the header takes as many as the ring has room for
+_MOST_STAGES = 64  # the header uses as many as fit the ring
+RING_BYTES = 128 << 10  # decode_ring_bytes of the header; tests/kernels/test_shared_memory.py compares them
 
 
 def _tile(work: Work) -> Tile:
@@ -21,22 +22,24 @@ def _tile(work: Work) -> Tile:
     (docs/tried.md)."""
     options, loop = work.options, work.loop
     if loop is InnerLoop.LOADING and boxes_or_rows(options) == "rows":
-        loop = InnerLoop.HEAVY  # single rows come too slowly in slots of 16 tokens
-    # Accumulators of more columns (of 256 already beside widening fp8 or computing on scores) take too many registers.
+        loop = InnerLoop.HEAVY  # single rows arrive too slowly in slots of 16 tokens
+    # Accumulators of more columns (already of 256, if fp8 is widened or scores are computed on) take too many
+    # registers.
     has_more = options.kv_dtype.is_fp8 or loop is not InnerLoop.PLAIN
     if work.packed_rows <= 16 and not _slots_fit(work):
-        has_more = True  # four teams have fewer slots than eight
+        has_more = True  # four teams need fewer slots than eight
     warps_v = 4 if options.head_dim_vo > 256 else 2 if options.head_dim_vo > 128 and has_more else 1
     tile_q = next(rows for rows in (16, 32, 64) if work.packed_rows <= rows or rows * warps_v == 128)
     warps_q = tile_q // 16
     tile_kv = _slot_tokens(work)
     if loop is InnerLoop.LOADING:
-        tile_kv = 16  # the loads of more tokens on their way at once take too many registers
+        tile_kv = 16  # the loads of more tokens, all in flight at once, take too many registers
     return Tile(tile_q, tile_kv, warps_q, 8 // (warps_q * warps_v), _MOST_STAGES, 1, warps_v)
 
 
 def _has_slots(work: Work) -> str | None:
-    """Each of eight teams of warps needs a slot. For the widest rows, eight slots do not fit the ring's 128 KiB."""
+    """Refuses work whose slots do not fit: each of eight teams of warps needs one, and for the widest rows eight slots
+    exceed the ring's 128 KiB."""
     options = work.options
     if work.packed_rows > 16 or options.head_dim_vo > 128 or _slots_fit(work):
         return None
@@ -45,7 +48,7 @@ def _has_slots(work: Work) -> str | None:
 
 
 def _slots_fit(work: Work) -> bool:
-    return 8 * _slot_tokens(work) * _token_bytes(work) <= 128 << 10
+    return 8 * _slot_tokens(work) * _token_bytes(work) <= RING_BYTES
 
 
 def _slot_tokens(work: Work) -> int:
@@ -67,15 +70,15 @@ def _cost(work: Work, tile: Tile) -> Cost:
         ns_per_piece=1000.0,
         min_piece_tokens=128,
         merge_rows=MERGE_ITEM_ROWS,
-        # Fitted on an H200: beyond its bytes a launch takes 7.4 us where nothing is cut, 9.2 where clusters merge, and
-        # 11.5 through partials.
+        # Fitted on an H200: in addition to the time for its bytes, a launch takes 7.4 us if nothing is cut, 9.2 if
+        # clusters merge, and 11.5 if it merges through partials.
         ns_per_merge=3100.0,
         cluster=ClusterCost(piece_tokens=32, ns_per_cluster_merge=1800.0, full_speed_share=card.full_speed_share),
     )
 
 
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
-    return attention_traits(spec, spec.q_dtype.widened, spec.kv_dtype, "blocks")
+    return attention_traits(spec, spec.q_dtype.widened, spec.kv_dtype, "swizzled")
 
 
 _AHEAD = (

@@ -1,6 +1,6 @@
-"""The one table of cards: what each has, what it can do, and the rates that tiles and costs follow from.
+"""The one table of cards: their sizes, features, and the rates from which tiles and costs follow.
 
-A new card is one row. Where the driver knows a number (SMs, shared memory, L2), its number replaces the row's.
+A new card is one row. If the driver reports a number (SMs, shared memory, L2), it replaces the row's.
 """
 
 from __future__ import annotations
@@ -20,26 +20,31 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A card, or the CPU (`sm` 0, whose costs are measured apart)."""
+    """A card, or the CPU (`sm` 0; its kernel has costs of its own)."""
 
-    name: str  # its words are looked for in the driver's name of a card
+    name: str  # its words are searched in the driver's name of a card
     sm: int  # compute capability times ten
     sms: int
-    shared_bytes: int  # shared memory of a CTA, at most
+    shared_bytes: int  # most shared memory of a CTA
     sm_shared_bytes: int  # shared memory of an SM
     l2_bytes: int
     gbps: float  # memory bandwidth that a kernel reaches, GB/s
     tflops: float  # dense 16-bit products with fp32 sums, datasheet
-    is_estimated: bool = False  # no row names this card: rates follow from the driver's clocks
+    is_estimated: bool = False  # no row names this card: rates are computed from the driver's clocks
 
     @property
     def has_pdl(self) -> bool:
-        """A launch may begin before the one that it depends on has ended."""
-        return self.sm >= 90
+        """Whether a launch may begin before the launch that it depends on has ended."""
+        return "PDL" in self.abilities
 
     @property
     def has_wgmma(self) -> bool:
-        return self.sm == 90
+        return "wgmma" in self.abilities
+
+    @functools.cached_property
+    def abilities(self) -> tuple[str, ...]:
+        """Its words of ABILITIES: empty for an A100."""
+        return tuple(name for name, (least, most) in ABILITIES.items() if least <= self.sm <= most)
 
     @property
     def sm_bytes_per_ns(self) -> float:
@@ -52,18 +57,30 @@ class Device:
 
     @property
     def flops_per_byte(self) -> float:
-        """Products per byte of memory traffic, relative to an H200."""
-        return self.tflops / self.gbps * 4554 / 989
+        """Operations for each byte of memory traffic, relative to an H200."""
+        return self.tflops / self.gbps * H200.gbps / H200.tflops
 
     @property
     def full_speed_share(self) -> float:
-        """The share of SMs that keeps memory as busy as all of them do: 64 of an H200's 132 SMs read at 4.05 TB/s, so
-        an SM alone reads 63.9 bytes a nanosecond (tests/bench/cluster.py)."""
+        """The fraction of SMs that keeps memory as busy as all of them do: 64 of an H200's 132 SMs read at 4.05 TB/s,
+        so a single SM reads 63.9 bytes a nanosecond (tests/bench/cluster.py)."""
         return min(1.0, self.sm_bytes_per_ns / 63.9)
 
     def compute_ns(self, h200_ns: float) -> float:
-        """The time here of tensor-core work that takes an SM of an H200 `h200_ns`."""
+        """The time on this card of tensor-core work that takes an SM of an H200 `h200_ns`."""
         return h200_ns * H200.sm_flops_per_ns / self.sm_flops_per_ns
+
+
+# Abilities that not every card has: the least and the largest compute capability.
+ABILITIES = {
+    "fp8 mma": (89, 999),
+    "clusters": (90, 999),
+    "bulk copies": (90, 999),
+    "PDL": (90, 999),  # programmatic dependent launch
+    "wgmma": (90, 90),
+}
+# Instructions of these compute capabilities alone, such as wgmma, need a target of their own (sm_90a).
+ACCELERATED = (90,)
 
 
 def _card(name: str, sm: int, sms: int, l2_mib: float, gbps: float, tflops: float) -> Device:
@@ -110,15 +127,15 @@ CARDS = (
     _card("GB10", 121, 48, 24, 259, 62),  # DGX Spark
 )
 
-CPU = Device("CPU", 0, 1, 0, 0, 0, gbps=45.54, tflops=9.89)  # its kernel measures costs of its own
+CPU = Device("CPU", 0, 1, 0, 0, 0, gbps=45.54, tflops=9.89)  # its kernel has costs of its own
 
-# Floating-point operations of an SM in a clock, dense 16-bit products with fp32 sums; a capability that is missing here
+# Floating-point operations of an SM in a clock: dense 16-bit products with fp32 sums. A capability that is missing here
 # counts as 12.0.
 _FLOPS_PER_CLOCK = {80: 2048, 86: 512, 87: 1024, 89: 512, 90: 4096, 100: 8192, 103: 8192, 120: 512, 121: 512}
 
 
 def named(name: str) -> Device:
-    """The row of that name, in any case; PlanError lists the names."""
+    """The row with that name, in any case; raises PlanError with the list of names."""
     for card in CARDS:
         if card.name.lower() == name.lower():
             return card
@@ -127,8 +144,8 @@ def named(name: str) -> Device:
 
 @functools.cache
 def of(device: torch.device) -> Device:
-    """What a torch device is, with its index where it is a card: the row with the driver's numbers, or, without a row,
-    rates that follow from the card's clocks. Makes no CUDA context."""
+    """The card of a torch device, whose index must be given: its row with the driver's numbers or, without a row, rates
+    computed from the card's clocks. Creates no CUDA context."""
     return CPU if device.type != "cuda" else of_index(device.index or 0)
 
 
@@ -161,7 +178,7 @@ def from_driver(info: native.DeviceInfo) -> Device:
 
 
 def row_of(driver_name: str) -> Device | None:
-    """The row most of whose words are in the driver's name: H100 PCIe before H100."""
+    """The row with the most words in the driver's name: H100 PCIe before H100."""
     words = set(re.findall(r"\w+", driver_name.upper()))
     rows = [card for card in CARDS if words.issuperset(card.name.upper().split())]
     return max(rows, key=lambda card: len(card.name.split()), default=None)

@@ -11,6 +11,10 @@ from ..base.dtypes import DType
 from .kernel import Kernel, types
 from .spec import KernelSpec
 
+MOST_CTAS = 1 << 16  # of a launch whose CTAs go on to further rows
+# By the size of an element: kernels that copy bytes have one for all types of that size.
+COPIED = {1: DType.FLOAT8_E4M3, 2: DType.FLOAT16, 4: DType.FLOAT32}
+
 
 def _merge_traits(spec: KernelSpec) -> tuple[str, ...]:
     return types(Out=spec.out_dtype)
@@ -57,8 +61,7 @@ _HALF = (DType.BFLOAT16, DType.FLOAT16)
 AHEAD = (
     *(KernelSpec("merge", out_dtype=dtype) for dtype in _HALF),
     *(KernelSpec("merge_states", q_dtype=dtype) for dtype in (*_HALF, DType.FLOAT32)),
-    # Elements of one, two and four bytes.
-    *(KernelSpec("append", kv_dtype=dtype) for dtype in (DType.FLOAT8_E4M3, DType.FLOAT16, DType.FLOAT32)),
+    *(KernelSpec("append", kv_dtype=dtype) for dtype in COPIED.values()),
     KernelSpec("plan"),
     KernelSpec("gather_slots"),
 )

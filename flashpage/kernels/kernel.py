@@ -1,4 +1,4 @@
-"""The record of one kernel: `flashpage/kernels/NAME.py` makes it, and it names the C++ header
+"""The record of one kernel. `flashpage/kernels/NAME.py` makes it, and it names the C++ header
 `include/flashpage/kernels/NAME/kernel.h`."""
 
 from __future__ import annotations
@@ -7,10 +7,12 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from .. import native
 from ..base.dtypes import DType
 from ..base.errors import CompileError
 from .ahead import Ahead
 from .context_classes import Contexts
+from .devices import Device
 from .options import Options
 from .spec import KernelSpec
 from .tile import Cost, Tile
@@ -25,47 +27,50 @@ Rule = Callable[[Work], "str | None"]  # why the kernel cannot do the work; None
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What is compiled: one C++ class over one `Traits` struct, and the parameters of its entry."""
+    """A compiled kernel: one C++ class over one `Traits` struct, and the parameters of its entry."""
 
     name: str  # KernelSpec.kernel
     header: str  # under include/
     cpp: str  # the class
-    parameters: tuple[tuple[str, str], ...]  # C++ type and name, as Kernel::run takes them
+    parameters: tuple[tuple[str, str], ...]  # C++ type and name, in the order of Kernel::run
     traits: Callable[[KernelSpec], tuple[str, ...]] = lambda spec: ()  # lines of the struct
     sources: Callable[[KernelSpec], str] = lambda spec: ""  # C++ written for the spec, before Traits
     attributes: Callable[[KernelSpec], str] = lambda spec: ""  # C++ attributes of the entry
-    archs: tuple[int, ...] = ()  # the architectures that it can be compiled for; empty: any
+    archs: tuple[int, ...] = ()  # architectures for which it can be compiled; empty: any
     has_variant: bool = False  # its source has a `struct Variant`
-    include: Path | None = None  # a folder of headers of its own, next to the package's
+    include: Path | None = None  # a folder with headers of its own, in addition to the package's
 
     @property
     def backend(self) -> str:
-        """cuda | cpu: kernels of the CPU have names that begin with cpu_."""
+        """cuda | cpu: names of CPU kernels begin with cpu_."""
         return "cpu" if self.name.startswith("cpu_") else "cuda"
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKernel(Kernel):
-    """A kernel that runs a plan: what it accepts, with which tile, at what cost."""
+    """A kernel that runs a plan: what it accepts, its tile and its cost."""
 
     has_variant: bool = True
     accepts: tuple[Rule, ...] = ()  # an option that no rule refuses must be honoured: nothing else checks it
     tile: Callable[[Work], Tile] = dataclasses.field(kw_only=True)
     cost: Callable[[Work, Tile], Cost] = dataclasses.field(kw_only=True)
     loader: Callable[[Options], str] = lambda options: ""  # KernelSpec.loader
-    # The tile for contexts of this class where it is not the usual one, and what to say of it.
+    # The batches of each class of contexts that has tiles of its own; the first row that fits a batch decides.
+    context_rows: Callable[[Options, Device], list[native.ContextRow]] = lambda options, card: []
+    # The tile for contexts of a class and a note for explain(); None: the usual tile.
     context_tile: Callable[[KernelSpec, Contexts], tuple[Tile, str] | None] = lambda spec, contexts: None
     unit_rows: Callable[[KernelSpec, int], int] = lambda spec, group_size: spec.rows  # packed rows of a unit
-    visits_mask_tiles: Callable[[Options], bool] = lambda options: False  # it visits the tiles that mask_tiles finds
+    visits_mask_tiles: Callable[[Options], bool] = lambda options: False  # only those of mask_tiles
     most_packed_rows: int = 2**31 - 1  # of a request and KV head, on average
-    row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 where rows do not divide into it
-    merges_in_launch: bool = False  # CUDA: partials are merged without a kernel of their own
-    row_boxes: bool = False  # it takes q, and stores out, by tensor maps where they have one
-    runs_beside: bool = False  # with one CTA an SM, it shares the SMs with another launch of the same run
+    row_alignment: int = 1  # bytes on which rows of q, K, V and out must start; 8 if rows are not multiples of it
+    merges_in_launch: bool = False  # CUDA: partials are merged without another launch
+    row_boxes: bool = False  # it loads q and stores out by tensor maps, if they have one
+    gathers_rows: bool = False  # consecutive rows may be worth a copy of single ones (plan/gather_rows.py)
+    runs_beside: bool = False  # with one CTA an SM, it can share the SMs with another launch of the same run
     ahead: tuple[Ahead, ...] = ()  # plans whose kernels are built ahead of time
 
     def refusals(self, work: Work) -> list[str]:
-        """Why this kernel cannot; empty: it can."""
+        """Why this kernel cannot do the work; empty: it can."""
         found = []
         if work.packed_rows > self.most_packed_rows:
             found.append(
@@ -75,7 +80,7 @@ class AttentionKernel(Kernel):
         return found + [reason for rule in self.accepts if (reason := rule(work)) is not None]
 
     def spec(self, work: Work) -> KernelSpec:
-        """What is compiled for the work, with the usual tile."""
+        """The spec to compile for the work, with the usual tile."""
         options = work.options
         return KernelSpec(
             kernel=self.name,
@@ -94,7 +99,7 @@ class AttentionKernel(Kernel):
 
 
 def capability(least: int, most: int = 999) -> Rule:
-    """Compute capabilities, times ten."""
+    """Requires a compute capability, times ten."""
 
     def rule(work: Work) -> str | None:
         if least <= work.card.sm <= most:
@@ -106,7 +111,7 @@ def capability(least: int, most: int = 999) -> Rule:
 
 
 def dtypes(q: tuple[DType, ...], out: tuple[DType, ...]) -> tuple[Rule, ...]:
-    """Element types of q and of the output; K and V have q's or fp8."""
+    """Requires element types of q and of the output; K and V have q's type or fp8."""
 
     def of_q(work: Work) -> str | None:
         given = work.options.q_dtype
@@ -144,7 +149,8 @@ def no_rope_over_fp8(work: Work) -> str | None:
 
 
 def attention_traits(spec: KernelSpec, query: DType, cache: DType, layout: str) -> tuple[str, ...]:
-    """The lines of Traits that every attention kernel of a card has. `query`, `cache`: what it computes with."""
+    """The lines of Traits that every attention kernel of a card has. `query`, `cache`: the types in which it
+    computes."""
     tile = spec.tile
     if tile is None:
         raise CompileError(f"spec {spec.name} has no tile: {spec.kernel} needs one, as plans choose it.")

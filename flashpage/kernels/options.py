@@ -1,4 +1,4 @@
-"""The checked options of `plan`. Its arguments, except lengths, are checked here alone."""
+"""The checked options of `plan`. All of its arguments except the lengths are checked here and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST = 2**30  # tokens: more than any context
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Everything of a plan but its lengths: with the rows of a request, one kernel and one schedule follow from it."""
+    """Everything of a plan but its lengths; with the rows of a request, it decides the kernel and the schedule."""
 
     kv_source: str  # paged | ragged
     num_q_heads: int
@@ -30,49 +30,49 @@ class Options:
     out_dtype: DType
     causal: bool = False
     window_left: int = -1  # tokens visible left of the row's own; -1: all
-    chunk: int = 0  # tokens: rows see those of their own chunk of so many alone; 0: of all
+    chunk: int = 0  # rows see only tokens of their own chunk of so many; 0: no chunks
     has_soft_cap: bool = False  # its value is given at every run
     position_encoding: str = "NONE"  # NONE | ROPE_LLAMA | ALIBI
-    has_mask: bool = False  # the mask alone decides what a row sees: causal is then False, as in FlashInfer
+    has_mask: bool = False  # the mask alone decides what a row sees; causal is then False, as in FlashInfer
     variant: Any = None  # variants.Variant | None, compared by identity
     fixed_piece_tokens: int = SPLIT_BALANCED  # > 0: every request is cut at multiples of it, in any batch
-    uniform_q_len: int = 0  # rows of every request, where they all have as many (decode); 0: lengths say
+    uniform_q_len: int = 0  # rows of every request, if all have the same number (decode); 0: the lengths give them
 
     @functools.cached_property
     def group_size(self) -> int:
-        """Query heads a KV head."""
+        """Query heads of a KV head."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
     def visibility(self) -> native.Visibility:
-        """The options that are the planner's fields of the same names (include/flashpage/plan/visible.h)."""
+        """The options that the planner has under the same names (include/flashpage/plan/visible.h)."""
         return native.Visibility(*(int(getattr(self, name)) for name, *_ in native.Visibility._fields_))
 
     @property
     def most_visible(self) -> int | None:
-        """Tokens that a row sees at most; None: any number."""
+        """The most tokens that a row sees; None: any number."""
         window = self.window_left + 1 if self.window_left >= 0 else _LONGEST
         most = min(window, self.chunk or _LONGEST)
         return most if most < _LONGEST else None
 
     @property
     def has_parts(self) -> bool:
-        """Whether rows of one request may see tokens from different ones on (include/flashpage/plan/visible.h)."""
+        """Whether rows of one request may begin to see tokens at different ones (include/flashpage/plan/visible.h)."""
         return self.chunk > 0 and self.uniform_q_len != 1
 
     @property
     def needs_variant(self) -> bool:
-        """Whether the kernel is given captured values."""
+        """Whether the kernel takes captured values."""
         return self.has_soft_cap or self.position_encoding == "ALIBI" or self.variant is not None
 
     @functools.cached_property
     def is_batch_invariant(self) -> bool:
-        """Tile and split are functions of a request's own lengths."""
+        """Whether tile and split depend only on a request's own lengths."""
         return self.fixed_piece_tokens != SPLIT_BALANCED
 
 
 class Values(NamedTuple):
-    """Options that engines give at run, as the wrapper's attributes hold them; they win over planned ones."""
+    """Options that engines give at run, as the wrapper's attributes hold them; they replace the planned ones."""
 
     causal: bool
     window_left: int
@@ -104,7 +104,7 @@ class Variation(NamedTuple):
         return Variation(*(getattr(options, name) for name in Variation._fields))
 
     def over(self, planned: Options) -> Options:
-        """The planned options with these in their place."""
+        """The planned options with these values in their place."""
         changed = self._asdict()
         changed["causal"] = self.causal and not planned.has_mask
         return dataclasses.replace(planned, **changed)
@@ -132,7 +132,8 @@ def check_options(
     uniform_q_len: Any = 0,
     chunk: Any = None,
 ) -> Options:
-    """Checks every argument of `plan` except the lengths. What no kernel can do is refused later (choose.py)."""
+    """Checks every argument of `plan` except the lengths. Options that no kernel supports are refused later
+    (choose.py)."""
     page_size = checks.whole("page_size", page_size, 1) if kv_source == "paged" else 0
     num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
     q_dtype = checks.dtype("q_data_type", q_data_type)
@@ -159,7 +160,7 @@ def check_options(
 
 
 def out_dtype_of(q_dtype: DType) -> DType:
-    """The output's type if the caller names none: q's, or bfloat16 over fp8 queries, as no kernel writes fp8."""
+    """The output's type if the caller names none: q's, or bfloat16 for fp8 queries, because no kernel writes fp8."""
     return DType.BFLOAT16 if q_dtype.is_fp8 else q_dtype
 
 
@@ -175,13 +176,13 @@ def check_heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 
 
 def check_window(window_left: Any) -> int:
-    """-1: no window. So is every window that no context fills, as kernels subtract it in int32."""
+    """-1: no window. Windows that no context fills become -1 too, because kernels subtract them in int32."""
     window = checks.whole("window_left", window_left, -(2**31))
     return window if 0 <= window < _LONGEST else -1
 
 
 def check_chunk(chunk: Any, has_mask: bool, variant: Any) -> int:
-    """None, 0 and chunks that no context fills: no chunks."""
+    """Returns 0, for no chunks, if `chunk` is None, 0 or more than any context."""
     chunk = 0 if chunk is None else checks.whole("chunk", chunk, 0)
     if not 0 < chunk < _LONGEST:
         return 0
@@ -194,7 +195,7 @@ def check_chunk(chunk: Any, has_mask: bool, variant: Any) -> int:
 
 
 def check_soft_cap(logits_soft_cap: Any) -> float:
-    """None, 0 and negative numbers: no cap."""
+    """Returns 0, for no cap, if `logits_soft_cap` is None, 0 or negative."""
     return 0.0 if logits_soft_cap is None else max(0.0, checks.real("logits_soft_cap", logits_soft_cap))
 
 
@@ -208,7 +209,7 @@ def check_variant(variant: Any) -> Any:
 
 
 def check_scale(sm_scale: Any, head_dim_qk: int) -> float:
-    """Scores are multiplied by it; None: head_dim ** -0.5."""
+    """The factor of scores; None: head_dim ** -0.5."""
     return head_dim_qk**-0.5 if sm_scale is None else checks.real("sm_scale", sm_scale)
 
 
@@ -219,7 +220,8 @@ def check_rope(rope_scale: Any, rope_theta: Any) -> tuple[float, float]:
 
 
 def check_split(fixed_split_size: Any, disable_split_kv: bool, tokens: int) -> int:
-    """fixed_split_size counts pages (ragged: tokens); None and -1: balanced. No context is longer than _LONGEST."""
+    """Turns fixed_split_size, which counts pages (ragged: tokens), to tokens; None and -1: balanced. No context is
+    longer than _LONGEST."""
     if checks.flag("disable_split_kv", disable_split_kv):
         return SPLIT_NEVER
     if fixed_split_size is None or fixed_split_size == -1:

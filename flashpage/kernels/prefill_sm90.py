@@ -1,15 +1,18 @@
-"""Many rows on Hopper: two warpgroups of 64 rows compute (three where rows are short), one warpgroup loads."""
+"""Many rows on Hopper: two warpgroups of 64 rows compute (three if rows are short), one warpgroup loads."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
+from .. import native
 from ..base.dtypes import DType
 from ..variants.source import asks_much
 from . import wgmma_source
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
-from .context_classes import ROWS_OF_HALVES, WIDEST_OF_HALVES, Contexts
+from .context_classes import ANY_ROWS, Contexts, context_row
+from .devices import Device
 from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, no_rope_over_fp8
 from .options import Options
 from .spec import KernelSpec
@@ -18,19 +21,19 @@ from .tile import MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work, inner_loop
 
 _SHORT_TILE_TOKENS = 128
-PAIRS_NOTE = "two CTAs of a cluster read K and V together, each with half of the rows: one CTA below"
+PAIRS_NOTE = "two CTAs of a cluster read K and V together, each with half of the rows; they count as one CTA below"
 SHORT_NOTE = f"rows see few tokens: tiles of {_SHORT_TILE_TOKENS}"
 FEW_NOTE = "rows are few: one warpgroup computes, and an SM has two CTAs"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """Tokens of a tile of two warpgroups, as many as registers have room for: scores and accumulators of a row lie side
-    by side. The first row that fits is taken (docs/tried.md has what was measured)."""
+    """Tokens of a tile of two warpgroups, as many as fit the registers, which hold scores and accumulators of a row.
+    The first row that fits the work is taken (docs/tried.md has the measurements)."""
 
     tokens: int
-    widest: int = 256  # head dim, at most
-    values: int = 256  # head dim of V, at most
+    widest: int = 256  # largest head dim
+    values: int = 256  # largest head dim of V
     needs: frozenset[str] = frozenset()  # words of _facts
     why: str = ""
 
@@ -39,13 +42,13 @@ def _when(*words: str) -> frozenset[str]:
     return frozenset(words)
 
 
-# K and V come as they are multiplied: boxes by tensor maps, or rows one by one.
+# Loaders that bring K and V as they are multiplied: boxes by tensor maps, or rows one by one.
 _STORED = (
     _Row(128, 64, needs=_when("light", "asks"), why="a lane holds a mask function's answers for 128 tokens"),
-    _Row(112, 128, needs=_when("light", "asks much"), why="and a function for each head takes registers"),
+    _Row(112, 128, needs=_when("light", "asks much"), why="a mask function for each head also takes registers"),
     _Row(128, 128, needs=_when("light", "asks"), why="a lane holds a mask function's answers for 128 tokens"),
     _Row(160, 128, needs=_when("light", "whole")),
-    _Row(144, 128, needs=_when("light"), why="parts of 64 columns, or a mask's bits beside a transform"),
+    _Row(144, 128, needs=_when("light"), why="a last panel that is not full, or a mask's bits next to a transform"),
     _Row(96, 64, why="masks or RoPE for every token"),
     _Row(96, 128, needs=_when("loads")),
     _Row(80, 128),
@@ -59,7 +62,7 @@ _STORED = (
     _Row(64, needs=_when("light")),
     _Row(48),
 )
-# fp8 becomes fp16 on its way. Multiples of 32 where it is one or the other: all four loading warps convert as much.
+# fp8 that is converted to fp16. Multiples of 32 if possible, so that all four loading warps convert the same amount.
 _CONVERTED = (
     _Row(128, 128, needs=_when("light")),
     _Row(96, 64),
@@ -72,7 +75,7 @@ _CONVERTED = (
     _Row(64, needs=_when("plain")),
     _Row(48),
 )
-# e4m3 products. Multiples of 32, what one sums over; at most 128, what a row of V's columns has room for.
+# e4m3 products. Multiples of 32, the terms of one product's sum; at most 128, which is the longest row of V's columns.
 _TRANSPOSED = (
     _Row(128, 128, needs=_when("light")),
     _Row(96, 128, needs=_when("heavy")),
@@ -86,7 +89,7 @@ _TRANSPOSED = (
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """The work as the rows above see it."""
+    """The properties of the work on which the rows above depend."""
 
     loop: InnerLoop
     facts: frozenset[str]
@@ -96,7 +99,7 @@ def _shape(work: Work, loader: str) -> _Shape:
     options, asks = work.options, work.mask_source == "function"
     mask_source = "implicit" if work.mask_source == "packed_bits" and visits_tiles(options) else work.mask_source
     loop = inner_loop(mask_source, "none", work.variant)  # loading warps rotate, not the inner loop
-    # A mask function's answers, and the registers that loading warps take for RoPE, leave as little room.
+    # A mask function's answers take about as many registers as loading warps take for RoPE.
     lacks_room = (asks and loop is not InnerLoop.LOADING) or (work.rotates and loop is InnerLoop.TRANSFORM)
     if work.widest > 192 and lacks_room and loader in ("boxes", "rows"):
         loop = InnerLoop.HEAVY
@@ -123,8 +126,8 @@ def _tokens(rows: tuple[_Row, ...], work: Work, shape: _Shape) -> int:
 
 
 def _tile(work: Work) -> Tile:
-    """Stages are what shared memory has room for: three at most where loading warps convert or transpose, whose K and V
-    lie there twice, and a stage more of K than of V where they rotate."""
+    """Stages fill the shared memory: at most three if loading warps convert or transpose, because K and V are there
+    twice; one more stage of K than of V if they rotate."""
     options, loader = work.options, _loader(work.options)
     shape = _shape(work, loader)
     if loader == "transposed":
@@ -134,7 +137,7 @@ def _tile(work: Work) -> Tile:
     tokens = _tokens(_STORED, work, shape)
     if work.rotates:
         return _two_groups(_rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
-    # Q comes in boxes where a tile holds whole groups of heads: no taller tile takes that away.
+    # Q is loaded by boxes if a tile holds whole groups of heads; a taller tile must not prevent that.
     may_be_taller = 192 % options.group_size == 0 or 128 % options.group_size != 0
     if work.widest <= 96 and "light" in shape.facts and "asks much" not in shape.facts and may_be_taller:
         return Tile(192, 96, 12, 1, 4) if work.widest <= 64 else Tile(192, 80, 12, 1, 3)
@@ -154,11 +157,11 @@ def _rotated_tokens(head_dim_qk: int, loader: str, most: int) -> int:
     return next(tokens for tokens in wanted if tokens <= most)
 
 
-# The share of the card's 16-bit products that the products reach: 690 of 989 TFLOP/s on an H200.
+# The fraction of the card's 16-bit throughput that products reach: 690 of 989 TFLOP/s on an H200.
 _REACHED = {"transposed": 0.9909}
 _REACHED_16_BIT, _REACHED_ROTATING = 0.71752, 0.46127
-# A unit costs this beside its tokens, with hidden ones of its last tile: ns a column, fitted to the ends of CTAs
-# (docs/tried.md).
+# Cost of a unit in addition to its tokens and to the hidden tokens of its last tile: ns a column, fitted to the times
+# at which CTAs end (docs/tried.md).
 _NS_OF_UNIT = {"rows": 17.0, "converted": 20.0, "transposed": 8.0}
 
 
@@ -175,10 +178,10 @@ def _cost(work: Work, tile: Tile) -> Cost:
         ns_per_piece=2500.0,
         min_piece_tokens=256,
         merge_rows=MERGE_ITEM_ROWS,
-        # What waits for memory needs few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an H200's
-        # 132 SMs as on all. Beside them, a prefill of 4,096 rows gets 36 SMs by this (1.0: 29).
+        # Requests that wait for memory need few SMs: 128 requests of one row and 8,192 tokens take as long on 96 of an
+        # H200's 132 SMs as on all. By this a prefill of 4,096 rows in the same batch gets 36 SMs (with 1.0: 29).
         few_rows_cost=min(1.0, 1.389 * card.full_speed_share),
-        # Where units are cut, a launch takes 8 to 16 us more than its costliest CTA and 5 us for everything else.
+        # If units are cut, a launch takes 8 to 16 us more than its costliest CTA, otherwise 5 us more.
         ns_per_merge=10_000.0,
     )
 
@@ -193,8 +196,48 @@ def _loader(options: Options) -> str:
 
 
 def visits_tiles(options: Options) -> bool:
-    """Whether it leaves out the tiles of a mask that no row sees, which a kernel before it finds."""
+    """Whether the kernel skips tiles of a mask that no row sees, which another kernel finds before."""
     return _loader(options) in ("boxes", "rows") and options.position_encoding != "ROPE_LLAMA"
+
+
+# Tokens that a row sees x group size. CTAs in pairs read K and V once for both, which takes 2 to 5% less time (of fp8
+# more: docs/tried.md), but compute on 64 / group_size hidden tokens more a unit where masks are causal.
+_LONG_CONTEXT, _LONG_FP8_CONTEXT = 3200, 1600
+_ROWS_FOR_PAIRS = 1024  # packed: a request's last pair may have half of its rows
+# Tokens that a row sees; the latter where packed rows are no more than two units for each SM. Shorter
+# tiles take 2 to 5% less time there, 2% more elsewhere (docs/tried.md).
+_SHORT_CONTEXT, _SHORT_CONTEXT_OF_FEW, _FEW_ROWS_OF_SM = 320, 640, 2 * 128
+# Tokens that a row sees where packed rows are one unit for each half of an SM: 10 to 20% less time (there too). Longer
+# units are cut anyway, and two warpgroups that take turns compute faster than two CTAs.
+_ROWS_OF_HALVES = 64  # packed, of one CTA of two on an SM: one warpgroup's
+_CONTEXT_OF_FEWEST, _FEWEST_ROWS_OF_SM = 1200, 2 * _ROWS_OF_HALVES
+_WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an SM's registers
+
+
+def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
+    is_fp8, group = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8, options.group_size
+    least_tokens = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
+    has_short_window = 0 <= options.window_left < least_tokens - 1
+    is_prefill = math.nextafter(64 / group, math.inf)  # rows of a request; fewer are a decode's
+    # There are tiles of this class for these sizes alone; others would prepare the same kernel twice.
+    has_short = options.head_dim_qk == options.head_dim_vo == 128 and not options.kv_dtype.is_fp8
+    # So few rows that an SM has two CTAs.
+    few = _FEWEST_ROWS_OF_SM * card.sms // options.num_q_heads if _has_tiles_of_few(options) else 0
+    few_of_sm = int(_FEW_ROWS_OF_SM * card.sms / options.num_q_heads)
+    rows = [context_row(Contexts.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST)]
+    if not has_short_window:
+        rows.append(context_row(Contexts.LONG, ANY_ROWS, _ROWS_FOR_PAIRS / group, least_tokens=least_tokens))
+    if has_short:
+        rows.append(context_row(Contexts.SHORT, few_of_sm, is_prefill, most_tokens=_SHORT_CONTEXT_OF_FEW))
+        rows.append(context_row(Contexts.SHORT, ANY_ROWS, is_prefill, most_tokens=_SHORT_CONTEXT))
+    return rows
+
+
+def _has_tiles_of_few(options: Options) -> bool:
+    is_plain = not (options.has_mask or options.needs_variant or options.position_encoding != "NONE")
+    is_narrow = max(options.head_dim_qk, options.head_dim_vo) <= _WIDEST_OF_HALVES
+    has_whole_rows = options.group_size <= _ROWS_OF_HALVES  # a unit takes whole rows of the group
+    return is_plain and not options.kv_dtype.is_fp8 and is_narrow and has_whole_rows
 
 
 def _context_tile(spec: KernelSpec, contexts: Contexts) -> tuple[Tile, str] | None:
@@ -202,7 +245,7 @@ def _context_tile(spec: KernelSpec, contexts: Contexts) -> tuple[Tile, str] | No
     widest = max(spec.head_dim_qk, spec.head_dim_vo)
     loop = inner_loop(spec.mask_source, spec.position_encoding, spec.variant)
     is_plain = loop is InnerLoop.PLAIN and spec.loader == "boxes"
-    if contexts is Contexts.FEW and is_plain and spec.mask_source == "implicit" and widest <= WIDEST_OF_HALVES:
+    if contexts is Contexts.FEW and is_plain and spec.mask_source == "implicit" and widest <= _WIDEST_OF_HALVES:
         return _few_rows_tile(spec), FEW_NOTE
     if contexts is Contexts.LONG and _may_pair(spec, loop, widest):
         return spec.tile.paired(), PAIRS_NOTE
@@ -212,29 +255,29 @@ def _context_tile(spec: KernelSpec, contexts: Contexts) -> tuple[Tile, str] | No
 
 
 def _few_rows_tile(spec: KernelSpec) -> Tile:
-    """An SM has less than a usual tile's rows, and a unit's work is no longer than what it waits for at its start and
-    end: of two CTAs of one warpgroup, one computes while the other waits."""
+    """The tile for few rows: there are fewer rows than SMs times a usual tile, and a unit computes no longer than it
+    waits at its start and end. Of two CTAs of one warpgroup, one computes while the other waits."""
     columns = sum(-(-dim // 64) * 64 for dim in (spec.head_dim_qk, spec.head_dim_vo))
-    return Tile(ROWS_OF_HALVES, 64 if columns <= 320 else 48, 4, 1, 2, ctas_per_sm=2)
+    return Tile(_ROWS_OF_HALVES, 64 if columns <= 320 else 48, 4, 1, 2, ctas_per_sm=2)
 
 
 def _may_pair(spec: KernelSpec, loop: InnerLoop, widest: int) -> bool:
-    """Tiles of masks are visited by single CTAs; what else a variant brings has not been tried with two. Wide heads,
-    and narrow ones of 16 bits, gain nothing by it (docs/tried.md)."""
+    """Whether pairs of CTAs may share K and V. Tiles of masks are visited by single CTAs, and other effects of variants
+    have not been tried with pairs. Wide heads, and narrow ones of 16 bits, gain nothing (docs/tried.md)."""
     is_light = spec.mask_source == "implicit" and loop in (InnerLoop.PLAIN, InnerLoop.TRANSFORM)
     gains = spec.loader == "transposed" or (spec.loader == "boxes" and widest > 64)
     return is_light and gains and widest <= 192
 
 
 def whole_rows(packed_rows: int, group_size: int) -> int:
-    """As many of a tile's rows as are whole rows of the group; all, where that would leave more than a tenth behind.
-    Row by row, Q and output cost a sixth of a prefill's time (docs/tried.md)."""
+    """The rows of a tile that make whole rows of the group; all rows if that would leave out more than a tenth. Without
+    boxes, Q and output take a sixth of a prefill's time (docs/tried.md)."""
     behind = packed_rows % group_size
     return packed_rows if behind * 10 > packed_rows else packed_rows - behind
 
 
 def _unit_rows(spec: KernelSpec, group_size: int) -> int:
-    """Whole rows of the group, where Q and output can then come and leave by boxes."""
+    """The packed rows of a unit: whole rows of the group, if Q and output can then be loaded and stored by boxes."""
     if spec.loader == "converted" or spec.mask_source != "implicit":
         return spec.rows
     return whole_rows(spec.rows // spec.ctas, group_size) * spec.ctas
@@ -243,7 +286,7 @@ def _unit_rows(spec: KernelSpec, group_size: int) -> int:
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
     product = wgmma_source.product_dtype(spec)
     return (
-        *attention_traits(spec, product, product, "blocks"),
+        *attention_traits(spec, product, product, "swizzled"),
         *(f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ShortKeyProduct", "ValueProduct")),
     )
 
@@ -288,11 +331,13 @@ KERNEL = AttentionKernel(
     tile=_tile,
     cost=_cost,
     loader=_loader,
+    context_rows=_context_rows,
     context_tile=_context_tile,
     visits_mask_tiles=visits_tiles,
     row_alignment=16,
     unit_rows=_unit_rows,
     row_boxes=True,
+    gathers_rows=True,
     runs_beside=True,
     traits=_traits,
     ahead=_AHEAD,

@@ -1,4 +1,4 @@
-"""From a chosen kernel to the planner's struct (csrc/flashpage.h, fp_schedule)."""
+"""Turns a chosen kernel into the planner's struct (csrc/flashpage.h, fp_schedule)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CLUSTER_SIZES = (1, 2, 4, 8, 16)  # CTAs: csrc/flashpage.h, fp_schedule::cluster
 
 @dataclasses.dataclass(frozen=True)
 class Clusters:
-    """What a loaded kernel knows of clusters (csrc/flashpage.h, fp_kernel_info)."""
+    """What a loaded kernel reports of clusters (csrc/flashpage.h, fp_kernel_info)."""
 
-    resident: tuple[int, ...] = (0,) * len(CLUSTER_SIZES)  # of each of CLUSTER_SIZES, that run at once; 0: none do
-    rows: int = 0  # packed rows of a unit, at most
+    resident: tuple[int, ...] = (0,) * len(CLUSTER_SIZES)  # how many of each size run at once; 0: none can
+    rows: int = 0  # packed rows of a unit that a cluster can merge
 
     @staticmethod
     def of(info: native.KernelInfo) -> Clusters:
@@ -29,7 +29,7 @@ NO_CLUSTERS = Clusters()
 
 
 def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters = NO_CLUSTERS) -> native.Schedule:
-    """A fixed piece is rounded up to whole inner steps of the tile."""
+    """The schedule of a kernel. A fixed piece is rounded up to whole inner steps of the tile."""
     tile, cost, piece = choice.spec.tile, choice.cost, options.fixed_piece_tokens
     assert tile is not None
     if piece > 0:
@@ -59,15 +59,16 @@ def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters
 
 
 def most_units(options: Options, tile_q: int, batch: int, total_rows: int) -> int:
-    """Units of a batch of so many requests and rows, at most."""
+    """The most units of a batch of so many requests and rows."""
     rows = options.uniform_q_len * options.group_size
     tiles = batch * -(-rows // tile_q) if rows else batch + total_rows * options.group_size // tile_q
     return tiles * options.num_kv_heads
 
 
 def with_one_cluster_size(found: native.Schedule, units: int) -> tuple[native.Schedule, int]:
-    """The schedule for launches whose clusters are all of one size, whatever is planned for them: the largest of which
-    `units` run at once. The CTAs are then a multiple of it. That size; 0: launches without clusters."""
+    """The schedule for launches whose clusters all have one size, whatever is planned: the largest size of which
+    `units` clusters run at once. The CTAs are then a multiple of it. Also returns that size; 0: launches without
+    clusters."""
     fitting = [i for i, count in enumerate(found.clusters) if i > 0 and units <= count]
     fixed, best = native.Schedule.from_buffer_copy(found), max(fitting, default=0)
     fixed.num_ctas = found.clusters[best] * CLUSTER_SIZES[best] if best else found.num_ctas
@@ -77,8 +78,8 @@ def with_one_cluster_size(found: native.Schedule, units: int) -> tuple[native.Sc
 
 
 def _wave_tokens(spec: KernelSpec, card: Device) -> int:
-    """Units in waves read tokens that lie in the L2 together: up to a third of it, a power of two (16 MiB on Hopper:
-    docs/tried.md)."""
+    """Tokens of a wave, whose units read the same part of the L2: up to a third of it, rounded down to a power of two
+    (16 MiB on Hopper: docs/tried.md)."""
     if not card.sm:
         return 0
     wave_bytes = 1 << (max(1, card.l2_bytes // 3).bit_length() - 1)

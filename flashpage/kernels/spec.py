@@ -1,4 +1,4 @@
-"""KernelSpec: the identity of one compiled kernel. Name, hash, template context and AOT entry come from its fields."""
+"""KernelSpec: the identity of one compiled kernel. Its fields give name, hash, template context and AOT entry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .tile import Tile
 
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
-    """Everything that is compiled in; nothing that changes from batch to batch (lengths, head counts, page size)."""
+    """Everything that is compiled in, but nothing that changes from batch to batch (lengths, head counts, page
+    size)."""
 
     kernel: str  # Kernel.name: cpu_attention, decode_sm90, merge, ...
     q_dtype: DType = DType.BFLOAT16
@@ -24,7 +25,8 @@ class KernelSpec:
     head_dim_qk: int = 0
     head_dim_vo: int = 0
     kv_source: str = "paged"  # paged | ragged
-    # implicit (causal and window at run time) | packed_bits | function (the variant's, asked for tiles beforehand)
+    # implicit (causal and window at run time) | packed_bits | function (the variant's; evaluated for each tile before
+    # the run)
     mask_source: str = "implicit"
     position_encoding: str = "none"  # none | rope
     tile: Tile | None = None
@@ -38,7 +40,7 @@ class KernelSpec:
 
     @property
     def ctas(self) -> int:
-        """CTAs of a cluster; a plan counts them as one CTA."""
+        """CTAs of a cluster, which a plan counts as one CTA."""
         return 1 if self.tile is None else self.tile.ctas
 
     @property
@@ -56,12 +58,13 @@ class KernelSpec:
 
     @functools.cached_property
     def _hash(self) -> int:
-        """Computed once: `plan` looks its kernels up by spec, and hashing the nested fields each time costs 0.7 us."""
+        """Computed once: `plan` looks its kernels up by spec, and hashing the nested fields each time would take 0.7
+        us."""
         return int(self.digest[:15], 16)
 
     @functools.cached_property
     def name(self) -> str:
-        """Readable and unique: what messages, the cache and ptxas reports show."""
+        """A readable and unique name, which messages, the cache and ptxas reports show."""
         parts = [self.kernel]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -72,7 +75,7 @@ class KernelSpec:
 
     @functools.cached_property
     def digest(self) -> str:
-        """sha256 of the fields' canonical JSON."""
+        """sha256 of the canonical JSON of the fields."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:

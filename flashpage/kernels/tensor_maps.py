@@ -1,4 +1,4 @@
-"""Boxes: what one copy of the copy engine loads, and the tensor maps that describe them (csrc/flashpage.h)."""
+"""Boxes, which the copy engine loads in one copy, and the tensor maps that describe them (csrc/flashpage.h)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..base.errors import RunError
 from ..base.kv_view import View
 from .options import Options
 
-LARGEST_BOX = 32  # tokens: what a unit's last box brings beyond the unit is cleared by hand
-_BOX_BYTES = 128  # of a row: what SWIZZLE_128B permutes
+LARGEST_BOX = 32  # tokens: a box may bring tokens beyond the unit, which warps must clear
+_BOX_BYTES = 128  # of a row: the width that SWIZZLE_128B permutes
 _STRIDE_BYTES = 16  # strides are multiples of it
 _LARGEST_STRIDE = 1 << 40  # bytes
 
@@ -22,34 +22,35 @@ def box_tokens(page_size: int, tile_kv: int) -> int:
 
 
 def are_whole(page_size: int, *row_bytes: int) -> bool:
-    """Boxes start on the swizzle's 8 rows (a page_size of 0: ragged) and take whole pieces of 16 bytes."""
+    """Whether boxes start on the swizzle's 8 rows (page_size 0: ragged) and have whole pieces of 16 bytes."""
     return page_size % 8 == 0 and all(size % 16 == 0 for size in row_bytes)
 
 
 def boxes_or_rows(options: Options) -> str:
-    """KernelSpec.loader: boxes by tensor maps, or rows one by one where pages are small or rows are not whole."""
+    """KernelSpec.loader: boxes by tensor maps, or single rows if pages are small or rows are not whole."""
     row_bytes = (options.head_dim_qk * options.kv_dtype.size, options.head_dim_vo * options.kv_dtype.size)
     return "boxes" if are_whole(options.page_size, *row_bytes) else "rows"
 
 
 def loader_tokens(loader: str, page_size: int, tile_kv: int, *row_bytes: int) -> int:
-    """Tokens of a box where the kernel's loader takes boxes of such a cache, else 0."""
+    """Tokens of a box if the kernel's loader uses boxes for such a cache, otherwise 0."""
     if loader in ("boxes", "transposed"):
         return min(box_tokens(page_size, tile_kv), LARGEST_BOX)
     if loader == "converted" and are_whole(page_size, *row_bytes):
-        return box_tokens(page_size, -(-tile_kv // 32) * 8)  # of a warp's rows: tile/load/converted_tiles.h
+        return box_tokens(page_size, -(-tile_kv // 32) * 8)  # rows of one warp: tile/load/converted_tiles.h
     return 0
 
 
 def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged: bool) -> native.BoxForm:
-    """K's or V's, in boxes of `tokens`; a ragged view is one page. RunError where no map can have its strides."""
+    """The form of K or V in boxes of `tokens`; a ragged view is one page. Raises RunError if no map can have its
+    strides."""
     row_bytes = view.head_dim * element_bytes
     counts = (view.page_size, view.num_heads, view.num_pages) if is_paged else (view.num_pages, view.num_heads, 1)
     strides = []
     for what, count, stride in zip(
         ("token", "head", "page"), counts, (view.token_stride, view.head_stride, view.page_stride), strict=True
     ):
-        # What is never stepped over has no stride of its own, but the map must have one.
+        # A dimension of size 1 has no stride of its own, but the map must have one.
         stride_bytes = stride * element_bytes if count > 1 else row_bytes
         if stride_bytes % _STRIDE_BYTES or stride_bytes >= _LARGEST_STRIDE:
             raise RunError(
@@ -68,14 +69,15 @@ def box_form(view: View, name: str, *, element_bytes: int, tokens: int, is_paged
 def rows_form(
     heads: int, dim: int, *, element_bytes: int, group_size: int, unit_rows: int, strides: tuple[int, int]
 ) -> native.BoxForm | None:
-    """A unit's rows of q or out, [rows, heads, dim], as one box a KV head and 128 bytes; None where no map can have it.
+    """A unit's rows of q or out, [rows, heads, dim], as one box for each KV head and 128 bytes; None if no map can have
+    it.
 
-    Packed rows lie in a box as they do in a tile where a unit has whole rows of the group. `strides`: elements, of
-    rows and heads. The number of rows is each run's own: resize.
+    If a unit has whole rows of the group, its packed rows have the same order in a box as in a tile. `strides`:
+    elements between rows and heads. Each run sets its number of rows by `resize`.
     """
     row_stride, head_stride = (stride * element_bytes for stride in strides)
     if heads == 1:
-        head_stride = dim * element_bytes  # never stepped over, but the map must have one
+        head_stride = dim * element_bytes  # a dimension of size 1, but the map must have a stride
     fits = all(0 < s < _LARGEST_STRIDE and s % _STRIDE_BYTES == 0 for s in (row_stride, head_stride))
     if unit_rows % group_size or not fits:
         return None

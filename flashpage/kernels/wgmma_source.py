@@ -1,5 +1,5 @@
-"""C++ source of a kernel's warpgroup products (wgmma): an instruction names each of its registers, as many as it has
-columns, which no C++ template can write."""
+"""The C++ source of a kernel's warpgroup products (wgmma). An instruction names each of its registers, whose number
+depends on the columns, which no C++ template can express."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ _TYPES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "f16", DType.FLOAT8_E4M3: "e4m3
 
 
 def product_dtype(spec: KernelSpec) -> DType:
-    """The type of the factors. Where the kernel converts K and V on their way: fp16 holds every fp8 number."""
+    """The type of the factors; fp16 if the kernel converts fp8 K and V, because it holds every fp8 number."""
     if spec.loader == "transposed":
         return spec.kv_dtype
     return spec.kv_dtype.widened if spec.kv_dtype.is_fp8 else spec.q_dtype
 
 
 def render(spec: KernelSpec) -> str:
-    """KeyProduct, scores of one tile, ShortKeyProduct, those of a unit's last tile, and ValueProduct, values."""
+    """Renders KeyProduct (scores of a tile), ShortKeyProduct (scores of a unit's short last tile) and ValueProduct
+    (values)."""
     assert spec.tile is not None
     product = product_dtype(spec)
     kind = _TYPES[product]
@@ -29,7 +30,7 @@ def render(spec: KernelSpec) -> str:
         if short > 0
         else "struct ShortKeyProduct {\n  static constexpr int columns = 0;\n};"
     )
-    by_columns = not product.is_fp8  # 8-bit factors have the sum's steps in their rows alone
+    by_columns = not product.is_fp8  # 8-bit factors must have the sum's terms in their rows
     values = _product(
         "ValueProduct", -(-spec.head_dim_vo // 16) * 16, kind, a_in_registers=True, b_by_columns=by_columns
     )
@@ -37,10 +38,10 @@ def render(spec: KernelSpec) -> str:
 
 
 def short_tokens(spec: KernelSpec) -> int:
-    """Tokens of the short tile that a unit may end with: half of a whole one, in steps of 16. 0: there is none.
+    """Tokens of the short tile with which a unit may end: half of a whole tile, in steps of 16. 0: there is none.
 
-    Tiles of a mask are not known to be a unit's last ones; kernels of three warpgroups, with RoPE or with a variant's
-    code have no registers for it.
+    Tiles of a mask are not known to be a unit's last ones. Kernels with three warpgroups, RoPE or a variant's code have
+    no registers for it.
     """
     assert spec.tile is not None
     plain = spec.mask_source == "implicit" and spec.position_encoding == "none" and spec.variant == VariantSpec()
@@ -54,7 +55,8 @@ def short_tokens(spec: KernelSpec) -> int:
 
 
 def _product(name: str, columns: int, kind: str, *, a_in_registers: bool, b_by_columns: bool) -> str:
-    """c += a b of 64 rows and 32 bytes of the sum. `b_by_columns`: its rows in shared memory are the sum's steps."""
+    """c += a b for 64 rows and 32 bytes of the sum's terms. `b_by_columns`: rows of b in shared memory are the
+    terms."""
     sums = columns // 2
     a = [f"a[{i}]" for i in range(4)] if a_in_registers else ["a"]
     b, accumulate = sums + len(a), sums + len(a) + 1

@@ -1,4 +1,4 @@
-"""What a kernel is asked to do: the options of a plan, the rows of its batch, and the card."""
+"""The work of a kernel: the options of a plan, the rows of its batch, and the card."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .options import Options
 
 
 class InnerLoop(enum.Enum):
-    """What a kernel does between the two products, by the registers that it takes from accumulators."""
+    """Classes of what happens between the two products, by the registers that it takes from accumulators."""
 
     PLAIN = "scales scores"
     TRANSFORM = "computes on scores (soft cap)"
@@ -22,8 +22,8 @@ class InnerLoop(enum.Enum):
 
 
 def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -> InnerLoop:
-    """What the options of a spec cost the inner loop: it decides the tile. Where tiles are known beforehand, a mask
-    function is evaluated in few of them."""
+    """The class of a spec's inner loop, which decides the tile. If tiles are classified before the run, a mask function
+    is evaluated in few of them."""
     names = {name for name, _, _ in variant.tensors}
     mask_loads = mask_source != "function" and names & set(re.findall(r"\w+", variant.mask))
     if variant.logit and (mask_loads or logit_loads_by_token(variant)):
@@ -36,17 +36,17 @@ def inner_loop(mask_source: str, position_encoding: str, variant: VariantSpec) -
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Options and the sizes of one batch that choose a tile; the lengths themselves go to the planner as arrays."""
+    """Options and the sizes of one batch that decide a tile; the lengths themselves go to the planner as arrays."""
 
     options: Options
-    packed_rows: int  # query rows x group_size of a request and KV head, the batch's average
-    has_known_lengths: bool = True  # the host plans for each run: no captured launch serves other batches
+    packed_rows: int  # query rows x group_size of a request and KV head, on average in the batch
+    has_known_lengths: bool = True  # the host plans before each run: no captured launch serves other batches
     contexts: Contexts = Contexts.USUAL  # of the batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A problem on a card, as one kernel sees it."""
+    """A problem on a card, for one kernel."""
 
     problem: Problem
     card: Device
@@ -63,12 +63,12 @@ class Work:
 
     @property
     def widest(self) -> int:
-        """The larger of both head dims."""
+        """The larger one of the two head dims."""
         return max(self.options.head_dim_qk, self.options.head_dim_vo)
 
     @property
     def columns(self) -> int:
-        """head_dim_qk + head_dim_vo: numbers of one token in K and V together."""
+        """head_dim_qk + head_dim_vo: elements of one token in K and V together."""
         return self.options.head_dim_qk + self.options.head_dim_vo
 
     @property

@@ -16,7 +16,7 @@ import torch
 
 from .. import native
 
-_METH_FASTCALL = 0x80  # CPython's stable ABI: (self, arguments, count)
+_METH_FASTCALL = 0x80  # in CPython's stable ABI: (self, arguments, count)
 # What torch exports for the fields of fp_python (csrc/flashpage.h), and where. A torch without one has no fast calls.
 _OF_TORCH = {
     "is_negative": ("libtorch_cpu.so", "_ZN2at6native6is_negERKNS_6TensorE"),
@@ -40,7 +40,7 @@ class _MethodDef(ctypes.Structure):
 
 
 class Builtins(NamedTuple):
-    """Those of csrc/flashpage.h, without their prefix fp_py_; where torch has no DLPack functions, they know no
+    """The functions fp_py_* of csrc/flashpage.h without their prefix. Without torch's DLPack functions they accept no
     tensor."""
 
     bind: Callable[..., int]
@@ -49,12 +49,12 @@ class Builtins(NamedTuple):
     judge: Callable[..., int]
 
 
-_definitions: list[_MethodDef] = []  # builtins refer to them
+_definitions: list[_MethodDef] = []  # kept alive, because builtins refer to them
 
 
 @functools.cache
 def builtins() -> Builtins:
-    """Made once a process."""
+    """The builtins, made once in a process."""
     if _connect():
         return Builtins(*map(_builtin, Builtins._fields))
     return Builtins(*(_other_tensors for _ in Builtins._fields))
@@ -65,7 +65,7 @@ def _other_tensors(*_: Any) -> int:
 
 
 def _connect() -> bool:
-    """Gives the host library what it needs of Python and of torch; whether it can read tensors."""
+    """Passes the functions of Python and torch to the host library; returns whether it can read tensors."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]

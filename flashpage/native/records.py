@@ -1,4 +1,4 @@
-"""The numpy types of a plan's bytes (include/flashpage/plan/work_item.h, which says what the fields mean)."""
+"""The numpy types of a plan's bytes; include/flashpage/plan/work_item.h defines the fields."""
 
 from __future__ import annotations
 

@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..variants.row_mask import ROW, RowMask
+from ..variants.row_mask import WITHIN, RowMask
 from ..variants.variant import Variant
 from .layout import ContextLayout, LocalPages
-
-_MASK = f"logical_and(kv_idx >= first_token({ROW}), kv_idx < end_token({ROW}))"
 
 
 class Visible(NamedTuple):
@@ -60,4 +58,4 @@ class Visible(NamedTuple):
 
 def local_mask(device: torch.device) -> RowMask:
     """For Visible.mask."""
-    return RowMask(_MASK, device)
+    return RowMask(WITHIN, device)

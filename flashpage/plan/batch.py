@@ -21,6 +21,7 @@ from .page_indices import KvIndices, MaskBits
 from .workspaces import Workspaces
 
 NO_LIMIT = 2**63 - 1
+_ANY_COUNT = (0, 2**31 - 1)
 
 
 class Longest(NamedTuple):
@@ -46,6 +47,7 @@ class Batch:
         "card",
         "device",
         "device_index",
+        "fixed_requests",
         "fork",
         "generation",
         "is_graph",
@@ -66,10 +68,12 @@ class Batch:
         self.card = devices.of(device)
         self.names = names  # the caller's words for the arrays of lengths
         self.capacity: Capacity | None = None  # graph mode: of all batches; None: buffers fix the batch
+        self.fixed_requests: int | None = None  # graph mode without capacities: of every batch
         self.fork = Fork(self.device_index)
         self.mask = MaskBits(device)
         self.struct = struct = native.BatchStruct(most_total_rows=NO_LIMIT, most_entries=NO_LIMIT)
         struct.longest_q = struct.longest_kv = NO_LIMIT
+        struct.least_requests, struct.most_requests = _ANY_COUNT
         self.longest = NO_BOUNDS
         self.address = ctypes.addressof(struct)
         self.pages = KvIndices(device, struct)
@@ -96,6 +100,24 @@ class Batch:
         struct.q_len_per_request = options.uniform_q_len
         if self.capacity is not None:
             struct.most_total_rows, struct.most_entries = self.capacity.rows_of(options), self.capacity.entries
+
+    def use_capacity(self, capacity: Capacity) -> None:
+        """Graph mode: no batch is larger."""
+        self.capacity, self.struct.most_requests = capacity, min(capacity.batch, _ANY_COUNT[1])
+
+    def fix_requests(self, count: int) -> None:
+        """Graph mode: every batch has so many."""
+        self.fixed_requests = self.struct.least_requests = self.struct.most_requests = count
+
+    def check_requests(self, count: int) -> None:
+        """Graph mode: what was captured serves so many requests."""
+        if self.capacity is not None:
+            self.capacity.check_batch(count)
+        if self.fixed_requests not in (None, count):
+            raise PlanError(
+                f"the batch has {count} requests but the wrapper's graph buffers fix it at {self.fixed_requests}: pad "
+                "the batch with empty requests, or make a wrapper for this size."
+            )
 
     def use_bounds(self, longest: Longest) -> None:
         """A request that is longer is refused."""

@@ -8,7 +8,8 @@ import torch
 
 from .. import native
 from ..kernels import choose, devices
-from ..kernels.context_classes import ContextLengths, Contexts
+from ..kernels.context_classes import Contexts
+from ..kernels.context_lengths import ContextLengths
 from ..kernels.options import Options
 from ..kernels.schedules import most_units, with_one_cluster_size
 from ..kernels.schedules import schedule as schedule_of

@@ -23,13 +23,13 @@ class CopyRing:
     def __init__(self, device_index: int, slot_bytes: int) -> None:
         library = native.load()
         self._copy = library.fp_slots_copy
-        self._handle = native.check_handle(library.fp_slots_create(device_index, slot_bytes))
-        weakref.finalize(self, library.fp_slots_destroy, self._handle).atexit = False
+        self.handle = native.check_handle(library.fp_slots_create(device_index, slot_bytes))
+        weakref.finalize(self, library.fp_slots_destroy, self.handle).atexit = False
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, stream: int) -> None:
         """Contiguous tensors of one type; `source` may be the shorter one."""
         size = source.numel() * source.element_size()
-        native.check(self._copy(self._handle, source.data_ptr(), size, destination.data_ptr(), stream))
+        native.check(self._copy(self.handle, source.data_ptr(), size, destination.data_ptr(), stream))
 
 
 class PlanSlot:

@@ -17,7 +17,7 @@ import torch
 
 from .. import native
 from ..base.kv_view import View
-from ..kernels import devices, prefill_sm90
+from ..kernels import ATTENTION, devices
 from ..kernels.devices import H200, Device
 from ..kernels.options import Options
 from ..kernels.work import Problem, Work
@@ -90,7 +90,8 @@ def _may_be(options: Options) -> bool:
     of_tokens = options.kv_source == "paged" and options.page_size == 1 and options.kv_dtype.size == _ELEMENT_BYTES
     if not (is_plain and is_free and of_tokens):
         return False
-    return not prefill_sm90.KERNEL.refusals(Work(Problem(options, LEAST_ROWS), H200))
+    work = Work(Problem(options, LEAST_ROWS), H200)  # of the card, only its capability counts here
+    return any(kernel.gathers_rows and not kernel.refusals(work) for kernel in ATTENTION)
 
 
 class Rows(NamedTuple):

@@ -15,7 +15,8 @@ import torch
 from .. import native
 from ..base.errors import DeviceError, PlanError
 from ..kernels import choose
-from ..kernels.context_classes import ContextLengths, Contexts
+from ..kernels.context_classes import CLASSES, Contexts
+from ..kernels.context_lengths import ContextLengths
 from ..kernels.options import Options
 from ..native import fastcall
 from ..variants.spec import VariantSpec
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _ALL_MERGES = 2**31 - 1  # Prepared.most_merge_ctas bounds the merge's grid
 _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
 _NO_CLASS, _ANY_ROWS = native.RowClass(0, -1), native.RowClass(0, 2**62)
-_ROWS, _ENTRIES, _PARTIAL_ROWS, _Q_LEN, _KV_LEN = range(1, 6)  # csrc/plan_call.h, fp_limit
+_ROWS, _ENTRIES, _PARTIAL_ROWS, _Q_LEN, _KV_LEN, _REQUESTS = range(1, 7)  # csrc/plan_call.h, fp_limit
 _HOW_TO_PASS = {"float": "to the constructor", "int": "with reset_workspace_buffer(float_workspace, int_workspace)"}
 
 
@@ -174,7 +175,7 @@ class Combination:
         call.contexts = -1
         if self._contexts.may_differ and not batch.is_graph:
             contexts = self._contexts.of(requests, rows, batch.entries * max(1, options.page_size))
-            call.contexts = list(Contexts).index(contexts)
+            call.contexts = CLASSES.index(contexts)
         self.gathered, self._is_of_all = gathered, batch.is_graph
         whole = self._prepared_for(batch, requests, rows, contexts=contexts, gathers=gathered is not None)
         self._whole = whole
@@ -364,6 +365,8 @@ def _class_of(options: Options, frozen_rows: int, prepared: Prepared) -> native.
 def over_limit(call: native.PlanCall, batch: Batch, options: Options) -> PlanError:
     """The error for a batch that is larger than all that the wrapper's were to be."""
     struct, result = batch.struct, call.result
+    if call.exceeded == _REQUESTS:
+        batch.check_requests(struct.requests)
     if call.exceeded in (_Q_LEN, _KV_LEN):
         is_q = call.exceeded == _Q_LEN
         name = "max_token_per_sequence" if is_q else "max_sequence_kv"

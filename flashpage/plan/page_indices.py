@@ -56,22 +56,18 @@ class KvIndices:
         batch.device_index = max(0, self._device_index)
         self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
         batch.checks_pages = self._check_on_device
-        self._copies: torch.Tensor | None = None  # of the CPU
+        self._copies: torch.Tensor | None = None  # that the CPU's kernels read
         if device.type == "cpu":
             self._make_room(1023)
-        self._buffer: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None  # of use_buffer
         self._ring: CopyRing | None = None  # of page numbers that come from the host into the buffer
         self.tensor: torch.Tensor | None = None
 
-    @property
-    def buffer(self) -> torch.Tensor | None:
+    def use_buffer(self, buffer: torch.Tensor) -> None:
         """Graph mode: where captured launches read; page numbers are copied there."""
-        return self._buffer
-
-    @buffer.setter
-    def buffer(self, buffer: torch.Tensor) -> None:
-        self._buffer, self._batch.page_buffer = buffer, buffer.data_ptr()
-        if self._copies is not None:  # as much, so that it stays where it is
+        self.buffer, self._batch.page_buffer = buffer, buffer.data_ptr()
+        self._batch.page_buffer_entries = buffer.numel()
+        if self._copies is not None:  # as many, so that they stay where they are
             self._make_room(len(buffer))
 
     def _make_room(self, count: int) -> None:
@@ -103,9 +99,9 @@ class KvIndices:
             )
         if count < end < 2**31:  # more are an error that the planner tells
             raise PlanError(f"{name} has {count} entries but the indptr ends at {end}: pass every page number.")
-        if self._buffer is not None and self._buffer.shape[0] < end < 2**31:
+        if self.buffer is not None and self.buffer.shape[0] < end < 2**31:
             raise PlanError(
-                f"{name} has {end} entries but the wrapper's indices buffer holds {self._buffer.shape[0]}: make the "
+                f"{name} has {end} entries but the wrapper's indices buffer holds {self.buffer.shape[0]}: make the "
                 "buffer as large as the largest batch needs."
             )
         if place >= 0 and place != self._device_index:
@@ -115,9 +111,9 @@ class KvIndices:
     def take(self, indices: torch.Tensor, end: int, max_page: int, non_blocking: bool) -> None:
         """Has kernels read these, of which `end` entries are in use: after a plan, as captured launches see them."""
         indices = tensor_memory.waited(indices).resolve_neg()
-        if self._buffer is not None:
+        if self.buffer is not None:
             self._copy(indices, end, non_blocking)
-            self.tensor = self._buffer
+            self.tensor = self.buffer
         else:
             is_there = indices.dtype is torch.int32 and indices.get_device() == self._device_index
             if not is_there or not indices.is_contiguous():
@@ -179,13 +175,14 @@ class KvIndices:
 
     def _copy(self, indices: torch.Tensor, end: int, non_blocking: bool) -> None:
         """What is in use, into the buffer."""
-        buffer = self._buffer
+        buffer = self.buffer
         assert buffer is not None
         if end == 0 or (indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype):
             return
         if indices.is_cpu and not buffer.is_cpu:
             if self._ring is None:
                 self._ring = CopyRing(self._device_index, buffer.nbytes)
+                self._batch.page_slots = self._ring.handle
             used = indices[:end].to(torch.int32).contiguous()
             self._ring.copy(used, buffer, torch._C._cuda_getCurrentRawStream(self._device_index))
         else:

@@ -9,7 +9,6 @@ import dataclasses
 import torch
 
 from .. import jit, native, variants
-from ..base.dtypes import DType
 from ..base.errors import PlanError
 from ..kernels import choose, schedules
 from ..kernels.context_classes import Contexts
@@ -20,7 +19,6 @@ from . import gather_rows
 
 CPU_CTAS_PER_THREAD = 4  # shares small enough that threads which start late still find work
 MERGE_CTAS_PER_SM = 4  # they have little to do; more than can be resident only add launch work
-_CPU_ELEMENT_TYPE = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 
 
 class Prepared:
@@ -77,7 +75,7 @@ class Prepared:
             return None, 0
         out_dtype = self.options.out_dtype
         if device.type == "cpu":
-            return native.check_handle(native.load().fp_cpu_merge_kernel(_CPU_ELEMENT_TYPE[out_dtype])), 1
+            return native.check_handle(native.load().fp_cpu_merge_kernel(out_dtype.host_code)), 1
         merge = jit.get_kernel(KernelSpec("merge", out_dtype=out_dtype), device)
         return merge.handle, MERGE_CTAS_PER_SM * merge.info.num_sms
 

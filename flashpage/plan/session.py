@@ -75,9 +75,9 @@ class Planner:
 
     def use_capacity(self, capacity: Capacity) -> None:
         """Graph mode: what captured launches read is as large as the largest batch needs."""
-        self.batch.capacity = capacity
+        self.batch.use_capacity(capacity)
         if self._indices_name:
-            self.indices.buffer = tensor_memory.empty(capacity.entries, torch.int32, self.device)
+            self.indices.use_buffer(tensor_memory.empty(capacity.entries, torch.int32, self.device))
 
     @property
     def capacity(self) -> Capacity | None:
@@ -179,7 +179,7 @@ class Planner:
         if status:
             self._plan_judged(status, given, kv_indices, non_blocking)
         else:
-            self.indices.tensor = kv_indices
+            self.indices.tensor = kv_indices if self.indices.buffer is None else self.indices.buffer
         if len(self.active) > 1 or self.is_graph:
             self._plan_others()
         self._last = self.generation
@@ -191,7 +191,7 @@ class Planner:
         batch, first = self.batch, self.active[0]
         is_paged = bool(self._indices_name)
         is_for_others = status in (native.OTHER_BATCH, native.WORKSPACE_TOO_SMALL)  # plan_held makes what is missing
-        are_pages_taken = not is_paged or is_for_others
+        are_pages_taken = not is_paged or (is_for_others and self.indices.buffer is None)
         if status == native.OTHER_TENSORS:
             batch.take_judged(Lengths(*given), self.options.page_size)
         elif status != native.OTHER_PAGES:
@@ -209,7 +209,7 @@ class Planner:
         """Plans what runs have asked for since the plan before, and whatever a graph has; the rest is forgotten."""
         batch = self.batch
         if self.is_graph:
-            batch.most_rows = max(batch.most_rows, self.total_q)
+            batch.most_rows = max(batch.most_rows, self.active[0].call.result.total_q)
             if batch.capacity is None and batch.struct.q_indptr.data and batch.struct.most_total_rows == NO_LIMIT:
                 batch.struct.most_total_rows = batch.struct.rows_end  # what is captured has the first plan's rows
         for other in self.active[1:]:

@@ -1,4 +1,5 @@
-"""What a callable captures: a copy with its numbers replaced, and what decides whether to trace again."""
+"""The captures of a callable: copies it with its captured numbers replaced, and decides when it must be traced
+again."""
 
 from __future__ import annotations
 
@@ -14,22 +15,22 @@ _STABLE_TYPES = (type(None), bool, str, type, torch.dtype, torch.device, types.B
 
 
 class Captures:
-    """Closure cells, defaults and globals of callables, those of the functions that they call included.
+    """Closure cells, defaults and globals of callables, including those of the functions that they call.
 
-    `make_scalar(name, value)` gives what stands for a captured Python float or int. Numbers that are reached in another
-    way (attributes of an object, elements of a list) stay what they are.
+    `make_scalar(name, value)` returns the stand-in for a captured Python float or int. Numbers that are reached in
+    another way (attributes of an object, elements of a list) are not replaced.
     """
 
     def __init__(self, make_scalar: Callable[[str, float | int], Any]) -> None:
-        self.objects: list[Any] = []  # everything that was captured: the same objects give the same trace ...
-        self.stable = True  # ... unless one of them may change inside without becoming another object
+        self.objects: list[Any] = []  # everything that was captured; the same objects give the same trace ...
+        self.stable = True  # ... unless one of them may change inside and stay the same object
         self.tensor_names: dict[int, str] = {}  # by id
         self._make_scalar = make_scalar
         self._functions: dict[types.FunctionType, types.FunctionType] = {}
-        self._places: dict[Any, Any] = {}  # a cell or a global: one scalar, however many functions see it
+        self._places: dict[Any, Any] = {}  # a cell or a global: one scalar for all functions that read it
 
     def replaced(self, value: Any, name: str) -> Any:
-        """The value as the traced copy sees it."""
+        """The value that the traced copy uses instead."""
         if type(value) in (int, float):
             self.objects.append(value)
             return self._make_scalar(name, value)
@@ -74,7 +75,7 @@ class Captures:
             scope = dict(scope)
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         copy = types.FunctionType(code, scope, function.__name__, None, cells)
-        self._functions[function] = copy  # before what it captures, which may be itself
+        self._functions[function] = copy  # first, because it may capture itself
         self.objects.append(code)
         if scope is not function.__globals__:
             for name in _names(code):
@@ -84,7 +85,7 @@ class Captures:
             try:
                 cell.cell_contents = self._place(id(source), source.cell_contents, name)
             except ValueError:
-                continue  # not assigned yet: an error only where it is read
+                continue  # not assigned yet: only an error if it is read
         defaults = function.__defaults__ or ()
         names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
         copy.__defaults__ = tuple(self.replaced(value, name) for value, name in zip(defaults, names, strict=True))
@@ -96,6 +97,6 @@ class Captures:
 
 @functools.lru_cache(maxsize=256)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that the code, or code inside it, may look up in its globals."""
+    """Names that the code, or nested code, may look up in its globals."""
     inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
     return tuple(sorted({*code.co_names, *inner}))

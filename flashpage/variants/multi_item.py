@@ -1,4 +1,5 @@
-"""Multi-item scoring: many items behind one shared prefix, each seeing the prefix and itself, as a mask variant."""
+"""Multi-item scoring: many items that follow a shared prefix, each of which sees the prefix and itself, as a mask
+variant."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from ..base import checks, env
 from ..base.errors import PlanError
 from .variant import Variant
 
-# The prefix, and the row's own item, which began token_pos tokens before the row. Causal, whatever a run says of that.
+# Visible are the prefix and the row's own item, which began token_pos tokens before the row. Causal, even if a run is
+# not.
 _MASK = (
     "logical_and(kv_idx <= q_idx, logical_or(kv_idx < prefix_len(b), "
     "q_idx - kv_idx <= token_pos(b, min(max(q_idx - prefix_len(b), 0), max_token_pos))))"
@@ -18,12 +20,12 @@ _MASK = (
 
 
 class ItemArguments(NamedTuple):
-    """As plan takes them."""
+    """The arguments in the form that plan takes."""
 
     prefix_len: Any = None  # [batch] tokens
-    token_pos: Any = None  # [batch x token_pos_len], each token's distance from its item's delimiter, behind the prefix
+    token_pos: Any = None  # [batch x token_pos_len], distance of each token after the prefix from its item's delimiter
     token_pos_len: Any = 0
-    max_item_len: Any = None  # [batch] tokens of the longest item; kernels go by the positions
+    max_item_len: Any = None  # [batch] tokens of the longest item; kernels use the positions instead
 
     def is_given(self) -> bool:
         tensors = (self.prefix_len, self.token_pos, self.max_item_len)
@@ -86,7 +88,7 @@ class MultiItemMask:
         return self.variant
 
     def copy(self) -> None:
-        """Graph mode: the present batch's numbers, to where captured launches read them."""
+        """Graph mode: copies the current batch's numbers to the memory that captured launches read."""
         for name, tensor in self._to_copy.items():
             memory = self.variant.tensors[name][: len(tensor)]  # type: ignore[union-attr]
             if name == "token_pos":
@@ -97,7 +99,7 @@ class MultiItemMask:
         self._to_copy = {}
 
     def _check_longest(self, max_item_len: Any, token_pos: torch.Tensor, batch: int) -> None:
-        """On the device: where FLASHPAGE_CHECK_INDICES is on, as it waits."""
+        """Checks on the device, which waits; only if FLASHPAGE_CHECK_INDICES is on."""
         checks.tensor(max_item_len, "max_item_len_ptr", PlanError)
         if max_item_len.numel() != batch:
             raise PlanError(f"max_item_len_ptr has {max_item_len.numel()} entries: pass one a request, [{batch}].")

@@ -15,7 +15,7 @@ _MAX_POWER = 16
 
 
 def _operation(*names: str) -> Callable[[Callable[..., Traced]], Callable[..., Traced]]:
-    """Registers a function under torch's names for it; positional arguments come lifted."""
+    """Registers a function under torch's names for it; its positional arguments are lifted."""
 
     def register(function: Callable[..., Traced]) -> Callable[..., Traced]:
         def lifted(*values: Any, **options: Any) -> Traced:

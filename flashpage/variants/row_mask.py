@@ -1,4 +1,4 @@
-"""Masks that are told row by row: a variant whose captured tensors have an entry for each row of the batch."""
+"""Masks with values for each row: a variant whose captured tensors have one entry for each row of the batch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 
 from .variant import Variant
 
-# Index of a row in the batch. Rows past a request's last one are computed beside it: their entry is any.
+# The index of a row in the batch, clamped: rows past a request's last one are computed with any row's entry.
 ROW = "min(max(q_idx + first_row(b), 0), last_row)"
+# A row sees tokens from `first_token` on, before `end_token`.
+WITHIN = f"logical_and(kv_idx >= first_token({ROW}), kv_idx < end_token({ROW}))"
 
 
 class RowMask:

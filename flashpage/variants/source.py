@@ -1,4 +1,4 @@
-"""A VariantSpec as C++: the names and types that it may hold, and `struct Variant` (params/variant.h)."""
+"""Turns a VariantSpec into C++: the names and types that it may have, and `struct Variant` (params/variant.h)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import re
 from ..base.dtypes import DType
 from .spec import VariantSpec, logit_loads_by_token
 
-# A compiler's message about a user's text names the file "flashpage variant: logit" (or mask) and the line in the spec.
+# In compilers' messages about a user's text, the file is "flashpage variant: logit" (or mask) and the line that in the
+# spec.
 SOURCE_NAME = "flashpage variant: "
 
 ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
-# Of include/flashpage/params/variant.h, usable in expressions.
+# Functions of include/flashpage/params/variant.h that expressions may call.
 FUNCTIONS = frozenset(
     """
     to_float to_int to_bool div floor_div mod select min max abs exp log tanh sigmoid sqrt floor infinity
@@ -39,7 +40,7 @@ ELEMENT_CPP = {d.value: d.cpp for d in DType if not d.is_fp8} | {
 _SCALAR_CPP = {"float": "float", "int": "flashpage::i32"}
 NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _RETURN = re.compile(r"\breturn\b")
-_TRACED_RESULT = re.compile(r"(?:const auto v\d+ = [^;]*; )+return ([^;]*);")  # as trace.py writes it
+_TRACED_RESULT = re.compile(r"(?:const auto v\d+ = [^;]*; )+return ([^;]*);")  # the form that trace.py writes
 _NUMBER = r"[A-Za-z_]\w*|[\d.]+f?"
 _SOFT_CAP = re.compile(
     rf"(?:(?P<before>{_NUMBER})\*)?tanh\(\(?score(?:/(?P<divisor>{_NUMBER})|\*\(1\.0f/(?P<inverse>{_NUMBER})\))\)?\)"
@@ -59,7 +60,7 @@ def is_free_name(name: str) -> bool:
 
 
 def unique_name(name: str, taken: set[str]) -> str:
-    """The name, or the name with the first free number behind it; taken from then on."""
+    """The name, if needed with the first unused number appended; it is taken from then on."""
     number, candidate = 1, name
     while candidate in taken:
         number += 1
@@ -69,7 +70,7 @@ def unique_name(name: str, taken: set[str]) -> str:
 
 
 def has_return(text: str) -> bool:
-    """Whether a stage is statements that end in a return, not an expression."""
+    """Whether a stage consists of statements that end in a return, rather than an expression."""
     return _RETURN.search(text) is not None
 
 
@@ -79,17 +80,18 @@ def mask_looks_at_head(spec: VariantSpec) -> bool:
 
 
 def asks_much(spec: VariantSpec) -> bool:
-    """Whether asking the mask function takes many registers: with three tensors kernels of the largest tiles spill."""
+    """Whether evaluating the mask function takes many registers: with three tensors, kernels with the largest tiles
+    spill."""
     return mask_looks_at_head(spec) or len({name for name, _, _ in spec.tensors} & _names([spec.mask])) > 2
 
 
 def mask_is_causal(spec: VariantSpec) -> bool:
-    """Whether the mask says in so many words that no row sees a token behind its own position."""
+    """Whether the mask's text states explicitly that no row sees a token after its own position."""
     return any(part in _CAUSAL for line in spec.mask.splitlines() for part in _conditions(line))
 
 
 def soft_cap(spec: VariantSpec) -> str:
-    """The cap where logit's last stage is cap * tanh(score / cap), as tracing and people write it; else empty."""
+    """The cap if logit's last stage is cap * tanh(score / cap), in the form of traces or of users; otherwise empty."""
     stage = spec.logit.rpartition("\n")[2].replace(" ", "")
     if (match := _SOFT_CAP.fullmatch(stage)) is None:
         return ""
@@ -99,7 +101,7 @@ def soft_cap(spec: VariantSpec) -> str:
 
 
 def _conditions(text: str) -> list[str]:
-    """Parts of an expression, all of which must hold."""
+    """The parts of an expression that must all hold."""
     if (result := _TRACED_RESULT.fullmatch(text)) is not None:
         text = result[1]
     inner, depth, cut = text.strip(), 0, 0
@@ -109,7 +111,7 @@ def _conditions(text: str) -> list[str]:
     for place in range(first, len(inner) - 1):
         depth += {"(": 1, ")": -1}.get(inner[place], 0)
         if depth < 0:
-            return [inner]  # the first bracket is not the last one's
+            return [inner]  # the first bracket is not closed by the last one
         if depth == 0 and inner[place] == ",":
             cut = place
     if first == 1:
@@ -118,9 +120,11 @@ def _conditions(text: str) -> list[str]:
 
 
 def render(spec: VariantSpec) -> str:
-    """`struct Variant`, at any namespace level; variant.h (for the CPU the lanes' header too) must come before it.
+    """Renders `struct Variant` for any namespace level; variant.h (on the CPU also the lanes' header) must be included
+    before.
 
-    Each line of `spec.logit` is one transform, applied in order; each line of `spec.mask` one condition, all must hold.
+    Each line of `spec.logit` is a transform, and they are applied in order; each line of `spec.mask` is a condition,
+    and all must hold.
     """
     logits, masks, cap = spec.logit.splitlines(), spec.mask.splitlines(), soft_cap(spec)
     text = _Lines()
@@ -155,7 +159,7 @@ def render(spec: VariantSpec) -> str:
 
 
 def _add_logit(text: _Lines, spec: VariantSpec, name: str, count: int) -> None:
-    """A function of the first stages."""
+    """Adds a function of the first `count` stages."""
     stages = spec.logit.splitlines()[:count]
     text.add(
         "  template <class F, class I>",
@@ -170,7 +174,7 @@ def _add_logit(text: _Lines, spec: VariantSpec, name: str, count: int) -> None:
 
 
 class _Lines:
-    """Source text that knows its line numbers."""
+    """Source text that counts its lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -179,7 +183,8 @@ class _Lines:
         self.lines += lines
 
     def add_stage(self, part: str, number: int, stage: str, closing: str) -> None:
-        """A user's text on a line of its own. What closes it counts as the same line: there compilers miss its end."""
+        """Adds a user's text on a line of its own. The closing text gets the same line number, because compilers report
+        a missing end there."""
         if has_return(stage):
             stage = "[&]() { " + stage + " }()"
         where = f'#line {number} "{SOURCE_NAME}{part}"'
@@ -192,7 +197,8 @@ def _names(stages: list[str]) -> set[str]:
 
 
 def _captures(spec: VariantSpec, stages: list[str]) -> list[str]:
-    """Declarations of what the stages use. Functions by name: a global of that name (cmath's) is then not looked at."""
+    """Declares the captured values that the stages use. Functions are qualified by name, so that globals of the same
+    name (cmath's) are not considered."""
     used = _names(stages)
     lines = [f"    using flashpage::vm::{name};" for name in sorted(used & FUNCTIONS)]
     for slot, (name, element, rank) in enumerate(spec.tensors):

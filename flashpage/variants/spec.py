@@ -21,8 +21,8 @@ class VariantSpec:
 
 
 def logit_loads_by_token(variant: VariantSpec) -> bool:
-    """Whether `logit` loads different elements for different kv_idx; True for statements that load, which are not
-    analysed."""
+    """Whether `logit` loads different elements for different kv_idx. True for statements that load, because they are
+    not analysed."""
     tensors = {name for name, _, _ in variant.tensors}
     of_row = {"b", "h", "q_idx", *tensors, *(name for name, _ in variant.scalars)}
     if tensors and ";" in variant.logit:
@@ -38,7 +38,7 @@ def _names(text: str) -> set[str]:
 
 
 def _arguments(text: str) -> str:
-    """The text inside the round bracket that `text` starts with; all of `text` if the bracket is not closed."""
+    """The text inside the bracket with which `text` begins; all of `text` if the bracket is not closed."""
     depth = 0
     for place, character in enumerate(text):
         depth += {"(": 1, ")": -1}.get(character, 0)

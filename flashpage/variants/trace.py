@@ -28,11 +28,11 @@ class Trace:
 
     def __init__(self, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None) -> None:
         self._score_mod, self._mask_mod = score_mod, mask_mod
-        self._objects: list[Any] | None = None  # what the last trace captured; None: trace again
+        self._objects: list[Any] | None = None  # captures of the last trace; None: trace again
         self._result = TracedVariant()
 
     def result(self) -> TracedVariant:
-        """Of the last trace, where every captured object is still the same."""
+        """The last trace if every captured object is still the same, otherwise a new one."""
         captures = Captures(Traced.scalar)
         score_mod = captures.replaced(self._score_mod, "score_mod")
         mask_mod = captures.replaced(self._mask_mod, "mask_mod")
@@ -59,7 +59,7 @@ class Trace:
 
 
 def _call(role: str, original: Any, function: Any, mode: TorchFunctionMode, arguments: list[Traced]) -> Traced:
-    """The callable's result; its own exceptions name the user's line."""
+    """Calls the callable and returns its result; its own exceptions name the user's line."""
     try:
         with mode:
             result = function(*arguments)
@@ -77,7 +77,7 @@ def _call(role: str, original: Any, function: Any, mode: TorchFunctionMode, argu
 
 
 class _Intercept(TorchFunctionMode):
-    """Sends torch functions that touch a traced value to its own implementation; the others run."""
+    """Redirects torch functions on traced values to their implementation here; other torch functions run."""
 
     computed = False  # a torch function ran whose result may differ next time
 
@@ -85,12 +85,12 @@ class _Intercept(TorchFunctionMode):
         kwargs = kwargs or {}
         if contains_traced(args) or contains_traced(kwargs.values()):
             return apply_torch(func, args, kwargs)
-        self.computed |= func.__name__ not in ("__get__", "is_floating_point")  # a property of a tensor does not
+        self.computed |= func.__name__ not in ("__get__", "is_floating_point")  # properties of a tensor do not count
         return func(*args, **kwargs)
 
 
 class _Emitter:
-    """Expressions as text, and the slots that they use, in the order of their first use."""
+    """Writes expressions as text, and lists their slots in the order of first use."""
 
     def __init__(self, tensor_names: dict[int, str]) -> None:
         self.stable = True
@@ -100,7 +100,7 @@ class _Emitter:
         self._scalars: dict[Any, tuple[str, str, float | int]] = {}
 
     def stage(self, root: Traced) -> str:
-        """An expression, or, where a part is used more than once, temporaries and a return."""
+        """An expression or, if a part is used more than once, temporaries and a return."""
         uses: dict[int, int] = {}
         _count_uses(root, uses)
         temporaries: list[str] = []
@@ -130,10 +130,10 @@ class _Emitter:
         return text
 
     def _slot(self, node: Traced) -> str:
-        """The name of the scalar or tensor that a node reads; "" where it reads none."""
+        """The name of the scalar or tensor that a node reads; "" if it reads none."""
         if node.tensor is not None:
             if node.tensor.ndim == 0 and node.tensor.device.type == "cpu":
-                self.stable = False  # given by value, so it is read again at every plan
+                self.stable = False  # passed by value, so it is read again at every plan
                 return self._scalar(id(node.tensor), self._hint(node.tensor), node.tensor.item())
             return self._tensor(node.tensor, node.fixed)
         return self._scalar(id(node), node.name, node.known) if node.name else ""
@@ -162,7 +162,7 @@ class _Emitter:
 
 
 def _bare(text: str) -> str:
-    """Without a pair of parentheses around the whole."""
+    """The text without parentheses around the whole."""
     if not text.startswith("("):
         return text
     depth = 0

@@ -38,7 +38,7 @@ class TracedVariant:
 
 
 def tensor_type(name: str, tensor: torch.Tensor) -> str:
-    """The element type's name in a spec; refuses what kernels cannot read."""
+    """The name of the element type in a spec; refuses types that kernels cannot read."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ELEMENT_CPP:
         raise VariantError(f"captured tensor {name!r} has dtype {dtype}: convert it to one of {', '.join(ELEMENT_CPP)}")

@@ -24,7 +24,7 @@ _KINDS = ("bool", "int", "float")
 
 
 class _Unknown:
-    """What a value that differs from token to token is known to be."""
+    """What is known of a value that differs from token to token."""
 
 
 UNKNOWN = _Unknown()
@@ -33,7 +33,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {}  # by the name that torch's funct
 
 
 class Traced:
-    """One node of an expression."""
+    """A node of an expression."""
 
     __slots__ = ("fixed", "from_score", "kind", "known", "name", "parts", "template", "tensor")
     __hash__ = object.__hash__
@@ -42,12 +42,12 @@ class Traced:
         self.kind, self.template, self.parts, self.known = kind, template, parts, known
         self.from_score: bool = template == "score" or any(part.from_score for part in parts)
         self.name = ""  # of a captured scalar
-        self.tensor: torch.Tensor | None = None  # that is read here, `parts` being its indices ...
-        self.fixed: tuple[tuple[int, int], ...] = ()  # ... but for these dimensions
+        self.tensor: torch.Tensor | None = None  # the tensor that is read here, with `parts` as its indices ...
+        self.fixed: tuple[tuple[int, int], ...] = ()  # ... except in these dimensions
 
     @staticmethod
     def scalar(name: str, value: float | int) -> Traced:
-        """A captured number: a slot of its own."""
+        """A captured number, which has a slot of its own."""
         node = Traced("float" if isinstance(value, float) else "int", "{slot}", known=value)
         node.name = name
         return node
@@ -82,7 +82,7 @@ class Traced:
         return lambda *args, **kwargs: operation(self, *args, **kwargs)
 
     def _value(self, convert: Callable[[Any], Any], what: str, fix: str) -> Any:
-        """A captured number's own value: it is compiled in then."""
+        """The value of a captured number, which is then compiled in."""
         if self.known is UNKNOWN:
             refuse(f"{what} of a value that differs from token to token", fix)
         return convert(self.known)
@@ -118,7 +118,7 @@ class Traced:
 
 
 class Partial:
-    """A captured tensor with fewer indices than dimensions: rows[b][kv_idx]."""
+    """A captured tensor with fewer indices than dimensions, as in rows[b][kv_idx]."""
 
     def __init__(self, tensor: torch.Tensor, indices: tuple[Any, ...]) -> None:
         self._tensor, self._indices = tensor, indices
@@ -147,12 +147,12 @@ _METHODS = {
 
 
 def refuse(what: str, fix: str) -> NoReturn:
-    """VariantError that names the operation and shows the user's line."""
+    """Raises VariantError, which names the operation and shows the user's line."""
     raise VariantError(f"{what} is not supported in a variant: {fix}{user_line()}")
 
 
 def refuse_operation(shown: str) -> NoReturn:
-    """`shown` is `.name` of a method or `torch.name`."""
+    """Refuses an operation. `shown` is `.name` for a method or `torch.name`."""
     name = shown.rpartition(".")[2]
     if name in ("item", "tolist", "numpy"):
         refuse(shown, "a traced value has no Python value; keep computing with it")
@@ -162,7 +162,7 @@ def refuse_operation(shown: str) -> NoReturn:
 
 
 def apply_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A torch function or method on traced values."""
+    """Applies a torch function or method to traced values."""
     name = func.__name__
     if name == "__getitem__" and isinstance(args[0], torch.Tensor):
         return load(args[0], args[1] if isinstance(args[1], tuple) else (args[1],))
@@ -175,20 +175,20 @@ def contains_traced(values: Iterable[Any]) -> bool:
 
 
 def user_line(function: Any = None) -> str:
-    """Where the user's code stands that is traced now, or where `function` is defined."""
+    """The user's line that is being traced, or the line where `function` is defined."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if code is not None:
         return _shown_line(code, code.co_firstlineno)
     frame = sys._getframe(1)
     while frame is not None and _is_ours(frame.f_code):
-        if frame.f_code.co_name == "_call" or frame.f_back is None:  # back at the tracer: no line of the user's
+        if frame.f_code.co_name == "_call" or frame.f_back is None:  # back at the tracer: no line belongs to the user
             return ""
         frame = frame.f_back
     return _shown_line(frame.f_code, frame.f_lineno)
 
 
 def where_raised(error: BaseException) -> str:
-    """The innermost line of the user's that an exception came through."""
+    """The innermost line of the user's code that an exception came through."""
     shown, trace = "", error.__traceback__
     while trace is not None:
         if not _is_ours(trace.tb_frame.f_code):
@@ -211,24 +211,24 @@ def _shown_line(code: CodeType, line: int) -> str:
 
 
 def argument(name: str, kind: str) -> Traced:
-    """score, b, h, q_idx or kv_idx."""
+    """One of the arguments score, b, h, q_idx and kv_idx."""
     return Traced(kind, name)
 
 
 def lift(value: Any) -> Traced:
-    """A constant, a 0-dimensional tensor or a traced value, as a traced value."""
+    """Turns a constant, a 0-dimensional tensor or a traced value into a traced value."""
     if isinstance(value, Traced):
         return value
     if isinstance(value, torch.Tensor):
         if value.ndim:
             refuse(f"a captured tensor of {value.ndim} dimensions as a number", "index it down to one element")
         kind = "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "int"
-        by_value = value.device.type == "cpu"  # the slot is a scalar then
+        by_value = value.device.type == "cpu"  # then the slot is a scalar
         node = Traced(kind, ("({slot} != 0)" if kind == "bool" else "{slot}") if by_value else "{slot}()")
         node.tensor = value
         return node
     if hasattr(value, "item") and not isinstance(value, Partial):
-        value = value.item()  # numpy's scalars
+        value = value.item()  # a numpy scalar
     if isinstance(value, bool):
         return Traced("bool", str(value).lower(), known=value)
     if isinstance(value, int):
@@ -274,13 +274,13 @@ _CONVERT = {"float": to_float, "int": to_int, "bool": to_bool}
 
 
 def promoted(*nodes: Traced, least: str = "bool") -> tuple[Traced, ...]:
-    """All of the widest kind among them."""
+    """The nodes, converted to the widest kind among them."""
     kind = max((least, *(node.kind for node in nodes)), key=_KINDS.index)
     return tuple(_CONVERT[kind](node) for node in nodes)
 
 
 def load(tensor: torch.Tensor, indices: tuple[Any, ...]) -> Any:
-    """An element of a captured tensor. Constant indices are applied now: what is captured is a view."""
+    """An element of a captured tensor. Constant indices are applied at once, so that a view is captured."""
     if len(indices) > tensor.ndim:
         refuse(f"{len(indices)} indices into a captured tensor of {tensor.ndim} dimensions", "give one a dimension")
     parts, fixed = [], []

@@ -73,10 +73,10 @@ class Variant:
         self._trace: Any = None
 
     def traced(self) -> TracedVariant:
-        """Spec and present values. Callables are traced again only where something they capture has changed."""
+        """Spec and current values. Callables are traced again only if something that they capture has changed."""
         parts = []
         if self.score_mod is not None or self.mask_mod is not None:
-            from .trace import Trace  # needs torch, which C++ expressions and builds do without
+            from .trace import Trace  # needs torch, unlike C++ expressions and builds
 
             if self._trace is None:
                 self._trace = Trace(self.score_mod, self.mask_mod)
@@ -106,7 +106,8 @@ def _from_expressions(
 
 @functools.lru_cache(maxsize=256)
 def _stage(argument: str, text: str, tensors: tuple[str, ...]) -> str:
-    """A user's text as one line; `bias[h, q_idx]` becomes `bias(h, q_idx)`, floating literals single precision."""
+    """A user's text as one line: `bias[h, q_idx]` becomes `bias(h, q_idx)`, and floating literals become single
+    precision."""
     line = " ".join(_COMMENT.sub(" ", text).split())
     if "#" in line or '"' in line:
         raise VariantError(f"{argument} holds a preprocessor line or a string, expected an expression: {line}")
@@ -116,9 +117,9 @@ def _stage(argument: str, text: str, tensors: tuple[str, ...]) -> str:
 
 
 def _brackets(argument: str, line: str, tensors: tuple[str, ...]) -> str:
-    """Checks that brackets match, and gives a tensor's indices round ones."""
+    """Checks that brackets match, and turns the square brackets of tensors' indices into round ones."""
     closing = {"(": ")", "[": "]", "{": "}"}
-    expected: list[tuple[str, str]] = []  # the bracket that closes, and what is written for it
+    expected: list[tuple[str, str]] = []  # the closing bracket, and what is written for it
     result = ""
     for character in line:
         if character in closing:
@@ -138,8 +139,8 @@ def _brackets(argument: str, line: str, tensors: tuple[str, ...]) -> str:
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """ALiBi's slopes, [num_heads] fp32: 2^(-8 i / n) for n heads. Where n is no power of two, those of the power below,
-    then every second one of twice as many."""
+    """ALiBi's slopes, [num_heads] fp32: 2^(-8 i / n) for n heads. If n is not a power of two, the slopes of the next
+    lower power, then every second slope of twice as many heads."""
     import torch
 
     power = 1 << (num_heads.bit_length() - 1)
@@ -167,12 +168,12 @@ def _alibi(element: str) -> VariantSpec:
     return VariantSpec("score + alibi_slopes(h) * to_float(kv_idx - q_idx)", tensors=(("alibi_slopes", element, 1),))
 
 
-# The reciprocal does not depend on the token, so that compilers take the division out of the loops.
+# The reciprocal does not depend on the token, so compilers move the division out of the loops.
 _SOFT_CAP = VariantSpec("soft_cap * tanh(score * (1.0f / soft_cap))", scalars=(("soft_cap", "float"),))
 
 
 def compose(*parts: TracedVariant) -> TracedVariant:
-    """One variant after another: logits are chained in this order, all masks must hold, slots are numbered anew."""
+    """One variant after another: logits are chained in this order, all masks must hold, and slots get new numbers."""
     parts = tuple(part for part in parts if part.spec != VariantSpec())
     if len(parts) < 2:
         return parts[0] if parts else TracedVariant()

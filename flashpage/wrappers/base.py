@@ -75,7 +75,6 @@ class Attention(Unique):
 
     options: Options
     values = Values(False, -1, 0.0, None, None, None, "NONE")
-    fixed_requests: int | None = None  # graph mode without capacities: of every batch
 
     def __init__(
         self,
@@ -150,8 +149,6 @@ class Attention(Unique):
             checks.flag("non_blocking", pages.non_blocking)
         if pages.tables is not None:
             indices = session.page_numbers_of(pages.tables, lengths, indices)
-        if session.is_graph:
-            self._check_requests(lengths)
         session.plan(lengths, indices, pages.non_blocking, longest)
         if mask is not KEEP_MASK and (mask is not None or session.mask.tensor is not None):
             session.set_mask(mask, pages.non_blocking)
@@ -163,7 +160,7 @@ class Attention(Unique):
         if options is not self._configured:
             self._configure(options)
         self.values = values
-        self.check_requests(tables.batch)
+        self.session.batch.check_requests(tables.batch)
         self.session.plan_on_device(tables)
         if self.session.mask.tensor is not None:
             self.session.set_mask(None, True)
@@ -191,20 +188,6 @@ class Attention(Unique):
         if not self.session.active or options != self.session.options:
             self.session.configure(options)
         self.options = self._configured = options
-
-    def _check_requests(self, lengths: Lengths) -> None:
-        first = 0 if lengths[0] is not None else 1
-        self.check_requests(batch_of(lengths[first], self.session.batch.names[first]))
-
-    def check_requests(self, count: int) -> None:
-        """Graph mode: what was captured serves so many requests."""
-        if self.session.capacity is not None:
-            self.session.capacity.check_batch(count)
-        if self.fixed_requests not in (None, count):
-            raise PlanError(
-                f"the batch has {count} requests but the wrapper's graph buffers fix it at {self.fixed_requests}: pad "
-                "the batch with empty requests, or make a wrapper for this size."
-            )
 
     # ---------------------------------------------------------------- run
 

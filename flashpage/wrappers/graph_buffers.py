@@ -44,7 +44,7 @@ def take_graph_buffers(
         if kind == "indices":
             if buffer.dtype != torch.int32:
                 raise PlanError(f"{name} has dtype {buffer.dtype}: captured kernels read int32.")
-            session.indices.buffer = buffer
+            session.indices.use_buffer(buffer)
         elif name == "custom_mask_buf":
             session.mask.buffer = buffer
         elif kind != "mask":
@@ -52,7 +52,8 @@ def take_graph_buffers(
 
 
 def _fix_requests(attention: Attention, name: str, count: int) -> None:
-    fixed = attention.fixed_requests
+    batch = attention.session.batch
+    fixed = batch.fixed_requests
     if fixed not in (None, count):
         raise PlanError(f"{name} is for {count} requests but another buffer is for {fixed}: match them.")
-    attention.fixed_requests = count
+    batch.fix_requests(count)

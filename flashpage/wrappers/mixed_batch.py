@@ -38,7 +38,7 @@ class BatchAttention(Unique):
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         names = Names("qo_indptr", "kv_indptr", "last_page_len", "kv_len_arr", "kv_indices")
         self._attention = Attention(workspace, kv_layout, names=names, owner=type(self).__name__)
-        self._checked = Checked()
+        self._checked = Checked(self._attention.session)
 
     @property
     def float_workspace_buffer(self) -> torch.Tensor:
@@ -76,7 +76,8 @@ class BatchAttention(Unique):
             kv_len_arr: [batch], tokens of each request.
             The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
-        checks.refuse_given(use_profiler=use_profiler)
+        if use_profiler:
+            checks.refuse("use_profiler", use_profiler)
         arguments = PrefillArguments(
             "paged",
             num_qo_heads,
@@ -90,7 +91,6 @@ class BatchAttention(Unique):
             q_data_type=q_data_type,
             kv_data_type=kv_data_type,
         )
-        self._attention.session.invalidate()
         lengths = Lengths(qo_indptr, kv_indptr, None, kv_len_arr)
         self._attention.plan(lengths, Pages(kv_indices), *self._checked.of(arguments))
 
@@ -119,7 +119,8 @@ class BatchAttention(Unique):
         Returns:
             out and lse.
         """
-        checks.refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
+        if not (profiler_buffer is kv_cache_sf is None):
+            checks.refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         values = self._attention.values
         if logits_soft_cap:
             values = values._replace(logits_soft_cap=checks.real("logits_soft_cap", logits_soft_cap))

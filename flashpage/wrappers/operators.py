@@ -19,6 +19,7 @@ from ..base import checks, kv_view, tensor_memory
 from ..base.dtypes import DType
 from ..base.errors import CapabilityError, RunError
 from ..base.tensor_memory import waited
+from ..kernels import helpers
 from ..kernels.options import Options, Values
 from ..kernels.spec import KernelSpec
 from ..native import fastcall
@@ -26,14 +27,7 @@ from ..plan.session import current_stream
 from ..run.checks import Tensors, check_places, scales_of
 
 _ROWS_PER_CTA = 8  # merge_states and append: a warp each
-_MOST_CTAS = 1 << 16
 _CONTIGUOUS = torch.contiguous_format
-_APPEND_DTYPES = {
-    1: DType.FLOAT8_E4M3,
-    2: DType.FLOAT16,
-    4: DType.FLOAT32,
-}  # one kernel an element size: bytes are copied
-_ELEMENT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # csrc/flashpage.h, fp_cpu_merge_states
 
 
 class Runnable(Protocol):
@@ -171,7 +165,7 @@ def _merge(params: native.MergeStatesParams, v: torch.Tensor) -> None:
         return
     address = ctypes.addressof(params)
     if v.device.type == "cpu":
-        native.check(native.load().fp_cpu_merge_states(address, _ELEMENT_TYPES[v.dtype]))
+        native.check(native.load().fp_cpu_merge_states(address, DType.of(v.dtype).host_code))
         return
     if params.head_dim % 4:
         raise CapabilityError(
@@ -187,7 +181,7 @@ def _merge(params: native.MergeStatesParams, v: torch.Tensor) -> None:
 
 
 def _launch(kernel: jit.LoadedKernel, address: int, warps: int, device: torch.device) -> None:
-    grid = min(-(-warps // _ROWS_PER_CTA), _MOST_CTAS)
+    grid = min(-(-warps // _ROWS_PER_CTA), helpers.MOST_CTAS)
     native.check(native.load().fp_launch(kernel.handle, address, grid, current_stream(device.index), 0))
 
 
@@ -338,7 +332,7 @@ def _append_paged_kv_cache(
     if append_key.device.type == "cpu":
         native.check(native.load().fp_cpu_append(address, size))
         return
-    kernel = jit.get_kernel(KernelSpec("append", kv_dtype=_APPEND_DTYPES[size]), append_key.device)
+    kernel = jit.get_kernel(KernelSpec("append", kv_dtype=helpers.COPIED[size]), append_key.device)
     _launch(kernel, address, nnz * num_kv_heads, append_key.device)
 
 

@@ -141,7 +141,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
                 results do not depend on the batch. None or -1: balanced.
             disable_split_kv: no request is cut.
             q_len_per_req: query rows of each request (more than one: causal among them).
-            own: what FlashInfer does not have (plan_arguments.Own). variant: a flashpage.Variant.
+            own: what FlashInfer does not have (plan_arguments.Own): `variant`, a flashpage.Variant; `chunk`, a number
+                of tokens: positions are cut at its multiples, and a row sees tokens of its own chunk alone (Llama 4).
         """
         if deprecated_positional_args:
             given = {name: value for name, value in locals().items() if name in _PLAN_NAMES}
@@ -374,9 +375,10 @@ def fast_decode_plan(
 
     `data_type` stands for both types where neither is given; `global_override_indptr_cpu` is indptr on the host.
     """
+    given: dict[str, Any] = dict(locals())
+    del given["self"], given["global_override_indptr_cpu"]
     if q_data_type is None:
-        q_data_type = "float16" if data_type is None else data_type
-    given = {name: value for name, value in locals().items() if name in _PLAN_NAMES}
+        given["q_data_type"] = "float16" if data_type is None else data_type
     if global_override_indptr_cpu is not None:
         given["indptr"] = global_override_indptr_cpu
     type(self).plan(self, **given)

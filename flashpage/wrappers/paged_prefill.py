@@ -152,7 +152,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that
                 results do not depend on the batch. None or -1: balanced.
             disable_split_kv: no request is cut.
-            own: what FlashInfer does not have (plan_arguments.Own). variant: a flashpage.Variant.
+            own: what FlashInfer does not have (plan_arguments.Own): `variant`, a flashpage.Variant; `chunk`, a number
+                of tokens: positions are cut at its multiples, and a row sees tokens of its own chunk alone (Llama 4).
         """
         if seq_lens_q is not None:
             checks.refuse_given(seq_lens_q=seq_lens_q)
@@ -305,9 +306,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         """
         if args:
             raise RunError(checks.extra_positions(args))
-        checks.refuse_run_options(
-            kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress, lse_base, lse_layout
-        )
+        is_usual = kv_cache_sf is skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None
+        if not (is_usual and lse_base == "log2" and lse_layout == "NH"):
+            checks.refuse_run_options(
+                *(kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress),
+                *(lse_base, lse_layout),
+            )
         values = self._now if window_left is None else self._values(window_left)
         scales = NO_SCALES if q_scale is k_scale is v_scale is None else (q_scale, k_scale, v_scale)
         return self._attention.run(q, paged_kv_cache, out, lse, return_lse, values, scales, sinks, enable_pdl)

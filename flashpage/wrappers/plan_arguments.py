@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..base import checks
 from ..base.errors import PlanError
 from ..kernels.options import Options, Values, check_options, check_rope, check_scale, check_soft_cap, check_window
+from ..plan.session import Planner
 
 # What FlashInfer once took by position after page_size, in this order.
 _DEPRECATED_POSITIONS = (
@@ -22,7 +23,7 @@ class Own(NamedTuple):
     """Options that FlashInfer does not have: keywords of every plan."""
 
     variant: Any = None  # a flashpage.Variant
-    chunk: int | None = None  # tokens: a row at position p sees tokens of p's chunk of so many alone; None: of all
+    chunk: int | None = None  # tokens: a row at position p sees those of positions p // chunk * chunk on; None: all
 
     @staticmethod
     def of(given: dict[str, Any]) -> Own:
@@ -163,15 +164,19 @@ def differ(arguments: Arguments, others: Arguments | None) -> bool:
 
 
 class Checked:
-    """The options of the newest arguments: the same ones are checked once."""
+    """The options of the newest arguments: the same ones are checked once. A session, if given, has no plan while
+    others are checked."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Planner | None = None) -> None:
+        self._session = session
         self._arguments: Arguments | None = None
         self._found: tuple[Options, Values]
 
     def of(self, arguments: Arguments) -> tuple[Options, Values]:
         if differ(arguments, self._arguments):
             self._arguments = None
+            if self._session is not None:
+                self._session.invalidate()
             self._found = arguments.checked()
             self._arguments = arguments
         return self._found

@@ -53,7 +53,7 @@ class PODWithPagedKVCacheWrapper(Unique):
             "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
         }
         take_graph_buffers(self._decode, None, buffers)
-        self._checked = Checked()
+        self._checked = Checked(self._decode.session)
         self._prefills = {  # by the layout of k_p and v_p
             layout: Attention(float_workspace_buffer, layout, names=RAGGED, owner=owner) for layout in checks.LAYOUTS
         }
@@ -105,7 +105,6 @@ class PODWithPagedKVCacheWrapper(Unique):
             rope_scale=rope_scale,
             rope_theta=rope_theta,
         )
-        self._decode.session.invalidate()
         lengths, pages = Lengths(None, indptr, last_page_len), Pages(indices, non_blocking=non_blocking)
         self._decode.plan(lengths, pages, *self._checked.of(arguments))
 

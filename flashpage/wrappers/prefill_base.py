@@ -52,7 +52,7 @@ class PrefillWrapper(Adapter):
 
     @functools.cached_property
     def _multi_item(self) -> MultiItemMask:
-        session, fixed = self._planner, self._attention.fixed_requests
+        session, fixed = self._planner, self._planner.batch.fixed_requests
         most = session.capacity.batch if session.capacity is not None else fixed
         return MultiItemMask(self.device, most if session.is_graph else None)
 

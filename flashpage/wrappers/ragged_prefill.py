@@ -118,7 +118,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
-        checks.refuse_given(seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
+        if not (seq_lens_q is v_indptr is o_indptr is None):
+            checks.refuse_given(seq_lens_q=seq_lens_q, v_indptr=v_indptr, o_indptr=o_indptr)
         mask = None
         if not (
             custom_mask is None
@@ -198,7 +199,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """
         if args:
             raise RunError(checks.extra_positions(args))
-        checks.refuse_run_options(kv_cache_sf, None, None, None, lse_base, lse_layout)
+        if not (kv_cache_sf is None and lse_base == "log2" and lse_layout == "NH"):
+            checks.refuse_run_options(kv_cache_sf, None, None, None, lse_base, lse_layout)
         if o_scale is not None:
             checks.refuse("o_scale", o_scale)
         values = self._now if window_left is None else self._values(window_left)

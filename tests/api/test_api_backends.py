@@ -187,7 +187,7 @@ def test_who_is_asked_for_tiles(
     assert mask_tiles_spec(choice, given.options) == kernel
     notes = [note for note in choice.reasons if note.startswith("mask: ")]
     assert len(notes) == (1 if variant.mask or given.options.has_mask else 0)
-    assert kernel is None or "are left out" in notes[0]
+    assert kernel is None or "this kernel skips" in notes[0]
     decode = choose.choose(dataclasses.replace(given, packed_rows=4), torch.device("cuda:0"), variant)
     assert (decode.spec.kernel, decode.spec.mask_source) == ("decode_sm90", source.replace("function", "implicit"))
 

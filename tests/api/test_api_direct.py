@@ -148,6 +148,7 @@ def test_page_numbers_are_taken_where_kernels_can_read_them() -> None:
     batch.copies = copies.data_ptr()
     batch.page_copies, batch.most_page_copies = page_copies.data_ptr(), 10
     batch.most_total_rows = batch.most_entries = 2**40
+    batch.most_requests = 100
     call = native.PlanCall(batch=ctypes.addressof(batch), row_class=native.RowClass(0, -1))
 
     def status_of(indices: Any, entries: int = 10) -> int:
@@ -169,9 +170,12 @@ def test_page_numbers_are_taken_where_kernels_can_read_them() -> None:
     batch.most_page_copies = 9
     assert status_of(numbers) == native.OTHER_PAGES
     batch.most_page_copies = 10
-    batch.page_buffer = numbers.data_ptr()  # captured launches read there, and nowhere else
+    batch.page_buffer, batch.page_buffer_entries = numbers.data_ptr(), 9  # captured launches read there
     assert is_taken(numbers, 10) and status_of(numbers.clone()) == native.OTHER_PAGES
-    batch.page_buffer, batch.device_type = None, 2
+    assert status_of(numbers.clone(), 9) == native.OTHER_BATCH and batch.page_numbers == page_copies.data_ptr()
+    batch.device_type = 2
+    assert status_of(numbers.clone(), 9) == native.OTHER_PAGES  # a card's buffer takes them through slots
+    batch.page_buffer = None
     assert status_of(numbers) == native.OTHER_PAGES
     batch.device_type, batch.checks_pages = 1, 1
     assert status_of(numbers) == native.OTHER_PAGES

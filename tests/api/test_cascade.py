@@ -9,6 +9,7 @@ import pytest
 import torch
 from cascade_batch import (
     DECODE,
+    GRAPH_CASES,
     WORKSPACE_BYTES,
     CascadeBatch,
     CascadeCase,
@@ -213,10 +214,10 @@ def test_opcheck_of_the_merge(num_states: int) -> None:
 # ---------------------------------------------------------------- graph buffers
 
 
-@pytest.mark.parametrize("window_left", [-1, 60])
-def test_graph_mode_plans_every_level(window_left: int) -> None:
+@pytest.mark.parametrize("name", GRAPH_CASES)
+def test_graph_mode_plans_every_level(name: str) -> None:
     """What a captured run would do: the same launches for every batch (captured in tests/card/test_card_cascade.py)."""
-    batches = graph_batches(window_left)
+    batches = graph_batches(**GRAPH_CASES[name])
     wrapper = wrapper_for(batches[0], "cpu", use_cuda_graph=True, **buffers_for(batches, "cpu"))
     assert wrapper.is_cuda_graph_enabled
     for batch in batches:

@@ -1,5 +1,5 @@
-// What one core can multiply: sums kept in registers, nothing loaded. Argument: seconds to run. Prints Gflop/s: fp32,
-// bf16.
+// Measures the multiplications of one core: sums stay in registers, nothing is loaded. Argument: seconds to run. Prints
+// Gflop/s: fp32, bf16.
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>

@@ -1,28 +1,30 @@
 """Attention on one device beside every peer that is installed: same tensors, same clock, one run.
 
-Time of a call is the median between two events, each pair after the L2 was filled by reading another buffer, so that
-nothing is warm and the host is ahead. Decode is a CUDA graph's replay, merge kernels included. `--small --device cpu`
-runs tiny shapes with the host's clock: it shows that the program works, nothing else.
+The time of a call is the median between two events, each pair after the L2 was filled by reading another buffer, so
+that nothing is warm and the host is ahead. Libraries take turns, as the card's clock falls with heat. Decode is a CUDA
+graph's replay, merge kernels included. `--small --device cpu` runs tiny shapes with the host's clock: it shows that the
+program works, nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from peers import PEERS, Batch, Call, installed
-from workloads import DECODE, FP8_PREFILL, MORE_DECODE, MORE_PREFILL, PREFILL, Case
+from record import Recorder
+from workloads import CONTEXTS, DECODE, FP8_PREFILL, MORE_DECODE, MORE_PREFILL, PREFILL, Case
 
 Key = TypeVar("Key")
 SECTIONS = {
     "decode": DECODE,
     "more-decode": MORE_DECODE,
+    "contexts": CONTEXTS,
     "prefill": PREFILL,
     "more-prefill": MORE_PREFILL,
     "fp8-prefill": FP8_PREFILL,
@@ -44,7 +46,11 @@ class GpuClock:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        return graph.replay
+
+        def replay(keep: Call = call) -> None:  # the graph reads tensors that only the call holds
+            graph.replay()
+
+        return replay
 
     def seconds(self, call: Callable[[], object]) -> float:
         for _ in range(3):
@@ -82,11 +88,19 @@ class HostClock:
 
 def in_turns(replays: Mapping[Key, Callable[[], object]], rounds: int, clock: GpuClock | HostClock) -> dict[Key, str]:
     """Microseconds of each, the median of its rounds and the least: all in every round, as clocks drift."""
-    spent: dict[Key, list[float]] = {key: [] for key in replays}
-    for _ in range(rounds):
-        for key, replay in replays.items():
-            spent[key].append(clock.seconds(replay) * 1e6)
+    spent = rounds_of(replays, rounds, clock)
     return {key: f"{statistics.median(us):.1f} ({min(us):.1f})" for key, us in spent.items()}
+
+
+def rounds_of(
+    replays: Mapping[Key, Callable[[], object]], rounds: int, clock: GpuClock | HostClock
+) -> dict[Key, list[float]]:
+    """Microseconds of each call in each round. Every second round is reversed, as later calls meet a hotter card."""
+    spent: dict[Key, list[float]] = {key: [] for key in replays}
+    for i in range(rounds):
+        for key in list(replays)[:: -1 if i % 2 else 1]:
+            spent[key].append(clock.seconds(replays[key]) * 1e6)
+    return spent
 
 
 def work(case: Case) -> tuple[int, int]:
@@ -98,27 +112,54 @@ def work(case: Case) -> tuple[int, int]:
     return kv_bytes + q_bytes, 4 * case.num_q_heads * case.head_dim * visible
 
 
-def measure(case: Case, label: str, batch: Batch, clock: GpuClock | HostClock) -> dict[str, object] | None:
-    """One figure, or what the peer said; None where it has no such call."""
-    row: dict[str, object] = {"case": case.name, "library": label}
-    try:
-        call = PEERS[label][1](batch)
-        if call is None:
-            return None
-        row["error"] = batch.error(call())
-        seconds = clock.seconds(clock.capture(call) if case.q_len == 1 else call)
-    except Exception as failure:  # a peer's refusal is a result
-        return row | {"failed": f"{type(failure).__name__}: {failure}".splitlines()[0][:200]}
+def measure(
+    case: Case, libraries: Sequence[str], batch: Batch, clock: GpuClock | HostClock, rounds: int
+) -> list[dict[str, Any]]:
+    """One row a library, all libraries in turns; a refusal of a library is a row with its words."""
+    rows: dict[str, dict[str, Any]] = {}
+    replays: dict[str, Callable[[], object]] = {}
+    for label in libraries:
+        try:
+            call = PEERS[label][1](batch)
+            if call is None:  # the library has no such call
+                continue
+            rows[label] = {"library": label, "error": batch.error(call())}
+            replays[label] = clock.capture(call) if case.q_len == 1 else call
+        except Exception as failure:
+            rows[label] = {"library": label, "failed": f"{type(failure).__name__}: {failure}".splitlines()[0][:200]}
     num_bytes, flops = work(case)
-    return row | {"us": seconds * 1e6, "gb_per_s": num_bytes / seconds / 1e9, "tflop_per_s": flops / seconds / 1e12}
+    for label, times in rounds_of(replays, rounds, clock).items():
+        us = statistics.median(times)
+        rows[label] |= {"us": us, "gb_per_s": num_bytes / us / 1e3, "tflop_per_s": flops / us / 1e6}
+    return list(rows.values())
 
 
-def show(row: dict[str, object], section: str) -> None:
+def show(case: Case, row: dict[str, Any]) -> None:
     if "failed" in row:
-        print(f"| {row['case']} | {row['library']} | {row['failed']} | | |", flush=True)
+        print(f"| {case.name} | {row['library']} | {row['failed']} | | |", flush=True)
         return
-    rate = f"{row['gb_per_s']:,.0f} GB/s" if section.endswith("decode") else f"{row['tflop_per_s']:,.0f} TFLOP/s"
-    print(f"| {row['case']} | {row['library']} | {row['us']:,.1f} us | {rate} | {row['error']:.1e} |", flush=True)
+    rate = f"{row['gb_per_s']:,.0f} GB/s" if case.q_len == 1 else f"{row['tflop_per_s']:,.0f} TFLOP/s"
+    print(f"| {case.name} | {row['library']} | {row['us']:,.1f} us | {rate} | {row['error']:.1e} |", flush=True)
+
+
+def figures(case: Case, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A case as a line of data: times of all libraries, the best peer, and its time over flashpage's."""
+    timed = {row["library"]: row for row in rows if "us" in row}
+    unit = "gb_per_s" if case.q_len == 1 else "tflop_per_s"
+    peers = {label: row["us"] for label, row in timed.items() if label != "flashpage"}
+    best = min(peers, key=peers.__getitem__, default="")
+    own = timed.get("flashpage")
+    return {
+        "context": case.kv_len,
+        "bytes": work(case)[0],
+        "us": {label: round(row["us"], 2) for label, row in timed.items()},
+        "errors": {label: float(f"{row['error']:.2g}") for label, row in timed.items()},
+        "refused": {row["library"]: row["failed"] for row in rows if "failed" in row},
+        "unit": unit,
+        "rate": round(own[unit], 1) if own else None,
+        "best_peer": best,
+        "ratio": round(peers[best] / own["us"], 4) if best and own else None,
+    }
 
 
 def main() -> int:
@@ -127,16 +168,17 @@ def main() -> int:
     parser.add_argument("--libraries", help=f"comma-separated; default: those installed, here {', '.join(installed())}")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=5, help="timed calls of a library in a round")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds in which the libraries take turns")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
-    parser.add_argument("--json", help="file to write the rows to")
+    parser.add_argument("--json", help="file that a line a case is appended to (docs/figures.py reads it)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)
     libraries = arguments.libraries.split(",") if arguments.libraries else installed()
     if unknown := [label for label in libraries if label not in PEERS]:
         parser.error(f"no library {unknown[0]!r}: there are {', '.join(PEERS)}")
-    rows = []
+    recorder, has_failed = Recorder(arguments.json), False
     for section in arguments.sections:
         print(f"\n| {section} | library | time | rate | error |\n| --- | --- | --- | --- | --- |")
         for case in SECTIONS[section]:
@@ -144,15 +186,12 @@ def main() -> int:
                 continue
             case = case.shrunk() if arguments.small else case
             torch.manual_seed(0)
-            batch = Batch(case, device)
-            for label in libraries:
-                if row := measure(case, label, batch, clock):
-                    rows.append({"section": section} | row)
-                    show(row, section)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(rows, file, indent=1)
-    return 1 if any("failed" in row and row["library"] == "flashpage" for row in rows) else 0
+            rows = measure(case, libraries, Batch(case, device), clock, arguments.rounds)
+            for row in rows:
+                show(case, row)
+                has_failed |= "failed" in row and row["library"] == "flashpage"
+            recorder.add(section, case.name, **figures(case, rows))
+    return int(has_failed)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from record import Recorder
 from workloads import Paged, indptr
 
 import flashpage
@@ -43,8 +44,9 @@ def median_us(call: Callable[[], object], repeats: int, synchronize: Callable[[]
     return statistics.median(times) * 1e6
 
 
-def report(what: str, batch: int, us: float, targets: tuple[int, int | None]) -> bool:
-    """One line; whether what must be reached was."""
+def report(recorder: Recorder, what: str, batch: int, us: float, targets: tuple[int, int | None]) -> bool:
+    """Prints and records one line; returns whether the must was reached."""
+    recorder.add("host", what, batch=batch, us={"flashpage": round(us, 2)}, must=targets[0], goal=targets[1])
     must, goal = ("" if n is None else f"({n})" if us > n else f"{n}" for n in targets)
     print(f"| {what} | {batch} | {us:.1f} | {must} | {goal} |", flush=True)
     return us <= targets[0]
@@ -98,7 +100,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--check", action="store_true", help="exit with 1 where a must is missed")
+    parser.add_argument("--json", help="file that a line a figure is appended to (docs/figures.py reads it)")
     arguments = parser.parse_args()
+    recorder = Recorder(arguments.json)
     subject = Subject(torch.device(arguments.device), arguments.repeats)
     print(f"on {arguments.device}\n\n| what | batch | us | must | goal |\n| --- | --- | --- | --- | --- |")
     good = True
@@ -108,9 +112,9 @@ def main() -> int:
             lens = [1024] * batch if rows > 1 else distribution("lognormal", batch, 1024)
             table = Paged(lens, PAGE_SIZE, subject.device)
             plan = subject.plan_decode(table) if what == "decode" else subject.plan_prefill(table, rows)
-            good &= report(f"plan, {what}", batch, subject.time(plan), limits)
+            good &= report(recorder, f"plan, {what}", batch, subject.time(plan), limits)
     for name in ("decode", "prefill"):
-        good &= report(f"run, {name}, out= given", 1, subject.time_run(name), RUN_TARGET)
+        good &= report(recorder, f"run, {name}, out= given", 1, subject.time_run(name), RUN_TARGET)
     return 1 if arguments.check and not good else 0
 
 

@@ -102,8 +102,8 @@ def torch_call(backend: SDPBackend, batch: Batch) -> Call | None:
     return call
 
 
-def fa3_call(batch: Batch) -> Call | None:
-    """FlashAttention-3's package."""
+def fa3_call(batch: Batch, is_scheduled: bool = False) -> Call | None:
+    """FlashAttention-3's package; `is_scheduled`: its schedule of a paged batch is made before, not by each call."""
     import flash_attn_interface as fa3
 
     case, device = batch.case, batch.device
@@ -112,16 +112,18 @@ def fa3_call(batch: Batch) -> Call | None:
     if not case.page_size:
         k_starts = batch.kv_indptr.to(device)
         lengths = (q_starts, k_starts, longest_q, max(batch.kv_lens))
-        return lambda: fa3.flash_attn_varlen_func(batch.q, batch.k, batch.v, *lengths, **masks)
+        return (
+            None if is_scheduled else lambda: fa3.flash_attn_varlen_func(batch.q, batch.k, batch.v, *lengths, **masks)
+        )
     if case.kv_dtype != case.q_dtype:
         return None
-    options = {
-        "cache_seqlens": torch.tensor(batch.kv_lens, dtype=torch.int32, device=device),
-        "page_table": batch.table.rectangular(),
-        "cu_seqlens_q": q_starts,
-        "max_seqlen_q": longest_q,
-        **masks,
-    }
+    kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32, device=device)
+    options: dict[str, object] = {"page_table": batch.table.rectangular(), "cu_seqlens_q": q_starts}
+    if is_scheduled:
+        sizes = (case.batch, longest_q, max(batch.kv_lens), case.num_q_heads, case.num_kv_heads, case.head_dim)
+        told = {"qkv_dtype": case.q_dtype, "cu_seqlens_q": q_starts, "page_size": case.page_size, **masks}
+        options["scheduler_metadata"] = fa3.get_scheduler_metadata(*sizes, kv_lens, **told)
+    options |= {"cache_seqlens": kv_lens, "max_seqlen_q": longest_q, **masks}
     k, v = batch.cache[:, 0], batch.cache[:, 1]
     return lambda: fa3.flash_attn_with_kvcache(batch.q, k, v, **options)
 
@@ -134,6 +136,7 @@ PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: modul
         lambda batch: wrapper_call("flashinfer", batch, backend="fa3") if batch.case.q_len > 1 else None,
     ),
     "fa3": ("flash_attn_interface", fa3_call),
+    "fa3 scheduled": ("flash_attn_interface", lambda batch: fa3_call(batch, is_scheduled=True)),
     "torch cudnn": ("torch", lambda batch: torch_call(SDPBackend.CUDNN_ATTENTION, batch)),
     "torch flash": ("torch", lambda batch: torch_call(SDPBackend.FLASH_ATTENTION, batch)),
 }

@@ -143,6 +143,8 @@ MORE_DECODE = [  # so that nothing is tuned to the table above
     *(Case(f"d {dim}, batch 64, context 4k", 64, 1, 4096, head_dim=dim) for dim in (80, 96)),
 ]
 
+CONTEXTS = [Case(f"batch 16, context {n:,}", 16, 1, n) for n in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)]
+
 PREFILL = [
     Case("ragged 16 x 1k", 16, 1024, 1024, page_size=0),
     Case("ragged 4 x 4k", 4, 4096, 4096, page_size=0),

@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
-from cascade_batch import CascadeBatch, buffers_for, graph_batches, planned, wrapper_for
+from cascade_batch import GRAPH_CASES, CascadeBatch, buffers_for, graph_batches, planned, wrapper_for
 
 pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
 
 
-@pytest.mark.parametrize("window_left", [-1, 60])
-def test_a_capture_serves_later_plans(window_left: int) -> None:
-    batches = graph_batches(window_left)
+@pytest.mark.parametrize("name", GRAPH_CASES)
+def test_a_capture_serves_later_plans(name: str) -> None:
+    batches = graph_batches(**GRAPH_CASES[name])
     wrapper = wrapper_for(batches[0], DEVICE, use_cuda_graph=True, **buffers_for(batches, DEVICE))
     caches = [batch.cache.argument(DEVICE) for batch in batches]
     cache = torch.full_like(max(caches, key=len), math.nan)
@@ -48,7 +48,7 @@ def test_a_capture_serves_later_plans(window_left: int) -> None:
 
 def test_layers_follow_each_other() -> None:
     """Each layer's queries are the last one's output; the merge is the producer."""
-    batch = graph_batches(-1)[0]
+    batch = graph_batches()[0]
     wrapper, cache = planned(batch, DEVICE), batch.cache.argument(DEVICE)
 
     def layers(wait: bool) -> torch.Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from inputs import pack_bits
-from native_build import asked_tiles
+from native_build import function_tiles
 from native_build import mask_tiles as native
 from variant_build import variant_args
 
@@ -220,7 +220,7 @@ def test_functions_are_asked_for_tiles(
     expected = exact(tensors, seen(function(captured), **options))
     assert (out.double() - expected).norm() < 2**-7 * expected.norm()
     on_host = Variant(mask_mod=function(captured)).traced()
-    args, ask = variant_args(on_host), asked_tiles(on_host.spec)
+    args, ask = variant_args(on_host), function_tiles(on_host.spec)
     check_tiles(wrapper, None, lambda params: ask(params, ctypes.byref(args), 3))
     for enable_pdl in (True, False) * 3:
         again = wrapper.run(*tensors, return_lse=True, enable_pdl=enable_pdl)

@@ -93,6 +93,13 @@ def test_only_files_that_read_a_changed_header_are_compiled_again(tree: Tree) ->
     tree.edit("include/flashpage/plan/mask_cells.h", "tile_kv > 128 ? 8 : 4", "tile_kv > 128 ? 8 : 2")
     assert tree.build() == {"inner/words.o"}
     assert tree.library().fp_bytes(64) == 2
+    lane_bits = (tree.folder / "include/flashpage/tile/mask/lane_bits.h").read_text()
+    doubled = "namespace flashpage {\nconstexpr int doubled(int tile_kv) { return 2 * lane_word_bytes(tile_kv); }\n}\n"
+    tree.write("include/flashpage/tile/mask/lane_bits.h", lane_bits + doubled)
+    assert tree.build() == {"inner/words.o"}
+    tree.edit("csrc/inner/words.cpp", "lane_word_bytes", "doubled")
+    assert tree.build() == {"inner/words.o"}
+    assert tree.library().fp_bytes(64) == 4
 
 
 def test_another_command_compiles_everything_again(tree: Tree) -> None:

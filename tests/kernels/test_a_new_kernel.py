@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_driver import with_fake_driver
 
 import flashpage
 from flashpage import cli, kernels, native
@@ -233,6 +234,43 @@ def test_a_card_without_a_row_is_estimated_from_its_clocks() -> None:
     assert card.is_estimated and card.name == "NVIDIA RTX A6000"
     assert card.gbps == pytest.approx(0.95 * 768.1, rel=0.01)  # 8,001 MHz, 384 bits, two transfers a clock
     assert card.tflops == pytest.approx(77.4, rel=0.01)  # 84 SMs at 1,800 MHz
+
+
+@pytest.mark.parametrize(
+    ("name", "abilities"),
+    [
+        ("A100", ()),
+        ("RTX 3090", ()),
+        ("L40S", ("fp8 mma",)),
+        ("H20", ("fp8 mma", "clusters", "bulk copies", "PDL", "wgmma")),
+        ("B200", ("fp8 mma", "clusters", "bulk copies", "PDL")),
+        ("GB10", ("fp8 mma", "clusters", "bulk copies", "PDL")),
+    ],
+)
+def test_a_row_says_what_the_card_can_do(name: str, abilities: tuple[str, ...]) -> None:
+    assert devices.named(name).abilities == abilities
+
+
+def test_info_says_whether_a_card_has_a_row() -> None:
+    """The fake driver's card has none; the second time it has."""
+    with_fake_driver("""
+import contextlib, dataclasses, io
+from flashpage import cli
+from flashpage.kernels import devices
+
+def shown():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main(["info"]) == 0
+    return out.getvalue()
+
+assert "rates estimated from its clocks (no row of the table of cards names it): 1 GB/s, 1 TFLOP/s" in shown()
+info = host.DeviceInfo()
+host.check(lib.fp_cuda_device_info(0, byref(info)))
+row = dataclasses.replace(devices.H200, name="Fake", sm=info.sm, sms=2 * info.num_sms)
+devices.CARDS = (*devices.CARDS, row)
+assert "Fake: 2277 GB/s, 494 TFLOP/s" in shown(), shown()  # half of the row's, as it has half of the SMs
+assert "estimated" not in shown()
+""")
 
 
 def _info(name: str, sm: int, sms: int) -> native.DeviceInfo:

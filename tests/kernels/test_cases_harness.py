@@ -177,7 +177,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# test_cases.py runs every row with the same inputs, reference and comparison: here every eighth, and the faults' rows.
+HONEST = [case for i, case in enumerate(CASES) if i % 8 == 0 or case.name in {row for _, row in FAULTS.values()}]
+
+
+@pytest.mark.parametrize("case", HONEST, ids=str)
 def test_honest_library_passes(case: Case) -> None:
     inputs = make_inputs(case)
     report = compare(case, Honest(inputs).outputs(), reference_states(inputs))

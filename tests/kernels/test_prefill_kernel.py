@@ -19,7 +19,7 @@ import torch
 from cases.case import Case
 from cases.variants import VARIANTS
 from inputs import Inputs, make_inputs, pack_bits, reference_states
-from native_build import asked_tiles, shared_library, variant_flags
+from native_build import function_tiles, shared_library, variant_flags
 from native_build import mask_tiles as mask_kernel
 from planner_batches import Cutting
 from prefill_cases import CASES, HALVES
@@ -209,7 +209,7 @@ def find_mask_tiles(
         params.lane_bits = found.cells + 8 * found.lanes_begin
     else:
         of_mask = dataclasses.replace(spec, logit="")
-        asked_tiles(of_mask)(ctypes.byref(found), ctypes.byref(args), 1)
+        function_tiles(of_mask)(ctypes.byref(found), ctypes.byref(args), 1)
     return found, cells
 
 

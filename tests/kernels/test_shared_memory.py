@@ -15,7 +15,7 @@ from flashpage.base.dtypes import DType
 from flashpage.base.errors import CapabilityError
 from flashpage.jit import Target
 from flashpage.jit.compilers import find_compiler
-from flashpage.kernels import blocks, devices
+from flashpage.kernels import blocks, decode_sm90, devices
 from flashpage.kernels.ahead import RAGGED
 from flashpage.kernels.choose import choose_for_card
 from flashpage.kernels.context_classes import Contexts
@@ -63,8 +63,7 @@ def specs_of(card: Device) -> list[KernelSpec]:
         key = (spec.kernel, spec.tile, spec.loader, query, stored, qk, vo, spec.mask_source, spec.position_encoding)
         found.setdefault(key, spec)
     for dim, stored, group in itertools.product((32, 64, 80, 96, 112, 120, 128, 192, 256), (BF16, E4M3), (4, 40)):
-        tile = blocks.decode_tile(dim, stored, group, card)
-        spec = KernelSpec("block_decode_sm80", BF16, stored, BF16, dim, dim, tile=tile)
+        spec = blocks.decode_spec(BF16, stored, dim, group, card)
         found[spec] = spec
     return list(found.values())
 
@@ -73,6 +72,8 @@ def source_of(specs: list[KernelSpec]) -> str:
     """The launch numbers of all, without the code of any."""
     known = {spec.kernel: kernels.find(spec.kernel) for spec in specs}
     text = [f'#include "{kernel.header}"' for kernel in known.values()] + ['#include "flashpage/params/variant.h"']
+    if decode_sm90.KERNEL.name in known:
+        text.append(f"static_assert(flashpage::decode_ring_bytes == {decode_sm90.RING_BYTES});")
     for number, spec in enumerate(specs):
         kernel = known[spec.kernel]
         traits = "\n".join(kernel.traits(spec)).replace("= flashpage::Variant;", f"= k{number}::Variant;")

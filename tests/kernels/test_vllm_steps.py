@@ -114,6 +114,6 @@ def test_pieces_begin_and_end(seed: int) -> None:
 @pytest.mark.parametrize("group", [4, 40])
 def test_tiles_of_small_cards_divide_partitions(head_dim: int, kv_dtype: DType, group: int) -> None:
     """That they fit 99 KiB is tested in test_shared_memory.py, on the compiled bytes."""
-    tile = blocks.decode_tile(head_dim, kv_dtype, group, devices.named("RTX 4090"))
+    tile = blocks.decode_spec(DType.BFLOAT16, kv_dtype, head_dim, group, devices.named("RTX 4090")).tile
     assert tile.stages >= 2
     assert PARTITION % tile.tile_kv == 0 and tile.tile_kv // tile.warps_kv in (16, 32)

@@ -1,4 +1,5 @@
-// The steps of every CTA over vLLM's sequences (include/flashpage/kernels/blocks/steps.h), for tests/kernels/test_vllm_steps.py.
+// The steps of every CTA over vLLM's sequences (include/flashpage/kernels/blocks/steps.h), for
+// tests/kernels/test_vllm_steps.py.
 #include "flashpage/kernels/blocks/steps.h"
 
 using namespace flashpage;

@@ -1,5 +1,5 @@
-// tile/merge/cluster_merge.h on the host: all CTAs of a cluster at once, as fibers. For tests/kernels/test_cluster_merge.py, which
-// sets CACHE, HEAD_DIM_VO and WARPS_V.
+// tile/merge/cluster_merge.h on the host, with all CTAs of a cluster at once as fibers. For
+// tests/kernels/test_cluster_merge.py, which sets CACHE, HEAD_DIM_VO and WARPS_V.
 #include "flashpage/tile/merge/cluster_merge.h"
 
 #include "hopper.h"
@@ -20,12 +20,12 @@ struct Traits {
   static constexpr int head_dim_qk = 64, head_dim_vo = HEAD_DIM_VO;
   static constexpr KvSource kv_source = KvSource::paged;
   static constexpr PositionEncoding position_encoding = PositionEncoding::none;
-  static constexpr RowsLayout layout = RowsLayout::blocks;
+  static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int tile_q = 16, tile_kv = 32, warps_q = 1, warps_kv = 8 / WARPS_V, warps_v = WARPS_V;
 };
 using Merge = ClusterMerge<Traits>;
 
-constexpr int threads = 64;  // of a CTA: fewer than there are, so that some merge several parcels
+constexpr int threads = 64;  // of a CTA: fewer than on a card, so that some merge several parcels
 constexpr u32 cta_bytes = 16384;
 static_assert(sizeof(ClusterMailbox) <= cta_bytes && 16 * cta_bytes <= sizeof memory);
 
@@ -35,15 +35,15 @@ void land_one() {
   const auto land = std::move(hopper::copies.back());
   hopper::copies.pop_back();
   land();
-  card::turns_in_vain = 0;
+  card::idle_switches = 0;
 }
 
 }  // namespace
 
 extern "C" i32 max_rows() { return Merge::max_rows; }
 
-// columns: [pieces, rows, HEAD_DIM_VO]; maxima and sums: [pieces, rows]. The items are those of the pieces. Returns the
-// barriers at which somebody is still expected.
+// columns: [pieces, rows, HEAD_DIM_VO]; maxima and sums: [pieces, rows]; items: one for each piece. Returns the number
+// of barriers at which arrivals or bytes are missing.
 extern "C" i32 run_cluster(const AttentionParams* params, const WorkItem* items, const Unit* unit, i32 log_pieces,
                            const float* columns, const float* maxima, const float* sums) {
   const u32 pieces = 1 << log_pieces;
@@ -78,9 +78,9 @@ extern "C" i32 run_cluster(const AttentionParams* params, const WorkItem* items,
       }
       const float4 four = make_float4(tiles[0][0], tiles[0][1], tiles[1][0], tiles[1][1]);
       merge.send(row, pair, quad, four, maxima[state], sums[state]);
-      if (at % 3 == 0) {  // others go on meanwhile
-        bool had_turn = false;
-        card::wait_until([&] { return std::exchange(had_turn, true); });
+      if (at % 3 == 0) {  // lets other threads run
+        bool has_yielded = false;
+        card::wait_until([&] { return std::exchange(has_yielded, true); });
       }
     }
     merge.run(thread, threads);

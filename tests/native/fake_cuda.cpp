@@ -1,6 +1,6 @@
-// A libcuda.so.1 that records calls instead of driving a card, for tests/host/test_host_cuda.py: what the host library asks
-// of the driver, in which order, under which context and capture mode. It refuses what a driver refuses while a stream
-// is captured.
+// A libcuda.so.1 that records calls instead of driving a card, for tests/host/test_host_cuda.py: which driver functions
+// the host library calls, in which order, under which context and capture mode. It refuses calls that a driver refuses
+// while a stream is captured.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -15,8 +15,8 @@ namespace {
 
 struct FakeEvent {
   int number;                // in the order of their creation
-  bool is_captured = false;  // recorded while a stream was captured: no event of the device's
-  int copies_before = 0;     // of all copies, how many it waits for
+  bool is_captured = false;  // recorded while a stream was captured: not an event of the device
+  int copies_before = 0;     // number of copies for which it waits
 };
 
 std::string record;
@@ -28,12 +28,12 @@ int failing_allocations = 0;
 bool refusing_maps = false;
 thread_local Context current = nullptr;
 thread_local int capture_mode = 0;
-// Threads, shared bytes, rows that a cluster merges: of kernels without clusters and with them.
+// Threads, shared bytes, rows that a cluster merges: for kernels without clusters and with them.
 constexpr int launch_numbers[2][3] = {{384, 100000, 0}, {384, 100000, 16}};
 
 Context context_of(int device) { return reinterpret_cast<Context>(static_cast<size_t>(1000 + device)); }
 
-// One line of the record: the text, then context and capture mode of the calling thread.
+// Adds a line to the record: the text, then context and capture mode of the calling thread.
 void note(const std::string& text) {
   record += text + " ctx=" + std::to_string(reinterpret_cast<size_t>(current)) +
             " mode=" + std::to_string(capture_mode) + "\n";
@@ -41,7 +41,7 @@ void note(const std::string& text) {
 
 std::string name_of(Stream stream) { return "stream=" + std::to_string(reinterpret_cast<size_t>(stream)); }
 
-// Its line of the record: which event, and on which stream.
+// Adds the line of an event: which one, and on which stream.
 void note_event(const char* name, Event event, Stream stream) {
   note(std::string(name) + " " + std::to_string(reinterpret_cast<FakeEvent*>(event)->number) + " " + name_of(stream));
 }
@@ -104,7 +104,7 @@ EXPORT Result cuFuncSetAttribute(Function, int attribute, int value) {
 EXPORT Result cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Function, int threads, size_t shared) {
   return *blocks = threads == 384 && shared == 100000 ? 2 : 0, success;
 }
-// A card whose graphics processing clusters have ten SMs.
+// Simulates a card whose graphics processing clusters have ten SMs.
 EXPORT Result cuOccupancyMaxActiveClusters(int* clusters, Function, const LaunchConfig* config) {
   const LaunchAttribute& attribute = config->attributes[0];
   if (config->num_attributes != 1 || attribute.id != launch_attribute_cluster_dimension) return 1;
@@ -124,7 +124,7 @@ EXPORT Result cuLaunchKernelEx(const LaunchConfig* config, Function function, vo
   }
   text += " first=" + std::to_string(*static_cast<const unsigned long long*>(params[0]));
   const std::string name = reinterpret_cast<const char*>(function);
-  if (name == "boxes" || name == "row_boxes") {  // look at two maps of 128 bytes: of K and V, or of q and out
+  if (name == "boxes" || name == "row_boxes") {  // record two maps of 128 bytes: of K and V, or of q and out
     const auto* maps = static_cast<const unsigned long long*>(params[2]) + (name == "boxes" ? 0 : 32);
     text += " maps=" + std::to_string(maps[0]) + "," + std::to_string(maps[16]);
   }

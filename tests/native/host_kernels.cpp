@@ -1,10 +1,10 @@
-// CPU "attention kernels" for tests/test_host*.py, which look at how CTAs are handed out rather than at attention.
+// CPU "attention kernels" for tests/host/test_host*.py, which check how CTAs are distributed instead of attention.
 #include "flashpage.h"
 
 static thread_local char thread_mark;
 
-// Counts each CTA's runs in params->out, i32 [num_ctas], and leaves a mark of the thread in params->q, void*
-// [num_ctas].
+// Counts the runs of each CTA in params->out, i32 [num_ctas], and stores an address that identifies the thread in
+// params->q, void* [num_ctas].
 extern "C" void count_ctas(const flashpage::AttentionParams* params, const flashpage::VariantArgs*, int32_t begin,
                            int32_t end) {
   for (int32_t cta = begin; cta < end; ++cta) {
@@ -15,7 +15,7 @@ extern "C" void count_ctas(const flashpage::AttentionParams* params, const flash
   }
 }
 
-// A run inside each CTA of a run: params->k.data is fp_run, params->v.data its array of arguments, one a CTA.
+// A run inside each CTA of a run: params->k.data is fp_run, params->v.data its arguments, one for each CTA.
 extern "C" void run_inside(const flashpage::AttentionParams* params, const flashpage::VariantArgs*, int32_t begin,
                            int32_t) {
   auto run = reinterpret_cast<int32_t (*)(const fp_run_args*)>(const_cast<void*>(params->k.data));

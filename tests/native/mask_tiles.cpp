@@ -1,6 +1,6 @@
-// The kernel of mask tiles, what loading warps make of its result, and the mask of a mixed tile, all on the host, for
-// tests/kernels/test_mask_tiles.py; with VARIANT, the name of a file, the kernel that asks that variant, for
-// tests/kernels/test_asked_tiles.py.
+// The kernel of mask tiles, the tiles that loading warps visit, and the mask of a mixed tile, all on the host, for
+// tests/kernels/test_mask_tiles.py. With VARIANT, the name of a file: the kernel that evaluates this variant, for
+// tests/kernels/test_function_tiles.py.
 #include "card.h"
 #include "flashpage/kernels/helpers/mask_tiles.h"
 #include "flashpage/tile/mask/mask.h"
@@ -12,23 +12,23 @@ using namespace flashpage;
 #include VARIANT
 
 template <int tokens>
-struct AskedTraits {
+struct FunctionTraits {
   using Variant = ::Variant;
   static constexpr MaskSource mask_source = MaskSource::function;
   static constexpr int tile_kv = tokens;
 };
 template <int tokens>
-static void ask(const MaskTilesParams& params, const VariantArgs& args, int grid) {
-  using Kernel = MaskTiles<AskedTraits<tokens>>;
+static void find(const MaskTilesParams& params, const VariantArgs& args, int grid) {
+  using Kernel = MaskTiles<FunctionTraits<tokens>>;
   card::launch(grid, Kernel::threads, [&] { Kernel::run(params, args); });
 }
-extern "C" void ask_for_tiles(const MaskTilesParams* params, const VariantArgs* args, int grid) {
-  if (params->tile_kv == 48) return ask<48>(*params, *args, grid);
-  if (params->tile_kv == 64) return ask<64>(*params, *args, grid);
-  if (params->tile_kv == 80) return ask<80>(*params, *args, grid);
-  if (params->tile_kv == 96) return ask<96>(*params, *args, grid);
-  if (params->tile_kv == 112) return ask<112>(*params, *args, grid);
-  ask<128>(*params, *args, grid);
+extern "C" void find_function_tiles(const MaskTilesParams* params, const VariantArgs* args, int grid) {
+  if (params->tile_kv == 48) return find<48>(*params, *args, grid);
+  if (params->tile_kv == 64) return find<64>(*params, *args, grid);
+  if (params->tile_kv == 80) return find<80>(*params, *args, grid);
+  if (params->tile_kv == 96) return find<96>(*params, *args, grid);
+  if (params->tile_kv == 112) return find<112>(*params, *args, grid);
+  find<128>(*params, *args, grid);
 }
 #endif
 
@@ -39,27 +39,27 @@ struct NoVariant {
 struct BitTraits {
   using Variant = NoVariant;
   static constexpr MaskSource mask_source = MaskSource::packed_bits;
-  static constexpr int tile_kv = 0;  // as the parameters say
+  static constexpr int tile_kv = 0;  // the parameters give it
 };
 extern "C" void find_mask_tiles(const MaskTilesParams* params, int grid) {
   card::launch(grid, MaskTiles<BitTraits>::threads, [&] { MaskTiles<BitTraits>::run(*params, VariantArgs{}); });
 }
 
-extern "C" u32 tile_cell(const MaskTilesParams* params, const WorkItem* item, i32 row_block, i32 kv_head) {
-  return RequestTiles(*params, *item).cell(row_block, kv_head);
+extern "C" u32 tile_cell(const MaskTilesParams* params, const WorkItem* item, i32 row_tile, i32 kv_head) {
+  return RequestTiles(*params, *item).cell(row_tile, kv_head);
 }
 
 static LaneBits lanes_of(const MaskTilesParams& params, const WorkItem& item) {
   u8* of_all = reinterpret_cast<u8*>(params.cells + params.lanes_begin);
   return LaneBits(LaneBits::begin_of(of_all, item, params.tile_kv), item.kv_len, params.tile_kv);
 }
-// Bytes before what the four lanes of a row and tile read.
+// The offset in bytes of the words that the four lanes of a row and tile read.
 extern "C" i64 quad_at(const MaskTilesParams* params, const WorkItem* item, i32 row, i32 tile) {
   return lanes_of(*params, *item).quad(row, tile) - reinterpret_cast<const u8*>(params->cells);
 }
 
-// Tiles of tokens [begin, end) as each warp that loads visits them; -1: its lanes do not agree, or look up what does
-// not come.
+// The tiles of tokens [begin, end) as each loading warp visits them. Returns -1 if its lanes do not agree, or look up a
+// tile that is not visited.
 extern "C" i32 visit_tiles(const MaskTilesParams* params, u32 cell, i32 begin, i32 end, VisitedTile* visited) {
   Unit unit{};
   unit.kv_begin = begin;
@@ -84,7 +84,7 @@ extern "C" i32 visit_tiles(const MaskTilesParams* params, u32 cell, i32 begin, i
     right = right && lane.size() == found[0].size();
     for (size_t i = 0; right && i < lane.size(); ++i)
       right = lane[i].first_token == found[0][i].first_token && lane[i].is_last == found[0][i].is_last &&
-              lane[i].seen == found[0][i].seen;
+              lane[i].visibility == found[0][i].visibility;
   }
   std::copy(found[0].begin(), found[0].end(), visited);
   return right ? static_cast<i32>(found[0].size()) : -1;
@@ -99,11 +99,11 @@ struct MaskTraits {
   static constexpr int warps_q = 8, warps_kv = 1, warps_v = 1;
   static constexpr MaskSource mask_source = MaskSource::packed_bits;
   static constexpr PositionEncoding position_encoding = PositionEncoding::none;
-  static constexpr RowsLayout layout = RowsLayout::blocks;
+  static constexpr RowsLayout layout = RowsLayout::swizzled;
 };
 
-// visible [16, tokens]: which scores of a warp's 16 rows a tile's mask leaves. `lanes`: as it lies for computing lanes;
-// null: as the engine gave it.
+// visible [16, tokens]: which scores of a warp's 16 rows the mask of a tile leaves. `lanes`: reads the bits in the
+// order of computing lanes; null: reads the packed mask.
 template <int tokens>
 static void mask_tile(const AttentionParams& params, const WorkItem& item, const Unit& unit, const LaneBits* lanes,
                       i32 first_row, i32 first_token, u8* visible) {
@@ -113,7 +113,7 @@ static void mask_tile(const AttentionParams& params, const WorkItem& item, const
     const WarpRows rows{params, item, unit, first_row, lane};
     float scores[1][tokens / 8][4] = {};
     if (lanes != nullptr) {
-      mask_by_lane_bits<Traits>(scores, rows, *lanes, {first_token, 0, Seen::some});
+      mask_by_lane_bits<Traits>(scores, rows, *lanes, {first_token, 0, TileVisibility::some});
     } else {
       mask_scores<Traits>(scores, rows, VariantArgs{}, first_token);
     }
@@ -123,7 +123,7 @@ static void mask_tile(const AttentionParams& params, const WorkItem& item, const
   });
 }
 
-// `cells`: where the mask's tiles are; null: `params` has its bits.
+// `cells`: the mask's tiles; null: `params` has the packed mask.
 extern "C" void mask_tile_of(const AttentionParams* params, const MaskTilesParams* cells, const WorkItem* item,
                              i32 tile_q, i32 first_packed_row, i32 kv_head, i32 first_row, i32 first_token, i32 tokens,
                              u8* visible) {

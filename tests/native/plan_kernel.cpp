@@ -1,4 +1,4 @@
-// The kernel that plans, its 256 threads as fibers: fp_tables_plan with a launch that runs it on the host, for
+// The kernel that plans, with its 256 threads as fibers: fp_tables_plan with a launch that runs it on the host, for
 // tests/planner/test_table_plans.py.
 #include "card.h"
 #undef __shared__

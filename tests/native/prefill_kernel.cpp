@@ -1,7 +1,7 @@
-// prefill_sm90 on the host, whole: loading and computing warps as fibers, wgmma by the PTX manual's layouts. For
+// All of prefill_sm90 on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX manual. For
 // tests/kernels/test_prefill_kernel.py, which sets QUERY, CACHE, PRODUCT, OUT, TILE_Q, TILE_KV, STAGES, HEAD_DIM_QK,
-// HEAD_DIM_VO, LOADER, MASK_SOURCE and POSITION_ENCODING, and where there is a variant, VARIANT: the file that it is
-// rendered to.
+// HEAD_DIM_VO, LOADER, MASK_SOURCE and POSITION_ENCODING, and, if there is a variant, VARIANT: the name of the file
+// with the rendered variant.
 #include "flashpage/kernels/prefill_sm90/kernel.h"
 #include "hopper.h"
 
@@ -18,7 +18,7 @@ struct Variant {
 };
 #endif
 
-constexpr int element_bytes = sizeof(PRODUCT), steps = 32 / element_bytes;  // of the sum, in one product
+constexpr int element_bytes = sizeof(PRODUCT), steps = 32 / element_bytes;  // steps: terms of a sum in one product
 
 float number(u32 bits) {
   if constexpr (is_same<PRODUCT, E4m3>) {
@@ -32,10 +32,11 @@ float element(u32 address) {
                                    : hopper::swizzled(address) | hopper::swizzled(address + 1) << 8);
 }
 
-// What one product multiplies of a row, or of a column.
+// The factors of a row, or of a column, in one product.
 using Factors = std::array<float, steps>;
 
-// Sums of the two rows, 8 apart, that a lane has in its warp's 16, over the columns that it has; factors_of(column).
+// Adds a product to the sums of a lane: two rows, 8 apart, of its warp's 16, in the lane's columns. factors_of(column)
+// returns the column's factors.
 template <int tiles, class FactorsOf>
 void add(float (&c)[tiles][4], bool accumulate, const Factors (&rows)[2], FactorsOf&& factors_of) {
   for (int i = 0; i < tiles * 2; ++i) {
@@ -49,7 +50,7 @@ void add(float (&c)[tiles][4], bool accumulate, const Factors (&rows)[2], Factor
   }
 }
 
-// Of a row of keys, or of queries: its columns lie side by side.
+// The factors of a row of keys or queries, whose columns are consecutive.
 Factors factors_at(u32 address) {
   Factors factors;
   for (int k = 0; k < steps; ++k) factors[k] = element(address + k * element_bytes);
@@ -76,13 +77,13 @@ struct ShortKeyProduct : KeyProduct {
 struct ValueProduct {
   template <int tiles>
   static void multiply(float (&c)[tiles][4], const u32 (&a)[4], u64 b, bool accumulate) {
-    const u32 values = static_cast<u32>(b), next_block = static_cast<u32>(b >> 32);
+    const u32 values = static_cast<u32>(b), next_panel = static_cast<u32>(b >> 32);
     hopper::multiply_later([=, &c, &a] {
       std::array<u32, 32> of_lanes[4];
       for (int i = 0; i < 4; ++i) of_lanes[i] = hopper::of_lanes(a[i]);
       Factors rows[2];
       for (int k = 0; k < steps; ++k) {
-        constexpr int together = steps / 8;  // steps of the sum in a register
+        constexpr int together = steps / 8;  // terms of the sum in a register
         const int lane = threadIdx.x % 32 / 4 * 4 + k % (steps / 2) / together;
         for (int row = 0; row < 2; ++row) {
           const u32 bits = of_lanes[k / (steps / 2) * 2 + row][lane] >> k % together * 8 * element_bytes;
@@ -93,7 +94,7 @@ struct ValueProduct {
         if (element_bytes == 1) return factors_at(values + column * 128);
         Factors factors;
         for (int k = 0; k < steps; ++k)
-          factors[k] = element(values + column / 64 * next_block + k * 128 + column % 64 * 2);
+          factors[k] = element(values + column / 64 * next_panel + k * 128 + column % 64 * 2);
         return factors;
       });
     });
@@ -116,7 +117,7 @@ struct Traits {
   static constexpr Loader loader = Loader::LOADER;
   static constexpr MaskSource mask_source = MaskSource::MASK_SOURCE;
   static constexpr PositionEncoding position_encoding = PositionEncoding::POSITION_ENCODING;
-  static constexpr RowsLayout layout = RowsLayout::blocks;
+  static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int tile_q = TILE_Q, tile_kv = TILE_KV, warps_q = TILE_Q / 16, warps_kv = 1, warps_v = 1;
   static constexpr int stages = STAGES, ctas = 1, ctas_per_sm = TILE_Q == 64 ? 2 : 1;
   static constexpr bool trace = false;
@@ -131,7 +132,7 @@ void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& m
 
 }  // namespace
 
-// One CTA. Returns the barriers at which somebody is still expected.
+// Runs one CTA. Returns the number of barriers at which arrivals or bytes are missing.
 extern "C" i32 run_prefill(const AttentionParams* params, const VariantArgs* args, const hopper::Map* of_maps,
                            const MaskTilesParams* mask_tiles) {
   const KvMaps maps{};

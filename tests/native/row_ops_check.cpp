@@ -1,4 +1,5 @@
-// Every form of the row loops against the plain one, for tests/host/test_host_ops.py: a machine chooses only one of them.
+// Compares every version of the row loops with the plain one, for tests/host/test_host_ops.py; a machine uses only one
+// of them.
 #include <cmath>
 #include <random>
 
@@ -9,7 +10,7 @@ using namespace flashpage::host;
 
 template <class T>
 static int differences(const RowOps<T>& ops, bool check_every_value) {
-  constexpr int n = 1003;  // no multiple of a vector
+  constexpr int n = 1003;  // not a multiple of a vector
   std::mt19937 random(1);
   int found = 0;
   for (int round = 0; round < 200; ++round) {

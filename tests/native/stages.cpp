@@ -1,5 +1,5 @@
-// How many stages kernels of given shapes take, for tests/kernels/test_stages.py, which sets SHAPES: the name of a file
-// of rows, one a shape.
+// The number of stages of kernels of given shapes, for tests/kernels/test_stages.py, which sets SHAPES: the name of a
+// file with one row for each shape.
 #include "hopper.h"
 
 #include "flashpage/kernels/attention_sm80/few_rows.h"
@@ -37,7 +37,7 @@ template <class CacheType, int qk, int vo, int rows, int tokens, int teams, int 
 struct DecodeTraits : Tile<CacheType, qk, vo, rows, tokens> {
   static constexpr Loader loader = of;
   static constexpr PositionEncoding position_encoding = rotates ? PositionEncoding::rope : PositionEncoding::none;
-  static constexpr RowsLayout layout = RowsLayout::blocks;
+  static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int warps_q = rows / 16, warps_kv = teams, warps_v = columns, stages = 64;
 };
 
@@ -48,7 +48,7 @@ struct PrefillTraits : Tile<E4m3, qk, vo, 128, tokens> {
   using Cache = Query;
   static constexpr Loader loader = of;
   static constexpr PositionEncoding position_encoding = PositionEncoding::none;
-  static constexpr RowsLayout layout = RowsLayout::blocks;
+  static constexpr RowsLayout layout = RowsLayout::swizzled;
   static constexpr int warps_q = 8, stages = 3;
 };
 
@@ -64,7 +64,7 @@ struct BlockTraits : Tile<CacheType, dim, dim, rows, tokens> {
   static constexpr int warps_kv = warps, stages = most, ring_bytes = ring, shared_limit = limit;
 };
 
-// Stages, and bytes of shared memory.
+// Number of stages, and bytes of shared memory.
 struct Found {
   i32 stages, bytes;
 };

@@ -1,4 +1,4 @@
-"""Contexts of a batch, and the tiles that follow from them (flashpage/kernels/context_classes.py)."""
+"""Contexts of a batch, and the tiles that follow from them (flashpage/kernels/context_lengths.py)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 
 from flashpage import jit, native
 from flashpage.base.dtypes import DType
-from flashpage.kernels import choose, devices, schedules
-from flashpage.kernels.context_classes import ContextLengths, Contexts
+from flashpage.kernels import ATTENTION, attention_sm80, choose, context_lengths, devices, schedules
+from flashpage.kernels.context_classes import ANY_ROWS, Contexts, context_row
+from flashpage.kernels.context_lengths import ContextLengths
 from flashpage.kernels.options import Options
 from flashpage.kernels.prefill_sm90 import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
 from flashpage.kernels.spec import VariantSpec
@@ -127,6 +128,19 @@ def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has
     assert lengths.most_rows_of_few == (2112 if has_them else 0)
     sizes = ((1, 2112, 1200), (1, 2113, 1200), (1, 2112, 1201), (2, 32, 200))
     assert [lengths.of(*size) is Contexts.FEW for size in sizes] == [has_them, False, False, False]
+
+
+def test_classes_are_those_of_the_cards_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards without prefill_sm90 have one class; a kernel that is added brings its own."""
+    options, batch = dataclasses.replace(DECODE, uniform_q_len=0, causal=True), (3, 3 * 4096, 3 * 4096)
+    assert ContextLengths(options, devices.named("H20")).of(*batch) is Contexts.LONG
+    for card in (devices.CPU, devices.named("A100"), devices.named("B200")):
+        assert ContextLengths(options, card).of(*batch) is Contexts.USUAL
+    row = context_row(Contexts.SHORT, ANY_ROWS, 0, most_tokens=4096)
+    added = dataclasses.replace(attention_sm80.KERNEL, name="added", archs=(80,), context_rows=lambda *_: [row])
+    monkeypatch.setattr(context_lengths, "ATTENTION", [added, *ATTENTION])
+    assert ContextLengths(options, devices.named("A100")).of(*batch) is Contexts.SHORT
+    assert ContextLengths(options, devices.named("H20")).of(*batch) is Contexts.LONG
 
 
 @pytest.mark.parametrize(

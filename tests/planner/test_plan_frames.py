@@ -1,4 +1,5 @@
-"""How far a plan of known options travels: at most five Python frames of the package, and one foreign call."""
+"""How far a plan of known options travels: at most five Python frames of the package, and one foreign call. A run: two
+frames and one call."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch
 
 import flashpage
 from flashpage import native
+from flashpage.errors import PlanError
 from flashpage.kernels import choose, cpu_attention
 from flashpage.plan import mixed_batch
 from flashpage.plan.report.mixed import PartedPlan
@@ -20,6 +22,7 @@ from flashpage.plan.report.mixed import PartedPlan
 PACKAGE = str(Path(flashpage.__file__).parent)
 HEADS = (4, 2, 64, 16)
 MOST_FRAMES = 5
+FP32 = {"q_data_type": torch.float32}
 
 
 def lengths(tokens: list[int]) -> tuple[torch.Tensor, ...]:
@@ -89,6 +92,48 @@ def test_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrapper._planner.total_q == 4
 
 
+@pytest.mark.parametrize("options", [{"window_left": 20}, {"chunk": 64}, {"pos_encoding_mode": "ALIBI"}], ids=str)
+def test_decode_with_options(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    first, again = lengths([500, 3, 90]), lengths([501, 4, 91])
+    check(
+        lambda: wrapper.plan(*first, *HEADS, **FP32, **options),
+        lambda: wrapper.plan(*again, *HEADS, **FP32, **options),
+        monkeypatch,
+    )
+    check(
+        lambda: flashpage.decode.fast_decode_plan(wrapper, *first, *HEADS, **FP32),
+        lambda: flashpage.decode.fast_decode_plan(wrapper, *again, *HEADS, **FP32),
+        monkeypatch,
+    )
+
+
+@pytest.mark.parametrize("is_in_the_buffer", [False, True])
+def test_decode_of_a_graph(is_in_the_buffer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page numbers are copied to the buffer by the call, if they are not there already, and after all that can fail."""
+    buffers = [torch.zeros(size, dtype=torch.int32) for size in (4, 100, 3)]
+    wrapper = flashpage.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *buffers)
+    first, again = lengths([500, 3, 90]), lengths([501, 4, 91])
+
+    def plan(indptr: torch.Tensor, pages: torch.Tensor, last: torch.Tensor) -> None:
+        if is_in_the_buffer:
+            buffers[1][: len(pages)] = pages
+        wrapper.plan(indptr, buffers[1] if is_in_the_buffer else pages, last, *HEADS, **FP32)
+
+    check(lambda: plan(*first), lambda: plan(again[0], again[1] + 7, again[2]), monkeypatch)
+    assert torch.equal(buffers[1][: len(again[1])], again[1] + 7)
+    assert wrapper._planner.indices.max_page == len(again[1]) + 6
+    wrong = [again[0], again[1] + 20, again[2] + 16]
+    before = buffers[1].clone()
+    with pytest.raises(PlanError, match="last_page_len"):
+        wrapper.plan(*wrong, *HEADS, **FP32)
+    assert torch.equal(buffers[1], before)
+    with pytest.raises(PlanError, match="has 2 requests but the wrapper's graph buffers fix it at 3"):
+        wrapper.plan(*lengths([5, 6]), *HEADS, **FP32)
+    with pytest.raises(PlanError, match="indices buffer holds 100"):
+        wrapper.plan(*lengths([5, 6, 2000]), *HEADS, **FP32)
+
+
 def prefill_arguments(rows: list[int], tokens: list[int]) -> tuple[torch.Tensor, ...]:
     return indptr(rows), *lengths(tokens)
 
@@ -99,6 +144,47 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     first, again = prefill_arguments([100, 120], [500, 120]), prefill_arguments([101, 90, 127], [400, 90, 800])
     check(lambda: wrapper.plan(*first, *HEADS, **options), lambda: wrapper.plan(*again, *HEADS, **options), monkeypatch)
     assert wrapper._planner.total_q == 101 + 90 + 127
+
+
+def test_ragged_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+
+    def plan(rows: list[int], tokens: list[int]) -> None:
+        wrapper.plan(indptr(rows), indptr(tokens), 4, 2, 64, causal=True, **FP32)
+
+    check(lambda: plan([5, 60], [50, 60]), lambda: plan([6, 60], [51, 60]), monkeypatch)
+
+
+def test_batch_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = flashpage.BatchAttention(device="cpu")
+
+    def plan(tokens: list[int]) -> None:
+        kv, pages, _ = lengths(tokens)
+        wrapper.plan(indptr([1, 1]), kv, pages, torch.tensor(tokens), 4, 2, 64, 64, 16, **FP32, kv_data_type="float32")
+
+    check(lambda: plan([500, 3]), lambda: plan([501, 4]), monkeypatch)
+
+
+def test_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every class runs so with tensors like the last run's."""
+    kv, pages, last = lengths([40, 5])
+    q, cache, rows = torch.randn(2, 4, 64), torch.randn(8, 2, 16, 2, 64), indptr([1, 1])
+    decode = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    decode.plan(kv, pages, last, *HEADS, **FP32)
+    paged = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    paged.plan(rows, kv, pages, last, *HEADS, **FP32)
+    both = flashpage.BatchAttention(device="cpu")
+    both.plan(rows, kv, pages, torch.tensor([40, 5]), 4, 2, 64, 64, 16, **FP32, kv_data_type="float32")
+    ragged = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    ragged.plan(rows, rows, 4, 2, 64, **FP32)
+    k = torch.randn(2, 2, 64)
+    for run in (lambda w=w: w.run(q, cache) for w in (decode, paged, both)):
+        run()
+        frames, foreign = count(run, monkeypatch)
+        assert foreign == ["fp_py_run"] and len(frames) == 2, frames
+    ragged.run(q, k, k)
+    frames, foreign = count(lambda: ragged.run(q, k, k), monkeypatch)
+    assert foreign == ["fp_py_run"] and len(frames) == 2, frames
 
 
 def test_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,11 @@ FRONT_DOOR_LINES = 45  # a docstring, imports, __all__
 IMPORTS_FRONT_DOORS = {
     "flashpage.engines.flashinfer.facade": "it serves the front doors themselves under FlashInfer's names",
 }
+IMPORTS_BY_NAME = {  # modules that import what they compute the name of, which no test of layers can read
+    "flashpage": "names are found at first use",
+    "flashpage.cli": "a command's module is imported when it is given",
+    "flashpage.engines.flashinfer.facade": "each of FlashInfer's modules is the front door of the same name",
+}
 
 # C++: folders of include/flashpage, from the top, read as the rooms of Python are.
 HEADER_FOLDERS = [{"kernels"}, {"cpu", "tile"}, {"params"}, {"plan", "ptx"}, {"common"}]
@@ -191,9 +196,9 @@ def module_of(path: Path, root: Path = ROOT) -> str:
 MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if "aot_kernels" not in path.parts}
 
 
-def imported(name: str) -> set[str]:
+def imported(name: str, modules: dict[str, Path] = MODULES) -> set[str]:
     """Modules of the package that a module imports: anywhere in the file, for type checkers too."""
-    path, found = MODULES[name], set()
+    path, found = modules[name], set()
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -201,8 +206,8 @@ def imported(name: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {f"{source}.{a.name}" if f"{source}.{a.name}" in MODULES else source for a in node.names}
-    return {other for other in found if other in MODULES} - {name}
+            found |= {f"{source}.{a.name}" if f"{source}.{a.name}" in modules else source for a in node.names}
+    return {other for other in found if other in modules} - {name}
 
 
 def room_of(name: str) -> str:
@@ -236,6 +241,39 @@ def test_modules_import_downwards(name: str) -> None:
 def test_modules_import_in_no_circle() -> None:
     circle = find_circle({name: others for name, others in GRAPH.items() if room_of(name)})
     assert not circle, " imports ".join(shown(name) for name in circle)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from .b import thing",
+        "from . import b",
+        "from . import thing",
+        "from ..plan import b",
+        "from .. import plan",
+        "import flashpage.plan.b",
+        "from flashpage.plan.b import thing",
+        "if TYPE_CHECKING:\n    from .b import thing",
+        "def late():\n    from .b import thing",
+    ],
+)
+def test_a_circle_is_seen_however_it_is_written(line: str, tmp_path: Path) -> None:
+    texts = {"__init__": "", "plan/__init__": "from .b import thing", "plan/a": line, "plan/b": "from .a import other"}
+    modules = {}
+    for name, text in texts.items():
+        path = tmp_path / "flashpage" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        modules[module_of(path, tmp_path)] = path
+    graph = {name: imported(name, modules) for name in modules}
+    assert {"flashpage.plan.a", "flashpage.plan.b"} <= set(find_circle(graph))
+    modules["flashpage.plan.a"].write_text(f"text = {line!r}")
+    assert not find_circle({name: imported(name, modules) for name in modules})
+
+
+def test_imports_are_written_as_imports() -> None:
+    by_name = re.compile(r"\b(import_module|__import__)\(")
+    assert {name for name, path in MODULES.items() if by_name.search(path.read_text())} == set(IMPORTS_BY_NAME)
 
 
 def test_exceptions_are_still_needed() -> None:
@@ -273,6 +311,31 @@ def test_a_kernels_identity_needs_no_library() -> None:
     choosing = {"flashpage.kernels.options", "flashpage.kernels.choose"}
     for name, others in GRAPH.items():
         assert room_of(name) != "jit" or not choosing & others, f"{shown(name)} imports {choosing & others}"
+
+
+def test_a_kernel_is_named_in_its_home_alone() -> None:
+    """Other rooms find attention kernels in the list, and how they differ in the record's fields."""
+    from flashpage.kernels import ATTENTION
+
+    homes = {f"flashpage.kernels.{kernel.name}" for kernel in ATTENTION}
+    assert homes <= set(MODULES)
+    for name, path in MODULES.items():
+        imports = set() if room_of(name) == "kernels" else homes & GRAPH[name]
+        assert not imports, f"{shown(name)} imports {imports}: a field of AttentionKernel?"
+        if name not in homes:
+            named = {kernel.name for kernel in ATTENTION} & set(strings(path))
+            assert not named, f"{shown(name)} names {named}: a field of AttentionKernel?"
+
+
+def test_only_flashinfers_classes_are_adapters() -> None:
+    """All else plans and runs by wrappers/base.py, and has none of the private names that engines read and write."""
+    wrappers = "flashpage.wrappers."
+    names = ("adapter", "prefill_base", "paged_decode", "paged_prefill", "ragged_prefill", "sinks")
+    adapters = {wrappers + name for name in names}
+    access = {name for name in MODULES if name.startswith(wrappers + "engine_access")}
+    for name in GRAPH.keys() - adapters - access:
+        used = GRAPH[name] & (adapters | access)
+        assert not room_of(name) or not used, f"{shown(name)} imports {used}: use Attention of wrappers/base.py"
 
 
 def test_aot_sees_only_what_compiles() -> None:

@@ -29,7 +29,7 @@ def test_example_prints_what_is_shown(tmp_path: Path) -> None:
     assert done.stdout == found[2]
 
 
-HISTORY = ("results.md", "tried.md")  # they also name programs and files of their time
+HISTORY = ("history.md", "tried.md")  # they also name programs and files of their time
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 
 

@@ -177,7 +177,21 @@ GRAPH_TREES = (
 )
 
 
-def graph_batches(window_left: int) -> list[CascadeBatch]:
-    return [
-        CascadeBatch(CascadeCase(f"graph-{i}", tree, window_left=window_left)) for i, tree in enumerate(GRAPH_TREES)
-    ]
+GRAPH_PREFILLS = (
+    (((20, 40),), ((7, 30), (1, 5), (12, 130))),
+    (((20, 0),), ((1, 64), (9, 9), (10, 70))),
+    (((14, 100),), ((14, 77), (0, 0), (0, 3))),
+)
+
+
+def graph_batches(trees: Sequence[Tree] = GRAPH_TREES, **options: Any) -> list[CascadeBatch]:
+    return [CascadeBatch(CascadeCase(f"graph-{i}", tree, **options)) for i, tree in enumerate(trees)]
+
+
+GRAPH_CASES = {  # arguments of graph_batches
+    "plain": {},
+    "window": {"window_left": 60},
+    "chunk": {"chunk": 64},
+    "chunk-prefill": {"trees": GRAPH_PREFILLS, "chunk": 33},  # a row sees what follows it in its chunk, and no more
+    "chunk-prefill-causal": {"trees": GRAPH_PREFILLS, "chunk": 50, "causal": True, "window_left": 40},
+}

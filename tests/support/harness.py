@@ -24,7 +24,8 @@ from cases.variants import VARIANTS
 from comparison import GUARD_BYTES, GUARD_VALUE, Outputs, Report, compare
 from inputs import Inputs, is_ragged, make_inputs, pack_bits, reference_states
 
-from flashpage.kernels.context_classes import ContextLengths, Contexts
+from flashpage.kernels.context_classes import Contexts
+from flashpage.kernels.context_lengths import ContextLengths
 
 WRAPPERS = {
     "decode": "BatchDecodeWithPagedKVCache",

@@ -51,21 +51,21 @@ class Masked:
         items = self.planned.items
         return items[items["request"] == request][:1]
 
-    def cell(self, request: int, row_block: int, kv_head: int = 0) -> int:
+    def cell(self, request: int, row_tile: int, kv_head: int = 0) -> int:
         item = self.item_of(request)
         address = ctypes.c_void_p(item.ctypes.data)
-        return native().tile_cell(ctypes.byref(self.params), address, int(row_block), int(kv_head))
+        return native().tile_cell(ctypes.byref(self.params), address, int(row_tile), int(kv_head))
 
-    def expected(self, request: int, row_block: int, kv_head: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def expected(self, request: int, row_tile: int, kv_head: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Visible and mixed, a truth value for each tile."""
         cutting, mask = self.planned.cutting, self.masks[request]
-        first = row_block * cutting.tile_q
+        first = row_tile * cutting.tile_q
         last = min(first + cutting.tile_q, len(mask) * self.planned.batch.group) - 1
         rows = mask[first // self.planned.batch.group : last // self.planned.batch.group + 1]
         tiles = [rows[:, i : i + cutting.tile_kv] for i in range(0, mask.shape[1], cutting.tile_kv)]
         return np.array([t.any() for t in tiles], bool), np.array([not t.all() for t in tiles], bool)
 
-    def row_blocks(self, request: int) -> int:
+    def row_tiles(self, request: int) -> int:
         batch = self.planned.batch
         return -(-int(batch.q_lens[request]) * batch.group // self.planned.cutting.tile_q)
 
@@ -73,7 +73,7 @@ class Masked:
         """Of every row block, each in cells of its own."""
         taken: list[int] = [0, 1]
         for request in range(len(self.planned.batch.q_lens)):
-            for block in range(self.row_blocks(request)):
+            for block in range(self.row_tiles(request)):
                 for head in range(self.params.tile_heads):
                     visible, mixed = self.expected(request, block, head)
                     words = -(-len(visible) // 32)
@@ -92,7 +92,7 @@ class Masked:
         word = np.dtype(np.uint64 if tokens > 128 else np.uint32)
         memory, group = self.cells.view(np.uint8), self.planned.batch.group
         for request, mask in enumerate(self.masks):
-            for block in range(self.row_blocks(request)):
+            for block in range(self.row_tiles(request)):
                 visible, hidden = self.expected(request, block)
                 first = block * self.planned.cutting.tile_q
                 last = min(first + self.planned.cutting.tile_q, len(mask) * group) - 1
@@ -121,7 +121,7 @@ class Masked:
         for cta in planned.ctas:
             for index in range(cta["begin"], cta["end"]):
                 item = planned.items[index]
-                blocks = self.row_blocks(item["request"])
+                blocks = self.row_tiles(item["request"])
                 partial_row = item["partial_row"] + (cta["partial_row"] if item["partial_row"] >= 0 else 0)
                 for unit in range(item["num_units"]):
                     at = item["first_packed_row"] // tile_q + unit
@@ -150,12 +150,12 @@ class Asked(Masked):
         self.ask(self.params, grid)
         assert self.behind[0] == GUARD, "wrote past the memory"
 
-    def expected(self, request: int, row_block: int, kv_head: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def expected(self, request: int, row_tile: int, kv_head: int = 0) -> tuple[np.ndarray, np.ndarray]:
         cutting, group = self.planned.cutting, self.planned.batch.group
         seen, in_range = self.masks[request], self.in_range[request]
         if self.params.tile_heads == 1:
             kv_head = 0  # all see the same
-        first = row_block * cutting.tile_q
+        first = row_tile * cutting.tile_q
         packed = np.arange(first, min(first + cutting.tile_q, seen.shape[1] * group))
         rows, heads = packed // group, kv_head * group + packed % group
         visible, hidden = seen[heads, rows] & in_range[rows], ~seen[heads, rows] & in_range[rows]

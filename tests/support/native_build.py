@@ -1,8 +1,7 @@
-"""Compiles the tests' own C++ against the library's headers, once a session."""
+"""Compiles the tests' own C++ against the library's headers; what it built stays for later sessions."""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import fcntl
 import functools
@@ -10,11 +9,12 @@ import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from flashpage import native
+from flashpage.base import env
 from flashpage.kernels.spec import VariantSpec
 from flashpage.variants.source import render
 
@@ -22,21 +22,40 @@ ROOT = Path(__file__).resolve().parents[2]
 # -Og compiles little faster and runs for twice as long; what -O2 compiles longer is more than all the runs take.
 # Fortified, as some systems' compilers are by default, longjmp takes a fiber's stack for a broken one.
 FLAGS = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
-FOLDER = "FLASHPAGE_TEST_BUILDS"  # an environment variable: workers of one session share what any of them compiles
+FOLDER = "FLASHPAGE_TEST_BUILDS"  # an environment variable: the folder of all builds, the same for every process
+KEPT_SECONDS = 14 * 86400  # a build that no session used for as long is removed
 
 
 def share_builds() -> None:
-    """Makes the session's folder, in the process that starts all others; it goes when that process ends."""
-    if FOLDER not in os.environ:
-        os.environ[FOLDER] = tempfile.mkdtemp(prefix="flashpage-test-")
-        atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
+    """Chooses the folder of builds, in the process that starts all others, and removes old builds."""
+    if FOLDER in os.environ:
+        return
+    folder = env.cache_dir().with_name("flashpage-tests")
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ[FOLDER] = str(folder)
+    for build in folder.iterdir():
+        if build.stat().st_mtime < time.time() - KEPT_SECONDS:
+            shutil.rmtree(build, ignore_errors=True)
+
+
+@functools.cache
+def _sources() -> str:
+    """Digest of every file that a build may include, and of the compiler."""
+    digest = hashlib.sha256(subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout)
+    for folder in ("include", "csrc", "tests/native"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file():
+                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def _folder_of(*words: str) -> Path:
-    """Of what these words alone decide."""
+    """The folder of the build that these words and the sources decide."""
+    key = hashlib.sha256("\0".join((_sources(), *words)).encode()).hexdigest()[:16]
     share_builds()
-    folder = Path(os.environ[FOLDER], hashlib.sha256("\0".join(words).encode()).hexdigest()[:16])
+    folder = Path(os.environ[FOLDER], key)
     folder.mkdir(exist_ok=True)
+    os.utime(folder)
     return folder
 
 
@@ -72,10 +91,10 @@ def variant_flags(spec: VariantSpec) -> tuple[str, ...]:
 
 
 @functools.cache
-def asked_tiles(spec: VariantSpec) -> Any:
-    """ask_for_tiles(params, args, grid): the kernel that asks this variant's mask function, on the host."""
+def function_tiles(spec: VariantSpec) -> Any:
+    """find_function_tiles(params, args, grid): the kernel that asks this variant's mask function, on the host."""
     flags = variant_flags(spec)
-    return ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card", flags=flags))).ask_for_tiles
+    return ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card", flags=flags))).find_function_tiles
 
 
 @functools.cache

@@ -21,6 +21,7 @@ class PlanCall:
             q_len_per_request=problem.q_len_per_request,
             most_total_rows=NO_LIMIT,
             most_entries=NO_LIMIT,
+            most_requests=2**31 - 1,
             longest_q=NO_LIMIT,
             longest_kv=NO_LIMIT,
         )

@@ -17,7 +17,6 @@ from ...base import checks
 from ...base.dtypes import DType
 from ...base.errors import RunError
 from ...kernels import blocks, devices
-from ...kernels.spec import KernelSpec
 from ...plan.session import current_stream
 from . import cache_layout
 from .gathered_decode import PARTITION_TOKENS, Sequences, check_shapes, check_slopes
@@ -81,18 +80,16 @@ class _Attention:
         kv_dtype = DType.of(cache_layout.element_type(cache, given.kv_cache_dtype))
         self.has_scales = given.kv_cache_dtype != "auto"
         group = self.num_heads // given.num_kv_heads
-        tile = blocks.decode_tile(head_size, kv_dtype, group, devices.of(query.device))
-        row_tiles = -(-group // tile.tile_q)
-        decode = KernelSpec("block_decode_sm80", q_dtype, kv_dtype, q_dtype, head_size, head_size, tile=tile)
-        merge = KernelSpec("block_merge", out_dtype=q_dtype)
-        self._decode, self._merge = jit.prebuild((decode, merge), query.device)
+        decode = blocks.decode_spec(q_dtype, kv_dtype, head_size, group, devices.of(query.device))
+        row_tiles = -(-group // decode.rows)
+        self._decode, self._merge = jit.prebuild((decode, blocks.merge_spec(q_dtype)), query.device)
         self._units = given.num_kv_heads * row_tiles  # of a sequence
         self._most_ctas = self._decode.info.ctas_per_sm * self._decode.info.num_sms
-        rows = self._most_ctas * 2 * tile.tile_q
+        rows = self._most_ctas * 2 * decode.rows
         self._lses = rows * head_size * 4  # v1's memory: where partial LSEs and cuts begin in it, and its bytes
         self._cuts = self._lses + rows * 4
         self._bytes = self._cuts + self._most_ctas * 16
-        self._merge_rows = min(tile.tile_q, group)  # of a CTA's last unit
+        self._merge_rows = min(decode.rows, group)  # of a CTA's last unit
         self._pdl = int(devices.of(query.device).has_pdl)
         size = cache.element_size()
         self.params = native.BlockAttentionParams(
@@ -109,7 +106,7 @@ class _Attention:
             num_kv_heads=given.num_kv_heads,
             head_dim=head_size,
             group=group,
-            tile_q=tile.tile_q,
+            tile_q=decode.rows,
             row_tiles=row_tiles,
             log_block_size=given.block_size.bit_length() - 1,
         )

@@ -9,15 +9,12 @@ import torch
 from ... import jit, native
 from ...base.dtypes import DType
 from ...base.errors import RunError
-from ...kernels import devices
-from ...kernels.spec import KernelSpec
+from ...kernels import blocks, devices, helpers
 from ...plan.session import current_stream
 from . import cache_layout
 from .decode import scale_on
 
 _TOKENS_A_CTA = 16  # of one head: include/flashpage/kernels/blocks/write.h
-_MOST_CTAS = 1 << 16
-_COPIED = {1: DType.FLOAT8_E4M3, 2: DType.FLOAT16, 4: DType.FLOAT32}  # one kernel an element size where bytes stay
 
 
 def write(
@@ -48,7 +45,7 @@ def write(
         return
     device = key.device
     copied = kv_cache_dtype == "auto"
-    source, stored = (_COPIED[dtype.itemsize],) * 2 if copied else (DType.of(key.dtype), DType.of(dtype))
+    source, stored = (helpers.COPIED[dtype.itemsize],) * 2 if copied else (DType.of(key.dtype), DType.of(dtype))
     scales = [] if copied else [scale_on(device, scale) for scale in (k_scale, v_scale)]
     params = native.BlockWriteParams(
         key=key.data_ptr(),
@@ -75,8 +72,8 @@ def write(
         value_dim=value_size,
         block_size=native.make_fast_div(sizes.block_size),
     )
-    kernel = jit.get_kernel(KernelSpec("block_write", q_dtype=source, kv_dtype=stored, loader=layout), device)
-    grid = min(-(-len(slots) // _TOKENS_A_CTA) * sizes.num_kv_heads, _MOST_CTAS)
+    kernel = jit.get_kernel(blocks.write_spec(source, stored, layout), device)
+    grid = min(-(-len(slots) // _TOKENS_A_CTA) * sizes.num_kv_heads, helpers.MOST_CTAS)
     stream = current_stream(device.index)
     pdl = int(devices.of(device).has_pdl)
     native.check(native.load().fp_launch(kernel.handle, ctypes.addressof(params), grid, stream, pdl))

@@ -13,7 +13,8 @@ import numpy as np
 from ... import native
 from ...base.dtypes import DType
 from ...kernels import choose, devices
-from ...kernels.context_classes import ContextLengths, Contexts
+from ...kernels.context_classes import Contexts
+from ...kernels.context_lengths import ContextLengths
 from ...kernels.devices import Device
 from ...kernels.options import Options
 from ...kernels.schedules import NO_CLUSTERS, Clusters

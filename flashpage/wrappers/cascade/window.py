@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.options import Options
-from ...variants.row_mask import ROW, RowMask
+from ...variants.row_mask import ROW, WITHIN, RowMask
 from ...variants.variant import Variant
 from .fold import PagedLevel, is_whole
 
-_MASK = f"kv_idx >= first_token({ROW})"
+_FROM = f"kv_idx >= first_token({ROW})"
 
 
 class Level(NamedTuple):
@@ -41,12 +41,13 @@ class LevelWindows:
 
     def __init__(self, num_levels: int, device: torch.device, is_graph: bool) -> None:
         self._is_graph = is_graph
-        self._masks = [RowMask(_MASK, device) for _ in range(num_levels)]
+        self._masks = [RowMask(_FROM, device) for _ in range(num_levels)]
+        self._chunks = [RowMask(WITHIN, device) for _ in range(num_levels)]  # of requests that are not cut
 
     def plan(self, planned: Sequence[PagedLevel], options: Options) -> Shown:
         """A window counts in the last level as in a batch of its own. Chunks begin anywhere in a level: its requests
         are cut where their rows see other tokens, and have the pages that these rows see; a mask hides what is left
-        of a page. Captured batches keep their requests, so that there the mask hides all."""
+        of a page. Captured batches keep their requests, so a mask hides all that is outside of a row's chunk."""
         variants: list[Variant | None] = [None] * len(planned)
         found = Shown(options, list(planned), variants, [False] * len(planned))
         if (options.window_left < 0 and options.chunk == 0) or len(planned) == 1:
@@ -57,17 +58,24 @@ class LevelWindows:
         found = found._replace(options=dataclasses.replace(options, chunk=0))
         for i, begin in enumerate(_begins(levels, options)):
             level, lengths, first = planned[i], levels[i], begin.first_token()
-            if begin.chunk is not None and not self._is_graph and is_whole(level, options.page_size):
+            if begin.chunk is not None and self._is_graph:
+                end = torch.minimum(begin.chunk + options.chunk, lengths.by_row(lengths.kv_lens))
+                variants[i] = self._chunks[level.number].set(_first_row(lengths), first_token=first, end_token=end)
+                continue
+            if begin.chunk is not None and is_whole(level, options.page_size):
                 level, lengths, skipped = _cut(level, lengths, begin.chunk, options)
                 found.levels[i], first = level, first - skipped
             is_last = i + 1 == len(planned)
             found.is_hidden[i] = not is_last and bool((first >= lengths.by_row(lengths.kv_lens)).all())
             # What is captured has a mask in every batch or in none.
-            is_masked = begin.chunk is not None or not is_last
-            if (self._is_graph and is_masked) or (not found.is_hidden[i] and bool((first > 0).any())):
-                first_row = lengths.q_indptr[1:] - lengths.kv_lens  # q_idx is right-aligned within the level
-                variants[i] = self._masks[level.number].set(first_row, first_token=first)
+            if self._is_graph or (not found.is_hidden[i] and bool((first > 0).any())):
+                variants[i] = self._masks[level.number].set(_first_row(lengths), first_token=first)
         return found
+
+
+def _first_row(level: Level) -> torch.Tensor:
+    """A request's row has this index in the batch less its q_idx, which is right-aligned within the level."""
+    return level.q_indptr[1:] - level.kv_lens
 
 
 def _level(planned: PagedLevel, page_size: int) -> Level:

@@ -155,9 +155,10 @@ class EngineState(Unique):
     def _graph_buffer(self, attribute: str) -> torch.Tensor | None:
         name = attribute[1:]
         if name == "qo_indptr_buf" and name not in self._graph_buffers:  # decode: rows are as many in every request
-            assert self._attention.fixed_requests is not None
+            fixed = self._planner.batch.fixed_requests
+            assert fixed is not None
             rows = self._planner.options.uniform_q_len if self._planner.active else 1
-            numbers = torch.arange(self._attention.fixed_requests + 1, dtype=torch.int32, device=self.device) * rows
+            numbers = torch.arange(fixed + 1, dtype=torch.int32, device=self.device) * rows
             self._graph_buffers[name] = numbers
         return self._graph_buffers.get(name)
 

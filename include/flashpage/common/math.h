@@ -40,8 +40,8 @@ FP_HOST_DEVICE constexpr i32 greatest_common_divisor(i32 a, i32 b) {
   return a;
 }
 
-// A product that is rounded before anything is added to it: the same bits on the host and on a card, whose compiler
-// would make one instruction of both.
+// The rounded product of a and b. Written so that device compilers cannot contract it with a later addition into one
+// fma: the host and a card compute the same bits.
 FP_HOST_DEVICE double product(double a, double b) {
 #if defined(__CUDA_ARCH__)
   return __dmul_rn(a, b);
@@ -67,7 +67,8 @@ FP_HOST_DEVICE constexpr i32 count_ones(u32 bits) {
 struct FastDiv {
   u32 divisor;
   u32 multiplier;
-  u32 shift;  // the quotient is (n * multiplier) >> (32 + shift); a power of two has multiplier 0 and is shifted
+  u32 shift;  // the quotient is (n * multiplier) >> (32 + shift); for a power of two, multiplier is 0 and it is n >>
+              // shift
 
   FP_HOST_DEVICE u32 div(u32 n) const {
     if (multiplier == 0) return n >> shift;

@@ -1,5 +1,5 @@
-// Fixed-width integers and storage-only element types, with no include: device code built by NVRTC sees no other
-// header.
+// Fixed-width integers and storage-only element types. This header includes nothing, because NVRTC has no standard
+// headers.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -8,7 +8,7 @@
 #define FP_DEVICE __device__ __forceinline__
 #else
 #define FP_HOST_DEVICE inline
-#define FP_HOT [[gnu::always_inline]] inline  // host compilers decide about FP_HOST_DEVICE
+#define FP_HOT [[gnu::always_inline]] inline  // FP_HOST_DEVICE leaves inlining to the host compiler
 #define FP_DEVICE inline
 #endif
 
@@ -23,7 +23,7 @@ using u32 = unsigned int;
 using i64 = long long;
 using u64 = unsigned long long;
 
-// Bits only; conversions live in ptx/convert.h (device) and cpu/convert.h (host).
+// Element types that only hold bits; conversions live in ptx/convert.h (device) and cpu/convert.h (host).
 struct Half {
   u16 bits;
 };
@@ -55,16 +55,17 @@ struct select_type<false, A, B> {
 };
 
 enum class KvSource { paged, ragged };
-// Beside causal and window, which are run-time values; function: a variant's, asked for each tile before the kernel
-// runs.
+// Masks in addition to causal and window, which are run-time values. `function` is a variant's mask; a kernel evaluates
+// it for each tile before the attention kernel runs.
 enum class MaskSource { implicit, packed_bits, function };
 enum class PositionEncoding { none, rope };
-// Of K and V in shared memory: tile/layout/shared_rows.h, tile/layout/swizzled_rows.h; K alone:
+// Layout of K and V in shared memory: tile/layout/shared_rows.h, tile/layout/swizzled_rows.h; `pieces` is for K alone:
 // tile/layout/piece_rows.h.
-enum class RowsLayout { pitched, blocks, pieces };
-// How K and V come to shared memory: by the copy engine box by box, by threads row by row, by threads that change
-// elements on the way, or by the copy engine and threads that transpose V. none: the kernel has one way. In block_write
-// the layout of the cache: blocks (K in pieces of 16 bytes, V by column) or rows (both by row).
+enum class RowsLayout { pitched, swizzled, pieces };
+// How K and V come to shared memory. boxes: the copy engine, box by box; rows: threads, row by row; converted: threads
+// that convert elements on the way; transposed: the copy engine, then threads that transpose V; none: the kernel has
+// only one way. For block_write it is the layout of the cache: blocks (K in pieces of 16 bytes, V by column) or rows
+// (both by row).
 enum class Loader { none, boxes, rows, converted, transposed, blocks };
 
 }  // namespace flashpage

@@ -1,4 +1,4 @@
-// The attention kernel of the CPU: the plan's units and tiles, on vector registers and the thread that calls.
+// The attention kernel of the CPU: one thread computes the plan's units tile by tile on vector registers.
 #pragma once
 #include "flashpage/cpu/scores.h"
 #include "flashpage/cpu/softmax.h"
@@ -6,7 +6,7 @@
 
 namespace flashpage::cpu {
 
-// The tile that starts at a token of the unit; empty at its end.
+// Sets `tile` to the one that begins at token `begin` of the unit; it is empty at the unit's end.
 template <class Traits>
 void locate_tile(const Work<Traits>& work, i32 begin, KvTile<typename Traits::StoredCache, Traits::tile_kv>& tile) {
   tile.begin = begin;
@@ -14,19 +14,19 @@ void locate_tile(const Work<Traits>& work, i32 begin, KvTile<typename Traits::St
   locate_rows<Traits::kv_source>(work.params, *work.unit.item, work.unit.kv_head, tile);
 }
 
-// Scores of all blocks come before values: both are read from the same panels, packed once a tile.
+// Computes the scores of all row strips before their values, because keys and values use the same panels.
 template <class Traits>
 void attend_tile(Work<Traits>& work) {
   const i32 num_rows = work.unit.num_rows;
   __builtin_memset(work.seen, 0, sizeof(work.seen));
   pack_tile_keys(work);
-  for (i32 row = 0; row < num_rows; row += block_rows) {
-    const Block block = work.block(row);
-    score_block(work, block);
-    softmax_block(work, block);
+  for (i32 row = 0; row < num_rows; row += strip_rows) {
+    const Strip strip = work.strip(row);
+    score_strip(work, strip);
+    softmax_strip(work, strip);
   }
   pack_tile_values(work);
-  for (i32 row = 0; row < num_rows; row += block_rows) value_block(work, work.block(row));
+  for (i32 row = 0; row < num_rows; row += strip_rows) value_strip(work, work.strip(row));
 }
 
 template <class Traits>

@@ -1,11 +1,11 @@
-// Element types of tensors and the two types that kernels compute with: float, and pairs of Bf16 where the CPU
-// multiplies them.
+// Conversions between the element types of tensors and the two types that kernels compute with: float, and pairs of
+// Bf16 where the CPU multiplies them.
 #pragma once
 #include "flashpage/cpu/lanes.h"
 
 namespace flashpage::cpu {
 
-// e4m3 through half: the same fields with 7 for a bias of 15, so that small numbers need no care.
+// Converts through half, which has the same fields but bias 15 instead of 7: subnormal numbers need no special case.
 inline FloatLanes e4m3_to_float(ShortLanes bits) {
   const ShortLanes magnitude = bits & 0x7f;
   const ShortLanes half = ((bits & 0x80) << 8) | (magnitude << 7);
@@ -20,7 +20,7 @@ inline ShortLanes load_bytes(const void* source) {
 
 inline FloatLanes bf16_to_float(ShortLanes bits) { return (FloatLanes)(__builtin_convertvector(bits, IntLanes) << 16); }
 
-// num_lanes elements as floats.
+// Loads num_lanes elements as floats.
 template <class T>
 inline FloatLanes load(const T* source) {
   if constexpr (is_same<T, float>) return load_bits(source);
@@ -37,7 +37,8 @@ inline void store(T* destination, FloatLanes x) {
   if constexpr (is_same<T, Bf16>) store_shorts(destination, float_to_bf16(x));
 }
 
-// The first `count` lanes; the others are 0 and not touched in memory. `count` is a constant after inlining.
+// Loads the first `count` lanes and sets the others to 0; later memory is not read. `count` is constant after
+// inlining.
 template <class T>
 inline FloatLanes load_first(const T* source, int count) {
   if (count >= num_lanes) return load(source);
@@ -53,8 +54,8 @@ inline void store_first(T* destination, FloatLanes x, int count) {
   __builtin_memcpy(destination, part, count * sizeof(T));
 }
 
-// Query and KV types decide what is multiplied. Everything but bf16 queries over bf16 or fp8 (which bf16 holds exactly)
-// is float.
+// The type in which products are computed: bf16 for bf16 queries over bf16 or fp8 keys (bf16 holds fp8 exactly), float
+// for everything else.
 template <class Query, class Kv>
 struct ChooseOperand {
   using type = float;
@@ -68,11 +69,11 @@ struct ChooseOperand<Bf16, Kv> {
 template <class Query, class Kv>
 using Operand = typename ChooseOperand<Query, Kv>::type;
 
-// Elements of a word (intrinsics.h, multiply_add).
+// Elements of a 32-bit word (multiply_add in intrinsics.h).
 template <class Operand>
 inline constexpr int word_elements = 4 / sizeof(Operand);
 
-// The first `count` words of a row as operands; the others are 0.
+// Loads the first `count` words of a row as operands and sets the others to 0.
 template <class Operand, class T>
 inline FloatLanes load_words(const T* source, int count) {
   if constexpr (is_same<Operand, float>) {

@@ -1,4 +1,4 @@
-// The instructions that GCC's vector extensions cannot express, by what they do; mask_lanes.h has those on masks.
+// Instructions that GCC's vector extensions cannot express, named after what they do; mask_lanes.h has those on masks.
 #pragma once
 #include <immintrin.h>
 
@@ -27,7 +27,7 @@ inline FloatLanes half_to_float(ShortLanes bits) { return (FloatLanes)_mm512_cvt
 inline ShortLanes float_to_half(FloatLanes x) {
   return (ShortLanes)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// x * 2^n for integral n, with a gradual and then a full underflow to 0.
+// x * 2^n for integral n; underflows gradually, then to 0.
 inline FloatLanes scale_by_power(FloatLanes x, FloatLanes n) {
   return (FloatLanes)_mm512_scalef_ps((__m512)x, (__m512)n);
 }
@@ -42,7 +42,7 @@ inline FloatLanes half_to_float(ShortLanes bits) { return (FloatLanes)_mm256_cvt
 inline ShortLanes float_to_half(FloatLanes x) {
   return (ShortLanes)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// Two factors, as 2^n alone leaves the exponent's range before the product does.
+// Multiplies by two factors, because 2^n alone can leave the exponent's range while the product does not.
 inline FloatLanes scale_by_power(FloatLanes x, FloatLanes n) {
   const IntLanes power = __builtin_convertvector(n, IntLanes), half = power >> 1, rest = power - half;
   return x * (FloatLanes)((half + 127) << 23) * (FloatLanes)((rest + 127) << 23);
@@ -54,7 +54,7 @@ inline FloatLanes round_down(FloatLanes x) {
 
 #endif
 
-// sum + a * b over words: 32 bits that hold a float, or a pair of Bf16 that are neighbours along the contraction.
+// sum + a * b over 32-bit words: each holds a float, or a pair of Bf16 that are neighbours along the contraction.
 template <class Operand>
 inline FloatLanes multiply_add(FloatLanes sum, FloatLanes a, FloatLanes b) {
   static_assert(is_same<Operand, float>);
@@ -72,7 +72,7 @@ inline FloatLanes multiply_add<Bf16>(FloatLanes sum, FloatLanes a, FloatLanes b)
 
 #else
 
-// Round to nearest even; a NaN stays one.
+// Rounds to nearest even; a NaN stays a NaN.
 inline ShortLanes float_to_bf16(FloatLanes x) {
   const IntLanes bits = (IntLanes)x;
   const IntLanes rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
@@ -81,7 +81,7 @@ inline ShortLanes float_to_bf16(FloatLanes x) {
 
 #endif
 
-// Into the second cache level: the next tile's rows arrive while this tile's are computed with.
+// Prefetches into the second cache level, so that the next tile's rows arrive while this tile is computed.
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 }  // namespace flashpage::cpu

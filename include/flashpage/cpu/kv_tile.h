@@ -1,4 +1,4 @@
-// A tile of tokens: where their rows of K and V lie, and how they are packed into the panels that products read.
+// A tile of tokens: where its rows of K and V are, and how they are packed into the panels that products read.
 #pragma once
 #include "flashpage/cpu/product.h"
 #include "flashpage/params/params.h"
@@ -7,7 +7,7 @@ namespace flashpage::cpu {
 
 inline constexpr int max_head_dim = 512;
 
-// Slots that hold no token of the tile point here, so that packing needs no tail.
+// The row of slots that hold no token of the tile, so that packing needs no tail.
 template <class Kv>
 inline constexpr Kv zero_row[max_head_dim] = {};
 
@@ -51,7 +51,7 @@ void locate_rows(const AttentionParams& params, const WorkItem& item, i32 kv_hea
   }
 }
 
-// Rows that are packed next: asked for while others are packed.
+// The rows that are packed next; they are prefetched while other rows are packed.
 template <class Kv, int head_dim>
 struct Ahead {
   const Kv* const* rows;
@@ -64,7 +64,7 @@ struct Ahead {
   }
 };
 
-// A square of words. Each round exchanges the off-diagonal quarters of all blocks of 2 * size.
+// Transposes a square of words. Each round exchanges the off-diagonal quarters of all squares of 2 * size.
 template <int size = num_lanes / 2>
 inline void transpose(FloatLanes (&square)[num_lanes]) {
   IntLanes low, high;
@@ -82,7 +82,7 @@ inline void transpose(FloatLanes (&square)[num_lanes]) {
   if constexpr (size > 1) transpose<size / 2>(square);
 }
 
-// Keys to panels of tokens: step = a word of head_dim, column = token.
+// Packs keys into panels of tokens: a step is a word of head_dim, a column is a token.
 template <class Operand, int head_dim, class Source, class Ahead>
 void pack_keys(const Source* const* rows, int count, u32* panels, const Ahead& ahead) {
   constexpr int words = head_dim / word_elements<Operand>;
@@ -102,7 +102,7 @@ void pack_keys(const Source* const* rows, int count, u32* panels, const Ahead& a
   }
 }
 
-// The same column of one token, or of two in the halves of a word.
+// One column of a token, or of two tokens in the halves of each word.
 template <class Operand, class Kv>
 inline FloatLanes value_words(const Kv* const* rows, int column, int count) {
   const FloatLanes first = load_first(rows[0] + column, count);
@@ -114,7 +114,7 @@ inline FloatLanes value_words(const Kv* const* rows, int column, int count) {
   }
 }
 
-// Values to panels of head_dim: step = a token (or two), column = element.
+// Packs values into panels of head_dim: a step is a token (or two), a column is an element.
 template <class Operand, int head_dim, int max_steps, class Kv, class Ahead>
 void pack_values(const Kv* const* rows, int count, u32* panels, const Ahead& ahead) {
   for (int step = 0; step * word_elements<Operand> < count; ++step) {

@@ -1,4 +1,4 @@
-// Lanes: one vector register of floats or integers, and what kernels do with them.
+// Lanes: one vector register of floats or integers, and the operations of the kernels on it.
 #pragma once
 #include "flashpage/common/math.h"
 #include "flashpage/cpu/mask_lanes.h"
@@ -7,7 +7,7 @@ namespace flashpage::cpu {
 
 inline constexpr float infinity = __builtin_inff();
 
-// Unaligned and aliasing anything: how lanes are read from and written to memory.
+// Lanes in memory: unaligned, and may alias any type.
 template <class Vector>
 struct __attribute__((packed, may_alias)) Stored {
   Vector value;
@@ -43,7 +43,7 @@ inline float horizontal_sum(FloatLanes x) {
   return parts[0];
 }
 
-// Lowest power first. Coefficients below are minimax fits of the relative error on the stated range.
+// A polynomial, lowest power first. Coefficients below are minimax fits of the relative error on the stated range.
 template <int terms>
 inline FloatLanes polynomial(FloatLanes x, const float (&coefficients)[terms]) {
   FloatLanes sum = splat(coefficients[terms - 1]);
@@ -53,18 +53,18 @@ inline FloatLanes polynomial(FloatLanes x, const float (&coefficients)[terms]) {
 }
 
 inline FloatLanes round_to_integer(FloatLanes x) {
-  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: no fraction bits are left; |x| below 2^22
+  constexpr float magic = 12582912.0f;  // 1.5 * 2^23 leaves no fraction bits; valid for |x| < 2^22
   return (x + magic) - magic;
 }
 
-// 2^x for |x| <= 0.5, error 2e-9 before rounding.
+// 2^x for |x| <= 0.5; error 2e-9 before rounding.
 inline FloatLanes exp2_of_fraction(FloatLanes x) {
   constexpr float coefficients[] = {1.0f,           0.69314718246f, 0.24022646248f, 0.05550328642f,
                                     0.00961848907f, 0.00133999309f, 0.00015345812f};
   return polynomial(x, coefficients);
 }
 
-// A NaN stays.
+// Clamps to [low, high]; a NaN stays a NaN.
 inline FloatLanes clamp_number(FloatLanes x, float low, float high) {
   x = x < low ? splat(low) : x;
   return x > high ? splat(high) : x;
@@ -73,7 +73,7 @@ inline FloatLanes clamp_number(FloatLanes x, float low, float high) {
 // Beyond these powers a float has over- or underflown; scale_by_power reaches this far.
 inline constexpr float lowest_power = -250.0f, highest_power = 250.0f;
 
-// For x <= 0: exact zero for -inf and anything far below; NaN stays.
+// 2^x for x <= 0: exactly 0 for -inf and anything far below; a NaN stays a NaN.
 inline FloatLanes exp2_of_negative(FloatLanes x) {
   x = x < lowest_power ? splat(lowest_power) : x;
   const FloatLanes whole = round_to_integer(x);

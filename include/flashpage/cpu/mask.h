@@ -1,4 +1,4 @@
-// Which tokens a row sees, num_lanes at a time: its own range, the packed custom mask, the variant's mask.
+// Which tokens a row sees, num_lanes at a time: its own range, the packed custom mask and the variant's mask combined.
 #pragma once
 #include "flashpage/cpu/unit.h"
 #include "flashpage/cpu/variant_lanes.h"
@@ -8,7 +8,7 @@ namespace flashpage::cpu {
 template <class Traits>
 inline constexpr bool has_custom_mask = Traits::mask_source == MaskSource::packed_bits || Traits::Variant::has_mask;
 
-// Bits [first, first + num_lanes). Bits from `end` on are not read.
+// Bits [first, first + num_lanes) of a packed mask. Bytes at or after bit `end` are not read.
 inline MaskLanes mask_bits(const u8* mask, i64 first, i64 end) {
   u32 bits = 0;
   const i64 last_byte = (min_of(first + num_lanes, end) - 1) >> 3;

@@ -1,5 +1,5 @@
-// Masks: a bit a lane in a mask register of AVX-512, a register of -1 and 0 on AVX2.
-// Not comparisons of GCC's vectors: those it takes apart lane by lane where several are combined on AVX-512.
+// Masks: a bit for each lane in a mask register (AVX-512), or lanes of -1 and 0 (AVX2). Comparisons of GCC's vectors
+// are not used: on AVX-512, GCC takes combinations of them apart lane by lane.
 #pragma once
 #include "flashpage/cpu/intrinsics.h"
 

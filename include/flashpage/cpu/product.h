@@ -1,17 +1,18 @@
-// The one matrix product of the backend, for scores (queries x keys) and outputs (weights x values): a block of rows
-// kept in registers, one operand broadcast word by word, the other read from packed panels.
+// The one matrix product of the backend, for scores (queries x keys) and outputs (weights x values). A strip of rows
+// stays in registers; one operand is broadcast word by word, the other is read from packed panels.
 #pragma once
 #include "flashpage/cpu/convert.h"
 
 namespace flashpage::cpu {
 
-// Registers hold block_rows x panel_vectors sums, one panel step and one broadcast word: 24 + 4 + 1 of 32, or 12 + 2 +
-// 1 of 16.
-inline constexpr int block_rows = 6;
+// Registers hold strip_rows x panel_vectors sums, one panel step and one broadcast word: 24 + 4 + 1 of 32 (AVX-512) or
+// 12 + 2 + 1 of 16 (AVX2).
+inline constexpr int strip_rows = 6;
 inline constexpr int panel_vectors = num_lanes == 16 ? 4 : 2;
 inline constexpr int panel_width = panel_vectors * num_lanes;
 
-// Panels hold `panel_width` columns: word (step, column) of panel p at p * panel_words + step * panel_width + column.
+// A panel holds `panel_width` columns. Word (step, column) of panel p is at p * panel_words + step * panel_width +
+// column.
 struct Product {
   const u32* rows;  // [row][step], words
   i64 row_stride;   // words
@@ -50,7 +51,7 @@ inline void multiply_columns(const Product& p, int vector) {
     for (int v = 0; v < num_vectors; ++v) store_bits(p.sums + r * p.sums_stride + column + v * num_lanes, sums[r][v]);
 }
 
-// Columns of vectors [vector_begin, vector_end): whole panels, and single vectors around them.
+// Multiplies the columns of vectors [vector_begin, vector_end): whole panels, and single vectors at both ends.
 template <class Operand, int num_rows>
 inline void multiply_rows(const Product& p, int vector_begin, int vector_end) {
   for (int vector = vector_begin; vector < vector_end;) {
@@ -63,7 +64,7 @@ inline void multiply_rows(const Product& p, int vector_begin, int vector_end) {
   }
 }
 
-template <class Operand, int num_rows = block_rows>
+template <class Operand, int num_rows = strip_rows>
 inline void multiply(const Product& p, int rows, int vector_begin, int vector_end) {
   if (rows == num_rows) return multiply_rows<Operand, num_rows>(p, vector_begin, vector_end);
   if constexpr (num_rows > 1) multiply<Operand, num_rows - 1>(p, rows, vector_begin, vector_end);

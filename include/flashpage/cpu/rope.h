@@ -1,4 +1,5 @@
-// LLaMA rotary embedding: of a row at position p, columns i and i + d / 2 turn by p / scale * theta^(-2 i / d).
+// LLaMA's rotary embedding: in a row at position p, columns i and i + d / 2 are rotated by p / scale * theta^(-2 i /
+// d).
 #pragma once
 #include <cmath>
 
@@ -26,7 +27,7 @@ class Rotation {
     }
   }
 
-  // To the next position: one product of unit vectors, in double so that a tile of steps stays exact to fp32.
+  // Moves to the next position by one complex product, in double, so that a tile of steps stays exact to fp32.
   void advance() {
     for (int i = 0; i < num_pairs; ++i) {
       const double cos = cos_[i] * step_cos_[i] - sin_[i] * step_sin_[i];
@@ -37,14 +38,14 @@ class Rotation {
 
   template <class Operand, class T>
   void rotate(const T* source, Operand* destination) const {
-    float row[round_up(head_dim, num_lanes)], turned[round_up(head_dim, num_lanes)];
+    float row[round_up(head_dim, num_lanes)], rotated[round_up(head_dim, num_lanes)];
     for (int i = 0; i < head_dim; i += num_lanes) store(row + i, load_first(source + i, head_dim - i));
     for (int i = 0; i < num_pairs; ++i) {
       const float cos = static_cast<float>(cos_[i]), sin = static_cast<float>(sin_[i]);
-      turned[i] = row[i] * cos - row[i + num_pairs] * sin;
-      turned[i + num_pairs] = row[i + num_pairs] * cos + row[i] * sin;
+      rotated[i] = row[i] * cos - row[i + num_pairs] * sin;
+      rotated[i + num_pairs] = row[i + num_pairs] * cos + row[i] * sin;
     }
-    for (int i = 0; i < head_dim; i += num_lanes) store_first(destination + i, load(turned + i), head_dim - i);
+    for (int i = 0; i < head_dim; i += num_lanes) store_first(destination + i, load(rotated + i), head_dim - i);
   }
 
  private:

@@ -1,10 +1,10 @@
-// Queries and keys to dot products.
+// Scores: dot products of queries and keys.
 #pragma once
 #include "flashpage/cpu/work.h"
 
 namespace flashpage::cpu {
 
-// The unit's rows of q as operands, rotated where the kernel encodes positions.
+// Loads the unit's rows of q as operands, rotated if the kernel encodes positions.
 template <class Traits>
 void load_queries(Work<Traits>& work) {
   using Operand = typename Work<Traits>::Operand;
@@ -39,8 +39,8 @@ void pack_tile_keys(Work<Traits>& work) {
     const Operand* rows[Traits::tile_kv];
     work.rotation.start(tile.begin);
     for (i32 i = 0; i < tile.count; ++i) {
-      work.rotation.rotate(tile.keys[i], work.turned_keys + i * head_dim);
-      rows[i] = work.turned_keys + i * head_dim;
+      work.rotation.rotate(tile.keys[i], work.rotated_keys + i * head_dim);
+      rows[i] = work.rotated_keys + i * head_dim;
       work.rotation.advance();
     }
     for (i32 i = tile.count; i < round_up(tile.count, num_lanes); ++i) rows[i] = zero_row<Operand>;
@@ -50,11 +50,11 @@ void pack_tile_keys(Work<Traits>& work) {
   }
 }
 
-// Dot products of the block's rows with the tokens it sees, to work.scores.
+// Writes the dot products of the strip's rows with the tokens they see to work.scores.
 template <class Traits>
-void score_block(Work<Traits>& work, const Block& block) {
+void score_strip(Work<Traits>& work, const Strip& strip) {
   using W = Work<Traits>;
-  const Product product = {.rows = reinterpret_cast<const u32*>(work.queries) + block.row * W::qk_words,
+  const Product product = {.rows = reinterpret_cast<const u32*>(work.queries) + strip.row * W::qk_words,
                            .row_stride = W::qk_words,
                            .panels = work.panels,
                            .panel_words = W::qk_words * panel_width,
@@ -63,7 +63,7 @@ void score_block(Work<Traits>& work, const Block& block) {
                            .sums = work.scores,
                            .sums_stride = W::tile_kv,
                            .carry = nullptr};
-  multiply<typename W::Operand>(product, block.num_rows, block.vector_begin(), block.vector_end());
+  multiply<typename W::Operand>(product, strip.num_rows, strip.vector_begin(), strip.vector_end());
 }
 
 }  // namespace flashpage::cpu

@@ -1,11 +1,11 @@
-// Online softmax: dot products of a block and one tile to weights, with each row's running maximum and sum.
+// Online softmax: turns the scores of a strip and a tile into weights and keeps each row's running maximum and sum.
 #pragma once
 #include "flashpage/cpu/mask.h"
 #include "flashpage/cpu/work.h"
 
 namespace flashpage::cpu {
 
-// A sink is a token without a value that piece 0 has seen before all others.
+// A sink counts as a token without a value, which piece 0 has seen before all others.
 template <class Traits>
 void start_softmax(Work<Traits>& work) {
   const bool has_sink = work.params.sinks && work.unit.item->piece == 0;
@@ -16,13 +16,13 @@ void start_softmax(Work<Traits>& work) {
   }
 }
 
-// The scores, in base-2 units, of the tile's vector after scale, variant and masks.
+// Scores in base-2 units of one vector of the tile, after scale, variant and masks.
 template <class Traits>
 inline FloatLanes final_scores(Work<Traits>& work, const Row& row, int vector, FloatLanes dots) {
   using Variant = typename Traits::Variant;
   const WorkItem& item = *work.unit.item;
   const i32 first = work.tile.begin + vector * num_lanes;
-  // Variants look up tensors by token: lanes past the request repeat its last one.
+  // Variants load captured tensors by token: lanes past the request repeat its last token.
   const IntLanes count = count_from(first), last = IntLanes{} + (item.kv_len - 1), tokens = count < last ? count : last;
   if constexpr (Variant::has_logit) {
     const vm::Floats score = dots * row.scale;
@@ -39,19 +39,19 @@ inline FloatLanes final_scores(Work<Traits>& work, const Row& row, int vector, F
 }
 
 template <class Traits>
-void softmax_row(Work<Traits>& work, const Block& block, i32 r) {
+void softmax_row(Work<Traits>& work, const Strip& strip, i32 r) {
   using Operand = typename Work<Traits>::Operand;
-  float* scores = work.scores + (r - block.row) * Traits::tile_kv;
+  float* scores = work.scores + (r - strip.row) * Traits::tile_kv;
   Operand* weights = work.weights + r * Traits::tile_kv;
   float& max = work.softmax.max[r];
   FloatLanes maxima = splat(max), sums{};
-  for (int v = block.vector_begin(); v < block.vector_end(); ++v) {
+  for (int v = strip.vector_begin(); v < strip.vector_end(); ++v) {
     const FloatLanes x = final_scores(work, work.unit.rows[r], v, load(scores + v * num_lanes));
     store(scores + v * num_lanes, x);
     maxima = x > maxima ? x : maxima;
   }
   const float new_max = horizontal_max(maxima), base = new_max == -infinity ? 0.0f : new_max;
-  for (int v = block.vector_begin(); v < block.vector_end(); ++v) {
+  for (int v = strip.vector_begin(); v < strip.vector_end(); ++v) {
     const FloatLanes weight = exp2_of_negative(load(scores + v * num_lanes) - base);
     store(weights + v * num_lanes, weight);
     sums += weight;
@@ -63,8 +63,8 @@ void softmax_row(Work<Traits>& work, const Block& block, i32 r) {
 }
 
 template <class Traits>
-void softmax_block(Work<Traits>& work, const Block& block) {
-  for (i32 r = block.row; r < block.row + block.num_rows; ++r) softmax_row(work, block, r);
+void softmax_strip(Work<Traits>& work, const Strip& strip) {
+  for (i32 r = strip.row; r < strip.row + strip.num_rows; ++r) softmax_row(work, strip, r);
 }
 
 }  // namespace flashpage::cpu

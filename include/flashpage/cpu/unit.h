@@ -1,4 +1,4 @@
-// One unit of a work item: which rows of q it has, and which tokens each of them may see.
+// One unit of a work item: its rows of q, and the tokens that each of them may see.
 #pragma once
 #include "flashpage/cpu/lanes.h"
 #include "flashpage/params/params.h"
@@ -7,11 +7,11 @@
 namespace flashpage::cpu {
 
 struct Row {
-  i32 row;         // of the request
+  i32 row;         // index in the request
   i32 head;        // query head
-  i32 position;    // in the request's tokens
-  i32 begin, end;  // tokens that causality and window leave
-  float scale;     // of the dot product, natural-log units
+  i32 position;    // token position in the request
+  i32 begin, end;  // tokens that causal and window leave visible
+  float scale;     // factor of the dot product; natural-log units
 };
 
 template <int tile_q>
@@ -28,7 +28,7 @@ inline i32 clamp(i32 x, i32 low, i32 high) { return max_of(low, min_of(x, high))
 
 inline float scale_of(const float* scales, i32 stride, i32 head) { return scales ? scales[head * stride] : 1.0f; }
 
-// `begin` and `end` never decrease from row to row.
+// `begin` and `end` of the rows that this makes never decrease from one packed row to the next.
 inline Row make_row(const AttentionParams& params, const WorkItem& item, i32 kv_head, i32 packed_row) {
   const i32 row = static_cast<i32>(params.group.div(packed_row));
   const i32 group = static_cast<i32>(params.group.divisor);
@@ -43,7 +43,7 @@ inline Row make_row(const AttentionParams& params, const WorkItem& item, i32 kv_
   return result;
 }
 
-// The item's run goes through the row tiles of one KV head, then to the next head.
+// Unit `index` of an item. Units run through the row tiles of one KV head, then continue with the next head.
 template <int tile_q>
 void make_unit(const AttentionParams& params, const WorkItem& item, i32 index, Unit<tile_q>& unit) {
   const i32 packed_rows = item.q_len * static_cast<i32>(params.group.divisor);

@@ -1,4 +1,4 @@
-// Weights and values to outputs, and outputs to memory.
+// Output: products of weights and values, and the rows that are written.
 #pragma once
 #include <cmath>
 
@@ -7,7 +7,7 @@
 
 namespace flashpage::cpu {
 
-// A token that a custom mask hides from every row may hold anything: 0 * NaN must not reach a sum.
+// Replaces tokens that a custom mask hides from every row by zeros: their memory may hold NaN, and 0 * NaN is NaN.
 template <class Traits>
 void drop_unseen_values(Work<Traits>& work) {
   for (i32 i = 0; i < work.tile.count; ++i)
@@ -23,20 +23,20 @@ void pack_tile_values(Work<Traits>& work) {
                                                                 next_keys);
 }
 
-// work.out of the block's rows: rescaled to the new maximum, plus this tile's part.
+// Rescales the strip's rows of work.out to the new maximum and adds this tile's products.
 template <class Traits>
-void value_block(Work<Traits>& work, const Block& block) {
+void value_strip(Work<Traits>& work, const Strip& strip) {
   using W = Work<Traits>;
-  const Product product = {.rows = reinterpret_cast<const u32*>(work.weights) + block.row * W::kv_steps,
+  const Product product = {.rows = reinterpret_cast<const u32*>(work.weights) + strip.row * W::kv_steps,
                            .row_stride = W::kv_steps,
                            .panels = work.panels,
                            .panel_words = W::kv_steps * panel_width,
-                           .step_begin = block.begin / W::pack,
-                           .step_end = ceil_div(block.end, W::pack),
-                           .sums = work.out + block.row * W::out_stride,
+                           .step_begin = strip.begin / W::pack,
+                           .step_end = ceil_div(strip.end, W::pack),
+                           .sums = work.out + strip.row * W::out_stride,
                            .sums_stride = W::out_stride,
-                           .carry = work.softmax.carry + block.row};
-  multiply<typename W::Operand>(product, block.num_rows, 0, W::out_vectors);
+                           .carry = work.softmax.carry + strip.row};
+  multiply<typename W::Operand>(product, strip.num_rows, 0, W::out_vectors);
 }
 
 template <class Out, int head_dim>
@@ -44,7 +44,7 @@ void write_row(const float* source, float factor, Out* destination) {
   for (int i = 0; i < head_dim; i += num_lanes) store_first(destination + i, load(source + i) * factor, head_dim - i);
 }
 
-// To out and lse, or to the partial buffers where the unit was cut.
+// Writes to out and lse, or to the partial buffers if the unit is cut.
 template <class Traits>
 void write_outputs(const Work<Traits>& work) {
   constexpr int head_dim = Traits::head_dim_vo;

@@ -1,5 +1,5 @@
-// The lanes that a variant computes with on the CPU: operators, promotion and functions as flashpage/params/variant.h
-// asks of them.
+// The lanes that variants compute with on the CPU: the operators, promotion and functions that
+// flashpage/params/variant.h lists.
 #pragma once
 #include "flashpage/cpu/convert.h"
 #include "flashpage/params/variant.h"
@@ -140,7 +140,7 @@ inline Mask operator||(A a, B b) {
   return logical_or(a, b);
 }
 
-// What mask() returns; the first argument says which lane type.
+// The mask that mask() returns; the first argument selects the lane type.
 template <class M>
 inline Mask as_mask(Ints, M visible) {
   return truth(visible);
@@ -171,13 +171,13 @@ inline auto max(A a, B b) {
 inline Floats abs(Floats x) { return (FloatLanes)((IntLanes)x.lanes & 0x7fffffff); }
 inline Ints abs(Ints x) { return x.lanes < 0 ? -x.lanes : x.lanes; }
 
-// ln 2 in two parts: a whole number's product with the first is exact.
+// ln 2 as a sum of two floats: the product of a whole number and the first is exact.
 inline constexpr float ln_2_high = 0.693359375f, ln_2_low = -2.12194440e-4f;
 
 inline Floats exp(Floats value) {
   const FloatLanes x = value.lanes,
                    whole = cpu::round_to_integer(cpu::clamp_number(x * log2_e, cpu::lowest_power, cpu::highest_power));
-  // Far out, where the power is clamped, the rest is of no use: it only has to stay in the polynomial's range.
+  // Where the power is clamped, `rest` has no influence; it only has to stay in the polynomial's range.
   const FloatLanes rest = cpu::clamp_number((x - whole * ln_2_high) - whole * ln_2_low, -0.5f, 0.5f);
   return cpu::scale_by_power(cpu::exp2_of_fraction(rest * log2_e), whole);
 }
@@ -186,7 +186,7 @@ inline Floats log(Floats value) {
   constexpr float coefficients[] = {0.33333331347f, 0.20000196993f, 0.14267280698f, 0.11812818050f};
   const FloatLanes x = value.lanes;
   const IntLanes is_small = x < 1.17549435e-38f;
-  const FloatLanes scaled = is_small ? x * 16777216.0f : x;  // 2^24: out of the subnormals
+  const FloatLanes scaled = is_small ? x * 16777216.0f : x;  // 2^24 makes subnormal numbers normal
   constexpr i32 sqrt_half = 0x3f3504f3;                      // mantissas run from sqrt(1/2) to sqrt(2)
   const IntLanes bits = (IntLanes)scaled - sqrt_half;
   const FloatLanes power = __builtin_convertvector((bits >> 23) - (is_small & 24), FloatLanes);
@@ -232,7 +232,7 @@ inline i32 lane(T x, int) {
   return static_cast<i32>(x);
 }
 
-// num_lanes neighbours in memory.
+// num_lanes consecutive elements.
 template <class T>
 inline auto load_neighbours(const typename Element<T>::Stored* data) {
   using Value = typename Element<T>::Value;
@@ -257,7 +257,7 @@ inline constexpr bool only_last_is_lanes<Last> = true;
 template <Scalar First, class... Rest>
 inline constexpr bool only_last_is_lanes<First, Rest...> = only_last_is_lanes<Rest...>;
 
-// Whether lanes are elements that lie side by side: then one load does, as for a bias along the tokens.
+// Whether the lanes' elements are consecutive, as in a bias by token: then one load is enough.
 template <class... Index>
 inline bool are_neighbours(const VariantTensor& tensor, Index... index) {
   if constexpr (only_last_is_lanes<Index...>) {
@@ -268,7 +268,7 @@ inline bool are_neighbours(const VariantTensor& tensor, Index... index) {
   }
 }
 
-// Out of line: it would take the registers of the loops that loads stand in.
+// Not inlined: it would take registers from the loops around loads.
 template <class T, class... Index>
 [[gnu::noinline]] auto gather(const VariantTensor& tensor, Index... index) {
   using Stored = typename Element<T>::Stored;

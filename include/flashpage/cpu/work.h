@@ -1,4 +1,4 @@
-// Everything one thread needs while it works on a unit. Functions of the kernel take it and name what they change.
+// Everything that one thread needs while it computes a unit. Functions of the kernel take it and name what they change.
 #pragma once
 #include "flashpage/cpu/kv_tile.h"
 #include "flashpage/cpu/rope.h"
@@ -6,18 +6,18 @@
 
 namespace flashpage::cpu {
 
-// Of all rows of a unit, in base-2 units.
+// Softmax state of all rows of a unit, in base-2 units.
 template <int tile_q>
 struct SoftmaxState {
   float max[tile_q];
   float sum[tile_q];
-  float carry[tile_q];  // what a new maximum multiplies older sums and outputs by
+  float carry[tile_q];  // factor that rescales older sums and outputs to the new maximum
 };
 
-// Rows that are multiplied together, and the tokens of the tile that any of them sees.
-struct Block {
+// Rows that are multiplied together, and the range of the tile's tokens that any of them sees.
+struct Strip {
   i32 row, num_rows;
-  i32 begin, end;  // from the tile's first token
+  i32 begin, end;  // counted from the tile's first token
 
   int vector_begin() const { return begin / num_lanes; }
   int vector_end() const { return ceil_div(end, num_lanes); }
@@ -46,19 +46,19 @@ struct Work {
   Unit<tile_q> unit;
   SoftmaxState<tile_q> softmax;
   KvTile<Kv, tile_kv> tile, next;
-  MaskLanes seen[tile_kv / num_lanes];  // custom masks: the tile's tokens that any row sees
+  MaskLanes seen[tile_kv / num_lanes];  // custom masks: tokens of the tile that any row sees
 
   alignas(64) Operand queries[tile_q * head_dim_qk];
-  alignas(64) Operand turned_keys[has_rope ? tile_kv * head_dim_qk : 1];
+  alignas(64) Operand rotated_keys[has_rope ? tile_kv * head_dim_qk : 1];
   alignas(64) u32 panels[max_of(key_words, value_words)];  // the tile's keys, later its values
-  alignas(64) float scores[block_rows * tile_kv];
+  alignas(64) float scores[strip_rows * tile_kv];
   alignas(64) Operand weights[tile_q * tile_kv];
   alignas(64) float out[tile_q * out_stride];
 
   Work(const AttentionParams& p, const VariantArgs& a) : params(p), args(a), rotation(p.rope_scale, p.rope_theta) {}
 
-  Block block(i32 row) const {
-    const i32 rows = min_of(block_rows, unit.num_rows - row), last = row + rows - 1;
+  Strip strip(i32 row) const {
+    const i32 rows = min_of(strip_rows, unit.num_rows - row), last = row + rows - 1;
     return {row, rows, clamp(unit.rows[row].begin - tile.begin, 0, tile.count),
             clamp(unit.rows[last].end - tile.begin, 0, tile.count)};
   }

@@ -1,5 +1,5 @@
-// What a kernel is launched with. The same structs on the CPU, on the card and in Python (csrc/abi_structs.py reads
-// them from here). Strides are in elements; the last dimension of every tensor is contiguous.
+// Launch parameters of the kernels. The CPU, the card and Python use the same structs; csrc/abi_structs.py generates
+// Python's from this file. Strides are in elements; the last dimension of every tensor is contiguous.
 #pragma once
 #include "flashpage/common/math.h"
 #include "flashpage/common/tensor_map.h"
@@ -7,7 +7,7 @@
 
 namespace flashpage {
 
-// One of K and V. Paged: element (page, token in page, head, 0); ragged: page_stride is unused, token is the row.
+// K or V. Paged: element (page, token in page, head, 0); ragged: page_stride is unused and the token is the row.
 struct KvView {
   const void* data;
   i64 page_stride;
@@ -25,12 +25,12 @@ struct AttentionParams {
   i64 out_head_stride;
   KvView k;
   KvView v;
-  const i32* kv_indices;   // paged: page numbers, WorkItem::kv_offset indexes it
-  const PlanHeader* plan;  // header; CTA ranges, items and merges lie behind it
+  const i32* kv_indices;   // paged: page numbers; WorkItem::kv_offset is an index into it
+  const PlanHeader* plan;  // followed by CTA ranges, work items and merge items
   float* partial_out;      // [partial rows, head_dim_vo]
   float* partial_lse;      // [partial rows], base 2
   const u8* custom_mask;   // packed bits, little-endian; bit row * kv_len + token, each request starts on a byte
-  u8* lane_bits;           // its mixed tiles, for kernels that have its tiles (tile/mask/lane_bits.h)
+  u8* lane_bits;           // the mask's bits in mixed tiles, for kernels that read mask tiles (tile/mask/lane_bits.h)
   const float* sinks;      // [num_q_heads], natural-log units, joins the denominator; null: none
   const float* q_scale;    // device scalars or per-head vectors that multiply the float scales; null: 1
   const float* k_scale;
@@ -46,17 +46,18 @@ struct AttentionParams {
   i32 window_left;   // tokens visible left of the row's own; -1: all
   float rope_scale;  // positions are divided by it
   float rope_theta;
-  FastDiv group;       // query heads a KV head
-  FastDiv page;        // tokens a page (ragged: 1)
+  FastDiv group;       // query heads of a KV head
+  FastDiv page;        // tokens of a page (ragged: 1)
   u64* trace;          // a traced kernel's clock stamps, [CTAs, Stamp::count]; null otherwise
-  i32 box_tokens;      // tokens of one box of the tensor maps; 0: the kernel takes none
-  i32 query_box_rows;  // rows of q of one box, with all query heads of a KV head; 0: q is not taken by boxes
-  i32 num_kv_indices;  // in use when the launch was bound: what may be read ahead
-  i32 out_box_rows;    // rows of out of one box, as query_box_rows; 0: no rows leave by boxes
-  i32 cta_rows;        // packed rows that one CTA has of a unit: a tile's, or as many as are whole rows of the group
+  i32 box_tokens;      // tokens of one box of K and V; 0: the kernel uses no tensor maps
+  i32 query_box_rows;  // rows of q in one box, with all query heads of a KV head; 0: q is not loaded by boxes
+  i32 num_kv_indices;  // valid entries when the launch was bound: lookups ahead stay below this
+  i32 out_box_rows;    // rows of out in one box, counted as query_box_rows; 0: out is not stored by boxes
+  i32 cta_rows;  // packed rows of a unit that one CTA has: a whole tile, or the largest number that consists of whole
+                 // rows
 };
 
-// Values a variant captured. Slots are numbered by the spec; strides in elements.
+// Values that a variant captured. The spec numbers the slots; strides are in elements.
 struct VariantTensor {
   const void* data;
   i64 stride[4];
@@ -66,23 +67,24 @@ struct VariantArgs {
   double scalars[8];
 };
 
-// Which tiles of a mask hold anything (tile/mask/mask_tiles.h): the kernel that finds out, and the ones that read it.
+// mask_tiles: finds which tiles of a mask are empty, full or mixed (tile/mask/mask_tiles.h). The kernels that read the
+// result take it too.
 struct MaskTilesParams {
   const PlanHeader* plan;
-  const u8* custom_mask;  // as AttentionParams has it; null: a variant's mask function alone
+  const u8* custom_mask;  // as in AttentionParams; null: only a variant's mask function
   u64* cells;
   i64 queue_begin;  // cell of the first queued unit
-  i64 list_begin;   // and of the first one before they are sorted
-  i64 lanes_begin;  // and of the bits of mixed tiles (tile/mask/lane_bits.h)
-  FastDiv group;    // query heads a KV head
+  i64 list_begin;   // cell of the first unit of the list that is still to be sorted
+  i64 lanes_begin;  // first cell of the mixed tiles' bits (tile/mask/lane_bits.h)
+  FastDiv group;    // query heads of a KV head
   i32 tile_q;       // packed rows of a unit
   i32 tile_kv;      // tokens of a tile
-  i32 tile_heads;   // KV heads that have tiles of their own: 1 or all
-  i32 causal;       // as AttentionParams has them; bits are looked at whatever these say
+  i32 tile_heads;   // KV heads with tiles of their own: 1 or all
+  i32 causal;       // as in AttentionParams; packed bits are read whatever these say
   i32 window_left;
 };
 
-// Combine the partials of one plan; the launch reads num_merges from the plan.
+// merge: combines the partials of one plan. The launch reads num_merges from the plan.
 struct MergeParams {
   const PlanHeader* plan;
   const float* partial_out;  // [partial rows, head_dim_vo]
@@ -124,31 +126,31 @@ struct AppendParams {
   FastDiv page;
 };
 
-// gather_rows: K and V of pages [first, first + count) of kv_indices, each of one token, to rows one behind the other.
-// Elements have 16 bits, rows of the cache start on 16 bytes.
+// gather_rows: copies K and V of pages [first, first + count) of kv_indices, one token each, to consecutive rows.
+// Elements have 16 bits; rows of the cache start on 16 bytes.
 struct GatherRowsParams {
   KvView k, v;            // the cache; token_stride is unused
   const i32* kv_indices;  // [first + count]
   void* k_rows;           // [first + count, num_kv_heads, head_dim_qk], contiguous; rows from `first` on are written
   void* v_rows;           // [first + count, num_kv_heads, head_dim_vo]
-  FastDiv k_row_vectors;  // of 16 bytes, of one head
+  FastDiv k_row_vectors;  // vectors of 16 bytes in one head's row
   FastDiv v_row_vectors;
-  FastDiv token_vectors;  // of all heads: of K or of V, whose are more
+  FastDiv token_vectors;  // vectors of all heads of a token: those of K or of V, whichever are more
   i32 k_token_vectors;
   i32 v_token_vectors;
   i32 first, count;
 };
 
-// gather_slots: entry i of request r's range of `indices` is the page of its token starts[r] + i * page size.
+// gather_slots: entry i of request r's range of `indices` becomes the page of its token starts[r] + i * page size.
 struct GatherSlotsParams {
-  const i32* table;      // [requests of the pool, table_row_stride], a slot a token
+  const i32* table;      // [requests of the pool, table_row_stride], a slot for each token
   const i32* rows;       // [batch], each request's row of the table
-  const i32* starts;     // [batch], tokens that are left out, multiples of the page size; null: none
+  const i32* starts;     // [batch], leading tokens to skip, multiples of the page size; null: none
   const i32* indptr;     // [batch + 1], where each request's pages begin in indices
   i32* indices;          // [indptr[batch]], written
   i64 table_row_stride;  // elements
   i32 batch;
-  FastDiv page;              // tokens a page
+  FastDiv page;              // tokens of a page
   FastDiv ctas_per_request;  // the grid is batch * ctas_per_request
 };
 

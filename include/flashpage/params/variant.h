@@ -1,26 +1,26 @@
-// Variants: the functions that a rendered logit transform or mask is made of, in namespace flashpage::vm, for scalars
-// on host and device. flashpage/variants/variant.py renders `struct Variant`; kernels are templates over it:
+// The functions that a rendered logit transform or mask calls, in namespace flashpage::vm, for scalars on host and
+// device. flashpage/variants/variant.py renders `struct Variant`; kernels are templates over it:
 //
 //   static constexpr bool has_logit, has_mask;
-//   static constexpr bool logit_loads_by_token;  // some element that it loads is another for another kv_idx
-//   static constexpr bool ends_in_soft_cap, only_soft_cap;  // logit is soft_cap * tanh(score / soft_cap), after others
+// static constexpr bool logit_loads_by_token;  // logit loads an element whose index depends on kv_idx
+// static constexpr bool ends_in_soft_cap, only_soft_cap;  // the last or only step is soft_cap * tanh(x / soft_cap)
 //   template <class F, class I> static F logit(const VariantArgs&, F score, i32 b, i32 h, i32 q_idx, I kv_idx);
-//   static float soft_cap(const VariantArgs&);   // where it ends in one, and what comes before:
+// static float soft_cap(const VariantArgs&);   // if ends_in_soft_cap: the cap, and the steps before it:
 //   template <class F, class I> static F before_soft_cap(...);  // logit's arguments
 //   template <class I> static auto mask(const VariantArgs&, i32 b, i32 h, i32 q_idx, I kv_idx);  // true: visible
 //
 // score is in natural-log units, after sm_scale. b is the request in the plan, h the query head, kv_idx the position in
 // the request, q_idx = KV length - query length + row. Loads are not bounds-checked: a kernel whose tile reaches past
-// the request passes min(kv_idx, kv_len - 1) to who loads by it and discards the result, and rows past the last query
-// row pass an existing row. Both functions are pure, so a kernel may call them for tokens that it then hides. logit may
-// return -infinity: hidden too.
+// the request passes min(kv_idx, kv_len - 1) to every load by token and discards the result, and rows past the last
+// query row pass an existing row. Both functions are pure, so a kernel may call them for tokens that it then hides.
+// logit may return -infinity, which hides the token.
 //
-// On the card F = float and I = i32 or Token (variant_token.h). The CPU backend passes vectors of lanes; a lane type
-// works with every variant when its header, included before the rendered struct, provides, for classes F (float lanes),
-// I (i32 lanes), M (mask lanes):
+// On the card F = float and I = i32 or Token (variant_token.h). The CPU backend passes vectors of lanes. A lane type
+// works with every variant if its header, included before the rendered struct, provides, for classes F (float lanes), I
+// (i32 lanes), M (mask lanes):
 //   F constructible from float, i32, I and F; I from i32
 //   operators between two lanes of one kind, lanes and a scalar on either side, and F with I (I converts to F):
-//     + - * /  unary -     F; I too, but for / of two I
+// + - * /  unary -     F; I too, except / of two I
 //     < <= > >= == !=      F and I, to M
 //     & | ^ << >> ~        I
 //     && || ! == !=        M, and M with bool (no short circuit)
@@ -52,7 +52,7 @@ inline constexpr float infinity = __builtin_bit_cast(float, 0x7f800000u);
 template <class T>
 inline constexpr bool is_floating = is_same<T, float> || is_same<T, double> || is_same<T, Line>;
 
-// Python's promotion, with one width of each kind: bool -> i32 -> float.
+// Python's promotion with one width of each kind: bool -> i32 -> float.
 template <bool floating>
 struct Promoted {
   using type = i32;
@@ -77,7 +77,7 @@ FP_HOST_DEVICE bool to_bool(T x) {
   return x != 0;
 }
 
-FP_HOST_DEVICE bool logical_and(bool x, bool y) { return x & y; }  // both sides are evaluated: no branch around a load
+FP_HOST_DEVICE bool logical_and(bool x, bool y) { return x & y; }  // evaluates both sides: no branch around a load
 FP_HOST_DEVICE bool logical_or(bool x, bool y) { return x | y; }
 FP_HOST_DEVICE bool logical_xor(bool x, bool y) { return x != y; }
 FP_HOST_DEVICE bool logical_not(bool x) { return !x; }
@@ -113,7 +113,7 @@ FP_HOST_DEVICE auto max(X x, Y y) {
 #endif
   return static_cast<T>(x) > static_cast<T>(y) ? static_cast<T>(x) : static_cast<T>(y);
 }
-// One-argument float functions: the device's own single-precision function, the compiler's on the host.
+// One-argument float functions: the device's single-precision function, or the host compiler's builtin.
 #if defined(__CUDA_ARCH__)
 #define FP_VM_FUNCTION(name)       \
   template <Scalar X>              \
@@ -169,8 +169,8 @@ FP_HOST_DEVICE auto mod(X x, Y y) {
   }
 }
 
-// tanh(x) = x P(x^2) / Q(x^2) on |x| <= tanh_limit, 1 beyond: 5.4e-7 relative everywhere, one division, no exp and no
-// cancellation near 0. A minimax fit (Lawson's iteration); for scalars and lanes, x already clamped.
+// tanh(x) = x P(x^2) / Q(x^2) for |x| <= tanh_limit, to which x is already clamped: relative error 5.4e-7 everywhere,
+// one division, no exp and no cancellation near 0. A minimax fit (Lawson's iteration), for scalars and lanes.
 inline constexpr float tanh_limit = 8.f;
 template <class F>
 FP_HOST_DEVICE F tanh_rational(F x) {
@@ -193,7 +193,7 @@ FP_HOST_DEVICE float sigmoid(X x) {
   return 1.f / (1.f + exp(-to_float(x)));
 }
 
-// What an element of a captured tensor is computed as: bool, i32 (64-bit values are narrowed) or float.
+// The type that an element of a captured tensor is computed as: bool, i32 (64-bit values are narrowed) or float.
 template <class T>
 struct Element {
   using Stored = T;
@@ -226,7 +226,7 @@ struct Element<Half> {
 #if defined(__CUDA_ARCH__)
     return ptx::half_bits_to_float(stored);
 #else
-    // Exponent and mantissa into fp32's field; 2^112 makes up for the difference of the exponent biases.
+    // Moves exponent and mantissa to their fp32 fields; 2^112 makes up for the difference of the exponent biases.
     u32 sign = static_cast<u32>(stored & 0x8000) << 16;
     float magnitude = __builtin_bit_cast(float, static_cast<u32>(stored & 0x7fff) << 13) * 0x1p112f;
     u32 bits = __builtin_bit_cast(u32, magnitude);
@@ -236,7 +236,8 @@ struct Element<Half> {
   }
 };
 
-// 64 bits. Compilers make a product of 64 by 64 bits of it where they extend a factor outside of a loop.
+// A 64-bit product of two 32-bit numbers. Without the instruction, compilers that hoist the extension of a factor out
+// of a loop multiply 64 by 64 bits.
 FP_HOST_DEVICE i64 wide_product(i32 a, i32 b) {
 #if defined(__CUDA_ARCH__)
   return ptx::multiply_wide(a, b);
@@ -245,8 +246,8 @@ FP_HOST_DEVICE i64 wide_product(i32 a, i32 b) {
 #endif
 }
 
-// Of an element. The innermost stride in bytes fits 32 bits (checked at capture), so that the index that varies fastest
-// costs one multiply-add.
+// The address of an element. Its innermost stride in bytes fits 32 bits (checked at capture), so that the index that
+// varies fastest costs one multiply-add.
 template <class Stored, class... Index>
 FP_HOST_DEVICE const Stored* element_at(const VariantTensor& tensor, Index... index) {
   constexpr int rank = sizeof...(Index);
@@ -266,7 +267,7 @@ FP_HOST_DEVICE auto load(const VariantTensor& tensor, Index... index) {
   using Stored = typename Element<T>::Stored;
   const Stored* element = element_at<Stored>(tensor, index...);
 #if defined(__CUDA_ARCH__)
-  // Captured tensors are read-only while a kernel runs. Of 64 bits the low half is the value.
+  // Captured tensors are read-only while a kernel runs. The low half of a 64-bit element is its value.
   if constexpr (is_same<T, i64>)
     return __ldg(reinterpret_cast<const i32*>(element));
   else

@@ -1,10 +1,11 @@
-// A token of a tile, on the card: the tile's number plus a number known when the kernel is compiled.
+// A token of a tile, on the card: a number that the lane computes for each tile, plus one that is known when the kernel
+// is compiled.
 #pragma once
 #include "flashpage/common/types.h"
 
 namespace flashpage::vm {
 
-// With one rounding; on the host, where the compiler may take two, no result rests on it.
+// One rounding on the card. Host compilers may round twice; no result depends on it there.
 FP_HOST_DEVICE float multiply_add(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(a, b, c);
@@ -16,8 +17,8 @@ FP_HOST_DEVICE float multiply_add(float a, float b, float c) {
 template <class T, class Other>
 concept Exactly = is_same<T, Other>;
 
-// base + slope * step: what a row has once, and a number of the tile's place. So a bias that is a row's number times a
-// distance costs one instruction a score, and no conversion.
+// base + slope * step: base and slope are computed once a row, step belongs to the place in the tile. A bias that is a
+// row's number times a distance thus costs one instruction a score and no conversion.
 struct Line {
   float base, slope, step;
 
@@ -32,7 +33,7 @@ struct Line {
   }
 };
 
-// An integer, but for what is added to it: that goes to the part which all of a lane's tokens share.
+// An integer to which integers may be added; they go into `shared`, which is the same for all tokens of a lane.
 struct Token {
   i32 shared, place;
 
@@ -55,7 +56,7 @@ struct Token {
   }
 };
 
-// Exact up to 2^24, as the conversion is.
+// Exact up to 2^24, like the conversion from i32 to float.
 FP_HOST_DEVICE Line to_float(Token token) {
   return {static_cast<float>(token.shared), 1.f, static_cast<float>(token.place)};
 }

@@ -1,4 +1,4 @@
-// How large a plan can be for any batch within capacities: what workspaces are sized by.
+// Upper bounds of a plan's size for any batch within capacities. Workspaces are sized by them.
 #pragma once
 #include <vector>
 
@@ -11,9 +11,9 @@ namespace flashpage::plan {
 
 struct Capacity {
   i64 batch;
-  i64 q_rows;  // of the batch; 0: one row a request
+  i64 q_rows;  // of the batch; 0: one row in each request
   i64 kv_tokens;
-  i64 kv_tokens_of_one = max_i32;  // of any request
+  i64 kv_tokens_of_one = max_i32;  // of any one request
 };
 
 struct Bounds {
@@ -21,11 +21,11 @@ struct Bounds {
   i64 partial_rows;
 };
 
-// Balanced: pieces at most two a cut, and one cut a lane.
-// Fixed split: one piece a chunk and row tile; the worst batch has all rows and all tokens in one request.
+// Balanced: at most two pieces for each cut, and one cut for each lane. Fixed split: one piece for each chunk and row
+// tile; the worst batch has all rows and all tokens in one request.
 inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedule& schedule) {
   std::vector<Lane> small(schedule.num_ctas);
-  // The most lanes and waves are those of one request that has all tokens.
+  // A single request that has all tokens gives the most lanes and waves.
   const KvTokens kv{.all = capacity.kv_tokens, .longest = capacity.kv_tokens};
   const Axis axis = make_axis(schedule, heads.num_kv_heads, kv);
   const Lanes lanes = Lanes::make(schedule, heads.num_kv_heads, axis, small.data());
@@ -41,7 +41,8 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
 
   i64 items = most_items(parts, axis, lanes, small.data()), merges = 0, partial_rows = 0;
   if (schedule.fixed()) {
-    const i64 chunks = capacity.kv_tokens / schedule.fixed_piece_tokens;  // and one begun chunk a unit
+    const i64 chunks =
+        capacity.kv_tokens / schedule.fixed_piece_tokens;  // in addition to one started chunk for each unit
     const i64 chunks_of_one = min_of(chunks, capacity.kv_tokens_of_one / schedule.fixed_piece_tokens);
     const i64 tiles = ceil_div<i64>(packed_rows, schedule.tile_q) + parts;
     const i64 tiles_of_one = ceil_div<i64>(packed_rows_of_one, schedule.tile_q);
@@ -61,7 +62,7 @@ inline Bounds bounds(const Capacity& capacity, const Heads& heads, const Schedul
   return {bytes, partial_rows};
 }
 
-// Of batches whose units may have CTAs of their own (own_ctas.h): each CTA one item, but for KV heads, which share it.
+// Bounds of batches whose units may have CTAs of their own (own_ctas.h): each CTA has one item, which KV heads share.
 inline Bounds bounds_with_own_ctas(const Capacity& capacity, const Heads& heads, const Schedule& schedule) {
   Bounds most = bounds(capacity, heads, schedule);
   if (!schedule.balanced()) return most;

@@ -1,8 +1,9 @@
-// What a row tile sees and what it costs. The cost of a request's first r row tiles has a closed form: under causal and
-// window both ends of a tile's token range are clamped linear functions of the tile, and their sums are too.
+// The tokens that a row tile sees, and its cost. The cost of a request's first r row tiles has a closed form: under
+// causal and window both ends of a tile's token range are clamped linear functions of the tile, and so the sums are
+// closed too.
 //
-// Sums of costs are the same in any order, and products are rounded before they are added to: the planner of a card,
-// where many threads add, and the host's compute the same bits.
+// The planner of a card, where many threads add, and the host's planner compute the same bits: sums of costs are exact
+// in any order, and products are rounded before something is added to them.
 #pragma once
 #include "flashpage/plan/lengths.h"
 #include "flashpage/plan/schedule.h"
@@ -10,13 +11,13 @@
 
 namespace flashpage::plan {
 
-// What a unit's tokens cost: one price for all of a request.
+// The price of a token, the same for all units of a request.
 struct TokenPrice {
   TokenPrice() = default;
   explicit TokenPrice(double ns) : ns(ns), per_ns(ns > 0.0 ? 1.0 / ns : 0.0) {}
 
-  double ns;      // of a token
-  double per_ns;  // tokens; 0 where they cost nothing
+  double ns;      // ns of a token
+  double per_ns;  // tokens in a ns; 0 if they cost nothing
 };
 
 struct CostModel {
@@ -37,13 +38,13 @@ struct CostModel {
     return has_few_rows(request.q_len, static_cast<i32>(group.divisor), tile_q) ? few_rows : many_rows;
   }
 
-  // Tokens that any row of this row tile sees.
+  // The tokens that any row of this row tile sees.
   FP_HOST_DEVICE TokenRange visible(const Request& request, i32 tile) const {
     const i32 kv_len = request.kv_len, shift = kv_len - request.q_len;
     const u32 first_packed_row = static_cast<u32>(tile) * tile_q;
     const i32 first = shift + static_cast<i32>(group.div(first_packed_row));
     i32 end = kv_len;
-    if (tile + 1 < request.tiles) {  // the last row of the last tile sees all
+    if (tile + 1 < request.tiles) {  // the last row tile sees all tokens
       const i32 last = shift + static_cast<i32>(group.div(first_packed_row + tile_q - 1));
       end = max_of(0, visible_end(visibility, last, kv_len));
     }
@@ -55,19 +56,19 @@ struct CostModel {
   i32 tile_q;
   double rows_per_tile;
   double tiles_per_row;
-  double rounding;  // rows, on average, from a tile's exact edge to the whole row that it falls in
+  double rounding;  // average distance, in rows, from a tile's exact edge to the edge of the row that it divides
   double ns_per_unit;
   TokenPrice many_rows;
-  TokenPrice few_rows;  // where has_few_rows
+  TokenPrice few_rows;  // of requests with has_few_rows
 
  private:
-  // A fixed split has its pieces everywhere alike: their cost is a price per token.
+  // A fixed split cuts all units into pieces of one size, so the cost of a piece is a price for each token.
   static double piece_of_token(const Schedule& schedule) {
     return schedule.fixed() ? schedule.ns_per_piece / schedule.fixed_piece_tokens : 0.0;
   }
 };
 
-// Sum of clamp(first + slope * t, 0, cap) over t < r.
+// The sum of clamp(first + slope * t, 0, cap) over t < r.
 class ClampedSum {
  public:
   ClampedSum() = default;
@@ -89,7 +90,7 @@ class ClampedSum {
   FP_HOST_DEVICE double flat() const { return flat_; }
 
  private:
-  // Steps until the line has risen by `height`, rounded up.
+  // The steps in which the line rises by `height`, rounded up.
   FP_HOST_DEVICE double steps(double height) const {
     const double exact = height * per_slope_;
     const double whole = static_cast<double>(static_cast<i64>(exact));
@@ -101,15 +102,15 @@ class ClampedSum {
   double flat_ = 0.0;  // first t whose value is cap
 };
 
-// Cost of the first r row tiles of one request, which has two or more, and one KV head. Where the group does not divide
-// the row tile, a tile's edges are taken as fractions of a row: a unit's cost here is within one token of the exact
-// one, and right on average.
+// The cost of the first r row tiles of a request, for one KV head; the request has at least two. If the group does not
+// divide the row tile, tile edges are fractions of a row: a unit's cost here is within one token of the exact cost, and
+// right on average.
 class TileCosts {
  public:
   TileCosts() = default;
   FP_HOST_DEVICE TileCosts(const CostModel& model, const Request& request)
       : tiles_(request.tiles), ns_per_unit_(model.ns_per_unit), ns_per_token_(model.many_rows.ns) {
-    // Counted from the first token that any row sees.
+    // Tokens are counted from the first one that any row sees.
     const Visibility& visibility = model.visibility;
     const double kv_len = request.tokens(), shift = kv_len - request.q_len;
     const double end = visibility.causal ? shift + model.rows_per_tile + model.rounding : kv_len;
@@ -158,8 +159,8 @@ class TileCosts {
     return ns_per_unit_ + product(ns_per_token_, end_.at(t) - begin_.at(t));
   }
 
-  // Units mostly cost alike at first (they see nothing, or everything), then grow by the same amount each (causal),
-  // then cost alike again (the window is full).
+  // Fits the guess: units mostly cost the same at first (they see nothing, or everything), then grow by a constant
+  // amount each (causal), then cost the same again (the window is full).
   FP_HOST_DEVICE void prepare_guess(const CostModel& model) {
     const double tiles = tiles_;
     ramp_ = min_of(tiles, end_.rise());
@@ -189,13 +190,13 @@ class TileCosts {
   i32 tiles_ = 0;
   double ns_per_unit_ = 0.0, ns_per_token_ = 0.0;
   ClampedSum end_, begin_;
-  // For the guess: tiles and their prefix where units begin to grow and where they end to, and by how much they do.
+  // The model of guess(): where units begin and stop to grow (tiles and their prefix), and by how much they grow.
   double ramp_ = 0.0, ramp_cost_ = 0.0, level_ = 0.0, level_cost_ = 0.0;
   double half_step_ = 0.0, steps_per_ns_ = 0.0, before_per_ns_ = 0.0, after_per_ns_ = 0.0;
 };
 
-// Of a request on the axis: `heads` times its tiles (once a KV head where heads lie on it one behind the other). A
-// whole number of 1/1024 ns, so that sums are exact: requests may be added up in any order.
+// The cost of a request on the axis: `heads` times the cost of its row tiles (heads is 1 if KV heads do not lie on the
+// axis). It is a multiple of 1/1024 ns, so that sums are exact: requests may be added in any order.
 FP_HOST_DEVICE double cost_on_axis(const CostModel& model, i32 heads, const Request& request) {
   constexpr double steps_per_ns = 1024.0;
   if (request.tiles == 0) return 0.0;
@@ -205,7 +206,7 @@ FP_HOST_DEVICE double cost_on_axis(const CostModel& model, i32 heads, const Requ
   return static_cast<double>(static_cast<i64>(heads * cost * steps_per_ns + 0.5)) / steps_per_ns;
 }
 
-// Lays the requests on one cost axis. requests[batch] receives the totals.
+// Places the requests on one cost axis. requests[batch] receives the totals.
 inline void lay_on_axis(const CostModel& model, i32 heads, i32 batch, Request* requests) {
   double at = 0.0, known = 0.0;
   const Request* last = nullptr;  // neighbours often cost the same

@@ -1,4 +1,4 @@
-// Requests as the planner has them, on the host and on a card.
+// Requests in the planner's form, on the host and on a card.
 #pragma once
 #include "flashpage/common/math.h"
 #include "flashpage/plan/visible.h"
@@ -7,7 +7,7 @@ namespace flashpage::plan {
 
 inline constexpr i64 max_i32 = 0x7fffffff;
 
-// Heads and visibility: the same for every request of a batch.
+// Options that are the same for every request of a batch.
 struct Heads {
   i32 num_q_heads;
   i32 num_kv_heads;
@@ -16,18 +16,18 @@ struct Heads {
   FP_HOST_DEVICE i32 group() const { return num_q_heads / num_kv_heads; }
 };
 
-// A request on the axis: all its rows, or those of one of its parts (visible.h).
+// A request on the axis, or one of its parts (visible.h) with the rows of that part.
 struct Request {
   i64 kv_offset;    // page index or KV row
-  i64 mask_offset;  // bytes of packed bits, or cells
+  i64 mask_offset;  // bytes of packed bits, or cells of mask tiles
   i32 index;        // in the batch
   i32 q_begin;      // rows
   i32 q_len;        // rows
-  i32 kv_begin;     // tokens: the first that any row sees
-  i32 kv_len;       // tokens: the last row's position and one
-  i32 tiles;        // row tiles; 0: no rows, or not served
-  i32 number;       // how many before this request have any
-  double cost;      // of everything before this request on the cost axis, ns
+  i32 kv_begin;     // tokens: the first one that any row sees
+  i32 kv_len;       // tokens: the last row's position + 1
+  i32 tiles;        // row tiles; 0: no rows, or not in this plan
+  i32 number;       // requests before this one that have row tiles
+  double cost;      // ns on the cost axis before this request
 
   FP_HOST_DEVICE i32 tokens() const { return kv_len - kv_begin; }
   FP_HOST_DEVICE bool costs_like(const Request& other) const {
@@ -35,15 +35,15 @@ struct Request {
   }
 };
 
-// A request has few rows where they fill at most half a row tile: it waits for memory, not for the tensor cores.
+// A request with few rows fills at most half a row tile: it waits for memory, not for the tensor cores.
 FP_HOST_DEVICE bool has_few_rows(i64 q_len, i32 group, i32 tile_q) { return q_len > 0 && q_len * group <= tile_q / 2; }
 
-// Of all requests.
+// Sums and extremes of KV tokens over requests.
 struct KvTokens {
   i64 all = 0;
   i64 longest = 0;
-  i64 by_tile = 0;   // once each row tile
-  i64 few_rows = 0;  // of requests with few rows
+  i64 by_tile = 0;   // sum with each request's tokens counted once for each row tile
+  i64 few_rows = 0;  // sum over requests with few rows
 
   FP_HOST_DEVICE static KvTokens of(i64 kv_len, i32 tiles, bool few_rows) {
     return {kv_len, kv_len, kv_len * tiles, few_rows ? kv_len : 0};

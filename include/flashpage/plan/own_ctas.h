@@ -1,6 +1,6 @@
-// Units with CTAs of their own: where there are few, each is cut into equal pieces for neighbouring CTAs, one group of
-// them, which have nothing else to do. They merge the pieces among themselves, or there is one piece and nothing to
-// merge. Read as any other plan: partial rows and merges are there for who merges through them.
+// Units with CTAs of their own. If there are few units, each is cut into equal pieces for neighbouring CTAs, which form
+// a group and do nothing else. The CTAs of a group merge their pieces among themselves; a unit of one piece needs no
+// merge. The format is that of any other plan: partial rows and merges are there for kernels that merge through them.
 #pragma once
 #include <optional>
 #include <vector>
@@ -20,7 +20,7 @@ FP_HOST_DEVICE bool may_have_own_ctas(const Schedule& schedule) {
 
 class OwnCtas {
  public:
-  // Kept from plan to plan: each lane has one segment.
+  // Memory kept from plan to plan; each lane has one segment.
   struct Memory {
     std::vector<Lane> lanes;
     std::vector<Segment> segments;
@@ -29,7 +29,7 @@ class OwnCtas {
   OwnCtas(const CostModel& model, const Schedule& schedule, const Request* requests, i32 batch, i32 num_kv_heads)
       : model_(model), schedule_(schedule), requests_(requests), batch_(batch), num_kv_heads_(num_kv_heads) {}
 
-  // Where the launch takes less than `ns`; with groups of the size that takes least. `tiles`: row tiles of all
+  // The assignment with the group size that takes least, if the launch takes less than `ns`. `tiles`: row tiles of all
   // requests.
   std::optional<Assignment> better_than(double ns, i64 tiles, Memory& memory) const {
     i32 best = 0;
@@ -45,7 +45,7 @@ class OwnCtas {
   }
 
  private:
-  // body(request, its index, row tile), of one KV head.
+  // Calls body(request, its index, row tile) for every row tile.
   template <class Body>
   void each_unit(Body&& body) const {
     for (i32 i = 0; i < batch_; ++i) {
@@ -53,11 +53,11 @@ class OwnCtas {
     }
   }
 
-  // Equal pieces of a unit: whole steps of the tile.
+  // A unit cut into equal pieces, which are whole KV tiles.
   struct Pieces {
     TokenRange range;
     i32 step;        // tokens
-    i32 first_step;  // where the range begins
+    i32 first_step;  // the step in which the range begins
     i32 steps;
     i32 count;  // a power of two
 
@@ -79,7 +79,7 @@ class OwnCtas {
     return {range, step, first_step, steps, may_cut ? count : 1};
   }
 
-  // A lane for each CTA of a group, with a piece or without, and one for the CTAs that are in no group.
+  // A lane for each CTA of a group, whether it has a piece or not, and one lane for the CTAs that belong to no group.
   Assignment assign(i32 size, double most_ns, i64 tiles, Memory& memory) const {
     const size_t most_lanes = tiles * size + 1;
     if (memory.lanes.size() < most_lanes) {
@@ -111,7 +111,8 @@ class OwnCtas {
     return {division, memory.segments.data(), size, most_ns, head_ns * num_kv_heads_};
   }
 
-  // All CTAs read side by side: at the speed of memory, or at that of the CTA with the longest piece.
+  // The time of the launch. All CTAs read at the same time: at the speed of memory, or at that of the CTA with the
+  // longest piece.
   double cost(i32 size) const {
     double longest = 0.0, all = 0.0;
     bool has_cuts = false;

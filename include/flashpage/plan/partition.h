@@ -1,22 +1,23 @@
-// In waves: where each lane's segment of the axis ends, at a unit's edge where that is near enough, else inside a unit.
+// Division in waves: each lane's segment of the axis ends at a unit's edge if one is near enough, otherwise inside a
+// unit.
 #pragma once
 #include "flashpage/plan/cost.h"
 #include "flashpage/plan/lanes.h"
 
 namespace flashpage::plan {
 
-// The last wave.
+// The segments of the last wave.
 struct Partition {
-  Cut* ends;  // [lanes]: a lane begins where the one before it ends
+  Cut* ends;  // [lanes]: a lane begins where the previous one ends
   Cut begin{};
-  double mean = 0.0;  // load of a CTA if all were alike, ns
-  double max = 0.0;   // of the costliest CTA, ns
-  i32 inside = 0;     // cuts inside a unit
+  double mean = 0.0;  // load of a CTA if all loads were equal, ns
+  double max = 0.0;   // load of the costliest CTA, ns
+  i32 inside = 0;     // number of cuts inside a unit
 
   FP_HOST_DEVICE Segment segment(i32 lane) const { return {lane == 0 ? begin : ends[lane - 1], ends[lane]}; }
 };
 
-// Where units may be cut, and what that costs.
+// Where units may be cut, and what a cut costs.
 struct CutRules {
   CutRules() = default;
   explicit CutRules(const Schedule& schedule)
@@ -29,18 +30,18 @@ struct CutRules {
   bool cuttable;
   FastDiv step;        // tokens
   i32 min_piece;       // tokens
-  FastDiv max_pieces;  // and one; 1: no limit
+  FastDiv max_pieces;  // the maximum plus one; 1: no limit
   double ns_per_piece;
 };
 
-// Where the last wave begins, and what has been done before.
+// Where the last wave begins, and the loads of the waves before it.
 struct Start {
   Cut cut;
-  double at = 0.0;                // of the cut, on the axis
-  const double* loads = nullptr;  // [lanes], of a CTA; null: nothing
+  double at = 0.0;                // position of `cut` on the axis
+  const double* loads = nullptr;  // [lanes], ns of each CTA; null: no earlier waves
 };
 
-// The last request, `from` or later, that begins on the axis at or before `cost`.
+// Searches with one thread. request_at: the last request, `from` or later, that begins on the axis at or before `cost`.
 struct OneSearcher {
   FP_HOST_DEVICE i32 request_at(const Request* requests, i32 batch, i32 from, double cost) const {
     i32 low = from, step = 1;
@@ -59,9 +60,9 @@ struct OneSearcher {
   FP_HOST_DEVICE void meet() const {}
 };
 
-// The costliest CTA ends at most 3% over the mean, or over it by no more than one range that cannot be divided (less
-// than two shortest pieces and a step; times the KV heads that one CTA takes, where lanes are not full) and the cost of
-// a piece: below that, evening out would cost more than it gains.
+// Guarantee: the costliest CTA ends at most 3% above the mean, or above it by at most the cost of a piece and of one
+// range that cannot be divided (less than two shortest pieces and a step, times the KV heads of a CTA in small lanes).
+// Below that, evening out costs more than it gains.
 template <class Searcher>
 class Partitioner {
  public:
@@ -81,8 +82,8 @@ class Partitioner {
         total_(division.requests[division.batch].cost),
         units_on_axis_(division.units_on_axis) {}
 
-  // All waves but the last: whole units only, up to what each lane is to have of all waves so far. What units leave
-  // uneven, the last wave evens out. `segments`: [lanes.count][waves], `loads`: [lanes.count].
+  // Fills all waves but the last with whole units, up to each lane's share of all waves so far. The last wave evens out
+  // the remainder. `segments`: [lanes.count][waves], `loads`: [lanes.count].
   FP_HOST_DEVICE Start early_waves(Segment* segments, double* loads) const {
     if (waves_ == 1) return {};
     Cut cut;
@@ -109,8 +110,8 @@ class Partitioner {
     return {cut, at, loads};
   }
 
-  // One more wave of whole units, from `start` on and up to an edge behind it that lies at `end_at`: each lane gets as
-  // much of what is left until there, to the nearer edge. For full lanes.
+  // One more wave of whole units, from `start` to the unit edge `end` at `end_at`. Each full lane gets its share of
+  // what is left, to the nearer edge.
   void whole_wave(const Start& start, const Cut& end, double end_at, Cut* ends, double* loads) const {
     Cut cut = start.cut;
     double at = start.at, done_by_rest = start.at;
@@ -132,11 +133,12 @@ class Partitioner {
     }
   }
 
-  // Finds the lowest level (load of a CTA) at which the lanes, each filled up to it, take everything. What is lost at
-  // the lanes' ends (a shortfall before an edge, or one more piece) is known only afterwards: guess, fill, and correct,
-  // between the highest level known to be too low and the lowest known to be enough.
+  // Finds the lowest level (load of a CTA) at which the lanes, filled up to it one by one, take everything. The loss at
+  // the ends of lanes (a shortfall before an edge, or one more piece) is known only afterwards. So the level is
+  // guessed, the lanes are filled, and the guess is corrected, between the highest level known to be too low and the
+  // lowest known to be enough.
   //
-  // `ends` and `other_ends`: [lanes.count] each; the result has one of them.
+  // `ends` and `other_ends`: [lanes.count] each; the result uses one of them.
   FP_HOST_DEVICE Partition last_wave(const Start& start, Cut* ends, Cut* other_ends) const {
     Partition best{ends, start.cut}, trial{other_ends, start.cut};
     const double loss = expected_loss();
@@ -154,7 +156,7 @@ class Partitioner {
       if (fill.excess > 0.0) {
         too_low = max_of(too_low, level);
         likely = level + product(fill.excess, per_weight_);
-        // A little beyond: one more level that is too low costs a filling.
+        // A little beyond `likely`, because another level that is too low costs one more filling.
         level = max_of(likely + 0.25 * (likely - level), fill.next_level);
         if (attempt > 1) level = 0.5 * (too_low + best.max);
       } else {
@@ -162,7 +164,7 @@ class Partitioner {
         if (attempt == 0) likely = level + product(fill.excess, per_weight_);
         level = 0.5 * (too_low + max);
       }
-      // Nothing is better than `too_low`. What is left to gain of a small batch is not worth a search.
+      // No level is better than `too_low`. The possible gain of a small batch is not worth a search.
       const double small = min_of(small_gain * too_low, small_gain_in_pieces * rules_.ns_per_piece);
       if (best.max <= too_low + max_of(good_enough * too_low, small)) break;
       const bool as_promised = best.max <= max_of(mean * (1.0 + promised), mean + rules_.ns_per_piece);
@@ -173,49 +175,49 @@ class Partitioner {
 
  private:
   static constexpr int max_attempts = 8;
-  static constexpr double good_enough = 0.01;  // over the mean, or over a level that is too low
-  static constexpr double promised = 0.03;     // over the mean
+  static constexpr double good_enough = 0.01;  // above the mean, or above a level that is too low
+  static constexpr double promised = 0.03;     // above the mean
   static constexpr double small_gain = 0.05, small_gain_in_pieces = 0.35;
-  static constexpr double tolerance = 0.005;  // of a load: no unit is cut for less
+  static constexpr double tolerance = 0.005;  // fraction of a load that is not worth a cut
   static constexpr double infinite = 1e300;
 
-  // A lane while it is being filled; costs are on the axis, without what starting inside a unit costs extra.
+  // A lane that is being filled. Costs are positions on the axis, without the extra cost of starting inside a unit.
   struct Filling {
     Cut begin;
-    double at = 0.0;  // of begin
-    double overhead;  // of starting inside a unit
+    double at = 0.0;  // ns of starting inside a unit
+    double overhead;  // ns that fit after `at`
     double room;      // what fits beyond `at`
     double weight;    // Lane::weight
     bool may_stay_empty;
   };
 
   struct Fill {
-    double excess;      // what did not fit at the level (below 0: what more would have); on the axis
+    double excess;      // ns that did not fit at the level (negative: ns that would have fit in addition); on the axis
     double next_level;  // below it, no lane would take more
   };
 
   struct Choice {
     Cut cut;
-    double cost;  // beyond Filling::at
+    double cost;  // ns after Filling::at
   };
 
-  // What is known of the request that a lane ends in; lanes mostly end in requests of the same lengths.
+  // Cached numbers of the request in which a lane ends; consecutive lanes mostly end in requests of the same lengths.
   struct Place {
     i32 q_len = -1, kv_begin = 0, kv_len = -1;
     double one_head = 0.0, heads_per_ns = 0.0;
     TileCosts costs;
   };
 
-  // Of a lane's end somewhere in a unit of mean cost: the distance to the edge before it, or a piece and half a step
-  // where that is less.
+  // The expected loss of a lane that ends anywhere in a unit of mean cost: the distance to the edge before it, or a
+  // piece and half a step if that is less.
   FP_HOST_DEVICE double expected_loss() const {
     const double unit = units_on_axis_ > 0 ? total_ / static_cast<double>(units_on_axis_) : 0.0;
     const double of_cut = rules_.ns_per_piece + product(0.5 * rules_.step.divisor, model_.many_rows.ns);
     return !rules_.cuttable || of_cut >= unit ? 0.5 * unit : of_cut - 0.5 * of_cut * of_cut / unit;
   }
 
-  // The level is raised for the lanes to come where what is left, with their expected losses, would overflow the last
-  // one.
+  // Fills the lanes one by one. The level rises for the remaining lanes if what is left, with their expected losses,
+  // would overflow the last one.
   FP_HOT Fill fill_all(const Start& start, double level, double loss, Partition& partition) const {
     const i32 num_lanes = lanes_.count;
     partition.max = 0.0;
@@ -223,7 +225,7 @@ class Partitioner {
     Filling lane;
     lane.begin = start.cut;
     lane.at = start.at;
-    double done_by_rest = start.at;  // before this wave, by this lane and those to come
+    double done_by_rest = start.at;  // ns of earlier waves, of this lane and all later ones
     Place place;
     Fill fill{0.0, infinite};
     for (i32 l = 0; l < num_lanes; ++l) {
@@ -255,16 +257,16 @@ class Partitioner {
     return fill;
   }
 
-  // A unit's edges; `after` costs infinitely much at the axis' very end.
+  // The edges of a unit; `after` has infinite cost at the end of the axis.
   struct UnitEdges {
     Choice before;
     Choice after;
   };
 
-  // The unit that `goal` lies in, from `begin` on, which lies at `at`.
+  // The unit that contains `goal`. The search begins at `begin`, which lies at `at`.
   FP_HOT UnitEdges unit_at(const Cut& begin, double at, double goal, Place& place) const {
     const i32 index = searcher_.request_at(requests_, batch_, begin.request, goal);
-    const Request request = requests_[index];  // all of it at once: nothing below waits for memory
+    const Request request = requests_[index];  // one copy, so that nothing below waits for memory
     const double end = requests_[min_of(index + 1, batch_)].cost;
     if (request.tiles == 0) return {{{index, 0, 0, -1}, request.cost - at}, {{}, infinite}};  // by rounding
     place.one_head = product(end - request.cost, per_head_);
@@ -273,7 +275,8 @@ class Partitioner {
     if (!is_known) move_to(request, place);
     const double in_request = goal - request.cost;
     i32 head = heads_ == 1 ? 0 : min_of(heads_ - 1, static_cast<i32>(in_request * place.heads_per_ns)), from = 0;
-    if (index == begin.request && head <= begin.head) {  // less: rounding put the goal before the beginning
+    if (index == begin.request &&
+        head <= begin.head) {  // head < begin.head: rounding put the goal before the beginning
       head = begin.head;
       from = begin.tile;
     }
@@ -284,7 +287,7 @@ class Partitioner {
     return {{cut, head_begin + found.begin}, {next_unit(cut, request.tiles, heads_), head_begin + found.end}};
   }
 
-  // Fills one lane: up to the unit that would overflow it, and into that unit where this places more than a piece
+  // Fills one lane: up to the unit that would overflow it, and into that unit if this places more work than a piece
   // costs. `next_cost` is the least cost at which the lane would take more.
   FP_HOT Choice end_of(const Filling& lane, Place& place, double& next_cost) const {
     const UnitEdges unit = unit_at(lane.begin, lane.at, lane.at + max_of(lane.room, 0.0), place);
@@ -293,7 +296,7 @@ class Partitioner {
     if (after.cost == infinite) return before;
     const bool has_before = before.cost > 0.0 && !before.cut.same_unit(lane.begin);
     const TokenPrice& price = model_.price(requests_[before.cut.request]);
-    // No CTA that gets a piece can be cheaper than the cheapest piece: this one may take as much.
+    // No CTA that gets a piece can cost less than the cheapest piece, so this one may take as much.
     const double floor = product(cheapest_piece(price), lane.weight) - lane.overhead;
     const Choice inside = cut_inside(lane, before, price, floor);
 
@@ -320,7 +323,8 @@ class Partitioner {
     if (request.tiles > 1) place.costs = TileCosts(model_, request);
   }
 
-  // The last cut that the lane has room for and that leaves no piece too short; without a token where there is none.
+  // The last cut for which the lane has room and that leaves no piece too short; a cut without a token if there is
+  // none.
   FP_HOT Choice cut_inside(const Filling& lane, const Choice& unit, const TokenPrice& price, double floor) const {
     Choice none{unit.cut, 0.0};
     if (!rules_.cuttable) return none;
@@ -336,12 +340,12 @@ class Partitioner {
               last = down_to_step(range.end - shortest);
     if (first > last) return none;
 
-    const double token_0 = unit.cost + model_.ns_per_unit - product(range.begin, price.ns);  // beyond lane.at
+    const double token_0 = unit.cost + model_.ns_per_unit - product(range.begin, price.ns);  // after lane.at
     const double goal = max_of(lane.room, floor);
     const double wanted = (goal - token_0) * price.per_ns;
     i32 token = down_to_step(static_cast<i32>(min_of<double>(max_of(wanted, 0.0), last)));
     if (token < first) {
-      // Shortest pieces all along: make them equal, so that the last one is not nearly twice as long.
+      // Only shortest pieces fit: make them equal, so that the last one is not nearly twice as long.
       token = down_to_step(piece_begin + left / (left / shortest) + rules_.step.divisor / 2);
     }
     token = max_of(first, min_of(last, token));

@@ -1,4 +1,4 @@
-// From index arrays (int32 or int64, maybe strided) to checked requests, in one pass and without copies.
+// Turns index arrays (int32 or int64, possibly strided) into checked requests, in one pass and without copies.
 #pragma once
 #include <vector>
 
@@ -14,15 +14,15 @@ struct IndexArray {
 
 struct Lengths {
   i32 batch;
-  i32 q_len_per_request;  // where q_indptr is not given
+  i32 q_len_per_request;  // used if q_indptr is not given
   IndexArray q_indptr;
   IndexArray kv_indptr;
   IndexArray last_page_len;
   IndexArray kv_lens;
   i32 page_size;  // tokens; 0: ragged
   bool has_custom_mask;
-  i32 cell_tokens;  // of a cell of mask tiles (mask_cells.h), where a mask function has them; 0: none has
-  i32 least_rows;   // of a request that the plan serves; others keep their place and have no row tiles
+  i32 cell_tokens;  // tokens in a cell of mask tiles (mask_cells.h) of a mask function; 0: there are none
+  i32 least_rows;   // of the requests in this plan; others keep their index and have no row tiles
   i32 most_rows;    // 0: any number
 
   bool serves_all() const { return least_rows == 0 && most_rows == 0; }
@@ -51,13 +51,13 @@ struct LengthFault {
 struct LengthTotals {
   i64 q_rows = 0;  // q_indptr's last entry
   KvTokens kv;
-  KvTokens served;     // of the requests that the plan serves
-  i64 kv_entries = 0;  // kv_indptr's last entry: pages, ragged: tokens
+  KvTokens served;     // of the requests in this plan
+  i64 kv_entries = 0;  // kv_indptr's last entry: pages; ragged: tokens
   i64 mask_bytes = 0;
   i64 tile_cells = 0;
   i64 units = 0;  // row tiles over all KV heads
   i32 max_q_len = 0;
-  i32 parts = 0;  // on the axis
+  i32 parts = 0;  // requests, or their parts, on the axis
 };
 
 struct AnyIndex {
@@ -88,7 +88,7 @@ inline KvTokens served_tokens(i32 group, i32 tile_q, const Request* requests, i3
 
 inline constexpr i32 most_parts_of_batch = 1 << 22;
 
-// Puts a request that lies on the axis as a whole there once more, part by part; false where they are too many.
+// Replaces a request by its parts on the axis. Returns false if there are too many.
 inline bool cut_to_parts(const Lengths& lengths, const Heads& heads, i32 tile_q, const Request& whole,
                          std::vector<Request>& requests, LengthTotals& totals) {
   const i32 shift = whole.kv_len - whole.q_len;
@@ -112,7 +112,7 @@ inline bool cut_to_parts(const Lengths& lengths, const Heads& heads, i32 tile_q,
   return true;
 }
 
-// Reads and checks every request. `requests` grows to hold all parts and one more.
+// Reads and checks every request. `requests` grows to hold all parts and one more entry.
 template <class Index, bool is_cut>
 LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q, std::vector<Request>& requests,
                          LengthTotals& totals) {
@@ -165,7 +165,7 @@ LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q,
       if (!lengths.serves(q_len)) tiles = 0;
     }
     const Request whole{kv_begin,
-                        totals.mask_bytes + totals.tile_cells,  // one of them
+                        totals.mask_bytes + totals.tile_cells,  // one of the two is 0
                         static_cast<i32>(i),
                         static_cast<i32>(q_begin),
                         static_cast<i32>(q_len),

@@ -1,5 +1,5 @@
-// Planning where the lengths are: sequence lengths and block tables in a card's memory, with no word from the host. The
-// plan is that of fp_plan on the same lengths, byte by byte; pages are read from the block tables in place.
+// Planning on the card: sequence lengths and block tables are in a card's memory, and the host knows none of them. The
+// plan has the same bytes as that of fp_plan for the same lengths; pages are read from the block tables in place.
 #pragma once
 #include "flashpage/plan/partition.h"
 #include "flashpage/plan/threads.h"
@@ -7,7 +7,7 @@
 
 namespace flashpage::plan {
 
-// Numbers out of range are taken as the nearest that is in range: nobody is there to be told.
+// Numbers out of range are clamped, because the device cannot report an error.
 struct Tables {
   const i32* q_indptr;      // rows, [batch + 1]; null: q_len_per_request rows each
   const void* seq_lens;     // tokens, [batch], i32 or i64
@@ -15,7 +15,7 @@ struct Tables {
   const i32* num_requests;  // [1], at most batch; null: batch
   i64 table_stride;         // entries from a row of the block tables to the next one
   i32 num_table_rows;
-  i32 table_columns;  // pages of a row
+  i32 table_columns;  // pages in a row
   i32 batch;
   i32 q_len_per_request;
   i32 max_rows;   // of q
@@ -49,29 +49,29 @@ struct Tables {
   FP_HOST_DEVICE static i64 within(i64 number, i64 most) { return max_of<i64>(0, min_of(number, most)); }
 };
 
-// All that planning needs, by value.
+// Everything that planning needs, passed by value.
 struct TablePlan {
   Tables tables;
   Heads heads;
   Schedule schedule;
   CostModel model;
   CutRules rules;
-  void* plan;       // written: header and what lies behind it
-  CutUnit* units;   // written: as many as there can be
-  char* workspace;  // written: Workspace, where there is no nearer place for it
+  void* plan;       // written: the header and what follows it
+  CutUnit* units;   // written: space for the maximum number
+  char* workspace;  // written: Workspace, if it does not fit shared memory
 };
 
 // Sums over requests.
 struct AxisSum {
   double cost;
   i64 tiles;
-  i32 requests;  // that have tiles
+  i32 requests;  // that have row tiles
   FP_HOST_DEVICE AxisSum operator+(const AxisSum& other) const {
     return {cost + other.cost, tiles + other.tiles, requests + other.requests};
   }
 };
 
-// What threads leave for each other. Laid out in memory that starts on 16 bytes.
+// Data that threads pass to each other, in memory that starts on 16 bytes.
 struct Workspace {
   struct State {
     i32 batch;
@@ -81,7 +81,7 @@ struct Workspace {
     Partition partition;
   };
   State* state;
-  Totals* sums;         // of a scan, [2 * num_threads]; AxisSums and KvTokens too
+  Totals* sums;         // of a scan, [2 * num_threads]; also used for AxisSums and KvTokens
   Totals* before;       // [num_ctas + 1]
   Lane* lanes;          // [num_ctas]
   Cut* ends;            // [2 * num_ctas]
@@ -137,7 +137,7 @@ class TablePlanner {
       for (i32 i = thread; i < batch; i += num_threads) {
         requests[i] = given_.tables.request(i, given_.heads, given_.schedule.tile_q);
       }
-      if (thread != num_threads - 1) return;  // has no request in most batches
+      if (thread != num_threads - 1) return;  // a thread that has no request in most batches
       work_.state->batch = batch;
       if (!has_waves) take_axis(one_wave(given_.schedule, given_.heads.num_kv_heads));
     });
@@ -172,7 +172,7 @@ class TablePlanner {
     work_.state->lanes = Lanes::make(given_.schedule, given_.heads.num_kv_heads, axis, work_.lanes);
   }
 
-  // Requests on the cost axis.
+  // Places the requests on the cost axis.
   FP_HOST_DEVICE void lay_out() {
     Request* const requests = work_.requests;
     const i32 batch = work_.state->batch;

@@ -1,23 +1,23 @@
-// Work that several threads share. A phase gives each thread its turn and ends with a barrier: what is written in one
-// phase is read in later ones, by any thread, and in the same one by nobody else. Nothing else connects threads, so a
-// host may take them one by one (csrc/plan/table_planner.cpp), in any order.
+// Work that several threads share. In a phase each thread runs once; the phase ends with a barrier. Data written in one
+// phase may be read by any thread in later ones, but in the same phase only by the thread that wrote it. Threads have
+// no other connection, so a host may run them one by one (csrc/plan/table_planner.cpp), in any order.
 #pragma once
 #include "flashpage/plan/lengths.h"
 
 namespace flashpage::plan {
 
-inline constexpr i32 num_threads = 256;  // that plan on a card
+inline constexpr i32 num_threads = 256;  // threads of the kernel that plans on a card
 
 inline constexpr i32 warp = 32;
 
-// body(i, lane, 32) for every i < count and lane < 32: a warp's threads do together what there is to do for one i.
+// Calls body(i, lane, 32) for every i < count and lane < 32: the threads of a warp share the work for one i.
 template <class Body>
 FP_HOST_DEVICE void by_warps(i32 thread, i32 count, Body&& body) {
   for (i32 i = thread / warp; i < count; i += num_threads / warp) body(i, thread % warp, warp);
 }
 
-// A Partitioner's searcher that looks at 32 requests at a time. Vote::count(holds): for how many lanes of a warp
-// holds(lane) is true; all of them know, and do otherwise what one thread would.
+// A Partitioner's searcher that looks at 32 requests at a time. Vote::count(holds) returns, to every thread of the
+// warp, for how many lanes holds(lane) is true. Apart from that, each thread does what one thread alone would.
 template <class Vote>
 struct WarpSearcher {
   Vote vote;
@@ -25,7 +25,7 @@ struct WarpSearcher {
   FP_HOST_DEVICE i32 request_at(const Request* requests, i32 batch, i32 from, double cost) const {
     const i32 near = advance(requests, batch, from, 1, cost);
     if (near < from + warp) return near;
-    i32 low = near;  // the next ones in strides
+    i32 low = near;  // continues in strides
     while (true) {
       const i32 next = advance(requests, batch, low, warp, cost);
       if (next < low + warp * warp) return advance(requests, batch, next, 1, cost);
@@ -36,7 +36,7 @@ struct WarpSearcher {
   FP_HOST_DEVICE void meet() const { vote.meet(); }
 
  private:
-  // The last of `from` and 32 others, `stride` apart, that begins at or before `cost`.
+  // The last of `from` and 32 other requests, `stride` apart, that begins at or before `cost`.
   FP_HOST_DEVICE i32 advance(const Request* requests, i32 batch, i32 from, i32 stride, double cost) const {
     return from + stride * vote.count([&](i32 lane) {
       const i32 mine = from + (lane + 1) * stride;
@@ -45,7 +45,7 @@ struct WarpSearcher {
   }
 };
 
-// body(i) for every i < count; ends with a barrier.
+// Calls body(i) for every i < count; ends with a barrier.
 template <class Threads, class Body>
 FP_HOST_DEVICE void each(Threads& threads, i32 count, Body&& body) {
   threads.phase([&](i32 thread) {
@@ -53,8 +53,8 @@ FP_HOST_DEVICE void each(Threads& threads, i32 count, Body&& body) {
   });
 }
 
-// store(i, sum of load(j) over j < i) for every i < count; returns the place of the total. Sums must not depend on how
-// their terms, which stay in order, are put into brackets. `sums`: [2 * num_threads].
+// Calls store(i, sum of load(j) over j < i) for every i < count and returns the address of the total. Addition must be
+// associative; the order of the terms is kept. `sums`: [2 * num_threads].
 template <class Threads, class T, class Load, class Store>
 FP_HOST_DEVICE const T* exclusive_scan(Threads& threads, i32 count, T* sums, Load&& load, Store&& store) {
   const i32 each = ceil_div(count, num_threads), summing = each > 0 ? ceil_div(count, each) : 1;

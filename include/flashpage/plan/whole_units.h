@@ -1,8 +1,8 @@
-// No unit is cut: the last ones on the axis are dealt to the CTAs longest first, each to the one that has the least so
-// far. Loads may then be less even than cuts would make them, but there are no pieces, and no launch that merges them.
+// Whole units: no unit is cut, and the last ones on the axis are dealt to the CTAs, longest first, each to the CTA with
+// the least load. Loads may be less even than with cuts, but there are no pieces and no launch that merges them.
 //
-// Few units are dealt all. Of many, lanes take whole units side by side on the axis, in waves as ever, and are dealt a
-// tail of a few each.
+// If there are few units, all of them are dealt. Otherwise lanes take whole units that are adjacent on the axis, in
+// waves as usual, and only a tail of a few units a lane is dealt.
 #pragma once
 #include <optional>
 #include <vector>
@@ -11,22 +11,22 @@
 
 namespace flashpage::plan {
 
-// That are dealt, of a lane on average.
+// Units that are dealt, for each lane on average.
 inline constexpr i64 most_whole_units = 4;
-// So few of a CTA read their contexts side by side: they need no waves (lanes.h) for that.
+// So few units of a CTA read their contexts at the same time, which is why they need no waves (lanes.h).
 inline constexpr i64 units_side_by_side = 2;
 static_assert(most_whole_units <= items_of_lane, "most_items has room for these and a segment in each wave");
 
-// KV heads are dealt as the axis has them (lanes.h): a lane's CTAs take the same units, each for its own heads.
+// Deals KV heads as the axis has them (lanes.h): a lane's CTAs take the same units, each for its own heads.
 class WholeUnits {
  public:
-  // Kept from plan to plan.
+  // Memory kept from plan to plan.
   struct Memory {
     struct RowTile {
       double ns;
       i32 request;
       i32 tile;
-      i32 first_head;  // on the axis, that is dealt: the later ones are too
+      i32 first_head;  // on the axis: the first one that is dealt; all later ones are too
       i32 cost_class;
     };
     struct Load {
@@ -36,15 +36,15 @@ class WholeUnits {
     std::vector<Cut> ends;         // [lanes], of the last wave, which ends where the tail begins
     std::vector<double> waves_ns;  // [lanes], loads of the waves
     std::vector<RowTile> tiles;
-    std::vector<i32> order;    // of tiles, the longest first
-    std::vector<Load> loads;   // [lanes], a heap: none is below the one at (i - 1) / 2
+    std::vector<i32> order;    // indices of tiles, the longest first
+    std::vector<Load> loads;   // [lanes], a heap: the load at (i - 1) / 2 is not above the one at i
     std::vector<i32> lane_of;  // [units], in the order in which they are dealt
-    std::vector<i32> counts;   // [lanes], of what is dealt
+    std::vector<i32> counts;   // [lanes], number of units that are dealt
     std::vector<Lane> lanes;
     std::vector<Segment> segments;
   };
 
-  // `early`: segments of all waves but the last, [lanes][waves]; `start`: of the last wave.
+  // `early`: segments of all waves but the last, [lanes][waves]. `start`: start of the last wave.
   WholeUnits(const CostModel& model, const CutRules& rules, const Division& division, const Segment* early,
              const Start& start, Memory& memory)
       : model_(model),
@@ -57,13 +57,13 @@ class WholeUnits {
         lanes_(division.lanes.count),
         memory_(memory) {}
 
-  // Whether this is worth a look beside a plan with cuts, which loads a CTA with `mean_ns`.
+  // Whether whole units may be faster than a plan with cuts, which loads a CTA with `mean_ns`.
   static bool may_be(const Schedule& schedule, double mean_ns) {
     return schedule.heads_on_axis && schedule.ns_per_merge > 0.0 && schedule.balanced() &&
            schedule.ns_per_merge >= least_gain * mean_ns;
   }
 
-  // Where the costliest CTA takes less than `ns`. Once.
+  // The assignment, if the costliest CTA takes less than `ns`. To be called once.
   std::optional<Assignment> better_than(double ns) {
     if (!find_tail() || !read_tiles(most_of_unit(ns))) return {};
     sort();
@@ -79,14 +79,15 @@ class WholeUnits {
  private:
   using RowTile = Memory::RowTile;
   using Load = Memory::Load;
-  static constexpr double least_gain = 0.002;  // a merge, of a CTA's load
+  static constexpr double least_gain = 0.002;  // of a merge, as a fraction of a CTA's load
   static constexpr double uneven_part = 12.0;
-  static constexpr i32 num_classes = 256;  // of costs: lengths need not be told apart more finely
-  static constexpr i64 least_units = 2;    // of a lane: fewer do not even out what waves leave
+  static constexpr i32 num_classes = 256;  // of costs; a finer distinction of lengths gains nothing
+  static constexpr i64 least_units = 2;    // of a lane; fewer do not even out the loads of the waves
 
   bool all_are_dealt() const { return tail_at_ == 0.0; }
 
-  // The tail begins with a request's KV head, as that has all row tiles: short ones too, which even out the others.
+  // Finds where the tail begins: at a KV head of a request, so that the tail has all of its row tiles, also short ones
+  // that even out the others.
   bool find_tail() {
     const i64 least = least_units * lanes_, most = most_whole_units * lanes_;
     if (division_.axis.waves == 1 && division_.units_on_axis <= most) return true;
@@ -109,13 +110,13 @@ class WholeUnits {
     return false;
   }
 
-  // The longest that the tail may have, if no CTA is to take more than `most`. Behind waves, CTAs end up uneven by
-  // about a twelfth of the longest, under causal.
+  // The longest unit that the tail may have if no CTA is to take more than `most`. After waves under causal, loads of
+  // CTAs differ by about a twelfth of the longest unit.
   double most_of_unit(double most) const {
     return all_are_dealt() ? most : uneven_part * (most - requests_[division_.batch].cost / lanes_);
   }
 
-  // A request's last tiles first: mostly they are the longest.
+  // Reads the tail's row tiles, each request's last ones first, as they are mostly the longest.
   bool read_tiles(double most) {
     memory_.tiles.clear();
     units_ = 0;
@@ -136,7 +137,7 @@ class WholeUnits {
     return units_ > 0;
   }
 
-  // By counting.
+  // Sorts the row tiles by cost class, by counting.
   void sort() {
     i32 places[num_classes] = {};
     const double classes_per_ns = longest_ns_ > 0.0 ? (num_classes - 1) / longest_ns_ : 0.0;
@@ -154,7 +155,7 @@ class WholeUnits {
     for (i32 i = 0; i < before; ++i) memory_.order[places[memory_.tiles[i].cost_class]++] = i;
   }
 
-  // Up to the tail. The loads become the heap.
+  // Fills the lanes with whole units up to the tail. Their loads become the heap.
   void fill_waves() {
     memory_.ends.assign(lanes_, tail_);
     memory_.loads.resize(lanes_);
@@ -197,7 +198,7 @@ class WholeUnits {
     return true;
   }
 
-  // Lane by lane: what waves gave it, then its units in the order in which they were dealt.
+  // Writes lane by lane: the segments of its waves, then its dealt units in the order in which they were dealt.
   void write_segments() {
     const i32 waves = division_.axis.waves;
     memory_.lanes.assign(division_.lane, division_.lane + lanes_);
@@ -227,7 +228,7 @@ class WholeUnits {
     for (i32 i = lanes_ / 2 - 1; i >= 0; --i) sink(i, memory_.loads[i]);
   }
 
-  // Puts a load into the heap, at `at` or below; what is there gives way.
+  // Puts a load into the heap at `at` or below, moving smaller loads up.
   void sink(i32 at, const Load load) {
     Load* const loads = memory_.loads.data();
     for (i32 below = 2 * at + 1; below < lanes_; below = 2 * at + 1) {
@@ -248,9 +249,9 @@ class WholeUnits {
   i32 heads_;
   i32 lanes_;
   Memory& memory_;
-  Cut tail_;              // where it begins
-  double tail_at_ = 0.0;  // on the axis
-  i32 units_ = 0;         // of the tail
+  Cut tail_;              // where the tail begins
+  double tail_at_ = 0.0;  // position of tail_ on the axis
+  i32 units_ = 0;         // in the tail
   double longest_ns_ = 0.0, tail_ns_ = 0.0, most_ns_ = 0.0;
 };
 

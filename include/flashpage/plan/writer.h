@@ -1,6 +1,7 @@
-// From segments to the plan's bytes: work items lane by lane, then what must be merged and the counters of arrivals.
+// Turns segments into the plan's bytes: work items lane by lane, then merges and their counters of arrivals.
 //
-// Lanes are counted first, then written, each for itself: any number of threads may do so side by side.
+// Lanes are counted first and then written. Each lane is independent: any number of threads may write lanes at the same
+// time.
 #pragma once
 #include "flashpage/plan/cost.h"
 #include "flashpage/plan/lanes.h"
@@ -8,42 +9,42 @@
 
 namespace flashpage::plan {
 
-// What lanes put into a plan; of all lanes before one: where it begins to put its own.
+// Numbers of entries that lanes add to a plan. The totals of all earlier lanes say where a lane begins to write.
 struct Totals {
   i64 items;
-  i64 units;         // that are cut, each counted where it begins
+  i64 units;         // cut units, each counted in the lane where it begins
   i64 merges;        // of the CTAs of one place
   i64 partial_rows;  // of the CTAs of one place
-  i64 pieces;        // of the last unit that is cut: it may go on in the next lane
+  i64 pieces;        // of the last cut unit, which may continue in the next lane
 
-  // Of lanes and of those behind them, in this order.
+  // Totals of some lanes followed by others, in this order.
   FP_HOST_DEVICE Totals operator+(const Totals& next) const {
     return {items + next.items, units + next.units, merges + next.merges, partial_rows + next.partial_rows,
             next.units > 0 ? next.pieces : pieces + next.pieces};
   }
 };
 
-// Of the bytes of a plan.
+// Offset of the items in the bytes of a plan.
 FP_HOST_DEVICE i64 items_offset(const Schedule& schedule) {
   return sizeof(PlanHeader) + schedule.num_ctas * static_cast<i64>(sizeof(CtaStart));
 }
 
 struct CutUnit {
   Cut at;
-  i32 merge;        // its first, in place 0
-  i32 partial_row;  // its first, in place 0
+  i32 merge;        // first merge, in place 0
+  i32 partial_row;  // first partial row, in place 0
   i32 pieces;
 };
 
-// Where a plan is written, and what is known of it meanwhile.
+// Where a plan is written, and what is known while it is.
 struct PlanMemory {
-  Totals* before;  // [lanes + 1], of the lanes before each
+  Totals* before;  // [lanes + 1], totals of the lanes before each
   CutUnit* units;  // as many as the last of `before` counts
-  char* bytes;     // as many as Writer::used_bytes says
+  char* bytes;     // Writer::used_bytes of them
 };
 
-// Which of a lane's items a thread writes, once the lanes before it are counted: those of requests that lie in a
-// segment as a whole, unless a fixed split may cut them, the others, all or none.
+// The items of a lane that a thread writes, once the lanes before it are counted. whole_requests: those of requests
+// that lie in a segment as a whole, unless a fixed split may cut them; others: all other items.
 enum class Items { none, whole_requests, others, all };
 
 class Writer {
@@ -63,8 +64,8 @@ class Writer {
         all_(memory.before[assignment.division.lanes.count]),
         items_(reinterpret_cast<WorkItem*>(memory.bytes + items_offset(schedule))) {}
 
-  // Adds a lane to the totals of the lanes before it, and writes its `items`; of whole requests every `step`-th from
-  // `first` on. To write, lanes of more than one head need the totals of the whole plan.
+  // Adds a lane to the totals of the lanes before it and writes its `items`; of the whole requests, every `step`-th
+  // from `first` on. To write lanes with more than one head, the totals of the whole plan must be known.
   template <Items items>
   FP_HOST_DEVICE void add_lane(i32 lane, Totals& to, i32 first = 0, i32 step = 1) const {
     const Lane& mine = lane_[lane];
@@ -72,7 +73,7 @@ class Writer {
     for (i32 i = 0; i < mine.num_segments; ++i) take<items>(segments[i], mine.heads, first, step, to);
   }
 
-  // What the CTAs of a lane start with, once all items are written: every `step`-th from `first` on.
+  // Writes the starts of a lane's CTAs, every `step`-th from `first` on, once all items are written.
   FP_HOST_DEVICE void write_starts(i32 lane, i32 first = 0, i32 step = 1) const {
     const Lane mine = lane_[lane];
     CtaStart* const starts = reinterpret_cast<CtaStart*>(memory_.bytes + sizeof(PlanHeader)) + mine.first_cta;
@@ -89,7 +90,7 @@ class Writer {
     }
   }
 
-  // What merges a cut unit, once all items are written: for every `step`-th place from `first` on.
+  // Writes the merges of a cut unit, for every `step`-th place from `first` on, once all items are written.
   FP_HOST_DEVICE void write_merges(i32 index, i32 first = 0, i32 step = 1) const {
     const CutUnit unit = memory_.units[index];
     const Cut& at = unit.at;
@@ -115,7 +116,8 @@ class Writer {
     }
   }
 
-  // Of the whole plan. What may not fit its 32 bits is counted in 64 by the two below.
+  // The header of the whole plan. Numbers that may not fit its 32 bits are returned in 64 bits by the two functions
+  // below.
   FP_HOST_DEVICE PlanHeader header() const {
     return {num_ctas(),
             static_cast<i32>(all_.items),
@@ -133,7 +135,7 @@ class Writer {
   FP_HOST_DEVICE i64 used_bytes() const { return merges_offset() + all_.merges * places_ * merge_bytes; }
 
  private:
-  // `heads`: of a CTA of the lane, here and below.
+  // `heads`, here and below: KV heads of a CTA of the lane.
   template <Items items>
   FP_HOT void take(const Segment& segment, i32 heads, i32 first, i32 step, Totals& to) const {
     constexpr bool writes = items == Items::others || items == Items::all;
@@ -150,7 +152,8 @@ class Writer {
     if (end.inside()) cut_unit<writes>(heads, end, {visible(end).begin, end.token}, false, to);
   }
 
-  // The pieces of a unit that began in an earlier lane. Moves behind it; false where the segment has nothing else.
+  // Writes the pieces of a unit that began in an earlier lane and moves `at` to the next unit. Returns false if the
+  // segment has nothing else.
   template <bool writes>
   FP_HOST_DEVICE bool resume(i32 heads, Cut& at, const Cut& end, Totals& to) const {
     const bool stays = at.same_unit(end);
@@ -201,7 +204,7 @@ class Writer {
     return rows <= schedule_.merge_rows ? 1 : ceil_div(rows, schedule_.merge_rows);
   }
 
-  // `count` units of a request: one item, but for units that a fixed split cuts.
+  // Adds `count` units of a request: one item, except for units that a fixed split cuts.
   template <bool writes>
   FP_HOT void whole_units(i32 heads, const Cut& at, i32 count, Totals& to) const {
     if (schedule_.fixed() && requests_[at.request].kv_len > schedule_.fixed_piece_tokens) {
@@ -235,7 +238,7 @@ class Writer {
   FP_HOT void units_in_a_row(i32 heads, const Cut& at, i32 count, Totals& to) const {
     if (count <= 0) return;
     const Request& request = requests_[at.request];
-    const bool all_tiles = count == request.tiles && at.tile == 0;  // an item goes on with the next KV head
+    const bool all_tiles = count == request.tiles && at.tile == 0;  // an item continues with the next KV head
     for (i32 head = 0; head < (all_tiles ? 1 : heads); ++head) {
       if constexpr (writes) {
         WorkItem& item = items_[to.items];
@@ -246,7 +249,7 @@ class Writer {
     }
   }
 
-  // The first pieces of a unit, or all.
+  // Begins a cut unit and adds its first pieces, or all of them.
   template <bool writes>
   FP_HOST_DEVICE void cut_unit(i32 heads, const Cut& at, const TokenRange& range, bool is_all, Totals& to) const {
     ++to.units;
@@ -258,7 +261,7 @@ class Writer {
     }
   }
 
-  // The last unit that was cut, all of whose pieces are counted.
+  // Records the last cut unit, all of whose pieces are counted.
   FP_HOST_DEVICE void put_unit(const Cut& at, const Totals& to) const {
     const i32 rows = rows_of(at);
     memory_.units[to.units - 1] = {at, static_cast<i32>(to.merges - merges_of(rows)),
@@ -270,7 +273,7 @@ class Writer {
                              : static_cast<i32>(max_i32);
   }
 
-  // A range of the tokens of the last unit that was cut: one piece, or one for each multiple of a fixed split.
+  // Adds a range of tokens of the last cut unit: one piece, or one for each multiple of a fixed split.
   template <bool writes>
   FP_HOST_DEVICE void put_pieces(i32 heads, const Cut& at, const TokenRange& range, Totals& to) const {
     const i32 rows = rows_of(at);
@@ -315,7 +318,7 @@ class Writer {
             -1};
   }
 
-  // Smaller lanes have the last CTAs, and the last of them come first; full lanes are in the order of their CTAs.
+  // Small lanes have the last CTAs, and the last of those come first; full lanes are in the order of their CTAs.
   FP_HOST_DEVICE i32 num_ctas() const {
     const Lanes& lanes = assignment_.division.lanes;
     for (i32 i = 0; i < lanes.count; ++i) {
@@ -335,13 +338,13 @@ class Writer {
   const Schedule& schedule_;
   const Assignment& assignment_;
   const PlanMemory& memory_;
-  // Copies of what every item needs: behind references it would be loaded again after each store to the plan.
+  // Copies of what every item needs: members of references would be loaded again after each store to the plan.
   const Request* const requests_;
   const Lane* const lane_;
   const i32 batch_;
   const i32 axis_heads_;
-  // CTAs of a full lane. They have as many partial rows and merges each, those of a place behind the place before it; a
-  // CTA of several heads has as many places.
+  // CTAs of a full lane. Each place has the same number of partial rows and merges, which follow those of the place
+  // before; a CTA of several heads has several places.
   const i32 places_;
   const Totals* const before_;
   const Totals& all_;

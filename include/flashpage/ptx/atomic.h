@@ -4,22 +4,22 @@
 
 namespace flashpage::ptx {
 
-// The counter's value before; what the CTA wrote before a barrier that led here is visible to who sees the new value,
-// and what others wrote before their additions is visible here.
+// Adds to the counter and returns its value from before. What the CTA wrote before a barrier that precedes this call is
+// visible to readers of the new value; what other CTAs wrote before their additions is visible after this call.
 FP_DEVICE u32 add_acquire_release(u32* counter, u32 amount) {
   u32 before;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(amount) : "memory");
   return before;
 }
 
-// What others wrote before they added to the counter is visible once their additions are seen.
+// Loads the counter. What other CTAs wrote before the additions that it counts is visible after this call.
 FP_DEVICE u32 load_acquire(const u32* counter) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
 
-// The same between warps of a CTA: what the writer saw before is visible here.
+// A flag between warps of a CTA: what the writer had seen before its release is visible after this load.
 FP_DEVICE u32 load_acquire_shared(const u32* word) {
   u32 value;
   asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(shared_address(word)) : "memory");

@@ -1,4 +1,4 @@
-// When and where: for traces.
+// Clock and SM number, for traces.
 #pragma once
 #include "flashpage/common/types.h"
 

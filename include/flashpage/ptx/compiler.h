@@ -1,20 +1,21 @@
-// What is said to the compiler alone and becomes no instruction.
+// Hints to the compiler that become no instruction.
 //
-// Accumulators take most registers of these kernels. Whatever else stays in one from tile to tile costs a spill, or has
-// ptxas put products one after the other (C7511). The compiler does not weigh that: it keeps what it has computed once,
-// and what it could compute before a loop.
+// Accumulators take most registers of these kernels. Any other value that stays in a register from tile to tile costs a
+// spill, or makes ptxas serialise the wgmmas (warning C7511). The compiler does not weigh this: it keeps values that it
+// has computed once, and hoists computations out of loops.
 #pragma once
 #include "flashpage/common/types.h"
 
 namespace flashpage::ptx {
 
-// The same value, but the compiler cannot tell: what is derived from it is computed where it is used.
+// Returns `value`, but hides from the compiler that it is the same, so that values derived from it are computed where
+// they are used.
 FP_DEVICE u32 opaque(u32 value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// What these hold is of no use any more. Said where ways part: else it would be kept through both.
+// Marks accumulators as dead. Called before a branch, as the compiler would otherwise keep them alive on both sides.
 template <int tiles>
 FP_DEVICE void forget(float (&accumulators)[tiles][4]) {
   float unset[tiles][4];

@@ -1,10 +1,10 @@
-// Conversions between fp32, 16-bit and 8-bit elements on the device. Pairs are packed low element first.
+// Conversions between fp32, 16-bit and 8-bit elements on the device. The low element of a pair comes first.
 #pragma once
 #include "flashpage/common/types.h"
 
 namespace flashpage::ptx {
 
-// {low, high} rounded to nearest even.
+// Packs {low, high}, rounded to nearest even.
 template <class T>
 FP_DEVICE u32 pack2(float low, float high) {
   u32 packed;
@@ -17,7 +17,7 @@ FP_DEVICE u32 pack2(float low, float high) {
   return packed;
 }
 
-// Four numbers to fp8, sm_89: nearest even; what is too large becomes the largest number.
+// Packs four fp8 numbers (sm_89), rounded to nearest even; numbers that are too large become the largest one.
 template <class T>
 FP_DEVICE u32 pack4(float first, float second, float third, float fourth) {
   static_assert(is_same<T, E4m3>);
@@ -58,7 +58,8 @@ FP_DEVICE float to_float(T value) {
     return half_bits_to_float(static_cast<u16>(value.bits << 8));
   } else {
     static_assert(is_same<T, E4m3>);
-    // Magnitude into fp16's field, times 2^8 for the difference of the exponent biases; 0x7f is the only NaN.
+    // Moves the magnitude to fp16's fields; 2^8 makes up for the difference of the exponent biases. 0x7f is the only
+    // NaN.
     u32 magnitude = value.bits & 0x7f;
     float scaled = half_bits_to_float(static_cast<u16>(magnitude << 7)) * 256.f;
     if (magnitude == 0x7f) scaled = __uint_as_float(0x7fffffff);
@@ -66,7 +67,7 @@ FP_DEVICE float to_float(T value) {
   }
 }
 
-// {low, high} of 16-bit elements.
+// Unpacks {low, high} of 16-bit elements.
 template <class T>
 FP_DEVICE float2 unpack2(u32 packed) {
   if constexpr (is_same<T, Bf16>) {
@@ -86,7 +87,7 @@ FP_DEVICE u32 mul_half2(u32 a, u32 b) {
   return product;
 }
 
-// a * b + c, and c - a * b.
+// fma_half2: a * b + c; negative_fma_half2: c - a * b.
 FP_DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
   u32 sum;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
@@ -99,17 +100,17 @@ FP_DEVICE u32 negative_fma_half2(u32 a, u32 b, u32 c) {
 }
 
 FP_DEVICE u32 mul_bf162(u32 a, u32 b) {
-  u32 product;  // fma with -0: a bf16 multiply that sm_80 has too
+  u32 product;  // fma with -0: sm_80 has no bf16 multiply
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
   return product;
 }
 
-// Four fp8 bytes to two pairs of 16-bit elements, exact for every finite value: the magnitude is shifted into the wider
-// format's exponent and mantissa, and a power of two makes up for the difference of the exponent biases.
+// Widens four fp8 bytes to two pairs of 16-bit elements, exactly for every finite value: the magnitude is shifted to
+// the wider format's exponent and mantissa, and a power of two makes up for the difference of the exponent biases.
 template <class Wide, class Narrow>
 FP_DEVICE void widen4(u32 four, u32& pair0, u32& pair1) {
   static_assert(is_fp8<Narrow>);
-  u32 spread0 = byte_permute(four, 0, 0x1404);  // each byte to the high half of 16 bits
+  u32 spread0 = byte_permute(four, 0, 0x1404);  // each byte moves to the high half of 16 bits
   u32 spread1 = byte_permute(four, 0, 0x3424);
   if constexpr (is_same<Wide, Half> && is_same<Narrow, E5m2>) {
     pair0 = spread0;
@@ -131,7 +132,7 @@ FP_DEVICE void widen4(u32 four, u32& pair0, u32& pair1) {
   }
 }
 
-// To fp8, nearest even; what is too large becomes the largest number.
+// Rounds to fp8, to nearest even; numbers that are too large become the largest one.
 template <class Narrow>
 FP_DEVICE Narrow narrow(float value) {
   static_assert(is_fp8<Narrow>);
@@ -146,7 +147,8 @@ FP_DEVICE Narrow narrow(float value) {
 #else
   constexpr int mantissa = is_same<Narrow, E4m3> ? 3 : 2, bias = is_same<Narrow, E4m3> ? 7 : 15;
   constexpr float largest = is_same<Narrow, E4m3> ? 448.f : 57344.f;
-  constexpr float smallest = 1.f / (1 << (bias - 1)), steps = smallest / (1 << mantissa);  // normal; between denormals
+  constexpr float smallest = 1.f / (1 << (bias - 1)),
+                  steps = smallest / (1 << mantissa);  // smallest normal number; distance of subnormal ones
   const u32 sign = __float_as_uint(value) >> 24 & 0x80;
   if (value != value) return {static_cast<u8>(sign | 0x7f)};
   const float magnitude = fminf(fabsf(value), largest);

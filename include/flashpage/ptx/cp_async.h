@@ -1,11 +1,12 @@
-// cp.async: global to shared memory without registers, sm_80 and newer.
+// cp.async: copies from global to shared memory that use no registers, sm_80 and newer.
 #pragma once
 #include "flashpage/common/types.h"
 
 namespace flashpage::ptx {
 
-// Copies the first `valid_bytes` of `bytes` (4, 8 or 16) to shared memory and writes zeros behind them. Not ordered
-// with ordinary accesses by itself: commit, wait and barriers are, and staged tiles are touched only between them.
+// Copies the first `valid_bytes` of `bytes` (4, 8 or 16) to shared memory and fills the others with zeros. Ordinary
+// accesses are not ordered with the copy itself, only with commits, waits and barriers; staged tiles are accessed only
+// between those.
 template <int bytes>
 FP_DEVICE void cp_async_first(u32 shared, const void* global, int valid_bytes) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16);
@@ -17,13 +18,13 @@ FP_DEVICE void cp_async_first(u32 shared, const void* global, int valid_bytes) {
   }
 }
 
-// All of them, or zeros where there is nothing to copy.
+// Copies `bytes` bytes, or writes zeros if `exists` is false.
 template <int bytes>
 FP_DEVICE void cp_async(u32 shared, const void* global, bool exists) {
   cp_async_first<bytes>(shared, global, exists ? bytes : 0);
 }
 
-// The same; `policy` is one of cache_policy.h.
+// As above, with a policy of cache_policy.h.
 template <int bytes>
 FP_DEVICE void cp_async(u32 shared, const void* global, bool exists, u64 policy) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16);

@@ -1,4 +1,4 @@
-// Programmatic dependent launch (sm_90; nothing elsewhere). Rule: every CTA, an empty one included, waits before its
+// Programmatic dependent launch (sm_90; no instruction elsewhere). Rule: every CTA, even an empty one, waits before its
 // first access to global memory.
 #pragma once
 #include "flashpage/common/types.h"

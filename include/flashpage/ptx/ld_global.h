@@ -1,10 +1,10 @@
-// ld.global into registers, for what is read once and never written during the launch: it passes the L1 by.
+// ld.global to registers for data that is read once and never written during the launch: it bypasses the L1.
 #pragma once
 #include "flashpage/common/types.h"
 
 namespace flashpage::ptx {
 
-// Four or two words, aligned to their size. In the order of other accesses of this kind.
+// Loads four or two words, aligned to their size. Volatile: these loads keep their order.
 FP_DEVICE void load_once(u32 (&words)[4], const void* from) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])

@@ -1,4 +1,4 @@
-// The special-function unit: fast exp2, log2, sine and cosine.
+// exp2, log2, sine and cosine on the special-function unit.
 #pragma once
 #include "flashpage/common/types.h"
 
@@ -16,7 +16,7 @@ FP_DEVICE float log2_approx(float x) {
   return y;
 }
 
-// Off by at most 2^-21 from -pi to pi.
+// Error at most 2^-21 from -pi to pi.
 FP_DEVICE float sin_approx(float x) {
   float y;
   asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

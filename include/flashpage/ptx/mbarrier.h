@@ -1,10 +1,10 @@
-// mbarrier: arrival barriers in shared memory that also count the bytes of bulk copies, sm_90.
+// mbarrier: barriers in shared memory that count arrivals and the bytes of bulk copies, sm_90.
 #pragma once
 #include "flashpage/common/types.h"
 
 namespace flashpage::ptx {
 
-// By one thread; then mbarrier_init_fence and a CTA barrier before anyone else touches it.
+// Called by one thread; mbarrier_init_fence and a CTA barrier follow before other threads use the barrier.
 FP_DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -14,17 +14,17 @@ FP_DEVICE void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and lets the phase wait for `bytes` of bulk copies too.
+// Arrives, and makes the phase also wait for `bytes` of bulk copies.
 FP_DEVICE void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives once this thread's earlier cp.async have landed; counts as one of the expected arrivals.
+// Arrives once this thread's earlier cp.async have landed; it is one of the expected arrivals.
 FP_DEVICE void mbarrier_arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Whether the phase of this parity is over (the first phase has parity 0); it may wait a while.
+// Whether the phase of this parity is over (the first phase has parity 0). The instruction may wait a while.
 FP_DEVICE bool mbarrier_try(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -37,7 +37,7 @@ FP_DEVICE bool mbarrier_try(u32 barrier, u32 parity) {
   return done;
 }
 
-// The same, at once.
+// As mbarrier_try, but returns at once.
 FP_DEVICE bool mbarrier_test(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -50,13 +50,13 @@ FP_DEVICE bool mbarrier_test(u32 barrier, u32 parity) {
   return done;
 }
 
-// Until it is.
+// Waits until the phase of this parity is over.
 FP_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
   while (!mbarrier_try(barrier, parity)) continue;
 }
 
-// Until it is; what CTAs of the cluster have stored into this one's shared memory, and the barrier has counted, is
-// seen.
+// Waits until the phase is over. Stores by other CTAs of the cluster to this CTA's shared memory that the barrier has
+// counted are visible after it.
 FP_DEVICE void mbarrier_wait_for_peers(u32 barrier, u32 parity) {
   u32 done;
   do {

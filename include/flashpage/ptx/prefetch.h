@@ -1,4 +1,4 @@
-// prefetch: a line of global memory into the L2, or into the SM's L1 too.
+// prefetch: brings a line of global memory to the L2, or also to the SM's L1.
 #pragma once
 #include "flashpage/common/types.h"
 

@@ -4,7 +4,7 @@
 
 namespace flashpage::ptx {
 
-// 1 / x within 1 ulp, for normal x whose reciprocal is normal too: one instruction, no range checks.
+// 1 / x within 1 ulp, for normal x with a normal reciprocal: one instruction, no range checks.
 FP_DEVICE float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

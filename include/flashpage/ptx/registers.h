@@ -1,4 +1,4 @@
-// setmaxnreg: registers from the warps that load to those that compute, sm_90a. By whole warpgroups.
+// setmaxnreg: moves registers from the loading warps to the computing ones, sm_90a. Called by whole warpgroups.
 #pragma once
 #include "flashpage/common/types.h"
 

@@ -1,4 +1,4 @@
-// Shared-memory addresses as the 32-bit numbers that PTX instructions take.
+// Shared-memory accesses by the 32-bit addresses that PTX instructions take.
 #pragma once
 #include "flashpage/common/types.h"
 
@@ -6,7 +6,7 @@ namespace flashpage::ptx {
 
 FP_DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
-// Not ordered with ordinary accesses by itself, like a copy: barriers are.
+// Stores words. Ordinary accesses are not ordered with it, only with barriers, as for a copy.
 FP_DEVICE void store_shared(u32 address, u32 first, u32 second) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second));
 }

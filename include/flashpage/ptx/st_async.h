@@ -1,5 +1,5 @@
-// st.async: stores into the shared memory of a cluster's CTA (this one too) that an mbarrier beside them counts as
-// bytes, so that who waits there sees them, sm_90. Addresses are peer_address' (ptx/cluster.h).
+// st.async: stores to the shared memory of a CTA of the cluster (this one included), sm_90. An mbarrier of that CTA
+// counts their bytes, so that threads that wait at it see them. Addresses come from peer_address (ptx/cluster.h).
 #pragma once
 #include "flashpage/common/types.h"
 

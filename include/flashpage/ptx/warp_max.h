@@ -10,7 +10,7 @@ FP_DEVICE u32 warp_max(u32 x) {
   return most;
 }
 
-// The largest of all lanes' numbers; NaN where one is (its bits are those of a larger integer than any number's).
+// The largest number of all lanes; NaN if one is NaN (its bits are a larger integer than those of any number).
 FP_DEVICE float warp_max(float x) {
   auto ordered = [](i32 bits) { return bits ^ ((bits >> 31) & 0x7fffffff); };
   i32 mine = ordered(__float_as_int(x)), most;

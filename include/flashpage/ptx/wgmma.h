@@ -1,38 +1,38 @@
-// Around wgmma, the matrix product of a warpgroup, sm_90a: operand descriptors, and the order between products and
+// Operand descriptors for wgmma, the matrix product of a warpgroup (sm_90a), and the order between products and
 // ordinary register accesses. The products themselves are rendered (flashpage/kernels/wgmma_source.py).
 #pragma once
 #include "flashpage/common/types.h"
 
 namespace flashpage::ptx {
 
-// A matrix in shared memory in blocks of 128-byte rows with the copy engine's 128-byte swizzle
-// (tile/layout/swizzled_rows.h). `next_block`: bytes from block to block, where the product's long side runs across
-// them. In two halves, as moving a matrix (its address, or a part of it) changes the low one only.
+// Descriptor of a matrix in shared memory: panels of 128-byte rows with the copy engine's 128-byte swizzle
+// (tile/layout/swizzled_rows.h). `next_panel`: bytes from panel to panel, if the product's long side runs across
+// panels. It has two halves, because moving a matrix (adding to its address) changes only the low one.
 struct Matrix {
   u32 low, high;
 
-  // Lane 0's address, so that the compiler knows it for the warp's and moves it in uniform registers.
-  FP_DEVICE Matrix(u32 address, u32 next_block)
-      : low(__shfl_sync(0xffffffff, next_block / 16 << 16 | (address & 0x3ffff) / 16, 0)) {
+  // Broadcasts lane 0's address, so that the compiler knows that the warp shares it and moves it in uniform registers.
+  FP_DEVICE Matrix(u32 address, u32 next_panel)
+      : low(__shfl_sync(0xffffffff, next_panel / 16 << 16 | (address & 0x3ffff) / 16, 0)) {
     constexpr u32 eight_rows = 1024 / 16, swizzle_128 = 1u << 30;
     high = swizzle_128 | eight_rows;
   }
   FP_DEVICE u64 at(u32 bytes) const { return static_cast<u64>(high) << 32 | (low + bytes / 16); }
 };
 
-// Ordinary accesses to the registers of the products to come are done.
+// Orders ordinary accesses to registers before the products that follow and use these registers.
 FP_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 FP_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most `pending` of the newest committed groups are at work.
+// Waits until at most `pending` of the newest committed groups are in flight.
 template <int pending>
 FP_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// These accumulators are what they are here: behind a wait, no use of them moves before it; before one, nothing that
-// computes them moves behind it.
+// Fixes the accumulators' values at this point: after a wait, no use of them moves before it; before a wait, no
+// computation of them moves after it.
 template <int tiles>
 FP_DEVICE void wgmma_settle(float (&accumulators)[tiles][4]) {
 #pragma unroll
@@ -40,7 +40,7 @@ FP_DEVICE void wgmma_settle(float (&accumulators)[tiles][4]) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(accumulators[n][e])::"memory");
 }
-// And so are these factors.
+// Fixes the values of these factors at this point.
 template <int steps>
 FP_DEVICE void wgmma_settle(u32 (&factors)[steps][4]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// When what happened, CTA by CTA: stamps of a kernel that was compiled with a trace. No code in any other.
+// Traces: time stamps of each CTA in kernels that are compiled with a trace. Other kernels contain no code for them.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/clock.h"
@@ -9,16 +9,16 @@ namespace flashpage {
 enum class Stamp {
   start,       // the CTA runs and may read global memory
   plan_known,  // its first unit is known
-  first_load,  // its first K and V are on their way
+  first_load,  // copies of its first K and V are issued
   first_tile,  // they have arrived
   last_tile,   // the last ones were used
   written,     // the last unit's rows are written
-  end,         // merged what was to merge
-  sm,          // no time: the number of its SM
+  end,         // merges are done
+  sm,          // not a time: the number of the CTA's SM
   count,
 };
 
-// By one thread of the CTA; a later one of the same kind replaces it.
+// Called by one thread of the CTA; a later stamp of the same kind replaces an earlier one.
 template <class Traits>
 FP_DEVICE void stamp(const AttentionParams& params, Stamp kind) {
   if constexpr (Traits::trace) {
@@ -28,7 +28,7 @@ FP_DEVICE void stamp(const AttentionParams& params, Stamp kind) {
     }
   }
 }
-// Only where nothing of the kind was stamped yet in this launch; the host clears the stamps before.
+// Stamps only if this launch has no stamp of the kind yet; the host clears stamps before a launch.
 template <class Traits>
 FP_DEVICE void stamp_first(const AttentionParams& params, Stamp kind) {
   if constexpr (Traits::trace) {

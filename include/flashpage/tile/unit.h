@@ -1,5 +1,5 @@
-// One unit of a work item: a row tile of one KV head, its token range, and the way from packed rows to q, out and
-// partials.
+// One unit of a work item: a row tile of one KV head and its token range; and the mapping from packed rows to q, out
+// and partials.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/plan/visible.h"
@@ -7,12 +7,12 @@
 namespace flashpage {
 
 struct Unit {
-  i32 first_row;  // packed, within the request
+  i32 first_row;  // packed, in the request
   i32 num_rows;   // packed rows of the tile that exist
   i32 kv_head;
-  i32 kv_begin;  // tokens that some row of the tile may see: causal and window clip the item's range
+  i32 kv_begin;  // tokens that some row of the tile may see: the item's range, clipped by causal and window
   i32 kv_end;
-  i32 all_begin;  // tokens that every row of the tile sees: tiles inside need no mask
+  i32 all_begin;  // tokens that every row of the tile sees: tiles inside this range need no mask
   i32 all_end;
 };
 
@@ -22,7 +22,7 @@ struct PackedRow {
   i32 head;  // query head
 };
 
-// Params are those of the attention or of its mask's tiles.
+// Params are AttentionParams or MaskTilesParams.
 template <class Params>
 FP_DEVICE PackedRow unpack_row(const Params& params, i32 kv_head, i32 packed_row) {
   u32 row, head_in_group;
@@ -30,7 +30,7 @@ FP_DEVICE PackedRow unpack_row(const Params& params, i32 kv_head, i32 packed_row
   return {static_cast<i32>(row), static_cast<i32>(kv_head * params.group.divisor + head_in_group)};
 }
 
-// The tokens that one row sees of the item's range.
+// The tokens of the item's range that one row sees.
 template <class Params>
 FP_DEVICE TokenRange visible_range(const Params& params, const WorkItem& item, i32 position) {
   return {first_visible(params, position, item.kv_begin), visible_end(params, position, item.kv_end)};
@@ -45,19 +45,19 @@ FP_DEVICE Unit make_unit(const AttentionParams& params, const WorkItem& item, i3
   return {first_row, num_rows, kv_head, first.begin, max_of(first.begin, last.end), last.begin, first.end};
 }
 
-// A CTA's present work: a unit, and a pass over some of its value columns.
+// The work that a CTA does now: a unit, and a pass over some of its value columns.
 struct Place {
   WorkItem item;
   Unit unit;
   i32 pass;
-  i32 turn;   // 0 and 1 in turn
-  bool done;  // nothing left: the other fields mean nothing
+  i32 parity;  // alternates between 0 and 1
+  bool done;   // no work is left; the other fields are undefined
 };
 
-// Places lie in a ring of three.
+// The place after `here` in a ring of three.
 FP_DEVICE i32 next_place(i32 here) { return here == 2 ? 0 : here + 1; }
 
-// Walks the places of one CTA's items. One thread moves it and writes the places, the CTA reads them.
+// Visits the places of a CTA's items. One thread advances it and writes the places; the CTA reads them.
 struct PlaceCursor {
   CtaItems cta;
   i32 next_item;
@@ -66,18 +66,18 @@ struct PlaceCursor {
 
   FP_DEVICE void start(const PlanHeader* plan, i32 index) { begin = &cta_start(plan, index); }
 
-  // The first place of the CTA, or the one after `last`. The first item is read whether there is one or not: its load
-  // does not wait for the range.
+  // The first place of the CTA. The first item is loaded even if the CTA has none, so that the load does not wait for
+  // the range.
   FP_DEVICE void first(const AttentionParams& params, i32 tile_q, Place& place) {
     const CtaStart start = *begin;
     first(params, tile_q, start, place);
   }
-  // As above, with the CTA's start that the caller has read.
+  // As above, with the CTA's start already loaded by the caller.
   FP_DEVICE void first(const AttentionParams& params, i32 tile_q, const CtaStart& start, Place& place) {
     cta = start.items;
     next_item = cta.begin;
     place.pass = 0;
-    place.turn = 0;
+    place.parity = 0;
     place.done = cta.begin == cta.end;
     open_item(params, tile_q, start.first, place);
   }
@@ -88,7 +88,7 @@ struct PlaceCursor {
     } else {
       next_unit(params, tile_q, last, place);
     }
-    place.turn = last.turn ^ 1;
+    place.parity = last.parity ^ 1;
   }
 
  private:

@@ -13,19 +13,19 @@ struct WarpRows {
   int first_row;  // of the warp, in the unit
   int lane;
 
-  // A packed row of the lane, or the unit's last one instead of rows that do not exist.
+  // A packed row of the lane; the unit's last row if that row does not exist.
   FP_DEVICE i32 packed_row(int m, int half) const { return clamped(first_row + m * 16 + half * 8 + lane / 4); }
   FP_DEVICE PackedRow row(int m, int half) const { return unpack_row(params, unit.kv_head, packed_row(m, half)); }
   FP_DEVICE TokenRange visible(const PackedRow& row) const {
     return visible_range(params, item, query_position(item, row.row));
   }
 
-  // The same rows, from which the compiler keeps nothing in registers from tile to tile.
+  // A copy of this from which the compiler keeps nothing in registers from tile to tile.
   FP_DEVICE WarpRows recomputed() const {
     return {params, item, unit, static_cast<int>(ptx::opaque(first_row)), static_cast<int>(ptx::opaque(lane))};
   }
 
-  // The packed row of row `row` of the unit.
+  // The packed row with number `row` in the unit; the unit's last row if that row does not exist.
   FP_DEVICE i32 clamped(int row) const { return unit.first_row + min_of(row, unit.num_rows - 1); }
 };
 

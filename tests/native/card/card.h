@@ -1,5 +1,5 @@
-// A CTA's threads as fibers of one host thread, for the headers of small kernels: what CUDA has built in, as far as
-// they use it. A thread runs until it waits for others.
+// Runs a CTA's threads as fibers of one host thread, for the headers of small kernels, with the parts of CUDA that they
+// use. A thread runs until it waits for others.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -25,7 +25,7 @@ struct alignas(8) uint2 {
 
 namespace card {
 
-// Where threads meet; the last one lets all go on.
+// A barrier: the last thread to arrive releases all.
 struct Meeting {
   unsigned expected = 0, arrived = 0, generation = 0;
 };
@@ -35,21 +35,22 @@ struct Warp {
   unsigned values[32];
 };
 
-// A place in the program. _setjmp leaves signals' masks alone, which swapcontext asks the system for at every switch.
+// A point in the program at which a fiber continues. _setjmp does not save the signal mask, which swapcontext sets by a
+// system call at every switch.
 struct Place {
   jmp_buf registers;
 };
 
-inline std::vector<ucontext_t> beginnings;  // of threads
-inline std::vector<Place> places;           // of those that have begun
+inline std::vector<ucontext_t> beginnings;  // of threads that have not begun
+inline std::vector<Place> places;           // of threads that have begun
 inline std::vector<char> begun, done;
-inline std::vector<std::function<bool()>> waits;  // what each thread that waits waits for
+inline std::vector<std::function<bool()>> waits;  // the condition that each waiting thread waits for
 inline Place scheduler;
 inline std::vector<Warp> warps;
 inline Meeting cta;
 inline std::function<void()> body;
 
-// From the scheduler to the thread whose turn it is, and back.
+// Switches from the scheduler to the thread that threadIdx names, and back.
 inline void enter() {
   const unsigned thread = threadIdx.x;
   if (_setjmp(scheduler.registers) != 0) return;
@@ -61,18 +62,19 @@ inline void leave() {
   if (_setjmp(places[threadIdx.x].registers) == 0) _longjmp(scheduler.registers, 1);
 }
 
-inline std::function<void()> meanwhile;  // what others than threads do
-inline long long turns_in_vain = 0;
-// A turn in which a thread finds nothing to do. Where nobody has moved for long nobody will: the process ends, as
-// fibers cannot be left.
+inline std::function<void()> meanwhile;  // called between threads, for example to let copies land
+inline long long idle_switches = 0;
+// Called when a thread has nothing to do. If no thread has made progress for long, all of them wait for each other. The
+// process then ends, because fibers cannot be unwound.
 inline void pass() {
-  if (++turns_in_vain > 50'000'000) {
+  if (++idle_switches > 50'000'000) {
     std::fprintf(stderr, "a kernel on the host: everyone waits, thread %u too\n", threadIdx.x);
     std::abort();
   }
   if (meanwhile) meanwhile();
 }
-// Gives others turns until is_over(), which the scheduler asks: most turns find it false, and a switch costs far more.
+// Lets other threads run until is_over() is true. The scheduler calls is_over() itself, because it mostly returns false
+// and a switch costs far more.
 template <class IsOver>
 void wait_until(IsOver&& is_over) {
   if (is_over()) return;
@@ -85,7 +87,7 @@ inline void meet(Meeting& meeting) {
   if (++meeting.arrived == meeting.expected) {
     meeting.arrived = 0;
     ++meeting.generation;
-    turns_in_vain = 0;
+    idle_switches = 0;
     return;
   }
   wait_until([&] { return meeting.generation != generation; });
@@ -97,8 +99,8 @@ inline void thread_main() {
   leave();
 }
 
-// Of the thread that threadIdx names.
-inline void take_turn() {
+// Runs the thread that threadIdx names until it waits.
+inline void resume_thread() {
   std::function<bool()>& is_over = waits[threadIdx.x];
   if (is_over) {
     if (!is_over()) return pass();
@@ -107,7 +109,7 @@ inline void take_turn() {
   enter();
 }
 
-// Runs `kernel` in each CTA of a grid, one after the other.
+// Runs `kernel` in each CTA of a grid, one after another.
 inline void launch(unsigned grid, unsigned num_threads, std::function<void()> kernel) {
   constexpr size_t stack_bytes = 1 << 16;
   static std::vector<char> stacks;
@@ -132,14 +134,14 @@ inline void launch(unsigned grid, unsigned num_threads, std::function<void()> ke
       running = 0;
       for (threadIdx.x = 0; threadIdx.x < num_threads; ++threadIdx.x) {
         if (done[threadIdx.x]) continue;
-        take_turn();
+        resume_thread();
         running += !done[threadIdx.x];
       }
     }
   }
 }
 
-// Calls read(values) of all lanes of the caller's warp between two meetings.
+// Calls read(values) with the values of all lanes of the caller's warp, between two barriers of the warp.
 template <class Read>
 auto exchange(unsigned value, Read&& read) {
   Warp& warp = warps[threadIdx.x / 32];

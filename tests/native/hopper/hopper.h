@@ -1,6 +1,6 @@
-// What kernels for Hopper need beside card.h: shared memory by its 32-bit addresses, barriers, and what CUDA has built
-// in. Threads are fibers, so an access happens where it is written; copies land later, products are done when they are
-// waited for.
+// The parts of CUDA that kernels for Hopper use in addition to card.h: shared memory by 32-bit addresses, barriers and
+// built-in functions. Threads are fibers, so an ordinary access happens at once; copies land later, and products are
+// computed when they are waited for.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -51,11 +51,11 @@ T __ldg(const T* from) {
 }
 using std::exp2f, std::fmaf, std::fmaxf, std::log2f;
 inline double cospi(double x) { return std::cos(3.141592653589793 * x); }
-void sincospif(float, float*, float*);  // of kernels that nobody runs here
+void sincospif(float, float*, float*);  // only declared: used by kernels that do not run on the host
 
 namespace flashpage {
 
-alignas(1024) inline u8 memory[1 << 18];  // kernels name their shared memory so
+alignas(1024) inline u8 memory[1 << 18];  // the name that kernels give their shared memory
 
 }  // namespace flashpage
 
@@ -71,10 +71,10 @@ inline u8* at(u32 address) {
   if (address >= sizeof memory) stop("an address outside of shared memory");
   return memory + address;
 }
-// The 128-byte swizzle of copies and products: bits 4 to 6 of an address with bits 7 to 9.
+// The 128-byte swizzle of copies and products: bits 4 to 6 of an address are XORed with bits 7 to 9.
 inline u8& swizzled(u32 address) { return *at(address ^ (address >> 7 & 7) << 4); }
 
-// The addresses, or other words, of all lanes of the warp.
+// The words of all lanes of the warp, for example addresses.
 inline std::array<u32, 32> of_lanes(u32 word) {
   return card::exchange(word, [](const unsigned* values) {
     std::array<u32, 32> all;
@@ -86,7 +86,7 @@ inline std::array<u32, 32> of_lanes(u32 word) {
 struct Barrier {
   int expected;
   int arrived = 0;
-  i64 bytes = 0;  // on their way
+  i64 bytes = 0;  // in flight
   u32 phase = 0;
 
   void settle() {
@@ -98,9 +98,9 @@ struct Barrier {
 };
 inline std::map<u32, Barrier> barriers;
 
-// Copies on their way, which land in any order.
+// Copies in flight, which land in any order.
 inline std::vector<std::function<void()>> copies;
-inline u64 random_number() {  // as std::minstd_rand, whose header takes a third of a second to compile
+inline u64 random_number() {  // std::minstd_rand, whose header would take a third of a second to compile
   static u64 number = 1;
   return number = number * 48271 % 2147483647;
 }
@@ -110,7 +110,7 @@ inline void land_some() {
   const auto land = std::move(copies.back());
   copies.pop_back();
   land();
-  card::turns_in_vain = 0;
+  card::idle_switches = 0;
 }
 
 }  // namespace hopper

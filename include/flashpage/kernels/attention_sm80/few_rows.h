@@ -1,8 +1,7 @@
-// Attention of few packed rows (decode, speculative verify) on mma.sync: reading K and V is all the work.
+// Attention of few packed rows (decode, speculative verify) on mma.sync; its time is the time to read K and V.
 //
-// The warps of a CTA share one row tile and take turns on the tokens. Each warp has its own ring of cp.async stages and
-// never waits for another one before the unit ends, when their partial softmax states are combined through shared
-// memory.
+// The warps of a CTA share one row tile and alternate on the tokens. Each warp has its own ring of cp.async stages and
+// waits for no other warp before the unit ends, when their partial softmax states are combined through shared memory.
 #pragma once
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/tile/load/kv_rows.h"
@@ -22,7 +21,7 @@ struct FewRowsShared {
   static constexpr int key_bytes = S::CacheKeyRows::bytes(S::warp_tokens);
   static constexpr int value_bytes = S::ValueRows::bytes(S::warp_tokens);
   static constexpr int stage_bytes = key_bytes + value_bytes;
-  // After the loop a warp's ring holds its accumulator, fp32.
+  // After the loop a warp's ring holds its accumulator in fp32.
   static constexpr int value_pitch = S::value_columns + 4;  // floats; the pad spreads rows over banks
   static constexpr int exchange_bytes = Traits::tile_q * value_pitch * 4;
   static constexpr int ring_bytes = round_up(max_of(Traits::stages * stage_bytes, exchange_bytes), 128);
@@ -41,7 +40,7 @@ struct FewRows {
   using Shared = FewRowsShared<Traits>;
   static constexpr int tokens = S::warp_tokens;  // of one stage
   static constexpr int stages = Traits::stages;
-  static constexpr int step_tokens = Traits::tile_kv;  // of all warps
+  static constexpr int step_tokens = Traits::tile_kv;  // of all warps together
   static constexpr bool query_in_registers = S::key_steps * S::row_tiles <= 8;
   static_assert(Traits::warps_q == 1 && stages >= 2 && (tokens == 16 || tokens == 32));
 
@@ -60,7 +59,7 @@ struct FewRows {
 
   FP_DEVICE u8* key_stage(int step) { return shared.ring[warp] + step % stages * Shared::stage_bytes; }
 
-  // The token of a step that this lane looks up for its warp.
+  // The first token of this warp in a step.
   FP_DEVICE i32 first_token(const Unit& unit, int step) const {
     return unit.kv_begin + step * step_tokens + warp * tokens;
   }
@@ -95,7 +94,7 @@ struct FewRows {
     return ptx::shared_address(key_stage(step));
   }
 
-  // Decode has few units a CTA and two CTAs an SM: each unit starts and ends alone.
+  // Nothing is loaded before a unit starts: decode has few units a CTA and two CTAs an SM, so units do not overlap.
   FP_DEVICE void begin(const Place&) {}
 
   FP_DEVICE void run(const Place* places, i32 here) {
@@ -124,7 +123,7 @@ struct FewRows {
     if (warp == 0 && params.sinks) begin_with_sinks(state, warp_rows);
     float scale = score_scale_of<Traits>(params, unit);
     ptx::cp_async_wait<stages - 2>();
-    __syncthreads();  // every thread's part of Q
+    __syncthreads();  // all threads have copied Q
     if constexpr (S::rotate) {
       rotate_query<Traits>(shared.query, params, item, unit, thread);
       __syncthreads();
@@ -160,7 +159,7 @@ struct FewRows {
   }
 
  private:
-  // The warps' states into one, and out.
+  // Combines the warps' states and writes the rows.
   FP_DEVICE void combine(SoftmaxState<S::row_tiles>& state, float (&values)[S::row_tiles][S::value_tiles][4],
                          const WorkItem& item, const Unit& unit, int column) {
     float* mine = reinterpret_cast<float*>(shared.ring[warp]);

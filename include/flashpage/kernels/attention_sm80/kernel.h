@@ -1,4 +1,4 @@
-// The general tensor-core kernel: every GPU since Ampere. Persistent CTAs run the plan's work items.
+// The general tensor-core kernel, for every GPU since Ampere. Persistent CTAs run the plan's work items.
 #pragma once
 #include "flashpage/kernels/attention_sm80/few_rows.h"
 #include "flashpage/kernels/attention_sm80/many_rows.h"
@@ -6,12 +6,12 @@
 
 namespace flashpage {
 
-// Warps along the tokens where rows are few, along the rows where they are many.
+// Warps along the tokens if rows are few, along the rows if they are many.
 template <class Traits>
 using WarpsAlong = typename select_type<(Traits::warps_kv > 1), FewRows<Traits>, ManyRows<Traits>>::type;
 
-// The places live here too: in registers they would push out accumulators. While one is worked on the next one is
-// written; the third is the last one, whose rows may still be on their way out.
+// Places are in shared memory, because in registers they would displace accumulators. While one place is computed the
+// next one is written; the third is the one before, whose rows may not be written yet.
 template <class Traits>
 struct AttentionSm80Shared {
   typename WarpsAlong<Traits>::Shared tiles;
@@ -25,8 +25,7 @@ struct AttentionSm80Fits {
       Traits::shared_limit == 0 || sizeof(AttentionSm80Shared<Traits>) <= Traits::shared_limit;
 };
 
-// Where rows are few there are as many stages as Traits::ring_bytes and Traits::shared_limit have room for, at most
-// Traits::stages.
+// If rows are few there are as many stages as fit Traits::ring_bytes and Traits::shared_limit, at most Traits::stages.
 template <class Given>
 struct AttentionSm80 {
   static constexpr int in_flight = stages_in_flight<Given>(Given::tile_kv);

@@ -1,10 +1,11 @@
-// Attention of many packed rows (prefill, append) on mma.sync: every warp has rows of its own, all share the K and V
-// tiles.
+// Attention of many packed rows (prefill, append) on mma.sync: each warp has rows of its own, and all warps share the K
+// and V tiles.
 //
-// K and V of one tile are two cp.async groups. Two stages: while a tile's scores are multiplied the next keys are on
-// their way, while its values are multiplied the next values are. One stage, where two leave no room for a wide tile:
-// the scores hide the way of the tile's own values, the values that of the next keys. The rows of later tiles are
-// looked up meanwhile, and the first tile of the next unit is on its way while the rows of the last one are written.
+// K and V of one tile are two cp.async groups. With two stages, the next keys are copied while a tile's scores are
+// multiplied, and the next values while its values are multiplied. With one stage, if two leave no room for a wide
+// tile, the score product hides the copies of the tile's own values, and the value product those of the next keys. The
+// rows of later tiles are looked up meanwhile, and the first tile of the next unit is copied while the rows of the last
+// one are written.
 #pragma once
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -27,14 +28,14 @@ struct ManyRowsShared {
   alignas(128) u8 key[Traits::stages][S::CacheKeyRows::bytes(tokens)];
   alignas(128) u8 value[Traits::stages][S::ValueRows::bytes(tokens)];
   alignas(128) u8 rotated[S::rotate ? S::KeyRows::bytes(tokens) : 16];
-  // Where the tokens' rows lie, two tiles in turn.
+  // The addresses of the tokens' rows, for two tiles alternately.
   alignas(16) const typename S::Cache* key_row[2][tokens];
   alignas(16) const typename S::Cache* value_row[2][tokens];
-  // Of the tile's rows in q and out, two places in turn: a row's arithmetic is done once, not by every lane that
-  // touches it.
+  // The rows of the tile in q and out, for two places alternately, so that a row's address is computed once and not by
+  // every lane that uses it.
   alignas(16) i64 query_offset[Traits::tile_q];
   alignas(16) i64 out_offset[2][Traits::tile_q];
-  float scale[2];  // score_scale_of the place
+  float scale[2];  // score_scale_of each of the two places
 };
 
 template <class Traits>
@@ -44,7 +45,7 @@ struct ManyRows {
   using Shared = ManyRowsShared<Traits>;
   static constexpr int tokens = Traits::tile_kv;
   static constexpr int stages = Traits::stages;
-  // With two stages the next tile's copies may be spread over this tile's products, where registers allow.
+  // With two stages the next tile's copies can be spread over this tile's products, if registers allow.
   static constexpr bool spread = stages == 2 && S::value_columns <= 64;
   static constexpr bool two_bodies = S::row_tiles * (S::value_tiles + tokens / 8) * 4 <= 160;
   static_assert(Traits::warps_kv == 1 && (stages == 1 || stages == 2));
@@ -54,7 +55,7 @@ struct ManyRows {
   const AttentionParams& params;
   const VariantArgs& args;
 
-  // Accumulators leave no register for these between uses.
+  // Read again for each use, because accumulators leave no register for them.
   FP_DEVICE static int thread() { return ptx::thread_index(); }
   FP_DEVICE static int lane() { return ptx::thread_index() % 32; }
 
@@ -83,7 +84,7 @@ struct ManyRows {
         rows.template row<Cache>(params.v, found, token, unit.kv_head, S::first_value_column(place.pass));
   }
 
-  // One of `parts` parts of a tile's keys, and of its values.
+  // Issues one of `parts` equal parts of a tile's copies of keys; load_values does the same for values.
   template <int parts>
   FP_DEVICE void load_keys(const Unit& unit, int tile, int part) {
     using Copy = RowCopy<Cache, Traits::head_dim_qk, S::threads>;
@@ -124,14 +125,14 @@ struct ManyRows {
 
   FP_DEVICE void begin(const Place& place) { begin(place, look_up(place, 0), look_up(place, 1)); }
 
-  // Starts the copies of Q and of the first tile.
+  // Issues the copies of Q and of the first tile.
   FP_DEVICE void begin(const Place& place, i32 found, i32 next) {
     note_rows(place, 0, found);
     note_rows(place, 1, next);
-    if (thread() == 0) shared.scale[place.turn] = score_scale_of<Traits>(params, place.unit);
+    if (thread() == 0) shared.scale[place.parity] = score_scale_of<Traits>(params, place.unit);
     if (thread() < Traits::tile_q) {
       shared.query_offset[thread()] = query_offset(params, place.item, place.unit, thread());
-      shared.out_offset[place.turn][thread()] =
+      shared.out_offset[place.parity][thread()] =
           out_offset<Traits>(params, place.item, place.unit, thread()) + S::first_value_column(place.pass);
     }
     __syncthreads();
@@ -141,7 +142,7 @@ struct ManyRows {
     if constexpr (stages == 2) copy_values(place.unit, 0);
   }
 
-  // A place whose copies have begun; leaves with those of the next one begun.
+  // Computes a place whose first copies are issued; on return those of the next place are issued.
   FP_DEVICE void run(const Place* places, i32 here) {
     const Place& place = places[here];
     const Unit& unit = place.unit;
@@ -155,7 +156,7 @@ struct ManyRows {
       rotate_query<Traits>(shared.query, params, place.item, unit, thread());
     }
     for (int tile = 0; unit.kv_begin + tile * tokens < unit.kv_end; ++tile) {
-      // Two straight bodies let the compiler overlap the products with softmax across what would be a branch; the
+      // Two straight bodies let the compiler overlap the products with softmax where there would be a branch; the
       // widest accumulators leave no registers for both.
       if constexpr (!two_bodies) {
         step<Masking::where_needed>(place, tile, state, values);
@@ -166,7 +167,7 @@ struct ManyRows {
       }
     }
     ptx::cp_async_wait<0>();
-    __syncthreads();  // all stages and Q are free again
+    __syncthreads();  // all warps have read the stages and Q
     const Place& after = places[next_place(ptx::opaque(here))];
     if (!after.done) begin(after);
     if (place.item.partial_row >= 0) {
@@ -177,7 +178,7 @@ struct ManyRows {
   }
 
  private:
-  // One tile of keys and values; the copies of the next one begin.
+  // Computes one tile of keys and values and issues the copies of the next one.
   enum class Masking { off, on, where_needed };
   template <Masking masking>
   FP_DEVICE void step(const Place& place, int tile, SoftmaxState<S::row_tiles>& state,
@@ -185,10 +186,10 @@ struct ManyRows {
     const Unit& unit = place.unit;
     int warp_row = thread() / 32 * S::rows_a_warp;
     i32 first = unit.kv_begin + tile * tokens;
-    float scale = shared.scale[place.turn];
+    float scale = shared.scale[place.parity];
     u32 query = query_lane_address<Traits>(ptx::shared_address(shared.query) + warp_row * S::QueryRows::stride, lane());
     ptx::cp_async_wait<stages - 1>();
-    __syncthreads();  // this tile's keys are here, and what the last tile read is free
+    __syncthreads();  // this tile's keys have arrived, and what the last tile read is free
     if constexpr (stages == 1) copy_values(unit, tile);
     if constexpr (stages == 2 && !spread) copy_keys(unit, tile + 1);
     i32 next = look_up(place, tile + 2);
@@ -207,7 +208,7 @@ struct ManyRows {
     state.update(scores, values, softmax_scale_of<Traits>(scale));
     Probabilities<Traits, tokens / 8> probabilities(scores);
     ptx::cp_async_wait<stages - 1>();
-    __syncthreads();  // this tile's values are here, and its keys are read
+    __syncthreads();  // this tile's values have arrived, and its keys have been read
     if constexpr (stages == 1) copy_keys(unit, tile + 1);
     if constexpr (stages == 2 && !spread) copy_values(unit, tile + 1);
     note_rows(place, tile + 2, next);
@@ -244,7 +245,7 @@ struct ManyRows {
         float sum = quad_sum(state.sum[m][half]);
         if (row >= unit.num_rows) continue;
         float inverse = sum > 0.f ? value_scale / sum : 0.f;
-        i64 offset = shared.out_offset[place.turn][row];
+        i64 offset = shared.out_offset[place.parity][row];
         for_each_column_pair<Traits>(values[m], half, lane(), [&](int at, float first, float second) {
           store_pair<Traits>(params, partial, offset + at, first * inverse, second * inverse);
         });

@@ -1,8 +1,8 @@
 // Decode over vLLM's caches of blocks on mma.sync: paged_attention_v1 and _v2.
 //
-// Persistent CTAs share out all tokens of all sequences and heads (kernels/blocks/steps.h). The warps of a CTA take
-// turns on the tokens, each with its own ring of cp.async stages, which runs on across the ends of sequences: a warp
-// waits for others only where their states are combined.
+// Persistent CTAs divide all tokens of all sequences and heads equally (kernels/blocks/steps.h). The warps of a CTA
+// alternate on the tokens. Each has its own ring of cp.async stages, which continues across the ends of sequences: a
+// warp waits for others only where their states are combined.
 #pragma once
 #include "flashpage/kernels/blocks/scores.h"
 #include "flashpage/kernels/blocks/steps.h"
@@ -24,13 +24,15 @@ struct BlockDecodeShared {
   static constexpr int stage_bytes = key_bytes + Values::tile_bytes;
   // At a unit's end the stage that was read last holds the warp's accumulators, eight rows at a time.
   static constexpr int value_pitch = S::value_columns + 8;  // floats; the pad spreads rows over banks
-  // Behind keys whose padding is zero and must stay so.
+  // Starts after the keys if they have padding, which is zero and must stay zero.
   static constexpr int exchange_begin = S::KeyRows::padded_bytes > S::KeyRows::used_bytes ? key_bytes : 0;
   static_assert(exchange_begin + 8 * value_pitch * 4 <= stage_bytes);
 
   alignas(128) u8 ring[Traits::warps_kv][Traits::stages][stage_bytes];
-  alignas(128) u8 query[Traits::stages][S::QueryRows::bytes(Traits::tile_q)];  // of runs that stages in flight begin
-  // Each warp walks for itself. Steps in flight live here as well: in registers they would push out accumulators.
+  alignas(128)
+      u8 query[Traits::stages][S::QueryRows::bytes(Traits::tile_q)];  // of the runs that begin in the stages in flight
+  // Each warp advances its own cursor. Steps in flight are in shared memory, because in registers they would displace
+  // accumulators.
   static constexpr int most_steps = 8;
   static_assert(Traits::stages + 1 <= most_steps);
   BlockCursor<Traits::tile_kv> cursors[Traits::warps_kv];
@@ -40,13 +42,13 @@ struct BlockDecodeShared {
   float sum[Traits::warps_kv][8];
 };
 
-// Traits::shared_limit: what a CTA can have on the card.
+// Traits::shared_limit: the shared memory that a CTA can have on the card.
 template <class Traits>
 struct BlockDecodeFits {
   static constexpr bool value = sizeof(BlockDecodeShared<Traits>) <= Traits::shared_limit;
 };
 
-// As many stages as Traits::ring_bytes have room for and as fit, at most Traits::stages.
+// As many stages as fit Traits::ring_bytes and the shared memory, at most Traits::stages.
 template <class Given>
 struct BlockDecode {
   static constexpr int most_stages = stages_in_flight<Given>(Given::tile_kv);
@@ -67,7 +69,7 @@ struct BlockDecode {
   const BlockAttentionParams& params;
   Shared& shared;
   int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  i32 left = 0;  // steps of the run that was taken from last
+  i32 left = 0;  // steps of the current run that are not taken yet
 
   FP_DEVICE static void run(const BlockAttentionParams& params) {
     extern __shared__ __align__(128) u8 memory[];
@@ -75,13 +77,13 @@ struct BlockDecode {
   }
 
  private:
-  // A unit while it is computed.
+  // The state of a unit while it is computed.
   struct State {
     SoftmaxState<S::row_tiles> softmax;
     float values[S::row_tiles][S::value_tiles][4];
     BlockRow rows[S::row_tiles][2];
     typename Fragments::Registers query_registers;
-    u32 query;    // shared address of this lane's part
+    u32 query;    // lane address of Q's fragments
     float scale;  // of scores, to base 2
   };
 
@@ -96,19 +98,19 @@ struct BlockDecode {
     if (thread == 0 && params.cuts) params.cuts[blockIdx.x].num_pieces = 0;
     if (lane == 0) shared.cursors[warp].start(work, shared.share);
     i32 block = look_up(take_step(work, 0));
-    auto load_next = [&](int turn, int slot) {
-      load(step_of(turn), block, slot);
+    auto load_next = [&](int index, int slot) {
+      load(step_of(index), block, slot);
       ptx::cp_async_commit();
-      block = look_up(take_step(work, turn + 1));
+      block = look_up(take_step(work, index + 1));
     };
-    for (int turn = 0; turn < stages - 1; ++turn) load_next(turn, turn);
+    for (int index = 0; index < stages - 1; ++index) load_next(index, index);
     State state;
-    for (int turn = 0, slot = 0;; ++turn) {
+    for (int index = 0, slot = 0;; ++index) {
       ptx::cp_async_wait<stages - 2>();
       __syncwarp();
-      const BlockStep& step = step_of(turn);
+      const BlockStep& step = step_of(index);
       if (step.length == 0) break;
-      load_next(turn + stages - 1, slot == 0 ? stages - 1 : slot - 1);
+      load_next(index + stages - 1, slot == 0 ? stages - 1 : slot - 1);
       if (step.flags & BlockStep::begins) begin(state, step);
       if (step.flags & BlockStep::is_live) compute(state, step, slot);
       if (step.flags & BlockStep::ends) combine(state, step, slot);
@@ -124,7 +126,7 @@ struct BlockDecode {
   FP_DEVICE i32 num_rows(const BlockStep& step) const { return min_of(params.group - first_row(step), Traits::tile_q); }
   FP_DEVICE i32 first_token(const BlockStep& step) const { return step.token + warp * tokens; }
 
-  // Columns that take part in products but do not exist.
+  // Zeros the columns that take part in products but do not exist.
   FP_DEVICE void zero_tile_padding() {
     for (int stage = 0; stage < stages; ++stage) {
       zero_padding<Cache, Traits::head_dim_qk, typename S::KeyRows>(shared.ring[warp][stage], tokens, lane, 32);
@@ -134,14 +136,14 @@ struct BlockDecode {
 
   // ---------------------------------------------------------------- loading
 
-  FP_DEVICE BlockStep& step_of(int turn) const { return shared.steps[warp][turn % Shared::most_steps]; }
+  FP_DEVICE BlockStep& step_of(int index) const { return shared.steps[warp][index % Shared::most_steps]; }
 
-  // The next one. Live: this warp has tokens there that some row sees.
-  FP_DEVICE BlockStep take_step(const Work& work, int turn) {
-    BlockStep& place = step_of(turn);
+  // Takes the next step. It is live if this warp has tokens in it that some row sees.
+  FP_DEVICE BlockStep take_step(const Work& work, int index) {
+    BlockStep& place = step_of(index);
     BlockStep step;
     if (left > 1) {
-      step = step_of(turn - 1).following(Traits::tile_kv);
+      step = step_of(index - 1).following(Traits::tile_kv);
     } else {
       if (lane == 0) place = shared.cursors[warp].next(work);
       __syncwarp();
@@ -162,7 +164,7 @@ struct BlockDecode {
     return step;
   }
 
-  // The block of this lane's token.
+  // The number of the block that holds this lane's token.
   FP_DEVICE i32 look_up(const BlockStep& step) const {
     const i32 token = first_token(step) + lane % tokens;
     if (token >= step.length || !(step.flags & BlockStep::is_live)) return 0;
@@ -173,7 +175,7 @@ struct BlockDecode {
     if (step.length > 0 && (step.flags & BlockStep::begins)) {
       const Query* rows = static_cast<const Query*>(params.q) + step.sequence * params.q_row_stride +
                           first_head(step) * params.q_head_stride;
-      // Opaque: or what follows from it would fill registers for all steps.
+      // Opaque, because otherwise values derived from it would stay in registers for all steps.
       const int thread = ptx::opaque(threadIdx.x);
       copy_query<Traits, threads>(ptx::shared_address(shared.query[step.run % stages]), num_rows(step), thread,
                                   [&](u32 row) { return rows + row * params.q_head_stride; });
@@ -202,8 +204,8 @@ struct BlockDecode {
     }
   }
 
-  // By parts of a column of `bytes`, whose tokens share a block; neighbouring lanes have what lies side by side in a
-  // block. Behind the sequence's end are zeros: probabilities are 0 there, and 0 times NaN is not.
+  // Copies parts of a column of `bytes`, whose tokens are in one block; neighbouring lanes copy neighbouring bytes of a
+  // block. After the sequence's end it writes zeros, because a probability of 0 times NaN is NaN.
   template <int bytes>
   FP_DEVICE void load_values(u32 tile, const BlockStep& step, i32 block) const {
     constexpr int size = sizeof(Cache), parts = tokens * size / bytes, together = 32 / parts;
@@ -212,7 +214,7 @@ struct BlockDecode {
     constexpr int part_tokens = bytes / size, log_part_tokens = part_tokens == 8 ? 3 : 4;
     static_assert(part_tokens == 1 << log_part_tokens);
     const int lane = is_fp8<Cache> ? ptx::opaque(threadIdx.x) % 32 : threadIdx.x % 32;  // opaque: as in load
-    // Lanes by block, by column, by part of what the column has in the block.
+    // Lanes are numbered by block, then by column, then by part of the column in the block.
     const int log_mine = min_of(params.log_block_size - log_part_tokens, parts == 2 ? 1 : 2),
               mask = (1 << log_mine) - 1;
     const int column = (lane >> log_mine) % together, blocks_before = (lane >> log_mine) / together;
@@ -234,7 +236,7 @@ struct BlockDecode {
   // ---------------------------------------------------------------- computing
 
   FP_DEVICE void begin(State& state, const BlockStep& step) const {
-    __syncthreads();  // every warp's part of Q
+    __syncthreads();  // all warps have copied Q
     state.query = Fragments::lane_address(ptx::shared_address(shared.query[step.run % stages]), lane);
     Fragments::keep(state.query_registers, state.query, lane);
     state.scale = params.score_scale * log2_e * (params.k_scale ? *params.k_scale : 1.f);
@@ -275,8 +277,8 @@ struct BlockDecode {
 
   // ---------------------------------------------------------------- results
 
-  // The warps' states into one, and out: eight rows at a time. The stage that was read last is free until the next
-  // load.
+  // Combines the warps' states and writes the rows, eight at a time. The stage that was read last is free until the
+  // next load.
   FP_DEVICE void combine(State& state, const BlockStep& step, int slot) {
     float* mine = exchange(warp, slot);
 #pragma unroll
@@ -285,7 +287,7 @@ struct BlockDecode {
       for (int half = 0; half < 2; ++half) {
         const int first = m * 16 + half * 8;
         if (first >= num_rows(step)) continue;
-        __syncwarp();  // other lanes' last reads of the stage
+        __syncwarp();  // other lanes may still read the stage
         const float sum = quad_sum(state.softmax.sum[m][half]);
         if (lane % 4 == 0) {
           shared.maximum[warp][lane / 4] = state.softmax.maximum[m][half];
@@ -353,7 +355,7 @@ struct BlockDecode {
         params.max_logits[at] = maximum * ln_2;
         params.exp_sums[at] = total;
       }
-      if (step.length > Work::partition_tokens) return;  // others have more of it
+      if (step.length > Work::partition_tokens) return;  // other CTAs have parts of this sequence
     }
     *reinterpret_cast<u32*>(out_row(step.sequence, head) + column) = packed;
   }

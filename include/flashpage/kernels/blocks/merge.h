@@ -1,5 +1,5 @@
-// What the CTAs of kernels/blocks/decode.h have left in parts: one CTA a row of a cut unit (v1), or of every
-// sequence of several partitions (v2).
+// Combines the parts that the CTAs of kernels/blocks/decode.h wrote: one CTA for each row of a cut unit (v1), or of
+// every sequence with several partitions (v2).
 #pragma once
 #include "flashpage/kernels/blocks/steps.h"
 #include "flashpage/params/block_params.h"
@@ -22,7 +22,7 @@ struct BlockMerge {
   };
   static constexpr int shared_bytes = sizeof(Shared), ctas_per_sm = 2, cluster_rows = 0;
 
-  // A row, and its parts: weights in base 2, values normalised.
+  // A row and its number of parts, which have weights in base 2 and normalised values.
   struct Row {
     i32 sequence, head, num_parts;
   };
@@ -55,13 +55,13 @@ struct BlockMerge {
   FP_DEVICE static void merge(const BlockAttentionParams& params, const Row& row, Lse&& lse, Values&& values) {
     extern __shared__ __align__(16) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    if (row.num_parts < 2) return;  // was written at once, or has no tokens
+    if (row.num_parts < 2) return;  // already written, or no tokens
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float maximum = ptx::negative_infinity();
     for (int i = lane; i < row.num_parts; i += 32) maximum = fmaxf(maximum, lse(i));
     maximum = ptx::warp_max(maximum);
     const float origin = finite_or_zero(maximum);
-    // Every warp takes each `warps`-th part.
+    // Each warp sums every `warps`-th part.
     float4 sums[most_columns / columns_a_step] = {};
     float total = 0.f;
 #pragma unroll 4

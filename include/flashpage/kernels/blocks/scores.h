@@ -1,4 +1,4 @@
-// What vLLM's operators do to scores: ALiBi, the block-sparse pattern, tokens that are not there.
+// How vLLM's operators change scores: ALiBi, the block-sparse pattern, and tokens that do not exist.
 #pragma once
 #include "flashpage/params/block_params.h"
 #include "flashpage/ptx/math.h"
@@ -6,7 +6,7 @@
 
 namespace flashpage {
 
-// Of one row, a query head.
+// A row, which is a query head.
 struct BlockRow {
   float slope;  // base 2; 0 without ALiBi
   i32 offset;   // to the pattern's stripes
@@ -26,7 +26,7 @@ FP_DEVICE bool sees_block(const BlockPattern& pattern, i32 offset, i32 block, i3
   return rest == 0;
 }
 
-// Whether it sees any of tokens [first, last].
+// Whether the row sees any of tokens [first, last].
 FP_DEVICE bool sees_any(const BlockPattern& pattern, i32 offset, i32 first, i32 last, i32 length) {
   const i32 own = pattern.block_size.div(length - 1), end = pattern.block_size.div(last);
   for (i32 block = pattern.block_size.div(first); block <= end; ++block)
@@ -34,7 +34,7 @@ FP_DEVICE bool sees_any(const BlockPattern& pattern, i32 offset, i32 first, i32 
   return false;
 }
 
-// `first`: the sequence's token that the tile begins with. Scores come out in base 2 where there is ALiBi.
+// Adds ALiBi's bias; scores come out in base 2. `first`: the sequence's token at which the tile begins.
 template <class Traits, int token_tiles>
 FP_DEVICE void bias_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4],
                            const BlockRow (&rows)[Shape<Traits>::row_tiles][2], float scale, i32 first, i32 length,

@@ -1,25 +1,26 @@
-// Who reads what of vLLM's sequences, found on the card by every CTA for itself: all tokens of all heads in a row, cut
-// into equal shares. No plan and no copy back, so lengths may change under a captured graph.
+// Division of work over vLLM's sequences: every CTA finds its own equal share of the tokens of all heads on the card.
+// There is no plan and no copy to the host, so lengths may change under a captured graph.
 #pragma once
 #include "flashpage/params/block_params.h"
 
 namespace flashpage {
 
-// One step of a CTA: tile_kv tokens of a sequence for the rows of one unit (query heads that share a KV head). All that
-// a CTA has of a unit (v2: of a partition) is a run of steps, which differ in little: the cursor is asked once a run.
+// One step of a CTA: tile_kv tokens of a sequence for the rows of one unit (query heads that share a KV head). The
+// steps that a CTA has in a unit (v2: in a partition) form a run. Steps of a run differ little, so the cursor computes
+// only the first one.
 struct alignas(16) BlockStep {
   i32 sequence;
   i32 kv_head;
   i32 row_tile;  // of the KV head's query heads
-  i32 token;     // the first
-  i32 length;    // of the sequence; 0: there are no more steps
-  i32 left;      // steps of the run, this one included
+  i32 token;     // the first one
+  i32 length;    // of the sequence; 0: no steps are left
+  i32 left;      // steps left in the run, this one included
   i32 flags;
-  i32 run;  // of the CTA's, from 0
+  i32 run;  // index of the run in the CTA
   // goes_on: the unit began in another CTA; is_continued: it ends in another one.
   enum Flags { begins = 1, ends = 2, goes_on = 4, is_continued = 8, is_live = 16 };
 
-  // The run's next one.
+  // The next step of the run.
   FP_DEVICE BlockStep following(i32 tile_kv) const {
     BlockStep step = *this;
     step.token += tile_kv;
@@ -29,11 +30,12 @@ struct alignas(16) BlockStep {
   }
 };
 
-// `tile_kv`: tokens of a step. v1 is cut anywhere between steps, v2 at its partitions alone.
+// `tile_kv`: tokens of a step. v1 may cut a sequence between any two steps, v2 only at its partitions. A grain is the
+// smallest amount that a CTA may take.
 template <int tile_kv>
 struct BlockWork {
   static constexpr int partition_tokens = 512;  // of v2
-  static constexpr int least_tokens = 128;      // of a share: shorter ones cost more to merge than to read
+  static constexpr int least_tokens = 128;      // of a share: a shorter one costs more to merge than to read
   static_assert(partition_tokens % tile_kv == 0);
 
   const BlockAttentionParams& params;
@@ -42,25 +44,25 @@ struct BlockWork {
   FP_DEVICE i32 length(i32 sequence) const { return max_of(0, min_of(params.seq_lens[sequence], params.max_tokens)); }
   FP_DEVICE i32 grain_tokens() const { return params.partitions ? partition_tokens : tile_kv; }
   FP_DEVICE i32 grains(i32 length) const { return ceil_div(length, grain_tokens()); }
-  // v1: of a sequence and head, those of this step's CTA, whose last step it is, and of the CTAs behind it.
+  // v1: the pieces of a sequence and head from this step's CTA on; `step` is that CTA's last step.
   FP_DEVICE i32 pieces_from(const BlockStep& step, i32 share) const {
     return 1 + ceil_div(ceil_div(step.length - step.token, tile_kv) - 1, share);
   }
   FP_DEVICE i32 least_grains() const { return params.partitions ? 1 : ceil_div(least_tokens, tile_kv); }
 };
 
-// What the threads of a CTA tell each other to find its share.
+// Shared memory in which the threads of a CTA find its share.
 template <int warps>
 struct BlockShare {
   i32 sums[warps];
   i32 size;            // grains of a share
-  i32 sequence, head;  // where this CTA's begins, head: kv_head * row_tiles + row_tile; sequence -1: it has nothing
-  i32 grain;           // of that sequence and head
+  i32 sequence, head;  // where the share begins, head: kv_head * row_tiles + row_tile; sequence -1: there is none
+  i32 grain;           // in that sequence and head
   i32 count;           // grains of this CTA
 };
 
-// Where the share of `cta` begins, if that is among sequences [first, last); `before`: grains of the sequences before
-// them, `total`: of all.
+// Sets the share of `cta` if it begins in sequences [first, last). `before`: grains of earlier sequences; `total`:
+// grains of all.
 template <int tile_kv, int warps>
 FP_DEVICE void locate_share(BlockShare<warps>& share, const BlockWork<tile_kv>& work, i32 first, i32 last, i32 before,
                             i32 total, i32 cta, i32 num_ctas) {
@@ -80,7 +82,7 @@ FP_DEVICE void locate_share(BlockShare<warps>& share, const BlockWork<tile_kv>& 
 }
 
 #if defined(__CUDACC__)
-// By all threads; a CTA barrier makes the share visible.
+// Called by all threads; a CTA barrier afterwards makes the share visible.
 template <int tile_kv, int warps>
 FP_DEVICE void find_share(BlockShare<warps>& share, const BlockWork<tile_kv>& work, int thread) {
   const int lane = thread % 32, warp = thread / 32;
@@ -107,7 +109,7 @@ FP_DEVICE void find_share(BlockShare<warps>& share, const BlockWork<tile_kv>& wo
 }
 #endif
 
-// Walks a share run by run.
+// Goes through a share run by run.
 template <int tile_kv>
 class BlockCursor {
  public:
@@ -159,14 +161,14 @@ class BlockCursor {
     } while (length_ == 0);  // ends, as there is work left
   }
 
-  // A sequence's length is asked for while the one before is read.
+  // Loads the next sequence's length while the current sequence is read.
   FP_DEVICE void look_ahead(const BlockWork<tile_kv>& work) {
     next_length_ = sequence_ + 1 < work.params.num_seqs ? work.length(sequence_ + 1) : 0;
   }
 
-  i32 left_;  // grains of the share, the present one included
+  i32 left_;  // grains left in the share, the current run included
   i32 sequence_, kv_head_, row_tile_, token_, length_, next_length_;
-  i32 runs_;  // behind
+  i32 runs_;  // runs so far
   bool is_cut_;
 };
 

@@ -1,5 +1,5 @@
-// reshape_and_cache and reshape_and_cache_flash: new tokens to their slots of a cache, in fp8 where the cache is. All
-// that a thread reads is on its way before it stores anything.
+// reshape_and_cache and reshape_and_cache_flash: write new tokens to their slots of a cache, converted to fp8 if the
+// cache is fp8. A thread issues all its loads before its stores.
 #pragma once
 #include "flashpage/params/block_params.h"
 #include "flashpage/ptx/convert.h"
@@ -15,7 +15,7 @@ struct BlockWrite {
   static constexpr int threads = 128, shared_bytes = 0, ctas_per_sm = 4, cluster_rows = 0;
   static constexpr int lanes = 16, groups = threads / lanes;
   static constexpr int piece = 16 / int(sizeof(Cache));  // elements
-  static constexpr int part = piece < 8 ? piece : 8;     // elements that a thread takes at once
+  static constexpr int part = piece < 8 ? piece : 8;     // elements that a thread copies at once
 
   struct alignas(part * sizeof(Source) < 16 ? 8 : 16) From {
     Source elements[part];
@@ -35,7 +35,7 @@ struct BlockWrite {
   }
 
  private:
-  // A token's row of one head, where it comes from and goes to.
+  // One head's row of a token: its source and its destination.
   struct Row {
     bool exists;
     const Source *key, *value;
@@ -50,7 +50,7 @@ struct BlockWrite {
 
   FP_DEVICE static float scale_of(const float* scale) { return is_fp8<Cache> && scale ? *scale : 1.f; }
 
-  // That every part of a row can be read and written at once.
+  // Whether every part of a row can be loaded and stored as one vector.
   FP_DEVICE static bool has_whole_parts(const BlockWriteParams& p) {
     const u64 from = u64(p.key) | u64(p.value), to = u64(p.k) | u64(p.v);
     const i64 from_strides = p.key_row_stride | p.key_head_stride | p.value_row_stride | p.value_head_stride;
@@ -84,7 +84,7 @@ struct BlockWrite {
             static_cast<Cache*>(p.v) + block * p.v_block_stride + offset * p.v_slot_stride + head * p.v_head_stride};
   }
 
-  // Rows of all heads one after the other; 16 lanes have neighbouring parts of one, and take several.
+  // Writes rows of all heads in sequence; 16 lanes copy neighbouring parts of a row, and have several rows each.
   template <bool whole>
   FP_DEVICE void write_rows() const {
     constexpr int count = whole ? 4 : 1;
@@ -116,17 +116,18 @@ struct BlockWrite {
     }
   }
 
-  // 16 tokens of one head in blocks. Neighbouring lanes have neighbouring tokens, whose slots mostly are neighbours
-  // too. Where they are not, a warp has neighbouring columns of V, four of which share a line of the L2.
+  // Writes 16 tokens of one head to blocks. Neighbouring lanes have neighbouring tokens, whose slots mostly are
+  // neighbours. If they are not, a warp writes neighbouring columns of V, four of which share a line of the L2.
   template <bool whole>
   FP_DEVICE void write_tile(i32 first, i32 head) const {
     constexpr int count = 2, stride = groups * part;
     const int lane = threadIdx.x % lanes;
     const i32 token = first + lane;
     const i64 slot = token < p.num_tokens ? slot_of(token) : -1;
-    const i64 before = __shfl_up_sync(0xffffffff, slot, 1, lanes);  // by all lanes, those without a token too
+    const i64 before = __shfl_up_sync(0xffffffff, slot, 1, lanes);  // called by all lanes, also those without a token
     const bool follows = slot >= 0 && before + 1 == slot && lane > 0;
-    const bool in_order = __popc(__ballot_sync(0xffffffff, follows)) >= lanes;  // of two halves that are alike
+    const bool in_order =
+        __popc(__ballot_sync(0xffffffff, follows)) >= lanes;  // both halves of the warp have the same tokens
     Row row = row_of(token, head, slot);
     row.exists = slot >= 0;
     const i32 block_size = p.block_size.divisor;
@@ -152,7 +153,7 @@ struct BlockWrite {
     if (!in_order) scatter_values(row);
   }
 
-  // `row`: of this lane's token; lanes 16 and up have the same as the lower ones.
+  // `row` is that of this lane's token; lanes 16 and up have the same tokens as the lower ones.
   FP_DEVICE void scatter_values(const Row& row) const {
     constexpr int warps = threads / 32, tokens = lanes / warps, count = 4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -175,7 +176,7 @@ struct BlockWrite {
     }
   }
 
-  // A part of a row, `count` of whose elements exist.
+  // Loads or stores a part of a row of which `count` elements exist.
   template <bool whole>
   FP_DEVICE static void load(From& to, const Source* from, i32 count) {
     if (count <= 0) return;

@@ -1,4 +1,4 @@
-// The end of a unit in decode_sm90: the teams' states into one, and out or into the merge.
+// The end of a unit in decode_sm90: combines the teams' states, and writes or merges the rows.
 #pragma once
 #include "flashpage/kernels/decode_sm90/shared.h"
 #include "flashpage/ptx/atomic.h"
@@ -12,11 +12,13 @@
 
 namespace flashpage {
 
-// To the output, or to the partials of a cut unit, whose last piece merges them. A piece that finds all others done
-// (most do, as CTAs end with a request that others began) need not count itself in: 0.7 us. Or to the other CTAs of the
-// cluster, where the plan has given them the unit's other pieces: what a row sends there is not yet divided by its sum.
+// Rows go to one of three destinations: the output; the partials of a cut unit, which the CTA of its last piece merges;
+// or the other CTAs of the cluster, if they have all other pieces of the unit (rows are then sent before they are
+// divided by their sum). If a piece finds all others done (most do, because CTAs end with a request that others began),
+// it skips the counter of arrivals, which saves 0.7 us.
 //
-// Made at a unit's start by every computing warp: what the end needs must not be waited for there.
+// Every computing warp constructs this at the start of a unit, so that loads which the end needs have completed by
+// then.
 template <class Traits>
 struct DecodeCombine {
   using S = Shape<Traits>;
@@ -25,22 +27,22 @@ struct DecodeCombine {
   using Out = typename Traits::Out;
   static constexpr int threads = S::threads, teams = Warps::teams;
   static constexpr int barrier = 1;                            // name
-  static constexpr bool has_registers = S::value_tiles <= 16;  // to know more early and do more at once
+  static constexpr bool has_registers = S::value_tiles <= 16;  // to load more early and to do more at once
 
   Shared& shared;
   const AttentionParams& params;
   const SlottedPlace& slotted;
   const WorkItem& item;
   const Unit& unit;
-  int rank;       // of the team in this unit: sums go by it
-  int first_row;  // of the warp
-  int part;       // of the value columns, the warp's
+  int rank;       // the team's rank in this unit, in whose order states are summed
+  int first_row;  // first row of the warp
+  int part;       // part of the value columns that the warp has
   int thread, lane = threadIdx.x % 32;
-  int team = thread / 32 / Warps::team, place = thread / 32 % Warps::team;  // of the warp in its team
+  int team = thread / 32 / Warps::team, place = thread / 32 % Warps::team;  // team, and the warp's place in it
   i64 first_offset = 0;  // of the lane's first row, in the output or the partials
-  i32 merge_field = 0;   // of the MergeItem, one a lane
-  int log_pieces = -1;   // of a unit that the cluster merges
-  int piece = 0;         // of it
+  i32 merge_field = 0;   // one field of the MergeItem in each lane
+  int log_pieces = -1;   // if the cluster merges the unit
+  int piece = 0;         // if the cluster merges the unit
 
   FP_DEVICE DecodeCombine(Shared& shared, const AttentionParams& params, const SlottedPlace& slotted, const Unit& unit,
                           int rank, int first_row, int part, int thread)
@@ -68,7 +70,7 @@ struct DecodeCombine {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half * 8 >= unit.num_rows) break;
-      if (half > 0) ptx::named_barrier(barrier, threads);  // the exchange was read
+      if (half > 0) ptx::named_barrier(barrier, threads);  // all warps have read the exchange
       hand_over(state, values, half);
       ptx::named_barrier(barrier, threads);
       write_rows(half);
@@ -89,7 +91,7 @@ struct DecodeCombine {
   FP_DEVICE ClusterMerge<Traits> cluster() const { return {shared.mailbox, params, item, unit, piece, log_pieces}; }
   FP_DEVICE int row_of_lane(int half) const { return first_row + half * 8 + lane / 4; }
 
-  // Half of the warp's rows into the exchange, as its lanes hold them.
+  // Writes half of the warp's rows to the exchange, in the order of its lanes.
   FP_DEVICE void hand_over(const SoftmaxState<1>& state, const float (&values)[S::value_tiles][4], int half) {
     const float sum = quad_sum(state.sum[0][half]);
     if (lane % 4 == 0 && part == 0) {
@@ -103,7 +105,7 @@ struct DecodeCombine {
           make_float4(values[n][e], values[n][e + 1], values[n + 1][e], values[n + 1][e + 1]);
   }
 
-  // The same rows of all teams, and the columns that are this team's to add up: pairs of n8 tiles.
+  // Combines these rows over all teams, for the columns that this team sums: pairs of n8 tiles.
   FP_DEVICE void write_rows(int half) {
     constexpr int pairs = S::value_tiles / 2, own = ceil_div(pairs, teams);
     const int row = row_of_lane(half);
@@ -136,7 +138,7 @@ struct DecodeCombine {
     if (float* lse = lse_target(params, item, unit, row)) *lse = row_lse(maximum, total);
   }
 
-  // A lane's columns of two n8 tiles (for_each_column_pair).
+  // Writes a lane's columns of two n8 tiles (for_each_column_of_pair).
   FP_DEVICE void write_pair(i64 offset, int pair, const float4& v) const {
     const float tiles[2][4] = {{v.x, v.y}, {v.z, v.w}};
     for_each_column_of_pair<Traits>(tiles[0], tiles[1], 0, lane, [&](int column, float first, float second) {
@@ -151,7 +153,7 @@ struct DecodeCombine {
     i32* fields = reinterpret_cast<i32*>(&merge);
 #pragma unroll
     for (int i = 0; i < 8; ++i) fields[i] = __shfl_sync(0xffffffff, merge_field, i);
-    // The CTA's own rows are ordered by the barriers.
+    // Barriers have ordered the CTA's own rows before this.
     if (thread == 0) {
       shared.others_were_done = ptx::load_acquire_shared(&slotted.others_are_done);
       if (shared.others_were_done) *slotted.arrivals = 0;

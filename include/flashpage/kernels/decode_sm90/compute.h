@@ -1,4 +1,4 @@
-// The computing warps of decode_sm90.
+// The computing warps of decode_sm90: they multiply the slots that the loading warps fill.
 #pragma once
 #include "flashpage/kernels/decode_sm90/combine.h"
 #include "flashpage/ptx/fence.h"
@@ -32,31 +32,31 @@ struct DecodeCompute {
   int warp = thread / 32;
   int team = warp / Warps::team;
   int first_row = warp % Warps::team / Traits::warps_v * S::rows_a_warp;
-  int part = warp % Traits::warps_v;  // of the value columns
-  u32 turn = 0;                       // slots before this unit
-  u32 clearings = 0;                  // that this warp's team has done
+  int part = warp % Traits::warps_v;  // part of the value columns
+  u32 use = 0;                        // uses of the ring before this unit
+  u32 clearings = 0;                  // of this team so far
 
   FP_DEVICE DecodeCompute(Shared& shared, const AttentionParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
 
-  // Of rotated keys; reads no global memory.
-  FP_DEVICE void make_turns() {
-    shared.turns.fill_frequencies(params, thread, threads);
+  // Fills the table of rotated keys; reads no global memory.
+  FP_DEVICE void make_rotations() {
+    shared.rotations.fill_frequencies(params, thread, threads);
     ptx::named_barrier(all_barrier, threads);
-    shared.turns.fill_turns(thread, threads);
+    shared.rotations.fill_rotations(thread, threads);
     ptx::named_barrier(all_barrier, threads);
   }
 
   FP_DEVICE void run() {
     if (thread == 0) stamp<Traits>(params, Stamp::start);
-    if constexpr (Shared::has_mailbox) ptx::cluster_wait();  // before anything is sent; long over when there is
-    for (u32 unit_turn = 0;; ++unit_turn) {
-      shared.place_ring.wait_full(unit_turn);
-      const SlottedPlace& place = shared.places[shared.place_ring.slot(unit_turn)];
+    if constexpr (Shared::has_mailbox) ptx::cluster_wait();  // before anything is sent; all CTAs arrived long ago
+    for (u32 unit_use = 0;; ++unit_use) {
+      shared.place_ring.wait_full(unit_use);
+      const SlottedPlace& place = shared.places[shared.place_ring.slot(unit_use)];
       if (place.place.done) break;
-      attend(place, shared.query[shared.place_ring.slot(unit_turn)]);
-      turn += place.slots;
-      shared.place_ring.release(unit_turn);  // by each lane: racecheck follows no arrival for others
+      attend(place, shared.query[shared.place_ring.slot(unit_use)]);
+      use += place.slots;
+      shared.place_ring.release(unit_use);  // by each lane: racecheck orders only its own reads before an arrival
     }
     if (thread == 0) {
       stamp<Traits>(params, Stamp::end);
@@ -71,8 +71,8 @@ struct DecodeCompute {
     const WorkItem& item = slotted.place.item;
     const Unit unit = slotted.place.unit;
     const int slots = slotted.slots;
-    // The team's place in this unit: sums go by it, so that their order does not depend on the units before.
-    const int rank = (team - turn) % teams;
+    // The team's rank in this unit. States are summed in this order, so that it does not depend on earlier units.
+    const int rank = (team - use) % teams;
     DecodeCombine<Traits> combine(shared, params, slotted, unit, rank, first_row, part, thread);
     float values[S::row_tiles][S::value_tiles][4] = {};
     SoftmaxState<S::row_tiles> state;
@@ -81,9 +81,9 @@ struct DecodeCompute {
     if (rank == 0 && params.sinks) begin_with_sinks(state, rows);
     float scale = score_scale_of<Traits>(params, unit);
     if constexpr (S::rotate) {
-      turn_query<Traits>(query_tile, shared.turns, params, item, unit, thread);
+      rotate_query_by_table<Traits>(query_tile, shared.rotations, params, item, unit, thread);
       ptx::named_barrier(all_barrier, threads);
-      scale /= Shared::Turns::key_scale;
+      scale /= Shared::Rotations::key_scale;
     }
     using Query = QueryFragments<Traits, S::query_in_registers>;
     u32 query = Query::lane_address(ptx::shared_address(query_tile) + first_row * S::QueryRows::stride, lane);
@@ -96,10 +96,10 @@ struct DecodeCompute {
     };
 
     for (int slot = rank; slot < slots; slot += teams) {
-      const auto origin = turns_of(slotted.first_token + slot * tokens);
-      shared.ring.wait_full(turn + slot);
+      const auto origin = rotation_at(slotted.first_token + slot * tokens);
+      shared.ring.wait_full(use + slot);
       if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
-      u8* tile = shared.slots[shared.ring.slot(turn + slot)];
+      u8* tile = shared.slots[shared.ring.slot(use + slot)];
       u32 keys = ptx::shared_address(tile);
       i32 first = slotted.first_token + slot * tokens;
       if constexpr (Traits::loader == Loader::boxes) {
@@ -108,7 +108,7 @@ struct DecodeCompute {
       float scores[S::row_tiles][tokens / 8][4];
       auto nothing = [](int) {};
       if constexpr (S::rotate) {
-        multiply_rotated_keys<Traits>(scores, keys, lane, query_fragment, shared.turns, origin);
+        multiply_rotated_keys<Traits>(scores, keys, lane, query_fragment, shared.rotations, origin);
       } else {
         multiply_keys<Traits>(scores, keys, lane, query_fragment, nothing);
       }
@@ -118,23 +118,23 @@ struct DecodeCompute {
       Probabilities<Traits, tokens / 8> probabilities(scores);
       multiply_values(values, probabilities, keys + Shared::key_bytes + part * S::ValueRows::tile_bytes, lane, nothing);
       __syncwarp();
-      if (lane == 0) shared.ring.release(turn + slot);
+      if (lane == 0) shared.ring.release(use + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
     combine.run(state, values[0]);
   }
 
-  // Of a slot's first token, ahead of the slot.
-  FP_DEVICE auto turns_of(i32 first) const {
+  // The rotation of a slot's first token, computed before the slot is waited for.
+  FP_DEVICE auto rotation_at(i32 first) const {
     if constexpr (S::rotate) {
-      return SpreadTurns<Traits>(shared.turns, first, lane);
+      return SpreadRotations<Traits>(shared.rotations, first, lane);
     } else {
       return Nothing{};
     }
   }
 
-  // A box may bring tokens that the unit does not see, and leaves what was there before where it brings none: NaN
-  // maybe, which a probability of zero would not hide.
+  // Clears tokens of a slot that the unit does not see. Boxes may bring such tokens, and parts of the slot without a
+  // box keep what they had before, perhaps NaN, which a probability of zero would not hide.
   FP_DEVICE void clear_values(u8* tile, const Unit& unit, i32 first) {
     constexpr int chunks = Shared::value_bytes / tokens / 16, team_threads = 32 * Warps::team;
     for (int i = thread % team_threads; i < tokens * chunks; i += team_threads) {

@@ -1,10 +1,11 @@
-// Attention of few packed rows (decode, speculative verify, short appends) on Hopper: reading K and V once, at the
-// speed of memory, is all the work.
+// Attention of few packed rows (decode, speculative verify, short appends) on Hopper: its time is the time to read K
+// and V once, at the speed of memory.
 //
-// One CTA an SM. Four warps load: they walk the plan's units ahead of everyone else and keep a ring of slots full
-// across the units' ends. The others compute, in teams that take the slots in turn, each with its own softmax state;
-// where a unit ends the teams' states are combined through shared memory. The CTA that ends the last piece of a cut
-// unit merges its partials; or the CTAs of a cluster, where they have all its pieces, send each other what to merge.
+// One CTA an SM. Four warps load: they go through the plan's units ahead of the other warps and keep a ring of slots
+// full across the units' ends. The other warps compute, in teams that alternate on the slots, each with its own softmax
+// state; at a unit's end the teams' states are combined through shared memory. The CTA that ends the last piece of a
+// cut unit merges its partials. If the CTAs of a cluster have all pieces, they send each other what is to be merged
+// instead.
 #pragma once
 #include "flashpage/kernels/decode_sm90/compute.h"
 #include "flashpage/kernels/decode_sm90/load.h"
@@ -22,7 +23,7 @@ struct DecodeSm90 {
   static constexpr int threads = Warps::threads;
   static constexpr int ctas_per_sm = 1;
   static constexpr int shared_bytes = sizeof(Shared);
-  // Packed rows of a unit that a cluster merges, at most; 0: it is not launched with clusters.
+  // Packed rows of a unit that a cluster can merge; 0: the kernel is not launched with clusters.
   static constexpr int cluster_rows = Shared::has_mailbox ? min_of(ClusterMerge<Traits>::max_rows, Traits::tile_q) : 0;
   static_assert(shared_bytes <= cta_shared_bytes(ctas_per_sm), "one slot a team is more than a CTA has on Hopper");
 
@@ -33,7 +34,7 @@ struct DecodeSm90 {
     const bool loads = threadIdx.x < Warps::loading * 32;
     if (loads) {
       ptx::grid_dependency_wait();
-      load.ask();  // before the barriers are made: the way to the plan is long
+      load.load_plan_words();  // before the barriers are initialised, because loading the plan takes long
     } else {
       if (threadIdx.x == Warps::loading * 32) begin(shared, maps);
       prefetch_indices(params);
@@ -42,14 +43,14 @@ struct DecodeSm90 {
     if constexpr (Shared::has_mailbox) ptx::cluster_arrive();
     __syncthreads();
     if constexpr (Shape<Traits>::rotate) {
-      // While the first tiles are on their way.
-      if (!loads) DecodeCompute<Traits>(shared, params, args).make_turns();
+      // Fills the table while the first tiles are loaded.
+      if (!loads) DecodeCompute<Traits>(shared, params, args).make_rotations();
     }
     if (loads) {
       ptx::give_registers_back<Warps::loading_registers>();
       load.run();
       ptx::grid_dependency_launch();
-      if constexpr (Shared::has_mailbox) ptx::cluster_wait();  // by everyone who has arrived
+      if constexpr (Shared::has_mailbox) ptx::cluster_wait();  // after an arrival every thread must wait
     } else {
       ptx::take_registers<Warps::computing_registers>();
       ptx::grid_dependency_wait();
@@ -58,7 +59,7 @@ struct DecodeSm90 {
   }
 
  private:
-  // By one thread.
+  // Called by one thread.
   FP_DEVICE static void begin(Shared& shared, const KvMaps& maps) {
     if constexpr (Traits::loader == Loader::boxes) {
       ptx::prefetch_tensor_map(maps.k);
@@ -71,8 +72,8 @@ struct DecodeSm90 {
     ptx::mbarrier_init_fence();
   }
 
-  // All computing warps together bring the page numbers into the L2 while the plan is read: the look-up behind it waits
-  // for less. Nothing is read here, so the launch before need not be over.
+  // All computing warps prefetch the page numbers to the L2 while the plan is loaded, which makes the lookup after it
+  // faster. A prefetch reads nothing, so it need not wait for the launch before.
   FP_DEVICE static void prefetch_indices(const AttentionParams& params) {
     if constexpr (Traits::kv_source == KvSource::paged) {
       constexpr int line = 128 / sizeof(i32), computing = 32 * Warps::computing;
@@ -83,7 +84,7 @@ struct DecodeSm90 {
     }
   }
 
-  // What copies never write and Q K^T reads.
+  // Zeros the padding that copies never write and Q K^T reads.
   FP_DEVICE static void clear_padding(Shared& shared) {
     using S = Shape<Traits>;
     for (int i = 0; i < Shared::places_ahead; ++i)

@@ -1,22 +1,22 @@
-// The loading warps of decode_sm90.
+// The loading warps of decode_sm90: they fill the ring of slots.
 #pragma once
 #include "flashpage/kernels/decode_sm90/shared.h"
 #include "flashpage/ptx/atomic.h"
+#include "flashpage/tile/load/decode_boxes.h"
+#include "flashpage/tile/load/decode_rows.h"
 #include "flashpage/tile/load/query.h"
-#include "flashpage/tile/load/slot_boxes.h"
-#include "flashpage/tile/load/slot_rows.h"
 #include "flashpage/tile/trace.h"
 
 namespace flashpage {
 
-// Every loading warp walks the units alike and loads every fourth slot; the last one, whose slot is wanted last, also
-// publishes the units, with Q.
+// Every loading warp goes through the same units and loads every fourth slot. The last warp, whose first slot is needed
+// last, also publishes the units and their Q.
 template <class Traits>
 struct DecodeLoad {
   using S = Shape<Traits>;
   using Shared = DecodeShared<Traits>;
-  using SlotLoader = typename select_type<(Traits::loader == Loader::boxes), BoxLoader<Traits, Shared>,
-                                          RowLoader<Traits, Shared>>::type;
+  using SlotLoader = typename select_type<(Traits::loader == Loader::boxes), DecodeBoxes<Traits, Shared>,
+                                          DecodeRows<Traits, Shared>>::type;
   using Source = typename SlotLoader::Source;
   static constexpr int warps = Shared::loading_warps;
 
@@ -24,75 +24,77 @@ struct DecodeLoad {
   const AttentionParams& params;
   const KvMaps& maps;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  u32 asked;  // the CTA's start and the plan's header, a word a lane
+  u32 plan_words;  // the CTA's start and the plan's header, a word in each lane
 
   FP_DEVICE DecodeLoad(Shared& shared, const AttentionParams& params, const KvMaps& maps)
       : shared(shared), params(params), maps(maps) {}
 
-  // What is wanted of the plan first, on its way while the CTA starts. (Whole structs would be kept in registers.)
-  FP_DEVICE void ask() {
+  // Loads the first words of the plan while the CTA starts. They are loaded as words, because whole structs would stay
+  // in registers.
+  FP_DEVICE void load_plan_words() {
     static_assert(sizeof(CtaStart) + sizeof(PlanHeader) == 32 * sizeof(u32));
     const u32* start = reinterpret_cast<const u32*>(&cta_start(params.plan, blockIdx.x));
-    asked = lane < start_words ? start[lane] : reinterpret_cast<const u32*>(params.plan)[lane - start_words];
+    plan_words = lane < start_words ? start[lane] : reinterpret_cast<const u32*>(params.plan)[lane - start_words];
   }
 
   FP_DEVICE void run() {
     PlaceCursor cursor;
     Place place;
-    cursor.first(params, Traits::tile_q, answer<CtaStart>(0), place);
+    cursor.first(params, Traits::tile_q, from_plan_words<CtaStart>(0), place);
     if (threadIdx.x == 0) stamp<Traits>(params, Stamp::plan_known);
     const SlotLoader loader(shared, params, maps);
-    u32 turn = 0;  // of the unit's first slot
+    u32 use = 0;  // ring use of the unit's first slot
     Source source;
-    if (!place.done) source = loader.open(place, first_own(turn));
-    u32 unit_turn = 0;
+    if (!place.done) source = loader.open(place, first_own(use));
+    u32 unit_use = 0;
     while (!place.done) {
-      publish(place, source, unit_turn++, cursor.cta);
+      publish(place, source, unit_use++, cursor.cta);
       const int slots = source.slots, early = min_of(slots, Traits::stages);
-      int slot = first_own(turn);
-      for (; slot < early; slot += warps) loader.load(source, slot, turn + slot);
+      int slot = first_own(use);
+      for (; slot < early; slot += warps) loader.load(source, slot, use + slot);
       if (threadIdx.x == 0) stamp_first<Traits>(params, Stamp::first_load);
-      Place next;  // its first look-ups are on their way while the ring turns
+      Place next;  // its first lookups are in flight while this unit is loaded
       cursor.next(params, Traits::tile_q, 1, place, next);
       Source following;
-      if (!next.done) following = loader.open(next, first_own(turn + slots));
-      for (; slot < slots; slot += warps) loader.load(source, slot, turn + slot);
-      if (place.item.partial_row >= 0) look_for_others(unit_turn - 1);
-      turn += slots;
+      if (!next.done) following = loader.open(next, first_own(use + slots));
+      for (; slot < slots; slot += warps) loader.load(source, slot, use + slot);
+      if (place.item.partial_row >= 0) look_for_others(unit_use - 1);
+      use += slots;
       place = next;
       source = following;
     }
-    publish(place, source, unit_turn, cursor.cta);
+    publish(place, source, unit_use, cursor.cta);
   }
 
  private:
   static constexpr int start_words = sizeof(CtaStart) / sizeof(u32);
 
-  template <class Answer>
-  FP_DEVICE Answer answer(int first_word) const {
-    Answer answer;
-    u32* words = reinterpret_cast<u32*>(&answer);
+  template <class T>
+  FP_DEVICE T from_plan_words(int first_word) const {
+    T result;
+    u32* words = reinterpret_cast<u32*>(&result);
 #pragma unroll
-    for (int i = 0; i < sizeof(Answer) / sizeof(u32); ++i) words[i] = __shfl_sync(0xffffffff, asked, first_word + i);
-    return answer;
+    for (int i = 0; i < sizeof(T) / sizeof(u32); ++i) words[i] = __shfl_sync(0xffffffff, plan_words, first_word + i);
+    return result;
   }
 
-  // Of a cut unit, once all its loads are issued: the computing warps then save themselves the counting in.
-  FP_DEVICE void look_for_others(u32 unit_turn) {
+  // Called for a cut unit, once all its loads are issued. If all other pieces are done, the computing warps skip the
+  // counter of arrivals.
+  FP_DEVICE void look_for_others(u32 unit_use) {
     if (warp != warps - 1 || lane != 0) return;
-    SlottedPlace& place = shared.places[shared.place_ring.slot(unit_turn)];
+    SlottedPlace& place = shared.places[shared.place_ring.slot(unit_use)];
     if (place.in_cluster) return;
     const u32 others = static_cast<u32>(place.merge->num_partials) - 1;
     if (ptx::load_acquire(place.arrivals) == others) ptx::store_release_shared(&place.others_are_done, 1);
   }
 
-  FP_DEVICE int first_own(u32 turn) const { return (warp - turn) % warps; }
+  FP_DEVICE int first_own(u32 use) const { return (warp - use) % warps; }
 
-  FP_DEVICE void publish(const Place& place, const Source& source, u32 turn, const CtaItems& cta) {
+  FP_DEVICE void publish(const Place& place, const Source& source, u32 use, const CtaItems& cta) {
     if (warp != warps - 1) return;
-    const PlanHeader header = answer<PlanHeader>(start_words);
-    shared.place_ring.wait_empty(turn);
-    u32 slot = shared.place_ring.slot(turn), barrier = shared.place_ring.full_barrier(turn);
+    const PlanHeader header = from_plan_words<PlanHeader>(start_words);
+    shared.place_ring.wait_empty(use);
+    u32 slot = shared.place_ring.slot(use), barrier = shared.place_ring.full_barrier(use);
     if (!place.done) {
       load_query<Traits, 32>(ptx::shared_address(shared.query[slot]), params, place.unit, lane,
                              [&](u32 row) { return query_offset(params, place.item, place.unit, row); });

@@ -1,4 +1,5 @@
-// append_paged_kv_cache: new tokens to their slots, bytes as they are. One warp a (token, head), K and V.
+// append_paged_kv_cache: copies new tokens to their slots, without conversion. One warp for each token and head, K and
+// V.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -23,7 +24,7 @@ struct Append {
  private:
   FP_DEVICE static void append_one(const AppendParams& p, i32 token, i32 head) {
     i32 request = p.batch_indices[token];
-    if (request < 0) return;  // get_batch_indices_positions fills what is left of its buffers with -1
+    if (request < 0) return;  // get_batch_indices_positions fills unused entries with -1
     u32 page_of_request, in_page;
     p.page.divmod(p.positions[token], page_of_request, in_page);
     i64 page = p.kv_indices[p.kv_indptr[request] + page_of_request];
@@ -37,7 +38,7 @@ struct Append {
              slot(p.v), p.head_dim_vo);
   }
 
-  // Head dims are multiples of 8, rows may start anywhere.
+  // Head dims are multiples of 8; rows may start anywhere.
   FP_DEVICE static void copy_row(const Element* from, Element* to, i32 count) {
     i32 lane = threadIdx.x % 32;
     bool aligned = ((reinterpret_cast<u64>(from) | reinterpret_cast<u64>(to) | count * sizeof(Element)) & 7) == 0;

@@ -1,6 +1,7 @@
-// gather_rows: K and V of pages of one token to rows one behind the other, before an attention kernel that takes boxes.
+// gather_rows: copies K and V of pages of one token to consecutive rows, for an attention kernel that loads boxes.
 //
-// A thread has one vector of 16 bytes of each of a few neighbouring tokens, whose page numbers lie side by side; a
+// A thread copies one vector of 16 bytes for each of a few neighbouring tokens, whose page numbers are consecutive; the
+// vectors of a token, over all heads, belong to neighbouring threads.
 // token's vectors, of all heads, are neighbouring threads'.
 #pragma once
 #include "flashpage/params/params.h"
@@ -13,7 +14,7 @@ namespace flashpage {
 struct GatherRows {
   static constexpr int threads = 256;
   static constexpr int shared_bytes = 0, ctas_per_sm = 4, cluster_rows = 0;
-  static constexpr int tokens = 4;  // whose vectors of K and V a thread has on their way at once
+  static constexpr int tokens = 4;  // whose vectors of K and V a thread has in flight at once
 
   FP_DEVICE static void run(const GatherRowsParams& p) {
     ptx::grid_dependency_wait();
@@ -27,13 +28,13 @@ struct GatherRows {
   }
 
  private:
-  // This vector of K, or of V: in the cache's page 0, and in row 0.
+  // One vector of K or V: its address in the cache's page 0, and in row 0.
   struct Source {
     const u8* from;
     i64 page_bytes;
     u8* to;
     i64 row_bytes;
-    bool exists;  // of K and V, one may have more vectors
+    bool exists;  // either K or V may have more vectors
 
     FP_DEVICE Source(const KvView& view, void* rows, const FastDiv& row_vectors, i32 token_vectors, u32 vector)
         : page_bytes(2 * view.page_stride),
@@ -50,7 +51,8 @@ struct GatherRows {
     }
   };
 
-  // Of tokens [first, first + tokens) of those that are gathered. Behind the last one it is loaded again.
+  // Copies tokens [first, first + tokens) of those that are gathered. After the last one, it is loaded again and not
+  // stored.
   FP_DEVICE static void copy(const GatherRowsParams& p, i32 first, u32 vector) {
     const Source k(p.k, p.k_rows, p.k_row_vectors, p.k_token_vectors, vector);
     const Source v(p.v, p.v_rows, p.v_row_vectors, p.v_token_vectors, vector);

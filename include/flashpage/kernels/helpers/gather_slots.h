@@ -1,5 +1,5 @@
-// gather_slots: the page numbers of a batch's requests, from a table of each request's slots (one a token) into one
-// list, request after request. CTAs [r * ctas_per_request, (r + 1) * ctas_per_request) share request r.
+// gather_slots: turns a table of each request's slots (one for each token) into one list of page numbers, request after
+// request. CTAs [r * ctas_per_request, (r + 1) * ctas_per_request) share request r.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/griddepcontrol.h"

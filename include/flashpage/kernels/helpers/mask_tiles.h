@@ -1,5 +1,5 @@
-// Before the attention under a custom mask or a variant's mask function: which tiles hold anything, and which units
-// have most of them. No bit of it comes back to the host.
+// Runs before the attention under a custom mask or a variant's mask function: finds which tiles are visible, and sorts
+// the units by their number of visible tiles. Nothing is copied back to the host.
 #pragma once
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -11,7 +11,7 @@ namespace flashpage {
 
 template <class Traits>
 struct MaskTiles {
-  using Looks =
+  using Classifier =
       typename select_type<Traits::mask_source == MaskSource::function, FunctionTiles<Traits>, BitTiles>::type;
   static constexpr int warps = 16;
   static constexpr int threads = 32 * warps;
@@ -19,9 +19,9 @@ struct MaskTiles {
 
   struct Shared {
     i32 found[threads];  // items that begin a request
-    i32 num_found;       // of them; then of units
+    i32 num_found;       // number of these items; later of units
     TileWord found_by[warps];
-    u32 places[count_classes];  // in the queue: of the next unit of a class
+    u32 places[count_classes];  // position in the queue of the next unit of each class
     bool is_last;
   };
 
@@ -45,7 +45,8 @@ struct MaskTiles {
   FP_DEVICE MaskTiles(Shared& shared, const MaskTilesParams& params, const VariantArgs& args)
       : shared(shared), params(params), args(args) {}
 
-  // Each request once: at the first piece of its first unit. Items of a team stand in the plan once, for all its heads.
+  // Classifies each request once, at the first piece of its first unit. Items of a lane are in the plan once for all
+  // its heads.
   FP_DEVICE void classify_all() const {
     for (i32 begin = 0; begin < num_items; begin += threads) {
       if (threadIdx.x == 0) shared.num_found = 0;
@@ -59,21 +60,22 @@ struct MaskTiles {
     }
   }
 
-  // A cell at a time by all warps. Requests begin at different CTAs. Later cells of a request have more to look at
-  // where causal hides tokens, so that every other turn goes the other way.
+  // All warps classify one cell at a time. Requests begin at different CTAs. If causal hides tokens, later cells of a
+  // request take longer, so CTAs go through every other round in reverse.
   FP_DEVICE void classify(const WorkItem& item) const {
     const RequestTiles tiles(params, item);
-    const Looks looks(params, args, item);
+    const Classifier classifier(params, args, item);
     const i32 num_ctas = gridDim.x, first = (blockIdx.x + item.request * 37u) % num_ctas, all = tiles.cells();
-    for (i32 turn = 0; turn * num_ctas < all; ++turn) {
-      const i32 at = turn * num_ctas + (turn % 2 == 0 ? first : num_ctas - 1 - first);
+    for (i32 round = 0; round * num_ctas < all; ++round) {
+      const i32 at = round * num_ctas + (round % 2 == 0 ? first : num_ctas - 1 - first);
       if (at >= all) continue;
-      const i32 block = at / tiles.words, word = at % tiles.words;
-      const TileWord mine = looks.template look<warps>(block / tiles.row_blocks, block % tiles.row_blocks, word, warp);
+      const i32 row_tile = at / tiles.words, word = at % tiles.words;
+      const TileWord mine =
+          classifier.template classify<warps>(row_tile / tiles.row_tiles, row_tile % tiles.row_tiles, word, warp);
       const TileWord found = combine(mine);
       if (threadIdx.x == 0) *tile_words(params, static_cast<u32>(tiles.first_cell + at)) = found;
       if constexpr (Traits::mask_source == MaskSource::packed_bits)
-        looks.template write_mixed<warps>(found, block % tiles.row_blocks, word, warp);
+        classifier.template write_mixed<warps>(found, row_tile % tiles.row_tiles, word, warp);
     }
   }
   FP_DEVICE TileWord combine(const TileWord& of_warp) const {
@@ -96,8 +98,8 @@ struct MaskTiles {
     return shared.is_last;
   }
 
-  // Sorts by counting: units of one class come about as they do in the plan, whose waves all CTAs walk at a time. A
-  // CTA's items come one after the other, so as many CTAs as there are have some threads each.
+  // Sorts by counting: units of one class stay roughly in the plan's order, whose waves all CTAs go through at the same
+  // time. A CTA's items are consecutive, so the threads are divided among the CTAs.
   FP_DEVICE void queue_units() const {
     const i32 num_ctas = params.plan->num_ctas, lanes = max_of(1, threads / max_of(1, num_ctas));
     QueuedUnit* list = queued_units(params, params.list_begin);
@@ -126,7 +128,7 @@ struct MaskTiles {
       sorted[atomicAdd(&shared.places[unit.count_class], 1)] = unit;
     }
   }
-  // As one warp, the highest class first.
+  // Called by one warp. Turns counts into positions, the highest class first.
   FP_DEVICE void counts_to_places() const {
     constexpr int mine = count_classes / 32;
     u32* last = shared.places + count_classes - 1 - lane * mine;

@@ -1,4 +1,5 @@
-// The partials of cut units into out, one warp a row, in the plan's fixed order: the same bits every time.
+// Combines the partials of cut units and writes to out, one warp for each row, in the plan's fixed order, so that
+// results are reproducible.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -19,7 +20,7 @@ struct Merge {
     ptx::grid_dependency_wait();
     const PlanHeader* plan = params.plan;
     const MergeItem* merges = plan_merges(plan);
-    const i32 shares = ceil_div(plan->merge_rows, warps);  // of an item's rows, a CTA each
+    const i32 shares = ceil_div(plan->merge_rows, warps);  // CTAs that share an item's rows
     for (i32 i = blockIdx.x; i < plan->num_merges * shares; i += gridDim.x) {
       const MergeItem item = merges[i / shares];
       const i32 row = i % shares * warps + static_cast<i32>(threadIdx.x / 32);
@@ -46,7 +47,7 @@ struct Merge {
       for (int begin = 0; begin < item.num_partials; begin += 32) {
         int count = min_of(32, item.num_partials - begin);
         i64 base = first + static_cast<i64>(begin) * item.partial_stride;
-        Batch batch(params, item, base, 0, inside ? count : 0, column);  // on its way before the weights are known
+        Batch batch(params, item, base, 0, inside ? count : 0, column);  // in flight before the weights are known
         weights.add_group(lane < count ? params.partial_lse[base + static_cast<i64>(lane) * item.partial_stride]
                                        : ptx::negative_infinity());
         sum = scaled(sum, weights.rescale);
@@ -61,7 +62,7 @@ struct Merge {
     }
   }
 
-  // Neighbouring partials of one row, all loads in flight at once; those from `count` on are zero.
+  // Consecutive partials of one row, all loads in flight at once; those from `count` on are zero.
   struct Batch {
     static constexpr int size = 8;
     float4 values[size];

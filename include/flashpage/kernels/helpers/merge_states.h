@@ -1,4 +1,4 @@
-// merge_state, merge_state_in_place and merge_states: one warp a (row, head), any number of states, any number of
+// merge_state, merge_state_in_place and merge_states: one warp for each row and head, for any number of states and
 // heads.
 #pragma once
 #include "flashpage/params/params.h"
@@ -38,7 +38,7 @@ struct MergeStates {
 
   FP_DEVICE static void merge_one(const MergeStatesParams& p, i64 row, i32 head) {
     int lane = threadIdx.x % 32;
-    if (p.mask && !p.mask[row]) return;  // only merge_state_in_place has a mask: the row is in its place
+    if (p.mask && !p.mask[row]) return;  // only merge_state_in_place has a mask, and v is its output
     i64 at = row * p.num_heads + head;
     for (int first = 0; first < p.head_dim; first += 32 * 4) {
       int column = first + lane * 4;
@@ -51,12 +51,12 @@ struct MergeStates {
         sum = scaled(sum, weights.rescale);
         for (i32 i = 0; i < count; ++i) {
           float weight = weights.weight(i);
-          // A state without tokens may hold anything.
+          // The values of a state without tokens are undefined.
           if (inside && weight > 0.f) sum = add_scaled(sum, load4(values_of(p, begin + i, row, head) + column), weight);
         }
       }
       if (inside) store4(static_cast<Element*>(p.out) + at * p.head_dim + column, scaled(sum, weights.inverse()));
-      // merge_state_in_place: the lse is this row's own input and is read again for the next columns.
+      // In merge_state_in_place, lse is also this row's input, which is read again for the next columns.
       if (first + 32 * 4 >= p.head_dim && lane == 0) p.lse[at] = weights.lse();
     }
   }

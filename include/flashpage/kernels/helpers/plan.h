@@ -1,4 +1,4 @@
-// A plan made on the card, by one CTA: include/flashpage/plan/tables.h says what of.
+// Plans on the card with one CTA, from the tables that include/flashpage/plan/tables.h describes.
 #pragma once
 #include "flashpage/plan/tables.h"
 #include "flashpage/ptx/griddepcontrol.h"
@@ -29,7 +29,7 @@ struct CtaThreads {
 
 struct PlanOnDevice {
   static constexpr int threads = plan::num_threads, ctas_per_sm = 1, cluster_rows = 0;
-  // For a thousand requests, in waves for five hundred. Larger batches use global memory.
+  // Enough for a thousand requests, or five hundred with waves. Larger batches use global memory.
   static constexpr int shared_bytes = 96 << 10;
 
   FP_DEVICE static void run(const plan::TablePlan& given) {

@@ -1,4 +1,4 @@
-// The computing warpgroups of prefill_sm90 where the factors have 16 bits.
+// The computing warpgroups of prefill_sm90 for 16-bit factors.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/warpgroup.h"
 #include "flashpage/ptx/compiler.h"
@@ -7,7 +7,7 @@
 namespace flashpage {
 
 // While a group exponentiates the scores of one tile, the tensor cores multiply the probabilities of the tile before
-// with their values, and another group's products: the groups issue in turn.
+// with their values, and the products of another group: the groups issue in a fixed order.
 template <class Traits>
 struct PrefillCompute : PrefillWarpgroup<Traits> {
   using Base = PrefillWarpgroup<Traits>;
@@ -21,7 +21,8 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
   using ShortKeyProduct = typename Traits::ShortKeyProduct;
   using Softmax = SoftmaxBySum<Traits>;
   static constexpr int tokens = Base::tokens;
-  static constexpr int short_tokens = ShortKeyProduct::columns;  // of a last tile that needs no more; 0: none
+  static constexpr int short_tokens =
+      ShortKeyProduct::columns;  // width of a last tile with few tokens; 0: there are no short tiles
 
   using Base::order;
   using Base::params;
@@ -34,7 +35,7 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
   }
 
  private:
-  // What a warp has of its unit from tile to tile.
+  // The state that a warp keeps from tile to tile of its unit.
   struct Unit {
     UnitTiles<Traits>& tiles;
     const ScoreRules<Traits>& rules;
@@ -44,7 +45,7 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
     Probabilities<Traits, tokens / 8>& probabilities;
   };
 
-  // A unit whose first scores are there; leaves with those of the next one.
+  // Computes a unit whose first scores are ready; on return those of the next unit are.
   FP_DEVICE void attend(Scores& scores) {
     UnitTiles<Traits> tiles(pipeline);
     const ScoreRules<Traits> rules(params, this->args, pipeline, this->first_row, this->lane);
@@ -62,21 +63,22 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
     while (tiles.next(short_tokens)) step<KeyProduct>(unit, scores);
     finish(unit, scores);
     pipeline.release_values();
-    this->end_unit(rules.tiled, state, values, pipeline.query(pipeline.unit_turn - 1), scores);
+    this->end_unit(rules.tiled, state, values, pipeline.query(pipeline.unit_use - 1), scores);
   }
 
-  // A tile, or the short one: its scores beside the values of the tile before.
+  // Computes a tile, or the short one: its scores together with the values of the tile before.
   template <class Product>
   FP_DEVICE void step(Unit& unit, Scores& all_scores) {
     auto& scores = reinterpret_cast<float (&)[1][Product::columns / 8][4]>(all_scores);
     pipeline.next_keys();
-    if constexpr (Warps::by_rows) pipeline.wait_values(pipeline.turn - 1);
+    if constexpr (Warps::by_rows) pipeline.wait_values(pipeline.use - 1);
     order.wait();
     this->template issue_scores<Product>(scores[0]);
-    if constexpr (!Warps::by_rows) pipeline.wait_values(pipeline.turn - 1);
+    if constexpr (!Warps::by_rows) pipeline.wait_values(pipeline.use - 1);
     issue_values<tokens>(unit, true);
     pipeline.look_ahead();
-    // Both: the last products of values end some ten cycles after they could be issued, and what they read is free.
+    // Waits for both: the value product ends only some ten cycles after it could be issued, and then both slots are
+    // free.
     ptx::wgmma_wait<0>();
     ptx::wgmma_settle(scores[0]);
     ptx::wgmma_settle(unit.values[0]);
@@ -86,7 +88,7 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
     if (Softmax::run(unit.state, scores, unit.probabilities, unit.rules.softmax_scale, unit.factor))
       unit.state.rescale(unit.values, unit.factor);
   }
-  // The last tile, where it is short, and the last values.
+  // Computes the last tile, if it is short, and the last values.
   FP_DEVICE void finish(Unit& unit, Scores& scores) {
     bool is_short = false;
     if constexpr (short_tokens > 0) {
@@ -105,12 +107,12 @@ struct PrefillCompute : PrefillWarpgroup<Traits> {
     Base::multiply_last(scores, unit.values, [&] { issue_values<Product::columns>(unit, false); });
   }
 
-  // values += P V of the first `used` tokens of a tile. `passes`: the order, shortly before the last step, so that the
-  // next group's products follow at once.
+  // Issues values += P V for the first `used` tokens of a tile. `passes`: signals the next group shortly before the
+  // last step, so that its products follow without a gap.
   template <int used>
   FP_DEVICE void issue_values(Unit& unit, bool passes) const {
     constexpr int steps = used / 16;
-    const ptx::Matrix tile(pipeline.values(), Values::block_bytes);
+    const ptx::Matrix tile(pipeline.values(), Values::panel_bytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < steps; ++step) {

@@ -1,15 +1,15 @@
-// The computing warpgroups of prefill_sm90 where all factors are fp8: Q, K, V transposed, and the probabilities too.
+// The computing warpgroups of prefill_sm90 for fp8 factors: Q, K, transposed V, and probabilities.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/warpgroup.h"
 #include "flashpage/tile/softmax/fp8_softmax.h"
 
 namespace flashpage {
 
-// The loop of PrefillCompute in another order, as exponentials take as long as products here: half of a tile's are
-// computed while the next tile's scores are multiplied.
+// The loop of PrefillCompute in another order, because exponentials take as long as products here: half of a tile's
+// exponentials are computed while the next tile's scores are multiplied.
 //
-// Tensor cores cut a sum of fp8 products off, always towards zero: over 2,048 tokens whose values have one sign that
-// is 2%, over 16,384 it is 23% (measured). So sums of some tiles at a time are added up in shared memory.
+// Tensor cores truncate sums of fp8 products towards zero: over 2,048 tokens whose values have one sign the error is
+// 2%, over 16,384 it is 23% (measured). So the sums of some tiles at a time are accumulated in shared memory.
 template <class Traits>
 struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
   using Base = PrefillWarpgroup<Traits>;
@@ -21,10 +21,10 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
   using typename Base::Values;
   using Fp8 = typename Traits::Cache;
   static constexpr int tokens = Base::tokens, steps = tokens / 32;
-  // Steps whose probabilities come later; wider accumulators leave no registers.
+  // Steps whose probabilities are computed later; with wider accumulators no registers are left for that.
   static constexpr int later = Traits::head_dim_vo <= 192 ? steps / 2 : 0;
   static constexpr bool has_sums = Shared::sum_bytes > 0;
-  static constexpr int sum_tiles = 2048 / tokens;  // that are added up at a time
+  static constexpr int sum_tiles = 2048 / tokens;  // tiles between two accumulations
 
   using Base::group;
   using Base::order;
@@ -40,27 +40,27 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
   }
 
  private:
-  // What a warp has of its unit from tile to tile.
+  // The state that a warp keeps from tile to tile of its unit.
   struct Unit {
     UnitTiles<Traits>& tiles;
     const ScoreRules<Traits>& rules;
     Sums& values;
     float (&factor)[1][2];
-    float (&sum_factor)[2];  // of what was added up
-    int& left;               // tiles until the next time
+    float (&sum_factor)[2];  // of the accumulated sums
+    int& left;               // tiles until the next accumulation
     Fp8Softmax& state;
     u32 (&probabilities)[steps][4];
     float (&exponents)[max_of(later, 1) * 4][4];
   };
 
-  // A unit whose first scores are there; leaves with those of the next one.
+  // Computes a unit whose first scores are ready; on return those of the next unit are.
   FP_DEVICE void attend(Scores& scores) {
     const ScoreRules<Traits> rules(params, this->args, pipeline, this->first_row, this->lane);
     UnitTiles<Traits> tiles(pipeline);
     pipeline.begin_unit();
     Sums values = {};
     float factor[1][2];
-    float sum_factor[2] = {0.f, 0.f};  // nothing yet
+    float sum_factor[2] = {0.f, 0.f};  // nothing is accumulated yet
     int left = sum_tiles;
     Fp8Softmax state;
     state.clear();
@@ -81,16 +81,16 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
     pipeline.release_values();
     if constexpr (has_sums) add_sums(unit);
     state.lower_maxima();
-    u8* const tile = has_sums ? shared.sums : pipeline.query(pipeline.unit_turn - 1);
+    u8* const tile = has_sums ? shared.sums : pipeline.query(pipeline.unit_use - 1);
     this->end_unit(rules.tiled, state, values, tile, scores);
   }
 
-  // A tile's scores beside the values of the tile before.
+  // Computes a tile's scores together with the values of the tile before.
   FP_DEVICE void step(Unit& unit, Scores& scores) {
     pipeline.next_keys();
     order.wait();
     this->template issue_scores<KeyProduct>(scores[0]);
-    pipeline.wait_values(pipeline.turn - 1);  // a branch: exponentials stay behind the products' issue
+    pipeline.wait_values(pipeline.use - 1);  // a branch: it keeps exponentials after the issue of the products
     if constexpr (later > 0) ptx::wgmma_settle(unit.exponents);
     soften_later(unit);
     issue_values(unit, true);
@@ -124,7 +124,8 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
     unit.sum_factor[1] *= unit.factor[0][1];
   }
 
-  // values += P V. `passes`: the order, shortly before the last step, so that the next group's products follow at once.
+  // Issues values += P V. `passes`: signals the next group shortly before the last step, so that its products follow
+  // without a gap.
   FP_DEVICE void issue_values(Unit& unit, bool passes) const {
     const ptx::Matrix tile(pipeline.values(), 0);
     ptx::wgmma_fence();
@@ -132,12 +133,13 @@ struct PrefillFp8Compute : PrefillWarpgroup<Traits> {
     for (int step = 0; step < steps; ++step) {
       if (passes && step == max_of(0, steps - 2)) order.pass();
       Traits::ValueProduct::multiply(unit.values[0], unit.probabilities[step],
-                                     tile.at(step / 4 * Values::block_bytes + step % 4 * 32), true);
+                                     tile.at(step / 4 * Values::panel_bytes + step % 4 * 32), true);
     }
     ptx::wgmma_commit();
   }
 
-  // Of tile n of the thread's values: among those of its group, where the group's output will be.
+  // The address of the thread's sums for tile n of its values: among those of its group, where the group's output will
+  // be.
   FP_DEVICE u32 sum_address(int n) const {
     return ptx::shared_address(shared.sums) + n / 4 * 16384 + group * 8192 + n % 4 * 2048 + thread % 128 * 16;
   }

@@ -1,8 +1,9 @@
-// Attention of many packed rows (prefill, appends) on Hopper: the tensor cores' products (wgmma) are all the work.
+// Attention of many packed rows (prefill, appends) on Hopper: its time is the time of the tensor cores' products
+// (wgmma).
 //
-// One CTA an SM, or two where rows are few. A warpgroup loads: K, V and Q each by a warp of its own, ahead of everyone
-// else. The others compute, 64 rows each, over the same tiles of K and V. Partials of cut units are merged by a launch
-// of their own.
+// One CTA an SM, or two if rows are few. One warpgroup loads ahead of the others: K, V and Q by a warp each. The other
+// warpgroups compute, 64 rows each, over the same tiles of K and V. A launch of its own merges the partials of cut
+// units.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/compute.h"
 #include "flashpage/kernels/prefill_sm90/compute_fp8.h"
@@ -28,7 +29,7 @@ struct PrefillSm90 {
                             const MaskTilesParams& mask_tiles) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    // The L2 has what an earlier launch is about to write, too: nobody need wait for that launch first.
+    // The L2 also holds what an earlier launch is about to write, so this prefetch need not wait for that launch.
     if (threadIdx.x == 32) ptx::prefetch_to_l2(&cta_start(params.plan, blockIdx.x / Traits::ctas));
     if (threadIdx.x == 0) {
       init_barriers(shared);
@@ -44,7 +45,7 @@ struct PrefillSm90 {
     if constexpr (Traits::ctas == 1) {
       __syncthreads();
     } else {
-      ptx::cluster_barrier();  // the other CTA has barriers too
+      ptx::cluster_barrier();  // the other CTA's barriers are initialised too
     }
     ptx::grid_dependency_wait();
     if (threadIdx.x < Warps::loading * 32) {
@@ -55,11 +56,11 @@ struct PrefillSm90 {
       ptx::take_registers<Warps::computing_registers>();
       Compute(shared, params, args).run();
     }
-    if constexpr (Traits::ctas > 1) ptx::cluster_barrier();  // the other CTA arrives at barriers here
+    if constexpr (Traits::ctas > 1) ptx::cluster_barrier();  // the other CTA may still arrive at barriers here
   }
 
  private:
-  // By one thread.
+  // Called by one thread.
   FP_DEVICE static void init_barriers(Shared& shared) {
     shared.key_ring.init(Warps::key_arrivals, Warps::computing * Traits::ctas);
     shared.value_ring.init(Warps::value_arrivals, Warps::computing * (Warps::transposes ? 1 : Traits::ctas));
@@ -74,13 +75,13 @@ struct PrefillSm90 {
     ptx::mbarrier_init_fence();
   }
 
-  // What copies never write and Q K^T reads.
+  // Zeros the padding that copies never write and Q K^T reads.
   FP_DEVICE static void clear_padding(Shared& shared, i32 cta_rows) {
     using S = typename Shared::S;
     for (int i = 0; i < Shared::queries; ++i)
       zero_padding<typename S::Query, Traits::head_dim_qk, typename Shared::QueryRows>(shared.query[i], Traits::tile_q,
                                                                                        threadIdx.x, threads);
-    clear_rows_behind(shared, cta_rows);
+    clear_unused_rows(shared, cta_rows);
     if constexpr (!Warps::by_boxes) {
       for (int i = 0; i < Shared::key_stages; ++i)
         zero_padding<typename S::Cache, Traits::head_dim_qk, typename Shared::Keys>(shared.keys[i], Shared::tokens,
@@ -88,15 +89,15 @@ struct PrefillSm90 {
     }
     ptx::fence_before_products();
   }
-  // Rows of Q that no unit has, as it has whole rows of the group alone: boxes do not bring them. What they become as
-  // output takes their place later.
-  FP_DEVICE static void clear_rows_behind(Shared& shared, i32 cta_rows) {
+  // Zeros the rows of Q that no unit has, because units have only whole rows of the group, and that boxes do not bring.
+  // Later they hold output that is never stored.
+  FP_DEVICE static void clear_unused_rows(Shared& shared, i32 cta_rows) {
     using Rows = typename Shared::QueryRows;
     const i32 chunks = (Traits::tile_q - cta_rows) * (Rows::stride / 16);
-    for (i32 i = threadIdx.x; i < chunks * Rows::blocks * Shared::queries; i += threads) {
-      const i32 block = i / chunks, chunk = i % chunks;
+    for (i32 i = threadIdx.x; i < chunks * Rows::panels * Shared::queries; i += threads) {
+      const i32 panel = i / chunks, chunk = i % chunks;
       u8* rows =
-          shared.query[block / Rows::blocks] + block % Rows::blocks * Rows::block_bytes + cta_rows * Rows::stride;
+          shared.query[panel / Rows::panels] + panel % Rows::panels * Rows::panel_bytes + cta_rows * Rows::stride;
       reinterpret_cast<uint4*>(rows)[chunk] = uint4{};
     }
   }

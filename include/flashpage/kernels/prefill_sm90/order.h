@@ -4,8 +4,8 @@
 
 namespace flashpage {
 
-// The groups issue one after the other, in a circle: while one's products run, the others exponentiate. A group waits
-// at a named barrier of its own, where the one before it arrives.
+// The groups issue in a circle: while one group's products run, the others exponentiate. A group waits at a named
+// barrier of its own, at which the group before it arrives.
 template <int groups>
 struct Order {
   static constexpr int first_barrier = 1, end_of_barriers = first_barrier + groups;  // names
@@ -23,7 +23,7 @@ struct Order {
     const int next = group + 1 == groups ? 0 : group + 1;
     if (has_others) ptx::named_barrier_arrive(first_barrier + next, 256);
   }
-  // Every arrival has its wait.
+  // Waits for the last arrival, because each arrival at a barrier needs its wait.
   FP_DEVICE void end() const {
     if (group == 0) wait();
   }

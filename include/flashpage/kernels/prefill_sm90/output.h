@@ -1,4 +1,4 @@
-// The end of a unit in prefill_sm90: its rows to the output or to the partials.
+// The end of a unit in prefill_sm90: writes its rows to the output or to the partials.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/order.h"
 #include "flashpage/kernels/prefill_sm90/pipeline.h"
@@ -19,23 +19,23 @@ struct PrefillOutput {
   using Warps = PrefillWarps<Traits>;
   using Shared = PrefillShared<Traits>;
   using OutRows = typename Shared::OutRows;
-  static constexpr int group_barrier = Order<Warps::groups>::end_of_barriers;  // names: one a group
+  static constexpr int group_barrier = Order<Warps::groups>::end_of_barriers;  // barrier names, one for each group
 
   const Pipeline<Traits>& pipeline;
   const AttentionParams& params;
-  int first_row;  // of the unit, the warp's
+  int first_row;  // first row of the warp, in the unit
   int group;
   int lane;
 
-  // The first row of a unit that is the CTA's.
+  // The first row of a unit that belongs to this CTA.
   FP_DEVICE int cta_row() const {
     return Traits::ctas == 1 ? 0 : static_cast<int>(ptx::cluster_rank()) * params.cta_rows;
   }
 
-  // A finished unit: rows to the output through the tile of Q, where they become whole lines or boxes, or to the
-  // partials. Whichever way, the slot of Q is released once: who loads the next one knows what it finds.
+  // Writes a finished unit: to the output through the tile of Q, where rows become whole lines or boxes, or to the
+  // partials. Either way, the slot of Q is released once, and the warp that loads the next Q knows what the slot holds.
   FP_DEVICE void write(SoftmaxState<1>& state, float (&values)[S::value_tiles][4], const Place& place, u8* tile) const {
-    const WorkItem item = place.item;  // read once: between stores the compiler would read the place again
+    const WorkItem item = place.item;  // copied once: between stores the compiler would load the place again
     Unit unit = place.unit;
     if constexpr (Traits::ctas > 1) unit.num_rows = min_of(unit.num_rows, cta_row() + params.cta_rows);
     const int first_row = static_cast<int>(ptx::opaque(this->first_row)),
@@ -46,7 +46,7 @@ struct PrefillOutput {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] = quad_sum(state.sum[0][half]);
-      // A row that has seen a token has seen its maximum: its sum is one or more.
+      // A row that has seen a token has seen its maximum, so its sum is at least one.
       const float inverse = sum[half] > 0.f ? value_scale * ptx::reciprocal_approx(sum[half]) : 0.f;
 #pragma unroll
       for (int n = 0; n < S::value_tiles; ++n) {
@@ -58,7 +58,7 @@ struct PrefillOutput {
       pipeline.release_query();
       store_partial(values, item, unit, first_row);
     } else {
-      ptx::named_barrier(group_barrier + group, 128);  // the group's products have read Q
+      ptx::named_barrier(group_barrier + group, 128);  // all warps of the group have read Q
       put_rows(values, first_row - cta_row(), tile);
       if (Shared::leave_by_boxes(params, item, unit, cta_row())) {
         ptx::fence_before_bulk_copies();
@@ -68,7 +68,7 @@ struct PrefillOutput {
         copy_out(item, unit, first_row, tile);
       }
     }
-    // Behind the rows: their fence would wait for these stores.
+    // Stored after the rows, because their fence would wait for these stores.
     if (is_partial || params.lse) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -80,7 +80,7 @@ struct PrefillOutput {
   }
 
  private:
-  // The warp's rows into the tile, from `first_row` of the CTA.
+  // Writes the warp's rows to the tile, from row `first_row` of the CTA on.
   FP_DEVICE void put_rows(const float (&values)[S::value_tiles][4], int first_row, u8* tile) const {
     using Out = typename Traits::Out;
     if constexpr (Warps::transposes) {  // a lane's columns of two tiles are neighbours
@@ -95,7 +95,8 @@ struct PrefillOutput {
       const u32 rows = OutRows::lane_address(ptx::shared_address(tile), first_row + lane % 16, lane / 16);
 #pragma unroll
       for (int n = 0; n < S::value_tiles; n += 2) {
-        u32 matrices[4];  // two of 8 rows of each tile; zeros where no columns are: Q has its padding there
+        u32 matrices[4];  // two of 8 rows of each tile; zeros for columns that do not exist, because Q has its padding
+                          // there
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float (&sums)[4] = values[n + i / 2];
@@ -119,8 +120,8 @@ struct PrefillOutput {
     }
   }
 
-  // The warp's rows to the output, 16 bytes a lane. All are read before the first is stored, so that Q of a unit to
-  // come waits for no store.
+  // Copies the warp's rows to the output, 16 bytes in each lane. All are loaded before the first is stored, so that a
+  // later Q does not wait for stores.
   FP_DEVICE void copy_out(const WorkItem& item, const Unit& unit, int first_row, const u8* tile) const {
     constexpr int chunks = Traits::head_dim_vo / 8, parts = ceil_div(16 * chunks, 32);
     uint4 part[parts];
@@ -133,7 +134,8 @@ struct PrefillOutput {
     }
     __syncwarp();
     pipeline.release_query();
-    const u64 mine = out_offset<Traits>(params, item, unit, first_row + lane % 16);  // a row's is found once
+    const u64 mine =
+        out_offset<Traits>(params, item, unit, first_row + lane % 16);  // each row's offset is computed once
 #pragma unroll
     for (int i = 0; i < parts; ++i) {
       const int row = (i * 32 + lane) / chunks, chunk = (i * 32 + lane) % chunks;

@@ -1,4 +1,4 @@
-// What becomes of a tile's scores in prefill_sm90 between their product and the softmax.
+// A tile's scores in prefill_sm90 between their product and the softmax: transform and masks.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/pipeline.h"
 #include "flashpage/tile/mask/mask.h"
@@ -6,38 +6,38 @@
 
 namespace flashpage {
 
-// The tiles of a unit, one after the other, as scores are masked by them.
+// The tiles of a unit in sequence, as masking needs them.
 template <class Traits>
 struct UnitTiles {
-  // The loop of fp8 has no registers for them: it reads them with each tile.
+  // The fp8 loop has no registers for them: it loads them with each tile.
   using Tokens = typename select_type<PrefillWarps<Traits>::transposes, const UnitTokens&, const UnitTokens>::type;
 
-  const TileInTurn<Traits>& tile;  // where the loading warps tell it
+  const CurrentTile<Traits>& tile;  // written by loading warps, if the kernel has mask tiles
   Tokens tokens;
-  i32 first;  // of the tile
+  i32 first;  // first token of the tile
 
   FP_DEVICE explicit UnitTiles(const Pipeline<Traits>& pipeline)
       : tile(pipeline.tile),
         tokens(pipeline.unit().tokens),
         first(has_mask_tiles<Traits> ? tile.first_token : tokens.first) {}
 
-  // To the next tile; false where the unit has no more than `short_tokens` left.
+  // Moves to the next tile; returns false if the unit has at most `short_tokens` left.
   FP_DEVICE bool next(int short_tokens) {
     if constexpr (has_mask_tiles<Traits>) return !tile.is_last;
     return (first += Traits::tile_kv) + short_tokens < tokens.end;
   }
-  // After that: whether those are left.
+  // After next() returned false: whether tokens are left.
   FP_DEVICE bool ends_short() const { return first < tokens.end; }
 };
 
-// What a warp's scores of one unit go through: a scale, the variant's transform and the masks.
+// The steps that a warp applies to its scores of one unit: a scale, the variant's transform and the masks.
 template <class Traits>
 struct ScoreRules {
   using Warps = PrefillWarps<Traits>;
   static constexpr int tokens = Traits::tile_kv;
   static constexpr bool keeps_rows = flashpage::keeps_rows<Traits> && !Warps::transposes;
   using KeptRows = typename select_type<keeps_rows, TransformedRows<Traits>, NoRows>::type;
-  // Tiles of packed bits know nothing of a function beside them.
+  // Whether every tile is masked: mask tiles of packed bits do not cover a mask function that is used in addition.
   static constexpr bool masks_all =
       masks_all_tiles<Traits> && (!has_mask_tiles<Traits> || (has_lane_bits<Traits> && Traits::Variant::has_mask));
 
@@ -61,13 +61,13 @@ struct ScoreRules {
         rows{params, tiled.place.item, tiled.place.unit, first_row, lane},
         kept_rows(scale, rows) {}
 
-  // A tile that needs neither is left as it is.
+  // Leaves a tile unchanged that needs neither transform nor mask.
   FP_DEVICE void apply(auto& scores, UnitTiles<Traits>& tiles) const {
-    const TileInTurn<Traits>& tile = tiles.tile;
+    const CurrentTile<Traits>& tile = tiles.tile;
     if constexpr (has_mask_tiles<Traits>) tiles.first = tile.first_token;
     const i32 first = tiles.first;
     const bool is_cut = first < tiles.tokens.clear_begin || first > tiles.tokens.clear_end;
-    const bool masks = masks_all || tile.seen != Seen::all || is_cut;
+    const bool masks = masks_all || tile.visibility != TileVisibility::all || is_cut;
     if (!(transforms || masks)) return;
     if constexpr (keeps_rows) {
       transform_by_logit<Traits>(scores, rows, args, first, [&](int, int half) { return kept_rows.row[half]; });
@@ -76,13 +76,14 @@ struct ScoreRules {
     }
     if constexpr (has_lane_bits<Traits> && !Traits::Variant::has_mask) {
       const LaneBits bits(tiled.lane_bits, tiled.place.item.kv_len, tokens);
-      if (tile.seen != Seen::all) mask_by_lane_bits<Traits>(scores, rows, bits, tile);
+      if (tile.visibility != TileVisibility::all) mask_by_lane_bits<Traits>(scores, rows, bits, tile);
       if (is_cut) mask_cut_ends<Traits>(scores, rows.recomputed(), first);
     } else if (masks) {
       mask_scores<Traits, true>(scores, rows, args, first);
     }
   }
-  // The same for fp8: one after the other, so that nothing of the masks is in registers during the transform.
+  // As apply, for fp8: transform and masks follow each other, so that no register of the masks is live during the
+  // transform.
   FP_DEVICE void apply_one_by_one(auto& scores, const UnitTiles<Traits>& tiles) const {
     if (transforms) transform_scores<Traits>(scores, scale, rows, args, tiles.first);
     if (masks_all || tiles.first < tiles.tokens.clear_begin || tiles.first > tiles.tokens.clear_end)

@@ -1,11 +1,11 @@
-// Keys in pieces of 16 bytes, as vLLM's cache of blocks has them: piece by piece, each with all rows. ldmatrix takes a
-// piece of eight neighbouring rows, 128 bytes in one go, and meets no bank conflicts.
+// Keys in pieces of 16 bytes, as in vLLM's cache of blocks: piece by piece, each with all rows. ldmatrix reads a piece
+// of eight neighbouring rows, 128 consecutive bytes, without bank conflicts.
 #pragma once
 #include "flashpage/common/math.h"
 
 namespace flashpage {
 
-// The interface of SharedRows.
+// Has the interface of SharedRows.
 template <class Element, int columns, int rows>
 struct PieceRows {
   static constexpr int used_bytes = columns * static_cast<int>(sizeof(Element));

@@ -1,4 +1,4 @@
-// Everything that follows from a kernel's Traits: element types along the way and the shapes of its shared tiles.
+// Element types and shapes of shared tiles that follow from a kernel's Traits.
 #pragma once
 #include "flashpage/tile/layout/piece_rows.h"
 #include "flashpage/tile/layout/shared_rows.h"
@@ -12,46 +12,47 @@ struct Shape {
   using Query = typename Traits::Query;
   using Cache = typename Traits::Cache;
   static constexpr bool rotate = Traits::position_encoding == PositionEncoding::rope;
-  // Blocks: K and V as the copy engine writes them; a tile of `tile_kv` tokens belongs to one warp of the tokens' side.
-  static constexpr bool blocks = Traits::layout == RowsLayout::blocks;
-  // What the score product reads: the cache's own bytes (blocks: rotated on their way from there), or rotated keys
-  // widened to the query's type.
-  using Key = typename select_type<(rotate && !blocks), Query, Cache>::type;
-  // fp8 keys meet fp16 queries: two are widened in one instruction, where bf16 takes four. Only with Q in registers,
-  // where it is scaled into fp16's range first (tile/load/half_query.h).
-  // Turning keys takes those registers, but for fp8 keys under bf16 queries, whose turns fp16 is exact enough for.
-  static constexpr bool turn_in_half = rotate && is_fp8<Cache> && is_same<Query, Bf16> && !Traits::Variant::has_logit;
-  // So do a variant's loads for more than 16 tokens, on their way at once.
+  // K and V lie in swizzled panels, as the copy engine writes them; each warp of the token dimension has a tile of
+  // `tile_kv` tokens of its own.
+  static constexpr bool swizzled = Traits::layout == RowsLayout::swizzled;
+  // The key type that the score product reads: the cache's own (swizzled: keys are rotated on their way to the tensor
+  // cores), or rotated keys widened to the query's type.
+  using Key = typename select_type<(rotate && !swizzled), Query, Cache>::type;
+  // fp8 keys are multiplied with fp16 queries, because one instruction widens two keys to fp16, where bf16 takes four.
+  // This needs Q in registers, where it is scaled into fp16's range first (tile/load/half_query.h). Rotating keys takes
+  // those registers, except for fp8 keys under bf16 queries, whose rotations are exact enough in fp16.
+  static constexpr bool rotate_in_half = rotate && is_fp8<Cache> && is_same<Query, Bf16> && !Traits::Variant::has_logit;
+  // A variant that loads for more than 16 tokens takes those registers too, because the loads are in flight at once.
   static constexpr bool loads_for_many = Traits::Variant::logit_loads_by_token && Traits::tile_kv > 16;
   static constexpr bool query_in_registers = Traits::head_dim_qk <= 128 && Traits::tile_q / Traits::warps_q <= 16 &&
-                                             (!rotate || turn_in_half) && !loads_for_many;
-  static constexpr bool can_widen_query = (blocks || Traits::layout == RowsLayout::pieces) && query_in_registers;
+                                             (!rotate || rotate_in_half) && !loads_for_many;
+  static constexpr bool can_widen_query = (swizzled || Traits::layout == RowsLayout::pieces) && query_in_registers;
   using Product = typename select_type<(is_fp8<Key> && can_widen_query), Half, Query>::type;
-  // Probabilities meet fp8 values as fp16 (exact for both formats), others in their own type.
+  // The type of probabilities: fp16 over fp8 values (exact for both formats), otherwise the query's type.
   using Probability = typename select_type<is_fp8<Cache>, Half, Query>::type;
 
-  static constexpr int threads = 32 * Traits::warps_q * Traits::warps_v * Traits::warps_kv;  // that compute
+  static constexpr int threads = 32 * Traits::warps_q * Traits::warps_v * Traits::warps_kv;  // threads that compute
   static constexpr int rows_a_warp = Traits::tile_q / Traits::warps_q;
   static constexpr int row_tiles = rows_a_warp / 16;  // m16 tiles of one warp
-  static constexpr int warp_tokens = blocks ? Traits::tile_kv : Traits::tile_kv / Traits::warps_kv;
+  static constexpr int warp_tokens = swizzled ? Traits::tile_kv : Traits::tile_kv / Traits::warps_kv;
   static constexpr int key_steps = ceil_div(Traits::head_dim_qk, 16);  // k16 steps of Q K^T
-  static constexpr int key_unroll = row_tiles * key_steps <= 8 ? key_steps
-                                    : key_steps <= 8 || blocks ? 4
-                                                               : 8;  // more takes registers
+  static constexpr int key_unroll = row_tiles * key_steps <= 8   ? key_steps
+                                    : key_steps <= 8 || swizzled ? 4
+                                                                 : 8;  // unrolling more steps takes registers
 
-  // More than 256 value columns do not fit in registers. Blocks: warps side by side have whole blocks of them. Else the
-  // unit is run once for each part, the last one overlapping.
-  static constexpr int value_parts = blocks ? Traits::warps_v : ceil_div(Traits::head_dim_vo, 256);
-  static constexpr int value_passes = blocks ? 1 : value_parts;
+  // More than 256 value columns do not fit in registers. Swizzled: neighbouring warps have whole panels of them.
+  // Otherwise the unit runs once for each part, and the last part overlaps the one before.
+  static constexpr int value_parts = swizzled ? Traits::warps_v : ceil_div(Traits::head_dim_vo, 256);
+  static constexpr int value_passes = swizzled ? 1 : value_parts;
   static constexpr int value_columns =
       value_parts == 1 ? Traits::head_dim_vo
-                       : round_up(ceil_div(Traits::head_dim_vo, value_parts), blocks ? 128 / int(sizeof(Cache)) : 16);
+                       : round_up(ceil_div(Traits::head_dim_vo, value_parts), swizzled ? 128 / int(sizeof(Cache)) : 16);
   static constexpr int value_tiles = round_up(value_columns, 16) / 8;  // n8 tiles of one warp's accumulator
 
   using QueryRows = SharedRows<Query, Traits::head_dim_qk>;
   template <class Element, int columns>
   using PitchedRows =
-      typename select_type<blocks, BlockRows<Element, columns, warp_tokens>, SharedRows<Element, columns>>::type;
+      typename select_type<swizzled, SwizzledRows<Element, columns, warp_tokens>, SharedRows<Element, columns>>::type;
   template <class Element, int columns>
   using Rows = typename select_type<Traits::layout == RowsLayout::pieces, PieceRows<Element, columns, warp_tokens>,
                                     PitchedRows<Element, columns>>::type;
@@ -65,7 +66,7 @@ struct Shape {
   }
 
   static_assert(Traits::tile_q == 16 * row_tiles * Traits::warps_q && warp_tokens % 16 == 0);
-  static_assert(blocks || (Traits::warps_v == 1 && (Traits::warps_q == 1 || Traits::warps_kv == 1)));
+  static_assert(swizzled || (Traits::warps_v == 1 && (Traits::warps_q == 1 || Traits::warps_kv == 1)));
 };
 
 }  // namespace flashpage

@@ -1,15 +1,16 @@
-// A tile of rows in shared memory, laid out so that ldmatrix meets no bank conflicts.
+// A tile of rows in shared memory that ldmatrix reads without bank conflicts.
 #pragma once
 #include "flashpage/common/math.h"
 
 namespace flashpage {
 
-// `columns` elements of `Element` a row, in chunks of 16 bytes. Rows of a multiple of 128 bytes are XOR-swizzled (eight
-// neighbouring rows touch eight different bank groups); others get an odd number of chunks, which has the same effect.
+// Rows of `columns` elements in chunks of 16 bytes. Rows of a multiple of 128 bytes are XOR-swizzled (eight
+// neighbouring rows use eight different bank groups); other rows get an odd number of chunks, which has the same
+// effect.
 template <class Element, int columns>
 struct SharedRows {
   static constexpr int used_bytes = columns * static_cast<int>(sizeof(Element));
-  // An fp8 or 16-bit row is padded to whole k16 steps of the tensor core.
+  // fp8 and 16-bit rows are padded to whole k16 steps of the tensor core.
   static constexpr int padded_columns = round_up(columns, 16);
   static constexpr int padded_bytes = padded_columns * static_cast<int>(sizeof(Element));
   static constexpr int chunks = ceil_div(padded_bytes, 16);
@@ -24,8 +25,8 @@ struct SharedRows {
     return row * stride + chunk * 16;
   }
 
-  // The same in two steps: the part that depends on the lane, once a tile, and a constant chunk, which costs one XOR
-  // where it is used. `lane_chunk` and `chunk` have no bit in common.
+  // The offset in two steps: lane_address depends on the lane and is computed once a tile; at_chunk takes a constant
+  // chunk and costs one XOR. `lane_chunk` and `chunk` have no bit in common.
   FP_DEVICE static u32 lane_address(u32 tile, u32 row, u32 lane_chunk) { return tile + chunk_offset(row, lane_chunk); }
   FP_DEVICE static u32 at_chunk(u32 lane_address, u32 chunk) {
     if constexpr (swizzled) return (lane_address ^ (chunk & 7) * 16) + (chunk & ~7u) * 16;

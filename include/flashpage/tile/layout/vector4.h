@@ -1,4 +1,4 @@
-// Four neighbouring elements of a row to and from fp32; rows start on multiples of four elements.
+// Four consecutive elements of a row, converted to and from fp32; rows start on multiples of four elements.
 #pragma once
 #include "flashpage/ptx/convert.h"
 

@@ -1,4 +1,4 @@
-// A unit's queries by four warps, in the type that their products take.
+// Loads a unit's queries by four warps and converts them to the type of the products.
 #pragma once
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/cp_async.h"
@@ -9,25 +9,24 @@
 
 namespace flashpage {
 
-// `To`: BlockRows of a tile. A warp has sixteen rows at a time, those of one computing warp. 16-bit queries are copied
-// and then scaled where they lie; fp8 ones become wider in registers.
+// `To`: SwizzledRows of a tile. A warp loads sixteen rows at a time, which are those of one computing warp. 16-bit
+// queries are copied to shared memory and scaled there; fp8 queries are widened in registers.
 template <class Traits, class To>
 struct ConvertedQuery {
   using Stored = typename Traits::StoredQuery;
   using Query = typename Traits::Query;
   static constexpr int warps = 4;
   static constexpr bool scales = is_same<Stored, Bf16> && is_same<Query, Half>;
-  static constexpr int chunks = Traits::head_dim_qk / 8;  // of a row: 16 bytes as the products take it
+  static constexpr int chunks = Traits::head_dim_qk / 8;  // in a row: 16 bytes in the products' type
   static constexpr int pieces = 16 * chunks;
-  static constexpr int batch = scales ? 2 : 4;  // pieces that a lane has in registers
+  static constexpr int batch = scales ? 2 : 4;  // pieces that a lane holds in registers
 
   const AttentionParams& params;
   const Place& place;
 
   FP_DEVICE ConvertedQuery(const AttentionParams& params, const Place& place) : params(params), place(place) {}
 
-  // `factors`: for each sixteen rows, what their products must be multiplied by. Rows beyond the unit are
-  // copies of its last one.
+  // `factors`: for each sixteen rows, the factor of their products. Rows beyond the unit are copies of its last one.
   FP_DEVICE void run(u32 to, float* factors) const {
 #pragma unroll 1
     for (int first = first_row(); first < Traits::tile_q; first += warps * 16) bring(to, first);
@@ -43,7 +42,7 @@ struct ConvertedQuery {
   }
 
  private:
-  // Computed where they are used: registers are few.
+  // Computed where they are used, because few registers are free.
   FP_DEVICE static int lane() { return ptx::opaque(threadIdx.x) % 32; }
   FP_DEVICE static int first_row() { return ptx::opaque(threadIdx.x) / 32 * 16; }
   FP_DEVICE static u32 piece_offset(int first, int piece) {
@@ -82,7 +81,7 @@ struct ConvertedQuery {
     }
   }
 
-  // Returns what makes up for it.
+  // Scales sixteen rows and returns the factor of their products that undoes it.
   FP_DEVICE static float scale_rows(u32 to, int first) {
     u32 largest = 0;
     for_each_batch(to, first, [&](u32, const u32(&pairs)[4]) {
@@ -102,7 +101,7 @@ struct ConvertedQuery {
     for (int begin = 0; begin < pieces; begin += 32 * batch) {
       u32 pairs[batch][4];
 #pragma unroll
-      for (int i = 0; i < batch; ++i)  // what does not exist is the last one once more
+      for (int i = 0; i < batch; ++i)  // lanes without a piece repeat the last one
         ptx::load_shared(pairs[i], to + piece_offset(first, min_of(begin + i * 32 + lane, pieces - 1)));
 #pragma unroll
       for (int i = 0; i < batch; ++i)

@@ -1,5 +1,5 @@
-// fp8 K and V of a unit, tile by tile, as four warps: rows come to shared memory as they are, become the products' type
-// in registers, and go back as the copy engine would lay them down.
+// Loads fp8 K and V of a unit, tile by tile, by four warps: rows are copied to shared memory as they are stored,
+// converted to the products' type in registers, and written as the copy engine would write them.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/compiler.h"
@@ -15,9 +15,8 @@
 
 namespace flashpage {
 
-// Each warp has rows of its own, from global memory on: a warp waits for nobody else. K and V of one tile are on their
-// way while those of the tile before are widened: as boxes by the copy engine where the host has made maps, or else
-// row by row.
+// Each warp loads and converts its own rows, so that no warp waits for another. Copies of one tile are in flight while
+// the tile before is converted: boxes by the copy engine if the host has encoded maps, otherwise rows.
 template <class Traits, int tokens>
 struct ConvertedTiles {
   using S = Shape<Traits>;
@@ -26,10 +25,10 @@ struct ConvertedTiles {
   using Values = typename S::ValueRows;
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
   static constexpr int warps = 4;
-  static constexpr int warp_rows = round_up(ceil_div(tokens, warps), 8);  // the last warps may have less
+  static constexpr int warp_rows = round_up(ceil_div(tokens, warps), 8);  // the last warps may have fewer
   static_assert(Traits::loader != Loader::converted || warp_rows <= 32);
-  using StagedKeys = BlockRows<Stored, Traits::head_dim_qk, warp_rows>;
-  using StagedValues = BlockRows<Stored, Traits::head_dim_vo, warp_rows>;
+  using StagedKeys = SwizzledRows<Stored, Traits::head_dim_qk, warp_rows>;
+  using StagedValues = SwizzledRows<Stored, Traits::head_dim_vo, warp_rows>;
 
   // A warp's rows as they are stored, and their barriers.
   struct Staged {
@@ -40,25 +39,25 @@ struct ConvertedTiles {
     u64 keys, values;
   };
 
-  // One unit's K and V.
+  // K and V of one unit.
   struct Source {
-    i64 offset;  // paged: of the first page number; ragged: of the first row
+    i64 offset;  // paged: index of the first page number; ragged: first row
     i32 kv_head, kv_begin, kv_end;
-    i32 left;   // tiles that are not asked for
-    i32 token;  // the first of the tile that is widened
-    i32 asked;  // and of the one that is asked for
-    i32 found;  // page of the lane's box (or row) of that one
+    i32 left;        // tiles whose copies are not issued yet
+    i32 token;       // first token of the tile that is converted next
+    i32 next_token;  // first token of the tile whose copies are issued next
+    i32 found;       // page of the lane's box (or row) of the tile that is issued next
   };
 
   const AttentionParams& params;
   const KvMaps& maps;
-  Staged* const staged;  // a warp's, as are those
+  Staged* const staged;  // the warps' rows; indexed by warp, like the barriers
   Barriers* const barriers;
 
   FP_DEVICE ConvertedTiles(const AttentionParams& params, const KvMaps& maps, Staged* staged, Barriers* barriers)
       : params(params), maps(maps), staged(staged), barriers(barriers) {}
 
-  // By one thread.
+  // Called by one thread.
   FP_DEVICE static void init(Barriers& barriers) {
     ptx::mbarrier_init(ptx::shared_address(&barriers.keys), 32);
     ptx::mbarrier_init(ptx::shared_address(&barriers.values), 32);
@@ -69,45 +68,43 @@ struct ConvertedTiles {
     return {first_token, max_of(1, ceil_div(unit.kv_end - first_token, tokens))};
   }
 
-  // From here on, where `asked` tiles are on their way already. The first look-ups begin.
-  FP_DEVICE void open(Source& source, const Place& place, int asked) const {
+  // Begins with a unit whose first `issued` tiles are in flight already, and starts the first lookups.
+  FP_DEVICE void open(Source& source, const Place& place, int issued) const {
     const TileExtent covered = extent(params, place.unit);
     source.offset = place.item.kv_offset;
     source.kv_head = place.unit.kv_head;
     source.token = covered.first_token;
-    source.asked = covered.first_token + asked * tokens;
+    source.next_token = covered.first_token + issued * tokens;
     source.kv_begin = place.unit.kv_begin;
     source.kv_end = place.unit.kv_end;
-    source.left = covered.tiles - asked;
+    source.left = covered.tiles - issued;
     source.found = look_up(source);
   }
 
   FP_DEVICE static bool is_empty(const Place& place) { return place.unit.kv_begin >= place.unit.kv_end; }
-  // Of a unit that sees nothing: a probability of zero would not hide NaN.
+  // Writes zeros for a unit that sees nothing, because a probability of zero would not hide NaN.
   FP_DEVICE static void clear_values(u32 to) {
     for (int at = ptx::opaque(threadIdx.x) * 16; at < Values::tile_bytes; at += warps * 32 * 16)
       ptx::store_shared(to + at, 0, 0, 0, 0);
   }
 
-  // Tile by tile: its keys, then its values.
-  FP_DEVICE void ask_keys(const Source& source) const {
-    ask<StagedKeys, Traits::head_dim_qk>(source, params.k, maps.k, ptx::shared_address(staged[warp()].keys),
-                                         ptx::shared_address(&barriers[warp()].keys));
+  // Issues the copies of a tile's keys, then those of its values.
+  FP_DEVICE void issue_keys(const Source& source) const {
+    issue<StagedKeys, Traits::head_dim_qk>(source, params.k, maps.k, ptx::shared_address(staged[warp()].keys),
+                                           ptx::shared_address(&barriers[warp()].keys));
   }
-  FP_DEVICE void ask_values(Source& source) const {
-    ask<StagedValues, Traits::head_dim_vo>(source, params.v, maps.v, ptx::shared_address(staged[warp()].values),
-                                           ptx::shared_address(&barriers[warp()].values));
-    source.asked += tokens;
+  FP_DEVICE void issue_values(Source& source) const {
+    issue<StagedValues, Traits::head_dim_vo>(source, params.v, maps.v, ptx::shared_address(staged[warp()].values),
+                                             ptx::shared_address(&barriers[warp()].values));
+    source.next_token += tokens;
     --source.left;
     source.found = look_up(source);
   }
-  FP_DEVICE void await_keys(u32 turn) const {
-    ptx::mbarrier_wait(ptx::shared_address(&barriers[warp()].keys), turn & 1);
+  FP_DEVICE void wait_keys(u32 use) const { ptx::mbarrier_wait(ptx::shared_address(&barriers[warp()].keys), use & 1); }
+  FP_DEVICE void wait_values(u32 use) const {
+    ptx::mbarrier_wait(ptx::shared_address(&barriers[warp()].values), use & 1);
   }
-  FP_DEVICE void await_values(u32 turn) const {
-    ptx::mbarrier_wait(ptx::shared_address(&barriers[warp()].values), turn & 1);
-  }
-  // Nothing is asked for in this turn.
+  // Completes the phase of a tile for which no copy is issued.
   FP_DEVICE void skip() const {
     ptx::mbarrier_arrive(ptx::shared_address(&barriers[warp()].keys));
     ptx::mbarrier_arrive(ptx::shared_address(&barriers[warp()].values));
@@ -115,7 +112,7 @@ struct ConvertedTiles {
   FP_DEVICE void convert_keys(u32 to) const {
     convert<StagedKeys, Keys, Traits::head_dim_qk>(ptx::shared_address(staged[warp()].keys), to);
   }
-  // Tokens that the unit does not see become zero.
+  // Converts the values; tokens that the unit does not see become zero.
   FP_DEVICE void convert_values(Source& source, u32 to) const {
     convert<StagedValues, Values, Traits::head_dim_vo>(ptx::shared_address(staged[warp()].values), to);
     if (source.token < source.kv_begin || source.token + tokens > source.kv_end) clear_hidden(source, to);
@@ -130,9 +127,9 @@ struct ConvertedTiles {
     return warps * warp_rows == tokens ? warp_rows : max_of(0, min_of(warp_rows, tokens - warp() * warp_rows));
   }
 
-  // The first token of the lane's box, or of its row, of the tile that is asked for.
+  // The first token of the lane's box, or of its row, in the tile that is issued next.
   FP_DEVICE i32 my_token(const Source& source) const {
-    return source.asked + warp() * warp_rows + lane() * box_tokens(params);
+    return source.next_token + warp() * warp_rows + lane() * box_tokens(params);
   }
   FP_DEVICE i32 look_up(const Source& source) const {
     const i32 token = min_of(my_token(source), source.kv_end - 1);
@@ -140,19 +137,19 @@ struct ConvertedTiles {
   }
 
   template <class To, int columns>
-  FP_DEVICE void ask(const Source& source, const KvView& view, const TensorMap& map, u32 to, u32 barrier) const {
-    __syncwarp();  // what was there has been read
+  FP_DEVICE void issue(const Source& source, const KvView& view, const TensorMap& map, u32 to, u32 barrier) const {
+    __syncwarp();  // all lanes have read what was there
     if (params.box_tokens > 0) {
-      ask_boxes<To>(source, map, to, barrier);
+      issue_boxes<To>(source, map, to, barrier);
     } else {
-      ask_rows<To, columns>(source, view, to, barrier);
+      issue_rows<To, columns>(source, view, to, barrier);
     }
   }
   template <class To>
-  FP_DEVICE void ask_boxes(const Source& source, const TensorMap& map, u32 to, u32 barrier) const {
+  FP_DEVICE void issue_boxes(const Source& source, const TensorMap& map, u32 to, u32 barrier) const {
     const int box = ptx::opaque(params.box_tokens), boxes = (rows() + box - 1) >> (31 - __clz(box));
     if (lane() == 0) {
-      ptx::mbarrier_arrive_expect(barrier, boxes * box * To::stride * To::blocks);
+      ptx::mbarrier_arrive_expect(barrier, boxes * box * To::stride * To::panels);
     } else {
       ptx::mbarrier_arrive(barrier);
     }
@@ -172,15 +169,15 @@ struct ConvertedTiles {
       const i32 box_page = paged ? __shfl_sync(0xffffffff, page, i) : 0, box_row = __shfl_sync(0xffffffff, row, i);
       if (ptx::elect_one()) {
 #pragma unroll
-        for (int block = 0; block < To::blocks; ++block)
-          ptx::tensor_copy(to + i * box * To::stride + block * To::block_bytes, map, barrier, block * To::block_columns,
+        for (int panel = 0; panel < To::panels; ++panel)
+          ptx::tensor_copy(to + i * box * To::stride + panel * To::panel_bytes, map, barrier, panel * To::panel_columns,
                            box_row, source.kv_head, box_page);
       }
     }
   }
-  // Rows that the unit does not see are copies of the last one it sees.
+  // Copies rows. Rows that the unit does not see become copies of the last one that it sees.
   template <class To, int columns>
-  FP_DEVICE void ask_rows(const Source& source, const KvView& view, u32 to, u32 barrier) const {
+  FP_DEVICE void issue_rows(const Source& source, const KvView& view, u32 to, u32 barrier) const {
     constexpr int piece_bytes = columns % 16 ? 8 : 16, row_pieces = columns / piece_bytes;
     constexpr int pieces = warp_rows * row_pieces;
     const i32 token = min_of(my_token(source), source.kv_end - 1);
@@ -203,19 +200,19 @@ struct ConvertedTiles {
     ptx::mbarrier_arrive_after_copies(barrier);
   }
 
-  // A lane takes eight bytes of a row, in blocks of 64 columns; eight lanes have a row of a block, and a warp the rows
-  // 0, 4, 1, 5 or 2, 6, 3, 7 of eight: rows four apart are swizzled to different banks.
+  // A lane converts eight bytes of a row, in panels of 64 columns. Eight lanes have a row of a panel, and a warp the
+  // rows 0, 4, 1, 5 or 2, 6, 3, 7 of eight, because rows four apart are swizzled to different banks.
   template <class From, class To, int columns>
   FP_DEVICE void convert(u32 from, u32 to) const {
-    constexpr int blocks = To::blocks, eights = warp_rows / 8, steps = 2 * blocks * eights;
+    constexpr int panels = To::panels, eights = warp_rows / 8, steps = 2 * panels * eights;
     constexpr int batch = 8;  // steps whose bytes are in registers
     const int lane = ConvertedTiles::lane(), column = lane % 8, row = (lane >> 3 & 1) * 4 + (lane >> 4);
     const u32 source = from + row * 128 + ((column / 2 ^ row) & 7) * 16 + column % 2 * 8;
     const u32 target = to + (warp() * warp_rows + row) * 128 + ((column ^ row) & 7) * 16;
-    // Step by step: the blocks of four rows, then those of the other four, then the next eight.
+    // Order of the steps: the panels of four rows, then those of the other four, then the next eight rows.
     const auto is_there = [&](int step) {
-      const int block = step % blocks, eight = step / (2 * blocks);
-      const bool has_columns = block * 64 + 64 <= columns || block * 64 + column * 8 < columns;
+      const int panel = step % panels, eight = step / (2 * panels);
+      const bool has_columns = panel * 64 + 64 <= columns || panel * 64 + column * 8 < columns;
       return has_columns && (warps * warp_rows == tokens || eight * 8 < rows());
     };
 #pragma unroll
@@ -223,19 +220,19 @@ struct ConvertedTiles {
       u32 words[batch][2];
 #pragma unroll
       for (int i = 0; i < batch; ++i) {
-        const int step = first + i, block = step % blocks, half = step / blocks % 2, eight = step / (2 * blocks);
+        const int step = first + i, panel = step % panels, half = step / panels % 2, eight = step / (2 * panels);
         if (step >= steps) continue;
-        const u32 at = (source ^ (block % 2 * 64 + half * 32)) + block / 2 * From::block_bytes + half * 256;
+        const u32 at = (source ^ (panel % 2 * 64 + half * 32)) + panel / 2 * From::panel_bytes + half * 256;
         ptx::load_shared(words[i], at + eight * 1024);
       }
 #pragma unroll
       for (int i = 0; i < batch; ++i) {
-        const int step = first + i, block = step % blocks, half = step / blocks % 2, eight = step / (2 * blocks);
+        const int step = first + i, panel = step % panels, half = step / panels % 2, eight = step / (2 * panels);
         if (step >= steps || !is_there(step)) continue;
         u32 pairs[4];
         ptx::widen4<typename S::Cache, Stored>(words[i][0], pairs[0], pairs[1]);
         ptx::widen4<typename S::Cache, Stored>(words[i][1], pairs[2], pairs[3]);
-        const u32 at = (target ^ half * 32) + block * To::block_bytes + half * 256 + eight * 1024;
+        const u32 at = (target ^ half * 32) + panel * To::panel_bytes + half * 256 + eight * 1024;
         ptx::store_shared(at, pairs[0], pairs[1], pairs[2], pairs[3]);
       }
     }
@@ -248,8 +245,8 @@ struct ConvertedTiles {
       const int row = warp() * warp_rows + i / 8;
       if (row >= begin && row < end) continue;
 #pragma unroll
-      for (int block = 0; block < Values::blocks; ++block)
-        ptx::store_shared(to + block * Values::block_bytes + row * 128 + i % 8 * 16, 0, 0, 0, 0);
+      for (int panel = 0; panel < Values::panels; ++panel)
+        ptx::store_shared(to + panel * Values::panel_bytes + row * 128 + i % 8 * 16, 0, 0, 0, 0);
     }
   }
 };

@@ -1,4 +1,4 @@
-// Rows from global to shared memory by cp.async, cut into the largest chunks that rows divide into.
+// Copies rows from global to shared memory by cp.async, in the largest chunks that divide a row.
 #pragma once
 #include "flashpage/ptx/cp_async.h"
 #include "flashpage/ptx/shared.h"
@@ -6,11 +6,11 @@
 
 namespace flashpage {
 
-// 16 bytes a copy; fp8 rows of an odd multiple of 8 elements take 8.
+// Bytes of one copy: 16, or 8 for fp8 rows of an odd multiple of 8 elements.
 template <class Element, int columns>
 inline constexpr int copy_bytes = (columns * sizeof(Element)) % 16 ? 8 : 16;
 
-// The part that one thread of `threads` copies of a tile: the same column chunk of every `rows_a_pass`-th row, so that
+// The share of one of `threads` threads in copying a tile: one chunk of columns in every `rows_a_pass`-th row, so that
 // the column arithmetic is done once.
 template <class Element, int columns, int threads, int chunk_bytes = copy_bytes<Element, columns>>
 struct RowCopy {
@@ -18,19 +18,19 @@ struct RowCopy {
   static constexpr int chunks = Rows::used_bytes / chunk_bytes;
   static_assert(Rows::used_bytes % chunk_bytes == 0);
 
-  // source(row) gives the row's first element; rows from `count` on do not exist and become zero. source is called by
-  // every thread at every step with a row below num_rows, so it may be warp-wide.
+  // source(row) returns the row's first element. Rows from `count` on do not exist and become zero. Every thread calls
+  // source at every step, with a row below num_rows, so it may contain warp-wide operations.
   template <int num_rows, class Source>
   FP_DEVICE static void run(u32 destination, int thread, int count, Source&& source) {
     run_part<num_rows, 1>(destination, thread, count, 0, source);
   }
 
-  // One of `parts` of the same, to be spread over other work.
+  // As `run`, but only one of `parts` equal parts, so that the copies can be spread over other work.
   template <int num_rows, int parts, class Source>
   FP_DEVICE static void run_part(u32 destination, int thread, int count, int part, Source&& source) {
     constexpr int passes = ceil_div(num_rows * chunks, threads);
     constexpr int most = ceil_div(passes, parts);
-    constexpr int batch = fixed_chunk ? min_of(most, 8) : 1;  // more costs the registers of the accumulators
+    constexpr int batch = fixed_chunk ? min_of(most, 8) : 1;  // more copies would take registers of the accumulators
     int begin = passes * part / parts, end = passes * (part + 1) / parts;
     constexpr int unroll = fixed_chunk ? most : 2;
 #pragma unroll unroll
@@ -41,8 +41,8 @@ struct RowCopy {
  private:
   static constexpr bool fixed_chunk = threads % chunks == 0;
 
-  // Sources first, then the copies: ptxas puts three idle shared loads before a cp.async that follows another shared
-  // access.
+  // Reads all sources before it issues the copies: ptxas places three idle shared loads before a cp.async that follows
+  // another shared access.
   template <int num_rows, int batch, class Source>
   FP_DEVICE static void run_batch(u32 destination, int thread, int count, int begin, int end, Source&& source) {
     constexpr bool whole = (num_rows * chunks) % threads == 0;
@@ -67,7 +67,7 @@ struct RowCopy {
   }
 };
 
-// The columns between a row's end and its padding to whole k16 steps take part in Q K^T: they must be zero.
+// Writes zeros to the columns between a row's end and its padding to whole k16 steps, because they take part in Q K^T.
 template <class Element, int columns, class Rows = SharedRows<Element, columns>>
 FP_DEVICE void zero_padding(u8* tile, int num_rows, int thread, int threads) {
   constexpr int words = (Rows::padded_bytes - Rows::used_bytes) / 8;

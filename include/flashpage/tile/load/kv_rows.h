@@ -1,29 +1,29 @@
-// Where a token's K and V rows lie: paged and ragged caches behind one interface.
+// Where a token's K and V rows are; one interface for paged and ragged caches.
 #pragma once
 #include "flashpage/params/params.h"
 
 namespace flashpage {
 
-// The tiles that cover what a unit sees.
+// The tiles that cover the tokens that a unit sees.
 struct TileExtent {
   i32 first_token;
   i32 tiles;  // at least one: a unit that sees nothing has a tile of hidden tokens
 };
 
-// Page number of a token below the request's length; ragged: nothing.
+// The page number of a token below the request's length; 0 for ragged caches.
 template <KvSource source>
 FP_DEVICE i32 look_up_page(const AttentionParams& params, i64 kv_offset, i32 token) {
   return source == KvSource::paged ? __ldg(params.kv_indices + kv_offset + params.page.div(token)) : 0;
 }
 
-// Where a box of tokens begins, for a tensor map.
+// Where a box of tokens begins in a tensor map.
 struct BoxOrigin {
   i32 page;
   i32 row;  // of the page; ragged: of the tensor
 };
 
-// The page (or ragged row) of a token, looked up ahead of its use; then the address of its row in K or V. The look-up
-// is the only dependent load on the way to data, so kernels issue it at least one tile before the copy.
+// Looks up the page of a token, and later computes the address of the token's row in K or V. The lookup is the only
+// load on which the copy depends, so kernels issue it at least one tile earlier.
 template <KvSource source>
 struct KvRows {
   const i32* indices;  // paged: the request's page numbers
@@ -36,21 +36,15 @@ struct KvRows {
         page(params.page) {}
   FP_DEVICE KvRows(const AttentionParams& params, const WorkItem& item) : KvRows(params, item.kv_offset) {}
 
-  // The tiles that cover what a unit sees.
-  struct TileExtent {
-    i32 first_token;
-    i32 tiles;  // at least one: a unit that sees nothing has a tile of hidden tokens
-  };
-
-  // Page number of a token below the request's length.
+  // The page number of a token below the request's length.
   FP_DEVICE i32 look_up(i32 token) const {
     if constexpr (source == KvSource::paged) return __ldg(place(token));
     return 0;
   }
-  // Where it stands.
+  // The address of that page number.
   FP_DEVICE const i32* place(i32 token) const { return indices + page.div(token); }
 
-  // First element of the token's row; `column` is the first that is wanted.
+  // The address of element `column` of the token's row.
   template <class Element>
   FP_DEVICE const Element* row(const KvView& view, i32 found, i32 token, i32 head, i32 column = 0) const {
     i64 offset = head * view.head_stride + column;

@@ -1,4 +1,4 @@
-// A unit's query rows into shared memory, in the column order that the score product wants.
+// Loads a unit's query rows to shared memory, in the column order that the score product reads.
 #pragma once
 #include "flashpage/tile/load/copy.h"
 #include "flashpage/tile/product/scores.h"
@@ -7,25 +7,25 @@
 
 namespace flashpage {
 
-// Element offset of a unit's row in q; a row beyond the unit gives its last one.
+// The element offset of a unit's row in q; the unit's last row if that row does not exist.
 FP_DEVICE i64 query_offset(const AttentionParams& params, const WorkItem& item, const Unit& unit, i32 row) {
   PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + min_of(row, unit.num_rows - 1));
   return (item.q_begin + at.row) * params.q_row_stride + at.head * params.q_head_stride;
 }
 
-// Q's pairs lie in the order of the keys' bytes (fp8_pair_order); rows then are written to the end of their padding,
-// which lies between pairs.
+// Whether Q's pairs are in the order of the keys' bytes (fp8_pair_order). Rows are then written including their
+// padding, which lies between pairs.
 template <class Traits>
 inline constexpr bool query_follows_bytes =
     is_fp8<typename Shape<Traits>::Key> && !(Shape<Traits>::rotate && Traits::head_dim_qk % 32 != 0);
 
-// Of a row in shared memory, what load_query writes.
+// The columns of a row in shared memory that load_query writes.
 template <class Traits>
 inline constexpr int query_columns =
     query_follows_bytes<Traits> ? round_up(Traits::head_dim_qk, 16) : Traits::head_dim_qk;
 
-// fp8 queries become 16 bits wide on their way through registers, eight elements at a time and `batch` of those in
-// flight a thread. Ordinary stores: a barrier makes them visible.
+// Widens fp8 queries to 16 bits in registers, eight elements at a time; each thread has `batch` loads in flight. It
+// uses ordinary stores, so a barrier makes them visible.
 template <class Traits, int threads, int batch, class Offset>
 FP_DEVICE void widen_query(u32 destination, const AttentionParams& params, const Unit& unit, int thread,
                            Offset&& offset) {
@@ -62,7 +62,7 @@ FP_DEVICE void widen_query(u32 destination, const AttentionParams& params, const
   }
 }
 
-// Issues the copies of all `threads`; rows from num_rows on become zero. source(row) is a row's first element.
+// Issues the copies of all `threads`; rows from num_rows on become zero. source(row) returns a row's first element.
 template <class Traits, int threads, class Source>
 FP_DEVICE void copy_query(u32 destination, i32 num_rows, int thread, Source&& source) {
   using S = Shape<Traits>;
@@ -76,7 +76,7 @@ FP_DEVICE void copy_query(u32 destination, i32 num_rows, int thread, Source&& so
       ptx::cp_async<4>(destination + S::QueryRows::byte_offset(row, fp8_pair_order(pair) * 4), source(row) + pair * 2,
                        static_cast<i32>(row) < num_rows && !is_padding);
     }
-  } else if constexpr (threads == 32) {  // few lanes: a loop, whose registers do not grow with the tile
+  } else if constexpr (threads == 32) {  // few lanes: a loop whose registers do not grow with the tile
     constexpr int bytes = copy_bytes<Query, Traits::head_dim_qk>, chunks = S::QueryRows::used_bytes / bytes;
 #pragma unroll 4
     for (int i = thread; i < Traits::tile_q * chunks; i += threads) {
@@ -89,13 +89,13 @@ FP_DEVICE void copy_query(u32 destination, i32 num_rows, int thread, Source&& so
   }
 }
 
-// The rows of a unit; offset(row) is query_offset.
+// Loads the rows of a unit; offset(row) returns query_offset.
 template <class Traits, int threads = Shape<Traits>::threads, class Offset>
 FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int thread,
                           Offset&& offset) {
   using S = Shape<Traits>;
   if constexpr (is_fp8<typename Traits::StoredQuery>) {
-    // One warp alone waits for every batch; beside accumulators registers are few.
+    // A single warp waits for every batch, so it takes large ones; next to accumulators few registers are free.
     constexpr int batch = threads == 32 ? (S::value_tiles <= 16 ? 8 : 4) : Traits::warps_q > 1 ? 2 : 4;
     widen_query<Traits, threads, batch>(destination, params, unit, thread, offset);
   } else {
@@ -104,7 +104,7 @@ FP_DEVICE void load_query(u32 destination, const AttentionParams& params, const 
   }
 }
 
-// After the copies have landed and the CTA has met.
+// Rotates the queries in place, after the copies have landed and a barrier of the CTA.
 template <class Traits>
 FP_DEVICE void rotate_query(u8* tile, const AttentionParams& params, const WorkItem& item, const Unit& unit,
                             int thread) {

@@ -1,5 +1,5 @@
-// How kernels/helpers/mask_tiles.h reads a packed custom mask: each lane looks at one tile, and the warps share a row
-// block's rows. It also writes the bits of mixed tiles.
+// How kernels/helpers/mask_tiles.h reads a packed custom mask: each lane looks at one tile, and the warps share the
+// rows of a row tile. It also writes the bits of mixed tiles.
 #pragma once
 #include "flashpage/tile/mask/lane_bits.h"
 #include "flashpage/tile/mask/mask_tiles.h"
@@ -16,20 +16,20 @@ struct BitTiles {
 
   // The tiles of one cell, by the rows that warp `warp` looks at. All heads see the same.
   template <int warps>
-  FP_DEVICE TileWord look(i32, i32 row_block, i32 word, int warp) const {
-    const auto [begin, end] = rows_of(row_block);
+  FP_DEVICE TileWord classify(i32, i32 row_tile, i32 word, int warp) const {
+    const auto [begin, end] = rows_of(row_tile);
     const i32 token = (word * cell_tiles + static_cast<i32>(threadIdx.x % 32)) * params.tile_kv;
     u32 visible = 0, hidden = 0;
 #pragma unroll 2
     for (i32 row = begin + warp; row < end; row += warps)
-      mask.look(row, token, min_of(params.tile_kv, item.kv_len - token), visible, hidden);
+      mask.classify(row, token, min_of(params.tile_kv, item.kv_len - token), visible, hidden);
     return {__ballot_sync(0xffffffff, visible != 0), __ballot_sync(0xffffffff, hidden != 0)};
   }
 
   // Writes the bits of a cell's mixed tiles as computing lanes read them. Each warp takes every `warps`-th tile.
   template <int warps>
-  FP_DEVICE void write_mixed(const TileWord& found, i32 row_block, i32 word, int warp) const {
-    const auto [begin, end] = rows_of(row_block);
+  FP_DEVICE void write_mixed(const TileWord& found, i32 row_tile, i32 word, int warp) const {
+    const auto [begin, end] = rows_of(row_tile);
     u8* of_all = reinterpret_cast<u8*>(params.cells + params.lanes_begin);
     const LaneBits lanes(LaneBits::begin_of(of_all, item, params.tile_kv), item.kv_len, params.tile_kv);
     const int lane = threadIdx.x % 32;
@@ -54,10 +54,10 @@ struct BitTiles {
   struct Rows {
     i32 begin, end;  // of the request
   };
-  FP_DEVICE Rows rows_of(i32 row_block) const {
+  FP_DEVICE Rows rows_of(i32 row_tile) const {
     const i32 rows = item.q_len * static_cast<i32>(params.group.divisor);
-    return {static_cast<i32>(params.group.div(row_block * params.tile_q)),
-            static_cast<i32>(params.group.div(min_of(rows, (row_block + 1) * params.tile_q) - 1)) + 1};
+    return {static_cast<i32>(params.group.div(row_tile * params.tile_q)),
+            static_cast<i32>(params.group.div(min_of(rows, (row_tile + 1) * params.tile_q) - 1)) + 1};
   }
 };
 

@@ -1,4 +1,4 @@
-// How kernels/helpers/mask_tiles.h evaluates a variant's mask function: once for every row of a row block and every
+// How kernels/helpers/mask_tiles.h evaluates a variant's mask function: once for every row of a row tile and every
 // token that causal and window leave, and for each query head if the function depends on the head.
 #pragma once
 #include "flashpage/params/variant.h"
@@ -27,12 +27,12 @@ struct FunctionTiles {
 
   // The tiles of one cell that belong to warp `warp`.
   template <int warps>
-  FP_DEVICE TileWord look(i32 kv_head, i32 row_block, i32 word, int warp) const {
+  FP_DEVICE TileWord classify(i32 kv_head, i32 row_tile, i32 word, int warp) const {
     static_assert(warps * tiles == cell_tiles);
     const i32 first = (word * cell_tiles + warp * tiles) * tokens;
     const i32 end_token = min_of(item.kv_len, first + tiles * tokens);
     const i32 packed_rows = item.q_len * static_cast<i32>(params.group.divisor);
-    i32 begin = row_block * params.tile_q, end = min_of(packed_rows, begin + params.tile_q);
+    i32 begin = row_tile * params.tile_q, end = min_of(packed_rows, begin + params.tile_q);
     if constexpr (!Variant::mask_has_head) {
       begin = params.group.div(begin);
       end = params.group.div(end - 1) + 1;

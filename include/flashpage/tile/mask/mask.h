@@ -1,4 +1,4 @@
-// What happens to a score between Q K^T and softmax: the variant's transform, then everything that hides a token.
+// The masks between Q K^T and softmax: they set the scores of hidden tokens to -infinity.
 #pragma once
 #include "flashpage/ptx/math.h"
 #include "flashpage/tile/mask/lane_bits.h"
@@ -42,7 +42,7 @@ FP_DEVICE void hide_by_bits(float (&scores)[token_tiles][4], int half, PairOf&& 
   }
 }
 
-// Masks by causal and window alone. Rows are done one after the other, as each row's range takes two registers.
+// Masks by causal and window alone. It masks one row after another, because each row's range takes two registers.
 template <class Traits, int token_tiles>
 FP_DEVICE void mask_by_range(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
                              i32 first_token) {
@@ -120,7 +120,7 @@ FP_DEVICE void mask_by_lane_bits(float (&scores)[1][token_tiles][4], const WarpR
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const i32 row = rows.row(0, half).row;
-    if (tile.seen == Seen::some)
+    if (tile.visibility == TileVisibility::some)
       word[half] = reinterpret_cast<const Word*>(bits.quad(row, tile.first_token / Traits::tile_kv))[rows.lane % 4];
   }
 #pragma unroll
@@ -174,8 +174,8 @@ FP_DEVICE void mask_by_function(float (&scores)[1][token_tiles][4], const WarpRo
   }
 }
 
-// Masks by everything there is, for mask functions that are called for every row and token. The loop goes token by
-// token, so that values which the function loads for a token serve all rows.
+// Masks by causal, window, packed bits and a mask function that is called for every row and token. The loop goes token
+// by token, so that values which the function loads for a token serve all rows.
 template <class Traits, int token_tiles>
 FP_DEVICE void mask_by_token(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
                              const VariantArgs& args, i32 first_token) {

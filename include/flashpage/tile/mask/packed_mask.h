@@ -1,5 +1,5 @@
-// The packed custom mask of one request, 32 tokens of a row at a time: rows start at any bit. For kernels, and for
-// tests on the host.
+// The packed custom mask of one request, read 32 tokens of a row at a time; a row starts at any bit. For kernels and
+// for tests on the host.
 #pragma once
 #include "flashpage/params/params.h"
 
@@ -7,10 +7,10 @@ namespace flashpage {
 
 // Reads whole words, but none that ends after the request's last byte.
 struct PackedMask {
-  const u32* words;  // from the word on that holds the request's first byte
+  const u32* words;  // starting with the word that holds the request's first byte
   i64 first_bit;     // of the request, in that word
   i64 whole;         // words before the request's end
-  u32 rest;          // the bytes after them, then zeros
+  u32 rest;          // the bytes after those words, then zeros
   i32 kv_len;
 
   PackedMask() = default;
@@ -25,14 +25,14 @@ struct PackedMask {
       if (i < (bytes & 3)) rest |= reinterpret_cast<const u8*>(words + whole)[i] << 8 * i;
   }
 
-  // Bit i: whether the row sees token first_token + i. Bits beyond the row's last token mean nothing.
+  // Bit i: whether the row sees token first_token + i. Bits beyond the row's last token are undefined.
   FP_HOST_DEVICE u32 bits(i32 row, i32 first_token) const {
     const i64 bit = bit_of(row, first_token);
     return join(word(bit >> 5), word((bit >> 5) + 1), bit);
   }
 
   // Sets some bit of `visible` if the row sees one of `count` tokens, and of `hidden` if it does not see one.
-  FP_HOST_DEVICE void look(i32 row, i32 first_token, i32 count, u32& visible, u32& hidden) const {
+  FP_HOST_DEVICE void classify(i32 row, i32 first_token, i32 count, u32& visible, u32& hidden) const {
     const i64 bit = bit_of(row, first_token);
     i64 at = bit >> 5;
     u32 low = count > 0 ? word(at) : 0;

@@ -7,8 +7,8 @@
 namespace flashpage {
 
 // Called by a whole warp, for the rows of a unit that belong to the CTA. They begin at `cta_row`.
-FP_DEVICE void ask_for_bits(const AttentionParams& params, const LaneBits& bits, const Unit& unit, int cta_row,
-                            i32 tile, int lane) {
+FP_DEVICE void prefetch_bits(const AttentionParams& params, const LaneBits& bits, const Unit& unit, int cta_row,
+                             i32 tile, int lane) {
   const i32 end = unit.first_row + min_of(unit.num_rows, cta_row + params.cta_rows);
   const i32 last_row = params.group.div(end - 1);
 #pragma unroll 1

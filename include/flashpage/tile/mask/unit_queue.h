@@ -24,17 +24,17 @@ struct QueueCursor {
  private:
   FP_DEVICE void claim(const AttentionParams& params, i32 tile_q, Place& place) {
     // Each CTA of a launch claims once without getting a unit, and the last of these claims resets the counter.
-    const u32 turn = atomicInc(&queue->claimed, queue->num_units + gridDim.x - 1);
+    const u32 number = atomicInc(&queue->claimed, queue->num_units + gridDim.x - 1);
     place.pass = 0;
-    place.turn = 0;
-    place.done = turn >= queue->num_units;
+    place.parity = 0;
+    place.done = number >= queue->num_units;
     if (place.done) return;
-    const QueuedUnit unit = units[turn];
+    const QueuedUnit unit = units[number];
     tile_cell = unit.cell;
     WorkItem item = plan_items(params.plan)[unit.item];
     item.partial_row = unit.partial_row;
     place.item = item;
-    place.unit = make_unit(params, item, tile_q, unit.row_block * tile_q, unit.kv_head);
+    place.unit = make_unit(params, item, tile_q, unit.row_tile * tile_q, unit.kv_head);
   }
 };
 

@@ -1,5 +1,5 @@
-// Merging a cut unit inside the attention launch. Each piece increments a counter, and the last one combines the
-// partials in the plan's order, so that the bits do not depend on which piece was last.
+// Merges a cut unit inside the attention launch. Each piece increments a counter, and the CTA of the last piece
+// combines the partials in the plan's order, so that the result does not depend on which piece was last.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/atomic.h"
@@ -12,7 +12,7 @@
 
 namespace flashpage {
 
-// Called by one thread, after a barrier that follows the CTA's partial rows. The counter is left at zero for the next
+// Called by one thread, after a barrier that follows the CTA's partial rows. Resets the counter to zero for the next
 // launch.
 FP_DEVICE bool is_last_arrival(u32* counter, i32 num_pieces) {
   bool last = ptx::add_acquire_release(counter, 1) == static_cast<u32>(num_pieces) - 1;
@@ -20,8 +20,8 @@ FP_DEVICE bool is_last_arrival(u32* counter, i32 num_pieces) {
   return last;
 }
 
-// A job is one row and 128 columns. Where there are more warps than jobs, several share one: each sums a part of the
-// partials. Where there are more jobs, a warp does four at a time.
+// A job is one row and 128 columns. If there are more warps than jobs, several share one, and each sums some of the
+// partials. If there are more jobs, a warp does four at a time.
 template <class Traits, int warps>
 struct ArrivalMerge {
   using Out = typename Traits::Out;
@@ -34,8 +34,8 @@ struct ArrivalMerge {
   const MergeItem& merge;
   int lane;
 
-  // By all `warps`; sums: one row of columns for each. What is added up here is waited for: no divisions, and addresses
-  // are steps from a row's first partial.
+  // Called by all `warps`; `sums` has one row of columns for each. The launch waits for this merge, so it avoids
+  // divisions, and addresses are steps from a row's first partial.
   FP_DEVICE void run(float (*sums)[sums_pitch], int warp) const {
     const int jobs = merge.num_rows * jobs_a_row;
     if constexpr (Traits::tile_q * jobs_a_row > warps) {
@@ -70,8 +70,8 @@ struct ArrivalMerge {
 
   struct Job {
     int row;
-    int column;           // the lane's first
-    bool inside;          // the row exists, and the column
+    int column;           // the lane's first column
+    bool inside;          // row and column exist
     const float* values;  // of the first partial
     const float* lses;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -86,7 +86,7 @@ struct ArrivalMerge {
     }
   };
 
-  // Adds a warp's share of the partials up, of all its jobs side by side.
+  // Sums a warp's share of the partials for all of its jobs at once.
   template <int count>
   FP_DEVICE void sum_partials(Job (&jobs)[count], int share, int shift) const {
     constexpr int batch = 8 / count;  // partials of a job whose loads are in flight at once
@@ -99,7 +99,7 @@ struct ArrivalMerge {
       for (int j = 0; j < count; ++j) {
         const bool exists = lane < here && jobs[j].row < merge.num_rows;
         lse[j] = exists ? __ldcg(jobs[j].lses + (begin + lane) * merge.partial_stride) : ptx::negative_infinity();
-        load_batch(values[j], jobs[j], from, to);  // on its way before the weights are known
+        load_batch(values[j], jobs[j], from, to);  // in flight before the weights are known
       }
       float weight[count];
 #pragma unroll
@@ -129,8 +129,8 @@ struct ArrivalMerge {
     }
   }
 
-  // Neighbouring partials of one row, all loads in flight at once; those from `to` on are zero. Past the L1: other SMs
-  // wrote them.
+  // Loads consecutive partials of one row, all in flight at once; those from `to` on are zero. __ldcg bypasses the L1,
+  // because other SMs wrote the partials.
   template <int count>
   FP_DEVICE void load_batch(float4 (&values)[count], const Job& job, int from, int to) const {
     if (!job.inside) to = 0;

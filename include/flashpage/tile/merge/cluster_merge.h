@@ -1,6 +1,7 @@
-// Merging a cut unit among the CTAs of a cluster, one piece each. Each CTA sends every CTA a share of its rows and
-// columns and merges the shares that it receives, in the plan's order, so that the bits do not depend on which CTA was
-// last. Nothing goes through global memory, and a CTA receives the same number of bytes for any number of pieces.
+// Merges a cut unit among the CTAs of a cluster, which have a piece each. Each CTA sends every CTA a share of its rows
+// and columns, and merges the shares that it receives in the plan's order, so that the result does not depend on which
+// CTA was last. Nothing goes through global memory, and a CTA receives the same number of bytes for any number of
+// pieces.
 #pragma once
 #include "flashpage/ptx/cluster.h"
 #include "flashpage/ptx/mbarrier.h"
@@ -14,25 +15,25 @@
 
 namespace flashpage {
 
-// A parcel is 16 columns of a row, as four lanes hold them of two n8 tiles, not yet divided by the row's sum.
+// A parcel has 16 columns of a row, as four lanes hold them in two n8 tiles, not yet divided by the row's sum.
 struct ClusterMailbox {
   static constexpr int log_parcels = 7, parcels = 1 << log_parcels;
   static constexpr int parcel_bytes = 16 * sizeof(float) + sizeof(float2);
 
   alignas(16) float4 columns[parcels][4];
-  float2 states[parcels];  // of the parcel's row and piece: maximum, sum
+  float2 states[parcels];  // maximum and sum of the parcel's row and piece
   u64 arrived;
 
-  // By one thread, before mbarrier_init_fence and the cluster's barrier.
+  // Called by one thread, before mbarrier_init_fence and the cluster's barrier.
   FP_DEVICE void init() { ptx::mbarrier_init(ptx::shared_address(&arrived), 1); }
 };
 
-// Piece p of the unit is that of the cluster's CTA p, and the only item there: a mailbox serves one unit. The number of
+// Piece p of the unit belongs to CTA p of the cluster and is its only item, so a mailbox serves one unit. The number of
 // pieces is a power of two.
 template <class Traits>
 struct ClusterMerge {
   using S = Shape<Traits>;
-  static constexpr int pairs = S::value_tiles / 2;  // of n8 tiles, of a warp
+  static constexpr int pairs = S::value_tiles / 2;  // pairs of n8 tiles in a warp
   static constexpr int parcels_a_row = Traits::warps_v * pairs;
   static constexpr int max_rows = ClusterMailbox::parcels / parcels_a_row;
   static constexpr int max_pieces = 16;
@@ -44,13 +45,14 @@ struct ClusterMerge {
   int piece;  // this CTA's
   int log_pieces;
 
-  // By one thread: the mailbox may be filled before.
+  // Called by one thread; parcels may arrive before.
   FP_DEVICE void expect() const {
     const u32 bytes = (own_parcels() << log_pieces) * ClusterMailbox::parcel_bytes;
     ptx::mbarrier_arrive_expect(ptx::shared_address(&mailbox.arrived), bytes);
   }
 
-  // By each of four lanes, `quad` in order: its columns of one pair of the row. Every CTA of the cluster runs.
+  // Called by each of four lanes, in the order of `quad`, with its columns of one pair of the row. Every CTA of the
+  // cluster must be running.
   FP_DEVICE void send(int row, int pair, int quad, const float4& columns, float maximum, float sum) const {
     const int parcel = row * parcels_a_row + pair;
     const u32 to = parcel & ((1 << log_pieces) - 1);
@@ -60,8 +62,8 @@ struct ClusterMerge {
     if (quad == 0) ptx::store_async(peer(&mailbox.states[place], to), make_float2(maximum, sum), barrier);
   }
 
-  // Called by all `threads` that compute. A CTA with parcels of its own exits after the last one has arrived, so that
-  // no CTA writes to one that has exited.
+  // Called by all `threads` that compute. A CTA with parcels to merge exits after the last one has arrived, so that no
+  // CTA writes to one that has exited.
   FP_DEVICE void run(int thread, int threads) const {
     const int own = own_parcels(), quad = thread % 4;
     int index = thread / 4;
@@ -81,16 +83,16 @@ struct ClusterMerge {
   FP_DEVICE int own_parcels() const {
     return (unit.num_rows * parcels_a_row + (1 << log_pieces) - 1 - piece) >> log_pieces;
   }
-  // Parcels of a piece lie side by side: lanes that add up neighbouring ones read without bank conflicts.
+  // The parcels of a piece are consecutive, so that lanes which sum neighbouring ones read without bank conflicts.
   FP_DEVICE int place_of(int of_piece, int index) const {
     return (of_piece << (ClusterMailbox::log_parcels - log_pieces)) + index;
   }
   FP_DEVICE static u32 peer(const void* own, u32 rank) { return ptx::peer_address(ptx::shared_address(own), rank); }
 
-  // Where a parcel goes, and what else of it is known before it comes.
+  // Where a merged parcel goes, and what is known of it before it arrives.
   struct Target {
     int row;
-    int part, column;  // of the value columns, and in it
+    int part, column;  // part of the value columns, and column in the part
     PackedRow at;
     float value_scale;
 

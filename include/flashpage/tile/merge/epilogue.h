@@ -1,4 +1,4 @@
-// A finished row to where it belongs: the output, or the partial buffers of a unit whose KV range was cut.
+// Writes a finished row to the output, or to the partial buffers if its unit is cut.
 #pragma once
 #include "flashpage/ptx/convert.h"
 #include "flashpage/tile/layout/shape.h"
@@ -10,7 +10,7 @@ FP_DEVICE float value_scale_of(const AttentionParams& params, i32 kv_head) {
   return params.v_scale ? params.value_scale * params.v_scale[params.v_scale_stride * kv_head] : params.value_scale;
 }
 
-// Element offset of a unit's row in out, or in the partial buffer of a cut unit.
+// The element offset of a unit's row in out, or in the partial buffer if the unit is cut.
 template <class Traits>
 FP_DEVICE i64 out_offset(const AttentionParams& params, const WorkItem& item, const Unit& unit, i32 row) {
   if (item.partial_row >= 0) return static_cast<i64>(item.partial_row + row) * Traits::head_dim_vo;
@@ -18,7 +18,7 @@ FP_DEVICE i64 out_offset(const AttentionParams& params, const WorkItem& item, co
   return (item.q_begin + at.row) * params.out_row_stride + at.head * params.out_head_stride;
 }
 
-// Where a row's LSE goes; null: not wanted.
+// The address of a row's LSE; null if it is not wanted.
 FP_DEVICE float* lse_target(const AttentionParams& params, const WorkItem& item, const Unit& unit, i32 row) {
   if (item.partial_row >= 0) return params.partial_lse + item.partial_row + row;
   if (!params.lse) return nullptr;
@@ -26,7 +26,7 @@ FP_DEVICE float* lse_target(const AttentionParams& params, const WorkItem& item,
   return params.lse + static_cast<i64>(item.q_begin + at.row) * params.num_q_heads + at.head;
 }
 
-// Two neighbouring columns of one row at `offset`; `partial`: fp32 to the partial buffer.
+// Stores two neighbouring columns of a row at `offset`; `partial`: as fp32 to the partial buffer.
 template <class Traits>
 FP_DEVICE void store_pair(const AttentionParams& params, bool partial, i64 offset, float first, float second) {
   using Out = typename Traits::Out;

@@ -1,17 +1,18 @@
-// Combining attention states by their base-2 log-sum-exp: the weights of up to 32 states at a time, one a lane.
+// Combines attention states by their base-2 log-sum-exp: computes the weights of up to 32 states at a time, one in each
+// lane.
 #pragma once
 #include "flashpage/tile/softmax/state_weight.h"
 
 namespace flashpage {
 
-// Runs over any number of states in groups of 32; every lane of the warp sees the same totals.
+// Processes any number of states in groups of 32; every lane of the warp has the same totals.
 struct MergeWeights {
   float maximum = ptx::negative_infinity();
   float total = 0.f;
-  float mine = 0.f;     // this lane's state of the group, relative to the maximum so far
-  float rescale = 0.f;  // what sums of earlier groups are multiplied by
+  float mine = 0.f;     // weight of this lane's state in the group, relative to the maximum so far
+  float rescale = 0.f;  // factor of the sums of earlier groups
 
-  // `lse` of this lane's state, -inf where it has none.
+  // `lse`: of this lane's state; -inf if it has none.
   FP_DEVICE void add_group(float lse) {
     float top = lse;
 #pragma unroll

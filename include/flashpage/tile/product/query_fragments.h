@@ -1,4 +1,4 @@
-// Q as the score product takes it, step by step: held in registers, or loaded from shared memory when it is wanted.
+// Q's fragments for the score product, step by step: kept in registers, or loaded from shared memory for each step.
 #pragma once
 #include "flashpage/ptx/compiler.h"
 #include "flashpage/ptx/shared.h"
@@ -7,7 +7,7 @@
 
 namespace flashpage {
 
-// A step of tile/rope/rotated_keys.h: eight columns of the lower half and their partners.
+// Q for the steps of tile/rope/rotated_keys.h: eight columns of the lower half and their partners.
 template <class Traits>
 struct PairedQuery {
   using Rows = typename Shape<Traits>::QueryRows;
@@ -33,11 +33,11 @@ struct PairedQuery {
   }
 };
 
-// The kernel's choice of where Q's fragments are; `at` is lane_address of the warp's first row.
+// Where a kernel keeps Q's fragments; `at` is lane_address of the warp's first row.
 template <class Traits, bool in_registers>
 struct QueryFragments {
   using S = Shape<Traits>;
-  static constexpr bool paired = S::rotate && S::blocks;
+  static constexpr bool paired = S::rotate && S::swizzled;
   using Registers = u32[in_registers ? S::key_steps : 1][S::row_tiles][4];
 
   FP_DEVICE static u32 lane_address(u32 query, int lane) {
@@ -48,7 +48,7 @@ struct QueryFragments {
     }
   }
 
-  // Before the first step.
+  // Loads the fragments that stay in registers; called before the first step.
   FP_DEVICE static void keep(Registers& registers, u32 at, int lane) {
     if constexpr (in_registers) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// scores = Q K^T of one warp: its rows against the tokens of a key tile.
+// The score product Q K^T of one warp: its rows with the tokens of a key tile.
 #pragma once
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/ldmatrix.h"
@@ -7,18 +7,18 @@
 
 namespace flashpage {
 
-// An fp8 key's four neighbouring columns land in one register of ldmatrix, where a 16-bit fragment has columns 2t, 2t +
-// 1 and 2t + 8, 2t + 9. The product does not care about the order of columns as long as Q has the same one: within 16
-// columns, Q's pairs 0 2 4 6 1 3 5 7.
+// ldmatrix gives a lane four consecutive columns of an fp8 key in one register, while a 16-bit fragment has columns 2t,
+// 2t + 1 and 2t + 8, 2t + 9. The order of columns does not change the product as long as Q has the same one: in each 16
+// columns, Q's pairs are 0 2 4 6 1 3 5 7.
 FP_DEVICE u32 fp8_pair_order(u32 pair) { return (pair & ~7u) + (pair & 7) / 2 + (pair & 1) * 4; }
 
-// This lane's part of the address of Q's fragments; `query` is the warp's first row.
+// The part of the address of Q's fragments that depends on the lane; `query` is the warp's first row.
 template <class Traits>
 FP_DEVICE u32 query_lane_address(u32 query, int lane) {
   return Shape<Traits>::QueryRows::lane_address(query, lane % 16, lane / 16);
 }
 
-// Q's fragments of one k16 step, m16 tile by m16 tile.
+// Loads Q's fragments of one k16 step, one for each m16 tile.
 template <class Traits>
 FP_DEVICE void load_query_fragment(u32 (&a)[Shape<Traits>::row_tiles][4], u32 lane_address, int step) {
   using Rows = typename Shape<Traits>::QueryRows;
@@ -28,8 +28,8 @@ FP_DEVICE void load_query_fragment(u32 (&a)[Shape<Traits>::row_tiles][4], u32 la
   }
 }
 
-// `key`: shared address of the tile's first token. query_fragment(a, step) delivers Q; between(step) is other work to
-// spread over the products.
+// `key`: shared address of the tile's first token. query_fragment(a, step) provides Q's fragments; between(step) is
+// other work that is spread over the products.
 template <class Traits, class QueryFragment, class Between, int token_tiles>
 FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], u32 key, int lane,
                              QueryFragment&& query_fragment, Between&& between) {
@@ -62,7 +62,8 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
       }
     }
   } else if constexpr (token_tiles == 2) {
-    // A 16-byte chunk is a whole k16 step, so one ldmatrix takes two steps of 16 tokens; of an odd last one, half.
+    // A 16-byte chunk is a whole k16 step, so one ldmatrix loads two steps of 16 tokens. If the number of steps is odd,
+    // half of the last load is unused.
     u32 lane_address = Rows::lane_address(key, lane % 16, lane / 16);
 #pragma unroll S::key_unroll
     for (int pair = 0; pair < ceil_div(S::key_steps, 2); ++pair) {
@@ -84,7 +85,7 @@ FP_DEVICE void multiply_keys(float (&scores)[Shape<Traits>::row_tiles][token_til
       }
     }
   } else {
-    // And here the step of 32 tokens.
+    // A 16-byte chunk is a whole k16 step, so one ldmatrix loads a step of 32 tokens.
     static_assert(token_tiles % 4 == 0);
     u32 lane_address = Rows::lane_address(key, lane, 0);
 #pragma unroll S::key_unroll

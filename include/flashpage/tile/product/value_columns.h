@@ -1,5 +1,5 @@
-// Values as vLLM's cache of blocks has them, column by column: a tile in shared memory, and its product. Columns are
-// what the tensor core wants of its second factor, so nothing is transposed.
+// Values column by column, as in vLLM's cache of blocks: a tile in shared memory, and its product. Columns are what the
+// tensor core reads of its second factor, so nothing is transposed.
 #pragma once
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/ldmatrix.h"
@@ -8,8 +8,8 @@
 
 namespace flashpage {
 
-// `tokens` of one column after the other, in units of 16 bytes. Eight neighbouring columns touch eight bank groups, and
-// so do neighbouring units of as many columns as make eight of them.
+// Column after column, each with `tokens` tokens in units of 16 bytes. Eight neighbouring columns use eight different
+// bank groups, and so do any eight units that are loaded together.
 template <class Element, int columns, int tokens>
 struct ValueColumns {
   static constexpr int stride = tokens * static_cast<int>(sizeof(Element));  // bytes from column to column
@@ -18,29 +18,29 @@ struct ValueColumns {
   static_assert(units == 2 || units == 4);
 
   FP_DEVICE static u32 byte_offset(u32 column, u32 byte) {
-    u32 turn = column / (8 / units) % units;  // the same every eight columns
-    if constexpr (units == 4) turn = turn % 2 * 2 + turn / 2;
-    return column * stride + (byte / 16 ^ turn) * 16 + byte % 16;
+    u32 unit_xor = column / (8 / units) % units;  // repeats every eight columns
+    if constexpr (units == 4) unit_xor = unit_xor % 2 * 2 + unit_xor / 2;
+    return column * stride + (byte / 16 ^ unit_xor) * 16 + byte % 16;
   }
 };
 
-// The product does not care about the order of tokens as long as probabilities and values have the same one. A register
-// of an fp8 column's matrix holds four neighbouring tokens, where a fragment takes tokens 2t, 2t + 1 and 2t + 8, 2t + 9
-// of 16: keys (and with them scores) lie in the shared tile in the order that makes up for it.
+// The order of tokens does not change the product as long as probabilities and values have the same one. A register of
+// an fp8 column's matrix holds four consecutive tokens, while a fragment takes tokens 2t, 2t + 1 and 2t + 8, 2t + 9 of
+// 16. Keys, and with them scores, lie in the shared tile in the order that makes up for this.
 template <class Element>
 FP_DEVICE int row_of_token(int token) {
   if constexpr (!is_fp8<Element>) return token;
   return (token & ~15) + token / 4 % 4 * 2 + token / 2 % 2 * 8 + token % 2;
 }
 
-// The token, of the tile, of this lane's score `element` (0 or 1 of the row's two) of an n8 tile.
+// The token in the tile that belongs to this lane's score `element` (0 or 1 of the row's two) in an n8 tile.
 template <class Element>
 FP_DEVICE int token_of_score(int tile, int element, int lane) {
   if constexpr (!is_fp8<Element>) return tile * 8 + lane % 4 * 2 + element;
   return tile / 2 * 16 + lane % 4 * 4 + tile % 2 * 2 + element;
 }
 
-// values += P V; `value`: shared address of the tile.
+// values += P V. `value`: shared address of the tile.
 template <class Traits, int token_tiles>
 FP_DEVICE void multiply_value_columns(float (&values)[Shape<Traits>::row_tiles][Shape<Traits>::value_tiles][4],
                                       const Probabilities<Traits, token_tiles>& probabilities, u32 value, int lane) {
@@ -48,7 +48,7 @@ FP_DEVICE void multiply_value_columns(float (&values)[Shape<Traits>::row_tiles][
   using Cache = typename S::Cache;
   using Columns = ValueColumns<Cache, S::value_columns, token_tiles * 8>;
   using P = typename S::Probability;
-  // Four matrices: two units of eight columns, and of the next eight.
+  // Four matrices: two units of eight columns, then the same units of the next eight.
   const u32 lane_address = value + Columns::byte_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 16);
 #pragma unroll
   for (int n = 0; n < S::value_tiles; n += 2) {

@@ -1,4 +1,4 @@
-// values += P V of one warp, and where the columns of its accumulator lie.
+// The value product, values += P V, of one warp, and the columns that its accumulator holds.
 #pragma once
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/ldmatrix.h"
@@ -7,7 +7,7 @@
 
 namespace flashpage {
 
-// The scores after softmax as fragments of the value product, one a k16 step: half the registers of the scores.
+// The scores after softmax as fragments of the value product, one for each k16 step: half the registers of the scores.
 template <class Traits, int token_tiles>
 struct Probabilities {
   u32 fragment[token_tiles / 2][Shape<Traits>::row_tiles][4];
@@ -26,7 +26,7 @@ struct Probabilities {
   }
 };
 
-// `value`: shared address of the tile's first token; between(step) is other work to spread over the products.
+// `value`: shared address of the tile's first token. between(step) is other work that is spread over the products.
 template <class Traits, class Between, int token_tiles>
 FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<Traits>::value_tiles][4],
                                const Probabilities<Traits, token_tiles>& probabilities, u32 value, int lane,
@@ -34,8 +34,8 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
   using S = Shape<Traits>;
   using Rows = typename S::ValueRows;
   using P = typename S::Probability;
-  // 8 columns of 16 bits, or 16 of 8 bits, are one chunk; ldmatrix takes two chunks of 16 tokens (an odd last one comes
-  // with bytes that nobody uses).
+  // 8 columns of 16 bits, or 16 of 8 bits, are one chunk. ldmatrix loads two chunks of 16 tokens; if the number of
+  // chunks is odd, half of the last load is unused.
   constexpr int chunks = Rows::chunks;
   u32 lane_address = Rows::lane_address(value, lane % 16, lane / 16);
 #pragma unroll
@@ -53,8 +53,8 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
           ptx::mma_m16n8k16<P>(values[m][chunk + 1], a[m], b[2], b[3]);
         }
       } else {
-        // A transposed register holds two tokens of two neighbouring columns: even columns go to one n8 tile, odd to
-        // the next.
+        // A transposed register holds two tokens of two neighbouring columns: even columns go to one n8 tile, odd ones
+        // to the next.
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (i >= 2 && chunk + 1 >= chunks) continue;
@@ -69,8 +69,8 @@ FP_DEVICE void multiply_values(float (&values)[Shape<Traits>::row_tiles][Shape<T
   }
 }
 
-// Calls store(column, first, second) for every pair of neighbouring columns that this lane holds of one of its rows
-// (half 0: lane / 4, half 1: lane / 4 + 8) in two neighbouring n8 tiles; columns count from the first tile's.
+// Calls store(column, first, second) for every pair of neighbouring columns that this lane holds in two neighbouring n8
+// tiles of one of its rows (half 0: lane / 4, half 1: lane / 4 + 8). Columns count from the first tile's.
 template <class Traits, class Store>
 FP_DEVICE void for_each_column_of_pair(const float (&even)[4], const float (&odd)[4], int half, int lane,
                                        Store&& store) {
@@ -84,7 +84,7 @@ FP_DEVICE void for_each_column_of_pair(const float (&even)[4], const float (&odd
   }
 }
 
-// The same for all tiles of the row; columns that do not exist are left out.
+// As for_each_column_of_pair, for all tiles of the row; columns that do not exist are left out.
 template <class Traits, class Store>
 FP_DEVICE void for_each_column_pair(const float (&row_tile)[Shape<Traits>::value_tiles][4], int half, int lane,
                                     Store&& store) {

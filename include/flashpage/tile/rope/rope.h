@@ -1,5 +1,5 @@
-// In-kernel rotary position embedding, LLaMA's halves: columns i and i + d / 2 turn by
-// position / scale * theta^(-2 i / d).
+// Rotary position embedding in the kernel, by LLaMA's halves: columns i and i + d / 2 are rotated by position / scale *
+// theta^(-2 i / d).
 #pragma once
 #include "flashpage/tile/layout/shared_rows.h"
 #include "flashpage/tile/rope/rotation.h"
@@ -16,17 +16,18 @@ FP_DEVICE void rotate_rows(const u8* from, u8* to, int num_rows, float rope_scal
   float log2_theta = log2f(rope_theta);
   for (int i = thread; i < num_rows * half; i += threads) {
     int row = i / half, column = i % half;
-    // Turns modulo 1 keep the argument of sine small: no slow range reduction, and its accuracy.
+    // Revolutions modulo 1 keep the argument of sine small: this avoids the slow range reduction and keeps the
+    // accuracy.
     float frequency = exp2f(log2_theta * (-2.f * column / columns)) / rope_scale;
-    float turns = position(row) * frequency * 0.15915494309189535f;
-    Turn turn;
-    sincospif(2.f * (turns - floorf(turns)), &turn.sine, &turn.cosine);
+    float revolutions = position(row) * frequency * 0.15915494309189535f;
+    Rotation rotation;
+    sincospif(2.f * (revolutions - floorf(revolutions)), &rotation.sine, &rotation.cosine);
     u32 low = column * sizeof(From), high = (column + half) * sizeof(From);
     float a = ptx::to_float(*reinterpret_cast<const From*>(from + Source::byte_offset(row, low)));
     float b = ptx::to_float(*reinterpret_cast<const From*>(from + Source::byte_offset(row, high)));
     low = column * sizeof(To), high = (column + half) * sizeof(To);
-    *reinterpret_cast<To*>(to + Target::byte_offset(row, low)) = ptx::from_float<To>(turn.low(a, b));
-    *reinterpret_cast<To*>(to + Target::byte_offset(row, high)) = ptx::from_float<To>(turn.high(a, b));
+    *reinterpret_cast<To*>(to + Target::byte_offset(row, low)) = ptx::from_float<To>(rotation.low(a, b));
+    *reinterpret_cast<To*>(to + Target::byte_offset(row, high)) = ptx::from_float<To>(rotation.high(a, b));
   }
 }
 

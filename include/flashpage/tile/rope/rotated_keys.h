@@ -1,5 +1,5 @@
-// Scores of rotated queries and keys where keys are rotated on their way to the tensor cores, in registers: a k16 step
-// takes eight columns of the lower half and their partners, so that a lane holds both columns of each pair.
+// Scores of rotated queries and keys. Keys are rotated in registers on their way to the tensor cores: a k16 step takes
+// eight columns of the lower half and their partners, so that a lane holds both columns of each pair.
 #pragma once
 #include "flashpage/ptx/convert.h"
 #include "flashpage/ptx/ldmatrix.h"
@@ -10,19 +10,19 @@
 
 namespace flashpage {
 
-// turn_pairs in fp16, for keys that were fp8 under queries that were bf16.
-FP_DEVICE void turn_halves(u32& low, u32& high, const TurnPair& turn) {
-  u32 cosine = ptx::pack2<Half>(turn.first.cosine, turn.second.cosine);
-  u32 sine = ptx::pack2<Half>(turn.first.sine, turn.second.sine);
-  u32 turned = ptx::negative_fma_half2(high, sine, ptx::mul_half2(low, cosine));
+// As rotate_pairs, in fp16: for fp8 keys under bf16 queries.
+FP_DEVICE void rotate_halves(u32& low, u32& high, const RotationPair& rotation) {
+  u32 cosine = ptx::pack2<Half>(rotation.first.cosine, rotation.second.cosine);
+  u32 sine = ptx::pack2<Half>(rotation.first.sine, rotation.second.sine);
+  u32 rotated = ptx::negative_fma_half2(high, sine, ptx::mul_half2(low, cosine));
   high = ptx::fma_half2(low, sine, ptx::mul_half2(high, cosine));
-  low = turned;
+  low = rotated;
 }
 
-// Rotates a unit's query rows where they lie, by all `threads`; the caller meets them before and after.
+// Rotates a unit's query rows in place, by all `threads`; the caller has a barrier before and after.
 template <class Traits>
-FP_DEVICE void turn_query(u8* tile, const TurnTable<Traits>& table, const AttentionParams& params, const WorkItem& item,
-                          const Unit& unit, int thread) {
+FP_DEVICE void rotate_query_by_table(u8* tile, const RotationTable<Traits>& table, const AttentionParams& params,
+                                     const WorkItem& item, const Unit& unit, int thread) {
   using S = Shape<Traits>;
   using Query = typename S::Query;
   constexpr int pairs = Traits::head_dim_qk / 4;  // of columns, in each half
@@ -33,12 +33,12 @@ FP_DEVICE void turn_query(u8* tile, const TurnTable<Traits>& table, const Attent
   for (int i = thread; i < unit.num_rows * pairs; i += S::threads) {
     int row = i / pairs, pair = i % pairs;
     i32 position = query_position(item, unpack_row(params, unit.kv_head, unit.first_row + row).row);
-    turn_pairs<Query, Query>(*address(row, pair), *address(row, pair + pairs),
-                             table.at(pair * 2, static_cast<float>(position)));
+    rotate_pairs<Query, Query>(*address(row, pair), *address(row, pair + pairs),
+                               table.at(pair * 2, static_cast<float>(position)));
   }
 }
 
-// The lane's keys of both halves, fp8 widened to fp16: two neighbouring columns of tokens lane / 4 and 8 + lane / 4 of
+// The lane's keys in both halves, fp8 widened to fp16: two neighbouring columns of tokens lane / 4 and 8 + lane / 4 of
 // sixteen.
 template <class Traits>
 struct KeyHalves {
@@ -46,20 +46,20 @@ struct KeyHalves {
   using Cache = typename S::Cache;
   using Rows = typename S::CacheKeyRows;
   using Wide = typename select_type<is_fp8<Cache>, Half, Cache>::type;
-  using Table = TurnTable<Traits>;
+  using Table = RotationTable<Traits>;
   static constexpr int chunk_columns = 16 / static_cast<int>(sizeof(Cache));
-  // Else pairs lie in different places of their chunks, which ldmatrix cannot bring together.
+  // Otherwise pairs have different positions in their chunks, which one ldmatrix cannot load together.
   static constexpr bool by_chunk = Table::half % chunk_columns == 0;
   using Chunks = ChunkPairs<Rows, Table::half / chunk_columns>;
 
   u32 tile;
   int lane;
-  int row = lane % 8 + lane / 16 * 8, second = lane / 8 % 2;  // what it gives ldmatrix
+  int row = lane % 8 + lane / 16 * 8, second = lane / 8 % 2;  // the row and chunk that the lane addresses for ldmatrix
   u32 lane_address = Chunks::lane_address(tile, row, second);
 
   FP_DEVICE KeyHalves(u32 tile, int lane) : tile(tile), lane(lane) {}
 
-  // Tokens from 8 `token_tile` on.
+  // Loads the tokens from 8 * token_tile on.
   FP_DEVICE void load(u32 (&low)[2], u32 (&high)[2], int step, int token_tile) const {
     if constexpr (by_chunk) {
       u32 b[4];
@@ -98,11 +98,12 @@ struct KeyHalves {
   }
 };
 
-// multiply_keys for keys that `origin` turns, the first of them: scores come out multiplied by TurnTable::key_scale.
+// As multiply_keys, with keys that are rotated on the way; `origin` is the rotation of the first one. Scores come out
+// multiplied by RotationTable::key_scale.
 template <class Traits, class QueryFragment, int token_tiles>
 FP_DEVICE void multiply_rotated_keys(float (&scores)[1][token_tiles][4], u32 tile, int lane,
-                                     QueryFragment&& query_fragment, const TurnTable<Traits>& table,
-                                     const SpreadTurns<Traits>& origin) {
+                                     QueryFragment&& query_fragment, const RotationTable<Traits>& table,
+                                     const SpreadRotations<Traits>& origin) {
   using S = Shape<Traits>;
   using Product = typename S::Product;
   constexpr int eighths = ceil_div(S::key_steps, 8), unroll = S::query_in_registers ? 8 : 4;
@@ -120,19 +121,19 @@ FP_DEVICE void multiply_rotated_keys(float (&scores)[1][token_tiles][4], u32 til
       const int step = eighth * 8 + i;
       u32 a[1][4];
       query_fragment(a, step);
-      TurnPair turn = origin.of(eighth, i, lane) * table.turns[step][lane];
-      const TurnPair eight = table.turns[step][32 + lane % 4];
+      RotationPair rotation = origin.of(eighth, i, lane) * table.rotations[step][lane];
+      const RotationPair eight = table.rotations[step][32 + lane % 4];
 #pragma unroll
       for (int n = 0; n < token_tiles; n += 2) {
         u32 low[2], high[2];
         keys.load(low, high, step, n);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          if (n + j > 0) turn = turn * eight;
-          if constexpr (S::turn_in_half && is_same<Product, Half>) {
-            turn_halves(low[j], high[j], turn);
+          if (n + j > 0) rotation = rotation * eight;
+          if constexpr (S::rotate_in_half && is_same<Product, Half>) {
+            rotate_halves(low[j], high[j], rotation);
           } else {
-            turn_pairs<Wide, Product>(low[j], high[j], turn);
+            rotate_pairs<Wide, Product>(low[j], high[j], rotation);
           }
           ptx::mma_m16n8k16<Product>(scores[0][n + j], a[0], low[j], high[j]);
         }

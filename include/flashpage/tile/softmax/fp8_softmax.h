@@ -1,36 +1,36 @@
-// The softmax of a tile whose probabilities are fp8 factors of the next product.
+// The softmax of a tile whose probabilities become fp8 factors of the value product.
 #pragma once
 #include "flashpage/ptx/convert.h"
 #include "flashpage/tile/softmax/softmax.h"
 
 namespace flashpage {
 
-// Of one m16 tile of rows. fp8's largest number is 448: probabilities lie at 2^7 of what they are relative to the
-// maximum that the state has, which a score may outgrow by 2^1.8. They keep their three bits down to 2^-13 of it, and
-// are zero from 2^-17 on. Sums lie as high as probabilities do.
+// The state of one m16 tile of rows. Probabilities relative to the state's maximum are multiplied by 2^7; since fp8's
+// largest number is 448, a score may exceed the maximum by 2^1.8. They keep three mantissa bits down to 2^-13 of the
+// maximum, and are zero below 2^-17. Sums have the factor of 2^7 too.
 struct Fp8Softmax : SoftmaxState<1> {
   static constexpr int lift = 7;
   static constexpr float headroom = 1.8f;
 
-  // Of sinks that the state has begun with.
+  // Lifts the sums of sinks with which the state has begun.
   FP_DEVICE void lift_sums() {
     sum[0][0] *= 1 << lift;
     sum[0][1] *= 1 << lift;
   }
-  // What an LSE is made of, from there on.
+  // Lowers the maxima, so that from here on the state gives a correct LSE.
   FP_DEVICE void lower_maxima() {
     maximum[0][0] -= lift;
     maximum[0][1] -= lift;
   }
 
-  // Whether a row of the warp outgrew its maximum: values are to be rescaled by `factor`.
+  // Whether the maximum of a row of the warp moved: values are then rescaled by `factor`.
   template <int token_tiles>
   FP_DEVICE bool raise(const float (&scores)[1][token_tiles][4], float scale, float (&factor)[1][2]) {
     return SoftmaxState<1>::raise(scores, scale, factor, headroom);
   }
-  // Packs probabilities. A register has four: two of this lane's tokens in one n8 tile and two in the next
-  // (tile/load/transposed_values.h). Of the last `later` steps only the exponents, so that their scores' registers are
-  // free.
+  // Computes and packs probabilities. A register has four: two of this lane's tokens in one n8 tile and two in the next
+  // (tile/load/transposed_values.h). Of the last `later` steps it computes only the exponents, so that their scores'
+  // registers are free.
   template <class Fp8, int later, int steps>
   FP_DEVICE void soften(u32 (&probabilities)[steps][4], float (&exponents)[max_of(later, 1) * 4][4],
                         const float (&scores)[1][steps * 4][4], float scale) {
@@ -42,7 +42,7 @@ struct Fp8Softmax : SoftmaxState<1> {
       for (int e = 0; e < 4; ++e) exponents[n - now * 4][e] = fmaf(scores[0][n][e], scale, -origin[e / 2]);
     pack<Fp8, 0, now>(probabilities, [&](int n, int e) { return fmaf(scores[0][n][e], scale, -origin[e / 2]); });
   }
-  // Their probabilities.
+  // Computes and packs the probabilities of the last `later` steps.
   template <class Fp8, int later, int steps>
   FP_DEVICE void soften_later(u32 (&probabilities)[steps][4], const float (&exponents)[max_of(later, 1) * 4][4]) {
     constexpr int now = steps - later;

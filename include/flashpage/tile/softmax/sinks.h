@@ -6,13 +6,14 @@
 
 namespace flashpage {
 
-// In base 2, or -inf: only the first piece of a unit takes it.
+// The sink of a row in base 2, or -inf: only the first piece of a unit has it.
 FP_DEVICE float sink_of(const WarpRows& rows, i32 packed_row) {
   if (!rows.params.sinks || rows.item.piece != 0) return ptx::negative_infinity();
   return rows.params.sinks[unpack_row(rows.params, rows.unit.kv_head, packed_row).head] * log2_e;
 }
 
-// The state of a warp's rows, where params.sinks is given. If several warps share the rows, one begins with it.
+// Begins the state of a warp's rows with their sinks. Called if params.sinks is given; if several warps share the rows,
+// one of them calls it.
 template <int row_tiles>
 FP_DEVICE void begin_with_sinks(SoftmaxState<row_tiles>& state, const WarpRows& rows) {
 #pragma unroll

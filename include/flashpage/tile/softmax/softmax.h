@@ -17,8 +17,8 @@ FP_DEVICE float quad_sum(float x) {
 
 template <int row_tiles>
 struct SoftmaxState {
-  float maximum[row_tiles][2];  // of the scaled scores, base 2
-  float sum[row_tiles][2];      // this lane's part
+  float maximum[row_tiles][2];  // base 2, of the scaled scores
+  float sum[row_tiles][2];      // of this lane's scores
 
   FP_DEVICE void clear() {
 #pragma unroll
@@ -30,7 +30,7 @@ struct SoftmaxState {
       }
   }
 
-  // Scores become probabilities, relative to the maximum. `scale` turns raw scores to base 2.
+  // Turns scores to probabilities relative to the maximum. `scale` converts raw scores to base 2.
   template <int token_tiles, int value_tiles>
   FP_DEVICE void update(float (&scores)[row_tiles][token_tiles][4], float (&values)[row_tiles][value_tiles][4],
                         float scale) {
@@ -39,9 +39,9 @@ struct SoftmaxState {
     exponentiate(scores, scale);
   }
 
-  // Its parts, for kernels that have other work between them. The maximum moves, and values are to be rescaled by
-  // `factor` (true), only when some row of the warp outgrew it by 2^headroom: after the first tiles that is rare, and
-  // 256 times larger probabilities cost fp32 sums and 16-bit factors no precision.
+  // The first part of update, for kernels that have other work in between. The maximum moves, and values are rescaled
+  // by `factor` (returns true), only if a row of the warp exceeded it by 2^headroom. After the first tiles that is
+  // rare, and 256 times larger probabilities cost fp32 sums and 16-bit factors no precision.
   template <int token_tiles>
   FP_DEVICE bool raise(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2],
                        float headroom = 8.f) {
@@ -59,7 +59,7 @@ struct SoftmaxState {
     return true;
   }
 
-  // The maximum moves in any case.
+  // As raise, but the maximum always moves.
   template <int token_tiles>
   FP_DEVICE void move(const float (&scores)[row_tiles][token_tiles][4], float scale, float (&factor)[row_tiles][2]) {
     float top[row_tiles][2];
@@ -80,7 +80,7 @@ struct SoftmaxState {
         for (int e = 0; e < 4; ++e) values[m][n][e] *= factor[m][e / 2];
   }
 
-  // From token tile `first` on.
+  // The second part of update, from token tile `first` on.
   template <int first = 0, int token_tiles>
   FP_DEVICE void exponentiate(float (&scores)[row_tiles][token_tiles][4], float scale) {
 #pragma unroll
@@ -100,10 +100,10 @@ struct SoftmaxState {
       }
   }
 
-  // Of this lane's scores of a row.
+  // The maximum of this lane's scores in a row.
   template <int token_tiles>
   FP_DEVICE static float lane_maximum(const float (&scores)[token_tiles][4], int half) {
-    constexpr int chains = token_tiles >= 8 ? 4 : 2;  // side by side, as one would wait for itself
+    constexpr int chains = token_tiles >= 8 ? 4 : 2;  // independent chains: a single one would wait for itself
     const int e = half * 2;
     float tops[chains];
 #pragma unroll
@@ -114,7 +114,7 @@ struct SoftmaxState {
                        : fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[chains - 2], tops[chains - 1]));
   }
 
-  // `top`: of this lane's scores.
+  // `top`: maxima of this lane's scores.
   FP_DEVICE void move_to(const float (&top)[row_tiles][2], float scale, float (&factor)[row_tiles][2]) {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
@@ -128,7 +128,7 @@ struct SoftmaxState {
   }
 };
 
-// Base-2 log-sum-exp of a row; -inf where nothing was visible, NaN where a score was.
+// Base-2 log-sum-exp of a row: -inf if no token was visible, NaN if a score was NaN.
 FP_DEVICE float row_lse(float maximum, float sum) {
   return sum == 0.f ? ptx::negative_infinity() : maximum + log2f(sum);
 }

@@ -1,4 +1,4 @@
-// Online softmax without looking for maxima: a row's sum tells when its origin has to move.
+// Online softmax that computes maxima only if a row's sum shows that its origin has to move.
 #pragma once
 #include "flashpage/ptx/convert.h"
 #include "flashpage/tile/product/values.h"
@@ -6,15 +6,15 @@
 
 namespace flashpage {
 
-// Probabilities are relative to an origin, the maximum of an earlier tile, and may be larger than one: fp32 sums and
-// 16-bit factors lose no precision by that. No probability is larger than the sum of its tile, which is needed anyway,
-// so only where that passes a limit are maxima looked for, and the tile's probabilities computed again.
-// Scores may have fewer tokens than probabilities have room for: those behind stay as they are.
+// Probabilities are relative to an origin, the maximum of an earlier tile, and may be larger than one, which costs fp32
+// sums and 16-bit factors no precision. No probability is larger than the sum of its tile, which is needed anyway. So
+// only if this sum exceeds a limit are maxima computed, and the tile's probabilities computed again. If scores have
+// fewer tokens than probabilities have room for, the remaining ones stay as they are.
 template <class Traits>
 struct SoftmaxBySum {
-  static constexpr float sum_limit = 1024.f;  // of a lane's part of a row in one tile; far below fp16's range
+  static constexpr float sum_limit = 1024.f;  // of a lane's share of a row in one tile; far below fp16's range
 
-  // Of a unit's first tile: nothing is known of its rows.
+  // The first tile of a unit, whose rows have no origin yet.
   template <int token_tiles, class Probabilities>
   FP_DEVICE static void begin(SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
                               Probabilities& probabilities, float scale) {
@@ -25,7 +25,7 @@ struct SoftmaxBySum {
     for (int half = 0; half < 2; ++half) state.sum[0][half] += sums[half];
   }
 
-  // Of another one: whether values are to be rescaled by `factor`.
+  // Another tile. Returns whether values must be rescaled by `factor`.
   template <int token_tiles, class Probabilities>
   FP_DEVICE static bool run(SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
                             Probabilities& probabilities, float scale, float (&factor)[1][2]) {
@@ -46,7 +46,7 @@ struct SoftmaxBySum {
   template <int token_tiles, class Probabilities>
   FP_DEVICE static void exponentiate(const SoftmaxState<1>& state, const float (&scores)[1][token_tiles][4],
                                      Probabilities& probabilities, float scale, float (&sums)[2]) {
-    // A row that has seen nothing: whatever it sees outgrows this origin, and what it does not see is still zero.
+    // The origin of a row that has seen nothing: any visible score exceeds it, and hidden scores still give zero.
     constexpr float unset = -1e30f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -1,4 +1,4 @@
-// The variant's transform of a score: the scale turns it to natural units, then its logit function is applied.
+// The variant's transform of a score: the scale converts it to natural-log units, then the logit function is applied.
 #pragma once
 #include "flashpage/params/variant.h"
 #include "flashpage/ptx/math.h"
@@ -8,7 +8,8 @@
 
 namespace flashpage {
 
-// Raw score to base 2; with a logit transform to natural units. A per-head q_scale is applied by transform_scores.
+// The factor from a raw score to base 2, or to natural-log units if there is a logit transform. transform_scores
+// applies a per-head q_scale.
 template <class Traits>
 FP_DEVICE float score_scale_of(const AttentionParams& params, const Unit& unit) {
   float scale = params.score_scale;
@@ -17,14 +18,14 @@ FP_DEVICE float score_scale_of(const AttentionParams& params, const Unit& unit) 
   return Traits::Variant::has_logit ? scale : scale * log2_e;
 }
 
-// Softmax takes a row's maximum before it scales, which is right for positive scales alone: others, NaN included, and
-// scales before a logit transform are transform_scores' to apply.
+// Softmax takes a row's maximum before it scales, which is only right for positive scales. transform_scores applies all
+// others, NaN included, and the scale before a logit transform.
 template <class Traits>
 FP_DEVICE bool scales_first(float score_scale) {
   return Traits::Variant::has_logit || !(score_scale > 0.f);
 }
 
-// The factor that softmax still applies.
+// The factor that softmax applies after transform_scores.
 template <class Traits>
 FP_DEVICE float softmax_scale_of(float score_scale) {
   if constexpr (Traits::Variant::has_logit) return log2_e;
@@ -33,15 +34,15 @@ FP_DEVICE float softmax_scale_of(float score_scale) {
 
 FP_DEVICE bool scales_heads(const AttentionParams& params) { return params.q_scale && params.q_scale_stride; }
 
-// Whether transform_scores has anything to do for a unit. The vote changes nothing but what the compiler knows: the
-// branch is the warp's, so nothing has to reconverge.
+// Whether transform_scores has anything to do for a unit. The vote does not change the result, but tells the compiler
+// that the whole warp branches, so that nothing has to reconverge.
 template <class Traits>
 FP_DEVICE bool transforms_scores(const AttentionParams& params, float scale) {
   return Traits::Variant::has_logit || scales_heads(params) || __any_sync(0xffffffff, scales_first<Traits>(scale));
 }
 
-// cap * tanh(score / cap) is cap - 2 cap / (1 + 2^(exponent_scale * score)): five instructions. tanh is off by 2^-22 of
-// its largest value, so that caps beyond `most` take the variant's own function.
+// cap * tanh(score / cap) as cap - 2 cap / (1 + 2^(exponent_scale * score)): five instructions. The error of tanh is
+// 2^-22 of its largest value, so caps beyond `most` use the variant's own function.
 struct SoftCap {
   static constexpr float most = 128.f;
   float cap, exponent_scale;
@@ -53,7 +54,7 @@ struct SoftCap {
   }
 };
 
-// The factor of scores in addition to their scale: that of the exponent, if a soft cap is the whole transform.
+// A factor of scores in addition to their scale: exponent_scale, if a soft cap is the whole transform.
 template <class Traits>
 FP_DEVICE float first_factor(const VariantArgs& args) {
   if constexpr (Traits::Variant::only_soft_cap) {
@@ -63,13 +64,13 @@ FP_DEVICE float first_factor(const VariantArgs& args) {
   return 1.f;
 }
 
-// A row as transforms see it.
+// The properties of a row on which a transform depends.
 struct TransformedRow {
   float scale;
   i32 head, position;
 };
 
-// row_of(m, half) of a lane, as long as `rows` lives.
+// A function row_of(m, half) of the lane's rows; it is valid as long as `rows` is.
 FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows) {
   const AttentionParams& params = rows.params;
   const bool by_head = scales_heads(params);
@@ -80,8 +81,8 @@ FP_DEVICE auto transformed_rows(float scale, const WarpRows& rows) {
   };
 }
 
-// Whether a lane has registers to keep what it tells of rows from tile to tile. A soft cap, with its other function for
-// large caps, takes them.
+// Whether a lane has registers to keep its TransformedRows from tile to tile. A soft cap takes them, because it
+// includes the other function for large caps.
 template <class Traits>
 inline constexpr bool keeps_rows = Traits::Variant::has_logit && !Traits::Variant::ends_in_soft_cap;
 
@@ -101,7 +102,7 @@ struct NoRows {
   FP_DEVICE explicit NoRows(const auto&...) {}
 };
 
-// score = transform(score * scale, head, position, token) of each; row_of(m, half): its row.
+// score = transform(score * scale, head, position, token) for each score; row_of(m, half) returns its row.
 template <class Traits, int token_tiles, class RowOf, class Transform>
 FP_DEVICE void transform_each(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], i32 first_token, int lane,
                               RowOf&& row_of, Transform&& transform) {
@@ -120,14 +121,14 @@ FP_DEVICE void transform_each(float (&scores)[Shape<Traits>::row_tiles][token_ti
     }
 }
 
-// By the variant's logit function, of rows that row_of(m, half) tells.
+// Applies the variant's logit function; row_of(m, half) returns a row.
 template <class Traits, int token_tiles, class RowOf>
 FP_DEVICE void transform_by_logit(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4], const WarpRows& rows,
                                   const VariantArgs& args, i32 first_token, RowOf&& row_of) {
   using Variant = typename Traits::Variant;
   const WorkItem& item = rows.item;
   const int lane = rows.lane;
-  // A token past the end is masked later; a variant may not load beyond the request.
+  // A token past the end is masked later, but a variant may not load beyond the request.
   const auto known = [&](vm::Token token) {
     if constexpr (Variant::logit_loads_by_token) return min_of<i32>(token, item.kv_len - 1);
     if constexpr (!Variant::logit_loads_by_token) return token;

@@ -1,4 +1,4 @@
-// K and V by the copy engine, as they are multiplied: a warp each for K, V, Q and the plan.
+// Loads 16-bit or fp8 K and V with the copy engine as they are multiplied; K, V, Q and the plan have a warp each.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/loaders/query.h"
 #include "flashpage/tile/mask/prefetched_bits.h"
@@ -17,8 +17,8 @@ struct BoxLoading : QueryLoader<Traits> {
   using Base::warp;
   using typename Base::KeyTiles;
   using typename Base::Shared;
-  using typename Base::Turns;
   using typename Base::ValueTiles;
+  using typename Base::Visits;
 
   using Base::Base;
 
@@ -31,59 +31,60 @@ struct BoxLoading : QueryLoader<Traits> {
 
   FP_DEVICE void keys() const {
     const KeyTiles tiles(params, maps.k);
-    u32 turn = 0;
-    this->for_each_tile(tiles, [&](typename KeyTiles::Source& source, Turns& turns, u32 unit_turn) {
-      ask_for_bits(unit_turn, turns);
-      shared.key_ring.wait_empty(turn);
-      this->tell(turn, turns);
-      tiles.load(source, turns.ahead(), ptx::shared_address(shared.keys[shared.key_ring.slot(turn)]),
-                 shared.key_ring.full_barrier(turn));
-      ++turn;
+    u32 use = 0;
+    this->for_each_tile(tiles, [&](typename KeyTiles::Source& source, Visits& visits, u32 unit_use) {
+      prefetch_bits(unit_use, visits);
+      shared.key_ring.wait_empty(use);
+      this->describe_tile(use, visits);
+      tiles.load(source, visits.ahead(), ptx::shared_address(shared.keys[shared.key_ring.slot(use)]),
+                 shared.key_ring.full_barrier(use));
+      ++use;
     });
   }
 
   FP_DEVICE void values() const {
     const ValueTiles tiles(params, maps.v);
-    u32 turn = 0, phases = 0;  // of the edges, a bit each
-    this->for_each_tile(tiles, [&](typename ValueTiles::Source& source, Turns& turns, u32) {
-      shared.value_ring.wait_empty(turn);
-      const u32 slot = shared.value_ring.slot(turn), edge_slot = slot % Shared::edges;
+    u32 use = 0, phases = 0;  // phases: of the edge barriers, a bit for each
+    this->for_each_tile(tiles, [&](typename ValueTiles::Source& source, Visits& visits, u32) {
+      shared.value_ring.wait_empty(use);
+      const u32 slot = shared.value_ring.slot(use), edge_slot = slot % Shared::edges;
       u8* to = shared.values[slot];
-      const u32 full = shared.value_ring.full_barrier(turn++), edge = ptx::shared_address(&shared.edge[edge_slot]);
-      const bool has_hidden = tiles.has_hidden(source, turns.now());
-      tiles.load(source, turns.ahead(), ptx::shared_address(to), has_hidden ? edge : full);
+      const u32 full = shared.value_ring.full_barrier(use++), edge = ptx::shared_address(&shared.edge[edge_slot]);
+      const bool has_hidden = tiles.has_hidden(source, visits.now());
+      tiles.load(source, visits.ahead(), ptx::shared_address(to), has_hidden ? edge : full);
       if (!has_hidden) return;
       ptx::mbarrier_wait(edge, phases >> edge_slot & 1);  // a probability of zero would not hide NaN
       phases ^= 1 << edge_slot;
-      tiles.clear_hidden(source, turns.now(), to);
+      tiles.clear_hidden(source, visits.now(), to);
       if (lane == 0) ptx::mbarrier_arrive(full);
     });
   }
 
   FP_DEVICE void query() const {
-    for (u32 turn = 0;; ++turn) {
-      shared.place_ring.wait_full(turn);
-      const Place& place = shared.places[shared.place_ring.slot(turn)].place;
-      if (place.done) return this->store_last_rows(turn);
-      this->load_query(place, turn);
+    for (u32 use = 0;; ++use) {
+      shared.place_ring.wait_full(use);
+      const Place& place = shared.places[shared.place_ring.slot(use)].place;
+      if (place.done) return this->store_last_rows(use);
+      this->load_query(place, use);
       __syncwarp();
-      if (lane == 0) shared.place_ring.release(turn);
+      if (lane == 0) shared.place_ring.release(use);
     }
   }
   FP_DEVICE void plan() const {
     this->begin_plan();
     if (lane != 0) return;
-    for (u32 turn = 0; !shared.places[shared.place_ring.slot(turn)].place.done; ++turn) this->publish(turn + 1);
+    for (u32 use = 0; !shared.places[shared.place_ring.slot(use)].place.done; ++use) this->publish(use + 1);
   }
 
  private:
-  // Before the tile's slot is free. The place is still there, as the unit's computing warps await this tile.
-  FP_DEVICE void ask_for_bits(u32 unit_turn, const Turns& turns) const {
+  // Prefetches the mask's bits of a mixed tile, before the tile's slot is free. The place is still valid, because the
+  // unit's computing warps wait for this tile.
+  FP_DEVICE void prefetch_bits(u32 unit_use, const Visits& visits) const {
     if constexpr (has_lane_bits<Traits>) {
-      if (!turns.is_mixed()) return;
-      const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_turn)];
+      if (!visits.is_mixed()) return;
+      const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_use)];
       const LaneBits bits(tiled.lane_bits, tiled.place.item.kv_len, tokens);
-      flashpage::ask_for_bits(params, bits, tiled.place.unit, this->first_row(), turns.now(), lane);
+      flashpage::prefetch_bits(params, bits, tiled.place.unit, this->first_row(), visits.now(), lane);
     }
   }
 };

@@ -1,11 +1,11 @@
-// What the loading warps of prefill_sm90 have in common: the plan's units, from the warp that walks the plan to all
-// others, and a tile's way to the computing warps.
+// The steps that the loading warps of prefill_sm90 share: passing the plan's units from the warp that goes through the
+// plan to all others, and signalling tiles to the computing warps.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/shared.h"
 #include "flashpage/ptx/compiler.h"
-#include "flashpage/tile/load/box_tiles.h"
 #include "flashpage/tile/load/converted_tiles.h"
-#include "flashpage/tile/load/row_tiles.h"
+#include "flashpage/tile/load/prefill_boxes.h"
+#include "flashpage/tile/load/prefill_rows.h"
 
 namespace flashpage {
 
@@ -14,12 +14,12 @@ struct LoadingWarp {
   using Shared = PrefillShared<Traits>;
   using Warps = PrefillWarps<Traits>;
   template <class Rows>
-  using TilesOf = typename select_type<Warps::by_rows, RowTiles<Traits, Rows, Traits::tile_kv, Warps::row_warps>,
-                                       BoxTiles<Traits, Rows, Traits::tile_kv>>::type;
+  using TilesOf = typename select_type<Warps::by_rows, PrefillRows<Traits, Rows, Traits::tile_kv, Warps::row_warps>,
+                                       PrefillBoxes<Traits, Rows, Traits::tile_kv>>::type;
   using KeyTiles = TilesOf<typename Shared::Keys>;
   using ValueTiles = TilesOf<typename Shared::ValueBoxes>;
   using BothTiles = ConvertedTiles<Traits, Traits::tile_kv>;
-  using Turns = TilesInTurn<Traits>;
+  using Visits = TileVisits<Traits>;
   static constexpr int tokens = Shared::tokens;
 
   Shared& shared;
@@ -43,14 +43,14 @@ struct LoadingWarp {
     }
     __syncwarp();
   }
-  // By one lane, from place to place in shared memory: a place takes many registers.
-  FP_DEVICE void publish(u32 turn) const {
-    shared.place_ring.wait_empty(turn);
-    TiledPlace& to = shared.places[shared.place_ring.slot(turn)];
-    if (turn == 0) {
+  // Called by one lane. Places are written in shared memory, because a place takes many registers.
+  FP_DEVICE void publish(u32 use) const {
+    shared.place_ring.wait_empty(use);
+    TiledPlace& to = shared.places[shared.place_ring.slot(use)];
+    if (use == 0) {
       shared.cursor.first(params, unit_rows(), to.place);
     } else {
-      shared.cursor.next(params, unit_rows(), 1, shared.places[shared.place_ring.slot(turn - 1)].place, to.place);
+      shared.cursor.next(params, unit_rows(), 1, shared.places[shared.place_ring.slot(use - 1)].place, to.place);
     }
     const Unit& unit = to.place.unit;
     i32 first_token = 0;
@@ -61,52 +61,52 @@ struct LoadingWarp {
       first_token = extent_of(unit).first_token;
     }
     to.tokens = {first_token, unit.kv_end, unit.all_begin, unit.all_end - tokens};
-    ptx::mbarrier_arrive(shared.place_ring.full_barrier(turn));
+    ptx::mbarrier_arrive(shared.place_ring.full_barrier(use));
   }
 
-  // Calls begin(place, unit_turn) for every unit and load(source, turns, unit_turn) for every tile in turn of it.
-  // Returns the number of units.
+  // Calls begin(place, unit_use) for every unit and load(source, visits, unit_use) for every tile of it. Returns the
+  // number of units.
   template <class Tiles, class Begin, class Load>
   FP_DEVICE u32 for_each_tile(const Tiles& tiles, Begin&& begin, Load&& load) const {
-    for (u32 unit_turn = 0;; ++unit_turn) {
-      shared.place_ring.wait_full(unit_turn);
-      const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_turn)];
-      if (tiled.place.done) return unit_turn;
-      begin(tiled.place, unit_turn);
+    for (u32 unit_use = 0;; ++unit_use) {
+      shared.place_ring.wait_full(unit_use);
+      const TiledPlace& tiled = shared.places[shared.place_ring.slot(unit_use)];
+      if (tiled.place.done) return unit_use;
+      begin(tiled.place, unit_use);
       typename Tiles::Source source = tiles.open(tiled.place);
-      Turns turns(mask_tiles, tiled.tile_cell, tiled.place.unit, tokens, source.tiles);
-      tiles.look_ahead(source, turns.now(), turns.next());
+      Visits visits(mask_tiles, tiled.tile_cell, tiled.place.unit, tokens, source.tiles);
+      tiles.look_ahead(source, visits.now(), visits.next());
       __syncwarp();
-      if (lane == 0) shared.place_ring.release(unit_turn);
-      for (; turns.more(); turns.step()) load(source, turns, unit_turn);
+      if (lane == 0) shared.place_ring.release(unit_use);
+      for (; visits.more(); visits.step()) load(source, visits, unit_use);
     }
   }
   FP_DEVICE void for_each_tile(const auto& tiles, auto&& load) const {
     for_each_tile(tiles, [](const Place&, u32) {}, load);
   }
 
-  // What computing warps have to know of a tile of K, before it is handed over.
-  FP_DEVICE void tell(u32 turn, const Turns& turns) const {
+  // Describes a tile of K to the computing warps; called before the tile is signalled.
+  FP_DEVICE void describe_tile(u32 use, const Visits& visits) const {
     if constexpr (has_mask_tiles<Traits>) {
       if (lane == 0) {
-        shared.visited[shared.key_ring.slot(turn)] = turns.visited();
-        if (Warps::by_rows) ptx::mbarrier_arrive(shared.key_ring.full_barrier(turn));
+        shared.visited[shared.key_ring.slot(use)] = visits.visited();
+        if (Warps::by_rows) ptx::mbarrier_arrive(shared.key_ring.full_barrier(use));
       }
       __syncwarp();
     }
   }
-  FP_DEVICE void release_place(u32 unit_turn) const {
+  FP_DEVICE void release_place(u32 unit_use) const {
     __syncwarp();
-    if (lane == 0) shared.place_ring.release(ptx::opaque(unit_turn));
+    if (lane == 0) shared.place_ring.release(ptx::opaque(unit_use));
   }
-  // What the warp has written.
+  // Signals data that the warp has written.
   FP_DEVICE void hand_over(u32 barrier) const {
     ptx::fence_before_products();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // Of the unit's, this CTA's.
+  // The first row of the unit that belongs to this CTA.
   FP_DEVICE int first_row() const {
     if constexpr (Traits::ctas == 1) return 0;
     return static_cast<int>(ptx::cluster_rank()) * params.cta_rows;

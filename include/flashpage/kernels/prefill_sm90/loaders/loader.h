@@ -1,4 +1,4 @@
-// Which loader fills the rings of prefill_sm90, and which of the four loading warps does what:
+// The loaders that fill the rings of prefill_sm90, and the role of each of the four loading warps:
 //
 //   loader        warp 0        warp 1                 warp 2           warp 3
 //   boxes         keys          values                 query, output    plan
@@ -8,8 +8,8 @@
 //   rotated       keys          values                 query            plan
 //   rotated rows  keys          keys                   values, query    values, plan
 //
-// Rotating warps also rotate a quarter of each tile of K, and of Q. "keys, even": a half of each tile's rows. Output
-// that leaves by boxes is stored by the warp that loads Q, from the slot that the next Q wants.
+// In the rotated loaders each warp also rotates a quarter of each tile of K, and of Q. "keys, even": half of each
+// tile's rows. Output that leaves by boxes is stored by the warp that loads Q, from the slot that the next Q needs.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/loaders/boxes.h"
 #include "flashpage/kernels/prefill_sm90/loaders/converted.h"

@@ -1,4 +1,4 @@
-// e4m3 K and V by the copy engine; V is transposed on its way.
+// Loads e4m3 K and V with the copy engine and transposes V.
 #pragma once
 #include "flashpage/kernels/prefill_sm90/loaders/boxes.h"
 
@@ -13,8 +13,8 @@ struct TransposedLoading : BoxLoading<Traits> {
   using Base::shared;
   using Base::warp;
   using typename Base::Shared;
-  using typename Base::Turns;
   using typename Base::ValueTiles;
+  using typename Base::Visits;
   using typename Base::Warps;
 
   using Base::Base;
@@ -25,34 +25,35 @@ struct TransposedLoading : BoxLoading<Traits> {
     if (warp >= 2) transpose();
   }
 
-  // V to where it is transposed from. The same warp walks the plan, a unit ahead, and loads Q.
+  // Loads V to the buffers from which it is transposed. The same warp goes through the plan, one unit ahead, and loads
+  // Q.
   FP_DEVICE void values() const {
     const ValueTiles tiles(params, maps.v);
-    u32 turn = 0;
+    u32 use = 0;
     this->begin_plan();
     this->for_each_tile(
-        tiles, [&](const Place& place, u32 unit_turn) { this->query_and_plan(place, unit_turn); },
-        [&](typename ValueTiles::Source& source, Turns& turns, u32) {
-          shared.staged_ring.wait_empty(turn);
-          tiles.load(source, turns.ahead(), ptx::shared_address(shared.staged[shared.staged_ring.slot(turn)]),
-                     shared.staged_ring.full_barrier(turn));
-          ++turn;
+        tiles, [&](const Place& place, u32 unit_use) { this->query_and_plan(place, unit_use); },
+        [&](typename ValueTiles::Source& source, Visits& visits, u32) {
+          shared.staged_ring.wait_empty(use);
+          tiles.load(source, visits.ahead(), ptx::shared_address(shared.staged[shared.staged_ring.slot(use)]),
+                     shared.staged_ring.full_barrier(use));
+          ++use;
         });
   }
   FP_DEVICE void transpose() const {
     using Transposed = typename Shared::Transposed;
     const ValueTiles tiles(params, maps.v);
-    u32 turn = 0;
-    this->for_each_tile(tiles, [&](typename ValueTiles::Source& source, Turns& turns, u32) {
-      u8* from = shared.staged[shared.staged_ring.slot(turn)];
-      shared.staged_ring.wait_full(turn);
-      if (tiles.has_hidden(source, turns.now()))  // a probability of zero would not hide NaN
-        tiles.clear_hidden(source, turns.now(), from, warp % Warps::transposing, Warps::transposing);
-      shared.value_ring.wait_empty(turn);
-      Transposed::transpose(ptx::shared_address(from), ptx::shared_address(shared.values[shared.value_ring.slot(turn)]),
+    u32 use = 0;
+    this->for_each_tile(tiles, [&](typename ValueTiles::Source& source, Visits& visits, u32) {
+      u8* from = shared.staged[shared.staged_ring.slot(use)];
+      shared.staged_ring.wait_full(use);
+      if (tiles.has_hidden(source, visits.now()))  // a probability of zero would not hide NaN
+        tiles.clear_hidden(source, visits.now(), from, warp % Warps::transposing, Warps::transposing);
+      shared.value_ring.wait_empty(use);
+      Transposed::transpose(ptx::shared_address(from), ptx::shared_address(shared.values[shared.value_ring.slot(use)]),
                             warp % Warps::transposing, lane);
-      this->hand_over(shared.value_ring.full_barrier(turn));
-      release_tile<Traits>(shared.staged_ring, turn++, lane);
+      this->hand_over(shared.value_ring.full_barrier(use));
+      release_tile<Traits>(shared.staged_ring, use++, lane);
     });
   }
 };

@@ -1,4 +1,4 @@
-// In place of include/flashpage/ptx/atomic.h where kernels run on the host: one thread at a time, so everything is seen.
+// Replaces include/flashpage/ptx/atomic.h on the host: one thread runs at a time, so all writes are visible.
 #pragma once
 #include "flashpage/common/types.h"
 

@@ -1,4 +1,4 @@
-// No L2 that could keep anything.
+// The host has no L2 policies.
 #pragma once
 #include "flashpage/common/types.h"
 

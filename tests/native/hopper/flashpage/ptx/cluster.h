@@ -1,5 +1,5 @@
-// The shared memory of a cluster's CTAs side by side in that of fibers, hopper::cta_bytes each. Kernels that are
-// compiled for clusters run on a card alone (tests/support/cases/long.py).
+// The CTAs of a cluster have consecutive parts of the fibers' shared memory, hopper::cta_bytes each. Kernels that are
+// compiled for clusters run only on a card (tests/support/cases/long.py).
 #pragma once
 #include "hopper.h"
 

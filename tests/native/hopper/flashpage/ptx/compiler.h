@@ -1,4 +1,4 @@
-// What is forgotten is NaN.
+// Accumulators that are marked as dead become NaN.
 #pragma once
 #include <limits>
 

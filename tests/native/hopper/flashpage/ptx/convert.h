@@ -1,4 +1,4 @@
-// Conversions on the host: 16-bit numbers, fp8 ones to fp16, and to e4m3. Others are declared alone.
+// Conversions on the host: 16-bit numbers, fp8 to fp16, and to e4m3. Other conversions are only declared.
 #pragma once
 #include "hopper.h"
 
@@ -16,8 +16,8 @@ inline float decode_e4m3(u32 bits) {
   const float magnitude = exponent > 0 ? normal : std::ldexp(float(mantissa), -9);
   return bits & 0x80 ? -magnitude : magnitude;
 }
-// Older compilers have no fp16; tables, as products ask for many numbers. Their makers are functions that are not
-// constexpr, or the compiler would fill the tables itself, which takes it longer than a whole kernel.
+// Older compilers have no fp16, and products convert many numbers, so tables are used. They are filled by functions
+// that are not constexpr: filled by the compiler they would take longer than to compile a whole kernel.
 template <size_t count>
 std::array<float, count> table(float (*decode)(u32 bits)) {
   std::array<float, count> numbers;
@@ -27,14 +27,15 @@ std::array<float, count> table(float (*decode)(u32 bits)) {
 inline const std::array<float, 1 << 16> halves = table<1 << 16>(decode_half);
 inline const std::array<float, 256> e4m3s = table<256>(decode_e4m3);
 inline float of_half(u16 bits) { return halves[bits]; }
-// Nearest even.
+// Rounds to nearest even.
 inline u32 to_half(float number) {
   const u32 sign = std::signbit(number) ? 0x8000 : 0;
   const float magnitude = std::fabs(number);
   if (std::isnan(number)) return 0x7fff;
   if (magnitude >= 65520.f) return sign | 0x7c00;
   const int exponent = magnitude < 0x1p-14f ? -14 : std::ilogb(magnitude);
-  // Steps of the exponent's; 1,024 of them are the next one's first, and below that there are denormals.
+  // In steps of this exponent: 1,024 steps are the first number of the next exponent, and below the lowest exponent
+  // there are subnormal numbers.
   const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
   return sign | (((exponent + 14) << 10) + steps);
 }
@@ -44,7 +45,7 @@ inline u32 to_bf16(float number) {
   return (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
 }
 inline float of_e4m3(u8 bits) { return e4m3s[bits]; }
-// Nearest even; what is too large becomes the largest number.
+// Rounds to nearest even; numbers that are too large become the largest one.
 inline u32 to_e4m3(float number) {
   const u32 sign = std::signbit(number) ? 0x80 : 0;
   const float magnitude = std::fabs(number);

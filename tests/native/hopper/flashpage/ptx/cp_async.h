@@ -1,4 +1,5 @@
-// Copies of single rows: those of a thread are done when it waits for them, or some time after it said who does.
+// cp.async on the host: a thread's copies are done when it waits for them, or some time after it has named a barrier
+// that counts them.
 #pragma once
 #include <utility>
 
@@ -6,7 +7,7 @@
 
 namespace hopper {
 
-inline std::map<u32, std::vector<std::function<void()>>> row_copies;  // of threads
+inline std::map<u32, std::vector<std::function<void()>>> row_copies;  // of each thread
 
 inline std::vector<std::function<void()>> take_row_copies() { return std::exchange(row_copies[threadIdx.x], {}); }
 

@@ -1,4 +1,4 @@
-// The lane that a warp elects.
+// A warp elects its first lane.
 #pragma once
 #include "hopper.h"
 

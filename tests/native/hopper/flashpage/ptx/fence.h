@@ -1,4 +1,4 @@
-// Fibers see each other's writes at once.
+// Fibers see each other's writes at once, so fences do nothing.
 #pragma once
 
 namespace flashpage::ptx {

@@ -1,4 +1,4 @@
-// No launch before or after.
+// There is no launch before or after.
 #pragma once
 
 namespace flashpage::ptx {

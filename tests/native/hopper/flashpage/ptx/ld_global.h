@@ -1,4 +1,4 @@
-// Loads of the host.
+// Loads of global memory are ordinary loads.
 #pragma once
 #include "hopper.h"
 

@@ -1,10 +1,10 @@
-// Matrices out of shared memory, row by row of 16 bytes.
+// Loads matrices from shared memory, row by row of 16 bytes.
 #pragma once
 #include "hopper.h"
 
 namespace flashpage::ptx {
 
-void ldmatrix_x4(u32 (&)[4], u32);  // of kernels that nobody runs here
+void ldmatrix_x4(u32 (&)[4], u32);  // only declared: used by kernels that do not run on the host
 inline void ldmatrix_x4_trans(u32 (&r)[4], u32 shared) {
   const auto rows = hopper::of_lanes(shared);
   const int lane = threadIdx.x % 32;

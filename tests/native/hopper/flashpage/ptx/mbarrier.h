@@ -1,4 +1,4 @@
-// Barriers that fibers wait at in turns.
+// Barriers at which fibers wait.
 #pragma once
 #include "flashpage/ptx/cp_async.h"
 #include "hopper.h"
@@ -12,7 +12,7 @@ inline void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
   ++here.arrived;
   here.bytes += bytes;
   here.settle();
-  card::turns_in_vain = 0;
+  card::idle_switches = 0;
 }
 inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect(barrier, 0); }
 inline void mbarrier_arrive_after_copies(u32 barrier) {

@@ -1,4 +1,4 @@
-// Of kernels that nobody runs here.
+// Only declared: used by kernels that do not run on the host.
 #pragma once
 #include "flashpage/common/types.h"
 

@@ -1,4 +1,4 @@
-// bar.sync and bar.arrive of fibers.
+// bar.sync and bar.arrive for fibers.
 #pragma once
 #include "hopper.h"
 
@@ -12,7 +12,7 @@ namespace flashpage::ptx {
 
 inline void named_barrier_arrive(int name, int threads) {
   card::Meeting& here = hopper::meetings[name];
-  card::turns_in_vain = 0;
+  card::idle_switches = 0;
   if (static_cast<int>(++here.arrived) < threads) return;
   here.arrived = 0;
   ++here.generation;

@@ -1,4 +1,4 @@
-// What is asked for is there.
+// Reads the address, so that a wrong one is found.
 #pragma once
 #include "flashpage/common/types.h"
 

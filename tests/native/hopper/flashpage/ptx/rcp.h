@@ -1,4 +1,4 @@
-// Stands in for include/flashpage/ptx/rcp.h.
+// Replaces include/flashpage/ptx/rcp.h.
 #pragma once
 #include "flashpage/common/types.h"
 

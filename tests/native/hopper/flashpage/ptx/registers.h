@@ -1,4 +1,4 @@
-// Fibers have as many registers as they want.
+// Fibers have any number of registers.
 #pragma once
 
 namespace flashpage::ptx {

@@ -1,4 +1,4 @@
-// Ordinary accesses to the shared memory of fibers.
+// Ordinary accesses to the fibers' shared memory.
 #pragma once
 #include "hopper.h"
 

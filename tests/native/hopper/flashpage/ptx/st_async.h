@@ -1,4 +1,4 @@
-// Stores that land later, in any order, and count at a barrier then.
+// Stores that land later, in any order; the barrier then counts their bytes.
 #pragma once
 #include "flashpage/ptx/mbarrier.h"
 #include "hopper.h"

@@ -1,4 +1,4 @@
-// Stands in for include/flashpage/ptx/st_global.h.
+// Replaces include/flashpage/ptx/st_global.h.
 #pragma once
 #include "flashpage/common/types.h"
 

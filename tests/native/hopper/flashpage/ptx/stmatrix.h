@@ -1,4 +1,4 @@
-// Matrices to shared memory, row by row of 16 bytes.
+// Stores matrices to shared memory, row by row of 16 bytes.
 #pragma once
 #include "hopper.h"
 

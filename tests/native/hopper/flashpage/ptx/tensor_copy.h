@@ -1,11 +1,12 @@
-// Boxes of 128 bytes a row; outside of a tensor there are zeros.
+// Boxes with rows of 128 bytes; elements outside a tensor are zeros.
 #pragma once
 #include "flashpage/common/tensor_map.h"
 #include "hopper.h"
 
 namespace hopper {
 
-// Columns first, as the driver has them. Sizes of columns, and of boxes' columns, and strides are bytes.
+// A tensor map. Columns come first, as in the driver's. The number of columns (of the tensor and of boxes) and strides
+// are in bytes.
 struct Map {
   u8* data;
   i64 element_bytes;
@@ -14,7 +15,7 @@ struct Map {
 };
 inline std::map<const TensorMap*, Map> maps;
 
-// Calls visit(byte of shared memory, byte of the tensor or null where it has none) for all of a box.
+// Calls visit(byte of shared memory, byte of the tensor or null if it has none) for all bytes of a box.
 template <class Visit>
 void for_each_byte(const Map& map, u32 shared, i32 column, i32 token, i32 head, i32 page, Visit&& visit) {
   const i64 rows = map.box[1] * map.box[2] * map.box[3];
@@ -32,7 +33,7 @@ void for_each_byte(const Map& map, u32 shared, i32 column, i32 token, i32 head, 
   }
 }
 
-// Stores of each thread that have not read shared memory yet.
+// Number of stores of each thread that have not read shared memory yet.
 inline std::map<unsigned, int> stores;
 
 }  // namespace hopper
@@ -62,9 +63,9 @@ inline void tensor_store(const TensorMap& map, u32 shared, i32 column, i32 token
     --hopper::stores[thread];
   });
 }
-inline void await_stores() {
+inline void wait_stores() {
   card::wait_until([] { return hopper::stores[threadIdx.x] == 0; });
 }
-inline void await_stores_have_read() { await_stores(); }
+inline void wait_stores_have_read() { wait_stores(); }
 
 }  // namespace flashpage::ptx

@@ -1,4 +1,4 @@
-// The largest of a warp's numbers.
+// The largest number of a warp's lanes.
 #pragma once
 #include "hopper.h"
 

@@ -1,11 +1,11 @@
-// Products of a warpgroup: they read their factors, registers too, when they are waited for. Their sums are fp32.
+// Products of a warpgroup. They read their factors, including registers, when they are waited for. Sums are fp32.
 #pragma once
 #include "hopper.h"
 
 namespace hopper {
 
 using Group = std::vector<std::function<void()>>;
-inline std::map<u32, std::vector<Group>> products;  // of threads; the last group is open
+inline std::map<u32, std::vector<Group>> products;  // of each thread; the last group is open
 
 template <class Product>
 void multiply_later(Product&& product) {
@@ -18,12 +18,12 @@ void multiply_later(Product&& product) {
 
 namespace flashpage::ptx {
 
-// An address, and how far it is to the next block of columns.
+// An address, and the distance to the next panel of columns.
 struct Matrix {
-  u32 address, next_block;
+  u32 address, next_panel;
 
-  Matrix(u32 address, u32 next_block) : address(address), next_block(next_block) {}
-  u64 at(u32 bytes) const { return static_cast<u64>(next_block) << 32 | (address + bytes); }
+  Matrix(u32 address, u32 next_panel) : address(address), next_panel(next_panel) {}
+  u64 at(u32 bytes) const { return static_cast<u64>(next_panel) << 32 | (address + bytes); }
 };
 
 inline void wgmma_fence() {}

@@ -1,4 +1,5 @@
-// K or V of a unit by cp.async, tile by tile, as some warps: pages of any size, where boxes would be too small.
+// Loads K or V of a unit by cp.async, tile by tile, by some warps: for pages of any size, where boxes would be too
+// small.
 #pragma once
 #include "flashpage/params/params.h"
 #include "flashpage/ptx/compiler.h"
@@ -10,19 +11,19 @@
 
 namespace flashpage {
 
-// The interface of BoxTiles. Each warp takes its share of a tile's rows, side by side. A lane looks up where one or two
-// of them lie, and tells the others through shared memory: two rows in one load, where shuffles would take four
-// instructions. `To`: BlockRows of a tile.
+// Has the interface of PrefillBoxes. Each warp loads a consecutive share of a tile's rows. A lane looks up the
+// addresses of one or two rows and passes them to the others through shared memory: one load reads two addresses, where
+// shuffles would take four instructions. `To`: SwizzledRows of a tile.
 template <class Traits, class To, int tokens, int warps>
-struct RowTiles {
+struct PrefillRows {
   using Cache = typename Traits::Cache;
   static constexpr int warp_rows = tokens / warps;
-  static constexpr int groups = ceil_div(warp_rows, 32);  // of rows that the lanes look up at once
+  static constexpr int groups = ceil_div(warp_rows, 32);  // groups of 32 rows that the lanes look up at once
 
-  static_assert(warp_rows % 8 == 0 && Traits::kv_source == KvSource::paged);  // ragged K and V are boxes
+  static_assert(warp_rows % 8 == 0 && Traits::kv_source == KvSource::paged);  // ragged K and V are loaded by boxes
 
-  // Lanes side by side copy 16 bytes each of a row's first 128, then of the next 128: one address serves them all. A
-  // lane copies from two neighbouring rows, then from those that lie `rows_a_pair` further on.
+  // Neighbouring lanes copy 16 bytes each of a row's first 128, then of the next 128, with one address for all of them.
+  // A lane copies from two neighbouring rows, then from the two rows `rows_a_pair` later.
   static constexpr int chunks = To::used_bytes / 16;
   static constexpr int row_lanes = min_of(8, power_of_two_from(chunks));
   static constexpr int rows_a_pair = 2 * 32 / row_lanes;
@@ -30,35 +31,35 @@ struct RowTiles {
   static constexpr int most_at_once = has_mask_tiles<Traits> ? 2 : 4;  // pairs whose sources are in registers
   static constexpr int batch = ceil_div(pairs, ceil_div(pairs, most_at_once));
 
-  // Where a warp's rows of a tile lie.
+  // The addresses of a warp's rows of a tile.
   struct alignas(16) Table {
     u64 rows[pairs * rows_a_pair];
   };
 
-  // Where a row is: its page, which is looked up, and its place in it.
+  // Where a row is: its page, which is looked up, and its row in the page.
   struct Found {
     u32 page, row;
   };
-  // One unit's K or V.
+  // K or V of one unit.
   struct Source {
     const i32* pages;  // of the request
     const u8* head;    // the KV head's first row in page 0
     i32 first_token, kv_begin, kv_end;
     i32 tiles;
-    int lane, first_row;  // the warp's first
+    int lane, first_row;  // first row of the warp
     u32 table;
-    Found found[groups];  // the lane's rows of the tile in turn
+    Found found[groups];  // the lane's rows of the next tile
   };
 
   const AttentionParams& params;
   const KvView& view;
   const Table (&tables)[warps];
 
-  FP_DEVICE RowTiles(const AttentionParams& params, const KvView& view, const Table (&tables)[warps])
+  FP_DEVICE PrefillRows(const AttentionParams& params, const KvView& view, const Table (&tables)[warps])
       : params(params), view(view), tables(tables) {}
 
   FP_DEVICE static TileExtent extent(const Unit& unit) {
-    if constexpr (has_mask_tiles<Traits>) return {};  // numbered within the request, and found elsewhere
+    if constexpr (has_mask_tiles<Traits>) return {};  // numbered in the request; the mask's tiles give them
     return {unit.kv_begin, max_of(1, ceil_div(unit.kv_end - unit.kv_begin, tokens))};
   }
 
@@ -66,7 +67,7 @@ struct RowTiles {
     const TileExtent covered = extent(place.unit);
     const Unit& unit = place.unit;
     const Cache* head = static_cast<const Cache*>(view.data) + unit.kv_head * view.head_stride;
-    // What follows from the thread is computed anew: what happens between units needs the registers.
+    // Opaque, so that values derived from the thread are computed again: code between units needs the registers.
     const int thread = ptx::opaque(threadIdx.x), warp = thread / 32 % warps;
     return {params.kv_indices + place.item.kv_offset,
             reinterpret_cast<const u8*>(head),
@@ -79,9 +80,9 @@ struct RowTiles {
             ptx::shared_address(tables) + warp * static_cast<u32>(sizeof(Table)),
             {}};
   }
-  // The first look-ups begin.
+  // Starts the lookups of the first tile.
   FP_DEVICE void look_ahead(Source& source, int tile, int) const { look_ahead(source, tile); }
-  // Those of a tile, in the registers of those before: a move would wait for them.
+  // Starts the lookups of a tile, into the registers of the tile before: a move would wait for them.
   FP_DEVICE void look_ahead(Source& source, int tile) const {
 #pragma unroll
     for (int group = 0; group < groups; ++group) {
@@ -92,9 +93,9 @@ struct RowTiles {
       if (is_mine(source, group) && token < source.kv_end) found.page = __ldg(source.pages + page);
     }
   }
-  // They end, and the warp knows them.
+  // Ends the lookups and passes the addresses to the warp.
   FP_DEVICE void find(const Source& source) const {
-    __syncwarp();  // who reads the table has read it
+    __syncwarp();  // all lanes have read the table
 #pragma unroll
     for (int group = 0; group < groups; ++group) {
       const Found& found = source.found[group];
@@ -107,10 +108,10 @@ struct RowTiles {
     __syncwarp();
   }
 
-  // The tile in turn, whose rows have been found. What the unit does not see becomes zero.
+  // Issues the copies of the next tile, whose rows have been found. Rows that the unit does not see become zero.
   FP_DEVICE void load(const Source& source, int tile, u32 to) const {
     const i32 first = source.first_token + tile * tokens + source.first_row, count = source.kv_end - first;
-    const i32 hidden = has_mask_tiles<Traits> ? source.kv_begin - first : 0;  // rows before what the unit sees
+    const i32 hidden = has_mask_tiles<Traits> ? source.kv_begin - first : 0;  // rows before those that the unit sees
     if (hidden <= 0 && count >= warp_rows) {
       copy<true>(source, to + source.first_row * 128, 0, warp_rows);
     } else {
@@ -130,7 +131,8 @@ struct RowTiles {
     const u32 lane_to = to + To::chunk_offset(lane_row, chunk), lane_from = source.table + lane_row * 8;
 #pragma unroll(all ? pairs : 1)
     for (int begin = 0; begin < pairs; begin += batch) {
-      // Sources first: ptxas lets a cp.async wait for the accesses to shared memory before it.
+      // Reads all sources before it issues the copies: ptxas makes a cp.async wait for earlier accesses to shared
+      // memory.
       u32 from[batch][4];
 #pragma unroll
       for (int i = 0; i < batch; ++i)
@@ -148,7 +150,7 @@ struct RowTiles {
       }
     }
   }
-  // The lane's pieces of one row.
+  // Copies the lane's pieces of one row.
   FP_DEVICE void copy_row(u32 to, const u8* from, int chunk, bool exists) const {
 #pragma unroll
     for (int first = 0; first < chunks; first += row_lanes)

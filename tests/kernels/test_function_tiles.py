@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mask_batch import TOKENS, Asked, memory_of, plan_of
-from native_build import asked_tiles
+from native_build import function_tiles
 from planner_batches import Batch, Cutting
 from variant_build import variant_args
 
@@ -52,7 +52,7 @@ VARIANTS = {function.__name__: Variant(mask_mod=function).traced() for function 
 
 def asked(batch: Batch, cutting: Cutting, function: Callable[..., Any]) -> Asked:
     variant = VARIANTS[function.__name__]
-    args, kernel = variant_args(variant), asked_tiles(variant.spec)
+    args, kernel = variant_args(variant), function_tiles(variant.spec)
     masks, in_range = [], []
     for request, (rows, tokens) in enumerate(zip(batch.q_lens.tolist(), batch.kv_lens.tolist(), strict=True)):
         q_idx = torch.arange(rows).reshape(-1, 1) + tokens - rows
@@ -160,7 +160,7 @@ def test_a_wrapper_binds_memory_for_its_plan(
     combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
     params = combination.mask_tiles.params
     variant = VARIANTS[function.__name__]
-    asked_tiles(variant.spec)(ctypes.byref(params), ctypes.byref(variant_args(variant)), 3)
+    function_tiles(variant.spec)(ctypes.byref(params), ctypes.byref(variant_args(variant)), 3)
     cells = combination.mask_tiles._cells
     num_units = int(cells[0]) & 0xFFFFFFFF
     assert num_units == int(combination.make_plan().work_items()["num_units"].sum())

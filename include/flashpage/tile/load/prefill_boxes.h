@@ -1,5 +1,5 @@
-// K or V of a unit by the copy engine, tile by tile, as one warp: boxes of at most a page, one KV head and 128 bytes of
-// its rows.
+// Loads K or V of a unit with the copy engine, tile by tile, by one warp: each box has at most a page, one KV head and
+// 128 bytes of its rows.
 #pragma once
 #include "flashpage/ptx/cluster.h"
 #include "flashpage/ptx/compiler.h"
@@ -15,29 +15,30 @@
 
 namespace flashpage {
 
-// `Rows`: BlockRows of a tile.
+// `Rows`: SwizzledRows of a tile.
 template <class Traits, class Rows, int tokens>
-struct BoxTiles {
+struct PrefillBoxes {
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
-  static constexpr bool turns_beside = Traits::position_encoding == PositionEncoding::rope;  // rows, in registers
+  // Whether loading warps also rotate rows, which takes their registers.
+  static constexpr bool also_rotates = Traits::position_encoding == PositionEncoding::rope;
 
-  // One unit's K or V.
+  // K or V of one unit.
   struct Source {
-    i64 offset;  // paged: of the first page number; ragged: of the first row
+    i64 offset;  // paged: index of the first page number; ragged: first row
     i32 kv_head, first_token, kv_begin, kv_end;
     i32 tiles;
-    BoxOrigin found, found_next;  // the lane's boxes of two tiles
+    BoxOrigin found, found_next;  // the lane's boxes of the next two tiles
   };
 
   const AttentionParams& params;
   const TensorMap& map;
   const int box_shift;  // log2 of the tokens of a box
 
-  FP_DEVICE BoxTiles(const AttentionParams& params, const TensorMap& map)
+  FP_DEVICE PrefillBoxes(const AttentionParams& params, const TensorMap& map)
       : params(params), map(map), box_shift(31 - __clz(box_tokens(params))) {}
 
   FP_DEVICE TileExtent extent(const Unit& unit) const {
-    if constexpr (has_mask_tiles<Traits>) return {};  // numbered within the request, and found elsewhere
+    if constexpr (has_mask_tiles<Traits>) return {};  // numbered in the request; the mask's tiles give them
     const i32 first_token = paged ? unit.kv_begin >> box_shift << box_shift : unit.kv_begin;
     return {first_token, max_of(1, ceil_div(unit.kv_end - first_token, tokens))};
   }
@@ -54,21 +55,22 @@ struct BoxTiles {
     source.tiles = covered.tiles;
     return source;
   }
-  // The first look-ups begin: of the first two tiles in turn.
+  // Starts the lookups of the first two tiles.
   FP_DEVICE void look_ahead(Source& source, int tile, int next) const {
     source.found = look_up(source, tile);
     source.found_next = look_up(source, next);
   }
 
-  // The next tile in turn; `ahead`: the one after the tile that follows. `barrier` has one arrival, and the bytes.
+  // Issues the copies of the next tile and looks up the pages of tile `ahead`, two tiles later. `barrier` expects one
+  // arrival plus the bytes.
   FP_DEVICE void load(Source& source, int ahead, u32 to, u32 barrier) const {
     if (ptx::elect_one()) ptx::mbarrier_arrive_expect(barrier, Rows::tile_bytes);
     __syncwarp();
     int boxes = tokens >> box_shift;
-    if constexpr (has_mask_tiles<Traits> || turns_beside) boxes = ptx::opaque(boxes);  // registers are few
+    if constexpr (has_mask_tiles<Traits> || also_rotates) boxes = ptx::opaque(boxes);  // few registers are free
     const Share mine = share(boxes);
-    // Opaque too: unrolled, the loop would take more of them.
-    const auto step = [&](int i) { return turns_beside ? static_cast<int>(ptx::opaque(i + 1)) : i + mine.box_step; };
+    // Opaque as well: if unrolled, the loop would take more registers.
+    const auto step = [&](int i) { return also_rotates ? static_cast<int>(ptx::opaque(i + 1)) : i + mine.box_step; };
 #pragma unroll 1
     for (int i = mine.first_box; i < boxes; i = step(i)) {
       const i32 page = paged ? __shfl_sync(0xffffffff, source.found.page, i) : 0;
@@ -76,20 +78,21 @@ struct BoxTiles {
       const u32 box = to + (i * 128 << box_shift);
       if (ptx::elect_one()) {
 #pragma unroll
-        for (int block = 0; block < Rows::blocks; ++block)
-          if (mine.has_block(block)) copy(box + block * Rows::block_bytes, barrier, block, row, source.kv_head, page);
+        for (int panel = 0; panel < Rows::panels; ++panel)
+          if (mine.has_panel(panel)) copy(box + panel * Rows::panel_bytes, barrier, panel, row, source.kv_head, page);
       }
     }
     source.found = source.found_next;
     source.found_next = look_up(source, ahead);
   }
 
-  // A box may bring tokens that the unit does not see; where it brings nothing at all there is zero already.
+  // Whether the tile's boxes bring tokens that the unit does not see. Boxes that are not copied are filled with zeros
+  // already.
   FP_DEVICE bool has_hidden(const Source& source, int tile) const {
     const i32 token = source.first_token + tile * tokens, in_box = (1 << box_shift) - 1;
     return token < source.kv_begin || (token + tokens > source.kv_end && (source.kv_end - token & in_box) != 0);
   }
-  // Those rows become zero; where warps take 32 rows of the tile in turn, each clears its own.
+  // Sets rows that the unit does not see to zero. If warps alternate in groups of 32 rows, each clears its own rows.
   FP_DEVICE void clear_hidden(const Source& source, int tile, u8* to, int warp = 0, int warps = 1) const {
     const i32 token = source.first_token + tile * tokens, in_box = (1 << box_shift) - 1;
     const i32 end = max_of(0, source.kv_end - token);
@@ -100,22 +103,22 @@ struct BoxTiles {
   }
 
  private:
-  // What a CTA copies of a tile: CTAs of a pair bring each other every second box, or where boxes are odd in number,
-  // every second block of their columns.
+  // The boxes that a CTA copies of a tile. CTAs of a pair copy every second box for both, or every second panel of
+  // columns if the number of boxes is odd.
   struct Share {
     int first_box = 0, box_step = 1;
-    u32 blocks = ~0u;  // bits
+    u32 panels = ~0u;  // bits of panels
 
-    FP_DEVICE bool has_block(int block) const { return Traits::ctas == 1 || (blocks >> block & 1); }
+    FP_DEVICE bool has_panel(int panel) const { return Traits::ctas == 1 || (panels >> panel & 1); }
   };
   FP_DEVICE static Share share(int boxes) {
     if constexpr (Traits::ctas == 1) return {};
     const int rank = static_cast<int>(ptx::cluster_rank());
-    if (Rows::blocks % 2 == 0 && boxes % 2 == 1) return {0, 1, 0x55555555u << rank};
+    if (Rows::panels % 2 == 0 && boxes % 2 == 1) return {0, 1, 0x55555555u << rank};
     return {rank, 2, ~0u};
   }
-  FP_DEVICE void copy(u32 to, u32 barrier, int block, i32 row, i32 kv_head, i32 page) const {
-    const int column = block * Rows::block_columns;
+  FP_DEVICE void copy(u32 to, u32 barrier, int panel, i32 row, i32 kv_head, i32 page) const {
+    const int column = panel * Rows::panel_columns;
     if constexpr (Traits::ctas == 1) {
       ptx::tensor_copy(to, map, barrier, column, row, kv_head, page);
     } else {
@@ -123,10 +126,10 @@ struct BoxTiles {
     }
   }
 
-  // Opaque where rows are turned: what follows from them is computed where it is used.
-  FP_DEVICE static int lane() { return (turns_beside ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32; }
+  // Opaque if rows are rotated: values derived from the lane are then computed where they are used.
+  FP_DEVICE static int lane() { return (also_rotates ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32; }
   FP_DEVICE static i32 box_tokens(const AttentionParams& params) {
-    if constexpr (turns_beside) {
+    if constexpr (also_rotates) {
       return static_cast<i32>(ptx::opaque(params.box_tokens));
     } else {
       return params.box_tokens;
@@ -137,8 +140,8 @@ struct BoxTiles {
     for (int i = lane(); i < (end - begin) * 8; i += 32) {
       if ((begin + i / 8) / 32 % warps != warp) continue;
 #pragma unroll
-      for (int block = 0; block < Rows::blocks; ++block)
-        *reinterpret_cast<uint4*>(to + block * Rows::block_bytes + begin * 128 + i * 16) = make_uint4(0, 0, 0, 0);
+      for (int panel = 0; panel < Rows::panels; ++panel)
+        *reinterpret_cast<uint4*>(to + panel * Rows::panel_bytes + begin * 128 + i * 16) = make_uint4(0, 0, 0, 0);
     }
   }
 

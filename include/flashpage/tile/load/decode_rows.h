@@ -1,4 +1,4 @@
-// K and V of one unit into slots by cp.async, row by row: pages of any size, where boxes would be too small.
+// Loads K and V of one unit to slots by cp.async, row by row: for pages of any size, where boxes would be too small.
 #pragma once
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/tile/layout/slot_ring.h"
@@ -9,33 +9,33 @@
 
 namespace flashpage {
 
-// Loads every `loading_warps`-th slot of a unit, as one warp. A lane looks the pages of its tokens up: for a unit's
-// first slots into registers, when the unit is opened; for the others by a copy into shared memory that belongs to the
-// same place of the ring one round before, so that it has landed when that place is free again. A look-up into
-// registers would be waited for: under load it takes longer than a slot.
+// Loads every `loading_warps`-th slot of a unit, by one warp. A lane looks up the pages of its tokens. For a unit's
+// first slots they go to registers when the unit is opened. For later slots they are copied to shared memory that
+// belongs to the same slot one round earlier, so that they have landed when the slot is free again. A warp would wait
+// for a lookup to registers: under load it takes longer than a slot.
 template <class Traits, class Slots>
-struct RowLoader {
+struct DecodeRows {
   using Cache = typename Traits::Cache;
   using Rows = KvRows<Traits::kv_source>;
   static constexpr int arrivals = 32;
   static constexpr int groups = max_of(1, Slots::tokens / 32);  // of at most 32 tokens
   static constexpr int group_tokens = Slots::tokens / groups;
 
-  static constexpr int first_slots = ceil_div(Traits::stages, Slots::loading_warps);  // of one warp, in one round
+  static constexpr int first_slots = ceil_div(Traits::stages, Slots::loading_warps);  // slots of one warp in one round
 
-  // One unit's K and V.
+  // K and V of one unit.
   struct Source {
-    i64 offset;  // paged: of the first page number; ragged: of the first row
+    i64 offset;  // paged: index of the first page number; ragged: first row
     i32 kv_head, first_token, kv_end;
     i32 slots = 0;
-    i32 first_found[first_slots][groups];  // the next one first
+    i32 first_found[first_slots][groups];  // pages of the next slots, in order
   };
 
   Slots& shared;
   const AttentionParams& params;
   const u64 policy = ptx::evict_first();
 
-  FP_DEVICE RowLoader(Slots& shared, const AttentionParams& params, const KvMaps&) : shared(shared), params(params) {}
+  FP_DEVICE DecodeRows(Slots& shared, const AttentionParams& params, const KvMaps&) : shared(shared), params(params) {}
 
   FP_DEVICE Source open(const Place& place, int own) const {
     const Unit& unit = place.unit;
@@ -56,9 +56,9 @@ struct RowLoader {
     return source;
   }
 
-  FP_DEVICE void load(Source& source, int slot, u32 turn) const {
-    shared.ring.wait_empty(turn);
-    const int at = shared.ring.slot(turn);
+  FP_DEVICE void load(Source& source, int slot, u32 use) const {
+    shared.ring.wait_empty(use);
+    const int at = shared.ring.slot(use);
     u8* tile = shared.slots[at];
 #pragma unroll
     for (int group = 0; group < groups; ++group) {
@@ -68,7 +68,7 @@ struct RowLoader {
       copy<Traits::head_dim_vo>(source, params.v, tile + Slots::key_bytes, found, slot, group);
       look_ahead(source, ahead, slot + Traits::stages, group);
     }
-    ptx::mbarrier_arrive_after_copies(shared.ring.full_barrier(turn));
+    ptx::mbarrier_arrive_after_copies(shared.ring.full_barrier(use));
 #pragma unroll
     for (int i = 0; i + 1 < first_slots; ++i)
 #pragma unroll
@@ -89,10 +89,10 @@ struct RowLoader {
            static_cast<int>(threadIdx.x) % group_tokens;
   }
 
-  // The rows of at most 32 tokens; what is not there becomes zero.
+  // Copies the rows of at most 32 tokens; rows that do not exist become zero.
   template <int columns>
   FP_DEVICE void copy(const Source& source, const KvView& view, u8* tile, i32 found, int slot, int group) const {
-    using Target = BlockRows<Cache, columns, Slots::tokens>;
+    using Target = SwizzledRows<Cache, columns, Slots::tokens>;
     constexpr int bytes = copy_bytes<Cache, columns>;
     i32 count = source.kv_end - source.first_token - slot * Slots::tokens - group * group_tokens;
     i32 token = min_of(token_of(source, slot, group), max_of(source.kv_end - 1, 0));
@@ -106,22 +106,24 @@ struct RowLoader {
     }
   }
 
-  // `mine`: the row of this lane's token. `all`: no row is missing.
+  // `mine`: the row of this lane's token. `all`: all rows exist.
   template <class Target, int bytes, bool all>
   FP_DEVICE void copy_rows(u32 to, u64 mine, i32 count) const {
     constexpr int chunks = Target::used_bytes / bytes;
     const int lane = threadIdx.x % 32;
     if constexpr (bytes == 16 && chunks <= 32 && 32 % chunks == 0) {
-      // The same chunk of every row: what depends on the lane is computed once, a row costs six instructions.
+      // Each lane copies the same chunk of several rows: values that depend on the lane are computed once, and a row
+      // costs six instructions.
       constexpr int rows_a_pass = 32 / chunks;
       const int lane_row = lane / chunks, lane_chunk = lane % chunks;
       const u32 lane_to = to + Target::chunk_offset(lane_row, lane_chunk);
       const u32 lane_byte = lane_chunk * 16;
       constexpr int passes = ceil_div(group_tokens, rows_a_pass);
-      constexpr int batch = all ? min_of(passes, is_fp8<Cache> || first_slots > 2 ? 2 : 4) : 1;  // what registers allow
+      constexpr int batch = all ? min_of(passes, is_fp8<Cache> || first_slots > 2 ? 2 : 4) : 1;  // limited by registers
 #pragma unroll 1
       for (int begin = 0; begin < group_tokens; begin += batch * rows_a_pass) {
-        // Sources first: ptxas lets a cp.async wait for the accesses to shared memory before it, shuffles among them.
+        // Reads all sources before it issues the copies: ptxas makes a cp.async wait for earlier accesses to shared
+        // memory, which include shuffles.
         u64 from[batch];
 #pragma unroll
         for (int i = 0; i < batch; ++i)

@@ -1,4 +1,5 @@
-// K and V of one unit into slots by the copy engine: boxes of at most a page, one KV head and 128 bytes of its rows.
+// Loads K and V of one unit to slots with the copy engine: each box has at most a page, one KV head and 128 bytes of
+// its rows.
 #pragma once
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/ptx/elect.h"
@@ -9,19 +10,19 @@
 
 namespace flashpage {
 
-// Loads every `loading_warps`-th slot of a unit, as one warp. A lane holds the page and row of one of the warp's next
-// 32 boxes, and of one of the 32 after them: the look-up is the only dependent load on the way to data.
+// Loads every `loading_warps`-th slot of a unit, by one warp. A lane holds the origin of one of the warp's next 32
+// boxes, and of one of the 32 after them, because the lookup is the only load on which the copies depend.
 template <class Traits, class Slots>
-struct BoxLoader {
+struct DecodeBoxes {
   using Cache = typename Traits::Cache;
-  using Keys = BlockRows<Cache, Traits::head_dim_qk, Slots::tokens>;
-  using Values = BlockRows<Cache, Traits::head_dim_vo, Slots::tokens>;
+  using Keys = SwizzledRows<Cache, Traits::head_dim_qk, Slots::tokens>;
+  using Values = SwizzledRows<Cache, Traits::head_dim_vo, Slots::tokens>;
   static constexpr bool paged = Traits::kv_source == KvSource::paged;
-  static constexpr int arrivals = 1;  // at a slot's barrier, beside the bytes
+  static constexpr int arrivals = 1;  // at a slot's barrier, in addition to the bytes
 
-  // One unit's K and V.
+  // K and V of one unit.
   struct Source {
-    i64 offset;  // paged: of the first page number; ragged: of the first row
+    i64 offset;  // paged: index of the first page number; ragged: first row
     i32 kv_head, first_token, kv_end;
     i32 slots = 0;
     i32 own;  // the warp's first slot
@@ -34,7 +35,7 @@ struct BoxLoader {
   const int box_shift;  // log2 of the tokens of a box
   const u64 policy = ptx::evict_first();
 
-  FP_DEVICE BoxLoader(Slots& shared, const AttentionParams& params, const KvMaps& maps)
+  FP_DEVICE DecodeBoxes(Slots& shared, const AttentionParams& params, const KvMaps& maps)
       : shared(shared), params(params), maps(maps), box_shift(31 - __clz(params.box_tokens)) {}
 
   FP_DEVICE Source open(const Place& place, int own) const {
@@ -51,22 +52,23 @@ struct BoxLoader {
     return source;
   }
 
-  FP_DEVICE void load(Source& source, int slot, u32 turn) const {
+  FP_DEVICE void load(Source& source, int slot, u32 use) const {
     constexpr int most = Slots::tokens / 8;
     const int boxes = Slots::tokens >> box_shift;  // a power of two, at most `most`
     if constexpr (most >= 8) {
-      if (boxes == 8) return load_boxes<8>(source, slot, turn);
+      if (boxes == 8) return load_boxes<8>(source, slot, use);
     }
     if constexpr (most >= 4) {
-      if (boxes == 4) return load_boxes<4>(source, slot, turn);
+      if (boxes == 4) return load_boxes<4>(source, slot, use);
     }
-    boxes == 2 ? load_boxes<2>(source, slot, turn) : load_boxes<1>(source, slot, turn);
+    boxes == 2 ? load_boxes<2>(source, slot, use) : load_boxes<1>(source, slot, use);
   }
 
  private:
-  // The look-ups first, then one elected lane issues without a branch: 30 cycles a box, where a loop of both costs 120.
+  // Computes all origins first; then one elected lane issues the copies without a branch. This takes 30 cycles a box; a
+  // loop of both takes 120.
   template <int boxes>
-  FP_DEVICE void load_boxes(Source& source, int slot, u32 turn) const {
+  FP_DEVICE void load_boxes(Source& source, int slot, u32 use) const {
     int first = (slot - source.own) / Slots::loading_warps * boxes;
     if (first % 32 == 0 && first > 0) {
       source.found = source.found_next;
@@ -80,26 +82,26 @@ struct BoxLoader {
     }
     const i32 token = source.first_token + slot * Slots::tokens;
     const int present = min_of(boxes, (source.kv_end - token + (1 << box_shift) - 1) >> box_shift);
-    u32 barrier = shared.ring.full_barrier(turn), tile = ptx::shared_address(shared.slots[shared.ring.slot(turn)]);
-    shared.ring.wait_empty(turn);
+    u32 barrier = shared.ring.full_barrier(use), tile = ptx::shared_address(shared.slots[shared.ring.slot(use)]);
+    shared.ring.wait_empty(use);
     if (!ptx::elect_one()) return;
-    ptx::mbarrier_arrive_expect(barrier, present * (Keys::blocks + Values::blocks) * 128 << box_shift);
+    ptx::mbarrier_arrive_expect(barrier, present * (Keys::panels + Values::panels) * 128 << box_shift);
 #pragma unroll
     for (int i = 0; i < boxes; ++i) {
       if (i >= present) continue;
       u32 box = tile + (i * 128 << box_shift);
 #pragma unroll
-      for (int block = 0; block < Keys::blocks; ++block)
-        ptx::tensor_copy(box + block * Keys::block_bytes, maps.k, barrier, block * Keys::block_columns, at[i].row,
+      for (int panel = 0; panel < Keys::panels; ++panel)
+        ptx::tensor_copy(box + panel * Keys::panel_bytes, maps.k, barrier, panel * Keys::panel_columns, at[i].row,
                          source.kv_head, at[i].page, policy);
 #pragma unroll
-      for (int block = 0; block < Values::blocks; ++block)
-        ptx::tensor_copy(box + Keys::tile_bytes + block * Values::block_bytes, maps.v, barrier,
-                         block * Values::block_columns, at[i].row, source.kv_head, at[i].page, policy);
+      for (int panel = 0; panel < Values::panels; ++panel)
+        ptx::tensor_copy(box + Keys::tile_bytes + panel * Values::panel_bytes, maps.v, barrier,
+                         panel * Values::panel_columns, at[i].row, source.kv_head, at[i].page, policy);
     }
   }
 
-  // The lane's box of the warp's 32 boxes from `first` on.
+  // The origin of the lane's box among the warp's 32 boxes from `first` on.
   FP_DEVICE BoxOrigin look_up(const Source& source, int first) const {
     int box = first + static_cast<int>(threadIdx.x % 32), boxes_shift = 31 - __clz(Slots::tokens) - box_shift;
     int slot = source.own + (box >> boxes_shift) * Slots::loading_warps, in_slot = box & ((1 << boxes_shift) - 1);

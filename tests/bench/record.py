@@ -1,0 +1,78 @@
+"""Figures as data: one line of JSON a figure, with the card, date, commit, command, clocks and versions it belongs to.
+
+docs/figures.py draws charts and writes tables from such lines.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from run import commit, machine
+
+VERSIONS = ("torch", "flashinfer-python", "flash-attn-3", "nvidia-cudnn-cu13")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the driver and the peers that are installed."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if "flash_attn_interface" in sys.modules:
+        found["flash_attn_interface"] = getattr(sys.modules["flash_attn_interface"], "__version__", "unknown")
+    if torch.cuda.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["driver"] = _smi("driver_version")
+    return found
+
+
+def clocks() -> dict[str, float]:
+    """The card's clock and power at this moment; nothing without a card."""
+    if not torch.cuda.is_available():
+        return {}
+    sm_mhz, watts, celsius = (_number(_smi(name)) for name in ("clocks.sm", "power.draw", "temperature.gpu"))
+    return {"sm_mhz": sm_mhz, "watts": watts, "celsius": celsius}
+
+
+def _smi(name: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={name}", "--format=csv,noheader", "-i", str(torch.cuda.current_device())]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def _number(text: str) -> float:
+    found = re.match(r"[\d.]+", text)
+    return float(found[0]) if found else float("nan")
+
+
+class Recorder:
+    """Appends lines to a file; writes nothing without one."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = Path(path) if path else None
+        program = Path(__file__).with_name(Path(sys.argv[0]).name)
+        words = ["python", str(program.relative_to(program.parents[2])), *sys.argv[1:]]
+        self.run = {
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": commit(),
+            "command": shlex.join(words),
+            "machine": machine(),
+            "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        }
+
+    def add(self, section: str, case: str, **figures: object) -> None:
+        if self.path is None:
+            return
+        line = {"section": section, "case": case, **figures, **self.run, "clocks": clocks(), "versions": versions()}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")

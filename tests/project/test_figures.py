@@ -1,0 +1,77 @@
+"""Charts and tables of results are what docs/figures.py makes of the recorded lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "docs" / "figures.py"
+
+
+def figures() -> Any:
+    spec = importlib.util.spec_from_file_location("figures", PROGRAM)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def line(section: str, case: str, **values: object) -> dict[str, Any]:
+    return {
+        "section": section,
+        "case": case,
+        "us": {"flashpage": 100.0, "fa3": 110.0, "torch cudnn": 125.0},
+        "errors": {"flashpage": 0.002},
+        "unit": "gb_per_s",
+        "rate": 4000.0,
+        "bytes": 400_000_000,
+        "context": 1024,
+        "best_peer": "fa3",
+        "ratio": 1.1,
+        "card": "Card",
+        "machine": "Machine",
+        "date": "2026-01-02",
+        "commit": "abcdef0",
+        "command": "gpu.py decode",
+        "clocks": {"sm_mhz": 1980.0, "watts": 500.0, "celsius": 40.0},
+        "versions": {"torch": "2.11"},
+    } | values
+
+
+def test_files_are_what_the_lines_give() -> None:
+    done = subprocess.run([sys.executable, str(PROGRAM), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}python docs/figures.py writes them"
+
+
+def test_charts_and_tables_say_the_figures() -> None:
+    lines = [
+        line("decode", "batch 1"),
+        line("decode", "batch 2 <small>", ratio=0.9, best_peer="torch cudnn"),
+        line("contexts", "batch 16, context 1,024"),
+        line("contexts", "batch 16, context 2,048", context=2048),
+        line("host", "plan, decode", batch=1, must=15, goal=10, us={"flashpage": 2.5}),
+    ]
+    texts = {path.name: text for path, text in figures().outputs(lines).items()}
+    assert "| batch 1 | 100.0 | 4,000 | 110.0 | 125.0 | 1.100 | 2.0e-03 |" in texts["results.md"]
+    assert "Geometric mean of the ratios 0.995, lowest 0.900." in texts["results.md"]
+    assert "| plan, decode | 1 | 2.5 | 15 | 10 |" in texts["results.md"]
+    assert "commit abcdef0, `gpu.py decode`" in texts["results.md"] and "1980 to 1980 MHz" in texts["results.md"]
+    words = {name: " ".join(ElementTree.fromstring(text).itertext()) for name, text in texts.items() if ".svg" in name}
+    assert "1.10 (FA3)" in words["ratio.svg"] and "0.90 (cuDNN)" in words["ratio.svg"]
+    assert "batch 2 <small>" in words["ratio.svg"]
+    assert "4,000" in words["bandwidth.svg"] and "2.5 us" in words["host.svg"]
+
+
+def test_a_later_run_replaces_an_earlier_one(tmp_path: Path) -> None:
+    module = figures()
+    module.HERE = tmp_path
+    (tmp_path / "results").mkdir()
+    rows = [line("decode", "batch 1", commit=commit) for commit in ("old", "new")]
+    (tmp_path / "results" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [found["commit"] for found in module.read_lines()] == ["new"]
