@@ -50,7 +50,7 @@ def address(value: torch.Tensor, name: str, error: type[FlashpageError]) -> int:
 
 
 def check_written(value: torch.Tensor, name: str, error: type[FlashpageError]) -> None:
-    """Each element of what is written has memory of its own."""
+    """Raises if elements of a written tensor share memory."""
     end = 0  # of what the dimensions so far span
     for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True)):
         if size > 1:
@@ -65,7 +65,7 @@ def check_written(value: torch.Tensor, name: str, error: type[FlashpageError]) -
 def check_apart(
     written: torch.Tensor, name: str, other: torch.Tensor, other_name: str, error: type[FlashpageError]
 ) -> None:
-    """What is written shares no memory with another tensor; both may be views of one tensor."""
+    """Raises if a written tensor shares memory with another one; both may be views of one tensor."""
     distance, sizes = other.data_ptr() - written.data_ptr(), (written.element_size(), other.element_size())
     if distance >= _span(written) * sizes[0] or -distance >= _span(other) * sizes[1]:
         return

@@ -8,55 +8,14 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from bad_input import DIM, HEADS, KINDS, KV_HEADS, PAGE, PAGES, decode_plan, decode_run, ints, ragged_run, workspace
+from bad_input import DIM, HEADS, KINDS, decode_plan, decode_run, ragged_run, workspace
+from odd_tensors import ODD, planned
 
 import flashpage
-from flashpage import CapabilityError, PlanError, RunError, native
+from flashpage import CapabilityError, RunError
 from flashpage.base import tensor_memory
-
-
-def planned(kind: str = "decode", **changed: Any) -> Any:
-    name, plan_arguments, _ = KINDS[kind]
-    wrapper = getattr(flashpage, name)(workspace())
-    wrapper.plan(**(plan_arguments() | changed))
-    return wrapper
-
-
-def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose storage went, a part of which some view still is."""
-    whole = torch.cat([tensor.flatten()[:4], tensor.flatten()])
-    view = whole[4:].view(tensor.shape)
-    whole.untyped_storage().resize_(0)
-    return view
-
-
-class Wrapped(torch.Tensor):
-    """A subclass without memory of its own, as DTensor is one."""
-
-    @staticmethod
-    def __new__(cls, tensor: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(function)
-
-
-ODD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "freed": (freed, "storage was resized to 0"),
-    "negative": (torch._neg_view, r"resolve_neg\(\)"),
-    "imaginary": (lambda t: torch.complex(t, t).conj().imag[...], r"strides|resolve_neg\(\)"),
-    "grad": (lambda t: t.clone().requires_grad_(), "no_grad"),
-    "parameter": (lambda t: torch.nn.Parameter(t.clone()), "no_grad"),
-    "sparse": (lambda t: t.to_sparse(), r"to_dense\(\)"),
-    "meta": (lambda t: t.to("meta"), "on meta"),
-    "wrapped": (Wrapped, "Wrapped, which has no memory"),
-    "functional": (torch._to_functional_tensor, "no memory of its own|requires grad"),
-    "list": (lambda t: t.tolist(), "(list|tuple) of"),
-}
 
 
 def parts_of(run: dict[str, Any], argument: str, make: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
@@ -270,184 +229,6 @@ def test_rows_that_no_request_has_are_empty(kind: str) -> None:
     assert (mine[:3] == 7).all(), "the caller's tensor keeps what it has there"
 
 
-# ---------------------------------------------------------------- values
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        *(("sm_scale", value) for value in (1e39, float("inf"), float("nan"), 1e-50, "1", torch.ones(1), None)),
-        *(("logits_soft_cap", value) for value in (1e39, 1e-45, "30", torch.ones(2))),
-        *(("rope_scale", value) for value in (1e39, 0, -1.0, 1e-46)),
-        *(("rope_theta", value) for value in (1e300, 0, float("inf"))),
-        *(("causal", value) for value in ("False", torch.tensor(True), 2, [], 0.5)),
-        *(("disable_split_kv", value) for value in ("no", torch.tensor(True))),
-        *(("non_blocking", value) for value in ("False", torch.tensor(False), 3)),
-        *(("window_left", value) for value in (1.5, "3", torch.tensor([3, 4]), True, 2**40)),
-        *(("num_qo_heads", value) for value in (True, torch.tensor(8), 2**31)),
-        *(("kv_data_type", value) for value in ([torch.float32], list(range(100000)))),
-        *(("pos_encoding_mode", value) for value in (["NONE"], b"NONE")),
-    ],
-)
-def test_a_plan_refuses_odd_values(argument: str, value: Any) -> None:
-    if value is None:
-        assert planned("prefill", **{argument: value}) is not None
-        return
-    wrapper = planned("prefill")
-    for _ in range(2):  # also right after a plan with other arguments
-        with pytest.raises(PlanError, match=argument) as caught:
-            wrapper.plan(**(KINDS["prefill"][1]() | {argument: value}))
-        assert len(str(caught.value)) < 300
-    wrapper.plan(**KINDS["prefill"][1]())
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        *(("return_lse", value) for value in ("False", torch.tensor(False), 2, None)),
-        *(("window_left", value) for value in (1.5, "3", torch.tensor([3, 4]), True)),
-        *(("enable_pdl", value) for value in ("no", torch.tensor(True))),
-        *(("k_scale", value) for value in (float("nan"), 1e39, "1", torch.tensor(float("inf")), 1e-46)),
-        ("v_scale", torch._neg_view(torch.ones(KV_HEADS))),
-        ("q_scale", torch.ones(HEADS, requires_grad=True)),
-        ("sinks", torch._neg_view(torch.ones(HEADS))),
-        ("sinks", torch.ones(HEADS).to("meta")),
-    ],
-)
-def test_a_run_refuses_odd_values(argument: str, value: Any) -> None:
-    wrapper = planned()
-    for _ in range(2):
-        with pytest.raises((RunError, PlanError), match=argument):
-            wrapper.run(**decode_run(), **{argument: value})
-        wrapper.run(**decode_run())
-
-
-def test_products_of_scales_fit_fp32() -> None:
-    with pytest.raises(RunError, match=r"sm_scale \* q_scale \* k_scale"):
-        planned(sm_scale=1e20).run(**decode_run(), q_scale=1e20, k_scale=1.0)
-
-
-@pytest.mark.parametrize("value", [True, False, 1, 0, np.True_, np.False_])
-def test_flags_of_all_kinds(value: Any) -> None:
-    wrapper = planned("prefill", causal=value, disable_split_kv=value, non_blocking=value)
-    assert wrapper._planner.options.causal is bool(value)
-    assert isinstance(wrapper.run(**KINDS["prefill"][2](), return_lse=value), tuple) is bool(value)
-
-
-def test_a_window_that_no_context_fills_is_none() -> None:
-    wrapper, run = planned(), decode_run()
-    expected = wrapper.run(**run)
-    for window in (2**30, 2**31 - 1, -1, -5):
-        assert torch.equal(wrapper.run(**run, window_left=window), expected)
-    assert len(wrapper._planner.active) == 1
-
-
-def test_messages_are_short() -> None:
-    numbers = list(range(200_000))
-    for name, arguments in (
-        ("plan", decode_plan() | {"indptr": numbers}),
-        ("plan", decode_plan() | {"indices": numbers}),
-    ):
-        with pytest.raises(PlanError, match="list of 200000 entries") as caught:
-            getattr(planned(), name)(**arguments)
-        assert len(str(caught.value)) < 200
-    with pytest.raises(RunError, match="list of 200000 entries") as caught:
-        planned().run(numbers, decode_run()["paged_kv_cache"])
-    assert len(str(caught.value)) < 200
-
-
-def test_fixed_split_sizes_beyond_any_context_never_cut() -> None:
-    sizes = (2**26, 2**27, 2**28, 2**28 + 1, 2**31 - 1)
-    pieces = {planned(fixed_split_size=size)._planner.options.fixed_piece_tokens for size in sizes}
-    assert pieces == {-1}
-
-
-@pytest.mark.parametrize(("field", "value"), [("page_size", 2**31), ("batch", -(2**31) - 1), ("page_size", 2**32)])
-def test_fields_of_32_bits_refuse_more(field: str, value: int) -> None:
-    struct = native.Tables()
-    setattr(struct, field, 2**31 - 1)
-    with pytest.raises(AssertionError, match=f"Tables.{field}={value} does not fit"):
-        setattr(struct, field, value)
-    assert getattr(struct, field) == 2**31 - 1
-    with pytest.raises(AssertionError):
-        native.Tables(**{field: value})
-    with pytest.raises((AssertionError, TypeError, Exception)):
-        native.load().fp_cpu_set_threads(2**32)
-
-
-# ---------------------------------------------------------------- functions
-
-
-def append_arguments(**changed: Any) -> dict[str, Any]:
-    arguments = {
-        "append_key": torch.randn(3, KV_HEADS, DIM),
-        "append_value": torch.randn(3, KV_HEADS, DIM),
-        "batch_indices": ints(0, 0, 1),
-        "positions": ints(0, 1, 2),
-        "paged_kv_cache": torch.zeros(PAGES, 2, PAGE, KV_HEADS, DIM),
-        "kv_indices": ints(0, 1, 2),
-        "kv_indptr": ints(0, 1, 2),
-        "kv_last_page_len": ints(2, 3),
-    }
-    return arguments | changed
-
-
-@pytest.mark.parametrize("name", ["batch_indices", "positions", "kv_indices", "kv_indptr"])
-@pytest.mark.parametrize("beyond", [2**32, -(2**32), 2**31, 2**63 - 1])
-def test_append_does_not_cut_numbers_off(name: str, beyond: int) -> None:
-    arguments = append_arguments()
-    numbers = arguments[name].long()
-    numbers[0] = beyond
-    with pytest.raises(RunError, match=rf"{name}\[0\]={beyond}"):
-        flashpage.append_paged_kv_cache(**(arguments | {name: numbers}))
-    assert not arguments["paged_kv_cache"].any()
-
-
-@pytest.mark.parametrize("name", ["append_key", "append_value", "paged_kv_cache"])
-@pytest.mark.parametrize("kind", ["freed", "negative", "grad", "sparse", "meta", "wrapped", "list"])
-def test_append_refuses_odd_tensors(kind: str, name: str) -> None:
-    arguments = append_arguments()
-    make, says = ODD[kind]
-    with pytest.raises(RunError, match=says):
-        flashpage.append_paged_kv_cache(**(arguments | {name: make(arguments[name])}))
-
-
-def test_append_counts_its_writes_and_refuses_shared_memory() -> None:
-    arguments = append_arguments()
-    before = arguments["paged_kv_cache"]._version
-    flashpage.append_paged_kv_cache(**arguments)
-    assert arguments["paged_kv_cache"]._version > before and arguments["paged_kv_cache"][0].any()
-    shared = torch.zeros(2, PAGE, KV_HEADS, DIM).expand(PAGES, 2, PAGE, KV_HEADS, DIM)
-    with pytest.raises(RunError, match="paged_kv_cache has strides"):
-        flashpage.append_paged_kv_cache(**append_arguments(paged_kv_cache=shared))
-
-
-def test_indptr_of_appends_never_falls() -> None:
-    with pytest.raises(RunError, match=r"append_indptr\[2\]=3 is smaller"):
-        flashpage.get_batch_indices_positions(ints(0, 5, 3), ints(5, 5), 5)
-    for nnz in (2.5, -1, "3", True):
-        with pytest.raises(RunError, match="nnz"):
-            flashpage.get_batch_indices_positions(ints(0, 5), ints(5), nnz)
-
-
-@pytest.mark.parametrize("argument", range(4))
-@pytest.mark.parametrize("kind", ODD)
-@pytest.mark.parametrize("name", ["merge_state", "merge_state_in_place"])
-def test_merges_refuse_odd_tensors(name: str, kind: str, argument: int) -> None:
-    arguments: list[Any] = [torch.randn(2, HEADS, DIM), torch.randn(2, HEADS)] * 2
-    make, says = ODD[kind]
-    arguments = [t.clone() for t in arguments]
-    arguments[argument] = make(arguments[argument])
-    with pytest.raises(RunError, match=says if kind != "imaginary" else "strides|resolve_neg|contiguous"):
-        getattr(flashpage, name)(*arguments)
-
-
-def test_packing_and_merging_read_values_not_memory() -> None:
-    """Functions of torch's own operations resolve lazy values by themselves."""
-    bits = torch.randint(0, 2, (20,), dtype=torch.uint8)
-    assert torch.equal(flashpage.packbits(torch._neg_view(-bits)), flashpage.packbits(bits))
-
-
 @pytest.mark.parametrize("kind", ["negative", "grad", "meta", "wrapped", "freed"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_ragged_runs_refuse_odd_tensors(kind: str, name: str) -> None:
@@ -455,15 +236,3 @@ def test_ragged_runs_refuse_odd_tensors(kind: str, name: str) -> None:
     wrapper, run = planned("ragged"), ragged_run()
     with pytest.raises(RunError, match=says):
         wrapper.run(**(run | {name: make(run[name])}))
-
-
-def test_views_between_a_card_s_loads_are_copied() -> None:
-    """The merge kernel loads four elements at once (on a card: tests/card/test_card_ops.py)."""
-    from flashpage.wrappers.operators import vector_rows
-
-    whole = torch.arange(8 * 4 * 130, dtype=torch.float16).view(8, 4, 130)
-    aligned, inside = torch.zeros(8, 4, 128).half(), whole[..., 1:129]
-    assert vector_rows(aligned) is aligned and vector_rows(whole[..., 4:].contiguous()) is not None
-    for view in (inside, whole[..., :128], whole.view(-1)[1:513].view(2, 2, 128)):
-        found = vector_rows(view)
-        assert found is not view and torch.equal(found, view) and found.data_ptr() % 8 == 0 and found.is_contiguous()

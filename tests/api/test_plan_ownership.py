@@ -147,7 +147,7 @@ def test_a_larger_workspace_reaches_options_of_runs() -> None:
 
 
 def test_the_int_workspace_grows() -> None:
-    """Of the planned options and of those of runs, however small it was; a plan that a graph captured keeps its own."""
+    """For the planned options and for those of runs; a plan that a graph captured keeps its memory."""
     wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace(1 << 20))
     wrapper.reset_workspace_buffer(workspace(1 << 20), workspace(64))
     for requests in (4, 3000, 5):

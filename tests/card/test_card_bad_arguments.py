@@ -1,4 +1,4 @@
-"""Odd tensors and values on a card: what would cost the context, or be silently wrong there. tests/api has the CPU's."""
+"""Odd tensors and values on a card: each once cost the context, or gave a wrong result. tests/api has the CPU's."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_default_device_of_its_own() -> None:
 
 
 def test_the_int_workspace_grows() -> None:
-    """200,000 requests of one token, behind runs of the smaller plan that may still be under way."""
+    """200,000 requests of one token, after runs of the smaller plan that may still be under way."""
     wrapper, q, cache = planned()
     small = wrapper._int_workspace_buffer.numel()
     wrapper.run(q, cache)

@@ -219,7 +219,7 @@ def test_tensors_may_change_after_the_plan_on_the_cpu() -> None:
     for name in ("seq_lens", "block_tables"):
         given[name].fill_(2**30)
     assert torch.equal(wrapper.run(q, cache), expected)
-    torch.testing.assert_close(wrapper.run(q, cache, window_left=1000), expected)  # plans anew, from what was given
+    torch.testing.assert_close(wrapper.run(q, cache, window_left=1000), expected)  # another plan, of the same lengths
 
 
 def test_page_numbers_beyond_the_cache_are_refused() -> None:
