@@ -174,7 +174,7 @@ def same_device(tensor: torch.Tensor, device: torch.device, name: str, error: ty
 
 
 def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
-    """A dense tensor that has values, and whose gradient nobody expects."""
+    """Returns the tensor if it is dense, has values and requires no gradient."""
     if not isinstance(value, torch.Tensor):
         raise error(f"{name}={shown(value)} is a {type(value).__name__}: pass a torch.Tensor.")
     if is_dynamo_compiling():  # the operator's implementation looks at the values

@@ -17,7 +17,7 @@ import torch
 from .. import native
 
 _METH_FASTCALL = 0x80  # in CPython's stable ABI: (self, arguments, count)
-# What torch exports for the fields of fp_python (csrc/flashpage.h), and where. A torch without one has no fast calls.
+# The exports of torch for the fields of fp_python (csrc/flashpage.h), and where. A torch without one has no fast calls.
 _OF_TORCH = {
     "is_negative": ("libtorch_cpu.so", "_ZN2at6native6is_negERKNS_6TensorE"),
     "is_inference": ("libtorch_cpu.so", "_ZN2at6native12is_inferenceERKNS_6TensorE"),
