@@ -200,16 +200,16 @@ def visits_tiles(options: Options) -> bool:
     return _loader(options) in ("boxes", "rows") and options.position_encoding != "ROPE_LLAMA"
 
 
-# Tokens that a row sees x group size. CTAs in pairs read K and V once for both, which takes 2 to 5% less time (of fp8
-# more: docs/tried.md), but compute on 64 / group_size hidden tokens more a unit where masks are causal.
+# Tokens that a row sees x group size. CTAs in pairs read K and V once for both, which takes 2 to 5% less time (more for
+# fp8: docs/tried.md), but they compute on 64 / group_size more hidden tokens a unit if masks are causal.
 _LONG_CONTEXT, _LONG_FP8_CONTEXT = 3200, 1600
-_ROWS_FOR_PAIRS = 1024  # packed: a request's last pair may have half of its rows
-# Tokens that a row sees; the latter where packed rows are no more than two units for each SM. Shorter
-# tiles take 2 to 5% less time there, 2% more elsewhere (docs/tried.md).
+_ROWS_FOR_PAIRS = 1024  # packed: in a request's last pair, half of the rows may be unused
+# Tokens that a row sees; the second number applies if packed rows make at most two units for each SM. Shorter tiles
+# take 2 to 5% less time there, and 2% more elsewhere (docs/tried.md).
 _SHORT_CONTEXT, _SHORT_CONTEXT_OF_FEW, _FEW_ROWS_OF_SM = 320, 640, 2 * 128
-# Tokens that a row sees where packed rows are one unit for each half of an SM: 10 to 20% less time (there too). Longer
-# units are cut anyway, and two warpgroups that take turns compute faster than two CTAs.
-_ROWS_OF_HALVES = 64  # packed, of one CTA of two on an SM: one warpgroup's
+# Tokens that a row sees if packed rows make at most one unit for each half of an SM: 10 to 20% less time
+# (docs/tried.md). Longer units are cut anyway, and two warpgroups in one CTA compute faster than two CTAs.
+_ROWS_OF_HALVES = 64  # packed rows of each of two CTAs on an SM: those of one warpgroup
 _CONTEXT_OF_FEWEST, _FEWEST_ROWS_OF_SM = 1200, 2 * _ROWS_OF_HALVES
 _WIDEST_OF_HALVES = 192  # accumulators of wider heads take more than half of an SM's registers
 
@@ -218,10 +218,10 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
     is_fp8, group = options.q_dtype.is_fp8 and options.kv_dtype.is_fp8, options.group_size
     least_tokens = (_LONG_FP8_CONTEXT if is_fp8 else _LONG_CONTEXT) / group
     has_short_window = 0 <= options.window_left < least_tokens - 1
-    is_prefill = math.nextafter(64 / group, math.inf)  # rows of a request; fewer are a decode's
-    # There are tiles of this class for these sizes alone; others would prepare the same kernel twice.
+    is_prefill = math.nextafter(64 / group, math.inf)  # rows of a request; fewer are decode
+    # Only these sizes have tiles of this class; others would prepare the same kernel twice.
     has_short = options.head_dim_qk == options.head_dim_vo == 128 and not options.kv_dtype.is_fp8
-    # So few rows that an SM has two CTAs.
+    # So few rows that an SM can have two CTAs.
     few = _FEWEST_ROWS_OF_SM * card.sms // options.num_q_heads if _has_tiles_of_few(options) else 0
     few_of_sm = int(_FEW_ROWS_OF_SM * card.sms / options.num_q_heads)
     rows = [context_row(Contexts.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST)]
@@ -236,7 +236,7 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
 def _has_tiles_of_few(options: Options) -> bool:
     is_plain = not (options.has_mask or options.needs_variant or options.position_encoding != "NONE")
     is_narrow = max(options.head_dim_qk, options.head_dim_vo) <= _WIDEST_OF_HALVES
-    has_whole_rows = options.group_size <= _ROWS_OF_HALVES  # a unit takes whole rows of the group
+    has_whole_rows = options.group_size <= _ROWS_OF_HALVES  # a unit has only whole rows of the group
     return is_plain and not options.kv_dtype.is_fp8 and is_narrow and has_whole_rows
 
 

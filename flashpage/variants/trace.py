@@ -2,7 +2,7 @@
 
 A Python float or int that the callable captures (closure, global, default) becomes a run-time scalar: another value
 compiles nothing. Compiled in are the constants written in the callable, captured bools, numbers inside containers and
-attributes of objects, and captured numbers where Python itself asks for the value (`if`, `range`, `math.sqrt`).
+attributes of objects, and captured numbers where Python itself needs the value (`if`, `range`, `math.sqrt`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _KINDS = ("bool", "int", "float")
 
 
 class _Unknown:
-    """What is known of a value that differs from token to token."""
+    """Known properties of a value that differs from token to token."""
 
 
 UNKNOWN = _Unknown()

@@ -69,7 +69,7 @@ def test_units_are_queued_once_and_the_long_ones_first(masked: Masked, grid: int
     masked.check_queue()
 
 
-SEES_NOTHING = 2  # tile/mask/visible_tiles.h, Seen: beside 0 (all) and 1 (some)
+SEES_NOTHING = 2  # TileVisibility in tile/mask/visible_tiles.h; 0: all, 1: some
 
 
 class Visited(ctypes.Structure):
