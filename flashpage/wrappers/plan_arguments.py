@@ -173,7 +173,11 @@ class Checked:
         self._found: tuple[Options, Values]
 
     def of(self, arguments: Arguments) -> tuple[Options, Values]:
-        if differ(arguments, self._arguments):
+        try:
+            is_new = arguments != self._arguments
+        except (RuntimeError, ValueError):  # an array among them, which is refused when it is checked
+            is_new = True
+        if is_new:
             self._arguments = None
             if self._session is not None:
                 self._session.invalidate()
