@@ -74,7 +74,8 @@ def judged(name: str, args: tuple[Any, ...]) -> list[Any]:
     names, written = _arguments_of(name)
     if fastcall.builtins().judge(*(tensor for _, tensor in _tensors(names, found))):
         check_plain(*_tensors(names, found))
-    torch.autograd.graph.increment_version([t for _, t in _tensors(names, [found[i] for i in written])])
+    if written:
+        torch.autograd.graph.increment_version([t for _, t in _tensors(names, [found[i] for i in written])])
     return found
 
 
