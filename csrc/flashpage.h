@@ -265,7 +265,8 @@ FP_API int32_t fp_launch(const fp_kernel*, const void* params, int32_t grid, voi
 
 // ---------------------------------------------------------------- called by Python itself (csrc/python.cpp)
 
-// Functions of the running interpreter's stable ABI, and torch's DLPack functions.
+// Functions of the running interpreter's stable ABI, torch's DLPack functions, and what else torch knows of a tensor.
+// The latter take an at::Tensor, or the TensorImpl that it consists of; flashpage/native/fastcall.py has their names.
 struct fp_python {
   void* (*long_from_long)(long);
   void* (*long_as_void_ptr)(void*);
@@ -273,7 +274,15 @@ struct fp_python {
   void* (*eval_save_thread)();
   void (*eval_restore_thread)(void*);
   const void* none;
-  const void* tensors;  // DLPackExchangeAPI from torch.Tensor.__dlpack_c_exchange_api__; null: torch has none
+  const void* tensors;       // DLPackExchangeAPI, of torch.Tensor.__dlpack_c_exchange_api__; null: torch has none
+  const void* tensor_class;  // torch.Tensor
+  int64_t tensor_offset;     // bytes from a Python object of that class to its at::Tensor
+  bool (*is_negative)(const void* tensor);
+  bool (*is_inference)(const void* tensor);
+  bool (*requires_grad)(const void* tensor_impl);
+  bool (*is_grad_enabled)();
+  int32_t (*storage_bytes)(const void* tensor, int64_t* bytes);
+  void (*bump_version)(const void* tensor);  // not for inference tensors
 };
 // To be called before any fp_py_*. Returns FP_OTHER_TENSORS if the DLPack functions are missing or of an unknown
 // version; then no function that takes tensors may be called.
@@ -287,6 +296,7 @@ struct fp_tensor_form {
   int32_t dims;  // -1: not given
   int64_t shape[5];
   int64_t strides[5];
+  int64_t bytes;  // from the first element to the end of the last one
 };
 
 // The structs of one attention launch and its merge.
@@ -312,10 +322,14 @@ FP_API void fp_point(const fp_bound_run*, void* q, void* k, void* v, void* out, 
 
 // All fp_py_* are METH_FASTCALL functions that return an int, because ctypes would take 0.06 us to convert each
 // argument. These two take (address of an fp_bound_run, q, k or the cache, v or None, out, lse or None) and return a
-// status; fp_py_run also takes the stream. fp_py_bind stores the tensors' properties; fp_py_run compares them, sets the
-// addresses in the structs and calls fp_run.
+// status; fp_py_run also takes the stream. fp_py_bind stores the tensors' properties; fp_py_run compares them. Each
+// sets the addresses in the structs and bumps the versions of what is written; fp_py_run then calls fp_run. They return
+// FP_OTHER_TENSORS if a tensor is not plain (csrc/python.h, read_tensor), or if one that is written may share memory
+// with another.
 FP_API void* fp_py_bind(void* self, void* const* arguments, intptr_t count);
 FP_API void* fp_py_run(void* self, void* const* arguments, intptr_t count);
+// Any number of tensors: FP_OTHER_TENSORS where one is no plain one, or has no elements.
+FP_API void* fp_py_judge(void* self, void* const* arguments, intptr_t count);
 
 // ---------------------------------------------------------------- the CPU's own (csrc/cpu/threads.cpp,
 // csrc/cpu/cpu_ops.cpp)

@@ -18,7 +18,7 @@ int32_t dtype_of(const dlpack::Tensor& tensor) {
 }
 
 fp_tensor_form form_of(const dlpack::Tensor& tensor) {
-  fp_tensor_form form{tensor.device.type, tensor.device.index, dtype_of(tensor), tensor.dims, {}, {}};
+  fp_tensor_form form{tensor.device.type, tensor.device.index, dtype_of(tensor), tensor.dims, {}, {}, bytes_of(tensor)};
   for (int32_t i = 0; i < tensor.dims; ++i) {
     form.shape[i] = tensor.shape[i];
     form.strides[i] = tensor.strides[i];
@@ -46,18 +46,44 @@ struct Arguments {
 
 bool remember(void* object, fp_tensor_form& form) {
   form.dims = -1;
+  form.bytes = 0;
   if (object == python.none) return true;
   dlpack::Tensor tensor;
   if (!read_tensor(object, tensor)) return false;
   form = form_of(tensor);
-  return true;
+  return has_storage(object, form.bytes);
 }
 
-// The address of a tensor that fits `form`; null if it does not, or if the object is no tensor.
+// The address of a tensor that fits `form`; null if it does not, or if the object is no plain tensor.
 char* address(void* object, const fp_tensor_form& form) {
   dlpack::Tensor tensor;
   if (!read_tensor(object, tensor) || !fits(tensor, form)) return nullptr;
-  return static_cast<char*>(tensor.data) + tensor.byte_offset;
+  char* data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  // A storage that was resized to nothing begins at 0, and its tensors at their offsets; memory seldom lies so low.
+  constexpr uintptr_t longest_offset = uintptr_t{1} << 40;
+  const bool may_be_freed = reinterpret_cast<uintptr_t>(data) < longest_offset;
+  return may_be_freed && !has_storage(object, form.bytes) ? nullptr : data;
+}
+
+bool overlap(const char* a, int64_t a_bytes, const char* b, int64_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
+// Whether what is written may share memory with what is read, or with each other.
+bool writes_what_it_reads(const fp_bound_run& run, const char* q, const char* k, const char* v, const char* out,
+                          const char* lse) {
+  const auto is_read = [&](const char* written, int64_t bytes) {
+    return overlap(written, bytes, q, run.q.bytes) || overlap(written, bytes, k, run.k.bytes) ||
+           overlap(written, bytes, v, run.v.bytes);
+  };
+  if (is_read(out, run.out.bytes)) return true;
+  return lse != nullptr && (is_read(lse, run.lse.bytes) || overlap(out, run.out.bytes, lse, run.lse.bytes));
+}
+
+// Tells autograd that a tensor was written. Tensors of inference mode have no version.
+void count_write(const void* object) {
+  const void* tensor = at_tensor(object);
+  if (!python.is_inference(tensor)) python.bump_version(tensor);
 }
 
 // Sets the tensors' addresses in the structs; returns false if the tensors do not fit the bound structs.
@@ -80,7 +106,10 @@ bool point(const Arguments& given) {
   }
   const auto bits = [](char* pointer) { return reinterpret_cast<intptr_t>(pointer); };
   if (v == nullptr || ((bits(q) | bits(k) | bits(v) | bits(out)) & run.alignment_mask) != 0) return false;
+  if (writes_what_it_reads(run, q, k, v, out, lse)) return false;
   fp_point(&run, q, k, v, out, lse);
+  count_write(given.out);
+  if (lse != nullptr) count_write(given.lse);
   return true;
 }
 
@@ -96,7 +125,8 @@ int32_t bind(const Arguments& given) {
   const bool all = remember(given.q, run.q) && remember(given.k, run.k) && remember(given.v, run.v) &&
                    remember(given.out, run.out) && remember(given.lse, run.lse);
   if (!all) run.q.dims = -1;  // fits no tensor
-  return all ? FP_OK : FP_OTHER_TENSORS;
+  if (!all || !point(given)) return FP_OTHER_TENSORS;
+  return FP_OK;
 }
 
 }  // namespace
@@ -108,12 +138,23 @@ int32_t fp_python_set(const fp_python* given) {
   host::python = *given;
   const auto* api = static_cast<const dlpack::ExchangeApi*>(given->tensors);
   if (api == nullptr || api->header.major != dlpack::major_version) return FP_OTHER_TENSORS;
+  if (given->tensor_offset <= 0 || given->bump_version == nullptr) return FP_OTHER_TENSORS;
   host::torch_api = api;
   return FP_OK;
 }
 
 void* fp_py_bind(void*, void* const* arguments, intptr_t) {
   return host::to_int(host::bind(host::Arguments(arguments)));
+}
+
+void* fp_py_judge(void*, void* const* arguments, intptr_t count) {
+  for (intptr_t i = 0; i < count; ++i) {
+    dlpack::Tensor tensor;
+    if (!host::read_tensor(arguments[i], tensor) || !host::has_storage(arguments[i], host::bytes_of(tensor))) {
+      return host::to_int(FP_OTHER_TENSORS);
+    }
+  }
+  return host::to_int(FP_OK);
 }
 
 void* fp_py_run(void*, void* const* arguments, intptr_t) {

@@ -29,13 +29,41 @@ class WithoutInterpreter {
   void* thread_;
 };
 
-// Returns false if the object is not a tensor in memory.
+// The at::Tensor of an object of class torch.Tensor.
+inline const void* at_tensor(const void* object) { return static_cast<const char*>(object) + python.tensor_offset; }
+
+// Bytes from a tensor's first element to the end of its last one; 0 if it has no elements.
+inline int64_t bytes_of(const dlpack::Tensor& tensor) {
+  int64_t last = 0;
+  for (int32_t i = 0; i < tensor.dims; ++i) {
+    if (tensor.shape[i] == 0) return 0;
+    last += (tensor.shape[i] - 1) * tensor.strides[i];
+  }
+  return (last + 1) * tensor.dtype.bits / 8;
+}
+
+// Whether the storage still has so many bytes: it can be resized under a tensor.
+inline bool has_storage(const void* object, int64_t bytes) {
+  int64_t found = 0;
+  return python.storage_bytes(at_tensor(object), &found) == 0 && found >= bytes;
+}
+
+// Returns false if the object is not a plain tensor: not a tensor, a subclass, one without memory, one whose values
+// torch negates when it reads them, or one that requires a gradient. flashpage/base/checks.py has an error for each.
 inline bool read_tensor(void* object, dlpack::Tensor& tensor) {
+  struct Object {  // CPython's PyObject
+    intptr_t references;
+    const void* type;
+  };
+  if (static_cast<const Object*>(object)->type != python.tensor_class) return false;
   if (torch_api->tensor_from_python(object, &tensor) != 0) {
     python.err_clear();
     return false;
   }
-  return tensor.data != nullptr && tensor.dims <= max_dims;
+  if (tensor.data == nullptr || tensor.dims > max_dims) return false;
+  const void* found = at_tensor(object);
+  if (python.is_negative(found)) return false;
+  return !(python.requires_grad(*static_cast<const void* const*>(found)) && python.is_grad_enabled());
 }
 
 }  // namespace flashpage::host

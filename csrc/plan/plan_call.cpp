@@ -29,7 +29,8 @@ void copy_numbers(const dlpack::Tensor& from, void* to) {
 // Returns false if the object is not a host tensor of numbers.
 bool read_numbers(void* object, dlpack::Tensor& tensor) {
   return read_tensor(object, tensor) && tensor.device.type == dlpack::cpu && tensor.dims == 1 &&
-         tensor.dtype.code == dlpack::signed_integer && (tensor.dtype.bits == 32 || tensor.dtype.bits == 64);
+         tensor.dtype.code == dlpack::signed_integer && (tensor.dtype.bits == 32 || tensor.dtype.bits == 64) &&
+         has_storage(object, bytes_of(tensor));
 }
 
 void copy_lengths(const dlpack::Tensor& tensor, char* copy, fp_index_array& array) {
@@ -90,11 +91,13 @@ void sum_up(fp_batch& batch) {
   }
 }
 
-// The largest page number; -1 if there is none, below -1 if one is negative. Written so that the compiler vectorises
-// it.
-[[gnu::noinline]] int32_t largest_page(const int32_t* numbers, int64_t count) {
+// Returns the largest page number; -1 if there is none, below -1 if one is negative. Copies the numbers if `is_copied`.
+// Written so that the compiler vectorises it.
+template <bool is_copied>
+[[gnu::noinline]] int32_t largest_page(const int32_t* __restrict numbers, int64_t count, int32_t* __restrict copies) {
   int32_t signs = 0, most = -1;
   for (int64_t i = 0; i < count; ++i) {
+    if constexpr (is_copied) copies[i] = numbers[i];
     signs |= numbers[i];
     most = numbers[i] > most ? numbers[i] : most;
   }
@@ -106,22 +109,28 @@ void sum_up(fp_batch& batch) {
 bool take_page_numbers(fp_batch& batch, void* object, const int32_t*& numbers) {
   dlpack::Tensor tensor;
   const bool is_read = read_tensor(object, tensor) && tensor.dims == 1 && tensor.shape[0] >= batch.kv_end &&
-                       tensor.strides[0] == 1 && tensor.dtype.code == dlpack::signed_integer && tensor.dtype.bits == 32;
+                       tensor.strides[0] == 1 && tensor.dtype.code == dlpack::signed_integer &&
+                       tensor.dtype.bits == 32 && has_storage(object, bytes_of(tensor));
   if (!is_read || batch.checks_pages) return false;
   numbers = reinterpret_cast<const int32_t*>(static_cast<const char*>(tensor.data) + tensor.byte_offset);
-  const bool is_on_host = tensor.device.type == dlpack::cpu;
+  const bool is_on_host = tensor.device.type == dlpack::cpu, is_copied = batch.device_type == dlpack::cpu;
   if (batch.page_buffer != nullptr && numbers != batch.page_buffer) {
-    const bool has_way = batch.device_type == dlpack::cpu || batch.page_slots != nullptr;
+    const bool has_way = is_copied || batch.page_slots != nullptr;
     if (!is_on_host || !has_way || batch.kv_end > batch.page_buffer_entries) return false;
   } else if (tensor.device.type != batch.device_type || tensor.device.index != batch.device_index) {
     return false;
   }
+  if (is_copied && batch.kv_end > batch.most_page_copies) return false;
   batch.max_page = -1;
   if (is_on_host && batch.kv_begin >= 0) {
-    batch.max_page = largest_page(numbers + batch.kv_begin, batch.kv_end - batch.kv_begin);
+    const int32_t* begin = numbers + batch.kv_begin;
+    const int64_t count = batch.kv_end - batch.kv_begin;
+    batch.max_page = is_copied ? largest_page<true>(begin, count, batch.page_copies + batch.kv_begin)
+                               : largest_page<false>(begin, count, nullptr);
     if (batch.max_page < -1) return false;
   }
-  batch.page_numbers = batch.page_buffer != nullptr ? batch.page_buffer : numbers;
+  const int32_t* read_in_place = batch.page_buffer != nullptr ? batch.page_buffer : numbers;
+  batch.page_numbers = is_copied ? batch.page_copies : read_in_place;
   return true;
 }
 

@@ -7,6 +7,7 @@ import operator
 from typing import Any, NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .dtypes import DType
 from .errors import CapabilityError, FlashpageError, PlanError
@@ -46,10 +47,24 @@ _REASONS = {
 }
 
 
+_LARGEST_FLOAT, _LEAST_FLOAT = 2.0**128, 2.0**-126  # fp32: kernels get numbers in it
+_CONTAINERS = (list, tuple, set, frozenset, dict, range, torch.Tensor)
+_MOST_SHOWN = 60  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value in a message, in a few words however large it is."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, _CONTAINERS) and (len(value) > 3 or any(isinstance(entry, _CONTAINERS) for entry in value)):
+        return f"{type(value).__name__} of {len(value)} entries"
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
 def refuse(name: str, value: object) -> NoReturn:
     """An option that no kernel honours."""
-    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    raise CapabilityError(f"{name}={shown} is not supported: {_REASONS[name]}.")
+    raise CapabilityError(f"{name}={shown(value)} is not supported: {_REASONS[name]}.")
 
 
 def refuse_given(**values: Any) -> None:
@@ -85,46 +100,63 @@ def extra_positions(args: tuple[Any, ...]) -> str:
 
 
 def layout(kv_layout: str, error: type[FlashpageError] = PlanError) -> str:
-    if kv_layout not in LAYOUTS:
-        raise error(f"kv_layout={kv_layout!r} is unknown: pass 'NHD' or 'HND'.")
+    if kv_layout.__class__ is not str or kv_layout not in LAYOUTS:
+        raise error(f"kv_layout={shown(kv_layout)} is unknown: pass 'NHD' or 'HND'.")
     return kv_layout
 
 
 def backend(name: str) -> str:
-    if name not in BACKENDS:
+    if name.__class__ is not str or name not in BACKENDS:
         raise CapabilityError(
-            f"backend={name!r} is not part of flashpage: pass 'auto' ('fa2' and 'fa3' mean the same here; kernels are "
-            "chosen from the card, the dtypes and the options)."
+            f"backend={shown(name)} is not part of flashpage: pass 'auto' ('fa2' and 'fa3' mean the same here; kernels "
+            "are chosen from the card, the dtypes and the options)."
         )
     return name
 
 
 def position_encoding(mode: str) -> str:
-    if mode not in POSITION_ENCODINGS:
-        raise PlanError(f"pos_encoding_mode={mode!r} is unknown: pass one of {', '.join(POSITION_ENCODINGS)}.")
+    if mode.__class__ is not str or mode not in POSITION_ENCODINGS:
+        raise PlanError(f"pos_encoding_mode={shown(mode)} is unknown: pass one of {', '.join(POSITION_ENCODINGS)}.")
     return mode
 
 
-def whole(name: str, value: Any, low: int, high: int = 2**31 - 1) -> int:
+def flag(name: str, value: Any, error: type[FlashpageError] = PlanError) -> bool:
+    """A truth value: True, False, 1, 0 or numpy's. A text or a tensor would be true, whatever it says."""
+    if value is True or value is False:
+        return value
+    if value.__class__.__name__ not in ("int", "bool", "bool_") or value not in (0, 1):
+        raise error(f"{name}={shown(value)} is a {type(value).__name__}: pass True or False.")
+    return bool(value)
+
+
+def whole(name: str, value: Any, low: int, high: int = 2**31 - 1, error: type[FlashpageError] = PlanError) -> int:
     """An integer within [low, high]."""
     try:
+        if isinstance(value, (bool, torch.Tensor)):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise PlanError(f"{name}={value!r} is a {type(value).__name__}: pass an integer.") from None
+        raise error(f"{name}={shown(value)} is a {type(value).__name__}: pass an integer.") from None
     if not low <= number <= high:
         bound = f"at least {low}" if number < low else f"at most {high}"
-        raise PlanError(f"{name}={number} is out of range: pass {bound}.")
+        raise error(f"{name}={shown(number)} is out of range: pass {bound}.")
     return number
 
 
-def real(name: str, value: Any, *, positive: bool = False) -> float:
-    """A finite number."""
+def real(name: str, value: Any, *, positive: bool = False, error: type[FlashpageError] = PlanError) -> float:
+    """A number that fp32 holds."""
     try:
+        if isinstance(value, (str, bytes, torch.Tensor)):
+            raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
-        raise PlanError(f"{name}={value!r} is a {type(value).__name__}: pass a number.") from None
-    if not math.isfinite(number) or (positive and number <= 0):
-        raise PlanError(f"{name}={number} cannot be used: pass a finite {'positive ' if positive else ''}number.")
+    except (TypeError, ValueError, RuntimeError):
+        raise error(f"{name}={shown(value)} is a {type(value).__name__}: pass a number.") from None
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or abs(number) >= _LARGEST_FLOAT or (positive and number <= 0):
+        raise error(f"{name}={number} cannot be used: pass a {'positive ' if positive else ''}finite number of fp32.")
+    if 0 < abs(number) < _LEAST_FLOAT:
+        raise error(f"{name}={number} cannot be used: it is 0 in fp32; pass at least {_LEAST_FLOAT:.3g}, or 0.")
     return number
 
 
@@ -133,7 +165,7 @@ def dtype(name: str, value: Any) -> DType:
         return DType.of(value)
     except (KeyError, TypeError):
         known = ", ".join(d.value for d in DType)
-        raise PlanError(f"{name}={value!r} is not an element type of any kernel: pass one of {known}.") from None
+        raise PlanError(f"{name}={shown(value)} is not an element type of any kernel: pass one of {known}.") from None
 
 
 def same_device(tensor: torch.Tensor, device: torch.device, name: str, error: type[FlashpageError]) -> None:
@@ -142,20 +174,23 @@ def same_device(tensor: torch.Tensor, device: torch.device, name: str, error: ty
 
 
 def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
+    """Returns the tensor if it is dense, has values and requires no gradient."""
     if not isinstance(value, torch.Tensor):
-        raise error(f"{name}={value!r} is a {type(value).__name__}: pass a torch.Tensor.")
-    return value
-
-
-def address(value: torch.Tensor, name: str, error: type[FlashpageError]) -> int:
-    """Where a tensor begins. Subclasses that wrap other tensors have no memory of their own."""
-    found = value.data_ptr()
-    if not found and value.numel():
+        raise error(f"{name}={shown(value)} is a {type(value).__name__}: pass a torch.Tensor.")
+    if is_dynamo_compiling():  # the operator's implementation looks at the values
+        return value
+    if value.layout is not torch.strided:
+        raise error(f"{name} has layout {value.layout}: pass a dense tensor, such as {name}.to_dense().")
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise error(f"{name} is inside torch.vmap or a transform of torch.func: call this outside, with plain tensors.")
+    if value.is_meta:
+        raise error(f"{name} is on meta, which has no values: pass a tensor on the CPU or on a CUDA device.")
+    if value.requires_grad and torch.is_grad_enabled():
         raise error(
-            f"{name} is a {type(value).__name__}, which has no memory of its own: pass the plain tensor that it stands "
-            "for (DTensor: to_local(); AsyncCollectiveTensor: wait())."
+            f"{name} requires grad, and the output has none here: call this under torch.no_grad(), or pass "
+            f"{name}.detach()."
         )
-    return found
+    return value
 
 
 def dense_last(value: torch.Tensor, name: str, error: type[FlashpageError]) -> None:

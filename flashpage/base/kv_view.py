@@ -45,7 +45,8 @@ def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> t
                 "same pages, page size and heads."
             )
         return k, v
-    checks.tensor(cache, name, RunError)
+    if not isinstance(cache, torch.Tensor):
+        checks.tensor(cache, name, RunError)
     if cache.dim() not in (4, 5) or cache.shape[1] != 2:
         raise RunError(
             f"{name} has shape {tuple(cache.shape)}: pass [pages, 2, ...] with 4 or 5 dimensions, or a (K, V) pair."
@@ -55,7 +56,8 @@ def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> t
 
 
 def _paged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:
-    checks.tensor(tensor, name, RunError)
+    if not isinstance(tensor, torch.Tensor):
+        checks.tensor(tensor, name, RunError)
     if tensor.dim() not in (3, 4):
         raise RunError(f"{name} has {tensor.dim()} dimensions: pass 4 (pages), or 3 (slots: pages of one token).")
     checks.dense_last(tensor, name, RunError)
@@ -70,7 +72,8 @@ def _paged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:
 
 def ragged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:
     """[tokens, heads, dim] (NHD) or [heads, tokens, dim] (HND)."""
-    checks.tensor(tensor, name, RunError)
+    if not isinstance(tensor, torch.Tensor):
+        checks.tensor(tensor, name, RunError)
     if tensor.dim() != 3:
         raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, tokens, heads and head_dim.")
     checks.dense_last(tensor, name, RunError)

@@ -96,7 +96,8 @@ class Variation(NamedTuple):
     @staticmethod
     def of(values: Values, num_q_heads: int, num_kv_heads: int) -> Variation:
         cap, mode = values.logits_soft_cap > 0, checks.position_encoding(values.pos_encoding_mode)
-        return Variation(bool(values.causal), values.window_left, cap, mode, num_q_heads, num_kv_heads)
+        causal, window = checks.flag("causal", values.causal), check_window(values.window_left)
+        return Variation(causal, window, cap, mode, num_q_heads, num_kv_heads)
 
     @staticmethod
     def of_options(options: Options) -> Variation:
@@ -146,7 +147,7 @@ def check_options(
         q_dtype=q_dtype,
         kv_dtype=q_dtype if kv_data_type is None else checks.dtype("kv_data_type", kv_data_type),
         out_dtype=out_dtype_of(q_dtype) if o_data_type is None else checks.dtype("o_data_type", o_data_type),
-        causal=bool(causal) and not has_mask,
+        causal=checks.flag("causal", causal) and not has_mask,
         window_left=check_window(window_left),
         chunk=check_chunk(chunk, has_mask, variant),
         has_soft_cap=check_soft_cap(logits_soft_cap) > 0,
@@ -201,7 +202,7 @@ def check_soft_cap(logits_soft_cap: Any) -> float:
 def check_variant(variant: Any) -> Any:
     if variant is not None and not hasattr(variant, "traced"):
         raise PlanError(
-            f"variant={variant!r} is a {type(variant).__name__}: pass a flashpage.Variant, such as "
+            f"variant={checks.shown(variant)} is a {type(variant).__name__}: pass a flashpage.Variant, such as "
             "flashpage.Variant(score_mod=function)."
         )
     return variant
@@ -221,7 +222,7 @@ def check_rope(rope_scale: Any, rope_theta: Any) -> tuple[float, float]:
 def check_split(fixed_split_size: Any, disable_split_kv: bool, tokens: int) -> int:
     """Turns fixed_split_size, which counts pages (ragged: tokens), to tokens; None and -1: balanced. No context is
     longer than _LONGEST."""
-    if disable_split_kv:
+    if checks.flag("disable_split_kv", disable_split_kv):
         return SPLIT_NEVER
     if fixed_split_size is None or fixed_split_size == -1:
         return SPLIT_BALANCED

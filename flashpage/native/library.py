@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
+from typing import Any
 
 from ..base import paths
 from ..base.errors import DeviceError, FlashpageError, PlanError
@@ -16,6 +17,41 @@ try:
     from .structs import *  # noqa: F403
 except ImportError as error:
     raise FlashpageError(f"the host library is not built ({error}): {_BUILD}") from error
+
+
+class _Ranged:
+    """A field of 32 bits that refuses what it cannot hold, where ctypes would cut it off."""
+
+    __slots__ = ("_field", "_high", "_low", "_name", "offset", "size")
+
+    def __init__(self, struct: type, name: str, kind: type) -> None:
+        self._field = getattr(struct, name)
+        self._name, self.offset, self.size = f"{struct.__name__}.{name}", self._field.offset, self._field.size
+        self._low, self._high = (-(2**31), 2**31) if kind is c_int32 else (0, 2**32)
+
+    def __get__(self, struct: Any, owner: type) -> Any:
+        return self if struct is None else self._field.__get__(struct, owner)
+
+    def __set__(self, struct: Any, value: Any) -> None:
+        if not self._low <= value < self._high:
+            raise AssertionError(f"{self._name}={value} does not fit in 32 bits")
+        self._field.__set__(struct, value)
+
+
+class _Int32(c_int32):
+    """An argument of 32 bits, checked in the same way."""
+
+    @classmethod
+    def from_param(cls, value: Any) -> c_int32:
+        if not -(2**31) <= value < 2**31:
+            raise AssertionError(f"{value} does not fit in 32 bits")
+        return c_int32(value)
+
+
+for _struct in (getattr(structs, _name) for _name in structs.__all__):
+    for _field, _kind in _struct._fields_:
+        if _kind in (c_int32, c_uint32):
+            setattr(_struct, _field, _Ranged(_struct, _field, _kind))
 
 # fp_status
 OK, BAD_LENGTHS, WORKSPACE_TOO_SMALL, CUDA_ERROR, NO_CUDA, INTERNAL = range(6)
@@ -73,7 +109,8 @@ def load() -> ctypes.CDLL:
     _check_fingerprint(library, path)
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype = result
+        function.argtypes = [_Int32 if kind is c_int32 else kind for kind in arguments]
     return library
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import CapabilityError, PlanError, RunError
+from ..base.unique import Unique
 from ..kernels.options import check_window
 from ..plan.lengths import Lengths, Names, all_to_host, batch_of
 from ..plan.page_indices import Pages
@@ -30,7 +31,7 @@ _REFUSED = {
 }
 
 
-class ContextParallelAttention:
+class ContextParallelAttention(Unique):
     """Decode, append and prefill of few rows over a paged KV cache that is spread over a process group.
 
     `plan` once a step, `run` once a layer, on every rank, for the same batch: all ranks have all queries (of their own
@@ -230,7 +231,7 @@ def _on_host(
     batch = batch_of(kv_indptr, "kv_indptr")
     given = [kv_indptr, checks.tensor(seq_lens, "seq_lens", PlanError), qo_indptr]
     if qo_indptr is None:
-        given[2] = torch.arange(batch + 1, dtype=torch.int32)
+        given[2] = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
     elif batch_of(qo_indptr, "qo_indptr") != batch:
         raise PlanError(
             f"qo_indptr has {len(qo_indptr)} entries but kv_indptr has {batch + 1}: pass the same requests."

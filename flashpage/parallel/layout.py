@@ -29,9 +29,9 @@ class LocalPages(NamedTuple):
         pages = torch.minimum(pages, self.indptr.long().diff())
         begin = self.indptr[:-1].long() + pages
         counts = self.indptr[1:].long() - begin
-        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
+        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device="cpu")
         indptr[1:] = counts.cumsum(0)
-        chosen = torch.repeat_interleave(begin - indptr[:-1], counts) + torch.arange(int(indptr[-1]))
+        chosen = torch.repeat_interleave(begin - indptr[:-1], counts) + torch.arange(int(indptr[-1]), device="cpu")
         indices = self.indices[chosen.to(self.indices.device)]
         return LocalPages(indptr, indices, (self.seq_lens - pages * page_size).int())
 
@@ -114,10 +114,10 @@ class ContextLayout:
                 "tokens of the request's pages: give it more pages, a smaller length, or pages='own' where the lists "
                 "name this rank's pages alone."
             )
-        request = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        page = torch.arange(len(request)) - (counts.cumsum(0) - counts)[request]
+        request = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+        page = torch.arange(len(request), device="cpu") - (counts.cumsum(0) - counts)[request]
         is_here = self.is_local(page * self.page_size, seq_lens[request])
         chosen = (begin[request] + page)[is_here]
-        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
+        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device="cpu")
         indptr[1:] = torch.bincount(request[is_here], minlength=len(counts)).cumsum(0)
         return LocalPages(indptr, kv_indices[chosen.to(kv_indices.device)], self.tokens(seq_lens).int())

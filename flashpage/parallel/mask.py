@@ -27,9 +27,9 @@ class Visible(NamedTuple):
             layout: where tokens lie.
             q_indptr, seq_lens: rows and tokens of the whole requests, on the host; int64.
         """
-        request = torch.repeat_interleave(torch.arange(len(seq_lens)), q_indptr.diff())
+        request = torch.repeat_interleave(torch.arange(len(seq_lens), device="cpu"), q_indptr.diff())
         lens = seq_lens[request]
-        q_idx = torch.arange(len(request)) + q_indptr[0] + lens - q_indptr[1:][request]
+        q_idx = torch.arange(len(request), device="cpu") + q_indptr[0] + lens - q_indptr[1:][request]
         first, end = torch.zeros_like(lens), lens
         if causal:
             end = torch.minimum(q_idx + 1, lens).clamp(min=0)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .. import native
-from ..base import checks
+from ..base import checks, tensor_memory
 from ..base.errors import PlanError
 from ..kernels import devices
 from ..kernels.options import Options
@@ -151,13 +151,13 @@ class Batch:
         q_indptr, kv_indptr, last_page_len, kv_lens = found
         assert kv_indptr is not None
         if q_indptr is None:
-            q_indptr = torch.arange(self.struct.requests + 1) * self.struct.q_len_per_request
+            q_indptr = torch.arange(self.struct.requests + 1, device="cpu") * self.struct.q_len_per_request
         return q_indptr, kv_indptr, last_page_len, kv_lens
 
     def _make_room(self, requests: int) -> None:
         self._most = requests
         self._bytes = 8 * (requests + 1)
-        self._copies = torch.empty((4, self._bytes), dtype=torch.uint8)
+        self._copies = tensor_memory.empty((4, self._bytes), torch.uint8, "cpu")
         self.struct.copies, self.struct.bytes_of_a_copy = self._copies.data_ptr(), self._bytes
 
     def _hold(self, i: int, tensor: torch.Tensor, length: int) -> None:

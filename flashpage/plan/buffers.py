@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .. import native
+from ..base import tensor_memory
 from ..native import records
 from .device_lengths import TableLengths
 from .prepared_kernels import Prepared
@@ -35,11 +36,23 @@ class PlanSlot:
     """Holds one plan at a time. The address of `memory` stays the same, so a captured graph reads whatever plan is
     newest."""
 
-    __slots__ = ("__weakref__", "_call", "_capacity", "_handle", "_is_read_back", "memory", "result")
+    __slots__ = (
+        "__weakref__",
+        "_call",
+        "_capacity",
+        "_handle",
+        "_is_read_back",
+        "_outgrown",
+        "is_used",
+        "memory",
+        "result",
+    )
 
     def __init__(self, device_index: int, memory: torch.Tensor, call: native.PlanCall) -> None:
         library = native.load()
         self._handle = native.check_handle(library.fp_slots_create(device_index, _STAGING_BYTES))
+        self._outgrown: list[torch.Tensor] = []  # that a graph may read
+        self.is_used = False  # since it has its memory
         # The process' end frees it; by then the device may be gone.
         weakref.finalize(self, library.fp_slots_destroy, self._handle).atexit = False
         self.attach(call, memory)
@@ -49,13 +62,24 @@ class PlanSlot:
         self._call, self.result = call, call.result
         self._is_read_back = False  # the plan was made where `memory` is
         if memory is not None:
-            self.memory, self._capacity = memory, memory.numel() * memory.element_size()
+            self.memory, self._capacity, self.is_used = memory, memory.numel() * memory.element_size(), False
         call.slots, call.destination, call.capacity = self._handle, self.memory.data_ptr(), self._capacity
+
+    def grow(self, size: int) -> None:
+        """Takes memory of its own for plans of so many bytes."""
+        if self._call.was_captured:
+            self._outgrown.append(self.memory)
+        elif self.memory.is_cuda:
+            self.memory.record_stream(torch.cuda.current_stream(self.memory.device))  # runs of the plan before
+        memory = tensor_memory.empty(1 << (size - 1).bit_length(), torch.uint8, self.memory.device)
+        self.attach(self._call, memory)
 
     def plan(self, call_address: int, stream: int, is_chosen: bool) -> int:
         """Plans the batch that the call has; a status."""
         self._is_read_back = False
-        return native.load().fp_plan_batch(call_address, stream, is_chosen)
+        status: int = native.load().fp_plan_batch(call_address, stream, is_chosen)
+        self.is_used |= status == native.OK
+        return status
 
     def plan_tables(self, prepared: Prepared, tables: TableLengths, kernel: int | None, stream: int, pdl: bool) -> None:
         """Plans where the lengths are, in the stream's order. `result` has what the host knows: sizes, no numbers."""
@@ -65,7 +89,7 @@ class PlanSlot:
                 pdl,
             )
         )
-        self._is_read_back = True
+        self._is_read_back = self.is_used = True
         ctypes.memset(ctypes.addressof(self.result), 0, ctypes.sizeof(self.result))
         self.result.total_q = tables.max_rows
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import native
-from ..base import checks, env
+from ..base import checks, env, tensor_memory
 from ..base.errors import CapabilityError, PlanError
 from ..kernels.options import Options
 from .lengths import batch_of
@@ -44,26 +44,30 @@ class TableLengths:
         if table_rows is not None and _entries(table_rows, "table_rows", device, _INTEGERS) != self.batch:
             raise PlanError(f"table_rows has {len(table_rows)} entries but seq_lens {self.batch}: pass one a request.")
         self.tables = _check_tables(block_tables, self.batch if table_rows is None else 1, device)
-        self.seq_lens, self.q_indptr, self.table_rows = seq_lens, q_indptr, table_rows
-        self.num_requests, self.page_size, self.rows_a_request = num_requests, options.page_size, options.uniform_q_len
+        self.page_size, self.rows_a_request = options.page_size, options.uniform_q_len
         if q_indptr is not None:
             _entries(q_indptr, "qo_indptr", device, (torch.int32,))
             if batch_of(q_indptr, "qo_indptr") != self.batch:
                 raise PlanError(f"qo_indptr has {len(q_indptr)} entries but seq_lens {self.batch}: pass [batch + 1].")
         if num_requests is not None and _entries(num_requests, "num_requests", device, (torch.int32,)) != 1:
             raise PlanError(f"num_requests has shape {tuple(num_requests.shape)}: pass one number, [1].")
+        # On a card all are read in place, at every replay; on the CPU later changes are kept away from kernels.
+        given = (self.tables, seq_lens, q_indptr, table_rows, num_requests)
+        is_cpu = device.type == "cpu"
+        read = [tensor.clone() if is_cpu and tensor is not None else tensor for tensor in given]
+        self.read, self.seq_lens, self.q_indptr, self.table_rows, self.num_requests = read
         self.max_rows = max_rows if q_indptr is not None else self.batch * options.uniform_q_len
         self.max_page = -1
         if device.type == "cpu" or _is_checked():
             self._check_numbers()
         self.struct = native.Tables(
-            q_indptr=None if q_indptr is None else q_indptr.data_ptr(),
-            seq_lens=seq_lens.data_ptr(),
-            table_rows=None if table_rows is None else table_rows.data_ptr(),
-            num_requests=None if num_requests is None else num_requests.data_ptr(),
-            table_stride=self.tables.stride(0),
-            num_table_rows=self.tables.shape[0],
-            table_columns=self.tables.shape[1],
+            q_indptr=_address(self.q_indptr, "qo_indptr"),
+            seq_lens=_address(self.seq_lens, "seq_lens"),
+            table_rows=_address(self.table_rows, "table_rows"),
+            num_requests=_address(self.num_requests, "num_requests"),
+            table_stride=self.read.stride(0),
+            num_table_rows=self.read.shape[0],
+            table_columns=self.read.shape[1],
             lens_are_int64=seq_lens.dtype is torch.int64,
             rows_are_int64=table_rows is not None and table_rows.dtype is torch.int64,
             batch=self.batch,
@@ -83,7 +87,7 @@ class TableLengths:
         """q_indptr, pages of one request behind the other, and tokens; copied to the host."""
         count = self.batch if self.num_requests is None else max(0, min(self.batch, int(self.num_requests)))
         if self.q_indptr is None:
-            q_indptr = torch.arange(count + 1) * self.rows_a_request
+            q_indptr = torch.arange(count + 1, device="cpu") * self.rows_a_request
         else:
             q_indptr = self.q_indptr[: count + 1].cpu().long()
         lens = self.seq_lens[:count].cpu().long()
@@ -101,7 +105,7 @@ class TableLengths:
             if bool(wrong.any()):
                 i = int(wrong.nonzero()[0])
                 raise PlanError(f"{name} has {int(numbers[i])} for request {i}, which {says}.")
-        pages, tables = -(-lens // self.page_size), self.tables
+        pages, tables = -(-lens // self.page_size), self.read
         if self.table_rows is not None:
             rows = self.table_rows[: len(lens)].long()
             if bool(((rows < 0) | (rows >= len(tables))).any()):
@@ -110,11 +114,15 @@ class TableLengths:
                     f"{len(tables)} rows: pass the rows that requests have."
                 )
             tables = tables[rows]
-        used = tables[: len(lens)].cpu()[torch.arange(tables.shape[1]) < pages[:, None]]
+        used = tables[: len(lens)].cpu()[torch.arange(tables.shape[1], device="cpu") < pages[:, None]]
         if used.numel():
             least, self.max_page = int(used.min()), int(used.max())
             if least < 0:
                 raise PlanError(f"block_tables has page {least} in use: every page in use is 0 or more.")
+
+
+def _address(tensor: torch.Tensor | None, name: str) -> int | None:
+    return None if tensor is None else tensor_memory.address(tensor, name, PlanError)
 
 
 def _is_checked() -> bool:

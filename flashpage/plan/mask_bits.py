@@ -53,7 +53,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
 
 def pack_segments(bits: torch.Tensor, lengths: torch.Tensor, bitorder: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes on bits' device, and their indptr (int64) on the host; `lengths` are bits a segment, int64 on the host."""
-    zero = torch.zeros(1, dtype=torch.int64)
+    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
     byte_indptr = torch.cat([zero, ((lengths + 7) // 8).cumsum(0)])
     shifts = byte_indptr[:-1] * 8 - (lengths.cumsum(0) - lengths)  # how far a segment's bits move
     if not bool(shifts.any()):
@@ -74,7 +74,7 @@ def _flat_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(bits: torch.Tensor, bitorder: str) -> torch.Tensor:
-    if bitorder not in _BIT_WEIGHTS:
-        raise RunError(f"bitorder={bitorder!r} is unknown: pass 'big' or 'little'.")
+    if bitorder.__class__ is not str or bitorder not in _BIT_WEIGHTS:
+        raise RunError(f"bitorder={checks.shown(bitorder)} is unknown: pass 'big' or 'little'.")
     weights = torch.tensor(_BIT_WEIGHTS[bitorder], dtype=torch.uint8, device=bits.device)
     return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)

@@ -10,6 +10,8 @@ import ctypes
 import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+
 from .. import native
 from ..base.errors import DeviceError, PlanError
 from ..kernels import choose
@@ -148,6 +150,8 @@ class Combination:
             if self.gathered is not None and status == native.OVER_LIMIT:  # no room beside the partial results
                 self._choose(batch, None)
                 status = self.slot.plan(self._address, batch.stream, True)
+        if status == native.WORKSPACE_TOO_SMALL and self._make_int_room(batch, self.call.result.used_bytes):
+            status = self.slot.plan(self._address, batch.stream, True)
         self.check(status, batch)
         if self.call.made_parts:
             self.gathered, self.fork = None, batch.fork.handle
@@ -222,6 +226,18 @@ class Combination:
         rows = gather_rows.Rows.below(partial_lse, struct.kv_begin, struct.kv_end, options)
         return rows if rows.k >= partial_out else None
 
+    def _make_int_room(self, batch: Batch, needed: int) -> bool:
+        """Whether the slot has other memory now, for a plan of so many bytes: where no graph may read it."""
+        slot, workspaces = self.slot, batch.workspaces
+        is_capturing = batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if is_capturing or (batch.is_graph and slot.is_used):
+            return False
+        is_workspace = slot.memory is workspaces.int_buffer
+        slot.grow(needed)
+        if is_workspace:
+            workspaces.use_int_buffer(slot.memory)
+        return True
+
     def check(self, status: int, batch: Batch) -> None:
         """Raises what a plan's status says."""
         if status == native.OK:
@@ -231,8 +247,9 @@ class Combination:
             raise lengths.complaint(result, batch.names, self.options.page_size)
         if status == native.WORKSPACE_TOO_SMALL:
             raise PlanError(
-                f"int_workspace_buffer has {call.capacity} bytes but this plan needs {result.used_bytes}: pass a "
-                "larger one to reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)."
+                f"int_workspace_buffer has {call.capacity} bytes but this plan needs {result.used_bytes}, and it does "
+                "not grow where a graph may read it: call reset_workspace_buffer(float_workspace_buffer, "
+                "int_workspace_buffer) with a larger one before the first plan."
             )
         if status != native.OVER_LIMIT:
             raise DeviceError(native.last_error())
@@ -246,7 +263,7 @@ class Combination:
         self.gathered, self._is_of_all, self.call.made_parts = None, True, 0
         self._whole = prepared = self._prepared_for(batch, tables.batch, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)
-        self._check_tables(batch.workspaces, prepared, tables)
+        self._check_tables(batch, prepared, tables)
         self.slot.plan_tables(prepared, tables, kernel, batch.stream, batch.card.has_pdl)
         self.choose_again()
         self.generation = batch.generation
@@ -256,7 +273,7 @@ class Combination:
         """Looks at the bits of the newest plan, once they are there."""
         self.mask_tiles.find(batch, self._whole)
 
-    def _check_tables(self, workspaces: Workspaces, prepared: Prepared, tables: TableLengths) -> None:
+    def _check_tables(self, batch: Batch, prepared: Prepared, tables: TableLengths) -> None:
         """The device cannot report an overflow, so the workspaces must fit the largest batch."""
         int_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
         native.check(
@@ -265,7 +282,7 @@ class Combination:
             )
         )
         needed = partial_bytes(partial_rows.value, self.options.head_dim_vo), int_bytes.value
-        self._check_workspaces(workspaces, needed, "batches of these sizes")
+        self._check_workspaces(batch, needed, "batches of these sizes")
 
     def _prepared_for(
         self,
@@ -295,24 +312,24 @@ class Combination:
                 self._prepared.clear()
             self._prepared[key] = prepared
         if capacity is not None:
-            self._check_capacity(batch.workspaces, capacity, prepared)
+            self._check_capacity(batch, capacity, prepared)
         return prepared
 
-    def _check_capacity(self, workspaces: Workspaces, capacity: Capacity, prepared: Prepared) -> None:
+    def _check_capacity(self, batch: Batch, capacity: Capacity, prepared: Prepared) -> None:
         """Workspaces that hold the plan of any batch within the capacity, told at the first one."""
-        options, bytes_now = self.options, (workspaces.float_bytes, workspaces.int_bytes)
+        options, bytes_now = self.options, (batch.workspaces.float_bytes, self.call.capacity)
         if self._checked_for == (prepared, bytes_now):
             return
         sizes = (capacity.batch, capacity.rows_of(options), capacity.tokens_of(options))
         needed = bounds_of(prepared, *sizes)
-        self._check_workspaces(workspaces, needed, f"a batch of max_batch={capacity.batch} requests")
-        self._checked_for = (prepared, bytes_now)
+        self._check_workspaces(batch, needed, f"a batch of max_batch={capacity.batch} requests")
+        self._checked_for = (prepared, (bytes_now[0], self.call.capacity))
 
-    def _check_workspaces(self, workspaces: Workspaces, needed: tuple[int, int], what: str) -> None:
+    def _check_workspaces(self, batch: Batch, needed: tuple[int, int], what: str) -> None:
         """`needed`: bytes of the float and the int workspace."""
-        sizes = workspaces.float_bytes, workspaces.int_bytes
+        sizes = batch.workspaces.float_bytes, self.call.capacity
         for name, has, needs in zip(("float", "int"), sizes, needed, strict=True):
-            if has < needs:
+            if has < needs and not (name == "int" and self._make_int_room(batch, needs)):
                 raise PlanError(
                     f"{name}_workspace_buffer has {has} bytes but {what} may need {needs}: pass a larger one, "
                     f"{_HOW_TO_PASS[name]}."

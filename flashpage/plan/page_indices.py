@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import native
-from ..base import checks, env
+from ..base import checks, env, tensor_memory
 from ..base.errors import PlanError
 from . import mask_bits
 from .buffers import CopyRing
@@ -47,7 +47,7 @@ KEEP_MASK = Mask(None)  # the bits that are there: engines copy them to the wrap
 
 
 class KvIndices:
-    """Page numbers, contiguous int32 on the device: the caller's own tensor where it already is, else a copy."""
+    """Page numbers, contiguous int32 on the device: a card reads the caller's own tensor where it is that already."""
 
     def __init__(self, device: torch.device, batch: native.BatchStruct) -> None:
         self.device, self._batch = device, batch
@@ -56,6 +56,9 @@ class KvIndices:
         batch.device_index = max(0, self._device_index)
         self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
         batch.checks_pages = self._check_on_device
+        self._copies: torch.Tensor | None = None  # that the CPU's kernels read
+        if device.type == "cpu":
+            self._make_room(1023)
         self.buffer: torch.Tensor | None = None  # of use_buffer
         self._ring: CopyRing | None = None  # of page numbers that come from the host into the buffer
         self.tensor: torch.Tensor | None = None
@@ -64,6 +67,14 @@ class KvIndices:
         """Graph mode: where captured launches read; page numbers are copied there."""
         self.buffer, self._batch.page_buffer = buffer, buffer.data_ptr()
         self._batch.page_buffer_entries = buffer.numel()
+        if self._copies is not None:  # as many, so that they stay where they are
+            self._make_room(len(buffer))
+
+    def _make_room(self, count: int) -> None:
+        """The CPU's copies: at least so many."""
+        if self._copies is None or len(self._copies) < count:
+            self._copies = tensor_memory.empty(1 << count.bit_length(), torch.int32, "cpu")
+            self._batch.page_copies, self._batch.most_page_copies = self._copies.data_ptr(), len(self._copies)
 
     @property
     def address(self) -> int:
@@ -78,7 +89,8 @@ class KvIndices:
     def judge(self, indices: Any, first: int, end: int, name: str) -> int:
         """Looks at page numbers that the library did not take; entries [first, end) are in use. Returns the largest, -1
         where it is not known."""
-        checks.tensor(indices, name, PlanError)
+        indices = checks.tensor(tensor_memory.waited(indices), name, PlanError).resolve_neg()
+        tensor_memory.address(indices, name, PlanError)
         count, dtype, place = indices.numel(), indices.dtype, indices.get_device()
         if indices.dim() != 1 or (dtype is not torch.int32 and dtype is not torch.int64):
             raise PlanError(
@@ -98,6 +110,7 @@ class KvIndices:
 
     def take(self, indices: torch.Tensor, end: int, max_page: int, non_blocking: bool) -> None:
         """Has kernels read these, of which `end` entries are in use: after a plan, as captured launches see them."""
+        indices = tensor_memory.waited(indices).resolve_neg()
         if self.buffer is not None:
             self._copy(indices, end, non_blocking)
             self.tensor = self.buffer
@@ -107,12 +120,19 @@ class KvIndices:
                 waits = not non_blocking or self.device.type == "cpu"  # a copy to the host returns before it is there
                 indices = indices.to(device=self.device, dtype=torch.int32, non_blocking=not waits).contiguous()
             self.tensor = indices
-        self._batch.page_numbers, self._batch.max_page = self.tensor.data_ptr(), max_page
+        if self._copies is not None:
+            self._make_room(end)
+            self._copies[:end].copy_(indices[:end])
+        self._batch.page_numbers = (self.tensor if self._copies is None else self._copies).data_ptr()
+        self._batch.max_page = max_page
 
     def use_tables(self, tables: torch.Tensor, max_page: int) -> None:
         """Kernels read them in place: a request's pages begin where its row does."""
         self.tensor = tables
-        self._batch.page_numbers, self._batch.max_page = tables.data_ptr(), max_page
+        self._batch.page_numbers, self._batch.max_page = (
+            tensor_memory.address(tables, "block_tables", PlanError),
+            max_page,
+        )
 
     def from_tables(self, tables: Any, indptr: torch.Tensor | None, indices: torch.Tensor | None, name: str) -> Any:
         """The page numbers of `tables`, [requests, pages], where there are no `indices`; else `indices`, which must
@@ -131,8 +151,10 @@ class KvIndices:
                 f"block_tables has {tables.shape[1]} pages a request but request {int(counts.argmax())} has "
                 f"{int(counts.max())}: pass a column for every page."
             )
-        places = torch.arange(int(counts.sum()))
-        places += torch.repeat_interleave(torch.arange(batch) * tables.shape[1] - (ends[:-1] - first), counts)
+        places = torch.arange(int(counts.sum()), device="cpu")
+        places += torch.repeat_interleave(
+            torch.arange(batch, device="cpu") * tables.shape[1] - (ends[:-1] - first), counts
+        )
         found = tables.reshape(-1)[places.to(tables.device)]
         if indices is None:
             return torch.cat([found.new_zeros(first), found])
@@ -198,10 +220,11 @@ class MaskBits:
             return
         name = "packed_custom_mask" if mask.is_packed else "custom_mask"
         checks.tensor(mask.values, name, PlanError)
-        checks.address(mask.values, name, PlanError)
+        tensor_memory.address(mask.values, name, PlanError)
         packed = self._packed(mask.values, bits, name) if mask.is_packed else self._pack(mask.values, bits, name)
         if self.buffer is None:
-            self.tensor = packed.to(self.device, non_blocking=non_blocking and self.device.type != "cpu")
+            is_on_host = self.device.type == "cpu"  # what is packed already is copied there; a card reads it in place
+            self.tensor = packed.to(self.device, non_blocking=non_blocking and not is_on_host, copy=is_on_host)
         else:
             if packed.numel() > self.buffer.numel():
                 raise PlanError(

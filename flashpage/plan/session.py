@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import jit, native
+from ..base import tensor_memory
 from ..base.errors import PlanError, RunError
 from ..kernels.options import Options, Variation
 from ..kernels.spec import KernelSpec
@@ -76,7 +77,7 @@ class Planner:
         """Graph mode: what captured launches read is as large as the largest batch needs."""
         self.batch.use_capacity(capacity)
         if self._indices_name:
-            self.indices.use_buffer(torch.empty(capacity.entries, dtype=torch.int32, device=self.device))
+            self.indices.use_buffer(tensor_memory.empty(capacity.entries, torch.int32, self.device))
 
     @property
     def capacity(self) -> Capacity | None:
@@ -114,6 +115,13 @@ class Planner:
     def total_q(self) -> int:
         """Rows of the present plan."""
         return self.active[0].call.result.total_q
+
+    @property
+    def first_row(self) -> int:
+        """Where the rows of the present plan begin in q."""
+        struct = self.batch.struct
+        has_indptr = self.batch.tables is None and struct.q_indptr.data
+        return struct.rows_end - struct.rows if has_indptr else 0
 
     @property
     def most_rows(self) -> int | None:
@@ -182,11 +190,12 @@ class Planner:
         an error. What captured launches read is written last."""
         batch, first = self.batch, self.active[0]
         is_paged = bool(self._indices_name)
-        are_pages_taken = not is_paged or (status == native.OTHER_BATCH and self.indices.buffer is None)
+        is_for_others = status in (native.OTHER_BATCH, native.WORKSPACE_TOO_SMALL)  # plan_held makes what is missing
+        are_pages_taken = not is_paged or (is_for_others and self.indices.buffer is None)
         if status == native.OTHER_TENSORS:
             batch.take_judged(Lengths(*given), self.options.page_size)
         elif status != native.OTHER_PAGES:
-            first.check(status if status != native.OTHER_BATCH else native.OK, batch)
+            first.check(native.OK if is_for_others else status, batch)
         end, max_page = batch.struct.kv_end, -1
         if not are_pages_taken and end <= batch.struct.most_entries:
             max_page = self.indices.judge(kv_indices, batch.struct.kv_begin, end, self._indices_name)
@@ -238,7 +247,7 @@ class Planner:
         batch.tables, batch.generation, batch.stream = tables, self.generation, current_stream(self.device_index)
         for combination in self.active:
             combination.plan_on_device(batch, tables, self.plan_kernel)
-        self.indices.use_tables(tables.tables, tables.max_page)
+        self.indices.use_tables(tables.read, tables.max_page)
         self.block_tables = tables.tables
         self._last = self.generation
         self.is_planned = True

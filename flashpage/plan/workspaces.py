@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..base import checks
+from ..base import checks, tensor_memory
 from ..base.errors import PlanError
 
 INT_WORKSPACE_BYTES = 8 << 20
@@ -20,7 +20,7 @@ class Workspaces:
     def __init__(self, device: torch.device, float_buffer: torch.Tensor) -> None:
         self.device = device
         self.use_float_buffer(float_buffer)
-        self.use_int_buffer(torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
+        self.use_int_buffer(tensor_memory.empty(INT_WORKSPACE_BYTES, torch.uint8, device))
 
     def use_float_buffer(self, buffer: torch.Tensor) -> None:
         self._check(buffer, "float_workspace_buffer")
@@ -42,6 +42,7 @@ class Workspaces:
     def _check(self, buffer: Any, name: str) -> None:
         checks.tensor(buffer, name, PlanError)
         checks.same_device(buffer, self.device, name, PlanError)
+        tensor_memory.address(buffer, name, PlanError)
         if not buffer.is_contiguous() or buffer.data_ptr() % 16:
             raise PlanError(
                 f"{name} starts at {buffer.data_ptr():#x} with strides {tuple(buffer.stride())}: "

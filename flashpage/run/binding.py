@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import jit, native
-from ..base import checks, kv_view
+from ..base import checks, kv_view, tensor_memory
 from ..base.errors import RunError
 from ..kernels import devices, tensor_maps
 from ..kernels.options import Values, check_rope, check_scale
@@ -93,6 +93,7 @@ class Binding:
         if out is None:
             strides = (heads * dim, dim)
         else:
+            tensor_memory.check_written(out, "out", RunError)
             strides = kv_view.rows_strides(out, "out")
         merge = self.parts[0].merge
         params.out_row_stride, params.out_head_stride = merge.out_row_stride, merge.out_head_stride = strides
@@ -187,20 +188,26 @@ class Binding:
         self.params.trace = None if stamps is None else stamps.data_ptr()
 
     def point(self, q: torch.Tensor, cache: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Addresses of one run; the only thing that changes from layer to layer."""
-        q_address, out_address = checks.address(q, "q", RunError), checks.address(out, "out", RunError)
+        """Addresses of a run that C does not point by itself; it judges them."""
+        q_address, out_address = tensor_memory.address(q, "q", RunError), tensor_memory.address(out, "out", RunError)
         if cache.__class__ is tuple:
-            k_address, v_address = checks.address(cache[0], "k", RunError), checks.address(cache[1], "v", RunError)
+            k_address, v_address = (
+                tensor_memory.address(cache[0], "k", RunError),
+                tensor_memory.address(cache[1], "v", RunError),
+            )
         else:
-            k_address = checks.address(cache, "paged_kv_cache", RunError)
+            k_address = tensor_memory.address(cache, "paged_kv_cache", RunError)
             v_address = k_address + self.fused_offset
         if (q_address | k_address | v_address | out_address) & self.alignment_mask:
             raise self._misaligned(q_address, k_address, v_address, out_address)
-        lse_address = None if lse is None else checks.address(lse, "lse", RunError)
+        lse_address = None if lse is None else tensor_memory.address(lse, "lse", RunError)
+        native.load().fp_point(self.address, q_address, k_address, v_address, out_address, lse_address)
+
+    def resize(self, q: torch.Tensor, cache: Any) -> None:
+        """Tensor maps for as many rows and pages as the tensors have."""
         for its in self.parts:
             if its.boxes is not None:
                 self._resize(its.boxes, q, cache)
-        native.load().fp_point(self.address, q_address, k_address, v_address, out_address, lse_address)
 
     def _resize(self, found: native.KvBoxes, q: torch.Tensor, cache: Any) -> None:
         if self.gathered is not None:
@@ -223,8 +230,11 @@ class Binding:
 
     def set_pdl(self, enable_pdl: bool | None) -> None:
         """None: on cards that have programmatic dependent launch."""
-        self.enable_pdl = enable_pdl
-        self.args.enable_pdl = devices.of(self.device).has_pdl if enable_pdl is None else bool(enable_pdl)
+        if enable_pdl is None:
+            has_pdl = devices.of(self.device).has_pdl
+        else:
+            has_pdl = checks.flag("enable_pdl", enable_pdl, RunError)
+        self.enable_pdl, self.args.enable_pdl = enable_pdl, has_pdl
 
     def has_scales(self, scales: tuple[Any, Any, Any]) -> bool:
         """Whether these numbers are set already; tensors may have moved."""
@@ -238,11 +248,12 @@ class Binding:
         q, *q_scale = self._scale(scales[0], "q_scale", options.num_q_heads)
         k, *k_scale = self._scale(scales[1], "k_scale", options.num_kv_heads)
         v, *v_scale = self._scale(scales[2], "v_scale", options.num_kv_heads)
+        score_scale = checks.real("sm_scale * q_scale * k_scale", self.sm_scale * q * k, error=RunError)
         for params in (its.params for its in self.parts):
             params.q_scale, params.q_scale_stride = q_scale
             params.k_scale, params.k_scale_stride = k_scale
             params.v_scale, params.v_scale_stride = v_scale
-            params.score_scale, params.value_scale = self.sm_scale * q * k, v
+            params.score_scale, params.value_scale = score_scale, v
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
 
     def _scale(self, value: Any, name: str, heads: int) -> tuple[float, int | None, int]:
@@ -250,15 +261,16 @@ class Binding:
         if value is None:
             return 1.0, None, 0
         if not isinstance(value, torch.Tensor):
-            return checks.real(name, value), None, 0
+            return checks.real(name, value, error=RunError), None, 0
+        checks.tensor(value, name, RunError)
         if value.numel() == 1 and value.is_cpu:
-            return float(value), None, 0
+            return checks.real(name, value.item(), error=RunError), None, 0
         checks.same_device(value, self.device, name, RunError)
         if value.numel() not in (1, heads):
             raise RunError(f"{name} has {value.numel()} entries: pass one, or one a head ({heads}).")
         if value.dtype != torch.float32 or not value.is_contiguous():
             raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
-        return 1.0, checks.address(value, name, RunError), int(value.numel() > 1)
+        return 1.0, tensor_memory.address(value, name, RunError), int(value.numel() > 1)
 
     def set_sinks(self, sinks: torch.Tensor | None) -> None:
         """[num_qo_heads] fp32 logits that join every row's denominator."""
@@ -272,7 +284,7 @@ class Binding:
                     f"query head, [{heads}]."
                 )
             checks.same_device(sinks, self.device, "sinks", RunError)
-        address = None if sinks is None else checks.address(sinks, "sinks", RunError)
+        address = None if sinks is None else tensor_memory.address(sinks, "sinks", RunError)
         for its in self.parts:
             its.params.sinks = address
         self.sinks = sinks

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base import checks, kv_view
+from ..base import checks, kv_view, tensor_memory
 from ..base.errors import RunError
 from ..base.kv_view import Cache
 from ..kernels.options import Options
@@ -67,16 +67,29 @@ def geometry(tensor: torch.Tensor | None) -> Any:
     return None if tensor is None else (tensor.shape[1:], tensor.shape[0] > 1, tensor.stride(), tensor.dtype)
 
 
-def not_a_tensor(tensors: Tensors) -> Exception:
-    """The complaint about the first argument that is no tensor."""
-    cache = tensors.cache if isinstance(tensors.cache, tuple) else (tensors.cache,)
-    if isinstance(tensors.cache, tuple) and len(cache) != 2:
-        return RunError(f"paged_kv_cache is a tuple of {len(cache)}: pass (k_cache, v_cache).")
-    names = ("paged_kv_cache",) if len(cache) == 1 else ("k", "v")
-    for name, value in (("q", tensors.q), *zip(names, cache, strict=False), ("out", tensors.out), ("lse", tensors.lse)):
-        if value is not None or name in ("q", *names):
-            checks.tensor(value, name, RunError)
-    raise AssertionError("all arguments are tensors")
+def wait_for(tensors: Tensors) -> Tensors:
+    """The same tensors, collectives that are under way waited for."""
+    q, cache, *outputs = tensors
+    waited = tensor_memory.waited
+    found: Any = tuple(map(waited, cache)) if isinstance(cache, tuple) else waited(cache)
+    return Tensors(waited(q), found, *map(waited, outputs))
+
+
+def check_plain(tensors: Tensors) -> None:
+    """Raises for the first argument that is no tensor, or none whose memory kernels can use."""
+    q, cache, out, lse = tensors
+    if isinstance(cache, tuple) and len(cache) != 2:
+        raise RunError(f"paged_kv_cache is a tuple of {len(cache)}: pass (k_cache, v_cache).")
+    parts = {"k": cache[0], "v": cache[1]} if isinstance(cache, tuple) else {"paged_kv_cache": cache}
+    read = {"q": q, **parts}
+    written = {name: value for name, value in (("out", out), ("lse", lse)) if value is not None}
+    for name, value in (read | written).items():
+        tensor_memory.address(checks.tensor(value, name, RunError), name, RunError)
+    for name, value in written.items():
+        for other_name, other in read.items():
+            tensor_memory.check_apart(value, name, other, other_name, RunError)
+    if out is not None and lse is not None:
+        tensor_memory.check_apart(lse, "lse", out, "out", RunError)
 
 
 def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) -> torch.Tensor:

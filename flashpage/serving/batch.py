@@ -54,4 +54,4 @@ def _slots(blocks: list[int], first: int, end: int, block_size: int) -> list[int
 
 
 def _numbers(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32, device="cpu")

@@ -121,7 +121,7 @@ class GraphRunner:
     # ---------------------------------------------------------------- batches
 
     def _empty(self) -> ForwardBatch:
-        nothing = torch.zeros(0, dtype=torch.int32)
+        nothing = torch.zeros(0, dtype=torch.int32, device="cpu")
         mask = nothing.bool() if self.mode is ForwardMode.VERIFY else None
         return ForwardBatch(self.mode, *(nothing,) * 6, tree_mask=mask, encoder_lens=nothing)
 

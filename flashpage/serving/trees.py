@@ -21,7 +21,7 @@ def tree_mask(parents: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> torc
     masks = []
     for request, (of_request, seq_len) in enumerate(zip(parents, seq_lens, strict=True)):
         known = seq_len - len(of_request)
-        mask = torch.zeros(len(of_request), seq_len, dtype=torch.bool)
+        mask = torch.zeros(len(of_request), seq_len, dtype=torch.bool, device="cpu")
         mask[:, :known] = True
         for i, parent in enumerate(of_request):
             if not -1 <= parent < i:
@@ -30,4 +30,4 @@ def tree_mask(parents: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> torc
                 mask[i] |= mask[parent]
             mask[i, known + i] = True
         masks.append(mask.flatten())
-    return torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool)
+    return torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool, device="cpu")

@@ -146,7 +146,7 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
-    return torch.tensor(slopes, dtype=torch.float32)
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
 
 def builtin(soft_cap: float | None = None, alibi_slopes: torch.Tensor | None = None) -> TracedVariant:

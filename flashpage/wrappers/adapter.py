@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..kernels.options import Options, Values, check_soft_cap, check_window
+from ..kernels.options import Options, Values, check_rope, check_scale, check_soft_cap, check_window
 from .base import PAGED, Attention
 from .engine_access.attributes import EngineState
 from .plan_arguments import Arguments
@@ -50,7 +50,7 @@ class Adapter(EngineState):
         self._attention = Attention(
             float_workspace_buffer,
             kv_layout,
-            is_graph=bool(use_cuda_graph),
+            is_graph=checks.flag("use_cuda_graph", use_cuda_graph),
             names=self._length_names,
             owner=type(self).__name__,
         )
@@ -91,12 +91,16 @@ class Adapter(EngineState):
         does."""
         if changed.get("pos_encoding_mode") is None:
             changed["pos_encoding_mode"] = self._pos_encoding_mode
+        check_scale(changed["sm_scale"], 1)
+        check_rope(changed["rope_scale"], changed["rope_theta"])
         changed["window_left"] = check_window(changed["window_left"])
         changed["logits_soft_cap"] = check_soft_cap(changed["logits_soft_cap"])
         self._now = self._now._replace(**changed)
 
     def _values(self, window_left: int | None) -> Values:
         """What this run takes."""
+        if window_left.__class__ is not int:
+            window_left = None if window_left is None else check_window(window_left)
         return self._now if window_left is None else self._now._replace(window_left=window_left)
 
     def end_forward(self) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from ..base import checks, kv_view
+from ..base import checks, env, kv_view, tensor_memory
 from ..base.errors import RunError
+from ..plan.lengths import batch_of
 from . import operators
 
 
@@ -33,12 +35,14 @@ def append_paged_kv_cache(
         kv_layout: "NHD" or "HND".
     """
     checks.layout(kv_layout, RunError)
+    cache = list(paged_kv_cache) if isinstance(paged_kv_cache, (tuple, list)) else [paged_kv_cache]
+    caches = [("paged_kv_cache", part) for part in cache]
+    operators.check_plain(("append_key", append_key), ("append_value", append_value), *caches)
     for name, tensor in (("append_key", append_key), ("append_value", append_value)):
         checks.tensor(tensor, name, RunError)
         if tensor.dim() != 3:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [nnz, num_kv_heads, head_dim].")
         checks.dense_last(tensor, name, RunError)
-    cache = list(paged_kv_cache) if isinstance(paged_kv_cache, (tuple, list)) else [paged_kv_cache]
     views = kv_view.paged_views(tuple(cache) if len(cache) == 2 else cache[0], kv_layout)
     nnz, device = append_key.shape[0], append_key.device
     for name, tensor, view in (("append_key", append_key, views[0]), ("append_value", append_value, views[1])):
@@ -47,6 +51,8 @@ def append_paged_kv_cache(
                 f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype} but the cache takes "
                 f"{(nnz, view.num_heads, view.head_dim)} of {cache[0].dtype}: convert it first."
             )
+    for tensor in cache:
+        tensor_memory.check_written(tensor, "paged_kv_cache", RunError)
     for name, tensor in (("append_value", append_value), *(("paged_kv_cache", t) for t in cache)):
         checks.same_device(tensor, device, name, RunError)
         if tensor.dtype != cache[0].dtype:
@@ -117,10 +123,17 @@ def get_batch_indices_positions(
     Returns:
         batch_indices and positions, int32, [nnz].
     """
-    batch = checks.tensor(append_indptr, "append_indptr", RunError).numel() - 1
+    batch = batch_of(append_indptr, "append_indptr")
     if checks.tensor(seq_lens, "seq_lens", RunError).shape != (batch,):
         raise RunError(f"seq_lens has shape {tuple(seq_lens.shape)}: pass one length a request, [{batch}].")
     checks.same_device(seq_lens, append_indptr.device, "seq_lens", RunError)
+    for name, tensor in (("append_indptr", append_indptr), ("seq_lens", seq_lens)):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise RunError(f"{name} has dtype {tensor.dtype}: pass int32 or int64.")
+    if not is_dynamo_compiling():
+        checks.whole("nnz", nnz, 0, error=RunError)
+        if append_indptr.is_cpu:
+            _check_indptr(append_indptr)
     token = torch.arange(nnz, device=append_indptr.device, dtype=append_indptr.dtype)
     request = torch.searchsorted(append_indptr[1:].contiguous(), token, right=True)
     if batch > 0:
@@ -147,6 +160,15 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0)
 
 
+def _check_indptr(append_indptr: torch.Tensor) -> None:
+    """On the host: a card would have to be waited for."""
+    falls = (append_indptr.diff() < 0).nonzero()
+    if len(falls):
+        i = int(falls[0]) + 1
+        found = f"append_indptr[{i}]={int(append_indptr[i])}"
+        raise RunError(f"{found} is smaller than the entry before it: an indptr never decreases.")
+
+
 def _into(given: torch.Tensor | None, values: torch.Tensor, name: str) -> torch.Tensor:
     if given is None:
         return values.to(torch.int32)
@@ -168,4 +190,17 @@ def _index(tensor: torch.Tensor, name: str, length: int | None, device: torch.de
         )
     if length is not None and tensor.shape[0] != length:
         raise RunError(f"{name} has {tensor.shape[0]} entries but {length} are expected: pass one for each.")
-    return tensor.to(torch.int32).contiguous()
+    if tensor.dtype is torch.int64 and not is_dynamo_compiling():
+        tensor = _narrowed(tensor, name)
+    return tensor.to(torch.int32).contiguous().resolve_neg()
+
+
+def _narrowed(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Within int32. On a card, which does not tell, a number beyond it becomes the largest one and no other number."""
+    within = tensor.clamp(-(2**31), 2**31 - 1)
+    if tensor.is_cpu or (env.is_on("FLASHPAGE_CHECK_INDICES") and not torch.cuda.is_current_stream_capturing()):
+        wrong = (within != tensor).nonzero()
+        if len(wrong):
+            i = int(wrong[0])
+            raise RunError(f"{name}[{i}]={int(tensor[i])} is beyond 32 bits: pass numbers of this batch and cache.")
+    return within

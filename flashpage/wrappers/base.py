@@ -20,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import native
 from ..base import checks
 from ..base.errors import PlanError, RunError
+from ..base.unique import Unique
 from ..kernels.options import Options, Values, Variation
 from ..native import fastcall
 from ..plan.batch import NO_BOUNDS, Longest
@@ -36,12 +37,13 @@ from ..run.checks import (
     as_cache,
     check_cache,
     check_output,
+    check_plain,
     check_run_heads,
     check_run_tensors,
     flat,
     geometry,
-    not_a_tensor,
     signature_of,
+    wait_for,
 )
 from . import operators
 
@@ -63,7 +65,7 @@ class _Local(threading.local):
         self.bindings: dict[Any, Binding] = {}
 
 
-class Attention:
+class Attention(Unique):
     """Plans are made by one thread at a time; any thread may run them, one at a time on one stream.
 
     Attributes:
@@ -92,7 +94,7 @@ class Attention:
         self._device_index = self.session.device_index
         self._run_kernels = native.load().fp_run
         builtins = fastcall.builtins()
-        self._bind_tensors, self._run_tensors = builtins.bind, builtins.run
+        self._bind_tensors, self._run_tensors, self._judge_tensors = builtins.bind, builtins.run, builtins.judge
         self._raw_stream = torch._C._cuda_getCurrentRawStream if self._device_index >= 0 else None
         self._local = _Local()
         self._configured: Options | None = None
@@ -143,6 +145,8 @@ class Attention:
         if options is not self._configured:
             self._configure(options)
         self.values = values
+        if pages.non_blocking is not True:
+            checks.flag("non_blocking", pages.non_blocking)
         if pages.tables is not None:
             indices = session.page_numbers_of(pages.tables, lengths, indices)
         session.plan(lengths, indices, pages.non_blocking, longest)
@@ -216,6 +220,7 @@ class Attention:
             or sinks is not None
             or bound.sinks is not None
             or enable_pdl is not bound.enable_pdl
+            or (return_lse is not False and return_lse is not True)
         ):
             return self._run_judged(
                 values, Tensors(q, as_cache(cache), out, lse), return_lse, scales, sinks, enable_pdl
@@ -246,26 +251,40 @@ class Attention:
         enable_pdl: bool | None,
     ) -> Any:
         """A run that differs from the last one: other options or tensors, or none that C could compare."""
+        return_lse = checks.flag("return_lse", return_lse, RunError)
+        outputs = (output for output in (tensors.out, tensors.lse) if output is not None)
+        parts = tensors.cache if tensors.cache.__class__ is tuple else (tensors.cache,)
+        is_odd = tensors.cache.__class__ is tuple and len(parts) != 2
+        if is_odd or self._judge_tensors(tensors.q, *parts, *outputs):
+            tensors = wait_for(tensors)
+            check_plain(tensors)
         q, cache, out, lse = tensors
-        try:
-            signature = signature_of(values, q, cache, out, lse)
-        except (AttributeError, ValueError):
-            raise not_a_tensor(tensors) from None
+        signature = signature_of(values, q, cache, out, lse)
         bound = self._local.bound
         if bound is None or bound.signature != signature or bound.generation != self.session.generation:
             bound = self._bind(signature, values, tensors)
+        unused = self.session.first_row  # rows that no request has
         if out is None:
             out = torch.empty(bound.out_shape, dtype=bound.out_dtype, device=self.device)
+            if unused:
+                out[:unused].zero_()
         if return_lse and lse is None:
             lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=self.device)
+            if unused:
+                lse[:unused].fill_(-torch.inf)
         if scales is not bound.scales:
             bound.set_scales(scales)
         if sinks is not bound.sinks or sinks is not None:
             bound.set_sinks(sinks)
         if enable_pdl is not bound.enable_pdl:
             bound.set_pdl(enable_pdl)
-        bound.point(q, cache, out, lse)
-        self._bind_tensors(bound.address, q, *(cache if cache.__class__ is tuple else (cache, None)), out, lse)
+        bound.resize(q, cache)
+        pair = cache if cache.__class__ is tuple else (cache, None)
+        # C knows no tensors here, or is unsure of these; a plan with unused rows stays with this way.
+        if self._bind_tensors(bound.address, None if unused else q, *pair, out, lse):
+            check_plain(Tensors(q, cache, out, lse))
+            bound.point(q, cache, out, lse)
+            torch.autograd.graph.increment_version([out] if lse is None else [out, lse])
         if self._device_index >= 0:
             bound.args.stream = current_stream(self._device_index)
         if status := self._run_kernels(bound.args_address):

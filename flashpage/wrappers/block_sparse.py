@@ -9,6 +9,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import PlanError, RunError
+from ..base.unique import Unique
 from ..kernels.options import check_soft_cap
 from ..plan.lengths import Lengths, Names, all_to_host, batch_of
 from ..plan.page_indices import Mask, Pages
@@ -17,7 +18,7 @@ from .base import Attention
 from .plan_arguments import Checked, PrefillArguments
 
 
-class BlockSparseAttentionWrapper:
+class BlockSparseAttentionWrapper(Unique):
     """Attention under a block-sparse matrix (BSR): blocks of R rows x C tokens.
 
     Args:
@@ -58,7 +59,7 @@ class BlockSparseAttentionWrapper:
         rope_theta: float | None = None,
         q_data_type: Any = "float16",
         kv_data_type: Any = None,
-        o_data_type: Any = "float16",
+        o_data_type: Any = None,
         non_blocking: bool = True,
         block_mask: torch.Tensor | None = None,
     ) -> None:
@@ -73,7 +74,7 @@ class BlockSparseAttentionWrapper:
             packed_mask: the same as bits: for each row block its rows over its blocks' tokens, flattened, as
                 `segment_packbits(..., bitorder="little")` packs them.
             causal: over the visible blocks of a row block, side by side, right-aligned.
-            o_data_type: of the output, "float16" unless told, whatever q's.
+            o_data_type: of the output; None: q's, or bfloat16 where that is fp8 (FlashInfer: "float16", whatever q's).
             The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         self._attention.session.invalidate()
@@ -88,7 +89,7 @@ class BlockSparseAttentionWrapper:
             raise PlanError(f"N={N} is not a multiple of C={C}: fill the tokens up to whole blocks.")
         if rows != -(-M // R):
             raise PlanError(f"indptr has {rows} row blocks but M={M} rows are {-(-M // R)} blocks of R={R}.")
-        qo_indptr = (torch.arange(rows + 1) * R).clamp(max=M)
+        qo_indptr = (torch.arange(rows + 1, device="cpu") * R).clamp(max=M)
         (indptr,) = all_to_host([indptr])
         if mask is not None:
             mask = _flattened(mask, indptr, qo_indptr, R, C)  # type: ignore[arg-type]

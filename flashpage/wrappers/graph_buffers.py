@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..base import checks
+from ..base import checks, tensor_memory
 from ..base.errors import PlanError
 from ..plan.capacity import Capacity
 from .base import Attention
@@ -38,6 +38,7 @@ def take_graph_buffers(
             raise PlanError(f"{name}=None with use_cuda_graph=True: pass the buffer that captured runs read.")
         checks.tensor(buffer, name, PlanError)
         checks.same_device(buffer, attention.device, name, PlanError)
+        tensor_memory.address(buffer, name, PlanError)
         if not buffer.is_contiguous():
             raise PlanError(f"{name} has strides {tuple(buffer.stride())}: pass a contiguous tensor.")
         if kind == "indices":

@@ -8,6 +8,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import PlanError
+from ..base.unique import Unique
 from ..plan.lengths import Lengths, Names
 from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES
@@ -17,7 +18,7 @@ from .plan_arguments import Checked, PrefillArguments
 _WORKSPACE_BYTES = 128 << 20
 
 
-class BatchAttention:
+class BatchAttention(Unique):
     """Attention of a batch whose requests have any number of rows.
 
     Requests of few rows and requests of many are planned for a kernel each where that is faster, and run at the same

@@ -7,23 +7,27 @@ watches. A wrapper's run is an operator with the wrapper's handle, never its pla
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from .. import jit, native
-from ..base import checks, kv_view
+from ..base import checks, kv_view, tensor_memory
 from ..base.dtypes import DType
 from ..base.errors import CapabilityError, RunError
+from ..base.tensor_memory import waited
 from ..kernels import helpers
 from ..kernels.options import Options, Values
 from ..kernels.spec import KernelSpec
+from ..native import fastcall
 from ..plan.session import current_stream
 from ..run.checks import Tensors, check_places, scales_of
 
 _ROWS_PER_CTA = 8  # merge_states and append: a warp each
+_CONTIGUOUS = torch.contiguous_format
 
 
 class Runnable(Protocol):
@@ -44,11 +48,50 @@ WRAPPERS: weakref.WeakValueDictionary[int, Runnable] = weakref.WeakValueDictiona
 _library = torch.library.Library("flashpage", "DEF")
 
 
+def is_traced() -> bool:
+    """Whether torch traces or watches: tensors may then have no values."""
+    return bool(torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack())
+
+
+def check_plain(*named: tuple[str, Any]) -> None:
+    """Raises for the first tensor whose memory kernels cannot use."""
+    for name, value in () if is_traced() else named:
+        tensor = checks.tensor(value, name, RunError)
+        if waited(tensor) is tensor:
+            tensor_memory.address(tensor, name, RunError)
+
+
 def call(name: str, *args: Any) -> Any:
     """An operator's implementation at once, or the operator where torch traces or watches."""
-    if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
+    if is_traced():
         return getattr(torch.ops.flashpage, name)(*args)
-    return _IMPLEMENTATIONS[name](*args)
+    return _IMPLEMENTATIONS[name](*judged(name, args))
+
+
+def judged(name: str, args: tuple[Any, ...]) -> list[Any]:
+    """Arguments of an operator for its implementation: tensors have memory. Autograd is told which ones are written."""
+    found = [[waited(part) for part in arg] if arg.__class__ is list else waited(arg) for arg in args]
+    names, written = _arguments_of(name)
+    if fastcall.builtins().judge(*(tensor for _, tensor in _tensors(names, found))):
+        check_plain(*_tensors(names, found))
+    if written:
+        torch.autograd.graph.increment_version([t for _, t in _tensors(names, [found[i] for i in written])])
+    return found
+
+
+def _tensors(names: tuple[str, ...], args: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, arg in zip(names, args, strict=False):
+        for value in arg if arg.__class__ is list else (arg,):
+            if isinstance(value, torch.Tensor):
+                yield name, value
+
+
+@functools.cache
+def _arguments_of(operator: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """An operator's arguments, and the places of those that it writes."""
+    arguments = getattr(torch.ops.flashpage, operator).default._schema.arguments
+    is_written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+    return tuple(argument.name for argument in arguments), tuple(i for i, written in enumerate(is_written) if written)
 
 
 # ---------------------------------------------------------------- run
@@ -129,6 +172,11 @@ def _merge(params: native.MergeStatesParams, v: torch.Tensor) -> None:
         raise CapabilityError(
             f"head_dim={params.head_dim} is not a multiple of 4: the merge kernel reads four at a time."
         )
+    if params.out % (4 * v.element_size()):
+        raise RunError(
+            f"the output starts at {params.out:#x}: the merge kernel writes four elements at a time; pass memory that "
+            f"starts on {4 * v.element_size()} bytes."
+        )
     kernel = jit.get_kernel(KernelSpec("merge_states", q_dtype=DType.of(v.dtype)), v.device)
     _launch(kernel, address, params.rows * params.num_heads, v.device)
 
@@ -143,22 +191,31 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def vector_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """With rows that begin on four elements, as the kernel on a card loads four at once: a copy where they do not."""
+    at_four, strides = 4 * tensor.element_size(), tensor.stride()[:-1]
+    is_aligned = not any(stride * tensor.element_size() % at_four for stride in strides)
+    return tensor if is_aligned and tensor.data_ptr() % at_four == 0 else tensor.clone(memory_format=_CONTIGUOUS)
+
+
 def _merge_pair(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor,
 ) -> None:  # fmt: skip
     v, v_other, s, s_other = _rows(v), _rows(v_other), _rows(s), _rows(s_other)
+    if not v.is_cpu:
+        v, v_other = vector_rows(v), vector_rows(v_other)
     if v.stride() != v_other.stride():
         v_other = v_other.contiguous() if v.is_contiguous() else torch.empty_like(v).copy_(v_other)
         v = v if v.stride() == v_other.stride() else v.contiguous()
     if s.stride() != s_other.stride():
         s, s_other = s.contiguous(), s_other.contiguous()
     params = native.MergeStatesParams(
-        v=checks.address(v, "v", RunError),
-        s=checks.address(s, "s", RunError),
-        v_other=checks.address(v_other, "v_other", RunError),
-        s_other=checks.address(s_other, "s_other", RunError),
-        mask=None if mask is None else checks.address(mask, "mask", RunError),
+        v=v.data_ptr(),
+        s=s.data_ptr(),
+        v_other=v_other.data_ptr(),
+        s_other=s_other.data_ptr(),
+        mask=None if mask is None else mask.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
         v_row_stride=v.stride(0),
@@ -189,6 +246,9 @@ def _merge_state_fake(
 def _merge_state_in_place(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None
 ) -> None:
+    for name, written, other in (("v", v, v_other), ("s", s, s_other)):
+        if written.data_ptr() != other.data_ptr():
+            tensor_memory.check_apart(written, name, other, f"{name}_other", RunError)
     _merge_pair(v, s, v_other, s_other, None if mask is None else mask.contiguous(), v, s)
 
 
@@ -200,9 +260,11 @@ def _merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def _merge_states_into(v: torch.Tensor, s: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     v, s = _rows(v), _rows(s)
+    if not v.is_cpu:
+        v = vector_rows(v)
     params = native.MergeStatesParams(
-        v=checks.address(v, "v", RunError),
-        s=checks.address(s, "s", RunError),
+        v=v.data_ptr(),
+        s=s.data_ptr(),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
         v_state_stride=v.stride(1),
@@ -247,20 +309,20 @@ def _append_paged_kv_cache(
     if append_key.is_cpu:
         check_places(batch_indices, positions, kv_indices, kv_indptr, k)
     size = append_key.element_size()
-    addresses = [checks.address(tensor, "paged_kv_cache", RunError) for tensor in cache]
+    addresses = [tensor.data_ptr() for tensor in cache]
     params = native.AppendParams(
-        append_key=checks.address(append_key, "append_key", RunError),
-        append_value=checks.address(append_value, "append_value", RunError),
+        append_key=append_key.data_ptr(),
+        append_value=append_value.data_ptr(),
         key_row_stride=append_key.stride(0),
         key_head_stride=append_key.stride(1),
         value_row_stride=append_value.stride(0),
         value_head_stride=append_value.stride(1),
         k=native.KvView(addresses[0], k.page_stride, k.token_stride, k.head_stride),
         v=native.KvView(addresses[-1] + v.offset * size, v.page_stride, v.token_stride, v.head_stride),
-        batch_indices=checks.address(batch_indices, "batch_indices", RunError),
-        positions=checks.address(positions, "positions", RunError),
-        kv_indptr=checks.address(kv_indptr, "kv_indptr", RunError),
-        kv_indices=checks.address(kv_indices, "kv_indices", RunError),
+        batch_indices=batch_indices.data_ptr(),
+        positions=positions.data_ptr(),
+        kv_indptr=kv_indptr.data_ptr(),
+        kv_indices=kv_indices.data_ptr(),
         nnz=nnz,
         num_kv_heads=num_kv_heads,
         head_dim_qk=head_dim_qk,

@@ -19,11 +19,16 @@ from .adapter import Adapter
 from .base import DECODE
 from .engine_access.attributes import PagedState, Written
 from .engine_access.cached_module import DecodePlanModule, PlanModule
-from .plan_arguments import NO_OWN, DecodeArguments, Own, named_options, options_of_device, sizes_signature
+from .plan_arguments import NO_OWN, DecodeArguments, Own, differ, named_options, options_of_device, sizes_signature
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
     """Attention of a batch of decode steps: `plan` once a step, `run` once a layer.
+
+    A caller may change any tensor that plan was given before the next run, except what lies on a card and is read there
+    in place: int32 page numbers, packed masks, what plan_on_device was given, and a variant's tensors; those stay as
+    they are until the last run of the plan is done. (The CPU reads copies, but for a variant's tensors.) An output of
+    run shares no memory with q, K, V or another output, so q itself is refused as `out`.
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
@@ -60,7 +65,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         max_rows: int = 0,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
-        self._use_tensor_cores = use_tensor_cores
+        self._use_tensor_cores = checks.flag("use_tensor_cores", use_tensor_cores)
         self._take_graph_buffers(
             Capacity.of(use_cuda_graph, max_batch=max_batch, max_pages=max_pages, max_rows=max_rows),
             paged_kv_indptr_buffer=paged_kv_indptr_buffer,
@@ -119,7 +124,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
             head_dim: of q, K and V.
             page_size: tokens a page.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI".
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI", whose bias is 0 at
+                the row's own token: FlashInfer's is larger by slope * (KV length - query length), see the README.
             window_left: tokens visible left of the row's own; -1: all.
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: as they are.
             q_data_type, kv_data_type, o_data_type: of q ("float16"), of the cache (q's) and of the output (q's; where
@@ -163,7 +169,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             q_len_per_req,
             Own.of(own) if own else NO_OWN,
         )
-        if arguments != self._arguments:
+        try:
+            is_new = arguments != self._arguments
+        except (RuntimeError, ValueError):  # an array among them, which is refused when it is checked
+            is_new = True
+        if is_new:
             self._check(arguments)
         self._now = self._planned
         lengths, pages = Lengths(None, indptr, last_page_len, seq_lens), Pages(indices, block_tables, non_blocking)
@@ -211,7 +221,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         On a card lengths are taken to lie within 0 and what a row of `block_tables` holds; on the CPU they are checked.
         """
         arguments = DecodeArguments(num_qo_heads, num_kv_heads, head_dim, page_size, **options_of_device(options))
-        if arguments != self._arguments:
+        if differ(arguments, self._arguments):
             self._check(arguments)
         self._now = self._planned
         tables = TableLengths(

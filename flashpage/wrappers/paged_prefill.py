@@ -18,12 +18,17 @@ from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
-from .plan_arguments import NO_OWN, Own, PrefillArguments, options_of_device
+from .plan_arguments import NO_OWN, Own, PrefillArguments, differ, options_of_device
 from .prefill_base import PrefillWrapper, only_items
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
     """Attention of a batch of prefills or appends over a paged KV cache: `plan` once a step, `run` once a layer.
+
+    A caller may change any tensor that plan was given before the next run, except what lies on a card and is read there
+    in place: int32 page numbers, packed masks, what plan_on_device was given, and a variant's tensors; those stay as
+    they are until the last run of the plan is done. (The CPU reads copies, but for a variant's tensors.) An output of
+    run shares no memory with q, K, V or another output, so q itself is refused as `out`.
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
@@ -127,7 +132,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
                 run looks at what custom_mask_buf has.
             packed_custom_mask: the same as bits, `segment_packbits(mask, indptr, bitorder="little")`.
             causal: row r of a request sees tokens up to kv_len - q_len + r.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI".
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI", whose bias is 0 at
+                the row's own token: FlashInfer's is larger by slope * (KV length - query length), see the README.
             sm_scale: of the scores; None: head_dim_qk ** -0.5.
             window_left: tokens visible left of the row's own; -1: all.
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: as they are.
@@ -246,7 +252,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             max_rows = self._planner.capacity.rows
         heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         arguments = PrefillArguments("paged", *heads, **options_of_device(options))
-        if arguments != self._arguments:
+        if differ(arguments, self._arguments):
             self._check(arguments)
         self._now = self._planned
         tables = TableLengths(

@@ -155,6 +155,14 @@ def options_of_device(options: dict[str, Any]) -> dict[str, Any]:
     return fields | {"own": Own.of({name: value for name, value in options.items() if name in Own._fields})}
 
 
+def differ(arguments: Arguments, others: Arguments | None) -> bool:
+    """Whether they are others; an array among them has no single truth value, and is refused when it is checked."""
+    try:
+        return arguments != others
+    except (RuntimeError, ValueError):
+        return True
+
+
 class Checked:
     """The options of the newest arguments: the same ones are checked once. A session, if given, has no plan while
     others are checked."""
@@ -165,7 +173,11 @@ class Checked:
         self._found: tuple[Options, Values]
 
     def of(self, arguments: Arguments) -> tuple[Options, Values]:
-        if arguments != self._arguments:
+        try:
+            is_new = arguments != self._arguments
+        except (RuntimeError, ValueError):  # an array among them, which is refused when it is checked
+            is_new = True
+        if is_new:
             self._arguments = None
             if self._session is not None:
                 self._session.invalidate()

@@ -9,6 +9,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import PlanError, RunError
+from ..base.unique import Unique
 from ..plan.lengths import Lengths, all_to_host
 from ..plan.page_indices import NO_PAGES, Mask, Pages
 from .base import DECODE, RAGGED, Attention
@@ -16,7 +17,7 @@ from .graph_buffers import take_graph_buffers
 from .plan_arguments import Checked, DecodeArguments, PrefillArguments
 
 
-class PODWithPagedKVCacheWrapper:
+class PODWithPagedKVCacheWrapper(Unique):
     """One request's prefill over K and V that lie side by side, and a batch of decodes over a paged cache.
 
     Args:
@@ -40,7 +41,11 @@ class PODWithPagedKVCacheWrapper:
         self._kv_layout = kv_layout
         owner = type(self).__name__
         self._decode = Attention(
-            float_workspace_buffer, kv_layout, is_graph=bool(use_cuda_graph), names=DECODE, owner=owner
+            float_workspace_buffer,
+            kv_layout,
+            is_graph=checks.flag("use_cuda_graph", use_cuda_graph),
+            names=DECODE,
+            owner=owner,
         )
         buffers = {
             "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
@@ -209,7 +214,9 @@ class PODWithPagedKVCacheWrapper:
         key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, *options.values())
         if mask is not None or self._planned[layout] is None or key != self._planned[layout]:
             self._planned[layout] = None
-            q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (q.shape[0], k.shape[token]))
+            q_indptr, kv_indptr = (
+                torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in (q.shape[0], k.shape[token])
+            )
             arguments = PrefillArguments(
                 "ragged",
                 q.shape[1],
@@ -229,7 +236,7 @@ class PODWithPagedKVCacheWrapper:
         """Nothing: plans need no end."""
 
 
-class BatchPODWithPagedKVCacheWrapper:
+class BatchPODWithPagedKVCacheWrapper(Unique):
     """A batch of prefills and a batch of decodes over paged caches.
 
     Args:
@@ -349,7 +356,10 @@ class BatchPODWithPagedKVCacheWrapper:
             self._prefill.plan(lengths, pages, options, values, mask)
             self._is_masked = mask is not None
         self._prefill.require_plan("run")
-        values_p, scales = self._prefill.values._replace(causal=bool(causal_p)), (q_scale, k_scale, v_scale)
+        values_p, scales = (
+            self._prefill.values._replace(causal=checks.flag("causal_p", causal_p)),
+            (q_scale, k_scale, v_scale),
+        )
         return (
             self._prefill.run(q_p, paged_kv_cache_p, None, None, return_lse, values_p, enable_pdl=enable_pdl),
             self._decode.run(q_d, paged_kv_cache_d, None, None, return_lse, scales=scales, enable_pdl=enable_pdl),

@@ -59,7 +59,11 @@ class PrefillWrapper(Adapter):
     def _plan(
         self, arguments: PrefillArguments, lengths: Lengths, pages: Pages, mask: Mask | None, longest: Longest
     ) -> None:
-        if arguments != self._arguments:
+        try:
+            is_new = arguments != self._arguments
+        except (RuntimeError, ValueError):  # an array among them, which is refused when it is checked
+            is_new = True
+        if is_new:
             self._check(arguments)
         self._now = self._planned
         self._attention.plan(lengths, pages, self._options, self._now, mask, longest)

@@ -24,6 +24,11 @@ from .prefill_base import PrefillWrapper, only_items
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     """Attention of a batch of prefills over ragged K and V: `plan` once a step, `run` once a layer.
 
+    A caller may change any tensor that plan was given before the next run, except what lies on a card and is read there
+    in place: packed masks and a variant's tensors; those stay as they are until the last run of the plan is done. (The
+    CPU reads copies, but for a variant's tensors.) An output of run shares no memory with q, k, v or another output, so
+    q itself is refused as `out`.
+
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
             on the CPU: the CPU backend.

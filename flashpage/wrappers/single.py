@@ -161,7 +161,7 @@ def _attention(device: torch.device, kv_layout: str) -> Attention:
 
 
 def _indptr(length: int) -> torch.Tensor:
-    return torch.tensor([0, length], dtype=torch.int32)
+    return torch.tensor([0, length], dtype=torch.int32, device="cpu")
 
 
 def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:

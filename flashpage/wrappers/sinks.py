@@ -9,6 +9,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import PlanError, RunError
+from ..kernels.options import check_scale
 from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 
@@ -111,7 +112,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             raise RunError(checks.extra_positions(args))
         planned = self._sm_scale
         if sm_scale is not None:
-            self._sm_scale = float(sm_scale)
+            self._sm_scale = check_scale(sm_scale, 1)
         try:
             return super().run(q, paged_kv_cache, sinks=sinks, **kwargs)
         finally:

@@ -66,7 +66,7 @@ def canonicalize_torch_dtype(dtype: Any) -> torch.dtype:
     """A torch dtype, or the one of that name."""
     found = getattr(torch, dtype) if isinstance(dtype, str) and hasattr(torch, dtype) else dtype
     if not isinstance(found, torch.dtype):
-        raise RunError(f"dtype={dtype!r} is no torch dtype: pass one, or its name.")
+        raise RunError(f"dtype={checks.shown(dtype)} is no torch dtype: pass one, or its name.")
     return found
 
 

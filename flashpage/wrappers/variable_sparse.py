@@ -9,6 +9,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import PlanError, RunError
+from ..base.unique import Unique
 from ..kernels.options import check_heads, check_soft_cap
 from ..plan.lengths import Lengths, all_to_host
 from ..plan.page_indices import Pages
@@ -16,7 +17,7 @@ from .base import Attention
 from .plan_arguments import Checked, PrefillArguments
 
 
-class VariableBlockSparseAttentionWrapper:
+class VariableBlockSparseAttentionWrapper(Unique):
     """Attention under block masks: block (i, j) of a KV head has block_row_sz[head, i] rows x block_col_sz[head, j]
     tokens.
 
@@ -188,7 +189,7 @@ def _pages(mask: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, tor
     head, _, column = mask.nonzero(as_tuple=True)
     counts = columns[head, column]
     first = torch.repeat_interleave(begins[head, column] - (counts.cumsum(0) - counts), counts)
-    indices = (first + torch.arange(int(counts.sum()))).to(torch.int32)
+    indices = (first + torch.arange(int(counts.sum()), device="cpu")).to(torch.int32)
     lengths = (mask * columns.unsqueeze(1)).sum(2).flatten()
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), indices
 

@@ -140,12 +140,13 @@ def test_without_dlpack_results_are_the_same(batch: Batch, monkeypatch: pytest.M
 
 
 @NEEDS_DLPACK
-def test_page_numbers_are_read_in_place_where_kernels_can() -> None:
-    """Whatever the library does not take as it is, Python looks at, copies or refuses."""
+def test_page_numbers_are_taken_where_kernels_can_read_them() -> None:
+    """On the CPU copies of them. Python looks at whatever the library does not take, and copies or refuses it."""
     numbers = torch.arange(10, dtype=torch.int32)
     batch = native.BatchStruct(is_paged=1, device_type=1, q_len_per_request=1, bytes_of_a_copy=64)
-    copies = torch.empty(256, dtype=torch.uint8)
+    copies, page_copies = torch.empty(256, dtype=torch.uint8), torch.empty(10, dtype=torch.int32)
     batch.copies = copies.data_ptr()
+    batch.page_copies, batch.most_page_copies = page_copies.data_ptr(), 10
     batch.most_total_rows = batch.most_entries = 2**40
     batch.most_requests = 100
     call = native.PlanCall(batch=ctypes.addressof(batch), row_class=native.RowClass(0, -1))
@@ -157,7 +158,8 @@ def test_page_numbers_are_read_in_place_where_kernels_can() -> None:
         return fastcall.builtins().plan(ctypes.addressof(call), 0, *lengths, indices)
 
     def is_taken(indices: torch.Tensor, entries: int) -> bool:
-        return status_of(indices, entries) == native.OTHER_BATCH and batch.page_numbers == indices.data_ptr()
+        is_there = status_of(indices, entries) == native.OTHER_BATCH and batch.page_numbers == page_copies.data_ptr()
+        return is_there and torch.equal(page_copies[:entries], indices[:entries])
 
     assert is_taken(numbers, 10) and batch.max_page == 9
     assert is_taken(numbers[3:], 7) and is_taken(numbers, 4) and batch.max_page == 3
@@ -165,9 +167,12 @@ def test_page_numbers_are_read_in_place_where_kernels_can() -> None:
     assert [status_of(other, 2) for other in others] == [native.OTHER_PAGES] * 6
     assert status_of(numbers, 11) == native.OTHER_PAGES
     assert status_of(None) == native.OTHER_PAGES
+    batch.most_page_copies = 9
+    assert status_of(numbers) == native.OTHER_PAGES
+    batch.most_page_copies = 10
     batch.page_buffer, batch.page_buffer_entries = numbers.data_ptr(), 9  # captured launches read there
     assert is_taken(numbers, 10) and status_of(numbers.clone()) == native.OTHER_PAGES
-    assert status_of(numbers.clone(), 9) == native.OTHER_BATCH and batch.page_numbers == numbers.data_ptr()
+    assert status_of(numbers.clone(), 9) == native.OTHER_BATCH and batch.page_numbers == page_copies.data_ptr()
     batch.device_type = 2
     assert status_of(numbers.clone(), 9) == native.OTHER_PAGES  # a card's buffer takes them through slots
     batch.page_buffer = None

@@ -132,9 +132,11 @@ def test_forward_wins_over_plan() -> None:
     assert wrapper.end_forward() is None
 
 
-def test_the_output_is_float16_unless_told() -> None:
+def test_the_output_has_the_type_of_q_unless_told() -> None:
     matrix, wrapper = Matrix(MATRICES[0]), wrapper_on("cpu")
     wrapper.plan(matrix.indptr, matrix.indices, *matrix.bsr.sizes, q_data_type="bfloat16")
+    assert wrapper.run(*matrix.tensors("cpu")).dtype == torch.bfloat16
+    wrapper.plan(matrix.indptr, matrix.indices, *matrix.bsr.sizes, q_data_type="bfloat16", o_data_type="float16")
     assert wrapper.run(*matrix.tensors("cpu")).dtype == torch.float16
 
 

@@ -10,7 +10,8 @@ from signatures import shown
 
 import flashpage
 
-# Positional parameters of FlashInfer 0.7.2 as (name, default); a name alone has none.
+# Positional parameters of FlashInfer 0.7.2 as (name, default); a name alone has none. One default is ours: FlashInfer's
+# BlockSparseAttentionWrapper.plan has o_data_type='float16', which narrows the outputs of wider queries without a word.
 SIGNATURES: dict[str, str] = {
     "MultiLevelCascadeAttentionWrapper.__init__": (
         "num_levels float_workspace_buffer kv_layout='NHD' use_cuda_graph=False qo_indptr_buf_arr=None "
@@ -70,7 +71,7 @@ SIGNATURES: dict[str, str] = {
     "BlockSparseAttentionWrapper.plan": (
         "indptr indices M N R C num_qo_heads num_kv_heads head_dim mask=None packed_mask=None causal=False "
         "pos_encoding_mode='NONE' use_fp16_qk_reduction=False logits_soft_cap=None sm_scale=None "
-        "rope_scale=None rope_theta=None q_data_type='float16' kv_data_type=None o_data_type='float16' "
+        "rope_scale=None rope_theta=None q_data_type='float16' kv_data_type=None o_data_type=None "
         "non_blocking=True block_mask=None"
     ),
     "BlockSparseAttentionWrapper.forward": (

@@ -116,8 +116,8 @@ def test_workspaces_are_judged_by_the_largest_batch() -> None:
         steps.plan(steps.wrapper(small, **capacity), 0)
     wrapper = steps.wrapper(**capacity)
     wrapper.reset_workspace_buffer(wrapper._float_workspace_buffer, small)
-    with pytest.raises(PlanError, match=r"int_workspace_buffer has 1024 bytes .* reset_workspace_buffer"):
-        steps.plan(wrapper, 0)
+    steps.plan(wrapper, 0)
+    assert wrapper._int_workspace_buffer.numel() > 1024, "no graph reads it before the first plan: it grows"
 
 
 def workspace() -> torch.Tensor:

@@ -140,11 +140,40 @@ def test_a_larger_workspace_reaches_options_of_runs() -> None:
 
     wrapper.run(plan_decodes(), KV, window_left=3)
     requests = 3000
-    with pytest.raises(PlanError, match="reset_workspace_buffer"):
-        plan_decodes()
     wrapper.reset_workspace_buffer(workspace(1 << 24), workspace(1 << 22))
     q = plan_decodes()
     torch.testing.assert_close(wrapper.run(q, KV, window_left=3), wrapper.run(q, KV))
+    assert {found.call.capacity for found in wrapper._planner.active} == {1 << 22}
+
+
+def test_the_int_workspace_grows() -> None:
+    """For the planned options and for those of runs; a plan that a graph captured keeps its memory."""
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace(1 << 20))
+    wrapper.reset_workspace_buffer(workspace(1 << 20), workspace(64))
+    for requests in (4, 3000, 5):
+        arguments = (torch.arange(requests + 1).int(), torch.zeros(requests).int(), torch.ones(requests).int())
+        wrapper.plan(*arguments, *HEADS, q_data_type=torch.float32)
+        q = torch.randn(requests, 4, 64)
+        torch.testing.assert_close(wrapper.run(q, KV, window_left=3), wrapper.run(q, KV))
+    first, other = wrapper._planner.active
+    assert first.slot.memory is wrapper._int_workspace_buffer and other.slot.memory is not first.slot.memory
+    captured = weakref.ref(first.slot.memory)
+    first.call.was_captured = 1
+    first.slot.grow(1 << 20)
+    assert captured() is not None and first.call.capacity == 1 << 20
+
+
+def test_the_int_workspace_does_not_grow_under_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace(1 << 20))
+    wrapper.plan(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1]), *HEADS, q_data_type=torch.float32)
+    batch, first = wrapper._planner.batch, wrapper._planner.active[0]
+    batch.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not first._make_int_room(batch, 1 << 20)
+    batch.device = torch.device("cpu")
+    assert first._make_int_room(batch, 1 << 20)
+    batch.is_graph, first.slot.is_used = True, True
+    assert not first._make_int_room(batch, 1 << 21)
 
 
 def test_a_refused_plan_leaves_what_graphs_read() -> None:

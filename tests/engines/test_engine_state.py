@@ -236,7 +236,7 @@ REFUSED = [
     ({"_block_tables": torch.zeros(4, 8, dtype=torch.int32)}, {}, "block_tables has page 0"),
     ({"_prefix_len_ptr": LAST}, {}, "token_pos_in_items_ptr=None"),
     ({}, {0: torch.empty(64, dtype=torch.float32, device="meta")}, "float_workspace_buffer is on meta"),
-    ({}, {1: torch.empty(64, dtype=torch.uint8)}, "int_workspace_buffer has 64 bytes"),
+    ({}, {1: torch.empty(64, dtype=torch.uint8, device="meta")}, "int_workspace_buffer is on meta"),
     ({}, {2: torch.empty(64, device="meta")}, "_pin_memory_int_workspace_buffer is on meta"),
     ({}, {3: indptr_of((1, 4, -1, 2))}, r"qo_indptr\[3\]"),
     ({}, {4: OTHER.kv_indptr[:-1]}, "batch_size=4 but kv_indptr"),

@@ -80,7 +80,7 @@ class PagedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
-        self.reorder_cache(torch.arange(self.table.batch).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.table.batch, device="cpu").repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Without tokens, as new; memory stays."""

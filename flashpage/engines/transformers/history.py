@@ -34,7 +34,7 @@ class History:
 
     def crop(self, count: int, batch: int) -> torch.Tensor:
         """Removes the last columns; returns how many tokens of each row they were, [batch]."""
-        removed = torch.zeros(batch, dtype=torch.int64)
+        removed = torch.zeros(batch, dtype=torch.int64, device="cpu")
         while count:
             width, is_token = self._columns.pop()
             taken = min(count, width)

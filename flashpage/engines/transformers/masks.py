@@ -66,7 +66,7 @@ class Rows(NamedTuple):
 
 
 def all_rows(batch: int, length: int) -> Rows:
-    return Rows(None, None, torch.full((batch,), length))
+    return Rows(None, None, torch.full((batch,), length, device="cpu"))
 
 
 def token_rows(is_token: torch.Tensor, device: torch.device) -> Rows:

@@ -18,14 +18,18 @@ class PageTable:
         self.limit = num_pages
         self.num_pages = num_pages or 0  # of the pools, in use or not
         self.batch = 0
-        self.lengths = torch.zeros(0, dtype=torch.int64)  # [batch], tokens
+        self.lengths = torch.zeros(0, dtype=torch.int64, device="cpu")  # [batch], tokens
         self.pages: list[list[int]] = []  # of each request
         self._users = [0] * self.num_pages  # requests that have a page
         self._free = list(range(self.num_pages))[::-1]
 
     def start(self, batch: int) -> None:
         """Requests without tokens."""
-        self.batch, self.lengths, self.pages = batch, torch.zeros(batch, dtype=torch.int64), [[] for _ in range(batch)]
+        self.batch, self.lengths, self.pages = (
+            batch,
+            torch.zeros(batch, dtype=torch.int64, device="cpu"),
+            [[] for _ in range(batch)],
+        )
 
     def extend(self, new: torch.Tensor) -> list[tuple[int, int]]:
         """Room for `new` [batch] more tokens. Returns pages to copy first, as pairs (from, to)."""
@@ -68,10 +72,10 @@ class PageTable:
 
     def arrays(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """kv_indptr [batch + 1], indices and last_page_len [batch], int32 on the host."""
-        counts = torch.tensor([len(own) for own in self.pages])
-        indptr = torch.zeros(self.batch + 1, dtype=torch.int32)
+        counts = torch.tensor([len(own) for own in self.pages], device="cpu")
+        indptr = torch.zeros(self.batch + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(counts, 0, out=indptr[1:])
-        indices = torch.tensor([page for own in self.pages for page in own], dtype=torch.int32)
+        indices = torch.tensor([page for own in self.pages for page in own], dtype=torch.int32, device="cpu")
         last = torch.where(counts > 0, self.lengths - (counts - 1) * self.page_size, 0)
         return indptr, indices, last.int()
 

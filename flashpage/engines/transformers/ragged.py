@@ -71,7 +71,7 @@ def padded_to(rows: torch.Tensor, length: int) -> torch.Tensor:
 
 def indptr(lengths: torch.Tensor) -> torch.Tensor:
     """[batch + 1] int32, on the host."""
-    ends = torch.zeros(lengths.numel() + 1, dtype=torch.int32)
+    ends = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device="cpu")
     torch.cumsum(lengths, 0, out=ends[1:])
     return ends
 

@@ -70,7 +70,7 @@ class Step:
         new = self.rows.lengths
         self.q_indptr, self.kv_indptr, self.last_page_len = indptr(new), kv_indptr, last_page_len
         requests = torch.repeat_interleave(new)
-        positions = torch.arange(requests.numel()) - self.q_indptr[requests] + begin[requests]
+        positions = torch.arange(requests.numel(), device="cpu") - self.q_indptr[requests] + begin[requests]
         parts = (requests.int(), positions.int(), indices, kv_indptr, last_page_len)
         moved = torch.cat(parts).to(self.device).split([part.numel() for part in parts])
         self.places, self.page_lists = (moved[0], moved[1]), (moved[2], moved[3], moved[4])

@@ -147,7 +147,7 @@ def write_rows(
     slots = checked_slots(slot_mapping, rows, sizes, value_cache.shape[3])
     device, whole = slots.device, torch.int32
     request = torch.where(slots < 0, -1, 0).to(whole)  # the cache is one request of all blocks
-    ends = torch.tensor([0, blocks], dtype=whole).to(device)
+    ends = torch.tensor([0, blocks], dtype=whole, device="cpu").to(device)
     pages = torch.arange(blocks, dtype=whole, device=device)
     cache = [as_bytes(key_cache), as_bytes(value_cache)]
     new = [as_bytes(t[: len(slots)]) for t in rows]

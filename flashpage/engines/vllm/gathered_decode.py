@@ -51,7 +51,7 @@ class BlockSparse(NamedTuple):
 
     def head_offsets(self, num_heads: int, num_kv_heads: int) -> torch.Tensor:
         """[num_heads] int32"""
-        heads, step = torch.arange(num_heads, dtype=torch.int32), self.head_sliding_step
+        heads, step = torch.arange(num_heads, dtype=torch.int32, device="cpu"), self.head_sliding_step
         if step >= 0:
             return (self.tp_rank * num_heads + heads) * step + 1
         groups = heads.div(num_heads // num_kv_heads, rounding_mode="floor")
@@ -94,10 +94,10 @@ class Partitions(NamedTuple):
     def of(seq_lens: torch.Tensor, tokens: int) -> Partitions:
         """Pieces of `tokens`; 0: every sequence is one."""
         if not tokens:
-            return Partitions(torch.arange(len(seq_lens)), torch.zeros_like(seq_lens), seq_lens)
+            return Partitions(torch.arange(len(seq_lens), device="cpu"), torch.zeros_like(seq_lens), seq_lens)
         counts = (seq_lens + tokens - 1) // tokens
-        sequence = torch.repeat_interleave(torch.arange(len(seq_lens)), counts)
-        first = (torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]) * tokens
+        sequence = torch.repeat_interleave(torch.arange(len(seq_lens), device="cpu"), counts)
+        first = (torch.arange(len(sequence), device="cpu") - (counts.cumsum(0) - counts)[sequence]) * tokens
         return Partitions(sequence, first, (seq_lens[sequence] - first).clamp(max=tokens))
 
 
@@ -224,7 +224,7 @@ def _gathered(given: Sequences) -> tuple[torch.Tensor, tuple[torch.Tensor, torch
     """Page numbers of all sequences, side by side, and the blocks that they name as rows [page, token, head, dim]."""
     counts = (given.seq_lens + given.block_size - 1) // given.block_size
     tables = given.block_tables
-    is_used = torch.arange(tables.shape[1]) < counts.unsqueeze(1)
+    is_used = torch.arange(tables.shape[1], device="cpu") < counts.unsqueeze(1)
     blocks, numbers = tables[is_used.to(tables.device)].long().unique(return_inverse=True)
     if blocks.is_cpu and blocks.numel() and not 0 <= int(blocks[0]) <= int(blocks[-1]) < len(given.key_cache):
         raise RunError(f"block_tables names blocks {int(blocks[0])} to {int(blocks[-1])} of {len(given.key_cache)}.")

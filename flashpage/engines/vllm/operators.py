@@ -238,7 +238,7 @@ def _call(name: str, *args: Any) -> None:
     if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
         getattr(torch.ops.flashpage, name)(*args)
     else:
-        _IMPLEMENTATIONS[name][1](*args)
+        _IMPLEMENTATIONS[name][1](*operators.judged(name, args))
 
 
 _library = torch.library.Library("flashpage", "FRAGMENT")

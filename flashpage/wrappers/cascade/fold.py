@@ -63,7 +63,9 @@ def _joined(upper: PagedLevel, lower: PagedLevel) -> PagedLevel:
     # Each request's pages of the upper level, then its own: places in both lists, one behind the other.
     begins = torch.stack([upper.kv_indptr.long()[:-1], lower.kv_indptr.long()[:-1] + len(upper.indices)], 1).flatten()
     lengths = torch.stack([counts, more], 1).flatten()
-    places = torch.repeat_interleave(begins - (lengths.cumsum(0) - lengths), lengths) + torch.arange(int(indptr[-1]))
+    places = torch.repeat_interleave(begins - (lengths.cumsum(0) - lengths), lengths) + torch.arange(
+        int(indptr[-1]), device="cpu"
+    )
     indices = torch.cat([upper.indices, lower.indices.to(upper.indices.device)])
     last = lower.last_page_len
     if last is not None and upper.last_page_len is not None:

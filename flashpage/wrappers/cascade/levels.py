@@ -10,6 +10,7 @@ import torch
 
 from ...base import checks
 from ...base.errors import CapabilityError, PlanError, RunError
+from ...base.unique import Unique
 from ...plan.lengths import Lengths, all_to_host, batch_of
 from ...plan.page_indices import Pages
 from ..base import Attention
@@ -22,7 +23,7 @@ from .window import LevelWindows
 _ARRAYS = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
 
 
-class MultiLevelCascadeAttentionWrapper:
+class MultiLevelCascadeAttentionWrapper(Unique):
     """Attention of requests whose tokens lie in levels: those that many share first, their own last.
 
     A level is a batch of its own over the same rows: `qo_indptr_arr[level]` says which rows share each of its page
@@ -53,7 +54,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_last_page_len_buf_arr: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self._num_levels = checks.whole("num_levels", num_levels, 1)
-        self._use_cuda_graph = bool(use_cuda_graph)
+        self._use_cuda_graph = checks.flag("use_cuda_graph", use_cuda_graph)
         buffers: dict[str, Any] = {
             "qo_indptr_buf": qo_indptr_buf_arr,
             "paged_kv_indptr_buf": paged_kv_indptr_buf_arr,
@@ -139,7 +140,7 @@ class MultiLevelCascadeAttentionWrapper:
         lists = zip(range(self._num_levels), qo_indptrs, kv_indptrs, paged_kv_indices_arr, last_page_lens, strict=True)
         levels = [PagedLevel(*level) for level in lists]
         if not self._use_cuda_graph and all(isinstance(level.indices, torch.Tensor) for level in levels):
-            levels = folded(levels, page_size, bool(causal))
+            levels = folded(levels, page_size, checks.flag("causal", causal))
         options, values = self._checked.of(
             PrefillArguments(
                 "paged",
@@ -202,6 +203,7 @@ class MultiLevelCascadeAttentionWrapper:
         """
         if not self._active:
             raise RunError("run: MultiLevelCascadeAttentionWrapper has no plan: call plan(...) first.")
+        return_lse = checks.flag("return_lse", return_lse, RunError)
         if len(self._active) == 1:
             return self._active[0].run(q, paged_kv_cache, out, lse, return_lse)
         checks.tensor(q, "q", RunError)

@@ -9,6 +9,7 @@ import torch
 from ...base import checks
 from ...base.dtypes import DType
 from ...base.errors import PlanError, RunError
+from ...base.unique import Unique
 from ...plan.lengths import Lengths, Names, to_host
 from ...plan.page_indices import NO_PAGES, Pages
 from ..base import DECODE, PAGED, RAGGED, Attention
@@ -16,7 +17,7 @@ from ..merge import merge_parts, part_of
 from ..plan_arguments import Arguments, DecodeArguments, PrefillArguments
 
 
-class _SharedPrefix:
+class _SharedPrefix(Unique):
     """What both wrappers share: a ragged batch of one for the prefix, a paged batch for the rest, one merge."""
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, names: Names) -> None:
@@ -89,7 +90,7 @@ class _SharedPrefix:
         rows, options = self._unique.session.total_q, self._unique.options
         if self._prefix == (prefix_len, rows):
             return
-        q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, prefix_len))
+        q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in (rows, prefix_len))
         heads = (options.num_q_heads, options.num_kv_heads, options.head_dim_qk)
         arguments = PrefillArguments("ragged", *heads, q_data_type=self._dtypes[0], kv_data_type=self._dtypes[1])
         self._shared.plan(Lengths(q_indptr, kv_indptr), NO_PAGES, *arguments.checked())

@@ -103,7 +103,7 @@ class _Begins(NamedTuple):
 def _begins(levels: Sequence[Level], options: Options) -> list[_Begins]:
     """Of every level; without chunks of every level but the last, as its plan counts the window."""
     last = levels[-1]
-    rows = torch.arange(int(last.q_indptr[-1]))
+    rows = torch.arange(int(last.q_indptr[-1]), device="cpu")
     # A row's place among its request's tokens of the last level: right-aligned, as causal has it.
     place = rows - last.by_row(last.q_indptr[1:] - last.kv_lens)
     tokens = torch.stack([level.by_row(level.kv_lens) for level in levels[:-1]])
@@ -127,8 +127,8 @@ def _cut(
     """The level with a request for each run of rows of one chunk, with the pages that they see; and the tokens before
     these pages, [rows]."""
     page_size, rows = options.page_size, len(chunk_begin)
-    request = lengths.by_row(torch.arange(len(lengths.kv_lens)))
-    starts = torch.ones(rows, dtype=torch.bool)
+    request = lengths.by_row(torch.arange(len(lengths.kv_lens), device="cpu"))
+    starts = torch.ones(rows, dtype=torch.bool, device="cpu")
     starts[1:] = (request.diff() != 0) | (chunk_begin.diff() != 0)
     row = starts.nonzero().squeeze(1)
     request, tokens = request[row], lengths.kv_lens[request[row]]
@@ -136,7 +136,7 @@ def _cut(
     first_page = torch.minimum(chunk_begin[row].clamp(min=0), end) // page_size
     pages = -(-end // page_size) - first_page
     kv_indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0)])
-    places = torch.arange(int(kv_indptr[-1])) + torch.repeat_interleave(
+    places = torch.arange(int(kv_indptr[-1]), device="cpu") + torch.repeat_interleave(
         level.kv_indptr.long()[request] + first_page - kv_indptr[:-1], pages
     )
     kv_lens = end - first_page * page_size

@@ -13,6 +13,7 @@ import torch
 
 from ...base import checks
 from ...base.errors import PlanError
+from ...base.unique import Unique
 from ..graph_buffers import take_graph_buffers
 from .cached_module import PlanInfo, PlanModule
 
@@ -61,7 +62,7 @@ def array_of_plan(i: int) -> Buffer:
     return Buffer(lambda state: state._planner.arrays()[i].to(state.device, torch.int32))
 
 
-class EngineState:
+class EngineState(Unique):
     """A wrapper's workspaces, graph buffers and the numbers of its plan."""
 
     _planner: Planner
@@ -135,7 +136,7 @@ class EngineState:
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
         """Host memory for engines to hand on; plans are staged in the wrapper's own ring, which needs no waiting."""
         if self._staging is None:
-            self._staging = torch.empty(0, dtype=torch.uint8)
+            self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         return self._staging
 
     @_pin_memory_int_workspace_buffer.setter

@@ -269,7 +269,7 @@ def _options(planned: Options, asked: _Asked, dtypes: tuple[Any, ...]) -> Option
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
         out_dtype=out_dtype,
-        causal=bool(asked.causal) and not planned.has_mask,
+        causal=checks.flag("causal", asked.causal) and not planned.has_mask,
         window_left=check_window(asked.window_left),
         has_soft_cap=has_cap if asked.logits_soft_cap is None else asked.logits_soft_cap > 0,
         fixed_piece_tokens=pieces if asked.split is None else check_split(*asked.split, page_size or 1),

@@ -1,0 +1,53 @@
+"""Tensors whose memory kernels cannot use as it is, each with the words that its error must contain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from bad_input import KINDS, workspace
+
+import flashpage
+
+
+def planned(kind: str = "decode", **changed: Any) -> Any:
+    """A wrapper with the plan of bad_input's batch, some arguments changed."""
+    name, plan_arguments, _ = KINDS[kind]
+    wrapper = getattr(flashpage, name)(workspace())
+    wrapper.plan(**(plan_arguments() | changed))
+    return wrapper
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose storage went, a part of which some view still is."""
+    whole = torch.cat([tensor.flatten()[:4], tensor.flatten()])
+    view = whole[4:].view(tensor.shape)
+    whole.untyped_storage().resize_(0)
+    return view
+
+
+class Wrapped(torch.Tensor):
+    """A subclass without memory of its own, as DTensor is one."""
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+
+ODD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "freed": (freed, "storage was resized to 0"),
+    "negative": (torch._neg_view, r"resolve_neg\(\)"),
+    "imaginary": (lambda t: torch.complex(t, t).conj().imag[...], r"strides|resolve_neg\(\)"),
+    "grad": (lambda t: t.clone().requires_grad_(), "no_grad"),
+    "parameter": (lambda t: torch.nn.Parameter(t.clone()), "no_grad"),
+    "sparse": (lambda t: t.to_sparse(), r"to_dense\(\)"),
+    "meta": (lambda t: t.to("meta"), "on meta"),
+    "wrapped": (Wrapped, "Wrapped, which has no memory"),
+    "functional": (torch._to_functional_tensor, "no memory of its own|requires grad"),
+    "list": (lambda t: t.tolist(), "(list|tuple) of"),
+}
