@@ -76,7 +76,7 @@ class Combination:
         self.generation = 0  # of the session's plan that this one belongs to
         self.asked_at = 0  # the generation whose runs asked for these options last
         self.fork: int | None = None  # for runs of two parts, on a card
-        self.mask_tiles = MaskTiles()
+        self.mask_tiles = MaskTiles(batch.device)
         self.gathered: gather_rows.Rows | None = None  # of the present plan; None: K and V are read where they are
         self._whole: Prepared  # kernels of the present plan, if it is one
         self._is_of_all = False  # launches have the shape that serves every plan

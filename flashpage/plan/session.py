@@ -9,6 +9,7 @@ import torch
 
 from .. import jit, native
 from ..base.errors import PlanError, RunError
+from ..base.memory import allocate, is_capturing
 from ..kernels.options import Options, Variation
 from ..kernels.spec import KernelSpec
 from .batch import NO_BOUNDS, NO_LIMIT, Batch, Longest
@@ -45,7 +46,7 @@ class Planner:
         self._known: dict[Options, Combination] = {}
         self._variations: dict[Variation, Combination] = {}  # what runs asked for
         self._slot: PlanSlot | None = None  # the first one's, whatever its options
-        self._kept: list[PlanSlot] = []  # which a graph may read for as long as the wrapper is there
+        self._kept: list[PlanSlot | torch.Tensor] = []  # plans that a graph may read
         self._last = 0  # the generation of the last complete plan
         self._indices_name = names.indices
         self.batch.struct.is_paged = bool(self._indices_name)
@@ -59,6 +60,8 @@ class Planner:
 
     def use_int_buffer(self, buffer: torch.Tensor) -> None:
         """Takes another workspace; the plan in the old one is gone."""
+        if self.is_graph or any(known.call.was_captured for known in self._known.values()):
+            self._kept.append(self.workspaces.int_buffer)
         self.workspaces.use_int_buffer(buffer)
         self._workspaces_changed()
         if self._slot is not None:
@@ -76,7 +79,8 @@ class Planner:
         """Graph mode: what captured launches read is as large as the largest batch needs."""
         self.batch.use_capacity(capacity)
         if self._indices_name:
-            self.indices.use_buffer(torch.empty(capacity.entries, dtype=torch.int32, device=self.device))
+            what = "the buffer of page numbers"
+            self.indices.use_buffer(allocate(capacity.entries, torch.int32, self.device, what, zeroed=False))
 
     @property
     def capacity(self) -> Capacity | None:
@@ -294,7 +298,7 @@ class Planner:
         if found is None:
             found = self._combination(variation.over(self.options))
         if found.generation != self.generation:
-            if self.device_index >= 0 and torch.cuda.is_current_stream_capturing():
+            if is_capturing(self.device):
                 raise self._new_in_capture(variation)
             self._activate(found)
         self._variations[variation] = found
@@ -305,7 +309,8 @@ class Planner:
         """Plans it for the present batch; it counts as active after that has succeeded."""
         is_new = combination not in self.active
         if is_new:
-            memory = torch.empty_like(self.workspaces.int_buffer)
+            workspace = self.workspaces.int_buffer
+            memory = allocate(workspace.shape, workspace.dtype, self.device, "a run's own options", zeroed=False)
             combination.slot = PlanSlot(self.device_index, memory, combination.call)
             combination.choose_again()
         batch = self.batch
@@ -341,7 +346,8 @@ class Planner:
         found = self._known.get(options)
         if found is None:
             if len(self._known) >= _MOST_KNOWN and not self.is_graph:
-                self._known = {known.options: known for known in self.active}
+                kept = (known for known in self._known.values() if known.call.was_captured or known in self.active)
+                self._known = {known.options: known for known in kept}
             found = self._known[options] = Combination(options, self.batch)
         return found
 

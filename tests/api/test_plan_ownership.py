@@ -12,6 +12,7 @@ import torch
 
 import flashpage
 from flashpage import PlanError, RunError, native
+from flashpage.base.memory import GrowingMemory
 from flashpage.kernels import choose
 from flashpage.plan import option_plan
 from flashpage.plan.prepared_kernels import Prepared
@@ -263,7 +264,7 @@ def test_memory_for_mask_tiles_is_made_with_the_plan(
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace(1 << 20), **given)
     tiles = masked(wrapper, 300, **options)
     assert tiles.params.cells and tiles.params.plan == wrapper._planner.active[0].slot.memory.data_ptr()
-    assert (tiles.params.custom_mask == wrapper._planner.mask.address) and not tiles._cells.any()
+    assert (tiles.params.custom_mask == wrapper._planner.mask.address) and not tiles.cells.tensor.any()
     before = bytes(tiles.params)
     wrapper.run(torch.zeros(300, 6, 64), torch.zeros(300, 2, 64), torch.zeros(300, 2, 64))
     assert bytes(tiles.params) == before, "a run binds nothing"
@@ -275,10 +276,10 @@ def test_memory_for_mask_tiles_stays(looks_for_tiles: None, monkeypatch: pytest.
     tiles, memories = None, []
     for tokens in (100, 300, 700, 1500, 200):
         tiles = masked(wrapper, tokens, custom_mask=torch.ones(tokens**2).bool())
-        memories.append(weakref.ref(tiles._cells))
+        memories.append(weakref.ref(tiles.cells.tensor))
     assert tiles is not None and len(set(memories)) > 2
     assert all(memory() is not None for memory in memories) and memories[-1]() is memories[-2]()
-    assert sum(cells.numel() for cells in tiles._outgrown) <= tiles._cells.numel()
+    assert sum(cells.numel() for cells in tiles.cells.outgrown) <= tiles.cells.tensor.numel()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(PlanError, match="plan the largest batch once before the capture"):
-        tiles._allocate(100, torch.device("cuda"))
+        GrowingMemory(torch.int64, torch.device("cuda"), "this mask").at_least(100)

@@ -173,6 +173,7 @@ class MultiLevelCascadeAttentionWrapper:
             lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
             level_options = of_level[0] if variant is None else dataclasses.replace(of_level[0], variant=variant)
             self._levels[level.number].plan(lengths, Pages(level.indices), level_options, of_level[1])
+        self._windows.copy()
         planned = [self._levels[level.number] for level in shown.levels]
         self._active = [
             attention
