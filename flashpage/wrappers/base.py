@@ -100,6 +100,11 @@ class Attention:
         operators.WRAPPERS[self.handle] = self
 
     @property
+    def is_graph(self) -> bool:
+        """Whether captured runs serve later plans."""
+        return self.session.is_graph
+
+    @property
     def out_dtype(self) -> torch.dtype:
         """The type of the outputs that runs allocate."""
         return self.options.out_dtype.torch
