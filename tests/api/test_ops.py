@@ -174,7 +174,9 @@ def test_a_dispatch_mode_sees_the_operator(q: torch.Tensor, cache: torch.Tensor)
 
 
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "for graphs"])
-def test_inductor_captures_runs_of_wrappers_for_graphs_alone(is_graph: bool, q: torch.Tensor, cache: torch.Tensor) -> None:
+def test_inductor_captures_runs_of_wrappers_for_graphs_alone(
+    is_graph: bool, q: torch.Tensor, cache: torch.Tensor
+) -> None:
     """Another wrapper's captured run would have the plan of the day on which it was captured."""
     from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 
