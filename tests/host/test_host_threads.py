@@ -143,7 +143,6 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
         other.join()
 
 
-@pytest.mark.parametrize(("text", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
 DAEMON = """
 import sys, threading, time, torch, flashpage
 wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 22, dtype=torch.uint8))
@@ -168,6 +167,7 @@ def test_the_process_ends_while_a_daemon_thread_calls(call: str) -> None:
         assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize(("text", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
 def test_the_environment_and_the_affinity_decide_the_default(text: str, threads: int | None) -> None:
     code = "from flashpage import native as host; print(host.load().fp_cpu_threads())"
     result = subprocess.run(
