@@ -162,9 +162,8 @@ time.sleep(0.05)
 @pytest.mark.parametrize("call", ["plan", "run"])
 def test_the_process_ends_while_a_daemon_thread_calls(call: str) -> None:
     """The thread may be in C++, which CPython then unwinds."""
-    for _ in range(3):
-        result = subprocess.run([sys.executable, "-c", DAEMON, call], capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
+    result = subprocess.run([sys.executable, "-c", DAEMON, call], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(("text", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
