@@ -1,0 +1,52 @@
+"""What graphs hold: every wrapper and option captured, planned again, run eagerly and replayed.
+
+On the CPU a graph is the launches with their arguments as they were (tests/support/captured_runs.py). The rule is that
+of flashpage/base/memory.py; tests/card/test_card_captured_memory.py walks the same list with graphs of a card.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from captured_runs import CapturedRuns, churn
+from captured_subjects import WALKS, Subject, Walk
+
+from flashpage.wrappers import planned_by_runs
+
+
+def captured(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> CapturedRuns:
+    with monkeypatch.context() as patch:
+        patch.setattr(planned_by_runs, "is_capturing", lambda _: True)
+        return CapturedRuns(subject.run, keeps_tensors=True)
+
+
+@pytest.mark.parametrize("walk", WALKS, ids=str)
+def test_graphs_hold_memory_that_stays(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, fresh = walk.make("cpu"), walk.make("cpu").fresh()
+    subject.plan(0)
+    subject.run()  # as before every capture
+    graph = captured(subject, monkeypatch)
+    assert graph.addresses
+    for i in (0, 1, 2, 0) if subject.is_graph else (0, 0):
+        if subject.is_graph:
+            subject.plan(i)
+        churn("cpu")
+        subject.run_others(i)
+        churn("cpu")
+        graph.check_memory()
+        if subject.is_graph and not subject.plans_itself:
+            assert CapturedRuns(lambda i=i: subject.run(i), keeps_tensors=True).addresses == graph.addresses
+        if not subject.is_copied:
+            for out in outputs(graph.out):
+                out.fill_(math.nan)
+        graph.replay()
+        fresh.plan(i)
+        for out, expected in zip(outputs(graph.out), outputs(fresh.run(i)), strict=True):
+            torch.testing.assert_close(out[: subject.used(i)], expected[: subject.used(i)])
+
+
+def outputs(found: Any) -> tuple[torch.Tensor, ...]:
+    return (found,) if isinstance(found, torch.Tensor) else tuple(found)
