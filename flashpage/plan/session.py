@@ -256,12 +256,21 @@ class Planner:
         """Page numbers that a batch has as tables, [requests, pages]; `indices`, where given, must say the same."""
         return self.indices.from_tables(tables, lengths[1], indices, self._indices_name)
 
+    def judge_mask(self, mask: Mask, lengths: Given) -> None:
+        """Graph mode: a mask that the next plan's lengths refuse must leave alone what captured launches read."""
+        self.invalidate()
+        if self.mask.buffer is None:
+            raise PlanError("custom_mask with use_cuda_graph=True needs custom_mask_buf: pass it to the constructor.")
+        self.batch.tables = None
+        self.batch.take_judged(Lengths(*lengths), self.options.page_size)
+        self.batch.check_requests(self.batch.struct.requests)
+        if not bool((bits := self.bits()).lt(0).any()):  # else the planner tells what is wrong with the lengths
+            self.mask.packed(mask, bits)
+
     def set_mask(self, mask: Mask | None, non_blocking: bool) -> None:
         """Takes the present plan's custom mask, None for none; nothing may run before that has succeeded."""
         self.is_planned = False
-        if mask is not None and self.is_graph and self.mask.buffer is None:
-            raise PlanError("custom_mask with use_cuda_graph=True needs custom_mask_buf: pass it to the constructor.")
-        self.mask.set(mask, self.bits() if mask is not None else None, non_blocking)
+        self.mask.set(None if mask is None else self.mask.packed(mask, self.bits()), non_blocking)
         if mask is not None:
             self.batch.stream = current_stream(self.device_index)
             for combination in self.active:

@@ -150,6 +150,8 @@ class Attention:
         self.values = values
         if pages.tables is not None:
             indices = session.page_numbers_of(pages.tables, lengths, indices)
+        if mask is not None and mask is not KEEP_MASK and session.is_graph:
+            session.judge_mask(mask, lengths)
         session.plan(lengths, indices, pages.non_blocking, longest)
         if mask is not KEEP_MASK and (mask is not None or session.mask.tensor is not None):
             session.set_mask(mask, pages.non_blocking)

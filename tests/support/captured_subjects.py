@@ -224,9 +224,9 @@ class Pod(Subject):
         return MOST_ROWS
 
     def run_others(self, i: int) -> None:
-        self.run(rows=7)
-        self.run(rows=11, causal_p=False)
         self.run(custom_mask_p=torch.ones(15, 90, dtype=torch.bool, device=self.device))
+        self.run(rows=11, causal_p=False)
+        self.run(rows=7)
 
 
 class BatchPod(Subject):
