@@ -1,4 +1,4 @@
-"""What graphs hold: every wrapper and option captured, planned again, run eagerly and replayed.
+"""The memory of graphs: every wrapper and option captured, planned again, run eagerly and replayed.
 
 On the CPU a graph is the launches with their arguments as they were (tests/support/captured_runs.py). The rule is that
 of flashpage/base/memory.py; tests/card/test_card_captured_memory.py walks the same list with graphs of a card.

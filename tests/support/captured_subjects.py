@@ -81,7 +81,7 @@ class Subject:
     def pages(self, i: int, lens: tuple[int, ...] | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         lens = lens or LENS[i]
         indptr = indptr_of(tuple(-(-n // PAGE) for n in lens))
-        return indptr, self.order[i][: int(indptr[-1])].clone(), ints(*((n - 1) % PAGE + 1 for n in lens))
+        return indptr, self.order[i][: int(indptr[-1])], ints(*((n - 1) % PAGE + 1 for n in lens))
 
     def used(self, i: int) -> int:
         """Rows of a batch."""
@@ -90,8 +90,6 @@ class Subject:
     def given(self, tensor: torch.Tensor, i: int) -> torch.Tensor:
         """All rows where a wrapper for graphs is given them."""
         return tensor if self.is_graph else tensor[: self.used(i)]
-
-    # What a wrapper is.
 
     def make(self) -> Any:
         raise NotImplementedError
@@ -359,7 +357,7 @@ def random_mask(subject: Subject, i: int) -> torch.Tensor:
 
 
 def item_positions(_: Subject, i: int) -> torch.Tensor:
-    """Items of ten tokens behind each prefix."""
+    """Items of ten tokens after each prefix."""
     return (torch.arange(ITEM_POSITIONS) % 10).repeat(3).to(torch.uint16)
 
 
