@@ -3,8 +3,8 @@
 - It is made at plan time, outside of captures. What fills memory inside of a capture is written by replays alone, and
   by no run before the first replay.
 - It is neither freed nor moved while a graph may read it. Nothing tells whether a run was captured, so what a wrapper
-  outgrew stays for as long as the wrapper is there. Plans of options that runs no longer use go, unless a graph captured
-  the plan itself (plan/session.py).
+  outgrew stays for as long as the wrapper is there. Plans of options that runs no longer use go, unless a graph
+  captured the plan itself (plan/session.py).
 
 docs/graphs.md says what that means for callers; tests/api/test_captured_memory.py walks all wrappers and options.
 """

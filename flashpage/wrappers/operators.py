@@ -35,7 +35,9 @@ class Runnable(Protocol):
 
     handle: int
     options: Options
-    is_graph: bool  # what is captured serves later plans
+
+    @property
+    def is_graph(self) -> bool: ...
 
     @property
     def out_dtype(self) -> torch.dtype: ...
@@ -291,7 +293,7 @@ _RUN_SCHEMA = (
     "float? q_scale, float? k_scale, float? v_scale, Tensor? q_scales, Tensor? k_scales, Tensor? v_scales, "
     "Tensor? sinks, bool? enable_pdl) -> ()"
 )
-_OPERATORS = (
+_OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
     *((f"run_{kv}{kind}", _RUN_SCHEMA, _run, _nothing) for kv in ("paged", "ragged") for kind in ("", "_captured")),
     (
         "merge_state",
