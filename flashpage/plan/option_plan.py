@@ -240,6 +240,14 @@ class Combination:
             raise self._too_many_partials(batch.workspaces, result.num_partial_rows)
         raise over_limit(call, batch, self.options)
 
+    def check_limits(self, batch: Batch) -> None:
+        """Raises for a batch that is larger than all batches were to be."""
+        struct, call = batch.struct, self.call
+        has_many_rows = struct.rows_end > struct.most_total_rows
+        if has_many_rows or struct.kv_end > struct.most_entries:
+            call.exceeded = _ROWS if has_many_rows else _ENTRIES
+            raise over_limit(call, batch, self.options)
+
     def plan_on_device(self, batch: Batch, tables: TableLengths, kernel: int | None) -> None:
         """Plans from lengths that live on the device, by a launch that a graph may capture; `kernel`: None on the
         CPU."""

@@ -256,16 +256,30 @@ class Planner:
         """Page numbers that a batch has as tables, [requests, pages]; `indices`, where given, must say the same."""
         return self.indices.from_tables(tables, lengths[1], indices, self._indices_name)
 
+    def judge(self, lengths: Given, kv_indices: Any) -> None:
+        """Graph mode: refuses lengths that are more than captured launches serve. Nothing is written; plan then."""
+        if not self.active:  # nothing is captured yet
+            return
+        self._judge_lengths(lengths)
+        struct = self.batch.struct
+        self.active[0].check_limits(self.batch)
+        if self._indices_name:
+            self.indices.judge(kv_indices, struct.kv_begin, struct.kv_end, self._indices_name)
+
     def judge_mask(self, mask: Mask, lengths: Given) -> None:
         """Graph mode: a mask that the next plan's lengths refuse must leave alone what captured launches read."""
-        self.invalidate()
         if self.mask.buffer is None:
+            self.invalidate()
             raise PlanError("custom_mask with use_cuda_graph=True needs custom_mask_buf: pass it to the constructor.")
+        self._judge_lengths(lengths)
+        if not bool((bits := self.bits()).lt(0).any()):  # else the planner tells what is wrong with the lengths
+            self.mask.packed(mask, bits)
+
+    def _judge_lengths(self, lengths: Given) -> None:
+        self.invalidate()
         self.batch.tables = None
         self.batch.take_judged(Lengths(*lengths), self.options.page_size)
         self.batch.check_requests(self.batch.struct.requests)
-        if not bool((bits := self.bits()).lt(0).any()):  # else the planner tells what is wrong with the lengths
-            self.mask.packed(mask, bits)
 
     def set_mask(self, mask: Mask | None, non_blocking: bool) -> None:
         """Takes the present plan's custom mask, None for none; nothing may run before that has succeeded."""

@@ -158,6 +158,10 @@ class Attention:
         if pages.tables is not None:
             session.block_tables = pages.tables
 
+    def judge(self, lengths: Lengths, pages: Pages) -> None:
+        """Graph mode: raises where `plan` would refuse the batch for its size."""
+        self.session.judge(lengths, pages.indices)
+
     def plan_on_device(self, tables: TableLengths, options: Options, values: Values) -> None:
         """Plans by a launch on the current stream, from lengths that only the device knows."""
         if options is not self._configured:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from captured_runs import CapturedRuns, churn
-from captured_subjects import WALKS, Subject, Walk
+from captured_subjects import LENS, Cascade, Subject, ints
+from captured_walks import WALKS, Walk
 
+from flashpage import PlanError
 from flashpage.wrappers import planned_by_runs
 
 
@@ -46,6 +48,30 @@ def test_graphs_hold_memory_that_stays(walk: Walk, monkeypatch: pytest.MonkeyPat
         fresh.plan(i)
         for out, expected in zip(outputs(graph.out), outputs(fresh.run(i)), strict=True):
             torch.testing.assert_close(out[: subject.used(i)], expected[: subject.used(i)])
+
+
+@pytest.mark.parametrize("refused", ["pages", "rows", "requests"])
+def test_a_level_that_is_refused_leaves_the_others(refused: str) -> None:
+    """And their masks: a graph that is replayed after the error reads what it read before."""
+    subject = Cascade("cpu", True, {"causal": True, "window_left": 20}, {})
+    subject.plan(1)
+    levels = subject.wrapper._levels
+    read = [level.session.active[0].slot.memory for level in levels]
+    read += [level.session.indices.buffer for level in levels]
+    read += [tensor for mask in subject.wrapper._windows._masks for tensor in mask._variant.tensors.values()]
+    before = [memory.clone() for memory in read]
+    shared, own = subject.pages(2, (20,)), subject.pages(1)
+    rows = [ints(0, 6), ints(0, 1, 4, 6)]
+    if refused == "rows":
+        rows = [ints(0, 7), ints(0, 1, 4, 7)]
+    elif refused == "requests":
+        rows, own = [ints(0, 6), ints(0, 1, 6)], subject.pages(1, LENS[1][:2])
+    else:
+        own = (ints(0, 1, 2, 60), ints(*range(48), *range(12)), ints(1, 1, 1))
+    lists = zip(shared, own, strict=True)
+    with pytest.raises(PlanError):
+        subject.wrapper.plan(rows, *lists, 4, 2, 64, 16, causal=True, window_left=20, q_data_type=torch.float32)
+    assert all(torch.equal(memory, kept) for memory, kept in zip(read, before, strict=True))
 
 
 def outputs(found: Any) -> tuple[torch.Tensor, ...]:

@@ -1,6 +1,6 @@
 """The memory of graphs, on a card: every wrapper and option captured, planned again, run eagerly and replayed.
 
-The list is that of tests/support/captured_subjects.py, as in tests/api/test_captured_memory.py.
+The list is that of tests/support/captured_walks.py, as in tests/api/test_captured_memory.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from captured_runs import CapturedRuns, churn
-from captured_subjects import WALKS, Decode, MixedBatch, PagedPrefill, RaggedPrefill, Subject, Walk
+from captured_subjects import Decode, MixedBatch, PagedPrefill, RaggedPrefill, Subject
+from captured_walks import WALKS, Walk
 
 import flashpage
 

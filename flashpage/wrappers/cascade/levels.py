@@ -168,6 +168,10 @@ class MultiLevelCascadeAttentionWrapper:
         shown = self._windows.plan(levels, options)
         whole = dataclasses.replace(shown.options, causal=False, window_left=-1)
         values_of_whole = values._replace(causal=False, window_left=-1)
+        if self._use_cuda_graph:  # a level that is refused leaves alone what captured launches read of the others
+            for level in shown.levels:
+                lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
+                self._levels[level.number].judge(lengths, Pages(level.indices))
         for level, variant in zip(shown.levels, shown.variants, strict=True):
             of_level = (shown.options, values) if level is shown.levels[-1] else (whole, values_of_whole)
             lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
