@@ -60,7 +60,7 @@ def test_a_level_that_is_refused_leaves_the_others(refused: str) -> None:
     read += [level.session.indices.buffer for level in levels]
     read += [tensor for mask in subject.wrapper._windows._masks for tensor in mask._variant.tensors.values()]
     before = [memory.clone() for memory in read]
-    shared, own = subject.pages(2, (20,)), subject.pages(1)
+    shared, own = subject.pages(0, (30,)), subject.pages(1)
     rows = [ints(0, 6), ints(0, 1, 4, 6)]
     if refused == "rows":
         rows = [ints(0, 7), ints(0, 1, 4, 7)]
