@@ -14,6 +14,7 @@ import torch
 from captured_runs import CapturedRuns, churn
 from captured_subjects import LENS, Cascade, Subject, ints
 from captured_walks import WALKS, Walk
+from looking_kernels import look_for_tiles
 
 from flashpage import PlanError
 from flashpage.wrappers import planned_by_runs
@@ -48,6 +49,12 @@ def test_graphs_hold_memory_that_stays(walk: Walk, monkeypatch: pytest.MonkeyPat
         fresh.plan(i)
         for out, expected in zip(outputs(graph.out), outputs(fresh.run(i)), strict=True):
             torch.testing.assert_close(out[: subject.used(i)], expected[: subject.used(i)])
+
+
+@pytest.mark.parametrize("walk", [walk for walk in WALKS if "bits" in walk.name], ids=str)
+def test_tiles_of_masks_stay_too(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
+    look_for_tiles(monkeypatch)
+    test_graphs_hold_memory_that_stays(walk, monkeypatch)
 
 
 @pytest.mark.parametrize("refused", ["pages", "rows", "requests"])

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from looking_kernels import look_for_tiles
 
 import flashpage
-from flashpage import PlanError, RunError, native
+from flashpage import PlanError, RunError
 from flashpage.base.memory import GrowingMemory
 from flashpage.kernels import choose
-from flashpage.plan import option_plan
-from flashpage.plan.prepared_kernels import Prepared
 from flashpage.wrappers import single
 
 HEADS = (4, 4, 64, 16)
@@ -305,17 +302,7 @@ def test_slopes_of_alibi_stay_where_they_are() -> None:
 
 @pytest.fixture
 def looks_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans on the CPU as on a card whose kernels have a mask's tiles looked for, by a kernel that does nothing."""
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)(lambda *_: None)
-    handle = native.load().fp_kernel_from_function(ctypes.cast(function, ctypes.c_void_p))
-    kernel = SimpleNamespace(handle=handle, info=native.KernelInfo(num_sms=1, ctas_per_sm=1), keeps=function)
-
-    class Looking(Prepared):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            self.mask_tiles = kernel  # type: ignore[assignment]
-
-    monkeypatch.setattr(option_plan, "Prepared", Looking)
+    look_for_tiles(monkeypatch)
 
 
 def masked(wrapper: Any, tokens: int, **options: Any) -> Any:
