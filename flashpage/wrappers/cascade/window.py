@@ -74,7 +74,7 @@ class LevelWindows:
 
     def copy(self) -> None:
         """Gives the masks of the last `plan` to runs: once all levels are planned."""
-        for mask in self._masks:
+        for mask in (*self._masks, *self._chunks):
             mask.copy()
 
 
