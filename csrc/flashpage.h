@@ -128,8 +128,9 @@ FP_API int32_t fp_tables_plan(const fp_kernel*, const fp_tables*, const fp_sched
 
 // ---------------------------------------------------------------- plan slots (csrc/plan/slots.cpp)
 
-// A ring of staging slots for one device. Plans in flight never overwrite each other's bytes, and the host never waits:
-// slots whose copy is in flight are skipped, and if all are, the ring grows. device < 0: plain memory.
+// A ring of staging slots for one device. Plans in flight never overwrite each other's bytes: slots whose copy is in
+// flight are skipped. If all are, the ring grows, up to 64 MiB, and then the host waits for the oldest copy. A ring
+// that was larger than plans need for a long time gives slots back. device < 0: plain memory.
 struct fp_slots;
 FP_API fp_slots* fp_slots_create(int32_t device, int64_t slot_bytes);
 FP_API void fp_slots_destroy(fp_slots*);

@@ -116,8 +116,8 @@ bool point(const Arguments& given) {
 int32_t run_bound(const Arguments& given, void* stream) {
   if (!point(given)) return FP_OTHER_TENSORS;
   given.run->args->stream = stream;
-  WithoutInterpreter others;  // the CPU works here, and a launch may wait for space in its queue
-  return fp_run(given.run->args);
+  // The CPU works here, and a launch may wait for space in its queue.
+  return without_interpreter([&] { return fp_run(given.run->args); });
 }
 
 int32_t bind(const Arguments& given) {

@@ -17,17 +17,16 @@ T* pointer(void* integer) {
   return static_cast<T*>(python.long_as_void_ptr(integer));
 }
 
-// Releases the interpreter during its lifetime, so that other threads can run Python.
-class WithoutInterpreter {
- public:
-  WithoutInterpreter() : thread_(python.eval_save_thread()) {}
-  ~WithoutInterpreter() { python.eval_restore_thread(thread_); }
-  WithoutInterpreter(const WithoutInterpreter&) = delete;
-  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
-
- private:
-  void* thread_;
-};
+// Calls `work` with the interpreter released, so that other threads can run Python. At the end of the process, CPython
+// before 3.14 ends a daemon thread that takes the interpreter again, by unwinding its stack. A destructor may not be
+// unwound and would abort the process, so that this is a function.
+template <class Work>
+int32_t without_interpreter(Work&& work) {
+  void* thread = python.eval_save_thread();
+  const int32_t status = work();
+  python.eval_restore_thread(thread);
+  return status;
+}
 
 // The at::Tensor of an object of class torch.Tensor.
 inline const void* at_tensor(const void* object) { return static_cast<const char*>(object) + python.tensor_offset; }

@@ -230,11 +230,8 @@ void* fp_py_plan(void*, void* const* arguments, intptr_t) {
   host::sum_up(batch);
   const int32_t* pages = batch.page_buffer;
   if (batch.is_paged && !host::take_page_numbers(batch, arguments[6], pages)) return host::to_int(FP_OTHER_PAGES);
-  int32_t status;
-  {
-    host::WithoutInterpreter others;
-    status = host::plan_batch(call, stream, false);
-    if (status == FP_OK) status = host::copy_page_numbers(batch, pages, stream);
-  }
-  return host::to_int(status);
+  return host::to_int(host::without_interpreter([&] {
+    const int32_t status = host::plan_batch(call, stream, false);
+    return status == FP_OK ? host::copy_page_numbers(batch, pages, stream) : status;
+  }));
 }

@@ -14,11 +14,14 @@ using namespace flashpage;
 namespace {
 
 constexpr int first_slots = 2;  // one being copied, one being written
+// Of slots in flight. A host that plans further ahead waits, for pinned memory is the machine's.
+constexpr int64_t most_bytes = 64 << 20;
+constexpr int64_t most_slots_at_least = 4;
+constexpr int calm_uses = 256;  // after so many without need of the older half, a ring gives it back
 
 enum class SlotState {
   free,
   in_flight,  // `copied` fires when the copy is done
-  kept,       // a captured graph copies from it at every replay: never written or freed again
 };
 
 struct Slot {
@@ -35,6 +38,7 @@ struct fp_slots {
   int64_t slot_bytes = 0;
   std::vector<Slot> slots;
   size_t next = 0;  // the ring's oldest slot
+  int calm = 0;     // uses in a row that needed no more than the newer half
   const void* last = nullptr;
 };
 
@@ -66,37 +70,71 @@ bool is_free(const fp_slots& ring, Slot& slot) {
   return slot.state == SlotState::free;
 }
 
-// Advances the ring until its oldest slot is free; adds a slot if all are in use.
-int32_t find_slot(fp_slots& ring) {
-  for (size_t tried = 0; tried < ring.slots.size(); ++tried) {
-    if (is_free(ring, ring.slots[ring.next])) return FP_OK;
-    ring.next = (ring.next + 1) % ring.slots.size();
-  }
-  return add_slot(ring);
-}
-
-// Copies a slot's bytes to the device in the stream's order; the slot stays in use until they are there.
-int32_t copy_on_device(fp_slots& ring, Slot& slot, void* destination, int64_t bytes, cuda::Stream stream) {
-  const cuda::Driver& cuda = *ring.driver;
-  int capture;
-  FP_CUDA_TRY(stream_is_capturing, stream, &capture);
-  FP_CUDA_TRY(memcpy_htod_async, reinterpret_cast<cuda::DevicePointer>(destination), slot.bytes, bytes, stream);
-  slot.state = SlotState::kept;  // also if recording fails: no event would tell when this copy is done
-  if (capture != cuda::capture_status_none) return FP_OK;
-  FP_CUDA_TRY(event_record, slot.copied, stream);
-  slot.state = SlotState::in_flight;
-  return FP_OK;
-}
-
 void release(fp_slots& ring, Slot& slot) {
   if (ring.driver == nullptr) {
     std::free(slot.bytes);
     return;
   }
-  if (slot.state == SlotState::kept) return;
   if (slot.state == SlotState::in_flight) ring.driver->event_synchronize(slot.copied);
   ring.driver->event_destroy(slot.copied);
   ring.driver->mem_free_host(slot.bytes);
+}
+
+void remove_slot(fp_slots& ring, size_t place) {
+  ring.slots.erase(ring.slots.begin() + place);
+  if (place < ring.next) --ring.next;
+  if (ring.next >= ring.slots.size()) ring.next = 0;
+}
+
+// Gives back the older half of a ring that a burst of plans has made larger.
+void shrink(fp_slots& ring) {
+  const size_t count = ring.slots.size(), fewer = std::max<size_t>(first_slots, count / 2);
+  if (count <= fewer) return;
+  const size_t oldest_of_fewer = (ring.next + count - fewer) % count;
+  ring.calm = is_free(ring, ring.slots[oldest_of_fewer]) ? ring.calm + 1 : 0;
+  if (ring.calm < calm_uses) return;
+  ring.calm = 0;
+  for (size_t left = count - fewer; left > 0 && is_free(ring, ring.slots[ring.next]); --left) {
+    release(ring, ring.slots[ring.next]);
+    remove_slot(ring, ring.next);
+  }
+}
+
+// Advances the ring until its oldest slot is free. If all are in use, adds a slot or waits for the oldest copy.
+int32_t find_slot(fp_slots& ring) {
+  shrink(ring);
+  for (size_t tried = 0; tried < ring.slots.size(); ++tried) {
+    if (is_free(ring, ring.slots[ring.next])) return FP_OK;
+    ring.next = (ring.next + 1) % ring.slots.size();
+  }
+  const auto count = static_cast<int64_t>(ring.slots.size());
+  if (count < std::max(most_slots_at_least, most_bytes / ring.slot_bytes)) return add_slot(ring);
+  const cuda::Driver& cuda = *ring.driver;
+  FP_CUDA_TRY(event_synchronize, ring.slots[ring.next].copied);
+  ring.slots[ring.next].state = SlotState::free;
+  return FP_OK;
+}
+
+// Copies the oldest slot's bytes to the device in the stream's order; the slot stays in use until they are there.
+int32_t copy_on_device(fp_slots& ring, void* destination, int64_t bytes, cuda::Stream stream, int32_t& was_captured) {
+  const cuda::Driver& cuda = *ring.driver;
+  Slot& slot = ring.slots[ring.next];
+  int capture;
+  FP_CUDA_TRY(stream_is_capturing, stream, &capture);
+  FP_CUDA_TRY(memcpy_htod_async, reinterpret_cast<cuda::DevicePointer>(destination), slot.bytes, bytes, stream);
+  ring.last = slot.bytes;
+  const bool is_captured = capture != cuda::capture_status_none;
+  const cuda::Result recorded = is_captured ? cuda::success : cuda.event_record(slot.copied, stream);
+  if (is_captured || recorded != cuda::success) {
+    // A graph copies from the slot at every replay, or no event tells when this copy is done: the slot leaves the ring,
+    // neither written nor freed again.
+    remove_slot(ring, ring.next);
+    was_captured |= is_captured;
+    return recorded == cuda::success ? FP_OK : cuda::fail(recorded, cuda.event_record_symbol);
+  }
+  slot.state = SlotState::in_flight;
+  ring.next = (ring.next + 1) % ring.slots.size();
+  return FP_OK;
 }
 
 // Replaces the slots by larger ones of `bytes` each; the old ones are freed when nothing reads them any more.
@@ -144,14 +182,8 @@ int32_t write_and_copy(fp_plan_call& call, void* stream, Write&& write) {
     cuda::RelaxedCapture relaxed(*ring.driver);
     if (int32_t status = write_into_slot(call, write); status != FP_OK) return status;
   }
-  Slot& slot = ring.slots[ring.next];
-  const int32_t status =
-      copy_on_device(ring, slot, call.destination, call.result.used_bytes, static_cast<cuda::Stream>(stream));
-  if (status != FP_OK) return status;
-  call.was_captured |= slot.state == SlotState::kept;
-  ring.last = slot.bytes;
-  ring.next = (ring.next + 1) % ring.slots.size();
-  return FP_OK;
+  return copy_on_device(ring, call.destination, call.result.used_bytes, static_cast<cuda::Stream>(stream),
+                        call.was_captured);
 }
 
 }  // namespace
@@ -225,11 +257,9 @@ int32_t fp_slots_copy(fp_slots* ring, const void* bytes, int64_t size, void* des
     cuda::RelaxedCapture relaxed(*ring->driver);
     if (int32_t status = find_slot(*ring); status != FP_OK) return status;
   }
-  Slot& slot = ring->slots[ring->next];
-  std::memcpy(slot.bytes, bytes, size);
-  if (int32_t status = copy_on_device(*ring, slot, destination, size, static_cast<cuda::Stream>(stream))) return status;
-  ring->next = (ring->next + 1) % ring->slots.size();
-  return FP_OK;
+  std::memcpy(ring->slots[ring->next].bytes, bytes, size);
+  int32_t was_captured = 0;
+  return copy_on_device(*ring, destination, size, static_cast<cuda::Stream>(stream), was_captured);
 }
 
 const void* fp_slots_last(const fp_slots* ring) { return ring->last; }

@@ -36,6 +36,12 @@ struct SequentialThreads {
   void phase(Body&& body) const {
     for (i32 thread = plan::num_threads - 1; thread >= 0; --thread) body(thread);
   }
+  template <class Body>
+  bool any(Body&& body) const {
+    bool found = false;
+    phase([&](i32 thread) { found |= body(thread); });
+    return found;
+  }
 };
 
 // Offsets in the int workspace; the plan itself is at its beginning.

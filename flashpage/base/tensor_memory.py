@@ -14,12 +14,6 @@ _COLLECTIVES = "torch.distributed._functional_collectives"
 _Step = tuple[int, int, int]
 
 
-def empty(shape: Any, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Memory that plans write to, in whichever mode they are called."""
-    with torch.inference_mode(False):
-        return torch.empty(shape, dtype=dtype, device=device)
-
-
 def waited(value: Any) -> Any:
     """An AsyncCollectiveTensor's own tensor, once it is there; anything else as it is."""
     if value.__class__ is torch.Tensor or (collectives := sys.modules.get(_COLLECTIVES)) is None:

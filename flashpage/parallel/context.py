@@ -169,6 +169,8 @@ class ContextParallelAttention(Unique):
             options = dataclasses.replace(options, variant=mask)
         lengths = Lengths(q_indptr, local.indptr, None, local.seq_lens)
         self._attention.plan(lengths, Pages(local.indices), options, values)
+        if mask is not None:
+            self._mask.copy()
         self._is_planned = True
 
     def run(

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from .. import native
-from ..base import checks, tensor_memory
+from ..base import checks
 from ..base.errors import PlanError
+from ..base.memory import empty
 from ..kernels import devices
 from ..kernels.options import Options
 from .capacity import Capacity
@@ -157,7 +158,7 @@ class Batch:
     def _make_room(self, requests: int) -> None:
         self._most = requests
         self._bytes = 8 * (requests + 1)
-        self._copies = tensor_memory.empty((4, self._bytes), torch.uint8, "cpu")
+        self._copies = empty((4, self._bytes), torch.uint8, "cpu")
         self.struct.copies, self.struct.bytes_of_a_copy = self._copies.data_ptr(), self._bytes
 
     def _hold(self, i: int, tensor: torch.Tensor, length: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .. import native
-from ..base import tensor_memory
+from ..base.memory import empty
 from ..native import records
 from .device_lengths import TableLengths
 from .prepared_kernels import Prepared
@@ -51,7 +51,7 @@ class PlanSlot:
     def __init__(self, device_index: int, memory: torch.Tensor, call: native.PlanCall) -> None:
         library = native.load()
         self._handle = native.check_handle(library.fp_slots_create(device_index, _STAGING_BYTES))
-        self._outgrown: list[torch.Tensor] = []  # that a graph may read
+        self._outgrown: list[torch.Tensor] = []  # graphs may read it (base/memory.py)
         self.is_used = False  # since it has its memory
         # The process' end frees it; by then the device may be gone.
         weakref.finalize(self, library.fp_slots_destroy, self._handle).atexit = False
@@ -67,11 +67,8 @@ class PlanSlot:
 
     def grow(self, size: int) -> None:
         """Takes memory of its own for plans of so many bytes."""
-        if self._call.was_captured:
-            self._outgrown.append(self.memory)
-        elif self.memory.is_cuda:
-            self.memory.record_stream(torch.cuda.current_stream(self.memory.device))  # runs of the plan before
-        memory = tensor_memory.empty(1 << (size - 1).bit_length(), torch.uint8, self.memory.device)
+        self._outgrown.append(self.memory)
+        memory = empty(1 << (size - 1).bit_length(), torch.uint8, self.memory.device)
         self.attach(self._call, memory)
 
     def plan(self, call_address: int, stream: int, is_chosen: bool) -> int:

@@ -13,7 +13,7 @@ import ctypes
 import torch
 
 from .. import native
-from ..base.errors import PlanError
+from ..base.memory import GrowingMemory
 from ..variants.source import mask_looks_at_head
 from .batch import Batch
 from .buffers import PlanSlot
@@ -24,15 +24,13 @@ from .prepared_kernels import Prepared
 class MaskTiles:
     """Of one combination of options. Runs of a wrapper follow each other on one stream, so they share it.
 
-    The memory is made with the plan, for any run of it may stand in a capture, and stays for as long as the wrapper
-    does: whether a run was captured, nobody tells.
+    The memory is made with the plan, because any run of it may stand in a capture.
     """
 
-    __slots__ = ("_cells", "_found_for", "_outgrown", "params")
+    __slots__ = ("_found_for", "cells", "params")
 
-    def __init__(self) -> None:
-        self._cells: torch.Tensor | None = None
-        self._outgrown: list[torch.Tensor] = []  # of earlier plans, whose captured runs write there
+    def __init__(self, device: torch.device) -> None:
+        self.cells = GrowingMemory(torch.int64, device, "this mask")
         self._found_for = 0  # the generation of the plan
         self.params = native.MaskTilesParams()
 
@@ -64,8 +62,7 @@ class MaskTiles:
         return self._found_for == generation
 
     def bind(self, batch: Batch, prepared: Prepared, slot: PlanSlot) -> None:
-        """Points the struct at the plan in the slot, and at enough memory for it. PlanError where a capture would have
-        to allocate it: the zeros would be written by the graph, and by no run before its first replay."""
+        """Points the struct at the plan in the slot, and at enough memory for it."""
         options, result, params = prepared.options, slot.result, self.params
         spec = prepared.choice.spec
         looks_at_head = spec.mask_source == "function" and mask_looks_at_head(spec.variant)
@@ -86,19 +83,6 @@ class MaskTiles:
             if (capacity := batch.capacity) is not None:
                 masked.requests, masked.rows = capacity.batch, capacity.rows_of(options)
         cells = native.load().fp_mask_cells(ctypes.byref(masked), prepared.schedule_address, ctypes.byref(params))
-        if self._cells is None or self._cells.numel() < cells:
-            self._cells = self._allocate(cells, batch.device)
-        params.plan, params.cells = slot.memory.data_ptr(), self._cells.data_ptr()
+        params.plan, params.cells = slot.memory.data_ptr(), self.cells.at_least(cells).data_ptr()
         params.custom_mask = batch.mask.address if options.has_mask else None
         params.causal, params.window_left = options.causal, options.window_left
-
-    def _allocate(self, cells: int, device: torch.device) -> torch.Tensor:
-        """A power of two of them: all that were outgrown are then no more than the newest."""
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise PlanError(
-                "this mask needs more memory than those planned before, which cannot be allocated while a graph is "
-                "captured: plan the largest batch once before the capture."
-            )
-        if self._cells is not None:
-            self._outgrown.append(self._cells)
-        return torch.zeros(1 << (cells - 1).bit_length(), dtype=torch.int64, device=device)

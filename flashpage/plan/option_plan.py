@@ -78,7 +78,7 @@ class Combination:
         self.generation = 0  # of the session's plan that this one belongs to
         self.asked_at = 0  # the generation whose runs asked for these options last
         self.fork: int | None = None  # for runs of two parts, on a card
-        self.mask_tiles = MaskTiles()
+        self.mask_tiles = MaskTiles(batch.device)
         self.gathered: gather_rows.Rows | None = None  # of the present plan; None: K and V are read where they are
         self._whole: Prepared  # kernels of the present plan, if it is one
         self._is_of_all = False  # launches have the shape that serves every plan
@@ -256,6 +256,14 @@ class Combination:
         if call.exceeded == _PARTIAL_ROWS:
             raise self._too_many_partials(batch.workspaces, result.num_partial_rows)
         raise over_limit(call, batch, self.options)
+
+    def check_limits(self, batch: Batch) -> None:
+        """Raises for a batch that is larger than all batches were to be."""
+        struct, call = batch.struct, self.call
+        has_many_rows = struct.rows_end > struct.most_total_rows
+        if has_many_rows or struct.kv_end > struct.most_entries:
+            call.exceeded = _ROWS if has_many_rows else _ENTRIES
+            raise over_limit(call, batch, self.options)
 
     def plan_on_device(self, batch: Batch, tables: TableLengths, kernel: int | None) -> None:
         """Plans from lengths that live on the device, by a launch that a graph may capture; `kernel`: None on the

@@ -9,6 +9,7 @@ import torch
 from .. import native
 from ..base import checks, env, tensor_memory
 from ..base.errors import PlanError
+from ..base.memory import empty
 from . import mask_bits
 from .buffers import CopyRing
 from .lengths import Lengths, batch_of, to_host
@@ -73,7 +74,7 @@ class KvIndices:
     def _make_room(self, count: int) -> None:
         """The CPU's copies: at least so many."""
         if self._copies is None or len(self._copies) < count:
-            self._copies = tensor_memory.empty(1 << count.bit_length(), torch.int32, "cpu")
+            self._copies = empty(1 << count.bit_length(), torch.int32, "cpu")
             self._batch.page_copies, self._batch.most_page_copies = self._copies.data_ptr(), len(self._copies)
 
     @property
@@ -213,25 +214,28 @@ class MaskBits:
         self.tensor: torch.Tensor | None = None
         self.address: int | None = None
 
-    def set(self, mask: Mask | None, bits: torch.Tensor | None, non_blocking: bool) -> None:
-        """`bits`: q_len x kv_len of each request, int64 on the host. None: no mask."""
-        if mask is None or bits is None:
-            self.tensor = self.address = None
-            return
+    def packed(self, mask: Mask, bits: torch.Tensor) -> torch.Tensor:
+        """A mask as bytes, wherever it is; `bits`: q_len x kv_len of each request, int64 on the host."""
         name = "packed_custom_mask" if mask.is_packed else "custom_mask"
         checks.tensor(mask.values, name, PlanError)
         tensor_memory.address(mask.values, name, PlanError)
         packed = self._packed(mask.values, bits, name) if mask.is_packed else self._pack(mask.values, bits, name)
+        if self.buffer is not None and packed.numel() > self.buffer.numel():
+            raise PlanError(
+                f"{name} needs {packed.numel()} bytes but custom_mask_buf holds {self.buffer.numel()}: make the buffer "
+                "as large as the largest batch needs."
+            )
+        return packed
+
+    def set(self, packed: torch.Tensor | None, non_blocking: bool) -> None:
+        """Takes what `packed` returned; None: no mask."""
+        if packed is None:
+            self.tensor = self.address = None
+            return
         if self.buffer is None:
             is_on_host = self.device.type == "cpu"  # what is packed already is copied there; a card reads it in place
             self.tensor = packed.to(self.device, non_blocking=non_blocking and not is_on_host, copy=is_on_host)
         else:
-            if packed.numel() > self.buffer.numel():
-                raise PlanError(
-                    f"{name} needs {packed.numel()} bytes but custom_mask_buf holds "
-                    f"{self.buffer.numel()}: make the buffer "
-                    "as large as the largest batch needs."
-                )
             self.tensor = self.buffer
             self.buffer[: packed.numel()].copy_(packed, non_blocking=non_blocking and not self.buffer.is_cpu)
         self.address = self.tensor.data_ptr()

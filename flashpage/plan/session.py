@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .. import jit, native
-from ..base import tensor_memory
 from ..base.errors import PlanError, RunError
+from ..base.memory import allocate, is_capturing
 from ..kernels.options import Options, Variation
 from ..kernels.spec import KernelSpec
 from .batch import NO_BOUNDS, NO_LIMIT, Batch, Longest
@@ -46,7 +46,7 @@ class Planner:
         self._known: dict[Options, Combination] = {}
         self._variations: dict[Variation, Combination] = {}  # what runs asked for
         self._slot: PlanSlot | None = None  # the first one's, whatever its options
-        self._kept: list[PlanSlot] = []  # which a graph may read for as long as the wrapper is there
+        self._kept: list[PlanSlot | torch.Tensor] = []  # plans that a graph may read
         self._last = 0  # the generation of the last complete plan
         self._indices_name = names.indices
         self.batch.struct.is_paged = bool(self._indices_name)
@@ -60,6 +60,8 @@ class Planner:
 
     def use_int_buffer(self, buffer: torch.Tensor) -> None:
         """Takes another workspace; the plan in the old one is gone."""
+        if self.is_graph or any(known.call.was_captured for known in self._known.values()):
+            self._kept.append(self.workspaces.int_buffer)
         self.workspaces.use_int_buffer(buffer)
         self._workspaces_changed()
         if self._slot is not None:
@@ -77,7 +79,8 @@ class Planner:
         """Graph mode: what captured launches read is as large as the largest batch needs."""
         self.batch.use_capacity(capacity)
         if self._indices_name:
-            self.indices.use_buffer(tensor_memory.empty(capacity.entries, torch.int32, self.device))
+            what = "the buffer of page numbers"
+            self.indices.use_buffer(allocate(capacity.entries, torch.int32, self.device, what, zeroed=False))
 
     @property
     def capacity(self) -> Capacity | None:
@@ -261,12 +264,35 @@ class Planner:
         """Page numbers that a batch has as tables, [requests, pages]; `indices`, where given, must say the same."""
         return self.indices.from_tables(tables, lengths[1], indices, self._indices_name)
 
+    def judge(self, lengths: Given, kv_indices: Any) -> None:
+        """Graph mode: refuses lengths that are more than captured launches serve. Nothing is written; plan then."""
+        if not self.active:  # nothing is captured yet
+            return
+        self._judge_lengths(lengths)
+        struct = self.batch.struct
+        self.active[0].check_limits(self.batch)
+        if self._indices_name:
+            self.indices.judge(kv_indices, struct.kv_begin, struct.kv_end, self._indices_name)
+
+    def judge_mask(self, mask: Mask, lengths: Given) -> None:
+        """Graph mode: a mask that the next plan's lengths refuse must leave alone what captured launches read."""
+        if self.mask.buffer is None:
+            self.invalidate()
+            raise PlanError("custom_mask with use_cuda_graph=True needs custom_mask_buf: pass it to the constructor.")
+        self._judge_lengths(lengths)
+        if not bool((bits := self.bits()).lt(0).any()):  # else the planner tells what is wrong with the lengths
+            self.mask.packed(mask, bits)
+
+    def _judge_lengths(self, lengths: Given) -> None:
+        self.invalidate()
+        self.batch.tables = None
+        self.batch.take_judged(Lengths(*lengths), self.options.page_size)
+        self.batch.check_requests(self.batch.struct.requests)
+
     def set_mask(self, mask: Mask | None, non_blocking: bool) -> None:
         """Takes the present plan's custom mask, None for none; nothing may run before that has succeeded."""
         self.is_planned = False
-        if mask is not None and self.is_graph and self.mask.buffer is None:
-            raise PlanError("custom_mask with use_cuda_graph=True needs custom_mask_buf: pass it to the constructor.")
-        self.mask.set(mask, self.bits() if mask is not None else None, non_blocking)
+        self.mask.set(None if mask is None else self.mask.packed(mask, self.bits()), non_blocking)
         if mask is not None:
             self.batch.stream = current_stream(self.device_index)
             for combination in self.active:
@@ -303,7 +329,7 @@ class Planner:
         if found is None:
             found = self._combination(variation.over(self.options))
         if found.generation != self.generation:
-            if self.device_index >= 0 and torch.cuda.is_current_stream_capturing():
+            if is_capturing(self.device):
                 raise self._new_in_capture(variation)
             self._activate(found)
         self._variations[variation] = found
@@ -314,7 +340,8 @@ class Planner:
         """Plans it for the present batch; it counts as active after that has succeeded."""
         is_new = combination not in self.active
         if is_new:
-            memory = torch.empty_like(self.workspaces.int_buffer)
+            workspace = self.workspaces.int_buffer
+            memory = allocate(workspace.shape, workspace.dtype, self.device, "a run's own options", zeroed=False)
             combination.slot = PlanSlot(self.device_index, memory, combination.call)
             combination.choose_again()
         batch = self.batch
@@ -350,7 +377,8 @@ class Planner:
         found = self._known.get(options)
         if found is None:
             if len(self._known) >= _MOST_KNOWN and not self.is_graph:
-                self._known = {known.options: known for known in self.active}
+                kept = (known for known in self._known.values() if known.call.was_captured or known in self.active)
+                self._known = {known.options: known for known in kept}
             found = self._known[options] = Combination(options, self.batch)
         return found
 

@@ -8,6 +8,7 @@ import torch
 
 from ..base import checks, tensor_memory
 from ..base.errors import PlanError
+from ..base.memory import empty
 
 INT_WORKSPACE_BYTES = 8 << 20
 
@@ -20,7 +21,7 @@ class Workspaces:
     def __init__(self, device: torch.device, float_buffer: torch.Tensor) -> None:
         self.device = device
         self.use_float_buffer(float_buffer)
-        self.use_int_buffer(tensor_memory.empty(INT_WORKSPACE_BYTES, torch.uint8, device))
+        self.use_int_buffer(empty(INT_WORKSPACE_BYTES, torch.uint8, device))
 
     def use_float_buffer(self, buffer: torch.Tensor) -> None:
         self._check(buffer, "float_workspace_buffer")

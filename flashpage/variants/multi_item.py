@@ -9,6 +9,7 @@ import torch
 
 from ..base import checks, env
 from ..base.errors import PlanError
+from ..base.memory import allocate
 from .variant import Variant
 
 # Visible are the prefix and the row's own item, which began token_pos tokens before the row. Causal, even if a run is
@@ -73,8 +74,12 @@ class MultiItemMask:
         scalars = {"max_token_pos": token_pos_len - 1}
         if self._most_requests is not None:
             self._to_copy = tensors
-            tensors = {name: t.new_zeros(self._most_requests, *t.shape[1:]) for name, t in tensors.items()}
         if self.variant is None:
+            if self._most_requests is not None:
+                tensors = {
+                    name: allocate((self._most_requests, *t.shape[1:]), torch.int32, self.device, "multi-item scoring")
+                    for name, t in tensors.items()
+                }
             self.variant = Variant(mask=_MASK, tensors=tensors, scalars=scalars)
         elif self._most_requests is None:
             self.variant.tensors.update(tensors)

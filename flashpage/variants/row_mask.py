@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..base.memory import GrowingMemory
 from .variant import Variant
 
 # The index of a row in the batch, clamped: rows past a request's last one are computed with any row's entry.
@@ -15,7 +16,8 @@ WITHIN = f"logical_and(kv_idx >= first_token({ROW}), kv_idx < end_token({ROW}))"
 class RowMask:
     """One variant for all plans of a wrapper; its tensors are the present batch's.
 
-    They keep their memory as long as they fit in it, so that captured launches read those of the newest plan.
+    Captured launches read the tensors' memory: a plan that is refused leaves it alone, since `copy` follows a plan that
+    has succeeded.
 
     Args:
         mask: over kv_idx and the captured names; `name({ROW})` is a row's entry.
@@ -25,22 +27,29 @@ class RowMask:
     def __init__(self, mask: str, device: torch.device) -> None:
         self._device = device
         self._variant = Variant(mask=mask)
+        self._memory: dict[str, GrowingMemory] = {}
+        self._to_copy: dict[str, torch.Tensor] = {}
 
     def set(self, first_row: torch.Tensor, **by_row: torch.Tensor) -> Variant:
-        """The variant with these tensors, on the host.
+        """The variant, which has these tensors, on the host, after the next `copy`.
 
         Args:
             first_row: [requests], what makes a row's q_idx its index in the batch.
             by_row: [rows] each.
         """
-        self._hold("first_row", first_row)
-        for name, values in by_row.items():
-            self._hold(name, values)
-            self._variant.scalars["last_row"] = len(self._variant.tensors[name]) - 1
+        self._to_copy = {"first_row": first_row, **by_row}
+        for name in self._to_copy:
+            if name not in self._memory:
+                self._memory[name] = GrowingMemory(torch.int32, self._device, "a mask of windows or chunks")
+                self._variant.tensors[name] = self._memory[name].at_least(1)
+        self._variant.scalars.setdefault("last_row", 0)
         return self._variant
 
-    def _hold(self, name: str, values: torch.Tensor) -> None:
-        tensors = self._variant.tensors
-        if name not in tensors or len(tensors[name]) < len(values):
-            tensors[name] = torch.zeros(max(1, len(values)), dtype=torch.int32, device=self._device)
-        tensors[name][: len(values)].copy_(values, non_blocking=True)
+    def copy(self) -> None:
+        """Writes what was set last."""
+        for name, values in self._to_copy.items():
+            memory = self._variant.tensors[name] = self._memory[name].at_least(len(values))
+            memory[: len(values)].copy_(values, non_blocking=True)
+            if name != "first_row":
+                self._variant.scalars["last_row"] = len(memory) - 1
+        self._to_copy = {}

@@ -102,6 +102,11 @@ class Attention(Unique):
         operators.WRAPPERS[self.handle] = self
 
     @property
+    def is_graph(self) -> bool:
+        """Whether captured runs serve later plans."""
+        return self.session.is_graph
+
+    @property
     def out_dtype(self) -> torch.dtype:
         """The type of the outputs that runs allocate."""
         return self.options.out_dtype.torch
@@ -149,11 +154,17 @@ class Attention(Unique):
             checks.flag("non_blocking", pages.non_blocking)
         if pages.tables is not None:
             indices = session.page_numbers_of(pages.tables, lengths, indices)
+        if mask is not None and mask is not KEEP_MASK and session.is_graph:
+            session.judge_mask(mask, lengths)
         session.plan(lengths, indices, pages.non_blocking, longest)
         if mask is not KEEP_MASK and (mask is not None or session.mask.tensor is not None):
             session.set_mask(mask, pages.non_blocking)
         if pages.tables is not None:
             session.block_tables = pages.tables
+
+    def judge(self, lengths: Lengths, pages: Pages) -> None:
+        """Graph mode: raises where `plan` would refuse the batch for its size."""
+        self.session.judge(lengths, pages.indices)
 
     def plan_on_device(self, tables: TableLengths, options: Options, values: Values) -> None:
         """Plans by a launch on the current stream, from lengths that only the device knows."""

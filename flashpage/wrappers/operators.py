@@ -2,6 +2,10 @@
 
 Eager calls go straight to the implementations; the operators are taken while torch.compile traces or a dispatch mode
 watches. A wrapper's run is an operator with the wrapper's handle, never its plan: planning again compiles nothing.
+
+torch.compile(mode="reduce-overhead") captures what it compiles as CUDA graphs. A captured run has the plan of that day,
+unless the wrapper is one for graphs, so that runs have two operators: one that inductor leaves out of its graphs, and
+one for such wrappers.
 """
 
 from __future__ import annotations
@@ -35,6 +39,9 @@ class Runnable(Protocol):
 
     handle: int
     options: Options
+
+    @property
+    def is_graph(self) -> bool: ...
 
     @property
     def out_dtype(self) -> torch.dtype: ...
@@ -114,7 +121,8 @@ def run(
         lse = q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
     numbers = [None if isinstance(s, torch.Tensor) else s for s in scales]
     arrays = [s if isinstance(s, torch.Tensor) else None for s in scales]
-    operator = torch.ops.flashpage.run_paged if wrapper.options.kv_source == "paged" else torch.ops.flashpage.run_ragged
+    name = f"run_{wrapper.options.kv_source}{'_captured' if wrapper.is_graph else ''}"
+    operator = getattr(torch.ops.flashpage, name)
     parts = list(cache) if isinstance(cache, tuple) else [cache]
     operator(wrapper.handle, q, parts, out, lse, *values, *numbers, *arrays, sinks, enable_pdl)
     return (out, lse) if return_lse else out
@@ -347,9 +355,8 @@ _RUN_SCHEMA = (
     "float? q_scale, float? k_scale, float? v_scale, Tensor? q_scales, Tensor? k_scales, Tensor? v_scales, "
     "Tensor? sinks, bool? enable_pdl) -> ()"
 )
-_OPERATORS = (
-    ("run_paged", _RUN_SCHEMA, _run, _nothing),
-    ("run_ragged", _RUN_SCHEMA, _run, _nothing),
+_OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
+    *((f"run_{kv}{kind}", _RUN_SCHEMA, _run, _nothing) for kv in ("paged", "ragged") for kind in ("", "_captured")),
     (
         "merge_state",
         "(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b) -> (Tensor, Tensor)",
@@ -376,7 +383,10 @@ _OPERATORS = (
 _IMPLEMENTATIONS = {name: implementation for name, _, implementation, _ in _OPERATORS}
 
 for _name, _schema, _implementation, _fake in _OPERATORS:
-    _library.define(_name + _schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    _tags = [torch.Tag.needs_fixed_stride_order]
+    if _name in ("run_paged", "run_ragged") and hasattr(torch.Tag, "cudagraph_unsafe"):
+        _tags.append(torch.Tag.cudagraph_unsafe)
+    _library.define(_name + _schema, tags=tuple(_tags))
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _implementation, _key)
     torch.library.register_fake(f"flashpage::{_name}", _fake, lib=_library)

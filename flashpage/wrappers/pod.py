@@ -3,6 +3,7 @@ own, and both are launched on one stream."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..plan.page_indices import NO_PAGES, Mask, Pages
 from .base import DECODE, RAGGED, Attention
 from .graph_buffers import take_graph_buffers
 from .plan_arguments import Checked, DecodeArguments, PrefillArguments
+from .planned_by_runs import PlannedByRuns
 
 
 class PODWithPagedKVCacheWrapper(Unique):
@@ -54,22 +56,24 @@ class PODWithPagedKVCacheWrapper(Unique):
         }
         take_graph_buffers(self._decode, None, buffers)
         self._checked = Checked(self._decode.session)
-        self._prefills = {  # by the layout of k_p and v_p
-            layout: Attention(float_workspace_buffer, layout, names=RAGGED, owner=owner) for layout in checks.LAYOUTS
-        }
-        self._planned: dict[str, Any] = dict.fromkeys(self._prefills)  # shapes and options of the last prefill
+        self._prefills = {layout: PlannedByRuns(self._maker(layout)) for layout in checks.LAYOUTS}  # of k_p and v_p
+
+    def _maker(self, layout: str) -> Callable[[], Attention]:
+        workspaces, owner = self._decode.session.workspaces, type(self).__name__
+        return lambda: Attention(workspaces.float_buffer, layout, names=RAGGED, owner=owner)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether runs may be captured and replayed after later plans of the decodes."""
+        """Whether runs may be captured and replayed after later plans of the decodes, and other prefills."""
         return self._decode.session.is_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Takes other workspaces; plan again before the next run."""
         self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-        for layout, attention in self._prefills.items():
+        for prefill in self._prefills.values():
+            prefill.forget()
+            attention = prefill.attention
             attention.reset_workspace_buffer(float_workspace_buffer, attention.session.workspaces.int_buffer)
-            self._planned[layout] = None
 
     def plan(
         self,
@@ -209,11 +213,9 @@ class PODWithPagedKVCacheWrapper(Unique):
         for name, tensor in (("q_p", q), ("k_p", k), ("v_p", v)):
             if checks.tensor(tensor, name, RunError).dim() != 3:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
-        prefill = self._prefills[layout]
         token, head = (0, 1) if layout == "NHD" else (1, 0)
-        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, *options.values())
-        if mask is not None or self._planned[layout] is None or key != self._planned[layout]:
-            self._planned[layout] = None
+
+        def plan(prefill: Attention) -> None:
             q_indptr, kv_indptr = (
                 torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in (q.shape[0], k.shape[token])
             )
@@ -229,8 +231,9 @@ class PODWithPagedKVCacheWrapper(Unique):
                 **options,
             )
             prefill.plan(Lengths(q_indptr, kv_indptr), NO_PAGES, *arguments.checked(), mask)
-            self._planned[layout] = None if mask is not None else key
-        return prefill
+
+        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, *options.values())
+        return self._prefills[layout].plan(None if mask is not None else key, plan)
 
     def end_forward(self) -> None:
         """Nothing: plans need no end."""
@@ -246,7 +249,8 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
         owner = type(self).__name__
-        self._prefill, self._decode = (Attention(float_workspace_buffer, kv_layout, owner=owner) for _ in range(2))
+        self._decode = Attention(float_workspace_buffer, kv_layout, owner=owner)
+        self._prefill = PlannedByRuns(lambda: Attention(float_workspace_buffer, kv_layout, owner=owner))
         self._prefills: tuple[Lengths, Pages, PrefillArguments] | None = None  # as planned, to be planned with a mask
         self._is_masked = False  # the prefills' present plan
 
@@ -286,7 +290,7 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
             qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d: the decodes, which see all of their tokens.
             The other arguments are of both, as BatchPrefillWithPagedKVCacheWrapper.plan takes them.
         """
-        self._prefill.session.invalidate()
+        self._prefill.attention.session.invalidate()
         self._decode.session.invalidate()
         self._prefills = None
         given = {"qo_indptr_p": qo_indptr_p, "kv_indptr_p": kv_indptr_p, "last_page_len_p": last_page_len_p}
@@ -313,7 +317,7 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         options, values = arguments.checked()
         prefills, decodes = Lengths(*lengths[:3]), Lengths(*lengths[3:])
         pages = Pages(kv_indices_p, non_blocking=non_blocking)
-        self._prefill.plan(prefills, pages, options, values)
+        self._prefill.plan(None, lambda prefill: prefill.plan(prefills, pages, options, values))
         self._decode.plan(decodes, Pages(kv_indices_d, non_blocking=non_blocking), options, values)
         self._prefills, self._is_masked = (prefills, pages, arguments), False
 
@@ -353,15 +357,16 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         if self._prefills is not None and (mask is not None or self._is_masked):
             lengths, pages, arguments = self._prefills
             options, values = arguments._replace(has_mask=mask is not None).checked()
-            self._prefill.plan(lengths, pages, options, values, mask)
+            self._prefill.plan(None, lambda prefill: prefill.plan(lengths, pages, options, values, mask))
             self._is_masked = mask is not None
-        self._prefill.require_plan("run")
+        prefill = self._prefill.used()
+        prefill.require_plan("run")
         values_p, scales = (
-            self._prefill.values._replace(causal=checks.flag("causal_p", causal_p)),
+            prefill.values._replace(causal=checks.flag("causal_p", causal_p)),
             (q_scale, k_scale, v_scale),
         )
         return (
-            self._prefill.run(q_p, paged_kv_cache_p, None, None, return_lse, values_p, enable_pdl=enable_pdl),
+            prefill.run(q_p, paged_kv_cache_p, None, None, return_lse, values_p, enable_pdl=enable_pdl),
             self._decode.run(q_d, paged_kv_cache_d, None, None, return_lse, scales=scales, enable_pdl=enable_pdl),
         )
 

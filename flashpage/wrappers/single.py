@@ -10,6 +10,7 @@ import torch
 
 from ..base import checks
 from ..base.errors import RunError
+from ..base.memory import is_capturing
 from ..plan.lengths import Lengths
 from ..plan.page_indices import NO_PAGES, Mask
 from ..plan.session import current_stream
@@ -19,6 +20,7 @@ from .plan_arguments import Own, PrefillArguments
 _WORKSPACE_BYTES = 32 << 20
 
 _local = threading.local()  # those of this thread, by device, stream and layout
+_captured: set[Attention] = set()  # graphs outlive threads
 
 
 def single_decode_with_kv_cache(
@@ -147,6 +149,8 @@ def _run(
     attention = _attention(q.device, kv_layout)
     lengths = Lengths(_indptr(q.shape[0]), _indptr(k.shape[token]))
     attention.plan(lengths, NO_PAGES, *arguments.checked(), mask)
+    if is_capturing(attention.device):
+        _captured.add(attention)
     return attention.run(q, (k, v), return_lse=return_lse, scales=scales)
 
 

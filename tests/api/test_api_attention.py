@@ -165,9 +165,9 @@ def test_pod(layout: str, device: str) -> None:
         out_p, out_d = wrapper.run(*tensors, causal_p=True, kv_layout_p=layout)
         compare(prefill.case, Outputs(out_p, None), reference_states(prefill))
         compare(decode.case, Outputs(out_d, None), reference_states(decode))
-        planned_once = wrapper._prefills[layout].session.generation
+        planned_once = wrapper._prefills[layout].attention.session.generation
     wrapper.run(*tensors, causal_p=True, kv_layout_p=layout)
-    assert wrapper._prefills[layout].session.generation == planned_once
+    assert wrapper._prefills[layout].attention.session.generation == planned_once
     changed = {"window_left_p": 9, "sm_scale_p": 0.3, "window_left_d": 20, "sm_scale_d": 0.25, "k_scale": 2.0}
     out_p, out_d = wrapper.run(*tensors, causal_p=True, kv_layout_p=layout, **changed)
     case_p = dataclasses.replace(prefill.case, window_left=9, sm_scale=0.3)

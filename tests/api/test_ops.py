@@ -173,6 +173,31 @@ def test_a_dispatch_mode_sees_the_operator(q: torch.Tensor, cache: torch.Tensor)
     assert "flashpage.run_paged.default" in seen
 
 
+@pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "for graphs"])
+def test_inductor_captures_runs_of_wrappers_for_graphs_alone(
+    is_graph: bool, q: torch.Tensor, cache: torch.Tensor
+) -> None:
+    """Another wrapper's captured run would have the plan of the day on which it was captured."""
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+
+    given = {"use_cuda_graph": True, "max_batch": 3, "max_pages": 6} if is_graph else {}
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), **given)
+    plan_decode(wrapper, (3, 16, 7))
+    found = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> object:
+        found.extend(node for node in module.graph.nodes if "flashpage" in str(node.target))
+        return module.forward
+
+    torch._dynamo.reset()
+    out = torch.compile(lambda x: wrapper.run(x, cache), fullgraph=True, backend=backend)(q)
+    torch.testing.assert_close(out, wrapper.run(q, cache))
+    assert [str(node.target).split(".")[1] for node in found] == ["run_paged_captured" if is_graph else "run_paged"]
+    operator = getattr(torch.ops.flashpage, str(found[0].target).split(".")[1]).default
+    found[0].target = operator  # dynamo leaves the packet there
+    assert is_cudagraph_unsafe_fx_node(found[0]) is not is_graph
+
+
 def test_a_lost_wrapper_is_told(q: torch.Tensor, cache: torch.Tensor) -> None:
     wrapper = decode_wrapper()
     arguments = run_arguments(wrapper, q, [cache])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
+import gc
+import threading
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from looking_kernels import look_for_tiles
 
 import flashpage
-from flashpage import PlanError, RunError, native
+from flashpage import PlanError, RunError
+from flashpage.base.memory import GrowingMemory
 from flashpage.kernels import choose
-from flashpage.plan import option_plan
-from flashpage.plan.prepared_kernels import Prepared
+from flashpage.wrappers import single
 
 HEADS = (4, 4, 64, 16)
 KV = torch.randn(4096, 2, 16, 4, 64)
@@ -201,6 +202,79 @@ def test_rows_of_a_graph_with_buffers_are_judged_first() -> None:
     assert torch.equal(memory, before)
 
 
+def test_a_refused_mask_leaves_what_graphs_read() -> None:
+    given = {"custom_mask_buf": torch.zeros(300, dtype=torch.uint8), "mask_indptr_buf": ints(0, 0, 0)}
+    wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=100, max_rows=16, **given)
+    plan(wrapper, custom_mask=torch.ones(8 * 300).bool())
+    read = [wrapper._planner.active[0].slot.memory, wrapper._paged_kv_indices_buf, given["custom_mask_buf"]]
+    before = [memory.clone() for memory in read]
+    for tokens, bits, says in ((301, 8 * 300, "has 2400 values"), (310, 8 * 310, "custom_mask_buf holds 300")):
+        with pytest.raises(PlanError, match=says):
+            plan(wrapper, tokens, custom_mask=torch.ones(bits).bool())
+        assert all(torch.equal(memory, kept) for memory, kept in zip(read, before, strict=True))
+        with pytest.raises(RunError):
+            wrapper.run(Q, KV)
+
+
+def test_plans_that_a_graph_captured_stay() -> None:
+    """Their options are never forgotten, and another workspace leaves the first one alone."""
+    wrapper = prefill()
+    plan(wrapper)
+    first, memory = wrapper._planner.active[0], weakref.ref(wrapper._planner.workspaces.int_buffer)
+    first.call.was_captured = 1  # as after a plan inside of a capture
+    for window in range(100):
+        plan(wrapper, window_left=window)
+    wrapper.reset_workspace_buffer(workspace(1 << 24), workspace(1 << 22))
+    plan(wrapper)
+    assert wrapper._planner.active[0] is first and memory() is not None
+
+
+@pytest.mark.parametrize("is_graph", [True, False])
+def test_workspaces_of_graphs_stay(is_graph: bool) -> None:
+    capacity: dict[str, Any] = {"use_cuda_graph": True, "max_batch": 2, "max_pages": 20, "max_rows": 16}
+    wrapper = prefill(**(capacity if is_graph else {}))
+    plan(wrapper)
+    memory = weakref.ref(wrapper._planner.workspaces.int_buffer)
+    wrapper.reset_workspace_buffer(workspace(1 << 24), workspace(1 << 22))
+    plan(wrapper)
+    assert (memory() is not None) == is_graph
+
+
+def test_memory_of_a_wrapper_is_written_in_any_mode() -> None:
+    """Tensors made inside of inference mode may not be written outside of it."""
+    rows = ints(0, 2), ints(0, 2)
+    for modes in ((True, False), (False, True)):
+        with torch.inference_mode(modes[0]):
+            wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=20, max_rows=16)
+            ragged = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
+                workspace(1 << 22), use_cuda_graph=True, max_batch=2, max_kv_rows=20, max_rows=16
+            )
+        for mode in modes:
+            with torch.inference_mode(mode):
+                plan(wrapper, tokens=200)
+                items = {"prefix_len_ptr": ints(1), "token_pos_in_items_ptr": ints(0), "token_pos_in_items_len": 1}
+                ragged.plan(*rows, 4, 4, 64, q_data_type=torch.float32, **items)
+
+
+def test_a_captured_single_call_outlives_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(single, "_captured", set())
+    kept = []
+
+    def call(captures: bool) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(single, "is_capturing", lambda _: captures)
+            flashpage.single_prefill_with_kv_cache(Q, KV[0, 0], KV[0, 1])
+        (attention,) = single._local.attention.values()
+        kept.append(weakref.ref(attention))
+
+    for captures in (True, False):
+        thread = threading.Thread(target=call, args=(captures,))
+        thread.start()
+        thread.join()
+    gc.collect()
+    assert kept[0]() is not None and kept[1]() is None
+
+
 def test_bounds_hold_for_one_plan() -> None:
     wrapper = prefill()
     with pytest.raises(PlanError, match="max_sequence_kv=100 but a request of the batch has 300"):
@@ -257,17 +331,7 @@ def test_slopes_of_alibi_stay_where_they_are() -> None:
 
 @pytest.fixture
 def looks_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans on the CPU as on a card whose kernels have a mask's tiles looked for, by a kernel that does nothing."""
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)(lambda *_: None)
-    handle = native.load().fp_kernel_from_function(ctypes.cast(function, ctypes.c_void_p))
-    kernel = SimpleNamespace(handle=handle, info=native.KernelInfo(num_sms=1, ctas_per_sm=1), keeps=function)
-
-    class Looking(Prepared):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            self.mask_tiles = kernel  # type: ignore[assignment]
-
-    monkeypatch.setattr(option_plan, "Prepared", Looking)
+    look_for_tiles(monkeypatch)
 
 
 def masked(wrapper: Any, tokens: int, **options: Any) -> Any:
@@ -292,7 +356,7 @@ def test_memory_for_mask_tiles_is_made_with_the_plan(
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace(1 << 20), **given)
     tiles = masked(wrapper, 300, **options)
     assert tiles.params.cells and tiles.params.plan == wrapper._planner.active[0].slot.memory.data_ptr()
-    assert (tiles.params.custom_mask == wrapper._planner.mask.address) and not tiles._cells.any()
+    assert (tiles.params.custom_mask == wrapper._planner.mask.address) and not tiles.cells.tensor.any()
     before = bytes(tiles.params)
     wrapper.run(torch.zeros(300, 6, 64), torch.zeros(300, 2, 64), torch.zeros(300, 2, 64))
     assert bytes(tiles.params) == before, "a run binds nothing"
@@ -304,10 +368,10 @@ def test_memory_for_mask_tiles_stays(looks_for_tiles: None, monkeypatch: pytest.
     tiles, memories = None, []
     for tokens in (100, 300, 700, 1500, 200):
         tiles = masked(wrapper, tokens, custom_mask=torch.ones(tokens**2).bool())
-        memories.append(weakref.ref(tiles._cells))
+        memories.append(weakref.ref(tiles.cells.tensor))
     assert tiles is not None and len(set(memories)) > 2
     assert all(memory() is not None for memory in memories) and memories[-1]() is memories[-2]()
-    assert sum(cells.numel() for cells in tiles._outgrown) <= tiles._cells.numel()
+    assert sum(cells.numel() for cells in tiles.cells.outgrown) <= tiles.cells.tensor.numel()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(PlanError, match="plan the largest batch once before the capture"):
-        tiles._allocate(100, torch.device("cuda"))
+        GrowingMemory(torch.int64, torch.device("cuda"), "this mask").at_least(100)

@@ -121,6 +121,28 @@ def test_keys_that_were_just_written_are_gathered() -> None:
         assert_all_same_bits(found, expected)
 
 
+def test_a_batch_of_one_token_leaves_no_stride_behind() -> None:
+    """A dimension of one entry has no stride of its own in a tensor map; the plan after it has other rows."""
+    heads, dim, rows = (8, 8), 64, 8192
+    torch.manual_seed(0)
+    cache = torch.randn(4096, 2, 1, heads[1], dim, device=DEVICE, dtype=torch.float16)
+    q, indices = (
+        torch.randn(rows, heads[0], dim, device=DEVICE, dtype=torch.float16),
+        torch.randperm(4096).int().to(DEVICE),
+    )
+    both = [
+        flashpage.BatchPrefillWithPagedKVCacheWrapper(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+        for size in (WITH_ROOM, 1 << 20)
+    ]
+    for tokens in (1, 2000, 1, 2000):
+        found = []
+        for wrapper in both:
+            lengths = (indptr((rows,)), indptr((tokens,)), indices, torch.ones(1, dtype=torch.int32))
+            wrapper.plan(*lengths, *heads, dim, 1, causal=False, disable_split_kv=True, q_data_type=torch.float16)
+            found.append(wrapper.run(q, cache))
+        torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
 def test_captured_layers() -> None:
     batch = Gathered()
     expected = [batch.run(layer) for layer in range(2)]

@@ -87,7 +87,7 @@ def test_a_card_finds_the_tiles_that_the_host_finds(tensors: tuple[torch.Tensor,
 def check_tiles(wrapper: Any, bits: int | None, find: Callable[[Any], None]) -> None:
     """What the last run left, against what `find` leaves on the host."""
     planner, combination = wrapper._planner, wrapper._attention._last_combination()
-    found = combination.mask_tiles._cells.cpu()
+    found = combination.mask_tiles.cells.tensor.cpu()
     combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
     params = host.MaskTilesParams.from_buffer_copy(combination.mask_tiles.params)
     plan_bytes = np.frombuffer(combination.slot.last_bytes(), np.uint8).copy()

@@ -104,6 +104,20 @@ def test_other_integers_and_scales() -> None:
     blocks.check(expected)
 
 
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_scales_of_0_and_below(version: int, alibi: bool) -> None:
+    """As on the CPU; tokens that are not there stay hidden."""
+    blocks = Blocks(dataclasses.replace(CASE, alibi=alibi, name=f"scales-{alibi}"))
+    for scale in (0.0, -0.05, 0.1):
+        given, on_host = blocks.arguments(DEVICE), blocks.arguments("cpu")
+        given[4] = on_host[4] = scale
+        expected = blocks.out("cpu")
+        vllm_ops.paged_attention_v1(expected, *on_host)
+        found = run(blocks, version, given)
+        torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
 def test_lengths_past_the_table_are_not_read() -> None:
     blocks = Blocks(CASE)
     arguments = blocks.arguments(DEVICE)

@@ -250,6 +250,38 @@ assert sum("host_free" in line for line in record()) == 5
 """)
 
 
+def test_a_host_far_ahead_waits_and_pinned_memory_is_given_back() -> None:
+    """64 MiB of plans in flight at most; without need of them, slots go, and every plan still arrives."""
+    with_fake_driver("""
+planning = Planning(slot_bytes=1 << 22)
+count = lambda lines, name: sum(line.startswith(name) for line in lines)
+record()
+for step in range(40):  # no copy is done before it is waited for
+    host.check(planning.plan(1000 + step))
+    assert planning.arrived()
+lines = record()
+assert count(lines, "host_alloc") == 16 - 2 and count(lines, "event_synchronize") == 40 - 16
+held = 16
+fake.fake_finish_copies()
+for step in range(1200):
+    host.check(planning.plan(500 + step))
+    assert planning.arrived()
+    fake.fake_finish_copies()
+    lines = record()
+    held -= count(lines, "host_free")
+    assert not count(lines, "host_alloc") and not count(lines, "event_synchronize")
+assert held == 2
+for step in range(600):  # three plans in flight all the time: they are not given back again and again
+    host.check(planning.plan(500 + step))
+    if step % 3 == 2:
+        fake.fake_finish_copies()
+    assert planning.arrived()
+assert count(record(), "host_alloc") == 1
+lib.fp_slots_destroy(planning.slots)
+assert count(record(), "host_free") == 3
+""")
+
+
 def test_host_memory_goes_through_slots() -> None:
     """Page numbers of captured launches: the source is free at once, and the host never waits."""
     with_fake_driver("""

@@ -143,6 +143,29 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
         other.join()
 
 
+DAEMON = """
+import sys, threading, time, torch, flashpage
+wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 22, dtype=torch.uint8))
+lengths = torch.arange(9).int() * 8, torch.arange(64).int(), torch.full((8,), 16).int()
+q, cache, out = torch.randn(8, 8, 128), torch.randn(64, 2, 16, 2, 128), torch.empty(8, 8, 128)
+plan = lambda: wrapper.plan(*lengths, 8, 2, 128, 16, q_data_type=torch.float32)
+run = lambda: wrapper.run(q, cache, out=out)
+plan(), run()
+def work():
+    while True:
+        {"plan": plan, "run": run}[sys.argv[1]]()
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("call", ["plan", "run"])
+def test_the_process_ends_while_a_daemon_thread_calls(call: str) -> None:
+    """The thread may be in C++, which CPython then unwinds."""
+    result = subprocess.run([sys.executable, "-c", DAEMON, call], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize(("text", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
 def test_the_environment_and_the_affinity_decide_the_default(text: str, threads: int | None) -> None:
     code = "from flashpage import native as host; print(host.load().fp_cpu_threads())"

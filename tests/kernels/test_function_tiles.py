@@ -161,7 +161,7 @@ def test_a_wrapper_binds_memory_for_its_plan(
     params = combination.mask_tiles.params
     variant = VARIANTS[function.__name__]
     function_tiles(variant.spec)(ctypes.byref(params), ctypes.byref(variant_args(variant)), 3)
-    cells = combination.mask_tiles._cells
+    cells = combination.mask_tiles.cells.tensor
     num_units = int(cells[0]) & 0xFFFFFFFF
     assert num_units == int(combination.make_plan().work_items()["num_units"].sum())
     assert params.queue_begin + 4 * num_units <= cells.numel()

@@ -184,13 +184,13 @@ def test_a_wrapper_binds_memory_for_its_plan(fixed_split_size: int | None) -> No
     tiles = combination.mask_tiles
     params = tiles.params
     combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
-    cells = tiles._cells
+    cells = tiles.cells.tensor
     native().find_mask_tiles(ctypes.byref(params), 3)
     num_units = int(cells[0]) & 0xFFFFFFFF
     assert num_units == int(combination.make_plan().work_items()["num_units"].sum())
     assert params.queue_begin + 4 * num_units <= params.list_begin < params.lanes_begin < cells.numel()
     combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
-    assert tiles._cells is cells, "the same memory for every layer"
+    assert tiles.cells.tensor is cells, "the same memory for every layer"
 
 
 def test_graph_mode_has_memory_for_the_largest_batch() -> None:

@@ -128,7 +128,25 @@ def test_numbers_out_of_range_are_taken_to_its_ends(device: str) -> None:
     made.q_indptr.copy_(torch.tensor([-1, 2, 1, 99]))  # type: ignore[union-attr]
     made.struct.max_rows = 6
     items = items_of(made.plan(PREFILL, kernel_of(device)))
-    assert {tuple(item) for item in items[["request", "q_begin", "q_len"]].tolist()} == {(0, 0, 2), (2, 1, 5)}
+    assert {tuple(item) for item in items[["request", "q_begin", "q_len"]].tolist()} == {(0, 0, 2), (2, 2, 4)}
+
+
+@pytest.mark.parametrize("piece", [0, 128])
+@pytest.mark.parametrize("ends", [[0, 600] * 12 + [0], [0, 300, 100, 600, -5, 7, 300, 600], [500, 0, 600, 600, 550]])
+def test_rows_of_an_indptr_that_falls_are_no_requests_again(ends: list[int], piece: int, device: str) -> None:
+    """An entry below one before it is taken as that one; else the rows were more than there is memory for."""
+    count, lens = len(ends) - 1, np.full(len(ends) - 1, 900)
+    rising = np.maximum.accumulate(np.clip(ends, 0, 600))
+    given = TableBatch.of(Batch(np.full(count, 600 // count), lens, 8, 2))
+    expected = TableBatch.of(Batch(np.diff(rising), lens, 8, 2, q_start=int(rising[0])))
+    made = given.tables(device)
+    made.struct.max_rows = 600
+    made.q_indptr.copy_(torch.tensor(ends))  # type: ignore[union-attr]
+    for cutting in (PREFILL, DECODE):
+        cutting = dataclasses.replace(cutting, fixed_piece_tokens=piece)
+        assert made.plan(cutting, kernel_of(device)) == expected.host_plan(cutting)
+    if device == "cpu":
+        assert made.plan(cutting, 1, native_build.plan_kernel()) == expected.host_plan(cutting)
 
 
 def items_of(plan: bytes) -> np.ndarray:

@@ -169,11 +169,16 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         shown = self._windows.plan(levels, options)
         whole = dataclasses.replace(shown.options, causal=False, window_left=-1)
         values_of_whole = values._replace(causal=False, window_left=-1)
+        if self._use_cuda_graph:  # a level that is refused leaves alone what captured launches read of the others
+            for level in shown.levels:
+                lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
+                self._levels[level.number].judge(lengths, Pages(level.indices))
         for level, variant in zip(shown.levels, shown.variants, strict=True):
             of_level = (shown.options, values) if level is shown.levels[-1] else (whole, values_of_whole)
             lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
             level_options = of_level[0] if variant is None else dataclasses.replace(of_level[0], variant=variant)
             self._levels[level.number].plan(lengths, Pages(level.indices), level_options, of_level[1])
+        self._windows.copy()
         planned = [self._levels[level.number] for level in shown.levels]
         self._active = [
             attention

@@ -15,6 +15,7 @@ from ...plan.page_indices import NO_PAGES, Pages
 from ..base import DECODE, PAGED, RAGGED, Attention
 from ..merge import merge_parts, part_of
 from ..plan_arguments import Arguments, DecodeArguments, PrefillArguments
+from ..planned_by_runs import PlannedByRuns
 
 
 class _SharedPrefix(Unique):
@@ -23,18 +24,23 @@ class _SharedPrefix(Unique):
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, names: Names) -> None:
         self._kv_layout = checks.layout(kv_layout)
         owner = type(self).__name__
-        self._unique = Attention(float_workspace_buffer, kv_layout, names=names, owner=owner)
-        self._shared = Attention(float_workspace_buffer, kv_layout, names=RAGGED, owner=owner)
+        self._workspace = float_workspace_buffer
+
+        def planned(names: Names) -> PlannedByRuns:
+            return PlannedByRuns(lambda: Attention(self._workspace, kv_layout, names=names, owner=owner))
+
+        self._unique, self._shared, self._names = planned(names), planned(RAGGED), names
         self._planned: _Batch | None = None
         self._dtypes: tuple[Any, Any] = (None, None)  # of q and the caches, as planned
         self._seen: tuple[Any, Any] | None = None  # those of forward's tensors, where begin_forward was told others
-        self._prefix: tuple[int, int] | None = None  # tokens and rows that the prefix is planned for
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Takes other workspaces; begin_forward again before the next forward."""
-        self._planned = None
-        self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-        self._shared.reset_workspace_buffer(float_workspace_buffer, self._shared.session.workspaces.int_buffer)
+        self._planned, self._workspace = None, float_workspace_buffer
+        self._shared.forget()
+        self._unique.attention.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+        shared = self._shared.attention
+        shared.reset_workspace_buffer(float_workspace_buffer, shared.session.workspaces.int_buffer)
 
     def end_forward(self) -> None:
         """Nothing: plans need no end."""
@@ -42,7 +48,7 @@ class _SharedPrefix(Unique):
     def _begin(self, lengths: Lengths, kv_indices: Any, arguments: Arguments, dtypes: tuple[Any, Any]) -> None:
         """`dtypes`: to be planned for where no tensors were seen yet."""
         is_decode = isinstance(arguments, DecodeArguments)
-        for name, tensor in zip(self._unique.session.batch.names[:3], lengths, strict=False):
+        for name, tensor in zip(self._names[:3], lengths, strict=False):
             if name != "qo_indptr" or not is_decode:
                 checks.tensor(tensor, name, PlanError)
         copies = Lengths(*(None if t is None else t.clone() for t in to_host(lengths)))  # forward may plan again
@@ -51,9 +57,9 @@ class _SharedPrefix(Unique):
 
     def _plan(self, batch: _Batch, dtypes: tuple[Any, Any]) -> None:
         arguments: Any = batch.arguments._replace(q_data_type=dtypes[0], kv_data_type=dtypes[1])
-        self._unique.plan(batch.lengths, Pages(batch.kv_indices), *arguments.checked())
+        given = batch.lengths, Pages(batch.kv_indices), *arguments.checked()
+        self._unique.plan(None, lambda unique: unique.plan(*given))
         self._planned, self._dtypes = batch, dtypes
-        self._prefix = None
 
     def _forward(
         self,
@@ -72,11 +78,11 @@ class _SharedPrefix(Unique):
         if (q.dtype, k_shared.dtype) != self._dtypes:
             self._seen = (q.dtype, k_shared.dtype)
             self._plan(self._planned, self._seen)
-        unique, shared = self._unique, self._shared
+        unique = self._unique.used()
         prefix_len = k_shared.shape[0 if self._kv_layout == "NHD" else 1]
         parts = []
         if prefix_len:
-            self._plan_prefix(prefix_len)
+            shared = self._plan_prefix(unique, prefix_len)
             parts.append(part_of(shared, q, (k_shared, v_shared), shared.values._replace(sm_scale=sm_scale)))
         if unique.session.result.total_kv or not prefix_len:
             values = unique.values._replace(sm_scale=sm_scale, causal=causal)
@@ -85,16 +91,17 @@ class _SharedPrefix(Unique):
         merge_parts(parts, out, None)
         return out
 
-    def _plan_prefix(self, prefix_len: int) -> None:
+    def _plan_prefix(self, unique: Attention, prefix_len: int) -> Attention:
         """All rows are one request over the prefix."""
-        rows, options = self._unique.session.total_q, self._unique.options
-        if self._prefix == (prefix_len, rows):
-            return
-        q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in (rows, prefix_len))
+        rows, options = unique.session.total_q, unique.options
         heads = (options.num_q_heads, options.num_kv_heads, options.head_dim_qk)
         arguments = PrefillArguments("ragged", *heads, q_data_type=self._dtypes[0], kv_data_type=self._dtypes[1])
-        self._shared.plan(Lengths(q_indptr, kv_indptr), NO_PAGES, *arguments.checked())
-        self._prefix = (prefix_len, rows)
+
+        def plan(shared: Attention) -> None:
+            q_indptr, kv_indptr = (torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in (rows, prefix_len))
+            shared.plan(Lengths(q_indptr, kv_indptr), NO_PAGES, *arguments.checked())
+
+        return self._shared.plan((prefix_len, rows, arguments), plan)
 
 
 class _Batch(NamedTuple):

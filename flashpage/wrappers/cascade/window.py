@@ -72,6 +72,11 @@ class LevelWindows:
                 variants[i] = self._masks[level.number].set(_first_row(lengths), first_token=first)
         return found
 
+    def copy(self) -> None:
+        """Gives the masks of the last `plan` to runs: once all levels are planned."""
+        for mask in (*self._masks, *self._chunks):
+            mask.copy()
+
 
 def _first_row(level: Level) -> torch.Tensor:
     """A request's row has this index in the batch less its q_idx, which is right-aligned within the level."""

@@ -7,7 +7,15 @@
 
 namespace flashpage::plan {
 
-// Numbers out of range are clamped, because the device cannot report an error.
+// The rows of q of one request.
+struct RowRange {
+  i32 begin;
+  i32 end;
+};
+
+// Numbers out of range are clamped, because the device cannot report an error. An entry of q_indptr is in range if it
+// is at least all entries before it, so that no row belongs to two requests, and a plan has no more rows than its
+// memory was sized for.
 struct Tables {
   const i32* q_indptr;      // rows, [batch + 1]; null: q_len_per_request rows each
   const void* seq_lens;     // tokens, [batch], i32 or i64
@@ -27,19 +35,23 @@ struct Tables {
     return num_requests == nullptr ? batch : max_of(0, min_of(batch, *num_requests));
   }
 
-  FP_HOST_DEVICE Request request(i32 i, const Heads& heads, i32 tile_q) const {
+  FP_HOST_DEVICE i32 row_at(i32 i) const { return max_of(0, min_of(q_indptr[i], max_rows)); }
+  FP_HOST_DEVICE bool falls_at(i32 i) const { return q_indptr != nullptr && row_at(i + 1) < row_at(i); }
+
+  // If no entry falls.
+  FP_HOST_DEVICE RowRange rows(i32 i) const {
+    if (q_indptr == nullptr) return {i * q_len_per_request, (i + 1) * q_len_per_request};
+    return {row_at(i), row_at(i + 1)};
+  }
+
+  FP_HOST_DEVICE Request request(i32 i, const RowRange& rows, const Heads& heads, i32 tile_q) const {
     const i64 most = min_of(static_cast<i64>(table_columns) * page_size, max_i32);
     const i64 kv_len = within(number(seq_lens, lens_are_int64, i), most);
     const i64 row = table_rows == nullptr ? i : within(number(table_rows, rows_are_int64, i), num_table_rows - 1);
-    i32 q_begin = i * q_len_per_request, q_end = q_begin + q_len_per_request;
-    if (q_indptr != nullptr) {
-      q_begin = max_of(0, min_of(q_indptr[i], max_rows));
-      q_end = max_of(q_begin, min_of(q_indptr[i + 1], max_rows));
-    }
-    const i32 q_len = q_end - q_begin, tiles = ceil_div(q_len * heads.group(), tile_q);
+    const i32 q_len = rows.end - rows.begin, tiles = ceil_div(q_len * heads.group(), tile_q);
     const i32 last = static_cast<i32>(max_of<i64>(kv_len - 1, 0));  // position of the last row: requests have one part
     const TokenRange part = part_at(heads.visibility, last, static_cast<i32>(kv_len));
-    return {row * table_stride, 0, i, q_begin, q_len, part.begin, part.end, tiles, 0, 0.0};
+    return {row * table_stride, 0, i, rows.begin, q_len, part.begin, part.end, tiles, 0, 0.0};
   }
 
  private:
@@ -71,6 +83,12 @@ struct AxisSum {
   }
 };
 
+// An entry of q_indptr; the sum of entries is their maximum.
+struct LargestRow {
+  i32 row;
+  FP_HOST_DEVICE LargestRow operator+(const LargestRow& other) const { return {max_of(row, other.row)}; }
+};
+
 // Data that threads pass to each other, in memory that starts on 16 bytes.
 struct Workspace {
   struct State {
@@ -81,7 +99,7 @@ struct Workspace {
     Partition partition;
   };
   State* state;
-  Totals* sums;         // of a scan, [2 * num_threads]; also used for AxisSums and KvTokens
+  Totals* sums;         // of a scan, [2 * num_threads]; also used for AxisSums, KvTokens and LargestRows
   Totals* before;       // [num_ctas + 1]
   Lane* lanes;          // [num_ctas]
   Cut* ends;            // [2 * num_ctas]
@@ -110,7 +128,8 @@ struct Workspace {
     return taken;
   }
 };
-static_assert(sizeof(AxisSum) <= sizeof(Totals) && sizeof(KvTokens) <= sizeof(Totals));
+static_assert(sizeof(AxisSum) <= sizeof(Totals) && sizeof(KvTokens) <= sizeof(Totals) &&
+              sizeof(LargestRow) <= sizeof(Totals));
 
 template <class Threads>
 class TablePlanner {
@@ -132,15 +151,20 @@ class TablePlanner {
   FP_HOST_DEVICE void read_lengths() {
     const bool has_waves = may_have_waves(given_.schedule);
     Request* const requests = work_.requests;
-    threads_.phase([&](i32 thread) {
-      const i32 batch = given_.tables.requests();
+    const bool any_falls = threads_.any([&](i32 thread) {
+      const Tables& tables = given_.tables;
+      const i32 batch = tables.requests();
+      bool falls = false;
       for (i32 i = thread; i < batch; i += num_threads) {
-        requests[i] = given_.tables.request(i, given_.heads, given_.schedule.tile_q);
+        falls = falls || tables.falls_at(i);
+        requests[i] = tables.request(i, tables.rows(i), given_.heads, given_.schedule.tile_q);
       }
-      if (thread != num_threads - 1) return;  // a thread that has no request in most batches
+      if (thread != num_threads - 1) return falls;  // a thread that has no request in most batches
       work_.state->batch = batch;
       if (!has_waves) take_axis(one_wave(given_.schedule, given_.heads.num_kv_heads));
+      return falls;
     });
+    if (any_falls) order_rows();
     if (has_waves) find_waves();
     const i32 batch = work_.state->batch, num_full = work_.state->lanes.num_full();
     threads_.phase([&](i32 thread) {
@@ -149,6 +173,19 @@ class TablePlanner {
       }
       for (i32 i = thread; i < num_full; i += num_threads) work_.state->lanes.write_full(i, work_.lanes);
     });
+  }
+
+  // A request begins at the largest entry so far.
+  FP_HOST_DEVICE void order_rows() {
+    const Tables& tables = given_.tables;
+    exclusive_scan(
+        threads_, work_.state->batch, reinterpret_cast<LargestRow*>(work_.sums),
+        [&](i32 i) { return LargestRow{tables.row_at(i + 1)}; },
+        [&](i32 i, const LargestRow& before) {
+          const i32 begin = max_of(tables.row_at(0), before.row);
+          const RowRange rows{begin, max_of(begin, tables.row_at(i + 1))};
+          work_.requests[i] = tables.request(i, rows, given_.heads, given_.schedule.tile_q);
+        });
   }
 
   FP_HOST_DEVICE void find_waves() {

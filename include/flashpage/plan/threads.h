@@ -1,6 +1,7 @@
 // Work that several threads share. In a phase each thread runs once; the phase ends with a barrier. Data written in one
-// phase may be read by any thread in later ones, but in the same phase only by the thread that wrote it. Threads have
-// no other connection, so a host may run them one by one (csrc/plan/table_planner.cpp), in any order.
+// phase may be read by any thread in later ones, but in the same phase only by the thread that wrote it. `any` is a
+// phase that also tells all threads whether one of them returned true. Threads have no other connection, so a host may
+// run them one by one (csrc/plan/table_planner.cpp), in any order.
 #pragma once
 #include "flashpage/plan/lengths.h"
 

@@ -155,6 +155,16 @@ auto exchange(unsigned value, Read&& read) {
 }  // namespace card
 
 inline void __syncthreads() { card::meet(card::cta); }
+inline int __syncthreads_or(int vote) {
+  static bool any;
+  any |= vote != 0;
+  __syncthreads();
+  const bool found = any;
+  __syncthreads();
+  any = false;
+  __syncthreads();  // before the next vote
+  return found;
+}
 inline unsigned __ballot_sync(unsigned, bool vote) {
   return card::exchange(vote, [](const unsigned* values) {
     unsigned all = 0;

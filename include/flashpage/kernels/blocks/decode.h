@@ -267,10 +267,13 @@ struct BlockDecode {
           Fragments::take(a, state.query_registers, state.query, lane, k_step);
         },
         [](int) {});
-    if (params.alibi_slopes) bias_scores<Traits>(scores, state.rows, state.scale, first, step.length, lane);
+    // Softmax takes a row's maximum before it scales, which is right for positive scales alone. Slopes are 0 without
+    // ALiBi.
+    const bool scales_now = params.alibi_slopes || !(state.scale > 0.f);
+    if (scales_now) bias_scores<Traits>(scores, state.rows, state.scale, first, step.length, lane);
     if (first + tokens > step.length || params.pattern.stride.divisor > 0)
       hide_scores<Traits>(scores, state.rows, params.pattern, first, step.length, lane);
-    state.softmax.update(scores, state.values, params.alibi_slopes ? 1.f : state.scale);
+    state.softmax.update(scores, state.values, scales_now ? 1.f : state.scale);
     Probabilities<Traits, tokens / 8> probabilities(scores);
     multiply_value_columns(state.values, probabilities, stage + Shared::key_bytes, lane);
   }

@@ -34,7 +34,7 @@ FP_DEVICE bool sees_any(const BlockPattern& pattern, i32 offset, i32 first, i32 
   return false;
 }
 
-// Adds ALiBi's bias; scores come out in base 2. `first`: the sequence's token at which the tile begins.
+// Scales scores to base 2 and adds ALiBi's bias, if any. `first`: the sequence's token at which the tile begins.
 template <class Traits, int token_tiles>
 FP_DEVICE void bias_scores(float (&scores)[Shape<Traits>::row_tiles][token_tiles][4],
                            const BlockRow (&rows)[Shape<Traits>::row_tiles][2], float scale, i32 first, i32 length,

@@ -25,6 +25,10 @@ struct CtaThreads {
     body(static_cast<i32>(threadIdx.x));
     __syncthreads();
   }
+  template <class Body>
+  FP_DEVICE bool any(Body&& body) const {
+    return __syncthreads_or(body(static_cast<i32>(threadIdx.x))) != 0;
+  }
 };
 
 struct PlanOnDevice {

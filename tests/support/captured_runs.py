@@ -1,0 +1,146 @@
+"""Runs as a graph keeps them: each launch with its arguments as they were, to be launched again, and the memory that
+these arguments point at."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashpage import native
+from flashpage.wrappers.base import Attention
+
+_OUTPUTS = ("AttentionParams.out", "AttentionParams.lse", "MergeParams.out", "MergeParams.lse")
+Address = tuple[str, int]
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps what operators return, as a graph's memory pool does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.tensors.append(function(*args, **(kwargs or {})))
+        return self.tensors[-1]
+
+
+class CapturedRuns:
+    """The runs that a call makes.
+
+    Attributes:
+        out: what the call returned.
+        addresses: of all memory that the launches are given, but for outputs.
+    """
+
+    def __init__(self, call: Callable[[], Any], *, keeps_tensors: bool) -> None:
+        self._launches: list[tuple[Any, tuple[Any, ...]]] = []
+        self._copies: list[Any] = []  # of structs
+        self.addresses: list[Address] = []
+        self._keep = _Keep()
+        with self._recording(), self._keep if keeps_tensors else contextlib.nullcontext():
+            self.out = call()
+        self._memory = _storages_of(self.addresses)
+
+    def replay(self) -> None:
+        """Launches again what was launched, on the CPU."""
+        for function, arguments in self._launches:
+            native.check(function(*arguments))
+
+    def check_memory(self) -> None:
+        """All of it is still there."""
+        gone = [name for name, storage in self._memory if storage.expired()]
+        assert not gone, f"freed: {gone}"
+
+    # ---------------------------------------------------------------- recording
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        library, run = native.load(), Attention.run
+
+        def recorded_run(attention: Attention, *arguments: Any, **options: Any) -> Any:
+            attention._local.bound = None  # runs that C alone compares are not seen here
+            attention._run_kernels = lambda _: self._run(attention)
+            try:
+                return run(attention, *arguments, **options)
+            finally:
+                attention._run_kernels = library.fp_run
+
+        def recorded_merge(address: int, element_type: int) -> int:
+            params = self._copy(native.MergeStatesParams.from_address(address))
+            self._launches.append((merge, (params, element_type)))
+            return int(merge(params, element_type))
+
+        merge = library.fp_cpu_merge_states
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Attention, "run", recorded_run)
+            patch.setattr(library, "fp_cpu_merge_states", recorded_merge)
+            yield
+
+    def _run(self, attention: Attention) -> int:
+        bound = attention._local.bound
+        structs = [bound.gather, bound.variant, bound.combination.mask_tiles.params]
+        structs += [struct for part in bound.parts for struct in (part.params, part.merge)]
+        known = {ctypes.addressof(struct): struct for struct in structs}
+        args = native.RunArgs.from_buffer_copy(bound.args)
+        for launch in args.launches[: args.count]:
+            for name in ("params", "variant", "mask_tiles"):
+                if address := getattr(launch, name):
+                    self.addresses += addresses_in(known[address])
+                    setattr(launch, name, self._copy(known[address]))
+        self._copies.append(args)
+        run = native.load().fp_run
+        self._launches.append((run, (ctypes.addressof(args),)))
+        return int(run(ctypes.addressof(bound.args)))
+
+    def _copy(self, struct: Any) -> int:
+        copy = type(struct).from_buffer_copy(struct)
+        self._copies.append(copy)
+        return ctypes.addressof(copy)
+
+
+def addresses_in(struct: Any, name: str = "") -> Iterator[Address]:
+    """Pointers of a struct and of the structs in it, but for outputs."""
+    name = name or type(struct).__name__
+    for field, kind in struct._fields_:
+        value = getattr(struct, field)
+        if kind is ctypes.c_void_p:
+            if value and f"{name}.{field}" not in _OUTPUTS:
+                yield f"{name}.{field}", value
+        elif issubclass(kind, ctypes.Structure):
+            yield from addresses_in(value, f"{name}.{field}")
+        elif issubclass(kind, ctypes.Array) and issubclass(kind._type_, ctypes.Structure):
+            for i, element in enumerate(value):
+                yield from addresses_in(element, f"{name}.{field}[{i}]")
+
+
+def _storages_of(addresses: list[Address]) -> list[tuple[str, StorageWeakRef]]:
+    """The memory that each address lies in; an address in no tensor's memory is an error."""
+    storages = []
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor) and found.layout is torch.strided and not found.is_meta:
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                storages.append(found.untyped_storage())
+    memory = []
+    for name, address in addresses:
+        holds = (s for s in storages if s.data_ptr() <= address < s.data_ptr() + s.nbytes())
+        storage = next(holds, None)
+        assert storage is not None, f"{name} is in no tensor's memory"
+        memory.append((name, StorageWeakRef(storage)))
+    return memory
+
+
+def churn(device: str) -> None:
+    """Frees what nothing refers to, and writes over freed memory where an allocator hands it out again."""
+    gc.collect()
+    for exponent in range(4, 24):
+        for _ in range(3):
+            torch.full((1 << exponent,), 0xFF, dtype=torch.uint8, device=device)
