@@ -65,8 +65,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The host library, loaded once in a process, with as many threads as FLASHPAGE_THREADS says; checks that it and the
-    structs come from the same headers."""
+    """The host library, loaded once in a process, with as many threads as FLASHPAGE_THREADS says; checks that it and
+    the structs come from the same headers."""
     threads = env.count("FLASHPAGE_THREADS")
     path = paths.library()
     if not path.is_file():
