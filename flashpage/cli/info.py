@@ -1,4 +1,4 @@
-"""What is here: devices, compilers, torch, environment variables, and the kernels that are built."""
+"""Show what is here: devices, compilers, torch, environment variables, and the kernels that are built."""
 
 from __future__ import annotations
 

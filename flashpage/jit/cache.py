@@ -1,6 +1,6 @@
 """Compiled kernels in a folder. An entry is a folder `<key>/` with the binary and meta.json, published by one rename.
 
-The same layout holds the kernels of a wheel (AOT) and those compiled on this machine (the cache). An entry is proven by
+One layout serves the kernels of a wheel (AOT) and those compiled on this machine (the cache). An entry is proven by
 the size and sha256 of its binary and by its own key, never by times or paths, so a folder may be copied or moved.
 
 The key is a hash of the kernel's source (source.py), so computing it takes rendering. `.keys/` spares this to the next
