@@ -42,7 +42,11 @@ def build_library(library: Path, objects: Path) -> None:
 
     Also writes the Python mirrors of its structs, once the compiler has found their layouts right.
     """
-    compiler = shlex.split(os.environ.get("FLASHPAGE_CXX") or os.environ.get("CXX") or "g++")
+    wanted = os.environ.get("FLASHPAGE_CXX") or os.environ.get("CXX") or "g++"
+    try:
+        compiler = shlex.split(wanted)
+    except ValueError as error:
+        sys.exit(f"the compiler is {wanted!r} (FLASHPAGE_CXX, CXX): {error}")
     objects.mkdir(parents=True, exist_ok=True)
     with open(objects / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

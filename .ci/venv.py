@@ -17,10 +17,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
+_STEP_SECONDS, _LINE_SECONDS = 0.25, 10.0  # between two looks at pip; between two lines where there is no terminal
+_CELLS, _CLEAR = 30, "\r\033[K"
 
 
 def installed_torch() -> Path | None:
@@ -61,8 +65,48 @@ def create(folder: Path, torch_home: Path | None) -> None:
     run(python, "-m", "pip", "install", "-qq", "setuptools", "wheel")
     run(python, "setup.py", "-q", "build_host")  # first: without g++ all the downloads are for nothing
     size = "" if torch_home else " (torch among them: this can take minutes)"
-    print(f"installing the pinned packages into {folder.name}{size} ...", flush=True)
-    run(python, "-m", "pip", "install", "-qq", "--no-build-isolation", "-e", ".[dev]")
+    print(f"installing the pinned packages into {folder.name}{size}", flush=True)
+    site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
+    install([str(python), "-m", "pip", "install", "--no-build-isolation", "-e", ".[dev]"], site)
+
+
+def install(command: list[str], site: Path) -> None:
+    """Runs pip and shows how far it is: packages found, then packages in `site`. Its output is shown where it fails."""
+    start, lines = time.monotonic(), []
+    before, shown = _installed(site), 0.0
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        assert pip.stdout is not None
+        reader = threading.Thread(target=lines.extend, args=(pip.stdout,), daemon=True)
+        reader.start()
+        while reader.is_alive():
+            reader.join(_STEP_SECONDS)
+            seconds = time.monotonic() - start
+            if sys.stdout.isatty() or seconds - shown >= _LINE_SECONDS:
+                _draw(list(lines), len(_installed(site) - before), seconds)
+                shown = seconds
+    if pip.returncode:
+        sys.exit(f"{''.join(lines[-30:])}venv.py: pip failed with exit code {pip.returncode}")
+    print(f"{_CLEAR if sys.stdout.isatty() else ''}installed in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _installed(site: Path) -> set[str]:
+    return {path.name for path in site.glob("*.dist-info")}
+
+
+def _draw(lines: list[str], installed: int, seconds: float) -> None:
+    """A bar on a terminal, in place; else a line. How many packages there are is known once pip has found them all."""
+    found = [line.split()[1] for line in lines if line.startswith("Collecting ")]
+    total = next((line.count(",") + 1 for line in lines if line.startswith("Installing collected packages")), 0)
+    if total:
+        text = f"{min(installed, total)} of {total} packages installed"
+    else:
+        text = f"{len(found)} packages found, the last one is {found[-1]}" if found else "asking the index"
+    if not sys.stdout.isatty():
+        print(f"  {seconds:.0f} s: {text}", flush=True)
+        return
+    filled = _CELLS * min(installed, total) // total if total else 0
+    bar = "█" * filled + "░" * (_CELLS - filled)
+    print(f"{_CLEAR}{bar} {seconds:.0f} s: {text[:60]}", end="", flush=True)
 
 
 def main() -> None:

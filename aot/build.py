@@ -95,8 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             targets = given.target or (CHECK_TARGETS if given.check else WHEEL_TARGETS)
             kernels = listed(targets, given.default_only)
-    except ValueError as error:
-        parser.error(str(error))
+    except (OSError, ValueError) as error:
+        parser.error(f"{given.manifest}: not a manifest: {error}" if given.manifest else str(error))
     results = check(kernels, given.jobs) if given.check else build_into(given.output, kernels, given.jobs)
     report(results)
     failed = [result for result in results if result.error]

@@ -335,8 +335,8 @@ FP_API void* fp_py_judge(void* self, void* const* arguments, intptr_t count);
 // ---------------------------------------------------------------- the CPU's own (csrc/cpu/threads.cpp,
 // csrc/cpu/cpu_ops.cpp)
 
-FP_API int32_t fp_cpu_threads();  // of the pool; FLASHPAGE_THREADS, otherwise the cores that this process may use
-FP_API int32_t fp_cpu_set_threads(int32_t n);              // 0: default
+FP_API int32_t fp_cpu_threads();                           // of the pool
+FP_API int32_t fp_cpu_set_threads(int32_t n);              // 0: the default, the cores that this process may use
 FP_API int32_t fp_cpu_features(char* text, int32_t size);  // "avx2,fma,f16c,avx512f,...": features of this machine
 // element_type: 0 fp32, 1 fp16, 2 bf16
 FP_API int32_t fp_cpu_merge_states(const flashpage::MergeStatesParams*, int32_t element_type);

@@ -35,7 +35,7 @@ _EXPORTS = {
     "decode": "BatchDecodeWithPagedKVCacheWrapper CUDAGraphBatchDecodeWithPagedKVCacheWrapper fast_decode_plan"
     " single_decode_with_kv_cache single_decode_with_kv_cache_with_jit_module",
     "errors": "CapabilityError CompileError DeviceError FlashpageError KernelMissingError PlanError RunError"
-    " VariantError",
+    " SettingError VariantError",
     "page": "append_paged_kv_cache append_paged_mla_kv_cache get_batch_indices_positions get_seq_lens",
     "plan": "Plan",
     "pod": "BatchPODWithPagedKVCacheWrapper PODWithPagedKVCacheWrapper",

@@ -8,6 +8,7 @@ from .base.errors import (
     KernelMissingError,
     PlanError,
     RunError,
+    SettingError,
     VariantError,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "KernelMissingError",
     "PlanError",
     "RunError",
+    "SettingError",
     "VariantError",
 ]

@@ -21,8 +21,8 @@
 namespace flashpage::host {
 namespace {
 
-constexpr int max_threads = 1024;
-constexpr int max_loops = 16;  // of different callers at a time; another caller runs its loop alone
+constexpr int max_threads = 1024;  // MAX_COUNT in flashpage/base/env.py
+constexpr int max_loops = 16;      // of different callers at a time; another caller runs its loop alone
 constexpr int wakes_each =
     2;  // threads that one thread wakes, as a tree: a single waker would take a microsecond for each
 // Pauses before a thread sleeps: some 10 us, more than the gap between attention and its merge.
@@ -151,9 +151,6 @@ std::mutex creation;
 int wanted_threads = 0;  // fp_cpu_set_threads; 0: default. Guarded by `creation`.
 
 int default_threads() {
-  if (const char* text = std::getenv("FLASHPAGE_THREADS")) {
-    if (int n = std::atoi(text); n > 0) return std::min(n, max_threads);
-  }
   // On very large machines the mask is wider than cpu_set_t.
   for (int cpus = CPU_SETSIZE; cpus <= 64 * CPU_SETSIZE; cpus *= 2) {
     cpu_set_t* set = CPU_ALLOC(cpus);

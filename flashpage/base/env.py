@@ -1,9 +1,13 @@
-"""The environment variables that flashpage reads: these eight and no others. Read at first use, never at import."""
+"""The environment variables that flashpage reads: these eight and no others. Each is judged whenever it is read, and it
+is read at first use, never at import."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
+
+from .errors import SettingError
 
 VARIABLES = {
     "FLASHPAGE_CACHE_DIR": "folder of compiled kernels (default: $XDG_CACHE_HOME/flashpage, else ~/.cache/flashpage)",
@@ -15,6 +19,10 @@ VARIABLES = {
     "FLASHPAGE_THREADS": "threads of the CPU backend (default: the cores this process may use)",
     "FLASHPAGE_CHECK_INDICES": "'on': plan checks page numbers and item lengths that live on the device (copies back)",
 }
+MAX_COUNT = 1024  # of threads (csrc/cpu/threads.cpp) and of compilers
+_OFF = ("off", "0", "false", "no")
+_ON = ("on", "1", "true", "yes")
+_SHOWN = 80  # characters of a value in a message
 
 
 def get(name: str) -> str:
@@ -24,11 +32,44 @@ def get(name: str) -> str:
 
 
 def is_off(name: str) -> bool:
-    return get(name).lower() in ("off", "0", "false", "no")
+    """Whether a switch is set to off; SettingError if it is set to something that is neither on nor off."""
+    return _switch(name) in _OFF
 
 
 def is_on(name: str) -> bool:
-    return get(name).lower() in ("on", "1", "true", "yes")
+    """Whether a switch is set to on; SettingError if it is set to something that is neither on nor off."""
+    return _switch(name) in _ON
+
+
+def _switch(name: str) -> str:
+    value = get(name).lower()
+    if value and value not in _OFF and value not in _ON:
+        raise _refused(name, f"'on' ({', '.join(_ON[1:])}) or 'off' ({', '.join(_OFF[1:])})")
+    return value
+
+
+def count(name: str) -> int | None:
+    """A whole number from 1, None where unset; SettingError if it is set to something else."""
+    value = get(name)
+    if not value:
+        return None
+    if not (value.isascii() and value.isdigit() and len(value) <= 9 and 1 <= int(value) <= MAX_COUNT):
+        raise _refused(name, f"a whole number from 1 to {MAX_COUNT}")
+    return int(value)
+
+
+def words(name: str) -> list[str]:
+    """A command and its options, [] where unset; SettingError where quotes do not match."""
+    try:
+        return shlex.split(get(name))
+    except ValueError as error:
+        raise _refused(name, "a program and its options, quoted as in a shell", f" ({error})") from None
+
+
+def nvcc() -> str | None:
+    """The program that FLASHPAGE_NVCC names: nvcc where unset, None where switched off."""
+    value = get("FLASHPAGE_NVCC")
+    return None if value.lower() in _OFF else value or "nvcc"
 
 
 def cache_dir() -> Path:
@@ -37,3 +78,22 @@ def cache_dir() -> Path:
         return Path(folder).absolute()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "flashpage"
+
+
+def problems() -> dict[str, str]:
+    """The message of each variable whose value is not accepted."""
+    found = {}
+    readers = {"FLASHPAGE_JOBS": count, "FLASHPAGE_THREADS": count, "FLASHPAGE_CXX": words}
+    switches = ("FLASHPAGE_JIT", "FLASHPAGE_PROGRESS", "FLASHPAGE_CHECK_INDICES")
+    for name, read in (readers | dict.fromkeys(switches, is_on)).items():
+        try:
+            read(name)
+        except SettingError as error:
+            found[name] = str(error)
+    return found
+
+
+def _refused(name: str, accepted: str, detail: str = "") -> SettingError:
+    value = get(name)
+    shown = value if len(value) <= _SHOWN else value[:_SHOWN] + "..."
+    return SettingError(f"{name} is {shown!r}{detail}: give {accepted}, or leave it unset")

@@ -33,3 +33,7 @@ class KernelMissingError(FlashpageError, RuntimeError):
 
 class DeviceError(FlashpageError, RuntimeError):
     """The CUDA driver refused a call."""
+
+
+class SettingError(FlashpageError, ValueError):
+    """An environment variable has a value that is not accepted."""

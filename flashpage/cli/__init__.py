@@ -9,6 +9,7 @@ import sys
 from typing import NoReturn
 
 from ..base.errors import FlashpageError, PlanError
+from ..base.version import VERSION
 from .values import ArgumentError
 
 _COMMANDS = {
@@ -18,6 +19,7 @@ _COMMANDS = {
     "bench": "the benchmarks that this machine can run (needs a checkout)",
     "build": "compile kernels ahead of time: the AOT list or a manifest",
     "cache": "list or clear the kernel cache, or tell its path",
+    "collect-env": "one block about this machine to paste into a bug report",
 }
 
 
@@ -31,12 +33,18 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0, 1 failed, 2 wrong argument, 130 interrupted."""
     parser = _Parser(prog="flashpage", description="Attention for LLM servers: plan once a step, run once a layer.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"flashpage {VERSION}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     modules = {}
     for name, summary in _COMMANDS.items():
-        modules[name] = importlib.import_module(f".{name}", __name__)
+        modules[name] = importlib.import_module(f".{name.replace('-', '_')}", __name__)
         modules[name].add_arguments(commands.add_parser(name, help=summary, description=modules[name].__doc__))
     parsed, unknown = parser.parse_known_args(arguments)
+    if parsed.command is None and not unknown:
+        parser.print_help()
+        return 0
+    if parsed.command is None:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if unknown:
         commands.choices[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:

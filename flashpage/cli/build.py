@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base import env, paths
+from ..base import paths
 from ..base.errors import FlashpageError
 from . import values
 
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{result.spec.name} for {result.target.name}: {result.error}", file=sys.stderr)
     failed = sum(result.error is not None for result in results)
     new = sum(result.is_new for result in results)
-    folder = arguments.output or env.cache_dir()
+    folder = arguments.output or jit.cache.jit_store().folder
     print(f"{new} built, {len(results) - new - failed} there already, {failed} failed: {folder}")
     return 1 if failed else 0
 
@@ -55,7 +54,7 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
     import jinja2
 
     from .. import jit
-    from ..jit.manifest import parse_spec
+    from ..jit.manifest import parse_json, parse_spec
     from ..jit.render import render
     from ..jit.targets import Target
     from ..kernels import find
@@ -67,10 +66,10 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
     kernels = []
     for text in arguments.spec:
         try:
-            spec = parse_spec(json.loads(text))
+            spec = parse_spec(parse_json(text))
             render(spec)
-        except (ValueError, KeyError, TypeError, AttributeError, jinja2.TemplateError, FlashpageError) as error:
-            raise values.ArgumentError(f"--spec: not a kernel: {error!r}") from None
+        except (ValueError, jinja2.TemplateError, FlashpageError) as error:
+            raise values.ArgumentError(f"--spec: not a kernel: {error}") from None
         fitting = [target for target in targets or _targets_here(spec.backend) if target.fits(spec)]
         if not fitting:
             archs = kernel.archs if (kernel := find(spec.kernel)) else ()
@@ -80,7 +79,7 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
     if arguments.manifest is not None:
         try:
             listed = jit.read_manifest(arguments.manifest)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             raise values.ArgumentError(f"{arguments.manifest}: not a manifest: {error}") from None
         kernels += [
             (spec, target)
@@ -91,7 +90,7 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
 
 
 def _targets_here(backend: str) -> list[Target]:
-    """What this machine runs best."""
+    """The targets that this machine runs best."""
     from .. import jit, native
 
     if backend == "cpu":

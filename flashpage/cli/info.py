@@ -1,4 +1,4 @@
-"""What is here: devices, compilers, torch, environment variables, and the kernels that are built."""
+"""Show what is here: devices, compilers, torch, environment variables, and the kernels that are built."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .. import native
 from ..base import env, paths
+from ..base.errors import FlashpageError
 from ..base.version import VERSION
 
 if TYPE_CHECKING:
@@ -23,14 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    rows = [*_versions(), *_devices(), *_compilers(), *_kernels(), *_environment()]
+    rows = [*versions(), *devices(), *compilers(), *kernels(), *_environment()]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
     return 0
 
 
-def _versions() -> list[tuple[str, str]]:
+def versions() -> list[tuple[str, str]]:
+    """Versions of flashpage, Python and torch."""
     torch = "not installed"
     if importlib.util.find_spec("torch"):
         torch = importlib.metadata.version("torch")
@@ -40,17 +43,21 @@ def _versions() -> list[tuple[str, str]]:
     ]
 
 
-def _devices() -> list[tuple[str, str]]:
+def devices() -> list[tuple[str, str]]:
+    """This CPU and the cards."""
     from ..jit import targets
-    from ..kernels import devices
+    from ..kernels import devices as cards
 
-    library = native.load()
-    levels = ", ".join(target.name for target in targets.runnable(None))
+    try:
+        library = native.load()
+        levels = ", ".join(target.name for target in targets.runnable(None))
+    except FlashpageError as error:  # this command is for finding out what is wrong
+        return [("cpu", str(error))]
     rows = [("cpu", f"{library.fp_cpu_threads()} threads of {os.cpu_count()} cores; runs kernels for {levels}")]
     for index in range(library.fp_cuda_device_count()):
         info = native.DeviceInfo()
         native.check(library.fp_cuda_device_info(index, ctypes.byref(info)))
-        card = devices.from_driver(info)
+        card = cards.from_driver(info)
         what = f"{info.name.decode()}, sm_{info.sm}, {info.num_sms} SMs, {info.memory_bytes / 2**30:.0f} GiB"
         rows.append((f"cuda:{index}", f"{what}, driver for CUDA {info.driver_version / 1000:.1f}"))
         rows.append(("", _rates(card)))
@@ -63,20 +70,26 @@ def _rates(card: Device) -> str:
     return ", ".join((f"{row}: {card.gbps:.0f} GB/s", f"{card.tflops:.0f} TFLOP/s", *card.abilities))
 
 
-def _compilers() -> list[tuple[str, str]]:
+def compilers() -> list[tuple[str, str]]:
+    """The compilers of kernels."""
     from ..jit import compilers
 
-    found = {"g++": compilers.find_cxx(), "nvcc": compilers.find_nvcc(), "nvrtc": compilers.find_nvrtc()}
-    return [
-        (name, f"{compiler.version} ({compiler.program[-1]})" if compiler else "not found")
-        for name, compiler in found.items()
-    ]
+    def row(find: Callable[[], compilers.Compiler | None]) -> str:
+        try:
+            found = find()
+            return f"{found.version} ({found.program[-1]})" if found else "not found"
+        except FlashpageError as error:
+            return str(error)
+
+    finders = {"g++": compilers.find_cxx, "nvcc": compilers.find_nvcc, "nvrtc": compilers.find_nvrtc}
+    return [(name, row(find)) for name, find in finders.items()]
 
 
-def _kernels() -> list[tuple[str, str]]:
+def kernels() -> list[tuple[str, str]]:
+    """How many kernels are built, and where they are."""
     from ..jit import cache
 
-    rows = []
+    rows: list[tuple[str, str]] = []
     for name, store in (("built ahead", cache.aot_store()), ("cache", cache.jit_store())):
         entries = store.entries()
         targets = sorted({entry.meta["target"] for entry in entries})

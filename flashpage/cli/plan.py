@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--not-causal", action="store_true")
     parser.add_argument("--window-left", type=int, default=-1, help="tokens; -1: all (default)")
     parser.add_argument(
-        "--backend", choices=["cuda", "cpu"], default="cuda", help="whose tiles and costs (default: cuda)"
+        "--backend", choices=["cuda", "cpu"], help="whose tiles and costs (default: cuda if there is a card, else cpu)"
     )
-    parser.add_argument("--card", help="a card that need not be here (default: the one here, else H200)")
+    parser.add_argument("--card", help="a card that need not be here (default: the one here)")
     parser.add_argument("--ctas", type=values.count, help="CTAs to fill (default: what runs at once)")
     parser.add_argument("--items", action="store_true", help="list the work items too")
     parser.add_argument("--svg", type=Path, help="file to draw the plan to")
@@ -58,11 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
         num_ctas=arguments.ctas,
         causal=not arguments.not_causal,
         window_left=arguments.window_left,
-        backend=arguments.backend,
+        backend="cuda" if card else "cpu",
         card=card,
     )
     print(plan.picture())
-    print(_described(card) if card else "the CPU's tiles and costs")
+    print(_assumed(arguments, card))
     print(plan.explain(card.name if card else ""))
     if arguments.items:
         _print_items(plan.work_items())
@@ -77,21 +77,30 @@ def _card(arguments: argparse.Namespace) -> Device | None:
     from ..base.errors import PlanError
     from ..kernels import devices
 
-    if arguments.backend == "cpu":
-        if arguments.card:
-            raise values.ArgumentError(f"--card is {arguments.card} but --backend is cpu: leave one of them out")
-        return None
+    if arguments.backend == "cpu" and arguments.card:
+        raise values.ArgumentError(f"--card is {arguments.card} but --backend is cpu: leave one of them out")
     if arguments.card:
         try:
             return devices.named(arguments.card)
         except PlanError as error:
             raise values.ArgumentError(f"--card: {error}") from None
-    return devices.of_index(0) if native.load().fp_cuda_device_count() else devices.H200
+    if arguments.backend == "cpu" or not (arguments.backend or _has_card()):
+        return None
+    return devices.of_index(0) if _has_card() else devices.H200
 
 
-def _described(card: Device) -> str:
+def _has_card() -> bool:
+    return bool(native.load().fp_cuda_device_count())
+
+
+def _assumed(arguments: argparse.Namespace, card: Device | None) -> str:
+    """For what the plan is, and where another choice is made."""
+    if card is None:
+        here = "" if arguments.backend or _has_card() else "; there is no card here, and --card H200 plans for one"
+        return f"planned for this CPU, {native.load().fp_cpu_threads()} threads{here}"
+    assumed = "" if arguments.card or _has_card() else ", assumed because there is no card here"
     rates = f"{card.gbps:.0f} GB/s, {card.tflops:.0f} TFLOP/s"
-    return f"card: {card.name}, {card.sms} SMs of {card.sm_shared_bytes >> 10} KiB, {rates}"
+    return f"card: {card.name}{assumed}, {card.sms} SMs of {card.sm_shared_bytes >> 10} KiB, {rates}"
 
 
 def _print_items(items: np.ndarray) -> None:

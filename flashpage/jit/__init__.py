@@ -4,10 +4,11 @@
 * render     spec -> source
 * compilers  g++, nvcc, NVRTC and their flags (nvrtc.py: NVRTC as a command line)
 * source     spec, target -> source and key
-* cache      entries: folders of compiled kernels
-* job        one compile (process: child processes; progress: lines and bars; diagnostics: errors, registers)
+* cache      entries: folders of compiled kernels (files: files that no other user could have written)
+* job        one compile (process: child processes; supervise: they end with this one; progress: lines and bars;
+             diagnostics: errors, registers)
 * build      specs -> entries, one or many at a time
-* loader     spec, device -> LoadedKernel
+* loader     spec, device -> LoadedKernel (driver: kernels that the CUDA driver refuses)
 * manifest   which kernels a process has used
 """
 

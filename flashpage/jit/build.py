@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..base.errors import CompileError
 from ..kernels.spec import KernelSpec
-from . import process, progress
+from . import files, process, progress
 from .cache import Entry, Store, jit_store
 from .compilers import Compiler
 from .job import Job
@@ -21,6 +21,7 @@ from .source import source_of
 from .targets import Target
 
 Kernel = tuple[KernelSpec, Target]
+_WORK = "flashpage-build-"  # before the names of folders in TMPDIR
 _DONE = "done "  # before what ninja prints of a finished rule
 
 
@@ -125,7 +126,11 @@ class _Build:
 
     @functools.cached_property
     def _work(self) -> Path:
-        return Path(self._end.enter_context(tempfile.TemporaryDirectory(prefix="flashpage-")))
+        """A folder for the jobs, in place of those that killed processes left."""
+        parent = Path(tempfile.gettempdir())
+        files.sweep(parent, _WORK)
+        self._store.sweep()
+        return self._end.enter_context(files.scratch(parent, _WORK))
 
     def take(self, spec: KernelSpec, target: Target, *, waits: bool = False, unusable: Entry | None = None) -> None:
         """A kernel that the store has is a result. Any other is a job, but where another process compiles it:
@@ -136,7 +141,7 @@ class _Build:
             if not self._lock(lock, source.key, spec.name if waits else ""):
                 self.built_elsewhere.append((spec, target))
                 return
-            entry = self._store.read(source.key)
+            entry = self._store.read_of(source.key, spec, target)
             if entry and not (unusable and unusable.meta["sha256"] == entry.meta["sha256"]):
                 self.results[spec, target] = BuildResult(spec, target, entry)
             else:
@@ -145,6 +150,9 @@ class _Build:
                 return
         except CompileError as error:
             self.results[spec, target] = BuildResult(spec, target, error=error)
+        except OSError as error:
+            reason = f"kernel {spec.name} cannot be compiled in {tempfile.gettempdir()}: {error} (TMPDIR names another)"
+            self.results[spec, target] = BuildResult(spec, target, error=CompileError(reason))
         lock.close()
 
     def _lock(self, lock: contextlib.ExitStack, key: str, waits_for: str) -> bool:
@@ -161,7 +169,7 @@ class _Build:
     def run(self, jobs: int | None = None) -> None:
         """Compiles all jobs: through ninja where there are several, and it is there."""
         ninja = process.ninja_program() if len(self._jobs) > 1 else None
-        if ninja is not None:
+        if ninja is not None and self._write_rules():
             self._run_together(ninja, jobs)
         for job in [self._jobs[key] for key in self._locks]:
             if not job.started.exists():
@@ -170,13 +178,21 @@ class _Build:
             if (entry := self._finish(job.key).entry) is not None:
                 progress.say(f"compiled {job.spec.name} in {entry.meta['seconds']:.1f} s")
 
+    def _write_rules(self) -> bool:
+        """For ninja; whether there was room for them."""
+        rules = "".join(job.ninja_rule() for job in self._jobs.values())
+        try:
+            (self._work / "build.ninja").write_text(rules)
+        except OSError:  # each job alone then tells
+            return False
+        return True
+
     def _run_together(self, ninja: str, jobs: int | None) -> None:
-        (self._work / "build.ninja").write_text("".join(job.ninja_rule() for job in self._jobs.values()))
         count = jobs or process.job_count(len(self._jobs))
         progress.say(f"compiling {len(self._jobs)} kernels, {count} at a time")
         command = [ninja, "-C", str(self._work), "-k", "0", "-j", str(count)]
         bar = progress.Bar(len(self._jobs), "compiled kernels")
-        with process.running(command, subprocess.PIPE, {"NINJA_STATUS": _DONE}) as child:
+        with process.running(command, self._work, subprocess.PIPE, {"NINJA_STATUS": _DONE}) as child:
             assert child.stdout is not None
             for line in child.stdout:
                 if line.startswith(_DONE):

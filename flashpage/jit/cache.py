@@ -1,31 +1,38 @@
 """Compiled kernels in a folder. An entry is a folder `<key>/` with the binary and meta.json, published by one rename.
 
-The same layout holds the kernels of a wheel (AOT) and those compiled on this machine (the cache). An entry is proven by
+One layout serves the kernels of a wheel (AOT) and those compiled on this machine (the cache). An entry is proven by
 the size and sha256 of its binary and by its own key, never by times or paths, so a folder may be copied or moved.
 
 The key is a hash of the kernel's source (source.py), so computing it takes rendering. `.keys/` spares this to the next
 process: one small file for each spec and target, with the fingerprint of the package's sources and the key that they
 lead to. Such a file only suggests an entry. A file that is missing, damaged or from other sources costs the rendering.
+
+The cache is private: what another user could have written there is a miss (files.py). A folder of the package is
+trusted as the package is.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
-import fcntl
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .. import kernels
 from ..base import env, paths
+from ..base.warn import warn
 from ..kernels.spec import KernelSpec
+from . import files
 from .source import key_of
 from .targets import Target
 
@@ -35,6 +42,7 @@ _LOCKS = ".locks"
 FAILED = ".failed"  # source and log of compiles that failed, one folder a key
 _KEYS = ".keys"
 _KEY = re.compile("[0-9a-f]{40}")
+_BINARY = re.compile(r"kernel(-[0-9a-f]{16})?\.(so|cubin|ptx)")  # a name in the entry's folder, never a path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,42 +75,61 @@ class Entry:
             return False
 
 
-def read_entry(folder: Path, key: str, is_kept: bool = True) -> Entry | None:
-    """The entry in `folder`; None where there is none or it is not what it says: cut, swapped, unreadable."""
+def read_entry(folder: Path, key: str, *, is_kept: bool = True, is_trusted: bool = False) -> Entry | None:
+    """The entry in `folder`; None where there is none or it is not what it says: cut, swapped, unreadable, or, unless
+    the folder is trusted, a link or something that another user could have written."""
     try:
-        meta = json.loads((folder / META).read_bytes())
-        image = (folder / meta["binary"]).read_bytes()
+        with files.opened(folder, is_trusted=is_trusted) as at:
+            meta = json.loads(files.read(META, at, is_trusted=is_trusted))
+            if not _BINARY.fullmatch(meta["binary"]):
+                return None
+            image = files.read(meta["binary"], at, is_trusted=is_trusted)
         proven = (
             meta["key"] == key and meta["size"] == len(image) and meta["sha256"] == hashlib.sha256(image).hexdigest()
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return Entry(folder, meta, image, is_kept) if proven else None
 
 
-def write_entry(folder: Path, binary: Path, meta: dict[str, Any]) -> None:
-    """Fills `folder` with a copy of the binary and its meta.json, to which size and sha256 are added."""
+def write_entry(folder: Path, binary: Path, meta: dict[str, Any], mode: int = 0o600) -> None:
+    """Fills `folder` with a copy of the binary and its meta.json, to which name, size and sha256 are added.
+
+    The binary's name has its hash: dlopen, which tells libraries by their names, never takes one that was replaced for
+    the new one.
+    """
     image = binary.read_bytes()
-    proof = {"binary": binary.name, "size": len(image), "sha256": hashlib.sha256(image).hexdigest()}
-    (folder / binary.name).write_bytes(image)
-    (folder / META).write_text(json.dumps(meta | proof, indent=1) + "\n")
+    digest = hashlib.sha256(image).hexdigest()
+    name = f"{binary.stem}-{digest[:16]}{binary.suffix}"
+    files.write(folder / name, image, mode)
+    proof = {"binary": name, "size": len(image), "sha256": digest}
+    files.write(folder / META, f"{json.dumps(meta | proof, indent=1)}\n".encode(), mode)
 
 
 class Store:
-    """A folder of entries. `lock` and `publish` raise OSError where the folder cannot be written."""
+    """A folder of entries. `lock` and `publish` raise OSError where the folder cannot be written.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    `is_private`: the user's own, which other users neither read nor write. Any other is trusted as the package is.
+    """
+
+    def __init__(self, folder: Path, *, is_private: bool = False) -> None:
+        self.folder, self.is_private = folder, is_private
+        self._folder_mode, self._file_mode = (0o700, 0o600) if is_private else (0o755, 0o644)
 
     def read(self, key: str) -> Entry | None:
-        return read_entry(self.folder / key, key)
+        return read_entry(self.folder / key, key, is_trusted=not self.is_private)
+
+    def read_of(self, key: str, spec: KernelSpec, target: Target) -> Entry | None:
+        """The entry, if it is of this kernel: one that was built for another CPU must not run here."""
+        entry = self.read(key)
+        return entry if entry and entry.is_of(spec, target) else None
 
     def find(self, spec: KernelSpec, target: Target) -> Entry | None:
         """The entry by the key of the kernel's source, which is rendered; it is remembered for `recall`."""
         if not self.folder.is_dir():
             return None
         key = key_of(spec, target)
-        if entry := self.read(key):
+        if entry := self.read_of(key, spec, target):
             self.remember(spec, target, key)
         return entry
 
@@ -111,11 +138,13 @@ class Store:
         if not kernels.is_of_package(spec.kernel):
             return None
         try:
-            sources, key = self._memo(spec, target).read_text().split()
+            with files.opened(self.folder / _KEYS, is_trusted=not self.is_private) as at:
+                memo = files.read(self._memo(spec, target).name, at, is_trusted=not self.is_private)
+            sources, key = memo.decode().split()
         except (OSError, ValueError):
             return None
-        entry = self.read(key) if sources == paths.fingerprint() else None
-        return entry if entry and entry.is_of(spec, target) else None
+        is_current = sources == paths.fingerprint() and bool(_KEY.fullmatch(key))
+        return self.read_of(key, spec, target) if is_current else None
 
     def remember(self, spec: KernelSpec, target: Target, key: str) -> None:
         """Lets `recall` find the entry. Does nothing if the folder cannot be written, a source has just changed, or the
@@ -124,10 +153,10 @@ class Store:
             return
         memo = self._memo(spec, target)
         with contextlib.suppress(OSError):
-            memo.parent.mkdir(exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=_PRIVATE, dir=self.folder) as private:
-                written = Path(private) / memo.name
-                written.write_text(f"{paths.fingerprint()} {key}\n")
+            files.make(memo.parent, self._folder_mode)
+            with files.scratch(self.folder, _PRIVATE) as private:
+                written = private / memo.name
+                files.write(written, f"{paths.fingerprint()} {key}\n".encode(), self._file_mode)
                 written.replace(memo)
 
     def forget(self) -> None:
@@ -139,52 +168,72 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, key: str, blocking: bool = True) -> Iterator[None]:
-        """Among processes and threads, one at a time builds a key. A killed process leaves no lock behind.
+        """Among processes and threads, one at a time builds a key. A killed process leaves no lock.
 
         Not `blocking`: raises BlockingIOError where another holds it.
         """
         locks = self._make() / _LOCKS
-        locks.mkdir(exist_ok=True)
-        with open(locks / key, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+        files.make(locks, 0o700)
+        with files.locked(locks, key, is_blocking=blocking):
             yield
 
     def publish(self, key: str, binary: Path, meta: dict[str, Any]) -> Entry:
         """Makes the entry of `key` from a compiled binary, in place of a broken one. The caller holds the lock."""
-        private = Path(tempfile.mkdtemp(prefix=_PRIVATE, dir=self._make()))
-        try:
-            private.chmod(0o755)
-            (private / "new").mkdir()
-            write_entry(private / "new", binary, meta | {"key": key})
+        place = self._make() / key
+        with files.scratch(self.folder, _PRIVATE) as private:
+            files.make(private / "new", self._folder_mode)
+            write_entry(private / "new", binary, meta | {"key": key}, self._file_mode)
             with contextlib.suppress(FileNotFoundError):
-                os.chmod(self.folder / key, 0o700)  # one that nobody may read could not be moved either
-                os.rename(self.folder / key, private / "old")
-            os.rename(private / "new", self.folder / key)
-        finally:
-            shutil.rmtree(private, ignore_errors=True)
+                if stat.S_ISDIR(os.lstat(place).st_mode):
+                    os.chmod(place, 0o700)  # one that the user may not read could not be moved either
+                os.rename(place, private / "old")
+            os.rename(private / "new", place)
         if (entry := self.read(key)) is None:
             raise OSError(f"{self.folder / key} does not read back as it was written")
         return entry
+
+    def note(self, entry: Entry, **facts: Any) -> None:
+        """Adds facts to an entry's meta.json. Does nothing if the folder cannot be written."""
+        if not entry.is_kept or entry.folder.parent != self.folder:
+            return
+        with contextlib.suppress(OSError), files.scratch(self.folder, _PRIVATE) as private:
+            files.write(private / META, f"{json.dumps(entry.meta | facts, indent=1)}\n".encode(), self._file_mode)
+            (private / META).replace(entry.folder / META)
 
     def _make(self) -> Path:
         """The folder, made where it is missing."""
         if not self.folder.is_absolute():  # "~" stands for itself
             raise OSError("this user has no home folder; FLASHPAGE_CACHE_DIR names another")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make(self.folder, self._folder_mode)
+        if self.is_private and (why := files.fault(self.folder)):  # another user may have been quicker
+            raise PermissionError(why)
         return self.folder
 
+    def keep_failure(self, key: str, paths: Iterable[Path]) -> Path:
+        """A folder with copies of a failed compile's files, which outlives the build."""
+        kept = self._make() / FAILED / key
+        shutil.rmtree(kept, ignore_errors=True)
+        files.make(kept, self._folder_mode)
+        for path in paths:
+            files.write(kept / path.name, path.read_bytes(), self._file_mode)
+        return kept
+
+    def sweep(self) -> None:
+        """Removes what killed processes left."""
+        files.sweep(self.folder, _PRIVATE)
+
     def folders(self) -> list[Path]:
-        """Of all entries, sound or not."""
-        return [folder for folder in _list(self.folder) if _KEY.fullmatch(folder.name)]
+        """The folders of all entries, sound or not."""
+        return [folder for folder in files.listed(self.folder) if _KEY.fullmatch(folder.name)]
 
     def entries(self) -> list[Entry]:
         """All sound entries, by name."""
-        found = [entry for folder in self.folders() if (entry := read_entry(folder, folder.name))]
+        found = [entry for folder in self.folders() if (entry := self.read(folder.name))]
         return sorted(found, key=lambda entry: (entry.meta["name"], entry.meta["target"]))
 
     def tidy(self) -> None:
         """Removes locks, logs of failures and what killed processes left."""
-        for path in _list(self.folder):
+        for path in files.listed(self.folder):
             if path.name.startswith(_PRIVATE) or path.name in (_LOCKS, FAILED):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -198,16 +247,29 @@ class Store:
         return len(folders)
 
 
-def _list(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
 def jit_store() -> Store:
-    """Kernels compiled on this machine."""
-    return Store(env.cache_dir())
+    """Kernels compiled on this machine. Where another user could write to the cache folder, a warning says so and a
+    private folder serves instead."""
+    folder = env.cache_dir()
+    why = files.fault(folder)
+    return Store(_private_folder(folder, why) if why else folder, is_private=True)
+
+
+@functools.cache
+def _private_folder(wanted: Path, why: str) -> Path:
+    """The user's own folder below TMPDIR; one for this process alone where another user was quicker. Warns once."""
+    folder = Path(tempfile.gettempdir(), f"flashpage-{os.geteuid()}")
+    with contextlib.suppress(OSError):
+        files.make(folder, 0o700)
+    if files.fault(folder):
+        folder = Path(tempfile.mkdtemp(prefix="flashpage-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    warn(
+        f"the kernel cache {wanted} is not used, because {why}, and a kernel is code that this process would run: "
+        f"{folder} is used instead. Give the folder to this user and take write access from others "
+        "(chown, chmod go-w), or set FLASHPAGE_CACHE_DIR."
+    )
+    return folder
 
 
 def aot_store() -> Store:

@@ -7,7 +7,6 @@ import functools
 import glob
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..base import env, paths
+from ..base.errors import CompileError, SettingError
 from .targets import CPU_LEVELS, PTX, Target
 
 _NVRTC_SCRIPT = Path(__file__).with_name("nvrtc.py")
@@ -40,7 +40,7 @@ class Compiler:
         return [*self.program, *self.flags(target), *self._files(source, binary, include or [paths.include_dir()])]
 
     def flags(self, target: Target) -> list[str]:
-        """What the entry records: all but the names of files and folders."""
+        """The flags that the entry records: all but the names of files and folders."""
         if self.name == "g++":
             # Contraction is what CUDA does too; the math flags drop errno and traps, not NaN and infinity.
             math = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
@@ -85,22 +85,32 @@ def looked_for(target: Target) -> str:
     """What find_compiler looked for, for a message."""
     if target.backend == "cpu":
         return f"{env.get('FLASHPAGE_CXX') or 'g++'} on PATH (FLASHPAGE_CXX names another C++20 compiler)"
-    is_off = env.is_off("FLASHPAGE_NVCC")
-    nvcc = "nvcc (switched off by FLASHPAGE_NVCC)" if is_off else "nvcc, on PATH or in /usr/local/cuda, with g++"
+    nvcc = (
+        "nvcc (switched off by FLASHPAGE_NVCC)"
+        if env.nvcc() is None
+        else "nvcc, on PATH or in /usr/local/cuda, with g++"
+    )
     return f"{nvcc}, and NVRTC (libnvrtc.so of the package nvidia-cuda-nvrtc or of a CUDA toolkit)"
 
 
 def find_cxx() -> Compiler | None:
-    program = shlex.split(env.get("FLASHPAGE_CXX")) or ["g++"]
+    """The C++ compiler; CompileError where FLASHPAGE_CXX is not a command."""
+    try:
+        program = env.words("FLASHPAGE_CXX") or ["g++"]
+    except SettingError as error:
+        raise CompileError(str(error)) from error
     return Compiler("g++", tuple(program)) if shutil.which(program[0]) else None
 
 
 def find_nvcc() -> Compiler | None:
-    """nvcc, where there is the host compiler that it preprocesses with."""
-    if env.is_off("FLASHPAGE_NVCC"):
+    """nvcc, where there is the host compiler that it preprocesses with. CompileError if FLASHPAGE_NVCC names none."""
+    wanted = env.nvcc()
+    if wanted is None:
         return None
-    nvcc = shutil.which(env.get("FLASHPAGE_NVCC") or "nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    cxx = find_cxx()
+    nvcc, cxx = shutil.which(wanted), find_cxx()
+    if nvcc is None and env.get("FLASHPAGE_NVCC"):
+        raise CompileError(f"FLASHPAGE_NVCC is {wanted!r}, which is no program: give the path of an nvcc, or 'off'")
+    nvcc = nvcc or shutil.which("/usr/local/cuda/bin/nvcc")
     if nvcc is None or cxx is None:
         return None
     host_compiler = ["-ccbin", cxx.program[0]] if env.get("FLASHPAGE_CXX") else []

@@ -8,17 +8,20 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import warnings
 from pathlib import Path
+from typing import Any
 
-from ..base.errors import KernelMissingError
+from ..base.errors import CompileError, KernelMissingError
+from ..base.warn import warn
 from ..kernels.spec import KernelSpec
-from . import diagnostics, manifest, process
-from .cache import FAILED, Entry, Store, read_entry, write_entry
+from . import diagnostics, files, manifest, process
+from .cache import Entry, Store, read_entry, write_entry
 from .compilers import Compiler, find_compiler, looked_for
 from .render import include_dirs, source_suffix
 from .source import Source, key_of
 from .targets import Target
+
+_LEAST_ROOM = 1 << 16  # bytes of a disk that is not full
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +41,8 @@ class Job:
         if compiler is None:
             raise missing_error(spec, target, f"there is no compiler for it here (looked for {looked_for(target)})")
         job = Job(spec, target, source.key, compiler, work / source.key)
-        job.folder.mkdir()
-        job.source.write_text(source.text)
+        files.make(job.folder, 0o700)
+        files.write(job.source, source.text.encode(), 0o600)
         return job
 
     @property
@@ -52,7 +55,7 @@ class Job:
 
     @property
     def partial(self) -> Path:
-        """What the compiler writes: the binary's name is for a compile that succeeded."""
+        """The file that the compiler writes: the binary's name is for a compile that succeeded."""
         return self.folder / "partial"
 
     @property
@@ -65,19 +68,26 @@ class Job:
         return self.folder / "started"
 
     @property
+    def status(self) -> Path:
+        """A file with the compiler's exit status, once it has ended."""
+        return self.folder / "status"
+
+    @property
     def command(self) -> list[str]:
         return self.compiler.command(self.source, self.partial, self.target, include_dirs(self.spec))
 
     @property
     def _shell_line(self) -> str:
-        started, log = shlex.quote(str(self.started)), shlex.quote(str(self.log))
+        started, log, status = (shlex.quote(str(path)) for path in (self.started, self.log, self.status))
         move = shlex.join(["mv", str(self.partial), str(self.binary)])
-        return f": > {started}; {shlex.join(self.command)} > {log} 2>&1 && {move}"
+        compile = f"{shlex.join(self.command)} > {log} 2>&1"
+        return f": > {started}; {compile}; s=$?; echo $s > {status}; [ $s = 0 ] && {move}"
 
     def run(self) -> None:
         """Runs the compiler; `finish` tells success from failure."""
         waits_for_compiler = "trap : TERM; "  # when both are ended, the shell ends last
-        with process.running(["sh", "-c", waits_for_compiler + self._shell_line], subprocess.DEVNULL):
+        command = ["sh", "-c", waits_for_compiler + self._shell_line]
+        with process.running(command, self.folder.parent, subprocess.DEVNULL):
             pass
 
     def ninja_rule(self) -> str:
@@ -91,11 +101,7 @@ class Job:
         """Publishes the binary; raises CompileError, with the log kept, where there is none."""
         log = self.log.read_text(errors="replace") if self.log.exists() else ""
         if not self.binary.exists():
-            kept = self._keep_failure(store)
-            command = self.compiler.command(
-                kept / self.source.name, kept / self.binary.name, self.target, include_dirs(self.spec)
-            )
-            raise diagnostics.compile_error(self.spec, self.target, shlex.join(command), log, str(kept))
+            raise self._failure(store, log)
         meta = {
             "name": self.spec.name,
             "spec": self.spec.to_json(),
@@ -110,26 +116,42 @@ class Job:
                 raise OSError("its sources changed while it was compiled")
             entry = store.publish(self.key, self.binary, meta)
         except OSError as error:
-            warnings.warn(f"flashpage: {self.spec.name} is not kept: {error}", RuntimeWarning, stacklevel=2)
-        else:
-            store.remember(self.spec, self.target, self.key)
-            return entry
-        folder = Path(tempfile.mkdtemp(prefix="flashpage-"))
-        write_entry(folder, self.binary, meta | {"key": self.key})
+            warn(f"{self.spec.name} is not kept: {error}")
+            return self._unkept(meta)
+        store.remember(self.spec, self.target, self.key)
+        return entry
+
+    def _unkept(self, meta: dict[str, Any]) -> Entry:
+        """The entry in a folder of its own, for the caller to remove."""
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="flashpage-"))
+            write_entry(folder, self.binary, meta | {"key": self.key})
+        except OSError as error:
+            raise CompileError(f"kernel {self.spec.name} is compiled, and there is no room for it: {error}") from error
         temporary = read_entry(folder, self.key, is_kept=False)
         assert temporary is not None
         return temporary
 
-    def _keep_failure(self, store: Store) -> Path:
-        """Copies source and log to where they outlive the build."""
+    def _failure(self, store: Store, log: str) -> CompileError:
+        """The error with the compiler's own words, and why it has written no file."""
         try:
-            kept = store.folder / FAILED / self.key
-            shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(self.folder, kept)
+            kept = store.keep_failure(self.key, [path for path in (self.source, self.log) if path.exists()])
         except OSError:
-            kept = Path(tempfile.mkdtemp(prefix="flashpage-failed-"))
-            shutil.copytree(self.folder, kept, dirs_exist_ok=True)
-        return kept
+            kept = self.folder
+        places = kept / self.source.name, kept / self.binary.name
+        command = shlex.join(self.compiler.command(*places, self.target, include_dirs(self.spec)))
+        where = "they could not be kept" if kept == self.folder else str(kept)
+        return diagnostics.compile_error(self.spec, self.target, command, f"{log}\n{self._cause()}".strip(), where)
+
+    def _cause(self) -> str:
+        """Why there is no binary, beyond what the compiler has said."""
+        if shutil.disk_usage(self.folder).free < _LEAST_ROOM:
+            return f"There is no room left in {tempfile.gettempdir()}. TMPDIR names another folder."
+        try:
+            status = int(self.status.read_text())
+        except (OSError, ValueError):
+            return "The compiler did not start, or was ended."
+        return "" if status else f"{self.compiler.program[0]} ended without an error and wrote no file."
 
 
 def missing_error(spec: KernelSpec, target: Target, reason: str) -> KernelMissingError:

@@ -15,7 +15,7 @@ from .. import native
 from ..base import env
 from ..base.errors import DeviceError
 from ..kernels.spec import KernelSpec
-from . import manifest
+from . import driver, manifest
 from .build import build_kernels, obtain
 from .cache import Entry, Store, aot_store, jit_store
 from .job import missing_error
@@ -109,8 +109,17 @@ def _find(spec: KernelSpec, index: int | None) -> LoadedKernel:
     target = runnable(index)[0]
     if env.is_off("FLASHPAGE_JIT"):
         raise missing_error(spec, target, "FLASHPAGE_JIT=off forbids compiling it now") from failure
-    entry, _ = obtain(spec, target, jit_store(), unusable=unusable)
-    return _load(entry, index)
+    store = jit_store()
+    if unusable and driver.was_refused(unusable, index):  # the same compiler would make the same for the same driver
+        raise DeviceError(driver.explain(unusable, index, failure)) from failure
+    entry, is_new = obtain(spec, target, store, unusable=unusable)
+    try:
+        return _load(entry, index)
+    except DeviceError as error:
+        if index is None or not is_new:
+            raise
+        driver.note_refusal(store, entry, index)
+        raise DeviceError(driver.explain(entry, index, error)) from error
 
 
 def _built(spec: KernelSpec, index: int | None) -> Iterator[Entry]:

@@ -9,10 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .. import kernels
+from ..kernels import judged
 from ..kernels.spec import KernelSpec
 from .targets import Target
 
 _VERSION = 1
+_MAX_BYTES = 64 << 20
+_MAX_KERNELS = 10_000
 _used: dict[tuple[KernelSpec, Target], None] = {}  # in order of first use
 _lock = threading.Lock()
 
@@ -38,11 +42,47 @@ def write_manifest(path: str | os.PathLike[str], kernels: Iterable[tuple[KernelS
 
 
 def read_manifest(path: str | os.PathLike[str]) -> list[tuple[KernelSpec, Target]]:
-    """What write_manifest wrote; ValueError where the file is something else."""
-    data = json.loads(Path(path).read_text())
+    """The kernels that write_manifest wrote. ValueError, with one line, where the file is anything else: every field is
+    judged before a kernel is made of it."""
+    file = Path(path)
+    if file.stat().st_size > _MAX_BYTES:
+        raise ValueError(f"{path} has more than {_MAX_BYTES >> 20} MiB: no manifest does")
+    data = parse_json(file.read_bytes())
     if not isinstance(data, dict) or data.get("flashpage_manifest") != _VERSION:
         raise ValueError(f"{path} is not a flashpage manifest of version {_VERSION}")
-    return [(parse_spec(row["spec"]), Target.parse(row["target"])) for row in data["kernels"]]
+    judges = {"flashpage_manifest": judged.number(_VERSION, _VERSION), "kernels": _kernels}
+    return judged.record("the manifest", data, judges, frozenset(judges))["kernels"]
+
+
+def parse_json(text: str | bytes) -> Any:
+    """ValueError where the text is no JSON, or is nested too deep to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _kernels(_: str, rows: Any) -> list[tuple[KernelSpec, Target]]:
+    if not isinstance(rows, list) or len(rows) > _MAX_KERNELS:
+        raise judged.refuse("kernels", rows, f"a list of at most {_MAX_KERNELS}")
+    return [_kernel(f"kernels[{number}]", row) for number, row in enumerate(rows)]
+
+
+def _kernel(place: str, row: Any) -> tuple[KernelSpec, Target]:
+    def target(place: str, name: Any) -> Target:
+        try:
+            return Target.parse(name)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+
+    judges: dict[str, judged.Judge] = {"spec": lambda place, data: KernelSpec.from_json(data, place), "target": target}
+    found = judged.record(place, row, judges, frozenset(judges))
+    spec, target_of = found["spec"], found["target"]
+    if kernels.find(spec.kernel) is None:
+        raise ValueError(f"{place}.spec.kernel is {spec.kernel!r}: there is no such kernel")
+    if not target_of.fits(spec):
+        raise ValueError(f"{place}.target is {target_of.name!r}: {spec.kernel} is not compiled for it")
+    return spec, target_of
 
 
 def compact_json(spec: KernelSpec) -> dict[str, Any]:
@@ -51,9 +91,9 @@ def compact_json(spec: KernelSpec) -> dict[str, Any]:
     return {k: v for k, v in spec.to_json().items() if k == "kernel" or v != default[k]}
 
 
-def parse_spec(data: dict[str, Any]) -> KernelSpec:
-    """From compact_json, or the whole of KernelSpec.to_json."""
-    return KernelSpec.from_json(KernelSpec(data["kernel"]).to_json() | data)
+def parse_spec(data: Any) -> KernelSpec:
+    """From compact_json, or the whole of KernelSpec.to_json; ValueError where a field is wrong."""
+    return KernelSpec.from_json(data)
 
 
 def spec_text(spec: KernelSpec) -> str:

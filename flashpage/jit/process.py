@@ -1,4 +1,4 @@
-"""Compilers as child processes: how many fit side by side, one run to its end, and none left behind."""
+"""Compilers as child processes: how many fit side by side, one run to its end, and none that outlives the process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +18,13 @@ from ..base import env
 
 _BYTES_PER_JOB = 1 << 30  # a compiler of one attention kernel stays below this
 _GRACE_SECONDS = 3.0
+_SUPERVISOR = str(Path(__file__).with_name("supervise.py"))
 
 
 def job_count(num_kernels: int) -> int:
     """Compilers to run side by side: FLASHPAGE_JOBS, else as many as cores and free memory allow."""
-    if text := env.get("FLASHPAGE_JOBS"):
-        if not text.isdigit() or int(text) < 1:
-            raise ValueError(f"FLASHPAGE_JOBS is {text!r}: give a number of compilers, 1 or more")
-        return int(text)
+    if (jobs := env.count("FLASHPAGE_JOBS")) is not None:
+        return jobs
     return max(1, min(num_kernels, len(os.sched_getaffinity(0)), free_memory() // _BYTES_PER_JOB))
 
 
@@ -53,22 +53,23 @@ def ninja_program() -> str | None:
 
 @contextlib.contextmanager
 def running(
-    command: list[str], stdout: IO[str] | int, environment: dict[str, str] | None = None
+    command: list[str], folder: Path, stdout: IO[str] | int, environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A child in a process group of its own, waited for at the end; whatever interrupts the block ends the whole group.
+    """A command in a process group of its own, waited for at the end. Whatever interrupts the block ends the whole
+    group, and so does the death of this process, which also removes `folder` (supervise.py).
 
-    Its errors go to `stdout` too.
+    Its errors go to `stdout` too, and its temporary files to `folder`.
     """
-    environment = os.environ | {"LC_ALL": "C"} | (environment or {})  # errors are read, so not translated
+    own = {"LC_ALL": "C", "TMPDIR": str(folder)}  # errors are read, so not translated
     child = None
     try:
-        with _interrupts_later():  # until it is known whom to end
+        with _interrupts_later():  # until `child` says which process to end
             child = subprocess.Popen(
-                command,
+                [*_supervised(folder), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=os.environ | own | (environment or {}),
                 start_new_session=True,
                 text=True,
             )
@@ -78,6 +79,11 @@ def running(
         if child is not None:
             _end(child)
         raise
+
+
+def _supervised(folder: Path) -> list[str]:
+    """What starts a command that ends with this process; nothing where Python is embedded in another program."""
+    return [sys.executable, "-I", "-S", _SUPERVISOR, str(os.getpid()), str(folder)] if sys.executable else []
 
 
 @contextlib.contextmanager

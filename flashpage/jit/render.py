@@ -31,7 +31,8 @@ def include_dirs(spec: KernelSpec) -> list[Path]:
 
 
 def render(spec: KernelSpec) -> str:
-    """The whole translation unit without its includes; raises CompileError if no kernel has the spec's name."""
+    """The whole translation unit without its includes. CompileError if no kernel has the spec's name, or the kernel has
+    no code for the spec's fields."""
     kernel, name = kernels.find(spec.kernel), f"kernel{source_suffix(spec)}.jinja"
     if kernel is None:
         known = ", ".join(found.name for found in (*kernels.ATTENTION, *kernels.OTHERS))
@@ -40,12 +41,16 @@ def render(spec: KernelSpec) -> str:
         raise CompileError(f"spec {spec.name} has no tile: {kernel.name} needs one, as plans choose it.")
     template = _environment(paths.templates_dir()).get_template(name)
     variant = render_variant(spec.variant) if kernel.has_variant else ""
+    try:
+        attributes, sources, traits = kernel.attributes(spec), kernel.sources(spec), kernel.traits(spec)
+    except KeyError as error:  # an element type that the kernel's instructions do not have
+        raise CompileError(f"{kernel.name} has no code for {error} in spec {spec.name}") from error
     return template.render(
         spec=spec,
         kernel=kernel,
-        attributes=kernel.attributes(spec),
-        sources=f"{variant}\n{kernel.sources(spec)}".strip(),
-        traits="\n".join(f"  {line}" for line in kernel.traits(spec)),
+        attributes=attributes,
+        sources=f"{variant}\n{sources}".strip(),
+        traits="\n".join(f"  {line}" for line in traits),
         parameters=", ".join(f"const __grid_constant__ {kind} {name}" for kind, name in kernel.parameters),
         arguments=", ".join(name for _, name in kernel.parameters),
     )

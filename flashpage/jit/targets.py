@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import re
+import reprlib
 from typing import TYPE_CHECKING
 
 from .. import kernels, native
@@ -23,6 +25,7 @@ CPU_LEVELS: dict[str, tuple[str, ...]] = {
     "avx512": (*_AVX2, *_AVX512),
     "avx2": _AVX2,
 }
+_SM = re.compile(r"(?:sm_)?([1-9][0-9]{1,2})a?")
 PTX = "compute_80"  # of a general kernel: the driver compiles it for a card that has no cubin
 
 
@@ -55,17 +58,16 @@ class Target:
 
     @staticmethod
     def parse(name: str) -> Target:
-        """From a name as above; 90, sm_90 and sm_90a are the same."""
-        if name in CPU_LEVELS:
+        """From a name as above; 90, sm_90 and sm_90a are the same. ValueError for anything else."""
+        if isinstance(name, str) and name in CPU_LEVELS:
             return Target("cpu", name)
         if name == PTX:
             return Target("cuda", PTX)
-        digits = name.removeprefix("sm_").removesuffix("a")
-        if not digits.isdigit():
-            raise ValueError(
-                f"target {name!r} is not known: use sm_80, sm_90a, {PTX} or one of {', '.join(CPU_LEVELS)}"
-            )
-        return Target("cuda", int(digits))
+        digits = _SM.fullmatch(name) if isinstance(name, str) else None
+        if digits is None:
+            shown = reprlib.repr(name)
+            raise ValueError(f"target {shown} is not known: use sm_80, sm_90a, {PTX} or one of {', '.join(CPU_LEVELS)}")
+        return Target("cuda", int(digits[1]))
 
 
 @functools.cache
@@ -77,10 +79,11 @@ def host_target() -> Target:
 @functools.cache
 def cuda_target(device_index: int) -> Target:
     """The target of a CUDA device; makes no context."""
-    return Target("cuda", _device_info(device_index).sm)
+    return Target("cuda", device_info(device_index).sm)
 
 
-def _device_info(device_index: int) -> native.DeviceInfo:
+def device_info(device_index: int) -> native.DeviceInfo:
+    """The driver's own numbers, and a device's."""
     info = native.DeviceInfo()
     native.check(native.load().fp_cuda_device_info(device_index, ctypes.byref(info)))
     return info

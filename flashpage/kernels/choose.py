@@ -17,6 +17,7 @@ from .tile import Cost
 from .work import Problem, Work
 
 _NO_VARIANT = VariantSpec()
+_OTHER_BACKEND = 1 << 10  # more reasons than any kernel has
 MANY_ROWS = 1 << 20  # packed rows of a request and KV head in a prefill
 
 
@@ -62,17 +63,20 @@ def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VA
 def choose_for_card(problem: Problem, card: Device, variant: VariantSpec = _NO_VARIANT) -> Choice:
     """As `choose`, for a card of the table, which need not be in this machine."""
     backend = "cuda" if card.sm else "cpu"
-    refused = []
+    refused: list[tuple[int, str]] = []  # how far the kernel is from accepting the work, and why it does not
     for kernel in ATTENTION:
         if kernel.backend != backend:
-            refused.append(f"{kernel.name}: it runs on {kernel.backend}, the work is on {backend}")
+            refused.append((_OTHER_BACKEND, f"{kernel.name}: it runs on {kernel.backend}, the work is on {backend}"))
             continue
         work = Work(problem, card, variant, _mask_source(problem, kernel, variant))
         reasons = kernel.refusals(work)
         if not reasons:
-            return _chosen(kernel, work, tuple(f"refused {reason}" for reason in refused))
-        refused.append(f"{kernel.name}: {'; '.join(reasons)}")
-    raise CapabilityError("no kernel can honour this request:\n  " + "\n  ".join(refused))
+            return _chosen(kernel, work, tuple(f"refused {line}" for far, line in refused if far < _OTHER_BACKEND))
+        refused.append((len(reasons), f"{kernel.name}: {'; '.join(reasons)}"))
+    # The most useful line first: the fewest reasons, and of equal ones the kernel that takes the most.
+    ranked = sorted(enumerate(refused), key=lambda place: (place[1][0], -place[0]))
+    lines = [line for _, (_, line) in ranked]
+    raise CapabilityError("no kernel can honour this request:\n  " + "\n  ".join(lines))
 
 
 def _chosen(kernel: AttentionKernel, work: Work, refused: tuple[str, ...]) -> Choice:

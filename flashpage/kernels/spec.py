@@ -10,6 +10,7 @@ from typing import Any
 
 from ..base.dtypes import DType
 from ..variants.spec import VariantSpec
+from . import judged
 from .tile import Tile
 
 
@@ -82,17 +83,50 @@ class KernelSpec:
         return dataclasses.asdict(self, dict_factory=_plain_dict)
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> KernelSpec:
-        values = dict(data)
-        for key in ("q_dtype", "kv_dtype", "out_dtype"):
-            values[key] = DType(values[key])
-        if values.get("tile"):
-            values["tile"] = Tile(**values["tile"])
-        variant = dict(values.get("variant") or {})
-        for key in ("tensors", "scalars"):
-            variant[key] = tuple(tuple(entry) for entry in variant.get(key, ()))
-        values["variant"] = VariantSpec(**variant)
-        return KernelSpec(**values)
+    def from_json(data: Any, place: str = "spec") -> KernelSpec:
+        """The spec of to_json, whose fields may be left out if they have their defaults. ValueError, which begins with
+        `place`, where a field is not what the spec may hold."""
+        return KernelSpec(**judged.record(place, data, _FIELDS, frozenset({"kernel"})))
+
+
+def _dtype(place: str, value: Any) -> DType:
+    return DType(_DTYPE(place, value))
+
+
+def _tile(place: str, value: Any) -> Tile | None:
+    return None if value is None else Tile(**judged.record(place, value, _TILE, _TILE_NEEDS))
+
+
+def _variant(place: str, value: Any) -> VariantSpec:
+    return VariantSpec(**judged.record(place, value, _VARIANT))
+
+
+_DTYPE = judged.choice(*(dtype.value for dtype in DType))
+_HEAD_DIM = judged.number(0, 1024)
+_TILE = {field.name: judged.number(1, 4096) for field in dataclasses.fields(Tile)}
+_TILE |= dict.fromkeys(("ring_bytes", "shared_limit"), judged.number(0, 1 << 24))
+_TILE_NEEDS = frozenset(field.name for field in dataclasses.fields(Tile) if field.default is dataclasses.MISSING)
+_VARIANT = {
+    "logit": judged.source,
+    "mask": judged.source,
+    "tensors": judged.TENSORS,
+    "scalars": judged.SCALARS,
+}
+_FIELDS: dict[str, judged.Judge] = {
+    "kernel": judged.kernel_name,
+    "q_dtype": _dtype,
+    "kv_dtype": _dtype,
+    "out_dtype": _dtype,
+    "head_dim_qk": _HEAD_DIM,
+    "head_dim_vo": _HEAD_DIM,
+    "kv_source": judged.choice("paged", "ragged"),
+    "mask_source": judged.choice("implicit", "packed_bits", "function"),
+    "position_encoding": judged.choice("none", "rope"),
+    "tile": _tile,
+    "variant": _variant,
+    "loader": judged.choice("", "boxes", "rows", "converted", "transposed", "blocks"),
+    "trace": judged.flag,
+}
 
 
 def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
-from ..base import paths
+from ..base import env, paths
 from ..base.errors import DeviceError, FlashpageError, PlanError
 
 _BUILD = "build it with `python setup.py build_host`"
@@ -101,7 +101,9 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The host library, loaded once in a process; checks that it and the structs come from the same headers."""
+    """The host library, loaded once in a process, with as many threads as FLASHPAGE_THREADS says; checks that it and
+    the structs come from the same headers."""
+    threads = env.count("FLASHPAGE_THREADS")
     path = paths.library()
     if not path.is_file():
         raise FlashpageError(f"the host library {path} is missing: {_BUILD}")
@@ -111,6 +113,8 @@ def load() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype = result
         function.argtypes = [_Int32 if kind is c_int32 else kind for kind in arguments]
+    if threads is not None:
+        library.fp_cpu_set_threads(threads)
     return library
 
 

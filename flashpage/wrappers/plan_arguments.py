@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import Any, NamedTuple, TypeAlias
 
 from ..base import checks
 from ..base.errors import PlanError
+from ..base.warn import warn
 from ..kernels.options import Options, Values, check_options, check_rope, check_scale, check_soft_cap, check_window
 from ..plan.session import Planner
 
@@ -202,9 +202,8 @@ def named_options(positional: tuple[Any, ...]) -> dict[str, Any]:
             f"plan was given {7 + len(positional)} positional arguments, at most {most}: pass options by keyword."
         )
     names = _DEPRECATED_POSITIONS[: len(positional)]
-    warnings.warn(
+    warn(
         f"positional arguments of plan after page_size are deprecated: pass {', '.join(names)} by keyword",
         DeprecationWarning,
-        stacklevel=3,
     )
     return dict(zip(names, positional, strict=True))

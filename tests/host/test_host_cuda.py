@@ -21,6 +21,14 @@ def test_loading_the_library_calls_no_driver() -> None:
     assert result.stdout == "False\n", result.stderr
 
 
+def test_the_target_of_a_card_follows_its_driver() -> None:
+    with_fake_driver("""
+from flashpage.jit import targets
+info = targets.device_info(1)
+assert info.driver_version == 13000 and targets.cuda_target(1).arch == info.sm
+""")
+
+
 def test_devices_are_described_without_a_context() -> None:
     with_fake_driver("""
 assert lib.fp_cuda_device_count() == 2

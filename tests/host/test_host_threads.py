@@ -166,7 +166,7 @@ def test_the_process_ends_while_a_daemon_thread_calls(call: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(("text", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
+@pytest.mark.parametrize(("text", "threads"), [("3", 3), ("", None)])
 def test_the_environment_and_the_affinity_decide_the_default(text: str, threads: int | None) -> None:
     code = "from flashpage import native as host; print(host.load().fp_cpu_threads())"
     result = subprocess.run(

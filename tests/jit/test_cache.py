@@ -106,7 +106,7 @@ def test_a_broken_entry_is_a_miss_and_is_replaced(sandbox: Sandbox, breaks: Call
 def test_an_entry_that_does_not_load_is_replaced(sandbox: Sandbox) -> None:
     """Sound, but for another machine: its hash is right and the loader refuses it."""
     entry = obtain()
-    stranger = sandbox.folder / entry.path.name
+    stranger = sandbox.folder / "kernel.so"
     stranger.write_text("built for a machine that this is not")
     with cache.jit_store().lock(entry.folder.name):
         cache.jit_store().publish(entry.folder.name, stranger, entry.meta)
@@ -142,9 +142,9 @@ def test_file_in_place_of_the_cache(sandbox: Sandbox) -> None:
 
 def test_read_only_folder(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a read-only mount answers, which root meets too."""
-    make, refuse = Path.mkdir, _refuse(errno.EROFS)
+    make, refuse = os.mkdir, _refuse(errno.EROFS)
     monkeypatch.setattr(
-        Path, "mkdir", lambda p, *a, **k: (refuse if sandbox.cache in (p, *p.parents) else make)(p, *a, **k)
+        os, "mkdir", lambda p, *a, **k: (refuse if Path(p).is_relative_to(sandbox.cache) else make)(p, *a, **k)
     )
     _check_not_kept("Read-only file system")
 
@@ -161,7 +161,7 @@ def test_disk_that_fills_up_while_an_entry_is_written(sandbox: Sandbox, monkeypa
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "tiny"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small tmpfs is not permitted here")
     yield folder

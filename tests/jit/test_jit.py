@@ -19,7 +19,7 @@ from jit_sandbox import TILE, Sandbox, toy
 
 from flashpage import jit
 from flashpage.base.dtypes import DType
-from flashpage.errors import CompileError, DeviceError, KernelMissingError
+from flashpage.errors import CompileError, DeviceError, KernelMissingError, SettingError
 from flashpage.jit import cache, compilers, manifest, process, targets
 from flashpage.kernels.spec import KernelSpec, VariantSpec
 from flashpage.kernels.tile import Tile
@@ -217,7 +217,7 @@ def test_interrupted_compile_leaves_nothing(sandbox: Sandbox) -> None:
     assert time.monotonic() - start < 30
 
 
-def test_an_interrupt_while_a_compiler_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_a_compiler_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has begun, and nobody holds it yet."""
     started = []
 
@@ -230,7 +230,7 @@ def test_an_interrupt_while_a_compiler_starts_ends_it(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), process.running(["sleep", "60"], subprocess.DEVNULL):
+    with pytest.raises(KeyboardInterrupt), process.running(["sleep", "60"], tmp_path, subprocess.DEVNULL):
         raise AssertionError("the block began")
     assert signal.getsignal(signal.SIGINT) is before and len(started) == 1
     with pytest.raises(ProcessLookupError):
@@ -294,7 +294,7 @@ def test_job_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHPAGE_JOBS", "5")
     assert process.job_count(1000) == 5
     monkeypatch.setenv("FLASHPAGE_JOBS", "many")
-    with pytest.raises(ValueError, match="FLASHPAGE_JOBS is 'many'"):
+    with pytest.raises(SettingError, match="FLASHPAGE_JOBS is 'many'"):
         process.job_count(1)
 
 

@@ -11,7 +11,8 @@ import pytest
 from planner_batches import Batch
 from planner_checks import all_units
 
-from flashpage.errors import PlanError
+from flashpage.errors import CapabilityError, PlanError
+from flashpage.kernels import ATTENTION
 from flashpage.kernels import tile as tiles
 from flashpage.kernels.prefill_sm90 import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
 from flashpage.plan import Plan, plan_lengths
@@ -96,8 +97,10 @@ def test_explain_names_what_was_decided(plan: Plan) -> None:
 
 def test_picture_rows_are_ctas(plan: Plan) -> None:
     lines = plan.picture(80, max_rows=1000, color=False).splitlines()
-    assert len(lines) == plan.schedule.num_ctas + 1
     loads = plan.cta_loads()
+    loads = loads[loads > 0]  # CTAs without work have no row
+    assert len(lines) == len(loads) + 1
+    assert (f"{len(loads)} of {plan.schedule.num_ctas} CTAs" in lines[-1]) == (len(loads) < plan.schedule.num_ctas)
     bars = [line.split("|")[1] for line in lines[:-1]]
     assert all(len(line) <= 80 for line in lines[:-1])
     longest = max(len(bar) for bar in bars)
@@ -117,7 +120,7 @@ def test_picture_shares_rows_and_keeps_the_costliest(plan: Plan) -> None:
 def test_an_empty_plan_can_be_looked_at(tmp_path: Path) -> None:
     plan = plan_lengths([], [], num_ctas=3)
     assert len(plan.work_items()) == 0 and plan.traffic().bytes == 0
-    assert "0 of 3 CTAs" in plan.explain() and len(plan.picture(color=False).splitlines()) == 4
+    assert "0 of 3 CTAs" in plan.explain() and plan.picture(color=False).startswith("0 of 3 CTAs")
     plan.to_svg(tmp_path / "empty.svg")
 
 
@@ -185,3 +188,16 @@ def test_few_rows_are_planned_for_two_ctas_an_sm(rows: list[int], tokens: list[i
     assert plan.spec is not None and plan.spec.tile is not None
     assert (plan.spec.tile.ctas_per_sm == 2) is (plan.num_ctas == 264) is (FEW_NOTE in plan.explain()) is are_few
     assert not are_few or plan.schedule.tile_q == 64 // (heads // 8) * (heads // 8)
+
+
+@pytest.mark.parametrize(
+    ("backend", "first", "last"), [("cuda", "attention_sm80", "cpu_"), ("cpu", "cpu_attention", "decode_sm90")]
+)
+def test_a_refusal_begins_with_the_most_useful_line(backend: str, first: str, last: str) -> None:
+    """The kernel that takes the most where the work is; kernels of another backend come last."""
+    with pytest.raises(CapabilityError) as caught:
+        plan_lengths(None, [100], head_dim=520, backend=backend)
+    lines = str(caught.value).splitlines()[1:]
+    assert len(lines) == len(ATTENTION)
+    assert lines[0].startswith(f"  {first}: head_dim_qk 520 is not a multiple of 8 from 16 to 512")
+    assert lines[-1].startswith(f"  {last}") and "the work is on" in lines[-1]

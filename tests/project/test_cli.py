@@ -15,7 +15,9 @@ import pytest
 from flashpage.base.dtypes import DType
 from flashpage.base.env import VARIABLES
 from flashpage.base.version import VERSION
-from flashpage.cli import main, values
+from flashpage.cli import _COMMANDS, main, values
+from flashpage.cli import plan as plan_command
+from flashpage.cli.cache import _ACTIONS
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tile import Tile
 
@@ -31,9 +33,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 WRONG = [  # arguments, what the line must name
-    ((), "COMMAND"),
     (("nonsense",), "nonsense"),
-    (("cache",), "action"),
+    (("--nonsense",), "--nonsense"),
     (("cache", "burn"), "burn"),
     (("plan",), "kv_lens"),
     (("plan", "12,zwölf"), "zwölf"),
@@ -72,6 +73,23 @@ def test_wrong_argument(capsys: pytest.CaptureFixture[str], arguments: tuple[str
     assert named in err
 
 
+def test_no_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert code == 0 and err == ""
+    listed = {line.split()[0] for line in out.splitlines() if line.startswith("    ")}
+    assert set(_COMMANDS) <= listed
+
+
+def test_no_action_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "cache")
+    assert code == 0 and err == ""
+    assert [line.split()[:3] for line in out.splitlines()] == [["flashpage", "cache", a] for a in _ACTIONS]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"flashpage {VERSION}\n", "")
+
+
 def test_wrong_benchmark() -> None:
     done = subprocess.run([sys.executable, "-m", "flashpage", "bench", "sleep"], capture_output=True, text=True)
     assert done.returncode == 2
@@ -105,6 +123,40 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.split()[0] for line in out.splitlines()}
     assert {"flashpage", "python", "cpu", "g++", "nvcc", "nvrtc", "cache"} <= rows
     assert set(VARIABLES) <= rows
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_collect_env(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool
+) -> None:
+    """One block with everything, where nothing works as well; without the user's name in paths."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FLASHPAGE_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setenv("FLASHPAGE_CXX", '"x')
+    monkeypatch.setenv("FLASHPAGE_THREAD", "4")
+    code, out, err = run(capsys, "collect-env", *(["--json"] if as_json else []))
+    assert code == 0 and err == "" and str(tmp_path) not in out
+    if as_json:
+        found = json.loads(out)
+        assert list(found) == ["versions", "devices", "compilers", "kernels", "environment"]
+        assert {"system", "flashpage", "python", "torch", "numpy"} <= set(found["versions"])
+        assert found["kernels"]["cache"].endswith("~/kernels")
+    else:
+        assert out.startswith("```text\n") and out.endswith("\n```\n") and out.count("```") == 2
+    assert "no such variable" in out
+    assert "NOT ACCEPTED: FLASHPAGE_CXX is" in out
+
+
+def test_plan_without_a_card(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's plan, and a card's where it is wanted; CTAs without work are not drawn."""
+    monkeypatch.setattr(plan_command, "_has_card", lambda: False)
+    out = run(capsys, "plan", "3,5")[1]
+    assert "planned for this CPU, " in out and "--card H200 plans for one" in out and "kernel cpu_attention" in out
+    out = run(capsys, "plan", "3,5", "--backend", "cuda")[1]
+    assert "card: H200, assumed because there is no card here" in out
+    assert "16 of 132 CTAs" in out and out.index("card: H200") > 0
+    assert len([line for line in out.splitlines() if "|" in line]) == 16
+    assert "\ncard: A100, " in run(capsys, "plan", "3,5", "--card", "A100")[1]
 
 
 def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: os.PathLike[str]) -> None:

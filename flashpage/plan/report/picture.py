@@ -47,23 +47,25 @@ class Segment(NamedTuple):
 
 
 def terminal(segments: list[Segment], num_ctas: int, width: int, max_rows: int, color: bool | None) -> str:
-    """At most `max_rows` rows; where CTAs share a row, the costliest of them is drawn."""
+    """At most `max_rows` rows, of CTAs that have work; where CTAs share a row, the costliest of them is drawn."""
     if color is None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    rows: list[list[Segment]] = [[] for _ in range(num_ctas)]
-    for segment in segments:
-        rows[segment.cta].append(segment)
-    longest = max((row[-1].end for row in rows if row), default=0.0)
-    together = -(-num_ctas // max_rows)
+    rows: dict[int, list[Segment]] = {}
+    for segment in sorted(segments, key=lambda segment: segment.cta):
+        rows.setdefault(segment.cta, []).append(segment)
+    busy = list(rows)
+    longest = max((row[-1].end for row in rows.values()), default=0.0)
+    together = -(-len(busy) // max_rows) or 1
     label_width = len(str(num_ctas - 1))
     cells = max(8, width - label_width - 2)
     scale = cells / longest if longest else 0.0
     lines = []
-    for first in range(0, num_ctas, together):
-        drawn = max(range(first, min(first + together, num_ctas)), key=lambda c: rows[c][-1].end if rows[c] else 0.0)
+    for first in range(0, len(busy), together):
+        drawn = max(busy[first : first + together], key=lambda cta: rows[cta][-1].end)
         lines.append(f"{drawn:>{label_width}} |{_bar(rows[drawn], scale, color)}")
+    count = f"{num_ctas} CTAs" if len(busy) == num_ctas else f"{len(busy)} of {num_ctas} CTAs, the others have no work,"
     shared = f", the costliest of every {together}" if together > 1 else ""
-    lines.append(f"{num_ctas} CTAs as rows{shared}; {longest / 1e3:.3g} us to the longest bar's end; {_legend(color)}")
+    lines.append(f"{count} as rows{shared}; {longest / 1e3:.3g} us to the longest bar's end; {_legend(color)}")
     return "\n".join(lines)
 
 

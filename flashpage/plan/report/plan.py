@@ -191,7 +191,7 @@ class Plan:
         return [Segment(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
     def picture(self, width: int = 100, *, max_rows: int = 40, color: bool | None = None) -> str:
-        """The plan for a terminal: CTAs as rows, work items coloured by request.
+        """The plan for a terminal: CTAs that have work as rows, work items coloured by request.
 
         `color` None: where stdout is a terminal; else letters stand for requests, capitals for pieces of cut units.
         """

@@ -1,0 +1,54 @@
+"""Kernels that the CUDA driver refuses though they were compiled here: most often it is older than the toolkit.
+
+The refusal is remembered with the entry, so that later processes say it at once and do not compile the kernel again.
+Another driver, or another compiler, gets its own try.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .cache import Entry, Store
+from .compilers import find_compiler
+from .targets import device_info
+
+_REFUSED = "refused_by_driver"  # meta: the driver's version
+_RELEASE = re.compile(r"(?:release |libnvrtc\.so\.)(\d+)(?:\.(\d+))?")  # as compilers name it in an entry's meta
+
+
+def note_refusal(store: Store, entry: Entry, device_index: int) -> None:
+    store.note(entry, **{_REFUSED: device_info(device_index).driver_version})
+
+
+def was_refused(entry: Entry, device_index: int | None) -> bool:
+    """Whether this driver has refused what the compiler that is here makes."""
+    if device_index is None or entry.meta.get(_REFUSED) != device_info(device_index).driver_version:
+        return False
+    compiler = find_compiler(entry.target)
+    return compiler is None or f"{compiler.name} ({compiler.version})" == entry.meta["compiler"]
+
+
+def explain(entry: Entry, device_index: int | None, error: Exception | None) -> str:
+    """The driver's own words, and what to do."""
+    name, compiler = entry.meta["name"], entry.meta["compiler"]
+    driver = device_info(device_index or 0).driver_version
+    toolkit = _toolkit_version(compiler)
+    if toolkit <= driver:
+        return f"the driver refuses {name}, which {compiler} has compiled: {error}"
+    own = _text(driver)
+    return (
+        f"the driver is older than the toolkit and refuses {name}: "
+        f"it is for CUDA {own}, and {compiler} is of CUDA {_text(toolkit)} ({error}). "
+        f"Update the driver, or let a compiler of CUDA {own} or older build the kernels: "
+        "FLASHPAGE_NVCC names an nvcc, and the package nvidia-cuda-nvrtc brings NVRTC of each version."
+    )
+
+
+def _toolkit_version(compiler: str) -> int:
+    """As the driver counts: 13000 is CUDA 13.0. 0 where the compiler does not say."""
+    found = _RELEASE.search(compiler)
+    return 1000 * int(found[1]) + 10 * int(found[2] or 0) if found else 0
+
+
+def _text(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

@@ -1,0 +1,171 @@
+"""Files that no other user could have written: judged before they are read, and made private when they are written.
+
+A kernel is code that the process runs, so a folder of kernels is as trusted as the program itself. What another user
+could have put there is not loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_MAX_LINKS = 40  # as the kernel counts them
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a file's place would block
+
+
+def fault(folder: Path) -> str:
+    """Why another user could put files into `folder`; "" if none could. What is missing is no fault.
+
+    Every folder and every link on the way there must belong to this user or to root, and be writable by its owner
+    alone. The way begins at the home folder for what lies below it, else at the root. Folders above may be shared if
+    they are sticky, as /tmp is: another user cannot replace what this user has made there.
+    """
+    if not folder.is_absolute():
+        return ""
+    above_home = _above(os.path.expanduser("~"))
+    place, names, links = "/", list(folder.parts[:0:-1]), 0
+    while links <= _MAX_LINKS:
+        try:
+            status = os.lstat(place)
+            if stat.S_ISLNK(status.st_mode):
+                target = Path(os.readlink(place))
+                if not _is_ours(status):
+                    return f"{place} belongs to user {status.st_uid}"
+                names += [part for part in reversed(target.parts) if part != "/"]
+                place, links = ("/" if target.is_absolute() else os.path.dirname(place)), links + 1
+                continue
+        except OSError:  # missing, or not to be looked at: nothing is read there
+            return ""
+        is_shared = bool(names) and bool(status.st_mode & stat.S_ISVTX)
+        if place not in above_home and (why := _fault_of(status, is_shared)):
+            return f"{place} {why}"
+        if not names:
+            return ""
+        name = names.pop()
+        place = os.path.dirname(place) if name == ".." else os.path.join(place, name)
+    return f"{folder} has too many links"
+
+
+@functools.cache
+def _above(home: str) -> frozenset[str]:
+    return frozenset(map(str, Path(os.path.realpath(home)).parents))
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return status.st_uid in (0, os.geteuid())
+
+
+def _fault_of(status: os.stat_result, is_shared: bool = False) -> str:
+    if not _is_ours(status):
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
+        return f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
+    return ""
+
+
+@contextlib.contextmanager
+def opened(folder: str | Path, at: int | None = None, *, is_trusted: bool = False) -> Iterator[int]:
+    """A folder's descriptor, for `read` and for folders in it. Unless the folder is trusted, it is opened without
+    following a link, and PermissionError tells that another user could have written it."""
+    descriptor = os.open(folder, _FOLDER | (0 if is_trusted else os.O_NOFOLLOW), dir_fd=at)
+    try:
+        if not is_trusted:
+            _judge(descriptor, folder)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read(name: str, at: int, *, is_trusted: bool = False) -> bytes:
+    """The bytes of a file in the folder `at`, opened and judged as `opened` does with folders."""
+    with open(os.open(name, _FILE | (0 if is_trusted else os.O_NOFOLLOW), dir_fd=at), "rb") as file:
+        if not is_trusted:
+            _judge(file.fileno(), name)
+        return file.read()
+
+
+def _judge(descriptor: int, name: str | Path) -> None:
+    if why := _fault_of(os.fstat(descriptor)):
+        raise PermissionError(f"{name} {why}")
+
+
+def make(folder: Path, mode: int) -> None:
+    """Makes a folder, and those above that are missing, with this mode whatever the umask is."""
+    missing = [folder]
+    while not missing[-1].parent.is_dir() and missing[-1].parent != missing[-1]:
+        missing.append(missing[-1].parent)
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, mode)
+            os.chmod(path, mode)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(folder))
+
+
+def write(path: Path, content: bytes, mode: int) -> None:
+    """Writes a file that must not be there yet, with this mode whatever the umask is."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, mode), "wb") as file:
+        os.fchmod(file.fileno(), mode)
+        file.write(content)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, name: str, *, is_blocking: bool = True) -> Iterator[None]:
+    """Holds the lock file `name` of a folder, made where it is missing and never changed. BlockingIOError where another
+    holds it and `is_blocking` is False."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with opened(folder) as at, open(os.open(name, flags, 0o600, dir_fd=at), "rb+", buffering=0) as file:
+        with contextlib.suppress(PermissionError):  # another user's, where a cache is not private
+            os.fchmod(file.fileno(), 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if is_blocking else fcntl.LOCK_NB))
+        yield
+
+
+@contextlib.contextmanager
+def scratch(parent: Path | None, prefix: str) -> Iterator[Path]:
+    """A new folder, mode 0700, that is removed at the end. It is locked meanwhile: `sweep` thus tells it from those
+    that killed processes left."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+            descriptor = os.open(folder, _FOLDER)
+            stack.callback(os.close, descriptor)
+            with contextlib.suppress(OSError):  # no locks here (NFS): `sweep` leaves all folders alone
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            os.stat(folder)  # missing if a sweep came between
+            held = stack.pop_all()
+            break
+    with held:
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(parent: Path, prefix: str) -> None:
+    """Removes what killed processes left of `scratch`. A process that still runs holds its folder's lock."""
+    for path in listed(parent):
+        if not path.name.startswith(prefix):
+            continue
+        with contextlib.suppress(OSError), opened(path) as descriptor:
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def listed(folder: Path) -> list[Path]:
+    """The paths in a folder; none where it cannot be read."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

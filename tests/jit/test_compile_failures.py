@@ -1,0 +1,189 @@
+"""Compiles that fail for a reason of the machine's, and processes that die while they compile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jit_sandbox import Sandbox, toy
+
+from flashpage import jit
+from flashpage.errors import CompileError
+from flashpage.jit import build, cache, files
+
+# A compiler that ignores SIGTERM, and has a child that does too.
+STUBBORN = """#!/bin/sh
+[ "$1" = --version ] && exec g++ --version
+trap '' TERM
+echo $$ >> "$COMPILES"
+sh -c 'trap "" TERM; echo $$ >> "$COMPILES"; sleep 60; sleep 60'
+"""
+PATIENT = """#!/bin/sh
+[ "$1" = --version ] && exec g++ --version
+touch "$TMPDIR/ccTEMPORARY.s"
+echo $$ >> "$COMPILES"
+sleep 60
+"""
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    """With a TMPDIR of its own."""
+    sandbox = Sandbox.create(tmp_path / "box")
+    sandbox.enter(monkeypatch)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # TMPDIR is read again
+    return sandbox
+
+
+def use(sandbox: Sandbox, compiler: str) -> None:
+    sandbox.compiler.write_text(compiler)
+
+
+def failure(*, many: bool) -> str:
+    """The message of a compile that fails."""
+    if many:
+        results = jit.build_specs([toy(1), toy(2)], [jit.host_target()])
+        assert all(result.error is not None for result in results)
+        return str(results[0].error)
+    with pytest.raises(CompileError) as caught:
+        jit.get_kernel(toy(1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_compiler_that_writes_no_file(sandbox: Sandbox, many: bool) -> None:
+    use(sandbox, "#!/bin/sh\nexit 0\n")
+    text = failure(many=many)
+    assert f"{sandbox.compiler} ended without an error and wrote no file." in text
+    assert cache.entries() == []
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_command_with_an_open_quote(sandbox: Sandbox, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPAGE_CXX", '"x')
+    assert failure(many=many).startswith("FLASHPAGE_CXX is '\"x' (No closing quotation): give ")
+
+
+def test_a_compiler_that_is_killed(sandbox: Sandbox) -> None:
+    use(sandbox, "#!/bin/sh\nkill -9 $PPID\n")  # the shell that would write down its exit status
+    assert "The compiler did not start, or was ended." in failure(many=False)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """For one small file."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_full_folder_of_temporary_files(
+    sandbox: Sandbox, full_disk: Path, room: int, many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever does not fit, down to the source: the error says that there is no room, and where."""
+    subprocess.run(["mount", "-o", f"remount,size={4 * (room + 1)}k", str(full_disk)], check=True)
+    (full_disk / "others").write_bytes(b"x" * 4096)
+    monkeypatch.setattr(tempfile, "tempdir", str(full_disk))
+    text = failure(many=many)
+    assert "No space left on device" in text or f"There is no room left in {full_disk}." in text
+    assert "TMPDIR names another" in text
+    assert [path.name for path in full_disk.iterdir()] == ["others"]
+
+
+def test_no_folder_of_temporary_files(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "mkdtemp", _refuse)
+    assert "No usable temporary directory" in failure(many=False)
+
+
+def _refuse(*_: object, **__: object) -> str:
+    raise FileNotFoundError(2, "No usable temporary directory found")
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def is_gone(pid: str) -> bool:
+    """A zombie that its reaper has not looked at yet runs no more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("compiler", [PATIENT, STUBBORN], ids=["patient", "stubborn"])
+def test_the_death_of_the_process_ends_its_compilers(
+    sandbox: Sandbox, compiler: str, many: bool, number: signal.Signals
+) -> None:
+    """Nothing runs on, and nothing is left in TMPDIR."""
+    use(sandbox, compiler)
+    both = "from flashpage import jit; jit.build_specs([toy(1), toy(2)], [jit.host_target()], jobs=2)"
+    child = sandbox.start(both if many else "get(toy(1))")
+    wait_for(lambda: sandbox.num_compiles() >= (1 + many) * (1 + (compiler is STUBBORN)))
+    child.send_signal(number)
+    child.communicate(timeout=20)
+    assert child.returncode == -number
+    for pid in sandbox.compiles.read_text().split():
+        wait_for(lambda pid=pid: is_gone(pid))
+    wait_for(lambda: not list(Path(tempfile.gettempdir()).iterdir()))
+    assert cache.entries() == []
+
+
+def test_what_a_dead_process_left_is_swept(sandbox: Sandbox) -> None:
+    """By the next compile: build folders and half-published entries. A living process keeps its own."""
+    temporary = Path(tempfile.gettempdir())
+    left = [temporary / f"{build._WORK}left", sandbox.cache / f"{cache._PRIVATE}left"]
+    for folder in left:
+        files.make(folder, 0o700)
+        files.write(folder / "file", b"", 0o600)
+    (temporary / "flashpage-of-another-kind").mkdir()
+    with files.scratch(temporary, build._WORK) as held:
+        jit.get_kernel(toy())
+        assert held.is_dir()
+    assert not any(folder.exists() for folder in left)
+    assert [path.name for path in temporary.iterdir()] == ["flashpage-of-another-kind"]
+
+
+def test_a_sweep_follows_no_link(sandbox: Sandbox) -> None:
+    precious = sandbox.folder / "precious"
+    files.make(precious, 0o700)
+    link = Path(tempfile.gettempdir()) / f"{build._WORK}link"
+    link.symlink_to(precious)
+    files.sweep(link.parent, build._WORK)
+    assert precious.is_dir() and link.is_symlink()
+
+
+def test_a_folder_that_a_sweep_has_taken_is_made_again(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep comes between a folder and its lock."""
+    make, taken = tempfile.mkdtemp, []
+
+    def mkdtemp(**arguments: object) -> str:
+        folder = make(**arguments)  # type: ignore[call-overload]
+        if not taken:
+            taken.append(folder)
+            os.rmdir(folder)
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with files.scratch(None, build._WORK) as folder:
+        assert folder.is_dir() and str(folder) != taken[0]

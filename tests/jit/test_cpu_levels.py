@@ -1,0 +1,106 @@
+"""Kernels of the CPU in a folder that several machines share: none runs on a CPU that lacks its instructions."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from jit_sandbox import Sandbox, toy
+
+from aot import build as aot_build
+from flashpage import jit
+from flashpage.base.dtypes import DType
+from flashpage.errors import DeviceError, KernelMissingError
+from flashpage.jit import build, cache, loader, targets
+from flashpage.kernels.spec import KernelSpec
+from flashpage.kernels.tile import Tile
+
+LEVELS = list(targets.CPU_LEVELS)  # the best first
+LAST = LEVELS[-1]
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    sandbox = Sandbox.create(tmp_path)
+    sandbox.enter(monkeypatch)
+    return sandbox
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    """To be a CPU of this level, in a process that has loaded nothing."""
+    monkeypatch.setattr(targets, "cpu_features", lambda: frozenset(targets.CPU_LEVELS[level]))
+    monkeypatch.setattr(loader, "runnable", targets.runnable.__wrapped__)
+    monkeypatch.setattr(loader, "_kernels", {})
+
+
+def built_for(monkeypatch: pytest.MonkeyPatch, level: str) -> cache.Entry:
+    """The entry of a build on the newer CPU."""
+    pretend(monkeypatch, level)
+    return build.obtain(toy(), jit.Target("cpu", level), cache.jit_store())[0]
+
+
+@pytest.mark.parametrize("level", LEVELS[:-1])
+def test_a_shared_cache(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    """The older CPU compiles its own, and does not take the newer one's where it cannot compile."""
+    built_for(monkeypatch, level)
+    pretend(monkeypatch, LAST)
+    with monkeypatch.context() as patch:
+        patch.setenv("FLASHPAGE_CXX", "no-such-compiler")
+        with pytest.raises(KernelMissingError, match=f"is not built for {LAST}"):
+            jit.get_kernel(toy())
+    assert jit.get_kernel(toy()).target.name == LAST
+    assert sandbox.num_compiles() == 2
+
+
+def test_a_shared_wheel(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older CPU takes the best that it can run, and nothing where a wheel has no such kernel."""
+    monkeypatch.setenv("FLASHPAGE_JIT", "off")
+    aot_build.build_into(sandbox.aot, [(toy(), jit.Target("cpu", level)) for level in LEVELS])
+    for level in reversed(LEVELS[1:]):  # those that run here; the test's own CPU may be an old one as well
+        if set(targets.CPU_LEVELS[level]) <= targets.cpu_features():
+            pretend(monkeypatch, level)
+            assert jit.get_kernel(toy()).target.name == level
+    aot_build.build_into(sandbox.aot, [(toy(), jit.Target("cpu", level)) for level in LEVELS[:-1]])
+    pretend(monkeypatch, LAST)
+    with pytest.raises(KernelMissingError):
+        jit.get_kernel(toy())
+
+
+def test_an_entry_under_the_key_of_another_level(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that was renamed with its record is sound in itself, but it is for the newer CPU."""
+    newer = built_for(monkeypatch, LEVELS[0])
+    key = cache.key_of(toy(), jit.Target("cpu", LAST))
+    renamed = newer.folder.with_name(key)
+    shutil.copytree(newer.folder, renamed)
+    (renamed / cache.META).write_text(json.dumps(newer.meta | {"key": key}))
+    pretend(monkeypatch, LAST)
+    assert cache.jit_store().read(key) is not None
+    assert jit.get_kernel(toy()).target.name == LAST
+    assert sandbox.num_compiles() == 2
+
+
+def test_a_cpu_without_avx2_is_told(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    built_for(monkeypatch, LAST)
+    monkeypatch.setattr(targets, "cpu_features", lambda: frozenset({"fma"}))
+    monkeypatch.setattr(loader, "_kernels", {})
+    with pytest.raises(DeviceError, match="it lacks avx2, f16c"):
+        jit.get_kernel(toy())
+
+
+def test_kernels_have_the_instructions_of_their_level(tmp_path: Path) -> None:
+    """A real kernel: registers of 512 bits are in those for AVX-512 alone, bf16 products in those for AVX512-BF16."""
+    if shutil.which("objdump") is None:
+        pytest.skip("no objdump")
+    dtype = DType.BFLOAT16
+    spec = KernelSpec("cpu_attention", dtype, dtype, dtype, 16, 16, tile=Tile(96, 128, 1, 1, 1))
+    levels = [LEVELS[0], LAST]
+    for result in jit.build_kernels([(spec, jit.Target("cpu", level)) for level in levels], tmp_path):
+        assert result.entry is not None, result.error
+        command = ["objdump", "-d", "--no-show-raw-insn", str(result.entry.path)]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "%ymm" in code
+        assert bool(re.search(r"%zmm|%k[1-7]", code)) == (result.target.name != LAST)

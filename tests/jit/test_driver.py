@@ -1,0 +1,61 @@
+"""A driver that refuses what a newer toolkit compiled: it is said, and later processes do not compile again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from jit_sandbox import Sandbox
+
+from flashpage import jit
+from flashpage.errors import DeviceError
+from flashpage.jit import driver, loader
+from flashpage.kernels.spec import KernelSpec
+
+# An nvcc of CUDA 13.0 whose kernels no driver loads.
+NVCC = """#!/bin/sh
+case "$*" in *--version*) echo "Cuda compilation tools, release RELEASE, VRELEASE.88"; exit;; esac
+echo $$ >> "$COMPILES"
+while [ "$1" != -o ]; do shift; done
+echo "no kernel" > "$2"
+"""
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    sandbox = Sandbox.create(tmp_path)
+    sandbox.enter(monkeypatch)
+    (sandbox.templates / "kernel.cu.jinja").write_text("// {{ spec.entry }}\n")
+    monkeypatch.setattr(loader, "runnable", lambda _: (jit.Target("cuda", 90),))
+    return sandbox
+
+
+def refusal(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, release: str, driver_version: int) -> str:
+    """The error of a new process with this toolkit and driver."""
+    nvcc = sandbox.folder / f"nvcc-{release}"
+    nvcc.write_text(NVCC.replace("RELEASE", release))
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("FLASHPAGE_NVCC", str(nvcc))
+    monkeypatch.setattr(driver, "device_info", lambda _: SimpleNamespace(driver_version=driver_version))
+    with pytest.raises(DeviceError) as caught:
+        jit.get_kernel(KernelSpec("merge"), "cuda:0")
+    return str(caught.value)
+
+
+def test_a_driver_older_than_the_toolkit(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = refusal(sandbox, monkeypatch, "13.0", 12040)
+    assert told.startswith(f"the driver is older than the toolkit and refuses {KernelSpec('merge').name}: ")
+    assert "it is for CUDA 12.4" in told and "is of CUDA 13.0" in told and "\n" not in told
+    assert sandbox.num_compiles() == 1
+    assert refusal(sandbox, monkeypatch, "13.0", 12040) == told
+    assert sandbox.num_compiles() == 1, "the refusal is not remembered"
+
+
+def test_another_driver_or_toolkit_gets_its_own_try(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal(sandbox, monkeypatch, "13.0", 12040)
+    told = refusal(sandbox, monkeypatch, "13.0", 13010)
+    assert told.startswith("the driver refuses ") and "older" not in told
+    assert sandbox.num_compiles() == 2
+    refusal(sandbox, monkeypatch, "12.4", 13010)
+    assert sandbox.num_compiles() == 3

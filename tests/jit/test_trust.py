@@ -1,0 +1,257 @@
+"""The cache loads nothing that another user could have written, and all that it writes is private."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jit_sandbox import Sandbox, toy
+
+from aot import build as aot_build
+from flashpage import jit
+from flashpage.jit import build, cache, files
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
+    sandbox = Sandbox.create(tmp_path / "box")
+    sandbox.enter(monkeypatch)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    cache._private_folder.cache_clear()
+    yield sandbox
+    cache._private_folder.cache_clear()
+
+
+def obtain(number: int = 0) -> cache.Entry:
+    return build.obtain(toy(number), jit.host_target(), cache.jit_store())[0]
+
+
+def give_away(path: Path) -> None:
+    """To another user."""
+    if os.geteuid():
+        pytest.skip("giving a file to another user takes root")
+    os.chown(path, 4242, 4242, follow_symlinks=False)
+
+
+def _writable_folder(sandbox: Sandbox) -> None:
+    sandbox.cache.chmod(0o777)
+
+
+def _group_writable_folder(sandbox: Sandbox) -> None:
+    sandbox.cache.chmod(0o770)
+
+
+def _sticky_folder(sandbox: Sandbox) -> None:
+    """Others cannot replace what is there, but they can add entries."""
+    sandbox.cache.chmod(0o1777)
+
+
+def _folder_of_another(sandbox: Sandbox) -> None:
+    give_away(sandbox.cache)
+
+
+def _writable_parent(sandbox: Sandbox) -> None:
+    sandbox.folder.chmod(0o777)
+
+
+def _link_of_another(sandbox: Sandbox) -> None:
+    sandbox.cache.rename(sandbox.folder / "elsewhere")
+    sandbox.cache.symlink_to(sandbox.folder / "elsewhere")
+    give_away(sandbox.cache)
+
+
+def _link_to_a_writable_parent(sandbox: Sandbox) -> None:
+    place = sandbox.folder / "shared"
+    place.mkdir()
+    sandbox.cache.rename(place / "cache")
+    sandbox.cache.symlink_to("shared/cache")
+    place.chmod(0o777)
+
+
+FAULTS = [
+    *(_writable_folder, _group_writable_folder, _sticky_folder, _folder_of_another, _writable_parent),
+    *(_link_of_another, _link_to_a_writable_parent),
+]
+
+
+@pytest.mark.parametrize("spoil", FAULTS, ids=lambda f: f.__name__.strip("_"))
+def test_a_folder_that_others_can_write_is_not_used(sandbox: Sandbox, spoil: Callable[[Sandbox], None]) -> None:
+    """One warning, and the kernel is compiled into a private folder, where the next one finds it."""
+    obtain()
+    spoil(sandbox)
+    with pytest.warns(RuntimeWarning, match=r"flashpage: the kernel cache .* is not used, because .*") as caught:
+        kernel = jit.get_kernel(toy())
+        obtain(1)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert kernel.handle and sandbox.num_compiles() == 3
+    assert cache.jit_store().folder != sandbox.cache
+
+
+def test_the_private_folder_is_kept_unless_another_was_quicker(sandbox: Sandbox) -> None:
+    sandbox.cache.mkdir()
+    sandbox.cache.chmod(0o777)
+    own = Path(tempfile.gettempdir()) / f"flashpage-{os.geteuid()}"
+    with pytest.warns(RuntimeWarning):
+        assert cache.jit_store().folder == own
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    own.chmod(0o777)
+    cache._private_folder.cache_clear()
+    with pytest.warns(RuntimeWarning):
+        assert cache.jit_store().folder not in (own, sandbox.cache)
+
+
+def test_a_sticky_parent_is_fine(sandbox: Sandbox) -> None:
+    """As /tmp is: others cannot replace the folder in it."""
+    sandbox.folder.chmod(0o1777)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        obtain()
+    assert cache.jit_store().folder == sandbox.cache
+
+
+def test_the_way_begins_at_the_home_folder(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a user's home lies is the administrator's affair."""
+    home = sandbox.folder / "above" / "home"
+    home.mkdir(parents=True)
+    home.parent.chmod(0o777)
+    monkeypatch.setenv("HOME", str(home))
+    assert files.fault(home / ".cache" / "flashpage") == ""
+    home.chmod(0o777)
+    assert files.fault(home / ".cache" / "flashpage").startswith(f"{home} can be written by other users")
+
+
+def _binary_writable(entry: cache.Entry) -> None:
+    entry.path.chmod(0o666)
+
+
+def _entry_writable(entry: cache.Entry) -> None:
+    entry.folder.chmod(0o770)
+
+
+def _meta_writable(entry: cache.Entry) -> None:
+    (entry.folder / cache.META).chmod(0o622)
+
+
+def _binary_of_another(entry: cache.Entry) -> None:
+    give_away(entry.path)
+
+
+def _binary_is_a_link(entry: cache.Entry) -> None:
+    moved = entry.folder.parent / "moved.so"
+    entry.path.rename(moved)
+    entry.path.symlink_to(moved)
+
+
+def _entry_is_a_link(entry: cache.Entry) -> None:
+    moved = entry.folder.with_name("moved")
+    entry.folder.rename(moved)
+    entry.folder.symlink_to(moved)
+
+
+def _meta_is_a_fifo(entry: cache.Entry) -> None:
+    (entry.folder / cache.META).unlink()
+    os.mkfifo(entry.folder / cache.META, 0o600)
+
+
+def _binary_is_a_path(entry: cache.Entry) -> None:
+    """To a file that is sound in itself."""
+    moved = entry.folder.parent / entry.path.name
+    shutil.copy(entry.path, moved)
+    meta = entry.meta | {"binary": f"../{entry.path.name}"}
+    (entry.folder / cache.META).write_text(json.dumps(meta))
+
+
+SPOILED = [
+    *(_binary_writable, _entry_writable, _meta_writable, _binary_of_another, _binary_is_a_link, _entry_is_a_link),
+    *(_meta_is_a_fifo, _binary_is_a_path),
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILED, ids=lambda f: f.__name__.strip("_"))
+def test_an_entry_that_others_could_have_written_is_replaced(
+    sandbox: Sandbox, spoil: Callable[[cache.Entry], None]
+) -> None:
+    entry = obtain()
+    spoil(entry)
+    assert cache.jit_store().read(entry.folder.name) is None
+    assert jit.get_kernel(toy()).handle
+    assert sandbox.num_compiles() == 2
+    assert obtain().spec == toy() and sandbox.num_compiles() == 2
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o177])
+def test_all_that_is_written_is_private(sandbox: Sandbox, umask: int) -> None:
+    """Kernels, locks, notes and logs of failures, and the folders above that are missing."""
+    folder = sandbox.folder / "new" / "cache"
+    code = f"import os; os.umask({umask}); get(toy())\ntry: get(toy(logit='nonsense'))\nexcept Exception: pass"
+    sandbox.run(code, FLASHPAGE_CACHE_DIR=str(folder))
+    made = [folder.parent, folder, *folder.rglob("*")]
+    modes = {str(path): (path.is_dir(), oct(stat.S_IMODE(path.stat().st_mode))) for path in made}
+    assert set(modes.values()) == {(True, "0o700"), (False, "0o600")}, modes
+    names = {path.name for path in made}
+    assert {".locks", ".failed", ".keys", "log.txt", cache.META} <= names
+
+
+def test_a_lock_is_neither_followed_nor_emptied(sandbox: Sandbox) -> None:
+    store, precious = cache.jit_store(), sandbox.folder / "precious"
+    precious.write_text("not a lock")
+    with store.lock("a"):
+        pass
+    lock = sandbox.cache / ".locks" / "a"
+    lock.write_text("kept")
+    with store.lock("a"):
+        assert lock.read_text() == "kept"
+    lock.unlink()
+    lock.symlink_to(precious)
+    with pytest.raises(OSError), store.lock("a"):
+        pass
+    assert precious.read_text() == "not a lock"
+
+
+def test_kernels_of_an_installed_package_are_trusted_as_it_is(sandbox: Sandbox) -> None:
+    """Installers link files, and give them the modes that they like."""
+    (result,) = aot_build.build_into(sandbox.aot, [(toy(), jit.host_target())])
+    assert result.entry is not None
+    path = result.entry.path
+    path.rename(sandbox.folder / "linked.so")
+    path.symlink_to(sandbox.folder / "linked.so")
+    result.entry.folder.chmod(0o775)
+    compiles = sandbox.num_compiles()
+    assert jit.get_kernel(toy()).handle
+    assert sandbox.num_compiles() == compiles and not sandbox.cache.exists()
+
+
+def test_kernels_of_a_package_are_readable_by_all(sandbox: Sandbox) -> None:
+    old = os.umask(0o077)
+    try:
+        (result,) = aot_build.build_into(sandbox.aot, [(toy(), jit.host_target())])
+    finally:
+        os.umask(old)
+    assert result.entry is not None
+    assert stat.S_IMODE(result.entry.folder.stat().st_mode) == 0o755
+    assert stat.S_IMODE(result.entry.path.stat().st_mode) == 0o644
+
+
+def test_an_entry_without_its_symbol_is_replaced_in_the_same_process(sandbox: Sandbox) -> None:
+    """Its hash is right and it loads. The new library has another file name: dlopen gives no mapping twice."""
+    entry = obtain()
+    source, stranger = sandbox.folder / "empty.cpp", sandbox.folder / "kernel.so"
+    source.write_text("int nothing;")
+    subprocess.run(["g++", "-shared", "-o", stranger, source], check=True)
+    store = cache.jit_store()
+    with store.lock(entry.folder.name):
+        planted = store.publish(entry.folder.name, stranger, entry.meta)
+    assert jit.get_kernel(toy()).handle
+    replaced = obtain()
+    assert sandbox.num_compiles() == 2
+    assert replaced.path.name != planted.path.name and replaced.folder == planted.folder
