@@ -1,0 +1,107 @@
+"""Runs rows of the table in processes that may end: `python -m bad_inputs.child DEVICE FAMILY [PATTERN]` prints a JSON
+object {name of the row: what is wrong with it}, and the number of rows."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import select
+import signal
+import sys
+import warnings
+
+import torch
+
+from .rows import Row, good_arguments, judge, table
+from .scenes import Make
+
+SECONDS = 120  # of one row; the first ones compile
+
+
+def _work(rows: list[Row], first: int, device: str, pipe: int) -> None:
+    """In a process of its own: a line for each row from `first` on."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    _start_group()
+    make, baselines = Make(device), {}
+    for i in range(first, len(rows)):
+        scene = rows[i].scene
+        if scene.name not in baselines:
+            baselines[scene.name] = scene.run(good_arguments(scene, make))[1]
+        complaint = judge(rows[i], make, baselines[scene.name])
+        if device != "cpu":
+            complaint = _judge_card(complaint)
+        os.write(pipe, json.dumps([i, complaint]).encode() + b"\n")
+        if complaint is not None and complaint.startswith("the card"):
+            os._exit(0)  # its context is of no use any more
+    os._exit(0)
+
+
+def _start_group() -> None:
+    """A group of one rank, for flashpage.parallel."""
+    import torch.distributed as dist
+
+    if dist.is_available():
+        dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
+
+
+def _judge_card(complaint: str | None) -> str | None:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return f"the card: {str(error).splitlines()[0]}"
+    return complaint
+
+
+def verdicts(rows: list[Row], device: str) -> dict[str, str]:
+    """What is wrong with each row that is not as expected. A row that ends its process ends no other row."""
+    found: dict[str, str] = {}
+    first = 0
+    while first < len(rows):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            _work(rows, first, device, write)
+        os.close(write)
+        last, timed_out = _read(read, found, rows, first)
+        if timed_out:
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if last + 1 < len(rows) and not (status == 0 and last >= first):
+            reason = f"took more than {SECONDS} s" if timed_out else f"ended the process with status {status}"
+            found[rows[last + 1].name] = reason
+            last += 1
+        first = last + 1
+    return found
+
+
+def _read(pipe: int, found: dict[str, str], rows: list[Row], first: int) -> tuple[int, bool]:
+    """The last row that was finished, and whether the next one took too long."""
+    last, rest = first - 1, b""
+    while True:
+        if not select.select([pipe], [], [], SECONDS)[0]:
+            os.close(pipe)
+            return last, True
+        data = os.read(pipe, 1 << 16)
+        if not data:
+            os.close(pipe)
+            return last, False
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            last, complaint = json.loads(line)
+            if complaint is not None:
+                found[rows[last].name] = complaint
+
+
+def main() -> None:
+    device, family, *pattern = sys.argv[1:]
+    rows = [row for row in table(device) if row.scene.family == family or family == "all"]
+    rows = [row for row in rows if not pattern or fnmatch.fnmatchcase(row.name, pattern[0])]
+    print(json.dumps({"rows": len(rows), "wrong": verdicts(rows, device)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""The table: a row for each function, argument and badness, and what must come."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import fnmatch
+import functools
+import inspect
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from flashpage.base.errors import FlashpageError
+from flashpage.wrappers.plan_arguments import Own
+
+from .expected import EXPECTED
+from .kinds import OTHER_WORDS, Badness, NotApplicable, kind_of
+from .scenes import Arguments, Make, Scene, Step, scenes
+
+LONGEST_MESSAGE = 1000  # characters; a CapabilityError lists every kernel's reason
+OUTCOMES = ("error", "works", "safe", "clean", "missing")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A scene in which one thing is wrong."""
+
+    scene: Scene
+    step: int
+    argument: str
+    badness: str
+    change: Callable[[Make, Arguments], None] | None  # None: the scene itself is played in another way
+    play: Callable[[Scene, Make], Any] | None = None
+    default: str = "error"
+
+    @property
+    def name(self) -> str:
+        return f"{self.scene.name}.{self.where}.{self.argument}.{self.badness}"
+
+    @property
+    def where(self) -> str:
+        return self.scene.steps[self.step].name if self.play is None else "order"
+
+    @functools.cached_property
+    def expected(self) -> tuple[str, str]:
+        """The outcome, and a pattern that the message of an error must hold."""
+        words = OTHER_WORDS.get(self.argument)
+        pattern = rf"\b({self.argument}{'|' + words if words else ''})\b"
+        for names, outcome, says in EXPECTED:
+            if fnmatch.fnmatchcase(self.name, names):
+                return outcome, says or pattern
+        return self.default, pattern
+
+
+def parameters(step: Step, found: Any) -> list[inspect.Parameter]:
+    return list(inspect.signature(step.function(found)).parameters.values())
+
+
+@functools.cache
+def table(device: str) -> list[Row]:
+    rows = []
+    seen: set[str] = set()
+    for scene in scenes().values():
+        if device == "cpu" or scene.cuda:
+            rows += [row for row in _rows_of(scene, device, seen)]
+            rows += list(_orders(scene))
+    return rows
+
+
+def _rows_of(scene: Scene, device: str, seen: set[str]) -> Iterator[Row]:
+    """Of each step whose function no scene before had."""
+    make = Make("cpu")
+    for i, step in enumerate(scene.steps):
+        holder = _class_of(scene) if i else None
+        key = f"{getattr(holder, '__name__', '')}{step.target}"
+        if key in seen:
+            continue
+        seen.add(key)
+        known = step.needed(make) | step.optional(make)
+        for parameter in parameters(step, holder):
+            if parameter.name == "self":
+                continue
+            if parameter.kind is parameter.VAR_KEYWORD and parameter.name in ("own", "options"):
+                yield Row(scene, i, "windw_left", "unknown", functools.partial(_set, "windw_left", 3), default="missing")
+                for name in Own._fields:
+                    yield from _rows_of_argument(scene, i, name, None, device)
+            elif parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                yield from _rows_of_argument(scene, i, parameter.name, known.get(parameter.name), device)
+                if parameter.default is parameter.empty:
+                    yield Row(
+                        scene, i, parameter.name, "missing", functools.partial(_leave_out, parameter.name), default="missing"
+                    )
+                    if parameter.name not in ("indptr", "indices", "alibi_slopes"):  # None: see the sparse wrapper
+                        yield Row(scene, i, parameter.name, "none", functools.partial(_set, parameter.name, None))
+                elif parameter.name in step.optional(make):
+                    yield Row(scene, i, parameter.name, "good", functools.partial(_good, step, parameter.name), default="clean")
+
+
+def _class_of(scene: Scene) -> Any:
+    return scene.steps[0].function(None)
+
+
+def _rows_of_argument(scene: Scene, index: int, name: str, good: Any, device: str) -> Iterator[Row]:
+    step = scene.steps[index]
+    key = step.name if len(scene.steps) == 1 or index == 0 else f"{scene.steps[0].name}.{step.name}"
+    for badness in kind_of(key, name):
+        if device != "cpu" and not badness.cuda:
+            continue
+        if _applies(badness, step, name, good):
+            change = functools.partial(_apply, badness, step, name)
+            yield Row(scene, index, name, badness.name, change, default=badness.expect)
+
+
+def _applies(badness: Badness, step: Step, name: str, good: Any) -> bool:
+    make = Make("cpu")
+    try:
+        badness.apply(make, step.needed(make) | ({name: good} if good is not None else {}), name, good)
+    except NotApplicable:
+        return False
+    except (TypeError, IndexError, AttributeError, RuntimeError):  # there is no good value to make a bad one from
+        return False
+    return True
+
+
+def _apply(badness: Badness, step: Step, name: str, make: Make, given: Arguments) -> None:
+    good = given.get(name)
+    badness.apply(make, given, name, step.optional(make).get(name) if good is None else good)
+
+
+def _set(name: str, value: Any, make: Make, given: Arguments) -> None:
+    given[name] = value
+
+
+def _good(step: Step, name: str, make: Make, given: Arguments) -> None:
+    given[name] = step.optional(make)[name]
+
+
+def _leave_out(name: str, make: Make, given: Arguments) -> None:
+    given.pop(name)
+
+
+# ---------------------------------------------------------------- the order of calls, and what lies around them
+
+
+def good_arguments(scene: Scene, make: Make) -> list[Arguments]:
+    return [step.needed(make) for step in scene.steps]
+
+
+def _last_first(scene: Scene, make: Make) -> Any:
+    """The last call without those between."""
+    given = good_arguments(scene, make)
+    found, _ = dataclasses.replace(scene, steps=(scene.steps[0], scene.steps[-1])).run([given[0], given[-1]])
+    return found
+
+
+def _last_twice(scene: Scene, make: Make) -> Any:
+    found, _ = scene.run(good_arguments(scene, make))
+    return scene.run(good_arguments(scene, make), found, len(scene.steps) - 1)[1]
+
+
+def _all_twice(scene: Scene, make: Make) -> Any:
+    found, _ = scene.run(good_arguments(scene, make))
+    return scene.run(good_arguments(scene, make), found, 1)[1]
+
+
+def _copied(how: Callable[[Any], Any], scene: Scene, make: Make) -> Any:
+    found, _ = scene.run(good_arguments(scene, make))
+    twin = how(found)
+    return scene.run(good_arguments(scene, make), twin, 1)[1]
+
+
+def _pickled(found: Any) -> Any:
+    return pickle.loads(pickle.dumps(found))
+
+
+def _under(context: Callable[[], Any], scene: Scene, make: Make) -> Any:
+    given = good_arguments(scene, make)
+    with context():
+        return scene.run(given)[1]
+
+
+class _DefaultDtype:
+    def __enter__(self) -> None:
+        torch.set_default_dtype(torch.float64)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(torch.float32)
+
+
+def _orders(scene: Scene) -> Iterator[Row]:
+    def row(argument: str, badness: str, play: Callable[..., Any], default: str) -> Row:
+        return Row(scene, 0, argument, badness, None, play, default)
+
+    yield row("default_device", "meta", functools.partial(_under, lambda: torch.device("meta")), "works")
+    yield row("default_dtype", "float64", functools.partial(_under, _DefaultDtype), "works")
+    yield row("mode", "inference", functools.partial(_under, torch.inference_mode), "works")
+    yield row("mode", "no-grad", functools.partial(_under, torch.no_grad), "works")
+    if len(scene.steps) > 2:
+        yield row("plan", "left-out", _last_first, "error")
+        yield row("run", "twice", _last_twice, "works")
+        yield row("plan", "twice", _all_twice, "works")
+        yield row("copy", "copy", functools.partial(_copied, copy.copy), "safe")
+        yield row("copy", "deepcopy", functools.partial(_copied, copy.deepcopy), "safe")
+        yield row("copy", "pickle", functools.partial(_copied, _pickled), "safe")
+
+
+# ---------------------------------------------------------------- one row
+
+
+def judge(row: Row, make: Make, baseline: Any) -> str | None:
+    """Plays the row; what is wrong with what came, or None."""
+    outcome, says = row.expected
+    found, result, error = _played(row, make)
+    if error is None:
+        complaint = _judge_result(outcome, result, baseline)
+    elif outcome == "works":
+        complaint = f"must work, but: {_shown(error)}"
+    else:
+        complaint = _judge_error(outcome, says, error)
+    return complaint or _judge_object(row, make, baseline, found)
+
+
+def _played(row: Row, make: Make) -> tuple[Any, Any, Exception | None]:
+    """The object that the first step made, the result, the error."""
+    scene, found = row.scene, None
+    try:
+        if row.play is not None:
+            return None, row.play(scene, make), None
+        given = good_arguments(scene, make)
+        for i, step in enumerate(scene.steps):
+            if i == row.step:
+                assert row.change is not None
+                row.change(make, given[i])
+            result = step.function(found)(**given[i])
+            if i == 0 and len(scene.steps) > 1:
+                found = result
+        if scene.results:
+            result = [given[-1][name] for name in scene.results]
+        return found, result, None
+    except Exception as error:
+        return found, None, error
+
+
+def _judge_result(outcome: str, result: Any, baseline: Any) -> str | None:
+    if outcome in ("error", "missing"):
+        return f"no error came, and {'the good' if _equal(result, baseline) else 'another'} result"
+    if outcome in ("works", "safe") and not _equal(result, baseline):
+        return "silently another result"
+    return None
+
+
+def _judge_error(outcome: str, says: str, error: Exception) -> str | None:
+    text = str(error)
+    if outcome == "missing":
+        return None if isinstance(error, TypeError) and re.search(says, text) else f"no clear TypeError: {_shown(error)}"
+    if not isinstance(error, FlashpageError):
+        return f"no error of ours: {_shown(error)}"
+    if outcome != "clean" and not re.search(says, text):
+        return f"the message does not hold {says!r}: {_shown(error)}"
+    if len(text) > LONGEST_MESSAGE and "no kernel" not in text:
+        return f"the message has {len(text)} characters: {_shown(error)}"
+    return None
+
+
+def _judge_object(row: Row, make: Make, baseline: Any, found: Any) -> str | None:
+    """An object that has refused works afterwards."""
+    if found is None or row.step == 0:
+        return None
+    try:
+        _, again = row.scene.run(good_arguments(row.scene, make), found, 1)
+    except Exception as error:
+        return f"the object does not work afterwards: {_shown(error)}"
+    return None if _equal(again, baseline) else "the object gives another result afterwards"
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return (
+            isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+            and a.is_cpu + a.is_cuda > 0 and torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+        )  # fmt: skip
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(_equal, a, b))
+    if type(a).__module__.startswith("flashpage"):
+        return type(a) is type(b)
+    return bool(a == b)
