@@ -76,7 +76,9 @@ def _rows_of(scene: Scene, device: str, seen: set[str]) -> Iterator[Row]:
     make = Make("cpu")
     for i, step in enumerate(scene.steps):
         holder = _class_of(scene) if i else None
-        key = f"{getattr(holder, '__name__', '')}{step.target}"
+        function = step.function(holder)
+        function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+        key = f"{function.__module__}.{function.__qualname__}"
         if key in seen:
             continue
         seen.add(key)

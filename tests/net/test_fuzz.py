@@ -1,0 +1,94 @@
+"""Differential fuzzing: random batches and options against the fp64 reference, over all wrappers, formats and backends.
+
+`make fuzz MINUTES=10` looks longer, from another seed each time. A row that once failed is kept: put what the failure
+prints into KEPT, with what was wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import fuzz
+import pytest
+import torch
+from cascade_batch import CascadeBatch, CascadeCase, planned
+from cases.case import Case
+from harness import run_case
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis.errors import HypothesisException
+from vllm_blocks import BlockCase, Blocks
+
+from flashpage import CapabilityError, vllm_ops
+
+SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.5")) * 60  # of each strategy
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+FORMATS_OF_A_ROUND, EXAMPLES_OF_A_ROUND = 6, 40
+
+
+def check_cascade(row: CascadeCase, device: str) -> None:
+    batch = CascadeBatch(row)
+    wrapper = planned(batch, device)
+    batch.check(*wrapper.run(batch.q.to(device), batch.cache.argument(device), return_lse=True))
+
+
+def check_blocks(row: BlockCase, device: str) -> None:
+    found = Blocks(row)
+    out = found.out(device)
+    vllm_ops.paged_attention_v1(out, *found.arguments(device))
+    found.check(out)
+
+
+CHECKS: dict[type, Callable[[Any, str], Any]] = {Case: run_case, CascadeCase: check_cascade, BlockCase: check_blocks}
+
+KEPT: list[Any] = []
+
+
+@pytest.mark.parametrize("row", KEPT, ids=lambda row: row.name)
+def test_what_once_failed(row: Any, device: str) -> None:
+    CHECKS[type(row)](row, device)
+
+
+def rounds(strategy: Callable[[list[fuzz.Format]], Any], device: str) -> int:
+    """Draws rows until the time is over; how many were compared."""
+    end, compared, number = time.monotonic() + SECONDS, 0, SEED
+    while time.monotonic() < end:
+        chosen = fuzz.formats(device, random.Random(number), FORMATS_OF_A_ROUND)
+
+        @seed(number)
+        @settings(
+            max_examples=EXAMPLES_OF_A_ROUND,
+            deadline=None,
+            database=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(strategy(chosen))
+        def look(row: Any) -> None:
+            nonlocal compared
+            if time.monotonic() > end + SECONDS:
+                return  # a failure that takes long to be made small
+            try:
+                CHECKS[type(row)](row, device)
+            except CapabilityError:
+                return  # no kernel honours this combination, and says so
+            except (HypothesisException, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                raise AssertionError(f"seed {number}: {fuzz.shown(row)}: {error}") from error
+            compared += 1
+
+        look()
+        number += 1
+    return compared
+
+
+@pytest.mark.parametrize("strategy", [fuzz.cases, fuzz.cascades, fuzz.blocks], ids=lambda strategy: strategy.__name__)
+def test_random_rows(strategy: Any, device: str) -> None:
+    torch.set_num_threads(1)
+    compared = rounds(strategy, device)
+    print(f"{strategy.__name__} on {device}: {compared} rows")
+    assert compared > 0, "nothing was compared"
