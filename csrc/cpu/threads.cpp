@@ -177,7 +177,11 @@ Pool& pool() {
     return true;
   }();
   (void)handlers;
-  Pool* made = new Pool(wanted_threads > 0 ? wanted_threads : default_threads());
+  Pool* made = new (std::nothrow) Pool(wanted_threads > 0 ? wanted_threads : default_threads());
+  if (made == nullptr) {
+    static Pool alone(1);  // no memory for workers: callers work by themselves until there is some
+    return alone;
+  }
   current.store(made, std::memory_order_release);
   return *made;
 }

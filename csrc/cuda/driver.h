@@ -31,10 +31,11 @@ int32_t fail(Result result, const char* what);
 // Makes `context` current on this thread during its lifetime.
 class CurrentContext {
  public:
-  CurrentContext(const Driver& driver, Context context) : driver_(driver) {
-    driver_.ctx_get_current(&before_);
-    changed_ = before_ != context;
-    if (changed_) driver_.ctx_set_current(context);
+  CurrentContext(const Driver& driver, Context context) : driver_(driver), result_(driver.ctx_get_current(&before_)) {
+    if (result_ != success || before_ == context) return;
+    refused_ = Driver::ctx_set_current_symbol;
+    result_ = driver.ctx_set_current(context);
+    changed_ = result_ == success;
   }
   ~CurrentContext() {
     if (changed_) driver_.ctx_set_current(before_);
@@ -42,24 +43,33 @@ class CurrentContext {
   CurrentContext(const CurrentContext&) = delete;
   CurrentContext& operator=(const CurrentContext&) = delete;
 
+  // FP_OK, or what the driver said to the change.
+  int32_t status() const { return result_ == success ? FP_OK : fail(result_, refused_); }
+
  private:
   const Driver& driver_;
   Context before_ = nullptr;
-  bool changed_;
+  Result result_;
+  const char* refused_ = Driver::ctx_get_current_symbol;
+  bool changed_ = false;
 };
 
 // Allows this thread calls (allocations, event queries) that would fail and break a capture in global mode anywhere in
 // the process. They must not touch a stream that is being captured.
 class RelaxedCapture {
  public:
-  explicit RelaxedCapture(const Driver& driver) : driver_(driver) { driver_.thread_exchange_capture_mode(&mode_); }
-  ~RelaxedCapture() { driver_.thread_exchange_capture_mode(&mode_); }
+  explicit RelaxedCapture(const Driver& driver)
+      : driver_(driver), changed_(driver.thread_exchange_capture_mode(&mode_) == success) {}
+  ~RelaxedCapture() {
+    if (changed_) driver_.thread_exchange_capture_mode(&mode_);
+  }
   RelaxedCapture(const RelaxedCapture&) = delete;
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
   const Driver& driver_;
   int mode_ = capture_mode_relaxed;  // the thread's own mode between the two exchanges
+  bool changed_;  // where the driver refused, the thread keeps its mode, and a capture may refuse what follows
 };
 
 }  // namespace flashpage::cuda

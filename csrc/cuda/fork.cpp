@@ -36,14 +36,18 @@ int32_t cuda::join_into(const fp_fork& fork, Stream stream) {
 }
 
 fp_fork* fp_fork_create(int32_t device) {
-  auto fork = new fp_fork;
-  fork->context = cuda::primary_context(device);
-  if (fork->context != nullptr) {
+  fp_fork* fork = nullptr;
+  const int32_t status = host::guarded("fp_fork_create", [&]() -> int32_t {
+    fork = new fp_fork;
+    fork->context = cuda::primary_context(device);
+    if (fork->context == nullptr) return FP_CUDA_ERROR;
     fork->driver = cuda::driver();
     cuda::RelaxedCapture relaxed(*fork->driver);
     cuda::CurrentContext current(*fork->driver, fork->context);
-    if (make(*fork) == FP_OK) return fork;
-  }
+    const int32_t is_current = current.status();
+    return is_current == FP_OK ? make(*fork) : is_current;
+  });
+  if (status == FP_OK) return fork;
   fp_fork_destroy(fork);
   return nullptr;
 }

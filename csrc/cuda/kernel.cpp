@@ -73,6 +73,7 @@ int32_t resolve(const Driver& cuda, int device, const char* entry, fp_kernel& ke
 int32_t load(const Driver& cuda, int device, const void* image, const char* entry, fp_kernel& kernel) {
   RelaxedCapture relaxed(cuda);
   CurrentContext current(cuda, kernel.context);
+  if (int32_t status = current.status(); status != FP_OK) return status;
   FP_CUDA_TRY(library_load_data, &kernel.library, image, nullptr, nullptr, 0, nullptr, nullptr, 0);
   int32_t status = resolve(cuda, device, entry, kernel);
   if (status != FP_OK) cuda.library_unload(kernel.library);
@@ -110,19 +111,28 @@ LaunchShape::LaunchShape(const fp_kernel_info& info, int grid, int cluster_size,
 using namespace flashpage;
 
 fp_kernel* fp_kernel_from_function(fp_cpu_function function) {
-  auto kernel = new fp_kernel;
-  kernel->cpu = function;
-  return kernel;
+  fp_kernel* made = nullptr;
+  host::guarded("fp_kernel_from_function", [&] {
+    made = new fp_kernel;
+    made->cpu = function;
+    return FP_OK;
+  });
+  return made;
 }
 
 fp_kernel* fp_cuda_kernel_load(int32_t device, const void* image, int64_t, const char* entry) {
-  auto kernel = std::make_unique<fp_kernel>();
-  kernel->entry = entry;
-  kernel->context = cuda::primary_context(device);
-  if (kernel->context == nullptr) return nullptr;
-  kernel->driver = cuda::driver();
-  if (cuda::load(*kernel->driver, device, image, entry, *kernel) != FP_OK) return nullptr;
-  return kernel.release();
+  fp_kernel* made = nullptr;
+  host::guarded("fp_cuda_kernel_load", [&]() -> int32_t {
+    auto kernel = std::make_unique<fp_kernel>();
+    kernel->entry = entry;
+    kernel->context = cuda::primary_context(device);
+    if (kernel->context == nullptr) return FP_CUDA_ERROR;
+    kernel->driver = cuda::driver();
+    const int32_t status = cuda::load(*kernel->driver, device, image, entry, *kernel);
+    if (status == FP_OK) made = kernel.release();
+    return status;
+  });
+  return made;
 }
 
 const fp_kernel* fp_cpu_merge_kernel(int32_t element_type) {

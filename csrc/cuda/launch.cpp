@@ -42,8 +42,10 @@ int32_t launch_one(const fp_run_args& args, const fp_run_launch& launch) {
 int32_t run_on_cuda(const fp_run_args& args) {
   const fp_kernel& first = *args.launches[0].kernel;
   cuda::CurrentContext current(*first.driver, first.context);
+  int32_t status = current.status();
+  if (status != FP_OK) return status;
   const auto stream = static_cast<cuda::Stream>(args.stream);
-  int32_t status = args.fork == nullptr ? FP_OK : cuda::fork_from(*args.fork, stream);
+  if (args.fork != nullptr) status = cuda::fork_from(*args.fork, stream);
   if (status != FP_OK) return status;
   for (int i = 0; i < args.count && status == FP_OK; ++i) status = launch_one(args, args.launches[i]);
   if (args.fork == nullptr) return status;
@@ -68,7 +70,8 @@ using namespace flashpage;
 
 int32_t fp_run(const fp_run_args* args) {
   if (args->count <= 0) return FP_OK;
-  return args->launches[0].kernel->cpu == nullptr ? host::run_on_cuda(*args) : host::run_on_cpu(*args);
+  const bool on_cuda = args->launches[0].kernel->cpu == nullptr;
+  return host::guarded("fp_run", [&] { return on_cuda ? host::run_on_cuda(*args) : host::run_on_cpu(*args); });
 }
 
 int32_t fp_launch(const fp_kernel* kernel, const void* params, int32_t grid, void* stream, int32_t enable_pdl) {
@@ -76,6 +79,7 @@ int32_t fp_launch(const fp_kernel* kernel, const void* params, int32_t grid, voi
   if (kernel->cpu != nullptr)
     return host::fail(FP_INTERNAL, "fp_launch takes CUDA kernels; a CPU kernel runs through fp_run");
   cuda::CurrentContext current(*kernel->driver, kernel->context);
+  if (int32_t status = current.status(); status != FP_OK) return status;
   return host::launch_kernel(*kernel, grid, 0, stream, enable_pdl != 0, &params);
 }
 

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "errors.h"
 #include "plan/slots.h"
 #include "python.h"
 
@@ -219,7 +220,7 @@ int32_t fp_contexts_of(const fp_context_table* table, int64_t requests, int64_t 
 void fp_batch_sum_up(fp_batch* batch) { host::sum_up(*batch); }
 
 int32_t fp_plan_batch(fp_plan_call* call, void* stream, int32_t is_chosen) {
-  return host::plan_batch(*call, stream, is_chosen != 0);
+  return host::guarded("fp_plan_batch", [&] { return host::plan_batch(*call, stream, is_chosen != 0); });
 }
 
 void* fp_py_plan(void*, void* const* arguments, intptr_t) {
@@ -231,7 +232,9 @@ void* fp_py_plan(void*, void* const* arguments, intptr_t) {
   const int32_t* pages = batch.page_buffer;
   if (batch.is_paged && !host::take_page_numbers(batch, arguments[6], pages)) return host::to_int(FP_OTHER_PAGES);
   return host::to_int(host::without_interpreter([&] {
-    const int32_t status = host::plan_batch(call, stream, false);
-    return status == FP_OK ? host::copy_page_numbers(batch, pages, stream) : status;
+    return host::guarded("fp_plan_batch", [&] {
+      const int32_t status = host::plan_batch(call, stream, false);
+      return status == FP_OK ? host::copy_page_numbers(batch, pages, stream) : status;
+    });
   }));
 }

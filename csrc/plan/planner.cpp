@@ -226,8 +226,8 @@ static int32_t write(const Batch& batch, const plan::Assignment& assignment, voi
   return FP_OK;
 }
 
-int32_t fp_plan(const fp_problem* problem, const fp_schedule* given, void* buffer, int64_t capacity,
-                fp_plan_result* result) {
+static int32_t plan_problem(const fp_problem* problem, const fp_schedule* given, void* buffer, int64_t capacity,
+                            fp_plan_result* result) {
   *result = {};
   if (int32_t status = host::check_schedule(*given, problem->num_q_heads, problem->num_kv_heads)) return status;
   if (problem->batch < 0 || !problem->kv_indptr.data) {
@@ -262,4 +262,9 @@ int32_t fp_plan_bounds(int32_t max_batch, int64_t max_q_rows, int64_t max_kv_tok
   *plan_bytes = bounds.bytes;
   *partial_rows = bounds.partial_rows;
   return FP_OK;
+}
+
+int32_t fp_plan(const fp_problem* problem, const fp_schedule* schedule, void* buffer, int64_t capacity,
+                fp_plan_result* result) {
+  return host::guarded("fp_plan", [&] { return plan_problem(problem, schedule, buffer, capacity, result); });
 }

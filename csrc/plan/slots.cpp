@@ -48,6 +48,7 @@ namespace {
 int first_slots_of(const fp_slots& ring) { return ring.driver == nullptr ? 1 : first_slots; }
 
 int32_t add_slot(fp_slots& ring) {
+  ring.slots.reserve(ring.slots.size() + 1);  // before there is anything that a failure would leave behind
   Slot slot;
   if (ring.driver != nullptr) {
     const cuda::Driver& cuda = *ring.driver;
@@ -144,7 +145,9 @@ int32_t grow(fp_slots& ring, int64_t bytes) {
   larger.context = ring.context;
   larger.slot_bytes = bytes;
   int32_t status = FP_OK;
-  for (int i = 0; i < first_slots_of(ring) && status == FP_OK; ++i) status = add_slot(larger);
+  for (int i = 0; i < first_slots_of(ring) && status == FP_OK; ++i) {
+    status = host::guarded("fp_plan_batch", [&] { return add_slot(larger); });
+  }
   if (status == FP_OK) std::swap(ring, larger);
   for (Slot& slot : larger.slots) release(larger, slot);
   return status;
@@ -178,6 +181,7 @@ int32_t write_and_copy(fp_plan_call& call, void* stream, Write&& write) {
     return FP_OK;
   }
   cuda::CurrentContext current(*ring.driver, ring.context);
+  if (int32_t status = current.status(); status != FP_OK) return status;
   {
     cuda::RelaxedCapture relaxed(*ring.driver);
     if (int32_t status = write_into_slot(call, write); status != FP_OK) return status;
@@ -189,20 +193,21 @@ int32_t write_and_copy(fp_plan_call& call, void* stream, Write&& write) {
 }  // namespace
 
 fp_slots* fp_slots_create(int32_t device, int64_t slot_bytes) {
-  auto ring = new fp_slots;
-  ring->slot_bytes = std::max<int64_t>(slot_bytes, 64);
-  int32_t status = FP_OK;
-  if (device < 0) {
-    status = add_slot(*ring);
-  } else if (ring->context = cuda::primary_context(device); ring->context != nullptr) {
+  fp_slots* ring = nullptr;
+  const int32_t made = host::guarded("fp_slots_create", [&]() -> int32_t {
+    ring = new fp_slots;
+    ring->slot_bytes = std::max<int64_t>(slot_bytes, 64);
+    if (device < 0) return add_slot(*ring);
+    ring->context = cuda::primary_context(device);
+    if (ring->context == nullptr) return FP_CUDA_ERROR;
     ring->driver = cuda::driver();
     cuda::RelaxedCapture relaxed(*ring->driver);
     cuda::CurrentContext current(*ring->driver, ring->context);
+    int32_t status = current.status();
     for (int i = 0; i < first_slots && status == FP_OK; ++i) status = add_slot(*ring);
-  } else {
-    status = FP_CUDA_ERROR;
-  }
-  if (status == FP_OK) return ring;
+    return status;
+  });
+  if (made == FP_OK) return ring;
   fp_slots_destroy(ring);
   return nullptr;
 }
@@ -253,9 +258,11 @@ int32_t fp_slots_copy(fp_slots* ring, const void* bytes, int64_t size, void* des
     return FP_OK;
   }
   cuda::CurrentContext current(*ring->driver, ring->context);
+  if (int32_t status = current.status(); status != FP_OK) return status;
   {
     cuda::RelaxedCapture relaxed(*ring->driver);
-    if (int32_t status = find_slot(*ring); status != FP_OK) return status;
+    const int32_t status = host::guarded("fp_slots_copy", [&] { return find_slot(*ring); });
+    if (status != FP_OK) return status;
   }
   std::memcpy(ring->slots[ring->next].bytes, bytes, size);
   int32_t was_captured = 0;

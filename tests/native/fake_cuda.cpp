@@ -1,6 +1,12 @@
+<<<<<<< HEAD
 // A libcuda.so.1 that records calls instead of driving a card, for tests/host/test_host_cuda.py: which driver functions
 // the host library calls, in which order, under which context and capture mode. It refuses calls that a driver refuses
 // while a stream is captured.
+=======
+// A libcuda.so.1 that records calls instead of driving a card, for tests/host/test_host_cuda.py: what the host library
+// asks of the driver, in which order, under which context and capture mode. It refuses what a driver refuses while a
+// stream is captured.
+>>>>>>> f7d68bda (No call of the driver and no allocation may fail without a word: contexts that cannot be made current are told, C++ exceptions stay inside of the library)
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -187,8 +193,10 @@ EXPORT Result cuStreamCreate(Stream* stream, unsigned flags) {
   return *stream = reinterpret_cast<Stream>(77), flags == stream_non_blocking ? unsafe("stream_create") : 1;
 }
 EXPORT Result cuStreamCreateWithPriority(Stream* stream, unsigned flags, int priority) {
-  *stream = reinterpret_cast<Stream>(78);
-  return flags == stream_non_blocking && priority < 0 ? unsafe("stream_create_with_priority") : 1;
+  if (flags != stream_non_blocking || priority >= 0) return 1;
+  const Result result = unsafe("stream_create_with_priority");
+  if (result == success) *stream = reinterpret_cast<Stream>(78);
+  return result;
 }
 EXPORT Result cuStreamWaitEvent(Stream stream, Event event, unsigned flags) {
   note_event("wait_event", event, stream);

@@ -249,8 +249,8 @@ def _played(row: Row, make: Make) -> tuple[Any, Any, Exception | None]:
 
 def _judge_result(outcome: str, result: Any, baseline: Any) -> str | None:
     if outcome in ("error", "missing"):
-        return f"no error came, and {'the good' if _equal(result, baseline) else 'another'} result"
-    if outcome in ("works", "safe") and not _equal(result, baseline):
+        return f"no error came, and {'the good' if equal(result, baseline) else 'another'} result"
+    if outcome in ("works", "safe") and not equal(result, baseline):
         return "silently another result"
     return None
 
@@ -276,21 +276,21 @@ def _judge_object(row: Row, make: Make, baseline: Any, found: Any) -> str | None
         _, again = row.scene.run(good_arguments(row.scene, make), found, 1)
     except Exception as error:
         return f"the object does not work afterwards: {_shown(error)}"
-    return None if _equal(again, baseline) else "the object gives another result afterwards"
+    return None if equal(again, baseline) else "the object gives another result afterwards"
 
 
 def _shown(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return (
             isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
             and a.is_cpu + a.is_cuda > 0 and torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
         )  # fmt: skip
     if isinstance(a, (list, tuple)):
-        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(_equal, a, b))
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(equal, a, b))
     if type(a).__module__.startswith("flashpage"):
         return type(a) is type(b)
     return bool(a == b)
