@@ -1,0 +1,172 @@
+"""Plans and runs without end: random sizes and options, steps that are cancelled or refused, two threads with a stream
+each. What the process holds must not grow, and a batch must give the same bits at the end as at the start.
+
+`PYTHONPATH=. python tests/support/soak.py --device cuda --size 1` is 10^6 plans and 10^5 runs; tests/net/test_soak.py a
+fiftieth of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import random
+import resource
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from bad_inputs.rows import equal, good_arguments
+from bad_inputs.scenes import DIM, HEADS, KV_HEADS, PAGE, Make, scenes
+
+import flashpage
+from flashpage import FlashpageError
+from flashpage.base import env
+
+PLANS, RUNS, THREADS = 1_000_000, 100_000, 2
+PAGES = 64
+WRAPPERS = (
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+)
+GROWTH = {"bytes": 24 << 20, "device bytes": 0, "threads": 0, "files": 0, "cache entries": 0, "objects": 2000}
+
+
+class Worker:
+    """One thread's wrappers, and steps on them."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.random, self.make = random.Random(seed), Make(device)
+        self.cache = self.make.data(PAGES, 2, PAGE, KV_HEADS, DIM)
+        self.rows = self.make.data(PAGES * PAGE, HEADS, DIM)
+        self.wrappers = [getattr(flashpage, name)(self.make.workspace(8 << 20)) for name in WRAPPERS]
+        self.stream = torch.cuda.Stream(device) if device != "cpu" else None
+        self.plans = self.runs = self.refused = 0
+
+    def work(self, plans: int, runs: int) -> None:
+        stream = contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        every = max(1, plans // max(1, runs))
+        with stream:
+            for number in range(plans):
+                self.step(number % every == 0)
+            if self.stream is not None:
+                self.stream.synchronize()
+
+    def step(self, is_run: bool) -> None:
+        """A plan, most often a good one that is never run; sometimes one that is refused, or whose run is."""
+        draw = self.random
+        i, count = draw.randrange(3), draw.randrange(5)
+        rows = [draw.choice((1, 1, 2, 17)) if i else 1 for _ in range(count)]
+        tokens = [draw.choice((0, 1, 15, 16, 17, 100)) for _ in range(count)]
+        self.plans += 1
+        if draw.random() < 0.02:
+            with contextlib.suppress(FlashpageError):
+                self._plan(i, rows, [-1, *tokens[1:]] if tokens else [-1], {"window_left": 3})
+                self.refused -= 1
+            self.refused += 1
+            return
+        self._plan(i, rows, tokens, self._options(i))
+        if is_run:
+            self._run(i, rows, tokens)
+
+    def _options(self, i: int) -> dict[str, Any]:
+        draw = self.random
+        options: dict[str, Any] = {"window_left": draw.choice((-1, -1, 0, 20, 64)), "sm_scale": draw.choice((None, 0.1))}
+        if i:
+            options["causal"] = draw.random() < 0.5
+        if draw.random() < 0.2:
+            options["fixed_split_size"] = draw.choice((1, 4))
+        return options
+
+    def _plan(self, i: int, rows: list[int], tokens: list[int], options: dict[str, Any]) -> None:
+        indptr = lambda lengths: torch.tensor([0, *lengths]).cumsum(0).int()
+        types = {"q_data_type": self.make.dtype}
+        if i == 2:
+            self.wrappers[i].plan(indptr(rows), indptr(tokens), HEADS, KV_HEADS, DIM, **types, **options)
+            return
+        counts = [-(-n // PAGE) for n in tokens]
+        indices = torch.tensor([self.random.randrange(PAGES) for _ in range(sum(counts))], dtype=torch.int32)
+        last = torch.tensor([n - (c - 1) * PAGE if c else 0 for n, c in zip(tokens, counts, strict=True)]).int()
+        pages = (indptr(counts), indices.to(self.make.device), last)
+        first = (indptr(rows),) if i else ()
+        self.wrappers[i].plan(*first, *pages, HEADS, KV_HEADS, DIM, PAGE, **types, **options)
+
+    def _run(self, i: int, rows: list[int], tokens: list[int]) -> None:
+        q = self.rows[: sum(rows)]
+        kv = (self.cache,) if i < 2 else (self.rows[: sum(tokens), :KV_HEADS], self.rows[: sum(tokens), 2:])
+        self.runs += 1
+        if self.random.random() < 0.02:
+            try:
+                self.wrappers[i].run(self.rows[: sum(rows) + 1], *kv)
+            except FlashpageError:
+                self.refused += 1
+                return
+            raise AssertionError("a row too many was not refused")
+        options = {"window_left": self.random.choice((5, 9))} if self.random.random() < 0.1 else {}
+        out = self.wrappers[i].run(q, *kv, return_lse=self.random.random() < 0.5, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        assert out.shape == q.shape and (self.runs % 50 or bool(out.isfinite().all()))
+
+
+def held(device: str) -> dict[str, int]:
+    """What the process holds."""
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    folder = paths.cache_folder()
+    return {
+        "bytes": pages * resource.getpagesize(),
+        "device bytes": torch.cuda.memory_allocated() if device != "cpu" else 0,
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "cache entries": sum(1 for _ in folder.rglob("*")) if folder.exists() else 0,
+        "objects": len(gc.get_objects()),
+    }
+
+
+def soak(device: str, size: float, say: Callable[[str], Any] = print) -> None:
+    """Raises where something grows after the first fifth."""
+    scene, make = scenes()[WRAPPERS[1]], Make(device)
+    _, expected = scene.run(good_arguments(scene, make))
+    workers = [Worker(seed, device) for seed in range(THREADS)]
+    plans, runs = int(PLANS * size) // THREADS, int(RUNS * size) // THREADS
+    start = time.monotonic()
+    with ThreadPoolExecutor(THREADS) as pool:
+
+        def part(share: float) -> None:
+            began = threading.Barrier(THREADS)
+
+            def work(worker: Worker) -> None:
+                began.wait()
+                worker.work(int(plans * share), int(runs * share))
+
+            for done in [pool.submit(work, worker) for worker in workers]:
+                done.result()
+
+        part(0.2)
+        before = held(device)
+        part(0.8)
+        after = held(device)
+    totals = [sum(getattr(w, name) for w in workers) for name in ("plans", "runs", "refused")]
+    say(f"{device}: {totals[0]} plans, {totals[1]} runs, {totals[2]} refused in {time.monotonic() - start:.0f} s")
+    say(f"held after a fifth: {before}\nheld at the end:    {after}")
+    grown = {name: after[name] - before[name] for name in GROWTH if after[name] - before[name] > GROWTH[name]}
+    assert not grown, f"grown by {grown} over {plans * THREADS} plans"
+    assert totals[2] > 0, "nothing was refused"
+    assert equal(scene.run(good_arguments(scene, make))[1], expected), "another result than at the start"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--size", type=float, default=0.02, help="1: 10^6 plans and 10^5 runs")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    soak(arguments.device, arguments.size)
