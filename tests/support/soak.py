@@ -120,7 +120,7 @@ def held(device: str) -> dict[str, int]:
     if device != "cpu":
         torch.cuda.synchronize()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    folder = paths.cache_folder()
+    folder = env.cache_dir()
     return {
         "bytes": pages * resource.getpagesize(),
         "device bytes": torch.cuda.memory_allocated() if device != "cpu" else 0,

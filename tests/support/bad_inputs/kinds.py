@@ -6,12 +6,12 @@ A badness changes the arguments of one call. What must come, unless rows.py says
     works    the result of the good arguments
     safe     one of the two
     clean    an error of ours, or any result
+    told     any error, or the good result (rows of told.txt)
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -150,14 +150,6 @@ def inside_q(make: Make, given: Arguments, name: str) -> None:
         given[name] = memory.view(torch.uint8).view(torch.float32)[: q[..., 0].numel()].view(q.shape[:-1])
     else:
         given[name] = memory[q.numel() // 2 :][: q.numel()].view(q.shape)
-
-
-def needs_number(value: Any) -> Any:
-    return value
-
-
-def both(*changes: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda value: functools.reduce(lambda found, change: change(found), changes, value)
 
 
 def to_meta(value: torch.Tensor) -> torch.Tensor:
@@ -388,7 +380,8 @@ _kind(WINDOW, "window_left window_left_p window_left_d")
 _kind(REAL, "sm_scale sm_scale_p sm_scale_d scale fill")
 _kind(SOFT_CAP, "logits_soft_cap")
 _kind(POSITIVE, "rope_scale rope_theta rope_scale_p rope_theta_p")
-_kind(FLAG, "causal causal_p return_lse non_blocking use_cuda_graph disable_split_kv enable_pdl use_tensor_cores")
+_kind(FLAG, "causal causal_p return_lse use_cuda_graph disable_split_kv enable_pdl")
+_kind((Badness("text", "works", constant("False")),), "non_blocking use_tensor_cores")  # accepted, and nothing to them
 _kind(DTYPE, "q_data_type kv_data_type o_data_type data_type o_dtype dtype")
 _kind(WORD, "kv_layout kv_layout_p kv_layout_d bitorder backend order pages heads kv_cache_dtype")
 _kind(MODE, "pos_encoding_mode pos_encoding_mode_p pos_encoding_mode_d")
