@@ -7,11 +7,16 @@ of tests/native/fake_cuda.cpp without a card, the real one on a card.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +25,11 @@ import torch
 from bad_inputs.rows import equal, good_arguments
 from bad_inputs.scenes import Make, scenes
 from fake_driver import PRELUDE
+from jit_sandbox import Sandbox, toy
 from native_build import shared_library
+
+from flashpage import FlashpageError
+from flashpage.jit import get_kernel
 
 FAULTS = """
 faulty = ctypes.CDLL(None)
@@ -261,3 +270,66 @@ def test_every_allocation_of_torch_fails_once(name: str, device: str) -> None:
             return
         assert error is None or "no memory" in str(error), f"{failed} (call {number}) is called {error!r}"
     raise AssertionError("the scene never ends")
+
+
+SYSTEM_CALLS = "open mkdir rename replace write link symlink chmod fchmod utime"  # of what fills a disk
+
+
+@contextmanager
+def system_call_fails(after: int) -> Iterator[list[str]]:
+    """The disk is full for the call after so many others that modules of flashpage.jit make."""
+    failed: list[str] = []
+    left = after
+
+    def failing(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            caller = sys._getframe(1)
+            while caller is not None and "flashpage/jit" not in caller.f_code.co_filename:
+                caller = caller.f_back if caller.f_code.co_filename.endswith(("pathlib.py", "tempfile.py", "shutil.py")) else None
+            if caller is not None:
+                left -= 1
+                if left == -1:
+                    failed.append(name)
+                    raise OSError(errno.ENOSPC, "No space left on device")
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as patches:
+        for name in SYSTEM_CALLS.split():
+            patches.enter_context(mock.patch.object(os, name, failing(name, getattr(os, name))))
+        yield failed
+
+
+def test_every_system_call_of_a_compile_fails_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is there all the same, or an error of ours says why not; the next one is, and nothing is left behind."""
+    sandbox = Sandbox.create(tmp_path)
+    sandbox.enter(monkeypatch)
+    monkeypatch.setenv("FLASHPAGE_PROGRESS", "off")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+
+    def kinds() -> set[str]:
+        """Names of files and folders of the cache, without keys and numbers."""
+        return {re.sub(r"[0-9a-f]{8,}|\d+", "*", str(path.relative_to(tmp_path))) for path in sandbox.cache.rglob("*")}
+
+    get_kernel(toy(10_000))
+    expected = kinds()
+    for number in range(200):
+        error = None
+        with system_call_fails(number) as failed, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                get_kernel(toy(number))
+            except FlashpageError as caught:
+                error = caught
+        assert error is None or "space" in str(error), f"{failed} (call {number}): {error!r}"
+        get_kernel(toy(number))
+        left = {name for name in kinds() - expected if "failed" not in name}
+        assert not left, f"{failed} (call {number}) leaves {left}"
+        assert not list((tmp_path / "tmp").iterdir()), f"{failed} (call {number})"
+        if not failed:
+            return
+    raise AssertionError("the compile never ends")

@@ -35,7 +35,7 @@ WRAPPERS = (
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
 )
-GROWTH = {"bytes": 24 << 20, "device bytes": 0, "threads": 0, "files": 0, "cache entries": 0, "objects": 2000}
+GROWTH = {"bytes": 24 << 20, "device bytes": 0, "threads": 0, "files": 0, "cache entries": 0, "objects": 5000}
 
 
 class Worker:

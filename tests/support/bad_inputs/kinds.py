@@ -413,6 +413,8 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     ("merge_state_in_place", "s"): OUTPUT,
     ("MultiLevelCascadeAttentionWrapper.plan", "paged_kv_last_page_len"): LIST_OF_INDICES,
     ("BatchAttention.run", "kv_cache"): CACHE,
+    ("merge_over_group", "out"): DATA,
+    ("merge_over_group", "lse"): DATA,
     ("append_paged_kv_cache", "kv_last_page_len"): LENGTHS,
     ("plan_lengths", "backend"): WORD[:2],
     ("ceil_div", "x"): ANYTHING,

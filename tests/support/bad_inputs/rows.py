@@ -108,7 +108,8 @@ def _rows_of(scene: Scene, device: str, seen: set[str]) -> Iterator[Row]:
                     yield Row(
                         scene, i, parameter.name, "missing", functools.partial(_leave_out, parameter.name), default="missing"
                     )
-                    if parameter.name not in ("indptr", "indices", "alibi_slopes"):  # None: see the sparse wrapper
+                    # None: see the sparse wrapper, and words
+                    if parameter.name not in ("indptr", "indices", "alibi_slopes", "kv_cache_dtype"):
                         yield Row(scene, i, parameter.name, "none", functools.partial(_set, parameter.name, None))
                 elif parameter.name in step.optional(make):
                     yield Row(scene, i, parameter.name, "good", functools.partial(_good, step, parameter.name), default="clean")

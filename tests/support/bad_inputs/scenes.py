@@ -386,6 +386,7 @@ def _parallel() -> list[Scene]:
     one = lambda name, *steps: Scene(name, steps, family="other", cuda=False)
     return [
         one("ContextParallelAttention", *wrapper),
+        one("ContextParallelAttention.layout", wrapper[0], Step(".layout", lambda make: {"page_size": PAGE})),
         one("merge_over_group", merge),
         one("head_share", Step("flashpage.parallel:head_share", share)),
         one("ContextLayout", layout, Step(".tokens", lens)),

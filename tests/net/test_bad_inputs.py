@@ -1,0 +1,149 @@
+"""Bad inputs over all public functions: no row ends the process, hangs or gives a wrong result without a word, and what
+must come comes (tests/support/bad_inputs)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_inputs.kinds import kind_of
+from bad_inputs.rows import equal, good_arguments, judge, table, told
+from bad_inputs.scenes import Make, Scene, Step, scenes
+
+from flashpage.wrappers.plan_arguments import Own
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+FAMILIES = sorted({scene.family for scene in scenes().values()})
+
+# Public functions without rows: another net judges what they are given, or they take what only they themselves make.
+WITHOUT_ROWS = {
+    "flashpage.compat": "names of modules alone",
+    "flashpage.demo.model": "the model of the demo",
+    "flashpage.engine": "tests/serving: objects of its own",
+    "flashpage.hf": "transformers calls it, tests/engines",
+    "flashpage.jit": "tests/jit: specs, manifests and folders",
+    "flashpage.ops": "what the wrappers call",
+    "Plan": "made by last_plan and plan_lengths",
+    "flashpage.integrations:PagedAttention": "tests/serving: objects of its own",
+    "flashpage.integrations:AttentionBackend": "a protocol",
+    "flashpage.integrations:AttentionLayer": "a record",
+    "flashpage.integrations:DraftSteps": "tests/serving: objects of its own",
+    "flashpage.integrations:ForwardBatch": "a record",
+    "flashpage.integrations:ForwardMode": "an enum",
+    "flashpage.integrations:GraphRunner": "tests/serving: objects of its own",
+    "flashpage.integrations:KvPart": "an enum",
+    "flashpage.parallel:HeadShare": "made by head_share",
+    "flashpage.parallel:LocalPages": "made by ContextLayout.pages",
+    "flashpage.variants:TracedVariant": "made by Variant",
+    "flashpage.variants:builtin": "parts of Variant, tests/variants",
+    "flashpage.variants:compose": "parts of Variant, tests/variants",
+    "flashpage.variants:render": "parts of Variant, tests/variants",
+    "flashpage.utils:get_compute_capability": "of a card",
+    "flashpage.utils:get_device_sm_count": "of a card",
+    "single_prefill_with_kv_cache_with_jit_module": "tests/variants",
+    "single_decode_with_kv_cache_with_jit_module": "tests/variants",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bad_inputs(family: str, device: str) -> None:
+    """In processes that a row may end; the others go on."""
+    command = [sys.executable, "-m", "bad_inputs.child", device, family]
+    result = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    print(f"{family} on {device}: {found['rows']} rows")
+    wrong = "\n".join(f"{name}: {complaint}" for name, complaint in sorted(found["wrong"].items()))
+    assert not wrong, f"{len(found['wrong'])} of {found['rows']} rows are not as they must be:\n{wrong}"
+
+
+def test_there_are_enough_rows() -> None:
+    names = [row.name for row in table("cpu")]
+    assert len(names) - len(told()) >= 500
+    assert len(set(names)) == len(names)
+    assert told() <= set(names), f"told.txt has rows that are gone: {sorted(told() - set(names))[:9]}"
+
+
+def test_every_argument_has_badness() -> None:
+    """A new argument needs a kind in tests/support/bad_inputs/kinds.py."""
+
+    def plan(indptr: Any, new_argument: int = 3) -> None: ...
+
+    scene = scenes()["get_seq_lens"]
+    with pytest.raises(KeyError, match="new_argument"):
+        for parameter in inspect.signature(plan).parameters:
+            kind_of("BatchDecodeWithPagedKVCacheWrapper.plan", parameter)
+    arguments = {(row.scene.name, row.argument) for row in table("cpu")}
+    assert all((scene.name, name) in arguments for name in ("kv_indptr", "kv_last_page_len", "page_size"))
+    for name in Own._fields:
+        assert ("BatchDecodeWithPagedKVCacheWrapper", name) in arguments
+
+
+def test_every_public_function_has_rows() -> None:
+    """A new function needs a scene in tests/support/bad_inputs/scenes.py, or a reason here."""
+    covered = {key for scene in scenes().values() for step in scene.steps for key in _functions_of(scene, step)}
+    names = (Path(__file__).parents[1] / "project" / "public_names.txt").read_text().split("# ")[1].splitlines()[1:]
+    missing = []
+    for line in names:
+        module, _, name = line.partition(":")
+        if module in WITHOUT_ROWS or line in WITHOUT_ROWS or name in WITHOUT_ROWS or _is_module(name):
+            continue
+        for function, label in _public(getattr(importlib.import_module(module), name), line):
+            if _key(function) not in covered and not _takes_nothing(function):
+                missing.append(label)
+    assert not missing, missing
+
+
+def _is_module(name: str) -> bool:
+    return importlib.util.find_spec(f"flashpage.{name}") is not None
+
+
+def _public(value: Any, line: str) -> list[tuple[Any, str]]:
+    if inspect.isclass(value):
+        if issubclass(value, Exception) or not hasattr(value, "__init__") or hasattr(value, "__members__"):
+            return []
+        methods = [name for name in dir(value) if not name.startswith("_") and inspect.isfunction(getattr(value, name))]
+        return [(getattr(value, name), f"{line}.{name}") for name in methods]
+    return [(value, line)] if callable(value) else []
+
+
+def _key(function: Any) -> str:
+    function = inspect.unwrap(getattr(function, "func", function))
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _functions_of(scene: Scene, step: Step) -> list[str]:
+    holder = scene.steps[0].function(None) if len(scene.steps) > 1 else None
+    function = step.function(holder)
+    return [_key(function)]
+
+
+def _takes_nothing(function: Any) -> bool:
+    """But self; refused names and workspace_size take anything that there is, or that plan takes."""
+    parameters = inspect.signature(function).parameters.values()
+    return all(p.name == "self" or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def test_a_wrong_outcome_is_seen() -> None:
+    """The judge itself: rows whose expectation is turned round fail."""
+    make = Make("cpu")
+    scene = scenes()["get_batch_indices_positions"]
+    baseline = scene.run(good_arguments(scene, make))[1]
+    rows = {row.name.split(".", 2)[2]: row for row in table("cpu") if row.scene is scene}
+    good, bad = rows["batch_indices.good"], rows["append_indptr.type-list"]
+    assert judge(good, make, baseline) is None and judge(bad, make, baseline) is None
+    assert judge(bad, make, torch.zeros(1)) is None  # an error needs no result
+    object.__setattr__(good, "expected", ("error", "append_indptr"))
+    object.__setattr__(bad, "expected", ("works", ""))
+    assert "no error came" in str(judge(good, make, baseline)) and "must work" in str(judge(bad, make, baseline))
+    object.__setattr__(good, "expected", ("works", ""))
+    assert judge(good, make, [torch.zeros(3)]) == "silently another result"
+    assert equal([torch.ones(2), 3], (torch.ones(2), 3)) and not equal(torch.ones(2), torch.ones(2).double())
