@@ -110,10 +110,10 @@ bool refuses_memory(const void* caller) {
 }  // namespace
 
 // A function of the driver's name, which the library finds by dlsym.
-#define DEFINE(member, symbol, parameters)                                                                          \
-  extern "C" {                                                                                                      \
-  static Result(*resolve_##symbol()) parameters { return &Forward<id_##member, Result parameters>::call; }          \
-  __attribute__((visibility("default"), ifunc("resolve_" #symbol))) Result symbol parameters;                       \
+#define DEFINE(member, symbol, parameters)                                                                 \
+  extern "C" {                                                                                             \
+  static Result(*resolve_##symbol()) parameters { return &Forward<id_##member, Result parameters>::call; } \
+  __attribute__((visibility("default"), ifunc("resolve_" #symbol))) Result symbol parameters;              \
   }
 FP_CUDA_FUNCTIONS(DEFINE)
 

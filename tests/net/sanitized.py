@@ -22,7 +22,7 @@ def _rows() -> list:
     def form(case):
         return case.q_dtype, case.kv_type, case.head_dim, case.value_dim, case.position, case.soft_cap, case.variant
 
-    return [case for case in CASES if form(case) == FORMAT and max(case.kv_lens, default=0) <= 700]
+    return [case for case in CASES if form(case) == FORMAT and max(case.kv_lens, default=0) <= 700][::4]
 
 
 @pytest.mark.parametrize("case", _rows(), ids=str)
