@@ -1,12 +1,6 @@
-<<<<<<< HEAD
 // A libcuda.so.1 that records calls instead of driving a card, for tests/host/test_host_cuda.py: which driver functions
 // the host library calls, in which order, under which context and capture mode. It refuses calls that a driver refuses
 // while a stream is captured.
-=======
-// A libcuda.so.1 that records calls instead of driving a card, for tests/host/test_host_cuda.py: what the host library
-// asks of the driver, in which order, under which context and capture mode. It refuses what a driver refuses while a
-// stream is captured.
->>>>>>> f7d68bda (No call of the driver and no allocation may fail without a word: contexts that cannot be made current are told, C++ exceptions stay inside of the library)
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
