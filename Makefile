@@ -5,12 +5,15 @@ PY := $(VENV)/bin/python
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc/*.cpp' 'tests/bench/*.cu' 2>/dev/null)
 
-.PHONY: help venv demo test test-fast bench lint lint-ruff lint-format lint-cpp lint-types format aot clean
+.PHONY: help venv demo test test-fast fuzz soak sanitize bench lint lint-ruff lint-format lint-cpp lint-types format aot clean
 
 help:
 	@echo 'make demo    a small model decodes a batch through paged KV; its tokens are checked against torch'
 	@echo 'make test    the test suite'
 	@echo 'make test-fast  the part of it that answers within 90 seconds'
+	@echo 'make fuzz    random batches against the reference (MINUTES=10 of each kind, SEED=1, ARGS for pytest)'
+	@echo 'make soak    plans and runs without end (SIZE=1: 10^6 plans, DEVICE=cpu)'
+	@echo 'make sanitize  the host library and the kernels of the CPU under ASan, UBSan and TSan'
 	@echo 'make bench   the benchmarks of tests/bench/ that this machine can run'
 	@echo 'make lint    linter, format check and type check'
 	@echo 'make format  format every file in place'
@@ -28,6 +31,15 @@ test: venv
 
 test-fast: venv
 	@$(PY) -m pytest -q tests --fast --numprocesses=auto --dist=worksteal $(ARGS)
+
+fuzz: venv
+	@FUZZ_MINUTES=$(or $(MINUTES),2) FUZZ_SEED=$(or $(SEED),$(shell date +%s)) $(PY) -m pytest -q -s tests/net/test_fuzz.py $(ARGS)
+
+soak: venv
+	@PYTHONPATH=. $(PY) tests/support/soak.py --size $(or $(SIZE),1) --device $(or $(DEVICE),cpu)
+
+sanitize: venv
+	@.ci/sanitize $(PY)
 
 bench: venv
 	@$(PY) -m flashpage bench $(ARGS)

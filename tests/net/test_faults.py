@@ -199,7 +199,9 @@ def with_faults(code: str, *, fake: bool = True) -> str:
     """Runs the code in a process of its own; what it prints."""
     preload = shared_library("faulty_cuda.cpp")
     environment = os.environ | {"LD_PRELOAD": str(preload)}
-    environment["PYTHONPATH"] = os.pathsep.join((os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__) + "/../support"))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        (os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__) + "/../support")
+    )
     if fake:
         environment["LD_LIBRARY_PATH"] = str(shared_library("fake_cuda.cpp", "libcuda.so.1").parent)
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
@@ -286,7 +288,11 @@ def system_call_fails(after: int) -> Iterator[list[str]]:
             nonlocal left
             caller = sys._getframe(1)
             while caller is not None and "flashpage/jit" not in caller.f_code.co_filename:
-                caller = caller.f_back if caller.f_code.co_filename.endswith(("pathlib.py", "tempfile.py", "shutil.py")) else None
+                caller = (
+                    caller.f_back
+                    if caller.f_code.co_filename.endswith(("pathlib.py", "tempfile.py", "shutil.py"))
+                    else None
+                )
             if caller is not None:
                 left -= 1
                 if left == -1:

@@ -71,7 +71,9 @@ def _options(draw: st.DrawFn, entry: str, q_lens: tuple[int, ...], form: Format)
         found["chunk"] = draw(st.sampled_from([0, 0, 0, 1, 16, 50, 128]))
     found["sm_scale"] = draw(st.sampled_from([None, None, 0.2, 0.0]))
     found["scales"] = draw(st.sampled_from(["", "", "float", "tensor", "per_head", "negative", "signs"]))
-    found["outputs"] = draw(st.sampled_from(["returned", "no_lse"] if is_single else ["given", "strided", "returned", "no_lse"]))
+    found["outputs"] = draw(
+        st.sampled_from(["returned", "no_lse"] if is_single else ["given", "strided", "returned", "no_lse"])
+    )
     found["q_strides"] = draw(st.sampled_from(["contiguous", "fused_qkv"]))
     if not is_decode and not form["variant"] and not found.get("chunk"):
         found["mask"] = draw(st.sampled_from(["", "", "dense", "packed"]))
@@ -104,7 +106,12 @@ def cascades(draw: st.DrawFn, chosen: list[Format]) -> CascadeCase:
     tree, rows = [], leaves
     for _ in range(draw(st.integers(1, 3))):
         least = rows if causal and not tree else [0] * len(rows)  # causal: the last level has the rows' own tokens
-        tree.insert(0, tuple((n, draw(st.sampled_from([t for t in EDGES[:-1] if t >= m]))) for n, m in zip(rows, least, strict=True)))
+        tree.insert(
+            0,
+            tuple(
+                (n, draw(st.sampled_from([t for t in EDGES[:-1] if t >= m]))) for n, m in zip(rows, least, strict=True)
+            ),
+        )
         cut = draw(st.integers(1, len(rows)))
         rows = [sum(rows[:cut]), sum(rows[cut:])] if cut < len(rows) else [sum(rows)]
     form = draw(st.sampled_from([f for f in chosen if f["q_dtype"] == "bfloat16" and not f["head_dim_vo"]]))
@@ -130,7 +137,9 @@ def cascades(draw: st.DrawFn, chosen: list[Format]) -> CascadeCase:
 def blocks(draw: st.DrawFn, chosen: list[Format]) -> BlockCase:
     """A call of vLLM's operators."""
     num_kv_heads = draw(st.sampled_from([1, 2, 3]))
-    sparse = st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(1, 8), st.sampled_from([8, 16, 64]), st.integers(-2, 2))
+    sparse = st.tuples(
+        st.integers(0, 3), st.integers(0, 4), st.integers(1, 8), st.sampled_from([8, 16, 64]), st.integers(-2, 2)
+    )
     return BlockCase(
         "fuzz",
         draw(_lengths(draw(st.integers(0, 5)), 1000)),

@@ -77,7 +77,10 @@ class Worker:
 
     def _options(self, i: int) -> dict[str, Any]:
         draw = self.random
-        options: dict[str, Any] = {"window_left": draw.choice((-1, -1, 0, 20, 64)), "sm_scale": draw.choice((None, 0.1))}
+        options: dict[str, Any] = {
+            "window_left": draw.choice((-1, -1, 0, 20, 64)),
+            "sm_scale": draw.choice((None, 0.1)),
+        }
         if i:
             options["causal"] = draw.random() < 0.5
         if draw.random() < 0.2:

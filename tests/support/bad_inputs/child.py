@@ -117,7 +117,9 @@ def write_told() -> None:
         if complaint.startswith(SOFT):
             argument, badness = name.rsplit(".", 1)
             lines.setdefault(argument, []).append(badness)
-    TOLD.write_text(HEADER + "".join(f"{argument}: {' '.join(sorted(lines[argument]))}\n" for argument in sorted(lines)))
+    TOLD.write_text(
+        HEADER + "".join(f"{argument}: {' '.join(sorted(lines[argument]))}\n" for argument in sorted(lines))
+    )
 
 
 def main() -> None:

@@ -360,9 +360,13 @@ _kind(DATA, "k v k_p v_p k_shared v_shared v_a v_b v_other s_a s_b s_other s sin
 _kind(CACHE, "paged_kv_cache paged_kv_cache_p paged_kv_cache_d unique_kv_cache")
 _kind(DATA, "kv_cache key_cache value_cache ckv_cache kpe_cache")
 _kind(OUTPUT, "out lse")
-_kind(INDPTR, "indptr qo_indptr kv_indptr paged_kv_indptr qo_indptr_p qo_indptr_d kv_indptr_p kv_indptr_d append_indptr")
+_kind(
+    INDPTR, "indptr qo_indptr kv_indptr paged_kv_indptr qo_indptr_p qo_indptr_d kv_indptr_p kv_indptr_d append_indptr"
+)
 _kind(INDPTR, "unique_kv_indptr")
-_kind(LENGTHS, "last_page_len paged_kv_last_page_len last_page_len_p last_page_len_d kv_last_page_len seq_lens kv_len_arr")
+_kind(
+    LENGTHS, "last_page_len paged_kv_last_page_len last_page_len_p last_page_len_d kv_last_page_len seq_lens kv_len_arr"
+)
 _kind(LENGTHS, "unique_kv_last_page_len table_rows num_requests batch_indices positions rows starts slots slot_mapping")
 _kind(INDEX, "indices paged_kv_indices kv_indices kv_indices_p kv_indices_d unique_kv_indices block_tables table")
 _kind(LIST_OF_INDICES, "qo_indptr_arr paged_kv_indptr_arr paged_kv_indices_arr")
@@ -371,8 +375,12 @@ _kind(INDEX, "block_row_sz block_col_sz")
 _kind(WORKSPACE, "float_workspace_buffer int_workspace_buffer workspace_buffer")
 _kind((WORKSPACE[1], WORKSPACE[3], LIST_OF_INDICES[-4]), "int_workspace_buffers")
 _kind(SCALE, "q_scale k_scale v_scale scale_q scale_k scale_v")
-_kind(COUNT, "num_qo_heads num_kv_heads head_dim head_dim_qk head_dim_vo page_size fixed_split_size q_len_per_req M N R C")
-_kind(COUNT, "num_heads n_heads num_q_heads block_size head_size num_levels num_pages num_layers max_requests max_context")
+_kind(
+    COUNT, "num_qo_heads num_kv_heads head_dim head_dim_qk head_dim_vo page_size fixed_split_size q_len_per_req M N R C"
+)
+_kind(
+    COUNT, "num_heads n_heads num_q_heads block_size head_size num_levels num_pages num_layers max_requests max_context"
+)
 _kind(COUNT, "world_size num_ctas chunk max_batch_of_graph")
 _kind(NOT_NEGATIVE, "nnz layer row rank tp_rank max_seq_len interleave max_token_per_sequence max_sequence_kv")
 _kind(NOT_NEGATIVE, "max_pages max_kv_rows max_rows max_batch fixed_piece_tokens token_pos_in_items_len")
@@ -388,7 +396,10 @@ _kind(MODE, "pos_encoding_mode pos_encoding_mode_p pos_encoding_mode_d")
 _kind(DEVICE, "device")
 _kind(REFUSED, "use_fp16_qk_reduction window_right kv_cache_sf skip_softmax_threshold_scale_factor use_fp16_softmax")
 _kind(REFUSED, "uses_spcompress use_profiler profiler_buffer seq_lens_q v_indptr o_indptr o_scale jit_args jit_kwargs")
-_kind(REFUSED, "block_mask custom_mask_d packed_custom_mask_d return_lse_p return_lse_d rope_scale_d rope_theta_d causal_d")
+_kind(
+    REFUSED,
+    "block_mask custom_mask_d packed_custom_mask_d return_lse_p return_lse_d rope_scale_d rope_theta_d causal_d",
+)
 _kind(REFUSED_WORD, "lse_base lse_layout")
 _kind(BITS, "x")
 _kind(CALLABLE, "score_mod mask_mod")
@@ -398,11 +409,15 @@ _kind(NUMBERS, "q_lens kv_lens")
 _kind(VARIANT, "variant")
 _kind(ANYTHING, "y parents max_batch")
 # Buffers of graphs are looked at with use_cuda_graph=True alone; prefixes of items together with each other.
-_kind(TOLD_LATER, "custom_mask_buf mask_indptr_buf qo_indptr_buf kv_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf")
+_kind(
+    TOLD_LATER, "custom_mask_buf mask_indptr_buf qo_indptr_buf kv_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf"
+)
 _kind(TOLD_LATER, "paged_kv_last_page_len_buf paged_kv_indptr_buffer paged_kv_indices_buffer")
 _kind(TOLD_LATER, "paged_kv_last_page_len_buffer qo_indptr_buf_arr paged_kv_indptr_buf_arr paged_kv_indices_buf_arr")
 _kind(TOLD_LATER, "paged_kv_last_page_len_buf_arr prefix_len_ptr token_pos_in_items_ptr max_item_len_ptr alibi_slopes")
-_kind(TOLD_LATER, "blocksparse_local_blocks blocksparse_vert_stride blocksparse_block_size blocksparse_head_sliding_step")
+_kind(
+    TOLD_LATER, "blocksparse_local_blocks blocksparse_vert_stride blocksparse_block_size blocksparse_head_sliding_step"
+)
 _kind(TOLD_LATER, "group tile cost clusters card global_override_indptr_cpu")
 _kind(INDEX, "indptr_buffer indices_buffer last_page_len_buffer")
 _kind((), "args kwargs deprecated_positional_args _ __")  # extra positions: tests/api/test_api_signatures.py

@@ -99,20 +99,34 @@ def _rows_of(scene: Scene, device: str, seen: set[str]) -> Iterator[Row]:
             if parameter.name == "self":
                 continue
             if parameter.kind is parameter.VAR_KEYWORD and parameter.name in ("own", "options"):
-                yield Row(scene, i, "windw_left", "unknown", functools.partial(_set, "windw_left", 3), default="missing")
+                yield Row(
+                    scene, i, "windw_left", "unknown", functools.partial(_set, "windw_left", 3), default="missing"
+                )
                 for name in Own._fields:
                     yield from _rows_of_argument(scene, i, name, None, device)
             elif parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 yield from _rows_of_argument(scene, i, parameter.name, known.get(parameter.name), device)
                 if parameter.default is parameter.empty:
                     yield Row(
-                        scene, i, parameter.name, "missing", functools.partial(_leave_out, parameter.name), default="missing"
+                        scene,
+                        i,
+                        parameter.name,
+                        "missing",
+                        functools.partial(_leave_out, parameter.name),
+                        default="missing",
                     )
                     # None: see the sparse wrapper, and words
                     if parameter.name not in ("indptr", "indices", "alibi_slopes", "kv_cache_dtype"):
                         yield Row(scene, i, parameter.name, "none", functools.partial(_set, parameter.name, None))
                 elif parameter.name in step.optional(make):
-                    yield Row(scene, i, parameter.name, "good", functools.partial(_good, step, parameter.name), default="clean")
+                    yield Row(
+                        scene,
+                        i,
+                        parameter.name,
+                        "good",
+                        functools.partial(_good, step, parameter.name),
+                        default="clean",
+                    )
 
 
 def _class_of(scene: Scene) -> Any:
@@ -278,7 +292,9 @@ def _judge_result(outcome: str, result: Any, baseline: Any) -> str | None:
 def _judge_error(outcome: str, says: str, error: Exception) -> str | None:
     text = str(error)
     if outcome == "missing":
-        return None if isinstance(error, TypeError) and re.search(says, text) else f"no clear TypeError: {_shown(error)}"
+        return (
+            None if isinstance(error, TypeError) and re.search(says, text) else f"no clear TypeError: {_shown(error)}"
+        )
     if not isinstance(error, FlashpageError):
         return f"no error of ours: {_shown(error)}"
     if outcome != "clean" and not re.search(says, text):

@@ -214,7 +214,10 @@ def _ragged() -> list[Scene]:
     returned = Step(".run_return_lse", ragged_run, run_extras(5))
     reset = Step(".reset_workspace_buffer", workspaces)
     ran = Step(".run", ragged_run, run_extras(5))
-    more = [Scene(f"{name}.run_return_lse", (made, planned, returned)), Scene(f"{name}.reset", (made, reset, planned, ran))]
+    more = [
+        Scene(f"{name}.run_return_lse", (made, planned, returned)),
+        Scene(f"{name}.reset", (made, reset, planned, ran)),
+    ]
     return [Scene(name, (made, planned, ran)), *ways, *more]
 
 
@@ -376,7 +379,8 @@ def _parallel() -> list[Scene]:
         Step(".run", paged_run(2), run_extras(2)),
     )
     merge = Step(
-        "flashpage.parallel:merge_over_group", lambda make: {"out": make.data(2, HEADS, DIM), "lse": make.floats(2, HEADS)}
+        "flashpage.parallel:merge_over_group",
+        lambda make: {"out": make.data(2, HEADS, DIM), "lse": make.floats(2, HEADS)},
     )
     layout = Step("flashpage.parallel:ContextLayout", lambda make: {"rank": 0, "world_size": 2, "page_size": PAGE})
     share = lambda make: {"num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "rank": 0, "world_size": 2}
@@ -400,7 +404,10 @@ def _parallel() -> list[Scene]:
 
 
 def _function(
-    target: str, needed: Callable[[Make], Arguments], optional: Callable[[Make], Arguments] = lambda make: {}, **more: Any
+    target: str,
+    needed: Callable[[Make], Arguments],
+    optional: Callable[[Make], Arguments] = lambda make: {},
+    **more: Any,
 ) -> Scene:
     more = {"family": "functions"} | more
     return Scene(target.split(":")[1], (Step(f"flashpage.{target}", needed, optional),), **more)
@@ -423,7 +430,9 @@ def _functions() -> list[Scene]:
         new = make.data(2, KV_HEADS, DIM)
         places = {"batch_indices": make.ints(0, 1), "positions": make.ints(17, 3), "paged_kv_cache": make.cache()}
         lengths = {"kv_indices": make.ints(5, 2, 7), "kv_indptr": make.ints(0, 2, 3)}
-        return {"append_key": new, "append_value": new.clone()} | places | lengths | {"kv_last_page_len": make.ints(2, 4)}
+        return (
+            {"append_key": new, "append_value": new.clone()} | places | lengths | {"kv_last_page_len": make.ints(2, 4)}
+        )
 
     def append_mla(make: Make) -> Arguments:
         given = append(make)
@@ -466,7 +475,10 @@ def _vllm() -> list[Scene]:
         return {"key_cache": key, "value_cache": make.data(PAGES, KV_HEADS, DIM, PAGE, dtype=torch.float16)}
 
     def decode(make: Make) -> Arguments:
-        rows = {"out": make.empty(2, HEADS, DIM, dtype=torch.float16), "query": make.data(2, HEADS, DIM, dtype=torch.float16)}
+        rows = {
+            "out": make.empty(2, HEADS, DIM, dtype=torch.float16),
+            "query": make.data(2, HEADS, DIM, dtype=torch.float16),
+        }
         sizes = {"num_kv_heads": KV_HEADS, "scale": 0.125, "block_tables": make.ints(5, 2, 7, 0).view(2, 2)}
         lengths = {"seq_lens": make.ints(19, 16), "block_size": PAGE, "max_seq_len": 19, "alibi_slopes": None}
         return rows | caches(make) | sizes | lengths | types(make)
@@ -483,11 +495,17 @@ def _vllm() -> list[Scene]:
         return new | caches(make) | {"slot_mapping": make.ints(17, 3, dtype=torch.int64)} | types(make)
 
     def write_flash(make: Make) -> Arguments:
-        flash = {name: make.data(PAGES, PAGE, KV_HEADS, DIM, dtype=torch.float16) for name in ("key_cache", "value_cache")}
+        flash = {
+            name: make.data(PAGES, PAGE, KV_HEADS, DIM, dtype=torch.float16) for name in ("key_cache", "value_cache")
+        }
         return write(make) | flash
 
     slopes = lambda make: {"alibi_slopes": make.ones(HEADS)}
-    split = lambda make: {"kv_cache": make.data(2, PAGES, PAGE * KV_HEADS * DIM), "num_kv_heads": KV_HEADS, "head_size": DIM}
+    split = lambda make: {
+        "kv_cache": make.data(2, PAGES, PAGE * KV_HEADS * DIM),
+        "num_kv_heads": KV_HEADS,
+        "head_size": DIM,
+    }
     written = ("key_cache", "value_cache")
     return [
         _function("vllm_ops:paged_attention_v1", decode, slopes, results=("out",)),
@@ -532,7 +550,10 @@ def _others() -> list[Scene]:
         Scene("TokenPool", (pool, Step(".write", write, lambda make: {"k_scale": 1.0, "v_scale": 1.0}))),
         Scene("TokenPool.kv", (pool, Step(".kv", lambda make: {"layer": 0}))),
         Scene("RequestTable", (table, Step(".write", places))),
-        Scene("RequestTable.release", (table, Step(".acquire", lambda make: {}), Step(".release", lambda make: {"row": 0}))),
+        Scene(
+            "RequestTable.release",
+            (table, Step(".acquire", lambda make: {}), Step(".release", lambda make: {"row": 0})),
+        ),
     ]
     return [dataclasses.replace(scene, family="other", cuda=False) for scene in found]
 
