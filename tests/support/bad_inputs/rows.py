@@ -78,7 +78,7 @@ def table(device: str) -> list[Row]:
     seen: set[str] = set()
     for scene in scenes().values():
         if device == "cpu" or scene.cuda:
-            rows += [row for row in _rows_of(scene, device, seen)]
+            rows += list(_rows_of(scene, device, seen))
             rows += list(_orders(scene))
     return rows
 
