@@ -183,6 +183,8 @@ def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
         raise error(f"{name} has layout {value.layout}: pass a dense tensor, such as {name}.to_dense().")
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise error(f"{name} is inside torch.vmap or a transform of torch.func: call this outside, with plain tensors.")
+    if value.__class__ is torch.Tensor and not value.untyped_storage().nbytes() and value.numel() and not value.is_meta:
+        raise error(f"{name} has elements but its storage was resized to 0: pass a tensor that has memory.")
     if value.is_meta:
         raise error(f"{name} is on meta, which has no values: pass a tensor on the CPU or on a CUDA device.")
     if value.requires_grad and torch.is_grad_enabled():

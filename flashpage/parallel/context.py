@@ -200,6 +200,7 @@ class ContextParallelAttention(Unique):
         """
         if not self._is_planned:
             raise RunError("run: ContextParallelAttention has no plan: call plan(...) first (again, where it failed).")
+        return_lse = checks.flag("return_lse", return_lse, RunError)
         if checks.tensor(q, "q", RunError).dim() != 3:
             raise RunError(f"q has shape {tuple(q.shape)}: pass [rows, num_qo_heads, head_dim].")
         attention, states = self._attention, self._states

@@ -69,7 +69,7 @@ class ContextLayout:
 
     def tokens(self, seq_lens: torch.Tensor) -> torch.Tensor:
         """Tokens of each request on this rank, int64; `seq_lens`: of the whole requests."""
-        return self.tokens_before(seq_lens, seq_lens)
+        return self.tokens_before(checks.tensor(seq_lens, "seq_lens", PlanError), seq_lens)
 
     def tokens_before(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         """How many of this rank's tokens stand before each position: for a token on this rank, its place here.
@@ -78,7 +78,8 @@ class ContextLayout:
             positions: in the whole request, at most its length.
             seq_lens: of the whole request of each position.
         """
-        positions, seq_lens = positions.long(), seq_lens.long()
+        checks.tensor(positions, "positions", PlanError)
+        positions, seq_lens = positions.long(), checks.tensor(seq_lens, "seq_lens", PlanError).long()
         if self.order == "contiguous":
             pages = (seq_lens + self.page_size - 1) // self.page_size
             begin, end = (pages * r // self.world_size * self.page_size for r in (self.rank, self.rank + 1))
@@ -89,6 +90,7 @@ class ContextLayout:
 
     def is_local(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         """Whether the tokens at these positions lie on this rank: which new ones it appends, at `tokens_before`."""
+        checks.tensor(positions, "positions", PlanError)
         return self.tokens_before(positions + 1, seq_lens) > self.tokens_before(positions, seq_lens)
 
     def pages(self, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, seq_lens: torch.Tensor) -> LocalPages:
@@ -104,6 +106,8 @@ class ContextLayout:
                 f"interleave={self.interleave} cuts pages of page_size={self.page_size}, so that pages of a request "
                 "are spread over ranks: pass pages='own' and lists of this rank's pages, or a multiple of page_size."
             )
+        for name, tensor in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("seq_lens", seq_lens)):
+            checks.tensor(tensor, name, PlanError)
         begin, seq_lens = kv_indptr[:-1].long(), seq_lens.long()
         counts = (seq_lens + self.page_size - 1) // self.page_size
         short = (counts > kv_indptr[1:].long() - begin).nonzero().flatten()

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from .. import jit, native
-from ..base import checks
+from ..base import checks, tensor_memory
 from ..base.errors import RunError
 from ..kernels.spec import KernelSpec
 from ..plan.session import current_stream
@@ -69,6 +69,7 @@ def gather_slots(
 
 def _check(name: str, tensor: torch.Tensor, dims: int, device: torch.device) -> None:
     checks.tensor(tensor, name, RunError)
+    tensor_memory.address(tensor, name, RunError)
     checks.same_device(tensor, device, name, RunError)
     if tensor.dim() != dims or tensor.dtype != torch.int32 or (tensor.numel() > 1 and tensor.stride(-1) != 1):
         raise RunError(

@@ -23,6 +23,7 @@ _WARM_UPS = 2
 
 def batch_sizes_to_capture(max_batch: int) -> list[int]:
     """1, 2, 4 and the multiples of 8 below max_batch, and max_batch itself."""
+    checks.whole("max_batch", max_batch, 1, 1 << 20)
     sizes = [1, 2, 4, *range(8, max_batch, 8), max_batch]
     return sorted({size for size in sizes if size <= max_batch})
 

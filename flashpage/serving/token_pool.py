@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..base.errors import FlashpageError
+from ..base.errors import FlashpageError, RunError
 from ..wrappers import append
 
 UNOWNED_PAGE = 0  # never given to a request: rows that pad a captured batch write here
@@ -54,6 +54,8 @@ class RequestTable:
 
     def write(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Token i lies at positions[i] of the request in rows[i], and its K and V in slots[i]; [tokens] each."""
+        for name, tensor in (("rows", rows), ("positions", positions), ("slots", slots)):
+            checks.tensor(tensor, name, RunError)
         self.slots[rows, positions] = slots
 
 
@@ -110,4 +112,6 @@ class TokenPool:
 
     def _stored(self, values: torch.Tensor, scale: Any) -> torch.Tensor:
         """As the cache has it: value = stored * scale."""
+        if isinstance(scale, torch.Tensor):
+            checks.tensor(scale, "k_scale and v_scale", RunError)
         return (values if scale is None else values / scale).to(self.dtype)

@@ -143,6 +143,9 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     lower power, then every second slope of twice as many heads."""
     import torch
 
+    from ..base import checks
+
+    checks.whole("num_heads", num_heads, 1, 1 << 16)
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]

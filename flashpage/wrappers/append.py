@@ -156,6 +156,10 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
             f"kv_last_page_len has shape {tuple(kv_last_page_len.shape)}: pass one entry a request, [{batch}]."
         )
     checks.same_device(kv_last_page_len, kv_indptr.device, "kv_last_page_len", RunError)
+    for name, tensor in (("kv_indptr", kv_indptr), ("kv_last_page_len", kv_last_page_len)):
+        if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
+            raise RunError(f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass int32 or int64.")
+    page_size = checks.whole("page_size", page_size, 1, error=RunError)
     pages = kv_indptr[1:] - kv_indptr[:-1]
     return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0)
 

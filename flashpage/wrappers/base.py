@@ -178,6 +178,9 @@ class Attention(Unique):
 
     def workspace_size(self, lengths: Lengths, options: Options) -> tuple[int, int]:
         """Bytes of the float and of the int workspace that serve this batch and every smaller one."""
+        for name, tensor in zip(self.session.batch.names, lengths, strict=False):
+            if tensor is not None:
+                checks.tensor(tensor, name, PlanError)
         q_indptr, kv_indptr, _, kv_lens = to_host(lengths)
         batch = batch_of(kv_indptr, self.session.batch.names[1])
         assert kv_indptr is not None

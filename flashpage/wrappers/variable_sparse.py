@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from ..base import checks
+from ..base import checks, tensor_memory
 from ..base.errors import PlanError, RunError
 from ..base.unique import Unique
 from ..kernels.options import check_heads, check_soft_cap
 from ..plan.lengths import Lengths, all_to_host
 from ..plan.page_indices import Pages
+from ..run.checks import check_output
 from .base import Attention
 from .plan_arguments import Checked, PrefillArguments
 
@@ -114,6 +115,7 @@ class VariableBlockSparseAttentionWrapper(Unique):
             return_lse: also return lse.
         """
         self._attention.require_plan("run")
+        return_lse = checks.flag("return_lse", return_lse, RunError)
         num_q_heads, num_kv_heads, rows, tokens, page = self._sizes
         for name, tensor, shape in (
             ("q", q, (num_q_heads, rows)),
@@ -122,6 +124,14 @@ class VariableBlockSparseAttentionWrapper(Unique):
         ):
             if checks.tensor(tensor, name, RunError).dim() != 3 or tensor.shape[:2] != shape:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [{shape[0]}, {shape[1]}, head_dim].")
+        head_dim, device = v.shape[2], self._attention.device
+        for name, given, shape, dtype in (
+            ("out", out, (*q.shape[:2], head_dim), self._attention.out_dtype),
+            ("lse", lse, tuple(q.shape[:2]), torch.float32),
+        ):
+            if given is not None:
+                check_output(checks.tensor(given, name, RunError), name, shape, dtype, device)
+                tensor_memory.check_written(given, name, RunError)
         packed = _by_kv_head(q, num_kv_heads)
         pages = tuple(t.reshape(num_kv_heads * tokens // page, page, 1, t.shape[2]) for t in (k, v))
         found, found_lse = self._attention.run(
