@@ -153,7 +153,8 @@ def scenario():
         fake.fake_finish_copies()
         status(planning.plan(333))
         assert planning.arrived()
-        status(lib.fp_slots_copy(planning.slots, planning.destination.ctypes.data, 64, planning.destination.ctypes.data, 7))
+        there = planning.destination.ctypes.data
+        status(lib.fp_slots_copy(planning.slots, there, 64, there, 7))
 """,
     "run": """
 kernels = kernel(b"attention"), kernel(b"merge"), kernel(b"boxes"), kernel(b"gather")
@@ -309,7 +310,7 @@ def system_call_fails(after: int) -> Iterator[list[str]]:
 
 
 def test_every_system_call_of_a_compile_fails_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is there all the same, or an error of ours says why not; the next one is, and nothing is left behind."""
+    """The kernel is there all the same, or an error of ours says why not. The next one is there, and nothing is left."""
     sandbox = Sandbox.create(tmp_path)
     sandbox.enter(monkeypatch)
     monkeypatch.setenv("FLASHPAGE_PROGRESS", "off")

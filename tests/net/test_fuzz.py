@@ -67,7 +67,7 @@ def rounds(strategy: Callable[[list[fuzz.Format]], Any], device: str) -> int:
             suppress_health_check=list(HealthCheck),
         )
         @given(strategy(chosen))
-        def look(row: Any) -> None:
+        def look(row: Any, number: int = number) -> None:
             nonlocal compared
             if time.monotonic() > end + SECONDS:
                 return  # a failure that takes long to be made small

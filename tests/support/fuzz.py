@@ -58,9 +58,8 @@ def cases(draw: st.DrawFn, chosen: list[Format]) -> Case:
         q_lens = q_lens if entry in ("decode", "single_decode") else tuple(n // 2 for n in q_lens)
         num_q_heads = num_kv_heads if max(kv_lens) < 32 else num_q_heads
     options = _options(draw, entry, q_lens, form)
-    return Case(
-        "fuzz", "drawn", kv_lens, q_lens, entry, num_q_heads, num_kv_heads, **form, **_memory(draw, entry, form, num_kv_heads), **options
-    )  # fmt: skip
+    memory = _memory(draw, entry, form)
+    return Case("fuzz", "drawn", kv_lens, q_lens, entry, num_q_heads, num_kv_heads, **form, **memory, **options)
 
 
 def _options(draw: st.DrawFn, entry: str, q_lens: tuple[int, ...], form: Format) -> dict[str, Any]:
@@ -85,7 +84,7 @@ def _options(draw: st.DrawFn, entry: str, q_lens: tuple[int, ...], form: Format)
     return found
 
 
-def _memory(draw: st.DrawFn, entry: str, form: Format, num_kv_heads: int) -> dict[str, Any]:
+def _memory(draw: st.DrawFn, entry: str, form: Format) -> dict[str, Any]:
     """Where K and V lie."""
     page_size = draw(st.sampled_from([1, 2, 8, 16, 64]))
     forms = ["tuple", "interleaved", "permuted", "gapped"]

@@ -117,14 +117,14 @@ def write_told() -> None:
         if complaint.startswith(SOFT):
             argument, badness = name.rsplit(".", 1)
             lines.setdefault(argument, []).append(badness)
-    TOLD.write_text(
-        HEADER + "".join(f"{argument}: {' '.join(sorted(lines[argument]))}\n" for argument in sorted(lines))
-    )
+    written = [f"{argument}: {' '.join(sorted(lines[argument]))}\n" for argument in sorted(lines)]
+    TOLD.write_text(HEADER + "".join(written))
 
 
 def main() -> None:
     if sys.argv[1:] == ["--write"]:
-        return write_told()
+        write_told()
+        return
     device, family, *pattern = sys.argv[1:]
     rows = [row for row in table(device) if row.scene.family == family or family == "all"]
     rows = [row for row in rows if not pattern or fnmatch.fnmatchcase(row.name, pattern[0])]

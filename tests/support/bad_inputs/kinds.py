@@ -6,6 +6,7 @@ A badness changes the arguments of one call. What must come, unless rows.py says
     works    the result of the good arguments
     safe     one of the two
     clean    an error of ours, or any result
+    any      any error, or any result: the process goes on
     told     any error, or the good result (rows of told.txt)
 """
 

@@ -18,7 +18,7 @@ import torch
 from flashpage.base.errors import FlashpageError
 from flashpage.wrappers.plan_arguments import Own
 
-from .expected import EXPECTED
+from .expected import EXPECTED, NOT_TRIED
 from .kinds import OTHER_WORDS, Badness, NotApplicable, kind_of
 from .scenes import Arguments, Make, Scene, Step, scenes
 
@@ -80,7 +80,7 @@ def table(device: str) -> list[Row]:
         if device == "cpu" or scene.cuda:
             rows += list(_rows_of(scene, device, seen))
             rows += list(_orders(scene))
-    return rows
+    return [row for row in rows if not any(fnmatch.fnmatchcase(row.name, names) for names in NOT_TRIED)]
 
 
 def _rows_of(scene: Scene, device: str, seen: set[str]) -> Iterator[Row]:
@@ -251,6 +251,8 @@ def judge(row: Row, make: Make, baseline: Any) -> str | None:
 
 
 def _judge_call(outcome: str, says: str, result: Any, error: Exception | None, baseline: Any) -> str | None:
+    if outcome == "any":
+        return None
     if error is None:
         return _judge_result(outcome, result, baseline)
     if outcome == "works":
