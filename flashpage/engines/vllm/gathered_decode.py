@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...base import checks
+from ...base import checks, tensor_memory
 from ...base.errors import RunError
 from ...plan.lengths import Lengths
 from ...plan.page_indices import Pages
@@ -209,8 +209,15 @@ def check_shapes(given: Sequences, out: torch.Tensor) -> None:
     ):
         if value != found:
             raise RunError(f"{name}={value} but the caches have {found}: pass the caches' own.")
-    if out.shape != query.shape:
-        raise RunError(f"out has shape {tuple(out.shape)} but query {tuple(query.shape)}: make them alike.")
+    if out.shape != query.shape or out.dtype != query.dtype:
+        raise RunError(
+            f"out has shape {tuple(out.shape)} and dtype {out.dtype} but query {tuple(query.shape)} and {query.dtype}: "
+            "allocate it like query."
+        )
+    tensor_memory.check_written(out, "out", RunError)
+    for name, tensor in (("block_tables", tables), ("seq_lens", lens)):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise RunError(f"{name} has dtype {tensor.dtype}: pass int32 or int64.")
     if tables.dim() != 2 or tables.shape[0] != len(query) or lens.shape != (len(query),):
         raise RunError(
             f"block_tables has shape {tuple(tables.shape)} and seq_lens {tuple(lens.shape)}: pass a row and a length "

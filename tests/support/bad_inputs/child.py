@@ -105,8 +105,8 @@ def _read(pipe: int, found: dict[str, str], rows: list[Row], first: int) -> tupl
                 found[rows[last].name] = complaint
 
 
-HEADER = """# Rows that are known to end otherwise than they must, but neither end the process nor hang nor give another result:
-# see told() in rows.py. `python -m bad_inputs.child --write` writes this file; a mended row leaves it.
+HEADER = """# Rows that are known to end otherwise than they must, but neither end the process nor hang nor give another
+# result: see told() in rows.py. `python -m bad_inputs.child --write` writes this file; a mended row leaves it.
 """
 
 
