@@ -76,8 +76,9 @@ class _SharedPrefix(Unique):
             if checks.tensor(tensor, name, RunError).dim() != 3:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
         if (q.dtype, k_shared.dtype) != self._dtypes:
-            self._seen = (q.dtype, k_shared.dtype)
-            self._plan(self._planned, self._seen)
+            seen = (q.dtype, k_shared.dtype)
+            self._plan(self._planned, seen)
+            self._seen = seen  # what no kernel takes is not planned for again
         unique = self._unique.used()
         prefix_len = k_shared.shape[0 if self._kv_layout == "NHD" else 1]
         parts = []
