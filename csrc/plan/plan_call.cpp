@@ -228,8 +228,6 @@ void* fp_py_plan(void*, void* const* arguments, intptr_t) {
   void* stream = host::pointer<void>(arguments[1]);
   fp_batch& batch = *call.batch;
   if (!host::take_lengths(batch, arguments + 2)) return host::to_int(FP_OTHER_TENSORS);
-  const bool has_lengths = batch.last_page_len.data != nullptr || batch.kv_lens.data != nullptr;
-  if (call.problem.page_size > 1 && !has_lengths) return host::to_int(FP_OTHER_TENSORS);
   host::sum_up(batch);
   const int32_t* pages = batch.page_buffer;
   if (batch.is_paged && !host::take_page_numbers(batch, arguments[6], pages)) return host::to_int(FP_OTHER_PAGES);

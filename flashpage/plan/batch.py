@@ -137,8 +137,6 @@ class Batch:
         for tensor, name in zip(given, self.names, strict=False):
             if tensor is not None:
                 checks.tensor(tensor, name, PlanError)
-        if page_size > 1 and given.last_page_len is None and given.kv_lens is None:
-            raise PlanError(f"{self.names[2]}=None and {self.names[3]}=None: pass one of them, or pages of one token.")
         if requests > self._most:
             self._make_room(requests)
         self.struct.requests = requests

@@ -36,9 +36,16 @@ def _work(rows: list[Row], first: int, device: str, pipe: int) -> None:
         scene = rows[i].scene
         if scene.name not in baselines:
             os.environ.pop("FLASHPAGE_JIT", None)
-            baselines[scene.name] = scene.run(good_arguments(scene, make))[1]
+            try:
+                baselines[scene.name] = scene.run(good_arguments(scene, make))[1]
+            except Exception as error:
+                baselines[scene.name] = error
             os.environ["FLASHPAGE_JIT"] = "off"  # kernels for arguments that are accepted are not what is looked at
-        complaint = judge(rows[i], make, baselines[scene.name])
+        baseline = baselines[scene.name]
+        if isinstance(baseline, Exception):
+            complaint = f"the good arguments are refused: {baseline}"
+        else:
+            complaint = judge(rows[i], make, baseline)
         if device != "cpu":
             complaint = _judge_card(complaint)
         os.write(pipe, json.dumps([i, complaint]).encode() + b"\n")
