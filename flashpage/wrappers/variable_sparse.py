@@ -125,13 +125,13 @@ class VariableBlockSparseAttentionWrapper(Unique):
             if checks.tensor(tensor, name, RunError).dim() != 3 or tensor.shape[:2] != shape:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [{shape[0]}, {shape[1]}, head_dim].")
         head_dim, device = v.shape[2], self._attention.device
-        for name, given, shape, dtype in (
+        for name, output, sizes, dtype in (
             ("out", out, (*q.shape[:2], head_dim), self._attention.out_dtype),
             ("lse", lse, tuple(q.shape[:2]), torch.float32),
         ):
-            if given is not None:
-                check_output(checks.tensor(given, name, RunError), name, shape, dtype, device)
-                tensor_memory.check_written(given, name, RunError)
+            if output is not None:
+                check_output(checks.tensor(output, name, RunError), name, sizes, dtype, device)
+                tensor_memory.check_written(output, name, RunError)
         packed = _by_kv_head(q, num_kv_heads)
         pages = tuple(t.reshape(num_kv_heads * tokens // page, page, 1, t.shape[2]) for t in (k, v))
         found, found_lse = self._attention.run(

@@ -1,6 +1,6 @@
 """Runs rows of the table in processes that may end: `python -m bad_inputs.child DEVICE FAMILY [PATTERN]` prints a JSON
 object {name of the row: what is wrong with it}, and the number of rows. `python -m bad_inputs.child --write` writes
-told.txt anew."""
+told.txt."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _work(rows: list[Row], first: int, device: str, pipe: int) -> None:
             complaint = _judge_card(complaint)
         os.write(pipe, json.dumps([i, complaint]).encode() + b"\n")
         if complaint is not None and complaint.startswith("the card"):
-            os._exit(0)  # its context is of no use any more
+            os._exit(0)  # its context is lost
     os._exit(0)
 
 
@@ -71,7 +71,7 @@ def _judge_card(complaint: str | None) -> str | None:
 
 
 def verdicts(rows: list[Row], device: str) -> dict[str, str]:
-    """What is wrong with each row that is not as expected. A row that ends its process ends no other row."""
+    """Complaints about the rows that are not as expected. A row that ends its process ends no other row."""
     found: dict[str, str] = {}
     first = 0
     while first < len(rows):

@@ -1,4 +1,4 @@
-"""What kinds of arguments there are, which argument is of which kind, and what is bad for each kind.
+"""The kinds of arguments, which argument is of which kind, and what is bad for each kind.
 
 A badness changes the arguments of one call. What must come, unless rows.py says otherwise for a row:
 
@@ -443,7 +443,7 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
 
 
 def kind_of(step: str, name: str) -> tuple[Badness, ...]:
-    """What is bad for an argument; KeyError for one of no kind."""
+    """The badness of an argument; KeyError for one of no kind."""
     return _OF_STEP[step, name] if (step, name) in _OF_STEP else _KINDS[name]
 
 

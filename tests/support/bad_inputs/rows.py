@@ -84,7 +84,7 @@ def table(device: str) -> list[Row]:
 
 
 def _rows_of(scene: Scene, device: str, seen: set[str]) -> Iterator[Row]:
-    """Of each step whose function no scene before had."""
+    """Rows of each step whose function no scene before had."""
     make = Make("cpu")
     for i, step in enumerate(scene.steps):
         holder = _class_of(scene) if i else None

@@ -1,4 +1,4 @@
-"""What .ci/sanitize runs: rows of the case table, and threads that plan and run at the same time. Pytest does not
+"""Tests for .ci/sanitize: rows of the case table, and threads that plan and run at the same time. Pytest does not
 collect it by itself."""
 
 from __future__ import annotations
