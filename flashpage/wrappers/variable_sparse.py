@@ -13,7 +13,6 @@ from ..base.unique import Unique
 from ..kernels.options import check_heads, check_soft_cap
 from ..plan.lengths import Lengths, all_to_host
 from ..plan.page_indices import Pages
-from ..run.checks import check_output
 from .base import Attention
 from .plan_arguments import Checked, PrefillArguments
 
@@ -130,7 +129,11 @@ class VariableBlockSparseAttentionWrapper(Unique):
             ("lse", lse, tuple(q.shape[:2]), torch.float32),
         ):
             if output is not None:
-                check_output(checks.tensor(output, name, RunError), name, sizes, dtype, device)
+                checks.same_device(checks.tensor(output, name, RunError), device, name, RunError)
+                if output.shape != sizes or output.dtype != dtype:
+                    raise RunError(
+                        f"{name} has shape {tuple(output.shape)} and dtype {output.dtype}: pass {sizes} of {dtype}."
+                    )
                 tensor_memory.check_written(output, name, RunError)
         packed = _by_kv_head(q, num_kv_heads)
         pages = tuple(t.reshape(num_kv_heads * tokens // page, page, 1, t.shape[2]) for t in (k, v))

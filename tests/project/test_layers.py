@@ -14,7 +14,9 @@ HEADERS = ROOT / "include" / "flashpage"
 PACKAGE = ROOT / "flashpage"
 MAX_LINES = 400
 LONG_FILES = {
-    "flashpage/native/structs.py": "written by csrc/abi_structs.py"
+    "flashpage/native/structs.py": "written by csrc/abi_structs.py",
+    "tests/support/bad_inputs/kinds.py": "a table: each kind of argument, and the names of each kind",
+    "tests/support/bad_inputs/scenes.py": "a table: each public function, called once",
 }  # path: why it is one concept all the same
 
 # Python, from the top. A room imports the rooms below its row; the rooms of one row do not import each other.
