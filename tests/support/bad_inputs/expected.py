@@ -20,7 +20,7 @@ EXPECTED: list[tuple[str, str, str]] = [
     ("segment_packbits.*.indptr.shape-long", "clean", ""),  # an empty segment
     ("reshape_and_cache*.slot_mapping.shape-*", "clean", ""),  # vLLM pads keys: slots decide how many are written
     ("reshape_and_cache*.slot_mapping.range-negative", "clean", ""),  # left out
-    ("split_kv_cache.*.kv_cache.*", "clean", ""),  # views of any tensor
+    ("split_kv_cache.*.kv_cache.*", "any", ""),  # views of any tensor
     # Arithmetic on tensors, from which plans are made: what they hold is judged there.
     ("ContextLayout*.storage-gone", "error", ""),
     ("ContextLayout*", "any", ""),
@@ -39,6 +39,7 @@ EXPECTED: list[tuple[str, str, str]] = [
     ("next_positive_power_of_2.*", "any", ""),
     # Words that say more than the argument's name.
     ("*.order.copy.*", "safe", "neither copied nor pickled"),
+    ("RequestTable.release.order.plan.left-out", "any", ""),
     ("*.order.plan.left-out", "error", "no plan"),
     # Sizes of a batch that nothing plans, and numbers that a card does not tell.
     ("*.workspace_size.*.range-*", "clean", ""),
