@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,13 +64,14 @@ def test_python_blocks(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     if "import transformers" in (text := (ROOT / page).read_text()) or "from transformers" in text:
         pytest.importorskip("transformers")
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    module = types.ModuleType("page")  # torch.compile looks names up in a module
+    monkeypatch.setitem(sys.modules, "page", module)
     for block in (b for b in blocks(page) if b.language == "python" and not b.title):
         name = f"<{page}, block at {block.code.splitlines()[0]!r}>"
         linecache.cache[name] = (len(block.code), None, block.code.splitlines(keepends=True), name)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(block.code, name, "exec"), namespace)
+            exec(compile(block.code, name, "exec"), vars(module))
         assert block.output is None or printed.getvalue() == block.output, name
 
 
