@@ -44,9 +44,7 @@ class Canvas:
 
     def box(self, x: float, y: float, w: float, h: float, fill: str = "n", *lines: str, radius: int = 3) -> None:
         """A box with lines of text in its middle; the first is larger."""
-        self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{radius}" class="box {fill}"/>'
-        )
+        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{radius}" class="box {fill}"/>')
         first = y + h / 2 - 8 * (len(lines) - 1) + 4.5
         for i, line in enumerate(lines):
             self.text(x + w / 2, first + 16 * i, line, "mid" if i == 0 else "mid small muted")
@@ -63,7 +61,12 @@ class Canvas:
         head += '<path d="M0 0 L8 4 L0 8 z" class="head"/></marker>'
         size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
         opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-        start = [opening, f"<title>{html.escape(self.title)}</title>", f"<style>{STYLE}</style>", f"<defs>{head}</defs>"]
+        start = [
+            opening,
+            f"<title>{html.escape(self.title)}</title>",
+            f"<style>{STYLE}</style>",
+            f"<defs>{head}</defs>",
+        ]
         return "\n".join([*start, *self.parts, "</svg>\n"])
 
 
@@ -185,7 +188,12 @@ def prefill_sm90() -> Canvas:
             x += 190
     c.arrow((130, 260), (716, 260))
     c.text(722, 264, "time", "small muted")
-    c.text(130, 280, "QK n: scores of tile n are issued together with PV n - 1, the values of the tile before.", "small muted")
+    c.text(
+        130,
+        280,
+        "QK n: scores of tile n are issued together with PV n - 1, the values of the tile before.",
+        "small muted",
+    )
     return c
 
 
@@ -324,8 +332,18 @@ def vllm_blocks() -> Canvas:
         c.box(440 + 32 * token, 40 + 23 * column, 29, 19, "cd"[column % 2], radius=1)
     for column in range(6):
         c.text(704, 54 + 23 * column, f"dim {column}", "small muted")
-    c.text(20, 200, "Memory runs along the rows of each picture. Neighbouring lanes copy neighbouring bytes,", "small muted")
-    c.text(20, 218, "and both layouts stay as they are in shared memory: ldmatrix without a transpose reads them.", "small muted")
+    c.text(
+        20,
+        200,
+        "Memory runs along the rows of each picture. Neighbouring lanes copy neighbouring bytes,",
+        "small muted",
+    )
+    c.text(
+        20,
+        218,
+        "and both layouts stay as they are in shared memory: ldmatrix without a transpose reads them.",
+        "small muted",
+    )
     return c
 
 

@@ -17,10 +17,28 @@ import griffe
 log = logging.getLogger("mkdocs.hooks.public_names")  # strict mode fails on warnings of mkdocs' loggers
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = (
-    "attention cascade compat decode engine errors hf integrations jit ops page parallel plan pod prefill quantization "
-    "sparse utils variants vllm_ops"
-).split()
+MODULES = [
+    "attention",
+    "cascade",
+    "compat",
+    "decode",
+    "engine",
+    "errors",
+    "hf",
+    "integrations",
+    "jit",
+    "ops",
+    "page",
+    "parallel",
+    "plan",
+    "pod",
+    "prefill",
+    "quantization",
+    "sparse",
+    "utils",
+    "variants",
+    "vllm_ops",
+]
 
 
 def public_names(module: str) -> list[str]:

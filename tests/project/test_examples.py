@@ -1,0 +1,44 @@
+"""The programs of examples/ print what examples/README.md shows, and need few seconds of processor time."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+SHOWN = dict(
+    re.findall(
+        r"^## \[(\w+)\.py\].*?^```text\n(.*?)^```$", (FOLDER / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+)
+# Compilers of a first run are counted too; a laptop's core is as fast as those of CI.
+MOST_SECONDS = 20
+
+
+def test_each_program_is_shown() -> None:
+    assert sorted(SHOWN) == sorted(path.stem for path in FOLDER.glob("*.py"))
+    assert len(SHOWN) == 10
+
+
+@pytest.mark.parametrize("name", sorted(SHOWN))
+def test_prints_what_is_shown(name: str, tmp_path: Path) -> None:
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers")
+    environment = os.environ | {
+        "PYTHONPATH": str(FOLDER.parent),
+        "FLASHPAGE_PROGRESS": "off",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, str(FOLDER / f"{name}.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == SHOWN[name]
+    assert after.ru_utime - before.ru_utime < MOST_SECONDS
