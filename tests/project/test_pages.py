@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BY_HAND = ("docs/results.md", "docs/tried.md")  # commands of their time and machine
+BY_HAND = ("docs/results.md", "docs/history.md", "docs/tried.md")  # commands of their time and machine
 ELSEWHERE = {"needs a card", "needs an engine", "in a checkout"}
 SILENT = {"text", "json", "cpp", ""}  # shown, not run
 _FENCE = re.compile(r'^```(\w*)(?: title="([^"]*)")?\n(.*?)^```$(\n+```text\n(.*?)^```$)?', re.MULTILINE | re.DOTALL)
