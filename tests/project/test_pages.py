@@ -7,6 +7,8 @@ title says where a block runs instead: `needs a card`, `needs an engine`, `in a 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import io
 import linecache
 import os
@@ -73,6 +75,27 @@ def test_python_blocks(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with contextlib.redirect_stdout(printed):
             exec(compile(block.code, name, "exec"), vars(module))
         assert block.output is None or printed.getvalue() == block.output, name
+
+
+def public_classes() -> list[tuple[str, str]]:
+    """Page and path of every class of the reference; errors that need a broken compiler or a card have no example."""
+    found = []
+    for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
+            module, _, name = path.rpartition(".")
+            if module == "flashpage.hf" and not importlib.util.find_spec("transformers"):
+                continue
+            if isinstance(getattr(importlib.import_module(module), name), type):
+                found.append((str(page.relative_to(ROOT)), name))
+    return found
+
+
+@pytest.mark.parametrize(("page", "name"), public_classes())
+def test_every_public_class_has_an_example(page: str, name: str) -> None:
+    if name in ("CompileError", "KernelMissingError", "DeviceError"):
+        pytest.skip("needs a broken compiler, none, or a card")
+    code = "\n".join(block.code for block in blocks(page) if block.language == "python")
+    assert re.search(rf"\b{name}\b", code)
 
 
 def environment() -> dict[str, str]:
