@@ -34,11 +34,11 @@ test-fast: venv
 bench: venv
 	@$(PY) -m flashpage bench $(ARGS)
 
-# An environment of its own: nothing else needs these packages. Strict: a broken link fails, and so does a public name that
-# has no docstring or stands in no page.
+# An environment of its own: nothing else needs these packages. Strict (which --quiet would turn off): a broken link fails,
+# and so does a public name that has no docstring or stands in no page.
 docs:
 	@$(PYTHON) .ci/venv.py $(DOCS_VENV) --docs
-	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs --quiet build
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build
 	@echo 'docs: build/site/index.html'
 
 docs-check: docs
