@@ -47,7 +47,7 @@ def without_docstring(name: str, item: Any) -> list[str]:
     missing = [] if item.docstring or not (item.is_class or item.is_function) else [name]
     if not item.is_class:
         return missing
-    for key, member in item.members.items():
+    for key, member in item.all_members.items():
         member = member.final_target if member.is_alias else member
         is_method = member.is_function or "property" in member.labels
         bases = [base.members[key] for base in item.mro() if key in base.members]
