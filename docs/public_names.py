@@ -1,4 +1,5 @@
-"""A hook of `make docs`: every public name stands in the reference and has a docstring, and so have its methods.
+"""Hooks of `make docs`: every public name stands in the reference and has a docstring, and so have its methods.
+Links to files at the root, which readers of the sources can follow, become names of files.
 
 Public are the names in `__all__` of the modules below. Names that are refused (flashpage/base/refused.py) stand in
 coming-from/flashinfer.md instead, as a test holds.
@@ -54,6 +55,11 @@ def without_docstring(name: str, item: Any) -> list[str]:
         if not key.startswith("_") and is_method and not any(m.docstring for m in (member, *bases)):
             missing.append(f"{name}.{key}")
     return missing
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """`[text](../SECURITY.md)` becomes `SECURITY.md`: the built pages hold docs/ alone."""
+    return re.sub(r"\[[^\]]+\]\((?:\.\./)+([A-Z]+\.(?:md|cff))(?:#[\w-]+)?\)", r"`\1`", markdown)
 
 
 def on_files(files: Any, config: Any) -> None:

@@ -22,6 +22,7 @@ def test_each_program_is_shown() -> None:
     assert len(SHOWN) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SHOWN))
 def test_prints_what_is_shown(name: str, tmp_path: Path) -> None:
     if name.startswith("transformers"):

@@ -61,6 +61,7 @@ def test_every_block_is_run_or_says_where(page: str) -> None:
         assert target in targets, f"make {target}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_blocks(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -103,6 +104,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": python_path, "FLASHPAGE_PROGRESS": "off"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "index"), RANKS)
 def test_two_ranks(page: str, index: int, tmp_path: Path) -> None:
     block = blocks(page)[index]
@@ -113,6 +115,7 @@ def test_two_ranks(page: str, index: int, tmp_path: Path) -> None:
     assert block.output is None or done.stdout == block.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "index"), SHELL)
 def test_shell_blocks(page: str, index: int, tmp_path: Path) -> None:
     """`flashpage` is the command of this environment."""
