@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_HAND = ("docs/results.md", "docs/history.md", "docs/tried.md")  # commands of their time and machine
@@ -64,12 +65,24 @@ def test_every_block_is_run_or_says_where(page: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_blocks(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_blocks(page, ("",), tmp_path, monkeypatch)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.title == "needs a card" for b in blocks(page))])
+def test_python_blocks_on_a_card(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_blocks(page, ("", "needs a card"), tmp_path, monkeypatch)
+    torch.cuda.synchronize()
+
+
+def run_blocks(page: str, titles: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's blocks with these titles, in order."""
     monkeypatch.chdir(tmp_path)
     if "import transformers" in (text := (ROOT / page).read_text()) or "from transformers" in text:
         pytest.importorskip("transformers")
     module = types.ModuleType("page")  # torch.compile looks names up in a module
     monkeypatch.setitem(sys.modules, "page", module)
-    for block in (b for b in blocks(page) if b.language == "python" and not b.title):
+    for block in (b for b in blocks(page) if b.language == "python" and b.title in titles):
         name = f"<{page}, block at {block.code.splitlines()[0]!r}>"
         linecache.cache[name] = (len(block.code), None, block.code.splitlines(keepends=True), name)
         printed = io.StringIO()
