@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
+DOCS_VENV ?= $(VENV)-docs
 CLANG_FORMAT := $(PY) -c 'from clang_format import clang_format; clang_format()'
 CPP_FILES := $(shell git ls-files 'include/*.h' 'include/*.cuh' 'csrc/*.h' 'csrc/*.cpp' 'tests/bench/*.cu' 2>/dev/null)
 
-.PHONY: help venv demo test test-fast fuzz soak sanitize bench lint lint-ruff lint-format lint-cpp lint-types format aot clean
+.PHONY: help venv docs docs-check demo test test-fast fuzz soak sanitize bench lint lint-ruff lint-format lint-cpp \
+  lint-types format aot clean
 
 help:
 	@echo 'make demo    a small model decodes a batch through paged KV; its tokens are checked against torch'
@@ -17,6 +19,7 @@ help:
 	@echo 'make bench   the benchmarks of tests/bench/ that this machine can run'
 	@echo 'make lint    linter, format check and type check'
 	@echo 'make format  format every file in place'
+	@echo 'make docs    build the pages of docs/ into build/site; docs-check reads them in a headless browser'
 	@echo 'make aot     build the kernels of the AOT list into flashpage/aot_kernels'
 	@echo 'make clean   remove what make built (the kernel cache stays: `flashpage cache clear`)'
 
@@ -44,6 +47,16 @@ sanitize: venv
 bench: venv
 	@$(PY) -m flashpage bench $(ARGS)
 
+# An environment of its own: nothing else needs these packages. Strict (which --quiet would turn off): a broken link fails,
+# and so does a public name that has no docstring or stands in no page.
+docs:
+	@$(PYTHON) .ci/venv.py $(DOCS_VENV) --docs
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build
+	@echo 'docs: build/site/index.html'
+
+docs-check: docs
+	@$(DOCS_VENV)/bin/python docs/check_pages.py build/site
+
 aot: venv
 	@$(PY) -m flashpage build $(ARGS)
 
@@ -69,4 +82,4 @@ format: venv
 	$(CLANG_FORMAT) -i $(CPP_FILES)
 
 clean:
-	rm -rf $(VENV) $(VENV).lock build flashpage/lib flashpage/native/structs.py *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV).lock $(DOCS_VENV) $(DOCS_VENV).lock build flashpage/lib flashpage/native/structs.py *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,5 @@
 """Makes the virtual environment of `make` and CI, or brings it up to date: `python3 .ci/venv.py FOLDER [--own-torch]`.
+`--docs`: the environment of `make docs`, without torch and flashpage.
 
 A torch (2.9 or newer) that the calling python3 has is left alone and used from where it is; otherwise the pinned one is
 installed. Two calls at once take turns. A call that finds everything in place takes a fraction of a second.
@@ -109,26 +110,39 @@ def _draw(lines: list[str], installed: int, seconds: float) -> None:
     print(f"{_CLEAR}{bar} {seconds:.0f} s: {text[:60]}", end="", flush=True)
 
 
+def create_for_docs(folder: Path) -> None:
+    """A fresh environment with what docs/requirements.txt names."""
+    shutil.rmtree(folder, ignore_errors=True)
+    run(sys.executable, "-m", "venv", folder)
+    pip = (folder / "bin" / "python", "-m", "pip", "install", "-qq", "--disable-pip-version-check")
+    print(f"installing the pinned packages of docs/requirements.txt into {folder.name} ...", flush=True)
+    run(*pip, "-c", CONSTRAINTS, "-r", ROOT / "docs" / "requirements.txt")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--own-torch", action="store_true", help="install the pinned torch even where there is one")
+    parser.add_argument("--docs", action="store_true", help="the packages of docs/requirements.txt, and nothing else")
     arguments = parser.parse_args()
     if sys.version_info < (3, 10):  # noqa: UP036 - run by whatever python3 is
         sys.exit(f"flashpage needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}: set PYTHON=")
     folder = arguments.folder.absolute()
-    torch_home = None if arguments.own_torch else installed_torch()
+    torch_home = None if arguments.own_torch or arguments.docs else installed_torch()
     identity = f"{sys.executable} {sys.version} {torch_home}".encode()
     identity += CONSTRAINTS.read_bytes() + (ROOT / "pyproject.toml").read_bytes()
+    if arguments.docs:
+        identity += (ROOT / "docs" / "requirements.txt").read_bytes()
     key = hashlib.sha256(identity).hexdigest()
     stamp = folder / "made-from"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(folder.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not stamp.is_file() or stamp.read_text() != key:
-            create(folder, torch_home)
+            create_for_docs(folder) if arguments.docs else create(folder, torch_home)
             stamp.write_text(key)
-        run(folder / "bin" / "python", "setup.py", "-q", "build_host")
+        if not arguments.docs:
+            run(folder / "bin" / "python", "setup.py", "-q", "build_host")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
 text { fill: #e6edf3 } .note { fill: #9198a1 } .bar { fill: #4493f8 } .behind { fill: #f0883e }
 .grid { stroke: #3d444d } .mark { stroke: #9198a1 } .line { stroke: #4493f8 } .dot { fill: #4493f8 } }
 </style>"""
-WIDTH, LABELS, ROW = 760, 290, 20
+WIDTH, LABELS, ROW = 760, 316, 20
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
@@ -177,7 +177,7 @@ def ratio_chart(lines: list[Line]) -> str:
     own = [line for line in own if line["card"] == card]
     rows = [(x["case"], x["ratio"], f"{x['ratio']:.2f} ({name(x['best_peer']).split()[0]})", None) for x in own]
     note = f"Time of the fastest other library over flashpage's, in turns on one {card}; the line is a draw"
-    return bars("Speed beside the fastest peer", note, rows, 1.0, 1.1 * max([1.4, *(row[1] for row in rows)]))
+    return bars("Speed next to the fastest peer", note, rows, 1.0, 1.1 * max([1.4, *(row[1] for row in rows)]))
 
 
 def host_chart(lines: list[Line]) -> str:

@@ -37,6 +37,7 @@ class BuildResult:
 
     @property
     def seconds(self) -> float:
+        """How long the compile took; 0 if the kernel was there already."""
         return self.entry.meta["seconds"] if self.entry and self.is_new else 0.0
 
     @property

@@ -127,8 +127,9 @@ class ContextParallelAttention(Unique):
             qo_indptr: [batch + 1], where each request's rows begin in q; None: one row a request (decode).
             causal: row r of a request sees its tokens up to seq_len - rows + r.
             window_left: tokens visible left of the row's own; -1: all.
-            The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan; what follows `disable_split_kv`
-            is refused.
+
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan; what follows `disable_split_kv`
+        is refused.
         """
         self._is_planned = False
         if checks.position_encoding(pos_encoding_mode) != "NONE":

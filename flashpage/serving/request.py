@@ -9,6 +9,8 @@ import hashlib
 
 
 class State(enum.Enum):
+    """Where a request stands."""
+
     WAITING = "waiting"  # nothing of it is in the pool; preempted requests are here again
     RUNNING = "running"
     FINISHED = "finished"
@@ -35,10 +37,12 @@ class Request:
 
     @property
     def prompt_len(self) -> int:
+        """Tokens of the prompt."""
         return len(self.prompt)
 
     @property
     def generated(self) -> list[int]:
+        """The tokens after the prompt."""
         return self.tokens[len(self.prompt) :]
 
     @property

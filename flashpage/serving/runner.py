@@ -23,24 +23,43 @@ class ModelConfig(Protocol):
     """What the engine must know of a model's shape."""
 
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Attention layers."""
+        ...
+
     @property
-    def num_q_heads(self) -> int: ...
+    def num_q_heads(self) -> int:
+        """Query heads of a layer."""
+        ...
+
     @property
-    def num_kv_heads(self) -> int: ...
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer."""
+        ...
+
     @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """Of queries, keys and values."""
+        ...
 
 
 class Model(Protocol):
     """A model whose attention comes from outside."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """The shape of the model."""
+        ...
+
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        ...
+
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Of queries, keys and values."""
+        ...
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [rows, hidden] of tokens [rows] at their positions in their requests [rows]."""

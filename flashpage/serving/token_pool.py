@@ -29,10 +29,12 @@ class RequestTable:
 
     @property
     def max_requests(self) -> int:
+        """Rows of the table."""
         return self.slots.shape[0]
 
     @property
     def max_context(self) -> int:
+        """Tokens that a request may have."""
         return self.slots.shape[1]
 
     @property

@@ -90,7 +90,8 @@ def append_paged_mla_kv_cache(
     Args:
         append_ckv, append_kpe: [nnz, ckv_dim] and [nnz, kpe_dim], of the caches' type, last dimension contiguous.
         ckv_cache, kpe_cache: [pages, page_size, ckv_dim] and [pages, page_size, kpe_dim], any strides; written.
-        The other arguments are those of append_paged_kv_cache.
+
+    The other arguments are those of append_paged_kv_cache.
     """
     caches_given = (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache))
     for dims, shape, given in (

@@ -75,7 +75,8 @@ class BlockSparseAttentionWrapper(Unique):
                 `segment_packbits(..., bitorder="little")` packs them.
             causal: over the visible blocks of a row block, side by side, right-aligned.
             o_data_type: of the output; None: q's, or bfloat16 where that is fp8 (FlashInfer: "float16", whatever q's).
-            The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
+
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         self._attention.session.invalidate()
         checks.refuse_given(block_mask=block_mask)

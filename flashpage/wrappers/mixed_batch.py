@@ -74,7 +74,8 @@ class BatchAttention(Unique):
             qo_indptr: [batch + 1], where each request's rows begin in q.
             kv_indptr, kv_indices: where each request's pages begin, [batch + 1], and their numbers.
             kv_len_arr: [batch], tokens of each request.
-            The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
+
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         if use_profiler:
             checks.refuse("use_profiler", use_profiler)

@@ -288,7 +288,8 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         Args:
             qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p: the prefills.
             qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d: the decodes, which see all of their tokens.
-            The other arguments are of both, as BatchPrefillWithPagedKVCacheWrapper.plan takes them.
+
+        The other arguments are of both, as BatchPrefillWithPagedKVCacheWrapper.plan takes them.
         """
         self._prefill.attention.session.invalidate()
         self._decode.session.invalidate()

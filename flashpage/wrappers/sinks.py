@@ -20,7 +20,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     Args:
         q_data_type, kv_data_type, head_dim_qk, head_dim_vo: of every plan.
         window_left: of every plan that does not give its own.
-        The others are those of BatchPrefillWithPagedKVCacheWrapper.
+
+    The others are those of BatchPrefillWithPagedKVCacheWrapper.
     """
 
     def __init__(

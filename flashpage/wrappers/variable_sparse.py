@@ -65,7 +65,8 @@ class VariableBlockSparseAttentionWrapper(Unique):
             block_row_sz: [num_kv_heads, row blocks], rows of each row block; every head has as many rows in all.
             block_col_sz: [num_kv_heads, column blocks], tokens of each column block; the same of tokens.
             causal: over the visible blocks of a row block, side by side, right-aligned.
-            The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
+
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         self._attention.session.invalidate()
         num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashpage.base import env
+from flashpage.base import env, refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +30,7 @@ def test_example_prints_what_is_shown(tmp_path: Path) -> None:
 
 
 HISTORY = ("history.md", "tried.md")  # they also name programs and files of their time
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
@@ -52,8 +52,16 @@ def test_files_that_are_named_exist(page: str) -> None:
 
 
 def test_every_page_is_listed() -> None:
-    listed = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text())
-    assert sorted(listed) == sorted(p.name for p in (ROOT / "docs").glob("*.md") if p.name != "README.md")
+    """On the first page, and in the menu of the built pages."""
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert pages < set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+
+
+def test_refused_names_are_listed() -> None:
+    page = (ROOT / "docs" / "coming-from" / "flashinfer.md").read_text()
+    for name, reason in refused.REASONS.items():
+        assert f"| `{name}` | {reason} |" in page
 
 
 HEADER_FOLDERS = ("common", "cpu", "kernels", "params", "plan", "ptx", "tile")
@@ -90,6 +98,6 @@ def test_files_that_sources_name_exist() -> None:
 
 
 def test_environment_variables_are_listed() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "docs" / "reference" / "command.md").read_text()
     for name, meaning in env.VARIABLES.items():
         assert f"| `{name}` | {meaning} |" in page

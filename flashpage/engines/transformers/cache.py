@@ -95,6 +95,7 @@ class PagedCache(Cache):
 
     @property
     def batch_size(self) -> int:
+        """Rows of the batch; -1 before the first one."""
         return self.table.batch if self.history.length else -1
 
 

@@ -108,7 +108,8 @@ def paged_attention_v2(
             max_logits + log(exp_sums) is the log of its sum of weights (-inf and 0 where nothing is visible); how that
             is divided between the two is the device's choice.
         tmp_out: [num_seqs, num_heads, partitions, head_size], written there: each partition's own attention.
-        The other arguments are those of paged_attention_v1.
+
+    The other arguments are those of paged_attention_v1.
     """
     sparse = (tp_rank, blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size)
     caches = (key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len)

@@ -120,7 +120,8 @@ class MultiLevelCascadeAttentionWrapper(Unique):
             causal: of the last level; rows see all of the levels above it.
             pos_encoding_mode: "NONE": positions inside a level are not those of the request.
             window_left: tokens visible left of the row's own, counted across levels; -1: all.
-            The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
+
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         self._active = []
         page_size = checks.whole("page_size", page_size, 1)
