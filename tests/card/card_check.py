@@ -108,8 +108,11 @@ def main() -> int:
     cards = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="flashpage-card-"))
     logs.mkdir(parents=True, exist_ok=True)
-    wanted = checks(not arguments.no_sanitizers)
-    return run_all(wanted, cards, arguments.jobs, logs, arguments.limit)
+    # Once, by all cores: sanitizers slow compilers down, and processes side by side would wait for each other's kernels.
+    kernels = Check("kernels", (sys.executable, "tests/support/harness.py", "--device", "cuda", "--only-prebuild"))
+    if run_all([kernels], cards, 1, logs, arguments.limit):
+        return 1
+    return run_all(checks(not arguments.no_sanitizers), cards, arguments.jobs, logs, arguments.limit)
 
 
 if __name__ == "__main__":

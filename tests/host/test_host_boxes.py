@@ -196,11 +196,11 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     assert structs.params.query_box_rows == read.q.element_bytes == 0
     assert structs.params.out_box_rows == read.out.element_bytes == 0
     for cache in (batch.cache, torch.cat([batch.cache, batch.cache])):
-        structs.point(batch.q_decode, cache, torch.empty_like(batch.q_decode), None)
+        structs.resize(batch.q_decode, cache)
         assert read.k.dims[3] == read.v.dims[3] == cache.shape[0]
     capability = dataclasses.replace(choice.kernel, row_boxes=True)
     bind(kernel=capability)
-    structs.point(batch.q_decode, batch.cache, torch.empty_like(batch.q_decode), None)
+    structs.resize(batch.q_decode, batch.cache)
     read = part.boxes
     assert structs.params.query_box_rows == read.q.box[2] == choice.spec.tile.tile_q // (HEADS // KV_HEADS)
     assert tuple(read.q.dims) == tuple(read.out.dims) == (DIM, HEADS, len(batch.q_decode), 1)

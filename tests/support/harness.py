@@ -235,6 +235,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
     parser.add_argument("--reduced", action="store_true", help="the short table for compute-sanitizer")
     parser.add_argument("--select", default="", help="cases whose name holds this text")
+    parser.add_argument("--only-prebuild", action="store_true", help="compile the kernels of the cases and run none")
     parser.add_argument("--no-prebuild", action="store_true", help="compile kernels one by one, as cases need them")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the references are small
@@ -246,6 +247,8 @@ def main() -> int:
     start = time.perf_counter()
     if not arguments.no_prebuild:
         print(f"{prebuild(cases, arguments.device)} kernels in {time.perf_counter() - start:.1f} s", flush=True)
+    if arguments.only_prebuild:
+        return 0
     failed = []
     for case in cases:
         start = time.perf_counter()
