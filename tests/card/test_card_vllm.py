@@ -141,7 +141,7 @@ def test_caches_in_parts_of_larger_tensors() -> None:
         arguments[at] = wide[:, 1::2]
     assert torch.equal(run(blocks, 1, arguments), expected)
     arguments[2] = arguments[2].transpose(2, 3).contiguous().transpose(2, 3)
-    with pytest.raises(RunError, match="a head's part of a block in one piece"):
+    with pytest.raises(RunError, match="a head's part of a block must be contiguous"):
         run(blocks, 1, arguments)
 
 
@@ -153,7 +153,7 @@ def test_what_v2_takes() -> None:
         (exp_sums, max_logits, torch.cat([tmp_out, tmp_out], 2)),
         (exp_sums, max_logits, tmp_out.float()),
     ):
-        with pytest.raises(RunError, match="on a card all three are contiguous"):
+        with pytest.raises(RunError, match="On a card all three outputs must be contiguous"):
             vllm_ops.paged_attention_v2(blocks.out(DEVICE), *given, *blocks.arguments(DEVICE))
 
 

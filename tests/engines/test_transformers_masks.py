@@ -163,5 +163,5 @@ def test_masks_of_numbers_are_refused(pair: Any) -> None:
 
 
 def test_masks_of_heads_are_refused(pair: Any) -> None:
-    with pytest.raises(RunError, match=r"has shape \(1, 4, 4, 4\) but the batch needs \(1, 1, 4, 4\)"):
+    with pytest.raises(RunError, match=r"has shape \(1, 4, 4, 4\): pass one for all heads, \(1, 1, 4, 4\)"):
         logits(pair[1], input_ids=tokens(1, 4), attention_mask=torch.ones(1, 4, 4, 4, dtype=torch.bool))

@@ -235,19 +235,19 @@ def test_torch_compile() -> None:
 @pytest.mark.parametrize(
     ("position", "change", "says"),
     [
-        (0, lambda q: q[..., :32], r"query has shape \(5, 4, 32\) but the cache has 2 KV heads of 64"),
+        (0, lambda q: q[..., :32], r"query has shape \(5, 4, 32\). Pass \[num_seqs, num_heads, 64\]"),
         (1, lambda k: k[0], r"key_cache has shape .* pass 5 dimensions"),
-        (1, lambda k: k[..., :4], "its last dimension is 16 bytes, x=8"),
+        (1, lambda k: k[..., :4], "Its last dimension must be 16 bytes: x=8"),
         (2, lambda v: v[:, :, :32], "value_cache has shape"),
         (3, lambda _: 4, "num_kv_heads=4 but the caches have 2"),
         (5, lambda t: t[1:], "block_tables has shape"),
         (5, lambda t: t + 1000, "block_tables names blocks"),
-        (6, lambda n: n + 1, r"seq_lens reaches 71 \(least 1\) but max_seq_len=70"),
+        (6, lambda n: n + 1, r"seq_lens reaches 71 \(least 1\). Pass lengths from 0 to max_seq_len=70"),
         (6, lambda n: n - 2, r"least -2\)"),
         (7, lambda _: 8, "block_size=8 but the caches have 16"),
         (9, lambda _: torch.ones(3), r"alibi_slopes has shape \(3,\)"),
         (10, lambda _: "int4", "kv_cache_dtype='int4' is unknown"),
-        (10, lambda _: "fp8", "kv_cache_dtype='fp8' but the cache has dtype torch.bfloat16"),
+        (10, lambda _: "fp8", "kv_cache_dtype='fp8' but the cache is torch.bfloat16"),
     ],
 )
 def test_errors(position: int, change: Any, says: str) -> None:
@@ -275,8 +275,12 @@ def test_errors_of_writes() -> None:
     cache = (torch.zeros(5, 2, 8, 16, 8, dtype=torch.bfloat16), torch.zeros(5, 2, 64, 16, dtype=torch.bfloat16))
     rows = (torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16),) * 2
     for write, given, says in (
-        (vllm_ops.reshape_and_cache, (key, value, *cache, slots + 30), "slot_mapping reaches 90 but the cache has 80"),
-        (vllm_ops.reshape_and_cache, (key, value[:, :1], *cache, slots), r"value \(9, 1, 64\) but the cache has 2"),
+        (
+            vllm_ops.reshape_and_cache,
+            (key, value, *cache, slots + 30),
+            "slot_mapping reaches 90: the cache has slots 0 to 79",
+        ),
+        (vllm_ops.reshape_and_cache, (key, value[:, :1], *cache, slots), r"value \(9, 1, 64\): pass \[tokens, 2, 64\]"),
         (vllm_ops.reshape_and_cache, (key.float(), value, *cache, slots), "key has dtype torch.float32 but the cache"),
         (vllm_ops.reshape_and_cache, (key, value, *cache, slots.float()), "slot_mapping has shape"),
         (vllm_ops.reshape_and_cache, (key[:4], value[:4], *cache, slots), "at most 4"),

@@ -288,4 +288,4 @@ def test_an_explanation_says_that_units_are_claimed() -> None:
     claimed = plan_lengths([1024], [1024])
     claimed.schedule.are_claimed = 1
     text = claimed.explain()
-    assert "units: CTAs claim (KV head, row tile) units" in text and "split: no unit is cut: who is done" in text
+    assert "units: CTAs claim (KV head, row tile) units" in text and "split: no unit is cut: a CTA that is done" in text

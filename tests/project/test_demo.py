@@ -57,7 +57,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_demo(12, 8, config=SMALL) == 0
     out, _ = capsys.readouterr()
     assert "tokens/s" in out and "checked against torch's attention" in out and "WRONG" not in out
-    assert "\n0 tokens of prompts" not in out and "were in the pool already" in out
+    assert "\n0 prompt tokens" not in out and "prompt tokens were reused from the pool" in out
     assert "the plan of the first decode step" in out
 
 

@@ -191,7 +191,7 @@ def test_a_wrong_page_makes_the_check_fail(model: Llama) -> None:
 )
 def test_requests_that_cannot_run_are_told(prompt_len: int, new: int) -> None:
     engine = Engine(small_model("cpu"), EngineConfig(1 + 6, max_context=100))
-    with pytest.raises(FlashpageError, match=f"a request of {prompt_len} tokens that asks for {new} more"):
+    with pytest.raises(FlashpageError, match=f"{prompt_len} prompt tokens and max_new_tokens={new}"):
         engine.add(Request(list(range(prompt_len)), new))
 
 

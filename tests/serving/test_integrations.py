@@ -72,13 +72,13 @@ def test_gathering_tells_bad_numbers() -> None:
     indptr, room = torch.tensor([0, 2], dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     for arguments, told in (
         ((table.long(), one, indptr, room), "table has shape"),
-        ((table, one, indptr[:1], room), "indptr has 1 entries but 2"),
-        ((table, one * 4, indptr, room), "rows="),
-        ((table, one, indptr.flip(0), room), "indptr="),
-        ((table, one, indptr * 40, room), "indptr="),
+        ((table, one, indptr[:1], room), "indptr has 1 entries but rows has 1: pass 2"),
+        ((table, one * 4, indptr, room), "rows reach from 4 to 4: pass 0 to 3"),
+        ((table, one, indptr.flip(0), room), "indptr must rise from 0 to at most 8"),
+        ((table, one, indptr * 40, room), "indptr must rise from 0 to at most 8"),
         ((table, one, indptr, room, None, 32), "past the 32 tokens"),
         ((table, one, indptr, room, one * 31), "past the 32 tokens"),
-        ((table, one, indptr, room, indptr), "starts has 2 entries but 1"),
+        ((table, one, indptr, room, indptr), "starts has 2 entries but rows has 1: pass 1"),
     ):
         with pytest.raises(RunError, match=told):
             gather_slots(*arguments)  # type: ignore[arg-type]
@@ -268,7 +268,10 @@ def test_fp8_pool_with_scales(device: str) -> None:
     ("layers", "told"),
     [
         ([dataclasses.replace(PLAIN, window_left=w) for w in (4, 8)], r"window_left is \[4, 8\]"),
-        ([dataclasses.replace(PLAIN, window_left=4), dataclasses.replace(PLAIN, is_cross=True)], "beside cross"),
+        (
+            [dataclasses.replace(PLAIN, window_left=4), dataclasses.replace(PLAIN, is_cross=True)],
+            "window_left=4 with cross attention",
+        ),
     ],
 )
 def test_parts_that_there_are_none_of(layers: list[AttentionLayer], told: str) -> None:

@@ -186,7 +186,7 @@ REFUSALS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         r"paged_kv_cache .*\(3, 16, 4, 64\).*all 2 heads",
     ),
     ("order", lambda: parallel.ContextLayout(0, 2, 16, "zigzag"), PlanError, "order='zigzag'.*'contiguous'"),
-    ("runs", lambda: parallel.ContextLayout(0, 2, 16, "contiguous", 16), PlanError, "interleave=16.*leave it 0"),
+    ("runs", lambda: parallel.ContextLayout(0, 2, 16, "contiguous", 16), PlanError, "interleave=16.*pass 0"),
     ("cut", lambda: parallel.ContextLayout(0, 2, 16, interleave=8).pages(*LAYOUT), PlanError, "interleave=8.*'own'"),
     (
         "short",
