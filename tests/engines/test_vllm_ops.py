@@ -1,4 +1,4 @@
-"""vLLM's operators: paged_attention_v1 and _v2, and what fills their caches."""
+"""vLLM's operators: paged_attention_v1 and _v2, and those that fill their caches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def partials(blocks: Blocks, device: str, spare: int = 1) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_v2(case: BlockCase, device: str) -> None:
-    """What it leaves for each partition gives the output again; nothing is written where a sequence has none."""
+    """The partitions' states merge to the output; nothing is written where a sequence has no partition."""
     runs_on(case, device)
     blocks = Blocks(case)
     out, (exp_sums, max_logits, tmp_out) = blocks.out(device), partials(blocks, device)
@@ -91,7 +91,7 @@ def test_v2(case: BlockCase, device: str) -> None:
 
 
 def test_v2_without_partitions() -> None:
-    """max_seq_len 0."""
+    """max_seq_len 0 gives v2 no partition."""
     blocks = Blocks(BlockCase("none", (0, 0)))
     out = blocks.out("cpu")
     vllm_ops.paged_attention_v2(out, *partials(blocks, "cpu", spare=0), *blocks.arguments("cpu"))
@@ -99,7 +99,7 @@ def test_v2_without_partitions() -> None:
 
 
 def test_calls_follow_each_other() -> None:
-    """Options and lengths come and go."""
+    """Options and lengths change from call to call."""
     for name in ("sparse-alibi-e4m3", "long", "alibi", "sparse-query-heads", "no-tokens", "alibi", "fp32"):
         blocks = Blocks(next(case for case in CASES if case.name == name))
         out = blocks.out("cpu")
@@ -119,7 +119,7 @@ def new_tokens(dtype: torch.dtype, heads: int, size: int) -> tuple[torch.Tensor,
 
 
 def written(rows: torch.Tensor, kv_cache_dtype: str, scale: float) -> torch.Tensor:
-    """As the cache holds them."""
+    """The tokens as the cache holds them."""
     if kv_cache_dtype == "auto":
         return rows
     dtype = FP8[kv_cache_dtype]
@@ -156,7 +156,7 @@ def test_new_tokens_are_written(kind: str, dtype: torch.dtype, kv_cache_dtype: s
     given = [t.view(torch.uint8) if t.element_size() == 1 else t for t in caches]
     write = vllm_ops.reshape_and_cache if kind == "blocks" else vllm_ops.reshape_and_cache_flash
     scales = (torch.tensor(K_SCALE, device=device), torch.tensor(V_SCALE, device=device))
-    padding = 2  # rows behind those that have a slot
+    padding = 2  # rows after those that have a slot
     rows = [torch.cat([t, torch.full_like(t[:padding], math.nan)]).to(device) for t in (key, value)]
     write(*rows, *given, slots.to(device), kv_cache_dtype, *scales)
     for found, exact in zip(caches, expected, strict=True):
@@ -168,7 +168,7 @@ def test_new_tokens_are_written(kind: str, dtype: torch.dtype, kv_cache_dtype: s
 
 
 def test_what_is_written_is_read(device: str) -> None:
-    """A cache that reshape_and_cache filled, as one tensor that split_kv_cache cuts."""
+    """A cache filled by reshape_and_cache: one tensor, cut by split_kv_cache."""
     blocks = Blocks(BlockCase("round-trip", (70, 5), head_size=128))
     case = blocks.case
     memory = poison(torch.empty(2, blocks.num_blocks, 16 * 2 * 128, dtype=torch.bfloat16)).to(device)
@@ -189,7 +189,7 @@ def test_what_is_written_is_read(device: str) -> None:
 
 
 def full_arguments(blocks: Blocks) -> list[Any]:
-    """Of the operators, which have no defaults; NaN compares unequal in opcheck."""
+    """All arguments of the operators, which have no defaults; the caches hold no NaN, which opcheck finds unequal."""
     arguments = blocks.arguments("cpu")
     arguments[1:3] = [t.nan_to_num() for t in arguments[1:3]]
     return arguments if blocks.case.sparse else [*arguments, 0, 0, 0, 64, 0]
