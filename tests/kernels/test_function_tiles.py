@@ -1,5 +1,6 @@
-"""Mask functions of the Hopper prefill kernel, on the host: the kernel that asks a variant for tiles, against the same
-function evaluated by torch."""
+"""Mask functions of the Hopper prefill kernel, on the host: the kernel that finds the tiles of a variant's mask,
+compared with torch's evaluation of the same function.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ MOST_TOKENS, BEFORE, REQUESTS, HEADS = 4600, 300, 5, 40  # BEFORE: rows may stan
 _generator = torch.Generator().manual_seed(5)
 DOCUMENT = torch.sort(torch.randint(0, 30, (REQUESTS, BEFORE + MOST_TOKENS), generator=_generator))[0]
 REACH = torch.randint(0, 900, (HEADS,), generator=_generator)
-FIRST = torch.tensor([0, 10**6, 100, 640, -5])  # of the tokens that a request sees
+FIRST = torch.tensor([0, 10**6, 100, 640, -5])  # first of the tokens that a request sees
 
 
 def documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -103,7 +104,7 @@ def asked_batches(draw: st.DrawFn, function: Callable[..., Any]) -> Asked:
 @given(data=st.data())
 def test_tiles_and_queue_of_functions(function: Callable[..., Any], data: st.DataObject) -> None:
     batch, grid = data.draw(asked_batches(function)), data.draw(st.sampled_from((1, 3)))
-    for _ in range(2):  # the second run finds what the first one left
+    for _ in range(2):  # the second run starts from the memory of the first
         batch.find(grid)
     batch.check_tiles()
     batch.check_queue()
@@ -153,7 +154,7 @@ def planned(variant: Variant, is_graph: bool = False, **options: Any) -> Any:
 def test_a_wrapper_binds_memory_for_its_plan(
     function: Callable[..., Any], fixed_split_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU's plan serves, where the CPU's kernel is said to look for tiles."""
+    """Uses a CPU plan, with a CPU kernel that is marked to need mask tiles."""
     monkeypatch.setattr(choose, "_mask_source", lambda *_: "function")
     planner = planned(Variant(mask_mod=function), fixed_split_size=fixed_split_size, causal=True, window_left=400)
     combination = planner.active[0]

@@ -1,4 +1,4 @@
-"""The kernel that gathers rows, on the host, and its launch; tests/planner/test_gathered.py has what asks for it."""
+"""The kernel that gathers rows, on the host, and its launch; tests/planner/test_gathered.py tests when plans use it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_rows_are_those_of_the_pages(form: str, layout: str, heads: int, dims: t
     if form.startswith("fused") and dims[0] != dims[1]:
         pytest.skip("one tensor has one head dim")
     if form.startswith("odd") and heads > 1 and (form == "odd_head") == (layout == "NHD"):
-        pytest.skip("a dimension of more than one")
+        pytest.skip("the dimension has more than one entry")
     count, first = 37, 5
     cache = Cache.make(form, Shape(41, 1, heads, *dims), layout, torch.float16)
     k, v = cache.rows()

@@ -1,4 +1,4 @@
-"""The machine code of the Hopper prefill kernel: warpgroup products, none put one after the other, nothing spilled."""
+"""The machine code of the Hopper prefill kernel: its wgmmas are not serialised, and no register spills."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_fp8_products_sum_over_32() -> None:
     spec = prefill_spec(128, loader="transposed")
     assert spec.tile is not None
     found = re.findall(r"m64n(\d+)k(\d+)\.f32\.e4m3\.e4m3 .*\n.*accumulate, 1, 1;", render(spec))
-    assert found == [(str(spec.tile.tile_kv), "32"), ("128", "32")]  # no word of transposed factors
+    assert found == [(str(spec.tile.tile_kv), "32"), ("128", "32")]  # there is no word of transposed factors
 
 
 @pytest.mark.parametrize(("dim", "dtype", "name"), [(128, DType.BFLOAT16, "bf16"), (72, DType.FLOAT16, "f16")])
@@ -79,7 +79,9 @@ def test_machine_code(dim: int, loader: str, position_encoding: str, tmp_path: P
     if loader == "transposed":
         form = r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 "
     else:
-        form = r"HGMMA\.64x(\d+)x16\.F32" + (" " if loader == "converted" else r"\.BF16 ")  # fp16 has no name
+        form = r"HGMMA\.64x(\d+)x16\.F32" + (
+            " " if loader == "converted" else r"\.BF16 "
+        )  # fp16 has no name in the opcode
     products = re.findall(form, sass.stdout)
     assert spec.tile is not None
     assert set(products) == {str(spec.tile.tile_kv), str(dim)}, sass.stderr
@@ -95,7 +97,8 @@ ASKED = {
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 @pytest.mark.parametrize("function", ASKED)
 def test_machine_code_of_mask_functions(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that asks for tiles, and the one that asks in mixed ones alone, with the largest tiles."""
+    """The kernel that finds a function's tiles, and the one that evaluates it in mixed tiles, with the largest
+    tiles."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     options = Options("paged", 32, 8, 128, 128, 16, *(3 * (DType.BFLOAT16,)))
     variant = Variant(mask_mod=ASKED[function]).traced().spec

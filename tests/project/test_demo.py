@@ -35,7 +35,7 @@ def test_the_check_agrees(model: Llama, finished: list[Request]) -> None:
 
 
 class Indifferent(PagedAttention):
-    """All scores are nearly the same."""
+    """A model with nearly equal scores for all tokens."""
 
     def forward(self, q: Any, k: Any, v: Any, layer: AttentionLayer, *arguments: Any) -> Any:
         return super().forward(q, k, v, dataclasses.replace(layer, logits_soft_cap=0.01), *arguments)
