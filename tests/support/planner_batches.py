@@ -1,4 +1,4 @@
-"""A batch, how it is to be cut, and the plan that the host library makes of the two."""
+"""A batch, how to cut it, and the plan that the host library makes of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashpage.native import records as plan_bytes
 
 @dataclasses.dataclass
 class Batch:
-    """Lengths of one batch and what the kernel can see."""
+    """The lengths of a batch, and what its rows see."""
 
     q_lens: np.ndarray
     kv_lens: np.ndarray
@@ -32,7 +32,7 @@ class Batch:
 
     @property
     def served_q_lens(self) -> np.ndarray:
-        """Rows that the plan has work for."""
+        """Rows that the plan covers."""
         is_served = (self.q_lens >= self.least_rows) & ((self.q_lens <= self.most_rows) | (self.most_rows == 0))
         return np.where(is_served, self.q_lens, 0)
 
@@ -77,7 +77,7 @@ class Planned:
     result: native.PlanResult
     header: np.void
     ctas: np.ndarray
-    firsts: np.ndarray  # of each CTA, the first item as its own
+    firsts: np.ndarray  # the first item of each CTA, as that CTA reads it
     items: np.ndarray
     merges: np.ndarray
     arrivals: np.ndarray
@@ -146,7 +146,7 @@ def call(problem: native.ProblemStruct, cutting: Cutting, capacity: int) -> tupl
 
 
 def plan(batch: Batch, cutting: Cutting, capacity: int | None = None, **forms: object) -> Planned:
-    """Plans within what fp_plan_bounds promises for exactly these capacities, which must therefore be enough."""
+    """Plans with exactly the capacities that fp_plan_bounds returns, which must be enough."""
     limit_bytes, limit_rows = bounds(batch, cutting)
     arrays = arrays_of(batch, **forms)
     status, buffer, result = call(problem_of(batch, arrays), cutting, limit_bytes if capacity is None else capacity)
