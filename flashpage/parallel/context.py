@@ -192,8 +192,7 @@ class ContextParallelAttention(Unique):
         Args:
             q: [rows, num_qo_heads, head_dim], the same on every rank.
             paged_kv_cache: this rank's pages, as BatchPrefillWithPagedKVCacheWrapper.run takes them.
-            out: [rows, num_qo_heads, head_dim_vo] (heads="own": num_qo_heads / world_size), contiguous, written; None:
-                allocated.
+            out: [rows, num_qo_heads, head_dim_vo] (heads="own": num_qo_heads / world_size), dense; None: allocated.
             lse: [rows, num_qo_heads] (heads="own": num_qo_heads / world_size), fp32, base 2, written; None: allocated.
             return_lse: also return lse.
             q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.

@@ -141,7 +141,11 @@ def test_multi_item_scoring() -> None:
     indptr = torch.tensor([0, tokens], dtype=torch.int32)
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace())
     wrapper.plan(
-        *(indptr, indptr, HEADS, KV_HEADS, DIM),
+        qo_indptr=indptr,
+        kv_indptr=indptr,
+        num_qo_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim_qk=DIM,
         q_data_type=torch.float32,
         prefix_len_ptr=torch.tensor([prefix]),
         token_pos_in_items_ptr=torch.tensor(positions, dtype=torch.int16),
@@ -204,7 +208,12 @@ def test_begin_forward_is_assignable(batch: Batch) -> None:
     wrapper.begin_forward = functools.partial(flashpage.fast_decode_plan, wrapper)
     assert wrapper.begin_forward.func is flashpage.fast_decode_plan
     wrapper.begin_forward(
-        *(torch.zeros_like(batch.indptr), *batch.pages()[1:], HEADS, KV_HEADS, DIM, PAGE),
+        torch.zeros_like(batch.indptr),
+        *batch.pages()[1:],
+        num_qo_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        page_size=PAGE,
         data_type=torch.float32,
         global_override_indptr_cpu=batch.indptr,
     )
@@ -262,7 +271,12 @@ def test_index_tensors_are_read_as_they_are(batch: Batch, change: Any) -> None:
     close(wrapper.run(batch.q, batch.cache), expected)
     seq_lens = change(torch.tensor(KV_LENS, dtype=torch.int32))
     wrapper.plan(
-        *(*lengths[:3], torch.zeros(4, dtype=torch.int32), HEADS, KV_HEADS, DIM, PAGE),
+        *lengths[:3],
+        paged_kv_last_page_len=torch.zeros(4, dtype=torch.int32),
+        num_qo_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim_qk=DIM,
+        page_size=PAGE,
         causal=True,
         q_data_type=torch.float32,
         seq_lens=seq_lens,
@@ -307,8 +321,14 @@ def test_fixed_split_does_not_depend_on_the_batch(batch: Batch) -> None:
         pages = batch.indices[batch.indptr[request] : batch.indptr[request + 1]]
         alone = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
         alone.plan(
-            *(indptr_of((ROWS[request],)), indptr_of((len(pages),)), pages, batch.last_page_len[request : request + 1]),
-            *(HEADS, KV_HEADS, DIM, PAGE),
+            qo_indptr=indptr_of((ROWS[request],)),
+            paged_kv_indptr=indptr_of((len(pages),)),
+            paged_kv_indices=pages,
+            paged_kv_last_page_len=batch.last_page_len[request : request + 1],
+            num_qo_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim_qk=DIM,
+            page_size=PAGE,
             causal=True,
             q_data_type=torch.float32,
             fixed_split_size=2,

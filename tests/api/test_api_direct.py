@@ -1,5 +1,4 @@
-"""Builtins of the host library that take tensors: which tensors they tell apart, that they are used, and the
-fallback."""
+"""Builtins of the host library that take tensors: which ones they tell apart, their use, and the fallback."""
 
 from __future__ import annotations
 

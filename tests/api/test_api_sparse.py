@@ -69,7 +69,10 @@ class Matrix:
     def check(self, out: torch.Tensor, lse: torch.Tensor | None, scale: float = 1.0) -> None:
         bsr = self.bsr
         case = Case(
-            *("bsr", "rows that see the blocks of a block-sparse matrix", (bsr.N,), (bsr.M,)),
+            "bsr",
+            "rows that see the blocks of a block-sparse matrix",
+            kv_lens=(bsr.N,),
+            q_lens=(bsr.M,),
             num_q_heads=bsr.num_q_heads,
             num_kv_heads=bsr.num_kv_heads,
             head_dim=bsr.head_dim,

@@ -94,8 +94,7 @@ def test_results(case: CascadeCase, device: str) -> None:
     "case", [c for c in CASES if c.name in ("decode", "prefill-causal", "window-three-levels")], ids=str
 )
 def test_flat_attention_gives_the_same(case: CascadeCase, device: str) -> None:
-    """Flat attention over the same pages, if shared tokens fill them; a request's list names the pages of all
-    levels."""
+    """Flat attention over the same pages, if shared tokens fill them; a request's list has the pages of all levels."""
     tree = [[(rows, -(-n // case.page_size) * case.page_size) for rows, n in level] for level in case.tree[:-1]]
     batch = CascadeBatch(
         CascadeCase(case.name, (*tree, case.tree[-1]), causal=case.causal, window_left=case.window_left)

@@ -46,12 +46,13 @@ def places_of(wrapper: Any) -> tuple[Any, ...]:
     combination = planner.active[0]
     part = combination.parts[0]
     return (
-        *(
-            combination.slot.memory.data_ptr(),
-            planner.indices.address,
-            planner.workspaces.partials(combination.options.head_dim_vo),
-        ),
-        *(part.num_ctas, part.cluster_size, part.num_merges, part.prepared.choice.spec),
+        combination.slot.memory.data_ptr(),
+        planner.indices.address,
+        planner.workspaces.partials(combination.options.head_dim_vo),
+        part.num_ctas,
+        part.cluster_size,
+        part.num_merges,
+        part.prepared.choice.spec,
     )
 
 

@@ -294,7 +294,11 @@ def test_graphs_read_the_items_of_the_newest_plan(capacity: bool) -> None:
     def score(wrapper: Any, prefix: int, positions: list[int]) -> torch.Tensor:
         tokens = prefix + len(positions)
         wrapper.plan(
-            *(ints(0, tokens), ints(0, tokens), 4, 4, 64),
+            qo_indptr=ints(0, tokens),
+            kv_indptr=ints(0, tokens),
+            num_qo_heads=4,
+            num_kv_heads=4,
+            head_dim_qk=64,
             q_data_type=torch.float32,
             prefix_len_ptr=ints(prefix),
             token_pos_in_items_ptr=torch.tensor(positions, dtype=torch.int16),

@@ -2,8 +2,7 @@
 
 Flat decode runs twice: over shared pages, with which each request's list begins (repeated reads may hit the L2), and
 over copies, where nothing is shared. One run times everything on the same numbers, as CUDA graph replays after a flush
-of the L2. `--small --device cpu` runs tiny shapes with the host's clock: it only shows that the program works. nothing
-else.
+of the L2. `--small --device cpu` runs tiny shapes with the host's clock: it only shows that the program works.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Decode of small batches with clusters of each size: microseconds of a graph's replay, all sizes alternating in one
-run.
+"""Decode of small batches with clusters of each size: microseconds of a graph's replay, sizes alternating in one run.
 
 `general`: units are cut anywhere and merged through partials; `1`: each unit has its own CTA; `2` to `16`: each unit
-has a cluster of that size; `planner`: the planner chooses. Sizes with too few clusters for the case's units are
-skipped.
+has a cluster of that size; `planner`: the planner chooses. Sizes with too few clusters for the units are skipped.
 """
 
 from __future__ import annotations

@@ -56,10 +56,15 @@ class Batch:
         plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
         native.check(
             native.load().fp_plan_bounds(
-                *(count, count * q_len, int(kv_lens.sum()), *heads),
-                *(ctypes.byref(self.problem.visibility), ctypes.addressof(self.schedule)),
-                *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
-            )
+                count,
+                count * q_len,
+                int(kv_lens.sum()),
+                *heads,
+                ctypes.byref(self.problem.visibility),
+                ctypes.addressof(self.schedule),
+                ctypes.byref(plan_bytes),
+                ctypes.byref(partial_rows),
+            )  # fmt: skip
         )
         self.buffer = np.zeros(plan_bytes.value, np.uint8)
 
@@ -82,7 +87,18 @@ class Batch:
 
 def make_schedule(q_len: int, heads: tuple[int, int], num_ctas: int) -> native.Schedule:
     """Tile and costs of the newest CUDA kernel for such rows."""
-    options = Options(*("paged", *heads, HEAD_DIM, HEAD_DIM, PAGE_SIZE, *[DType.BFLOAT16] * 3), uniform_q_len=q_len)
+    options = Options(
+        kv_source="paged",
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim_qk=HEAD_DIM,
+        head_dim_vo=HEAD_DIM,
+        page_size=PAGE_SIZE,
+        q_dtype=DType.BFLOAT16,
+        kv_dtype=DType.BFLOAT16,
+        out_dtype=DType.BFLOAT16,
+        uniform_q_len=q_len,
+    )
     problem = Problem(options, choose.packed_rows(options, 1, q_len))
     choice = choose.choose_for_card(problem, devices.H200)
     return schedules.schedule(choice, options, num_ctas)

@@ -24,9 +24,16 @@ import flashpage
 
 HEADER = Path(flashpage.__file__).parent.parent / "include" / "flashpage" / "tile" / "trace.h"
 CASES = (  # without --only
-    *("batch 1, context 1k", "batch 1, context 32k", "batch 16, context 4k", "batch 64, context 4k"),
-    *("batch 64, context 4k, lognormal", "batch 64, context 4k, Zipf", "batch 64, context 4k, one long"),
-    *("batch 256, context 1k", "e4m3 KV, batch 64, context 4k", "batch 256, chat"),
+    "batch 1, context 1k",
+    "batch 1, context 32k",
+    "batch 16, context 4k",
+    "batch 64, context 4k",
+    "batch 64, context 4k, lognormal",
+    "batch 64, context 4k, Zipf",
+    "batch 64, context 4k, one long",
+    "batch 256, context 1k",
+    "e4m3 KV, batch 64, context 4k",
+    "batch 256, chat",
 )
 
 

@@ -1,8 +1,8 @@
 """vLLM's operators over its caches of blocks, compared with its own kernels, and the operators that write caches.
 
 Everything is timed in one run on the same numbers, as CUDA graph replays with the L2 flushed before each. `--peer`
-names a that registers torch.ops._C.paged_attention_v1 when it is imported (vllm._C up to 0.24). `--small --device cpu`
-runs tiny shapes with the host's clock: it shows that the program works, nothing else.
+names a module that registers torch.ops._C.paged_attention_v1 when it is imported (vllm._C up to 0.24). `--small
+--device cpu` runs tiny shapes with the host's clock: it only shows that the program works.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ class Blocks:
         self.out = torch.empty_like(batch.q)
         one = torch.ones((), device=device)
         self.arguments: list[Any] = [
-            *(batch.q, self.key_cache, self.value_cache, case.num_kv_heads, case.head_dim**-0.5),
-            *(batch.table.rectangular(), torch.tensor(batch.kv_lens, dtype=torch.int32, device=device)),
-            *(case.page_size, longest, None, "fp8" if self.is_fp8 else "auto", one, one),
-            *(0, 0, 0, 64, 0),
-        ]
+            batch.q, self.key_cache, self.value_cache, case.num_kv_heads, case.head_dim**-0.5,
+            batch.table.rectangular(), torch.tensor(batch.kv_lens, dtype=torch.int32, device=device), case.page_size,
+            longest, None, "fp8" if self.is_fp8 else "auto", one, one, 0, 0, 0, 64, 0,
+        ]  # fmt: skip
         shape = (*batch.q.shape[:2], -(-longest // 512))
         sums = (torch.empty(shape, device=device) for _ in range(2))
         self.partials = [*sums, torch.empty(*shape, case.head_dim, device=device, dtype=batch.q.dtype)]

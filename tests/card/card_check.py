@@ -74,8 +74,7 @@ def run(check: Check, card: str, logs: Path, limit_seconds: float) -> Outcome:
 
 
 def run_all(wanted: Sequence[Check], cards: Sequence[str], jobs: int, logs: Path, limit_seconds: float) -> int:
-    """Runs the checks, prints a line for each that had something to do, and the failed ones; returns the exit
-    status."""
+    """Runs the checks, prints a line for each that had tests, and the failed ones. Returns the exit status."""
     with ThreadPoolExecutor(jobs) as pool:
         started = [
             pool.submit(run, check, cards[i % len(cards)], logs, limit_seconds) for i, check in enumerate(wanted)

@@ -96,8 +96,7 @@ class Serving:
         return lambda: Outputs(*wrapper.run(q, self.cache, return_lse=True))
 
     def captured(self, **mode: Any) -> Callable[[list[int]], Outputs]:
-        """Captures a graph for a full batch while one request is in it; returns a function that replays it for
-        others."""
+        """Captures a graph for a full batch while one request is in it; returns a replay for others."""
         batch = len(SERVING_LENS)
         sizes = {"paged_kv_indptr": batch + 1, "paged_kv_last_page_len": batch, "paged_kv_indices": sum(self.counts)}
         buffers = {f"{name}_buffer": torch.zeros(n, dtype=torch.int32, device=DEVICE) for name, n in sizes.items()}

@@ -158,8 +158,7 @@ def test_graphs_on_the_second_card() -> None:
 
 
 def test_many_graphs_share_one_wrapper(decode_steps: Steps) -> None:
-    """One graph for each of several inputs, as engines capture one for each size; the newest plan serves the next
-    replay."""
+    """One graph for each of several inputs, as engines capture one for each size; a replay uses the newest plan."""
     steps, wrapper = decode_steps, decode_steps.wrapper(graph=True)
     steps.load(0)
     steps.plan(wrapper, 0)

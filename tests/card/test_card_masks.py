@@ -166,10 +166,12 @@ def test_a_mask_that_changes_under_a_graph(tensors: tuple[torch.Tensor, ...]) ->
     buffers = [torch.zeros(len(Q_LENS) + 1, dtype=torch.int32, device=DEVICE) for _ in range(3)]
     bits = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
-        *(torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE), "NHD", True),
-        *buffers[:2],
-        bits,
-        buffers[2],
+        torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE),
+        use_cuda_graph=True,
+        qo_indptr_buf=buffers[0],
+        kv_indptr_buf=buffers[1],
+        custom_mask_buf=bits,
+        mask_indptr_buf=buffers[2],
     )
     plan(wrapper, packed_custom_mask=pack_bits(masks(4)).to(DEVICE))
     out = wrapper.run(*tensors)

@@ -1,5 +1,4 @@
-"""transformers models on a card, in 16 bits: as close to eager attention as torch's kernels; a trained model
-exactly."""
+"""transformers models on a card, in 16 bits: as close to eager attention as torch's kernels; one model exactly."""
 
 from __future__ import annotations
 

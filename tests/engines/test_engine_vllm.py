@@ -1,6 +1,5 @@
 """vLLM's calls of FlashInfer's wrappers, argument by argument, through `flashinfer`: metadata on the host (pinned if
-there is a card), K and V as halves of one cache, padded requests, and the attributes that vLLM asserts before every
-run."""
+there is a card), K and V as halves of one cache, padded requests, and attributes that vLLM asserts before a run."""
 
 from __future__ import annotations
 
@@ -182,8 +181,7 @@ def test_decode_graph_wrappers(device: str, flashinfer: types.ModuleType) -> Non
 
 
 def test_context_parallel_prefill(device: str, flashinfer: types.ModuleType) -> None:
-    """Cached tokens are paged and not causal, new ones ragged and causal; the caller converts LSEs to natural
-    logarithms."""
+    """Cached tokens are paged and not causal, new ones ragged and causal; the caller converts LSEs to base e."""
     batch = EngineBatch(prefill_case(**FORM, chunks=((16, 64), (16, 32), (16, 16))), device)
     inputs, sizes = batch.inputs, batch.sizes
     pages = [(tokens - 16) // 16 for tokens in batch.case.kv_lens]  # all but the last page of each request

@@ -31,8 +31,7 @@ launched_many = f"launch many grid=36 {shape} stream=7 first=4343"
 
 
 def test_two_parts_are_launched_on_two_streams_and_joined_behind_both() -> None:
-    """Neither attention launch is a dependent launch, as both follow an event; a merge depends on its attention
-    launch."""
+    """Neither attention launch is a dependent launch, as both follow an event; a merge is one."""
     with_fake_driver(
         PRELUDE
         + """

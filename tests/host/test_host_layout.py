@@ -1,5 +1,4 @@
-"""The structs that csrc/abi_structs.py reads and writes, and csrc/cuda/cuda_api.h compared with the toolkit's
-cuda.h."""
+"""The structs that csrc/abi_structs.py reads and writes, and csrc/cuda/cuda_api.h against the toolkit's cuda.h."""
 
 from __future__ import annotations
 

@@ -230,8 +230,7 @@ def test_merge_state_in_place_leaves_rows_outside_its_mask_alone(element: tuple[
 
 @pytest.mark.parametrize("element", [FP16, BF16], ids=["fp16", "bf16"])
 def test_rounding_is_that_of_numpy_for_every_kind_of_value(element: tuple[int, int, float]) -> None:
-    """A merge of one state only converts it: denormals, ties, overflow, infinities, NaN; all 16-bit values
-    round-trip."""
+    """A merge of one state only converts it: denormals, ties, overflow, infinities, NaN; all 16-bit values return."""
     every = np.arange(2**16, dtype=np.uint16)
     out, _ = merge_states(decode(every, element).reshape(1, -1, 1, 128), np.zeros((1, 512, 1), np.float32), element)
     np.testing.assert_array_equal(out.ravel(), decode(every, element))

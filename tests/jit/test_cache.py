@@ -84,8 +84,17 @@ def _file_in_place(entry: cache.Entry) -> None:
 
 
 BREAKS = [
-    *(_cut, _empty, _flip_a_bit, _swap, _swap_binary, _binary_unreadable, _folder_unreadable),
-    *(_cut_meta, _meta_of_another_shape, _no_meta, _file_in_place),
+    _cut,
+    _empty,
+    _flip_a_bit,
+    _swap,
+    _swap_binary,
+    _binary_unreadable,
+    _folder_unreadable,
+    _cut_meta,
+    _meta_of_another_shape,
+    _no_meta,
+    _file_in_place,
 ]
 
 

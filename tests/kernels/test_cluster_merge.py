@@ -32,8 +32,7 @@ def library(kernel: tuple[str, int, int]) -> ctypes.CDLL:
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("log_pieces", [1, 2, 3, 4])
 def test_every_row_is_merged_once(kernel: tuple[str, int, int], log_pieces: int) -> None:
-    """The CTA that has its columns merges them; unsent memory is NaN. Groups of 1, 3 and 4 heads, with and without
-    LSE."""
+    """The CTA that has the columns merges; other memory is NaN. Groups of 1, 3 and 4 heads, with LSE or without."""
     code, dim = library(kernel), kernel[1]
     for rows, group in ((1, 1), (4, 4), (3, 3), (7, 4), (8, 1), (16, 4)):
         if rows <= code.max_rows():

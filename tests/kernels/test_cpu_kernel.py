@@ -90,8 +90,7 @@ def options(case: KernelCase, inputs: Inputs) -> reference.Options:
 
 
 def runs() -> list[pytest.param]:
-    """Every case at the best level and at the lowest one, whose vectors are half as wide; one case at the middle
-    level."""
+    """Every case at the best level and at the lowest one, whose vectors are half as wide; one at the middle level."""
     levels = runnable(None)
     found = [(case, target) for target in dict.fromkeys((levels[0], levels[-1])) for case in CASES]
     found += [(CASES[1], target) for target in levels[1:-1]]

@@ -81,7 +81,10 @@ def asked_batches(draw: st.DrawFn, function: Callable[..., Any]) -> Asked:
     num_kv_heads, group = draw(st.sampled_from(((1, 1), (2, 3), (1, 40), (3, 4))))
     q_lens, kv_lens = (np.array([r[i] for r in requests], np.int64) for i in range(2))
     batch = Batch(
-        *(q_lens, kv_lens, num_kv_heads * group, num_kv_heads),
+        q_lens,
+        kv_lens,
+        num_q_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
         page_size=0,
         causal=draw(st.booleans()),
         window_left=draw(st.sampled_from((-1, 200))),
@@ -142,7 +145,7 @@ def planned(variant: Variant, is_graph: bool = False, **options: Any) -> Any:
     if is_graph:
         buffers = {name: torch.zeros(3, dtype=torch.int32) for name in ("qo_indptr_buf", "kv_indptr_buf")}
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
-        *(torch.empty(1 << 23, dtype=torch.uint8), "NHD", is_graph), **buffers
+        torch.empty(1 << 23, dtype=torch.uint8), use_cuda_graph=is_graph, **buffers
     )
     indptr = torch.tensor([0, 300, 800])
     wrapper.plan(indptr, indptr, 6, 2, 64, variant=variant, **options)

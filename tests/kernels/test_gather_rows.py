@@ -19,7 +19,18 @@ from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.plan import gather_rows as gathered
 
-OPTIONS = Options("paged", 32, 8, 128, 128, 1, *(DType.BFLOAT16,) * 3, causal=True)
+OPTIONS = Options(
+    kv_source="paged",
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim_qk=128,
+    head_dim_vo=128,
+    page_size=1,
+    q_dtype=DType.BFLOAT16,
+    kv_dtype=DType.BFLOAT16,
+    out_dtype=DType.BFLOAT16,
+    causal=True,
+)
 ONE_TOKEN_FORMS = [form for form in FORMS if form != "indexed"]
 
 

@@ -31,7 +31,10 @@ def masked_batches(draw: st.DrawFn) -> Masked:
     num_kv_heads, group = draw(st.sampled_from(((1, 1), (2, 3), (1, 40), (3, 4))))
     q_lens, kv_lens = (np.array([r[i] for r in requests], np.int64) for i in range(2))
     batch = Batch(
-        *(q_lens, kv_lens, num_kv_heads * group, num_kv_heads),
+        q_lens,
+        kv_lens,
+        num_q_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
         page_size=0,
         has_custom_mask=True,
         q_start=draw(st.integers(0, 3)),
@@ -136,9 +139,9 @@ def test_bits_of_a_mixed_tile(tokens: int, window_left: int, group: int) -> None
         for first_row in range(0, 128, 16):
             for first in range(0, kv_len, tokens):
                 native().mask_tile_of(
-                    *(ctypes.byref(params), None, ctypes.c_void_p(item.ctypes.data), 128, 0, 0, first_row, first),
-                    *(tokens, ctypes.c_void_p(visible.ctypes.data)),
-                )
+                    ctypes.byref(params), None, ctypes.c_void_p(item.ctypes.data), 128, 0, 0, first_row, first, tokens,
+                    ctypes.c_void_p(visible.ctypes.data),
+                )  # fmt: skip
                 expected = all_visible[first_row : first_row + 16, first : first + tokens]
                 assert (visible == expected).all(), (first_row, first)
 
@@ -159,10 +162,9 @@ def test_bits_of_a_mixed_tile_as_computing_lanes_have_them(tokens: int, group: i
     for first_row in range(0, 128, 16):
         for first in range(0, kv_len, tokens):
             native().mask_tile_of(
-                *(ctypes.byref(params), ctypes.byref(masked.params)),
-                *(ctypes.c_void_p(item.ctypes.data), 128, 0, 0, first_row, first, tokens),
-                ctypes.c_void_p(visible.ctypes.data),
-            )
+                ctypes.byref(params), ctypes.byref(masked.params), ctypes.c_void_p(item.ctypes.data), 128, 0, 0,
+                first_row, first, tokens, ctypes.c_void_p(visible.ctypes.data),
+            )  # fmt: skip
             expected = all_visible[first_row : first_row + 16, first : first + tokens]
             assert (visible == expected).all(), (first_row, first)
 
@@ -199,7 +201,8 @@ def test_graph_mode_has_memory_for_the_largest_batch() -> None:
     buffers = {"qo_indptr_buf": torch.zeros(3, dtype=torch.int32), "kv_indptr_buf": torch.zeros(3, dtype=torch.int32)}
     mask_buffer = torch.zeros(80000, dtype=torch.uint8)
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
-        *(torch.empty(1 << 20, dtype=torch.uint8), "NHD", True),
+        float_workspace_buffer=torch.empty(1 << 20, dtype=torch.uint8),
+        use_cuda_graph=True,
         **buffers,
         custom_mask_buf=mask_buffer,
         mask_indptr_buf=torch.zeros(3, dtype=torch.int32),

@@ -161,8 +161,7 @@ def test_index_tensors_in_any_form_give_the_same_bits(case: Case, form: str, dev
 
 
 def big_tensor(elements: int, device: str, folder: Path) -> torch.Tensor:
-    """bf16 memory whose untouched part costs nothing: a sparse file on the CPU, plain memory on a card that has
-    enough."""
+    """bf16 memory whose untouched part costs nothing: a sparse file on the CPU, plain memory on a card."""
     if device == "cpu":
         return torch.from_file(str(folder / "sparse"), shared=True, size=elements, dtype=torch.bfloat16)
     if torch.cuda.mem_get_info(device)[0] < 3 * elements:

@@ -1,7 +1,6 @@
 """prefill_sm90, the whole kernel on the host: loading and computing warps, rings, barriers, products and masks.
 
-Copies arrive late and in any order, and wgmmas finish when they are waited for; other accesses happen where they are
-written.
+Copies arrive late and in any order, and wgmmas finish when they are waited for; other accesses are immediate.
 """
 
 from __future__ import annotations

@@ -28,7 +28,15 @@ def prefill_spec(
     cache = DType.FLOAT8_E4M3 if loader in ("converted", "transposed") else dtype
     query = cache if loader == "transposed" else dtype
     options = Options(
-        *("paged", 1, 1, dim, dim, 1 if loader == "rows" else 16, query, cache, dtype),
+        kv_source="paged",
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim_qk=dim,
+        head_dim_vo=dim,
+        page_size=1 if loader == "rows" else 16,
+        q_dtype=query,
+        kv_dtype=cache,
+        out_dtype=dtype,
         position_encoding="ROPE_LLAMA" if position_encoding == "rope" else "NONE",
     )
     spec = choose.choose_for_card(Problem(options, 128), devices.H200).spec
@@ -97,10 +105,19 @@ ASKED = {
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 @pytest.mark.parametrize("function", ASKED)
 def test_machine_code_of_mask_functions(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that finds a function's tiles, and the one that evaluates it in mixed tiles, with the largest
-    tiles."""
+    """The kernel that finds a function's tiles, and the one that evaluates it in mixed tiles, both with large tiles."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
-    options = Options("paged", 32, 8, 128, 128, 16, *(3 * (DType.BFLOAT16,)))
+    options = Options(
+        kv_source="paged",
+        num_q_heads=32,
+        num_kv_heads=8,
+        head_dim_qk=128,
+        head_dim_vo=128,
+        page_size=16,
+        q_dtype=DType.BFLOAT16,
+        kv_dtype=DType.BFLOAT16,
+        out_dtype=DType.BFLOAT16,
+    )
     variant = Variant(mask_mod=ASKED[function]).traced().spec
     choice = choose.choose(Problem(options, 4096), torch.device("cuda:0"), variant)
     specs = [choice.spec, mask_tiles_spec(choice, options)]

@@ -64,9 +64,13 @@ def test_rows_have_the_tokens_of_their_chunk(seed: int) -> None:
     batch, cutting = random_case(rng)
     count = min(len(batch.q_lens), 5)
     batch = dataclasses.replace(
-        *(batch,), q_lens=rng.integers(0, 90, count), kv_lens=rng.integers(0, 400, count), has_custom_mask=False,
-        has_mask_tiles=False, chunk=int(rng.choice([1, 7, 16, 64, 100, 1000, 2**30 - 1])),
-    )  # fmt: skip
+        batch,
+        q_lens=rng.integers(0, 90, count),
+        kv_lens=rng.integers(0, 400, count),
+        has_custom_mask=False,
+        has_mask_tiles=False,
+        chunk=int(rng.choice([1, 7, 16, 64, 100, 1000, 2**30 - 1])),
+    )
     if rng.random() < 0.5:
         cutting = dataclasses.replace(cutting, ns_per_merge=2000.0, min_piece_tokens=16)
     planned = plan(batch, cutting)  # within the sizes that fp_plan_bounds promises

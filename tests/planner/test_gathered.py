@@ -32,7 +32,18 @@ from flashpage.plan import gather_rows as gathered
 from flashpage.plan import option_plan, prepared_kernels
 from flashpage.plan.prepared_kernels import Prepared
 
-OPTIONS = Options("paged", 32, 8, 128, 128, 1, *(DType.BFLOAT16,) * 3, causal=True)
+OPTIONS = Options(
+    kv_source="paged",
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim_qk=128,
+    head_dim_vo=128,
+    page_size=1,
+    q_dtype=DType.BFLOAT16,
+    kv_dtype=DType.BFLOAT16,
+    out_dtype=DType.BFLOAT16,
+    causal=True,
+)
 FULL = dataclasses.replace(OPTIONS, causal=False)
 ROWS_OF_TOKEN = 64  # replaces the real limit, so that small batches gather
 
@@ -279,7 +290,8 @@ def test_batches_that_are_not_gathered(as_on_hopper: None, what: str) -> None:
     assert batch.rows is not None
     if what == "graph":
         batch.wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(
-            *(batch.workspace, "NHD", True),
+            float_workspace_buffer=batch.workspace,
+            use_cuda_graph=True,
             qo_indptr_buf=torch.zeros(3, dtype=torch.int32),
             paged_kv_indptr_buf=torch.zeros(3, dtype=torch.int32),
             paged_kv_indices_buf=torch.zeros(300, dtype=torch.int32),

@@ -27,7 +27,18 @@ from flashpage.plan.buffers import PlanSlot
 from flashpage.plan.report.mixed import PartedPlan
 
 HOPPER = torch.device("cuda:0")
-OPTIONS = Options(*("paged", 32, 8, 128, 128, 16), *[DType.BFLOAT16] * 3, causal=True)
+OPTIONS = Options(
+    kv_source="paged",
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim_qk=128,
+    head_dim_vo=128,
+    page_size=16,
+    q_dtype=DType.BFLOAT16,
+    kv_dtype=DType.BFLOAT16,
+    out_dtype=DType.BFLOAT16,
+    causal=True,
+)
 
 
 # ---------------------------------------------------------------- which batches are divided, and how
@@ -340,7 +351,8 @@ def test_what_is_planned_as_a_whole(two_kernels: None) -> None:
     for options in ({"fixed_split_size": 16}, {"disable_split_kv": True}, {"custom_mask": mask}):
         assert not isinstance(step.planned(**options).last_plan, PartedPlan)
     graph = flashpage.BatchPrefillWithPagedKVCacheWrapper(
-        *(torch.empty(16 << 20, dtype=torch.uint8), "NHD", True),
+        float_workspace_buffer=torch.empty(16 << 20, dtype=torch.uint8),
+        use_cuda_graph=True,
         max_batch=len(ROWS),
         max_pages=1000,
         max_rows=sum(ROWS),
@@ -355,7 +367,14 @@ def test_promised_workspaces_hold_both_plans(two_kernels: None) -> None:
         step = Step(rows, kv_lens)
         wrapper = step.planned()
         promised = wrapper.workspace_size(
-            *(step.rows, *step.lengths, HEADS, KV_HEADS, DIM, PAGE), causal=True, q_data_type=torch.float32
+            step.rows,
+            *step.lengths,
+            num_qo_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim_qk=DIM,
+            page_size=PAGE,
+            causal=True,
+            q_data_type=torch.float32,
         )
         wrapper.reset_workspace_buffer(*(torch.empty(size, dtype=torch.uint8) for size in promised))
         step.plan(wrapper)

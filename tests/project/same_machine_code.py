@@ -3,8 +3,7 @@
     python tests/project/same_machine_code.py OLD NEW [--arch 80 --arch 90a] [--jobs N]
 
 Each side is built by its own code. Names of functions, specs and files do not count. Exit code: 0 if all code is equal,
-1 if something differs or has no partner, 2 if a side does not build. Builds are kept: a second call compiles only
-changes.
+1 if something differs or has no partner, 2 if a side does not build. Builds are kept: a second call compiles changes.
 """
 
 from __future__ import annotations

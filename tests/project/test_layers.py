@@ -21,9 +21,18 @@ LONG_FILES = {
 
 # Python, from the top. A room imports the rooms below its row; the rooms of one row do not import each other.
 ROOMS = [
-    *({"cli"}, {"demo"}),
+    {"cli"},
+    {"demo"},
     {"engines", "serving"},
-    *({"parallel"}, {"wrappers"}, {"run"}, {"plan"}, {"jit"}, {"kernels"}, {"variants"}, {"native"}, {"base"}),
+    {"parallel"},
+    {"wrappers"},
+    {"run"},
+    {"plan"},
+    {"jit"},
+    {"kernels"},
+    {"variants"},
+    {"native"},
+    {"base"},
 ]
 FRONT_DOOR_LINES = 45  # lines of a docstring, imports and __all__
 IMPORTS_FRONT_DOORS = {
@@ -148,8 +157,7 @@ ASM_WRITERS = ["flashpage/kernels/wgmma_source.py"]  # it renders wgmma, whose r
 
 
 def test_asm_stands_in_ptx_alone() -> None:
-    """Only headers of ptx/ have inline assembly, and one Python module, which writes the instruction that C++ templates
-    cannot spell."""
+    """Only headers of ptx/ have inline assembly, and one Python module, for what C++ templates cannot write."""
     sources = [*HEADERS.rglob("*.h"), *(ROOT / "csrc").rglob("*"), *(ROOT / "templates").glob("*.jinja")]
     with_asm = [path for path in sources if path.is_file() and ASM.search(path.read_text())]
     assert with_asm, "no asm found at all: the pattern above matches nothing"

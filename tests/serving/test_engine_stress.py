@@ -121,8 +121,7 @@ def test_stress_on_the_cpu() -> None:
 
 @pytest.mark.cuda
 def test_ten_thousand_steps_on_a_card() -> None:
-    """Device memory does not grow by a byte that torch counts, and the process grows by no more than its heap's
-    noise."""
+    """Device memory does not grow by a byte that torch counts, and the process only by its heap's noise."""
     model = small_model("cuda")
     engine, traffic, before, after = run(model, steps=10_000, warm_up=2_000)
     check_run(model, engine, traffic, least_sample=50)

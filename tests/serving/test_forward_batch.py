@@ -45,7 +45,15 @@ def test_what_comes_to_the_host_is_waited_for() -> None:
         batch = batch_on("cpu")
         on_card = torch.zeros(6, dtype=torch.int32, device="cuda")
         batch = ForwardBatch(
-            batch.mode, *(on_card,) * 4, batch.seq_lens, batch.new_lens, tree_mask=on_card, encoder_slots=on_card
+            batch.mode,
+            tokens=on_card,
+            positions=on_card,
+            out_slots=on_card,
+            rows=on_card,
+            seq_lens=batch.seq_lens,
+            new_lens=batch.new_lens,
+            tree_mask=on_card,
+            encoder_slots=on_card,
         )
         with CopiesToTheHost() as copies:
             found = batch.to(torch.device("cpu"))

@@ -1,5 +1,4 @@
-"""A small Llama that learns to repeat a pattern, with such margins that 16-bit arithmetic does not change its
-tokens."""
+"""A small Llama that learns to repeat a pattern, with margins that 16-bit arithmetic does not cross."""
 
 from __future__ import annotations
 

@@ -141,8 +141,7 @@ class Masked:
 
 @dataclasses.dataclass(repr=False)
 class Asked(Masked):
-    """A batch whose `masks` are those of a function that the kernel evaluates: [num_q_heads, q_len, kv_len] a
-    request."""
+    """A batch whose `masks` are those of a function that the kernel evaluates: [num_q_heads, q_len, kv_len] each."""
 
     ask: Callable[[host.MaskTilesParams, int], None] = lambda params, grid: None
     in_range: list[np.ndarray] = dataclasses.field(default_factory=list)  # what causal and window leave visible
@@ -178,8 +177,14 @@ def memory_of(planned: Planned, tile_heads: int) -> tuple[host.MaskTilesParams, 
     """The struct with its sizes, the cells that it needs, and the memory after them."""
     batch, result, params = planned.batch, planned.result, host.MaskTilesParams()
     masked = host.MaskedBatch(
-        *(result.mask_bytes, result.tile_cells, result.total_q, len(batch.q_lens), batch.num_q_heads),
-        *(batch.num_kv_heads, batch.has_custom_mask, tile_heads),
+        mask_bytes=result.mask_bytes,
+        tile_cells=result.tile_cells,
+        rows=result.total_q,
+        requests=len(batch.q_lens),
+        num_q_heads=batch.num_q_heads,
+        num_kv_heads=batch.num_kv_heads,
+        has_custom_mask=batch.has_custom_mask,
+        tile_heads=tile_heads,
     )
     schedule = planned.cutting.struct()
     count = host.load().fp_mask_cells(ctypes.byref(masked), ctypes.byref(schedule), ctypes.byref(params))

@@ -152,8 +152,7 @@ def _check_items(planned: Planned) -> None:
 
 
 def _check_firsts(planned: Planned) -> None:
-    """A CTA's first item is stored next to its range, as in the list but for its own head and partials; or it is
-    zeros."""
+    """A CTA's first item is stored next to its range, with that CTA's own head and partials; else zeros."""
     works = planned.ctas["end"] > planned.ctas["begin"]
     ctas, firsts = planned.ctas[works], planned.firsts[works]
     expected = planned.items[ctas["begin"]]
@@ -203,8 +202,7 @@ def _check_pieces(planned, pieces, units, unit_of, count, is_cut) -> None:
 
 
 def _check_merges(planned, pieces, units, unit_of, starts, count, is_cut) -> None:
-    """Partials lie end to end and do not overlap; the merges name each once, in the order of pieces, for every row
-    once."""
+    """Partials lie end to end and do not overlap; the merges name each once, in the order of pieces, once a row."""
     rows = units["rows"]
     begins, sizes = pieces["partial_row"][is_cut], rows[unit_of][is_cut]
     covered = _coverage(begins, sizes, int(planned.header["num_partial_rows"]))

@@ -85,9 +85,14 @@ class Tables:
         stream = torch.cuda.current_stream().cuda_stream if memory.is_cuda else None
         native.check(
             (library or native.load()).fp_tables_plan(
-                *(kernel, ctypes.byref(self.struct), ctypes.byref(cutting.struct()), memory.data_ptr() + start, size),
-                *(stream, 0),
-            )
+                kernel,
+                ctypes.byref(self.struct),
+                ctypes.byref(cutting.struct()),
+                memory.data_ptr() + start,
+                size,
+                stream,
+                0,
+            )  # fmt: skip
         )
         found = memory.cpu().numpy()
         assert (found[:start] == 0xA5).all() and (found[start + size :] == 0xA5).all(), "wrote outside its memory"

@@ -133,7 +133,10 @@ class Blocks:
             assert out.shape == self.query.shape
             return
         as_case = Case(
-            *(case.name, "a call of vLLM's operators", case.seq_lens, (1,) * len(case.seq_lens)),
+            case.name,
+            "a call of vLLM's operators",
+            kv_lens=case.seq_lens,
+            q_lens=(1,) * len(case.seq_lens),
             num_q_heads=case.num_heads,
             num_kv_heads=case.num_kv_heads,
             head_dim=case.head_size,

@@ -10,7 +10,10 @@ from . import chunks, few_rows, fp8_prefill, fp8_queries, gathered, long, option
 from .case import Case
 
 CASES: list[Case] = [
-    *(*shapes.rows(), *few_rows.rows(), *options.rows(), *pairs.rows()),
+    *shapes.rows(),
+    *few_rows.rows(),
+    *options.rows(),
+    *pairs.rows(),
     *chunks.rows(),
     *fp8_queries.rows(),
     *fp8_prefill.rows(),

@@ -13,8 +13,7 @@ MIXED_KV = (130, 17, 200, 69)  # a decode row, a whole prompt, two appended chun
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row of the table. Lengths are lists with one entry a request; options are named as the wrappers'
-    arguments."""
+    """One row of the table. Lengths are lists with one entry a request; options have the names of arguments."""
 
     name: str
     why: str

@@ -250,6 +250,12 @@ def rope_rows() -> list[Case]:
 
 def rows() -> list[Case]:
     return [
-        *(*length_rows(), *page_rows(), *packed_rows(), *dim_rows()),
-        *(*window_rows(), *split_rows(), *score_rows(), *rope_rows()),
+        *length_rows(),
+        *page_rows(),
+        *packed_rows(),
+        *dim_rows(),
+        *window_rows(),
+        *split_rows(),
+        *score_rows(),
+        *rope_rows(),
     ]

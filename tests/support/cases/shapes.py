@@ -138,8 +138,7 @@ def head_rows() -> list[Case]:
 
 
 def dim_rows() -> list[Case]:
-    """Every head dim once, decode and prefill, paged and ragged alternately; 8 mod 16 also with fp8 rows (8-byte
-    loads)."""
+    """Every head dim once, decode and prefill, paged and ragged alternately; 8 mod 16 also in fp8 (8-byte loads)."""
     rows = []
     for i, dim in enumerate((16, 24, 40, 72, 80, 96, 112, 128, 160, 192, 256, 512)):
         why = "a head dim that is a multiple of 8, with its own row tile"

@@ -1,8 +1,7 @@
 """Users' variants for the case table, each as a user writes it and as torch evaluates it for the reference.
 
 A builder takes a device and returns the arguments of flashpage.Variant with captured tensors on that device, and the
-two callables that the reference evaluates with broadcast index tensors; for Python variants they are the same
-callables.
+two callables that the reference evaluates with broadcast index tensors; a Python variant is its own reference.
 """
 
 from __future__ import annotations
@@ -104,7 +103,13 @@ def expression(device: str) -> BuiltVariant:
 VARIANTS: dict[str, Callable[[str], BuiltVariant]] = {
     builder.__name__: builder
     for builder in (
-        *(tensor_bias, head_gain, distance_penalty, documents, head_windows, rows_that_see_nothing, blocks_and_gain),
+        tensor_bias,
+        head_gain,
+        distance_penalty,
+        documents,
+        head_windows,
+        rows_that_see_nothing,
+        blocks_and_gain,
         expression,
     )
 }
