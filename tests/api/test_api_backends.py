@@ -200,7 +200,7 @@ def test_which_kernels_get_tiles_of_functions(
         (5, {"head_dim_qk": 64, "head_dim_vo": 64}, 190),
         (5, {"page_size": 1}, 125),
         (5, {"position_encoding": "ROPE_LLAMA"}, 125),
-        (5, {"has_mask": True}, 128),  # a mask's tiles are looked up by row blocks of a tile
+        (5, {"has_mask": True}, 128),  # a mask's tiles are looked up by row tile
         (5, {"kv_dtype": DType.FLOAT8_E4M3}, 128),  # Q is converted row by row
         (5, {"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3}, 125),
     ],

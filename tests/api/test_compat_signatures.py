@@ -10,8 +10,8 @@ from signatures import shown
 
 import flashpage
 
-# Positional parameters of FlashInfer 0.7.2 as name=default; a name alone has no default. One default is ours: in
-# FlashInfer, BlockSparseAttentionWrapper.plan has o_data_type='float16', which narrows outputs of wider queries silently.
+# Positional parameters of FlashInfer 0.7.2 as name=default; a name alone has no default. One default is ours:
+# FlashInfer's BlockSparseAttentionWrapper.plan has o_data_type='float16', which silently narrows wider outputs.
 SIGNATURES: dict[str, str] = {
     "MultiLevelCascadeAttentionWrapper.__init__": (
         "num_levels float_workspace_buffer kv_layout='NHD' use_cuda_graph=False qo_indptr_buf_arr=None "

@@ -70,7 +70,7 @@ class Masked:
         return -(-int(batch.q_lens[request]) * batch.group // self.planned.cutting.tile_q)
 
     def check_tiles(self) -> None:
-        """Every row block's tiles; each block has its own cells."""
+        """Every row tile's mask tiles; each row tile has its own cells."""
         taken: list[int] = [0, 1]
         for request in range(len(self.planned.batch.q_lens)):
             for block in range(self.row_tiles(request)):
@@ -83,7 +83,7 @@ class Masked:
                     bits = np.unpackbits(found.T.copy().view(np.uint8), bitorder="little").reshape(2, -1)
                     assert (bits[:, : len(visible)] == (visible, mixed)).all(), (request, block, head)
                     assert not bits[:, len(visible) :].any()
-        assert len(taken) == len(set(taken)), "two row blocks share a cell"
+        assert len(taken) == len(set(taken)), "two row tiles share a cell"
         assert max(taken) < self.params.queue_begin
 
     def check_lanes(self) -> None:

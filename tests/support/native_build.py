@@ -89,7 +89,7 @@ def _prelude(source: str, compiler: tuple[str, ...]) -> Path:
 
 
 def _built(name: str, command: list[str], folder: Path | None = None) -> Path:
-    """What the command writes after -o, built by one process while others wait for it."""
+    """The file that the command writes after -o, built by one process while others wait for it."""
     built = (folder or _folder_of(name, *command)) / name
     with open(built.with_name("lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
