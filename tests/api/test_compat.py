@@ -109,7 +109,7 @@ def test_install_twice(flashinfer: types.ModuleType) -> None:
 def test_another_flashinfer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     other = types.ModuleType("flashinfer")
     monkeypatch.setitem(sys.modules, "flashinfer", other)
-    with pytest.raises(FlashpageError, match="flashinfer is imported already"):
+    with pytest.raises(FlashpageError, match="flashinfer is already imported"):
         compat.install()
     compat.uninstall()
     assert sys.modules["flashinfer"] is other
