@@ -263,7 +263,7 @@ def test_errors_of_variable_blocks() -> None:
             (arrays[0], arrays[1] + torch.tensor([[1], [0]]), arrays[2]),
             r"block_row_sz has shape .* and sums \[100, 96\]",
         ),
-        ((*arrays[:2], -arrays[2]), "none negative"),
+        ((*arrays[:2], -arrays[2]), "no negative sizes"),
         ((None, *arrays[1:]), "block_mask_map=None"),
     ):
         with pytest.raises(PlanError, match=says):

@@ -186,7 +186,7 @@ def test_jit_modules_that_are_none() -> None:
     ):
         with pytest.raises(CapabilityError, match=r"jit_module=.* pass a flashpage\.Variant"):
             function(types.SimpleNamespace(run=None), query, q, q)
-        with pytest.raises(RunError, match="1 values behind v"):
+        with pytest.raises(RunError, match="1 values after v"):
             function(variant, query, q, q, 0.5)
     with pytest.raises(CapabilityError, match="mask_mode=2 is not supported"):
         flashpage.single_prefill_with_kv_cache_with_jit_module(variant, q, q, q, mask_mode=2)

@@ -49,7 +49,7 @@ def test_run_without_a_plan(kind: str) -> None:
     broken = plan_arguments() | {"num_kv_heads": 3}
     with pytest.raises(PlanError):
         wrapper.plan(**broken)
-    with pytest.raises(RunError, match="again, where it failed"):  # not the plan before
+    with pytest.raises(RunError, match="and again if it failed"):  # not the plan before
         wrapper.run(**run_arguments())
 
 

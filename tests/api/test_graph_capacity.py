@@ -129,8 +129,8 @@ def workspace() -> torch.Tensor:
     ("given", "says"),
     [
         ({"max_batch": 4, "max_pages": 9, "use_cuda_graph": False}, "max_batch with use_cuda_graph=False"),
-        ({"max_batch": 4}, "max_pages=None beside other capacities"),
-        ({"max_pages": 4}, "max_batch=None beside other capacities"),
+        ({"max_batch": 4}, "max_pages=None but other capacities are given"),
+        ({"max_pages": 4}, "max_batch=None but other capacities are given"),
         ({"max_batch": -1, "max_pages": 4}, "max_batch=-1 is out of range"),
         (
             {"max_batch": 1, "max_pages": 4, "paged_kv_indptr_buffer": torch.zeros(2, dtype=torch.int32)},

@@ -168,7 +168,10 @@ ERRORS = [
     ({"block_tables": torch.zeros((2, 2), dtype=torch.int32).t()}, "contiguous rows"),
     ({"block_tables": torch.tensor([[0, -7], [2, 0]], dtype=torch.int32)}, "block_tables has page -7 in use"),
     ({"num_requests": torch.zeros(2, dtype=torch.int32)}, r"num_requests has shape \(2,\): pass one number"),
-    ({"table_rows": torch.zeros(3, dtype=torch.int32)}, "table_rows has 3 entries but seq_lens 2: pass one a request"),
+    (
+        {"table_rows": torch.zeros(3, dtype=torch.int32)},
+        "table_rows has 3 entries but seq_lens 2: pass one for each request",
+    ),
     ({"table_rows": torch.tensor([0, 2])}, r"table_rows reaches 2 \(least 0\) but block_tables has 2 rows"),
     ({"num_qo_heads": 5}, "num_qo_heads=5 is not a multiple"),
 ]

@@ -108,7 +108,7 @@ class CapturedRuns:
 
 
 def addresses_in(struct: Any, name: str = "") -> Iterator[Address]:
-    """Pointers of a struct and of the structs in it, but for outputs."""
+    """Pointers of a struct and of the structs in it, except outputs."""
     name = name or type(struct).__name__
     for field, kind in struct._fields_:
         value = getattr(struct, field)
@@ -123,18 +123,18 @@ def addresses_in(struct: Any, name: str = "") -> Iterator[Address]:
 
 
 def _storages_of(addresses: list[Address]) -> list[tuple[str, StorageWeakRef]]:
-    """The memory that each address lies in; an address in no tensor's memory is an error."""
-    storages = []
+    """The memory that each address lies in; an address outside of all tensors' memory is an error."""
+    storages = []  # fake tensors of other tests have none
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor) and found.layout is torch.strided and not found.is_meta:
             with contextlib.suppress(NotImplementedError, RuntimeError):
-                storages.append(found.untyped_storage())
+                storage = found.untyped_storage()
+                storages.append((storage.data_ptr(), storage.nbytes(), storage))
     memory = []
     for name, address in addresses:
-        holds = (s for s in storages if s.data_ptr() <= address < s.data_ptr() + s.nbytes())
-        storage = next(holds, None)
-        assert storage is not None, f"{name} is in no tensor's memory"
-        memory.append((name, StorageWeakRef(storage)))
+        holder = next((s for begin, size, s in storages if begin <= address < begin + size), None)
+        assert holder is not None, f"{name} is in no tensor's memory"
+        memory.append((name, StorageWeakRef(holder)))
     return memory
 
 
