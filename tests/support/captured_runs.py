@@ -1,5 +1,5 @@
-"""Runs as a graph keeps them: each launch with its arguments as they were, to be launched again, and the memory that
-these arguments point at."""
+"""Runs as a graph keeps them: launches with copies of their arguments, to be launched again, and the memory to which
+these arguments point."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Address = tuple[str, int]
 
 
 class _Keep(TorchDispatchMode):
-    """Keeps what operators return, as a graph's memory pool does."""
+    """Keeps the operators' results, as a graph's memory pool does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,11 +34,11 @@ class _Keep(TorchDispatchMode):
 
 
 class CapturedRuns:
-    """The runs that a call makes.
+    """The runs of a call.
 
     Attributes:
-        out: what the call returned.
-        addresses: of all memory that the launches are given, but for outputs.
+        out: the call's result.
+        addresses: of all memory in the launches' arguments, except outputs.
     """
 
     def __init__(self, call: Callable[[], Any], *, keeps_tensors: bool) -> None:
@@ -51,12 +51,12 @@ class CapturedRuns:
         self._memory = _storages_of(self.addresses)
 
     def replay(self) -> None:
-        """Launches again what was launched, on the CPU."""
+        """Launches the recorded kernels again, on the CPU."""
         for function, arguments in self._launches:
             native.check(function(*arguments))
 
     def check_memory(self) -> None:
-        """All of it is still there."""
+        """Checks that all of the memory still exists."""
         gone = [name for name, storage in self._memory if storage.expired()]
         assert not gone, f"freed: {gone}"
 
