@@ -39,7 +39,7 @@ class ModelConfig(Protocol):
 
     @property
     def head_dim(self) -> int:
-        """Of queries, keys and values."""
+        """Head dimension of queries, keys and values."""
         ...
 
 
@@ -53,12 +53,12 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device of its weights."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of queries, keys and values."""
+        """Element type of queries, keys and values."""
         ...
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
