@@ -1,7 +1,7 @@
 """Builds the host library with g++ alone and puts headers and templates into the wheel.
 
-`python setup.py build_host` builds flashpage/lib/libflashpage.so and writes flashpage/native/structs.py in a checkout,
-as far as they are out of date.
+`python setup.py build_host` builds flashpage/lib/libflashpage.so and writes flashpage/native/structs.py in a checkout
+if they are out of date.
 `pip wheel --no-build-isolation --config-settings=--build-option=--aot=all .` makes a wheel with the kernels of
 aot/specs.py; instead of all: names of targets (`--aot=sm_90a,avx512`), or a program's manifest of its kernels
 (`--aot=used.json`).
@@ -28,8 +28,8 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{ROOT / 'include'}"]
 COMPILE += [f"-I{ROOT / 'csrc'}"]  # for sources in folders of csrc/
-COMPILE += ["-fno-trapping-math"]  # nobody reads the floating-point flags, and loops with a choice vectorise
-# One library for every distribution: the C++ runtime inside, only libc, libdl and libpthread outside.
+COMPILE += ["-fno-trapping-math"]  # the floating-point flags are not read, and loops with a choice vectorise
+# One library for every distribution: it contains the C++ runtime and needs only libc, libdl and libpthread.
 LINK = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined", "-Wl,-z,nodelete", "-s"]
 EXPORTS = ROOT / "csrc" / "exports.map"
 LINK += [f"-Wl,--version-script={EXPORTS}"]
@@ -38,9 +38,9 @@ STRUCTS = ROOT / "flashpage" / "native" / "structs.py"  # written by csrc/abi_st
 
 
 def build_library(library: Path, objects: Path) -> None:
-    """Compiles the sources below csrc/ in parallel, without the up-to-date ones, and links; publishes by rename.
+    """Compiles the out-of-date sources below csrc/ in parallel, links, and replaces the library by a rename.
 
-    Also writes the Python mirrors of its structs, once the compiler has found their layouts right.
+    Also writes the Python mirrors of its structs, after the compiler has checked their layouts.
     """
     wanted = os.environ.get("FLASHPAGE_CXX") or os.environ.get("CXX") or "g++"
     try:
@@ -109,7 +109,7 @@ def _is_stale(product: Path, command: list[str], record: Path, files: list[Path]
 
 
 def _files_read(dependencies: Path) -> list[Path]:
-    """The files that a compilation read, from the compiler's list; the list itself where there is none."""
+    """The files that a compilation read, from the compiler's list; if there is no list, its missing file."""
     if not dependencies.exists():
         return [dependencies]
     words = re.findall(r"(?:\\.|[^\s\\])+", dependencies.read_text().replace("\\\n", " "))
@@ -118,7 +118,7 @@ def _files_read(dependencies: Path) -> list[Path]:
 
 
 def _run_recorded(command: list[str], record: Path) -> None:
-    """Runs a command, then publishes its record. The record's time is the start: a file edited meanwhile is newer."""
+    """Runs a command, then writes its record, dated to the start: a file edited in between is then newer."""
     record.unlink(missing_ok=True)
     started = record.with_name(f"{record.name}.partial")
     started.write_text(shlex.join(command))
@@ -136,7 +136,7 @@ def _run(command: list[str]) -> None:
 
 
 def build_kernels(which: str) -> None:
-    """Brings flashpage/aot_kernels up to date, by the package itself in a process of its own."""
+    """Updates flashpage/aot_kernels in another process, which imports the package."""
     command = [sys.executable, "-m", "aot.build"]
     if which.endswith(".json"):
         command += ["--manifest", which]
@@ -149,7 +149,7 @@ def build_kernels(which: str) -> None:
 
 
 def _module(path: Path):
-    """A module alone: the package itself needs the library that is being built."""
+    """Imports one module without its package, which needs the library that is being built."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -161,7 +161,7 @@ def _paths_module():
 
 
 class BuildHost(Command):
-    """The host library, in the checkout."""
+    """Builds the host library in the checkout."""
 
     description = "build flashpage/lib/libflashpage.so in place"
     user_options = []
@@ -177,14 +177,14 @@ class BuildHost(Command):
 
 
 class BuildPackage(build_py):
-    """The Python files, and next to them the library, headers, templates and the frozen hash of all sources."""
+    """Collects the Python files, the library, headers, templates, and a hash of all sources that stays fixed."""
 
     def run(self) -> None:
         self.run_command("build_host")
         if self.editable_mode:
             return
         package = Path(self.build_lib) / "flashpage"
-        shutil.rmtree(package, ignore_errors=True)  # what an earlier build left would be shipped
+        shutil.rmtree(package, ignore_errors=True)  # files of an earlier build would be shipped too
         super().run()
         (package / "lib").mkdir(parents=True)
         shutil.copy2(ROOT / "flashpage" / "lib" / "libflashpage.so", package / "lib")
@@ -219,7 +219,7 @@ class BuildWheel(bdist_wheel):
 
 
 class PlatformDistribution(Distribution):
-    """Not pure: the wheel goes to platlib."""
+    """A distribution with binaries, so that the wheel goes to platlib."""
 
     aot = ""
 

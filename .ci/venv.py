@@ -1,8 +1,8 @@
-"""Makes the virtual environment of `make` and CI, or brings it up to date: `python3 .ci/venv.py FOLDER [--own-torch]`.
+"""Creates or updates the virtual environment of `make` and CI: `python3 .ci/venv.py FOLDER [--own-torch]`.
 `--docs`: the environment of `make docs`, without torch and flashpage.
 
-A torch (2.9 or newer) that the calling python3 has is left alone and used from where it is; otherwise the pinned one is
-installed. Two calls at once take turns. A call that finds everything in place takes a fraction of a second.
+If the calling python3 has torch 2.9 or newer, the environment uses that installation; otherwise the pinned torch is
+installed. A second call waits for the first. If nothing has changed, a call takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CELLS, _CLEAR = 30, "\r\033[K"
 
 
 def installed_torch() -> Path | None:
-    """The site-packages folder of this python's torch, where it is 2.9 or newer."""
+    """The site-packages folder of this python's torch, or None if it is missing or older than 2.9."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -60,11 +60,11 @@ def create(folder: Path, torch_home: Path | None) -> None:
         pins = re.sub(r"(?m)^torch==.*\n", "", pins)
     constraints = folder / "constraints.txt"
     constraints.write_text(pins)
-    # Through the environment, so that a build pip starts by itself obeys it too.
+    # Set in the environment, so that builds that pip starts obey it too.
     os.environ["PIP_CONSTRAINT"] = str(constraints)
     os.environ["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
     run(python, "-m", "pip", "install", "-qq", "setuptools", "wheel")
-    run(python, "setup.py", "-q", "build_host")  # first: without g++ all the downloads are for nothing
+    run(python, "setup.py", "-q", "build_host")  # first, as without g++ the downloads would be wasted
     size = "" if torch_home else " (torch among them: this can take minutes)"
     print(f"installing the pinned packages into {folder.name}{size}", flush=True)
     site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--own-torch", action="store_true", help="install the pinned torch even where there is one")
     parser.add_argument("--docs", action="store_true", help="the packages of docs/requirements.txt, and nothing else")
     arguments = parser.parse_args()
-    if sys.version_info < (3, 10):  # noqa: UP036 - run by whatever python3 is
+    if sys.version_info < (3, 10):  # noqa: UP036 - any python3 may run this
         sys.exit(f"flashpage needs Python 3.10 or newer; {sys.executable} is {sys.version.split()[0]}: set PYTHON=")
     folder = arguments.folder.absolute()
     torch_home = None if arguments.own_torch or arguments.docs else installed_torch()
@@ -149,4 +149,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit(130)  # the stamp is not written: the next call starts afresh
+        sys.exit(130)  # without the stamp, the next call starts from nothing

@@ -1,1 +1,1 @@
-"""The kernels that are built before they are asked for: which (specs), and how (build)."""
+"""Builds kernels before a program needs them: `specs` lists the kernels of a wheel, `build` compiles them."""

@@ -1,7 +1,7 @@
 """Builds the AOT list into flashpage/aot_kernels, which `pip wheel --config-settings=--build-option=--aot=all` ships.
 
-`--check` compiles into a folder that is thrown away and fails where a kernel does not compile, spills registers or has
-its warpgroup products one after the other.
+`--check` compiles into a temporary folder. It fails where a kernel does not compile, where registers spill, or where
+ptxas serialises the wgmmas of a kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashpage.kernels.spec import KernelSpec
 
 from . import specs
 
-# compute_80: PTX that the driver compiles for a card without its own cubin (aot/specs.py: with tiles of its own).
+# compute_80 is PTX, which the driver compiles for cards without a cubin; aot/specs.py gives it tiles of its own.
 WHEEL_TARGETS = ("sm_80", "sm_90a", "compute_80", "avx2", "avx512")
 CHECK_TARGETS = ("sm_80", "sm_90a")
 
@@ -27,7 +27,7 @@ Kernel = tuple[KernelSpec, Target]
 
 
 def listed(targets: Iterable[str], default_only: bool = False) -> list[Kernel]:
-    """The list's specs for those of the targets that fit them."""
+    """The list's specs for these targets, as (target, spec) pairs; targets without a spec contribute none."""
     of_cuda = specs.default_cuda_specs if default_only else specs.cuda_specs
     return [
         (spec, target)
@@ -37,7 +37,7 @@ def listed(targets: Iterable[str], default_only: bool = False) -> list[Kernel]:
 
 
 def from_manifest(path: Path, targets: Iterable[str] = ()) -> list[Kernel]:
-    """What a program has used (flashpage.jit.write_manifest): for the targets it ran on, or for `targets` instead."""
+    """The kernels of a manifest (flashpage.jit.write_manifest), for its own targets, or for `targets` instead."""
     used = read_manifest(path)
     if not targets:
         return used
@@ -46,7 +46,7 @@ def from_manifest(path: Path, targets: Iterable[str] = ()) -> list[Kernel]:
 
 
 def build_into(folder: Path, kernels: Iterable[Kernel], jobs: int | None = None) -> list[BuildResult]:
-    """Makes `folder` hold these kernels and no others: what other sources or lists left there is removed."""
+    """Makes `folder` hold exactly these kernels: files of other sources or other lists are removed."""
     folder = folder.absolute()
     results = build_kernels(kernels, folder, jobs)
     store = Store(folder)
@@ -62,13 +62,13 @@ def build_into(folder: Path, kernels: Iterable[Kernel], jobs: int | None = None)
 
 
 def check(kernels: Iterable[Kernel], jobs: int | None = None) -> list[BuildResult]:
-    """Compiles every kernel anew, into a folder that is then removed."""
+    """Compiles every kernel without the cache, into a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="flashpage-check-") as folder:
         return build_kernels(kernels, Path(folder), jobs)
 
 
 def report(results: list[BuildResult]) -> None:
-    """One line a kernel: seconds, registers, spilled bytes."""
+    """Prints one line a kernel: seconds, registers, spilled bytes."""
     for result in results:
         numbers = f"{result.seconds:6.1f} s"
         if result.registers is not None:
@@ -82,11 +82,13 @@ def main(arguments: list[str] | None = None) -> int:
         *("--target", "--arch"), action="append", help=f"default: {', '.join(WHEEL_TARGETS)}; repeat for several"
     )
     parser.add_argument("--output", type=Path, default=aot_store().folder, help="default: %(default)s")
-    parser.add_argument("--jobs", type=int, help="compilers at a time; default: by cores and memory")
-    parser.add_argument("--check", action="store_true", help="keep nothing; fail on errors and on spilled registers")
-    parser.add_argument("--default-only", action="store_true", help="CUDA: the default specs alone")
+    parser.add_argument("--jobs", type=int, help="number of compilers that run at once; default: by cores and memory")
     parser.add_argument(
-        "--manifest", type=Path, help="a program's kernels (flashpage.jit.write_manifest), not the list"
+        "--check", action="store_true", help="keep nothing; fail on errors, spills and serialised wgmmas"
+    )
+    parser.add_argument("--default-only", action="store_true", help="CUDA: only the default specs")
+    parser.add_argument(
+        "--manifest", type=Path, help="build the kernels of this file (flashpage.jit.write_manifest), not the list"
     )
     given = parser.parse_args(arguments)
     try:
@@ -103,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     spilled = [result for result in results if given.check and result.spill_bytes]
     serial = [result for result in results if given.check and result.serial_products]
     for result in serial:
-        print(f"{result.spec.name}: ptxas puts its products one after the other", file=sys.stderr)
+        print(f"{result.spec.name}: ptxas serialises its wgmmas", file=sys.stderr)
     for result in failed:
         print(f"\n{result.error}", file=sys.stderr)
     print(f"{len(results)} kernels, {len(failed)} failed, {len(spilled)} spill registers")

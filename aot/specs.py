@@ -1,4 +1,4 @@
-"""The specs of a wheel, from the rows of each kernel's home. tests/jit/test_aot.py holds that plans ask for these."""
+"""The kernel specs of a wheel, from the rows of each kernel's home; tests/jit/test_aot.py compares them with plans'."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flashpage.kernels.spec import KernelSpec
 
 
 def cards_of(target: Target) -> list[Device]:
-    """The cards whose tiles the target's kernels have: one of each size of shared memory. PTX is for cards that have no
-    cubin, like an A100 and newer, with any of these sizes."""
+    """The cards whose tiles the target's kernels have: one for each size of shared memory. PTX serves all cards without
+    a cubin from A100 on, whichever size they have."""
     if target.backend == "cpu":
         return [devices.CPU]
     is_ptx = target.arch == PTX
@@ -28,7 +28,7 @@ def cards_of(target: Target) -> list[Device]:
 
 
 def attention_specs(target: Target, default_only: bool = False) -> list[KernelSpec]:
-    """What `choose` makes of each kernel's rows on the target's cards, where it takes that kernel."""
+    """The specs that `choose` picks for each kernel's rows on the target's cards, where it picks that kernel."""
     found = {}
     for card, kernel in itertools.product(cards_of(target), ATTENTION):
         if kernel.backend != target.backend or (kernel.archs and target.arch not in kernel.archs):
@@ -41,16 +41,16 @@ def attention_specs(target: Target, default_only: bool = False) -> list[KernelSp
 
 
 def default_cuda_specs(target: Target) -> list[KernelSpec]:
-    """What most models ask for: 16-bit queries on paged or ragged KV of the same type, and what goes with them."""
+    """The specs that most models need: 16-bit queries over paged or ragged KV of the same type, and their helpers."""
     of_hopper = helpers.AHEAD_OF_HOPPER if target.arch in devices.ACCELERATED else ()
     return [*attention_specs(target, default_only=True), *helpers.AHEAD, *of_hopper]
 
 
 def cuda_specs(target: Target) -> list[KernelSpec]:
-    """CI compiles those for sm_80 and sm_90a, at most 150 different ones."""
+    """All specs of a CUDA target. CI compiles those of sm_80 and sm_90a: at most 150 different ones."""
     return list(dict.fromkeys((*default_cuda_specs(target), *attention_specs(target))))
 
 
 def cpu_specs() -> list[KernelSpec]:
-    """For a machine with neither a GPU nor a compiler."""
+    """The specs for a machine with neither a GPU nor a compiler."""
     return attention_specs(Target("cpu", "avx2"))

@@ -18,17 +18,17 @@ MARKERS = {"slow": "takes more than a few seconds", "cuda": "needs an NVIDIA car
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
-    # A suite started in the background of a script ignores SIGINT, and so would its children, whom tests interrupt.
+    # A suite in the background of a script ignores SIGINT, and its children would too, which tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_builds()
     _keep_freed_memory()
-    # References are small: threads that spin would only take cores from the kernels. Programs that tests start, too.
+    # References are small: spinning threads would take cores from the kernels and from programs that tests start.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _keep_freed_memory() -> None:
-    """The allocator gives nothing back to the system: tests make and poison the same workspaces again and again."""
+    """The allocator keeps freed memory: tests allocate and poison workspaces of the same sizes again and again."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc
     if mallopt is not None:
         trim_threshold, mmap_threshold, top_pad = -1, -3, -2
@@ -38,7 +38,7 @@ def _keep_freed_memory() -> None:
 
 
 def devices() -> list[str]:
-    """The CPU always; the first card where there is one, and the second where there are two."""
+    """The CPU always; the first card if there is one, and the second if there are two."""
     return ["cpu", *(f"cuda:{i}" for i in range(min(torch.cuda.device_count(), 1)))]
 
 
@@ -50,11 +50,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="leave out slow tests, and most rows of long tables")
+    parser.addoption("--fast", action="store_true", help="skip slow tests, and most rows of long tables")
 
 
 def _leave_out_most(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps no slow test, and of each test with parameters the first two and every twelfth row."""
+    """Skips slow tests; keeps the first two parameter rows of each test and every twelfth one."""
     kept, left_out, rows = [], [], defaultdict[str, int](int)
     for item in items:
         row = rows[name := item.nodeid.partition("[")[0]]
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def kernels(request: pytest.FixtureRequest) -> None:
-    """Kernels of all collected tests that take a `case` and a `device`, compiled side by side."""
+    """Compiles the kernels of all collected tests that take a `case` and a `device`, in parallel."""
     from prebuild import prebuild
 
     wanted: dict[str, list[Case]] = defaultdict(list)

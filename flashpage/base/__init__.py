@@ -1,1 +1,1 @@
-"""What every room uses: element types, errors, environment variables, paths, and checks of single arguments."""
+"""Shared by every room: element types, errors, environment variables, paths, and checks of single arguments."""

@@ -1,4 +1,4 @@
-"""Small judgements of single arguments, shared by every public function: each message names argument, value and fix."""
+"""Checks of single arguments, shared by every public function. Messages name the argument, its value and the fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .errors import CapabilityError, FlashpageError, PlanError
 
 LAYOUTS = ("NHD", "HND")
 POSITION_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
-BACKENDS = ("auto", "fa2", "fa3")  # FlashInfer's names of what one kernel choice covers here
+BACKENDS = ("auto", "fa2", "fa3")  # FlashInfer's names for what one kernel choice covers here
 DEFAULT_ROPE_SCALE, DEFAULT_ROPE_THETA = 1.0, 1e4
 
 _VARIANT_HINT = "pass plan(..., variant=flashpage.Variant(...)), whose one source runs on the CPU and on the card"
@@ -22,15 +22,15 @@ _REASONS = {
     "use_fp16_qk_reduction": "scores are accumulated in fp32: leave it False",
     "jit_args": f"FlashInfer's C++ variants are not compiled here: {_VARIANT_HINT}",
     "jit_kwargs": f"FlashInfer's C++ variants are not compiled here: {_VARIANT_HINT}",
-    "jit_module": "FlashInfer's compiled modules are not run here: pass a flashpage.Variant in its place",
+    "jit_module": "FlashInfer's compiled modules are not run here: pass a flashpage.Variant instead",
     "kv_cache_sf": "nvfp4 caches need Blackwell kernels: use a 16-bit or fp8 cache and leave it None",
     "skip_softmax_threshold_scale_factor": "it belongs to the trtllm-gen kernels: leave it None",
     "use_fp16_softmax": "softmax is computed in fp32: leave it None",
     "uses_spcompress": "it belongs to the trtllm-gen kernels: leave it None",
     "use_profiler": "launches are stamped by `flashpage bench trace`: leave it False",
     "profiler_buffer": "launches are stamped by `flashpage bench trace`: leave it None",
-    "return_lse_p": "run returns the two outputs alone: use BatchPODWithPagedKVCacheWrapper.run(return_lse=True)",
-    "return_lse_d": "run returns the two outputs alone: use BatchPODWithPagedKVCacheWrapper.run(return_lse=True)",
+    "return_lse_p": "run returns only the two outputs: use BatchPODWithPagedKVCacheWrapper.run(return_lse=True)",
+    "return_lse_d": "run returns only the two outputs: use BatchPODWithPagedKVCacheWrapper.run(return_lse=True)",
     "custom_mask_d": "a decode's row sees all of its tokens: use BatchPrefillWithPagedKVCacheWrapper for masked rows",
     "packed_custom_mask_d": "a decode's row sees all of its tokens: use BatchPrefillWithPagedKVCacheWrapper",
     "block_mask": "it belongs to the Blackwell kernels: use VariableBlockSparseAttentionWrapper for masks of heads",
@@ -47,13 +47,13 @@ _REASONS = {
 }
 
 
-_LARGEST_FLOAT, _LEAST_FLOAT = 2.0**128, 2.0**-126  # fp32: kernels get numbers in it
+_LARGEST_FLOAT, _LEAST_FLOAT = 2.0**128, 2.0**-126  # fp32, in which kernels get numbers
 _CONTAINERS = (list, tuple, set, frozenset, dict, range, torch.Tensor)
 _MOST_SHOWN = 60  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """A value in a message, in a few words however large it is."""
+    """A value for a message, in a few words however large it is."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
     if isinstance(value, _CONTAINERS) and (len(value) > 3 or any(isinstance(entry, _CONTAINERS) for entry in value)):
@@ -63,12 +63,12 @@ def shown(value: object) -> str:
 
 
 def refuse(name: str, value: object) -> NoReturn:
-    """An option that no kernel honours."""
+    """Refuses an option that no kernel supports."""
     raise CapabilityError(f"{name}={shown(value)} is not supported: {_REASONS[name]}.")
 
 
 def refuse_given(**values: Any) -> None:
-    """Every value must be None, False or 0."""
+    """Refuses options whose values are not None, False or 0."""
     for name, value in values.items():
         if value is not None and (isinstance(value, torch.Tensor) or value):
             refuse(name, value)
@@ -77,7 +77,7 @@ def refuse_given(**values: Any) -> None:
 def refuse_run_options(
     kv_cache_sf: Any, skip_softmax: Any, use_fp16_softmax: Any, uses_spcompress: Any, lse_base: str, lse_layout: str
 ) -> None:
-    """What other kernels of FlashInfer take at run."""
+    """Refuses run's arguments for FlashInfer's other kernels."""
     if not (kv_cache_sf is None and skip_softmax is None and use_fp16_softmax is None and uses_spcompress is None):
         refuse_given(
             kv_cache_sf=kv_cache_sf,
@@ -93,9 +93,8 @@ def refuse_run_options(
 
 def extra_positions(args: tuple[Any, ...]) -> str:
     return (
-        f"run was given {len(args)} positional arguments behind the cache: FlashInfer takes "
-        "those for jit_args variants; "
-        f"{_VARIANT_HINT}."
+        f"run was given {len(args)} positional arguments after the cache (FlashInfer's jit_args). "
+        f"Instead, {_VARIANT_HINT}."
     )
 
 
@@ -108,8 +107,8 @@ def layout(kv_layout: str, error: type[FlashpageError] = PlanError) -> str:
 def backend(name: str) -> str:
     if name.__class__ is not str or name not in BACKENDS:
         raise CapabilityError(
-            f"backend={shown(name)} is not part of flashpage: pass 'auto' ('fa2' and 'fa3' mean the same here; kernels "
-            "are chosen from the card, the dtypes and the options)."
+            f"backend={shown(name)} is not part of flashpage: pass 'auto'. "
+            "'fa2' and 'fa3' mean the same here: card, dtypes and options choose the kernel."
         )
     return name
 
@@ -121,7 +120,7 @@ def position_encoding(mode: str) -> str:
 
 
 def flag(name: str, value: Any, error: type[FlashpageError] = PlanError) -> bool:
-    """A truth value: True, False, 1, 0 or numpy's. A text or a tensor would be true, whatever it says."""
+    """A boolean: True, False, 1, 0 or numpy's. Strings and tensors are refused, as they would count as true."""
     if value is True or value is False:
         return value
     if value.__class__.__name__ not in ("int", "bool", "bool_") or value not in (0, 1):
@@ -144,7 +143,7 @@ def whole(name: str, value: Any, low: int, high: int = 2**31 - 1, error: type[Fl
 
 
 def real(name: str, value: Any, *, positive: bool = False, error: type[FlashpageError] = PlanError) -> float:
-    """A number that fp32 holds."""
+    """A number that fp32 can represent."""
     try:
         if isinstance(value, (str, bytes, torch.Tensor)):
             raise TypeError
@@ -177,7 +176,7 @@ def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
     """Returns the tensor if it is dense, has values and requires no gradient."""
     if not isinstance(value, torch.Tensor):
         raise error(f"{name}={shown(value)} is a {type(value).__name__}: pass a torch.Tensor.")
-    if is_dynamo_compiling():  # the operator's implementation looks at the values
+    if is_dynamo_compiling():  # the operator's implementation checks the values
         return value
     if value.layout is not torch.strided:
         raise error(f"{name} has layout {value.layout}: pass a dense tensor, such as {name}.to_dense().")
@@ -189,16 +188,16 @@ def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
         raise error(f"{name} is on meta, which has no values: pass a tensor on the CPU or on a CUDA device.")
     if value.requires_grad and torch.is_grad_enabled():
         raise error(
-            f"{name} requires grad, and the output has none here: call this under torch.no_grad(), or pass "
-            f"{name}.detach()."
+            f"{name} requires grad, but the output has no gradient. "
+            f"Call this under torch.no_grad(), or pass {name}.detach()."
         )
     return value
 
 
 def dense_last(value: torch.Tensor, name: str, error: type[FlashpageError]) -> None:
-    """Rows must be contiguous along the head dimension; every other stride is free."""
+    """Checks that rows are contiguous along the head dimension; other strides are free."""
     if value.shape[-1] > 1 and value.stride(-1) != 1:
         raise error(
-            f"{name} has strides {tuple(value.stride())}: its last dimension must be contiguous; "
-            f"pass {name}.contiguous() or lay out the head dimension innermost."
+            f"{name} has strides {tuple(value.stride())}: its last dimension must be contiguous. "
+            f"Pass {name}.contiguous(), or make the head dimension the innermost."
         )

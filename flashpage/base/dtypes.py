@@ -1,4 +1,4 @@
-"""The element types that kernels know, and their names in torch and in C++."""
+"""The element types that kernels support, and their names in torch and in C++."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class DType(enum.Enum):
-    """An element type. The value is the name in specs, caches and messages; torch uses the same names."""
+    """An element type. Its value is its name in specs, caches and messages, which is torch's name."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -29,7 +29,7 @@ class DType(enum.Enum):
 
     @property
     def widened(self) -> DType:
-        """What the card computes with where this is stored: fp16 holds every fp8 number exactly."""
+        """The type in which a card computes with stored values of this type: fp16 holds every fp8 number exactly."""
         return DType.FLOAT16 if self.is_fp8 else self
 
     @property
@@ -39,7 +39,7 @@ class DType(enum.Enum):
 
     @property
     def host_code(self) -> int:
-        """The number of an element type that the host library merges (element_type in csrc/flashpage.h)."""
+        """The number of an element type that the host library can merge (element_type in csrc/flashpage.h)."""
         return _HOST_CODES[self]
 
     @property
@@ -50,10 +50,10 @@ class DType(enum.Enum):
 
     @staticmethod
     def of(value: TorchDtype | str | DType) -> DType:
-        """From a torch dtype, its name ("bfloat16", "torch.bfloat16") or a DType; KeyError for one no kernel knows."""
+        """From a torch dtype, a name ("bfloat16", "torch.bfloat16") or a DType; KeyError for types without a kernel."""
         if isinstance(value, DType):
             return value
-        found = _BY_NAME.get(value)  # torch dtypes are memoised here after their first look-up
+        found = _BY_NAME.get(value)  # torch dtypes are added to this table at their first look-up
         if found is None:
             found = _BY_NAME[str(value).removeprefix("torch.")]
             _BY_NAME[value] = found

@@ -1,5 +1,5 @@
-"""The environment variables that flashpage reads: these eight and no others. Each is judged whenever it is read, and it
-is read at first use, never at import."""
+"""The environment variables that flashpage reads: these eight and no others. They are read and checked at first use,
+never at import."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ VARIABLES = {
     "FLASHPAGE_CACHE_DIR": "folder of compiled kernels (default: $XDG_CACHE_HOME/flashpage, else ~/.cache/flashpage)",
     "FLASHPAGE_JIT": "'off': a kernel that is not built is an error that names the command that builds it",
     "FLASHPAGE_PROGRESS": "'off': no line before and after a compile, no progress bar",
-    "FLASHPAGE_JOBS": "compilers that run side by side (default: bounded by cores and memory)",
+    "FLASHPAGE_JOBS": "number of compilers that run at once (default: bounded by cores and memory)",
     "FLASHPAGE_CXX": "C++ compiler of the CPU backend (default: g++)",
-    "FLASHPAGE_NVCC": "nvcc to use; 'off': use NVRTC even where nvcc is found",
+    "FLASHPAGE_NVCC": "nvcc to use; 'off': use NVRTC even if nvcc is found",
     "FLASHPAGE_THREADS": "threads of the CPU backend (default: the cores this process may use)",
     "FLASHPAGE_CHECK_INDICES": "'on': plan checks page numbers and item lengths that live on the device (copies back)",
 }
@@ -26,7 +26,7 @@ _SHOWN = 80  # characters of a value in a message
 
 
 def get(name: str) -> str:
-    """The variable's value, "" where unset."""
+    """The variable's value; "" if unset."""
     assert name in VARIABLES, name
     return os.environ.get(name, "")
 
@@ -49,7 +49,7 @@ def _switch(name: str) -> str:
 
 
 def count(name: str) -> int | None:
-    """A whole number from 1, None where unset; SettingError if it is set to something else."""
+    """A whole number of at least 1, None if unset; SettingError for anything else."""
     value = get(name)
     if not value:
         return None
@@ -59,7 +59,7 @@ def count(name: str) -> int | None:
 
 
 def words(name: str) -> list[str]:
-    """A command and its options, [] where unset; SettingError where quotes do not match."""
+    """A command and its options, [] if unset; SettingError if quotes do not match."""
     try:
         return shlex.split(get(name))
     except ValueError as error:
@@ -67,13 +67,13 @@ def words(name: str) -> list[str]:
 
 
 def nvcc() -> str | None:
-    """The program that FLASHPAGE_NVCC names: nvcc where unset, None where switched off."""
+    """The program in FLASHPAGE_NVCC: "nvcc" if unset, None if switched off."""
     value = get("FLASHPAGE_NVCC")
     return None if value.lower() in _OFF else value or "nvcc"
 
 
 def cache_dir() -> Path:
-    """The folder of compiled kernels; not created here."""
+    """The folder of compiled kernels; this does not create it."""
     if folder := get("FLASHPAGE_CACHE_DIR"):
         return Path(folder).absolute()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -81,7 +81,7 @@ def cache_dir() -> Path:
 
 
 def problems() -> dict[str, str]:
-    """The message of each variable whose value is not accepted."""
+    """The messages for all variables whose values are not accepted."""
     found = {}
     readers = {"FLASHPAGE_JOBS": count, "FLASHPAGE_THREADS": count, "FLASHPAGE_CXX": words}
     switches = ("FLASHPAGE_JIT", "FLASHPAGE_PROGRESS", "FLASHPAGE_CHECK_INDICES")

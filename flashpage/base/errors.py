@@ -16,7 +16,7 @@ class RunError(FlashpageError, ValueError):
 
 
 class CapabilityError(FlashpageError, NotImplementedError):
-    """No kernel can honour the request; the message lists every kernel's reason."""
+    """No kernel supports the request; the message lists every kernel's reason."""
 
 
 class VariantError(FlashpageError, ValueError):
@@ -28,7 +28,7 @@ class CompileError(FlashpageError, RuntimeError):
 
 
 class KernelMissingError(FlashpageError, RuntimeError):
-    """A kernel is neither in the AOT folder nor in the cache, and it may not or cannot be compiled here."""
+    """A kernel is neither in the AOT folder nor in the cache, and must not or cannot be compiled here."""
 
 
 class DeviceError(FlashpageError, RuntimeError):

@@ -1,5 +1,5 @@
-"""KV caches as callers hold them, read as strides: one tensor or a pair, NHD or HND, pages or single slots, any
-strides."""
+"""KV caches in every form that callers have, described by strides: one tensor or a pair, NHD or HND, pages or single
+slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class View(NamedTuple):
-    """Where element (page, token, head, 0) of K or V lies: elements from its data pointer."""
+    """K or V by strides: where element (page, token, head, 0) is, in elements from the data pointer."""
 
     num_pages: int  # ragged: tokens
     page_size: int
@@ -23,11 +23,11 @@ class View(NamedTuple):
     page_stride: int
     token_stride: int
     head_stride: int
-    offset: int = 0  # elements from the tensor's own data pointer (V of a cache that is one tensor)
+    offset: int = 0  # elements from the tensor's data pointer to V, in a cache that is one tensor
 
 
 def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> tuple[View, View]:
-    """K and V of any accepted form:
+    """K and V of a cache in any accepted form:
 
     one tensor [pages, 2, page, heads, dim] (NHD) or [pages, 2, heads, page, dim] (HND), or [pages, 2, heads, dim] with
     pages of one token; or a (K, V) pair of [pages, page, heads, dim] / [pages, heads, page, dim], or [slots, heads,
@@ -40,9 +40,8 @@ def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> t
         v = _paged_view(cache[1], kv_layout, f"{name}[1]")
         if k[:3] != v[:3]:
             raise RunError(
-                f"{name} holds K of shape {tuple(cache[0].shape)} and V of shape "
-                f"{tuple(cache[1].shape)}: both need the "
-                "same pages, page size and heads."
+                f"{name} holds K of shape {tuple(cache[0].shape)} and V of shape {tuple(cache[1].shape)}. "
+                "They must have the same pages, page size and heads."
             )
         return k, v
     if not isinstance(cache, torch.Tensor):
@@ -83,13 +82,13 @@ def ragged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:
 
 
 def rows_strides(tensor: torch.Tensor, name: str) -> tuple[int, int]:
-    """Strides of rows and heads of q or out, [rows, heads, dim]."""
+    """Strides of rows and heads in q or out, [rows, heads, dim]."""
     checks.dense_last(tensor, name, RunError)
     return _stride(tensor, 0), _stride(tensor, 1)
 
 
 def _stride(tensor: torch.Tensor, dim: int) -> int:
-    """A dimension of size 1 is never stepped over: its stride, which torch lets be anything, must not count."""
+    """The stride of a dimension, or 0 for a dimension of size 1, whose stride torch leaves arbitrary."""
     return tensor.stride(dim) if tensor.shape[dim] > 1 else 0
 
 
@@ -97,12 +96,11 @@ def check_alignment(view_strides: tuple[int, ...], element_size: int, alignment:
     for stride in view_strides:
         if stride * element_size % alignment:
             raise RunError(
-                f"{name} has a stride of {stride} elements ({stride * element_size} bytes): this "
-                "kernel reads rows that "
-                f"start on {alignment} bytes; pad the allocation or pass {name}.contiguous()."
+                f"{name} has a stride of {stride} elements ({stride * element_size} bytes). "
+                f"This kernel needs rows that start on {alignment} bytes: pad them or pass {name}.contiguous()."
             )
 
 
 def row_alignment(kernel_alignment: int, head_dim: int, element_size: int) -> int:
-    """Bytes on which rows must start: the kernel's, or 8 where rows of that length do not divide into it."""
+    """Alignment of rows in bytes: the kernel's, or 8 if the rows' length is no multiple of that."""
     return kernel_alignment if head_dim * element_size % kernel_alignment == 0 else min(8, kernel_alignment)

@@ -1,4 +1,4 @@
-"""Where the package's folders are: beside the package in a checkout (editable install), inside it in a wheel."""
+"""Where the package's folders are: next to the package in a checkout (editable install), inside it in a wheel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1]
 
 _SOURCES = (".py", ".h", ".jinja")
-_SLACK = 0.1  # seconds by which a file's time may lag behind the clock
+_SLACK = 0.1  # seconds by which a file's time may lag the clock
 _loading_since = time.time()
 
 
@@ -28,7 +28,7 @@ def templates_dir() -> Path:
 
 
 def aot_dir() -> Path:
-    """The folder of kernels built ahead of time; it exists only where some were built or shipped."""
+    """The folder of kernels built ahead of time; it exists only if some were built or shipped."""
     return PACKAGE / "aot_kernels"
 
 
@@ -38,7 +38,7 @@ def library() -> Path:
 
 
 def fingerprint() -> str:
-    """hash_sources of this package: frozen when a wheel is built, computed once a process in a checkout."""
+    """hash_sources of this package: stored when a wheel is built, computed once a process in a checkout."""
     return _fingerprint(include_dir(), templates_dir())
 
 
@@ -50,9 +50,9 @@ def _fingerprint(include: Path, templates: Path) -> str:
 
 
 def is_settled() -> bool:
-    """Whether the modules in memory are those that `fingerprint` has read: no source has changed since they loaded.
+    """Whether the modules in memory are those that `fingerprint` read: no source has changed since they were loaded.
 
-    The time of the inode's last change is compared, which no copy and no checkout can set back.
+    It compares the time of the inode's last change, which no copy and no checkout can set back.
     """
     if _build_info().is_file():
         return True
@@ -64,7 +64,7 @@ def is_settled() -> bool:
 
 
 def hash_sources(*folders: Path) -> str:
-    """sha256 over the names and bytes of all files below the folders that could change a kernel's source: modules,
+    """sha256 over the names and bytes of all files in the folders that could change a kernel's source: modules,
     headers, templates. setup.py calls it with this file loaded alone."""
     digest = hashlib.sha256()
     for name, path in sorted(_sources(*folders)):
@@ -76,7 +76,7 @@ def hash_sources(*folders: Path) -> str:
 
 
 def hash_declarations(root: Path, names: Iterable[str]) -> str:
-    """sha256 of the files' lines without indentation and comments; "" where one of them is missing."""
+    """sha256 of the files' lines without indentation and comments; "" if a file is missing."""
     files = [root / name for name in names]
     if not all(file.is_file() for file in files):
         return ""
@@ -85,7 +85,7 @@ def hash_declarations(root: Path, names: Iterable[str]) -> str:
 
 
 def _sources(*folders: Path) -> Iterator[tuple[str, str]]:
-    """Names that do not depend on where the folders lie, and paths. Hidden files are editors' locks and backups."""
+    """Files with names that do not depend on where the folders are. Hidden files are editors' locks and backups."""
     for folder in folders:
         for parent, _, files in os.walk(folder):
             inner = f"{folder.name}{parent[len(str(folder)) :]}"
@@ -95,7 +95,7 @@ def _sources(*folders: Path) -> Iterator[tuple[str, str]]:
 
 
 def _build_info() -> Path:
-    """The file that setup.py writes into a wheel."""
+    """Writes the file with the hash, when setup.py builds a wheel."""
     return PACKAGE / "_build_info.json"
 
 

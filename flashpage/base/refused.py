@@ -1,4 +1,4 @@
-"""FlashInfer's functions for other hardware and other kernels: their names are here, and a call says what to use."""
+"""FlashInfer's functions for other hardware and other kernels: the names exist, and a call says what to use instead."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _PREFILL = "use BatchPrefillWithPagedKVCacheWrapper, whose plan takes block_tabl
 _RAGGED = "use BatchPrefillWithRaggedKVCacheWrapper, which takes head_dim_qk=192 and head_dim_vo=128 too"
 _NVFP4 = "nvfp4 caches need Blackwell kernels: use a 16-bit or fp8 cache, append_paged_kv_cache and k_scale, v_scale"
 _MLA = (
-    "no kernel here takes MLA's 576/512 latent rows: expand K and V and use BatchPrefillWithRaggedKVCacheWrapper "
-    "(head_dim_qk=192, head_dim_vo=128)"
+    "no kernel here takes MLA's 576/512 latent rows: expand K and V, and pass head_dim_qk=192 and head_dim_vo=128 to "
+    "BatchPrefillWithRaggedKVCacheWrapper"
 )
 
 REASONS = {
@@ -22,7 +22,7 @@ REASONS = {
     "cudnn_batch_decode_with_kv_cache": _DECODE,
     "cudnn_batch_prefill_with_kv_cache": _PREFILL,
     "fmha_varlen": _RAGGED,
-    "get_trtllm_gen_multi_ctas_kv_counter_bytes": "it belongs to the trtllm-gen kernels: ask for no such buffer",
+    "get_trtllm_gen_multi_ctas_kv_counter_bytes": "it belongs to the trtllm-gen kernels: no buffer is needed",
     "nvfp4_kv_dequantize": _NVFP4,
     "nvfp4_kv_quantize": _NVFP4,
     "nvfp4_quantize": _NVFP4,
@@ -49,7 +49,7 @@ def _refuse_instance(self: Any, *_: Any, **__: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """A function, or a class where FlashInfer has one: engines import its name and compare types with it."""
+    """A function, or a class if FlashInfer has one: engines import its name and compare types with it."""
     if name not in REASONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     doc = f"Refused: {REASONS[name]}."

@@ -1,4 +1,4 @@
-"""Memory of tensors: where their values lie, and whether two of them share it."""
+"""Memory of tensors: where their values are, and whether two tensors share it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from .errors import FlashpageError
 
 _COLLECTIVES = "torch.distributed._functional_collectives"
-# Byte distance that one dimension adds, and the least and the largest number of times.
+# The byte distance of one step in a dimension, with the least and the largest number of steps.
 _Step = tuple[int, int, int]
 
 
 def waited(value: Any) -> Any:
-    """An AsyncCollectiveTensor's own tensor, once it is there; anything else as it is."""
+    """An AsyncCollectiveTensor's result, waited for; any other value as it is."""
     if value.__class__ is torch.Tensor or (collectives := sys.modules.get(_COLLECTIVES)) is None:
         return value
     return value.trigger_wait() if isinstance(value, collectives.AsyncCollectiveTensor) else value
 
 
 def address(value: torch.Tensor, name: str, error: type[FlashpageError]) -> int:
-    """Where a tensor's values begin: in memory that is there, and holds them as they are."""
+    """Checks that a tensor has memory, and that the memory holds the tensor's values."""
     try:
         found = value.data_ptr()
     except RuntimeError:  # it has no storage at all
@@ -31,8 +31,8 @@ def address(value: torch.Tensor, name: str, error: type[FlashpageError]) -> int:
         return found
     if not found and (value.__class__ is not torch.Tensor or torch._is_functional_tensor(value)):
         raise error(
-            f"{name} is a {type(value).__name__}, which has no memory of its own: pass the plain tensor that it stands "
-            "for (DTensor: to_local())."
+            f"{name} is a {type(value).__name__}, which has no memory of its own. "
+            "Pass the plain tensor that it stands for (DTensor: to_local())."
         )
     if value.is_neg() or value.is_conj():
         bit, way = ("negative", "resolve_neg()") if value.is_neg() else ("conjugate", "resolve_conj()")
@@ -45,13 +45,13 @@ def address(value: torch.Tensor, name: str, error: type[FlashpageError]) -> int:
 
 def check_written(value: torch.Tensor, name: str, error: type[FlashpageError]) -> None:
     """Raises if elements of a written tensor share memory."""
-    end = 0  # of what the dimensions so far span
+    end = 0  # span of the dimensions so far
     for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True)):
         if size > 1:
             if stride <= end:
                 raise error(
-                    f"{name} has strides {tuple(value.stride())}: it is written, and some of its elements share "
-                    f"memory; pass {name}.contiguous()."
+                    f"{name} has strides {tuple(value.stride())}: its elements share memory, but it is written. "
+                    f"Pass {name}.contiguous()."
                 )
             end += (size - 1) * stride
 
@@ -59,27 +59,27 @@ def check_written(value: torch.Tensor, name: str, error: type[FlashpageError]) -
 def check_apart(
     written: torch.Tensor, name: str, other: torch.Tensor, other_name: str, error: type[FlashpageError]
 ) -> None:
-    """Raises if a written tensor shares memory with another one; both may be views of one tensor."""
+    """Raises if a written tensor shares memory with another tensor; they may be views of one tensor."""
     distance, sizes = other.data_ptr() - written.data_ptr(), (written.element_size(), other.element_size())
     if distance >= _span(written) * sizes[0] or -distance >= _span(other) * sizes[1]:
         return
     steps = _steps(written, other)
     if steps is None or _can_reach(distance, [*steps, (1, 1 - sizes[1], sizes[0] - 1)]):
         raise error(
-            f"{name} shares memory with {other_name}: {name} is written while {other_name} is used; pass memory of its "
-            "own."
+            f"{name} shares memory with {other_name}: {name} is written while {other_name} is used. "
+            "Pass separate memory."
         )
 
 
 def _span(value: torch.Tensor) -> int:
-    """Elements from the first to the last one."""
+    """Number of elements from the first to the last one."""
     if not value.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _steps(a: torch.Tensor, b: torch.Tensor) -> list[_Step] | None:
-    """Ways from an element of `a` to one of `b`, the longest first; None where their strides differ."""
+    """Steps from an element of `a` to one of `b`, the longest first; None if their strides differ."""
     if a.dim() != b.dim():
         return None
     steps = []
@@ -94,7 +94,7 @@ def _steps(a: torch.Tensor, b: torch.Tensor) -> list[_Step] | None:
 
 
 def _can_reach(distance: int, steps: list[_Step]) -> bool:
-    """Whether a sum of steps is the distance."""
+    """Whether some sum of steps equals the distance."""
     if not steps:
         return distance == 0
     (length, least, most), *shorter = steps

@@ -13,7 +13,7 @@ _SKIPPED = (str(PACKAGE) + os.sep, contextlib.__file__)
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warns, under the name of the package."""
+    """Warns under the name of the package."""
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         level, frame = level + 1, frame.f_back

@@ -25,13 +25,13 @@ BLOCK_SIZE = 16  # tokens
 def choose_device(name: str) -> torch.device:
     """The torch device of `auto`, `cpu` or `cuda`."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise FlashpageError("device cuda: torch finds no GPU here; leave the option out to run on the CPU")
+        raise FlashpageError("device cuda: torch finds no GPU here; pass 'cpu', or no device")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def make_requests(num_requests: int, new_tokens: int, vocabulary: int, seed: int = 0) -> list[Request]:
-    """Prompts of 1 to some 500 tokens, most of them short; every third one begins with the same 80 tokens. Each asks
-    for another number of new tokens."""
+    """Prompts of 1 to about 500 tokens, most of them short; every third one begins with the same 80 tokens. The number
+    of new tokens differs from request to request."""
     rng = random.Random(seed)
     shared = [rng.randrange(vocabulary) for _ in range(80)]
     requests = []
@@ -44,7 +44,7 @@ def make_requests(num_requests: int, new_tokens: int, vocabulary: int, seed: int
 
 
 def engine_config(requests: list[Request]) -> EngineConfig:
-    """Two thirds of the requests run side by side, over a pool that holds two fifths of all tokens."""
+    """An engine where two thirds of the requests run at once, in a pool that holds two fifths of all tokens."""
     blocks = [-(-request.max_len // BLOCK_SIZE) for request in requests]
     return EngineConfig(
         num_blocks=1 + max(max(blocks), sum(blocks) * 2 // 5),
@@ -56,15 +56,15 @@ def engine_config(requests: list[Request]) -> EngineConfig:
 
 
 def run_demo(num_requests: int, new_tokens: int, device_name: str = "auto", config: Config | None = None) -> int:
-    """Decodes, checks and reports; returns 0 where every token is the reference's."""
+    """Decodes, checks and reports; returns 0 if every token agrees with the reference."""
     device = choose_device(device_name)
-    torch.set_num_threads(1)  # the model is small: threads that wait for each other would take the cores from attention
+    torch.set_num_threads(1)  # the model is small: torch's threads would only compete with attention for the cores
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model = Llama(config or Config(), device, dtype)
     requests = make_requests(num_requests, new_tokens, model.config.vocabulary)
     describe(model, requests)
 
-    # Kernels are compiled or loaded before the clock starts: same prompts, as few tokens as reach a decode step.
+    # Compile or load the kernels before the clock starts: the same prompts, just long enough to reach a decode step.
     warm = [Request(request.prompt, min(2, request.max_new_tokens)) for request in requests]
     Engine(model, engine_config(warm)).run(warm)
 
@@ -79,14 +79,14 @@ def run_demo(num_requests: int, new_tokens: int, device_name: str = "auto", conf
 
     print(f"\n{total} tokens in {seconds:.2f} s: {total / seconds:,.0f} tokens/s; ", end="")
     print(f"{done.steps} steps" + (f", {done.captured_steps} of them captured graphs" if done.captured_steps else ""))
-    print(f"{done.reused_tokens} tokens of prompts were in the pool already, ", end="")
-    print(f"{done.preemptions} times a request made room for others")
+    print(f"{done.reused_tokens} prompt tokens were reused from the pool, ", end="")
+    print(f"{done.preemptions} requests were preempted")
     for index in range(min(2, len(requests))):
         print(f"request {index}: {' '.join(map(str, requests[index].generated[:12]))} ...")
 
     verdict = check_tokens(model, requests)
-    print(f"checked against torch's attention: {verdict.agree} of {verdict.total} tokens are its own", end="")
-    print(f", {verdict.ties} within rounding of it" if verdict.ties else "", end="")
+    print(f"checked against torch's attention: {verdict.agree} of {verdict.total} tokens agree", end="")
+    print(f", {verdict.ties} within rounding" if verdict.ties else "", end="")
     print(f", {verdict.wrong} WRONG" if verdict.wrong else "")
     if watcher.plan is not None:
         print("\nthe plan of the first decode step (rows: CTAs, colours: requests)")
@@ -95,7 +95,7 @@ def run_demo(num_requests: int, new_tokens: int, device_name: str = "auto", conf
 
 
 class Watcher:
-    """Moves the bar on, and keeps the plan of the first decode step."""
+    """Updates the progress bar, and keeps the plan of the first decode step."""
 
     def __init__(self, engine: Engine, requests: list[Request], bar: Bar) -> None:
         self._engine, self._requests, self._bar, self._shown = engine, requests, bar, 0
@@ -112,7 +112,7 @@ class Watcher:
 
 
 def describe(model: Llama, requests: list[Request]) -> None:
-    """Says what runs where."""
+    """Prints the device, the model and the batch."""
     c = model.config
     if model.device.type == "cuda":
         where = torch.cuda.get_device_name(model.device)
@@ -127,5 +127,5 @@ def describe(model: Llama, requests: list[Request]) -> None:
     print(
         f"batch: {len(requests)} requests, prompts of {min(prompts)} to {max(prompts)} tokens, "
         f"up to {max(request.max_new_tokens for request in requests)} new tokens each, {BLOCK_SIZE} tokens a page",
-        flush=True,  # before what compilers say on stderr
+        flush=True,  # before compilers write to stderr
     )

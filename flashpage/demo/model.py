@@ -1,6 +1,6 @@
 """A small model of the Llama architecture in plain torch: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-Attention itself is a callable from outside: the engine and the unpaged reference share every other line.
+The model takes attention as a callable, so the engine and the unpaged reference share every other line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Layer:
     def __init__(self, config: Config, make: Callable[..., Tensor]) -> None:
         c = config
         self.attention_norm = make(c.hidden)
-        # Sharp scores and a loud output: the next token shall depend on what attention found, not on the last alone.
+        # Sharp scores and a large output, so that the next token depends on attention and not only on the last token.
         self.wq = make(c.hidden, c.num_q_heads * c.head_dim, gain=2.0)
         self.wk = make(c.hidden, c.num_kv_heads * c.head_dim, gain=2.0)
         self.wv = make(c.hidden, c.num_kv_heads * c.head_dim)
@@ -64,7 +64,7 @@ class Llama:
         self.output = make(config.hidden, config.vocabulary)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [rows, hidden] of tokens [rows] at their positions in their requests [rows]."""
+        """Hidden states [rows, hidden] of tokens [rows], each at its position [rows] within its request."""
         c = self.config
         x = self.embedding[tokens]
         turn = rope_angles(positions, c.head_dim, c.rope_theta)
@@ -79,7 +79,7 @@ class Llama:
         return rms_norm(x, self.norm, c.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocabulary], fp32."""
+        """Logits [rows, vocabulary], fp32."""
         return (hidden @ self.output).float()
 
 

@@ -1,4 +1,4 @@
-"""The same model with torch's own attention, unpaged, one request at a time: what the demo is checked against."""
+"""The reference of the demo: the same model with torch's own attention, unpaged, one request at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .model import Llama
 class Verdict:
     """How the generated tokens compare with the reference's, given the same tokens before them."""
 
-    agree: int  # tokens that are the reference's arg max
-    ties: int  # tokens whose reference logit is within rounding of the arg max
+    agree: int  # equal to the reference's arg max
+    ties: int  # the reference's logit of the token is within rounding of its maximum
     wrong: int
 
     @property
@@ -32,7 +32,7 @@ def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def check_tokens(model: Llama, requests: list[Request]) -> Verdict:
-    """Runs every request once, whole, and compares each generated token with the arg max at its position."""
+    """Runs each request in one pass, and compares each generated token with the arg max at its position."""
     agree = ties = wrong = 0
     for request in requests:
         if not request.generated:

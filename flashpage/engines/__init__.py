@@ -1,1 +1,1 @@
-"""Where flashpage meets other people's engines: a folder each."""
+"""Adapters to other projects' engines, one folder for each."""

@@ -32,23 +32,23 @@ _REFUSED = {
 
 
 class ContextParallelAttention(Unique):
-    """Decode, append and prefill of few rows over a paged KV cache that is spread over a process group.
+    """Decode, append and short prefill over a paged KV cache that is spread over the ranks of a process group.
 
-    `plan` once a step, `run` once a layer, on every rank, for the same batch: all ranks have all queries (of their own
-    heads, under tensor parallelism) and their part of every request's tokens. Results are those of one device but for
-    one more rounding of each rank's output, and the same on every rank, bit by bit. `causal` and `window_left` count
-    positions of the whole request.
+    Every rank calls `plan` once a step and `run` once a layer, for the same batch. All ranks have all queries (of their
+    own heads, under tensor parallelism) and their share of each request's tokens. Results equal those of one device up
+    to one more rounding of each rank's output, and are bitwise equal on all ranks. `causal` and `window_left` count
+    positions in the whole request.
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
-            on the CPU: the CPU backend.
+            a CPU tensor selects the CPU backend.
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
         group: a torch.distributed process group (NCCL for CUDA, gloo for the CPU); None: the default one.
-        order, interleave: where tokens lie, see ContextLayout.
-        pages: of the lists that `plan` takes: "all": they name every page of a request, each by its number on the rank
-            that has it; "own": those of this rank alone.
-        heads: "all": every rank gets the output of all heads; "own": of its share of them, the rank-th run of
-            neighbouring ones, [rows, num_qo_heads / world_size, head_dim], for fewer bytes.
+        order, interleave: where tokens lie, as in ContextLayout.
+        pages: what the lists of `plan` name. "all": every page of a request, by its number on the rank that holds it.
+            "own": only this rank's pages.
+        heads: "all": every rank gets the output of all heads. "own": each rank gets its share, the rank-th run of
+            neighbouring heads, [rows, num_qo_heads / world_size, head_dim], which moves fewer bytes.
     """
 
     def __init__(
@@ -74,21 +74,21 @@ class ContextParallelAttention(Unique):
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """This process's rank in the group."""
         return self._states.rank
 
     @property
     def world_size(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         return self._states.world_size
 
     @property
     def last_plan(self) -> Any:
-        """The Plan of this rank's part."""
+        """The Plan of this rank's share of the batch."""
         return self._attention.last_plan
 
     def layout(self, page_size: int) -> ContextLayout:
-        """Where tokens lie: which new ones this rank appends, and at which place."""
+        """Which tokens lie on this rank, and where: use it to append new tokens."""
         return dataclasses.replace(self._layout, page_size=page_size)
 
     def plan(
@@ -123,13 +123,13 @@ class ContextParallelAttention(Unique):
             kv_indptr: [batch + 1], where each request's pages begin in `kv_indices`.
             kv_indices: page numbers in this rank's cache; with pages="all" those of other ranks' pages are skipped.
             seq_lens: [batch], tokens of the whole requests, on all ranks together.
-            num_qo_heads, num_kv_heads, head_dim, page_size: of q and this rank's cache.
-            qo_indptr: [batch + 1], where each request's rows begin in q; None: one row a request (decode).
+            num_qo_heads, num_kv_heads, head_dim, page_size: as in q and in this rank's cache.
+            qo_indptr: [batch + 1], where each request's rows begin in q; None: one row for each request (decode).
             causal: row r of a request sees its tokens up to seq_len - rows + r.
             window_left: tokens visible left of the row's own; -1: all.
 
-        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan; what follows `disable_split_kv`
-        is refused.
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan; those after `disable_split_kv`
+        are refused.
         """
         self._is_planned = False
         if checks.position_encoding(pos_encoding_mode) != "NONE":
@@ -187,20 +187,19 @@ class ContextParallelAttention(Unique):
         v_scale: Any = None,
         sinks: torch.Tensor | None = None,
     ) -> Any:
-        """Attention of the planned batch; a collective: every rank of the group calls it.
+        """Attention of the planned batch. A collective: every rank of the group must call it.
 
         Args:
             q: [rows, num_qo_heads, head_dim], the same on every rank.
             paged_kv_cache: this rank's pages, as BatchPrefillWithPagedKVCacheWrapper.run takes them.
-            out: [rows, num_qo_heads, head_dim_vo] (heads="own": num_qo_heads / world_size), contiguous, written; None:
-                allocated.
-            lse: [rows, num_qo_heads] alike, fp32, base 2, written.
+            out: [rows, num_qo_heads, head_dim_vo] (heads="own": num_qo_heads / world_size), dense; None: allocated.
+            lse: [rows, num_qo_heads] (heads="own": num_qo_heads / world_size), fp32, base 2, written; None: allocated.
             return_lse: also return lse.
             q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
-            sinks: [num_qo_heads] fp32, natural-log units, given on every rank; they count once.
+            sinks: [num_qo_heads] fp32, natural-log units, given on every rank and counted once.
         """
         if not self._is_planned:
-            raise RunError("run: ContextParallelAttention has no plan: call plan(...) first (again, where it failed).")
+            raise RunError("run: ContextParallelAttention has no plan: call plan(...) first, and again if it failed.")
         return_lse = checks.flag("return_lse", return_lse, RunError)
         if checks.tensor(q, "q", RunError).dim() != 3:
             raise RunError(f"q has shape {tuple(q.shape)}: pass [rows, num_qo_heads, head_dim].")
@@ -231,7 +230,7 @@ def _refuse(name: str, shown: str) -> NoReturn:
 def _on_host(
     kv_indptr: torch.Tensor, seq_lens: torch.Tensor, qo_indptr: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """kv_indptr, seq_lens and qo_indptr (one row a request where it is None), checked."""
+    """Checked kv_indptr, seq_lens and qo_indptr on the host; qo_indptr None means one row for each request."""
     batch = batch_of(kv_indptr, "kv_indptr")
     given = [kv_indptr, checks.tensor(seq_lens, "seq_lens", PlanError), qo_indptr]
     if qo_indptr is None:
@@ -242,7 +241,7 @@ def _on_host(
         )
     if seq_lens.shape != (batch,):
         raise PlanError(
-            f"seq_lens has shape {tuple(seq_lens.shape)} but kv_indptr is that of {batch} requests: [{batch}]."
+            f"seq_lens has shape {tuple(seq_lens.shape)} but kv_indptr has {batch} requests: pass [{batch}]."
         )
     kv_indptr, seq_lens, qo_indptr = all_to_host(given)  # type: ignore[assignment]
     assert qo_indptr is not None
@@ -269,5 +268,5 @@ def _output(
         return torch.empty(shape, dtype=dtype, device=device)
     check_output(given, name, shape, dtype, device)
     if not given.is_contiguous():
-        raise RunError(f"{name} has strides {tuple(given.stride())}: what is merged must be contiguous.")
+        raise RunError(f"{name} has strides {tuple(given.stride())}: pass a contiguous tensor.")
     return given

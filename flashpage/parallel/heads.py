@@ -13,7 +13,7 @@ from ..base.errors import PlanError, RunError
 
 @dataclasses.dataclass(frozen=True)
 class HeadShare:
-    """A rank's heads. Per-head tensors are cut with the slices: `sinks[share.qo]`, `k_scale[share.kv]`."""
+    """The heads of one rank. Cut per-head tensors with its slices: `sinks[share.qo]`, `k_scale[share.kv]`."""
 
     num_qo_heads: int  # of this rank, as its plans take them
     num_kv_heads: int
@@ -21,16 +21,17 @@ class HeadShare:
     kv: slice  # of the model's KV heads
     total_qo_heads: int
     total_kv_heads: int
-    kv_replicas: int  # ranks that hold the same KV heads; more than one where there are fewer KV heads than ranks
+    kv_replicas: int  # ranks that hold the same KV heads: more than 1 if there are fewer KV heads than ranks
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
-        """The rank's part of queries or outputs of all heads, [..., total_qo_heads, head_dim]: a view."""
+        """A view of this rank's heads in queries or outputs of all heads, [..., total_qo_heads, head_dim]."""
         _check_heads(checks.tensor(q, "q", RunError), "q", -2, self.total_qo_heads)
         return q[..., self.qo, :]
 
     def cache(self, paged_kv_cache: Any, kv_layout: str = "NHD") -> Any:
-        """The rank's part of a cache of all heads, one tensor or (k, v), that ends in tokens, heads, head_dim (HND:
-        heads, tokens, head_dim): views.
+        """Views of this rank's heads in a cache of all heads, one tensor or (k, v).
+
+        Its last dimensions are tokens, heads, head_dim (HND: heads, tokens, head_dim).
         """
         axis = -2 if checks.layout(kv_layout) == "NHD" else -3
         if isinstance(paged_kv_cache, tuple | list):
@@ -41,16 +42,16 @@ class HeadShare:
 
 
 def head_share(num_qo_heads: int, num_kv_heads: int, rank: int, world_size: int) -> HeadShare:
-    """The heads of one rank of a tensor parallel group, as vLLM and SGLang deal them out.
+    """The heads of one rank of a tensor parallel group, divided as vLLM and SGLang do.
 
-    Rank r has the r-th run of neighbouring query heads and the KV heads that they read. Where there are fewer KV heads
-    than ranks, each is held by `kv_replicas` neighbouring ranks. `pos_encoding_mode="ALIBI"` takes its slopes from the
-    heads of a plan, so it is not for shares: capture `alibi_slopes[share.qo]` in a Variant.
+    Rank r has the r-th run of neighbouring query heads and the KV heads that they read. If there are fewer KV heads
+    than ranks, `kv_replicas` neighbouring ranks hold each of them. `pos_encoding_mode="ALIBI"` computes slopes from the
+    head count of a plan, which is wrong for a share: capture `alibi_slopes[share.qo]` in a Variant instead.
 
     Args:
-        num_qo_heads, num_kv_heads: of the model.
-        rank: of this process in the group.
-        world_size: ranks of the group.
+        num_qo_heads, num_kv_heads: head counts of the model.
+        rank: this process's rank in the group.
+        world_size: number of ranks in the group.
     """
     world_size = checks.whole("world_size", world_size, 1)
     rank = checks.whole("rank", rank, 0, world_size - 1)
@@ -62,13 +63,13 @@ def head_share(num_qo_heads: int, num_kv_heads: int, rank: int, world_size: int)
         )
     if num_qo_heads % world_size:
         raise PlanError(
-            f"num_qo_heads={num_qo_heads} does not divide into world_size={world_size} ranks: pass a number of ranks "
-            f"that divides {num_qo_heads}, and give the other ranks other work (context or data parallel)."
+            f"num_qo_heads={num_qo_heads} is not a multiple of world_size={world_size}. "
+            f"Pass a number of ranks that divides {num_qo_heads}; use further ranks for context or data parallelism."
         )
     if num_kv_heads % world_size and world_size % num_kv_heads:
         raise PlanError(
-            f"num_kv_heads={num_kv_heads} and world_size={world_size}: neither divides the other, so ranks would hold "
-            f"different numbers of KV heads: pass a number of ranks that divides {num_kv_heads} or is a multiple of it."
+            f"num_kv_heads={num_kv_heads} and world_size={world_size}: neither is a multiple of the other. "
+            f"Pass a number of ranks that divides {num_kv_heads} or is a multiple of it."
         )
     qo, kv = num_qo_heads // world_size, max(1, num_kv_heads // world_size)
     first_kv = rank * num_kv_heads // world_size
@@ -86,6 +87,6 @@ def head_share(num_qo_heads: int, num_kv_heads: int, rank: int, world_size: int)
 def _check_heads(tensor: torch.Tensor, name: str, axis: int, heads: int) -> None:
     if tensor.dim() < -axis or tensor.shape[axis] != heads:
         raise RunError(
-            f"{name} has shape {tuple(tensor.shape)}: dimension {axis} must be all {heads} heads that are shared out; "
-            "a tensor that has the rank's own heads needs no cutting."
+            f"{name} has shape {tuple(tensor.shape)}: dimension {axis} must have all {heads} heads. "
+            "A tensor of this rank's own heads needs no cutting."
         )

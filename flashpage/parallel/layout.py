@@ -14,18 +14,18 @@ ORDERS = ("interleaved", "contiguous")
 
 
 class LocalPages(NamedTuple):
-    """A rank's part of a batch, as the paged wrappers take it; requests without tokens here have no pages."""
+    """A rank's share of a batch, as the paged wrappers take it; a request without tokens on this rank has no pages."""
 
     indptr: torch.Tensor  # [batch + 1], host
-    indices: torch.Tensor  # [indptr[-1]] page numbers, where the given ones are
+    indices: torch.Tensor  # [indptr[-1]] page numbers, on the device of the given list
     seq_lens: torch.Tensor  # [batch] int32, host: tokens on this rank
 
     def last_page_len(self, page_size: int) -> torch.Tensor:
-        """[batch], tokens in each request's last page here; 0: it has none."""
+        """Tokens in each request's last page on this rank, [batch]; 0: it has none."""
         return torch.where(self.seq_lens > 0, (self.seq_lens - 1) % page_size + 1, 0)
 
     def without_first(self, pages: torch.Tensor, page_size: int) -> LocalPages:
-        """Without the first pages of each request, [batch]; all of them are full."""
+        """This share without the first `pages` [batch] of each request, all of which are full."""
         pages = torch.minimum(pages, self.indptr.long().diff())
         begin = self.indptr[:-1].long() + pages
         counts = self.indptr[1:].long() - begin
@@ -38,15 +38,15 @@ class LocalPages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ContextLayout:
-    """Where the tokens of requests lie in a group of ranks. On its rank, a token keeps its place among the others.
+    """Where the tokens of requests lie in a group of ranks. Tokens keep their order on each rank.
 
     Args:
-        rank, world_size: this process's place in the group, and the ranks of the group.
+        rank, world_size: this process's rank in the group, and the number of ranks.
         page_size: tokens a page.
-        order: "interleaved": `interleave` tokens on rank 0, as many on rank 1, and so on, round after round; a token
-            stays where it is as its request grows. "contiguous": a request's pages in `world_size` runs, as even as
-            whole pages can be; for requests that do not grow.
-        interleave: tokens; 0: a page. vLLM and SGLang interleave single tokens (1), blocks, or anything between.
+        order: "interleaved": `interleave` tokens on rank 0, the next ones on rank 1, and so on in rounds; a token stays
+            on its rank as its request grows. "contiguous": `world_size` runs of a request's pages, as even as whole
+            pages allow; for requests that do not grow.
+        interleave: tokens; 0: one page. vLLM and SGLang use single tokens (1), blocks, or sizes between them.
     """
 
     rank: int
@@ -64,19 +64,19 @@ class ContextLayout:
             raise PlanError(f"order={self.order!r} is unknown: pass 'interleaved' or 'contiguous'.")
         if self.interleave and self.order == "contiguous":
             raise PlanError(
-                f"interleave={self.interleave} with order='contiguous': leave it 0, runs are not interleaved."
+                f"interleave={self.interleave} with order='contiguous': pass 0, as runs are not interleaved."
             )
 
     def tokens(self, seq_lens: torch.Tensor) -> torch.Tensor:
-        """Tokens of each request on this rank, int64; `seq_lens`: of the whole requests."""
+        """Tokens of each request on this rank, int64; `seq_lens` counts whole requests."""
         return self.tokens_before(checks.tensor(seq_lens, "seq_lens", PlanError), seq_lens)
 
     def tokens_before(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-        """How many of this rank's tokens stand before each position: for a token on this rank, its place here.
+        """Number of this rank's tokens before each position; for a token on this rank, its place there.
 
         Args:
-            positions: in the whole request, at most its length.
-            seq_lens: of the whole request of each position.
+            positions: positions in the whole request, at most its length.
+            seq_lens: length of the whole request for each position.
         """
         checks.tensor(positions, "positions", PlanError)
         positions, seq_lens = positions.long(), checks.tensor(seq_lens, "seq_lens", PlanError).long()
@@ -89,12 +89,12 @@ class ContextLayout:
         return rounds * run + (rest - self.rank * run).clamp(0, run)
 
     def is_local(self, positions: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-        """Whether the tokens at these positions lie on this rank: which new ones it appends, at `tokens_before`."""
+        """Whether the tokens at these positions lie on this rank, which then appends them at `tokens_before`."""
         checks.tensor(positions, "positions", PlanError)
         return self.tokens_before(positions + 1, seq_lens) > self.tokens_before(positions, seq_lens)
 
     def pages(self, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, seq_lens: torch.Tensor) -> LocalPages:
-        """This rank's part of lists that name every page of a request, each by its number on the rank that has it.
+        """This rank's share of lists that name every page of a request, by its number on the rank that holds it.
 
         Args:
             kv_indptr: [batch + 1], where each request's pages begin in `kv_indices`; on the host.
@@ -103,8 +103,8 @@ class ContextLayout:
         """
         if self.interleave % self.page_size:
             raise PlanError(
-                f"interleave={self.interleave} cuts pages of page_size={self.page_size}, so that pages of a request "
-                "are spread over ranks: pass pages='own' and lists of this rank's pages, or a multiple of page_size."
+                f"interleave={self.interleave} is not a multiple of page_size={self.page_size}, so pages are cut. "
+                "Pass pages='own' with lists of this rank's pages, or a multiple of page_size."
             )
         for name, tensor in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("seq_lens", seq_lens)):
             checks.tensor(tensor, name, PlanError)
@@ -113,10 +113,10 @@ class ContextLayout:
         short = (counts > kv_indptr[1:].long() - begin).nonzero().flatten()
         if len(short):
             i = int(short[0])
+            room = int(kv_indptr[i + 1] - begin[i]) * self.page_size
             raise PlanError(
-                f"seq_lens[{i}]={int(seq_lens[i])} exceeds the {int(kv_indptr[i + 1] - begin[i]) * self.page_size} "
-                "tokens of the request's pages: give it more pages, a smaller length, or pages='own' where the lists "
-                "name this rank's pages alone."
+                f"seq_lens[{i}]={int(seq_lens[i])} exceeds the {room} tokens of the request's pages. "
+                "Pass more pages or a smaller length, or pages='own' if the lists name only this rank's pages."
             )
         request = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
         page = torch.arange(len(request), device="cpu") - (counts.cumsum(0) - counts)[request]

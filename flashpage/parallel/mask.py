@@ -1,4 +1,4 @@
-"""What a row sees of the tokens on one rank: causal and window by positions in the whole request."""
+"""Which of a rank's tokens each row sees: causal and window, by positions in the whole request."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .layout import ContextLayout, LocalPages
 
 
 class Visible(NamedTuple):
-    """A rank's tokens keep their order, so those that a row sees are a run of them. int64, on the host."""
+    """Tokens keep their order on a rank, so a row sees one run of them. int64, on the host."""
 
-    first: torch.Tensor  # [rows] tokens of the row's request on this rank
-    end: torch.Tensor  # [rows]
+    first: torch.Tensor  # [rows] first visible token of the row's request on this rank
+    end: torch.Tensor  # [rows] one past the last visible token
 
     @staticmethod
     def of(
         layout: ContextLayout, q_indptr: torch.Tensor, seq_lens: torch.Tensor, causal: bool, window_left: int
     ) -> Visible | None:
-        """None where every row of the batch sees all tokens.
+        """The visible tokens of each row; None if every row sees all tokens.
 
         Args:
             layout: where tokens lie.
-            q_indptr, seq_lens: rows and tokens of the whole requests, on the host; int64.
+            q_indptr, seq_lens: row offsets and lengths of the whole requests, on the host; int64.
         """
         request = torch.repeat_interleave(torch.arange(len(seq_lens), device="cpu"), q_indptr.diff())
         lens = seq_lens[request]
@@ -40,7 +40,7 @@ class Visible(NamedTuple):
         return Visible(layout.tokens_before(first, lens), layout.tokens_before(end, lens))
 
     def trimmed(self, q_indptr: torch.Tensor, local: LocalPages, page_size: int) -> tuple[Visible, LocalPages]:
-        """Without the pages that a window hides from all rows of a request; its first row sees the most to the left."""
+        """Leaves out pages that a window hides from all rows of a request; its first row sees furthest to the left."""
         rows = q_indptr.diff()
         pages = torch.zeros_like(rows)
         pages[rows > 0] = self.first[(q_indptr[:-1] - q_indptr[0])[rows > 0]] // page_size
@@ -51,11 +51,11 @@ class Visible(NamedTuple):
         return visible, local.without_first(pages, page_size)
 
     def mask(self, q_indptr: torch.Tensor, local: LocalPages, variant: RowMask) -> Variant:
-        """What hides all else of this rank's pages."""
-        first_row = q_indptr[1:] - q_indptr[0] - local.seq_lens  # q_idx counts these pages' tokens
+        """A variant that hides all other tokens in this rank's pages."""
+        first_row = q_indptr[1:] - q_indptr[0] - local.seq_lens  # q_idx counts from the tokens of these pages
         return variant.set(first_row, first_token=self.first, end_token=self.end)
 
 
 def local_mask(device: torch.device) -> RowMask:
-    """For Visible.mask."""
+    """int32 on the device, for Visible.mask."""
     return RowMask(WITHIN, device)

@@ -1,4 +1,4 @@
-"""Attention states over the ranks of a process group, merged: one collective, then the merge kernel in rank order."""
+"""Merges attention states over a process group: one collective, then the merge kernel in rank order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..wrappers import operators
 from ..wrappers.merge import check_states
 
 HEADS = ("all", "own")
-_ALIGNMENT = 16  # bytes, of each state and of the LSEs behind it
+_ALIGNMENT = 16  # bytes, of each state and of the LSEs after it
 
 Shape = tuple[int, int, int]  # rows, heads, head_dim
 
 
 class StateGroup:
-    """Merges states over a process group: every rank has one over its own tokens, for the same rows.
+    """Merges states over a process group, for the same rows: each rank has the state over its own tokens.
 
-    heads="all": states are gathered, and every rank merges all heads. heads="own": each rank gets and merges its share
-    of the heads alone, the rank-th run of neighbouring ones, for 1 / world_size of the bytes. A reduce-scatter of
-    weighted outputs would need a second collective for the weights, and adds in an order that is the library's.
+    heads="all": states are gathered, and every rank merges all heads. heads="own": each rank gets and merges only its
+    share of the heads, the rank-th run of neighbouring ones, and 1 / world_size of the bytes move. A reduce-scatter of
+    weighted outputs would need a second collective for the weights, and would add in an order that NCCL chooses.
     """
 
     def __init__(self, group: Any, heads: str) -> None:
@@ -33,24 +33,24 @@ class StateGroup:
         self._is_own = heads == "own"
 
     def out_shape(self, shape: Shape) -> Shape:
-        """Of the merged output, from that of a rank's state."""
+        """Shape of the merged output, from the shape of a rank's state."""
         rows, num_heads, dim = shape
         if not self._is_own:
             return shape
         if num_heads % self.world_size:
             raise RunError(
-                f"heads='own' with {num_heads} heads and {self.world_size} ranks: they do not divide; pass heads='all'."
+                f"heads='own' does not divide {num_heads} heads among {self.world_size} ranks: pass heads='all'."
             )
         return rows, num_heads // self.world_size, dim
 
     def merge(
         self, write: Callable[[torch.Tensor, torch.Tensor], object], shape: Shape, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        """`write(out, lse)` puts this rank's state where it is sent from; the merged one goes to `out` and `lse`.
+        """Merges: `write(out, lse)` writes this rank's state to the send buffer; the result goes to `out` and `lse`.
 
         Args:
-            shape: of the rank's state.
-            out, lse: `out_shape(shape)` and its rows and heads, contiguous.
+            shape: shape of the rank's state.
+            out, lse: contiguous, of `out_shape(shape)` and its rows and heads.
         """
         import torch.distributed as dist
 
@@ -68,7 +68,7 @@ class StateGroup:
             sent = _memory(1, part, out)
             states, lses = _views(sent, part, out.dtype)
             write(states[0], lses[0])
-            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
             gather(received, sent, group=self.group)
         states, lses = _views(received, part, out.dtype)
         operators.call("merge_states_into", states.transpose(0, 1), lses.transpose(0, 1), out, lse)
@@ -77,14 +77,14 @@ class StateGroup:
 def merge_over_group(
     out: torch.Tensor, lse: torch.Tensor, group: Any = None, *, heads: str = "all"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges the states of all ranks of a group, by which any wrapper's `run(..., return_lse=True)` is made parallel.
+    """Merges the states of all ranks of a group; makes any wrapper's `run(..., return_lse=True)` context parallel.
 
-    The bytes that are merged, their order and the kernel are the same on every rank, and so is the result, bit by bit.
+    Every rank merges the same bytes in the same order with the same kernel, so results are bitwise equal on all ranks.
     All ranks call it with the same shapes.
 
     Args:
         out: [rows, num_heads, head_dim], this rank's output over its own tokens.
-        lse: [rows, num_heads] fp32, base 2; -inf where a row sees no token here. Sinks are in one rank's alone.
+        lse: [rows, num_heads] fp32, base 2; -inf where a row sees no token here. Sinks belong to one rank's state only.
         group: a torch.distributed process group (NCCL for CUDA tensors, gloo for the CPU's); None: the default one.
         heads: "all", or "own": the merged heads of this rank alone, [rows, num_heads / world_size, head_dim].
 
@@ -123,13 +123,13 @@ def rank_and_size(group: Any) -> tuple[int, int]:
 
 
 def _memory(states: int, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-    """Bytes for states [states, bytes]: out and lse side by side, so that one collective moves both."""
+    """A byte buffer [states, bytes] with out and lse of each state in one piece, so that one collective moves them."""
     out_bytes, lse_bytes = _sizes(shape, like.dtype)
     return torch.empty((states, out_bytes + lse_bytes), dtype=torch.uint8, device=like.device)
 
 
 def _views(memory: torch.Tensor, shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """[states, rows, heads, head_dim] and [states, rows, heads] over such bytes."""
+    """Views of such bytes as [states, rows, heads, head_dim] and [states, rows, heads]."""
     rows, num_heads, dim = shape
     out_bytes, _ = _sizes(shape, dtype)
     out = memory[:, : rows * num_heads * dim * dtype.itemsize].view(dtype)

@@ -1,4 +1,4 @@
-"""From the lengths of a batch to a plan on the device, once a step."""
+"""Makes a plan on the device from the lengths of a batch, once a step."""
 
 from .report.plan import Plan, plan_lengths
 

@@ -1,5 +1,5 @@
-"""The batch of a session's newest plan: lengths, page numbers and mask bits, and the memory and stream it is planned
-for. It is handed down; nothing that is planned reads the session."""
+"""The batch of a session's newest plan: lengths, page numbers and mask bits, with memory and stream. It is passed down,
+so that plans need not read the session."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ANY_COUNT = (0, 2**31 - 1)
 
 
 class Longest(NamedTuple):
-    """Bounds of every request that the caller gave with the lengths; None: none."""
+    """Bounds for every request that the caller passed with the lengths; None: no bound."""
 
     q_len: int | None = None
     kv_len: int | None = None
@@ -36,7 +36,7 @@ NO_BOUNDS = Longest()
 
 
 class Batch:
-    """One object a session, filled again at every plan: a new one each time would cost the plan a microsecond."""
+    """One object for each session, filled again at every plan: a new one would cost each plan a microsecond."""
 
     __slots__ = (
         "_arrays",
@@ -67,9 +67,9 @@ class Batch:
         self.device, self.is_graph, self.workspaces = device, is_graph, workspaces
         self.device_index = -1 if device.type == "cpu" else device.index
         self.card = devices.of(device)
-        self.names = names  # the caller's words for the arrays of lengths
-        self.capacity: Capacity | None = None  # graph mode: of all batches; None: buffers fix the batch
-        self.fixed_requests: int | None = None  # graph mode without capacities: of every batch
+        self.names = names  # the caller's names for the arrays of lengths
+        self.capacity: Capacity | None = None  # graph mode: limits of all batches; None: buffers fix the batch
+        self.fixed_requests: int | None = None  # graph mode without capacities: requests of every batch
         self.fork = Fork(self.device_index)
         self.mask = MaskBits(device)
         self.struct = struct = native.BatchStruct(most_total_rows=NO_LIMIT, most_entries=NO_LIMIT)
@@ -80,57 +80,57 @@ class Batch:
         self.pages = KvIndices(device, struct)
         self._arrays = (struct.q_indptr, struct.kv_indptr, struct.last_page_len, struct.kv_lens)
         self._make_room(1023)
-        self.tables: TableLengths | None = None  # where the device plans
-        self.generation = 0  # of the session's plan that this batch belongs to
-        self.most_rows = 0  # of q, in all plans of a graph
+        self.tables: TableLengths | None = None  # if the device plans
+        self.generation = 0  # number of the session's plan for this batch
+        self.most_rows = 0  # rows of q in all plans of a graph
         self.stream = 0
 
     @property
     def requests(self) -> int:
-        """Requests of the batch; where only the device knows how many, the most."""
+        """Number of requests; if only the device knows it, the largest number."""
         return self.struct.requests if self.tables is None else self.tables.batch
 
     @property
     def entries(self) -> int:
-        """Page numbers in use; ragged: tokens."""
+        """Number of page numbers in use; ragged: of tokens."""
         return self.struct.kv_end - self.struct.kv_begin
 
     def use_options(self, options: Options) -> None:
-        """What the lengths of later batches have in common."""
+        """Sets what later batches have in common."""
         struct = self.struct
         struct.q_len_per_request = options.uniform_q_len
         if self.capacity is not None:
             struct.most_total_rows, struct.most_entries = self.capacity.rows_of(options), self.capacity.entries
 
     def use_capacity(self, capacity: Capacity) -> None:
-        """Graph mode: no batch is larger."""
+        """Graph mode: the largest batch."""
         self.capacity, self.struct.most_requests = capacity, min(capacity.batch, _ANY_COUNT[1])
 
     def fix_requests(self, count: int) -> None:
-        """Graph mode: every batch has so many."""
+        """Graph mode: the number of requests in every batch."""
         self.fixed_requests = self.struct.least_requests = self.struct.most_requests = count
 
     def check_requests(self, count: int) -> None:
-        """Graph mode: what was captured serves so many requests."""
+        """Graph mode: the number of requests that captured launches serve."""
         if self.capacity is not None:
             self.capacity.check_batch(count)
         if self.fixed_requests not in (None, count):
             raise PlanError(
-                f"the batch has {count} requests but the wrapper's graph buffers fix it at {self.fixed_requests}: pad "
-                "the batch with empty requests, or make a wrapper for this size."
+                f"the batch has {count} requests but the wrapper's graph buffers fix it at {self.fixed_requests}. "
+                "Pad the batch with empty requests, or make a wrapper for this size."
             )
 
     def use_bounds(self, longest: Longest) -> None:
-        """A request that is longer is refused."""
+        """Sets the bounds, beyond which a request is refused."""
         self.longest = longest
         limits = (NO_LIMIT if bound is None else int(bound) for bound in longest)
         self.struct.longest_q, self.struct.longest_kv = limits
 
     def take_judged(self, given: Lengths, page_size: int) -> None:
-        """Takes lengths that the library could not read, or had no room for: one by one, those on the device copied
-        back."""
+        """Takes lengths that the library could not read in place: one by one, copied to the host if they are on the
+        device."""
         if page_size == 1 and given.last_page_len is not None and not given.last_page_len.is_cpu:
-            given = given._replace(last_page_len=None)  # pages of one token: it says nothing
+            given = given._replace(last_page_len=None)  # pages of one token: last_page_len says nothing
         first = 1 if given.q_indptr is None and self.struct.q_len_per_request else 0
         requests = batch_of(given[first], self.names[first])
         checks.tensor(given.kv_indptr, self.names[1], PlanError)
@@ -147,7 +147,7 @@ class Batch:
         native.load().fp_batch_sum_up(self.address)
 
     def by_request(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """q_indptr, kv_indptr, last_page_len and kv_lens, int64; the latter two: None where they were not given."""
+        """q_indptr, kv_indptr, last_page_len and kv_lens, int64; each of the last two is None if it was not given."""
         found = [None if array.data is None else self._numbers(i).long() for i, array in enumerate(self._arrays)]
         q_indptr, kv_indptr, last_page_len, kv_lens = found
         assert kv_indptr is not None
@@ -172,7 +172,7 @@ class Batch:
         self._numbers(i).copy_(tensor)
 
     def _numbers(self, i: int) -> torch.Tensor:
-        """An array's numbers, in place."""
+        """A struct that reads an array's numbers in place."""
         array = self._arrays[i]
         dtype = torch.int64 if array.is_int64 else torch.int32
         return self._copies[i].view(dtype)[: array.length]

@@ -1,4 +1,4 @@
-"""Bytes of the workspaces that suffice for every batch within given sizes."""
+"""Bytes of workspaces that suffice for every batch within given sizes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .workspaces import partial_bytes
 def workspace_bounds(
     options: Options, batch: int, total_q: int, total_kv: int, device: torch.device
 ) -> tuple[int, int]:
-    """Bytes of the float and the int workspace that no batch within these sizes exceeds, planned as a whole or in
-    parts."""
+    """Bytes of the float and the int workspace that no batch within these sizes exceeds, whether planned as a whole or
+    in parts."""
     prepared = Prepared(options, choose.packed_rows(options, batch, total_q), device)
     float_bytes, int_bytes = bounds_of(prepared, batch, total_q, total_kv)
     units = most_units(options, prepared.schedule.tile_q, batch, total_q)
@@ -43,8 +43,8 @@ def workspace_bounds(
 def _bounds_of_few(
     options: Options, batch: int, total_q: int, total_kv: int, num_ctas: int, device: torch.device
 ) -> tuple[int, int]:
-    """The same of batches of so few rows that an SM has smaller tiles than usual, and more CTAs. `num_ctas`: of usual
-    ones."""
+    """Bounds for batches with so few rows that smaller tiles than usual let an SM run more CTAs. `num_ctas`: CTAs of
+    the usual tiles."""
     rows = min(total_q, ContextLengths(options, devices.of(device)).most_rows_of_few)
     usual, few = (
         choose.choose(Problem(options, choose.MANY_ROWS, contexts=contexts), device)
@@ -58,12 +58,12 @@ def _bounds_of_few(
 
 
 def bounds_of(prepared: Prepared, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
-    """The same of a whole where kernel and schedule are known."""
+    """Bounds for batches planned as a whole, with known kernel and schedule."""
     return _bounds(prepared.options, prepared.schedule, batch, total_q, total_kv)
 
 
 def _bounds(options: Options, schedule: native.Schedule, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
-    max_q_rows = 0 if options.uniform_q_len == 1 else total_q  # 0: one row a request, which bounds a fixed split closer
+    max_q_rows = 0 if options.uniform_q_len == 1 else total_q  # 0: one row a request, a closer bound
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
     native.check(
         native.load().fp_plan_bounds(

@@ -1,4 +1,4 @@
-"""Where plans lie: device memory that kernels read, and a ring of staging slots on the host that is copied there."""
+"""Memory of plans: device memory that kernels read, and a ring of staging slots on the host that is copied there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ..native import records
 from .device_lengths import TableLengths
 from .prepared_kernels import Prepared
 
-_STAGING_BYTES = 256 << 10  # a plan of some thousand requests; larger ones get a larger ring
+_STAGING_BYTES = 256 << 10  # a plan of some thousand requests; larger plans get a larger ring
 
 
 class CopyRing:
-    """Host memory to a device in a stream's order, through pinned slots: the source is free at once, nothing waits."""
+    """Copies host memory to a device in stream order, through pinned slots: the source is free at once, nothing
+    waits."""
 
     def __init__(self, device_index: int, slot_bytes: int) -> None:
         library = native.load()
@@ -27,14 +28,13 @@ class CopyRing:
         weakref.finalize(self, library.fp_slots_destroy, self.handle).atexit = False
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, stream: int) -> None:
-        """Contiguous tensors of one type; `source` may be the shorter one."""
+        """Copies contiguous tensors of one type; `source` may be the shorter one."""
         size = source.numel() * source.element_size()
         native.check(self._copy(self.handle, source.data_ptr(), size, destination.data_ptr(), stream))
 
 
 class PlanSlot:
-    """Holds one plan at a time. The address of `memory` stays the same, so a captured graph reads whatever plan is
-    newest."""
+    """Holds one plan at a time. The address of `memory` stays the same, so a captured graph reads the newest plan."""
 
     __slots__ = (
         "__weakref__",
@@ -51,14 +51,14 @@ class PlanSlot:
     def __init__(self, device_index: int, memory: torch.Tensor, call: native.PlanCall) -> None:
         library = native.load()
         self._handle = native.check_handle(library.fp_slots_create(device_index, _STAGING_BYTES))
-        self._outgrown: list[torch.Tensor] = []  # graphs may read it (base/memory.py)
-        self.is_used = False  # since it has its memory
+        self._outgrown: list[torch.Tensor] = []  # graphs may read them (base/memory.py)
+        self.is_used = False  # since it got its memory
         # The process' end frees it; by then the device may be gone.
         weakref.finalize(self, library.fp_slots_destroy, self._handle).atexit = False
         self.attach(call, memory)
 
     def attach(self, call: native.PlanCall, memory: torch.Tensor | None = None) -> None:
-        """Takes the plans of other options, or into other memory."""
+        """Assigns the memory for plans of other options."""
         self._call, self.result = call, call.result
         self._is_read_back = False  # the plan was made where `memory` is
         if memory is not None:
@@ -66,20 +66,20 @@ class PlanSlot:
         call.slots, call.destination, call.capacity = self._handle, self.memory.data_ptr(), self._capacity
 
     def grow(self, size: int) -> None:
-        """Takes memory of its own for plans of so many bytes."""
+        """Allocates memory for plans of `size` bytes."""
         self._outgrown.append(self.memory)
         memory = empty(1 << (size - 1).bit_length(), torch.uint8, self.memory.device)
         self.attach(self._call, memory)
 
     def plan(self, call_address: int, stream: int, is_chosen: bool) -> int:
-        """Plans the batch that the call has; a status."""
+        """Plans the batch of the call; returns a status."""
         self._is_read_back = False
         status: int = native.load().fp_plan_batch(call_address, stream, is_chosen)
         self.is_used |= status == native.OK
         return status
 
     def plan_tables(self, prepared: Prepared, tables: TableLengths, kernel: int | None, stream: int, pdl: bool) -> None:
-        """Plans where the lengths are, in the stream's order. `result` has what the host knows: sizes, no numbers."""
+        """Plans on the device, in stream order. `result` has what the host knows: sizes, but no numbers."""
         native.check(
             native.load().fp_tables_plan(
                 *(kernel, tables.address, prepared.schedule_address, self._call.destination, self._capacity, stream),
@@ -91,7 +91,7 @@ class PlanSlot:
         self.result.total_q = tables.max_rows
 
     def last_bytes(self) -> bytes:
-        """The newest plan, copied; one that a device made is waited for, and gives `result` its numbers."""
+        """A copy of the newest plan; waits if a device made it, and gives `result` its numbers."""
         if self._is_read_back:
             memory, size = self.memory.view(torch.uint8), records.PLAN_HEADER.itemsize
             header = np.frombuffer(memory[:size].cpu().numpy().tobytes(), records.PLAN_HEADER)[0]

@@ -1,4 +1,4 @@
-"""Graph mode by capacity: the largest batch that a captured graph will replay."""
+"""Graph mode by capacity: the largest batch that a captured graph may replay."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ..kernels.options import Options
 
 
 class Capacity(NamedTuple):
-    """No batch exceeds these; kernel, grid, launches and memory of a graph follow from them and the options alone."""
+    """Limits of all batches. Kernel, grid, launches and memory of a graph depend only on them and the options."""
 
     batch: int  # requests
-    entries: int  # page numbers of all requests, shared ones once for each; ragged: tokens
-    rows: int  # of q; 0: those of `batch` requests, which all have as many
+    entries: int  # page numbers of all requests, shared ones counted for each request; ragged: tokens
+    rows: int  # rows of q; 0: those of `batch` requests that all have the same number
 
     @staticmethod
     def of(use_cuda_graph: bool, **given: Any) -> Capacity | None:
-        """Of the constructor's max_batch, max_pages (ragged: max_kv_rows) and max_rows, in this order; 0 for what may
-        be left out. None where none is given."""
+        """From the constructor's max_batch, max_pages (ragged: max_kv_rows) and max_rows, in this order; 0 marks those
+        that may be left out. None if none is given."""
         if all(value is None or value == 0 for value in given.values()):
             return None
         if not use_cuda_graph:
-            raise PlanError(f"{next(iter(given))} with use_cuda_graph=False: capacities are a graph's, pass True.")
+            raise PlanError(f"{next(iter(given))} with use_cuda_graph=False: pass True, as capacities are for graphs.")
         for name, value in given.items():
             if value is None:
-                raise PlanError(f"{name}=None beside other capacities: a graph has {', '.join(given)}; pass it too.")
+                raise PlanError(f"{name}=None but other capacities are given: pass {', '.join(given)}.")
         return Capacity(*(checks.whole(name, value, 0) for name, value in given.items()))
 
     def rows_of(self, options: Options) -> int:
@@ -44,7 +44,7 @@ class Capacity(NamedTuple):
             )
 
     def complaint(self, is_rows: bool, rows: int, entries: int, options: Options) -> PlanError:
-        """The error for a batch that has more rows, or else more entries, than there may be."""
+        """The error for a batch that has too many rows, or else too many entries."""
         if is_rows:
             most = self.rows_of(options)
             return PlanError(f"the batch has {rows} rows but the wrapper has max_rows={most}: make it larger.")

@@ -1,4 +1,4 @@
-"""Lengths that live on the device: what `plan_on_device` is given, judged, and as the struct that the planner takes."""
+"""Lengths on the device: the arguments of `plan_on_device`, checked, and the planner's struct of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _INTEGERS = (torch.int32, torch.int64)
 class TableLengths:
     """Sequence lengths and block tables of one batch, kept alive for the graphs that read them at every replay.
 
-    Where the numbers lie on the host (the CPU backend) they are judged as `plan` judges them; on a card nobody looks,
-    and numbers out of range are taken as the nearest that is in range.
+    On the CPU backend the numbers are checked as in `plan`. On a card the host does not read them; numbers out of range
+    count as the nearest one in range.
     """
 
     def __init__(
@@ -37,12 +37,14 @@ class TableLengths:
     ) -> None:
         if options.has_parts:
             raise CapabilityError(
-                "plan_on_device plans the rows of a request as one: give each request one row (the decode wrapper), or "
-                "call plan, which cuts requests where their rows see different tokens."
+                "plan_on_device cannot cut the rows of a request. "
+                "Pass one row for each request (decode wrapper), or call plan, which can cut them."
             )
         self.batch = _entries(seq_lens, "seq_lens", device, _INTEGERS)
         if table_rows is not None and _entries(table_rows, "table_rows", device, _INTEGERS) != self.batch:
-            raise PlanError(f"table_rows has {len(table_rows)} entries but seq_lens {self.batch}: pass one a request.")
+            raise PlanError(
+                f"table_rows has {len(table_rows)} entries but seq_lens {self.batch}: pass one for each request."
+            )
         self.tables = _check_tables(block_tables, self.batch if table_rows is None else 1, device)
         self.page_size, self.rows_a_request = options.page_size, options.uniform_q_len
         if q_indptr is not None:
@@ -51,7 +53,7 @@ class TableLengths:
                 raise PlanError(f"qo_indptr has {len(q_indptr)} entries but seq_lens {self.batch}: pass [batch + 1].")
         if num_requests is not None and _entries(num_requests, "num_requests", device, (torch.int32,)) != 1:
             raise PlanError(f"num_requests has shape {tuple(num_requests.shape)}: pass one number, [1].")
-        # On a card all are read in place, at every replay; on the CPU later changes are kept away from kernels.
+        # A card reads all of them in place at every replay; on the CPU copies protect kernels from later changes.
         given = (self.tables, seq_lens, q_indptr, table_rows, num_requests)
         is_cpu = device.type == "cpu"
         read = [tensor.clone() if is_cpu and tensor is not None else tensor for tensor in given]
@@ -78,13 +80,13 @@ class TableLengths:
         self.address = ctypes.addressof(self.struct)
 
     def take(self, options: Options) -> None:
-        """Of the combination that is planned next."""
+        """The struct for the options that are planned next."""
         struct = self.struct
         struct.num_q_heads, struct.num_kv_heads = options.num_q_heads, options.num_kv_heads
         struct.visibility = options.visibility
 
     def numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q_indptr, pages of one request behind the other, and tokens; copied to the host."""
+        """q_indptr, page numbers of all requests in a row, and tokens; on the host."""
         count = self.batch if self.num_requests is None else max(0, min(self.batch, int(self.num_requests)))
         if self.q_indptr is None:
             q_indptr = torch.arange(count + 1, device="cpu") * self.rows_a_request
@@ -111,7 +113,8 @@ class TableLengths:
             if bool(((rows < 0) | (rows >= len(tables))).any()):
                 raise PlanError(
                     f"table_rows reaches {int(rows.max())} (least {int(rows.min())}) but block_tables has "
-                    f"{len(tables)} rows: pass the rows that requests have."
+                    f"{len(tables)} rows. "
+                    "Pass row numbers of block_tables."
                 )
             tables = tables[rows]
         used = tables[: len(lens)].cpu()[torch.arange(tables.shape[1], device="cpu") < pages[:, None]]
@@ -126,18 +129,18 @@ def _address(tensor: torch.Tensor | None, name: str) -> int | None:
 
 
 def _is_checked() -> bool:
-    """Whether a card's numbers are copied back to be judged; a graph captures no such copy."""
+    """Whether a card's numbers are copied to the host and checked; not inside of a capture."""
     return env.is_on("FLASHPAGE_CHECK_INDICES") and not torch.cuda.is_current_stream_capturing()
 
 
 def _entries(tensor: Any, name: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> int:
-    """Of a contiguous tensor of one dimension on the device."""
+    """Checks for a contiguous tensor of one dimension on the device."""
     checks.same_device(checks.tensor(tensor, name, PlanError), device, name, PlanError)
     if tensor.dim() != 1 or tensor.dtype not in dtypes or not tensor.is_contiguous():
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise PlanError(
-            f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()} and dtype {tensor.dtype}: pass a "
-            f"contiguous tensor of one dimension, {kinds}."
+            f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()} and "
+            f"dtype {tensor.dtype}: pass a contiguous tensor of one dimension, {kinds}."
         )
     return int(tensor.numel())
 
@@ -145,10 +148,12 @@ def _entries(tensor: Any, name: str, device: torch.device, dtypes: tuple[torch.d
 def _check_tables(tables: Any, batch: int, device: torch.device) -> torch.Tensor:
     checks.same_device(checks.tensor(tables, "block_tables", PlanError), device, "block_tables", PlanError)
     if tables.dim() != 2 or tables.shape[0] < batch:
-        raise PlanError(f"block_tables has shape {tuple(tables.shape)}: pass one row a request, [{batch}, pages].")
+        raise PlanError(
+            f"block_tables has shape {tuple(tables.shape)}: pass one row for each request, [{batch}, pages]."
+        )
     if tables.dtype != torch.int32 or (tables.shape[1] > 1 and tables.stride(1) != 1):
         raise PlanError(
-            f"block_tables has dtype {tables.dtype} and strides {tables.stride()}: kernels read it in place; pass "
-            "int32 with contiguous rows."
+            f"block_tables has dtype {tables.dtype} and strides {tables.stride()}: "
+            "pass int32 with contiguous rows, which kernels read in place."
         )
     return tables

@@ -1,10 +1,9 @@
-"""Pages of one token whose K and V are copied to rows, one behind the other, before a Hopper prefill reads them.
+"""Pages of one token: K and V are copied to contiguous rows before a Hopper prefill reads them.
 
-Loading warps bring single rows by cp.async, which costs a prefill an eighth of its time (docs/tried.md); rows
-one behind the other come in boxes. Where enough query rows see each token, a kernel that copies all of them costs less.
-A paged plan says where a request's page numbers begin: with pages of one token that is its first row here, so the plan
-serves the ragged kernel as it is. The rows lie in what a plan leaves free of the float workspace; without room for them
-single rows are loaded as ever.
+Loading warps load single rows by cp.async, which costs a prefill an eighth of its time (docs/tried.md); contiguous rows
+come in boxes. If enough query rows see each token, a kernel that copies all rows costs less. The start of a request's
+page numbers in a paged plan is, with pages of one token, also its first row here, so the plan serves the ragged kernel
+without a change. The rows lie in the free part of the float workspace; if there is no room, single rows are loaded.
 """
 
 from __future__ import annotations
@@ -22,44 +21,44 @@ from ..kernels.devices import H200, Device
 from ..kernels.options import Options
 from ..kernels.work import Problem, Work
 
-NOTE = "pages of one token: a kernel before this one copies K and V to rows one behind the other, which come in boxes"
+NOTE = "pages of one token: a kernel before this one gathers K and V into contiguous rows, which come in boxes"
 
 LEAST_ROWS = 4096  # packed rows that see a token, on average (docs/tried.md)
-# Single rows also cost a unit's start, as much as so many tokens. Of short contexts, many units start for each token:
-# with that counted, as many as here are enough where the launch itself is hardly felt.
+# Loads of single rows also cost each unit's start about as much as this many tokens. In batches of short contexts many
+# units start for each token: with that counted, this many rows are enough if the launch itself costs little.
 UNIT_TOKENS, LEAST_ROWS_AND_STARTS, MANY_TOKENS = 1900, 6000, 8192
-_ALIGNMENT = 128  # bytes: whole lines
+_ALIGNMENT = 128  # bytes: whole cache lines
 _VECTOR_BYTES = 16  # include/flashpage/kernels/helpers/gather_rows.h
 _ELEMENT_BYTES = 2
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether a kernel for it has another way to load rows that lie one behind the other."""
+    """Whether a kernel for the work loads contiguous rows in another way."""
     return devices.of(device).has_wgmma
 
 
 def as_rows(options: Options) -> Options:
-    """What the attention kernel is then asked for."""
+    """The problem of the attention kernel over gathered rows."""
     return dataclasses.replace(options, kv_source="ragged", page_size=0)
 
 
 class Worth:
-    """Whether a batch is worth the copy. Made once for options, asked at every plan."""
+    """Whether a batch is worth the copy. Made once for options, evaluated at every plan."""
 
     __slots__ = ("_hidden", "_least_rows", "_least_with_starts", "_most_tokens", "_unit_tokens", "may_be")
 
     def __init__(self, options: Options, card: Device) -> None:
-        self.may_be = _may_be(options)  # in any batch
+        self.may_be = _may_be(options)  # whether any batch is worth it
         self._hidden = 0.5 if options.causal else 0.0
         self._most_tokens = options.most_visible
-        # The copy costs memory's time and saves time of products.
+        # The copy costs memory bandwidth and saves time of wgmmas.
         rows_of_h200 = card.flops_per_byte / options.group_size
         self._least_rows = LEAST_ROWS * rows_of_h200
         self._least_with_starts = LEAST_ROWS_AND_STARTS * rows_of_h200
         self._unit_tokens = UNIT_TOKENS * card.flops_per_byte
 
     def least(self) -> tuple[float, float]:
-        """Query rows of a request on average, and of a batch: with fewer of both, none is worth it, whatever the
+        """Query rows of a request on average, and of a batch, below both of which no batch is worth it, whatever its
         tokens."""
         return (self._least_rows, self._least_with_starts) if self.may_be else (math.inf, math.inf)
 
@@ -76,40 +75,40 @@ class Worth:
         )
 
     def rows_of_token(self, batch: int, total_rows: int, total_tokens: int) -> float:
-        """Of q, that see a token, on average; as if all requests were alike."""
+        """Rows of q that see a token, on average, as if all requests were equal."""
         rows, tokens = total_rows / batch, total_tokens / batch
-        on_edge = min(rows, tokens)  # of a causal mask: rows before the first token see nothing
+        on_edge = min(rows, tokens)  # on a causal mask's edge: rows before the first token see nothing
         found = rows if self._hidden == 0.0 else on_edge - self._hidden * on_edge * on_edge / tokens
         return found if self._most_tokens is None else min(found, rows * self._most_tokens / tokens)
 
 
 def _may_be(options: Options) -> bool:
-    """Not where a batch must not choose how it is read, and not with masks or a user's code, which nobody measured."""
+    """False if the batch must not choose how it is read, and for masks and users' variants, which were not measured."""
     is_plain = options.position_encoding != "ROPE_LLAMA" and options.variant is None and not options.has_mask
     is_free = not (options.uniform_q_len or options.is_batch_invariant)
     of_tokens = options.kv_source == "paged" and options.page_size == 1 and options.kv_dtype.size == _ELEMENT_BYTES
     if not (is_plain and is_free and of_tokens):
         return False
-    work = Work(Problem(options, LEAST_ROWS), H200)  # of the card, only its capability counts here
+    work = Work(Problem(options, LEAST_ROWS), H200)  # only the card's capability matters here
     return any(kernel.gathers_rows and not kernel.refusals(work) for kernel in ATTENTION)
 
 
 class Rows(NamedTuple):
-    """Where the rows of one plan lie: [end, num_kv_heads, head_dim], those from `first` on written by each run."""
+    """The rows of one plan: [end, num_kv_heads, head_dim], of which each run writes those from `first` on."""
 
-    first: int  # of kv_indices' entries
+    first: int  # among the entries of kv_indices
     end: int
     k: int  # address
     v: int
 
     @staticmethod
     def below(limit: int, first: int, end: int, options: Options) -> Rows:
-        """The memory that ends at address `limit`; where it begins: `k`."""
+        """The rows at the end of the memory before `limit`; `k` is where they begin."""
         v = _down(limit - end * _token_bytes(options, options.head_dim_vo))
         return Rows(first, end, _down(v - end * _token_bytes(options, options.head_dim_qk)), v)
 
     def views(self, options: Options) -> dict[str, View]:
-        """As those of ragged tensors."""
+        """K and V as ragged tensors."""
         heads = options.num_kv_heads
         return {
             name: View(self.end, 1, heads, dim, 0, heads * dim, dim)
@@ -117,7 +116,7 @@ class Rows(NamedTuple):
         }
 
     def bind(self, params: native.GatherRowsParams, views: dict[str, View], options: Options, kv_indices: int) -> None:
-        """Everything but the addresses of the cache, which is seen as `views` say."""
+        """All parameters except the addresses of the cache, which has the strides of `views`."""
         params.kv_indices, params.k_rows, params.v_rows = kv_indices, self.k, self.v
         params.first, params.count = self.first, self.end - self.first
         for side, view in ((params.k, views["K"]), (params.v, views["V"])):

@@ -1,5 +1,5 @@
-"""The launches of a run, as rows of its list: which kernels run in which order, and what each is given. fp_run goes
-through them (csrc/cuda/launch.cpp)."""
+"""The launches of a run as a list: which kernels run in which order, and their arguments. fp_run executes it
+(csrc/cuda/launch.cpp)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Addresses(NamedTuple):
-    """Structs of one part's attention launch and merge."""
+    """Addresses of the structs of one part's attention launch and merge."""
 
     params: int
     merge: int
@@ -25,12 +25,12 @@ class Addresses(NamedTuple):
 
 
 class LaunchList:
-    """A kernel that looks for mask tiles or gathers rows runs before the attention kernel that reads them; a merge
-    follows its attention kernel.
+    """The list. A kernel that finds mask tiles or gathers rows comes before the attention kernel that reads them; a
+    merge comes after its attention kernel.
 
-    Two parts of a batch run side by side: on one stream the second would not begin before the first ends, not even as a
-    dependent launch that has SMs of its own. The first part is launched first, so that whole SMs are free for all its
-    CTAs. Neither attention kernel is a dependent launch there, since both wait for an event.
+    Two parts of a batch run at the same time, on two streams: on one stream the second would not begin before the first
+    ends, not even as a dependent launch with its own SMs. The first part is launched first, so that whole SMs are free
+    for all its CTAs. Neither attention kernel is then a dependent launch, since both wait for an event.
     """
 
     __slots__ = ("_variant", "args", "attention")
@@ -41,18 +41,19 @@ class LaunchList:
         self._variant = variant
 
     def clear(self) -> None:
-        """No launches."""
+        """Removes all launches."""
         self.args.count = 0
 
     def add_ahead(self, kernel: LoadedKernel, params: int) -> None:
-        """A kernel of as many CTAs as are resident, whose result the attention kernel waits for."""
+        """Adds a kernel with as many CTAs as are resident, for whose result the attention kernel waits."""
         ctas = kernel.info.ctas_per_sm * kernel.info.num_sms
         self._add(native.RunLaunch(kernel.handle, params, self._variant, None, None, ctas, 0, True, False))
 
     def add_parts(
         self, parts: Sequence[Part], structs: Iterable[Addresses], mask_tiles: int | None, fork: int | None
     ) -> None:
-        """The attention kernels and merges of a plan; of two parts, on a card, the first runs on a second stream."""
+        """Adds the attention kernels and merges of a plan; with two parts on a card, the first runs on a second
+        stream."""
         are_two = len(parts) > 1
         self.args.fork = fork if are_two else None
         for part, (params, merge, boxes) in zip(parts, structs, strict=True):
@@ -68,7 +69,7 @@ class LaunchList:
             self.clear()
 
     def _add(self, launch: native.RunLaunch) -> native.RunLaunch:
-        """The row in the list."""
+        """A launch's row in the list."""
         rows, i = self.args.launches, self.args.count
         rows[i] = launch
         self.args.count = i + 1
@@ -76,13 +77,13 @@ class LaunchList:
         return row
 
     def run(self, stream: int) -> None:
-        """All of them, now."""
+        """Runs the launches now."""
         self.args.stream = stream
         native.check(native.load().fp_run(ctypes.addressof(self.args)))
 
 
 def _merge_ctas(prepared: Prepared, num_merges: int) -> int:
-    """Of the merge's launch; 0: none is needed."""
+    """CTAs of the merge's launch; 0: no merge is needed."""
     if prepared.merge is None:
         return 0
     return min(num_merges * -(-prepared.schedule.merge_rows // MERGE_CTA_ROWS), prepared.most_merge_ctas)

@@ -1,4 +1,4 @@
-"""Bits of masks packed into bytes, each segment starting on a byte."""
+"""Bits of masks packed into bytes; each segment starts on a new byte."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _BIT_WEIGHTS = {"little": (1, 2, 4, 8, 16, 32, 64, 128), "big": (128, 64, 32, 16
 
 
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
-    """Packs a tensor of truth values into uint8, eight a byte; the last byte is filled with zeros.
+    """Packs booleans into uint8, eight in a byte; the last byte is filled with zeros.
 
     Args:
-        x: any shape, flattened; bool or uint8, not zero is one.
+        x: any shape, flattened; bool or uint8, where not zero counts as one.
         bitorder: "big": the first value is a byte's highest bit; "little": its lowest.
 
     Returns:
@@ -25,11 +25,11 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
 
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
-    """Packs segments of truth values, each starting on a byte of its own.
+    """Packs segments of booleans; each segment starts on a new byte.
 
     Args:
         x: [indptr[-1]], bool or uint8.
-        indptr: [segments + 1], where each segment begins, on any device (one copy back where it is not on the host).
+        indptr: [segments + 1], where each segment begins, on any device (one copy if it is not on the host).
         bitorder: as in `packbits`.
 
     Returns:
@@ -44,18 +44,19 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     lengths = begins.diff()
     if begins[0] != 0 or bool((lengths < 0).any()) or int(begins[-1]) != bits.numel():
         raise RunError(
-            f"indptr={begins.tolist() if begins.numel() <= 9 else '...'} does not cut x's {bits.numel()} values into "
-            "segments: start at 0, never decrease, end at the number of values."
+            f"indptr={begins.tolist() if begins.numel() <= 9 else '...'} does not cut x's {bits.numel()} values: "
+            "start at 0, never decrease, and end at the number of values."
         )
     packed, byte_indptr = pack_segments(bits, lengths, bitorder)
     return packed, byte_indptr.to(device=x.device, dtype=torch.int32)
 
 
 def pack_segments(bits: torch.Tensor, lengths: torch.Tensor, bitorder: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes on bits' device, and their indptr (int64) on the host; `lengths` are bits a segment, int64 on the host."""
+    """Bytes on bits' device, and their indptr (int64) on the host; `lengths`: bits in each segment, int64 on the
+    host."""
     zero = torch.zeros(1, dtype=torch.int64, device="cpu")
     byte_indptr = torch.cat([zero, ((lengths + 7) // 8).cumsum(0)])
-    shifts = byte_indptr[:-1] * 8 - (lengths.cumsum(0) - lengths)  # how far a segment's bits move
+    shifts = byte_indptr[:-1] * 8 - (lengths.cumsum(0) - lengths)  # how far the bits of a segment move
     if not bool(shifts.any()):
         spread = torch.nn.functional.pad(bits, (0, int(byte_indptr[-1]) * 8 - bits.numel()))
     else:
@@ -66,7 +67,7 @@ def pack_segments(bits: torch.Tensor, lengths: torch.Tensor, bitorder: str) -> t
 
 
 def _flat_bits(x: torch.Tensor) -> torch.Tensor:
-    """0 or 1 a value, uint8."""
+    """The values as 0 or 1, uint8."""
     checks.tensor(x, "x", RunError)
     if x.dtype not in (torch.bool, torch.uint8):
         raise RunError(f"x has dtype {x.dtype}: pass bool or uint8.")

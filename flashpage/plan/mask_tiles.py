@@ -1,9 +1,9 @@
-"""Memory in which a card notes which tiles of a mask hold anything, and in which order CTAs take the plan's units
+"""Memory in which a card notes which tiles of a mask have visible tokens, and in which order CTAs take the plan's units
 (include/flashpage/tile/mask/mask_tiles.h).
 
-The host sees none of it. Bits are part of the plan that they are given to, and looked at once for all its runs. What a
-mask function reads may change between runs, and so may the bits of a wrapper for captured launches, which look at
-whatever is there: for these every run looks again.
+The host sees none of it. Bits belong to a plan, and their tiles are found once for all its runs. A mask function's
+tensors may change between runs, and so may the bits of a wrapper for captured launches: for these, every run finds the
+tiles again.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .prepared_kernels import Prepared
 
 
 class MaskTiles:
-    """Of one combination of options. Runs of a wrapper follow each other on one stream, so they share it.
+    """The mask tiles of one set of options. Runs of a wrapper follow each other on one stream, so they share them.
 
-    The memory is made with the plan, because any run of it may stand in a capture.
+    The memory is made with the plan, because any run of it may be captured.
     """
 
     __slots__ = ("_found_for", "cells", "params")
 
     def __init__(self, device: torch.device) -> None:
         self.cells = GrowingMemory(torch.int64, device, "this mask")
-        self._found_for = 0  # the generation of the plan
+        self._found_for = 0  # number of the plan
         self.params = native.MaskTilesParams()
 
     @property
     def address(self) -> int:
-        """Of the struct."""
+        """The struct's values."""
         return ctypes.addressof(self.params)
 
     @property
@@ -46,7 +46,7 @@ class MaskTiles:
         return begin
 
     def find(self, batch: Batch, prepared: Prepared) -> None:
-        """Takes the plan's bits, and looks at them where all its runs see these."""
+        """Takes the plan's bits, and finds their tiles if they hold for all its runs."""
         if prepared.mask_tiles is None:
             return
         self.params.custom_mask = batch.mask.address
@@ -58,11 +58,11 @@ class MaskTiles:
         self._found_for = batch.generation
 
     def are_found(self, generation: int) -> bool:
-        """Whether runs of this plan need not look."""
+        """Whether runs of this plan need not find tiles."""
         return self._found_for == generation
 
     def bind(self, batch: Batch, prepared: Prepared, slot: PlanSlot) -> None:
-        """Points the struct at the plan in the slot, and at enough memory for it."""
+        """Points the struct at the plan in the slot, and at enough memory for its tiles."""
         options, result, params = prepared.options, slot.result, self.params
         spec = prepared.choice.spec
         looks_at_head = spec.mask_source == "function" and mask_looks_at_head(spec.variant)
@@ -76,7 +76,7 @@ class MaskTiles:
             has_custom_mask=options.has_mask,
             tile_heads=options.num_kv_heads if looks_at_head else 1,
         )
-        if batch.is_graph:  # a captured launch serves every later plan: bits alone, whose buffer says how many
+        if batch.is_graph:  # a captured launch serves every later plan: only for bits, whose buffer limits their number
             assert batch.mask.buffer is not None
             masked.rows = max(batch.most_rows, result.total_q)
             masked.mask_bytes = batch.mask.buffer.numel()

@@ -1,9 +1,9 @@
-"""A mixed batch as two plans that run side by side: requests of few rows for a kernel that reads keys and values at the
-speed of memory, requests of many rows for one that computes.
+"""A mixed batch as two plans that run at the same time: requests of few rows for a kernel that reads K and V at the
+speed of memory, requests of many rows for a kernel that is bound by the tensor cores.
 
-Each part has a share of the CTAs, so that both end together (csrc/plan/parts.cpp). Both plans lie in one slot, and both
-launches of a run are one foreign call: the first on a side stream, the second on the caller's. A batch that has one
-kind of requests, or too little work of one kind, is planned as a whole.
+Each part has a share of the CTAs, so that both end together (csrc/plan/parts.cpp). The two plans lie in one slot, and
+one foreign call launches both: the first on a side stream, the second on the caller's. A batch with one kind of
+requests, or with too little work of one kind, is planned as a whole.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
 
     from .report.plan import Plan
 
-LEAST_GAIN_NS = 6000.0  # by the cost model, which knows nothing of the second launch and its events
+LEAST_GAIN_NS = 6000.0  # by the cost model, which does not count the second launch and its events
 
 
 def may_have_parts(options: Options, is_graph: bool = False) -> bool:
-    """Not with masks, whose tiles are looked up for one plan, not where a batch must not choose tile and split, and not
-    for a graph, which launches the same for all its batches."""
+    """Not with masks, whose tiles are found for one plan; not if the batch must not choose tile and split; not for
+    graphs, whose launches are the same for all batches."""
     return not (is_graph or options.uniform_q_len or options.is_batch_invariant or options.has_mask)
 
 
 def most_few_rows(options: Options, device: torch.device) -> int:
-    """Rows of q up to which a request belongs to the first part of a batch; 0: no batch has parts."""
+    """Most rows of q with which a request belongs to the first part of a batch; 0: no batch has parts."""
     few, many = (choose.choose(Problem(options, rows), device).kernel for rows in (1, choose.MANY_ROWS))
     works = few is not many and few.runs_beside and many.runs_beside
     return few.most_packed_rows // options.group_size if works else 0
 
 
 def largest_schedules(options: Options, num_ctas: int, device: torch.device) -> list[native.Schedule]:
-    """Of both parts, with the largest row tiles: for memory that two plans need at most. Empty: no batch has parts."""
+    """Schedules of both parts with the largest row tiles, to bound the memory of two plans. Empty: no batch has
+    parts."""
     if not may_have_parts(options) or not (limit := most_few_rows(options, device)):
         return []
     sizes = limit * options.group_size, choose.MANY_ROWS
@@ -67,19 +68,19 @@ class Fork:
 
 
 class Part(NamedTuple):
-    """One plan of a batch, for its launch: the whole batch's, or one of the two."""
+    """One plan of a batch with its launch: the whole batch's plan, or one of two."""
 
     prepared: Prepared
     result: native.PlanResult
     num_ctas: int
-    num_merges: int  # that a launch after it has to do
+    num_merges: int  # merges for a launch after it
     cluster_size: int = 0  # CTAs of each cluster of the launch; 0: no clusters
     offset: int = 0  # bytes, in the slot's memory
     partial_row: int = 0  # where its partial results begin
 
 
 class Parts:
-    """Of one combination of options: the newest batch that was planned in two."""
+    """The parts of one set of options: the newest batch that was planned in two."""
 
     __slots__ = ("_address", "_prepared", "_struct", "most_few_rows")
 
@@ -91,24 +92,24 @@ class Parts:
 
     @property
     def address(self) -> int:
-        """Of the struct that plans take and fill."""
+        """The struct that plans take and fill."""
         return self._address
 
     def count(self, problem_address: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Requests and rows of each part."""
+        """Counts the requests and rows of each part."""
         found = self._struct
         native.load().fp_parts_count(problem_address, self._address)
         return (found.few_requests, found.few_rows), (found.many_requests, found.many_rows)
 
     def use(self, whole: Prepared, few: Prepared, many: Prepared) -> None:
-        """Kernels of the whole batch, of the requests with few rows, and of those with many."""
+        """Takes the kernels of the whole batch, of the requests with few rows, and of those with many."""
         struct = self._struct
         struct.whole, struct.few, struct.many = whole.schedule_address, few.schedule_address, many.schedule_address
         struct.full_speed_share, struct.least_gain_ns = whole.choice.card.full_speed_share, LEAST_GAIN_NS
         self._prepared = whole, few, many
 
     def made(self) -> tuple[Part, Part]:
-        """Both parts of the newest plan."""
+        """The two parts of the newest plan."""
         struct, (_, few, many) = self._struct, self._prepared
         first, second = struct.results
         place = struct.second_offset, struct.second_partial_row
@@ -118,7 +119,7 @@ class Parts:
         )
 
     def make_plans(self, data: bytes) -> tuple[Plan, Plan]:
-        """The public objects, of the slot's bytes."""
+        """The public Plans, from the slot's bytes."""
         from .report.plan import Plan
 
         struct, made = self._struct, []
@@ -131,10 +132,10 @@ class Parts:
         return made[0], made[1]
 
     def reasons(self) -> tuple[str, ...]:
-        """Why there are two, for Plan.explain()."""
+        """Reasons for two plans, for Plan.explain()."""
         found = self._struct
         return (
-            f"two plans side by side: {found.few_requests} requests of at most {found.most_few_rows} rows on "
+            f"two plans at the same time: {found.few_requests} requests of at most {found.most_few_rows} rows on "
             f"{found.schedules[0].num_ctas} CTAs, {found.many_requests} of more on {found.schedules[1].num_ctas}",
             f"by the cost model {found.parts_ns / 1e3:.3g} us, as one plan {found.whole_ns / 1e3:.3g} us",
         )

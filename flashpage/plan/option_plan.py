@@ -1,7 +1,7 @@
-"""One combination of options of a wrapper, and the plan it has for the present batch.
+"""One set of options of a wrapper, and its plan for the present batch.
 
-A wrapper has the combination that was planned, and one more for each set of run-time options (causal, window_left,
-...) that asked for another plan or another kernel.
+A wrapper has the options that were planned, and one more set for each combination of run-time options (causal,
+window_left, ...) that needs another plan or another kernel.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _ROWS, _ENTRIES, _PARTIAL_ROWS, _Q_LEN, _KV_LEN, _REQUESTS = range(1, 7)  # csrc
 _HOW_TO_PASS = {"float": "to the constructor", "int": "with reset_workspace_buffer(float_workspace, int_workspace)"}
 
 
-# Rows, variant, whether lengths are known, contexts, what its launches are fixed for, whether rows are gathered.
+# Rows, variant, whether lengths are known, contexts, what its launches are fixed to, whether rows are gathered.
 _Key: TypeAlias = tuple[int, VariantSpec | None, bool, Contexts, tuple[int, int] | None, bool]
 
 
 class Combination:
-    """Options, the slot that holds their plan, and the kernels for each class of rows met so far."""
+    """Options, the slot with their plan, and the kernels for each class of rows so far."""
 
     __slots__ = (
         "_address",
@@ -75,20 +75,20 @@ class Combination:
     def __init__(self, options: Options, batch: Batch) -> None:
         self.options = options
         self.slot: PlanSlot  # while it is active
-        self.generation = 0  # of the session's plan that this one belongs to
-        self.asked_at = 0  # the generation whose runs asked for these options last
+        self.generation = 0  # number of the session's plan that it belongs to
+        self.asked_at = 0  # the generation whose runs last used these options
         self.fork: int | None = None  # for runs of two parts, on a card
         self.mask_tiles = MaskTiles(batch.device)
-        self.gathered: gather_rows.Rows | None = None  # of the present plan; None: K and V are read where they are
-        self._whole: Prepared  # kernels of the present plan, if it is one
+        self.gathered: gather_rows.Rows | None = None  # of the present plan; None: K and V are read in place
+        self._whole: Prepared  # kernels of the present plan, if it has one part
         self._is_of_all = False  # launches have the shape that serves every plan
-        self._parts: Parts | None = None  # known with the first plan's kernels
+        self._parts: Parts | None = None  # known after the first plan's kernels
         self._contexts = ContextLengths(options, batch.card)
         self._worth_gathering = gather_rows.Worth(options, batch.card)
-        # Where a batch does not change the class of rows, it is known now.
+        # If a batch cannot change the class of rows, it is known now.
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = choose.packed_rows(options, 0, 0) if is_constant else 0
-        self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows that its launches were made for
+        self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows for which its launches were made
         self._prepared: dict[_Key, Prepared] = {}
         self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
         self._planned_variant: VariantSpec | None = None
@@ -112,24 +112,24 @@ class Combination:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The present plan, or both that it consists of, in the order of their launches."""
+        """The present plan's parts, one or two, in the order of their launches."""
         if self._parts is not None and self.call.made_parts:
             return self._parts.made()
         whole, result = self._whole, self.call.result
-        if self._is_of_all:  # all CTAs, which leave at once where a plan has less for them
+        if self._is_of_all:  # all CTAs; those without work in a plan return at once
             return (Part(whole, result, whole.schedule.num_ctas, _ALL_MERGES, whole.cluster_size),)
         return (Part(whole, result, result.num_ctas, result.num_merges, result.cluster_size),)
 
     @property
     def prepared(self) -> Prepared:
-        """Kernels of the present plan; of one in two parts: the first one's."""
+        """Kernels of the present plan, or of its first part."""
         return self.parts[0].prepared
 
     # ---------------------------------------------------------------- plan
 
     def plan(self, batch: Batch, lengths: Given, page_numbers: Any) -> int:
-        """Takes a batch and plans it in one foreign call, where the kernels of the plan before are right for it; else
-        a status that says what is missing (csrc/plan_call.h, fp_py_plan)."""
+        """Plans a batch in one foreign call if the kernels of the last plan fit it; otherwise returns a status that
+        says what is missing (csrc/plan_call.h, fp_py_plan)."""
         if self.options.variant is not None:
             self._follow_variant(batch)
         status = self._plan(self._address, batch.stream, *lengths, page_numbers)
@@ -147,7 +147,7 @@ class Combination:
         if status == native.OTHER_BATCH:
             self._choose(batch, self._rows_to_gather(batch))
             status = self.slot.plan(self._address, batch.stream, True)
-            if self.gathered is not None and status == native.OVER_LIMIT:  # no room beside the partial results
+            if self.gathered is not None and status == native.OVER_LIMIT:  # no room in addition to the partial results
                 self._choose(batch, None)
                 status = self.slot.plan(self._address, batch.stream, True)
         if status == native.WORKSPACE_TOO_SMALL and self._make_int_room(batch, self.call.result.used_bytes):
@@ -159,16 +159,16 @@ class Combination:
         self._use_mask_tiles(batch)
 
     def _use_mask_tiles(self, batch: Batch) -> None:
-        """Memory for the tiles of a plan's mask is made with the plan."""
+        """Allocates the memory for a mask's tiles, together with the plan."""
         if self._whole.mask_tiles is not None:
             self.mask_tiles.bind(batch, self._whole, self.slot)
 
     def choose_again(self) -> None:
-        """The next plan looks for its kernels, and at the workspaces."""
+        """Makes the next plan choose its kernels and check the workspaces again."""
         self.call.row_class = _NO_CLASS
 
     def _choose(self, batch: Batch, gathered: gather_rows.Rows | None) -> None:
-        """Has the call plan for the kernels that are right for the batch."""
+        """Plans the call with the kernels that fit the batch."""
         call, struct, options = self.call, batch.struct, self.options
         requests, rows = struct.requests, struct.rows
         contexts = Contexts.USUAL
@@ -186,7 +186,7 @@ class Combination:
             partial_out, _ = batch.workspaces.partials(options.head_dim_vo)
             room = min(room, (gathered.k - partial_out) // (options.head_dim_vo * 4))
         call.most_partial_rows = room
-        # Rows that are gathered lie elsewhere in the next plan.
+        # The next plan's gathered rows lie elsewhere.
         call.row_class = _NO_CLASS if gathered is not None else _class_of(options, self._frozen_rows, whole)
         if self._parts is None and may_have_parts(options, batch.is_graph):
             self._parts = Parts(most_few_rows(options, batch.device))
@@ -195,29 +195,30 @@ class Combination:
             self._choose_parts(batch, self._parts, whole)
 
     def _choose_parts(self, batch: Batch, parts: Parts, whole: Prepared) -> None:
-        """Kernels of the requests with few rows and of those with many, for a batch that has both."""
+        """Kernels of the requests with few rows and of those with many, for a batch with both kinds."""
         call, struct = self.call, batch.struct
         call.few_class = call.many_class = _NO_CLASS
         if not struct.least_rows <= parts.most_few_rows < struct.most_rows:
             return
-        # Neither reads K and V by pairs of CTAs: the other launch leaves SMs here and there.
+        # Neither kernel may use pairs of CTAs: the other launch leaves only scattered SMs free.
         few, many = (self._prepared_for(batch, *sizes) for sizes in parts.count(ctypes.addressof(call.problem)))
-        if few.mask_tiles or many.mask_tiles:  # which one launch before looks for, with one plan
+        if few.mask_tiles or many.mask_tiles:  # a launch before finds their tiles, with one plan
             call.parts = None
             return
         parts.use(whole, few, many)
         call.few_class, call.many_class = (_class_of(self.options, 0, prepared) for prepared in (few, many))
 
     def _follow_variant(self, batch: Batch) -> None:
-        """What a variant captured may have another type than at the plan before, and so another kernel."""
+        """Chooses again if a captured tensor has changed its type since the last plan, which may need another
+        kernel."""
         spec = trace(self.options, 1.0, batch.device).spec
         if spec != self._planned_variant:
             self._planned_variant = spec
             self.choose_again()
 
     def _rows_to_gather(self, batch: Batch) -> gather_rows.Rows | None:
-        """Memory for the gathered rows, if the batch is worth gathering and the workspace has room. None too if lengths
-        are given in addition to page numbers: some of the numbers are then unused, and may be anything."""
+        """Memory for the gathered rows, if the batch is worth gathering and the workspace has room. None also if
+        lengths are given in addition to page numbers: some of the numbers are then unused, and may be anything."""
         struct, options = batch.struct, self.options
         is_known = not batch.is_graph and struct.kv_lens.data is None and gather_rows.runs_on(batch.device)
         if not is_known or not self._worth_gathering.is_for(struct.requests, struct.rows, batch.entries):
@@ -227,7 +228,8 @@ class Combination:
         return rows if rows.k >= partial_out else None
 
     def _make_int_room(self, batch: Batch, needed: int) -> bool:
-        """Whether the slot has other memory now, for a plan of so many bytes: where no graph may read it."""
+        """Gives the slot more memory for a plan of that many bytes, unless a graph may read it; returns whether it
+        did."""
         slot, workspaces = self.slot, batch.workspaces
         is_capturing = batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if is_capturing or (batch.is_graph and slot.is_used):
@@ -239,7 +241,7 @@ class Combination:
         return True
 
     def check(self, status: int, batch: Batch) -> None:
-        """Raises what a plan's status says."""
+        """Raises the error of a plan's status."""
         if status == native.OK:
             return
         result, call = self.call.result, self.call
@@ -247,9 +249,9 @@ class Combination:
             raise lengths.complaint(result, batch.names, self.options.page_size)
         if status == native.WORKSPACE_TOO_SMALL:
             raise PlanError(
-                f"int_workspace_buffer has {call.capacity} bytes but this plan needs {result.used_bytes}, and it does "
-                "not grow where a graph may read it: call reset_workspace_buffer(float_workspace_buffer, "
-                "int_workspace_buffer) with a larger one before the first plan."
+                f"int_workspace_buffer has {call.capacity} bytes but this plan needs {result.used_bytes}. "
+                "As a graph may read it, it does not grow. "
+                "Call reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer) before the first plan."
             )
         if status != native.OVER_LIMIT:
             raise DeviceError(native.last_error())
@@ -258,7 +260,7 @@ class Combination:
         raise over_limit(call, batch, self.options)
 
     def check_limits(self, batch: Batch) -> None:
-        """Raises for a batch that is larger than all batches were to be."""
+        """Raises for a batch that is larger than the wrapper's limits."""
         struct, call = batch.struct, self.call
         has_many_rows = struct.rows_end > struct.most_total_rows
         if has_many_rows or struct.kv_end > struct.most_entries:
@@ -266,8 +268,7 @@ class Combination:
             raise over_limit(call, batch, self.options)
 
     def plan_on_device(self, batch: Batch, tables: TableLengths, kernel: int | None) -> None:
-        """Plans from lengths that live on the device, by a launch that a graph may capture; `kernel`: None on the
-        CPU."""
+        """Plans from lengths on the device, by a launch that a graph may capture; `kernel`: None on the CPU."""
         self.gathered, self._is_of_all, self.call.made_parts = None, True, 0
         self._whole = prepared = self._prepared_for(batch, tables.batch, tables.max_rows, has_known_lengths=False)
         tables.take(self.options)
@@ -278,7 +279,7 @@ class Combination:
         self._use_mask_tiles(batch)
 
     def find_mask_tiles(self, batch: Batch) -> None:
-        """Looks at the bits of the newest plan, once they are there."""
+        """Finds the tiles of the newest plan's bits, after they were copied."""
         self.mask_tiles.find(batch, self._whole)
 
     def _check_tables(self, batch: Batch, prepared: Prepared, tables: TableLengths) -> None:
@@ -324,7 +325,7 @@ class Combination:
         return prepared
 
     def _check_capacity(self, batch: Batch, capacity: Capacity, prepared: Prepared) -> None:
-        """Workspaces that hold the plan of any batch within the capacity, told at the first one."""
+        """Checks at the first plan that the workspaces hold the plan of any batch within the capacity."""
         options, bytes_now = self.options, (batch.workspaces.float_bytes, self.call.capacity)
         if self._checked_for == (prepared, bytes_now):
             return
@@ -334,27 +335,28 @@ class Combination:
         self._checked_for = (prepared, (bytes_now[0], self.call.capacity))
 
     def _check_workspaces(self, batch: Batch, needed: tuple[int, int], what: str) -> None:
-        """`needed`: bytes of the float and the int workspace."""
+        """Checks the workspaces' sizes; `needed`: bytes of the float and the int workspace."""
         sizes = batch.workspaces.float_bytes, self.call.capacity
         for name, has, needs in zip(("float", "int"), sizes, needed, strict=True):
             if has < needs and not (name == "int" and self._make_int_room(batch, needs)):
                 raise PlanError(
-                    f"{name}_workspace_buffer has {has} bytes but {what} may need {needs}: pass a larger one, "
-                    f"{_HOW_TO_PASS[name]}."
+                    f"{name}_workspace_buffer has {has} bytes but {what} may need {needs}. "
+                    f"Pass a larger one {_HOW_TO_PASS[name]}."
                 )
 
     def _too_many_partials(self, workspaces: Workspaces, rows: int) -> PlanError:
         needed = partial_bytes(rows, self.options.head_dim_vo)
         return PlanError(
-            f"float_workspace_buffer has {workspaces.float_bytes} bytes but this plan needs {needed}, for {rows} "
-            "partial rows: pass a larger one (workspace_size gives a bound), or disable_split_kv=True."
+            f"float_workspace_buffer has {workspaces.float_bytes} bytes but this plan needs {needed}. "
+            f"It has {rows} partial rows. "
+            "Pass a larger one (workspace_size gives a bound), or disable_split_kv=True."
         )
 
     def make_plan(self) -> Plan:
-        """The public object, from the bytes that were planned last."""
+        """The public Plan, from the bytes of the newest plan."""
         from .report.plan import Plan
 
-        data = self.slot.last_bytes()  # first: it gives `result` the numbers of a plan that the device made
+        data = self.slot.last_bytes()  # first, as it also gives `result` the numbers of a plan that the device made
         result = native.PlanResult.from_buffer_copy(self.call.result)
         if self._parts is not None and len(parts := self.parts) > 1:
             from .report.mixed import PartedPlan
@@ -366,12 +368,12 @@ class Combination:
 
 
 def _class_of(options: Options, frozen_rows: int, prepared: Prepared) -> native.RowClass:
-    """Batches for which these kernels are right."""
+    """Sets the limits within which these kernels fit a batch."""
     return _ANY_ROWS if frozen_rows else native.RowClass(*choose.requests_of(options, prepared.problem.packed_rows))
 
 
 def over_limit(call: native.PlanCall, batch: Batch, options: Options) -> PlanError:
-    """The error for a batch that is larger than all that the wrapper's were to be."""
+    """The error for a batch that is larger than the wrapper's limits."""
     struct, result = batch.struct, call.result
     if call.exceeded == _REQUESTS:
         batch.check_requests(struct.requests)

@@ -1,4 +1,4 @@
-"""What a plan keeps for the kernels beside its lengths: page numbers and mask bits, in device memory."""
+"""Page numbers and mask bits of a plan, in device memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DLPACK_CPU, _DLPACK_CUDA = 1, 2  # types of devices
 
 
 class Pages(NamedTuple):
-    """Where a batch's K and V lie; ragged ones need none of it."""
+    """Where a batch's K and V are; unused for ragged ones."""
 
     indices: Any = None  # page numbers, request after request
-    tables: Any = None  # page numbers, [requests, pages]: in place of `indices`, or to be compared with them
+    tables: Any = None  # page numbers, [requests, pages]: instead of `indices`, or to be compared with them
     non_blocking: bool = True  # copies of page numbers and masks may be asynchronous
 
 
@@ -29,26 +29,26 @@ NO_PAGES = Pages()
 
 
 class Mask(NamedTuple):
-    """A custom mask: truth values of each request's q_len x kv_len, joined, or the same packed to bits."""
+    """A custom mask: booleans of each request's q_len x kv_len, joined, or these packed to bits."""
 
     values: Any
     is_packed: bool = False
 
     @staticmethod
     def of(custom_mask: Any, packed_custom_mask: Any) -> Mask | None:
-        """The mask that is given, if any."""
+        """Whether a mask is given, and by which argument."""
         if custom_mask is None and packed_custom_mask is None:
             return None
         if custom_mask is not None and packed_custom_mask is not None:
-            raise PlanError("custom_mask and packed_custom_mask each say what a row sees: give one of them.")
+            raise PlanError("custom_mask and packed_custom_mask each say what a row sees: pass one of them.")
         return Mask(custom_mask) if packed_custom_mask is None else Mask(packed_custom_mask, True)
 
 
-KEEP_MASK = Mask(None)  # the bits that are there: engines copy them to the wrapper's buffer
+KEEP_MASK = Mask(None)  # the bits in the wrapper's buffer: engines copy them there
 
 
 class KvIndices:
-    """Page numbers, contiguous int32 on the device: a card reads the caller's own tensor where it is that already."""
+    """Page numbers, contiguous int32 on the device. A card reads the caller's tensor in place if it has that form."""
 
     def __init__(self, device: torch.device, batch: native.BatchStruct) -> None:
         self.device, self._batch = device, batch
@@ -57,60 +57,59 @@ class KvIndices:
         batch.device_index = max(0, self._device_index)
         self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
         batch.checks_pages = self._check_on_device
-        self._copies: torch.Tensor | None = None  # that the CPU's kernels read
+        self._copies: torch.Tensor | None = None  # for the CPU's kernels
         if device.type == "cpu":
             self._make_room(1023)
-        self.buffer: torch.Tensor | None = None  # of use_buffer
-        self._ring: CopyRing | None = None  # of page numbers that come from the host into the buffer
+        self.buffer: torch.Tensor | None = None  # set by use_buffer
+        self._ring: CopyRing | None = None  # for page numbers that are copied from the host to the buffer
         self.tensor: torch.Tensor | None = None
 
     def use_buffer(self, buffer: torch.Tensor) -> None:
-        """Graph mode: where captured launches read; page numbers are copied there."""
+        """Graph mode: sets the buffer that captured launches read, to which page numbers are copied."""
         self.buffer, self._batch.page_buffer = buffer, buffer.data_ptr()
         self._batch.page_buffer_entries = buffer.numel()
-        if self._copies is not None:  # as many, so that they stay where they are
+        if self._copies is not None:  # of equal size, so that the copies keep their address
             self._make_room(len(buffer))
 
     def _make_room(self, count: int) -> None:
-        """The CPU's copies: at least so many."""
+        """The CPU's copies, of at least `count` entries."""
         if self._copies is None or len(self._copies) < count:
             self._copies = empty(1 << count.bit_length(), torch.int32, "cpu")
             self._batch.page_copies, self._batch.most_page_copies = self._copies.data_ptr(), len(self._copies)
 
     @property
     def address(self) -> int:
-        """Where kernels read them."""
+        """The address that kernels read."""
         return self._batch.page_numbers or 0
 
     @property
     def max_page(self) -> int:
-        """The largest one in use; -1: not known, the numbers are on the device."""
+        """The largest page number in use; -1: unknown, as the numbers are on the device."""
         return self._batch.max_page
 
     def judge(self, indices: Any, first: int, end: int, name: str) -> int:
-        """Looks at page numbers that the library did not take; entries [first, end) are in use. Returns the largest, -1
-        where it is not known."""
+        """Takes page numbers that the library could not read; entries [first, end) are in use. Returns the largest, -1
+        if it is unknown."""
         indices = checks.tensor(tensor_memory.waited(indices), name, PlanError).resolve_neg()
         tensor_memory.address(indices, name, PlanError)
         count, dtype, place = indices.numel(), indices.dtype, indices.get_device()
         if indices.dim() != 1 or (dtype is not torch.int32 and dtype is not torch.int64):
             raise PlanError(
-                f"{name} has shape {tuple(indices.shape)} and dtype {dtype}: pass page numbers, int32 or int64, one "
-                "dimension."
+                f"{name} has shape {tuple(indices.shape)} and dtype {dtype}: pass int32 or int64 of one dimension."
             )
-        if count < end < 2**31:  # more are an error that the planner tells
+        if count < end < 2**31:  # more are an error that the planner reports
             raise PlanError(f"{name} has {count} entries but the indptr ends at {end}: pass every page number.")
         if self.buffer is not None and self.buffer.shape[0] < end < 2**31:
             raise PlanError(
-                f"{name} has {end} entries but the wrapper's indices buffer holds {self.buffer.shape[0]}: make the "
-                "buffer as large as the largest batch needs."
+                f"{name} has {end} entries but the wrapper's indices buffer holds {self.buffer.shape[0]}. "
+                "Make the buffer as large as the largest batch needs."
             )
         if place >= 0 and place != self._device_index:
             checks.same_device(indices, self.device, name, PlanError)
         return _check_range(indices, first, end, name) if place < 0 or self._check_on_device else -1
 
     def take(self, indices: torch.Tensor, end: int, max_page: int, non_blocking: bool) -> None:
-        """Has kernels read these, of which `end` entries are in use: after a plan, as captured launches see them."""
+        """Makes kernels read these, of which `end` entries are in use; after a plan, as captured launches see them."""
         indices = tensor_memory.waited(indices).resolve_neg()
         if self.buffer is not None:
             self._copy(indices, end, non_blocking)
@@ -118,7 +117,9 @@ class KvIndices:
         else:
             is_there = indices.dtype is torch.int32 and indices.get_device() == self._device_index
             if not is_there or not indices.is_contiguous():
-                waits = not non_blocking or self.device.type == "cpu"  # a copy to the host returns before it is there
+                waits = (
+                    not non_blocking or self.device.type == "cpu"
+                )  # an asynchronous copy to the host returns before it is complete
                 indices = indices.to(device=self.device, dtype=torch.int32, non_blocking=not waits).contiguous()
             self.tensor = indices
         if self._copies is not None:
@@ -128,7 +129,7 @@ class KvIndices:
         self._batch.max_page = max_page
 
     def use_tables(self, tables: torch.Tensor, max_page: int) -> None:
-        """Kernels read them in place: a request's pages begin where its row does."""
+        """Makes kernels read the tables in place: a request's pages begin where its row does."""
         self.tensor = tables
         self._batch.page_numbers, self._batch.max_page = (
             tensor_memory.address(tables, "block_tables", PlanError),
@@ -136,21 +137,24 @@ class KvIndices:
         )
 
     def from_tables(self, tables: Any, indptr: torch.Tensor | None, indices: torch.Tensor | None, name: str) -> Any:
-        """The page numbers of `tables`, [requests, pages], where there are no `indices`; else `indices`, which must
-        say the same (on the device: where FLASHPAGE_CHECK_INDICES is on)."""
+        """The page numbers of `tables`, [requests, pages], if there are no `indices`; otherwise `indices`, which must
+        be equal (checked on a card only with FLASHPAGE_CHECK_INDICES=on)."""
         batch = batch_of(indptr, name.replace("indices", "indptr"))
         if checks.tensor(tables, "block_tables", PlanError).dim() != 2 or tables.shape[0] < batch:
-            raise PlanError(f"block_tables has shape {tuple(tables.shape)}: pass one row a request, [{batch}, pages].")
+            raise PlanError(
+                f"block_tables has shape {tuple(tables.shape)}: pass one row for each request, [{batch}, pages]."
+            )
         if tables.dtype not in (torch.int32, torch.int64):
             raise PlanError(f"block_tables has dtype {tables.dtype}: pass int32 or int64.")
         ends = to_host(Lengths(kv_indptr=indptr)).kv_indptr.long()  # type: ignore[union-attr]
         first, counts = int(ends[0]), ends.diff()
         if first < 0 or bool((counts < 0).any()):
-            return tables.new_zeros(0)  # no indptr: the planner tells
+            return tables.new_zeros(0)  # no indptr: the planner reports it
         if batch and int(counts.max()) > tables.shape[1]:
             raise PlanError(
                 f"block_tables has {tables.shape[1]} pages a request but request {int(counts.argmax())} has "
-                f"{int(counts.max())}: pass a column for every page."
+                f"{int(counts.max())}. "
+                "Pass a column for every page."
             )
         places = torch.arange(int(counts.sum()), device="cpu")
         places += torch.repeat_interleave(
@@ -170,12 +174,12 @@ class KvIndices:
         if bool(differ.any()):
             i = int(differ.nonzero()[0])
             raise PlanError(
-                f"block_tables has page {int(found[i])} where {name}[{first + i}]={int(used[i])}: pass the same pages "
-                f"in both, or {name}=None."
+                f"block_tables has page {int(found[i])} where {name}[{first + i}]={int(used[i])}. "
+                f"Pass equal pages in both, or {name}=None."
             )
 
     def _copy(self, indices: torch.Tensor, end: int, non_blocking: bool) -> None:
-        """What is in use, into the buffer."""
+        """Copies the page numbers in use to the buffer."""
         buffer = self.buffer
         assert buffer is not None
         if end == 0 or (indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype):
@@ -191,11 +195,11 @@ class KvIndices:
 
 
 def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
-    """The largest page number; none may be negative. On the device: one copy back."""
+    """Checks that no page number is negative; returns the largest. On the device this costs one copy back."""
     if first >= end:
         return -1
     used = indices if first == 0 and end == indices.shape[0] else indices[first:end]
-    if used.is_cpu:  # not by torch's threads: on a busy machine their barrier waits milliseconds
+    if used.is_cpu:  # numpy, as torch's threads wait milliseconds for each other on a busy machine
         numbers = used.numpy()
         least, most = int(numbers.min()), int(numbers.max())
     else:
@@ -207,7 +211,7 @@ def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
 
 
 class MaskBits:
-    """A custom mask as packed bits on the device, each request's q_len x kv_len bits starting on a byte."""
+    """A custom mask as packed bits on the device; each request's q_len x kv_len bits start on a new byte."""
 
     def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
         self.device, self.buffer = device, buffer
@@ -215,25 +219,25 @@ class MaskBits:
         self.address: int | None = None
 
     def packed(self, mask: Mask, bits: torch.Tensor) -> torch.Tensor:
-        """A mask as bytes, wherever it is; `bits`: q_len x kv_len of each request, int64 on the host."""
+        """A mask as bytes, on any device; `bits`: q_len x kv_len of each request, int64 on the host."""
         name = "packed_custom_mask" if mask.is_packed else "custom_mask"
         checks.tensor(mask.values, name, PlanError)
         tensor_memory.address(mask.values, name, PlanError)
         packed = self._packed(mask.values, bits, name) if mask.is_packed else self._pack(mask.values, bits, name)
         if self.buffer is not None and packed.numel() > self.buffer.numel():
             raise PlanError(
-                f"{name} needs {packed.numel()} bytes but custom_mask_buf holds {self.buffer.numel()}: make the buffer "
-                "as large as the largest batch needs."
+                f"{name} needs {packed.numel()} bytes but custom_mask_buf holds {self.buffer.numel()}. "
+                "Make the buffer as large as the largest batch needs."
             )
         return packed
 
     def set(self, packed: torch.Tensor | None, non_blocking: bool) -> None:
-        """Takes what `packed` returned; None: no mask."""
+        """Takes the result of `packed`; None: no mask."""
         if packed is None:
             self.tensor = self.address = None
             return
         if self.buffer is None:
-            is_on_host = self.device.type == "cpu"  # what is packed already is copied there; a card reads it in place
+            is_on_host = self.device.type == "cpu"  # the CPU copies an already packed mask; a card reads it in place
             self.tensor = packed.to(self.device, non_blocking=non_blocking and not is_on_host, copy=is_on_host)
         else:
             self.tensor = self.buffer
@@ -245,9 +249,8 @@ class MaskBits:
         expected = int(bits.sum())
         if mask.dtype not in (torch.bool, torch.uint8) or mask.numel() != expected:
             raise PlanError(
-                f"{name} has {mask.numel()} values of {mask.dtype} but the batch needs "
-                f"{expected} of bool or uint8: pass "
-                "every request's q_len x kv_len values (True: visible), flattened and joined."
+                f"{name} has {mask.numel()} values of {mask.dtype} but the batch needs {expected} of bool or uint8. "
+                "Pass every request's q_len x kv_len values (True: visible), flattened and joined."
             )
         return mask_bits.pack_segments(mask.reshape(-1).ne(0).to(torch.uint8), bits, "little")[0]
 
@@ -256,8 +259,7 @@ class MaskBits:
         expected = int(((bits + 7) // 8).sum())
         if mask.dtype != torch.uint8 or mask.dim() != 1 or mask.numel() < expected or not mask.is_contiguous():
             raise PlanError(
-                f"{name} has {mask.numel()} values of {mask.dtype} but the batch needs "
-                f"{expected} bytes of uint8: pass what "
-                "segment_packbits(mask, indptr, bitorder='little') returns."
+                f"{name} has {mask.numel()} values of {mask.dtype} but the batch needs {expected} bytes of uint8. "
+                "Pass the result of segment_packbits(mask, indptr, bitorder='little')."
             )
         return mask

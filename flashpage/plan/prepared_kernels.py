@@ -1,5 +1,4 @@
-"""From options to something that plans and runs: the kernel chosen, compiled or found, loaded, and its schedule
-made."""
+"""From options to kernels that can run: chosen, compiled or found, loaded, with their schedule."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ from ..kernels.spec import KernelSpec
 from ..kernels.work import Problem
 from . import gather_rows
 
-CPU_CTAS_PER_THREAD = 4  # shares small enough that threads which start late still find work
-MERGE_CTAS_PER_SM = 4  # they have little to do; more than can be resident only add launch work
+CPU_CTAS_PER_THREAD = 4  # small shares, so that threads that start late still find work
+MERGE_CTAS_PER_SM = 4  # merges have little to do; more CTAs than are resident only add launch work
 
 
 class Prepared:
-    """One combination of options on one device, for one class of rows: kernels loaded, schedule made. Shared by
+    """The loaded kernels and the schedule of one set of options on one device, for one class of rows. Shared by
     threads.
 
-    `fixed_for`: requests and rows of the largest batch that launches of one shape serve, a graph's; None: each launch
-    has the shape that its plan asks for. `gathers`: the attention kernel reads rows that another one gathers.
+    `fixed_for`: requests and rows of a graph's largest batch, whose launches all have one shape; None: each launch has
+    the shape of its plan. `gathers`: the attention kernel reads rows that another kernel gathers.
     """
 
     __slots__ = (
@@ -70,7 +69,7 @@ class Prepared:
         self.schedule_address = ctypes.addressof(self.schedule)
 
     def _find_merge(self, device: torch.device) -> tuple[int | None, int]:
-        """The kernel that merges after the attention launch, None where that does it itself; CTAs of it at most."""
+        """The kernel that merges after the attention launch, None if that merges itself; and the most CTAs of it."""
         if self.choice.kernel.merges_in_launch:
             return None, 0
         out_dtype = self.options.out_dtype
@@ -81,7 +80,7 @@ class Prepared:
 
 
 def mask_tiles_spec(choice: choose.Choice, options: Options) -> KernelSpec | None:
-    """The kernel that finds the tiles of a mask before the attention kernel; None: nobody looks for them."""
+    """The kernel that finds the tiles of a mask before the attention kernel; None: no tiles are needed."""
     spec = choice.spec
     if spec.mask_source == "implicit" or not choice.kernel.visits_mask_tiles(options):
         return None
@@ -95,7 +94,7 @@ _slopes: dict[tuple[torch.device, int], torch.Tensor] = {}  # never freed: captu
 
 
 def _slopes_on(device: torch.device, num_heads: int) -> torch.Tensor:
-    """The same tensor for all plans and threads."""
+    """The slopes' tensor, one for all plans and threads."""
     found = _slopes.get((device, num_heads))
     return (
         found
@@ -105,7 +104,7 @@ def _slopes_on(device: torch.device, num_heads: int) -> torch.Tensor:
 
 
 def trace(options: Options, soft_cap: float, device: torch.device) -> variants.TracedVariant:
-    """The built-in transforms and the user's, as one variant: slopes and cap first, then the user's own."""
+    """The built-in transforms and the user's as one variant: slopes, then cap, then the user's."""
     has_alibi = options.position_encoding == "ALIBI"
     slopes = _slopes_on(device, options.num_q_heads) if has_alibi else None
     traced = variants.builtin(soft_cap if options.has_soft_cap else None, slopes)

@@ -1,4 +1,4 @@
-"""The plan side of a wrapper: workspaces, lengths in, one plan for every combination of options in use."""
+"""The plan side of a wrapper: workspaces, lengths, and one plan for every set of options in use."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .option_plan import Combination
 from .page_indices import Mask
 from .workspaces import Workspaces
 
-_MOST_KNOWN = 64  # combinations kept with their kernels
+_MOST_KNOWN = 64  # sets of options kept with their kernels
 
 
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch for the CPU has none
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch's CPU builds lack it
 
 
 def current_stream(device_index: int) -> int:
@@ -33,24 +33,24 @@ def current_stream(device_index: int) -> int:
 
 
 class Planner:
-    """Plans of one wrapper; made by one thread at a time."""
+    """Plans of one wrapper, made by one thread at a time."""
 
     def __init__(self, device: torch.device, is_graph: bool, names: Names, float_buffer: torch.Tensor) -> None:
         self.device, self.is_graph = device, is_graph
-        self.generation = 1  # of plans; structs bound to an older one are bound again, 0: to none
+        self.generation = 1  # number of the plan; structs of another number are bound again; 0: none
         self.is_planned = False
         self.workspaces = Workspaces(device, float_buffer)
         self.batch = Batch(device, is_graph, names, self.workspaces)
         self.device_index, self.mask, self.indices = self.batch.device_index, self.batch.mask, self.batch.pages
-        self.active: list[Combination] = []  # planned at every plan; the first one is what plan was asked for
+        self.active: list[Combination] = []  # planned at every plan; the first one has plan's options
         self._known: dict[Options, Combination] = {}
-        self._variations: dict[Variation, Combination] = {}  # what runs asked for
+        self._variations: dict[Variation, Combination] = {}  # with the options of runs
         self._slot: PlanSlot | None = None  # the first one's, whatever its options
         self._kept: list[PlanSlot | torch.Tensor] = []  # plans that a graph may read
-        self._last = 0  # the generation of the last complete plan
+        self._last = 0  # number of the last complete plan
         self._indices_name = names.indices
         self.batch.struct.is_paged = bool(self._indices_name)
-        self._block_tables: tuple[int, torch.Tensor | None] = (-1, None)  # the generation that had them
+        self._block_tables: tuple[int, torch.Tensor | None] = (-1, None)  # with the number of the plan that had them
 
     # ---------------------------------------------------------------- workspaces
 
@@ -59,7 +59,7 @@ class Planner:
         self._workspaces_changed()
 
     def use_int_buffer(self, buffer: torch.Tensor) -> None:
-        """Takes another workspace; the plan in the old one is gone."""
+        """Takes another workspace; the plan in the old one is lost."""
         if self.is_graph or any(known.call.was_captured for known in self._known.values()):
             self._kept.append(self.workspaces.int_buffer)
         self.workspaces.use_int_buffer(buffer)
@@ -76,7 +76,7 @@ class Planner:
             combination.choose_again()
 
     def use_capacity(self, capacity: Capacity) -> None:
-        """Graph mode: what captured launches read is as large as the largest batch needs."""
+        """Graph mode: makes the memory that captured launches read large enough for the largest batch."""
         self.batch.use_capacity(capacity)
         if self._indices_name:
             what = "the buffer of page numbers"
@@ -84,19 +84,19 @@ class Planner:
 
     @property
     def capacity(self) -> Capacity | None:
-        """Graph mode: of all batches; None: buffers fix the batch."""
+        """Graph mode: limits of all batches; None: buffers fix the batch."""
         return self.batch.capacity
 
     # ---------------------------------------------------------------- plans
 
     def invalidate(self) -> None:
-        """From here to the next complete plan nothing may run."""
+        """Until the next complete plan nothing may run."""
         self.generation += 1
         self.is_planned = False
 
     @property
     def options(self) -> Options:
-        """What plan was asked for."""
+        """The options of plan."""
         return self.active[0].options
 
     @property
@@ -106,7 +106,7 @@ class Planner:
 
     @property
     def block_tables(self) -> torch.Tensor | None:
-        """What the present plan was given beside, or in place of, its page numbers."""
+        """The block tables of the present plan, given in addition to page numbers or instead of them."""
         generation, tables = self._block_tables
         return tables if generation == self.generation else None
 
@@ -121,14 +121,14 @@ class Planner:
 
     @property
     def first_row(self) -> int:
-        """Where the rows of the present plan begin in q."""
+        """Where the present plan's rows begin in q."""
         struct = self.batch.struct
         has_indptr = self.batch.tables is None and struct.q_indptr.data
         return struct.rows_end - struct.rows if has_indptr else 0
 
     @property
     def most_rows(self) -> int | None:
-        """Graph mode without capacities: rows of the first plan; None: there is no such limit."""
+        """Graph mode without capacities: rows of the first plan; None: no limit."""
         most = self.batch.struct.most_total_rows
         return None if most == NO_LIMIT or self.capacity is not None else most
 
@@ -139,12 +139,12 @@ class Planner:
 
     @property
     def kv_end(self) -> int:
-        """Where the present plan's kv_indptr ends: pages, ragged: tokens."""
+        """The end of the present plan's kv_indptr: pages; ragged: tokens."""
         return self.active[0].call.result.total_pages
 
     def configure(self, options: Options) -> None:
-        """Takes options that differ from the last plan's. Runs' own options are planned again when runs ask for them;
-        those of a graph, whose launches read their plans, stay."""
+        """Takes options that differ from the last plan's. Options of runs are planned again when a run uses them; those
+        of a graph stay, as its launches read their plans."""
         self.invalidate()
         before, kept = self.active, self._variations if self.is_graph else {}
         same_heads = bool(before) and _heads(before[0].options) == _heads(options)
@@ -169,7 +169,7 @@ class Planner:
             self._variations[variation] = combination
 
     def plan(self, given: Given, kv_indices: Any, non_blocking: bool, longest: Longest = NO_BOUNDS) -> None:
-        """Lengths and page numbers -> a plan for the options, and for those that runs have asked for."""
+        """Plans lengths and page numbers, for the options of plan and for those that runs have used."""
         self.generation += 1
         self.is_planned = False
         batch, first = self.batch, self.active[0]
@@ -189,8 +189,8 @@ class Planner:
         self.is_planned = True
 
     def _plan_judged(self, status: int, given: Given, kv_indices: Any, non_blocking: bool) -> None:
-        """A plan that one foreign call could not make: lengths or page numbers that lie elsewhere, another kernel, or
-        an error. What captured launches read is written last."""
+        """A plan that one foreign call could not make: lengths or page numbers in another place, another kernel, or an
+        error. Memory of captured launches is written last."""
         batch, first = self.batch, self.active[0]
         is_paged = bool(self._indices_name)
         is_for_others = status in (native.OTHER_BATCH, native.WORKSPACE_TOO_SMALL)  # plan_held makes what is missing
@@ -209,12 +209,12 @@ class Planner:
             self.indices.take(kv_indices, end, max_page, non_blocking)
 
     def _plan_others(self) -> None:
-        """Plans what runs have asked for since the plan before, and whatever a graph has; the rest is forgotten."""
+        """Plans the options that runs have used since the last plan, and all of a graph's; forgets the others."""
         batch = self.batch
         if self.is_graph:
             batch.most_rows = max(batch.most_rows, self.active[0].call.result.total_q)
             if batch.capacity is None and batch.struct.q_indptr.data and batch.struct.most_total_rows == NO_LIMIT:
-                batch.struct.most_total_rows = batch.struct.rows_end  # what is captured has the first plan's rows
+                batch.struct.most_total_rows = batch.struct.rows_end  # captured launches have the first plan's rows
         for other in self.active[1:]:
             is_needed = self.is_graph or other.call.was_captured
             try:
@@ -224,27 +224,27 @@ class Planner:
             except PlanError:
                 if is_needed:
                     raise
-            # Forgotten. Where its plan failed, the run that asks for it next is told why.
+            # Forgotten. If planning failed, the next run with these options raises the error.
             self._release(other)
             self.active.remove(other)
 
     def _release(self, combination: Combination) -> None:
-        """Lets the memory of its plans go, unless a graph may read it."""
+        """Frees the memory of its plans, unless a graph may read it."""
         combination.generation = 0
         if self.is_graph or combination.call.was_captured:
             self._kept.append(combination.slot)
         del combination.slot
 
     def plan_on_device(self, tables: TableLengths) -> None:
-        """A plan for every active combination, made by the device from lengths that are there."""
+        """Plans every active set of options on the device, from lengths there."""
         self.invalidate()
         batch = self.batch
         most = batch.struct.most_total_rows
         if self.is_graph and batch.capacity is None and tables.q_indptr is not None:
             if tables.max_rows > most:
                 raise PlanError(
-                    f"max_rows={tables.max_rows} but the first plan of this wrapper (use_cuda_graph=True) had {most} "
-                    "rows: plan the largest batch first."
+                    f"max_rows={tables.max_rows} but the wrapper's first plan (use_cuda_graph=True) had {most} rows: "
+                    "plan the largest batch first."
                 )
             batch.struct.most_total_rows = min(most, tables.max_rows)
         batch.tables, batch.generation, batch.stream = tables, self.generation, current_stream(self.device_index)
@@ -257,15 +257,15 @@ class Planner:
 
     @functools.cached_property
     def plan_kernel(self) -> int | None:
-        """The kernel that plans; None: the CPU does without."""
+        """The kernel that plans; None: the CPU needs none."""
         return None if self.device_index < 0 else jit.get_kernel(KernelSpec("plan"), self.device).handle
 
     def page_numbers_of(self, tables: Any, lengths: Given, indices: Any) -> Any:
-        """Page numbers that a batch has as tables, [requests, pages]; `indices`, where given, must say the same."""
+        """Page numbers of a batch that has tables, [requests, pages]; given `indices` must be equal to them."""
         return self.indices.from_tables(tables, lengths[1], indices, self._indices_name)
 
     def judge(self, lengths: Given, kv_indices: Any) -> None:
-        """Graph mode: refuses lengths that are more than captured launches serve. Nothing is written; plan then."""
+        """Graph mode: refuses lengths that captured launches cannot serve. It writes nothing; plan follows."""
         if not self.active:  # nothing is captured yet
             return
         self._judge_lengths(lengths)
@@ -275,12 +275,12 @@ class Planner:
             self.indices.judge(kv_indices, struct.kv_begin, struct.kv_end, self._indices_name)
 
     def judge_mask(self, mask: Mask, lengths: Given) -> None:
-        """Graph mode: a mask that the next plan's lengths refuse must leave alone what captured launches read."""
+        """Graph mode: a mask that the next lengths refuse must not change what captured launches read."""
         if self.mask.buffer is None:
             self.invalidate()
             raise PlanError("custom_mask with use_cuda_graph=True needs custom_mask_buf: pass it to the constructor.")
         self._judge_lengths(lengths)
-        if not bool((bits := self.bits()).lt(0).any()):  # else the planner tells what is wrong with the lengths
+        if not bool((bits := self.bits()).lt(0).any()):  # otherwise the planner reports the wrong lengths
             self.mask.packed(mask, bits)
 
     def _judge_lengths(self, lengths: Given) -> None:
@@ -290,7 +290,7 @@ class Planner:
         self.batch.check_requests(self.batch.struct.requests)
 
     def set_mask(self, mask: Mask | None, non_blocking: bool) -> None:
-        """Takes the present plan's custom mask, None for none; nothing may run before that has succeeded."""
+        """Takes the present plan's custom mask or None; nothing may run before that has succeeded."""
         self.is_planned = False
         self.mask.set(None if mask is None else self.mask.packed(mask, self.bits()), non_blocking)
         if mask is not None:
@@ -323,8 +323,8 @@ class Planner:
         return q_indptr, kv_indptr, kv_lens
 
     def find(self, variation: Variation) -> Combination:
-        """The combination for a run's options. New ones are planned now, and at later plans for as long as runs ask for
-        them between two plans."""
+        """The plan for a run's options. New ones are planned now, and at later plans as long as runs use them between
+        two plans."""
         found = self._variations.get(variation)
         if found is None:
             found = self._combination(variation.over(self.options))
@@ -337,7 +337,7 @@ class Planner:
         return found
 
     def _activate(self, combination: Combination) -> None:
-        """Plans it for the present batch; it counts as active after that has succeeded."""
+        """Plans these options for the present batch; afterwards they count as active."""
         is_new = combination not in self.active
         if is_new:
             workspace = self.workspaces.int_buffer
@@ -368,9 +368,8 @@ class Planner:
             if value != before
         )
         return RunError(
-            f"{changed} is new to this wrapper while a graph is being captured: run once with it "
-            "before the capture, or give "
-            "it to plan."
+            f"{changed} is new to this wrapper while a graph is being captured. "
+            "Run once with it before the capture, or pass it to plan."
         )
 
     def _combination(self, options: Options) -> Combination:

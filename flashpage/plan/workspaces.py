@@ -1,4 +1,4 @@
-"""The two workspaces of a wrapper: partial results of requests that are split, and plans."""
+"""The two workspaces of a wrapper: for partial results of split requests, and for plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INT_WORKSPACE_BYTES = 8 << 20
 
 
 class Workspaces:
-    """Both buffers and their sizes in bytes."""
+    """The two buffers and their sizes in bytes."""
 
     __slots__ = ("device", "float_buffer", "float_bytes", "int_buffer", "int_bytes")
 
@@ -32,11 +32,11 @@ class Workspaces:
         self.int_buffer, self.int_bytes = buffer, buffer.numel() * buffer.element_size()
 
     def partial_rows(self, head_dim_vo: int) -> int:
-        """Rows of partial results that the float workspace holds."""
+        """Number of partial rows that fit the float workspace."""
         return self.float_bytes // partial_bytes(4, head_dim_vo) * 4
 
     def partials(self, head_dim_vo: int) -> tuple[int, int]:
-        """Addresses of partial outputs and LSEs: the same for every plan, so that captured graphs stay right."""
+        """Addresses of partial outputs and LSEs; they are the same for every plan, as captured graphs hold them."""
         base = self.float_buffer.data_ptr()
         return base, base + self.partial_rows(head_dim_vo) * head_dim_vo * 4
 
@@ -52,5 +52,5 @@ class Workspaces:
 
 
 def partial_bytes(rows: int, head_dim_vo: int) -> int:
-    """Bytes of partial outputs and their LSEs, fp32, with room for the LSEs to start on 16 bytes."""
+    """Bytes of partial outputs and their LSEs, fp32, with padding so that the LSEs start on 16 bytes."""
     return -(-rows // 4) * 4 * (head_dim_vo + 1) * 4

@@ -1,1 +1,1 @@
-"""From the tensors of a layer to launches, once a layer."""
+"""Launches kernels on the tensors of a layer, once a layer."""

@@ -1,7 +1,8 @@
-"""What one thread launches: argument structs bound once to the shapes, strides and options of a run, then only
-re-pointed.
+"""The launches of one thread: argument structs are bound once to the shapes, strides and options of a run; later runs
+only set addresses.
 
-A run with tensors as the last one's is one call of a builtin, which compares them, writes five pointers and launches.
+A run with the same tensors as the last one is one call of a builtin, which compares them, writes five pointers and
+launches.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Binding:
         self, planner: Planner, kv_layout: str, values: Values, combination: Combination, tensors: Tensors
     ) -> None:
         self.values, self.combination, self.device = values, combination, planner.device
-        self.parts = [BoundPart(combination.options)]  # the second one with the first plan of two parts
+        self.parts = [BoundPart(combination.options)]  # the second one comes with the first plan of two parts
         self.params = self.parts[0].params
         self.variant, self.gather = native.VariantArgs(), native.GatherRowsParams()
         self.launches = LaunchList(ctypes.addressof(self.variant))
@@ -78,7 +79,7 @@ class Binding:
         merge.head_dim_vo, merge.num_q_heads, merge.group = options.head_dim_vo, options.num_q_heads, params.group
 
     def _bind_tensors(self, tensors: Tensors) -> None:
-        """Strides and offsets; everything that the signature stands for is judged here."""
+        """Sets strides and offsets; checks everything that the signature does not change."""
         options, params = self.combination.options, self.params
         q, cache, out, lse = tensors
         params.q_row_stride, params.q_head_stride = kv_view.rows_strides(q, "q")
@@ -102,7 +103,7 @@ class Binding:
     def _bind_views(
         self, views: dict[str, kv_view.View], cache: native.AttentionParams | native.GatherRowsParams
     ) -> None:
-        """K and V as the attention kernel sees them, and the struct that has the addresses of the cache."""
+        """K and V as the attention kernel reads them, and the struct with the addresses of the cache."""
         self.views, params, bound = views, self.params, self.bound_run.parts[0]
         for side, view in ((params.k, views["K"]), (params.v, views["V"])):
             side.page_stride, side.token_stride, side.head_stride = (
@@ -113,7 +114,7 @@ class Binding:
         bound.k_view, bound.v_view = ctypes.addressof(cache.k), ctypes.addressof(cache.v)
 
     def _bind_gathered(self, rows: Rows | None) -> None:
-        """Has the attention kernel read the rows that each run gathers, or again the cache."""
+        """Makes the attention kernel read the rows that each run gathers, or the cache again."""
         params, options = self.params, self.combination.options
         self.gathered = rows
         if rows is None:
@@ -140,7 +141,7 @@ class Binding:
         self.bound_run.alignment_mask = self.alignment_mask
 
     def refresh(self, planner: Planner) -> None:
-        """Takes over the newest plan."""
+        """Switches to the newest plan."""
         combination, batch = self.combination, planner.batch
         parts, options = combination.parts, combination.options
         for its in self.parts:
@@ -180,7 +181,8 @@ class Binding:
         launches.add_parts(parts, structs, tiles, combination.fork)
 
     def set_trace(self, stamps: torch.Tensor | None) -> None:
-        """For measurements: until the next plan, runs write clock stamps to `stamps`, int64 [CTAs, stamps of one]."""
+        """For measurements: until the next plan, runs write clock stamps to `stamps`, int64 [CTAs, stamps of one
+        CTA]."""
         kernel = self.combination.prepared.attention
         if stamps is not None:
             kernel = jit.get_kernel(dataclasses.replace(kernel.spec, trace=True), self.device)
@@ -188,7 +190,7 @@ class Binding:
         self.params.trace = None if stamps is None else stamps.data_ptr()
 
     def point(self, q: torch.Tensor, cache: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Addresses of a run that C does not point by itself; it judges them."""
+        """Sets and checks the addresses of a run that C cannot bind itself."""
         q_address, out_address = tensor_memory.address(q, "q", RunError), tensor_memory.address(out, "out", RunError)
         if cache.__class__ is tuple:
             k_address, v_address = (
@@ -204,7 +206,7 @@ class Binding:
         native.load().fp_point(self.address, q_address, k_address, v_address, out_address, lse_address)
 
     def resize(self, q: torch.Tensor, cache: Any) -> None:
-        """Tensor maps for as many rows and pages as the tensors have."""
+        """Makes tensor maps for as many rows and pages as the tensors have."""
         for its in self.parts:
             if its.boxes is not None:
                 self._resize(its.boxes, q, cache)
@@ -223,13 +225,12 @@ class Binding:
             if address & self.alignment_mask
         ]
         return RunError(
-            f"{', '.join(found)}: this kernel reads rows that start on {self.alignment_mask + 1} "
-            "bytes; pass tensors (or "
-            "views) that do, such as a clone."
+            f"{', '.join(found)}: this kernel reads rows that start on {self.alignment_mask + 1} bytes. "
+            "Pass tensors (or views) that do, such as a clone."
         )
 
     def set_pdl(self, enable_pdl: bool | None) -> None:
-        """None: on cards that have programmatic dependent launch."""
+        """None: True on cards with programmatic dependent launch."""
         if enable_pdl is None:
             has_pdl = devices.of(self.device).has_pdl
         else:
@@ -237,11 +238,11 @@ class Binding:
         self.enable_pdl, self.args.enable_pdl = enable_pdl, has_pdl
 
     def has_scales(self, scales: tuple[Any, Any, Any]) -> bool:
-        """Whether these numbers are set already; tensors may have moved."""
+        """Whether these numbers are already set; tensors may have moved."""
         return self.has_numbers and all(s.__class__ is float for s in scales) and scales == self.scales
 
     def set_scales(self, scales: tuple[Any, Any, Any]) -> None:
-        """q, k, v: numbers are folded into the score's and the output's scale; tensors are read by the kernel."""
+        """q, k, v: numbers are folded into the scales of score and output; tensors are read by the kernel."""
         if self.has_scales(scales):
             return
         options = self.combination.options
@@ -257,7 +258,7 @@ class Binding:
         self.scales, self.has_numbers = scales, not any(isinstance(s, torch.Tensor) for s in scales)
 
     def _scale(self, value: Any, name: str, heads: int) -> tuple[float, int | None, int]:
-        """(number, address, stride)"""
+        """(number, address, stride) of a scale."""
         if value is None:
             return 1.0, None, 0
         if not isinstance(value, torch.Tensor):
@@ -267,21 +268,20 @@ class Binding:
             return checks.real(name, value.item(), error=RunError), None, 0
         checks.same_device(value, self.device, name, RunError)
         if value.numel() not in (1, heads):
-            raise RunError(f"{name} has {value.numel()} entries: pass one, or one a head ({heads}).")
+            raise RunError(f"{name} has {value.numel()} entries: pass one, or one for each head ({heads}).")
         if value.dtype != torch.float32 or not value.is_contiguous():
             raise RunError(f"{name} has dtype {value.dtype}: pass contiguous float32, {name}.float().contiguous().")
         return 1.0, tensor_memory.address(value, name, RunError), int(value.numel() > 1)
 
     def set_sinks(self, sinks: torch.Tensor | None) -> None:
-        """[num_qo_heads] fp32 logits that join every row's denominator."""
+        """Sinks, [num_qo_heads] fp32 logits that join every row's denominator."""
         if sinks is not None:
             checks.tensor(sinks, "sinks", RunError)
             heads = self.combination.options.num_q_heads
             if sinks.shape != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
                 raise RunError(
-                    f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}: pass one "
-                    "contiguous float32 value a "
-                    f"query head, [{heads}]."
+                    f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}: "
+                    f"pass one contiguous float32 value for each query head, [{heads}]."
                 )
             checks.same_device(sinks, self.device, "sinks", RunError)
         address = None if sinks is None else tensor_memory.address(sinks, "sinks", RunError)

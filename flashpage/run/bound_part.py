@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BoundPart:
-    """What the launches of one part of a batch are given; all but the plan and the boxes is equal in both parts."""
+    """The structs of the launches of one part of a batch; the parts differ only in the plan and the boxes."""
 
     __slots__ = ("_bound_to", "_options", "boxes", "merge", "params")
 
@@ -31,32 +31,33 @@ class BoundPart:
 
     @property
     def addresses(self) -> Addresses:
-        """Of the structs."""
+        """Addresses of the structs."""
         boxes = None if self.boxes is None else ctypes.addressof(self.boxes)
         return Addresses(ctypes.addressof(self.params), ctypes.addressof(self.merge), boxes)
 
     def copy(self) -> BoundPart:
-        """The same for another part, whose plan and boxes are still to be set."""
+        """A copy for another part, whose plan and boxes must still be set."""
         other = BoundPart(self._options)
         ctypes.pointer(other.params)[0], ctypes.pointer(other.merge)[0] = self.params, self.merge
         return other
 
     def use_plan(self, part: Part, plan: int, partial_out: int, partial_lse: int) -> None:
-        """Addresses of the plan in its slot and of the partial results, of the first part."""
+        """Sets the addresses of the plan in its slot and of the first part's partial results."""
         params, merge, row = self.params, self.merge, part.partial_row
         params.plan = merge.plan = plan + part.offset
         params.partial_out = merge.partial_out = partial_out + row * self._options.head_dim_vo * 4
         params.partial_lse = merge.partial_lse = partial_lse + row * 4
 
     def use_boxes(self, prepared: Prepared, views: dict[str, View], gathered: Rows | None) -> None:
-        """Boxes for the kernel's loader. A dimension of one token has a stride of its own (tensor_maps.box_form)."""
+        """Boxes for the kernel's loader. A dimension of one token has a separate stride (tensor_maps.box_form)."""
         wanted = prepared, gathered is not None and gathered.end > 1
         if wanted != self._bound_to:
             self._bound_to = wanted
             self.bind_boxes(prepared, views)
 
     def bind_boxes(self, prepared: Prepared, views: dict[str, View]) -> None:
-        """Tensor maps of K, V, q and out, where the kernel takes them; tokens and rows of their boxes in `params`."""
+        """Makes tensor maps of K, V, q and out if the kernel uses them; sets tokens and rows of their boxes in
+        `params`."""
         spec, options, params = prepared.choice.spec, self._options, self.params
         tile, is_paged = spec.tile, spec.kv_source == "paged"
         page_size = options.page_size if is_paged else 0
@@ -77,7 +78,7 @@ class BoundPart:
         self.boxes = found if has_boxes else None
 
     def _bind_row_boxes(self, found: native.KvBoxes, *, has_out: bool) -> None:
-        """Tensor maps of q and out, where they can have one; rows of their boxes in `params`."""
+        """Makes tensor maps of q and out if they can have one; sets rows of their boxes in `params`."""
         options, params = self._options, self.params
         form_of = functools.partial(tensor_maps.rows_form, group_size=options.group_size, unit_rows=params.cta_rows)
         form = form_of(

@@ -1,4 +1,4 @@
-"""Tensors of a run: what identifies them, and whether they fit the plan."""
+"""Tensors of a run: the signature that identifies them, and whether they fit the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..kernels.options import Options
 
 
 class Tensors(NamedTuple):
-    """What a run is given. Where K and V are two tensors, `cache` is a tuple."""
+    """The tensors of a run. If K and V are two tensors, `cache` is a tuple."""
 
     q: torch.Tensor
     cache: Cache
@@ -21,7 +21,7 @@ class Tensors(NamedTuple):
     lse: torch.Tensor | None
 
 
-NO_SCALES: tuple[Any, Any, Any] = (None, None, None)  # of q, K and V
+NO_SCALES: tuple[Any, Any, Any] = (None, None, None)  # scales of q, K and V
 
 
 def scales_of(q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any, Any]:
@@ -31,14 +31,14 @@ def scales_of(q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any, Any]:
 
 
 def as_cache(paged_kv_cache: Any) -> Any:
-    """Pairs are tuples from here on."""
+    """The cache with pairs as tuples."""
     return tuple(paged_kv_cache) if paged_kv_cache.__class__ is list else paged_kv_cache
 
 
 def signature_of(
     values: tuple[Any, ...], q: torch.Tensor, cache: Any, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> tuple[Any, ...]:
-    """Everything that decides how a run is bound, without judging it: a comparison of tuples, once a layer."""
+    """Everything that decides how a run is bound, unchecked: a comparison of tuples, once a layer."""
     cache_parts: tuple[Any, ...]
     if cache.__class__ is tuple:
         k, v = cache
@@ -63,12 +63,12 @@ def flat(tensors: Tensors) -> tuple[Any, ...]:
 
 
 def geometry(tensor: torch.Tensor | None) -> Any:
-    """What structs are bound to: all but the number of rows or pages."""
+    """The part of the signature that structs are bound to: all but the number of rows or pages."""
     return None if tensor is None else (tensor.shape[1:], tensor.shape[0] > 1, tensor.stride(), tensor.dtype)
 
 
 def wait_for(tensors: Tensors) -> Tensors:
-    """The same tensors, collectives that are under way waited for."""
+    """These tensors, with pending collectives waited for."""
     q, cache, *outputs = tensors
     waited = tensor_memory.waited
     found: Any = tuple(map(waited, cache)) if isinstance(cache, tuple) else waited(cache)
@@ -76,7 +76,7 @@ def wait_for(tensors: Tensors) -> Tensors:
 
 
 def check_plain(tensors: Tensors) -> None:
-    """Raises for the first argument that is no tensor, or none whose memory kernels can use."""
+    """Raises for the first argument that is no tensor, or whose memory kernels cannot use."""
     q, cache, out, lse = tensors
     if isinstance(cache, tuple) and len(cache) != 2:
         raise RunError(f"paged_kv_cache is a tuple of {len(cache)}: pass (k_cache, v_cache).")
@@ -93,7 +93,7 @@ def check_plain(tensors: Tensors) -> None:
 
 
 def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) -> torch.Tensor:
-    """q and the devices of all; returns q."""
+    """Checks q and the devices of all tensors; returns q."""
     q = tensors.q
     cache = tensors.cache if isinstance(tensors.cache, tuple) else (tensors.cache,)
     names = ("k", "v") if len(cache) == 2 else ("paged_kv_cache",)
@@ -101,9 +101,8 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
         checks.same_device(tensor, device, name, RunError)
     if q.dim() != 3 or q.shape[2] != options.head_dim_qk:
         raise RunError(
-            f"q has shape {tuple(q.shape)} but the plan is for [rows, {options.num_q_heads}, "
-            f"{options.head_dim_qk}]: pass "
-            "q as [rows, heads, head_dim]."
+            f"q has shape {tuple(q.shape)} but the plan is for [rows, {options.num_q_heads}, {options.head_dim_qk}]: "
+            "pass q as [rows, heads, head_dim]."
         )
     if q.dtype != options.q_dtype.torch:
         raise RunError(
@@ -112,34 +111,33 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
     for name, tensor in zip(names, cache, strict=True):
         if tensor.dtype != options.kv_dtype.torch:
             raise RunError(
-                f"{name} has dtype {tensor.dtype} but the plan is for {options.kv_dtype.torch}: pass "
-                f"kv_data_type={tensor.dtype} to plan."
+                f"{name} has dtype {tensor.dtype} but the plan is for {options.kv_dtype.torch}: "
+                f"pass kv_data_type={tensor.dtype} to plan."
             )
     return q
 
 
 def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, kv_end: int) -> int:
-    """K and V against the plan, whose page numbers reach `max_page` (ragged: whose tokens end at `kv_end`); their
-    heads."""
+    """Checks K and V against the plan, whose page numbers reach `max_page` (ragged: whose tokens end at `kv_end`);
+    returns their heads."""
     if options.kv_source == "paged":
         k, v = kv_view.paged_views(cache, kv_layout)
         if k.page_size != options.page_size:
             raise RunError(
-                f"paged_kv_cache has pages of {k.page_size} tokens ({kv_layout}) but the plan is for "
-                f"page_size={options.page_size}: pass the cache's page size to plan."
+                f"paged_kv_cache has pages of {k.page_size} tokens ({kv_layout}) but the plan has "
+                f"page_size={options.page_size}: pass page_size={k.page_size} to plan."
             )
         if max_page >= k.num_pages:
             raise RunError(
-                f"paged_kv_cache has {k.num_pages} pages but the plan's page numbers reach "
-                f"{max_page}: pass the cache that "
-                "they index, or plan with its own."
+                f"paged_kv_cache has {k.num_pages} pages but the plan's page numbers reach {max_page}. "
+                "Pass the cache that they index, or plan with its own."
             )
     else:
         k, v = kv_view.ragged_view(cache[0], kv_layout, "k"), kv_view.ragged_view(cache[1], kv_layout, "v")
         if k.num_pages != v.num_pages or k.num_heads != v.num_heads:
             raise RunError(
-                f"k has shape {tuple(cache[0].shape)} and v {tuple(cache[1].shape)}: both need "
-                "the same tokens and heads."
+                f"k has shape {tuple(cache[0].shape)} and v {tuple(cache[1].shape)}: "
+                "they must have the same tokens and heads."
             )
         if k.num_pages < kv_end:
             raise RunError(f"k has {k.num_pages} tokens but the plan's kv_indptr ends at {kv_end}: pass all of them.")
@@ -150,18 +148,15 @@ def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, k
 
 
 def check_run_heads(num_q_heads: int, num_kv_heads: int, options: Options) -> tuple[int, int]:
-    """A plan for more heads than a layer has serves it (with a plan derived for its own); for fewer it does not."""
+    """A plan for more heads than a layer has serves it, through a derived plan; a plan for fewer heads does not."""
     if num_q_heads > options.num_q_heads or num_kv_heads > options.num_kv_heads:
         raise RunError(
-            f"q has {num_q_heads} heads and the cache {num_kv_heads} but the plan is for num_qo_heads="
-            f"{options.num_q_heads}, num_kv_heads={options.num_kv_heads}: plan with the largest "
-            "head counts of all layers."
+            f"q has {num_q_heads} heads and the cache {num_kv_heads} but the plan is for "
+            f"num_qo_heads={options.num_q_heads}, num_kv_heads={options.num_kv_heads}: "
+            "plan with the largest head counts of all layers."
         )
     if num_kv_heads < 1 or num_q_heads % num_kv_heads:
-        raise RunError(
-            f"q has {num_q_heads} heads and the cache {num_kv_heads}: every KV head serves the "
-            "same number of query heads."
-        )
+        raise RunError(f"q has {num_q_heads} heads and the cache {num_kv_heads}: pass a multiple of the cache's heads.")
     return num_q_heads, num_kv_heads
 
 
@@ -185,7 +180,7 @@ def check_places(
     kv_indptr: torch.Tensor,
     k: kv_view.View,
 ) -> None:
-    """On the CPU a wrong place would be written to: told instead. On a card the caller answers for device tensors."""
+    """Refuses places outside the pages on the CPU. On a card the caller must ensure that device tensors fit."""
     batch = kv_indptr.shape[0] - 1
     requests, places = batch_indices, positions
     if bool((requests >= batch).any()):
@@ -197,9 +192,8 @@ def check_places(
     if bool(wrong.any()):
         i = int(wrong.nonzero()[0])
         raise RunError(
-            f"positions: {int(places[i])} of request {int(requests[i])} lies outside the pages "
-            "that kv_indptr gives it: "
-            "allocate its pages before appending."
+            f"positions: {int(places[i])} of request {int(requests[i])} lies outside the pages in kv_indptr. "
+            "Allocate its pages before appending."
         )
     used = kv_indices[pages]
     if bool(((used < 0) | (used >= k.num_pages)).any()):

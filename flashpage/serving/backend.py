@@ -1,4 +1,4 @@
-"""What a model loop asks of attention: metadata once a step, forward once a layer."""
+"""The interface between a model loop and attention: metadata once a step, forward once a layer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .forward_batch import AttentionLayer, ForwardBatch, ForwardMode
 
 
 class AttentionBackend(abc.ABC):
-    """What a model runner asks of attention. The order of a step: metadata, then the layers."""
+    """Attention for a model runner, which prepares the metadata of a step and then runs the layers."""
 
     @abc.abstractmethod
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Prepares a step; once, before its first layer."""
+        """Prepares a step; call it once, before the first layer."""
 
     @abc.abstractmethod
     def forward_decode(
@@ -54,36 +54,36 @@ class AttentionBackend(abc.ABC):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """One layer of any step."""
+        """One layer of any step; calls forward_decode or forward_extend."""
         call = self.forward_decode if batch.mode is ForwardMode.DECODE else self.forward_extend
         return call(q, k, v, layer, batch, save_kv_cache)
 
-    # Captured steps; a backend without them keeps these.
+    # Captured steps; backends that do not support them inherit these.
 
     supports_graphs = False
 
     def init_cuda_graph_state(self, max_batch: int, max_rows: int) -> None:
-        """Memory for captured steps of at most max_batch requests and max_rows new tokens; once for each runner."""
-        raise NotImplementedError(f"{type(self).__name__} runs no captured steps.")
+        """Allocates memory for captured steps of at most max_batch requests and max_rows new tokens; once a runner."""
+        raise NotImplementedError(f"{type(self).__name__} does not support captured steps: run steps without graphs.")
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
-        """init_forward_metadata of a batch that is about to be captured; its sizes are fixed from here on."""
-        raise NotImplementedError(f"{type(self).__name__} runs no captured steps.")
+        """init_forward_metadata for a batch that is captured next; its sizes are fixed from here on."""
+        raise NotImplementedError(f"{type(self).__name__} does not support captured steps: run steps without graphs.")
 
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
-        """The same before a replay: the batch has as many requests as the captured one."""
-        raise NotImplementedError(f"{type(self).__name__} runs no captured steps.")
+        """init_forward_metadata before a replay: the batch has as many requests as the captured one."""
+        raise NotImplementedError(f"{type(self).__name__} does not support captured steps: run steps without graphs.")
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Both of these under the one name that newer engines call: what is done beside the graph."""
+        """One name for the two methods above, called by newer engines: the part of a step outside the graph."""
         if in_capture:
             self.init_forward_metadata_capture_cuda_graph(batch)
         else:
             self.init_forward_metadata_replay_cuda_graph(batch)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027, a hook
-        """What such engines capture in front of the layers: nothing, plans are made beside the graph."""
+        """The part that newer engines capture before the layers: empty, as plans are made outside the graph."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Tokens of the requests that pad a batch to a captured size; 0: they are empty and cost nothing."""
+        """Length of the requests that pad a batch to a captured size; 0: they are empty and cost nothing."""
         return 0

@@ -1,4 +1,4 @@
-"""A step's work as tensors, on the host."""
+"""A step's work as tensors on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .scheduler import Work
 
 
 class TableWrites(NamedTuple):
-    """Slots that the request table must know before the step, [tokens] int32 each."""
+    """Slots that the request table needs before the step, [tokens] int32 each."""
 
     rows: torch.Tensor
     positions: torch.Tensor
@@ -19,13 +19,13 @@ class TableWrites(NamedTuple):
 
 
 def make_batch(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableWrites]:
-    """One new token a request is a DECODE step, anything else an EXTEND step."""
+    """The batch of a step: DECODE if each request has one new token, else EXTEND."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     writes: tuple[list[int], list[int], list[int]] = ([], [], [])
     for request, begin, end, is_first in works:
-        first = 0 if is_first else begin  # those of the prefix that it shares are new to the table too
+        first = 0 if is_first else begin  # slots of a shared prefix are new to the table too
         known = _slots(request.blocks, first, end, block_size)
         tokens += request.tokens[begin:end]
         positions += range(begin, end)
@@ -47,7 +47,7 @@ def make_batch(works: list[Work], block_size: int) -> tuple[ForwardBatch, TableW
 
 
 def _slots(blocks: list[int], first: int, end: int, block_size: int) -> list[int]:
-    """Of tokens [first, end) of a request."""
+    """Slots of tokens [first, end) of a request."""
     if end - first == 1:
         return [blocks[first // block_size] * block_size + first % block_size]
     return [blocks[i // block_size] * block_size + i % block_size for i in range(first, end)]

@@ -1,4 +1,4 @@
-"""The paged pool: who has which block, and which blocks hold which tokens already."""
+"""The paged pool: which request has which block, and which tokens blocks still hold."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Blocks are numbered 1 to num_blocks - 1; block 0 is the token pool's page that belongs to nobody.
+    """Blocks are numbered 1 to num_blocks - 1; block 0 is the token pool's unowned page.
 
-    A published block can be found by its hash as long as nobody overwrites it: by the requests that share it, and after
-    them until a new block is needed and it is the one that lay free for longest.
+    A published block can be found by its hash until it is overwritten: requests share it, and after them it stays until
+    a new block is needed and this one has been free for longest.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = OrderedDict.fromkeys(range(1, num_blocks))  # from the longest free to the latest
-        self._owners = [0] * num_blocks  # requests that have the block
+        self._free = OrderedDict.fromkeys(range(1, num_blocks))  # longest free first
+        self._owners = [0] * num_blocks  # number of requests that have each block
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated; what they hold is lost then."""
+        """Number of blocks that can be allocated; allocating one loses its contents."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks for new tokens; there must be as many free ones."""
+        """Allocates `count` blocks, of which there must be enough free ones."""
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._owners[block] = 1
@@ -35,7 +35,7 @@ class BlockPool:
         return blocks
 
     def share(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest prefix that is there; the caller has them too from now on."""
+        """The blocks of the longest prefix in the pool; the caller becomes one of their owners."""
         blocks = []
         for known in hashes:
             if (block := self._block_of.get(known)) is None:
@@ -46,13 +46,13 @@ class BlockPool:
         return blocks
 
     def publish(self, block: int, known: bytes) -> None:
-        """The block holds what the hash stands for; of two that do, the first one is found."""
+        """Publishes the block's contents under the hash; of two equal blocks, the first one is found."""
         if known not in self._block_of:
             self._block_of[known] = block
             self._hash_of[block] = known
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives a request's blocks back, last ones first: the beginnings of prompts stay for longest."""
+        """Frees a request's blocks, last ones first, so that the beginnings of prompts stay for longest."""
         for block in reversed(blocks):
             self._owners[block] -= 1
             if self._owners[block] == 0:

@@ -1,4 +1,4 @@
-"""Steps of a draft model, planned together, so that several guesses a request cost the host one step."""
+"""Steps of a draft model, planned together: several guesses a request cost the host one plan call each, once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .paged_attention import PagedAttention
 
 
 class DraftSteps(AttentionBackend):
-    """DECODE steps that follow each other, all planned before the first: nothing between them asks the host, and a
-    GraphRunner may capture them as one.
+    """Consecutive DECODE steps, all planned before the first: none of them waits for the host, and a GraphRunner may
+    capture them as one.
 
-    Step i's token stands i tokens behind the batch's own, in the slot that the request table holds for it already. A
-    tree of guesses has a row of the table for each branch.
+    The token of step i is i tokens after the batch's own, in a slot that the request table already holds. A tree of
+    guesses has one row of the table for each branch.
 
     Args:
-        backends: one a step, over one table and one pool.
+        backends: one for each step, over one table and one pool.
     """
 
     supports_graphs = True
@@ -29,14 +29,14 @@ class DraftSteps(AttentionBackend):
         self.backends, self._now = backends, backends[0]
 
     def enter(self, batch: ForwardBatch, step: int, tokens: torch.Tensor) -> ForwardBatch:
-        """The batch of a step, and attention as it was planned for it; tokens: [batch], the guesses so far."""
+        """The batch and the attention of a step; tokens: [batch], the newest guesses."""
         self._now = self.backends[step]
         if step == 0:
             return dataclasses.replace(batch, tokens=tokens)
         table, page_size = self._now.table, self._now.pool.page_size
         positions = batch.positions + step
         slots = table.slots[batch.rows, positions]
-        slots = torch.where(batch.out_slots < page_size, batch.out_slots, slots)  # padding stays on nobody's page
+        slots = torch.where(batch.out_slots < page_size, batch.out_slots, slots)  # padding writes to the unowned page
         batch = dataclasses.replace(batch, tokens=tokens, positions=positions, out_slots=slots)
         return self._longer(batch, step)
 
@@ -83,6 +83,6 @@ class DraftSteps(AttentionBackend):
 
     @staticmethod
     def _longer(batch: ForwardBatch, step: int) -> ForwardBatch:
-        """Every request has `step` tokens more; empty ones, which pad a captured batch, stay empty."""
+        """The batch of step `step`: each request has `step` more tokens; empty requests (padding) stay empty."""
         longer = torch.where(batch.seq_lens > 0, batch.seq_lens + step, batch.seq_lens)
         return dataclasses.replace(batch, seq_lens=longer)

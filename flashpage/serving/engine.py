@@ -1,4 +1,4 @@
-"""The loop: requests come in, steps are scheduled and run, tokens come out."""
+"""The engine's loop: requests come in, steps are scheduled and run, tokens come out."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MakeBackend = Callable[[RequestTable, TokenPool, Sequence[AttentionLayer], torch
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """How much runs at once."""
+    """Limits of an engine."""
 
-    num_blocks: int  # of the pool; one of them belongs to nobody
+    num_blocks: int  # of the pool, the unowned one included
     block_size: int = 16  # tokens
-    max_requests: int = 32  # that run side by side
+    max_requests: int = 32  # requests that run at once
     max_context: int = 2048  # tokens of a request
-    max_step_tokens: int = 512  # longer prompts come in chunks
+    max_step_tokens: int = 512  # longer prompts are computed in chunks
     reuse_prefixes: bool = True
-    use_graphs: bool | None = None  # None: on a card
+    use_graphs: bool | None = None  # None: only on a card
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_requests", "max_context", "max_step_tokens"):
@@ -40,29 +40,34 @@ class EngineConfig:
 
 @dataclasses.dataclass
 class Statistics:
-    """Of an engine since it was made."""
+    """Counts since the engine was made."""
 
     steps: int = 0
-    captured_steps: int = 0  # of them
+    captured_steps: int = 0  # steps that were captured graphs
     computed_tokens: int = 0
-    reused_tokens: int = 0  # of prompts, found in the pool
+    reused_tokens: int = 0  # prompt tokens that were found in the pool
     preemptions: int = 0
 
 
 class Engine:
-    """Extends requests greedily: continuous batching over a paged pool.
+    """Greedy continuation of requests: continuous batching over a paged pool.
 
     Args:
-        make_backend: the attention; PagedAttention, or something that takes the same arguments.
+        make_backend: makes the attention: PagedAttention, or a callable with the same arguments.
     """
 
     def __init__(self, model: Model, config: EngineConfig, make_backend: MakeBackend = PagedAttention) -> None:
         self.model, self.config = model, config
         shape = model.config
         self.table = RequestTable(config.max_requests, config.max_context, model.device)
-        # NaN: a slot that is read before it is written shows at once.
+        # NaN, so that a read of a slot that was never written is noticed.
         self.pool = TokenPool(
-            *(config.num_blocks, config.block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim, model.dtype),
+            num_pages=config.num_blocks,
+            page_size=config.block_size,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=model.dtype,
             device=model.device,
             fill=float("nan"),
         )
@@ -81,22 +86,22 @@ class Engine:
         most = min(self.config.max_context, (self.config.num_blocks - 1) * self.config.block_size)
         if not request.prompt or request.max_new_tokens < 1 or request.max_len > most:
             raise FlashpageError(
-                f"a request of {request.prompt_len} tokens that asks for {request.max_new_tokens} more: pass at least "
-                f"one each, and together at most the {most} that max_context and the pool hold."
+                f"the request has {request.prompt_len} prompt tokens and max_new_tokens={request.max_new_tokens}. "
+                f"Pass at least one of each, together at most {most} (max_context and the pool)."
             )
         self.scheduler.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Drops a request that has not ended, between two steps; its tokens so far stay in it."""
+        """Drops a request that has not ended; call it between two steps. The request keeps its tokens so far."""
         self.scheduler.cancel(request)
 
     @property
     def has_work(self) -> bool:
-        """Whether some request has not ended."""
+        """Whether a request has not ended."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> list[Request]:
-        """One step of the model; returns requests that ended with it."""
+        """Runs one step of the model; returns the requests that ended with it."""
         works = self.scheduler.schedule()
         if not works:
             return []
@@ -105,7 +110,7 @@ class Engine:
         return self.scheduler.commit(works, self.runner.run(works))
 
     def run(self, requests: Sequence[Request] = (), progress: Callable[[int], None] = lambda running: None) -> None:
-        """Steps until all requests, these among them, have ended; `progress` hears how many run, after each step."""
+        """Runs steps until all requests have ended, these included; `progress` gets the number of running requests."""
         for request in requests:
             self.add(request)
         while self.has_work:
@@ -114,7 +119,7 @@ class Engine:
 
     @property
     def statistics(self) -> Statistics:
-        """What has been done so far."""
+        """The counts so far."""
         graphs, scheduler = self.runner.graphs, self.scheduler
         captured = 0 if graphs is None else graphs.replays
         return Statistics(self._steps, captured, self._computed, scheduler.num_reused_tokens, scheduler.num_preemptions)

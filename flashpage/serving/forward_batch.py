@@ -1,4 +1,4 @@
-"""A step as attention sees it, and what a layer asks of it."""
+"""The attention's view of a step (ForwardBatch) and of a layer (AttentionLayer)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 
 class ForwardMode(enum.Enum):
-    """What the new tokens of a step are."""
+    """The kind of a step, by its new tokens."""
 
-    DECODE = "decode"  # one a request
+    DECODE = "decode"  # one new token a request
     EXTEND = "extend"  # any number a request, causal: prompts, chunks of prompts, decodes among them
-    VERIFY = "verify"  # a tree of guesses a request, each of which sees its own ancestors
+    VERIFY = "verify"  # a tree of guesses a request; each guess sees its ancestors
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayer:
-    """One attention layer of the model. Head counts are those of this rank (flashpage.parallel deals them)."""
+    """One attention layer of the model. Head counts are this rank's (flashpage.parallel divides heads)."""
 
-    index: int  # into the token pool
+    index: int  # number in the token pool
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
@@ -29,7 +29,7 @@ class AttentionLayer:
     window_left: int = -1  # tokens visible left of the row's own; -1: all
     logits_soft_cap: float = 0.0  # 0: none
     is_cross: bool = False  # attends to the encoder's tokens, not to the decoder's
-    k_scale: Any = None  # numbers or fp32 tensors that multiply what the pool holds
+    k_scale: Any = None  # numbers or fp32 tensors that multiply the pool's values
     v_scale: Any = None
 
 
@@ -39,25 +39,25 @@ class ForwardBatch:
 
     mode: ForwardMode
     tokens: torch.Tensor  # [new tokens] int32
-    positions: torch.Tensor  # [new tokens] int32, in their requests
+    positions: torch.Tensor  # [new tokens] int32, within their requests
     out_slots: torch.Tensor  # [new tokens] int32, where their K and V go
     rows: torch.Tensor  # [batch] int32, of the request table
     seq_lens: torch.Tensor  # [batch] int32, host: tokens of each request, the new ones included
     new_lens: torch.Tensor  # [batch] int32, host: new tokens of each request
     tree_mask: torch.Tensor | None = None  # VERIFY: each request's new x seq_lens truth values, flattened and joined
     encoder_lens: torch.Tensor | None = None  # [batch] int32, host: tokens of the encoder, in front of the decoder's
-    encoder_slots: torch.Tensor | None = None  # int32: where K and V of cross layers go, in steps that have them
+    encoder_slots: torch.Tensor | None = None  # int32: where K and V of cross layers go, in steps that write them
 
     @property
     def batch_size(self) -> int:
-        """Requests."""
+        """Number of requests."""
         return len(self.seq_lens)
 
     def to(self, device: torch.device) -> ForwardBatch:
-        """The same with all but the lengths on `device`, in one copy. What comes to the host is there on return."""
+        """A copy with all tensors but the lengths on `device`, in one transfer. The host's is complete on return."""
         names = ("tokens", "positions", "out_slots", "rows")
         parts = [getattr(self, name) for name in names]
-        runs_on = device.type != "cpu"  # a stream knows when its copies are done, who reads on the host does not
+        runs_on = device.type != "cpu"  # work on a stream waits for the copy; the host must wait explicitly
         moved = torch.cat(parts).to(device, non_blocking=runs_on).split([len(part) for part in parts])
         others = {name: getattr(self, name) for name in ("tree_mask", "encoder_slots")}
         others = {name: t.to(device, non_blocking=runs_on) for name, t in others.items() if t is not None}

@@ -1,4 +1,4 @@
-"""Page numbers of a batch, gathered from a table of slots into the list that plans take."""
+"""Gathers a batch's page numbers from a table of slots into the list that plans take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..base.errors import RunError
 from ..kernels.spec import KernelSpec
 from ..plan.session import current_stream
 
-_CTAS = 264  # enough for any card to keep its memory busy; fewer requests get several each
+_CTAS = 264  # enough to saturate the memory of any card; with fewer requests, several CTAs share one
 _SPEC = KernelSpec("gather_slots")
 
 
@@ -26,23 +26,25 @@ def gather_slots(
 ) -> None:
     """indices[indptr[r] + i] = table[rows[r], starts[r] + i * page_size] // page_size, for every page i of request r.
 
-    All tensors are int32 and on one device, contiguous but for the table, whose rows are.
+    All tensors are int32, contiguous and on one device; of the table only the rows must be contiguous.
 
     Args:
         table: [requests of the pool, tokens], the slot of each token.
         rows: [batch], each request's row of the table.
         indptr: [batch + 1], where each request's pages begin in `indices`.
-        indices: at least indptr[batch] entries, written. Entries past those stay as they are.
-        starts: [batch], tokens left out at the front, multiples of page_size; None: none.
-        page_size: tokens a page; a page's tokens lie in adjacent slots, the first in a multiple of page_size.
+        indices: at least indptr[batch] entries, written. Further entries are left as they are.
+        starts: [batch], tokens to skip at the front, multiples of page_size; None: none.
+        page_size: tokens in a page; its tokens lie in adjacent slots, the first at a multiple of page_size.
     """
     batch = rows.numel()
-    given = (("table", table, 2), ("rows", rows, 1), ("indptr", indptr, 1), ("indices", indices, 1))
-    for name, tensor, dims in (*given, *((("starts", starts, 1),) if starts is not None else ())):
-        _check(name, tensor, dims, table.device)
-    for name, tensor, count in (("indptr", indptr, batch + 1), ("starts", starts, batch)):
-        if tensor is not None and tensor.numel() != count:
-            raise RunError(f"{name} has {tensor.numel()} entries but {count} are expected: rows has {batch}.")
+    given = {"table": table, "rows": rows, "indptr": indptr, "indices": indices}
+    if starts is not None:
+        given["starts"] = starts
+    for name, tensor in given.items():
+        _check(name, tensor, 2 if name == "table" else 1, table.device)
+    for name, count in (("indptr", batch + 1), ("starts", batch)):
+        if name in given and given[name].numel() != count:
+            raise RunError(f"{name} has {given[name].numel()} entries but rows has {batch}: pass {count}.")
     if batch == 0:
         return
     if table.is_cpu:
@@ -73,8 +75,8 @@ def _check(name: str, tensor: torch.Tensor, dims: int, device: torch.device) -> 
     checks.same_device(tensor, device, name, RunError)
     if tensor.dim() != dims or tensor.dtype != torch.int32 or (tensor.numel() > 1 and tensor.stride(-1) != 1):
         raise RunError(
-            f"{name} has shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())} and dtype {tensor.dtype}: pass "
-            f"int32 of {dims} dimension{'s' * (dims > 1)}, the last one contiguous."
+            f"{name} has shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())} and dtype {tensor.dtype}. "
+            f"Pass int32 with {dims} dimension{'s' * (dims > 1)}, the last one contiguous."
         )
 
 
@@ -86,15 +88,13 @@ def _check_numbers(
     starts: torch.Tensor | None,
     page_size: int,
 ) -> None:
-    """On the host numbers can be looked at."""
+    """Checks the numbers themselves, which is possible on the host only."""
     counts = indptr.diff()
     if int(indptr[0]) < 0 or bool((counts < 0).any()) or int(indptr[-1]) > indices.numel():
-        raise RunError(
-            f"indptr={indptr.tolist()} must rise from 0 to at most the {indices.numel()} entries of indices."
-        )
+        raise RunError(f"indptr must rise from 0 to at most {indices.numel()}, the entries of indices.")
     if int(rows.min()) < 0 or int(rows.max()) >= len(table):
-        raise RunError(f"rows={rows.tolist()} must be rows of the table, 0 to {len(table) - 1}.")
+        raise RunError(f"rows reach from {int(rows.min())} to {int(rows.max())}: pass 0 to {len(table) - 1}.")
     first = counts.new_zeros(len(rows)) if starts is None else starts
     ends = torch.where(counts > 0, first + (counts - 1) * page_size + 1, 0)
     if bool((first < 0).any()) or int(ends.max()) > table.shape[1]:
-        raise RunError(f"a request's pages reach past the {table.shape[1]} tokens of its row in the table.")
+        raise RunError(f"indptr and starts reach past the {table.shape[1]} tokens of a table row: pass fewer pages.")

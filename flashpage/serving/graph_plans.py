@@ -1,4 +1,4 @@
-"""Plans of captured steps: one set for each size of batch, on slices of shared buffers."""
+"""Plans of captured steps: one set for each batch size, on slices of shared buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INT_WORKSPACE_BYTES = 8 << 20
 
 @dataclasses.dataclass(frozen=True)
 class GraphSizes:
-    """The largest captured step, and the pool that its requests are in."""
+    """The largest captured step, and the limits of its requests."""
 
     max_batch: int  # requests
     max_rows: int  # of q
@@ -34,14 +34,14 @@ class GraphSizes:
 
 
 class GraphPlans:
-    """Captured runs read page numbers, masks and plans where they were when they were captured.
+    """Captured runs read page numbers, masks and plans from the addresses that were captured.
 
-    All sizes share these: steps follow each other on one stream, and every replay is planned anew before it.
+    All sizes share one set of buffers: steps follow each other on one stream, and each replay is planned first.
 
     Args:
-        parts: of the model's layers, a plan each.
-        workspace: for partial results, which all plans share.
-        make: makes what plans and runs, by the names of its lengths and its buffers.
+        parts: of the model's layers; each gets a plan.
+        workspace: memory for partial results, shared by all plans.
+        make: makes the attention objects, from the names of their lengths and their buffers.
     """
 
     def __init__(
@@ -56,22 +56,22 @@ class GraphPlans:
         self.indices = {part: zeros(sizes.pages) for part in self._parts}  # page numbers that captured steps read
         self._indptr, self._q_indptr = (zeros(max_batch + 1) for _ in range(2))
         self._last_page_len = zeros(max_batch)
-        self._mask: torch.Tensor | None = None  # only verifying needs it
+        self._mask: torch.Tensor | None = None  # allocated at the first VERIFY step
         self._int_workspaces = {part: zeros(_INT_WORKSPACE_BYTES, torch.uint8) for part in self._parts}
         self._planned: dict[tuple[ForwardMode, int], dict[KvPart, Any]] = {}
 
     def has_room_for(self, max_batch: int, max_rows: int) -> bool:
-        """Whether batches of another runner fit too."""
+        """Whether batches of another runner fit these buffers."""
         return max_batch <= self._sizes.max_batch and max_rows <= self._sizes.max_rows
 
     def make(self, batch: ForwardBatch) -> None:
-        """Plans for batches of this mode and size, where there are none yet."""
+        """Makes plans for batches of this mode and size, unless they exist."""
         key = (batch.mode, batch.batch_size)
         if key not in self._planned:
             self._planned[key] = {part: self._make_one(part, batch) for part in self._parts}
 
     def planned(self, batch: ForwardBatch) -> dict[KvPart, Any]:
-        """What captured runs of this mode and size use."""
+        """The plans that captured runs of this mode and size use."""
         return self._planned[batch.mode, batch.batch_size]
 
     def _make_one(self, part: KvPart, batch: ForwardBatch) -> Any:

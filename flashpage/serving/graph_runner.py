@@ -1,4 +1,4 @@
-"""Captured steps of a model, one for each size of batch; a batch runs in the smallest that holds it."""
+"""Captured steps of a model, one for each batch size; a batch runs in the smallest one that holds it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def batch_sizes_to_capture(max_batch: int) -> list[int]:
 class GraphRunner:
     """Captures a model's step at several batch sizes and replays it for any batch that fits.
 
-    The largest size is captured first, and all share one stream and one pool of memory, so that smaller ones live in
-    what the largest left. Where there is no card the step is run in place of the replay: on the same buffers, padded
-    the same way.
+    The largest size is captured first, and all sizes share one stream and one memory pool, so that smaller captures
+    reuse the memory of larger ones. Without a card the step itself runs in place of the replay: on the same buffers,
+    padded in the same way.
 
     Args:
-        forward: a step; reads the tensors of its batch and asks the backend for attention.
+        forward: a step; reads the tensors of its batch and calls the backend for attention.
         batch_sizes: requests of the captured batches.
         mode: DECODE, or VERIFY.
-        new_len: new tokens of every request; 1 for DECODE.
-        capture_context: what to enter around each capture, such as that of a tensor parallel group's collectives.
-        compile_forward: what to run `forward` through in batches of at most compile_limit requests, for example
+        new_len: new tokens of each request; 1 for DECODE.
+        capture_context: a context to enter around each capture, such as that of tensor parallel collectives.
+        compile_forward: wraps `forward` for batches of at most compile_limit requests, for example
             functools.partial(torch.compile, dynamic=False); None: nothing is compiled.
     """
 
@@ -67,11 +67,11 @@ class GraphRunner:
         self._compiled = None if compile_forward is None else compile_forward(forward)
         self._compile_limit = compile_limit
         most = self.batch_sizes[-1]
-        # Tokens, positions, slots and rows of the table of a batch, one behind the other.
+        # Tokens, positions, slots and table rows of a batch, one after the other.
         self._inputs = torch.zeros(3 * most * new_len + most, dtype=torch.int32, device=device)
         self._graphs: dict[int, Callable[[], object]] = {}
         self._outputs: dict[int, torch.Tensor] = {}
-        # torch gives memory that a capture has freed to captures on the same stream alone.
+        # torch reuses memory that a capture has freed only for captures on the same stream.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool: Any = None
         backend.init_cuda_graph_state(most, most * new_len)
@@ -79,12 +79,12 @@ class GraphRunner:
             self._capture(size)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether some captured size holds the batch."""
+        """Whether a captured size holds the batch."""
         fits = batch.batch_size <= self.batch_sizes[-1] and batch.encoder_slots is None
         return fits and batch.mode is self.mode and bool((batch.new_lens == self.new_len).all())
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """The step's output for this batch, whose tensors are on the host; valid until the next run."""
+        """The step's output for a batch whose tensors are on the host; valid until the next run."""
         size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, batch.batch_size)]
         padded = self._padded(batch, size)
         inputs = (padded.tokens, padded.positions, padded.out_slots, padded.rows)
@@ -124,10 +124,20 @@ class GraphRunner:
     def _empty(self) -> ForwardBatch:
         nothing = torch.zeros(0, dtype=torch.int32, device="cpu")
         mask = nothing.bool() if self.mode is ForwardMode.VERIFY else None
-        return ForwardBatch(self.mode, *(nothing,) * 6, tree_mask=mask, encoder_lens=nothing)
+        return ForwardBatch(
+            self.mode,
+            tokens=nothing,
+            positions=nothing,
+            out_slots=nothing,
+            rows=nothing,
+            seq_lens=nothing,
+            new_lens=nothing,
+            tree_mask=mask,
+            encoder_lens=nothing,
+        )
 
     def _padded(self, batch: ForwardBatch, size: int) -> ForwardBatch:
-        """With requests of the fill length behind it, which write to the page that belongs to nobody."""
+        """The batch, padded with requests of the fill length, which write to the unowned page."""
         more = size - batch.batch_size
         rows = more * self.new_len
         fill = self.backend.get_cuda_graph_seq_len_fill_value()
@@ -147,7 +157,7 @@ class GraphRunner:
         )
 
     def _on_device(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with the captured tensors in place of its own; `run` has copied theirs."""
+        """The batch with the captured tensors in place of its own, whose contents `run` has copied there."""
         rows = batch.batch_size * self.new_len
         parts = self._inputs[: 3 * rows + batch.batch_size].split([rows, rows, rows, batch.batch_size])
         mask = None if batch.tree_mask is None else batch.tree_mask.to(self.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The indices updater: a batch's rows of the request table as CSR page tables, one for each part of the tokens."""
+"""Turns a batch's rows of the request table into CSR page tables, one for each part of the tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .token_pool import RequestTable
 
 
 class PageTable(NamedTuple):
-    """What a paged wrapper's plan takes."""
+    """A page table as a paged wrapper's plan takes it."""
 
     indptr: torch.Tensor  # [batch + 1] int32, host
     indices: torch.Tensor  # page numbers, on the device
@@ -25,7 +25,7 @@ class IndicesUpdater:
     """Makes the page tables of a batch.
 
     Args:
-        windows: window_left of each part in use; -1 where it has none.
+        windows: window_left of each part; -1: none.
     """
 
     def __init__(self, table: RequestTable, page_size: int, windows: dict[KvPart, int]) -> None:
@@ -34,21 +34,21 @@ class IndicesUpdater:
     def update(
         self, batch: ForwardBatch, part: KvPart, *, out: torch.Tensor | None = None, prefix_only: bool = False
     ) -> PageTable:
-        """The pages of one part of every request.
+        """The page table of one part of every request.
 
         Args:
-            out: room for the page numbers, which a captured step reads; None: allocated.
-            prefix_only: without the new tokens.
+            out: memory for the page numbers, which a captured step reads; None: allocated.
+            prefix_only: leave out the new tokens.
         """
         span = span_of(part, batch, self.windows[part], self.page_size)
         if prefix_only:
             span = Span(span.starts, span.lens - batch.new_lens)
-        lens = span.lens.numpy()  # a tenth of the time of torch's operators on so few numbers
+        lens = span.lens.numpy()  # numpy needs a tenth of torch's time for so few numbers
         indptr = indptr_of(torch.from_numpy(-(-lens // self.page_size)))
         last_page_len = torch.from_numpy(np.where(lens > 0, (lens - 1) % self.page_size + 1, 0))
         device = self.table.slots.device
         numbers = indptr if span.starts is None else torch.cat([indptr, span.starts])
-        numbers = numbers.to(device, non_blocking=True)  # one copy
+        numbers = numbers.to(device, non_blocking=True)  # one transfer
         count = len(indptr)
         starts = None if span.starts is None else numbers[count:]
         total = int(indptr[-1])
@@ -58,7 +58,7 @@ class IndicesUpdater:
 
 
 def indptr_of(lens: torch.Tensor) -> torch.Tensor:
-    """[0, lens[0], lens[0] + lens[1], ...], int32, of numbers on the host."""
+    """[0, lens[0], lens[0] + lens[1], ...], int32, for lengths on the host."""
     indptr = np.zeros(len(lens) + 1, dtype=np.int32)
     np.cumsum(lens.numpy(), out=indptr[1:])
     return torch.from_numpy(indptr)

@@ -1,4 +1,4 @@
-"""The attention backend of this library: plans over a token pool."""
+"""flashpage's attention backend: plans over a token pool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORKSPACE_BYTES = 128 << 20
 
 
 def make_attention(workspace: torch.Tensor, names: Names, buffers: dict[str, torch.Tensor | None] | None) -> Attention:
-    """`buffers`: what captured runs read; None: runs are not captured."""
+    """Makes an attention object. `buffers`: memory that captured runs read; None: runs are not captured."""
     attention = Attention(workspace, is_graph=buffers is not None, names=names, owner="PagedAttention")
     if buffers is not None:
         take_graph_buffers(attention, None, buffers)
@@ -48,25 +48,23 @@ class PrefillMetadata:
     """The plans of an EXTEND or VERIFY step."""
 
     planned: dict[KvPart, Attention]
-    ragged: Attention | None = None  # over the new tokens; the paged plans then see the tokens before them alone
-    extend_no_prefix: bool = False  # there are none before them: the ragged plan has all
+    ragged: Attention | None = None  # for the new tokens; the paged plans then see only the earlier tokens
+    extend_no_prefix: bool = False  # there are no earlier tokens: the ragged plan has everything
 
 
 class PagedAttention(AttentionBackend):
     """Attention over a token pool.
 
-    A model whose layers see different parts of the tokens (a window or all; the decoder's own or the encoder's) has a
-    plan and a page table for each part. Steps without captured graphs use one set of plans, captured steps one set a
-    batch size.
+    A model whose layers see different tokens (a window or all; the decoder's or the encoder's) has a plan and a page
+    table for each part. Eager steps share one set of plans; captured steps have one set for each batch size.
 
     Args:
-        layers: of the model; the first one of each part has the options that plans are made for, others bring theirs
-            to run.
+        layers: of the model. Plans get the options of the first layer of each part; other layers pass theirs to run.
         q_dtype: of queries and outputs.
-        ragged_extend: new tokens are attended to as they come and the ones before them from the pool, and both merged;
-            else everything from the pool, in one run.
-        workspace: for partial results, uint8; None: 128 MiB of its own.
-        make: makes what plans and runs (make_attention).
+        ragged_extend: True: attend to new tokens as given and to earlier ones in the pool, then merge. False: read all
+            tokens from the pool, in one run.
+        workspace: memory for partial results, uint8; None: allocates 128 MiB.
+        make: makes the attention objects (make_attention).
     """
 
     supports_graphs = True
@@ -97,7 +95,7 @@ class PagedAttention(AttentionBackend):
         self._extend = {part: self._make(PAGED, None) for part in self.parts}
         self._verify = {part: self._make(PAGED, None) for part in self.parts}
         self._ragged = self._make(RAGGED, None)
-        self._checked: dict[Any, Checked] = collections.defaultdict(Checked)  # by part, and what differs beside it
+        self._checked: dict[Any, Checked] = collections.defaultdict(Checked)  # by part and by the layers' other options
         self._graphs: GraphPlans | None = None
         self.metadata: DecodeMetadata | PrefillMetadata | None = None
 
@@ -116,7 +114,7 @@ class PagedAttention(AttentionBackend):
     def plan_decode(
         self, batch: ForwardBatch, planned: dict[KvPart, Attention], out: dict[KvPart, torch.Tensor] | None = None
     ) -> DecodeMetadata:
-        """Plans one row a request for each part; `out`: room for page numbers that captured steps read."""
+        """Plans one row a request for each part; `out`: memory for page numbers that captured steps read."""
         for part, attention in planned.items():
             indptr, indices, last_page_len = self.indices.update(batch, part, out=None if out is None else out[part])
             layer = self.parts[part]
@@ -140,7 +138,7 @@ class PagedAttention(AttentionBackend):
         out: dict[KvPart, torch.Tensor] | None = None,
         prefix_only: bool = False,
     ) -> PrefillMetadata:
-        """Plans any rows a request for each part; an encoder's tokens are seen by every row."""
+        """Plans any number of rows a request for each part; every row sees all of the encoder's tokens."""
         q_indptr = indptr_of(batch.new_lens)
         for part, attention in planned.items():
             room = None if out is None else out[part]
@@ -191,7 +189,7 @@ class PagedAttention(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         self._save(k, v, layer, batch, save_kv_cache)
-        assert isinstance(self.metadata, DecodeMetadata), "init_forward_metadata comes before the layers"
+        assert isinstance(self.metadata, DecodeMetadata), "call init_forward_metadata before the layers"
         attention = self.metadata.planned[part_of(layer, self._has_cross)]
         out: torch.Tensor = attention.run(
             q, self.pool.kv(layer.index), values=_values(layer, False), scales=_scales(layer)
@@ -209,7 +207,7 @@ class PagedAttention(AttentionBackend):
     ) -> torch.Tensor:
         self._save(k, v, layer, batch, save_kv_cache)
         metadata = self.metadata
-        assert isinstance(metadata, PrefillMetadata), "init_forward_metadata comes before the layers"
+        assert isinstance(metadata, PrefillMetadata), "call init_forward_metadata before the layers"
         part = part_of(layer, self._has_cross)
         attention, cache, scales = metadata.planned[part], self.pool.kv(layer.index), _scales(layer)
         if metadata.ragged is None:
@@ -241,17 +239,17 @@ class PagedAttention(AttentionBackend):
             self._graphs = GraphPlans(sizes, self.parts, self.workspace, self._make)
         elif not self._graphs.has_room_for(max_batch, max_rows):
             raise FlashpageError(
-                f"max_batch={max_batch}, max_rows={max_rows}: the memory for captured steps is smaller and stays where "
-                "it is; make the runner with the largest batches first, or give this one a backend of its own."
+                f"max_batch={max_batch} or max_rows={max_rows} exceeds the memory of captured steps, which stays. "
+                "Make the runner with the largest batches first, or give this one its own backend."
             )
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
-        assert self._graphs is not None, "init_cuda_graph_state comes before captures"
+        assert self._graphs is not None, "call init_cuda_graph_state before a capture"
         self._graphs.make(batch)
         self.metadata = self._plan_captured(batch, self._graphs)
 
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch) -> None:
-        assert self._graphs is not None, "init_cuda_graph_state comes before replays"
+        assert self._graphs is not None, "call init_cuda_graph_state before a replay"
         self.metadata = self._plan_captured(batch, self._graphs)
 
     def _plan_captured(self, batch: ForwardBatch, graphs: GraphPlans) -> DecodeMetadata | PrefillMetadata:
@@ -261,7 +259,7 @@ class PagedAttention(AttentionBackend):
 
 
 def _options(layer: AttentionLayer) -> dict[str, Any]:
-    """Options of a plan that layers may bring to run."""
+    """The options of a layer that may differ under one plan."""
     return {
         "window_left": layer.window_left,
         "logits_soft_cap": layer.logits_soft_cap,

@@ -1,4 +1,4 @@
-"""One request: its tokens, and where it stands."""
+"""One request: its tokens and its progress."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import hashlib
 
 
 class State(enum.Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
-    WAITING = "waiting"  # nothing of it is in the pool; preempted requests are here again
+    WAITING = "waiting"  # nothing of it is in the pool; preempted requests return to this state
     RUNNING = "running"
     FINISHED = "finished"
     CANCELLED = "cancelled"
@@ -19,14 +19,14 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """Asks for up to max_new_tokens tokens behind a prompt, fewer where a stop token comes first."""
+    """A request for up to max_new_tokens tokens after a prompt, fewer if a stop token comes first."""
 
     prompt: list[int]
     max_new_tokens: int
     stop_tokens: frozenset[int] = frozenset()
-    tokens: list[int] = dataclasses.field(init=False)  # the prompt, then generated ones
+    tokens: list[int] = dataclasses.field(init=False)  # the prompt, then generated tokens
     state: State = State.WAITING
-    row: int = -1  # of the request table
+    row: int = -1  # in the request table
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0  # tokens whose K and V are in the blocks
     num_preemptions: int = 0
@@ -47,12 +47,12 @@ class Request:
 
     @property
     def max_len(self) -> int:
-        """Tokens that it may come to have."""
+        """The most tokens that it may reach."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are known but not in the pool: the newest one alone while it is decoding."""
+        """Number of known tokens that are not in the pool; 1 during decode."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -63,7 +63,7 @@ class Request:
         )
 
     def block_hashes(self, block_size: int) -> list[bytes]:
-        """Of each full block of its tokens. A block's hash stands for its own tokens and all before them."""
+        """A hash for each full block of its tokens; it covers the block's own tokens and all earlier ones."""
         while (done := len(self._hashes) * block_size) + block_size <= len(self.tokens):
             before = self._hashes[-1] if self._hashes else b""
             own = array.array("q", self.tokens[done : done + block_size]).tobytes()

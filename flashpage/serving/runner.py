@@ -20,7 +20,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class ModelConfig(Protocol):
-    """What the engine must know of a model's shape."""
+    """The sizes of a model that the engine needs."""
 
     @property
     def num_layers(self) -> int:
@@ -39,12 +39,12 @@ class ModelConfig(Protocol):
 
     @property
     def head_dim(self) -> int:
-        """Of queries, keys and values."""
+        """Head dimension of queries, keys and values."""
         ...
 
 
 class Model(Protocol):
-    """A model whose attention comes from outside."""
+    """A model that takes its attention as a callable."""
 
     @property
     def config(self) -> ModelConfig:
@@ -53,32 +53,32 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device of its weights."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of queries, keys and values."""
+        """Element type of queries, keys and values."""
         ...
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [rows, hidden] of tokens [rows] at their positions in their requests [rows]."""
+        """Hidden states [rows, hidden] of tokens [rows], each at its position [rows] within its request."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocabulary]."""
+        """Logits [rows, vocabulary]."""
 
 
 def layers_of(config: ModelConfig) -> list[AttentionLayer]:
-    """All of them alike."""
+    """The attention layers of a model whose layers are all equal."""
     heads = (config.num_q_heads, config.num_kv_heads, config.head_dim)
     return [AttentionLayer(index, *heads) for index in range(config.num_layers)]
 
 
 class ModelRunner:
-    """Runs steps of the engine; decode steps as captured graphs where they fit.
+    """Runs steps of the engine; decode steps run as captured graphs if they fit.
 
     Args:
-        max_graph_batch: requests of the largest captured step; 0: none is captured.
+        max_graph_batch: requests of the largest captured step; 0: no step is captured.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ModelRunner:
             self.graphs = GraphRunner(self._forward, backend, sizes, model.device)
 
     def run(self, works: list[Work]) -> list[int]:
-        """The token that follows each piece of work."""
+        """The token that follows each work's last token."""
         batch, writes = make_batch(works, self._block_size)
         rows, positions, slots = torch.stack(writes).to(self.model.device, non_blocking=True)
         self.table.write(rows, positions, slots)
@@ -115,6 +115,6 @@ class ModelRunner:
             return self.backend.forward(q, k, v, self._layers[layer], batch)
 
         hidden = self.model.forward(batch.tokens, batch.positions, attend)
-        if batch.mode is ForwardMode.EXTEND:  # the last token of each
+        if batch.mode is ForwardMode.EXTEND:  # last token of each request
             hidden = hidden[(batch.new_lens.cumsum(0) - 1).to(hidden.device, non_blocking=True)]
         return self.model.logits(hidden).argmax(-1)

@@ -1,4 +1,4 @@
-"""Which tokens of which requests the next step computes."""
+"""Decides which tokens of which requests the next step computes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .token_pool import RequestTable
 
 
 class Work(NamedTuple):
-    """Tokens [begin, end) of a request; those in front of them are in its blocks."""
+    """Tokens [begin, end) of a request; earlier ones are already in its blocks."""
 
     request: Request
     begin: int
     end: int
-    is_first: bool  # since it was admitted: no slot of it is in the request table yet
+    is_first: bool  # first work since admission: the request table has none of its slots yet
 
 
 class Scheduler:
-    """Running requests come first, in the order of their admission, then waiting ones, in the order of their arrival.
+    """Schedules running requests in the order of admission, then waiting ones in the order of arrival.
 
-    A step computes at most max_step_tokens tokens, so long prompts come in chunks beside the others' decodes. Where
-    blocks run out, the request admitted last gives its own back and waits again, in front of all others.
+    A step computes at most max_step_tokens tokens, so long prompts are computed in chunks next to the decodes of other
+    requests. If blocks run out, the request admitted last is preempted: it frees its blocks and waits again, in front.
     """
 
     def __init__(self, blocks: BlockPool, table: RequestTable, block_size: int, max_step_tokens: int) -> None:
@@ -34,7 +34,7 @@ class Scheduler:
         self.num_preemptions = self.num_reused_tokens = 0
 
     def cancel(self, request: Request) -> None:
-        """Takes a request out, whatever it is doing."""
+        """Removes a request in any state."""
         if request.state is State.WAITING:
             self.waiting.remove(request)
         elif request.state is State.RUNNING:
@@ -44,7 +44,7 @@ class Scheduler:
         request.state = State.CANCELLED
 
     def schedule(self) -> list[Work]:
-        """The next step; their blocks are theirs already."""
+        """The works of the next step, for which blocks are allocated."""
         works: list[Work] = []
         budget, preemptions = self.max_step_tokens, self.num_preemptions
         while len(works) < len(self.running) and budget > 0:
@@ -62,13 +62,13 @@ class Scheduler:
         return works
 
     def commit(self, works: list[Work], next_tokens: list[int]) -> list[Request]:
-        """The step is done: next_tokens[i] follows the last token of works[i]. Returns requests that have ended."""
+        """Ends a step: next_tokens[i] follows the last token of works[i]. Returns the requests that have ended."""
         ended = []
         for (request, begin, end, _), token in zip(works, next_tokens, strict=True):
             request.num_computed = end
             self._publish(request, begin // self.block_size)
             if request.num_pending:
-                continue  # a chunk: the token that follows it is known
+                continue  # a chunk of a prompt: the next token is already known
             request.tokens.append(token)
             if request.is_complete:
                 self._leave(request)
@@ -77,7 +77,7 @@ class Scheduler:
         return ended
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for that many tokens, others' if need be; False where it had to give up its own."""
+        """Allocates blocks for that many tokens, preempting others if needed; False if it preempted this one."""
         needed = -(-num_tokens // self.block_size) - len(request.blocks)
         while needed > self.blocks.num_free:
             last = self.running[-1]
@@ -95,7 +95,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _admit(self, request: Request, budget: int) -> Work | None:
-        """Starts a waiting request behind what the pool has of its tokens; the last one is computed in any case."""
+        """Starts a waiting request after its prefix in the pool; at least its last token is computed."""
         if not self.table.num_free:
             return None
         most = (len(request.tokens) - 1) // self.block_size if self.reuse_prefixes else 0
@@ -114,7 +114,7 @@ class Scheduler:
         return Work(request, begin, end, True)
 
     def _publish(self, request: Request, first: int) -> None:
-        """Blocks from `first` on that have become full."""
+        """Publishes the blocks from `first` on that have become full."""
         hashes = request.block_hashes(self.block_size)
         for i in range(first, request.num_computed // self.block_size):
             self.blocks.publish(request.blocks[i], hashes[i])

@@ -1,4 +1,4 @@
-"""Two levels of memory: a table that says in which slot each token of a request lies, and what lies in the slots."""
+"""Two levels of memory: a table from a request's tokens to slots, and the K and V in those slots."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ UNOWNED_PAGE = 0  # never given to a request: rows that pad a captured batch wri
 
 
 class RequestTable:
-    """First level: a row for each running request, a slot for each of its tokens.
+    """First level: a row for each running request, with the slot of each of its tokens.
 
     Args:
-        max_requests: rows.
-        max_context: tokens that a request may have.
+        max_requests: rows of the table.
+        max_context: most tokens of a request.
     """
 
     def __init__(self, max_requests: int, max_context: int, device: torch.device | str = "cpu") -> None:
@@ -39,23 +39,23 @@ class RequestTable:
 
     @property
     def num_free(self) -> int:
-        """Rows that no request has."""
+        """Number of free rows."""
         return len(self._free)
 
     def acquire(self) -> int:
-        """A row for a request."""
+        """Gives a free row to a request."""
         if not self._free:
             raise FlashpageError(f"all {self.max_requests} rows of the request table are in use: release one first.")
         return self._free.pop()
 
     def release(self, row: int) -> None:
-        """Takes a request's row back; its numbers stay until the next request writes its own."""
+        """Frees a request's row; its numbers stay until the next request overwrites them."""
         if row in self._free or not 0 <= row < self.max_requests:
-            raise FlashpageError(f"row={row} belongs to no request: release what acquire gave, once.")
+            raise FlashpageError(f"row={row} belongs to no request: pass a row from acquire(), once.")
         self._free.append(row)
 
     def write(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Token i lies at positions[i] of the request in rows[i], and its K and V in slots[i]; [tokens] each."""
+        """Sets slots[i] for the token at positions[i] of the request in rows[i]; [tokens] each."""
         for name, tensor in (("rows", rows), ("positions", positions), ("slots", slots)):
             checks.tensor(tensor, name, RunError)
         self.slots[rows, positions] = slots
@@ -65,10 +65,10 @@ class TokenPool:
     """Second level: K and V of every slot of every layer. Slots are numbered page after page.
 
     Args:
-        num_pages: pages, the one that belongs to nobody among them.
-        page_size: tokens a page; 1: every slot is a page.
+        num_pages: pages, the unowned one included.
+        page_size: tokens in a page; 1: every slot is a page.
         dtype: of K and V; fp8 values are divided by the layer's scales when they are written.
-        fill: what slots hold before they are written; NaN shows at once where they are read all the same.
+        fill: initial value of all slots; NaN makes a read of a slot that was never written visible.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class TokenPool:
         self.num_pages, self.page_size, self.dtype = num_pages, page_size, dtype
         shape = (num_pages, 2, page_size, num_kv_heads, head_dim)
         self._caches = [torch.full(shape, fill, device=device).to(dtype) for _ in range(num_layers)]
-        # Appending by slot: one request whose pages are all of the pool, in order.
+        # For appending by slot: one request whose pages are the whole pool, in order.
         self._all_pages = torch.arange(num_pages, dtype=torch.int32, device=device)
         self._all_indptr = torch.tensor([0, num_pages], dtype=torch.int32, device=device)
         self._all_last = torch.tensor([page_size], dtype=torch.int32, device=device)
         self._first_request = torch.zeros(num_pages * page_size, dtype=torch.int32, device=device)
 
     def kv(self, layer: int) -> torch.Tensor:
-        """What wrappers run on, [num_pages, 2, page_size, num_kv_heads, head_dim]."""
+        """The cache of a layer for wrappers, [num_pages, 2, page_size, num_kv_heads, head_dim]."""
         return self._caches[layer]
 
     def write(
@@ -107,13 +107,13 @@ class TokenPool:
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> None:
-        """K and V of new tokens, [tokens, num_kv_heads, head_dim], to their slots, [tokens] int32."""
+        """Writes K and V of new tokens, [tokens, num_kv_heads, head_dim], to their slots, [tokens] int32."""
         k, v = self._stored(k, k_scale), self._stored(v, v_scale)
         everything = (self._all_pages, self._all_indptr, self._all_last)
         append.append_paged_kv_cache(k, v, self._first_request[: len(slots)], slots, self._caches[layer], *everything)
 
     def _stored(self, values: torch.Tensor, scale: Any) -> torch.Tensor:
-        """As the cache has it: value = stored * scale."""
+        """Values as the cache stores them: value = stored * scale."""
         if isinstance(scale, torch.Tensor):
             checks.tensor(scale, "k_scale and v_scale", RunError)
         return (values if scale is None else values / scale).to(self.dtype)

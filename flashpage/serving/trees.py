@@ -1,4 +1,4 @@
-"""Masks of speculative decoding: a request's guesses form a tree, and each sees its ancestors."""
+"""Masks of speculative decoding: a request's guesses form a tree, and each guess sees its ancestors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 
 def tree_mask(parents: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> torch.Tensor:
-    """What BatchPrefillWithPagedKVCacheWrapper takes as custom_mask to verify guesses.
+    """The custom_mask of BatchPrefillWithPagedKVCacheWrapper that verifies guesses.
 
     Args:
-        parents: for each request, the parent of each of its guesses among them; -1: none, it follows the request's
-            known tokens. A parent stands before its children.
-        seq_lens: tokens of each request, its guesses included; guess i is its token seq_len - guesses + i.
+        parents: for each request, the index of each guess's parent among its guesses; -1: the guess follows the
+            request's known tokens. A parent stands before its children.
+        seq_lens: length of each request, its guesses included; guess i is its token seq_len - guesses + i.
 
     Returns:
-        Each request's guesses x seq_len truth values, flattened and joined: True where guess i sees the token.
+        Boolean values, guesses x seq_len for each request, flattened and joined: True where guess i sees the token.
     """
     masks = []
     for request, (of_request, seq_len) in enumerate(zip(parents, seq_lens, strict=True)):

@@ -1,1 +1,1 @@
-"""FlashInfer's classes and functions, over the planning and running of the rooms below."""
+"""FlashInfer's classes and functions, as adapters of the library's own planning and running."""

@@ -1,5 +1,5 @@
-"""What FlashInfer's plan/run classes share: they turn their arguments into options, plan and run an Attention with
-them, and carry the private names that engines read and write."""
+"""The base of FlashInfer's plan/run classes: they turn arguments into options, plan and run an Attention with them, and
+carry the private names that engines read and write."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Value:
 
 
 class Adapter(EngineState):
-    """Plans of one wrapper are made by one thread at a time; any thread may run them, one at a time on one stream."""
+    """One thread at a time makes a wrapper's plans; any thread may run them, one at a time on one stream."""
 
-    _length_names = PAGED  # the caller's words
+    _length_names = PAGED  # the caller's names
 
     _causal, _window_left, _logits_soft_cap, _sm_scale = _Value(), _Value(), _Value(), _Value()
     _rope_scale, _rope_theta, _pos_encoding_mode = _Value(), _Value(), _Value()
@@ -56,22 +56,22 @@ class Adapter(EngineState):
         )
         self._planner = self._attention.session
         self.device = self._attention.device
-        self._arguments: Arguments | None = None  # of the last plan, compared to skip checking them again
+        self._arguments: Arguments | None = None  # of the last plan: equal arguments are not checked again
         self._options: Options
         self._planned = self._now = self._attention.values
 
     @property
     def resolved_backend(self) -> str:
-        """The name of the kernel that the present plan runs; of two, joined by " + "."""
+        """The name of the kernel of the present plan; names of two kernels are joined by " + "."""
         return self._attention.resolved_backend
 
     @property
     def last_plan(self) -> Any:
-        """The Plan of the last run, or the one just made: work_items(), explain(), to_svg(path)."""
+        """The Plan of the last run, or a newer one: work_items(), explain(), to_svg(path)."""
         return self._attention.last_plan
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Takes other workspaces; plan again before the next run."""
+        """Takes other workspaces; call plan again before the next run."""
         self._attention.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     @property
@@ -87,8 +87,7 @@ class Adapter(EngineState):
         self._arguments = arguments
 
     def _take_values(self, **changed: Any) -> None:
-        """`forward` sets the attributes for this run and those that follow, its defaults included, as FlashInfer's
-        does."""
+        """Sets the attributes for this run and later ones, defaults included, as FlashInfer's `forward` does."""
         if changed.get("pos_encoding_mode") is None:
             changed["pos_encoding_mode"] = self._pos_encoding_mode
         check_scale(changed["sm_scale"], 1)
@@ -98,10 +97,10 @@ class Adapter(EngineState):
         self._now = self._now._replace(**changed)
 
     def _values(self, window_left: int | None) -> Values:
-        """What this run takes."""
+        """The options of this run."""
         if window_left.__class__ is not int:
             window_left = None if window_left is None else check_window(window_left)
         return self._now if window_left is None else self._now._replace(window_left=window_left)
 
     def end_forward(self) -> None:
-        """Nothing: plans need no end."""
+        """Does nothing: a plan needs no end."""

@@ -1,4 +1,4 @@
-"""Paged KV caches beside attention: appending tokens, and the index arithmetic around it."""
+"""Functions on paged KV caches other than attention: appending tokens, and the index arithmetic for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def append_paged_kv_cache(
         batch_indices, positions: [nnz], the request of each token and its position there (get_batch_indices_positions).
         paged_kv_cache: as in the wrappers' run; written.
         kv_indices, kv_indptr: page numbers, and where each request's begin, [batch + 1].
-        kv_last_page_len: [batch]; positions say it too, so only its length is looked at.
+        kv_last_page_len: [batch]; only its length is checked, as positions determine the rest.
         kv_layout: "NHD" or "HND".
     """
     checks.layout(kv_layout, RunError)
@@ -48,8 +48,8 @@ def append_paged_kv_cache(
     for name, tensor, view in (("append_key", append_key, views[0]), ("append_value", append_value, views[1])):
         if tensor.shape != (nnz, view.num_heads, view.head_dim) or tensor.dtype != cache[0].dtype:
             raise RunError(
-                f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype} but the cache takes "
-                f"{(nnz, view.num_heads, view.head_dim)} of {cache[0].dtype}: convert it first."
+                f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}. "
+                f"The cache takes {(nnz, view.num_heads, view.head_dim)} of {cache[0].dtype}: convert it first."
             )
     for tensor in cache:
         tensor_memory.check_written(tensor, "paged_kv_cache", RunError)
@@ -57,7 +57,7 @@ def append_paged_kv_cache(
         checks.same_device(tensor, device, name, RunError)
         if tensor.dtype != cache[0].dtype:
             raise RunError(
-                f"{name} has dtype {tensor.dtype} and another part of the cache {cache[0].dtype}: make them alike."
+                f"{name} has dtype {tensor.dtype} but another part of the cache has {cache[0].dtype}: pass equal types."
             )
     checks.tensor(kv_indptr, "kv_indptr", RunError)
     batch = kv_indptr.numel() - 1
@@ -118,7 +118,7 @@ def get_batch_indices_positions(
     Args:
         append_indptr: [batch + 1], where each request's new tokens begin.
         seq_lens: [batch], tokens of each request, the new ones included.
-        nnz: new tokens of all requests; entries past append_indptr[-1] get -1, which append_paged_kv_cache leaves out.
+        nnz: new tokens of all requests; entries past append_indptr[-1] get -1, which append_paged_kv_cache skips.
         batch_indices, positions: [nnz] int32, written in place; None: allocated.
 
     Returns:
@@ -126,7 +126,7 @@ def get_batch_indices_positions(
     """
     batch = batch_of(append_indptr, "append_indptr")
     if checks.tensor(seq_lens, "seq_lens", RunError).shape != (batch,):
-        raise RunError(f"seq_lens has shape {tuple(seq_lens.shape)}: pass one length a request, [{batch}].")
+        raise RunError(f"seq_lens has shape {tuple(seq_lens.shape)}: pass one length for each request, [{batch}].")
     checks.same_device(seq_lens, append_indptr.device, "seq_lens", RunError)
     for name, tensor in (("append_indptr", append_indptr), ("seq_lens", seq_lens)):
         if tensor.dtype not in (torch.int32, torch.int64):
@@ -140,7 +140,7 @@ def get_batch_indices_positions(
     if batch > 0:
         inside = request < batch
         request.clamp_(max=batch - 1)
-        # The last new token of a request stands at its last position.
+        # A request's last new token is at its last position.
         position = token - append_indptr[1:][request] + seq_lens[request]
         request, position = torch.where(inside, request, -1), torch.where(inside, position, -1)
     else:
@@ -166,7 +166,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 
 
 def _check_indptr(append_indptr: torch.Tensor) -> None:
-    """On the host: a card would have to be waited for."""
+    """Checks numbers on the host only: a card would have to be waited for."""
     falls = (append_indptr.diff() < 0).nonzero()
     if len(falls):
         i = int(falls[0]) + 1
@@ -179,14 +179,14 @@ def _into(given: torch.Tensor | None, values: torch.Tensor, name: str) -> torch.
         return values.to(torch.int32)
     if checks.tensor(given, name, RunError).shape != values.shape or given.dtype != torch.int32:
         raise RunError(
-            f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}: pass int32 of "
-            f"{tuple(values.shape)}, or None."
+            f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}: "
+            f"pass int32 of {tuple(values.shape)}, or None."
         )
     return given.copy_(values)
 
 
 def _index(tensor: torch.Tensor, name: str, length: int | None, device: torch.device) -> torch.Tensor:
-    """Contiguous int32."""
+    """The tensor as contiguous int32."""
     checks.tensor(tensor, name, RunError)
     checks.same_device(tensor, device, name, RunError)
     if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
@@ -194,14 +194,14 @@ def _index(tensor: torch.Tensor, name: str, length: int | None, device: torch.de
             f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}: pass int32 or int64, one dimension."
         )
     if length is not None and tensor.shape[0] != length:
-        raise RunError(f"{name} has {tensor.shape[0]} entries but {length} are expected: pass one for each.")
+        raise RunError(f"{name} has {tensor.shape[0]} entries but {length} are expected: pass as many.")
     if tensor.dtype is torch.int64 and not is_dynamo_compiling():
         tensor = _narrowed(tensor, name)
     return tensor.to(torch.int32).contiguous().resolve_neg()
 
 
 def _narrowed(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Within int32. On a card, which does not tell, a number beyond it becomes the largest one and no other number."""
+    """Checks for 32 bits. A card cannot report errors: larger numbers become the largest one, and are out of range."""
     within = tensor.clamp(-(2**31), 2**31 - 1)
     if tensor.is_cpu or (env.is_on("FLASHPAGE_CHECK_INDICES") and not torch.cuda.is_current_stream_capturing()):
         wrong = (within != tensor).nonzero()

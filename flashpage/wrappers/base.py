@@ -1,5 +1,5 @@
 """Plans and runs in the library's own terms: `plan(lengths, pages, options, values)` once a step, `run(q, cache)` once
-a layer. FlashInfer's classes are adapters of this one, and so are cascades, mixed batches, sparse and parallel
+a layer. FlashInfer's classes are adapters of this class, and so are cascades, mixed batches, sparse and parallel
 attention. (plan/session.py is the plan side.)
 
 A run with the options of the last one is one call of a builtin (native/fastcall.py), which compares the shapes,
@@ -57,7 +57,7 @@ _handles = itertools.count(1)
 
 
 class _Local(threading.local):
-    """What a thread has bound: the last run's structs, and all of them by geometry."""
+    """The bound structs of a thread: the last run's, and all of them by geometry."""
 
     bound: Any = None  # Binding | None
 
@@ -66,7 +66,7 @@ class _Local(threading.local):
 
 
 class Attention(Unique):
-    """Plans are made by one thread at a time; any thread may run them, one at a time on one stream.
+    """One thread at a time makes plans; any thread may run them, one at a time on one stream.
 
     Attributes:
         session: the plans.
@@ -85,7 +85,7 @@ class Attention(Unique):
         names: Names = PAGED,
         owner: str = "Attention",
     ) -> None:
-        self.owner = owner  # the caller's word for this object
+        self.owner = owner  # the caller's name for this object
         self.kv_layout = checks.layout(kv_layout)
         self.device = device = checks.tensor(float_workspace_buffer, "float_workspace_buffer", PlanError).device
         if device.type not in ("cpu", "cuda"):
@@ -113,12 +113,12 @@ class Attention(Unique):
 
     @property
     def resolved_backend(self) -> str:
-        """The name of the kernel that the present plan runs; of two, joined by " + "."""
+        """The name of the kernel of the present plan; names of two kernels are joined by " + "."""
         return " + ".join(part.prepared.choice.spec.kernel for part in self._last_combination().parts)
 
     @property
     def last_plan(self) -> Any:
-        """The Plan of the last run, or the one just made: work_items(), explain(), to_svg(path)."""
+        """The Plan of the last run, or a newer one: work_items(), explain(), to_svg(path)."""
         return self._last_combination().make_plan()
 
     def _last_combination(self) -> Combination:
@@ -129,9 +129,9 @@ class Attention(Unique):
         return self.session.active[0]
 
     def require_plan(self, name: str) -> None:
-        """Raises where nothing may run."""
+        """Raises if nothing may run."""
         if not self.session.is_planned:
-            raise RunError(f"{name}: {self.owner} has no plan: call plan(...) first (again, where it failed).")
+            raise RunError(f"{name}: {self.owner} has no plan: call plan(...) first, and again if it failed.")
 
     # ---------------------------------------------------------------- plan
 
@@ -144,7 +144,7 @@ class Attention(Unique):
         mask: Mask | None = None,
         longest: Longest = NO_BOUNDS,
     ) -> None:
-        """Plans a batch for options that were checked (kernels/options.py); runs take `values` unless they are given
+        """Plans a batch for options that were checked (kernels/options.py); runs use `values` unless they get
         others."""
         session, indices = self.session, pages.indices
         if options is not self._configured:
@@ -163,7 +163,7 @@ class Attention(Unique):
             session.block_tables = pages.tables
 
     def judge(self, lengths: Lengths, pages: Pages) -> None:
-        """Graph mode: raises where `plan` would refuse the batch for its size."""
+        """Graph mode: raises if `plan` would refuse the batch for its size."""
         self.session.judge(lengths, pages.indices)
 
     def plan_on_device(self, tables: TableLengths, options: Options, values: Values) -> None:
@@ -177,7 +177,7 @@ class Attention(Unique):
             self.session.set_mask(None, True)
 
     def workspace_size(self, lengths: Lengths, options: Options) -> tuple[int, int]:
-        """Bytes of the float and of the int workspace that serve this batch and every smaller one."""
+        """Bytes of the float and of the int workspace that suffice for this batch and every smaller one."""
         for name, tensor in zip(self.session.batch.names, lengths, strict=False):
             if tensor is not None:
                 checks.tensor(tensor, name, PlanError)
@@ -192,7 +192,7 @@ class Attention(Unique):
         return workspace_bounds(options, batch, total_q, total_kv, self.device)
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Takes other workspaces; plan again before the next run."""
+        """Takes other workspaces; call plan again before the next run."""
         self.session.use_float_buffer(float_workspace_buffer)
         self.session.use_int_buffer(int_workspace_buffer)
 
@@ -217,8 +217,8 @@ class Attention(Unique):
         sinks: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
     ) -> Any:
-        """One layer: straight to C, or through the operator where torch traces or watches. `values`: None: as planned;
-        `scales`: of q, k and v."""
+        """Runs one layer: in C at once, or through the operator if torch traces or intercepts calls. `values` None: as
+        planned; `scales`: of q, k and v."""
         if values is None:
             values = self.values
         if is_dynamo_compiling() or _len_torch_dispatch_stack():
@@ -264,7 +264,7 @@ class Attention(Unique):
         sinks: torch.Tensor | None,
         enable_pdl: bool | None,
     ) -> Any:
-        """A run that differs from the last one: other options or tensors, or none that C could compare."""
+        """A run that differs from the last one: other options or tensors, or tensors that C cannot compare."""
         return_lse = checks.flag("return_lse", return_lse, RunError)
         outputs = (output for output in (tensors.out, tensors.lse) if output is not None)
         parts = tensors.cache if tensors.cache.__class__ is tuple else (tensors.cache,)
@@ -277,7 +277,7 @@ class Attention(Unique):
         bound = self._local.bound
         if bound is None or bound.signature != signature or bound.generation != self.session.generation:
             bound = self._bind(signature, values, tensors)
-        unused = self.session.first_row  # rows that no request has
+        unused = self.session.first_row  # rows of no request
         if out is None:
             out = torch.empty(bound.out_shape, dtype=bound.out_dtype, device=self.device)
             if unused:
@@ -294,7 +294,7 @@ class Attention(Unique):
             bound.set_pdl(enable_pdl)
         bound.resize(q, cache)
         pair = cache if cache.__class__ is tuple else (cache, None)
-        # C knows no tensors here, or is unsure of these; a plan with unused rows stays with this way.
+        # C cannot read these tensors, or not safely; plans with unused rows always run this way.
         if self._bind_tensors(bound.address, None if unused else q, *pair, out, lse):
             check_plain(Tensors(q, cache, out, lse))
             bound.point(q, cache, out, lse)
@@ -306,7 +306,7 @@ class Attention(Unique):
         return (out, lse) if return_lse else out
 
     def _bind(self, signature: Any, values: Values, tensors: Tensors) -> Binding:
-        """Judges a run that differs from the last one, and finds or makes its structs."""
+        """Checks a run that differs from the last one, and finds or makes its structs."""
         self.require_plan("run")
         combination = self._judge(values, tensors)
         key = (combination, values, *(geometry(t) for t in flat(tensors)))
@@ -326,7 +326,7 @@ class Attention(Unique):
         return bound
 
     def _judge(self, values: Values, tensors: Tensors) -> Combination:
-        """Shapes, dtypes and devices of a run against the plan; the combination of options that it needs."""
+        """Checks shapes, dtypes and devices of a run against the plan; returns the set of options that it needs."""
         session, options = self.session, self.options
         q = check_run_tensors(tensors, options, self.device)
         num_kv_heads = check_cache(tensors.cache, options, self.kv_layout, session.indices.max_page, session.kv_end)

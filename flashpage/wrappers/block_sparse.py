@@ -1,5 +1,5 @@
-"""Block-sparse attention: rows of blocks are requests, columns of blocks are pages. variable_sparse.py has blocks of
-any sizes."""
+"""Block-sparse attention: row blocks are requests, column blocks are pages. variable_sparse.py supports blocks of any
+sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BlockSparseAttentionWrapper(Unique):
         self._checked = Checked()
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Takes other workspaces; plan again before the next run."""
+        """Takes other workspaces; call plan again before the next run."""
         self._attention.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
@@ -70,11 +70,11 @@ class BlockSparseAttentionWrapper(Unique):
             indices: the column of each block that is not empty.
             M, N: rows and tokens; the last row block may have fewer than R rows, N is a multiple of C.
             R, C: rows and tokens of a block.
-            mask: [blocks, R, C] bool, what is visible within each block; causal does not apply beside it.
-            packed_mask: the same as bits: for each row block its rows over its blocks' tokens, flattened, as
+            mask: [blocks, R, C] bool, what is visible within each block; replaces causal.
+            packed_mask: the mask as bits: for each row block its rows over its blocks' tokens, flattened, as
                 `segment_packbits(..., bitorder="little")` packs them.
-            causal: over the visible blocks of a row block, side by side, right-aligned.
-            o_data_type: of the output; None: q's, or bfloat16 where that is fp8 (FlashInfer: "float16", whatever q's).
+            causal: right-aligned over the visible blocks of a row block, joined.
+            o_data_type: the output's type; None: q's, or bfloat16 if that is fp8 (FlashInfer: "float16", whatever q's).
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
@@ -85,9 +85,9 @@ class BlockSparseAttentionWrapper(Unique):
         rows = batch_of(indptr, "indptr")
         checks.tensor(indices, "indices", PlanError)
         if mask is not None and packed_mask is not None:
-            raise PlanError("mask and packed_mask each say what is visible within the blocks: give one of them.")
+            raise PlanError("mask and packed_mask each say what is visible within the blocks: pass one of them.")
         if N % C:
-            raise PlanError(f"N={N} is not a multiple of C={C}: fill the tokens up to whole blocks.")
+            raise PlanError(f"N={N} is not a multiple of C={C}: pad the tokens to whole blocks.")
         if rows != -(-M // R):
             raise PlanError(f"indptr has {rows} row blocks but M={M} rows are {-(-M // R)} blocks of R={R}.")
         qo_indptr = (torch.arange(rows + 1, device="cpu") * R).clamp(max=M)
@@ -171,7 +171,7 @@ class BlockSparseAttentionWrapper(Unique):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Any:
-        """`run` with options in place of the planned ones, defaults included."""
+        """`run` with options that replace the planned ones, defaults included."""
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._attention.require_plan("forward")
         self._values = self._values._replace(
@@ -185,11 +185,11 @@ class BlockSparseAttentionWrapper(Unique):
         return self.run(q, k, v, scale_q, scale_k, scale_v)
 
     def end_forward(self) -> None:
-        """Nothing: plans need no end."""
+        """Does nothing: a plan needs no end."""
 
 
 def _flattened(mask: Any, indptr: torch.Tensor, qo_indptr: torch.Tensor, R: int, C: int) -> torch.Tensor:
-    """Of a mask by blocks, [blocks, R, C]: each row block's rows over the tokens of its blocks, joined."""
+    """Bits of a mask by blocks, [blocks, R, C]: each row block's rows over the tokens of its blocks, joined."""
     checks.tensor(mask, "mask", PlanError)
     blocks = int(indptr[-1])
     if mask.shape != (blocks, R, C) or mask.dtype not in (torch.bool, torch.uint8):

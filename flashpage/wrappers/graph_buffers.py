@@ -1,4 +1,4 @@
-"""Graph mode: the buffers that constructors are given, as FlashInfer names them."""
+"""Graph mode: the constructor's buffers, under FlashInfer's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..base.errors import PlanError
 from ..plan.capacity import Capacity
 from .base import Attention
 
-# Graph buffers by what they are: numbers of requests, page numbers, or a mask's.
+# Graph buffers by kind: numbers of requests, page numbers, or a mask's.
 _BUFFERS = {
     "qo_indptr_buf": "indptr",
     "paged_kv_indptr_buf": "indptr",
@@ -24,7 +24,7 @@ _BUFFERS = {
 def take_graph_buffers(
     attention: Attention, capacity: Capacity | None, buffers: dict[str, torch.Tensor | None]
 ) -> None:
-    """Kernels read the plan, page numbers and mask bits; the other buffers fix the batch, where no capacity does."""
+    """Kernels read the plan, page numbers and mask bits; the other buffers fix the batch if no capacity does."""
     session = attention.session
     if capacity is not None:
         session.use_capacity(capacity)
@@ -43,7 +43,7 @@ def take_graph_buffers(
             raise PlanError(f"{name} has strides {tuple(buffer.stride())}: pass a contiguous tensor.")
         if kind == "indices":
             if buffer.dtype != torch.int32:
-                raise PlanError(f"{name} has dtype {buffer.dtype}: captured kernels read int32.")
+                raise PlanError(f"{name} has dtype {buffer.dtype}: pass int32, which captured kernels read.")
             session.indices.use_buffer(buffer)
         elif name == "custom_mask_buf":
             session.mask.buffer = buffer
@@ -55,5 +55,7 @@ def _fix_requests(attention: Attention, name: str, count: int) -> None:
     batch = attention.session.batch
     fixed = batch.fixed_requests
     if fixed not in (None, count):
-        raise PlanError(f"{name} is for {count} requests but another buffer is for {fixed}: match them.")
+        raise PlanError(
+            f"{name} is for {count} requests but another buffer is for {fixed}: pass buffers for one batch size."
+        )
     batch.fix_requests(count)

@@ -1,4 +1,4 @@
-"""Merging of attention states: outputs over parts of the tokens, with their LSEs (base 2), into one."""
+"""Merges attention states (outputs over some of the tokens, with their LSEs, base 2) into one."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ def merge_state_in_place(
     _check_pair(v, s, v_other, s_other, ("v", "s", "v_other", "s_other"))
     for name, tensor in (("v", v), ("s", s)):
         if not tensor.is_contiguous():
-            raise RunError(f"{name} has strides {tuple(tensor.stride())}: what is written in place must be contiguous.")
+            raise RunError(
+                f"{name} has strides {tuple(tensor.stride())}: pass a contiguous tensor, as it is written in place."
+            )
     if mask is not None:
         checks.tensor(mask, "mask", RunError)
         checks.same_device(mask, v.device, "mask", RunError)
         if mask.shape != v.shape[:1] or mask.dtype not in (torch.bool, torch.uint8):
             raise RunError(
-                f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: pass one bool or "
-                f"uint8 a row, [{v.shape[0]}]."
+                f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: "
+                f"pass one bool or uint8 for each row, [{v.shape[0]}]."
             )
     operators.call("merge_state_in_place", v, s, v_other, s_other, mask)
 
@@ -81,7 +83,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def part_of(attention: Attention, q: torch.Tensor, cache: Any, values: Values | None = None) -> Part:
-    """What a run of it attends to."""
+    """Runs the attention of one part."""
     return lambda out, lse: attention.run(q, cache, out, lse, values=values)
 
 
@@ -91,13 +93,15 @@ def merge_parts(parts: Sequence[Part], out: torch.Tensor, lse: torch.Tensor | No
     Args:
         parts: at least one.
         out: [rows, num_heads, head_dim], written; contiguous where there are several parts.
-        lse: [rows, num_heads] fp32, written; None: not wanted.
+        lse: [rows, num_heads] fp32, written; None: not needed.
     """
     if len(parts) == 1:
         parts[0](out, lse)
         return
     if not out.is_contiguous():
-        raise RunError(f"out has strides {tuple(out.stride())}: what is merged in place must be contiguous.")
+        raise RunError(
+            f"out has strides {tuple(out.stride())}: pass a contiguous tensor, as parts are merged in place."
+        )
     if lse is None:
         lse = out.new_empty(out.shape[:2], dtype=torch.float32)
     if len(parts) == 2:
@@ -119,15 +123,14 @@ def _check_pair(
     check_states(v_other, s_other, names[2], names[3], 3)
     if v_other.shape != v.shape or v_other.dtype != v.dtype:
         raise RunError(
-            f"{names[2]} has shape {tuple(v_other.shape)} and dtype {v_other.dtype} but "
-            f"{names[0]} has {tuple(v.shape)} and "
-            f"{v.dtype}: states that are merged are alike."
+            f"{names[2]} has shape {tuple(v_other.shape)} and dtype {v_other.dtype} but {names[0]} has "
+            f"{tuple(v.shape)} and {v.dtype}: pass equal shapes and types."
         )
     checks.same_device(v_other, v.device, names[2], RunError)
 
 
 def check_states(v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str, dims: int) -> None:
-    """`v` of `dims` dimensions and one LSE a row and head, of types that are merged."""
+    """Checks `v` of `dims` dimensions and one LSE for each row and head, of types that can be merged."""
     for name, tensor in ((v_name, v), (s_name, s)):
         checks.tensor(tensor, name, RunError)
     if v.dim() != dims:
@@ -137,8 +140,8 @@ def check_states(v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str, dim
         raise RunError(f"{v_name} has dtype {v.dtype}: pass float32, float16 or bfloat16.")
     if s.shape != v.shape[:-1] or s.dtype != torch.float32:
         raise RunError(
-            f"{s_name} has shape {tuple(s.shape)} and dtype {s.dtype}: pass one float32 LSE a row and head, "
-            f"{tuple(v.shape[:-1])}."
+            f"{s_name} has shape {tuple(s.shape)} and dtype {s.dtype}: "
+            f"pass one float32 LSE for each row and head, {tuple(v.shape[:-1])}."
         )
     if v.device.type not in ("cpu", "cuda"):
         raise RunError(f"{v_name} is on {v.device}: pass tensors on the CPU or on a CUDA device.")

@@ -1,4 +1,4 @@
-"""Batches of prefills and decodes together, as FlashInfer's persistent wrapper takes them."""
+"""Batches of prefills and decodes together, as in FlashInfer's persistent wrapper."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _WORKSPACE_BYTES = 128 << 20
 class BatchAttention(Unique):
     """Attention of a batch whose requests have any number of rows.
 
-    Requests of few rows and requests of many are planned for a kernel each where that is faster, and run at the same
+    If it is faster, requests of few rows and requests of many are planned for different kernels, which run at the same
     time (plan/mixed_batch.py).
 
     Args:
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
-        device: where it runs; workspaces are allocated there.
+        device: the device that runs; workspaces are allocated there.
     """
 
     def __init__(self, kv_layout: str = "NHD", device: Any = "cuda") -> None:
@@ -114,8 +114,8 @@ class BatchAttention(Unique):
             kv_cache: pages, as BatchPrefillWithPagedKVCacheWrapper.run takes them.
             out, lse: [rows, num_qo_heads, head_dim_vo] and [rows, num_qo_heads] fp32, base 2, written in place; None:
                 allocated.
-            k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
-            logits_soft_cap: 0: the planned one.
+            k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
+            logits_soft_cap: 0: as planned.
 
         Returns:
             out and lse.

@@ -1,11 +1,11 @@
 """flashpage's operators in torch: schemas, mutated arguments, fake implementations. torch.ops.flashpage.<name>.
 
-Eager calls go straight to the implementations; the operators are taken while torch.compile traces or a dispatch mode
-watches. A wrapper's run is an operator with the wrapper's handle, never its plan: planning again compiles nothing.
+Eager calls go straight to the implementations; the operators are called while torch.compile traces or a dispatch mode
+is active. A wrapper's run is an operator with the wrapper's handle, never its plan: planning again compiles nothing.
 
-torch.compile(mode="reduce-overhead") captures what it compiles as CUDA graphs. A captured run has the plan of that day,
-unless the wrapper is one for graphs, so that runs have two operators: one that inductor leaves out of its graphs, and
-one for such wrappers.
+torch.compile(mode="reduce-overhead") captures its code as CUDA graphs. A captured run keeps the plan of its capture,
+unless the wrapper is one for graphs. So runs have two operators: inductor leaves one out of its graphs, and the other
+is for wrappers for graphs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..native import fastcall
 from ..plan.session import current_stream
 from ..run.checks import Tensors, check_places, scales_of
 
-_ROWS_PER_CTA = 8  # merge_states and append: a warp each
+_ROWS_PER_CTA = 8  # merge_states and append: one row for each warp
 _CONTIGUOUS = torch.contiguous_format
 
 
@@ -56,7 +56,7 @@ _library = torch.library.Library("flashpage", "DEF")
 
 
 def is_traced() -> bool:
-    """Whether torch traces or watches: tensors may then have no values."""
+    """Whether torch traces or intercepts calls: tensors may then have no values."""
     return bool(torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack())
 
 
@@ -69,14 +69,14 @@ def check_plain(*named: tuple[str, Any]) -> None:
 
 
 def call(name: str, *args: Any) -> Any:
-    """An operator's implementation at once, or the operator where torch traces or watches."""
+    """Calls the implementation directly, or the operator if torch traces or intercepts calls."""
     if is_traced():
         return getattr(torch.ops.flashpage, name)(*args)
     return _IMPLEMENTATIONS[name](*judged(name, args))
 
 
 def judged(name: str, args: tuple[Any, ...]) -> list[Any]:
-    """Arguments of an operator for its implementation: tensors have memory. Autograd is told which ones are written."""
+    """Prepares an operator's arguments: tensors must have memory, and autograd learns which ones are written."""
     found = [[waited(part) for part in arg] if arg.__class__ is list else waited(arg) for arg in args]
     names, written = _arguments_of(name)
     if fastcall.builtins().judge(*(tensor for _, tensor in _tensors(names, found))):
@@ -95,7 +95,7 @@ def _tensors(names: tuple[str, ...], args: list[Any]) -> Iterator[tuple[str, tor
 
 @functools.cache
 def _arguments_of(operator: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """An operator's arguments, and the places of those that it writes."""
+    """An operator's arguments, and the positions of those that it writes."""
     arguments = getattr(torch.ops.flashpage, operator).default._schema.arguments
     is_written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
     return tuple(argument.name for argument in arguments), tuple(i for i, written in enumerate(is_written) if written)
@@ -113,7 +113,7 @@ def run(
     sinks: torch.Tensor | None,
     enable_pdl: bool | None,
 ) -> Any:
-    """A wrapper's run as an operator; outputs are allocated here, so that the graph knows their shapes."""
+    """A wrapper's run as an operator; it allocates the outputs, so that the graph knows their shapes."""
     q, cache, out, lse = tensors
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1], wrapper.options.head_dim_vo), dtype=wrapper.out_dtype)
@@ -169,7 +169,7 @@ def _run(
 
 
 def _merge(params: native.MergeStatesParams, v: torch.Tensor) -> None:
-    """Fills in what all merges share, and launches."""
+    """Sets the parameters that all merges share, and launches."""
     if params.rows * params.num_heads * params.head_dim == 0:
         return
     address = ctypes.addressof(params)
@@ -182,8 +182,8 @@ def _merge(params: native.MergeStatesParams, v: torch.Tensor) -> None:
         )
     if params.out % (4 * v.element_size()):
         raise RunError(
-            f"the output starts at {params.out:#x}: the merge kernel writes four elements at a time; pass memory that "
-            f"starts on {4 * v.element_size()} bytes."
+            f"the output starts at {params.out:#x}: the merge kernel writes four elements at a time. "
+            f"Pass memory that starts on {4 * v.element_size()} bytes."
         )
     kernel = jit.get_kernel(KernelSpec("merge_states", q_dtype=DType.of(v.dtype)), v.device)
     _launch(kernel, address, params.rows * params.num_heads, v.device)
@@ -195,12 +195,12 @@ def _launch(kernel: jit.LoadedKernel, address: int, warps: int, device: torch.de
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous within a row: the last dimension."""
+    """The tensor, contiguous in its last dimension."""
     return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def vector_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """With rows that begin on four elements, as the kernel on a card loads four at once: a copy where they do not."""
+    """The tensor, or a copy, with rows that begin on four elements, which the kernel on a card loads at once."""
     at_four, strides = 4 * tensor.element_size(), tensor.stride()[:-1]
     is_aligned = not any(stride * tensor.element_size() % at_four for stride in strides)
     return tensor if is_aligned and tensor.data_ptr() % at_four == 0 else tensor.clone(memory_format=_CONTIGUOUS)
@@ -306,7 +306,7 @@ def _append_paged_kv_cache(
     cache: list[torch.Tensor],
     kv_layout: str,
 ) -> None:
-    if append_key.is_cpu and bool((batch_indices < 0).any()):  # fillers: the kernel on the card leaves them out itself
+    if append_key.is_cpu and bool((batch_indices < 0).any()):  # padding, which the kernel on a card skips itself
         given = (batch_indices >= 0).nonzero().squeeze(1)
         append_key, append_value = append_key[given], append_value[given]
         batch_indices, positions = batch_indices[given], positions[given]
@@ -346,7 +346,7 @@ def _append_paged_kv_cache(
 
 
 def _nothing(*_: Any) -> None:
-    """The fake of an operator that only writes into its arguments."""
+    """The fake implementation of an operator that only writes into its arguments."""
 
 
 _RUN_SCHEMA = (

@@ -1,4 +1,4 @@
-"""Decode: few query rows a request over a paged KV cache."""
+"""Decode: few query rows for each request, over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .plan_arguments import NO_OWN, DecodeArguments, Own, differ, named_options,
 class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
     """Attention of a batch of decode steps: `plan` once a step, `run` once a layer.
 
-    A caller may change any tensor that plan was given before the next run, except what lies on a card and is read there
-    in place: int32 page numbers, packed masks, what plan_on_device was given, and a variant's tensors; those stay as
-    they are until the last run of the plan is done. (The CPU reads copies, but for a variant's tensors.) An output of
-    run shares no memory with q, K, V or another output, so q itself is refused as `out`.
+    A caller may change any argument of plan before the next run, except tensors that a card reads in place: int32 page
+    numbers, packed masks, arguments of plan_on_device, and a variant's tensors. Those must stay as they are until the
+    last run of the plan is done. (The CPU reads copies, except of a variant's tensors.) An output of run must not share
+    memory with q, K, V or another output, so q itself is refused as `out`.
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
@@ -41,7 +41,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         paged_kv_indices_buffer: with `use_cuda_graph`; int32, plan copies the page numbers there.
         backend: "auto" ("fa2", "fa3": the same).
         max_batch, max_pages: with `use_cuda_graph`, in place of the three buffers: the most requests of a plan, and the
-            most entries of `indices` in use. The first plan says where a workspace is too small for any such batch.
+        most entries of `indices` in use. The first plan checks that the workspaces suffice for any such batch.
         max_rows: the most rows of q; 0: max_batch * q_len_per_req.
     """
 
@@ -75,12 +75,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
 
     @property
     def use_tensor_cores(self) -> bool:
-        """What the constructor was given."""
+        """The constructor's arguments for graph mode."""
         return self._use_tensor_cores
 
     @property
     def _cached_module(self) -> Any:
-        """Its `plan` takes what FlashInfer's kernel for this wrapper takes."""
+        """The module whose `plan` has the arguments of FlashInfer's kernel for this wrapper."""
         if not self._planner.active:
             return None
         return (PlanModule if self._use_tensor_cores else DecodePlanModule)(self)
@@ -124,25 +124,25 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
             head_dim: of q, K and V.
             page_size: tokens a page.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI", whose bias is 0 at
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (the kernel rotates q and K) or "ALIBI", whose bias is 0 at
                 the row's own token: FlashInfer's is larger by slope * (KV length - query length), see the README.
             window_left: tokens visible left of the row's own; -1: all.
-            logits_soft_cap: scores become cap * tanh(score / cap); None or 0: as they are.
-            q_data_type, kv_data_type, o_data_type: of q ("float16"), of the cache (q's) and of the output (q's; where
-                that is fp8: "bfloat16").
-            data_type: the cache's type, where kv_data_type is not given.
-            sm_scale: of the scores; None: head_dim ** -0.5.
-            rope_scale, rope_theta: of ROPE_LLAMA; None: 1 and 1e4.
+            logits_soft_cap: scores become cap * tanh(score / cap); None or 0: no cap.
+            q_data_type, kv_data_type, o_data_type: types of q ("float16"), of the cache (q's) and of the output (q's,
+            or "bfloat16" if that is fp8).
+            data_type: the cache's type if kv_data_type is not given.
+            sm_scale: multiplies the scores; None: head_dim ** -0.5.
+            rope_scale, rope_theta: for ROPE_LLAMA; None: 1 and 1e4.
             non_blocking: whether copies of page numbers may be asynchronous.
-            block_tables: [batch, pages], a row of page numbers a request: in place of `indices` where that is None,
-                else checked against it (on the device: where FLASHPAGE_CHECK_INDICES is on).
+            block_tables: [batch, pages], a row of page numbers for each request: in place of `indices` if that is None,
+            otherwise checked against it (on the device only with FLASHPAGE_CHECK_INDICES=on).
             seq_lens: [batch], tokens of each request; wins over `last_page_len`.
-            fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that
-                results do not depend on the batch. None or -1: balanced.
+            fixed_split_size: pages; every request is cut at multiples of this size, so that results do not depend on
+            the rest of the batch. None or -1: balanced.
             disable_split_kv: no request is cut.
             q_len_per_req: query rows of each request (more than one: causal among them).
-            own: what FlashInfer does not have (plan_arguments.Own): `variant`, a flashpage.Variant; `chunk`, a number
-                of tokens: positions are cut at its multiples, and a row sees tokens of its own chunk alone (Llama 4).
+            own: options that FlashInfer does not have (plan_arguments.Own): `variant`, a flashpage.Variant; `chunk`, a
+            number of tokens: positions are cut at its multiples, and a row sees only tokens of its own chunk (Llama 4).
         """
         if deprecated_positional_args:
             given = {name: value for name, value in locals().items() if name in _PLAN_NAMES}
@@ -171,7 +171,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         )
         try:
             is_new = arguments != self._arguments
-        except (RuntimeError, ValueError):  # an array among them, which is refused when it is checked
+        except (RuntimeError, ValueError):  # for example an array, which is refused when it is checked
             is_new = True
         if is_new:
             self._check(arguments)
@@ -182,8 +182,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
     begin_forward = plan
 
     def workspace_size(self, *lengths_and_heads: Any, **options: Any) -> tuple[int, int]:
-        """Bytes of the float and of the int workspace that serve this batch and every smaller one; arguments as `plan`
-        has them, but window_right and non_blocking."""
+        """Bytes of the float and of the int workspace that suffice for this batch and every smaller one; plan's
+        arguments without window_right and non_blocking."""
         bound = _SIZE.bind(self, *lengths_and_heads, **options)
         bound.apply_defaults()
         given = bound.arguments | {"own": Own.of(bound.arguments["own"])}
@@ -205,20 +205,20 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         **options: Any,
     ) -> None:
         """Plans by one small kernel on the current stream: nothing is copied, the host neither waits nor knows the
-        lengths. Captured in a graph, in front of the runs, it plans anew at every replay, from what the tensors hold
-        then; call it once before the capture. The plan is the one that `plan` makes of the same lengths.
+        lengths. Captured in a graph before the runs, it plans again at every replay, from the tensors' contents at that
+        time; call it once before the capture. The plan equals that of `plan` for the same lengths.
 
         Args:
             seq_lens: [batch] int32 or int64 on the device, tokens of each request.
             block_tables: [batch, pages] int32 on the device, read in place: page numbers of each request, as many as
-                its tokens need; what follows is not looked at.
-            table_rows: [batch] int32 or int64 on the device, the row of `block_tables` that each request has (a pool's
-                table of all requests is read in place); None: 0, 1, 2, ...
-            num_requests: [1] int32 on the device: how many of the batch's requests there are; nothing is planned and no
-                row is written for those after them. None: all.
+            its tokens need; later entries are not read.
+            table_rows: [batch] int32 or int64 on the device, the row of `block_tables` of each request (a pool's table
+            of all requests is read in place); None: 0, 1, 2, ...
+            num_requests: [1] int32 on the device: how many of the batch's requests exist; the others are not planned
+            and none of their rows is written. None: all.
             options: the options of `plan`, by keyword.
 
-        On a card lengths are taken to lie within 0 and what a row of `block_tables` holds; on the CPU they are checked.
+        On a card lengths must lie within 0 and the capacity of a row of `block_tables`; the CPU checks them.
         """
         arguments = DecodeArguments(num_qo_heads, num_kv_heads, head_dim, page_size, **options_of_device(options))
         if differ(arguments, self._arguments):
@@ -260,14 +260,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             q: [batch * q_len_per_req, num_qo_heads, head_dim], any strides, last dimension contiguous.
             paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V)
                 without the 2; without the page_size dimension: pages of one token.
-            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
             out: [batch * q_len_per_req, num_qo_heads, head_dim], written in place; None: allocated.
             lse: [batch * q_len_per_req, num_qo_heads] fp32, base 2, written in place. A row that sees no token has
                 out = 0 and lse = -inf, or sink * log2(e) with sinks.
             return_lse: also return lse.
-            enable_pdl: programmatic dependent launch; None: where the card has it.
-            window_left: in place of the planned one, for this run.
-            sinks: [num_qo_heads] fp32, natural-log units, joins the denominator, and so lse.
+            enable_pdl: programmatic dependent launch; None: if the card has it.
+            window_left: replaces the planned one for this run.
+            sinks: [num_qo_heads] fp32, natural-log units, which join the denominator, and so the lse.
         """
         if args:
             raise RunError(checks.extra_positions(args))
@@ -286,7 +286,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         self._attention.require_plan("run")
         if q_len_per_req is not None and q_len_per_req != self._options.uniform_q_len:
             raise RunError(
-                f"q_len_per_req={q_len_per_req} but the plan is for {self._options.uniform_q_len}: give it to plan."
+                f"q_len_per_req={q_len_per_req} but the plan is for {self._options.uniform_q_len}: pass it to plan."
             )
 
     def forward(
@@ -304,7 +304,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """`run` with options in place of the planned ones, defaults included (pos_encoding_mode None: as planned)."""
+        """`run` with options that replace the planned ones, defaults included (pos_encoding_mode None: as planned)."""
         self._take_values(
             pos_encoding_mode=pos_encoding_mode,
             window_left=window_left,
@@ -373,7 +373,7 @@ def fast_decode_plan(
 ) -> None:
     """`plan` under the name that engines install for graph replays (`functools.partial(fast_decode_plan, wrapper)`).
 
-    `data_type` stands for both types where neither is given; `global_override_indptr_cpu` is indptr on the host.
+    `data_type` is the type of q and the cache if neither is given; `global_override_indptr_cpu` is indptr on the host.
     """
     given: dict[str, Any] = dict(locals())
     del given["self"], given["global_override_indptr_cpu"]

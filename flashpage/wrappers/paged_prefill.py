@@ -25,14 +25,14 @@ from .prefill_base import PrefillWrapper, only_items
 class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
     """Attention of a batch of prefills or appends over a paged KV cache: `plan` once a step, `run` once a layer.
 
-    A caller may change any tensor that plan was given before the next run, except what lies on a card and is read there
-    in place: int32 page numbers, packed masks, what plan_on_device was given, and a variant's tensors; those stay as
-    they are until the last run of the plan is done. (The CPU reads copies, but for a variant's tensors.) An output of
-    run shares no memory with q, K, V or another output, so q itself is refused as `out`.
+    A caller may change any argument of plan before the next run, except tensors that a card reads in place: int32 page
+    numbers, packed masks, arguments of plan_on_device, and a variant's tensors. Those must stay as they are until the
+    last run of the plan is done. (The CPU reads copies, except of a variant's tensors.) An output of run must not share
+    memory with q, K, V or another output, so q itself is refused as `out`.
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
-            on the CPU: the CPU backend. On Hopper, pages of one token are copied into what is left, where that is
+            on the CPU: the CPU backend. On Hopper, pages of one token are gathered into the rest of it, if that is
             worth it and all of the batch's K and V fit.
         kv_layout: "NHD": [pages, page_size, heads, dim]; "HND": [pages, heads, page_size, dim].
         use_cuda_graph: runs may be captured, and replayed after later plans: of the same batch size and at most the
@@ -44,8 +44,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             where each request's bytes begin to the second.
         backend: "auto" ("fa2", "fa3": the same).
         max_batch, max_pages, max_rows: with `use_cuda_graph`, in place of the four buffers: the most requests of a
-            plan, entries of `paged_kv_indices` in use, and rows of q. The first plan says where a workspace is too
-            small for any such batch. `max_rows / max_batch` chooses the kernel's tile.
+        plan, entries of `paged_kv_indices` in use, and rows of q. The first plan checks that the workspaces suffice for
+        any such batch. `max_rows / max_batch` chooses the kernel's tile.
     """
 
     def __init__(
@@ -127,33 +127,33 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             num_qo_heads, num_kv_heads: query heads, a multiple of the KV heads.
             head_dim_qk, head_dim_vo: of q and K; of V and the output (None: the same).
             page_size: tokens a page.
-            custom_mask: each request's q_len x kv_len truth values (True: visible), flattened and joined; causal
-                does not apply beside it. Part of the plan, so plan again where it changes; with use_cuda_graph every
-                run looks at what custom_mask_buf has.
-            packed_custom_mask: the same as bits, `segment_packbits(mask, indptr, bitorder="little")`.
+            custom_mask: each request's q_len x kv_len booleans (True: visible), flattened and joined; it replaces
+            causal. It is part of the plan, so plan again if it changes; with use_cuda_graph every run reads
+            custom_mask_buf.
+            packed_custom_mask: the mask as bits, `segment_packbits(mask, indptr, bitorder="little")`.
             causal: row r of a request sees tokens up to kv_len - q_len + r.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and K are turned in the kernel) or "ALIBI", whose bias is 0 at
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (the kernel rotates q and K) or "ALIBI", whose bias is 0 at
                 the row's own token: FlashInfer's is larger by slope * (KV length - query length), see the README.
-            sm_scale: of the scores; None: head_dim_qk ** -0.5.
+            sm_scale: multiplies the scores; None: head_dim_qk ** -0.5.
             window_left: tokens visible left of the row's own; -1: all.
-            logits_soft_cap: scores become cap * tanh(score / cap); None or 0: as they are.
-            rope_scale, rope_theta: of ROPE_LLAMA; None: 1 and 1e4.
-            q_data_type, kv_data_type, o_data_type: of q ("float16"), of the cache (q's) and of the output (q's; where
-                that is fp8: "bfloat16").
+            logits_soft_cap: scores become cap * tanh(score / cap); None or 0: no cap.
+            rope_scale, rope_theta: for ROPE_LLAMA; None: 1 and 1e4.
+            q_data_type, kv_data_type, o_data_type: types of q ("float16"), of the cache (q's) and of the output (q's,
+            or "bfloat16" if that is fp8).
             non_blocking: whether copies of page numbers and masks may be asynchronous.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring: [batch] tokens of the
                 shared prefix; each later token's position in its item (0 at a delimiter), joined with a common length a
                 request.
             max_item_len_ptr: [batch], at least the longest position of each request.
             seq_lens: [batch], tokens of each request; wins over `paged_kv_last_page_len`.
-            block_tables: [batch, pages], a row of page numbers a request: in place of `paged_kv_indices` where that is
-                None, else checked against it (on the device: where FLASHPAGE_CHECK_INDICES is on).
-            max_token_per_sequence, max_sequence_kv: bounds that the batch is checked against.
-            fixed_split_size: pages; every request is cut at its multiples, whoever else is in the batch, so that
-                results do not depend on the batch. None or -1: balanced.
+            block_tables: [batch, pages], a row of page numbers for each request: in place of `paged_kv_indices` if that
+            is None, otherwise checked against it (on the device only with FLASHPAGE_CHECK_INDICES=on).
+            max_token_per_sequence, max_sequence_kv: bounds, against which the batch is checked.
+            fixed_split_size: pages; every request is cut at multiples of this size, so that results do not depend on
+            the rest of the batch. None or -1: balanced.
             disable_split_kv: no request is cut.
-            own: what FlashInfer does not have (plan_arguments.Own): `variant`, a flashpage.Variant; `chunk`, a number
-                of tokens: positions are cut at its multiples, and a row sees tokens of its own chunk alone (Llama 4).
+            own: options that FlashInfer does not have (plan_arguments.Own): `variant`, a flashpage.Variant; `chunk`, a
+            number of tokens: positions are cut at its multiples, and a row sees only tokens of its own chunk (Llama 4).
         """
         if seq_lens_q is not None:
             checks.refuse_given(seq_lens_q=seq_lens_q)
@@ -200,8 +200,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
     begin_forward = plan
 
     def workspace_size(self, *lengths_and_heads: Any, **options: Any) -> tuple[int, int]:
-        """Bytes of the float and of the int workspace that serve this batch and every smaller one; arguments as `plan`
-        has them."""
+        """Bytes of the float and of the int workspace that suffice for this batch and every smaller one; plan's
+        arguments."""
         bound = _PLAN.bind(self, *lengths_and_heads, **options)
         bound.apply_defaults()
         given = bound.arguments | {"kv_source": "paged", "own": Own.of(bound.arguments["own"])}
@@ -226,29 +226,28 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         **options: Any,
     ) -> None:
         """Plans by one small kernel on the current stream: nothing is copied, the host neither waits nor knows the
-        lengths. Captured in a graph, in front of the runs, it plans anew at every replay, from what the tensors hold
-        then; call it once before the capture. The plan is the one that `plan` makes of the same lengths, but of a
-        mixed batch there is one, not two.
+        lengths. Captured in a graph before the runs, it plans again at every replay, from the tensors' contents at that
+        time; call it once before the capture. The plan equals that of `plan` for the same lengths, except that a mixed
+        batch has one plan and not two.
 
         Args:
             qo_indptr: [batch + 1] int32 on the device, where each request's rows begin in q.
             seq_lens: [batch] int32 or int64 on the device, tokens of each request, with the appended ones.
             block_tables: [batch, pages] int32 on the device, read in place: page numbers of each request, as many as
-                its tokens need; what follows is not looked at.
-            max_rows: rows of the q that runs are given; those that belong to no request are left alone. None: the
-                constructor's.
-            table_rows: [batch] int32 or int64 on the device, the row of `block_tables` that each request has (a pool's
-                table of all requests is read in place); None: 0, 1, 2, ...
-            num_requests: [1] int32 on the device: how many of the batch's requests there are; nothing is planned and no
-                row is written for those after them. None: all.
+            its tokens need; later entries are not read.
+            max_rows: rows of q in the runs; rows of no request are not written. None: the constructor's.
+            table_rows: [batch] int32 or int64 on the device, the row of `block_tables` of each request (a pool's table
+            of all requests is read in place); None: 0, 1, 2, ...
+            num_requests: [1] int32 on the device: how many of the batch's requests exist; the others are not planned
+            and none of their rows is written. None: all.
             options: the options of `plan`, by keyword.
 
-        On a card lengths are taken to lie within 0 and what a row of `block_tables` holds, rows within 0 and
-        `max_rows`; on the CPU they are checked.
+        On a card lengths must lie within 0 and the capacity of a row of `block_tables`, rows within 0 and `max_rows`;
+        the CPU checks them.
         """
         if max_rows is None:
             if self._planner.capacity is None:
-                raise PlanError("max_rows=None: pass the rows of q, which qo_indptr keeps on the device.")
+                raise PlanError("max_rows=None: pass the rows of q, as qo_indptr is on the device.")
             max_rows = self._planner.capacity.rows
         heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         arguments = PrefillArguments("paged", *heads, **options_of_device(options))
@@ -294,14 +293,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             q: [qo_indptr[-1], num_qo_heads, head_dim_qk], any strides, last dimension contiguous.
             paged_kv_cache: [pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens), or (K, V)
                 without the 2; without the page_size dimension: pages of one token.
-            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
             out: [qo_indptr[-1], num_qo_heads, head_dim_vo], written in place; None: allocated.
             lse: [qo_indptr[-1], num_qo_heads] fp32, base 2, written in place. A row that sees no token has
                 out = 0 and lse = -inf, or sink * log2(e) with sinks.
             return_lse: also return lse.
-            enable_pdl: programmatic dependent launch; None: where the card has it.
-            window_left: in place of the planned one, for this run.
-            sinks: [num_qo_heads] fp32, natural-log units, joins the denominator, and so lse.
+            enable_pdl: programmatic dependent launch; None: if the card has it.
+            window_left: replaces the planned one for this run.
+            sinks: [num_qo_heads] fp32, natural-log units, which join the denominator, and so the lse.
             lse_base, lse_layout: "log2" and "NH" ([rows, heads]).
         """
         if args:
@@ -334,7 +333,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """`run` with options in place of the planned ones, defaults included (pos_encoding_mode None: as planned)."""
+        """`run` with options that replace the planned ones, defaults included (pos_encoding_mode None: as planned)."""
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._take_values(
             causal=causal,

@@ -1,4 +1,4 @@
-"""Arguments of plan that are not lengths, a list for each signature, and the options that they stand for."""
+"""Arguments of plan other than lengths, one list for each signature, and the options made of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..base.warn import warn
 from ..kernels.options import Options, Values, check_options, check_rope, check_scale, check_soft_cap, check_window
 from ..plan.session import Planner
 
-# What FlashInfer once took by position after page_size, in this order.
+# Arguments that FlashInfer once took by position after page_size, in this order.
 _DEPRECATED_POSITIONS = (
     *("pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type"),
     *("sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size"),
@@ -23,11 +23,11 @@ class Own(NamedTuple):
     """Options that FlashInfer does not have: keywords of every plan."""
 
     variant: Any = None  # a flashpage.Variant
-    chunk: int | None = None  # tokens: a row at position p sees those of positions p // chunk * chunk on; None: all
+    chunk: int | None = None  # tokens: a row at position p sees tokens from p // chunk * chunk on; None: all
 
     @staticmethod
     def of(given: dict[str, Any]) -> Own:
-        """Of a plan's keywords."""
+        """From a plan's keywords."""
         if unknown := given.keys() - set(Own._fields):
             raise TypeError(f"plan() got an unexpected keyword argument {min(unknown)!r}")
         return Own(**given)
@@ -37,7 +37,7 @@ NO_OWN = Own()
 
 
 class DecodeArguments(NamedTuple):
-    """Those of a decode wrapper."""
+    """Arguments of a decode wrapper's plan."""
 
     num_qo_heads: Any
     num_kv_heads: Any
@@ -60,7 +60,7 @@ class DecodeArguments(NamedTuple):
     own: Own = NO_OWN
 
     def checked(self) -> tuple[Options, Values]:
-        """The options, and what runs take unless they are given others."""
+        """The options, and the run-time values that runs use by default."""
         checks.refuse_given(window_right=self.window_right)
         rows = checks.whole("q_len_per_req", self.q_len_per_req, 1)
         q_data_type = self.q_data_type
@@ -90,7 +90,7 @@ class DecodeArguments(NamedTuple):
 
 
 class PrefillArguments(NamedTuple):
-    """Those of the paged and the ragged prefill wrapper."""
+    """Arguments of a plan of the paged or the ragged prefill wrapper."""
 
     kv_source: str
     num_qo_heads: Any
@@ -115,7 +115,7 @@ class PrefillArguments(NamedTuple):
     own: Own = NO_OWN
 
     def checked(self) -> tuple[Options, Values]:
-        """The options, and what runs take unless they are given others."""
+        """The options, and the run-time values that runs use by default."""
         checks.refuse_given(use_fp16_qk_reduction=self.use_fp16_qk_reduction)
         options = check_options(
             kv_source=self.kv_source,
@@ -156,7 +156,7 @@ def options_of_device(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def differ(arguments: Arguments, others: Arguments | None) -> bool:
-    """Whether they are others; an array among them has no single truth value, and is refused when it is checked."""
+    """Whether they differ; an array has no single truth value, and is refused when it is checked."""
     try:
         return arguments != others
     except (RuntimeError, ValueError):
@@ -164,8 +164,8 @@ def differ(arguments: Arguments, others: Arguments | None) -> bool:
 
 
 class Checked:
-    """The options of the newest arguments: the same ones are checked once. A session, if given, has no plan while
-    others are checked."""
+    """The options of the newest arguments; equal arguments are checked once. If a session is given, it has no plan
+    while others are checked."""
 
     def __init__(self, session: Planner | None = None) -> None:
         self._session = session
@@ -175,7 +175,7 @@ class Checked:
     def of(self, arguments: Arguments) -> tuple[Options, Values]:
         try:
             is_new = arguments != self._arguments
-        except (RuntimeError, ValueError):  # an array among them, which is refused when it is checked
+        except (RuntimeError, ValueError):  # for example an array, which is refused when it is checked
             is_new = True
         if is_new:
             self._arguments = None
@@ -187,7 +187,7 @@ class Checked:
 
 
 def sizes_signature(plan: inspect.Signature) -> inspect.Signature:
-    """Of the decode wrapper's workspace_size: options by position too, in the order that they once had in plan."""
+    """The signature of the decode wrapper's workspace_size, with options also by position, in plan's former order."""
     names = [name for name, p in plan.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     names += [name for name in _DEPRECATED_POSITIONS if name != "non_blocking"]
     by_position = [plan.parameters[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
@@ -195,7 +195,7 @@ def sizes_signature(plan: inspect.Signature) -> inspect.Signature:
 
 
 def named_options(positional: tuple[Any, ...]) -> dict[str, Any]:
-    """Arguments that the decode wrapper's plan was given by position although FlashInfer names them by now."""
+    """Arguments that the decode wrapper's plan got by position although FlashInfer now takes them by keyword."""
     if len(positional) > len(_DEPRECATED_POSITIONS):
         most = 7 + len(_DEPRECATED_POSITIONS)
         raise PlanError(

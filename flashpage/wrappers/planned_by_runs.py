@@ -1,4 +1,4 @@
-"""Plans that runs make by themselves: of a POD call's prefill, of a shared prefix."""
+"""Plans that runs make: for a POD call's prefill, and for a shared prefix."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .base import Attention
 
 
 class PlannedByRuns:
-    """An Attention that runs plan again where their shapes or options are others.
+    """An Attention that runs plan again if shapes or options change.
 
-    No caller says when such a plan changes, so a graph must not notice: once a captured run reads a plan, later plans
-    are made in another Attention, and this one stays.
+    Such plans change without a call to plan, so a graph must not notice: after a captured run has read a plan, later
+    plans are made in another Attention, and this one stays.
 
     Attributes:
         attention: of the newest plan.
@@ -23,11 +23,11 @@ class PlannedByRuns:
         self._make, self.attention = make, make()
         self._kept: list[Attention] = []
         self._key: Any = None  # of the newest plan; None: no run may use it again
-        self._is_read = False  # by a captured run
-        self._is_in_graph = False  # the newest plan is made by replays of a graph alone
+        self._is_read = False  # whether a captured run reads it
+        self._is_in_graph = False  # whether only replays of a graph make the newest plan
 
     def plan(self, key: Any, plan: Callable[[Attention], None]) -> Attention:
-        """The Attention with the plan of this key, which `plan` makes where it is not the newest; None: always."""
+        """The Attention with the plan of this key; `plan` makes it unless it is the newest. None: always made."""
         captures = is_capturing(self.attention.device)
         if key is None or key != self._key or self._is_in_graph:
             if self._is_read and not (captures and self._is_in_graph):
@@ -39,10 +39,10 @@ class PlannedByRuns:
         return self.used()
 
     def used(self) -> Attention:
-        """The Attention with the newest plan, which a run is going to read."""
+        """The Attention with the newest plan, which a run is about to read."""
         self._is_read |= is_capturing(self.attention.device)
         return self.attention
 
     def forget(self) -> None:
-        """The newest plan is not used again."""
+        """Makes the next run plan again."""
         self._key = None

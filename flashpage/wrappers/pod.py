@@ -1,5 +1,5 @@
-"""Prefills next to decodes in one call, as FlashInfer's POD wrappers take them: each side has a plan and a tile of its
-own, and both are launched on one stream."""
+"""Prefills and decodes in one call, as in FlashInfer's POD wrappers: each side has its own plan and tile, and both are
+launched on one stream."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .planned_by_runs import PlannedByRuns
 
 
 class PODWithPagedKVCacheWrapper(Unique):
-    """One request's prefill over K and V that lie side by side, and a batch of decodes over a paged cache.
+    """One request's prefill over dense K and V, and a batch of decodes over a paged cache.
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs.
         kv_layout: of the paged cache: "NHD" or "HND".
-        use_cuda_graph, paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer: of the decodes,
+        use_cuda_graph, paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer: for the decodes,
             as BatchDecodeWithPagedKVCacheWrapper takes them.
     """
 
@@ -56,7 +56,9 @@ class PODWithPagedKVCacheWrapper(Unique):
         }
         take_graph_buffers(self._decode, None, buffers)
         self._checked = Checked(self._decode.session)
-        self._prefills = {layout: PlannedByRuns(self._maker(layout)) for layout in checks.LAYOUTS}  # of k_p and v_p
+        self._prefills = {
+            layout: PlannedByRuns(self._maker(layout)) for layout in checks.LAYOUTS
+        }  # by the layout of k_p and v_p
 
     def _maker(self, layout: str) -> Callable[[], Attention]:
         workspaces, owner = self._decode.session.workspaces, type(self).__name__
@@ -64,11 +66,11 @@ class PODWithPagedKVCacheWrapper(Unique):
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether runs may be captured and replayed after later plans of the decodes, and other prefills."""
+        """Whether runs may be captured, and replayed after later plans of the decodes and other prefills."""
         return self._decode.session.is_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Takes other workspaces; plan again before the next run."""
+        """Takes other workspaces; call plan again before the next run."""
         self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
         for prefill in self._prefills.values():
             prefill.forget()
@@ -94,7 +96,7 @@ class PODWithPagedKVCacheWrapper(Unique):
         rope_theta: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        """Plans the decodes, as BatchDecodeWithPagedKVCacheWrapper.plan does; `run` tells the prefill."""
+        """Plans the decodes, as BatchDecodeWithPagedKVCacheWrapper.plan does; `run` plans the prefill."""
         arguments = DecodeArguments(
             num_qo_heads,
             num_kv_heads,
@@ -156,10 +158,10 @@ class PODWithPagedKVCacheWrapper(Unique):
             q_d, paged_kv_cache_d: as BatchDecodeWithPagedKVCacheWrapper.run takes them.
             custom_mask_p, packed_custom_mask_p, causal_p: what the prefill's rows see, as
                 single_prefill_with_kv_cache takes it.
-            causal_d: says nothing, since a decode has one row.
-            pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d: in place of the planned values,
-                for this run, where they are given.
-            q_scale, k_scale, v_scale: of the decodes.
+            causal_d: no effect, as a decode has one row.
+            pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d: if given, they replace the
+            planned values for this run.
+            q_scale, k_scale, v_scale: for the decodes.
 
         Returns:
             The outputs of the prefill and of the decodes.
@@ -174,7 +176,9 @@ class PODWithPagedKVCacheWrapper(Unique):
             use_fp16_qk_reduction=use_fp16_qk_reduction,
         )
         if checks.layout(kv_layout_d, RunError) != self._kv_layout and kv_layout_d != "NHD":
-            raise RunError(f"kv_layout_d={kv_layout_d!r} but the wrapper has {self._kv_layout!r}: make one for it.")
+            raise RunError(
+                f"kv_layout_d={kv_layout_d!r} but the wrapper has {self._kv_layout!r}: make another wrapper for it."
+            )
         self._decode.require_plan("run")
         if isinstance(custom_mask_p, torch.Tensor):
             custom_mask_p = custom_mask_p.reshape(-1)
@@ -209,7 +213,7 @@ class PODWithPagedKVCacheWrapper(Unique):
         mask: Mask | None,
         options: dict[str, Any],
     ) -> Attention:
-        """Once a step, in its first layer; a mask is read again in every layer."""
+        """Plans the prefill once a step, in its first layer; a mask is read again in every layer."""
         for name, tensor in (("q_p", q), ("k_p", k), ("v_p", v)):
             if checks.tensor(tensor, name, RunError).dim() != 3:
                 raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass three dimensions, rows, heads and dim.")
@@ -236,7 +240,7 @@ class PODWithPagedKVCacheWrapper(Unique):
         return self._prefills[layout].plan(None if mask is not None else key, plan)
 
     def end_forward(self) -> None:
-        """Nothing: plans need no end."""
+        """Does nothing: a plan needs no end."""
 
 
 class BatchPODWithPagedKVCacheWrapper(Unique):
@@ -251,12 +255,14 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         owner = type(self).__name__
         self._decode = Attention(float_workspace_buffer, kv_layout, owner=owner)
         self._prefill = PlannedByRuns(lambda: Attention(float_workspace_buffer, kv_layout, owner=owner))
-        self._prefills: tuple[Lengths, Pages, PrefillArguments] | None = None  # as planned, to be planned with a mask
-        self._is_masked = False  # the prefills' present plan
+        self._prefills: tuple[Lengths, Pages, PrefillArguments] | None = (
+            None  # as planned, to be planned again with a mask
+        )
+        self._is_masked = False  # whether the prefills' present plan has a mask
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """False: there are no buffers to capture with; runs can be captured with their present plan."""
+        """False: there are no buffers for later plans; runs can be captured with their present plan."""
         return False
 
     def plan(
@@ -283,13 +289,13 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         rope_theta: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        """Plans both batches, whose lengths come to the host in one copy where they lie on the device.
+        """Plans both batches; lengths on a device come to the host in one copy.
 
         Args:
             qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p: the prefills.
             qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d: the decodes, which see all of their tokens.
 
-        The other arguments are of both, as BatchPrefillWithPagedKVCacheWrapper.plan takes them.
+        The other arguments are for both, as in BatchPrefillWithPagedKVCacheWrapper.plan.
         """
         self._prefill.attention.session.invalidate()
         self._decode.session.invalidate()
@@ -344,10 +350,10 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
 
         Args:
             q_p, paged_kv_cache_p, q_d, paged_kv_cache_d: as BatchPrefillWithPagedKVCacheWrapper.run takes them.
-            custom_mask_p, packed_custom_mask_p: of the prefills, as their plan takes them; a run that has one plans
-                them again, as does the next that has none.
-            causal_p: of the prefills; does not apply beside a mask.
-            q_scale, k_scale, v_scale: of the decodes.
+            custom_mask_p, packed_custom_mask_p: for the prefills, as in their plan; a run with a mask plans them again,
+            and so does the next run without one.
+            causal_p: for the prefills; a mask replaces it.
+            q_scale, k_scale, v_scale: for the decodes.
 
         Returns:
             The outputs of the prefills and of the decodes; with `return_lse` a pair of output and lse each.
@@ -372,4 +378,4 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         )
 
     def end_forward(self) -> None:
-        """Nothing: plans need no end."""
+        """Does nothing: a plan needs no end."""

@@ -1,4 +1,4 @@
-"""What the paged and the ragged prefill wrapper share."""
+"""The base of the paged and the ragged prefill wrapper."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ITEM_ATTRIBUTES = ("_prefix_len_ptr", "_token_pos_in_items_ptr", "_token_pos_in
 
 
 class PrefillWrapper(Adapter):
-    """What the paged and the ragged wrapper share."""
+    """The base of the paged and the ragged prefill wrapper."""
 
     _prefix_len_ptr = Written(lambda state: state._items_of_plan().prefix_len)
     _token_pos_in_items_ptr = Written(lambda state: state._items_of_plan().token_pos)
@@ -31,11 +31,10 @@ class PrefillWrapper(Adapter):
     _mask_indptr_buf = Buffer(lambda state: state._mask_indptr())
 
     def _masks(self, custom_mask: Any, packed_custom_mask: Any, items: ItemArguments, qo_indptr: torch.Tensor) -> Any:
-        """The variant of multi-item scoring, None without; judges which masks may stand together."""
+        """The variant of multi-item scoring, None without; checks that only one mask is given."""
         if (custom_mask is not None) + (packed_custom_mask is not None) + items.is_given() > 1:
             raise PlanError(
-                "custom_mask, packed_custom_mask and the multi-item arguments (prefix_len_ptr, "
-                "token_pos_in_items_ptr) each say what a row sees: give one of them."
+                "custom_mask, packed_custom_mask and prefix_len_ptr (multi-item scoring) are masks: pass one of them."
             )
         return self._multi_item.set(items, batch_of(qo_indptr, "qo_indptr")) if items.is_given() else None
 
@@ -43,7 +42,7 @@ class PrefillWrapper(Adapter):
 
     @property
     def _max_total_num_rows(self) -> int | None:
-        """Graph mode: rows of the first plan, and so of what was captured, or what an engine wrote."""
+        """Graph mode: rows of the first plan, and so of captured launches, or the number that an engine wrote."""
         return self._rows_written if self._planner.most_rows is None else self._planner.most_rows
 
     @_max_total_num_rows.setter
@@ -61,7 +60,7 @@ class PrefillWrapper(Adapter):
     ) -> None:
         try:
             is_new = arguments != self._arguments
-        except (RuntimeError, ValueError):  # an array among them, which is refused when it is checked
+        except (RuntimeError, ValueError):  # for example an array, which is refused when it is checked
             is_new = True
         if is_new:
             self._check(arguments)
@@ -109,7 +108,7 @@ class PrefillWrapper(Adapter):
         return only_items(self._multi_item.set(items, batch), variant), True
 
     def _check_planned(self) -> None:
-        """The mask's bits are those that are there: engines copy them to the wrapper's buffer."""
+        """A mask whose bits are already in the wrapper's buffer, where engines copy them."""
         self._copy_items()
         planner = self._planner
         if not planner.options.has_mask:
@@ -127,7 +126,5 @@ class PrefillWrapper(Adapter):
 def only_items(items: Any, variant: Any) -> Any:
     """Multi-item scoring is a variant itself."""
     if variant is not None:
-        raise PlanError(
-            "variant and prefix_len_ptr are both given: multi-item scoring is a mask of its own; give one of them."
-        )
+        raise PlanError("variant and prefix_len_ptr are both given: pass one of them, as multi-item scoring is a mask.")
     return items

@@ -1,4 +1,4 @@
-"""Prefill over K and V that lie side by side, request after request."""
+"""Prefill over dense K and V, request after request."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .prefill_base import PrefillWrapper, only_items
 class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     """Attention of a batch of prefills over ragged K and V: `plan` once a step, `run` once a layer.
 
-    A caller may change any tensor that plan was given before the next run, except what lies on a card and is read there
-    in place: packed masks and a variant's tensors; those stay as they are until the last run of the plan is done. (The
-    CPU reads copies, but for a variant's tensors.) An output of run shares no memory with q, k, v or another output, so
-    q itself is refused as `out`.
+    A caller may change any argument of plan before the next run, except tensors that a card reads in place: packed
+    masks and a variant's tensors. Those must stay as they are until the last run of the plan is done. (The CPU reads
+    copies, except of a variant's tensors.) An output of run must not share memory with q, k, v or another output, so q
+    itself is refused as `out`.
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
@@ -40,7 +40,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             where each request's bytes begin to the second.
         backend: "auto" ("fa2", "fa3": the same).
         max_batch, max_kv_rows, max_rows: with `use_cuda_graph`, in place of the two buffers: the most requests of a
-            plan, rows of K and V, and rows of q. The first plan says where a workspace is too small for any such batch.
+        plan, rows of K and V, and rows of q. The first plan checks that the workspaces suffice for any such batch.
     """
 
     _length_names = RAGGED
@@ -114,7 +114,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             qo_indptr: [batch + 1], where each request's rows begin in q.
             kv_indptr: [batch + 1], where each request's tokens begin in k and v.
             fixed_split_size: tokens.
-            seq_lens: [batch], tokens of each request where they are fewer than kv_indptr says.
+            seq_lens: [batch], tokens of each request if they are fewer than kv_indptr says.
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
@@ -187,14 +187,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim_qk], any strides, last dimension contiguous.
             k, v: [tokens, num_kv_heads, head_dim_qk or head_dim_vo] (HND: heads first), any strides.
-            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one a head.
+            q_scale, k_scale, v_scale: numbers, or fp32 tensors of one entry or one for each head.
             out: [qo_indptr[-1], num_qo_heads, head_dim_vo], written in place; None: allocated.
             lse: [qo_indptr[-1], num_qo_heads] fp32, base 2, written in place. A row that sees no token has
                 out = 0 and lse = -inf, or sink * log2(e) with sinks.
             return_lse: also return lse.
-            enable_pdl: programmatic dependent launch; None: where the card has it.
-            sinks: [num_qo_heads] fp32, natural-log units, joins the denominator, and so lse.
-            window_left: in place of the planned one, for this run.
+            enable_pdl: programmatic dependent launch; None: if the card has it.
+            sinks: [num_qo_heads] fp32, natural-log units, which join the denominator, and so the lse.
+            window_left: replaces the planned one for this run.
             lse_base, lse_layout: "log2" and "NH" ([rows, heads]).
         """
         if args:
@@ -224,7 +224,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         rope_theta: float | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """`run` with options in place of the planned ones, defaults included (pos_encoding_mode None: as planned)."""
+        """`run` with options that replace the planned ones, defaults included (pos_encoding_mode None: as planned)."""
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._take_values(
             causal=causal,

@@ -19,8 +19,8 @@ from .plan_arguments import Own, PrefillArguments
 
 _WORKSPACE_BYTES = 32 << 20
 
-_local = threading.local()  # those of this thread, by device, stream and layout
-_captured: set[Attention] = set()  # graphs outlive threads
+_local = threading.local()  # this thread's objects, by device, stream and layout
+_captured: set[Attention] = set()  # kept, as graphs outlive threads
 
 
 def single_decode_with_kv_cache(
@@ -92,11 +92,11 @@ def single_prefill_with_kv_cache(
     Args:
         q: [q_len, num_qo_heads, head_dim_qk].
         k, v: [kv_len, num_kv_heads, head_dim_qk or head_dim_vo] (HND: heads first).
-        scale_q, scale_k, scale_v: numbers, or fp32 tensors of one entry or one a head; k_scale and v_scale: the same
-            under their other names.
-        o_dtype: of the output; None: q's, or bfloat16 where that is fp8.
-        custom_mask: [q_len, kv_len] bool, True: visible; causal does not apply beside it.
-        packed_custom_mask: the same as bits, `packbits(mask.flatten(), bitorder="little")`.
+        scale_q, scale_k, scale_v: numbers, or fp32 tensors of one entry or one for each head; k_scale and v_scale
+            are other names for two of them.
+        o_dtype: type of the output; None: q's, or bfloat16 if that is fp8.
+        custom_mask: [q_len, kv_len] bool, True: visible; it replaces causal.
+        packed_custom_mask: the mask as bits, `packbits(mask.flatten(), bitorder="little")`.
 
     Returns:
         [q_len, num_qo_heads, head_dim_vo], with `return_lse` also [q_len, num_qo_heads] fp32, base 2.
@@ -155,7 +155,7 @@ def _run(
 
 
 def _attention(device: torch.device, kv_layout: str) -> Attention:
-    """One for each stream, so that work on two streams shares no memory."""
+    """This thread's object for a device, stream and layout, so that work on two streams shares no memory."""
     key = (device, current_stream(device.index) if device.type == "cuda" else 0, kv_layout)
     found = _local.__dict__.setdefault("attention", {})
     if key not in found:
@@ -170,5 +170,5 @@ def _indptr(length: int) -> torch.Tensor:
 
 def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
     if value is not None and other is not None:
-        raise RunError(f"{name} and {other_name} are both given: they are the same; give one of them.")
+        raise RunError(f"{name} and {other_name} are both given: pass one of them, as they are one argument.")
     return other if value is None else value

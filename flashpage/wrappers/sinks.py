@@ -1,4 +1,4 @@
-"""The paged prefill wrapper with attention sinks as positional arguments of run, as FlashInfer has it."""
+"""FlashInfer's paged prefill wrapper with attention sinks, which are positional arguments of run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """`run(q, paged_kv_cache, sinks, sm_scale)`; what the constructor is told of types, dims and window, plan must
-    repeat.
+    """The paged prefill wrapper as `run(q, paged_kv_cache, sinks, sm_scale)`. plan must repeat the constructor's types,
+    dims and window.
 
     Args:
-        q_data_type, kv_data_type, head_dim_qk, head_dim_vo: of every plan.
-        window_left: of every plan that does not give its own.
+        q_data_type, kv_data_type, head_dim_qk, head_dim_vo: those of every plan.
+        window_left: for every plan that is not given another one.
 
-    The others are those of BatchPrefillWithPagedKVCacheWrapper.
+    The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """`run` of the paged prefill wrapper with `sinks`, and `sm_scale` in place of the planned one.
+        """`run` of the paged prefill wrapper with `sinks`, and an `sm_scale` that replaces the planned one.
 
         Args:
             q, paged_kv_cache, kwargs: see `BatchPrefillWithPagedKVCacheWrapper.run`.
-            sinks: [num_qo_heads] fp32, natural-log units, joins the denominator, and so lse: a row that sees no token
-                has out = 0 and lse = sink * log2(e).
+            sinks: [num_qo_heads] fp32, natural-log units, which join the denominator, and so the lse: a row that sees
+                no token has out = 0 and lse = sink * log2(e).
             sm_scale: for this run; None: the planned one.
         """
         if args:

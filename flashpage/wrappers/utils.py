@@ -1,4 +1,4 @@
-"""Small things that engines take from `flashinfer.utils`: questions about the device, enums of options, arithmetic."""
+"""Functions that engines import from `flashinfer.utils`: properties of the device, enums of options, arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..variants.variant import alibi_slopes
 
 
 class PosEncodingMode(enum.Enum):
-    """Of `pos_encoding_mode`."""
+    """Values of `pos_encoding_mode`."""
 
     NONE = 0
     ROPE_LLAMA = 1
@@ -22,7 +22,7 @@ class PosEncodingMode(enum.Enum):
 
 
 class MaskMode(enum.Enum):
-    """What a row sees."""
+    """The tokens that a row sees."""
 
     NON_CAUSAL = 0
     CAUSAL = 1
@@ -31,7 +31,7 @@ class MaskMode(enum.Enum):
 
 
 class TensorLayout(enum.Enum):
-    """Of `kv_layout`."""
+    """Values of `kv_layout`."""
 
     NHD = 0
     HND = 1
@@ -63,7 +63,7 @@ def is_float8(x: torch.Tensor) -> bool:
 
 
 def canonicalize_torch_dtype(dtype: Any) -> torch.dtype:
-    """A torch dtype, or the one of that name."""
+    """The torch dtype, from a dtype or its name."""
     found = getattr(torch, dtype) if isinstance(dtype, str) and hasattr(torch, dtype) else dtype
     if not isinstance(found, torch.dtype):
         raise RunError(f"dtype={checks.shown(dtype)} is no torch dtype: pass one, or its name.")
@@ -77,9 +77,9 @@ def get_alibi_slopes(n_heads: int, device: torch.device | None = None) -> torch.
 
 @functools.cache
 def get_compute_capability(device: torch.device) -> tuple[int, int]:
-    """Major and minor, such as (9, 0)."""
+    """A CUDA device's compute capability as (major, minor), such as (9, 0)."""
     if torch.device(device).type != "cuda":
-        raise RunError(f"device={device} is no CUDA device: only those have a compute capability.")
+        raise RunError(f"device={device} is no CUDA device: pass one, as only those have a compute capability.")
     return torch.cuda.get_device_capability(device)
 
 
@@ -90,7 +90,7 @@ def get_device_sm_count(device: torch.device) -> int:
 
 
 def device_support_pdl(device: torch.device) -> bool:
-    """Whether launches may depend on each other's parts (programmatic dependent launch)."""
+    """Whether the device supports programmatic dependent launch."""
     return torch.device(device).type == "cuda" and get_compute_capability(torch.device(device))[0] >= 9
 
 
@@ -100,5 +100,5 @@ def is_sm90a_supported(device: torch.device) -> bool:
 
 
 def determine_attention_backend(device: torch.device, *_: Any, **__: Any) -> str:
-    """ "fa2", whatever the options: names of backends choose nothing here."""
+    """Returns "fa2" for all options: backend names choose nothing here."""
     return "fa2"

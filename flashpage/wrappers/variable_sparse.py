@@ -1,4 +1,4 @@
-"""Block-sparse attention with blocks of any sizes, another matrix for each KV head."""
+"""Block-sparse attention with blocks of any sizes, and a separate matrix for each KV head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class VariableBlockSparseAttentionWrapper(Unique):
     """Attention under block masks: block (i, j) of a KV head has block_row_sz[head, i] rows x block_col_sz[head, j]
     tokens.
 
-    Each row block of each KV head is a request over one KV head; its pages are as many tokens as divide all blocks.
+    Each row block of each KV head is a request over one KV head; its page size divides all column blocks.
 
     Args:
         float_workspace_buffer: memory for partial results, contiguous, on the device that runs (128 MiB is plenty);
@@ -36,7 +36,7 @@ class VariableBlockSparseAttentionWrapper(Unique):
         self._sizes = (0, 0, 0, 0, 0)  # query heads, KV heads, rows, tokens, tokens of a page
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Takes other workspaces; plan again before the next run."""
+        """Takes other workspaces; call plan again before the next run."""
         self._attention.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
@@ -62,9 +62,9 @@ class VariableBlockSparseAttentionWrapper(Unique):
 
         Args:
             block_mask_map: [num_kv_heads, row blocks, column blocks] bool, True: visible.
-            block_row_sz: [num_kv_heads, row blocks], rows of each row block; every head has as many rows in all.
-            block_col_sz: [num_kv_heads, column blocks], tokens of each column block; the same of tokens.
-            causal: over the visible blocks of a row block, side by side, right-aligned.
+            block_row_sz: [num_kv_heads, row blocks], rows of each row block; all heads have equally many in total.
+            block_col_sz: [num_kv_heads, column blocks], tokens of each column block, equally many for all heads.
+            causal: right-aligned over the visible blocks of a row block, joined.
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
         """
@@ -161,7 +161,7 @@ class VariableBlockSparseAttentionWrapper(Unique):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Any:
-        """`run` with options in place of the planned ones, defaults included."""
+        """`run` with options that replace the planned ones, defaults included."""
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._attention.require_plan("forward")
         self._values = self._values._replace(
@@ -176,29 +176,30 @@ class VariableBlockSparseAttentionWrapper(Unique):
 
 
 def _checked(mask: Any, rows: Any, columns: Any, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """On the host, int64 (the mask: bool)."""
+    """The checked arrays on the host, int64 (the mask: bool)."""
     given = {"block_mask_map": mask, "block_row_sz": rows, "block_col_sz": columns}
     for name, tensor in given.items():
         checks.tensor(tensor, name, PlanError)
     if rows.dim() != 2 or columns.dim() != 2 or mask.shape != (num_kv_heads, rows.shape[1], columns.shape[1]):
         raise PlanError(
             f"block_mask_map has shape {tuple(mask.shape)}, block_row_sz {tuple(rows.shape)} and block_col_sz "
-            f"{tuple(columns.shape)}: pass [{num_kv_heads}, row blocks, column blocks] and a size for each of them."
+            f"{tuple(columns.shape)}. "
+            f"Pass [{num_kv_heads}, row blocks, column blocks] and one size for each block."
         )
     host = [t.reshape(s.shape) for t, s in zip(all_to_host([mask, rows, columns]), given.values(), strict=True)]  # type: ignore[union-attr]
     for name, sizes in (("block_row_sz", host[1]), ("block_col_sz", host[2])):
         totals = sizes.long().sum(1)
         if sizes.shape[0] != num_kv_heads or bool((sizes < 0).any()) or bool((totals != totals[0]).any()):
             raise PlanError(
-                f"{name} has shape {tuple(sizes.shape)} and sums {totals.tolist()}: pass one row a KV head, none "
-                "negative, with the same sum."
+                f"{name} has shape {tuple(sizes.shape)} and sums {totals.tolist()}. "
+                "Pass one row for each KV head, with equal sums and no negative sizes."
             )
     return host[0].bool(), host[1].long(), host[2].long()
 
 
 def _pages(mask: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page lists of all row blocks, head after head; `columns`: pages of each column block. A head's pages lie behind
-    those of the heads before it."""
+    """Page lists of all row blocks, head after head; `columns`: pages of each column block. A head's pages come after
+    those of earlier heads."""
     begins = (columns.flatten().cumsum(0) - columns.flatten()).view_as(columns)
     head, _, column = mask.nonzero(as_tuple=True)
     counts = columns[head, column]
@@ -209,11 +210,11 @@ def _pages(mask: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _by_kv_head(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """[query heads, rows, dim] -> [KV heads x rows, group, dim]; a view where there is one query head a KV head."""
+    """[query heads, rows, dim] -> [KV heads x rows, group, dim]; a view if a KV head has one query head."""
     group = q.shape[0] // num_kv_heads
     return q.unflatten(0, (num_kv_heads, group)).transpose(1, 2).flatten(0, 1)
 
 
 def _by_query_head(rows: torch.Tensor, num_kv_heads: int, count: int) -> torch.Tensor:
-    """The other way."""
+    """The inverse of the function above."""
     return rows.unflatten(0, (num_kv_heads, count)).transpose(1, 2).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""FlashInfer's functions that take a compiled variant: a flashpage.Variant stands in its place here."""
+"""FlashInfer's functions that take a compiled variant; here they take a flashpage.Variant instead."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def single_prefill_with_kv_cache_with_jit_module(
     variant = _variant(jit_module, args)
     if mask_mode not in (_NON_CAUSAL, _CAUSAL):
         raise CapabilityError(
-            f"mask_mode={mask_mode} is not supported: pass 0 (all tokens) or 1 (causal), and other masks as "
-            "flashpage.Variant(mask_mod=...) or through custom_mask of single_prefill_with_kv_cache."
+            f"mask_mode={mask_mode} is not supported: pass 0 (all tokens) or 1 (causal). "
+            "For other masks, use flashpage.Variant(mask_mod=...), or custom_mask of single_prefill_with_kv_cache."
         )
     options: dict[str, Any] = {"window_left": window_left, "return_lse": return_lse, "variant": variant}
     return single_prefill_with_kv_cache(q, k, v, causal=mask_mode == _CAUSAL, kv_layout=kv_layout, **options)
@@ -68,6 +68,6 @@ def _variant(jit_module: Any, args: tuple[Any, ...]) -> Variant:
         checks.refuse("jit_module", jit_module)
     if args:
         raise RunError(
-            f"{len(args)} values behind v: a flashpage.Variant captures its tensors and numbers; give them to it."
+            f"{len(args)} values after v: pass them to the flashpage.Variant, which captures tensors and numbers."
         )
     return jit_module

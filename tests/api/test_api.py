@@ -1,4 +1,4 @@
-"""What engines rely on: run-time options over planned ones, attributes, and how plan treats index tensors."""
+"""Behaviour that engines rely on: run-time options override planned ones, attributes, index tensors of plan."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_forward_wins_over_plan(batch: Batch, planned: dict[str, Any]) -> None:
 
 
 def test_run_time_variations_are_planned_again(batch: Batch) -> None:
-    """Tensors of a plan may be reused at once; a combination seen before is ready after every later plan."""
+    """The caller may reuse a plan's tensors at once; options seen before are ready after every later plan."""
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
     lengths = [batch.qo_indptr.clone(), batch.indptr.clone(), batch.indices, batch.last_page_len.clone()]
     wrapper.plan(*lengths, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32)
@@ -96,7 +96,7 @@ def test_window_at_run(batch: Batch) -> None:
     ("given", "checked"), [(-(2**31), -1), (-1, -1), (0, 0), (2**30 - 1, 2**30 - 1), (2**30, -1), (2**31 - 1, -1)]
 )
 def test_a_window_that_no_context_fills_is_none(given: int, checked: int) -> None:
-    """Kernels subtract it from positions in 32 bits, which are negative for rows before the first token."""
+    """Kernels subtract the window from positions in 32 bits, which are negative for rows before the first token."""
     assert check_window(given) == checked
 
 
@@ -129,7 +129,7 @@ def test_custom_mask_replaces_causal(batch: Batch) -> None:
 
 
 def test_multi_item_scoring() -> None:
-    """Items of 2, 1 and 3 tokens, each behind its delimiter, after a prefix of 4: each sees the prefix and itself."""
+    """Items of 2, 1 and 3 tokens, each after its delimiter, after a prefix of 4: each sees the prefix and itself."""
     prefix, positions = 4, [0, 1, 2, 0, 1, 0, 1, 2, 3]
     tokens = prefix + len(positions)
     q, k, v = torch.randn(tokens, HEADS, DIM), torch.randn(tokens, KV_HEADS, DIM), torch.randn(tokens, KV_HEADS, DIM)
@@ -141,7 +141,11 @@ def test_multi_item_scoring() -> None:
     indptr = torch.tensor([0, tokens], dtype=torch.int32)
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace())
     wrapper.plan(
-        *(indptr, indptr, HEADS, KV_HEADS, DIM),
+        qo_indptr=indptr,
+        kv_indptr=indptr,
+        num_qo_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim_qk=DIM,
         q_data_type=torch.float32,
         prefix_len_ptr=torch.tensor([prefix]),
         token_pos_in_items_ptr=torch.tensor(positions, dtype=torch.int16),
@@ -198,13 +202,18 @@ def test_attributes(batch: Batch) -> None:
 
 
 def test_begin_forward_is_assignable(batch: Batch) -> None:
-    """sglang installs fast_decode_plan for graph replays, with the indptr on the host beside a device one."""
+    """sglang installs fast_decode_plan for graph replays, and passes the indptr on the host and on the device."""
     wrapper = decode(batch)
     expected = wrapper.run(batch.q_decode, batch.cache)
     wrapper.begin_forward = functools.partial(flashpage.fast_decode_plan, wrapper)
     assert wrapper.begin_forward.func is flashpage.fast_decode_plan
     wrapper.begin_forward(
-        *(torch.zeros_like(batch.indptr), *batch.pages()[1:], HEADS, KV_HEADS, DIM, PAGE),
+        torch.zeros_like(batch.indptr),
+        *batch.pages()[1:],
+        num_qo_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        page_size=PAGE,
         data_type=torch.float32,
         global_override_indptr_cpu=batch.indptr,
     )
@@ -221,7 +230,7 @@ def test_data_type_sets_the_cache_alone(batch: Batch) -> None:
 
 @pytest.mark.parametrize("q_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_queries_have_16_bit_outputs(batch: Batch, q_dtype: torch.dtype) -> None:
-    """bf16, unless plan is told; the cache is of q's type, unless plan is told."""
+    """Outputs are bf16 and the cache has q's type, unless plan gets other types."""
     wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
     for told, expected in ((None, torch.bfloat16), ("float16", torch.float16)):
         wrapper.plan(*batch.pages(), HEADS, KV_HEADS, DIM, PAGE, q_data_type=q_dtype, o_data_type=told)
@@ -262,7 +271,12 @@ def test_index_tensors_are_read_as_they_are(batch: Batch, change: Any) -> None:
     close(wrapper.run(batch.q, batch.cache), expected)
     seq_lens = change(torch.tensor(KV_LENS, dtype=torch.int32))
     wrapper.plan(
-        *(*lengths[:3], torch.zeros(4, dtype=torch.int32), HEADS, KV_HEADS, DIM, PAGE),
+        *lengths[:3],
+        paged_kv_last_page_len=torch.zeros(4, dtype=torch.int32),
+        num_qo_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim_qk=DIM,
+        page_size=PAGE,
         causal=True,
         q_data_type=torch.float32,
         seq_lens=seq_lens,
@@ -271,7 +285,7 @@ def test_index_tensors_are_read_as_they_are(batch: Batch, change: Any) -> None:
 
 
 def test_longer_indices_and_an_offset(batch: Batch) -> None:
-    """sglang's page numbers are 256 longer than needed, and an indptr may start anywhere."""
+    """sglang passes 256 page numbers more than needed; an indptr need not start at 0."""
     wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
     indices = torch.cat([torch.full((5,), -1), batch.indices, torch.full((256,), -1)]).int()
     heads = (HEADS, KV_HEADS, DIM, PAGE)
@@ -292,14 +306,14 @@ def test_workspace_size_serves_the_batch(batch: Batch) -> None:
 
 @pytest.mark.parametrize("split", [2**28, 2**30, 2**30 + 1, 2**31 - 1])
 def test_a_fixed_split_beyond_any_context_cuts_nothing(batch: Batch, split: int) -> None:
-    """2**30 pages of 4 tokens are 0 in 32 bits, which would mean pieces that depend on the batch."""
+    """2**30 pages of 4 tokens would wrap to 0 in 32 bits, and the pieces would depend on the batch."""
     wrapper = prefill(batch, fixed_split_size=split)
     wrapper.run(batch.q, batch.cache)
     assert wrapper._options.fixed_piece_tokens == SPLIT_NEVER
 
 
 def test_fixed_split_does_not_depend_on_the_batch(batch: Batch) -> None:
-    """Bitwise: each request alone, and among the others."""
+    """A request alone and in the batch: results are bitwise equal."""
     together = prefill(batch, causal=True, fixed_split_size=2)
     found = together.run(batch.q, batch.cache)
     for request, _ in enumerate(ROWS):
@@ -307,8 +321,14 @@ def test_fixed_split_does_not_depend_on_the_batch(batch: Batch) -> None:
         pages = batch.indices[batch.indptr[request] : batch.indptr[request + 1]]
         alone = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
         alone.plan(
-            *(indptr_of((ROWS[request],)), indptr_of((len(pages),)), pages, batch.last_page_len[request : request + 1]),
-            *(HEADS, KV_HEADS, DIM, PAGE),
+            qo_indptr=indptr_of((ROWS[request],)),
+            paged_kv_indptr=indptr_of((len(pages),)),
+            paged_kv_indices=pages,
+            paged_kv_last_page_len=batch.last_page_len[request : request + 1],
+            num_qo_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim_qk=DIM,
+            page_size=PAGE,
             causal=True,
             q_data_type=torch.float32,
             fixed_split_size=2,
@@ -317,7 +337,7 @@ def test_fixed_split_does_not_depend_on_the_batch(batch: Batch) -> None:
 
 
 def test_graph_mode_keeps_its_buffers(batch: Batch) -> None:
-    """On the CPU nothing is captured, but plans go to the same places: a batch of the same size, other pages."""
+    """On the CPU nothing is captured, but plans use the same memory for a batch of the same size with other pages."""
     buffers = (torch.zeros(5, dtype=torch.int32), torch.zeros(64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
     wrapper = flashpage.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *buffers)
     assert wrapper.is_cuda_graph_enabled
@@ -342,7 +362,7 @@ def test_last_plan_is_of_the_last_run(batch: Batch) -> None:
 
 
 def test_variant_through_plan(batch: Batch) -> None:
-    """In Python and in C++; what it captures may change, and a change of value alone compiles nothing."""
+    """In Python and in C++. Captured values may change; a change of value alone compiles nothing."""
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
     for window in (2, 5):
         expected = batch.expected(batch.q, causal=True, window_left=window)

@@ -93,7 +93,7 @@ def test_batch_attention_compiles(logits_soft_cap: float) -> None:
 
 
 def test_a_soft_cap_at_run() -> None:
-    """In place of the planned one; 0 leaves that."""
+    """A soft cap at run replaces the planned one; 0 keeps the planned one."""
     inputs = make_inputs(batch_case(BATCHES["decodes-first"], soft_cap=9.0))
     runner = Runner(inputs, "cpu", flashpage)
     wrapper = planned(inputs, "cpu", logits_soft_cap=None)
@@ -134,7 +134,7 @@ def test_errors_of_batch_attention() -> None:
 
 
 def prefill_case(lengths: tuple[tuple[int, int], ...] = ((130, 150),), **options: Any) -> Case:
-    """Ragged where it is one request."""
+    """A case for the prefill side; ragged if it is one request."""
     options = {"cache": "tuple", "entry": "ragged"} | options if len(lengths) == 1 else options
     return batch_case(lengths, "pod-prefill", **options)
 
@@ -153,7 +153,7 @@ def plan_pod(wrapper: Any, inputs: Inputs, device: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pod(layout: str, device: str) -> None:
-    """A second layer plans nothing; options of either side are its own."""
+    """A second layer plans nothing; each side has its own options."""
     decode = decode_inputs()
     prefill = make_inputs(prefill_case(kv_layout=layout))
     p, d = Runner(prefill, device, flashpage), Runner(decode, device, flashpage)
@@ -174,13 +174,13 @@ def test_pod(layout: str, device: str) -> None:
     case_d = dataclasses.replace(decode.case, window_left=20, sm_scale=0.5)
     compare(case_p, Outputs(out_p, None), reference_states(dataclasses.replace(prefill, case=case_p)))
     compare(case_d, Outputs(out_d, None), reference_states(dataclasses.replace(decode, case=case_d)))
-    again = wrapper.run(*tensors, causal_p=True, kv_layout_p=layout)[1]  # the planned values again
+    again = wrapper.run(*tensors, causal_p=True, kv_layout_p=layout)[1]  # the planned values are used again
     compare(decode.case, Outputs(again, None), reference_states(decode))
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_pod_masks(is_packed: bool, device: str) -> None:
-    """A prefill's mask is read in every layer."""
+    """The prefill's mask is read in every layer."""
     decode = decode_inputs()
     wrapper = flashpage.PODWithPagedKVCacheWrapper(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device))
     plan_pod(wrapper, decode, device)

@@ -1,4 +1,4 @@
-"""The table of kernels: what each row refuses, and what follows from a row."""
+"""The table of kernels: what each row refuses, and which tiles and slots follow from a row."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ ASKED = KernelSpec("mask_tiles", mask_source="function", variant=FUNCTION, tile=
         ({"has_mask": True, "position_encoding": "ROPE_LLAMA"}, FUNCTION, True, "packed_bits", None),
     ],
 )
-def test_who_is_asked_for_tiles(
+def test_which_kernels_get_tiles_of_functions(
     changed: dict[str, Any],
     variant: VariantSpec,
     is_known: bool,
@@ -179,7 +179,7 @@ def test_who_is_asked_for_tiles(
     kernel: KernelSpec | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Mask functions where the host knows the lengths of each run."""
+    """Plans look for a mask function's tiles if the host knows the lengths of each run."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     given = dataclasses.replace(problem(4096, page_size=16, **changed), has_known_lengths=is_known)
     choice = choose.choose(given, torch.device("cuda:0"), variant)
@@ -196,11 +196,11 @@ def test_who_is_asked_for_tiles(
     ("group", "changed", "rows"),
     [
         *((group, {}, rows) for group, rows in ((1, 128), (3, 126), (5, 125), (7, 126), (12, 120), (13, 117))),
-        *((group, {}, 128) for group in (8, 28, 48, 128, 200)),  # 28: it would be 112
+        *((group, {}, 128) for group in (8, 28, 48, 128, 200)),  # 28 would be 112 by the rule of the rows above
         (5, {"head_dim_qk": 64, "head_dim_vo": 64}, 190),
         (5, {"page_size": 1}, 125),
         (5, {"position_encoding": "ROPE_LLAMA"}, 125),
-        (5, {"has_mask": True}, 128),  # tiles of a mask are looked up by row blocks of a tile
+        (5, {"has_mask": True}, 128),  # a mask's tiles are looked up by row tile
         (5, {"kv_dtype": DType.FLOAT8_E4M3}, 128),  # Q is converted row by row
         (5, {"q_dtype": DType.FLOAT8_E4M3, "kv_dtype": DType.FLOAT8_E4M3}, 125),
     ],
@@ -208,7 +208,7 @@ def test_who_is_asked_for_tiles(
 def test_units_have_whole_rows_of_a_group(
     group: int, changed: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where boxes bring Q; each of a pair's CTAs as many."""
+    """If boxes load Q, a unit has whole rows of a group; each CTA of a pair has equally many."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     dims = {"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128}
     given = problem(4096, **{**dims, "num_q_heads": 2 * group, "num_kv_heads": 2, **changed})
@@ -231,7 +231,7 @@ BATCHES = [(batch, rows) for batch in (0, 1, 7, 256) for rows in (0, batch, 5 * 
 def test_the_batch_does_not_choose_kernel_or_tile(
     split: int, group: int, q_len: int, sm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of batch-invariant plans, and of those whose requests all have as many rows."""
+    """Batch-invariant plans, and plans whose requests all have the same number of rows."""
     monkeypatch.setattr(devices, "of", lambda _: CARD_OF[sm])
     options = dataclasses.replace(
         DECODE, num_q_heads=2 * group, num_kv_heads=2, uniform_q_len=q_len, fixed_piece_tokens=split
@@ -244,7 +244,7 @@ def test_the_batch_does_not_choose_kernel_or_tile(
 
     choices = {chosen(batch, q_len * batch or rows) for batch, rows in BATCHES}
     if split == SPLIT_BALANCED and not q_len:
-        assert len(choices) > 1  # elsewhere it does
+        assert len(choices) > 1  # other plans do depend on the batch
     else:
         assert len(choices) == 1
         few = sm == 90 and (q_len or 64) * group <= 64

@@ -1,4 +1,4 @@
-"""Builtins of the host library that take tensors: what they tell apart, that they are used, and doing without them."""
+"""Builtins of the host library that take tensors: which ones they tell apart, their use, and the fallback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def planned(batch: Batch) -> Any:
 
 
 class Bound:
-    """Structs bound to tensors, of a run that has nothing to do."""
+    """Structs bound to tensors, for a run without work."""
 
     def __init__(self, dtype: torch.dtype, has_pair: bool = False) -> None:
         self.q, self.out = torch.zeros(4, 2, 16).to(dtype), torch.zeros(4, 2, 16).to(dtype)
@@ -56,7 +56,7 @@ class Bound:
 @NEEDS_DLPACK
 @pytest.mark.parametrize("has_pair", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_structs_point_at_tensors_alike(dtype: torch.dtype, has_pair: bool) -> None:
+def test_structs_point_at_tensors_of_the_same_form(dtype: torch.dtype, has_pair: bool) -> None:
     bound = Bound(dtype, has_pair)
     tensors = [None if t is None else t.clone() for t in bound.tensors()]
     assert bound.run(tensors) == native.OK
@@ -141,7 +141,7 @@ def test_without_dlpack_results_are_the_same(batch: Batch, monkeypatch: pytest.M
 
 @NEEDS_DLPACK
 def test_page_numbers_are_taken_where_kernels_can_read_them() -> None:
-    """On the CPU copies of them. Python looks at whatever the library does not take, and copies or refuses it."""
+    """Page numbers that the library cannot read in place are read, copied or refused by Python."""
     numbers = torch.arange(10, dtype=torch.int32)
     batch = native.BatchStruct(is_paged=1, device_type=1, q_len_per_request=1, bytes_of_a_copy=64)
     copies, page_copies = torch.empty(256, dtype=torch.uint8), torch.empty(10, dtype=torch.int32)
@@ -170,7 +170,7 @@ def test_page_numbers_are_taken_where_kernels_can_read_them() -> None:
     batch.most_page_copies = 9
     assert status_of(numbers) == native.OTHER_PAGES
     batch.most_page_copies = 10
-    batch.page_buffer, batch.page_buffer_entries = numbers.data_ptr(), 9  # captured launches read there
+    batch.page_buffer, batch.page_buffer_entries = numbers.data_ptr(), 9  # captured launches read this address only
     assert is_taken(numbers, 10) and status_of(numbers.clone()) == native.OTHER_PAGES
     assert status_of(numbers.clone(), 9) == native.OTHER_BATCH and batch.page_numbers == page_copies.data_ptr()
     batch.device_type = 2

@@ -1,4 +1,4 @@
-"""Names, order and defaults of public parameters: those of FlashInfer 0.7.2."""
+"""Names, order and defaults of public parameters, compared with FlashInfer 0.7.2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from signatures import shown
 
 import flashpage
 
-# Positional parameters of FlashInfer 0.7.2 as (name, default); a name alone has none.
+# Positional parameters of FlashInfer 0.7.2 as name=default; a name alone has no default.
 SIGNATURES: dict[str, str] = {
     "BatchDecodeWithPagedKVCacheWrapper.__init__": (
         "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False use_tensor_cores=False "
@@ -137,7 +137,7 @@ def test_decode_plan_keywords() -> None:
     ],
 )
 def test_a_misspelt_keyword_is_a_type_error(name: str) -> None:
-    """Keywords of our own are taken by name, and no others."""
+    """Our own keywords are accepted by name only, and unknown keywords are refused."""
     wrapper = getattr(flashpage, name)(torch.empty(1 << 20, dtype=torch.uint8))
     indptr, ones = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     arguments = {"Decode": (indptr, ones, ones, 1, 1, 64, 16), "Ragged": (indptr, indptr, 1, 1, 64)}

@@ -1,4 +1,4 @@
-"""Block-sparse wrappers against the reference with the whole mask."""
+"""Block-sparse wrappers, compared with the reference with the whole mask."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Bsr:
 
 
 class Matrix:
-    """Its tensors: some row blocks see nothing, some everything."""
+    """The tensors of a matrix: some row blocks see nothing, some see everything."""
 
     def __init__(self, bsr: Bsr) -> None:
         self.bsr = bsr
@@ -69,7 +69,10 @@ class Matrix:
     def check(self, out: torch.Tensor, lse: torch.Tensor | None, scale: float = 1.0) -> None:
         bsr = self.bsr
         case = Case(
-            *("bsr", "a block-sparse matrix", (bsr.N,), (bsr.M,)),
+            "bsr",
+            "rows that see the blocks of a block-sparse matrix",
+            kv_lens=(bsr.N,),
+            q_lens=(bsr.M,),
             num_q_heads=bsr.num_q_heads,
             num_kv_heads=bsr.num_kv_heads,
             head_dim=bsr.head_dim,
@@ -122,7 +125,7 @@ def test_block_sparse(bsr: Bsr, device: str) -> None:
 
 
 def test_forward_wins_over_plan() -> None:
-    """Its defaults included, as in the other wrappers."""
+    """forward's defaults override plan's options too, as in the other wrappers."""
     matrix, wrapper = Matrix(MATRICES[0]), wrapper_on("cpu")
     wrapper.plan(matrix.indptr, matrix.indices, *matrix.bsr.sizes, sm_scale=0.7, **matrix.options())
     matrix.check(wrapper.forward(*matrix.tensors("cpu")), None)
@@ -187,7 +190,7 @@ def test_errors() -> None:
 
 
 class Blocks:
-    """Masks of each KV head; sizes drawn between `least` and three times as many, in multiples of `least`."""
+    """Block masks for each KV head; sizes are multiples of `least` between `least` and three times that."""
 
     def __init__(self, num_q_heads: int, num_kv_heads: int, least: int, dtype: str = "bfloat16") -> None:
         self.heads, self.dtype, self.dim = (num_q_heads, num_kv_heads), dtype, 64
@@ -217,14 +220,14 @@ class Blocks:
         return self.q.to(device), self.k.to(device), self.v.to(device)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """One KV head after the other, as a request of its own."""
+        """Compares KV heads one after the other, each as its own request."""
         group = self.heads[0] // self.heads[1]
         for head in range(self.heads[1]):
             visible = self.mask[head].repeat_interleave(self.row_sizes[head], 0)
             visible = visible.repeat_interleave(self.column_sizes[head], 1)
             mine = slice(head * group, (head + 1) * group)
             q, k, v = (t.transpose(0, 1) for t in (self.q[mine], self.k[head : head + 1], self.v[head : head + 1]))
-            case = Case("blocks", "masks of a head", (len(k),), (len(q),), num_q_heads=group, num_kv_heads=1)
+            case = Case("blocks", "one KV head's block mask", (len(k),), (len(q),), num_q_heads=group, num_kv_heads=1)
             case = dataclasses.replace(case, q_dtype=self.dtype, head_dim=self.dim)
             state = attention(q, k, v, Options(sm_scale=self.dim**-0.5), custom_mask=visible)
             found = Outputs(out[mine].transpose(0, 1), None if lse is None else lse[mine].T)
@@ -239,7 +242,7 @@ def test_variable_blocks(heads: tuple[int, int], least: int, device: str) -> Non
     blocks.plan(wrapper, "cpu")
     out, lse = wrapper.run(*blocks.tensors(device), return_lse=True)
     blocks.check(out, lse)
-    assert wrapper._sizes[-1] % least == 0  # pages are as long as the blocks let them be
+    assert wrapper._sizes[-1] % least == 0  # pages are as long as the block sizes allow
     given = torch.empty_like(out), torch.empty_like(lse)
     assert wrapper.run(*blocks.tensors(device), out=given[0], lse=given[1]) is given[0]
     assert torch.equal(given[0], out) and torch.equal(given[1], lse)
@@ -260,7 +263,7 @@ def test_errors_of_variable_blocks() -> None:
             (arrays[0], arrays[1] + torch.tensor([[1], [0]]), arrays[2]),
             r"block_row_sz has shape .* and sums \[100, 96\]",
         ),
-        ((*arrays[:2], -arrays[2]), "none negative"),
+        ((*arrays[:2], -arrays[2]), "no negative sizes"),
         ((None, *arrays[1:]), "block_mask_map=None"),
     ):
         with pytest.raises(PlanError, match=says):

@@ -1,5 +1,5 @@
-"""Arguments that once ended the process, or gave a wrong result without a word: tensors of odd memory, values of odd
-types. tests/support/bad_input.py has the table of plainly wrong ones."""
+"""Arguments that once ended the process or silently gave a wrong result: tensors of odd memory, values of odd types.
+tests/support/bad_input.py has the table of plainly wrong ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashpage.base import tensor_memory
 
 
 def parts_of(run: dict[str, Any], argument: str, make: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """The arguments of a run with one of them made odd; the cache as a pair, of which V is."""
+    """A run's arguments with one of them made odd; the cache is a pair, whose V is odd."""
     if argument == "v" and "paged_kv_cache" in run:
         k, v = run["paged_kv_cache"].unbind(1)
         return run | {"paged_kv_cache": (k.contiguous(), make(v.contiguous()))}
@@ -30,7 +30,7 @@ def parts_of(run: dict[str, Any], argument: str, make: Callable[[torch.Tensor], 
 @pytest.mark.parametrize("argument", ["q", "paged_kv_cache", "v", "out", "lse"])
 @pytest.mark.parametrize("kind", ODD)
 def test_a_run_refuses_odd_tensors(kind: str, argument: str, is_second: bool) -> None:
-    """At the first run, and at one that would be a single call of a builtin."""
+    """Refused at the first run, and at a later one that would be a single call of a builtin."""
     make, says = ODD[kind]
     run = decode_run() | {"out": torch.empty(2, HEADS, DIM), "lse": torch.empty(2, HEADS)}
     wrapper = planned()
@@ -66,7 +66,7 @@ def test_vmap_is_refused() -> None:
 
 
 class TestCollectives:
-    """An AsyncCollectiveTensor is what parallel engines hold: it is waited for."""
+    """Parallel engines hold AsyncCollectiveTensors, which are waited for."""
 
     @staticmethod
     def under_way(tensor: torch.Tensor) -> Any:
@@ -116,8 +116,8 @@ def test_outputs_share_no_memory() -> None:
         ):
             with pytest.raises(RunError, match=says):
                 wrapper.run(q, cache, **given)
-        wrapper.run(q, cache, out=out, lse=torch.empty(2, HEADS))  # the second round: by the builtin
-    # Views of one tensor that share nothing.
+        wrapper.run(q, cache, out=out, lse=torch.empty(2, HEADS))  # the second round runs by the builtin
+    # These views of one tensor do not share memory.
     packed = torch.zeros(2, 2, HEADS, DIM)
     rows_of(packed, 0).copy_(q)
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_outputs_share_no_memory() -> None:
 
 
 def test_overlap_is_found_exactly() -> None:
-    """Against a search of all elements."""
+    """Compared with a search of all elements."""
     generator = torch.Generator().manual_seed(3)
     memory = torch.zeros(64)
     verdicts = set()
@@ -153,7 +153,7 @@ def test_overlap_is_found_exactly() -> None:
 
 
 def test_writes_are_counted() -> None:
-    """autograd refuses to use a tensor that was written after it was saved."""
+    """autograd must refuse a tensor that was written after it was saved for backward."""
     wrapper, run = planned(), decode_run()
     out, lse = torch.empty(2, HEADS, DIM), torch.empty(2, HEADS)
     for _ in range(3):
@@ -184,7 +184,7 @@ def test_index_tensors_may_change_after_plan(dtype: torch.dtype) -> None:
     for name in ("indptr", "indices", "last_page_len"):
         plan[name].fill_(2**30)
     assert torch.equal(wrapper.run(**run), expected)
-    wrapper.plan(**decode_plan())  # a second one is taken by one foreign call
+    wrapper.plan(**decode_plan())  # a second plan is one foreign call
     again = decode_plan()
     wrapper.plan(**again)
     again["indices"].fill_(2**30)

@@ -78,7 +78,7 @@ def test_merges_refuse_odd_tensors(name: str, kind: str, argument: int) -> None:
 
 
 def test_packing_and_merging_read_values_not_memory() -> None:
-    """Functions of torch's own operations resolve lazy values by themselves."""
+    """Functions made of torch's operations resolve lazy values."""
     bits = torch.randint(0, 2, (20,), dtype=torch.uint8)
     assert torch.equal(flashpage.packbits(torch._neg_view(-bits)), flashpage.packbits(bits))
 

@@ -35,7 +35,7 @@ def test_a_plan_refuses_odd_values(argument: str, value: Any) -> None:
         assert planned("prefill", **{argument: value}) is not None
         return
     wrapper = planned("prefill")
-    for _ in range(2):  # also right after a plan with other arguments
+    for _ in range(2):  # also directly after a plan with other arguments
         with pytest.raises(PlanError, match=argument) as caught:
             wrapper.plan(**(KINDS["prefill"][1]() | {argument: value}))
         assert len(str(caught.value)) < 300
@@ -98,7 +98,9 @@ def test_the_bias_of_alibi_is_flashinfers_on_request() -> None:
         torch.testing.assert_close(lse.T, expected.logsumexp(-1) / torch.log(torch.tensor(2.0)), rtol=1e-4, atol=1e-4)
     ours, our_lse = flashpage.single_prefill_with_kv_cache(q, k, v, return_lse=True, pos_encoding_mode="ALIBI")
     wanted = torch.einsum("hrk,khd->rhd", scores.softmax(-1), v.repeat_interleave(2, 1))
-    torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)  # a constant for each row: outputs are equal
+    torch.testing.assert_close(
+        ours, wanted, rtol=1e-4, atol=1e-4
+    )  # they differ by a constant for each row, so outputs are equal
 
 
 def test_messages_are_short() -> None:

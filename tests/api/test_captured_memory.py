@@ -59,7 +59,7 @@ def test_tiles_of_masks_stay_too(walk: Walk, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("refused", ["pages", "rows", "requests"])
 def test_a_level_that_is_refused_leaves_the_others(refused: str) -> None:
-    """And their masks: a graph that is replayed after the error reads what it read before."""
+    """Mask tiles stay too: a graph that is replayed after the error reads the memory that it read before."""
     subject = Cascade("cpu", True, {"causal": True, "window_left": 20}, {})
     subject.plan(1)
     levels = subject.wrapper._levels

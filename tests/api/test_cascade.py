@@ -1,4 +1,4 @@
-"""Cascade attention against the reference on all tokens, and against flat attention over the same pages."""
+"""Cascade attention, compared with the reference on all tokens and with flat attention over the same pages."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_results(case: CascadeCase, device: str) -> None:
     "case", [c for c in CASES if c.name in ("decode", "prefill-causal", "window-three-levels")], ids=str
 )
 def test_flat_attention_gives_the_same(case: CascadeCase, device: str) -> None:
-    """Over the same pages, where shared tokens fill theirs; a request's list names those of all its levels."""
+    """Flat attention over the same pages, if shared tokens fill them; a request's list has the pages of all levels."""
     tree = [[(rows, -(-n // case.page_size) * case.page_size) for rows, n in level] for level in case.tree[:-1]]
     batch = CascadeBatch(
         CascadeCase(case.name, (*tree, case.tree[-1]), causal=case.causal, window_left=case.window_left)
@@ -133,7 +133,7 @@ def test_flat_attention_gives_the_same(case: CascadeCase, device: str) -> None:
         ("no-shared-tokens", 1, []),
         ("shared-tokens-alone", 1, []),
         ("no-tokens", 1, []),
-        ("window-within-the-last-level", 2, ["merge_state_in_place"]),  # a request without own tokens
+        ("window-within-the-last-level", 2, ["merge_state_in_place"]),  # one request has no tokens of its own
         ("one-level", 1, []),
         ("one-request", 1, []),
         ("nobody-shares", 1, []),
@@ -144,8 +144,8 @@ def test_flat_attention_gives_the_same(case: CascadeCase, device: str) -> None:
     ],
 )
 def test_passes(name: str, runs: int, merges: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Levels without tokens are left out, those that nobody shares joined; others are merged in one pass, whatever
-    their number."""
+    """Levels without tokens are left out, levels that only one request uses are joined; any number of other levels is
+    merged in one pass."""
     batch = CascadeBatch(next(case for case in CASES if case.name == name))
     wrapper = planned(batch)
     called: list[str] = []
@@ -164,7 +164,7 @@ def test_a_level_that_the_window_hides_is_left_out() -> None:
 
 
 def test_rows_without_tokens_are_not_joined() -> None:
-    """Causal counts from the last token: it would hide some of the level above."""
+    """If they were joined, causal would count from the wrong last token and hide part of the level above."""
     batch = CascadeBatch(CascadeCase("rows", (((2, 64),), ((2, 1),))))
     assert [len(planned(batch, causal=is_causal)._active) for is_causal in (False, True)] == [1, 2]
 
@@ -179,7 +179,7 @@ def test_one_level_is_the_prefill_wrapper() -> None:
 
 
 def test_planning_again() -> None:
-    """Masks come and go with the window; their tensors grow with the batch."""
+    """Masks appear and disappear with the window; their tensors grow with the batch."""
     wrapper = wrapper_for(CascadeBatch(CASES[0]), "cpu")
     names = ("window-into-the-prefix", "prefill-causal", "window-prefill-causal", "decode", "window-into-the-prefix")
     for name in names:
@@ -201,7 +201,7 @@ def test_torch_compile(window_left: int) -> None:
 
 @pytest.mark.parametrize("num_states", [1, 3])
 def test_opcheck_of_the_merge(num_states: int) -> None:
-    """States side by side in memory, as levels leave them."""
+    """States next to each other in memory, as levels leave them."""
     v = torch.randn(num_states, 9, 4, 64).transpose(0, 1)
     s = torch.randn(num_states, 9, 4).transpose(0, 1)
     out, lse = torch.empty(9, 4, 64), torch.empty(9, 4)
@@ -216,7 +216,7 @@ def test_opcheck_of_the_merge(num_states: int) -> None:
 
 @pytest.mark.parametrize("name", GRAPH_CASES)
 def test_graph_mode_plans_every_level(name: str) -> None:
-    """What a captured run would do: the same launches for every batch (captured in tests/card/test_card_cascade.py)."""
+    """All batches use the same launches, as a captured run would (tests/card/test_card_cascade.py captures them)."""
     batches = graph_batches(**GRAPH_CASES[name])
     wrapper = wrapper_for(batches[0], "cpu", use_cuda_graph=True, **buffers_for(batches, "cpu"))
     assert wrapper.is_cuda_graph_enabled
@@ -266,7 +266,7 @@ def test_errors() -> None:
 
 
 def test_errors_of_levels_that_could_be_joined() -> None:
-    """They are found before anything is joined."""
+    """Errors are found before levels are joined."""
     batch = CascadeBatch(next(case for case in CASES if case.name == "nobody-shares"))
     wrapper, arrays = wrapper_for(batch, "cpu"), batch.arrays()
     for i, change, says in (

@@ -1,4 +1,4 @@
-"""Wrappers over a prefix in tensors of its own, against the reference on all tokens."""
+"""Wrappers with the shared prefix in separate tensors, compared with the reference on all tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PREFILL = ((17, 17), (20, 65), (0, 3), (3, 40))
 
 
 def case(rows: tuple[int, ...], lens: tuple[int, ...], **options: Any) -> Case:
-    return Case(f"prefix-{rows}-{lens}", "the tokens behind a prefix", lens, rows, **({"cache": "fused"} | options))
+    return Case(f"prefix-{rows}-{lens}", "tokens after a shared prefix", lens, rows, **({"cache": "fused"} | options))
 
 
 def decode_case(**options: Any) -> Case:
@@ -33,7 +33,7 @@ def prefill_case(**options: Any) -> Case:
 
 
 class Prefix:
-    """A case's batch behind a prefix."""
+    """The batch of a case, after a shared prefix."""
 
     def __init__(self, given: Case, prefix_len: int, device: str) -> None:
         self.inputs: Inputs = make_inputs(given)
@@ -60,12 +60,12 @@ class Prefix:
         return wrapper.forward(self.q, k, v, self.cache, **options)
 
     def check(self, out: torch.Tensor) -> None:
-        """Causal and sm_scale as in the case."""
+        """Compares a run with the reference; causal and sm_scale are the case's."""
         inputs, options = self.inputs, self.inputs.options()
         states = []
         for q, k, v in zip(inputs.q, inputs.k, inputs.v, strict=True):
             state = attention(q, torch.cat([self.k, k]), torch.cat([self.v, v]), options)
-            # The output of each part was rounded once before it was merged.
+            # The outputs of prefix and rest were each rounded once before the merge.
             states.append(dataclasses.replace(state, magnitude=state.magnitude * 1.7, spread=state.spread * 1.7))
         lens = tuple(n + len(self.k) for n in self.case.kv_lens)
         compare(dataclasses.replace(self.case, kv_lens=lens), Outputs(out, None), states)
@@ -85,7 +85,7 @@ class Prefix:
     ids=lambda c: f"{c.q_lens}-{c.kv_layout}-{c.kv_type}",
 )
 def test_results(given: Case, prefix_len: int, device: str) -> None:
-    """Types are those of forward's tensors, told before or not."""
+    """forward uses the types of its tensors, whether or not begin_forward got them."""
     prefix = Prefix(given, prefix_len, device)
     wrapper = prefix.wrapper()
     is_decode = "Decode" in type(wrapper).__name__
@@ -98,7 +98,7 @@ def test_results(given: Case, prefix_len: int, device: str) -> None:
 
 
 def test_lengths_may_be_overwritten() -> None:
-    """Planning again for other types reads none of the caller's lengths."""
+    """The caller may overwrite its lengths: planning again for other types does not read them."""
     prefix = Prefix(prefill_case(causal=True), 40, "cpu")
     wrapper = prefix.wrapper()
     prefix.begin(wrapper)

@@ -1,4 +1,4 @@
-"""flashpage under FlashInfer's names: modules, small functions, and what is refused by name."""
+"""flashpage under FlashInfer's names: modules, small functions, and names that are refused."""
 
 from __future__ import annotations
 
@@ -81,21 +81,21 @@ def test_imports_of_engines(flashinfer: types.ModuleType) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names(name: str, flashinfer: types.ModuleType) -> None:
-    """Of the package, registered or not: `import flashpage as flashinfer`."""
+    """Names of the package, registered or not: `import flashpage as flashinfer`."""
     assert getattr(flashinfer, name) is getattr(flashpage, name)
     assert name in flashpage.__all__
 
 
 def test_what_is_not_attention_is_missing(flashinfer: types.ModuleType) -> None:
-    """As a module and a name that are not there: programs that try to import them go on."""
+    """Modules and names that flashpage lacks raise ImportError, so programs with a fallback go on."""
     with pytest.raises(ModuleNotFoundError, match=r"flashinfer\.sampling"):
         importlib.import_module("flashinfer.sampling")
-    with pytest.raises(ModuleNotFoundError, match=r"flashinfer\.jit"):  # flashpage's own is not imported twice
+    with pytest.raises(ModuleNotFoundError, match=r"flashinfer\.jit"):  # flashpage's own is not imported again
         importlib.import_module("flashinfer.jit")
     assert importlib.util.find_spec("flashinfer.fused_moe") is None
     with pytest.raises(ImportError, match="top_k_top_p_sampling_from_probs"):
         exec("from flashinfer import top_k_top_p_sampling_from_probs")
-    with pytest.raises(AttributeError, match="'rmsnorm': flashpage, which stands in its place"):
+    with pytest.raises(AttributeError, match="'rmsnorm': flashpage stands in its place"):
         flashinfer.rmsnorm  # noqa: B018
 
 
@@ -109,7 +109,7 @@ def test_install_twice(flashinfer: types.ModuleType) -> None:
 def test_another_flashinfer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     other = types.ModuleType("flashinfer")
     monkeypatch.setitem(sys.modules, "flashinfer", other)
-    with pytest.raises(FlashpageError, match="flashinfer is imported already"):
+    with pytest.raises(FlashpageError, match="flashinfer is already imported"):
         compat.install()
     compat.uninstall()
     assert sys.modules["flashinfer"] is other
@@ -138,7 +138,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in REFUSED.items() for n in names.split()])
 def test_refused(module: str, name: str) -> None:
-    """Whatever they are given; the message says what to use."""
+    """Refused names raise with any arguments; the message says what to use instead."""
     found = getattr(importlib.import_module(f"flashpage.{module}"), name)
     assert found.__name__ == name and "Refused" in found.__doc__
     with pytest.raises(CapabilityError, match=rf"^{name} is not supported: .{{20,}}\.$"):
@@ -186,7 +186,7 @@ def test_jit_modules_that_are_none() -> None:
     ):
         with pytest.raises(CapabilityError, match=r"jit_module=.* pass a flashpage\.Variant"):
             function(types.SimpleNamespace(run=None), query, q, q)
-        with pytest.raises(RunError, match="1 values behind v"):
+        with pytest.raises(RunError, match="1 values after v"):
             function(variant, query, q, q, 0.5)
     with pytest.raises(CapabilityError, match="mask_mode=2 is not supported"):
         flashpage.single_prefill_with_kv_cache_with_jit_module(variant, q, q, q, mask_mode=2)
@@ -196,7 +196,7 @@ def test_jit_modules_that_are_none() -> None:
 
 
 def test_append_mla(device: str) -> None:
-    """Latents and rotated keys, to strided views of one cache."""
+    """Latents and rotated keys are written to strided views of one cache."""
     lens, before, page = torch.tensor([20, 3, 0, 33]), torch.tensor([4, 0, 0, 32]), 16
     counts = (lens + page - 1) // page
     indptr = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
@@ -249,8 +249,12 @@ def test_types_of_utils() -> None:
         (kind.__name__, entry.name, entry.value) for kind in (utils.MaskMode, utils.TensorLayout) for entry in kind
     ]
     assert modes == [
-        *(("MaskMode", "NON_CAUSAL", 0), ("MaskMode", "CAUSAL", 1), ("MaskMode", "CUSTOM", 2)),
-        *(("MaskMode", "MULTIITEMSCORING", 3), ("TensorLayout", "NHD", 0), ("TensorLayout", "HND", 1)),
+        ("MaskMode", "NON_CAUSAL", 0),
+        ("MaskMode", "CAUSAL", 1),
+        ("MaskMode", "CUSTOM", 2),
+        ("MaskMode", "MULTIITEMSCORING", 3),
+        ("TensorLayout", "NHD", 0),
+        ("TensorLayout", "HND", 1),
     ]
 
 

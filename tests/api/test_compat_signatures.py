@@ -10,8 +10,8 @@ from signatures import shown
 
 import flashpage
 
-# Positional parameters of FlashInfer 0.7.2 as (name, default); a name alone has none. One default is ours: FlashInfer's
-# BlockSparseAttentionWrapper.plan has o_data_type='float16', which narrows the outputs of wider queries without a word.
+# Positional parameters of FlashInfer 0.7.2 as name=default; a name alone has no default. One default is ours:
+# FlashInfer's BlockSparseAttentionWrapper.plan has o_data_type='float16', which silently narrows wider outputs.
 SIGNATURES: dict[str, str] = {
     "MultiLevelCascadeAttentionWrapper.__init__": (
         "num_levels float_workspace_buffer kv_layout='NHD' use_cuda_graph=False qo_indptr_buf_arr=None "
@@ -115,7 +115,7 @@ SIGNATURES: dict[str, str] = {
     "single_decode_with_kv_cache_with_jit_module": ("jit_module q k v"),
     "single_prefill_with_kv_cache_with_jit_module": ("jit_module q k v"),
 }
-KEYWORDS = {  # in FlashInfer by keyword alone; ours beside them
+KEYWORDS = {  # keyword-only in FlashInfer; ours come after them
     "MultiLevelCascadeAttentionWrapper.run": "out=None lse=None return_lse=False",
     "MultiLevelCascadeAttentionWrapper.forward": "out=None lse=None return_lse=False",
     "single_decode_with_kv_cache_with_jit_module": "kv_layout='NHD' window_left=-1 return_lse=False",

@@ -1,4 +1,4 @@
-"""Bad input, a table: each row is told with argument, value and fix; none crashes, and the wrapper still works."""
+"""A table of bad input: each error names the argument, its value and the fix; the wrapper works afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_bad_argument_is_told(row: Bad) -> None:
     for word in row.says:
         assert word in message, f"{word!r} is not in: {message}"
     assert message.rstrip().endswith(".") or row.error is CapabilityError, message
-    # A wrapper that has refused still works.
+    # The wrapper still works after a refusal.
     wrapper.plan(**plan_arguments())
     assert bool(wrapper.run(**run_arguments()).isfinite().all())
 
@@ -49,7 +49,7 @@ def test_run_without_a_plan(kind: str) -> None:
     broken = plan_arguments() | {"num_kv_heads": 3}
     with pytest.raises(PlanError):
         wrapper.plan(**broken)
-    with pytest.raises(RunError, match="again, where it failed"):  # never the plan before
+    with pytest.raises(RunError, match="and again if it failed"):  # not the plan before
         wrapper.run(**run_arguments())
 
 
@@ -89,7 +89,7 @@ def test_graph_buffers_are_judged() -> None:
 
 
 def test_indices_on_the_device_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLASHPAGE_CHECK_INDICES=on. On the CPU page numbers are always checked, so the switch itself is looked at."""
+    """With FLASHPAGE_CHECK_INDICES=on. On the CPU page numbers are always checked, so the switch itself is tested."""
     from flashpage import native
     from flashpage.plan.page_indices import KvIndices
 
@@ -183,7 +183,7 @@ def test_bad_append(argument: str, value: Any, says: str) -> None:
 
 
 class Wrapped(torch.Tensor):
-    """A tensor subclass without memory, such as a DTensor or what a functional all_gather returns."""
+    """A tensor subclass without memory, such as a DTensor or the result of a functional all_gather."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapped:
@@ -199,7 +199,7 @@ class Wrapped(torch.Tensor):
 
 @pytest.mark.parametrize("name", ["q", "paged_kv_cache", "out", "lse", "sinks", "k_scale"])
 def test_a_tensor_without_memory_is_refused(name: str) -> None:
-    """Its address is 0, which a kernel would read from; of sinks and scales it means that there are none."""
+    """Its address is 0: a kernel would read from there, or take sinks and scales for absent."""
     _, plan_arguments, run_arguments = KINDS["decode"]
     wrapper, ran = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace()), run_arguments()
     wrapper.plan(**plan_arguments())

@@ -1,6 +1,6 @@
-"""One wrapper for every batch up to a capacity: the same launch serves each, whatever was planned when it was captured.
+"""One wrapper for every batch up to a capacity: one captured launch serves each of them, whichever batch was captured.
 
-On the CPU nothing is captured: the structs of one run are run again, which is what a replay does.
+On the CPU nothing is captured: the structs of one run are run again, as a replay does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POISON = 2**30  # no page has this number
 @pytest.mark.parametrize("captured", [0, 1, 3])
 @pytest.mark.parametrize("make", [decode_steps, prefill_steps], ids=["decode", "prefill"])
 def test_one_launch_serves_every_batch(make: Callable[[str], Steps], captured: int, device: str) -> None:
-    """Rows past the plan's stay as they are, and page numbers past the batch's are not looked at."""
+    """Rows past the plan's stay unchanged, and page numbers past the batch's are not read."""
     steps = make(device)
     wrapper = steps.wrapper(use_cuda_graph=True, **steps.capacity)
     steps.load(captured)
@@ -41,23 +41,24 @@ def test_one_launch_serves_every_batch(make: Callable[[str], Steps], captured: i
 
 
 def places_of(wrapper: Any) -> tuple[Any, ...]:
-    """What a captured launch holds."""
+    """The addresses and sizes that a captured launch holds."""
     planner = wrapper._planner
     combination = planner.active[0]
     part = combination.parts[0]
     return (
-        *(
-            combination.slot.memory.data_ptr(),
-            planner.indices.address,
-            planner.workspaces.partials(combination.options.head_dim_vo),
-        ),
-        *(part.num_ctas, part.cluster_size, part.num_merges, part.prepared.choice.spec),
+        combination.slot.memory.data_ptr(),
+        planner.indices.address,
+        planner.workspaces.partials(combination.options.head_dim_vo),
+        part.num_ctas,
+        part.cluster_size,
+        part.num_merges,
+        part.prepared.choice.spec,
     )
 
 
 @pytest.mark.parametrize("place", ["host int32", "host int64", "the work's device"])
 def test_page_numbers_come_from_anywhere(place: str, device: str) -> None:
-    """The caller may write over host tensors at once."""
+    """The caller may overwrite its tensors on the host at once."""
     steps = decode_steps(device)
     wrapper, i = steps.wrapper(use_cuda_graph=True, **steps.capacity), 0
     steps.load(i)
@@ -65,7 +66,7 @@ def test_page_numbers_come_from_anywhere(place: str, device: str) -> None:
     indices = inputs.indices.to(device if "device" in place else "cpu", torch.int64 if "64" in place else torch.int32)
     indices = torch.cat(
         [indices.clone(), indices.new_full((9,), POISON)]
-    )  # more than are in use, and than there is room
+    )  # more than are in use, and more than the buffer holds
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
     wrapper.plan(
         inputs.indptr, indices, inputs.last_page_len, *heads, q_data_type=steps.q.dtype, sm_scale=case.sm_scale
@@ -76,7 +77,7 @@ def test_page_numbers_come_from_anywhere(place: str, device: str) -> None:
 
 
 def test_the_kernel_follows_from_the_capacity() -> None:
-    """Not from the batch that happens to come first."""
+    """The kernel depends on the capacity, not on the first batch."""
     steps = prefill_steps("cpu")
     specs = []
     for first in (0, 2):
@@ -108,7 +109,7 @@ def test_a_batch_beyond_the_capacity_is_refused(capacity: dict[str, int], says: 
 
 
 def test_workspaces_are_judged_by_the_largest_batch() -> None:
-    """At the first plan, however small its batch; then no batch within the capacity can fail."""
+    """Workspaces are checked at the first plan, for the whole capacity; then no batch within it can fail."""
     steps = Steps([case((5,))], "cpu")
     capacity = {"use_cuda_graph": True, "max_batch": 3000, "max_pages": 99999}
     small = torch.empty(1 << 10, dtype=torch.uint8)
@@ -128,8 +129,8 @@ def workspace() -> torch.Tensor:
     ("given", "says"),
     [
         ({"max_batch": 4, "max_pages": 9, "use_cuda_graph": False}, "max_batch with use_cuda_graph=False"),
-        ({"max_batch": 4}, "max_pages=None beside other capacities"),
-        ({"max_pages": 4}, "max_batch=None beside other capacities"),
+        ({"max_batch": 4}, "max_pages=None but other capacities are given"),
+        ({"max_pages": 4}, "max_batch=None but other capacities are given"),
         ({"max_batch": -1, "max_pages": 4}, "max_batch=-1 is out of range"),
         (
             {"max_batch": 1, "max_pages": 4, "paged_kv_indptr_buffer": torch.zeros(2, dtype=torch.int32)},

@@ -1,4 +1,4 @@
-"""The operators in torch: opcheck, torch.compile of a decode step, dispatch modes, and an import that does nothing."""
+"""The operators in torch: opcheck, torch.compile of a decode step, dispatch modes, and an import without effects."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_decode_step_compiles_whole(q: torch.Tensor, cache: torch.Tensor) -> Non
 
     compiled = torch.compile(step, fullgraph=True)
     torch.testing.assert_close(compiled(q), step(q))
-    # The operator carries the wrapper, not the plan: another plan is another result, and nothing is compiled again.
+    # The operator carries the wrapper and not the plan: a new plan gives new results without a recompile.
     plan_decode(wrapper, (1, 2, 3))
     with torch.compiler.set_stance("fail_on_recompile"):
         found = compiled(q)
@@ -212,7 +212,7 @@ def test_every_function_is_an_operator() -> None:
 
 
 def test_import_does_nothing(tmp_path: Path) -> None:
-    """No torch, no folder, no log handler, no CUDA context."""
+    """Importing flashpage imports no torch and makes no folder, no log handler and no CUDA context."""
     program = (
         "import logging, os, sys\n"
         "import flashpage\n"

@@ -1,5 +1,5 @@
-"""The public API under a foreign default device and default dtype, and inside inference mode: every tensor that the
-library makes says where it lies and what it holds."""
+"""The public API under another default device and default dtype, and inside inference mode: the library names the
+device and dtype of every tensor that it makes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def workspace() -> torch.Tensor:
     return torch.empty(4 << 20, dtype=torch.uint8, device="cpu")
 
 
-# Given once, as all of them are made where tests are collected, under the usual defaults.
+# Made once, during collection, under the usual defaults.
 CACHE, Q5, Q2, K30, V30 = (
     rand(PAGES, 2, PAGE, KV_HEADS, DIM),
     rand(5, HEADS, DIM),
@@ -215,7 +215,7 @@ def test_results_are_the_same(way: str, name: str) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"use_cuda_graph": True, "max_batch": 4, "max_pages": 9}])
 def test_a_wrapper_of_inference_mode_is_planned_outside(given: dict[str, Any]) -> None:
-    """And the other way round."""
+    """The reverse order."""
     with torch.inference_mode():
         inside = flashpage.BatchDecodeWithPagedKVCacheWrapper(BYTES[1], **given)
         inside.plan(**DECODE)

@@ -1,4 +1,4 @@
-"""What a wrapper's plans own: which options stay planned, which memory stays, and what a refused plan leaves alone."""
+"""Ownership of plans: which options stay planned, which memory stays, and what a refused plan leaves unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prefill(float_bytes: int = 1 << 24, **given: Any) -> flashpage.BatchPrefillW
 
 
 def plan(wrapper: Any, tokens: int = 300, rows: int = 8, heads: tuple[int, ...] = HEADS, **options: Any) -> None:
-    """One request."""
+    """Plans one request."""
     pages = -(-tokens // 16)
     lengths = (ints(0, rows), ints(0, pages), torch.arange(pages).int(), ints((tokens - 1) % 16 + 1))
     wrapper.plan(*lengths, *heads, q_data_type=torch.float32, **options)
@@ -59,7 +59,7 @@ def test_options_of_runs_stay_as_long_as_runs_ask_for_them() -> None:
     for window in range(1, 20):
         wrapper.run(Q, KV, window_left=window)
     assert len(planned_options(wrapper)) == 20
-    plan(wrapper, tokens=310)  # all were asked for since the plan before
+    plan(wrapper, tokens=310)  # all were used since the last plan
     assert len(planned_options(wrapper)) == 20
     wrapper.run(Q, KV, window_left=7)
     plan(wrapper, tokens=320)
@@ -119,7 +119,7 @@ def test_a_run_whose_kernel_is_missing_leaves_the_wrapper_as_it_was(monkeypatch:
 
 
 def test_known_options_of_a_graph_are_never_forgotten() -> None:
-    """Launches were made for what they say."""
+    """Captured launches depend on the plans of their options."""
     wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=100, max_rows=16)
     plan(wrapper)
     first = wrapper._planner.active[0]
@@ -178,7 +178,7 @@ def test_the_int_workspace_does_not_grow_under_a_graph(monkeypatch: pytest.Monke
 
 
 def test_a_refused_plan_leaves_what_graphs_read() -> None:
-    """Rows, pages and bounds are judged before anything is copied."""
+    """Rows, pages and bounds are checked before anything is copied."""
     wrapper = prefill(use_cuda_graph=True, max_batch=2, max_pages=20, max_rows=16)
     plan(wrapper)
     memory, indices = wrapper._planner.active[0].slot.memory, wrapper._paged_kv_indices_buf
@@ -285,7 +285,7 @@ def test_bounds_hold_for_one_plan() -> None:
 
 @pytest.mark.parametrize("capacity", [True, False], ids=["capacity", "buffers"])
 def test_graphs_read_the_items_of_the_newest_plan(capacity: bool) -> None:
-    """Captured launches keep the addresses of the first plan: later ones write there, if they succeed."""
+    """Captured launches keep the addresses of the first plan: later plans that succeed write there."""
     given: dict[str, Any] = {"qo_indptr_buf": ints(0, 0), "kv_indptr_buf": ints(0, 0)}
     given = {"max_batch": 2, "max_kv_rows": 64, "max_rows": 64} if capacity else given
     graph = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace(1 << 24), use_cuda_graph=True, **given)
@@ -294,7 +294,11 @@ def test_graphs_read_the_items_of_the_newest_plan(capacity: bool) -> None:
     def score(wrapper: Any, prefix: int, positions: list[int]) -> torch.Tensor:
         tokens = prefix + len(positions)
         wrapper.plan(
-            *(ints(0, tokens), ints(0, tokens), 4, 4, 64),
+            qo_indptr=ints(0, tokens),
+            kv_indptr=ints(0, tokens),
+            num_qo_heads=4,
+            num_kv_heads=4,
+            head_dim_qk=64,
             q_data_type=torch.float32,
             prefix_len_ptr=ints(prefix),
             token_pos_in_items_ptr=torch.tensor(positions, dtype=torch.int16),
@@ -310,7 +314,7 @@ def test_graphs_read_the_items_of_the_newest_plan(capacity: bool) -> None:
         assert all(graph._options.variant.tensors[name] is tensor for name, tensor in read.items())
         assert int(read["prefix_len"][0]) == prefix
     before = {name: tensor.clone() for name, tensor in read.items()}
-    for prefix, positions in ((4, [0, 1] * 5), (62, [0, 1, 2])):  # more positions, more rows than what was captured
+    for prefix, positions in ((4, [0, 1] * 5), (62, [0, 1, 2])):  # more positions, or more rows, than were captured
         with pytest.raises(PlanError):
             score(graph, prefix, positions)
         assert all(torch.equal(read[name], tensor) for name, tensor in before.items())
@@ -320,7 +324,7 @@ def test_graphs_read_the_items_of_the_newest_plan(capacity: bool) -> None:
 
 
 def test_slopes_of_alibi_stay_where_they_are() -> None:
-    """A captured launch holds their address."""
+    """A captured launch holds the slopes' address."""
     wrapper, found = prefill(), set()
     for tokens in (300, 400, 500):
         plan(wrapper, tokens, pos_encoding_mode="ALIBI")
@@ -335,7 +339,7 @@ def looks_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def masked(wrapper: Any, tokens: int, **options: Any) -> Any:
-    """One request of as many rows; its tiles."""
+    """Plans one request with a mask, and returns its mask tiles."""
     wrapper.plan(ints(0, tokens), ints(0, tokens), 6, 2, 64, q_data_type=torch.float32, **options)
     return wrapper._planner.active[0].mask_tiles
 
@@ -344,7 +348,7 @@ def masked(wrapper: Any, tokens: int, **options: Any) -> Any:
 def test_memory_for_mask_tiles_is_made_with_the_plan(
     kind: str, looks_for_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first run may stand in a capture, where zeros would be written by each replay, and by no other run."""
+    """The first run may be captured: zeros written by that run would be written by each replay, and by no eager run."""
     options: dict[str, Any] = {"custom_mask": torch.ones(300 * 300).bool()}
     given: dict[str, Any] = {}
     if kind == "function":
@@ -363,7 +367,7 @@ def test_memory_for_mask_tiles_is_made_with_the_plan(
 
 
 def test_memory_for_mask_tiles_stays(looks_for_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured runs of earlier plans write there, and nobody tells of captures."""
+    """Captured runs of earlier plans write there, and a wrapper does not know about captures."""
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(workspace(1 << 20))
     tiles, memories = None, []
     for tokens in (100, 300, 700, 1500, 200):

@@ -1,9 +1,8 @@
-"""Cascade attention: requests that share their first tokens, level by level, beside flat decode.
+"""Cascade attention for requests that share their first tokens, level by level, compared with flat decode.
 
-Flat decode twice: over the same pages, which all requests' lists begin with (what is read again may come from the L2),
-and over copies, as where nothing is shared. One run measures all on the same numbers, as CUDA graph replays with the L2
-flushed before each. `--small --device cpu` runs tiny shapes with the host's clock: it shows that the program works,
-nothing else.
+Flat decode runs twice: over shared pages, with which each request's list begins (repeated reads may hit the L2), and
+over copies, where nothing is shared. One run times everything on the same numbers, as CUDA graph replays after a flush
+of the L2. `--small --device cpu` runs tiny shapes with the host's clock: it only shows that the program works.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ WORKSPACE_BYTES = 512 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Requests of one row each."""
+    """Requests with one row each."""
 
     name: str
     batch: int
-    shared: int  # tokens that all share
+    shared: int  # tokens that all requests share
     own: int  # tokens of each request
     num_q_heads: int = 32
     num_kv_heads: int = 8
@@ -51,7 +50,7 @@ CASES = [
 
 
 class Batch:
-    """Tensors of a case: the shared pages once, then each request's own; and the plans of both ways."""
+    """Tensors of a case (the shared pages once, then each request's own), and the plans of both ways."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -80,7 +79,7 @@ class Batch:
         return lambda: wrapper.run(self.q, self.cache)
 
     def flat(self, library: Any, is_shared: bool) -> Callable[[], torch.Tensor]:
-        """Each request's list begins with the shared pages, or with copies of its own."""
+        """Flat decode; each request's list begins with the shared pages or with its own copies."""
         own = self.own_pages.split(self.own_counts.tolist())
         indices, cache = torch.cat([torch.cat([self.shared_pages, pages]) for pages in own]), self.cache
         if not is_shared:
@@ -93,7 +92,7 @@ class Batch:
         return lambda: wrapper.run(self.q, cache)
 
     def error(self, out: torch.Tensor) -> float:
-        """Relative norm of the difference to fp32 attention, of a few requests."""
+        """Relative norm of the difference from fp32 attention, for a few requests."""
         case, errors = self.case, []
         shared = self.pages.request(self.cache, 0)
         for i in range(0, case.batch, max(1, case.batch // 4)):
@@ -108,7 +107,7 @@ class Batch:
 
 
 def measure(batch: Batch, library: Any, clock: GpuClock | HostClock) -> str:
-    """Columns of a row. Copies are made and freed by the way that needs them."""
+    """The columns of a row. The way that needs copies makes and frees them."""
     seconds, errors = [], []
     for way in (lambda: batch.cascade(library), lambda: batch.flat(library, True), lambda: batch.flat(library, False)):
         call = way()
@@ -122,7 +121,7 @@ def measure(batch: Batch, library: Any, clock: GpuClock | HostClock) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--libraries", default=",".join(LIBRARIES), help="those that are not installed are left out")
+    parser.add_argument("--libraries", default=",".join(LIBRARIES), help="libraries that are not installed are skipped")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=15)
@@ -142,7 +141,7 @@ def main() -> int:
         for name in names:
             try:
                 row = measure(batch, importlib.import_module(name), clock)
-            except Exception as failure:  # a peer's refusal is a result
+            except Exception as failure:  # a peer's refusal is a result too
                 failed |= name == "flashpage"
                 row = f"{type(failure).__name__}: {failure}".splitlines()[0][:200] + " |" * 5
             print(f"| {case.name} | {name} | {row} |", flush=True)

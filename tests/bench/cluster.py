@@ -1,7 +1,7 @@
-"""Decode of small batches with clusters of each size: microseconds of a graph's replay, all sizes in turns in one run.
+"""Decode of small batches with clusters of each size: microseconds of a graph's replay, sizes alternating in one run.
 
-`general`: units are cut anywhere and merged through partials; `1`: each unit has a CTA of its own; `2` to `16`: a
-cluster of so many; `planner`: what it chooses. A size with too few clusters for the case's units is left out.
+`general`: units are cut anywhere and merged through partials; `1`: each unit has its own CTA; `2` to `16`: each unit
+has a cluster of that size; `planner`: the planner chooses. Sizes with too few clusters for the units are skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES = (
     Case("4 x 4k, d 64", 4, 1, 4096, head_dim=64),
     Case("4 x 4k, d 256", 4, 1, 4096, head_dim=256, num_q_heads=16),
     Case("4 x 4k, e4m3", 4, 1, 4096, kv_dtype=torch.float8_e4m3fn),
-    Case("64 x 4k", 64, 1, 4096),  # general in any case: to see that nothing is lost
+    Case("64 x 4k", 64, 1, 4096),  # always `general`: shows that nothing is lost
 )
 NAMES = {GENERAL: "general", FREELY: "planner"}
 
@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--sizes", default="", help=f"comma-separated, of {', '.join(map(str, CLUSTER_SIZES))}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=15, help="replays a round; their median counts")
+    parser.add_argument("--repeats", type=int, default=15, help="replays in each round, of which the median counts")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     arguments = parser.parse_args()

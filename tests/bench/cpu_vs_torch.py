@@ -1,9 +1,9 @@
-"""The CPU backend beside torch's scaled_dot_product_attention: same values and threads, timed in turns in one process.
+"""The CPU backend compared with torch's scaled_dot_product_attention: equal values and threads, timed alternately.
 
 Torch gets its best layout, contiguous [batch, heads, tokens, head_dim], with grouped heads and with repeated ones; the
-faster counts. flashpage reads shuffled pages of 16 tokens (decode) or ragged rows (prefill). The floor is the larger of
-flops by what the cores multiply in the operands' type, and bytes by what they read from memory, both measured.
-Exit status 1 where torch is faster, or where flashpage's error is more than twice torch's.
+faster one counts. flashpage reads shuffled pages of 16 tokens (decode) or ragged rows (prefill). The floor is the
+larger of two times: flops at the measured rate of multiplications, and bytes at the measured rate of reads from memory.
+Exit status 1 if torch is faster, or if flashpage's error is more than twice torch's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CASES = [
 
 
 def flashpage_call(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """q, k, v: [batch, tokens, heads, head_dim]."""
+    """flashpage's call for q, k, v [batch, tokens, heads, head_dim]."""
     workspace = torch.empty(64 << 20, dtype=torch.uint8)
     rows = q.reshape(-1, NUM_Q_HEADS, HEAD_DIM)
     if case.q_len > 1:
@@ -90,7 +90,7 @@ def torch_calls(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 
 def times_ms(calls: list[Callable[[], torch.Tensor]], repeats: int) -> list[list[float]]:
-    """Times of each call; they take turns, so that whatever else the machine does meets all of them."""
+    """Times of each call. The calls alternate, so other load on the machine affects all of them."""
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats + 1):
         for call, spent in zip(calls, times, strict=True):
@@ -102,7 +102,7 @@ def times_ms(calls: list[Callable[[], torch.Tensor]], repeats: int) -> list[list
 
 
 def machine_limits(threads: int) -> tuple[dict[torch.dtype, float], float]:
-    """Flops a second of all threads, by type; bytes a second read from memory."""
+    """Flops per second of all threads, by type, and bytes per second read from memory."""
     compiler = find_cxx()
     assert compiler is not None, "g++ is needed"
     source = Path(__file__).with_name("cpu_peak.cpp")
@@ -118,7 +118,7 @@ def machine_limits(threads: int) -> tuple[dict[torch.dtype, float], float]:
 
 
 def errors(case: Case, inputs: list[torch.Tensor], ours: torch.Tensor, theirs: torch.Tensor) -> tuple[float, float]:
-    """Norms of the differences from the result in fp64, relative to its norm."""
+    """Norms of the differences from the fp64 result, relative to its norm."""
     q, k, v = (t.transpose(1, 2).double() for t in inputs)
     exact = scaled_dot_product_attention(q, k, v, is_causal=case.q_len > 1, enable_gqa=True)
     ours = ours.reshape(case.batch, case.q_len, NUM_Q_HEADS, HEAD_DIM).transpose(1, 2)

@@ -1,8 +1,8 @@
-"""Tokens per second of flashpage's engine over its own attention, FlashInfer's and torch's: one model, one trace.
+"""Tokens per second of flashpage's engine with its own attention, FlashInfer's and torch's, on one model and trace.
 
-All requests come at once; prompts come in chunks beside the decodes of those that came before. A row is the median of
-some runs of the whole trace after one that warmed everything up. `wrong` counts tokens of the first requests that are
-neither torch's own nor within rounding of them. `--small --device cpu` shows that the program works, nothing else.
+All requests arrive at once; prompts are computed in chunks next to the decodes of earlier requests. A row is the
+median of some runs of the whole trace after one to warm up. `wrong` counts tokens of the first requests that are
+neither torch's own nor within rounding of them. `--small --device cpu` only shows that the program works.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLUMNS = ("attention", "decode steps", "seconds", "tokens/s", "decode step, us"
 
 
 class FlashInferPlan:
-    """One of FlashInfer's wrappers in the place of an Attention."""
+    """A FlashInfer wrapper with the interface of Attention."""
 
     def __init__(self, backend: str, workspace: torch.Tensor, names: Names, buffers: dict[str, Any] | None) -> None:
         module = importlib.import_module("flashinfer")
@@ -86,15 +86,15 @@ class FlashInferPlan:
 
 
 class FlashInferAttention(PagedAttention):
-    """Our serving loop over FlashInfer's wrappers."""
+    """Our attention backend over FlashInfer's wrappers."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """It cannot do with requests of no tokens."""
+        """FlashInfer does not support requests without tokens, so padding requests have one."""
         return 1
 
 
 def flashinfer(backend: str) -> Callable[..., PagedAttention]:
-    """Its wrappers in the place of ours."""
+    """Makes a backend of FlashInfer's wrappers."""
     return functools.partial(FlashInferAttention, make=functools.partial(FlashInferPlan, backend))
 
 
@@ -108,7 +108,7 @@ ATTENTION: dict[str, tuple[str, Callable[[], Any], bool]] = {  # label: module, 
 
 
 def trace(num_requests: int, mean_prompt: int, new_tokens: int, vocabulary: int) -> list[tuple[list[int], int]]:
-    """Prompts and how many tokens each asks for."""
+    """Prompts, and the number of new tokens of each request."""
     rng = random.Random(0)
     found = []
     for _ in range(num_requests):
@@ -120,7 +120,7 @@ def trace(num_requests: int, mean_prompt: int, new_tokens: int, vocabulary: int)
 def run_once(
     model: Llama, engine: Engine, work: list[tuple[list[int], int]]
 ) -> tuple[float, list[float], list[Request]]:
-    """Seconds of all, of each step that decoded all requests at once, and the requests."""
+    """Seconds of the whole trace and of each step that decoded all requests, and the requests."""
     requests, decodes = [Request(list(prompt), new) for prompt, new in work], []
     for request in requests:
         engine.add(request)
@@ -144,12 +144,12 @@ def measure(label: str, model: Llama, work: list[tuple[list[int], int]], argumen
         max_requests=len(work),
         max_context=longest,
         max_step_tokens=arguments.step_tokens,
-        reuse_prefixes=False,  # every run computes the same
+        reuse_prefixes=False,  # so that every run computes the same
         use_graphs=is_captured,
     )
     engine = Engine(model, config, make())
     for layer in range(model.config.num_layers):
-        engine.pool.kv(layer).zero_()  # not everybody bears NaN behind a request's end
+        engine.pool.kv(layer).zero_()  # not every library tolerates NaN after a request's end
     run_once(model, engine, work)
     runs = [run_once(model, engine, work) for _ in range(arguments.repeats)]
     seconds = statistics.median(run[0] for run in runs)
@@ -162,7 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=2048, help="mean tokens of a prompt")
-    parser.add_argument("--new-tokens", type=int, default=128, help="most tokens a request asks for")
+    parser.add_argument("--new-tokens", type=int, default=128, help="most new tokens of a request")
     parser.add_argument("--step-tokens", type=int, default=4096, help="most tokens of a step")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="rows whose name contains this")
@@ -174,9 +174,7 @@ def main() -> int:
     model = Llama(SMALL if arguments.small else MODEL, device, dtype)
     work = trace(arguments.requests, arguments.prompt, arguments.new_tokens, model.config.vocabulary)
     prompts = sum(len(prompt) for prompt, _ in work)
-    print(
-        f"{len(work)} requests, {prompts} tokens of prompts, {sum(new for _, new in work)} new tokens; {model.config}"
-    )
+    print(f"{len(work)} requests, {prompts} prompt tokens, {sum(new for _, new in work)} new tokens; {model.config}")
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
     best = None
     for label, (module, _, _) in ATTENTION.items():

@@ -1,9 +1,9 @@
-"""Attention on one device beside every peer that is installed: same tensors, same clock, one run.
+"""Attention on one device, compared with every installed peer: same tensors, same clock, one run.
 
-The time of a call is the median between two events, each pair after the L2 was filled by reading another buffer, so
-that nothing is warm and the host is ahead. Libraries take turns, as the card's clock falls with heat. Decode is a CUDA
-graph's replay, merge kernels included. `--small --device cpu` runs tiny shapes with the host's clock: it shows that the
-program works, nothing else.
+The time of a call is the median between two events. Before each call another buffer is read to flush the L2, which also
+keeps the device busy while the host goes ahead. Libraries alternate, as the card's clock falls with heat. Decode is a
+CUDA graph's replay, merge kernels included. `--small --device cpu` runs tiny shapes with the host's clock: it only
+shows that the program works.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GpuClock:
 
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
-        self.flush = torch.zeros(128 << 20, dtype=torch.float32, device="cuda")  # 512 MiB: more than any L2
+        self.flush = torch.zeros(128 << 20, dtype=torch.float32, device="cuda")  # 512 MiB: larger than any L2
 
     def capture(self, call: Call) -> Callable[[], object]:
         """The call as a CUDA graph."""
@@ -47,7 +47,7 @@ class GpuClock:
         with torch.cuda.graph(graph):
             call()
 
-        def replay(keep: Call = call) -> None:  # the graph reads tensors that only the call holds
+        def replay(keep: Call = call) -> None:  # the graph reads tensors that only the call keeps alive
             graph.replay()
 
         return replay
@@ -87,7 +87,7 @@ class HostClock:
 
 
 def in_turns(replays: Mapping[Key, Callable[[], object]], rounds: int, clock: GpuClock | HostClock) -> dict[Key, str]:
-    """Microseconds of each, the median of its rounds and the least: all in every round, as clocks drift."""
+    """Median and least microseconds of each call over its rounds. All calls run in every round, as clocks drift."""
     spent = rounds_of(replays, rounds, clock)
     return {key: f"{statistics.median(us):.1f} ({min(us):.1f})" for key, us in spent.items()}
 
@@ -95,7 +95,7 @@ def in_turns(replays: Mapping[Key, Callable[[], object]], rounds: int, clock: Gp
 def rounds_of(
     replays: Mapping[Key, Callable[[], object]], rounds: int, clock: GpuClock | HostClock
 ) -> dict[Key, list[float]]:
-    """Microseconds of each call in each round. Every second round is reversed, as later calls meet a hotter card."""
+    """Microseconds of each call in each round. Every second round is reversed, as later calls run on a hotter card."""
     spent: dict[Key, list[float]] = {key: [] for key in replays}
     for i in range(rounds):
         for key in list(replays)[:: -1 if i % 2 else 1]:
@@ -104,7 +104,7 @@ def rounds_of(
 
 
 def work(case: Case) -> tuple[int, int]:
-    """Bytes that must move and floating-point operations of a case."""
+    """Bytes that a case must move, and its floating-point operations."""
     element = case.kv_dtype.itemsize
     kv_bytes = sum(case.kv_lens) * 2 * case.num_kv_heads * case.head_dim * element
     q_bytes = sum(case.q_lens) * 2 * case.num_q_heads * case.head_dim * 2
@@ -115,13 +115,13 @@ def work(case: Case) -> tuple[int, int]:
 def measure(
     case: Case, libraries: Sequence[str], batch: Batch, clock: GpuClock | HostClock, rounds: int
 ) -> list[dict[str, Any]]:
-    """One row a library, all libraries in turns; a refusal of a library is a row with its words."""
+    """One row for each library, all libraries alternating; if a library refuses, the row has its message."""
     rows: dict[str, dict[str, Any]] = {}
     replays: dict[str, Callable[[], object]] = {}
     for label in libraries:
         try:
             call = PEERS[label][1](batch)
-            if call is None:  # the library has no such call
+            if call is None:  # the library does not support the case
                 continue
             rows[label] = {"library": label, "error": batch.error(call())}
             replays[label] = clock.capture(call) if case.q_len == 1 else call
@@ -143,7 +143,7 @@ def show(case: Case, row: dict[str, Any]) -> None:
 
 
 def figures(case: Case, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A case as a line of data: times of all libraries, the best peer, and its time over flashpage's."""
+    """A case as a record: times of all libraries, the best peer, and its time divided by flashpage's."""
     timed = {row["library"]: row for row in rows if "us" in row}
     unit = "gb_per_s" if case.q_len == 1 else "tflop_per_s"
     peers = {label: row["us"] for label, row in timed.items() if label != "flashpage"}
@@ -168,10 +168,10 @@ def main() -> int:
     parser.add_argument("--libraries", help=f"comma-separated; default: those installed, here {', '.join(installed())}")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--repeats", type=int, default=5, help="timed calls of a library in a round")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds in which the libraries take turns")
+    parser.add_argument("--repeats", type=int, default=5, help="timed calls of each library in a round")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds, in each of which all libraries are timed")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
-    parser.add_argument("--json", help="file that a line a case is appended to (docs/figures.py reads it)")
+    parser.add_argument("--json", help="append one line for each case to this file (docs/figures.py reads it)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)

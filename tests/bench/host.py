@@ -1,6 +1,6 @@
-"""Host time of `plan` and `run`, in microseconds: medians, with the device idle and lengths on the host.
+"""Host time of `plan` and `run` in microseconds: medians, with the device idle and lengths on the host.
 
-A target in parentheses was missed. On a CPU `run` is timed on one thread and one token of context: its host time alone.
+A missed target stands in parentheses. On a CPU `run` uses one thread and one token of context, to time the host's part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashpage.cli.values import distribution
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 HEADS = (NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE)
-# Microseconds by batch: what must be reached, and the goal.
+# Microseconds by batch: the required time, and the goal.
 ONE_ROW: dict[int, tuple[int, int | None]] = {1: (15, 10), 64: (18, 12), 256: (22, 15), 4096: (80, None)}
 PLAN_TARGETS: dict[str, dict[int, tuple[int, int | None]]] = {
     "decode": ONE_ROW,
@@ -45,7 +45,7 @@ def median_us(call: Callable[[], object], repeats: int, synchronize: Callable[[]
 
 
 def report(recorder: Recorder, what: str, batch: int, us: float, targets: tuple[int, int | None]) -> bool:
-    """Prints and records one line; returns whether the must was reached."""
+    """Prints and records one line; returns whether the required time was reached."""
     recorder.add("host", what, batch=batch, us={"flashpage": round(us, 2)}, must=targets[0], goal=targets[1])
     must, goal = ("" if n is None else f"({n})" if us > n else f"{n}" for n in targets)
     print(f"| {what} | {batch} | {us:.1f} | {must} | {goal} |", flush=True)
@@ -79,7 +79,7 @@ class Subject:
         return lambda: self.prefill.plan(q_indptr, *pages, *HEADS, causal=True, q_data_type=self.dtype)
 
     def time_run(self, wrapper_name: str) -> float:
-        """One call with `out=` given."""
+        """Median time of one call with `out=`."""
         length = 1 if self.device.type == "cpu" else 1024
         table = Paged([length], PAGE_SIZE, self.device)
         (self.plan_decode(table) if wrapper_name == "decode" else self.plan_prefill(table, 1))()
@@ -99,8 +99,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a must is missed")
-    parser.add_argument("--json", help="file that a line a figure is appended to (docs/figures.py reads it)")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a required time is missed")
+    parser.add_argument("--json", help="append one line for each figure to this file (docs/figures.py reads it)")
     arguments = parser.parse_args()
     recorder = Recorder(arguments.json)
     subject = Subject(torch.device(arguments.device), arguments.repeats)

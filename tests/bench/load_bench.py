@@ -1,7 +1,7 @@
-"""What the decode kernel's loaders read a second, with nothing behind them that computes: the ceiling of decode.
+"""How fast the decode kernel's loaders read if nothing is computed: the upper bound of decode.
 
-A kernel of the project's own loaders (load_bench.cu) runs the plan of a decode batch in place of attention. Row widths
-are of one KV head's K or V; a ring is shared memory in flight on each SM. `--compile-only` needs no GPU.
+Kernels with the project's own loaders (load_bench.cu) run the plan of a decode batch in place of attention. A row is
+one KV head's K or V of a token; a ring is the shared memory in flight on each SM. `--compile-only` needs no GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HOPPER = Target("cuda", 90)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One kernel."""
+    """One kernel's loader and sizes."""
 
     loader: str  # boxes | rows
     row_bytes: int
@@ -47,7 +47,7 @@ class Config:
 
     @property
     def tokens(self) -> int:
-        """Of a slot: what the decode kernel has."""
+        """Tokens in a slot, as in the decode kernel."""
         options = Options("paged", 1, 1, self.head_dim, self.head_dim, 16, *[DType.BFLOAT16] * 3)
         tile = choose.choose_for_card(Problem(options, 1), devices.H200).spec.tile
         assert tile is not None
@@ -77,7 +77,7 @@ class Config:
 
 
 class Loads:
-    """A decode batch of one row width and page size, whose attention kernel is exchanged for the loaders alone."""
+    """A decode batch of one row width and page size, whose attention kernel is replaced by the loaders."""
 
     def __init__(self, case: Case) -> None:
         device = torch.device("cuda")
@@ -99,7 +99,7 @@ class Loads:
         return self.bytes / seconds / 1e9
 
     def alone(self, clock: GpuClock, image: bytes) -> float:
-        """With a kernel from `image` for as long as it is timed."""
+        """Uses a kernel from `image` while it is timed."""
         handle = native.load().fp_cuda_kernel_load(0, image, len(image), ENTRY.encode())
         if not handle:
             raise SystemExit(native.last_error())
@@ -131,7 +131,7 @@ def main() -> int:
     if arguments.compile_only:
         return 0
     if not torch.cuda.is_available() or not devices.of(torch.device("cuda:0")).has_wgmma:
-        print("these loaders are Hopper's: there is no such GPU here", file=sys.stderr)
+        print("these loaders need a Hopper GPU: torch finds none here", file=sys.stderr)
         return 1
     clock = GpuClock(arguments.repeats)
     rings = " | ".join(f"{ring} KiB" for ring in arguments.rings)

@@ -1,8 +1,8 @@
-"""Prompts beside decodes in one batch, against either alone: as two parts and as one plan (plan/mixed_batch.py), and as
-two wrappers that run one after the other.
+"""Prompts and decodes in one batch, compared with either alone: as two parts and as one plan (plan/mixed_batch.py), and
+as two wrappers that run one after the other.
 
-One run measures all on the same numbers, with the L2 flushed before each. `--small --device cpu` runs tiny shapes with
-the host's clock: it shows that the program works, nothing else.
+One run times everything on the same numbers, after a flush of the L2. `--small --device cpu` runs tiny shapes with the
+host's clock: it only shows that the program works.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flashpage.plan import mixed_batch
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 WORKSPACE_BYTES = 256 << 20
-MOST_TIMES_THE_LARGER = 1.15  # what the first case must reach
+MOST_TIMES_THE_LARGER = 1.15  # bound of the first case
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Prompts, without a context before them, and decodes."""
+    """Prompts without earlier context, and decodes."""
 
     prompts: int
     prompt_len: int
@@ -39,7 +39,7 @@ class Case:
         return Case(1, 40, min(self.decodes, 3), 64)
 
     def __str__(self) -> str:
-        return f"{self.prompts} x {self.prompt_len} beside {self.decodes} x {self.kv_len}"
+        return f"{self.prompts} x {self.prompt_len} + {self.decodes} x {self.kv_len}"
 
 
 CASES = [
@@ -85,7 +85,7 @@ def ctas_of(plan: Any) -> str:
 
 
 def measure(case: Case, device: torch.device, clock: GpuClock | HostClock) -> float:
-    """One row a way; the planned way's time over the larger part's."""
+    """One row for each way, with its time divided by that of the larger part."""
     prompts, decodes = [case.prompt_len] * case.prompts, [1] * case.decodes
     contexts = [case.kv_len] * case.decodes
     halves = [Batch(prompts, prompts, device), Batch(decodes, contexts, device)]
@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--small", action="store_true", help="tiny shapes")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the first case misses its bound")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the first case misses its bound")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     clock = GpuClock(arguments.repeats) if device.type == "cuda" else HostClock(arguments.repeats)

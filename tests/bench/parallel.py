@@ -1,11 +1,11 @@
-"""Decode over a context that is spread over the cards of a host, beside the whole context on one of them.
+"""Decode over a context that is spread over a host's cards, compared with the whole context on one of them.
 
     python tests/bench/parallel.py --ranks 2
 
-Every rank has the same pages, and reads its share of them alone. Times are the slowest rank's medians, the L2 flushed
-before each run: all of it (each rank attends to its part, one collective, one merge), the same where a rank keeps its
-share of the heads, and the collective and merge alone. `--small --device cpu` runs tiny shapes over gloo with the
-host's clock: it shows that the program works, nothing else.
+Every rank has the same pages and reads only its share. Times are medians of the slowest rank, after a flush of the L2
+before each run: the whole step (each rank's attention, one collective, one merge), the step with heads="own", and the
+collective and merge alone. `--small --device cpu` runs tiny shapes over gloo with the host's clock: it only shows that
+the program works.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ WORKSPACE_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Requests of one row each."""
+    """Requests with one row each."""
 
     name: str
     batch: int
-    kv_len: int  # tokens of each
+    kv_len: int  # tokens of each request
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
@@ -53,7 +53,7 @@ CASES = [
 
 
 def measure(case: Case, device: torch.device, clock: GpuClock | HostClock) -> str:
-    """Columns of a row."""
+    """The columns of a row."""
     torch.manual_seed(0)
     pages = Paged([case.kv_len] * case.batch, case.page_size, device)
     cache = pages.cache(case.num_kv_heads, case.head_dim, torch.bfloat16)
@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and torch.cuda.device_count() < arguments.ranks:
-        print(f"left out: --ranks {arguments.ranks} wants as many GPUs, torch finds {torch.cuda.device_count()}")
+        print(f"skipped: --ranks {arguments.ranks} needs as many GPUs, torch finds {torch.cuda.device_count()}")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run_rank, (arguments, f"{folder}/store"), nprocs=arguments.ranks)

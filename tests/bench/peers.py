@@ -1,4 +1,4 @@
-"""The libraries that gpu.py times: each turns a batch into a call that computes its output. Same tensors for all."""
+"""The libraries that gpu.py times. Each makes a call that computes a batch's output, all from the same tensors."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Batch:
             self.v = torch.randn(shape, device=device, dtype=torch.bfloat16).to(case.kv_dtype)
 
     def keys_and_values(self, i: int) -> tuple[Tensor, Tensor]:
-        """Of one request, [kv_len, num_kv_heads, head_dim]."""
+        """Keys and values of one request, [kv_len, num_kv_heads, head_dim]."""
         if self.case.page_size:
             return self.table.request(self.cache, i)
         begin, end = self.kv_indptr[i : i + 2].tolist()
         return self.k[begin:end], self.v[begin:end]
 
     def error(self, out: Tensor) -> float:
-        """Relative error against fp32 torch: the last 64 rows at most of the first and the last request."""
+        """Relative error against fp32 torch, for at most the last 64 rows of the first and of the last request."""
         worst = 0.0
         for i in {0, len(self.q_lens) - 1}:
             end = int(self.q_indptr[i + 1])
@@ -66,7 +66,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
 
 
 def wrapper_call(module_name: str, batch: Batch, **options: object) -> Call:
-    """flashpage and what has its interface."""
+    """flashpage, and libraries with its interface."""
     module, case = importlib.import_module(module_name), batch.case
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
@@ -88,7 +88,7 @@ def wrapper_call(module_name: str, batch: Batch, **options: object) -> Call:
 
 
 def torch_call(backend: SDPBackend, batch: Batch) -> Call | None:
-    """torch's own attention, where the batch is rectangular, ragged and prefill."""
+    """torch's own attention, for ragged prefills of equal lengths."""
     case = batch.case
     if case.page_size or len(set(batch.q_lens)) > 1 or batch.q_lens != batch.kv_lens or case.window_left >= 0:
         return None
@@ -103,7 +103,7 @@ def torch_call(backend: SDPBackend, batch: Batch) -> Call | None:
 
 
 def fa3_call(batch: Batch, is_scheduled: bool = False) -> Call | None:
-    """FlashAttention-3's package; `is_scheduled`: its schedule of a paged batch is made before, not by each call."""
+    """FlashAttention-3; `is_scheduled`: a paged batch is scheduled once in advance, not in each call."""
     import flash_attn_interface as fa3
 
     case, device = batch.case, batch.device
@@ -128,7 +128,7 @@ def fa3_call(batch: Batch, is_scheduled: bool = False) -> Call | None:
     return lambda: fa3.flash_attn_with_kvcache(batch.q, k, v, **options)
 
 
-PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: module that must be there, how it is called
+PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: module that it needs, how it is called
     "flashpage": ("flashpage", lambda batch: wrapper_call("flashpage", batch)),
     "flashinfer fa2": ("flashinfer", lambda batch: wrapper_call("flashinfer", batch, **_flashinfer(batch, "fa2"))),
     "flashinfer fa3": (
@@ -143,7 +143,7 @@ PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: modul
 
 
 def _flashinfer(batch: Batch, backend: str) -> dict[str, object]:
-    """Its tensor cores must be asked for in decode."""
+    """Options for FlashInfer, which uses tensor cores in decode only if told to."""
     return {"use_tensor_cores": True} if batch.case.q_len == 1 else {"backend": backend}
 
 

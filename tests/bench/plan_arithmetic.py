@@ -1,7 +1,7 @@
-"""The planner alone: host time of fp_plan, and the balance of its partition for batches up to a million requests.
+"""The planner alone: host time of fp_plan, and the balance of its partition for batches of up to a million requests.
 
-One thread, index arrays warm in the cache, the least of several rounds (half a microsecond of it is the call through
-ctypes). Loads are the cost model's: what a CTA would take if units and tokens cost what flashpage/kernels/tile.py says.
+Times are of one thread with the index arrays in its cache, the least of several rounds (half a microsecond is the call
+through ctypes). Loads are by the cost model: what a CTA takes at the costs of flashpage/kernels/tile.py.
 """
 
 from __future__ import annotations
@@ -56,15 +56,20 @@ class Batch:
         plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
         native.check(
             native.load().fp_plan_bounds(
-                *(count, count * q_len, int(kv_lens.sum()), *heads),
-                *(ctypes.byref(self.problem.visibility), ctypes.addressof(self.schedule)),
-                *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
-            )
+                count,
+                count * q_len,
+                int(kv_lens.sum()),
+                *heads,
+                ctypes.byref(self.problem.visibility),
+                ctypes.addressof(self.schedule),
+                ctypes.byref(plan_bytes),
+                ctypes.byref(partial_rows),
+            )  # fmt: skip
         )
         self.buffer = np.zeros(plan_bytes.value, np.uint8)
 
     def microseconds(self, rounds: int) -> float:
-        """Least of the rounds; a round repeats for half a millisecond, to be shorter than a time slice."""
+        """The least of the rounds; a round repeats for half a millisecond, which is shorter than a time slice."""
         addresses = ctypes.addressof(self.problem), ctypes.addressof(self.schedule)
         buffer = self.buffer.ctypes.data, len(self.buffer)
         arguments = (*addresses, *buffer, ctypes.addressof(self.result))
@@ -81,8 +86,19 @@ class Batch:
 
 
 def make_schedule(q_len: int, heads: tuple[int, int], num_ctas: int) -> native.Schedule:
-    """The newest CUDA kernel's tile and costs for such rows."""
-    options = Options(*("paged", *heads, HEAD_DIM, HEAD_DIM, PAGE_SIZE, *[DType.BFLOAT16] * 3), uniform_q_len=q_len)
+    """Tile and costs of the newest CUDA kernel for such rows."""
+    options = Options(
+        kv_source="paged",
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim_qk=HEAD_DIM,
+        head_dim_vo=HEAD_DIM,
+        page_size=PAGE_SIZE,
+        q_dtype=DType.BFLOAT16,
+        kv_dtype=DType.BFLOAT16,
+        out_dtype=DType.BFLOAT16,
+        uniform_q_len=q_len,
+    )
     problem = Problem(options, choose.packed_rows(options, 1, q_len))
     choice = choose.choose_for_card(problem, devices.H200)
     return schedules.schedule(choice, options, num_ctas)
@@ -114,7 +130,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print("| | batch | lengths | heads | CTAs | host, us | mean CTA, us | costliest | items | merges | bytes |")
     print("| --- " * 11 + "|")
-    for num_ctas in (132, 264):  # one card, with one and two CTAs an SM
+    for num_ctas in (132, 264):  # one card, with one and two CTAs on each SM
         for count in (1, 64, 256, 4096):
             for kind in KINDS[:2] if count > 1 else KINDS[:1]:
                 for heads in ((32, 8), (8, 1)):

@@ -1,4 +1,4 @@
-"""Figures as data: one line of JSON a figure, with the card, date, commit, command, clocks and versions it belongs to.
+"""Figures as data: one line of JSON for each, with card, date, commit, command, clocks and versions.
 
 docs/figures.py draws charts and writes tables from such lines.
 """
@@ -22,7 +22,7 @@ VERSIONS = ("torch", "flashinfer-python", "flash-attn-3", "nvidia-cudnn-cu13")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, the driver and the peers that are installed."""
+    """Versions of Python, the driver and the installed peers."""
     found = {"python": platform.python_version()}
     for name in VERSIONS:
         try:
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 
 
 def clocks() -> dict[str, float]:
-    """The card's clock and power at this moment; nothing without a card."""
+    """The card's clock and power at this moment; empty without a card."""
     if not torch.cuda.is_available():
         return {}
     sm_mhz, watts, celsius = (_number(_smi(name)) for name in ("clocks.sm", "power.draw", "temperature.gpu"))
@@ -56,7 +56,7 @@ def _number(text: str) -> float:
 
 
 class Recorder:
-    """Appends lines to a file; writes nothing without one."""
+    """Appends lines to a file; without a file it writes nothing."""
 
     def __init__(self, path: str | None) -> None:
         self.path = Path(path) if path else None

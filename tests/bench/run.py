@@ -1,4 +1,4 @@
-"""Runs the benchmarks of this folder: `flashpage bench [NAME ...]`. Each is a program with options of its own."""
+"""Runs the benchmarks of this folder: `flashpage bench [NAME ...]`. Each is a program with its own options."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ BENCHMARKS = {
     "host": Benchmark(("host.py",), "host time of plan and run, against their targets"),
     "plan": Benchmark(("plan_arithmetic.py",), "balance and host time of the partition, up to a million requests"),
     "cpu": Benchmark(("cpu_vs_torch.py",), "the CPU backend against torch's scaled_dot_product_attention"),
-    "decode": Benchmark(("gpu.py", "decode"), "decode on the GPU beside whichever peers are installed", needs_gpu=True),
+    "decode": Benchmark(("gpu.py", "decode"), "decode on the GPU, against the installed peers", needs_gpu=True),
     "more-decode": Benchmark(("gpu.py", "more-decode"), "other batches, groups, pages and head dims", needs_gpu=True),
     "trace": Benchmark(("trace.py",), "when the CTAs of a decode launch start, load, compute and end", needs_gpu=True),
-    "load": Benchmark(("load_bench.py",), "what the decode kernel's loaders read alone (Hopper)", needs_gpu=True),
-    "prefill": Benchmark(("gpu.py", "prefill"), "prefill and append on the GPU beside the peers", needs_gpu=True),
+    "load": Benchmark(("load_bench.py",), "how fast the decode kernel's loaders read alone (Hopper)", needs_gpu=True),
+    "prefill": Benchmark(("gpu.py", "prefill"), "prefill and append on the GPU, against the peers", needs_gpu=True),
     "more-prefill": Benchmark(("gpu.py", "more-prefill"), "other lengths, groups, windows and dims", needs_gpu=True),
-    "mixed": Benchmark(("mixed.py",), "prompts beside decodes in one batch, and either alone", needs_gpu=True),
-    "cascade": Benchmark(("cascade.py",), "requests that share tokens, beside flat decode", needs_gpu=True),
-    "engine": Benchmark(("engine.py",), "the engine's tokens per second over this and other attention", needs_gpu=True),
-    "parallel": Benchmark(("parallel.py",), "a context spread over two cards, beside one card", needs_gpu=True),
-    "vllm": Benchmark(("vllm_bench.py",), "vLLM's operators, beside its own kernels with --peer", needs_gpu=True),
-    "variants": Benchmark(("variants_bench.py",), "variants beside built-ins, options beside none", needs_gpu=True),
+    "mixed": Benchmark(("mixed.py",), "prompts and decodes in one batch, against either alone", needs_gpu=True),
+    "cascade": Benchmark(("cascade.py",), "requests that share tokens, against flat decode", needs_gpu=True),
+    "engine": Benchmark(("engine.py",), "tokens per second of the engine, by attention", needs_gpu=True),
+    "parallel": Benchmark(("parallel.py",), "a context spread over two cards, against one card", needs_gpu=True),
+    "vllm": Benchmark(("vllm_bench.py",), "vLLM's operators, against its own kernels with --peer", needs_gpu=True),
+    "variants": Benchmark(("variants_bench.py",), "variants against built-ins, options against none", needs_gpu=True),
 }
 
 
 def machine() -> str:
-    """The CPU, and the GPU where there is one: figures mean nothing without it."""
+    """The CPU, and the GPU if there is one: a figure means nothing without them."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     gpu = f"; {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
@@ -54,7 +54,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured, with a plus where the tree differs from it."""
+    """The commit that is measured, with a plus if the tree differs from it."""
     git = ["git", "-C", str(HERE)]
     name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
@@ -78,7 +78,7 @@ def main() -> int:
     for name in arguments.names or BENCHMARKS:
         benchmark = BENCHMARKS[name]
         if benchmark.needs_gpu and not torch.cuda.is_available():
-            print(f"\n== {name}: left out, torch finds no GPU here", flush=True)
+            print(f"\n== {name}: skipped, torch finds no GPU here", flush=True)
             failed += name in arguments.names
             continue
         print(f"\n== {name}: {benchmark.summary}", flush=True)

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention as the attention of the engine: what an engine without a paged kernel does."""
+"""torch's scaled_dot_product_attention as the engine's attention: the way of an engine without a paged kernel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flashpage.integrations import AttentionBackend, AttentionLayer, ForwardBatc
 
 
 class SdpaAttention(AttentionBackend):
-    """K and V are gathered from the pool into dense tensors: for decodes one for the batch, as long as its longest
-    request; for extends one a request. Its shapes follow the lengths, so it cannot be captured."""
+    """Gathers K and V from the pool into dense tensors: one for all decodes, as long as the longest request, and one
+    for each request of an extend step. The shapes follow the lengths, so it cannot be captured."""
 
     def __init__(
         self, table: RequestTable, pool: TokenPool, layers: Sequence[AttentionLayer], q_dtype: torch.dtype
@@ -21,7 +21,7 @@ class SdpaAttention(AttentionBackend):
         self.table, self.pool = table, pool
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Where the tokens of each request lie, [batch, longest], and which of those places are its own."""
+        """The slots of each request's tokens, [batch, longest], and a mask of those that are valid."""
         slots = self.table.slots[batch.rows, : int(batch.seq_lens.max())]
         self.pages, self.places = slots // self.pool.page_size, slots % self.pool.page_size
         lens = batch.seq_lens.to(slots.device, non_blocking=True)

@@ -1,8 +1,7 @@
-"""Prefill over small pages: microseconds of loading them row by row and of what that is to be compared with, all in
-turns in one run.
+"""Prefill over small pages: microseconds with row-by-row loads and with their alternatives, alternating in one run.
 
-`gathered`: K and V of pages of one token copied to rows one behind the other, then read in boxes, whether a plan would
-do so or not (flashpage/plan/gather_rows.py); `ragged`: without the copy.
+`gathered`: K and V of pages of one token are copied to contiguous rows, then read in boxes, whether or not a plan would
+do so (flashpage/plan/gather_rows.py); `ragged`: without the copy.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Run = Callable[[], torch.Tensor]
 
 def paged(batch: Batch, *, gathers: bool) -> Run:
     case, table = batch.case, batch.table
-    gather_rows.LEAST_ROWS = gather_rows.LEAST_ROWS_AND_STARTS = 0 if gathers else 1 << 40  # of all batches, or of none
+    gather_rows.LEAST_ROWS = gather_rows.LEAST_ROWS_AND_STARTS = 0 if gathers else 1 << 40  # all batches, or none
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
@@ -47,7 +46,7 @@ def paged(batch: Batch, *, gathers: bool) -> Run:
 
 
 def ragged(batch: Batch) -> Run:
-    """Of pages of one token."""
+    """A ragged batch, from pages of one token."""
     case, out = batch.case, torch.empty_like(batch.q)
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
         torch.empty(512 << 20, dtype=torch.uint8, device=batch.device)
@@ -76,7 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=15, help="replays a round; their median counts")
+    parser.add_argument("--repeats", type=int, default=15, help="replays in each round, of which the median counts")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""When each CTA of a decode launch started, loaded, computed and ended: clock stamps of a kernel compiled with a trace.
+"""When each CTA of a decode launch starts, loads, computes and ends: clock stamps of a kernel compiled with a trace.
 
-Microseconds after the first CTA's start, medians of several launches, each after the L2 was filled by reading another
-buffer. The figures of a CTA's steps are over the CTAs that had work; `spread` is how much earlier the first of them
-ended than the last, of the whole time.
+Times are microseconds after the first CTA's start, medians of several launches, each after a flush of the L2. The
+steps' figures are over the CTAs that had work; `spread` is the time between the first end and the last one, as a share
+of the whole time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,21 @@ import flashpage
 
 HEADER = Path(flashpage.__file__).parent.parent / "include" / "flashpage" / "tile" / "trace.h"
 CASES = (  # without --only
-    *("batch 1, context 1k", "batch 1, context 32k", "batch 16, context 4k", "batch 64, context 4k"),
-    *("batch 64, context 4k, lognormal", "batch 64, context 4k, Zipf", "batch 64, context 4k, one long"),
-    *("batch 256, context 1k", "e4m3 KV, batch 64, context 4k", "batch 256, chat"),
+    "batch 1, context 1k",
+    "batch 1, context 32k",
+    "batch 16, context 4k",
+    "batch 64, context 4k",
+    "batch 64, context 4k, lognormal",
+    "batch 64, context 4k, Zipf",
+    "batch 64, context 4k, one long",
+    "batch 256, context 1k",
+    "e4m3 KV, batch 64, context 4k",
+    "batch 256, chat",
 )
 
 
 def stamp_names() -> list[str]:
-    """The header's list, in its order; the last one is the number of the SM."""
+    """Names of the stamps in the header's order; the last one is the SM's number."""
     body = re.search(r"enum class Stamp \{(.*?)\};", HEADER.read_text(), re.DOTALL)
     assert body is not None, HEADER
     names = re.findall(r"^\s*(\w+),", body[1], re.MULTILINE)
@@ -43,20 +50,20 @@ def stamp_names() -> list[str]:
 class Launch:
     """Stamps of one launch."""
 
-    num_ctas: int  # that had work
-    steps: np.ndarray  # [stamps without the SM, (min, mean, max)] microseconds; NaN: never stamped
-    spread: float  # of the ends, a share of the time
+    num_ctas: int  # CTAs with work
+    steps: np.ndarray  # [stamps without the SM, (min, mean, max)] microseconds; NaN: no stamp
+    spread: float  # between the first end and the last one, as a share of the time
 
     @staticmethod
     def of(stamps: np.ndarray, names: list[str]) -> Launch | None:
-        """From [CTAs, stamps] nanoseconds, zero where nothing happened; None where no CTA had work."""
+        """A launch from [CTAs, stamps] nanoseconds, 0 where a CTA has no stamp; None if no CTA had work."""
         busy = stamps[stamps[:, names.index("first_tile")] > 0][:, : names.index("sm")]
         if not len(busy):
             return None
         starts = stamps[:, names.index("start")]
         times = np.where(busy > 0, (busy - starts[starts > 0].min()) / 1e3, np.nan)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a step that no CTA has
+            warnings.simplefilter("ignore", RuntimeWarning)  # steps that no CTA has
             steps = np.stack([np.nanmin(times, 0), np.nanmean(times, 0), np.nanmax(times, 0)], 1)
         first, _, last = steps[names.index("end")]
         return Launch(len(busy), steps, float((last - first) / last))
@@ -120,7 +127,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cases of `decode` and `more-decode` whose name contains this")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where ends spread by 5%% or more")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if ends spread by 5%% or more")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("torch finds no GPU here", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""What a user's variant costs beside the built-in option of the same content, and every option beside plain attention.
+"""The cost of a user's variant against the built-in option of the same content, and of every option against none.
 
 A row's ratio is the time of its first column over that of its second: 1 means that the variant (the option) is free.
-Both are timed in turns by the clock of gpu.py: decode as a graph's replay, L2 flushed in between. Masks go through the
-prefill wrapper, in decode too. Longer prompts: `options --only RoPE --cases 16k,4x4k,16k-pages,4x4k-pages`; custom
+The two are timed alternately by the clock of gpu.py: decode as a graph's replay after a flush of the L2. Masks use the
+prefill wrapper, for decode too. Longer prompts: `options --only RoPE --cases 16k,4x4k,16k-pages,4x4k-pages`; custom
 masks: `options --only "causal as" --cases 16k,4x4k,32x512,4x4k-dim-64,4x4k-dim-256`.
 `--small --device cpu` shows that the program works, nothing else.
 """
@@ -40,19 +40,19 @@ MORE_CASES = {  # for --cases
     "4x4k-dim-64": Case("prefill, ragged 4 x 4k, dim 64", 4, 4096, 4096, head_dim=64, page_size=0),
     "4x4k-dim-256": Case("prefill, ragged 4 x 4k, dim 256", 4, 4096, 4096, head_dim=256, page_size=0),
 }
-LEAST_RATIO = 0.95  # of a user's variant
+LEAST_RATIO = 0.95  # bound for user's variants
 CAP, DOCUMENTS, ROUNDS = 30.0, 8, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Arguments of one plan and run beside those of plain attention."""
+    """Arguments of one plan and run, in addition to those of plain attention."""
 
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
     kv_dtype: torch.dtype = torch.bfloat16
     causal: bool = True
-    as_prefill: bool = False  # decode through the paged prefill wrapper, which many rows take anyway
+    as_prefill: bool = False  # decode through the paged prefill wrapper, which prefill rows use in any case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +94,12 @@ class Workload:
         return torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_()
 
     def documents(self) -> Tensor:
-        """Each token's document, [batch, tokens] int32: DOCUMENTS of about the same length."""
+        """Each token's document, [batch, tokens] int32: DOCUMENTS documents of about equal length."""
         ids = torch.arange(self.kv_len, dtype=torch.int32, device=self.device) * DOCUMENTS // self.kv_len
         return ids.repeat(self.case.batch, 1)
 
     def mask(self, visible: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """`visible(q_idx, kv_idx)` of every request as plan's custom_mask takes it."""
+        """`visible(q_idx, kv_idx)` of all requests, in the format of plan's custom_mask."""
         kv_idx = torch.arange(self.kv_len, device=self.device)
         q_idx = kv_idx[self.kv_len - self.q_len :].unsqueeze(1)
         return visible(q_idx, kv_idx).flatten().repeat(self.case.batch)
@@ -110,7 +110,7 @@ def output(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 def variants(work: Workload) -> list[Row]:
-    """Built-in and user's variant of the same content."""
+    """Rows with a built-in option and a user's variant of the same content."""
     document = work.documents()
     ids = document[0]
     mask = work.mask(lambda q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (kv_idx <= q_idx))
@@ -153,7 +153,7 @@ def variants(work: Workload) -> list[Row]:
 
 
 def options(work: Workload) -> list[Row]:
-    """Plain attention and every option."""
+    """Rows with plain attention and every option."""
     heads = work.case.num_q_heads, work.case.num_kv_heads
     per_head = {name: torch.ones(n, device=work.device) for name, n in zip(("q_scale", "k_scale"), heads, strict=True)}
     causal = work.mask(lambda q_idx, kv_idx: kv_idx <= q_idx)
@@ -183,7 +183,7 @@ SECTIONS: dict[str, Callable[[Workload], list[Row]]] = {"variants": variants, "o
 
 
 def build(work: Workload, rows: list[Row]) -> None:
-    """Plans of all rows in threads, so that kernels are compiled side by side; what fails, `measure` reports."""
+    """Plans all rows in threads, so that kernels compile in parallel; `measure` reports failures."""
     with ThreadPoolExecutor(8) as pool:
         for row in rows:
             for setting in (row.base, row.other):
@@ -191,7 +191,7 @@ def build(work: Workload, rows: list[Row]) -> None:
 
 
 def measure(work: Workload, row: Row, clock: GpuClock | HostClock) -> tuple[list[float], float]:
-    """Seconds of both settings, and how far their outputs are apart."""
+    """Seconds of both settings, and the distance of their outputs."""
     calls = [work.call(setting) for setting in (row.base, row.other)]
     base, other = (call().float() for call in calls)
     difference = float((other - base).norm() / base.norm())
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--small", action="store_true", help="tiny shapes")
-    parser.add_argument("--check", action="store_true", help=f"exit with 1 where a variant is below {LEAST_RATIO}")
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 if a variant is below {LEAST_RATIO}")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.sections if name not in SECTIONS]:
         parser.error(f"no section {unknown[0]!r}: there are {', '.join(SECTIONS)}")

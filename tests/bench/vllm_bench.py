@@ -1,8 +1,8 @@
-"""vLLM's operators over its caches of blocks, beside its own kernels where a module has them, and what writes caches.
+"""vLLM's operators over its caches of blocks, compared with its own kernels, and the operators that write caches.
 
-One run measures all on the same numbers, as CUDA graph replays with the L2 flushed before each. `--peer` names a module
-that registers torch.ops._C.paged_attention_v1 when it is imported (vllm._C up to 0.24). `--small --device cpu` runs
-tiny shapes with the host's clock: it shows that the program works, nothing else.
+Everything is timed in one run on the same numbers, as CUDA graph replays with the L2 flushed before each. `--peer`
+names a module that registers torch.ops._C.paged_attention_v1 when it is imported (vllm._C up to 0.24). `--small
+--device cpu` runs tiny shapes with the host's clock: it only shows that the program works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_SIZES = (8, 16, 32)
 
 
 class Blocks:
-    """The numbers of a batch as vLLM's operators take them."""
+    """The arguments of a batch for vLLM's operators."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch, case = batch, batch.case
@@ -41,11 +41,10 @@ class Blocks:
         self.out = torch.empty_like(batch.q)
         one = torch.ones((), device=device)
         self.arguments: list[Any] = [
-            *(batch.q, self.key_cache, self.value_cache, case.num_kv_heads, case.head_dim**-0.5),
-            *(batch.table.rectangular(), torch.tensor(batch.kv_lens, dtype=torch.int32, device=device)),
-            *(case.page_size, longest, None, "fp8" if self.is_fp8 else "auto", one, one),
-            *(0, 0, 0, 64, 0),
-        ]
+            batch.q, self.key_cache, self.value_cache, case.num_kv_heads, case.head_dim**-0.5,
+            batch.table.rectangular(), torch.tensor(batch.kv_lens, dtype=torch.int32, device=device), case.page_size,
+            longest, None, "fp8" if self.is_fp8 else "auto", one, one, 0, 0, 0, 64, 0,
+        ]  # fmt: skip
         shape = (*batch.q.shape[:2], -(-longest // 512))
         sums = (torch.empty(shape, device=device) for _ in range(2))
         self.partials = [*sums, torch.empty(*shape, case.head_dim, device=device, dtype=batch.q.dtype)]
@@ -63,7 +62,7 @@ class Blocks:
 
 
 def measure_writes(libraries: dict[str, Any], clock: GpuClock | HostClock, device: torch.device, tokens: int) -> None:
-    """reshape_and_cache and reshape_and_cache_flash, tokens side by side and in any order."""
+    """reshape_and_cache and reshape_and_cache_flash, with tokens in consecutive slots and in any order."""
     heads, size, block_size = 8, 128, 16
     blocks = -(-tokens // block_size)
     key, value = (torch.randn(tokens, heads, size, device=device).to(torch.bfloat16) for _ in range(2))
@@ -87,7 +86,7 @@ def measure_writes(libraries: dict[str, Any], clock: GpuClock | HostClock, devic
 
 
 def host_seconds(call: Callable[[], object], device: torch.device, repeats: int = 300) -> float:
-    """Of a call alone, without waiting for what it launches."""
+    """Host microseconds of a call, without waiting for its kernels."""
     call()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -126,7 +125,7 @@ def main() -> int:
         for label, operators in libraries.items():
             for name, call in blocks.calls(operators).items():
                 if label == "vllm" and name == "v1" and max(batch.kv_lens) > 50_000:
-                    continue  # its shared memory ends there
+                    continue  # vLLM's kernel runs out of shared memory there
                 error, host = batch.error(call()), host_seconds(call, device, 2 if arguments.small else 300)
                 seconds = clock.seconds(clock.capture(call))
                 rate = work(case)[0] / seconds / 1e9

@@ -1,4 +1,4 @@
-"""What the benchmarks run: batches with page tables, and the named cases of decode and prefill."""
+"""The benchmarks' workloads: batches with page tables, and the named cases of decode and prefill."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Paged:
         return values if dtype == torch.bfloat16 else (values * 0.5).to(dtype)
 
     def rectangular(self) -> Tensor:
-        """The table as [batch, most pages], zero-padded, on the device: what some peers take."""
+        """The table as [batch, most pages], zero-padded, on the device, for peers that need it."""
         table = torch.zeros(self.batch, int(self.indptr.diff().max()), dtype=torch.int32)
         for i in range(self.batch):
             own = self.shuffled[int(self.indptr[i]) : int(self.indptr[i + 1])]
@@ -50,7 +50,7 @@ class Paged:
 
 
 def chat(batch: int, mean: int, sigma: float = 1.1) -> list[int]:
-    """Lengths like those of chat traffic, drawn from a lognormal distribution; the same at every call."""
+    """Lengths like those of chat traffic, drawn from a lognormal distribution; equal in every call."""
     draws = torch.randn(batch, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     weights = (sigma * draws).exp()
     return [max(1, round(n)) for n in (weights * (mean * batch / weights.sum())).tolist()]
@@ -86,13 +86,13 @@ class Case:
         return self.q_lens if self.kv_len == self.q_len else self.lens(self.kv_len)
 
     def shrunk(self) -> Case:
-        """The same shape in a size that a CPU runs at once: to see that the benchmark itself works."""
+        """The same case in a size that a CPU runs at once, to check the benchmark itself."""
         batch = min(self.batch, 2)
         q_len, kv_len = min(self.q_len, 16), min(self.kv_len, 16 if self.kv_len == self.q_len else 48)
         return dataclasses.replace(self, batch=batch, q_len=q_len, kv_len=kv_len, window_left=min(self.window_left, 8))
 
     def visible(self, q_len: int, kv_len: int) -> int:
-        """Pairs of a row and a token that it sees, of one request."""
+        """Number of (row, visible token) pairs of one request."""
         last = torch.arange(kv_len - q_len, kv_len) if self.causal else torch.full((q_len,), kv_len - 1)
         first = torch.arange(kv_len - q_len, kv_len) - self.window_left if self.window_left >= 0 else torch.zeros(q_len)
         return int((last - first.clamp(min=0) + 1).sum())
@@ -119,7 +119,7 @@ DECODE = [
 
 _E4M3 = {"q_dtype": torch.float8_e4m3fn, "kv_dtype": torch.float8_e4m3fn}
 
-FP8_PREFILL = [  # queries too: what FlashAttention-3 takes
+FP8_PREFILL = [  # queries are fp8 too, as FlashAttention-3 takes them
     Case("e4m3, ragged 1 x 16k", 1, 16384, 16384, page_size=0, **_E4M3),
     Case("e4m3, ragged 1 x 16k, not causal", 1, 16384, 16384, page_size=0, causal=False, **_E4M3),
     Case("e4m3, ragged 16 x 1k", 16, 1024, 1024, page_size=0, **_E4M3),
@@ -133,7 +133,7 @@ FP8_PREFILL = [  # queries too: what FlashAttention-3 takes
 _GROUP = {f"group size {group}, batch 64, context 4k": group for group in (1, 2, 5, 7, 8, 16)}
 _MQA = {"num_q_heads": 128, "num_kv_heads": 1}
 
-MORE_DECODE = [  # so that nothing is tuned to the table above
+MORE_DECODE = [  # other shapes, so that nothing is tuned to the table above alone
     Case("batch 128, context 8k", 128, 1, 8192),
     Case("batch 32, context 32k", 32, 1, 32768),
     Case("batch 256, chat", 256, 1, 1500, "chat"),
@@ -161,10 +161,10 @@ PREFILL = [
 ]
 
 _RAGGED_8K = {"batch": 1, "q_len": 8192, "kv_len": 8192, "page_size": 0}
-_HEADS = {1: (16, 16), 4: (32, 8), 5: (40, 8), 8: (32, 4), 64: (64, 1)}  # of each group size
+_HEADS = {1: (16, 16), 4: (32, 8), 5: (40, 8), 8: (32, 4), 64: (64, 1)}  # by group size
 _DIMS = (16, 40, 64, 80, 96, 112, 128, 160, 192, 256, 320, 512)
 
-MORE_PREFILL = [  # so that nothing is tuned to the table above
+MORE_PREFILL = [  # other shapes, so that nothing is tuned to the table above alone
     Case("ragged 1 x 512", 1, 512, 512, page_size=0),
     Case("ragged 32 x 512", 32, 512, 512, page_size=0),
     Case("ragged, 64 lognormal, mean 1k", 64, 1024, 1024, "lognormal", page_size=0),

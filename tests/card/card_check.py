@@ -1,9 +1,9 @@
-"""All that a card can say of a change, in one command: every test that is marked `cuda`, each file in a process of its
-own, and the short case table under three tools of compute-sanitizer, side by side on all cards of the machine.
+"""All checks of a change that need a card, in one command: every test marked `cuda`, with one process for each file,
+and the short case table under three tools of compute-sanitizer. They run at the same time on all cards of the machine.
 
     python tests/card/card_check.py --logs /tmp/card
 
-Exits with 1 where anything fails, with 2 where there is no card.
+Exits with 1 if anything fails, with 2 if there is no card.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZERS = (("memcheck",), ("racecheck",), ("synccheck", "--num-cuda-barriers", "65536"))
-NO_TESTS = 5  # pytest's status for a file without a test that is marked
+NO_TESTS = 5  # pytest's status for a file without a marked test
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def checks(with_sanitizers: bool) -> list[Check]:
-    """What takes longest first."""
+    """All checks, the longest first."""
     harness = (sys.executable, "tests/support/harness.py", "--device", "cuda", "--reduced")
     tools = [
         Check(tool[0], ("compute-sanitizer", "--error-exitcode", "1", "--tool", *tool, *harness))
@@ -74,7 +74,7 @@ def run(check: Check, card: str, logs: Path, limit_seconds: float) -> Outcome:
 
 
 def run_all(wanted: Sequence[Check], cards: Sequence[str], jobs: int, logs: Path, limit_seconds: float) -> int:
-    """Prints a line for each that had something to do, and who failed; the exit status."""
+    """Runs the checks, prints a line for each that had tests, and the failed ones. Returns the exit status."""
     with ThreadPoolExecutor(jobs) as pool:
         started = [
             pool.submit(run, check, cards[i % len(cards)], logs, limit_seconds) for i, check in enumerate(wanted)
@@ -92,10 +92,10 @@ def run_all(wanted: Sequence[Check], cards: Sequence[str], jobs: int, logs: Path
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes side by side")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes at a time")
     parser.add_argument("--no-sanitizers", action="store_true")
-    parser.add_argument("--logs", type=Path, help="folder for what each process said (default: a temporary one)")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds that a process may take")
+    parser.add_argument("--logs", type=Path, help="folder for the output of each process (default: a temporary one)")
+    parser.add_argument("--limit", type=float, default=900.0, help="most seconds of a process")
     arguments = parser.parse_args()
     if arguments.jobs < 1:
         parser.error(f"--jobs {arguments.jobs}: pass 1 or more")

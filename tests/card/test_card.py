@@ -34,7 +34,7 @@ def workspace() -> torch.Tensor:
 
 
 def asleep() -> torch.cuda.Event:
-    """Keeps the present stream busy; the event is done when it wakes."""
+    """Keeps the current stream busy; returns an event that is done when the stream wakes up."""
     torch.cuda._sleep(SLEEP_CYCLES)
     event = torch.cuda.Event()
     event.record()
@@ -42,7 +42,7 @@ def asleep() -> torch.cuda.Event:
 
 
 class Worker(threading.Thread):
-    """A thread whose exception is raised by `finish`."""
+    """A thread whose exception `finish` raises."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Worker(threading.Thread):
 
 
 def current_context() -> int | None:
-    """Of this thread, asked of the driver: asking torch would make one."""
+    """This thread's CUDA context, from the driver: a call to torch would create one."""
     context = ctypes.c_void_p()
     assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context)) == 0
     return context.value
@@ -96,7 +96,7 @@ def test_a_thread_without_a_context(where: str, decode_steps: Steps) -> None:
 
 
 def test_threads_side_by_side(decode_steps: Steps, prefill_steps: Steps) -> None:
-    """Each with a wrapper and a stream of its own, all at once."""
+    """All threads at once, each with its own wrapper and stream."""
     barrier = threading.Barrier(4)
     found: list[list[Outputs]] = [[] for _ in range(4)]
     kinds = [decode_steps, prefill_steps] * 2
@@ -122,8 +122,8 @@ def test_threads_side_by_side(decode_steps: Steps, prefill_steps: Steps) -> None
             steps.check(i, output)
 
 
-def test_a_side_stream_waits_for_nobody(prefill_steps: Steps) -> None:
-    """Copies of plans and launches go to the present stream: another one that sleeps holds nothing up."""
+def test_a_side_stream_does_not_wait(prefill_steps: Steps) -> None:
+    """Copies of plans and launches go to the current stream, so another stream that sleeps does not delay them."""
     steps, wrapper, i = prefill_steps, prefill_steps.wrapper(), 2
     steps.plan(wrapper, i)
     found = steps.run(wrapper, i)
@@ -142,7 +142,7 @@ def test_a_side_stream_waits_for_nobody(prefill_steps: Steps) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one card")
 def test_two_cards_in_turns(prefill_steps: Steps) -> None:
-    """Nothing waits in between, and the first card stays current."""
+    """The host never waits, and the first card stays the current one."""
     both = (prefill_steps, Steps(prefill_steps.cases, "cuda:1"))
     wrappers = [steps.wrapper() for steps in both]
     found = []
@@ -162,8 +162,8 @@ def test_two_cards_in_turns(prefill_steps: Steps) -> None:
 def test_plans_in_flight(decode_steps: Steps, prefill_steps: Steps) -> None:
     """The device sleeps while the host plans and runs dozens of batches of two wrappers that share a workspace.
 
-    No staging slot may be written before its copy is done. In the second round, when there are slots enough, the host
-    must not wait at all.
+    No staging slot may be written before its copy is done. In the second round there are enough slots, so the host must
+    not wait at all.
     """
     buffer = workspace()
     kinds = [(steps, steps.wrapper(buffer)) for steps in (decode_steps, prefill_steps)]
@@ -185,7 +185,7 @@ def test_plans_in_flight(decode_steps: Steps, prefill_steps: Steps) -> None:
 
 
 def test_lengths_may_be_reused_at_once(decode_steps: Steps) -> None:
-    """The caller's host tensors are free again when plan returns: also for a plan that a later run derives."""
+    """The caller may overwrite its host tensors when plan returns, even if a later run makes another plan from them."""
     steps, wrapper, i = decode_steps, decode_steps.wrapper(), 0
     inputs, case = steps.inputs[i], steps.cases[i]
     indptr, last_page_len = inputs.indptr.clone(), inputs.last_page_len.clone()
@@ -215,7 +215,7 @@ def test_nothing_is_allocated_where_outputs_are_given(decode_steps: Steps) -> No
 
 
 class Chain:
-    """A decode loop of two layers whose every launch reads what the one before it wrote."""
+    """A decode loop of two layers in which every launch reads the output of the launch before it."""
 
     heads, kv_heads, dim, page, steps = 4, 2, 64, 16, 60
     begin = (1, 15, 700, 130, 2500)
@@ -232,8 +232,8 @@ class Chain:
         self.lengths = [self.lengths_of(step) for step in range(self.steps)]
 
     def lengths_of(self, step: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """What plan takes (indptr, pages, last_page_len) and what append takes (positions, pages, indptr,
-        last_page_len); all made beforehand, as copies from the host would wait."""
+        """Arguments of plan (indptr, pages, last_page_len) and of append (positions, pages, indptr, last_page_len). All
+        are made beforehand, as copies from the host would wait."""
         lens = torch.tensor(self.begin) + step + 1
         counts = (lens + self.page - 1) // self.page
         indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(torch.int32)
@@ -270,7 +270,7 @@ class Chain:
         wrapper.plan(*lengths, self.heads, self.kv_heads, self.dim, self.page, q_data_type=torch.bfloat16)
 
     def exact(self) -> torch.Tensor:
-        """The last step's second layer in fp64, from what the first gave it and what the cache holds."""
+        """The last step's second layer in fp64, from the first layer's output and the cache's contents."""
         outs = []
         for request, begin in enumerate(self.begin):
             pages = self.caches[1].cpu()[self.table[request].long()]
@@ -281,7 +281,7 @@ class Chain:
 
 
 def test_dependent_launches() -> None:
-    """Append, plan, run, run, with and without programmatic dependent launch: the bits of a chain that waits."""
+    """Append, plan, run, run, with and without programmatic dependent launch: bitwise equal to a chain that waits."""
     chain = Chain()
     expected = chain.run(enable_pdl=False, wait=True)
     exact = chain.exact()

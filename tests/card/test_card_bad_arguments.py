@@ -1,4 +1,4 @@
-"""Odd tensors and values on a card: each once cost the context, or gave a wrong result. tests/api has the CPU's."""
+"""Odd tensors and values on a card: each once broke the context or gave a wrong result. tests/api has the CPU's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
 
 
 def views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """[8, 4, 128] at addresses and strides that the merge kernel's loads of four elements do not fit."""
+    """[8, 4, 128] at addresses and strides that do not suit the merge kernel's loads of four elements."""
     wide = torch.randn(8, 4, 130, device=DEVICE).to(dtype)
     long = torch.randn(8 * 4 * 128 + 1, device=DEVICE).to(dtype)
     return {"inside": wide[..., 1:129], "step": wide[..., :128], "start": long[1:].view(8, 4, 128)}
@@ -38,7 +38,7 @@ def test_merges_of_views_between_loads(dtype: torch.dtype, name: str) -> None:
         flashpage.merge_states(odd, both), flashpage.merge_states(odd.contiguous(), both), strict=True
     ):
         assert torch.equal(found, wanted)
-    if name == "start":  # contiguous, so that it may be written in place
+    if name == "start":  # contiguous, so it may be written in place
         with pytest.raises(RunError, match="the output starts at"):
             flashpage.merge_state_in_place(v, s.clone(), other, s_other)
     torch.cuda.synchronize()
@@ -81,7 +81,7 @@ def test_a_run_refuses_odd_tensors() -> None:
 
 @pytest.mark.parametrize("window", [2**30, 2**31 - 1])
 def test_windows_near_the_end_of_int32(window: int) -> None:
-    """Rows before the first token: more rows than tokens."""
+    """More rows than tokens, so that rows come before the first token."""
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE))
     wrapper.plan(torch.tensor([0, 20]), torch.tensor([0, 10]), HEADS, KV_HEADS, DIM, causal=True, q_data_type="float16")
     q, k, v = (torch.randn(n, h, DIM, device=DEVICE).half() for n, h in ((20, HEADS), (10, KV_HEADS), (10, KV_HEADS)))
@@ -98,7 +98,7 @@ def test_a_default_device_of_its_own() -> None:
 
 
 def test_the_int_workspace_grows() -> None:
-    """200,000 requests of one token, after runs of the smaller plan that may still be under way."""
+    """200,000 requests of one token, after runs of the smaller plan that may still be in flight."""
     wrapper, q, cache = planned()
     small = wrapper._int_workspace_buffer.numel()
     wrapper.run(q, cache)
@@ -113,7 +113,7 @@ def test_the_int_workspace_grows() -> None:
 
 
 def test_append_saturates_what_it_does_not_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of 64 bits are not cut off; FLASHPAGE_CHECK_INDICES=on tells them."""
+    """64-bit numbers are not truncated; FLASHPAGE_CHECK_INDICES=on reports them."""
     monkeypatch.setenv("FLASHPAGE_CHECK_INDICES", "on")
     cache = torch.zeros(8, 2, PAGE, KV_HEADS, DIM, device=DEVICE).half()
     k = torch.ones(1, KV_HEADS, DIM, device=DEVICE).half()

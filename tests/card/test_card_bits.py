@@ -1,4 +1,4 @@
-"""At serving sizes on a card: the same bits again; in any batch and any captured graph where the plan says so."""
+"""Serving sizes on a card: runs are bitwise repeatable, in any batch and any captured graph if the plan says so."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOME = ([0], [7], [39], [12, 3, 30], EVERYONE[::-1])  # requests of a batch
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Rows of a request and how they are given; 16, 32 and 64 packed rows of few, and many."""
+    """Rows of a request and their entry point: 16, 32 and 64 packed rows of decode, and prefill rows."""
 
     entry: str  # decode | prefill
     rows: int
@@ -54,7 +54,7 @@ KINDS = (*DECODE, Kind("prefill", 17, is_few=False))
 
 
 class Serving:
-    """A batch of the sizes that a server has; no reference, bits are compared with bits."""
+    """A batch of serving size. There is no reference; bits are compared with bits."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind, self.page = kind, kind.page_size
@@ -87,7 +87,7 @@ class Serving:
             assert (wrapper.last_plan.spec.kernel == "decode_sm90") == self.kind.is_few
 
     def planned(self, requests: list[int], **mode: Any) -> Callable[[], Outputs]:
-        """A run of these requests alone."""
+        """Runs only these requests."""
         workspace = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
         name = {"decode": "BatchDecodeWithPagedKVCacheWrapper", "prefill": "BatchPrefillWithPagedKVCacheWrapper"}
         wrapper = getattr(flashpage, name[self.kind.entry])(workspace)
@@ -96,7 +96,7 @@ class Serving:
         return lambda: Outputs(*wrapper.run(q, self.cache, return_lse=True))
 
     def captured(self, **mode: Any) -> Callable[[list[int]], Outputs]:
-        """A graph for a full batch, captured while it has one request; what it gives for other ones."""
+        """Captures a graph for a full batch while one request is in it; returns a replay for others."""
         batch = len(SERVING_LENS)
         sizes = {"paged_kv_indptr": batch + 1, "paged_kv_last_page_len": batch, "paged_kv_indices": sum(self.counts)}
         buffers = {f"{name}_buffer": torch.zeros(n, dtype=torch.int32, device=DEVICE) for name, n in sizes.items()}
@@ -117,7 +117,7 @@ class Serving:
         return run
 
     def check(self, together: Outputs, requests: list[int], found: Outputs) -> None:
-        """These requests' rows have the bits that they have in the batch of all."""
+        """Checks that these requests' rows have the same bits as in the batch of all requests."""
         rows = self.kind.rows
         for place, request in enumerate(requests):
             here, there = (slice(i * rows, (i + 1) * rows) for i in (place, request))
@@ -129,7 +129,7 @@ class Serving:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_same_bits_fifty_times(kind: Kind, mode: str) -> None:
-    """While another stream takes SMs away at random."""
+    """Another stream takes SMs away at random in the meantime."""
     run = Serving(kind).planned(EVERYONE, **MODES[mode])
     first = run()
     busy = torch.randn(2048, 2048, device=DEVICE)
@@ -153,7 +153,7 @@ def test_the_same_bits_in_any_batch(kind: Kind, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["fixed split", "never split"])
 @pytest.mark.parametrize("kind", DECODE, ids=str)
 def test_the_same_bits_in_a_captured_graph(kind: Kind, mode: str) -> None:
-    """One capture serves every batch, with the bits of a run without a graph."""
+    """One capture serves every batch, with the bits of an eager run."""
     serving = Serving(kind)
     together = serving.planned(EVERYONE, **MODES[mode])()
     run = serving.captured(**MODES[mode])

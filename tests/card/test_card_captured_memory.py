@@ -28,7 +28,7 @@ def outputs(found: Any) -> tuple[torch.Tensor, ...]:
 
 
 class Graph:
-    """A captured call, with what its launches were given."""
+    """A captured call, with its launches' arguments."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         torch.cuda.synchronize()
@@ -37,7 +37,7 @@ class Graph:
             self.runs = CapturedRuns(call, keeps_tensors=False)
 
     def check(self, subject: Subject, fresh: Subject, i: int) -> None:
-        """A replay is what another wrapper gives for the batch."""
+        """Compares a replay with another wrapper's result for the batch."""
         self.runs.check_memory()
         expected = outputs(fresh.run(i))
         for _ in range(REPLAYS):
@@ -81,7 +81,7 @@ CAPTURED_PLANS = [
 
 @pytest.mark.parametrize("walk", CAPTURED_PLANS, ids=str)
 def test_a_captured_plan_is_right_whatever_is_planned_between(walk: Walk) -> None:
-    """On wrappers that are not for graphs: options, workspaces and options of runs change between the replays."""
+    """Wrappers that are not for graphs: options, workspaces and run-time options change between replays."""
     subject, fresh = walk.make(DEVICE).fresh(), walk.make(DEVICE).fresh()
 
     def step() -> Any:
@@ -131,7 +131,7 @@ def test_single_calls_of_a_thread_that_has_ended(warm: bool) -> None:
 
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager", "for graphs"])
 def test_reduce_overhead_follows_plans(is_graph: bool) -> None:
-    """Inductor's graphs leave out runs whose launches are the plan's of one day."""
+    """Inductor's graphs leave out runs whose launches hold the plan of their capture."""
     pytest.importorskip("triton")
     make = Walk("decode", Decode).make(DEVICE)
     subject, fresh = (make, make.fresh()) if is_graph else (make.fresh(), make.fresh())
@@ -153,7 +153,7 @@ def test_reduce_overhead_follows_plans(is_graph: bool) -> None:
 
 
 def test_page_numbers_of_the_kernel_before() -> None:
-    """Written by a launch directly ahead of attention's, which loads them by read-only loads."""
+    """The launch directly before attention writes keys, which attention reads by read-only loads."""
     subject, fresh = Walk("decode", Decode).make(DEVICE).fresh(), Walk("decode", Decode).make(DEVICE).fresh()
     indptr, indices, last = subject.pages(0)
     other = (indices + 1) % 48
@@ -174,7 +174,7 @@ def test_page_numbers_of_the_kernel_before() -> None:
 
 @pytest.mark.parametrize("rows", [1, 500], ids=["decode", "prefill"])
 def test_heads_that_are_expanded(rows: int) -> None:
-    """K and V of one head for all: strides of 0, also in tensor maps."""
+    """K and V of one head for all heads: strides of 0, also in tensor maps."""
     torch.manual_seed(0)
     kv = [torch.randn(64, 16, 1, 128, device=DEVICE, dtype=torch.float16).expand(64, 16, 4, 128) for _ in range(2)]
     q = torch.randn(rows, 8, 128, device=DEVICE, dtype=torch.float16)

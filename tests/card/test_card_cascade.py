@@ -1,4 +1,4 @@
-"""Cascade attention on a card: captured once, replayed for later plans; chains of dependent launches."""
+"""Cascade attention on a card: captured once and replayed for later plans; chains of dependent launches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_capture_serves_later_plans(name: str) -> None:
 
 
 def test_layers_follow_each_other() -> None:
-    """Each layer's queries are the last one's output; the merge is the producer."""
+    """Each layer's queries are the last layer's output, which the merge writes."""
     batch = graph_batches()[0]
     wrapper, cache = planned(batch, DEVICE), batch.cache.argument(DEVICE)
 

@@ -1,4 +1,4 @@
-"""The command that asks a card everything: who is asked, and that no failure is passed over."""
+"""card_check.py: which tests it runs, and that it reports every failure."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def test_every_file_is_asked() -> None:
         ("print('1 passed')", 0),
         ("raise SystemExit(5)", 0),  # no test of the file is marked
         ("raise SystemExit(1)", 1),
-        ("raise SystemExit(2)", 1),  # an error while tests are collected
+        ("raise SystemExit(2)", 1),  # an error during collection
         ("import os; os.abort()", 1),
         ("import time; time.sleep(60)", 1),
     ],
 )
 def test_what_fails_is_told(code: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fine = Check("fine", (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"))
-    asked = Check("asked", (sys.executable, "-c", code))
-    assert card_check.run_all([fine, asked, fine], ["3", "7"], 2, tmp_path, limit_seconds=5.0) == status
-    said = capsys.readouterr().out
-    assert "fine: 3\n" in said and f"failed: {'asked' if status else 'nothing'};" in said
+    tried = Check("tried", (sys.executable, "-c", code))
+    assert card_check.run_all([fine, tried, fine], ["3", "7"], 2, tmp_path, limit_seconds=5.0) == status
+    output = capsys.readouterr().out
+    assert "fine: 3\n" in output and f"failed: {'tried' if status else 'nothing'};" in output
 
 
 def test_a_missing_tool_is_a_failure(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_missing_tool_is_a_failure(tmp_path: Path) -> None:
     assert card_check.run_all([missing], ["0"], 1, tmp_path, limit_seconds=5.0) == 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a card would be asked everything")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a card, all its tests would run")
 def test_without_a_card_it_says_so() -> None:
     result = subprocess.run([sys.executable, card_check.__file__], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (2, "torch finds no GPU here\n")

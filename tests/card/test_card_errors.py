@@ -1,4 +1,4 @@
-"""Bad input on a card leaves no error behind; and how soon a new process launches."""
+"""Bad input on a card leaves no error in the driver; and how soon a new process launches."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def workspace() -> torch.Tensor:
 
 
 def on_card(value: Any, swap: bool) -> Any:
-    """A tensor of the error table on the card, its strides kept; `swap`: fp32 and fp16 change places, as the card's
-    kernels take fp16."""
+    """A tensor of the error table on the card, with its strides; `swap` exchanges fp32 and fp16, as the card's kernels
+    take fp16."""
     if isinstance(value, tuple):
         return tuple(on_card(part, swap) for part in value)
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
@@ -50,7 +50,7 @@ def misaligned(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def card_rows() -> list[Bad]:
-    """What only a card refuses."""
+    """Rows that only a card refuses."""
     on_host = torch.zeros(2, 4, 64, dtype=torch.float16)
     lopsided = lambda: torch.zeros(8, 2, 16, 2, 68, dtype=torch.float16, device=DEVICE)[..., :64]
     rows = [
@@ -70,7 +70,7 @@ def card_rows() -> list[Bad]:
 
 
 def assert_no_error_is_left(wrapper: Any, row_kind: str, expected: torch.Tensor) -> None:
-    """The driver is well and the wrapper still works."""
+    """Checks that the driver reports no error and that the wrapper still works."""
     torch.cuda.synchronize()
     _, planned, ran = card_arguments(row_kind)
     wrapper.plan(**planned)
@@ -80,7 +80,7 @@ def assert_no_error_is_left(wrapper: Any, row_kind: str, expected: torch.Tensor)
 
 
 def seeded(ran: dict[str, Any]) -> dict[str, Any]:
-    """The same random numbers every time."""
+    """Random numbers with the same seed for every call."""
     return {key: torch.randn_like(value) for key, value in ran.items()}
 
 
@@ -115,7 +115,7 @@ def test_errors_leave_the_card_well(row: Bad, good_outputs: dict[str, torch.Tens
 def test_bad_page_numbers_on_the_card_are_found(
     monkeypatch: pytest.MonkeyPatch, good_outputs: dict[str, torch.Tensor]
 ) -> None:
-    """On request: with FLASHPAGE_CHECK_INDICES=on."""
+    """With FLASHPAGE_CHECK_INDICES=on."""
     monkeypatch.setenv("FLASHPAGE_CHECK_INDICES", "on")
     name, planned, ran = card_arguments("decode")
     wrapper = getattr(flashpage, name)(workspace())
@@ -154,8 +154,8 @@ torch.cuda.synchronize()
 def test_a_new_process_launches_at_once(
     good_outputs: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the wrapper's construction to the first launch, kernels in the cache (good_outputs has built them), nothing
-    compiled. Best of three: files come from the page cache."""
+    """Time from the wrapper's construction to the first launch, with all kernels in the cache (good_outputs builds
+    them). The best of three runs: files come from the page cache."""
     environment = os.environ | {"FLASHPAGE_JIT": "off"}
     paths = [str(Path(flashpage.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -1,5 +1,5 @@
-"""Rows that are gathered before a prefill, on a card: against single rows of the same batch, in chains of launches and
-in graphs."""
+"""Gathered rows before a prefill, on a card: compared with row-by-row loads of the same batch, in chains of launches
+and in graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
 ROWS, KV_LENS = (1100, 700, 1301), (9000, 7000, 6003)
 TOKENS = sum(KV_LENS)
-FIRST = 3  # page numbers of nobody before the batch's
+FIRST = 3  # page numbers before the batch's, which no request has
 HEADS, DIM = (32, 2), 128
 LAYERS = 8
 WITH_ROOM, WITHOUT = 64 << 20, 20 << 20  # bytes of a workspace; K and V take 21.5 MiB
@@ -79,7 +79,7 @@ def assert_all_same_bits(found: tuple[torch.Tensor, ...], expected: tuple[torch.
     ids=str,
 )
 def test_both_ways_give_the_same(how: dict[str, Any]) -> None:
-    """With room for the rows in the float workspace, and without."""
+    """The float workspace has room for the rows, or it does not."""
     batch, by_rows = Gathered(**how), Gathered(WITHOUT, **how)
     assert batch.gathers and not by_rows.gathers
     assert by_rows.wrapper._planner.active[0].prepared.choice.spec.loader == "rows"
@@ -93,7 +93,7 @@ def test_both_ways_give_the_same(how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("enable_pdl", [None, False])
 def test_layers_that_follow_at_once_gather_into_the_same_memory(enable_pdl: bool | None) -> None:
-    """Who begins too early gathers over what the layer before still reads, or reads what is not there yet."""
+    """A gather that starts too early overwrites rows that the last layer still reads, or reads keys too early."""
     batch = Gathered()
     expected = [batch.run(layer) for layer in range(2)]
     torch.cuda.synchronize()
@@ -106,7 +106,7 @@ def test_layers_that_follow_at_once_gather_into_the_same_memory(enable_pdl: bool
 
 
 def test_keys_that_were_just_written_are_gathered() -> None:
-    """And page numbers, and the plan, in a workspace that others have used since."""
+    """Page numbers and the plan are new too, in a workspace that others have used since."""
     batch = Gathered()
     expected, cache = batch.run(), batch.caches[0]
     kept = cache.clone()

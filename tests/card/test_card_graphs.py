@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cuda
 DEVICE = "cuda:0"
 WINDOW = 33
 ROUNDS = 1000
-ROUNDS_ASLEEP = 40  # between two naps of a stream, in which the host plans ahead
+ROUNDS_ASLEEP = 40  # between two sleeps of a stream, in which the host plans ahead
 NAP_CYCLES = 20_000_000  # about 10 ms: hundreds of plans of host time
 
 
@@ -33,9 +33,9 @@ def decode_steps() -> Steps:
 @pytest.mark.parametrize("plan_name", ["plan", "fast_decode_plan"])
 @pytest.mark.parametrize("captured", [0, 1, 3], ids=["captured split", "captured short", "captured empty"])
 def test_replays_follow_the_plan(plan_name: str, captured: int, decode_steps: Steps) -> None:
-    """One capture, of whichever step, serves every later one: split or not, and with requests that are empty."""
+    """A capture of any step serves every later step: split or not, and with empty requests."""
     steps, graphed = decode_steps, decode_steps.wrapper(graph=True)
-    eager = decode_steps.wrapper(graph=True)  # the same plans, which an eager wrapper may make for more CTAs
+    eager = decode_steps.wrapper(graph=True)  # for equal plans; an eager wrapper may plan for more CTAs
     fast = functools.partial(flashpage.fast_decode_plan, graphed)
     plan = fast if plan_name == "fast_decode_plan" else graphed.plan
     steps.load(captured)
@@ -51,7 +51,7 @@ def test_replays_follow_the_plan(plan_name: str, captured: int, decode_steps: St
 
 
 def test_options_of_a_run_are_captured_too(decode_steps: Steps) -> None:
-    """Two layers in one graph, one of them with a window: both plans are made anew for every replay."""
+    """Two layers in one graph, one of them with a window: every replay copies both new plans."""
     steps, wrapper = decode_steps, decode_steps.wrapper(graph=True)
     local = Outputs(torch.empty_like(steps.out), torch.empty_like(steps.lse))
 
@@ -88,7 +88,7 @@ def test_an_option_that_is_new_in_a_capture_is_refused(decode_steps: Steps) -> N
 
 
 def test_an_eager_wrappers_run_is_captured(decode_steps: Steps) -> None:
-    """Without graph buffers the plan is the captured one; q and the cache are read anew."""
+    """Without graph buffers the plan stays the captured one; q and the cache are read again."""
     steps, wrapper, i = decode_steps, decode_steps.wrapper(), 2
     steps.load(i)
     steps.plan(wrapper, i)
@@ -102,7 +102,7 @@ def test_an_eager_wrappers_run_is_captured(decode_steps: Steps) -> None:
 
 
 def test_a_captured_plan_is_copied_at_every_replay(decode_steps: Steps) -> None:
-    """The staging slot that a graph copies from is never written again, whatever is planned between the replays."""
+    """The staging slot from which a graph copies is never reused, whatever is planned between replays."""
     steps, wrapper = decode_steps, decode_steps.wrapper()
 
     def step(i: int) -> None:
@@ -122,7 +122,7 @@ def test_a_captured_plan_is_copied_at_every_replay(decode_steps: Steps) -> None:
 
 @pytest.mark.parametrize("mask", ["", "dense"], ids=["causal", "custom mask"])
 def test_prefill_replays_with_fewer_rows(mask: str) -> None:
-    """Rows past the plan's are left alone."""
+    """Rows past the plan's stay unchanged."""
     steps = Steps(prefill_cases(name=f"graphs{mask}", mask=mask), DEVICE)
     graphed, eager = steps.wrapper(graph=True), steps.wrapper()
     largest = steps.rows.index(max(steps.rows))
@@ -141,7 +141,7 @@ def test_prefill_replays_with_fewer_rows(mask: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one card")
 def test_graphs_on_the_second_card() -> None:
-    """Captured on a stream of that card, while the first one stays current outside."""
+    """Captured on a stream of the second card, while the first card stays current outside."""
     steps = Steps(decode_cases(name="graphs"), "cuda:1")
     wrapper = steps.wrapper(graph=True)
     steps.load(0)
@@ -158,7 +158,7 @@ def test_graphs_on_the_second_card() -> None:
 
 
 def test_many_graphs_share_one_wrapper(decode_steps: Steps) -> None:
-    """A graph for each of several inputs, as engines capture one a size; the newest plan serves whichever is next."""
+    """One graph for each of several inputs, as engines capture one for each size; a replay uses the newest plan."""
     steps, wrapper = decode_steps, decode_steps.wrapper(graph=True)
     steps.load(0)
     steps.plan(wrapper, 0)
@@ -176,7 +176,7 @@ def test_many_graphs_share_one_wrapper(decode_steps: Steps) -> None:
 
 
 def test_a_graph_that_plans_beside_other_work() -> None:
-    """The plan takes one multiprocessor: on a stream of its own it stands beside what comes before attention."""
+    """The planning kernel takes one multiprocessor: on its own stream it overlaps the work before attention."""
     steps, side = capacity_steps(DEVICE), torch.cuda.Stream()
     wrapper, lengths = steps.wrapper(), OnDevice(steps)
     product = torch.randn(1024, 1024, device=DEVICE)
@@ -204,7 +204,7 @@ def test_a_graph_that_plans_beside_other_work() -> None:
 
 
 class Rounds:
-    """One wrapper's steps in random order on streams, without a word from the host; each round's output is kept."""
+    """One wrapper's steps in random order on streams; the host never waits, and each round's output is kept."""
 
     def __init__(self, steps: Steps, seed: int, *, on_device: bool = False) -> None:
         self.steps, self.wrapper = steps, steps.wrapper(use_cuda_graph=True, **steps.capacity)
@@ -228,7 +228,7 @@ class Rounds:
             self.lengths.load(i)
 
     def go(self, number: int) -> None:
-        """One round on the present stream."""
+        """Runs one round on the current stream."""
         if number % ROUNDS_ASLEEP == 0:
             torch.cuda._sleep(NAP_CYCLES)
         i = self.order[number]
@@ -240,7 +240,7 @@ class Rounds:
         self.lses[number] = self.steps.lse
 
     def check(self) -> None:
-        """Every round against an eager run of its step, bit by bit, and that against the reference."""
+        """Compares every round with an eager run of its step, bit by bit, and that run with the reference."""
         torch.cuda.synchronize()
         eager = self.steps.wrapper(use_cuda_graph=True, **self.steps.capacity)
         for i in range(len(self.steps)):
@@ -275,7 +275,7 @@ def test_a_wrapper_a_stream(on_device: bool) -> None:
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host plans", "device plans"])
 def test_one_wrapper_on_two_streams(on_device: bool) -> None:
-    """The streams take turns, ordered by the user's events; one graph is replayed on both."""
+    """The streams alternate, ordered by the user's events; one graph is replayed on both of them."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     rounds = Rounds(capacity_steps(DEVICE), 7, on_device=on_device)
     torch.cuda.synchronize()
@@ -292,7 +292,7 @@ def test_one_wrapper_on_two_streams(on_device: bool) -> None:
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_plans_do_not_wait(where: str) -> None:
-    """With lengths and a million page numbers in memory of the host that is not even pinned, or on the card."""
+    """Lengths and a million page numbers lie in pageable host memory, or on the card."""
     pages = 1 << 20
     room = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
     capacity = {"max_batch": 8, "max_pages": pages}

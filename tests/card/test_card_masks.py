@@ -1,5 +1,6 @@
-"""Custom masks and mask functions on a card: the tiles that the card finds, the same bits in whichever order units are
-claimed, and masks that change under a captured graph."""
+"""Custom masks and mask functions on a card: the tiles that the card finds, equal bits in whichever order units are
+claimed, and masks that change under a captured graph.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def rows(lengths: tuple[int, ...], heads: int, seed: int) -> torch.Tensor:
 
 
 def masks(seed: int) -> list[torch.Tensor]:
-    """Causal, but for islands that nobody sees."""
+    """Causal, except for islands of tokens that no row sees."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for q, kv in zip(Q_LENS, KV_LENS, strict=True):
@@ -63,7 +64,7 @@ def tensors() -> tuple[torch.Tensor, ...]:
 
 
 def exact(tensors: tuple[torch.Tensor, ...], given: list[torch.Tensor]) -> torch.Tensor:
-    """In fp64, with zeros for rows that see nothing."""
+    """Attention in fp64, with zeros for rows that see nothing."""
     q, k, v = (t.double() for t in tensors)
     outs = []
     parts = zip(q.split(Q_LENS), k.split(KV_LENS), v.split(KV_LENS), given, strict=True)
@@ -85,7 +86,7 @@ def test_a_card_finds_the_tiles_that_the_host_finds(tensors: tuple[torch.Tensor,
 
 
 def check_tiles(wrapper: Any, bits: int | None, find: Callable[[Any], None]) -> None:
-    """What the last run left, against what `find` leaves on the host."""
+    """Compares the tiles after the last run with those that `find` finds on the host."""
     planner, combination = wrapper._planner, wrapper._attention._last_combination()
     found = combination.mask_tiles.cells.tensor.cpu()
     combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
@@ -106,7 +107,7 @@ def check_tiles(wrapper: Any, bits: int | None, find: Callable[[Any], None]) -> 
 
 
 def test_bits_are_looked_at_once_a_plan(tensors: tuple[torch.Tensor, ...]) -> None:
-    """By every run of the plan, captured ones and those with options of their own too."""
+    """Every run of the plan reads the same tiles: captured runs, and runs with their own options."""
     bits = pack_bits(masks(7)).to(DEVICE)
     wrapper = planned(packed_custom_mask=bits)
     wrapper.run(*tensors)
@@ -147,7 +148,7 @@ def test_the_same_bits_in_any_order_of_claims(tensors: tuple[torch.Tensor, ...])
 
 
 def test_layers_follow_each_other(tensors: tuple[torch.Tensor, ...]) -> None:
-    """Launches of one layer do not disturb tiles and queue of the layer before, which they overwrite."""
+    """A layer's launches overwrite tiles and queue of the layer before, and must not disturb it."""
     q, k, v = tensors
     wrapper = planned(packed_custom_mask=pack_bits(masks(3)).to(DEVICE))
     expected = q
@@ -161,14 +162,16 @@ def test_layers_follow_each_other(tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def test_a_mask_that_changes_under_a_graph(tensors: tuple[torch.Tensor, ...]) -> None:
-    """The tiles are those of the bits that are there when a graph is replayed."""
+    """A replay looks for tiles in the bits at that time."""
     buffers = [torch.zeros(len(Q_LENS) + 1, dtype=torch.int32, device=DEVICE) for _ in range(3)]
     bits = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
-        *(torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE), "NHD", True),
-        *buffers[:2],
-        bits,
-        buffers[2],
+        torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE),
+        use_cuda_graph=True,
+        qo_indptr_buf=buffers[0],
+        kv_indptr_buf=buffers[1],
+        custom_mask_buf=bits,
+        mask_indptr_buf=buffers[2],
     )
     plan(wrapper, packed_custom_mask=pack_bits(masks(4)).to(DEVICE))
     out = wrapper.run(*tensors)
@@ -197,7 +200,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"causal": True}, {"window_left": 333, "fix
 
 
 def seen(mask_mod: Callable[..., Any], causal: bool = False, window_left: int = -1, **_: Any) -> list[torch.Tensor]:
-    """Of each request, [heads, rows, tokens]."""
+    """The tokens that each request's rows see, [heads, rows, tokens]."""
     found = []
     for b, (q, kv) in enumerate(zip(Q_LENS, KV_LENS, strict=True)):
         q_idx, kv_idx = torch.arange(kv - q, kv)[:, None], torch.arange(kv)[None]
@@ -228,7 +231,7 @@ def test_functions_are_asked_for_tiles(
 
 
 def test_a_captured_tensor_that_changes_under_a_graph(tensors: tuple[torch.Tensor, ...]) -> None:
-    """The tiles are those of what the function reads when a graph is replayed."""
+    """A replay looks for tiles in the function's tensor at that time."""
     ids = IDS.to(DEVICE)
     wrapper = planned(variant=Variant(mask_mod=documents(ids)))
     out = wrapper.run(*tensors)

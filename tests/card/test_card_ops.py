@@ -1,4 +1,4 @@
-"""Functions and operators on a card: merging and appending against the CPU's results, opcheck, torch.compile."""
+"""Functions and operators on a card: merging and appending compared with the CPU's results, opcheck, torch.compile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def states(dtype: torch.dtype, heads: int, dim: int, num_states: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, states, heads, dim] and LSEs: some without tokens, some far apart, a row without any."""
+    """[rows, states, heads, dim] and LSEs: some without tokens, some far apart, one row without any."""
     generator = torch.Generator().manual_seed(heads * dim + num_states)
     rows = 37
     v = torch.randn(rows, num_states, heads, dim, generator=generator).to(dtype)
@@ -64,7 +64,7 @@ def test_merges_are_the_cpus(heads: int, dim: int, dtype: torch.dtype) -> None:
 
 
 def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Any bits, NaN among them: appending copies bytes."""
+    """Random bits, NaN among them: appending copies bytes."""
     size = (*shape[:-1], shape[-1] * dtype.itemsize)
     generator = torch.Generator().manual_seed(shape[0])
     return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).view(dtype)
@@ -170,7 +170,7 @@ def test_opcheck_functions() -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_decode_step_compiles_whole(backend: str, steps: Steps) -> None:
-    """Append and two layers in one graph; planning again compiles nothing, and the cache that is written is read."""
+    """Append and two layers in one graph; a new plan compiles nothing, and attention reads the appended keys."""
     if backend == "inductor":
         pytest.importorskip("triton")
     wrapper, kv_heads = steps.wrapper(), steps.cases[0].num_kv_heads

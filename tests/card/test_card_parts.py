@@ -1,5 +1,5 @@
-"""Mixed batches in two launches side by side, on a card: against one plan of the same batch, in chains of launches, on
-other streams, and in graphs."""
+"""Mixed batches in two launches at the same time, on a card: compared with one plan of the same batch, in chains of
+launches, on other streams, and in graphs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def indptr(lens: tuple[int, ...]) -> torch.Tensor:
 
 
 class Mixed:
-    """A batch for the paged wrapper, or the ragged one (a page_size of 0)."""
+    """A batch for the paged wrapper, or for the ragged one (a page_size of 0)."""
 
     def __init__(
         self,
@@ -115,14 +115,14 @@ def test_two_launches_give_what_one_gives(how: dict[str, Any], monkeypatch: pyte
 
 
 def assert_all_same_bits(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
-    """And all rows are written."""
+    """Compares outputs, and checks that all rows are written."""
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("enable_pdl", [None, False])
 def test_layers_that_follow_at_once_read_what_both_launches_wrote(enable_pdl: bool | None) -> None:
-    """Each layer's output is the next one's query: who starts too early reads NaN or an older step."""
+    """Each layer's output is the next one's query: a launch that starts too early reads NaN or an older step."""
     mixed = Mixed()
 
     def layers(wait: bool) -> list[torch.Tensor]:
@@ -141,7 +141,7 @@ def test_layers_that_follow_at_once_read_what_both_launches_wrote(enable_pdl: bo
 
 
 def test_plans_and_appends_between_runs() -> None:
-    """A plan is copied, and keys are written, right before the launches that read them, and right after."""
+    """The plan is copied and keys are written directly before the launches that read them, and directly after."""
     mixed = Mixed()
     expected = mixed.run()
     cache, kept = mixed.kv[0], mixed.kv[0].clone()
@@ -180,7 +180,7 @@ def test_captured_layers(enable_pdl: bool | None, monkeypatch: pytest.MonkeyPatc
 
 
 def test_runs_on_one_stream_after_another() -> None:
-    """The side stream is the wrapper's; whose work it stands beside is each run's."""
+    """The side stream belongs to the wrapper; the stream that it joins may differ in every run."""
     mixed = Mixed()
     expected = mixed.run()
     streams = [torch.cuda.Stream(DEVICE) for _ in range(3)]
@@ -195,7 +195,7 @@ def test_runs_on_one_stream_after_another() -> None:
 
 
 def test_both_launches_execute_at_the_same_time() -> None:
-    """What the two streams are for."""
+    """The purpose of the two streams."""
     mixed = Mixed()
     mixed.run()
     torch.cuda.synchronize()

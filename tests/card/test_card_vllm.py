@@ -1,4 +1,4 @@
-"""vLLM's operators on a card, beyond the table of test_vllm_ops.py: graphs, shares of the work, refusals."""
+"""vLLM's operators on a card, in addition to the table of test_vllm_ops.py: graphs, division of work, refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def partials(blocks: Blocks) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_captured_calls_follow_lengths(version: int) -> None:
-    """One graph, captured for the longest of all, on lengths and tables that come and go."""
+    """One graph, captured for the longest sequence, on lengths and tables that change."""
     longest = Blocks(dataclasses.replace(CASE, seq_lens=(4000,) * 7))
     given = longest.arguments(DEVICE)
     out, rest = longest.out(DEVICE), partials(longest)
@@ -91,7 +91,7 @@ def test_streams_do_not_meet(version: int) -> None:
 
 
 def test_other_integers_and_scales() -> None:
-    """int64 lengths and tables, tables that are a slice, a scale that lives on the host."""
+    """int64 lengths and tables, tables that are slices, a scale in host memory."""
     blocks = Blocks(dataclasses.replace(CASE, kv_cache_dtype="fp8"))
     arguments = blocks.arguments(DEVICE)
     expected = run(blocks, 1, arguments)
@@ -129,7 +129,7 @@ def test_lengths_past_the_table_are_not_read() -> None:
 
 
 def test_caches_in_parts_of_larger_tensors() -> None:
-    """Blocks and heads with gaps between them; blocks that are not in one piece are refused."""
+    """Caches with gaps between blocks and heads; a cache whose blocks have gaps inside is refused."""
     blocks = Blocks(CASE)
     arguments = blocks.arguments(DEVICE)
     expected = run(blocks, 1, arguments)
@@ -141,7 +141,7 @@ def test_caches_in_parts_of_larger_tensors() -> None:
         arguments[at] = wide[:, 1::2]
     assert torch.equal(run(blocks, 1, arguments), expected)
     arguments[2] = arguments[2].transpose(2, 3).contiguous().transpose(2, 3)
-    with pytest.raises(RunError, match="a head's part of a block in one piece"):
+    with pytest.raises(RunError, match="a head's part of a block must be contiguous"):
         run(blocks, 1, arguments)
 
 
@@ -153,7 +153,7 @@ def test_what_v2_takes() -> None:
         (exp_sums, max_logits, torch.cat([tmp_out, tmp_out], 2)),
         (exp_sums, max_logits, tmp_out.float()),
     ):
-        with pytest.raises(RunError, match="on a card all three are contiguous"):
+        with pytest.raises(RunError, match="On a card all three outputs must be contiguous"):
             vllm_ops.paged_attention_v2(blocks.out(DEVICE), *given, *blocks.arguments(DEVICE))
 
 

@@ -1,4 +1,4 @@
-"""transformers models on a card, in 16 bits: as close to eager attention as torch's own; a trained model exactly."""
+"""transformers models on a card, in 16 bits: as close to eager attention as torch's kernels; one model exactly."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DEVICE = "cuda:0"
 NEW_TOKENS = 256
 SIZES: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "initializer_range": 0.05}
 OWN: dict[str, dict[str, Any]] = {
-    "gemma2": {"attn_logit_softcapping": 0.5},  # scores are small
-    # All experts for every token: a choice among them would turn on the last bit.
+    "gemma2": {"attn_logit_softcapping": 0.5},  # its scores are small
+    # All experts for every token: a selection would depend on rounding.
     "gpt-oss": {"num_experts_per_tok": 4},
     "deepseek-v3": {"num_experts_per_tok": 4, "topk_group": 2, "head_dim": None},
 }
@@ -35,7 +35,7 @@ def registered() -> None:
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    """Trained in less than a minute; it repeats what it reads."""
+    """A model that is trained in less than a minute to repeat its input."""
     model = hf_copy.trained(DEVICE, length=hf_copy.PERIOD * 2 + NEW_TOKENS, batch=32, head_dim=64)
     model = model.bfloat16().eval()
     model.set_attn_implementation(hf.NAME)
@@ -44,7 +44,7 @@ def llama() -> Any:
 
 @pytest.fixture(params=["all", "window"])
 def trained(request: pytest.FixtureRequest, llama: Any) -> Any:
-    """As it is, and with a window."""
+    """The trained model, with and without a window."""
     return llama if request.param == "all" else hf_copy.windowed(llama, 24)
 
 
@@ -57,7 +57,7 @@ def test_a_trained_model_with_transformers_cache(trained: Any) -> None:
 
 
 def test_a_trained_model_in_continuous_batches(trained: Any) -> None:
-    """Three requests, two at a time in part; tokens are prefilled 24 at most."""
+    """Three requests, at most two at a time; prefills of at most 24 tokens."""
     prompts, goes_on = hf_copy.task(trained, NEW_TOKENS)
     outputs = trained.generate_batch(
         prompts.tolist(), **batch_options(NEW_TOKENS, page_size=16, num_blocks=40, max_batch_tokens=24)
@@ -68,7 +68,7 @@ def test_a_trained_model_in_continuous_batches(trained: Any) -> None:
 @pytest.mark.parametrize("is_paged", [True, False])
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in MODELS), ("llama", torch.float16)])
 def test_logits(name: str, is_paged: bool, dtype: torch.dtype) -> None:
-    """Of given tokens, a padded batch first and then one by one."""
+    """Logits of given tokens, first as a padded batch and then one by one."""
     if is_paged and name == "deepseek-v3":
         pytest.skip("its cache holds latents")
     model = make_model(name, **SIZES | OWN.get(name, {})).to(DEVICE)
@@ -82,7 +82,7 @@ def test_logits(name: str, is_paged: bool, dtype: torch.dtype) -> None:
 
 
 def test_a_tree_after_a_prompt() -> None:
-    """A mask of which row sees which token, over a paged cache."""
+    """A 4-D mask over a paged cache."""
     model = make_model("llama", **SIZES).to(DEVICE, torch.bfloat16)
     ids = left_padded([96, 96])["input_ids"].to(DEVICE)
     mask = (torch.rand(1, 1, 6, 96, generator=torch.Generator().manual_seed(2)) < 0.5).to(DEVICE)
@@ -101,7 +101,7 @@ def test_a_tree_after_a_prompt() -> None:
 
 @torch.no_grad()
 def forced_logits(model: Any, implementation: str, cache: Any) -> torch.Tensor:
-    """[tokens, vocabulary], fp32, without those of padding."""
+    """[tokens, vocabulary], fp32, without padding."""
     model.set_attn_implementation(implementation)
     inputs = {key: value.to(DEVICE) for key, value in left_padded([70, 33, 96]).items()}
     ids, mask = inputs["input_ids"], inputs["attention_mask"]

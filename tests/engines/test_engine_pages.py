@@ -1,4 +1,4 @@
-"""Page numbers in tables, and padded requests, as engines give them."""
+"""Page numbers in tables, and padded requests, as engines pass them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch() -> Batch:
 
 
 def tables_of(lengths: Lengths, width: int = 9) -> torch.Tensor:
-    """Unused entries are no page numbers."""
+    """Page tables whose unused entries are no valid page numbers."""
     tables = torch.full((lengths.batch_size, width), -1, dtype=torch.int32)
     for i in range(lengths.batch_size):
         begin, end = int(lengths.kv_indptr[i]), int(lengths.kv_indptr[i + 1])
@@ -88,7 +88,7 @@ def test_block_tables_that_differ_are_refused(tables: Any, says: str) -> None:
 
 @pytest.mark.parametrize("padding", [0, 1, PAGE])
 def test_a_request_without_pages_may_have_any_last_page_len(batch: Batch, padding: int) -> None:
-    """Engines pad batches with ones."""
+    """Engines pad batches with last_page_len 1."""
     wrapper, last = decode(), ONE_ROW.last_page_len.clone()
     assert last[2] == 0
     last[2] = padding

@@ -1,5 +1,6 @@
-"""SGLang's calls of FlashInfer's wrappers, row by row (pools of single slots, everything on the device), and those of
-mini-sglang, its smallest relative; both through `flashinfer`."""
+"""SGLang's calls of FlashInfer's wrappers, argument by argument (pools of single slots, all tensors on the device), and
+those of mini-sglang; both import `flashinfer`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def flashinfer() -> Iterator[types.ModuleType]:
 
 
 def longer(indices: torch.Tensor) -> torch.Tensor:
-    """kv_indices has room for 256 more."""
+    """kv_indices as the engine allocates it, with 256 more entries."""
     return torch.cat([indices, indices.new_full((256,), 2**30)])
 
 
@@ -42,7 +43,7 @@ def run_values(batch: EngineBatch, *, causal: bool | None = None) -> dict[str, A
 
 
 def begin_decode(wrapper: Any, batch: EngineBatch, **options: Any) -> None:
-    """Indptr and page numbers on the device; seven positional arguments, the page size and keywords."""
+    """Indptr and page numbers on the device; seven positional arguments, the page size, and keywords."""
     indptr, indices, last_page_len = batch.on_device("indptr", "indices", "last_page_len")
     common = {"data_type": BF16, "q_data_type": BF16, "non_blocking": True}
     common |= {"fixed_split_size": None, "disable_split_kv": False}
@@ -65,7 +66,7 @@ def test_decode(
 
 
 def test_decode_of_a_window_by_trimmed_indices(device: str, flashinfer: types.ModuleType) -> None:
-    """The engine leaves out what the window hides."""
+    """The engine leaves out page numbers that the window hides."""
     lens = tuple(min(n, 12) for n in LENS)
     batch = EngineBatch(decode_case(**slots(kv_lens=lens)), device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(batch.workspace(), "NHD", backend="fa2")
@@ -74,8 +75,8 @@ def test_decode_of_a_window_by_trimmed_indices(device: str, flashinfer: types.Mo
 
 
 def test_decode_graph_wrappers(device: str, flashinfer: types.ModuleType) -> None:
-    """One a captured batch size on slices of shared buffers; after the capture begin_forward is fast_decode_plan, and
-    the indptr comes from the host too."""
+    """One wrapper for each captured batch size, on slices of shared buffers; after the capture begin_forward is
+    fast_decode_plan, which also gets the indptr on the host."""
     batches = [EngineBatch(decode_case(**slots(kv_lens=lens)), device) for lens in (LENS, (3, 400, 0, 8, 8), LENS)]
     most = max(len(b.inputs.indices) for b in batches) + 256
     kv_indptr, indices, last = (batches[0].zeros(n) for n in (65, most, 64))
@@ -105,7 +106,7 @@ def test_decode_graph_wrappers(device: str, flashinfer: types.ModuleType) -> Non
 
 
 def begin_paged(wrapper: Any, batch: EngineBatch, **options: Any) -> None:
-    """No causal, no soft cap: they come with forward."""
+    """Plans without causal and soft cap: forward gets them."""
     qo_indptr, indptr, indices, last = batch.on_device("qo_indptr", "indptr", "indices", "last_page_len")
     common = {"q_data_type": BF16, "kv_data_type": BF16, "custom_mask": None, "non_blocking": True}
     common |= {"fixed_split_size": None, "prefix_len_ptr": None, "token_pos_in_items_ptr": None}
@@ -128,7 +129,7 @@ def test_paged_extend(
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8], ids=str)
 def test_verify_with_a_tree_mask(kind: torch.dtype, device: str, flashinfer: types.ModuleType) -> None:
-    """Flat masks on the device, in graph mode too; the wrapper's buffer is what the engine looks at."""
+    """Flat masks on the device, also in graph mode; the engine reads the wrapper's mask buffer."""
     batch = EngineBatch(prefill_case(**slots(mask="dense", chunks=((4, 30), (4, 5), (4, 4), (4, 100)))), device)
     mask = torch.cat([m.flatten() for m in batch.inputs.masks]).to(device).to(kind)
     eager = flashinfer.BatchPrefillWithPagedKVCacheWrapper(batch.workspace(), "NHD", backend="fa2")
@@ -154,7 +155,7 @@ def test_verify_with_a_tree_mask(kind: torch.dtype, device: str, flashinfer: typ
 
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
 def test_ragged_extend_over_a_cached_prefix(options: dict[str, Any], device: str, flashinfer: types.ModuleType) -> None:
-    """New tokens ragged and causal, the prefix paged and not causal, merged; without a prefix the first alone."""
+    """New tokens are ragged and causal, the prefix is paged and not causal; without a prefix nothing is merged."""
     from flashinfer.cascade import merge_state
 
     batch = EngineBatch(prefill_case(**slots(**options)), device)
@@ -188,7 +189,7 @@ def test_ragged_extend_over_a_cached_prefix(options: dict[str, Any], device: str
 
 
 def test_ragged_chunks_of_expanded_mla(device: str, flashinfer: types.ModuleType) -> None:
-    """Keys of 192 and values of 128 by keyword, chunk by chunk; causal at forward."""
+    """Keys of 192 and values of 128 by keyword, chunk by chunk; forward gets causal."""
     case = prefill_case(entry="ragged", head_dim=192, head_dim_vo=128, num_q_heads=4, num_kv_heads=4, cache="tuple")
     batch = EngineBatch(case, device)
     k, v = (half[0] for half in batch.inputs.cache.argument(device))
@@ -212,7 +213,7 @@ def test_ragged_chunks_of_expanded_mla(device: str, flashinfer: types.ModuleType
 
 
 def test_ragged_block_masks(device: str, flashinfer: types.ModuleType) -> None:
-    """A diffusion model's mask: rows see whole blocks of their own and of earlier tokens."""
+    """A diffusion model's mask: rows see their own block and all earlier ones."""
     case = prefill_case(entry="ragged", chunks=((64, 64), (32, 96)), mask="dense", cache="tuple")
     batch = EngineBatch(case, device)
     masks = []

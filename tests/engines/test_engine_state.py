@@ -1,5 +1,5 @@
-"""Planning functions of engines' own: they write a wrapper's attributes and call `_cached_module.plan` instead of
-`plan`. Each must give, bit for bit, what `plan` gives."""
+"""Engines with their own planning functions: they write a wrapper's attributes and call `_cached_module.plan` instead
+of `plan`. Results are bitwise equal to those of `plan`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_decode(batch: Batch, graph: bool, q_len_per_req: int, tensor_cores: boo
     lengths = TWO_ROWS if q_len_per_req == 2 else ONE_ROW
     wrapper, usual = decode(graph, tensor_cores), decode()
     wrapper.plan(*batch.pages(), *SHAPE, q_data_type=DTYPE, q_len_per_req=q_len_per_req)
-    if graph:  # the engine fills the buffers that it gave to the constructor
+    if graph:  # the engine fills the buffers that it passed to the constructor
         wrapper._paged_kv_last_page_len_buf.copy_(lengths.last_page_len)
         wrapper._paged_kv_indices_buf[: len(lengths.indices)] = lengths.indices
         assert torch.equal(wrapper._qo_indptr_buf, lengths.qo_indptr)
@@ -98,7 +98,7 @@ def test_ragged() -> None:
     assert wrapper._kv_indptr_buf.tolist() == [0, 1]
     memory = (wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer)
     arrays = (lengths.qo_indptr, kv_indptr, lengths.kv_lens, 5, 3, HEADS, KV_HEADS)
-    wrapper._cached_module.plan(*memory, *arrays, 1, False, DIM, DIM, False, -1)  # 16 arguments: the older kind
+    wrapper._cached_module.plan(*memory, *arrays, 1, False, DIM, DIM, False, -1)  # 16 arguments, as in older releases
     assert torch.equal(wrapper.run(lengths.q, k, v), usual.run(lengths.q, k, v))
     with pytest.raises(PlanError, match="page_size=4 but K and V are ragged"):
         wrapper._cached_module.plan(*memory, *arrays, PAGE, False, DIM, DIM, False, -1)
@@ -114,7 +114,7 @@ def test_written_types_are_planned(batch: Batch) -> None:
     assert wrapper._cached_q_data_type == wrapper._cached_o_data_type == torch.float16
     engine_prefill_plan(wrapper, OTHER, q_data_type="float8_e4m3fn")
     assert (wrapper._cached_kv_data_type, wrapper._cached_o_data_type) == (torch.float8_e4m3fn, torch.bfloat16)
-    plan(wrapper, OTHER)  # the options of the first plan again, which are no longer those that were planned last
+    plan(wrapper, OTHER)  # the first plan's options again, which are not those of the last plan
     assert wrapper.run(OTHER.q, batch.cache).dtype == torch.float32
 
 
@@ -192,7 +192,7 @@ def expected_items(batch: Batch) -> torch.Tensor:
 
 
 def test_items_are_planned_and_forgotten(batch: Batch) -> None:
-    """A run's own causal does not lift the mask, and a plan without items has none."""
+    """A run's causal does not lift the mask, and a plan without items has no mask."""
     wrapper, usual = prefill(), prefill()
     plan(wrapper, ITEMS, **item_arguments())
     assert wrapper._token_pos_in_items_len == 9 and wrapper._prefix_len_ptr.tolist() == list(PREFIX)
@@ -271,7 +271,7 @@ def test_a_plan_info_is_of_one_plan(batch: Batch) -> None:
     wrapper = prefill()
     plan(wrapper, FIRST)
     first = wrapper._plan_info
-    wrapper._plan_info = list(first)  # as some engines keep it
+    wrapper._plan_info = list(first)  # some engines keep it as a list
     plan(wrapper, FIRST)
     assert wrapper._plan_info != first and wrapper._plan_info[1:] == first[1:]
     with pytest.raises(PlanError, match="_plan_info is of a plan that is gone"):
@@ -290,7 +290,7 @@ def test_rows_of_a_graph_never_grow() -> None:
         plan(wrapper, FIRST)
     with pytest.raises(PlanError, match="qo_indptr ends at 14"):
         engine_prefill_plan(wrapper, FIRST)
-    wrapper._max_total_num_rows = 14  # the engine's tensors have room
+    wrapper._max_total_num_rows = 14  # the engine's tensors are large enough
     plan(wrapper, FIRST)
     assert prefill()._max_total_num_rows is None
 

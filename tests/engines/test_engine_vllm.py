@@ -1,5 +1,5 @@
-"""vLLM's calls of FlashInfer's wrappers, row by row, through `flashinfer`: metadata in host memory (pinned where there
-is a card), K and V as halves of one cache, padded requests, attributes that it asserts before every run."""
+"""vLLM's calls of FlashInfer's wrappers, argument by argument, through `flashinfer`: metadata on the host (pinned if
+there is a card), K and V as halves of one cache, padded requests, and attributes that vLLM asserts before a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def on_host(batch: EngineBatch, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def check_planned(wrapper: Any, batch: EngineBatch, causal: bool | None = None) -> None:
-    """What is asserted before every run; a cap of None is planned as 0."""
+    """vLLM's assertions before every run; a cap of None is planned as 0."""
     case = batch.case
     assert wrapper._window_left == case.window_left
     assert wrapper._logits_soft_cap == (case.soft_cap or 0.0)
@@ -58,7 +58,7 @@ def options_of(batch: EngineBatch) -> dict[str, Any]:
 
 
 def scales_of(batch: EngineBatch) -> dict[str, float]:
-    """Numbers, as vLLM keeps them."""
+    """Scales as numbers, as vLLM keeps them."""
     given = batch.inputs.scales
     return {name: given.get(name, 1.0) for name in ("q_scale", "k_scale", "v_scale")}
 
@@ -99,7 +99,7 @@ def test_prefill(form: dict[str, Any], device: str, flashinfer: types.ModuleType
 
 
 def test_prefill_with_sinks(device: str, flashinfer: types.ModuleType) -> None:
-    """Sinks and the whole scale as positions of run; an instance of the prefill wrapper."""
+    """Sinks and the whole scale are positional arguments of run; a prefill wrapper."""
     batch = EngineBatch(prefill_case(**FORM, **FORMS[1], sinks=True, window_left=30), device)
     wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(
         batch.workspace(),
@@ -123,7 +123,7 @@ def test_prefill_with_sinks(device: str, flashinfer: types.ModuleType) -> None:
 
 
 def plan_decode(wrapper: Any, batch: EngineBatch, plan: Any = None, **changed: Any) -> None:
-    """The first call, or with fast_decode_plan that of a replay."""
+    """The first call, or fast_decode_plan as called before a replay."""
     inputs = batch.inputs
     indptr, last, seq_lens = on_host(batch, inputs.indptr, inputs.last_page_len, batch.seq_lens)
     common = {"indptr": indptr, "indices": batch.on_device("indices")[0], "last_page_len": last}
@@ -158,7 +158,7 @@ def test_decode(q_len: int, form: dict[str, Any], device: str, flashinfer: types
 
 
 def test_decode_graph_wrappers(device: str, flashinfer: types.ModuleType) -> None:
-    """Padded requests have no pages and a last page of 0 tokens: out is finite, lse -inf."""
+    """Padded requests have no pages and last_page_len 0: out is finite, lse is -inf."""
     batches = [EngineBatch(decode_case(**FORM, **FORMS[1], kv_lens=n), device) for n in (LENS, (40, 90, 0, 0, 0))]
     assert batches[1].inputs.last_page_len[2:].tolist() == [0, 0, 0]
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -181,7 +181,7 @@ def test_decode_graph_wrappers(device: str, flashinfer: types.ModuleType) -> Non
 
 
 def test_context_parallel_prefill(device: str, flashinfer: types.ModuleType) -> None:
-    """What is cached paged and not causal, what is new ragged and causal; LSEs become natural logarithms outside."""
+    """Cached tokens are paged and not causal, new ones ragged and causal; the caller converts LSEs to base e."""
     batch = EngineBatch(prefill_case(**FORM, chunks=((16, 64), (16, 32), (16, 16))), device)
     inputs, sizes = batch.inputs, batch.sizes
     pages = [(tokens - 16) // 16 for tokens in batch.case.kv_lens]  # all but the last page of each request
@@ -232,7 +232,7 @@ def test_context_parallel_prefill(device: str, flashinfer: types.ModuleType) -> 
 
 
 def test_cascade(device: str, flashinfer: types.ModuleType) -> None:
-    """Its older calls: two levels, everything by keyword but the lists and sizes."""
+    """vLLM's older calls: two levels, all arguments but the lists and sizes by keyword."""
     batch = EngineBatch(decode_case(**FORM, kv_lens=(70, 40, 129)), device)
     inputs, sizes = batch.inputs, batch.sizes
     shared = torch.randn(48, 2, 2, 64, generator=torch.Generator().manual_seed(5)).to(BF16)
@@ -279,7 +279,7 @@ def test_seq_lens_and_what_is_refused(flashinfer: types.ModuleType) -> None:
 
 
 def test_decode_with_sinks(device: str, flashinfer: types.ModuleType) -> None:
-    """A keyword of run that FlashInfer's own decode kernels ignore."""
+    """sinks is a keyword of run that FlashInfer's own decode kernels ignore."""
     batch = EngineBatch(decode_case(**FORM, **FORMS[0], sinks=True), device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(batch.workspace(), "NHD", use_tensor_cores=True)
     plan_decode(wrapper, batch)
@@ -287,7 +287,7 @@ def test_decode_with_sinks(device: str, flashinfer: types.ModuleType) -> None:
 
 
 def test_heads_are_gathered(device: str, flashinfer: types.ModuleType) -> None:
-    """Decode over a context that is spread over ranks: each has all heads' queries, and its own tokens."""
+    """Decode over a context that is spread over ranks: each rank has all heads' queries, and its own tokens."""
     batch = EngineBatch(decode_case(**FORM, **FORMS[0], kv_lens=(64, 96), num_q_heads=8), device)
     states = []
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""The paged cache of transformers models: one plan a forward, pages shared and given back, mistakes told."""
+"""The paged cache of transformers models: one plan for each forward, pages shared and freed, errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LENGTHS = [13, 5, 21]
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Windows in two layers of three."""
+    """A model with a window in two of three layers."""
     hf.register()
     return make_model("gemma3", implementation=hf.NAME)
 
 
 @pytest.fixture
 def eager(model: Any) -> Any:
-    """The same weights."""
+    """The model's weights under eager attention."""
     other = make_model("gemma3")
     other.load_state_dict(model.state_dict())
     return other
@@ -66,7 +66,7 @@ def test_one_plan_a_forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_memory_of_no_token_is_not_read(model: Any, eager: Any) -> None:
-    """Pages anywhere in the pool, NaN in all of it that holds no token."""
+    """Pages are anywhere in the pool, and all memory that holds no token is NaN."""
     inputs = left_padded(LENGTHS)
     cache = hf.PagedCache(model.config, page_size=4, num_pages=60)
     greedy(model, inputs, 2, past_key_values=cache)
@@ -80,7 +80,7 @@ def test_memory_of_no_token_is_not_read(model: Any, eager: Any) -> None:
 
 
 def test_a_corrupted_page_entry_changes_tokens(model: Any, eager: Any) -> None:
-    """So the comparisons of these tests can fail."""
+    """Shows that the comparisons of these tests can fail."""
     inputs = left_padded([20, 20])
     expected = greedy(eager, inputs, 16)
     for is_corrupted in (False, True):
@@ -118,7 +118,7 @@ def test_candidates_that_are_refused_are_cropped(model: Any, eager: Any, monkeyp
 def test_crop_counts_columns_of_padded_rows(model: Any) -> None:
     cache = hf.PagedCache(model.config, page_size=4)
     greedy(model, left_padded(LENGTHS), 4, past_key_values=cache)
-    cache.crop(-3)  # what decoding added
+    cache.crop(-3)  # the tokens that decoding added
     assert (cache.get_seq_length(), cache.table.lengths.tolist()) == (21, LENGTHS)
     cache.crop(-10)  # the second row had padding in five of these columns
     assert (cache.get_seq_length(), cache.table.lengths.tolist()) == (11, [3, 0, 11])
@@ -126,7 +126,7 @@ def test_crop_counts_columns_of_padded_rows(model: Any) -> None:
 
 
 def test_a_prompt_is_computed_once(model: Any, eager: Any) -> None:
-    """Its pages serve every request that begins with it; the last one is copied where requests go on differently."""
+    """The prompt's pages serve every request that begins with it; the last page is copied when requests diverge."""
     prompt = left_padded([18])["input_ids"]
     ends = torch.randint(1, VOCABULARY, (3, 4), generator=torch.Generator().manual_seed(5))
     prefix = hf.PagedCache(model.config, page_size=4)
@@ -143,7 +143,7 @@ def test_a_prompt_is_computed_once(model: Any, eager: Any) -> None:
 
 
 def test_layers_that_share_keys() -> None:
-    """The last layer has no keys of its own."""
+    """The last layer reuses another layer's keys."""
     sizes = {"num_kv_shared_layers": 1, "vocab_size_per_layer_input": VOCABULARY}
     model = make_model("gemma3", config_class="Gemma3nTextConfig", **sizes)
     expected = greedy(model, left_padded(LENGTHS), 12)
@@ -153,7 +153,7 @@ def test_layers_that_share_keys() -> None:
 
 
 def test_pages_hold_what_was_written() -> None:
-    """A table through 300 random changes, against lists of the tokens of each row."""
+    """300 random changes of a table, compared with lists of each row's tokens."""
     random_numbers, page_size = random.Random(4), 4
     table = PageTable(page_size, None)
     table.start(3)

@@ -1,4 +1,4 @@
-"""Masks that are more than padding, attention that is not causal, and arguments that are refused by name."""
+"""Masks other than padding, attention that is not causal, and arguments that are refused by name."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def logits(model: Any, **inputs: Any) -> torch.Tensor:
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:
-    """As eager attention takes a mask of its own."""
+    """The mask as numbers that eager attention adds to the scores."""
     return torch.where(mask, 0.0, torch.finfo(torch.float32).min)
 
 
 def test_padding_anywhere(pair: Any) -> None:
-    """Left, right and none, in one forward without a cache."""
+    """Padding left, right and absent, in one forward without a cache."""
     eager, ours = pair
     mask = torch.ones(3, 12, dtype=torch.int64)
     mask[0, :5], mask[1, 9:] = 0, 0
@@ -56,7 +56,7 @@ def test_padding_anywhere(pair: Any) -> None:
 @pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("as_numbers", [False, True])
 def test_a_tree_after_a_prompt(is_paged: bool, as_numbers: bool) -> None:
-    """As speculative decoding verifies it."""
+    """A tree of guesses after a prompt, as in speculative decoding."""
     eager, ours = make_model("llama"), make_model("llama", implementation=hf.NAME)
     ids, prompt_length = tokens(2, 14), 9
     mask = torch.rand(1, 1, 5, 14, generator=torch.Generator().manual_seed(2)) < 0.5
@@ -71,7 +71,7 @@ def test_a_tree_after_a_prompt(is_paged: bool, as_numbers: bool) -> None:
 
 
 def test_a_mask_says_all_that_is_visible(pair: Any) -> None:
-    """Tokens right of a row and left of its window too."""
+    """Tokens right of a row and left of its window are visible too."""
     mask = torch.rand(2, 1, 14, 14, generator=torch.Generator().manual_seed(2)) < 0.5
     mask[..., 0] = True
     masks = {"eager": additive(mask), hf.NAME: mask}
@@ -88,7 +88,7 @@ def test_a_mask_says_all_that_is_visible(pair: Any) -> None:
 
 
 def test_sequences_joined_in_one_row(pair: Any) -> None:
-    """Told by positions that begin again, or by their ends; both are what the sequences give alone."""
+    """Sequences begin where positions restart, or where given ends say; results equal those of each sequence alone."""
     _, ours = pair
     lengths = [7, 12, 3]
     ids = tokens(1, sum(lengths))
@@ -102,7 +102,7 @@ def test_sequences_joined_in_one_row(pair: Any) -> None:
 
 
 def test_chunks() -> None:
-    """Layers in which a row sees its chunk of 8 alone: more than a window, so a mask."""
+    """Layers in which a row sees only its own chunk of 8, which needs a mask."""
     sizes = {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}
     layers = {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"]}
     model = make_model("llama", config_class="Llama4TextConfig", **sizes, **layers)
@@ -113,7 +113,7 @@ def test_chunks() -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", hf.NAME])
 def test_encoders_see_both_sides(implementation: str) -> None:
-    """Compared with each sequence alone."""
+    """Encoders are compared with each sequence alone."""
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
     )
@@ -163,5 +163,5 @@ def test_masks_of_numbers_are_refused(pair: Any) -> None:
 
 
 def test_masks_of_heads_are_refused(pair: Any) -> None:
-    with pytest.raises(RunError, match=r"has shape \(1, 4, 4, 4\) but the batch needs \(1, 1, 4, 4\)"):
+    with pytest.raises(RunError, match=r"has shape \(1, 4, 4, 4\): pass one for all heads, \(1, 1, 4, 4\)"):
         logits(pair[1], input_ids=tokens(1, 4), attention_mask=torch.ones(1, 4, 4, 4, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""Greedy tokens of tiny transformers models with our attention are eager attention's, in fp32, under every cache."""
+"""Greedy tokens of tiny transformers models equal those of eager attention, in fp32, with every cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashpage.wrappers.base import Attention
 
 NEW_TOKENS = 24
 LENGTHS = [13, 5, 21, 8]
-PAGED = [name for name in MODELS if name != "deepseek-v3"]  # whose cache holds latents
+PAGED = [name for name in MODELS if name != "deepseek-v3"]  # deepseek-v3 caches latents
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,7 +27,7 @@ def registered() -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, tuple[Any, torch.Tensor]]:
-    """Each model, and what eager attention gives for the padded batch."""
+    """Each model, and the tokens of eager attention for the padded batch."""
     made = {}
     for name in MODELS:
         model = make_model(name)
@@ -50,7 +50,7 @@ def test_paged_cache(name: str, page_size: int, expected: Any) -> None:
     model, tokens = expected[name]
     cache = hf.PagedCache(model.config, page_size=page_size)
     assert torch.equal(greedy(model, left_padded(LENGTHS), NEW_TOKENS, past_key_values=cache), tokens)
-    # Tokens of padding, and the last new one, which nothing attends to, are not there.
+    # Padding is not stored, and neither is the last new token, which no row attends to.
     assert cache.table.lengths.tolist() == [length + NEW_TOKENS - 1 for length in LENGTHS]
 
 
@@ -69,7 +69,7 @@ def test_continuous_batching(name: str, expected: Any) -> None:
 
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma3", 2)])
 def test_batches_are_planned_once(name: str, kinds: int, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a forward for layers with full attention, and once for those with a window."""
+    """One plan a forward for layers with full attention, and one for layers with a window."""
     model, _ = expected[name]
     plans, forwards, plan = [], [], Attention.plan
 
@@ -88,7 +88,7 @@ def test_batches_are_planned_once(name: str, kinds: int, expected: Any, monkeypa
 
 
 def test_a_trained_model_in_bfloat16() -> None:
-    """Its tokens are certain, so 16-bit arithmetic of whatever order gives them; a wrong page does not."""
+    """Its tokens are certain enough that rounding does not change them, but a wrong page does."""
     model = hf_copy.trained("cpu", length=80, batch=16, vocab_size=64).bfloat16().eval()
     model.set_attn_implementation(hf.NAME)
     hf_copy.check_copies(model, new_tokens=64)

@@ -1,4 +1,4 @@
-"""vLLM's operators: paged_attention_v1 and _v2, and what fills their caches."""
+"""vLLM's operators: paged_attention_v1 and _v2, and those that fill their caches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def partials(blocks: Blocks, device: str, spare: int = 1) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_v2(case: BlockCase, device: str) -> None:
-    """What it leaves for each partition gives the output again; nothing is written where a sequence has none."""
+    """The partitions' states merge to the output; nothing is written where a sequence has no partition."""
     runs_on(case, device)
     blocks = Blocks(case)
     out, (exp_sums, max_logits, tmp_out) = blocks.out(device), partials(blocks, device)
@@ -91,7 +91,7 @@ def test_v2(case: BlockCase, device: str) -> None:
 
 
 def test_v2_without_partitions() -> None:
-    """max_seq_len 0."""
+    """max_seq_len 0 gives v2 no partition."""
     blocks = Blocks(BlockCase("none", (0, 0)))
     out = blocks.out("cpu")
     vllm_ops.paged_attention_v2(out, *partials(blocks, "cpu", spare=0), *blocks.arguments("cpu"))
@@ -99,7 +99,7 @@ def test_v2_without_partitions() -> None:
 
 
 def test_calls_follow_each_other() -> None:
-    """Options and lengths come and go."""
+    """Options and lengths change from call to call."""
     for name in ("sparse-alibi-e4m3", "long", "alibi", "sparse-query-heads", "no-tokens", "alibi", "fp32"):
         blocks = Blocks(next(case for case in CASES if case.name == name))
         out = blocks.out("cpu")
@@ -119,7 +119,7 @@ def new_tokens(dtype: torch.dtype, heads: int, size: int) -> tuple[torch.Tensor,
 
 
 def written(rows: torch.Tensor, kv_cache_dtype: str, scale: float) -> torch.Tensor:
-    """As the cache holds them."""
+    """The tokens as the cache holds them."""
     if kv_cache_dtype == "auto":
         return rows
     dtype = FP8[kv_cache_dtype]
@@ -156,7 +156,7 @@ def test_new_tokens_are_written(kind: str, dtype: torch.dtype, kv_cache_dtype: s
     given = [t.view(torch.uint8) if t.element_size() == 1 else t for t in caches]
     write = vllm_ops.reshape_and_cache if kind == "blocks" else vllm_ops.reshape_and_cache_flash
     scales = (torch.tensor(K_SCALE, device=device), torch.tensor(V_SCALE, device=device))
-    padding = 2  # rows behind those that have a slot
+    padding = 2  # rows after those that have a slot
     rows = [torch.cat([t, torch.full_like(t[:padding], math.nan)]).to(device) for t in (key, value)]
     write(*rows, *given, slots.to(device), kv_cache_dtype, *scales)
     for found, exact in zip(caches, expected, strict=True):
@@ -168,7 +168,7 @@ def test_new_tokens_are_written(kind: str, dtype: torch.dtype, kv_cache_dtype: s
 
 
 def test_what_is_written_is_read(device: str) -> None:
-    """A cache that reshape_and_cache filled, as one tensor that split_kv_cache cuts."""
+    """A cache filled by reshape_and_cache: one tensor, cut by split_kv_cache."""
     blocks = Blocks(BlockCase("round-trip", (70, 5), head_size=128))
     case = blocks.case
     memory = poison(torch.empty(2, blocks.num_blocks, 16 * 2 * 128, dtype=torch.bfloat16)).to(device)
@@ -189,7 +189,7 @@ def test_what_is_written_is_read(device: str) -> None:
 
 
 def full_arguments(blocks: Blocks) -> list[Any]:
-    """Of the operators, which have no defaults; NaN compares unequal in opcheck."""
+    """All arguments of the operators, which have no defaults; the caches hold no NaN, which opcheck finds unequal."""
     arguments = blocks.arguments("cpu")
     arguments[1:3] = [t.nan_to_num() for t in arguments[1:3]]
     return arguments if blocks.case.sparse else [*arguments, 0, 0, 0, 64, 0]
@@ -235,19 +235,19 @@ def test_torch_compile() -> None:
 @pytest.mark.parametrize(
     ("position", "change", "says"),
     [
-        (0, lambda q: q[..., :32], r"query has shape \(5, 4, 32\) but the cache has 2 KV heads of 64"),
+        (0, lambda q: q[..., :32], r"query has shape \(5, 4, 32\). Pass \[num_seqs, num_heads, 64\]"),
         (1, lambda k: k[0], r"key_cache has shape .* pass 5 dimensions"),
-        (1, lambda k: k[..., :4], "its last dimension is 16 bytes, x=8"),
+        (1, lambda k: k[..., :4], "Its last dimension must be 16 bytes: x=8"),
         (2, lambda v: v[:, :, :32], "value_cache has shape"),
         (3, lambda _: 4, "num_kv_heads=4 but the caches have 2"),
         (5, lambda t: t[1:], "block_tables has shape"),
         (5, lambda t: t + 1000, "block_tables names blocks"),
-        (6, lambda n: n + 1, r"seq_lens reaches 71 \(least 1\) but max_seq_len=70"),
+        (6, lambda n: n + 1, r"seq_lens reaches 71 \(least 1\). Pass lengths from 0 to max_seq_len=70"),
         (6, lambda n: n - 2, r"least -2\)"),
         (7, lambda _: 8, "block_size=8 but the caches have 16"),
         (9, lambda _: torch.ones(3), r"alibi_slopes has shape \(3,\)"),
         (10, lambda _: "int4", "kv_cache_dtype='int4' is unknown"),
-        (10, lambda _: "fp8", "kv_cache_dtype='fp8' but the cache has dtype torch.bfloat16"),
+        (10, lambda _: "fp8", "kv_cache_dtype='fp8' but the cache is torch.bfloat16"),
     ],
 )
 def test_errors(position: int, change: Any, says: str) -> None:
@@ -275,8 +275,12 @@ def test_errors_of_writes() -> None:
     cache = (torch.zeros(5, 2, 8, 16, 8, dtype=torch.bfloat16), torch.zeros(5, 2, 64, 16, dtype=torch.bfloat16))
     rows = (torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16),) * 2
     for write, given, says in (
-        (vllm_ops.reshape_and_cache, (key, value, *cache, slots + 30), "slot_mapping reaches 90 but the cache has 80"),
-        (vllm_ops.reshape_and_cache, (key, value[:, :1], *cache, slots), r"value \(9, 1, 64\) but the cache has 2"),
+        (
+            vllm_ops.reshape_and_cache,
+            (key, value, *cache, slots + 30),
+            "slot_mapping reaches 90: the cache has slots 0 to 79",
+        ),
+        (vllm_ops.reshape_and_cache, (key, value[:, :1], *cache, slots), r"value \(9, 1, 64\): pass \[tokens, 2, 64\]"),
         (vllm_ops.reshape_and_cache, (key.float(), value, *cache, slots), "key has dtype torch.float32 but the cache"),
         (vllm_ops.reshape_and_cache, (key, value, *cache, slots.float()), "slot_mapping has shape"),
         (vllm_ops.reshape_and_cache, (key[:4], value[:4], *cache, slots), "at most 4"),

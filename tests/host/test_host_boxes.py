@@ -1,4 +1,4 @@
-"""What tensor maps are encoded with: every element lies where the tensor has it, and boxes stay within a page."""
+"""The contents of tensor maps: they address every element where the tensor has it, and boxes stay within a page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES, SIZE, KV, WIDTH = 5, 16, 3, 64
 
 
 class Layout(NamedTuple):
-    """A cache, and its K and V as [pages, tokens, heads, columns]; ragged: one page."""
+    """A cache with its K and V as [pages, tokens, heads, columns]; a ragged cache is one page."""
 
     cache: Any
     kv_layout: str
@@ -78,7 +78,7 @@ RAGGED: dict[str, Callable[[], Layout]] = {
 
 
 def forms(layout: Layout, is_paged: bool, tokens: int = 8) -> list[tuple[native.BoxForm, torch.Tensor, int]]:
-    """Each with the tensor that it stands for and the address that it starts at."""
+    """Each tensor map form with its tensor and the address of its first element."""
     if is_paged:
         views = kv_view.paged_views(layout.cache, layout.kv_layout)
     else:
@@ -172,7 +172,7 @@ def test_queries_that_no_box_can_have_are_copied_by_rows(changed: dict[str, Any]
 
 @pytest.fixture
 def bound() -> Any:
-    """A thread's structs after a decode on the CPU, with its wrapper and batch."""
+    """The structs of a thread after a decode on the CPU, with its wrapper and batch."""
     batch = Batch()
     wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     wrapper.plan(*batch.pages(), HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32)
@@ -212,16 +212,16 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
     spec = dataclasses.replace(choice.spec, loader="rows")
     bind(kernel=capability, spec=spec)
     read = part.boxes
-    assert structs.params.box_tokens == read.k.element_bytes == read.v.element_bytes == 0  # of q alone
+    assert structs.params.box_tokens == read.k.element_bytes == read.v.element_bytes == 0  # these are sizes of q alone
     assert structs.params.query_box_rows == structs.params.out_box_rows == read.q.box[2] > 0
     spec = dataclasses.replace(choice.spec, loader="converted")
     bind(kernel=capability, spec=spec)
-    assert part.boxes is None and structs.params.box_tokens == 0  # rows: such pages are too small
+    assert part.boxes is None and structs.params.box_tokens == 0  # loaded by rows: these pages are too small for boxes
     part._options = dataclasses.replace(structs.combination.options, page_size=16)
     bind(kernel=capability, spec=spec)
     read = part.boxes
     assert structs.params.box_tokens == read.v.box[1] == 16
-    assert structs.params.query_box_rows == read.q.element_bytes == 0  # q is not taken as it is
+    assert structs.params.query_box_rows == read.q.element_bytes == 0  # the kernel converts q, so it loads it by rows
     assert structs.params.out_box_rows == read.out.element_bytes == 0
     part.bind_boxes(prepared, structs.views)
     assert part.boxes is None and structs.params.box_tokens == structs.params.query_box_rows == 0

@@ -1,4 +1,4 @@
-"""What `setup.py build_host` makes again: files that read what changed, and no others."""
+"""`setup.py build_host` rebuilds files that include a changed file, and no others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE = 'extern "C" __attribute__((visibility("default"))) int fp_one() { return 1
 
 
 class Tree:
-    """A checkout with two small sources instead of the host library's own."""
+    """A checkout with two small sources in place of the host library's."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,7 +68,7 @@ class Tree:
         return {p.relative_to(objects).as_posix(): p.stat().st_mtime_ns for p in objects.rglob("*.o")}
 
     def library(self) -> ctypes.CDLL:
-        """The library under a name of its own: a process loads each name once."""
+        """Loads the library under a new name, as a process loads each name once."""
         built = self.folder / "flashpage" / "lib" / "libflashpage.so"
         copy = built.with_name(f"{uuid.uuid4()}.so")
         shutil.copy2(built, copy)

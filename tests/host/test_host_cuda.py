@@ -1,6 +1,6 @@
-"""What the host library asks of the CUDA driver, against a driver that records calls: this needs no card.
+"""The host library's calls of the CUDA driver, tested against a driver that records calls, without a card.
 
-Each test runs in a process of its own, where tests/native/fake_cuda.cpp is found as libcuda.so.1.
+Each test runs in another process, which loads tests/native/fake_cuda.cpp as libcuda.so.1.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ assert record() == ["launch attention grid=3 block=384 shared=100000 stream=9 at
 
 
 def test_a_kernel_that_knows_clusters_is_launched_with_them() -> None:
-    """How many run at once is asked when it is loaded, and asked of no other kernel."""
+    """The library reads how many clusters run at once when it loads a kernel with clusters, and no other kernel."""
     with_fake_driver("""
 info = host.KernelInfo()
 host.check(lib.fp_kernel_describe(kernel(b"attention"), byref(info)))
@@ -291,7 +291,7 @@ assert count(record(), "host_free") == 3
 
 
 def test_host_memory_goes_through_slots() -> None:
-    """Page numbers of captured launches: the source is free at once, and the host never waits."""
+    """Page numbers for captured launches: the caller may overwrite them at once, and the host never waits."""
     with_fake_driver("""
 import numpy as np
 slots = host.check_handle(lib.fp_slots_create(0, 400))
@@ -357,7 +357,7 @@ assert sum("host_free" in line for line in record()) == 1  # of three: the two t
 
 
 def test_a_larger_ring_that_is_refused_leaves_the_present_one() -> None:
-    """Pinned memory can be short: the plan fails, and later ones have the slots that were there."""
+    """If pinned memory is short the plan fails, and later plans still have the slots of before."""
     with_fake_driver("""
 planning = Planning()
 host.check(planning.plan())

@@ -1,4 +1,4 @@
-"""Runs of two parts on two streams, as the host library asks for them of a driver that records calls: no card."""
+"""Runs of two parts on two streams, tested against a driver that records calls, without a card."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ launched_many = f"launch many grid=36 {shape} stream=7 first=4343"
 
 
 def test_two_parts_are_launched_on_two_streams_and_joined_behind_both() -> None:
-    """Neither attention launch is a dependent one, as both stand behind an event; a merge is its attention's."""
+    """Neither attention launch is a dependent launch, as both follow an event; a merge is one."""
     with_fake_driver(
         PRELUDE
         + """

@@ -1,4 +1,4 @@
-"""What csrc/abi_structs.py reads and writes, and csrc/cuda/cuda_api.h against the toolkit's cuda.h."""
+"""The structs that csrc/abi_structs.py reads and writes, and csrc/cuda/cuda_api.h against the toolkit's cuda.h."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_read_is_refused_with_its_place(text: str, place: str) ->
 
 
 def test_a_field_is_written_in_its_header_alone(tmp_path: Path) -> None:
-    """The generated module follows the header; where it did not, the compiler would refuse the other file."""
+    """The generated module follows the header; if it did not, the compiler would refuse the generated assertions."""
     for name in abi_structs.SOURCES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tmp_path / name)
@@ -160,7 +160,7 @@ CUDA_API_CHECK = r"""
 #include "flashpage.h"
 namespace fp = flashpage::cuda;
 
-// The same number of parameters, each of the same size and as much a pointer or not.
+// Whether two functions have equally many parameters, each a pointer in both or in neither, and of equal sizes.
 template <class T> constexpr bool is_pointer = false;
 template <class T> constexpr bool is_pointer<T*> = true;
 template <class, class> constexpr bool same_signature = false;
@@ -170,7 +170,7 @@ constexpr bool same_signature<R(A...), S(B...)> =
     ((sizeof(A) == sizeof(B) && is_pointer<A> == is_pointer<B>) && ... && (sizeof(R) == sizeof(S)));
 constexpr bool same_text(const char* a, const char* b) { return *a == *b && (*a == 0 || same_text(a + 1, b + 1)); }
 
-// A symbol that cuda.h's macros rename is an old version of the function.
+// cuda.h's macros rename a symbol that is an old version of its function.
 #define TEXT_(x) #x
 #define EXPANDED(x) TEXT_(x)
 #define CHECK(member, symbol, parameters) \

@@ -1,4 +1,4 @@
-"""The CPU's own operations against numpy: merging a plan's partials, merging states, appending to a paged cache."""
+"""The CPU's operations compared with numpy: merging a plan's partials, merging states, appending to a paged cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decode(stored: np.ndarray, element: tuple[int, int, float]) -> np.ndarray:
 
 
 def combine(values: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """fp64 reference: values [n, ..., d], lse [n, ...] in base 2; a state with -inf has no say, whatever its values."""
+    """fp64 reference: values [n, ..., d], lse [n, ...] in base 2; a state with lse -inf does not count."""
     values, lse = values.astype(np.float64), lse.astype(np.float64)
     highest = np.max(lse, axis=0)
     nothing = np.isneginf(highest)
@@ -55,10 +55,10 @@ def assert_close(found: np.ndarray, expected: np.ndarray, element: tuple[int, in
 
 
 class Partials:
-    """A plan that is all merging: requests x KV heads, each cut into its own number of pieces."""
+    """A plan that only merges: requests x KV heads, each cut into a different number of pieces."""
 
     group, num_kv_heads, head_dim = 3, 2, 200
-    pieces = (2, 5, 1, 40)  # per request
+    pieces = (2, 5, 1, 40)  # of each request
     q_lens = (4, 1, 7, 2)
 
     def __init__(self, rng: np.random.Generator) -> None:
@@ -230,7 +230,7 @@ def test_merge_state_in_place_leaves_rows_outside_its_mask_alone(element: tuple[
 
 @pytest.mark.parametrize("element", [FP16, BF16], ids=["fp16", "bf16"])
 def test_rounding_is_that_of_numpy_for_every_kind_of_value(element: tuple[int, int, float]) -> None:
-    """Combining one state is a plain conversion: denormals, ties, overflow, infinities, NaN; all 16-bit values back."""
+    """A merge of one state only converts it: denormals, ties, overflow, infinities, NaN; all 16-bit values return."""
     every = np.arange(2**16, dtype=np.uint16)
     out, _ = merge_states(decode(every, element).reshape(1, -1, 1, 128), np.zeros((1, 512, 1), np.float32), element)
     np.testing.assert_array_equal(out.ravel(), decode(every, element))
@@ -251,7 +251,7 @@ def test_rounding_is_that_of_numpy_for_every_kind_of_value(element: tuple[int, i
 
 
 def test_every_form_of_the_row_loops_agrees() -> None:
-    """The forms for other machines than this one: plain x86-64, AVX2, AVX2 with half conversions."""
+    """The forms for older machines: plain x86-64, AVX2, AVX2 with half conversions."""
     differences = ctypes.CDLL(str(shared_library("row_ops_check.cpp"))).count_differences()
     if differences < 0:
         pytest.skip("this machine has no AVX2")

@@ -1,4 +1,4 @@
-"""The wheel: built from the checkout with g++ alone, tagged for every Python, and complete where it is installed."""
+"""The wheel: built from the checkout with only g++, tagged for every Python, and complete after installation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKOUT = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "csrc", "inc
 
 
 def copy_of_checkout(folder: Path) -> Path:
-    """What a build reads, without what earlier builds left."""
+    """The files that a build reads, without the products of earlier builds."""
     folder.mkdir()
     left_out = shutil.ignore_patterns("__pycache__", "lib", "structs.py", "aot_kernels", "*.egg-info")
     for name in CHECKOUT:
@@ -38,7 +38,7 @@ def copy_of_checkout(folder: Path) -> Path:
 def build_wheel(checkout: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     code = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
     command = [sys.executable, "-c", code, str(folder)]
-    # No torch and no CUDA at build time: neither can be found here.
+    # Neither torch nor CUDA can be found during this build.
     environment = os.environ | {"CUDA_HOME": "/nonexistent", "PYTHONPATH": str(_without_torch(checkout))}
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
 
@@ -57,7 +57,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fingerprint(checkout: Path) -> str:
-    """What a process in the checkout computes for itself."""
+    """The fingerprint that a process in the checkout computes."""
     command = [sys.executable, "-c", "from flashpage.base import paths; print(paths.fingerprint())"]
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -113,7 +113,7 @@ def test_an_installed_wheel_finds_its_folders(checkout: Path, wheel: Path, tmp_p
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(pip, check=True)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # after the wheel's own folder
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # it comes after the wheel's own folder
     code = """
 import flashpage
 from flashpage import native as host

@@ -1,4 +1,4 @@
-"""Plan slots on plain memory (the CPU's), and the sentences that failed plans leave."""
+"""Plan slots on plain memory (the CPU's), and the messages of plans that fail."""
 
 from __future__ import annotations
 

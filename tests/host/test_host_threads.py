@@ -1,4 +1,4 @@
-"""The CPU's thread pool, seen through fp_run: every CTA runs once, for any number of callers, also after a fork."""
+"""The CPU's thread pool, through fp_run: every CTA runs once, for any number of callers, also after a fork."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kernel(name: str) -> int:
 
 
 class Counting:
-    """Arguments of one fp_run of `count_ctas`, and what it left."""
+    """Arguments of one fp_run of `count_ctas`, and its counts."""
 
     def __init__(self, num_ctas: int) -> None:
         self.counts = np.zeros(num_ctas, np.int32)
@@ -63,7 +63,7 @@ def test_threads_share_the_work() -> None:
 
 
 def test_many_callers_at_once() -> None:
-    """More callers than loops that the pool serves at a time: the others run alone."""
+    """More callers than the pool serves at a time: the others run their loops alone."""
     native.check(native.load().fp_cpu_set_threads(3))
     calls = [Counting(40) for _ in range(40)]
 

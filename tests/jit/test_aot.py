@@ -1,4 +1,4 @@
-"""Kernels built ahead of time: the list, its build and check, the look-up, NVRTC, and a wheel without a compiler."""
+"""Kernels built ahead of time: the list, build and check, look-up, NVRTC, and a wheel without a compiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from flashpage.serving import gather
 from flashpage.variants import builtin
 
 ROOT = Path(__file__).resolve().parents[2]
-# As many live values as head_dim_qk says, in at most 32 registers a thread.
+# The kernel has head_dim_qk live values, with at most 32 registers a thread.
 CUDA_TEMPLATE = """#include "flashpage/params/params.h"
 extern "C" __device__ const int flashpage_launch[3] = {1024, 0, 0};
 using flashpage::MergeParams;
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2) {{ spec.entry }}(const __g
 def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     sandbox = Sandbox.create(tmp_path)
     sandbox.enter(monkeypatch)
-    monkeypatch.delenv("FLASHPAGE_CXX")  # nvcc's host compiler is no matter of these tests
+    monkeypatch.delenv("FLASHPAGE_CXX")  # these tests do not depend on nvcc's host compiler
     (sandbox.templates / "kernel.cu.jinja").write_text(CUDA_TEMPLATE)
     return sandbox
 
@@ -85,7 +85,7 @@ def test_list_is_lean() -> None:
 
 
 def test_a_target_fits_where_a_kernel_is_chosen() -> None:
-    """What compiles for one architecture alone is asked for on it alone, and the other way round."""
+    """A target that needs one architecture is used on that architecture only, and the reverse."""
     for kernel in ATTENTION:
         archs = [card.sm for card in devices.CARDS if jit.Target("cuda", card.sm).fits(KernelSpec(kernel.name))]
         assert set(archs) == set(kernel.archs or ([] if kernel.backend == "cpu" else {c.sm for c in devices.CARDS}))
@@ -102,7 +102,7 @@ ASKED_FOR = sorted((pair for pair in LISTED if pair[0].tile), key=lambda pair: (
 
 @pytest.mark.parametrize(("spec", "target"), ASKED_FOR, ids=[f"{spec.name}-{target}" for spec, target in ASKED_FOR])
 def test_list_is_what_plans_ask_for(spec: KernelSpec, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some number of packed rows leads to this very spec: else a wheel would hold kernels that nobody finds."""
+    """Every spec is chosen for some number of packed rows: otherwise a wheel would hold kernels that no plan uses."""
     options = Options(
         kv_source=spec.kv_source,
         num_q_heads=8,
@@ -134,15 +134,15 @@ def test_list_is_what_plans_ask_for(spec: KernelSpec, target: str, monkeypatch: 
         (card, target)
         for card in devices.CARDS
         for target in (jit.Target("cuda", card.sm), jit.Target("cuda", PTX))
-        if target.arch != PTX or card.sm not in devices.ACCELERATED  # whose kernels are in every wheel
+        if target.arch != PTX or card.sm not in devices.ACCELERATED  # their kernels are in every wheel
     ],
     ids=lambda value: value.name,
 )
 def test_plain_decode_is_in_the_list(
     card: devices.Device, target: jit.Target, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With any group size and any page size, for the head dims of the default list, on every card of the table: built
-    for its own target, or as the PTX of a wheel."""
+    """Any group size and page size, for the head dims of the default list, on every card of the table: the kernel is
+    built for the card's target or as the PTX of a wheel."""
     monkeypatch.setattr(devices, "of", lambda _: card)
     listed = set(specs.default_cuda_specs(target))
     for dtype, dim in itertools.product((DType.BFLOAT16, DType.FLOAT16), HEAD_DIMS):
@@ -172,7 +172,7 @@ def test_aot_folder_is_looked_at_first(sandbox: Sandbox, monkeypatch: pytest.Mon
     aot_build.build_into(sandbox.aot, [(toy(1), target) for target in levels])
     monkeypatch.setenv("FLASHPAGE_CXX", "no-such-compiler")
     monkeypatch.setattr("flashpage.jit.loader.runnable", lambda _: (jit.Target("cpu", "avx512bf16"), *reversed(levels)))
-    assert jit.get_kernel(toy(1)).target.name == "avx512"  # the best of those that are there
+    assert jit.get_kernel(toy(1)).target.name == "avx512"  # the best target that is there
     assert not sandbox.cache.exists()
 
 
@@ -193,12 +193,12 @@ def test_build_into_holds_the_list_and_nothing_else(sandbox: Sandbox) -> None:
 
 
 def test_kernels_of_a_wheel_are_found_without_rendering(sandbox: Sandbox) -> None:
-    """By what build_into remembers, for the list and nothing else; other folders may be read-only."""
+    """build_into remembers the keys, for the kernels of the list only; other folders may be read-only."""
     target = jit.host_target()
     aot_build.build_into(sandbox.aot, [(toy(1), target), (toy(2), target)])
     for memo in (sandbox.aot / ".keys").iterdir():
         memo.write_text("from other sources")
-    aot_build.build_into(sandbox.aot, [(toy(2), target)])  # nothing is compiled
+    aot_build.build_into(sandbox.aot, [(toy(2), target)])  # the kernel is found, not compiled
     assert [path.name for path in sandbox.aot.iterdir() if path.name.startswith(".")] == [".keys"]
     (memo,) = (sandbox.aot / ".keys").iterdir()
     assert memo.name.startswith(toy(2).digest[:40])
@@ -222,7 +222,7 @@ def test_manifest_is_an_aot_list(sandbox: Sandbox) -> None:
         (cuda_toy(4), jit.Target("cuda", 80)),
     ]
     jit.write_manifest(path, [(KernelSpec("decode_sm90"), jit.Target("cuda", 90)), (toy(1), jit.host_target())])
-    assert aot_build.from_manifest(path, ["sm_80"]) == []  # not to be compiled there
+    assert aot_build.from_manifest(path, ["sm_80"]) == []  # that target is not compiled there
     assert aot_build.from_manifest(path, ["sm_90a"]) == [(KernelSpec("decode_sm90"), jit.Target("cuda", 90))]
     assert aot_build.main(["--manifest", str(path), "--target", "avx2", "--output", str(sandbox.aot)]) == 0
     assert [e.target.name for e in cache.Store(sandbox.aot).entries()] == ["avx2"]
@@ -230,7 +230,7 @@ def test_manifest_is_an_aot_list(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("compiler", cuda_compilers(), ids=lambda compiler: compiler.name)
 def test_cuda_compilers(sandbox: Sandbox, compiler: compilers.Compiler) -> None:
-    """Cubins of their architecture with the entry in them, PTX that any driver takes, ptxas' numbers, and errors."""
+    """Cubins of their architecture with the entry point, PTX for any driver, ptxas' numbers, and errors."""
     targets = [jit.Target("cuda", 80), jit.Target("cuda", 90), jit.Target.parse("compute_80")]
     results = jit.build_kernels([(cuda_toy(4), target) for target in targets], compiler=compiler)
     for result, mark in zip(results, (b"sm_80", b"sm_90a", b".target sm_80"), strict=True):
@@ -264,7 +264,7 @@ def test_check_fails_on_spilled_registers(sandbox: Sandbox, monkeypatch: pytest.
 
 
 def test_nvrtc_compiles_a_default_kernel_without_another_include_path(tmp_path: Path) -> None:
-    """The real templates; CI compiles all default specs this way."""
+    """A real template; CI compiles all default specs with NVRTC."""
     nvrtc = compilers.find_nvrtc()
     if nvrtc is None:
         pytest.skip("NVRTC is not here: pip install nvidia-cuda-nvrtc")
@@ -276,7 +276,7 @@ def test_nvrtc_compiles_a_default_kernel_without_another_include_path(tmp_path: 
 
 
 def test_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
-    """Built with the switch, unpacked, and run with nothing on PATH."""
+    """A wheel built with --aot is unpacked, and runs with nothing on PATH."""
     source = tmp_path / "source"
     unwanted = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "aot_kernels", "dist", "*.egg-info")
     shutil.copytree(ROOT, source, ignore=unwanted)
@@ -291,7 +291,7 @@ def test_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
         "-q",
         "--no-deps",
         "--no-build-isolation",
-        f"--config-settings=--build-option=--aot={manifest}",  # the short -C is not known to the pip of Python 3.10
+        f"--config-settings=--build-option=--aot={manifest}",  # pip of Python 3.10 does not know the short form -C
     ]
     subprocess.run([*command, "-w", str(tmp_path), str(source)], check=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")

@@ -26,7 +26,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 
 
 def obtain(number: int = 0) -> cache.Entry:
-    """Built or found, but not loaded: what is mapped stays what it was."""
+    """Gets the kernel without loading it into this process, where a mapped file would keep its old contents."""
     return build.obtain(toy(number), jit.host_target(), cache.jit_store())[0]
 
 
@@ -45,7 +45,7 @@ def _flip_a_bit(entry: cache.Entry) -> None:
 
 
 def _swap(entry: cache.Entry) -> None:
-    """The whole entry of another kernel, sound in itself."""
+    """Puts the complete entry of another kernel in its place."""
     other = obtain(7)
     shutil.rmtree(entry.folder)
     shutil.copytree(other.folder, entry.folder)
@@ -56,7 +56,7 @@ def _swap_binary(entry: cache.Entry) -> None:
 
 
 def _binary_unreadable(entry: cache.Entry) -> None:
-    """For root too: a folder in the file's place."""
+    """A folder in the file's place, which root cannot read either."""
     entry.path.unlink()
     entry.path.mkdir()
 
@@ -84,8 +84,17 @@ def _file_in_place(entry: cache.Entry) -> None:
 
 
 BREAKS = [
-    *(_cut, _empty, _flip_a_bit, _swap, _swap_binary, _binary_unreadable, _folder_unreadable),
-    *(_cut_meta, _meta_of_another_shape, _no_meta, _file_in_place),
+    _cut,
+    _empty,
+    _flip_a_bit,
+    _swap,
+    _swap_binary,
+    _binary_unreadable,
+    _folder_unreadable,
+    _cut_meta,
+    _meta_of_another_shape,
+    _no_meta,
+    _file_in_place,
 ]
 
 
@@ -94,7 +103,7 @@ def test_a_broken_entry_is_a_miss_and_is_replaced(sandbox: Sandbox, breaks: Call
     entry = obtain()
     breaks(entry)
     compiles = sandbox.num_compiles()
-    if not (breaks is _folder_unreadable and os.geteuid() == 0):  # root reads it all the same
+    if not (breaks is _folder_unreadable and os.geteuid() == 0):  # root reads it in spite of its mode
         assert cache.jit_store().read(entry.folder.name) is None
         assert jit.get_kernel(toy()).handle
         assert sandbox.num_compiles() == compiles + 1
@@ -104,7 +113,7 @@ def test_a_broken_entry_is_a_miss_and_is_replaced(sandbox: Sandbox, breaks: Call
 
 
 def test_an_entry_that_does_not_load_is_replaced(sandbox: Sandbox) -> None:
-    """Sound, but for another machine: its hash is right and the loader refuses it."""
+    """An entry for another machine: its hash is right, but the loader refuses it."""
     entry = obtain()
     stranger = sandbox.folder / "kernel.so"
     stranger.write_text("built for a machine that this is not")
@@ -116,7 +125,7 @@ def test_an_entry_that_does_not_load_is_replaced(sandbox: Sandbox) -> None:
 
 
 def test_a_read_only_cache_still_hits(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hit writes nothing: no lock, no time, no log."""
+    """A hit writes nothing: no lock, no time stamp, no log."""
     obtain()
     before = _state(sandbox.cache)
     monkeypatch.setattr(cache.Store, "lock", _refuse(errno.EROFS))
@@ -141,7 +150,7 @@ def test_file_in_place_of_the_cache(sandbox: Sandbox) -> None:
 
 
 def test_read_only_folder(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a read-only mount answers, which root meets too."""
+    """The folder answers as a read-only mount, which stops root too."""
     make, refuse = os.mkdir, _refuse(errno.EROFS)
     monkeypatch.setattr(
         os, "mkdir", lambda p, *a, **k: (refuse if Path(p).is_relative_to(sandbox.cache) else make)(p, *a, **k)
@@ -169,7 +178,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_disk(sandbox: Sandbox, tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One page: the lock fits, the binary does not."""
+    """One page of room: the lock fits, the binary does not."""
     monkeypatch.setenv("FLASHPAGE_CACHE_DIR", str(tiny_disk))
     _check_not_kept("No space left on device")
     assert cache.entries() == []
@@ -184,7 +193,7 @@ def test_many_on_a_full_disk(sandbox: Sandbox, tiny_disk: Path, monkeypatch: pyt
 
 
 def _check_not_kept(reason: str) -> None:
-    """The kernel runs all the same, and one line says why it is not kept."""
+    """The kernel runs in spite of that, and one line says why it is not kept."""
     with pytest.warns(RuntimeWarning, match=f"flashpage: {toy().name} is not kept: .*({reason})") as caught:
         assert jit.get_kernel(toy()).handle
     assert len(caught) == 1
@@ -192,7 +201,7 @@ def _check_not_kept(reason: str) -> None:
 
 
 def test_no_home_folder(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user that is in no password file has no home: nothing is written below the working folder."""
+    """A user without an entry in the password file has no home: nothing is written below the working folder."""
     for name in ("FLASHPAGE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
@@ -241,7 +250,7 @@ def test_an_entry_says_how_it_was_built(sandbox: Sandbox) -> None:
 
 
 def test_relative_cache_folder(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken from the working folder of the moment; a kernel is loaded by its whole path."""
+    """A relative folder refers to the current working folder; kernels are loaded by absolute path."""
     monkeypatch.chdir(sandbox.folder)
     monkeypatch.setenv("FLASHPAGE_CACHE_DIR", "relative")
     assert jit.get_kernel(toy()).handle

@@ -1,4 +1,4 @@
-"""Compiles that fail for a reason of the machine's, and processes that die while they compile."""
+"""Compiles that fail for reasons of the machine, and processes that die while they compile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashpage import jit
 from flashpage.errors import CompileError
 from flashpage.jit import build, cache, files
 
-# A compiler that ignores SIGTERM, and has a child that does too.
+# A compiler that ignores SIGTERM, with a child that ignores it too.
 STUBBORN = """#!/bin/sh
 [ "$1" = --version ] && exec g++ --version
 trap '' TERM
@@ -34,13 +34,13 @@ sleep 60
 
 @pytest.fixture
 def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
-    """With a TMPDIR of its own."""
+    """A sandbox with a separate TMPDIR."""
     sandbox = Sandbox.create(tmp_path / "box")
     sandbox.enter(monkeypatch)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # TMPDIR is read again
+    monkeypatch.setattr(tempfile, "tempdir", None)  # makes tempfile read TMPDIR again
     return sandbox
 
 
@@ -74,13 +74,13 @@ def test_a_command_with_an_open_quote(sandbox: Sandbox, many: bool, monkeypatch:
 
 
 def test_a_compiler_that_is_killed(sandbox: Sandbox) -> None:
-    use(sandbox, "#!/bin/sh\nkill -9 $PPID\n")  # the shell that would write down its exit status
+    use(sandbox, "#!/bin/sh\nkill -9 $PPID\n")  # ends the shell that would record its exit status
     assert "The compiler did not start, or was ended." in failure(many=False)
 
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """For one small file."""
+    """A disk with room for one small file."""
     folder = tmp_path / "full"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
@@ -95,7 +95,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_folder_of_temporary_files(
     sandbox: Sandbox, full_disk: Path, room: int, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever does not fit, down to the source: the error says that there is no room, and where."""
+    """Whatever does not fit, even the source: the error says that there is no room, and where."""
     subprocess.run(["mount", "-o", f"remount,size={4 * (room + 1)}k", str(full_disk)], check=True)
     (full_disk / "others").write_bytes(b"x" * 4096)
     monkeypatch.setattr(tempfile, "tempdir", str(full_disk))
@@ -122,7 +122,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def is_gone(pid: str) -> bool:
-    """A zombie that its reaper has not looked at yet runs no more."""
+    """Whether a process runs; a zombie that its reaper has not collected yet does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -135,7 +135,7 @@ def is_gone(pid: str) -> bool:
 def test_the_death_of_the_process_ends_its_compilers(
     sandbox: Sandbox, compiler: str, many: bool, number: signal.Signals
 ) -> None:
-    """Nothing runs on, and nothing is left in TMPDIR."""
+    """After an interrupt no process runs on, and nothing is left in TMPDIR."""
     use(sandbox, compiler)
     both = "from flashpage import jit; jit.build_specs([toy(1), toy(2)], [jit.host_target()], jobs=2)"
     child = sandbox.start(both if many else "get(toy(1))")
@@ -150,7 +150,7 @@ def test_the_death_of_the_process_ends_its_compilers(
 
 
 def test_what_a_dead_process_left_is_swept(sandbox: Sandbox) -> None:
-    """By the next compile: build folders and half-published entries. A living process keeps its own."""
+    """The next compile removes build folders and half-published entries; a living process keeps its own."""
     temporary = Path(tempfile.gettempdir())
     left = [temporary / f"{build._WORK}left", sandbox.cache / f"{cache._PRIVATE}left"]
     for folder in left:
@@ -174,7 +174,7 @@ def test_a_sweep_follows_no_link(sandbox: Sandbox) -> None:
 
 
 def test_a_folder_that_a_sweep_has_taken_is_made_again(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sweep comes between a folder and its lock."""
+    """The sweep happens between the creation of a folder and of its lock."""
     make, taken = tempfile.mkdtemp, []
 
     def mkdtemp(**arguments: object) -> str:

@@ -1,4 +1,4 @@
-"""Kernels of the CPU in a folder that several machines share: none runs on a CPU that lacks its instructions."""
+"""CPU kernels in a folder that several machines share: none runs on a CPU that lacks its instructions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashpage.jit import build, cache, loader, targets
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tile import Tile
 
-LEVELS = list(targets.CPU_LEVELS)  # the best first
+LEVELS = list(targets.CPU_LEVELS)  # the best one first
 LAST = LEVELS[-1]
 
 
@@ -31,7 +31,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
-    """To be a CPU of this level, in a process that has loaded nothing."""
+    """Pretends to be a CPU of this level, in a process that has loaded nothing."""
     monkeypatch.setattr(targets, "cpu_features", lambda: frozenset(targets.CPU_LEVELS[level]))
     monkeypatch.setattr(loader, "runnable", targets.runnable.__wrapped__)
     monkeypatch.setattr(loader, "_kernels", {})
@@ -45,7 +45,7 @@ def built_for(monkeypatch: pytest.MonkeyPatch, level: str) -> cache.Entry:
 
 @pytest.mark.parametrize("level", LEVELS[:-1])
 def test_a_shared_cache(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, level: str) -> None:
-    """The older CPU compiles its own, and does not take the newer one's where it cannot compile."""
+    """The older CPU compiles its own kernel, and does not take the newer one's if it cannot compile."""
     built_for(monkeypatch, level)
     pretend(monkeypatch, LAST)
     with monkeypatch.context() as patch:
@@ -57,10 +57,10 @@ def test_a_shared_cache(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, level
 
 
 def test_a_shared_wheel(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older CPU takes the best that it can run, and nothing where a wheel has no such kernel."""
+    """An older CPU takes the best kernel that it can run, and none if a wheel has no such kernel."""
     monkeypatch.setenv("FLASHPAGE_JIT", "off")
     aot_build.build_into(sandbox.aot, [(toy(), jit.Target("cpu", level)) for level in LEVELS])
-    for level in reversed(LEVELS[1:]):  # those that run here; the test's own CPU may be an old one as well
+    for level in reversed(LEVELS[1:]):  # levels that run here; the test's own CPU may be an old one too
         if set(targets.CPU_LEVELS[level]) <= targets.cpu_features():
             pretend(monkeypatch, level)
             assert jit.get_kernel(toy()).target.name == level
@@ -71,7 +71,7 @@ def test_a_shared_wheel(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_entry_under_the_key_of_another_level(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that was renamed with its record is sound in itself, but it is for the newer CPU."""
+    """A folder that was renamed together with its record is intact, but it is for the newer CPU."""
     newer = built_for(monkeypatch, LEVELS[0])
     key = cache.key_of(toy(), jit.Target("cpu", LAST))
     renamed = newer.folder.with_name(key)
@@ -92,7 +92,7 @@ def test_a_cpu_without_avx2_is_told(sandbox: Sandbox, monkeypatch: pytest.Monkey
 
 
 def test_kernels_have_the_instructions_of_their_level(tmp_path: Path) -> None:
-    """A real kernel: registers of 512 bits are in those for AVX-512 alone, bf16 products in those for AVX512-BF16."""
+    """In a real kernel, only AVX-512 levels use 512-bit registers, and only AVX512-BF16 uses bf16 products."""
     if shutil.which("objdump") is None:
         pytest.skip("no objdump")
     dtype = DType.BFLOAT16

@@ -1,4 +1,4 @@
-"""A driver that refuses what a newer toolkit compiled: it is said, and later processes do not compile again."""
+"""A driver that refuses kernels of a newer toolkit: the error says so, and later processes do not compile again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashpage.errors import DeviceError
 from flashpage.jit import driver, loader
 from flashpage.kernels.spec import KernelSpec
 
-# An nvcc of CUDA 13.0 whose kernels no driver loads.
+# An nvcc of CUDA 13.0, whose kernels no driver loads.
 NVCC = """#!/bin/sh
 case "$*" in *--version*) echo "Cuda compilation tools, release RELEASE, VRELEASE.88"; exit;; esac
 echo $$ >> "$COMPILES"
@@ -32,7 +32,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 
 
 def refusal(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, release: str, driver_version: int) -> str:
-    """The error of a new process with this toolkit and driver."""
+    """The error in a new process with this toolkit and driver."""
     nvcc = sandbox.folder / f"nvcc-{release}"
     nvcc.write_text(NVCC.replace("RELEASE", release))
     nvcc.chmod(0o755)

@@ -1,4 +1,4 @@
-"""get_kernel: who compiles, how often, what the user sees, and what happens where it fails."""
+"""get_kernel: which process compiles, how often, the messages, and failures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_progress_off_is_silent(
 
 
 def test_lookup_in_memory_is_fast(sandbox: Sandbox) -> None:
-    """A plan looks its kernel up: well below a microsecond."""
+    """A plan looks up its kernel in well below a microsecond."""
     spec, repeats = toy(), 1_000
     jit.get_kernel(spec)
     best = min(_seconds(lambda: [jit.get_kernel(spec) for _ in range(repeats)]) for _ in range(50)) / repeats
@@ -90,7 +90,7 @@ def test_eight_threads_compile_once(sandbox: Sandbox) -> None:
 
 
 def test_hit_in_a_new_process(sandbox: Sandbox) -> None:
-    """No compiler, no ninja, no jinja2, no look at sources, and at most 30 ms."""
+    """No compiler, no ninja, no jinja2, no read of sources, and at most 30 ms."""
     jit.get_kernel(toy())
     code = """
 import sys
@@ -133,12 +133,12 @@ def test_jit_off(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
         jit.get_kernel(spec)
     _check_command(str(caught.value), spec)
     assert sandbox.num_compiles() == 0
-    jit.build_specs([spec], [jit.host_target()])  # the command that the message names
+    jit.build_specs([spec], [jit.host_target()])  # the command in the message
     assert jit.get_kernel(spec).spec == spec
 
 
 def _check_command(message: str, spec: KernelSpec) -> None:
-    """The message's command builds this spec for this machine."""
+    """The command in the message builds this spec for this machine."""
     words = shlex.split(message.partition("Build it with: ")[2])
     assert words[:4] == ["flashpage", "build", "--target", jit.host_target().name]
     assert words[4] == "--spec"
@@ -218,7 +218,7 @@ def test_interrupted_compile_leaves_nothing(sandbox: Sandbox) -> None:
 
 
 def test_an_interrupt_while_a_compiler_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has begun, and nobody holds it yet."""
+    """The compiler has started, but its process is not registered yet."""
     started = []
 
     class Interrupted(subprocess.Popen):
@@ -254,7 +254,7 @@ def _wait_for(condition) -> None:
 
 
 def test_many_side_by_side(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six compiles of 0.5 s, six at a time; what is there already is not compiled again."""
+    """Six compiles of 0.5 s run at the same time; kernels in the cache are not compiled again."""
     jit.get_kernel(toy(0))
     monkeypatch.setenv("COMPILE_SECONDS", "0.5")
     monkeypatch.setenv("FLASHPAGE_JOBS", "6")
@@ -316,7 +316,7 @@ CHANGES = {
 
 
 def test_every_field_changes_the_key(sandbox: Sandbox) -> None:
-    """Fields of the parts too, even where the source does not show them; a new field without a row here fails."""
+    """Every field, nested ones too, even if the source does not show it; a new field without a row here fails."""
     (sandbox.templates / "kernel.cu.jinja").write_text("// the same for every spec\n")
     base = KernelSpec("attention_sm80", tile=TILE)
     specs = [base] + [dataclasses.replace(base, **{f.name: CHANGES[f.name]}) for f in dataclasses.fields(KernelSpec)]

@@ -1,4 +1,4 @@
-"""The key of a kernel sees all that is compiled, and a process that finds the kernel in a store does not render it."""
+"""A kernel's key covers everything that is compiled, and a process that finds the kernel does not render it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_a_header_changes_the_keys_of_kernels_that_include_it(
 ) -> None:
     before = keys_in_a_copy(tmp_path / "same", monkeypatch)
     changed = keys_in_a_copy(tmp_path / "changed", monkeypatch, header)
-    assert before == {kernel: source.key_of(*pair) for kernel, pair in ONE_OF_EACH.items()}, "a key knows no paths"
+    assert before == {kernel: source.key_of(*pair) for kernel, pair in ONE_OF_EACH.items()}, (
+        "a key must not depend on paths"
+    )
     including = {
         kernel for kernel, (spec, _) in ONE_OF_EACH.items() if f"flashpage/{header}" in source.included(render(spec))
     }
@@ -71,7 +73,7 @@ def test_a_header_changes_the_keys_of_kernels_that_include_it(
 
 
 def keys_in_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch, header: str = "") -> dict[str, str]:
-    """Keys over a copy of the include folder in which a header has one line more."""
+    """Keys over a copy of the include folder in which one header has one more line."""
     original = paths.include_dir()
     shutil.copytree(original, folder)
     if header:
@@ -84,7 +86,7 @@ def keys_in_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch, header: str = 
 
 @pytest.mark.parametrize("kernel", ONE_OF_EACH)
 def test_headers_are_those_that_a_compiler_reads(kernel: str, tmp_path: Path) -> None:
-    """The CPU's kernels count a few more: a branch for the card is there, and only the preprocessor knows it."""
+    """Keys of CPU kernels cover a few headers more: those of branches for the card, which only a preprocessor skips."""
     is_cpu, text = kernel.startswith("cpu_"), render(ONE_OF_EACH[kernel][0])
     (tmp_path / "kernel.cpp").write_text(text)
     of_cpu = compilers.fixed_flags(jit.Target.parse("avx2"))["g++"]
@@ -99,7 +101,7 @@ def test_headers_are_those_that_a_compiler_reads(kernel: str, tmp_path: Path) ->
 
 
 def test_names_are_resolved_as_a_compiler_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The including file's own folder comes first for quotes, and the include folder alone counts for brackets."""
+    """Quotes search the including file's folder first; brackets search the include folder only."""
     for name, text in {
         "a/first.h": '#include "second.h"\n  #  include <third.h>\n#include <vector>\n',
         "a/second.h": '#include "a/first.h"\n// #include "absent.h"\n',
@@ -116,7 +118,7 @@ def test_names_are_resolved_as_a_compiler_does(tmp_path: Path, monkeypatch: pyte
 
 
 def test_headers_of_two_folders(tmp_path: Path) -> None:
-    """One name in both folders, a header outside of both, bytes that are not UTF-8: each header counts."""
+    """One name in two folders, a header outside of both, bytes that are not UTF-8: every header counts."""
     for name, content in {
         "package/a.h": b"",
         "own/a.h": b"",
@@ -137,7 +139,7 @@ def test_headers_of_two_folders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("include", ["own", "x/../own"])
 def test_an_include_folder_of_any_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, include: str) -> None:
-    """Compilers under ninja run in another folder, and headers are known by their place below this one."""
+    """ninja runs compilers in another folder; headers are identified by their path below the include folder."""
     own = dataclasses.replace(kernels.find("merge"), name="own", include=Path(include))
     (tmp_path / "x").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -146,7 +148,7 @@ def test_an_include_folder_of_any_form(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_header_edited_while_a_process_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the compile: the key is of the new header. During it: nothing is kept under the key of the old one."""
+    """After an edit before the compile the key is the new header's; after one during it, nothing is kept."""
     folder, target = tmp_path / "include", jit.Target.parse("avx2")
     shutil.copytree(paths.include_dir(), folder)
     monkeypatch.setattr(paths, "include_dir", lambda: folder)
@@ -184,7 +186,7 @@ def test_our_flags_change_the_key(monkeypatch: pytest.MonkeyPatch, target: str, 
 
 
 def memo() -> Path:
-    """What is remembered of the toy kernel."""
+    """The remembered key of the toy kernel."""
     return cache.jit_store()._memo(toy(), jit.host_target())
 
 
@@ -193,7 +195,7 @@ def recall() -> cache.Entry | None:
 
 
 def test_a_process_renders_where_nothing_is_remembered(sandbox: Sandbox) -> None:
-    """Once: the process after it does not."""
+    """The first process renders the kernel; the next one does not."""
     build.obtain(toy(), jit.host_target(), cache.jit_store())
     cache.jit_store().forget()
     code = "import sys; get(toy()); print('jinja2' in sys.modules)"
@@ -241,7 +243,7 @@ def test_a_memo_that_cannot_be_read(sandbox: Sandbox) -> None:
 
 
 def test_what_other_sources_remember_is_not_used(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The entry itself is sound, and is of the kernel as it was."""
+    """The entry is intact, but it was built from the old sources."""
     build.obtain(toy(), jit.host_target(), cache.jit_store())
     template = sandbox.templates / "kernel.cpp.jinja"
     template.write_text(template.read_text() + "// edited\n")
@@ -253,7 +255,7 @@ def test_what_other_sources_remember_is_not_used(sandbox: Sandbox, monkeypatch: 
 
 
 def test_nothing_is_remembered_while_sources_change(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fingerprint might be of the new sources and the key of the old ones."""
+    """Otherwise the fingerprint could be of the new sources while the key is of the old ones."""
     monkeypatch.setattr(paths, "is_settled", lambda: False)
     assert jit.get_kernel(toy()).spec == toy()
     assert not memo().exists()
@@ -294,7 +296,7 @@ def hash_of(folder: Path) -> str:
 
 
 def test_the_spec_is_in_the_key(sandbox: Sandbox) -> None:
-    """An entry records one spec, and the toy's source shows only some of its fields."""
+    """An entry records one spec, while the toy's source shows only some of its fields."""
     texts = {source.source_of(spec, jit.host_target()).text for spec in (toy(), dataclasses.replace(toy(), trace=True))}
     keys = {source.key_of(spec, jit.host_target()) for spec in (toy(), dataclasses.replace(toy(), trace=True))}
     assert (len(texts), len(keys)) == (1, 2)

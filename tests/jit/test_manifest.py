@@ -1,4 +1,4 @@
-"""Manifests from files: every field is judged before a kernel is made of it, and a wrong one is one line."""
+"""Manifests from files: every field is checked before a kernel is made of it, and an error is one line."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ BAD: list[Any] = [
     *(-1, 1.5, 10**9, 10**30, INJECTED, f"boxes{INJECTED}", "a\nb", "\0", "sm_90a;rm", "x" * 100_000),
     *([], {}, [[]], {"a": {"b": []}}, ["none"], [["a"] * 9], "Ünïcode", "FLOAT-16", " "),
 ]
-WIDE = "score\x00 + 1"  # what even a variant's source may not be
+WIDE = "score\x00 + 1"  # refused even in a variant's source
 
 
 def places(data: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The way to every value of a JSON document, from the outside in."""
+    """The paths to all values of a JSON document, outer ones first."""
     inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [at, *(place for key, value in inner for place in places(value, (*at, key)))]
 
@@ -66,14 +66,14 @@ def changed(place: tuple[Any, ...], value: Any) -> dict[str, Any]:
 
 
 def is_code(place: tuple[Any, ...], value: Any) -> bool:
-    """Whether the value is a text where a variant's source stands: any text is accepted there, as it is code."""
+    """Whether the value is a string in place of a variant's source: any string is accepted there, as it is code."""
     return (
         place[-1:] in (("logit",), ("mask",)) and isinstance(value, str) and len(value) < 1 << 16 and "\0" not in value
     )
 
 
 def is_allowed(place: tuple[Any, ...], value: Any) -> bool:
-    """Values of the list above that the field may have."""
+    """Values of the list above that the field accepts."""
     empty = {("tensors",): [], ("scalars",): [], ("kernels",): [], ("variant",): {}}
     return is_code(place, value) or (place[-1:] in empty and value == empty[place[-1:]])
 
@@ -88,7 +88,7 @@ MUTATED += [(("kernels", 0, "spec", "variant", "logit"), WIDE)]
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that the command says."""
+    """The line that the command prints."""
     assert main(["build", *arguments]) == 2, arguments
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
@@ -97,7 +97,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_mutated_manifests(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One wrong value each: exit code 2 and one line, and no kernel is made of it."""
+    """One wrong value each: exit code 2 and one line, and no kernel is made."""
     made: list[object] = []
     monkeypatch.setattr("flashpage.jit.build_kernels", lambda *given: made.append(given) or [])
     assert len(MUTATED) > 200
@@ -148,12 +148,13 @@ def test_a_target_that_the_kernel_has_not(tmp_path: Path) -> None:
 
 
 def test_every_field_is_judged() -> None:
-    """A field that is new in KernelSpec needs a row."""
+    """Every field of KernelSpec has a row."""
     assert set(_FIELDS) == set(KernelSpec("merge").to_json()) == set(SPEC)
 
 
 def test_specs_of_accepted_fields_render_or_are_refused() -> None:
-    """Any combination: an error is a CompileError, and what is rendered has none of the fields' free text."""
+    """Any combination of values: an error is a CompileError, and rendered sources contain no free text of the
+    fields."""
     draw, dtypes = random.Random(22), ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
     outcomes = set()
     for _ in range(300):

@@ -36,7 +36,7 @@ def obtain(number: int = 0) -> cache.Entry:
 
 
 def give_away(path: Path) -> None:
-    """To another user."""
+    """Gives a file to another user."""
     if os.geteuid():
         pytest.skip("giving a file to another user takes root")
     os.chown(path, 4242, 4242, follow_symlinks=False)
@@ -51,7 +51,7 @@ def _group_writable_folder(sandbox: Sandbox) -> None:
 
 
 def _sticky_folder(sandbox: Sandbox) -> None:
-    """Others cannot replace what is there, but they can add entries."""
+    """A folder where others cannot replace files but can add entries."""
     sandbox.cache.chmod(0o1777)
 
 
@@ -85,7 +85,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("spoil", FAULTS, ids=lambda f: f.__name__.strip("_"))
 def test_a_folder_that_others_can_write_is_not_used(sandbox: Sandbox, spoil: Callable[[Sandbox], None]) -> None:
-    """One warning, and the kernel is compiled into a private folder, where the next one finds it."""
+    """One warning, and the kernel is compiled into a private folder, where the next process finds it."""
     obtain()
     spoil(sandbox)
     with pytest.warns(RuntimeWarning, match=r"flashpage: the kernel cache .* is not used, because .*") as caught:
@@ -111,7 +111,7 @@ def test_the_private_folder_is_kept_unless_another_was_quicker(sandbox: Sandbox)
 
 
 def test_a_sticky_parent_is_fine(sandbox: Sandbox) -> None:
-    """As /tmp is: others cannot replace the folder in it."""
+    """A parent folder like /tmp: others cannot replace the folder in it."""
     sandbox.folder.chmod(0o1777)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -120,7 +120,7 @@ def test_a_sticky_parent_is_fine(sandbox: Sandbox) -> None:
 
 
 def test_the_way_begins_at_the_home_folder(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a user's home lies is the administrator's affair."""
+    """The administrator decides where a user's home is."""
     home = sandbox.folder / "above" / "home"
     home.mkdir(parents=True)
     home.parent.chmod(0o777)
@@ -164,7 +164,7 @@ def _meta_is_a_fifo(entry: cache.Entry) -> None:
 
 
 def _binary_is_a_path(entry: cache.Entry) -> None:
-    """To a file that is sound in itself."""
+    """A link to a file that is intact."""
     moved = entry.folder.parent / entry.path.name
     shutil.copy(entry.path, moved)
     meta = entry.meta | {"binary": f"../{entry.path.name}"}
@@ -191,7 +191,7 @@ def test_an_entry_that_others_could_have_written_is_replaced(
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o177])
 def test_all_that_is_written_is_private(sandbox: Sandbox, umask: int) -> None:
-    """Kernels, locks, notes and logs of failures, and the folders above that are missing."""
+    """Kernels, locks, notes and logs of failures are private, and so are missing parent folders."""
     folder = sandbox.folder / "new" / "cache"
     code = f"import os; os.umask({umask}); get(toy())\ntry: get(toy(logit='nonsense'))\nexcept Exception: pass"
     sandbox.run(code, FLASHPAGE_CACHE_DIR=str(folder))
@@ -219,7 +219,7 @@ def test_a_lock_is_neither_followed_nor_emptied(sandbox: Sandbox) -> None:
 
 
 def test_kernels_of_an_installed_package_are_trusted_as_it_is(sandbox: Sandbox) -> None:
-    """Installers link files, and give them the modes that they like."""
+    """Installers link files, and set the modes that they prefer."""
     (result,) = aot_build.build_into(sandbox.aot, [(toy(), jit.host_target())])
     assert result.entry is not None
     path = result.entry.path
@@ -243,7 +243,7 @@ def test_kernels_of_a_package_are_readable_by_all(sandbox: Sandbox) -> None:
 
 
 def test_an_entry_without_its_symbol_is_replaced_in_the_same_process(sandbox: Sandbox) -> None:
-    """Its hash is right and it loads. The new library has another file name: dlopen gives no mapping twice."""
+    """The replaced library has the right hash and loads. It has another file name, as dlopen maps a name once."""
     entry = obtain()
     source, stranger = sandbox.folder / "empty.cpp", sandbox.folder / "kernel.so"
     source.write_text("int nothing;")

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING promises: a kernel is a header folder, a Python file and a row; a card is a row."""
+"""As CONTRIBUTING says, a new kernel is a header folder, a Python file and a row; a new card is a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashpage.kernels import ATTENTION, devices
 from flashpage.kernels.devices import Device
 from flashpage.plan import plan_lengths
 
-HEADER = r"""// Attention as books write it: all scores of a row before its first value.
+HEADER = r"""// Textbook attention of one row at a time.
 #pragma once
 #include <cmath>
 #include <vector>
@@ -68,7 +68,7 @@ void plain_attention(const AttentionParams& params, const VariantArgs&, i32 cta_
 }  // namespace flashpage::cpu
 """
 HOME = '''
-"""Attention as books write it, for fp32 on the CPU."""
+"""Textbook attention, for fp32 on the CPU."""
 from pathlib import Path
 
 from flashpage.base.dtypes import DType
@@ -80,7 +80,7 @@ FP32 = (DType.FLOAT32,)
 
 
 def only_plain(work):
-    """Everything else must be refused: what no rule refuses is planned."""
+    """Refuses everything that the kernel does not support: plans take it for all other work."""
     options = work.options
     if options.needs_variant or options.has_mask or work.rotates:
         return "it has no masks, soft caps, position encodings and variants"
@@ -104,7 +104,7 @@ Q_LENS, KV_LENS, PAGE = (3, 1, 40, 0), (17, 200, 40, 5), 4
 
 @pytest.fixture
 def cpu_plain(tmp_path: Path) -> Iterator[None]:
-    """The kernel's folder and file, and its row, first in the order of preference."""
+    """The kernel's folder, file and row, which comes first in the order of preference."""
     header = tmp_path / "include" / "flashpage" / "kernels" / "cpu_plain" / "kernel.h"
     header.parent.mkdir(parents=True)
     header.write_text(HEADER)
@@ -170,7 +170,7 @@ def test_its_header_is_in_the_key(cpu_plain: None, tmp_path: Path) -> None:
 def test_an_edit_of_its_header_is_seen_by_the_next_process(
     cpu_plain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package's fingerprint does not cover its folder, so no memo may lead to the entry."""
+    """The package's fingerprint does not cover the kernel's folder, so the key must not be remembered."""
     from flashpage.base import paths
     from flashpage.jit import host_target
     from flashpage.jit.build import obtain
@@ -232,7 +232,7 @@ def test_the_drivers_numbers_replace_a_rows(driver_name: str, sm: int, sms: int,
 def test_a_card_without_a_row_is_estimated_from_its_clocks() -> None:
     card = devices.from_driver(_info("NVIDIA RTX A6000", 86, 84))
     assert card.is_estimated and card.name == "NVIDIA RTX A6000"
-    assert card.gbps == pytest.approx(0.95 * 768.1, rel=0.01)  # 8,001 MHz, 384 bits, two transfers a clock
+    assert card.gbps == pytest.approx(0.95 * 768.1, rel=0.01)  # 8,001 MHz, 384 bits, two transfers for each clock
     assert card.tflops == pytest.approx(77.4, rel=0.01)  # 84 SMs at 1,800 MHz
 
 
@@ -252,7 +252,7 @@ def test_a_row_says_what_the_card_can_do(name: str, abilities: tuple[str, ...]) 
 
 
 def test_info_says_whether_a_card_has_a_row() -> None:
-    """The fake driver's card has none; the second time it has."""
+    """The fake driver's card has no row in the first call, and has one in the second."""
     with_fake_driver("""
 import contextlib, dataclasses, io
 from flashpage import cli
@@ -268,7 +268,7 @@ info = host.DeviceInfo()
 host.check(lib.fp_cuda_device_info(0, byref(info)))
 row = dataclasses.replace(devices.H200, name="Fake", sm=info.sm, sms=2 * info.num_sms)
 devices.CARDS = (*devices.CARDS, row)
-assert "Fake: 2277 GB/s, 494 TFLOP/s" in shown(), shown()  # half of the row's, as it has half of the SMs
+assert "Fake: 2277 GB/s, 494 TFLOP/s" in shown(), shown()  # half of the rates, for half of the SMs
 assert "estimated" not in shown()
 """)
 

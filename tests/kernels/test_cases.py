@@ -1,4 +1,4 @@
-"""Every row of the case table on every device, through the public wrappers, against the fp64 reference."""
+"""Every row of the case table on every device, through the public wrappers, compared with the fp64 reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_names_are_unique_and_reasons_given() -> None:
 
 
 def test_pairs_are_covered() -> None:
-    """Every two values of two factors meet in a row, but for those that exclude each other."""
+    """Every two values of two factors occur together in some row, except values that exclude each other."""
     rows = pairs.cover(pairs.AT_RUN, lambda row: True)
     names = list(pairs.AT_RUN)
     for i, a in enumerate(names):

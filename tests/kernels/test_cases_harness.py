@@ -1,6 +1,6 @@
-"""The harness judged itself: a library made of the reference passes every case, one with a planted fault fails.
+"""Tests of the harness: a library built on the reference passes every case, and one with a planted fault fails.
 
-The fakes read pages with torch, so what they prove is that inputs, comparison and tolerances notice a wrong kernel.
+The fake libraries read pages with torch: they show that inputs, comparison and tolerances notice a wrong kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 class Honest:
-    """Answers like a correct library: gathers rows from the pages it is given, rounds like a kernel."""
+    """A correct library: it gathers rows from the given pages, and rounds like a kernel."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.case = inputs, inputs.case
@@ -55,12 +55,12 @@ class Honest:
         length = self.length(request)
         if not is_ragged(self.case):
             pages = self.inputs.indices[self.inputs.indptr[request] : self.inputs.indptr[request + 1]]
-            return memory.float()[pages].flatten(0, 1)[:length]  # torch 2.9 indexes no fp8 on the CPU
+            return memory.float()[pages].flatten(0, 1)[:length]  # torch 2.9 cannot index fp8 on the CPU
         begin = int(self.inputs.indptr[request])
         return memory[0, begin : begin + length]
 
     def without_hidden(self, request: int, rows: torch.Tensor) -> torch.Tensor:
-        """Tokens that no row sees are not read."""
+        """The batch without tokens that no row sees."""
         hidden = hidden_tokens(self.case, request)
         return torch.cat([torch.zeros_like(rows[:hidden]), rows[hidden:]])
 
@@ -82,28 +82,28 @@ def other_options(**values: Any) -> type[Honest]:
 
 
 class MissingTail(Honest):
-    """The last token of every request is lost."""
+    """Loses the last token of every request."""
 
     def length(self, request: int) -> int:
         return max(0, super().length(request) - 1)
 
 
 class PastTheEnd(Honest):
-    """One slot too many is read: NaN, or another request's token."""
+    """Reads one slot too many: NaN, or another request's token."""
 
     def length(self, request: int) -> int:
         return super().length(request) + 1
 
 
 class LeftOfTheWindow(Honest):
-    """Tokens that no row sees are read, and weighed with zero."""
+    """Reads tokens that no row sees, with weight zero."""
 
     def without_hidden(self, request: int, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
 
 class WrongHeads(Honest):
-    """Query heads are dealt to KV heads in turn instead of in groups."""
+    """Assigns query heads to KV heads round-robin instead of in groups."""
 
     def request(self, request: int, q: torch.Tensor) -> State:
         order = torch.arange(q.shape[1]).reshape(self.case.num_kv_heads, -1).T.flatten()
@@ -113,7 +113,7 @@ class WrongHeads(Honest):
 
 
 class ShiftedMask(Honest):
-    """A custom mask read one bit off."""
+    """Reads a custom mask at an offset of one bit."""
 
     def request(self, request: int, q: torch.Tensor) -> State:
         shifted = [mask.flatten().roll(1).reshape(mask.shape) for mask in self.inputs.masks]
@@ -122,7 +122,7 @@ class ShiftedMask(Honest):
 
 
 class LeftAlignedCausal(Honest):
-    """Causal counted from the first token."""
+    """Counts causal from the first token."""
 
     def request(self, request: int, q: torch.Tensor) -> State:
         tokens = torch.arange(self.length(request))
@@ -177,7 +177,7 @@ FAULTS = {
 }
 
 
-# test_cases.py runs every row with the same inputs, reference and comparison: here every eighth, and the faults' rows.
+# test_cases.py runs every row with these inputs, reference and comparison; here every eighth row and the faults' rows.
 HONEST = [case for i, case in enumerate(CASES) if i % 8 == 0 or case.name in {row for _, row in FAULTS.values()}]
 
 

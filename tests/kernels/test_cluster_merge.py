@@ -1,4 +1,4 @@
-"""How CTAs of a cluster merge a unit (tile/merge/cluster_merge.h), all of them as fibers on the host."""
+"""How CTAs of a cluster merge a unit (tile/merge/cluster_merge.h), with all of them as fibers on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from native_build import shared_library
 from flashpage import native
 from flashpage.native import records
 
-# Of a kernel: the cache's type, columns of V, warps side by side along them.
+# for each kernel: the cache's type, columns of V, warps along the columns
 KERNELS = (("Bf16", 128, 1), ("Bf16", 64, 1), ("Bf16", 256, 1), ("E4m3", 128, 1), ("E4m3", 256, 2), ("Bf16", 72, 1))
 
 
@@ -32,7 +32,7 @@ def library(kernel: tuple[str, int, int]) -> ctypes.CDLL:
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("log_pieces", [1, 2, 3, 4])
 def test_every_row_is_merged_once(kernel: tuple[str, int, int], log_pieces: int) -> None:
-    """By whoever has its columns; what nobody sent is NaN. Groups of 1, 3 and 4 heads, with and without LSE."""
+    """The CTA that has the columns merges; other memory is NaN. Groups of 1, 3 and 4 heads, with LSE or without."""
     code, dim = library(kernel), kernel[1]
     for rows, group in ((1, 1), (4, 4), (3, 3), (7, 4), (8, 1), (16, 4)):
         if rows <= code.max_rows():
@@ -44,7 +44,7 @@ def check(code: ctypes.CDLL, dim: int, log_pieces: int, rows: int, group: int) -
     columns = random.standard_normal((pieces, rows, dim)).astype(np.float32)
     maxima = random.normal(0, 4, (pieces, rows)).astype(np.float32)
     sums = random.uniform(0.5, 9, (pieces, rows)).astype(np.float32)
-    maxima[-1, 0], sums[-1, 0], columns[-1, 0] = -np.inf, 0, 0  # a piece of which a row sees nothing
+    maxima[-1, 0], sums[-1, 0], columns[-1, 0] = -np.inf, 0, 0  # a piece in which a row sees nothing
     if rows > 1:
         maxima[:, 1], sums[:, 1], columns[:, 1] = -np.inf, 0, 0  # a row that sees nothing
 

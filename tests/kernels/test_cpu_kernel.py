@@ -1,4 +1,4 @@
-"""The CPU kernel alone, under hand-made plans, against the fp64 reference, for every level of CPU features."""
+"""The CPU kernel under hand-made plans, compared with the fp64 reference, for every level of CPU features."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def options(case: KernelCase, inputs: Inputs) -> reference.Options:
 
 
 def runs() -> list[pytest.param]:
-    """Every case at the best level and at the lowest, where vectors are half as wide; one at the level in between."""
+    """Every case at the best level and at the lowest one, whose vectors are half as wide; one at the middle level."""
     levels = runnable(None)
     found = [(case, target) for target in dict.fromkeys((levels[0], levels[-1])) for case in CASES]
     found += [(CASES[1], target) for target in levels[1:-1]]
@@ -99,7 +99,7 @@ def runs() -> list[pytest.param]:
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> None:
-    """All kernels of the collected tests, compiled side by side."""
+    """All kernels of the collected tests, compiled in parallel."""
     params = [getattr(getattr(item, "callspec", None), "params", {}) for item in request.session.items]
     build_kernels((p["case"].spec, p["target"]) for p in params if isinstance(p.get("case"), KernelCase))
 

@@ -1,4 +1,4 @@
-"""The functions on vector lanes: accuracy in units of the last place, and what they do at the edges of fp32."""
+"""Functions on vector lanes: accuracy in units of the last place, and behaviour at the edges of fp32."""
 
 from __future__ import annotations
 

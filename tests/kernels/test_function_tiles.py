@@ -1,5 +1,6 @@
-"""Mask functions of the Hopper prefill kernel, on the host: the kernel that asks a variant for tiles, against the same
-function evaluated by torch."""
+"""Mask functions of the Hopper prefill kernel, on the host: the kernel that finds the tiles of a variant's mask,
+compared with torch's evaluation of the same function.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ MOST_TOKENS, BEFORE, REQUESTS, HEADS = 4600, 300, 5, 40  # BEFORE: rows may stan
 _generator = torch.Generator().manual_seed(5)
 DOCUMENT = torch.sort(torch.randint(0, 30, (REQUESTS, BEFORE + MOST_TOKENS), generator=_generator))[0]
 REACH = torch.randint(0, 900, (HEADS,), generator=_generator)
-FIRST = torch.tensor([0, 10**6, 100, 640, -5])  # of the tokens that a request sees
+FIRST = torch.tensor([0, 10**6, 100, 640, -5])  # first of the tokens that a request sees
 
 
 def documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -80,7 +81,10 @@ def asked_batches(draw: st.DrawFn, function: Callable[..., Any]) -> Asked:
     num_kv_heads, group = draw(st.sampled_from(((1, 1), (2, 3), (1, 40), (3, 4))))
     q_lens, kv_lens = (np.array([r[i] for r in requests], np.int64) for i in range(2))
     batch = Batch(
-        *(q_lens, kv_lens, num_kv_heads * group, num_kv_heads),
+        q_lens,
+        kv_lens,
+        num_q_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
         page_size=0,
         causal=draw(st.booleans()),
         window_left=draw(st.sampled_from((-1, 200))),
@@ -103,7 +107,7 @@ def asked_batches(draw: st.DrawFn, function: Callable[..., Any]) -> Asked:
 @given(data=st.data())
 def test_tiles_and_queue_of_functions(function: Callable[..., Any], data: st.DataObject) -> None:
     batch, grid = data.draw(asked_batches(function)), data.draw(st.sampled_from((1, 3)))
-    for _ in range(2):  # the second run finds what the first one left
+    for _ in range(2):  # the second run starts from the memory of the first
         batch.find(grid)
     batch.check_tiles()
     batch.check_queue()
@@ -141,7 +145,7 @@ def planned(variant: Variant, is_graph: bool = False, **options: Any) -> Any:
     if is_graph:
         buffers = {name: torch.zeros(3, dtype=torch.int32) for name in ("qo_indptr_buf", "kv_indptr_buf")}
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
-        *(torch.empty(1 << 23, dtype=torch.uint8), "NHD", is_graph), **buffers
+        torch.empty(1 << 23, dtype=torch.uint8), use_cuda_graph=is_graph, **buffers
     )
     indptr = torch.tensor([0, 300, 800])
     wrapper.plan(indptr, indptr, 6, 2, 64, variant=variant, **options)
@@ -153,7 +157,7 @@ def planned(variant: Variant, is_graph: bool = False, **options: Any) -> Any:
 def test_a_wrapper_binds_memory_for_its_plan(
     function: Callable[..., Any], fixed_split_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU's plan serves, where the CPU's kernel is said to look for tiles."""
+    """Uses a CPU plan, with a CPU kernel that is marked to need mask tiles."""
     monkeypatch.setattr(choose, "_mask_source", lambda *_: "function")
     planner = planned(Variant(mask_mod=function), fixed_split_size=fixed_split_size, causal=True, window_left=400)
     combination = planner.active[0]

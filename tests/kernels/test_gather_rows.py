@@ -1,4 +1,4 @@
-"""The kernel that gathers rows, on the host, and its launch; tests/planner/test_gathered.py has what asks for it."""
+"""The kernel that gathers rows, on the host, and its launch; tests/planner/test_gathered.py tests when plans use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,18 @@ from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.plan import gather_rows as gathered
 
-OPTIONS = Options("paged", 32, 8, 128, 128, 1, *(DType.BFLOAT16,) * 3, causal=True)
+OPTIONS = Options(
+    kv_source="paged",
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim_qk=128,
+    head_dim_vo=128,
+    page_size=1,
+    q_dtype=DType.BFLOAT16,
+    kv_dtype=DType.BFLOAT16,
+    out_dtype=DType.BFLOAT16,
+    causal=True,
+)
 ONE_TOKEN_FORMS = [form for form in FORMS if form != "indexed"]
 
 
@@ -30,7 +41,7 @@ def test_rows_are_those_of_the_pages(form: str, layout: str, heads: int, dims: t
     if form.startswith("fused") and dims[0] != dims[1]:
         pytest.skip("one tensor has one head dim")
     if form.startswith("odd") and heads > 1 and (form == "odd_head") == (layout == "NHD"):
-        pytest.skip("a dimension of more than one")
+        pytest.skip("the dimension has more than one entry")
     count, first = 37, 5
     cache = Cache.make(form, Shape(41, 1, heads, *dims), layout, torch.float16)
     k, v = cache.rows()

@@ -1,5 +1,6 @@
-"""Custom masks of the Hopper prefill kernel, on the host: the kernel that looks for tiles and queues units, the tiles
-that loading warps visit, and the bits of a mixed tile, each against numpy."""
+"""Custom masks of the Hopper prefill kernel, on the host: the kernel that finds tiles and queues units, the tiles that
+loading warps visit, and the bits of a mixed tile, each compared with numpy.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def masked_batches(draw: st.DrawFn) -> Masked:
     num_kv_heads, group = draw(st.sampled_from(((1, 1), (2, 3), (1, 40), (3, 4))))
     q_lens, kv_lens = (np.array([r[i] for r in requests], np.int64) for i in range(2))
     batch = Batch(
-        *(q_lens, kv_lens, num_kv_heads * group, num_kv_heads),
+        q_lens,
+        kv_lens,
+        num_q_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
         page_size=0,
         has_custom_mask=True,
         q_start=draw(st.integers(0, 3)),
@@ -42,7 +46,7 @@ def masked_batches(draw: st.DrawFn) -> Masked:
         tile_q=draw(st.sampled_from((64, 128))),
         tile_kv=draw(st.sampled_from((*TOKENS, 160))),
         wave_tokens=draw(st.sampled_from((0, 500))),
-        ns_per_merge=draw(st.sampled_from((0.0, 1e9))),  # so that nothing is cut where units are few
+        ns_per_merge=draw(st.sampled_from((0.0, 1e9))),  # few units shall not be cut
         fixed_piece_tokens=draw(st.sampled_from((0, 0, -1, 3840))),
     )
     rng = np.random.default_rng(draw(st.integers(0, 99)))
@@ -64,12 +68,12 @@ def test_tiles_of_masks(masked: Masked, grid: int) -> None:
 @examples
 @given(masked_batches(), st.sampled_from((1, 2)))
 def test_units_are_queued_once_and_the_long_ones_first(masked: Masked, grid: int) -> None:
-    for _ in range(2):  # the second run finds what the first one left
+    for _ in range(2):  # the second run starts from the memory of the first
         masked.find(grid)
     masked.check_queue()
 
 
-SEES_NOTHING = 2  # TileVisibility in tile/mask/visible_tiles.h; 0: all, 1: some
+SEES_NOTHING = 2  # in tile/mask/visible_tiles.h, next to 0 (all) and 1 (some)
 
 
 class Visited(ctypes.Structure):
@@ -84,7 +88,7 @@ class Visited(ctypes.Structure):
 )
 @example((32, 32, 32), 0.0, 0)
 def test_visible_tiles_are_visited(sizes: tuple[int, int, int], density: float, seed: int) -> None:
-    """More tiles than a warp takes at a time, and units that begin anywhere."""
+    """More tiles than a warp reads at a time, and units that begin anywhere."""
     tiles, begin, end = sizes[0], min(sizes[1:]), max(sizes[1:])
     rng = np.random.default_rng(seed)
     visible, hidden = rng.random(tiles) < density, rng.random(tiles) < 0.5
@@ -100,7 +104,7 @@ def test_visible_tiles_are_visited(sizes: tuple[int, int, int], density: float, 
     expected = [(tile * 80, int(hidden[tile])) for tile in range(begin, min(tiles, begin + count)) if visible[tile]]
     if not expected:
         expected = [(begin * 80, SEES_NOTHING)]
-    if begin == tiles:  # reads a cell that nobody wrote; the tile is hidden by its range, and only of no tokens at all
+    if begin == tiles:  # its cell was never written, and its range is empty
         assert found == 1 and visited[0].first_token == begin * 80
         return
     assert [(v.first_token, v.seen) for v in visited[:found]] == expected
@@ -111,7 +115,7 @@ def test_visible_tiles_are_visited(sizes: tuple[int, int, int], density: float, 
 @pytest.mark.parametrize("window_left", [-1, 30])
 @pytest.mark.parametrize("group", [1, 3])
 def test_bits_of_a_mixed_tile(tokens: int, window_left: int, group: int) -> None:
-    """Of a row's last tile too, whose bits end inside a word, and of rows that start at any bit."""
+    """A row's last tile, whose bits end inside a word, is included, and so are rows that start at any bit."""
     rng = np.random.default_rng(0)
     q_len, kv_len = 77, 301
     batch = Batch(
@@ -135,9 +139,9 @@ def test_bits_of_a_mixed_tile(tokens: int, window_left: int, group: int) -> None
         for first_row in range(0, 128, 16):
             for first in range(0, kv_len, tokens):
                 native().mask_tile_of(
-                    *(ctypes.byref(params), None, ctypes.c_void_p(item.ctypes.data), 128, 0, 0, first_row, first),
-                    *(tokens, ctypes.c_void_p(visible.ctypes.data)),
-                )
+                    ctypes.byref(params), None, ctypes.c_void_p(item.ctypes.data), 128, 0, 0, first_row, first, tokens,
+                    ctypes.c_void_p(visible.ctypes.data),
+                )  # fmt: skip
                 expected = all_visible[first_row : first_row + 16, first : first + tokens]
                 assert (visible == expected).all(), (first_row, first)
 
@@ -158,10 +162,9 @@ def test_bits_of_a_mixed_tile_as_computing_lanes_have_them(tokens: int, group: i
     for first_row in range(0, 128, 16):
         for first in range(0, kv_len, tokens):
             native().mask_tile_of(
-                *(ctypes.byref(params), ctypes.byref(masked.params)),
-                *(ctypes.c_void_p(item.ctypes.data), 128, 0, 0, first_row, first, tokens),
-                ctypes.c_void_p(visible.ctypes.data),
-            )
+                ctypes.byref(params), ctypes.byref(masked.params), ctypes.c_void_p(item.ctypes.data), 128, 0, 0,
+                first_row, first, tokens, ctypes.c_void_p(visible.ctypes.data),
+            )  # fmt: skip
             expected = all_visible[first_row : first_row + 16, first : first + tokens]
             assert (visible == expected).all(), (first_row, first)
 
@@ -176,7 +179,7 @@ def wrapper_with_mask(fixed_split_size: int | None, mask: torch.Tensor, q_lens: 
 
 @pytest.mark.parametrize("fixed_split_size", [None, 128])
 def test_a_wrapper_binds_memory_for_its_plan(fixed_split_size: int | None) -> None:
-    """A CPU's plan serves: what the kernel finds there is every unit, and no more memory is used than there is."""
+    """Uses a CPU plan: the kernel finds every unit in it, and stays within its memory."""
     mask = torch.tril(torch.ones(500, 500)).bool().ravel()
     wrapper = wrapper_with_mask(fixed_split_size, torch.cat([mask, mask]), [500, 500])
     planner = wrapper._planner
@@ -190,15 +193,16 @@ def test_a_wrapper_binds_memory_for_its_plan(fixed_split_size: int | None) -> No
     assert num_units == int(combination.make_plan().work_items()["num_units"].sum())
     assert params.queue_begin + 4 * num_units <= params.list_begin < params.lanes_begin < cells.numel()
     combination.mask_tiles.bind(planner.batch, combination.prepared, combination.slot)
-    assert tiles.cells.tensor is cells, "the same memory for every layer"
+    assert tiles.cells.tensor is cells, "every layer uses the same memory"
 
 
 def test_graph_mode_has_memory_for_the_largest_batch() -> None:
-    """What a captured launch is given stays the same, whatever is planned later."""
+    """A captured launch's arguments stay the same, whatever is planned later."""
     buffers = {"qo_indptr_buf": torch.zeros(3, dtype=torch.int32), "kv_indptr_buf": torch.zeros(3, dtype=torch.int32)}
     mask_buffer = torch.zeros(80000, dtype=torch.uint8)
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(
-        *(torch.empty(1 << 20, dtype=torch.uint8), "NHD", True),
+        float_workspace_buffer=torch.empty(1 << 20, dtype=torch.uint8),
+        use_cuda_graph=True,
         **buffers,
         custom_mask_buf=mask_buffer,
         mask_indptr_buf=torch.zeros(3, dtype=torch.int32),

@@ -24,7 +24,7 @@ def library(out: str) -> ctypes.CDLL:
 @pytest.mark.parametrize("merge_rows", [8, 64])
 @pytest.mark.parametrize("dim", [64, 72, 128, 192, 256, 320])
 def test_every_row_is_merged_once(out: str, merge_rows: int, dim: int) -> None:
-    """An item for each number of partials, some of whose rows see nothing; fewer CTAs than items, and more."""
+    """One item for each number of partials, some of whose rows see nothing; fewer CTAs than items, and more."""
     random, group, kv_heads, head = np.random.default_rng(dim + merge_rows), 3, 2, 1
     items = np.zeros(len(PARTIALS), records.MERGE_ITEM)
     items["num_partials"], items["kv_head"] = PARTIALS, head

@@ -1,4 +1,4 @@
-"""The numerical contract beyond single results: same bits again and in any batch, 64-bit offsets, index forms."""
+"""The numerical contract of docs/numerics.md: repeatable bits, batch invariance, 64-bit offsets, forms of indices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPEATED = [
     prefill("repeat-paged", "mixed rows, split", (1, 40, 5), (2000, 40, 900), causal=True),
     prefill("repeat-ragged", "prompts", (70, 40, 5), (70, 40, 300), entry="ragged", causal=True),
 ]
-# Lengths whose neighbours change tile, split and place in the batch. Rows of one request stay below and above one tile.
+# Lengths whose neighbours differ in tile, split and place. Rows of one request stay below and above one tile.
 INVARIANT_KV = (1500, 0, 64, 3, 700, 129)
 INVARIANT_Q = (1, 4, 60, 3, 33, 129)
 SPLITS = {"fixed": {"fixed_split_size": 8}, "never": {"disable_split_kv": True}}
@@ -57,7 +57,7 @@ def test_same_bits_every_time(case: Case, device: str, kernels: None) -> None:
 
 @pytest.mark.parametrize("case", REPEATED, ids=str)
 def test_one_plan_runs_many_times(case: Case, device: str, kernels: None) -> None:
-    """A plan is not used up, and leaves nothing behind in the workspaces that changes the next run."""
+    """A run does not use up its plan, and leaves nothing in the workspaces that changes the next run."""
     runner = Runner(make_inputs(case), device, flashpage)
     wrapper, q, kv = runner.planned(), runner.q(), runner.kv()
     first = Outputs(*wrapper.run(q, *kv, return_lse=True))
@@ -92,7 +92,7 @@ def test_same_bits_alone_and_in_any_batch(case: Case, device: str, kernels: None
 
 
 def test_lse_is_base_two(device: str) -> None:
-    """Equal scores over n tokens: the lse is log2(n), exactly what an engine's own merge expects."""
+    """With equal scores over n tokens the lse is log2(n), as an engine's own merge expects."""
     case = decode("lse-base", "", (1, 2, 64, 1000))
     inputs = make_inputs(case)
     for rows in inputs.q:
@@ -104,7 +104,7 @@ def test_lse_is_base_two(device: str) -> None:
 
 @pytest.mark.parametrize("entry", ["decode", "paged"])
 def test_states_of_two_halves_merge_to_the_whole(entry: str, device: str) -> None:
-    """out and lse are what merge_state needs; a half without tokens counts nothing."""
+    """merge_state takes out and lse of two runs; a half without tokens does not count."""
     lengths = (200, 3, 64)
     whole = Case("halves", "", lengths, (1, 1, 1), entry=entry, q_dtype="float16")
     inputs = make_inputs(whole)
@@ -161,7 +161,7 @@ def test_index_tensors_in_any_form_give_the_same_bits(case: Case, form: str, dev
 
 
 def big_tensor(elements: int, device: str, folder: Path) -> torch.Tensor:
-    """bf16 whose untouched part costs nothing: a sparse file on the CPU, plain memory on a card that has it."""
+    """bf16 memory whose untouched part costs nothing: a sparse file on the CPU, plain memory on a card."""
     if device == "cpu":
         return torch.from_file(str(folder / "sparse"), shared=True, size=elements, dtype=torch.bfloat16)
     if torch.cuda.mem_get_info(device)[0] < 3 * elements:
@@ -169,7 +169,7 @@ def big_tensor(elements: int, device: str, folder: Path) -> torch.Tensor:
     return torch.empty(elements, dtype=torch.bfloat16, device=device)
 
 
-FAR = 2**32 + 2**20  # elements: past 32 bits, signed or not, and past any product of 32-bit bytes
+FAR = 2**32 + 2**20  # elements: past 32 bits, signed or not, and also in products with bytes
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -217,7 +217,7 @@ NAN_SCALES = [
 
 @pytest.mark.parametrize("case", NAN_SCALES, ids=str)
 def test_nan_scale_is_seen(case: Case, device: str) -> None:
-    """A scale that a calibration got wrong shows in out and lse, in those heads alone."""
+    """NaN scales of a bad calibration show in out and lse, and only for their heads."""
     inputs = make_inputs(case)
     good = run(dataclasses.replace(inputs, scales={"k_scale": torch.tensor([1.0, 1.0])}), device)
     bad = run(dataclasses.replace(inputs, scales={"k_scale": torch.tensor([1.0, math.nan])}), device)
@@ -237,7 +237,7 @@ AT_RUN = {
 
 
 def test_values_at_run_win_and_the_plan_stays(device: str) -> None:
-    """forward with other values in any order, before and after planning again, gives what a plan with them gives."""
+    """forward with other options, in any order, equals a plan with these options."""
     base = prefill("at-run", "", MIXED_Q, MIXED_KV, outputs="returned")
     inputs = make_inputs(base)
     expected = {}
@@ -269,7 +269,7 @@ def test_runs_from_a_second_thread(device: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one card")
 def test_second_card() -> None:
-    """The first card stays the current device of this thread."""
+    """The first card stays this thread's current device."""
     for case in REDUCED:
         if case.runs_on("cuda:1"):
             run_case(case, "cuda:1")

@@ -1,7 +1,6 @@
 """prefill_sm90, the whole kernel on the host: loading and computing warps, rings, barriers, products and masks.
 
-Copies land late and in any order, products are done when they are waited for; ordinary accesses happen where they are
-written.
+Copies arrive late and in any order, and wgmmas finish when they are waited for; other accesses are immediate.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Map(ctypes.Structure):
 
 
 def loader_of(case: Case) -> str:
-    """As flashpage/kernels/choose.py chooses."""
+    """The loader that flashpage/kernels/choose.py chooses."""
     is_whole = case.entry == "ragged" or case.page_size % 8 == 0
     if not case.kv_type.startswith("float8"):
         return "boxes" if is_whole else "rows"
@@ -97,7 +96,7 @@ def tile_of(case: Case) -> Tile:
 
 
 def flags_of(case: Case) -> tuple[str, ...]:
-    """What a case's kernel is compiled with."""
+    """Compiler flags of a case's kernel."""
     loader, tile, variant = loader_of(case), tile_of(case), variant_of(case).spec
     query, stored = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.kv_type))
     out = DType.of(getattr(torch, case.out_type))
@@ -131,7 +130,7 @@ def kernel(flags: tuple[str, ...]) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> None:
-    """Kernels of all collected cases, compiled side by side."""
+    """Kernels of all collected cases, compiled in parallel."""
     found = (getattr(getattr(item, "callspec", None), "params", {}).get("case") for item in request.session.items)
     flags = dict.fromkeys(flags_of(case) for case in found if case in CASES)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as compilers:
@@ -145,7 +144,7 @@ def rows_of_unit(case: Case, tile: Tile) -> int:
 
 
 def plan_of(case: Case, inputs: Inputs, tile: Tile) -> np.ndarray:
-    """One CTA, an item a request, or chunk of a request: a PlanHeader, its CtaStart and the items."""
+    """A plan for one CTA, with one item for each request or chunk: a PlanHeader, its CtaStart and the items."""
     tile_q = rows_of_unit(case, tile)
     parts = [part for request in range(len(case.q_lens)) for part in parts_of(case, request)]
     items = np.zeros(len(parts), records.WORK_ITEM)
@@ -167,8 +166,8 @@ def plan_of(case: Case, inputs: Inputs, tile: Tile) -> np.ndarray:
 
 
 def parts_of(case: Case, request: int) -> list[tuple[int, int, int, int, int]]:
-    """For each chunk that a request has rows in: the request, the first row and their number, the first token and the
-    end."""
+    """Parts of a request for each chunk in which it has rows: the request, the first row and the number of rows, the
+    first token and the end."""
     rows, tokens = case.q_lens[request], case.kv_lens[request]
     if not rows or not case.chunk:
         return [(request, 0, rows, 0, tokens)] if rows else []
@@ -186,7 +185,7 @@ def tile_cells(packed_rows: int, tokens: int, tile: Tile) -> int:
 def find_mask_tiles(
     params: native.AttentionParams, case: Case, tile: Tile, args: native.VariantArgs
 ) -> tuple[native.MaskTilesParams, np.ndarray]:
-    """What the kernel before makes of a mask, and its memory."""
+    """Runs the kernel that finds a mask's tiles; returns its results and its memory."""
     found, spec, group = native.MaskTilesParams(), variant_of(case).spec, case.num_q_heads // case.num_kv_heads
     lengths = list(zip(case.q_lens, case.kv_lens, strict=True))
     batch = native.MaskedBatch(
@@ -201,7 +200,7 @@ def find_mask_tiles(
     )
     cutting = Cutting(num_ctas=1, heads_on_axis=True, tile_q=tile.tile_q, tile_kv=tile.tile_kv).struct()
     count = native.load().fp_mask_cells(ctypes.byref(batch), ctypes.byref(cutting), ctypes.byref(found))
-    cells = np.full(count + 4, 2**64 - 1, np.uint64)  # as if an earlier batch had left it
+    cells = np.full(count + 4, 2**64 - 1, np.uint64)  # as if an earlier batch had left them
     found.plan, found.custom_mask = params.plan, params.custom_mask
     found.causal, found.window_left = params.causal, params.window_left
     found.cells = -(-cells.ctypes.data // 16) * 16
@@ -216,7 +215,7 @@ def find_mask_tiles(
 
 
 def run(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """out, lse, and barriers that somebody still has to come to."""
+    """Runs the CTA; returns out, lse, and barriers at which arrivals are still missing."""
     ragged, dims, tile = case.entry == "ragged", (case.head_dim, case.value_dim), tile_of(case)
     q, (k, v) = torch.cat(inputs.q), inputs.cache.argument("cpu")
     if case.kv_layout == "HND":
@@ -285,7 +284,7 @@ def set_scales(params: native.AttentionParams, scales: dict[str, Any]) -> None:
 
 
 def map_of(cache: torch.Tensor, box: tuple[int, ...]) -> Map:
-    """[pages, tokens, heads, columns]; of q and out: [1, heads, rows, columns]"""
+    """A tensor map of [pages, tokens, heads, columns]; q and out are [1, heads, rows, columns]."""
     pages, tokens, heads, columns = cache.shape
     size = cache.element_size()
     strides = (1, *(size * cache.stride(i) for i in (1, 2, 0)))

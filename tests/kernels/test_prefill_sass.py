@@ -1,4 +1,4 @@
-"""The machine code of the Hopper prefill kernel: warpgroup products, none put one after the other, nothing spilled."""
+"""The machine code of the Hopper prefill kernel: its wgmmas are not serialised, and no register spills."""
 
 from __future__ import annotations
 
@@ -28,7 +28,15 @@ def prefill_spec(
     cache = DType.FLOAT8_E4M3 if loader in ("converted", "transposed") else dtype
     query = cache if loader == "transposed" else dtype
     options = Options(
-        *("paged", 1, 1, dim, dim, 1 if loader == "rows" else 16, query, cache, dtype),
+        kv_source="paged",
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim_qk=dim,
+        head_dim_vo=dim,
+        page_size=1 if loader == "rows" else 16,
+        q_dtype=query,
+        kv_dtype=cache,
+        out_dtype=dtype,
         position_encoding="ROPE_LLAMA" if position_encoding == "rope" else "NONE",
     )
     spec = choose.choose_for_card(Problem(options, 128), devices.H200).spec
@@ -40,7 +48,7 @@ def test_fp8_products_sum_over_32() -> None:
     spec = prefill_spec(128, loader="transposed")
     assert spec.tile is not None
     found = re.findall(r"m64n(\d+)k(\d+)\.f32\.e4m3\.e4m3 .*\n.*accumulate, 1, 1;", render(spec))
-    assert found == [(str(spec.tile.tile_kv), "32"), ("128", "32")]  # no word of transposed factors
+    assert found == [(str(spec.tile.tile_kv), "32"), ("128", "32")]  # there is no word of transposed factors
 
 
 @pytest.mark.parametrize(("dim", "dtype", "name"), [(128, DType.BFLOAT16, "bf16"), (72, DType.FLOAT16, "f16")])
@@ -79,7 +87,9 @@ def test_machine_code(dim: int, loader: str, position_encoding: str, tmp_path: P
     if loader == "transposed":
         form = r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 "
     else:
-        form = r"HGMMA\.64x(\d+)x16\.F32" + (" " if loader == "converted" else r"\.BF16 ")  # fp16 has no name
+        form = r"HGMMA\.64x(\d+)x16\.F32" + (
+            " " if loader == "converted" else r"\.BF16 "
+        )  # fp16 has no name in the opcode
     products = re.findall(form, sass.stdout)
     assert spec.tile is not None
     assert set(products) == {str(spec.tile.tile_kv), str(dim)}, sass.stderr
@@ -95,9 +105,19 @@ ASKED = {
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
 @pytest.mark.parametrize("function", ASKED)
 def test_machine_code_of_mask_functions(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that asks for tiles, and the one that asks in mixed ones alone, with the largest tiles."""
+    """The kernel that finds a function's tiles, and the one that evaluates it in mixed tiles, both with large tiles."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
-    options = Options("paged", 32, 8, 128, 128, 16, *(3 * (DType.BFLOAT16,)))
+    options = Options(
+        kv_source="paged",
+        num_q_heads=32,
+        num_kv_heads=8,
+        head_dim_qk=128,
+        head_dim_vo=128,
+        page_size=16,
+        q_dtype=DType.BFLOAT16,
+        kv_dtype=DType.BFLOAT16,
+        out_dtype=DType.BFLOAT16,
+    )
     variant = Variant(mask_mod=ASKED[function]).traced().spec
     choice = choose.choose(Problem(options, 4096), torch.device("cuda:0"), variant)
     specs = [choice.spec, mask_tiles_spec(choice, options)]

@@ -1,4 +1,4 @@
-"""Every tile fits the shared memory of the card that it is for: the bytes are read from compiled cubins."""
+"""Every tile fits the shared memory of its card: sizes are read from compiled cubins."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ BF16, E4M3 = DType.BFLOAT16, DType.FLOAT8_E4M3
 ONE_OF_A_KIND = {(card.sm, card.shared_bytes): card for card in reversed(devices.CARDS)}.values()
 HEAD_DIMS = ((16, 16), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (464, 464), (512, 512))
 HEAD_DIMS += ((512, 64), (512, 128), (512, 256), (464, 72), (64, 256), (256, 64), (16, 512), (320, 192))
-# Rotated keys next to the ring: rows that do not divide into it, and keys much wider than values.
+# Head dims with rotated keys next to the ring: rows that do not divide into it, and keys much wider than values.
 HEAD_DIMS += ((40, 40), (48, 48), (72, 72), (24, 48), (56, 16), (96, 32), (112, 16), (72, 48), (200, 48), (216, 32))
 ROWS = (16, 32, 64, 128)
 DTYPES = ((BF16, BF16), (BF16, E4M3), (E4M3, E4M3))
 LOADS = VariantSpec(logit="score + bias(kv_idx)", tensors=(("bias", "float32", 1),))
 MASKS = VariantSpec(mask="kv_idx < 7 * h")
-# Of options and the variant: what takes memory or registers of its own.
+# Options and variants that need shared memory or registers.
 KINDS = {
     "plain": ({}, VariantSpec()),
     "bits": ({"has_mask": True}, VariantSpec()),
@@ -49,7 +49,7 @@ KINDS = {
 
 
 def specs_of(card: Device) -> list[KernelSpec]:
-    """One of each combination of tile, types and sizes that plans lead to on the card."""
+    """One spec for each combination of tile, types and sizes that plans choose on the card."""
     found: dict[object, KernelSpec] = {}
     combinations = itertools.product(HEAD_DIMS, DTYPES, ROWS, KINDS.values(), (RAGGED, 1, 16), Contexts)
     for (qk, vo), (query, stored), rows, (changed, variant), page_size, contexts in combinations:
@@ -59,7 +59,7 @@ def specs_of(card: Device) -> list[KernelSpec]:
         try:
             spec = choose_for_card(Problem(options, rows, contexts=contexts), card, variant).spec
         except CapabilityError:
-            continue  # refused in plan, with the reasons
+            continue  # plan refuses it, with reasons
         key = (spec.kernel, spec.tile, spec.loader, query, stored, qk, vo, spec.mask_source, spec.position_encoding)
         found.setdefault(key, spec)
     for dim, stored, group in itertools.product((32, 64, 80, 96, 112, 120, 128, 192, 256), (BF16, E4M3), (4, 40)):
@@ -69,7 +69,7 @@ def specs_of(card: Device) -> list[KernelSpec]:
 
 
 def source_of(specs: list[KernelSpec]) -> str:
-    """The launch numbers of all, without the code of any."""
+    """A source with the launch numbers of all kernels and the code of none."""
     known = {spec.kernel: kernels.find(spec.kernel) for spec in specs}
     text = [f'#include "{kernel.header}"' for kernel in known.values()] + ['#include "flashpage/params/variant.h"']
     if decode_sm90.KERNEL.name in known:

@@ -1,4 +1,4 @@
-"""How many stages of K and V kernels take: counted by their headers, from the most that they are given."""
+"""How many stages of K and V fit: kernels' headers compute it, up to the most that the spec allows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from native_build import shared_library
 
-HOPPER, ADA = 232448, 101376  # bytes of shared memory that a CTA can have
+HOPPER, ADA = 232448, 101376  # bytes of shared memory that a CTA may use
 
-# As tests/native/stages.cpp names their Traits. Kernels were measured with these (docs/tried.md).
+# Named as in tests/native/stages.cpp. Kernels were measured with these stages (docs/tried.md).
 STAGES = {
     # type, columns of K and V, rows, tokens of a slot, teams, warps along the columns, loader, RoPE
     "decode_sm90<DecodeTraits<Bf16, 64, 64, 16, 32, 8, 1, Loader::boxes, false>>()": 16,
@@ -54,7 +54,7 @@ class Found(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Found]:
-    """Compiled together: one file takes two seconds."""
+    """All in one file, which compiles in two seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shapes.h"
         path.write_text("".join(f"{shape},\n" for shape in STAGES))

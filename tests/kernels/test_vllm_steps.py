@@ -1,4 +1,4 @@
-"""How the CTAs of vLLM's operators share out tokens: all of all heads once, and pieces that find each other."""
+"""How the CTAs of vLLM's operators divide tokens: every token of every head once, and pieces that can be merged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTITION = 512
 
 
 class Step(NamedTuple):
-    """Row of tests/native/block_steps_check.cpp."""
+    """A row of tests/native/block_steps_check.cpp's output."""
 
     cta: int
     sequence: int
@@ -81,7 +81,7 @@ def test_every_token_once(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_pieces_begin_and_end(seed: int) -> None:
-    """A piece is a CTA's steps of one unit (v2: partition) side by side, and the first of a cut unit knows how many."""
+    """A piece is a CTA's run of steps in one unit (v2: partition); the first piece of a cut unit has their number."""
     *_, partitions, ctas = case = random_case(seed)
     pieces: list[list[Step]] = []
     for cta in range(ctas):
@@ -113,7 +113,7 @@ def test_pieces_begin_and_end(seed: int) -> None:
 @pytest.mark.parametrize("kv_dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
 @pytest.mark.parametrize("group", [4, 40])
 def test_tiles_of_small_cards_divide_partitions(head_dim: int, kv_dtype: DType, group: int) -> None:
-    """That they fit 99 KiB is tested in test_shared_memory.py, on the compiled bytes."""
+    """test_shared_memory.py tests on compiled kernels that they fit 99 KiB."""
     tile = blocks.decode_spec(DType.BFLOAT16, kv_dtype, head_dim, group, devices.named("RTX 4090")).tile
     assert tile.stages >= 2
     assert PARTITION % tile.tile_kv == 0 and tile.tile_kv // tile.warps_kv in (16, 32)

@@ -1,4 +1,4 @@
-"""Plans of `chunk`: every row has exactly the tokens of its own chunk, and nothing before them is in a work item."""
+"""Plans with `chunk`: every row sees exactly the tokens of its own chunk, and no work item has earlier tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashpage.wrappers.base import PAGED
 
 
 def coverage(planned: Planned, request: int, kv_head: int) -> np.ndarray:
-    """How often the items of all CTAs have a token for a row, [packed rows, tokens]."""
+    """How many items of all CTAs have a token for a row, [packed rows, tokens]."""
     batch, tile_q = planned.batch, planned.cutting.tile_q
     q_len, kv_len, group = int(batch.q_lens[request]), int(batch.kv_lens[request]), batch.group
     first = int(batch.q_start + batch.q_lens[:request].sum())
@@ -46,7 +46,7 @@ def coverage(planned: Planned, request: int, kv_head: int) -> np.ndarray:
 
 
 def expected(batch: Batch, request: int) -> np.ndarray:
-    """Straight from what the options mean."""
+    """Coverage by the definition of the options."""
     q_len, kv_len = int(batch.q_lens[request]), int(batch.kv_lens[request])
     row = np.repeat(np.arange(q_len), batch.group)[:, None] + kv_len - q_len
     token = np.arange(kv_len)[None]
@@ -64,12 +64,16 @@ def test_rows_have_the_tokens_of_their_chunk(seed: int) -> None:
     batch, cutting = random_case(rng)
     count = min(len(batch.q_lens), 5)
     batch = dataclasses.replace(
-        *(batch,), q_lens=rng.integers(0, 90, count), kv_lens=rng.integers(0, 400, count), has_custom_mask=False,
-        has_mask_tiles=False, chunk=int(rng.choice([1, 7, 16, 64, 100, 1000, 2**30 - 1])),
-    )  # fmt: skip
+        batch,
+        q_lens=rng.integers(0, 90, count),
+        kv_lens=rng.integers(0, 400, count),
+        has_custom_mask=False,
+        has_mask_tiles=False,
+        chunk=int(rng.choice([1, 7, 16, 64, 100, 1000, 2**30 - 1])),
+    )
     if rng.random() < 0.5:
         cutting = dataclasses.replace(cutting, ns_per_merge=2000.0, min_piece_tokens=16)
-    planned = plan(batch, cutting)  # within what fp_plan_bounds promises
+    planned = plan(batch, cutting)  # within the sizes that fp_plan_bounds promises
     for request in range(count):
         for kv_head in (0, batch.num_kv_heads - 1):
             found = coverage(planned, request, kv_head)
@@ -78,7 +82,7 @@ def test_rows_have_the_tokens_of_their_chunk(seed: int) -> None:
 
 
 def test_a_decode_plan_has_an_item_a_request() -> None:
-    """At any length: the rest of the context costs nothing."""
+    """A context of any length costs the tokens of one chunk."""
     batch = Batch(np.ones(64, np.int64), np.arange(64) * 3000 + 1, chunk=8192)
     planned = plan(batch, Cutting())
     longest = max(int(n - (n - 1) // 8192 * 8192) for n in batch.kv_lens)

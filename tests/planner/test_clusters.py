@@ -1,6 +1,6 @@
-"""Units with CTAs of their own, run: on a card pieces merge inside clusters, on the CPU through partials as ever.
+"""Runs of units with their own CTAs: on a card pieces merge inside clusters, on the CPU through partials.
 
-Everything that must not be read is NaN (tests/support/harness.py), partials among it.
+Memory that must not be read is NaN (tests/support/harness.py), partials included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from steps import Steps, assert_same_bits
 from flashpage import native
 from flashpage.kernels.schedules import CLUSTER_SIZES
 
-LENS = (700, 33, 0, 1, 513)  # most ranks, few, none
+LENS = (700, 33, 0, 1, 513)  # enough for most ranks, for few, and for none
 SHORT = (64, 31, 96)
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 CASES = [
@@ -28,36 +28,44 @@ CASES = [
         decode(f"clusters-{q_len}x{group}", "packed rows", LENS, q_len=q_len, num_q_heads=group, num_kv_heads=1)
         for q_len, group in ((1, 1), (1, 2), (1, 3), (1, 4), (5, 1), (3, 2), (1, 7), (1, 8), (3, 3), (3, 5), (4, 4))
     ),
-    decode("clusters-short", "two steps at most", SHORT, head_dim=128),
+    decode("clusters-short", "contexts of at most two steps", SHORT, head_dim=128),
     decode("clusters-tiles", "two row tiles", (400, 300), q_len=7, num_q_heads=4, num_kv_heads=1),
-    decode("clusters-128", "as models have it", (2100,), num_q_heads=32, num_kv_heads=8, head_dim=128),
+    decode("clusters-128", "the head counts of common models", (2100,), num_q_heads=32, num_kv_heads=8, head_dim=128),
     decode("clusters-256", "", LENS, head_dim=256, num_q_heads=4),
-    decode("clusters-80", "columns that fill no tile", LENS, head_dim=80),
-    decode("clusters-512", "no mailbox: not in clusters", LENS, head_dim=512),
+    decode("clusters-80", "head dim 80, which fills no tile", LENS, head_dim=80),
+    decode("clusters-512", "head dim 512, which has no mailbox and so no clusters", LENS, head_dim=512),
     decode("clusters-e4m3", "", LENS, head_dim=128, kv_dtype=E4M3),
-    decode("clusters-e5m2-256", "two warps along the columns", LENS, head_dim=256, kv_dtype=E5M2),
+    decode("clusters-e5m2-256", "two warps share the columns", LENS, head_dim=256, kv_dtype=E5M2),
     decode("clusters-page-1", "rows", LENS, head_dim=128, page_size=1),
-    decode("clusters-window", "the range begins inside a step", LENS, window_left=200, hidden_nan=True),
+    decode("clusters-window", "a window that begins inside a step", LENS, window_left=200, hidden_nan=True),
     decode("clusters-no-lse", "", LENS, outputs="no_lse"),
     decode("clusters-strided", "", LENS, outputs="strided"),
     decode("clusters-cap", "", LENS, soft_cap=20.0),
-    decode("clusters-rope", "no mailbox: not in clusters", LENS, position="ROPE_LLAMA"),
-    decode("clusters-scales", "values are scaled once", LENS, scales="per_head"),
-    prefill("clusters-sinks", "piece 0 has them", (1, 2, 1), (700, 300, 40), entry="sink", sinks=True, causal=True),
-    prefill("clusters-causal", "rows see other ends", (4, 1), (600, 513), causal=True),
+    decode("clusters-rope", "RoPE, which has no mailbox and so no clusters", LENS, position="ROPE_LLAMA"),
+    decode("clusters-scales", "a merged value is scaled once", LENS, scales="per_head"),
+    prefill(
+        "clusters-sinks",
+        "sinks, which count in piece 0 only",
+        (1, 2, 1),
+        (700, 300, 40),
+        entry="sink",
+        sinks=True,
+        causal=True,
+    ),
+    prefill("clusters-causal", "rows of a unit with different ends", (4, 1), (600, 513), causal=True),
 ]
 
 
 @pytest.fixture(autouse=True)
 def many_threads() -> Iterator[None]:
-    """The CPU's plans are for as many CTAs as a card's."""
+    """As many CPU threads as a card has CTAs."""
     native.load().fp_cpu_set_threads(33)
     yield
     native.load().fp_cpu_set_threads(0)
 
 
 class Kept(Runner):
-    """Keeps the wrapper."""
+    """Keeps the runner's wrapper."""
 
     wrapper: Any = None
 
@@ -69,7 +77,7 @@ class Kept(Runner):
 @pytest.mark.parametrize("size", [GENERAL, *CLUSTER_SIZES])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_size(case: Case, size: int, device: str, monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
-    """Twice, so that whatever a launch leaves behind is met."""
+    """Each plan runs twice, so that leftovers of the first launch would show."""
     import flashpage
 
     chosen_for_all(monkeypatch, size)
@@ -77,7 +85,7 @@ def test_every_size(case: Case, size: int, device: str, monkeypatch: pytest.Monk
     runner = Kept(inputs, device, flashpage)
     outputs = runner.run()
     compare(case, outputs, reference_states(inputs))
-    assert runner.wrapper.last_plan.result.cluster_size in (0, size)  # 0: more units than clusters
+    assert runner.wrapper.last_plan.result.cluster_size in (0, size)  # 0 if there are more units than clusters
     if outputs.lse is not None:
         q, kv, again = runner.q(), runner.kv(), runner.make_outputs()
         extra = {} if inputs.sinks is None else {"sinks": inputs.sinks.to(device), "sm_scale": case.sm_scale}
@@ -87,7 +95,7 @@ def test_every_size(case: Case, size: int, device: str, monkeypatch: pytest.Monk
 
 
 def test_clusters_are_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the sizes of the test above are for."""
+    """Shows that the sizes of the test above occur."""
     import flashpage
 
     for size in CLUSTER_SIZES[1:]:
@@ -106,7 +114,7 @@ STEPS = ((700, 64, 0), (5000, 1, 33), (0, 0, 0), (2000, 2000, 2000), (40, 900, 7
 
 @pytest.mark.parametrize("captured", [GENERAL, 4])
 def test_one_launch_serves_plans_of_both_kinds(captured: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph's launches have clusters whatever is planned for them."""
+    """A graph's launches have clusters, whichever plans they run."""
     chosen_for_all(monkeypatch, 4)
     cases = [decode(f"clusters-step-{i}", "a step", lens, cache="fused") for i, lens in enumerate(STEPS)]
     steps = Steps(cases, device)

@@ -1,4 +1,4 @@
-"""Contexts of a batch, and the tiles that follow from them (flashpage/kernels/context_lengths.py)."""
+"""Classes of context lengths, and the tiles that follow from them (flashpage/kernels/context_lengths.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1
 
 
 def usual_and(contexts: Contexts, changed: dict[str, Any], variant: VariantSpec) -> tuple[choose.Choice, choose.Choice]:
-    """What is chosen for a prefill, and with such contexts."""
+    """The usual choice for a prefill, and the choice for these contexts."""
     options = dataclasses.replace(DECODE, **changed)
     problems = (Problem(options, 4096, contexts=each) for each in (Contexts.USUAL, contexts))
     usual, other = (choose.choose(problem, torch.device("cuda:0"), variant) for problem in problems)
@@ -40,7 +40,7 @@ def usual_and(contexts: Contexts, changed: dict[str, Any], variant: VariantSpec)
 @pytest.mark.parametrize(
     ("changed", "rows", "tokens", "is_long"),
     [
-        ({}, 1600, 1600, True),  # a row sees 800 tokens on average, and four heads share them
+        ({}, 1600, 1600, True),  # a row sees 800 tokens on average, for four heads
         ({}, 1500, 1500, False),
         ({}, 256, 4096, True),
         ({}, 200, 4096, False),  # fewer than 1,024 packed rows
@@ -101,7 +101,7 @@ def test_short_contexts_have_short_tiles(
 def test_few_rows_have_tiles_of_one_warpgroup(
     changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of so many tokens; 0: they have the usual ones."""
+    """Contexts of this many tokens; 0: they use the usual tiles."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     usual, choice = usual_and(Contexts.FEW, changed, variant)
     assert choice.spec.tile is not None
@@ -131,7 +131,7 @@ def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has
 
 
 def test_classes_are_those_of_the_cards_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cards without prefill_sm90 have one class; a kernel that is added brings its own."""
+    """Cards without prefill_sm90 have one class; a new kernel brings its own classes."""
     options, batch = dataclasses.replace(DECODE, uniform_q_len=0, causal=True), (3, 3 * 4096, 3 * 4096)
     assert ContextLengths(options, devices.named("H20")).of(*batch) is Contexts.LONG
     for card in (devices.CPU, devices.named("A100"), devices.named("B200")):
@@ -171,7 +171,7 @@ def test_long_contexts_are_read_by_pairs(
 
 @pytest.mark.parametrize("heads", [(1, 1), (32, 8), (8, 2), (128, 1)], ids=str)
 def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """workspace_bounds asks for single CTAs: as many rows in pairs need no more."""
+    """workspace_bounds assumes single CTAs: an equal number of rows in pairs needs no more."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])
 
@@ -192,7 +192,7 @@ def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pyt
 
 @pytest.mark.parametrize("heads", [(8, 2), (32, 8), (4, 4), (40, 1)], ids=str)
 def test_workspaces_have_room_for_few_rows(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of few rows has twice the CTAs, and units of half the rows: what is planned fits."""
+    """A batch with few rows uses twice the CTAs and units of half the rows: its plans fit the bounds."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     info = SimpleNamespace(num_sms=132, ctas_per_sm=1, clusters=[0] * 5, cluster_rows=0)
     monkeypatch.setattr(jit, "get_kernel", lambda spec, device=None: SimpleNamespace(spec=spec, info=info, handle=0))

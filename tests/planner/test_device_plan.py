@@ -1,6 +1,6 @@
-"""`plan_on_device`: plans from lengths on the device, against the host's plans and the reference; and inside graphs.
+"""`plan_on_device`: plans from lengths on the device, compared with the host's plans and the reference, also in graphs.
 
-On the CPU nothing is captured: what a graph would replay is called again.
+On the CPU nothing is captured: the calls that a graph would replay are called again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAKE = pytest.mark.parametrize("make", [decode_steps, prefill_steps], ids=["deco
 @pytest.mark.parametrize("captured", [0, 3])
 @pytest.mark.parametrize("is_graph", [False, True], ids=["eager wrapper", "capacity"])
 def test_a_graph_that_plans_itself(make: Callable[[str], Steps], captured: int, is_graph: bool, device: str) -> None:
-    """Captured once, with any lengths; replayed with whatever lies in the tensors then."""
+    """Captured once with any lengths; each replay uses the lengths that the tensors hold then."""
     steps = make(device)
     wrapper = steps.wrapper(use_cuda_graph=True, **steps.capacity) if is_graph else steps.wrapper()
     lengths = OnDevice(steps)
@@ -51,8 +51,8 @@ def test_a_graph_that_plans_itself(make: Callable[[str], Steps], captured: int, 
 
 @MAKE
 def test_it_is_the_hosts_plan(make: Callable[[str], Steps], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Item by item, but for where page numbers lie; with two plans where a run asks for another window. A device gives
-    no unit CTAs of its own."""
+    """Equal item by item, except for the places of page numbers; a run with another window makes a second plan. The
+    device gives no unit its own CTAs."""
     chosen_for_all(monkeypatch, GENERAL)
     steps = make(device)
     ours, usual, lengths = steps.wrapper(), steps.wrapper(), OnDevice(steps)
@@ -65,7 +65,7 @@ def test_it_is_the_hosts_plan(make: Callable[[str], Steps], device: str, monkeyp
             usual.run(steps.own_q[i], steps.own_cache[i], **options)
             steps.run_loaded(ours, **options)
             steps.check(i, Outputs(steps.out, steps.lse), **options)
-            if make is decode_steps:  # a prefill's kernel and tile follow from the rows that there may be
+            if make is decode_steps:  # a prefill's kernel and tile depend on the number of rows that may occur
                 assert ours.resolved_backend == usual.resolved_backend
                 found, expected = ours.last_plan, usual.last_plan
                 names = [name for name in found.work_items().dtype.names if name != "kv_offset"]
@@ -87,7 +87,7 @@ def test_requests_all_there_and_lengths_in_64_bits(device: str) -> None:
 @MAKE
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_rows_of_a_pools_table(make: Callable[[str], Steps], dtype: torch.dtype, device: str) -> None:
-    """Requests in any rows of one table of all requests; those of no request hold what would be noticed."""
+    """Requests use any rows of one table; rows of no request hold numbers that would be noticed."""
     steps, i = make(device), 0
     lengths, wrapper = OnDevice(steps), steps.wrapper()
     lengths.load(i)
@@ -102,7 +102,7 @@ def test_rows_of_a_pools_table(make: Callable[[str], Steps], dtype: torch.dtype,
 
 
 def test_plans_of_host_and_device_take_turns(device: str) -> None:
-    """Whatever was planned last is what runs; reading the plan's arrays copies them back."""
+    """A run uses the latest plan of either kind; reading a device plan's arrays copies them to the host."""
     steps = decode_steps(device)
     lengths, wrapper = OnDevice(steps), steps.wrapper()
     for i in (0, 2, 5):
@@ -126,7 +126,7 @@ def test_plans_of_host_and_device_take_turns(device: str) -> None:
 def test_host_and_device_share_the_options(
     make: Callable[[str], Steps], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One key of options: alternating the two configures the wrapper once."""
+    """The two share one key of options: alternating plans configure the wrapper once."""
     steps = make("cpu")
     lengths, wrapper = OnDevice(steps), steps.wrapper()
     configured = []
@@ -168,7 +168,10 @@ ERRORS = [
     ({"block_tables": torch.zeros((2, 2), dtype=torch.int32).t()}, "contiguous rows"),
     ({"block_tables": torch.tensor([[0, -7], [2, 0]], dtype=torch.int32)}, "block_tables has page -7 in use"),
     ({"num_requests": torch.zeros(2, dtype=torch.int32)}, r"num_requests has shape \(2,\): pass one number"),
-    ({"table_rows": torch.zeros(3, dtype=torch.int32)}, "table_rows has 3 entries but seq_lens 2: pass one a request"),
+    (
+        {"table_rows": torch.zeros(3, dtype=torch.int32)},
+        "table_rows has 3 entries but seq_lens 2: pass one for each request",
+    ),
     ({"table_rows": torch.tensor([0, 2])}, r"table_rows reaches 2 \(least 0\) but block_tables has 2 rows"),
     ({"num_qo_heads": 5}, "num_qo_heads=5 is not a multiple"),
 ]
@@ -200,7 +203,7 @@ def test_bad_rows() -> None:
 
 
 def test_workspaces_too_small() -> None:
-    """Judged by what any lengths could need."""
+    """Workspaces are checked for the largest plan of any lengths."""
     wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(torch.empty(64, dtype=torch.uint8))
     columns = {"block_tables": torch.zeros((2, 400), dtype=torch.int32)}
     with pytest.raises(PlanError, match=r"float_workspace_buffer has 64 bytes but .* may need \d+"):

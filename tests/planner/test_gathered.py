@@ -1,6 +1,6 @@
-"""Rows that are gathered before a Hopper prefill: when, where to, and what runs read then.
+"""Rows that are gathered before a Hopper prefill: when that happens, where they go, and what runs read.
 
-Where a card would launch the kernel before attention, tests on the CPU call it between two runs.
+Where a card would launch the gathering kernel before attention, these tests call it on the CPU between two runs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,20 @@ from flashpage.plan import gather_rows as gathered
 from flashpage.plan import option_plan, prepared_kernels
 from flashpage.plan.prepared_kernels import Prepared
 
-OPTIONS = Options("paged", 32, 8, 128, 128, 1, *(DType.BFLOAT16,) * 3, causal=True)
+OPTIONS = Options(
+    kv_source="paged",
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim_qk=128,
+    head_dim_vo=128,
+    page_size=1,
+    q_dtype=DType.BFLOAT16,
+    kv_dtype=DType.BFLOAT16,
+    out_dtype=DType.BFLOAT16,
+    causal=True,
+)
 FULL = dataclasses.replace(OPTIONS, causal=False)
-ROWS_OF_TOKEN = 64  # in place of the real limit, packed: small batches are worth it then
+ROWS_OF_TOKEN = 64  # replaces the real limit, so that small batches gather
 
 
 # ---------------------------------------------------------------- when
@@ -44,7 +55,7 @@ ROWS_OF_TOKEN = 64  # in place of the real limit, packed: small batches are wort
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (200, 200), (50, 700), (300, 100)])
 def test_rows_that_see_a_token(rows: int, tokens: int, causal: bool, window_left: int) -> None:
-    """As a mask says, but for what the window leaves out beside the causal edge."""
+    """As the mask says, except for tokens that the window hides."""
     worth = gathered.Worth(dataclasses.replace(OPTIONS, causal=causal, window_left=window_left), devices.H200)
     position, token = tokens - rows + np.arange(rows)[:, None], np.arange(tokens)[None]
     in_window = token >= position - window_left if window_left >= 0 else np.ones((rows, tokens), bool)
@@ -64,8 +75,8 @@ def test_rows_that_see_a_token(rows: int, tokens: int, causal: bool, window_left
         (OPTIONS, 4, 4096, 4096, True),
         (OPTIONS, 1, 16384, 16384, True),
         (FULL, 1, 16384, 16384, True),
-        (OPTIONS, 16, 1024, 1024, True),  # by units' starts
-        (OPTIONS, 4, 1024, 1024, False),  # but not so few
+        (OPTIONS, 16, 1024, 1024, True),  # enough by the rule for units' starts
+        (OPTIONS, 4, 1024, 1024, False),  # too few
         (OPTIONS, 4, 512, 16384, False),
         (FULL, 7, 1024, 1024, True),
         (FULL, 7, 1023, 1024, False),
@@ -115,7 +126,7 @@ def test_other_cards_read_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("case", cases.gathered.rows(), ids=str)
 def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And Hopper's prefill runs them either way, over rows in boxes with the kernel that gathers."""
+    """Hopper's prefill runs them with and without gathering; with it, boxes load the rows."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
     asked: list[KernelSpec] = []
 
@@ -148,7 +159,7 @@ def trace_on_the_host(trace: Any, options: Options, soft_cap: float, device: tor
 
 
 class Batch:
-    """A case on the CPU, planned as a Hopper card would."""
+    """A case on the CPU, planned as for a Hopper card."""
 
     def __init__(self, case: Case, workspace_bytes: int = 16 << 20, first: int = 0, **options: Any) -> None:
         self.case, self.inputs = case, make_inputs(case)
@@ -158,7 +169,7 @@ class Batch:
         self.plan(first, **options)
 
     def plan(self, first: int = 0, inputs: Inputs | None = None, **options: Any) -> None:
-        """`first`: entries of nobody before the batch's page numbers."""
+        """`first`: number of entries before the batch's page numbers that belong to no request."""
         inputs = inputs or self.inputs
         case = inputs.case
         self.indices = torch.cat([torch.zeros(first, dtype=torch.int32), inputs.indices])
@@ -178,7 +189,7 @@ class Batch:
         return out
 
     def gather(self) -> None:
-        """What the launch before attention does."""
+        """Does the work of the launch before attention."""
         gather_rows()(ctypes.byref(self.wrapper._attention._local.bound.gather), 2)
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
@@ -203,18 +214,18 @@ def test_runs_read_what_was_gathered(as_on_hopper: None, cache: str, layout: str
     assert batch.rows is not None and gathered.NOTE in batch.wrapper.last_plan.notes
     assert batch.wrapper._planner.active[0].prepared.choice.spec.kv_source == "ragged"
     assert batch.wrapper.last_plan.options.kv_source == "paged"
-    assert batch.run().isnan().any(), "nobody has gathered yet"
+    assert batch.run().isnan().any(), "nothing has been gathered yet"
     batch.gather()
-    for _ in range(2):  # the second run's tensors are like the first's
+    for _ in range(2):  # the second run's tensors have the form of the first run's
         batch.check(*batch.run(return_lse=True))
 
 
 def test_each_layers_cache_is_what_is_gathered(as_on_hopper: None) -> None:
-    """Also where a run only has its addresses written, and where tensors are judged again."""
+    """Both where a run only writes addresses, and where tensors are checked again."""
     batch = Batch(TWO)
     q, kv = batch.runner.q(), batch.runner.kv()[0]
     layers = [tuple(half * scale for half in kv) for scale in (1.0, 0.5, 2.0)]
-    layers.append(tuple(torch.cat([half, half]) for half in layers[1]))  # more pages: bound again
+    layers.append(tuple(torch.cat([half, half]) for half in layers[1]))  # more pages, so that structs are bound again
     for layer in [*layers, *layers]:
         batch.run(layer)
         batch.gather()
@@ -228,7 +239,7 @@ def test_each_layers_cache_is_what_is_gathered(as_on_hopper: None) -> None:
 
 
 def gathering_kernel() -> Any:
-    """A CPU kernel in the place of the card's, of one CTA."""
+    """A CPU kernel of one CTA in place of the card's."""
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
     call = function(lambda params, *_: gather_rows()(ctypes.c_void_p(params), 2))
     handle = native.check_handle(native.load().fp_kernel_from_function(ctypes.cast(call, ctypes.c_void_p)))
@@ -236,11 +247,11 @@ def gathering_kernel() -> Any:
 
 
 def test_plans_in_turns(as_on_hopper: None) -> None:
-    """Batches that are worth it and one that is not, over the same bound tensors."""
+    """Batches that gather and one that does not, over the same bound tensors."""
     batch = Batch(TWO)
     short = Batch(dataclasses.replace(TWO, q_lens=(20,) * 8, kv_lens=(25,) * 7 + (26,)))
     assert short.rows is None
-    batch.wrapper._planner.active[0].prepared.gather_rows = gathering_kernel()  # a CPU has none
+    batch.wrapper._planner.active[0].prepared.gather_rows = gathering_kernel()  # a CPU has no such kernel
     batch.run()
     args = batch.wrapper._attention._local.bound.args
     for _ in range(2):
@@ -279,7 +290,8 @@ def test_batches_that_are_not_gathered(as_on_hopper: None, what: str) -> None:
     assert batch.rows is not None
     if what == "graph":
         batch.wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(
-            *(batch.workspace, "NHD", True),
+            float_workspace_buffer=batch.workspace,
+            use_cuda_graph=True,
             qo_indptr_buf=torch.zeros(3, dtype=torch.int32),
             paged_kv_indptr_buf=torch.zeros(3, dtype=torch.int32),
             paged_kv_indices_buf=torch.zeros(300, dtype=torch.int32),
@@ -309,7 +321,7 @@ def test_partial_results_and_rows_lie_apart(as_on_hopper: None) -> None:
 
 
 def test_without_room_rows_are_read_where_they_are(as_on_hopper: None) -> None:
-    """None for the rows; and as much as they need, but not for the partial results beside them."""
+    """No room for the rows; and room for the rows, but not also for the partial results."""
     partial_bytes = Batch(LONG).wrapper._planner.result.num_partial_rows * 65 * 4
     found = {}
     for name, size in (
@@ -326,7 +338,7 @@ def test_without_room_rows_are_read_where_they_are(as_on_hopper: None) -> None:
 
 
 def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
-    """What tensor maps would be encoded with, whatever the cache looks like, for as many rows as the plan has."""
+    """Tensor maps have as many rows as the plan, whatever the cache looks like."""
     batch = Batch(dataclasses.replace(TWO, cache="fused"))
     batch.run()
     bound = batch.wrapper._attention._local.bound
@@ -345,7 +357,7 @@ def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
 
 
 def test_strides_of_one_token_are_not_those_of_many(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dimension of one entry has no stride of its own in a tensor map; kernels are the same for both batches."""
+    """In a tensor map a dimension of one entry has no stride; both batches use the same kernels."""
 
     class InBoxes(Prepared):
         def __init__(self, *arguments: Any) -> None:

@@ -1,5 +1,5 @@
-"""Mixed batches in two parts: which are divided and how, that both plans together are the batch, and that runs give
-what one plan gives. Here both launches are the CPU's; tests/card/test_card_parts.py has the card's."""
+"""Mixed batches in two parts: which are divided and how, that both plans together cover the batch, and that runs equal
+those of one plan. Here both launches run on the CPU; tests/card/test_card_parts.py has the card's."""
 
 from __future__ import annotations
 
@@ -27,14 +27,25 @@ from flashpage.plan.buffers import PlanSlot
 from flashpage.plan.report.mixed import PartedPlan
 
 HOPPER = torch.device("cuda:0")
-OPTIONS = Options(*("paged", 32, 8, 128, 128, 16), *[DType.BFLOAT16] * 3, causal=True)
+OPTIONS = Options(
+    kv_source="paged",
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim_qk=128,
+    head_dim_vo=128,
+    page_size=16,
+    q_dtype=DType.BFLOAT16,
+    kv_dtype=DType.BFLOAT16,
+    out_dtype=DType.BFLOAT16,
+    causal=True,
+)
 
 
 # ---------------------------------------------------------------- which batches are divided, and how
 
 
 class Divided:
-    """A batch on a card of 132 SMs that is not there: what the planner makes of it."""
+    """A batch for an imaginary card of 132 SMs, and how the planner divides it."""
 
     def __init__(
         self, q_lens: np.ndarray, kv_lens: np.ndarray, *, room: int = 1 << 24, partial_rows: int = 1 << 24
@@ -68,7 +79,7 @@ class Divided:
         return first.num_ctas, second.num_ctas
 
     def check(self) -> None:
-        """Every unit once: of the requests with few rows in the first plan, of the others in the second."""
+        """Every unit occurs once: units of requests with few rows in the first plan, the others in the second."""
         assert self.found is not None
         limit, data = self.parts.most_few_rows, self.memory.numpy()
         for i, limits in enumerate(({"most_rows": limit}, {"least_rows": limit + 1})):
@@ -99,7 +110,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mixed(prefills: int, q_len: int, decodes: int, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts among decodes."""
+    """A batch with prompts among decodes."""
     q_lens = np.array([q_len] * prefills + [1] * decodes)
     kv_lens = np.array([q_len] * prefills + [kv_len] * decodes)
     order = np.random.default_rng(0).permutation(len(q_lens))
@@ -112,7 +123,7 @@ def test_a_prompt_beside_decodes_takes_the_sms_that_memory_has_no_use_for(hopper
     assert divided.ctas == (96, 36)
     assert [prepared.choice.spec.kernel for prepared in divided.prepared[1:]] == ["decode_sm90", "prefill_sm90"]
     loads = [part.result.cost_max_ns for part in divided.found or ()]
-    assert divided.struct.parts_ns < 1.05 * loads[0] * 96 / 132  # as fast as on all SMs
+    assert divided.struct.parts_ns < 1.05 * loads[0] * 96 / 132  # as fast as on all SMs, within 15%
     assert loads[1] < 1.05 * divided.struct.parts_ns
 
 
@@ -123,7 +134,7 @@ def test_both_parts_end_together_or_the_longer_is_not_slowed(
     divided = Divided(*mixed(prefills, q_len, decodes, kv_len))
     divided.check()
     assert divided.struct.parts_ns < divided.struct.whole_ns and sum(divided.ctas) == 132
-    assert divided.ctas[1] >= 132 // 12  # few units need more than their cost says
+    assert divided.ctas[1] >= 132 // 12  # few units need more SMs than their cost suggests
 
 
 @pytest.mark.parametrize(
@@ -131,10 +142,10 @@ def test_both_parts_end_together_or_the_longer_is_not_slowed(
     [
         ([1] * 64, [4096] * 64),
         ([1024] * 16, [1024] * 16),
-        ([1, 16] * 32, [4096] * 64),  # 64 packed rows are few
+        ([1, 16] * 32, [4096] * 64),  # 64 packed rows count as few
         ([17, 600], [4096] * 2),
         ([0, 17, 0], [100] * 3),
-        ([1, 300, 1], [200, 300, 90]),  # both kinds, hardly any work
+        ([1, 300, 1], [200, 300, 90]),  # both kinds, but hardly any work
         ([1] * 4 + [2000], [30] * 4 + [9000]),
         ([], []),
     ],
@@ -209,7 +220,7 @@ ROWS, KV_LENS = (1, 300, 1, 16, 0, 17, 1, 5), (900, 300, 2000, 16, 40, 3000, 0, 
 
 @pytest.fixture
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The CPU's kernel in two rows of the table: one for at most 64 packed rows, the other for more."""
+    """Two rows with the CPU's kernel in the table: one for at most 64 packed rows, one for more."""
     many = dataclasses.replace(cpu_attention.KERNEL, runs_beside=True)
     monkeypatch.setattr(choose, "ATTENTION", [dataclasses.replace(many, most_packed_rows=64), many])
     monkeypatch.setattr(mixed_batch, "LEAST_GAIN_NS", -1e12)
@@ -340,7 +351,8 @@ def test_what_is_planned_as_a_whole(two_kernels: None) -> None:
     for options in ({"fixed_split_size": 16}, {"disable_split_kv": True}, {"custom_mask": mask}):
         assert not isinstance(step.planned(**options).last_plan, PartedPlan)
     graph = flashpage.BatchPrefillWithPagedKVCacheWrapper(
-        *(torch.empty(16 << 20, dtype=torch.uint8), "NHD", True),
+        float_workspace_buffer=torch.empty(16 << 20, dtype=torch.uint8),
+        use_cuda_graph=True,
         max_batch=len(ROWS),
         max_pages=1000,
         max_rows=sum(ROWS),
@@ -355,7 +367,14 @@ def test_promised_workspaces_hold_both_plans(two_kernels: None) -> None:
         step = Step(rows, kv_lens)
         wrapper = step.planned()
         promised = wrapper.workspace_size(
-            *(step.rows, *step.lengths, HEADS, KV_HEADS, DIM, PAGE), causal=True, q_data_type=torch.float32
+            step.rows,
+            *step.lengths,
+            num_qo_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim_qk=DIM,
+            page_size=PAGE,
+            causal=True,
+            q_data_type=torch.float32,
         )
         wrapper.reset_workspace_buffer(*(torch.empty(size, dtype=torch.uint8) for size in promised))
         step.plan(wrapper)

@@ -1,5 +1,5 @@
-"""How far a plan of known options travels: at most five Python frames of the package, and one foreign call. A run: two
-frames and one call."""
+"""How many calls known options take: a plan at most five Python frames of the package and one foreign call, a run two
+frames and one foreign call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def workspace() -> torch.Tensor:
 
 
 def count(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
-    """The package's frames and the foreign calls."""
+    """Counts the package's frames and the foreign calls."""
     frames: list[str] = []
     foreign: list[str] = []
     library = native.load()
@@ -200,7 +200,7 @@ def test_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cascade_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The levels' own plans; what a cascade does around them is not a plan's way."""
+    """Counts the levels' own plans, without the cascade's work around them."""
     wrapper = flashpage.MultiLevelCascadeAttentionWrapper(2, workspace())
 
     def plan(own: list[int]) -> None:
@@ -217,7 +217,7 @@ def test_cascade_level(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_kernels_take_one_call_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch for which the kernels of the plan before are not the right ones is noticed."""
+    """A batch that needs other kernels than the last plan is noticed."""
     wrapper = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
     few, many = prefill_arguments([1, 2], [500, 120]), prefill_arguments([100, 120], [500, 120])
     wrapper.plan(*few, *HEADS, q_data_type=torch.float32)

@@ -1,4 +1,4 @@
-"""The planner, case by case: what a plan must be for batches that are there for a stated reason."""
+"""The planner, case by case: properties of its plans for batches that each have a reason."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KV_LENS = {
     "one long alone": np.array([131072]),
     "zipf": zipf(64, 4096),
     "lognormal": lognormal(64, 4096),
-    "alike": np.full(64, 4096),
+    "equal": np.full(64, 4096),
     "empty requests between": np.where(np.arange(40) % 3, lognormal(40, 500), 0),
 }
 
@@ -79,7 +79,7 @@ def test_prefill(causal: bool, window_left: int, group: int) -> None:
 
 @pytest.mark.parametrize("kv_len", range(20_000, 110_000, 10_000))
 def test_one_long_request_whose_pieces_cost_more_than_all_others(kv_len: int) -> None:
-    """The first levels that are tried are far too low: what units cost on average says nothing of the long one."""
+    """The first levels that are tried are far too low: the average cost of units does not show the long one."""
     q_lens = np.array([300, 0, 17, 17, 5, 1, 17, 2, 2, 300, 1, 129, 1, 0])
     batch = Batch(q_lens, np.where(np.arange(14) == 7, kv_len, 52), 2, 1, causal=True)
     how = Cutting(num_ctas=197, tile_kv=48, ns_per_token=1.0, ns_per_unit=0.0, ns_per_piece=5000.0)
@@ -106,8 +106,8 @@ def test_page_sizes(page_size: int) -> None:
     check(planned)
 
 
-SERVING = {  # batches whose work is fine enough for 3%: name -> (batch, cutting)
-    "decode 64 x 4k": (Batch(ones(64), KV_LENS["alike"]), DECODE),
+SERVING = {  # batches fine enough for a balance of 3%: name -> (batch, cutting)
+    "decode 64 x 4k": (Batch(ones(64), KV_LENS["equal"]), DECODE),
     "decode 64, lognormal": (Batch(ones(64), KV_LENS["lognormal"]), DECODE),
     "decode 64, zipf": (Batch(ones(64), KV_LENS["zipf"]), DECODE),
     "decode 1 x 128k": (Batch(ones(1), np.array([131072])), DECODE),
@@ -156,7 +156,7 @@ def test_runs_are_planned_once_for_as_many_heads_as_divide_the_ctas(num_ctas: in
 
 
 def test_teams_walk_one_range_for_all_heads() -> None:
-    """Neighbours at the same step: member m of a team has the list of member 0, moved by m heads."""
+    """Neighbours are at the same step: member m of a team has the list of member 0, shifted by m heads."""
     planned = plan(Batch(ones(64), KV_LENS["lognormal"]), DECODE)
     seen = expand(planned)
     for team in range(16):
@@ -191,7 +191,7 @@ def test_small_work_uses_fewer_ctas() -> None:
     planned = plan(Batch(ones(1), np.array([300])), DECODE)
     assert planned.header["num_ctas"] == 8 and len(planned.merges) == 0
     planned = plan(Batch(ones(1), np.array([1000])), DECODE)
-    assert 8 < planned.header["num_ctas"] < 64  # pieces no cheaper than what a piece costs
+    assert 8 < planned.header["num_ctas"] < 64  # no piece is cheaper than the fixed cost of a piece
 
 
 @pytest.mark.parametrize("max_pieces", [1, 2, 7])
@@ -201,7 +201,9 @@ def test_max_pieces(max_pieces: int) -> None:
     assert max(planned.merges["num_partials"], default=1) == max_pieces
 
 
-@pytest.mark.parametrize("num_ctas", [8, 12, 13], ids=["a full team", "and half a team", "and a lone CTA"])
+@pytest.mark.parametrize(
+    "num_ctas", [8, 12, 13], ids=["a full team", "a full team and a half", "a full team and one CTA"]
+)
 @pytest.mark.parametrize("heads_on_axis", [False, True])
 def test_pieces_arrive_at_the_merge_of_their_own_head(heads_on_axis: bool, num_ctas: int) -> None:
     """Members of a team share their items, and a unit of 16 rows has two merges."""
@@ -223,7 +225,7 @@ def test_more_kv_heads_than_a_plan_can_name() -> None:
     assert status == native.INTERNAL and "65536" in native.last_error()
 
 
-# ---------------------------------------------------------------- few rows beside many
+# ---------------------------------------------------------------- few rows and many rows in one batch
 
 MIXED = Cutting(  # 128 columns of fp16 or bf16 on Hopper: flashpage/kernels/tile.py
     heads_on_axis=True,
@@ -239,7 +241,7 @@ MIXED = Cutting(  # 128 columns of fp16 or bf16 on Hopper: flashpage/kernels/til
 
 
 def kinds_of_ctas(planned: Planned, decode: np.ndarray) -> tuple[int, int]:
-    """How many CTAs have units of other requests alone, and how many of `decode` alone."""
+    """How many CTAs have only units of other requests, and how many have only units of `decode`."""
     seen = expand(planned)
     kinds = [set(decode[seen["request"][seen["cta"] == cta]]) for cta in range(planned.cutting.num_ctas)]
     return kinds.count({False}), kinds.count({True})
@@ -251,7 +253,7 @@ def kinds_of_ctas(planned: Planned, decode: np.ndarray) -> tuple[int, int]:
     [
         ((4096, 4096), (128, 8192), 30, 42),
         ((1024, 1024), (128, 8192), 3, 6),
-        ((4096, 4096), (64, 4096), 70, 90),  # too short for heads to be walked apart: lanes of four CTAs
+        ((4096, 4096), (64, 4096), 70, 90),  # too short to walk heads one by one: lanes of four CTAs
         ((2048, 16384), (64, 8192), 90, 100),
     ],
 )
@@ -280,7 +282,7 @@ def test_other_batches_have_waves(decode: int) -> None:
 
 
 def test_few_rows_are_half_a_row_tile_at_most() -> None:
-    """Of 16 requests half have one row more: a token of theirs costs twice as much, so twice as many CTAs take them."""
+    """Half of 16 requests have one row more, and their tokens cost twice as much: twice as many CTAs take them."""
     how = cutting(MIXED, ns_per_unit=0.0, few_rows_cost=0.5)
     q_lens = np.repeat([16, 17], 8)
     planned = plan(Batch(q_lens, np.full(16, 8192)), how)
@@ -360,7 +362,7 @@ def test_balanced_bound_does_not_grow_with_the_tokens() -> None:
 
 
 def test_more_than_31_bits_of_tokens() -> None:
-    """A million requests: totals are 64-bit where they may be, and the plan is still made."""
+    """A million requests: totals that may exceed 32 bits are 64-bit, and the plan succeeds."""
     batch = Batch(ones(1_000_000), np.full(1_000_000, 4096), page_size=64)
     planned = plan(batch, DECODE)
     assert planned.result.total_kv == 4096 * 10**6
@@ -368,7 +370,7 @@ def test_more_than_31_bits_of_tokens() -> None:
 
 
 def test_a_plan_is_the_same_from_any_thread_at_any_time() -> None:
-    """Scratch memory is kept from plan to plan: larger and smaller batches in between must leave nothing behind."""
+    """Scratch memory is kept between plans: larger and smaller batches in between must leave nothing in it."""
     batch = Batch(lognormal(40, 30), lognormal(40, 2000), causal=True)
     expected = plan(batch, PREFILL)
     same: list[bool] = []

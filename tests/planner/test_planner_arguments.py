@@ -1,4 +1,4 @@
-"""The planner's arguments: index arrays of every form, and every length that is wrong."""
+"""The planner's arguments: index arrays in every form, and every kind of wrong length."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_rows_without_q_indptr(rows: int) -> None:
 
 
 def test_pages_beyond_kv_lens_are_allowed() -> None:
-    """Engines allot pages ahead: kv_lens says how many tokens count."""
+    """Engines allocate pages in advance: kv_lens says how many tokens count."""
     batch = Batch(ones(4), np.array([100, 0, 33, 7]), page_size=16)
     arrays = arrays_of(batch, use_kv_lens=True)
     arrays["kv_indptr"] = np.arange(5, dtype=np.int32) * 50
@@ -116,7 +116,7 @@ def test_wrong_lengths_are_told(fault: tuple, dtype: type) -> None:
 
 
 def test_good_lengths_pass() -> None:
-    """What the faults above change is otherwise fine."""
+    """The arrays are valid without the changes of the faults above."""
     arrays = {name: np.array(values, np.int32) for name, values in GOOD.items()} | {"kv_lens": None}
     status, _, _ = call(problem_of(Batch(ones(3), ones(3)), arrays), DECODE, 1 << 20)
     assert status == native.OK

@@ -1,4 +1,4 @@
-"""Units with CTAs of their own, a cluster each (include/flashpage/plan/own_ctas.h)."""
+"""Units with their own CTAs, a cluster for each (include/flashpage/plan/own_ctas.h)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashpage import native
 from flashpage.kernels import schedules
 from flashpage.plan import plan_lengths
 
-H200 = (132, 66, 32, 16, 8)  # of 1, 2, 4, 8, 16 CTAs
+H200 = (132, 66, 32, 16, 8)  # clusters of 1, 2, 4, 8, 16 CTAs
 DECODE = Cutting(
     num_ctas=132,
     heads_on_axis=False,
@@ -38,7 +38,7 @@ def decode(*kv_lens: int, heads: tuple[int, int] = (32, 8), **values: object) ->
 
 
 def planned(batch: Batch, cutting: Cutting = DECODE) -> Planned:
-    """Checked; plan() holds it against the bounds."""
+    """A checked plan; plan() compares it with the bounds."""
     found = plan(batch, cutting)
     check(found)
     assert found.result.cluster_size == found.header["cluster_size"]
@@ -61,7 +61,7 @@ def size_of(batch: Batch, cutting: Cutting = DECODE) -> int:
         (decode(*[4096] * 64), 0),  # more units than CTAs
         (decode(30), 1),  # nothing to cut
         (decode(100, 9000, heads=(64, 8)), 0),  # too uneven
-        (decode(32768, heads=(8, 1)), 0),  # 16 CTAs take longer than all
+        (decode(32768, heads=(8, 1)), 0),  # 16 CTAs would take longer than all CTAs
     ],
 )
 def test_the_size_that_ends_first(batch: Batch, size: int) -> None:
@@ -95,7 +95,7 @@ def test_splits_that_are_asked_for_stay(fixed: int) -> None:
 
 
 def test_rows_that_no_cluster_merges() -> None:
-    """A unit's rows; a window and rows that see different tokens; a request without rows or tokens."""
+    """Two row tiles; a window and rows that see different tokens; a request without rows or tokens."""
     rows = Batch(np.full(2, 4, np.int32), np.full(2, 4096, np.int32), 32, 8, causal=True)
     assert size_of(rows) == 8 and size_of(rows, dataclasses.replace(DECODE, cluster_rows=15)) == 0
     tiles = Batch(np.array([9, 0, 3], np.int32), np.array([2000, 50, 2000], np.int32), 8, 2, causal=True)
@@ -117,14 +117,14 @@ def test_lengths_that_differ_a_little() -> None:
 
 
 def test_bounds_hold_where_few_are_cut() -> None:
-    """They have room for what a cluster's pieces would be merged through."""
+    """The bounds include the partials that a cluster's pieces would be merged through."""
     how = dataclasses.replace(DECODE, min_piece_tokens=10**6)
     batch = decode(4096)
     assert bounds(batch, how)[1] >= planned(batch, how).result.num_partial_rows > 0
 
 
 def test_graphs_have_one_size() -> None:
-    """The largest that every batch within the capacity finds room for; the CTAs are a multiple of it."""
+    """The largest size for which every batch within the capacity has enough clusters; CTAs are a multiple of it."""
     whole = DECODE.struct()
     for units, size, num_ctas in ((8, 16, 128), (9, 8, 128), (32, 4, 128), (64, 2, 132), (67, 0, 132)):
         fixed, found = schedules.with_one_cluster_size(whole, units)

@@ -1,4 +1,4 @@
-"""Properties of the planner over thousands of random batches: a fixed-seed sweep, and hypothesis for corner cases."""
+"""Properties of the planner over thousands of random batches: a sweep with a fixed seed, and hypothesis for corners."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sweep(seed: int) -> None:
 
 @st.composite
 def small_cases(draw: st.DrawFn) -> tuple[Batch, Cutting]:
-    """Lengths around every edge there is: tile, piece, page, window."""
+    """Lengths around every edge: tile, piece, page, window."""
     edges = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 512, 2000])
     count = draw(st.integers(0, 6))
     lens = st.lists(edges, min_size=count, max_size=count)

@@ -1,4 +1,4 @@
-"""The public Plan and plan_lengths: what they show must be what was planned."""
+"""The public Plan and plan_lengths show what was planned."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
 
 
 def visible_pairs(plan: Plan) -> int:
-    """(query head row, token) pairs by the plain definition of causal and window."""
+    """(query head row, token) pairs by the definition of causal and window."""
     options, pairs = plan.options, 0
     items = plan.work_items()
     for request in np.unique(items["request"]):
@@ -66,7 +66,7 @@ def test_items_cover_the_batch(plan: Plan) -> None:
 def test_loads_are_the_planner_s_own(plan: Plan) -> None:
     loads = plan.cta_loads()
     assert loads.shape == (plan.schedule.num_ctas,)
-    if plan.schedule.fixed_piece_tokens == 0:  # a fixed split's pieces are priced by the token while it is cut
+    if plan.schedule.fixed_piece_tokens == 0:  # pieces of a fixed split are priced by the token while they are cut
         assert loads.max() == pytest.approx(plan.result.cost_max_ns, rel=0.01)
         assert loads.sum() == pytest.approx(plan.result.cost_total_ns, rel=0.01)
 
@@ -147,7 +147,7 @@ def test_wrong_lengths_are_plan_errors() -> None:
 
 
 def test_long_contexts_are_planned_for_pairs_of_ctas() -> None:
-    """Where CTAs in pairs read K and V together, a pair has twice the rows and counts as one."""
+    """If pairs of CTAs share their reads of K and V, a pair has twice the rows and counts as one."""
     short, long = (plan_lengths([length], [length], page_size=0) for length in (1500, 2048))
     assert (short.num_ctas, long.num_ctas) == (132, 66)
     assert long.spec is not None and short.spec is not None and long.spec.tile == short.spec.tile.paired()
@@ -156,7 +156,7 @@ def test_long_contexts_are_planned_for_pairs_of_ctas() -> None:
 
 
 def test_short_contexts_are_planned_for_short_tiles() -> None:
-    """Of 640 tokens that a row sees where units are few, of 320 where they are many."""
+    """A row may see 640 tokens if there are few units, and 320 if there are many."""
 
     def tokens_of_tile(lengths: list[int]) -> tuple[int, bool]:
         plan = plan_lengths(lengths, lengths, page_size=0)
@@ -183,7 +183,7 @@ def test_short_contexts_are_planned_for_short_tiles() -> None:
     ],
 )
 def test_few_rows_are_planned_for_two_ctas_an_sm(rows: list[int], tokens: list[int], heads: int, are_few: bool) -> None:
-    """As many as one unit of 64 for each half of an SM; decodes have a kernel of their own."""
+    """At most one unit of 64 rows for each half of an SM; decodes have another kernel."""
     plan = plan_lengths(rows, tokens, num_q_heads=heads, page_size=0)
     assert plan.spec is not None and plan.spec.tile is not None
     assert (plan.spec.tile.ctas_per_sm == 2) is (plan.num_ctas == 264) is (FEW_NOTE in plan.explain()) is are_few

@@ -1,4 +1,4 @@
-"""Units dealt as wholes, longest first: all, or a tail behind runs (include/flashpage/plan/whole_units.h)."""
+"""Whole units, dealt longest first: all units, or a tail after runs (include/flashpage/plan/whole_units.h)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ HOPPER = Cutting(
     merge_rows=64,
     wave_tokens=32768,
 )
-ALWAYS = dataclasses.replace(HOPPER, ns_per_merge=1e9)  # where there are units to deal
-ROUNDED = 1e-6  # costs are given in 32 bits
+ALWAYS = dataclasses.replace(HOPPER, ns_per_merge=1e9)  # deals whenever there are units to deal
+ROUNDED = 1e-6  # costs are 32-bit floats
 CUT = dataclasses.replace(HOPPER, ns_per_merge=0.0)
 
 
@@ -42,12 +42,12 @@ def rows(*q_lens: int, context: int = 0, heads: tuple[int, int] = (32, 8), **val
 
 
 def is_dealt(planned: Planned) -> bool:
-    """All units, without runs before them."""
+    """Whether all units are dealt, without runs before them."""
     return bool((planned.items["num_units"] == 1).all() and (planned.items["partial_row"] < 0).all())
 
 
 def planned(batch: Batch, cutting: Cutting = HOPPER) -> Planned:
-    """Checked, in a buffer of exactly what the bounds promise. Whatever is dealt keeps what dealing promises."""
+    """A checked plan, in a buffer of exactly the promised size. Dealt units are checked for the promises of dealing."""
     found = plan(batch, cutting)
     pieces = check(found)
     cut = plan(batch, dataclasses.replace(cutting, ns_per_merge=0.0))
@@ -56,7 +56,7 @@ def planned(batch: Batch, cutting: Cutting = HOPPER) -> Planned:
     assert found.result.num_merges == found.result.num_partial_rows == 0 and cut.result.num_merges > 0
     assert found.header["cluster_size"] == 0
     load = loads(found, pieces)
-    # The axis knows a unit's tokens to within one, where the group does not divide the row tile.
+    # If the group does not divide the row tile, the axis knows a unit's tokens to within one.
     inexact = cutting.ns_per_token * np.bincount(pieces["cta"]).max() if cutting.tile_q % batch.group else 0.0
     assert load.max() == pytest.approx(found.result.cost_max_ns, rel=ROUNDED, abs=inexact)
     assert load.sum() == pytest.approx(found.result.cost_total_ns, rel=ROUNDED, abs=inexact * cutting.num_ctas)
@@ -66,7 +66,7 @@ def planned(batch: Batch, cutting: Cutting = HOPPER) -> Planned:
 
 
 def tails(found: Planned, pieces: dict[str, np.ndarray]) -> Iterator[np.ndarray]:
-    """Which units may have been dealt: the last ones on the axis, from each place on of the last four a lane."""
+    """Which units may have been dealt: the last ones on the axis, from each place in the last four units of a lane."""
     members = int(found.ctas["place"].max()) + 1
     copy = pieces["kv_head"] % (found.batch.num_kv_heads // members)
     code = (pieces["request"].astype(np.int64) << 36) + (copy.astype(np.int64) << 24) + pieces["tile"]
@@ -77,8 +77,8 @@ def tails(found: Planned, pieces: dict[str, np.ndarray]) -> Iterator[np.ndarray]
 
 
 def ends_in(tail: np.ndarray, found: Planned, pieces: dict[str, np.ndarray], inexact: float = 0.0) -> bool:
-    """A CTA's tail comes last, each unit an item, longest first; and nobody had less when it got the last of them.
-    Costs that differ by less than 1/255 of the longest count as alike."""
+    """A CTA's tail is last, with one unit in each item, longest first, and no other CTA had less when it got the last
+    one. Costs that differ by less than 1/255 of the longest count as equal."""
     if (found.items["num_units"][pieces["item"][tail]] != 1).any():
         return False
     load, order = loads(found, pieces), np.argsort(pieces["item"], kind="stable")
@@ -97,7 +97,7 @@ def ends_in(tail: np.ndarray, found: Planned, pieces: dict[str, np.ndarray], ine
 
 
 def longest_first(costs: np.ndarray, ctas: list[float]) -> np.ndarray:
-    """Loads of the CTAs, sorted: each unit to the CTA with the least. `ctas`: what they have before."""
+    """Sorted loads of the CTAs if each unit goes to the CTA with the least. `ctas`: their loads before."""
     heapq.heapify(ctas)
     for cost in sorted(costs, reverse=True):
         heapq.heapreplace(ctas, ctas[0] + cost)
@@ -114,8 +114,11 @@ def longest_first(costs: np.ndarray, ctas: list[float]) -> np.ndarray:
         (rows(1900, window_left=1200), HOPPER),
         (rows(700, 300), ALWAYS),
         (rows(1024, heads=(32, 32)), HOPPER),
-        (rows(2048, heads=(40, 5)), dataclasses.replace(ALWAYS, num_ctas=264)),  # one list a CTA
-        (rows(300, 200, context=500, heads=(12, 6)), dataclasses.replace(ALWAYS, num_ctas=15)),  # three CTAs a list
+        (rows(2048, heads=(40, 5)), dataclasses.replace(ALWAYS, num_ctas=264)),  # one list for each CTA
+        (
+            rows(300, 200, context=500, heads=(12, 6)),
+            dataclasses.replace(ALWAYS, num_ctas=15),
+        ),  # three CTAs for each list
         (rows(2048, heads=(32, 8)), dataclasses.replace(HOPPER, num_ctas=66, tile_q=256)),  # pairs of CTAs
     ],
 )
@@ -137,18 +140,18 @@ PAIRS = dataclasses.replace(HOPPER, num_ctas=66, tile_q=256)
         (rows(*[1024] * 4), HOPPER, 4, 1, 96),
         (rows(*[1024] * 4), PAIRS, 2, 1, 80),
         (rows(2048, 2048), HOPPER, 4, 1, 128),
-        (rows(4096), HOPPER, 4, 1, 128),  # four units a CTA, and a run before them
+        (rows(4096), HOPPER, 4, 1, 128),  # four units for each CTA, after a run
         (rows(*[1024] * 16), HOPPER, 4, 4, 96),
         (rows(*[4096] * 4), HOPPER, 4, 4, 128),
         (rows(*[4096] * 4), PAIRS, 2, 4, 128),
         (rows(*[700] * 9, 0, heads=(40, 8)), HOPPER, 4, 2, 84),  # the group does not divide the row tile
         (rows(*[1024] * 16, heads=(32, 32)), HOPPER, 4, 8, 72),
-        (rows(1000, 1000, 1000, heads=(28, 7)), HOPPER, 1, 1, 288),  # a list a CTA
+        (rows(1000, 1000, 1000, heads=(28, 7)), HOPPER, 1, 1, 288),  # one list for each CTA
     ],
 )
 def test_tails(batch: Batch, cutting: Cutting, members: int, waves: int, units: int) -> None:
-    """The last KV heads, at least two units a CTA; before them runs that differ by less than two units of the longest,
-    in as many items as waves and requests allow."""
+    """The tail is in the last KV heads, at least two units for each CTA. The runs before it differ by less than two of
+    the longest units, in as many items as waves and requests allow."""
     found = planned(batch, cutting)
     pieces, lanes = check(found), cutting.num_ctas // members
     assert not is_dealt(found) and int(found.ctas["place"].max()) + 1 == members
@@ -164,24 +167,24 @@ def test_tails(batch: Batch, cutting: Cutting, members: int, waves: int, units: 
 @pytest.mark.parametrize(
     ("why", "batch", "cutting", "takes"),
     [
-        ("the case it is for", rows(1024), {}, True),
-        ("four units a CTA", rows(2112), {}, True),
-        ("more: runs before them", rows(2113), {}, True),
-        ("a merge is little beside the work", rows(*[1024] * 256), {}, False),
+        ("the case that dealing is made for", rows(1024), {}, True),
+        ("four units for each CTA", rows(2112), {}, True),
+        ("more than four, so runs come first", rows(2113), {}, True),
+        ("merging is cheap compared with the work", rows(*[1024] * 256), {}, False),
         ("the tail's units are long", rows(8192), {}, False),
         ("more than four units a CTA in the last KV head", rows(20000), {}, False),
-        ("merging costs nothing beyond its pieces", rows(1024), {"ns_per_merge": 0.0}, False),
+        ("merging costs no more than its pieces", rows(1024), {"ns_per_merge": 0.0}, False),
         ("nothing is cut", rows(512), {}, None),
         ("units for half of the CTAs", rows(256, context=8192), {}, False),
         ("waves", rows(2048, heads=(32, 32)), {}, True),
         ("all heads in one wave", rows(2048, heads=(32, 32)), {"wave_tokens": 1 << 20}, True),
         ("a fixed split", rows(1024), {"fixed_piece_tokens": 320}, False),
-        ("no split, as asked", rows(1024), {"fixed_piece_tokens": -1}, None),
+        ("splitting is off", rows(1024), {"fixed_piece_tokens": -1}, None),
         ("teams", rows(1024), {"heads_on_axis": False}, False),
     ],
 )
 def test_where_it_is_taken(why: str, batch: Batch, cutting: dict[str, Any], takes: bool | None) -> None:
-    """None: there is nothing to cut, and the plan is as ever."""
+    """True: units are dealt. False: the plan is as if merging were free. None: that plan has no merges either."""
     how = dataclasses.replace(HOPPER, **cutting)
     found, other = planned(batch, how), plan(batch, dataclasses.replace(how, ns_per_merge=0.0))
     assert bool(other.result.num_merges) == (takes is not None)
@@ -191,7 +194,7 @@ def test_where_it_is_taken(why: str, batch: Batch, cutting: dict[str, Any], take
 
 
 def test_what_a_merge_must_cost() -> None:
-    """Two plans that are known, and the price at which one becomes the better."""
+    """Two plans that are known, and the price of a merge at which the other one becomes better."""
     batch = rows(800, 1500, heads=(8, 2))
     cut, whole = plan(batch, CUT), plan(batch, ALWAYS)
     difference = whole.result.cost_max_ns - cut.result.cost_max_ns
@@ -202,7 +205,7 @@ def test_what_a_merge_must_cost() -> None:
 
 
 def test_any_lengths() -> None:
-    """Over random batches: what planned() asserts of those that are dealt."""
+    """Random batches: planned() checks those that are dealt."""
     dealt = tails = 0
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -230,7 +233,7 @@ def test_any_lengths() -> None:
     ],
 )
 def test_few_units_need_no_waves(rows_of_each: tuple[int, ...], context: int, are_whole: bool) -> None:
-    """Up to two a CTA read their contexts side by side: 16 x 8, and 2 x 16 x 8. 56 leave CTAs idle; 512 are many."""
+    """At most two units for each CTA need no waves: 16 x 8, and 2 x 16 x 8. 56 units leave CTAs idle; 512 are many."""
     batch, cutting = rows(*rows_of_each, context=context), dataclasses.replace(HOPPER, ns_per_merge=10_000.0)
     found = planned(batch, cutting)
     assert is_dealt(found) is are_whole is (found.result.num_merges == 0)
@@ -244,7 +247,7 @@ def test_few_units_need_no_waves(rows_of_each: tuple[int, ...], context: int, ar
     [((2112,), (32, 8)), ((16896,), (4, 4)), ((8448,), (8, 1)), ((2816, 2816, 2816), (8, 1))],
 )
 def test_bounds_have_room(lens: tuple[int, ...], heads: tuple[int, int]) -> None:
-    """For as many units as may be dealt. planned() has no more room than the bounds say."""
+    """Bounds for as many units as may be dealt: planned() uses exactly that much memory."""
     batch, cutting = rows(*lens, heads=heads), dataclasses.replace(ALWAYS, wave_tokens=0)
     found = planned(batch, cutting)
     assert is_dealt(found) and len(all_units(batch, 128)["tile"]) == 4 * 132
@@ -252,7 +255,7 @@ def test_bounds_have_room(lens: tuple[int, ...], heads: tuple[int, int]) -> None
 
 
 def test_a_card_cuts_as_ever() -> None:
-    """Plans of lengths that the device has."""
+    """Plans from lengths on the device do not deal units."""
     tables = TableBatch.of(rows(1024))
     assert tables.tables("cpu").plan(HOPPER) == tables.host_plan(CUT) != tables.host_plan(HOPPER)
 
@@ -274,7 +277,7 @@ def test_the_plan_says_so() -> None:
 
 @pytest.mark.parametrize(("q_len", "cuts"), [(1024, False), (832, False), (768, True), (512, True)])
 def test_units_that_are_claimed_are_whole_where_they_are_many(q_len: int, cuts: bool) -> None:
-    """Three for two CTAs: whoever is done takes the next one."""
+    """Three units for two CTAs: the CTA that is done first claims the third."""
     batch = rows(q_len, context=4 * q_len)
     found = plan(batch, dataclasses.replace(CUT, are_claimed=1))
     check(found)
@@ -288,4 +291,4 @@ def test_an_explanation_says_that_units_are_claimed() -> None:
     claimed = plan_lengths([1024], [1024])
     claimed.schedule.are_claimed = 1
     text = claimed.explain()
-    assert "units: CTAs claim (KV head, row tile) units" in text and "split: no unit is cut: who is done" in text
+    assert "units: CTAs claim (KV head, row tile) units" in text and "split: no unit is cut: a CTA that is done" in text

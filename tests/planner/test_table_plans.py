@@ -1,4 +1,4 @@
-"""Plans from lengths on a device: byte by byte those of the host. The CPU runs the card's code, thread by thread."""
+"""Plans from lengths on a device equal the host's byte by byte. The CPU runs the card's code, thread by thread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_sweep(seed: int, device: str) -> None:
 
 @pytest.mark.parametrize("requests", [0, 1, 5, 40, 300, 1500])
 def test_the_kernel_as_it_is(requests: int) -> None:
-    """Its warps and barriers too, on the host: threads take their turns from the first to the last here."""
+    """With warps and barriers, on the host: threads run in order from the first to the last."""
     rng, library = np.random.default_rng(requests), native_build.plan_kernel()
     q_lens = rng.choice([1, 1, 9, 200], requests).astype(np.int64)
     batch = Batch(q_lens, q_lens + rng.integers(0, 2000, requests), causal=True)
@@ -58,7 +58,7 @@ def test_the_kernel_as_it_is(requests: int) -> None:
     assert one_row.tables("cpu").plan(DECODE, 1, library) == one_row.host_plan(DECODE)
 
 
-# Schedules of the kernels that engines meet most: flashpage/kernels/tile.py.
+# Schedules of the kernels that engines use most: flashpage/kernels/tile.py.
 DECODE = Cutting(
     num_ctas=132, heads_on_axis=False, tile_q=16, tile_kv=32, ns_per_token=14.84, ns_per_unit=500.0, ns_per_piece=1000.0
 )
@@ -78,7 +78,7 @@ PREFILL = Cutting(
 @pytest.mark.parametrize("requests", [1, 17, 255, 256, 257, 1000, 5000])
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
 def test_decode(requests: int, num_kv_heads: int, device: str) -> None:
-    """From one request to more than the threads, and more than shared memory holds."""
+    """From one request to more than there are threads, and more than shared memory holds."""
     rng = np.random.default_rng(requests)
     kv_lens = np.minimum(rng.lognormal(6.5, 1.2, requests), 30000).astype(np.int64)
     batch = Batch(np.ones(requests, np.int64), kv_lens, 4 * num_kv_heads, num_kv_heads)
@@ -100,14 +100,14 @@ def test_append(requests: int, device: str) -> None:
 
 @pytest.mark.parametrize("requests", [1, 7, 8, 9, 60, 300])
 def test_long_prefill_beside_decode(requests: int, device: str) -> None:
-    """With 8 requests of one row there is enough of them for one wave, or nearly."""
+    """With 8 requests of one row, decodes have about enough work for one wave."""
     q_lens = np.append(np.ones(requests, np.int64), 256)
     tables = TableBatch.of(Batch(q_lens, np.full(requests + 1, 8192), causal=True))
     assert tables.tables(device).plan(PREFILL, kernel_of(device)) == tables.host_plan(PREFILL)
 
 
 def test_the_number_of_requests_is_on_the_device_too(device: str) -> None:
-    """Requests beyond it have no items: nothing is planned for them."""
+    """Requests beyond the number have no items."""
     batch = Batch(np.ones(9, np.int64), np.array([100, 5000, 0, 7, 300, 2, 2, 9000, 1]), 32, 8)
     tables = TableBatch.of(batch, has_rows=False)
     for requests in (0, 1, 5, 9, 12, -3):

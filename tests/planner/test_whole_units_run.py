@@ -1,4 +1,4 @@
-"""Runs of plans whose units are dealt as wholes (include/flashpage/plan/whole_units.h), on every device."""
+"""Runs of plans with whole units (include/flashpage/plan/whole_units.h), on every device."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from flashpage.kernels import schedules
 
 @pytest.fixture
 def many_ctas() -> Any:
-    """The CPU's plans are for as many CTAs as a card's."""
+    """As many CPU threads as a card has CTAs."""
     native.load().fp_cpu_set_threads(33)
     yield
     native.load().fp_cpu_set_threads(0)
 
 
 def give_every_schedule(monkeypatch: pytest.MonkeyPatch, **values: float) -> None:
-    """Of every planner that is made from here on."""
+    """Changes the schedule of every planner that is made from here on."""
     make = schedules.schedule
 
     def schedule(*arguments: Any) -> native.Schedule:
@@ -45,12 +45,12 @@ def always(monkeypatch: pytest.MonkeyPatch, many_ctas: None) -> None:
 
 @pytest.fixture
 def in_waves(monkeypatch: pytest.MonkeyPatch, many_ctas: None) -> None:
-    """As on a card with a small cache: several, if units are not dealt side by side."""
+    """Several waves if units are not dealt, as on a card with a small cache."""
     give_every_schedule(monkeypatch, ns_per_merge=1e9, wave_tokens=600)
 
 
 class Kept(Runner):
-    """Keeps the wrapper."""
+    """Keeps the runner's wrapper."""
 
     wrapper: Any = None
 
@@ -60,7 +60,7 @@ class Kept(Runner):
 
 
 def plan_of_run(case: Case, device: str) -> Any:
-    """Of a run whose results are right."""
+    """The plan of a run, whose results are checked."""
     import flashpage
 
     inputs = make_inputs(case)
@@ -72,13 +72,13 @@ def plan_of_run(case: Case, device: str) -> Any:
 LENS = ((700, 150, 0, 1), (1300, 150, 20, 900))
 CASES = [
     prefill("whole-ragged", "", (1000, 33), (1000, 33), entry="ragged", causal=True),
-    prefill("whole-paged", "requests without rows, and with one", *LENS, causal=True),
-    prefill("whole-bits", "units from a queue", *LENS, mask="dense"),
+    prefill("whole-paged", "requests with no row and with one row", *LENS, causal=True),
+    prefill("whole-bits", "a mask, whose units come from a queue", *LENS, mask="dense"),
     prefill("whole-heads", "a list a CTA", *LENS, num_q_heads=10, num_kv_heads=5, head_dim=128, causal=True),
     prefill("whole-window", "", *LENS, causal=True, window_left=100),
 ]
 TAILS = [
-    prefill("whole-tail", "runs before them", (1000, 700, 900), (1000, 700, 1900), entry="ragged", causal=True),
+    prefill("whole-tail", "whole units after runs", (1000, 700, 900), (1000, 700, 1900), entry="ragged", causal=True),
     prefill("whole-tail-heads", "a list a CTA", *LENS, num_q_heads=20, num_kv_heads=20, head_dim=128, causal=True),
 ]
 
@@ -89,7 +89,7 @@ def test_run(case: Case, device: str, always: None, kernels: None) -> None:
         native.load().fp_cpu_set_threads(4)  # few CTAs
     plan = plan_of_run(case, device)
     if device != "cpu" and (case.mask or case in TAILS):
-        return  # a card's CTAs claim units under a mask, and are too many for runs before a tail
+        return  # with a mask a card's CTAs claim units; a card has too many CTAs for runs before a tail
     assert plan.result.num_merges == 0 and (plan.work_items()["num_units"] == 1).all() == (case in CASES)
 
 
@@ -103,7 +103,7 @@ STEPS = (((400, 30), (900, 64)), ((0, 430), (0, 1000)), ((7, 1), (300, 1000)), (
 
 
 def test_one_launch_serves_both_kinds(device: str, always: None) -> None:
-    """A graph's: dealt batches and cut ones, in workspaces of a capacity."""
+    """One graph launch runs dealt batches and cut ones, in workspaces for a capacity."""
     cases = [
         prefill(f"whole-step-{i}", "a step", q_lens, kv_lens, causal=True, cache="fused")
         for i, (q_lens, kv_lens) in enumerate(STEPS)

@@ -2,8 +2,8 @@
 
     python tests/project/same_machine_code.py OLD NEW [--arch 80 --arch 90a] [--jobs N]
 
-Each side is built by its own code. Names of functions, specs and files do not count. Exit code: 0 the same, 1 something
-differs or has no partner, 2 a side does not build. Builds are kept and reused: a second call compiles what changed.
+Each side is built by its own code. Names of functions, specs and files do not count. Exit code: 0 if all code is equal,
+1 if something differs or has no partner, 2 if a side does not build. Builds are kept: a second call compiles changes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "support"))
 from cubin import Cubin, differences, read_cubin  # noqa: E402
 
-_DIFF_LINES = 60  # of one kernel's disassembly
+_DIFF_LINES = 60  # lines of one kernel's disassembly
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A cubin and its meta.json."""
+    """A cubin with the contents of its meta.json."""
 
     name: str
-    fields: dict[str, Any]  # the spec's without the tile's, and the target
+    fields: dict[str, Any]  # fields of the spec without its tile's, and the target
     tile: dict[str, Any]
     compiler: str
     path: Path
@@ -53,10 +53,10 @@ Pair = tuple[Kernel, Kernel]
 
 
 def pair(old: Iterable[Kernel], new: Iterable[Kernel]) -> tuple[list[Pair], list[Kernel], list[Kernel]]:
-    """Pairs, and the kernels of each side that have no partner.
+    """Pairs of kernels, and the kernels of each side without a partner.
 
-    Only fields that both sides have count. Where a dropped field leaves a choice, the same code makes partners.
-    One number of a tile may have changed; last come kernels of the same code that share only their target.
+    Only fields that both sides have count. If several partners fit because a field was dropped, equal code decides.
+    Then one number of a tile may differ; last come kernels with equal code that share only their target.
     """
     old, new = list(old), list(new)
     fields = _common([k.fields for k in old], [k.fields for k in new])
@@ -91,7 +91,7 @@ def _common(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
 
 
 def source_folder(side: str, builds: Path) -> Path:
-    """A checkout's folder as it is; a commit is unpacked into the folder of its builds."""
+    """A checkout's folder itself; for a commit, a folder next to its builds into which it is unpacked."""
     if Path(side).is_dir():
         return Path(side).resolve()
     source = builds / "source"
@@ -107,7 +107,7 @@ def source_folder(side: str, builds: Path) -> Path:
 
 
 def build(side: str, builds: Path, arches: list[str], jobs: int | None) -> list[Kernel]:
-    """The side's cubins, compiled where `builds` does not hold them yet."""
+    """The side's cubins; compiles those that `builds` does not hold yet."""
     builds = builds.resolve()
     options = [word for arch in arches for word in ("--arch", arch)] + (["--jobs", str(jobs)] if jobs else [])
     done = subprocess.run(
@@ -125,7 +125,7 @@ def build(side: str, builds: Path, arches: list[str], jobs: int | None) -> list[
 
 
 def disassembly_diff(program: str, old: Path, new: Path) -> list[str]:
-    """A unified diff of two cubins' instructions, shortened."""
+    """A shortened unified diff of two cubins' instructions."""
     option = "-sass" if "cuobjdump" in Path(program).name else "-c"
     before, after = (
         subprocess.run([program, option, path], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
@@ -137,7 +137,7 @@ def disassembly_diff(program: str, old: Path, new: Path) -> list[str]:
 
 
 def report(old: list[Kernel], new: list[Kernel], disassembler: str | None, shown: int) -> bool:
-    """Prints a line for each kernel that differs and a summary; whether all is the same."""
+    """Prints a line for each kernel that differs, and a summary; returns whether all code is equal."""
     pairs, only_old, only_new = pair(old, new)
     differing = [(a, b, found) for a, b in pairs if (found := differences(a.cubin, b.cubin))]
     for a, b, found in differing:
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("old", help="a commit or a checkout's folder")
     parser.add_argument("new", help="a commit or a checkout's folder")
     parser.add_argument("--arch", action="append", help="default: 80 and 90a; kept builds for others are removed")
-    parser.add_argument("--jobs", type=int, help="compilers at a time; default: by cores and memory")
+    parser.add_argument("--jobs", type=int, help="number of compilers that run at once; default: by cores and memory")
     folder = ROOT / "build" / "same_machine_code"
     parser.add_argument("--old-builds", type=Path, default=folder / "old", help="default: %(default)s")
     parser.add_argument("--new-builds", type=Path, default=folder / "new", help="default: %(default)s")

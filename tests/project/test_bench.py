@@ -1,4 +1,4 @@
-"""The benchmarks run: on few repetitions or tiny shapes, for their output alone."""
+"""The benchmarks run, with few repetitions or tiny shapes; only their output is tested."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashpage.jit import compilers
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 SMALL = ("--small", "--device", "cpu", "--libraries", "flashpage", "--repeats", "1")
-PROGRAMS = [  # program and arguments, a line that it prints
+PROGRAMS = [  # program and arguments, and a line that it prints
     (("host.py", "--device", "cpu", "--repeats", "3"), "| run, prefill, out= given | 1 |"),
     (("gpu.py", "decode", "--only", "Zipf", *SMALL), "| batch 64, context 4k, Zipf | flashpage |"),
     (("gpu.py", "more-decode", "--only", "chat", *SMALL), "| batch 256, chat | flashpage |"),
@@ -45,18 +45,18 @@ def test_runs(arguments: tuple[str, ...], line: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     row = next(found for found in done.stdout.splitlines() if found.startswith(line))
     if arguments[0] in ("gpu.py", "cascade.py", "parallel.py", "engine.py"):
-        assert float(row.split("|")[-2]) < 1e-2  # the error against fp32; the engine's: wrong tokens
+        assert float(row.split("|")[-2]) < 1e-2  # the error against fp32, or the engine's wrong tokens
 
 
 @pytest.fixture
 def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmarks' modules can be imported; one of them has a name of the standard library."""
+    """The benchmarks' folder is importable; one of its modules has the name of a standard module."""
     monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.delitem(sys.modules, "trace", raising=False)
 
 
 def test_loaders_compile_alone() -> None:
-    """Against the present headers: there may be no card that would tell."""
+    """The program compiles with the present headers, as CI may have no card to run it on."""
     if compilers.find_compiler(jit.Target("cuda", 90)) is None:
         pytest.skip("neither nvcc nor NVRTC is here")
     environment = os.environ | {"PYTHONPATH": str(BENCH.parent.parent)}
@@ -66,11 +66,11 @@ def test_loaders_compile_alone() -> None:
 
 
 def test_trace_of_a_launch(bench_path: None) -> None:
-    """Three CTAs at work and one that only came and went."""
+    """Three CTAs with work, and one without."""
     import trace
 
     names = trace.stamp_names()
-    assert len(names) == 8  # int64 [CTAs, 8] is what the kernel writes
+    assert len(names) == 8  # the kernel writes int64 [CTAs, 8]
     stamps = np.zeros((5, len(names)))
     for row, (start, first_tile, end) in enumerate(((1000, 3000, 9500), (1500, 4000, 10500), (2000, 0, 2100))):
         for name, stamp in (("start", start), ("first_tile", first_tile), ("end", end)):

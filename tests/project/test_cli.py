@@ -1,4 +1,4 @@
-"""The console command: what each subcommand prints, and that a wrong argument is one line and exit code 2."""
+"""The console command: the output of each subcommand, and one line and exit code 2 for a wrong argument."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flashpage.kernels.tile import Tile
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
+    """Exit code, stdout and stderr of a command."""
     try:
         code = main(list(arguments))
     except SystemExit as stop:  # argparse
@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
-WRONG = [  # arguments, what the line must name
+WRONG = [  # arguments, and a word that the line must contain
     (("nonsense",), "nonsense"),
     (("--nonsense",), "--nonsense"),
     (("cache", "burn"), "burn"),
@@ -163,7 +163,7 @@ def test_plan(capsys: pytest.CaptureFixture[str], tmp_path: os.PathLike[str]) ->
     svg = os.path.join(tmp_path, "plan.svg")
     code, out, _ = run(capsys, "plan", "5000,3,0,77", "--ctas", "8", "--items", "--svg", svg)
     assert code == 0
-    for request in (0, 1, 3):  # each request that has tokens is in some work item
+    for request in (0, 1, 3):  # each request with tokens is in some work item
         assert f"request {request}" in out
     with open(svg) as file:
         assert file.read().lstrip().startswith("<svg")
@@ -175,7 +175,7 @@ def test_plan_of_prefill(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def cpu_spec(head_dim: int) -> KernelSpec:
-    """A kernel that compiles in few seconds."""
+    """A kernel that compiles in a few seconds."""
     f32 = DType.FLOAT32
     return KernelSpec("cpu_attention", f32, f32, f32, head_dim, head_dim, tile=Tile(96, 128, 1, 1, 1))
 
@@ -183,7 +183,7 @@ def cpu_spec(head_dim: int) -> KernelSpec:
 def test_build_fills_the_cache(
     capsys: pytest.CaptureFixture[str], tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A manifest of a kernel, built twice: compiled, then found; listed; cleared."""
+    """Builds a manifest of one kernel twice (compiled, then found), lists the cache and clears it."""
     from flashpage import jit
 
     monkeypatch.setenv("FLASHPAGE_CACHE_DIR", os.path.join(tmp_path, "cache"))
@@ -208,7 +208,7 @@ def test_build_tells_what_failed(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_interrupted_compile_leaves_nothing_behind(tmp_path: os.PathLike[str]) -> None:
-    """Ctrl-C while the compiler runs: exit code 130, one line, no child, no half entry; the next call works."""
+    """Ctrl-C while the compiler runs: exit code 130, one line, no child, no partial entry; the next call works."""
     slow = os.path.join(tmp_path, "slow-g++")
     with open(slow, "w") as file:
         file.write('#!/bin/sh\necho $$ > "$0.pid"\nsleep 60\n')
@@ -220,7 +220,7 @@ def test_interrupted_compile_leaves_nothing_behind(tmp_path: os.PathLike[str]) -
     deadline = time.monotonic() + 30
     while not os.path.exists(slow + ".pid") and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     assert err.splitlines()[-1] == "flashpage build: interrupted"

@@ -35,7 +35,7 @@ def test_the_check_agrees(model: Llama, finished: list[Request]) -> None:
 
 
 class Indifferent(PagedAttention):
-    """All scores are nearly the same."""
+    """A model with nearly equal scores for all tokens."""
 
     def forward(self, q: Any, k: Any, v: Any, layer: AttentionLayer, *arguments: Any) -> Any:
         return super().forward(q, k, v, dataclasses.replace(layer, logits_soft_cap=0.01), *arguments)
@@ -57,7 +57,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_demo(12, 8, config=SMALL) == 0
     out, _ = capsys.readouterr()
     assert "tokens/s" in out and "checked against torch's attention" in out and "WRONG" not in out
-    assert "\n0 tokens of prompts" not in out and "were in the pool already" in out
+    assert "\n0 prompt tokens" not in out and "prompt tokens were reused from the pool" in out
     assert "the plan of the first decode step" in out
 
 

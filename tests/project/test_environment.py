@@ -1,4 +1,4 @@
-"""Environment variables: each is judged when it is read, and the error has its name and what it accepts."""
+"""Environment variables: each is checked when it is read, and errors have its name and the accepted values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_threads_are_judged_before_the_first_plan(value: str) -> None:
 
 
 def test_every_variable_is_read_with_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them, with a value that it does not take, at its first use. Any text may be a folder's name."""
+    """Each variable with a value that it does not accept, at its first use. Any text may be a folder's name."""
     uses = {
         "FLASHPAGE_JIT": lambda: env.is_off("FLASHPAGE_JIT"),
         "FLASHPAGE_PROGRESS": lambda: env.is_off("FLASHPAGE_PROGRESS"),

@@ -1,4 +1,4 @@
-"""Charts and tables of results are what docs/figures.py makes of the recorded lines."""
+"""docs/figures.py makes the charts and tables of results from the recorded lines, and they are up to date."""
 
 from __future__ import annotations
 

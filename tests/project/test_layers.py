@@ -1,4 +1,4 @@
-"""Imports and includes go one way. The rooms are the folders; the only tables are the orders of the rooms."""
+"""Imports and includes go one way. Folders are the rooms; the tables below only order them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,37 @@ LONG_FILES = {
     "flashpage/native/structs.py": "written by csrc/abi_structs.py",
     "tests/support/bad_inputs/kinds.py": "a table: each kind of argument, and the names of each kind",
     "tests/support/bad_inputs/scenes.py": "a table: each public function, called once",
-}  # path: why it is one concept all the same
+}  # path: the reason why the file is one concept
 
 # Python, from the top. A room imports the rooms below its row; the rooms of one row do not import each other.
 ROOMS = [
-    *({"cli"}, {"demo"}),
+    {"cli"},
+    {"demo"},
     {"engines", "serving"},
-    *({"parallel"}, {"wrappers"}, {"run"}, {"plan"}, {"jit"}, {"kernels"}, {"variants"}, {"native"}, {"base"}),
+    {"parallel"},
+    {"wrappers"},
+    {"run"},
+    {"plan"},
+    {"jit"},
+    {"kernels"},
+    {"variants"},
+    {"native"},
+    {"base"},
 ]
-FRONT_DOOR_LINES = 45  # a docstring, imports, __all__
+FRONT_DOOR_LINES = 45  # lines of a docstring, imports and __all__
 IMPORTS_FRONT_DOORS = {
     "flashpage.engines.flashinfer.facade": "it serves the front doors themselves under FlashInfer's names",
 }
-IMPORTS_BY_NAME = {  # modules that import what they compute the name of, which no test of layers can read
+IMPORTS_BY_NAME = {  # modules that compute the names of their imports, which this test cannot read
     "flashpage": "names are found at first use",
     "flashpage.cli": "a command's module is imported when it is given",
     "flashpage.engines.flashinfer.facade": "each of FlashInfer's modules is the front door of the same name",
 }
 
-# C++: folders of include/flashpage, from the top, read as the rooms of Python are.
+# C++: folders of include/flashpage from the top, read like the rooms of Python.
 HEADER_FOLDERS = [{"kernels"}, {"cpu", "tile"}, {"params"}, {"plan", "ptx"}, {"common"}]
 TILE_FOLDERS = {"layout", "load", "mask", "merge", "product", "rope", "softmax"}
-# Sources of csrc/: those at its root use every folder, and the headers at its root are everyone's.
+# Sources of csrc/: those at its root may use every folder, and every folder may use the headers at its root.
 CSRC_FOLDERS = [{"plan"}, {"cuda"}, {"cpu"}]
 
 
@@ -48,7 +57,7 @@ def rank(name: str, rows: list[set[str]]) -> int | None:
 
 
 def wrong_way(source: str, target: str, rows: list[set[str]]) -> str:
-    """Why `source` may not use `target`; empty where it may."""
+    """Why `source` must not use `target`; empty if it may."""
     above, below = rank(source, rows), rank(target, rows)
     assert above is not None and below is not None, f"{source if above is None else target} is in no row: add it"
     if source == target or above < below:
@@ -57,7 +66,7 @@ def wrong_way(source: str, target: str, rows: list[set[str]]) -> str:
 
 
 def find_circle(graph: dict[str, set[str]]) -> list[str]:
-    """Nodes of a circle, in its order; empty where there is none."""
+    """The nodes of a circle in their order; empty if there is none."""
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -78,7 +87,7 @@ def includes(path: Path) -> list[str]:
 
 
 def header_graph() -> dict[str, set[str]]:
-    """Headers of the package by the name that an include has, and what each of them includes."""
+    """Headers of the package by their name in includes, and the includes of each."""
     paths = {f"flashpage/{path.relative_to(HEADERS).as_posix()}": path for path in HEADERS.rglob("*.h")}
     return {name: {to for to in includes(path) if to.startswith("flashpage/")} for name, path in paths.items()}
 
@@ -100,7 +109,7 @@ def test_headers_include_downwards() -> None:
 
 
 def test_kernels_do_not_include_each_other() -> None:
-    """What several kernels use is in tile/, or at the root of kernels/, whose files use no kernel."""
+    """Code that several kernels share is in tile/, or at the root of kernels/, whose files use no kernel."""
     for name, included in header_graph().items():
         for other in included:
             if name.startswith("flashpage/kernels/") and other.startswith("flashpage/kernels/"):
@@ -114,7 +123,7 @@ def test_headers_include_in_no_circle() -> None:
 
 
 def test_device_code_includes_no_library() -> None:
-    """Headers of the standard library serve the host's folders alone: cpu, plan and kernels/cpu_NAME."""
+    """Only the host's folders use the standard library's headers: cpu, plan and kernels/cpu_NAME."""
     for path in HEADERS.rglob("*.h"):
         foreign = [name for name in includes(path) if not name.startswith("flashpage/")]
         folder, inner = path.relative_to(HEADERS).parts[:2]
@@ -144,15 +153,14 @@ def test_planner_headers_know_no_cuda() -> None:
 
 
 ASM = re.compile(r"\b(asm|__asm__)\b\s*(volatile)?\s*\(")
-ASM_WRITERS = ["flashpage/kernels/wgmma_source.py"]  # renders wgmma, whose registers must be named one by one
+ASM_WRITERS = ["flashpage/kernels/wgmma_source.py"]  # it renders wgmma, whose registers must be named one by one
 
 
 def test_asm_stands_in_ptx_alone() -> None:
-    """Inline assembly is in the headers of ptx/. One Python module may write it too, for the instruction that no C++
-    template can spell."""
+    """Only headers of ptx/ have inline assembly, and one Python module, for what C++ templates cannot write."""
     sources = [*HEADERS.rglob("*.h"), *(ROOT / "csrc").rglob("*"), *(ROOT / "templates").glob("*.jinja")]
     with_asm = [path for path in sources if path.is_file() and ASM.search(path.read_text())]
-    assert with_asm, "no asm found at all: the pattern above has gone blind"
+    assert with_asm, "no asm found at all: the pattern above matches nothing"
     assert all(path.parent.name == "ptx" for path in with_asm), with_asm
     modules = [*PACKAGE.rglob("*.py"), *(ROOT / "aot").rglob("*.py")]
     writers = [path.relative_to(ROOT).as_posix() for path in modules if any(ASM.search(text) for text in strings(path))]
@@ -160,13 +168,13 @@ def test_asm_stands_in_ptx_alone() -> None:
 
 
 def strings(path: Path) -> list[str]:
-    """Every string literal of a module, the parts of f-strings included."""
+    """Every string literal of a module, including the parts of f-strings."""
     nodes = ast.walk(ast.parse(path.read_text()))
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 def test_every_include_has_a_literal_name() -> None:
-    """The scanner that finds a kernel's headers (jit/source.py) expands no macros."""
+    """The scanner that finds a kernel's headers (jit/source.py) does not expand macros."""
     from flashpage.jit.source import INCLUDE
 
     sources = [*HEADERS.rglob("*.h"), *(ROOT / "templates").glob("*.jinja")]
@@ -185,7 +193,7 @@ def test_templates_hold_no_logic() -> None:
     for path in (ROOT / "templates").glob("*.jinja"):
         text = path.read_text()
         assert len(text.splitlines()) <= 45, path.name
-        assert "{%" not in text, f"{path.name}: what is chosen is a field of the spec"
+        assert "{%" not in text, f"{path.name}: a choice is a field of the spec"
 
 
 # ---------------------------------------------------------------- Python
@@ -199,7 +207,7 @@ MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if "a
 
 
 def imported(name: str, modules: dict[str, Path] = MODULES) -> set[str]:
-    """Modules of the package that a module imports: anywhere in the file, for type checkers too."""
+    """The package's modules that a module imports, anywhere in the file and also for type checkers."""
     path, found = modules[name], set()
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -213,7 +221,7 @@ def imported(name: str, modules: dict[str, Path] = MODULES) -> set[str]:
 
 
 def room_of(name: str) -> str:
-    """The folder of a module; empty for those at the package's root."""
+    """A module's folder; empty for modules at the package's root."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else ""
 
@@ -226,7 +234,7 @@ GRAPH = {name: imported(name) for name in MODULES}
 
 
 def test_every_room_is_known() -> None:
-    """A new folder gets its place in ROOMS."""
+    """Every folder has a place in ROOMS."""
     assert {room_of(name) for name in MODULES if room_of(name)} == set().union(*ROOMS)
 
 
@@ -280,7 +288,9 @@ def test_imports_are_written_as_imports() -> None:
 
 def test_exceptions_are_still_needed() -> None:
     for name in IMPORTS_FRONT_DOORS:
-        assert any(not room_of(other) for other in GRAPH[name]), f"{name} imports no front door: take it off the list"
+        assert any(not room_of(other) for other in GRAPH[name]), (
+            f"{name} imports no front door: remove it from the list"
+        )
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.name)
@@ -308,7 +318,7 @@ def reachable(name: str) -> set[str]:
 
 
 def test_a_kernels_identity_needs_no_library() -> None:
-    """Builds name kernels where no host library is, and compile from a spec alone."""
+    """Builds name kernels without the host library, and compile from a spec alone."""
     assert not [name for name in reachable("flashpage.kernels.spec") if room_of(name) == "native"]
     choosing = {"flashpage.kernels.options", "flashpage.kernels.choose"}
     for name, others in GRAPH.items():
@@ -316,7 +326,7 @@ def test_a_kernels_identity_needs_no_library() -> None:
 
 
 def test_a_kernel_is_named_in_its_home_alone() -> None:
-    """Other rooms find attention kernels in the list, and how they differ in the record's fields."""
+    """Other rooms take attention kernels from the list, and read their differences from the record's fields."""
     from flashpage.kernels import ATTENTION
 
     homes = {f"flashpage.kernels.{kernel.name}" for kernel in ATTENTION}
@@ -350,7 +360,7 @@ def test_aot_sees_only_what_compiles() -> None:
 
 
 def test_test_helpers_are_in_support() -> None:
-    """Tests import tests/support and the package, never each other."""
+    """Tests import tests/support and the package, but no other test."""
     paths = [path for path in (ROOT / "tests").rglob("*.py") if "bench" not in path.parts]
     tests = {path.stem for path in paths if path.stem.startswith("test_")}
     for path in paths:
@@ -366,7 +376,7 @@ def test_test_helpers_are_in_support() -> None:
 
 
 def test_files_are_short() -> None:
-    """Past this length a file holds a second concept."""
+    """A longer file holds a second concept."""
     folders = ("include", "csrc", "flashpage", "templates", "aot", "tests")
     files = [
         path
@@ -376,4 +386,4 @@ def test_files_are_short() -> None:
     ]
     long = {str(path.relative_to(ROOT)): n for path in files if (n := len(path.read_text().splitlines())) > MAX_LINES}
     assert set(long) <= set(LONG_FILES), {path: n for path, n in long.items() if path not in LONG_FILES}
-    assert set(LONG_FILES) <= set(long), "a file is short again: take it off the list"
+    assert set(LONG_FILES) <= set(long), "a file is short again: remove it from the list"

@@ -1,4 +1,4 @@
-"""The table of mechanisms names files, names and tests that exist, and has a row for every mechanism."""
+"""The table of mechanisms names existing files, names and tests, and has a row for every mechanism."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_what_a_row_names_is_there(row: list[str]) -> None:
             rf"(?:def|class|struct|void)(?: alignas\(\d+\))? {name}\b|^\s*{name}\b.*=", text, re.M
         ), place
     tests = re.findall(r"`(tests/[^`]+)`", shown)
-    assert tests, "no test shows it"
+    assert tests, "the row names no test"
     for test in tests:
         path, _, name = test.partition("::")
         assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), test

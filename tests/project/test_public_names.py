@@ -1,6 +1,6 @@
-r"""Every name that users import is where public_names.txt has it, wherever its code has moved to.
+r"""Every name that users import can be imported from the place in public_names.txt, wherever its code is now.
 
-The program below wrote the file at commit a48e07a. Its first section is tested here. Moves may change the two others:
+The program below wrote the file at commit a48e07a. Its first section is tested here. Moves may change the other two:
 "deeper" has names inside of packages and outside of __all__ (flashpage.plan had none: CEILINGS was put there by hand),
 "benchmarks" those that only tests/bench imports.
 

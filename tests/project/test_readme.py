@@ -1,4 +1,4 @@
-"""The README's example prints what the README shows, and the files that pages and sources name are there."""
+"""The README's example prints what the README shows, and files named in pages and sources exist."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_example_prints_what_is_shown(tmp_path: Path) -> None:
     assert done.stdout == found[2]
 
 
-HISTORY = ("history.md", "tried.md")  # they also name programs and files of their time
+HISTORY = ("history.md", "tried.md")  # they also name programs and files that are gone
 PAGES = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_files_that_are_named_exist(page: str) -> None:
-    """Links, and paths in backticks; a bare file name stands in the folder of the path before it."""
+    """Links, and paths in backticks; a bare file name is in the folder of the path before it."""
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
     folder = Path()
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
@@ -47,7 +47,9 @@ def test_files_that_are_named_exist(page: str) -> None:
             assert any(ROOT.glob(name)), name
         elif (ROOT / name).exists():
             folder = Path(name).parent
-        elif "NAME" not in name and not name.startswith(".venv/"):  # `make` makes .venv; CI has its own elsewhere
+        elif "NAME" not in name and not name.startswith(
+            ".venv/"
+        ):  # `make` creates .venv; CI's environment is elsewhere
             assert (ROOT / folder / name).exists() or (ROOT / folder.parent / name).exists(), name
 
 
@@ -68,7 +70,7 @@ HEADER_FOLDERS = ("common", "cpu", "kernels", "params", "plan", "ptx", "tile")
 
 
 def prose(path: Path) -> str:
-    """The text of a file; of a test its comments and docstrings alone, as tests write files of their own."""
+    """A file's text; for a test only its comments and docstrings, as tests write other files."""
     text = path.read_text()
     if path.suffix != ".py" or not path.is_relative_to(ROOT / "tests"):
         return text
@@ -80,7 +82,7 @@ def prose(path: Path) -> str:
 
 
 def test_files_that_sources_name_exist() -> None:
-    """Paths from the root; in headers also those from include/flashpage."""
+    """Paths from the root; in headers also from include/flashpage."""
     folders = ("aot", "csrc", "flashpage", "include", "templates", "tests")
     sources = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in (".py", ".h", ".cpp", ".cu", ".jinja")]
     suffix = r"\.(?:py|h|cpp|cu|md|jinja)\b"

@@ -1,4 +1,4 @@
-"""The comparison of machine code: what is read of a cubin, what counts as different, and which kernels are paired."""
+"""The comparison of machine code: what it reads from a cubin, which differences count, and which kernels are paired."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(128) NAME(float* x, int n) {
 """
 PLAIN = {"NAME": "first", "SHARED": "4096", "MORE": "", "TABLE": "4", "OPERATION": "+"}
 CHANGES = {
-    "same but for the names": ({"NAME": "another_name"}, []),
+    "equal except for names": ({"NAME": "another_name"}, []),
     "code": ({"OPERATION": "-"}, ["instructions in place differ"]),
     "launch block": ({"SHARED": "8192"}, ["launch block (128, 4096) -> (128, 8192)"]),
     "more numbers for the host": ({"MORE": ", 7"}, []),
@@ -38,7 +38,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """PLAIN and every change of it, compiled by one call."""
+    """PLAIN and every change of it, compiled in one call."""
     nvcc = shutil.which("nvcc")
     if nvcc is None or shutil.which("g++") is None:
         pytest.skip("no nvcc")
@@ -86,7 +86,7 @@ def codes(pairs: list[tuple[Kernel, Kernel]]) -> set[tuple[bytes, bytes]]:
 
 
 def test_pairs_by_fields_of_both_sides() -> None:
-    """The new side derives the stages and has a field more; a kernel of each side has no partner."""
+    """The new side computes the stages and has one more field; one kernel of each side has no partner."""
     old = [kernel(b"a", {"rows": 16, "stages": 2}, dim=64), kernel(b"b", {"rows": 32, "stages": 2}, dim=64)]
     new = [kernel(b"B", {"rows": 32}, dim=64, cache="paged"), kernel(b"A", {"rows": 16}, dim=64, cache="paged")]
     alone = kernel(b"x", {"rows": 64, "stages": 2}, dim=64), kernel(b"y", {"rows": 16}, dim=128, cache="paged")

@@ -1,4 +1,4 @@
-"""`make venv` shows how far it is while packages are installed."""
+"""`make venv` shows its progress while packages are installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Says what pip says, and makes the folders that pip makes.
+# Prints pip's messages, and makes pip's folders.
 PIP = """
 import sys, time, pathlib
 for name in ("torch", "numpy"):

@@ -1,4 +1,4 @@
-"""The engine: its greedy tokens are those of the model alone, whatever is shared, chunked, preempted or captured."""
+"""The engine's greedy tokens equal the model's own, with shared prefixes, chunks, preemption and captured steps."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_the_tokens_are_worth_comparing(expected: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_prefixes_are_reused(block_size: int, model: Llama) -> None:
-    """The second request finds the blocks of the first one's prompt, and of what it generated."""
+    """The second request reuses blocks of the first one's prompt and of its generated tokens."""
     engine = Engine(model, EngineConfig(800 // block_size, block_size=block_size, use_graphs=False))
     first = Request(prompts([50])[0], 30)
     engine.run([first])
     again, longer = Request(list(first.prompt), 30), Request(first.tokens[:75] + [3, 4, 5], 10)
-    other = Request([7, *first.prompt[1:]], 5)  # all of its blocks differ: each stands for the tokens before it too
+    other = Request([7, *first.prompt[1:]], 5)  # no block is equal, as a block's hash covers all tokens before it
     engine.run([again])
     assert engine.statistics.reused_tokens == 49 // block_size * block_size
     engine.run([longer])
@@ -93,7 +93,7 @@ def test_prefixes_are_reused(block_size: int, model: Llama) -> None:
 
 
 def test_requests_that_run_share_their_blocks(model: Llama) -> None:
-    """Five times the same 64 tokens and one of their own, in a pool that could not hold five of them."""
+    """Five requests with 64 common tokens and one of their own, in a pool that cannot hold five separate copies."""
     lens = [65] * 5
     engine = Engine(model, EngineConfig(1 + 4 + 5 * 2, max_requests=5, use_graphs=False))
     first, *others = [Request([*prompts([64])[0], i], 12) for i in range(len(lens))]
@@ -124,7 +124,7 @@ def test_blocks_that_were_overwritten_are_not_found(model: Llama) -> None:
 
 
 def test_cancelled_requests_leave_no_trace(model: Llama, expected: list[list[int]]) -> None:
-    """One while it waits, one while its prompt is computed in chunks, one while it decodes, one that has ended."""
+    """Cancels a waiting request, one with a prompt in chunks, one that decodes, and one that has ended."""
     engine = Engine(model, EngineConfig(64, max_requests=4, max_step_tokens=24, use_graphs=False))
     requests = requests_of(LENS, NEW)
     for request in requests:
@@ -173,7 +173,7 @@ def test_stop_tokens(model: Llama) -> None:
 
 
 def test_a_wrong_page_makes_the_check_fail(model: Llama) -> None:
-    """One entry of the request table points at another request's page for one step."""
+    """For one step, an entry of the request table points at another request's page."""
     engine = Engine(model, EngineConfig(64, use_graphs=False))
     requests = requests_of([70, 70], [30, 30], seed=3)
     for request in requests:
@@ -191,7 +191,7 @@ def test_a_wrong_page_makes_the_check_fail(model: Llama) -> None:
 )
 def test_requests_that_cannot_run_are_told(prompt_len: int, new: int) -> None:
     engine = Engine(small_model("cpu"), EngineConfig(1 + 6, max_context=100))
-    with pytest.raises(FlashpageError, match=f"a request of {prompt_len} tokens that asks for {new} more"):
+    with pytest.raises(FlashpageError, match=f"{prompt_len} prompt tokens and max_new_tokens={new}"):
         engine.add(Request(list(range(prompt_len)), new))
 
 
@@ -210,7 +210,7 @@ def test_a_config_that_cannot_run_is_told(wrong: dict[str, Any], told: str) -> N
 
 
 def test_chunks_stay_within_the_steps_size(model: Llama) -> None:
-    """And decodes go on beside a long prompt's chunks."""
+    """Decodes go on next to a long prompt's chunks."""
     engine = Engine(model, EngineConfig(64, max_step_tokens=16, use_graphs=False))
     short, long = requests_of([5, 120], [20, 4])
     engine.add(short)
@@ -234,7 +234,7 @@ def test_steps_are_filled_with_several_prompts_and_no_further() -> None:
 
 
 def test_who_made_room_comes_back_before_those_who_never_ran() -> None:
-    """Two run and fill the pool; the later one makes room for the other, and waits in front of the third."""
+    """Two requests fill the pool; the later one is preempted, and waits in front of the third."""
     engine = Engine(small_model("cpu"), EngineConfig(1 + 4))
     first, second, third = requests_of([31, 31, 31], [20, 20, 20])
     for request in (first, second, third):
@@ -246,7 +246,7 @@ def test_who_made_room_comes_back_before_those_who_never_ran() -> None:
 
 
 def test_ragged_extends_give_the_same_tokens(model: Llama) -> None:
-    """The other way to extend: new tokens as they come, merged with what is in the pool."""
+    """The other kind of extend: attention to new tokens as given, merged with that over the pool."""
 
     def ragged(*arguments: Any) -> PagedAttention:
         return PagedAttention(*arguments, ragged_extend=True)

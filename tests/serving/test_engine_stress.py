@@ -1,5 +1,5 @@
-"""The engine under random arrivals, cancellations and shared prefixes: sampled outputs are the model's own, and nothing
-grows. Short in CI; 10,000 steps on a card."""
+"""The engine under random arrivals, cancellations and shared prefixes: sampled outputs equal the model's own, and
+memory does not grow. Short in CI; 10,000 steps on a card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = EngineConfig(num_blocks=1 + 60, max_requests=12, max_context=320, max_s
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What the process and the card hold, bytes. Pinned memory is resident, so a leak of it shows in the first."""
+    """Bytes of the process and of the card. Pinned memory is resident, so a leak of it shows in the first number."""
 
     resident: int
     torch_allocated: int
@@ -28,7 +28,7 @@ class Memory:
 
     @staticmethod
     def now(device: torch.device) -> Memory:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed is not held: else it would hide what is taken of it again
+        ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system, as it would hide later allocations
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         if device.type != "cuda":
             return Memory(pages * 4096, 0, 0)
@@ -45,7 +45,7 @@ class Traffic:
         self._texts = [self._tokens(n) for n in (32, 100, 200)]
         self.open: list[Request] = []
         self.steps = self.arrived = self.cancelled = 0
-        self.sample: list[Request] = []  # of finished requests, one in twenty
+        self.sample: list[Request] = []  # one in twenty of the finished requests
         self.longest_queue = 0
 
     def step(self) -> None:
@@ -88,7 +88,7 @@ class Traffic:
 
 
 def run(model: Llama, steps: int, warm_up: int) -> tuple[Engine, Traffic, Memory, Memory]:
-    """Memory after `warm_up` steps and after all of them."""
+    """Memory after `warm_up` steps, and after all steps."""
     engine = Engine(model, CONFIG)
     traffic = Traffic(engine, seed=steps)
     for _ in range(warm_up):
@@ -121,7 +121,7 @@ def test_stress_on_the_cpu() -> None:
 
 @pytest.mark.cuda
 def test_ten_thousand_steps_on_a_card() -> None:
-    """Device memory does not grow by a byte that torch knows of, nor the process' by more than its heap's noise."""
+    """Device memory does not grow by a byte that torch counts, and the process only by its heap's noise."""
     model = small_model("cuda")
     engine, traffic, before, after = run(model, steps=10_000, warm_up=2_000)
     check_run(model, engine, traffic, least_sample=50)

@@ -1,4 +1,4 @@
-"""A step's tensors on their way between host and device: who reads them on the host waits, nobody else does."""
+"""A step's tensors between host and device: copies to the host are waited for, copies to the device are not."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashpage.integrations import ForwardBatch, ForwardMode
 
-NAP_CYCLES = 20_000_000  # about 10 ms: the host is long done
+NAP_CYCLES = 20_000_000  # about 10 ms: the host is faster than that
 MOVED = ("tokens", "positions", "out_slots", "rows", "tree_mask", "encoder_slots")
 
 
 def batch_on(device: str) -> ForwardBatch:
-    """Two requests, of 5 and 4 tokens, each with three new ones; no number is 0, which new memory may hold."""
+    """Two requests, of 5 and 4 tokens, each with three new ones; no number is 0, as new memory may hold zeros."""
     new, lens = torch.arange(1, 7, dtype=torch.int32), torch.tensor([5, 4], dtype=torch.int32)
     tensors = [t.to(device) for t in (new, new + 10, new + 20, lens + 30, torch.ones(27, dtype=torch.bool), new + 40)]
     tokens, positions, out_slots, rows, mask, encoder_slots = tensors
@@ -26,7 +26,7 @@ def batch_on(device: str) -> ForwardBatch:
 
 
 class CopiesToTheHost(TorchDispatchMode):
-    """Notes of each whether it was asked for without waiting."""
+    """Records for each copy whether it was non-blocking."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,12 +40,20 @@ class CopiesToTheHost(TorchDispatchMode):
 
 
 def test_what_comes_to_the_host_is_waited_for() -> None:
-    """On tensors that are nowhere, as there may be no card: torch would copy to pinned memory and return at once."""
+    """Uses meta tensors, as there may be no card: torch would copy to pinned memory and return at once."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         batch = batch_on("cpu")
         on_card = torch.zeros(6, dtype=torch.int32, device="cuda")
         batch = ForwardBatch(
-            batch.mode, *(on_card,) * 4, batch.seq_lens, batch.new_lens, tree_mask=on_card, encoder_slots=on_card
+            batch.mode,
+            tokens=on_card,
+            positions=on_card,
+            out_slots=on_card,
+            rows=on_card,
+            seq_lens=batch.seq_lens,
+            new_lens=batch.new_lens,
+            tree_mask=on_card,
+            encoder_slots=on_card,
         )
         with CopiesToTheHost() as copies:
             found = batch.to(torch.device("cpu"))
@@ -61,7 +69,7 @@ def test_everything_arrives(device: str) -> None:
 
 @pytest.mark.cuda
 def test_a_busy_card_is_waited_for() -> None:
-    """Read at once, as runners do."""
+    """The host reads the tensors at once, as runners do."""
     batch = batch_on("cuda")
     torch.cuda._sleep(NAP_CYCLES)
     found = batch.to(torch.device("cpu"))

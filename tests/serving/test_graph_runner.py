@@ -1,5 +1,5 @@
-"""Captured steps: every batch that fits a captured size gives what the eager step gives; others are told apart. Without
-a card the captured step is run in place of its replay, padded the same way."""
+"""Captured steps: batches that fit a captured size give the eager step's results, and others are recognised. Without a
+card the captured step runs in place of its replay, padded the same way."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WINDOW = dataclasses.replace(PLAIN, index=1, window_left=20)
 
 
 class Layers:
-    """A model of nothing but attention: what it asks follows from the tokens' numbers and positions."""
+    """A model of attention only: its inputs are computed from the tokens' numbers and positions."""
 
     def __init__(self, past: Past, layers: list[AttentionLayer], device: str) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -55,13 +55,13 @@ class Layers:
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bit by bit on the CPU; on a card padding may move the places where requests are cut."""
+    """Bit by bit on the CPU; on a card padding may move the cuts of requests."""
     tolerance = 0.0 if found.is_cpu else 4e-3
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def on_host(past: Past, batch: ForwardBatch, tokens: int) -> ForwardBatch:
-    """With numbers for its tokens, as runners take it."""
+    """The batch on the host, with numbers for its tokens, as runners take it."""
     numbers = torch.arange(len(batch.out_slots), dtype=torch.int32) * 7 % 256 + tokens % 3
     batch = dataclasses.replace(batch.to(torch.device("cpu")), tokens=numbers.int())
     return dataclasses.replace(batch, tree_mask=None if batch.tree_mask is None else batch.tree_mask.cpu())
@@ -72,7 +72,7 @@ def first(past: Past, count: int) -> Past:
 
 
 def decode_batch(past: Past, layers: list[AttentionLayer], count: int) -> ForwardBatch:
-    """The first `count` requests."""
+    """A decode batch of the first `count` requests."""
     skip, more = [0] * count, {}
     lens = LENS[:count]
     if any(layer.is_cross for layer in layers):
@@ -98,10 +98,12 @@ def test_replays_give_what_eager_steps_give(page_size: int, layers: list[Attenti
         assert not expected.isnan().any()
         pages = past.pool.kv(0)[1:].clone()
         assert_same(runner.run(batch), expected)
-        assert torch.equal(past.pool.kv(0)[1:].nan_to_num(), pages.nan_to_num())  # the padding wrote to nobody's page
+        assert torch.equal(
+            past.pool.kv(0)[1:].nan_to_num(), pages.nan_to_num()
+        )  # the padding wrote only to the unowned page
     assert runner.replays == 9
     if device == "cpu":
-        assert past.pool.kv(0)[0, 0, 1:].isnan().all()  # slot 0 alone
+        assert past.pool.kv(0)[0, 0, 1:].isnan().all()  # only slot 0 was written
 
 
 def test_batches_that_do_not_fit(device: str) -> None:
@@ -117,7 +119,7 @@ def test_batches_that_do_not_fit(device: str) -> None:
 
 
 def test_captured_verifying(device: str) -> None:
-    """Trees of four guesses, other ones in every step; the padding has none."""
+    """Trees of four guesses, different in every step; the padding has no guesses."""
     past = Past.make([n + 4 for n in LENS], device, 16, 1)
     past.fill(PLAIN, LENS)
     model = Layers(past, [PLAIN], device)
@@ -150,7 +152,7 @@ def test_newer_engines_plan_by_one_name(device: str) -> None:
 
 
 def test_two_runners_share_a_backend(device: str) -> None:
-    """Decoding and verifying in turns; a third one would need more memory than the first has taken."""
+    """Decodes and verifies alternately; a third runner would need more memory than the first has allocated."""
     past = Past.make([n + 4 for n in LENS], device, 16, 1)
     past.fill(PLAIN, LENS)
     model = Layers(past, [PLAIN], device)
@@ -163,13 +165,13 @@ def test_two_runners_share_a_backend(device: str) -> None:
         for runner, batch in ((verify, on_host(past, guesses, 1)), (decode, decode_batch(past, [PLAIN], count))):
             expected = model.eager(batch)
             assert_same(runner.run(batch), expected)
-    with pytest.raises(FlashpageError, match="max_batch=16, max_rows=16"):
+    with pytest.raises(FlashpageError, match="max_batch=16 or max_rows=16"):
         GraphRunner(model.forward, model.backend, [16], model.device)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_drafts_are_planned_before_the_first_step(captured: bool, device: str) -> None:
-    """Three guesses a request; the same as steps that are planned one after the other. Padding leaves no trace."""
+    """Three guesses a request equal those of steps planned one after the other. Padding leaves no trace."""
     lens = [n + 3 for n in LENS]
     steps, past = 3, Past.make(lens, device, 16, 1)
     past.fill(PLAIN, [n - 1 for n in LENS])
@@ -178,7 +180,7 @@ def test_drafts_are_planned_before_the_first_step(captured: bool, device: str) -
     plain = model.backend
 
     def draft(batch: ForwardBatch) -> torch.Tensor:
-        """[batch, steps, heads, dim]; guesses need not be good."""
+        """Guesses [batch, steps, heads, dim]; they need not be good."""
         model.backend, found, tokens = drafts, [], batch.tokens  # type: ignore[assignment]
         for step in range(steps):
             found.append(model.forward(drafts.enter(batch, step, tokens)))
@@ -234,7 +236,7 @@ def test_the_largest_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_captures_follow_each_other_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch gives what a capture has freed to others on its stream alone. Without a card: what torch is asked for."""
+    """torch reuses a capture's freed memory only for captures on its stream. Without a card arguments are checked."""
     asked, backend = [], MagicMock()
     backend.get_cuda_graph_seq_len_fill_value.return_value = 0
 
@@ -245,7 +247,7 @@ def test_captures_follow_each_other_on_one_stream(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     for name in ("Stream", "CUDAGraph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: MagicMock())  # another one each time
+        monkeypatch.setattr(torch.cuda, name, lambda *_: MagicMock())  # another one in each call
     for name in ("current_stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     zeros = torch.zeros
@@ -257,7 +259,7 @@ def test_captures_follow_each_other_on_one_stream(monkeypatch: pytest.MonkeyPatc
 
 
 def test_small_sizes_are_compiled() -> None:
-    """The others run the step as it is."""
+    """Batches of other sizes run the step uncompiled."""
     past = Past.make(LENS, "cpu", 16, 1)
     past.fill(PLAIN, LENS)
     model, compiled = Layers(past, [PLAIN], "cpu"), []
@@ -289,12 +291,12 @@ def test_sizes_that_cannot_be_captured_are_told(sizes: list[int], told: str) -> 
 
 @pytest.mark.cuda
 def test_captures_share_one_pool_of_memory() -> None:
-    """And are made inside the caller's context."""
+    """Captures also run inside the caller's context."""
     past = Past.make(LENS, "cuda", 16, 1)
     model, entered, reserved = Layers(past, [PLAIN], "cuda"), [], []
 
     def forward(batch: ForwardBatch) -> torch.Tensor:
-        scratch = torch.ones(batch.batch_size, 4 << 20, device="cuda")  # 16 MiB a request
+        scratch = torch.ones(batch.batch_size, 4 << 20, device="cuda")  # 16 MiB for each request
         return model.forward(batch) + scratch[:, :1, None].half() * 0
 
     @contextlib.contextmanager
@@ -305,9 +307,9 @@ def test_captures_share_one_pool_of_memory() -> None:
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
 
-    torch.cuda.empty_cache()  # what tests before this one gave back
+    torch.cuda.empty_cache()  # memory that earlier tests have freed
     before = torch.cuda.memory_reserved()
     GraphRunner(forward, model.backend, [2, 4, 6, 8], model.device, capture_context=context)
     assert len(entered) == 4
-    assert reserved[0] - before > 100 << 20  # the largest one's scratch
-    assert reserved[-1] - reserved[0] < 40 << 20  # the others live in it
+    assert reserved[0] - before > 100 << 20  # the scratch memory of the largest size
+    assert reserved[-1] - reserved[0] < 40 << 20  # other sizes reuse it

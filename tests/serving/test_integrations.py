@@ -1,4 +1,4 @@
-"""The engine's side of attention: pools, indices, the backend's dispatch and its steps, against the fp64 reference."""
+"""The engine's side of attention: pools, indices, and the backend's dispatch and steps, compared with fp64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from flashpage.serving.kv_parts import KvPart
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("lens", [[0], [1], [700], [5, 0, 33, 16, 1, 200], [2] * 300], ids=lambda lens: str(len(lens)))
-@pytest.mark.parametrize("with_starts", [False, True], ids=["whole rows", "from a token on"])
+@pytest.mark.parametrize("with_starts", [False, True], ids=["whole rows", "from a token in the row"])
 def test_gathered_pages(with_starts: bool, lens: list[int], page_size: int, device: str) -> None:
     generator = torch.Generator().manual_seed(1)
     columns = 1024
@@ -39,7 +39,7 @@ def test_gathered_pages(with_starts: bool, lens: list[int], page_size: int, devi
         : 400 * (columns // page_size)
     ]
     table = (table[:, None] * page_size + torch.arange(page_size)).to(torch.int32).view(400, -1)
-    wider = torch.zeros(400, table.shape[1] + 7, dtype=torch.int32)  # rows further apart than they are long
+    wider = torch.zeros(400, table.shape[1] + 7, dtype=torch.int32)  # the distance between rows exceeds their length
     wider[:, : table.shape[1]] = table
     rows = torch.randperm(400, generator=generator)[: len(lens)].to(torch.int32)
     starts = torch.arange(len(lens), dtype=torch.int32) % 4 * page_size if with_starts else None
@@ -57,7 +57,7 @@ def test_gathered_pages(with_starts: bool, lens: list[int], page_size: int, devi
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_the_gathering_kernel_compiles(arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be no card that would tell; without spilled registers."""
+    """The kernel compiles without spilled registers, even if there is no card to run it."""
     target = jit.Target("cuda", arch)
     if compilers.find_compiler(target) is None:
         pytest.skip("neither nvcc nor NVRTC is here")
@@ -72,13 +72,13 @@ def test_gathering_tells_bad_numbers() -> None:
     indptr, room = torch.tensor([0, 2], dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     for arguments, told in (
         ((table.long(), one, indptr, room), "table has shape"),
-        ((table, one, indptr[:1], room), "indptr has 1 entries but 2"),
-        ((table, one * 4, indptr, room), "rows="),
-        ((table, one, indptr.flip(0), room), "indptr="),
-        ((table, one, indptr * 40, room), "indptr="),
+        ((table, one, indptr[:1], room), "indptr has 1 entries but rows has 1: pass 2"),
+        ((table, one * 4, indptr, room), "rows reach from 4 to 4: pass 0 to 3"),
+        ((table, one, indptr.flip(0), room), "indptr must rise from 0 to at most 8"),
+        ((table, one, indptr * 40, room), "indptr must rise from 0 to at most 8"),
         ((table, one, indptr, room, None, 32), "past the 32 tokens"),
         ((table, one, indptr, room, one * 31), "past the 32 tokens"),
-        ((table, one, indptr, room, indptr), "starts has 2 entries but 1"),
+        ((table, one, indptr, room, indptr), "starts has 2 entries but rows has 1: pass 1"),
     ):
         with pytest.raises(RunError, match=told):
             gather_slots(*arguments)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ LENS = [70, 1, 33, 128]
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 5.0, "sm_scale": 0.3}], ids=["plain", "soft cap"])
 def test_decode(options: dict[str, Any], page_size: int, device: str) -> None:
-    """Layers with options of their own beside the first one's: they come with run."""
+    """Layers whose options differ from the first one's pass them to run."""
     layers = [PLAIN, dataclasses.replace(PLAIN, index=1, **options)]
     past = Past.make(LENS, device, page_size, len(layers))
     backend = PagedAttention(past.table, past.pool, layers, dtype_of(device))
@@ -148,7 +148,7 @@ def test_decode(options: dict[str, Any], page_size: int, device: str) -> None:
 @pytest.mark.parametrize("ragged", [False, True], ids=["paged", "ragged and paged"])
 @pytest.mark.parametrize("new", [[20, 1, 33, 7], [70, 1, 33, 128]], ids=["over prefixes", "no prefix"])
 def test_extend(new: list[int], ragged: bool, device: str) -> None:
-    """Chunks over what is in the pool; without a prefix the ragged wrapper has all."""
+    """Chunks over earlier tokens in the pool; without a prefix the ragged wrapper has everything."""
     past = Past.make(LENS, device, 16, 1)
     backend = PagedAttention(past.table, past.pool, [PLAIN], dtype_of(device), ragged_extend=ragged)
     batch = past.batch(ForwardMode.EXTEND, new, LENS)
@@ -165,7 +165,7 @@ def test_extend(new: list[int], ragged: bool, device: str) -> None:
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_sliding_window_beside_full_layers(page_size: int, mode: ForwardMode, device: str) -> None:
-    """Two wrappers; the window's page table begins with the window, so pages before it hold NaN."""
+    """Two wrappers; the window's page table begins with the window, so earlier pages hold NaN."""
     window = dataclasses.replace(PLAIN, window_left=20)
     layers = [window, dataclasses.replace(PLAIN, index=1)]
     past = Past.make(LENS, device, page_size, 2)
@@ -187,7 +187,7 @@ def test_sliding_window_beside_full_layers(page_size: int, mode: ForwardMode, de
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_cross_attention_beside_the_decoders_own(page_size: int, mode: ForwardMode, device: str) -> None:
-    """The encoder's tokens lie in front; every row of a cross layer sees all of them, and none of the decoder's."""
+    """The encoder's tokens come first; every row of a cross layer sees all of them, and none of the decoder's."""
     cross = AttentionLayer(1, Q_HEADS, KV_HEADS, DIM, is_cross=True)
     layers = [PLAIN, cross]
     encoder, own = [40, 16, 0, 55], [30, 1, 33, 64]
@@ -205,7 +205,7 @@ def test_cross_attention_beside_the_decoders_own(page_size: int, mode: ForwardMo
     q, found = run_layer(backend, past, cross, batch, skip)
     check(found, q, past, cross, batch, [0] * 4, encoder, causal=False)
     planned = backend.metadata.planned.values()  # type: ignore[union-attr]
-    assert all(len(attention.session.active) == 1 for attention in planned)  # run asked for what was planned
+    assert all(len(attention.session.active) == 1 for attention in planned)  # run used the planned options
 
 
 def test_the_encoders_tokens_are_written_by_the_step_that_has_them(device: str) -> None:
@@ -248,7 +248,7 @@ def test_parents_come_first() -> None:
 
 
 def test_fp8_pool_with_scales(device: str) -> None:
-    """Written divided by the scales, read times the scales."""
+    """Writes divide by the scales, reads multiply by them."""
     layer = dataclasses.replace(PLAIN, k_scale=0.5, v_scale=0.25)
     past = Past.make(LENS, device, 16, 1, torch.float8_e4m3fn)
     backend = PagedAttention(past.table, past.pool, [layer], dtype_of(device))
@@ -268,7 +268,10 @@ def test_fp8_pool_with_scales(device: str) -> None:
     ("layers", "told"),
     [
         ([dataclasses.replace(PLAIN, window_left=w) for w in (4, 8)], r"window_left is \[4, 8\]"),
-        ([dataclasses.replace(PLAIN, window_left=4), dataclasses.replace(PLAIN, is_cross=True)], "beside cross"),
+        (
+            [dataclasses.replace(PLAIN, window_left=4), dataclasses.replace(PLAIN, is_cross=True)],
+            "window_left=4 with cross attention",
+        ),
     ],
 )
 def test_parts_that_there_are_none_of(layers: list[AttentionLayer], told: str) -> None:

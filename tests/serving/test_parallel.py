@@ -1,4 +1,4 @@
-"""Heads and tokens of a rank, and what is refused: one process. test_parallel_ranks.py starts several."""
+"""The heads and tokens of one rank, and refusals, in one process. test_parallel_ranks.py starts several."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_one_wrapper_plans_many_batches(group_of_one: None) -> None:
 def test_heads_of_all_ranks(
     num_qo_heads: int, num_kv_heads: int, world_size: int, local: tuple[int, int], replicas: int
 ) -> None:
-    """Query heads are dealt out once each, and stand beside the KV head that they read."""
+    """Each query head belongs to one rank, together with the KV head that it reads."""
     group, seen = num_qo_heads // num_kv_heads, []
     for rank in range(world_size):
         share = parallel.head_share(num_qo_heads, num_kv_heads, rank, world_size)
@@ -89,7 +89,7 @@ def test_heads_of_all_ranks(
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_shares_give_the_whole(world_size: int, kv_layout: str) -> None:
-    """Each rank plans its own heads over views of the cache of all; 2 KV heads, so that 4 ranks replicate them."""
+    """Each rank plans its own heads over views of the whole cache; 2 KV heads, so that 4 ranks replicate them."""
     case = ParallelCase("tensor-parallel", kv_layout=kv_layout, sinks=True)
     batch, outs, lses = ParallelBatch(case, 1), [], []
     k, v = batch.caches[0].argument("cpu")
@@ -111,7 +111,7 @@ def test_shares_give_the_whole(world_size: int, kv_layout: str) -> None:
     ("order", "interleave"), [("interleaved", 0), ("interleaved", 1), ("interleaved", 32), ("contiguous", 0)]
 )
 def test_tokens_of_all_ranks(order: str, interleave: int, world_size: int) -> None:
-    """Against the owner of each token, counted one by one."""
+    """Compared with the owner of each token, counted one by one."""
     case = ParallelCase("layout", order=order, interleave=interleave)
     for length in (*RAGGED, 48, 95, 1000):
         owners = torch.tensor([owner(case, world_size, t, length) for t in range(length)])
@@ -125,7 +125,7 @@ def test_tokens_of_all_ranks(order: str, interleave: int, world_size: int) -> No
 
 
 def test_pages_of_a_rank() -> None:
-    """Lists longer than needed, that do not begin at 0: the second rank of two."""
+    """Lists longer than needed, which do not begin at 0, for the second of two ranks."""
     indptr, indices = torch.tensor([2, 7, 7, 8]), torch.arange(100, 110)
     layout = parallel.ContextLayout(1, 2, 16)
     pages = layout.pages(indptr, indices, torch.tensor([61, 0, 16]))
@@ -136,14 +136,14 @@ def test_pages_of_a_rank() -> None:
 
 
 def test_pages_that_a_window_hides_are_not_read(group_of_one: None) -> None:
-    """A row of a long request reads its window and at most two pages beside it."""
+    """A row of a long request reads the pages of its window and at most two more."""
     wrapper, batch = planned(ParallelCase("window", kv_lens=(4000, 7), window_left=40))
     assert wrapper._attention.session.result.total_kv <= 41 + 2 * 16 + 7
     batch.check(*wrapper.run(batch.q, batch.caches[0].argument("cpu"), return_lse=True), is_merged=False)
 
 
 def test_states_that_travel_are_aligned() -> None:
-    """Kernels read them in vectors of 16 bytes; these end between two."""
+    """Kernels read states in vectors of 16 bytes; the sizes here end inside a vector."""
     memory = merge._memory(3, (5, 1, 24), torch.zeros(1, dtype=torch.float16))
     out, lse = merge._views(memory, (5, 1, 24), torch.float16)
     for states in (out, lse):
@@ -186,7 +186,7 @@ REFUSALS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         r"paged_kv_cache .*\(3, 16, 4, 64\).*all 2 heads",
     ),
     ("order", lambda: parallel.ContextLayout(0, 2, 16, "zigzag"), PlanError, "order='zigzag'.*'contiguous'"),
-    ("runs", lambda: parallel.ContextLayout(0, 2, 16, "contiguous", 16), PlanError, "interleave=16.*leave it 0"),
+    ("runs", lambda: parallel.ContextLayout(0, 2, 16, "contiguous", 16), PlanError, "interleave=16.*pass 0"),
     ("cut", lambda: parallel.ContextLayout(0, 2, 16, interleave=8).pages(*LAYOUT), PlanError, "interleave=8.*'own'"),
     (
         "short",

@@ -1,5 +1,5 @@
-"""Context parallel attention over 2 and 4 processes (gloo, and NCCL where there are two cards): against the reference,
-one process, and each other.
+"""Context parallel attention over 2 and 4 processes (gloo, and NCCL if there are two cards), compared with the
+reference, with one process, and between ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reference import Options, attention, merge
 import flashpage
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 120  # a rank that hangs ends then, and fails
+SECONDS = 120  # a rank that hangs fails after this time
 
 
 TWO_CARDS = [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two NVIDIA cards")]
@@ -29,7 +29,7 @@ STARTS = [(2, "cpu"), (4, "cpu"), pytest.param((2, "cuda"), marks=TWO_CARDS)]
 
 @pytest.fixture(scope="module", params=STARTS, ids=lambda start: f"{start[0]} x {start[1]}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found, by name: all cases in one start of the processes."""
+    """The results of each rank by name; one start of the processes runs all cases."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "FLASHPAGE_THREADS": "1"}
     started = []
@@ -53,7 +53,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def joined(case: ParallelCase, ranks: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole output: all ranks have it, bit by bit, or each has its heads."""
+    """The whole output: all ranks have it bit by bit, or each rank has its heads."""
     if case.name not in ranks[0]:
         pytest.skip("fp32 queries are the CPU's")
     found = [rank[case.name] for rank in ranks]
@@ -93,7 +93,7 @@ def test_one_process_gives_the_same(case: ParallelCase, ranks: list[dict[str, An
 
 
 def test_own_heads_are_those_of_all(ranks: list[dict[str, Any]]) -> None:
-    """The same states, merged by the rank that keeps them: bit by bit."""
+    """With heads="own" a rank merges its heads to the bits that heads="all" gives."""
     own = [torch.cat([rank["states-own"][i] for rank in ranks], 1) for i in (0, 1)]
     for rank in ranks:
         assert torch.equal(own[0], rank["states-all"][0]) and torch.equal(own[1], rank["states-all"][1])
@@ -108,7 +108,7 @@ def test_states_are_merged(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_requests_grow(ranks: list[dict[str, Any]]) -> None:
-    """Tokens that each rank appended to its own pages, step after step."""
+    """The tokens that each rank appended to its own pages, step by step."""
     for step in range(NEW_TOKENS):
         for request, (q, k, v) in enumerate(grown_tokens()):
             end = GROWN.kv_lens[request] + step + 1
@@ -127,7 +127,7 @@ def test_foreign_groups_are_refused(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_readme_example(tmp_path: Path) -> None:
-    """Two ranks find what the README's first example prints."""
+    """Two ranks reproduce the output of the README's first example."""
     page = (ROOT / "README.md").read_text()
     example = re.search(r"```python\n(# torchrun.*?)```", page, re.DOTALL)
     shown = re.search(r"```text\n(.*?)```", page, re.DOTALL)
@@ -141,7 +141,7 @@ def test_readme_example(tmp_path: Path) -> None:
 
 
 def test_spawned_processes_have_the_drop_in(tmp_path: Path) -> None:
-    """A launch script that installs at its top level, as the README shows, and an engine that spawns a worker."""
+    """A launch script that calls install() at its top level, as in the README, and an engine that spawns a worker."""
     (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "worker.py").write_text("import flashinfer.decode as d\n\ndef main():\n    print(d.__name__)\n")
     launcher = re.search(r"```python\n(import runpy.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -1,4 +1,4 @@
-"""A small paged batch and what attention over it must give."""
+"""A small paged batch, and the expected attention over it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def indptr_of(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 class Batch:
-    """Pages in shuffled order, and the same tokens side by side."""
+    """Pages in shuffled order, and their tokens in dense tensors."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -32,7 +32,7 @@ class Batch:
         return self.indptr, self.indices, self.last_page_len
 
     def expected(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Attention of the whole batch, request by request; q: rows of prefill or of decode."""
+        """Expected attention of the whole batch, request by request; q has prefill rows or decode rows."""
         rows = ROWS if q.shape[0] == sum(ROWS) else (1,) * len(KV_LENS)
         found, begin = [], 0
         for request, (q_len, kv_len) in enumerate(zip(rows, KV_LENS, strict=True)):

@@ -1,4 +1,4 @@
-"""Bad arguments of plan and run: one row each, with the words that its message must hold."""
+"""Bad arguments of plan and run: one row each, with the words that the message must contain."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]], Callable[[], dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class Bad:
-    """One wrong argument of plan or run, and words that the message must hold."""
+    """One wrong argument of plan or run, and the words that the message must contain."""
 
     kind: str
     where: str  # plan | run
@@ -147,7 +147,7 @@ TABLE = [
     plan("prefill", "packed_custom_mask", torch.ones(10, dtype=torch.uint8), "10 values", "11 bytes"),
     plan("prefill", "packed_custom_mask", torch.ones(12, dtype=torch.int32), "int32", "uint8"),
     plan("prefill", "prefix_len_ptr", ints(1, 2), "token_pos_in_items_ptr=None"),
-    # What no kernel honours.
+    # Options that no kernel supports.
     plan(
         "decode", "head_dim", 12, "no kernel", "head_dim_qk 12", "multiple of 8 from 16 to 512", error=CapabilityError
     ),

@@ -1,4 +1,4 @@
-"""KV memory in every form that callers send, NaN in each byte that holds no token, pages in shuffled order."""
+"""KV memory in every form that callers pass, with NaN in each byte that holds no token and pages in shuffled order."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 Buffers = tuple[torch.Tensor, ...]
-GAP = 16  # elements between rows of the gapped forms: keeps 16-byte alignment for every element type
+GAP = 16  # elements between rows of the gapped forms; a multiple of 16 bytes for every element type
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     pages: int  # ragged: 0
-    tokens: int  # of a page; ragged: of all requests
+    tokens: int  # in a page; ragged: of all requests
     heads: int
     dim_k: int
     dim_v: int
@@ -25,7 +25,7 @@ class Shape:
 class Form:
     """One way to lay out K and V.
 
-    `sizes` are the buffers' shapes, `views` the two tensors over them, `argument` what a wrapper is given.
+    `sizes` are the buffers' shapes, `views` the two tensors over them, `argument` the value for a wrapper.
     """
 
     sizes: Callable[[Shape, str], tuple[tuple[int, ...], ...]]
@@ -34,7 +34,7 @@ class Form:
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with ones bits, a NaN of every element type (and -1 as an integer)."""
+    """Fills with ones bits: NaN in every element type, and -1 as an integer."""
     tensor.view(torch.uint8).fill_(255)
     return tensor
 
@@ -77,7 +77,7 @@ def _gapped(buffers: Buffers, shape: Shape, layout: str) -> tuple[torch.Tensor, 
 
 
 def _odd(dimension: int) -> Callable[[Buffers, Shape, str], tuple[torch.Tensor, torch.Tensor]]:
-    """A stride of 7 elements in a dimension of size one: no address depends on it."""
+    """Gives a dimension of size 1 a stride of 7 elements, on which no address depends."""
 
     def views(buffers: Buffers, shape: Shape, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
         assert buffers[0].shape[dimension] == 1
@@ -115,7 +115,7 @@ FORMS: dict[str, Form] = {
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Buffers on the CPU and how to see them; `argument(device)` is a copy there, in the same form."""
+    """Buffers on the CPU with their form; `argument(device)` is a copy there, in the same form."""
 
     form: Form
     shape: Shape
@@ -128,7 +128,7 @@ class Cache:
         return Cache(FORMS[form], shape, layout, tuple(poison(torch.empty(size, dtype=dtype)) for size in sizes))
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as [page, token, head, dim], to be written."""
+        """Writable K and V as [page, token, head, dim]."""
         views = self.form.views(self.buffers, self.shape, self.layout)
         k, v = (view if self.layout == "NHD" else view.transpose(1, 2) for view in views)
         return k, v
@@ -141,7 +141,7 @@ class Cache:
 def write_pages(
     cache: Cache, lengths: tuple[int, ...], keys: list[torch.Tensor], values: list[torch.Tensor], seed: int
 ):
-    """Scatter each request's rows to pages of its own in shuffled order; returns (indptr, indices, last_page_len)."""
+    """Writes each request's rows to its own pages in shuffled order; returns (indptr, indices, last_page_len)."""
     size = cache.shape.tokens
     counts = [-(-length // size) for length in lengths]
     order = torch.randperm(cache.shape.pages, generator=torch.Generator().manual_seed(seed))

@@ -1,5 +1,5 @@
-"""Runs as a graph keeps them: each launch with its arguments as they were, to be launched again, and the memory that
-these arguments point at."""
+"""Runs as a graph keeps them: launches with copies of their arguments, to be launched again, and the memory to which
+these arguments point."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Address = tuple[str, int]
 
 
 class _Keep(TorchDispatchMode):
-    """Keeps what operators return, as a graph's memory pool does."""
+    """Keeps the operators' results, as a graph's memory pool does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,11 +34,11 @@ class _Keep(TorchDispatchMode):
 
 
 class CapturedRuns:
-    """The runs that a call makes.
+    """The runs of a call.
 
     Attributes:
-        out: what the call returned.
-        addresses: of all memory that the launches are given, but for outputs.
+        out: the call's result.
+        addresses: of all memory in the launches' arguments, except outputs.
     """
 
     def __init__(self, call: Callable[[], Any], *, keeps_tensors: bool) -> None:
@@ -51,12 +51,12 @@ class CapturedRuns:
         self._memory = _storages_of(self.addresses)
 
     def replay(self) -> None:
-        """Launches again what was launched, on the CPU."""
+        """Launches the recorded kernels again, on the CPU."""
         for function, arguments in self._launches:
             native.check(function(*arguments))
 
     def check_memory(self) -> None:
-        """All of it is still there."""
+        """Checks that all of the memory still exists."""
         gone = [name for name, storage in self._memory if storage.expired()]
         assert not gone, f"freed: {gone}"
 
@@ -108,7 +108,7 @@ class CapturedRuns:
 
 
 def addresses_in(struct: Any, name: str = "") -> Iterator[Address]:
-    """Pointers of a struct and of the structs in it, but for outputs."""
+    """Pointers of a struct and of the structs in it, except outputs."""
     name = name or type(struct).__name__
     for field, kind in struct._fields_:
         value = getattr(struct, field)
@@ -123,18 +123,18 @@ def addresses_in(struct: Any, name: str = "") -> Iterator[Address]:
 
 
 def _storages_of(addresses: list[Address]) -> list[tuple[str, StorageWeakRef]]:
-    """The memory that each address lies in; an address in no tensor's memory is an error."""
-    storages = []
+    """The memory that each address lies in; an address outside of all tensors' memory is an error."""
+    storages = []  # fake tensors of other tests have none
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor) and found.layout is torch.strided and not found.is_meta:
             with contextlib.suppress(NotImplementedError, RuntimeError):
-                storages.append(found.untyped_storage())
+                storage = found.untyped_storage()
+                storages.append((storage.data_ptr(), storage.nbytes(), storage))
     memory = []
     for name, address in addresses:
-        holds = (s for s in storages if s.data_ptr() <= address < s.data_ptr() + s.nbytes())
-        storage = next(holds, None)
-        assert storage is not None, f"{name} is in no tensor's memory"
-        memory.append((name, StorageWeakRef(storage)))
+        holder = next((s for begin, size, s in storages if begin <= address < begin + size), None)
+        assert holder is not None, f"{name} is in no tensor's memory"
+        memory.append((name, StorageWeakRef(holder)))
     return memory
 
 

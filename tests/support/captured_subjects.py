@@ -1,4 +1,4 @@
-"""Wrappers, each with three batches, to be captured, planned again and replayed (captured_walks.py: with options)."""
+"""Wrappers with three batches each, to be captured, planned again and replayed (captured_walks.py: with options)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Subject:
     """
 
     has_graphs = True
-    is_copied = False  # what runs return is made by torch from what kernels write
-    plans_itself = False  # and in other memory, once a graph reads it
+    is_copied = False  # torch copies the kernels' results into the runs' outputs
+    plans_itself = False  # and in other memory, after a graph has read it
     rows: tuple[tuple[int, ...], ...] = ROWS
 
     def __init__(self, device: str, is_graph: bool, options: dict[str, Any], run_options: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class Subject:
         self.wrapper = self.make()
 
     def fresh(self) -> Subject:
-        """Another wrapper over equal tensors, not for graphs."""
+        """Another wrapper over equal tensors, which is not for graphs."""
         return type(self)(self.device, False, self.options, self.run_options)
 
     def workspace(self) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Subject:
         return found
 
     def of_batch(self, i: int) -> dict[str, Any]:
-        """Options, made for the batch where they are functions of it."""
+        """The options; functions among them are called with the batch."""
         return {name: value(self, i) if callable(value) else value for name, value in self.options.items()}
 
     def pages(self, i: int, lens: tuple[int, ...] | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -80,11 +80,11 @@ class Subject:
         return indptr, self.order[i][: int(indptr[-1])], ints(*((n - 1) % PAGE + 1 for n in lens))
 
     def used(self, i: int) -> int:
-        """Rows of a batch."""
+        """Number of rows in a batch."""
         return sum(self.rows[i])
 
     def given(self, tensor: torch.Tensor, i: int) -> torch.Tensor:
-        """All rows where a wrapper for graphs is given them."""
+        """All rows if a wrapper for graphs gets them."""
         return tensor if self.is_graph else tensor[: self.used(i)]
 
     def make(self) -> Any:
@@ -94,11 +94,11 @@ class Subject:
         raise NotImplementedError
 
     def run(self, i: int = 0) -> Any:
-        """One tensor or several."""
+        """Runs batch i; returns one tensor or several."""
         raise NotImplementedError
 
     def run_others(self, i: int) -> None:
-        """Runs that differ from the captured one and leave its plan alone."""
+        """Runs that differ from the captured one and do not change its plan."""
 
 
 class Decode(Subject):
@@ -137,7 +137,7 @@ class PagedPrefill(Subject):
 
 
 class Sinks(PagedPrefill):
-    """Sinks of the attention wrapper, which takes types and dims at once, and buffers for graphs."""
+    """Sinks of the attention wrapper, which gets types and dims in its constructor, and buffers for graphs."""
 
     def make(self) -> Any:
         buffers = [self.buffer(4), self.buffer(4), self.buffer(PAGES), self.buffer(3)] if self.is_graph else []
@@ -168,7 +168,7 @@ class RaggedPrefill(Subject):
 
 
 class Cascade(Subject):
-    """One level that all rows share, and one of each request."""
+    """One level that all rows share, and one for each request."""
 
     shared = (30, 20, 40)  # tokens
 
@@ -197,7 +197,7 @@ class Cascade(Subject):
 
 
 class Pod(Subject):
-    """The decodes; the prefill of the captured call stays what it was, whatever other calls have."""
+    """The decodes change; the captured call's prefill stays the same, whatever other calls prefill."""
 
     plans_itself = True
     rows = ((1, 1, 1),) * 3
@@ -307,7 +307,7 @@ class VariableSparse(Subject):
 
 
 class SharedPrefix(Subject):
-    """The prefix is planned by the call, which others make with other prefixes."""
+    """The call plans the prefix; other calls plan other prefixes."""
 
     has_graphs = False
 
@@ -327,7 +327,7 @@ class SharedPrefix(Subject):
 
 
 class Single(Subject):
-    """One wrapper of the thread for all calls: what is captured plans itself."""
+    """One wrapper of the thread for all calls: the captured call plans itself."""
 
     has_graphs = False
 

@@ -61,7 +61,7 @@ def mask_of_documents(device: str) -> Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """A subject with options; those under `made` are made from the device."""
+    """A subject with options; options under `made` are made from the device."""
 
     name: str
     subject: type[Subject]

@@ -1,4 +1,4 @@
-"""Batches whose requests share tokens: levels of pages, the same tokens request by request, and what must come out."""
+"""Batches whose requests share tokens: levels of pages, the tokens of each request, and the expected results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reference import Options, State, attention
 import flashpage
 
 WORKSPACE_BYTES = 32 << 20
-Tree = Sequence[Sequence[tuple[int, int]]]  # for each level its requests: (rows, tokens), in the rows' order
+Tree = Sequence[Sequence[tuple[int, int]]]  # for each level the (rows, tokens) of its requests, in the rows' order
 
 
 def indptr_of(lengths: Sequence[int]) -> torch.Tensor:
@@ -24,7 +24,7 @@ def indptr_of(lengths: Sequence[int]) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class CascadeCase:
-    """A tree of shared tokens, and options."""
+    """A case: a tree of shared tokens, and options."""
 
     name: str
     tree: Tree
@@ -47,7 +47,7 @@ class CascadeCase:
 
 
 class CascadeBatch:
-    """One case's tensors on the CPU, NaN in every slot that holds no token."""
+    """A case's tensors on the CPU, with NaN in every slot that holds no token."""
 
     def __init__(self, case: CascadeCase) -> None:
         self.case = case
@@ -117,7 +117,7 @@ class CascadeBatch:
         return [attention(*self.request(i), options) for i in range(len(case.tree[-1]))]
 
     def check(self, out: torch.Tensor, lse: torch.Tensor) -> Report:
-        """Against the reference on all tokens. Each level's output was rounded once before it was merged."""
+        """Compares with the reference on all tokens. Each level's output was rounded once before the merge."""
         case = self.case
         requests = [self.request(i) for i in range(len(case.tree[-1]))]
         as_case = Case(
@@ -155,7 +155,7 @@ def planned(batch: CascadeBatch, device: str = "cpu", host_lengths: bool = True,
 
 
 def buffers_for(batches: list[CascadeBatch], device: str) -> dict[str, list[torch.Tensor]]:
-    """Of the largest batch; batches have the same number of requests in each level."""
+    """Graph buffers for the largest batch; all batches have the same number of requests in each level."""
     levels = batches[0].levels
 
     def zeros(sizes: list[int]) -> list[torch.Tensor]:

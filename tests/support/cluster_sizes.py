@@ -1,4 +1,4 @@
-"""Plans whose units have clusters of one chosen size, whatever that costs: for tests and measurements."""
+"""Plans whose units all have clusters of one chosen size, whatever it costs, for tests and measurements."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from flashpage.kernels import choose as backends
 from flashpage.kernels import schedules
 from flashpage.kernels.schedules import CLUSTER_SIZES
 
-FREELY = -1  # as the planner thinks best
-GENERAL = 0  # units are anywhere
+FREELY = -1  # as the planner chooses
+GENERAL = 0  # units are cut anywhere, without clusters
 
 
 def choose(schedule: native.Schedule, size: int) -> bool:
-    """Of one planner, from its next plan on. False where the device runs no clusters of that size.
+    """Changes one planner from its next plan on. Returns False if the device runs no clusters of that size.
 
-    1: a CTA a unit. Batches with more units than clusters run at once are planned as without.
+    Size 1 is one CTA for each unit. Batches with more units than clusters are planned without clusters.
     """
     if size == FREELY:
         return True
@@ -29,19 +29,19 @@ def choose(schedule: native.Schedule, size: int) -> bool:
 
 
 def schedule_of(wrapper: Any) -> native.Schedule:
-    """What a wrapper that has planned once plans the next batch by."""
+    """The schedule of a wrapper that has planned once."""
     found: native.Schedule = wrapper._planner.active[0].prepared.schedule
     return found
 
 
 def give_to_cpu(schedule: native.Schedule) -> None:
-    """As if the CPU's threads came in clusters: it runs such plans as any other."""
+    """Pretends that the CPU's threads come in clusters: it runs such plans like any others."""
     schedule.clusters = tuple(schedule.num_ctas // size for size in CLUSTER_SIZES)
     schedule.cluster_rows, schedule.cluster_piece_tokens = schedule.tile_q, 32
 
 
 def chosen_for_all(monkeypatch: Any, size: int) -> None:
-    """Of every planner that is made from here on."""
+    """Changes every planner that is made from here on."""
     make = schedules.schedule
 
     def schedule(choice: backends.Choice, *arguments: Any) -> native.Schedule:

@@ -1,4 +1,4 @@
-"""Compares a run's outputs with the reference, row by row, and says where they differ."""
+"""Compares a run's outputs with the reference, row by row, and reports where they differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Outputs:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """How far off a case was: relative Frobenius norm, and each limit's used share."""
+    """The error of a case: relative Frobenius norm, and the used share of each limit."""
 
     frobenius: float
     row: float
@@ -40,10 +40,10 @@ class Mismatch(AssertionError):
 
 
 def compare(case: Case, outputs: Outputs, states: list[State]) -> Report:
-    """Raises Mismatch at the first thing that is wrong."""
+    """Raises Mismatch at the first difference."""
     for name, memory in outputs.guards.items():
         if not _is_untouched(memory, getattr(outputs, name)):
-            raise Mismatch(f"{case}: memory beside {name} was written")
+            raise Mismatch(f"{case}: memory around {name} was written")
     out = outputs.out.cpu().double()
     lse = None if outputs.lse is None else outputs.lse.cpu().double()
     expected = (sum(case.q_lens), case.num_q_heads, case.value_dim)
@@ -64,7 +64,7 @@ def compare(case: Case, outputs: Outputs, states: list[State]) -> Report:
 
 
 def _is_untouched(memory: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether all bytes of the memory that are not the view's still have the guard's value."""
+    """Whether all bytes outside the view still have the guard's value."""
     copy = memory.clone()
     guard = torch.full((view.element_size(),), GUARD_VALUE, dtype=torch.uint8, device=memory.device).view(view.dtype)
     copy.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset()).copy_(guard)
@@ -74,15 +74,15 @@ def _is_untouched(memory: torch.Tensor, view: torch.Tensor) -> bool:
 def _compare_request(
     case: Case, request: int, out: torch.Tensor, lse: torch.Tensor | None, state: State, *, fp8_products: bool
 ) -> tuple[float, float, float]:
-    """Each limit's used share; at most 1."""
+    """The used share of each limit, at most 1."""
     allowed: Limits = limits(case, state, fp8_products=fp8_products)
     error = (out - state.out).abs()
     shares = {"row": error.norm(dim=-1) / allowed.row, "element": error / allowed.element}
     if lse is not None:
-        same = (lse == state.lse) | ((lse - state.lse).abs() <= allowed.lse)  # -inf equals itself alone
+        same = (lse == state.lse) | ((lse - state.lse).abs() <= allowed.lse)  # -inf equals only itself
         shares["lse"] = torch.where(same & lse.isinf(), 0.0, (lse - state.lse).abs() / allowed.lse)
     for name, share in shares.items():
-        wrong = ~(share <= 1)  # NaN is wrong
+        wrong = ~(share <= 1)  # NaN is wrong too
         if bool(wrong.any()):
             raise Mismatch(_describe(case, request, name, wrong, share, out, lse, state))
     none = torch.zeros(1)
@@ -110,6 +110,7 @@ def _describe(
     heads = sorted({int(i) for i in wrong.nonzero()[:, 1]})
     rows = sorted({int(i) for i in wrong.nonzero()[:, 0]})
     return (
-        f"{case}: {name} of request {request} ({sizes}) is wrong at row {row}, head {head}: {found:.6g}, expected "
-        f"{expected:.6g} ({float(share[where]):.3g} of the limit); {len(rows)} rows {rows[:8]}, heads {heads[:8]}"
+        f"{case}: {name} of request {request} ({sizes}) is wrong at row {row}, head {head}. "
+        f"Found {found:.6g}, expected {expected:.6g} ({float(share[where]):.3g} of the limit). "
+        f"{len(rows)} rows {rows[:8]}, heads {heads[:8]}"
     )

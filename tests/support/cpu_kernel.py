@@ -1,4 +1,4 @@
-"""Plans by hand and direct calls of a CPU kernel: for tests of the kernel alone, without planner and wrappers."""
+"""Hand-made plans and direct calls of a CPU kernel, to test the kernel without planner and wrappers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load_kernel(spec: KernelSpec, target: Target) -> ctypes.CDLL:
 
 
 class Inputs:
-    """Random tensors of a case; every row of KV memory that is no token's is NaN."""
+    """Random tensors of a case; KV memory that holds no token is NaN."""
 
     def __init__(self, case: KernelCase, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -101,7 +101,7 @@ class Inputs:
             self.indices = torch.arange(count, dtype=torch.int32)
         memory = []
         for rows, dim in ((self.k, case.dims[0]), (self.v, case.dims[1])):
-            # Heads before tokens, and a gap behind each row: strides are not what a contiguous tensor would have.
+            # Heads before tokens, and a gap after each row, so that strides differ from a contiguous tensor's.
             cache = poison(torch.empty(count, case.heads[1], size, dim + 8, dtype=rows[0].dtype)).transpose(1, 2)
             for request, tensor in enumerate(rows):
                 for token in range(len(tensor)):
@@ -112,7 +112,7 @@ class Inputs:
 
 
 def make_plan(case: KernelCase) -> tuple[np.ndarray, list[tuple[int, int, int, int]]]:
-    """A plan of two CTAs, and for each partial row (request, q head, row, piece)."""
+    """A plan of two CTAs, and for each partial row its (request, q head, row, piece)."""
     items, partials = [], []
     group = case.heads[0] // case.heads[1]
     tile_q = case.tile[0]
@@ -153,7 +153,7 @@ def _view(tensor: torch.Tensor, is_paged: bool) -> native.KvView:
 
 
 def run(case: KernelCase, inputs: Inputs, library: ctypes.CDLL) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, lse) of every request."""
+    """Runs the kernel; returns (out, lse) of every request."""
     num_q_heads, num_kv_heads = case.heads
     out = poison(torch.empty(*inputs.q.shape[:2], case.dims[1], dtype=case.spec.out_dtype.torch))
     lse = poison(torch.empty(inputs.q.shape[:2], dtype=torch.float32))
@@ -199,7 +199,7 @@ def _merged(results, partials, partial_out, partial_lse):
 
 
 def variant_args(case: KernelCase, inputs: Inputs) -> native.VariantArgs:
-    """The one tensor that variants of the table capture is the sinks' vector; their one scalar is 30."""
+    """Arguments of the table's variants: the sinks' vector as their one tensor, and 30 as their one scalar."""
     args = native.VariantArgs()
     args.tensors[0].data, args.tensors[0].stride[0] = inputs.sinks.data_ptr(), 1
     args.scalars[0] = 30.0

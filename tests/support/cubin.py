@@ -1,4 +1,4 @@
-"""Reads a cubin (ELF64) and describes its machine code without the names of functions. Standard library only."""
+"""Reads a cubin (ELF64) and describes its machine code independently of function names. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 _SYMTAB, _RELA, _NOBITS, _REL = 2, 4, 8, 9  # sh_type
 _FUNC = 2  # symbol type
 _LAUNCH = "flashpage_launch"
-_LAUNCH_NUMBERS = 2  # threads and dynamic shared bytes; numbers after them are for the host alone
-# .nv.info attributes: their payload begins with a symbol's index, or is a list of such indices.
+_LAUNCH_NUMBERS = 2  # threads and dynamic shared bytes; only the host uses later numbers
+# .nv.info attributes whose payload begins with a symbol's index, or is a list of such indices.
 _REGCOUNT, _EXTERNS = 0x2F, 0x0F
 _BEGINS_WITH_SYMBOL = {0x0A, 0x11, 0x12, 0x23, _REGCOUNT}  # parameter bank, frame and stack sizes, registers
 _INSTRUCTION_BYTES = 16  # since sm_70
@@ -21,7 +21,7 @@ class Section:
     name: str
     kind: int
     flags: int
-    data: bytes  # empty where the file holds none (_NOBITS)
+    data: bytes  # empty if the file holds none (_NOBITS)
     size: int
     link: int
     info: int
@@ -38,12 +38,12 @@ class Symbol:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Function:
-    """One .text section and what belongs to it. Two that compare equal are the same machine code."""
+    """A .text section with everything that belongs to it. Equal values are equal machine code."""
 
     code: bytes
     registers: int
-    shared_bytes: int  # static; the dynamic ones are in the launch block
-    flags: int  # barriers among them
+    shared_bytes: int  # static bytes; the dynamic ones are in the launch block
+    flags: int  # includes the number of barriers
     constants: tuple[tuple[str, bytes], ...]  # bank, bytes
     info: tuple[tuple[int, bytes], ...]  # attribute, payload
     relocations: tuple[tuple[int, int, str, int], ...]  # offset, type, target, addend
@@ -51,14 +51,14 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class Cubin:
-    """Two that compare equal are the same machine code, launched in the same way."""
+    """The machine code of a cubin. Equal values are equal code that is launched in the same way."""
 
     functions: tuple[Function, ...]
     constants: tuple[tuple[str, bytes], ...]  # banks that all functions share
     data: tuple[bytes, ...]  # initialised variables, without the launch block
     zeroed_bytes: int
     relocations: tuple[tuple[int, int, str, int], ...]
-    launch: tuple[int, ...] | None  # (threads, shared bytes); None where the cubin exports none
+    launch: tuple[int, ...] | None  # (threads, shared bytes); None if the cubin exports none
 
     @property
     def code_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Cubin:
 class Elf:
     def __init__(self, image: bytes) -> None:
         if image[:5] != b"\x7fELF\x02":
-            raise ValueError(f"not a cubin: it begins with {image[:5]!r}; an ELF64 file is accepted")
+            raise ValueError(f"not a cubin: it begins with {image[:5]!r}; pass an ELF64 file")
         self._image = image
         offset, size, count, names = *struct.unpack_from("<Q", image, 40), *struct.unpack_from("<HHH", image, 58)
         headers = [struct.unpack_from("<IIQQQQIIQQ", image, offset + i * size) for i in range(count)]
@@ -101,7 +101,7 @@ class Elf:
         return self.sections[symbol.section].data[symbol.value : symbol.value + symbol.size]
 
     def info(self, name: str) -> Iterator[tuple[int, bytes]]:
-        """Attributes and payloads of .nv.info sections of this name, symbols' indices still in them."""
+        """Attributes and payloads of .nv.info sections of this name, with symbols' indices in them."""
         for section in self.sections:
             place = 0
             while section.name == name and place < len(section.data):
@@ -121,7 +121,7 @@ class Elf:
         return tuple(sorted(found))
 
     def _target(self, symbol: Symbol) -> str:
-        """A function by its place, a variable by its content, and only what lies outside by its name."""
+        """A function by its address, a variable by its contents; only symbols outside of the cubin by name."""
         if not 0 < symbol.section < len(self.sections):
             return f"outside: {symbol.name}"
         section = self.sections[symbol.section]
@@ -181,7 +181,7 @@ def _text(table: bytes, offset: int) -> str:
 
 
 def differences(old: Cubin, new: Cubin) -> list[str]:
-    """What differs, in words; empty for the same machine code."""
+    """The differences in words; empty for equal machine code."""
     found = [
         f"{field.name.replace('_', ' ')} differ"
         for field in dataclasses.fields(Cubin)

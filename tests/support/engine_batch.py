@@ -1,4 +1,4 @@
-"""A case's batch as engines hold it: tests/engines/test_engine_*.py read its tensors and compare outputs here."""
+"""A case's batch as engines hold it, for tests/engines/test_engine_*.py, which read its tensors and compare outputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EngineBatch:
         return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
 
     def check(self, found: Any, **changed: Any) -> None:
-        """An output, or an output and its lse; `changed`: values of the case that the run gave."""
+        """Compares an output, or an output and its lse; `changed`: values of the case that the run replaced."""
         out, lse = found if isinstance(found, tuple) else (found, None)
         case = dataclasses.replace(self.case, **changed)
         compare(case, Outputs(out, lse), reference_states(dataclasses.replace(self.inputs, case=case)))
@@ -59,5 +59,5 @@ def prefill_case(**options: Any) -> Case:
 
 
 def slots(**options: Any) -> dict[str, Any]:
-    """Pools of single slots, (K, V) of three dimensions each, and page numbers that are longer than needed."""
+    """Pools of single slots, (K, V) of three dimensions each, and more page numbers than needed."""
     return {"page_size": 1, "cache": "tuple_3d"} | options

@@ -1,4 +1,4 @@
-"""Planning functions as engines have them: they write a wrapper's attributes and call `_cached_module.plan`."""
+"""Planning functions like those of engines: they write a wrapper's attributes and call `_cached_module.plan`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPE = torch.float32
 
 
 class Lengths:
-    """Another batch of as many requests over the same cache: what engines know on the host."""
+    """Another batch with as many requests over the same cache, as numbers on the host."""
 
     def __init__(self, rows: tuple[int, ...], kv_lens: tuple[int, ...]) -> None:
         counts = tuple(-(-n // PAGE) for n in kv_lens)
@@ -83,8 +83,8 @@ def engine_prefill_plan(
     written: dict[str, Any] | None = None,
     changed: dict[int, Any] | None = None,
 ) -> None:
-    """What an engine does for a graph's replay: host numbers are known, so nothing is read back from the device.
-    `written` and `changed` (by position) replace what it would write and pass."""
+    """Plans as an engine does for a graph's replay: from host numbers, so nothing is read back from the device.
+    `written` (attributes) and `changed` (arguments, by position) replace the engine's values."""
     assert wrapper._backend == "fa2" and wrapper._cached_module is not None
     rows = int(lengths.qo_indptr[-1])
     if wrapper._max_total_num_rows is None:
@@ -130,7 +130,7 @@ def engine_prefill_plan(
 def engine_decode_plan(
     wrapper: Any, lengths: Lengths, *, window_left: int = -1, soft_cap: float = 0.0, q_len_per_req: int = 1
 ) -> None:
-    """The same for decode: either kernel's arguments, and the options of later runs written behind."""
+    """The same calls for decode: with either kernel's arguments, and the options of later runs written afterwards."""
     wrapper._q_len_per_req = q_len_per_req
     if not wrapper.is_cuda_graph_enabled:
         wrapper._paged_kv_indptr_buf = lengths.kv_indptr

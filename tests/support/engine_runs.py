@@ -1,4 +1,4 @@
-"""Small models and requests for tests of the engine, and what is known of their outputs without it."""
+"""Small models and requests for tests of the engine, and their outputs without the engine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def small_model(device: str, seed: int = 0) -> Llama:
 
 
 def prompts(lens: Sequence[int], seed: int = 0, shared: int = 0) -> list[list[int]]:
-    """Random ones; `shared`: their first tokens are the same."""
+    """Random requests; `shared`: number of first tokens that all of them have."""
     rng = random.Random(seed)
     beginning = [rng.randrange(SMALL.vocabulary) for _ in range(shared)]
     return [(beginning + [rng.randrange(SMALL.vocabulary) for _ in range(n)])[:n] for n in lens]
 
 
 def alone(model: Llama, prompt: list[int], new_tokens: int) -> list[int]:
-    """Greedy tokens, unbatched and uncached: the whole model over all tokens, for each of them."""
+    """Greedy tokens, unbatched and uncached: the whole model runs over all tokens for each new token."""
     tokens = list(prompt)
     for _ in range(new_tokens):
         numbers = torch.tensor(tokens, device=model.device)
@@ -38,14 +38,14 @@ def alone(model: Llama, prompt: list[int], new_tokens: int) -> list[int]:
 
 
 def check(model: Llama, requests: Sequence[Request], *, least: int) -> None:
-    """On the CPU every token is the reference's; on a card a few may be within rounding of it."""
+    """On the CPU every token must be the reference's; on a card a few may be within rounding of it."""
     verdict = check_tokens(model, list(requests))
     assert verdict.total >= least and verdict.wrong == 0
     assert verdict.ties <= (0 if model.dtype is torch.float32 else max(2, verdict.total // 20))
 
 
 def check_pool(engine: Engine) -> None:
-    """Every block is free or has the requests that hold it as owners; what is found by hash can be found back."""
+    """Every block is free or has as many owners as requests that hold it; hashes and blocks refer to each other."""
     pool, held = engine.blocks, Counter(block for r in engine.scheduler.running for block in r.blocks)
     assert [held[block] for block in range(pool.num_blocks)] == pool._owners
     assert set(pool._free) == set(range(1, pool.num_blocks)) - set(held)
@@ -55,7 +55,7 @@ def check_pool(engine: Engine) -> None:
 
 
 def check_idle(engine: Engine) -> None:
-    """Everything has been given back."""
+    """All blocks and rows are free again."""
     assert not engine.has_work
     assert engine.table.num_free == engine.config.max_requests
     assert engine.blocks.num_free == engine.config.num_blocks - 1

@@ -1,4 +1,4 @@
-"""A CUDA driver that records calls, in a process of its own: this needs no card."""
+"""Runs code in another process with a CUDA driver that records calls, without a card."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Planning:
 
 
 def with_fake_driver(code: str) -> None:
-    """Runs the code in a process that finds tests/native/fake_cuda.cpp as libcuda.so.1."""
+    """Runs the code in a process that loads tests/native/fake_cuda.cpp as libcuda.so.1."""
     driver = shared_library("fake_cuda.cpp", "libcuda.so.1")
     paths = os.pathsep.join((os.environ.get("PYTHONPATH", ""), os.path.dirname(__file__)))
     environment = os.environ | {"LD_LIBRARY_PATH": str(driver.parent), "PYTHONPATH": paths}

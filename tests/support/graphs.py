@@ -8,13 +8,13 @@ import torch
 
 
 def capture(call: Callable[[], object], device: str = "cuda:0") -> Callable[[], object]:
-    """The call as a graph; it has run once before, as engines do. On the CPU: the call."""
+    """The call as a graph, after one eager run, as engines do; on the CPU the call itself."""
     call()
     if device == "cpu":
         return call
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # A stream of the current card: torch keeps the one it makes by itself for every later capture, on whichever card.
+    # Uses a stream of the current card: torch's own capture stream stays on the card of the first capture.
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         call()
     return graph.replay

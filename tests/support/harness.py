@@ -1,9 +1,8 @@
 """Runs a row of the case table through the public wrappers on a device and compares it with the reference.
 
-Everything that a kernel must not read is NaN (unused pages, tail slots, gaps between rows, workspaces), everything
-that it must write is NaN before, and out and lse stand between guard bands that must not
-change. tests/kernels/test_cases.py runs the whole table; without pytest and installation:
-`PYTHONPATH=. python tests/support/harness.py --device cuda --reduced`.
+Memory that a kernel must not read is NaN (unused pages, tail slots, gaps between rows, workspaces), outputs are NaN
+before the run, and out and lse stand between guard bands that must not change. tests/kernels/test_cases.py runs the
+whole table; without pytest and installation: `PYTHONPATH=. python tests/support/harness.py --device cuda --reduced`.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Runner:
         return self._outputs(wrapper.run(q, *kv, return_lse=self.case.outputs == "returned", **extra))
 
     def planned(self) -> Any:
-        """A wrapper with a plan of the case."""
+        """A wrapper that has planned the case."""
         inputs, case = self.inputs, self.case
         workspace = poison(
             torch.empty(WORKSPACE_BYTES[self.device.split(":")[0]], dtype=torch.uint8, device=self.device)
@@ -103,7 +102,7 @@ class Runner:
         return tuple(half[0] for half in argument) if is_ragged(self.case) else (argument,)
 
     def make_outputs(self) -> Outputs:
-        """NaN between guard bands; strided: rows and heads of out lie apart, and the gaps are guarded too."""
+        """NaN between guard bands; strided: there are gaps between rows and heads of out, which are guarded too."""
         rows, heads, dim = sum(self.case.q_lens), self.case.num_q_heads, self.case.value_dim
         strides = ((heads + 1) * (dim + 16), dim + 16, 1) if self.case.outputs == "strided" else (heads * dim, dim, 1)
         out, out_memory = self._guarded((rows, heads, dim), strides, getattr(torch, self.case.out_type))
@@ -120,7 +119,7 @@ class Runner:
         return Outputs(*result) if isinstance(result, tuple) else Outputs(result, None)
 
     def _told(self) -> dict[str, Any]:
-        """What the constructor of the sink wrapper wants to know beforehand."""
+        """The sink wrapper's further constructor arguments."""
         if self.case.entry != "sink":
             return {}
         dims = {"head_dim_qk": self.case.head_dim, "head_dim_vo": self.case.value_dim}
@@ -200,7 +199,7 @@ class Runner:
 
 @contextlib.contextmanager
 def contexts_of_plans(*, may_be_few: bool = True) -> Iterator[set[Contexts]]:
-    """What plans find their batches to be, meanwhile. Most cases are few rows; otherwise, larger batches."""
+    """Replaces the class of contexts that plans find. Most cases have few rows; larger batches choose it otherwise."""
     found, original = set(), ContextLengths.of
 
     def of(lengths: ContextLengths, *sizes: Any) -> Contexts:
@@ -215,8 +214,8 @@ def contexts_of_plans(*, may_be_few: bool = True) -> Iterator[set[Contexts]]:
 
 
 def run_case(case: Case, device: str, library: Any = None) -> Report:
-    """The whole way: inputs, run, reference, comparison. On a card few rows have tiles of their own: once more by the
-    usual ones."""
+    """Runs a case and compares it with the reference. On a card, cases with few rows have their own tiles and run again
+    with the usual ones."""
     if library is None:
         import flashpage as library
     inputs = make_inputs(case)
@@ -234,7 +233,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1")
     parser.add_argument("--reduced", action="store_true", help="the short table for compute-sanitizer")
-    parser.add_argument("--select", default="", help="cases whose name holds this text")
+    parser.add_argument("--select", default="", help="cases whose name contains this text")
     parser.add_argument("--only-prebuild", action="store_true", help="compile the kernels of the cases and run none")
     parser.add_argument("--no-prebuild", action="store_true", help="compile kernels one by one, as cases need them")
     arguments = parser.parse_args()

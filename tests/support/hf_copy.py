@@ -1,4 +1,4 @@
-"""A small Llama that learns to repeat a pattern: tokens with margins that 16-bit arithmetic does not turn."""
+"""A small Llama that learns to repeat a pattern, with margins that 16-bit arithmetic does not cross."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from flashpage import hf
 
 PERIOD = 8
 _MOST_STEPS, _ENOUGH = 1500, 0.015
-# Short waves tell near positions apart: what the task is about is learned several times sooner.
+# Short wavelengths tell near positions apart, so that the model learns the task several times sooner.
 _ROPE = {"rope_theta": 20.0, "rope_type": "default"}
 
 
 def patterns(count: int, repeats: int, vocabulary: int, device: str, seed: int) -> torch.Tensor:
-    """[count, PERIOD * repeats]: random patterns, each said several times."""
+    """[count, PERIOD * repeats]: random patterns, each repeated several times."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, vocabulary, (count, PERIOD), generator=generator).repeat(1, repeats).to(device)
 
 
 def trained(device: str, length: int, batch: int, **sizes: int) -> Any:
-    """In fp32, trained on rows of `length` tokens until what follows the first pattern is certain."""
+    """In fp32, trained on rows of `length` tokens until the tokens after the first pattern are certain."""
     model = make_model("llama", num_hidden_layers=2, initializer_range=0.05, rope_parameters=_ROPE, **sizes).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     vocabulary = model.config.vocab_size
@@ -39,7 +39,7 @@ def trained(device: str, length: int, batch: int, **sizes: int) -> Any:
 
 
 def windowed(model: Any, window: int) -> Any:
-    """The same weights in layers that see `window` tokens, several patterns."""
+    """The weights in layers that see `window` tokens, which are several patterns."""
     sizes = {
         name: getattr(model.config, name) for name in ("vocab_size", "head_dim", "num_hidden_layers", "rope_parameters")
     }
@@ -50,27 +50,27 @@ def windowed(model: Any, window: int) -> Any:
 
 
 def task(model: Any, new_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts of two patterns each, and what comes after them."""
+    """Prompts of two patterns each, and the tokens that follow them."""
     device, vocabulary = str(model.device), model.config.vocab_size
     repeats = new_tokens // PERIOD
     return patterns(3, 2, vocabulary, device, seed=-1), patterns(3, repeats, vocabulary, device, seed=-1)
 
 
 def copied(model: Any, new_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the model says with transformers' own cache, and what it should."""
+    """Checks the model with transformers' own cache against the patterns."""
     prompts, goes_on = task(model, new_tokens)
     return greedy(model, {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}, new_tokens), goes_on
 
 
 def check_copies(model: Any, new_tokens: int) -> None:
-    """The model goes on with the patterns of its prompts from a paged cache, while pages are what they should be."""
+    """The model continues the patterns of its prompts from a paged cache, if its pages are right."""
     prompts, goes_on = task(model, new_tokens)
     assert torch.equal(_continued(model, prompts, new_tokens, is_corrupted=False), goes_on)
     assert not torch.equal(_continued(model, prompts, new_tokens, is_corrupted=True), goes_on)
 
 
 def _continued(model: Any, prompt: torch.Tensor, new_tokens: int, is_corrupted: bool) -> torch.Tensor:
-    """In two calls over one cache; between them the first row may come to point to pages of the second."""
+    """Generates in two calls over one cache; between them the first row may get pages of the second."""
     cache = hf.PagedCache(model.config, page_size=4)
     first = greedy(
         model, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, PERIOD, past_key_values=cache

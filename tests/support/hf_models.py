@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, one for each thing that attention has to honour."""
+"""Tiny transformers models with random weights, one for each feature that attention must support."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ _DEEPSEEK = {
     "head_dim": None,
 }
 
-# name: (configuration class, what it has beside the sizes)
+# name: (configuration class, options other than the sizes)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),  # normalised queries and keys
     "mistral": ("MistralConfig", {"sliding_window": 8}),  # a window in all layers
     "gemma2": ("Gemma2Config", {"sliding_window": 8, "attn_logit_softcapping": 5.0, **_ALTERNATING}),  # soft cap
-    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, **_ALTERNATING}),  # two RoPEs, a scale of its own
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, **_ALTERNATING}),  # two RoPEs, and a separate scale
     "gpt-oss": ("GptOssConfig", _GPT_OSS),  # sinks
     "deepseek-v3": ("DeepseekV3Config", _DEEPSEEK),  # keys of 192, values of 128, expanded from latents
 }
 
 
 def make_config(name: str, *, config_class: str | None = None, **changes: Any) -> Any:
-    """Of a model of the table, with changes; or of another class."""
+    """The configuration of a model of the table with changes, or of another class."""
     table_class, own = MODELS[name]
     options = {key: value for key, value in (_SIZES | own | changes).items() if value is not None or key != "head_dim"}
     return getattr(transformers, config_class or table_class)(**options)
 
 
 def make_model(name: str, seed: int = 0, implementation: str = "eager", **changes: Any) -> Any:
-    """In fp32 on the CPU, in evaluation mode."""
+    """The model in fp32 on the CPU, in evaluation mode."""
     torch.manual_seed(seed)
     config = make_config(name, **changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
@@ -75,7 +75,7 @@ def make_model(name: str, seed: int = 0, implementation: str = "eager", **change
 
 
 def left_padded(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask of a batch of unlike lengths."""
+    """input_ids and attention_mask of a batch of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths)
     mask = torch.zeros(len(lengths), width, dtype=torch.int64)
@@ -86,7 +86,7 @@ def left_padded(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def greedy(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **options: Any) -> torch.Tensor:
-    """The tokens that come after the inputs."""
+    """The generated tokens after the inputs."""
     with torch.no_grad():
         ids = model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens, **options)
     return ids[:, inputs["input_ids"].shape[1] :]

@@ -12,12 +12,12 @@ from cases.case import Case
 from cases.variants import VARIANTS
 from reference import Options, State, alibi_slopes, attention
 
-SPARE_PAGES = 3  # pages of no request
+SPARE_PAGES = 3  # pages that no request has
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """A case's tensors on the CPU: what the reference reads, and the memory from which the device's copies are made."""
+    """A case's tensors on the CPU: rows for the reference, and memory that is copied to the device."""
 
     case: Case
     q: list[torch.Tensor]  # per request [q_len, num_q_heads, head_dim]
@@ -33,7 +33,7 @@ class Inputs:
     sinks: torch.Tensor | None
 
     def options(self) -> Options:
-        """The reference's view of the case. A custom mask stands for itself: causal does not apply beside it."""
+        """The reference's options for the case. A custom mask replaces causal."""
         case = self.case
         variant = VARIANTS[case.variant]("cpu") if case.variant else None
         return Options(
@@ -52,7 +52,7 @@ class Inputs:
 
 
 def make_inputs(case: Case) -> Inputs:
-    """Standard normal rows in the case's element types, the same on every machine."""
+    """Standard normal rows in the case's element types, equal on every machine."""
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
 
     def rows(lengths: tuple[int, ...], heads: int, dim: int, dtype: str) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ def make_inputs(case: Case) -> Inputs:
 
 
 def one_request(inputs: Inputs, request: int) -> Inputs:
-    """The same rows as a batch of one."""
+    """These rows as a batch of one request."""
     case = inputs.case
     mine = slice(request, request + 1)
     alone = dataclasses.replace(case, q_lens=case.q_lens[mine], kv_lens=case.kv_lens[mine])
@@ -96,7 +96,7 @@ def is_ragged(case: Case) -> bool:
 
 
 def hidden_tokens(case: Case, request: int) -> int:
-    """How many of a request's first tokens are NaN in the cache, as none of its rows sees them."""
+    """Number of first tokens of a request that no row sees, and that are NaN in the cache."""
     if not case.hidden_nan:
         return 0
     first_row = max(0, case.kv_lens[request] - case.q_lens[request])
@@ -105,7 +105,7 @@ def hidden_tokens(case: Case, request: int) -> int:
 
 
 def _hidden(case: Case, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """K or V as the cache holds it."""
+    """K or V in the cache's element type."""
     copies = [request.clone() for request in rows] if case.hidden_nan else rows
     for request, copy in enumerate(copies):
         poison(copy[: hidden_tokens(case, request)])
@@ -134,9 +134,9 @@ def _ragged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[C
 
 
 def _mask(kind: str, q_len: int, kv_len: int, generator: torch.Generator) -> torch.Tensor:
-    """causal: right-aligned; blocks: documents of 300 tokens; tree: all of the context, and a row's ancestors among the
-    rows; past: the first third of the tokens; sparse: one token in a thousand, and whole tiles in between; random: with
-    a row that sees nothing and one that sees its last token alone."""
+    """causal: right-aligned; blocks: documents of 300 tokens; tree: the whole context and a row's ancestors among the
+    rows; past: the first third of the tokens; sparse: one token in a thousand, with hidden tiles between; random: one
+    row sees nothing and one sees only its last token."""
     position = kv_len - q_len + torch.arange(q_len)[:, None]
     token = torch.arange(kv_len)[None]
     if kind == "causal":
@@ -180,7 +180,7 @@ def _scales(case: Case) -> dict[str, Any]:
 
 
 def pack_bits(masks: list[torch.Tensor]) -> torch.Tensor:
-    """Little-endian bits, each request from a byte of its own; the bits behind a request's last are ones."""
+    """Little-endian bits; each request begins on a new byte, and the bits after its last one are ones."""
     packed = []
     for mask in masks:
         bits = torch.ones(-(-mask.numel() // 8) * 8, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A toy kernel in a folder of its own: tests of the JIT, their child processes too, compile in a tenth of a second."""
+"""A toy kernel in a separate folder, so that tests of the JIT and their child processes compile in 0.1 s."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ extern "C" void flashpage_cpu_attention(const AttentionParams*, const VariantArg
   if constexpr (Variant::has_logit) x = Variant::logit(*args, x, 0, 0, 0, 0);
 }
 """
-# A compiler that leaves a line in $COMPILES for each start, waits, and hands over to g++.
+# A compiler that writes a line to $COMPILES for each start, waits, and calls g++.
 COMPILER = """#!/bin/sh
 [ "$1" = --version ] && exec g++ --version
 echo $$ >> "$COMPILES"
@@ -67,14 +67,14 @@ class Sandbox:
         }
 
     def enter(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For this process, with nothing loaded yet; until the test ends."""
+        """Redirects this process, with no kernel loaded, until the test ends."""
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
         self.redirect(monkeypatch.setattr)
         monkeypatch.setattr(loader, "_kernels", {})
 
     def redirect(self, setter: Callable[[Any, str, Any], None] = setattr) -> None:
-        """Points the package's folders here."""
+        """Redirects the package to these folders."""
         setter(paths, "templates_dir", lambda: self.templates)
         setter(paths, "aot_dir", lambda: self.aot)
         setter(paths, "fingerprint", lambda: "sandbox")
@@ -84,7 +84,7 @@ class Sandbox:
         return len(self.compiles.read_text().split()) if self.compiles.exists() else 0
 
     def start(self, code: str, **environment: str) -> subprocess.Popen[str]:
-        """A new process that runs `code` with the package pointed here; `get`, `toy` and `time` are there."""
+        """Starts a process that runs `code` with the package redirected here; `get`, `toy` and `time` are defined."""
         prelude = (
             "import time\nfrom pathlib import Path\nfrom jit_sandbox import Sandbox, toy\n"
             f"Sandbox(Path({str(self.folder)!r})).redirect()\n"
@@ -99,7 +99,7 @@ class Sandbox:
         )
 
     def run(self, code: str, **environment: str) -> str:
-        """`start`, to its end; what it printed."""
+        """Runs `start` to its end; returns the output."""
         child = self.start(code, **environment)
         out, err = child.communicate(timeout=120)
         assert child.returncode == 0, err

@@ -1,4 +1,4 @@
-"""Plans on the CPU as on a card whose kernels have a mask's tiles looked for."""
+"""Plans on the CPU as on a card whose kernels need a mask's tiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashpage.plan.prepared_kernels import Prepared
 
 
 def look_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that looks does nothing."""
+    """Makes plans look for tiles, by a kernel that does nothing."""
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)(lambda *_: None)
     handle = native.load().fp_kernel_from_function(ctypes.cast(function, ctypes.c_void_p))
     kernel = SimpleNamespace(handle=handle, info=native.KernelInfo(num_sms=1, ctas_per_sm=1), keeps=function)

@@ -1,4 +1,4 @@
-"""Batches under a mask, and what the kernel that finds tiles makes of them on the host."""
+"""Batches under a mask, and the tiles that the kernel finds for them on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planner_batches import Batch, Cutting, Planned, arrays_of, bounds, call, pr
 from flashpage import native as host
 
 GUARD = 2**64 - 1
-TOKENS = (48, 80, 128)  # of a tile
+TOKENS = (48, 80, 128)  # in a tile
 KINDS = ("causal", "blocks", "islands", "random", "sparse", "nothing", "everything")
 
 
@@ -24,7 +24,7 @@ class Masked:
 
     planned: Planned
     masks: list[np.ndarray]  # per request [q_len, kv_len] bool
-    mask_bytes: np.ndarray  # with garbage before and behind
+    mask_bytes: np.ndarray  # with garbage before and after the masks
     params: host.MaskTilesParams
     cells: np.ndarray  # uint64
     behind: np.ndarray
@@ -57,7 +57,7 @@ class Masked:
         return native().tile_cell(ctypes.byref(self.params), address, int(row_tile), int(kv_head))
 
     def expected(self, request: int, row_tile: int, kv_head: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Visible and mixed, a truth value for each tile."""
+        """Visible and mixed: a boolean for each tile."""
         cutting, mask = self.planned.cutting, self.masks[request]
         first = row_tile * cutting.tile_q
         last = min(first + cutting.tile_q, len(mask) * self.planned.batch.group) - 1
@@ -70,7 +70,7 @@ class Masked:
         return -(-int(batch.q_lens[request]) * batch.group // self.planned.cutting.tile_q)
 
     def check_tiles(self) -> None:
-        """Of every row block, each in cells of its own."""
+        """Every row tile's mask tiles; each row tile has its own cells."""
         taken: list[int] = [0, 1]
         for request in range(len(self.planned.batch.q_lens)):
             for block in range(self.row_tiles(request)):
@@ -83,11 +83,11 @@ class Masked:
                     bits = np.unpackbits(found.T.copy().view(np.uint8), bitorder="little").reshape(2, -1)
                     assert (bits[:, : len(visible)] == (visible, mixed)).all(), (request, block, head)
                     assert not bits[:, len(visible) :].any()
-        assert len(taken) == len(set(taken)), "two row blocks share a cell"
+        assert len(taken) == len(set(taken)), "two row tiles share a cell"
         assert max(taken) < self.params.queue_begin
 
     def check_lanes(self) -> None:
-        """Of every row of a mixed tile: each lane has two of every eight tokens, in words of its own."""
+        """The bits of every row of a mixed tile: each lane has two of every eight tokens, in its own words."""
         tokens, taken = self.planned.cutting.tile_kv, set()
         word = np.dtype(np.uint64 if tokens > 128 else np.uint32)
         memory, group = self.cells.view(np.uint8), self.planned.batch.group
@@ -101,7 +101,7 @@ class Masked:
                 ):
                     begin, end = (at := self.quad_at(request, row, int(tile))), at + 4 * word.itemsize
                     assert 8 * self.params.lanes_begin <= begin and end <= len(memory)
-                    seen = np.zeros(8 * 4 * word.itemsize, bool)  # of a tile as large as a lane's word can have
+                    seen = np.zeros(8 * 4 * word.itemsize, bool)  # of the largest tile for a lane's word
                     seen[: min(tokens, mask.shape[1] - tile * tokens)] = mask[row, tile * tokens :][:tokens]
                     of_lanes = seen.reshape(-1, 4, 2).transpose(1, 0, 2).reshape(4, -1)
                     expected = np.packbits(of_lanes, axis=1, bitorder="little").reshape(-1)
@@ -114,7 +114,7 @@ class Masked:
         return native().quad_at(ctypes.byref(self.params), ctypes.c_void_p(item.ctypes.data), row, tile)
 
     def check_queue(self) -> None:
-        """Every unit once, with its tiles; the ones that see most first."""
+        """Checks that every unit occurs once with its tiles, those that see most first."""
         planned, tile_q, tile_kv = self.planned, self.planned.cutting.tile_q, self.planned.cutting.tile_kv
         num_units, claimed, arrived, _ = self.cells[:2].view(np.uint32)
         expected = []
@@ -141,10 +141,10 @@ class Masked:
 
 @dataclasses.dataclass(repr=False)
 class Asked(Masked):
-    """The same, where `masks` come of a function that the kernel asks: per request [num_q_heads, q_len, kv_len]."""
+    """A batch whose `masks` are those of a function that the kernel evaluates: [num_q_heads, q_len, kv_len] each."""
 
     ask: Callable[[host.MaskTilesParams, int], None] = lambda params, grid: None
-    in_range: list[np.ndarray] = dataclasses.field(default_factory=list)  # what causal and window leave
+    in_range: list[np.ndarray] = dataclasses.field(default_factory=list)  # what causal and window leave visible
 
     def find(self, grid: int) -> None:
         self.ask(self.params, grid)
@@ -154,7 +154,7 @@ class Asked(Masked):
         cutting, group = self.planned.cutting, self.planned.batch.group
         seen, in_range = self.masks[request], self.in_range[request]
         if self.params.tile_heads == 1:
-            kv_head = 0  # all see the same
+            kv_head = 0  # all heads see the same
         first = row_tile * cutting.tile_q
         packed = np.arange(first, min(first + cutting.tile_q, seen.shape[1] * group))
         rows, heads = packed // group, kv_head * group + packed % group
@@ -166,7 +166,7 @@ class Asked(Masked):
 
 def plan_of(batch: Batch, cutting: Cutting) -> tuple[Planned, np.ndarray]:
     """The plan and its bytes."""
-    arrays = arrays_of(batch)  # kept: the struct has addresses
+    arrays = arrays_of(batch)  # kept alive: the struct has addresses
     problem = problem_of(batch, arrays)
     status, plan_bytes, result = call(problem, cutting, bounds(batch, cutting)[0])
     assert status == host.OK, host.last_error()
@@ -174,11 +174,17 @@ def plan_of(batch: Batch, cutting: Cutting) -> tuple[Planned, np.ndarray]:
 
 
 def memory_of(planned: Planned, tile_heads: int) -> tuple[host.MaskTilesParams, np.ndarray, np.ndarray]:
-    """The struct with its sizes, the cells that it needs, and what lies behind them."""
+    """The struct with its sizes, the cells that it needs, and the memory after them."""
     batch, result, params = planned.batch, planned.result, host.MaskTilesParams()
     masked = host.MaskedBatch(
-        *(result.mask_bytes, result.tile_cells, result.total_q, len(batch.q_lens), batch.num_q_heads),
-        *(batch.num_kv_heads, batch.has_custom_mask, tile_heads),
+        mask_bytes=result.mask_bytes,
+        tile_cells=result.tile_cells,
+        rows=result.total_q,
+        requests=len(batch.q_lens),
+        num_q_heads=batch.num_q_heads,
+        num_kv_heads=batch.num_kv_heads,
+        has_custom_mask=batch.has_custom_mask,
+        tile_heads=tile_heads,
     )
     schedule = planned.cutting.struct()
     count = host.load().fp_mask_cells(ctypes.byref(masked), ctypes.byref(schedule), ctypes.byref(params))

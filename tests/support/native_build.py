@@ -1,4 +1,4 @@
-"""Compiles the tests' own C++ against the library's headers; what it built stays for later sessions."""
+"""Compiles the tests' own C++ against the library's headers; builds are kept for later sessions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flashpage.kernels.spec import VariantSpec
 from flashpage.variants.source import render
 
 ROOT = Path(__file__).resolve().parents[2]
-# -Og compiles little faster and runs for twice as long; what -O2 compiles longer is more than all the runs take.
-# Fortified, as some systems' compilers are by default, longjmp takes a fiber's stack for a broken one.
+# -Og compiles little faster and runs for twice as long; -O2's longer compile costs more than all runs.
+# Fortified builds, which some systems default to, take a fiber's stack for a broken one in longjmp.
 FLAGS = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
-FOLDER = "FLASHPAGE_TEST_BUILDS"  # an environment variable: the folder of all builds, the same for every process
-KEPT_SECONDS = 14 * 86400  # a build that no session used for as long is removed
+FOLDER = "FLASHPAGE_TEST_BUILDS"  # environment variable: the folder of all builds, equal in all processes
+KEPT_SECONDS = 14 * 86400  # builds that no session has used for this long are removed
 
 
 def share_builds() -> None:
@@ -40,7 +40,7 @@ def share_builds() -> None:
 
 @functools.cache
 def _sources() -> str:
-    """Digest of every file that a build may include, and of the compiler."""
+    """Hash of every file that a build may include, and of the compiler."""
     digest = hashlib.sha256(subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout)
     for folder in ("include", "csrc", "tests/native"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -50,7 +50,7 @@ def _sources() -> str:
 
 
 def _folder_of(*words: str) -> Path:
-    """The folder of the build that these words and the sources decide."""
+    """The folder of the build with these words and the present sources."""
     key = hashlib.sha256("\0".join((_sources(), *words)).encode()).hexdigest()[:16]
     share_builds()
     folder = Path(os.environ[FOLDER], key)
@@ -61,7 +61,7 @@ def _folder_of(*words: str) -> Path:
 
 @functools.cache
 def shared_library(source: str, name: str = "", first_include: str = "", flags: tuple[str, ...] = ()) -> Path:
-    """tests/native/<source> as a shared library called `name` in a folder of its own.
+    """tests/native/<source> as a shared library called `name` in its own folder.
 
     Headers in tests/native/<first_include> win over the library's.
     """
@@ -89,7 +89,7 @@ def _prelude(source: str, compiler: tuple[str, ...]) -> Path:
 
 
 def _built(name: str, command: list[str], folder: Path | None = None) -> Path:
-    """What the command writes after -o, built by one process while others wait for it."""
+    """The file that the command writes after -o, built by one process while others wait for it."""
     built = (folder or _folder_of(name, *command)) / name
     with open(built.with_name("lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -102,7 +102,7 @@ def _built(name: str, command: list[str], folder: Path | None = None) -> Path:
 
 @functools.cache
 def variant_flags(spec: VariantSpec) -> tuple[str, ...]:
-    """For sources that include VARIANT: the rendered struct."""
+    """A build for sources that include VARIANT, the rendered struct."""
     struct = render(spec)
     path = _folder_of(struct) / "variant.h"
     if not path.exists():
@@ -114,14 +114,14 @@ def variant_flags(spec: VariantSpec) -> tuple[str, ...]:
 
 @functools.cache
 def function_tiles(spec: VariantSpec) -> Any:
-    """find_function_tiles(params, args, grid): the kernel that asks this variant's mask function, on the host."""
+    """ask_for_tiles(params, args, grid): the kernel that finds the tiles of this variant's mask, on the host."""
     flags = variant_flags(spec)
     return ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card", flags=flags))).find_function_tiles
 
 
 @functools.cache
 def mask_tiles() -> ctypes.CDLL:
-    """The kernel of mask tiles on the host, and what follows it."""
+    """The kernel of mask tiles and the kernel after it, on the host."""
     library = ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card")))
     library.quad_at.restype = ctypes.c_int64
     library.tile_cell.restype = ctypes.c_uint32
@@ -136,14 +136,14 @@ def gather_rows() -> Any:
 
 @functools.cache
 def plan_kernel() -> ctypes.CDLL:
-    """The host library's planner on the device, with the kernel itself on the host."""
+    """The planner for lengths on the device, with the kernel itself on the host."""
     library = ctypes.CDLL(str(shared_library("plan_kernel.cpp", first_include="card")))
     library.fp_tables_plan.argtypes = native.load().fp_tables_plan.argtypes
     return library
 
 
 def check_syntax(code: str, *flags: str) -> None:
-    """Passes the code to the compiler; a static_assert that fails is a CalledProcessError with the compiler's text."""
+    """Compiles without output; a static_assert that fails is a CalledProcessError with the compiler's text."""
     command = ["g++", *FLAGS, *flags, "-fsyntax-only", "-x", "c++", "-"]
     result = subprocess.run(command, input=code, text=True, capture_output=True)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Tensors whose memory kernels cannot use as it is, each with the words that its error must contain."""
+"""Tensors whose memory kernels cannot use, each with words that the error must contain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import flashpage
 
 
 def planned(kind: str = "decode", **changed: Any) -> Any:
-    """A wrapper with the plan of bad_input's batch, some arguments changed."""
+    """A wrapper with the plan of bad_input's batch, with some arguments changed."""
     name, plan_arguments, _ = KINDS[kind]
     wrapper = getattr(flashpage, name)(workspace())
     wrapper.plan(**(plan_arguments() | changed))
@@ -20,7 +20,7 @@ def planned(kind: str = "decode", **changed: Any) -> Any:
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose storage went, a part of which some view still is."""
+    """A view whose storage was freed."""
     whole = torch.cat([tensor.flatten()[:4], tensor.flatten()])
     view = whole[4:].view(tensor.shape)
     whole.untyped_storage().resize_(0)
@@ -28,7 +28,7 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Wrapped(torch.Tensor):
-    """A subclass without memory of its own, as DTensor is one."""
+    """A subclass without memory of its own, like DTensor."""
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor) -> Any:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from steps import Steps
 
-UNUSED = 2**30  # entries of block tables that nothing may look at
+UNUSED = 2**30  # entry of block tables that must not be read
 
 
 class OnDevice:
-    """Lengths and block tables of constant address, as large as the largest step needs, and each step's own."""
+    """Lengths and block tables with constant addresses, large enough for every step, and each step's own."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
@@ -24,7 +24,7 @@ class OnDevice:
         self.block_tables = tables[:, :columns]
 
     def _of(self, i: int, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
-        """Step i's; what belongs to no request holds what would be noticed."""
+        """Lengths and tables of step i; entries of no request hold values that would be noticed."""
         case, inputs = self.steps.cases[i], self.steps.inputs[i]
         rows, lens, tables, requests = (torch.full(shape, UNUSED, dtype=torch.int32) for shape in shapes)
         count = len(case.kv_lens)
@@ -36,12 +36,12 @@ class OnDevice:
         return [rows, lens, tables, requests]
 
     def load(self, i: int) -> None:
-        """Step i's, in the present stream's order."""
+        """Copies step i's, in the order of the current stream."""
         for memory, own in zip(self.all, self.own[i], strict=True):
             memory.copy_(own)
 
     def plan(self, wrapper: Any, i: int, **values: Any) -> None:
-        """From what is loaded; `i` says only which kind of step it is."""
+        """Plans from the loaded lengths; `i` only selects the kind of step."""
         case = self.steps.cases[i]
         sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
         values = {

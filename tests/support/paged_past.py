@@ -1,4 +1,4 @@
-"""Requests some of whose tokens are in a pool already, and the same tokens dense, for the reference."""
+"""Requests with tokens in a pool already, and their tokens in dense tensors for the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dtype_of(device: str) -> torch.dtype:
 
 @dataclasses.dataclass
 class Past:
-    """Requests some of whose tokens are in the pool already; the same K and V, dense, for the reference."""
+    """Requests with tokens in the pool already; K and V are also dense, for the reference."""
 
     table: RequestTable
     pool: TokenPool
@@ -34,7 +34,7 @@ class Past:
     def make(
         lens: Sequence[int], device: str, page_size: int, num_layers: int, dtype: torch.dtype | None = None
     ) -> Past:
-        """`lens`: of the tokens in each request's row, those that a test adds included."""
+        """`lens`: tokens in each request's row, with those that a test adds."""
         generator = torch.Generator().manual_seed(sum(lens) + page_size)
         dtype = dtype or dtype_of(device)
         table = RequestTable(len(lens) + 2, CONTEXT, device)
@@ -56,7 +56,7 @@ class Past:
         return Past(table, pool, rows, dense(), dense(), slots)
 
     def fill(self, layer: AttentionLayer, counts: Sequence[int]) -> None:
-        """The first counts[r] tokens of each request are in the pool."""
+        """Writes the first counts[r] tokens of each request to the pool."""
         for r, count in enumerate(counts):
             if count:
                 values = [x[layer.index][r][:count].to(self.pool.kv(0).device) for x in (self.k, self.v)]
@@ -66,7 +66,7 @@ class Past:
     def batch(
         self, mode: ForwardMode, new: Sequence[int], lens: Sequence[int], skip: Sequence[int] | None = None, **more: Any
     ) -> ForwardBatch:
-        """The last `new` of the first `lens` tokens behind `skip` of each request."""
+        """The last `new` tokens of the first `lens` after `skip`, for each request."""
         skip = skip or [0] * len(lens)
         places = [torch.arange(s + n - m, s + n) for s, n, m in zip(skip, lens, new, strict=True)]
         slots = torch.cat([of[p] for of, p in zip(self.slots, places, strict=True)]).int()
@@ -78,7 +78,7 @@ class Past:
 def run_layer(
     backend: PagedAttention, past: Past, layer: AttentionLayer, batch: ForwardBatch, skip: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer of a step whose new K and V are the past's own; q and the output, on the host."""
+    """Runs one layer of a step whose new K and V are the past's own; q and the output are on the host."""
     rows = int(batch.new_lens.sum())
     generator = torch.Generator().manual_seed(layer.index + rows)
     q = torch.randn(rows, Q_HEADS, DIM, generator=generator).to(dtype_of(str(backend.device)))
@@ -106,7 +106,7 @@ def check(
     causal: bool = True,
     atol: float | None = None,
 ) -> None:
-    """Against the reference over tokens [first, first + lens) of each request."""
+    """Compares with the reference over tokens [first, first + lens) of each request."""
     begin = 0
     for r, count in enumerate(batch.new_lens.tolist()):
         k, v = (x[layer.index][r][first[r] : first[r] + lens[r]] for x in (past.k, past.v))

@@ -1,4 +1,4 @@
-"""Batches whose tokens are spread over ranks: every rank's cache, NaN where it has no token, and what must come out."""
+"""Batches whose tokens are spread over ranks: each rank's cache, NaN where it has no token, and expected results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RAGGED = (300, 0, 17, 16, 1, 129, 64, 33)
 
 @dataclasses.dataclass(frozen=True)
 class ParallelCase:
-    """A batch and where its tokens lie."""
+    """A batch, and where its tokens lie."""
 
     name: str
     kv_lens: tuple[int, ...] = RAGGED
@@ -47,11 +47,11 @@ class ParallelCase:
         return self.q_lens or (1,) * len(self.kv_lens)
 
     def runs_on(self, kind: str) -> bool:
-        """fp32 queries are the CPU's."""
+        """fp32 queries run only on the CPU."""
         return kind == "cpu" or self.dtype != "float32"
 
     def world(self, ranks: int) -> int:
-        """Ranks that share a request, of so many."""
+        """Number of ranks that share a request, in a world of this size."""
         return 2 if self.group == "pairs" else ranks
 
 
@@ -82,7 +82,7 @@ CASES = [
 
 
 def owner(case: ParallelCase, world: int, position: int, length: int) -> int:
-    """The rank of a token, token by token."""
+    """The rank of each token, computed one by one."""
     if case.order == "interleaved":
         return position // (case.interleave or case.page_size) % world
     pages = -(-length // case.page_size)
@@ -91,7 +91,7 @@ def owner(case: ParallelCase, world: int, position: int, length: int) -> int:
 
 
 class ParallelBatch:
-    """One case's tensors on the CPU, for groups of `world` ranks; the same in every process."""
+    """A case's tensors on the CPU, for groups of `world` ranks; equal in every process."""
 
     def __init__(self, case: ParallelCase, world: int) -> None:
         self.case = case
@@ -109,7 +109,9 @@ class ParallelBatch:
         self.seq_lens = torch.tensor(case.kv_lens, dtype=torch.int32)
         owners = [torch.tensor([owner(case, world, t, n) for t in range(n)]) for n in case.kv_lens]
         self.caches: list[Cache] = []  # of each rank
-        self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each rank: where pages begin, their numbers
+        self._tables: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # for each rank: where pages begin, and their numbers
         for rank in range(world):
             k, v = (
                 [part[where == rank] for part, where in zip(parts, owners, strict=True)] for parts in (self.k, self.v)
@@ -123,7 +125,7 @@ class ParallelBatch:
         self._owners = owners
 
     def pages(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """kv_indptr and kv_indices for a rank's plan: its own lists, or those of all, each number the owner's."""
+        """kv_indptr and kv_indices for a rank's plan: its own lists, or lists of all pages by their owner's number."""
         if self.case.pages == "own":
             return self._tables[rank]
         used = [iter(indices.tolist()) for _, indices in self._tables]
@@ -142,7 +144,7 @@ class ParallelBatch:
         return self.case.num_q_heads, self.case.num_kv_heads, self.case.head_dim, self.case.page_size
 
     def check(self, out: torch.Tensor, lse: torch.Tensor, *, is_merged: bool = True) -> None:
-        """Against the reference on all tokens. Each rank's output was rounded once before it was merged."""
+        """Compares with the reference on all tokens. Each rank's output was rounded once before the merge."""
         case = self.case
         options = Options(case.head_dim**-0.5, case.causal, case.window_left, sinks=self.sinks)
         if not self.k:

@@ -1,4 +1,4 @@
-"""One rank of test_parallel_ranks.py, a process of its own: `parallel_rank.py RANK WORLD FOLDER DEVICE`."""
+"""One rank of test_parallel_ranks.py, as a process: `parallel_rank.py RANK WORLD FOLDER DEVICE`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashpage import FlashpageError, parallel
 
 TIMEOUT = datetime.timedelta(seconds=60)
 GROWN = ParallelCase("grown", kv_lens=(40, 3, 0))
-NEW_TOKENS = 20  # of each request, one a step
+NEW_TOKENS = 20  # of each request, one in each step
 
 
 def workspace(device: str) -> torch.Tensor:
@@ -24,7 +24,7 @@ def workspace(device: str) -> torch.Tensor:
 
 
 def run_case(case: ParallelCase, world: int, group: Any, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twice: allocated outputs and given ones, which must be the same."""
+    """Runs twice, with allocated outputs and with given ones, which must be equal."""
     batch = ParallelBatch(case, case.world(world))
     wrapper = parallel.ContextParallelAttention(
         workspace(device),
@@ -48,7 +48,7 @@ def run_case(case: ParallelCase, world: int, group: Any, device: str) -> tuple[t
 
 
 def grow(device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Decode steps: each rank appends the tokens that fall to it, at their places in its own pages."""
+    """Decode steps: each rank appends its share of the new tokens to its own pages."""
     tokens = grown_tokens()
     size, num_kv_heads, dim = GROWN.page_size, GROWN.num_kv_heads, GROWN.head_dim
     batch, most = len(GROWN.kv_lens), -(-max(len(k) for _, k, _ in tokens) // size)
@@ -58,7 +58,7 @@ def grow(device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     layout, steps = wrapper.layout(size), []
 
     def append(begin: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [begin, end) of each request; this rank's pages after that."""
+        """Appends tokens [begin, end) of each request; returns this rank's pages."""
         request = torch.repeat_interleave(torch.arange(batch), end - begin)
         position = torch.cat([torch.arange(int(b), int(e)) for b, e in zip(begin, end, strict=True)])
         here = layout.is_local(position, end[request])
@@ -90,7 +90,7 @@ def grow(device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def grown_tokens() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each request q of its new tokens, and K and V of all."""
+    """For each request, q of its new tokens, and K and V of all tokens."""
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> torch.Tensor:
@@ -104,7 +104,7 @@ def grown_tokens() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
 
 
 def states_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows without tokens on some ranks and on all; sizes that do not end on whole vectors."""
+    """Rows without tokens on some ranks and on all ranks; sizes that are no multiple of a vector."""
     generator = torch.Generator().manual_seed(rank)
     out = torch.randn(5, 4, 24, generator=generator).half()
     lse = 4 * torch.randn(5, 4, generator=generator)

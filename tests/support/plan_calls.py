@@ -1,4 +1,4 @@
-"""fp_plan_batch without a wrapper: a batch whose arrays somebody else holds, in one call."""
+"""fp_plan_batch without a wrapper, in one call; the caller holds the arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NO_LIMIT = 2**62
 
 
 class PlanCall:
-    """A call that plans one problem; `slots`, `destination` and `capacity` are written by a PlanSlot, or given."""
+    """A call that plans one problem; `slots`, `destination` and `capacity` may be given in place of a PlanSlot's."""
 
     def __init__(self, problem: native.ProblemStruct, schedule: native.Schedule, **where: Any) -> None:
         arrays = {name: getattr(problem, name) for name in ("q_indptr", "kv_indptr", "last_page_len", "kv_lens")}
@@ -38,6 +38,6 @@ class PlanCall:
         self.address = ctypes.addressof(self.struct)
 
     def plan(self, stream: int = 0) -> int:
-        """The status."""
+        """Plans; returns the status."""
         status: int = native.load().fp_plan_batch(self.address, stream, True)
         return status

@@ -1,4 +1,4 @@
-"""A batch, how it is to be cut, and the plan that the host library makes of the two."""
+"""A batch, how to cut it, and the plan that the host library makes of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashpage.native import records as plan_bytes
 
 @dataclasses.dataclass
 class Batch:
-    """Lengths of one batch and what the kernel can see."""
+    """The lengths of a batch, and what its rows see."""
 
     q_lens: np.ndarray
     kv_lens: np.ndarray
@@ -32,7 +32,7 @@ class Batch:
 
     @property
     def served_q_lens(self) -> np.ndarray:
-        """Rows that the plan has work for."""
+        """Rows that the plan covers."""
         is_served = (self.q_lens >= self.least_rows) & ((self.q_lens <= self.most_rows) | (self.most_rows == 0))
         return np.where(is_served, self.q_lens, 0)
 
@@ -77,7 +77,7 @@ class Planned:
     result: native.PlanResult
     header: np.void
     ctas: np.ndarray
-    firsts: np.ndarray  # of each CTA, the first item as its own
+    firsts: np.ndarray  # the first item of each CTA, as that CTA reads it
     items: np.ndarray
     merges: np.ndarray
     arrivals: np.ndarray
@@ -146,7 +146,7 @@ def call(problem: native.ProblemStruct, cutting: Cutting, capacity: int) -> tupl
 
 
 def plan(batch: Batch, cutting: Cutting, capacity: int | None = None, **forms: object) -> Planned:
-    """Plans within what fp_plan_bounds promises for exactly these capacities, which must therefore be enough."""
+    """Plans with exactly the capacities that fp_plan_bounds returns, which must be enough."""
     limit_bytes, limit_rows = bounds(batch, cutting)
     arrays = arrays_of(batch, **forms)
     status, buffer, result = call(problem_of(batch, arrays), cutting, limit_bytes if capacity is None else capacity)
@@ -171,9 +171,9 @@ def unpack(batch: Batch, cutting: Cutting, buffer: np.ndarray, result: native.Pl
 def bounds(batch: Batch, cutting: Cutting, one_row: bool = False) -> tuple[int, int]:
     plan_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
     status = native.load().fp_plan_bounds(
-        *(len(batch.q_lens), 0 if one_row else max(1, int(batch.q_lens.sum())), int(batch.kv_lens.sum())),
-        *(batch.num_q_heads, batch.num_kv_heads, ctypes.byref(visibility_of(batch)), ctypes.byref(cutting.struct())),
-        *(ctypes.byref(plan_bytes), ctypes.byref(partial_rows)),
-    )
+        len(batch.q_lens), 0 if one_row else max(1, int(batch.q_lens.sum())), int(batch.kv_lens.sum()),
+        batch.num_q_heads, batch.num_kv_heads, ctypes.byref(visibility_of(batch)), ctypes.byref(cutting.struct()),
+        ctypes.byref(plan_bytes), ctypes.byref(partial_rows),
+    )  # fmt: skip
     assert status == native.OK
     return plan_bytes.value, partial_rows.value

@@ -1,4 +1,4 @@
-"""What must hold of any plan, judged from the plan's bytes alone.
+"""Properties of every plan, checked on the plan's bytes.
 
 The lengths are expanded to every row tile; nothing here shares code or closed forms with include/flashpage/plan/.
 """
@@ -12,7 +12,7 @@ from flashpage.native import records
 
 
 def all_units(batch: Batch, tile_q: int) -> dict[str, np.ndarray]:
-    """Every (request, KV head, row tile) of a batch with the token range that any of its rows sees."""
+    """Every (request, KV head, row tile) of a batch, with the token range that any of its rows sees."""
     tiles = -(-(batch.served_q_lens.astype(np.int64) * batch.group) // tile_q)
     request = np.repeat(np.arange(len(tiles)), tiles)
     tile = np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
@@ -34,7 +34,7 @@ def all_units(batch: Batch, tile_q: int) -> dict[str, np.ndarray]:
 
 
 def expand(planned: Planned) -> dict[str, np.ndarray]:
-    """Every item as its CTAs see it, one row a unit, in the order in which the CTA walks."""
+    """All items as their CTAs read them, one row for each unit, in the order of the CTA's work."""
     batch, cutting = planned.batch, planned.cutting
     ctas = planned.ctas
     count = ctas["end"] - ctas["begin"]
@@ -68,7 +68,7 @@ def expand(planned: Planned) -> dict[str, np.ndarray]:
 
 
 def check(planned: Planned) -> dict[str, np.ndarray]:
-    """Everything but balance. Returns the expanded units with their cost."""
+    """Checks everything except balance. Returns the expanded units with their costs."""
     batch, cutting = planned.batch, planned.cutting
     _check_result(planned)
     _check_items(planned)
@@ -80,7 +80,7 @@ def check(planned: Planned) -> dict[str, np.ndarray]:
     key_order = np.lexsort((units["tile"], units["kv_head"], units["request"]))
     units = {name: a[key_order] for name, a in units.items()}
 
-    # Units in both lists are in the same order: every one appears, none twice without being cut.
+    # Units in the two lists are in the same order: every one occurs, and only cut units occur several times.
     same = np.ones(len(order), bool)
     same[1:] = False
     for name in ("request", "kv_head", "tile"):
@@ -95,7 +95,7 @@ def check(planned: Planned) -> dict[str, np.ndarray]:
     assert (is_cut == (count[unit_of] > 1)).all(), "exactly the cut units have partials"
     assert (pieces["piece"] == np.arange(len(order)) - starts[unit_of]).all()
 
-    # Tokens: whole units are clipped by the kernel, pieces of a cut unit lie end to end over exactly what is visible.
+    # The kernel clips the tokens of whole units; pieces of a cut unit cover exactly the visible range, end to end.
     begin, end = units["begin"][unit_of], units["end"][unit_of]
     whole = ~is_cut
     assert (pieces["kv_begin"][whole] <= begin[whole]).all() and (pieces["kv_end"][whole] >= end[whole]).all()
@@ -123,7 +123,7 @@ def _check_result(planned: Planned) -> None:
     assert result.total_kv == batch.kv_lens.sum()
     assert result.max_q_len == max(batch.q_lens, default=0) and result.max_kv_len == max(batch.kv_lens, default=0)
     used = planned.ctas["end"] > planned.ctas["begin"]
-    size = max(1, int(header["cluster_size"]))  # whole clusters, whose last CTAs may have nothing
+    size = max(1, int(header["cluster_size"]))  # whole clusters; the last CTAs of one may have no work
     assert header["num_ctas"] == -(-(np.flatnonzero(used)[-1] + 1 if used.any() else 0) // size) * size
     size = records.PLAN_HEADER.itemsize + len(used) * records.CTA_START.itemsize
     size += planned.items.nbytes + planned.merges.nbytes + planned.arrivals.nbytes
@@ -152,7 +152,7 @@ def _check_items(planned: Planned) -> None:
 
 
 def _check_firsts(planned: Planned) -> None:
-    """Beside its range, a CTA finds its first item as the list has it, for its own head and partials; or zeros."""
+    """A CTA's first item is stored next to its range, with that CTA's own head and partials; else zeros."""
     works = planned.ctas["end"] > planned.ctas["begin"]
     ctas, firsts = planned.ctas[works], planned.firsts[works]
     expected = planned.items[ctas["begin"]]
@@ -163,7 +163,7 @@ def _check_firsts(planned: Planned) -> None:
 
 
 def _check_own_ctas(planned: Planned, pieces: dict[str, np.ndarray], unit_of: np.ndarray, count: np.ndarray) -> None:
-    """A cluster a unit; its CTA p has piece p and nothing else."""
+    """A cluster for each unit: its CTA p has piece p and nothing else."""
     cutting, size = planned.cutting, int(planned.header["cluster_size"])
     clusters = planned.header["num_ctas"] // size
     assert clusters * size == planned.header["num_ctas"] <= cutting.num_ctas
@@ -191,7 +191,7 @@ def _check_pieces(planned, pieces, units, unit_of, count, is_cut) -> None:
         chunk = cutting.fixed_piece_tokens
         chunks = np.maximum(1, -(-units["end"] // chunk) - units["begin"] // chunk)
         chunks[units["end"] == units["begin"]] = 1
-        assert (count == chunks).all(), "a fixed split has one piece a chunk"
+        assert (count == chunks).all(), "a fixed split has one piece for each chunk"
         assert (pieces["kv_begin"][is_cut & (pieces["piece"] > 0)] % chunk == 0).all()
         return
     if cutting.fixed_piece_tokens < 0:
@@ -202,11 +202,11 @@ def _check_pieces(planned, pieces, units, unit_of, count, is_cut) -> None:
 
 
 def _check_merges(planned, pieces, units, unit_of, starts, count, is_cut) -> None:
-    """Partials lie end to end and unshared; the merges name them all, in the order of pieces, every row once."""
+    """Partials lie end to end and do not overlap; the merges name each once, in the order of pieces, once a row."""
     rows = units["rows"]
     begins, sizes = pieces["partial_row"][is_cut], rows[unit_of][is_cut]
     covered = _coverage(begins, sizes, int(planned.header["num_partial_rows"]))
-    assert (covered == 1).all(), "partials overlap, or rows are allotted to none"
+    assert (covered == 1).all(), "partials overlap, or rows belong to none"
 
     merges, tile_q = planned.merges, planned.cutting.tile_q
     assert (merges["num_rows"] >= 1).all() and (merges["num_rows"] <= planned.cutting.merge_rows).all()
@@ -233,7 +233,7 @@ def _check_merges(planned, pieces, units, unit_of, starts, count, is_cut) -> Non
 
 
 def _check_arrivals(planned: Planned, pieces: dict[str, np.ndarray], is_cut: np.ndarray, rows: np.ndarray) -> None:
-    """Every piece comes in at the first merge of its unit, of its own head; a unit's other merges follow the first."""
+    """Every piece arrives at the first merge of its unit, for its own head; a unit's other merges follow the first."""
     assert (planned.arrivals == 0).all(), "a fresh plan's counters"
     merges, index, rows = planned.merges, pieces["merge"][is_cut], rows[is_cut]
     mine = {name: a[is_cut] for name, a in pieces.items()}
@@ -258,7 +258,7 @@ def _check_arrivals(planned: Planned, pieces: dict[str, np.ndarray], is_cut: np.
 
 
 def _coverage(begins: np.ndarray, sizes: np.ndarray, total: int) -> np.ndarray:
-    """How often each of `total` numbers lies in one of the ranges."""
+    """How many of the ranges contain each of `total` numbers."""
     assert len(begins) == 0 or (begins.min() >= 0 and (begins + sizes).max() <= total)
     steps = np.zeros(total + 1, np.int64)
     np.add.at(steps, begins, 1)
@@ -267,12 +267,12 @@ def _coverage(begins: np.ndarray, sizes: np.ndarray, total: int) -> np.ndarray:
 
 
 def _code(request: np.ndarray, kv_head: np.ndarray, tile: np.ndarray) -> np.ndarray:
-    """One number a unit, in the order of (request, KV head, row tile)."""
+    """A number for each unit, in the order of (request, KV head, row tile)."""
     return (request.astype(np.int64) << 36) + (kv_head.astype(np.int64) << 24) + tile
 
 
 def ns_per_token(batch: Batch, cutting: Cutting, request: np.ndarray) -> np.ndarray:
-    """Of a unit of each of the requests."""
+    """The number of visible tokens in a unit of each request."""
     has_few_rows = 2 * batch.q_lens[request] * batch.group <= cutting.tile_q
     return cutting.ns_per_token * np.where(has_few_rows, cutting.few_rows_cost, 1.0)
 
@@ -283,10 +283,10 @@ def loads(planned: Planned, pieces: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def granularity(batch: Batch, cutting: Cutting) -> float:
-    """Nanoseconds of the costliest stretch that cannot be divided further, and one piece.
+    """Nanoseconds of the costliest part of the work that cannot be divided further, and of one piece.
 
-    What is shorter than two shortest pieces and a step of the tile may stay whole. In a team that is not full, a CTA
-    takes each stretch for several KV heads.
+    A part shorter than two shortest pieces and a step of the tile may stay whole. In a team that is not full, a CTA
+    takes each part for several KV heads.
     """
     units = all_units(batch, cutting.tile_q)
     length = units["end"] - units["begin"]
@@ -304,10 +304,10 @@ def granularity(batch: Batch, cutting: Cutting) -> float:
 
 
 def check_balance(planned: Planned, pieces: dict[str, np.ndarray]) -> None:
-    """The costliest CTA is at most 3% over the mean, or over it by no more than the granularity of the work; without
-    cuts by what a merge takes, too.
+    """The costliest CTA is at most 3% over the mean, or exceeds it by at most the granularity of the work; without cuts
+    also by the cost of a merge.
 
-    Where the group does not divide the row tile, the planner knows a unit's tokens to within one.
+    If the group does not divide the row tile, the planner knows a unit's tokens to within one.
     """
     batch, cutting = planned.batch, planned.cutting
     load = loads(planned, pieces)
@@ -315,12 +315,12 @@ def check_balance(planned: Planned, pieces: dict[str, np.ndarray]) -> None:
     inexact = cutting.tile_q % batch.group != 0 and (batch.causal or batch.window_left >= 0)
     units = np.bincount(pieces["cta"], minlength=1).max() if inexact else 0
     allowed = max(1.03 * mean, mean + granularity(batch, cutting)) + units * cutting.ns_per_token
-    is_whole = planned.result.num_merges == 0  # so units may have been dealt, for what a merge would take
+    is_whole = planned.result.num_merges == 0  # so units may have been dealt, to avoid a merge's cost
     assert most <= allowed + is_whole * cutting.ns_per_merge
 
 
 def most_heads_of_a_cta(num_ctas: int, num_kv_heads: int) -> int:
-    """KV heads of a CTA in the smallest team: full teams, then of what is left over teams of a divisor of the heads."""
+    """KV heads of a CTA in the smallest team: full teams, then teams of a divisor of the remaining heads."""
     left, smallest = num_ctas, num_kv_heads
     while left:
         smallest = max(d for d in range(1, min(left, num_kv_heads) + 1) if num_kv_heads % d == 0)

@@ -1,4 +1,4 @@
-"""Compiles the kernels of many cases side by side before the first of them runs."""
+"""Compiles the kernels of many cases in parallel before the first case runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from inputs import make_inputs
 
 
 class _Planned(Exception):
-    """Ends a plan where it has asked for its last kernel."""
+    """Ends a plan after it has requested its last kernel."""
 
 
 @contextlib.contextmanager
 def _recording(specs: dict[Any, None]) -> Iterator[None]:
-    """Plans ask for kernels as always; instead of a kernel they leave its spec here."""
+    """Plans request kernels as usual; they record the spec here and get no kernel."""
     from flashpage import jit
     from flashpage.kernels import ATTENTION
 
@@ -40,7 +40,7 @@ def _recording(specs: dict[Any, None]) -> Iterator[None]:
 
 
 def specs_of(cases: Iterable[Case], device: str) -> list[Any]:
-    """Specs of all kernels that the cases plan and run."""
+    """Specs of all kernels for the cases' plans and runs."""
     import flashpage
 
     specs: dict[Any, None] = {}
@@ -52,12 +52,12 @@ def specs_of(cases: Iterable[Case], device: str) -> list[Any]:
                 for may_be_few in (True,) if device == "cpu" else (True, False):
                     with contextlib.suppress(_Planned), contexts_of_plans(may_be_few=may_be_few):
                         Runner(inputs, device, flashpage).run()
-                        raise AssertionError(f"{case} planned without asking for a kernel")
+                        raise AssertionError(f"{case} planned without requesting a kernel")
     return list(specs)
 
 
 def prebuild(cases: Iterable[Case], device: str) -> int:
-    """Builds what is not built yet; returns how many kernels the cases need."""
+    """Builds kernels that are missing; returns how many kernels the cases need."""
     from flashpage import jit
 
     specs = specs_of(cases, device)

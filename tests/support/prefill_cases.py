@@ -1,4 +1,4 @@
-"""Small batches for prefill_sm90 on the host (tests/kernels/test_prefill_kernel.py): one for each way through it."""
+"""Small batches for prefill_sm90 on the host (tests/kernels/test_prefill_kernel.py): one for each path through it."""
 
 from __future__ import annotations
 
@@ -10,52 +10,117 @@ BF16: dict[str, Any] = {"q_dtype": "bfloat16", "num_q_heads": 8, "head_dim": 128
 MASK: dict[str, Any] = {**BF16, "causal": False, "mask": "packed", "mask_kind": "blocks"}
 CASES = [
     prefill("host-paged", "units of two heads, a short request", (70, 33, 0), (300, 33, 9), **BF16),
-    prefill("host-page-8", "small boxes, one row", (40, 1), (450, 100), page_size=8, **{**BF16, "causal": False}),
+    prefill(
+        "host-page-8",
+        "small boxes, and a request of one row",
+        (40, 1),
+        (450, 100),
+        page_size=8,
+        **{**BF16, "causal": False},
+    ),
     prefill("host-ragged", "no pages", (70, 33), (700, 40), entry="ragged", **BF16),
-    prefill("host-window", "tiles that nobody sees", (60,), (850,), window_left=150, **BF16),
-    prefill("host-chunk", "parts of a request", (150,), (430,), chunk=128, hidden_nan=True, **BF16),
+    prefill("host-window", "tiles that no row sees", (60,), (850,), window_left=150, **BF16),
+    prefill("host-chunk", "chunks of a request", (150,), (430,), chunk=128, hidden_nan=True, **BF16),
     prefill("host-group-5", "units of 125 rows", (60, 25), (250, 25), window_left=50, **{**BF16, "num_q_heads": 10}),
-    prefill("host-group-28", "rows of q one by one", (20,), (250,), **{**BF16, "num_q_heads": 28, "num_kv_heads": 1}),
-    prefill("host-sinks", "sinks that scores outgrow", (40,), (500,), sinks=True, sm_scale=1.0, **BF16),
+    prefill("host-group-28", "q loaded row by row", (20,), (250,), **{**BF16, "num_q_heads": 28, "num_kv_heads": 1}),
+    prefill("host-sinks", "scores that exceed the sinks", (40,), (500,), sinks=True, sm_scale=1.0, **BF16),
     prefill("host-scale", "scores are scaled first", (40,), (450,), sm_scale=-0.3, **BF16),
-    prefill("host-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **BF16),
-    prefill("host-dim-64", "four heads a block of rows", (70,), (300,), page_size=64, **{**BF16, "head_dim": 64}),
-    prefill("host-dim-256", "one Q at a time", (40,), (200,), **{**BF16, "head_dim": 256}),
-    prefill("host-192-128", "values of other width", (40,), (300,), head_dim_vo=128, **{**BF16, "head_dim": 192}),
-    prefill("host-page-1", "row by row", (70, 33), (300, 33), page_size=1, **BF16),
-    prefill("host-page-12", "row by row, seven rows to a tile's end", (40,), (387,), page_size=12, **BF16),
-    prefill("host-short", "half a tile at the end, or less", (70, 9), (400, 326), **BF16),
-    prefill("host-short-page-1", "row by row", (40,), (363,), page_size=1, **BF16),
-    prefill("host-short-window", "a unit's only tile", (40,), (380,), window_left=20, **BF16),
-    prefill("host-few-rows", "fewer than one group has", (1, 20, 3), (700, 30, 0), **{**BF16, "causal": False}),
-    prefill("host-few-rows-dim-64", "and than two of three have", (1, 40), (300, 40), **{**BF16, "head_dim": 64}),
+    prefill("host-empty", "rows that see nothing", (20, 20, 10), (0, 30, 0), **BF16),
+    prefill("host-dim-64", "four heads in each block of rows", (70,), (300,), page_size=64, **{**BF16, "head_dim": 64}),
+    prefill("host-dim-256", "room for one Q only", (40,), (200,), **{**BF16, "head_dim": 256}),
+    prefill(
+        "host-192-128",
+        "value dim smaller than the query dim",
+        (40,),
+        (300,),
+        head_dim_vo=128,
+        **{**BF16, "head_dim": 192},
+    ),
+    prefill("host-page-1", "tokens loaded row by row", (70, 33), (300, 33), page_size=1, **BF16),
+    prefill("host-page-12", "loaded row by row, seven rows to the tile's end", (40,), (387,), page_size=12, **BF16),
+    prefill("host-short", "a last tile that is half full or less", (70, 9), (400, 326), **BF16),
+    prefill("host-short-page-1", "a last tile that is not full, loaded row by row", (40,), (363,), page_size=1, **BF16),
+    prefill("host-short-window", "a unit with one tile", (40,), (380,), window_left=20, **BF16),
+    prefill(
+        "host-few-rows", "fewer rows than one warpgroup takes", (1, 20, 3), (700, 30, 0), **{**BF16, "causal": False}
+    ),
+    prefill(
+        "host-few-rows-dim-64",
+        "fewer rows than two of three warpgroups take",
+        (1, 40),
+        (300, 40),
+        **{**BF16, "head_dim": 64},
+    ),
     prefill("host-few-rows-dim-256", "and one Q", (2, 40, 1), (200, 40, 170), **{**BF16, "head_dim": 256}),
-    prefill("host-whole-units", "rows leave by boxes, first and last", (64, 128, 64), (64, 200, 500), **BF16),
+    prefill("host-whole-units", "output by boxes in a first and in a last unit", (64, 128, 64), (64, 200, 500), **BF16),
     prefill("host-whole-unit", "alone", (32,), (100,), **{**BF16, "num_q_heads": 4, "num_kv_heads": 1}),
-    prefill("host-whole-last", "behind one that has few rows", (40, 64), (90, 64), entry="ragged", **BF16),
+    prefill("host-whole-last", "output by boxes after a unit of few rows", (40, 64), (90, 64), entry="ragged", **BF16),
     prefill("host-whole-dim-80", "half a box of columns", (64, 33), (100, 70), **{**BF16, "head_dim": 80}),
-    prefill("host-whole-192-128", "one Q at a time", (64, 9), (90, 64), head_dim_vo=128, **{**BF16, "head_dim": 192}),
-    prefill("host-whole-page-1", "by who leads", (70, 96), (100, 96), page_size=1, **{**BF16, "head_dim": 64}),
-    prefill("host-mask", "tiles of a mask", (70, 40), (500, 300), **MASK),
-    prefill("host-mask-nothing", "of which nobody sees one", (40, 3), (300, 20), **{**MASK, "mask_kind": "nothing"}),
-    prefill("host-mask-past", "behind the window", (200,), (900,), window_left=20, **{**MASK, "mask_kind": "past"}),
-    prefill("host-mask-page-1", "and row by row", (70,), (500,), page_size=1, **MASK),
-    prefill("host-cap", "an exponential, a reciprocal", (70, 9), (500, 300), soft_cap=3.0, sm_scale=1.0, **BF16),
-    prefill("host-cap-large", "by the variant's function", (40,), (300,), soft_cap=1000.0, sm_scale=3.0, **BF16),
-    prefill("host-alibi", "each head's scale too", (70, 33), (700, 40), position="ALIBI", scales="per_head", **BF16),
-    prefill("host-alibi-cap", "one after the other", (70,), (500,), position="ALIBI", soft_cap=5.0, **BF16),
+    prefill(
+        "host-whole-192-128",
+        "output by boxes with one Q",
+        (64, 9),
+        (90, 64),
+        head_dim_vo=128,
+        **{**BF16, "head_dim": 192},
+    ),
+    prefill(
+        "host-whole-page-1",
+        "output by boxes with loading by rows",
+        (70, 96),
+        (100, 96),
+        page_size=1,
+        **{**BF16, "head_dim": 64},
+    ),
+    prefill("host-mask", "tiles of a custom mask", (70, 40), (500, 300), **MASK),
+    prefill(
+        "host-mask-nothing",
+        "a custom mask that hides everything",
+        (40, 3),
+        (300, 20),
+        **{**MASK, "mask_kind": "nothing"},
+    ),
+    prefill(
+        "host-mask-past",
+        "a custom mask that only shows tokens left of the window",
+        (200,),
+        (900,),
+        window_left=20,
+        **{**MASK, "mask_kind": "past"},
+    ),
+    prefill("host-mask-page-1", "tiles of a custom mask, loaded row by row", (70,), (500,), page_size=1, **MASK),
+    prefill(
+        "host-cap",
+        "soft cap by an exponential and a reciprocal",
+        (70, 9),
+        (500, 300),
+        soft_cap=3.0,
+        sm_scale=1.0,
+        **BF16,
+    ),
+    prefill(
+        "host-cap-large", "a soft cap by the variant's function", (40,), (300,), soft_cap=1000.0, sm_scale=3.0, **BF16
+    ),
+    prefill(
+        "host-alibi", "ALiBi with scales by head", (70, 33), (700, 40), position="ALIBI", scales="per_head", **BF16
+    ),
+    prefill("host-alibi-cap", "ALiBi, then soft cap", (70,), (500,), position="ALIBI", soft_cap=5.0, **BF16),
 ]
 
 ROWS: dict[str, Any] = {**BF16, "page_size": 5}
 CASES += [
     prefill("host-rows-group-5", "boxes of q", (60,), (250,), window_left=50, **{**ROWS, "num_q_heads": 10}),
-    prefill("host-rows-chunk", "and row by row", (90,), (250,), chunk=64, hidden_nan=True, **ROWS),
-    prefill("host-rows-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **ROWS),
+    prefill(
+        "host-rows-chunk", "chunks of a request, loaded row by row", (90,), (250,), chunk=64, hidden_nan=True, **ROWS
+    ),
+    prefill("host-rows-empty", "rows that see nothing", (20, 20, 10), (0, 30, 0), **ROWS),
     prefill("host-rows-hnd", "heads apart", (40, 9), (200, 129), kv_layout="HND", **ROWS),
-    prefill("host-rows-dim-16", "two lanes a row", (40,), (300,), **{**ROWS, "head_dim": 16}),
-    prefill("host-rows-dim-24", "a lane of four has nothing", (40,), (300,), **{**ROWS, "head_dim": 24}),
-    prefill("host-rows-dim-80", "two lanes of eight have more", (40,), (300,), **{**ROWS, "head_dim": 80}),
-    prefill("host-rows-dim-256", "some look up one row", (40,), (200,), **{**ROWS, "head_dim": 256}),
+    prefill("host-rows-dim-16", "two lanes for each row", (40,), (300,), **{**ROWS, "head_dim": 16}),
+    prefill("host-rows-dim-24", "four lanes for each row, one of them idle", (40,), (300,), **{**ROWS, "head_dim": 24}),
+    prefill(
+        "host-rows-dim-80", "eight lanes for each row, two with two vectors", (40,), (300,), **{**ROWS, "head_dim": 80}
+    ),
+    prefill("host-rows-dim-256", "lanes that look up one row", (40,), (200,), **{**ROWS, "head_dim": 256}),
     prefill("host-rows-192-128", "other rows", (40,), (250,), head_dim_vo=128, **{**ROWS, "head_dim": 192}),
     prefill("host-rows-mask-dim-16", "lanes without rows", (40,), (300,), **{**MASK, "head_dim": 16, "page_size": 3}),
 ]
@@ -64,15 +129,21 @@ ASKED: dict[str, Any] = {**BF16, "causal": False, "variant": "documents"}
 HEADS: dict[str, Any] = {**ASKED, "variant": "head_windows"}
 NOTHING: dict[str, Any] = {**ASKED, "variant": "rows_that_see_nothing"}
 CASES += [
-    prefill("host-asked", "tiles of documents", (70, 40), (500, 300), **ASKED),
-    prefill("host-asked-causal", "half of them", (100, 40), (450, 40), **{**ASKED, "causal": True}),
+    prefill("host-asked", "a mask function's tiles of documents", (70, 40), (500, 300), **ASKED),
+    prefill("host-asked-causal", "a mask function under causal", (100, 40), (450, 40), **{**ASKED, "causal": True}),
     prefill("host-asked-window", "and some", (90,), (500,), window_left=70, hidden_nan=True, **ASKED),
-    prefill("host-asked-page-1", "row by row", (70,), (500,), page_size=1, **ASKED),
-    prefill("host-asked-group-5", "a block's edge inside a row's heads", (60,), (250,), **{**ASKED, "num_q_heads": 10}),
-    prefill("host-asked-heads", "tiles of each head", (70, 33), (450, 33), **HEADS),
-    prefill("host-asked-heads-group-5", "that a row shares", (40,), (300,), **{**HEADS, "num_q_heads": 10}),
+    prefill("host-asked-page-1", "a mask function, loaded row by row", (70,), (500,), page_size=1, **ASKED),
+    prefill("host-asked-group-5", "units that cut a group", (60,), (250,), **{**ASKED, "num_q_heads": 10}),
+    prefill("host-asked-heads", "a mask function whose tiles depend on the head", (70, 33), (450, 33), **HEADS),
+    prefill(
+        "host-asked-heads-group-5",
+        "tiles of each head, in units that cut a group",
+        (40,),
+        (300,),
+        **{**HEADS, "num_q_heads": 10},
+    ),
     prefill("host-asked-heads-causal", "by rows", (60,), (400,), page_size=1, **{**HEADS, "causal": True}),
-    prefill("host-asked-nothing", "units that see nothing", (70, 30, 10), (400, 0, 200), **NOTHING),
+    prefill("host-asked-nothing", "a mask function whose units see nothing", (70, 30, 10), (400, 0, 200), **NOTHING),
     prefill("host-asked-nothing-sinks", "but a sink", (90,), (400,), sinks=True, **NOTHING),
     prefill("host-asked-score", "and scores", (70,), (300,), **{**ASKED, "variant": "blocks_and_gain"}),
     prefill("host-asked-dim-64", "another tile", (70,), (500,), **{**ASKED, "head_dim": 64}),
@@ -82,78 +153,110 @@ CASES += [
 
 FP8: dict[str, Any] = {**BF16, "kv_dtype": "float8_e4m3fn"}
 CASES += [
-    prefill("host-fp8", "K and V become fp16 on their way", (70, 33, 0), (300, 33, 9), **FP8),
-    prefill("host-fp8-page-8", "small boxes, one row", (40, 1), (450, 100), page_size=8, **{**FP8, "causal": False}),
-    prefill("host-fp8-page-5", "rows, in a window", (60,), (450,), page_size=5, window_left=150, **FP8),
+    prefill("host-fp8", "K and V become fp16 while they are loaded", (70, 33, 0), (300, 33, 9), **FP8),
+    prefill(
+        "host-fp8-page-8",
+        "small boxes, and a request of one row",
+        (40, 1),
+        (450, 100),
+        page_size=8,
+        **{**FP8, "causal": False},
+    ),
+    prefill("host-fp8-page-5", "loaded row by row, with a window", (60,), (450,), page_size=5, window_left=150, **FP8),
     prefill("host-fp8-ragged", "no pages", (40,), (300,), entry="ragged", **FP8),
-    prefill("host-fp8-group-5", "queries of other rows", (60,), (250,), **{**FP8, "num_q_heads": 10}),
-    prefill("host-fp8-e5m2", "the other format", (40, 10), (200, 0), **{**FP8, "kv_dtype": "float8_e5m2"}),
-    prefill("host-fp8-dim-256", "three blocks ahead", (40,), (200,), **{**FP8, "head_dim": 256}),
+    prefill("host-fp8-group-5", "units of 128 rows, which cut a group", (60,), (250,), **{**FP8, "num_q_heads": 10}),
+    prefill("host-fp8-e5m2", "e5m2", (40, 10), (200, 0), **{**FP8, "kv_dtype": "float8_e5m2"}),
+    prefill("host-fp8-dim-256", "three blocks converted in advance", (40,), (200,), **{**FP8, "head_dim": 256}),
     prefill("host-fp8-dim-72", "half a block of columns", (40,), (300,), **{**FP8, "head_dim": 72}),
     prefill("host-fp8-queries", "other keys", (40,), (200,), **{**FP8, "q_dtype": "float8_e5m2"}),
-    prefill("host-fp8-mask", "every tile is masked", (70,), (300,), **{**MASK, "kv_dtype": "float8_e4m3fn"}),
+    prefill("host-fp8-mask", "mask bits in every tile", (70,), (300,), **{**MASK, "kv_dtype": "float8_e4m3fn"}),
 ]
 
 Q8: dict[str, Any] = {**BF16, "q_dtype": "float8_e4m3fn"}
 CASES += [
-    prefill("host-q8", "V is transposed on its way", (70, 33, 0), (300, 33, 9), **Q8),
-    prefill("host-q8-page-8", "small boxes, one row", (40, 1), (450, 100), page_size=8, **{**Q8, "causal": False}),
-    prefill("host-q8-page-64", "large ones, scales by head", (70,), (300,), page_size=64, scales="per_head", **Q8),
-    prefill("host-q8-ragged", "no pages, one scale", (70, 33), (700, 40), entry="ragged", scales="tensor", **Q8),
-    prefill("host-q8-window", "tiles that nobody sees", (60,), (850,), window_left=150, **Q8),
+    prefill("host-q8", "V is transposed while it is loaded", (70, 33, 0), (300, 33, 9), **Q8),
+    prefill(
+        "host-q8-page-8",
+        "small boxes, and a request of one row",
+        (40, 1),
+        (450, 100),
+        page_size=8,
+        **{**Q8, "causal": False},
+    ),
+    prefill("host-q8-page-64", "large boxes, scales by head", (70,), (300,), page_size=64, scales="per_head", **Q8),
+    prefill("host-q8-ragged", "ragged tokens, one scale", (70, 33), (700, 40), entry="ragged", scales="tensor", **Q8),
+    prefill("host-q8-window", "tiles that no row sees", (60,), (850,), window_left=150, **Q8),
     prefill("host-q8-group-5", "units of 125 rows", (60,), (250,), **{**Q8, "num_q_heads": 10}),
-    prefill("host-q8-sinks", "a large part of the sum", (40,), (45,), sinks=True, **Q8),
-    prefill("host-q8-signs", "scaled before softmax", (40,), (450,), scales="signs", **Q8),
-    prefill("host-q8-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **Q8),
+    prefill("host-q8-sinks", "sinks that are a large part of the sum", (40,), (45,), sinks=True, **Q8),
+    prefill("host-q8-signs", "scores are scaled before the softmax", (40,), (450,), scales="signs", **Q8),
+    prefill("host-q8-empty", "rows that see nothing", (20, 20, 10), (0, 30, 0), **Q8),
     prefill("host-q8-dim-64", "half a block of columns", (70,), (300,), **{**Q8, "head_dim": 64}),
     prefill("host-q8-dim-256", "tiles of 96", (40, 3), (200, 300), **{**Q8, "head_dim": 256}),
-    prefill("host-q8-192-128", "values of other width", (40,), (300,), head_dim_vo=128, **{**Q8, "head_dim": 192}),
-    prefill("host-q8-sums", "tiles added up, rescaled", (20,), (4300,), page_size=64, sm_scale=1.0, **Q8),
-    prefill("host-q8-few-rows", "fewer than one group has", (1, 20, 3), (300, 30, 0), **{**Q8, "causal": False}),
-    prefill("host-q8-page-5", "fp16 on their way", (40,), (200,), page_size=5, **Q8),
+    prefill(
+        "host-q8-192-128",
+        "value dim smaller than the query dim",
+        (40,),
+        (300,),
+        head_dim_vo=128,
+        **{**Q8, "head_dim": 192},
+    ),
+    prefill("host-q8-sums", "sums over tiles that are rescaled", (20,), (4300,), page_size=64, sm_scale=1.0, **Q8),
+    prefill(
+        "host-q8-few-rows", "fewer rows than one warpgroup takes", (1, 20, 3), (300, 30, 0), **{**Q8, "causal": False}
+    ),
+    prefill("host-q8-page-5", "K and V become fp16 while they are loaded", (40,), (200,), page_size=5, **Q8),
 ]
 
 
 ROPE: dict[str, Any] = {**BF16, "position": "ROPE_LLAMA"}
 HALF_ROPE: dict[str, Any] = {**ROPE, "q_dtype": "float16"}
 CASES += [
-    prefill("host-rope", "K and Q are turned where they lie", (70, 33, 0), (300, 33, 9), **ROPE),
+    prefill("host-rope", "K and Q are rotated in place", (70, 33, 0), (300, 33, 9), **ROPE),
     prefill("host-rope-ragged", "other angles", (70, 33), (700, 40), entry="ragged", rope_theta=1e6, **ROPE),
-    prefill("host-rope-page-8", "small boxes, one row", (40, 1), (450, 100), page_size=8, **{**ROPE, "causal": False}),
+    prefill(
+        "host-rope-page-8",
+        "small boxes, and a request of one row",
+        (40, 1),
+        (450, 100),
+        page_size=8,
+        **{**ROPE, "causal": False},
+    ),
     prefill("host-rope-page-64", "units of one tile", (3, 20, 9, 130), (30, 20, 9, 130), page_size=64, **ROPE),
     prefill("host-rope-group-1", "a position a row", (150, 5), (200, 77), **{**HALF_ROPE, "num_q_heads": 2}),
     prefill("host-rope-group-5", "units of 125 rows", (60,), (250,), **{**ROPE, "num_q_heads": 10}),
-    prefill("host-rope-window", "tiles that nobody sees", (60,), (850,), window_left=150, hidden_nan=True, **ROPE),
+    prefill("host-rope-window", "tiles that no row sees", (60,), (850,), window_left=150, hidden_nan=True, **ROPE),
     prefill("host-rope-before", "negative positions", (100, 3), (33, 3), rope_scale=2.0, **ROPE),
-    prefill("host-rope-empty", "nothing is seen", (20, 20, 10), (0, 30, 0), **ROPE),
-    prefill("host-rope-half", "where roundings are small", (40,), (450,), **HALF_ROPE),
+    prefill("host-rope-empty", "rows that see nothing", (20, 20, 10), (0, 30, 0), **ROPE),
+    prefill("host-rope-half", "fp16, whose roundings are small", (40,), (450,), **HALF_ROPE),
     prefill(
-        "host-rope-far", "as if a million tokens", (30,), (4096,), rope_scale=1 / 256, window_left=250, **HALF_ROPE
+        "host-rope-far", "angles of a million tokens", (30,), (4096,), rope_scale=1 / 256, window_left=250, **HALF_ROPE
     ),
     prefill("host-rope-cap", "and scores", (70,), (300,), **{**ROPE, "variant": "blocks_and_gain"}),
-    prefill("host-rope-mask", "every tile is masked", (70,), (300,), **{**MASK, "position": "ROPE_LLAMA"}),
+    prefill("host-rope-mask", "mask bits in every tile", (70,), (300,), **{**MASK, "position": "ROPE_LLAMA"}),
     prefill("host-rope-dim-64", "four rows at a time", (70,), (500,), **{**HALF_ROPE, "head_dim": 64}),
-    prefill("host-rope-dim-72", "some lanes have no columns", (40,), (300,), **{**ROPE, "head_dim": 72}),
+    prefill("host-rope-dim-72", "lanes without columns", (40,), (300,), **{**ROPE, "head_dim": 72}),
     prefill("host-rope-dim-16", "eight rows", (40,), (300,), **{**ROPE, "head_dim": 16}),
-    prefill("host-rope-dim-256", "one Q at a time", (40, 3, 20), (200, 30, 300), **{**HALF_ROPE, "head_dim": 256}),
+    prefill("host-rope-dim-256", "room for one Q only", (40, 3, 20), (200, 30, 300), **{**HALF_ROPE, "head_dim": 256}),
     prefill("host-rope-192-128", "tiles of 96", (40, 9), (300, 100), head_dim_vo=128, **{**ROPE, "head_dim": 192}),
-    prefill("host-rope-page-1", "row by row", (70, 33), (300, 33), page_size=1, **ROPE),
+    prefill("host-rope-page-1", "tokens loaded row by row", (70, 33), (300, 33), page_size=1, **ROPE),
     prefill("host-rope-rows-group-5", "of q too", (60, 2, 9), (250, 30, 0), page_size=5, **{**ROPE, "num_q_heads": 10}),
     prefill("host-rope-rows-dim-256", "more columns", (40,), (200,), page_size=12, **{**ROPE, "head_dim": 256}),
 ]
 
-# By one warpgroup, two CTAs an SM.
+# One warpgroup for each CTA, two CTAs on each SM.
 HALVES = [
     prefill("host-halves", "units of 16 rows of four heads", (70, 33, 0), (300, 33, 9), **BF16),
     prefill("host-halves-ragged", "no pages", (70, 33), (500, 40), entry="ragged", **BF16),
     prefill("host-halves-page-8", "small boxes", (40, 1), (250, 100), page_size=8, **{**BF16, "causal": False}),
     prefill("host-halves-window", "both ends", (60,), (450,), window_left=90, **BF16),
     prefill("host-halves-group-5", "units of 60 rows", (40, 25), (150, 25), **{**BF16, "num_q_heads": 10}),
-    prefill("host-halves-group-14", "rows of q one by one", (15,), (150,), **{**BF16, "num_q_heads": 28}),
-    prefill("host-halves-sinks", "sinks, and units that see nothing", (20, 20, 10), (200, 30, 0), sinks=True, **BF16),
+    prefill("host-halves-group-14", "q loaded row by row", (15,), (150,), **{**BF16, "num_q_heads": 28}),
+    prefill("host-halves-sinks", "sinks, and rows that see nothing", (20, 20, 10), (200, 30, 0), sinks=True, **BF16),
     prefill("host-halves-dim-64", "one block of columns", (70,), (300,), page_size=64, **{**BF16, "head_dim": 64}),
     prefill("host-halves-dim-80", "half a box of columns", (64, 33), (100, 70), **{**BF16, "head_dim": 80}),
     prefill("host-halves-192-128", "other values", (40,), (200,), head_dim_vo=128, **{**BF16, "head_dim": 192}),
-    prefill("host-halves-dim-192", "48 tokens, one Q at a time", (40, 9), (200, 64), **{**BF16, "head_dim": 192}),
+    prefill(
+        "host-halves-dim-192", "tiles of 48 tokens and room for one Q", (40, 9), (200, 64), **{**BF16, "head_dim": 192}
+    ),
 ]
 CASES += HALVES

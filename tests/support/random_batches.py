@@ -26,7 +26,10 @@ def random_case(rng: np.random.Generator) -> tuple[Batch, Cutting]:
         np.ones(count, np.int64) if decode else rng.choice([0, 1, 1, 2, 5, 17, 64, 129, 300], count).astype(np.int64)
     )
     batch = Batch(
-        *(q_lens, random_kv_lens(rng, count), num_kv_heads * group, num_kv_heads),
+        q_lens,
+        random_kv_lens(rng, count),
+        num_q_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
         page_size=int(rng.choice([0, 1, 2, 16, 64, 256])),
         causal=bool(rng.random() < 0.5),
         window_left=int(rng.choice([-1, -1, 0, 5, 100, 1000])),

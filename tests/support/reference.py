@@ -1,7 +1,7 @@
 """The one reference of the test table: attention and state merging in fp64, in plain torch on the CPU.
 
-It shares no code with the package and knows nothing of pages, tiles or plans: dense rows of one request in, the exact
-result out, together with the two sums from which tests/support/tolerance.py derives how far a kernel may be off.
+It shares no code with the package and knows nothing of pages, tiles or plans. It takes dense rows of one request, and
+returns the exact result and the two sums from which tests/support/tolerance.py computes a kernel's allowed error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What changes a score or an output; everything that is not a length or a tensor of rows."""
+    """Options that change a score or an output: everything but lengths and rows."""
 
     sm_scale: float
     causal: bool = False  # right-aligned: the last row sees the last token
     window_left: int = -1  # tokens visible left of the row's own; -1: all
-    chunk: int = 0  # tokens: a row sees those of its own chunk; 0: of all
+    chunk: int = 0  # tokens: a row sees only those of its own chunk; 0: no chunks
     soft_cap: float = 0.0  # 0: none
     alibi_slopes: torch.Tensor | None = None  # [num_q_heads]
     rope: tuple[float, float] | None = None  # (scale, theta)
@@ -40,8 +40,8 @@ class State:
 
     out: torch.Tensor  # [rows, num_q_heads, head_dim_vo]
     lse: torch.Tensor  # [rows, num_q_heads], base 2
-    magnitude: torch.Tensor  # sum of p |v|, like out: what a relative error of every p can move
-    spread: torch.Tensor  # square root of the sum of (p v)^2, like out: what independent errors of p move
+    magnitude: torch.Tensor  # sum of p |v|, shaped like out: the effect of one relative error of every p
+    spread: torch.Tensor  # square root of the sum of (p v)^2, shaped like out: the effect of independent errors of p
 
 
 def attention(
@@ -53,7 +53,7 @@ def attention(
     request: int = 0,
     custom_mask: torch.Tensor | None = None,  # [rows, tokens] bool, True: visible
 ) -> State:
-    """One request. A row that sees no token has out = 0; its lse is -inf, or the sink alone where there is one."""
+    """Attention of one request. A row that sees no token has out = 0, and an lse of -inf or of its sink."""
     rows, num_q_heads, _ = q.shape
     tokens, num_kv_heads, _ = k.shape
     q_idx = torch.arange(rows).reshape(rows, 1) + tokens - rows
@@ -80,7 +80,7 @@ def attention(
 def transform_scores(
     score: torch.Tensor, options: Options, request: int, head: int, q_idx: torch.Tensor, kv_idx: torch.Tensor
 ) -> torch.Tensor:
-    """ALiBi, then soft cap, then the user's score_mod, on one head's scores in natural-log units."""
+    """Applies ALiBi, then the soft cap, then the user's score_mod, to one head's scores in natural-log units."""
     if options.alibi_slopes is not None:
         score = score + options.alibi_slopes[head].double() * (kv_idx - q_idx)
     if options.soft_cap:
@@ -91,7 +91,7 @@ def transform_scores(
 
 
 def visible_tokens(options: Options, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-    """Causal, window and chunk, [rows, tokens]."""
+    """Visibility by causal, window and chunk, [rows, tokens]."""
     visible = torch.ones_like(q_idx + kv_idx, dtype=torch.bool)
     if options.causal:
         visible &= kv_idx <= q_idx
@@ -103,7 +103,7 @@ def visible_tokens(options: Options, q_idx: torch.Tensor, kv_idx: torch.Tensor) 
 
 
 def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine states over disjoint tokens: out [rows, heads, dim], lse [rows, heads] base 2; -inf counts nothing."""
+    """Merges states over disjoint tokens: out [rows, heads, dim], lse [rows, heads] base 2; -inf does not count."""
     lse = torch.stack([s.double() for s in lses])
     total = torch.logsumexp(lse / LOG2_E, 0) * LOG2_E
     weights = torch.exp2(lse - total).nan_to_num(0.0).unsqueeze(-1)
@@ -112,7 +112,7 @@ def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[t
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, scale: float, theta: float) -> torch.Tensor:
-    """Rotary positions of the LLaMA kind, pairs (i, i + d / 2): x [rows, heads, d], positions [rows]."""
+    """LLaMA's rotary embedding, pairs (i, i + d / 2): x [rows, heads, d], positions [rows]."""
     half = x.shape[-1] // 2
     frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = (positions.double() / scale).reshape(-1, 1, 1) * frequency
@@ -122,7 +122,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, scale: float, theta: float)
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """ALiBi's geometric slopes; past the largest power of two they interleave the finer series."""
+    """ALiBi's geometric slopes; heads past the largest power of two interleave the finer series."""
     base = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / base) for i in range(base)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / base) for i in range(num_heads - base)]
@@ -130,12 +130,12 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
 
 
 def _softmax(scores: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> State:
-    """scores [heads, rows, tokens] with -inf where masked; v [tokens, heads, dim]."""
+    """Softmax and values: scores [heads, rows, tokens] with -inf where masked; v [tokens, heads, dim]."""
     logits = scores
     if sinks is not None:
         sink = sinks.double().reshape(-1, 1, 1).expand(scores.shape[0], scores.shape[1], 1)
         logits = torch.cat([scores, sink], -1)
-    lse = torch.logsumexp(logits, -1)  # [heads, rows]; -inf where there is nothing
+    lse = torch.logsumexp(logits, -1)  # [heads, rows]; -inf if nothing is visible
     p = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1))
 
     def times(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

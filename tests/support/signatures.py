@@ -6,6 +6,6 @@ import inspect
 
 
 def shown(parameters: list[inspect.Parameter]) -> list[str]:
-    """Each as `name` or `name=default`."""
+    """Each parameter as `name` or `name=default`."""
     empty = inspect.Parameter.empty
     return [p.name if p.default is empty else f"{p.name}={p.default!r}" for p in parameters]

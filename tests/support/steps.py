@@ -1,4 +1,4 @@
-"""Batches of the same options and other lengths over one memory: what an engine's steps, graphs and streams see."""
+"""Batches with equal options and different lengths over one memory, like an engine's steps, graphs and streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inputs import Inputs, make_inputs, reference_states
 import flashpage
 
 WORKSPACE_BYTES = 64 << 20
-DECODE_LENS = (  # of five requests: long ones are split and merged, empty ones are what engines pad with
+DECODE_LENS = (  # of five requests: long ones are split and merged, empty ones are an engine's padding
     (3000, 7, 0, 64, 129),
     (1, 1, 1, 1, 1),
     (40, 2500, 16, 17, 300),
@@ -32,7 +32,7 @@ PREFILL_LENS = (  # rows and tokens of four requests
 
 
 def decode_cases(count: int = len(DECODE_LENS), name: str = "steps") -> list[Case]:
-    """Lengths of DECODE_LENS in turns, a few tokens more each time round; the name decides their numbers."""
+    """Steps with the lengths of DECODE_LENS, a few tokens more in each round; the name seeds their numbers."""
     cases = []
     for i in range(count):
         turn, base = divmod(i, len(DECODE_LENS))
@@ -42,7 +42,7 @@ def decode_cases(count: int = len(DECODE_LENS), name: str = "steps") -> list[Cas
 
 
 def prefill_cases(count: int = len(PREFILL_LENS), name: str = "steps", **options: Any) -> list[Case]:
-    """The same of PREFILL_LENS, which only grow in tokens."""
+    """Steps with the lengths of PREFILL_LENS, whose tokens grow in each round."""
     cases = []
     for i in range(count):
         turn, base = divmod(i, len(PREFILL_LENS))
@@ -54,7 +54,7 @@ def prefill_cases(count: int = len(PREFILL_LENS), name: str = "steps", **options
 
 
 class Steps:
-    """Each step's own tensors on a device, and memory of constant address that any step can be loaded into."""
+    """Each step's own tensors on a device, and memory of constant address into which any step can be loaded."""
 
     def __init__(self, cases: Sequence[Case], device: str) -> None:
         self.cases, self.device = list(cases), device
@@ -66,13 +66,13 @@ class Steps:
         self.q, self.cache = _room(self.own_q), _room(self.own_cache)
         self.out, self.lse = torch.empty_like(self.q), torch.empty(self.q.shape[:2], device=device)
         if self.q.is_cuda:
-            torch.cuda.synchronize(device)  # steps are taken on other streams too
+            torch.cuda.synchronize(device)  # steps are loaded on other streams too
 
     def __len__(self) -> int:
         return len(self.cases)
 
     def load(self, i: int) -> None:
-        """Step i's q and cache, in the present stream's order; everything else is NaN, outputs too."""
+        """Loads step i's q and cache, in the current stream's order; everything else becomes NaN, outputs too."""
         for memory, own in ((self.q, self.own_q[i]), (self.cache, self.own_cache[i])):
             memory[: len(own)] = own
             memory[len(own) :] = math.nan
@@ -81,7 +81,7 @@ class Steps:
 
     @property
     def capacity(self) -> dict[str, int]:
-        """Of the largest steps, as constructors take it."""
+        """Capacities of the largest steps, as constructors take them."""
         pages = max(int(inputs.indptr[-1]) for inputs in self.inputs)
         return {
             "max_batch": max(len(case.kv_lens) for case in self.cases),
@@ -108,7 +108,7 @@ class Steps:
         return getattr(flashpage, name)(workspace, "NHD", **({"use_cuda_graph": graph} | buffers | options))
 
     def plan(self, wrapper: Any, i: int, plan: Callable[..., None] | None = None, **values: Any) -> None:
-        """Plans step i with host lengths and device page numbers: nothing waits."""
+        """Plans step i with host lengths and device page numbers, so that nothing waits."""
         inputs, case = self.inputs[i], self.cases[i]
         pages = (inputs.indptr, self.indices[i], inputs.last_page_len)
         sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
@@ -122,16 +122,16 @@ class Steps:
         plan(inputs.qo_indptr, *pages, *sizes, causal=case.causal, **values)
 
     def run(self, wrapper: Any, i: int, **values: Any) -> Outputs:
-        """Step i from its own tensors, into new ones."""
+        """Runs step i from its own tensors, into new ones."""
         return Outputs(*wrapper.run(self.own_q[i], self.own_cache[i], return_lse=True, **values))
 
     def run_loaded(self, wrapper: Any, **values: Any) -> Outputs:
-        """The loaded step, into `out` and `lse`."""
+        """Runs the loaded step, into `out` and `lse`."""
         wrapper.run(self.q, self.cache, out=self.out, lse=self.lse, **values)
         return Outputs(self.out, self.lse)
 
     def check(self, i: int, outputs: Outputs, **changed: Any) -> None:
-        """Against the reference; `changed`: values of the case that the run gave in place of the planned ones."""
+        """Compares with the reference; `changed`: values of the case that the run gave in place of the planned ones."""
         case = dataclasses.replace(self.cases[i], **changed)
         assert outputs.lse is not None
         mine = Outputs(outputs.out[: self.rows[i]], outputs.lse[: self.rows[i]])
@@ -142,13 +142,13 @@ class Steps:
 
 
 def _room(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Memory for the longest."""
+    """Index memory for the longest step."""
     longest = max(tensors, key=len)
     return torch.full_like(longest, math.nan)
 
 
 def assert_same_bits(a: Outputs, b: Outputs, rows: int | None = None) -> None:
-    """NaN equals NaN."""
+    """Bitwise equality, in which NaN equals NaN."""
     assert a.lse is not None and b.lse is not None
     for x, y in ((a.out, b.out), (a.lse, b.lse)):
         integers = {2: torch.int16, 4: torch.int32}[x.element_size()]

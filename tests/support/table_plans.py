@@ -1,4 +1,4 @@
-"""Plans made from lengths on a device, beside those that the host makes of the same lengths."""
+"""Plans made from lengths on a device, and the host's plans of the same lengths."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from flashpage.native import records
 
 @dataclasses.dataclass
 class TableBatch:
-    """A batch over block tables whose rows have `stride` entries, of which `columns` count."""
+    """A batch over block tables whose rows have `stride` entries, of which the first `columns` count."""
 
     batch: Batch
     columns: int
     stride: int
-    has_rows: bool = True  # q_indptr is given; else every request has as many rows as the first one
+    has_rows: bool = True  # q_indptr is given; otherwise every request has as many rows as the first one
 
     @staticmethod
     def of(batch: Batch, spare_columns: int = 0, spare_stride: int = 0, has_rows: bool = True) -> TableBatch:
-        """A table as wide as the longest request needs, and more."""
+        """A table wider than the longest request needs."""
         columns = int(-(-max(batch.kv_lens, default=0) // batch.page_size)) + spare_columns
         return TableBatch(batch, columns, columns + spare_stride, has_rows)
 
     def host_plan(self, cutting: Cutting, requests: int | None = None) -> bytes:
-        """Of the first `requests`; page numbers begin where the rows of the table do."""
+        """The batch of the first `requests`, whose page numbers begin where the rows of the table do."""
         batch, count = self.batch, len(self.batch.q_lens) if requests is None else requests
         mine = dataclasses.replace(batch, q_lens=batch.q_lens[:count], kv_lens=batch.kv_lens[:count])
         arrays = arrays_of(mine, np.int64, use_kv_lens=True)
@@ -44,7 +44,7 @@ class TableBatch:
 
 
 class Tables:
-    """The same as a struct over tensors of a device."""
+    """The tables as a struct over tensors on a device."""
 
     def __init__(self, of: TableBatch, device: str, dtype: torch.dtype, requests: int | None) -> None:
         batch = of.batch
@@ -71,26 +71,31 @@ class Tables:
         )
 
     def bounds(self, cutting: Cutting) -> tuple[int, int]:
-        """Bytes and partial rows."""
+        """Bytes and partial rows by the bounds."""
         found = ctypes.c_int64(), ctypes.c_int64()
         arguments = (self.struct, cutting.struct(), *found)
         native.check(native.load().fp_tables_bounds(*map(ctypes.byref, arguments)))
         return found[0].value, found[1].value
 
     def plan(self, cutting: Cutting, kernel: Any = None, library: Any = None) -> bytes:
-        """The plan's bytes, made in memory that holds exactly what the bounds promise."""
+        """The plan's bytes, made in memory of exactly the size that the bounds promise."""
         size, limit_rows = self.bounds(cutting)
         memory = torch.full((size + 256,), 0xA5, dtype=torch.uint8, device=self.device)
         start = -memory.data_ptr() % 16
         stream = torch.cuda.current_stream().cuda_stream if memory.is_cuda else None
         native.check(
             (library or native.load()).fp_tables_plan(
-                *(kernel, ctypes.byref(self.struct), ctypes.byref(cutting.struct()), memory.data_ptr() + start, size),
-                *(stream, 0),
-            )
+                kernel,
+                ctypes.byref(self.struct),
+                ctypes.byref(cutting.struct()),
+                memory.data_ptr() + start,
+                size,
+                stream,
+                0,
+            )  # fmt: skip
         )
         found = memory.cpu().numpy()
-        assert (found[:start] == 0xA5).all() and (found[start + size :] == 0xA5).all(), "wrote beside its memory"
+        assert (found[:start] == 0xA5).all() and (found[start + size :] == 0xA5).all(), "wrote outside its memory"
         header = found[start : start + records.PLAN_HEADER.itemsize].view(records.PLAN_HEADER)[0]
         assert header["num_partial_rows"] <= limit_rows
         return found[start : start + int(header["used_bytes"])].tobytes()

@@ -1,24 +1,24 @@
-"""How far a kernel may be from the fp64 reference, derived from what the numerical contract lets it round.
+"""The allowed error of a kernel against the fp64 reference, derived from the roundings of the numerical contract.
 
 Inputs are compared as stored, so they carry no error. Three roundings remain.
 
-* Weights p enter the second product as 16-bit numbers where q is 16-bit (unit roundoff u: 2^-8 for bf16, 2^-11 for
-  fp16, which stands for fp8 too), and the output is rounded to its type; u is the larger of the two. So an element is
+* Weights p enter the second product as 16-bit numbers if q is 16-bit (unit roundoff u: 2^-8 for bf16, 2^-11 for
+  fp16, which also stands for fp8), and the output is rounded to its type; u is the larger of the two. So an element is
   off by at most u * sum(p |v|) + u * |out|. The errors of the weights are independent, so the norm of one row of one
-  head is off by about u / sqrt(3) times the norm of sqrt(sum((p v)^2) + out^2); where one weight dominates it reaches u
+  head is off by about u / sqrt(3) times the norm of sqrt(sum((p v)^2) + out^2); if one weight dominates it reaches u
   times that.
 * A score is a sum of head_dim products in fp32, then scaled, capped or shifted. Its absolute error s moves its weight
   by the factor 1 +- s, and the lse by at most s.
 * RoPE rounds rotated q and k to q's type (fp8: to fp16). Each rounding is off by about 0.4 u, so a score by 0.6 u times
   the spread of scores, five standard deviations of which are allowed; positions times frequencies are fp32 angles.
 
-Where Hopper multiplies fp8 queries with fp8 keys, and probabilities as fp8 with fp8 values (has_fp8_products):
+Hopper can multiply fp8 queries with fp8 keys, and probabilities as fp8 with fp8 values (has_fp8_products). Then:
 
 * u of the weights is e4m3's 2^-4; those below 2^-13 of the row's largest are subnormal, off by at most 2^-17 of it.
-* Tensor cores keep 13 bits behind the largest of a sum's terms and cut off the rest. That is u = 2^-13 for a score's
+* Tensor cores keep 13 bits below the largest of a sum's terms and cut off the rest. That is u = 2^-13 for a score's
   sum; sums of values are cut once for each 32 tokens, always towards zero, so it adds up.
 
-fp32 has u = 2^-24 and the same formulas. Each limit is what the formula gives times the slack named there.
+fp32 has u = 2^-24 and the same formulas. Each limit is the formula's value times a slack named below.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SUM_SLACK = 4.0  # fp32 sums of n terms err by about sqrt(n) units; four standar
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits on |error|, one for each thing compared."""
+    """Limits on |error| for each quantity that is compared."""
 
     row: torch.Tensor  # norm over head_dim, [rows, num_q_heads]
     element: torch.Tensor  # [rows, num_q_heads, head_dim_vo]
@@ -47,7 +47,7 @@ class Limits:
 
 
 def has_fp8_products(case: Case) -> bool:
-    """Whether prefill_sm90 computes it so (kernels/prefill_sm90.py): boxes of e4m3 alone, more rows than decode has."""
+    """Whether prefill_sm90 multiplies in fp8 (kernels/prefill_sm90.py): boxes of e4m3, more rows than decode takes."""
     is_e4m3 = case.q_dtype == case.kv_type == "float8_e4m3fn"
     is_whole = case.entry not in ("decode", "paged", "sink") or case.page_size % 8 == 0
     has_dims = all(dim % 32 == 0 and dim <= 256 for dim in (case.head_dim, case.value_dim))
@@ -95,5 +95,5 @@ def score_error(case: Case, *, fp8_products: bool = False) -> float:
 
 
 def _query_unit(case: Case) -> float:
-    """Of what queries are computed in: fp8 ones in fp16."""
+    """The unit roundoff of the type in which queries are computed; fp8 queries are computed in fp16."""
     return UNIT["float16" if case.has_fp8_query else case.q_dtype]

@@ -1,4 +1,4 @@
-"""Rendered variants compiled with g++ into one library: each is evaluated on scalars and on lanes, point by point."""
+"""Compiles rendered variants with g++ into one library, and evaluates each on scalars and on lanes, point by point."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ extern "C" void evaluate_{number}(const VariantArgs* args, int count, const floa
 
 
 class CompiledVariants:
-    """The variants of `specs`, by number."""
+    """The compiled variants of `specs`, by number."""
 
     def __init__(self, specs: Sequence[VariantSpec], folder: Path) -> None:
         self.source = _PREAMBLE + "".join(
@@ -78,7 +78,7 @@ class CompiledVariants:
 
 
 def variant_args(variant: TracedVariant) -> VariantArgs:
-    """The struct that kernels read, as a wrapper fills it."""
+    """The struct that kernels read, filled as a wrapper fills it."""
     arguments = VariantArgs()
     for slot, tensor in enumerate(variant.tensors):
         arguments.tensors[slot].data = tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""The variants that the documentation shows, over small captured tensors; and a callable for every traced operation."""
+"""The documentation's variants over small captured tensors, and a callable for every traced operation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BIAS = torch.randn(HEADS, TOKENS, TOKENS, generator=_generator)
 DOCUMENT = torch.sort(torch.randint(0, 4, (BATCH, TOKENS), generator=_generator))[0]
 PREFIX = torch.tensor([7, 0, 30], dtype=torch.int32)
 SLOPES = alibi_slopes(HEADS)
-START = torch.tensor([0, 5, 11])  # of each request in FLAT
+START = torch.tensor([0, 5, 11])  # start of each request in FLAT
 FLAT = torch.randn(TOKENS + 16, generator=_generator)
 CAP = 20.0
 WINDOW = 9
@@ -34,7 +34,7 @@ class Example:
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
     tolerance: float = 3e-6
-    elementwise: Callable[..., Any] | None = None  # score_mod for whole tensors, where it differs
+    elementwise: Callable[..., Any] | None = None  # score_mod for whole tensors, if it differs
 
 
 def tensor_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -70,7 +70,7 @@ def window_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def _branch_on_captured(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    if WINDOW > 4 and WINDOW * 2 < 100:  # captured: Python's own branch
+    if WINDOW > 4 and WINDOW * 2 < 100:  # WINDOW is captured: Python evaluates the branch
         score = score * math.sqrt(CAP)
     for i in range(WINDOW // 4):
         score = score + i * h
@@ -78,7 +78,7 @@ def _branch_on_captured(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> 
 
 
 def _reuse(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    for _ in range(30):  # 2^30 terms, were each use written out
+    for _ in range(30):  # 2^30 terms if each use were written out
         score = (score + score) * 0.5
     return score
 
@@ -105,9 +105,9 @@ def _load(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 FLAGS = torch.arange(TOKENS) % 3 == 0
-STRIDED = torch.randn(TOKENS, HEADS, 2, generator=_generator).permute(1, 2, 0)[:, 1]  # [HEADS, TOKENS], gaps and all
+STRIDED = torch.randn(TOKENS, HEADS, 2, generator=_generator).permute(1, 2, 0)[:, 1]  # [HEADS, TOKENS], with gaps
 FOUR = torch.randn(BATCH, HEADS, 4, 5, generator=_generator)
-SMALL_HALVES = (torch.randn(TOKENS, generator=_generator) * 1e-5).half()  # fp16 subnormals among them
+SMALL_HALVES = (torch.randn(TOKENS, generator=_generator) * 1e-5).half()  # fp16 subnormals are among them
 HUGE_HALVES = torch.tensor([float("inf"), -float("inf"), 65504.0, -0.0] * (TOKENS // 4)).half()
 ZERO_DIM, ZERO_DIM_COUNT = torch.tensor(1.75), torch.tensor(3)
 

@@ -1,4 +1,4 @@
-"""Sequences in vLLM's cache of blocks, NaN in every slot without a token, and what attention over them must give."""
+"""Sequences in vLLM's cache of blocks, with NaN in every slot without a token, and the expected attention."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BlockCase:
 
 
 class Blocks:
-    """One case's tensors on the CPU."""
+    """A case's tensors on the CPU."""
 
     def __init__(self, case: BlockCase) -> None:
         self.case = case
@@ -75,7 +75,7 @@ class Blocks:
         return key_cache, value_cache
 
     def arguments(self, device: str) -> list[Any]:
-        """Behind out (v2: and its three tensors)."""
+        """The arguments after out (v2: after its three tensors too)."""
         case, query = self.case, self.query.to(device)
         if case.strided:
             wide = torch.full(
@@ -97,7 +97,7 @@ class Blocks:
         return torch.full_like(self.query, math.nan, device=device)
 
     def expected(self) -> list[State]:
-        """Sequence by sequence."""
+        """The expected attention, sequence by sequence."""
         case = self.case
         scales = {"k_scale": K_SCALE, "v_scale": V_SCALE} if case.kv_cache_dtype != "auto" else {}
         found = []
@@ -127,13 +127,16 @@ class Blocks:
         return is_visible
 
     def check(self, out: torch.Tensor, slack: float = 1.0) -> None:
-        """`slack` > 1: parts were rounded before they were merged."""
+        """Compares with the reference; `slack` > 1: parts were rounded before they were merged."""
         case = self.case
         if not case.seq_lens:
             assert out.shape == self.query.shape
             return
         as_case = Case(
-            *(case.name, "a call of vLLM's operators", case.seq_lens, (1,) * len(case.seq_lens)),
+            case.name,
+            "a call of vLLM's operators",
+            kv_lens=case.seq_lens,
+            q_lens=(1,) * len(case.seq_lens),
             num_q_heads=case.num_heads,
             num_kv_heads=case.num_kv_heads,
             head_dim=case.head_size,

@@ -1,4 +1,4 @@
-"""Variants as users and wrappers see them: identity, slots, composition, memoisation, the built-in options, errors."""
+"""Variants as users and wrappers see them: identity, slots, composition, memoisation, built-in options, errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_values_are_not_part_of_the_spec() -> None:
     [
         capped(30.0, rows(4, 9, dtype=torch.float16)),
         capped(30, rows(4, 9)),  # an int scalar
-        Variant(lambda score, b, h, q_idx, kv_idx: 30.0 * torch.tanh(score / 30.0)),  # written in the callable
+        Variant(
+            lambda score, b, h, q_idx, kv_idx: 30.0 * torch.tanh(score / 30.0)
+        ),  # the number is written in the callable
     ],
 )
 def test_types_are_part_of_the_spec(other: Variant) -> None:
@@ -104,11 +106,11 @@ def test_identity_and_true_are_the_empty_spec() -> None:
     assert Variant(None, lambda b, h, q_idx, kv_idx: False).traced().spec.mask == "false"
 
 
-# When it is traced again
+# When a variant is traced again
 
 
 def counted(body: Any) -> tuple[Any, list[int]]:
-    """The callable, and a list that grows each time it is traced."""
+    """A callable, and a list that grows each time it is traced."""
     calls: list[int] = []
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -128,10 +130,10 @@ def test_same_captures_are_traced_once() -> None:
         return score * factor
 
     variant = Variant(lambda score, b, h, q_idx, kv_idx: helper(score) + table[h])
-    # `calls` is captured too, and grows while it is traced: the copy that is traced counts for itself.
+    # `calls` is captured too and grows during a trace; the trace calls a copy, whose list grows instead.
     first = variant.traced()
     assert variant.traced() is first
-    table += 1  # the same memory
+    table += 1  # the tensor's memory stays the same
     assert variant.traced() is first
     factor = 3.0
     assert variant.traced().scalars == (3.0,)
@@ -327,7 +329,7 @@ def statements(text: str) -> Variant:
 
 STATEMENTS = "float sum = 0; for (int i = 0; i < count; ++i) sum += slopes[i]; return score + sum;"
 EXACT = [
-    # a variant, and what torch says of (score, b, h, q_idx, kv_idx)
+    # a variant, and torch's result for (score, b, h, q_idx, kv_idx)
     (builtin(CAP, None), lambda s, b, h, q, k: CAP * torch.tanh(s / CAP)),
     (builtin(None, SLOPES), lambda s, b, h, q, k: s + SLOPES[h] * (k - q)),
     (builtin(CAP, SLOPES), lambda s, b, h, q, k: CAP * torch.tanh((s + SLOPES[h] * (k - q)) / CAP)),
@@ -386,7 +388,7 @@ def test_render_names_the_users_lines() -> None:
     for part, text in (("logit", spec.logit), ("mask", spec.mask)):
         for number, stage in enumerate(text.splitlines(), 1):
             assert lines[lines.index(f'#line {number} "flashpage variant: {part}"') + 1] == stage
-    # After a user's line, the lines are counted on as they stand.
+    # After a user's lines, the line numbers are those of the file.
     for place, line in enumerate(lines, 1):
         if line.endswith('"flashpage rendered variant"'):
             assert line == f'#line {place + 1} "flashpage rendered variant"'

@@ -1,5 +1,5 @@
-"""Rendered variants compile for the card: with nvcc and with NVRTC, which sees no header but ours; and what a compiler
-says of a user's expression names it."""
+"""Rendered variants compile for the card with nvcc and with NVRTC, which sees only our headers; a compiler's message
+about a user's expression names the expression."""
 
 from __future__ import annotations
 

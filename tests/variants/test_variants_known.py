@@ -1,4 +1,4 @@
-"""What is known of a user's logit text: soft caps, and tensors that are loaded for each token."""
+"""Facts derived from a user's logit text: soft caps, and tensors that are loaded for each token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_soft_caps_are_known(logit: str, cap: str) -> None:
         ("score + t[h + b * 2] * kv_idx", False),
         ("score + t [kv_idx]", True),
         ("score + t(t(kv_idx))", True),
-        ("score + t[min(h, 3)]", True),  # not looked into
+        ("score + t[min(h, 3)]", True),  # the text inside is not analysed
         ("const auto other = t; return score + other(kv_idx);", True),
     ],
 )

@@ -1,5 +1,5 @@
-"""Every traced operation against torch's own evaluation of the same callable, on scalars and on lanes; and what cannot
-be traced is named with the user's line."""
+"""Every traced operation, compared with torch's evaluation of the same callable, on scalars and on lanes; an operation
+that cannot be traced is named with the user's line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompiledVariants:
 
 @pytest.fixture(scope="module")
 def points() -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and (b, h, q_idx, kv_idx); GROUP neighbours share all but the token."""
+    """Scores and (b, h, q_idx, kv_idx); GROUP neighbours share all indices but the token's."""
     generator = torch.Generator().manual_seed(5)
     groups = 64
     rows = torch.stack([torch.randint(0, most, (groups,), generator=generator) for most in (BATCH, HEADS, TOKENS)], 1)
@@ -92,7 +92,7 @@ def _nothing(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 ARRAY = np.zeros(TOKENS)
 UNSUPPORTED: list[tuple[str, Callable[..., Any], str, str]] = [
-    # what, callable, the operation as the message names it, a part of the user's line
+    # name, callable, the operation as the message names it, a part of the user's line
     ("if", _if, "Python's if", "return score if kv_idx > q_idx else 2 * score"),
     ("and", lambda s, b, h, q, k: torch.where(k > q and h > 1, s, 0), "Python's if", "k > q and h > 1"),
     ("min", lambda s, b, h, q, k: min(s, k), "torch.minimum", "min(s, k)"),

@@ -1,1 +1,1 @@
-"""flashpage in FlashInfer's place, for programs whose imports cannot be changed."""
+"""Serves flashpage under FlashInfer's names, for programs whose imports cannot be changed."""

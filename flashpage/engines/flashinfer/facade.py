@@ -4,8 +4,8 @@
     flashpage.compat.install()  # before the engine is imported
     import flashinfer.decode  # is flashpage.decode
 
-Where an import can be changed, `import flashpage as flashinfer` does as much. What FlashInfer has beside attention
-(sampling, norms, GEMMs, MoE, communication) is not here: importing it fails as a missing module does.
+Where an import can be changed, `import flashpage as flashinfer` does the same. FlashInfer's other parts (sampling,
+norms, GEMMs, MoE, communication) are not here: importing them raises ModuleNotFoundError.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 from ...base.errors import FlashpageError
 
-SUBMODULES = (*("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "sparse", "utils"),)
-FLASHINFER_VERSION = "0.7.2"  # whose names and signatures are served
+SUBMODULES = "attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "sparse", "utils"
+FLASHINFER_VERSION = "0.7.2"  # the release whose names and signatures are served
 
 _NAME = "flashinfer"
 
 
 class _Facade(types.ModuleType):
-    """The module `flashinfer`: flashpage's public names; no path, so that nothing is imported a second time."""
+    """The module `flashinfer` with flashpage's public names. It has no path, so no file is imported a second time."""
 
     def __getattr__(self, name: str) -> Any:
         import flashpage
@@ -35,8 +35,7 @@ class _Facade(types.ModuleType):
         if name in flashpage.__all__ and not name.startswith("__"):
             return getattr(flashpage, name)
         raise AttributeError(
-            f"module 'flashinfer' has no attribute {name!r}: flashpage, which stands in its place, has FlashInfer's "
-            "attention alone"
+            f"module 'flashinfer' has no attribute {name!r}: flashpage stands in its place and has only attention"
         )
 
     def __dir__(self) -> list[str]:
@@ -56,11 +55,11 @@ def install() -> types.ModuleType:
         return present
     if present is not None:
         raise FlashpageError(
-            f"flashinfer is imported already, from {getattr(present, '__file__', None)}: call install() before "
-            "anything imports it."
+            f"flashinfer is already imported from {getattr(present, '__file__', None)}. "
+            "Call install() before anything imports it."
         )
     facade = _Facade(_NAME, __doc__)
-    spec = importlib.machinery.ModuleSpec(_NAME, None, is_package=True)  # importlib.util.find_spec answers with it
+    spec = importlib.machinery.ModuleSpec(_NAME, None, is_package=True)  # importlib.util.find_spec returns it
     vars(facade).update(__version__=FLASHINFER_VERSION, __path__=[], __spec__=spec)
     modules = {name: importlib.import_module(f"flashpage.{name}") for name in SUBMODULES}
     sys.modules[_NAME] = facade
@@ -70,7 +69,7 @@ def install() -> types.ModuleType:
 
 
 def uninstall() -> None:
-    """Takes the names out of sys.modules again; who has imported them keeps them."""
+    """Removes the names from sys.modules; modules that have imported them keep their references."""
     if isinstance(sys.modules.get(_NAME), _Facade):
         for name in (_NAME, *(f"{_NAME}.{submodule}" for submodule in SUBMODULES)):
             sys.modules.pop(name, None)

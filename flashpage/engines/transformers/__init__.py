@@ -1,7 +1,7 @@
 """The attention of transformers models: `register()` once, then `model.set_attn_implementation(flashpage.hf.NAME)`.
 
-`PagedCache(model.config)` is the paged KV cache of `generate(past_key_values=...)`; without it keys and values lie in
-transformers' own cache and are read from there. `generate_batch` (continuous batching) reads transformers' pages.
+`PagedCache(model.config)` is the paged KV cache for `generate(past_key_values=...)`; without it attention reads keys
+and values from transformers' own cache. `generate_batch` (continuous batching) uses transformers' pages.
 """
 
 from __future__ import annotations

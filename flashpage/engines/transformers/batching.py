@@ -15,7 +15,7 @@ from .ragged import joined_to_host, packed, padded_to
 
 
 class _Slots(NamedTuple):
-    """Where a layer's tokens are: [slots, 1, num_kv_heads, head_dim], pages of one token."""
+    """A layer's keys or values [slots, 1, num_kv_heads, head_dim]: pages of one token."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -24,19 +24,19 @@ class _Slots(NamedTuple):
 def attend(
     layer: Layer, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """Stores the new tokens and attends to all of their requests' tokens.
+    """Stores the new tokens, and attends to all tokens of their requests.
 
     Args:
-        index: of the layer.
+        index: layer number.
         query, key, value: [1, heads, tokens, dim], the new tokens of all requests.
-        kwargs: cache; cu_seq_lens_q [requests + 1] and cu_seq_lens_k, by layer type; read_index and write_index, by
-            group of layers: slots of all tokens of the requests, and of the new ones.
+        kwargs: cache; cu_seq_lens_q [requests + 1]; cu_seq_lens_k by layer type; read_index and write_index by group of
+            layers: the slots of all tokens of the requests, and of the new tokens.
 
     Returns:
         [1, tokens, num_q_heads, head_dim]
     """
     if kwargs.get("block_table") is not None:
-        raise RunError("block_table is given: set max_blocks_per_request=0 in the ContinuousBatchingConfig.")
+        raise RunError("block_table is not supported: set max_blocks_per_request=0 in the ContinuousBatchingConfig.")
     cache = kwargs["cache"]
     is_newer = hasattr(cache, "layer_to_allocator")  # from transformers 5.18 on
     layer_type, group, slots = (_slots_of if is_newer else _slots_of_older)(cache, index)
@@ -44,7 +44,7 @@ def attend(
     ends = kwargs["cu_seq_lens_q"], kv_ends[layer_type] if isinstance(kv_ends, dict) else kv_ends
     read, write = kwargs["read_index"][group], kwargs["write_index"][group]
     if slots is None:
-        # A window's slots are used in turn: old tokens are gathered before new ones take their place.
+        # A window's slots are a ring: old tokens are gathered before new tokens overwrite them.
         if is_newer:
             key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=dict(kwargs))
         else:
@@ -55,7 +55,7 @@ def attend(
         return packed(layer, query, key, value, ends)
     slots.keys.index_copy_(0, write, key[0].transpose(0, 1).unsqueeze(1))
     slots.values.index_copy_(0, write, value[0].transpose(0, 1).unsqueeze(1))
-    # Nothing to read: all requests begin here, and their tokens are the new ones.
+    # No request has earlier tokens, so there is nothing to read.
     return _paged(layer, query, slots, read if read.numel() else write, ends)
 
 
@@ -77,7 +77,7 @@ def _paged(
 
 
 def _slots_of(cache: Any, index: int) -> tuple[str, int, _Slots | None]:
-    """Layer type, group, and slots where they keep their tokens."""
+    """The layer's type, its group of layers, and the slots of all tokens in that group."""
     allocator = cache.layer_to_allocator[index]
     if allocator.layer_type != "full_attention":
         return allocator.layer_type, allocator.index, None

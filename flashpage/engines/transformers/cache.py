@@ -15,23 +15,23 @@ from .masks import bits
 from .pages import PageTable
 from .step import Step
 
-_TAG = "_flashpage_layer"  # on the keys that a layer's update returns: they go to the attention function as they are
+_TAG = "_flashpage_layer"  # attribute of the keys that a layer's update returns; the attention function gets them
 
 
 def layer_of(key: torch.Tensor) -> PagedLayer | None:
-    """The layer of a PagedCache that these keys have come from."""
+    """The PagedCache layer that these keys come from, or None."""
     return getattr(key, _TAG, None)
 
 
 class PagedCache(Cache):
     """Keys and values in pages: `model.generate(..., past_key_values=PagedCache(model.config))`.
 
-    Tokens of padding take no place. The batch is planned once a forward, by the first layer, for all of them.
+    Padding is not stored. The first layer of a forward plans the batch for all layers.
 
     Args:
-        config: of the model.
-        page_size: tokens a page.
-        num_pages: of each layer, allocated at once and never more; None: as many as there are tokens, by doubling.
+        config: the model's configuration.
+        page_size: tokens in a page.
+        num_pages: pages of each layer, allocated once; None: grows with the tokens, by doubling.
     """
 
     def __init__(self, config: Any, page_size: int = 16, num_pages: int | None = None) -> None:
@@ -40,8 +40,8 @@ class PagedCache(Cache):
         config = config.get_text_config(decoder=True)
         if getattr(config, "kv_lora_rank", None) is not None:
             raise RunError(
-                f"{config.model_type} caches latents, which its layers expand: pass no past_key_values, and the "
-                "expanded keys and values are attended to where they are."
+                f"{config.model_type} caches latents, which its layers expand. "
+                "Pass no past_key_values: attention then reads the expanded keys and values."
             )
         others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if others:
@@ -52,7 +52,7 @@ class PagedCache(Cache):
         super().__init__(layers=[PagedLayer(self) for _ in range(config.num_hidden_layers)])
 
     def begin(self, length: int, batch: int, mask: torch.Tensor | None) -> Step:
-        """The step in which the cache comes to have `length` tokens (of a row, padding included)."""
+        """The step after which each row of the cache has `length` tokens, padding included."""
         if self.step is None or self.step.length != length:
             if self.table.batch != batch:
                 if self.history.length:
@@ -62,15 +62,15 @@ class PagedCache(Cache):
         return self.step
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens of every row: -n. (n, of older releases: what stays.)"""
-        length, end = self.history.length, int(tokens_to_remove)  # which some releases pass as a tensor
+        """Removes the last n tokens of every row, given -n. A positive number (older releases) is the length kept."""
+        length, end = self.history.length, int(tokens_to_remove)  # some releases pass a tensor
         count = min(length, -end if end <= 0 else max(0, length - end))
         if count:
             self.table.shorten(self.history.crop(count, self.table.batch))
             self._set_length()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was; rows from one share its pages."""
+        """Makes row i a copy of row beam_idx[i]; rows with the same origin share its pages."""
         requests = beam_idx.cpu()
         if self.history.length:
             self.table.select(requests)
@@ -79,11 +79,11 @@ class PagedCache(Cache):
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
+        """Repeats each row `repeats` times; the copies are neighbours."""
         self.reorder_cache(torch.arange(self.table.batch, device="cpu").repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """Without tokens, as new; memory stays."""
+        """Forgets all tokens and keeps the memory."""
         self.table.reset()
         self.history = History()
         self._set_length()
@@ -100,7 +100,7 @@ class PagedCache(Cache):
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's pages: keys [num_pages, page_size, num_kv_heads, head_dim] and values."""
+    """One layer's pages, keys [num_pages, page_size, num_kv_heads, head_dim] and values."""
 
     is_sliding = False
     is_croppable = True
@@ -110,8 +110,8 @@ class PagedLayer(CacheLayerMixin):
     def __init__(self, cache: PagedCache) -> None:
         super().__init__()
         self.cache = cache
-        self.length = 0  # tokens of a row, padding included
-        self.is_pending = False  # tokens were handed out that no attention has stored
+        self.length = 0  # tokens in a row, padding included
+        self.is_pending = False  # update returned tokens that no attention has stored yet
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         page_size = self.cache.table.page_size
@@ -125,22 +125,22 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes [batch, heads, tokens, dim], and hands the new tokens to the attention function, which stores them."""
+        """Takes [batch, heads, tokens, dim], and returns the new tokens, which the attention function stores."""
         if self.is_pending:
             raise RunError(
-                "keys of a PagedCache did not reach its attention: call flashpage.hf.register() and "
-                "model.set_attn_implementation(flashpage.hf.NAME), or pass no past_key_values."
+                "keys of a PagedCache did not reach flashpage's attention. "
+                "Call flashpage.hf.register() and model.set_attn_implementation(flashpage.hf.NAME)."
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.length += key_states.shape[2]
         self.is_pending = True
-        key_states = key_states.view(key_states.shape)  # a tensor of our own to put the tag on
+        key_states = key_states.view(key_states.shape)  # a new tensor object that carries the tag
         setattr(key_states, _TAG, self)
         return key_states, value_states
 
     def attend(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[batch, q_length, num_q_heads, head_dim_vo]"""
+        """Stores the new tokens and attends to all; returns [batch, q_length, num_q_heads, head_dim_vo]."""
         batch, q_length = query.shape[0], query.shape[2]
         step = self.cache.begin(self.length, batch, layer.mask)
         self.is_pending = False
@@ -154,7 +154,7 @@ class PagedLayer(CacheLayerMixin):
         return step.run(layer, query, (self.keys, self.values), mask)
 
     def _fit(self, num_pages: int) -> None:
-        """As many pages as the table counts."""
+        """Grows the layer's memory to the number of pages in the table."""
         old = self.keys.shape[0]
         if old < num_pages:
             grown = [t.new_empty(num_pages, *t.shape[1:]) for t in (self.keys, self.values)]

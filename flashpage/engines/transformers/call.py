@@ -1,4 +1,4 @@
-"""What one layer asks of its attention, judged."""
+"""The arguments of one layer's attention call, checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...wrappers.plan_arguments import PrefillArguments
 
 
 class Call(NamedTuple):
-    """Options of a layer that a plan is made for; layers with equal ones share it."""
+    """The options of a layer that its plan depends on; layers with equal options share a plan."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -21,10 +21,10 @@ class Call(NamedTuple):
     sm_scale: float | None
     soft_cap: float | None
     is_causal: bool
-    has_mask: bool  # 4-D: it says all that is visible
+    has_mask: bool  # a 4-D mask, which says all that is visible
 
     def arguments(self, page_size: int, window_left: int, has_mask: bool) -> PrefillArguments:
-        """What a plan is made for; `page_size`: 0: ragged."""
+        """The options of the plan; `page_size` 0 means ragged."""
         return PrefillArguments(
             "paged" if page_size else "ragged",
             self.num_q_heads,
@@ -42,12 +42,12 @@ class Call(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A call with what may differ from layer to layer under one plan, and the mask."""
+    """A layer's call: its plan's options, those that may differ under one plan, and the mask."""
 
     call: Call
     window_left: int
     sinks: torch.Tensor | None  # [num_q_heads] fp32
-    mask: torch.Tensor | None  # [batch, kv_len] bool, True: a token; or [batch or 1, 1, q_len, kv_len]
+    mask: torch.Tensor | None  # [batch, kv_len] bool, True at tokens; or [batch or 1, 1, q_len, kv_len]
 
 
 def judge(
@@ -58,7 +58,7 @@ def judge(
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> Layer:
-    """Of the arguments that transformers passes to an attention function; refused by name where we cannot."""
+    """Reads the arguments that transformers passes to an attention function; refuses unsupported ones by name."""
     _refuse(options, query)
     if isinstance(mask, torch.Tensor) and mask.dim() not in (2, 4):
         raise RunError(
@@ -67,12 +67,17 @@ def judge(
     is_causal, window = options["is_causal"], options["sliding_window"]
     has_mask = mask is not None and mask.dim() == 4
     call = Call(
-        *(query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype),
-        *(options["scaling"], options["softcap"]),
-        bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
-        has_mask,
+        num_q_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim_qk=query.shape[3],
+        head_dim_vo=value.shape[3],
+        dtype=query.dtype,
+        sm_scale=options["scaling"],
+        soft_cap=options["softcap"],
+        is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        has_mask=has_mask,
     )
-    # transformers counts the token itself, we count those on its left; a 4-D mask has the window in it.
+    # transformers' window includes the row's own token and ours does not; a 4-D mask has the window in it.
     window_left = -1 if window is None or has_mask or not call.is_causal else window - 1
     sinks = options["s_aux"]
     return Layer(call, window_left, None if sinks is None else sinks.detach().float(), mask)
@@ -80,14 +85,12 @@ def judge(
 
 def _refuse(options: dict[str, Any], query: torch.Tensor) -> None:
     if options["dropout"]:
-        raise RunError(f"dropout={options['dropout']}: there is none here; call model.eval().")
+        raise RunError(f"dropout={options['dropout']}: dropout is not supported; call model.eval().")
     if options["position_bias"] is not None:
-        raise RunError("position_bias is given: this attention has none; use attn_implementation='sdpa'.")
+        raise RunError("position_bias is given: it is not supported; use attn_implementation='sdpa'.")
     if options.get("output_attentions"):
-        raise RunError("output_attentions=True: the weights are never in memory; use attn_implementation='eager'.")
+        raise RunError("output_attentions=True: the weights are never stored; use attn_implementation='eager'.")
     if query.requires_grad and torch.is_grad_enabled():
-        raise RunError("gradients are on: there is no backward here; run the model under torch.no_grad().")
+        raise RunError("gradients are on: there is no backward pass; run the model under torch.no_grad().")
     if query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RunError(
-            "the stream is captured: plans are made on the host; turn CUDA graphs off (use_cuda_graph=False)."
-        )
+        raise RunError("the stream is being captured: the host makes the plans; pass use_cuda_graph=False.")

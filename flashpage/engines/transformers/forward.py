@@ -1,4 +1,4 @@
-"""Our attention function in transformers' AttentionInterface."""
+"""The attention function for transformers' AttentionInterface."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def attention(
 
     Args:
         query: [batch, num_q_heads, q_length, head_dim].
-        key, value: [batch, num_kv_heads, kv_length, head_dim or head_dim_vo]; from a PagedCache: the new tokens alone.
-        attention_mask: what padding_mask made, or the user's 4-D mask.
-        scaling: of the scores; None: head_dim ** -0.5.
-        sliding_window: tokens that a row sees, itself among them.
-        softcap: scores become cap * tanh(score / cap).
-        s_aux: [num_q_heads], natural-log units, joins the denominator.
-        cache, cu_seq_lens_q, cu_seq_lens_k, read_index, write_index: of continuous batching.
+        key, value: [batch, num_kv_heads, kv_length, head_dim or head_dim_vo]; from a PagedCache, only the new tokens.
+        attention_mask: the result of padding_mask, or the user's 4-D mask.
+        scaling: multiplies the scores; None: head_dim ** -0.5.
+        sliding_window: number of tokens that a row sees, its own included.
+        softcap: scores become softcap * tanh(score / softcap).
+        s_aux: [num_q_heads] sinks in natural-log units, which join the softmax's denominator.
+        cache, cu_seq_lens_q, cu_seq_lens_k, read_index, write_index: given by continuous batching.
 
     Returns:
-        [batch, q_length, num_q_heads, head_dim_vo], and None: there are no weights to show.
+        [batch, q_length, num_q_heads, head_dim_vo], and None in place of the attention weights.
     """
     options = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     options |= {"s_aux": s_aux, "is_causal": is_causal, "position_bias": position_bias} | kwargs
@@ -59,7 +59,7 @@ def attention(
 
 
 def batched_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """The same for models that a ContinuousBatchingManager runs, which are given no masks."""
+    """`attention` for models that a ContinuousBatchingManager runs, which get no masks."""
     if kwargs.get("cache") is None:
-        raise RunError("the model is under continuous batching: stop the manager before you call it.")
+        raise RunError("the model runs under continuous batching: stop the manager before you call the model.")
     return attention(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which columns of the padded rows of a cache were tokens: what cropping and reordering have to know."""
+"""Which columns of a cache's padded rows were tokens, as cropping and reordering need to know."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class _Columns(NamedTuple):
 
 
 class History:
-    """Columns in the order in which they came, those without padding as one number."""
+    """The columns in order of arrival; neighbouring columns without padding are stored as their number."""
 
     def __init__(self) -> None:
         self._columns: list[_Columns] = []
 
     @property
     def length(self) -> int:
-        """Of a row, padding included."""
+        """Columns of a row, padding included."""
         return sum(columns.width for columns in self._columns)
 
     @property
@@ -33,7 +33,7 @@ class History:
         self._columns.append(_Columns(width, is_token))
 
     def crop(self, count: int, batch: int) -> torch.Tensor:
-        """Removes the last columns; returns how many tokens of each row they were, [batch]."""
+        """Removes the last columns; returns the number of tokens that each row loses, [batch]."""
         removed = torch.zeros(batch, dtype=torch.int64, device="cpu")
         while count:
             width, is_token = self._columns.pop()

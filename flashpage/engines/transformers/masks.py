@@ -1,4 +1,4 @@
-"""Masks between transformers and plans: padding becomes lengths, all that is more than padding a mask of bits."""
+"""From transformers' masks to plans: padding becomes lengths, any other mask becomes bits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def padding_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Our entry in transformers' AttentionMaskInterface.
+    """The mask function for transformers' AttentionMaskInterface.
 
     Returns:
-        None (no padding) or [batch, kv_length] bool where the mask is causal with a window at most, or none at all;
-        [batch, 1, q_length, kv_length] bool where something else is laid over it.
+        None (no padding) or [batch, kv_length] bool where the mask is full, or causal with at most a window;
+        [batch, 1, q_length, kv_length] bool for any other mask.
     """
     is_full = mask_function is bidirectional_mask_function
     if isinstance(q_offset, torch.Tensor) or (not is_full and kv_offset + kv_length > q_offset + q_length):
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     """Which rows of a padded batch [batch, length] are tokens."""
 
     is_token: torch.Tensor | None  # [batch, length] bool on the host; None: all
-    places: torch.Tensor | None  # those of the flattened batch, on the device; None: all
+    places: torch.Tensor | None  # rows of the flattened batch that are tokens, on the device; None: all
     lengths: torch.Tensor  # [batch], on the host
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ def all_rows(batch: int, length: int) -> Rows:
 
 
 def token_rows(is_token: torch.Tensor, device: torch.device) -> Rows:
-    """Of a mask on the host, [batch, length]."""
+    """Rows for a mask on the host, [batch, length]."""
     if bool(is_token.all()):
         return all_rows(*is_token.shape)
     index = is_token.flatten().nonzero().squeeze(1).to(device)
@@ -78,17 +78,16 @@ def token_rows(is_token: torch.Tensor, device: torch.device) -> Rows:
 
 
 def bits(mask: torch.Tensor | None, batch: int, q_length: int, kv_length: int) -> Mask | None:
-    """A 4-D mask as `plan` takes it; nothing for other masks."""
+    """A 4-D mask as `plan` takes it; None for other masks."""
     if mask is None or mask.dim() != 4:
         return None
     if mask.shape[1] != 1 or mask.shape[0] not in (1, batch) or mask.shape[2:] != (q_length, kv_length):
         raise RunError(
-            f"attention_mask has shape {tuple(mask.shape)} but the batch needs {(batch, 1, q_length, kv_length)}: one "
-            "mask for all heads."
+            f"attention_mask has shape {tuple(mask.shape)}: pass one for all heads, {(batch, 1, q_length, kv_length)}."
         )
     if mask.dtype != torch.bool:
         visible = mask == 0
         if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-            raise RunError("attention_mask adds numbers to the scores: pass one of True and False.")
+            raise RunError("attention_mask adds numbers to the scores: pass a bool mask.")
         mask = visible
     return Mask(mask.expand(batch, 1, q_length, kv_length).flatten())

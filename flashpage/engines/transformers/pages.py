@@ -1,4 +1,4 @@
-"""Who has which pages. One table serves all layers of a cache: a page number means the same place in each."""
+"""Which request has which pages. One table serves all layers of a cache: page n is the same place in each of them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ...base.errors import RunError
 class PageTable:
     """Pages of the requests of a batch, on the host.
 
-    Requests made from one another share pages; a request that writes to a shared one gets a page of its own first.
+    Requests made from one another share pages; a request that writes to a shared page gets its own copy first.
     """
 
     def __init__(self, page_size: int, num_pages: int | None) -> None:
         self.page_size = page_size
         self.limit = num_pages
-        self.num_pages = num_pages or 0  # of the pools, in use or not
+        self.num_pages = num_pages or 0  # in use or free
         self.batch = 0
         self.lengths = torch.zeros(0, dtype=torch.int64, device="cpu")  # [batch], tokens
         self.pages: list[list[int]] = []  # of each request
-        self._users = [0] * self.num_pages  # requests that have a page
+        self._users = [0] * self.num_pages  # number of requests that have each page
         self._free = list(range(self.num_pages))[::-1]
 
     def start(self, batch: int) -> None:
-        """Requests without tokens."""
+        """Makes `batch` requests without tokens."""
         self.batch, self.lengths, self.pages = (
             batch,
             torch.zeros(batch, dtype=torch.int64, device="cpu"),
@@ -32,7 +32,7 @@ class PageTable:
         )
 
     def extend(self, new: torch.Tensor) -> list[tuple[int, int]]:
-        """Room for `new` [batch] more tokens. Returns pages to copy first, as pairs (from, to)."""
+        """Allocates room for `new` [batch] more tokens; returns the pages to copy first, as pairs (from, to)."""
         copies = []
         for request, count in enumerate(new.tolist()):
             if not count:
@@ -48,7 +48,7 @@ class PageTable:
         return copies
 
     def shorten(self, removed: torch.Tensor) -> None:
-        """The last `removed` [batch] tokens go."""
+        """Removes the last `removed` [batch] tokens."""
         self.lengths = self.lengths - removed
         for pages, length in zip(self.pages, self.lengths.tolist(), strict=True):
             kept = -(-length // self.page_size)
@@ -56,7 +56,7 @@ class PageTable:
             del pages[kept:]
 
     def select(self, requests: torch.Tensor) -> None:
-        """Makes request i of the new batch what requests[i] was; one may appear several times."""
+        """Makes request i of the new batch a copy of requests[i]; a request may be given several times."""
         chosen = requests.tolist()
         pages = [list(self.pages[request]) for request in chosen]
         for page in (page for own in pages for page in own):
@@ -82,8 +82,8 @@ class PageTable:
     def _take(self) -> int:
         if not self._free:
             if self.limit is not None:
-                raise RunError(f"all num_pages={self.limit} pages of the cache are in use: make it with more.")
-            more = max(16, self.num_pages)  # doubling: a page is moved once on average
+                raise RunError(f"all num_pages={self.limit} pages of the cache are in use: pass a larger num_pages.")
+            more = max(16, self.num_pages)  # doubling, so that a page moves once on average
             self._free = list(range(self.num_pages, self.num_pages + more))[::-1]
             self._users += [0] * more
             self.num_pages += more

@@ -1,4 +1,4 @@
-"""Attention over keys and values as transformers' own caches hand them out: padded, [batch, heads, tokens, dim]."""
+"""Attention over keys and values in transformers' own caches: padded, [batch, heads, tokens, dim]."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Batch(NamedTuple):
 
 
 def attend(layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[batch, q_length, num_q_heads, head_dim_vo]"""
+    """Attention of a padded batch, [batch, q_length, num_q_heads, head_dim_vo]."""
     mask, (batch, _, q_length, _), kv_length = layer.mask, query.shape, key.shape[2]
     planned = plans.shared(query.device, ("ragged", layer.call, layer.window_left), is_paged=False)
     identity = (mask, -1 if mask is None else mask._version, batch, q_length, kv_length)
@@ -35,7 +35,7 @@ def attend(layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Te
 
 
 def _rows(layer: Layer, query: torch.Tensor, kv_length: int) -> _Batch:
-    """Without a causal mask rows that are no tokens are rows like others."""
+    """The rows to compute. Without a causal mask, padding rows are queries like all others."""
     batch, _, q_length, _ = query.shape
     if layer.mask is None or layer.call.has_mask:
         return _Batch(all_rows(batch, q_length), all_rows(batch, kv_length))
@@ -49,7 +49,7 @@ def _rows(layer: Layer, query: torch.Tensor, kv_length: int) -> _Batch:
 def packed(
     layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """The same of one row of requests joined without padding, which begin at `ends`: [1, tokens, heads, dim_vo]."""
+    """Attention of requests joined in one row without padding, which begin at `ends`: [1, tokens, heads, dim_vo]."""
     planned = plans.shared(query.device, ("packed", layer.call, layer.window_left), is_paged=False)
     if planned.is_for(ends):
         q_rows, kv_rows = planned.batch
@@ -63,20 +63,20 @@ def packed(
 
 
 def padded_to(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """[1, length, heads, dim] of the first rows, zeros after them."""
+    """[1, length, heads, dim]: the given rows, then zeros."""
     if rows.shape[0] < length:
         rows = torch.cat([rows, rows.new_zeros(length - rows.shape[0], *rows.shape[1:])])
     return rows.unsqueeze(0)
 
 
 def indptr(lengths: torch.Tensor) -> torch.Tensor:
-    """[batch + 1] int32, on the host."""
+    """[0, lengths[0], lengths[0] + lengths[1], ...], [batch + 1] int32 on the host."""
     ends = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device="cpu")
     torch.cumsum(lengths, 0, out=ends[1:])
     return ends
 
 
 def joined_to_host(q_indptr: torch.Tensor, kv_indptr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in one copy."""
+    """Copies both to the host at once."""
     q_ends, kv_ends = torch.stack([q_indptr.int(), kv_indptr.int()]).cpu()
     return q_ends, kv_ends

@@ -1,4 +1,4 @@
-"""Our names in transformers' registries."""
+"""Registers our attention and mask functions with transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .forward import attention, batched_attention
 from .masks import padding_mask
 
-# transformers takes every name with "flash" in it for FlashAttention, and loads that package.
+# The name has no "flash" in it: transformers takes such names for FlashAttention and loads that package.
 NAME = "fpage"
-# The same while a ContinuousBatchingManager runs the model: under a name without a mask function no mask is made.
+# The name while a ContinuousBatchingManager runs the model. It has no mask function, so transformers makes no mask.
 BATCHING_NAME = "fpage_batching"
 _MARK = "_keeps_flashpage"
 
@@ -26,7 +26,7 @@ def register() -> None:
 
 
 def _admit_to_batching() -> None:
-    """`generate_batch` replaces or refuses implementations that it does not know; models that have ours keep it."""
+    """Lets models keep NAME in `generate_batch`, which replaces or refuses implementations that it does not know."""
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
     choose = ContinuousBatchingManager.switch_to_cb_friendly_attn
@@ -38,7 +38,7 @@ def _admit_to_batching() -> None:
         if model.config._attn_implementation != NAME:
             return choose(self, model, *args, **kwargs)
         model.set_attn_implementation(BATCHING_NAME)
-        self._original_attn_impl = NAME  # what `stop` gives the model back
+        self._original_attn_impl = NAME  # `stop` restores it
         return None
 
     setattr(choose_or_keep, _MARK, True)

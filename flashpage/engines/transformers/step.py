@@ -18,14 +18,14 @@ from .ragged import indptr
 
 
 class Step:
-    """Made by the first layer of a forward.
+    """The shared state of one forward, made by its first layer.
 
     Attributes:
-        length: tokens of a row after this forward, padding included.
-        rows: the new rows that are tokens.
+        length: tokens in a row after this forward, padding included.
+        rows: which of the new rows are tokens.
         copies: pages (from, to) that every layer copies before it writes.
-        places: request and position of each new token, on the device: arguments of append_paged_kv_cache.
-        page_lists: page numbers, where each request's begin, and last_page_len, on the device.
+        places: request and position of each new token, on the device, for append_paged_kv_cache.
+        page_lists: page numbers, the start of each request's, and last_page_len, on the device.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Step:
         self.is_dense = mask is not None and mask.dim() == 4
         if self.is_dense and history.is_padded:
             raise RunError(
-                "attention_mask is 4-D but the cache was filled with padding left out: pass [batch, tokens]."
+                "attention_mask is 4-D but the cache was filled without its padding: pass a mask [batch, tokens]."
             )
         count = length - history.length
         self.rows = self._new_rows(table.batch, count, None if self.is_dense else mask, table.lengths)
@@ -47,26 +47,27 @@ class Step:
 
     def _new_rows(self, batch: int, count: int, mask: torch.Tensor | None, before: torch.Tensor) -> Rows:
         if count < 1:
-            raise RunError("layers of one forward add different numbers of tokens: an earlier one broke off; reset().")
+            raise RunError("layers of one forward add different numbers of tokens: reset() after a failed forward.")
         if mask is None:
             rows = all_rows(batch, count)
             total = before + rows.lengths
         else:
-            # One copy: the new columns, and the tokens of all columns, which must be those that the cache has.
+            # One copy to the host: the new columns, and the row sums, which must equal the cache's numbers of tokens.
             seen = torch.cat([mask[:, -count:].int(), mask.sum(1, dtype=torch.int32).unsqueeze(1)], dim=1).cpu()
             rows, total = token_rows(seen[:, :-1].bool(), self.device), seen[:, -1].long()
         if not torch.equal(total, before + rows.lengths):
             request = int((total != before + rows.lengths).nonzero()[0])
+            stored = int((before + rows.lengths)[request])
             raise RunError(
-                f"attention_mask has {int(total[request])} tokens in row {request} but the cache will have "
-                f"{int((before + rows.lengths)[request])}: mask earlier tokens as when they came, or reset() the cache."
+                f"attention_mask has {int(total[request])} tokens in row {request} but the cache will have {stored}. "
+                "Mask earlier tokens as in the calls that stored them, or reset() the cache."
             )
         return rows
 
     def _place(
         self, begin: torch.Tensor, kv_indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor
     ) -> None:
-        """Everything that lies on the device goes there in one copy."""
+        """Copies everything that the device needs in one transfer."""
         new = self.rows.lengths
         self.q_indptr, self.kv_indptr, self.last_page_len = indptr(new), kv_indptr, last_page_len
         requests = torch.repeat_interleave(new)
@@ -78,7 +79,7 @@ class Step:
     def run(self, layer: Layer, query: torch.Tensor, pages: Any, mask: Mask | None) -> torch.Tensor:
         """The layer's attention; layers with the same options share the first one's plan."""
         if self._is_mixed(layer):
-            raise RunError("one layer has a 4-D mask and another one padding: no plan serves both; pass no cache.")
+            raise RunError("one layer has a 4-D mask and another has padding: pass masks of one kind, or no cache.")
         planned = plans.shared(self.device, ("paged", layer.call), is_paged=True)
         identity = (self, None if mask is None else layer.mask)
         if not planned.is_for(identity):
@@ -89,7 +90,7 @@ class Step:
         return self.rows.unpack(out, query.shape[2])
 
     def _is_mixed(self, layer: Layer) -> bool:
-        """Whether padding is in the pages for some layers and left out for others."""
+        """Whether this layer needs padding stored in the pages while other layers leave it out, or the reverse."""
         if layer.call.has_mask:
             return self.rows.places is not None
         return self.is_dense and layer.mask is not None and not bool(layer.mask.all())

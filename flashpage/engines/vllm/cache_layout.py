@@ -1,4 +1,4 @@
-"""KV caches as vLLM's first operators have them: keys cut into pieces of 16 bytes, values by column, tokens in slots.
+"""KV caches in the layout of vLLM's first operators: blocks of token slots, with K in pieces of 16 bytes, V by column.
 
 K is [num_blocks, num_kv_heads, head_size / x, block_size, x] with x = 16 / bytes of an element, V [num_blocks,
 num_kv_heads, head_size, block_size]; slot n is token n % block_size of block n // block_size.
@@ -18,7 +18,7 @@ FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": 
 
 
 class BlockSizes(NamedTuple):
-    """Of a cache."""
+    """The sizes of a cache."""
 
     num_blocks: int
     num_kv_heads: int
@@ -27,26 +27,26 @@ class BlockSizes(NamedTuple):
 
 
 def block_sizes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> BlockSizes:
-    """Judges both caches' shapes."""
+    """Checks the shapes of both caches."""
     for name, tensor, dims in (("key_cache", key_cache, 5), ("value_cache", value_cache, 4)):
         if checks.tensor(tensor, name, RunError).dim() != dims:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass {dims} dimensions, the blocks first.")
     blocks, heads, pieces, block_size, x = key_cache.shape
     if x * key_cache.element_size() != 16:
         raise RunError(
-            f"key_cache has shape {tuple(key_cache.shape)} of {key_cache.dtype}: its last dimension is 16 bytes, "
-            f"x={16 // key_cache.element_size()}."
+            f"key_cache has shape {tuple(key_cache.shape)} and dtype {key_cache.dtype}. "
+            f"Its last dimension must be 16 bytes: x={16 // key_cache.element_size()}."
         )
     if value_cache.shape != (blocks, heads, pieces * x, block_size) or value_cache.dtype != key_cache.dtype:
         raise RunError(
-            f"value_cache has shape {tuple(value_cache.shape)} and dtype {value_cache.dtype} but key_cache is that of "
-            f"{(blocks, heads, pieces * x, block_size)} and {key_cache.dtype}."
+            f"value_cache has shape {tuple(value_cache.shape)} and dtype {value_cache.dtype}. "
+            f"Pass shape {(blocks, heads, pieces * x, block_size)} and dtype {key_cache.dtype}, as in key_cache."
         )
     return BlockSizes(blocks, heads, pieces * x, block_size)
 
 
 def row_sizes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> BlockSizes:
-    """Judges caches of rows, [num_blocks, block_size, num_kv_heads, head_size]."""
+    """Checks caches of rows, [num_blocks, block_size, num_kv_heads, head_size]."""
     for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
         if checks.tensor(tensor, name, RunError).dim() != 4:
             raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [num_blocks, block_size, heads, head_size].")
@@ -60,35 +60,34 @@ def by_token(key_cache: torch.Tensor, value_cache: torch.Tensor) -> tuple[torch.
 
 
 def element_type(cache: torch.Tensor, kv_cache_dtype: str) -> torch.dtype:
-    """What the cache's bytes are: fp8 caches may be given as uint8."""
+    """The element type of the cache's bytes; fp8 caches may be given as uint8."""
     if kv_cache_dtype == "auto":
         return cache.dtype
     if kv_cache_dtype not in FP8:
         raise RunError(f"kv_cache_dtype={kv_cache_dtype!r} is unknown: pass 'auto', {', '.join(map(repr, FP8))}.")
     if cache.dtype not in (torch.uint8, FP8[kv_cache_dtype]):
         raise RunError(
-            f"kv_cache_dtype={kv_cache_dtype!r} but the cache has dtype {cache.dtype}: pass uint8 or "
-            f"{FP8[kv_cache_dtype]}."
+            f"kv_cache_dtype={kv_cache_dtype!r} but the cache is {cache.dtype}: pass uint8 or {FP8[kv_cache_dtype]}."
         )
     return FP8[kv_cache_dtype]
 
 
 def check_rows(rows: torch.Tensor, cache: torch.Tensor, kv_cache_dtype: str, name: str) -> torch.dtype:
-    """Judges keys or values, [tokens, num_kv_heads, head_size]; the type that the cache holds them in."""
+    """Checks keys or values, [tokens, num_kv_heads, head_size]; returns the element type of the cache."""
     dtype = element_type(cache, kv_cache_dtype)
     if checks.tensor(rows, name, RunError).dim() != 3:
         raise RunError(f"{name} has shape {tuple(rows.shape)}: pass [tokens, num_kv_heads, head_size].")
     checks.dense_last(rows, name, RunError)
     checks.same_device(rows, cache.device, name, RunError)
     if kv_cache_dtype == "auto" and rows.dtype != dtype:
-        raise RunError(f"{name} has dtype {rows.dtype} but the cache {dtype}: convert it, or name kv_cache_dtype.")
+        raise RunError(f"{name} has dtype {rows.dtype} but the cache has {dtype}: convert it, or pass kv_cache_dtype.")
     return dtype
 
 
 def stored(
     rows: torch.Tensor, cache: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor, name: str
 ) -> torch.Tensor:
-    """Keys or values as the cache holds them; fp8 saturates."""
+    """Keys or values in the cache's element type; fp8 saturates."""
     dtype = check_rows(rows, cache, kv_cache_dtype, name)
     if kv_cache_dtype == "auto":
         return rows
@@ -106,7 +105,7 @@ def write_blocks(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
 ) -> None:
-    """reshape_and_cache. Negative slots are left out, without asking the device which they are."""
+    """reshape_and_cache. Tokens with negative slots are not written; the host does not read the slots."""
     sizes = block_sizes(key_cache, value_cache)
     rows = (
         stored(key, key_cache, kv_cache_dtype, k_scale, "key"),
@@ -117,7 +116,7 @@ def write_blocks(
         return
     keys, values = by_token(key_cache, value_cache)
     is_given = slots >= 0
-    stand_in = is_given.int().argmax()  # a token without a slot writes again what another one writes
+    stand_in = is_given.int().argmax()  # each token without a slot repeats the write of this token
     token = torch.where(is_given, torch.arange(len(slots), device=slots.device), stand_in)
     slot = slots[token].clamp(min=0).long()
     where = (slot.div(sizes.block_size, rounding_mode="floor"), slot % sizes.block_size)
@@ -146,7 +145,7 @@ def write_rows(
     blocks = sizes.num_blocks
     slots = checked_slots(slot_mapping, rows, sizes, value_cache.shape[3])
     device, whole = slots.device, torch.int32
-    request = torch.where(slots < 0, -1, 0).to(whole)  # the cache is one request of all blocks
+    request = torch.where(slots < 0, -1, 0).to(whole)  # the whole cache is one request
     ends = torch.tensor([0, blocks], dtype=whole, device="cpu").to(device)
     pages = torch.arange(blocks, dtype=whole, device=device)
     cache = [as_bytes(key_cache), as_bytes(value_cache)]
@@ -157,27 +156,26 @@ def write_rows(
 def checked_slots(
     slot_mapping: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], sizes: BlockSizes, value_size: int
 ) -> torch.Tensor:
-    """[tokens]; there may be more keys and values than that (padding)."""
+    """The checked slot_mapping, [tokens]; key and value may be longer (padding)."""
     checks.tensor(slot_mapping, "slot_mapping", RunError)
     checks.same_device(slot_mapping, rows[0].device, "slot_mapping", RunError)
     heads, size = sizes.num_kv_heads, sizes.head_size
     if rows[0].shape[1:] != (heads, size) or rows[1].shape != (len(rows[0]), heads, value_size):
         raise RunError(
-            f"key has shape {tuple(rows[0].shape)} and value {tuple(rows[1].shape)} but the cache has {heads} heads of "
-            f"{size}: pass [tokens, {heads}, {size}]."
+            f"key has shape {tuple(rows[0].shape)} and value {tuple(rows[1].shape)}: pass [tokens, {heads}, {size}]."
         )
     is_whole = slot_mapping.dtype in (torch.int32, torch.int64)
     if slot_mapping.dim() != 1 or len(slot_mapping) > len(rows[0]) or not is_whole:
         raise RunError(
-            f"slot_mapping has shape {tuple(slot_mapping.shape)} and dtype {slot_mapping.dtype}: pass int64, one slot "
-            f"a token, at most {len(rows[0])}."
+            f"slot_mapping has shape {tuple(slot_mapping.shape)} and dtype {slot_mapping.dtype}. "
+            f"Pass int32 or int64 with one slot a token, at most {len(rows[0])}."
         )
     most = sizes.num_blocks * sizes.block_size
     if slot_mapping.is_cpu and bool((slot_mapping >= most).any()):
-        raise RunError(f"slot_mapping reaches {int(slot_mapping.max())} but the cache has {most} slots.")
+        raise RunError(f"slot_mapping reaches {int(slot_mapping.max())}: the cache has slots 0 to {most - 1}.")
     return slot_mapping
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """fp8 as bytes: torch indexes no fp8 tensors on every device."""
+    """fp8 as bytes, because torch cannot index fp8 tensors on every device."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -1,7 +1,7 @@
-"""vLLM's operators on a card: kernels that read and write blocks where they lie, with lengths and tables on the device.
+"""vLLM's operators on a card: kernels that read and write blocks in place, with lengths and tables on the device.
 
-A call launches at most two kernels and asks the device nothing, so it may stand in a captured graph; what a call needs
-beside its tensors is taken from torch's allocator. Structs are bound once for tensors of the same form.
+A call launches at most two kernels and never waits for the device, so it may stand in a captured graph; its temporary
+memory is torch's. Structs are built once for each form (shapes, strides and types) of the tensors.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ...plan.session import current_stream
 from . import cache_layout
 from .gathered_decode import PARTITION_TOKENS, Sequences, check_shapes, check_slopes
 
-_LEAST_TOKENS = 128  # of a CTA's share: include/flashpage/kernels/blocks/steps.h
-_MOST_BOUND = 256  # forms of tensors whose structs are kept
+_LEAST_TOKENS = 128  # least tokens in a CTA's share: include/flashpage/kernels/blocks/steps.h
+_MOST_BOUND = 256  # number of forms whose structs are kept
 _MOST_HEAD_SIZE = 256
 
-_local = threading.local()  # bound calls of this thread: a struct is one call's at a time
+_local = threading.local()  # bound calls of this thread; a struct serves one call at a time
 
 
 class Partials(NamedTuple):
-    """What paged_attention_v2 leaves of each partition."""
+    """The outputs of paged_attention_v2 for each partition."""
 
     exp_sums: torch.Tensor  # [num_seqs, num_heads, partitions] fp32
-    max_logits: torch.Tensor  # the same
+    max_logits: torch.Tensor  # [num_seqs, num_heads, partitions] fp32
     tmp_out: torch.Tensor  # [num_seqs, num_heads, partitions, head_size]
 
 
 def serves(given: Sequences, out: torch.Tensor) -> bool:
-    """Whether the kernels here take such tensors; what they do not take is gathered."""
+    """Whether the kernels here support such tensors; others go to gathered_decode."""
     query, cache = given.query, given.key_cache
     stored = cache_layout.FP8.get(given.kv_cache_dtype, cache.dtype)
     return (
@@ -52,13 +52,11 @@ def serves(given: Sequences, out: torch.Tensor) -> bool:
 
 
 def attention(given: Sequences, out: torch.Tensor, partials: Partials | None) -> None:
-    """paged_attention_v1 (no partials) or _v2. Tokens past max_seq_len or block_tables are not read."""
-    key = (
-        *(given.query.device, given.query.dtype, given.query.shape[1:], given.query.stride(), out.stride()),
-        *(given.key_cache.dtype, given.key_cache.shape, given.key_cache.stride()),
-        *(given.value_cache.shape, given.value_cache.stride(), given.num_kv_heads, given.block_size),
-        *(given.kv_cache_dtype, given.sparse, partials is None),
-    )
+    """paged_attention_v1 (partials None) or _v2. Tokens past max_seq_len or block_tables are not read."""
+    query, keys, values = given.query, given.key_cache, given.value_cache
+    rows = query.device, query.dtype, query.shape[1:], query.stride(), out.stride()
+    caches = keys.dtype, keys.shape, keys.stride(), values.shape, values.stride()
+    key = rows, caches, given.num_kv_heads, given.block_size, given.kv_cache_dtype, given.sparse, partials is None
     bound: dict[Any, _Attention] = _local.__dict__.setdefault("attention", {})
     call = bound.get(key)
     if call is None:
@@ -83,13 +81,13 @@ class _Attention:
         decode = blocks.decode_spec(q_dtype, kv_dtype, head_size, group, devices.of(query.device))
         row_tiles = -(-group // decode.rows)
         self._decode, self._merge = jit.prebuild((decode, blocks.merge_spec(q_dtype)), query.device)
-        self._units = given.num_kv_heads * row_tiles  # of a sequence
+        self._units = given.num_kv_heads * row_tiles  # units in a sequence
         self._most_ctas = self._decode.info.ctas_per_sm * self._decode.info.num_sms
         rows = self._most_ctas * 2 * decode.rows
-        self._lses = rows * head_size * 4  # v1's memory: where partial LSEs and cuts begin in it, and its bytes
+        self._lses = rows * head_size * 4  # layout of v1's memory: where partial LSEs and cuts begin, and its bytes
         self._cuts = self._lses + rows * 4
         self._bytes = self._cuts + self._most_ctas * 16
-        self._merge_rows = min(decode.rows, group)  # of a CTA's last unit
+        self._merge_rows = min(decode.rows, group)  # packed rows in a CTA's last unit
         self._pdl = int(devices.of(query.device).has_pdl)
         size = cache.element_size()
         self.params = native.BlockAttentionParams(
@@ -123,7 +121,7 @@ class _Attention:
         shares = num_seqs * self._units * -(-max_tokens // (_LEAST_TOKENS if partials is None else PARTITION_TOKENS))
         ctas = max(1, min(self._most_ctas, shares))
         if partials is None:
-            memory = torch.empty(self._bytes, dtype=torch.uint8, device=self.device)  # in the stream's order
+            memory = torch.empty(self._bytes, dtype=torch.uint8, device=self.device)  # allocated in stream order
             address = memory.data_ptr()
             params.partial_out, params.partial_lse = address, address + self._lses
             params.cuts = address + self._cuts
@@ -138,7 +136,7 @@ class _Attention:
         native.check(launch(self._merge.handle, self._address, merges, stream, self._pdl))
 
     def _point(self, given: Sequences, out: torch.Tensor) -> native.BlockAttentionParams:
-        """The parameters, with what differs from call to call."""
+        """The parameters, with the addresses and numbers of this call."""
         params, tables, slopes = self.params, given.block_tables, given.alibi_slopes
         params.q, params.out = given.query.data_ptr(), out.data_ptr()
         params.k, params.v = given.key_cache.data_ptr(), given.value_cache.data_ptr()
@@ -154,7 +152,7 @@ class _Attention:
         return params
 
     def _readable(self, given: Sequences) -> Sequences:
-        """With numbers as the kernels read them; mostly they are."""
+        """Lengths and tables in the types that the kernels read; usually they are already."""
         tables, lens = _whole(given.block_tables), _whole(given.seq_lens)
         if tables is not given.block_tables or lens is not given.seq_lens:
             given = given._replace(block_tables=tables, seq_lens=lens)
@@ -166,7 +164,7 @@ class _Attention:
         )  # fmt: skip
 
     def _check(self, given: Sequences, out: torch.Tensor) -> None:
-        """What the form does not say."""
+        """Checks what the form does not determine."""
         tables, lens, slopes, count = given.block_tables, given.seq_lens, given.alibi_slopes, len(given.query)
         fits = out.shape == given.query.shape and tables.shape[0] == count and lens.shape == (count,)
         if not (fits and tables.device == lens.device == out.device == self.device):
@@ -177,27 +175,27 @@ class _Attention:
 
 
 def scale_on(device: torch.device, scale: torch.Tensor) -> torch.Tensor:
-    """One fp32 value on the device."""
+    """The scale as one fp32 value on the device."""
     if scale.dtype == torch.float32 and scale.device == device:
         return scale
     return scale.to(device, torch.float32)
 
 
 def _whole(numbers: torch.Tensor) -> torch.Tensor:
-    """int32, contiguous in its last dimension."""
+    """The tensor as int32, contiguous in its last dimension."""
     if numbers.dtype == torch.int32 and (numbers.shape[-1] <= 1 or numbers.stride(-1) == 1):
         return numbers
     return numbers.to(torch.int32).contiguous()
 
 
 def _partitions(partials: Partials, out: torch.Tensor) -> int:
-    """That there is room for; judges what the kernels take for granted."""
+    """The number of partitions; checks that the three outputs agree on it."""
     count = partials.tmp_out.shape[2]
     for name, tensor, dtype in zip(Partials._fields, partials, (torch.float32, torch.float32, out.dtype), strict=True):
         if not tensor.is_contiguous() or tensor.shape[2] != count or tensor.dtype != dtype:
             raise RunError(
-                f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()} and dtype {tensor.dtype}: on a "
-                f"card all three are contiguous with as many partitions, and {name} is {dtype}."
+                f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()} and dtype {tensor.dtype}. "
+                f"On a card all three outputs must be contiguous with {count} partitions, and {name} {dtype}."
             )
     return count
 
@@ -219,7 +217,7 @@ def _pattern(given: Sequences, num_heads: int) -> native.BlockPattern:
 
 
 def _check_places(query: torch.Tensor, out: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Rows and blocks begin on 16 bytes, and a head's block is in one piece."""
+    """Checks that rows and blocks begin on multiples of 16 bytes, and that a head's block is contiguous."""
     block_size, x = key_cache.shape[3:]
     for name, tensor, inner in (
         ("query", query, (1,)),
@@ -231,11 +229,11 @@ def _check_places(query: torch.Tensor, out: torch.Tensor, key_cache: torch.Tenso
         outer, found = strides[: -len(inner)], strides[-len(inner) :]
         if any(here not in (0, wanted) for here, wanted in zip(found, inner, strict=True)):
             raise RunError(
-                f"{name} has strides {tensor.stride()}: on a card the last ones must be {inner}, a head's part of a "
-                "block in one piece."
+                f"{name} has strides {tensor.stride()}. "
+                f"On a card a head's part of a block must be contiguous: the last strides must be {inner}."
             )
         if any(stride * tensor.element_size() % 16 for stride in outer) or tensor.data_ptr() % 16:
             raise RunError(
-                f"{name} has strides {tensor.stride()} and address {tensor.data_ptr():#x}: on a card rows and blocks "
-                "must begin on multiples of 16 bytes."
+                f"{name} has strides {tensor.stride()} and address {tensor.data_ptr():#x}. "
+                "On a card rows and blocks must begin on multiples of 16 bytes."
             )

@@ -1,7 +1,7 @@
-"""What vLLM's paged_attention_v1 and _v2 compute: one row a sequence, over a cache of blocks, in partitions of tokens.
+"""vLLM's paged_attention_v1 and _v2 by gathering: one row a sequence, over a cache of blocks, in partitions of tokens.
 
-The blocks in use are gathered into rows, over which a decode plan runs; a partition is a request of its own. On a
-card flashpage/engines/vllm/decode.py does without, but for head sizes that its kernels do not take.
+The blocks in use are gathered into rows, over which a decode plan runs; a partition is a request of the plan. On a card
+only head sizes that the kernels of flashpage/engines/vllm/decode.py do not support come here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import cache_layout
 PARTITION_TOKENS = 512  # of paged_attention_v2
 
 _WORKSPACE_BYTES = 32 << 20
-_POSITION = "kv_idx + first_token(b)"  # of a token in its sequence
+_POSITION = "kv_idx + first_token(b)"  # position of a token in its sequence
 _BIAS = f"score + alibi_slopes(h) * to_float({_POSITION} - last_token(b))"
 _BLOCK = f"floor_div({_POSITION}, sparse_block)"
 _PATTERN = (
@@ -37,13 +37,13 @@ _local = threading.local()  # runners of this thread, by device and stream
 
 
 class BlockSparse(NamedTuple):
-    """The local blocks of each sequence and every `vert_stride`-th one, from another first one for each head."""
+    """Block-sparse attention: the nearest blocks of each sequence and every `vert_stride`-th one, shifted by head."""
 
     tp_rank: int = 0
     local_blocks: int = 0
-    vert_stride: int = 0  # 1 and less: all blocks are visible
+    vert_stride: int = 0  # 1 or less: all blocks are visible
     block_size: int = 64  # tokens
-    head_sliding_step: int = 0  # below 0: KV heads slide instead of query heads
+    head_sliding_step: int = 0  # below 0: the shift goes by KV heads instead of query heads
 
     @property
     def is_sparse(self) -> bool:
@@ -66,8 +66,8 @@ class Sequences(NamedTuple):
     value_cache: torch.Tensor
     num_kv_heads: int
     scale: float
-    block_tables: torch.Tensor  # [num_seqs, most blocks]
-    seq_lens: torch.Tensor  # [num_seqs]; once they are checked, int64 on the host
+    block_tables: torch.Tensor  # [num_seqs, blocks]
+    seq_lens: torch.Tensor  # [num_seqs]; after the checks int64 on the host
     block_size: int
     max_seq_len: int
     alibi_slopes: torch.Tensor | None  # [num_heads] fp32
@@ -78,13 +78,13 @@ class Sequences(NamedTuple):
 
     @staticmethod
     def of(values: tuple[Any, ...]) -> Sequences:
-        """In the operators' order."""
+        """All but sparse, in the operators' order."""
         count = len(values) - len(BlockSparse._fields)
         return Sequences(*values[:count], BlockSparse(*values[count:]))  # type: ignore[call-arg]
 
 
 class Partitions(NamedTuple):
-    """Which tokens of which sequence each request of a plan has, on the host."""
+    """The sequence and tokens of each request of a plan, on the host."""
 
     sequence: torch.Tensor  # [requests]
     first_token: torch.Tensor
@@ -92,7 +92,7 @@ class Partitions(NamedTuple):
 
     @staticmethod
     def of(seq_lens: torch.Tensor, tokens: int) -> Partitions:
-        """Pieces of `tokens`; 0: every sequence is one."""
+        """Pieces of `tokens` tokens; 0: one request for each sequence."""
         if not tokens:
             return Partitions(torch.arange(len(seq_lens), device="cpu"), torch.zeros_like(seq_lens), seq_lens)
         counts = (seq_lens + tokens - 1) // tokens
@@ -102,7 +102,7 @@ class Partitions(NamedTuple):
 
 
 class Runner:
-    """Decode plans and their variants: their tensors are those of the newest call."""
+    """Decode plans and their variants, which read tensors of the newest call."""
 
     def __init__(self, device: torch.device) -> None:
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -116,7 +116,7 @@ class Runner:
     def run(
         self, given: Sequences, partitions: Partitions, out: torch.Tensor | None, lse: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of every partition, [partitions, num_heads, head_size]."""
+        """The attention of every partition, [partitions, num_heads, head_size]."""
         query = given.query
         if not int(partitions.kv_lens.sum()):
             if lse is not None:
@@ -166,7 +166,7 @@ class Runner:
 
 
 def runner(device: torch.device) -> Runner:
-    """One for each stream, so that work on two streams shares no memory."""
+    """This thread's runner for a device and stream, so that work on two streams shares no memory."""
     key = (device, current_stream(device.index) if device.type == "cuda" else 0)
     runners = _local.__dict__.setdefault("runners", {})
     if key not in runners:
@@ -176,43 +176,43 @@ def runner(device: torch.device) -> Runner:
 
 
 def check_slopes(slopes: torch.Tensor, num_heads: int) -> None:
-    """Judges alibi_slopes."""
+    """Checks alibi_slopes."""
     if slopes.shape != (num_heads,) or slopes.dtype != torch.float32:
-        raise RunError(f"alibi_slopes has shape {tuple(slopes.shape)}: pass float32, one a head, [{num_heads}].")
+        raise RunError(f"alibi_slopes has shape {tuple(slopes.shape)}: pass float32 [{num_heads}], one for each head.")
 
 
 def checked(given: Sequences, out: torch.Tensor) -> Sequences:
-    """Judges all arguments, and brings the lengths to the host."""
+    """Checks all arguments, and copies the lengths to the host."""
     check_shapes(given, out)
     lens = given.seq_lens.cpu().long()
     room = given.block_tables.shape[1] * given.block_size
     if lens.numel() and (int(lens.max()) > min(given.max_seq_len, room) or int(lens.min()) < 0):
         raise RunError(
-            f"seq_lens reaches {int(lens.max())} (least {int(lens.min())}) but max_seq_len={given.max_seq_len} and "
-            f"block_tables has room for {room} tokens."
+            f"seq_lens reaches {int(lens.max())} (least {int(lens.min())}). "
+            f"Pass lengths from 0 to max_seq_len={given.max_seq_len} that fit block_tables ({room} tokens)."
         )
     return given._replace(seq_lens=lens)
 
 
 def check_shapes(given: Sequences, out: torch.Tensor) -> None:
-    """Judges shapes and devices."""
+    """Checks shapes and devices."""
     sizes = cache_layout.block_sizes(given.key_cache, given.value_cache)
     query, tables, lens = given.query, given.block_tables, given.seq_lens
     if query.dim() != 3 or query.shape[2] != sizes.head_size or query.shape[1] % max(1, given.num_kv_heads):
         raise RunError(
-            f"query has shape {tuple(query.shape)} but the cache has {sizes.num_kv_heads} KV heads of "
-            f"{sizes.head_size}: pass [num_seqs, num_heads, {sizes.head_size}]."
+            f"query has shape {tuple(query.shape)}. "
+            f"Pass [num_seqs, num_heads, {sizes.head_size}], num_heads a multiple of {sizes.num_kv_heads}."
         )
     for name, value, found in (
         ("num_kv_heads", given.num_kv_heads, sizes.num_kv_heads),
         ("block_size", given.block_size, sizes.block_size),
     ):
         if value != found:
-            raise RunError(f"{name}={value} but the caches have {found}: pass the caches' own.")
+            raise RunError(f"{name}={value} but the caches have {found}: pass {found}.")
     if out.shape != query.shape or out.dtype != query.dtype:
         raise RunError(
-            f"out has shape {tuple(out.shape)} and dtype {out.dtype} but query {tuple(query.shape)} and {query.dtype}: "
-            "allocate it like query."
+            f"out has shape {tuple(out.shape)} and dtype {out.dtype}: "
+            f"pass {tuple(query.shape)} and {query.dtype}, as query has."
         )
     tensor_memory.check_written(out, "out", RunError)
     for name, tensor in (("block_tables", tables), ("seq_lens", lens)):
@@ -220,21 +220,22 @@ def check_shapes(given: Sequences, out: torch.Tensor) -> None:
             raise RunError(f"{name} has dtype {tensor.dtype}: pass int32 or int64.")
     if tables.dim() != 2 or tables.shape[0] != len(query) or lens.shape != (len(query),):
         raise RunError(
-            f"block_tables has shape {tuple(tables.shape)} and seq_lens {tuple(lens.shape)}: pass a row and a length "
-            f"for each of {len(query)} sequences."
+            f"block_tables has shape {tuple(tables.shape)} and seq_lens has {tuple(lens.shape)}. "
+            f"Pass one row and one length for each of {len(query)} sequences."
         )
     for name, tensor in (("key_cache", given.key_cache), ("block_tables", tables), ("seq_lens", lens), ("out", out)):
         checks.same_device(tensor, query.device, name, RunError)
 
 
 def _gathered(given: Sequences) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Page numbers of all sequences, side by side, and the blocks that they name as rows [page, token, head, dim]."""
+    """The page numbers of all sequences, joined, and the blocks that they name as rows [page, token, head, dim]."""
     counts = (given.seq_lens + given.block_size - 1) // given.block_size
     tables = given.block_tables
     is_used = torch.arange(tables.shape[1], device="cpu") < counts.unsqueeze(1)
     blocks, numbers = tables[is_used.to(tables.device)].long().unique(return_inverse=True)
     if blocks.is_cpu and blocks.numel() and not 0 <= int(blocks[0]) <= int(blocks[-1]) < len(given.key_cache):
-        raise RunError(f"block_tables names blocks {int(blocks[0])} to {int(blocks[-1])} of {len(given.key_cache)}.")
+        last = len(given.key_cache) - 1
+        raise RunError(f"block_tables names blocks {int(blocks[0])} to {int(blocks[-1])}: pass 0 to {last}.")
     dtype = cache_layout.element_type(given.key_cache, given.kv_cache_dtype)
     keys, values = cache_layout.by_token(*(cache_layout.as_bytes(t) for t in (given.key_cache, given.value_cache)))
     cache = (keys[blocks].flatten(3), values[blocks].contiguous())

@@ -1,8 +1,8 @@
-"""vLLM's operators of its first paged attention: torch.ops.flashpage.paged_attention_v1, paged_attention_v2,
-reshape_and_cache and reshape_and_cache_flash, with its schemas and layouts; importing this module registers them.
+"""The operators of vLLM's first paged attention: torch.ops.flashpage.paged_attention_v1, paged_attention_v2,
+reshape_and_cache and reshape_and_cache_flash, with vLLM's schemas and layouts. Importing this module registers them.
 
-The functions here are the operators with vLLM's defaults. v1 and v2 give the same result; v2 cuts sequences at
-multiples of 512 tokens and leaves what it found for each partition in its three further tensors.
+The functions here call the operators with vLLM's defaults. v1 and v2 give the same result; v2 cuts sequences at
+multiples of 512 tokens and also writes the state of each partition to three more tensors.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def paged_attention_v1(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """Attention of one row a sequence over a cache of blocks.
+    """Attention of one query row for each sequence, over a cache of blocks.
 
     Args:
-        out: [num_seqs, num_heads, head_size], written. A sequence without tokens has 0.
+        out: [num_seqs, num_heads, head_size], written. A sequence without tokens gets 0.
         query: [num_seqs, num_heads, head_size], any strides, last dimension contiguous.
         key_cache: [num_blocks, num_kv_heads, head_size / x, block_size, x], x = 16 / bytes of an element.
         value_cache: [num_blocks, num_kv_heads, head_size, block_size].
         block_tables, seq_lens: [num_seqs, most blocks] and [num_seqs], int32.
-        max_seq_len: at least the longest of seq_lens; any length. On a card lengths are not looked at by the host: what
-            is past max_seq_len or block_tables is left out there, and is an error on the CPU.
-        alibi_slopes: [num_heads] fp32: scores get slope x (token - last token).
-        kv_cache_dtype: "auto": the caches' own type; "fp8" ("fp8_e4m3") or "fp8_e5m2": uint8 caches are that, and
-            k_scale, v_scale (one fp32 value each) multiply what is read.
+        max_seq_len: at least the longest of seq_lens. Tokens past max_seq_len or block_tables are ignored on a card,
+            where the host does not read the lengths, and are an error on the CPU.
+        alibi_slopes: [num_heads] fp32: a score gets slope x (token - last token).
+        kv_cache_dtype: "auto": the caches' own type; "fp8" ("fp8_e4m3") or "fp8_e5m2": the type in uint8 caches, whose
+            values are multiplied by k_scale and v_scale (one fp32 value each).
         tp_rank, blocksparse_*: with blocksparse_vert_stride > 1, a row sees the blocksparse_local_blocks nearest blocks
             of blocksparse_block_size tokens, and every blocksparse_vert_stride-th one, shifted from head to head.
     """
@@ -104,10 +104,10 @@ def paged_attention_v2(
     """`paged_attention_v1` in partitions of 512 tokens.
 
     Args:
-        exp_sums, max_logits: [num_seqs, num_heads, partitions] fp32, written where a sequence has a partition:
-            max_logits + log(exp_sums) is the log of its sum of weights (-inf and 0 where nothing is visible); how that
-            is divided between the two is the device's choice.
-        tmp_out: [num_seqs, num_heads, partitions, head_size], written there: each partition's own attention.
+        exp_sums, max_logits: [num_seqs, num_heads, partitions] fp32, written for each partition of a sequence:
+            max_logits + log(exp_sums) is the log of the partition's sum of weights (-inf and 0 if nothing is visible).
+            How the sum is divided between the two depends on the device.
+        tmp_out: [num_seqs, num_heads, partitions, head_size], written for the same partitions: their own attention.
 
     The other arguments are those of paged_attention_v1.
     """
@@ -131,8 +131,8 @@ def reshape_and_cache(
 
     Args:
         key, value: [tokens, num_kv_heads, head_size].
-        key_cache, value_cache: as paged_attention_v1 has them; written.
-        slot_mapping: [tokens], block x block_size + offset; negative: not written.
+        key_cache, value_cache: as in paged_attention_v1, written.
+        slot_mapping: [tokens], block x block_size + offset; tokens with negative slots are not written.
         kv_cache_dtype, k_scale, v_scale: fp8 caches hold key / k_scale and value / v_scale, saturated.
     """
     _call("reshape_and_cache", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
@@ -153,7 +153,7 @@ def reshape_and_cache_flash(
 
 
 def split_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value cache of one tensor [2, num_blocks, block_size x num_kv_heads x head_size], as views."""
+    """Views of a tensor [2, num_blocks, block_size x num_kv_heads x head_size] as key cache and value cache."""
     x, blocks = 16 // kv_cache.element_size(), kv_cache.shape[1]
     key_cache = kv_cache[0].view(blocks, num_kv_heads, head_size // x, -1, x)
     return key_cache, kv_cache[1].view(blocks, num_kv_heads, head_size, -1)
@@ -211,7 +211,7 @@ def _paged_attention_v2(
 
 
 def _write(layout: str, on_cpu: Callable[..., None]) -> Callable[..., None]:
-    """reshape_and_cache or reshape_and_cache_flash."""
+    """The implementation of reshape_and_cache or reshape_and_cache_flash."""
 
     def implementation(key: torch.Tensor, *rest: Any) -> None:
         write.write(layout, key, *rest) if key.is_cuda else on_cpu(key, *rest)
@@ -220,7 +220,7 @@ def _write(layout: str, on_cpu: Callable[..., None]) -> Callable[..., None]:
 
 
 def _nothing(*_: Any) -> None:
-    """All of them only write into their arguments."""
+    """The fake implementation: the operators only write into their arguments."""
 
 
 _IMPLEMENTATIONS: dict[str, tuple[str, Callable[..., None]]] = {
@@ -235,7 +235,7 @@ _IMPLEMENTATIONS: dict[str, tuple[str, Callable[..., None]]] = {
 
 
 def _call(name: str, *args: Any) -> None:
-    """The implementation at once, or the operator where torch traces or watches."""
+    """Calls the implementation directly, or the operator if torch traces or intercepts calls."""
     if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
         getattr(torch.ops.flashpage, name)(*args)
     else:

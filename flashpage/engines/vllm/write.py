@@ -1,4 +1,4 @@
-"""reshape_and_cache and reshape_and_cache_flash on a card: one launch, fp8 made on the way."""
+"""reshape_and_cache and reshape_and_cache_flash on a card: one launch, which also converts to fp8."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
 ) -> None:
-    """New tokens to their slots of caches of "blocks" or of "rows" (flashpage/engines/vllm/cache_layout.py)."""
+    """Writes new tokens to their slots in caches of "blocks" or of "rows" (flashpage/engines/vllm/cache_layout.py)."""
     is_blocks = layout == "blocks"
     sizes = (cache_layout.block_sizes if is_blocks else cache_layout.row_sizes)(key_cache, value_cache)
     dtype = cache_layout.check_rows(key, key_cache, kv_cache_dtype, "key")
@@ -80,10 +80,10 @@ def write(
 
 
 def _check_places(key_cache: torch.Tensor, value_cache: torch.Tensor, block_size: int) -> None:
-    """A head's part of a block is in one piece."""
+    """Checks that a head's part of a block is contiguous."""
     x = key_cache.shape[4]
     if key_cache.stride()[2:] != (block_size * x, x, 1) or value_cache.stride()[2:] != (block_size, 1):
         raise RunError(
-            f"key_cache has strides {key_cache.stride()} and value_cache {value_cache.stride()}: on a card a head's "
-            "part of a block must be in one piece."
+            f"key_cache has strides {key_cache.stride()} and value_cache has {value_cache.stride()}. "
+            "On a card a head's part of a block must be contiguous."
         )

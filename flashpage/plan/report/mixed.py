@@ -1,4 +1,4 @@
-"""The public Plan of a mixed batch: two plans that run side by side (plan/mixed_batch.py), as one."""
+"""The public Plan of a mixed batch: joins its two plans, which run at the same time (plan/mixed_batch.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .units import Traffic
 
 
 class PartedPlan(Plan):
-    """`parts` are the plans of the requests with few rows and of those with many, each with its own kernel.
+    """`parts` are the plan of the requests with few rows and that of the others, each with its own kernel.
 
-    Here CTAs, partial rows and merges of the second are numbered behind those of the first. Row tiles differ:
-    `num_units` of an item counts those of its part. `spec` and `schedule` are the first's.
+    CTAs, partial rows and merges of the second part are numbered after those of the first. Row tiles differ:
+    `num_units` of an item counts row tiles of its part. `spec` and `schedule` are the first part's.
     """
 
     def __init__(

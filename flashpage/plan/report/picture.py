@@ -43,11 +43,11 @@ class Segment(NamedTuple):
     request: int
     start: float  # ns, since the CTA began
     end: float
-    is_piece: bool  # of a unit whose KV range was cut
+    is_piece: bool  # part of a unit whose KV range was cut
 
 
 def terminal(segments: list[Segment], num_ctas: int, width: int, max_rows: int, color: bool | None) -> str:
-    """At most `max_rows` rows, of CTAs that have work; where CTAs share a row, the costliest of them is drawn."""
+    """A text drawing of at most `max_rows` rows; if CTAs share a row, it shows the costliest of them."""
     if color is None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     rows: dict[int, list[Segment]] = {}
@@ -76,7 +76,7 @@ def _legend(color: bool) -> str:
 
 
 def _bar(row: list[Segment], scale: float, color: bool) -> str:
-    """Cell i belongs to the item at its middle."""
+    """The colours of a bar: cell i shows the item at the cell's middle."""
     out, at = [], 0
     for segment in row:
         end = int(segment.end * scale + 0.5)
@@ -93,7 +93,7 @@ def _bar(row: list[Segment], scale: float, color: bool) -> str:
 
 
 def svg(segments: list[Segment], num_ctas: int, title: str) -> str:
-    """A drawing 1000 wide. Hovering over an item names its request and time."""
+    """An SVG drawing, 1000 wide. Hovering over an item shows its request and time."""
     height, left = max(3, min(14, 1400 // num_ctas)), 46
     longest = max((segment.end for segment in segments), default=0.0)
     scale = (1000 - left - 4) / longest if longest else 0.0
@@ -119,6 +119,6 @@ def svg(segments: list[Segment], num_ctas: int, title: str) -> str:
 
 
 def _tone(request: int) -> str:
-    """Neighbouring requests lie far apart on the colour circle (the golden ratio)."""
+    """A request's colour; neighbouring requests are far apart on the colour circle (golden ratio)."""
     red, green, blue = colorsys.hls_to_rgb(request * 0.6180339887 % 1.0, 0.45 + 0.15 * (request % 3) / 2, 0.7)
     return f"#{int(red * 255):02x}{int(green * 255):02x}{int(blue * 255):02x}"

@@ -1,4 +1,4 @@
-"""The public Plan: what `plan` decided, item by item, and why; `plan_lengths` plans host lengths without a wrapper."""
+"""The public Plan: the decisions of `plan`, item by item, with reasons; `plan_lengths` plans without a wrapper."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ..prepared_kernels import CPU_CTAS_PER_THREAD
 from .picture import Segment, svg, terminal
 from .units import PlanBytes, Traffic, Units, item_costs, traffic_of, units_of
 
-_PRODUCTS_REACHED = 0.8  # of a card's datasheet: 788 of 989 TFLOP/s on an H200 (cuBLAS, bf16, 8192^3)
+_PRODUCTS_REACHED = 0.8  # share of datasheet flops: 788 of 989 TFLOP/s on an H200 (cuBLAS, bf16, 8192^3)
 
 
 class Plan:
-    """One planned batch. Reads the bytes that the kernels read, so it shows what will run."""
+    """One planned batch, read from the bytes that the kernels read, so it shows exactly what runs."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Plan:
         return item_costs(self._items, self._units, self.options, self.schedule)
 
     def work_items(self) -> np.ndarray:
-        """A structured array, one row a (CTA, work item), in the order in which the CTAs work.
+        """The work items as a structured array, one row a (CTA, work item), in the order of each CTA's work.
 
         Fields: `cta`, and those of WorkItem: request, q_begin, q_len, kv_len, first_packed_row, kv_head, num_units,
         kv_begin, kv_end, partial_row (-1: not cut), piece, kv_offset, mask_offset, merge (the first of its rows in
@@ -76,22 +76,22 @@ class Plan:
         return self._items.copy()
 
     def merge_items(self) -> np.ndarray:
-        """A structured array: the packed rows whose partial results are merged, and where the partials are."""
+        """A structured array: the packed rows whose partial results are merged, and the places of the partials."""
         return self._bytes.merges.copy()
 
     def cta_loads(self) -> np.ndarray:
-        """Nanoseconds of each CTA by the planner's cost model, [CTAs of the schedule]."""
+        """Nanoseconds of each CTA by the planner's cost model, [schedule's CTAs]."""
         return np.bincount(self._items["cta"], self._costs, self.num_ctas)
 
     def traffic(self) -> Traffic:
-        """Bytes and floating-point operations of one run."""
+        """The bytes and floating-point operations of one run."""
         partial_rows = 0 if self.result.cluster_size else self.result.num_partial_rows
         return traffic_of(self._items, self._units, self.options, partial_rows)
 
     def explain(self, device: str = "H200") -> str:
-        """Why this kernel, tile and split; the load of the CTAs; bytes, flops and the floor of a run on `device`.
+        """Reasons for the kernel, tile and split; the CTAs' load; bytes, flops and the least time of a run on `device`.
 
-        `device`: a card of kernels/devices.py or the driver's name of one; for others no floor is given.
+        `device`: a card of kernels/devices.py or a driver's name of one; other cards get no least time.
         """
         return "\n".join([*self.notes, *self._explain_split(), *self._explain_loads(), *self._explain_floor(device)])
 
@@ -116,11 +116,11 @@ class Plan:
         if schedule.fixed_piece_tokens > 0:
             split = f"batch-invariant: every unit is cut at multiples of {schedule.fixed_piece_tokens} tokens"
         elif schedule.fixed_piece_tokens < 0:
-            split = "no unit is cut, as asked"
+            split = "no unit is cut, as requested"
         elif self.result.cluster_size:
             split = "equal pieces, as there are few units" if self.result.num_partial_rows else "no unit is cut"
         elif schedule.are_claimed and not len(cut):
-            split = "no unit is cut: who is done claims the next one"
+            split = "no unit is cut: a CTA that is done claims the next unit"
         elif self._has_whole_units() or self._has_dealt_tail():
             split = f"no unit is cut: merging would take {_time(schedule.ns_per_merge)}"
         else:
@@ -132,11 +132,11 @@ class Plan:
         return [f"units: {taken}", f"split: {split}", f"split: {pieces}, {merges}"]
 
     def _has_whole_units(self) -> bool:
-        """As include/flashpage/plan/whole_units.h deals them, or as evenly as if."""
+        """Whether whole units were dealt (include/flashpage/plan/whole_units.h), or fall equally evenly."""
         return self._may_be_dealt() and bool((self._items["num_units"] == 1).all())
 
     def _has_dealt_tail(self) -> bool:
-        """Behind runs, which go up the axis, whatever is longest first."""
+        """Whether a CTA has units after its run that lie before it on the axis, longest first."""
         items = self._items
         here, behind = (items[part][["cta", "request", "kv_head"]] for part in (slice(-1), slice(1, None)))
         goes_back = (here == behind) & (np.diff(items["first_packed_row"]) < 0)
@@ -181,7 +181,7 @@ class Plan:
         return lines
 
     def segments(self) -> list[Segment]:
-        """What the pictures draw: one bar piece a (CTA, work item)."""
+        """The segments that pictures draw, one for each (CTA, work item)."""
         items, costs = self._items, self._costs
         ends = np.cumsum(costs)
         starts = ends - costs
@@ -191,9 +191,9 @@ class Plan:
         return [Segment(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
     def picture(self, width: int = 100, *, max_rows: int = 40, color: bool | None = None) -> str:
-        """The plan for a terminal: CTAs that have work as rows, work items coloured by request.
+        """The plan as text for a terminal: CTAs as rows, work items coloured by request.
 
-        `color` None: where stdout is a terminal; else letters stand for requests, capitals for pieces of cut units.
+        `color` None: colours if stdout is a terminal. Without, letters stand for requests, capitals for cut units.
         """
         return terminal(self.segments(), self.num_ctas, width, max_rows, color)
 
@@ -222,19 +222,25 @@ def plan_lengths(
     cost: Cost | None = None,
     clusters: Clusters = NO_CLUSTERS,
 ) -> Plan:
-    """Plans lengths on the host alone: no wrapper, no device, no kernel.
+    """Plans lengths on the host: no wrapper, no device, no kernel.
 
-    `q_lens` None: one row a request (decode). `tile` and `cost`: the backend's unless given (kernels/tile.py).
-    `page_size` 0: ragged. `card`: a row of kernels/devices.py (default: H200 for cuda). `num_ctas`: CTAs of usual tiles
-    (default: what the card runs at once; the CPU: four a thread). `clusters`: those that a card runs at once; without
-    them units have no CTAs of their own. PlanError where the lengths do not fit together.
-    The plan is one, also where a card would take a mixed batch in two parts (plan/mixed_batch.py).
+    `q_lens` None: one row for each request (decode). `tile`, `cost`: default to the backend's (kernels/tile.py).
+    `page_size` 0: ragged. `card`: a row of kernels/devices.py (default: H200 for cuda). `num_ctas`: CTAs of the usual
+    tile (default: as many as the card runs at once; on the CPU four a thread). `clusters`: those that the card runs at
+    once; without them no unit gets CTAs of its own. PlanError if the lengths do not fit together.
+    The result is one plan, even where a card would divide a mixed batch into two parts (plan/mixed_batch.py).
     """
     rows = [1] * len(kv_lens) if q_lens is None else list(q_lens)
-    vo = head_dim if head_dim_vo is None else head_dim_vo
-    source = "paged" if page_size else "ragged"
     options = Options(
-        *(source, num_q_heads, num_kv_heads, head_dim, vo, page_size, dtype, dtype, dtype),
+        kv_source="paged" if page_size else "ragged",
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=head_dim,
+        head_dim_vo=head_dim if head_dim_vo is None else head_dim_vo,
+        page_size=page_size,
+        q_dtype=dtype,
+        kv_dtype=dtype,
+        out_dtype=dtype,
         causal=causal,
         window_left=window_left,
         fixed_piece_tokens=fixed_piece_tokens,
@@ -257,8 +263,8 @@ def plan_lengths(
     schedule = schedule_of(choice, options, num_ctas // choice.spec.ctas, clusters)
     result, data = _plan_arrays(options, schedule, rows, list(kv_lens))
     tile_note = (
-        f"tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, for about {problem.packed_rows} packed rows "
-        "a request and KV head"
+        f"tile {schedule.tile_q} packed rows x {schedule.tile_kv} tokens, "
+        f"for about {problem.packed_rows} packed rows a request and KV head"
     )
     others = (note for note in choice.reasons if not note.startswith("tile "))
     notes = (*others, tile_note)
@@ -273,8 +279,14 @@ def _plan_arrays(
     arrays = [_indptr(np.asarray(q_lens, np.int64)), _indptr(entries), lens]
     pointers = [native.IndexArray(a.ctypes.data, 1, 1, len(a)) for a in arrays]
     problem = native.ProblemStruct(
-        *(len(lens), 0, pointers[0], pointers[1], native.IndexArray(), pointers[2]),
-        *(options.page_size, options.num_q_heads, options.num_kv_heads, options.visibility),
+        batch=len(lens),
+        q_indptr=pointers[0],
+        kv_indptr=pointers[1],
+        kv_lens=pointers[2],
+        page_size=options.page_size,
+        num_q_heads=options.num_q_heads,
+        num_kv_heads=options.num_kv_heads,
+        visibility=options.visibility,
     )
     library, result = native.load(), native.PlanResult()
     addresses = ctypes.addressof(problem), ctypes.addressof(schedule)

@@ -1,4 +1,4 @@
-"""A plan's bytes as numpy records, and what they amount to: items of each CTA, units, loads, traffic."""
+"""A plan's bytes as numpy records, and sums over them: items of each CTA, units, loads, traffic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CTA_WORK_ITEM = np.dtype(
 
 @dataclasses.dataclass(frozen=True)
 class PlanBytes:
-    """The parts of a plan as kernels read them; include/flashpage/plan/work_item.h says what the fields mean."""
+    """The arrays of a plan as kernels read them; include/flashpage/plan/work_item.h documents the fields."""
 
     header: np.void
     ctas: np.ndarray  # plan_bytes.CTA_ITEMS [schedule's num_ctas]
@@ -39,7 +39,7 @@ class PlanBytes:
         )
 
     def items_by_cta(self) -> np.ndarray:
-        """CTA_WORK_ITEM: the list of each CTA in the order of its work, with its own KV heads, partials and merges."""
+        """CTA_WORK_ITEM: each CTA's items in the order of its work, with that CTA's KV heads, partials and merges."""
         count = self.ctas["end"] - self.ctas["begin"]
         cta, step = _runs(count)
         items = self.items[self.ctas["begin"][cta] + step]
@@ -56,16 +56,16 @@ class PlanBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """One row a unit of an item: a row tile of one KV head over one token range."""
+    """The units of all items, one row each: a row tile of one KV head over one token range."""
 
     item: np.ndarray  # index in items_by_cta
     rows: np.ndarray  # packed rows
-    tokens: np.ndarray  # that any row sees
-    pairs: np.ndarray  # visible (packed row, token); where a query row's heads lie in two units, to a row
+    tokens: np.ndarray  # visible to any row
+    pairs: np.ndarray  # visible (packed row, token) pairs; heads of a query row in two units count in one
 
 
 def units_of(items: np.ndarray, options: Options, tile_q: int) -> Units:
-    """Expands runs and clips every unit as the kernel does."""
+    """Expands items to units, and clips every unit as the kernel does."""
     item, step = _runs(items["num_units"])
     group = options.group_size
     q_len, kv_len = items["q_len"].astype(np.int64)[item], items["kv_len"].astype(np.int64)[item]
@@ -80,7 +80,7 @@ def units_of(items: np.ndarray, options: Options, tile_q: int) -> Units:
     if options.window_left >= 0:
         begin = np.maximum(begin, shift + first_q - options.window_left)
     end = np.maximum(begin, end)
-    # Each query row sees from one clipped edge to another; a row's heads share them.
+    # Visible tokens of each query row, from one clipped edge to the other; all heads of a row see the same tokens.
     count = last_q - first_q + 1
     seen = end * count
     if options.causal:
@@ -109,7 +109,7 @@ def item_costs(items: np.ndarray, units: Units, options: Options, schedule: nati
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one run must move and compute."""
+    """The least that one run must move and compute."""
 
     kv_bytes: int  # each visible token of K and V once
     row_bytes: int  # q read, out written
@@ -137,6 +137,6 @@ def traffic_of(items: np.ndarray, units: Units, options: Options, num_partial_ro
 
 
 def _runs(count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index of the run and step in it, for runs of `count` entries."""
+    """Run number and step within the run, for runs of `count` entries each."""
     run = np.repeat(np.arange(len(count)), count)
     return run, np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)

@@ -1,4 +1,4 @@
-"""Levels that nobody shares: where a level has the same rows as the one below it, both are one list of pages."""
+"""Joins levels: if a level has the same rows as the level below it, the two become one list of pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class PagedLevel(NamedTuple):
-    """A level as it is planned; lengths on the host."""
+    """A level as it is planned, with lengths on the host."""
 
     number: int  # among the wrapper's levels
     q_indptr: torch.Tensor  # [requests + 1] rows
@@ -19,7 +19,7 @@ class PagedLevel(NamedTuple):
 
 
 def folded(levels: Sequence[PagedLevel], page_size: int, is_causal: bool) -> list[PagedLevel]:
-    """The levels, those joined that can be; one fewer is one launch and one state to merge fewer in every layer."""
+    """The levels with all possible joins; each join saves a launch, and a state to merge, in every layer."""
     found = [levels[-1]]
     for level in reversed(levels[:-1]):
         if _can_join(level, found[0], page_size, is_causal and found[0].number == levels[-1].number):
@@ -30,7 +30,7 @@ def folded(levels: Sequence[PagedLevel], page_size: int, is_causal: bool) -> lis
 
 
 def _can_join(upper: PagedLevel, lower: PagedLevel, page_size: int, is_causal: bool) -> bool:
-    """Whether the lower level's tokens stand right behind the upper one's, and rows see the same of them."""
+    """Whether the lower level's tokens directly follow the upper one's, and rows see the same of them."""
     if upper.q_indptr.shape != lower.q_indptr.shape or not torch.equal(upper.q_indptr, lower.q_indptr):
         return False
     pages, more = upper.kv_indptr.diff(), lower.kv_indptr.diff()
@@ -40,7 +40,7 @@ def _can_join(upper: PagedLevel, lower: PagedLevel, page_size: int, is_causal: b
         assert upper.last_page_len is not None
         if not bool(((pages == 0) | (more == 0) | (upper.last_page_len == page_size)).all()):
             return False
-    if is_causal:  # rows that have no token of their own would hide the upper level's last ones
+    if is_causal:  # rows without a token of their own would hide the upper level's last tokens
         rows, tokens = lower.q_indptr.diff(), more * page_size
         if lower.last_page_len is not None:
             tokens = tokens + lower.last_page_len - page_size
@@ -49,8 +49,7 @@ def _can_join(upper: PagedLevel, lower: PagedLevel, page_size: int, is_causal: b
 
 
 def is_whole(level: PagedLevel, page_size: int) -> bool:
-    """Whether every page of the level is named, and the last ones have as many tokens as pages can; else the planner
-    tells."""
+    """Whether the level names every page and its last pages are full; otherwise the planner reports the error."""
     pages, last = level.kv_indptr.diff(), level.last_page_len
     is_increasing = int(level.kv_indptr[0]) >= 0 and bool((pages >= 0).all())
     is_filled = last is None or bool(((last >= (pages > 0).int()) & (last <= page_size)).all())
@@ -60,7 +59,7 @@ def is_whole(level: PagedLevel, page_size: int) -> bool:
 def _joined(upper: PagedLevel, lower: PagedLevel) -> PagedLevel:
     counts, more = upper.kv_indptr.long().diff(), lower.kv_indptr.long().diff()
     indptr = torch.cat([counts.new_zeros(1), (counts + more).cumsum(0)])
-    # Each request's pages of the upper level, then its own: places in both lists, one behind the other.
+    # Each request's pages of the upper level, then its own: the places of the two lists, joined.
     begins = torch.stack([upper.kv_indptr.long()[:-1], lower.kv_indptr.long()[:-1] + len(upper.indices)], 1).flatten()
     lengths = torch.stack([counts, more], 1).flatten()
     places = torch.repeat_interleave(begins - (lengths.cumsum(0) - lengths), lengths) + torch.arange(

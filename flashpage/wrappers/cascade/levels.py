@@ -24,12 +24,12 @@ _ARRAYS = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "page
 
 
 class MultiLevelCascadeAttentionWrapper(Unique):
-    """Attention of requests whose tokens lie in levels: those that many share first, their own last.
+    """Attention of requests whose tokens lie in levels: tokens that many requests share first, each one's own last.
 
-    A level is a batch of its own over the same rows: `qo_indptr_arr[level]` says which rows share each of its page
-    lists. All levels are planned from one copy of the lengths. A level without tokens costs nothing; one whose pages
-    nobody shares is joined with the level below it, where pages are full; one level alone writes the output itself, and
-    several are merged in one pass.
+    A level is a batch over the same rows: `qo_indptr_arr[level]` says which rows share each of its page lists. All
+    levels are planned from one copy of the lengths. A level without tokens costs nothing. A level that only one request
+    uses is joined with the level below it if its pages are full. A single level writes the output itself; several are
+    merged in one pass.
 
     Args:
         num_levels: at least one.
@@ -39,7 +39,7 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         use_cuda_graph: runs may be captured, and replayed after later plans of the same batch sizes and at most the
             first plan's rows.
         qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr: with
-            `use_cuda_graph`; one tensor a level, as BatchPrefillWithPagedKVCacheWrapper has them.
+            `use_cuda_graph`; one tensor for each level, as in BatchPrefillWithPagedKVCacheWrapper.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MultiLevelCascadeAttentionWrapper(Unique):
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor]
     ) -> None:
-        """Takes other workspaces, an int workspace for each level; plan again before the next run."""
+        """Takes other workspaces, one int workspace for each level; call plan again before the next run."""
         self._check_count("int_workspace_buffers", int_workspace_buffers)
         self._active = []
         for attention, buffer in zip(self._levels, int_workspace_buffers, strict=True):
@@ -116,9 +116,9 @@ class MultiLevelCascadeAttentionWrapper(Unique):
             qo_indptr_arr: for each level [requests + 1], which rows share its page lists; all end at the same row.
             paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: for each level its pages, as
                 BatchPrefillWithPagedKVCacheWrapper.plan takes them. A level or a request may have none.
-            num_qo_heads, num_kv_heads, head_dim, page_size: of all levels.
-            causal: of the last level; rows see all of the levels above it.
-            pos_encoding_mode: "NONE": positions inside a level are not those of the request.
+            num_qo_heads, num_kv_heads, head_dim, page_size: those of all levels.
+            causal: for the last level; rows see all tokens of the levels above it.
+            pos_encoding_mode: "NONE", as positions inside a level are not those of the request.
             window_left: tokens visible left of the row's own, counted across levels; -1: all.
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan.
@@ -130,9 +130,9 @@ class MultiLevelCascadeAttentionWrapper(Unique):
             self._check_count(name, arrays)
         if self._num_levels > 1 and checks.position_encoding(pos_encoding_mode) != "NONE":
             raise CapabilityError(
-                f"pos_encoding_mode={pos_encoding_mode!r} is not supported with num_levels={self._num_levels}: a level "
-                "does not know where in a request its tokens stand; rotate q and K before, or add the bias with one "
-                "level."
+                f"pos_encoding_mode={pos_encoding_mode!r} is not supported with num_levels={self._num_levels}. "
+                "A level does not know the positions of its tokens in a request: "
+                "rotate q and K before, or add the bias with one level."
             )
         qo_indptrs, kv_indptrs, last_page_lens = self._to_host(
             qo_indptr_arr, paged_kv_indptr_arr, paged_kv_last_page_len, page_size
@@ -164,13 +164,13 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         )
         if options.variant is not None and len(levels) > 1:
             raise CapabilityError(
-                f"variant is not supported with num_levels={self._num_levels}: a level does not know where in a "
-                "request its tokens stand."
+                f"variant is not supported with num_levels={self._num_levels}. "
+                "A level does not know the positions of its tokens in a request: use one level."
             )
         shown = self._windows.plan(levels, options)
         whole = dataclasses.replace(shown.options, causal=False, window_left=-1)
         values_of_whole = values._replace(causal=False, window_left=-1)
-        if self._use_cuda_graph:  # a level that is refused leaves alone what captured launches read of the others
+        if self._use_cuda_graph:  # a refused level must not change what captured launches of the others read
             for level in shown.levels:
                 lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
                 self._levels[level.number].judge(lengths, Pages(level.indices))
@@ -203,7 +203,7 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         Args:
             q: [rows, num_qo_heads, head_dim], any strides, last dimension contiguous.
             paged_kv_cache: the pages of all levels, as BatchPrefillWithPagedKVCacheWrapper.run takes them.
-            out: [rows, num_qo_heads, head_dim], written in place; None: allocated. Contiguous where levels are merged.
+            out: [rows, num_qo_heads, head_dim], written in place; None: allocated. Contiguous if levels are merged.
             lse: [rows, num_qo_heads] fp32, base 2, written in place.
             return_lse: also return lse.
         """
@@ -227,12 +227,12 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         count = None if arrays is None else len(arrays)
         if count != self._num_levels:
             found = "is None" if count is None else f"has {count} entries"
-            raise PlanError(f"{name} {found} but num_levels={self._num_levels}: pass one tensor a level.")
+            raise PlanError(f"{name} {found} but num_levels={self._num_levels}: pass one tensor for each level.")
 
     def _to_host(
         self, qo_indptrs: Sequence[Any], kv_indptrs: Sequence[Any], last_page_lens: Sequence[Any], page_size: int
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """One copy for the lengths of all levels."""
+        """Copies the lengths of all levels to the host at once."""
         for i, (qo_indptr, kv_indptr, last_page_len) in enumerate(
             zip(qo_indptrs, kv_indptrs, last_page_lens, strict=True)
         ):
@@ -243,22 +243,21 @@ class MultiLevelCascadeAttentionWrapper(Unique):
             ):
                 if checks.tensor(tensor, name, PlanError).shape != (length,):
                     raise PlanError(
-                        f"{name} has shape {tuple(tensor.shape)} but qo_indptr_arr[{i}] is that of {batch} requests: "
-                        f"pass [{length}]."
+                        f"{name} has shape {tuple(tensor.shape)} but level {i} has {batch} requests: pass [{length}]."
                     )
-        if page_size == 1:  # pages of one token: it says nothing
+        if page_size == 1:  # pages of one token: last_page_len says nothing
             last_page_lens = [None if not t.is_cpu else t for t in last_page_lens]
         host = all_to_host([*qo_indptrs, *kv_indptrs, *last_page_lens])
         count = self._num_levels
         return host[:count], host[count : 2 * count], host[2 * count :]
 
     def _check_rows(self, qo_indptrs: list[torch.Tensor]) -> None:
-        """Every level has a state for every row."""
+        """Checks that every level has a state for every row."""
         rows = int(qo_indptrs[-1][-1])
         for i, qo_indptr in enumerate(qo_indptrs):
             begin, end = int(qo_indptr[0]), int(qo_indptr[-1])
             if end != rows or (begin and self._num_levels > 1):
                 raise PlanError(
-                    f"qo_indptr_arr[{i}] covers rows {begin} to {end} but the last level's end at {rows}: each level "
-                    "covers all rows from 0; give rows that share nothing a request without pages."
+                    f"qo_indptr_arr[{i}] covers rows {begin} to {end} but the last level's end at {rows}. "
+                    "Each level covers all rows from 0: give rows that share nothing a request without pages."
                 )

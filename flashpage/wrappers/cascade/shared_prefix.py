@@ -1,4 +1,4 @@
-"""Batches over one shared prefix that lies in tensors of its own, and a paged KV cache for what follows it."""
+"""Batches over one shared prefix in separate tensors, and a paged KV cache for the tokens after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..planned_by_runs import PlannedByRuns
 
 
 class _SharedPrefix(Unique):
-    """What both wrappers share: a ragged batch of one for the prefix, a paged batch for the rest, one merge."""
+    """The base of the two wrappers: a ragged batch of one for the prefix, a paged batch for the rest, one merge."""
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, names: Names) -> None:
         self._kv_layout = checks.layout(kv_layout)
@@ -31,11 +31,11 @@ class _SharedPrefix(Unique):
 
         self._unique, self._shared, self._names = planned(names), planned(RAGGED), names
         self._planned: _Batch | None = None
-        self._dtypes: tuple[Any, Any] = (None, None)  # of q and the caches, as planned
-        self._seen: tuple[Any, Any] | None = None  # those of forward's tensors, where begin_forward was told others
+        self._dtypes: tuple[Any, Any] = (None, None)  # types of q and the caches, as planned
+        self._seen: tuple[Any, Any] | None = None  # types of forward's tensors, if begin_forward got others
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Takes other workspaces; begin_forward again before the next forward."""
+        """Takes other workspaces; call begin_forward again before the next forward."""
         self._planned, self._workspace = None, float_workspace_buffer
         self._shared.forget()
         self._unique.attention.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
@@ -43,10 +43,10 @@ class _SharedPrefix(Unique):
         shared.reset_workspace_buffer(float_workspace_buffer, shared.session.workspaces.int_buffer)
 
     def end_forward(self) -> None:
-        """Nothing: plans need no end."""
+        """Does nothing: a plan needs no end."""
 
     def _begin(self, lengths: Lengths, kv_indices: Any, arguments: Arguments, dtypes: tuple[Any, Any]) -> None:
-        """`dtypes`: to be planned for where no tensors were seen yet."""
+        """`dtypes`: types to plan for if no tensors were seen yet."""
         is_decode = isinstance(arguments, DecodeArguments)
         for name, tensor in zip(self._names[:3], lengths, strict=False):
             if name != "qo_indptr" or not is_decode:
@@ -93,7 +93,7 @@ class _SharedPrefix(Unique):
         return out
 
     def _plan_prefix(self, unique: Attention, prefix_len: int) -> Attention:
-        """All rows are one request over the prefix."""
+        """Plans all rows as one request over the prefix."""
         rows, options = unique.session.total_q, unique.options
         heads = (options.num_q_heads, options.num_kv_heads, options.head_dim_qk)
         arguments = PrefillArguments("ragged", *heads, q_data_type=self._dtypes[0], kv_data_type=self._dtypes[1])
@@ -106,7 +106,7 @@ class _SharedPrefix(Unique):
 
 
 class _Batch(NamedTuple):
-    """What begin_forward was given, lengths on the host."""
+    """begin_forward's arguments, with lengths on the host."""
 
     lengths: Lengths
     kv_indices: Any
@@ -135,12 +135,12 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         page_size: int,
         data_type: Any = "float16",
     ) -> None:
-        """Plans a batch; the prefix, whose length is not told here, is planned by the first `forward`.
+        """Plans a batch; the first `forward` plans the prefix, whose length is not known here.
 
         Args:
-            unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len: the pages behind the prefix, as
+            unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len: the pages after the prefix, as
                 BatchDecodeWithPagedKVCacheWrapper.plan takes them.
-            data_type: of q and the caches; where the tensors of `forward` differ, theirs is planned for.
+            data_type: type of q and the caches; if `forward`'s tensors have other types, these are planned.
         """
         lengths = Lengths(None, unique_kv_indptr, unique_kv_last_page_len)
         arguments = DecodeArguments(num_qo_heads, num_kv_heads, head_dim, page_size)
@@ -184,10 +184,10 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         head_dim: int,
         page_size: int,
     ) -> None:
-        """Plans a batch for float16; other types, and the prefix, are planned by the first `forward`.
+        """Plans a batch for float16; the first `forward` plans the prefix, and other types.
 
         Args:
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: rows and the pages behind the prefix,
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: rows and the pages after the prefix,
                 as BatchPrefillWithPagedKVCacheWrapper.plan takes them.
         """
         lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
@@ -224,6 +224,6 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
 
 
 def _dtypes(data_type: Any) -> tuple[Any, Any]:
-    """Of q and the caches, torch's: q of fp8 caches is float16 until a tensor says otherwise."""
+    """torch's types of q and the caches: q of fp8 caches is float16 until a tensor has another type."""
     given = checks.dtype("data_type", data_type)
     return (DType.FLOAT16 if given.is_fp8 else given).torch, given.torch

@@ -1,4 +1,4 @@
-"""What rows see of each level of tokens: a sliding window and chunks hide tokens of the upper levels row by row."""
+"""Visible tokens of each level: a sliding window and chunks hide tokens of the upper levels row by row."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Level(NamedTuple):
     kv_lens: torch.Tensor  # [requests] tokens
 
     def by_row(self, values: torch.Tensor) -> torch.Tensor:
-        """A request's value for each of its rows."""
+        """Repeats a request's value for each of its rows."""
         return torch.repeat_interleave(values, self.q_indptr.diff())
 
 
 class Shown(NamedTuple):
     """Levels as they are planned."""
 
-    options: Options  # of the last level; the others are not causal and have no window
+    options: Options  # of the last level; other levels are not causal and have no window
     levels: list[PagedLevel]
     variants: list[Variant | None]  # masks of levels; None: nothing is hidden
-    is_hidden: list[bool]  # whether all of a level is
+    is_hidden: list[bool]  # whether a whole level is hidden
 
 
 class LevelWindows:
@@ -42,19 +42,19 @@ class LevelWindows:
     def __init__(self, num_levels: int, device: torch.device, is_graph: bool) -> None:
         self._is_graph = is_graph
         self._masks = [RowMask(_FROM, device) for _ in range(num_levels)]
-        self._chunks = [RowMask(WITHIN, device) for _ in range(num_levels)]  # of requests that are not cut
+        self._chunks = [RowMask(WITHIN, device) for _ in range(num_levels)]  # for requests that are not cut
 
     def plan(self, planned: Sequence[PagedLevel], options: Options) -> Shown:
-        """A window counts in the last level as in a batch of its own. Chunks begin anywhere in a level: its requests
-        are cut where their rows see other tokens, and have the pages that these rows see; a mask hides what is left
-        of a page. Captured batches keep their requests, so a mask hides all that is outside of a row's chunk."""
+        """The last level counts a window like a single batch. Chunks begin anywhere in a level: its requests are cut
+        where their rows see other tokens, and keep the pages that these rows see; a mask hides the rest of a page.
+        Captured batches keep their requests, so a mask hides all tokens outside of a row's chunk."""
         variants: list[Variant | None] = [None] * len(planned)
         found = Shown(options, list(planned), variants, [False] * len(planned))
         if (options.window_left < 0 and options.chunk == 0) or len(planned) == 1:
             return found
         levels = [_level(level, options.page_size) for level in planned]
         if any(bool((level.q_indptr.diff() < 0).any()) for level in levels):
-            return found  # the planner tells
+            return found  # the planner reports the error
         found = found._replace(options=dataclasses.replace(options, chunk=0))
         for i, begin in enumerate(_begins(levels, options)):
             level, lengths, first = planned[i], levels[i], begin.first_token()
@@ -67,19 +67,19 @@ class LevelWindows:
                 found.levels[i], first = level, first - skipped
             is_last = i + 1 == len(planned)
             found.is_hidden[i] = not is_last and bool((first >= lengths.by_row(lengths.kv_lens)).all())
-            # What is captured has a mask in every batch or in none.
+            # A captured level has a mask in every batch or in none.
             if self._is_graph or (not found.is_hidden[i] and bool((first > 0).any())):
                 variants[i] = self._masks[level.number].set(_first_row(lengths), first_token=first)
         return found
 
     def copy(self) -> None:
-        """Gives the masks of the last `plan` to runs: once all levels are planned."""
+        """Gives the masks of the last `plan` to runs, after all levels are planned."""
         for mask in (*self._masks, *self._chunks):
             mask.copy()
 
 
 def _first_row(level: Level) -> torch.Tensor:
-    """A request's row has this index in the batch less its q_idx, which is right-aligned within the level."""
+    """A row's index in the batch minus its q_idx, which is right-aligned within the level; one value a request."""
     return level.q_indptr[1:] - level.kv_lens
 
 
@@ -91,13 +91,13 @@ def _level(planned: PagedLevel, page_size: int) -> Level:
 
 
 class _Begins(NamedTuple):
-    """Where what each row sees of a level begins, in tokens of the level, [rows]; 0 or less: at its first."""
+    """The first token of a level that each row sees, [rows]; 0 or less: the level's first."""
 
     chunk: torch.Tensor | None  # None: no chunks
     window: torch.Tensor | None  # None: not counted here
 
     def first_token(self) -> torch.Tensor:
-        """The later of both."""
+        """The later of the two."""
         if self.chunk is None or self.window is None:
             found = self.window if self.chunk is None else self.chunk
             assert found is not None
@@ -106,10 +106,10 @@ class _Begins(NamedTuple):
 
 
 def _begins(levels: Sequence[Level], options: Options) -> list[_Begins]:
-    """Of every level; without chunks of every level but the last, as its plan counts the window."""
+    """The begins of every level; without chunks only of levels before the last, whose plan counts the window."""
     last = levels[-1]
     rows = torch.arange(int(last.q_indptr[-1]), device="cpu")
-    # A row's place among its request's tokens of the last level: right-aligned, as causal has it.
+    # A row's place among its request's tokens of the last level: right-aligned, as for causal.
     place = rows - last.by_row(last.q_indptr[1:] - last.kv_lens)
     tokens = torch.stack([level.by_row(level.kv_lens) for level in levels[:-1]])
     begins = [*(tokens.cumsum(0) - tokens), tokens.sum(0)]  # of each level, among the request's tokens
@@ -129,8 +129,8 @@ def _begins(levels: Sequence[Level], options: Options) -> list[_Begins]:
 def _cut(
     level: PagedLevel, lengths: Level, chunk_begin: torch.Tensor, options: Options
 ) -> tuple[PagedLevel, Level, torch.Tensor]:
-    """The level with a request for each run of rows of one chunk, with the pages that they see; and the tokens before
-    these pages, [rows]."""
+    """The level with one request for each run of rows in one chunk, with the pages that they see; and the number of
+    tokens before these pages, [rows]."""
     page_size, rows = options.page_size, len(chunk_begin)
     request = lengths.by_row(torch.arange(len(lengths.kv_lens), device="cpu"))
     starts = torch.ones(rows, dtype=torch.bool, device="cpu")

@@ -1,7 +1,7 @@
-"""What engines read and write on a wrapper beside its methods, under FlashInfer's private names.
+"""Attributes of a wrapper that engines read and write, under FlashInfer's private names.
 
-Planning functions of engines' own write here what they are about to plan and then call `_cached_module.plan`
-(cached_module.py), which takes or checks all of it. `plan` and `run` touch none of this: values are made when read.
+Engines' planning functions write here what they are about to plan, and then call `_cached_module.plan`
+(cached_module.py), which takes or checks all of it. `plan` and `run` do not use them: values are made when read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Written:
-    """Read: what was written since the last plan, else what that plan says (None without a plan)."""
+    """Reads what was written since the last plan, or else that plan's value (None without a plan)."""
 
     def __init__(self, of_plan: Callable[[Any], Any]) -> None:
         self._of_plan = of_plan
@@ -43,7 +43,8 @@ class Written:
 
 
 class Buffer(Written):
-    """An array of the batch on the device. With graph buffers: the constructor's tensor, and no other."""
+    """An array of the batch on the device. With graph buffers it is the constructor's tensor, and cannot be
+    replaced."""
 
     def __get__(self, state: EngineState, owner: type) -> Any:
         if state._has_graph_buffers:
@@ -54,16 +55,18 @@ class Buffer(Written):
         if not state._has_graph_buffers:
             super().__set__(state, value)
         elif value is not state._graph_buffer(self._name):
-            raise PlanError(f"{self._name} is fixed by the constructor with use_cuda_graph=True: copy into it.")
+            raise PlanError(
+                f"{self._name} is fixed by the constructor with use_cuda_graph=True: copy the values into it."
+            )
 
 
 def array_of_plan(i: int) -> Buffer:
-    """0: q_indptr, 1: kv_indptr, 2: last_page_len."""
+    """Array 0: q_indptr, 1: kv_indptr, 2: last_page_len."""
     return Buffer(lambda state: state._planner.arrays()[i].to(state.device, torch.int32))
 
 
 class EngineState(Unique):
-    """A wrapper's workspaces, graph buffers and the numbers of its plan."""
+    """A wrapper's workspaces and graph buffers, and the numbers of its plan."""
 
     _planner: Planner
     device: torch.device
@@ -79,9 +82,9 @@ class EngineState(Unique):
     _cached_o_data_type = Written(lambda state: state._planner.options.out_dtype.torch)
     _qo_indptr_buf = array_of_plan(0)
 
-    _written_at: tuple[int, dict[str, Any]] = (-1, {})  # the planner's generation, what was written since
+    _written_at: tuple[int, dict[str, Any]] = (-1, {})  # number of the planner's plan, and what was written since
     _staging: torch.Tensor | None = None
-    _module_key: Any = None  # what _cached_module planned last, compared to skip judging it again
+    _module_key: Any = None  # the last plan of _cached_module: equal arguments are not checked again
     _attention: Attention
     _options: Any
     _arguments: Any
@@ -96,12 +99,13 @@ class EngineState(Unique):
 
     @property
     def _cached_module(self) -> Any:
-        """Plans this wrapper from host arrays; None before the first `plan`, which says all that these leave open."""
+        """Plans this wrapper from host arrays; None before the first `plan`, which sets all that these arrays leave
+        open."""
         return PlanModule(self) if self._planner.active else None
 
     @property
     def _plan_info(self) -> PlanInfo | None:
-        """The present plan in numbers; runs use the plan itself, so no other can be put in its place."""
+        """The present plan as numbers; runs use the plan itself, so another plan cannot be put in its place."""
         return PlanInfo.of(self._planner) if self._planner.is_planned else None
 
     @_plan_info.setter
@@ -109,14 +113,14 @@ class EngineState(Unique):
         if info is None:
             self._planner.invalidate()
         elif tuple(info) != self._plan_info:
-            raise PlanError("_plan_info is of a plan that is gone: write what the last _cached_module.plan returned.")
+            raise PlanError("_plan_info is of a plan that is gone: write the result of the last _cached_module.plan.")
 
     def _variant_to_plan(self, written: dict[str, Any], batch: int) -> tuple[Any, bool | None]:
-        """The variant that `_cached_module` plans with, and causal where that decides it."""
+        """The variant that `_cached_module` plans with, and causal if the variant decides it."""
         return self._planner.options.variant, None
 
     def _check_planned(self) -> None:
-        """Of a plan through `_cached_module`: what `plan` would have checked behind the planner."""
+        """Checks a plan through `_cached_module` for what `plan` would have checked after the planner."""
 
     # ---------------------------------------------------------------- workspaces
 
@@ -134,7 +138,7 @@ class EngineState(Unique):
 
     @property
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
-        """Host memory for engines to hand on; plans are staged in the wrapper's own ring, which needs no waiting."""
+        """Host memory that engines pass on; plans are staged in the wrapper's own ring, which needs no waiting."""
         if self._staging is None:
             self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         return self._staging
@@ -154,7 +158,9 @@ class EngineState(Unique):
 
     def _graph_buffer(self, attribute: str) -> torch.Tensor | None:
         name = attribute[1:]
-        if name == "qo_indptr_buf" and name not in self._graph_buffers:  # decode: rows are as many in every request
+        if (
+            name == "qo_indptr_buf" and name not in self._graph_buffers
+        ):  # decode: every request has the same number of rows
             fixed = self._planner.batch.fixed_requests
             assert fixed is not None
             rows = self._planner.options.uniform_q_len if self._planner.active else 1
@@ -164,17 +170,17 @@ class EngineState(Unique):
 
     @property
     def _has_graph_buffers(self) -> bool:
-        """Whether the constructor was given the batch's arrays, which fix its size."""
+        """Whether the constructor got the batch's arrays, which fix its size."""
         return self._planner.is_graph and self._planner.capacity is None
 
     def _take_graph_buffers(self, capacity: Capacity | None, **buffers: torch.Tensor | None) -> None:
-        """Named as the constructor has them."""
+        """Buffers by the constructor's names."""
         self._graph_buffers = {name.removesuffix("fer"): buffer for name, buffer in buffers.items()}
         take_graph_buffers(self._attention, capacity, buffers)
 
 
 class PagedState:
-    """Beside EngineState, where K and V lie in pages."""
+    """EngineState's attributes, and those of K and V in pages."""
 
     _paged_kv_indptr_buf = array_of_plan(1)
     _paged_kv_last_page_len_buf = array_of_plan(2)

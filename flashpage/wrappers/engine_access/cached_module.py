@@ -1,8 +1,8 @@
-"""`wrapper._cached_module`: plans from host arrays by position, as planning functions of engines' own do.
+"""`wrapper._cached_module`: plans from host arrays by position, as engines' planning functions do.
 
-FlashInfer's compiled modules have such a `plan`, and engines call it to skip what its wrappers do around it. Here it
-plans the wrapper through the wrapper's planner: each argument is taken or refused, and so is all that the engine wrote
-on the wrapper before (attributes.py). What nobody gives stays as the wrapper's last plan had it.
+FlashInfer's compiled modules have such a `plan`, which engines call to skip the wrappers' own work. Here it plans
+through the wrapper's planner: each argument is taken or refused, and so are the attributes that the engine wrote before
+(attributes.py). Anything not passed keeps its value from the last plan.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ...plan.page_indices import KEEP_MASK, Pages
 if TYPE_CHECKING:
     from ...plan.session import Planner
 
-# What engines write before they plan: the batch has exactly that, or at most.
+# Attributes that engines write before they plan: the batch has exactly that number, or at most.
 _EXACT = ("_qo_indptr_last", "_batch_size", "_num_qo_heads", "_num_kv_heads", "_q_len_per_req")
 _AT_MOST = ("_max_q_len", "_max_kv_len")
 _ARRAYS = ("_qo_indptr_buf", "_paged_kv_indptr_buf", "_kv_indptr_buf", "_mask_indptr_buf")  # other kernels read these
 
 
 class PlanInfo(NamedTuple):
-    """What `_cached_module.plan` returns and engines keep as `_plan_info`."""
+    """The result of `_cached_module.plan`, which engines keep as `_plan_info`."""
 
-    generation: int  # of the wrapper's plans: no two have the same
+    generation: int  # number of the wrapper's plan, which no other plan has
     num_ctas: int
     num_items: int
     num_merges: int
@@ -47,7 +47,7 @@ class PlanInfo(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """Options among the arguments."""
+    """Options that are among the arguments."""
 
     num_qo_heads: Any
     num_kv_heads: Any
@@ -64,7 +64,7 @@ class _Asked(NamedTuple):
 
 
 class _Written:
-    """What the engine wrote since the last plan, or left from it; that plan is gone from here on."""
+    """Takes what the engine wrote since the last plan, or kept from it; that plan is gone from here on."""
 
     def __init__(self, wrapper: Any) -> None:
         self.values: dict[str, Any] = wrapper._written()
@@ -73,7 +73,7 @@ class _Written:
         wrapper._planner.invalidate()
 
     def check(self, wrapper: Any) -> None:
-        """Numbers of the batch; arrays on the device: where FLASHPAGE_CHECK_INDICES is on."""
+        """Checks the written numbers against the batch; arrays on the device only with FLASHPAGE_CHECK_INDICES=on."""
         for name, value in self.values.items():
             if value is None or name not in (*_EXACT, *_AT_MOST, *_ARRAYS):
                 continue
@@ -84,11 +84,11 @@ class _Written:
                 is_checked = value.is_cpu or env.is_on("FLASHPAGE_CHECK_INDICES")
                 differs = is_checked and (found is None or value.tolist() != found.tolist())
             if differs:
-                raise PlanError(f"{name}={value} was written but the batch has {found}: write what is planned.")
+                raise PlanError(f"{name}={value} was written but the batch has {found}: write the batch's number.")
 
 
 class PlanModule:
-    """Of a wrapper; keeps nothing itself."""
+    """The module of a wrapper; it keeps no state."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
@@ -120,10 +120,10 @@ class PlanModule:
 
         Args:
             qo_indptr, kv_indptr, kv_len_arr: [batch + 1], [batch + 1] and [batch], on the host (as `plan` takes them).
-            total_num_rows: rows that the runs have room for, at least qo_indptr[-1].
+            total_num_rows: number of rows in the runs' tensors, at least qo_indptr[-1].
             fixed_split_size: pages; -1: balanced.
             num_colocated_ctas: 0.
-            uniform_q_len: rows of every request, where they all have as many; 0: as qo_indptr says.
+            uniform_q_len: rows of every request if they are all equal; 0: as qo_indptr says.
         """
         wrapper, written = self._wrapper, _Written(self._wrapper)
         checks.refuse_given(num_colocated_ctas=num_colocated_ctas)
@@ -141,7 +141,7 @@ class PlanModule:
 
 
 class DecodePlanModule:
-    """The same for a decode wrapper without `use_tensor_cores`: rows and lengths are not among the arguments."""
+    """The module of a decode wrapper without `use_tensor_cores`: rows and lengths are not among the arguments."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
@@ -192,7 +192,7 @@ def _plan(
     if bool(is_graph) != planner.is_graph:
         raise PlanError(f"enable_cuda_graph={is_graph} but the wrapper has use_cuda_graph={planner.is_graph}.")
     if batch_of(kv_indptr, "kv_indptr") != batch:
-        raise PlanError(f"batch_size={batch} but kv_indptr is that of {batch_of(kv_indptr, 'kv_indptr')} requests.")
+        raise PlanError(f"batch_size={batch} but kv_indptr has {batch_of(kv_indptr, 'kv_indptr')} requests.")
     rows = batch * asked.uniform_q_len
     if lengths.q_indptr is not None:
         rows = int(lengths.q_indptr[batch_of(lengths.q_indptr, "qo_indptr")])
@@ -221,7 +221,7 @@ def _take_memory(wrapper: Any, float_workspace: Any, int_workspace: Any, staging
 
 
 def _options_of(wrapper: Any, written: _Written, batch: int, asked: _Asked) -> Options:
-    """Options of the last plan with those asked for in their place."""
+    """Options of the last plan, with the given ones in their place."""
     planned = wrapper._planner.options
     variant, causal = wrapper._variant_to_plan(written.values, batch)
     dtypes = tuple(written.values.get(f"_cached_{which}_data_type", _NOT_WRITTEN) for which in ("q", "kv", "o"))
@@ -239,7 +239,7 @@ def _options_of(wrapper: Any, written: _Written, batch: int, asked: _Asked) -> O
     return options
 
 
-_NOT_WRITTEN = ""  # a written None stands for q's type
+_NOT_WRITTEN = ""  # None means q's type
 
 
 def _options(planned: Options, asked: _Asked, dtypes: tuple[Any, ...]) -> Options:
@@ -278,8 +278,8 @@ def _options(planned: Options, asked: _Asked, dtypes: tuple[Any, ...]) -> Option
 
 
 def _check_uniform(qo_indptr: Any, batch: int, rows: int) -> None:
-    """Where every request has as many rows, the planner does not look at the array."""
+    """Checks the array, which the planner does not read if every request has the same number of rows."""
     checks.tensor(qo_indptr, "qo_indptr", PlanError)
     expected = torch.arange(batch + 1, dtype=qo_indptr.dtype, device=qo_indptr.device) * rows
     if not torch.equal(qo_indptr, expected):
-        raise PlanError(f"qo_indptr is not that of {batch} requests of {rows} rows each, which uniform_q_len says.")
+        raise PlanError(f"qo_indptr has other rows than uniform_q_len: pass {batch} requests of {rows} rows each.")

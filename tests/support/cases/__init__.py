@@ -1,7 +1,7 @@
-"""The case table: every row is there for the reason in its `why`.
+"""The case table: each row says in its `why` what it covers.
 
-The CPU backend and every CUDA kernel run the same rows (tests/kernels/test_cases.py, tests/support/harness.py).
-Compiled kernels are shared: most rows use head dim 64 and one of few dtype pairs, and vary what is given at run time.
+The CPU backend and every CUDA kernel run the same rows (tests/kernels/test_cases.py, tests/support/harness.py). To
+share compiled kernels, most rows use head dim 64 and one of few dtype pairs, and vary run-time options.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from . import chunks, few_rows, fp8_prefill, fp8_queries, gathered, long, option
 from .case import Case
 
 CASES: list[Case] = [
-    *(*shapes.rows(), *few_rows.rows(), *options.rows(), *pairs.rows()),
+    *shapes.rows(),
+    *few_rows.rows(),
+    *options.rows(),
+    *pairs.rows(),
     *chunks.rows(),
     *fp8_queries.rows(),
     *fp8_prefill.rows(),

@@ -13,7 +13,7 @@ MIXED_KV = (130, 17, 200, 69)  # a decode row, a whole prompt, two appended chun
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row. Lengths are per request; everything else as the wrappers' own arguments say."""
+    """One row of the table. Lengths are lists with one entry a request; options have the names of arguments."""
 
     name: str
     why: str
@@ -26,7 +26,7 @@ class Case:
     head_dim_vo: int = 0  # 0: head_dim
     q_dtype: str = "bfloat16"
     kv_dtype: str = ""  # "": q's
-    o_dtype: str = ""  # "": not given: q's, or bfloat16 where that is fp8
+    o_dtype: str = ""  # "": not given: q's, or bfloat16 if that is fp8
     page_size: int = 16
     kv_layout: str = "NHD"
     cache: str = "tuple"  # tests/support/caches.py, FORMS
@@ -39,13 +39,15 @@ class Case:
     rope_scale: float = 0.0  # 0: the default
     rope_theta: float = 0.0
     sinks: bool = False
-    scales: str = ""  # "" | float | tensor (one value on the device) | negative (alike) | per_head | signs (alike)
+    scales: str = (
+        ""  # "" | float | tensor (one value on the device) | negative (one value) | per_head | signs (by head)
+    )
     mask: str = ""  # "" | dense | packed
     mask_kind: str = "random"  # random | causal | blocks | tree | past | sparse | nothing
     variant: str = ""  # tests/support/cases/variants.py, VARIANTS
     fixed_split_size: int = 0  # pages; 0: balanced
     disable_split_kv: bool = False
-    at_run: bool = False  # causal, window, soft cap and sm_scale through forward(); plan gets other values
+    at_run: bool = False  # causal, window, soft cap and sm_scale come with forward(); plan gets other values
     q_strides: str = "contiguous"  # contiguous | fused_qkv
     hidden_nan: bool = False  # tokens left of every row's window and chunk are NaN in the cache
     outputs: str = "given"  # given: out= and lse= inside guard bands | strided | returned | no_lse
@@ -72,7 +74,7 @@ class Case:
         return self.q_dtype.startswith("float8")
 
     def runs_on(self, device: str) -> bool:
-        """fp32 queries are the CPU's: the card's kernels multiply 16-bit numbers."""
+        """fp32 queries run only on the CPU: the card's kernels multiply 16-bit numbers."""
         return device == "cpu" or self.q_dtype != "float32"
 
     def __str__(self) -> str:
@@ -80,7 +82,7 @@ class Case:
 
 
 def decode(name: str, why: str, kv_lens: Iterable[int], *, q_len: int = 1, **options: Any) -> Case:
-    """Several rows a request are causal among themselves, as the decode wrapper has them."""
+    """Several rows a request are causal among themselves, as in the decode wrapper."""
     kv_lens = tuple(kv_lens)
     return Case(name, why, kv_lens, (q_len,) * len(kv_lens), entry="decode", causal=q_len > 1, **options)
 

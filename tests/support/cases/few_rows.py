@@ -1,6 +1,6 @@
 """Rows about few packed rows (query rows x group size, up to 64): slots and boxes of a ring, teams, pieces, merges.
 
-The shapes are those of Hopper's decode kernel: slots of 32 or 64 tokens that eight warps take in turns, boxes of at
+The shapes are those of Hopper's decode kernel: slots of 32 or 64 tokens that eight warps use in turn, boxes of at
 most a page, or single rows where pages are too small for boxes.
 """
 
@@ -13,7 +13,7 @@ from cases.case import Case, decode, prefill
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 EDGES_32 = (31, 32, 33, 1, 0)
-TEAM_EDGES = (255, 256, 257, 511, 512, 513)  # eight slots of 32 and of 64 tokens: every warp's last one
+TEAM_EDGES = (255, 256, 257, 511, 512, 513)  # eight slots of 32 and of 64 tokens, so that every warp's last slot occurs
 
 
 def length_rows() -> list[Case]:
@@ -25,7 +25,7 @@ def length_rows() -> list[Case]:
         decode("few-short", "a CTA has more units than the ring of places", short, num_q_heads=8, num_kv_heads=4),
         decode(
             "few-short-64-rows",
-            "the same with room for one place",
+            "more units than the ring of places, with room for one place",
             short[:150],
             q_len=16,
             num_q_heads=8,
@@ -47,8 +47,10 @@ def page_rows() -> list[Case]:
         why = "64 packed rows over the smallest and larger pages"
         rows.append(decode(f"few-page-{page_size}-64-rows", why, (200, 5, 0, 129), q_len=16, num_q_heads=8, **options))
     options = {"cache": "interleaved", "page_size": 32, "head_dim": 128, "kv_dtype": E4M3}
-    rows.append(decode("few-halves-e4m3", "halves of one row in bytes, HND", (70, 0, 33), kv_layout="HND", **options))
-    rows.append(decode("few-page-12", "a page that is a multiple of 4 alone", (11, 12, 13, 200), page_size=12))
+    rows.append(decode("few-halves-e4m3", "fp8 rows in two boxes, HND", (70, 0, 33), kv_layout="HND", **options))
+    rows.append(
+        decode("few-page-12", "a page size that is a multiple of 4 but not of 8", (11, 12, 13, 200), page_size=12)
+    )
     return rows
 
 
@@ -62,12 +64,30 @@ def packed_rows() -> list[Case]:
     told = {"entry": "ragged", "causal": True}
     rows += [
         decode(
-            "few-group-32", "two tiles of 16 rows in one row of queries", (65, 0, 129), num_q_heads=32, num_kv_heads=1
+            "few-group-32",
+            "two tiles of 16 packed rows from one query row",
+            (65, 0, 129),
+            num_q_heads=32,
+            num_kv_heads=1,
         ),
-        prefill("few-unlike", "requests above and below the tile", (1, 40, 3, 9), (300, 40, 65, 9), causal=True),
+        prefill(
+            "few-unlike",
+            "requests of fewer and of more rows than the tile",
+            (1, 40, 3, 9),
+            (300, 40, 65, 9),
+            causal=True,
+        ),
         prefill("few-ragged", "one row a request, ragged", (1,) * 6, (1, 33, 64, 300, 0, 129), reduced=True, **told),
         prefill("few-ragged-8", "eight rows a request, ragged", (8, 8, 8), (300, 8, 65), num_q_heads=8, **told),
-        prefill("few-ragged-e5m2", "bytes, ragged, gaps", (2, 1), (70, 200), cache="gapped", kv_dtype=E5M2, **told),
+        prefill(
+            "few-ragged-e5m2",
+            "ragged fp8 with gaps between rows",
+            (2, 1),
+            (70, 200),
+            cache="gapped",
+            kv_dtype=E5M2,
+            **told,
+        ),
     ]
     return rows
 
@@ -98,23 +118,32 @@ def window_rows() -> list[Case]:
     long = (300, 129, 64, 7)
     return [
         decode("few-window-in-page", "the first visible token is inside a page", long, window_left=21, **hidden),
-        decode("few-window-at-page", "it begins one", (300, 172), window_left=43, **hidden),
+        decode("few-window-at-page", "the first visible token begins a page", (300, 172), window_left=43, **hidden),
         decode(
             "few-window-in-box",
-            "it is inside a box of a large page",
+            "the first visible token is inside a box of a large page",
             long,
             window_left=37,
             page_size=128,
             reduced=True,
             **hidden,
         ),
-        decode("few-window-page-1", "rows, not boxes", long, window_left=37, page_size=1, **hidden),
+        decode("few-window-page-1", "tokens loaded row by row", long, window_left=37, page_size=1, **hidden),
         decode("few-window-e4m3", "NaN bytes", long, window_left=37, kv_dtype=E4M3, head_dim=128, **hidden),
-        decode("few-window-rows", "each of several rows has its own", long[:3], q_len=7, window_left=20, **hidden),
-        decode("few-window-0", "the row's own token alone", long, window_left=0, **hidden),
+        decode(
+            "few-window-rows", "each of several rows has its own window", long[:3], q_len=7, window_left=20, **hidden
+        ),
+        decode("few-window-0", "a row sees only its own token", long, window_left=0, **hidden),
         decode("few-window-fixed", "pieces before the window", (900, 64), window_left=99, fixed_split_size=4, **hidden),
         prefill(
-            "few-window-ragged", "ragged", (3, 5), (300, 65), entry="ragged", causal=True, window_left=18, **hidden
+            "few-window-ragged",
+            "a window over ragged tokens",
+            (3, 5),
+            (300, 65),
+            entry="ragged",
+            causal=True,
+            window_left=18,
+            **hidden,
         ),
     ]
 
@@ -123,15 +152,15 @@ def split_rows() -> list[Case]:
     pieces: dict[str, Any] = {"fixed_split_size": 4}  # of 64 tokens
     return [
         decode("few-split-79", "a merge of more than two groups of 32 pieces", (5000,), reduced=True, **pieces),
-        decode("few-split-79-group-7", "rows that do not fill it", (5000, 64), num_q_heads=14, **pieces),
-        decode("few-split-33", "one piece past a group", (33 * 64, 32 * 64, 32 * 64 + 1), **pieces),
+        decode("few-split-79-group-7", "a merge whose rows do not fill its tile", (5000, 64), num_q_heads=14, **pieces),
+        decode("few-split-33", "one piece more than a group of 32", (33 * 64, 32 * 64, 32 * 64 + 1), **pieces),
         decode("few-split-sinks", "the sink is in one of 40 pieces", (2550, 3), sinks=True, **pieces),
         decode("few-split-rows", "several rows, the last piece hidden from some", (1000, 70), q_len=10, **pieces),
         decode("few-split-rows-sinks", "and a sink", (1000, 70), q_len=10, sinks=True, num_q_heads=8, **pieces),
-        decode("few-split-64-rows", "64 partial rows a piece", (700, 9), q_len=16, num_q_heads=8, **pieces),
-        decode("few-split-dim-256", "two jobs a merged row", (700, 9), head_dim=256, **pieces),
-        decode("few-split-no-lse", "merged without lse", (2000, 9), outputs="no_lse"),
-        decode("few-no-split-rows", "never cut, several rows", (1000, 70), q_len=10, disable_split_kv=True),
+        decode("few-split-64-rows", "pieces of 64 partial rows each", (700, 9), q_len=16, num_q_heads=8, **pieces),
+        decode("few-split-dim-256", "two units of merge work for each merged row", (700, 9), head_dim=256, **pieces),
+        decode("few-split-no-lse", "a merge without lse output", (2000, 9), outputs="no_lse"),
+        decode("few-no-split-rows", "several rows, not cut", (1000, 70), q_len=10, disable_split_kv=True),
         prefill(
             "few-split-mask",
             "mask bits of later pieces, pages of one token",
@@ -148,16 +177,30 @@ def score_rows() -> list[Case]:
     rows: dict[str, Any] = {"q_len": 8, "num_q_heads": 16}  # 64 packed rows
     long = (300, 64, 9)
     return [
-        decode("few-cap-rows", "soft cap of 64 rows, row by row", long, soft_cap=5.0, page_size=1, **rows),
-        decode("few-alibi-rows", "positions of rows and heads", long, position="ALIBI", **rows),
-        decode("few-variant-rows", "h and q_idx of 64 rows", long, variant="tensor_bias", **rows),
-        decode("few-variant-page-1", "a mask over rows without boxes", long, variant="documents", page_size=1),
-        decode("few-variant-e4m3", "bytes", long, variant="blocks_and_gain", kv_dtype=E4M3),
-        decode("few-scales-rows", "scales by head of 64 rows", long, scales="per_head", kv_dtype=E5M2, **rows),
+        decode(
+            "few-cap-rows", "soft cap of 64 packed rows, loaded row by row", long, soft_cap=5.0, page_size=1, **rows
+        ),
+        decode("few-alibi-rows", "ALiBi positions of rows and heads", long, position="ALIBI", **rows),
+        decode("few-variant-rows", "h and q_idx of 64 packed rows", long, variant="tensor_bias", **rows),
+        decode(
+            "few-variant-page-1",
+            "a variant's mask over tokens loaded row by row",
+            long,
+            variant="documents",
+            page_size=1,
+        ),
+        decode("few-variant-e4m3", "a variant over an fp8 cache", long, variant="blocks_and_gain", kv_dtype=E4M3),
+        decode("few-scales-rows", "scales by head for 64 packed rows", long, scales="per_head", kv_dtype=E5M2, **rows),
         decode("few-scales-split", "the value scale counts once", (3000,), scales="per_head", kv_dtype=E4M3),
-        prefill("few-mask-rows", "bits by row of 32 packed rows", (8, 8, 8), long, mask="dense", num_q_heads=8),
+        prefill("few-mask-rows", "mask bits of 32 packed rows", (8, 8, 8), long, mask="dense", num_q_heads=8),
         prefill(
-            "few-mask-e4m3", "bytes, one token a page", (9, 12), (65, 300), mask="packed", page_size=1, kv_dtype=E4M3
+            "few-mask-e4m3",
+            "mask bits over fp8 pages of one token",
+            (9, 12),
+            (65, 300),
+            mask="packed",
+            page_size=1,
+            kv_dtype=E4M3,
         ),
     ]
 
@@ -169,22 +212,30 @@ def rope_rows() -> list[Case]:
     many: dict[str, Any] = {"q_len": 16, "num_q_heads": 8}  # 64 packed rows
     long = (300, 64, 9)
     rows = [
-        decode("few-rope-128", "every team has a slot, or none", (513, 0, 31), reduced=True, **wide),
-        decode("few-rope-page-1", "rows, not boxes", (*long, 0), page_size=1, **wide),
-        decode("few-rope-64-rows", "four positions a warp", long, **many, **wide),
-        decode("few-rope-group-1", "a position a row", long, q_len=16, num_q_heads=2, q_dtype="float16", **wide),
+        decode("few-rope-128", "every team has a slot, or none has", (513, 0, 31), reduced=True, **wide),
+        decode("few-rope-page-1", "tokens loaded row by row", (*long, 0), page_size=1, **wide),
+        decode("few-rope-64-rows", "four query positions for each warp", long, **many, **wide),
+        decode(
+            "few-rope-group-1",
+            "one query position for each packed row",
+            long,
+            q_len=16,
+            num_q_heads=2,
+            q_dtype="float16",
+            **wide,
+        ),
         decode("few-rope-short", "more units than places of Q", tuple(1 + 5 * i % 37 for i in range(150)), **wide),
-        decode("few-rope-long", "turns of far tokens", (40000,), q_dtype="float16", **rope),
-        decode("few-rope-window", "slots that begin left of it", long, window_left=37, hidden_nan=True, **rope),
+        decode("few-rope-long", "rotation of far tokens", (40000,), q_dtype="float16", **rope),
+        decode("few-rope-window", "slots that begin left of the window", long, window_left=37, hidden_nan=True, **rope),
         decode("few-rope-split", "pieces and a sink", (2550, 3), fixed_split_size=4, sinks=True, **rope),
-        decode("few-rope-cap", "scaled before the cap", long, soft_cap=5.0, kv_dtype=E4M3, **wide),
+        decode("few-rope-cap", "scores are scaled before the cap", long, soft_cap=5.0, kv_dtype=E4M3, **wide),
         decode("few-rope-scales", "a negative scale", long, scales="negative", kv_dtype=E5M2, **wide),
-        decode("few-rope-e4m3-rows", "fp8, turned in fp16", long, reduced=True, **many, kv_dtype=E4M3, **wide),
-        decode("few-rope-e5m2-page-1", "fp8 by rows", long, page_size=1, kv_dtype=E5M2, **wide),
-        decode("few-rope-half-e4m3", "fp16 over fp8", long, q_dtype="float16", kv_dtype=E4M3, **wide),
-        prefill("few-rope-mask", "mask bits", (6, 9), (300, 31), mask="packed", **wide),
-        prefill("few-rope-ragged", "ragged", (8, 2), (300, 65), entry="ragged", causal=True, **wide),
-        prefill("few-rope-before", "negative positions", (7, 3), (3, 33), causal=True, kv_dtype=E4M3, **rope),
+        decode("few-rope-e4m3-rows", "fp8 keys rotated in fp16", long, reduced=True, **many, kv_dtype=E4M3, **wide),
+        decode("few-rope-e5m2-page-1", "fp8 keys loaded row by row", long, page_size=1, kv_dtype=E5M2, **wide),
+        decode("few-rope-half-e4m3", "fp16 queries over fp8 keys", long, q_dtype="float16", kv_dtype=E4M3, **wide),
+        prefill("few-rope-mask", "mask bits with RoPE", (6, 9), (300, 31), mask="packed", **wide),
+        prefill("few-rope-ragged", "ragged tokens with RoPE", (8, 2), (300, 65), entry="ragged", causal=True, **wide),
+        prefill("few-rope-before", "rows at negative positions", (7, 3), (3, 33), causal=True, kv_dtype=E4M3, **rope),
     ]
     for dim, vo, kv_dtype in (
         *((16, 16, ""), (136, 136, ""), (192, 128, ""), (256, 256, ""), (512, 512, "")),
@@ -199,6 +250,12 @@ def rope_rows() -> list[Case]:
 
 def rows() -> list[Case]:
     return [
-        *(*length_rows(), *page_rows(), *packed_rows(), *dim_rows()),
-        *(*window_rows(), *split_rows(), *score_rows(), *rope_rows()),
+        *length_rows(),
+        *page_rows(),
+        *packed_rows(),
+        *dim_rows(),
+        *window_rows(),
+        *split_rows(),
+        *score_rows(),
+        *rope_rows(),
     ]

@@ -1,5 +1,5 @@
-"""Rows about many query rows over fp8 caches: K and V become 16 bits wide between the cache and the tensor cores, or
-all factors stay as they are."""
+"""Rows about prefill over fp8 caches: K and V become 16 bits wide between the cache and the tensor cores, or all
+factors stay fp8."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE: dict[str, Any] = {"num_q_heads": 8}
 
 
 def dims() -> list[Case]:
-    """Every class of tiles, and rows of an odd number of 8 bytes."""
+    """Every class of tiles, and rows with an odd number of 8-byte vectors."""
     sizes = ((16, 0), (24, 32), (40, 0), (64, 0), (72, 0), (80, 0), (96, 0), (192, 128), (192, 0), (200, 0), (256, 0))
     return [
         prefill(f"fp8-prefill-dim-{qk}-{vo or qk}", "tile of its own", head_dim=qk, head_dim_vo=vo, **BATCH, **E4M3)
@@ -28,20 +28,24 @@ def dims() -> list[Case]:
 def forms() -> list[Case]:
     wide: dict[str, Any] = {"head_dim": 128, **BATCH}
     return [
-        prefill("fp8-prefill", "the usual form", scales="per_head", reduced=True, **wide, **E4M3),
+        prefill(
+            "fp8-prefill", "bf16 queries over e4m3, scales by head", scales="per_head", reduced=True, **wide, **E4M3
+        ),
         prefill("fp8-prefill-full", "no mask", **{**wide, "causal": False}, **E4M3),
-        prefill("fp8-prefill-e5m2", "the other format", scales="signs", **wide, **E5M2),
-        prefill("fp8-prefill-half", "fp16 queries stay as they are", q_dtype="float16", **wide, **E4M3),
+        prefill("fp8-prefill-e5m2", "bf16 queries over e5m2, scales of either sign", scales="signs", **wide, **E5M2),
+        prefill("fp8-prefill-half", "fp16 queries, which are not converted", q_dtype="float16", **wide, **E4M3),
         prefill("fp8-prefill-page-1", "pages of one token", page_size=1, **wide, **E4M3),
-        prefill("fp8-prefill-page-5", "pages that divide nothing", page_size=5, kv_layout="HND", **wide, **E5M2),
-        prefill("fp8-prefill-gapped", "strides of an engine's cache", cache="gapped", **wide, **E4M3),
+        prefill("fp8-prefill-page-5", "a page size that divides no tile", page_size=5, kv_layout="HND", **wide, **E5M2),
+        prefill("fp8-prefill-gapped", "a cache with gaps between tokens and pages", cache="gapped", **wide, **E4M3),
         prefill("fp8-prefill-interleaved", "K and V in one tensor", cache="interleaved", **wide, **E4M3),
         prefill("fp8-prefill-ragged", "no pages", entry="ragged", **wide, **E4M3),
-        prefill("fp8-prefill-strides", "rows of a fused QKV", q_strides="fused_qkv", outputs="strided", **wide, **E4M3),
-        prefill("fp8-prefill-group-5", "rows of a group across tiles", **{**wide, "num_q_heads": 10}, **E4M3),
+        prefill(
+            "fp8-prefill-strides", "q is a slice of a QKV row", q_strides="fused_qkv", outputs="strided", **wide, **E4M3
+        ),
+        prefill("fp8-prefill-group-5", "a group whose rows cross tiles", **{**wide, "num_q_heads": 10}, **E4M3),
         prefill(
             "fp8-q5m2-prefill",
-            "queries of the other format",
+            "e5m2 queries and cache",
             q_dtype="float8_e5m2",
             **{**wide, "head_dim": 256},
             **E4M3,
@@ -54,43 +58,58 @@ def options() -> list[Case]:
         prefill(
             "fp8-prefill-window", "tokens left of it are not read", window_left=50, hidden_nan=True, **BATCH, **E4M3
         ),
-        prefill("fp8-prefill-cap", "scores are computed on", soft_cap=5.0, scales="float", **BATCH, **E4M3),
-        prefill("fp8-prefill-negative", "scaled before softmax", scales="negative", **BATCH, **E4M3),
+        prefill("fp8-prefill-cap", "scores go through the soft cap", soft_cap=5.0, scales="float", **BATCH, **E4M3),
+        prefill("fp8-prefill-negative", "scores are scaled before the softmax", scales="negative", **BATCH, **E4M3),
         prefill("fp8-prefill-sinks", "the denominator", sinks=True, **BATCH, **E4M3),
         prefill("fp8-prefill-split", "pieces are merged", (150,), (2000,), num_q_heads=8, fixed_split_size=8, **E4M3),
         prefill("fp8-prefill-mask", "bits", (70, 33), (70, 200), num_q_heads=8, mask="packed", head_dim=128, **E4M3),
-        prefill("fp8-prefill-empty", "no token at all", (90, 90), (0, 90), num_q_heads=8, head_dim=128, **E4M3),
+        prefill(
+            "fp8-prefill-empty", "a request without tokens", (90, 90), (0, 90), num_q_heads=8, head_dim=128, **E4M3
+        ),
     ]
 
 
 def products() -> list[Case]:
-    """e4m3 queries too: Hopper multiplies fp8 with fp8."""
+    """e4m3 queries, which Hopper multiplies with fp8 keys."""
     batch: dict[str, Any] = {"q_dtype": "float8_e4m3fn", **BATCH}
     wide: dict[str, Any] = {"head_dim": 128, **batch}
     long: dict[str, Any] = {**wide, "q_lens": (40,), "kv_lens": (5000,)}
     return [
-        prefill("fp8-q8-prefill", "the usual form", scales="per_head", reduced=True, **wide),
+        prefill("fp8-q8-prefill", "e4m3 queries and cache, scales by head", scales="per_head", reduced=True, **wide),
         prefill("fp8-q8-prefill-full", "no mask", o_dtype="float16", scales="tensor", **{**wide, "causal": False}),
         *(prefill(f"fp8-q8-prefill-dim-{n}", "tile of its own", head_dim=n, **batch) for n in (32, 64, 96, 192, 256)),
-        prefill("fp8-q8-prefill-192-128", "values of other width", head_dim=192, head_dim_vo=128, **batch),
+        prefill(
+            "fp8-q8-prefill-192-128", "value dim smaller than the query dim", head_dim=192, head_dim_vo=128, **batch
+        ),
         prefill("fp8-q8-prefill-page-8", "small boxes", page_size=8, kv_layout="HND", **wide),
         prefill("fp8-q8-prefill-page-64", "large boxes", page_size=64, scales="float", **wide),
-        prefill("fp8-q8-prefill-page-1", "pages of one token become fp16", page_size=1, **wide),
-        prefill("fp8-q8-prefill-gapped", "strides of an engine's cache", cache="gapped", **wide),
+        prefill("fp8-q8-prefill-page-1", "pages of one token, which become fp16", page_size=1, **wide),
+        prefill("fp8-q8-prefill-gapped", "a cache with gaps between tokens and pages", cache="gapped", **wide),
         prefill("fp8-q8-prefill-interleaved", "K and V in one tensor", cache="interleaved", **wide),
         prefill("fp8-q8-prefill-ragged", "no pages", entry="ragged", scales="tensor", **wide),
-        prefill("fp8-q8-prefill-strides", "rows of a fused QKV", q_strides="fused_qkv", outputs="strided", **wide),
-        prefill("fp8-q8-prefill-group-5", "rows of a group across tiles", **{**wide, "num_q_heads": 10}),
-        prefill("fp8-q8-prefill-window", "hidden tokens are NaN", window_left=50, hidden_nan=True, **wide),
-        prefill("fp8-q8-prefill-cap", "scores are computed on", soft_cap=5.0, scales="float", **wide),
-        prefill("fp8-q8-prefill-alibi", "with what is loaded", position="ALIBI", **batch),
-        prefill("fp8-q8-prefill-signs", "scaled before softmax", scales="signs", **wide),
+        prefill(
+            "fp8-q8-prefill-strides", "q is a slice of a QKV row", q_strides="fused_qkv", outputs="strided", **wide
+        ),
+        prefill("fp8-q8-prefill-group-5", "a group whose rows cross tiles", **{**wide, "num_q_heads": 10}),
+        prefill("fp8-q8-prefill-window", "tokens left of the window are NaN", window_left=50, hidden_nan=True, **wide),
+        prefill("fp8-q8-prefill-cap", "scores go through the soft cap", soft_cap=5.0, scales="float", **wide),
+        prefill("fp8-q8-prefill-alibi", "ALiBi's tensor of slopes", position="ALIBI", **batch),
+        prefill("fp8-q8-prefill-signs", "scores are scaled before the softmax", scales="signs", **wide),
         prefill("fp8-q8-prefill-sinks", "the denominator", sinks=True, **wide),
         prefill("fp8-q8-prefill-split", "pieces are merged", (150,), (2000,), fixed_split_size=8, **ONE, **Q8),
-        prefill("fp8-q8-prefill-mask", "bits: as fp16", (70, 33), (70, 200), mask="packed", head_dim=128, **ONE, **Q8),
-        prefill("fp8-q8-prefill-empty", "no token at all", (90, 90), (0, 90), head_dim=128, **ONE, **Q8),
-        prefill("fp8-q8-prefill-long", "sums of many tiles", **long),
-        prefill("fp8-q8-prefill-long-steep", "whose maxima move", sm_scale=1.0, **long),
+        prefill(
+            "fp8-q8-prefill-mask",
+            "mask bits, which convert fp8 to fp16",
+            (70, 33),
+            (70, 200),
+            mask="packed",
+            head_dim=128,
+            **ONE,
+            **Q8,
+        ),
+        prefill("fp8-q8-prefill-empty", "a request without tokens", (90, 90), (0, 90), head_dim=128, **ONE, **Q8),
+        prefill("fp8-q8-prefill-long", "sums over many tiles", **long),
+        prefill("fp8-q8-prefill-long-steep", "sums over many tiles, whose maxima change", sm_scale=1.0, **long),
     ]
 
 

@@ -1,6 +1,5 @@
-"""Rows whose contexts are long enough for pairs of CTAs on Hopper, which read K and V together
-(flashpage/kernels/context_classes.py): boxes of every kind shared between the two, and units whose second
-half has few rows or none."""
+"""Rows whose contexts are long enough for pairs of CTAs on Hopper, which share their loads of K and V
+(flashpage/kernels/context_classes.py): boxes of every kind, and units whose second half has few rows or none."""
 
 from __future__ import annotations
 
@@ -17,30 +16,49 @@ LENGTHS: tuple[tuple[int, ...], tuple[int, ...]] = (300, 257, 290), (1100, 1301,
 
 def bf16_rows() -> list[Case]:
     return [
-        prefill("long-paged", "boxes in turns, half a pair's rows at the end", *LENGTHS, **BF16),
+        prefill("long-paged", "boxes loaded in turns, a pair's last unit half full", *LENGTHS, **BF16),
         prefill("long-ragged", "an odd number of boxes", *LENGTHS, entry="ragged", **BF16),
         prefill("long-page-8", "many boxes", *LENGTHS, page_size=8, **BF16),
-        prefill("long-page-64", "large ones, HND", *LENGTHS, page_size=64, kv_layout="HND", **BF16),
+        prefill("long-page-64", "large boxes, HND", *LENGTHS, page_size=64, kv_layout="HND", **BF16),
         prefill(
-            "long-uneven", "requests of one row, of none and of no tokens", (1500, 1, 0, 40), (1600, 1, 9, 0), **BF16
+            "long-uneven", "requests of one row, of no rows and of no tokens", (1500, 1, 0, 40), (1600, 1, 9, 0), **BF16
         ),
-        prefill("long-few-units", "units in pieces", (520,), (2100,), outputs="returned", **BF16),
-        prefill("long-full", "nothing is hidden but the end", *LENGTHS, **FULL),
-        prefill("long-window", "tiles' both ends", (700, 300), (2000, 1203), window_left=850, **BF16),
+        prefill("long-few-units", "units cut into pieces", (520,), (2100,), outputs="returned", **BF16),
+        prefill("long-full", "only tokens after the end are hidden", *LENGTHS, **FULL),
+        prefill(
+            "long-window",
+            "a window whose both ends lie inside tiles",
+            (700, 300),
+            (2000, 1203),
+            window_left=850,
+            **BF16,
+        ),
         prefill("long-group-1", "rows of one head", (1100,), (4300,), **{**BF16, "num_kv_heads": 1, "num_q_heads": 1}),
-        prefill("long-group-5", "units of 125 rows a CTA", *LENGTHS, reduced=True, **{**BF16, "num_q_heads": 10}),
+        prefill(
+            "long-group-5", "units of 125 rows for each CTA", *LENGTHS, reduced=True, **{**BF16, "num_q_heads": 10}
+        ),
         prefill("long-group-7", "of 126, cut", (520,), (2100,), outputs="returned", **{**BF16, "num_q_heads": 14}),
         prefill("long-group-5-strided", "no boxes", *LENGTHS, outputs="strided", **{**BF16, "num_q_heads": 10}),
         prefill("long-group-3-page-1", "no pairs", *LENGTHS, page_size=1, **{**BF16, "num_q_heads": 6}),
         prefill("long-group-12", "units of 120", *LENGTHS, entry="ragged", **{**BF16, "num_q_heads": 24}),
-        prefill("long-group-28", "rows of q one by one", *LENGTHS, **{**BF16, "num_q_heads": 28, "num_kv_heads": 1}),
-        prefill("long-cap", "scores are transformed", *LENGTHS, soft_cap=5.0, at_run=True, outputs="returned", **BF16),
+        prefill("long-group-28", "q loaded row by row", *LENGTHS, **{**BF16, "num_q_heads": 28, "num_kv_heads": 1}),
+        prefill(
+            "long-cap",
+            "scores go through the soft cap",
+            *LENGTHS,
+            soft_cap=5.0,
+            at_run=True,
+            outputs="returned",
+            **BF16,
+        ),
         prefill("long-alibi", "and shifted", *LENGTHS, position="ALIBI", **BF16),
         prefill("long-sinks", "sinks", *LENGTHS, sinks=True, **BF16),
-        prefill("long-float16", "the other type", *LENGTHS, **{**BF16, "q_dtype": "float16"}),
+        prefill("long-float16", "fp16", *LENGTHS, **{**BF16, "q_dtype": "float16"}),
         prefill("long-dim-96", "three groups of 64 rows, two blocks of columns", *LENGTHS, **{**BF16, "head_dim": 96}),
         prefill("long-192-128", "three blocks", *LENGTHS, head_dim_vo=128, **{**BF16, "head_dim": 192}),
-        prefill("long-192-ragged", "and five boxes", *LENGTHS, entry="ragged", **{**BF16, "head_dim": 192}),
+        prefill(
+            "long-192-ragged", "ragged tokens in five boxes", *LENGTHS, entry="ragged", **{**BF16, "head_dim": 192}
+        ),
     ]
 
 
@@ -65,36 +83,50 @@ def single_rows() -> list[Case]:
 
 def fp8_rows() -> list[Case]:
     return [
-        prefill("long-q8", "V is transposed by each CTA", *LENGTHS, reduced=True, scales="per_head", **E4M3),
-        prefill("long-q8-ragged", "of ragged tokens", *LENGTHS, entry="ragged", **E4M3),
+        prefill("long-q8", "each CTA transposes V", *LENGTHS, reduced=True, scales="per_head", **E4M3),
+        prefill("long-q8-ragged", "fp8 ragged tokens", *LENGTHS, entry="ragged", **E4M3),
         prefill("long-q8-group-5", "units of 125 rows", *LENGTHS, **{**E4M3, "num_q_heads": 10}),
         prefill("long-q8-dim-64", "one block of columns", *LENGTHS, page_size=64, **{**E4M3, "head_dim": 64}),
-        prefill("long-q8-window", "hidden rows of V at both ends", (700,), (2000,), window_left=850, **E4M3),
+        prefill("long-q8-window", "V rows hidden at both ends", (700,), (2000,), window_left=850, **E4M3),
     ]
 
 
 def small_page_rows() -> list[Case]:
-    """Pages that boxes would be too small for: by single CTAs, row by row."""
+    """Pages too small for boxes: single CTAs load them row by row."""
     return [
         prefill("long-page-1", "single rows", *LENGTHS, **PAGE_1),
-        prefill("long-page-1-full", "nothing is hidden but the end", *LENGTHS, **{**PAGE_1, "causal": False}),
+        prefill("long-page-1-full", "only tokens after the end are hidden", *LENGTHS, **{**PAGE_1, "causal": False}),
         prefill(
-            "long-page-1-window", "hidden NaN", (700, 300), (2000, 1203), window_left=850, hidden_nan=True, **PAGE_1
+            "long-page-1-window",
+            "tokens left of the window are NaN",
+            (700, 300),
+            (2000, 1203),
+            window_left=850,
+            hidden_nan=True,
+            **PAGE_1,
         ),
         prefill("long-page-1-uneven", "of none", (1500, 1, 0, 40), (1600, 1, 9, 0), **PAGE_1),
-        prefill("long-page-1-few-units", "units in pieces", (520,), (2100,), outputs="returned", **PAGE_1),
+        prefill("long-page-1-few-units", "units cut into pieces", (520,), (2100,), outputs="returned", **PAGE_1),
         prefill("long-page-1-hnd", "heads apart", *LENGTHS, kv_layout="HND", **PAGE_1),
         prefill("long-page-1-group-5", "units of 125 rows", *LENGTHS, **{**PAGE_1, "num_q_heads": 10}),
-        prefill("long-page-1-cap", "scores are transformed", *LENGTHS, soft_cap=5.0, at_run=True, **PAGE_1),
+        prefill("long-page-1-cap", "scores go through the soft cap", *LENGTHS, soft_cap=5.0, at_run=True, **PAGE_1),
         prefill("long-page-1-sinks", "sinks", *LENGTHS, sinks=True, **PAGE_1),
-        prefill("long-page-1-float16", "the other type", *LENGTHS, **{**PAGE_1, "q_dtype": "float16"}),
+        prefill("long-page-1-float16", "fp16", *LENGTHS, **{**PAGE_1, "q_dtype": "float16"}),
         prefill("long-page-1-dim-64", "single CTAs", *LENGTHS, **{**PAGE_1, "head_dim": 64}),
-        prefill("long-page-1-dim-96", "warps of uneven shares", *LENGTHS, **{**PAGE_1, "head_dim": 96}),
-        prefill("long-page-1-192-128", "three blocks of K", *LENGTHS, head_dim_vo=128, **{**PAGE_1, "head_dim": 192}),
-        prefill("long-page-2", "pages of two", *LENGTHS, **{**PAGE_1, "page_size": 2}),
+        prefill(
+            "long-page-1-dim-96", "warps load different numbers of columns", *LENGTHS, **{**PAGE_1, "head_dim": 96}
+        ),
+        prefill(
+            "long-page-1-192-128",
+            "three blocks of K's columns",
+            *LENGTHS,
+            head_dim_vo=128,
+            **{**PAGE_1, "head_dim": 192},
+        ),
+        prefill("long-page-2", "pages of two tokens", *LENGTHS, **{**PAGE_1, "page_size": 2}),
         prefill(
             "long-page-5",
-            "of five, hidden NaN",
+            "pages of five tokens, NaN in hidden ones",
             (700, 300),
             (2000, 1203),
             window_left=850,

@@ -9,7 +9,7 @@ from cases.case import MIXED_KV, MIXED_Q, Case, decode, prefill
 
 
 def mask_rows() -> list[Case]:
-    """Causal, window and custom masks: given at run time, so one kernel serves them all."""
+    """Causal, window and custom masks. Most are run-time options, so they share a kernel."""
     rows = []
     for window in (0, 1, 15, 63, 64, 500):
         why = "window edge inside, at and past a tile"
@@ -20,7 +20,14 @@ def mask_rows() -> list[Case]:
     rows += [
         prefill("window-not-causal", "a window with the future visible", MIXED_Q, MIXED_KV, window_left=20),
         prefill(
-            "window-ragged", "ragged", (130, 40), (130, 90), entry="ragged", causal=True, window_left=33, reduced=True
+            "window-ragged",
+            "a window over ragged tokens",
+            (130, 40),
+            (130, 90),
+            entry="ragged",
+            causal=True,
+            window_left=33,
+            reduced=True,
         ),
         prefill("window-q-over-kv", "rows before the first token", (70, 5), (33, 5), causal=True, window_left=4),
     ]
@@ -49,14 +56,14 @@ def mask_rows() -> list[Case]:
 
 
 def tile_rows() -> list[Case]:
-    """Custom masks that hide whole tiles, or nothing of them: kernels with many rows a tile skip and tell apart."""
+    """Custom masks that hide whole tiles, or none: prefill kernels skip hidden tiles and treat full ones apart."""
     long = {"mask": "packed", "num_q_heads": 8, "num_kv_heads": 2}
     q_lens, kv_lens = (200, 70, 1, 0), (700, 70, 130, 5)
     rows = []
     for kind, why in (
         ("causal", "tiles all visible, on the diagonal and all hidden"),
-        ("blocks", "documents: hidden tiles before and behind"),
-        ("tree", "a speculation tree behind a long context"),
+        ("blocks", "documents: hidden tiles before and after"),
+        ("tree", "a speculation tree after a long context"),
         ("nothing", "no row sees anything"),
         ("random", "all tiles mixed"),
     ):
@@ -67,29 +74,47 @@ def tile_rows() -> list[Case]:
     for kind in ("causal", "sparse"):
         rows.append(prefill(f"mask-tiles-{kind}-page-1", why, q_lens, kv_lens, page_size=1, mask_kind=kind, **long))
     past = {**long, "mask_kind": "past", "window_left": 50}
-    rows.append(prefill("mask-tiles-past", "units whose window hides what they would see", q_lens, kv_lens, **past))
+    rows.append(
+        prefill("mask-tiles-past", "units whose window hides all tokens that the mask shows", q_lens, kv_lens, **past)
+    )
     many = (40,), (5000,)
     options = {**long, "mask_kind": "sparse"}
     rows += [
-        prefill("mask-tiles-many", "more tiles than a word has bits, pieces that see nothing", *many, **options),
-        prefill("mask-tiles-many-sinks", "those pieces, and the one with the sink", *many, sinks=True, **options),
+        prefill("mask-tiles-many", "more tiles than a word has bits, and pieces that see nothing", *many, **options),
+        prefill(
+            "mask-tiles-many-sinks", "pieces that see nothing, and one with the sink", *many, sinks=True, **options
+        ),
         prefill("mask-tiles-fixed", "pieces of a fixed split", *many, fixed_split_size=64, **options),
         prefill(
             "mask-tiles-window", "the window ends inside a tile", *many, window_left=1500, hidden_nan=True, **options
         ),
         prefill(
-            "mask-tiles-window-page-1", "by rows", *many, window_left=1500, hidden_nan=True, page_size=1, **options
+            "mask-tiles-window-page-1",
+            "a window inside a tile, loaded row by row",
+            *many,
+            window_left=1500,
+            hidden_nan=True,
+            page_size=1,
+            **options,
         ),
         prefill(
-            "mask-tiles-window-ragged", "ragged", *many, window_left=999, hidden_nan=True, entry="ragged", **options
+            "mask-tiles-window-ragged",
+            "a window inside a tile, ragged",
+            *many,
+            window_left=999,
+            hidden_nan=True,
+            entry="ragged",
+            **options,
         ),
     ]
     options = {**long, "mask_kind": "causal"}
     rows += [
         prefill("mask-tiles-dim-128", "tiles of another size", q_lens, kv_lens, head_dim=128, **options),
         prefill("mask-tiles-dim-256", "tiles of another size", q_lens, kv_lens, head_dim=256, **options),
-        prefill("mask-tiles-cap", "scores are computed on", q_lens, kv_lens, soft_cap=3.0, **options),
-        prefill("mask-tiles-variant", "a variant's mask beside it", q_lens, kv_lens, variant="expression", **options),
+        prefill("mask-tiles-cap", "scores go through the soft cap", q_lens, kv_lens, soft_cap=3.0, **options),
+        prefill(
+            "mask-tiles-variant", "a custom mask and a variant's mask", q_lens, kv_lens, variant="expression", **options
+        ),
     ]
     return rows
 
@@ -106,13 +131,13 @@ def score_rows() -> list[Case]:
         decode(
             "scale-negative-decode", "the smallest product has the largest weight", long, sm_scale=-1.0, reduced=True
         ),
-        decode("scale-negative-split", "pieces and a sink", (3000,), sm_scale=-0.2, sinks=True),
-        decode("scale-negative-cap", "transforms see the sign", long, sm_scale=-1.0, soft_cap=5.0),
+        decode("scale-negative-split", "a negative scale with pieces and a sink", (3000,), sm_scale=-0.2, sinks=True),
+        decode("scale-negative-cap", "transforms see the negative score", long, sm_scale=-1.0, soft_cap=5.0),
         prefill("scale-negative-prefill", "larger tiles", MIXED_Q, MIXED_KV, causal=True, sm_scale=-1.0),
         prefill("scale-negative-mask", "masked tokens", MIXED_Q, MIXED_KV, mask="packed", sm_scale=-0.2),
     ]
     for kind in ("negative", "signs"):
-        why = "scales whose sign the kernel alone sees"
+        why = "scales on the device, whose sign the host does not know"
         rows.append(decode(f"scales-{kind}-decode", why, long, scales=kind))
         rows.append(prefill(f"scales-{kind}", why, MIXED_Q, MIXED_KV, causal=True, scales=kind))
         rows.append(prefill(f"scales-{kind}-ragged", why, (30, 3), (41, 70), entry="ragged", scales=kind))
@@ -129,7 +154,7 @@ def score_rows() -> list[Case]:
         prefill("sinks-prefill", "sinks in larger tiles", MIXED_Q, MIXED_KV, sinks=True, causal=True),
         prefill(
             "sinks-window-prefill",
-            "rows whose window left piece 0",
+            "rows whose window excludes piece 0",
             (40,),
             (900,),
             sinks=True,
@@ -141,7 +166,13 @@ def score_rows() -> list[Case]:
     rows += [
         prefill("sinks-wrapper", "the wrapper that engines use for sinks", MIXED_Q, MIXED_KV, **told),
         prefill(
-            "sinks-wrapper-window", "its window and scale", MIXED_Q, MIXED_KV, window_left=60, sm_scale=0.2, **told
+            "sinks-wrapper-window",
+            "the sink wrapper's window and scale",
+            MIXED_Q,
+            MIXED_KV,
+            window_left=60,
+            sm_scale=0.2,
+            **told,
         ),
         decode("sinks-empty", "without tokens the sink alone is the denominator", (0, 5), sinks=True),
     ]
@@ -156,48 +187,61 @@ def score_rows() -> list[Case]:
         decode("alibi-12-heads", "slopes past a power of two", long, position="ALIBI", num_q_heads=12, num_kv_heads=2),
         prefill("alibi-prefill", "position by row", MIXED_Q, MIXED_KV, position="ALIBI", causal=True),
         prefill("alibi-full", "tokens right of the row", MIXED_Q, MIXED_KV, position="ALIBI"),
-        prefill(
-            "alibi-cap", "both built-in transforms, in their order", MIXED_Q, MIXED_KV, position="ALIBI", soft_cap=5.0
-        ),
+        prefill("alibi-cap", "ALiBi and soft cap, in their order", MIXED_Q, MIXED_KV, position="ALIBI", soft_cap=5.0),
         decode("rope-decode", "q and k are rotated in the kernel", long, position="ROPE_LLAMA", reduced=True),
         decode("rope-scaled", "scale and theta", (300, 9), position="ROPE_LLAMA", rope_scale=4.0, rope_theta=5e5),
         decode("rope-page-3", "positions across odd pages", (300, 9), position="ROPE_LLAMA", page_size=3),
         decode("rope-split", "positions in the middle of a cut request", (3000,), position="ROPE_LLAMA"),
-        prefill("rope-prefill", "rotation by row", MIXED_Q, MIXED_KV, position="ROPE_LLAMA", causal=True),
+        prefill("rope-prefill", "rotation of each row", MIXED_Q, MIXED_KV, position="ROPE_LLAMA", causal=True),
         prefill("rope-ragged", "ragged", (30, 3), (41, 70), entry="ragged", position="ROPE_LLAMA", rope_theta=1e6),
         prefill("rope-q-over-kv", "negative positions", (50, 3), (33, 3), position="ROPE_LLAMA", causal=True),
-        prefill("rope-fp32", "rotation error alone", (30, 3), (41, 70), position="ROPE_LLAMA", q_dtype="float32"),
+        prefill("rope-fp32", "the rotation's own error", (30, 3), (41, 70), position="ROPE_LLAMA", q_dtype="float32"),
         decode("rope-e4m3", "rotation after conversion", long, position="ROPE_LLAMA", kv_dtype="float8_e4m3fn"),
         decode("rope-dim-80", "halves that are no multiple of 16", (65, 9), position="ROPE_LLAMA", head_dim=80),
         decode("rope-dim-24", "halves that are no multiple of 8", (65, 9), position="ROPE_LLAMA", head_dim=24),
-        prefill("rope-dim-72", "nor of a lane", (50, 3), (65, 9), position="ROPE_LLAMA", causal=True, head_dim=72),
+        prefill(
+            "rope-dim-72",
+            "halves that do not fill a lane",
+            (50, 3),
+            (65, 9),
+            position="ROPE_LLAMA",
+            causal=True,
+            head_dim=72,
+        ),
     ]
     many: dict[str, Any] = {"position": "ROPE_LLAMA", "head_dim": 128, "causal": True}
     lengths = (260, 70, 40), (500, 70, 9)
     rows += [
-        prefill("many-rope", "loading warps turn tiles", *lengths, reduced=True, **many),
+        prefill("many-rope", "loading warps rotate tiles", *lengths, reduced=True, **many),
         prefill(
             "many-rope-half-ragged",
-            "fp16, other angles",
+            "fp16 with other angles",
             *lengths,
             entry="ragged",
             rope_theta=1e6,
             q_dtype="float16",
             **many,
         ),
-        prefill("many-rope-page-1", "row by row", *lengths, page_size=1, **many),
+        prefill("many-rope-page-1", "tokens loaded row by row", *lengths, page_size=1, **many),
         prefill("many-rope-page-8", "small boxes", *lengths, page_size=8, rope_scale=2.0, **many),
         prefill("many-rope-group-5", "units of 125 rows", *lengths, num_q_heads=10, page_size=12, **many),
-        prefill("many-rope-window", "tiles left out", (200,), (900,), window_left=150, hidden_nan=True, **many),
+        prefill(
+            "many-rope-window", "tiles that are not visited", (200,), (900,), window_left=150, hidden_nan=True, **many
+        ),
         prefill("many-rope-split", "pieces and a sink", (150,), (2550,), fixed_split_size=20, sinks=True, **many),
         prefill("many-rope-far", "angles of far tokens", (150,), (40000,), window_left=500, q_dtype="float16", **many),
         prefill(
-            "many-rope-mask", "bits of every tile", (150, 90), (300, 90), mask="packed", **{**many, "causal": False}
+            "many-rope-mask",
+            "mask bits of every tile",
+            (150, 90),
+            (300, 90),
+            mask="packed",
+            **{**many, "causal": False},
         ),
         prefill("many-rope-cap", "and scores", *lengths, soft_cap=5.0, **many),
-        prefill("many-rope-one-tile", "units of a tile each", (70,) * 40, (90,) * 40, **many),
+        prefill("many-rope-one-tile", "units of one tile each", (70,) * 40, (90,) * 40, **many),
         prefill("many-rope-dim-64", "four rows at a time", *lengths, **{**many, "head_dim": 64}),
-        prefill("many-rope-dim-256", "one Q at a time", *lengths, **{**many, "head_dim": 256}),
+        prefill("many-rope-dim-256", "room for one Q only", *lengths, **{**many, "head_dim": 256}),
         prefill("many-rope-dim-256-page-1", "short tiles", *lengths, page_size=1, **{**many, "head_dim": 256}),
         prefill("many-rope-192-128", "rows of 192 columns", *lengths, head_dim_vo=128, **{**many, "head_dim": 192}),
         prefill("many-rope-dim-72", "lanes without columns", *lengths, **{**many, "head_dim": 72}),
@@ -213,7 +257,7 @@ def variant_rows() -> list[Case]:
         "distance_penalty": "torch functions and a branch on integers",
         "documents": "a mask alone, integer tensor",
         "head_windows": "a mask that looks at the head",
-        "rows_that_see_nothing": "tiles and units that nobody sees",
+        "rows_that_see_nothing": "tiles and units that no row sees",
         "blocks_and_gain": "score and mask together",
         "expression": "C++ expressions with captured values",
     }
@@ -227,7 +271,7 @@ def variant_rows() -> list[Case]:
     rows += [
         prefill(
             "variant-causal-window",
-            "with causal and window",
+            "a variant with causal and window",
             MIXED_Q,
             MIXED_KV,
             variant="head_gain",
@@ -251,7 +295,7 @@ def split_rows() -> list[Case]:
         decode(
             "split-one-long", "one request must fill all CTAs", (3000,), num_q_heads=2, num_kv_heads=1, reduced=True
         ),
-        decode("split-two-long", "two requests of unlike length", (2500, 700), page_size=5),
+        decode("split-two-long", "two requests of different lengths", (2500, 700), page_size=5),
         decode("split-multi-token", "pieces that some rows do not see", (1000,), q_len=8),
         prefill("split-append", "a short chunk over a long context", (5,), (2000,), causal=True, reduced=True),
         prefill("split-window", "a window that ends in another piece", (40,), (1500,), causal=True, window_left=200),
@@ -287,7 +331,7 @@ def entry_rows() -> list[Case]:
         Case("single-decode", "one request without a plan", (70,), (1,), entry="single_decode", outputs="returned"),
         Case(
             "single-decode-HND",
-            "heads before tokens",
+            "a single request, heads before tokens",
             (70,),
             (1,),
             "single_decode",
@@ -296,12 +340,20 @@ def entry_rows() -> list[Case]:
         ),
         Case("single-decode-empty", "no tokens", (0,), (1,), "single_decode", outputs="returned"),
         Case("single-prefill", "one prompt", (40,), (40,), single, causal=True, outputs="returned", reduced=True),
-        Case("single-prefill-HND", "heads before tokens", (66,), (20,), single, kv_layout="HND", outputs="no_lse"),
+        Case(
+            "single-prefill-HND",
+            "a single request, heads before tokens",
+            (66,),
+            (20,),
+            single,
+            kv_layout="HND",
+            outputs="no_lse",
+        ),
         Case("single-prefill-mask", "dense mask", (66,), (20,), single, mask="dense", outputs="returned"),
         Case("single-prefill-packed", "packed mask", (66,), (20,), single, mask="packed", outputs="returned"),
         Case(
             "single-prefill-window",
-            "window, scales",
+            "a single request with window and scales",
             (66,),
             (20,),
             single,
@@ -311,7 +363,7 @@ def entry_rows() -> list[Case]:
         ),
         Case(
             "single-decode-cap",
-            "soft cap, scale",
+            "a single request with soft cap and scale",
             (66,),
             (1,),
             "single_decode",

@@ -9,8 +9,8 @@ from typing import Any
 
 from cases.case import Case
 
-# Options that are compiled in, and options that are given at run time. Every pair of values within the first, and every
-# value of the second with every row of the first, occurs in some row.
+# Options that are compiled in, and options that are given at run time. Every pair of values of the first kind occurs in
+# some row, and every value of the second kind with every row of the first.
 COMPILED: dict[str, Sequence[Any]] = {
     "dtypes": (("bfloat16", ""), ("float16", ""), ("bfloat16", "float8_e4m3fn"), ("float16", "float8_e5m2")),
     "scores": ({}, {"soft_cap": 5.0}, {"alibi": True}, {"variant": "head_gain"}),
@@ -64,7 +64,7 @@ def cover(factors: dict[str, Sequence[Any]], possible: Callable[[dict[str, Any]]
         candidates = [drawn({first[0]: first[1], first[2]: first[3]}) for _ in range(30)]
         found = [row for row in candidates if row is not None]
         if not found:
-            missing.discard(first)  # refused by `possible` whatever the rest
+            missing.discard(first)  # `possible` refuses it with any other values
             continue
         best = max(found, key=lambda row: len(pairs_of(row) & missing))
         missing -= pairs_of(best)
@@ -80,7 +80,7 @@ def _possible(row: dict[str, Any]) -> bool:
 
 
 def _combination(index: int, row: dict[str, Any]) -> Case:
-    """A row of the cover as a case; an option that an entry does not take keeps its default there."""
+    """A row of the cover as a case; options that an entry does not support keep their defaults."""
     scores = dict(row["scores"])
     position = "ALIBI" if scores.pop("alibi", False) else row["position"]
     entry = row["entry"]
@@ -89,7 +89,7 @@ def _combination(index: int, row: dict[str, Any]) -> Case:
     )
     return Case(
         name=f"pairs-{index}",
-        why="options combined: covers pairs that no row before it does",
+        why="options combined: pairs that no earlier row covers",
         kv_lens=row["kv_lens"],
         q_lens=q_lens,
         entry=entry,

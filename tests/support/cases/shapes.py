@@ -14,7 +14,7 @@ def length_rows() -> list[Case]:
     many = tuple((7 * i) % 40 for i in range(70))
     return [
         decode("decode-edges", "every tile edge in one batch", TILE_EDGES, reduced=True),
-        decode("decode-one-token", "smallest batch there is", (1,)),
+        decode("decode-one-token", "the smallest batch", (1,)),
         decode("decode-empty", "one request without KV: out 0, lse -inf", (0,), reduced=True),
         decode("decode-all-empty", "no work at all, still all rows written", (0,) * 9),
         decode("decode-empty-ends", "empty requests at both ends and in a row", (0, 0, 33, 0, 5, 0)),
@@ -24,7 +24,7 @@ def length_rows() -> list[Case]:
         decode("decode-multi-token-16", "q_len_per_req past one row tile", (16, 77, 20), q_len=16),
         decode("decode-multi-token-short", "more rows than tokens: the first see nothing", (3, 0, 40), q_len=5),
         prefill("prefill-squares", "q = kv at every tile edge", squares, squares, causal=True, reduced=True),
-        prefill("prefill-squares-full", "the same, all tokens visible", squares, squares),
+        prefill("prefill-squares-full", "q = kv at every tile edge, all tokens visible", squares, squares),
         prefill("prefill-append", "q rows fewer than KV at every edge", TILE_EDGES, appended, causal=True),
         prefill("prefill-kv-edges", "few rows over every KV edge", (3,) * 11, TILE_EDGES, reduced=True),
         prefill("prefill-one-row", "one row, one token, one request", (1,), (1,), causal=True),
@@ -75,7 +75,7 @@ def cache_rows() -> list[Case]:
         "interleaved": "K and V are halves of one row",
         "permuted": "one layout's view of the other's memory",
         "gapped": "padding between tokens and between pages",
-        "indexed": "kv_indices longer than needed, garbage behind",
+        "indexed": "kv_indices longer than needed, with garbage at the end",
     }
     rows = []
     for form, layout in itertools.product(why, ("NHD", "HND")):
@@ -95,7 +95,11 @@ def cache_rows() -> list[Case]:
             cache="odd_page",
         ),
         decode(
-            "cache-odd-stride-head", "a size-1 head dimension, odd stride", (70, 9), num_kv_heads=1, cache="odd_head"
+            "cache-odd-stride-head",
+            "a size-1 head dimension with an odd stride",
+            (70, 9),
+            num_kv_heads=1,
+            cache="odd_head",
         ),
         prefill("cache-3d-prefill", "sglang's pool", (9, 30), (40, 30), cache="tuple_3d", page_size=1, causal=True),
         prefill(
@@ -108,14 +112,14 @@ def cache_rows() -> list[Case]:
         ),
         prefill("q-fused-qkv", "q is a slice of a QKV row", MIXED_Q, MIXED_KV, causal=True, q_strides="fused_qkv"),
         decode("q-fused-qkv-decode", "q is a slice of a QKV row", (70, 0, 9), q_strides="fused_qkv"),
-        decode("out-strided", "rows and heads of out lie apart", (70, 0, 9), outputs="strided"),
-        prefill("out-strided-prefill", "rows and heads of out lie apart", (9, 30), (40, 30), outputs="strided"),
-        decode("out-strided-split", "merged rows lie apart", (2000, 9), outputs="strided"),
-        decode("out-returned", "out and lse are made by run", (70, 0, 9), outputs="returned"),
-        prefill("out-returned-prefill", "out and lse are made by run", (9, 30), (40, 30), outputs="returned"),
-        decode("out-no-lse", "lse is not asked for", (70, 0, 9), outputs="no_lse"),
-        prefill("out-no-lse-prefill", "lse is not asked for", (9, 0, 30), (40, 7, 30), outputs="no_lse"),
-        prefill("out-no-lse-ragged", "lse is not asked for", (9, 0, 30), (40, 7, 30), entry="ragged", outputs="no_lse"),
+        decode("out-strided", "gaps between rows and heads of out", (70, 0, 9), outputs="strided"),
+        prefill("out-strided-prefill", "gaps between rows and heads of out", (9, 30), (40, 30), outputs="strided"),
+        decode("out-strided-split", "gaps between merged rows", (2000, 9), outputs="strided"),
+        decode("out-returned", "run allocates out and lse", (70, 0, 9), outputs="returned"),
+        prefill("out-returned-prefill", "run allocates out and lse", (9, 30), (40, 30), outputs="returned"),
+        decode("out-no-lse", "run without an lse", (70, 0, 9), outputs="no_lse"),
+        prefill("out-no-lse-prefill", "run without an lse", (9, 0, 30), (40, 7, 30), outputs="no_lse"),
+        prefill("out-no-lse-ragged", "run without an lse", (9, 0, 30), (40, 7, 30), entry="ragged", outputs="no_lse"),
     ]
     return rows
 
@@ -134,10 +138,10 @@ def head_rows() -> list[Case]:
 
 
 def dim_rows() -> list[Case]:
-    """Every head dim once, decode and prefill, paged and ragged in turn; 8 mod 16 also with fp8 rows (8-byte loads)."""
+    """Every head dim once, decode and prefill, paged and ragged alternately; 8 mod 16 also in fp8 (8-byte loads)."""
     rows = []
     for i, dim in enumerate((16, 24, 40, 72, 80, 96, 112, 128, 160, 192, 256, 512)):
-        why = "head dim that is a multiple of 8, a row tile of its own"
+        why = "a head dim that is a multiple of 8, with its own row tile"
         if i % 2:
             rows.append(decode(f"dim-{dim}", why, (65, 0, 130), head_dim=dim, reduced=dim in (24, 256)))
         else:
@@ -154,12 +158,12 @@ def dim_rows() -> list[Case]:
         prefill(
             "dim-128-prefill", "the commonest head dim, larger row tiles", (70, 3), (90, 70), head_dim=128, causal=True
         ),
-        prefill("dim-256-prefill", "widest rows most models have", (40, 3), (41, 70), head_dim=256, causal=True),
-        prefill("dim-512-prefill", "widest rows there are", (20,), (41,), head_dim=512, causal=True),
+        prefill("dim-256-prefill", "the largest head dim of most models", (40, 3), (41, 70), head_dim=256, causal=True),
+        prefill("dim-512-prefill", "the largest head dim", (20,), (41,), head_dim=512, causal=True),
         decode("dim-128-decode", "the commonest head dim", (700, 64), head_dim=128),
-        decode("dim-512-decode", "widest rows there are", (65, 130), head_dim=512),
-        prefill("dim-512-256", "slots of four teams", (1, 2), (700, 64), head_dim=512, head_dim_vo=256),
-        prefill("dim-512-128", "refused by decode_sm90", (1, 2), (700, 64), head_dim=512, head_dim_vo=128),
+        decode("dim-512-decode", "the largest head dim", (65, 130), head_dim=512),
+        prefill("dim-512-256", "slots shared by four teams", (1, 2), (700, 64), head_dim=512, head_dim_vo=256),
+        prefill("dim-512-128", "dims that decode_sm90 refuses", (1, 2), (700, 64), head_dim=512, head_dim_vo=128),
     ]
     for dim in (24, 40, 72):
         rows.append(
@@ -188,7 +192,7 @@ def dtype_rows() -> list[Case]:
     rows.append(prefill("dtype-float32-ragged", "fp32, ragged", (30, 3), (41, 70), entry="ragged", q_dtype="float32"))
     rows.append(
         prefill(
-            "dtype-float16-ragged", "fp16, ragged", (30, 3), (41, 70), entry="ragged", q_dtype="float16", causal=True
+            "dtype-float16-ragged", "fp16 ragged", (30, 3), (41, 70), entry="ragged", q_dtype="float16", causal=True
         )
     )
     return rows

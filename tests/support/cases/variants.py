@@ -1,7 +1,7 @@
-"""Users' variants for the case table: each once as a user writes it, evaluated by torch for the reference.
+"""Users' variants for the case table, each as a user writes it and as torch evaluates it for the reference.
 
 A builder takes a device and returns the arguments of flashpage.Variant with captured tensors on that device, and the
-two callables that the reference evaluates with broadcast index tensors; of a Python variant they are the same.
+two callables that the reference evaluates with broadcast index tensors; a Python variant is its own reference.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def head_gain(device: str) -> BuiltVariant:
 
 
 def distance_penalty(device: str) -> BuiltVariant:
-    """torch functions and a branch: far tokens count less."""
+    """torch functions and a branch: far tokens weigh less."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
@@ -54,7 +54,7 @@ def distance_penalty(device: str) -> BuiltVariant:
 
 
 def documents(device: str) -> BuiltVariant:
-    """A document mask: tokens see their own document alone."""
+    """A document mask: tokens see only their own document."""
     lengths = torch.tensor([[37, 5, 64, 1, 405], [128, 128, 128, 64, 64], [511, 1, 0, 0, 0], [3, 9, 100, 200, 200]])
     ids = torch.stack([torch.repeat_interleave(torch.arange(5), row) for row in lengths])
     document = ids.repeat(MAX_REQUESTS // 4, 1).to(torch.int32).to(device)  # [request, position]
@@ -68,14 +68,14 @@ def head_windows(device: str) -> BuiltVariant:
 
 
 def rows_that_see_nothing(device: str) -> BuiltVariant:
-    """Most rows, whole blocks of them in a row; the others do not see the middle."""
+    """Most rows see nothing, in whole blocks; the others do not see the middle."""
     return _python(
         mask_mod=lambda b, h, q_idx, kv_idx: (q_idx % 64 < 3) & (q_idx > 80) & ((kv_idx < 30) | (kv_idx > 290))
     )
 
 
 def blocks_and_gain(device: str) -> BuiltVariant:
-    """Both callables: integer arithmetic in the mask, the request's own factor in the score."""
+    """Two callables: integer arithmetic in the mask, the request's factor in the score."""
     factor = (1 + 0.2 * _random(MAX_REQUESTS)).to(device)
     return _python(
         lambda score, b, h, q_idx, kv_idx: score * factor[b],
@@ -84,7 +84,7 @@ def blocks_and_gain(device: str) -> BuiltVariant:
 
 
 def expression(device: str) -> BuiltVariant:
-    """A C++ expression with a captured tensor and a scalar; the reference's callables say the same in torch."""
+    """C++ expressions with a captured tensor and a scalar; the reference uses equal torch callables."""
     gain, limit = (1 + 0.3 * _random(MAX_HEADS)).to(device), 40
     host_gain = gain.cpu()
     arguments = {
@@ -103,7 +103,13 @@ def expression(device: str) -> BuiltVariant:
 VARIANTS: dict[str, Callable[[str], BuiltVariant]] = {
     builder.__name__: builder
     for builder in (
-        *(tensor_bias, head_gain, distance_penalty, documents, head_windows, rows_that_see_nothing, blocks_and_gain),
+        tensor_bias,
+        head_gain,
+        distance_penalty,
+        documents,
+        head_windows,
+        rows_that_see_nothing,
+        blocks_and_gain,
         expression,
     )
 }
