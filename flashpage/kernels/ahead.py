@@ -7,7 +7,7 @@ import dataclasses
 from ..base.dtypes import DType
 from ..variants.spec import VariantSpec
 from ..variants.variant import builtin
-from .context_classes import Contexts
+from .context_classes import ContextClass
 from .options import Options, out_dtype_of
 from .work import Problem
 
@@ -28,7 +28,7 @@ class Ahead:
     has_mask: bool = False
     has_soft_cap: bool = False
     rotates: bool = False
-    contexts: Contexts = Contexts.USUAL
+    contexts: ContextClass = ContextClass.USUAL
     is_default: bool = True  # used by most models; CI also compiles these with NVRTC
 
     @property

@@ -22,7 +22,7 @@ MANY_ROWS = 1 << 20  # packed rows of a request and KV head in a prefill
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The kernel for a problem, and why."""
 
     spec: KernelSpec
@@ -54,13 +54,13 @@ def requests_of(options: Options, packed: int) -> tuple[int, int]:
     return (packed // 2 // options.group_size + 1 if packed > 1 else 0), packed // options.group_size
 
 
-def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VARIANT) -> Choice:
+def choose(problem: Problem, device: torch.device, variant: VariantSpec = _NO_VARIANT) -> KernelChoice:
     """The first kernel of the list that accepts the work; raises CapabilityError with all kernels' reasons if none
     does."""
     return choose_for_card(problem, devices.of(device), variant)
 
 
-def choose_for_card(problem: Problem, card: Device, variant: VariantSpec = _NO_VARIANT) -> Choice:
+def choose_for_card(problem: Problem, card: Device, variant: VariantSpec = _NO_VARIANT) -> KernelChoice:
     """As `choose`, for a card of the table, which need not be in this machine."""
     backend = "cuda" if card.sm else "cpu"
     refused: list[tuple[int, str]] = []  # how far the kernel is from accepting the work, and why it does not
@@ -79,7 +79,7 @@ def choose_for_card(problem: Problem, card: Device, variant: VariantSpec = _NO_V
     raise CapabilityError("no kernel can honour this request:\n  " + "\n  ".join(lines))
 
 
-def _chosen(kernel: AttentionKernel, work: Work, refused: tuple[str, ...]) -> Choice:
+def _chosen(kernel: AttentionKernel, work: Work, refused: tuple[str, ...]) -> KernelChoice:
     usual = kernel.spec(work)
     assert usual.tile is not None
     cost, spec = kernel.cost(work, usual.tile), usual
@@ -96,7 +96,7 @@ def _chosen(kernel: AttentionKernel, work: Work, refused: tuple[str, ...]) -> Ch
         *([_mask_note(kernel, work)] if has_mask else []),
         *([context_tile[1]] if context_tile else []),
     )
-    return Choice(spec, cost, kernel, work.card, notes)
+    return KernelChoice(spec, cost, kernel, work.card, notes)
 
 
 def _mask_source(problem: Problem, kernel: AttentionKernel, variant: VariantSpec) -> str:

@@ -8,7 +8,7 @@ import math
 from .. import native
 
 
-class Contexts(enum.Enum):
+class ContextClass(enum.Enum):
     """How many tokens the rows of a batch see, and whether the rows are few (ContextLengths)."""
 
     USUAL = "none of the others"
@@ -17,12 +17,12 @@ class Contexts(enum.Enum):
     LONG = "so many that tiles at the edge of a mask hardly count, and pairs of CTAs pay"
 
 
-CLASSES = tuple(Contexts)  # a class's number is its index here (csrc/plan_call.h, fp_context_row)
+CLASSES = tuple(ContextClass)  # a class's number is its index here (csrc/plan_call.h, fp_context_row)
 ANY_ROWS = 2**63 - 1
 
 
 def context_row(
-    contexts: Contexts,
+    contexts: ContextClass,
     most_rows: int,
     least_rows_of_request: float,
     least_tokens: float = -math.inf,

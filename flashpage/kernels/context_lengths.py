@@ -6,7 +6,7 @@ import ctypes
 
 from .. import native
 from . import ATTENTION
-from .context_classes import CLASSES, Contexts
+from .context_classes import CLASSES, ContextClass
 from .devices import Device
 from .options import Options
 
@@ -29,8 +29,8 @@ class ContextLengths:
     @property
     def most_rows_of_few(self) -> int:
         """Query rows of a batch that is so small that an SM has two CTAs; 0: no batch is."""
-        few = CLASSES.index(Contexts.FEW)
+        few = CLASSES.index(ContextClass.FEW)
         return max((row.most_rows for row in self.table.rows[: self.table.count] if row.contexts == few), default=0)
 
-    def of(self, batch: int, total_rows: int, total_tokens: int) -> Contexts:
+    def of(self, batch: int, total_rows: int, total_tokens: int) -> ContextClass:
         return CLASSES[native.load().fp_contexts_of(self.address, batch, total_rows, total_tokens)]

@@ -11,7 +11,7 @@ from .. import native
 from ..base.dtypes import DType
 from ..base.errors import CompileError
 from .ahead import Ahead
-from .context_classes import Contexts
+from .context_classes import ContextClass
 from .devices import Device
 from .options import Options
 from .spec import KernelSpec
@@ -58,7 +58,7 @@ class AttentionKernel(Kernel):
     # The batches of each class of contexts that has tiles of its own; the first row that fits a batch decides.
     context_rows: Callable[[Options, Device], list[native.ContextRow]] = lambda options, card: []
     # The tile for contexts of a class and a note for explain(); None: the usual tile.
-    context_tile: Callable[[KernelSpec, Contexts], tuple[Tile, str] | None] = lambda spec, contexts: None
+    context_tile: Callable[[KernelSpec, ContextClass], tuple[Tile, str] | None] = lambda spec, contexts: None
     unit_rows: Callable[[KernelSpec, int], int] = lambda spec, group_size: spec.rows  # packed rows of a unit
     visits_mask_tiles: Callable[[Options], bool] = lambda options: False  # only those of mask_tiles
     most_packed_rows: int = 2**31 - 1  # of a request and KV head, on average

@@ -71,7 +71,7 @@ class Options:
         return self.fixed_piece_tokens != SPLIT_BALANCED
 
 
-class Values(NamedTuple):
+class RunOptions(NamedTuple):
     """Options that engines give at run, as the wrapper's attributes hold them; they replace the planned ones."""
 
     causal: bool
@@ -83,7 +83,7 @@ class Values(NamedTuple):
     pos_encoding_mode: str
 
 
-class Variation(NamedTuple):
+class OptionOverride(NamedTuple):
     """The values and shapes of a run that need a plan or a kernel of their own if they differ from the planned ones."""
 
     causal: bool
@@ -94,14 +94,14 @@ class Variation(NamedTuple):
     num_kv_heads: int
 
     @staticmethod
-    def of(values: Values, num_q_heads: int, num_kv_heads: int) -> Variation:
+    def of(values: RunOptions, num_q_heads: int, num_kv_heads: int) -> OptionOverride:
         cap, mode = values.logits_soft_cap > 0, checks.position_encoding(values.pos_encoding_mode)
         causal, window = checks.flag("causal", values.causal), check_window(values.window_left)
-        return Variation(causal, window, cap, mode, num_q_heads, num_kv_heads)
+        return OptionOverride(causal, window, cap, mode, num_q_heads, num_kv_heads)
 
     @staticmethod
-    def of_options(options: Options) -> Variation:
-        return Variation(*(getattr(options, name) for name in Variation._fields))
+    def of_options(options: Options) -> OptionOverride:
+        return OptionOverride(*(getattr(options, name) for name in OptionOverride._fields))
 
     def over(self, planned: Options) -> Options:
         """The planned options with these values in their place."""

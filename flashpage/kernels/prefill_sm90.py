@@ -11,7 +11,7 @@ from ..base.dtypes import DType
 from ..variants.source import asks_much
 from . import wgmma_source
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
-from .context_classes import ANY_ROWS, Contexts, context_row
+from .context_classes import ANY_ROWS, ContextClass, context_row
 from .devices import Device
 from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, no_rope_over_fp8
 from .options import Options
@@ -224,12 +224,12 @@ def _context_rows(options: Options, card: Device) -> list[native.ContextRow]:
     # So few rows that an SM can have two CTAs.
     few = _FEWEST_ROWS_OF_SM * card.sms // options.num_q_heads if _has_tiles_of_few(options) else 0
     few_of_sm = int(_FEW_ROWS_OF_SM * card.sms / options.num_q_heads)
-    rows = [context_row(Contexts.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST)]
+    rows = [context_row(ContextClass.FEW, few, is_prefill, most_tokens=_CONTEXT_OF_FEWEST)]
     if not has_short_window:
-        rows.append(context_row(Contexts.LONG, ANY_ROWS, _ROWS_FOR_PAIRS / group, least_tokens=least_tokens))
+        rows.append(context_row(ContextClass.LONG, ANY_ROWS, _ROWS_FOR_PAIRS / group, least_tokens=least_tokens))
     if has_short:
-        rows.append(context_row(Contexts.SHORT, few_of_sm, is_prefill, most_tokens=_SHORT_CONTEXT_OF_FEW))
-        rows.append(context_row(Contexts.SHORT, ANY_ROWS, is_prefill, most_tokens=_SHORT_CONTEXT))
+        rows.append(context_row(ContextClass.SHORT, few_of_sm, is_prefill, most_tokens=_SHORT_CONTEXT_OF_FEW))
+        rows.append(context_row(ContextClass.SHORT, ANY_ROWS, is_prefill, most_tokens=_SHORT_CONTEXT))
     return rows
 
 
@@ -240,16 +240,16 @@ def _has_tiles_of_few(options: Options) -> bool:
     return is_plain and not options.kv_dtype.is_fp8 and is_narrow and has_whole_rows
 
 
-def _context_tile(spec: KernelSpec, contexts: Contexts) -> tuple[Tile, str] | None:
+def _context_tile(spec: KernelSpec, contexts: ContextClass) -> tuple[Tile, str] | None:
     assert spec.tile is not None
     widest = max(spec.head_dim_qk, spec.head_dim_vo)
     loop = inner_loop(spec.mask_source, spec.position_encoding, spec.variant)
     is_plain = loop is InnerLoop.PLAIN and spec.loader == "boxes"
-    if contexts is Contexts.FEW and is_plain and spec.mask_source == "implicit" and widest <= _WIDEST_OF_HALVES:
+    if contexts is ContextClass.FEW and is_plain and spec.mask_source == "implicit" and widest <= _WIDEST_OF_HALVES:
         return _few_rows_tile(spec), FEW_NOTE
-    if contexts is Contexts.LONG and _may_pair(spec, loop, widest):
+    if contexts is ContextClass.LONG and _may_pair(spec, loop, widest):
         return spec.tile.paired(), PAIRS_NOTE
-    if contexts is Contexts.SHORT and is_plain and spec.head_dim_qk == spec.head_dim_vo == 128:
+    if contexts is ContextClass.SHORT and is_plain and spec.head_dim_qk == spec.head_dim_vo == 128:
         return dataclasses.replace(spec.tile, tile_kv=_SHORT_TILE_TOKENS), SHORT_NOTE  # other dims were not tried
     return None
 
@@ -296,11 +296,11 @@ _AHEAD = (
     *(Ahead(t, t, (d, d), 128) for t, d in itertools.product((BF16, FP16), HEAD_DIMS)),
     *(Ahead(BF16, BF16, dims, 128, RAGGED) for dims in ((64, 64), (128, 128), (256, 256), (192, 128))),
     Ahead(FP16, FP16, (128, 128), 128, RAGGED),
-    *(Ahead(t, t, (128, 128), 128, contexts=Contexts.LONG) for t in (BF16, FP16)),
-    *(Ahead(BF16, BF16, (d, 128), 128, RAGGED, contexts=Contexts.LONG) for d in (128, 192)),
+    *(Ahead(t, t, (128, 128), 128, contexts=ContextClass.LONG) for t in (BF16, FP16)),
+    *(Ahead(BF16, BF16, (d, 128), 128, RAGGED, contexts=ContextClass.LONG) for d in (128, 192)),
     *(
         Ahead(BF16, BF16, (128, 128), 128, size, contexts=contexts)
-        for size, contexts in itertools.product(_BOTH, (Contexts.SHORT, Contexts.FEW))
+        for size, contexts in itertools.product(_BOTH, (ContextClass.SHORT, ContextClass.FEW))
     ),
     Ahead(BF16, BF16, (128, 128), 128, ONE_TOKEN),
     *more(
@@ -311,7 +311,7 @@ _AHEAD = (
         *(Ahead(BF16, BF16, (d, d), 128) for d in (80, 96)),
         *(
             Ahead(E4M3, E4M3, (128, 128), 128, size, contexts=contexts)
-            for size, contexts in itertools.product(_BOTH, (Contexts.USUAL, Contexts.LONG))
+            for size, contexts in itertools.product(_BOTH, (ContextClass.USUAL, ContextClass.LONG))
         ),
     ),
 )

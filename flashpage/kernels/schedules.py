@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .. import native
-from .choose import Choice
+from .choose import KernelChoice
 from .devices import Device
 from .options import SPLIT_BALANCED, Options
 from .spec import KernelSpec
@@ -28,7 +28,9 @@ class Clusters:
 NO_CLUSTERS = Clusters()
 
 
-def schedule(choice: Choice, options: Options, num_ctas: int, clusters: Clusters = NO_CLUSTERS) -> native.Schedule:
+def schedule(
+    choice: KernelChoice, options: Options, num_ctas: int, clusters: Clusters = NO_CLUSTERS
+) -> native.Schedule:
     """The schedule of a kernel. A fixed piece is rounded up to whole inner steps of the tile."""
     tile, cost, piece = choice.spec.tile, choice.cost, options.fixed_piece_tokens
     assert tile is not None

@@ -7,7 +7,7 @@ import enum
 import re
 
 from ..variants.spec import VariantSpec, logit_loads_by_token
-from .context_classes import Contexts
+from .context_classes import ContextClass
 from .devices import Device
 from .options import Options
 
@@ -41,7 +41,7 @@ class Problem:
     options: Options
     packed_rows: int  # query rows x group_size of a request and KV head, on average in the batch
     has_known_lengths: bool = True  # the host plans before each run: no captured launch serves other batches
-    contexts: Contexts = Contexts.USUAL  # of the batch
+    contexts: ContextClass = ContextClass.USUAL  # of the batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,14 @@ import torch
 
 from .. import native
 from ..kernels import choose, devices
-from ..kernels.context_classes import Contexts
+from ..kernels.context_classes import ContextClass
 from ..kernels.context_lengths import ContextLengths
 from ..kernels.options import Options
 from ..kernels.schedules import most_units, with_one_cluster_size
 from ..kernels.schedules import schedule as schedule_of
 from ..kernels.work import Problem
 from .mixed_batch import largest_schedules
-from .prepared_kernels import Prepared
+from .prepared_kernels import PreparedKernels
 from .workspaces import partial_bytes
 
 
@@ -24,7 +24,7 @@ def workspace_bounds(
 ) -> tuple[int, int]:
     """Bytes of the float and the int workspace that no batch within these sizes exceeds, whether planned as a whole or
     in parts."""
-    prepared = Prepared(options, choose.packed_rows(options, batch, total_q), device)
+    prepared = PreparedKernels(options, choose.packed_rows(options, batch, total_q), device)
     float_bytes, int_bytes = bounds_of(prepared, batch, total_q, total_kv)
     units = most_units(options, prepared.schedule.tile_q, batch, total_q)
     of_graph = with_one_cluster_size(prepared.schedule, units)[0]
@@ -48,7 +48,7 @@ def _bounds_of_few(
     rows = min(total_q, ContextLengths(options, devices.of(device)).most_rows_of_few)
     usual, few = (
         choose.choose(Problem(options, choose.MANY_ROWS, contexts=contexts), device)
-        for contexts in (Contexts.USUAL, Contexts.FEW)
+        for contexts in (ContextClass.USUAL, ContextClass.FEW)
     )
     if rows == 0 or few.spec == usual.spec:
         return 0, 0
@@ -57,7 +57,7 @@ def _bounds_of_few(
     return _bounds(options, schedule, batch, rows, total_kv)
 
 
-def bounds_of(prepared: Prepared, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
+def bounds_of(prepared: PreparedKernels, batch: int, total_q: int, total_kv: int) -> tuple[int, int]:
     """Bounds for batches planned as a whole, with known kernel and schedule."""
     return _bounds(prepared.options, prepared.schedule, batch, total_q, total_kv)
 

@@ -12,7 +12,7 @@ from .. import native
 from ..base.memory import empty
 from ..native import records
 from .device_lengths import TableLengths
-from .prepared_kernels import Prepared
+from .prepared_kernels import PreparedKernels
 
 _STAGING_BYTES = 256 << 10  # a plan of some thousand requests; larger plans get a larger ring
 
@@ -33,7 +33,7 @@ class CopyRing:
         native.check(self._copy(self.handle, source.data_ptr(), size, destination.data_ptr(), stream))
 
 
-class PlanSlot:
+class PlanBuffer:
     """Holds one plan at a time. The address of `memory` stays the same, so a captured graph reads the newest plan."""
 
     __slots__ = (
@@ -78,7 +78,9 @@ class PlanSlot:
         self.is_used |= status == native.OK
         return status
 
-    def plan_tables(self, prepared: Prepared, tables: TableLengths, kernel: int | None, stream: int, pdl: bool) -> None:
+    def plan_tables(
+        self, prepared: PreparedKernels, tables: TableLengths, kernel: int | None, stream: int, pdl: bool
+    ) -> None:
         """Plans on the device, in stream order. `result` has what the host knows: sizes, but no numbers."""
         native.check(
             native.load().fp_tables_plan(

@@ -42,7 +42,7 @@ def as_rows(options: Options) -> Options:
     return dataclasses.replace(options, kv_source="ragged", page_size=0)
 
 
-class Worth:
+class GatherPolicy:
     """Whether a batch is worth the copy. Made once for options, evaluated at every plan."""
 
     __slots__ = ("_hidden", "_least_rows", "_least_with_starts", "_most_tokens", "_unit_tokens", "may_be")

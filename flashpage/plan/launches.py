@@ -13,7 +13,7 @@ from ..kernels.tile import MERGE_CTA_ROWS
 if TYPE_CHECKING:
     from ..jit.loader import LoadedKernel
     from .mixed_batch import Part
-    from .prepared_kernels import Prepared
+    from .prepared_kernels import PreparedKernels
 
 
 class Addresses(NamedTuple):
@@ -82,7 +82,7 @@ class LaunchList:
         native.check(native.load().fp_run(ctypes.addressof(self.args)))
 
 
-def _merge_ctas(prepared: Prepared, num_merges: int) -> int:
+def _merge_ctas(prepared: PreparedKernels, num_merges: int) -> int:
     """CTAs of the merge's launch; 0: no merge is needed."""
     if prepared.merge is None:
         return 0

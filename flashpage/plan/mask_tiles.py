@@ -16,9 +16,9 @@ from .. import native
 from ..base.memory import GrowingMemory
 from ..variants.source import mask_looks_at_head
 from .batch import Batch
-from .buffers import PlanSlot
+from .buffers import PlanBuffer
 from .launches import LaunchList
-from .prepared_kernels import Prepared
+from .prepared_kernels import PreparedKernels
 
 
 class MaskTiles:
@@ -45,7 +45,7 @@ class MaskTiles:
         begin: int = self.params.cells + 8 * self.params.lanes_begin
         return begin
 
-    def find(self, batch: Batch, prepared: Prepared) -> None:
+    def find(self, batch: Batch, prepared: PreparedKernels) -> None:
         """Takes the plan's bits, and finds their tiles if they hold for all its runs."""
         if prepared.mask_tiles is None:
             return
@@ -61,7 +61,7 @@ class MaskTiles:
         """Whether runs of this plan need not find tiles."""
         return self._found_for == generation
 
-    def bind(self, batch: Batch, prepared: Prepared, slot: PlanSlot) -> None:
+    def bind(self, batch: Batch, prepared: PreparedKernels, slot: PlanBuffer) -> None:
         """Points the struct at the plan in the slot, and at enough memory for its tiles."""
         options, result, params = prepared.options, slot.result, self.params
         spec = prepared.choice.spec

@@ -17,7 +17,7 @@ from .. import native
 from ..kernels import choose, schedules
 from ..kernels.options import Options
 from ..kernels.work import Problem
-from .prepared_kernels import Prepared
+from .prepared_kernels import PreparedKernels
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ class Fork:
 class Part(NamedTuple):
     """One plan of a batch with its launch: the whole batch's plan, or one of two."""
 
-    prepared: Prepared
+    prepared: PreparedKernels
     result: native.PlanResult
     num_ctas: int
     num_merges: int  # merges for a launch after it
@@ -79,7 +79,7 @@ class Part(NamedTuple):
     partial_row: int = 0  # where its partial results begin
 
 
-class Parts:
+class MixedBatchPlan:
     """The parts of one set of options: the newest batch that was planned in two."""
 
     __slots__ = ("_address", "_prepared", "_struct", "most_few_rows")
@@ -88,7 +88,7 @@ class Parts:
         self.most_few_rows = limit
         self._struct = native.Parts(most_few_rows=limit)
         self._address = ctypes.addressof(self._struct)
-        self._prepared: tuple[Prepared, Prepared, Prepared]
+        self._prepared: tuple[PreparedKernels, PreparedKernels, PreparedKernels]
 
     @property
     def address(self) -> int:
@@ -101,7 +101,7 @@ class Parts:
         native.load().fp_parts_count(problem_address, self._address)
         return (found.few_requests, found.few_rows), (found.many_requests, found.many_rows)
 
-    def use(self, whole: Prepared, few: Prepared, many: Prepared) -> None:
+    def use(self, whole: PreparedKernels, few: PreparedKernels, many: PreparedKernels) -> None:
         """Takes the kernels of the whole batch, of the requests with few rows, and of those with many."""
         struct = self._struct
         struct.whole, struct.few, struct.many = whole.schedule_address, few.schedule_address, many.schedule_address

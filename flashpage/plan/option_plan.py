@@ -15,7 +15,7 @@ import torch
 from .. import native
 from ..base.errors import DeviceError, PlanError
 from ..kernels import choose
-from ..kernels.context_classes import CLASSES, Contexts
+from ..kernels.context_classes import CLASSES, ContextClass
 from ..kernels.context_lengths import ContextLengths
 from ..kernels.options import Options
 from ..native import fastcall
@@ -23,11 +23,11 @@ from ..variants.spec import VariantSpec
 from . import gather_rows, lengths
 from .batch import Batch
 from .bounds import bounds_of
-from .buffers import PlanSlot
+from .buffers import PlanBuffer
 from .lengths import Given
 from .mask_tiles import MaskTiles
-from .mixed_batch import Part, Parts, may_have_parts, most_few_rows
-from .prepared_kernels import Prepared, trace
+from .mixed_batch import MixedBatchPlan, Part, may_have_parts, most_few_rows
+from .prepared_kernels import PreparedKernels, trace
 from .workspaces import Workspaces, partial_bytes
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .device_lengths import TableLengths
     from .report.plan import Plan
 
-_ALL_MERGES = 2**31 - 1  # Prepared.most_merge_ctas bounds the merge's grid
+_ALL_MERGES = 2**31 - 1  # PreparedKernels.most_merge_ctas bounds the merge's grid
 _MOST_PREPARED = 64  # classes of rows (powers of two) and variants
 _NO_CLASS, _ANY_ROWS = native.RowClass(0, -1), native.RowClass(0, 2**62)
 _ROWS, _ENTRIES, _PARTIAL_ROWS, _Q_LEN, _KV_LEN, _REQUESTS = range(1, 7)  # csrc/plan_call.h, fp_limit
@@ -43,10 +43,10 @@ _HOW_TO_PASS = {"float": "to the constructor", "int": "with reset_workspace_buff
 
 
 # Rows, variant, whether lengths are known, contexts, what its launches are fixed to, whether rows are gathered.
-_Key: TypeAlias = tuple[int, VariantSpec | None, bool, Contexts, tuple[int, int] | None, bool]
+_Key: TypeAlias = tuple[int, VariantSpec | None, bool, ContextClass, tuple[int, int] | None, bool]
 
 
-class Combination:
+class OptionPlan:
     """Options, the slot with their plan, and the kernels for each class of rows so far."""
 
     __slots__ = (
@@ -74,23 +74,25 @@ class Combination:
 
     def __init__(self, options: Options, batch: Batch) -> None:
         self.options = options
-        self.slot: PlanSlot  # while it is active
+        self.slot: PlanBuffer  # while it is active
         self.generation = 0  # number of the session's plan that it belongs to
         self.asked_at = 0  # the generation whose runs last used these options
         self.fork: int | None = None  # for runs of two parts, on a card
         self.mask_tiles = MaskTiles(batch.device)
         self.gathered: gather_rows.Rows | None = None  # of the present plan; None: K and V are read in place
-        self._whole: Prepared  # kernels of the present plan, if it has one part
+        self._whole: PreparedKernels  # kernels of the present plan, if it has one part
         self._is_of_all = False  # launches have the shape that serves every plan
-        self._parts: Parts | None = None  # known after the first plan's kernels
+        self._parts: MixedBatchPlan | None = None  # known after the first plan's kernels
         self._contexts = ContextLengths(options, batch.card)
-        self._worth_gathering = gather_rows.Worth(options, batch.card)
+        self._worth_gathering = gather_rows.GatherPolicy(options, batch.card)
         # If a batch cannot change the class of rows, it is known now.
         is_constant = options.uniform_q_len or options.is_batch_invariant
         self._frozen_rows = choose.packed_rows(options, 0, 0) if is_constant else 0
         self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows for which its launches were made
-        self._prepared: dict[_Key, Prepared] = {}
-        self._checked_for: tuple[Prepared, tuple[int, int]] | None = None  # a capacity, in workspaces of these sizes
+        self._prepared: dict[_Key, PreparedKernels] = {}
+        self._checked_for: tuple[PreparedKernels, tuple[int, int]] | None = (
+            None  # a capacity, in workspaces of these sizes
+        )
         self._planned_variant: VariantSpec | None = None
         self._plan = fastcall.builtins().plan
         self.call = self._make_call(batch)
@@ -121,7 +123,7 @@ class Combination:
         return (Part(whole, result, result.num_ctas, result.num_merges, result.cluster_size),)
 
     @property
-    def prepared(self) -> Prepared:
+    def prepared(self) -> PreparedKernels:
         """Kernels of the present plan, or of its first part."""
         return self.parts[0].prepared
 
@@ -171,7 +173,7 @@ class Combination:
         """Plans the call with the kernels that fit the batch."""
         call, struct, options = self.call, batch.struct, self.options
         requests, rows = struct.requests, struct.rows
-        contexts = Contexts.USUAL
+        contexts = ContextClass.USUAL
         call.contexts = -1
         if self._contexts.may_differ and not batch.is_graph:
             contexts = self._contexts.of(requests, rows, batch.entries * max(1, options.page_size))
@@ -189,12 +191,12 @@ class Combination:
         # The next plan's gathered rows lie elsewhere.
         call.row_class = _NO_CLASS if gathered is not None else _class_of(options, self._frozen_rows, whole)
         if self._parts is None and may_have_parts(options, batch.is_graph):
-            self._parts = Parts(most_few_rows(options, batch.device))
+            self._parts = MixedBatchPlan(most_few_rows(options, batch.device))
             call.parts = self._parts.address if self._parts.most_few_rows else None
         if self._parts is not None and call.parts:
             self._choose_parts(batch, self._parts, whole)
 
-    def _choose_parts(self, batch: Batch, parts: Parts, whole: Prepared) -> None:
+    def _choose_parts(self, batch: Batch, parts: MixedBatchPlan, whole: PreparedKernels) -> None:
         """Kernels of the requests with few rows and of those with many, for a batch with both kinds."""
         call, struct = self.call, batch.struct
         call.few_class = call.many_class = _NO_CLASS
@@ -282,7 +284,7 @@ class Combination:
         """Finds the tiles of the newest plan's bits, after they were copied."""
         self.mask_tiles.find(batch, self._whole)
 
-    def _check_tables(self, batch: Batch, prepared: Prepared, tables: TableLengths) -> None:
+    def _check_tables(self, batch: Batch, prepared: PreparedKernels, tables: TableLengths) -> None:
         """The device cannot report an overflow, so the workspaces must fit the largest batch."""
         int_bytes, partial_rows = ctypes.c_int64(), ctypes.c_int64()
         native.check(
@@ -300,9 +302,9 @@ class Combination:
         total_rows: int,
         *,
         has_known_lengths: bool = True,
-        contexts: Contexts = Contexts.USUAL,
+        contexts: ContextClass = ContextClass.USUAL,
         gathers: bool = False,
-    ) -> Prepared:
+    ) -> PreparedKernels:
         options = self.options
         capacity = batch.capacity
         if capacity is not None:
@@ -316,7 +318,7 @@ class Combination:
         key = rows, variant, has_known_lengths and not batch.is_graph, contexts, self._fixed_for, gathers
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = Prepared(options, rows, batch.device, *key[2:])
+            prepared = PreparedKernels(options, rows, batch.device, *key[2:])
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
             self._prepared[key] = prepared
@@ -324,7 +326,7 @@ class Combination:
             self._check_capacity(batch, capacity, prepared)
         return prepared
 
-    def _check_capacity(self, batch: Batch, capacity: Capacity, prepared: Prepared) -> None:
+    def _check_capacity(self, batch: Batch, capacity: Capacity, prepared: PreparedKernels) -> None:
         """Checks at the first plan that the workspaces hold the plan of any batch within the capacity."""
         options, bytes_now = self.options, (batch.workspaces.float_bytes, self.call.capacity)
         if self._checked_for == (prepared, bytes_now):
@@ -367,7 +369,7 @@ class Combination:
         return Plan(prepared.problem, prepared.schedule, result, data, spec=spec, notes=notes)
 
 
-def _class_of(options: Options, frozen_rows: int, prepared: Prepared) -> native.RowClass:
+def _class_of(options: Options, frozen_rows: int, prepared: PreparedKernels) -> native.RowClass:
     """Sets the limits within which these kernels fit a batch."""
     return _ANY_ROWS if frozen_rows else native.RowClass(*choose.requests_of(options, prepared.problem.packed_rows))
 

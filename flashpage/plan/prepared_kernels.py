@@ -10,7 +10,7 @@ import torch
 from .. import jit, native, variants
 from ..base.errors import PlanError
 from ..kernels import choose, schedules
-from ..kernels.context_classes import Contexts
+from ..kernels.context_classes import ContextClass
 from ..kernels.options import Options
 from ..kernels.spec import KernelSpec
 from ..kernels.work import Problem
@@ -20,7 +20,7 @@ CPU_CTAS_PER_THREAD = 4  # small shares, so that threads that start late still f
 MERGE_CTAS_PER_SM = 4  # merges have little to do; more CTAs than are resident only add launch work
 
 
-class Prepared:
+class PreparedKernels:
     """The loaded kernels and the schedule of one set of options on one device, for one class of rows. Shared by
     threads.
 
@@ -39,7 +39,7 @@ class Prepared:
         packed_rows: int,
         device: torch.device,
         has_known_lengths: bool = True,
-        contexts: Contexts = Contexts.USUAL,
+        contexts: ContextClass = ContextClass.USUAL,
         fixed_for: tuple[int, int] | None = None,
         gathers: bool = False,
     ) -> None:
@@ -79,7 +79,7 @@ class Prepared:
         return merge.handle, MERGE_CTAS_PER_SM * merge.info.num_sms
 
 
-def mask_tiles_spec(choice: choose.Choice, options: Options) -> KernelSpec | None:
+def mask_tiles_spec(choice: choose.KernelChoice, options: Options) -> KernelSpec | None:
     """The kernel that finds the tiles of a mask before the attention kernel; None: no tiles are needed."""
     spec = choice.spec
     if spec.mask_source == "implicit" or not choice.kernel.visits_mask_tiles(options):

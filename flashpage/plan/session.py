@@ -10,14 +10,14 @@ import torch
 from .. import jit, native
 from ..base.errors import PlanError, RunError
 from ..base.memory import allocate, is_capturing
-from ..kernels.options import Options, Variation
+from ..kernels.options import OptionOverride, Options
 from ..kernels.spec import KernelSpec
 from .batch import NO_BOUNDS, NO_LIMIT, Batch, Longest
-from .buffers import PlanSlot
+from .buffers import PlanBuffer
 from .capacity import Capacity
 from .device_lengths import TableLengths
 from .lengths import Given, Lengths, Names
-from .option_plan import Combination
+from .option_plan import OptionPlan
 from .page_indices import Mask
 from .workspaces import Workspaces
 
@@ -42,11 +42,11 @@ class Planner:
         self.workspaces = Workspaces(device, float_buffer)
         self.batch = Batch(device, is_graph, names, self.workspaces)
         self.device_index, self.mask, self.indices = self.batch.device_index, self.batch.mask, self.batch.pages
-        self.active: list[Combination] = []  # planned at every plan; the first one has plan's options
-        self._known: dict[Options, Combination] = {}
-        self._variations: dict[Variation, Combination] = {}  # with the options of runs
-        self._slot: PlanSlot | None = None  # the first one's, whatever its options
-        self._kept: list[PlanSlot | torch.Tensor] = []  # plans that a graph may read
+        self.active: list[OptionPlan] = []  # planned at every plan; the first one has plan's options
+        self._known: dict[Options, OptionPlan] = {}
+        self._variations: dict[OptionOverride, OptionPlan] = {}  # with the options of runs
+        self._slot: PlanBuffer | None = None  # the first one's, whatever its options
+        self._kept: list[PlanBuffer | torch.Tensor] = []  # plans that a graph may read
         self._last = 0  # number of the last complete plan
         self._indices_name = names.indices
         self.batch.struct.is_paged = bool(self._indices_name)
@@ -155,7 +155,7 @@ class Planner:
         self.batch.use_options(options)
         first = self.active[0]
         if self._slot is None:
-            self._slot = PlanSlot(self.device_index, self.workspaces.int_buffer, first.call)
+            self._slot = PlanBuffer(self.device_index, self.workspaces.int_buffer, first.call)
         else:
             self._slot.attach(first.call)
         first.slot = self._slot
@@ -228,7 +228,7 @@ class Planner:
             self._release(other)
             self.active.remove(other)
 
-    def _release(self, combination: Combination) -> None:
+    def _release(self, combination: OptionPlan) -> None:
         """Frees the memory of its plans, unless a graph may read it."""
         combination.generation = 0
         if self.is_graph or combination.call.was_captured:
@@ -322,7 +322,7 @@ class Planner:
                 kv_lens = (kv_lens + last_page_len - page_size).clamp(min=0)
         return q_indptr, kv_indptr, kv_lens
 
-    def find(self, variation: Variation) -> Combination:
+    def find(self, variation: OptionOverride) -> OptionPlan:
         """The plan for a run's options. New ones are planned now, and at later plans as long as runs use them between
         two plans."""
         found = self._variations.get(variation)
@@ -336,13 +336,13 @@ class Planner:
         found.asked_at = self.generation
         return found
 
-    def _activate(self, combination: Combination) -> None:
+    def _activate(self, combination: OptionPlan) -> None:
         """Plans these options for the present batch; afterwards they count as active."""
         is_new = combination not in self.active
         if is_new:
             workspace = self.workspaces.int_buffer
             memory = allocate(workspace.shape, workspace.dtype, self.device, "a run's own options", zeroed=False)
-            combination.slot = PlanSlot(self.device_index, memory, combination.call)
+            combination.slot = PlanBuffer(self.device_index, memory, combination.call)
             combination.choose_again()
         batch = self.batch
         batch.stream = current_stream(self.device_index)
@@ -360,11 +360,11 @@ class Planner:
         if is_new:
             self.active.append(combination)
 
-    def _new_in_capture(self, variation: Variation) -> RunError:
-        planned = Variation.of_options(self.active[0].options)
+    def _new_in_capture(self, variation: OptionOverride) -> RunError:
+        planned = OptionOverride.of_options(self.active[0].options)
         changed = ", ".join(
             f"{name}={value!r} (planned: {before!r})"
-            for name, value, before in zip(Variation._fields, variation, planned, strict=True)
+            for name, value, before in zip(OptionOverride._fields, variation, planned, strict=True)
             if value != before
         )
         return RunError(
@@ -372,13 +372,13 @@ class Planner:
             "Run once with it before the capture, or pass it to plan."
         )
 
-    def _combination(self, options: Options) -> Combination:
+    def _combination(self, options: Options) -> OptionPlan:
         found = self._known.get(options)
         if found is None:
             if len(self._known) >= _MOST_KNOWN and not self.is_graph:
                 kept = (known for known in self._known.values() if known.call.was_captured or known in self.active)
                 self._known = {known.options: known for known in kept}
-            found = self._known[options] = Combination(options, self.batch)
+            found = self._known[options] = OptionPlan(options, self.batch)
         return found
 
 

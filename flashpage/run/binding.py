@@ -17,7 +17,7 @@ from .. import jit, native
 from ..base import checks, kv_view, tensor_memory
 from ..base.errors import RunError
 from ..kernels import devices, tensor_maps
-from ..kernels.options import Values, check_rope, check_scale
+from ..kernels.options import RunOptions, check_rope, check_scale
 from ..plan.gather_rows import Rows
 from ..plan.launches import LaunchList
 from ..plan.prepared_kernels import fill_variant, trace
@@ -26,7 +26,7 @@ from .checks import NO_SCALES, Tensors
 
 if TYPE_CHECKING:
     from ..plan.mixed_batch import Part
-    from ..plan.option_plan import Combination
+    from ..plan.option_plan import OptionPlan
     from ..plan.session import Planner
 
 
@@ -41,7 +41,7 @@ class Binding:
     )
 
     def __init__(
-        self, planner: Planner, kv_layout: str, values: Values, combination: Combination, tensors: Tensors
+        self, planner: Planner, kv_layout: str, values: RunOptions, combination: OptionPlan, tensors: Tensors
     ) -> None:
         self.values, self.combination, self.device = values, combination, planner.device
         self.parts = [BoundPart(combination.options)]  # the second one comes with the first plan of two parts
@@ -67,7 +67,7 @@ class Binding:
         self.set_scales(NO_SCALES)
         self.set_pdl(None)
 
-    def _bind_options(self, values: Values) -> None:
+    def _bind_options(self, values: RunOptions) -> None:
         options, params = self.combination.options, self.params
         self.sm_scale = check_scale(values.sm_scale, options.head_dim_qk)
         params.rope_scale, params.rope_theta = check_rope(values.rope_scale, values.rope_theta)

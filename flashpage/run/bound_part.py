@@ -15,7 +15,7 @@ from ..plan.launches import Addresses
 if TYPE_CHECKING:
     from ..plan.gather_rows import Rows
     from ..plan.mixed_batch import Part
-    from ..plan.prepared_kernels import Prepared
+    from ..plan.prepared_kernels import PreparedKernels
 
 
 class BoundPart:
@@ -27,7 +27,7 @@ class BoundPart:
         self._options = options
         self.params, self.merge = native.AttentionParams(), native.MergeParams()
         self.boxes: native.KvBoxes | None = None
-        self._bound_to: tuple[Prepared | None, bool] = (None, False)
+        self._bound_to: tuple[PreparedKernels | None, bool] = (None, False)
 
     @property
     def addresses(self) -> Addresses:
@@ -48,14 +48,14 @@ class BoundPart:
         params.partial_out = merge.partial_out = partial_out + row * self._options.head_dim_vo * 4
         params.partial_lse = merge.partial_lse = partial_lse + row * 4
 
-    def use_boxes(self, prepared: Prepared, views: dict[str, View], gathered: Rows | None) -> None:
+    def use_boxes(self, prepared: PreparedKernels, views: dict[str, View], gathered: Rows | None) -> None:
         """Boxes for the kernel's loader. A dimension of one token has a separate stride (tensor_maps.box_form)."""
         wanted = prepared, gathered is not None and gathered.end > 1
         if wanted != self._bound_to:
             self._bound_to = wanted
             self.bind_boxes(prepared, views)
 
-    def bind_boxes(self, prepared: Prepared, views: dict[str, View]) -> None:
+    def bind_boxes(self, prepared: PreparedKernels, views: dict[str, View]) -> None:
         """Makes tensor maps of K, V, q and out if the kernel uses them; sets tokens and rows of their boxes in
         `params`."""
         spec, options, params = prepared.choice.spec, self._options, self.params

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..base.errors import FlashpageError
-from ..kernels.options import Values, check_soft_cap, check_window
+from ..kernels.options import RunOptions, check_soft_cap, check_window
 from ..plan.lengths import Lengths, Names
 from ..plan.page_indices import NO_PAGES, Mask, Pages
 from ..wrappers.base import DECODE, PAGED, RAGGED, Attention
@@ -267,13 +267,15 @@ def _options(layer: AttentionLayer) -> dict[str, Any]:
     }
 
 
-def _values(layer: AttentionLayer, is_causal: bool) -> Values:
+def _values(layer: AttentionLayer, is_causal: bool) -> RunOptions:
     return _checked_values(is_causal, layer.window_left, layer.logits_soft_cap, layer.sm_scale)
 
 
 @functools.lru_cache(maxsize=256)
-def _checked_values(is_causal: bool, window_left: int, logits_soft_cap: float, sm_scale: float | None) -> Values:
-    return Values(is_causal, check_window(window_left), check_soft_cap(logits_soft_cap), sm_scale, None, None, "NONE")
+def _checked_values(is_causal: bool, window_left: int, logits_soft_cap: float, sm_scale: float | None) -> RunOptions:
+    return RunOptions(
+        is_causal, check_window(window_left), check_soft_cap(logits_soft_cap), sm_scale, None, None, "NONE"
+    )
 
 
 def _scales(layer: AttentionLayer) -> tuple[Any, Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base import checks
-from ..kernels.options import Options, Values, check_rope, check_scale, check_soft_cap, check_window
+from ..kernels.options import Options, RunOptions, check_rope, check_scale, check_soft_cap, check_window
 from .base import PAGED, Attention
 from .engine_access.attributes import EngineState
 from .plan_arguments import Arguments
@@ -96,7 +96,7 @@ class Adapter(EngineState):
         changed["logits_soft_cap"] = check_soft_cap(changed["logits_soft_cap"])
         self._now = self._now._replace(**changed)
 
-    def _values(self, window_left: int | None) -> Values:
+    def _values(self, window_left: int | None) -> RunOptions:
         """The options of this run."""
         if window_left.__class__ is not int:
             window_left = None if window_left is None else check_window(window_left)

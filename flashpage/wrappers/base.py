@@ -21,13 +21,13 @@ from .. import native
 from ..base import checks
 from ..base.errors import PlanError, RunError
 from ..base.unique import Unique
-from ..kernels.options import Options, Values, Variation
+from ..kernels.options import OptionOverride, Options, RunOptions
 from ..native import fastcall
 from ..plan.batch import NO_BOUNDS, Longest
 from ..plan.bounds import workspace_bounds
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths, Names, batch_of, to_host
-from ..plan.option_plan import Combination
+from ..plan.option_plan import OptionPlan
 from ..plan.page_indices import KEEP_MASK, Mask, Pages
 from ..plan.session import Planner, current_stream
 from ..run.binding import Binding
@@ -74,7 +74,7 @@ class Attention(Unique):
     """
 
     options: Options
-    values = Values(False, -1, 0.0, None, None, None, "NONE")
+    values = RunOptions(False, -1, 0.0, None, None, None, "NONE")
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Attention(Unique):
         """The Plan of the last run, or a newer one: work_items(), explain(), to_svg(path)."""
         return self._last_combination().make_plan()
 
-    def _last_combination(self) -> Combination:
+    def _last_combination(self) -> OptionPlan:
         self.require_plan("last_plan")
         bound = getattr(self._local, "bound", None)
         if bound is not None and bound.generation == self.session.generation:
@@ -140,7 +140,7 @@ class Attention(Unique):
         lengths: Lengths,
         pages: Pages,
         options: Options,
-        values: Values,
+        values: RunOptions,
         mask: Mask | None = None,
         longest: Longest = NO_BOUNDS,
     ) -> None:
@@ -166,7 +166,7 @@ class Attention(Unique):
         """Graph mode: raises if `plan` would refuse the batch for its size."""
         self.session.judge(lengths, pages.indices)
 
-    def plan_on_device(self, tables: TableLengths, options: Options, values: Values) -> None:
+    def plan_on_device(self, tables: TableLengths, options: Options, values: RunOptions) -> None:
         """Plans by a launch on the current stream, from lengths that only the device knows."""
         if options is not self._configured:
             self._configure(options)
@@ -212,7 +212,7 @@ class Attention(Unique):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
-        values: Values | None = None,
+        values: RunOptions | None = None,
         scales: tuple[Any, Any, Any] = NO_SCALES,
         sinks: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
@@ -257,7 +257,7 @@ class Attention(Unique):
 
     def _run_judged(
         self,
-        values: Values,
+        values: RunOptions,
         tensors: Tensors,
         return_lse: bool,
         scales: tuple[Any, Any, Any],
@@ -305,7 +305,7 @@ class Attention(Unique):
             native.check(status)
         return (out, lse) if return_lse else out
 
-    def _bind(self, signature: Any, values: Values, tensors: Tensors) -> Binding:
+    def _bind(self, signature: Any, values: RunOptions, tensors: Tensors) -> Binding:
         """Checks a run that differs from the last one, and finds or makes its structs."""
         self.require_plan("run")
         combination = self._judge(values, tensors)
@@ -325,7 +325,7 @@ class Attention(Unique):
         self._local.bound = bound
         return bound
 
-    def _judge(self, values: Values, tensors: Tensors) -> Combination:
+    def _judge(self, values: RunOptions, tensors: Tensors) -> OptionPlan:
         """Checks shapes, dtypes and devices of a run against the plan; returns the set of options that it needs."""
         session, options = self.session, self.options
         q = check_run_tensors(tensors, options, self.device)
@@ -340,4 +340,4 @@ class Attention(Unique):
         ):
             if found is not None:
                 check_output(found, name, shape, dtype, self.device)
-        return session.find(Variation.of(values, *heads))
+        return session.find(OptionOverride.of(values, *heads))

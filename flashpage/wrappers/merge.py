@@ -12,7 +12,7 @@ from ..base.errors import RunError
 from . import operators
 
 if TYPE_CHECKING:
-    from ..kernels.options import Values
+    from ..kernels.options import RunOptions
     from .base import Attention
 
 __all__ = ["merge_parts", "merge_state", "merge_state_in_place", "merge_states", "part_of"]
@@ -82,7 +82,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     return operators.call("merge_states", v, s)
 
 
-def part_of(attention: Attention, q: torch.Tensor, cache: Any, values: Values | None = None) -> Part:
+def part_of(attention: Attention, q: torch.Tensor, cache: Any, values: RunOptions | None = None) -> Part:
     """Runs the attention of one part."""
     return lambda out, lse: attention.run(q, cache, out, lse, values=values)
 

@@ -24,7 +24,7 @@ from ..base.dtypes import DType
 from ..base.errors import CapabilityError, RunError
 from ..base.tensor_memory import waited
 from ..kernels import helpers
-from ..kernels.options import Options, Values
+from ..kernels.options import Options, RunOptions
 from ..kernels.spec import KernelSpec
 from ..native import fastcall
 from ..plan.session import current_stream
@@ -155,7 +155,7 @@ def _run(
         raise RunError(
             f"handle={handle} is of a wrapper that no longer exists: keep the wrapper as long as its graph runs."
         )
-    values = Values(causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
+    values = RunOptions(causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, pos_encoding_mode)
     parts = tuple(cache) if len(cache) == 2 else cache[0]
     scales = scales_of(
         q_scale if q_scales is None else q_scales,

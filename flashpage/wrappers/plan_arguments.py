@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..base import checks
 from ..base.errors import PlanError
 from ..base.warn import warn
-from ..kernels.options import Options, Values, check_options, check_rope, check_scale, check_soft_cap, check_window
+from ..kernels.options import Options, RunOptions, check_options, check_rope, check_scale, check_soft_cap, check_window
 from ..plan.session import Planner
 
 # Arguments that FlashInfer once took by position after page_size, in this order.
@@ -59,7 +59,7 @@ class DecodeArguments(NamedTuple):
     q_len_per_req: Any = 1
     own: Own = NO_OWN
 
-    def checked(self) -> tuple[Options, Values]:
+    def checked(self) -> tuple[Options, RunOptions]:
         """The options, and the run-time values that runs use by default."""
         checks.refuse_given(window_right=self.window_right)
         rows = checks.whole("q_len_per_req", self.q_len_per_req, 1)
@@ -114,7 +114,7 @@ class PrefillArguments(NamedTuple):
     disable_split_kv: bool = False
     own: Own = NO_OWN
 
-    def checked(self) -> tuple[Options, Values]:
+    def checked(self) -> tuple[Options, RunOptions]:
         """The options, and the run-time values that runs use by default."""
         checks.refuse_given(use_fp16_qk_reduction=self.use_fp16_qk_reduction)
         options = check_options(
@@ -142,11 +142,11 @@ class PrefillArguments(NamedTuple):
 Arguments: TypeAlias = DecodeArguments | PrefillArguments
 
 
-def _values(given: Arguments, options: Options, causal: bool) -> Values:
+def _values(given: Arguments, options: Options, causal: bool) -> RunOptions:
     check_scale(given.sm_scale, options.head_dim_qk)
     check_rope(given.rope_scale, given.rope_theta)
     cap, window = check_soft_cap(given.logits_soft_cap), check_window(given.window_left)
-    return Values(causal, window, cap, given.sm_scale, given.rope_scale, given.rope_theta, given.pos_encoding_mode)
+    return RunOptions(causal, window, cap, given.sm_scale, given.rope_scale, given.rope_theta, given.pos_encoding_mode)
 
 
 def options_of_device(options: dict[str, Any]) -> dict[str, Any]:
@@ -170,9 +170,9 @@ class Checked:
     def __init__(self, session: Planner | None = None) -> None:
         self._session = session
         self._arguments: Arguments | None = None
-        self._found: tuple[Options, Values]
+        self._found: tuple[Options, RunOptions]
 
-    def of(self, arguments: Arguments) -> tuple[Options, Values]:
+    def of(self, arguments: Arguments) -> tuple[Options, RunOptions]:
         try:
             is_new = arguments != self._arguments
         except (RuntimeError, ValueError):  # for example an array, which is refused when it is checked

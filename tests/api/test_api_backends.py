@@ -12,7 +12,7 @@ import flashpage
 from flashpage.base.dtypes import DType
 from flashpage.kernels import ATTENTION, choose, cpu_attention, devices, schedules
 from flashpage.kernels import tile as tiles
-from flashpage.kernels.context_classes import Contexts
+from flashpage.kernels.context_classes import ContextClass
 from flashpage.kernels.decode_sm90 import KERNEL as DECODE_SM90
 from flashpage.kernels.kernel import AttentionKernel
 from flashpage.kernels.options import SPLIT_BALANCED, SPLIT_NEVER, Options
@@ -213,7 +213,7 @@ def test_units_have_whole_rows_of_a_group(
     dims = {"page_size": 16, "head_dim_qk": 128, "head_dim_vo": 128}
     given = problem(4096, **{**dims, "num_q_heads": 2 * group, "num_kv_heads": 2, **changed})
     for is_long in (False, True):
-        long = dataclasses.replace(given, contexts=Contexts.LONG if is_long else Contexts.USUAL)
+        long = dataclasses.replace(given, contexts=ContextClass.LONG if is_long else ContextClass.USUAL)
         choice = choose.choose(long, torch.device("cuda:0"), VariantSpec())
         assert choice.spec.kernel == "prefill_sm90"
         schedule = schedules.schedule(choice, given.options, 132)

@@ -25,7 +25,7 @@ from flashpage.demo.model import Config, Llama
 from flashpage.demo.reference import check_tokens
 from flashpage.engine import Engine, EngineConfig, Request
 from flashpage.integrations import PagedAttention
-from flashpage.kernels.options import Options, Values
+from flashpage.kernels.options import Options, RunOptions
 from flashpage.plan.lengths import Lengths, Names
 from flashpage.plan.page_indices import Mask, Pages
 from flashpage.wrappers.base import DECODE
@@ -56,7 +56,9 @@ class FlashInferPlan:
     def reset_workspace_buffer(self, *workspaces: torch.Tensor) -> None:
         self._wrapper.reset_workspace_buffer(*workspaces)
 
-    def plan(self, lengths: Lengths, pages: Pages, options: Options, values: Values, mask: Mask | None = None) -> None:
+    def plan(
+        self, lengths: Lengths, pages: Pages, options: Options, values: RunOptions, mask: Mask | None = None
+    ) -> None:
         arrays: list[Any] = [lengths.kv_indptr, pages.indices, lengths.last_page_len]
         sizes = [options.num_q_heads, options.num_kv_heads, options.head_dim_qk, options.page_size]
         given = {

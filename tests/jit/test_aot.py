@@ -24,7 +24,7 @@ from flashpage.jit import cache, compilers
 from flashpage.jit.targets import PTX
 from flashpage.kernels import ATTENTION, choose, devices, helpers
 from flashpage.kernels.ahead import HEAD_DIMS
-from flashpage.kernels.context_classes import Contexts
+from flashpage.kernels.context_classes import ContextClass
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.work import Problem
@@ -119,7 +119,7 @@ def test_list_is_what_plans_ask_for(spec: KernelSpec, target: str, monkeypatch: 
     )
     variant = builtin(soft_cap=30.0).spec if options.has_soft_cap else spec.variant
     device = torch.device("cpu" if spec.backend == "cpu" else "cuda:0")
-    problems = [Problem(options, 1 << i, contexts=contexts) for i in range(12) for contexts in Contexts]
+    problems = [Problem(options, 1 << i, contexts=contexts) for i in range(12) for contexts in ContextClass]
     found = set()
     for card in specs.cards_of(jit.Target.parse(target)):
         monkeypatch.setattr(devices, "of", lambda _, card=card: card)

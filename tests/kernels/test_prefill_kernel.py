@@ -29,7 +29,7 @@ from flashpage import native
 from flashpage.base.dtypes import DType
 from flashpage.kernels import devices
 from flashpage.kernels.choose import choose_for_card
-from flashpage.kernels.context_classes import Contexts
+from flashpage.kernels.context_classes import ContextClass
 from flashpage.kernels.options import Options
 from flashpage.kernels.prefill_sm90 import whole_rows
 from flashpage.kernels.spec import KernelSpec, VariantSpec
@@ -88,7 +88,7 @@ def tile_of(case: Case) -> Tile:
         position_encoding=case.position or "NONE",
         has_mask=bool(case.mask),
     )
-    contexts = Contexts.FEW if case in HALVES else Contexts.USUAL
+    contexts = ContextClass.FEW if case in HALVES else ContextClass.USUAL
     problem = Problem(options, 4096, contexts=contexts)
     spec = choose_for_card(problem, devices.H200, variant_of(case).spec).spec
     assert spec.tile is not None and (spec.kernel, spec.loader) == ("prefill_sm90", loader_of(case))

@@ -18,7 +18,7 @@ from flashpage.jit.compilers import find_compiler
 from flashpage.kernels import blocks, decode_sm90, devices
 from flashpage.kernels.ahead import RAGGED
 from flashpage.kernels.choose import choose_for_card
-from flashpage.kernels.context_classes import Contexts
+from flashpage.kernels.context_classes import ContextClass
 from flashpage.kernels.devices import Device
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
@@ -51,7 +51,7 @@ KINDS = {
 def specs_of(card: Device) -> list[KernelSpec]:
     """One spec for each combination of tile, types and sizes that plans choose on the card."""
     found: dict[object, KernelSpec] = {}
-    combinations = itertools.product(HEAD_DIMS, DTYPES, ROWS, KINDS.values(), (RAGGED, 1, 16), Contexts)
+    combinations = itertools.product(HEAD_DIMS, DTYPES, ROWS, KINDS.values(), (RAGGED, 1, 16), ContextClass)
     for (qk, vo), (query, stored), rows, (changed, variant), page_size, contexts in combinations:
         options = Options(
             "ragged" if page_size == RAGGED else "paged", 8, 8, qk, vo, page_size, query, stored, BF16, **changed

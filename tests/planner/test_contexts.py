@@ -14,7 +14,7 @@ import torch
 from flashpage import jit, native
 from flashpage.base.dtypes import DType
 from flashpage.kernels import ATTENTION, attention_sm80, choose, context_lengths, devices, schedules
-from flashpage.kernels.context_classes import ANY_ROWS, Contexts, context_row
+from flashpage.kernels.context_classes import ANY_ROWS, ContextClass, context_row
 from flashpage.kernels.context_lengths import ContextLengths
 from flashpage.kernels.options import Options
 from flashpage.kernels.prefill_sm90 import FEW_NOTE, PAIRS_NOTE, SHORT_NOTE
@@ -29,10 +29,12 @@ BF16 = DType.BFLOAT16
 DECODE = Options("paged", 32, 8, 128, 128, 16, BF16, BF16, BF16, uniform_q_len=1)
 
 
-def usual_and(contexts: Contexts, changed: dict[str, Any], variant: VariantSpec) -> tuple[choose.Choice, choose.Choice]:
+def usual_and(
+    contexts: ContextClass, changed: dict[str, Any], variant: VariantSpec
+) -> tuple[choose.KernelChoice, choose.KernelChoice]:
     """The usual choice for a prefill, and the choice for these contexts."""
     options = dataclasses.replace(DECODE, **changed)
-    problems = (Problem(options, 4096, contexts=each) for each in (Contexts.USUAL, contexts))
+    problems = (Problem(options, 4096, contexts=each) for each in (ContextClass.USUAL, contexts))
     usual, other = (choose.choose(problem, torch.device("cuda:0"), variant) for problem in problems)
     return usual, other
 
@@ -58,8 +60,8 @@ def test_contexts_are_long_where_pairs_pay(changed: dict[str, Any], rows: int, t
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=8, num_kv_heads=2)
     options = dataclasses.replace(options, **changed)
     lengths = ContextLengths(options, devices.H200)
-    assert (lengths.of(3, 3 * rows, 3 * tokens) is Contexts.LONG) is is_long
-    assert lengths.of(0, 0, 0) is Contexts.USUAL
+    assert (lengths.of(3, 3 * rows, 3 * tokens) is ContextClass.LONG) is is_long
+    assert lengths.of(0, 0, 0) is ContextClass.USUAL
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_short_contexts_have_short_tiles(
     changed: dict[str, Any], variant: VariantSpec, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
-    usual, choice = usual_and(Contexts.SHORT, changed, variant)
+    usual, choice = usual_and(ContextClass.SHORT, changed, variant)
     assert choice.spec.tile is not None and choice.spec.tile.tile_kv == tokens
     assert (choice.spec != usual.spec) is (SHORT_NOTE in choice.reasons) is (tokens == 128)
 
@@ -103,7 +105,7 @@ def test_few_rows_have_tiles_of_one_warpgroup(
 ) -> None:
     """Contexts of this many tokens; 0: they use the usual tiles."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
-    usual, choice = usual_and(Contexts.FEW, changed, variant)
+    usual, choice = usual_and(ContextClass.FEW, changed, variant)
     assert choice.spec.tile is not None
     assert (choice.spec != usual.spec) is (FEW_NOTE in choice.reasons) is (tokens > 0)
     assert tokens == 0 or (choice.spec.tile.tile_q, choice.spec.tile.tile_kv) == (64, tokens)
@@ -127,20 +129,20 @@ def test_rows_are_few_up_to_one_unit_for_half_an_sm(changed: dict[str, Any], has
     lengths = ContextLengths(dataclasses.replace(options, **changed), devices.H200)
     assert lengths.most_rows_of_few == (2112 if has_them else 0)
     sizes = ((1, 2112, 1200), (1, 2113, 1200), (1, 2112, 1201), (2, 32, 200))
-    assert [lengths.of(*size) is Contexts.FEW for size in sizes] == [has_them, False, False, False]
+    assert [lengths.of(*size) is ContextClass.FEW for size in sizes] == [has_them, False, False, False]
 
 
 def test_classes_are_those_of_the_cards_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cards without prefill_sm90 have one class; a new kernel brings its own classes."""
     options, batch = dataclasses.replace(DECODE, uniform_q_len=0, causal=True), (3, 3 * 4096, 3 * 4096)
-    assert ContextLengths(options, devices.named("H20")).of(*batch) is Contexts.LONG
+    assert ContextLengths(options, devices.named("H20")).of(*batch) is ContextClass.LONG
     for card in (devices.CPU, devices.named("A100"), devices.named("B200")):
-        assert ContextLengths(options, card).of(*batch) is Contexts.USUAL
-    row = context_row(Contexts.SHORT, ANY_ROWS, 0, most_tokens=4096)
+        assert ContextLengths(options, card).of(*batch) is ContextClass.USUAL
+    row = context_row(ContextClass.SHORT, ANY_ROWS, 0, most_tokens=4096)
     added = dataclasses.replace(attention_sm80.KERNEL, name="added", archs=(80,), context_rows=lambda *_: [row])
     monkeypatch.setattr(context_lengths, "ATTENTION", [added, *ATTENTION])
-    assert ContextLengths(options, devices.named("A100")).of(*batch) is Contexts.SHORT
-    assert ContextLengths(options, devices.named("H20")).of(*batch) is Contexts.LONG
+    assert ContextLengths(options, devices.named("A100")).of(*batch) is ContextClass.SHORT
+    assert ContextLengths(options, devices.named("H20")).of(*batch) is ContextClass.LONG
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_long_contexts_are_read_by_pairs(
     changed: dict[str, Any], variant: VariantSpec, has_pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
-    single, choice = usual_and(Contexts.LONG, changed, variant)
+    single, choice = usual_and(ContextClass.LONG, changed, variant)
     assert single.spec.ctas == 1 and single.spec.kernel == choice.spec.kernel == "prefill_sm90"
     assert (choice.spec.ctas, PAIRS_NOTE in choice.reasons) == ((2, True) if has_pairs else (1, False))
     assert not has_pairs or choice.spec.tile == single.spec.tile.paired()
@@ -176,7 +178,7 @@ def test_workspaces_have_room_for_pairs(heads: tuple[int, int], monkeypatch: pyt
     options = dataclasses.replace(DECODE, uniform_q_len=0, causal=True, num_q_heads=heads[0], num_kv_heads=heads[1])
 
     def bounds(batch: int, rows: int, is_long: bool) -> tuple[int, int]:
-        contexts = Contexts.LONG if is_long else Contexts.USUAL
+        contexts = ContextClass.LONG if is_long else ContextClass.USUAL
         choice = choose.choose(Problem(options, 4096, contexts=contexts), torch.device("cuda:0"))
         assert choice.spec.ctas == 1 + is_long
         schedule = schedules.schedule(choice, options, 132 // choice.spec.ctas)

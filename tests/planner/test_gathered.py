@@ -30,7 +30,7 @@ from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.plan import gather_rows as gathered
 from flashpage.plan import option_plan, prepared_kernels
-from flashpage.plan.prepared_kernels import Prepared
+from flashpage.plan.prepared_kernels import PreparedKernels
 
 OPTIONS = Options(
     kv_source="paged",
@@ -56,7 +56,7 @@ ROWS_OF_TOKEN = 64  # replaces the real limit, so that small batches gather
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (200, 200), (50, 700), (300, 100)])
 def test_rows_that_see_a_token(rows: int, tokens: int, causal: bool, window_left: int) -> None:
     """As the mask says, except for tokens that the window hides."""
-    worth = gathered.Worth(dataclasses.replace(OPTIONS, causal=causal, window_left=window_left), devices.H200)
+    worth = gathered.GatherPolicy(dataclasses.replace(OPTIONS, causal=causal, window_left=window_left), devices.H200)
     position, token = tokens - rows + np.arange(rows)[:, None], np.arange(tokens)[None]
     in_window = token >= position - window_left if window_left >= 0 else np.ones((rows, tokens), bool)
     edge = token <= position if causal or window_left >= 0 else in_window
@@ -90,7 +90,7 @@ def test_rows_that_see_a_token(rows: int, tokens: int, causal: bool, window_left
     ids=str,
 )
 def test_a_batch_is_worth_it(options: Options, batch: int, q_len: int, kv_len: int, is_worth_it: bool) -> None:
-    worth = gathered.Worth(options, devices.H200)
+    worth = gathered.GatherPolicy(options, devices.H200)
     assert worth.may_be
     assert worth.is_for(batch, batch * q_len, batch * kv_len) is is_worth_it
 
@@ -113,7 +113,7 @@ def test_a_batch_is_worth_it(options: Options, batch: int, q_len: int, kv_len: i
     ids=lambda changed: next(iter(changed)),
 )
 def test_options_of_which_no_batch_is(changed: dict[str, Any]) -> None:
-    assert not gathered.Worth(dataclasses.replace(OPTIONS, **changed), devices.H200).may_be
+    assert not gathered.GatherPolicy(dataclasses.replace(OPTIONS, **changed), devices.H200).may_be
 
 
 def test_other_cards_read_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +140,12 @@ def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyP
     dims = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.value_dim)
     options = Options("paged", *dims, case.page_size, *types, causal=case.causal, window_left=case.window_left)
     options = dataclasses.replace(options, has_soft_cap=case.soft_cap > 0, position_encoding=case.position)
-    assert gathered.Worth(options, devices.H200).may_be
-    assert gathered.Worth(options, devices.H200).is_for(len(case.q_lens), sum(case.q_lens), sum(case.kv_lens))
+    assert gathered.GatherPolicy(options, devices.H200).may_be
+    assert gathered.GatherPolicy(options, devices.H200).is_for(len(case.q_lens), sum(case.q_lens), sum(case.kv_lens))
     rows = choose.packed_rows(options, len(case.q_lens), sum(case.q_lens))
     for gathers, form, helpers in ((False, ("paged", "rows"), []), (True, ("ragged", "boxes"), ["gather_rows"])):
         asked.clear()
-        prepared = prepared_kernels.Prepared(options, rows, torch.device("cuda:0"), gathers=gathers)
+        prepared = prepared_kernels.PreparedKernels(options, rows, torch.device("cuda:0"), gathers=gathers)
         assert [spec.kernel for spec in asked] == ["prefill_sm90", *helpers, "merge"]
         assert (asked[0].kv_source, asked[0].loader) == form
         assert (prepared.gather_rows is not None) == (gathered.NOTE in prepared.choice.reasons) == gathers
@@ -359,12 +359,12 @@ def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
 def test_strides_of_one_token_are_not_those_of_many(as_on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a tensor map a dimension of one entry has no stride; both batches use the same kernels."""
 
-    class InBoxes(Prepared):
+    class InBoxes(PreparedKernels):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self.choice = dataclasses.replace(self.choice, spec=dataclasses.replace(self.choice.spec, loader="boxes"))
 
-    monkeypatch.setattr(option_plan, "Prepared", InBoxes)
+    monkeypatch.setattr(option_plan, "PreparedKernels", InBoxes)
     monkeypatch.setattr(option_plan.choose, "packed_rows", lambda *_: 128)
     one, many = (dataclasses.replace(TWO, q_lens=(70,), kv_lens=(tokens,), causal=False) for tokens in (1, 130))
     batch, other = Batch(one), Batch(many)

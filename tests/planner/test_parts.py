@@ -23,7 +23,7 @@ from flashpage.kernels import choose, cpu_attention, devices, schedules
 from flashpage.kernels.options import Options
 from flashpage.kernels.work import Problem
 from flashpage.plan import mixed_batch
-from flashpage.plan.buffers import PlanSlot
+from flashpage.plan.buffers import PlanBuffer
 from flashpage.plan.report.mixed import PartedPlan
 
 HOPPER = torch.device("cuda:0")
@@ -64,12 +64,12 @@ class Divided:
         )
         self.prepared = tuple(_prepared(*size) for size in sizes)
         self.memory = torch.zeros(room, dtype=torch.uint8)
-        self.parts = mixed_batch.Parts(limit)
+        self.parts = mixed_batch.MixedBatchPlan(limit)
         self.parts.use(*self.prepared)
         self.struct = self.parts._struct
         self.call = PlanCall(self.problem, self.prepared[0].schedule)
         self.call.struct.parts, self.call.struct.most_partial_rows = self.parts.address, partial_rows
-        self.slot = PlanSlot(-1, self.memory, self.call.struct)
+        self.slot = PlanBuffer(-1, self.memory, self.call.struct)
         self.slot.plan(self.call.address, 0, True)
         self.found = self.parts.made() if self.call.struct.made_parts else None
 

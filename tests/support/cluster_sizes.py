@@ -44,7 +44,7 @@ def chosen_for_all(monkeypatch: Any, size: int) -> None:
     """Changes every planner that is made from here on."""
     make = schedules.schedule
 
-    def schedule(choice: backends.Choice, *arguments: Any) -> native.Schedule:
+    def schedule(choice: backends.KernelChoice, *arguments: Any) -> native.Schedule:
         made = make(choice, *arguments)
         if choice.kernel.backend == "cpu":
             give_to_cpu(made)

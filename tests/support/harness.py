@@ -23,7 +23,7 @@ from cases.variants import VARIANTS
 from comparison import GUARD_BYTES, GUARD_VALUE, Outputs, Report, compare
 from inputs import Inputs, is_ragged, make_inputs, pack_bits, reference_states
 
-from flashpage.kernels.context_classes import Contexts
+from flashpage.kernels.context_classes import ContextClass
 from flashpage.kernels.context_lengths import ContextLengths
 
 WRAPPERS = {
@@ -198,11 +198,11 @@ class Runner:
 
 
 @contextlib.contextmanager
-def contexts_of_plans(*, may_be_few: bool = True) -> Iterator[set[Contexts]]:
+def contexts_of_plans(*, may_be_few: bool = True) -> Iterator[set[ContextClass]]:
     """Replaces the class of contexts that plans find. Most cases have few rows; larger batches choose it otherwise."""
     found, original = set(), ContextLengths.of
 
-    def of(lengths: ContextLengths, *sizes: Any) -> Contexts:
+    def of(lengths: ContextLengths, *sizes: Any) -> ContextClass:
         few = lengths.table.rows[0]
         most, few.most_rows = few.most_rows, few.most_rows if may_be_few else 0
         found.add(contexts := original(lengths, *sizes))
@@ -222,7 +222,7 @@ def run_case(case: Case, device: str, library: Any = None) -> Report:
     states = reference_states(inputs)
     with contexts_of_plans() as found:
         report = compare(case, Runner(inputs, device, library).run(), states)
-    if Contexts.FEW in found and device != "cpu":
+    if ContextClass.FEW in found and device != "cpu":
         with contexts_of_plans(may_be_few=False):
             report = compare(case, Runner(inputs, device, library).run(), states)
     return report

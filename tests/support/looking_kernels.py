@@ -10,7 +10,7 @@ import pytest
 
 from flashpage import native
 from flashpage.plan import option_plan
-from flashpage.plan.prepared_kernels import Prepared
+from flashpage.plan.prepared_kernels import PreparedKernels
 
 
 def look_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,9 +19,9 @@ def look_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = native.load().fp_kernel_from_function(ctypes.cast(function, ctypes.c_void_p))
     kernel = SimpleNamespace(handle=handle, info=native.KernelInfo(num_sms=1, ctas_per_sm=1), keeps=function)
 
-    class Looking(Prepared):
+    class Looking(PreparedKernels):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self.mask_tiles = kernel  # type: ignore[assignment]
 
-    monkeypatch.setattr(option_plan, "Prepared", Looking)
+    monkeypatch.setattr(option_plan, "PreparedKernels", Looking)

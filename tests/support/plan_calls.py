@@ -11,7 +11,7 @@ NO_LIMIT = 2**62
 
 
 class PlanCall:
-    """A call that plans one problem; `slots`, `destination` and `capacity` may be given in place of a PlanSlot's."""
+    """A call that plans one problem; `slots`, `destination` and `capacity` may be given in place of a PlanBuffer's."""
 
     def __init__(self, problem: native.ProblemStruct, schedule: native.Schedule, **where: Any) -> None:
         arrays = {name: getattr(problem, name) for name in ("q_indptr", "kv_indptr", "last_page_len", "kv_lens")}

@@ -13,7 +13,7 @@ import numpy as np
 from ... import native
 from ...base.dtypes import DType
 from ...kernels import choose, devices
-from ...kernels.context_classes import Contexts
+from ...kernels.context_classes import ContextClass
 from ...kernels.context_lengths import ContextLengths
 from ...kernels.devices import Device
 from ...kernels.options import Options
@@ -250,7 +250,7 @@ def plan_lengths(
     contexts = ContextLengths(options, card).of(len(rows), sum(rows), sum(kv_lens))
     problem = Problem(options, choose.packed_rows(options, len(rows), sum(rows)), contexts=contexts)
     choice = choose.choose_for_card(problem, card)
-    usual = choose.choose_for_card(dataclasses.replace(problem, contexts=Contexts.USUAL), card).spec.tile
+    usual = choose.choose_for_card(dataclasses.replace(problem, contexts=ContextClass.USUAL), card).spec.tile
     own = choice.spec.tile
     assert usual is not None and own is not None
     if num_ctas is None:
