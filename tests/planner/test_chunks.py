@@ -124,7 +124,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(CapabilityError, match="chunk=8 is not supported with a mask"):
             wrapper.plan(*ints, 4, 4, 64, 16, chunk=8, **mask)
     tables = torch.zeros(1, 4, dtype=torch.int32)
-    with pytest.raises(CapabilityError, match="plan_on_device plans the rows of a request as one"):
+    with pytest.raises(CapabilityError, match="plan_on_device cannot cut the rows of a request"):
         wrapper.plan_on_device(ints[0], torch.tensor([30]), tables, 4, 4, 64, 16, max_rows=2, chunk=8)
     for chunk in (None, 0, 2**30, 2**31 - 1):
         wrapper.plan(*ints, 4, 4, 64, 16, chunk=chunk)
