@@ -25,7 +25,7 @@ def count(text: str) -> int:
 
 
 def head_dim(text: str) -> int:
-    """What kernels take."""
+    """A head dimension that kernels accept."""
     value = count(text)
     if value % 8 or not 16 <= value <= 512:
         raise argparse.ArgumentTypeError(f"{text} is not a multiple of 8 from 16 to 512")

@@ -82,7 +82,7 @@ def find_compiler(target: Target) -> Compiler | None:
 
 
 def looked_for(target: Target) -> str:
-    """What find_compiler looked for, for a message."""
+    """The places where find_compiler looked, for a message."""
     if target.backend == "cpu":
         return f"{env.get('FLASHPAGE_CXX') or 'g++'} on PATH (FLASHPAGE_CXX names another C++20 compiler)"
     nvcc = (

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for: a level of CPU features, or an architecture of NVIDIA GPUs."""
+"""The target of a kernel: a level of CPU features, or an architecture of NVIDIA GPUs."""
 
 from __future__ import annotations
 

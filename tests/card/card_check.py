@@ -108,7 +108,7 @@ def main() -> int:
     cards = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="flashpage-card-"))
     logs.mkdir(parents=True, exist_ok=True)
-    # Once, by all cores: sanitizers slow compilers down, and processes side by side wait for each other.
+    # Once, on all cores: sanitizers slow compilers down, and parallel processes would wait for each other's kernels.
     kernels = Check("kernels", (sys.executable, "tests/support/harness.py", "--device", "cuda", "--only-prebuild"))
     if run_all([kernels], cards, 1, logs, arguments.limit):
         return 1

@@ -42,10 +42,10 @@ def pages_in_use(cache: hf.PagedCache) -> int:
     return len({page for own in cache.table.pages for page in own})
 
 
-def test_the_readme_example_runs() -> None:
-    page = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+def test_the_guides_example_runs() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "transformers.md").read_text()
     found = re.search(r"```python\n(import torch, flashpage\.hf\n.*?)```", page, re.DOTALL)
-    assert found, "README.md has no example of flashpage.hf"
+    assert found, "the guide has no example of flashpage.hf"
     names: dict[str, Any] = {}
     torch.manual_seed(0)
     exec(found[1], names)
