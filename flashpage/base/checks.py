@@ -99,13 +99,13 @@ def extra_positions(args: tuple[Any, ...]) -> str:
 
 
 def layout(kv_layout: str, error: type[FlashpageError] = PlanError) -> str:
-    if kv_layout.__class__ is not str or kv_layout not in LAYOUTS:
+    if not isinstance(kv_layout, str) or kv_layout not in LAYOUTS:
         raise error(f"kv_layout={shown(kv_layout)} is unknown: pass 'NHD' or 'HND'.")
     return kv_layout
 
 
 def backend(name: str) -> str:
-    if name.__class__ is not str or name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise CapabilityError(
             f"backend={shown(name)} is not part of flashpage: pass 'auto'. "
             "'fa2' and 'fa3' mean the same here: card, dtypes and options choose the kernel."

@@ -14,6 +14,7 @@ from ..base.errors import PlanError
 
 # include/flashpage/plan/read_lengths.h, LengthError
 _NOT_ZERO_FIRST, _DECREASES, _OUTSIDE, _TOO_MANY, _TOO_MANY_PARTS = 1, 2, 3, 4, 6
+_INDEX_DTYPES = (torch.int32, torch.int64)
 _KV_LENS = 4  # fp_plan_result::error_array
 
 
@@ -50,6 +51,8 @@ def all_to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | N
     there = [t for t in tensors if t is not None and not t.is_cpu]
     if not there:
         return list(tensors)
+    if any(t.dtype not in _INDEX_DTYPES or t.dim() != 1 for t in there):  # refused by name where they are read
+        return [t if t is None else t.cpu() for t in tensors]
     joined = there[0] if len(there) == 1 else torch.cat([t.reshape(-1).long() for t in there])
     parts = iter(joined.cpu().split([t.numel() for t in there]))
     return [t if t is None or t.is_cpu else next(parts) for t in tensors]

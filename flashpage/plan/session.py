@@ -60,7 +60,8 @@ class Planner:
 
     def use_int_buffer(self, buffer: torch.Tensor) -> None:
         """Takes another workspace; the plan in the old one is lost."""
-        if self.is_graph or any(known.call.was_captured for known in self._known.values()):
+        may_be_read = self.is_graph or any(known.call.was_captured for known in self._known.values())
+        if self._slot is not None and may_be_read:  # without a slot, nothing was planned into it
             self._kept.append(self.workspaces.int_buffer)
         self.workspaces.use_int_buffer(buffer)
         self._workspaces_changed()

@@ -122,6 +122,15 @@ def addresses_in(struct: Any, name: str = "") -> Iterator[Address]:
                 yield from addresses_in(element, f"{name}.{field}[{i}]")
 
 
+def _is_in_a_graphs_pool(address: int) -> bool:
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else []
+    return any(
+        segment["address"] <= address < segment["address"] + segment["total_size"]
+        for segment in segments
+        if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+    )
+
+
 def _storages_of(addresses: list[Address]) -> list[tuple[str, StorageWeakRef]]:
     """The memory that each address lies in; an address outside of all tensors' memory is an error."""
     storages = []  # fake tensors of other tests have none
@@ -132,6 +141,8 @@ def _storages_of(addresses: list[Address]) -> list[tuple[str, StorageWeakRef]]:
                 storages.append((storage.data_ptr(), storage.nbytes(), storage))
     memory = []
     for name, address in addresses:
+        if _is_in_a_graphs_pool(address):  # made inside of the capture: it lives as long as the graph
+            continue
         holder = next((s for begin, size, s in storages if begin <= address < begin + size), None)
         assert holder is not None, f"{name} is in no tensor's memory"
         memory.append((name, StorageWeakRef(holder)))
