@@ -78,9 +78,16 @@ class Sequences(NamedTuple):
 
     @staticmethod
     def of(values: tuple[Any, ...]) -> Sequences:
-        """All but sparse, in the operators' order."""
+        """All but sparse, in the operators' order; numbers and types are checked here, shapes by check_shapes."""
         count = len(values) - len(BlockSparse._fields)
-        return Sequences(*values[:count], BlockSparse(*values[count:]))  # type: ignore[call-arg]
+        given = Sequences(*values[:count], BlockSparse(*values[count:]))  # type: ignore[call-arg]
+        for name in ("query", "key_cache", "value_cache", "block_tables", "seq_lens"):
+            checks.tensor(getattr(given, name), name, RunError)
+        for name in ("num_kv_heads", "block_size"):
+            checks.whole(name, getattr(given, name), 1, error=RunError)
+        checks.whole("max_seq_len", given.max_seq_len, 0, error=RunError)
+        checks.real("scale", given.scale, error=RunError)
+        return given
 
 
 class Partitions(NamedTuple):

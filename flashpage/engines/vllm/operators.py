@@ -15,9 +15,10 @@ import torch
 
 from ...base.checks import same_device
 from ...base.errors import RunError
+from ...base.tensor_memory import check_apart
 from ...wrappers import operators
 from . import cache_layout, decode, write
-from .gathered_decode import PARTITION_TOKENS, Partitions, Sequences, checked, runner
+from .gathered_decode import PARTITION_TOKENS, Partitions, Sequences, check_shapes, checked, runner
 
 __all__ = ["paged_attention_v1", "paged_attention_v2", "reshape_and_cache", "reshape_and_cache_flash", "split_kv_cache"]
 
@@ -162,9 +163,18 @@ def split_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int, head_size: int) ->
 # ---------------------------------------------------------------- implementations
 
 
+def _check_rows(given: Sequences, out: torch.Tensor) -> None:
+    """Checks what the kernels of decode.py would read or write elsewhere."""
+    query = given.query
+    if query.dim() != 3 or out.shape != query.shape or given.block_tables.dim() != 2:
+        check_shapes(given, out)
+    check_apart(out, "out", query, "query", RunError)
+
+
 def _paged_attention_v1(out: torch.Tensor, *values: Any) -> None:
     given = Sequences.of(values)
     if decode.serves(given, out):
+        _check_rows(given, out)
         decode.attention(given, out, None)
         return
     given = checked(given, out)
@@ -176,7 +186,9 @@ def _paged_attention_v2(
 ) -> None:
     given = Sequences.of(values)
     on_card = decode.serves(given, out)
-    if not on_card:
+    if on_card:
+        _check_rows(given, out)
+    else:
         given = checked(given, out)
     num_seqs, num_heads = given.query.shape[:2]
     most = -(-given.max_seq_len // PARTITION_TOKENS)
