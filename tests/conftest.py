@@ -53,14 +53,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="skip slow tests, and most rows of long tables")
 
 
+# Files whose tests take more than five seconds of CPU time together, mostly in compilers and processes that they start.
+SLOW = {
+    *("api/test_api_attention", "api/test_api_sparse", "api/test_captured_memory", "api/test_cascade", "api/test_ops"),
+    *("card/test_card_check", "engines/test_transformers_masks", "engines/test_transformers_tokens"),
+    *("engines/test_vllm_ops", "host/test_host_build", "host/test_host_cuda", "host/test_host_fork"),
+    *("host/test_host_threads", "jit/test_aot", "jit/test_cache", "jit/test_compile_failures", "jit/test_jit"),
+    *("jit/test_kernel_key", "jit/test_trust", "kernels/test_a_new_kernel", "kernels/test_function_tiles"),
+    *("kernels/test_prefill_kernel", "kernels/test_prefill_sass", "kernels/test_shared_memory", "net/test_bad_inputs"),
+    *("net/test_faults", "net/test_fuzz", "net/test_soak", "planner/test_planner_properties"),
+    *("planner/test_table_plans", "project/test_bench", "project/test_cli", "project/test_pages"),
+    *("serving/test_engine", "serving/test_forward_batch", "serving/test_graph_runner", "serving/test_parallel_ranks"),
+}
+
+
 def _leave_out_most(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips slow tests; keeps the first two parameter rows of each test and every twelfth one."""
+    """Keeps no slow test, and of each test with parameters the first row and every 24th."""
     kept, left_out, rows = [], [], defaultdict[str, int](int)
     for item in items:
         row = rows[name := item.nodeid.partition("[")[0]]
         rows[name] += 1
-        is_kept = item.get_closest_marker("slow") is None and (row < 2 or row % 12 == 0)
-        (kept if is_kept else left_out).append(item)
+        is_slow = item.get_closest_marker("slow") or f"{item.path.parent.name}/{item.path.stem}" in SLOW
+        (left_out if is_slow or row % 24 else kept).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 

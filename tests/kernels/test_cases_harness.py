@@ -200,5 +200,5 @@ def test_write_beside_the_output_is_noticed() -> None:
     inputs = make_inputs(BY_NAME["decode-edges"])
     outputs = Honest(inputs).outputs()
     outputs.guards["lse"][-1] = 0
-    with pytest.raises(Mismatch, match="beside lse"):
+    with pytest.raises(Mismatch, match="memory around lse was written"):
         compare(inputs.case, outputs, reference_states(inputs))
