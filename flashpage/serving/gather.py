@@ -93,7 +93,10 @@ def _check_numbers(
     if int(indptr[0]) < 0 or bool((counts < 0).any()) or int(indptr[-1]) > indices.numel():
         raise RunError(f"indptr must rise from 0 to at most {indices.numel()}, the entries of indices.")
     if int(rows.min()) < 0 or int(rows.max()) >= len(table):
-        raise RunError(f"rows reach from {int(rows.min())} to {int(rows.max())}: pass 0 to {len(table) - 1}.")
+        raise RunError(
+            f"rows has numbers from {int(rows.min())} to {int(rows.max())} but table has {len(table)} rows. "
+            "Pass numbers from 0 on, each less than the number of rows."
+        )
     first = counts.new_zeros(len(rows)) if starts is None else starts
     ends = torch.where(counts > 0, first + (counts - 1) * page_size + 1, 0)
     if bool((first < 0).any()) or int(ends.max()) > table.shape[1]:

@@ -24,9 +24,10 @@ from vllm_blocks import BlockCase, Blocks
 
 from flashpage import CapabilityError, vllm_ops
 
-SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.5")) * 60  # of each strategy
+SECONDS = float(os.environ.get("FUZZ_MINUTES", "0.33")) * 60  # of each strategy
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
-FORMATS_OF_A_ROUND, EXAMPLES_OF_A_ROUND = 6, 40
+FORMATS_OF_A_ROUND, EXAMPLES_OF_A_ROUND, LEAST_ROUNDS = 6, 40, 9
+Strategy = Callable[[list[fuzz.Format]], Any]
 
 
 def check_cascade(row: CascadeCase, device: str) -> None:
@@ -52,37 +53,46 @@ def test_what_once_failed(row: Any, device: str) -> None:
     CHECKS[type(row)](row, device)
 
 
-def rounds(strategy: Callable[[list[fuzz.Format]], Any], device: str) -> int:
-    """Draws rows until the time is over; how many were compared."""
+def rounds(strategy: Strategy, device: str) -> int:
+    """Draws rows until the time is over; returns how many were compared. A slow machine gets more rounds until a row is
+    compared."""
     end, compared, number = time.monotonic() + SECONDS, 0, SEED
-    while time.monotonic() < end:
-        chosen = fuzz.formats(device, random.Random(number), FORMATS_OF_A_ROUND)
-
-        @seed(number)
-        @settings(
-            max_examples=EXAMPLES_OF_A_ROUND,
-            deadline=None,
-            database=None,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(strategy(chosen))
-        def look(row: Any, number: int = number) -> None:
-            nonlocal compared
-            if time.monotonic() > end + SECONDS:
-                return  # a failure that takes long to be made small
-            try:
-                CHECKS[type(row)](row, device)
-            except CapabilityError:
-                return  # no kernel honours this combination, and says so
-            except (HypothesisException, KeyboardInterrupt):
-                raise
-            except Exception as error:
-                raise AssertionError(f"seed {number}: {fuzz.shown(row)}: {error}") from error
-            compared += 1
-
-        look()
+    while time.monotonic() < end or (not compared and number < SEED + LEAST_ROUNDS):
+        compared += compare_rows(strategy, device, number, end)
         number += 1
+    return compared
+
+
+def compare_rows(strategy: Strategy, device: str, number: int, end: float) -> int:
+    """Compares the rows of seed `number`, and returns how many those were. After `end` rows pass without a look, except
+    where none was compared, or where one has failed: hypothesis then looks for a smaller row that fails."""
+    compared, has_failed = 0, False
+
+    @seed(number)
+    @settings(
+        max_examples=EXAMPLES_OF_A_ROUND,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy(fuzz.formats(device, random.Random(number), FORMATS_OF_A_ROUND)))
+    def look(row: Any) -> None:
+        nonlocal compared, has_failed
+        if time.monotonic() > end and compared and not has_failed:
+            return
+        try:
+            CHECKS[type(row)](row, device)
+        except CapabilityError:
+            return  # no kernel honours this combination, and says so
+        except (HypothesisException, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            has_failed = True
+            raise AssertionError(f"seed {number}: {fuzz.shown(row)}: {error}") from error
+        compared += 1
+
+    look()
     return compared
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -255,12 +251,3 @@ def test_ragged_extends_give_the_same_tokens(model: Llama) -> None:
     requests = requests_of(LENS, NEW)
     engine.run(requests)
     check(model, requests, least=sum(NEW))
-
-
-def test_readme_example(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (example,) = (block for block in blocks if "flashpage.engine" in block)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", example]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.stdout == "[8, 4]\n", done.stderr

@@ -73,7 +73,7 @@ def test_gathering_tells_bad_numbers() -> None:
     for arguments, told in (
         ((table.long(), one, indptr, room), "table has shape"),
         ((table, one, indptr[:1], room), "indptr has 1 entries but rows has 1: pass 2"),
-        ((table, one * 4, indptr, room), "rows reach from 4 to 4: pass 0 to 3"),
+        ((table, one * 4, indptr, room), "rows has numbers from 4 to 4 but table has 4 rows"),
         ((table, one, indptr.flip(0), room), "indptr must rise from 0 to at most 8"),
         ((table, one, indptr * 40, room), "indptr must rise from 0 to at most 8"),
         ((table, one, indptr, room, None, 32), "past the 32 tokens"),

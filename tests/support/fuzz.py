@@ -43,7 +43,8 @@ def cases(draw: st.DrawFn, chosen: list[Format]) -> Case:
     """A row for tests/support/harness.py."""
     form = draw(st.sampled_from(chosen))
     single = [] if form["variant"] else ["single_decode", "single_prefill"]  # the harness gives those no variants
-    entry = draw(st.sampled_from(["decode", "paged", "sink", "ragged", *single]))
+    paged_decode = [] if form["head_dim_vo"] else ["decode"]  # its plan has one head dimension, that of K and V
+    entry = draw(st.sampled_from([*paged_decode, "paged", "sink", "ragged", *single]))
     count = 1 if entry.startswith("single") else draw(st.integers(1, 6))
     num_kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
     num_q_heads = num_kv_heads * draw(st.sampled_from([1, 2, 4, 5, 8]))
