@@ -13,6 +13,7 @@ from typing import Any
 from cascade_batch import CascadeCase
 from cases import CASES
 from cases.case import Case
+from cases.variants import MAX_HEADS, MAX_TOKENS
 from hypothesis import strategies as st
 from vllm_blocks import BlockCase
 
@@ -42,13 +43,16 @@ def _lengths(count: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
 def cases(draw: st.DrawFn, chosen: list[Format]) -> Case:
     """A row for tests/support/harness.py."""
     form = draw(st.sampled_from(chosen))
-    single = [] if form["variant"] else ["single_decode", "single_prefill"]  # the harness gives those no variants
-    paged_decode = [] if form["head_dim_vo"] else ["decode"]  # its plan has one head dimension, that of K and V
-    entry = draw(st.sampled_from([*paged_decode, "paged", "sink", "ragged", *single]))
+    choices = ["paged", "sink", "ragged"]
+    if not form["head_dim_vo"]:
+        choices.append("decode")  # its plan has one head dimension, that of K and V
+    if not form["variant"] and not form["o_dtype"]:
+        choices += ["single_decode", "single_prefill"]  # the harness passes them no variant and no output type
+    entry = draw(st.sampled_from(choices))
     count = 1 if entry.startswith("single") else draw(st.integers(1, 6))
     num_kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
-    num_q_heads = num_kv_heads * draw(st.sampled_from([1, 2, 4, 5, 8]))
-    most = 1000 if count < 4 else 300
+    most_heads, most = (MAX_HEADS, MAX_TOKENS) if form["variant"] else (32, 1000 if count < 4 else 300)
+    num_q_heads = num_kv_heads * draw(st.sampled_from([n for n in (1, 2, 4, 5, 8) if n * num_kv_heads <= most_heads]))
     kv_lens = draw(_lengths(count, most))
     if entry in ("decode", "single_decode"):
         q_lens = (draw(st.sampled_from([1, 1, 2, 5])) if entry == "decode" else 1,) * count
@@ -58,6 +62,8 @@ def cases(draw: st.DrawFn, chosen: list[Format]) -> Case:
         kv_lens = tuple(n // 2 for n in kv_lens)
         q_lens = q_lens if entry in ("decode", "single_decode") else tuple(n // 2 for n in q_lens)
         num_q_heads = num_kv_heads if max(kv_lens) < 32 else num_q_heads
+    if form["variant"]:  # captured tensors have no entries for the negative positions of further rows
+        kv_lens = tuple(map(max, q_lens, kv_lens))
     options = _options(draw, entry, q_lens, form)
     memory = _memory(draw, entry, form)
     return Case("fuzz", "drawn", kv_lens, q_lens, entry, num_q_heads, num_kv_heads, **form, **memory, **options)

@@ -123,7 +123,7 @@ class Runner:
         if self.case.entry != "sink":
             return {}
         dims = {"head_dim_qk": self.case.head_dim, "head_dim_vo": self.case.value_dim}
-        names = ("q_data_type", "kv_data_type", "window_left")
+        names = ("q_data_type", "kv_data_type", "window_left", "pos_encoding_mode")
         return {**dims, **{name: value for name, value in self._plan_values().items() if name in names}}
 
     def _plan_values(self) -> dict[str, Any]:
