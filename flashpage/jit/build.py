@@ -179,10 +179,10 @@ class _Build:
                 lock.enter_context(self._store.lock(key, blocking=False))
                 return
             if (now := time.monotonic()) - told > _TELL_SECONDS:
-                told, holder = now, self._store.lock_holder(key)
-                who = f"process {holder}" if holder else "another process"
+                told, pid = now, self._store.lock_holder(key)
+                holder = f"process {pid}" if pid else "another process"
                 progress.say(
-                    f"still waiting, since {now - start:.0f} s, for {who}, which compiles {name}. "
+                    f"still waiting, since {now - start:.0f} s, for {holder}, which compiles {name}. "
                     "If it hangs, end it: this process then compiles the kernel."
                 )
 
