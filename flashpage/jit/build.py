@@ -8,6 +8,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from .targets import Target
 
 Kernel = tuple[KernelSpec, Target]
 _WORK = "flashpage-build-"  # before the names of folders in TMPDIR
+_POLL_SECONDS = 0.05
+_TELL_SECONDS = 30.0  # between lines that say which process is waited for
 _DONE = "done "  # before what ninja prints of a finished rule
 
 
@@ -164,8 +167,24 @@ class _Build:
                 if not waits_for:
                     return False
                 progress.say(f"waiting for another process that compiles {waits_for}")
-                lock.enter_context(self._store.lock(key))
+                self._wait(lock, key, waits_for)
         return True
+
+    def _wait(self, lock: contextlib.ExitStack, key: str, name: str) -> None:
+        """Takes a lock that another process holds, and says now and then which process that is."""
+        start = told = time.monotonic()
+        while True:
+            time.sleep(_POLL_SECONDS)
+            with contextlib.suppress(BlockingIOError):
+                lock.enter_context(self._store.lock(key, blocking=False))
+                return
+            if (now := time.monotonic()) - told > _TELL_SECONDS:
+                told, pid = now, self._store.lock_holder(key)
+                holder = f"process {pid}" if pid else "another process"
+                progress.say(
+                    f"still waiting, since {now - start:.0f} s, for {holder}, which compiles {name}. "
+                    "If it hangs, end it: this process then compiles the kernel."
+                )
 
     def run(self, jobs: int | None = None) -> None:
         """Compiles all jobs: through ninja where there are several, and it is there."""

@@ -177,6 +177,10 @@ class Store:
         with files.locked(locks, key, is_blocking=blocking):
             yield
 
+    def lock_holder(self, key: str) -> int | None:
+        """The process that builds a key; None where the system does not tell."""
+        return files.lock_holder(self.folder / _LOCKS / key)
+
     def publish(self, key: str, binary: Path, meta: dict[str, Any]) -> Entry:
         """Makes the entry of `key` from a compiled binary, in place of a broken one. The caller holds the lock."""
         place = self._make() / key

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,7 +66,10 @@ class Compiler:
 @functools.cache
 def _version(program: tuple[str, ...]) -> str:
     """What the compiler says of itself."""
-    text = subprocess.run([*program, "--version"], capture_output=True, text=True, check=False).stdout
+    with tempfile.TemporaryFile("w+") as file:  # no pipe, which a process that the compiler leaves would keep open
+        subprocess.run([*program, "--version"], stdout=file, stderr=subprocess.DEVNULL, check=False)
+        file.seek(0)
+        text = file.read()
     release = re.search(r"release [\d.]+, V[\d.]+", text)  # nvcc
     return release[0] if release else text.partition("\n")[0]
 

@@ -128,7 +128,23 @@ def locked(folder: Path, name: str, *, is_blocking: bool = True) -> Iterator[Non
         with contextlib.suppress(PermissionError):  # another user's, where a cache is not private
             os.fchmod(file.fileno(), 0o600)
         fcntl.flock(file, fcntl.LOCK_EX | (0 if is_blocking else fcntl.LOCK_NB))
-        yield
+        owner = os.getpid()
+        try:
+            yield
+        finally:
+            if os.getpid() == owner:  # closing is not enough: a child that was forked meanwhile has the file open too
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def lock_holder(path: Path) -> int | None:
+    """The process that holds a lock file; None where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        inode = str(os.stat(path).st_ino)
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()  # "1: FLOCK ADVISORY WRITE <pid> <device>:<inode> 0 EOF"; "->" after 1: waits
+            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode and int(fields[4]) > 0:
+                return int(fields[4])
+    return None
 
 
 @contextlib.contextmanager

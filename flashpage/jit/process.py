@@ -18,6 +18,9 @@ from ..base import env
 
 _BYTES_PER_JOB = 1 << 30  # a compiler of one attention kernel stays below this
 _GRACE_SECONDS = 3.0
+# What a debugger or profiler sets to get into all child processes. NV_ alone is no sign: images of CUDA set NV_CUDA_*.
+_TOOLS = ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+_TOOL_PREFIXES = ("NV_TPS_", "NV_SANITIZER_", "NV_NSIGHT_", "NSYS_", "QUADD_")
 _SUPERVISOR = str(Path(__file__).with_name("supervise.py"))
 
 
@@ -40,8 +43,18 @@ def free_memory() -> int:
     return free
 
 
+def is_watched() -> bool:
+    """Whether a library of a tool (compute-sanitizer, nsys) may be loaded into child processes.
+
+    Such a library finds its tool through files in TMPDIR, and may leave processes that hold the pipes of the command.
+    """
+    return any(value and (name in _TOOLS or name.startswith(_TOOL_PREFIXES)) for name, value in os.environ.items())
+
+
 def ninja_program() -> str | None:
-    """The ninja package's binary, else one on PATH."""
+    """The ninja package's binary, else one on PATH. None below a tool: ninja waits for the end of its pipes."""
+    if is_watched():
+        return None
     with contextlib.suppress(ImportError):
         import ninja
 
@@ -58,9 +71,12 @@ def running(
     """A command in a process group of its own, waited for at the end. Whatever interrupts the block ends the whole
     group, and so does the death of this process, which also removes `folder` (supervise.py).
 
-    Its errors go to `stdout` too, and its temporary files to `folder`.
+    Its errors go to `stdout` too, and its temporary files to `folder`. Below a tool (`is_watched`), the command is
+    started as it is: it keeps TMPDIR, and it outlives a process that is killed.
     """
-    own = {"LC_ALL": "C", "TMPDIR": str(folder)}  # errors are read, so not translated
+    own = {"LC_ALL": "C"}  # errors are read, so not translated
+    if not is_watched():
+        own["TMPDIR"] = str(folder)
     child = None
     try:
         with _interrupts_later():  # until `child` says which process to end
@@ -82,8 +98,11 @@ def running(
 
 
 def _supervised(folder: Path) -> list[str]:
-    """What starts a command that ends with this process; nothing where Python is embedded in another program."""
-    return [sys.executable, "-I", "-S", _SUPERVISOR, str(os.getpid()), str(folder)] if sys.executable else []
+    """What starts a command that ends with this process; nothing where Python is embedded in another program, and
+    below a tool."""
+    if is_watched() or not sys.executable:
+        return []
+    return [sys.executable, "-I", "-S", _SUPERVISOR, str(os.getpid()), str(folder)]
 
 
 @contextlib.contextmanager

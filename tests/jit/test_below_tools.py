@@ -1,0 +1,106 @@
+"""Compiles below a tool that loads a library into all child processes, and locks that outlive their owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jit_sandbox import Sandbox, toy
+
+from flashpage import jit
+from flashpage.jit import build, cache, files, process
+
+# As compute-sanitizer and nsys do: it meets its tool by a file in TMPDIR, and leaves a process with the pipes.
+TOOL = """
+#include <cstdlib>
+#include <string>
+#include <unistd.h>
+__attribute__((constructor)) static void begin() {
+  const char* folder = getenv("TMPDIR");
+  const std::string tool = std::string(folder ? folder : "/tmp") + "/tool";
+  for (int i = 0; i < 600 && access(tool.c_str(), F_OK) != 0; ++i) usleep(100000);
+  if (fork() == 0) {
+    for (int i = 0; i < 600 && access(tool.c_str(), F_OK) == 0; ++i) usleep(100000);
+    _exit(0);
+  }
+}
+"""
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    sandbox = Sandbox.create(tmp_path)
+    sandbox.enter(monkeypatch)
+    return sandbox
+
+
+@pytest.mark.parametrize("num_kernels", [1, 2])
+def test_a_tool_in_every_process(sandbox: Sandbox, num_kernels: int) -> None:
+    """Compiles end although the tool's library waits for its file in TMPDIR and keeps the pipes open."""
+    source, library, tool = (sandbox.folder / name for name in ("tool.cpp", "tool.so", "tool"))
+    source.write_text(TOOL)
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    tool.touch()
+    code = (
+        "from jit_sandbox import Sandbox, toy; from pathlib import Path\n"
+        f"Sandbox(Path({str(sandbox.folder)!r})).redirect()\n"
+        "from flashpage import jit\n"
+        f"r = jit.build_specs(map(toy, range({num_kernels})), [jit.host_target()])\n"
+        "assert all(x.entry for x in r), r"
+    )
+    own = {"LD_PRELOAD": str(library), "TMPDIR": str(sandbox.folder)}
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | sandbox.environment | own,
+        start_new_session=True,
+    )
+    try:
+        assert child.wait(timeout=40) == 0
+    finally:
+        tool.unlink()  # the library's processes end
+        child.kill()
+        child.wait()
+    assert len(cache.entries()) == num_kernels
+
+
+def test_variables_of_images_are_no_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LD_PRELOAD", "LD_AUDIT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NV_CUDA_LIB_VERSION", "13.0")
+    assert not process.is_watched()
+    monkeypatch.setenv("CUDA_INJECTION64_PATH", "/tool.so")
+    assert process.is_watched()
+
+
+def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
+    """A child that is forked while its parent compiles holds the lock's file open, and may live on."""
+    with files.locked(tmp_path, "key"):
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with files.locked(tmp_path, "key", is_blocking=False):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_who_is_waited_for(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A process that waits says after a while which process compiles."""
+    monkeypatch.setattr(build, "_TELL_SECONDS", 0.2)
+    first = sandbox.start("get(toy(1))", COMPILE_SECONDS="3")
+    while not sandbox.num_compiles():
+        time.sleep(0.02)
+    jit.get_kernel(toy(1))
+    first.communicate(timeout=30)
+    err = capfd.readouterr().err
+    assert f"s, for process {first.pid}, which compiles {toy(1).name}" in err
+    assert sandbox.num_compiles() == 1
