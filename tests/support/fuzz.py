@@ -46,8 +46,9 @@ def cases(draw: st.DrawFn, chosen: list[Format]) -> Case:
     choices = ["paged", "sink", "ragged"]
     if not form["head_dim_vo"]:
         choices.append("decode")  # its plan has one head dimension, that of K and V
-    if not form["variant"] and not form["o_dtype"]:
-        choices += ["single_decode", "single_prefill"]  # the harness passes them no variant and no output type
+    if not form["variant"]:  # the harness passes no variant to single calls
+        choices += ["single_prefill"]
+        choices += [] if form["o_dtype"] else ["single_decode"]  # a single decode takes no output type
     entry = draw(st.sampled_from(choices))
     count = 1 if entry.startswith("single") else draw(st.integers(1, 6))
     num_kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
@@ -93,15 +94,16 @@ def _options(draw: st.DrawFn, entry: str, q_lens: tuple[int, ...], form: Format)
 
 def _memory(draw: st.DrawFn, entry: str, form: Format) -> dict[str, Any]:
     """Where K and V lie."""
-    page_size = draw(st.sampled_from([1, 2, 8, 16, 64]))
+    page_size, kv_layout = draw(st.sampled_from([1, 2, 8, 16, 64])), draw(st.sampled_from(["NHD", "HND"]))
     forms = ["tuple", "interleaved", "permuted", "gapped"]
     if entry in ("decode", "paged", "sink"):
         forms.append("indexed")
         if not form["head_dim_vo"]:
             forms += ["fused"] + (["fused_4d"] if page_size == 1 else [])
-        forms += ["odd_page", "tuple_3d"] if page_size == 1 else []
+        forms += ["tuple_3d"] if page_size == 1 else []
+        forms += ["odd_page"] if page_size == 1 and kv_layout == "NHD" else []  # dimension 1, of one token
     cache = draw(st.sampled_from(forms))
-    return {"page_size": page_size, "cache": cache, "kv_layout": draw(st.sampled_from(["NHD", "HND"]))}
+    return {"page_size": page_size, "cache": cache, "kv_layout": kv_layout}
 
 
 @st.composite
