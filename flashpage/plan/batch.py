@@ -16,7 +16,7 @@ from ..kernels import devices
 from ..kernels.options import Options
 from .capacity import Capacity
 from .device_lengths import TableLengths
-from .lengths import Lengths, Names, batch_of, to_host, wrong_shape
+from .lengths import Given, Lengths, Names, batch_of, to_host, wrong_shape
 from .mixed_batch import Fork
 from .page_indices import KvIndices, MaskBits
 from .workspaces import Workspaces
@@ -126,11 +126,20 @@ class Batch:
         limits = (NO_LIMIT if bound is None else int(bound) for bound in longest)
         self.struct.longest_q, self.struct.longest_kv = limits
 
-    def take_judged(self, given: Lengths, page_size: int) -> None:
-        """Takes lengths that the library could not read in place: one by one, copied to the host if they are on the
-        device."""
-        if page_size == 1 and given.last_page_len is not None and not given.last_page_len.is_cpu:
-            given = given._replace(last_page_len=None)  # pages of one token: last_page_len says nothing
+    def copied_to_host(self, given: Given, page_size: int) -> Lengths | None:
+        """The lengths on the host, by one copy that waits for the device; None if all of them are there."""
+        lengths = Lengths(*given)
+        if all(not isinstance(tensor, torch.Tensor) or tensor.is_cpu for tensor in lengths):
+            return None
+        for tensor, name in zip(lengths, self.names, strict=False):
+            if tensor is not None:
+                checks.tensor(tensor, name, PlanError)
+        if page_size == 1 and lengths.last_page_len is not None and not lengths.last_page_len.is_cpu:
+            lengths = lengths._replace(last_page_len=None)  # pages of one token: last_page_len says nothing
+        return to_host(lengths)
+
+    def take_judged(self, given: Lengths) -> None:
+        """Takes lengths on the host that the library could not read in place, one by one."""
         first = 1 if given.q_indptr is None and self.struct.q_len_per_request else 0
         requests = batch_of(given[first], self.names[first])
         checks.tensor(given.kv_indptr, self.names[1], PlanError)
@@ -140,7 +149,7 @@ class Batch:
         if requests > self._most:
             self._make_room(requests)
         self.struct.requests = requests
-        for i, tensor in enumerate(to_host(given)):
+        for i, tensor in enumerate(given):
             self._arrays[i].data = None
             if tensor is not None:
                 self._hold(i, tensor, requests + (i < 2))

@@ -193,11 +193,16 @@ class Planner:
         """A plan that one foreign call could not make: lengths or page numbers in another place, another kernel, or an
         error. Memory of captured launches is written last."""
         batch, first = self.batch, self.active[0]
+        if status == native.OTHER_TENSORS and (host := batch.copied_to_host(given, self.options.page_size)) is not None:
+            given, status = host, first.plan(batch, host, kv_indices)
+            if not status:
+                self.indices.tensor = kv_indices if self.indices.buffer is None else self.indices.buffer
+                return
         is_paged = bool(self._indices_name)
         is_for_others = status in (native.OTHER_BATCH, native.WORKSPACE_TOO_SMALL)  # plan_held makes what is missing
         are_pages_taken = not is_paged or (is_for_others and self.indices.buffer is None)
         if status == native.OTHER_TENSORS:
-            batch.take_judged(Lengths(*given), self.options.page_size)
+            batch.take_judged(Lengths(*given))
         elif status != native.OTHER_PAGES:
             first.check(native.OK if is_for_others else status, batch)
         end, max_page = batch.struct.kv_end, -1
@@ -287,7 +292,8 @@ class Planner:
     def _judge_lengths(self, lengths: Given) -> None:
         self.invalidate()
         self.batch.tables = None
-        self.batch.take_judged(Lengths(*lengths), self.options.page_size)
+        host = self.batch.copied_to_host(lengths, self.options.page_size)
+        self.batch.take_judged(Lengths(*lengths) if host is None else host)
         self.batch.check_requests(self.batch.struct.requests)
 
     def set_mask(self, mask: Mask | None, non_blocking: bool) -> None:

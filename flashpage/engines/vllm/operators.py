@@ -165,8 +165,15 @@ def split_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int, head_size: int) ->
 
 def _check_rows(given: Sequences, out: torch.Tensor) -> None:
     """Checks what the kernels of decode.py would read or write elsewhere."""
-    query = given.query
-    if query.dim() != 3 or out.shape != query.shape or given.block_tables.dim() != 2:
+    query, numbers = given.query, (torch.int32, torch.int64)
+    is_whole = given.block_tables.dtype in numbers and given.seq_lens.dtype in numbers
+    if (
+        not is_whole
+        or given.value_cache.dtype != given.key_cache.dtype
+        or query.dim() != 3
+        or out.shape != query.shape
+        or given.block_tables.dim() != 2
+    ):
         check_shapes(given, out)
     check_apart(out, "out", query, "query", RunError)
 
