@@ -91,6 +91,6 @@ struct fp_plan_call {
 FP_API int32_t fp_plan_batch(fp_plan_call*, void* stream, int32_t is_chosen);
 // Takes (address of an fp_plan_call, stream, q_indptr, kv_indptr, last_page_len, kv_lens, page numbers). Lengths are
 // host tensors or None (kv_indptr is required, and q_indptr if the batch has no q_len_per_request); page numbers may be
-// None. Copies the lengths and plans. If captured launches read page numbers from a buffer, page numbers of the host are
-// copied there after the plan, in the stream's order.
+// None. Copies the lengths and plans. If captured launches read page numbers from a buffer, page numbers of the host
+// are copied there after the plan, in the stream's order.
 FP_API void* fp_py_plan(void* self, void* const* arguments, intptr_t count);
