@@ -41,7 +41,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         paged_kv_indices_buffer: with `use_cuda_graph`; int32, plan copies the page numbers there.
         backend: "auto" ("fa2", "fa3": the same).
         max_batch, max_pages: with `use_cuda_graph`, in place of the three buffers: the most requests of a plan, and the
-        most entries of `indices` in use. The first plan checks that the workspaces suffice for any such batch.
+            most entries of `indices` in use. The first plan checks that the workspaces suffice for any such batch.
         max_rows: the most rows of q; 0: max_batch * q_len_per_req.
     """
 
@@ -129,13 +129,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             window_left: tokens visible left of the row's own; -1: all.
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: no cap.
             q_data_type, kv_data_type, o_data_type: types of q ("float16"), of the cache (q's) and of the output (q's,
-            or "bfloat16" if that is fp8).
+                or "bfloat16" if that is fp8).
             data_type: the cache's type if kv_data_type is not given.
             sm_scale: multiplies the scores; None: head_dim ** -0.5.
             rope_scale, rope_theta: for ROPE_LLAMA; None: 1 and 1e4.
             non_blocking: whether copies of page numbers may be asynchronous.
             block_tables: [batch, pages], a row of page numbers for each request: in place of `indices` if that is None,
-            otherwise checked against it (on the device only with FLASHPAGE_CHECK_INDICES=on).
+                otherwise checked against it (on the device only with FLASHPAGE_CHECK_INDICES=on).
             seq_lens: [batch], tokens of each request; wins over `last_page_len`.
             fixed_split_size: pages; every request is cut at multiples of this size, so that results do not depend on
             the rest of the batch. None or -1: balanced.
@@ -211,7 +211,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         Args:
             seq_lens: [batch] int32 or int64 on the device, tokens of each request.
             block_tables: [batch, pages] int32 on the device, read in place: page numbers of each request, as many as
-            its tokens need; later entries are not read.
+                its tokens need; later entries are not read.
             table_rows: [batch] int32 or int64 on the device, the row of `block_tables` of each request (a pool's table
             of all requests is read in place); None: 0, 1, 2, ...
             num_requests: [1] int32 on the device: how many of the batch's requests exist; the others are not planned

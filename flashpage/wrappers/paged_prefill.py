@@ -44,8 +44,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             where each request's bytes begin to the second.
         backend: "auto" ("fa2", "fa3": the same).
         max_batch, max_pages, max_rows: with `use_cuda_graph`, in place of the four buffers: the most requests of a
-        plan, entries of `paged_kv_indices` in use, and rows of q. The first plan checks that the workspaces suffice for
-        any such batch. `max_rows / max_batch` chooses the kernel's tile.
+            plan, entries of `paged_kv_indices` in use, and rows of q. The first plan checks that the workspaces suffice
+            for any such batch. `max_rows / max_batch` chooses the kernel's tile.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             head_dim_qk, head_dim_vo: of q and K; of V and the output (None: the same).
             page_size: tokens a page.
             custom_mask: each request's q_len x kv_len booleans (True: visible), flattened and joined; it replaces
-            causal. It is part of the plan, so plan again if it changes; with use_cuda_graph every run reads
-            custom_mask_buf.
+                causal. It is part of the plan, so plan again if it changes; with use_cuda_graph every run reads
+                custom_mask_buf.
             packed_custom_mask: the mask as bits, `segment_packbits(mask, indptr, bitorder="little")`.
             causal: row r of a request sees tokens up to kv_len - q_len + r.
             pos_encoding_mode: "NONE", "ROPE_LLAMA" (the kernel rotates q and K) or "ALIBI", whose bias is 0 at
@@ -139,7 +139,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             logits_soft_cap: scores become cap * tanh(score / cap); None or 0: no cap.
             rope_scale, rope_theta: for ROPE_LLAMA; None: 1 and 1e4.
             q_data_type, kv_data_type, o_data_type: types of q ("float16"), of the cache (q's) and of the output (q's,
-            or "bfloat16" if that is fp8).
+                or "bfloat16" if that is fp8).
             non_blocking: whether copies of page numbers and masks may be asynchronous.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len: multi-item scoring: [batch] tokens of the
                 shared prefix; each later token's position in its item (0 at a delimiter), joined with a common length a
@@ -147,7 +147,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             max_item_len_ptr: [batch], at least the longest position of each request.
             seq_lens: [batch], tokens of each request; wins over `paged_kv_last_page_len`.
             block_tables: [batch, pages], a row of page numbers for each request: in place of `paged_kv_indices` if that
-            is None, otherwise checked against it (on the device only with FLASHPAGE_CHECK_INDICES=on).
+                is None, otherwise checked against it (on the device only with FLASHPAGE_CHECK_INDICES=on).
             max_token_per_sequence, max_sequence_kv: bounds, against which the batch is checked.
             fixed_split_size: pages; every request is cut at multiples of this size, so that results do not depend on
             the rest of the batch. None or -1: balanced.
@@ -234,7 +234,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             qo_indptr: [batch + 1] int32 on the device, where each request's rows begin in q.
             seq_lens: [batch] int32 or int64 on the device, tokens of each request, with the appended ones.
             block_tables: [batch, pages] int32 on the device, read in place: page numbers of each request, as many as
-            its tokens need; later entries are not read.
+                its tokens need; later entries are not read.
             max_rows: rows of q in the runs; rows of no request are not written. None: the constructor's.
             table_rows: [batch] int32 or int64 on the device, the row of `block_tables` of each request (a pool's table
             of all requests is read in place); None: 0, 1, 2, ...

@@ -160,7 +160,7 @@ class PODWithPagedKVCacheWrapper(Unique):
                 single_prefill_with_kv_cache takes it.
             causal_d: no effect, as a decode has one row.
             pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d: if given, they replace the
-            planned values for this run.
+                planned values for this run.
             q_scale, k_scale, v_scale: for the decodes.
 
         Returns:
@@ -351,7 +351,7 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         Args:
             q_p, paged_kv_cache_p, q_d, paged_kv_cache_d: as BatchPrefillWithPagedKVCacheWrapper.run takes them.
             custom_mask_p, packed_custom_mask_p: for the prefills, as in their plan; a run with a mask plans them again,
-            and so does the next run without one.
+                and so does the next run without one.
             causal_p: for the prefills; a mask replaces it.
             q_scale, k_scale, v_scale: for the decodes.
 

@@ -40,7 +40,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             where each request's bytes begin to the second.
         backend: "auto" ("fa2", "fa3": the same).
         max_batch, max_kv_rows, max_rows: with `use_cuda_graph`, in place of the two buffers: the most requests of a
-        plan, rows of K and V, and rows of q. The first plan checks that the workspaces suffice for any such batch.
+            plan, rows of K and V, and rows of q. The first plan checks that the workspaces suffice for any such batch.
     """
 
     _length_names = RAGGED
