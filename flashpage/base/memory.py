@@ -22,7 +22,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def empty(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Runs the block outside of inference mode, so that later plans may write the memory in any mode."""
+    """Allocates outside of inference mode, so that later plans may write the memory in any mode."""
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device)
 

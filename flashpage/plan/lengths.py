@@ -47,15 +47,20 @@ def to_host(lengths: Lengths) -> Lengths:
 
 
 def all_to_host(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The tensors on the host, by one copy."""
+    """The tensors on the host, by one copy; int32 may become int64, other types stay for the error that names them."""
     there = [t for t in tensors if t is not None and not t.is_cpu]
     if not there:
         return list(tensors)
-    if any(t.dtype not in _INDEX_DTYPES or t.dim() != 1 for t in there):  # refused by name where they are read
-        return [t if t is None else t.cpu() for t in tensors]
-    joined = there[0] if len(there) == 1 else torch.cat([t.reshape(-1).long() for t in there])
+    joined = there[0].reshape(-1) if len(there) == 1 else torch.cat([t.reshape(-1).long() for t in there])
     parts = iter(joined.cpu().split([t.numel() for t in there]))
-    return [t if t is None or t.is_cpu else next(parts) for t in tensors]
+    return [t if t is None or t.is_cpu else _as_given(next(parts), t) for t in tensors]
+
+
+def _as_given(numbers: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Numbers that came back in one dimension, in the shape of the given tensor and, unless an integer, its type."""
+    if given.dim() != 1:
+        numbers = numbers.reshape(given.shape)
+    return numbers if given.dtype in _INDEX_DTYPES else numbers.to(given.dtype)
 
 
 def batch_of(indptr: torch.Tensor | None, name: str) -> int:

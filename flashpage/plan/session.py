@@ -180,6 +180,8 @@ class Planner:
         if longest != batch.longest:
             batch.use_bounds(longest)
         status = first.plan(batch, given, kv_indices)
+        if status == native.OTHER_TENSORS and (host := batch.copied_to_host(given, self.options.page_size)) is not None:
+            given, status = host, first.plan(batch, host, kv_indices)
         if status:
             self._plan_judged(status, given, kv_indices, non_blocking)
         else:
@@ -193,11 +195,6 @@ class Planner:
         """A plan that one foreign call could not make: lengths or page numbers in another place, another kernel, or an
         error. Memory of captured launches is written last."""
         batch, first = self.batch, self.active[0]
-        if status == native.OTHER_TENSORS and (host := batch.copied_to_host(given, self.options.page_size)) is not None:
-            given, status = host, first.plan(batch, host, kv_indices)
-            if not status:
-                self.indices.tensor = kv_indices if self.indices.buffer is None else self.indices.buffer
-                return
         is_paged = bool(self._indices_name)
         is_for_others = status in (native.OTHER_BATCH, native.WORKSPACE_TOO_SMALL)  # plan_held makes what is missing
         are_pages_taken = not is_paged or (is_for_others and self.indices.buffer is None)

@@ -186,7 +186,7 @@ def _checked(mask: Any, rows: Any, columns: Any, num_kv_heads: int) -> tuple[tor
             f"{tuple(columns.shape)}. "
             f"Pass [{num_kv_heads}, row blocks, column blocks] and one size for each block."
         )
-    host = [t.reshape(s.shape) for t, s in zip(all_to_host([mask, rows, columns]), given.values(), strict=True)]  # type: ignore[union-attr]
+    host: list[Any] = all_to_host([mask, rows, columns])
     for name, sizes in (("block_row_sz", host[1]), ("block_col_sz", host[2])):
         totals = sizes.long().sum(1)
         if sizes.shape[0] != num_kv_heads or bool((sizes < 0).any()) or bool((totals != totals[0]).any()):

@@ -82,7 +82,8 @@ class Sequences(NamedTuple):
         count = len(values) - len(BlockSparse._fields)
         given = Sequences(*values[:count], BlockSparse(*values[count:]))  # type: ignore[call-arg]
         for name in ("query", "key_cache", "value_cache", "block_tables", "seq_lens"):
-            checks.tensor(getattr(given, name), name, RunError)
+            if not isinstance(tensor := getattr(given, name), torch.Tensor):
+                checks.tensor(tensor, name, RunError)
         for name in ("num_kv_heads", "block_size"):
             checks.whole(name, getattr(given, name), 1, error=RunError)
         checks.whole("max_seq_len", given.max_seq_len, 0, error=RunError)
