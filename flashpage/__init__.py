@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # a star re-exports what a front door's __all__ names
     from .cascade import *
     from .decode import *
     from .errors import *
+    from .mla import *
     from .page import *
     from .plan import *
     from .pod import *
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # a star re-exports what a front door's __all__ names
 
 _EXPORTS = {
     "attention": "BatchAttention BatchAttentionWithAttentionSinkWrapper",
-    "base.refused": "BatchDecodeMlaWithPagedKVCacheWrapper BatchMLAPagedAttentionWrapper nvfp4_kv_dequantize xqa"
+    "base.refused": "BatchDecodeMlaWithPagedKVCacheWrapper nvfp4_kv_dequantize xqa"
     " xqa_mla cudnn_batch_decode_with_kv_cache cudnn_batch_prefill_with_kv_cache nvfp4_kv_quantize nvfp4_quantize"
     " nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"
     " trtllm_fmha_v2_prefill",
@@ -36,6 +37,7 @@ _EXPORTS = {
     " single_decode_with_kv_cache single_decode_with_kv_cache_with_jit_module",
     "errors": "CapabilityError CompileError DeviceError FlashpageError KernelMissingError PlanError RunError"
     " SettingError VariantError",
+    "mla": "BatchMLAPagedAttentionWrapper MLAPlanMetadata",
     "page": "append_paged_kv_cache append_paged_mla_kv_cache get_batch_indices_positions get_seq_lens",
     "plan": "Plan",
     "pod": "BatchPODWithPagedKVCacheWrapper PODWithPagedKVCacheWrapper",

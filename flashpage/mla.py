@@ -1,13 +1,11 @@
-"""`flashinfer.mla`: multi-head latent attention, refused with what to use instead."""
+"""`flashinfer.mla`: multi-head latent attention."""
 
-from .base.refused import (
-    BatchMLAPagedAttentionWrapper,
-    trtllm_batch_decode_with_kv_cache_mla,
-    xqa_batch_decode_with_kv_cache_mla,
-)
+from .base.refused import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
+from .wrappers.latent import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
+    "MLAPlanMetadata",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache_mla",
 ]

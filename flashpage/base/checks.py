@@ -43,6 +43,12 @@ _REASONS = {
     "num_colocated_ctas": "plans are for the whole card: leave it 0",
     "rope_scale": "nothing is rotated in the kernel here: rotate q and K before, and leave it None",
     "rope_theta": "nothing is rotated in the kernel here: rotate q and K before, and leave it None",
+    "skip_softmax": "no kernel here skips tiles of a softmax: leave it False",
+    "kv_len": "plan has the lengths: leave it None",
+    "page_table": "plan has the page numbers: leave it None",
+    "ckv_scale": "latent rows have 16 or 32 bits here and need no scale: leave it None",
+    "ckv_scale_arr": "latent rows have 16 or 32 bits here and need no scale: leave it None",
+    "kpe_scale": "latent rows have 16 or 32 bits here and need no scale: leave it None",
     "seq_lens_q": "rows of a request come from qo_indptr: leave it None",
 }
 
@@ -117,6 +123,13 @@ def position_encoding(mode: str) -> str:
     if mode.__class__ is not str or mode not in POSITION_ENCODINGS:
         raise PlanError(f"pos_encoding_mode={shown(mode)} is unknown: pass one of {', '.join(POSITION_ENCODINGS)}.")
     return mode
+
+
+def choice(name: str, value: Any, accepted: tuple[str, ...], error: type[FlashpageError] = PlanError) -> str:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in accepted:
+        raise error(f"{name}={shown(value)} is not accepted: pass {' or '.join(map(repr, accepted))}.")
+    return value
 
 
 def flag(name: str, value: Any, error: type[FlashpageError] = PlanError) -> bool:

@@ -17,7 +17,6 @@ _MLA = (
 
 REASONS = {
     "BatchDecodeMlaWithPagedKVCacheWrapper": _MLA,
-    "BatchMLAPagedAttentionWrapper": _MLA,
     "FP4Tensor": _NVFP4,
     "cudnn_batch_decode_with_kv_cache": _DECODE,
     "cudnn_batch_prefill_with_kv_cache": _PREFILL,

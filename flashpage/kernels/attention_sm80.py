@@ -10,7 +10,7 @@ import itertools
 
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, RAGGED, Ahead, more
 from .devices import Device
-from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims
+from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, no_latent_rows
 from .spec import KernelSpec
 from .tile import MERGE_CTA_ROWS, MERGE_ITEM_ROWS, Cost, Tile
 from .work import InnerLoop, Work
@@ -168,7 +168,7 @@ KERNEL = AttentionKernel(
     header="flashpage/kernels/attention_sm80/kernel.h",
     cpp="AttentionSm80<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
-    accepts=(capability(80), *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 512, 8)),
+    accepts=(capability(80), no_latent_rows, *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 512, 8)),
     tile=_tile,
     cost=_cost,
     row_alignment=16,

@@ -6,7 +6,7 @@ import itertools
 
 from ..base.dtypes import DType
 from .ahead import BF16, FP16, RAGGED, Ahead
-from .kernel import FLOAT, FP8, AttentionKernel, dtypes, head_dims, types
+from .kernel import FLOAT, FP8, AttentionKernel, dtypes, types
 from .spec import KernelSpec
 from .tile import Cost, Tile
 from .work import Work
@@ -29,6 +29,28 @@ def _cost(work: Work, tile: Tile) -> Cost:
         min_piece_tokens=256,
         merge_rows=64,
     )
+
+
+def _head_dims(work: Work) -> str | None:
+    """Sizes of rows; max_head_dim of include/flashpage/cpu/kv_tile.h bounds them."""
+    options, found = work.options, []
+    sizes = [("head_dim_qk", options.head_dim_qk, 16, 512), ("head_dim_vo", options.head_dim_vo, 16, 512)]
+    if options.is_latent:
+        tail = options.head_dim_qk - options.head_dim_vo
+        sizes = [("head_dim_ckv", options.head_dim_vo, 16, 512), ("head_dim_kpe", tail, 0, 64)]
+    for name, dim, least, most in sizes:
+        if not least <= dim <= most or dim % 8:
+            found.append(f"{name} {dim} is not a multiple of 8 from {least} to {most}")
+    return "; ".join(found) or None
+
+
+def _latent_options(work: Work) -> str | None:
+    options = work.options
+    if options.is_latent and options.kv_dtype.is_fp8:
+        return f"it reads no latent rows of {options.kv_dtype.value}"
+    if options.is_latent and work.rotates:
+        return "it does not rotate latent rows (pos_encoding_mode ROPE_LLAMA): rotate them before they are cached"
+    return None
 
 
 def _traits(spec: KernelSpec) -> tuple[str, ...]:
@@ -56,7 +78,7 @@ KERNEL = AttentionKernel(
     header="flashpage/cpu/attention.h",
     cpp="flashpage::cpu::attention<Traits>",
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args")),
-    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), head_dims(16, 512, 8)),
+    accepts=(*dtypes(q=FLOAT + FP8, out=FLOAT), _head_dims, _latent_options),
     tile=_tile,
     cost=_cost,
     traits=_traits,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
-from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims
+from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, no_latent_rows
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
 from .tile import MERGE_ITEM_ROWS, ClusterCost, Cost, Tile
@@ -110,7 +110,7 @@ KERNEL = AttentionKernel(
     parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
     archs=(90,),
     most_packed_rows=MOST_PACKED_ROWS,
-    accepts=(capability(90, 90), *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 512, 8), _has_slots),
+    accepts=(capability(90, 90), no_latent_rows, *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 512, 8), _has_slots),
     tile=_tile,
     cost=_cost,
     loader=boxes_or_rows,

@@ -130,6 +130,10 @@ def dtypes(q: tuple[DType, ...], out: tuple[DType, ...]) -> tuple[Rule, ...]:
     return of_q, of_out, of_kv
 
 
+def no_latent_rows(work: Work) -> str | None:
+    return "it reads K and V, and no latent rows (MLA)" if work.options.is_latent else None
+
+
 def head_dims(least: int, most: int, step: int) -> Rule:
     def rule(work: Work) -> str | None:
         wrong = [

@@ -19,7 +19,7 @@ _LONGEST = 2**30  # tokens: more than any context
 class Options:
     """Everything of a plan but its lengths; with the rows of a request, it decides the kernel and the schedule."""
 
-    kv_source: str  # paged | ragged
+    kv_source: str  # paged | ragged | latent (pages of rows whose first head_dim_vo columns are V as well)
     num_q_heads: int
     num_kv_heads: int
     head_dim_qk: int
@@ -42,6 +42,30 @@ class Options:
     def group_size(self) -> int:
         """Query heads of a KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def is_paged(self) -> bool:
+        return self.kv_source != "ragged"
+
+    @property
+    def is_latent(self) -> bool:
+        return self.kv_source == "latent"
+
+    @property
+    def halves(self) -> tuple[str, str]:
+        """What messages call the two parts of a token in the cache."""
+        return ("the latent row", "its tail") if self.is_latent else ("K", "V")
+
+    @property
+    def half_dims(self) -> tuple[int, int]:
+        """Columns of the two parts."""
+        return (self.head_dim_vo, self.head_dim_qk - self.head_dim_vo) if self.is_latent else (self.head_dim_qk, self.head_dim_vo)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's K and V for one head."""
+        columns = self.head_dim_qk + (0 if self.is_latent else self.head_dim_vo)
+        return columns * self.kv_dtype.size
 
     @property
     def visibility(self) -> native.Visibility:
@@ -134,7 +158,7 @@ def check_options(
 ) -> Options:
     """Checks every argument of `plan` except the lengths. Options that no kernel supports are refused later
     (choose.py)."""
-    page_size = checks.whole("page_size", page_size, 1) if kv_source == "paged" else 0
+    page_size = checks.whole("page_size", page_size, 1) if kv_source != "ragged" else 0
     num_q_heads, num_kv_heads = check_heads(num_qo_heads, num_kv_heads)
     q_dtype = checks.dtype("q_data_type", q_data_type)
     return Options(

@@ -13,7 +13,17 @@ from . import wgmma_source
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .context_classes import ANY_ROWS, ContextClass, context_row
 from .devices import Device
-from .kernel import FP8, HALF, AttentionKernel, attention_traits, capability, dtypes, head_dims, no_rope_over_fp8
+from .kernel import (
+    FP8,
+    HALF,
+    AttentionKernel,
+    attention_traits,
+    capability,
+    dtypes,
+    head_dims,
+    no_latent_rows,
+    no_rope_over_fp8,
+)
 from .options import Options
 from .spec import KernelSpec
 from .tensor_maps import boxes_or_rows
@@ -327,7 +337,7 @@ KERNEL = AttentionKernel(
         ("MaskTilesParams", "mask_tiles"),
     ),
     archs=(90,),
-    accepts=(capability(90, 90), no_rope_over_fp8, *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 256, 8)),
+    accepts=(capability(90, 90), no_latent_rows, no_rope_over_fp8, *dtypes(q=HALF + FP8, out=HALF), head_dims(16, 256, 8)),
     tile=_tile,
     cost=_cost,
     loader=_loader,

@@ -25,7 +25,7 @@ class KernelSpec:
     out_dtype: DType = DType.BFLOAT16
     head_dim_qk: int = 0
     head_dim_vo: int = 0
-    kv_source: str = "paged"  # paged | ragged
+    kv_source: str = "paged"  # paged | ragged | latent
     # implicit (causal and window at run time) | packed_bits | function (the variant's; evaluated for each tile before
     # the run)
     mask_source: str = "implicit"
@@ -119,7 +119,7 @@ _FIELDS: dict[str, judged.Judge] = {
     "out_dtype": _dtype,
     "head_dim_qk": _HEAD_DIM,
     "head_dim_vo": _HEAD_DIM,
-    "kv_source": judged.choice("paged", "ragged"),
+    "kv_source": judged.choice("paged", "ragged", "latent"),
     "mask_source": judged.choice("implicit", "packed_bits", "function"),
     "position_encoding": judged.choice("none", "rope"),
     "tile": _tile,

@@ -314,6 +314,10 @@ class Planner:
         page_size = max(1, self.options.page_size)
         return q_indptr, kv_indptr, torch.where(kv_lens > 0, (kv_lens - 1) % page_size + 1, 0)
 
+    def kv_lens(self) -> torch.Tensor:
+        """Tokens of each request of the present plan, int64 on the host."""
+        return self._numbers()[2]
+
     def _numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_indptr, kv_indptr and tokens of each request."""
         if self.batch.tables is not None:

@@ -22,7 +22,7 @@ from ..plan.gather_rows import Rows
 from ..plan.launches import LaunchList
 from ..plan.prepared_kernels import fill_variant, trace
 from .bound_part import BoundPart
-from .checks import NO_SCALES, Tensors
+from .checks import NO_SCALES, Tensors, views_of
 
 if TYPE_CHECKING:
     from ..plan.mixed_batch import Part
@@ -83,10 +83,7 @@ class Binding:
         options, params = self.combination.options, self.params
         q, cache, out, lse = tensors
         params.q_row_stride, params.q_head_stride = kv_view.rows_strides(q, "q")
-        if options.kv_source == "paged":
-            k, v = kv_view.paged_views(cache, self.kv_layout)
-        else:
-            k, v = (kv_view.ragged_view(t, self.kv_layout, n) for t, n in zip(cache, ("k", "v"), strict=True))
+        k, v = views_of(cache, options, self.kv_layout)
         self.cache_views = {"K": k, "V": v}
         self._bind_views(self.cache_views, params)
         self.bound_run.v_offset = self.fused_offset = v.offset * options.kv_dtype.size
@@ -130,8 +127,8 @@ class Binding:
         self.alignment_mask = 0
         rows = (
             ("q", (params.q_row_stride, params.q_head_stride), options.head_dim_qk, options.q_dtype),
-            ("K", k[4:], options.head_dim_qk, options.kv_dtype),
-            ("V", v[4:], options.head_dim_vo, options.kv_dtype),
+            ("K", k[4:], k.head_dim, options.kv_dtype),
+            ("V", v[4:], v.head_dim, options.kv_dtype),
             ("out", out_strides, options.head_dim_vo, options.out_dtype),
         )
         for name, strides, dim, dtype in rows:
@@ -147,7 +144,7 @@ class Binding:
         for its in self.parts:
             params = its.params
             params.kv_indices, params.custom_mask = batch.pages.address, batch.mask.address
-            params.num_kv_indices = planner.kv_end if options.kv_source == "paged" else 0
+            params.num_kv_indices = planner.kv_end if options.is_paged else 0
         if combination.gathered is not None or self.gathered is not None:
             self._bind_gathered(combination.gathered)
         if len(parts) > len(self.parts):
@@ -216,7 +213,7 @@ class Binding:
             tensor_maps.resize(found, q.shape[0], self.gathered.end, False, "NHD")
             return
         leading = (cache[0] if cache.__class__ is tuple else cache).shape[0]
-        tensor_maps.resize(found, q.shape[0], leading, self.combination.options.kv_source == "paged", self.kv_layout)
+        tensor_maps.resize(found, q.shape[0], leading, self.combination.options.is_paged, self.kv_layout)
 
     def _misaligned(self, *addresses: int) -> RunError:
         found = [

@@ -117,23 +117,33 @@ def check_run_tensors(tensors: Tensors, options: Options, device: torch.device) 
     return q
 
 
+def views_of(cache: Cache, options: Options, kv_layout: str) -> tuple[kv_view.View, kv_view.View]:
+    """The two parts of a cache, K and V or those of latent rows, by strides."""
+    if options.is_latent:
+        return kv_view.latent_views(cache, options.head_dim_vo)
+    if options.is_paged:
+        return kv_view.paged_views(cache, kv_layout)
+    k, v = cache
+    return kv_view.ragged_view(k, kv_layout, "k"), kv_view.ragged_view(v, kv_layout, "v")
+
+
 def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, kv_end: int) -> int:
     """Checks K and V against the plan, whose page numbers reach `max_page` (ragged: whose tokens end at `kv_end`);
     returns their heads."""
-    if options.kv_source == "paged":
-        k, v = kv_view.paged_views(cache, kv_layout)
+    k, v = views_of(cache, options, kv_layout)
+    if options.is_paged:
+        name = "ckv_cache" if options.is_latent else "paged_kv_cache"
         if k.page_size != options.page_size:
             raise RunError(
-                f"paged_kv_cache has pages of {k.page_size} tokens ({kv_layout}) but the plan has "
+                f"{name} has pages of {k.page_size} tokens ({kv_layout}) but the plan has "
                 f"page_size={options.page_size}: pass page_size={k.page_size} to plan."
             )
         if max_page >= k.num_pages:
             raise RunError(
-                f"paged_kv_cache has {k.num_pages} pages but the plan's page numbers reach {max_page}. "
+                f"{name} has {k.num_pages} pages but the plan's page numbers reach {max_page}. "
                 "Pass the cache that they index, or plan with its own."
             )
     else:
-        k, v = kv_view.ragged_view(cache[0], kv_layout, "k"), kv_view.ragged_view(cache[1], kv_layout, "v")
         if k.num_pages != v.num_pages or k.num_heads != v.num_heads:
             raise RunError(
                 f"k has shape {tuple(cache[0].shape)} and v {tuple(cache[1].shape)}: "
@@ -141,7 +151,7 @@ def check_cache(cache: Cache, options: Options, kv_layout: str, max_page: int, k
             )
         if k.num_pages < kv_end:
             raise RunError(f"k has {k.num_pages} tokens but the plan's kv_indptr ends at {kv_end}: pass all of them.")
-    for name, view, dim in (("K", k, options.head_dim_qk), ("V", v, options.head_dim_vo)):
+    for name, view, dim in zip(options.halves, (k, v), options.half_dims, strict=True):
         if view.head_dim != dim:
             raise RunError(f"{name} has a head dimension of {view.head_dim} but the plan is for {dim}: plan with it.")
     return k.num_heads

@@ -11,6 +11,10 @@ from .base import Attention
 
 # Graph buffers by kind: numbers of requests, page numbers, or a mask's.
 _BUFFERS = {
+    "qo_indptr": "indptr",
+    "kv_indptr": "indptr",
+    "kv_indices": "indices",
+    "kv_len_arr": "requests",
     "qo_indptr_buf": "indptr",
     "paged_kv_indptr_buf": "indptr",
     "kv_indptr_buf": "indptr",

@@ -360,8 +360,9 @@ _RUN_SCHEMA = (
     "float? q_scale, float? k_scale, float? v_scale, Tensor? q_scales, Tensor? k_scales, Tensor? v_scales, "
     "Tensor? sinks, bool? enable_pdl) -> ()"
 )
+_SOURCES = "paged", "ragged", "latent"  # Options.kv_source
 _OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
-    *((f"run_{kv}{kind}", _RUN_SCHEMA, _run, _nothing) for kv in ("paged", "ragged") for kind in ("", "_captured")),
+    *((f"run_{kv}{kind}", _RUN_SCHEMA, _run, _nothing) for kv in _SOURCES for kind in ("", "_captured")),
     (
         "merge_state",
         "(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b) -> (Tensor, Tensor)",
@@ -389,7 +390,7 @@ _IMPLEMENTATIONS = {name: implementation for name, _, implementation, _ in _OPER
 
 for _name, _schema, _implementation, _fake in _OPERATORS:
     _tags = [torch.Tag.needs_fixed_stride_order]
-    if _name in ("run_paged", "run_ragged") and hasattr(torch.Tag, "cudagraph_unsafe"):
+    if _name in {f"run_{kv}" for kv in _SOURCES} and hasattr(torch.Tag, "cudagraph_unsafe"):
         _tags.append(torch.Tag.cudagraph_unsafe)
     _library.define(_name + _schema, tags=tuple(_tags))
     for _key in ("CPU", "CUDA"):

@@ -122,7 +122,7 @@ class Traffic:
 
 
 def traffic_of(items: np.ndarray, units: Units, options: Options, num_partial_rows: int) -> Traffic:
-    token_bytes = (options.head_dim_qk + options.head_dim_vo) * options.kv_dtype.size
+    token_bytes = options.token_bytes
     row_bytes = options.head_dim_qk * options.q_dtype.size + options.head_dim_vo * options.out_dtype.size
     requests, index = np.unique(items["request"], return_index=True)
     kv_lens, q_lens = items["kv_len"][index].astype(np.int64), items["q_len"][index].astype(np.int64)

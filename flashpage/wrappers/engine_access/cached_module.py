@@ -68,7 +68,8 @@ class _Written:
 
     def __init__(self, wrapper: Any) -> None:
         self.values: dict[str, Any] = wrapper._written()
-        self.indices = getattr(wrapper, "_paged_kv_indices_buf", None)
+        names = ("_paged_kv_indices_buf", "_kv_indices_buf")
+        self.indices = next((getattr(wrapper, name) for name in names if hasattr(wrapper, name)), None)
         self.block_tables = self.values.get("_block_tables")
         wrapper._planner.invalidate()
 
@@ -183,6 +184,49 @@ class DecodePlanModule:
         _take_memory(wrapper, float_workspace_buffer, int_workspace_buffer, page_locked_int_workspace_buffer)
         lengths = Lengths(None, indptr, last_page_len)
         return _plan(wrapper, written, enable_cuda_graph, batch_size, lengths, asked, batch_size * rows)
+
+
+class LatentPlanModule:
+    """The module of a wrapper for latent rows: page numbers and all other options stay as planned."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def plan(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        int_workspace_buffer: torch.Tensor,
+        page_locked_int_workspace_buffer: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        causal: bool,
+    ) -> PlanInfo:
+        """Plans the batch for the wrapper's next runs.
+
+        Args:
+            qo_indptr, kv_indptr, kv_len_arr: [batch + 1], [batch + 1] and [batch], on the host.
+        """
+        wrapper, written = self._wrapper, _Written(self._wrapper)
+        _take_memory(wrapper, float_workspace_buffer, int_workspace_buffer, page_locked_int_workspace_buffer)
+        planned = wrapper._planner.options
+        tail = planned.head_dim_qk - planned.head_dim_vo
+        ckv = checks.whole("head_dim_ckv", head_dim_ckv, 1)
+        options = dataclasses.replace(
+            planned,
+            num_q_heads=checks.whole("num_heads", num_heads, 1),
+            head_dim_qk=ckv + tail,
+            head_dim_vo=ckv,
+            causal=checks.flag("causal", causal),
+        )
+        options = wrapper._attention.options if options == planned else options
+        wrapper._now = wrapper._now._replace(causal=options.causal)
+        lengths = Lengths(qo_indptr, kv_indptr, None, kv_len_arr)
+        wrapper._attention.plan(lengths, Pages(written.indices), options, wrapper._now, KEEP_MASK)
+        wrapper._options, wrapper._arguments = options, None
+        return PlanInfo.of(wrapper._planner)
 
 
 def _plan(

@@ -54,7 +54,8 @@ struct select_type<false, A, B> {
   using type = B;
 };
 
-enum class KvSource { paged, ragged };
+// latent: pages of rows that all query heads read; K is the whole row, V its first head_dim_vo columns.
+enum class KvSource { paged, ragged, latent };
 // Masks in addition to causal and window, which are run-time values. `function` is a variant's mask; a kernel evaluates
 // it for each tile before the attention kernel runs.
 enum class MaskSource { implicit, packed_bits, function };

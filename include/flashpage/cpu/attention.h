@@ -8,10 +8,11 @@ namespace flashpage::cpu {
 
 // Sets `tile` to the one that begins at token `begin` of the unit; it is empty at the unit's end.
 template <class Traits>
-void locate_tile(const Work<Traits>& work, i32 begin, KvTile<typename Traits::StoredCache, Traits::tile_kv>& tile) {
+void locate_tile(const Work<Traits>& work, i32 begin,
+                 KvTile<Traits::kv_source, typename Traits::StoredCache, Traits::tile_kv>& tile) {
   tile.begin = begin;
   tile.count = min_of(Traits::tile_kv, work.unit.end - begin);
-  locate_rows<Traits::kv_source>(work.params, *work.unit.item, work.unit.kv_head, tile);
+  locate_rows(work.params, *work.unit.item, work.unit.kv_head, tile);
 }
 
 // Computes the scores of all row strips before their values, because keys and values use the same panels.

@@ -5,17 +5,19 @@
 
 namespace flashpage::cpu {
 
-inline constexpr int max_head_dim = 512;
+inline constexpr int max_head_dim = 576;
 
 // The row of slots that hold no token of the tile, so that packing needs no tail.
 template <class Kv>
 inline constexpr Kv zero_row[max_head_dim] = {};
 
-template <class Kv, int tile_kv>
+template <KvSource source, class Kv, int tile_kv>
 struct KvTile {
+  static constexpr bool is_latent = source == KvSource::latent;
   i32 begin, count;  // tokens of the request
   const Kv* keys[tile_kv];
   const Kv* values[tile_kv];
+  const Kv* key_tails[is_latent ? tile_kv : 1];  // latent: the columns of K that V lacks
 };
 
 template <class Kv>
@@ -24,13 +26,15 @@ inline const Kv* kv_row(const KvView& view, i64 page, i64 token, i64 head) {
          head * view.head_stride;
 }
 
+// Latent rows: `params.k` has the columns that K and V share, `params.v` the tails of K.
 template <KvSource source, class Kv, int tile_kv>
-void locate_rows(const AttentionParams& params, const WorkItem& item, i32 kv_head, KvTile<Kv, tile_kv>& tile) {
+void locate_rows(const AttentionParams& params, const WorkItem& item, i32 kv_head, KvTile<source, Kv, tile_kv>& tile) {
+  constexpr bool is_latent = source == KvSource::latent;
   const i32 end = tile.begin + tile.count;
   for (i32 token = tile.begin; token < end;) {
     i64 page = 0, in_page = item.kv_offset + token;
     i32 run = end - token;  // tokens that lie one stride apart
-    if constexpr (source == KvSource::paged) {
+    if constexpr (source != KvSource::ragged) {
       u32 number, slot;
       params.page.divmod(token, number, slot);
       page = params.kv_indices[item.kv_offset + number];
@@ -41,13 +45,15 @@ void locate_rows(const AttentionParams& params, const WorkItem& item, i32 kv_hea
     const Kv* value = kv_row<Kv>(params.v, page, in_page, kv_head);
     for (i32 i = 0, slot = token - tile.begin; i < run; ++i, ++slot) {
       tile.keys[slot] = key + i * params.k.token_stride;
-      tile.values[slot] = value + i * params.v.token_stride;
+      if constexpr (is_latent) tile.key_tails[slot] = value + i * params.v.token_stride;
+      tile.values[slot] = is_latent ? tile.keys[slot] : value + i * params.v.token_stride;
     }
     token += run;
   }
   for (i32 slot = tile.count; slot < round_up(tile.count, num_lanes); ++slot) {
     tile.keys[slot] = zero_row<Kv>;
     tile.values[slot] = zero_row<Kv>;
+    if constexpr (is_latent) tile.key_tails[slot] = zero_row<Kv>;
   }
 }
 
@@ -82,13 +88,14 @@ inline void transpose(FloatLanes (&square)[num_lanes]) {
   if constexpr (size > 1) transpose<size / 2>(square);
 }
 
-// Packs keys into panels of tokens: a step is a word of head_dim, a column is a token.
-template <class Operand, int head_dim, class Source, class Ahead>
+// Packs `head_dim` columns of keys into panels of tokens: a step is a word of K's row, which has `row_words`, and a
+// column is a token. `panels` begins at the step of the first word.
+template <class Operand, int head_dim, int row_words, class Source, class Ahead>
 void pack_keys(const Source* const* rows, int count, u32* panels, const Ahead& ahead) {
   constexpr int words = head_dim / word_elements<Operand>;
   for (int token = 0; token < count; token += num_lanes) {
     ahead.prefetch(token, num_lanes);
-    u32* panel = panels + (token / panel_width) * (words * panel_width) + token % panel_width;
+    u32* panel = panels + (token / panel_width) * (row_words * panel_width) + token % panel_width;
     for (int word = 0; word < words; word += num_lanes) {
       FloatLanes square[num_lanes];
 #pragma GCC unroll 16

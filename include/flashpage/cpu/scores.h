@@ -31,11 +31,12 @@ void load_queries(Work<Traits>& work) {
 
 template <class Traits>
 void pack_tile_keys(Work<Traits>& work) {
-  using Operand = typename Work<Traits>::Operand;
+  using W = Work<Traits>;
+  using Operand = typename W::Operand;
   constexpr int head_dim = Traits::head_dim_qk;
   auto& tile = work.tile;
   const Ahead<typename Traits::StoredCache, Traits::head_dim_vo> values = {tile.values, tile.count};
-  if constexpr (Work<Traits>::has_rope) {
+  if constexpr (W::has_rope) {
     const Operand* rows[Traits::tile_kv];
     work.rotation.start(tile.begin);
     for (i32 i = 0; i < tile.count; ++i) {
@@ -44,9 +45,16 @@ void pack_tile_keys(Work<Traits>& work) {
       work.rotation.advance();
     }
     for (i32 i = tile.count; i < round_up(tile.count, num_lanes); ++i) rows[i] = zero_row<Operand>;
-    pack_keys<Operand, head_dim>(rows, tile.count, work.panels, values);
+    pack_keys<Operand, head_dim, W::qk_words>(rows, tile.count, work.panels, values);
+  } else if constexpr (W::is_latent) {
+    constexpr int shared = Traits::head_dim_vo, tail = head_dim - shared;
+    pack_keys<Operand, shared, W::qk_words>(tile.keys, tile.count, work.panels, values);
+    if constexpr (tail > 0) {
+      u32* panels = work.panels + shared / W::pack * panel_width;
+      pack_keys<Operand, tail, W::qk_words>(tile.key_tails, tile.count, panels, values);
+    }
   } else {
-    pack_keys<Operand, head_dim>(tile.keys, tile.count, work.panels, values);
+    pack_keys<Operand, head_dim, W::qk_words>(tile.keys, tile.count, work.panels, values);
   }
 }
 

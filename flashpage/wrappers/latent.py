@@ -1,0 +1,378 @@
+"""Multi-head latent attention (MLA): all query heads read one row a token, of which K is the whole and V the first
+columns."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..base import checks
+from ..base.errors import PlanError, RunError
+from ..base.warn import warn
+from ..kernels.options import Options, RunOptions, check_options, check_scale
+from ..plan.device_lengths import TableLengths
+from ..plan.lengths import Lengths, Names
+from ..plan.page_indices import Pages
+from ..run.checks import NO_SCALES
+from .adapter import Adapter
+from .engine_access.attributes import Buffer, Written, array_of_plan
+from .engine_access.cached_module import LatentPlanModule
+from .plan_arguments import differ
+
+_LATENT = Names("qo_indptr", "kv_indptr", "last_page_len", "kv_len_arr", "kv_indices")
+_LAYOUTS = ("split", "packed")
+_LSE_MODES = ("none", "base2", "basee")
+_FLAT = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe")
+_FLAT += ("page_size", "causal", "sm_scale", "q_data_type", "kv_data_type", "use_profiler")
+
+
+class MLAPlanMetadata(NamedTuple):
+    """Lengths and page numbers of a batch, on the host or on the device: `csr`, `dense` or `dual` makes one."""
+
+    qo_indptr: torch.Tensor | None = None
+    kv_indptr: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
+    kv_len_arr: torch.Tensor | None = None
+    block_tables: torch.Tensor | None = None
+    max_q_len: int | None = None
+
+    @staticmethod
+    def csr(
+        qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor
+    ) -> MLAPlanMetadata:
+        """Rows and pages of all requests in a row.
+
+        Args:
+            qo_indptr, kv_indptr: [batch + 1], where each request's rows and pages begin.
+            kv_indices: page numbers.
+            kv_len_arr: [batch], tokens of each request.
+        """
+        return MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+
+    @staticmethod
+    def dense(
+        cum_seq_lens_q: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_q_len: int | None = None,
+    ) -> MLAPlanMetadata:
+        """A table of pages. If it and the lengths are on a card, the plan is made there, and the host reads neither.
+
+        Args:
+            cum_seq_lens_q: [batch + 1], where each request's rows begin.
+            block_tables: [batch, pages], int32.
+            seq_lens: [batch], tokens of each request.
+            max_q_len: most rows of a request, which bounds the rows of q; None: q has cum_seq_lens_q[-1] rows.
+        """
+        return MLAPlanMetadata(cum_seq_lens_q, None, None, seq_lens, block_tables, max_q_len)
+
+    @staticmethod
+    def dual(
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        block_tables: torch.Tensor | None = None,
+        max_q_len: int | None = None,
+    ) -> MLAPlanMetadata:
+        """Both forms of one batch; `kv_indices` is used, and a table on the host is compared with it."""
+        return MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr, block_tables, max_q_len)
+
+
+class _Arguments(NamedTuple):
+    """Arguments of plan other than lengths."""
+
+    num_heads: Any = None
+    head_dim_ckv: Any = None
+    head_dim_kpe: Any = None
+    page_size: Any = None
+    sm_scale: Any = None
+    causal: Any = False
+    q_data_type: Any = "float16"
+    kv_data_type: Any = None
+    o_data_type: Any = None
+    fixed_split_size: Any = None
+    disable_split_kv: Any = False
+
+    def checked(self) -> tuple[Options, RunOptions]:
+        """The options, and the values that runs use."""
+        if self.sm_scale is None:
+            raise PlanError("sm_scale=None: pass the model's, such as 192 ** -0.5, as latent rows have other columns.")
+        ckv = checks.whole("head_dim_ckv", self.head_dim_ckv, 1)
+        options = check_options(
+            kv_source="latent",
+            num_qo_heads=self.num_heads,
+            num_kv_heads=1,
+            head_dim_qk=ckv + checks.whole("head_dim_kpe", self.head_dim_kpe, 0),
+            head_dim_vo=ckv,
+            page_size=self.page_size,
+            q_data_type=self.q_data_type,
+            kv_data_type=self.kv_data_type,
+            o_data_type=self.o_data_type,
+            causal=self.causal,
+            window_left=-1,
+            logits_soft_cap=None,
+            pos_encoding_mode="NONE",
+            has_mask=False,
+            variant=None,
+            fixed_split_size=self.fixed_split_size,
+            disable_split_kv=self.disable_split_kv,
+        )
+        scale = check_scale(self.sm_scale, options.head_dim_qk)
+        return options, RunOptions(options.causal, -1, 0.0, scale, None, None, "NONE")
+
+
+class BatchMLAPagedAttentionWrapper(Adapter):
+    """Attention over latent rows in pages (DeepSeek, Kimi, GLM): `plan` once a step, `run` once a layer.
+
+    Decode, appends and prompts in any mix; queries are absorbed, so a query row has head_dim_ckv + head_dim_kpe columns
+    and an output row head_dim_ckv.
+
+    Args:
+        float_workspace_buffer: memory for partial results, contiguous, on the device that runs.
+        use_cuda_graph: runs may be captured, and replayed after later plans of the same batch size.
+        qo_indptr, kv_indptr, kv_len_arr: with `use_cuda_graph`; their lengths fix the batch.
+        kv_indices: with `use_cuda_graph`; int32, plan copies the page numbers there.
+        backend: "auto" ("fa2", "fa3": the same).
+    """
+
+    _length_names = _LATENT
+    _kv_indptr_buf = array_of_plan(1)
+    _kv_indices_buf = Buffer(lambda state: state._planner.indices.tensor)
+    _kv_len_arr_buf = Buffer(lambda state: state._planner.kv_lens().to(state.device, torch.int32))
+    _page_size = Written(lambda state: state._planner.options.page_size)
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(float_workspace_buffer, "NHD", use_cuda_graph, backend)
+        self._lse_mode = "base2"
+        buffers = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
+        self._take_graph_buffers(None, **buffers)
+
+    def plan(
+        self,
+        *flat: Any,
+        metadata: MLAPlanMetadata | None = None,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        use_profiler: bool = False,
+        query_layout: str = "split",
+        kv_cache_layout: str = "split",
+        lse_mode: str | None = None,
+        output_dtype: Any = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+    ) -> None:
+        """Plans a batch.
+
+        Args:
+            flat: deprecated: qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe,
+                page_size, causal, sm_scale, q_data_type and kv_data_type by position.
+            metadata: lengths and page numbers, or the four arrays of `MLAPlanMetadata.csr` as keywords.
+            num_heads: query heads, any number.
+            head_dim_ckv, head_dim_kpe: columns that K and V share, and those that only K has (0: none).
+            page_size: tokens a page.
+            causal: (None: False) row r of a request sees tokens up to kv_len - q_len + r.
+            sm_scale: multiplies the scores; the model's, which no shape here tells.
+            q_data_type, kv_data_type, output_dtype: types of q, of the latent rows and of the output (None: q's).
+            query_layout, kv_cache_layout: "split" (two tensors) or "packed" (one); run takes both at any time.
+            lse_mode: "base2", "basee" or "none"; None: base 2, if run asks for it.
+            use_sinks: whether runs get sinks; run takes them at any time.
+            fixed_split_size: pages; every request is cut at multiples of this size, so that results do not depend on
+                the rest of the batch. None: balanced.
+            disable_split_kv: no request is cut.
+        """
+        checks.refuse_given(use_profiler=use_profiler, skip_softmax=skip_softmax)
+        checks.choice("output_scale", output_scale, ("none",))
+        checks.choice("scale_mode", scale_mode, ("default",))
+        checks.choice("query_layout", query_layout, _LAYOUTS)
+        checks.choice("kv_cache_layout", kv_cache_layout, _LAYOUTS)
+        self._lse_mode = "base2" if lse_mode is None else checks.choice("lse_mode", lse_mode, _LSE_MODES)
+        given = _by_position(flat) | {
+            name: value
+            for name, value in (
+                ("qo_indptr", qo_indptr),
+                ("kv_indptr", kv_indptr),
+                ("kv_indices", kv_indices),
+                ("kv_len_arr", kv_len_arr),
+                ("num_heads", num_heads),
+                ("head_dim_ckv", head_dim_ckv),
+                ("head_dim_kpe", head_dim_kpe),
+                ("page_size", page_size),
+                ("causal", causal),
+                ("sm_scale", sm_scale),
+                ("q_data_type", q_data_type),
+                ("kv_data_type", kv_data_type),
+            )
+            if value is not None
+        }
+        arrays = {name: given.pop(name) for name in _FLAT[:4] if name in given}
+        if metadata is None:
+            metadata = MLAPlanMetadata(**arrays)
+        elif arrays:
+            raise PlanError(f"metadata and {min(arrays)} both give the batch: pass one of them.")
+        elif not isinstance(metadata, MLAPlanMetadata):
+            raise PlanError(f"metadata={checks.shown(metadata)}: pass MLAPlanMetadata.csr, dense or dual.")
+        own = {"o_data_type": output_dtype, "fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv}
+        arguments = _Arguments(**given, **own)
+        if differ(arguments, self._arguments):
+            self._check(arguments)
+        self._now = self._planned
+        self._plan(metadata)
+
+    begin_forward = plan
+
+    def _plan(self, given: MLAPlanMetadata) -> None:
+        for name, value in (("qo_indptr", given.qo_indptr), ("kv_len_arr", given.kv_len_arr)):
+            checks.tensor(value, name, PlanError)
+        tables, rows, lens = given.block_tables, given.qo_indptr, given.kv_len_arr
+        if given.kv_indptr is None and tables is not None:
+            if not (rows.is_cpu or lens.is_cpu):
+                self._plan_tables(given)
+                return
+            pages = -(-lens.cpu().long() // self._options.page_size)
+            kv_indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0)])
+        else:
+            kv_indptr = given.kv_indptr
+        lengths = Lengths(rows, kv_indptr, None, lens)
+        self._attention.plan(lengths, Pages(given.kv_indices, tables), self._options, self._now)
+
+    def _plan_tables(self, given: MLAPlanMetadata) -> None:
+        """Plans on the device, which alone knows the lengths."""
+        rows = given.qo_indptr
+        most = int(rows[-1]) if given.max_q_len is None else (len(rows) - 1) * given.max_q_len
+        tables = TableLengths(
+            self.device,
+            given.kv_len_arr,
+            given.block_tables,
+            q_indptr=rows,
+            table_rows=None,
+            num_requests=None,
+            max_rows=checks.whole("max_q_len", most, 0),
+            options=self._options,
+        )
+        self._attention.plan_on_device(tables, self._options, self._now)
+
+    @property
+    def _cached_module(self) -> Any:
+        """Plans from host arrays, as SGLang's planning function does; None before the first `plan`."""
+        return LatentPlanModule(self) if self._planner.active else None
+
+    def run(
+        self,
+        q_nope: torch.Tensor | None = None,
+        q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        profiler_buffer: torch.Tensor | None = None,
+        kv_len: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: Any = None,
+        *,
+        query: torch.Tensor | None = None,
+        kv_cache: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        ckv_scale: Any = None,
+        ckv_scale_arr: torch.Tensor | None = None,
+        kpe_scale: Any = None,
+    ) -> Any:
+        """Attention of the planned batch.
+
+        Args:
+            q_nope, q_pe: [rows, heads, head_dim_ckv] and [rows, heads, head_dim_kpe]. If they are views of one tensor,
+                side by side, it is read in place; two tensors are joined first.
+            ckv_cache, kpe_cache: [pages, page_size, head_dim_ckv] and [pages, page_size, head_dim_kpe], any strides.
+            out: [rows, heads, head_dim_ckv], written in place; None: allocated.
+            lse: [rows, heads] fp32, written in place.
+            return_lse: also return lse, of plan's lse_mode.
+            return_lse_base_on_e: lse has natural logarithms, whatever lse_mode says.
+            query: q_nope and q_pe in one tensor [rows, heads, head_dim_ckv + head_dim_kpe], in place of them.
+            kv_cache: both caches in one tensor [pages, page_size, head_dim_ckv + head_dim_kpe], in place of them.
+            sinks: [heads] fp32, natural-log units, which join the denominator.
+        """
+        checks.refuse_given(profiler_buffer=profiler_buffer, o_scale=o_scale, kv_len=kv_len, page_table=page_table)
+        checks.refuse_given(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale)
+        q = _joined(_pair("query", query, q_nope=q_nope, q_pe=q_pe))
+        cache = _pair("kv_cache", kv_cache, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+        has_lse = return_lse or lse is not None
+        found = self._attention.run(
+            q, cache if len(cache) > 1 else cache[0], out, lse, return_lse, self._now, NO_SCALES, sinks
+        )
+        if has_lse and (return_lse_base_on_e or self._lse_mode == "basee"):
+            (lse if lse is not None else found[1]).mul_(math.log(2.0))
+        return found
+
+    def run_return_lse(self, *tensors: Any, **options: Any) -> Any:
+        """`run` with return_lse=True."""
+        return self.run(*tensors, **options, return_lse=True)
+
+
+def _by_position(flat: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments of FlashInfer's former plan by their names."""
+    if not flat:
+        return {}
+    if len(flat) > len(_FLAT):
+        raise PlanError(f"plan was given {len(flat)} positional arguments: pass metadata= and keywords.")
+    warn("positional arguments of plan are deprecated: pass metadata= and keywords", DeprecationWarning)
+    given = dict(zip(_FLAT, flat, strict=False))
+    checks.refuse_given(use_profiler=given.pop("use_profiler", None))
+    return given
+
+
+def _pair(name: str, whole: torch.Tensor | None, **parts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """One tensor, or two of which the second has columns."""
+    names = " and ".join(parts)
+    if whole is not None:
+        if any(part is not None for part in parts.values()):
+            raise RunError(f"{name} and {names} are both given: pass one tensor, or two.")
+        return (whole,)
+    first, second = (checks.tensor(part, part_name, RunError) for part_name, part in parts.items())
+    if first.dim() != 3 or second.shape[:-1] != first.shape[:-1]:
+        raise RunError(f"{names} have shapes {tuple(first.shape)} and {tuple(second.shape)}: pass equal leading sizes.")
+    return (first, second) if second.shape[-1] else (first,)
+
+
+def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The parts side by side: in place if their memory is, otherwise copied."""
+    first, second = parts[0], parts[-1]
+    if first is second:
+        return first
+    shape = (*first.shape[:-1], first.shape[-1] + second.shape[-1])
+    is_one = (
+        not is_dynamo_compiling()
+        and first.stride() == second.stride()
+        and first.dtype == second.dtype
+        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        and first.storage_offset() + first.shape[-1] == second.storage_offset()
+    )
+    return first.as_strided(shape, first.stride()) if is_one else torch.cat(parts, -1)
