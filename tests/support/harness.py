@@ -45,6 +45,8 @@ class Runner:
     def run(self) -> Outputs:
         if self.case.entry.startswith("single"):
             return self._run_single()
+        if self.case.entry == "latent":
+            return self._run_latent()
         wrapper = self.planned()
         q, kv = self.q(), self.kv()
         if self.case.at_run:
@@ -167,6 +169,41 @@ class Runner:
     def _scale_arguments(self) -> dict[str, Any]:
         scales = self.inputs.scales.items()
         return {name: value.to(self.device) if isinstance(value, torch.Tensor) else value for name, value in scales}
+
+    def _run_latent(self) -> Outputs:
+        inputs, case = self.inputs, self.case
+        workspace = poison(
+            torch.empty(WORKSPACE_BYTES[self.device.split(":")[0]], dtype=torch.uint8, device=self.device)
+        )
+        wrapper = self.library.BatchMLAPagedAttentionWrapper(workspace)
+        poison(wrapper._int_workspace_buffer)
+        wrapper.plan(
+            metadata=self.library.MLAPlanMetadata.csr(
+                inputs.qo_indptr, inputs.indptr, inputs.indices.to(self.device), torch.tensor(case.kv_lens)
+            ),
+            num_heads=case.num_q_heads,
+            head_dim_ckv=case.value_dim,
+            head_dim_kpe=case.head_dim - case.value_dim,
+            page_size=case.page_size,
+            causal=case.causal,
+            sm_scale=case.score_scale,
+            q_data_type=getattr(torch, case.q_dtype),
+            kv_data_type=getattr(torch, case.kv_type),
+            output_dtype=case.o_dtype or None,
+            fixed_split_size=case.fixed_split_size or None,
+            disable_split_kv=case.disable_split_kv,
+        )
+        q = self.q()
+        parts = [q[..., : case.value_dim], q[..., case.value_dim :]]
+        if case.q_strides == "split":
+            parts = [part.contiguous() for part in parts]
+        caches = [half.squeeze(2) for half in inputs.cache.argument(self.device)]
+        extra = {} if inputs.sinks is None else {"sinks": inputs.sinks.to(self.device)}
+        if case.outputs in ("given", "strided"):
+            given = self.make_outputs()
+            wrapper.run(*parts, *caches, out=given.out, lse=given.lse, return_lse=True, **extra)
+            return given
+        return self._outputs(wrapper.run(*parts, *caches, return_lse=case.outputs == "returned", **extra))
 
     def _run_single(self) -> Outputs:
         case = self.case

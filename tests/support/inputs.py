@@ -61,6 +61,8 @@ def make_inputs(case: Case) -> Inputs:
     q = rows(case.q_lens, case.num_q_heads, case.head_dim, case.q_dtype)
     k = rows(case.kv_lens, case.num_kv_heads, case.head_dim, case.kv_type)
     v = rows(case.kv_lens, case.num_kv_heads, case.value_dim, case.kv_type)
+    if case.entry == "latent":
+        v = [row[..., : case.value_dim] for row in k]
     shapes = zip(case.q_lens, case.kv_lens, strict=True)
     masks = [_mask(case.mask_kind, *shape, generator) for shape in shapes] if case.mask else None
     sinks = torch.randn(case.num_q_heads, generator=generator) if case.sinks else None
@@ -86,13 +88,16 @@ def assemble(
 ) -> Inputs:
     """Given rows in the case's form of memory."""
     place = _ragged if is_ragged(case) else _paged
-    cache, indptr, indices, last_page_len = place(case, _hidden(case, k), _hidden(case, v))
+    parts = (k, v)
+    if case.entry == "latent":
+        parts = tuple([row[..., columns] for row in k] for columns in (slice(case.value_dim), slice(case.value_dim, None)))
+    cache, indptr, indices, last_page_len = place(case, *(_hidden(case, part) for part in parts))
     qo_indptr = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32)
     return Inputs(case, q, k, v, cache, qo_indptr, indptr, indices, last_page_len, masks, _scales(case), sinks)
 
 
 def is_ragged(case: Case) -> bool:
-    return case.entry not in ("decode", "paged", "sink")
+    return case.entry not in ("decode", "paged", "sink", "latent")
 
 
 def hidden_tokens(case: Case, request: int) -> int:
@@ -114,7 +119,10 @@ def _hidden(case: Case, rows: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _paged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[Cache, Any, Any, Any]:
     pages = sum(-(-n // case.page_size) for n in case.kv_lens) + SPARE_PAGES
-    shape = Shape(pages, case.page_size, case.num_kv_heads, case.head_dim, case.value_dim)
+    dims = (case.head_dim, case.value_dim)
+    if case.entry == "latent":
+        dims = (case.value_dim, case.head_dim - case.value_dim)
+    shape = Shape(pages, case.page_size, case.num_kv_heads, *dims)
     cache = Cache.make(case.cache, shape, case.kv_layout, getattr(torch, case.kv_type))
     indptr, indices, last_page_len = write_pages(cache, case.kv_lens, k, v, seed=len(case.name))
     if case.cache == "indexed":

@@ -19,7 +19,7 @@ class Case:
     why: str
     kv_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
-    entry: str = "paged"  # decode | paged | sink | ragged | single_decode | single_prefill
+    entry: str = "paged"  # decode | paged | sink | ragged | latent | single_decode | single_prefill
     num_q_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
@@ -48,7 +48,7 @@ class Case:
     fixed_split_size: int = 0  # pages; 0: balanced
     disable_split_kv: bool = False
     at_run: bool = False  # causal, window, soft cap and sm_scale come with forward(); plan gets other values
-    q_strides: str = "contiguous"  # contiguous | fused_qkv
+    q_strides: str = "contiguous"  # contiguous | fused_qkv | split (latent: two tensors)
     hidden_nan: bool = False  # tokens left of every row's window and chunk are NaN in the cache
     outputs: str = "given"  # given: out= and lse= inside guard bands | strided | returned | no_lse
     reduced: bool = False  # part of the short table for compute-sanitizer
@@ -74,8 +74,8 @@ class Case:
         return self.q_dtype.startswith("float8")
 
     def runs_on(self, device: str) -> bool:
-        """fp32 queries run only on the CPU: the card's kernels multiply 16-bit numbers."""
-        return device == "cpu" or self.q_dtype != "float32"
+        """fp32 queries and latent rows run only on the CPU."""
+        return device == "cpu" or (self.q_dtype != "float32" and self.entry != "latent")
 
     def __str__(self) -> str:
         return self.name
