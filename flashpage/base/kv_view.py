@@ -57,26 +57,26 @@ def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> t
 def latent_views(cache: Cache, shared: int) -> tuple[View, View]:
     """The `shared` columns of latent rows that K and V have in common, and the other columns of K: a tensor [pages,
     page, columns] of both, or a pair [pages, page, shared] and [pages, page, others]."""
-    parts = cache if isinstance(cache, tuple) else (cache,)
-    names = ("ckv_cache", "kpe_cache") if len(parts) == 2 else ("kv_cache",)
-    views = []
-    for name, tensor in zip(names, parts, strict=True):
-        if checks.tensor(tensor, name, RunError).dim() != 3:
-            raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [pages, page_size, columns].")
-        if tensor.shape[2]:
-            checks.dense_last(tensor, name, RunError)
-        pages, page, columns = tensor.shape
-        views.append(View(pages, page, 1, columns, _stride(tensor, 0), _stride(tensor, 1), 0))
-    if len(views) == 1:
-        whole = views[0]
+    if not isinstance(cache, tuple):
+        whole = _latent_view(cache, "kv_cache")
         tail = max(0, whole.head_dim - shared)
         return whole._replace(head_dim=whole.head_dim - tail), whole._replace(head_dim=tail, offset=shared)
-    if views[0][:2] != views[1][:2]:
+    ckv, kpe = (_latent_view(part, name) for part, name in zip(cache, ("ckv_cache", "kpe_cache"), strict=True))
+    if ckv[:2] != kpe[:2]:
         raise RunError(
-            f"ckv_cache has shape {tuple(parts[0].shape)} and kpe_cache {tuple(parts[1].shape)}: "
+            f"ckv_cache has shape {tuple(cache[0].shape)} and kpe_cache {tuple(cache[1].shape)}: "
             "they must have the same pages and page size."
         )
-    return views[0], views[1]
+    return ckv, kpe
+
+
+def _latent_view(tensor: torch.Tensor, name: str) -> View:
+    if checks.tensor(tensor, name, RunError).dim() != 3:
+        raise RunError(f"{name} has shape {tuple(tensor.shape)}: pass [pages, page_size, columns].")
+    if tensor.shape[2]:
+        checks.dense_last(tensor, name, RunError)
+    pages, page, columns = tensor.shape
+    return View(pages, page, 1, columns, _stride(tensor, 0), _stride(tensor, 1), 0)
 
 
 def _paged_view(tensor: torch.Tensor, kv_layout: str, name: str) -> View:

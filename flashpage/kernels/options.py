@@ -59,7 +59,8 @@ class Options:
     @property
     def half_dims(self) -> tuple[int, int]:
         """Columns of the two parts."""
-        return (self.head_dim_vo, self.head_dim_qk - self.head_dim_vo) if self.is_latent else (self.head_dim_qk, self.head_dim_vo)
+        qk, vo = self.head_dim_qk, self.head_dim_vo
+        return (vo, qk - vo) if self.is_latent else (qk, vo)
 
     @property
     def token_bytes(self) -> int:

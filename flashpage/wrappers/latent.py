@@ -3,8 +3,9 @@ columns."""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -12,117 +13,22 @@ from torch.compiler import is_dynamo_compiling
 from ..base import checks
 from ..base.errors import PlanError, RunError
 from ..base.warn import warn
-from ..kernels.options import Options, RunOptions, check_options, check_scale
-from ..plan.device_lengths import TableLengths
-from ..plan.lengths import Lengths, Names
+from ..plan.lengths import Names
 from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES
 from .adapter import Adapter
 from .engine_access.attributes import Buffer, Written, array_of_plan
 from .engine_access.cached_module import LatentPlanModule
-from .plan_arguments import differ
+from .latent_batch import MLAPlanMetadata
+from .plan_arguments import LatentArguments, differ
 
 _LATENT = Names("qo_indptr", "kv_indptr", "last_page_len", "kv_len_arr", "kv_indices")
 _LAYOUTS = ("split", "packed")
 _LSE_MODES = ("none", "base2", "basee")
-_FLAT = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe")
-_FLAT += ("page_size", "causal", "sm_scale", "q_data_type", "kv_data_type", "use_profiler")
-
-
-class MLAPlanMetadata(NamedTuple):
-    """Lengths and page numbers of a batch, on the host or on the device: `csr`, `dense` or `dual` makes one."""
-
-    qo_indptr: torch.Tensor | None = None
-    kv_indptr: torch.Tensor | None = None
-    kv_indices: torch.Tensor | None = None
-    kv_len_arr: torch.Tensor | None = None
-    block_tables: torch.Tensor | None = None
-    max_q_len: int | None = None
-
-    @staticmethod
-    def csr(
-        qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor
-    ) -> MLAPlanMetadata:
-        """Rows and pages of all requests in a row.
-
-        Args:
-            qo_indptr, kv_indptr: [batch + 1], where each request's rows and pages begin.
-            kv_indices: page numbers.
-            kv_len_arr: [batch], tokens of each request.
-        """
-        return MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
-
-    @staticmethod
-    def dense(
-        cum_seq_lens_q: torch.Tensor,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_q_len: int | None = None,
-    ) -> MLAPlanMetadata:
-        """A table of pages. If it and the lengths are on a card, the plan is made there, and the host reads neither.
-
-        Args:
-            cum_seq_lens_q: [batch + 1], where each request's rows begin.
-            block_tables: [batch, pages], int32.
-            seq_lens: [batch], tokens of each request.
-            max_q_len: most rows of a request, which bounds the rows of q; None: q has cum_seq_lens_q[-1] rows.
-        """
-        return MLAPlanMetadata(cum_seq_lens_q, None, None, seq_lens, block_tables, max_q_len)
-
-    @staticmethod
-    def dual(
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        block_tables: torch.Tensor | None = None,
-        max_q_len: int | None = None,
-    ) -> MLAPlanMetadata:
-        """Both forms of one batch; `kv_indices` is used, and a table on the host is compared with it."""
-        return MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr, block_tables, max_q_len)
-
-
-class _Arguments(NamedTuple):
-    """Arguments of plan other than lengths."""
-
-    num_heads: Any = None
-    head_dim_ckv: Any = None
-    head_dim_kpe: Any = None
-    page_size: Any = None
-    sm_scale: Any = None
-    causal: Any = False
-    q_data_type: Any = "float16"
-    kv_data_type: Any = None
-    o_data_type: Any = None
-    fixed_split_size: Any = None
-    disable_split_kv: Any = False
-
-    def checked(self) -> tuple[Options, RunOptions]:
-        """The options, and the values that runs use."""
-        if self.sm_scale is None:
-            raise PlanError("sm_scale=None: pass the model's, such as 192 ** -0.5, as latent rows have other columns.")
-        ckv = checks.whole("head_dim_ckv", self.head_dim_ckv, 1)
-        options = check_options(
-            kv_source="latent",
-            num_qo_heads=self.num_heads,
-            num_kv_heads=1,
-            head_dim_qk=ckv + checks.whole("head_dim_kpe", self.head_dim_kpe, 0),
-            head_dim_vo=ckv,
-            page_size=self.page_size,
-            q_data_type=self.q_data_type,
-            kv_data_type=self.kv_data_type,
-            o_data_type=self.o_data_type,
-            causal=self.causal,
-            window_left=-1,
-            logits_soft_cap=None,
-            pos_encoding_mode="NONE",
-            has_mask=False,
-            variant=None,
-            fixed_split_size=self.fixed_split_size,
-            disable_split_kv=self.disable_split_kv,
-        )
-        scale = check_scale(self.sm_scale, options.head_dim_qk)
-        return options, RunOptions(options.causal, -1, 0.0, scale, None, None, "NONE")
+_FLAT = (
+    *("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe"),
+    *("page_size", "causal", "sm_scale", "q_data_type", "kv_data_type", "use_profiler"),
+)
 
 
 class BatchMLAPagedAttentionWrapper(Adapter):
@@ -202,7 +108,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             sm_scale: multiplies the scores; the model's, which no shape here tells.
             q_data_type, kv_data_type, output_dtype: types of q, of the latent rows and of the output (None: q's).
             query_layout, kv_cache_layout: "split" (two tensors) or "packed" (one); run takes both at any time.
-            lse_mode: "base2", "basee" or "none"; None: base 2, if run asks for it.
+            lse_mode: "base2", "basee" or "none"; None: base 2.
             use_sinks: whether runs get sinks; run takes them at any time.
             fixed_split_size: pages; every request is cut at multiples of this size, so that results do not depend on
                 the rest of the batch. None: balanced.
@@ -240,7 +146,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
         elif not isinstance(metadata, MLAPlanMetadata):
             raise PlanError(f"metadata={checks.shown(metadata)}: pass MLAPlanMetadata.csr, dense or dual.")
         own = {"o_data_type": output_dtype, "fixed_split_size": fixed_split_size, "disable_split_kv": disable_split_kv}
-        arguments = _Arguments(**given, **own)
+        arguments = LatentArguments(**given, **own)
         if differ(arguments, self._arguments):
             self._check(arguments)
         self._now = self._planned
@@ -249,35 +155,15 @@ class BatchMLAPagedAttentionWrapper(Adapter):
     begin_forward = plan
 
     def _plan(self, given: MLAPlanMetadata) -> None:
-        for name, value in (("qo_indptr", given.qo_indptr), ("kv_len_arr", given.kv_len_arr)):
-            checks.tensor(value, name, PlanError)
-        tables, rows, lens = given.block_tables, given.qo_indptr, given.kv_len_arr
-        if given.kv_indptr is None and tables is not None:
-            if not (rows.is_cpu or lens.is_cpu):
-                self._plan_tables(given)
-                return
-            pages = -(-lens.cpu().long() // self._options.page_size)
-            kv_indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0)])
-        else:
-            kv_indptr = given.kv_indptr
-        lengths = Lengths(rows, kv_indptr, None, lens)
-        self._attention.plan(lengths, Pages(given.kv_indices, tables), self._options, self._now)
+        if given.is_on_device:
+            self._plan_tables(given)
+            return
+        pages = Pages(given.kv_indices, given.block_tables)
+        self._attention.plan(given.lengths(self._options.page_size), pages, self._options, self._now)
 
     def _plan_tables(self, given: MLAPlanMetadata) -> None:
         """Plans on the device, which alone knows the lengths."""
-        rows = given.qo_indptr
-        most = int(rows[-1]) if given.max_q_len is None else (len(rows) - 1) * given.max_q_len
-        tables = TableLengths(
-            self.device,
-            given.kv_len_arr,
-            given.block_tables,
-            q_indptr=rows,
-            table_rows=None,
-            num_requests=None,
-            max_rows=checks.whole("max_q_len", most, 0),
-            options=self._options,
-        )
-        self._attention.plan_on_device(tables, self._options, self._now)
+        self._attention.plan_on_device(given.table_lengths(self.device, self._options), self._options, self._now)
 
     @property
     def _cached_module(self) -> Any:
@@ -332,9 +218,7 @@ class BatchMLAPagedAttentionWrapper(Adapter):
             (lse if lse is not None else found[1]).mul_(math.log(2.0))
         return found
 
-    def run_return_lse(self, *tensors: Any, **options: Any) -> Any:
-        """`run` with return_lse=True."""
-        return self.run(*tensors, **options, return_lse=True)
+    run_return_lse = functools.partialmethod(run, return_lse=True)
 
 
 def _by_position(flat: tuple[Any, ...]) -> dict[str, Any]:

@@ -139,10 +139,53 @@ class PrefillArguments(NamedTuple):
         return options, _values(self, options, bool(self.causal))
 
 
-Arguments: TypeAlias = DecodeArguments | PrefillArguments
+class LatentArguments(NamedTuple):
+    """Arguments of plan other than lengths."""
+
+    num_heads: Any = None
+    head_dim_ckv: Any = None
+    head_dim_kpe: Any = None
+    page_size: Any = None
+    sm_scale: Any = None
+    causal: Any = False
+    q_data_type: Any = "float16"
+    kv_data_type: Any = None
+    o_data_type: Any = None
+    fixed_split_size: Any = None
+    disable_split_kv: Any = False
+
+    def checked(self) -> tuple[Options, RunOptions]:
+        """The options, and the values that runs use."""
+        if self.sm_scale is None:
+            raise PlanError("sm_scale=None: pass the model's, such as 192 ** -0.5, as latent rows have other columns.")
+        ckv = checks.whole("head_dim_ckv", self.head_dim_ckv, 1)
+        options = check_options(
+            kv_source="latent",
+            num_qo_heads=self.num_heads,
+            num_kv_heads=1,
+            head_dim_qk=ckv + checks.whole("head_dim_kpe", self.head_dim_kpe, 0),
+            head_dim_vo=ckv,
+            page_size=self.page_size,
+            q_data_type=self.q_data_type,
+            kv_data_type=self.kv_data_type,
+            o_data_type=self.o_data_type,
+            causal=self.causal,
+            window_left=-1,
+            logits_soft_cap=None,
+            pos_encoding_mode="NONE",
+            has_mask=False,
+            variant=None,
+            fixed_split_size=self.fixed_split_size,
+            disable_split_kv=self.disable_split_kv,
+        )
+        scale = check_scale(self.sm_scale, options.head_dim_qk)
+        return options, RunOptions(options.causal, -1, 0.0, scale, None, None, "NONE")
 
 
-def _values(given: Arguments, options: Options, causal: bool) -> RunOptions:
+Arguments: TypeAlias = DecodeArguments | PrefillArguments | LatentArguments
+
+
+def _values(given: DecodeArguments | PrefillArguments, options: Options, causal: bool) -> RunOptions:
     check_scale(given.sm_scale, options.head_dim_qk)
     check_rope(given.rope_scale, given.rope_theta)
     cap, window = check_soft_cap(given.logits_soft_cap), check_window(given.window_left)

@@ -128,7 +128,7 @@ REFUSED = {
     "trtllm_batch_decode_with_kv_cache xqa_batch_decode_with_kv_cache",
     "prefill": "cudnn_batch_prefill_with_kv_cache fmha_varlen trtllm_batch_context_with_kv_cache "
     "trtllm_fmha_v2_prefill trtllm_ragged_attention_deepseek",
-    "mla": "BatchMLAPagedAttentionWrapper trtllm_batch_decode_with_kv_cache_mla xqa_batch_decode_with_kv_cache_mla",
+    "mla": "trtllm_batch_decode_with_kv_cache_mla xqa_batch_decode_with_kv_cache_mla",
     "page": "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "quantization": "nvfp4_kv_dequantize nvfp4_kv_quantize nvfp4_quantize",
     "utils": "FP4Tensor get_trtllm_gen_multi_ctas_kv_counter_bytes",

@@ -342,7 +342,7 @@ def test_a_kernel_is_named_in_its_home_alone() -> None:
 def test_only_flashinfers_classes_are_adapters() -> None:
     """All else plans and runs by wrappers/base.py, and has none of the private names that engines read and write."""
     wrappers = "flashpage.wrappers."
-    names = ("adapter", "prefill_base", "paged_decode", "paged_prefill", "ragged_prefill", "sinks")
+    names = ("adapter", "prefill_base", "paged_decode", "paged_prefill", "ragged_prefill", "sinks", "latent")
     adapters = {wrappers + name for name in names}
     access = {name for name in MODULES if name.startswith(wrappers + "engine_access")}
     for name in GRAPH.keys() - adapters - access:

@@ -90,7 +90,7 @@ def assemble(
     place = _ragged if is_ragged(case) else _paged
     parts = (k, v)
     if case.entry == "latent":
-        parts = tuple([row[..., columns] for row in k] for columns in (slice(case.value_dim), slice(case.value_dim, None)))
+        parts = (v, [row[..., case.value_dim :] for row in k])
     cache, indptr, indices, last_page_len = place(case, *(_hidden(case, part) for part in parts))
     qo_indptr = torch.tensor([0, *case.q_lens]).cumsum(0).to(torch.int32)
     return Inputs(case, q, k, v, cache, qo_indptr, indptr, indices, last_page_len, masks, _scales(case), sinks)

@@ -174,8 +174,10 @@ class EngineState(Unique):
         return self._planner.is_graph and self._planner.capacity is None
 
     def _take_graph_buffers(self, capacity: Capacity | None, **buffers: torch.Tensor | None) -> None:
-        """Buffers by the constructor's names."""
-        self._graph_buffers = {name.removesuffix("fer"): buffer for name, buffer in buffers.items()}
+        """Buffers by the constructor's names, which may end in "_buf" or "_buffer"."""
+        self._graph_buffers = {
+            name.removesuffix("fer").removesuffix("_buf") + "_buf": buffer for name, buffer in buffers.items()
+        }
         take_graph_buffers(self._attention, capacity, buffers)
 
 
