@@ -10,10 +10,7 @@ _DECODE = "use BatchDecodeWithPagedKVCacheWrapper, whose plan takes block_tables
 _PREFILL = "use BatchPrefillWithPagedKVCacheWrapper, whose plan takes block_tables and seq_lens"
 _RAGGED = "use BatchPrefillWithRaggedKVCacheWrapper, which takes head_dim_qk=192 and head_dim_vo=128 too"
 _NVFP4 = "nvfp4 caches need Blackwell kernels: use a 16-bit or fp8 cache, append_paged_kv_cache and k_scale, v_scale"
-_MLA = (
-    "no kernel here takes MLA's 576/512 latent rows: expand K and V, and pass head_dim_qk=192 and head_dim_vo=128 to "
-    "BatchPrefillWithRaggedKVCacheWrapper"
-)
+_MLA = "use BatchMLAPagedAttentionWrapper, whose plan takes block tables and lengths by MLAPlanMetadata.dense"
 
 REASONS = {
     "BatchDecodeMlaWithPagedKVCacheWrapper": _MLA,
