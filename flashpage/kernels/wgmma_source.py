@@ -37,6 +37,18 @@ def render(spec: KernelSpec) -> str:
     return f"{keys}\n\n{short_keys}\n\n{values}"
 
 
+def render_transposed(spec: KernelSpec) -> str:
+    """Renders KeyProduct (transposed scores: keys times rows of q) and ValueProduct (transposed values: columns of V
+    times rows of probabilities), both with the packed rows as columns."""
+    assert spec.tile is not None
+    kind = _TYPES[product_dtype(spec)]
+    keys = _product("KeyProduct", spec.tile.tile_q, kind, a_in_registers=False, b_by_columns=False)
+    values = _product(
+        "ValueProduct", spec.tile.tile_q, kind, a_in_registers=False, b_by_columns=False, a_by_columns=True
+    )
+    return f"{keys}\n\n{values}"
+
+
 def short_tokens(spec: KernelSpec) -> int:
     """Tokens of the short tile with which a unit may end: half of a whole tile, in steps of 16. 0: there is none.
 
@@ -54,14 +66,16 @@ def short_tokens(spec: KernelSpec) -> int:
     return -(-spec.tile.tile_kv // 32) * 16 if plain and has_room else 0
 
 
-def _product(name: str, columns: int, kind: str, *, a_in_registers: bool, b_by_columns: bool) -> str:
-    """c += a b for 64 rows and 32 bytes of the sum's terms. `b_by_columns`: rows of b in shared memory are the
-    terms."""
+def _product(
+    name: str, columns: int, kind: str, *, a_in_registers: bool, b_by_columns: bool, a_by_columns: bool = False
+) -> str:
+    """c += a b for 64 rows and 32 bytes of the sum's terms. `a_by_columns`, `b_by_columns`: rows of the matrix in
+    shared memory are the terms."""
     sums = columns // 2
     a = [f"a[{i}]" for i in range(4)] if a_in_registers else ["a"]
     b, accumulate = sums + len(a), sums + len(a) + 1
     registers = ", ".join(f"%{sums + i}" for i in range(len(a)))
-    transposed = ("" if a_in_registers else ", 0") + f", {int(b_by_columns)}" if kind != "e4m3" else ""
+    transposed = ("" if a_in_registers else f", {int(a_by_columns)}") + f", {int(b_by_columns)}" if kind != "e4m3" else ""
     steps = 32 if kind == "e4m3" else 16
     accumulators = ", ".join(f"%{i}" for i in range(sums))
     outputs = ", ".join(f'"+f"(c[{i // 4}][{i % 4}])' for i in range(sums))

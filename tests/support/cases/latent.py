@@ -9,7 +9,7 @@ from cases.case import MIXED_KV, MIXED_Q, TILE_EDGES, Case
 _DEEPSEEK: dict[str, Any] = {"head_dim": 576, "head_dim_vo": 512, "num_kv_heads": 1, "entry": "latent"}
 
 
-def _case(name: str, why: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **options: Any) -> Case:
+def latent_case(name: str, why: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **options: Any) -> Case:
     values = _DEEPSEEK | {"num_q_heads": 16, "sm_scale": 192**-0.5} | options
     return Case(f"latent-{name}", why, kv_lens, q_lens, **values)
 
@@ -17,28 +17,28 @@ def _case(name: str, why: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]
 def rows() -> list[Case]:
     edges, ones = TILE_EDGES, (1,) * len(TILE_EDGES)
     return [
-        _case("edges", "decode at every tile edge", ones, edges),
-        _case("edges-split", "q and the cache in two tensors each", ones, edges, q_strides="split", cache="tuple"),
-        _case("packed", "q and the cache in one tensor each", ones, edges, cache="interleaved", page_size=64),
-        _case("gapped", "gaps between rows and pages", (1, 2), (77, 33), cache="gapped", outputs="strided"),
-        _case("page-1", "pages of one token", (1, 1, 1), (200, 0, 3), page_size=1, cache="interleaved"),
-        _case("page-3", "pages of an odd size", (1, 4), (100, 65), page_size=3, causal=True),
-        _case("mtp", "two rows a request, causal", (2, 2, 2), (64, 1, 129), causal=True),
-        _case("mixed", "decode rows and prompts in one batch", MIXED_Q, MIXED_KV, causal=True, num_q_heads=8),
-        _case("empty", "requests without tokens or rows", (1, 0, 3), (0, 40, 0)),
-        _case("long", "one long request is cut", (1, 1), (6000, 5), num_q_heads=32),
-        _case("invariant", "cut at multiples of fixed_split_size", (1, 1), (700, 50), fixed_split_size=8),
-        _case("uncut", "disable_split_kv", (1,), (3000,), disable_split_kv=True),
-        _case("sinks", "sinks join the denominator", (1, 2), (50, 0), sinks=True, outputs="returned"),
-        _case("no-lse", "no LSE is written", (1, 3), (20, 70), outputs="no_lse"),
+        latent_case("edges", "decode at every tile edge", ones, edges),
+        latent_case("edges-split", "q and the cache in two tensors each", ones, edges, q_strides="split", cache="tuple"),
+        latent_case("packed", "q and the cache in one tensor each", ones, edges, cache="interleaved", page_size=64),
+        latent_case("gapped", "gaps between rows and pages", (1, 2), (77, 33), cache="gapped", outputs="strided"),
+        latent_case("page-1", "pages of one token", (1, 1, 1), (200, 0, 3), page_size=1, cache="interleaved"),
+        latent_case("page-3", "pages of an odd size", (1, 4), (100, 65), page_size=3, causal=True),
+        latent_case("mtp", "two rows a request, causal", (2, 2, 2), (64, 1, 129), causal=True),
+        latent_case("mixed", "decode rows and prompts in one batch", MIXED_Q, MIXED_KV, causal=True, num_q_heads=8),
+        latent_case("empty", "requests without tokens or rows", (1, 0, 3), (0, 40, 0)),
+        latent_case("long", "one long request is cut", (1, 1), (6000, 5), num_q_heads=32),
+        latent_case("invariant", "cut at multiples of fixed_split_size", (1, 1), (700, 50), fixed_split_size=8),
+        latent_case("uncut", "disable_split_kv", (1,), (3000,), disable_split_kv=True),
+        latent_case("sinks", "sinks join the denominator", (1, 2), (50, 0), sinks=True, outputs="returned"),
+        latent_case("no-lse", "no LSE is written", (1, 3), (20, 70), outputs="no_lse"),
         *(
-            _case(f"heads-{heads}", "any number of heads", (1, 2), (90, 130), num_q_heads=heads, causal=True)
+            latent_case(f"heads-{heads}", "any number of heads", (1, 2), (90, 130), num_q_heads=heads, causal=True)
             for heads in (1, 20, 24, 40, 96, 128)
         ),
-        _case("fp16", "fp16", (1, 2), (90, 130), q_dtype="float16"),
-        _case("fp32", "fp32, on the CPU", (1, 2), (90, 130), q_dtype="float32"),
-        _case("out-fp32", "another type of the output", (1, 2), (90, 130), o_dtype="float32"),
-        _case("256-64", "Mistral's rows", (1, 5), (90, 130), head_dim=320, head_dim_vo=256, causal=True),
-        _case("512-0", "rows without a tail (Kimi K3)", (1, 5), (90, 130), head_dim=512, causal=True),
-        _case("512-0-packed", "the same in one tensor", (1, 5), (90, 130), head_dim=512, cache="interleaved"),
+        latent_case("fp16", "fp16", (1, 2), (90, 130), q_dtype="float16"),
+        latent_case("fp32", "fp32, on the CPU", (1, 2), (90, 130), q_dtype="float32"),
+        latent_case("out-fp32", "another type of the output", (1, 2), (90, 130), o_dtype="float32"),
+        latent_case("256-64", "Mistral's rows", (1, 5), (90, 130), head_dim=320, head_dim_vo=256, causal=True),
+        latent_case("512-0", "rows without a tail (Kimi K3)", (1, 5), (90, 130), head_dim=512, causal=True),
+        latent_case("512-0-packed", "the same in one tensor", (1, 5), (90, 130), head_dim=512, cache="interleaved"),
     ]

@@ -30,7 +30,7 @@ struct DecodeSm90 {
   FP_DEVICE static void run(const AttentionParams& params, const VariantArgs& args, const KvMaps& maps) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    DecodeLoad<Traits> load(shared, params, maps);
+    DecodeLoad<Traits, Shared> load(shared, params, maps);
     const bool loads = threadIdx.x < Warps::loading * 32;
     if (loads) {
       ptx::grid_dependency_wait();
@@ -65,7 +65,7 @@ struct DecodeSm90 {
       ptx::prefetch_tensor_map(maps.k);
       ptx::prefetch_tensor_map(maps.v);
     }
-    shared.ring.init(DecodeLoad<Traits>::SlotLoader::arrivals, Warps::team);
+    shared.ring.init(DecodeLoad<Traits, Shared>::SlotLoader::arrivals, Warps::team);
     shared.place_ring.init(Warps::place_arrivals, 32 * Warps::computing);
     for (u64& cleared : shared.cleared) ptx::mbarrier_init(ptx::shared_address(&cleared), 32 * Warps::team);
     if constexpr (Shared::has_mailbox) shared.mailbox.init();
@@ -75,7 +75,7 @@ struct DecodeSm90 {
   // All computing warps prefetch the page numbers to the L2 while the plan is loaded, which makes the lookup after it
   // faster. A prefetch reads nothing, so it need not wait for the launch before.
   FP_DEVICE static void prefetch_indices(const AttentionParams& params) {
-    if constexpr (Traits::kv_source == KvSource::paged) {
+    if constexpr (Traits::kv_source != KvSource::ragged) {
       constexpr int line = 128 / sizeof(i32), computing = 32 * Warps::computing;
       const int thread = threadIdx.x - 32 * Warps::loading;
       const i64 step = static_cast<i64>(gridDim.x) * computing * line;

@@ -1,20 +1,18 @@
-// The loading warps of decode_sm90: they fill the ring of slots.
+// The loading warps of decode kernels for Hopper: they fill the ring of slots.
 #pragma once
 #include "flashpage/kernels/decode_sm90/shared.h"
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/tile/load/decode_boxes.h"
 #include "flashpage/tile/load/decode_rows.h"
-#include "flashpage/tile/load/query.h"
 #include "flashpage/tile/trace.h"
 
 namespace flashpage {
 
 // Every loading warp goes through the same units and loads every fourth slot. The last warp, whose first slot is needed
 // last, also publishes the units and their Q.
-template <class Traits>
+template <class Traits, class Shared>
 struct DecodeLoad {
   using S = Shape<Traits>;
-  using Shared = DecodeShared<Traits>;
   using SlotLoader = typename select_type<(Traits::loader == Loader::boxes), DecodeBoxes<Traits, Shared>,
                                           DecodeRows<Traits, Shared>>::type;
   using Source = typename SlotLoader::Source;
@@ -58,7 +56,9 @@ struct DecodeLoad {
       Source following;
       if (!next.done) following = loader.open(next, first_own(use + slots));
       for (; slot < slots; slot += warps) loader.load(source, slot, use + slot);
-      if (place.item.partial_row >= 0) look_for_others(unit_use - 1);
+      if constexpr (Shared::merges_in_launch) {
+        if (place.item.partial_row >= 0) look_for_others(unit_use - 1);
+      }
       use += slots;
       place = next;
       source = following;
@@ -96,8 +96,8 @@ struct DecodeLoad {
     shared.place_ring.wait_empty(use);
     u32 slot = shared.place_ring.slot(use), barrier = shared.place_ring.full_barrier(use);
     if (!place.done) {
-      load_query<Traits, 32>(ptx::shared_address(shared.query[slot]), params, place.unit, lane,
-                             [&](u32 row) { return query_offset(params, place.item, place.unit, row); });
+      Shared::load_query(ptx::shared_address(shared.query[slot]), params, place.unit, lane,
+                         [&](u32 row) { return query_offset(params, place.item, place.unit, row); });
     }
     if (lane == 0) {
       SlottedPlace& to = shared.places[slot];

@@ -3,6 +3,7 @@
 #include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/layout/slot_ring.h"
+#include "flashpage/tile/load/query.h"
 #include "flashpage/tile/merge/cluster_merge.h"
 #include "flashpage/tile/rope/rotation.h"
 #include "flashpage/tile/unit.h"
@@ -54,6 +55,14 @@ struct DecodeShared {
   // A slot always belongs to the same team. Copies finish in any order, so a team that returned to another team's slot
   // could take a phase for the next one of the same parity.
   static_assert(Traits::stages % Traits::warps_kv == 0 && slot_bytes % 1024 == 0 && S::row_tiles == 1);
+
+  static constexpr bool merges_in_launch = true;
+
+  // Issues a warp's copies of the unit's rows of q; offset(row) returns query_offset.
+  FP_DEVICE static void load_query(u32 destination, const AttentionParams& params, const Unit& unit, int lane,
+                                   auto&& offset) {
+    flashpage::load_query<Traits, 32>(destination, params, unit, lane, offset);
+  }
 
   alignas(1024) u8 slots[Traits::stages][slot_bytes];
   // At a unit's end the teams exchange half an m16 tile at a time: a lane's columns of two n8 tiles are consecutive.

@@ -4,6 +4,7 @@
 #include "flashpage/ptx/cache_policy.h"
 #include "flashpage/ptx/elect.h"
 #include "flashpage/ptx/tensor_copy.h"
+#include "flashpage/tile/layout/slot_halves.h"
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/unit.h"
@@ -15,9 +16,9 @@ namespace flashpage {
 template <class Traits, class Slots>
 struct DecodeBoxes {
   using Cache = typename Traits::Cache;
-  using Keys = SwizzledRows<Cache, Traits::head_dim_qk, Slots::tokens>;
-  using Values = SwizzledRows<Cache, Traits::head_dim_vo, Slots::tokens>;
-  static constexpr bool paged = Traits::kv_source == KvSource::paged;
+  using Keys = typename SlotHalves<Traits, Slots::tokens>::First;
+  using Values = typename SlotHalves<Traits, Slots::tokens>::Second;
+  static constexpr bool paged = Traits::kv_source != KvSource::ragged;
   static constexpr int arrivals = 1;  // at a slot's barrier, in addition to the bytes
 
   // K and V of one unit.

@@ -1,8 +1,8 @@
 // Loads K and V of one unit to slots by cp.async, row by row: for pages of any size, where boxes would be too small.
 #pragma once
 #include "flashpage/ptx/cache_policy.h"
+#include "flashpage/tile/layout/slot_halves.h"
 #include "flashpage/tile/layout/slot_ring.h"
-#include "flashpage/tile/layout/swizzled_rows.h"
 #include "flashpage/tile/load/copy.h"
 #include "flashpage/tile/load/kv_rows.h"
 #include "flashpage/tile/unit.h"
@@ -17,6 +17,7 @@ template <class Traits, class Slots>
 struct DecodeRows {
   using Cache = typename Traits::Cache;
   using Rows = KvRows<Traits::kv_source>;
+  using Halves = SlotHalves<Traits, Slots::tokens>;
   static constexpr int arrivals = 32;
   static constexpr int groups = max_of(1, Slots::tokens / 32);  // of at most 32 tokens
   static constexpr int group_tokens = Slots::tokens / groups;
@@ -64,8 +65,9 @@ struct DecodeRows {
     for (int group = 0; group < groups; ++group) {
       i32* ahead = shared.pages_ahead[at] + group * group_tokens + threadIdx.x % group_tokens;
       i32 found = slot < Traits::stages ? source.first_found[0][group] : *ahead;
-      copy<Traits::head_dim_qk>(source, params.k, tile, found, slot, group);
-      copy<Traits::head_dim_vo>(source, params.v, tile + Slots::key_bytes, found, slot, group);
+      copy<Halves::first_columns>(source, params.k, tile, found, slot, group);
+      if constexpr (Halves::second_columns > 0)
+        copy<Halves::second_columns>(source, params.v, tile + Halves::First::tile_bytes, found, slot, group);
       look_ahead(source, ahead, slot + Traits::stages, group);
     }
     ptx::mbarrier_arrive_after_copies(shared.ring.full_barrier(use));
@@ -77,7 +79,7 @@ struct DecodeRows {
 
  private:
   FP_DEVICE void look_ahead(const Source& source, i32* to, int slot, int group) const {
-    if constexpr (Traits::kv_source == KvSource::paged) {
+    if constexpr (Traits::kv_source != KvSource::ragged) {
       const Rows rows(params, source.offset);
       i32 token = token_of(source, slot, group);
       if (token < source.kv_end && threadIdx.x % 32 < group_tokens)

@@ -13,7 +13,7 @@ struct TileExtent {
 // The page number of a token below the request's length; 0 for ragged caches.
 template <KvSource source>
 FP_DEVICE i32 look_up_page(const AttentionParams& params, i64 kv_offset, i32 token) {
-  return source == KvSource::paged ? __ldg(params.kv_indices + kv_offset + params.page.div(token)) : 0;
+  return source != KvSource::ragged ? __ldg(params.kv_indices + kv_offset + params.page.div(token)) : 0;
 }
 
 // Where a box of tokens begins in a tensor map.
@@ -31,14 +31,14 @@ struct KvRows {
   FastDiv page;
 
   FP_DEVICE KvRows(const AttentionParams& params, i64 kv_offset)  // WorkItem::kv_offset
-      : indices(params.kv_indices + (source == KvSource::paged ? kv_offset : 0)),
+      : indices(params.kv_indices + (source != KvSource::ragged ? kv_offset : 0)),
         first_row(kv_offset),
         page(params.page) {}
   FP_DEVICE KvRows(const AttentionParams& params, const WorkItem& item) : KvRows(params, item.kv_offset) {}
 
   // The page number of a token below the request's length.
   FP_DEVICE i32 look_up(i32 token) const {
-    if constexpr (source == KvSource::paged) return __ldg(place(token));
+    if constexpr (source != KvSource::ragged) return __ldg(place(token));
     return 0;
   }
   // The address of that page number.
@@ -48,7 +48,7 @@ struct KvRows {
   template <class Element>
   FP_DEVICE const Element* row(const KvView& view, i32 found, i32 token, i32 head, i32 column = 0) const {
     i64 offset = head * view.head_stride + column;
-    if constexpr (source == KvSource::paged) {
+    if constexpr (source != KvSource::ragged) {
       u32 in_page = token - page.div(token) * page.divisor;
       offset += found * view.page_stride + in_page * view.token_stride;
     } else {

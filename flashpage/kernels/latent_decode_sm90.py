@@ -1,0 +1,77 @@
+"""Attention over latent rows (MLA) on Hopper, for few packed rows: bound by memory bandwidth."""
+
+from __future__ import annotations
+
+from . import wgmma_source
+from .kernel import HALF, AttentionKernel, attention_traits, capability, dtypes
+from .spec import KernelSpec
+from .tensor_maps import boxes_or_rows
+from .tile import MERGE_ITEM_ROWS, Cost, Tile
+from .work import InnerLoop, Work
+
+_TOKENS = 64  # of a slot: the rows of a product
+_MOST_STAGES = 8  # the header uses as many as fit
+_TILES = (16, 32)  # packed rows of a unit
+
+
+def _tile(work: Work) -> Tile:
+    rows = next((rows for rows in _TILES if work.packed_rows <= rows), _TILES[-1])
+    return Tile(rows, _TOKENS, 1, 2, _MOST_STAGES)
+
+
+def _only_latent_rows(work: Work) -> str | None:
+    return None if work.options.is_latent else "it reads latent rows (MLA)"
+
+
+def _columns(work: Work) -> str | None:
+    options = work.options
+    tail = options.head_dim_qk - options.head_dim_vo
+    found = []
+    if options.head_dim_vo not in (128, 256, 384, 512):
+        found.append(f"head_dim_ckv {options.head_dim_vo} is not a multiple of 128 from 128 to 512")
+    if tail not in range(0, 65, 16):
+        found.append(f"head_dim_kpe {tail} is not a multiple of 16 from 0 to 64")
+    return "; ".join(found) or None
+
+
+def _plain(work: Work) -> str | None:
+    is_plain = work.loop is InnerLoop.PLAIN and work.mask_source == "implicit"
+    return None if is_plain else "it has no custom masks, variants, soft caps or rotations"
+
+
+def _same_type(work: Work) -> str | None:
+    options = work.options
+    return None if options.kv_dtype is options.q_dtype else f"it reads no latent rows of {options.kv_dtype.value}"
+
+
+def _cost(work: Work, tile: Tile) -> Cost:
+    return Cost(
+        heads_on_axis=False,
+        ns_per_token=work.options.token_bytes / work.card.sm_bytes_per_ns,
+        ns_per_unit=500.0,
+        ns_per_piece=1500.0,
+        min_piece_tokens=128,
+        merge_rows=MERGE_ITEM_ROWS,
+        ns_per_merge=3100.0,
+    )
+
+
+def _traits(spec: KernelSpec) -> tuple[str, ...]:
+    products = (f"using {name} = flashpage::{name};" for name in ("KeyProduct", "ValueProduct"))
+    return (*attention_traits(spec, spec.q_dtype, spec.kv_dtype, "swizzled"), *products)
+
+
+KERNEL = AttentionKernel(
+    name="latent_decode_sm90",
+    header="flashpage/kernels/latent_decode_sm90/kernel.h",
+    cpp="LatentDecodeSm90<Traits>",
+    parameters=(("AttentionParams", "params"), ("VariantArgs", "args"), ("KvMaps", "maps")),
+    archs=(90,),
+    accepts=(capability(90, 90), _only_latent_rows, *dtypes(q=HALF, out=HALF), _same_type, _columns, _plain),
+    tile=_tile,
+    cost=_cost,
+    loader=boxes_or_rows,
+    row_alignment=16,
+    sources=wgmma_source.render_transposed,
+    traits=_traits,
+)

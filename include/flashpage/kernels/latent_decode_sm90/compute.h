@@ -1,0 +1,194 @@
+// The computing warpgroups of latent_decode_sm90: they multiply the slots that the loading warps fill.
+#pragma once
+#include "flashpage/kernels/latent_decode_sm90/output.h"
+#include "flashpage/kernels/latent_decode_sm90/state.h"
+#include "flashpage/ptx/convert.h"
+#include "flashpage/ptx/fence.h"
+#include "flashpage/ptx/stmatrix.h"
+#include "flashpage/ptx/wgmma.h"
+#include "flashpage/tile/trace.h"
+
+namespace flashpage {
+
+template <class Traits>
+struct LatentCompute {
+  using Warps = LatentWarps<Traits>;
+  using Shared = LatentShared<Traits>;
+  using Slot = typename Shared::Slot;
+  using QueryRows = typename Shared::QueryRows;
+  using Cache = typename Traits::Cache;
+  static constexpr int tokens = Shared::tokens, blocks = Shared::blocks;
+  static constexpr int tiles = Shared::rows / 8;  // of packed rows
+  static constexpr int team_threads = 32 * Warps::team;
+  using Scores = float[tiles][4];
+  using Values = float[blocks][tiles][4];
+
+  Shared& shared;
+  const AttentionParams& params;
+  int thread = threadIdx.x - Warps::loading * 32;
+  int lane = threadIdx.x % 32;
+  int team = thread / team_threads, warp = thread / 32 % Warps::team;
+  u32 use = 0;  // uses of the ring before this unit
+
+  FP_DEVICE LatentCompute(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
+
+  FP_DEVICE void run() {
+    if (thread == 0) stamp<Traits>(params, Stamp::start);
+    for (u32 unit_use = 0;; ++unit_use) {
+      shared.place_ring.wait_full(unit_use);
+      const SlottedPlace& place = shared.places[shared.place_ring.slot(unit_use)];
+      if (place.place.done) break;
+      ptx::fence_before_products();  // Q was copied by cp.async
+      attend(place, shared.query[shared.place_ring.slot(unit_use)]);
+      use += place.slots;
+      shared.place_ring.release(unit_use);
+    }
+    if (thread == 0) {
+      stamp<Traits>(params, Stamp::end);
+      stamp<Traits>(params, Stamp::sm);
+    }
+  }
+
+ private:
+  FP_DEVICE int team_barrier() const { return LatentOutput<Traits>::barrier + 1 + team; }
+  FP_DEVICE void meet() const { ptx::named_barrier(team_barrier(), team_threads); }
+
+  FP_DEVICE void attend(const SlottedPlace& slotted, u8* query_tile) {
+    const WorkItem& item = slotted.place.item;
+    const Unit unit = slotted.place.unit;
+    const int rank = (team - use) % Warps::teams;  // the team's rank in this unit, in whose order states are summed
+    Values values = {};
+    ColumnState<tiles> state;
+    state.clear();
+    if (rank == 0 && params.sinks && item.piece == 0) begin_with_sinks(state, unit);
+    const float scale = params.score_scale * log2_e;
+    for (int slot = rank; slot < slotted.slots; slot += Warps::teams) {
+      const i32 first = slotted.first_token + slot * tokens;
+      u8* tile = shared.slots[shared.ring.slot(use + slot)];
+      shared.ring.wait_full(use + slot);
+      if (thread == 0) stamp_first<Traits>(params, Stamp::first_tile);
+      if (first < unit.kv_begin || first + tokens > unit.kv_end) clear_hidden(tile, unit, first);
+      if constexpr (Traits::loader == Loader::rows) ptx::fence_before_products();
+      Scores scores;
+      multiply_keys(scores, tile, query_tile);
+#pragma unroll
+      for (int n = 0; n < tiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
+      if (first < unit.all_begin || first + tokens > unit.all_end) mask(scores, item, unit, first);
+      float factor[tiles][2];
+      const auto vote = [&](bool outgrown) { return ptx::named_barrier_or(team_barrier(), team_threads, outgrown); };
+      if (state.raise(scores, shared.top[team], warp, lane, factor, vote)) rescale(values, factor);
+      state.exponentiate(scores);
+      store_probabilities(scores);
+      ptx::fence_before_products();
+      meet();
+      multiply_values(values, tile);
+      if (lane == 0) shared.ring.release(use + slot);
+    }
+    if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
+    LatentOutput<Traits>{shared, params, item, unit, thread, team, rank}.write(state, values);
+  }
+
+  // Rows begin with their sinks in one lane of the team; maxima are those of all lanes.
+  FP_DEVICE void begin_with_sinks(ColumnState<tiles>& state, const Unit& unit) {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = n * 8 + lane % 4 * 2 + e;
+        if (row >= unit.num_rows) continue;
+        const float sink = params.sinks[unpack_row(params, unit.kv_head, unit.first_row + row).head] * log2_e;
+        state.maximum[n][e] = sink;
+        state.sum[n][e] = warp == 0 && lane < 4 && sink != ptx::negative_infinity() ? 1.f : 0.f;
+      }
+  }
+
+  // S^T = K Q^T.
+  FP_DEVICE void multiply_keys(Scores& scores, u8* tile, u8* query_tile) const {
+    const ptx::Matrix keys(ptx::shared_address(tile), 0), query(ptx::shared_address(query_tile), 0);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Slot::padded_bytes / 32; ++step) {
+      const int panel = step / 4, in_panel = step % 4 * 32;
+      Traits::KeyProduct::multiply(scores, keys.at(panel * Slot::panel_bytes + in_panel),
+                                   query.at(panel * QueryRows::panel_bytes + in_panel), step > 0);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_settle(scores);
+  }
+
+  // O^T += V^T P^T. A block of V^T is a panel of the slot.
+  FP_DEVICE void multiply_values(Values& values, u8* tile) const {
+    const ptx::Matrix slot(ptx::shared_address(tile), 0);
+    const ptx::Matrix probabilities(ptx::shared_address(shared.probabilities[team]), 0);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int block = 0; block < blocks; ++block)
+#pragma unroll
+      for (int step = 0; step < tokens / 16; ++step)
+        Traits::ValueProduct::multiply(values[block], slot.at(block * Slot::panel_bytes + step * 16 * 128),
+                                       probabilities.at(step * 32), true);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int block = 0; block < blocks; ++block) ptx::wgmma_settle(values[block]);
+  }
+
+  FP_DEVICE static void rescale(Values& values, const float (&factor)[tiles][2]) {
+#pragma unroll
+    for (int block = 0; block < blocks; ++block)
+#pragma unroll
+      for (int n = 0; n < tiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) values[block][n][e] *= factor[n][e % 2];
+  }
+
+  // Hides the tokens that causal and window hide from a row, and those that the unit does not have.
+  FP_DEVICE void mask(Scores& scores, const WorkItem& item, const Unit& unit, i32 first) const {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const i32 row = min_of(n * 8 + lane % 4 * 2 + e, unit.num_rows - 1);
+        const PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + row);
+        const TokenRange range = visible_range(params, item, query_position(item, at.row));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const i32 token = first + warp * 16 + h * 8 + lane / 4;
+          if (token < range.begin || token >= range.end) scores[n][h * 2 + e] = ptx::negative_infinity();
+        }
+      }
+  }
+
+  // Writes P^T as the product reads it: a row for each packed row, with the tokens side by side.
+  FP_DEVICE void store_probabilities(const Scores& scores) const {
+    const u32 tile = ptx::shared_address(shared.probabilities[team]);
+#pragma unroll
+    for (int n = 0; n < tiles; n += 2) {
+      u32 pairs[4];  // tokens 0 to 7 and 8 to 15 of the warp, for two tiles of packed rows
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&score)[4] = scores[n + i / 2];
+        pairs[i] = ptx::pack2<Cache>(score[i % 2 * 2], score[i % 2 * 2 + 1]);
+      }
+      const int row = n * 8 + lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+      ptx::stmatrix_x4_trans(tile + Shared::Probabilities::chunk_offset(row, chunk), pairs);
+    }
+  }
+
+  // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN.
+  FP_DEVICE void clear_hidden(u8* tile, const Unit& unit, i32 first) const {
+    constexpr int chunks = Traits::head_dim_vo / 8;
+    for (int i = thread % team_threads; i < tokens * chunks; i += team_threads) {
+      const int row = i / chunks, chunk = i % chunks;
+      if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
+      *reinterpret_cast<uint4*>(tile + Slot::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
+    }
+    ptx::fence_before_products();
+    meet();
+  }
+};
+
+}  // namespace flashpage

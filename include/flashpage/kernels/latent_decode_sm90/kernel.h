@@ -1,0 +1,52 @@
+// Attention of few packed rows over latent rows (MLA) on Hopper: its time is the time to read the latent rows once.
+//
+// Products are transposed: S^T = K Q^T has 64 tokens as its rows and the unit's packed rows as its columns, and O^T += V^T
+// P^T has 64 value columns as its rows. So the wide factors K and V^T are read from the slot as they arrived, each once,
+// and no row of a product is padding. Four warps load, as in decode_sm90; two warpgroups compute, each with slots and a
+// softmax state of its own, and share a unit's values at its end.
+#pragma once
+#include "flashpage/kernels/decode_sm90/load.h"
+#include "flashpage/kernels/latent_decode_sm90/compute.h"
+#include "flashpage/ptx/griddepcontrol.h"
+#include "flashpage/ptx/registers.h"
+
+namespace flashpage {
+
+template <class Given>
+struct LatentDecodeSm90 {
+  using Traits = typename LatentStages<Given>::Traits;
+  using Shared = LatentShared<Traits>;
+  using Warps = LatentWarps<Traits>;
+  using Load = DecodeLoad<Traits, Shared>;
+  static constexpr int threads = Warps::threads;
+  static constexpr int ctas_per_sm = 1, cluster_rows = 0;
+  static constexpr int shared_bytes = sizeof(Shared);
+  static_assert(shared_bytes <= cta_shared_bytes(ctas_per_sm));
+
+  FP_DEVICE static void run(const AttentionParams& params, const VariantArgs&, const KvMaps& maps) {
+    extern __shared__ __align__(1024) u8 memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    Load load(shared, params, maps);
+    const bool loads = threadIdx.x < Warps::loading * 32;
+    if (loads) {
+      ptx::grid_dependency_wait();
+      load.load_plan_words();  // before the barriers are initialised, because loading the plan takes long
+    } else if (threadIdx.x == Warps::loading * 32) {
+      shared.ring.init(Load::SlotLoader::arrivals, Warps::team);
+      shared.place_ring.init(Warps::place_arrivals, 32 * Warps::computing);
+      ptx::mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (loads) {
+      ptx::give_registers_back<Warps::loading_registers>();
+      if (threadIdx.x / 32 < Shared::loading_warps) load.run();
+      ptx::grid_dependency_launch();
+    } else {
+      ptx::take_registers<Warps::computing_registers>();
+      ptx::grid_dependency_wait();
+      LatentCompute<Traits>(shared, params).run();
+    }
+  }
+};
+
+}  // namespace flashpage

@@ -1,0 +1,18 @@
+// The two halves of a slot of tokens, which come from two views of the cache and follow each other in shared memory.
+#pragma once
+#include "flashpage/tile/layout/swizzled_rows.h"
+
+namespace flashpage {
+
+// K and V; of latent rows, the columns that K and V share, and the other columns of K. As panels of both follow each
+// other, a latent slot is a tile of K's rows, whose first panels are V.
+template <class Traits, int tokens>
+struct SlotHalves {
+  static constexpr bool is_latent = Traits::kv_source == KvSource::latent;
+  static constexpr int first_columns = is_latent ? Traits::head_dim_vo : Traits::head_dim_qk;
+  static constexpr int second_columns = is_latent ? Traits::head_dim_qk - Traits::head_dim_vo : Traits::head_dim_vo;
+  using First = SwizzledRows<typename Traits::Cache, first_columns, tokens>;
+  using Second = SwizzledRows<typename Traits::Cache, second_columns, tokens>;
+};
+
+}  // namespace flashpage

@@ -1,0 +1,201 @@
+"""latent_decode_sm90, the whole kernel on the host: loading and computing warps, rings, barriers, products and the end
+of a unit. Copies arrive late and in any order, and wgmmas finish when they are waited for."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases.case import Case
+from cases.latent import latent_case
+from inputs import Inputs, make_inputs, reference_states
+from native_build import shared_library
+from test_prefill_kernel import Map, map_of
+from tolerance import limits
+
+from flashpage import native
+from flashpage.base.dtypes import DType
+from flashpage.kernels import devices
+from flashpage.kernels.choose import choose_for_card
+from flashpage.kernels.options import Options
+from flashpage.kernels.spec import KernelSpec
+from flashpage.kernels.tensor_maps import loader_tokens
+from flashpage.kernels.work import Problem
+from flashpage.native import records
+
+_EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 300)
+CASES = [
+    latent_case("edges", "slots of one unit, and units that follow each other", (1,) * len(_EDGES), _EDGES),
+    latent_case("page-16", "four boxes a slot", (1, 1, 1), (100, 33, 257), page_size=16, cache="interleaved"),
+    latent_case("page-64", "one box of 32 tokens", (1, 1), (100, 256), page_size=64, cache="gapped"),
+    latent_case("page-1", "single rows", (1, 1, 1), (70, 129, 2), page_size=1),
+    latent_case("page-3", "single rows of pages of an odd size", (1, 2), (70, 129), page_size=3, causal=True),
+    latent_case("mtp", "two rows of 8 heads, causal", (2, 2, 2), (64, 1, 129), causal=True, num_q_heads=8),
+    latent_case("rows-32", "32 packed rows, the last unit shorter", (1, 3), (90, 130), num_q_heads=20, causal=True),
+    latent_case("heads-40", "two units of a row", (1, 1), (90, 130), num_q_heads=40),
+    latent_case("few", "fewer packed rows than a tile", (1, 1), (90, 64), num_q_heads=3),
+    latent_case("sinks", "sinks join the denominator", (1, 2), (50, 0), sinks=True),
+    latent_case("fp16", "fp16", (1, 2), (90, 130), q_dtype="float16", causal=True),
+    latent_case("256-64", "Mistral's rows", (1, 2), (290, 130), head_dim=320, head_dim_vo=256, causal=True),
+    latent_case("512-0", "rows without a tail", (1, 2), (90, 130), head_dim=512, causal=True),
+    latent_case("scale", "a negative scale", (1,), (90,), sm_scale=-0.1),
+]
+
+
+def spec_of(case: Case) -> KernelSpec:
+    dtype, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.out_type))
+    sizes = (case.num_q_heads, 1, case.head_dim, case.value_dim, case.page_size)
+    options = Options("latent", *sizes, dtype, dtype, out, causal=case.causal)
+    spec = choose_for_card(Problem(options, case.num_q_heads * max(case.q_lens)), devices.H200).spec
+    assert spec.kernel == "latent_decode_sm90" and spec.tile is not None
+    return spec
+
+
+def kernel(case: Case) -> ctypes.CDLL:
+    spec = spec_of(case)
+    assert spec.tile is not None
+    names = {"bfloat16": "Bf16", "float16": "Half"}
+    values: dict[str, Any] = {"CACHE": names[case.q_dtype], "OUT": names[case.out_type], "LOADER": spec.loader}
+    values |= {"TILE_Q": spec.tile.tile_q, "STAGES": spec.tile.stages}
+    values |= {"HEAD_DIM_QK": case.head_dim, "HEAD_DIM_VO": case.value_dim}
+    flags = tuple(f"-D{name}={value}" for name, value in values.items())
+    return ctypes.CDLL(str(shared_library("latent_kernel.cpp", first_include="hopper", flags=flags)))
+
+
+@dataclasses.dataclass
+class Planned:
+    """A plan's bytes and its partial results: each CTA has its own items, of which those of a cut unit are pieces."""
+
+    data: np.ndarray
+    num_ctas: int
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+
+
+def plan_of(case: Case, inputs: Inputs, tile_q: int, cut: int = 0) -> Planned:
+    """All requests in one CTA; with `cut`, each unit is cut there, and the second pieces belong to a second CTA."""
+    items: list[list[np.ndarray]] = [[], []]
+    merges, partial = [], 0
+    for request, (rows, tokens) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
+        if not rows:
+            continue
+        item = np.zeros(1, records.WORK_ITEM)
+        item["kv_offset"], item["request"] = int(inputs.indptr[request]), request
+        item["q_begin"], item["q_len"], item["kv_len"] = int(inputs.qo_indptr[request]), rows, tokens
+        item["kv_end"] = tokens
+        item["num_units"] = units = -(-rows * case.num_q_heads // tile_q)
+        item["partial_row"] = item["merge"] = -1
+        if not cut or tokens <= cut:
+            items[0].append(item)
+            continue
+        for unit in range(units):
+            first = unit * tile_q
+            own = min(tile_q, rows * case.num_q_heads - first)
+            for piece, (begin, end) in enumerate(((0, cut), (cut, tokens))):
+                one = item.copy()
+                one["first_packed_row"], one["num_units"], one["kv_begin"], one["kv_end"] = first, 1, begin, end
+                one["partial_row"], one["piece"], one["merge"] = partial + piece * own, piece, len(merges)
+                items[piece].append(one)
+            merge = np.zeros(1, records.MERGE_ITEM)
+            merge["request"], merge["q_begin"], merge["first_packed_row"] = request, item["q_begin"], first
+            merge["num_rows"], merge["partial_row"], merge["partial_stride"] = own, partial, own
+            merge["num_partials"] = 2
+            merges.append(merge)
+            partial += 2 * own
+    num_ctas = 2 if cut else 1
+    header, starts = np.zeros(1, records.PLAN_HEADER), np.zeros(num_ctas, records.CTA_START)
+    everything = [item for of_cta in items for item in of_cta]
+    header["num_ctas"], header["num_items"], header["num_merges"] = num_ctas, len(everything), len(merges)
+    header["merge_rows"] = 64
+    header["items_offset"] = header.nbytes + starts.nbytes
+    header["merges_offset"] = header["items_offset"] + len(everything) * records.WORK_ITEM.itemsize
+    ends = np.cumsum([len(of_cta) for of_cta in items])[:num_ctas]
+    for cta, end in enumerate(ends):
+        starts[cta]["items"]["begin"], starts[cta]["items"]["end"] = end - len(items[cta]), end
+        if items[cta]:
+            starts[cta]["first"] = items[cta][0][0]
+    data = np.concatenate([part.view(np.uint8) for part in (header, starts, *everything, *merges)])
+    memory = np.zeros(len(data) + 128, np.uint8)  # a kernel reads the first item of a CTA that has none
+    memory[: len(data)] = data
+    partial_out = torch.full((partial + 1, case.value_dim), math.nan)
+    return Planned(memory, num_ctas, partial_out, torch.full((partial + 1,), math.nan))
+
+
+def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Runs the CTAs and, if units are cut, the merge; returns out, lse, and barriers that miss arrivals."""
+    spec, q = spec_of(case), torch.cat(inputs.q)
+    assert spec.tile is not None
+    first, second = (half.squeeze(2) for half in inputs.cache.argument("cpu"))
+    out = torch.full((len(q), case.num_q_heads, case.value_dim), math.nan, dtype=getattr(torch, case.out_type))
+    lse = torch.full((len(q), case.num_q_heads), math.nan)
+    planned, sinks, size = plan_of(case, inputs, spec.tile.tile_q, cut), inputs.sinks, first.element_size()
+    row_bytes = (case.value_dim * size, (case.head_dim - case.value_dim) * size)
+    box = loader_tokens(spec.loader, case.page_size, spec.tile.tile_kv, *row_bytes)
+    params = native.AttentionParams(
+        q=q.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        q_row_stride=q.stride(0),
+        q_head_stride=q.stride(1),
+        out_row_stride=out.stride(0),
+        out_head_stride=out.stride(1),
+        kv_indices=inputs.indices.data_ptr(),
+        plan=planned.data.ctypes.data,
+        partial_out=planned.partial_out.data_ptr(),
+        partial_lse=planned.partial_lse.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        score_scale=case.score_scale,
+        value_scale=1.0,
+        num_q_heads=case.num_q_heads,
+        num_kv_heads=1,
+        causal=case.causal,
+        window_left=-1,
+        group=native.make_fast_div(case.num_q_heads),
+        page=native.make_fast_div(case.page_size),
+        box_tokens=box,
+        num_kv_indices=len(inputs.indices),
+    )
+    for view, half in ((params.k, first), (params.v, second)):
+        view.data = half.data_ptr()
+        view.page_stride, view.token_stride = half.stride()[:2]
+    maps = (Map * 4)(*(map_of(half.unsqueeze(2), (128, box, 1, 1)) for half in (first, second)))
+    args = native.VariantArgs()
+    left = kernel(case).run_latent(ctypes.byref(params), ctypes.byref(args), maps, planned.num_ctas)
+    if cut:
+        merge = native.MergeParams(
+            plan=params.plan,
+            partial_out=params.partial_out,
+            partial_lse=params.partial_lse,
+            out=params.out,
+            lse=params.lse,
+            out_row_stride=params.out_row_stride,
+            out_head_stride=params.out_head_stride,
+            head_dim_vo=case.value_dim,
+            num_q_heads=case.num_q_heads,
+            group=params.group,
+        )
+        flags = (f"-DOUT={ {'bfloat16': 'Bf16', 'float16': 'Half'}[case.out_type]}",)
+        ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
+    return out, lse, left
+
+
+@pytest.mark.parametrize("cut", [0, 48])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_on_the_host(case: Case, cut: int) -> None:
+    inputs = make_inputs(case)
+    out, lse, left = run(case, inputs, cut)
+    assert left == 0
+    begin = 0
+    for state in reference_states(inputs):
+        rows = slice(begin, begin + len(state.out))
+        begin = rows.stop
+        allowed = limits(case, state)
+        error = (out[rows].double() - state.out).abs()
+        assert (error <= allowed.element).all()
+        assert (error.norm(dim=-1) <= allowed.row).all()
+        assert ((lse[rows] == state.lse) | ((lse[rows] - state.lse).abs() <= allowed.lse)).all()

@@ -1,0 +1,93 @@
+// All of latent_decode_sm90 on the host: loading and computing warps as fibers, wgmma by the layouts of the PTX manual.
+// For tests/kernels/test_latent_kernel.py, which sets CACHE, OUT, TILE_Q, STAGES, HEAD_DIM_QK, HEAD_DIM_VO and LOADER.
+#include "flashpage/kernels/latent_decode_sm90/kernel.h"
+#include "hopper.h"
+
+using namespace flashpage;
+
+namespace {
+
+struct Variant {
+  static constexpr bool has_logit = false, has_mask = false;
+  static constexpr bool logit_loads_by_token = false, ends_in_soft_cap = false;
+};
+
+constexpr int steps = 16;  // terms of a sum in one product
+
+float element(u32 address) {
+  const u32 bits = hopper::swizzled(address) | hopper::swizzled(address + 1) << 8;
+  return is_same<CACHE, Half> ? hopper::of_half(bits) : hopper::of_bf16(bits);
+}
+
+// c += a b: term(row, k) gives a factor of the lane's warp, and rows of b have the terms side by side.
+template <int tiles, class Term>
+void add(float (&c)[tiles][4], u32 b, bool accumulate, Term&& term) {
+  const int first = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  for (int n = 0; n < tiles; ++n)
+    for (int e = 0; e < 4; ++e) {
+      const int row = first + e / 2 * 8, column = n * 8 + threadIdx.x % 4 * 2 + e % 2;
+      float sum = 0.f;
+      for (int k = 0; k < steps; ++k) sum += term(row, k) * element(b + column * 128 + k * 2);
+      c[n][e] = (accumulate ? c[n][e] : 0.f) + sum;
+    }
+}
+
+struct KeyProduct {
+  template <int tiles>
+  static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
+    const u32 keys = static_cast<u32>(a), rows = static_cast<u32>(b);
+    hopper::multiply_later([=, &c] {
+      add(c, rows, accumulate, [&](int row, int k) { return element(keys + row * 128 + k * 2); });
+    });
+  }
+};
+
+// Rows of a in shared memory are the terms: 64 columns of V, token by token.
+struct ValueProduct {
+  template <int tiles>
+  static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
+    const u32 values = static_cast<u32>(a), rows = static_cast<u32>(b);
+    hopper::multiply_later([=, &c] {
+      add(c, rows, accumulate, [&](int row, int k) { return element(values + k * 128 + row * 2); });
+    });
+  }
+};
+
+struct Traits {
+  using StoredQuery = CACHE;
+  using Query = CACHE;
+  using StoredCache = CACHE;
+  using Cache = CACHE;
+  using Out = OUT;
+  using Variant = ::Variant;
+  using KeyProduct = ::KeyProduct;
+  using ValueProduct = ::ValueProduct;
+  static constexpr int head_dim_qk = HEAD_DIM_QK, head_dim_vo = HEAD_DIM_VO;
+  static constexpr KvSource kv_source = KvSource::latent;
+  static constexpr Loader loader = Loader::LOADER;
+  static constexpr MaskSource mask_source = MaskSource::implicit;
+  static constexpr PositionEncoding position_encoding = PositionEncoding::none;
+  static constexpr RowsLayout layout = RowsLayout::swizzled;
+  static constexpr int tile_q = TILE_Q, tile_kv = 64, warps_q = 1, warps_kv = 2, warps_v = 1;
+  static constexpr int stages = STAGES, ctas = 1, ctas_per_sm = 1, shared_limit = 0, ring_bytes = 0;
+  static constexpr bool trace = false;
+};
+
+}  // namespace
+
+// Runs the plan's CTAs one after another. Returns the number of barriers at which arrivals or bytes are missing.
+extern "C" i32 run_latent(const AttentionParams* params, const VariantArgs* args, const hopper::Map* of_maps,
+                          i32 num_ctas) {
+  const KvMaps maps{};
+  hopper::maps = {{&maps.k, of_maps[0]}, {&maps.v, of_maps[1]}};
+  hopper::stores.clear();
+  hopper::barriers.clear();
+  hopper::meetings.fill({});
+  hopper::products.clear();
+  card::meanwhile = hopper::land_some;
+  std::memset(memory, 0x7f, sizeof memory);  // NaN
+  using Kernel = LatentDecodeSm90<Traits>;
+  card::launch(num_ctas, Kernel::threads, [&] { Kernel::run(*params, *args, maps); });
+  return static_cast<i32>(std::count_if(hopper::barriers.begin(), hopper::barriers.end(),
+                                        [](const auto& at) { return at.second.arrived > 0 || at.second.bytes != 0; }));
+}
