@@ -13,8 +13,9 @@ struct LatentWarps {
   static constexpr int computing = team * teams;
   static constexpr int threads = 32 * (loading + computing);
   static constexpr int place_arrivals = 32 + 1;  // the lanes' query copies, and the place
-  static constexpr int loading_registers = 104;
-  static constexpr int computing_registers = 200;
+  // 64 accumulators for 16 packed rows, 128 for 32.
+  static constexpr int loading_registers = Traits::tile_q <= 16 ? 120 : 104;
+  static constexpr int computing_registers = Traits::tile_q <= 16 ? 192 : 200;
 };
 
 template <class Traits>
