@@ -39,12 +39,13 @@ def render(spec: KernelSpec) -> str:
 
 def render_transposed(spec: KernelSpec) -> str:
     """Renders KeyProduct (transposed scores: keys times rows of q) and ValueProduct (transposed values: columns of V
-    times rows of probabilities), both with the packed rows as columns."""
+    times rows of probabilities), both with a warpgroup's packed rows as columns."""
     assert spec.tile is not None
     kind = _TYPES[product_dtype(spec)]
-    keys = _product("KeyProduct", spec.tile.tile_q, kind, a_in_registers=False, b_by_columns=False)
+    rows = spec.tile.tile_q // spec.tile.warps_q
+    keys = _product("KeyProduct", rows, kind, a_in_registers=False, b_by_columns=False)
     values = _product(
-        "ValueProduct", spec.tile.tile_q, kind, a_in_registers=False, b_by_columns=False, a_by_columns=True
+        "ValueProduct", rows, kind, a_in_registers=False, b_by_columns=False, a_by_columns=True
     )
     return f"{keys}\n\n{values}"
 

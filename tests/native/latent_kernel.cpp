@@ -68,7 +68,8 @@ struct Traits {
   static constexpr MaskSource mask_source = MaskSource::implicit;
   static constexpr PositionEncoding position_encoding = PositionEncoding::none;
   static constexpr RowsLayout layout = RowsLayout::swizzled;
-  static constexpr int tile_q = TILE_Q, tile_kv = 64, warps_q = 1, warps_kv = 2, warps_v = 1;
+  static constexpr int tile_q = TILE_Q, tile_kv = 64;
+  static constexpr int warps_q = TILE_Q == 64 ? 2 : 1, warps_kv = 2 / warps_q, warps_v = 1;
   static constexpr int stages = STAGES, ctas = 1, ctas_per_sm = 1, shared_limit = 0, ring_bytes = 0;
   static constexpr bool trace = false;
 };

@@ -28,6 +28,7 @@ struct LatentCompute {
   int thread = threadIdx.x - Warps::loading * 32;
   int lane = threadIdx.x % 32;
   int team = thread / team_threads, warp = thread / 32 % Warps::team;
+  int first_row = Warps::row_teams > 1 ? team * Shared::rows : 0;  // of the team, in the unit
   u32 use = 0;  // uses of the ring before this unit
 
   FP_DEVICE LatentCompute(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
@@ -56,13 +57,14 @@ struct LatentCompute {
   FP_DEVICE void attend(const SlottedPlace& slotted, u8* query_tile) {
     const WorkItem& item = slotted.place.item;
     const Unit unit = slotted.place.unit;
-    const int rank = (team - use) % Warps::teams;  // the team's rank in this unit, in whose order states are summed
+    // The team's rank in this unit, in whose order states are summed.
+    const int rank = Warps::token_teams > 1 ? (team - use) % Warps::token_teams : 0;
     Values values = {};
     ColumnState<tiles> state;
     state.clear();
     if (rank == 0 && params.sinks && item.piece == 0) begin_with_sinks(state, unit);
     const float scale = params.score_scale * log2_e;
-    for (int slot = rank; slot < slotted.slots; slot += Warps::teams) {
+    for (int slot = rank; slot < slotted.slots; slot += Warps::token_teams) {
       const i32 first = slotted.first_token + slot * tokens;
       u8* tile = shared.slots[shared.ring.slot(use + slot)];
       shared.ring.wait_full(use + slot);
@@ -87,7 +89,7 @@ struct LatentCompute {
       if (lane == 0) shared.ring.release(use + slot);
     }
     if (thread == 0) stamp<Traits>(params, Stamp::last_tile);
-    LatentOutput<Traits>{shared, params, item, unit, thread, team, rank}.write(state, values);
+    LatentOutput<Traits>{shared, params, item, unit, thread, team, rank, first_row}.write(state, values);
   }
 
   // Rows begin with their sinks in one lane of the team; maxima are those of all lanes.
@@ -96,7 +98,7 @@ struct LatentCompute {
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int row = n * 8 + lane % 4 * 2 + e;
+        const int row = first_row + n * 8 + lane % 4 * 2 + e;
         if (row >= unit.num_rows) continue;
         const float sink = params.sinks[unpack_row(params, unit.kv_head, unit.first_row + row).head] * log2_e;
         state.maximum[n][e] = sink;
@@ -106,7 +108,8 @@ struct LatentCompute {
 
   // S^T = K Q^T.
   FP_DEVICE void multiply_keys(Scores& scores, u8* tile, u8* query_tile) const {
-    const ptx::Matrix keys(ptx::shared_address(tile), 0), query(ptx::shared_address(query_tile), 0);
+    const ptx::Matrix keys(ptx::shared_address(tile), 0);
+    const ptx::Matrix query(ptx::shared_address(query_tile) + first_row * 128, 0);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Slot::padded_bytes / 32; ++step) {
@@ -151,7 +154,7 @@ struct LatentCompute {
     for (int n = 0; n < tiles; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const i32 row = min_of(n * 8 + lane % 4 * 2 + e, unit.num_rows - 1);
+        const i32 row = min_of(first_row + n * 8 + lane % 4 * 2 + e, unit.num_rows - 1);
         const PackedRow at = unpack_row(params, unit.kv_head, unit.first_row + row);
         const TokenRange range = visible_range(params, item, query_position(item, at.row));
 #pragma unroll
@@ -181,13 +184,14 @@ struct LatentCompute {
   // Clears the values of tokens that the unit does not have: their memory may hold NaN, and 0 * NaN is NaN.
   FP_DEVICE void clear_hidden(u8* tile, const Unit& unit, i32 first) const {
     constexpr int chunks = Traits::head_dim_vo / 8;
-    for (int i = thread % team_threads; i < tokens * chunks; i += team_threads) {
+    constexpr int threads = Warps::row_teams * team_threads;  // that read the slot
+    for (int i = thread % threads; i < tokens * chunks; i += threads) {
       const int row = i / chunks, chunk = i % chunks;
       if (first + row >= unit.kv_begin && first + row < unit.kv_end) continue;
       *reinterpret_cast<uint4*>(tile + Slot::chunk_offset(row, chunk)) = make_uint4(0, 0, 0, 0);
     }
     ptx::fence_before_products();
-    meet();
+    Warps::row_teams > 1 ? ptx::named_barrier(LatentOutput<Traits>::barrier, threads) : meet();
   }
 };
 

@@ -2,8 +2,9 @@
 //
 // Products are transposed: S^T = K Q^T has 64 tokens as its rows and the unit's packed rows as its columns, and O^T += V^T
 // P^T has 64 value columns as its rows. So the wide factors K and V^T are read from the slot as they arrived, each once,
-// and no row of a product is padding. Four warps load, as in decode_sm90; two warpgroups compute, each with slots and a
-// softmax state of its own, and share a unit's values at its end.
+// and no row of a product is padding. Four warps load, as in decode_sm90; two warpgroups compute. With
+// up to 32 packed rows they alternate on the slots, each with a softmax state of its own, and share a unit's values at
+// its end; with 64, each has half of the rows.
 #pragma once
 #include "flashpage/kernels/decode_sm90/load.h"
 #include "flashpage/kernels/latent_decode_sm90/compute.h"
@@ -32,7 +33,7 @@ struct LatentDecodeSm90 {
       ptx::grid_dependency_wait();
       load.load_plan_words();  // before the barriers are initialised, because loading the plan takes long
     } else if (threadIdx.x == Warps::loading * 32) {
-      shared.ring.init(Load::SlotLoader::arrivals, Warps::team);
+      shared.ring.init(Load::SlotLoader::arrivals, Warps::team * Warps::row_teams);
       shared.place_ring.init(Warps::place_arrivals, 32 * Warps::computing);
       ptx::mbarrier_init_fence();
     }
