@@ -1,4 +1,5 @@
-"""Attention over latent rows (MLA) on Hopper, for few packed rows: bound by memory bandwidth."""
+"""Attention over latent rows (MLA) on Hopper. Plans do not choose it yet (kernels/__init__.py): it has run
+on the host only (tests/kernels/test_latent_kernel.py)."""
 
 from __future__ import annotations
 

@@ -44,9 +44,7 @@ def render_transposed(spec: KernelSpec) -> str:
     kind = _TYPES[product_dtype(spec)]
     rows = spec.tile.tile_q // spec.tile.warps_q
     keys = _product("KeyProduct", rows, kind, a_in_registers=False, b_by_columns=False)
-    values = _product(
-        "ValueProduct", rows, kind, a_in_registers=False, b_by_columns=False, a_by_columns=True
-    )
+    values = _product("ValueProduct", rows, kind, a_in_registers=False, b_by_columns=False, a_by_columns=True)
     return f"{keys}\n\n{values}"
 
 
@@ -76,7 +74,8 @@ def _product(
     a = [f"a[{i}]" for i in range(4)] if a_in_registers else ["a"]
     b, accumulate = sums + len(a), sums + len(a) + 1
     registers = ", ".join(f"%{sums + i}" for i in range(len(a)))
-    transposed = ("" if a_in_registers else f", {int(a_by_columns)}") + f", {int(b_by_columns)}" if kind != "e4m3" else ""
+    transposed = "" if a_in_registers else f", {int(a_by_columns)}"
+    transposed = "" if kind == "e4m3" else f"{transposed}, {int(b_by_columns)}"
     steps = 32 if kind == "e4m3" else 16
     accumulators = ", ".join(f"%{i}" for i in range(sums))
     outputs = ", ".join(f'"+f"(c[{i // 4}][{i % 4}])' for i in range(sums))

@@ -13,19 +13,19 @@ import pytest
 import torch
 from cases.case import Case
 from cases.latent import latent_case
+from host_maps import Map, map_of
 from inputs import Inputs, make_inputs, reference_states
 from native_build import shared_library
-from test_prefill_kernel import Map, map_of
 from tolerance import limits
 
 from flashpage import native
 from flashpage.base.dtypes import DType
 from flashpage.kernels import devices
-from flashpage.kernels.choose import choose_for_card
+from flashpage.kernels.latent_decode_sm90 import KERNEL
 from flashpage.kernels.options import Options
 from flashpage.kernels.spec import KernelSpec
 from flashpage.kernels.tensor_maps import loader_tokens
-from flashpage.kernels.work import Problem
+from flashpage.kernels.work import Problem, Work
 from flashpage.native import records
 
 _EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 300)
@@ -54,9 +54,9 @@ def spec_of(case: Case) -> KernelSpec:
     dtype, out = (DType.of(getattr(torch, name)) for name in (case.q_dtype, case.out_type))
     sizes = (case.num_q_heads, 1, case.head_dim, case.value_dim, case.page_size)
     options = Options("latent", *sizes, dtype, dtype, out, causal=case.causal)
-    spec = choose_for_card(Problem(options, case.num_q_heads * max(case.q_lens)), devices.H200).spec
-    assert spec.kernel == "latent_decode_sm90" and spec.tile is not None
-    return spec
+    work = Work(Problem(options, case.num_q_heads * max(case.q_lens)), devices.H200)
+    assert not KERNEL.refusals(work)
+    return KERNEL.spec(work)
 
 
 def kernel(case: Case) -> ctypes.CDLL:
@@ -182,7 +182,7 @@ def run(case: Case, inputs: Inputs, cut: int) -> tuple[torch.Tensor, torch.Tenso
             num_q_heads=case.num_q_heads,
             group=params.group,
         )
-        flags = (f"-DOUT={ {'bfloat16': 'Bf16', 'float16': 'Half'}[case.out_type]}",)
+        flags = (f"-DOUT={ {'bfloat16': 'Bf16', 'float16': 'Half'}[case.out_type] }",)
         ctypes.CDLL(str(shared_library("merge.cpp", first_include="hopper", flags=flags))).merge(ctypes.byref(merge), 2)
     return out, lse, left
 

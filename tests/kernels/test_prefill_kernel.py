@@ -17,6 +17,7 @@ import pytest
 import torch
 from cases.case import Case
 from cases.variants import VARIANTS
+from host_maps import Map, map_of
 from inputs import Inputs, make_inputs, pack_bits, reference_states
 from native_build import function_tiles, shared_library, variant_flags
 from native_build import mask_tiles as mask_kernel
@@ -40,15 +41,6 @@ from flashpage.kernels.work import Problem
 from flashpage.native import records
 from flashpage.variants import TracedVariant, Variant, alibi_slopes, builtin, compose
 from flashpage.variants.source import mask_looks_at_head
-
-
-class Map(ctypes.Structure):
-    """tests/native/hopper/flashpage/ptx/tensor_copy.h"""
-
-    _fields_ = [
-        *(("data", ctypes.c_void_p), ("element_bytes", ctypes.c_int64)),
-        *((name, ctypes.c_int64 * 4) for name in ("sizes", "strides", "box")),
-    ]
 
 
 def loader_of(case: Case) -> str:
@@ -281,14 +273,6 @@ def set_scales(params: native.AttentionParams, scales: dict[str, Any]) -> None:
         assert isinstance(scale, torch.Tensor)
         setattr(params, name, scale.data_ptr())
         setattr(params, f"{name}_stride", int(scale.numel() > 1))
-
-
-def map_of(cache: torch.Tensor, box: tuple[int, ...]) -> Map:
-    """A tensor map of [pages, tokens, heads, columns]; q and out are [1, heads, rows, columns]."""
-    pages, tokens, heads, columns = cache.shape
-    size = cache.element_size()
-    strides = (1, *(size * cache.stride(i) for i in (1, 2, 0)))
-    return Map(cache.data_ptr(), size, (size * columns, tokens, heads, pages), strides, box)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -36,9 +36,8 @@ struct KeyProduct {
   template <int tiles>
   static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
     const u32 keys = static_cast<u32>(a), rows = static_cast<u32>(b);
-    hopper::multiply_later([=, &c] {
-      add(c, rows, accumulate, [&](int row, int k) { return element(keys + row * 128 + k * 2); });
-    });
+    hopper::multiply_later(
+        [=, &c] { add(c, rows, accumulate, [&](int row, int k) { return element(keys + row * 128 + k * 2); }); });
   }
 };
 
@@ -47,9 +46,8 @@ struct ValueProduct {
   template <int tiles>
   static void multiply(float (&c)[tiles][4], u64 a, u64 b, bool accumulate) {
     const u32 values = static_cast<u32>(a), rows = static_cast<u32>(b);
-    hopper::multiply_later([=, &c] {
-      add(c, rows, accumulate, [&](int row, int k) { return element(values + k * 128 + row * 2); });
-    });
+    hopper::multiply_later(
+        [=, &c] { add(c, rows, accumulate, [&](int row, int k) { return element(values + k * 128 + row * 2); }); });
   }
 };
 

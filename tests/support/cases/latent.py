@@ -18,7 +18,7 @@ def rows() -> list[Case]:
     edges, ones = TILE_EDGES, (1,) * len(TILE_EDGES)
     return [
         latent_case("edges", "decode at every tile edge", ones, edges),
-        latent_case("edges-split", "q and the cache in two tensors each", ones, edges, q_strides="split", cache="tuple"),
+        latent_case("edges-split", "q and the cache as two tensors", ones, edges, q_strides="split", cache="tuple"),
         latent_case("packed", "q and the cache in one tensor each", ones, edges, cache="interleaved", page_size=64),
         latent_case("gapped", "gaps between rows and pages", (1, 2), (77, 33), cache="gapped", outputs="strided"),
         latent_case("page-1", "pages of one token", (1, 1, 1), (200, 0, 3), page_size=1, cache="interleaved"),

@@ -8,10 +8,10 @@
 // instead.
 #pragma once
 #include "flashpage/kernels/decode_sm90/compute.h"
-#include "flashpage/kernels/decode_sm90/load.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/prefetch.h"
 #include "flashpage/ptx/registers.h"
+#include "flashpage/tile/load/decode_load.h"
 
 namespace flashpage {
 

@@ -4,6 +4,7 @@
 #include "flashpage/tile/layout/shape.h"
 #include "flashpage/tile/layout/slot_ring.h"
 #include "flashpage/tile/load/query.h"
+#include "flashpage/tile/load/slotted_place.h"
 #include "flashpage/tile/merge/cluster_merge.h"
 #include "flashpage/tile/rope/rotation.h"
 #include "flashpage/tile/unit.h"
@@ -21,17 +22,6 @@ struct DecodeWarps {
   static constexpr int loading_registers = 104;
   static constexpr int computing_registers = 200;
   static_assert(computing == 8);
-};
-
-// A unit that the loading warps pass to the computing ones.
-struct SlottedPlace {
-  Place place;
-  i32 first_token;  // of the first slot; may be before the unit's first token
-  i32 slots;
-  const MergeItem* merge;  // of a piece
-  u32* arrivals;
-  u32 others_are_done;  // 1: all other pieces of the unit were done shortly before this one ends
-  u32 in_cluster;       // true if all pieces of this unit are in this cluster, which then merges them
 };
 
 template <class Traits>

@@ -29,7 +29,7 @@ struct LatentCompute {
   int lane = threadIdx.x % 32;
   int team = thread / team_threads, warp = thread / 32 % Warps::team;
   int first_row = Warps::row_teams > 1 ? team * Shared::rows : 0;  // of the team, in the unit
-  u32 use = 0;  // uses of the ring before this unit
+  u32 use = 0;                                                     // uses of the ring before this unit
 
   FP_DEVICE LatentCompute(Shared& shared, const AttentionParams& params) : shared(shared), params(params) {}
 

@@ -1,15 +1,15 @@
 // Attention of few packed rows over latent rows (MLA) on Hopper: its time is the time to read the latent rows once.
 //
-// Products are transposed: S^T = K Q^T has 64 tokens as its rows and the unit's packed rows as its columns, and O^T += V^T
-// P^T has 64 value columns as its rows. So the wide factors K and V^T are read from the slot as they arrived, each once,
-// and no row of a product is padding. Four warps load, as in decode_sm90; two warpgroups compute. With
-// up to 32 packed rows they alternate on the slots, each with a softmax state of its own, and share a unit's values at
-// its end; with 64, each has half of the rows.
+// Products are transposed: S^T = K Q^T has 64 tokens as its rows and the unit's packed rows as its columns, and O^T +=
+// V^T P^T has 64 value columns as its rows. So the wide factors K and V^T are read from the slot as they arrived, each
+// once, and no row of a product is padding. Four warps load, as in decode_sm90; two warpgroups compute. With up to 32
+// packed rows they alternate on the slots, each with a softmax state of its own, and share a unit's values at its end;
+// with 64, each has half of the rows.
 #pragma once
-#include "flashpage/kernels/decode_sm90/load.h"
 #include "flashpage/kernels/latent_decode_sm90/compute.h"
 #include "flashpage/ptx/griddepcontrol.h"
 #include "flashpage/ptx/registers.h"
+#include "flashpage/tile/load/decode_load.h"
 
 namespace flashpage {
 

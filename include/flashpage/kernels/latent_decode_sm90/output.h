@@ -54,8 +54,7 @@ struct LatentOutput {
       for (int block = 0; block < blocks; ++block) {
         const float (&tile)[4] = values[block][n];
         const LatentOutput here = recomputed();
-        here.write_tile(block, n, tile[0] * factor[0], tile[1] * factor[1], tile[2] * factor[0],
-                   tile[3] * factor[1]);
+        here.write_tile(block, n, tile[0] * factor[0], tile[1] * factor[1], tile[2] * factor[0], tile[3] * factor[1]);
       }
     }
     ptx::named_barrier(name, 128);  // the sums are free again
@@ -79,8 +78,9 @@ struct LatentOutput {
       for (int n = 0; n < tiles; ++n) {
         const float4 theirs = shared.exchange[1 - team][n][thread % 128];
         const auto mine = [&](int e) { return team == 0 ? values[i][n][e] : values[own + i][n][e]; };
-        recomputed().write_tile(block, n, sum_of(mine(0), theirs.x, weight, n, 0), sum_of(mine(1), theirs.y, weight, n, 1),
-                   sum_of(mine(2), theirs.z, weight, n, 0), sum_of(mine(3), theirs.w, weight, n, 1));
+        recomputed().write_tile(block, n, sum_of(mine(0), theirs.x, weight, n, 0),
+                                sum_of(mine(1), theirs.y, weight, n, 1), sum_of(mine(2), theirs.z, weight, n, 0),
+                                sum_of(mine(3), theirs.w, weight, n, 1));
       }
       ptx::named_barrier(barrier, threads);  // the exchange is free again
     }
@@ -139,7 +139,7 @@ struct LatentOutput {
   }
 
   // The lane's four numbers of a tile: its two packed rows in two value columns, eight apart.
-  // The same, with a lane that the compiler computes again, so that no row's place stays in registers.
+  // A copy with a lane that the compiler computes again, so that no row's place stays in registers.
   FP_DEVICE LatentOutput recomputed() const {
     LatentOutput again = *this;
     again.lane = static_cast<int>(ptx::opaque(static_cast<u32>(lane)));

@@ -1,7 +1,10 @@
 // The roles of the warps of latent_decode_sm90, and the shared memory between them.
 #pragma once
-#include "flashpage/kernels/decode_sm90/shared.h"
+#include "flashpage/kernels/fitting_stages.h"
 #include "flashpage/tile/layout/slot_halves.h"
+#include "flashpage/tile/layout/slot_ring.h"
+#include "flashpage/tile/load/copy.h"
+#include "flashpage/tile/load/slotted_place.h"
 
 namespace flashpage {
 
@@ -23,7 +26,7 @@ struct LatentWarps {
 template <class Traits>
 struct LatentShared {
   using Cache = typename Traits::Cache;
-  static constexpr int tokens = Traits::tile_kv;  // of one slot: rows of a product
+  static constexpr int tokens = Traits::tile_kv;                 // of one slot: rows of a product
   static constexpr int rows = Traits::tile_q / Traits::warps_q;  // of a team: columns of a product
   // A warp that skipped a whole round of the ring could take a phase for the next one of the same parity.
   static constexpr int loading_warps = min_of(LatentWarps<Traits>::loading, Traits::stages);

@@ -1,5 +1,6 @@
-// Softmax in base 2 over the rows of transposed scores. The scores of a tile of eight packed rows are 64 tokens x 8 rows
-// for a warpgroup: a lane has rows lane % 4 * 2 and lane % 4 * 2 + 1 of each, and its warp's tokens lane / 4 and lane / 4
+// Softmax in base 2 over the rows of transposed scores. The scores of a tile of eight packed rows are 64 tokens x 8
+// rows for a warpgroup: a lane has rows lane % 4 * 2 and lane % 4 * 2 + 1 of each, and its warp's tokens lane / 4 and
+// lane / 4
 // + 8. Sums stay per lane until the unit's end; all warps of a team have the same maxima.
 #pragma once
 #include "flashpage/ptx/named_barrier.h"
@@ -34,8 +35,8 @@ struct ColumnState {
       }
   }
 
-  // Raises the maxima if a score of the team exceeds one of them by 2^8, which is rare after the first tiles, and returns
-  // whether it did; values must then be multiplied by `factor`. `top`: memory of the team's warps, [warp][row].
+  // Raises the maxima if a score of the team exceeds one of them by 2^8, which is rare after the first tiles, and
+  // returns whether it did; values must then be multiplied by `factor`. `top`: memory of the team's warps, [warp][row].
   // `vote(outgrown)` returns whether any thread of the team has outgrown, and is a barrier of the team.
   template <int rows>
   FP_DEVICE bool raise(const float (&scores)[tiles][4], float (&top)[4][rows], int warp, int lane,

@@ -1,9 +1,9 @@
 // The loading warps of decode kernels for Hopper: they fill the ring of slots.
 #pragma once
-#include "flashpage/kernels/decode_sm90/shared.h"
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/tile/load/decode_boxes.h"
 #include "flashpage/tile/load/decode_rows.h"
+#include "flashpage/tile/load/slotted_place.h"
 #include "flashpage/tile/trace.h"
 
 namespace flashpage {
