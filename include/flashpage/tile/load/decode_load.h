@@ -3,6 +3,7 @@
 #include "flashpage/ptx/atomic.h"
 #include "flashpage/tile/load/decode_boxes.h"
 #include "flashpage/tile/load/decode_rows.h"
+#include "flashpage/tile/load/query.h"
 #include "flashpage/tile/load/slotted_place.h"
 #include "flashpage/tile/trace.h"
 
