@@ -29,6 +29,8 @@ struct fp_batch {
   int64_t most_entries;
   int32_t least_requests, most_requests;  // limits of a batch
   int64_t longest_q, longest_kv;          // limits of a request; refused before the plan is copied
+  const int32_t* row_runs;                // as in fp_problem
+  int32_t num_row_runs;
 };
 
 // Computes the sums of lengths that were not taken by fp_py_plan.

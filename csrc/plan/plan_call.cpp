@@ -196,6 +196,8 @@ int32_t plan_batch(fp_plan_call& call, void* stream, bool is_chosen) {
   problem.kv_indptr = batch.kv_indptr;
   problem.last_page_len = batch.last_page_len;
   problem.kv_lens = batch.kv_lens;
+  problem.row_runs = batch.row_runs;
+  problem.num_row_runs = batch.num_row_runs;
   call.made_parts = 0;
   const bool is_batch = batch.least_requests <= batch.requests && batch.requests <= batch.most_requests;
   call.exceeded = !is_batch                                ? FP_LIMIT_REQUESTS

@@ -219,10 +219,11 @@ class OptionPlan:
             self.choose_again()
 
     def _rows_to_gather(self, batch: Batch) -> gather_rows.Rows | None:
-        """Memory for the gathered rows, if the batch is worth gathering and the workspace has room. None also if
-        lengths are given in addition to page numbers: some of the numbers are then unused, and may be anything."""
+        """Memory for the gathered rows, if the batch is worth gathering and the workspace has room. None also if some
+        of the page numbers are not in use: lengths are given in addition to them, or what rows may see."""
         struct, options = batch.struct, self.options
-        is_known = not batch.is_graph and struct.kv_lens.data is None and gather_rows.runs_on(batch.device)
+        is_known = not batch.is_graph and struct.kv_lens.data is None and batch.row_runs is None
+        is_known = is_known and gather_rows.runs_on(batch.device)
         if not is_known or not self._worth_gathering.is_for(struct.requests, struct.rows, batch.entries):
             return None
         partial_out, partial_lse = batch.workspaces.partials(options.head_dim_vo)

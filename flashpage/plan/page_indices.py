@@ -18,11 +18,12 @@ _DLPACK_CPU, _DLPACK_CUDA = 1, 2  # types of devices
 
 
 class Pages(NamedTuple):
-    """Where a batch's K and V are; unused for ragged ones."""
+    """Where a batch's K and V are, unused for ragged ones, and which of them rows may see."""
 
     indices: Any = None  # page numbers, request after request
     tables: Any = None  # page numbers, [requests, pages]: instead of `indices`, or to be compared with them
     non_blocking: bool = True  # copies of page numbers and masks may be asynchronous
+    row_runs: torch.Tensor | None = None  # int32 [runs, 3] on the host, as in csrc/flashpage.h; None: all tokens
 
 
 NO_PAGES = Pages()

@@ -156,6 +156,8 @@ class Attention(Unique):
             indices = session.page_numbers_of(pages.tables, lengths, indices)
         if mask is not None and mask is not KEEP_MASK and session.is_graph:
             session.judge_mask(mask, lengths)
+        if pages.row_runs is not session.batch.row_runs:
+            session.batch.use_row_runs(pages.row_runs)
         session.plan(lengths, indices, pages.non_blocking, longest)
         if mask is not KEEP_MASK and (mask is not None or session.mask.tensor is not None):
             session.set_mask(mask, pages.non_blocking)

@@ -12,6 +12,12 @@ struct IndexArray {
   bool is_int64;
 };
 
+// Consecutive rows of a request, and the range of its tokens outside of which they see nothing.
+struct RowRun {
+  i32 rows;
+  TokenRange tokens;
+};
+
 struct Lengths {
   i32 batch;
   i32 q_len_per_request;  // used if q_indptr is not given
@@ -21,10 +27,13 @@ struct Lengths {
   IndexArray kv_lens;
   i32 page_size;  // tokens; 0: ragged
   bool has_custom_mask;
-  i32 cell_tokens;  // tokens in a cell of mask tiles (mask_cells.h) of a mask function; 0: there are none
-  i32 least_rows;   // of the requests in this plan; others keep their index and have no row tiles
-  i32 most_rows;    // 0: any number
+  i32 cell_tokens;     // tokens in a cell of mask tiles (mask_cells.h) of a mask function; 0: there are none
+  i32 least_rows;      // of the requests in this plan; others keep their index and have no row tiles
+  i32 most_rows;       // 0: any number
+  const RowRun* runs;  // of all requests with rows, one after another; null: visible.h says what rows see
+  i32 num_runs;
 
+  bool has_parts(const Visibility& visibility) const { return runs != nullptr || flashpage::has_parts(visibility); }
   bool serves_all() const { return least_rows == 0 && most_rows == 0; }
   bool serves(i64 q_len) const { return q_len >= least_rows && (most_rows == 0 || q_len <= most_rows); }
 };
@@ -88,26 +97,41 @@ inline KvTokens served_tokens(i32 group, i32 tile_q, const Request* requests, i3
 
 inline constexpr i32 most_parts_of_batch = 1 << 22;
 
-// Replaces a request by its parts on the axis. Returns false if there are too many.
+// The part of a request that begins at `row`. Given runs are clipped to the request.
+inline RowRun run_at(const Lengths& lengths, const Visibility& visibility, const Request& whole, i32 row, i32 part) {
+  if (lengths.runs != nullptr) {
+    const RowRun& given = lengths.runs[part];
+    const i32 begin = max_of(0, min_of(given.tokens.begin, whole.kv_len));
+    return {max_of(1, min_of(given.rows, whole.q_len - row)),
+            {begin, max_of(begin, min_of(given.tokens.end, whole.kv_len))}};
+  }
+  const i32 shift = whole.kv_len - whole.q_len;
+  const TokenRange tokens = part_at(visibility, max_of(shift + row, 0), whole.kv_len);
+  return {(tokens.end == whole.kv_len ? whole.q_len : tokens.end - shift) - row, tokens};
+}
+
+// Replaces a request by its parts on the axis. Returns false if there are too many. The index of a given run is its
+// number, because a mask function's rows are counted from the last token of the part (WorkItem::kv_len).
 inline bool cut_to_parts(const Lengths& lengths, const Heads& heads, i32 tile_q, const Request& whole,
                          std::vector<Request>& requests, LengthTotals& totals) {
-  const i32 shift = whole.kv_len - whole.q_len;
+  const i32 most = lengths.runs != nullptr ? lengths.num_runs : most_parts_of_batch;
   for (i32 row = 0; row < whole.q_len;) {
-    const TokenRange part = part_at(heads.visibility, max_of(shift + row, 0), whole.kv_len);
-    const i32 end = part.end == whole.kv_len ? whole.q_len : part.end - shift;
-    if (totals.parts >= most_parts_of_batch) return false;
+    if (totals.parts >= most) return false;
+    const RowRun run = run_at(lengths, heads.visibility, whole, row, totals.parts);
     if (totals.parts + 1 >= static_cast<i64>(requests.size())) requests.resize(2 * requests.size());
-    Request& made = requests[totals.parts++];
+    Request& made = requests[totals.parts];
     made = whole;
+    if (lengths.runs != nullptr) made.index = totals.parts;
+    ++totals.parts;
     made.mask_offset = totals.tile_cells;
     made.q_begin += row;
-    made.q_len = end - row;
-    made.kv_begin = part.begin;
-    made.kv_len = part.end;
+    made.q_len = run.rows;
+    made.kv_begin = run.tokens.begin;
+    made.kv_len = run.tokens.end;
     made.tiles = whole.tiles == 0 ? 0 : ceil_div(made.q_len * heads.group(), tile_q);
     totals.units += made.tiles * static_cast<i64>(heads.num_kv_heads);
     if (lengths.cell_tokens > 0) totals.tile_cells += made.tiles * ceil_div<i64>(made.kv_len, lengths.cell_tokens);
-    row = end;
+    row += run.rows;
   }
   return true;
 }
@@ -197,7 +221,7 @@ inline LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 
                                 LengthTotals& totals) {
   const bool plain = PlainInt32::fits(lengths.q_indptr) && PlainInt32::fits(lengths.kv_indptr) &&
                      PlainInt32::fits(lengths.last_page_len) && PlainInt32::fits(lengths.kv_lens);
-  if (has_parts(heads.visibility)) {
+  if (lengths.has_parts(heads.visibility)) {
     return plain ? read_lengths<PlainInt32, true>(lengths, heads, tile_q, requests, totals)
                  : read_lengths<AnyIndex, true>(lengths, heads, tile_q, requests, totals);
   }
