@@ -19,7 +19,7 @@ from .adapter import Adapter
 from .base import DECODE
 from .engine_access.attributes import PagedState, Written
 from .engine_access.cached_module import DecodePlanModule, PlanModule
-from .plan_arguments import NO_OWN, DecodeArguments, Own, differ, named_options, options_of_device, sizes_signature
+from .plan_arguments import DecodeArguments, differ, named_options, options_of_device, sizes_signature
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
@@ -167,7 +167,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             fixed_split_size,
             disable_split_kv,
             q_len_per_req,
-            Own.of(own) if own else NO_OWN,
+            own,
         )
         try:
             is_new = arguments != self._arguments
@@ -186,7 +186,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         arguments without window_right and non_blocking."""
         bound = _SIZE.bind(self, *lengths_and_heads, **options)
         bound.apply_defaults()
-        given = bound.arguments | {"own": Own.of(bound.arguments["own"])}
+        given = bound.arguments
         arguments = DecodeArguments(**{name: given[name] for name in DecodeArguments._fields if name in given})
         lengths = Lengths(None, given["indptr"], given["last_page_len"], given["seq_lens"])
         return self._attention.workspace_size(lengths, arguments.checked()[0])

@@ -18,7 +18,7 @@ from ..plan.page_indices import Mask, Pages
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
-from .plan_arguments import NO_OWN, Own, PrefillArguments, differ, options_of_device
+from .plan_arguments import PrefillArguments, differ, options_of_device
 from .prefill_base import PrefillWrapper, only_items
 
 
@@ -191,7 +191,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             o_data_type,
             fixed_split_size,
             disable_split_kv,
-            Own.of(own) if own else NO_OWN,
+            own,
         )
         lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
         pages = Pages(paged_kv_indices, block_tables, non_blocking)
@@ -204,7 +204,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         arguments."""
         bound = _PLAN.bind(self, *lengths_and_heads, **options)
         bound.apply_defaults()
-        given = bound.arguments | {"kv_source": "paged", "own": Own.of(bound.arguments["own"])}
+        given = bound.arguments | {"kv_source": "paged"}
         given["has_mask"] = given["custom_mask"] is not None or given["packed_custom_mask"] is not None
         arguments = PrefillArguments(*(given[name] for name in PrefillArguments._fields))
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens")

@@ -66,7 +66,7 @@ class PrefillWrapper(Adapter):
             self._check(arguments)
         self._now = self._planned
         self._attention.plan(lengths, pages, self._options, self._now, mask, longest)
-        if arguments.own.variant is not None:
+        if "_multi_item" in self.__dict__:
             self._copy_items()
         if mask is not None and self._planner.is_graph:
             self._fill_mask_indptr(pages.non_blocking)

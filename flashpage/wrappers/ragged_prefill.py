@@ -17,7 +17,7 @@ from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .base import RAGGED
 from .engine_access.attributes import array_of_plan
-from .plan_arguments import NO_OWN, Own, PrefillArguments
+from .plan_arguments import PrefillArguments
 from .prefill_base import PrefillWrapper, only_items
 
 
@@ -154,7 +154,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             o_data_type,
             fixed_split_size,
             disable_split_kv,
-            Own.of(own) if own else NO_OWN,
+            own,
         )
         lengths = Lengths(qo_indptr, kv_indptr, None, seq_lens)
         pages = Pages(non_blocking=non_blocking)

@@ -16,7 +16,7 @@ from ...plan.page_indices import Pages
 from ..base import Attention
 from ..graph_buffers import take_graph_buffers
 from ..merge import merge_parts, part_of
-from ..plan_arguments import Checked, Own, PrefillArguments
+from ..plan_arguments import Checked, PrefillArguments
 from .fold import PagedLevel, folded
 from .window import LevelWindows
 
@@ -159,7 +159,7 @@ class MultiLevelCascadeAttentionWrapper(Unique):
                 rope_theta=rope_theta,
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
-                own=Own.of(own),
+                own=own,
             )
         )
         if options.variant is not None and len(levels) > 1:
