@@ -4,7 +4,7 @@ so that plans need not read the session."""
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
@@ -25,14 +25,9 @@ NO_LIMIT = 2**63 - 1
 _ANY_COUNT = (0, 2**31 - 1)
 
 
-class Longest(NamedTuple):
-    """Bounds for every request that the caller passed with the lengths; None: no bound."""
-
-    q_len: int | None = None
-    kv_len: int | None = None
-
-
-NO_BOUNDS = Longest()
+# Bounds for the rows and for the tokens of every request, which the caller passed with the lengths; None: no bound.
+Longest: TypeAlias = tuple[int | None, int | None]
+NO_BOUNDS: Longest = None, None
 
 
 class Batch:

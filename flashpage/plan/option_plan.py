@@ -21,7 +21,7 @@ from ..kernels.context_classes import CLASSES, ContextClass
 from ..kernels.context_lengths import ContextLengths
 from ..kernels.options import Options
 from ..native import fastcall
-from ..variants.places import CHANGED, END, Places
+from ..variants.places import CALL, CHANGED, Places
 from ..variants.spec import VariantSpec
 from . import gather_rows, lengths
 from .batch import Batch
@@ -96,7 +96,7 @@ class OptionPlan:
         self._prepared: dict[_Key, PreparedKernels] = {}
         # A capacity was checked for these kernels, in workspaces of these sizes.
         self._checked_for: tuple[PreparedKernels, tuple[int, int]] | None = None
-        self._captured: Places = () if options.variant is None else CHANGED  # what _planned_variant was made from
+        self._captured = Places((), ()) if options.variant is None else CHANGED  # what _planned_variant was made from
         self._planned_variant: VariantSpec | None = None
         self._plan = fastcall.builtins().plan
         self.call = self._make_call(batch)
@@ -136,10 +136,9 @@ class OptionPlan:
     def plan(self, batch: Batch, lengths: Given, page_numbers: Any) -> int:
         """Plans a batch in one foreign call if the kernels of the last plan fit it; otherwise returns a status that
         says what is missing (csrc/plan_call.h, fp_py_plan)."""
-        for read, found in self._captured:
-            if not all(map(is_, chain(read(), END), found)):
-                self._follow_variant(batch)
-                break
+        reads, found = self._captured
+        if reads and not all(map(is_, chain.from_iterable(map(CALL, reads)), found)):
+            self._follow_variant(batch)
         status = self._plan(self._address, batch.stream, *lengths, page_numbers)
         if status == native.OK:
             self.generation = batch.generation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -26,6 +26,7 @@ class Pages(NamedTuple):
     row_runs: torch.Tensor | None = None  # int32 [runs, 3] on the host, as in csrc/flashpage.h; None: all tokens
 
 
+GivenPages: TypeAlias = tuple[Any, Any, bool, torch.Tensor | None]  # Pages, or only their entries
 NO_PAGES = Pages()
 
 

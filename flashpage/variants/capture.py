@@ -8,10 +8,12 @@ import gc
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from .places import END, Read
 
 _STABLE_MODULES = ("torch", "math", "numpy", "builtins")
 _STABLE_TYPES = (type(None), bool, str, type, torch.dtype, torch.device, types.BuiltinFunctionType)
@@ -28,7 +30,7 @@ class Captures:
     """
 
     def __init__(self, make_scalar: Callable[[str, float | int], Any]) -> None:
-        self.reads: list[Callable[[], Iterable[Any]]] = []  # for places_of
+        self.reads: list[Read] = []  # for Places.of
         self.stable = True  # False: something may change inside and stay the same object
         self.tensor_names: dict[int, str] = {}  # by id
         self._make_scalar = make_scalar
@@ -50,20 +52,24 @@ class Captures:
             self.stable = False
             return types.MethodType(self.replaced(value.__func__, name), value.__self__)
         elif isinstance(value, functools.partial):
-            self.reads += functools.partial(_OF_PARTIAL, value), value.keywords.keys, value.keywords.values
+            self.reads.append(functools.partial(_OF_PARTIAL, value))
+            self._read_dict(value.keywords)
             keywords = {key: self.replaced(item, key) for key, item in value.keywords.items()}
             return functools.partial(self.replaced(value.func, name), *self._elements(value.args, name), **keywords)
         elif type(value) in (tuple, list):
-            self.reads.append(functools.partial(iter, value))
+            self.reads.append(functools.partial(itertools.chain, value, END))
             return type(value)(self._elements(value, name))
         elif type(value) is dict:
-            self.reads += value.keys, value.values
+            self._read_dict(value)
             return dict(zip(value, self._elements(value.values(), name), strict=True))
         elif isinstance(value, types.ModuleType):
             self.stable &= value.__name__.partition(".")[0] in _STABLE_MODULES
         elif not isinstance(value, (*_STABLE_TYPES, int, float)):
             self.stable = False
         return value
+
+    def _read_dict(self, read: dict[str, Any]) -> None:
+        self.reads.append(functools.partial(itertools.chain, read, END, read.values()))
 
     def _place(self, key: Any, value: Any, name: str) -> Any:
         if key not in self._places:
@@ -85,7 +91,7 @@ class Captures:
         self._functions[function] = copy  # first, because it may capture itself
         self.reads.append(functools.partial(_OF_FUNCTION, function))
         if function.__closure__:
-            self.reads.append(functools.partial(gc.get_referents, *function.__closure__))
+            self.reads += functools.partial(gc.get_referents, *function.__closure__), END.__iter__
         if scope is not function.__globals__:
             names = _names(code)
             self.reads.append(functools.partial(map, function.__globals__.get, names, itertools.repeat(_MISSING)))
@@ -102,7 +108,7 @@ class Captures:
         pairs = zip(defaults, with_default, strict=True)
         copy.__defaults__ = tuple(self.replaced(value, name) for value, name in pairs)
         if keywords := function.__kwdefaults__:
-            self.reads += keywords.keys, keywords.values
+            self._read_dict(keywords)
             copy.__kwdefaults__ = {name: self.replaced(value, name) for name, value in keywords.items()}
         return copy
 

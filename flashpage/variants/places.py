@@ -1,26 +1,37 @@
-"""Places that hold captured values, and whether they still hold the same objects.
-
-A place is a call that reads its values now, without Python frames, and the values that were found, followed by END: a
-missing or an additional value is then a difference too.
-"""
+"""Places that hold captured values, and whether they still hold the same objects."""
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import Any, NamedTuple
 
-Places: TypeAlias = "tuple[tuple[Callable[[], Iterable[Any]], tuple[Any, ...]], ...]"
-END = (object(),)
-CHANGED: Places = ((tuple, (None,)),)  # never unchanged
+Read = Callable[[], Iterable[Any]]
 
-
-def places_of(*reads: Callable[[], Iterable[Any]]) -> Places:
-    """The places with what they hold now."""
-    return tuple((read, (*read(), *END)) for read in reads)
+END = (object(),)  # ends places whose number of values may change
+CALL = operator.methodcaller("__call__")
 
 
-def are_unchanged(places: Places) -> bool:
-    """Whether the places hold what was found. OptionPlan.plan has this loop too, as every call costs a plan time."""
-    return all(all(map(operator.is_, itertools.chain(read(), END), found)) for read, found in places)
+class Places(NamedTuple):
+    """Calls of builtins that read the places now, which takes no Python frame, and all values that they found."""
+
+    reads: tuple[Read, ...]
+    found: tuple[Any, ...]
+
+    @staticmethod
+    def of(*reads: Read) -> Places:
+        """The places with what they hold now."""
+        ended = (*reads, END.__iter__)
+        return Places(ended, tuple(chain.from_iterable(map(CALL, ended))))
+
+    def and_also(self, others: Places) -> Places:
+        """All places of the two."""
+        return Places(self.reads + others.reads, self.found + others.found)
+
+    def are_unchanged(self) -> bool:
+        """Whether all places hold what was found. OptionPlan.plan has this line too, as every call costs time there."""
+        return all(map(operator.is_, chain.from_iterable(map(CALL, self.reads)), self.found))
+
+
+CHANGED = Places((END.__iter__,), (None,))  # never unchanged

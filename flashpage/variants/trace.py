@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..base.errors import VariantError
 from . import operations  # noqa: F401 (gives traced values their operations)
 from .capture import Captures
-from .places import CHANGED, Places, are_unchanged, places_of
+from .places import CHANGED, Places
 from .source import is_free_name, unique_name
 from .spec import VariantSpec
 from .traced import TracedVariant, scalar_type, tensor_type
@@ -28,18 +28,18 @@ class Trace:
 
     def __init__(self, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None) -> None:
         self._score_mod, self._mask_mod = score_mod, mask_mod
-        self.places: Places = CHANGED  # if they are unchanged, the last result's spec is still right
+        self.places = CHANGED  # if they are unchanged, the last result's spec is still right
         self._reads_values = False  # the result has values of tensors, which may change at any time
         self._result = TracedVariant()
 
     def result(self) -> TracedVariant:
         """The last trace if everything captured is still the same, otherwise a new one."""
-        if not self._reads_values and are_unchanged(self.places):
+        if not self._reads_values and self.places.are_unchanged():
             return self._result
         captures = Captures(Traced.scalar)
         score_mod = captures.replaced(self._score_mod, "score_mod")
         mask_mod = captures.replaced(self._mask_mod, "mask_mod")
-        places = places_of(*captures.reads)
+        places = Places.of(*captures.reads)
         emitter, mode = _Emitter(captures.tensor_names), _Intercept()
         indices = [argument(name, "int") for name in ("b", "h", "q_idx", "kv_idx")]
         logit = mask = ""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import VariantError
-from .places import Places, places_of
+from .places import END, Places, Read
 from .source import NAME, has_return, is_free_name, render, unique_name
 from .spec import VariantSpec
 from .traced import TracedVariant, scalar_type, tensor_type
@@ -92,12 +92,14 @@ class Variant:
     def places(self) -> Places:
         """What the spec was made from by the last `traced`; as long as it is unchanged, another spec is not needed."""
         tensors, scalars = self.tensors.values(), self.scalars.values()
-        reads: list[Callable[[], Any]] = [functools.partial(_EXPRESSIONS, self), self.tensors.keys, self.scalars.keys]
+        names = functools.partial(itertools.chain, self.tensors, END, self.scalars, END)
+        reads: list[Read] = [functools.partial(_EXPRESSIONS, self), names]
         if tensors:
             reads += (functools.partial(map, read, tensors) for read in _OF_TENSORS)
         if scalars:
             reads.append(functools.partial(map, type, scalars))
-        return places_of(*reads) + (() if self._trace is None else self._trace.places)
+        own = Places.of(*reads)
+        return own if self._trace is None else own.and_also(self._trace.places)
 
 
 def _from_expressions(

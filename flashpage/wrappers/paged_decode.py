@@ -13,7 +13,6 @@ from ..base.errors import RunError
 from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths
-from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES
 from .adapter import Adapter
 from .base import DECODE
@@ -148,7 +147,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             given = {name: value for name, value in locals().items() if name in _PLAN_NAMES}
             self.plan(**(given | named_options(deprecated_positional_args)), **own)
             return
-        arguments = DecodeArguments(
+        arguments = (
             num_qo_heads,
             num_kv_heads,
             head_dim,
@@ -174,9 +173,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         except (RuntimeError, ValueError):  # for example an array, which is refused when it is checked
             is_new = True
         if is_new:
-            self._check(arguments)
+            self._check(DecodeArguments(*arguments))
         self._now = self._planned
-        lengths, pages = Lengths(None, indptr, last_page_len, seq_lens), Pages(indices, block_tables, non_blocking)
+        lengths, pages = (None, indptr, last_page_len, seq_lens), (indices, block_tables, non_blocking, None)
         self._attention.plan(lengths, pages, self._options, self._now)
 
     begin_forward = plan

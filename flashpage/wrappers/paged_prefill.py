@@ -10,11 +10,10 @@ import torch
 
 from ..base import checks
 from ..base.errors import PlanError, RunError
-from ..plan.batch import Longest
 from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths
-from ..plan.page_indices import Mask, Pages
+from ..plan.page_indices import Mask
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
@@ -170,7 +169,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             if (item_mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
                 own["variant"], causal = only_items(item_mask, own.get("variant")), True
             mask = Mask.of(custom_mask, packed_custom_mask)
-        arguments = PrefillArguments(
+        arguments = (
             "paged",
             num_qo_heads,
             num_kv_heads,
@@ -193,9 +192,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             disable_split_kv,
             own,
         )
-        lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
-        pages = Pages(paged_kv_indices, block_tables, non_blocking)
-        self._plan(arguments, lengths, pages, mask, Longest(max_token_per_sequence, max_sequence_kv))
+        lengths = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
+        pages = (paged_kv_indices, block_tables, non_blocking, None)
+        self._plan(arguments, lengths, pages, mask, (max_token_per_sequence, max_sequence_kv))
 
     begin_forward = plan
 

@@ -9,7 +9,6 @@ import torch
 from variant_examples import HEADS, rows
 
 from flashpage.variants import Variant
-from flashpage.variants.places import are_unchanged
 
 
 def test_same_captures_are_traced_once() -> None:
@@ -116,19 +115,19 @@ def test_every_change_is_seen() -> None:
     for i, (variant, change) in enumerate(changes):
         before = variant.traced()
         places = variant.places()
-        assert are_unchanged(places) and variant.traced() == before, i
+        assert places.are_unchanged() and variant.traced() == before, i
         change()
-        assert not are_unchanged(places), i
+        assert not places.are_unchanged(), i
     by_text.tensors.pop("u")
     by_text.logit = "s * score + t[h, 0]"
     by_text.traced()
     places = by_text.places()
     by_text.scalars["s"], by_text.tensors["t"] = 4, rows(HEADS, 2)  # other values of the same types compile nothing
-    assert are_unchanged(places)
+    assert places.are_unchanged()
     settings = Settings(2.0)
     unknown = Variant(settings.score_mod)
     unknown.traced()
-    assert not are_unchanged(unknown.places())
+    assert not unknown.places().are_unchanged()
 
 
 def test_recursive_helper() -> None:
