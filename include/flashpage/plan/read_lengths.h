@@ -136,34 +136,65 @@ inline bool cut_to_parts(const Lengths& lengths, const Heads& heads, i32 tile_q,
   return true;
 }
 
+// Consecutive requests with the same number of rows. What follows from that number is computed once, since neighbours
+// mostly have the same one.
+struct EqualRows {
+  i64 q_len = 0;
+  i64 tiles = 0;  // of each request
+  bool are_few = false;
+  i64 first = 0;   // request
+  i64 tokens = 0;  // of all of them
+
+  void add_to(LengthTotals& totals) const {
+    totals.kv.all += tokens;
+    totals.kv.by_tile += tokens * tiles;
+    if (are_few) totals.kv.few_rows += tokens;
+    totals.max_q_len = max_of(totals.max_q_len, static_cast<i32>(q_len));
+  }
+};
+
+// Where each request's packed mask, or the cells of its mask function's tiles, begin.
+inline void place_masks(const Lengths& lengths, Request* requests, LengthTotals& totals) {
+  for (i32 i = 0; i < totals.parts; ++i) {
+    Request& request = requests[i];
+    request.mask_offset = totals.mask_bytes + totals.tile_cells;  // one of the two is 0
+    const i64 kv_len = request.kv_len;
+    if (lengths.has_custom_mask) totals.mask_bytes += ceil_div<i64>(request.q_len * kv_len, 8);
+    if (lengths.cell_tokens > 0) totals.tile_cells += request.tiles * ceil_div<i64>(kv_len, lengths.cell_tokens);
+  }
+}
+
 // Reads and checks every request. `requests` grows to hold all parts and one more entry.
 template <class Index, bool is_cut>
 LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q, std::vector<Request>& requests,
                          LengthTotals& totals) {
   const i32 num_kv_heads = heads.num_kv_heads, group = heads.group();
-  if (static_cast<i64>(requests.size()) <= lengths.batch) requests.resize(lengths.batch + 1);
+  const i64 batch = lengths.batch, page_size = lengths.page_size > 0 ? lengths.page_size : 1;
+  if (static_cast<i64>(requests.size()) <= batch) requests.resize(batch + 1);
   const Index q_indptr(lengths.q_indptr), kv_indptr(lengths.kv_indptr);
   const Index last_page_len(lengths.last_page_len), kv_lens(lengths.kv_lens);
   const bool has_q_indptr = lengths.q_indptr.data, has_kv_lens = lengths.kv_lens.data;
   const bool has_last_page_len = lengths.last_page_len.data && !has_kv_lens;
-  const i64 page_size = lengths.page_size > 0 ? lengths.page_size : 1;
 
   i64 q_end = has_q_indptr ? q_indptr[0] : 0, kv_end = kv_indptr[0];
   using enum LengthError;
   if (q_end < 0) return {LengthArray::q_indptr, negative_first, 0, q_end, 0};
   if (kv_end < 0) return {LengthArray::kv_indptr, negative_first, 0, kv_end, 0};
 
-  i64 known_q_len = 0, tiles = 0;  // neighbours mostly have the same number of rows: divide once
-  bool few_rows = false;
-  for (i64 i = 0; i < lengths.batch; ++i) {
+  EqualRows rows;
+  i64 longest = 0;
+  Request* const whole_requests = requests.data();
+  for (i64 i = 0; i < batch; ++i) {
     const i64 q_begin = q_end, kv_begin = kv_end;
     q_end = has_q_indptr ? q_indptr[i + 1] : q_begin + lengths.q_len_per_request;
     kv_end = kv_indptr[i + 1];
     const i64 q_len = q_end - q_begin, entries = kv_end - kv_begin;
-    if (q_len < 0) return {LengthArray::q_indptr, decreases, i + 1, q_end, q_begin};
-    if (entries < 0) return {LengthArray::kv_indptr, decreases, i + 1, kv_end, kv_begin};
-    if (q_end > max_i32) return {LengthArray::q_indptr, overflow, i + 1, q_end, max_i32};
-    if (kv_end > max_i32) return {LengthArray::kv_indptr, overflow, i + 1, kv_end, max_i32};
+    if ((q_len | entries | (max_i32 - q_end) | (max_i32 - kv_end)) < 0) {  // one branch for all requests without fault
+      if (q_len < 0) return {LengthArray::q_indptr, decreases, i + 1, q_end, q_begin};
+      if (entries < 0) return {LengthArray::kv_indptr, decreases, i + 1, kv_end, kv_begin};
+      if (q_end > max_i32) return {LengthArray::q_indptr, overflow, i + 1, q_end, max_i32};
+      return {LengthArray::kv_indptr, overflow, i + 1, kv_end, max_i32};
+    }
 
     i64 kv_len = entries * page_size;
     if (has_kv_lens) {
@@ -179,39 +210,42 @@ LengthFault read_lengths(const Lengths& lengths, const Heads& heads, i32 tile_q,
     }
     if (kv_len > max_i32) return {LengthArray::kv_indptr, overflow, i + 1, kv_len, max_i32};
 
-    if (q_len != known_q_len) {
-      known_q_len = q_len;
-      tiles = ceil_div<i64>(q_len * group, tile_q);
-      few_rows = has_few_rows(q_len, group, tile_q);
-      const i64 limit = max_i32 / max_of<i64>(group, 1);
+    if (q_len != rows.q_len) {
+      rows.add_to(totals);
+      if constexpr (!is_cut) totals.units += (i - rows.first) * rows.tiles * num_kv_heads;
+      const i64 tiles = ceil_div<i64>(q_len * group, tile_q), limit = max_i32 / max_of<i64>(group, 1);
       if (q_len > limit || tiles * num_kv_heads > max_i32)
         return {LengthArray::q_indptr, overflow, i + 1, q_len, limit};
-      if (!lengths.serves(q_len)) tiles = 0;
+      rows = {q_len, lengths.serves(q_len) ? tiles : 0, has_few_rows(q_len, group, tile_q), i, 0};
     }
+    rows.tokens += kv_len;
+    longest = max_of(longest, kv_len);
     const Request whole{kv_begin,
-                        totals.mask_bytes + totals.tile_cells,  // one of the two is 0
+                        0,
                         static_cast<i32>(i),
                         static_cast<i32>(q_begin),
                         static_cast<i32>(q_len),
                         0,
                         static_cast<i32>(kv_len),
-                        static_cast<i32>(tiles),
+                        static_cast<i32>(rows.tiles),
                         0,
                         0.0};
-    totals.kv = totals.kv + KvTokens::of(kv_len, static_cast<i32>(tiles), few_rows);
-    totals.max_q_len = max_of(totals.max_q_len, static_cast<i32>(q_len));
     if constexpr (is_cut) {
       if (!cut_to_parts(lengths, heads, tile_q, whole, requests, totals))
         return {LengthArray::q_indptr, too_many_parts, i + 1, q_end, most_parts_of_batch};
-      continue;
+    } else {
+      whole_requests[i] = whole;
     }
-    requests[totals.parts++] = whole;
-    totals.units += tiles * num_kv_heads;
-    if (lengths.has_custom_mask) totals.mask_bytes += ceil_div<i64>(q_len * kv_len, 8);
-    if (lengths.cell_tokens > 0) totals.tile_cells += tiles * ceil_div<i64>(kv_len, lengths.cell_tokens);
   }
+  rows.add_to(totals);
+  totals.kv.longest = longest;
   totals.q_rows = q_end;
   totals.kv_entries = kv_end;
+  if constexpr (!is_cut) {
+    totals.units += (batch - rows.first) * rows.tiles * num_kv_heads;
+    totals.parts = static_cast<i32>(batch);
+    if (lengths.has_custom_mask || lengths.cell_tokens > 0) place_masks(lengths, whole_requests, totals);
+  }
   const bool are_all = lengths.serves_all() && !is_cut;
   totals.served = are_all ? totals.kv : served_tokens(group, tile_q, requests.data(), totals.parts);
   return {};
