@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.options import Options
+from ...plan.row_runs import RowRuns
 from ...variants.row_mask import ROW, RowMask
 from ...variants.variant import Variant
 from .fold import PagedLevel
@@ -56,8 +57,8 @@ class LevelWindows:
             return found  # the planner reports the error
         found = found._replace(options=dataclasses.replace(options, chunk=0))
         for i, begin in enumerate(_begins(levels, options)):
-            runs = _Runs.of(levels[i], begin, options.chunk)
-            if not runs.are_whole(levels[i]):
+            runs = _runs(levels[i], begin, options.chunk)
+            if not _are_whole(runs, levels[i]):
                 found.row_runs[i] = runs.table()
             found.is_hidden[i] = i + 1 < count and bool((runs.end <= runs.begin).all())
             if begin.window is not None:
@@ -65,9 +66,7 @@ class LevelWindows:
                 first_token = torch.maximum(begin.window, runs.by_row(runs.begin))
                 # A captured level has a mask in every batch or in none.
                 if self._is_graph or not torch.equal(first_token, runs.by_row(runs.begin)):
-                    first_row = begin.window.new_zeros(len(begin.window))  # of as many runs as there can be
-                    first_row[: len(runs.end)] = runs.rows.cumsum(0) - runs.end
-                    found.variants[i] = self._masks[planned[i].number].set(first_row, first_token=first_token)
+                    found.variants[i] = self._masks[planned[i].number].set(runs.first_row(), first_token=first_token)
                     found.row_runs[i] = runs.table()  # the mask counts runs
         return found
 
@@ -112,38 +111,24 @@ def _begins(levels: Sequence[Level], options: Options) -> list[_Begins]:
     ]
 
 
-class _Runs(NamedTuple):
-    """Consecutive rows of a request in one chunk, and the tokens of a level that any of them sees. int64, [runs]."""
+def _runs(level: Level, first: _Begins, chunk: int) -> RowRuns:
+    """Consecutive rows of a request in one chunk, and the tokens of the level that any of them sees."""
+    request = level.by_row(torch.arange(len(level.kv_lens), device="cpu"))
+    starts = torch.ones(len(request), dtype=torch.bool, device="cpu")
+    starts[1:] = request.diff() != 0
+    if first.chunk is not None:
+        starts[1:] |= first.chunk.diff() != 0
+    row = starts.nonzero().squeeze(1)
+    rows = torch.diff(row, append=row.new_tensor([len(request)]))
+    begin, end = torch.zeros_like(row), level.kv_lens[request[row]]
+    if first.chunk is not None:
+        begin, end = first.chunk[row].clamp(min=0), torch.minimum(end, first.chunk[row] + chunk).clamp(min=0)
+    if first.window is not None and len(row):
+        begin = torch.maximum(begin, torch.segment_reduce(first.window.double(), "min", lengths=rows).long())
+    return RowRuns(rows, torch.minimum(begin, end), end)
 
-    rows: torch.Tensor
-    begin: torch.Tensor
-    end: torch.Tensor
 
-    @staticmethod
-    def of(level: Level, first: _Begins, chunk: int) -> _Runs:
-        request = level.by_row(torch.arange(len(level.kv_lens), device="cpu"))
-        starts = torch.ones(len(request), dtype=torch.bool, device="cpu")
-        starts[1:] = request.diff() != 0
-        if first.chunk is not None:
-            starts[1:] |= first.chunk.diff() != 0
-        row = starts.nonzero().squeeze(1)
-        rows = torch.diff(row, append=row.new_tensor([len(request)]))
-        begin, end = torch.zeros_like(row), level.kv_lens[request[row]]
-        if first.chunk is not None:
-            begin, end = first.chunk[row].clamp(min=0), torch.minimum(end, first.chunk[row] + chunk).clamp(min=0)
-        if first.window is not None and len(row):
-            begin = torch.maximum(begin, torch.segment_reduce(first.window.double(), "min", lengths=rows).long())
-        return _Runs(rows, torch.minimum(begin, end), end)
-
-    def by_row(self, values: torch.Tensor) -> torch.Tensor:
-        """Repeats a run's value for each of its rows."""
-        return torch.repeat_interleave(values, self.rows)
-
-    def are_whole(self, level: Level) -> bool:
-        """Whether all rows of each request may see all of its tokens."""
-        tokens = level.kv_lens[level.q_indptr.diff() > 0]
-        return torch.equal(self.end, tokens) and not bool(self.begin.any())
-
-    def table(self) -> torch.Tensor:
-        """Pages.row_runs."""
-        return torch.stack([self.rows, self.begin, self.end], 1).int()
+def _are_whole(runs: RowRuns, level: Level) -> bool:
+    """Whether all rows of each request may see all of its tokens."""
+    tokens = level.kv_lens[level.q_indptr.diff() > 0]
+    return torch.equal(runs.end, tokens) and not bool(runs.begin.any())
