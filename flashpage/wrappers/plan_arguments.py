@@ -213,11 +213,7 @@ class Checked:
         self._found: tuple[Options, RunOptions]
 
     def of(self, arguments: Arguments) -> tuple[Options, RunOptions]:
-        try:
-            is_new = arguments != self._arguments
-        except (RuntimeError, ValueError):  # for example an array, which is refused when it is checked
-            is_new = True
-        if is_new:
+        if differ(arguments, self._arguments):
             self._arguments = None
             if self._session is not None:
                 self._session.invalidate()

@@ -98,6 +98,7 @@ def test_runs_of_rows_are_planned_as_chunks_are(seed: int) -> None:
     batch, cutting = random_case(rng)
     count = min(len(batch.q_lens), 9)
     lens = {"q_lens": rng.integers(0, 90, count), "kv_lens": rng.integers(0, 400, count)}
+    lens["least_rows"] = int(rng.choice([0, 0, 20]))  # a mixed batch's part with many rows
     batch = dataclasses.replace(
         batch, **lens, has_custom_mask=False, has_mask_tiles=False, chunk=int(rng.integers(1, 150))
     )
