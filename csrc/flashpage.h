@@ -57,6 +57,9 @@ struct fp_problem {
   int32_t has_mask_tiles;   // 1: mask_offset counts tile cells (mask function) instead of bytes of a packed mask
   int32_t least_rows;       // rows of q; requests with fewer have no work in this plan
   int32_t most_rows;        // requests with more have no work in this plan; 0: any number
+  const int32_t* row_runs;  // [num_row_runs, 3], as plan::RowRun: rows, the first token that they may see, the end;
+                            // null: all rows of a request may see all of its tokens
+  int32_t num_row_runs;
 };
 
 using fp_schedule = flashpage::plan::Schedule;

@@ -18,7 +18,8 @@ struct fp_batch {
   int64_t page_buffer_entries;
   fp_slots* page_slots;         // copy page numbers of the host to a buffer on a card; null: they are not taken
   const int32_t* page_numbers;  // written: where kernels read them
-  int32_t* page_copies;         // the CPU's kernels read copies, so that later changes do not make them read elsewhere
+  int32_t* page_copies;         // the CPU's kernels read copies, so that later changes do not make them read elsewhere;
+                                // int64 page numbers of the host become int32 here
   int64_t most_page_copies;     // capacity of page_copies
   int32_t max_page;             // written: the largest page number in use; -1: unknown
   int32_t device_type;          // of the kernels, as in DLPack
@@ -29,6 +30,8 @@ struct fp_batch {
   int64_t most_entries;
   int32_t least_requests, most_requests;  // limits of a batch
   int64_t longest_q, longest_kv;          // limits of a request; refused before the plan is copied
+  const int32_t* row_runs;                // as in fp_problem
+  int32_t num_row_runs;
 };
 
 // Computes the sums of lengths that were not taken by fp_py_plan.

@@ -27,11 +27,10 @@ void copy_numbers(const dlpack::Tensor& from, void* to) {
   }
 }
 
-// Returns false if the object is not a host tensor of numbers.
+// Returns false if the object is not a tensor of numbers in one dimension.
 bool read_numbers(void* object, dlpack::Tensor& tensor) {
-  return read_tensor(object, tensor) && tensor.device.type == dlpack::cpu && tensor.dims == 1 &&
-         tensor.dtype.code == dlpack::signed_integer && (tensor.dtype.bits == 32 || tensor.dtype.bits == 64) &&
-         has_storage(object, bytes_of(tensor));
+  return read_tensor(object, tensor) && tensor.dims == 1 && tensor.dtype.code == dlpack::signed_integer &&
+         (tensor.dtype.bits == 32 || tensor.dtype.bits == 64) && has_storage(object, bytes_of(tensor));
 }
 
 void copy_lengths(const dlpack::Tensor& tensor, char* copy, fp_index_array& array) {
@@ -63,7 +62,7 @@ bool take_lengths(fp_batch& batch, void* const* tensors) {
     arrays[i]->data = nullptr;
     if (tensors[i] == python.none) continue;
     dlpack::Tensor tensor;
-    if (!read_numbers(tensors[i], tensor)) return false;
+    if (!read_numbers(tensors[i], tensor) || tensor.device.type != dlpack::cpu) return false;
     if (requests < 0) requests = tensor.shape[0] - 1;  // the first one is an indptr, which has one more entry
     if (requests < 0 || requests > most || tensor.shape[0] != requests + (i < 2)) return false;
     copy_lengths(tensor, batch.copies + i * batch.bytes_of_a_copy, *arrays[i]);
@@ -92,46 +91,55 @@ void sum_up(fp_batch& batch) {
   }
 }
 
-// Returns the largest page number; -1 if there is none, below -1 if one is negative. Copies the numbers if `is_copied`.
-// Written so that the compiler vectorises it.
-template <bool is_copied>
-[[gnu::noinline]] int32_t largest_page(const int32_t* __restrict numbers, int64_t count, int32_t* __restrict copies) {
-  int32_t signs = 0, most = -1;
+// Returns the largest page number; -1 if there is none, below -1 if one is negative or has more than 31 bits. Copies
+// the numbers if `is_copied`. Written so that the compiler vectorises it.
+template <class T, bool is_copied>
+[[gnu::noinline]] int32_t largest_page(const T* __restrict numbers, int64_t count, int32_t* __restrict copies) {
+  T beyond = 0;
+  int32_t most = -1;
   for (int64_t i = 0; i < count; ++i) {
-    if constexpr (is_copied) copies[i] = numbers[i];
-    signs |= numbers[i];
-    most = numbers[i] > most ? numbers[i] : most;
+    const int32_t number = static_cast<int32_t>(numbers[i]);
+    if constexpr (is_copied) copies[i] = number;
+    beyond |= numbers[i] >> 31;
+    most = number > most ? number : most;
   }
-  return signs < 0 ? -2 : most;
+  return beyond != 0 ? -2 : most;
+}
+
+int32_t largest_page(const dlpack::Tensor& tensor, const fp_batch& batch, int32_t* copies) {
+  const char* data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
+  const int64_t begin = batch.kv_begin, count = batch.kv_end - begin;
+  if (tensor.dtype.bits == 64)
+    return largest_page<int64_t, true>(reinterpret_cast<const int64_t*>(data) + begin, count, copies + begin);
+  const int32_t* numbers = reinterpret_cast<const int32_t*>(data) + begin;
+  return copies != nullptr ? largest_page<int32_t, true>(numbers, count, copies + begin)
+                           : largest_page<int32_t, false>(numbers, count, nullptr);
 }
 
 // Returns false if the page numbers can neither be read in place nor copied, or if they must be checked first. Writes
-// the address of the numbers.
+// the address of the numbers, which is that of the copies if the caller's are int64.
 bool take_page_numbers(fp_batch& batch, void* object, const int32_t*& numbers) {
   dlpack::Tensor tensor;
-  const bool is_read = read_tensor(object, tensor) && tensor.dims == 1 && tensor.shape[0] >= batch.kv_end &&
-                       tensor.strides[0] == 1 && tensor.dtype.code == dlpack::signed_integer &&
-                       tensor.dtype.bits == 32 && has_storage(object, bytes_of(tensor));
+  const bool is_read = read_numbers(object, tensor) && tensor.shape[0] >= batch.kv_end && tensor.strides[0] == 1;
   if (!is_read || batch.checks_pages) return false;
+  const bool is_on_host = tensor.device.type == dlpack::cpu, is_cpu = batch.device_type == dlpack::cpu;
+  const bool is_copied = is_cpu || tensor.dtype.bits == 64;
   numbers = reinterpret_cast<const int32_t*>(static_cast<const char*>(tensor.data) + tensor.byte_offset);
-  const bool is_on_host = tensor.device.type == dlpack::cpu, is_copied = batch.device_type == dlpack::cpu;
+  if (tensor.dtype.bits == 64) numbers = batch.page_copies;
   if (batch.page_buffer != nullptr && numbers != batch.page_buffer) {
-    const bool has_way = is_copied || batch.page_slots != nullptr;
+    const bool has_way = is_cpu || batch.page_slots != nullptr;
     if (!is_on_host || !has_way || batch.kv_end > batch.page_buffer_entries) return false;
   } else if (tensor.device.type != batch.device_type || tensor.device.index != batch.device_index) {
     return false;
   }
-  if (is_copied && batch.kv_end > batch.most_page_copies) return false;
+  if (is_copied && (!is_on_host || batch.kv_end > batch.most_page_copies)) return false;
   batch.max_page = -1;
-  if (is_on_host && batch.kv_begin >= 0) {
-    const int32_t* begin = numbers + batch.kv_begin;
-    const int64_t count = batch.kv_end - batch.kv_begin;
-    batch.max_page = is_copied ? largest_page<true>(begin, count, batch.page_copies + batch.kv_begin)
-                               : largest_page<false>(begin, count, nullptr);
+  if (is_on_host && batch.kv_begin >= 0 && batch.kv_begin < batch.kv_end) {
+    batch.max_page = largest_page(tensor, batch, is_copied ? batch.page_copies : nullptr);
     if (batch.max_page < -1) return false;
   }
   const int32_t* read_in_place = batch.page_buffer != nullptr ? batch.page_buffer : numbers;
-  batch.page_numbers = is_copied ? batch.page_copies : read_in_place;
+  batch.page_numbers = is_cpu ? batch.page_copies : read_in_place;
   return true;
 }
 
@@ -196,6 +204,8 @@ int32_t plan_batch(fp_plan_call& call, void* stream, bool is_chosen) {
   problem.kv_indptr = batch.kv_indptr;
   problem.last_page_len = batch.last_page_len;
   problem.kv_lens = batch.kv_lens;
+  problem.row_runs = batch.row_runs;
+  problem.num_row_runs = batch.num_row_runs;
   call.made_parts = 0;
   const bool is_batch = batch.least_requests <= batch.requests && batch.requests <= batch.most_requests;
   call.exceeded = !is_batch                                ? FP_LIMIT_REQUESTS

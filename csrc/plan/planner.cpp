@@ -23,6 +23,8 @@ plan::Heads host::heads_of(const fp_problem& problem) {
   return {problem.num_q_heads, problem.num_kv_heads, problem.visibility};
 }
 
+static_assert(sizeof(plan::RowRun) == 3 * sizeof(int32_t));
+
 plan::Lengths host::lengths_of(const fp_problem& problem, const fp_schedule& schedule) {
   return {problem.batch,
           problem.q_len_per_request,
@@ -34,7 +36,9 @@ plan::Lengths host::lengths_of(const fp_problem& problem, const fp_schedule& sch
           problem.has_custom_mask != 0,
           problem.has_mask_tiles && !problem.has_custom_mask ? cell_tiles * schedule.tile_kv : 0,
           problem.least_rows,
-          problem.most_rows};
+          problem.most_rows,
+          reinterpret_cast<const plan::RowRun*>(problem.row_runs),
+          problem.num_row_runs};
 }
 
 static constexpr int32_t max_kv_heads = 65535;  // CtaItems::kv_head and place are 16 bits

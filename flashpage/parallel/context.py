@@ -15,10 +15,11 @@ from ..kernels.options import check_window
 from ..plan.lengths import Lengths, Names, all_to_host, batch_of
 from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES, check_output
+from ..variants.row_mask import WITHIN, RowMask
 from ..wrappers.base import Attention
 from ..wrappers.plan_arguments import Checked, PrefillArguments
 from .layout import ContextLayout, LocalPages
-from .mask import Visible, local_mask
+from .mask import Visible
 from .merge import StateGroup
 
 _NAMES = Names("qo_indptr", "kv_indptr", "last_page_len", "seq_lens", "kv_indices")
@@ -69,7 +70,7 @@ class ContextParallelAttention(Unique):
         self._has_all_pages = pages == "all"
         self._attention = Attention(float_workspace_buffer, kv_layout, names=_NAMES)
         self._checked = Checked()
-        self._mask = local_mask(self._attention.device)
+        self._mask = RowMask(WITHIN, self._attention.device)
         self._is_planned = False
 
     @property
@@ -145,10 +146,11 @@ class ContextParallelAttention(Unique):
             local = layout.pages(kv_indptr, kv_indices, seq_lens)
         else:
             local = LocalPages(kv_indptr, kv_indices, layout.tokens(seq_lens).int())
-        visible, mask = Visible.of(layout, q_indptr, seq_lens, bool(causal), check_window(window_left)), None
+        visible = Visible.of(layout, q_indptr, seq_lens, bool(causal), check_window(window_left))
+        mask = row_runs = None
         if visible is not None:
-            visible, local = visible.trimmed(q_indptr, local, layout.page_size)
-            mask = visible.mask(q_indptr, local, self._mask)
+            runs = visible.runs(q_indptr)
+            mask, row_runs = visible.mask(runs, self._mask), runs.table()
         options, values = self._checked.of(
             PrefillArguments(
                 "paged",
@@ -169,7 +171,7 @@ class ContextParallelAttention(Unique):
         if mask is not None:
             options = dataclasses.replace(options, variant=mask)
         lengths = Lengths(q_indptr, local.indptr, None, local.seq_lens)
-        self._attention.plan(lengths, Pages(local.indices), options, values)
+        self._attention.plan(lengths, Pages(local.indices, row_runs=row_runs), options, values)
         if mask is not None:
             self._mask.copy()
         self._is_planned = True

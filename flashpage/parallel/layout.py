@@ -24,17 +24,6 @@ class LocalPages(NamedTuple):
         """Tokens in each request's last page on this rank, [batch]; 0: it has none."""
         return torch.where(self.seq_lens > 0, (self.seq_lens - 1) % page_size + 1, 0)
 
-    def without_first(self, pages: torch.Tensor, page_size: int) -> LocalPages:
-        """This share without the first `pages` [batch] of each request, all of which are full."""
-        pages = torch.minimum(pages, self.indptr.long().diff())
-        begin = self.indptr[:-1].long() + pages
-        counts = self.indptr[1:].long() - begin
-        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device="cpu")
-        indptr[1:] = counts.cumsum(0)
-        chosen = torch.repeat_interleave(begin - indptr[:-1], counts) + torch.arange(int(indptr[-1]), device="cpu")
-        indices = self.indices[chosen.to(self.indices.device)]
-        return LocalPages(indptr, indices, (self.seq_lens - pages * page_size).int())
-
 
 @dataclasses.dataclass(frozen=True)
 class ContextLayout:

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..variants.row_mask import WITHIN, RowMask
+from ..plan.row_runs import RowRuns
+from ..variants.row_mask import RowMask
 from ..variants.variant import Variant
-from .layout import ContextLayout, LocalPages
+from .layout import ContextLayout
 
 
 class Visible(NamedTuple):
@@ -39,23 +40,16 @@ class Visible(NamedTuple):
             return None
         return Visible(layout.tokens_before(first, lens), layout.tokens_before(end, lens))
 
-    def trimmed(self, q_indptr: torch.Tensor, local: LocalPages, page_size: int) -> tuple[Visible, LocalPages]:
-        """Leaves out pages that a window hides from all rows of a request; its first row sees furthest to the left."""
+    def runs(self, q_indptr: torch.Tensor) -> RowRuns:
+        """The rows of each request that has rows, with the tokens that any of them sees: later rows see later ones."""
         rows = q_indptr.diff()
-        pages = torch.zeros_like(rows)
-        pages[rows > 0] = self.first[(q_indptr[:-1] - q_indptr[0])[rows > 0]] // page_size
-        if not bool(pages.any()):
-            return self, local
-        left = torch.repeat_interleave(pages * page_size, rows)
-        visible = Visible((self.first - left).clamp(min=0), (self.end - left).clamp(min=0))
-        return visible, local.without_first(pages, page_size)
+        rows = rows[rows > 0]
+        last = rows.cumsum(0) - 1
+        begin = self.first[last + 1 - rows]
+        return RowRuns(rows, begin, torch.maximum(begin, self.end[last]))
 
-    def mask(self, q_indptr: torch.Tensor, local: LocalPages, variant: RowMask) -> Variant:
-        """A variant that hides all other tokens in this rank's pages."""
-        first_row = q_indptr[1:] - q_indptr[0] - local.seq_lens  # q_idx counts from the tokens of these pages
-        return variant.set(first_row, first_token=self.first, end_token=self.end)
-
-
-def local_mask(device: torch.device) -> RowMask:
-    """int32 on the device, for Visible.mask."""
-    return RowMask(WITHIN, device)
+    def mask(self, runs: RowRuns, variant: RowMask) -> Variant | None:
+        """A variant that hides all other tokens of the runs; None if there are none."""
+        if torch.equal(self.first, runs.by_row(runs.begin)) and torch.equal(self.end, runs.by_row(runs.end)):
+            return None
+        return variant.set(runs.first_row(), first_token=self.first, end_token=self.end)

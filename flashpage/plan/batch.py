@@ -4,7 +4,7 @@ so that plans need not read the session."""
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
@@ -25,14 +25,9 @@ NO_LIMIT = 2**63 - 1
 _ANY_COUNT = (0, 2**31 - 1)
 
 
-class Longest(NamedTuple):
-    """Bounds for every request that the caller passed with the lengths; None: no bound."""
-
-    q_len: int | None = None
-    kv_len: int | None = None
-
-
-NO_BOUNDS = Longest()
+# Bounds for the rows and for the tokens of every request, which the caller passed with the lengths; None: no bound.
+Longest: TypeAlias = tuple[int | None, int | None]
+NO_BOUNDS: Longest = None, None
 
 
 class Batch:
@@ -57,6 +52,7 @@ class Batch:
         "most_rows",
         "names",
         "pages",
+        "row_runs",
         "stream",
         "struct",
         "tables",
@@ -80,6 +76,7 @@ class Batch:
         self.pages = KvIndices(device, struct)
         self._arrays = (struct.q_indptr, struct.kv_indptr, struct.last_page_len, struct.kv_lens)
         self._make_room(1023)
+        self.row_runs: torch.Tensor | None = None  # what rows may see (Pages.row_runs); None: all tokens
         self.tables: TableLengths | None = None  # if the device plans
         self.generation = 0  # number of the session's plan for this batch
         self.most_rows = 0  # rows of q in all plans of a graph
@@ -125,6 +122,12 @@ class Batch:
         self.longest = longest
         limits = (NO_LIMIT if bound is None else int(bound) for bound in longest)
         self.struct.longest_q, self.struct.longest_kv = limits
+
+    def use_row_runs(self, row_runs: torch.Tensor | None) -> None:
+        """Sets what the rows of the next plan may see."""
+        self.row_runs = row_runs
+        self.struct.row_runs = None if row_runs is None else row_runs.data_ptr()
+        self.struct.num_row_runs = 0 if row_runs is None else len(row_runs)
 
     def copied_to_host(self, given: Given, page_size: int) -> Lengths | None:
         """The lengths on the host, by one copy that waits for the device; None if all of them are there."""

@@ -4,7 +4,7 @@ sentences."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -28,7 +28,7 @@ class Lengths(NamedTuple):
 
 
 # Lengths, or only their entries, which take 0.3 us less to construct.
-Given = tuple[torch.Tensor | None, ...]
+Given: TypeAlias = tuple[torch.Tensor | None, ...]
 
 
 class Names(NamedTuple):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -19,6 +21,7 @@ from ..kernels.context_classes import CLASSES, ContextClass
 from ..kernels.context_lengths import ContextLengths
 from ..kernels.options import Options
 from ..native import fastcall
+from ..variants.places import CALL, CHANGED, Places
 from ..variants.spec import VariantSpec
 from . import gather_rows, lengths
 from .batch import Batch
@@ -51,6 +54,7 @@ class OptionPlan:
 
     __slots__ = (
         "_address",
+        "_captured",
         "_checked_for",
         "_contexts",
         "_fixed_for",
@@ -90,9 +94,9 @@ class OptionPlan:
         self._frozen_rows = choose.packed_rows(options, 0, 0) if is_constant else 0
         self._fixed_for: tuple[int, int] | None = None  # graph: requests and rows for which its launches were made
         self._prepared: dict[_Key, PreparedKernels] = {}
-        self._checked_for: tuple[PreparedKernels, tuple[int, int]] | None = (
-            None  # a capacity, in workspaces of these sizes
-        )
+        # A capacity was checked for these kernels, in workspaces of these sizes.
+        self._checked_for: tuple[PreparedKernels, tuple[int, int]] | None = None
+        self._captured = Places((), ()) if options.variant is None else CHANGED  # what _planned_variant was made from
         self._planned_variant: VariantSpec | None = None
         self._plan = fastcall.builtins().plan
         self.call = self._make_call(batch)
@@ -132,7 +136,8 @@ class OptionPlan:
     def plan(self, batch: Batch, lengths: Given, page_numbers: Any) -> int:
         """Plans a batch in one foreign call if the kernels of the last plan fit it; otherwise returns a status that
         says what is missing (csrc/plan_call.h, fp_py_plan)."""
-        if self.options.variant is not None:
+        reads, found = self._captured
+        if reads and not all(map(is_, chain.from_iterable(map(CALL, reads)), found)):
             self._follow_variant(batch)
         status = self._plan(self._address, batch.stream, *lengths, page_numbers)
         if status == native.OK:
@@ -214,15 +219,17 @@ class OptionPlan:
         """Chooses again if a captured tensor has changed its type since the last plan, which may need another
         kernel."""
         spec = trace(self.options, 1.0, batch.device).spec
+        self._captured = self.options.variant.places()
         if spec != self._planned_variant:
             self._planned_variant = spec
             self.choose_again()
 
     def _rows_to_gather(self, batch: Batch) -> gather_rows.Rows | None:
-        """Memory for the gathered rows, if the batch is worth gathering and the workspace has room. None also if
-        lengths are given in addition to page numbers: some of the numbers are then unused, and may be anything."""
+        """Memory for the gathered rows, if the batch is worth gathering and the workspace has room. None also if some
+        of the page numbers are not in use: lengths are given in addition to them, or what rows may see."""
         struct, options = batch.struct, self.options
-        is_known = not batch.is_graph and struct.kv_lens.data is None and gather_rows.runs_on(batch.device)
+        is_known = not batch.is_graph and struct.kv_lens.data is None and batch.row_runs is None
+        is_known = is_known and gather_rows.runs_on(batch.device)
         if not is_known or not self._worth_gathering.is_for(struct.requests, struct.rows, batch.entries):
             return None
         partial_out, partial_lse = batch.workspaces.partials(options.head_dim_vo)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -18,13 +18,15 @@ _DLPACK_CPU, _DLPACK_CUDA = 1, 2  # types of devices
 
 
 class Pages(NamedTuple):
-    """Where a batch's K and V are; unused for ragged ones."""
+    """Where a batch's K and V are, unused for ragged ones, and which of them rows may see."""
 
     indices: Any = None  # page numbers, request after request
     tables: Any = None  # page numbers, [requests, pages]: instead of `indices`, or to be compared with them
     non_blocking: bool = True  # copies of page numbers and masks may be asynchronous
+    row_runs: torch.Tensor | None = None  # int32 [runs, 3] on the host, as in csrc/flashpage.h; None: all tokens
 
 
+GivenPages: TypeAlias = tuple[Any, Any, bool, torch.Tensor | None]  # Pages, or only their entries
 NO_PAGES = Pages()
 
 
@@ -57,25 +59,29 @@ class KvIndices:
         batch.device_index = max(0, self._device_index)
         self._check_on_device = env.is_on("FLASHPAGE_CHECK_INDICES")
         batch.checks_pages = self._check_on_device
-        self._copies: torch.Tensor | None = None  # for the CPU's kernels
+        self._copies: torch.Tensor | None = None  # which the CPU's kernels read
         if device.type == "cpu":
             self._make_room(1023)
         self.buffer: torch.Tensor | None = None  # set by use_buffer
         self._ring: CopyRing | None = None  # for page numbers that are copied from the host to the buffer
-        self.tensor: torch.Tensor | None = None
+        self.tensor: torch.Tensor | None = None  # the caller's or the buffer
+
+    def as_int32(self) -> torch.Tensor | None:
+        """The page numbers as engines read them, on the device."""
+        return None if self.tensor is None else self.tensor.to(self.device, torch.int32)
 
     def use_buffer(self, buffer: torch.Tensor) -> None:
         """Graph mode: sets the buffer that captured launches read, to which page numbers are copied."""
         self.buffer, self._batch.page_buffer = buffer, buffer.data_ptr()
         self._batch.page_buffer_entries = buffer.numel()
-        if self._copies is not None:  # of equal size, so that the copies keep their address
-            self._make_room(len(buffer))
+        self._make_room(len(buffer))  # of equal size, so that the copies keep their address
 
-    def _make_room(self, count: int) -> None:
-        """The CPU's copies, of at least `count` entries."""
+    def _make_room(self, count: int) -> torch.Tensor:
+        """The copies on the host (csrc/plan_call.h), of at least `count` entries."""
         if self._copies is None or len(self._copies) < count:
             self._copies = empty(1 << count.bit_length(), torch.int32, "cpu")
             self._batch.page_copies, self._batch.most_page_copies = self._copies.data_ptr(), len(self._copies)
+        return self._copies
 
     @property
     def address(self) -> int:
@@ -122,10 +128,11 @@ class KvIndices:
                 )  # an asynchronous copy to the host returns before it is complete
                 indices = indices.to(device=self.device, dtype=torch.int32, non_blocking=not waits).contiguous()
             self.tensor = indices
-        if self._copies is not None:
-            self._make_room(end)
-            self._copies[:end].copy_(indices[:end])
-        self._batch.page_numbers = (self.tensor if self._copies is None else self._copies).data_ptr()
+        read = self.tensor
+        if self.device.type == "cpu":
+            read = self._make_room(end)
+            read[:end].copy_(indices[:end])
+        self._batch.page_numbers = read.data_ptr()
         self._batch.max_page = max_page
 
     def use_tables(self, tables: torch.Tensor, max_page: int) -> None:
@@ -195,7 +202,7 @@ class KvIndices:
 
 
 def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
-    """Checks that no page number is negative; returns the largest. On the device this costs one copy back."""
+    """Checks that every page number has 31 bits; returns the largest. On the device this costs one copy back."""
     if first >= end:
         return -1
     used = indices if first == 0 and end == indices.shape[0] else indices[first:end]
@@ -204,9 +211,11 @@ def _check_range(indices: torch.Tensor, first: int, end: int, name: str) -> int:
         least, most = int(numbers.min()), int(numbers.max())
     else:
         least, most = torch.stack(torch.aminmax(used)).tolist()
-    if least < 0:
-        where = first + int(used.argmin())
-        raise PlanError(f"{name}[{where}]={least} is no page number: every page in use is 0 or more.")
+    if least < 0 or most >= 2**31:
+        where, found = (used.argmin(), least) if least < 0 else (used.argmax(), most)
+        raise PlanError(
+            f"{name}[{first + int(where)}]={found} is no page number: every page in use is 0 or more, and below 2^31."
+        )
     return most
 
 

@@ -34,7 +34,7 @@ class RowMask:
         """The variant, which has these tensors, on the host, after the next `copy`.
 
         Args:
-            first_row: [requests], what makes a row's q_idx its index in the batch.
+            first_row: what makes a row's q_idx its index in the batch (RowRuns.first_row).
             by_row: [rows] each.
         """
         self._to_copy = {"first_row": first_row, **by_row}

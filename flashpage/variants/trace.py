@@ -7,7 +7,6 @@ attributes of objects, and captured numbers where Python itself needs the value 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..base.errors import VariantError
 from . import operations  # noqa: F401 (gives traced values their operations)
 from .capture import Captures
+from .places import CHANGED, Places
 from .source import is_free_name, unique_name
 from .spec import VariantSpec
 from .traced import TracedVariant, scalar_type, tensor_type
@@ -28,21 +28,18 @@ class Trace:
 
     def __init__(self, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None) -> None:
         self._score_mod, self._mask_mod = score_mod, mask_mod
-        self._objects: list[Any] | None = None  # captures of the last trace; None: trace again
+        self.places = CHANGED  # if they are unchanged, the last result's spec is still right
+        self._reads_values = False  # the result has values of tensors, which may change at any time
         self._result = TracedVariant()
 
     def result(self) -> TracedVariant:
-        """The last trace if every captured object is still the same, otherwise a new one."""
+        """The last trace if everything captured is still the same, otherwise a new one."""
+        if not self._reads_values and self.places.are_unchanged():
+            return self._result
         captures = Captures(Traced.scalar)
         score_mod = captures.replaced(self._score_mod, "score_mod")
         mask_mod = captures.replaced(self._mask_mod, "mask_mod")
-        known = self._objects
-        if (
-            known is not None
-            and len(known) == len(captures.objects)
-            and all(map(operator.is_, known, captures.objects))
-        ):
-            return self._result
+        places = Places.of(*captures.reads)
         emitter, mode = _Emitter(captures.tensor_names), _Intercept()
         indices = [argument(name, "int") for name in ("b", "h", "q_idx", "kv_idx")]
         logit = mask = ""
@@ -54,7 +51,8 @@ class Trace:
             result = to_bool(_call("mask_mod", self._mask_mod, mask_mod, mode, indices))
             mask = "" if result.template == "true" else emitter.stage(result)
         self._result = emitter.finish(logit, mask)
-        self._objects = captures.objects if captures.stable and emitter.stable and not mode.computed else None
+        self.places = places if captures.stable and not mode.computed else CHANGED
+        self._reads_values = emitter.reads_values
         return self._result
 
 
@@ -93,7 +91,7 @@ class _Emitter:
     """Writes expressions as text, and lists their slots in the order of first use."""
 
     def __init__(self, tensor_names: dict[int, str]) -> None:
-        self.stable = True
+        self.reads_values = False
         self._tensor_names = tensor_names
         self._names: set[str] = set()
         self._tensors: dict[Any, tuple[str, str, torch.Tensor]] = {}  # by identity: name, element type, tensor
@@ -133,7 +131,7 @@ class _Emitter:
         """The name of the scalar or tensor that a node reads; "" if it reads none."""
         if node.tensor is not None:
             if node.tensor.ndim == 0 and node.tensor.device.type == "cpu":
-                self.stable = False  # passed by value, so it is read again at every plan
+                self.reads_values = True  # passed by value, so it is read again at every plan
                 return self._scalar(id(node.tensor), self._hint(node.tensor), node.tensor.item())
             return self._tensor(node.tensor, node.fixed)
         return self._scalar(id(node), node.name, node.known) if node.name else ""

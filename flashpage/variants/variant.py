@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import VariantError
+from .places import END, Places, Read
 from .source import NAME, has_return, is_free_name, render, unique_name
 from .spec import VariantSpec
 from .traced import TracedVariant, scalar_type, tensor_type
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["TracedVariant", "Variant", "alibi_slopes", "builtin", "compose", "render"]
 
 _FLOAT_LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)(?![\w.])")
+_EXPRESSIONS = operator.attrgetter("logit", "mask", "tensors", "scalars")
+_OF_TENSORS = (*map(operator.attrgetter, ("dtype", "ndim", "layout")), operator.methodcaller("get_device"))
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
@@ -84,6 +88,18 @@ class Variant:
         if self.logit or self.mask or self.tensors or self.scalars:
             parts.append(_from_expressions(self.logit, self.mask, self.tensors, self.scalars))
         return compose(*parts)
+
+    def places(self) -> Places:
+        """What the spec was made from by the last `traced`; as long as it is unchanged, another spec is not needed."""
+        tensors, scalars = self.tensors.values(), self.scalars.values()
+        names = functools.partial(itertools.chain, self.tensors, END, self.scalars, END)
+        reads: list[Read] = [functools.partial(_EXPRESSIONS, self), names]
+        if tensors:
+            reads += (functools.partial(map, read, tensors) for read in _OF_TENSORS)
+        if scalars:
+            reads.append(functools.partial(map, type, scalars))
+        own = Places.of(*reads)
+        return own if self._trace is None else own.and_also(self._trace.places)
 
 
 def _from_expressions(

@@ -26,9 +26,9 @@ from ..native import fastcall
 from ..plan.batch import NO_BOUNDS, Longest
 from ..plan.bounds import workspace_bounds
 from ..plan.device_lengths import TableLengths
-from ..plan.lengths import Lengths, Names, batch_of, to_host
+from ..plan.lengths import Given, Lengths, Names, batch_of, to_host
 from ..plan.option_plan import OptionPlan
-from ..plan.page_indices import KEEP_MASK, Mask, Pages
+from ..plan.page_indices import KEEP_MASK, GivenPages, Mask, Pages
 from ..plan.session import Planner, current_stream
 from ..run.binding import Binding
 from ..run.checks import (
@@ -137,8 +137,8 @@ class Attention(Unique):
 
     def plan(
         self,
-        lengths: Lengths,
-        pages: Pages,
+        lengths: Given,
+        pages: GivenPages,
         options: Options,
         values: RunOptions,
         mask: Mask | None = None,
@@ -146,21 +146,23 @@ class Attention(Unique):
     ) -> None:
         """Plans a batch for options that were checked (kernels/options.py); runs use `values` unless they get
         others."""
-        session, indices = self.session, pages.indices
+        session, (indices, tables, non_blocking, row_runs) = self.session, pages
         if options is not self._configured:
             self._configure(options)
         self.values = values
-        if pages.non_blocking is not True:
-            checks.flag("non_blocking", pages.non_blocking)
-        if pages.tables is not None:
-            indices = session.page_numbers_of(pages.tables, lengths, indices)
+        if non_blocking is not True:
+            checks.flag("non_blocking", non_blocking)
+        if tables is not None:
+            indices = session.page_numbers_of(tables, lengths, indices)
         if mask is not None and mask is not KEEP_MASK and session.is_graph:
             session.judge_mask(mask, lengths)
-        session.plan(lengths, indices, pages.non_blocking, longest)
+        if row_runs is not session.batch.row_runs:
+            session.batch.use_row_runs(row_runs)
+        session.plan(lengths, indices, non_blocking, longest)
         if mask is not KEEP_MASK and (mask is not None or session.mask.tensor is not None):
-            session.set_mask(mask, pages.non_blocking)
-        if pages.tables is not None:
-            session.block_tables = pages.tables
+            session.set_mask(mask, non_blocking)
+        if tables is not None:
+            session.block_tables = tables
 
     def judge(self, lengths: Lengths, pages: Pages) -> None:
         """Graph mode: raises if `plan` would refuse the batch for its size."""

@@ -13,13 +13,12 @@ from ..base.errors import RunError
 from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths
-from ..plan.page_indices import Pages
 from ..run.checks import NO_SCALES
 from .adapter import Adapter
 from .base import DECODE
 from .engine_access.attributes import PagedState, Written
 from .engine_access.cached_module import DecodePlanModule, PlanModule
-from .plan_arguments import NO_OWN, DecodeArguments, Own, differ, named_options, options_of_device, sizes_signature
+from .plan_arguments import DecodeArguments, differ, named_options, options_of_device, sizes_signature
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
@@ -148,7 +147,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             given = {name: value for name, value in locals().items() if name in _PLAN_NAMES}
             self.plan(**(given | named_options(deprecated_positional_args)), **own)
             return
-        arguments = DecodeArguments(
+        arguments = (
             num_qo_heads,
             num_kv_heads,
             head_dim,
@@ -167,16 +166,16 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
             fixed_split_size,
             disable_split_kv,
             q_len_per_req,
-            Own.of(own) if own else NO_OWN,
+            own,
         )
         try:
             is_new = arguments != self._arguments
         except (RuntimeError, ValueError):  # for example an array, which is refused when it is checked
             is_new = True
         if is_new:
-            self._check(arguments)
+            self._check(DecodeArguments(*arguments))
         self._now = self._planned
-        lengths, pages = Lengths(None, indptr, last_page_len, seq_lens), Pages(indices, block_tables, non_blocking)
+        lengths, pages = (None, indptr, last_page_len, seq_lens), (indices, block_tables, non_blocking, None)
         self._attention.plan(lengths, pages, self._options, self._now)
 
     begin_forward = plan
@@ -186,7 +185,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedState, Adapter):
         arguments without window_right and non_blocking."""
         bound = _SIZE.bind(self, *lengths_and_heads, **options)
         bound.apply_defaults()
-        given = bound.arguments | {"own": Own.of(bound.arguments["own"])}
+        given = bound.arguments
         arguments = DecodeArguments(**{name: given[name] for name in DecodeArguments._fields if name in given})
         lengths = Lengths(None, given["indptr"], given["last_page_len"], given["seq_lens"])
         return self._attention.workspace_size(lengths, arguments.checked()[0])

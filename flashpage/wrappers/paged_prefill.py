@@ -10,15 +10,14 @@ import torch
 
 from ..base import checks
 from ..base.errors import PlanError, RunError
-from ..plan.batch import Longest
 from ..plan.capacity import Capacity
 from ..plan.device_lengths import TableLengths
 from ..plan.lengths import Lengths
-from ..plan.page_indices import Mask, Pages
+from ..plan.page_indices import Mask
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .engine_access.attributes import PagedState
-from .plan_arguments import NO_OWN, Own, PrefillArguments, differ, options_of_device
+from .plan_arguments import PrefillArguments, differ, options_of_device
 from .prefill_base import PrefillWrapper, only_items
 
 
@@ -170,7 +169,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             if (item_mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
                 own["variant"], causal = only_items(item_mask, own.get("variant")), True
             mask = Mask.of(custom_mask, packed_custom_mask)
-        arguments = PrefillArguments(
+        arguments = (
             "paged",
             num_qo_heads,
             num_kv_heads,
@@ -191,11 +190,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
             o_data_type,
             fixed_split_size,
             disable_split_kv,
-            Own.of(own) if own else NO_OWN,
+            own,
         )
-        lengths = Lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
-        pages = Pages(paged_kv_indices, block_tables, non_blocking)
-        self._plan(arguments, lengths, pages, mask, Longest(max_token_per_sequence, max_sequence_kv))
+        lengths = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len, seq_lens)
+        pages = (paged_kv_indices, block_tables, non_blocking, None)
+        self._plan(arguments, lengths, pages, mask, (max_token_per_sequence, max_sequence_kv))
 
     begin_forward = plan
 
@@ -204,7 +203,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedState, PrefillWrapper):
         arguments."""
         bound = _PLAN.bind(self, *lengths_and_heads, **options)
         bound.apply_defaults()
-        given = bound.arguments | {"kv_source": "paged", "own": Own.of(bound.arguments["own"])}
+        given = bound.arguments | {"kv_source": "paged"}
         given["has_mask"] = given["custom_mask"] is not None or given["packed_custom_mask"] is not None
         arguments = PrefillArguments(*(given[name] for name in PrefillArguments._fields))
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "seq_lens")

@@ -33,9 +33,6 @@ class Own(NamedTuple):
         return Own(**given)
 
 
-NO_OWN = Own()
-
-
 class DecodeArguments(NamedTuple):
     """Arguments of a decode wrapper's plan."""
 
@@ -57,7 +54,7 @@ class DecodeArguments(NamedTuple):
     fixed_split_size: Any = None
     disable_split_kv: bool = False
     q_len_per_req: Any = 1
-    own: Own = NO_OWN
+    own: dict[str, Any] = {}  # keywords of Own
 
     def checked(self) -> tuple[Options, RunOptions]:
         """The options, and the run-time values that runs use by default."""
@@ -84,7 +81,7 @@ class DecodeArguments(NamedTuple):
             fixed_split_size=self.fixed_split_size,
             disable_split_kv=self.disable_split_kv,
             uniform_q_len=rows,
-            **self.own._asdict(),
+            **Own.of(self.own)._asdict(),
         )
         return options, _values(self, options, options.causal)
 
@@ -112,7 +109,7 @@ class PrefillArguments(NamedTuple):
     o_data_type: Any = None
     fixed_split_size: Any = None
     disable_split_kv: bool = False
-    own: Own = NO_OWN
+    own: dict[str, Any] = {}  # keywords of Own
 
     def checked(self) -> tuple[Options, RunOptions]:
         """The options, and the run-time values that runs use by default."""
@@ -134,7 +131,7 @@ class PrefillArguments(NamedTuple):
             has_mask=self.has_mask,
             fixed_split_size=self.fixed_split_size,
             disable_split_kv=self.disable_split_kv,
-            **self.own._asdict(),
+            **Own.of(self.own)._asdict(),
         )
         return options, _values(self, options, bool(self.causal))
 
@@ -195,7 +192,7 @@ def _values(given: DecodeArguments | PrefillArguments, options: Options, causal:
 def options_of_device(options: dict[str, Any]) -> dict[str, Any]:
     """Keywords of plan_on_device as fields of the arguments."""
     fields = {name: value for name, value in options.items() if name not in Own._fields}
-    return fields | {"own": Own.of({name: value for name, value in options.items() if name in Own._fields})}
+    return fields | {"own": {name: value for name, value in options.items() if name in Own._fields}}
 
 
 def differ(arguments: Arguments, others: Arguments | None) -> bool:
@@ -216,11 +213,7 @@ class Checked:
         self._found: tuple[Options, RunOptions]
 
     def of(self, arguments: Arguments) -> tuple[Options, RunOptions]:
-        try:
-            is_new = arguments != self._arguments
-        except (RuntimeError, ValueError):  # for example an array, which is refused when it is checked
-            is_new = True
-        if is_new:
+        if differ(arguments, self._arguments):
             self._arguments = None
             if self._session is not None:
                 self._session.invalidate()

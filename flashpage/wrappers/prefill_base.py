@@ -10,8 +10,8 @@ import torch
 from ..base import env
 from ..base.errors import PlanError
 from ..plan.batch import Longest
-from ..plan.lengths import Lengths, batch_of
-from ..plan.page_indices import Mask, Pages
+from ..plan.lengths import Given, batch_of
+from ..plan.page_indices import GivenPages, Mask
 from ..variants.multi_item import NO_ITEMS, ItemArguments, MultiItemMask
 from .adapter import Adapter
 from .engine_access.attributes import Buffer, Written
@@ -56,20 +56,21 @@ class PrefillWrapper(Adapter):
         return MultiItemMask(self.device, most if session.is_graph else None)
 
     def _plan(
-        self, arguments: PrefillArguments, lengths: Lengths, pages: Pages, mask: Mask | None, longest: Longest
+        self, arguments: tuple[Any, ...], lengths: Given, pages: GivenPages, mask: Mask | None, longest: Longest
     ) -> None:
+        """`arguments`: the entries of PrefillArguments."""
         try:
             is_new = arguments != self._arguments
         except (RuntimeError, ValueError):  # for example an array, which is refused when it is checked
             is_new = True
         if is_new:
-            self._check(arguments)
+            self._check(PrefillArguments(*arguments))
         self._now = self._planned
         self._attention.plan(lengths, pages, self._options, self._now, mask, longest)
-        if arguments.own.variant is not None:
+        if "_multi_item" in self.__dict__:
             self._copy_items()
         if mask is not None and self._planner.is_graph:
-            self._fill_mask_indptr(pages.non_blocking)
+            self._fill_mask_indptr(pages[2])
 
     # ---------------------------------------------------------------- what engines write (engine_access/attributes.py)
 

@@ -9,15 +9,12 @@ import torch
 
 from ..base import checks
 from ..base.errors import RunError
-from ..plan.batch import Longest
 from ..plan.capacity import Capacity
-from ..plan.lengths import Lengths
-from ..plan.page_indices import Mask, Pages
+from ..plan.page_indices import Mask
 from ..run.checks import NO_SCALES
 from ..variants.multi_item import ItemArguments
 from .base import RAGGED
 from .engine_access.attributes import array_of_plan
-from .plan_arguments import NO_OWN, Own, PrefillArguments
 from .prefill_base import PrefillWrapper, only_items
 
 
@@ -133,7 +130,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             if (item_mask := self._masks(custom_mask, packed_custom_mask, items, qo_indptr)) is not None:
                 own["variant"], causal = only_items(item_mask, own.get("variant")), True
             mask = Mask.of(custom_mask, packed_custom_mask)
-        arguments = PrefillArguments(
+        arguments = (
             "ragged",
             num_qo_heads,
             num_kv_heads,
@@ -154,11 +151,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             o_data_type,
             fixed_split_size,
             disable_split_kv,
-            Own.of(own) if own else NO_OWN,
+            own,
         )
-        lengths = Lengths(qo_indptr, kv_indptr, None, seq_lens)
-        pages = Pages(non_blocking=non_blocking)
-        self._plan(arguments, lengths, pages, mask, Longest(max_token_per_sequence, max_sequence_kv))
+        lengths = (qo_indptr, kv_indptr, None, seq_lens)
+        pages = (None, None, non_blocking, None)
+        self._plan(arguments, lengths, pages, mask, (max_token_per_sequence, max_sequence_kv))
 
     begin_forward = plan
 

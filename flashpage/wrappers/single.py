@@ -15,7 +15,7 @@ from ..plan.lengths import Lengths
 from ..plan.page_indices import NO_PAGES, Mask
 from ..plan.session import current_stream
 from .base import RAGGED, Attention
-from .plan_arguments import Own, PrefillArguments
+from .plan_arguments import PrefillArguments
 
 _WORKSPACE_BYTES = 32 << 20
 
@@ -55,7 +55,7 @@ def single_decode_with_kv_cache(
     if q.dim() != 2:
         raise RunError(f"q has shape {tuple(q.shape)}: pass one row, [num_qo_heads, head_dim].")
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
-    options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "own": Own.of(own)}
+    options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "own": own}
     scales = (q_scale, k_scale, v_scale)
     result = _run(q.unsqueeze(0), k, v, kv_layout, options, scales, return_lse)
     return tuple(r.squeeze(0) for r in result) if return_lse else result.squeeze(0)
@@ -106,7 +106,7 @@ def single_prefill_with_kv_cache(
     if custom_mask is not None and isinstance(custom_mask, torch.Tensor):
         custom_mask = custom_mask.reshape(-1)
     options = {"pos_encoding_mode": pos_encoding_mode, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
-    options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "own": Own.of(own)}
+    options |= {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "own": own}
     options |= {"causal": causal, "o_data_type": o_dtype}
     scales = (
         scale_q,

@@ -163,8 +163,12 @@ def test_page_numbers_are_taken_where_kernels_can_read_them() -> None:
 
     assert is_taken(numbers, 10) and batch.max_page == 9
     assert is_taken(numbers[3:], 7) and is_taken(numbers, 4) and batch.max_page == 3
-    others = [numbers[::2], numbers.long(), numbers.float(), numbers.view(2, 5), 5, -numbers]
-    assert [status_of(other, 2) for other in others] == [native.OTHER_PAGES] * 6
+    assert is_taken(numbers.long() + 2**31 - 10, 10) and batch.max_page == 2**31 - 1
+    too_large = numbers.long() + 2**31 - 9
+    others = [numbers[::2], numbers.short(), numbers.float(), numbers.view(2, 5), 5, -numbers, -numbers.long()]
+    assert [status_of(other, 2) for other in others] == [native.OTHER_PAGES] * 7
+    assert status_of(too_large) == native.OTHER_PAGES and status_of(too_large, 9) == native.OTHER_BATCH
+    assert status_of(numbers.long() + 2**32) == native.OTHER_PAGES
     assert status_of(numbers, 11) == native.OTHER_PAGES
     assert status_of(None) == native.OTHER_PAGES
     batch.most_page_copies = 9
@@ -172,10 +176,11 @@ def test_page_numbers_are_taken_where_kernels_can_read_them() -> None:
     batch.most_page_copies = 10
     batch.page_buffer, batch.page_buffer_entries = numbers.data_ptr(), 9  # captured launches read this address only
     assert is_taken(numbers, 10) and status_of(numbers.clone()) == native.OTHER_PAGES
-    assert status_of(numbers.clone(), 9) == native.OTHER_BATCH and batch.page_numbers == page_copies.data_ptr()
+    for elsewhere in (numbers.clone(), numbers.long()):
+        assert status_of(elsewhere, 9) == native.OTHER_BATCH and batch.page_numbers == page_copies.data_ptr()
     batch.device_type = 2
     assert status_of(numbers.clone(), 9) == native.OTHER_PAGES  # a card's buffer takes them through slots
     batch.page_buffer = None
-    assert status_of(numbers) == native.OTHER_PAGES
+    assert status_of(numbers) == status_of(numbers.long()) == native.OTHER_PAGES
     batch.device_type, batch.checks_pages = 1, 1
     assert status_of(numbers) == native.OTHER_PAGES

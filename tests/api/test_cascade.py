@@ -23,6 +23,7 @@ from cascade_batch import (
 import flashpage
 from flashpage import CapabilityError, PlanError, RunError
 from flashpage.wrappers import merge, operators
+from flashpage.wrappers.base import Attention
 
 THREE = (((9, 100),), ((3, 37), (6, 0)), ((1, 5), (2, 40), (0, 3), (4, 16), (2, 2)))
 PREFILL = (((40, 130),), ((17, 17), (20, 65), (3, 40)))
@@ -54,6 +55,7 @@ CASES = [
     CascadeCase("window-over-everything", DECODE, window_left=1000),
     CascadeCase("window-three-levels-causal", THREE, window_left=30, causal=True),
     CascadeCase("window-three-levels", THREE, window_left=44),
+    CascadeCase("window-requests-without-rows", (((0, 9), (2, 70), (3, 0)), DECODE[1]), window_left=90),
     CascadeCase("chunk-decode", DECODE, chunk=128),
     CascadeCase("chunk-within-the-last-level", DECODE, chunk=310),
     CascadeCase("chunk-over-everything", DECODE, chunk=1000),
@@ -224,6 +226,62 @@ def test_graph_mode_plans_every_level(name: str) -> None:
         wrapper.plan(*batch.arrays(), *batch.sizes(), **batch.options())
         assert len(wrapper._active) == 2
         batch.check(*wrapper.run(batch.q, batch.cache.argument("cpu"), return_lse=True))
+
+
+# ---------------------------------------------------------------- hidden pages
+
+
+def pages_of(attention: Attention, indices: torch.Tensor) -> set[int]:
+    """The pages of the tokens in a plan's units, each clipped as kernels clip it."""
+    options, plan = attention.options, attention.last_plan
+    items, found = plan.work_items(), set()
+    for item in items:
+        rows = range(int(item["q_len"]))
+        if item["num_units"] == 1:  # some of the rows
+            first = int(item["first_packed_row"])
+            rows = range(
+                first // options.group_size,
+                -(-min(first + plan.schedule.tile_q, len(rows) * options.group_size) // options.group_size),
+            )
+        for row in rows:
+            position = int(item["kv_len"] - item["q_len"]) + row
+            begin, end = int(item["kv_begin"]), int(item["kv_end"])
+            if options.causal:
+                end = min(end, position + 1)
+            if options.window_left >= 0:
+                begin = max(begin, position - options.window_left)
+            for page in range(begin // options.page_size, -(-end // options.page_size) if end > begin else 0):
+                found.add(int(indices[int(item["kv_offset"]) + page]))
+    return found
+
+
+HIDING = [case for case in CASES if (case.chunk or case.window_left >= 0) and len(case.tree) > 1]
+
+
+def check_hidden_pages(wrapper: Any, batch: CascadeBatch) -> None:
+    shown = batch.hide_pages()
+    wrapper.plan(*batch.arrays(), *batch.sizes(), **batch.options())
+    used = set()
+    for attention in wrapper._active:
+        indices = attention.session.indices.tensor
+        used |= pages_of(attention, indices)
+    assert used <= {int(page) for level in shown for page in level}
+    batch.check(*wrapper.run(batch.q, batch.cache.argument("cpu"), return_lse=True))
+
+
+@pytest.mark.parametrize("case", HIDING, ids=str)
+def test_hidden_pages_are_not_read(case: CascadeCase) -> None:
+    """No unit of a plan has a page of which no row sees a token, and these pages are NaN."""
+    batch = CascadeBatch(case)
+    check_hidden_pages(wrapper_for(batch, "cpu"), batch)
+
+
+@pytest.mark.parametrize("name", [name for name in GRAPH_CASES if name != "plain"])
+def test_captured_runs_do_not_read_hidden_pages(name: str) -> None:
+    batches = graph_batches(**GRAPH_CASES[name])
+    wrapper = wrapper_for(batches[0], "cpu", use_cuda_graph=True, **buffers_for(batches, "cpu"))
+    for batch in batches:
+        check_hidden_pages(wrapper, batch)
 
 
 # ---------------------------------------------------------------- errors

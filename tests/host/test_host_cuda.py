@@ -394,3 +394,42 @@ for _ in range(5):
 assert not any(line.startswith(("copy", "host_alloc")) for line in record())
 assert planning.arrived()
 """)
+
+
+def test_page_numbers_of_a_graph_are_copied_by_the_plan() -> None:
+    """Of either type, through slots, to the buffer that captured launches read; wrong ones change nothing."""
+    with_fake_driver(
+        """
+import numpy as np, torch
+from flashpage.native import fastcall
+planning = Planning()
+call = PlanCall(planning.problem(1000), planning.schedule, slots=planning.slots,
+                destination=planning.destination.ctypes.data, capacity=planning.destination.nbytes)
+call.struct.row_class = host.RowClass(0, 2**62)
+call.struct.gathered_rows_of_request = call.struct.gathered_rows = float("inf")
+call.struct.contexts = -1
+batch = call.batch
+buffer, copies, lengths = np.full(600, -7, np.int32), np.zeros(1024, np.int32), np.zeros(4096, np.uint8)
+batch.is_paged, batch.device_type = 1, 2
+batch.page_buffer, batch.page_buffer_entries = buffer.ctypes.data, 600
+batch.page_slots = host.check_handle(lib.fp_slots_create(0, 2400))
+batch.page_copies, batch.most_page_copies = copies.ctypes.data, 1024
+batch.copies, batch.bytes_of_a_copy = lengths.ctypes.data, 1024
+kv_indptr, last = torch.from_numpy(planning.kv_indptr), torch.from_numpy(planning.last_page_len)
+end = int(kv_indptr[-1])
+
+def plan(pages):
+    return fastcall.builtins().plan(call.address, 7, None, kv_indptr, last, None, pages)
+
+for dtype in (torch.int32, torch.int64):
+    pages = torch.randperm(end).to(dtype)
+    assert plan(pages) == host.OK and batch.max_page == end - 1
+    assert buffer[:end].tolist() == pages.tolist() and batch.page_numbers == buffer.ctypes.data
+    before = buffer.copy()
+    for wrong in (-1, 2**31) if dtype is torch.int64 else (-1,):
+        pages[3] = wrong
+        assert plan(pages) == host.OTHER_PAGES and (buffer == before).all()
+batch.most_page_copies = end - 1
+assert plan(torch.randperm(end)) == host.OTHER_PAGES
+"""
+    )

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from planner_batches import Batch, Cutting, Planned, arrays_of, bounds, call, plan, problem_of
+from planner_batches import Batch, Cutting, Planned, arrays_of, bounds, call, plan, problem_of, unpack
 from random_batches import random_case
 from table_plans import TableBatch
 
@@ -79,6 +79,46 @@ def test_rows_have_the_tokens_of_their_chunk(seed: int) -> None:
             found = coverage(planned, request, kv_head)
             assert (found == expected(batch, request)).all(), request
     assert (planned.items["kv_begin"] % batch.chunk == 0)[planned.items["partial_row"] < 0].all()
+
+
+def runs_of(batch: Batch) -> np.ndarray:
+    """What `chunk` says as runs of rows (fp_problem.row_runs), and the request of each."""
+    found = []
+    for request, (q_len, kv_len) in enumerate(zip(batch.q_lens, batch.kv_lens, strict=True)):
+        chunks = np.maximum(np.arange(q_len) + kv_len - q_len, 0) // batch.chunk
+        for chunk, rows in zip(*np.unique(chunks, return_counts=True), strict=True):
+            found.append((rows, min(chunk * batch.chunk, kv_len), min((chunk + 1) * batch.chunk, kv_len), request))
+    return np.array(found, np.int32).reshape(-1, 4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_of_rows_are_planned_as_chunks_are(seed: int) -> None:
+    """The plans are the same but for the index of items: that of a run is its number."""
+    rng = np.random.default_rng(seed)
+    batch, cutting = random_case(rng)
+    count = min(len(batch.q_lens), 9)
+    lens = {"q_lens": rng.integers(0, 90, count), "kv_lens": rng.integers(0, 400, count)}
+    lens["least_rows"] = int(rng.choice([0, 0, 20]))  # a mixed batch's part with many rows
+    batch = dataclasses.replace(
+        batch, **lens, has_custom_mask=False, has_mask_tiles=False, chunk=int(rng.integers(1, 150))
+    )
+    chunks, runs = plan(batch, cutting), runs_of(batch)
+    arrays = arrays_of(batch)
+    problem = problem_of(dataclasses.replace(batch, chunk=0), arrays)
+    table = np.ascontiguousarray(runs[:, :3])
+    problem.row_runs, problem.num_row_runs = table.ctypes.data, len(table)
+    capacity = bounds(batch, cutting)[0]
+    status, buffer, result = call(problem, cutting, capacity)
+    assert status == native.OK
+    found = unpack(batch, cutting, buffer, result)
+    assert found.header == chunks.header
+    for mine, theirs in ((found.items, chunks.items), (found.merges, chunks.merges)):
+        mine = mine.copy()
+        mine["request"] = runs[mine["request"], 3]
+        assert (mine == theirs).all()
+    if len(runs) > 1:  # too few runs for the rows: refused, and nothing else is read
+        problem.num_row_runs = len(table) - 1
+        assert call(problem, cutting, capacity)[0] == native.BAD_LENGTHS
 
 
 def test_a_decode_plan_has_an_item_a_request() -> None:

@@ -23,6 +23,7 @@ PACKAGE = str(Path(flashpage.__file__).parent)
 HEADS = (4, 2, 64, 16)
 MOST_FRAMES = 5
 FP32 = {"q_data_type": torch.float32}
+SLOPES = torch.linspace(-1, 0, 4)
 
 
 def lengths(tokens: list[int]) -> tuple[torch.Tensor, ...]:
@@ -108,8 +109,65 @@ def test_decode_with_options(options: dict[str, Any], monkeypatch: pytest.Monkey
     )
 
 
+def add_slopes(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + SLOPES[h] * (kv_idx - q_idx)
+
+
+VARIANTS = {
+    "functions": lambda: flashpage.Variant(add_slopes, lambda b, h, q_idx, kv_idx: kv_idx <= q_idx),
+    "expressions": lambda: flashpage.Variant(
+        logit="score * s + t[h]", mask="kv_idx != 3", tensors={"t": SLOPES}, scalars={"s": 2.0}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their captures are compared without frames, and the variant is shared by both wrappers."""
+    options = {**FP32, "variant": VARIANTS[name]()}
+    decode = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    prefill = flashpage.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    for wrapper, rows in ((decode, ()), (prefill, (indptr([1, 5, 2]),))):
+        first, again = lengths([500, 3, 90]), lengths([501, 4, 91])
+        check(
+            lambda w=wrapper, r=rows, a=first: w.plan(*r, *a, *HEADS, **options),
+            lambda w=wrapper, r=rows, a=again: w.plan(*r, *a, *HEADS, **options),
+            monkeypatch,
+        )
+
+
+def test_a_variant_that_changes_is_traced_by_every_wrapper() -> None:
+    """A wrapper sees the change although another one has traced it before."""
+    variant = flashpage.Variant(logit="score + t[h]", tensors={"t": SLOPES})
+    wrappers = [flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace()) for _ in range(2)]
+    for kind in ("float32", "float16"):
+        variant.tensors["t"] = SLOPES.to(getattr(torch, kind))
+        for wrapper in wrappers:
+            wrapper.plan(*lengths([500, 3]), *HEADS, **FP32, variant=variant)
+            assert wrapper._planner.active[0].prepared.choice.spec.variant.tensors == (("t", kind, 1),)
+
+
+def test_int64_page_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C converts them; one that 31 bits do not hold is refused."""
+    wrapper = flashpage.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    kv, pages, last = lengths([500, 3, 90])
+
+    def plan(numbers: torch.Tensor) -> None:
+        wrapper.plan(kv, numbers, last, *HEADS, **FP32)
+
+    check(lambda: plan(pages.long()), lambda: plan(pages.long() + 5), monkeypatch)
+    planner = wrapper._planner
+    assert planner.indices.max_page == len(pages) + 4 and torch.equal(wrapper._paged_kv_indices_buf, pages + 5)
+    for wrong in (2**31, 2**32 + 3, -1):
+        with pytest.raises(PlanError, match=rf"indices\[2\]={wrong} is no page number"):
+            plan(torch.where(pages == 2, wrong, pages.long()))
+        with pytest.raises(flashpage.RunError, match="no plan"):
+            wrapper.run(torch.randn(3, 4, 64), torch.randn(50, 2, 16, 2, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("is_in_the_buffer", [False, True])
-def test_decode_of_a_graph(is_in_the_buffer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_of_a_graph(is_in_the_buffer: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Page numbers are copied to the buffer by the call, if they are not there already, and after all that can fail."""
     buffers = [torch.zeros(size, dtype=torch.int32) for size in (4, 100, 3)]
     wrapper = flashpage.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(), *buffers)
@@ -118,7 +176,7 @@ def test_decode_of_a_graph(is_in_the_buffer: bool, monkeypatch: pytest.MonkeyPat
     def plan(indptr: torch.Tensor, pages: torch.Tensor, last: torch.Tensor) -> None:
         if is_in_the_buffer:
             buffers[1][: len(pages)] = pages
-        wrapper.plan(indptr, buffers[1] if is_in_the_buffer else pages, last, *HEADS, **FP32)
+        wrapper.plan(indptr, buffers[1] if is_in_the_buffer else pages.to(dtype), last, *HEADS, **FP32)
 
     check(lambda: plan(*first), lambda: plan(again[0], again[1] + 7, again[2]), monkeypatch)
     assert torch.equal(buffers[1][: len(again[1])], again[1] + 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -131,14 +132,16 @@ def test_pages_of_a_rank() -> None:
     pages = layout.pages(indptr, indices, torch.tensor([61, 0, 16]))
     assert [part.tolist() for part in pages] == [[0, 2, 2, 2], [103, 105], [29, 0, 0]]
     assert pages.last_page_len(16).tolist() == [13, 0, 0]
-    rest = pages.without_first(torch.tensor([1, 0, 0]), 16)
-    assert [part.tolist() for part in rest] == [[0, 1, 1, 1], [105], [13, 0, 0]]
 
 
 def test_pages_that_a_window_hides_are_not_read(group_of_one: None) -> None:
-    """A row of a long request reads the pages of its window and at most two more."""
+    """The plan of a row has the tokens of its window alone, which needs no mask."""
     wrapper, batch = planned(ParallelCase("window", kv_lens=(4000, 7), window_left=40))
-    assert wrapper._attention.session.result.total_kv <= 41 + 2 * 16 + 7
+    items = wrapper._attention.last_plan.work_items()
+    assert (items["kv_begin"] >= items["kv_len"] - 41).all() and wrapper._attention.last_plan.spec.variant.mask == ""
+    hidden = batch.pages(0)[1][: (4000 - 41) // 16].long()
+    for kv in batch.caches[0].rows():
+        kv[hidden] = math.nan
     batch.check(*wrapper.run(batch.q, batch.caches[0].argument("cpu"), return_lse=True), is_merged=False)
 
 

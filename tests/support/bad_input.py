@@ -108,6 +108,7 @@ TABLE = [
     plan("decode", "indptr", ints(0, 2, 3).to(torch.int16), "int16", "int32 or int64"),
     plan("decode", "indptr", ints(0, 2**40, 2**41, dtype=torch.int64), "31 bits"),
     plan("decode", "indices", ints(5, -2, 7), "indices[1]=-2", "0 or more"),
+    plan("decode", "indices", torch.tensor([5, 2**31, 7]), f"indices[1]={2**31}", "below 2^31"),
     plan("decode", "indices", torch.tensor([5.0, 2, 7]), "float32"),
     plan("decode", "indices", ints(5, 2, 7).view(3, 1), "one dimension"),
     plan("decode", "last_page_len", ints(3, 17), "last_page_len[1]=17", "1..16"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from caches import Cache, Shape, write_pages
 from cases.case import Case
 from comparison import Outputs, Report, compare
-from reference import Options, State, attention
+from reference import Options, State, attention, visible_tokens
 
 import flashpage
 
@@ -105,16 +106,54 @@ class CascadeBatch:
             values.append(v[owner])
         return self.q[begin:end], torch.cat(keys), torch.cat(values)
 
-    def expected(self) -> list[State]:
+    def hide_pages(self) -> list[torch.Tensor]:
+        """Poisons the pages of which no row sees a token; returns the numbers of the other pages, level by level."""
+        visible = [torch.zeros(sum(len(keys) for keys in k), dtype=torch.bool) for _, k, _ in self._tokens]
+        for i in range(len(self.case.tree[-1])):
+            q, keys, _ = self.request(i)
+            rows, tokens = torch.arange(len(q)) + len(keys) - len(q), torch.arange(len(keys))
+            seen = visible_tokens(self._reference(), rows[:, None], tokens[None]).any(0)
+            for level, (first, count) in enumerate(self._places(i)):
+                visible[level][first : first + count] |= seen[:count]
+                seen = seen[count:]
+        shown = []
+        for (_, k, _), (_, indptr, indices, _), tokens in zip(self._tokens, self.levels, visible, strict=True):
+            of_requests = tokens.split([len(keys) for keys in k])
+            pages = [
+                indices[int(indptr[i]) + page]
+                for i, seen in enumerate(of_requests)
+                for page, of_page in enumerate(seen.split(self.case.page_size))
+                if bool(of_page.any())
+            ]
+            shown.append(torch.stack(pages) if pages else indices[:0])
+        hidden = torch.ones(self.cache.shape.pages, dtype=torch.bool)
+        hidden[torch.cat(shown).long()] = False
+        for kv in self.cache.rows():
+            kv[hidden] = math.nan
+        return shown
+
+    def _places(self, i: int) -> list[tuple[int, int]]:
+        """For each level, where the tokens of request i of the last level begin among the level's, and their number."""
+        begin, end = (int(self._tokens[-1][0][j]) for j in (i, i + 1))
+        found = []
+        for rows, k, _ in self._tokens:
+            owner = int((rows[1:] <= begin).sum()) if end > begin else 0
+            found.append((sum(len(keys) for keys in k[:owner]), len(k[owner])))
+        return found
+
+    def _reference(self) -> Options:
         case = self.case
-        options = Options(
+        return Options(
             sm_scale=case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale,
             causal=case.causal,
             window_left=case.window_left,
             chunk=case.chunk,
             soft_cap=case.soft_cap,
         )
-        return [attention(*self.request(i), options) for i in range(len(case.tree[-1]))]
+
+    def expected(self) -> list[State]:
+        options = self._reference()
+        return [attention(*self.request(i), options) for i in range(len(self.case.tree[-1]))]
 
     def check(self, out: torch.Tensor, lse: torch.Tensor) -> Report:
         """Compares with the reference on all tokens. Each level's output was rounded once before the merge."""

@@ -215,3 +215,8 @@ OPERATIONS = [
     Example("zero_dim", lambda s, b, h, q, k: s * ZERO_DIM + ZERO_DIM_COUNT + SLOPES[2]),
     Example("computed_tensor", lambda s, b, h, q, k: s + (SLOPES * 2)[h] + BIAS.transpose(1, 2)[h, q, k]),
 ]
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Counts up, of any shape."""
+    return torch.arange(math.prod(shape)).reshape(shape).to(dtype)

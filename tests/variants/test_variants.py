@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from pathlib import Path
@@ -19,6 +18,7 @@ from variant_examples import (
     SLOPES,
     alibi,
     document_mask,
+    rows,
     soft_cap,
     tensor_bias,
 )
@@ -30,10 +30,6 @@ from flashpage.variants import TracedVariant, Variant, alibi_slopes, builtin, co
 
 def capped(cap: float, bias: torch.Tensor) -> Variant:
     return Variant(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap) + bias[h, kv_idx])
-
-
-def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.arange(math.prod(shape)).reshape(shape).to(dtype)
 
 
 # Identity
@@ -104,94 +100,6 @@ def test_identity_and_true_are_the_empty_spec() -> None:
     assert variant.traced() == TracedVariant()
     assert Variant().traced().spec == VariantSpec()
     assert Variant(None, lambda b, h, q_idx, kv_idx: False).traced().spec.mask == "false"
-
-
-# When a variant is traced again
-
-
-def counted(body: Any) -> tuple[Any, list[int]]:
-    """A callable, and a list that grows each time it is traced."""
-    calls: list[int] = []
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        calls.append(1)
-        return body(score, h)
-
-    return score_mod, calls
-
-
-def test_same_captures_are_traced_once() -> None:
-    calls = 0
-    table, factor = rows(HEADS), 2.0
-
-    def helper(score: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return score * factor
-
-    variant = Variant(lambda score, b, h, q_idx, kv_idx: helper(score) + table[h])
-    # `calls` is captured too and grows during a trace; the trace calls a copy, whose list grows instead.
-    first = variant.traced()
-    assert variant.traced() is first
-    table += 1  # the tensor's memory stays the same
-    assert variant.traced() is first
-    factor = 3.0
-    assert variant.traced().scalars == (3.0,)
-    assert variant.traced().spec == first.spec
-
-
-class Settings:
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def score_mod(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score * self.factor
-
-
-def test_attributes_are_compiled_in_and_seen_when_they_change() -> None:
-    settings = Settings(2.0)
-    variants = [
-        Variant(settings.score_mod),
-        Variant(lambda score, b, h, q_idx, kv_idx: score * settings.factor),
-        Variant(functools.partial(Settings.score_mod, settings)),
-    ]
-    for factor in (2.0, 4.0):
-        settings.factor = factor
-        assert [variant.traced().spec.logit for variant in variants] == [f"score * {factor}f"] * 3
-
-
-def test_containers_are_compiled_in_and_seen_when_they_change() -> None:
-    table, tables = {"factor": 2.0}, [rows(HEADS), rows(HEADS)]
-    variant = Variant(lambda score, b, h, q_idx, kv_idx: score * table["factor"] + tables[1][h])
-    assert variant.traced().spec.logit == "(score * 2.0f) + tables(h)"
-    tables[1] = rows(HEADS) + 1
-    assert variant.traced().tensors[0] is tables[1]
-    table["factor"] = 5.0
-    assert variant.traced().spec.logit == "(score * 5.0f) + tables(h)"
-
-
-def test_zero_dimensional_tensor_is_read_again() -> None:
-    factor = torch.tensor(2.0)
-    variant = Variant(lambda score, b, h, q_idx, kv_idx: score * factor)
-    first = variant.traced()
-    factor.fill_(7.0)
-    assert first.scalars == (2.0,) and variant.traced().scalars == (7.0,)
-    assert variant.traced().spec == first.spec and first.tensors == ()
-
-
-def test_captured_number_that_python_branches_on() -> None:
-    depth = 1
-    variant = Variant(lambda score, b, h, q_idx, kv_idx: score * 2.0 if depth > 1 else score / 8.0)
-    assert variant.traced().spec.logit == "score * (1.0f / 8.0f)"
-    depth = 2
-    assert variant.traced().spec.logit == "score * 2.0f"
-
-
-def test_recursive_helper() -> None:
-    def repeated(score: Any, times: int) -> Any:
-        return score if times == 0 else repeated(score + 1.0, times - 1)
-
-    assert Variant(lambda score, b, h, q_idx, kv_idx: repeated(score, 2)).traced().spec.logit == "(score + 1.0f) + 1.0f"
 
 
 # C++ expressions

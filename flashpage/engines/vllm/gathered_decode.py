@@ -19,7 +19,7 @@ from ...plan.session import current_stream
 from ...run.checks import NO_SCALES
 from ...variants.variant import Variant
 from ...wrappers.base import DECODE, Attention
-from ...wrappers.plan_arguments import DecodeArguments, Own
+from ...wrappers.plan_arguments import DecodeArguments
 from . import cache_layout
 
 PARTITION_TOKENS = 512  # of paged_attention_v2
@@ -143,7 +143,7 @@ class Runner:
             q_data_type=query.dtype,
             kv_data_type=cache[0].dtype,
             sm_scale=given.scale,
-            own=Own(self._variant(given, partitions)),
+            own={"variant": self._variant(given, partitions)},
         )
         lengths = Lengths(kv_indptr=indptr, kv_lens=partitions.kv_lens)
         self._attention.plan(lengths, Pages(blocks), *arguments.checked())

@@ -34,7 +34,7 @@ def _can_join(upper: PagedLevel, lower: PagedLevel, page_size: int, is_causal: b
     if upper.q_indptr.shape != lower.q_indptr.shape or not torch.equal(upper.q_indptr, lower.q_indptr):
         return False
     pages, more = upper.kv_indptr.diff(), lower.kv_indptr.diff()
-    if not all(is_whole(level, page_size) for level in (upper, lower)):
+    if not all(_is_whole(level, page_size) for level in (upper, lower)):
         return False
     if page_size > 1:
         assert upper.last_page_len is not None
@@ -48,7 +48,7 @@ def _can_join(upper: PagedLevel, lower: PagedLevel, page_size: int, is_causal: b
     return True
 
 
-def is_whole(level: PagedLevel, page_size: int) -> bool:
+def _is_whole(level: PagedLevel, page_size: int) -> bool:
     """Whether the level names every page and its last pages are full; otherwise the planner reports the error."""
     pages, last = level.kv_indptr.diff(), level.last_page_len
     is_increasing = int(level.kv_indptr[0]) >= 0 and bool((pages >= 0).all())

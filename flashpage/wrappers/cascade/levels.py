@@ -16,7 +16,7 @@ from ...plan.page_indices import Pages
 from ..base import Attention
 from ..graph_buffers import take_graph_buffers
 from ..merge import merge_parts, part_of
-from ..plan_arguments import Checked, Own, PrefillArguments
+from ..plan_arguments import Checked, PrefillArguments
 from .fold import PagedLevel, folded
 from .window import LevelWindows
 
@@ -159,7 +159,7 @@ class MultiLevelCascadeAttentionWrapper(Unique):
                 rope_theta=rope_theta,
                 q_data_type=q_data_type,
                 kv_data_type=kv_data_type,
-                own=Own.of(own),
+                own=own,
             )
         )
         if options.variant is not None and len(levels) > 1:
@@ -171,16 +171,17 @@ class MultiLevelCascadeAttentionWrapper(Unique):
         whole = dataclasses.replace(shown.options, causal=False, window_left=-1)
         values_of_whole = values._replace(causal=False, window_left=-1)
         if self._use_cuda_graph:  # a refused level must not change what captured launches of the others read
-            for level in shown.levels:
+            for level in levels:
                 lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
                 self._levels[level.number].judge(lengths, Pages(level.indices))
-        for level, variant in zip(shown.levels, shown.variants, strict=True):
-            of_level = (shown.options, values) if level is shown.levels[-1] else (whole, values_of_whole)
+        for level, variant, row_runs in zip(levels, shown.variants, shown.row_runs, strict=True):
+            of_level = (shown.options, values) if level is levels[-1] else (whole, values_of_whole)
             lengths = Lengths(level.q_indptr, level.kv_indptr, level.last_page_len)
             level_options = of_level[0] if variant is None else dataclasses.replace(of_level[0], variant=variant)
-            self._levels[level.number].plan(lengths, Pages(level.indices), level_options, of_level[1])
+            pages = Pages(level.indices, row_runs=row_runs)
+            self._levels[level.number].plan(lengths, pages, level_options, of_level[1])
         self._windows.copy()
-        planned = [self._levels[level.number] for level in shown.levels]
+        planned = [self._levels[level.number] for level in levels]
         self._active = [
             attention
             for attention, hidden in zip(planned, shown.is_hidden, strict=True)

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.options import Options
-from ...variants.row_mask import ROW, WITHIN, RowMask
+from ...plan.row_runs import RowRuns
+from ...variants.row_mask import ROW, RowMask
 from ...variants.variant import Variant
-from .fold import PagedLevel, is_whole
+from .fold import PagedLevel
 
 _FROM = f"kv_idx >= first_token({ROW})"
 
@@ -28,11 +29,11 @@ class Level(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Levels as they are planned."""
+    """Which tokens the rows of each level see."""
 
     options: Options  # of the last level; other levels are not causal and have no window
-    levels: list[PagedLevel]
-    variants: list[Variant | None]  # masks of levels; None: nothing is hidden
+    row_runs: list[torch.Tensor | None]  # Pages.row_runs of levels
+    variants: list[Variant | None]  # masks of levels; None: the runs say all
     is_hidden: list[bool]  # whether a whole level is hidden
 
 
@@ -42,45 +43,37 @@ class LevelWindows:
     def __init__(self, num_levels: int, device: torch.device, is_graph: bool) -> None:
         self._is_graph = is_graph
         self._masks = [RowMask(_FROM, device) for _ in range(num_levels)]
-        self._chunks = [RowMask(WITHIN, device) for _ in range(num_levels)]  # for requests that are not cut
 
     def plan(self, planned: Sequence[PagedLevel], options: Options) -> Shown:
-        """The last level counts a window like a single batch. Chunks begin anywhere in a level: its requests are cut
-        where their rows see other tokens, and keep the pages that these rows see; a mask hides the rest of a page.
-        Captured batches keep their requests, so a mask hides all tokens outside of a row's chunk."""
-        variants: list[Variant | None] = [None] * len(planned)
-        found = Shown(options, list(planned), variants, [False] * len(planned))
-        if (options.window_left < 0 and options.chunk == 0) or len(planned) == 1:
+        """The last level counts a window like a single batch. Chunks begin anywhere in a level, and rows of one request
+        may be in several: the planner gets runs of rows that see the same chunk, so that nothing else is read. In the
+        other levels, a mask hides the tokens that a window hides from some rows of a run and not from others."""
+        count = len(planned)
+        found = Shown(options, [None] * count, [None] * count, [False] * count)
+        if (options.window_left < 0 and options.chunk == 0) or count == 1:
             return found
         levels = [_level(level, options.page_size) for level in planned]
         if any(bool((level.q_indptr.diff() < 0).any()) for level in levels):
             return found  # the planner reports the error
         found = found._replace(options=dataclasses.replace(options, chunk=0))
         for i, begin in enumerate(_begins(levels, options)):
-            level, lengths, first = planned[i], levels[i], begin.first_token()
-            if begin.chunk is not None and self._is_graph:
-                end = torch.minimum(begin.chunk + options.chunk, lengths.by_row(lengths.kv_lens))
-                variants[i] = self._chunks[level.number].set(_first_row(lengths), first_token=first, end_token=end)
-                continue
-            if begin.chunk is not None and is_whole(level, options.page_size):
-                level, lengths, skipped = _cut(level, lengths, begin.chunk, options)
-                found.levels[i], first = level, first - skipped
-            is_last = i + 1 == len(planned)
-            found.is_hidden[i] = not is_last and bool((first >= lengths.by_row(lengths.kv_lens)).all())
-            # A captured level has a mask in every batch or in none.
-            if self._is_graph or (not found.is_hidden[i] and bool((first > 0).any())):
-                variants[i] = self._masks[level.number].set(_first_row(lengths), first_token=first)
+            runs = _runs(levels[i], begin, options.chunk)
+            if not _are_whole(runs, levels[i]):
+                found.row_runs[i] = runs.table()
+            found.is_hidden[i] = i + 1 < count and bool((runs.end <= runs.begin).all())
+            if begin.window is not None:
+                # Also from the run's first token on: kernels look up tiles in which no row is masked (mask_tiles.h).
+                first_token = torch.maximum(begin.window, runs.by_row(runs.begin))
+                # A captured level has a mask in every batch or in none.
+                if self._is_graph or not torch.equal(first_token, runs.by_row(runs.begin)):
+                    found.variants[i] = self._masks[planned[i].number].set(runs.first_row(), first_token=first_token)
+                    found.row_runs[i] = runs.table()  # the mask counts runs
         return found
 
     def copy(self) -> None:
         """Gives the masks of the last `plan` to runs, after all levels are planned."""
-        for mask in (*self._masks, *self._chunks):
+        for mask in self._masks:
             mask.copy()
-
-
-def _first_row(level: Level) -> torch.Tensor:
-    """A row's index in the batch minus its q_idx, which is right-aligned within the level; one value a request."""
-    return level.q_indptr[1:] - level.kv_lens
 
 
 def _level(planned: PagedLevel, page_size: int) -> Level:
@@ -95,14 +88,6 @@ class _Begins(NamedTuple):
 
     chunk: torch.Tensor | None  # None: no chunks
     window: torch.Tensor | None  # None: not counted here
-
-    def first_token(self) -> torch.Tensor:
-        """The later of the two."""
-        if self.chunk is None or self.window is None:
-            found = self.window if self.chunk is None else self.chunk
-            assert found is not None
-            return found
-        return torch.maximum(self.chunk, self.window)
 
 
 def _begins(levels: Sequence[Level], options: Options) -> list[_Begins]:
@@ -126,27 +111,24 @@ def _begins(levels: Sequence[Level], options: Options) -> list[_Begins]:
     ]
 
 
-def _cut(
-    level: PagedLevel, lengths: Level, chunk_begin: torch.Tensor, options: Options
-) -> tuple[PagedLevel, Level, torch.Tensor]:
-    """The level with one request for each run of rows in one chunk, with the pages that they see; and the number of
-    tokens before these pages, [rows]."""
-    page_size, rows = options.page_size, len(chunk_begin)
-    request = lengths.by_row(torch.arange(len(lengths.kv_lens), device="cpu"))
-    starts = torch.ones(rows, dtype=torch.bool, device="cpu")
-    starts[1:] = (request.diff() != 0) | (chunk_begin.diff() != 0)
+def _runs(level: Level, first: _Begins, chunk: int) -> RowRuns:
+    """Consecutive rows of a request in one chunk, and the tokens of the level that any of them sees."""
+    request = level.by_row(torch.arange(len(level.kv_lens), device="cpu"))
+    starts = torch.ones(len(request), dtype=torch.bool, device="cpu")
+    starts[1:] = request.diff() != 0
+    if first.chunk is not None:
+        starts[1:] |= first.chunk.diff() != 0
     row = starts.nonzero().squeeze(1)
-    request, tokens = request[row], lengths.kv_lens[request[row]]
-    end = torch.minimum(tokens, (chunk_begin[row] + options.chunk).clamp(min=0))
-    first_page = torch.minimum(chunk_begin[row].clamp(min=0), end) // page_size
-    pages = -(-end // page_size) - first_page
-    kv_indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0)])
-    places = torch.arange(int(kv_indptr[-1]), device="cpu") + torch.repeat_interleave(
-        level.kv_indptr.long()[request] + first_page - kv_indptr[:-1], pages
-    )
-    kv_lens = end - first_page * page_size
-    last_page_len = None if level.last_page_len is None else torch.where(pages > 0, (kv_lens - 1) % page_size + 1, 0)
-    cut = Level(torch.cat([row, row.new_tensor([rows])]), torch.where(pages > 0, kv_lens, 0))
-    indices = level.indices[places.to(level.indices.device)]
-    skipped = cut.by_row(first_page * page_size)
-    return PagedLevel(level.number, cut.q_indptr, kv_indptr, indices, last_page_len), cut, skipped
+    rows = torch.diff(row, append=row.new_tensor([len(request)]))
+    begin, end = torch.zeros_like(row), level.kv_lens[request[row]]
+    if first.chunk is not None:
+        begin, end = first.chunk[row].clamp(min=0), torch.minimum(end, first.chunk[row] + chunk).clamp(min=0)
+    if first.window is not None and len(row):
+        begin = torch.maximum(begin, torch.segment_reduce(first.window.double(), "min", lengths=rows).long())
+    return RowRuns(rows, torch.minimum(begin, end), end)
+
+
+def _are_whole(runs: RowRuns, level: Level) -> bool:
+    """Whether all rows of each request may see all of its tokens."""
+    tokens = level.kv_lens[level.q_indptr.diff() > 0]
+    return torch.equal(runs.end, tokens) and not bool(runs.begin.any())

@@ -186,5 +186,5 @@ class PagedState:
 
     _paged_kv_indptr_buf = array_of_plan(1)
     _paged_kv_last_page_len_buf = array_of_plan(2)
-    _paged_kv_indices_buf = Buffer(lambda state: state._planner.indices.tensor)
+    _paged_kv_indices_buf = Buffer(lambda state: state._planner.indices.as_int32())
     _block_tables = Written(lambda state: state._planner.block_tables)
