@@ -58,7 +58,7 @@ class GroupPlanner:
             return (plan(),), plan
         if is_decode:
             use = Use.DECODE_IN_GRAPH if requests <= sizes.graph_requests else Use.DECODE
-            plan = functools.partial(self._decode, use, common, requests, is_causal)
+            plan = functools.partial(self._decode, use, common, requests)
             return (plan(),), plan
         lens = self._host_lengths(common)
         if lens is not None:
@@ -89,10 +89,10 @@ class GroupPlanner:
 
     # ---------------------------------------------------------------- parts
 
-    def _decode(self, use: Use, common: Any, requests: int, is_causal: bool) -> PagedRows:
-        """One row for each of the first requests."""
+    def _decode(self, use: Use, common: Any, requests: int) -> PagedRows:
+        """One row for each of the first requests; being the last one, it sees all tokens."""
         tables = TableRows(common.seq_lens[:requests], common.block_table_tensor[:requests], None, requests)
-        return PagedRows(self.plans.plan_tables(use, tables, is_causal), requests, is_causal)
+        return PagedRows(self.plans.plan_tables(use, tables, False), requests, False)
 
     def _rows(self, use: Use, common: Any, requests: tuple[int, int], end: int, is_causal: bool) -> PagedRows:
         """The rows of requests [begin, end), numbered as in the whole step; `end`: of the rows."""
@@ -123,7 +123,7 @@ class GroupPlanner:
         few = int(is_many.int().argmax()) if bool(is_many.any()) else requests
         parts: list[Part] = []
         if few and bool((counts[:few] == 1).all()):
-            parts.append(self._decode(Use.DECODE, common, few, is_causal))
+            parts.append(self._decode(Use.DECODE, common, few))
         elif few:
             parts.append(self._rows(Use.FEW_ROWS, common, (0, few), int(starts[few]), is_causal))
         if few < requests:
