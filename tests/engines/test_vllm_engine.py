@@ -124,14 +124,18 @@ def test_engine_and_worker_in_processes_of_their_own(
     assert found["tokens"] == expected["llama"]
 
 
-def test_answers_at_configuration(folder: Path) -> None:
-    """What vLLM is told before it loads a model, for a Hopper card that need not be there."""
-    needs(CPU)
-    given = environment(folder, CPU, entry_points(folder))
+TREES_OR_MISSING = TREES or ["vllm-" + get_vllm.TREES[0]]
+
+
+@pytest.mark.parametrize("name", [CPU.name, *TREES_OR_MISSING])
+def test_answers_at_configuration(name: str, folder: Path) -> None:
+    """vLLM asks before it loads a model; here for a Hopper card, which need not be there."""
+    needs(get_vllm.ENGINES / name)
+    given = environment(folder, get_vllm.ENGINES / name, entry_points(folder))
     call([str(SUPPORT / "vllm_answers.py")], given, folder)
 
 
-@pytest.mark.parametrize("name", TREES or ["vllm-" + get_vllm.TREES[0]])
+@pytest.mark.parametrize("name", TREES_OR_MISSING)
 def test_python_files_of_the_official_wheel(name: str, folder: Path, models: dict[str, Path]) -> None:
     """The wheel for CUDA has no attention for the CPU: transformers' tokens are the reference."""
     needs(get_vllm.ENGINES / name)

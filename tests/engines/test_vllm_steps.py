@@ -64,6 +64,7 @@ def uses(planner: GroupPlanner) -> set[Use]:
         (DECODE, {"graph_requests": 8, "graph_rows": 64, "captures_all": True}, {Use.ROWS_IN_GRAPH}),
         (VERIFY, {"few_rows": 3, "has_exact_lengths": False}, {Use.FEW_ROWS}),
         (VERIFY, {"few_rows": 3, "has_exact_lengths": False, "graph_rows": 64}, {Use.ROWS_IN_GRAPH}),
+        (DECODE, {"few_rows": 3, "has_exact_lengths": False, "graph_rows": 64}, {Use.ROWS_IN_GRAPH}),
         (([3, 2, 30], [50, 9, 70]), {"few_rows": 3, "has_exact_lengths": False, "graph_rows": 64}, None),
         (MIXED, {"split_tokens": 32}, {Use.ROWS}),
         (DECODE, {"split_tokens": 32}, {Use.DECODE}),
@@ -207,7 +208,7 @@ def test_cascade(q_lens: list[int], device: str) -> None:
 
 
 def test_cascade_heuristic() -> None:
-    """The same answers as vLLM's (v1/attention/backends/flash_attn.py of 0.26)."""
+    """Answers equal to those of vLLM (v1/attention/backends/flash_attn.py of 0.26)."""
     ones = torch.ones(64, dtype=torch.int32).numpy()
     rows = torch.full((8,), 5).numpy()
     for prefix, lens, heads, kv_heads, window, expected in (

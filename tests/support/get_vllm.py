@@ -21,7 +21,15 @@ TREES = ("0.33.0",)  # the newest; 0.26.0 runs too
 NEEDED = [
     *("aiohappyeyeballs", "aiohttp", "aiosignal", "apache-tvm-ffi", "attrs", "blake3", "cachetools", "cbor2"),
     *("certifi", "charset-normalizer", "cloudpickle", "compressed-tensors==0.17.0", "distro", "einops"),
-    *("fastapi<0.137,>=0.133", "frozenlist", "jiter", "jsonschema", "jsonschema-specifications", "llguidance<1.8", "loguru"),
+    *(
+        "fastapi<0.137,>=0.133",
+        "frozenlist",
+        "jiter",
+        "jsonschema",
+        "jsonschema-specifications",
+        "llguidance<1.8",
+        "loguru",
+    ),
     *("msgspec", "multidict", "openai", "openai-harmony", "oss-harmony", "partial-json-parser", "pillow"),
     *("prometheus-client", "propcache", "protobuf", "psutil", "py-cpuinfo", "pybase64", "pyzmq", "referencing"),
     *("requests", "rpds-py", "sentencepiece", "sniffio", "starlette>=1.0.1", "tiktoken", "urllib3", "uvloop"),
@@ -55,6 +63,9 @@ def _is_needed(name: str) -> bool:
 
 
 def main(names: list[str]) -> None:
+    if sys.version_info < (3, 11):
+        print("skipped: vLLM needs Python 3.11")
+        return
     ENGINES.mkdir(parents=True, exist_ok=True)
     pip("install", "--no-deps", "--upgrade", "--target", str(PACKAGES), *NEEDED)
     for name in names or ["cpu", *TREES]:

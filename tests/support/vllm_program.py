@@ -1,7 +1,7 @@
 """A real vLLM engine in a process of its own: `python vllm_program.py JOB.json OUT.json`.
 
-A job has `models`, each with a `folder` and options of `LLM`, and `prompts`. The output has each model's tokens, and the
-modules of its layers' attention, asked in the process that runs the model.
+A job has `prompts`, `options` of `LLM`, and `models`, each with options of its own. The output has each model's tokens,
+and the modules of its layers' attention, as the process that runs the model says.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         captured = (compilation.max_cudagraph_capture_size or 0) if mode.has_full_cudagraphs() else 0
         captures_all = captured > 0 and mode.mixed_mode().name == "FULL"
         few_rows = self.reorder_batch_threshold or 1
+        has_rows = few_rows > 1 or captures_all
         kv_dtype = element_type(impl.kv_cache_dtype, model.dtype)
         assert kv_dtype is not None, impl.kv_cache_dtype
         return GroupSizes(
@@ -60,8 +61,8 @@ class FlashpageBuilder(AttentionMetadataBuilder):
             max_rows=scheduler.max_num_batched_tokens,
             max_tokens=model.max_model_len,
             few_rows=few_rows,
-            graph_requests=captured,
-            graph_rows=captured if few_rows > 1 or captures_all else 0,
+            graph_requests=0 if has_rows else captured,
+            graph_rows=captured if has_rows else 0,
             captures_all=captures_all,
             has_exact_lengths=config.speculative_config is None,
             split_tokens=_SPLIT_TOKENS if envs.VLLM_BATCH_INVARIANT else 0,

@@ -19,7 +19,7 @@ from ....wrappers.plan_arguments import DecodeArguments, Own, PrefillArguments
 from .layers import LayerKind, LayerOptions, variant_of
 
 _LEAST_WORKSPACE = {"cuda": 32 << 20, "cpu": 1 << 20}
-_MOST_TOKENS = 2**31 - 1  # of all requests together
+MOST_TOKENS = 2**31 - 1  # of all requests together, with those that their pages have room for
 
 
 class GroupSizes(NamedTuple):
@@ -32,9 +32,9 @@ class GroupSizes(NamedTuple):
     max_rows: int
     max_tokens: int  # of a request
     few_rows: int = 1  # requests of at most so many rows come first: decodes, or drafts that are verified
-    graph_requests: int = 0  # most requests of a captured step of one row a request
-    graph_rows: int = 0  # most rows of other captured steps
-    captures_all: bool = False  # whether steps of any rows are captured, and not only those of few rows
+    graph_requests: int = 0  # most requests of a captured step, if all that are captured have one row a request
+    graph_rows: int = 0  # most rows of a captured step otherwise
+    captures_all: bool = False  # whether steps of any rows are captured, and not only those of few rows a request
     has_exact_lengths: bool = True  # whether seq_lens_cpu_upper_bound is exact (not so with drafts)
     split_tokens: int = 0  # batch-invariant: requests are cut at multiples of it; 0: balanced
 
@@ -174,8 +174,10 @@ class GroupPlans:
         if use.is_graph:
             sizes = self.sizes
             requests = sizes.graph_requests if use.is_decode else min(sizes.max_requests, sizes.graph_rows)
-            pages = min(requests * -(-sizes.max_tokens // sizes.page_size), _MOST_TOKENS // sizes.page_size)
-            capacity = Capacity(requests, pages, 0 if use.is_decode else sizes.graph_rows)
+            pages = min(requests * -(-sizes.max_tokens // sizes.page_size), MOST_TOKENS // sizes.page_size)
+            # Their ratio chooses the kernel's tile.
+            rows = 0 if use.is_decode else max(sizes.graph_rows, requests * sizes.few_rows)
+            capacity = Capacity(requests, pages, rows)
             attention.session.use_capacity(capacity, reads_tables=True)
         return attention
 
@@ -183,7 +185,7 @@ class GroupPlans:
     def _workspace(self) -> torch.Tensor:
         """Memory for partial results of any step, which the uses share: they run one after the other."""
         sizes, needed = self.sizes, _LEAST_WORKSPACE[self.device.type]
-        tokens = min(sizes.max_requests * sizes.max_tokens, _MOST_TOKENS)
+        tokens = min(sizes.max_requests * sizes.max_tokens, MOST_TOKENS)
         for kind in self._kinds:
             options, _ = self.options(Use.ROWS, kind, True)
             bounds = workspace_bounds(options, sizes.max_requests, sizes.max_rows, tokens, self.device)

@@ -24,7 +24,7 @@ from ....base.errors import CapabilityError
 from ....plan.lengths import Lengths
 from ....plan.page_indices import NO_PAGES, Pages
 from . import cascade, context_parallel
-from .group_plans import GroupPlans, TableRows, Use
+from .group_plans import MOST_TOKENS, GroupPlans, TableRows, Use
 from .step import PagedRows, Part, RaggedRows, Step
 
 
@@ -52,16 +52,16 @@ class GroupPlanner:
             return (self._context.plan(common, is_causal),), None
         if common_prefix_len:
             return (cascade.plan(self.plans, common, common_prefix_len),), None
-        is_decode, is_few = common.max_query_len <= 1, common.max_query_len <= sizes.few_rows
-        if rows <= sizes.graph_rows and (sizes.captures_all or (is_few and not is_decode)):
+        # A step must get the plan that captured steps of its size read, whatever its own rows.
+        if rows <= sizes.graph_rows and (sizes.captures_all or common.max_query_len <= sizes.few_rows):
             plan = functools.partial(self._rows, Use.ROWS_IN_GRAPH, common, (0, requests), rows, is_causal)
             return (plan(),), plan
-        if is_decode:
+        if common.max_query_len <= 1:
             use = Use.DECODE_IN_GRAPH if requests <= sizes.graph_requests else Use.DECODE
             plan = functools.partial(self._decode, use, common, requests)
             return (plan(),), plan
         lens = self._host_lengths(common)
-        if lens is not None:
+        if lens is not None and common.block_table_tensor[:requests].numel() * sizes.page_size < MOST_TOKENS:
             return (self._on_host(common, lens, is_causal),), None
         return self._apart(common, is_causal), None
 
