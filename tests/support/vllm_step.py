@@ -79,7 +79,8 @@ class Scene:
             row[:count] = order[at : at + count]
             at += count
         self.kv = [torch.randn(2, n, kv_heads, dim, generator=drawn) for n in kv_lens]
-        self.sinks = torch.randn(heads, generator=drawn) if form.sinks else None
+        # As heavy as dozens of tokens, so that a sink that counts twice or not at all is seen.
+        self.sinks = 3 + torch.randn(heads, generator=drawn) if form.sinks else None
         self.scales = (0.5, 2.0) if form.kv_type != "auto" else (1.0, 1.0)
         self.cache = self._written()
 
