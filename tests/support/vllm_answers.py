@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_step import Form, Scene, close, run
 
-from flashpage.engines.vllm.plugin import register
+from flashpage.engines.vllm.plugin import ranks, register
 from flashpage.engines.vllm.plugin.builder import FlashpageBuilder
 from flashpage.engines.vllm.plugin.group_plans import Use
 
@@ -142,7 +142,15 @@ def check_another_block_table() -> None:
     close(run(moved, second.form.layer(), second.tensors()), second.expected())
 
 
+def check_collectives() -> None:
+    """vLLM's own merges of the ranks' outputs take base-2 LSEs and return them."""
+    for is_all_to_all in (False, True):
+        taken = inspect.signature(ranks._collective(is_all_to_all)).parameters
+        assert {"return_lse", "is_lse_base_on_e"} <= set(taken)
+
+
 if __name__ == "__main__":
+    check_collectives()
     check_answers()
     check_builder()
     check_another_block_table()

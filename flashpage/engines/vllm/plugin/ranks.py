@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 from typing import Any
 
 import torch
@@ -36,9 +34,14 @@ def ranks_of(impl: Any, vllm_config: Any) -> Ranks | None:
 
 def _collective(is_all_to_all: bool) -> Any:
     """The collective that merges partial outputs; vLLM 0.26 has each in a module of its own."""
-    names = ("dcp", "dcp_alltoall") if is_all_to_all else ("dcp", "common")
-    wanted = "dcp_a2a_lse_reduce" if is_all_to_all else "cp_lse_ag_out_rs"
-    for name in names:
-        with contextlib.suppress(ImportError, AttributeError):
-            return getattr(importlib.import_module(f"vllm.v1.attention.ops.{name}"), wanted)
-    raise NotImplementedError(f"vllm has no {wanted}, which decode context parallelism needs.")
+    if is_all_to_all:
+        try:
+            from vllm.v1.attention.ops.dcp import dcp_a2a_lse_reduce
+        except ImportError:
+            from vllm.v1.attention.ops.dcp_alltoall import dcp_a2a_lse_reduce
+        return dcp_a2a_lse_reduce
+    try:
+        from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs
+    except ImportError:
+        from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
+    return cp_lse_ag_out_rs
