@@ -59,6 +59,25 @@ def write(folder: Path, name: str) -> Path:
     return folder
 
 
+def write_gemma2(folder: Path) -> Path:
+    """Gemma2 with layers that differ: a window of 32 tokens in every second one, and soft caps."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 4}
+    config = Gemma2Config(
+        vocab_size=VOCABULARY,
+        sliding_window=32,
+        attn_logit_softcapping=5.0,
+        max_position_embeddings=512,
+        **sizes,
+        **heads,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def _drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Random weights, large enough for attention to decide the next token; norms are 1."""
     if len(shape) == 1:

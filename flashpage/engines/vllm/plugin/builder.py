@@ -96,7 +96,7 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """vLLM up to 0.31 asks this once a step and group."""
+        """vLLM 0.26 asks this once a step and group; 0.32 has no cascades."""
         if use_alibi or use_local_attention or dcp_world_size > 1:
             return False
         heads = num_query_heads, num_kv_heads
