@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from flashpage.engines.vllm.plugin import cascade
 from flashpage.engines.vllm.plugin.context_parallel import ContextRows, Ranks
 from flashpage.engines.vllm.plugin.group_plans import Use
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
+from flashpage.engines.vllm.plugin.prebuild import prebuild
 from flashpage.engines.vllm.plugin.step import PagedRows, RaggedRows
+from flashpage.engines.vllm.plugin.versions import TESTED, warn_if_untested
+from flashpage.jit import loader
 
 DECODE = ([1, 1, 1, 1], [5, 64, 130, 33])
 MIXED = ([1, 1, 7, 40], [50, 9, 7, 90])  # two decodes, a whole prompt, a later chunk of one
@@ -370,3 +374,45 @@ def test_no_step_waits_for_the_card(lens: Any, sizes: dict[str, Any]) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert all(isinstance(part, PagedRows) for part in step.parts)
     close(tensors.output[: scene.rows], scene.expected())
+
+
+def test_versions_outside_of_the_table() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_untested(TESTED[-1] + "+cpu")
+    with pytest.warns(RuntimeWarning, match=r"vllm 0\.1\.0 is not among .*0\.33\.0"):
+        warn_if_untested("0.1.0")
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        (Form(), Form(window=17), Form(soft_cap=3.0)),
+        (Form(slopes=(0.1, 0.2, 0.05, 0.3), kv_type="fp8"),),
+        (Form(heads=(6, 2, 80), soft_cap=2.0),),
+        (Form(window=4, is_encoder=True),),
+    ],
+    ids=["layers that differ", "slopes and e4m3", "head_dim 80 and soft cap", "encoder"],
+)
+def test_no_request_waits_for_a_compiler(forms: tuple[Form, ...], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels of a group are there before its first step."""
+    layers = [form.layer() for form in forms]
+    lens = [([7, 40], [7, 40])] if forms[0].is_encoder else [DECODE, MIXED]
+    scenes = [Scene(forms[0], *each, device) for each in lens]
+    plans = scenes[0].plans(layers)
+    monkeypatch.setattr(loader, "_kernels", {})
+    prebuild(plans)
+
+    def refuse(spec: Any, device: Any) -> None:
+        raise AssertionError(f"{spec} is missing")
+
+    monkeypatch.setattr(loader, "_resolve", refuse)
+    for scene in scenes:
+        for has_exact_lengths in (True, False):
+            plans.sizes = scene.sizes(has_exact_lengths=has_exact_lengths)
+            step = GroupPlanner(plans).plan(scene.common(causal=not forms[0].is_encoder))
+            for layer in layers:
+                run(step, layer, scene.tensors())

@@ -102,6 +102,7 @@ class GroupPlans:
     ) -> None:
         self.layers, self.sizes, self.device = list(layers), sizes, device
         self.workspaces = Workspaces() if workspaces is None else workspaces
+        self.is_encoder = any(layer.is_encoder for layer in self.layers)  # vLLM puts no others into its group
         self._kinds = list(dict.fromkeys(layer.kind for layer in layers))
         self._attentions: dict[Use, dict[LayerKind, Attention]] = {}
         self._options: dict[Any, tuple[Options, RunOptions]] = {}
@@ -119,6 +120,15 @@ class GroupPlans:
         found = self._options.get((use, kind, is_causal))
         if found is None:
             found = self._options[use, kind, is_causal] = self._checked(use, kind, is_causal)
+        return found
+
+    def all_options(self, use: Use) -> set[Options]:
+        """The options of all layers' plans, with those of layers that differ from the first one of their kind."""
+        found = set()
+        for layer in self.layers:
+            options, _ = self.options(use, layer.kind, True)
+            override = OptionOverride.of(layer.values[options.causal], layer.kind.num_heads, layer.kind.num_kv_heads)
+            found.add(override.over(options))
         return found
 
     def plan_tables(self, use: Use, rows: TableRows, is_causal: bool) -> dict[LayerKind, Attention]:
@@ -186,8 +196,9 @@ class GroupPlans:
         """Memory for partial results of any step, which the uses share: they run one after the other."""
         sizes, needed = self.sizes, _LEAST_WORKSPACE[self.device.type]
         tokens = min(sizes.max_requests * sizes.max_tokens, MOST_TOKENS)
+        use = Use.RAGGED if self.is_encoder else Use.ROWS
         for kind in self._kinds:
-            options, _ = self.options(Use.ROWS, kind, True)
+            options, _ = self.options(use, kind, True)
             bounds = workspace_bounds(options, sizes.max_requests, sizes.max_rows, tokens, self.device)
             needed = max(needed, bounds[0])
         return self.workspaces.at_least(needed, self.device)

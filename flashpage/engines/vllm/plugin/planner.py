@@ -44,7 +44,7 @@ class GroupPlanner:
 
     def _parts(self, common: Any, common_prefix_len: int) -> tuple[tuple[Part, ...], Callable[[], object] | None]:
         requests, rows, sizes = common.num_reqs, common.num_actual_tokens, self.sizes
-        if any(layer.is_encoder for layer in self.plans.layers):
+        if self.plans.is_encoder:
             return (self._ragged(common),), None
         is_causal = self._is_causal(common)
         plan: Callable[[], Part]
