@@ -36,6 +36,8 @@ struct fp_batch {
 
 // Computes the sums of lengths that were not taken by fp_py_plan.
 FP_API void fp_batch_sum_up(fp_batch*);
+// Tokens of all requests: kv_lens, or all that the requests' pages hold. `page_size`: tokens of an entry of kv_indptr.
+FP_API int64_t fp_batch_tokens(const fp_batch*, int64_t page_size);
 
 // A row of the table that classifies a batch by how many tokens its rows see; the first row that fits decides.
 struct fp_context_row {

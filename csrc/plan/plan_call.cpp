@@ -179,6 +179,14 @@ bool has_few_and_many(const fp_plan_call& call) {
          call.parts->most_few_rows < batch.most_rows;
 }
 
+// Tokens of all requests: the given lengths, or all that the requests' pages hold.
+int64_t tokens_of(const fp_batch& batch, int64_t page_size) {
+  if (batch.kv_lens.data == nullptr) return (batch.kv_end - batch.kv_begin) * page_size;
+  int64_t tokens = 0;
+  for (int32_t i = 0; i < batch.requests; ++i) tokens += number(batch.kv_lens, i);
+  return tokens;
+}
+
 // Whether the kernels that were chosen for an earlier batch also serve this one.
 bool is_for(fp_plan_call& call) {
   const fp_batch& batch = *call.batch;
@@ -186,7 +194,7 @@ bool is_for(fp_plan_call& call) {
   const double rows = static_cast<double>(batch.rows);
   if (rows >= std::min(call.gathered_rows_of_request * batch.requests, call.gathered_rows)) return false;
   if (call.contexts >= 0) {
-    const int64_t tokens = (batch.kv_end - batch.kv_begin) * call.context_table->page_size;
+    const int64_t tokens = tokens_of(batch, call.context_table->page_size);
     if (contexts_of(*call.context_table, batch.requests, batch.rows, tokens) != call.contexts) return false;
   }
   if (!has_few_and_many(call)) return true;
@@ -228,6 +236,8 @@ int32_t fp_contexts_of(const fp_context_table* table, int64_t requests, int64_t 
 }
 
 void fp_batch_sum_up(fp_batch* batch) { host::sum_up(*batch); }
+
+int64_t fp_batch_tokens(const fp_batch* batch, int64_t page_size) { return host::tokens_of(*batch, page_size); }
 
 int32_t fp_plan_batch(fp_plan_call* call, void* stream, int32_t is_chosen) {
   return host::guarded("fp_plan_batch", [&] { return host::plan_batch(*call, stream, is_chosen != 0); });

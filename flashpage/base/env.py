@@ -1,4 +1,4 @@
-"""The environment variables that flashpage reads: these eight and no others. They are read and checked at first use,
+"""The environment variables that flashpage reads: these nine and no others. They are read and checked at first use,
 never at import."""
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ VARIABLES = {
     "FLASHPAGE_NVCC": "nvcc to use; 'off': use NVRTC even if nvcc is found",
     "FLASHPAGE_THREADS": "threads of the CPU backend (default: the cores this process may use)",
     "FLASHPAGE_CHECK_INDICES": "'on': plan checks page numbers and item lengths that live on the device (copies back)",
+    "FLASHPAGE_VLLM": "'on': vLLM's own choices of FLASH_ATTN, FLASHINFER and CPU_ATTN are flashpage",
 }
 MAX_COUNT = 1024  # of threads (csrc/cpu/threads.cpp) and of compilers
 _OFF = ("off", "0", "false", "no")
@@ -84,7 +85,7 @@ def problems() -> dict[str, str]:
     """The messages for all variables whose values are not accepted."""
     found = {}
     readers = {"FLASHPAGE_JOBS": count, "FLASHPAGE_THREADS": count, "FLASHPAGE_CXX": words}
-    switches = ("FLASHPAGE_JIT", "FLASHPAGE_PROGRESS", "FLASHPAGE_CHECK_INDICES")
+    switches = ("FLASHPAGE_JIT", "FLASHPAGE_PROGRESS", "FLASHPAGE_CHECK_INDICES", "FLASHPAGE_VLLM")
     for name, read in (readers | dict.fromkeys(switches, is_on)).items():
         try:
             read(name)

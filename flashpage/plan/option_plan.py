@@ -181,7 +181,7 @@ class OptionPlan:
         contexts = ContextClass.USUAL
         call.contexts = -1
         if self._contexts.may_differ and not batch.is_graph:
-            contexts = self._contexts.of(requests, rows, batch.entries * max(1, options.page_size))
+            contexts = self._contexts.of(requests, rows, batch.tokens(options.page_size))
             call.contexts = CLASSES.index(contexts)
         self.gathered, self._is_of_all = gathered, batch.is_graph
         whole = self._prepared_for(batch, requests, rows, contexts=contexts, gathers=gathered is not None)

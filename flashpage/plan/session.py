@@ -76,10 +76,11 @@ class Planner:
         for combination in self.active:
             combination.choose_again()
 
-    def use_capacity(self, capacity: Capacity) -> None:
-        """Graph mode: makes the memory that captured launches read large enough for the largest batch."""
+    def use_capacity(self, capacity: Capacity, reads_tables: bool = False) -> None:
+        """Graph mode: makes the memory that captured launches read large enough for the largest batch.
+        `reads_tables`: every plan is from block tables, which launches read in place."""
         self.batch.use_capacity(capacity)
-        if self._indices_name:
+        if self._indices_name and not reads_tables:
             what = "the buffer of page numbers"
             self.indices.use_buffer(allocate(capacity.entries, torch.int32, self.device, what, zeroed=False))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
+import types
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from caches import poison
 from vllm_blocks import FP8, K_SCALE, V_SCALE, BlockCase, Blocks
 
-from flashpage import RunError, vllm_ops
+from flashpage import RunError, native, vllm_ops
+from flashpage.engines.vllm import write as card_write
 
 LONG = (1500, 0, 513, 512, 1, 1024)
 SPARSE = (1, 2, 8, 64, 2)
@@ -165,6 +168,51 @@ def test_new_tokens_are_written(kind: str, dtype: torch.dtype, kv_cache_dtype: s
         write(*rows, *given, nothing.to(device), kv_cache_dtype, *scales)
     for found, exact in zip(caches, expected, strict=True):
         assert torch.equal(found.cpu().view(torch.uint8), exact.view(torch.uint8))
+
+
+def test_writes_of_a_card_share_their_structs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card's writes, with Python in place of the kernel: structs are made once for each form of the tensors, and each
+    call points them to its own. K and V are halves of a row, as in vLLM's caches."""
+    heads, page, dim = 2, 7, 16
+    made: list[int] = []
+
+    def launch(handle: int, address: int, grid: int, stream: int, pdl: int) -> int:
+        made.append(address)
+        its = native.BlockWriteParams.from_address(address)
+        whole = ctypes.c_int64 if its.slots_are_int64 else ctypes.c_int32
+        for token, slot in enumerate((whole * its.num_tokens).from_address(its.slots)):
+            block, offset = divmod(slot, page)
+            for head in range(its.num_kv_heads if slot >= 0 else 0):
+                for half, at, row in (("k", "key", its.key_row_stride), ("v", "value", its.value_row_stride)):
+                    strides = (getattr(its, f"{half}_{name}_stride") for name in ("block", "slot", "head"))
+                    to = sum(i * stride for i, stride in zip((block, offset, head), strides, strict=True))
+                    source = token * row + head * getattr(its, f"{at}_head_stride")
+                    ctypes.memmove(getattr(its, half) + 2 * to, getattr(its, at) + 2 * source, 2 * dim)
+        return 0
+
+    class Library:
+        fp_launch = staticmethod(launch)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    real = native.load()
+    monkeypatch.setattr(native, "load", Library)
+    monkeypatch.setattr(card_write.jit, "get_kernel", lambda spec, device: types.SimpleNamespace(handle=1))
+    monkeypatch.setattr(card_write, "current_stream", lambda index: 0)
+    slots = torch.randperm(5 * page)[:9]
+    slots[3] = -1
+    one = torch.ones(1)
+    for turn in range(4):
+        rows = [torch.randn(11, heads, dim).bfloat16() for _ in range(2)]
+        caches = [torch.zeros(5, heads, page, 2 * dim).bfloat16().transpose(1, 2) for _ in range(2)]
+        if turn == 3:  # another order of memory
+            caches = [cache.contiguous() for cache in caches]
+        given = slots.int() if turn == 1 else slots
+        card_write.write("rows", *rows, *caches[0].split(dim, -1), given, "auto", one, one)
+        vllm_ops.reshape_and_cache_flash(*rows, *caches[1].split(dim, -1), given, "auto", one, one)
+        assert bool(caches[0].any()) and torch.equal(*caches)
+    assert made[0] == made[1] == made[2] != made[3]
 
 
 def test_what_is_written_is_read(device: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashpage import jit, native
+from flashpage import BatchPrefillWithPagedKVCacheWrapper, jit, native
 from flashpage.base.dtypes import DType
 from flashpage.kernels import ATTENTION, attention_sm80, choose, context_lengths, devices, schedules
 from flashpage.kernels.context_classes import ANY_ROWS, ContextClass, context_row
@@ -213,3 +213,15 @@ def test_workspaces_have_room_for_few_rows(heads: tuple[int, int], monkeypatch: 
         assert partial_bytes(plan.result.num_partial_rows, 128) <= float_bytes
         were_few, were_cut = were_few + 1, were_cut + (plan.result.num_partial_rows > 0)
     assert were_few > 20 and were_cut > 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_given_lengths_count_and_not_the_room_of_their_pages(dtype: torch.dtype) -> None:
+    """A table's rows have room for the longest request; the class of a batch follows the tokens that there are."""
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    q_indptr, kv_indptr = torch.tensor([0, 5, 7], dtype=dtype), torch.tensor([0, 100, 200], dtype=dtype)
+    lens, pages = torch.tensor([40, 17], dtype=dtype), torch.zeros(200, dtype=torch.int32)
+    for given, expected in ((lens, 57), (None, 3200)):
+        last = torch.full((2,), 16, dtype=dtype)
+        wrapper.plan(q_indptr, kv_indptr, pages, last, 2, 1, 64, 16, q_data_type=torch.float32, seq_lens=given)
+        assert wrapper._attention.session.batch.tokens(16) == expected

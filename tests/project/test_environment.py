@@ -61,6 +61,7 @@ def test_every_variable_is_read_with_a_check(monkeypatch: pytest.MonkeyPatch) ->
         "FLASHPAGE_JIT": lambda: env.is_off("FLASHPAGE_JIT"),
         "FLASHPAGE_PROGRESS": lambda: env.is_off("FLASHPAGE_PROGRESS"),
         "FLASHPAGE_CHECK_INDICES": lambda: env.is_on("FLASHPAGE_CHECK_INDICES"),
+        "FLASHPAGE_VLLM": lambda: env.is_on("FLASHPAGE_VLLM"),
         "FLASHPAGE_JOBS": lambda: process.job_count(1),
         "FLASHPAGE_THREADS": lambda: env.count("FLASHPAGE_THREADS"),
         "FLASHPAGE_CXX": lambda: compilers.find_compiler(jit.Target("cpu", "avx2")),

@@ -19,7 +19,7 @@ MOST_SECONDS = 20  # of processor time, a first run's compiler included
 
 def test_each_program_is_shown() -> None:
     assert sorted(SHOWN) == sorted(path.stem for path in FOLDER.glob("*.py"))
-    assert len(SHOWN) == 10
+    assert len(SHOWN) == 11
 
 
 @pytest.mark.slow
@@ -27,6 +27,8 @@ def test_each_program_is_shown() -> None:
 def test_prints_what_is_shown(name: str, tmp_path: Path) -> None:
     if name.startswith("transformers"):
         pytest.importorskip("transformers")
+    if name.startswith("vllm"):
+        pytest.importorskip("vllm")
     own = {"PYTHONPATH": str(FOLDER.parent), "FLASHPAGE_PROGRESS": "off", "CUDA_VISIBLE_DEVICES": ""}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, str(FOLDER / f"{name}.py")]

@@ -1,8 +1,12 @@
-"""reshape_and_cache and reshape_and_cache_flash on a card: one launch, which also converts to fp8."""
+"""reshape_and_cache and reshape_and_cache_flash on a card: one launch, which also converts to fp8. Structs are built
+once for each form (shapes, strides and types) of the tensors."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import threading
+from typing import Any
 
 import torch
 
@@ -15,6 +19,9 @@ from . import cache_layout
 from .decode import scale_on
 
 _TOKENS_A_CTA = 16  # of one head: include/flashpage/kernels/blocks/write.h
+_MOST_BOUND = 256  # number of forms whose structs are kept
+
+_local = threading.local()  # bound calls of this thread; a struct serves one call at a time
 
 
 def write(
@@ -29,54 +36,91 @@ def write(
     v_scale: torch.Tensor,
 ) -> None:
     """Writes new tokens to their slots in caches of "blocks" or of "rows" (flashpage/engines/vllm/cache_layout.py)."""
-    is_blocks = layout == "blocks"
-    sizes = (cache_layout.block_sizes if is_blocks else cache_layout.row_sizes)(key_cache, value_cache)
-    dtype = cache_layout.check_rows(key, key_cache, kv_cache_dtype, "key")
-    cache_layout.check_rows(value, value_cache, kv_cache_dtype, "value")
-    value_size = sizes.head_size if is_blocks else value_cache.shape[3]
-    slots = cache_layout.checked_slots(slot_mapping, (key, value), sizes, value_size).contiguous()
-    if is_blocks:
-        _check_places(key_cache, value_cache, sizes.block_size)
-    else:
-        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-            if cache.stride(3) != 1:
-                raise RunError(f"{name} has strides {cache.stride()}: its last dimension must be contiguous.")
-    if len(slots) == 0:
-        return
-    device = key.device
-    copied = kv_cache_dtype == "auto"
-    source, stored = (helpers.COPIED[dtype.itemsize],) * 2 if copied else (DType.of(key.dtype), DType.of(dtype))
-    scales = [] if copied else [scale_on(device, scale) for scale in (k_scale, v_scale)]
-    params = native.BlockWriteParams(
-        key=key.data_ptr(),
-        value=value.data_ptr(),
-        key_row_stride=key.stride(0),
-        key_head_stride=key.stride(1),
-        value_row_stride=value.stride(0),
-        value_head_stride=value.stride(1),
-        k=key_cache.data_ptr(),
-        v=value_cache.data_ptr(),
-        k_block_stride=key_cache.stride(0),
-        k_slot_stride=16 // key_cache.element_size() if is_blocks else key_cache.stride(1),
-        k_head_stride=key_cache.stride(1 if is_blocks else 2),
-        v_block_stride=value_cache.stride(0),
-        v_slot_stride=1 if is_blocks else value_cache.stride(1),
-        v_head_stride=value_cache.stride(1 if is_blocks else 2),
-        slots=slots.data_ptr(),
-        k_scale=scales[0].data_ptr() if scales else None,
-        v_scale=scales[1].data_ptr() if scales else None,
-        slots_are_int64=slots.dtype == torch.int64,
-        num_tokens=len(slots),
-        num_kv_heads=sizes.num_kv_heads,
-        key_dim=sizes.head_size,
-        value_dim=value_size,
-        block_size=native.make_fast_div(sizes.block_size),
-    )
-    kernel = jit.get_kernel(blocks.write_spec(source, stored, layout), device)
-    grid = min(-(-len(slots) // _TOKENS_A_CTA) * sizes.num_kv_heads, helpers.MOST_CTAS)
-    stream = current_stream(device.index)
-    pdl = int(devices.of(device).has_pdl)
-    native.check(native.load().fp_launch(kernel.handle, ctypes.addressof(params), grid, stream, pdl))
+    rows = key.device, key.dtype, value.dtype, key.shape[1:], value.shape[1:], key.stride(), value.stride()
+    caches = key_cache.shape, key_cache.stride(), key_cache.dtype, value_cache.shape, value_cache.stride()
+    form = layout, kv_cache_dtype, rows, caches, value_cache.dtype
+    bound: dict[Any, _Write] = _local.__dict__.setdefault("write", {})
+    call = bound.get(form)
+    if call is None:
+        if len(bound) >= _MOST_BOUND:
+            bound.clear()
+        call = bound[form] = _Write(layout, key, value, key_cache, value_cache, kv_cache_dtype)
+    call.run((key, value), (key_cache, value_cache), slot_mapping, (k_scale, v_scale))
+
+
+class _Write:
+    """Kernel and parameters for tensors of one form."""
+
+    def __init__(
+        self,
+        layout: str,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        kv_cache_dtype: str,
+    ) -> None:
+        is_blocks = layout == "blocks"
+        self.sizes = sizes = (cache_layout.block_sizes if is_blocks else cache_layout.row_sizes)(key_cache, value_cache)
+        dtype = cache_layout.check_rows(key, key_cache, kv_cache_dtype, "key")
+        cache_layout.check_rows(value, value_cache, kv_cache_dtype, "value")
+        self.value_size = sizes.head_size if is_blocks else value_cache.shape[3]
+        if is_blocks:
+            _check_places(key_cache, value_cache, sizes.block_size)
+        else:
+            for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+                if cache.stride(3) != 1:
+                    raise RunError(f"{name} has strides {cache.stride()}: its last dimension must be contiguous.")
+        self.device = device = key.device
+        self.has_scales = kv_cache_dtype != "auto"
+        types = (DType.of(key.dtype), DType.of(dtype)) if self.has_scales else (helpers.COPIED[dtype.itemsize],) * 2
+        self._spec = blocks.write_spec(*types, layout)
+        self._pdl = int(devices.of(device).has_pdl)
+        self.params = native.BlockWriteParams(
+            key_row_stride=key.stride(0),
+            key_head_stride=key.stride(1),
+            value_row_stride=value.stride(0),
+            value_head_stride=value.stride(1),
+            k_block_stride=key_cache.stride(0),
+            k_slot_stride=16 // key_cache.element_size() if is_blocks else key_cache.stride(1),
+            k_head_stride=key_cache.stride(1 if is_blocks else 2),
+            v_block_stride=value_cache.stride(0),
+            v_slot_stride=1 if is_blocks else value_cache.stride(1),
+            v_head_stride=value_cache.stride(1 if is_blocks else 2),
+            num_kv_heads=sizes.num_kv_heads,
+            key_dim=sizes.head_size,
+            value_dim=self.value_size,
+            block_size=native.make_fast_div(sizes.block_size),
+        )
+        self._address = ctypes.addressof(self.params)
+
+    @functools.cached_property
+    def _kernel(self) -> Any:
+        """Built at the first write of any token."""
+        return jit.get_kernel(self._spec, self.device)
+
+    def run(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        caches: tuple[torch.Tensor, torch.Tensor],
+        slot_mapping: torch.Tensor,
+        scales: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        sizes, params = self.sizes, self.params
+        slots = cache_layout.checked_slots(slot_mapping, rows, sizes, self.value_size).contiguous()
+        count = len(slots)
+        if count == 0:
+            return
+        if self.has_scales:
+            k_scale, v_scale = (scale_on(self.device, scale) for scale in scales)
+            params.k_scale, params.v_scale = k_scale.data_ptr(), v_scale.data_ptr()
+        params.key, params.value = rows[0].data_ptr(), rows[1].data_ptr()
+        params.k, params.v = caches[0].data_ptr(), caches[1].data_ptr()
+        params.slots, params.slots_are_int64 = slots.data_ptr(), slots.dtype == torch.int64
+        params.num_tokens = count
+        grid = min(-(-count // _TOKENS_A_CTA) * sizes.num_kv_heads, helpers.MOST_CTAS)
+        launch, stream = native.load().fp_launch, current_stream(self.device.index)
+        native.check(launch(self._kernel.handle, self._address, grid, stream, self._pdl))
 
 
 def _check_places(key_cache: torch.Tensor, value_cache: torch.Tensor, block_size: int) -> None:

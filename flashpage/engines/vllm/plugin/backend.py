@@ -1,0 +1,130 @@
+"""The backends that vLLM chooses by a name of its own: what they support, asked before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import vllm
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+
+from . import support
+from .versions import warn_if_untested
+
+warn_if_untested(vllm.__version__)
+
+_TYPES = (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
+
+
+class FlashpageBackend(AttentionBackend):
+    """flashpage under the name CUSTOM."""
+
+    forward_includes_kv_cache_update = False
+    supports_kv_cache_update_bypass = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(support.CACHE_TYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        from .impl import FlashpageImpl
+
+        return FlashpageImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        from .builder import FlashpageBuilder
+
+        return FlashpageBuilder
+
+    # ---------------------------------------------------------------- the cache
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """vLLM 0.26 calls this and the next function; later versions have this one shape."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        return support.stride_order(get_kv_cache_layout(), include_num_layers_dimension)
+
+    # ---------------------------------------------------------------- what is supported
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and 16 <= head_size <= 512
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in _TYPES
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """The reason why no kernel serves such layers; the kernels themselves give it."""
+        if not (cls.supports_head_size(head_size) and cls.supports_dtype(dtype)) or use_mla:
+            return None  # vLLM has a reason already
+        return support.refusal(head_size, dtype, kv_cache_dtype or "auto", block_size or 16, device_capability)
+
+
+class InPlaceOfFlashAttn(FlashpageBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN"
+
+
+class InPlaceOfFlashInfer(FlashpageBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHINFER"
+
+
+class InPlaceOfCpuAttn(FlashpageBackend):
+    """flashpage on the CPU, which has float32 too."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"

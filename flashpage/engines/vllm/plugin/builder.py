@@ -1,0 +1,105 @@
+"""Plans for a group of vLLM's layers: `build` once a step."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+
+from . import cascade
+from .cache import element_type
+from .group_plans import GroupPlans, GroupSizes, Workspaces
+from .planner import GroupPlanner
+from .prebuild import prebuild
+from .ranks import ranks_of
+from .step import Step
+
+_SPLIT_TOKENS = 4096  # batch-invariant: where requests are cut
+
+
+class FlashpageBuilder(AttentionMetadataBuilder):
+    """Makes the plans of one group of layers."""
+
+    supports_update_block_table = True
+    supports_draft_decode_metadata_update = True
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.ALWAYS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        layers = vllm_config.compilation_config.static_forward_context
+        self._impls = [layers[name].impl for name in layer_names]
+        workspaces = Workspaces.of(vllm_config)
+        plans = GroupPlans([impl.options for impl in self._impls], self._sizes(), device, workspaces)
+        prebuild(plans)
+        self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config))
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return AttentionCGSupport.NEVER  # the host plans a part of each step
+        return cls._cudagraph_support
+
+    def _sizes(self) -> GroupSizes:
+        config, spec, impl = self.vllm_config, self.kv_cache_spec, self._impls[0]
+        scheduler, compilation, model = config.scheduler_config, config.compilation_config, config.model_config
+        mode = compilation.cudagraph_mode
+        captured = (compilation.max_cudagraph_capture_size or 0) if mode.has_full_cudagraphs() else 0
+        captures_all = captured > 0 and mode.mixed_mode().name == "FULL"
+        few_rows = self.reorder_batch_threshold or 1
+        has_rows = few_rows > 1 or captures_all
+        kv_dtype = element_type(impl.kv_cache_dtype, model.dtype)
+        assert kv_dtype is not None, impl.kv_cache_dtype
+        return GroupSizes(
+            page_size=spec.block_size,
+            q_dtype=model.dtype,
+            kv_dtype=kv_dtype,
+            max_requests=max(scheduler.max_num_seqs, captured),
+            max_rows=scheduler.max_num_batched_tokens,
+            max_tokens=model.max_model_len,
+            few_rows=few_rows,
+            graph_requests=0 if has_rows else captured,
+            graph_rows=captured if has_rows else 0,
+            captures_all=captures_all,
+            has_exact_lengths=config.speculative_config is None,
+            split_tokens=_SPLIT_TOKENS if envs.VLLM_BATCH_INVARIANT else 0,
+        )
+
+    # ---------------------------------------------------------------- plans
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
+        return self._planner.plan(common_attn_metadata, common_prefix_len)
+
+    def update_block_table(self, metadata: Step, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Step:
+        """The step of another group with this group's block table."""
+        common = metadata.common.replace(block_table_tensor=blk_table, slot_mapping=slot_mapping)
+        return self._planner.plan(common)
+
+    def update_draft_decode_metadata(self, metadata: Step) -> None:
+        """Plans again from the lengths that are then on the device; vLLM may capture this."""
+        if metadata.plan_again is None:
+            raise NotImplementedError("flashpage planned this step on the host: a graph cannot plan it again.")
+        metadata.plan_again()
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """vLLM 0.26 asks this once a step and group; 0.32 has no cascades."""
+        if use_alibi or use_local_attention or dcp_world_size > 1:
+            return False
+        heads = num_query_heads, num_kv_heads
+        return cascade.is_worth(common_prefix_len, query_lens, *heads, use_sliding_window, num_sms)

@@ -1,0 +1,204 @@
+"""The attention objects of a group of layers: one for each use and each kind of layer, made at first use."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from ....kernels.options import OptionOverride, Options, RunOptions
+from ....plan.bounds import workspace_bounds
+from ....plan.capacity import Capacity
+from ....plan.device_lengths import TableLengths
+from ....wrappers.base import DECODE, PAGED, RAGGED, Attention
+from ....wrappers.plan_arguments import DecodeArguments, Own, PrefillArguments
+from .layers import LayerKind, LayerOptions, variant_of
+
+_LEAST_WORKSPACE = {"cuda": 32 << 20, "cpu": 1 << 20}
+MOST_TOKENS = 2**31 - 1  # of all requests together, with those that their pages have room for
+
+
+class GroupSizes(NamedTuple):
+    """The types of a group's tensors, and its largest step."""
+
+    page_size: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    max_requests: int
+    max_rows: int
+    max_tokens: int  # of a request
+    few_rows: int = 1  # requests of at most so many rows come first: decodes, or drafts that are verified
+    graph_requests: int = 0  # most requests of a captured step, if all that are captured have one row a request
+    graph_rows: int = 0  # most rows of a captured step otherwise
+    captures_all: bool = False  # whether steps of any rows are captured, and not only those of few rows a request
+    has_exact_lengths: bool = True  # whether seq_lens_cpu_upper_bound is exact (not so with drafts)
+    split_tokens: int = 0  # batch-invariant: requests are cut at multiples of it; 0: balanced
+
+
+class Use(enum.Enum):
+    """The rows that an attention object is planned for. Two uses may stand in one step."""
+
+    DECODE = "one row a request"
+    FEW_ROWS = "few rows a request"
+    ROWS = "any rows"
+    DECODE_IN_GRAPH = "one row a request, captured"
+    ROWS_IN_GRAPH = "any rows, captured"
+    PREFIX = "all rows over tokens that all requests share"
+    SUFFIX = "any rows after these tokens"
+    RAGGED = "rows over the K and V of the same step"
+
+    @property
+    def is_graph(self) -> bool:
+        return self in (Use.DECODE_IN_GRAPH, Use.ROWS_IN_GRAPH)
+
+    @property
+    def is_decode(self) -> bool:
+        return self in (Use.DECODE, Use.DECODE_IN_GRAPH)
+
+
+class TableRows(NamedTuple):
+    """Lengths and block tables on the device."""
+
+    seq_lens: torch.Tensor  # [requests]
+    tables: torch.Tensor  # [requests, pages] int32
+    q_indptr: torch.Tensor | None  # [requests + 1] int32; None: one row a request
+    max_rows: int
+
+
+class Workspaces:
+    """Memory for partial results, which the groups of one engine share: they run one after the other on one stream."""
+
+    _of_engines: ClassVar[weakref.WeakValueDictionary[int, Workspaces]] = weakref.WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self._tensors: dict[torch.device, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, engine: Any) -> Workspaces:
+        """The memory of one engine, which is named by an object that lives as long as its groups."""
+        return cls._of_engines.setdefault(id(engine), cls())
+
+    def at_least(self, size: int, device: torch.device) -> torch.Tensor:
+        """A tensor of `size` bytes or more; plans keep the one that they got."""
+        found = self._tensors.get(device)
+        if found is None or found.numel() < size:
+            found = self._tensors[device] = torch.empty(size, dtype=torch.uint8, device=device)
+        return found
+
+
+class GroupPlans:
+    """The attention objects, which share a workspace."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerOptions],
+        sizes: GroupSizes,
+        device: torch.device,
+        workspaces: Workspaces | None = None,
+    ) -> None:
+        self.layers, self.sizes, self.device = list(layers), sizes, device
+        self.workspaces = Workspaces() if workspaces is None else workspaces
+        self.is_encoder = any(layer.is_encoder for layer in self.layers)  # vLLM puts no others into its group
+        self._kinds = list(dict.fromkeys(layer.kind for layer in layers))
+        self._attentions: dict[Use, dict[LayerKind, Attention]] = {}
+        self._options: dict[Any, tuple[Options, RunOptions]] = {}
+        self._known_runs: set[tuple[Use, LayerKind, bool]] = set()
+
+    def of(self, use: Use) -> dict[LayerKind, Attention]:
+        """The attention of each kind of layer."""
+        found = self._attentions.get(use)
+        if found is None:
+            found = self._attentions[use] = {kind: self._make(use, kind) for kind in self._kinds}
+        return found
+
+    def options(self, use: Use, kind: LayerKind, is_causal: bool) -> tuple[Options, RunOptions]:
+        """The options of a plan: of the first layer of the kind. Runs of others give their own."""
+        found = self._options.get((use, kind, is_causal))
+        if found is None:
+            found = self._options[use, kind, is_causal] = self._checked(use, kind, is_causal)
+        return found
+
+    def all_options(self, use: Use) -> set[Options]:
+        """The options of all layers' plans, with those of layers that differ from the first one of their kind."""
+        found = set()
+        for layer in self.layers:
+            options, _ = self.options(use, layer.kind, True)
+            override = OptionOverride.of(layer.values[options.causal], layer.kind.num_heads, layer.kind.num_kv_heads)
+            found.add(override.over(options))
+        return found
+
+    def plan_tables(self, use: Use, rows: TableRows, is_causal: bool) -> dict[LayerKind, Attention]:
+        """Plans from lengths on the device."""
+        attentions = self.of(use)
+        for kind, attention in attentions.items():
+            options, values = self.options(use, kind, is_causal)
+            lengths = TableLengths(
+                self.device,
+                rows.seq_lens,
+                rows.tables,
+                q_indptr=rows.q_indptr,
+                table_rows=None,
+                num_requests=None,
+                max_rows=rows.max_rows,
+                options=options,
+            )
+            attention.plan_on_device(lengths, options, values)
+            if use.is_graph and (use, kind, is_causal) not in self._known_runs:
+                self._know_runs(attention, kind, is_causal)
+                self._known_runs.add((use, kind, is_causal))
+        return attentions
+
+    def _know_runs(self, attention: Attention, kind: LayerKind, is_causal: bool) -> None:
+        """Plans for layers whose options differ from the planned ones: a capture must meet no new ones."""
+        for layer in self.layers:
+            if layer.kind == kind:
+                override = OptionOverride.of(layer.values[is_causal], kind.num_heads, kind.num_kv_heads)
+                attention.session.find(override)
+
+    def _checked(self, use: Use, kind: LayerKind, is_causal: bool) -> tuple[Options, RunOptions]:
+        sizes, values = self.sizes, next(layer.values for layer in self.layers if layer.kind == kind)[is_causal]
+        shared: dict[str, Any] = {
+            "window_left": values.window_left,
+            "logits_soft_cap": values.logits_soft_cap,
+            "sm_scale": values.sm_scale,
+            "q_data_type": sizes.q_dtype,
+            "kv_data_type": sizes.q_dtype if use is Use.RAGGED else sizes.kv_dtype,
+            "own": Own(variant_of(kind, self.device)),
+        }
+        page_size = 0 if use is Use.RAGGED else sizes.page_size
+        if sizes.split_tokens:
+            shared["fixed_split_size"] = max(1, sizes.split_tokens // max(1, page_size))
+        heads = kind.num_heads, kind.num_kv_heads, kind.head_dim
+        if use.is_decode:
+            return DecodeArguments(*heads, page_size, **shared).checked()
+        source = "ragged" if use is Use.RAGGED else "paged"
+        return PrefillArguments(source, *heads, page_size, causal=is_causal, **shared).checked()
+
+    def _make(self, use: Use, kind: LayerKind) -> Attention:
+        names = DECODE if use.is_decode else RAGGED if use is Use.RAGGED else PAGED
+        attention = Attention(self._workspace, is_graph=use.is_graph, names=names, owner="flashpage's vLLM backend")
+        if use.is_graph:
+            sizes = self.sizes
+            requests = sizes.graph_requests if use.is_decode else min(sizes.max_requests, sizes.graph_rows)
+            pages = min(requests * -(-sizes.max_tokens // sizes.page_size), MOST_TOKENS // sizes.page_size)
+            # Their ratio chooses the kernel's tile.
+            rows = 0 if use.is_decode else max(sizes.graph_rows, requests * sizes.few_rows)
+            capacity = Capacity(requests, pages, rows)
+            attention.session.use_capacity(capacity, reads_tables=True)
+        return attention
+
+    @functools.cached_property
+    def _workspace(self) -> torch.Tensor:
+        """Memory for partial results of any step, which the uses share: they run one after the other."""
+        sizes, needed = self.sizes, _LEAST_WORKSPACE[self.device.type]
+        tokens = min(sizes.max_requests * sizes.max_tokens, MOST_TOKENS)
+        use = Use.RAGGED if self.is_encoder else Use.ROWS
+        for kind in self._kinds:
+            options, _ = self.options(use, kind, True)
+            bounds = workspace_bounds(options, sizes.max_requests, sizes.max_rows, tokens, self.device)
+            needed = max(needed, bounds[0])
+        return self.workspaces.at_least(needed, self.device)

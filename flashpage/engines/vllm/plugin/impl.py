@@ -1,0 +1,102 @@
+"""One attention layer of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from .. import cache_layout
+from . import cache
+from .layers import LayerOptions
+from .step import LayerTensors, Step
+
+_NO_SCALES = (None, None, None)
+
+
+class FlashpageImpl(AttentionImpl):
+    """Runs a layer by the step's plans."""
+
+    can_return_lse_for_decode = True
+    lse_base_on_e = False
+    supports_dcp = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: Sequence[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sliding_window, self.alibi_slopes, self.sinks = sliding_window, alibi_slopes, sinks
+        if self.dcp_world_size > 1 and (alibi_slopes is not None or sliding_window is not None):
+            raise NotImplementedError(
+                "flashpage has no ALiBi and no sliding window with decode context parallelism: a rank's tokens are not "
+                "consecutive. Choose another attention backend, or --decode-context-parallel-size 1."
+            )
+        self.is_encoder = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+        self.options = LayerOptions(
+            (num_heads, self.num_kv_heads, head_size),
+            scale,
+            slopes=alibi_slopes,
+            window=sliding_window,
+            soft_cap=logits_soft_cap,
+            is_encoder=self.is_encoder,
+        )
+        self._is_fp8 = kv_cache_dtype in cache_layout.FP8
+        self._halves: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self.sinks is not None and self.sinks.dtype != torch.float32:
+            self.sinks = self.sinks.to(torch.float32)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Step | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the step's rows into `output`, both [tokens, num_heads, head_size]; later rows are padding."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("flashpage writes no quantized outputs for vLLM.")
+        if attn_metadata is None:  # vLLM measures its memory
+            return output.fill_(0)
+        scales = (None, layer._k_scale_float, layer._v_scale_float) if self._is_fp8 else _NO_SCALES
+        pages = None if self.is_encoder else self._cache(kv_cache)
+        tensors = LayerTensors(query, key, value, pages, output, scales, self.sinks)
+        for part in attn_metadata.parts:
+            part.run(self.options, tensors)
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Writes the step's K and V, [tokens, num_kv_heads, head_size]; there are as many slots as tokens, or fewer."""
+        if not self.is_encoder:
+            scales = layer._k_scale, layer._v_scale
+            cache.write(key, value, self._cache(kv_cache), slot_mapping, self.kv_cache_dtype, scales)
+
+    def _cache(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the layer's cache; the views are kept, as they cost as much as a run."""
+        if self._halves is None or self._halves[0] is not kv_cache:
+            self._halves = kv_cache, cache.halves(kv_cache, self.head_size, self.kv_cache_dtype)
+        return self._halves[1]

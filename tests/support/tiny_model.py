@@ -1,0 +1,111 @@
+"""Folders of tiny models with random weights under transformers' names, and prompts for them."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 1000
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 512,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 40},
+    "head_dim 80": {"head_dim": 80},
+}
+
+
+def write(folder: Path, name: str) -> Path:
+    """Writes config.json and drawn weights; returns the folder."""
+    from safetensors.torch import save_file
+
+    config = LLAMA | MODELS[name]
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q_rows, kv_rows = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes = {"embed_tokens": (VOCABULARY, hidden), "norm": (hidden,)}
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {f"layers.{i}.self_attn.{part}_proj": (kv_rows, hidden) for part in "kv"}
+        shapes |= {f"layers.{i}.self_attn.q_proj": (q_rows, hidden), f"layers.{i}.self_attn.o_proj": (hidden, q_rows)}
+        shapes |= {f"layers.{i}.mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")}
+        shapes |= {f"layers.{i}.mlp.down_proj": (hidden, inner)}
+        shapes |= {f"layers.{i}.{part}_layernorm": (hidden,) for part in ("input", "post_attention")}
+    weights = {f"model.{name}.weight": _drawn(name, shape) for name, shape in shapes.items()}
+    weights["lm_head.weight"] = _drawn("lm_head", (VOCABULARY, hidden))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_gemma2(folder: Path) -> Path:
+    """Gemma2 with layers that differ: a window of 32 tokens in every second one, and soft caps."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 4}
+    config = Gemma2Config(
+        vocab_size=VOCABULARY,
+        sliding_window=32,
+        attn_logit_softcapping=5.0,
+        max_position_embeddings=512,
+        **sizes,
+        **heads,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Random weights, large enough for attention to decide the next token; norms are 1."""
+    if len(shape) == 1:
+        return torch.ones(shape)
+    gain = shape[1] ** 0.5 if "embed" in name else 1.4 if name.endswith(("q_proj", "k_proj")) else 1.0
+    drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=drawn) * (gain / shape[1] ** 0.5)
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of 3 to 364 tokens; every second one begins with the same 64."""
+    drawn = random.Random(3)
+    shared = [drawn.randrange(3, VOCABULARY) for _ in range(64)]
+    lengths = (3, 17, 40, 64, 100, 150, 200, 300)
+    return [
+        (shared if i % 2 else []) + [drawn.randrange(3, VOCABULARY) for _ in range(n)] for i, n in enumerate(lengths)
+    ]
+
+
+def expected_tokens(folder: Path, count: int) -> list[list[int]]:
+    """Greedy tokens by transformers with its plain attention, one prompt after the other."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    found = []
+    for prompt in prompts():
+        given = torch.tensor([prompt])
+        with torch.no_grad():
+            out = model.generate(given, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+        found.append(out[0, len(prompt) :].tolist())
+    return found

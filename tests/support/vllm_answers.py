@@ -1,0 +1,156 @@
+"""The answers of the vLLM backend before a model is loaded, and its builder. Runs where vLLM can be imported."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.platforms.interface import DeviceCapability
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm_step import Form, Scene, close, run
+
+from flashpage.engines.vllm.plugin import ranks, register
+from flashpage.engines.vllm.plugin.builder import FlashpageBuilder
+from flashpage.engines.vllm.plugin.group_plans import Use
+
+HOPPER, AMPERE, TURING = DeviceCapability(9, 0), DeviceCapability(8, 0), DeviceCapability(7, 5)
+USUAL: dict[str, Any] = {
+    "head_size": 128,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "auto",
+    "block_size": 16,
+    "use_mla": False,
+    "has_sink": False,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": HOPPER,
+    "attn_type": "decoder",
+}
+SERVED: list[dict[str, Any]] = [
+    {},
+    {"head_size": 80},
+    {"head_size": 16},
+    {"head_size": 512},
+    {"block_size": 1},
+    {"block_size": 100},
+    {"kv_cache_dtype": "fp8"},
+    {"kv_cache_dtype": "fp8_e5m2"},
+    {"has_sink": True},
+    {"has_sliding_window": True, "has_sink": True, "kv_cache_dtype": "fp8_e4m3"},
+    {"use_non_causal": True},
+    {"use_batch_invariant": True},
+    {"attn_type": "encoder_only"},
+    {"attn_type": "encoder_decoder"},
+    {"use_dcp": True},
+    {"device_capability": AMPERE, "kv_cache_dtype": "fp8"},
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"head_size": 100}, "head_size"),
+    ({"head_size": 520}, "head_size"),
+    ({"dtype": torch.float32}, "dtype"),
+    ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
+    ({"kv_cache_dtype": "float16"}, "flashpage: no kernel can honour this request"),
+    ({"use_mla": True}, "MLA"),
+    ({"use_sparse": True}, "sparse"),
+    ({"use_mm_prefix": True}, "partial multimodal"),
+    ({"use_per_head_quant_scales": True}, "per-head quant"),
+    ({"device_capability": TURING}, "compute capability"),
+]
+
+
+def check_answers() -> None:
+    load_general_plugins()
+    assert AttentionBackendEnum.CUSTOM.is_overridden() and not AttentionBackendEnum.CPU_ATTN.is_overridden()
+    register()  # twice is once
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+    known = inspect.signature(backend.validate_configuration).parameters  # 0.26 knows no use_dcp
+    for changes in (changes for changes in SERVED if changes.keys() <= known.keys()):
+        assert backend.validate_configuration(**USUAL | changes) == [], changes
+    for changes, reason in REFUSED:
+        found = backend.validate_configuration(**USUAL | changes)
+        assert any(reason in text for text in found), (changes, found)
+
+
+# ---------------------------------------------------------------- the builder
+
+
+def config(mode: str = "NONE", drafts: int = 0, **changes: Any) -> SimpleNamespace:
+    """The fields of vLLM's config that the builder reads."""
+    drafting = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode[mode], max_cudagraph_capture_size=64, static_forward_context={}
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=512),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=256),
+        speculative_config=drafting,
+        **changes,
+    )
+
+
+def builder_of(scene: Scene, given: SimpleNamespace) -> FlashpageBuilder:
+    impl = SimpleNamespace(options=scene.form.layer(), kv_cache_dtype="auto", dcp_world_size=1, dcp_rank=0)
+    given.compilation_config.static_forward_context["layer"] = SimpleNamespace(impl=impl)
+    return FlashpageBuilder(SimpleNamespace(block_size=scene.form.page), ["layer"], given, torch.device("cpu"))
+
+
+def common_of(scene: Scene) -> CommonAttentionMetadata:
+    return CommonAttentionMetadata(**vars(scene.common()), max_seq_len=256)
+
+
+def check_builder() -> None:
+    """The plans of each mode of capture, by the steps that vLLM captures."""
+    decode, verify, mixed = ([1, 1, 1], [5, 64, 33]), ([3, 3, 1], [50, 9, 70]), ([1, 7, 40], [50, 7, 90])
+    for mode, drafts, lens, use in (
+        ("NONE", 0, decode, Use.DECODE),
+        ("PIECEWISE", 0, decode, Use.DECODE),
+        ("FULL_DECODE_ONLY", 0, decode, Use.DECODE_IN_GRAPH),
+        ("FULL_AND_PIECEWISE", 0, decode, Use.DECODE_IN_GRAPH),
+        ("FULL_AND_PIECEWISE", 0, mixed, Use.ROWS),
+        ("FULL", 0, decode, Use.ROWS_IN_GRAPH),
+        ("FULL", 0, mixed, Use.ROWS_IN_GRAPH),
+        ("FULL_AND_PIECEWISE", 2, decode, Use.ROWS_IN_GRAPH),
+        ("FULL_AND_PIECEWISE", 2, verify, Use.ROWS_IN_GRAPH),
+    ):
+        scene = Scene(Form(), *lens, "cpu")
+        builder = builder_of(scene, config(mode, drafts))
+        assert builder.reorder_batch_threshold == 1 + drafts
+        assert builder.get_cudagraph_support(config(mode), None) is AttentionCGSupport.ALWAYS
+        step = builder.build_for_cudagraph_capture(common_of(scene))
+        assert set(builder._planner.plans._attentions) == {use}, (mode, lens)
+        close(run(step, scene.form.layer(), scene.tensors()), scene.expected())
+        if use is not Use.ROWS:
+            builder.update_draft_decode_metadata(step)
+            close(run(step, scene.form.layer(), scene.tensors()), scene.expected())
+
+
+def check_another_block_table() -> None:
+    """A group whose pages lie elsewhere takes the step of the first group."""
+    first, second = (Scene(Form(), [1, 7, 2], [50, 7, 90], "cpu", seed) for seed in (0, 1))
+    second.q = first.q
+    step = builder_of(first, config()).build(0, common_of(first))
+    there = common_of(second)
+    moved = builder_of(second, config()).update_block_table(step, there.block_table_tensor, there.slot_mapping)
+    assert moved.slot_mapping is there.slot_mapping
+    close(run(moved, second.form.layer(), second.tensors()), second.expected())
+
+
+def check_collectives() -> None:
+    """vLLM's own merges of the ranks' outputs take base-2 LSEs and return them."""
+    for is_all_to_all in (False, True):
+        taken = inspect.signature(ranks._collective(is_all_to_all)).parameters
+        assert {"return_lse", "is_lse_base_on_e"} <= set(taken)
+
+
+if __name__ == "__main__":
+    check_collectives()
+    check_answers()
+    check_builder()
+    check_another_block_table()
