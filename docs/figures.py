@@ -60,7 +60,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def told(lines: list[Line]) -> str:
+def origin(lines: list[Line]) -> str:
     """The sentence that says where a table's figures come from."""
     runs = {(line["date"], line["commit"], line["command"]) for line in lines}
     texts = [f"{date}, commit {commit}, `{command}`" for date, commit, command in sorted(runs)]
@@ -107,7 +107,7 @@ def page(lines: list[Line]) -> str:
         for card in machines:
             group = [line for line in own if (line["card"] or line["machine"]) == card]
             body = host_table(group) if section == "host" else card_table(group)
-            parts.append(f"## {title}: {card}\n\n{told(group)}\n\n{body}")
+            parts.append(f"## {title}: {card}\n\n{origin(group)}\n\n{body}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -45,8 +45,8 @@ class PreparedKernels:
     ) -> None:
         self.options = options
         self.problem = Problem(options, packed_rows, has_known_lengths=has_known_lengths, contexts=contexts)
-        asked = dataclasses.replace(self.problem, options=gather_rows.as_rows(options)) if gathers else self.problem
-        self.choice = choose.choose(asked, device, trace(options, 1.0, device).spec)
+        problem = dataclasses.replace(self.problem, options=gather_rows.as_rows(options)) if gathers else self.problem
+        self.choice = choose.choose(problem, device, trace(options, 1.0, device).spec)
         if gathers:
             self.choice = dataclasses.replace(self.choice, reasons=(*self.choice.reasons, gather_rows.NOTE))
         self.attention = jit.get_kernel(self.choice.spec, device)

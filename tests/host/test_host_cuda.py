@@ -71,7 +71,7 @@ assert record() == ["unload ctx=0 mode=2"]
         ("image", "attention", -1, "device is -1: give the index of a CUDA device"),
     ],
 )
-def test_a_kernel_that_does_not_load_is_told(image: str, entry: str, ordinal: int, message: str) -> None:
+def test_a_kernel_that_does_not_load_is_reported(image: str, entry: str, ordinal: int, message: str) -> None:
     with_fake_driver(f"""
 assert lib.fp_cuda_kernel_load({ordinal}, b"{image}", 5, b"{entry}") is None
 assert host.last_error() == {message!r}, host.last_error()
@@ -155,7 +155,7 @@ assert f" maps={1 << 24},{1 << 25}" in lines[2] and len(lines) == 3
     )
 
 
-def test_a_map_that_the_driver_refuses_is_told_with_its_numbers() -> None:
+def test_the_error_of_a_refused_map_has_its_numbers() -> None:
     with_fake_driver(
         BOXES
         + """
@@ -216,7 +216,7 @@ assert used == (["1000 mode=0"] * 2 + ["1001 mode=0"] * 2) * 3, used
 """)
 
 
-def test_a_failed_launch_is_told_and_the_merge_left_out() -> None:
+def test_a_failed_launch_is_an_error_and_the_merge_is_left_out() -> None:
     with_fake_driver("""
 attention, merge = kernel(b"attention"), kernel(b"merge")
 record()

@@ -128,10 +128,10 @@ def test_other_cards_read_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -
 def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's prefill runs them with and without gathering; with it, boxes load the rows."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
-    asked: list[KernelSpec] = []
+    requested: list[KernelSpec] = []
 
     def get_kernel(spec: KernelSpec, device: torch.device) -> Any:
-        asked.append(spec)
+        requested.append(spec)
         return SimpleNamespace(handle=0, info=native.KernelInfo(num_sms=132, ctas_per_sm=1))
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
@@ -144,10 +144,10 @@ def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyP
     assert gathered.GatherPolicy(options, devices.H200).is_for(len(case.q_lens), sum(case.q_lens), sum(case.kv_lens))
     rows = choose.packed_rows(options, len(case.q_lens), sum(case.q_lens))
     for gathers, form, helpers in ((False, ("paged", "rows"), []), (True, ("ragged", "boxes"), ["gather_rows"])):
-        asked.clear()
+        requested.clear()
         prepared = prepared_kernels.PreparedKernels(options, rows, torch.device("cuda:0"), gathers=gathers)
-        assert [spec.kernel for spec in asked] == ["prefill_sm90", *helpers, "merge"]
-        assert (asked[0].kv_source, asked[0].loader) == form
+        assert [spec.kernel for spec in requested] == ["prefill_sm90", *helpers, "merge"]
+        assert (requested[0].kv_source, requested[0].loader) == form
         assert (prepared.gather_rows is not None) == (gathered.NOTE in prepared.choice.reasons) == gathers
 
 

@@ -1,4 +1,4 @@
-"""Bad arguments of plan and run: one row each, with the words that the message must contain."""
+"""Bad arguments of plan and run, one a row, with the words that the message must contain."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ TABLE = [
     plan("prefill", "packed_custom_mask", torch.ones(10, dtype=torch.uint8), "10 values", "11 bytes"),
     plan("prefill", "packed_custom_mask", torch.ones(12, dtype=torch.int32), "int32", "uint8"),
     plan("prefill", "prefix_len_ptr", ints(1, 2), "token_pos_in_items_ptr=None"),
-    # Options that no kernel supports.
+    # Combinations that no kernel supports.
     plan(
         "decode", "head_dim", 12, "no kernel", "head_dim_qk 12", "multiple of 8 from 16 to 512", error=CapabilityError
     ),
@@ -166,7 +166,7 @@ TABLE = [
     refused("prefill", "run", "lse_base", "e"),
     refused("prefill", "run", "lse_layout", "HN"),
     refused("ragged", "run", "o_scale", 0.5),
-    # Runs that do not fit the plan.
+    # Arguments of run that do not fit the plan.
     run("decode", "q", torch.randn(3, HEADS, DIM), "3 rows", "plan is for 2"),
     run("decode", "q", torch.randn(2, 2 * HEADS, DIM), "8 heads", "num_qo_heads=4"),
     run("decode", "q", torch.randn(2, 3, DIM), "3 heads"),

@@ -132,20 +132,21 @@ class Plan:
         return [f"units: {taken}", f"split: {split}", f"split: {pieces}, {merges}"]
 
     def _has_whole_units(self) -> bool:
-        """Whether whole units were dealt (include/flashpage/plan/whole_units.h), or fall equally evenly."""
+        """Whether each CTA has whole units only, dealt by include/flashpage/plan/whole_units.h or by chance."""
         return self._may_be_dealt() and bool((self._items["num_units"] == 1).all())
 
     def _has_dealt_tail(self) -> bool:
-        """Whether a CTA has units after its run that lie before it on the axis, longest first."""
+        """Whether a CTA's run of units is followed by units that lie before it on the axis, longest first."""
         items = self._items
-        here, behind = (items[part][["cta", "request", "kv_head"]] for part in (slice(-1), slice(1, None)))
-        goes_back = (here == behind) & (np.diff(items["first_packed_row"]) < 0)
+        here, after = (items[part][["cta", "request", "kv_head"]] for part in (slice(-1), slice(1, None)))
+        goes_back = (here == after) & (np.diff(items["first_packed_row"]) < 0)
         return self._may_be_dealt() and bool(goes_back.any())
 
     def _may_be_dealt(self) -> bool:
+        """Whether the planner was free to deal units, and cut none."""
         schedule, items = self.schedule, self._items
-        is_asked = schedule.heads_on_axis and schedule.ns_per_merge > 0 and schedule.fixed_piece_tokens == 0
-        return is_asked and not schedule.are_claimed and bool(len(items) and (items["partial_row"] < 0).all())
+        may_deal = schedule.heads_on_axis and schedule.ns_per_merge > 0 and schedule.fixed_piece_tokens == 0
+        return may_deal and not schedule.are_claimed and bool(len(items) and (items["partial_row"] < 0).all())
 
     def _explain_loads(self) -> list[str]:
         loads, result = self.cta_loads(), self.result
