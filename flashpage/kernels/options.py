@@ -227,7 +227,7 @@ def check_soft_cap(logits_soft_cap: Any) -> float:
 def check_variant(variant: Any) -> Any:
     if variant is not None and not hasattr(variant, "traced"):
         raise PlanError(
-            f"variant={checks.shown(variant)} is a {type(variant).__name__}: pass a flashpage.Variant, such as "
+            f"variant={checks.shown(variant)} is of type {type(variant).__name__}: pass a flashpage.Variant, such as "
             "flashpage.Variant(score_mod=function)."
         )
     return variant

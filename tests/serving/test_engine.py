@@ -197,7 +197,7 @@ def test_requests_that_cannot_run_are_reported(prompt_len: int, new: int) -> Non
         ({"num_blocks": 1}, "num_blocks=1 is out of range: pass at least 2"),
         ({"block_size": 0}, "block_size=0 is out of range: pass at least 1"),
         ({"max_step_tokens": 0}, "max_step_tokens=0"),
-        ({"max_requests": "many"}, "max_requests='many' is a str: pass an integer"),
+        ({"max_requests": "many"}, "max_requests='many' is of type str: pass an integer"),
     ],
 )
 def test_a_config_that_cannot_run_is_reported(wrong: dict[str, Any], told: str) -> None:
