@@ -131,11 +131,11 @@ the replay of a CUDA graph, merge included. The error is the relative norm again
 STYLE = """<style>
 text { font: 13px system-ui, sans-serif; fill: #24292f }
 .title { font-weight: 600; font-size: 15px } .group { font-weight: 600 } .note { font-size: 11px; fill: #57606a }
-.bar { fill: #0969da } .behind { fill: #bc4c00 } .grid { stroke: #d0d7de } .mark { stroke: #57606a; stroke-width: 2 }
+.bar { fill: #0969da } .slower { fill: #bc4c00 } .grid { stroke: #d0d7de } .mark { stroke: #57606a; stroke-width: 2 }
 .line { fill: none; stroke: #0969da; stroke-width: 2.5 } .other { fill: none; stroke: #8c959f; stroke-width: 2 }
 .dot { fill: #0969da } .otherdot { fill: #8c959f }
 @media (prefers-color-scheme: dark) {
-text { fill: #e6edf3 } .note { fill: #9198a1 } .bar { fill: #4493f8 } .behind { fill: #f0883e }
+text { fill: #e6edf3 } .note { fill: #9198a1 } .bar { fill: #4493f8 } .slower { fill: #f0883e }
 .grid { stroke: #3d444d } .mark { stroke: #9198a1 } .line { stroke: #4493f8 } .dot { fill: #4493f8 } }
 </style>"""
 WIDTH, LABELS, ROW = 760, 316, 20
@@ -162,7 +162,7 @@ def bars(title: str, note: str, rows: list[Row], base: float, end: float) -> str
         if value is None:
             parts.append(text(LABELS - 8, y + 14, label, "group", "end"))
             continue
-        kind = "behind" if base and value < base else "bar"
+        kind = "slower" if base and value < base else "bar"
         parts.append(text(LABELS - 8, y + 14, label, anchor="end"))
         parts.append(f'<rect class="{kind}" x="{LABELS}" y="{y + 3}" width="{value * scale:.1f}" height="14" rx="2"/>')
         if mark is not None:

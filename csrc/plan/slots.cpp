@@ -48,7 +48,7 @@ namespace {
 int first_slots_of(const fp_slots& ring) { return ring.driver == nullptr ? 1 : first_slots; }
 
 int32_t add_slot(fp_slots& ring) {
-  ring.slots.reserve(ring.slots.size() + 1);  // before there is anything that a failure would leave behind
+  ring.slots.reserve(ring.slots.size() + 1);  // first, so that a failure leaves nothing to free
   Slot slot;
   if (ring.driver != nullptr) {
     const cuda::Driver& cuda = *ring.driver;

@@ -54,7 +54,7 @@ _REASONS = {
 }
 
 
-_LARGEST_FLOAT, _LEAST_FLOAT = 2.0**128, 2.0**-126  # fp32, in which kernels get numbers
+_LARGEST_FLOAT, _LEAST_FLOAT = 2.0**128, 2.0**-126  # of fp32, the type in which kernels get numbers
 _CONTAINERS = (list, tuple, set, frozenset, dict, range, torch.Tensor)
 _MOST_SHOWN = 60  # characters of a value in a message
 
@@ -86,7 +86,7 @@ def refuse_given(**values: Any) -> None:
 def refuse_run_options(
     kv_cache_sf: Any, skip_softmax: Any, use_fp16_softmax: Any, uses_spcompress: Any, lse_base: str, lse_layout: str
 ) -> None:
-    """Refuses run's arguments for FlashInfer's other kernels."""
+    """Refuses arguments of run that only some of FlashInfer's own kernels take."""
     if not (kv_cache_sf is None and skip_softmax is None and use_fp16_softmax is None and uses_spcompress is None):
         refuse_given(
             kv_cache_sf=kv_cache_sf,
@@ -171,7 +171,7 @@ def real(name: str, value: Any, *, positive: bool = False, error: type[Flashpage
     if not math.isfinite(number) or abs(number) >= _LARGEST_FLOAT or (positive and number <= 0):
         raise error(f"{name}={number} cannot be used: pass a {'positive ' if positive else ''}finite number of fp32.")
     if 0 < abs(number) < _LEAST_FLOAT:
-        raise error(f"{name}={number} cannot be used: it is 0 in fp32; pass at least {_LEAST_FLOAT:.3g}, or 0.")
+        raise error(f"{name}={number} is too small for fp32: pass at least {_LEAST_FLOAT:.3g}, or 0.")
     return number
 
 

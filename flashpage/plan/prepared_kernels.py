@@ -1,4 +1,4 @@
-"""From options to kernels that can run: chosen, compiled or found, loaded, with their schedule."""
+"""Chooses the kernels for a set of options, compiles or finds them, loads them and makes their schedule."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ class PreparedKernels:
         self.schedule_address = ctypes.addressof(self.schedule)
 
     def _find_merge(self, device: torch.device) -> tuple[int | None, int]:
-        """The kernel that merges after the attention launch, None if that merges itself; and the most CTAs of it."""
+        """The kernel that merges after the attention launch, None if that launch merges itself; and its largest number
+        of CTAs."""
         if self.choice.kernel.merges_in_launch:
             return None, 0
         out_dtype = self.options.out_dtype

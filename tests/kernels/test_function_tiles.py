@@ -65,9 +65,9 @@ def function_masked(batch: Batch, cutting: Cutting, function: Callable[..., Any]
         in_range.append((after & in_window).numpy())
     planned, plan_bytes = plan_of(batch, cutting)
     heads = batch.num_kv_heads if mask_looks_at_head(variant.spec) else 1
-    params, cells, behind = memory_of(planned, heads)
+    params, cells, after = memory_of(planned, heads)
     params.plan = plan_bytes.ctypes.data
-    made = FunctionMasked(planned, masks, np.zeros(0, np.uint8), params, cells, behind, plan_bytes)
+    made = FunctionMasked(planned, masks, np.zeros(0, np.uint8), params, cells, after, plan_bytes)
     made.ask = lambda params, grid: kernel(ctypes.byref(params), ctypes.byref(args), grid)
     made.in_range = in_range
     return made

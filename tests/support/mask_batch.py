@@ -27,7 +27,7 @@ class Masked:
     mask_bytes: np.ndarray  # with garbage before and after the masks
     params: host.MaskTilesParams
     cells: np.ndarray  # uint64
-    behind: np.ndarray
+    after: np.ndarray
     plan_bytes: np.ndarray
 
     @staticmethod
@@ -39,13 +39,13 @@ class Masked:
         mask_bytes = np.concatenate([garbage[: 4 + first_byte], *packed, garbage])
         assert mask_bytes.ctypes.data % 4 == 0
         planned, plan_bytes = plan_of(batch, cutting)
-        params, cells, behind = memory_of(planned, tile_heads=1)
+        params, cells, after = memory_of(planned, tile_heads=1)
         params.plan, params.custom_mask = plan_bytes.ctypes.data, mask_bytes.ctypes.data + 4 + first_byte
-        return Masked(planned, masks, mask_bytes, params, cells, behind, plan_bytes)
+        return Masked(planned, masks, mask_bytes, params, cells, after, plan_bytes)
 
     def find(self, grid: int) -> None:
         native().find_mask_tiles(ctypes.byref(self.params), grid)
-        assert self.behind[0] == GUARD, "wrote past the memory"
+        assert self.after[0] == GUARD, "wrote past the memory"
 
     def item_of(self, request: int) -> np.ndarray:
         items = self.planned.items
@@ -148,7 +148,7 @@ class FunctionMasked(Masked):
 
     def find(self, grid: int) -> None:
         self.ask(self.params, grid)
-        assert self.behind[0] == GUARD, "wrote past the memory"
+        assert self.after[0] == GUARD, "wrote past the memory"
 
     def expected(self, request: int, row_tile: int, kv_head: int = 0) -> tuple[np.ndarray, np.ndarray]:
         cutting, group = self.planned.cutting, self.planned.batch.group

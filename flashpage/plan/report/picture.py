@@ -78,7 +78,7 @@ def _legend(color: bool) -> str:
 
 
 def _bar(row: list[Segment], scale: float, color: bool) -> str:
-    """The colours of a bar: cell i shows the item at the cell's middle."""
+    """Draws one row; each cell shows the work item at the cell's middle."""
     out, at = [], 0
     for segment in row:
         end = int(segment.end * scale + 0.5)

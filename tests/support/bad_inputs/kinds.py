@@ -83,7 +83,7 @@ def without_storage(value: torch.Tensor) -> torch.Tensor:
 
 
 def strided(value: torch.Tensor) -> torch.Tensor:
-    """The same values with a stride of two in the last dimension."""
+    """Equal values with a stride of two in the last dimension."""
     if not value.dim() or value.shape[-1] < 2:
         raise NotApplicable
     wide = value.new_zeros(*value.shape[:-1], 2 * value.shape[-1])
