@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target",
         action="append",
         default=[],
-        help="sm_80, sm_90a, avx512, avx2 ... (default: the manifest's, or else this machine's)",
+        help="sm_80, sm_90a, avx512, avx2 ... (default: the manifest's; of --spec this machine's; of the list a wheel's)",
     )
     parser.add_argument(
         "--output", type=Path, help="folder to fill (default: the cache, or the package for the AOT list)"
