@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target",
         action="append",
         default=[],
-        help="sm_80, sm_90a, avx512, avx2 ... (default: the manifest's; of --spec this machine's; of the list a wheel's)",
+        help="sm_80, sm_90a, avx512, avx2 ... (default: the manifest's; for --spec this machine's)",
     )
     parser.add_argument(
         "--output", type=Path, help="folder to fill (default: the cache, or the package for the AOT list)"
@@ -108,8 +108,7 @@ def _build_aot_list(arguments: argparse.Namespace) -> int:
     root = paths.PACKAGE.parent
     if not (root / "aot" / "build.py").is_file():
         raise FlashpageError(
-            "the AOT list is in the source tree, not in the installed package: pass a manifest or --spec, or run in a "
-            "checkout"
+            "the AOT list is in the source tree, not in the installed package: pass a manifest, or use a checkout."
         )
     command = [sys.executable, "-m", "aot.build"]
     for target in arguments.target:

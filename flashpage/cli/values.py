@@ -42,8 +42,8 @@ def lengths(text: str) -> list[int]:
         return [int(n) for part in text.split(",") for n in _repeat(part)]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of lengths: pass 300,17,4096 or 64x4096 (64 requests of 4096 tokens) or "
-            f"KIND:REQUESTS:MEAN, where KIND is one of {', '.join(KINDS)}"
+            f"{text!r} is not a list of lengths: pass 300,17,4096 or 64x4096 (64 requests of 4096) or KIND:64:4096. "
+            f"KIND is one of {', '.join(KINDS)}, followed by the requests and their mean length"
         ) from None
 
 
