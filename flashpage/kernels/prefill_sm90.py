@@ -44,7 +44,7 @@ class _Row:
     tokens: int
     widest: int = 256  # largest head dim
     values: int = 256  # largest head dim of V
-    needs: frozenset[str] = frozenset()  # words of _facts
+    needs: frozenset[str] = frozenset()  # words of _shape's facts, all of which must hold
     why: str = ""
 
 

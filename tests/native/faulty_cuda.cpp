@@ -1,4 +1,4 @@
-// Stands between the host library and libcuda.so.1, be that a card's driver or tests/native/fake_cuda.cpp: counts calls
+// A library between the host library and libcuda.so.1 (a card's driver, or tests/native/fake_cuda.cpp): counts calls
 // and living handles, and lets one call fail, or one allocation of the library's. Preloaded; the rest of the process
 // (torch) keeps the driver as it is.
 #include <dlfcn.h>

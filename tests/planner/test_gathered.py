@@ -338,7 +338,7 @@ def test_without_room_rows_are_read_where_they_are(as_on_hopper: None) -> None:
 
 
 def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
-    """Tensor maps have as many rows as the plan, whatever the cache looks like."""
+    """Tensor maps have as many rows as the plan, for every form of cache."""
     batch = Batch(dataclasses.replace(TWO, cache="fused"))
     batch.run()
     bound = batch.wrapper._attention._local.bound

@@ -22,7 +22,7 @@ import torch
 
 from .scenes import Arguments, Make
 
-Change = Callable[[Make, Any], Any]  # a good value (None where there is none) -> the bad one
+Change = Callable[[Make, Any], Any]  # the good value (None if the argument has none) -> the bad one
 
 
 class NotApplicable(Exception):  # noqa: N818
