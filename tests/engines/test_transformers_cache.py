@@ -144,6 +144,7 @@ def test_a_prompt_is_computed_once(model: Any, eager: Any) -> None:
 
 def test_layers_that_share_keys() -> None:
     """The last layer reuses another layer's keys."""
+    hf.register()
     sizes = {"num_kv_shared_layers": 1, "vocab_size_per_layer_input": VOCABULARY}
     model = make_model("gemma3", config_class="Gemma3nTextConfig", **sizes)
     expected = greedy(model, left_padded(LENGTHS), 12)
