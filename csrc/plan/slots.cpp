@@ -14,7 +14,7 @@ using namespace flashpage;
 namespace {
 
 constexpr int first_slots = 2;  // one being copied, one being written
-// Of slots in flight. A host that plans further ahead waits, for pinned memory is the machine's.
+// Limit of all slots in flight. A host that plans further ahead waits, because all programs share pinned memory.
 constexpr int64_t most_bytes = 64 << 20;
 constexpr int64_t most_slots_at_least = 4;
 constexpr int calm_uses = 256;  // after so many without need of the older half, a ring gives it back

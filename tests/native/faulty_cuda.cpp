@@ -36,7 +36,7 @@ const char* const symbols[] = {
 #undef SYMBOL
 };
 
-// What makes and what ends a handle of each kind: events, streams, libraries, pinned memory.
+// The calls that make and that end a handle of each kind: events, streams, libraries, pinned memory.
 constexpr int makes[num_kinds][2] = {{id_event_create, id_event_create},
                                      {id_stream_create, id_stream_create_with_priority},
                                      {id_library_load_data, id_library_load_data},

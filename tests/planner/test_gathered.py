@@ -221,7 +221,7 @@ def test_runs_read_what_was_gathered(as_on_hopper: None, cache: str, layout: str
 
 
 def test_each_layers_cache_is_what_is_gathered(as_on_hopper: None) -> None:
-    """Both where a run only writes addresses, and where tensors are checked again."""
+    """Each layer's run gathers its own cache, also if a run only writes addresses."""
     batch = Batch(TWO)
     q, kv = batch.runner.q(), batch.runner.kv()[0]
     layers = [tuple(half * scale for half in kv) for scale in (1.0, 0.5, 2.0)]

@@ -118,7 +118,7 @@ class Worker:
 
 
 def held(device: str) -> dict[str, int]:
-    """What the process holds now: memory, threads, files and objects."""
+    """The memory, threads, files and objects that the process holds now."""
     gc.collect()
     if device != "cpu":
         torch.cuda.synchronize()
