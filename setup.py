@@ -2,8 +2,8 @@
 
 `python setup.py build_host` builds flashpage/lib/libflashpage.so and writes flashpage/native/structs.py in a checkout
 if they are out of date.
-`pip wheel --no-build-isolation --config-settings=--build-option=--aot=all .` makes a wheel with the kernels of
-aot/specs.py; instead of all: names of targets (`--aot=sm_90a,avx512`), or a program's manifest of its kernels
+`pip wheel --no-deps --no-build-isolation --config-settings=--build-option=--aot=all .` makes a wheel with the kernels
+of aot/specs.py; instead of all: names of targets (`--aot=sm_90a,avx512`), or a program's manifest of its kernels
 (`--aot=used.json`).
 """
 

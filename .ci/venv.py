@@ -29,7 +29,7 @@ _CELLS, _CLEAR = 30, "\r\033[K"
 
 
 def installed_torch() -> Path | None:
-    """The site-packages folder of this python's torch, or None if it is missing or older than 2.9."""
+    """The site-packages folder of this Python's torch; None if there is no torch, or an older one than 2.9."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -50,6 +50,7 @@ def run(*command: object) -> None:
 
 def create(folder: Path, torch_home: Path | None) -> None:
     """A fresh environment with the pinned packages and flashpage itself, editable."""
+    print(f"making the virtual environment {folder.name} for {sys.executable} ...", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     run(sys.executable, "-m", "venv", folder)
     python = folder / "bin" / "python"
@@ -64,6 +65,7 @@ def create(folder: Path, torch_home: Path | None) -> None:
     os.environ["PIP_CONSTRAINT"] = str(constraints)
     os.environ["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
     run(python, "-m", "pip", "install", "-qq", "setuptools", "wheel")
+    print("compiling the host library with g++ (some 30 s) ...", flush=True)
     run(python, "setup.py", "-q", "build_host")  # first, as without g++ the downloads would be wasted
     size = "" if torch_home else " (torch among them: this can take minutes)"
     print(f"installing the pinned packages into {folder.name}{size}", flush=True)
@@ -72,7 +74,7 @@ def create(folder: Path, torch_home: Path | None) -> None:
 
 
 def install(command: list[str], site: Path) -> None:
-    """Runs pip and shows how far it is: packages found, then packages in `site`. Its output is shown where it fails."""
+    """Runs pip and shows its progress: packages found, then packages in `site`. If it fails, shows its output."""
     start, lines = time.monotonic(), []
     before, shown = _installed(site), 0.0
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
@@ -95,13 +97,13 @@ def _installed(site: Path) -> set[str]:
 
 
 def _draw(lines: list[str], installed: int, seconds: float) -> None:
-    """A bar on a terminal, in place; else a line. How many packages there are is known once pip has found them all."""
+    """Draws a bar in place on a terminal, or prints a line. The total is known once pip has found all packages."""
     found = [line.split()[1] for line in lines if line.startswith("Collecting ")]
     total = next((line.count(",") + 1 for line in lines if line.startswith("Installing collected packages")), 0)
     if total:
         text = f"{min(installed, total)} of {total} packages installed"
     else:
-        text = f"{len(found)} packages found, the last one is {found[-1]}" if found else "asking the index"
+        text = f"{len(found)} packages found, the last one is {found[-1]}" if found else "reading the package index"
     if not sys.stdout.isatty():
         print(f"  {seconds:.0f} s: {text}", flush=True)
         return
@@ -149,4 +151,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit(130)  # without the stamp, the next call starts from nothing
+        sys.exit(130)  # without the stamp the next call starts again from nothing

@@ -46,6 +46,14 @@ onload = async () => {
 </script><body></body>"""
 
 
+class Server(http.server.ThreadingHTTPServer):
+    """Serves the pages. A browser may close a connection early; that is no error to show."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class Site(http.server.SimpleHTTPRequestHandler):
     """The folder, the page with frames, and a place for the browser's report."""
 
@@ -90,7 +98,7 @@ class Check:
 
     def run(self, browser: str) -> list[str]:
         """Faults; empty if all is well."""
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Site, owner=self))
+        server = Server(("127.0.0.1", 0), functools.partial(Site, owner=self))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, open(f"{profile}/log", "w+") as log:
             options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]

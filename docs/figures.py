@@ -60,7 +60,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def told(lines: list[Line]) -> str:
+def origin(lines: list[Line]) -> str:
     """The sentence that says where a table's figures come from."""
     runs = {(line["date"], line["commit"], line["command"]) for line in lines}
     texts = [f"{date}, commit {commit}, `{command}`" for date, commit, command in sorted(runs)]
@@ -107,7 +107,7 @@ def page(lines: list[Line]) -> str:
         for card in machines:
             group = [line for line in own if (line["card"] or line["machine"]) == card]
             body = host_table(group) if section == "host" else card_table(group)
-            parts.append(f"## {title}: {card}\n\n{told(group)}\n\n{body}")
+            parts.append(f"## {title}: {card}\n\n{origin(group)}\n\n{body}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -118,7 +118,7 @@ versions; `python docs/figures.py` writes the page and the charts from them. All
 tensors and take turns in one run, because a card's clock falls with heat and power: a ratio is a claim, a rate is for
 reading. The time is the median of one call between two events, each after the L2 was filled with other data; decode is
 the replay of a CUDA graph, merge included. The error is the relative norm against fp32. Older figures stand in
-[history](history.md), and [tried](tried.md) has what was tried.
+[history](history.md); [tries](tried.md) lists what was changed, also in vain.
 
 ![Ratio to the best peer](assets/ratio.svg)
 
@@ -130,15 +130,16 @@ the replay of a CUDA graph, merge included. The error is the relative norm again
 
 STYLE = """<style>
 text { font: 13px system-ui, sans-serif; fill: #24292f }
-.title { font-weight: 600; font-size: 15px } .note { font-size: 11px; fill: #57606a }
-.bar { fill: #0969da } .behind { fill: #bc4c00 } .grid { stroke: #d0d7de } .mark { stroke: #57606a; stroke-width: 2 }
+.title { font-weight: 600; font-size: 15px } .group { font-weight: 600 } .note { font-size: 11px; fill: #57606a }
+.bar { fill: #0969da } .slower { fill: #bc4c00 } .grid { stroke: #d0d7de } .mark { stroke: #57606a; stroke-width: 2 }
 .line { fill: none; stroke: #0969da; stroke-width: 2.5 } .other { fill: none; stroke: #8c959f; stroke-width: 2 }
 .dot { fill: #0969da } .otherdot { fill: #8c959f }
 @media (prefers-color-scheme: dark) {
-text { fill: #e6edf3 } .note { fill: #9198a1 } .bar { fill: #4493f8 } .behind { fill: #f0883e }
+text { fill: #e6edf3 } .note { fill: #9198a1 } .bar { fill: #4493f8 } .slower { fill: #f0883e }
 .grid { stroke: #3d444d } .mark { stroke: #9198a1 } .line { stroke: #4493f8 } .dot { fill: #4493f8 } }
 </style>"""
 WIDTH, LABELS, ROW = 760, 316, 20
+Row = tuple[str, float | None, str, float | None]
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
@@ -151,13 +152,17 @@ def drawing(height: float, title: str, note: str, parts: Iterable[str]) -> str:
     return "\n".join([head, STYLE, *words, *parts, "</svg>"]) + "\n"
 
 
-def bars(title: str, note: str, rows: list[tuple[str, float, str, float | None]], base: float, end: float) -> str:
-    """Bars from 0 to `end`; `base` is a line (0: none). A row: name, value, words after the bar, a mark of its own."""
+def bars(title: str, note: str, rows: list[Row], base: float, end: float) -> str:
+    """Bars from 0 to `end`; `base` is a line (0: none). A row: name, value (None: the name is a heading), words after
+    the bar, a mark of its own."""
     scale, top = (WIDTH - LABELS - 90) / end, 54
     parts = []
     for i, (label, value, words, mark) in enumerate(rows):
         y = top + i * ROW
-        kind = "behind" if base and value < base else "bar"
+        if value is None:
+            parts.append(text(LABELS - 8, y + 14, label, "group", "end"))
+            continue
+        kind = "slower" if base and value < base else "bar"
         parts.append(text(LABELS - 8, y + 14, label, anchor="end"))
         parts.append(f'<rect class="{kind}" x="{LABELS}" y="{y + 3}" width="{value * scale:.1f}" height="14" rx="2"/>')
         if mark is not None:
@@ -175,22 +180,34 @@ def ratio_chart(lines: list[Line]) -> str:
     own = [line for line in lines if line["section"] in ("decode", "prefill") and line["ratio"]]
     card = own[0]["card"] if own else ""
     own = [line for line in own if line["card"] == card]
-    rows = [(x["case"], x["ratio"], f"{x['ratio']:.2f} ({name(x['best_peer']).split()[0]})", None) for x in own]
-    note = f"Time of the fastest other library over flashpage's, in turns on one {card}; the line is a draw"
-    return bars("Speed next to the fastest peer", note, rows, 1.0, 1.1 * max([1.4, *(row[1] for row in rows)]))
+    rows: list[Row] = []
+    for section in ("decode", "prefill"):
+        rows.append((TITLES[section], None, "", None))
+        for x in own:
+            if x["section"] == section:
+                words = f"{x['ratio']:.2f} ({name(x['best_peer']).split()[0]})"
+                rows.append((x["case"], x["ratio"], words, None))
+    note = f"Time of the fastest other library divided by flashpage's, in turns on one {card}. Longer is better."
+    return bars("Speed next to the fastest peer", note, rows, 1.0, 1.1 * max([1.4, *(x["ratio"] for x in own)]))
 
 
 def host_chart(lines: list[Line]) -> str:
     own = [line for line in lines if line["section"] == "host"]
     cards = [line for line in own if line["card"]] or own
     own = [line for line in cards if line["machine"] == cards[0]["machine"]] if cards else []
-    rows = [
+    rows: list[Row] = [
         (f"{x['case']}, batch {x['batch']}", x["us"]["flashpage"], f"{x['us']['flashpage']:.1f} us", float(x["must"]))
         for x in own
         if x["batch"] <= 256
     ]
-    end = max([1.0, *(max(row[1], row[3]) for row in rows)])
-    return bars("Host time of plan and run", "Microseconds; the mark is the most that it may take", rows, 0.0, end)
+    end = max([1.0, *(max(row[1] or 0, row[3] or 0) for row in rows)])
+    return bars(
+        "Host time of plan and run",
+        "Microseconds: shorter is better, the mark is the most that it may take",
+        rows,
+        0.0,
+        end,
+    )
 
 
 def bandwidth_chart(lines: list[Line]) -> str:

@@ -1,4 +1,4 @@
-"""The engine's side of attention: what lies between a model's layers and the wrappers' plan and run."""
+"""Parts for an engine of one's own: everything between a model's layers and the wrappers' plan and run."""
 
 from .serving.backend import AttentionBackend
 from .serving.drafts import DraftSteps

@@ -18,17 +18,17 @@ MARKERS = {"slow": "takes more than a few seconds", "cuda": "needs an NVIDIA car
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
-    # A suite in the background of a script ignores SIGINT, and its children would too, which tests interrupt.
+    # A suite in the background of a script ignores SIGINT. Its children would ignore it, too, but tests interrupt them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_builds()
     _keep_freed_memory()
-    # References are small: spinning threads would take cores from the kernels and from programs that tests start.
+    # References are small, and torch's waiting threads would take cores from kernels and from tests' child processes.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _keep_freed_memory() -> None:
-    """The allocator keeps freed memory: tests allocate and poison workspaces of the same sizes again and again."""
+    """Makes the allocator keep freed memory, because tests allocate and poison workspaces of equal sizes."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc
     if mallopt is not None:
         trim_threshold, mmap_threshold, top_pad = -1, -3, -2
@@ -68,7 +68,7 @@ SLOW = {
 
 
 def _leave_out_most(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps no slow test, and of each test with parameters the first row and every 24th."""
+    """Keeps the fast tests; if a test has parameters, its first row and every 24th."""
     kept, left_out, rows = [], [], defaultdict[str, int](int)
     for item in items:
         row = rows[name := item.nodeid.partition("[")[0]]

@@ -43,7 +43,7 @@ class CurrentContext {
   CurrentContext(const CurrentContext&) = delete;
   CurrentContext& operator=(const CurrentContext&) = delete;
 
-  // FP_OK, or what the driver said to the change.
+  // FP_OK, or the driver's error if it refused the change.
   int32_t status() const { return result_ == success ? FP_OK : fail(result_, refused_); }
 
  private:
@@ -69,7 +69,7 @@ class RelaxedCapture {
  private:
   const Driver& driver_;
   int mode_ = capture_mode_relaxed;  // the thread's own mode between the two exchanges
-  bool changed_;  // where the driver refused, the thread keeps its mode, and a capture may refuse what follows
+  bool changed_;  // false: the driver refused; the thread keeps its mode, and a capture may refuse later calls
 };
 
 }  // namespace flashpage::cuda

@@ -1,4 +1,4 @@
-// Mixed batches as two plans.
+// Plans a mixed batch as two plans: one for requests of few rows and one for requests of many.
 #pragma once
 #include "flashpage.h"
 

@@ -14,7 +14,7 @@ using namespace flashpage;
 namespace {
 
 constexpr int first_slots = 2;  // one being copied, one being written
-// Of slots in flight. A host that plans further ahead waits, for pinned memory is the machine's.
+// Limit of all slots in flight. A host that plans further ahead waits, because all programs share pinned memory.
 constexpr int64_t most_bytes = 64 << 20;
 constexpr int64_t most_slots_at_least = 4;
 constexpr int calm_uses = 256;  // after so many without need of the older half, a ring gives it back
@@ -48,7 +48,7 @@ namespace {
 int first_slots_of(const fp_slots& ring) { return ring.driver == nullptr ? 1 : first_slots; }
 
 int32_t add_slot(fp_slots& ring) {
-  ring.slots.reserve(ring.slots.size() + 1);  // before there is anything that a failure would leave behind
+  ring.slots.reserve(ring.slots.size() + 1);  // first, so that a failure leaves nothing to free
   Slot slot;
   if (ring.driver != nullptr) {
     const cuda::Driver& cuda = *ring.driver;

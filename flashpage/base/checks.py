@@ -6,6 +6,7 @@ import math
 import operator
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 
@@ -53,7 +54,7 @@ _REASONS = {
 }
 
 
-_LARGEST_FLOAT, _LEAST_FLOAT = 2.0**128, 2.0**-126  # fp32, in which kernels get numbers
+_LARGEST_FLOAT, _LEAST_FLOAT = 2.0**128, 2.0**-126  # of fp32, the type in which kernels get numbers
 _CONTAINERS = (list, tuple, set, frozenset, dict, range, torch.Tensor)
 _MOST_SHOWN = 60  # characters of a value in a message
 
@@ -62,6 +63,8 @@ def shown(value: object) -> str:
     """A value for a message, in a few words however large it is."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, np.ndarray):
+        return f"ndarray of shape {value.shape} and dtype {value.dtype}"
     if isinstance(value, _CONTAINERS) and (len(value) > 3 or any(isinstance(entry, _CONTAINERS) for entry in value)):
         return f"{type(value).__name__} of {len(value)} entries"
     text = repr(value)
@@ -83,7 +86,7 @@ def refuse_given(**values: Any) -> None:
 def refuse_run_options(
     kv_cache_sf: Any, skip_softmax: Any, use_fp16_softmax: Any, uses_spcompress: Any, lse_base: str, lse_layout: str
 ) -> None:
-    """Refuses run's arguments for FlashInfer's other kernels."""
+    """Refuses arguments of run that only some of FlashInfer's own kernels take."""
     if not (kv_cache_sf is None and skip_softmax is None and use_fp16_softmax is None and uses_spcompress is None):
         refuse_given(
             kv_cache_sf=kv_cache_sf,
@@ -137,7 +140,7 @@ def flag(name: str, value: Any, error: type[FlashpageError] = PlanError) -> bool
     if value is True or value is False:
         return value
     if value.__class__.__name__ not in ("int", "bool", "bool_") or value not in (0, 1):
-        raise error(f"{name}={shown(value)} is a {type(value).__name__}: pass True or False.")
+        raise error(f"{name}={shown(value)} is of type {type(value).__name__}: pass True or False.")
     return bool(value)
 
 
@@ -148,7 +151,7 @@ def whole(name: str, value: Any, low: int, high: int = 2**31 - 1, error: type[Fl
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise error(f"{name}={shown(value)} is a {type(value).__name__}: pass an integer.") from None
+        raise error(f"{name}={shown(value)} is of type {type(value).__name__}: pass an integer.") from None
     if not low <= number <= high:
         bound = f"at least {low}" if number < low else f"at most {high}"
         raise error(f"{name}={shown(number)} is out of range: pass {bound}.")
@@ -162,13 +165,13 @@ def real(name: str, value: Any, *, positive: bool = False, error: type[Flashpage
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise error(f"{name}={shown(value)} is a {type(value).__name__}: pass a number.") from None
+        raise error(f"{name}={shown(value)} is of type {type(value).__name__}: pass a number.") from None
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or abs(number) >= _LARGEST_FLOAT or (positive and number <= 0):
         raise error(f"{name}={number} cannot be used: pass a {'positive ' if positive else ''}finite number of fp32.")
     if 0 < abs(number) < _LEAST_FLOAT:
-        raise error(f"{name}={number} cannot be used: it is 0 in fp32; pass at least {_LEAST_FLOAT:.3g}, or 0.")
+        raise error(f"{name}={number} is too small for fp32: pass at least {_LEAST_FLOAT:.3g}, or 0.")
     return number
 
 
@@ -188,7 +191,7 @@ def same_device(tensor: torch.Tensor, device: torch.device, name: str, error: ty
 def tensor(value: Any, name: str, error: type[FlashpageError]) -> torch.Tensor:
     """Returns the tensor if it is dense, has values and requires no gradient."""
     if not isinstance(value, torch.Tensor):
-        raise error(f"{name}={shown(value)} is a {type(value).__name__}: pass a torch.Tensor.")
+        raise error(f"{name}={shown(value)} is not a tensor: pass a torch.Tensor.")
     if is_dynamo_compiling():  # the operator's implementation checks the values
         return value
     if value.layout is not torch.strided:

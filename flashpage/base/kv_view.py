@@ -35,7 +35,7 @@ def paged_views(cache: Cache, kv_layout: str, name: str = "paged_kv_cache") -> t
     """
     if isinstance(cache, (tuple, list)):
         if len(cache) != 2:
-            raise RunError(f"{name} is a {type(cache).__name__} of {len(cache)}: pass (k_cache, v_cache).")
+            raise RunError(f"{name} has {len(cache)} entries: pass one tensor, or the pair (k_cache, v_cache).")
         k = _paged_view(cache[0], kv_layout, f"{name}[0]")
         v = _paged_view(cache[1], kv_layout, f"{name}[1]")
         if k[:3] != v[:3]:

@@ -13,18 +13,18 @@ from ..base.version import VERSION
 from .values import ArgumentError
 
 _COMMANDS = {
-    "info": "what is here: devices, compilers, torch, the kernel cache",
-    "demo": "a small model decodes a batch through paged KV, checked against torch",
-    "plan": "plan a batch of lengths and show it: picture and explanation",
-    "bench": "the benchmarks that this machine can run (needs a checkout)",
-    "build": "compile kernels ahead of time: the AOT list or a manifest",
-    "cache": "list or clear the kernel cache, or tell its path",
-    "collect-env": "one block about this machine to paste into a bug report",
+    "info": "show devices, compilers, torch, environment variables and compiled kernels",
+    "demo": "decode a batch with a small model and check its tokens against torch",
+    "plan": "plan a batch of lengths; show a picture and an explanation",
+    "bench": "run the benchmarks that this machine can run (in a checkout)",
+    "build": "compile kernels ahead of time: a manifest, one spec, or the AOT list",
+    "cache": "list or remove compiled kernels, or print their folder",
+    "collect-env": "print what a bug report needs to say about this machine",
 }
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells a wrong argument in one line."""
+    """Reports a wrong argument in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")

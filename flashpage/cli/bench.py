@@ -11,8 +11,8 @@ from ..base.errors import FlashpageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of a benchmark; none: all that can run here")
-    parser.add_argument("--list", action="store_true", help="tell what there is")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run (default: all that can run here)")
+    parser.add_argument("--list", action="store_true", help="print the names of the benchmarks and what they need")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""Compile kernels ahead of time: those of a manifest or --spec into the cache, else the AOT list into the package."""
+"""Compile kernels ahead of time: those of a manifest or of --spec into the cache, or else, in a checkout, the AOT list
+into the package."""
 
 from __future__ import annotations
 
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("manifest", nargs="?", type=Path, help="written by flashpage.jit.write_manifest")
-    parser.add_argument("--spec", action="append", default=[], help="one kernel as JSON, as a message showed it")
+    parser.add_argument("manifest", nargs="?", type=Path, help="a file that flashpage.jit.write_manifest wrote")
+    parser.add_argument("--spec", action="append", default=[], help="one kernel as JSON, copied from an error message")
     parser.add_argument(
         "--target",
         action="append",
         default=[],
-        help="sm_80, sm_90a, avx512, avx2 ...; default: the manifest's, else here",
+        help="sm_80, sm_90a, avx512, avx2 ... (default: the manifest's; for --spec this machine's)",
     )
     parser.add_argument(
         "--output", type=Path, help="folder to fill (default: the cache, or the package for the AOT list)"
     )
-    parser.add_argument("--jobs", type=values.count, help="compilers side by side (default: by cores and memory)")
+    parser.add_argument("--jobs", type=values.count, help="compilers that run at once (default: by cores and memory)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
-    """What to build, and for what; ArgumentError's sentence where an argument says neither."""
+    """The kernels to build, each with its target; ArgumentError if an argument is wrong."""
     import jinja2
 
     from .. import jit
@@ -74,13 +75,15 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
         if not fitting:
             archs = kernel.archs if (kernel := find(spec.kernel)) else ()
             needed = " or ".join(f"sm_{arch}" for arch in archs) or spec.backend
-            raise values.ArgumentError(f"--target: none of the given is for {needed}, which the spec needs")
+            raise values.ArgumentError(f"--target: the spec needs {needed}, and no given target is of that kind")
         kernels += [(spec, target) for target in fitting]
     if arguments.manifest is not None:
         try:
             listed = jit.read_manifest(arguments.manifest)
-        except (OSError, ValueError) as error:
-            raise values.ArgumentError(f"{arguments.manifest}: not a manifest: {error}") from None
+        except OSError as error:
+            raise values.ArgumentError(f"{arguments.manifest} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise values.ArgumentError(f"{arguments.manifest} is not a manifest: {error}") from None
         kernels += [
             (spec, target)
             for spec, own in listed
@@ -90,7 +93,7 @@ def _kernels(arguments: argparse.Namespace) -> list[tuple[KernelSpec, Target]]:
 
 
 def _targets_here(backend: str) -> list[Target]:
-    """The targets that this machine runs best."""
+    """The best targets of this machine's CPU or cards."""
     from .. import jit, native
 
     if backend == "cpu":
@@ -105,7 +108,7 @@ def _build_aot_list(arguments: argparse.Namespace) -> int:
     root = paths.PACKAGE.parent
     if not (root / "aot" / "build.py").is_file():
         raise FlashpageError(
-            "the AOT list is in the source tree, not in the wheel: give a manifest, or run in a checkout"
+            "the AOT list is in the source tree, not in the installed package: pass a manifest, or use a checkout."
         )
     command = [sys.executable, "-m", "aot.build"]
     for target in arguments.target:

@@ -1,18 +1,21 @@
-"""List or clear the kernels that were compiled on this machine, or tell their folder."""
+"""List or remove the kernels that were compiled on this machine, or print their folder."""
 
 from __future__ import annotations
 
 import argparse
 
+from ..base.text import counted
+
 _ACTIONS = {
-    "list": "every kernel, its target, size and compile time",
+    "list": "show each kernel with its target, size, compile time and compiler",
     "clear": "remove all kernels",
-    "path": "the folder",
+    "path": "print the folder",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=_ACTIONS, help="none: tell what there is")
+    meanings = "; ".join(f"{action}: {meaning}" for action, meaning in _ACTIONS.items())
+    parser.add_argument("action", nargs="?", choices=_ACTIONS, help=meanings)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,11 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "path":
         print(store.folder)
     elif arguments.action == "clear":
-        print(f"removed {store.clear()} kernels from {store.folder}")
+        print(f"removed {counted(store.clear(), 'kernel')} from {store.folder}")
     else:
         entries = store.entries()
         for entry in entries:
             m = entry.meta
             print(f"{m['name']}  {m['target']}  {m['size'] / 1024:.0f} KiB  {m['seconds']:.1f} s  {m['compiler']}")
-        print(f"{len(entries)} kernels in {store.folder}")
+        print(f"{counted(len(entries), 'kernel')} in {store.folder}")
     return 0

@@ -1,4 +1,4 @@
-"""Print one block about this machine to paste into a bug report: versions, devices, compilers, cache, variables."""
+"""Print a block to paste into a bug report: versions, devices, compilers, compiled kernels, environment variables."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import platform
 from ..base import env
 from . import info
 
-# Packages whose versions matter to a report: those that flashpage uses, and those that are used next to it.
+# Packages whose versions a report needs: those that flashpage uses, and those that call it.
 _PACKAGES = "torch numpy jinja2 ninja triton transformers vllm sglang flashinfer-python nvidia-cuda-nvrtc".split()  # noqa: SIM905
-# Variables of others that change what is found or compiled.
+# Other programs' variables that change what flashpage finds or compiles.
 _OTHERS = "CUDA_VISIBLE_DEVICES CUDA_HOME LD_LIBRARY_PATH XDG_CACHE_HOME TMPDIR OMP_NUM_THREADS".split()  # noqa: SIM905
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """Sections, each of names and values. Paths in the home folder begin with "~", as the report is made public."""
+    """Sections of names and values. Paths in the home folder begin with "~", because reports are public."""
     sections = {
         "versions": [*_system(), *info.versions(), *_packages()],
         "devices": [*info.devices(), *_torch_cuda()],
@@ -48,7 +48,7 @@ def collect() -> dict[str, dict[str, str]]:
 
 
 def _joined(rows: list[tuple[str, str]]) -> dict[str, str]:
-    """By name; a row without a name goes on with the one before it."""
+    """The rows as a dict; a row without a name continues the one before it."""
     found: dict[str, str] = {}
     for name, value in rows:
         if name:

@@ -1,4 +1,4 @@
-"""A small Llama-architecture model decodes a batch through paged KV; its tokens are checked against torch."""
+"""Decode a batch through paged KV with a small model of the Llama architecture, and check its tokens against torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from . import values
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=values.count, default=12, help="requests in the batch (default: 12)")
-    parser.add_argument("--new-tokens", type=values.count, default=64, help="most tokens a request gets (default: 64)")
     parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPU if there is one"
+        "--new-tokens", type=values.count, default=64, help="most new tokens of a request (default: 64)"
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto (default): the GPU if there is one"
     )
 
 

@@ -1,4 +1,4 @@
-"""Show what is here: devices, compilers, torch, environment variables, and the kernels that are built."""
+"""Show this machine's devices and compilers, torch, environment variables, and the kernels that are compiled."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from .. import native
 from ..base import env, paths
 from ..base.errors import FlashpageError
+from ..base.text import counted
 from ..base.version import VERSION
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def devices() -> list[tuple[str, str]]:
     try:
         library = native.load()
         levels = ", ".join(target.name for target in targets.runnable(None))
-    except FlashpageError as error:  # this command is for finding out what is wrong
+    except FlashpageError as error:  # shown as a row, as this command is for finding out what is wrong
         return [("cpu", str(error))]
     rows = [("cpu", f"{library.fp_cpu_threads()} threads of {os.cpu_count()} cores; runs kernels for {levels}")]
     for index in range(library.fp_cuda_device_count()):
@@ -65,7 +66,7 @@ def devices() -> list[tuple[str, str]]:
 
 
 def _rates(card: Device) -> str:
-    """The rates that costs follow from, with their source, and the abilities that not every card has."""
+    """The rates from which costs are computed, with their source, and the abilities that not every card has."""
     row = "rates estimated from its clocks (no row of the table of cards names it)" if card.is_estimated else card.name
     return ", ".join((f"{row}: {card.gbps:.0f} GB/s", f"{card.tflops:.0f} TFLOP/s", *card.abilities))
 
@@ -93,9 +94,10 @@ def kernels() -> list[tuple[str, str]]:
     for name, store in (("built ahead", cache.aot_store()), ("cache", cache.jit_store())):
         entries = store.entries()
         targets = sorted({entry.meta["target"] for entry in entries})
-        size = sum(entry.meta["size"] for entry in entries) / 2**20
-        for_what = f", {size:.1f} MiB, for {', '.join(targets)}" if entries else ""
-        rows.append((name, f"{len(entries)} kernels{for_what} in {store.folder}"))
+        kib = sum(entry.meta["size"] for entry in entries) / 1024
+        size = f"{kib / 1024:.1f} MiB" if kib >= 1024 else f"{kib:.0f} KiB"
+        for_what = f", {size}, for {', '.join(targets)}," if entries else ""
+        rows.append((name, f"{counted(len(entries), 'kernel')}{for_what} in {store.folder}"))
     return rows
 
 

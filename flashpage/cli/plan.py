@@ -1,4 +1,4 @@
-"""Plan a batch of lengths and show it: which CTA does what (rows: CTAs, colours: requests), and why. Needs no GPU."""
+"""Plan a batch of lengths and show the work of each CTA as a picture, and the reasons. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import native
+from ..base.text import counted
 from . import values
 
 if TYPE_CHECKING:
@@ -17,23 +18,27 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "kv_lens", type=values.lengths, help="tokens of each request: 300,17,4096 or 100x64 or zipf:64:4096"
+        "kv_lens",
+        type=values.lengths,
+        help="tokens of each request: 300,17,4096 or 64x4096 (64 requests of 4096) or zipf:64:4096 (64 requests, mean)",
     )
     parser.add_argument(
         "--q-lens", type=values.lengths, help="query rows of each request, in the same forms (default: 1)"
     )
     parser.add_argument("--heads", type=values.heads, default=(32, 8), help="query/KV heads (default: 32/8)")
-    parser.add_argument("--head-dim", type=values.head_dim, default=128, help="default: 128")
+    parser.add_argument("--head-dim", type=values.head_dim, default=128, help="dimension of each head (default: 128)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page; 0: ragged (default: 16)")
-    parser.add_argument("--not-causal", action="store_true")
-    parser.add_argument("--window-left", type=int, default=-1, help="tokens; -1: all (default)")
+    parser.add_argument("--not-causal", action="store_true", help="every row sees all tokens of its request")
+    parser.add_argument("--window-left", type=int, default=-1, help="tokens seen to the left; -1: all (default)")
     parser.add_argument(
-        "--backend", choices=["cuda", "cpu"], help="whose tiles and costs (default: cuda if there is a card, else cpu)"
+        "--backend",
+        choices=["cuda", "cpu"],
+        help="cuda if there is a card, else cpu (default)",
     )
-    parser.add_argument("--card", help="a card that need not be here (default: the one here)")
-    parser.add_argument("--ctas", type=values.count, help="CTAs to fill (default: what runs at once)")
-    parser.add_argument("--items", action="store_true", help="list the work items too")
-    parser.add_argument("--svg", type=Path, help="file to draw the plan to")
+    parser.add_argument("--card", help="name of a card, which need not be in this machine (default: this machine's)")
+    parser.add_argument("--ctas", type=values.count, help="CTAs that share the work (default: all that run at once)")
+    parser.add_argument("--items", action="store_true", help="list the work items, too")
+    parser.add_argument("--svg", type=Path, help="file to which the plan is drawn")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,9 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     if q_lens is not None and len(q_lens) != len(kv_lens):
         raise values.ArgumentError(f"--q-lens has {len(q_lens)} entries but the batch has {len(kv_lens)} requests")
     if arguments.page_size < 0:
-        raise values.ArgumentError(f"--page-size is {arguments.page_size}: give tokens a page, or 0 for ragged")
+        raise values.ArgumentError(f"--page-size is {arguments.page_size}: pass the tokens of a page, or 0 for ragged")
     if arguments.window_left < -1:
-        raise values.ArgumentError(f"--window-left is {arguments.window_left}: give tokens, or -1 for all")
+        raise values.ArgumentError(f"--window-left is {arguments.window_left}: pass a number of tokens, or -1 for all")
     card = _card(arguments)
     num_q_heads, num_kv_heads = arguments.heads
     plan = plan_lengths(
@@ -94,10 +99,10 @@ def _has_card() -> bool:
 
 
 def _assumed(arguments: argparse.Namespace, card: Device | None) -> str:
-    """For what the plan is, and where another choice is made."""
+    """The device that the plan is for, and how to choose another one."""
     if card is None:
-        here = "" if arguments.backend or _has_card() else "; there is no card here, and --card H200 plans for one"
-        return f"planned for this CPU, {native.load().fp_cpu_threads()} threads{here}"
+        other = "" if arguments.backend or _has_card() else ", as there is no card here; --card H200 plans for one"
+        return f"planned for this CPU with {counted(native.load().fp_cpu_threads(), 'thread')}{other}"
     assumed = "" if arguments.card or _has_card() else ", assumed because there is no card here"
     rates = f"{card.gbps:.0f} GB/s, {card.tflops:.0f} TFLOP/s"
     return f"card: {card.name}{assumed}, {card.sms} SMs of {card.sm_shared_bytes >> 10} KiB, {rates}"
@@ -107,6 +112,6 @@ def _print_items(items: np.ndarray) -> None:
     """One line a work item."""
     for item in items:
         where = f"CTA {item['cta']}: request {item['request']}, KV head {item['kv_head']}"
-        what = f"{item['num_units']} units from packed row {item['first_packed_row']}"
+        what = f"{counted(item['num_units'], 'unit')} from packed row {item['first_packed_row']}"
         cut = f", piece {item['piece']}" if item["partial_row"] >= 0 else ""
         print(f"{where}, {what}, tokens {item['kv_begin']} to {item['kv_end']}{cut}")

@@ -10,7 +10,7 @@ from ..base.errors import FlashpageError
 
 
 class ArgumentError(FlashpageError):
-    """An argument that is wrong in a way that only the command itself can tell."""
+    """A wrong argument that argparse cannot find, because it depends on others or on this machine."""
 
 
 def count(text: str) -> int:
@@ -20,7 +20,7 @@ def count(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return value
 
 
@@ -33,7 +33,7 @@ def head_dim(text: str) -> int:
 
 
 def lengths(text: str) -> list[int]:
-    """Lengths of a batch: `300,17,4096`, with `100x64` for a hundred of 64; or `zipf:64:4096` (kind, batch, mean)."""
+    """Lengths of a batch: `300,17,4096`, or `64x4096` for 64 of 4096, or `zipf:64:4096` (kind, requests, mean)."""
     kind, *rest = text.split(":")
     try:
         if rest:
@@ -42,8 +42,8 @@ def lengths(text: str) -> list[int]:
         return [int(n) for part in text.split(",") for n in _repeat(part)]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of lengths: use 300,17,4096 or 100x64 (a hundred of 64) or KIND:BATCH:MEAN "
-            f"with a KIND of {', '.join(KINDS)}"
+            f"{text!r} is not a list of lengths: pass 300,17,4096 or 64x4096 (64 requests of 4096) or KIND:64:4096. "
+            f"KIND is one of {', '.join(KINDS)}, followed by the requests and their mean length"
         ) from None
 
 
@@ -58,7 +58,7 @@ KINDS = ("uniform", "one-long", "lognormal", "zipf")
 
 
 def distribution(kind: str, batch: int, mean: int) -> list[int]:
-    """Lengths [batch] with the given mean: what a serving batch looks like. Always the same for the same arguments."""
+    """Lengths [batch] with the given mean, as a serving batch has them. Equal arguments give equal lengths."""
     if kind not in KINDS or batch < 1 or mean < 1:
         raise ValueError(kind)
     if kind == "uniform":
@@ -79,7 +79,7 @@ def _normal_quantile(p: float) -> float:
 
 
 def heads(text: str) -> tuple[int, int]:
-    """Query and KV heads, `32/8`; one number alone means as many of both."""
+    """Query and KV heads, `32/8`; a single number means that both are equal."""
     first, _, second = text.partition("/")
     try:
         num_q_heads, num_kv_heads = int(first), int(second or first)
@@ -87,6 +87,6 @@ def heads(text: str) -> tuple[int, int]:
             raise ValueError(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not QUERY/KV heads, the first a multiple of the second, like 32/8"
+            f"{text!r} is not QUERY/KV heads: pass two numbers like 32/8, the first a multiple of the second"
         ) from None
     return num_q_heads, num_kv_heads

@@ -80,7 +80,7 @@ def run_demo(num_requests: int, new_tokens: int, device_name: str = "auto", conf
     print(f"\n{total} tokens in {seconds:.2f} s: {total / seconds:,.0f} tokens/s; ", end="")
     print(f"{done.steps} steps" + (f", {done.captured_steps} of them captured graphs" if done.captured_steps else ""))
     print(f"{done.reused_tokens} prompt tokens were reused from the pool, ", end="")
-    print(f"{done.preemptions} requests were preempted")
+    print(f"{done.preemptions} times a request was preempted")
     for index in range(min(2, len(requests))):
         print(f"request {index}: {' '.join(map(str, requests[index].generated[:12]))} ...")
 
@@ -89,7 +89,7 @@ def run_demo(num_requests: int, new_tokens: int, device_name: str = "auto", conf
     print(f", {verdict.ties} within rounding" if verdict.ties else "", end="")
     print(f", {verdict.wrong} WRONG" if verdict.wrong else "")
     if watcher.plan is not None:
-        print("\nthe plan of the first decode step (rows: CTAs, colours: requests)")
+        print("\nthe plan of the first decode step:")
         print(watcher.plan.picture())
     return 1 if verdict.wrong else 0
 

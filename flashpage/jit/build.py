@@ -24,7 +24,7 @@ from .targets import Target
 Kernel = tuple[KernelSpec, Target]
 _WORK = "flashpage-build-"  # before the names of folders in TMPDIR
 _POLL_SECONDS = 0.05
-_TELL_SECONDS = 30.0  # between lines that say which process is waited for
+_REPORT_SECONDS = 30.0  # between lines that say which process is waited for
 _DONE = "done "  # before what ninja prints of a finished rule
 
 
@@ -171,15 +171,15 @@ class _Build:
         return True
 
     def _wait(self, lock: contextlib.ExitStack, key: str, name: str) -> None:
-        """Takes a lock that another process holds, and says now and then which process that is."""
-        start = told = time.monotonic()
+        """Waits for a lock that another process holds, and reports now and then which process that is."""
+        start = reported = time.monotonic()
         while True:
             time.sleep(_POLL_SECONDS)
             with contextlib.suppress(BlockingIOError):
                 lock.enter_context(self._store.lock(key, blocking=False))
                 return
-            if (now := time.monotonic()) - told > _TELL_SECONDS:
-                told, pid = now, self._store.lock_holder(key)
+            if (now := time.monotonic()) - reported > _REPORT_SECONDS:
+                reported, pid = now, self._store.lock_holder(key)
                 holder = f"process {pid}" if pid else "another process"
                 progress.say(
                     f"still waiting, since {now - start:.0f} s, for {holder}, which compiles {name}. "

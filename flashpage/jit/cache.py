@@ -134,7 +134,7 @@ class Store:
         return entry
 
     def recall(self, spec: KernelSpec, target: Target) -> Entry | None:
-        """The entry that `remember` was told, if it is still there and the sources are still the same."""
+        """The entry that `remember` recorded, if it still exists and the sources are still the same."""
         if not kernels.is_of_package(spec.kernel):
             return None
         try:

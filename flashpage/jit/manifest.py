@@ -1,4 +1,4 @@
-"""The kernels that a process has used, and files of such lists: what `flashpage build` and the AOT build read back."""
+"""The kernels that a process has used, and files with such lists, which `flashpage build` and the AOT build read."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def write_manifest(path: str | os.PathLike[str], kernels: Iterable[tuple[KernelS
 
 
 def read_manifest(path: str | os.PathLike[str]) -> list[tuple[KernelSpec, Target]]:
-    """The kernels that write_manifest wrote. ValueError, with one line, where the file is anything else: every field is
-    judged before a kernel is made of it."""
+    """The kernels that write_manifest wrote. A ValueError of one line if the file is anything else: every field is
+    checked before it is used."""
     file = Path(path)
     if file.stat().st_size > _MAX_BYTES:
-        raise ValueError(f"{path} has more than {_MAX_BYTES >> 20} MiB: no manifest does")
+        raise ValueError(f"{path} has more than {_MAX_BYTES >> 20} MiB, which no manifest has")
     data = parse_json(file.read_bytes())
     if not isinstance(data, dict) or data.get("flashpage_manifest") != _VERSION:
         raise ValueError(f"{path} is not a flashpage manifest of version {_VERSION}")
@@ -55,7 +55,7 @@ def read_manifest(path: str | os.PathLike[str]) -> list[tuple[KernelSpec, Target
 
 
 def parse_json(text: str | bytes) -> Any:
-    """ValueError where the text is no JSON, or is nested too deep to be read."""
+    """Parses JSON; ValueError if the text is none, or is nested too deep to be read."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -92,7 +92,7 @@ def compact_json(spec: KernelSpec) -> dict[str, Any]:
 
 
 def parse_spec(data: Any) -> KernelSpec:
-    """From compact_json, or the whole of KernelSpec.to_json; ValueError where a field is wrong."""
+    """The spec of compact_json's output or KernelSpec.to_json's; ValueError if a field is wrong."""
     return KernelSpec.from_json(data)
 
 

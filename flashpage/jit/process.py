@@ -1,4 +1,4 @@
-"""Compilers as child processes: how many fit side by side, one run to its end, and none that outlives the process."""
+"""Runs compilers as child processes: how many at a time, each to its end, and none that outlives this process."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from ..base import env
 
 _BYTES_PER_JOB = 1 << 30  # a compiler of one attention kernel stays below this
 _GRACE_SECONDS = 3.0
-# What a debugger or profiler sets to get into all child processes. NV_ alone is no sign: images of CUDA set NV_CUDA_*.
+# Variables by which debuggers and profilers get into all child processes. Names with NV_ are no sign of one, because
+# CUDA's container images set NV_CUDA_*.
 _TOOLS = ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
 _TOOL_PREFIXES = ("NV_TPS_", "NV_SANITIZER_", "NV_NSIGHT_", "NSYS_", "QUADD_")
 _SUPERVISOR = str(Path(__file__).with_name("supervise.py"))
 
 
 def job_count(num_kernels: int) -> int:
-    """Compilers to run side by side: FLASHPAGE_JOBS, else as many as cores and free memory allow."""
+    """Number of compilers that run at once: FLASHPAGE_JOBS, or as many as cores and free memory allow."""
     if (jobs := env.count("FLASHPAGE_JOBS")) is not None:
         return jobs
     return max(1, min(num_kernels, len(os.sched_getaffinity(0)), free_memory() // _BYTES_PER_JOB))
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: of the machine, or of its container where that is less."""
+    """Bytes that this process may still take: free on the machine, or in its container if that is less."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+    with contextlib.suppress(OSError, ValueError):  # a file says "max" if there is no limit
         group = Path("/sys/fs/cgroup")
         free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return free
@@ -98,7 +99,7 @@ def running(
 
 
 def _supervised(folder: Path) -> list[str]:
-    """What starts a command that ends with this process; nothing where Python is embedded in another program, and
+    """The words before a command that make it end with this process. Empty if Python is embedded in another program, or
     below a tool."""
     if is_watched() or not sys.executable:
         return []
@@ -107,7 +108,7 @@ def _supervised(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """A SIGINT that comes meanwhile is handled at the end of the block. Other threads than the main one get none."""
+    """Delays a SIGINT to the end of the block. Only the main thread gets signals."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

@@ -26,7 +26,7 @@ class _Row:
     (tests/kernels/test_shared_memory.py)."""
 
     tile: Tile
-    ns: tuple[float, float, float]  # of a token in a unit, of a unit, of a piece
+    ns: tuple[float, float, float]  # nanoseconds of a token in a unit, of a unit, of a piece
     why: str
     widest: int = 512  # largest head dim
     rows: int = 0  # needs more packed rows than this

@@ -89,7 +89,7 @@ def _chosen(kernel: AttentionKernel, work: Work, refused: tuple[str, ...]) -> Ke
     assert spec.tile is not None
     has_mask = work.options.has_mask or work.variant.mask
     notes = (
-        f"kernel {kernel.name}: the first that can",
+        f"kernel {kernel.name}: the first in order of preference that supports this work",
         *refused,
         f"tile {spec.tile.tile_q // spec.ctas} packed rows x {spec.tile.tile_kv} tokens, for about "
         f"{work.packed_rows} packed rows a request and KV head",
@@ -102,8 +102,8 @@ def _chosen(kernel: AttentionKernel, work: Work, refused: tuple[str, ...]) -> Ke
 def _mask_source(problem: Problem, kernel: AttentionKernel, variant: VariantSpec) -> str:
     if problem.options.has_mask:
         return "packed_bits"
-    asks_for_tiles = bool(variant.mask) and problem.has_known_lengths and kernel.visits_mask_tiles(problem.options)
-    return "function" if asks_for_tiles else "implicit"
+    needs_tiles = bool(variant.mask) and problem.has_known_lengths and kernel.visits_mask_tiles(problem.options)
+    return "function" if needs_tiles else "implicit"
 
 
 def _mask_note(kernel: AttentionKernel, work: Work) -> str:

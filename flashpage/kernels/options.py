@@ -53,18 +53,18 @@ class Options:
 
     @property
     def halves(self) -> tuple[str, str]:
-        """What messages call the two parts of a token in the cache."""
+        """The names of the two parts of a cached token, for messages."""
         return ("the latent row", "its tail") if self.is_latent else ("K", "V")
 
     @property
     def half_dims(self) -> tuple[int, int]:
-        """Columns of the two parts."""
+        """The numbers of columns of the two parts."""
         qk, vo = self.head_dim_qk, self.head_dim_vo
         return (vo, qk - vo) if self.is_latent else (qk, vo)
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's K and V for one head."""
+        """Bytes of a token's K and V for one head."""
         columns = self.head_dim_qk + (0 if self.is_latent else self.head_dim_vo)
         return columns * self.kv_dtype.size
 
@@ -227,7 +227,7 @@ def check_soft_cap(logits_soft_cap: Any) -> float:
 def check_variant(variant: Any) -> Any:
     if variant is not None and not hasattr(variant, "traced"):
         raise PlanError(
-            f"variant={checks.shown(variant)} is a {type(variant).__name__}: pass a flashpage.Variant, such as "
+            f"variant={checks.shown(variant)} is of type {type(variant).__name__}: pass a flashpage.Variant, such as "
             "flashpage.Variant(score_mod=function)."
         )
     return variant

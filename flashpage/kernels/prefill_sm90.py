@@ -8,7 +8,7 @@ import math
 
 from .. import native
 from ..base.dtypes import DType
-from ..variants.source import asks_much
+from ..variants.source import takes_many_registers
 from . import wgmma_source
 from .ahead import BF16, E4M3, FP16, HEAD_DIMS, ONE_TOKEN, RAGGED, Ahead, more
 from .context_classes import ANY_ROWS, ContextClass, context_row
@@ -44,7 +44,7 @@ class _Row:
     tokens: int
     widest: int = 256  # largest head dim
     values: int = 256  # largest head dim of V
-    needs: frozenset[str] = frozenset()  # words of _facts
+    needs: frozenset[str] = frozenset()  # words of _shape's facts, all of which must hold
     why: str = ""
 
 
@@ -54,9 +54,9 @@ def _when(*words: str) -> frozenset[str]:
 
 # Loaders that bring K and V as they are multiplied: boxes by tensor maps, or rows one by one.
 _STORED = (
-    _Row(128, 64, needs=_when("light", "asks"), why="a lane holds a mask function's answers for 128 tokens"),
-    _Row(112, 128, needs=_when("light", "asks much"), why="a mask function for each head also takes registers"),
-    _Row(128, 128, needs=_when("light", "asks"), why="a lane holds a mask function's answers for 128 tokens"),
+    _Row(128, 64, needs=_when("light", "function"), why="a lane holds a mask function's answers for 128 tokens"),
+    _Row(112, 128, needs=_when("light", "heavy function"), why="a mask function for each head also takes registers"),
+    _Row(128, 128, needs=_when("light", "function"), why="a lane holds a mask function's answers for 128 tokens"),
     _Row(160, 128, needs=_when("light", "whole")),
     _Row(144, 128, needs=_when("light"), why="a last panel that is not full, or a mask's bits next to a transform"),
     _Row(96, 64, why="masks or RoPE for every token"),
@@ -106,11 +106,11 @@ class _Shape:
 
 
 def _shape(work: Work, loader: str) -> _Shape:
-    options, asks = work.options, work.mask_source == "function"
+    options, has_function = work.options, work.mask_source == "function"
     mask_source = "implicit" if work.mask_source == "packed_bits" and visits_tiles(options) else work.mask_source
     loop = inner_loop(mask_source, "none", work.variant)  # loading warps rotate, not the inner loop
     # A mask function's answers take about as many registers as loading warps take for RoPE.
-    lacks_room = (asks and loop is not InnerLoop.LOADING) or (work.rotates and loop is InnerLoop.TRANSFORM)
+    lacks_room = (has_function and loop is not InnerLoop.LOADING) or (work.rotates and loop is InnerLoop.TRANSFORM)
     if work.widest > 192 and lacks_room and loader in ("boxes", "rows"):
         loop = InnerLoop.HEAVY
     is_plain, has_bits = loop is InnerLoop.PLAIN, work.mask_source == "packed_bits"
@@ -121,8 +121,8 @@ def _shape(work: Work, loader: str) -> _Shape:
         "heavy": loop is InnerLoop.HEAVY,
         "loads": loop is InnerLoop.LOADING,
         "masked": work.mask_source != "implicit",
-        "asks": asks,
-        "asks much": asks and asks_much(work.variant),
+        "function": has_function,
+        "heavy function": has_function and takes_many_registers(work.variant),
         "whole": columns_are_whole and (is_plain or not has_bits),
     }
     return _Shape(loop, frozenset(word for word, holds in words.items() if holds))
@@ -149,7 +149,7 @@ def _tile(work: Work) -> Tile:
         return _two_groups(_rotated_tokens(options.head_dim_qk, loader, tokens), 3 if work.widest <= 64 else 2)
     # Q is loaded by boxes if a tile holds whole groups of heads; a taller tile must not prevent that.
     may_be_taller = 192 % options.group_size == 0 or 128 % options.group_size != 0
-    if work.widest <= 96 and "light" in shape.facts and "asks much" not in shape.facts and may_be_taller:
+    if work.widest <= 96 and "light" in shape.facts and "heavy function" not in shape.facts and may_be_taller:
         return Tile(192, 96, 12, 1, 4) if work.widest <= 64 else Tile(192, 80, 12, 1, 3)
     return _two_groups(tokens, 2)
 
@@ -282,8 +282,8 @@ def _may_pair(spec: KernelSpec, loop: InnerLoop, widest: int) -> bool:
 def whole_rows(packed_rows: int, group_size: int) -> int:
     """The rows of a tile that make whole rows of the group; all rows if that would leave out more than a tenth. Without
     boxes, Q and output take a sixth of a prefill's time (docs/tried.md)."""
-    behind = packed_rows % group_size
-    return packed_rows if behind * 10 > packed_rows else packed_rows - behind
+    rest = packed_rows % group_size
+    return packed_rows if rest * 10 > packed_rows else packed_rows - rest
 
 
 def _unit_rows(spec: KernelSpec, group_size: int) -> int:

@@ -15,7 +15,7 @@ CLUSTER_SIZES = (1, 2, 4, 8, 16)  # CTAs: csrc/flashpage.h, fp_schedule::cluster
 
 @dataclasses.dataclass(frozen=True)
 class Clusters:
-    """What a loaded kernel reports of clusters (csrc/flashpage.h, fp_kernel_info)."""
+    """The cluster sizes and counts that a loaded kernel reports (csrc/flashpage.h, fp_kernel_info)."""
 
     resident: tuple[int, ...] = (0,) * len(CLUSTER_SIZES)  # how many of each size run at once; 0: none can
     rows: int = 0  # packed rows of a unit that a cluster can merge

@@ -36,7 +36,7 @@ class ClusterCost:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What the planner needs to balance and cut (include/flashpage/plan/schedule.h). Not part of the spec."""
+    """The costs by which the planner balances and cuts (include/flashpage/plan/schedule.h). Not part of the spec."""
 
     heads_on_axis: bool  # prefill; False: neighbouring CTAs take the KV heads of the same tokens
     ns_per_token: float  # of one token in one unit

@@ -82,7 +82,7 @@ def _product(
     inputs = ", ".join(f'"{"r" if a_in_registers else "l"}"({value})' for value in a)
     return f"""struct {name} {{
   static constexpr int columns = {columns};
-  template <int tiles>  // of eight columns; those behind the product's stay as they are
+  template <int tiles>  // of eight columns; columns after those of the product stay unchanged
   FP_DEVICE static void multiply(float (&c)[tiles][4], {"const u32 (&a)[4]" if a_in_registers else "u64 a"}, u64 b,
                                  bool accumulate) {{
     static_assert(tiles * 8 >= columns);

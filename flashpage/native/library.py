@@ -11,7 +11,7 @@ from typing import Any
 from ..base import env, paths
 from ..base.errors import DeviceError, FlashpageError, PlanError
 
-_BUILD = "build it with `python setup.py build_host`"
+_BUILD = "run `python setup.py build_host`"
 try:
     from . import structs
     from .structs import *  # noqa: F403
@@ -125,11 +125,11 @@ def _check_fingerprint(library: ctypes.CDLL, path: Path) -> None:
     if function is not None:
         function.restype = c_char_p
     if function is None or function().decode() != structs.FINGERPRINT:
-        raise FlashpageError(f"{path} and {structs.__file__} are of different builds: re{_BUILD}")
+        raise FlashpageError(f"{path} and {structs.__file__} are of different builds: {_BUILD}.")
     root = paths.PACKAGE.parent
     is_checkout = paths.include_dir().parent == root
     if is_checkout and paths.hash_declarations(root, structs.SOURCES) != structs.FINGERPRINT:
-        raise FlashpageError(f"the headers of {path} have changed since it was built: re{_BUILD}")
+        raise FlashpageError(f"the headers of {path} have changed since it was built: {_BUILD}.")
 
 
 def last_error() -> str:

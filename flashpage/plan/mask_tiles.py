@@ -1,9 +1,9 @@
 """Memory in which a card notes which tiles of a mask have visible tokens, and in which order CTAs take the plan's units
 (include/flashpage/tile/mask/mask_tiles.h).
 
-The host sees none of it. Bits belong to a plan, and their tiles are found once for all its runs. A mask function's
-tensors may change between runs, and so may the bits of a wrapper for captured launches: for these, every run finds the
-tiles again.
+The host reads none of it. Packed bits belong to a plan, so their tiles are found once for all runs of the plan. A mask
+function's tensors may change between runs, and so may the bits of a wrapper for captured launches; for these, every run
+finds the tiles again.
 """
 
 from __future__ import annotations

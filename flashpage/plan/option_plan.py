@@ -66,7 +66,7 @@ class OptionPlan:
         "_prepared",
         "_whole",
         "_worth_gathering",
-        "asked_at",
+        "used_at",
         "call",
         "fork",
         "gathered",
@@ -80,7 +80,7 @@ class OptionPlan:
         self.options = options
         self.slot: PlanBuffer  # while it is active
         self.generation = 0  # number of the session's plan that it belongs to
-        self.asked_at = 0  # the generation whose runs last used these options
+        self.used_at = 0  # the generation whose runs last used these options
         self.fork: int | None = None  # for runs of two parts, on a card
         self.mask_tiles = MaskTiles(batch.device)
         self.gathered: gather_rows.Rows | None = None  # of the present plan; None: K and V are read in place

@@ -1,4 +1,4 @@
-"""From options to kernels that can run: chosen, compiled or found, loaded, with their schedule."""
+"""Chooses the kernels for a set of options, compiles or finds them, loads them and makes their schedule."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class PreparedKernels:
     ) -> None:
         self.options = options
         self.problem = Problem(options, packed_rows, has_known_lengths=has_known_lengths, contexts=contexts)
-        asked = dataclasses.replace(self.problem, options=gather_rows.as_rows(options)) if gathers else self.problem
-        self.choice = choose.choose(asked, device, trace(options, 1.0, device).spec)
+        problem = dataclasses.replace(self.problem, options=gather_rows.as_rows(options)) if gathers else self.problem
+        self.choice = choose.choose(problem, device, trace(options, 1.0, device).spec)
         if gathers:
             self.choice = dataclasses.replace(self.choice, reasons=(*self.choice.reasons, gather_rows.NOTE))
         self.attention = jit.get_kernel(self.choice.spec, device)
@@ -69,7 +69,8 @@ class PreparedKernels:
         self.schedule_address = ctypes.addressof(self.schedule)
 
     def _find_merge(self, device: torch.device) -> tuple[int | None, int]:
-        """The kernel that merges after the attention launch, None if that merges itself; and the most CTAs of it."""
+        """The kernel that merges after the attention launch, None if that launch merges itself; and its largest number
+        of CTAs."""
         if self.choice.kernel.merges_in_launch:
             return None, 0
         out_dtype = self.options.out_dtype

@@ -222,7 +222,7 @@ class Planner:
         for other in self.active[1:]:
             is_needed = self.is_graph or other.call.was_captured
             try:
-                if is_needed or other.asked_at >= self._last:
+                if is_needed or other.used_at >= self._last:
                     other.plan_held(batch)
                     continue
             except PlanError:
@@ -342,7 +342,7 @@ class Planner:
                 raise self._new_in_capture(variation)
             self._activate(found)
         self._variations[variation] = found
-        found.asked_at = self.generation
+        found.used_at = self.generation
         return found
 
     def _activate(self, combination: OptionPlan) -> None:

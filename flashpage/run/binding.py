@@ -100,7 +100,7 @@ class Binding:
     def _bind_views(
         self, views: dict[str, kv_view.View], cache: native.AttentionParams | native.GatherRowsParams
     ) -> None:
-        """K and V as the attention kernel reads them, and the struct with the addresses of the cache."""
+        """Sets K and V as the attention kernel reads them, and chooses the struct that gets the cache's addresses."""
         self.views, params, bound = views, self.params, self.bound_run.parts[0]
         for side, view in ((params.k, views["K"]), (params.v, views["V"])):
             side.page_stride, side.token_stride, side.head_stride = (
@@ -227,7 +227,7 @@ class Binding:
         )
 
     def set_pdl(self, enable_pdl: bool | None) -> None:
-        """None: True on cards with programmatic dependent launch."""
+        """Sets enable_pdl; None means True on cards with programmatic dependent launch."""
         if enable_pdl is None:
             has_pdl = devices.of(self.device).has_pdl
         else:
@@ -239,7 +239,7 @@ class Binding:
         return self.has_numbers and all(s.__class__ is float for s in scales) and scales == self.scales
 
     def set_scales(self, scales: tuple[Any, Any, Any]) -> None:
-        """q, k, v: numbers are folded into the scales of score and output; tensors are read by the kernel."""
+        """Sets the scales of q, k and v: numbers go into the scales of score and output; the kernel reads tensors."""
         if self.has_scales(scales):
             return
         options = self.combination.options

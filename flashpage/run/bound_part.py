@@ -59,7 +59,7 @@ class BoundPart:
         """Makes tensor maps of K, V, q and out if the kernel uses them; sets tokens and rows of their boxes in
         `params`."""
         spec, options, params = prepared.choice.spec, self._options, self.params
-        tile, is_paged = spec.tile, options.is_paged
+        tile, is_paged = spec.tile, spec.kv_source != "ragged"  # rows that were gathered from pages are ragged
         page_size = options.page_size if is_paged else 0
         element_bytes = options.kv_dtype.size
         row_bytes = (options.head_dim_qk * element_bytes, options.head_dim_vo * element_bytes)

@@ -79,7 +79,7 @@ def check_plain(tensors: Tensors) -> None:
     """Raises for the first argument that is no tensor, or whose memory kernels cannot use."""
     q, cache, out, lse = tensors
     if isinstance(cache, tuple) and len(cache) != 2:
-        raise RunError(f"paged_kv_cache is a tuple of {len(cache)}: pass (k_cache, v_cache).")
+        raise RunError(f"paged_kv_cache has {len(cache)} tensors: pass one tensor, or the pair (k_cache, v_cache).")
     parts = {"k": cache[0], "v": cache[1]} if isinstance(cache, tuple) else {"paged_kv_cache": cache}
     read = {"q": q, **parts}
     written = {name: value for name, value in (("out", out), ("lse", lse)) if value is not None}

@@ -111,10 +111,10 @@ class MultiItemMask:
         if not (max_item_len.is_cpu and token_pos.is_cpu) and not self._check_on_device:
             return
         longest = token_pos.cpu().int().view(batch, -1).amax(1)
-        told = max_item_len.cpu().int().view(-1)
-        if bool((told < longest).any()):
-            i = int((told < longest).nonzero()[0])
+        given = max_item_len.cpu().int().view(-1)
+        if bool((given < longest).any()):
+            i = int((given < longest).nonzero()[0])
             raise PlanError(
-                f"max_item_len_ptr[{i}]={int(told[i])} but an item of the request has {int(longest[i])} tokens: pass "
-                "the longest item's."
+                f"max_item_len_ptr[{i}]={int(given[i])} but an item of the request has {int(longest[i])} tokens: "
+                "pass the length of the longest item."
             )

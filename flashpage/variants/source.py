@@ -7,8 +7,7 @@ import re
 from ..base.dtypes import DType
 from .spec import VariantSpec, logit_loads_by_token
 
-# In compilers' messages about a user's text, the file is "flashpage variant: logit" (or mask) and the line that in the
-# spec.
+# Compilers' messages about a user's text name the file "flashpage variant: logit" (or mask) and the line in the spec.
 SOURCE_NAME = "flashpage variant: "
 
 ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
@@ -44,7 +43,7 @@ _TRACED_RESULT = re.compile(r"(?:const auto v\d+ = [^;]*; )+return ([^;]*);")  #
 _NUMBER = r"[A-Za-z_]\w*|[\d.]+f?"
 _SOFT_CAP = re.compile(
     rf"(?:(?P<before>{_NUMBER})\*)?tanh\(\(?score(?:/(?P<divisor>{_NUMBER})|\*\(1\.0f/(?P<inverse>{_NUMBER})\))\)?\)"
-    rf"(?:\*(?P<behind>{_NUMBER}))?"
+    rf"(?:\*(?P<after>{_NUMBER}))?"
 )
 _CAUSAL = ("kv_idx <= q_idx", "q_idx >= kv_idx", "kv_idx < q_idx", "q_idx > kv_idx")
 _PARAMETERS = (
@@ -79,7 +78,7 @@ def mask_looks_at_head(spec: VariantSpec) -> bool:
     return "h" in _names([spec.mask])
 
 
-def asks_much(spec: VariantSpec) -> bool:
+def takes_many_registers(spec: VariantSpec) -> bool:
     """Whether evaluating the mask function takes many registers: with three tensors, kernels with the largest tiles
     spill."""
     return mask_looks_at_head(spec) or len({name for name, _, _ in spec.tensors} & _names([spec.mask])) > 2

@@ -116,12 +116,15 @@ class PrefillWrapper(Adapter):
             return
         there, needed = planner.mask.tensor, planner.result.mask_bytes
         if there is None or there.numel() < needed:
-            raise PlanError(f"_custom_mask_buf holds {0 if there is None else there.numel()} bytes, not {needed}.")
-        told, numbers = self._mask_indptr_buf, self._mask_indptr()
-        if told is None or numbers is None or not (told.is_cpu or env.is_on("FLASHPAGE_CHECK_INDICES")):
+            held = 0 if there is None else there.numel()
+            raise PlanError(f"_custom_mask_buf holds {held} bytes but the batch's mask needs {needed}: make it larger.")
+        given, numbers = self._mask_indptr_buf, self._mask_indptr()
+        if given is None or numbers is None or not (given.is_cpu or env.is_on("FLASHPAGE_CHECK_INDICES")):
             return
-        if not torch.equal(told[: numbers.numel()].to(numbers.dtype), numbers):
-            raise PlanError("_mask_indptr_buf is not the batch's: each request's bits start on a byte.")
+        if not torch.equal(given[: numbers.numel()].to(numbers.dtype), numbers):
+            raise PlanError(
+                "_mask_indptr_buf does not fit the batch's lengths: write the byte at which each request's bits begin."
+            )
 
 
 def only_items(items: Any, variant: Any) -> Any:

@@ -56,29 +56,29 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             ),
             *(paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend),
         )
-        self._told = {
+        self._given = {
             "pos_encoding_mode": checks.position_encoding(pos_encoding_mode),
             "q_data_type": checks.dtype("q_data_type", q_data_type),
             "kv_data_type": checks.dtype("kv_data_type", kv_data_type),
             "head_dim_qk": checks.whole("head_dim_qk", head_dim_qk, 1),
             "head_dim_vo": checks.whole("head_dim_vo", head_dim_vo, 1),
         }
-        self._told_window = checks.whole("window_left", window_left, -(2**31))
+        self._given_window = checks.whole("window_left", window_left, -(2**31))
 
     @functools.wraps(BatchPrefillWithPagedKVCacheWrapper.plan)
     def plan(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         if kwargs.get("window_left", -1) == -1 and len(args) < _WINDOW_POSITION:
-            kwargs["window_left"] = self._told_window
+            kwargs["window_left"] = self._given_window
         super().plan(*args, **kwargs)
-        self._check_told()
+        self._check_constructor_options()
 
     begin_forward = plan  # type: ignore[assignment]
 
     def _check_planned(self) -> None:
         super()._check_planned()
-        self._check_told()
+        self._check_constructor_options()
 
-    def _check_told(self) -> None:
+    def _check_constructor_options(self) -> None:
         options = self._options
         planned = {
             "pos_encoding_mode": options.position_encoding,
@@ -87,10 +87,12 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             "head_dim_qk": options.head_dim_qk,
             "head_dim_vo": options.head_dim_vo,
         }
-        for name, told in self._told.items():
-            if planned[name] != told:
+        for name, given in self._given.items():
+            if planned[name] != given:
                 self._planner.invalidate()
-                raise PlanError(f"{name}={planned[name]} in plan but {told} in the constructor: pass the same to both.")
+                raise PlanError(
+                    f"{name}={planned[name]} in plan but {given} in the constructor: pass the same value to both."
+                )
 
     def run(
         self,

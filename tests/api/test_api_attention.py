@@ -270,7 +270,7 @@ def test_errors_of_batch_pod() -> None:
     rows = torch.randn(3, 4, 64)
     with pytest.raises(RunError, match="no plan"):
         wrapper.run(rows, rows, rows, rows)
-    with pytest.raises(PlanError, match="last_page_len_d=None is a NoneType"):
+    with pytest.raises(PlanError, match="last_page_len_d=None is not a tensor"):
         wrapper.plan(*(torch.zeros(2, dtype=torch.int32),) * 7, None, 4, 2, 64, 16)
     with pytest.raises(CapabilityError, match="use_fp16_qk_reduction"):
         wrapper.run(rows, rows, rows, rows, use_fp16_qk_reduction=True)

@@ -155,13 +155,13 @@ def test_a_variant_that_loads_has_short_slots_where_boxes_fill_them(page_size: i
 
 
 FUNCTION, SCORES = VariantSpec(mask="kv_idx < 7 * h"), VariantSpec(logit="score * 2.0f")
-ASKED = KernelSpec("mask_tiles", mask_source="function", variant=FUNCTION, tile=tiles.Tile(128, 112, 8, 1, 2))
+FUNCTION_TILES = KernelSpec("mask_tiles", mask_source="function", variant=FUNCTION, tile=tiles.Tile(128, 112, 8, 1, 2))
 
 
 @pytest.mark.parametrize(
     ("changed", "variant", "is_known", "source", "kernel"),
     [
-        ({}, FUNCTION, True, "function", ASKED),
+        ({}, FUNCTION, True, "function", FUNCTION_TILES),
         ({}, FUNCTION, False, "implicit", None),
         ({"kv_dtype": DType.FLOAT8_E4M3}, FUNCTION, True, "implicit", None),
         ({"position_encoding": "ROPE_LLAMA"}, FUNCTION, True, "implicit", None),

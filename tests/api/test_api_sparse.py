@@ -169,7 +169,7 @@ def test_errors() -> None:
         ((indptr, indices, M, N - C, R, C), {}, PlanError, "indices reach block 7 but N=112 tokens are 7 blocks"),
         ((indptr, indices, M, N, R, C), {"block_mask": torch.ones(1)}, CapabilityError, "block_mask=a tensor of"),
         ((indptr, indices, M, N, R, C), {"mask": torch.ones(2, R, C).bool()}, PlanError, r"mask has shape \(2, 16"),
-        ((None, indices, M, N, R, C), {}, PlanError, "indptr=None is a NoneType"),
+        ((None, indices, M, N, R, C), {}, PlanError, "indptr=None is not a tensor"),
         ((indptr, indices, M, N, R, C), both, PlanError, "mask and packed_mask each say"),
     ):
         with pytest.raises(error, match=says):

@@ -1,5 +1,5 @@
-"""Arguments that once ended the process or silently gave a wrong result: tensors of odd memory, values of odd types.
-tests/support/bad_input.py has the table of plainly wrong ones."""
+"""Arguments that once crashed the process or silently gave a wrong result: tensors with odd memory, odd values.
+tests/support/bad_input.py has the table of arguments that are plainly wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parts_of(run: dict[str, Any], argument: str, make: Callable[[torch.Tensor], 
 @pytest.mark.parametrize("argument", ["q", "paged_kv_cache", "v", "out", "lse"])
 @pytest.mark.parametrize("kind", ODD)
 def test_a_run_refuses_odd_tensors(kind: str, argument: str, is_second: bool) -> None:
-    """Refused at the first run, and at a later one that would be a single call of a builtin."""
+    """They are refused at the first run, and at a later run, which would be a single call of a builtin."""
     make, says = ODD[kind]
     run = decode_run() | {"out": torch.empty(2, HEADS, DIM), "lse": torch.empty(2, HEADS)}
     wrapper = planned()
@@ -66,7 +66,7 @@ def test_vmap_is_refused() -> None:
 
 
 class TestCollectives:
-    """Parallel engines hold AsyncCollectiveTensors, which are waited for."""
+    """Parallel engines pass AsyncCollectiveTensors; a run waits for them."""
 
     @staticmethod
     def under_way(tensor: torch.Tensor) -> Any:

@@ -84,7 +84,7 @@ def test_a_window_that_no_context_fills_is_none() -> None:
 
 
 def test_the_bias_of_alibi_is_flashinfers_on_request() -> None:
-    """The README's variant: FlashInfer counts rows from 0 in each request, whatever precedes them in the cache."""
+    """The documented variant: FlashInfer counts rows from 0, also if tokens precede them in the cache."""
     q, k, v, cap = torch.randn(3, HEADS, DIM), torch.randn(9, KV_HEADS, DIM), torch.randn(9, KV_HEADS, DIM), 2.0
     tensors = {"slopes": flashpage.utils.get_alibi_slopes(HEADS), "before": ints(9 - 3)}
     bias = "score + slopes(h) * to_float(kv_idx - q_idx + before(b))"

@@ -44,8 +44,8 @@ CASES = [
     CascadeCase("no-rows", (((0, 20),), ((0, 3), (0, 0)))),
     CascadeCase("one-level", (((1, 70), (3, 16)),), causal=True),
     CascadeCase("one-request", (((1, 64),), ((1, 33),))),
-    CascadeCase("nobody-shares", (((3, 64), (2, 16), (1, 0)), ((3, 7), (2, 40), (1, 5))), causal=True),
-    CascadeCase("nobody-shares-half-pages", (((1, 70), (1, 64)), ((1, 0), (1, 40)))),
+    CascadeCase("nothing-shared", (((3, 64), (2, 16), (1, 0)), ((3, 7), (2, 40), (1, 5))), causal=True),
+    CascadeCase("nothing-shared-half-pages", (((1, 70), (1, 64)), ((1, 0), (1, 40)))),
     CascadeCase("half-a-page", (((1, 70),), ((1, 33),))),
     CascadeCase("rows-without-tokens", (((2, 64),), ((2, 0),)), causal=False),
     CascadeCase("folded-in-the-middle", (((2, 50),), ((1, 32), (1, 16)), ((1, 9), (1, 1))), page_size=1),
@@ -138,8 +138,8 @@ def test_flat_attention_gives_the_same(case: CascadeCase, device: str) -> None:
         ("window-within-the-last-level", 2, ["merge_state_in_place"]),  # one request has no tokens of its own
         ("one-level", 1, []),
         ("one-request", 1, []),
-        ("nobody-shares", 1, []),
-        ("nobody-shares-half-pages", 1, []),
+        ("nothing-shared", 1, []),
+        ("nothing-shared-half-pages", 1, []),
         ("half-a-page", 2, ["merge_state_in_place"]),
         ("folded-in-the-middle", 2, ["merge_state_in_place"]),
         ("folded-above", 2, ["merge_state_in_place"]),
@@ -325,7 +325,7 @@ def test_errors() -> None:
 
 def test_errors_of_levels_that_could_be_joined() -> None:
     """Errors are found before levels are joined."""
-    batch = CascadeBatch(next(case for case in CASES if case.name == "nobody-shares"))
+    batch = CascadeBatch(next(case for case in CASES if case.name == "nothing-shared"))
     wrapper, arrays = wrapper_for(batch, "cpu"), batch.arrays()
     for i, change, says in (
         (2, lambda t: t[:-1], r"paged_kv_indices has \d+ entries but the indptr ends at"),

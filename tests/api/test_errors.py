@@ -14,7 +14,7 @@ from flashpage.wrappers import operators
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
-def test_bad_argument_is_told(row: Bad) -> None:
+def test_bad_argument_is_reported(row: Bad) -> None:
     name, plan_arguments, run_arguments = KINDS[row.kind]
     wrapper = getattr(flashpage, name)(workspace())
     planned, ran = plan_arguments(), run_arguments()

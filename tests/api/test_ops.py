@@ -198,7 +198,7 @@ def test_inductor_captures_runs_of_wrappers_for_graphs_alone(
     assert is_cudagraph_unsafe_fx_node(found[0]) is not is_graph
 
 
-def test_a_lost_wrapper_is_told(q: torch.Tensor, cache: torch.Tensor) -> None:
+def test_a_lost_wrapper_is_reported(q: torch.Tensor, cache: torch.Tensor) -> None:
     wrapper = decode_wrapper()
     arguments = run_arguments(wrapper, q, [cache])
     del wrapper

@@ -53,7 +53,7 @@ def test_options_of_earlier_plans_are_not_planned_again() -> None:
     assert [options.window_left for options in planned_options(wrapper)] == [19]
 
 
-def test_options_of_runs_stay_as_long_as_runs_ask_for_them() -> None:
+def test_options_of_runs_stay_as_long_as_runs_use_them() -> None:
     wrapper = prefill()
     plan(wrapper)
     for window in range(1, 20):

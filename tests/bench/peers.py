@@ -143,7 +143,7 @@ PEERS: dict[str, tuple[str, Callable[[Batch], Call | None]]] = {  # label: modul
 
 
 def _flashinfer(batch: Batch, backend: str) -> dict[str, object]:
-    """Options for FlashInfer, which uses tensor cores in decode only if told to."""
+    """Options for FlashInfer, which uses tensor cores in decode only if use_tensor_cores is set."""
     return {"use_tensor_cores": True} if batch.case.q_len == 1 else {"backend": backend}
 
 

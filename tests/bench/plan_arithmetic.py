@@ -69,7 +69,7 @@ class Batch:
         self.buffer = np.zeros(plan_bytes.value, np.uint8)
 
     def microseconds(self, rounds: int) -> float:
-        """The least of the rounds; a round repeats for half a millisecond, which is shorter than a time slice."""
+        """The least of all rounds. A round repeats the plan for half a millisecond, less than a time slice."""
         addresses = ctypes.addressof(self.problem), ctypes.addressof(self.schedule)
         buffer = self.buffer.ctypes.data, len(self.buffer)
         arguments = (*addresses, *buffer, ctypes.addressof(self.result))

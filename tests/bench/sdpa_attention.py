@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention as the engine's attention: the way of an engine without a paged kernel."""
+"""torch's scaled_dot_product_attention as the engine's attention, as an engine without a paged kernel would use it."""
 
 from __future__ import annotations
 

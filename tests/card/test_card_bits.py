@@ -129,7 +129,7 @@ class Serving:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_same_bits_fifty_times(kind: Kind, mode: str) -> None:
-    """Another stream takes SMs away at random in the meantime."""
+    """Another stream takes SMs at random while the runs repeat."""
     run = Serving(kind).planned(EVERYONE, **MODES[mode])
     first = run()
     busy = torch.randn(2048, 2048, device=DEVICE)

@@ -12,7 +12,7 @@ import torch
 from card_check import Check
 
 
-def test_every_file_is_asked() -> None:
+def test_every_file_is_run() -> None:
     files = {path.stem for path in Path(card_check.__file__).parents[1].rglob("test_*.py")}
     names = [check.name for check in card_check.checks(with_sanitizers=True)]
     assert names[:4] == ["memcheck", "racecheck", "synccheck", "test_cases"]
@@ -31,7 +31,7 @@ def test_every_file_is_asked() -> None:
         ("import time; time.sleep(60)", 1),
     ],
 )
-def test_what_fails_is_told(code: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_reported(code: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fine = Check("fine", (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"))
     tried = Check("tried", (sys.executable, "-c", code))
     assert card_check.run_all([fine, tried, fine], ["3", "7"], 2, tmp_path, limit_seconds=5.0) == status
@@ -54,6 +54,6 @@ def test_without_a_card_it_says_so() -> None:
     ("argument", "said"),
     [("--jobs=0", "--jobs 0: pass 1 or more"), ("--limit=0", "--limit 0.0: pass more than 0 seconds")],
 )
-def test_a_wrong_number_is_told(argument: str, said: str) -> None:
+def test_a_wrong_number_is_reported(argument: str, said: str) -> None:
     result = subprocess.run([sys.executable, card_check.__file__, argument], capture_output=True, text=True)
     assert result.returncode == 2 and said in result.stderr

@@ -102,7 +102,7 @@ def test_an_eager_wrappers_run_is_captured(decode_steps: Steps) -> None:
 
 
 def test_a_captured_plan_is_copied_at_every_replay(decode_steps: Steps) -> None:
-    """The staging slot from which a graph copies is never reused, whatever is planned between replays."""
+    """The staging slot from which a graph copies is never reused by plans between its replays."""
     steps, wrapper = decode_steps, decode_steps.wrapper()
 
     def step(i: int) -> None:

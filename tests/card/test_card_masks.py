@@ -213,7 +213,7 @@ def seen(mask_mod: Callable[..., Any], causal: bool = False, window_left: int = 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["all", "causal", "window"])
 @pytest.mark.parametrize(("function", "captured"), FUNCTIONS, ids=["documents", "heads"])
-def test_functions_are_asked_for_tiles(
+def test_tiles_of_functions(
     function: Callable[..., Any], captured: torch.Tensor, options: dict[str, Any], tensors: tuple[torch.Tensor, ...]
 ) -> None:
     wrapper = planned(variant=Variant(mask_mod=function(captured.to(DEVICE))), **options)

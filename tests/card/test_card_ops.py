@@ -21,7 +21,8 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def states(dtype: torch.dtype, heads: int, dim: int, num_states: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, states, heads, dim] and LSEs: some without tokens, some far apart, one row without any."""
+    """States [rows, states, heads, dim] and LSEs: some states have no tokens, some LSEs are far apart, and one row has
+    no tokens in any state."""
     generator = torch.Generator().manual_seed(heads * dim + num_states)
     rows = 37
     v = torch.randn(rows, num_states, heads, dim, generator=generator).to(dtype)

@@ -279,7 +279,7 @@ def test_seq_lens_and_what_is_refused(flashinfer: types.ModuleType) -> None:
 
 
 def test_decode_with_sinks(device: str, flashinfer: types.ModuleType) -> None:
-    """sinks is a keyword of run that FlashInfer's own decode kernels ignore."""
+    """Sinks are a keyword of run, which FlashInfer's own decode kernels ignore."""
     batch = EngineBatch(decode_case(**FORM, **FORMS[0], sinks=True), device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(batch.workspace(), "NHD", use_tensor_cores=True)
     plan_decode(wrapper, batch)

@@ -144,6 +144,7 @@ def test_a_prompt_is_computed_once(model: Any, eager: Any) -> None:
 
 def test_layers_that_share_keys() -> None:
     """The last layer reuses another layer's keys."""
+    hf.register()
     sizes = {"num_kv_shared_layers": 1, "vocab_size_per_layer_input": VOCABULARY}
     model = make_model("gemma3", config_class="Gemma3nTextConfig", **sizes)
     expected = greedy(model, left_padded(LENGTHS), 12)
@@ -206,12 +207,12 @@ def test_rows_are_selected(model: Any) -> None:
     torch.testing.assert_close(*logits)
 
 
-def test_full_pools_are_told(model: Any) -> None:
+def test_full_pools_are_reported(model: Any) -> None:
     with pytest.raises(RunError, match="all num_pages=4 pages"):
         greedy(model, left_padded(LENGTHS), 2, past_key_values=hf.PagedCache(model.config, num_pages=4, page_size=4))
 
 
-def test_a_mask_that_changes_is_told(model: Any) -> None:
+def test_a_mask_that_changes_is_reported(model: Any) -> None:
     cache = hf.PagedCache(model.config)
     inputs = left_padded(LENGTHS)
     with torch.no_grad():
@@ -221,7 +222,7 @@ def test_a_mask_that_changes_is_told(model: Any) -> None:
             model(input_ids=torch.ones(3, 1, dtype=torch.int64), attention_mask=mask, past_key_values=cache)
 
 
-def test_another_batch_is_told(model: Any) -> None:
+def test_another_batch_is_reported(model: Any) -> None:
     cache = hf.PagedCache(model.config)
     with torch.no_grad():
         model(input_ids=torch.ones(2, 3, dtype=torch.int64), past_key_values=cache)
@@ -231,16 +232,16 @@ def test_another_batch_is_told(model: Any) -> None:
         model(input_ids=torch.ones(3, 3, dtype=torch.int64), past_key_values=cache)
 
 
-def test_another_attention_is_told(eager: Any) -> None:
+def test_another_attention_is_reported(eager: Any) -> None:
     with pytest.raises(RunError, match=r"set_attn_implementation\(flashpage.hf.NAME\)"):
         greedy(eager, left_padded(LENGTHS), 3, past_key_values=hf.PagedCache(eager.config))
 
 
-def test_encoders_with_decoders_are_told() -> None:
+def test_encoders_with_decoders_are_reported() -> None:
     with pytest.raises(RunError, match="bart has layers that attend to an encoder"):
         hf.PagedCache(transformers.BartConfig())
 
 
-def test_latents_are_told() -> None:
+def test_latents_are_reported() -> None:
     with pytest.raises(RunError, match="deepseek_v3 caches latents"):
         hf.PagedCache(make_model("deepseek-v3").config)

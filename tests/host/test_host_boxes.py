@@ -138,7 +138,7 @@ def test_a_cache_without_pages_has_a_map() -> None:
         assert form.dims[3] == 1
 
 
-def test_strides_that_no_map_can_have_are_told() -> None:
+def test_strides_that_no_map_can_have_are_reported() -> None:
     view = kv_view.View(PAGES, SIZE, KV, 64, SIZE * KV * 64, KV * 64, 64)
     for changed, message in (
         ({"head_stride": 68}, "V has 136 bytes from head to head: .* multiple of 16"),
@@ -228,17 +228,17 @@ def test_structs_follow_the_kernels_loader_and_the_caches_pages(bound: Any) -> N
 
 
 def test_a_trace_lasts_until_it_is_taken_off(bound: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    structs, asked = bound.structs, []
+    structs, requested = bound.structs, []
     plain = structs.launches.attention.kernel
 
     def get_kernel(spec: Any, device: Any) -> LoadedKernel:
-        asked.append(spec)
+        requested.append(spec)
         return SimpleNamespace(handle=4711)  # type: ignore[return-value]
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     stamps = torch.zeros(4, 8, dtype=torch.int64)
     structs.set_trace(stamps)
     assert (structs.launches.attention.kernel, structs.params.trace) == (4711, stamps.data_ptr())
-    assert asked == [dataclasses.replace(structs.combination.prepared.choice.spec, trace=True)]
+    assert requested == [dataclasses.replace(structs.combination.prepared.choice.spec, trace=True)]
     structs.set_trace(None)
     assert (structs.launches.attention.kernel, structs.params.trace) == (plain, None)

@@ -71,7 +71,7 @@ assert record() == ["unload ctx=0 mode=2"]
         ("image", "attention", -1, "device is -1: give the index of a CUDA device"),
     ],
 )
-def test_a_kernel_that_does_not_load_is_told(image: str, entry: str, ordinal: int, message: str) -> None:
+def test_a_kernel_that_does_not_load_is_reported(image: str, entry: str, ordinal: int, message: str) -> None:
     with_fake_driver(f"""
 assert lib.fp_cuda_kernel_load({ordinal}, b"{image}", 5, b"{entry}") is None
 assert host.last_error() == {message!r}, host.last_error()
@@ -141,12 +141,12 @@ assert lines[:2] == [
     "map type=0 rank=4 128/96,16/16@768,1/8@96,1/1000@32768 0 3 0 0",
 ]
 assert lines[2].endswith(f"maps={1 << 20},{1 << 21}") and len(lines) == 3
-params.k.data, params.v.data = None, 1 << 23  # a cache without tokens: its map is one all the same
+params.k.data, params.v.data = None, 1 << 23  # a cache without tokens also gets a map
 host.check(run(attention, boxes=addressof(boxes)))
 assert f"maps={1 << 22},{1 << 23}" in record()[2]
 host.check(run(kernel(b"rows")))
 assert not any(line.startswith("map") for line in record())
-params.q, params.out, rows = 1 << 24, 1 << 25, host.KvBoxes(q=k, out=k)  # beside rows of K and V
+params.q, params.out, rows = 1 << 24, 1 << 25, host.KvBoxes(q=k, out=k)  # in addition to rows of K and V
 host.check(run(kernel(b"row_boxes"), boxes=addressof(rows)))
 lines = [line for line in record() if line.startswith(("map", "launch"))]
 assert [line.split(",")[0] for line in lines[:2]] == ["map type=1 rank=4 64/128"] * 2
@@ -155,7 +155,7 @@ assert f" maps={1 << 24},{1 << 25}" in lines[2] and len(lines) == 3
     )
 
 
-def test_a_map_that_the_driver_refuses_is_told_with_its_numbers() -> None:
+def test_the_error_of_a_refused_map_has_its_numbers() -> None:
     with_fake_driver(
         BOXES
         + """
@@ -216,7 +216,7 @@ assert used == (["1000 mode=0"] * 2 + ["1001 mode=0"] * 2) * 3, used
 """)
 
 
-def test_a_failed_launch_is_told_and_the_merge_left_out() -> None:
+def test_a_failed_launch_is_an_error_and_the_merge_is_left_out() -> None:
     with_fake_driver("""
 attention, merge = kernel(b"attention"), kernel(b"merge")
 record()
@@ -259,7 +259,7 @@ assert sum("host_free" in line for line in record()) == 5
 
 
 def test_a_host_far_ahead_waits_and_pinned_memory_is_given_back() -> None:
-    """64 MiB of plans in flight at most; without need of them, slots go, and every plan still arrives."""
+    """At most 64 MiB of plans are in flight. Slots that are not needed are freed, and every plan still arrives."""
     with_fake_driver("""
 planning = Planning(slot_bytes=1 << 22)
 count = lambda lines, name: sum(line.startswith(name) for line in lines)

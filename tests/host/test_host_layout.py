@@ -106,18 +106,18 @@ def test_comments_do_not_make_a_build_out_of_date(tmp_path: Path) -> None:
 
 def test_a_library_of_another_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.structs, "FINGERPRINT", "0")
-    with pytest.raises(flashpage.FlashpageError, match=r"different builds: rebuild it with .*build_host"):
+    with pytest.raises(flashpage.FlashpageError, match=r"different builds: run .*build_host"):
         native.load.__wrapped__()
 
 
 def test_a_library_without_a_fingerprint_is_refused() -> None:
-    with pytest.raises(flashpage.FlashpageError, match=r"different builds: rebuild it with .*build_host"):
+    with pytest.raises(flashpage.FlashpageError, match=r"different builds: run .*build_host"):
         library._check_fingerprint(ctypes.CDLL(None), Path("libold.so"))
 
 
 def test_headers_that_changed_since_the_build_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "hash_declarations", lambda *_: "0")
-    with pytest.raises(flashpage.FlashpageError, match=r"headers of .* have changed .*: rebuild it with .*build_host"):
+    with pytest.raises(flashpage.FlashpageError, match=r"headers of .* have changed .*: run .*build_host"):
         native.load.__wrapped__()
 
 

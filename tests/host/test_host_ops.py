@@ -259,7 +259,7 @@ def test_every_form_of_the_row_loops_agrees() -> None:
 
 
 @pytest.mark.parametrize("element_type", [-1, 3])
-def test_an_unknown_element_type_is_told(element_type: int) -> None:
+def test_an_unknown_element_type_is_reported(element_type: int) -> None:
     status = native.load().fp_cpu_merge_states(ctypes.byref(native.MergeStatesParams()), element_type)
     with pytest.raises(native.DeviceError, match=f"element type {element_type} is none of"):
         native.check(status)

@@ -74,7 +74,7 @@ def test_the_plan_arrives_and_stays_readable() -> None:
     library.fp_slots_destroy(slots)
 
 
-def test_a_workspace_too_small_is_told_and_nothing_is_copied() -> None:
+def test_a_workspace_too_small_is_an_error_and_nothing_is_copied() -> None:
     slots = native.check_handle(native.load().fp_slots_create(-1, 1 << 16))
     destination = np.zeros(1 << 16, np.uint8)
     batch = Batch(*range(1, 400))
@@ -97,7 +97,7 @@ def test_a_slot_smaller_than_the_plan_is_replaced() -> None:
     native.load().fp_slots_destroy(slots)
 
 
-def test_wrong_lengths_are_told() -> None:
+def test_wrong_lengths_are_reported() -> None:
     slots = native.check_handle(native.load().fp_slots_create(-1, 1 << 16))
     batch = Batch(100, 100)
     batch.last_page_len[1] = 17
@@ -108,7 +108,7 @@ def test_wrong_lengths_are_told() -> None:
     native.load().fp_slots_destroy(slots)
 
 
-def test_slots_of_a_card_where_there_is_none_are_told() -> None:
+def test_slots_of_a_card_where_there_is_none_are_reported() -> None:
     if native.load().fp_cuda_device_count() > 0:
         pytest.skip("this machine has a card")
     with pytest.raises(native.DeviceError, match="no CUDA driver|cuInit"):

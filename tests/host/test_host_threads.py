@@ -184,6 +184,6 @@ def test_one_core_is_one_thread() -> None:
     assert result.stdout.strip() == "1", result.stderr
 
 
-def test_a_wrong_number_of_threads_is_told() -> None:
+def test_a_wrong_number_of_threads_is_reported() -> None:
     with pytest.raises(native.DeviceError, match="threads is -1: give 1 to 1024, or 0 for the default"):
         native.check(native.load().fp_cpu_set_threads(-1))

@@ -97,11 +97,11 @@ def test_a_target_fits_where_a_kernel_is_chosen() -> None:
 
 LISTED = {(spec, target.name) for target in CUDA_TARGETS for spec in specs.cuda_specs(target)}
 LISTED |= {(spec, "avx2") for spec in specs.cpu_specs()}
-ASKED_FOR = sorted((pair for pair in LISTED if pair[0].tile), key=lambda pair: (pair[0].name, pair[1]))
+PLANNED = sorted((pair for pair in LISTED if pair[0].tile), key=lambda pair: (pair[0].name, pair[1]))
 
 
-@pytest.mark.parametrize(("spec", "target"), ASKED_FOR, ids=[f"{spec.name}-{target}" for spec, target in ASKED_FOR])
-def test_list_is_what_plans_ask_for(spec: KernelSpec, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("spec", "target"), PLANNED, ids=[f"{spec.name}-{target}" for spec, target in PLANNED])
+def test_the_list_has_what_plans_need(spec: KernelSpec, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every spec is chosen for some number of packed rows: otherwise a wheel would hold kernels that no plan uses."""
     options = Options(
         kv_source=spec.kv_source,
@@ -158,7 +158,7 @@ def test_a_target_without_a_card_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "no row of flashpage/kernels/devices.py is of sm_75: the list knows " in error and ", sm_90a" in error
 
 
-def test_helper_specs_are_what_operators_ask_for() -> None:
+def test_helper_specs_are_those_of_operators() -> None:
     listed = set(helpers.AHEAD)
     assert {KernelSpec("append", kv_dtype=helpers.COPIED[dtype.size]) for dtype in DType} <= listed
     assert {

@@ -95,7 +95,7 @@ def test_who_is_waited_for(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A process that waits says after a while which process compiles."""
-    monkeypatch.setattr(build, "_TELL_SECONDS", 0.2)
+    monkeypatch.setattr(build, "_REPORT_SECONDS", 0.2)
     first = sandbox.start("get(toy(1))", COMPILE_SECONDS="3")
     while not sandbox.num_compiles():
         time.sleep(0.02)

@@ -95,7 +95,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_folder_of_temporary_files(
     sandbox: Sandbox, full_disk: Path, room: int, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever does not fit, even the source: the error says that there is no room, and where."""
+    """If any file does not fit on the disk, even the source, the error says so and names the folder."""
     subprocess.run(["mount", "-o", f"remount,size={4 * (room + 1)}k", str(full_disk)], check=True)
     (full_disk / "others").write_bytes(b"x" * 4096)
     monkeypatch.setattr(tempfile, "tempdir", str(full_disk))

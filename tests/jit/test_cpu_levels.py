@@ -83,7 +83,7 @@ def test_an_entry_under_the_key_of_another_level(sandbox: Sandbox, monkeypatch: 
     assert sandbox.num_compiles() == 2
 
 
-def test_a_cpu_without_avx2_is_told(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_avx2_is_reported(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     built_for(monkeypatch, LAST)
     monkeypatch.setattr(targets, "cpu_features", lambda: frozenset({"fma"}))
     monkeypatch.setattr(loader, "_kernels", {})

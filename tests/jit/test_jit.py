@@ -90,12 +90,12 @@ def test_eight_threads_compile_once(sandbox: Sandbox) -> None:
 
 
 def test_hit_in_a_new_process(sandbox: Sandbox) -> None:
-    """No compiler, no ninja, no jinja2, no read of sources, and at most 30 ms."""
+    """A new process finds the kernel without compiler, ninja, jinja2 and sources, within 30 ms."""
     jit.get_kernel(toy())
     code = """
 import sys
 from flashpage import native as host
-host.load()  # the wrapper has planned before: the library is there
+host.load()  # as a wrapper would have done
 events = []
 sys.addaudithook(lambda name, args: events.append((name, str(args))))
 start = time.perf_counter()

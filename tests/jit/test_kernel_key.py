@@ -86,7 +86,7 @@ def keys_in_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch, header: str = 
 
 @pytest.mark.parametrize("kernel", ONE_OF_EACH)
 def test_headers_are_those_that_a_compiler_reads(kernel: str, tmp_path: Path) -> None:
-    """Keys of CPU kernels cover a few headers more: those of branches for the card, which only a preprocessor skips."""
+    """Keys of CPU kernels also cover headers of branches for the card, because only a preprocessor skips these."""
     is_cpu, text = kernel.startswith("cpu_"), render(ONE_OF_EACH[kernel][0])
     (tmp_path / "kernel.cpp").write_text(text)
     of_cpu = compilers.fixed_flags(jit.Target.parse("avx2"))["g++"]

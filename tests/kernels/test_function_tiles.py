@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mask_batch import TOKENS, Asked, memory_of, plan_of
+from mask_batch import TOKENS, FunctionMasked, memory_of, plan_of
 from native_build import function_tiles
 from planner_batches import Batch, Cutting
 from variant_build import variant_args
@@ -24,7 +24,7 @@ from flashpage.kernels.spec import VariantSpec
 from flashpage.variants import Variant
 from flashpage.variants.source import mask_is_causal, mask_looks_at_head
 
-MOST_TOKENS, BEFORE, REQUESTS, HEADS = 4600, 300, 5, 40  # BEFORE: rows may stand before a request's first token
+MOST_TOKENS, BEFORE, REQUESTS, HEADS = 4600, 300, 5, 40  # BEFORE: rows before a request's first token
 _generator = torch.Generator().manual_seed(5)
 DOCUMENT = torch.sort(torch.randint(0, 30, (REQUESTS, BEFORE + MOST_TOKENS), generator=_generator))[0]
 REACH = torch.randint(0, 900, (HEADS,), generator=_generator)
@@ -51,7 +51,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (documents, causal_documents, reach_
 VARIANTS = {function.__name__: Variant(mask_mod=function).traced() for function in FUNCTIONS}
 
 
-def asked(batch: Batch, cutting: Cutting, function: Callable[..., Any]) -> Asked:
+def function_masked(batch: Batch, cutting: Cutting, function: Callable[..., Any]) -> FunctionMasked:
     variant = VARIANTS[function.__name__]
     args, kernel = variant_args(variant), function_tiles(variant.spec)
     masks, in_range = [], []
@@ -65,16 +65,16 @@ def asked(batch: Batch, cutting: Cutting, function: Callable[..., Any]) -> Asked
         in_range.append((after & in_window).numpy())
     planned, plan_bytes = plan_of(batch, cutting)
     heads = batch.num_kv_heads if mask_looks_at_head(variant.spec) else 1
-    params, cells, behind = memory_of(planned, heads)
+    params, cells, after = memory_of(planned, heads)
     params.plan = plan_bytes.ctypes.data
-    made = Asked(planned, masks, np.zeros(0, np.uint8), params, cells, behind, plan_bytes)
+    made = FunctionMasked(planned, masks, np.zeros(0, np.uint8), params, cells, after, plan_bytes)
     made.ask = lambda params, grid: kernel(ctypes.byref(params), ctypes.byref(args), grid)
     made.in_range = in_range
     return made
 
 
 @st.composite
-def asked_batches(draw: st.DrawFn, function: Callable[..., Any]) -> Asked:
+def function_batches(draw: st.DrawFn, function: Callable[..., Any]) -> FunctionMasked:
     lengths = st.sampled_from((0, 1, 2, 7, 64, 65, 129, 300))
     tokens = st.integers(0, 700) | st.just(4500)
     requests = draw(st.lists(st.tuples(lengths, tokens), min_size=1, max_size=REQUESTS))
@@ -99,14 +99,14 @@ def asked_batches(draw: st.DrawFn, function: Callable[..., Any]) -> Asked:
         wave_tokens=draw(st.sampled_from((0, 500))),
         fixed_piece_tokens=draw(st.sampled_from((0, 0, -1, 3840))),
     )
-    return asked(batch, cutting, function)
+    return function_masked(batch, cutting, function)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_tiles_and_queue_of_functions(function: Callable[..., Any], data: st.DataObject) -> None:
-    batch, grid = data.draw(asked_batches(function)), data.draw(st.sampled_from((1, 3)))
+    batch, grid = data.draw(function_batches(function)), data.draw(st.sampled_from((1, 3)))
     for _ in range(2):  # the second run starts from the memory of the first
         batch.find(grid)
     batch.check_tiles()

@@ -197,7 +197,7 @@ def test_a_wrapper_binds_memory_for_its_plan(fixed_split_size: int | None) -> No
 
 
 def test_graph_mode_has_memory_for_the_largest_batch() -> None:
-    """A captured launch's arguments stay the same, whatever is planned later."""
+    """Later plans do not change the arguments of a captured launch."""
     buffers = {"qo_indptr_buf": torch.zeros(3, dtype=torch.int32), "kv_indptr_buf": torch.zeros(3, dtype=torch.int32)}
     mask_buffer = torch.zeros(80000, dtype=torch.uint8)
     wrapper = flashpage.BatchPrefillWithRaggedKVCacheWrapper(

@@ -96,14 +96,14 @@ def test_machine_code(dim: int, loader: str, position_encoding: str, tmp_path: P
 
 
 CODES = torch.zeros(4, 8, dtype=torch.int32)
-ASKED = {
+FUNCTIONS = {
     "loads": lambda b, h, q_idx, kv_idx: (CODES[b, q_idx] == CODES[b, kv_idx]) & (kv_idx <= q_idx),
     "heads": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx < CODES[b, h]) | (kv_idx % 7 < 2),
 }
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
-@pytest.mark.parametrize("function", ASKED)
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_machine_code_of_mask_functions(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that finds a function's tiles, and the one that evaluates it in mixed tiles, both with large tiles."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
@@ -118,7 +118,7 @@ def test_machine_code_of_mask_functions(function: str, tmp_path: Path, monkeypat
         kv_dtype=DType.BFLOAT16,
         out_dtype=DType.BFLOAT16,
     )
-    variant = Variant(mask_mod=ASKED[function]).traced().spec
+    variant = Variant(mask_mod=FUNCTIONS[function]).traced().spec
     choice = choose.choose(Problem(options, 4096), torch.device("cuda:0"), variant)
     specs = [choice.spec, mask_tiles_spec(choice, options)]
     for result in build_kernels([(spec, Target("cuda", 90)) for spec in specs if spec], tmp_path):

@@ -174,9 +174,9 @@ EXPORT Result cuEventRecord(Event event, Stream stream) {
   return note_event("event_record", event, stream), success;
 }
 EXPORT Result cuEventQuery(Event event) {
-  const auto* asked = reinterpret_cast<FakeEvent*>(event);
-  if (Result refused = asked->is_captured ? 907 : unsafe("event_query")) return refused;
-  return asked->copies_before <= copies_done ? success : 600;
+  const auto* queried = reinterpret_cast<FakeEvent*>(event);
+  if (Result refused = queried->is_captured ? 907 : unsafe("event_query")) return refused;
+  return queried->copies_before <= copies_done ? success : 600;
 }
 EXPORT Result cuEventSynchronize(Event event) {
   auto* awaited = reinterpret_cast<FakeEvent*>(event);

@@ -1,4 +1,4 @@
-// Stands between the host library and libcuda.so.1, be that a card's driver or tests/native/fake_cuda.cpp: counts calls
+// A library between the host library and libcuda.so.1 (a card's driver, or tests/native/fake_cuda.cpp): counts calls
 // and living handles, and lets one call fail, or one allocation of the library's. Preloaded; the rest of the process
 // (torch) keeps the driver as it is.
 #include <dlfcn.h>
@@ -36,7 +36,7 @@ const char* const symbols[] = {
 #undef SYMBOL
 };
 
-// What makes and what ends a handle of each kind: events, streams, libraries, pinned memory.
+// The calls that make and that end a handle of each kind: events, streams, libraries, pinned memory.
 constexpr int makes[num_kinds][2] = {{id_event_create, id_event_create},
                                      {id_stream_create, id_stream_create_with_priority},
                                      {id_library_load_data, id_library_load_data},

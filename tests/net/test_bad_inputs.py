@@ -1,5 +1,5 @@
-"""Bad inputs over all public functions: no row ends the process, hangs or gives a wrong result without a word, and what
-must come comes (tests/support/bad_inputs)."""
+"""Calls every public function with bad arguments (tests/support/bad_inputs). A call must not crash, hang or silently
+give a wrong result; each row of the table says which outcome is right."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ from flashpage.wrappers.plan_arguments import Own
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 FAMILIES = sorted({scene.family for scene in scenes().values()})
 
-# Public functions without rows: another net judges what they are given, or they take what only they themselves make.
+# Public names without rows, and why: other tests check their arguments, or users do not call them.
 WITHOUT_ROWS = {
-    "flashpage.compat": "names of modules alone",
+    "flashpage.compat": "takes names of modules alone",
     "flashpage.demo.model": "the model of the demo",
-    "flashpage.engine": "tests/serving: objects of its own",
-    "flashpage.hf": "transformers calls it, tests/engines",
-    "flashpage.jit": "tests/jit: specs, manifests and folders",
-    "flashpage.ops": "what the wrappers call",
+    "flashpage.engine": "takes its own objects; tests/serving checks them",
+    "flashpage.hf": "called by transformers; tests/engines checks it",
+    "flashpage.jit": "takes specs, manifests and folders; tests/jit checks them",
+    "flashpage.ops": "called by the wrappers, which check first",
     "Plan": "made by last_plan and plan_lengths",
-    "flashpage.integrations:PagedAttention": "tests/serving: objects of its own",
+    "flashpage.integrations:PagedAttention": "takes its own objects; tests/serving checks them",
     "flashpage.integrations:AttentionBackend": "a protocol",
     "flashpage.integrations:AttentionLayer": "a record",
-    "flashpage.integrations:DraftSteps": "tests/serving: objects of its own",
+    "flashpage.integrations:DraftSteps": "takes its own objects; tests/serving checks them",
     "flashpage.integrations:ForwardBatch": "a record",
     "flashpage.integrations:ForwardMode": "an enum",
-    "flashpage.integrations:GraphRunner": "tests/serving: objects of its own",
+    "flashpage.integrations:GraphRunner": "takes its own objects; tests/serving checks them",
     "flashpage.integrations:KvPart": "an enum",
     "flashpage.parallel:HeadShare": "made by head_share",
     "flashpage.parallel:LocalPages": "made by ContextLayout.pages",
     "flashpage.variants:TracedVariant": "made by Variant",
-    "flashpage.variants:builtin": "parts of Variant, tests/variants",
-    "flashpage.variants:compose": "parts of Variant, tests/variants",
-    "flashpage.variants:render": "parts of Variant, tests/variants",
-    "flashpage.utils:get_compute_capability": "of a card",
-    "flashpage.utils:get_device_sm_count": "of a card",
-    "single_prefill_with_kv_cache_with_jit_module": "tests/variants",
-    "single_decode_with_kv_cache_with_jit_module": "tests/variants",
+    "flashpage.variants:builtin": "steps of Variant; tests/variants checks them",
+    "flashpage.variants:compose": "steps of Variant; tests/variants checks them",
+    "flashpage.variants:render": "steps of Variant; tests/variants checks them",
+    "flashpage.utils:get_compute_capability": "needs a card",
+    "flashpage.utils:get_device_sm_count": "needs a card",
+    "single_prefill_with_kv_cache_with_jit_module": "takes a variant; tests/variants checks it",
+    "single_decode_with_kv_cache_with_jit_module": "takes a variant; tests/variants checks it",
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bad_inputs(family: str, device: str) -> None:
-    """In processes that a row may end; the others go on."""
+    """Runs in child processes, so that a row that crashes does not stop the others."""
     command = [sys.executable, "-m", "bad_inputs.child", device, family]
     result = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     print(f"{family} on {device}: {found['rows']} rows")
     wrong = "\n".join(f"{name}: {complaint}" for name, complaint in sorted(found["wrong"].items()))
-    assert not wrong, f"{len(found['wrong'])} of {found['rows']} rows are not as they must be:\n{wrong}"
+    assert not wrong, f"{len(found['wrong'])} of {found['rows']} rows have another outcome than expected:\n{wrong}"
 
 
 def test_there_are_enough_rows() -> None:
@@ -127,13 +127,13 @@ def _functions_of(scene: Scene, step: Step) -> list[str]:
 
 
 def _takes_nothing(function: Any) -> bool:
-    """But self; refused names and workspace_size take anything that there is, or that plan takes."""
+    """True if there is no argument to check: none but self, or `*args, **kwargs` alone, as refused names have them."""
     parameters = inspect.signature(function).parameters.values()
     return all(p.name == "self" or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def test_a_wrong_outcome_is_seen() -> None:
-    """The judge itself: rows whose expectation is turned round fail."""
+    """Tests the judge itself: a row with the opposite expectation fails."""
     make = Make("cpu")
     scene = scenes()["get_batch_indices_positions"]
     baseline = scene.run(good_arguments(scene, make))[1]
@@ -143,7 +143,7 @@ def test_a_wrong_outcome_is_seen() -> None:
     assert judge(bad, make, torch.zeros(1)) is None  # an error needs no result
     object.__setattr__(good, "expected", ("error", "append_indptr"))
     object.__setattr__(bad, "expected", ("works", ""))
-    assert "no error came" in str(judge(good, make, baseline)) and "must work" in str(judge(bad, make, baseline))
+    assert "no error, and" in str(judge(good, make, baseline)) and "must work" in str(judge(bad, make, baseline))
     object.__setattr__(good, "expected", ("works", ""))
-    assert judge(good, make, [torch.zeros(3)]) == "silently another result"
+    assert judge(good, make, [torch.zeros(3)]) == "a wrong result without an error"
     assert equal([torch.ones(2), 3], (torch.ones(2), 3)) and not equal(torch.ones(2), torch.ones(2).double())

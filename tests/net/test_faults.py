@@ -1,8 +1,8 @@
-"""Every call of the CUDA driver and every allocation of the host library fails once: the error names the call, nothing
-leaks, and what is called next works.
+"""Makes each call of the CUDA driver and each allocation fail once. The error must name the call, nothing may leak, and
+later calls must work.
 
-A library that is preloaded (tests/native/faulty_cuda.cpp) stands between the host library and the driver: the fake one
-of tests/native/fake_cuda.cpp without a card, the real one on a card.
+A preloaded library (tests/native/faulty_cuda.cpp) stands between the host library and the driver. Without a card the
+driver is the fake one of tests/native/fake_cuda.cpp.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ faulty = ctypes.CDLL(None)
 faulty.faulty_failed.restype = ctypes.c_char_p
 KINDS = ("events", "streams", "libraries", "pinned memory")
 
-# What errors say in place of a call's name, and the calls whose failure the library does without.
+# SAYS: what the error says if it does not name the call. SPARED: calls whose failure is no error, as the library has
+# another way.
 SAYS = {"cuMemHostAlloc": "allocating pinned memory", "cuLaunchKernelEx": "launching",
         "cuTensorMapEncodeTiled": "tensor map", "cuMemcpyDtoHAsync_v2": "reading flashpage_launch",
         "cuStreamSynchronize": "reading flashpage_launch",
-        "cuThreadExchangeStreamCaptureMode": "900"}  # the thread keeps its mode: a capture refuses the next call
+        "cuThreadExchangeStreamCaptureMode": "900"}  # the mode stays, so a capture refuses the next call
 SPARED = {"cuThreadExchangeStreamCaptureMode", "cuEventQuery", "cuOccupancyMaxActiveClusters", "cuFuncSetAttribute",
           "cuDeviceGetCount", "cuEventSynchronize", "cuCtxGetCurrent", "cuCtxSetCurrent"}
 
-# Where no event tells when a copy is done, its slot is neither written nor freed again (csrc/plan/slots.cpp).
+# What may stay alive: without an event to tell that its copy is done, a slot is never reused (csrc/plan/slots.cpp).
 KEPT = {("plan", "cuEventRecord"): {"events": 1, "pinned memory": 1}}
 
 def alive():
     return {kind: faulty.faulty_alive(i) for i, kind in enumerate(KINDS)}
 
 def every_call_fails_once(name, scenario):
-    \"\"\"The scenario frees all that it makes, but for what graphs keep (`kept`).\"\"\"
+    \"\"\"Runs the scenario again and again; in run n the n-th call of the driver fails.\"\"\"
     refused = 0
     for number in range(1000):
         before = alive()
@@ -70,11 +71,11 @@ def every_call_fails_once(name, scenario):
             assert error is None, error
             break
         if error is None:
-            assert failed in SPARED, f"{name}: {failed} (call {number}) failed without a word"
+            assert failed in SPARED, f"{name}: {failed} (call {number}) failed without an error"
         else:
             refused += 1
-            assert SAYS.get(failed, failed) in error, f"{name}: {failed} (call {number}) is called {error!r}"
-        scenario()  # which must work again
+            assert SAYS.get(failed, failed) in error, f"{name}: {failed} (call {number}) is not named: {error!r}"
+        scenario()  # must work again
         assert alive() == before
     else:
         raise AssertionError("the scenario never ends")
@@ -98,7 +99,7 @@ def every_allocation_fails_once(name, scenario):
             assert error is None, error
             break
         refused += error is not None
-        assert error is None or "memory" in error, f"{name}: allocation {number} is called {error!r}"
+        assert error is None or "memory" in error, f"{name}: allocation {number} gives the wrong error: {error!r}"
         scenario()
         assert alive() == before
     else:
@@ -109,7 +110,7 @@ def status(value):
     host.check(value)
 
 class Freed:
-    \"\"\"Frees handles at the end of a scenario, also after an error.\"\"\"
+    \"\"\"Frees its handles when the scenario ends, also by an error.\"\"\"
     def __init__(self):
         self.free = []
     def __enter__(self):
@@ -197,7 +198,7 @@ def scenario():
 
 
 def with_faults(code: str, *, fake: bool = True) -> str:
-    """Runs the code in a process of its own; what it prints."""
+    """Runs the code in a process of its own, with the faulty library preloaded; returns what it prints."""
     preload = shared_library("faulty_cuda.cpp")
     environment = os.environ | {"LD_PRELOAD": str(preload)}
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -226,7 +227,7 @@ METHODS = "to clone contiguous new_empty new_zeros new_full int long float cpu"
 
 @contextmanager
 def allocation_fails(after: int) -> Iterator[list[str]]:
-    """torch has no memory for the call after so many others, among those that allocate; which one that was."""
+    """After `after` allocating calls of torch, the next one raises OutOfMemoryError; its name is put into the list."""
     failed: list[str] = []
     left = after
 
@@ -253,10 +254,10 @@ STEPS = [name for name, scene in scenes().items() if len(scene.steps) > 2 and "C
 
 @pytest.mark.parametrize("name", STEPS)
 def test_every_allocation_of_torch_fails_once(name: str, device: str) -> None:
-    """In each call of a wrapper; then the same object plans and runs as before."""
+    """Each allocation of each method of a wrapper; afterwards the same object must plan and run as before."""
     scene, make = scenes()[name], Make(device)
     if device != "cpu" and not scene.cuda:
-        pytest.skip("nothing to see on a card")
+        pytest.skip("runs on the CPU alone")
     given = good_arguments(scene, make)
     found, expected = scene.run(given)
     for number in range(300):
@@ -267,20 +268,21 @@ def test_every_allocation_of_torch_fails_once(name: str, device: str) -> None:
             except (torch.OutOfMemoryError, ValueError) as caught:
                 error = caught
         again = scene.run(good_arguments(scene, make), found, 1)[1]
-        assert equal(again, expected), f"another result after {failed} (call {number}) failed: {error}"
+        assert equal(again, expected), f"a wrong result after {failed} (call {number}) failed: {error}"
         if not failed:
             assert equal(result, expected)
             return
-        assert error is None or "no memory" in str(error), f"{failed} (call {number}) is called {error!r}"
+        assert error is None or "no memory" in str(error), f"{failed} (call {number}) gives the wrong error: {error!r}"
     raise AssertionError("the scene never ends")
 
 
-SYSTEM_CALLS = "open mkdir rename replace write link symlink chmod fchmod utime"  # of what fills a disk
+SYSTEM_CALLS = "open mkdir rename replace write link symlink chmod fchmod utime"  # calls that fail on a full disk
 
 
 @contextmanager
 def system_call_fails(after: int) -> Iterator[list[str]]:
-    """The disk is full for the call after so many others that modules of flashpage.jit make."""
+    """After `after` such calls by modules of flashpage.jit, the next one fails as on a full disk; its name is put into
+    the list."""
     failed: list[str] = []
     left = after
 
@@ -311,7 +313,7 @@ def system_call_fails(after: int) -> Iterator[list[str]]:
 
 @pytest.mark.xfail(reason="a full disk is a bare OSError as long as compiles do not judge it", strict=False)
 def test_every_system_call_of_a_compile_fails_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is there all the same, or an error of ours says why not. The next one is there; nothing is left."""
+    """Either the kernel is compiled, or a FlashpageError says why not. A second try compiles it and leaves no files."""
     sandbox = Sandbox.create(tmp_path)
     sandbox.enter(monkeypatch)
     monkeypatch.setenv("FLASHPAGE_PROGRESS", "off")
@@ -320,7 +322,7 @@ def test_every_system_call_of_a_compile_fails_once(tmp_path: Path, monkeypatch: 
     (tmp_path / "tmp").mkdir()
 
     def kinds() -> set[str]:
-        """Names of files and folders of the cache, without keys and numbers."""
+        """Names of the cache's files and folders; keys and numbers are replaced by stars."""
         return {re.sub(r"[0-9a-f]{8,}|\d+", "*", str(path.relative_to(tmp_path))) for path in sandbox.cache.rglob("*")}
 
     get_kernel(toy(10_000))

@@ -1,7 +1,7 @@
 """Differential fuzzing: random batches and options against the fp64 reference, over all wrappers, formats and backends.
 
-`make fuzz MINUTES=10` looks longer, from another seed each time. A row that once failed is kept: put what the failure
-prints into KEPT, with what was wrong.
+`make fuzz MINUTES=10` runs longer, from a new seed each time. A row that failed is kept as a regression test: put what
+the failure prints into KEPT, with a comment that says what was wrong.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def test_what_once_failed(row: Any, device: str) -> None:
 
 
 def rounds(strategy: Strategy, device: str) -> int:
-    """Draws rows until the time is over; returns how many were compared. A slow machine gets more rounds until a row is
-    compared."""
+    """Draws rows until the time is over, and on a slow machine until one row is compared; returns how many were."""
     end, compared, number = time.monotonic() + SECONDS, 0, SEED
     while time.monotonic() < end or (not compared and number < SEED + LEAST_ROUNDS):
         compared += compare_rows(strategy, device, number, end)
@@ -64,8 +63,8 @@ def rounds(strategy: Strategy, device: str) -> int:
 
 
 def compare_rows(strategy: Strategy, device: str, number: int, end: float) -> int:
-    """Compares the rows of seed `number`, and returns how many those were. After `end` rows pass without a look, except
-    where none was compared, or where one has failed: hypothesis then looks for a smaller row that fails."""
+    """Compares the rows of seed `number`; returns how many. After `end` the rest is skipped, unless no row was compared
+    yet, or one has failed, and hypothesis is looking for a smaller row that fails, too."""
     compared, has_failed = 0, False
 
     @seed(number)
@@ -84,7 +83,7 @@ def compare_rows(strategy: Strategy, device: str, number: int, end: float) -> in
         try:
             CHECKS[type(row)](row, device)
         except CapabilityError:
-            return  # no kernel honours this combination, and says so
+            return  # no kernel supports this combination
         except (HypothesisException, KeyboardInterrupt):
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A fiftieth of tests/support/soak.py, in a process of its own: what the process holds stays as it is."""
+"""A fiftieth of tests/support/soak.py, in a process of its own, whose memory, threads and files must not grow."""
 
 from __future__ import annotations
 

@@ -128,10 +128,10 @@ def test_other_cards_read_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -
 def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's prefill runs them with and without gathering; with it, boxes load the rows."""
     monkeypatch.setattr(devices, "of", lambda _: devices.H200)
-    asked: list[KernelSpec] = []
+    requested: list[KernelSpec] = []
 
     def get_kernel(spec: KernelSpec, device: torch.device) -> Any:
-        asked.append(spec)
+        requested.append(spec)
         return SimpleNamespace(handle=0, info=native.KernelInfo(num_sms=132, ctas_per_sm=1))
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
@@ -144,10 +144,10 @@ def test_the_tables_batches_are_worth_it(case: Case, monkeypatch: pytest.MonkeyP
     assert gathered.GatherPolicy(options, devices.H200).is_for(len(case.q_lens), sum(case.q_lens), sum(case.kv_lens))
     rows = choose.packed_rows(options, len(case.q_lens), sum(case.q_lens))
     for gathers, form, helpers in ((False, ("paged", "rows"), []), (True, ("ragged", "boxes"), ["gather_rows"])):
-        asked.clear()
+        requested.clear()
         prepared = prepared_kernels.PreparedKernels(options, rows, torch.device("cuda:0"), gathers=gathers)
-        assert [spec.kernel for spec in asked] == ["prefill_sm90", *helpers, "merge"]
-        assert (asked[0].kv_source, asked[0].loader) == form
+        assert [spec.kernel for spec in requested] == ["prefill_sm90", *helpers, "merge"]
+        assert (requested[0].kv_source, requested[0].loader) == form
         assert (prepared.gather_rows is not None) == (gathered.NOTE in prepared.choice.reasons) == gathers
 
 
@@ -221,7 +221,7 @@ def test_runs_read_what_was_gathered(as_on_hopper: None, cache: str, layout: str
 
 
 def test_each_layers_cache_is_what_is_gathered(as_on_hopper: None) -> None:
-    """Both where a run only writes addresses, and where tensors are checked again."""
+    """Each layer's run gathers its own cache, also if a run only writes addresses."""
     batch = Batch(TWO)
     q, kv = batch.runner.q(), batch.runner.kv()[0]
     layers = [tuple(half * scale for half in kv) for scale in (1.0, 0.5, 2.0)]
@@ -338,7 +338,7 @@ def test_without_room_rows_are_read_where_they_are(as_on_hopper: None) -> None:
 
 
 def test_boxes_are_those_of_the_rows(as_on_hopper: None) -> None:
-    """Tensor maps have as many rows as the plan, whatever the cache looks like."""
+    """Tensor maps have as many rows as the plan, for every form of cache."""
     batch = Batch(dataclasses.replace(TWO, cache="fused"))
     batch.run()
     bound = batch.wrapper._attention._local.bound

@@ -382,7 +382,7 @@ def test_promised_workspaces_hold_both_plans(two_kernels: None) -> None:
         same(step.run(wrapper), step.run(step.planned()))
 
 
-def test_wrong_lengths_are_told_as_ever(two_kernels: None) -> None:
+def test_wrong_lengths_are_reported_as_without_parts(two_kernels: None) -> None:
     step = Step()
     step.lengths[2][1] = PAGE + 1
     with pytest.raises(flashpage.PlanError, match=r"paged_kv_last_page_len\[1\]=17 is outside 1..16"):

@@ -100,7 +100,7 @@ FAULTS = [  # (changes, array, reason, index, value, limit)
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_wrong_lengths_are_told(fault: tuple, dtype: type) -> None:
+def test_wrong_lengths_are_reported(fault: tuple, dtype: type) -> None:
     changes, array, reason, index, value, limit = fault
     given = GOOD | changes
     if dtype is np.int32 and max(max(v) for v in given.values()) > BIG:

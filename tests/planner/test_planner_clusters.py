@@ -88,7 +88,7 @@ def test_a_card_that_runs_fewer_clusters_gets_smaller_ones() -> None:
 
 
 @pytest.mark.parametrize("fixed", [-1, 256])
-def test_splits_that_are_asked_for_stay(fixed: int) -> None:
+def test_requested_splits_stay(fixed: int) -> None:
     cuttings = (dataclasses.replace(how, fixed_piece_tokens=fixed) for how in (DECODE, GENERAL))
     found, general = (planned(decode(4096), how) for how in cuttings)
     assert found.header["cluster_size"] == 0 and (found.items == general.items).all()

@@ -66,14 +66,14 @@ def planned(batch: Batch, cutting: Cutting = HOPPER) -> Planned:
 
 
 def tails(found: Planned, pieces: dict[str, np.ndarray]) -> Iterator[np.ndarray]:
-    """Which units may have been dealt: the last ones on the axis, from each place in the last four units of a lane."""
+    """Every set of units that may have been dealt: the last 1, 2, ... units on the axis, up to four for each lane."""
     members = int(found.ctas["place"].max()) + 1
     copy = pieces["kv_head"] % (found.batch.num_kv_heads // members)
     code = (pieces["request"].astype(np.int64) << 36) + (copy.astype(np.int64) << 24) + pieces["tile"]
     place = np.unique(code, return_inverse=True)[1]
-    behind = place.max() + 1 - place
+    from_end = place.max() + 1 - place
     for units in range(1, 4 * found.cutting.num_ctas // members + 1):
-        yield behind <= units
+        yield from_end <= units
 
 
 def ends_in(tail: np.ndarray, found: Planned, pieces: dict[str, np.ndarray], inexact: float = 0.0) -> bool:

@@ -166,7 +166,7 @@ def test_the_kernel_spills_nothing(compiler: str, tmp_path: Path, monkeypatch: p
         assert (result.spill_bytes, result.entry.meta["compiler"].partition(" ")[0]) == (0, compiler)
 
 
-def test_memory_too_small_is_told() -> None:
+def test_memory_too_small_is_reported() -> None:
     tables = TableBatch.of(Batch(np.ones(3, np.int64), np.array([5, 600, 70]), 8, 2), has_rows=False).tables("cpu")
     size, _ = tables.bounds(DECODE)
     tables.bounds = lambda cutting: (size - 1, 1)  # type: ignore[method-assign]

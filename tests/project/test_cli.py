@@ -151,7 +151,7 @@ def test_plan_without_a_card(capsys: pytest.CaptureFixture[str], monkeypatch: py
     """The CPU's plan, and a card's where it is wanted; CTAs without work are not drawn."""
     monkeypatch.setattr(plan_command, "_has_card", lambda: False)
     out = run(capsys, "plan", "3,5")[1]
-    assert "planned for this CPU, " in out and "--card H200 plans for one" in out and "kernel cpu_attention" in out
+    assert "planned for this CPU with " in out and "--card H200 plans for one" in out and "kernel cpu_attention" in out
     out = run(capsys, "plan", "3,5", "--backend", "cuda")[1]
     assert "card: H200, assumed because there is no card here" in out
     assert "16 of 132 CTAs" in out and out.index("card: H200") > 0
@@ -196,7 +196,7 @@ def test_build_fills_the_cache(
     assert code == 0 and out.startswith("0 built, 1 there already")
     assert spec.name in run(capsys, "cache", "list")[1]
     assert run(capsys, "cache", "path")[1].strip() == os.environ["FLASHPAGE_CACHE_DIR"]
-    assert run(capsys, "cache", "clear")[1].startswith("removed 1 kernels")
+    assert run(capsys, "cache", "clear")[1].startswith("removed 1 kernel from")
     assert run(capsys, "cache", "list")[1].startswith("0 kernels")
 
 

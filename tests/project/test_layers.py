@@ -158,8 +158,9 @@ ASM_WRITERS = ["flashpage/kernels/wgmma_source.py"]  # it renders wgmma, whose r
 
 def test_asm_stands_in_ptx_alone() -> None:
     """Only headers of ptx/ have inline assembly, and one Python module, for what C++ templates cannot write."""
-    sources = [*HEADERS.rglob("*.h"), *(ROOT / "csrc").rglob("*"), *(ROOT / "templates").glob("*.jinja")]
-    with_asm = [path for path in sources if path.is_file() and ASM.search(path.read_text())]
+    csrc = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".py")]
+    sources = [*HEADERS.rglob("*.h"), *csrc, *(ROOT / "templates").glob("*.jinja")]
+    with_asm = [path for path in sources if ASM.search(path.read_text())]
     assert with_asm, "no asm found at all: the pattern above matches nothing"
     assert all(path.parent.name == "ptx" for path in with_asm), with_asm
     modules = [*PACKAGE.rglob("*.py"), *(ROOT / "aot").rglob("*.py")]

@@ -62,7 +62,7 @@ def test_reads_a_cubin(images: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_differences_are_told(images: dict[str, bytes], name: str) -> None:
+def test_differences_are_reported(images: dict[str, bytes], name: str) -> None:
     told = cubin.differences(cubin.read_cubin(images["plain"]), cubin.read_cubin(images[name]))
     expected = CHANGES[name][1]
     assert bool(told) == bool(expected), told

@@ -185,7 +185,7 @@ def test_a_wrong_page_makes_the_check_fail(model: Llama) -> None:
 @pytest.mark.parametrize(
     ("prompt_len", "new"), [(0, 4), (4, 0), (30, 80), (100, 1)], ids=["no prompt", "nothing", "context", "pool"]
 )
-def test_requests_that_cannot_run_are_told(prompt_len: int, new: int) -> None:
+def test_requests_that_cannot_run_are_reported(prompt_len: int, new: int) -> None:
     engine = Engine(small_model("cpu"), EngineConfig(1 + 6, max_context=100))
     with pytest.raises(FlashpageError, match=f"{prompt_len} prompt tokens and max_new_tokens={new}"):
         engine.add(Request(list(range(prompt_len)), new))
@@ -197,10 +197,10 @@ def test_requests_that_cannot_run_are_told(prompt_len: int, new: int) -> None:
         ({"num_blocks": 1}, "num_blocks=1 is out of range: pass at least 2"),
         ({"block_size": 0}, "block_size=0 is out of range: pass at least 1"),
         ({"max_step_tokens": 0}, "max_step_tokens=0"),
-        ({"max_requests": "many"}, "max_requests='many' is a str: pass an integer"),
+        ({"max_requests": "many"}, "max_requests='many' is of type str: pass an integer"),
     ],
 )
-def test_a_config_that_cannot_run_is_told(wrong: dict[str, Any], told: str) -> None:
+def test_a_config_that_cannot_run_is_reported(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(FlashpageError, match=told):
         EngineConfig(**{"num_blocks": 8, **wrong})
 

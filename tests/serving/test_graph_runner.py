@@ -237,11 +237,11 @@ def test_the_largest_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_captures_follow_each_other_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reuses a capture's freed memory only for captures on its stream. Without a card arguments are checked."""
-    asked, backend = [], MagicMock()
+    requested, backend = [], MagicMock()
     backend.get_cuda_graph_seq_len_fill_value.return_value = 0
 
     def graph(graph: Any, pool: Any, stream: Any) -> contextlib.AbstractContextManager[None]:
-        asked.append((pool, stream))
+        requested.append((pool, stream))
         return contextlib.nullcontext()
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
@@ -253,7 +253,7 @@ def test_captures_follow_each_other_on_one_stream(monkeypatch: pytest.MonkeyPatc
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **more: zeros(*size, **more))  # on the host
     GraphRunner(lambda batch: batch.tokens, backend, [1, 8, 2], torch.device("cuda"))
-    pools, streams = zip(*asked, strict=True)
+    pools, streams = zip(*requested, strict=True)
     assert streams[1] is streams[0] and streams[2] is streams[0]
     assert pools[0] is None and pools[1] is not None and pools[2] is pools[1]
 
@@ -284,7 +284,7 @@ def test_small_sizes_are_compiled() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "told"), [([], "batch_sizes="), ([4, 0], "batch_sizes=0 is out of range")])
-def test_sizes_that_cannot_be_captured_are_told(sizes: list[int], told: str) -> None:
+def test_sizes_that_cannot_be_captured_are_reported(sizes: list[int], told: str) -> None:
     with pytest.raises(FlashpageError, match=told):
         GraphRunner(lambda batch: batch.tokens, MagicMock(), sizes, torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""Bad arguments of plan and run: one row each, with the words that the message must contain."""
+"""Bad arguments of plan and run, one a row, with the words that the message must contain."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ TABLE = [
     plan("decode", "indptr", ints(-1, 2, 3), "indptr[0]=-1", "negative"),
     plan("decode", "indptr", torch.tensor([0.0, 2, 3]), "float32", "int32 or int64"),
     plan("decode", "indptr", ints(0, 2, 3).view(1, 3), "(1, 3)", "[batch + 1]"),
-    plan("decode", "indptr", [0, 2, 3], "list", "torch.Tensor"),
+    plan("decode", "indptr", [0, 2, 3], "not a tensor", "torch.Tensor"),
     plan("decode", "indptr", ints(0, 2, 9), "indices has 3 entries", "ends at 9"),
     plan("decode", "indptr", ints(0, 2, 3).to(torch.int16), "int16", "int32 or int64"),
     plan("decode", "indptr", ints(0, 2**40, 2**41, dtype=torch.int64), "31 bits"),
@@ -148,7 +148,7 @@ TABLE = [
     plan("prefill", "packed_custom_mask", torch.ones(10, dtype=torch.uint8), "10 values", "11 bytes"),
     plan("prefill", "packed_custom_mask", torch.ones(12, dtype=torch.int32), "int32", "uint8"),
     plan("prefill", "prefix_len_ptr", ints(1, 2), "token_pos_in_items_ptr=None"),
-    # Options that no kernel supports.
+    # Combinations that no kernel supports.
     plan(
         "decode", "head_dim", 12, "no kernel", "head_dim_qk 12", "multiple of 8 from 16 to 512", error=CapabilityError
     ),
@@ -167,7 +167,7 @@ TABLE = [
     refused("prefill", "run", "lse_base", "e"),
     refused("prefill", "run", "lse_layout", "HN"),
     refused("ragged", "run", "o_scale", 0.5),
-    # Runs that do not fit the plan.
+    # Arguments of run that do not fit the plan.
     run("decode", "q", torch.randn(3, HEADS, DIM), "3 rows", "plan is for 2"),
     run("decode", "q", torch.randn(2, 2 * HEADS, DIM), "8 heads", "num_qo_heads=4"),
     run("decode", "q", torch.randn(2, 3, DIM), "3 heads"),
@@ -183,9 +183,9 @@ TABLE = [
     run("decode", "paged_kv_cache", torch.randn(PAGES, 2, PAGE, KV_HEADS, 32), "32", "64"),
     run("decode", "paged_kv_cache", torch.randn(PAGES, 3, PAGE, KV_HEADS, DIM), "(8, 3, 16, 2, 64)"),
     run("decode", "paged_kv_cache", torch.randn(PAGES, 2, PAGE, KV_HEADS, DIM).half(), "float16", "kv_data_type"),
-    run("decode", "paged_kv_cache", (torch.randn(CACHE),), "tuple of 1"),
+    run("decode", "paged_kv_cache", (torch.randn(CACHE),), "has 1 tensors", "pair"),
     run("decode", "paged_kv_cache", (torch.randn(CACHE), torch.randn(9, *CACHE[1:])), "(9, 16, 2, 64)"),
-    run("decode", "paged_kv_cache", (torch.randn(CACHE), None), "NoneType"),
+    run("decode", "paged_kv_cache", (torch.randn(CACHE), None), "not a tensor"),
     run("decode", "paged_kv_cache", torch.randn(PAGES, 2, PAGE), "(8, 2, 16)", "[pages, 2, ...]"),
     run("decode", "paged_kv_cache", torch.randn(PAGES, 2, PAGE, DIM, KV_HEADS).transpose(3, 4), "strides"),
     run("decode", "out", torch.empty(2, HEADS, 32), "out has shape (2, 4, 32)", "(2, 4, 64)"),

@@ -36,7 +36,7 @@ def prefill_steps(device: str) -> Steps:
 
 
 def capture(wrapper: Any, steps: Steps) -> Callable[[], None]:
-    """The loaded step's run as a graph; on the CPU its launch alone, without any Python."""
+    """Captures the loaded step's run as a graph; on the CPU, the launch alone without its Python code."""
     steps.run_loaded(wrapper)
     if not steps.q.is_cuda:
         return lambda: native.check(native.load().fp_run(wrapper._attention._local.bound.args_address))

@@ -1,5 +1,5 @@
-"""Runs as a graph keeps them: launches with copies of their arguments, to be launched again, and the memory to which
-these arguments point."""
+"""Records the launches of a call with copies of their arguments, as a CUDA graph does, to launch them again later and
+to check that the memory they point to still exists."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CapturedRuns:
         library, run = native.load(), Attention.run
 
         def recorded_run(attention: Attention, *arguments: Any, **options: Any) -> Any:
-            attention._local.bound = None  # runs that C alone compares are not seen here
+            attention._local.bound = None  # otherwise a run with equal tensors goes to C without this function
             attention._run_kernels = lambda _: self._run(attention)
             try:
                 return run(attention, *arguments, **options)
@@ -150,7 +150,7 @@ def _storages_of(addresses: list[Address]) -> list[tuple[str, StorageWeakRef]]:
 
 
 def churn(device: str) -> None:
-    """Frees what nothing refers to, and writes over freed memory where an allocator hands it out again."""
+    """Collects garbage, and overwrites freed memory by allocating it again."""
     gc.collect()
     for exponent in range(4, 24):
         for _ in range(3):

@@ -25,7 +25,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 class Subject:
-    """One wrapper. Runs write and return `out`; rows past the batch's are any.
+    """One wrapper. Runs write and return `out`; its rows past the batch are undefined.
 
     Args:
         device: where it runs.
@@ -35,7 +35,7 @@ class Subject:
 
     has_graphs = True
     is_copied = False  # torch copies the kernels' results into the runs' outputs
-    plans_itself = False  # and in other memory, after a graph has read it
+    plans_itself = False  # run plans, too, and in new memory each time
     rows: tuple[tuple[int, ...], ...] = ROWS
 
     def __init__(self, device: str, is_graph: bool, options: dict[str, Any], run_options: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class PagedPrefill(Subject):
 
 
 class Sinks(PagedPrefill):
-    """Sinks of the attention wrapper, which gets types and dims in its constructor, and buffers for graphs."""
+    """The wrapper with sinks, whose constructor takes types, dims and buffers for graphs."""
 
     def make(self) -> Any:
         buffers = [self.buffer(4), self.buffer(4), self.buffer(PAGES), self.buffer(3)] if self.is_graph else []
@@ -197,7 +197,7 @@ class Cascade(Subject):
 
 
 class Pod(Subject):
-    """The decodes change; the captured call's prefill stays the same, whatever other calls prefill."""
+    """The decodes change from plan to plan. The captured call keeps its prefill; other calls have others."""
 
     plans_itself = True
     rows = ((1, 1, 1),) * 3
@@ -307,7 +307,7 @@ class VariableSparse(Subject):
 
 
 class SharedPrefix(Subject):
-    """The call plans the prefix; other calls plan other prefixes."""
+    """`forward` plans the shared prefix itself, in each call."""
 
     has_graphs = False
 
@@ -327,7 +327,7 @@ class SharedPrefix(Subject):
 
 
 class Single(Subject):
-    """One wrapper of the thread for all calls: the captured call plans itself."""
+    """A function for a single request. All calls of a thread use one wrapper, and each plans."""
 
     has_graphs = False
 

@@ -1,4 +1,4 @@
-"""Plans whose units all have clusters of one chosen size, whatever it costs, for tests and measurements."""
+"""Plans whose units all have clusters of one chosen size, also where that is slow, for tests and measurements."""
 
 from __future__ import annotations
 

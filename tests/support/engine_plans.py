@@ -130,7 +130,8 @@ def engine_prefill_plan(
 def engine_decode_plan(
     wrapper: Any, lengths: Lengths, *, window_left: int = -1, soft_cap: float = 0.0, q_len_per_req: int = 1
 ) -> None:
-    """The same calls for decode: with either kernel's arguments, and the options of later runs written afterwards."""
+    """Plans decode as engines do: with the arguments of either of FlashInfer's kernels, and with options of later runs
+    written as attributes."""
     wrapper._q_len_per_req = q_len_per_req
     if not wrapper.is_cuda_graph_enabled:
         wrapper._paged_kv_indptr_buf = lengths.kv_indptr

@@ -1,7 +1,6 @@
-"""Random batches and options over all wrappers, formats and backends, as rows of the tables that tests compare with the
-fp64 reference: hypothesis draws them and makes those that fail small.
+"""Strategies of hypothesis that draw random rows for the case tables: batches and options, all wrappers and formats.
 
-A format decides which kernel is compiled. Formats are those of the case table, so that a run compiles little.
+A format decides which kernel is compiled. Only formats of the case table are drawn, so that few kernels are compiled.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from cases.variants import MAX_HEADS, MAX_TOKENS
 from hypothesis import strategies as st
 from vllm_blocks import BlockCase
 
-MOST_SCORES = 300_000  # rows x tokens x heads of a batch: what the reference computes in some ten milliseconds
+MOST_SCORES = 300_000  # rows x tokens x heads of a batch; the reference then takes about ten milliseconds
 EDGES = (0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 257, 400, 1000)
 _FORMAT = ("q_dtype", "kv_dtype", "o_dtype", "head_dim", "head_dim_vo", "position", "variant")
 Format = dict[str, Any]
 
 
 def formats(device: str, generator: random.Random, count: int) -> list[Format]:
-    """The table's most frequent format, and others of it."""
+    """The first format of the case table, and a random choice of its others: `count` in all."""
     found: dict[str, Format] = {}
     for case in CASES:
         if case.runs_on(device) and case.head_dim <= 256 and (device == "cpu" or case.reduced):
@@ -45,7 +44,7 @@ def cases(draw: st.DrawFn, chosen: list[Format]) -> Case:
     form = draw(st.sampled_from(chosen))
     choices = ["paged", "sink", "ragged"]
     if not form["head_dim_vo"]:
-        choices.append("decode")  # its plan has one head dimension, that of K and V
+        choices.append("decode")  # its plan takes one head dimension for both K and V
     if not form["variant"]:  # the harness passes no variant to single calls
         choices += ["single_prefill"]
         choices += [] if form["o_dtype"] else ["single_decode"]  # a single decode takes no output type
@@ -63,7 +62,7 @@ def cases(draw: st.DrawFn, chosen: list[Format]) -> Case:
         kv_lens = tuple(n // 2 for n in kv_lens)
         q_lens = q_lens if entry in ("decode", "single_decode") else tuple(n // 2 for n in q_lens)
         num_q_heads = num_kv_heads if max(kv_lens) < 32 else num_q_heads
-    if form["variant"]:  # captured tensors have no entries for the negative positions of further rows
+    if form["variant"]:  # with more rows than tokens positions are negative, and captured tensors have no such entries
         kv_lens = tuple(map(max, q_lens, kv_lens))
     options = _options(draw, entry, q_lens, form)
     memory = _memory(draw, entry, form)
@@ -93,7 +92,7 @@ def _options(draw: st.DrawFn, entry: str, q_lens: tuple[int, ...], form: Format)
 
 
 def _memory(draw: st.DrawFn, entry: str, form: Format) -> dict[str, Any]:
-    """Where K and V lie."""
+    """Draws the layout of K and V in memory."""
     page_size, kv_layout = draw(st.sampled_from([1, 2, 8, 16, 64])), draw(st.sampled_from(["NHD", "HND"]))
     forms = ["tuple", "interleaved", "permuted", "gapped"]
     if entry in ("decode", "paged", "sink"):
@@ -101,19 +100,19 @@ def _memory(draw: st.DrawFn, entry: str, form: Format) -> dict[str, Any]:
         if not form["head_dim_vo"]:
             forms += ["fused"] + (["fused_4d"] if page_size == 1 else [])
         forms += ["tuple_3d"] if page_size == 1 else []
-        forms += ["odd_page"] if page_size == 1 and kv_layout == "NHD" else []  # dimension 1, of one token
+        forms += ["odd_page"] if page_size == 1 and kv_layout == "NHD" else []  # a stride of 7
     cache = draw(st.sampled_from(forms))
     return {"page_size": page_size, "cache": cache, "kv_layout": kv_layout}
 
 
 @st.composite
 def cascades(draw: st.DrawFn, chosen: list[Format]) -> CascadeCase:
-    """A tree of shared tokens: levels from the root to the leaves, whose rows add up."""
+    """Draws a tree of shared prefixes, from the root to the leaves; a node has as many rows as its leaves together."""
     leaves = draw(st.lists(st.sampled_from([0, 1, 1, 1, 2, 5]), min_size=1, max_size=6))
     causal = max(leaves) > 1 and draw(st.booleans())
     tree, rows = [], leaves
     for _ in range(draw(st.integers(1, 3))):
-        least = rows if causal and not tree else [0] * len(rows)  # causal: the last level has the rows' own tokens
+        least = rows if causal and not tree else [0] * len(rows)  # causal: the last level holds the rows' own tokens
         tree.insert(
             0,
             tuple(
@@ -143,7 +142,7 @@ def cascades(draw: st.DrawFn, chosen: list[Format]) -> CascadeCase:
 
 @st.composite
 def blocks(draw: st.DrawFn, chosen: list[Format]) -> BlockCase:
-    """A call of vLLM's operators."""
+    """Draws a call of vLLM's operators."""
     num_kv_heads = draw(st.sampled_from([1, 2, 3]))
     sparse = st.tuples(
         st.integers(0, 3), st.integers(0, 4), st.integers(1, 8), st.sampled_from([8, 16, 64]), st.integers(-2, 2)
@@ -164,6 +163,6 @@ def blocks(draw: st.DrawFn, chosen: list[Format]) -> BlockCase:
 
 
 def shown(row: Any) -> str:
-    """A row as it stands in a table: without what is a default."""
+    """A row as Python source for a table, without fields that have their default."""
     fields = [f for f in dataclasses.fields(row) if getattr(row, f.name) != f.default]
     return f"{type(row).__name__}({', '.join(f'{f.name}={getattr(row, f.name)!r}' for f in fields)})"

@@ -70,7 +70,9 @@ class Runner:
         workspace = poison(
             torch.empty(WORKSPACE_BYTES[self.device.split(":")[0]], dtype=torch.uint8, device=self.device)
         )
-        wrapper = getattr(self.library, f"{WRAPPERS[case.entry]}Wrapper")(workspace, case.kv_layout, **self._told())
+        wrapper = getattr(self.library, f"{WRAPPERS[case.entry]}Wrapper")(
+            workspace, case.kv_layout, **self._more_options()
+        )
         poison(wrapper._int_workspace_buffer)
         heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
         pages = (inputs.indptr, inputs.indices.to(self.device), inputs.last_page_len)
@@ -120,7 +122,7 @@ class Runner:
     def _outputs(self, result: Any) -> Outputs:
         return Outputs(*result) if isinstance(result, tuple) else Outputs(result, None)
 
-    def _told(self) -> dict[str, Any]:
+    def _more_options(self) -> dict[str, Any]:
         """The sink wrapper's further constructor arguments."""
         if self.case.entry != "sink":
             return {}

@@ -22,7 +22,7 @@ def patterns(count: int, repeats: int, vocabulary: int, device: str, seed: int) 
 
 
 def trained(device: str, length: int, batch: int, **sizes: int) -> Any:
-    """In fp32, trained on rows of `length` tokens until the tokens after the first pattern are certain."""
+    """A model in fp32, trained on rows of `length` tokens until it is certain of all tokens after the first pattern."""
     model = make_model("llama", num_hidden_layers=2, initializer_range=0.05, rope_parameters=_ROPE, **sizes).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     vocabulary = model.config.vocab_size
@@ -39,7 +39,7 @@ def trained(device: str, length: int, batch: int, **sizes: int) -> Any:
 
 
 def windowed(model: Any, window: int) -> Any:
-    """The weights in layers that see `window` tokens, which are several patterns."""
+    """A model with the same weights whose layers see `window` tokens, enough for several patterns."""
     sizes = {
         name: getattr(model.config, name) for name in ("vocab_size", "head_dim", "num_hidden_layers", "rope_parameters")
     }
@@ -63,7 +63,7 @@ def copied(model: Any, new_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_copies(model: Any, new_tokens: int) -> None:
-    """The model continues the patterns of its prompts from a paged cache, if its pages are right."""
+    """Checks that the model continues its prompts' patterns from a paged cache; it cannot if a page is wrong."""
     prompts, goes_on = task(model, new_tokens)
     assert torch.equal(_continued(model, prompts, new_tokens, is_corrupted=False), goes_on)
     assert not torch.equal(_continued(model, prompts, new_tokens, is_corrupted=True), goes_on)

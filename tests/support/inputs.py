@@ -131,7 +131,7 @@ def _paged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[Ca
 
 
 def _ragged(case: Case, k: list[torch.Tensor], v: list[torch.Tensor]) -> tuple[Cache, Any, Any, Any]:
-    """One "page" holds all requests' rows; its spare rows stay NaN."""
+    """A ragged cache: one "page" holds the rows of all requests, and its spare rows stay NaN."""
     spare = 0 if case.entry.startswith("single") else 5
     shape = Shape(1, sum(case.kv_lens) + spare, case.num_kv_heads, case.head_dim, case.value_dim)
     cache = Cache.make(case.cache, shape, case.kv_layout, getattr(torch, case.kv_type))

@@ -27,7 +27,7 @@ class Masked:
     mask_bytes: np.ndarray  # with garbage before and after the masks
     params: host.MaskTilesParams
     cells: np.ndarray  # uint64
-    behind: np.ndarray
+    after: np.ndarray
     plan_bytes: np.ndarray
 
     @staticmethod
@@ -39,13 +39,13 @@ class Masked:
         mask_bytes = np.concatenate([garbage[: 4 + first_byte], *packed, garbage])
         assert mask_bytes.ctypes.data % 4 == 0
         planned, plan_bytes = plan_of(batch, cutting)
-        params, cells, behind = memory_of(planned, tile_heads=1)
+        params, cells, after = memory_of(planned, tile_heads=1)
         params.plan, params.custom_mask = plan_bytes.ctypes.data, mask_bytes.ctypes.data + 4 + first_byte
-        return Masked(planned, masks, mask_bytes, params, cells, behind, plan_bytes)
+        return Masked(planned, masks, mask_bytes, params, cells, after, plan_bytes)
 
     def find(self, grid: int) -> None:
         native().find_mask_tiles(ctypes.byref(self.params), grid)
-        assert self.behind[0] == GUARD, "wrote past the memory"
+        assert self.after[0] == GUARD, "wrote past the memory"
 
     def item_of(self, request: int) -> np.ndarray:
         items = self.planned.items
@@ -87,7 +87,7 @@ class Masked:
         assert max(taken) < self.params.queue_begin
 
     def check_lanes(self) -> None:
-        """The bits of every row of a mixed tile: each lane has two of every eight tokens, in its own words."""
+        """The bits of every row of a mixed tile. Each lane has two of every eight tokens, in words of its own."""
         tokens, taken = self.planned.cutting.tile_kv, set()
         word = np.dtype(np.uint64 if tokens > 128 else np.uint32)
         memory, group = self.cells.view(np.uint8), self.planned.batch.group
@@ -114,7 +114,7 @@ class Masked:
         return native().quad_at(ctypes.byref(self.params), ctypes.c_void_p(item.ctypes.data), row, tile)
 
     def check_queue(self) -> None:
-        """Checks that every unit occurs once with its tiles, those that see most first."""
+        """Checks that every unit occurs once with its tiles, and that units with the most visible tiles come first."""
         planned, tile_q, tile_kv = self.planned, self.planned.cutting.tile_q, self.planned.cutting.tile_kv
         num_units, claimed, arrived, _ = self.cells[:2].view(np.uint32)
         expected = []
@@ -140,15 +140,15 @@ class Masked:
 
 
 @dataclasses.dataclass(repr=False)
-class Asked(Masked):
-    """A batch whose `masks` are those of a function that the kernel evaluates: [num_q_heads, q_len, kv_len] each."""
+class FunctionMasked(Masked):
+    """A batch whose mask is a function; `masks` are its values, [num_q_heads, q_len, kv_len] each."""
 
     ask: Callable[[host.MaskTilesParams, int], None] = lambda params, grid: None
     in_range: list[np.ndarray] = dataclasses.field(default_factory=list)  # what causal and window leave visible
 
     def find(self, grid: int) -> None:
         self.ask(self.params, grid)
-        assert self.behind[0] == GUARD, "wrote past the memory"
+        assert self.after[0] == GUARD, "wrote past the memory"
 
     def expected(self, request: int, row_tile: int, kv_head: int = 0) -> tuple[np.ndarray, np.ndarray]:
         cutting, group = self.planned.cutting, self.planned.batch.group

@@ -19,8 +19,8 @@ from flashpage.kernels.spec import VariantSpec
 from flashpage.variants.source import render
 
 ROOT = Path(__file__).resolve().parents[2]
-# -Og compiles little faster and runs for twice as long; -O2's longer compile costs more than all runs.
-# Fortified builds, which some systems default to, take a fiber's stack for a broken one in longjmp.
+# -Og compiles little faster, and its code takes twice as long; compiling with -O2 costs more than all runs.
+# Builds with _FORTIFY_SOURCE, the default of some systems, abort when longjmp changes to another fiber's stack.
 FLAGS = ["-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
 FOLDER = "FLASHPAGE_TEST_BUILDS"  # environment variable: the folder of all builds, equal in all processes
 KEPT_SECONDS = 14 * 86400  # builds that no session has used for this long are removed
@@ -69,7 +69,7 @@ def shared_library(source: str, name: str = "", first_include: str = "", flags: 
     first = [f"-I{ROOT / 'tests' / 'native' / first_include}"] if first_include else []
     compiler = ["g++", *first, *FLAGS]
     path = str(ROOT / "tests" / "native" / source)
-    if flags:  # a source that is built many times
+    if flags:  # such a source is built many times
         flags = ("-include", str(_prelude(source, tuple(compiler))), *flags)
     return _built(name, [*compiler, *flags, "-shared", path])
 
@@ -114,7 +114,7 @@ def variant_flags(spec: VariantSpec) -> tuple[str, ...]:
 
 @functools.cache
 def function_tiles(spec: VariantSpec) -> Any:
-    """ask_for_tiles(params, args, grid): the kernel that finds the tiles of this variant's mask, on the host."""
+    """The kernel that finds the tiles of this variant's mask, on the host, as function(params, args, grid)."""
     flags = variant_flags(spec)
     return ctypes.CDLL(str(shared_library("mask_tiles.cpp", first_include="card", flags=flags))).find_function_tiles
 

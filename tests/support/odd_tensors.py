@@ -49,5 +49,5 @@ ODD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "meta": (lambda t: t.to("meta"), "on meta"),
     "wrapped": (Wrapped, "Wrapped, which has no memory"),
     "functional": (torch._to_functional_tensor, "no memory of its own|requires grad"),
-    "list": (lambda t: t.tolist(), "(list|tuple) of"),
+    "list": (lambda t: t.tolist(), r"(list|tuple) of|pair \(k_cache, v_cache\)"),
 }

@@ -104,7 +104,7 @@ def grown_tokens() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
 
 
 def states_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows without tokens on some ranks and on all ranks; sizes that are no multiple of a vector."""
+    """States of rows without tokens on some ranks and on all ranks, in sizes that are no multiple of a vector."""
     generator = torch.Generator().manual_seed(rank)
     out = torch.randn(5, 4, 24, generator=generator).half()
     lse = 4 * torch.randn(5, 4, generator=generator)

@@ -24,11 +24,11 @@ def _recording(specs: dict[Any, None]) -> Iterator[None]:
     from flashpage import jit
     from flashpage.kernels import ATTENTION
 
-    last_asked = {"merge", *(kernel.name for kernel in ATTENTION if kernel.merges_in_launch)}
+    last_requested = {"merge", *(kernel.name for kernel in ATTENTION if kernel.merges_in_launch)}
 
     def record(spec: Any, device: Any = None) -> Any:
         specs[spec] = None
-        if spec.backend == "cpu" or spec.kernel in last_asked:
+        if spec.backend == "cpu" or spec.kernel in last_requested:
             raise _Planned
         return SimpleNamespace(info=SimpleNamespace(num_sms=1, ctas_per_sm=1))
 

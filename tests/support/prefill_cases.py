@@ -125,30 +125,57 @@ CASES += [
     prefill("host-rows-mask-dim-16", "lanes without rows", (40,), (300,), **{**MASK, "head_dim": 16, "page_size": 3}),
 ]
 
-ASKED: dict[str, Any] = {**BF16, "causal": False, "variant": "documents"}
-HEADS: dict[str, Any] = {**ASKED, "variant": "head_windows"}
-NOTHING: dict[str, Any] = {**ASKED, "variant": "rows_that_see_nothing"}
+FUNCTION: dict[str, Any] = {**BF16, "causal": False, "variant": "documents"}
+HEADS: dict[str, Any] = {**FUNCTION, "variant": "head_windows"}
+NOTHING: dict[str, Any] = {**FUNCTION, "variant": "rows_that_see_nothing"}
 CASES += [
-    prefill("host-asked", "a mask function's tiles of documents", (70, 40), (500, 300), **ASKED),
-    prefill("host-asked-causal", "a mask function under causal", (100, 40), (450, 40), **{**ASKED, "causal": True}),
-    prefill("host-asked-window", "and some", (90,), (500,), window_left=70, hidden_nan=True, **ASKED),
-    prefill("host-asked-page-1", "a mask function, loaded row by row", (70,), (500,), page_size=1, **ASKED),
-    prefill("host-asked-group-5", "units that cut a group", (60,), (250,), **{**ASKED, "num_q_heads": 10}),
-    prefill("host-asked-heads", "a mask function whose tiles depend on the head", (70, 33), (450, 33), **HEADS),
+    prefill("host-function", "a mask function's tiles of documents", (70, 40), (500, 300), **FUNCTION),
     prefill(
-        "host-asked-heads-group-5",
+        "host-function-causal", "a mask function under causal", (100, 40), (450, 40), **{**FUNCTION, "causal": True}
+    ),
+    prefill(
+        "host-function-window",
+        "a mask function in a window",
+        (90,),
+        (500,),
+        window_left=70,
+        hidden_nan=True,
+        **FUNCTION,
+    ),
+    prefill("host-function-page-1", "a mask function, loaded row by row", (70,), (500,), page_size=1, **FUNCTION),
+    prefill("host-function-group-5", "units that cut a group", (60,), (250,), **{**FUNCTION, "num_q_heads": 10}),
+    prefill("host-function-heads", "a mask function whose tiles depend on the head", (70, 33), (450, 33), **HEADS),
+    prefill(
+        "host-function-heads-group-5",
         "tiles of each head, in units that cut a group",
         (40,),
         (300,),
         **{**HEADS, "num_q_heads": 10},
     ),
-    prefill("host-asked-heads-causal", "by rows", (60,), (400,), page_size=1, **{**HEADS, "causal": True}),
-    prefill("host-asked-nothing", "a mask function whose units see nothing", (70, 30, 10), (400, 0, 200), **NOTHING),
-    prefill("host-asked-nothing-sinks", "but a sink", (90,), (400,), sinks=True, **NOTHING),
-    prefill("host-asked-score", "and scores", (70,), (300,), **{**ASKED, "variant": "blocks_and_gain"}),
-    prefill("host-asked-dim-64", "another tile", (70,), (500,), **{**ASKED, "head_dim": 64}),
-    prefill("host-asked-dim-256", "48 tokens", (40,), (300,), **{**HEADS, "head_dim": 256}),
-    prefill("host-asked-192-128", "112 tokens", (40,), (400,), head_dim_vo=128, **{**ASKED, "head_dim": 192}),
+    prefill(
+        "host-function-heads-causal",
+        "tiles of each head, row by row",
+        (60,),
+        (400,),
+        page_size=1,
+        **{**HEADS, "causal": True},
+    ),
+    prefill("host-function-nothing", "a mask function whose units see nothing", (70, 30, 10), (400, 0, 200), **NOTHING),
+    prefill("host-function-nothing-sinks", "rows that see only a sink", (90,), (400,), sinks=True, **NOTHING),
+    prefill(
+        "host-function-score",
+        "a mask and a score function",
+        (70,),
+        (300,),
+        **{**FUNCTION, "variant": "blocks_and_gain"},
+    ),
+    prefill(
+        "host-function-dim-64", "a mask function over tiles for dim 64", (70,), (500,), **{**FUNCTION, "head_dim": 64}
+    ),
+    prefill("host-function-dim-256", "tiles of 48 tokens", (40,), (300,), **{**HEADS, "head_dim": 256}),
+    prefill(
+        "host-function-192-128", "tiles of 112 tokens", (40,), (400,), head_dim_vo=128, **{**FUNCTION, "head_dim": 192}
+    ),
 ]
 
 FP8: dict[str, Any] = {**BF16, "kv_dtype": "float8_e4m3fn"}

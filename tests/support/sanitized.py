@@ -1,5 +1,5 @@
-"""Tests for .ci/sanitize: rows of the case table, and threads that plan and run at the same time. Pytest does not
-collect it by itself."""
+"""Tests that .ci/sanitize passes to pytest by name: rows of the case table, and threads that plan and run at the same
+time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WRAPPERS = ["BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCache
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_threads_plan_and_run(name: str) -> None:
-    """Each thread its own wrapper, all of them one pool of workers, whose size changes meanwhile."""
+    """Each thread has a wrapper of its own. They share one pool of workers, whose size changes meanwhile."""
     scene, make = scenes()[name], Make("cpu")
     _, expected = scene.run(good_arguments(scene, make))
     started = threading.Barrier(5)

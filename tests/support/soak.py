@@ -1,8 +1,8 @@
-"""Plans and runs without end: random sizes and options, steps that are cancelled or refused, two threads with a stream
-each. What the process holds must not grow, and a batch must give the same bits at the end as at the start.
+"""Plans and runs many random batches in two threads with a stream each; some steps are refused, most are never run.
+Memory, threads and files of the process must not grow, and a batch must give the same bits at the end as at the start.
 
-`PYTHONPATH=. python tests/support/soak.py --device cuda --size 1` is 10^6 plans and 10^5 runs; tests/net/test_soak.py a
-fiftieth of it.
+`PYTHONPATH=. python tests/support/soak.py --device cuda --size 1` does 10^6 plans and 10^5 runs, and
+tests/net/test_soak.py a fiftieth of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GROWTH = {"bytes": 12 << 20, "device bytes": 32 << 10, "threads": 0, "files": 0,
 
 
 class Worker:
-    """One thread's wrappers, and steps on them."""
+    """The wrappers of one thread, and random steps on them."""
 
     def __init__(self, seed: int, device: str) -> None:
         self.random, self.make = random.Random(seed), Make(device)
@@ -59,7 +59,7 @@ class Worker:
                 self.stream.synchronize()
 
     def step(self, is_run: bool) -> None:
-        """A plan, most often a good one that is never run; sometimes one that is refused, or whose run is."""
+        """Plans once and may run it. One plan in 50 has bad lengths and is refused."""
         draw = self.random
         i, count = draw.randrange(3), draw.randrange(5)
         rows = [draw.choice((1, 1, 2, 17)) if i else 1 for _ in range(count)]
@@ -110,7 +110,7 @@ class Worker:
             except FlashpageError:
                 self.refused += 1
                 return
-            raise AssertionError("a row too many was not refused")
+            raise AssertionError("one row more than planned was not refused")
         options = {"window_left": self.random.choice((5, 9))} if self.random.random() < 0.1 else {}
         out = self.wrappers[i].run(q, *kv, return_lse=self.random.random() < 0.5, **options)
         out = out[0] if isinstance(out, tuple) else out
@@ -118,7 +118,7 @@ class Worker:
 
 
 def held(device: str) -> dict[str, int]:
-    """What the process holds."""
+    """The memory, threads, files and objects that the process holds now."""
     gc.collect()
     if device != "cpu":
         torch.cuda.synchronize()
@@ -135,7 +135,7 @@ def held(device: str) -> dict[str, int]:
 
 
 def soak(device: str, size: float, say: Callable[[str], Any] = print) -> None:
-    """Raises if something grows in both later parts: a leak does, while a kernel or a module is loaded once."""
+    """Raises if something grows in both later parts of the work: a leak does, but a module is loaded only once."""
     scene, make = scenes()[WRAPPERS[1]], Make(device)
     _, expected = scene.run(good_arguments(scene, make))
     workers = [Worker(seed, device) for seed in range(THREADS)]
@@ -162,9 +162,9 @@ def soak(device: str, size: float, say: Callable[[str], Any] = print) -> None:
     say("\n".join(f"held after part {i}: {what}" for i, what in enumerate(parts, 1)))
     growth = {name: min(parts[1][name] - parts[0][name], parts[2][name] - parts[1][name]) for name in GROWTH}
     grown = {name: growth[name] for name in GROWTH if growth[name] > GROWTH[name]}
-    assert not grown, f"grown by {grown} in each of two parts of {int(plans * 0.3) * THREADS} plans"
+    assert not grown, f"grew by {grown} in each of two parts of {int(plans * 0.3) * THREADS} plans"
     assert totals[2] > 0, "nothing was refused"
-    assert equal(scene.run(good_arguments(scene, make))[1], expected), "another result than at the start"
+    assert equal(scene.run(good_arguments(scene, make))[1], expected), "not the result of the start"
 
 
 if __name__ == "__main__":

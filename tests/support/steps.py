@@ -66,7 +66,7 @@ class Steps:
         self.q, self.cache = _room(self.own_q), _room(self.own_cache)
         self.out, self.lse = torch.empty_like(self.q), torch.empty(self.q.shape[:2], device=device)
         if self.q.is_cuda:
-            torch.cuda.synchronize(device)  # steps are loaded on other streams too
+            torch.cuda.synchronize(device)  # as steps are loaded on other streams, too
 
     def __len__(self) -> int:
         return len(self.cases)

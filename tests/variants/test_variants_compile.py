@@ -80,7 +80,7 @@ def test_error_names_the_users_expression_on_the_cpu(tmp_path: Path) -> None:
     assert "flashpage variant: mask:1" in log, log
 
 
-def test_wrong_number_of_indices_is_told(tmp_path: Path) -> None:
+def test_wrong_number_of_indices_is_reported(tmp_path: Path) -> None:
     spec = Variant(logit="score + slopes(h, kv_idx)", tensors={"slopes": SLOPES}).traced().spec
     result = compile_for_card("nvcc", [spec], tmp_path)
     assert "the number of dimensions of slopes is 1" in result.stdout + result.stderr

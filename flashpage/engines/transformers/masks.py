@@ -1,4 +1,4 @@
-"""From transformers' masks to plans: padding becomes lengths, any other mask becomes bits."""
+"""Turns transformers' masks into arguments of plans: padding becomes lengths, any other mask becomes bits."""
 
 from __future__ import annotations
 

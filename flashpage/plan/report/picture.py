@@ -63,20 +63,22 @@ def terminal(segments: list[Segment], num_ctas: int, width: int, max_rows: int, 
     for first in range(0, len(busy), together):
         drawn = max(busy[first : first + together], key=lambda cta: rows[cta][-1].end)
         lines.append(f"{drawn:>{label_width}} |{_bar(rows[drawn], scale, color)}")
-    count = f"{num_ctas} CTAs" if len(busy) == num_ctas else f"{len(busy)} of {num_ctas} CTAs, the others have no work,"
+    count = f"{num_ctas} CTAs" if len(busy) == num_ctas else f"{len(busy)} of {num_ctas} CTAs (the others have no work)"
     shared = f", the costliest of every {together}" if together > 1 else ""
-    lines.append(f"{count} as rows{shared}; {longest / 1e3:.3g} us to the longest bar's end; {_legend(color)}")
+    lines.append(
+        f"{count} as rows{shared}; time to the right, {longest / 1e3:.3g} us for the longest; {_legend(color)}"
+    )
     return "\n".join(lines)
 
 
 def _legend(color: bool) -> str:
     if color:
-        return "one colour a request, shaded: a piece of a unit whose KV was cut"
-    return "one letter a request, capitals: a piece of a unit whose KV was cut"
+        return "colours are requests, shaded where a unit is cut into pieces"
+    return "letters are requests, capitals where a unit is cut into pieces"
 
 
 def _bar(row: list[Segment], scale: float, color: bool) -> str:
-    """The colours of a bar: cell i shows the item at the cell's middle."""
+    """Draws one row; each cell shows the work item at the cell's middle."""
     out, at = [], 0
     for segment in row:
         end = int(segment.end * scale + 0.5)

@@ -12,6 +12,7 @@ import numpy as np
 
 from ... import native
 from ...base.dtypes import DType
+from ...base.text import counted
 from ...kernels import choose, devices
 from ...kernels.context_classes import ContextClass
 from ...kernels.context_lengths import ContextLengths
@@ -125,27 +126,29 @@ class Plan:
             split = f"no unit is cut: merging would take {_time(schedule.ns_per_merge)}"
         else:
             split = f"cut where a piece ({_time(schedule.ns_per_piece)}) costs less than the imbalance it removes"
-        pieces = f"{units} units cut into {len(cut)} pieces; {self.result.num_partial_rows} partial rows"
-        merges = f"{self.result.num_merges} merge items"
+        pieces = f"{counted(units, 'unit')} cut into {counted(len(cut), 'piece')}"
+        pieces += f"; {counted(self.result.num_partial_rows, 'partial row')}"
+        merges = counted(self.result.num_merges, "merge item")
         if self.result.cluster_size > 1 and len(cut):
             merges = f"a unit's are merged inside a cluster of {self.result.cluster_size} CTAs"
         return [f"units: {taken}", f"split: {split}", f"split: {pieces}, {merges}"]
 
     def _has_whole_units(self) -> bool:
-        """Whether whole units were dealt (include/flashpage/plan/whole_units.h), or fall equally evenly."""
+        """Whether each CTA has whole units only, dealt by include/flashpage/plan/whole_units.h or by chance."""
         return self._may_be_dealt() and bool((self._items["num_units"] == 1).all())
 
     def _has_dealt_tail(self) -> bool:
-        """Whether a CTA has units after its run that lie before it on the axis, longest first."""
+        """Whether a CTA's run of units is followed by units that lie before it on the axis, longest first."""
         items = self._items
-        here, behind = (items[part][["cta", "request", "kv_head"]] for part in (slice(-1), slice(1, None)))
-        goes_back = (here == behind) & (np.diff(items["first_packed_row"]) < 0)
+        here, after = (items[part][["cta", "request", "kv_head"]] for part in (slice(-1), slice(1, None)))
+        goes_back = (here == after) & (np.diff(items["first_packed_row"]) < 0)
         return self._may_be_dealt() and bool(goes_back.any())
 
     def _may_be_dealt(self) -> bool:
+        """Whether the planner was free to deal units, and cut none."""
         schedule, items = self.schedule, self._items
-        is_asked = schedule.heads_on_axis and schedule.ns_per_merge > 0 and schedule.fixed_piece_tokens == 0
-        return is_asked and not schedule.are_claimed and bool(len(items) and (items["partial_row"] < 0).all())
+        may_deal = schedule.heads_on_axis and schedule.ns_per_merge > 0 and schedule.fixed_piece_tokens == 0
+        return may_deal and not schedule.are_claimed and bool(len(items) and (items["partial_row"] < 0).all())
 
     def _explain_loads(self) -> list[str]:
         loads, result = self.cta_loads(), self.result
@@ -153,7 +156,8 @@ class Plan:
         over = 100.0 * (most / mean - 1.0) if mean > 0.0 else 0.0
         working = len(np.unique(self._items["cta"]))
         return [
-            f"work: {len(self._units.item)} units in {result.num_items} items, {result.used_bytes} bytes of plan",
+            f"work: {counted(len(self._units.item), 'unit')} in {counted(result.num_items, 'item')}, "
+            f"{result.used_bytes} bytes of plan",
             f"load: {working} of {len(loads)} CTAs work; mean {_time(mean)}, costliest {_time(most)} "
             f"(+{over:.1f}%), by the cost model {_time(self.schedule.ns_per_unit)} a unit + "
             f"{self.schedule.ns_per_token:.3g} ns a token{self._few_rows_cost()}",
@@ -174,8 +178,9 @@ class Plan:
         if (card := devices.row_of(device)) is not None:
             memory, tensor = traffic.bytes / card.gbps, traffic.flops / (card.tflops * _PRODUCTS_REACHED * 1e3)
             bound = "memory" if memory > tensor else "tensor cores"
+            other = " (this plan is for the CPU)" if self.spec is not None and self.spec.backend == "cpu" else ""
             lines.append(
-                f"floor on {card.name}: {_time(max(memory, tensor))}, bound by {bound} (memory {_time(memory)}, "
+                f"floor on {card.name}{other}: {_time(max(memory, tensor))}, bound by {bound} (memory {_time(memory)}, "
                 f"tensor cores {_time(tensor)})"
             )
         return lines

@@ -46,8 +46,8 @@ class PlanInfo(NamedTuple):
         return cls(planner.generation, *(getattr(planner.result, name) for name in cls._fields[1:]))
 
 
-class _Asked(NamedTuple):
-    """Options that are among the arguments."""
+class _EngineArguments(NamedTuple):
+    """Options that engines pass as arguments of `_cached_module.plan`."""
 
     num_qo_heads: Any
     num_kv_heads: Any
@@ -132,13 +132,13 @@ class PlanModule:
         rows = checks.whole("uniform_q_len", uniform_q_len, 0) or int(is_uniform)
         if rows:
             _check_uniform(qo_indptr, batch_size, rows)
-        asked = _Asked(
+        given = _EngineArguments(
             *(num_qo_heads, num_kv_heads, page_size, head_dim_qk, head_dim_vo, causal, window_left),
             *(rows if is_uniform else 0, (fixed_split_size, disable_split_kv)),
         )
         _take_memory(wrapper, float_workspace_buffer, int_workspace_buffer, page_locked_int_workspace_buffer)
         lengths = Lengths(None if is_uniform else qo_indptr, kv_indptr, None, kv_len_arr)
-        return _plan(wrapper, written, enable_cuda_graph, batch_size, lengths, asked, total_num_rows)
+        return _plan(wrapper, written, enable_cuda_graph, batch_size, lengths, given, total_num_rows)
 
 
 class DecodePlanModule:
@@ -175,7 +175,7 @@ class DecodePlanModule:
         last_page_len = None if page_size == 1 else wrapper._paged_kv_last_page_len_buf
         written = _Written(wrapper)
         rows = wrapper._planner.options.uniform_q_len if rows is None else checks.whole("_q_len_per_req", rows, 1)
-        asked = _Asked(
+        given = _EngineArguments(
             *(num_qo_heads, num_kv_heads, page_size, head_dim_qk, head_dim_vo, rows > 1, window_left, rows, None),
             logits_soft_cap=check_soft_cap(logits_soft_cap),
             q_data_type=checks.tensor(empty_q_data, "empty_q_data", PlanError).dtype,
@@ -183,7 +183,7 @@ class DecodePlanModule:
         )
         _take_memory(wrapper, float_workspace_buffer, int_workspace_buffer, page_locked_int_workspace_buffer)
         lengths = Lengths(None, indptr, last_page_len)
-        return _plan(wrapper, written, enable_cuda_graph, batch_size, lengths, asked, batch_size * rows)
+        return _plan(wrapper, written, enable_cuda_graph, batch_size, lengths, given, batch_size * rows)
 
 
 class LatentPlanModule:
@@ -230,19 +230,19 @@ class LatentPlanModule:
 
 
 def _plan(
-    wrapper: Any, written: _Written, is_graph: bool, batch: int, lengths: Lengths, asked: _Asked, room: int
+    wrapper: Any, written: _Written, is_graph: bool, batch: int, lengths: Lengths, given: _EngineArguments, room: int
 ) -> PlanInfo:
     planner, kv_indptr = wrapper._planner, lengths.kv_indptr
     if bool(is_graph) != planner.is_graph:
         raise PlanError(f"enable_cuda_graph={is_graph} but the wrapper has use_cuda_graph={planner.is_graph}.")
     if batch_of(kv_indptr, "kv_indptr") != batch:
         raise PlanError(f"batch_size={batch} but kv_indptr has {batch_of(kv_indptr, 'kv_indptr')} requests.")
-    rows = batch * asked.uniform_q_len
+    rows = batch * given.uniform_q_len
     if lengths.q_indptr is not None:
         rows = int(lengths.q_indptr[batch_of(lengths.q_indptr, "qo_indptr")])
     if rows > room:
         raise PlanError(f"total_num_rows={room} but qo_indptr ends at {rows}: pass at least that.")
-    options = _options_of(wrapper, written, batch, asked)
+    options = _options_of(wrapper, written, batch, given)
     pages = Pages(written.indices, written.block_tables)
     wrapper._attention.plan(lengths, pages, options, wrapper._now, KEEP_MASK)
     try:
@@ -264,17 +264,17 @@ def _take_memory(wrapper: Any, float_workspace: Any, int_workspace: Any, staging
         wrapper._pin_memory_int_workspace_buffer = staging
 
 
-def _options_of(wrapper: Any, written: _Written, batch: int, asked: _Asked) -> Options:
-    """Options of the last plan, with the given ones in their place."""
+def _options_of(wrapper: Any, written: _Written, batch: int, given: _EngineArguments) -> Options:
+    """The last plan's options; `given` and attributes that the engine wrote replace theirs."""
     planned = wrapper._planner.options
     variant, causal = wrapper._variant_to_plan(written.values, batch)
     dtypes = tuple(written.values.get(f"_cached_{which}_data_type", _NOT_WRITTEN) for which in ("q", "kv", "o"))
-    key = (planned, variant, causal, dtypes, asked)
+    key = (planned, variant, causal, dtypes, given)
     if key == wrapper._module_key:
         return wrapper._attention.options
     if causal is not None:
-        asked = asked._replace(causal=causal)
-    options = dataclasses.replace(_options(planned, asked, dtypes), variant=variant)
+        given = given._replace(causal=causal)
+    options = dataclasses.replace(_options(planned, given, dtypes), variant=variant)
     if options == planned:
         options = wrapper._attention.options
     else:
@@ -286,16 +286,16 @@ def _options_of(wrapper: Any, written: _Written, batch: int, asked: _Asked) -> O
 _NOT_WRITTEN = ""  # None means q's type
 
 
-def _options(planned: Options, asked: _Asked, dtypes: tuple[Any, ...]) -> Options:
-    num_q_heads, num_kv_heads = check_heads(asked.num_qo_heads, asked.num_kv_heads)
-    page_size = checks.whole("page_size", asked.page_size, 1)
+def _options(planned: Options, given: _EngineArguments, dtypes: tuple[Any, ...]) -> Options:
+    num_q_heads, num_kv_heads = check_heads(given.num_qo_heads, given.num_kv_heads)
+    page_size = checks.whole("page_size", given.page_size, 1)
     if planned.kv_source == "ragged":
         if page_size != 1:
             raise PlanError(f"page_size={page_size} but K and V are ragged: pass 1.")
         page_size = 0
     pieces, has_cap = planned.fixed_piece_tokens, planned.has_soft_cap
     q, kv, out = dtypes
-    q, kv = asked.q_data_type or q, asked.kv_data_type or kv
+    q, kv = given.q_data_type or q, given.kv_data_type or kv
     q_dtype = checks.dtype("_cached_q_data_type", q) if q else planned.q_dtype
     kv_dtype = checks.dtype("_cached_kv_data_type", kv) if kv else planned.kv_dtype if kv is not None else q_dtype
     is_kept = out == _NOT_WRITTEN and q_dtype == planned.q_dtype
@@ -307,17 +307,17 @@ def _options(planned: Options, asked: _Asked, dtypes: tuple[Any, ...]) -> Option
         planned,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
-        head_dim_qk=checks.whole("head_dim_qk", asked.head_dim_qk, 1),
-        head_dim_vo=checks.whole("head_dim_vo", asked.head_dim_vo, 1),
+        head_dim_qk=checks.whole("head_dim_qk", given.head_dim_qk, 1),
+        head_dim_vo=checks.whole("head_dim_vo", given.head_dim_vo, 1),
         page_size=page_size,
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
         out_dtype=out_dtype,
-        causal=checks.flag("causal", asked.causal) and not planned.has_mask,
-        window_left=check_window(asked.window_left),
-        has_soft_cap=has_cap if asked.logits_soft_cap is None else asked.logits_soft_cap > 0,
-        fixed_piece_tokens=pieces if asked.split is None else check_split(*asked.split, page_size or 1),
-        uniform_q_len=asked.uniform_q_len,
+        causal=checks.flag("causal", given.causal) and not planned.has_mask,
+        window_left=check_window(given.window_left),
+        has_soft_cap=has_cap if given.logits_soft_cap is None else given.logits_soft_cap > 0,
+        fixed_piece_tokens=pieces if given.split is None else check_split(*given.split, page_size or 1),
+        uniform_q_len=given.uniform_q_len,
     )
 
 

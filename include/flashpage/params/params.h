@@ -80,7 +80,7 @@ struct MaskTilesParams {
   i32 tile_q;       // packed rows of a unit
   i32 tile_kv;      // tokens of a tile
   i32 tile_heads;   // KV heads with tiles of their own: 1 or all
-  i32 causal;       // as in AttentionParams; packed bits are read whatever these say
+  i32 causal;       // as in AttentionParams; not read for packed bits, whose tiles follow from the bits alone
   i32 window_left;
 };
 

@@ -1,6 +1,7 @@
 """A table of bad inputs over all public functions, made from their signatures.
 
-`scenes.py` calls every function once with good arguments. `kinds.py` says of which kind each argument is, and what is
-bad for that kind. `rows.py` makes the table and judges a row, `expected.py` has what differs from a kind, `told.txt`
-what is known to be told otherwise, and `child.py` runs rows in processes that may end.
+`scenes.py` has a call of every function with good arguments. `kinds.py` gives each argument a kind, and each kind its
+bad values. `rows.py` makes the table and judges a row. `expected.py` lists the rows whose outcome differs from that of
+their kind, and `told.txt` the rows whose error is known to be unclear. `child.py` runs rows in child processes, which a
+row may crash.
 """

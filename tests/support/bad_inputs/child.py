@@ -1,6 +1,8 @@
-"""Runs rows of the table in processes that may end: `python -m bad_inputs.child DEVICE FAMILY [PATTERN]` prints a JSON
-object {name of the row: what is wrong with it}, and the number of rows. `python -m bad_inputs.child --write` writes
-told.txt."""
+"""Runs rows of the table in child processes, which a row may crash.
+
+`python -m bad_inputs.child DEVICE FAMILY [PATTERN]` prints a JSON object: the number of rows, and for each row with a
+wrong outcome its name and a complaint. `python -m bad_inputs.child --write` writes told.txt.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from flashpage.base.errors import FlashpageError
 from .rows import SOFT, TOLD, Row, good_arguments, judge, table
 from .scenes import Make, Scene
 
-SECONDS = 20  # of one row; the first one of a scene compiles
-MEMORY = 24 << 30  # bytes of address space: a size that is taken at its word is an error, not a dead machine
+SECONDS = 20  # for one row; the first row of a scene compiles its kernels
+MEMORY = 24 << 30  # bytes of address space: allocating a huge size raises MemoryError and does not fill the machine
 
 
 def _work(rows: list[Row], first: int, device: str, pipe: int) -> None:
-    """In a process of its own: a line for each row from `first` on."""
+    """The child process: writes one JSON line to `pipe` for each row from `first` on."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -44,7 +46,7 @@ def _work(rows: list[Row], first: int, device: str, pipe: int) -> None:
                 _compile_for_masks(scene, make)
             except Exception as error:
                 baselines[scene.name] = error
-            os.environ["FLASHPAGE_JIT"] = "off"  # kernels for arguments that are accepted are not what is looked at
+            os.environ["FLASHPAGE_JIT"] = "off"  # accepted arguments that need another kernel would compile it
         baseline = baselines[scene.name]
         if isinstance(baseline, Exception):
             complaint = f"the good arguments are refused: {baseline}"
@@ -54,23 +56,24 @@ def _work(rows: list[Row], first: int, device: str, pipe: int) -> None:
             complaint = _judge_card(complaint)
         os.write(pipe, json.dumps([i, complaint]).encode() + b"\n")
         if complaint is not None and complaint.startswith("the card"):
-            os._exit(0)  # its context is lost
+            os._exit(0)  # the CUDA context is lost; the parent starts another child
     os._exit(0)
 
 
 def _compile_for_masks(scene: Scene, make: Make) -> None:
-    """Masks are judged after their kernel is found: without it, rows would end otherwise in an empty cache."""
+    """Compiles the kernels that masks need. A mask is checked after its kernel is found, so rows with bad masks would
+    otherwise end in another error if the cache is empty."""
     for i, step in enumerate(scene.steps):
         for name, value in step.optional(make).items():
             if "mask" in name:
                 given = good_arguments(scene, make)
                 given[i][name] = value
-                with contextlib.suppress(FlashpageError):  # the row `good` judges it
+                with contextlib.suppress(FlashpageError):  # the row `good` of the mask reports it
                     scene.run(given)
 
 
 def _start_group() -> None:
-    """A group of one rank, for flashpage.parallel."""
+    """Starts a process group of one rank, which flashpage.parallel needs."""
     import torch.distributed as dist
 
     if dist.is_available():
@@ -86,7 +89,7 @@ def _judge_card(complaint: str | None) -> str | None:
 
 
 def verdicts(rows: list[Row], device: str) -> dict[str, str]:
-    """Complaints about the rows that are not as expected. A row that ends its process ends no other row."""
+    """Complaints about the rows with a wrong outcome, by name. After a crash a new child runs the rows that follow."""
     found: dict[str, str] = {}
     first = 0
     while first < len(rows):
@@ -110,7 +113,7 @@ def verdicts(rows: list[Row], device: str) -> dict[str, str]:
 
 
 def _read(pipe: int, found: dict[str, str], rows: list[Row], first: int) -> tuple[int, bool]:
-    """The last row that was finished, and whether the next one took too long."""
+    """Reads complaints into `found`; returns the last finished row and whether the next one took too long."""
     last, rest = first - 1, b""
     while True:
         if not select.select([pipe], [], [], SECONDS)[0]:
@@ -127,8 +130,8 @@ def _read(pipe: int, found: dict[str, str], rows: list[Row], first: int) -> tupl
                 found[rows[last].name] = complaint
 
 
-HEADER = """# Rows that are known to end otherwise than they must, but neither end the process nor hang nor give another
-# result: see told() in rows.py. `python -m bad_inputs.child --write` writes this file; a mended row leaves it.
+HEADER = """# Rows whose error is known to be unclear; they neither crash nor hang nor give a wrong result.
+# See told() in rows.py. `python -m bad_inputs.child --write` writes this file; a row that is mended leaves it.
 """
 
 

@@ -1,13 +1,14 @@
-"""The kinds of arguments, which argument is of which kind, and what is bad for each kind.
+"""The kinds of arguments: which argument is of which kind, and which values are bad for a kind.
 
-A badness changes the arguments of one call. What must come, unless rows.py says otherwise for a row:
+A badness changes the arguments of one call. Its expected outcome, unless expected.py has another one for the row:
 
-    error    an error of ours that names the argument
+    error    a FlashpageError that names the argument
     works    the result of the good arguments
     safe     one of the two
-    clean    an error of ours, or any result
-    any      any error, or any result: the process goes on
-    told     any error, or the good result (rows of told.txt)
+    clean    a FlashpageError, or any result
+    any      any error or result, but no crash
+    told     any error, or the result of the good arguments (rows of told.txt)
+    missing  a TypeError that names the argument
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import torch
 
 from .scenes import Arguments, Make
 
-Change = Callable[[Make, Any], Any]  # a good value (None where there is none) -> the bad one
+Change = Callable[[Make, Any], Any]  # the good value (None if the argument has none) -> the bad one
 
 
 class NotApplicable(Exception):  # noqa: N818
-    """There is no such badness of this value."""
+    """This badness cannot be made from this value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Badness:
     name: str
     expect: str
     change: Change = lambda make, value: None
-    cuda: bool = True  # whether it can be seen on a card, too
+    cuda: bool = True  # False: values on a device are not checked, so the row runs on the CPU alone
     many: Callable[[Make, Arguments, str], None] | None = None  # changes several arguments, in place of `change`
 
     def apply(self, make: Make, given: Arguments, name: str, good: Any) -> None:
@@ -44,7 +45,7 @@ class Badness:
 
 
 def tensor(change: Callable[[torch.Tensor], Any]) -> Change:
-    """Of tensors, and of the last tensor of a list."""
+    """A change of a tensor, or of the last tensor in a list."""
 
     def changed(make: Make, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and value and isinstance(value[-1], torch.Tensor):
@@ -82,7 +83,7 @@ def without_storage(value: torch.Tensor) -> torch.Tensor:
 
 
 def strided(value: torch.Tensor) -> torch.Tensor:
-    """Equal values, each of them two elements after the one before."""
+    """Equal values with a stride of two in the last dimension."""
     if not value.dim() or value.shape[-1] < 2:
         raise NotApplicable
     wide = value.new_zeros(*value.shape[:-1], 2 * value.shape[-1])
@@ -124,14 +125,14 @@ def one_more(value: torch.Tensor) -> torch.Tensor:
 
 
 def expanded(value: torch.Tensor) -> torch.Tensor:
-    """One element for all of its places."""
+    """Strides of 0: all entries share the memory of the first one."""
     if value.numel() < 2:
         raise NotApplicable
     return value.flatten()[:1].expand(value.numel()).view(value.shape)
 
 
 def overlapping_rows(value: torch.Tensor) -> torch.Tensor:
-    """Rows that begin half a row after the one before."""
+    """Rows that overlap: each begins half a row after the one before."""
     if value.dim() < 2 or value.shape[0] < 2:
         raise NotApplicable
     row = value[0].numel()
@@ -140,7 +141,7 @@ def overlapping_rows(value: torch.Tensor) -> torch.Tensor:
 
 
 def inside_q(make: Make, given: Arguments, name: str) -> None:
-    """Memory that begins in the middle of q's."""
+    """Gives the argument memory that begins in the middle of q's."""
     source = next((n for n in ("q", "query") if isinstance(given.get(n), torch.Tensor)), None)
     if source is None:
         raise NotApplicable
@@ -202,7 +203,7 @@ CACHE = (
     Badness("pair-unequal", "error", lambda make, value: (value[:, 0], one_more(value[:, 1]))),
     Badness("pair-dtypes", "error", lambda make, value: (value[:, 0], value[:, 1].double())),
     Badness("pair-list", "works", lambda make, value: [value[:, 0], value[:, 1]]),
-    Badness("pages-few", "error", tensor(lambda value: value[:3]), cuda=False),  # page numbers there are not read
+    Badness("pages-few", "error", tensor(lambda value: value[:3]), cuda=False),  # only the host checks pages
 )
 OUTPUT = (
     *(badness for badness in DATA if badness.name not in ("nan", "negative-bit")),
@@ -321,7 +322,7 @@ WORD = (
     Badness("none", "error", constant(None)),
     Badness("list", "error", constant([])),
 )
-MODE = WORD[:-2] + WORD[-1:]  # None stands for the planned one
+MODE = WORD[:-2] + WORD[-1:]  # without `none`, which means the planned mode
 DEVICE = (
     Badness("unknown", "error", constant("banana")),
     Badness("number", "error", constant(3.5)),
@@ -332,7 +333,7 @@ REFUSED = (
     Badness("tensor", "error", lambda make, value: make.ones(2)),
 )
 REFUSED_WORD = (Badness("unknown", "error", constant("e")), Badness("number", "error", constant(3)))
-TOLD_LATER = (Badness("number", "clean", constant(3)),)  # looked at only together with other arguments
+TOLD_LATER = (Badness("number", "clean", constant(3)),)  # checked only if other arguments are given, too
 CALLABLE = (Badness("number", "error", constant(3)), Badness("text", "error", constant("score")))
 EXPRESSION = (Badness("number", "error", constant(3)), Badness("brackets", "error", constant("score + (a")))
 MAPPING = (Badness("number", "error", constant(3)), Badness("list", "error", constant([1])))
@@ -347,7 +348,7 @@ VARIANT = (
     Badness("number", "error", constant(3)),
     Badness("text", "error", constant("score")),
 )
-ANYTHING = (Badness("list", "clean", constant([1])),)  # arithmetic on Python numbers
+ANYTHING = (Badness("list", "clean", constant([1])),)  # plain arithmetic, which raises Python's own errors
 
 _KINDS: dict[str, tuple[Badness, ...]] = {}
 
@@ -390,7 +391,7 @@ _kind(REAL, "sm_scale sm_scale_p sm_scale_d scale fill")
 _kind(SOFT_CAP, "logits_soft_cap")
 _kind(POSITIVE, "rope_scale rope_theta rope_scale_p rope_theta_p")
 _kind(FLAG, "causal causal_p return_lse use_cuda_graph disable_split_kv enable_pdl")
-_kind((Badness("text", "works", constant("False")),), "non_blocking use_tensor_cores")  # accepted, and nothing to them
+_kind((Badness("text", "works", constant("False")),), "non_blocking use_tensor_cores")  # accepted, without effect
 _kind(DTYPE, "q_data_type kv_data_type o_data_type data_type o_dtype dtype")
 _kind(WORD, "kv_layout kv_layout_p kv_layout_d bitorder backend order pages heads kv_cache_dtype")
 _kind(MODE, "pos_encoding_mode pos_encoding_mode_p pos_encoding_mode_d")
@@ -409,7 +410,7 @@ _kind(MAPPING, "tensors scalars")
 _kind(NUMBERS, "q_lens kv_lens")
 _kind(VARIANT, "variant")
 _kind(ANYTHING, "y parents max_batch")
-# Buffers of graphs are looked at with use_cuda_graph=True alone; prefixes of items together with each other.
+# Buffers of graphs are checked only if use_cuda_graph=True, the three tensors of multi-item scoring only together.
 _kind(
     TOLD_LATER, "custom_mask_buf mask_indptr_buf qo_indptr_buf kv_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf"
 )
@@ -421,9 +422,9 @@ _kind(
 )
 _kind(TOLD_LATER, "group tile cost clusters card global_override_indptr_cpu")
 _kind(INDEX, "indptr_buffer indices_buffer last_page_len_buffer")
-_kind((), "args kwargs deprecated_positional_args _ __")  # extra positions: tests/api/test_api_signatures.py
+_kind((), "args kwargs deprecated_positional_args _ __")  # tests/api/test_api_signatures.py checks these
 
-# A step's argument whose name means another thing elsewhere.
+# Arguments that have another kind in one step than elsewhere.
 _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
     ("merge_state_in_place", "v"): OUTPUT,
     ("merge_state_in_place", "s"): OUTPUT,
@@ -443,7 +444,7 @@ _OF_STEP: dict[tuple[str, str], tuple[Badness, ...]] = {
 
 
 def kind_of(step: str, name: str) -> tuple[Badness, ...]:
-    """The badness of an argument; KeyError for one of no kind."""
+    """The bad values of an argument; KeyError if it has no kind."""
     return _OF_STEP[step, name] if (step, name) in _OF_STEP else _KINDS[name]
 
 

@@ -1,4 +1,4 @@
-"""The table: a row for each function, argument and badness, and what must come."""
+"""The table: a row for each function, argument and badness, with the expected outcome."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .expected import EXPECTED, NOT_TRIED
 from .kinds import OTHER_WORDS, Badness, NotApplicable, kind_of
 from .scenes import Arguments, Make, Scene, Step, scenes
 
-SOFT = "told otherwise: "  # complaints of rows that end as those of told.txt may
+SOFT = "unclear error: "  # begins the complaints about rows that may be listed in told.txt
 LONGEST_MESSAGE = 1000  # characters; a CapabilityError lists every kernel's reason
 TOLD = Path(__file__).with_name("told.txt")  # written by `python -m bad_inputs.child --write`
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A scene in which one thing is wrong."""
+    """A scene with one thing wrong: an argument, the order of calls, or torch's defaults around it."""
 
     scene: Scene
     step: int
     argument: str
     badness: str
-    change: Callable[[Make, Arguments], None] | None  # None: the scene itself is played in another way
+    change: Callable[[Make, Arguments], None] | None  # None: `play` runs the scene
     play: Callable[[Scene, Make], Any] | None = None
     default: str = "error"
     ignores_told: bool = False
@@ -50,7 +50,7 @@ class Row:
 
     @functools.cached_property
     def expected(self) -> tuple[str, str]:
-        """The outcome, and a pattern that the message of an error must hold."""
+        """The outcome, and a regular expression that must match an error's message."""
         words = OTHER_WORDS.get(self.argument)
         pattern = rf"\b({self.argument}{'|' + words if words else ''})\b"
         for names, outcome, says in EXPECTED:
@@ -62,8 +62,8 @@ class Row:
 
 @functools.cache
 def told() -> frozenset[str]:
-    """Rows that end in an error of torch's or Python's, or in one that names no argument, or in the good result: known,
-    and not yet as they must be. No row may end the process, hang, or give another result."""
+    """Rows that ought to raise a FlashpageError naming the argument, and do not yet: they raise an error of torch's or
+    Python's, or one that does not name the argument, or give the good result."""
     lines = (line.split(": ") for line in TOLD.read_text().splitlines() if not line.startswith("#"))
     return frozenset(f"{argument}.{badness}" for argument, rest in lines for badness in rest.split())
 
@@ -84,7 +84,7 @@ def table(device: str) -> list[Row]:
 
 
 def _rows_of(scene: Scene, device: str, seen: set[str]) -> Iterator[Row]:
-    """Rows of each step whose function no scene before had."""
+    """Rows of each step, except where an earlier scene has rows of the same function."""
     make = Make("cpu")
     for i, step in enumerate(scene.steps):
         holder = _class_of(scene) if i else None
@@ -115,7 +115,7 @@ def _rows_of(scene: Scene, device: str, seen: set[str]) -> Iterator[Row]:
                         functools.partial(_leave_out, parameter.name),
                         default="missing",
                     )
-                    # None: see the sparse wrapper, and words
+                    # None is a valid value of these four.
                     if parameter.name not in ("indptr", "indices", "alibi_slopes", "kv_cache_dtype"):
                         yield Row(scene, i, parameter.name, "none", functools.partial(_set, parameter.name, None))
                 elif parameter.name in step.optional(make):
@@ -150,7 +150,7 @@ def _applies(badness: Badness, step: Step, name: str, good: Any) -> bool:
         badness.apply(make, step.needed(make) | ({name: good} if good is not None else {}), name, good)
     except NotApplicable:
         return False
-    except (TypeError, IndexError, AttributeError, RuntimeError):  # there is no good value to make a bad one from
+    except (TypeError, IndexError, AttributeError, RuntimeError):  # no good value to change
         return False
     return True
 
@@ -172,7 +172,7 @@ def _leave_out(name: str, make: Make, given: Arguments) -> None:
     given.pop(name)
 
 
-# ---------------------------------------------------------------- the order of calls, and what lies around them
+# ---------------------------------------------------------------- the order of calls, and torch's state around them
 
 
 def good_arguments(scene: Scene, make: Make) -> list[Arguments]:
@@ -180,7 +180,7 @@ def good_arguments(scene: Scene, make: Make) -> list[Arguments]:
 
 
 def _last_first(scene: Scene, make: Make) -> Any:
-    """The last call without those between."""
+    """The first and the last call alone, so that plan is left out."""
     given = good_arguments(scene, make)
     found, _ = dataclasses.replace(scene, steps=(scene.steps[0], scene.steps[-1])).run([given[0], given[-1]])
     return found
@@ -241,7 +241,7 @@ def _orders(scene: Scene) -> Iterator[Row]:
 
 
 def judge(row: Row, make: Make, baseline: Any) -> str | None:
-    """Plays the row; what is wrong with what came, or None."""
+    """Runs the row; returns a complaint about its outcome, or None."""
     outcome, says = row.expected
     found, result, error = _played(row, make)
     complaint = _judge_call(outcome, says, result, error, baseline)
@@ -263,7 +263,7 @@ def _judge_call(outcome: str, says: str, result: Any, error: Exception | None, b
 
 
 def _played(row: Row, make: Make) -> tuple[Any, Any, Exception | None]:
-    """The object that the first step made, the result, the error."""
+    """Runs the row; returns the object that the first step made, the result and the error."""
     scene, found = row.scene, None
     try:
         if row.play is not None:
@@ -285,9 +285,9 @@ def _played(row: Row, make: Make) -> tuple[Any, Any, Exception | None]:
 
 def _judge_result(outcome: str, result: Any, baseline: Any) -> str | None:
     if outcome in ("error", "missing"):
-        return f"no error came, and {'the good' if equal(result, baseline) else 'another'} result"
+        return f"no error, and {'the good' if equal(result, baseline) else 'a wrong'} result"
     if outcome != "clean" and not equal(result, baseline):
-        return "silently another result"
+        return "a wrong result without an error"
     return None
 
 
@@ -298,16 +298,16 @@ def _judge_error(outcome: str, says: str, error: Exception) -> str | None:
             None if isinstance(error, TypeError) and re.search(says, text) else f"no clear TypeError: {_shown(error)}"
         )
     if not isinstance(error, FlashpageError):
-        return f"no error of ours: {_shown(error)}"
+        return f"not a FlashpageError: {_shown(error)}"
     if outcome != "clean" and not re.search(says, text):
-        return f"the message does not hold {says!r}: {_shown(error)}"
+        return f"the message does not match {says!r}: {_shown(error)}"
     if len(text) > LONGEST_MESSAGE and "no kernel" not in text:
         return f"the message has {len(text)} characters: {_shown(error)}"
     return None
 
 
 def _judge_object(row: Row, make: Make, baseline: Any, found: Any) -> str | None:
-    """An object that has refused works afterwards."""
+    """An object must work again after it has refused a call."""
     if found is None or row.step == 0:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Every public function, called with good arguments: a scene is a few calls, the last one gives the result."""
+"""Calls of every public function with good arguments. A scene is a list of calls; the last one gives the result."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Arguments = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One call: a name of a module ("flashpage.page:get_seq_lens"), or a method of the object that the first step made
-    (".plan")."""
+    """One call of a function ("flashpage.page:get_seq_lens"), or of a method (".plan") of the object that the scene's
+    first step returned."""
 
     target: str
     needed: Callable[[Make], Arguments]  # the good arguments
-    optional: Callable[[Make], Arguments] = lambda make: {}  # good values of arguments that may be left out
-    on_object: bool = False  # a function that takes the object first
+    optional: Callable[[Make], Arguments] = lambda make: {}  # good values of further arguments
+    on_object: bool = False  # the function takes the object as its first argument
 
     @property
     def name(self) -> str:
         return self.target.rsplit(":", 1)[-1].lstrip(".")
 
     def function(self, found: Any) -> Any:
-        """What is called, on the first step's object or its class."""
+        """The function to call; `found` is the first step's object or its class."""
         if self.target.startswith("."):
             return getattr(found, self.target[1:])
         module, name = self.target.split(":")
@@ -42,12 +42,12 @@ class Step:
 class Scene:
     name: str
     steps: tuple[Step, ...]
-    results: tuple[str, ...] = ()  # where the last call returns nothing: its arguments that it writes
+    results: tuple[str, ...] = ()  # arguments that the last call writes, if it returns nothing
     family: str = "attention"
-    cuda: bool = True  # whether there is something to see on a card
+    cuda: bool = True  # False: runs on the CPU alone
 
     def run(self, given: list[Arguments], found: Any = None, first: int = 0) -> tuple[Any, Any]:
-        """The steps from `first` on; the object and the last result."""
+        """Runs the steps from `first` on; returns the object and the last result."""
         result = None
         for i in range(first, len(self.steps)):
             result = self.steps[i].function(found)(**given[i])
@@ -59,7 +59,7 @@ class Scene:
 
 
 class Make:
-    """Good tensors on a device, the same ones at each call."""
+    """Makes good tensors on a device; equal calls give equal tensors."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -163,7 +163,7 @@ def capacity(make: Make) -> Arguments:
 def _paged(
     name: str, module: str, plan: Callable[[Make], Arguments], rows: int, *forward: str, dim: str = "head_dim"
 ) -> list[Scene]:
-    """All ways to call a paged wrapper."""
+    """Scenes for each method of a paged wrapper."""
     made = Step(f"{module}:{name}", workspace, capacity)
     planned = Step(".plan", plan, lambda make: plan_extras(make) | (mask_extras(make) if rows > 2 else {}))
     ran = Step(".run", paged_run(rows), run_extras(rows))
@@ -286,7 +286,7 @@ def _cascade() -> list[Scene]:
         Scene(f"{many}.reset", (made, Step(".reset_workspace_buffer", reset), planned, ran), family="composed"),
         Scene(one, decode, family="composed"),
         Scene(f"{one}.reset", (decode[0], resets, *decode[1:]), family="composed"),
-        Scene(other, rows, family="composed", cuda=False),  # it knows no types, and takes fp16 alone
+        Scene(other, rows, family="composed", cuda=False),  # takes fp16 alone
         Scene(f"{other}.reset", (rows[0], resets, *rows[1:]), family="composed", cuda=False),
     ]
 

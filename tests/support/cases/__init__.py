@@ -1,4 +1,4 @@
-"""The case table: each row says in its `why` what it covers.
+"""The case table. Each row's `why` says what it covers.
 
 The CPU backend and every CUDA kernel run the same rows (tests/kernels/test_cases.py, tests/support/harness.py). To
 share compiled kernels, most rows use head dim 64 and one of few dtype pairs, and vary run-time options.

@@ -82,7 +82,7 @@ class Case:
 
 
 def decode(name: str, why: str, kv_lens: Iterable[int], *, q_len: int = 1, **options: Any) -> Case:
-    """Several rows a request are causal among themselves, as in the decode wrapper."""
+    """A decode row. Several rows of a request are causal among themselves, as in the decode wrapper."""
     kv_lens = tuple(kv_lens)
     return Case(name, why, kv_lens, (q_len,) * len(kv_lens), entry="decode", causal=q_len > 1, **options)
 

@@ -21,11 +21,11 @@ def length_rows() -> list[Case]:
     return [
         decode("few-edges-32", "around half a slot of 64 tokens", EDGES_32),
         decode("few-edges-32-dim-128", "around a slot of 32 tokens", (*EDGES_32, 64, 65), head_dim=128),
-        decode("few-team-edges", "every team has a last slot, or none", TEAM_EDGES, head_dim=128),
-        decode("few-short", "a CTA has more units than the ring of places", short, num_q_heads=8, num_kv_heads=4),
+        decode("few-team-edges", "requests in which all teams or none have a last slot", TEAM_EDGES, head_dim=128),
+        decode("few-short", "a CTA has more units than the ring has places", short, num_q_heads=8, num_kv_heads=4),
         decode(
             "few-short-64-rows",
-            "more units than the ring of places, with room for one place",
+            "a CTA has more units than the ring has places, which is one",
             short[:150],
             q_len=16,
             num_q_heads=8,
@@ -61,7 +61,7 @@ def packed_rows() -> list[Case]:
         heads = {"num_q_heads": 2 * group, "num_kv_heads": 2}
         why = "packed rows that do and do not fill 16, 32 or 64"
         rows.append(decode(f"few-rows-{q_len}x{group}", why, (q_len, 65, 300, 0, 9), q_len=q_len, **heads))
-    told = {"entry": "ragged", "causal": True}
+    ragged = {"entry": "ragged", "causal": True}
     rows += [
         decode(
             "few-group-32",
@@ -77,8 +77,8 @@ def packed_rows() -> list[Case]:
             (300, 40, 65, 9),
             causal=True,
         ),
-        prefill("few-ragged", "one row a request, ragged", (1,) * 6, (1, 33, 64, 300, 0, 129), reduced=True, **told),
-        prefill("few-ragged-8", "eight rows a request, ragged", (8, 8, 8), (300, 8, 65), num_q_heads=8, **told),
+        prefill("few-ragged", "one row a request, ragged", (1,) * 6, (1, 33, 64, 300, 0, 129), reduced=True, **ragged),
+        prefill("few-ragged-8", "eight rows a request, ragged", (8, 8, 8), (300, 8, 65), num_q_heads=8, **ragged),
         prefill(
             "few-ragged-e5m2",
             "ragged fp8 with gaps between rows",
@@ -86,7 +86,7 @@ def packed_rows() -> list[Case]:
             (70, 200),
             cache="gapped",
             kv_dtype=E5M2,
-            **told,
+            **ragged,
         ),
     ]
     return rows
@@ -206,13 +206,14 @@ def score_rows() -> list[Case]:
 
 
 def rope_rows() -> list[Case]:
-    """Keys turn on their way to the tensor cores, by a table of the slot's tokens and the turn of its first one."""
+    """RoPE: keys are rotated between shared memory and the tensor cores, by the angle of a slot's first token and a
+    table for the tokens after it."""
     rope: dict[str, Any] = {"position": "ROPE_LLAMA"}
     wide: dict[str, Any] = {"head_dim": 128, **rope}
     many: dict[str, Any] = {"q_len": 16, "num_q_heads": 8}  # 64 packed rows
     long = (300, 64, 9)
     rows = [
-        decode("few-rope-128", "every team has a slot, or none has", (513, 0, 31), reduced=True, **wide),
+        decode("few-rope-128", "requests in which all teams or none have a slot", (513, 0, 31), reduced=True, **wide),
         decode("few-rope-page-1", "tokens loaded row by row", (*long, 0), page_size=1, **wide),
         decode("few-rope-64-rows", "four query positions for each warp", long, **many, **wide),
         decode(
@@ -242,7 +243,7 @@ def rope_rows() -> list[Case]:
         *((24, 24, E5M2), (32, 32, E4M3), (80, 80, E4M3), (256, 256, E4M3), (512, 512, E5M2)),
     ):
         kind = {"": "bf16", E4M3: "e4m3", E5M2: "e5m2"}[kv_dtype]
-        why = "halves in whole chunks of 16 bytes and not, powers of two chunks apart and not"
+        why = "half a row is or is not a whole number of 16-byte chunks, and that number is or is not a power of two"
         options: dict[str, Any] = {"head_dim": dim, "head_dim_vo": vo, "kv_dtype": kv_dtype, **rope}
         rows.append(prefill(f"few-rope-dim-{dim}-{vo}-{kind}", why, (1,) * 3, (65, 0, 130), **options))
     return rows

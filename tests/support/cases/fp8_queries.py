@@ -72,7 +72,15 @@ def prefill_rows() -> list[Case]:
         prefill("q8-prefill-mask", "bits", (30, 3, 64), (41, 70, 200), mask="packed", scales="float", **E4M3),
         prefill("q8-ragged", "ragged", entry="ragged", scales="per_head", head_dim=128, **batch, **E4M3),
         prefill("q8-sink", "the wrapper for sinks", entry="sink", sinks=True, **batch, **E4M3),
-        prefill("q8-single-prefill", "told", (20,), (70,), entry="single_prefill", o_dtype="float16", **E4M3),
+        prefill(
+            "q8-single-prefill",
+            "an output type is given",
+            (20,),
+            (70,),
+            entry="single_prefill",
+            o_dtype="float16",
+            **E4M3,
+        ),
     ]
 
 

@@ -162,9 +162,9 @@ def score_rows() -> list[Case]:
             window_left=50,
         ),
     ]
-    told = {"entry": "sink", "sinks": True, "causal": True}
+    sink = {"entry": "sink", "sinks": True, "causal": True}
     rows += [
-        prefill("sinks-wrapper", "the wrapper that engines use for sinks", MIXED_Q, MIXED_KV, **told),
+        prefill("sinks-wrapper", "the wrapper that engines use for sinks", MIXED_Q, MIXED_KV, **sink),
         prefill(
             "sinks-wrapper-window",
             "the sink wrapper's window and scale",
@@ -172,7 +172,7 @@ def score_rows() -> list[Case]:
             MIXED_KV,
             window_left=60,
             sm_scale=0.2,
-            **told,
+            **sink,
         ),
         decode("sinks-empty", "without tokens the sink alone is the denominator", (0, 5), sinks=True),
     ]

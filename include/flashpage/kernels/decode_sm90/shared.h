@@ -81,7 +81,7 @@ struct DecodeFits {
 // of 64 to 192 KiB the loads alone are equally fast (docs/tried.md).
 inline constexpr int decode_ring_bytes = 128 << 10;
 
-// Given with as many slots as fit, at most Given::stages: the same number for each team, and at least one.
+// The traits `Given` with as many slots as fit, but at most Given::stages. Each team has the same number, at least one.
 template <class Given>
 struct DecodeStages {
   static constexpr int teams = Given::warps_kv;

@@ -15,7 +15,7 @@ template <int tile_kv>
 using LaneWord = typename select_type<(tile_kv > 128), u64, u32>::type;
 inline constexpr i32 most_lane_tokens = 256;  // of a tile
 
-// Of one request.
+// The memory that holds one request's words.
 struct LaneBits {
   u8* begin;
   i32 tiles;  // of a row

@@ -94,7 +94,7 @@ struct RotationTable {
     return {frequency[column].at(position), frequency[column + 1].at(position)};
   }
 
-  // Both are called by all `threads`, with a barrier between them and after.
+  // All `threads` call fill_frequencies and then fill_rotations, with a barrier after each.
   FP_DEVICE void fill_frequencies(const AttentionParams& params, int thread, int threads) {
     for (int i = thread; i < steps * 8; i += threads)
       frequency[i] = Frequency::of(revolutions_a_token(params, i, half));
