@@ -213,7 +213,11 @@ class Checked:
         self._found: tuple[Options, RunOptions]
 
     def of(self, arguments: Arguments) -> tuple[Options, RunOptions]:
-        if differ(arguments, self._arguments):
+        try:
+            is_new = arguments != self._arguments
+        except (RuntimeError, ValueError):  # as in `differ`; a call would be a frame more in every plan
+            is_new = True
+        if is_new:
             self._arguments = None
             if self._session is not None:
                 self._session.invalidate()
