@@ -94,7 +94,7 @@ void sum_up(fp_batch& batch) {
 // Returns the largest page number; -1 if there is none, below -1 if one is negative or has more than 31 bits. Copies
 // the numbers if `is_copied`. Written so that the compiler vectorises it.
 template <class T, bool is_copied>
-[[gnu::noinline]] int32_t largest_page(const T* __restrict numbers, int64_t count, int32_t* __restrict copies) {
+[[gnu::always_inline]] inline int32_t look_at(const T* __restrict numbers, int64_t count, int32_t* __restrict copies) {
   T beyond = 0;
   int32_t most = -1;
   for (int64_t i = 0; i < count; ++i) {
@@ -104,6 +104,21 @@ template <class T, bool is_copied>
     most = number > most ? number : most;
   }
   return beyond != 0 ? -2 : most;
+}
+
+template <class T, bool is_copied>
+[[gnu::noinline]] int32_t look_at_baseline(const T* numbers, int64_t count, int32_t* copies) {
+  return look_at<T, is_copied>(numbers, count, copies);
+}
+template <class T, bool is_copied>
+[[gnu::noinline, gnu::target("avx2")]] int32_t look_at_avx2(const T* numbers, int64_t count, int32_t* copies) {
+  return look_at<T, is_copied>(numbers, count, copies);
+}
+template <class T, bool is_copied>
+int32_t largest_page(const T* numbers, int64_t count, int32_t* copies) {  // x86-64's baseline has no maximum of int32
+  const bool has_avx2 = __builtin_cpu_supports("avx2");
+  return has_avx2 ? look_at_avx2<T, is_copied>(numbers, count, copies)
+                  : look_at_baseline<T, is_copied>(numbers, count, copies);
 }
 
 int32_t largest_page(const dlpack::Tensor& tensor, const fp_batch& batch, int32_t* copies) {
