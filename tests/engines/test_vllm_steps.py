@@ -15,7 +15,6 @@ from flashpage.engines.vllm.plugin import cascade
 from flashpage.engines.vllm.plugin.context_parallel import ContextRows, Ranks
 from flashpage.engines.vllm.plugin.group_plans import Use
 from flashpage.engines.vllm.plugin.planner import GroupPlanner
-from flashpage.engines.vllm.plugin.prebuild import prebuild
 from flashpage.engines.vllm.plugin.step import PagedRows, RaggedRows
 from flashpage.engines.vllm.plugin.versions import TESTED, warn_if_untested
 from flashpage.jit import loader
@@ -404,7 +403,7 @@ def test_no_request_waits_for_a_compiler(forms: tuple[Form, ...], device: str, m
     scenes = [Scene(forms[0], *each, device) for each in lens]
     plans = scenes[0].plans(layers)
     monkeypatch.setattr(loader, "_kernels", {})
-    prebuild(plans)
+    GroupPlanner(plans).prebuild()
 
     def refuse(spec: Any, device: Any) -> None:
         raise AssertionError(f"{spec} is missing")
