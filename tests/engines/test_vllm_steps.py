@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -303,6 +305,12 @@ def test_versions_outside_of_the_table() -> None:
         warn_if_untested(TESTED[-1] + "+cpu")
     with pytest.warns(RuntimeWarning, match=r"vllm 0\.1\.0 is not among .*0\.33\.0"):
         warn_if_untested("0.1.0")
+
+
+def test_the_entry_point_imports_little() -> None:
+    """vLLM calls it in each process, also where no model runs."""
+    code = "import sys, flashpage.engines.vllm.plugin; assert not {'torch', 'numpy', 'vllm'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---------------------------------------------------------------- kernels
