@@ -1,1 +1,1 @@
-"""vLLM's attention operators over its block layout."""
+"""vLLM: its attention backend (plugin/), and its first operators over their block layout."""

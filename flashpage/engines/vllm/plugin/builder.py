@@ -12,7 +12,6 @@ from . import cascade
 from .cache import element_type
 from .group_plans import GroupPlans, GroupSizes, Workspaces
 from .planner import GroupPlanner
-from .prebuild import prebuild
 from .ranks import ranks_of
 from .step import Step
 
@@ -36,8 +35,8 @@ class FlashpageBuilder(AttentionMetadataBuilder):
         self._impls = [layers[name].impl for name in layer_names]
         workspaces = Workspaces.of(vllm_config)
         plans = GroupPlans([impl.options for impl in self._impls], self._sizes(), device, workspaces)
-        prebuild(plans)
         self._planner = GroupPlanner(plans, ranks_of(self._impls[0], vllm_config))
+        self._planner.prebuild()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:

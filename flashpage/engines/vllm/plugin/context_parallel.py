@@ -52,7 +52,7 @@ class ContextPlans:
     def __init__(self, plans: GroupPlans, ranks: Ranks) -> None:
         self._plans, self._ranks = plans, ranks
         layers = [layer.with_heads(layer.kind.num_heads * ranks.size) for layer in plans.layers]
-        self._gathered = GroupPlans(layers, plans.sizes, plans.device, plans.workspaces)
+        self.gathered = GroupPlans(layers, plans.sizes, plans.device, plans.workspaces)
 
     def plan(self, common: Any, is_causal: bool) -> ContextRows:
         """Plans a step, which no graph captures: the host plans its own tokens."""
@@ -61,7 +61,7 @@ class ContextPlans:
         earlier = common.seq_lens[:requests] - (starts[1 : requests + 1] - starts[:requests])
         lens = self._ranks.local_lengths(earlier)
         tables = TableRows(lens, common.block_table_tensor[:requests], starts[: requests + 1], rows)
-        context = self._gathered.plan_tables(Use.ROWS, tables, False)
+        context = self.gathered.plan_tables(Use.ROWS, tables, False)
         indptr = common.query_start_loc_cpu[: requests + 1]
         own = self._plans.of(Use.RAGGED)
         for kind, attention in own.items():

@@ -196,9 +196,13 @@ class GroupPlans:
         """Memory for partial results of any step, which the uses share: they run one after the other."""
         sizes, needed = self.sizes, _LEAST_WORKSPACE[self.device.type]
         tokens = min(sizes.max_requests * sizes.max_tokens, MOST_TOKENS)
-        use = Use.RAGGED if self.is_encoder else Use.ROWS
+        requests, rows = sizes.max_requests, sizes.max_rows
+        # Few rows and many have other kernels, whose bounds differ.
+        steps = [(Use.ROWS, rows), (Use.ROWS, max(sizes.graph_rows, requests * sizes.few_rows)), (Use.DECODE, requests)]
+        if self.is_encoder:
+            steps = [(Use.RAGGED, rows)]
         for kind in self._kinds:
-            options, _ = self.options(use, kind, True)
-            bounds = workspace_bounds(options, sizes.max_requests, sizes.max_rows, tokens, self.device)
-            needed = max(needed, bounds[0])
+            for use, count in steps:
+                options, _ = self.options(use, kind, not use.is_decode)
+                needed = max(needed, workspace_bounds(options, requests, count, tokens, self.device)[0])
         return self.workspaces.at_least(needed, self.device)

@@ -25,6 +25,7 @@ from ....plan.lengths import Lengths
 from ....plan.page_indices import NO_PAGES, Pages
 from . import cascade, context_parallel
 from .group_plans import MOST_TOKENS, GroupPlans, TableRows, Use
+from .prebuild import prebuild
 from .step import PagedRows, Part, RaggedRows, Step
 
 
@@ -36,6 +37,14 @@ class GroupPlanner:
         self._context = None if ranks is None else context_parallel.ContextPlans(plans, ranks)
         windows = [layer.values[0].window_left + 1 for layer in plans.layers if layer.values[0].window_left >= 0]
         self._least_window = min(windows, default=0)
+
+    def prebuild(self) -> None:
+        """Builds all kernels that later steps may need."""
+        if self._context is not None:
+            prebuild(self.plans, (Use.RAGGED,))
+            prebuild(self._context.gathered, (Use.ROWS,))
+        else:
+            prebuild(self.plans, (Use.RAGGED,) if self.plans.is_encoder else (Use.DECODE, Use.ROWS))
 
     def plan(self, common: Any, common_prefix_len: int = 0) -> Step:
         """Plans a step. `common_prefix_len`: tokens that all requests share, a multiple of the page size."""

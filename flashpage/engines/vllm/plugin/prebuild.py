@@ -16,11 +16,10 @@ from ....plan.prepared_kernels import trace
 from .group_plans import GroupPlans, Use
 
 
-def prebuild(plans: GroupPlans) -> None:
-    """Builds what steps of any rows may need. Layers that differ only in what a run gives share kernels, except those
-    with a soft cap."""
+def prebuild(plans: GroupPlans, uses: tuple[Use, ...]) -> None:
+    """Builds the kernels for any rows of these uses. Layers that differ only in what a run gives share kernels, except
+    those with a soft cap."""
     specs: dict[KernelSpec, None] = {}
-    uses = (Use.RAGGED,) if plans.is_encoder else (Use.DECODE, Use.ROWS)
     for use in uses:
         for options in plans.all_options(use):
             specs |= dict.fromkeys(_attention(options, plans.device))
