@@ -73,24 +73,43 @@ def _fault_of(status: os.stat_result, is_shared: bool = False) -> str:
 
 
 @contextlib.contextmanager
+def named(path: str | Path) -> Iterator[None]:
+    """Puts the path into errors of calls that know only a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
+def _held(path: str | Path, flags: int, at: int | None = None) -> Iterator[int]:
+    """A descriptor through which nothing is written, so that an error of its close loses nothing."""
+    descriptor = os.open(path, flags, 0o600, dir_fd=at)
+    try:
+        yield descriptor
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
 def opened(folder: str | Path, at: int | None = None, *, is_trusted: bool = False) -> Iterator[int]:
     """A folder's descriptor, for `read` and for folders in it. Unless the folder is trusted, it is opened without
     following a link, and PermissionError tells that another user could have written it."""
-    descriptor = os.open(folder, _FOLDER | (0 if is_trusted else os.O_NOFOLLOW), dir_fd=at)
-    try:
+    with _held(folder, _FOLDER | (0 if is_trusted else os.O_NOFOLLOW), at) as descriptor:
         if not is_trusted:
             _judge(descriptor, folder)
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def read(name: str, at: int, *, is_trusted: bool = False) -> bytes:
     """The bytes of a file in the folder `at`, opened and judged as `opened` does with folders."""
-    with open(os.open(name, _FILE | (0 if is_trusted else os.O_NOFOLLOW), dir_fd=at), "rb") as file:
+    with _held(name, _FILE | (0 if is_trusted else os.O_NOFOLLOW), at) as descriptor:
         if not is_trusted:
-            _judge(file.fileno(), name)
-        return file.read()
+            _judge(descriptor, name)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
 
 
 def _judge(descriptor: int, name: str | Path) -> None:
@@ -114,9 +133,15 @@ def make(folder: Path, mode: int) -> None:
 def write(path: Path, content: bytes, mode: int) -> None:
     """Writes a file that must not be there yet, with this mode whatever the umask is."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, mode), "wb") as file:
+    with named(path), open(os.open(path, flags, mode), "wb") as file:
         os.fchmod(file.fileno(), mode)
         file.write(content)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder as far as possible; `sweep` removes the rest of a `scratch` later."""
+    with contextlib.suppress(OSError):  # rmtree ignores errors, but not those of its own descriptors
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -124,9 +149,9 @@ def locked(folder: Path, name: str, *, is_blocking: bool = True) -> Iterator[Non
     """Holds the lock file `name` of a folder, made where it is missing and never changed. BlockingIOError where another
     holds it and `is_blocking` is False."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with opened(folder) as at, open(os.open(name, flags, 0o600, dir_fd=at), "rb+", buffering=0) as file:
+    with opened(folder) as at, _held(name, flags, at) as file:
         with contextlib.suppress(PermissionError):  # another user's, where a cache is not private
-            os.fchmod(file.fileno(), 0o600)
+            os.fchmod(file, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX | (0 if is_blocking else fcntl.LOCK_NB))
         owner = os.getpid()
         try:
@@ -153,19 +178,17 @@ def scratch(parent: Path | None, prefix: str) -> Iterator[Path]:
     that killed processes left."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
-            descriptor = os.open(folder, _FOLDER)
-            stack.callback(os.close, descriptor)
-            with contextlib.suppress(OSError):  # no locks here (NFS): `sweep` leaves all folders alone
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            os.stat(folder)  # missing if a sweep came between
-            held = stack.pop_all()
-            break
-    with held:
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(remove, folder)
+            try:
+                descriptor = stack.enter_context(_held(folder, _FOLDER))
+                with contextlib.suppress(OSError):  # no locks here (NFS): `sweep` leaves all folders alone
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                os.stat(folder)
+            except FileNotFoundError:  # a sweep came between
+                continue
             yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            return
 
 
 def sweep(parent: Path, prefix: str) -> None:
@@ -176,7 +199,7 @@ def sweep(parent: Path, prefix: str) -> None:
         with contextlib.suppress(OSError), opened(path) as descriptor:
             if os.fstat(descriptor).st_uid == os.geteuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
 
 def listed(folder: Path) -> list[Path]:

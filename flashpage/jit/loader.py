@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ from .. import native
 from ..base import env
 from ..base.errors import DeviceError
 from ..kernels.spec import KernelSpec
-from . import driver, manifest
+from . import driver, files, manifest
 from .build import build_kernels, obtain
 from .cache import Entry, Store, aot_store, jit_store
 from .job import missing_error
@@ -151,7 +150,7 @@ def _load(entry: Entry, index: int | None) -> LoadedKernel:
         native.check(native.load().fp_kernel_describe(handle, ctypes.byref(info)))
     finally:
         if not entry.is_kept:
-            shutil.rmtree(entry.folder, ignore_errors=True)
+            files.remove(entry.folder)
     manifest.note_use(spec, target)
     return LoadedKernel(spec, target, handle, info, library)
 
