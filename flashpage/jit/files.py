@@ -10,7 +10,9 @@ import contextlib
 import errno
 import fcntl
 import functools
+import grp
 import os
+import pwd
 import shutil
 import stat
 import tempfile
@@ -26,8 +28,9 @@ def fault(folder: Path) -> str:
     """Why another user could put files into `folder`; "" if none could. What is missing is no fault.
 
     Every folder and every link on the way there must belong to this user or to root, and be writable by its owner
-    alone. The way begins at the home folder for what lies below it, else at the root. Folders above may be shared if
-    they are sticky, as /tmp is: another user cannot replace what this user has made there.
+    alone, or by the user's private group (`_is_private`). The way begins at the home folder for what lies below it,
+    else at the root. Folders above may be shared if they are sticky, as /tmp is: another user cannot replace what this
+    user has made there.
     """
     if not folder.is_absolute():
         return ""
@@ -46,7 +49,7 @@ def fault(folder: Path) -> str:
         except OSError:  # missing, or not to be looked at: nothing is read there
             return ""
         is_shared = bool(names) and bool(status.st_mode & stat.S_ISVTX)
-        if place not in above_home and (why := _fault_of(status, is_shared)):
+        if place not in above_home and (why := _fault_of(place, status, is_shared)):
             return f"{place} {why}"
         if not names:
             return ""
@@ -64,12 +67,34 @@ def _is_ours(status: os.stat_result) -> bool:
     return status.st_uid in (0, os.geteuid())
 
 
-def _fault_of(status: os.stat_result, is_shared: bool = False) -> str:
+def _fault_of(place: str | int, status: os.stat_result, is_shared: bool = False) -> str:
     if not _is_ours(status):
         return f"belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
+    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if others and not is_shared and not (others == stat.S_IWGRP and _is_private(place, status.st_gid)):
         return f"can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
     return ""
+
+
+def _is_private(place: str | int, group: int) -> bool:
+    """Whether a group that may write has no member but this user. Systems make such a group for each user, whose umask
+    is then 002: it has the user's name, lists no other member, and is no other user's own group."""
+    try:
+        os.getxattr(place, "system.posix_acl_access")  # the group's bits then stand for users of the list, too
+    except OSError as error:
+        return error.errno in (errno.ENODATA, errno.ENOTSUP) and _is_private_of(group, os.geteuid())
+    return False
+
+
+@functools.cache
+def _is_private_of(group: int, user: int) -> bool:
+    try:
+        own, found = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    if user == 0 or own.pw_gid != group or found.gr_name != own.pw_name or set(found.gr_mem) - {own.pw_name}:
+        return False
+    return not any(other.pw_gid == group and other.pw_uid != user for other in pwd.getpwall())
 
 
 @contextlib.contextmanager
@@ -113,7 +138,7 @@ def read(name: str, at: int, *, is_trusted: bool = False) -> bytes:
 
 
 def _judge(descriptor: int, name: str | Path) -> None:
-    if why := _fault_of(os.fstat(descriptor)):
+    if why := _fault_of(descriptor, os.fstat(descriptor)):
         raise PermissionError(f"{name} {why}")
 
 
