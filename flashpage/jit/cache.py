@@ -267,13 +267,18 @@ def _private_folder(wanted: Path, why: str) -> Path:
         files.make(folder, 0o700)
     if files.fault(folder):
         folder = Path(tempfile.mkdtemp(prefix="flashpage-"))
-        atexit.register(files.remove, folder)
+        atexit.register(_remove_own, folder, os.getpid())
     warn(
         f"the kernel cache {wanted} is not used, because {why}, and a kernel is code that this process would run: "
         f"{folder} is used instead. Give the folder to this user and take write access from others "
         "(chown, chmod go-w), or set FLASHPAGE_CACHE_DIR."
     )
     return folder
+
+
+def _remove_own(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child ends earlier
+        files.remove(folder)
 
 
 def aot_store() -> Store:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -40,6 +41,16 @@ class LoadedKernel:
 _kernels: dict[tuple[KernelSpec, Device], LoadedKernel] = {}
 _locks: defaultdict[tuple[KernelSpec, int | None], threading.Lock] = defaultdict(threading.Lock)
 _locks_lock = threading.Lock()
+
+
+def _forget_locks() -> None:
+    """In a forked child: threads that held locks are not there to let them go."""
+    global _locks_lock
+    _locks_lock = threading.Lock()
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 def get_kernel(spec: KernelSpec, device: Device = None) -> LoadedKernel:

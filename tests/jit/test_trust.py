@@ -113,6 +113,27 @@ def test_the_private_folder_is_kept_unless_another_was_quicker(sandbox: Sandbox)
         assert cache.jit_store().folder not in (own, sandbox.cache)
 
 
+def test_a_forked_child_leaves_its_parents_folder(sandbox: Sandbox) -> None:
+    """The folder of one process is removed when that process ends, and not by a child that was forked."""
+    code = """
+import os, sys, tempfile
+from flashpage.jit import cache
+folder = Path(os.environ["FLASHPAGE_CACHE_DIR"])
+for path in (folder, Path(tempfile.gettempdir(), f"flashpage-{os.geteuid()}")):
+    path.mkdir(exist_ok=True)
+    path.chmod(0o777)
+get(toy())
+own = cache.jit_store().folder
+if not (child := os.fork()):
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert own != folder and own.is_dir()
+print(own)
+"""
+    own = sandbox.run(code, TMPDIR=tempfile.gettempdir(), PYTHONWARNINGS="ignore")
+    assert not Path(own.strip()).exists()
+
+
 def test_a_sticky_parent_is_fine(sandbox: Sandbox) -> None:
     """A parent folder like /tmp: others cannot replace the folder in it."""
     sandbox.folder.chmod(0o1777)
