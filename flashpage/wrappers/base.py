@@ -154,7 +154,7 @@ class Attention(Unique):
             checks.flag("non_blocking", non_blocking)
         if tables is not None:
             indices = session.page_numbers_of(tables, lengths, indices)
-        if mask is not None and mask is not KEEP_MASK and session.is_graph:
+        if mask is not None and mask is not KEEP_MASK and session.needs_judged_mask:
             session.judge_mask(mask, lengths)
         if row_runs is not session.batch.row_runs:
             session.batch.use_row_runs(row_runs)
