@@ -10,7 +10,7 @@ import torch
 from ..base import checks, tensor_memory
 from ..base.errors import PlanError, RunError
 from ..base.unique import Unique
-from ..kernels.options import check_heads, check_soft_cap
+from ..kernels.options import check_heads, checked_values
 from ..plan.lengths import Lengths, all_to_host
 from ..plan.page_indices import Pages
 from .base import Attention
@@ -164,10 +164,11 @@ class VariableBlockSparseAttentionWrapper(Unique):
         """`run` with options that replace the planned ones, defaults included."""
         checks.refuse_given(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._attention.require_plan("forward")
-        self._values = self._values._replace(
+        self._values = checked_values(
+            self._values,
             pos_encoding_mode=pos_encoding_mode,
             window_left=-1,
-            logits_soft_cap=check_soft_cap(logits_soft_cap),
+            logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             rope_scale=rope_scale,
             rope_theta=rope_theta,

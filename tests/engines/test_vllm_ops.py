@@ -311,7 +311,9 @@ def test_errors_of_outputs() -> None:
     with pytest.raises(RunError, match=r"out has shape \(4, 4, 64\)"):
         vllm_ops.paged_attention_v1(blocks.out("cpu")[1:], *blocks.arguments("cpu"))
     exp_sums, max_logits, tmp_out = partials(blocks, "cpu", spare=0)
-    with pytest.raises(RunError, match=r"tmp_out has shape \(5, 4, 0, 64\) and dtype torch.bfloat16: pass \[5, 4, 1 or more, 64\]"):
+    with pytest.raises(
+        RunError, match=r"tmp_out has shape \(5, 4, 0, 64\) and dtype torch.bfloat16: pass \[5, 4, 1 or more, 64\]"
+    ):
         vllm_ops.paged_attention_v2(
             blocks.out("cpu"), exp_sums, max_logits, tmp_out[:, :, :0], *blocks.arguments("cpu")
         )

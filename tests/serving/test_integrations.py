@@ -242,6 +242,19 @@ def test_verifying_a_tree(device: str) -> None:
     check(found, q, past, PLAIN, batch, [0] * 4, lens, masks=masks)
 
 
+@pytest.mark.parametrize("layer", [PLAIN, dataclasses.replace(PLAIN, window_left=20)], ids=["all", "window"])
+def test_requests_longer_than_the_table_are_told(layer: AttentionLayer, device: str) -> None:
+    """A card would gather page numbers from the next row, and write them past a captured step's buffer."""
+    past = Past.make([40, 17], device, 16, 1)
+    backend = PagedAttention(past.table, past.pool, [layer], dtype_of(device))
+    batch = past.batch(ForwardMode.DECODE, [1, 1], [40, 17])
+    most = past.table.max_context
+    backend.init_forward_metadata(dataclasses.replace(batch, seq_lens=torch.tensor([40, most], dtype=torch.int32)))
+    with pytest.raises(RunError, match=f"seq_lens reaches {most + 1} tokens but .* holds {most}: pass shorter"):
+        longer = torch.tensor([40, most + 1], dtype=torch.int32)
+        backend.init_forward_metadata(dataclasses.replace(batch, seq_lens=longer))
+
+
 def test_parents_come_first() -> None:
     with pytest.raises(ValueError, match=r"parents\[0\]\[1\]=1"):
         tree_mask([[-1, 1]], [2])
