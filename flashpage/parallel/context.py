@@ -146,7 +146,8 @@ class ContextParallelAttention(Unique):
             local = layout.pages(kv_indptr, kv_indices, seq_lens)
         else:
             local = LocalPages(kv_indptr, kv_indices, layout.tokens(seq_lens).int())
-        visible = Visible.of(layout, q_indptr, seq_lens, bool(causal), check_window(window_left))
+        is_causal, window = checks.flag("causal", causal), check_window(window_left)
+        visible = Visible.of(layout, q_indptr, seq_lens, is_causal, window)
         mask = row_runs = None
         if visible is not None:
             runs = visible.runs(q_indptr)

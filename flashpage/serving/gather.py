@@ -36,12 +36,13 @@ def gather_slots(
         starts: [batch], tokens to skip at the front, multiples of page_size; None: none.
         page_size: tokens in a page; its tokens lie in adjacent slots, the first at a multiple of page_size.
     """
-    batch = rows.numel()
+    page_size = checks.whole("page_size", page_size, 1, error=RunError)
+    batch = checks.tensor(rows, "rows", RunError).numel()
     given = {"table": table, "rows": rows, "indptr": indptr, "indices": indices}
     if starts is not None:
         given["starts"] = starts
     for name, tensor in given.items():
-        _check(name, tensor, 2 if name == "table" else 1, table.device)
+        _check(name, tensor, 2 if name == "table" else 1, rows.device)
     for name, count in (("indptr", batch + 1), ("starts", batch)):
         if name in given and given[name].numel() != count:
             raise RunError(f"{name} has {given[name].numel()} entries but rows has {batch}: pass {count}.")

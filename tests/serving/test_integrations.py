@@ -78,6 +78,7 @@ def test_gathering_tells_bad_numbers() -> None:
         ((table, one, indptr * 40, room), "indptr must rise from 0 to at most 8"),
         ((table, one, indptr, room, None, 32), "past the 32 tokens"),
         ((table, one, indptr, room, one * 31), "past the 32 tokens"),
+        ((table, one, indptr, room, None, 0), "page_size=0 is out of range"),
         ((table, one, indptr, room, indptr), "starts has 2 entries but rows has 1: pass 1"),
     ):
         with pytest.raises(RunError, match=told):
@@ -258,6 +259,10 @@ def test_requests_longer_than_the_table_are_told(layer: AttentionLayer, device: 
 def test_parents_come_first() -> None:
     with pytest.raises(ValueError, match=r"parents\[0\]\[1\]=1"):
         tree_mask([[-1, 1]], [2])
+    with pytest.raises(ValueError, match=r"seq_lens\[0\]=1 is less than its 2 guesses"):
+        tree_mask([[-1, 0]], [1])
+    with pytest.raises(ValueError, match="parents has 1 requests but seq_lens has 2"):
+        tree_mask([[-1, 0]], [5, 6])
 
 
 def test_fp8_pool_with_scales(device: str) -> None:
