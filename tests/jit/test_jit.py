@@ -200,6 +200,12 @@ def test_error_in_a_variant_shows_its_line_first(sandbox: Sandbox, many: bool) -
     assert (log / "kernel.cpp").exists()
 
 
+def test_error_after_the_end_of_a_variant(sandbox: Sandbox) -> None:
+    """A backslash joins the text's last line with the next one, where the compiler finds the error."""
+    with pytest.raises(CompileError, match=r"\Avariant: score \* 2 \\\n  does not compile: "):
+        jit.get_kernel(toy(logit="score * 2 \\"))
+
+
 def test_error_in_a_function_that_a_variant_calls(sandbox: Sandbox) -> None:
     spec = KernelSpec(
         "cpu_attention", tile=TILE, variant=VariantSpec(logit="score + to_float(x())", scalars=(("x", "float"),))
