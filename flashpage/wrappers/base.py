@@ -151,6 +151,7 @@ class Attention(Unique):
             self._configure(options)
         self.values = values
         if non_blocking is not True:
+            session.invalidate()
             checks.flag("non_blocking", non_blocking)
         if tables is not None:
             indices = session.page_numbers_of(tables, lengths, indices)

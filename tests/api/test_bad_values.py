@@ -39,6 +39,7 @@ def test_a_plan_refuses_odd_values(argument: str, value: Any) -> None:
         with pytest.raises(PlanError, match=argument) as caught:
             wrapper.plan(**(KINDS["prefill"][1]() | {argument: value}))
         assert len(str(caught.value)) < 300
+        assert not wrapper._planner.is_planned, "a run would read the older plan"
     wrapper.plan(**KINDS["prefill"][1]())
 
 
