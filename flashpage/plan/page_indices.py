@@ -59,10 +59,11 @@ class Mask(NamedTuple):
 KEEP_MASK = Mask(None)  # the bits in the wrapper's buffer: engines copy them there
 
 
-def kept(indices: Any) -> Any:
+def kept(indices: Any, name: str) -> Any:
     """Page numbers for a plan that is made again later. Those that a card reads in place stay the caller's."""
-    is_read = isinstance(indices, torch.Tensor) and not indices.is_cpu and indices.dtype is torch.int32
-    return indices if is_read or not isinstance(indices, torch.Tensor) else indices.clone()
+    indices = checks.tensor(tensor_memory.waited(indices), name, PlanError).resolve_neg()
+    tensor_memory.address(indices, name, PlanError)
+    return indices if not indices.is_cpu and indices.dtype is torch.int32 else indices.clone()
 
 
 class KvIndices:

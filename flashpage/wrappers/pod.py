@@ -323,7 +323,7 @@ class BatchPODWithPagedKVCacheWrapper(Unique):
         )
         options, values = arguments.checked()
         prefills, decodes = Lengths(*lengths[:3]), Lengths(*lengths[3:])
-        pages = Pages(kept(kv_indices_p), non_blocking=non_blocking)
+        pages = Pages(kept(kv_indices_p, "kv_indices_p"), non_blocking=non_blocking)
         self._prefill.plan(None, lambda prefill: prefill.plan(prefills, pages, options, values))
         self._decode.plan(decodes, Pages(kv_indices_d, non_blocking=non_blocking), options, values)
         self._prefills, self._is_masked = (prefills, pages, arguments), False

@@ -53,7 +53,7 @@ class _SharedPrefix(Unique):
                 checks.tensor(tensor, name, PlanError)
         copies = Lengths(*(None if t is None else t.clone() for t in to_host(lengths)))  # forward may plan again
         self._planned = None
-        self._plan(_Batch(copies, kept(kv_indices), arguments), self._seen or dtypes)
+        self._plan(_Batch(copies, kept(kv_indices, self._names.indices), arguments), self._seen or dtypes)
 
     def _plan(self, batch: _Batch, dtypes: tuple[Any, Any]) -> None:
         arguments: Any = batch.arguments._replace(q_data_type=dtypes[0], kv_data_type=dtypes[1])
