@@ -90,7 +90,7 @@ def _check_numbers(
     page_size: int,
 ) -> None:
     """Checks the numbers themselves, which is possible on the host only."""
-    counts = indptr.diff()
+    counts = indptr.long().diff()
     if int(indptr[0]) < 0 or bool((counts < 0).any()) or int(indptr[-1]) > indices.numel():
         raise RunError(f"indptr must rise from 0 to at most {indices.numel()}, the entries of indices.")
     if int(rows.min()) < 0 or int(rows.max()) >= len(table):

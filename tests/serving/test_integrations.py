@@ -79,6 +79,7 @@ def test_gathering_tells_bad_numbers() -> None:
         ((table, one, indptr, room, None, 32), "past the 32 tokens"),
         ((table, one, indptr, room, one * 31), "past the 32 tokens"),
         ((table, one, indptr, room, None, 0), "page_size=0 is out of range"),
+        ((table, one, torch.tensor([0, 3]).int(), room, None, 2**30), "past the 32 tokens"),
         ((table, one, indptr, room, indptr), "starts has 2 entries but rows has 1: pass 1"),
     ):
         with pytest.raises(RunError, match=told):
